@@ -1,0 +1,44 @@
+# Every target sets up what it needs. Options of the set-up: make demo SETUP="--device cpu --find-links /my/wheels"
+
+PYTHON ?= python3
+VENV   ?= .venv
+SETUP  ?=
+RUN    := $(VENV)/bin/python -m
+BOOT   := $(PYTHON) bootstrap.py --venv $(VENV) $(SETUP)
+# One core a worker: torch would otherwise start as many threads in each as there are cores.
+PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 8
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-full test-gpu lint clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## Make the environment in .venv, with a torch for this machine
+	@$(BOOT)
+
+demo: ## A real transformer through our attention and torch's: same answers, times side by side (a minute)
+	@$(BOOT)
+	@$(RUN) warpwave demo
+
+test: ## What every change has to pass; needs no GPU (under 15 minutes on two cores)
+	@$(BOOT) --need dev
+	$(PYTEST)
+
+test-full: ## The full matrix of cases and compile targets
+	@$(BOOT) --need dev
+	$(PYTEST) -m ""
+
+test-gpu: ## What only a GPU can show, on the GPU of this machine
+	@$(BOOT) --need dev
+	$(RUN) pytest -m gpu
+
+lint: ## Format, lint and type checks
+	@$(BOOT) --need dev
+	$(RUN) ruff check
+	$(RUN) ruff format --check
+	$(RUN) mypy
+
+clean: ## Remove the environment and every cache
+	rm -rf $(VENV) .pytest_cache .hypothesis .mypy_cache .ruff_cache dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

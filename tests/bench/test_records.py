@@ -1,0 +1,128 @@
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from warpwave.bench.correctness import Verdict
+from warpwave.bench.records import Measurement, RecordError, RecordWriter, environment_id, read_records
+from warpwave.bench.timing import Samples
+from warpwave.problem import AttentionProblem, Causal
+
+PROBLEM = AttentionProblem(
+    batch=2,
+    seqlen_q=64,
+    seqlen_k=64,
+    num_heads_q=4,
+    num_heads_kv=2,
+    head_dim=32,
+    head_dim_v=32,
+    dtype="bfloat16",
+    softmax_scale=0.17,
+    causal=Causal("top_left"),
+    window_size=(5, -1),
+    mask_shape=(1, 1, 64, 64),
+    lengths=((1, 2), (3, 4)),
+)
+RIGHT = Verdict(True, "", 1e-3, 2e-3, 1e-3, 2e-3, 64)
+TIMING = Samples((100.0, 101.5, 99.0), "events", repeats=20, calls_per_repeat=1, l2_flushed=True)
+MEASUREMENT = Measurement(
+    suite="s",
+    case="c",
+    problem=PROBLEM,
+    contender="warpwave auto",
+    kernel="flash_fwd",
+    config={"block_m": 64},
+    verdict=RIGHT,
+    timing=TIMING,
+    host=Samples((5.0, 5.1, 5.2), "host clock", 3, 64, False),
+    gpu_before={"sm_mhz": 1980},
+)
+REFUSED = Measurement(suite="s", case="c", problem=PROBLEM, contender="sdpa_math", refusal="too large")
+ENVIRONMENT = {"date": "2026-11-21", "torch": "2.11.0"}
+
+
+def write(path: Path, *measurements: Measurement) -> None:
+    writer = RecordWriter(path, ENVIRONMENT)
+    for m in measurements:
+        writer.write(m)
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "r.jsonl"
+    write(path, MEASUREMENT, REFUSED)
+    records = read_records(path)
+    name = environment_id(ENVIRONMENT)
+    assert records.environments == {name: ENVIRONMENT}
+    assert records.measurements == [(name, MEASUREMENT), (name, REFUSED)]
+
+
+def test_a_second_run_appends_its_own_environment(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    write(path, MEASUREMENT)
+    first = path.read_bytes()
+    later = {**ENVIRONMENT, "date": "2026-11-22"}
+    RecordWriter(path, later).write(REFUSED)
+    assert path.read_bytes().startswith(first)
+    assert [name for name, _ in read_records(path).measurements] == [environment_id(ENVIRONMENT), environment_id(later)]
+
+
+def test_figures_for_other_readers(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    write(path, MEASUREMENT)
+    environment, measurement = (json.loads(line) for line in path.read_text().splitlines())
+    assert environment["kind"] == "environment"
+    assert measurement["timing"]["samples_us"] == [100.0, 101.5, 99.0]
+    assert measurement["timing"]["median_us"] == 100.0
+    assert measurement["tflops"] == pytest.approx(PROBLEM.flops / 100e-6 / 1e12)
+    assert measurement["bandwidth_gbps"] == pytest.approx(PROBLEM.compulsory_bytes / 100e-6 / 1e9)
+    assert measurement["problem"]["causal"] == {"alignment": "top_left"}
+
+
+def test_no_speed_without_a_right_result() -> None:
+    for verdict in (None, replace(RIGHT, passed=False, reason="wrong")):
+        with pytest.raises(ValueError, match="no time is recorded for a result not known to be right"):
+            replace(MEASUREMENT, verdict=verdict)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda r: "{", r"r\.jsonl:2: not JSON: .*column 2"),
+        (lambda r: "[1]", r"r\.jsonl:2: a record must be a JSON object, got '\[1\]'"),
+        (lambda r: {**r, "schema_version": 2}, "schema_version is 2; this version reads 1"),
+        (lambda r: {**r, "kind": "note"}, "kind is 'note'; it must be 'environment' or 'measurement'"),
+        (lambda r: {**r, "environment_id": "x"}, "no environment 'x' above this measurement"),
+        (lambda r: {k: v for k, v in r.items() if k != "problem"}, "'problem' is missing"),
+        (lambda r: {**r, "problem": {**r["problem"], "heads": 3}}, "unexpected keyword argument 'heads'"),
+        (lambda r: {**r, "problem": 3}, r"r\.jsonl:2: "),
+        (lambda r: {**r, "timing": {**r["timing"], "samples_us": ["fast"]}}, "could not convert string to float"),
+        (lambda r: {**r, "verdict": None}, "no time is recorded"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path: Path, spoil: Callable[[Any], Any], message: str) -> None:
+    path = tmp_path / "r.jsonl"
+    write(path, MEASUREMENT)
+    first, second = path.read_text().splitlines()
+    spoilt = spoil(json.loads(second))
+    path.write_text(first + "\n" + (spoilt if isinstance(spoilt, str) else json.dumps(spoilt)) + "\n")
+    with pytest.raises(RecordError, match=message):
+        read_records(path)
+
+
+def test_files_that_are_no_records(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="No such file"):
+        read_records(tmp_path / "none.jsonl")
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(RecordError, match="the file is empty"):
+        read_records(tmp_path / "empty.jsonl")
+
+
+def test_a_cut_off_file_is_not_appended_to(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    write(path, MEASUREMENT)
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(RecordError, match="last line was cut off"):
+        RecordWriter(path, ENVIRONMENT)

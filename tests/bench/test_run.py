@@ -1,0 +1,127 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from warpwave.bench import run
+from warpwave.bench.records import read_records
+from warpwave.bench.run import main
+from warpwave.bench.timing import CaptureFailed
+from warpwave.bench.workloads import load_suite
+
+ONE_CASE = """
+description = "d"
+cases = [{ batch = 1, seqlen_q = 40, num_heads_q = 4, num_heads_kv = 2, head_dim = 16, dtype = "float32", causal = true,
+           softmax_scale = 0.5 }]
+"""
+
+
+@pytest.fixture
+def one_case(tmp_path: Path) -> str:
+    path = tmp_path / "one.toml"
+    path.write_text(ONE_CASE.replace("\n           ", " "))
+    return str(path)
+
+
+def test_quick_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "quick.jsonl"
+    assert main("quick", out=path, rounds=2, device="cpu") == 0
+    captured = capsys.readouterr()
+    suite = load_suite("quick")
+    for index, case in enumerate(suite.cases, start=1):
+        assert case.name in captured.out
+        assert f"{index}/{len(suite.cases)} {case.name}" in captured.err
+    assert "warpwave auto against the best peer" in captured.out
+
+    records = read_records(path)
+    assert len(records.environments) == 1
+    by_case = {(m.case, m.contender): m for _, m in records.measurements}
+    for case in suite.cases:
+        ours = by_case[case.name, "warpwave auto"]
+        assert ours.problem == case.problem and ours.suite == "quick"
+        assert ours.verdict is not None and ours.verdict.passed
+        assert ours.timing is not None and len(ours.timing.samples_us) == 2
+        assert ours.kernel in ("torch_sdpa", "eager") and ours.host is None
+        assert by_case[case.name, "sdpa_cudnn"].refusal
+    assert by_case[suite.cases[0].name, "sdpa_default"].timing is not None
+
+
+def test_kernels_by_name_and_json(one_case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(one_case, out=None, rounds=1, json_output=True, kernels=("eager", "torch_sdpa"), device="cpu") == 0
+    environment, *measurements = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert environment["kind"] == "environment"
+    by_contender = {m["contender"]: m for m in measurements}
+    assert list(by_contender)[:2] == ["warpwave eager", "warpwave torch_sdpa"]
+    assert by_contender["warpwave eager"]["kernel"] == "eager"
+    assert by_contender["warpwave eager"]["config"]["block_m"] > 0
+    assert {m["environment_id"] for m in measurements} == {environment["id"]}
+
+
+def test_a_wrong_result_has_no_speed(
+    one_case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nearly(*args: Any, **kwargs: Any) -> Any:
+        out = attention(*args, **kwargs)
+        out[:, -1] *= 1.001
+        return out
+
+    attention: Any = run.attention
+    monkeypatch.setattr(run, "attention", nearly)
+    path = tmp_path / "r.jsonl"
+    assert main(one_case, out=path, rounds=1, device="cpu") == 1
+    assert "warpwave auto: wrong, so not timed: RMS error" in capsys.readouterr().out
+    (ours,) = [m for _, m in read_records(path).measurements if m.contender == "warpwave auto"]
+    assert ours.timing is None and ours.verdict is not None and not ours.verdict.passed
+
+
+def test_what_cannot_be_captured_is_left_out_and_said(
+    one_case: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    time_interleaved = run.time_interleaved
+
+    def strict(calls: Any, **kwargs: Any) -> Any:
+        if "sdpa_math" in calls:
+            raise CaptureFailed("sdpa_math", RuntimeError("operation not permitted\nmore"))
+        return time_interleaved(calls, **kwargs)
+
+    monkeypatch.setattr(run, "time_interleaved", strict)
+    assert main(one_case, out=None, rounds=1, device="cpu") == 0
+    out = capsys.readouterr().out
+    assert "sdpa_math: cannot be captured in a CUDA graph: operation not permitted\n" in out
+    assert "sdpa_flash  " in out
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"suite": "nothing"}, "there is no suite 'nothing'; give one of forward, host, quick"),
+        ({"rounds": 0}, "rounds must be at least 1, got 0"),
+        ({"kernels": ("flash",)}, "unknown kernel flash; known are auto, "),
+        ({"kernels": ()}, "unknown kernel (none given)"),
+        ({"device": "cuda:99"}, "device cuda:99 was asked for, and torch sees"),
+        ({"device": "meta"}, "runs on cpu and cuda devices, not on meta"),
+        ({"device": "toaster"}, "'toaster' is no device"),
+        ({"out": Path("/dev/null/x")}, "/dev/null"),
+    ],
+)
+def test_a_request_that_makes_no_sense(
+    request_: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = {"suite": "quick", "out": None, "device": "cpu", **request_}
+    assert main(arguments.pop("suite"), **arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("warpwave: ") and message in error
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("suite", ["quick", "host"])
+def test_suites_on_a_gpu(suite: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    assert main(suite, out=path, rounds=3, device="cuda") == 0
+    for _, m in read_records(path).measurements:
+        if m.timing is not None:
+            assert m.timing.method in ("graph", "events")
+            assert (m.host is not None) == (m.contender in ("warpwave auto", "sdpa_default"))
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()

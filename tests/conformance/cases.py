@@ -1,0 +1,375 @@
+"""The case grid: what a gate case is, the values of each feature, and lists in which every two values meet.
+
+A `Case` is plain data. `build` turns it into the tensors and arguments of a call, the same for every kernel; which of
+them a kernel serves is the kernel's own claim (`why_not`), and the tests hold it to that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.conformance.datasets import Data, fill
+from warpwave.problem import AttentionProblem, Causal, Operands
+
+Lengths = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention call, as data. The defaults are the plainest call.
+
+    Args:
+        dtype: with the precision for float32: "float16", "float32:tf32".
+        lengths: (seqlen_q, seqlen_k), of the longest sequence where packed.
+        packed: whether sequences of different lengths, some of them empty, are packed.
+        causal: "", "bottom_right" or "top_left".
+        mask: "", "full" (a bit for each cell), "keys" (padding of each batch item) or "rows" (whole rows hidden).
+        bias: "", "full" (in the call's dtype) or "heads" (float32, one row for all queries); both with some -inf.
+        alibi: "", "heads" or "batch", the axes of the slopes.
+        scale: softmax_scale, None for the default.
+        layout: how q, k and v lie in memory: a key of `LAYOUTS`.
+    """
+
+    dtype: str = "float16"
+    dims: tuple[int, int] = (64, 64)
+    lengths: Lengths = (64, 64)
+    heads: tuple[int, int] = (2, 2)
+    batch: int = 1
+    packed: bool = False
+    causal: str = ""
+    window: tuple[int, int] = (-1, -1)
+    mask: str = ""
+    bias: str = ""
+    alibi: str = ""
+    softcap: float = 0.0
+    sinks: bool = False
+    scale: float | None = None
+    layout: str = "bshd"
+    lse: bool = True
+
+    def __str__(self) -> str:
+        """The features out of the ordinary, for test ids."""
+        parts = [self.dtype, "x".join(map(str, self.lengths)), "d" + "x".join(map(str, dict.fromkeys(self.dims)))]
+        parts += [f"h{'x'.join(map(str, self.heads))}", f"b{self.batch}"]
+        for name in (
+            "packed",
+            "causal",
+            "window",
+            "mask",
+            "bias",
+            "alibi",
+            "softcap",
+            "sinks",
+            "scale",
+            "layout",
+            "lse",
+        ):
+            value = getattr(self, name)
+            if value != getattr(PLAIN, name):
+                value = "x".join(map(str, value)) if isinstance(value, tuple) else value
+                parts.append(name if value is True else f"{name}={value}")
+        return "-".join(parts)
+
+
+PLAIN = Case()
+
+
+class Call(NamedTuple):
+    """A case as tensors: the same call as a problem with operands, and as arguments of the public functions."""
+
+    problem: AttentionProblem
+    operands: Operands
+    options: dict[str, Any]  # keyword arguments of attention() or attention_varlen(), tensors excepted
+
+
+# Building -------------------------------------------------------------------------------------------------------------
+
+
+def build(case: Case, data: Data, device: torch.device, seed: int = 0) -> Call:
+    """The tensors and arguments of a case, from a fixed seed."""
+    g = torch.Generator(device).manual_seed(seed)
+    dtype_name, _, precision = case.dtype.partition(":")
+    dtype = getattr(torch, dtype_name)
+    (seqlen_q, seqlen_k), (heads_q, heads_kv), (head_dim, head_dim_v) = case.lengths, case.heads, case.dims
+    sequences = packed_lengths(case) if case.packed else ()
+    total_q, total_k = sum(q for q, _ in sequences), sum(k for _, k in sequences)
+    rows, keys = ((total_q,), (total_k,)) if case.packed else ((case.batch, seqlen_q), (case.batch, seqlen_k))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, device=device)
+
+    q, k, v = normal(*rows, heads_q, head_dim), normal(*keys, heads_kv, head_dim), normal(*keys, heads_kv, head_dim_v)
+    fill(data, head_dim, q, k, v)
+    q, k, v = LAYOUTS[case.layout](q.to(dtype), k.to(dtype), v.to(dtype))
+
+    def scattered(share: float, *shape: int) -> Tensor:
+        return torch.rand(*shape, generator=g, device=device) < share
+
+    mask = bias = slopes = None
+    if case.mask == "full":
+        mask = scattered(0.7, case.batch, heads_q, seqlen_q, seqlen_k)
+    elif case.mask == "keys":
+        used = torch.tensor([max(1, seqlen_k - b * (seqlen_k // 3)) for b in range(case.batch)], device=device)
+        mask = (torch.arange(seqlen_k, device=device) < used[:, None])[:, None, None]
+    elif case.mask == "rows":
+        mask = scattered(0.8, 1, heads_q, seqlen_q, 1)
+    if case.bias == "full":
+        bias = normal(case.batch, heads_q, seqlen_q, seqlen_k).to(dtype)
+    elif case.bias == "heads":
+        bias = normal(1, heads_q, 1, seqlen_k)
+    if bias is not None:
+        bias.masked_fill_(scattered(0.1, *bias.shape), -math.inf)
+    if case.alibi:
+        slopes = 2.0 ** -torch.arange(1, heads_q + 1, device=device, dtype=torch.float32)
+        if case.alibi == "batch":
+            slopes = slopes * torch.linspace(0.5, 1.5, case.batch, device=device)[:, None]
+    sinks = normal(heads_q) if case.sinks else None
+    cu_seqlens = [
+        torch.tensor([0, *itertools.accumulate(side)], dtype=torch.int32, device=device)
+        for side in zip(*sequences, strict=True)
+    ]
+
+    problem = AttentionProblem(
+        batch=case.batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        num_heads_q=heads_q,
+        num_heads_kv=heads_kv,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=dtype_name,
+        softmax_scale=head_dim**-0.5 if case.scale is None else case.scale,
+        causal=Causal(case.causal) if case.causal else None,  # type: ignore[arg-type]
+        window_size=case.window,
+        mask_shape=None if mask is None else tuple(mask.shape),
+        bias_shape=None if bias is None else tuple(bias.shape),
+        bias_dtype=None if bias is None else str(bias.dtype).removeprefix("torch."),
+        alibi_shape=None if slopes is None else tuple(slopes.shape),
+        softcap=case.softcap,
+        has_sinks=case.sinks,
+        precision=precision or "default",
+        packed=case.packed,
+        total_q=total_q,
+        total_k=total_k,
+        return_lse=case.lse,
+    )
+    options = {
+        "causal": problem.causal or False,
+        "window_size": None if case.window == (-1, -1) else case.window,
+        "softcap": case.softcap,
+        "softmax_scale": case.scale,
+        "precision": problem.precision,
+        "return_lse": case.lse,
+    }
+    return Call(problem, Operands(q, k, v, mask, bias, slopes, sinks, *cu_seqlens), options)
+
+
+def packed_lengths(case: Case) -> list[Lengths]:
+    """Lengths of the packed sequences: the longest first, then one with no query, one with no key, and shorter ones."""
+    seqlen_q, seqlen_k = case.lengths
+    others = [(0, seqlen_k // 2), (seqlen_q // 2, 0), (seqlen_q // 3 + 1, seqlen_k // 2 + 1), (1, seqlen_k)]
+    return [(seqlen_q, seqlen_k), *others][: case.batch]
+
+
+Layout = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """The same values, each head contiguous: (batch, heads, seqlen, head_dim) in memory."""
+    return x.transpose(-3, -2).contiguous().transpose(-3, -2)
+
+
+def _one_buffer(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of one projection's output: each token's q, k and v side by side."""
+    tokens = max(q.shape[-3], k.shape[-3])
+    widths = [x.shape[-2] * x.shape[-1] for x in (q, k, v)]
+    buffer = q.new_zeros(*q.shape[:-3], tokens, sum(widths))
+    views = []
+    for x, part in zip((q, k, v), buffer.split(widths, dim=-1), strict=True):
+        view = part[..., : x.shape[-3], :].unflatten(-1, x.shape[-2:])
+        views.append(view.copy_(x))
+    return views[0], views[1], views[2]
+
+
+def _every_other(x: Tensor) -> Tensor:
+    buffer = x.new_zeros(*x.shape[:-1], 2 * x.shape[-1])
+    return buffer[..., ::2].copy_(x)
+
+
+def _shifted(x: Tensor) -> Tensor:
+    buffer = x.new_zeros(x.numel() + 1)
+    return buffer[1:].view(x.shape).copy_(x)
+
+
+LAYOUTS: dict[str, Layout] = {
+    "bshd": lambda q, k, v: (q, k, v),
+    "bhsd": lambda q, k, v: (_heads_first(q), _heads_first(k), _heads_first(v)),
+    "one buffer": _one_buffer,
+    "k and v differ": lambda q, k, v: (q, k, _heads_first(v)),
+    "one head for all": lambda q, k, v: (q, k[..., :1, :].expand(k.shape), v[..., :1, :].expand(v.shape)),
+    "one item for all": lambda q, k, v: (q, k[:1].expand(k.shape), v[:1].expand(v.shape)),
+    "last stride 2": lambda q, k, v: (_every_other(q), _every_other(k), _every_other(v)),
+    "offset 1": lambda q, k, v: (_shifted(q), _shifted(k), _shifted(v)),
+}
+
+# The grid -------------------------------------------------------------------------------------------------------------
+
+W = 13  # a window that is no multiple of any tile
+
+# Features both grids share. Each value is here because somebody's kernel was once wrong at it.
+FEATURES: dict[str, Sequence[Any]] = {
+    "packed": (False, True),
+    "causal": ("", "bottom_right", "top_left"),
+    "mask": ("", "full", "keys", "rows"),
+    "bias": ("", "full", "heads"),
+    "alibi": ("", "heads", "batch"),
+    "softcap": (0.0, 15.0, 50.0),
+    "sinks": (False, True),
+    "scale": (None, 1.0, 0.3),
+    "layout": tuple(LAYOUTS),
+    "lse": (True, False),
+    "dtype": ("float16", "bfloat16", "float32:default", "float32:ieee", "float32:tf32x3", "float32:tf32"),
+}
+
+
+def windows(t: int) -> tuple[tuple[int, int], ...]:
+    """None, the narrowest, those around a tile of t keys, both sides, right side only."""
+    return ((-1, -1), (0, 0), (1, 0), (t - 1, 0), (t, 0), (t + 1, 0), (W, W), (-1, 5))
+
+
+SMALL: dict[str, Sequence[Any]] = {
+    **FEATURES,
+    "dims": ((16, 16), (40, 40), (59, 59), (64, 64), (111, 111), (128, 128), (64, 128), (128, 64), (192, 128)),
+    "lengths": ((1, 1), (1, 128), (3, 199), (64, 128), (33, 65), (113, 103), (128, 117), (139, 1), (199, 3), (65, 65)),
+    "heads": ((1, 1), (2, 2), (6, 2), (3, 1)),
+    "batch": (1, 2, 5),
+    "window": windows(64),
+}
+FULL: dict[str, Sequence[Any]] = {
+    **FEATURES,
+    "dims": (
+        *((d, d) for d in (16, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256)),
+        *((192, 128), (64, 128), (128, 64)),
+    ),
+    "lengths": (
+        *((1, 1), (1, 128), (1, 1023), (3, 799), (64, 128), (113, 203), (128, 217), (239, 1), (799, 3)),
+        *((257, 257), (1023, 1024), (1024, 1023), (2048, 2048)),
+    ),
+    "heads": ((1, 1), (4, 4), (6, 2), (8, 1), (12, 3), (32, 8)),
+    "batch": (1, 2, 5),
+    "window": windows(128),
+}
+
+
+def excluded(a: str, x: Any, b: str, y: Any) -> bool:
+    """Whether feature a at x and feature b at y make no call: packed calls take no mask and no bias, and have no
+    batch axis to broadcast."""
+    pair = {a: x, b: y}
+    return pair.get("packed") is True and bool(
+        pair.get("mask") or pair.get("bias") or pair.get("layout") == "one item for all"
+    )
+
+
+Pair = tuple[str, Any, str, Any]
+
+
+def valid_pairs(features: Mapping[str, Sequence[Any]]) -> Iterator[Pair]:
+    """Every two values of different features that can meet."""
+    for a, b in itertools.combinations(features, 2):
+        for x, y in itertools.product(features[a], features[b]):
+            if not excluded(a, x, b, y):
+                yield (a, x, b, y)
+
+
+def pairwise(features: Mapping[str, Sequence[Any]]) -> list[Case]:
+    """Cases in which every valid pair of values meets: greedy and deterministic.
+
+    Each case starts from the first pair that has not met yet; every other feature then takes the value that meets most
+    new pairs with those already chosen, the least used one where several do.
+    """
+    missing = dict.fromkeys(valid_pairs(features))  # a set that keeps its order
+    used: dict[tuple[str, Any], int] = {}
+    cases = []
+    while missing:
+        a, x, b, y = next(iter(missing))
+        chosen: dict[str, Any] = {a: x, b: y}
+        for name in sorted(features.keys() - chosen.keys(), key=lambda n: (-len(features[n]), n)):
+
+            def meets(value: Any, name: str = name, chosen: dict[str, Any] = chosen) -> tuple[int, int]:
+                new = sum(_ordered(features, name, value, other, at) in missing for other, at in chosen.items())
+                return -new, used.get((name, value), 0)
+
+            allowed = [v for v in features[name] if not any(excluded(name, v, o, at) for o, at in chosen.items())]
+            chosen[name] = min(allowed, key=meets)
+        for (name, value), (other, at) in itertools.combinations(chosen.items(), 2):
+            missing.pop(_ordered(features, name, value, other, at), None)
+        for item in chosen.items():
+            used[item] = used.get(item, 0) + 1
+        cases.append(Case(**chosen))
+    return cases
+
+
+def singles(features: Mapping[str, Sequence[Any]]) -> list[Case]:
+    """Each value of each feature alone on a plain call, so that a failure names the feature."""
+    plain = replace(PLAIN, lengths=(113, 103), batch=2, heads=(2, 1))
+    return [replace(plain, **{name: value}) for name, values in features.items() for value in values]
+
+
+def _ordered(features: Mapping[str, Sequence[Any]], a: str, x: Any, b: str, y: Any) -> Pair:
+    """The pair as `valid_pairs` names it: the feature that comes first in the mapping first."""
+    for name in features:
+        if name == a:
+            return (a, x, b, y)
+        if name == b:
+            return (b, y, a, x)
+    raise KeyError((a, b))
+
+
+def at_tile_edges(tile: int, dtype: str) -> list[Case]:
+    """Lengths around a tile's and two tiles' size, under each mask that decides which tiles are visited."""
+    lengths = (tile - 1, tile, tile + 1, 2 * tile + 1)
+    masks: tuple[dict[str, Any], ...] = (
+        {},
+        {"causal": "bottom_right"},
+        {"window": (tile, 0)},
+        {"causal": "top_left", "window": (W, 5)},
+        {"packed": True, "batch": 4, "heads": (1, 1)},
+    )
+    plain = Case(dtype=dtype, dims=(16, 16), heads=(2, 1))
+    return [replace(plain, lengths=(n, n), **m) for n in lengths for m in masks]
+
+
+LARGEST_TILE = 256  # larger ones are eager's, whose tiles are no more than slices
+
+
+def long() -> list[Case]:
+    """Lengths past 2^15 and 2^16, where a narrow index type would wrap, on either side."""
+    plain = replace(PLAIN, dtype="bfloat16", heads=(2, 1), lse=True)
+    shapes = ((3, 33_000), (33_000, 3), (129, 65_537), (65_537, 129))
+    masks: tuple[dict[str, Any], ...] = (
+        {},
+        {"causal": "bottom_right"},
+        {"causal": "top_left"},
+        {"window": (700, 0)},
+        {"alibi": "heads"},
+        {"mask": "keys"},
+        {"bias": "heads"},
+        {"packed": True, "batch": 2},
+    )
+    return [replace(plain, lengths=n, **m) for n in shapes for m in masks]
+
+
+# One for each way a kernel's choice of configs can go: element size, head_dim, and what a mask adds.
+FOR_CONFIGS = [
+    replace(PLAIN, dtype=dtype, dims=(d, d), lengths=(257, 300), causal=causal)
+    for dtype in ("bfloat16", "float32:default")
+    for d in (64, 128, 256)
+    for causal in ("", "bottom_right")
+]

@@ -1,0 +1,198 @@
+"""The accuracy gates: how far a kernel may be from R, in units of how far M and N are.
+
+    A   peer rule   max e(a) <= c * max e(N) + 2 * (one output rounding), e(x) = |x - R|
+    B1  maximum     max e(a) <= c * max e(M) + 1e-6 * max |R|
+    B2  RMS         rms e(a) <= c * rms e(M) + 1e-7 * max |R|
+    B3  row         rms e(a) of each row <= c * max(rms e(M) of that row, median over rows) + 1e-6 * max |R|
+    C   LSE         |lse - lse_R| <= 1e-5 + 1e-6 * max visible |logit|, and -inf exactly where R has it; precision
+                    "tf32" adds c (of B1) * max |lse_M - lse_R|
+
+The constants c are in `TABLE`, the only place of the test code that holds a tolerance.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from warpwave import reference
+from warpwave.problem import AttentionProblem, Operands
+from warpwave.reference import Forward, Gradients
+
+Direction = Literal["forward", "backward"]
+
+
+class Limits(NamedTuple):
+    """The constant c of each gate."""
+
+    peer: float
+    maximum: float
+    rms: float
+    row: float
+
+
+# What kernels of this repository need on a GPU, over 20 seeds a type, is in calibration.json beside this file
+# (`python -m tests.conformance.calibrate`); test_gates_table.py holds the two together.
+TABLE: dict[tuple[Direction, str], Limits] = {
+    ("forward", "16-bit and tf32"): Limits(peer=2.0, maximum=2.0, rms=1.25, row=3.0),
+    ("backward", "16-bit and tf32"): Limits(peer=2.0, maximum=2.0, rms=1.3, row=10.0),
+    ("forward", "float32"): Limits(peer=2.0, maximum=4.0, rms=3.0, row=10.0),
+    ("backward", "float32"): Limits(peer=2.0, maximum=4.0, rms=3.0, row=10.0),
+}
+PEER_WITH_SOFTCAP = 3.0
+PEER_BACKWARD_SOFTCAP_FLOOR = 3e-4
+SMALL = 4096  # with fewer elements an RMS is noisy, and so is that of a row
+RMS_SMALL = 2.0
+MAXIMUM_FLOOR, RMS_FLOOR, ROW_FLOOR = 1e-6, 1e-7, 1e-6  # in units of max |R|
+LSE_ABSOLUTE, LSE_RELATIVE = 1e-5, 1e-6
+
+
+class Gate(NamedTuple):
+    """One gate's outcome.
+
+    Attributes:
+        name: "B2 RMS of out".
+        error: what the kernel showed.
+        allowed: what the gate permits.
+        needed: the constant c with which the gate would just have held; for C, the share of what is allowed.
+    """
+
+    name: str
+    error: float
+    allowed: float
+    needed: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.allowed  # false for NaN
+
+
+class Verdict(NamedTuple):
+    """The outcome of every gate that applies."""
+
+    gates: tuple[Gate, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(gate.passed for gate in self.gates)
+
+    def __str__(self) -> str:
+        lines = [
+            f"  {'ok' if g.passed else 'FAIL':<4} {g.name:<24} {g.error:.3e} of {g.allowed:.3e}, needs c = {g.needed:.3g}"
+            for g in self.gates
+        ]
+        return "\n".join(["gates hold" if self.passed else "gates fail", *lines])
+
+
+class ForwardReferences(NamedTuple):
+    """R, M and N of one call."""
+
+    exact: Forward
+    model: Forward
+    naive: Tensor
+
+
+def forward_references(problem: AttentionProblem, operands: Operands) -> ForwardReferences:
+    return ForwardReferences(
+        reference.oracle(problem, operands),
+        reference.rounding_model(problem, operands),
+        reference.naive(problem, operands),
+    )
+
+
+def judge_forward(
+    problem: AttentionProblem, references: ForwardReferences, out: Tensor, lse: Tensor | None = None
+) -> Verdict:
+    """Holds a kernel's out, and its lse where it has one, against the references."""
+    exact, model, naive = references
+    gates = _judge(problem, "forward", "out", exact.out, model.out, naive, out)
+    if lse is not None:
+        gates.append(_judge_lse(problem, exact, model, lse))
+    return Verdict(tuple(gates))
+
+
+def judge_backward(
+    problem: AttentionProblem, exact: Gradients, model: Gradients, naive: Gradients, got: Gradients
+) -> Verdict:
+    """Holds a kernel's gradients against those of the references; those the kernel has not (None) are left out."""
+    gates = []
+    for name, r, m, n, a in zip(Gradients._fields, exact, model, naive, got, strict=True):
+        if a is not None:
+            assert r is not None and m is not None and n is not None
+            gates += _judge(problem, "backward", name, r, m, n, a)
+    return Verdict(tuple(gates))
+
+
+def limits(problem: AttentionProblem, direction: Direction) -> Limits:
+    """The constants for this problem."""
+    arithmetic = _arithmetic(problem)
+    found = TABLE[direction, arithmetic if arithmetic == "float32" else "16-bit and tf32"]
+    return found._replace(peer=PEER_WITH_SOFTCAP) if problem.softcap else found
+
+
+def _arithmetic(problem: AttentionProblem) -> str:
+    if problem.dtype != "float32":
+        return "16-bit"
+    return "tf32" if problem.precision == "tf32" else "float32"
+
+
+def _judge(
+    problem: AttentionProblem, direction: Direction, name: str, exact: Tensor, model: Tensor, naive: Tensor, got: Tensor
+) -> list[Gate]:
+    if (got.shape, got.dtype) != (model.shape, model.dtype):
+        raise AssertionError(f"{name} is {tuple(got.shape)} {got.dtype}; it must be {tuple(model.shape)} {model.dtype}")
+    if got.numel() == 0:
+        return []
+    c = limits(problem, direction)
+    e_got, e_model, e_naive = ((x.double() - exact).abs() for x in (got, model, naive))
+    largest = exact.abs().max().item()
+
+    rounded = exact.to(got.dtype)
+    floor = 2 * ((rounded + 0.3) - 0.3 - rounded).abs().max().item()
+    if direction == "backward" and problem.softcap:
+        floor += PEER_BACKWARD_SOFTCAP_FLOOR
+    gates = [
+        _gate(f"A peer rule of {name}", e_got.max(), e_naive.max(), c.peer, floor),
+        _gate(f"B1 maximum of {name}", e_got.max(), e_model.max(), c.maximum, MAXIMUM_FLOOR * largest),
+    ]
+    small = got.numel() < SMALL
+    rms_limit = max(c.rms, RMS_SMALL) if small else c.rms
+    gates.append(_gate(f"B2 RMS of {name}", _rms(e_got), _rms(e_model), rms_limit, RMS_FLOOR * largest))
+    if not small:
+        rows, model_rows = (e.square().mean(-1).sqrt().flatten() for e in (e_got, e_model))
+        unit = torch.maximum(model_rows, model_rows.median())
+        worst = (rows - c.row * unit).nan_to_num(nan=math.inf).argmax()
+        gates.append(_gate(f"B3 row of {name}", rows[worst], unit[worst], c.row, ROW_FLOOR * largest))
+    return gates
+
+
+def _judge_lse(problem: AttentionProblem, exact: Forward, model: Forward, lse: Tensor) -> Gate:
+    if (lse.shape, lse.dtype) != (exact.lse.shape, torch.float32):
+        raise AssertionError(
+            f"lse is {tuple(lse.shape)} {lse.dtype}; it must be {tuple(exact.lse.shape)} torch.float32"
+        )
+    allowed = LSE_ABSOLUTE + LSE_RELATIVE * exact.largest_logit
+    if _arithmetic(problem) == "tf32":  # which rounds q and k, and with them every logit, by the caller's own choice
+        allowed += limits(problem, "forward").maximum * _worst_distance(model.lse, exact.lse)
+    error = _worst_distance(lse.double(), exact.lse)
+    return Gate("C LSE", error, allowed, error / allowed)
+
+
+def _worst_distance(a: Tensor, b: Tensor) -> float:
+    """The largest |a - b|. Equal infinities have no distance; any other non-finite value is infinitely far."""
+    distance = torch.where(a == b, 0.0, (a - b).abs().nan_to_num(nan=math.inf))
+    return distance.max().item() if distance.numel() else 0.0
+
+
+def _gate(name: str, error: Tensor, unit: Tensor, c: float, floor: float) -> Gate:
+    e, u = error.item(), unit.nan_to_num(nan=math.inf).item()  # N overflows where a kernel need not
+    excess = e - floor
+    needed = 0.0 if excess <= 0 else excess / u if u > 0 else math.inf
+    return Gate(name, e, c * u + floor, needed)
+
+
+def _rms(x: Tensor) -> Tensor:
+    return x.square().mean().sqrt()

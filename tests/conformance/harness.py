@@ -1,0 +1,123 @@
+"""What every conformance test shares: the device, the grid that fits it, and one way to call a kernel by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import warpwave
+from tests.conformance import cases
+from tests.conformance.cases import Call, Case
+from warpwave import UnsupportedProblem, dispatch
+from warpwave.hardware.gpu import current_gpu
+from warpwave.problem import AttentionProblem, Operands
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device(
+    "cuda" if ON_GPU else "cpu"
+)  # on a CPU, Triton kernels run in the interpreter (tests/conftest.py)
+GPU = current_gpu(DEVICE)
+KERNELS = {module.NAME: module for module in dispatch.KERNELS}
+GRID = cases.FULL if ON_GPU else cases.SMALL
+
+each_kernel = pytest.mark.parametrize("kernel", KERNELS)
+# Where every row of keys is wanted: interpreted programs cost milliseconds a tile.
+LONG = 20_000 if ON_GPU else 1_300
+
+
+def attend(
+    kernel: str, operands: Operands, options: dict[str, Any], problem: AttentionProblem, config: Any = None
+) -> tuple[Tensor, Tensor | None]:
+    """out and lse (None unless asked for) of one call through the public door."""
+    tensors: dict[str, Any] = {"alibi_slopes": operands.alibi_slopes, "sinks": operands.sinks}
+    if problem.packed:
+        tensors |= {"cu_seqlens_q": operands.cu_seqlens_q, "cu_seqlens_k": operands.cu_seqlens_k}
+        tensors |= {"max_seqlen_q": problem.seqlen_q, "max_seqlen_k": problem.seqlen_k}
+        door: Any = warpwave.attention_varlen
+    else:
+        tensors |= {"mask": operands.mask, "bias": operands.bias}
+        door = warpwave.attention
+    result = door(*operands[:3], **tensors, **options, kernel=kernel, config=config)
+    return result if options["return_lse"] else (result, None)
+
+
+def run(kernel: str, call: Call, config: Any = None) -> tuple[Tensor, Tensor | None]:
+    """`attend` on the call as it was built."""
+    return attend(kernel, call.operands, call.options, call.problem, config)
+
+
+def refuses(kernel: str, call: Call, request: pytest.FixtureRequest) -> bool:
+    """Whether the kernel says it cannot run the call. If so, the refusal itself is held to the contract and counted."""
+    reasons = KERNELS[kernel].why_not(call.problem, GPU)
+    if not reasons:
+        return False
+    with pytest.raises(UnsupportedProblem) as refusal:
+        run(kernel, call)
+    assert refusal.value.reasons == {kernel: reasons}
+    assert all(reason in str(refusal.value) for reason in reasons)
+    request.node.user_properties.append(("refused", True))
+    return True
+
+
+def default_config(kernel: str, call: Call) -> Any:
+    """The config the kernel would choose for this call, to hold on to while the call varies."""
+    return KERNELS[kernel].configs(call.problem, GPU)[0]
+
+
+def configs_by_tile(kernel: str, case: Case) -> dict[int, Any]:
+    """Each tile size the kernel can pick for such a case, and the first of its configs that has it."""
+    module = KERNELS[kernel]
+    problem = cases.build(case, "normal", torch.device("cpu")).problem
+    found: dict[int, Any] = {}
+    if not module.why_not(problem, GPU):
+        for config in module.configs(problem, GPU):
+            for name in ("block_m", "block_n"):
+                if hasattr(config, name):
+                    found.setdefault(getattr(config, name), config)
+    return found
+
+
+def bits(*tensors: Tensor | None) -> Sequence[bytes]:
+    """The tensors' values, bit for bit: NaN equals NaN of the same bits, and -0 differs from 0."""
+    return [t.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes() for t in tensors if t is not None]
+
+
+def visible(call: Call) -> list[Tensor]:
+    """Which query sees which key, from the words of the documentation: for each sequence, bool [heads, rows, keys]."""
+    problem, operands = call.problem, call.operands
+    if problem.packed:
+        ends = zip(operands.cu_seqlens_q.diff().tolist(), operands.cu_seqlens_k.diff().tolist(), strict=True)
+        lengths = list(ends)
+    else:
+        lengths = [(problem.seqlen_q, problem.seqlen_k)] * problem.batch
+    found = []
+    for b, (seqlen_q, seqlen_k) in enumerate(lengths):
+        i = torch.arange(seqlen_q, device=operands.q.device)[:, None]
+        j = torch.arange(seqlen_k, device=operands.q.device)[None, :]
+        position = i + seqlen_k - seqlen_q
+        shown = torch.ones(problem.num_heads_q, seqlen_q, seqlen_k, dtype=torch.bool, device=operands.q.device)
+        left, right = problem.window_size
+        if left >= 0:
+            shown &= j >= position - left
+        if right >= 0:
+            shown &= j <= position + right
+        if problem.causal is not None:
+            shown &= j <= (position if problem.causal.alignment == "bottom_right" else i)
+        if operands.mask is not None:
+            shown &= operands.mask[b % len(operands.mask)]
+        if operands.bias is not None:
+            shown &= operands.bias[b % len(operands.bias)] != -torch.inf
+        found.append(shown)
+    return found
+
+
+def by_sequence(call: Call, x: Tensor) -> list[Tensor]:
+    """The sequences of a tensor laid out like q, k or v, each [tokens, heads, width]."""
+    if not call.problem.packed:
+        return list(x)
+    cu_seqlens = call.operands.cu_seqlens_q if len(x) == call.problem.total_q else call.operands.cu_seqlens_k
+    return list(x.split(cu_seqlens.diff().tolist()))

@@ -1,0 +1,99 @@
+"""Every kernel x every case x every data set against the four accuracy gates; see gates.py and cases.py.
+
+A kernel that says it cannot run a case must refuse it with those reasons; one that claims a case must meet its gates.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.conformance import cases, harness
+from tests.conformance.cases import PLAIN, Call, Case
+from tests.conformance.datasets import DATA_SETS, Data
+from tests.conformance.gates import ForwardReferences, forward_references, judge_forward
+from tests.conformance.harness import DEVICE, GPU, GRID, KERNELS, each_kernel
+
+each_data_set = pytest.mark.parametrize("data", DATA_SETS)
+
+
+@functools.lru_cache(maxsize=4)  # the kernels of one case run one after the other
+def built(case: Case, data: Data) -> tuple[Call, ForwardReferences]:
+    call = cases.build(case, data, DEVICE)
+    return call, forward_references(call.problem, call.operands)
+
+
+def check(kernel: str, case: Case, data: Data, request: pytest.FixtureRequest, config: Any = None) -> None:
+    call, references = built(case, data)
+    if harness.refuses(kernel, call, request):
+        return
+    out, lse = harness.run(kernel, call, config)
+    assert (lse is not None) == case.lse
+    verdict = judge_forward(call.problem, references, out, lse)
+    assert verdict.passed, f"{kernel} on {case}, {data}: {verdict}"
+
+
+@each_kernel
+@each_data_set
+@pytest.mark.parametrize("case", cases.singles(GRID) + cases.pairwise(GRID), ids=str)
+def test_case_grid(case: Case, data: Data, kernel: str, request: pytest.FixtureRequest) -> None:
+    check(kernel, case, data, request)
+
+
+def tile_edge_cases() -> list[Any]:
+    """Lengths around every tile size a kernel can pick, with a config that has such tiles."""
+    return [
+        pytest.param(kernel, config, case, id=f"{kernel}-t{tile}-{case}")
+        for kernel in KERNELS
+        for dtype in ("float16", "bfloat16" if harness.ON_GPU else "float32:ieee")
+        for tile, config in harness.configs_by_tile(kernel, replace(PLAIN, dtype=dtype, dims=(16, 16))).items()
+        if tile <= cases.LARGEST_TILE
+        for case in cases.at_tile_edges(tile, dtype)
+    ]
+
+
+@each_data_set
+@pytest.mark.parametrize(("kernel", "config", "case"), tile_edge_cases())
+def test_tile_edges(case: Case, data: Data, kernel: str, config: Any, request: pytest.FixtureRequest) -> None:
+    check(kernel, case, data, request, config)
+
+
+@pytest.mark.gpu
+@each_kernel
+@each_data_set
+@pytest.mark.parametrize("case", cases.long(), ids=str)
+def test_long_sequences(case: Case, data: Data, kernel: str, request: pytest.FixtureRequest) -> None:
+    check(kernel, case, data, request)
+
+
+def configs() -> list[Any]:
+    """Every config of every kernel for the problems whose configs differ."""
+    found = []
+    for kernel, module in KERNELS.items():
+        for case in cases.FOR_CONFIGS:
+            problem = cases.build(case, "normal", DEVICE).problem
+            if not module.why_not(problem, GPU):
+                found += [
+                    pytest.param(kernel, c, case, id=f"{kernel}-{c}-{case}") for c in module.configs(problem, GPU)
+                ]
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kernel", "config", "case"), configs() if harness.ON_GPU else [])
+def test_every_config(case: Case, kernel: str, config: Any, request: pytest.FixtureRequest) -> None:
+    check(kernel, case, "sharp", request, config)
+
+
+@each_kernel
+def test_nothing_is_refused_that_design_claims(kernel: str) -> None:
+    """A kernel that refused everything would pass every test above."""
+    grid = [cases.build(case, "normal", DEVICE) for case in cases.singles(GRID)]
+    refused = [str(call.problem.describe()) for call in grid if KERNELS[kernel].why_not(call.problem, GPU)]
+    if kernel in ("flash_fwd", "eager"):
+        assert not refused
+    else:
+        assert len(refused) < len(grid) or (kernel == "torch_sdpa" and not GPU.is_cpu)

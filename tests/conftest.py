@@ -1,0 +1,72 @@
+"""Which device the tests run on, and the account every run gives of what each kernel was asked and did.
+
+Without a GPU the Triton kernels run in Triton's interpreter, which has to be chosen before triton is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+MAX_SKIPPED = 0.05  # of a kernel's tests; more means that the suite no longer says what it seems to say
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(KernelAccount(), "kernel_account")
+
+
+def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
+    no_gpu = pytest.mark.skip(reason="needs a GPU; torch sees none")
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        if "kernel" in parameters:
+            item.user_properties.append(("kernel", parameters["kernel"]))
+
+
+class KernelAccount:
+    """Counts, for each kernel, the tests that ran with it, from what their reports carry (also under pytest-xdist)."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, Counter[str]] = defaultdict(Counter)
+        self.reasons: dict[str, Counter[str]] = defaultdict(Counter)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        properties = dict(report.user_properties)
+        kernel = properties.get("kernel")
+        if kernel is None or not (report.when == "call" or report.outcome != "passed"):
+            return
+        outcome = "refused" if report.passed and properties.get("refused") else report.outcome
+        self.outcomes[str(kernel)][outcome] += 1
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self.reasons[str(kernel)][report.longrepr[2]] += 1
+
+    def too_many_skips(self) -> list[str]:
+        return [name for name, n in self.outcomes.items() if n["skipped"] > MAX_SKIPPED * n.total()]
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if self.too_many_skips() and exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self.outcomes:
+            return
+        terminalreporter.section("kernels")
+        for name, n in self.outcomes.items():
+            terminalreporter.line(
+                f"{name}: attempted {n.total()}, passed {n['passed']}, refused as documented {n['refused']}, "
+                f"failed {n['failed']}, skipped {n['skipped']}"
+            )
+            for reason, count in self.reasons[name].most_common():
+                terminalreporter.line(f"    skipped {count}: {reason.removeprefix('Skipped: ')}")
+        for name in self.too_many_skips():
+            terminalreporter.line(f"FAILED: more than {MAX_SKIPPED:.0%} of the tests of {name} were skipped", red=True)

@@ -1,0 +1,80 @@
+"""What `import warpwave` costs and does, seen from fresh processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def run_python(code: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_loads_neither_torch_nor_anything_else_heavy() -> None:
+    code = "import sys, warpwave; print(*sorted({'torch', 'triton', 'numpy', 'typer', 'rich'} & set(sys.modules)))"
+    assert run_python(code) == ""
+
+
+def test_importing_is_quick() -> None:
+    code = "import time; t = time.perf_counter(); import warpwave; print(time.perf_counter() - t)"
+    seconds = min(float(run_python(code)) for _ in range(5))
+    assert seconds < 0.05, f"import warpwave took {seconds * 1000:.0f} ms at best"
+
+
+def test_importing_changes_neither_environment_nor_warnings() -> None:
+    code = (
+        "import os, warnings; before = dict(os.environ), list(warnings.filters); import warpwave;"
+        "assert before == (dict(os.environ), list(warnings.filters))"
+    )
+    run_python(code)
+
+
+def test_every_public_name_resolves_and_starts_no_gpu() -> None:
+    code = (
+        "import warpwave; [getattr(warpwave, name) for name in warpwave.__all__];"
+        "assert set(warpwave.__all__) <= set(dir(warpwave));"
+        "import torch; print(torch.cuda.is_initialized())"
+    )
+    assert run_python(code) == "False"
+
+
+@pytest.mark.parametrize("first", ["explain", "attention", "AttentionProblem"])
+def test_functions_are_not_shadowed_by_their_modules(first: str) -> None:
+    """`warpwave.attention` is both a module and a function; the user gets the function, whatever came first."""
+    code = (
+        f"import warpwave; warpwave.{first}; import warpwave.explain, warpwave.attention, warpwave.reference;"
+        "print(callable(warpwave.attention), callable(warpwave.explain))"
+    )
+    assert run_python(code) == "True True"
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="atention"):
+        import warpwave
+
+        warpwave.atention  # noqa: B018
+
+
+def test_works_without_triton() -> None:
+    code = """
+import sys
+sys.modules["triton"] = None  # importing it raises, as where it is not installed
+import torch, warpwave
+q = torch.randn(1, 5, 2, 16)
+expected = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, q, q))).transpose(1, 2)
+torch.testing.assert_close(warpwave.attention(q, q, q), expected)
+try:
+    warpwave.attention(q, q, q, kernel="flash_fwd")
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    message = run_python(code)
+    assert "Triton is not installed" in message

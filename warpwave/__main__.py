@@ -1,0 +1,5 @@
+"""`python -m warpwave`: the same commands as `warpwave`."""
+
+from warpwave.cli import main
+
+main()

@@ -1,0 +1,220 @@
+"""Measurements on disk: JSON Lines, one self-contained measurement a line, every raw sample kept.
+
+A file begins with an environment record, and each run that appends to it adds its own; a measurement names the
+environment it was made in by id. Nothing is ever rewritten: a line is appended by one write, so a run that is cut off
+leaves every finished measurement whole.
+
+Derived figures (TFLOP/s, GB/s) are stored for readers without this package and always follow from the samples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from warpwave.bench.correctness import Verdict
+from warpwave.bench.timing import Samples
+from warpwave.problem import AttentionProblem, Causal
+
+SCHEMA_VERSION = 1
+
+
+class RecordError(ValueError):
+    """A record file that cannot be read, or must not be appended to. The message names file and line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One contender on one case.
+
+    Attributes:
+        suite, case: where the problem came from.
+        problem: what was computed.
+        contender: `"warpwave auto"`, or the peer's name.
+        kernel: which kernel of ours ran, or which operator of the peer's; empty where it does not say.
+        config: the kernel's config as plain data, or None.
+        seed: of the inputs.
+        verdict: correctness on this very problem; None where nothing ran.
+        refusal: why there is no timing, else empty. A wrong result is a refusal.
+        timing: device time (host clock on a CPU).
+        host: host time of an eager call, where it means something.
+        gpu_before, gpu_after: clocks, power and temperature around the case's rounds.
+    """
+
+    suite: str
+    case: str
+    problem: AttentionProblem
+    contender: str
+    kernel: str = ""
+    config: dict[str, Any] | None = None
+    seed: int = 0
+    verdict: Verdict | None = None
+    refusal: str = ""
+    timing: Samples | None = None
+    host: Samples | None = None
+    gpu_before: dict[str, Any] | None = None
+    gpu_after: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.timing is not None and (self.verdict is None or not self.verdict.passed):
+            raise ValueError(f"{self.contender} on {self.case}: no time is recorded for a result not known to be right")
+
+    @property
+    def tflops(self) -> float | None:
+        """10^12 operations a second over visible pairs."""
+        return None if self.timing is None else self.problem.flops / self.timing.median_us * 1e-6
+
+    @property
+    def bandwidth_gbps(self) -> float | None:
+        """10^9 compulsory bytes a second: what the memory at least delivered."""
+        return None if self.timing is None else self.problem.compulsory_bytes / self.timing.median_us * 1e-3
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, derived figures included."""
+        data = asdict(self)
+        for part in ("timing", "host"):
+            samples = getattr(self, part)
+            if samples is not None:
+                data[part]["median_us"] = samples.median_us
+        return {**data, "tflops": self.tflops, "bandwidth_gbps": self.bandwidth_gbps}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Measurement:
+        """The inverse of `to_dict`.
+
+        Raises:
+            KeyError, TypeError, ValueError: data is not what `to_dict` makes.
+        """
+        values = {f.name: data[f.name] for f in fields(cls)}
+        values["problem"] = _problem(values["problem"])
+        values["verdict"] = None if values["verdict"] is None else Verdict(**values["verdict"])
+        for part in ("timing", "host"):
+            values[part] = None if values[part] is None else _samples(values[part])
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Records:
+    """What a file holds: measurements in order, each with the id of its environment."""
+
+    environments: dict[str, dict[str, Any]]
+    measurements: list[tuple[str, Measurement]]
+
+
+class RecordWriter:
+    """Appends one run's measurements to a file, under that run's environment.
+
+    Raises:
+        RecordError: the file ends in the middle of a line, so that appending would spoil two records; or a line could
+            not be written whole.
+    """
+
+    def __init__(self, path: Path, environment: Mapping[str, Any]) -> None:
+        self._path = path
+        self._environment_id = environment_id(environment)
+        if path.exists() and path.stat().st_size and not _ends_with_newline(path):
+            raise RecordError(f"{path}: its last line was cut off; remove that line, or write to another file")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._append(environment_line(environment))
+
+    def write(self, measurement: Measurement) -> None:
+        self._append(measurement_line(self._environment_id, measurement))
+
+    def _append(self, line: str) -> None:
+        data = line.encode() + b"\n"
+        file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            written = os.write(file, data)  # one write in append mode: lines of two writers never mix
+        finally:
+            os.close(file)
+        if written != len(data):
+            raise RecordError(f"{self._path}: only part of a record could be written; is the disk full?")
+
+
+def environment_line(environment: Mapping[str, Any]) -> str:
+    """The record of an environment, as it stands in a file."""
+    return _line({"kind": "environment", "id": environment_id(environment), "environment": dict(environment)})
+
+
+def measurement_line(environment_id: str, measurement: Measurement) -> str:
+    """The record of a measurement, as it stands in a file."""
+    return _line({"kind": "measurement", "environment_id": environment_id, **measurement.to_dict()})
+
+
+def environment_id(environment: Mapping[str, Any]) -> str:
+    """A short name of an environment; its date makes it differ from run to run."""
+    return hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def read_records(path: Path) -> Records:
+    """Everything in a record file.
+
+    Raises:
+        RecordError: the file cannot be read, or a line is not a record; the message names the line and the fault.
+    """
+    records = Records({}, [])
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"{path}: {error}") from error
+    if not lines:
+        raise RecordError(f"{path}: the file is empty")
+    for number, line in enumerate(lines, start=1):
+        try:
+            _read_line(line, records)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+            raise RecordError(f"{path}:{number}: {what}") from error
+    return records
+
+
+def _read_line(line: str, records: Records) -> None:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"a record must be a JSON object, got {line[:40]!r}")
+    if record["schema_version"] != SCHEMA_VERSION:
+        raise ValueError(f"schema_version is {record['schema_version']!r}; this version reads {SCHEMA_VERSION}")
+    kind = record["kind"]
+    if kind == "environment":
+        records.environments[record["id"]] = record["environment"]
+    elif kind == "measurement":
+        if record["environment_id"] not in records.environments:
+            raise ValueError(f"no environment {record['environment_id']!r} above this measurement")
+        records.measurements.append((record["environment_id"], Measurement.from_dict(record)))
+    else:
+        raise ValueError(f"kind is {kind!r}; it must be 'environment' or 'measurement'")
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps({"schema_version": SCHEMA_VERSION, **record}, allow_nan=False)
+
+
+def _problem(data: Mapping[str, Any]) -> AttentionProblem:
+    # JSON has no tuples: every list of a problem was one.
+    values = {key: _tuples(value) for key, value in data.items()}
+    if values["causal"] is not None:
+        values["causal"] = Causal(**values["causal"])
+    return AttentionProblem(**values)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _samples(data: Mapping[str, Any]) -> Samples:
+    values = {f.name: data[f.name] for f in fields(Samples)}
+    return Samples(**{**values, "samples_us": tuple(float(x) for x in values["samples_us"])})
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"

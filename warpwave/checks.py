@@ -1,0 +1,239 @@
+"""From the arguments of a call to the `AttentionProblem` they describe, or to an error that names the argument.
+
+Shapes are declared once as patterns of axis names and checked by one function, so no argument is checked by hand and
+no message blames the wrong one. Nothing here looks at the contents of a tensor, except `check_packed_lengths`, which
+`checked=True` asks for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from warpwave.errors import InvalidInput, InvalidType
+from warpwave.problem import PRECISIONS, AttentionProblem, Causal, Operands
+
+DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+
+DENSE = {"q": "batch seqlen_q num_heads_q head_dim", "k": "batch seqlen_k num_heads_kv head_dim", "v": "batch seqlen_k num_heads_kv head_dim_v"}  # fmt: skip
+PACKED = {"q": "total_q num_heads_q head_dim", "k": "total_k num_heads_kv head_dim", "v": "total_k num_heads_kv head_dim_v"}  # fmt: skip
+SCORES = "batch num_heads_q seqlen_q seqlen_k"
+
+
+class Options(NamedTuple):
+    """Everything of a call that is not a tensor, in the order of the operator's schema."""
+
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    causal: str = ""
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    softmax_scale: float | None = None
+    precision: str = "default"
+    return_lse: bool = False
+    needs_grad: bool = False
+
+
+def describe_call(operands: Operands, options: Options) -> AttentionProblem:
+    """Checks a call and returns the problem it describes.
+
+    Raises:
+        InvalidInput: a shape or a value that no attention call can have.
+        InvalidType: a type or a dtype that no attention call can have.
+    """
+    _check_types(operands)
+    packed = operands.cu_seqlens_q is not None or operands.cu_seqlens_k is not None
+    axes: dict[str, tuple[int, str]] = {}
+    for name, pattern in (PACKED if packed else DENSE).items():
+        bind_axes(name, getattr(operands, name), pattern, axes)
+    size = {axis: value for axis, (value, _) in axes.items()}
+    _check_heads(size["num_heads_q"], size["num_heads_kv"], size["head_dim"], size["head_dim_v"])
+
+    if packed:
+        for name in ("cu_seqlens_q", "cu_seqlens_k"):
+            bind_axes(name, getattr(operands, name), "batch+1", axes)
+        size["batch"] = axes["batch+1"][0] - 1
+        size |= {"seqlen_q": options.max_seqlen_q, "seqlen_k": options.max_seqlen_k}
+        _check_packed(operands, size, options)
+    for name in ("mask", "bias"):
+        tensor = getattr(operands, name)
+        if tensor is not None:
+            bind_axes(name, tensor, SCORES, axes, broadcast=True)
+    if operands.alibi_slopes is not None:
+        pattern = "num_heads_q" if operands.alibi_slopes.dim() == 1 else "batch num_heads_q"
+        bind_axes("alibi_slopes", operands.alibi_slopes, pattern, axes | {"batch": (size["batch"], "q")})
+    if operands.sinks is not None:
+        bind_axes("sinks", operands.sinks, "num_heads_q", axes)
+
+    scale = resolve_scale(options.softmax_scale, size["head_dim"])
+    _check_scalars(options, scale)
+    return AttentionProblem(
+        batch=size["batch"],
+        seqlen_q=size["seqlen_q"],
+        seqlen_k=size["seqlen_k"],
+        num_heads_q=size["num_heads_q"],
+        num_heads_kv=size["num_heads_kv"],
+        head_dim=size["head_dim"],
+        head_dim_v=size["head_dim_v"],
+        dtype=DTYPE_NAMES[operands.q.dtype],
+        softmax_scale=scale,
+        causal=Causal(options.causal) if options.causal else None,  # type: ignore[arg-type]
+        window_size=(options.window_left, options.window_right),
+        mask_shape=None if operands.mask is None else tuple(operands.mask.shape),
+        bias_shape=None if operands.bias is None else tuple(operands.bias.shape),
+        bias_dtype=None if operands.bias is None else DTYPE_NAMES[operands.bias.dtype],
+        alibi_shape=None if operands.alibi_slopes is None else tuple(operands.alibi_slopes.shape),
+        softcap=options.softcap,
+        has_sinks=operands.sinks is not None,
+        precision=options.precision if operands.q.dtype == torch.float32 else "default",
+        packed=packed,
+        total_q=size.get("total_q", 0),
+        total_k=size.get("total_k", 0),
+        return_lse=options.return_lse,
+        requires_grad=options.needs_grad,
+    )
+
+
+def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
+    """The caller's scale, or 1/sqrt of the caller's head_dim (never of a padded one)."""
+    return softmax_scale if softmax_scale is not None else (1.0 / math.sqrt(head_dim) if head_dim else 1.0)
+
+
+def bind_axes(
+    name: str, tensor: torch.Tensor, pattern: str, axes: dict[str, tuple[int, str]], *, broadcast: bool = False
+) -> None:
+    """Checks a shape against a pattern of axis names and records the axes it meets first.
+
+    Args:
+        name: the argument's name, for the message.
+        tensor: the argument.
+        pattern: axis names separated by blanks: `"batch seqlen_q num_heads_q head_dim"`.
+        axes: axis -> (size, the argument that set it); extended in place.
+        broadcast: whether an axis may also have size 1.
+
+    Raises:
+        InvalidInput: naming the argument, its shape, and what was expected.
+    """
+    names = pattern.split()
+    shape = tuple(tensor.shape)
+    wanted = f"({', '.join(names)}{',' if len(names) == 1 else ''})"
+    if len(shape) != len(names):
+        raise InvalidInput(f"{name} has shape {shape}, {len(shape)} axes; it must have {len(names)}: {wanted}")
+    for axis, size in zip(names, shape, strict=True):
+        if axis not in axes:
+            axes[axis] = (size, name)
+            continue
+        known, source = axes[axis]
+        if size != known and not (broadcast and size == 1):
+            allowed = f"{known} or 1" if broadcast else f"{known}"
+            raise InvalidInput(
+                f"{name} has shape {shape}, so its {axis} is {size}; {source} has {axis} {known}, and {name} must be "
+                f"{wanted} with {axis} {allowed}"
+            )
+
+
+def check_packed_lengths(operands: Operands, options: Options) -> None:
+    """Looks at the contents of cu_seqlens (this waits for the device) and refuses what would be read out of bounds.
+
+    Raises:
+        InvalidInput: naming the first index that is wrong.
+    """
+    for name, total, longest in (
+        ("cu_seqlens_q", operands.q.shape[0], options.max_seqlen_q),
+        ("cu_seqlens_k", operands.k.shape[0], options.max_seqlen_k),
+    ):
+        offsets = getattr(operands, name).tolist()
+        if offsets[0] != 0:
+            raise InvalidInput(f"{name}[0] is {offsets[0]}; the first offset must be 0")
+        for i in range(1, len(offsets)):
+            length = offsets[i] - offsets[i - 1]
+            if length < 0:
+                raise InvalidInput(
+                    f"{name}[{i}] is {offsets[i]}, less than {name}[{i - 1}] = {offsets[i - 1]}; offsets must not decrease"
+                )
+            if length > longest:
+                raise InvalidInput(
+                    f"sequence {i - 1} has {length} tokens by {name}[{i}], more than max_seqlen_{name[-1]} = {longest}"
+                )
+        if offsets[-1] != total:
+            raise InvalidInput(
+                f"{name}[{len(offsets) - 1}] is {offsets[-1]}; the last offset must be {total}, the tokens of "
+                f"{name[-1]}"
+            )
+
+
+def _check_types(operands: Operands) -> None:
+    q = operands.q
+    for name, tensor in zip(Operands._fields, operands, strict=True):
+        if tensor is None and name not in ("q", "k", "v"):
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidType(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+        if tensor.device != q.device:
+            raise InvalidInput(f"{name} is on {tensor.device} and q on {q.device}; all tensors must share one device")
+    if q.dtype not in DTYPE_NAMES:
+        raise InvalidType(f"q is {q.dtype}; it must be one of {', '.join(map(str, DTYPE_NAMES))}")
+    for name in ("k", "v"):
+        dtype = getattr(operands, name).dtype
+        if dtype != q.dtype:
+            raise InvalidType(f"{name} is {dtype} and q is {q.dtype}; q, k and v must share one dtype")
+    allowed: dict[str, Sequence[torch.dtype]] = {
+        "mask": (torch.bool,),
+        "bias": tuple(dict.fromkeys((q.dtype, torch.float32))),
+        "alibi_slopes": (torch.float32,),
+        "sinks": (torch.float32,),
+        "cu_seqlens_q": (torch.int32,),
+        "cu_seqlens_k": (torch.int32,),
+    }
+    for name, dtypes in allowed.items():
+        tensor = getattr(operands, name)
+        if tensor is not None and tensor.dtype not in dtypes:
+            hint = "; an additive mask goes in bias=" if name == "mask" and tensor.is_floating_point() else ""
+            raise InvalidType(f"{name} is {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}{hint}")
+
+
+def _check_heads(num_heads_q: int, num_heads_kv: int, head_dim: int, head_dim_v: int) -> None:
+    for name, size in (("q", num_heads_q), ("k", num_heads_kv)):
+        if size == 0:
+            raise InvalidInput(f"{name} has 0 heads; it must have at least one")
+    if num_heads_q % num_heads_kv:
+        raise InvalidInput(
+            f"k has {num_heads_kv} heads, which does not divide the {num_heads_q} heads of q; num_heads_q must be a "
+            "multiple of num_heads_kv"
+        )
+    for name, size in (("q", head_dim), ("v", head_dim_v)):
+        if size == 0:
+            raise InvalidInput(f"{name} has head_dim 0; it must be at least 1")
+
+
+def _check_packed(operands: Operands, size: dict[str, int], options: Options) -> None:
+    for name in ("mask", "bias"):
+        if getattr(operands, name) is not None:
+            raise InvalidInput(f"{name} was given with cu_seqlens; packed calls take causal, window_size and ALiBi only")
+    if size["batch"] < 0:
+        raise InvalidInput("cu_seqlens_q is empty; it must hold batch + 1 offsets, the first of them 0")
+    for side in ("q", "k"):
+        longest = getattr(options, f"max_seqlen_{side}")
+        if longest < 0:
+            raise InvalidInput(f"max_seqlen_{side} is {longest}; it must be at least 0")
+
+
+def _check_scalars(options: Options, scale: float) -> None:
+    if not (math.isfinite(scale) and scale >= 0):
+        raise InvalidInput(
+            f"softmax_scale is {scale}; it must be finite and not negative (negate q instead: the maximum of scores "
+            "times a negative scale is no maximum)"
+        )
+    if not (math.isfinite(options.softcap) and options.softcap >= 0):
+        raise InvalidInput(f"softcap is {options.softcap}; it must be finite and not negative, 0 for none")
+    if options.window_left < -1 or options.window_right < -1:
+        raise InvalidInput(
+            f"window_size is ({options.window_left}, {options.window_right}); each side must be at least -1 "
+            "(-1 is unlimited)"
+        )
+    if options.precision not in PRECISIONS:
+        raise InvalidInput(f"precision is {options.precision!r}; it must be one of {', '.join(map(repr, PRECISIONS))}")

@@ -1,0 +1,88 @@
+"""Which kernel serves a problem: the first of `KERNELS` whose `why_not` is empty.
+
+A kernel is a module of `warpwave.kernels` with
+
+    NAME                                       its path there: "flash_fwd"
+    NEEDS_GPU                                  whether CPU tensors are none of its business
+    Config                                     a frozen dataclass that checks itself
+    why_not(problem, gpu) -> list[str]         every reason it cannot run the problem; empty when it can
+    cost(problem, gpu, config) -> Cost         what it moves and computes
+    configs(problem, gpu) -> list[Config]      the default first, then the search space
+    bind(problem, operands, config)            -> run(operands) -> (out, lse or None)
+
+Errors, `explain`, and the support matrix in the docs all read these; nothing about a kernel is stated elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
+from warpwave.hardware.gpu import Gpu
+from warpwave.kernels import eager, flash_fwd, torch_sdpa
+from warpwave.problem import AttentionProblem
+
+# In the order of preference. Every problem has a kernel, because eager runs everything.
+KERNELS: tuple[Any, ...] = (flash_fwd, torch_sdpa, eager)
+
+
+class Choice(NamedTuple):
+    """A kernel, its config, and where the config came from."""
+
+    kernel: Any
+    config: Any
+    config_source: str
+
+
+def reasons_against(problem: AttentionProblem, gpu: Gpu) -> dict[str, list[str]]:
+    """Kernel name -> why it cannot run the problem, in the order of preference; empty lists can."""
+    return {kernel.NAME: kernel.why_not(problem, gpu) for kernel in KERNELS}
+
+
+def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: Any = None) -> Choice:
+    """The kernel that will run the problem.
+
+    Args:
+        kernel: `"auto"`, or a kernel's name: that one runs or the call raises; it never falls back.
+        config: one of that kernel's configs, or None for its default.
+
+    Raises:
+        InvalidInput: no kernel has that name, or a config was given without naming its kernel.
+        InvalidType: the config is another kernel's, or a GPU kernel was asked for CPU tensors beside a usable GPU.
+        UnsupportedProblem: the kernel asked for cannot run the problem; carries its reasons.
+    """
+    by_name = {module.NAME: module for module in KERNELS}
+    if kernel == "auto":
+        if config is not None:
+            raise InvalidInput("config was given with kernel='auto'; name the kernel the config is for")
+        # `interpreter` is for tests that name a kernel; nobody is served by it.
+        module = next(
+            m for m in KERNELS if not (gpu.vendor == "interpreter" and m.NEEDS_GPU) and not m.why_not(problem, gpu)
+        )
+        return Choice(module, module.configs(problem, gpu)[0], "default")
+    if kernel not in by_name:
+        raise InvalidInput(f"kernel is {kernel!r}; it must be 'auto' or one of {', '.join(map(repr, by_name))}")
+    module = by_name[kernel]
+    reasons = module.why_not(problem, gpu)
+    if reasons:
+        if gpu.vendor == "cpu" and module.NEEDS_GPU and _a_gpu_is_there():
+            raise InvalidType(f"kernel {kernel!r} runs on a GPU and q is on the CPU; move q, k and v with .cuda()")
+        raise UnsupportedProblem(
+            f"kernel {kernel!r} cannot run {problem.describe()} on {gpu.name}", {kernel: reasons}, _nearest(problem, gpu)
+        )
+    if config is None:
+        return Choice(module, module.configs(problem, gpu)[0], "default")
+    if not isinstance(config, module.Config):
+        raise InvalidType(f"config is a {type(config).__name__}; kernel {kernel!r} takes {module.__name__}.Config")
+    return Choice(module, config, "given")
+
+
+def _nearest(problem: AttentionProblem, gpu: Gpu) -> str:
+    able = [m.NAME for m in KERNELS if not m.why_not(problem, gpu)]
+    return f"kernel={able[0]!r}, or kernel='auto'" if able else ""
+
+
+def _a_gpu_is_there() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

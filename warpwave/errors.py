@@ -1,0 +1,30 @@
+"""The errors a caller can meet, each a subclass of the built-in that Python users already catch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+class InvalidInput(ValueError):
+    """An argument has a value or a shape that no attention call can have."""
+
+
+class InvalidType(TypeError):
+    """An argument has a type or a dtype that no attention call can have."""
+
+
+class UnsupportedProblem(NotImplementedError):
+    """A valid call that the kernels asked for cannot run here.
+
+    Attributes:
+        reasons: kernel name -> every reason that kernel gave.
+    """
+
+    def __init__(self, headline: str, reasons: Mapping[str, Sequence[str]], nearest: str = "") -> None:
+        self.reasons = {name: list(why) for name, why in reasons.items()}
+        lines = [headline]
+        for name, why in self.reasons.items():
+            lines += [f"  {name}: {reason}" for reason in why]
+        if nearest:
+            lines.append(f"Nearest supported choice: {nearest}")
+        super().__init__("\n".join(lines))

@@ -1,0 +1,1 @@
+"""What the machine is: frozen descriptions of GPUs."""

@@ -1,0 +1,114 @@
+"""`Gpu`: the facts about a device that choose a kernel and its config, with units in their names."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+KIB = 1024
+
+# Shared memory one block may use, and registers a thread may hold, per architecture.
+# NVIDIA: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability", less the 1 KiB a block
+# that the driver keeps. AMD: LDS per workgroup, from the CDNA and RDNA instruction set manuals; on CDNA a wave can
+# hold 256 vector and 256 accumulation registers a lane.
+ARCHS: dict[str, tuple[str, int, int]] = {
+    "sm_80": ("nvidia", 163 * KIB, 255),
+    "sm_86": ("nvidia", 99 * KIB, 255),
+    "sm_87": ("nvidia", 163 * KIB, 255),
+    "sm_89": ("nvidia", 99 * KIB, 255),
+    "sm_90": ("nvidia", 227 * KIB, 255),
+    "sm_100": ("nvidia", 227 * KIB, 255),
+    "sm_103": ("nvidia", 227 * KIB, 255),
+    "sm_120": ("nvidia", 99 * KIB, 255),
+    "sm_121": ("nvidia", 99 * KIB, 255),
+    "gfx908": ("amd", 64 * KIB, 512),
+    "gfx90a": ("amd", 64 * KIB, 512),
+    "gfx942": ("amd", 64 * KIB, 512),
+    "gfx950": ("amd", 160 * KIB, 512),
+    "gfx1100": ("amd", 64 * KIB, 256),
+    "gfx1201": ("amd", 64 * KIB, 256),
+}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device, as far as choosing and describing kernels goes.
+
+    Args:
+        name: what the driver calls it, or the architecture where no device was asked.
+        vendor: `"nvidia"`, `"amd"`, `"cpu"`, or `"interpreter"` for CPU tensors while Triton's interpreter is on.
+        arch: `"sm_90"`, `"gfx942"`, `"cpu"`.
+        smem_per_block_bytes: shared memory one block may use; 0 on a CPU.
+        registers_per_thread: the most a thread may hold; 0 on a CPU.
+        num_sms: streaming multiprocessors or compute units, 0 where unknown.
+        warp_size: lanes of a warp (a wave on AMD).
+    """
+
+    name: str
+    vendor: str
+    arch: str
+    smem_per_block_bytes: int
+    registers_per_thread: int
+    num_sms: int
+    warp_size: int
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.vendor in ("cpu", "interpreter")
+
+    @property
+    def capability(self) -> int:
+        """NVIDIA's compute capability as one number (90 for sm_90); 0 elsewhere."""
+        return int(self.arch.removeprefix("sm_")) if self.vendor == "nvidia" else 0
+
+    @staticmethod
+    def for_arch(arch: str) -> Gpu:
+        """The description of an architecture with no device at hand, for compiling and explaining.
+
+        Raises:
+            ValueError: the architecture is not in `ARCHS`.
+        """
+        if arch == "cpu":
+            return CPU
+        if arch not in ARCHS:
+            raise ValueError(f"GPU architecture {arch!r} is not known; known are cpu, {', '.join(ARCHS)}")
+        vendor, smem, registers = ARCHS[arch]
+        warp_size = 64 if vendor == "amd" and arch.startswith("gfx9") else 32
+        return Gpu(arch, vendor, arch, smem, registers, 0, warp_size)
+
+
+CPU = Gpu("CPU", "cpu", "cpu", 0, 0, 0, 1)
+INTERPRETER = Gpu("Triton interpreter", "interpreter", "cpu", 227 * KIB, 255, 0, 32)
+
+
+def current_gpu(device: torch.device) -> Gpu:
+    """The description of the device a tensor lives on."""
+    if device.type != "cuda":
+        from warpwave.kernels.triton_or_stub import INTERPRETED
+
+        return INTERPRETER if INTERPRETED else CPU
+    import torch
+
+    return _cuda_gpu(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@functools.cache
+def _cuda_gpu(index: int) -> Gpu:
+    import torch
+
+    props = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        vendor, arch = "amd", props.gcnArchName.split(":")[0]
+        default_smem, registers = 64 * KIB, 256
+    else:
+        vendor, arch = "nvidia", f"sm_{props.major}{props.minor}"
+        default_smem, registers = 99 * KIB, 255
+    # The driver's word counts where torch passes it on; the table serves the rest, and the smallest size of the
+    # vendor an architecture that the table does not know.
+    smem = getattr(props, "shared_memory_per_block_optin", 0) or ARCHS.get(arch, (vendor, default_smem, registers))[1]
+    registers = ARCHS.get(arch, (vendor, smem, registers))[2]
+    return Gpu(props.name, vendor, arch, smem, registers, props.multi_processor_count, props.warp_size)

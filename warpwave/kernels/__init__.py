@@ -1,0 +1,1 @@
+"""The attention kernels, one idea a file."""

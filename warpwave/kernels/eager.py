@@ -1,0 +1,414 @@
+"""Tiled attention in torch operations: any device, every feature, O(seqlen) memory, differentiable.
+
+The online softmax of `flash_fwd` over large tiles, one torch operation a step. The backward keeps nothing but out and
+the log-sum-exp and computes each tile's probabilities again:
+
+    P = exp(S - lse);   dV = P^T dO;   dS = P * (dO V^T - delta);   dQ = dS K;   dK = dS^T Q
+
+with `delta = rowsum(dO * out) - dlse`, which also carries a gradient through the log-sum-exp (Dao et al.,
+"FlashAttention" (2022), appendix B.4). Every product accumulates in float32, and scores and probabilities stay
+float32 between the two products wherever the device can take them so.
+
+Bound: memory traffic of the score tiles, and on a GPU the launches of some ten operations a tile. It serves what no
+other kernel does: gradients, CPUs, head sizes above every kernel's limit. Packed calls read the sequence offsets on
+the host, which waits for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from warpwave.hardware.gpu import Gpu
+from warpwave.kernels.cost import Cost
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band, Operands
+
+NAME = "eager"
+NEEDS_GPU = False
+NEG_INF = float("-inf")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Rows and keys of a tile, over all batches and heads at once."""
+
+    block_m: int
+    block_n: int
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+
+# A batch of sequences, and its tiles ----------------------------------------------------------------------------------
+
+
+class _Part(NamedTuple):
+    """What is computed together: everything of a dense call, one sequence of a packed one."""
+
+    batch: slice
+    tokens_q: slice
+    tokens_k: slice
+
+
+def _parts(problem: AttentionProblem, operands: Operands) -> list[_Part]:
+    if not problem.packed:
+        return [_Part(slice(None), slice(None), slice(None))]
+    q, k = operands.cu_seqlens_q.tolist(), operands.cu_seqlens_k.tolist()
+    return [_Part(slice(b, b + 1), slice(q[b], q[b + 1]), slice(k[b], k[b + 1])) for b in range(problem.batch)]
+
+
+class _Views:
+    """One part of the operands (or of their gradients), query heads grouped by the kv head they read.
+
+    q is (batch, num_heads_kv, group, seqlen_q, head_dim), k and v are (batch, num_heads_kv, seqlen_k, ...). Mask, bias
+    and slopes broadcast to (batch, num_heads_kv, group, seqlen_q, seqlen_k), sinks to (batch, num_heads_kv, group, 1).
+    Absent tensors are None.
+    """
+
+    def __init__(self, problem: AttentionProblem, operands: Operands, part: _Part) -> None:
+        self.groups = (problem.num_heads_kv, problem.num_heads_q // problem.num_heads_kv)
+        self.packed = problem.packed
+        self.q: Any = self.rows(operands.q, part.tokens_q)
+        self.k: Any = self._keys(operands.k, part.tokens_k)
+        self.v: Any = self._keys(operands.v, part.tokens_k)
+        self.mask = self._scores_shaped(operands.mask)
+        self.bias = self._scores_shaped(operands.bias)
+        slopes, sinks = operands.alibi_slopes, operands.sinks
+        if slopes is not None:
+            slopes = slopes[None] if slopes.dim() == 1 else slopes[part.batch]
+            slopes = slopes.unflatten(1, self.groups)[..., None, None]
+        self.slopes = slopes
+        self.sinks = None if sinks is None else sinks.view(1, *self.groups, 1)
+
+    def rows(self, t: torch.Tensor | None, tokens: slice) -> torch.Tensor | None:
+        """A tensor laid out like q or out, as (batch, num_heads_kv, group, seqlen_q, width)."""
+        if t is None:
+            return None
+        return (t[None, tokens] if self.packed else t).transpose(1, 2).unflatten(1, self.groups)
+
+    def rows_of_lse(self, t: torch.Tensor | None, tokens: slice) -> torch.Tensor | None:
+        """A tensor laid out like lse, as (batch, num_heads_kv, group, seqlen_q)."""
+        if t is None:
+            return None
+        return (t[None, :, tokens] if self.packed else t).unflatten(1, self.groups)
+
+    def _keys(self, t: torch.Tensor | None, tokens: slice) -> torch.Tensor | None:
+        return None if t is None else (t[None, tokens] if self.packed else t).transpose(1, 2)
+
+    def _scores_shaped(self, t: torch.Tensor | None) -> torch.Tensor | None:
+        if t is None:
+            return None
+        return t.unsqueeze(1) if t.shape[1] == 1 else t.unflatten(1, self.groups)
+
+
+class _Tile(NamedTuple):
+    rows: slice
+    keys: slice
+    cut: bool  # whether the band hides some pair of the tile
+
+    def of(self, t: torch.Tensor) -> torch.Tensor:
+        """The tile of a tensor whose last two axes are rows and keys, each of which may be broadcast."""
+        t = t if t.shape[-2] == 1 else t[..., self.rows, :]
+        return t if t.shape[-1] == 1 else t[..., self.keys]
+
+
+def _tiles(band: Band, rows: slice, seqlen_k: int, block_n: int) -> Iterator[_Tile]:
+    """The key tiles that some row of the block sees."""
+    low, high = band
+    begin = 0 if low is None else max(0, rows.start + low)
+    end = seqlen_k if high is None else min(seqlen_k, rows.stop + high)
+    if low is not None and high is not None and low > high:
+        return
+    for key_begin in range(begin, end, block_n):
+        key_end = min(key_begin + block_n, end)
+        cut_low = low is not None and key_begin < rows.stop - 1 + low
+        cut_high = high is not None and key_end - 1 > rows.start + high
+        yield _Tile(rows, slice(key_begin, key_end), cut_low or cut_high)
+
+
+def _row_blocks(seqlen_q: int, block_m: int) -> Iterator[slice]:
+    for begin in range(0, seqlen_q, block_m):
+        yield slice(begin, min(begin + block_m, seqlen_q))
+
+
+# Scores ---------------------------------------------------------------------------------------------------------------
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A product accumulated and returned in float32. A GPU takes 16-bit operands as they are; a CPU would round the
+    result to 16 bits, so its operands are up-cast."""
+    if a.is_cuda and a.dtype != torch.float32:
+        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        a = a.expand(*batch, *a.shape[-2:]).reshape(-1, *a.shape[-2:])
+        b = b.expand(*batch, *b.shape[-2:]).reshape(-1, *b.shape[-2:])
+        return torch.bmm(a, b, out_dtype=torch.float32).unflatten(0, batch)
+    return a.float() @ b.float()
+
+
+@contextlib.contextmanager
+def _products_in(precision: str) -> Iterator[None]:
+    """Float32 products in float32, whatever the process allows elsewhere, unless the caller asked for tf32."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def _scores(problem: AttentionProblem, views: _Views, tile: _Tile, band: Band) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Scores of a tile in natural units, float32 (batch, kv, group, rows, keys), minus infinity where masked; and,
+    with a softcap, the tanh they are made of."""
+    # One product for all the query heads of a kv head.
+    q = views.q[..., tile.rows, :].flatten(2, 3)
+    scores = _matmul(q, views.k[..., tile.keys, :].transpose(-1, -2)) * problem.softmax_scale
+    scores = scores.unflatten(2, (views.groups[1], -1))
+    squashed = None
+    if problem.softcap:
+        squashed = torch.tanh(scores / problem.softcap)
+        scores = squashed * problem.softcap
+    if views.bias is not None:
+        scores = scores + tile.of(views.bias).float()
+    if views.slopes is not None:
+        scores = scores - views.slopes * _alibi_distance(views, tile)
+    if tile.cut:
+        distance = _distance(views, tile)
+        hidden = torch.zeros_like(distance, dtype=torch.bool)
+        if band.low is not None:
+            hidden |= distance < band.low
+        if band.high is not None:
+            hidden |= distance > band.high
+        scores = scores.masked_fill(hidden, NEG_INF)
+    if views.mask is not None:
+        scores = scores.masked_fill(~tile.of(views.mask), NEG_INF)
+    return scores, squashed
+
+
+def _distance(views: _Views, tile: _Tile) -> torch.Tensor:
+    """key - row, (rows, keys)."""
+    device = views.q.device
+    rows = torch.arange(tile.rows.start, tile.rows.stop, device=device)
+    return torch.arange(tile.keys.start, tile.keys.stop, device=device) - rows[:, None]
+
+
+def _alibi_distance(views: _Views, tile: _Tile) -> torch.Tensor:
+    """How far a key is from its row, positions counted from the last key and the last row back."""
+    return (_distance(views, tile) - (views.k.shape[-2] - views.q.shape[-2])).abs()
+
+
+def _without_unseen(t: torch.Tensor, tile: _Tile, scores: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:
+    """Rows of K or V for each query head (batch, kv, group, keys, width), zero where no row of that head sees the key:
+    its probability is 0, and 0 * NaN would leak a NaN that nothing may see."""
+    t = t[..., tile.keys, :][:, :, None]
+    if not tile.cut and problem.mask_shape is None and problem.bias_shape is None:
+        return t
+    seen = (scores != NEG_INF).any(-2)[..., None]
+    return torch.where(seen, t, torch.zeros((), dtype=t.dtype, device=t.device))
+
+
+def _operand(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A float32 factor as the product's other operand wants it: 16 bits where the GPU takes 16-bit operands."""
+    return t.to(like.dtype) if like.is_cuda else t
+
+
+# Forward --------------------------------------------------------------------------------------------------------------
+
+
+def forward(problem: AttentionProblem, operands: Operands, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+    """out like q with head_dim_v, and lse, float32 (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q)."""
+    q = operands.q
+    rows = (problem.total_q,) if problem.packed else (problem.batch, problem.seqlen_q)
+    out = torch.empty((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device=q.device)
+    lse = torch.empty((*rows[:-1], problem.num_heads_q, rows[-1]), dtype=torch.float32, device=q.device)
+    with _products_in(problem.precision):
+        for part in _parts(problem, operands):
+            views = _Views(problem, operands, part)
+            out_rows, lse_rows = views.rows(out, part.tokens_q), views.rows_of_lse(lse, part.tokens_q)
+            band = problem.band(views.q.shape[-2], views.k.shape[-2])
+            for block in _row_blocks(views.q.shape[-2], config.block_m):
+                out_rows[..., block, :], lse_rows[..., block] = _attend(problem, views, band, block, config.block_n)
+    return out, lse
+
+
+def _attend(problem: AttentionProblem, views: _Views, band: Band, block: slice, block_n: int) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """out and lse of a block of rows."""
+    q = views.q[..., block, :]
+    m = torch.full(q.shape[:-1], NEG_INF, dtype=torch.float32, device=q.device)
+    total = torch.zeros_like(m)
+    if views.sinks is not None:
+        # A sink is one more key whose value is zero: it is the first maximum and counts 1 in the sum.
+        m = m.maximum(views.sinks)
+        total = torch.where(m == NEG_INF, 0.0, 1.0)
+    acc = torch.zeros((*q.shape[:-1], problem.head_dim_v), dtype=torch.float32, device=q.device)
+    for tile in _tiles(band, block, views.k.shape[-2], block_n):
+        scores, _ = _scores(problem, views, tile, band)
+        m_new = m.maximum(scores.amax(-1))
+        shift = torch.where(m_new == NEG_INF, 0.0, m_new)  # for a row that saw no key yet
+        p = torch.exp(scores - shift[..., None])
+        alpha = torch.exp(m - shift)
+        total = total * alpha + p.sum(-1)
+        v = _without_unseen(views.v, tile, scores, problem)
+        acc = acc * alpha[..., None] + _matmul(_operand(p, v), v)
+        m = m_new
+    unseen = total == 0
+    out = acc / torch.where(unseen, 1.0, total)[..., None]
+    return out.to(q.dtype), torch.where(unseen, NEG_INF, m + torch.log(total))
+
+
+# Gradients ------------------------------------------------------------------------------------------------------------
+
+
+class Gradients(NamedTuple):
+    """Of the operands that can have one; None where none was asked for."""
+
+    q: torch.Tensor | None
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    bias: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    sinks: torch.Tensor | None
+
+
+def backward(
+    problem: AttentionProblem,
+    operands: Operands,
+    config: Config,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    wanted: Sequence[bool],
+) -> Gradients:
+    """The gradients named by `wanted` (in the order of `Gradients`), each in the shape and dtype of its operand.
+
+    Deterministic: no atomics, sums in a fixed order.
+    """
+    sources = (*operands[:3], *operands[4:7])
+    sums = Gradients(*(
+        torch.zeros(t.shape, dtype=torch.float32, device=t.device) if want else None
+        for t, want in zip(sources, wanted, strict=True)
+    ))  # fmt: skip
+    grad_operands = Operands(sums.q, sums.k, sums.v, None, sums.bias, sums.alibi_slopes, sums.sinks)
+    with _products_in(problem.precision):
+        for part in _parts(problem, operands):
+            views = _Views(problem, operands, part)
+            grads = _Views(problem, grad_operands, part)  # views of the sums: adding to them adds to the sums
+            rows = [views.rows(t, part.tokens_q) for t in (out, dout)]
+            rows += [views.rows_of_lse(t, part.tokens_q) for t in (lse, dlse)]
+            band = problem.band(views.q.shape[-2], views.k.shape[-2])
+            for block in _row_blocks(views.q.shape[-2], config.block_m):
+                _attend_backward(problem, views, grads, band, block, config.block_n, *rows)
+    return Gradients(*(None if g is None else g.to(t.dtype) for g, t in zip(sums, sources, strict=True)))
+
+
+def _attend_backward(
+    problem: AttentionProblem,
+    views: _Views,
+    grads: _Views,
+    band: Band,
+    block: slice,
+    block_n: int,
+    out: torch.Tensor,
+    dout: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> None:
+    """Adds what one block of rows gives to every gradient."""
+    out, dout, lse = out[..., block, :], dout[..., block, :], lse[..., block]
+    delta = (dout.float() * out.float()).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse[..., block]
+    shift = torch.where(lse == NEG_INF, 0.0, lse)  # a row that saw nothing has only probabilities exp(-inf) = 0
+    if grads.sinks is not None:
+        grads.sinks -= (torch.exp(views.sinks - shift) * delta).sum((0, -1), keepdim=True)
+
+    q_heads, dout_heads = views.q[..., block, :].flatten(2, 3), dout.flatten(2, 3)
+    for tile in _tiles(band, block, views.k.shape[-2], block_n):
+        scores, squashed = _scores(problem, views, tile, band)
+        p = torch.exp(scores - shift[..., None])
+        if grads.v is not None:
+            grads.v[..., tile.keys, :] += _matmul(_operand(p, dout).flatten(2, 3).transpose(-1, -2), dout_heads)
+        dp = _matmul(dout_heads, views.v[..., tile.keys, :].transpose(-1, -2)).unflatten(2, p.shape[2:4])
+        ds = torch.where(scores == NEG_INF, 0.0, p * (dp - delta[..., None]))
+        if grads.bias is not None:
+            part = tile.of(grads.bias)
+            part += ds.sum_to_size(part.shape)
+        if grads.slopes is not None:
+            grads.slopes -= (ds * _alibi_distance(views, tile)).sum_to_size(grads.slopes.shape)
+        if squashed is not None:
+            ds = ds * (1 - squashed * squashed)
+        ds = ds * problem.softmax_scale
+        if grads.q is not None:
+            k = _without_unseen(views.k, tile, scores, problem)
+            grads.q[..., block, :] += _matmul(_operand(ds, k), k)
+        if grads.k is not None:
+            grads.k[..., tile.keys, :] += _matmul(_operand(ds, q_heads).flatten(2, 3).transpose(-1, -2), q_heads)
+
+
+# Host -----------------------------------------------------------------------------------------------------------------
+
+
+def bind(
+    problem: AttentionProblem, operands: Operands, config: Config
+) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
+    """Returns `run(operands) -> (out, lse)`, lse None unless asked for or needed for gradients."""
+    keep_lse = problem.return_lse or problem.requires_grad
+
+    def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+        with torch.no_grad():
+            out, lse = forward(problem, operands, config)
+        return out, lse if keep_lse else None
+
+    return run
+
+
+# What it can run and what it costs ------------------------------------------------------------------------------------
+
+
+def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Empty: it runs everything everywhere."""
+    return []
+
+
+def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
+    """What the tile operations move: the scores of a tile are written and read by each of some six operations."""
+    scores = tile_reads = 0
+    for seqlen_q, seqlen_k in problem.items():
+        band = problem.band(seqlen_q, seqlen_k)
+        for block in _row_blocks(seqlen_q, config.block_m):
+            for tile in _tiles(band, block, seqlen_k, config.block_n):
+                keys = tile.keys.stop - tile.keys.start
+                scores += (block.stop - block.start) * keys * problem.num_heads_q
+                tile_reads += keys * problem.num_heads_kv
+    size, rows = DTYPE_BYTES[problem.dtype], problem.rows * problem.num_heads_q
+    return Cost(
+        blocks=0,
+        flops=2 * scores * (problem.head_dim + problem.head_dim_v),
+        exponentials=scores,
+        read_bytes=size * (rows * problem.head_dim + tile_reads * (problem.head_dim + problem.head_dim_v)) + 24 * scores,
+        write_bytes=rows * (problem.head_dim_v * size + 4) + 24 * scores,
+        workspace_bytes=3 * 4 * min(scores, problem.batch * problem.num_heads_q * config.block_m * config.block_n),
+    )
+
+
+# Configs --------------------------------------------------------------------------------------------------------------
+
+# Score elements of a tile, over all batches and heads: three float32 copies of it live at once. 4 Mi elements keep
+# them in 48 MB, about the last-level cache of a large CPU and the L2 of a large GPU.
+TILE_ELEMENTS = 4 * 1024 * 1024
+
+
+def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
+    """The default first: tiles of bounded size, so that memory grows with seqlen and not with its square."""
+    heads = max(1, (1 if problem.packed else problem.batch) * problem.num_heads_q)
+    side = 1 << (max(256, math.isqrt(TILE_ELEMENTS // heads)).bit_length() - 1)
+    default = Config(min(side, 1024), min(2 * side, 2048))
+    return [default, *(c for c in (Config(128, 512), Config(256, 256), Config(512, 1024)) if c != default)]

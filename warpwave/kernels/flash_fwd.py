@@ -1,0 +1,535 @@
+"""FlashAttention forward in one pass, portable Triton: every GPU that Triton compiles for, head_dim up to 256.
+
+A program owns BLOCK_M queries of one head, walks the keys they see in tiles of BLOCK_N, and keeps the softmax
+running: scores never leave the chip, and memory traffic is that of q, k, v and out.
+
+    S = softmax_scale * Q K^T, then softcap, bias, ALiBi, mask;   out = softmax(S) V;   lse = log(sum(exp(S)))
+
+Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), algorithm 1. The keys
+fall in three ranges: a masked one at the left edge of a window, one that every query of the tile sees, and a masked
+one at the diagonal or the ragged end. Only edge tiles pay for masks; hidden tiles are never visited.
+
+Bound: tensor cores for long sequences, exponentials at head_dim 64 and below, launch latency when the grid does not
+fill the GPU. It adds to the ladder's tiled kernel the online softmax, and with it O(seqlen) memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from warpwave import launch
+from warpwave.hardware.gpu import Gpu, current_gpu
+from warpwave.kernels.cost import Cost
+from warpwave.kernels.primitives import LN_2, LOG2_E, band_visible, load_tile, rounded, softmax_step, tanh
+from warpwave.kernels.triton_or_stub import TRITON_VERSION, jit, tl
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
+
+NAME = "flash_fwd"
+NEEDS_GPU = True
+MAX_HEAD_DIM = 256
+# Run-time sizes the compiler must not specialise on, or every new length would compile again.
+SIZES = ["seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads_q", "group_size", "head_dim", "head_dim_v", "window_left", "window_right"]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile shape and launch shape.
+
+    Args:
+        block_m: queries a program owns, a power of two, at least 16.
+        block_n: keys a step walks, a power of two, at least 16.
+        num_warps: warps of a program, a power of two.
+        num_stages: K/V tiles in flight.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("block_m", 16), ("block_n", 16), ("num_warps", 1)):
+            value = getattr(self, name)
+            if value < least or value & (value - 1):
+                raise ValueError(f"{name} is {value}; it must be a power of two, at least {least}")
+        if self.num_stages < 1:
+            raise ValueError(f"num_stages is {self.num_stages}; it must be at least 1")
+
+
+# Device code ----------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _key_ranges(
+    row_begin, row_last, seqlen_k, low, high, BLOCK_N: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr
+):
+    """Where the keys of a query tile begin and end, and which tiles in between every query sees whole.
+
+    Returns:
+        key_begin, key_end: keys outside are seen by no query of the tile.
+        first: key_begin rounded down to a tile.
+        whole_begin, whole_end: tiles between them need no mask.
+    """
+    key_begin = 0
+    key_end = seqlen_k
+    whole_begin = 0
+    whole_end = seqlen_k
+    if HAS_LOW:
+        key_begin = tl.maximum(row_begin + low, 0)
+        whole_begin = tl.maximum(row_last + low, 0)
+    if HAS_HIGH:
+        key_end = tl.minimum(key_end, row_last + high + 1)
+        whole_end = tl.minimum(whole_end, row_begin + high + 1)
+    if HAS_LOW and HAS_HIGH:
+        # A window that begins behind the diagonal (top-left causal) shows nothing at all.
+        key_end = tl.where(low > high, 0, key_end)
+    first = key_begin // BLOCK_N * BLOCK_N
+    last = tl.cdiv(tl.maximum(key_end, 0), BLOCK_N) * BLOCK_N
+    whole_begin = tl.minimum(tl.cdiv(whole_begin, BLOCK_N) * BLOCK_N, tl.maximum(first, last))
+    whole_end = tl.maximum(tl.maximum(whole_end, 0) // BLOCK_N * BLOCK_N, whole_begin)
+    return key_begin, key_end, first, whole_begin, whole_end
+
+
+# The three ranges of a tile's keys. Only the edges pay for masks.
+LEFT_EDGE = tl.constexpr(0)
+WHOLE = tl.constexpr(1)
+RIGHT_EDGE = tl.constexpr(2)
+
+
+@jit(do_not_specialize=SIZES)
+def flash_fwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    mask_ptr,
+    bias_ptr,
+    alibi_slopes_ptr,
+    sinks_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    stride_qb,
+    stride_qm,
+    stride_qh,
+    stride_qd,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_kd,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    stride_vd,
+    stride_ob,
+    stride_om,
+    stride_oh,
+    stride_lb,
+    stride_lh,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_m,
+    stride_mask_n,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_m,
+    stride_bias_n,
+    stride_alibi_b,
+    stride_alibi_h,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    num_heads_q,
+    group_size,
+    head_dim,
+    head_dim_v,
+    window_left,
+    window_right,
+    softmax_scale,
+    softcap,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    PADDED_DV: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    IS_VARLEN: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile of queries of one head.
+
+    The grid is (query tiles, heads, batch), first fastest, in one dimension: 65,535 is the limit of the others, and
+    neighbouring programs share K and V through L2.
+    """
+    # Where this program works -----------------------------------------------------------------------------------------
+    num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    pid = tl.program_id(0)
+    tile = pid % num_tiles
+    if HAS_HIGH:
+        tile = num_tiles - 1 - tile  # the longest first: the last to start should be the shortest
+    head = ((pid // num_tiles) % num_heads_q).to(tl.int64)
+    batch = (pid // num_tiles // num_heads_q).to(tl.int64)
+    kv_head = head // group_size
+
+    if IS_VARLEN:
+        # Clamped, so that offsets that are no offsets still read and write inside the tensors.
+        q_begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_q_ptr + batch), 0), total_q)
+        k_begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_k_ptr + batch), 0), total_k)
+        seqlen_q = tl.minimum(tl.load(cu_seqlens_q_ptr + batch + 1), total_q) - q_begin
+        seqlen_k = tl.minimum(tl.load(cu_seqlens_k_ptr + batch + 1), total_k) - k_begin
+        if tile * BLOCK_M >= seqlen_q:
+            return
+        q_ptr += q_begin.to(tl.int64) * stride_qm
+        k_ptr += k_begin.to(tl.int64) * stride_kn
+        v_ptr += k_begin.to(tl.int64) * stride_vn
+        out_ptr += q_begin.to(tl.int64) * stride_om
+        if WRITE_LSE:
+            lse_ptr += q_begin
+    q_ptr += batch * stride_qb + head * stride_qh
+    k_ptr += batch * stride_kb + kv_head * stride_kh
+    v_ptr += batch * stride_vb + kv_head * stride_vh
+    out_ptr += batch * stride_ob + head * stride_oh
+    if WRITE_LSE:
+        lse_ptr += batch * stride_lb + head * stride_lh
+    if HAS_MASK:
+        mask_ptr += batch * stride_mask_b + head * stride_mask_h
+    if HAS_BIAS:
+        bias_ptr += batch * stride_bias_b + head * stride_bias_h
+
+    # The band of visible keys, low <= key - row <= high (problem.Band), and the ranges it cuts the keys into.
+    last_key_offset = seqlen_k - seqlen_q
+    low = last_key_offset - window_left
+    high = last_key_offset + window_right
+    if TOP_LEFT:
+        high = tl.minimum(high, 0)
+    row_begin = tile * BLOCK_M
+    rows = row_begin + tl.arange(0, BLOCK_M)
+    row_last = tl.minimum(row_begin + BLOCK_M, seqlen_q) - 1
+    key_begin, key_end, first, whole_begin, whole_end = _key_ranges(
+        row_begin, row_last, seqlen_k, low, high, BLOCK_N, HAS_LOW, HAS_HIGH
+    )
+
+    # The state of the online softmax ----------------------------------------------------------------------------------
+    dims = tl.arange(0, BLOCK_D)
+    dims_v = tl.arange(0, BLOCK_DV)
+    q = load_tile(q_ptr, rows, dims, stride_qm, stride_qd, 0, seqlen_q, head_dim, True, PADDED_D)  # [BLOCK_M, BLOCK_D]
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:
+        # A sink is one more key whose value is zero: it is the first maximum and counts 1 in the sum.
+        m_i = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks_ptr + head) * LOG2_E
+        l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)
+    scale_log2 = softmax_scale * LOG2_E
+    if HAS_ALIBI:
+        slope_log2 = tl.load(alibi_slopes_ptr + batch * stride_alibi_b + head * stride_alibi_h) * LOG2_E
+
+    for part in tl.static_range(0 if HAS_LOW else 1, 3):
+        if part == LEFT_EDGE:
+            begin, end = first, whole_begin
+        elif part == WHOLE:
+            begin, end = whole_begin, whole_end
+        else:
+            begin, end = whole_end, key_end
+        for key_tile in range(begin, end, BLOCK_N):
+            keys = key_tile + tl.arange(0, BLOCK_N)
+            # Keys that no query of the tile sees are not read: NaN there must have no effect.
+            k = load_tile(
+                k_ptr, keys, dims, stride_kn, stride_kd, key_begin, key_end, head_dim, part != WHOLE, PADDED_D
+            )  # [BLOCK_N, BLOCK_D]
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+
+            if HAS_SOFTCAP:
+                scores = softcap * tanh(scores * (softmax_scale / softcap)) * LOG2_E
+            elif part != WHOLE or HAS_MASK or HAS_BIAS or HAS_ALIBI:
+                # Scaled before masking, for a scale of 0 is legal and 0 * -inf is NaN.
+                scores = scores * scale_log2
+            inside = (rows < seqlen_q)[:, None] & (keys < key_end)[None, :]
+            if HAS_BIAS:
+                offsets = rows.to(tl.int64)[:, None] * stride_bias_m + keys.to(tl.int64)[None, :] * stride_bias_n
+                bias = tl.load(bias_ptr + offsets, mask=inside, other=float("-inf"))  # [BLOCK_M, BLOCK_N]
+                scores += bias.to(tl.float32) * LOG2_E
+            if HAS_ALIBI:
+                distance = tl.abs(rows[:, None] + last_key_offset - keys[None, :])
+                scores -= slope_log2 * distance.to(tl.float32)
+            if part != WHOLE:
+                visible = band_visible(rows, keys, low, high, HAS_LOW, HAS_HIGH) & (keys < key_end)[None, :]
+                scores = tl.where(visible, scores, float("-inf"))
+            if HAS_MASK:
+                offsets = rows.to(tl.int64)[:, None] * stride_mask_m + keys.to(tl.int64)[None, :] * stride_mask_n
+                shown = tl.load(mask_ptr + offsets, mask=inside, other=0)  # [BLOCK_M, BLOCK_N]
+                scores = tl.where(shown != 0, scores, float("-inf"))
+
+            p, alpha, m_i, l_i = softmax_step(
+                scores,
+                scale_log2,
+                m_i,
+                l_i,
+                PRESCALED=part != WHOLE or HAS_MASK or HAS_BIAS or HAS_ALIBI or HAS_SOFTCAP,
+                MAY_HIDE_A_ROW=part != WHOLE or HAS_MASK or HAS_BIAS,
+            )
+            v = load_tile(
+                v_ptr, keys, dims_v, stride_vn, stride_vd, key_begin, key_end, head_dim_v, part != WHOLE, PADDED_DV
+            )  # [BLOCK_N, BLOCK_DV]
+            if HAS_MASK or HAS_BIAS:
+                # A value that no query of the tile sees must have no effect, and 0 * NaN would be one.
+                seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
+                v = tl.where((seen != 0)[:, None], v, 0.0)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)  # [BLOCK_M, BLOCK_DV]
+
+    # A row that saw no key has sum 0: its output is 0 and its log-sum-exp minus infinity.
+    out = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+    offsets = rows.to(tl.int64)[:, None] * stride_om + dims_v[None, :]
+    inside = (rows < seqlen_q)[:, None] & (dims_v < head_dim_v)[None, :]
+    tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=inside)
+    if WRITE_LSE:
+        lse = tl.where(l_i == 0.0, float("-inf"), (m_i + tl.math.log2(l_i)) * LN_2)
+        tl.store(lse_ptr + rows, lse, mask=rows < seqlen_q)
+
+
+# Host -----------------------------------------------------------------------------------------------------------------
+
+UNLIMITED = 2**30  # a window side larger than any sequence, small enough that adding a length does not overflow
+
+
+def bind(
+    problem: AttentionProblem, operands: Operands, config: Config
+) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
+    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, lse None unless asked for."""
+    q = operands.q
+    out_shape = (*q.shape[:-1], problem.head_dim_v)
+    rows = (problem.total_q,) if problem.packed else (problem.batch, problem.seqlen_q)
+    lse_shape = (*rows[:-1], problem.num_heads_q, rows[-1])
+    dtype, device = q.dtype, q.device
+
+    def allocate() -> tuple[torch.Tensor, torch.Tensor | None]:
+        out = torch.empty(out_shape, dtype=dtype, device=device)
+        return out, torch.empty(lse_shape, dtype=torch.float32, device=device) if problem.return_lse else None
+
+    launcher = launch.bind(specify(problem, current_gpu(device), operands, *allocate(), config))
+
+    def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+        out, lse = allocate()
+        launcher(*operands[:3], out, lse, *operands[3:])
+        return out, lse
+
+    return run
+
+
+def specify(
+    problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
+) -> launch.Launch:
+    """The launch, from tensors that may be without memory (device "meta") when it is only to be compiled."""
+    return launch.Launch(
+        kernel=flash_fwd_kernel,
+        grid=-(-problem.seqlen_q // config.block_m) * problem.num_heads_q * problem.batch,
+        tensors=(*operands[:3], out, lse, *operands[3:]),
+        scalars=_scalars(problem, operands, out),
+        constants=_constants(problem, gpu, config),
+        # Fused multiply-adds are off in float32, where the maximum times the scale must round as each score times the
+        # scale does, so that the largest probability is exactly 1.
+        options={
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+            "enable_fp_fusion": problem.dtype != "float32",
+        },
+    )
+
+
+def _scalars(problem: AttentionProblem, operands: Operands, out: torch.Tensor) -> list[int | float]:
+    """The run-time arguments behind the pointers, in the kernel's order."""
+    packed = (0,) if problem.packed else ()  # a packed tensor has no batch stride
+    strides: list[int] = []
+    for tensor in operands[:3]:
+        strides += (*packed, *tensor.stride())
+    strides += (*packed, *out.stride()[:-1])
+    rows = problem.total_q if problem.packed else problem.seqlen_q
+    strides += (0, rows) if problem.packed else (problem.num_heads_q * rows, rows)
+    for tensor in (operands.mask, operands.bias):
+        strides += (0, 0, 0, 0) if tensor is None else _broadcast_strides(tensor)
+    slopes = operands.alibi_slopes
+    strides += (0, 0) if slopes is None else (0, *slopes.stride()) if slopes.dim() == 1 else slopes.stride()
+    left, right = problem.window_size
+    if problem.causal is not None and problem.causal.alignment == "bottom_right":
+        right = 0  # which is what a causal mask aligned to the last key is
+    return [
+        *strides,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.total_q,
+        problem.total_k,
+        problem.num_heads_q,
+        problem.num_heads_q // problem.num_heads_kv,
+        problem.head_dim,
+        problem.head_dim_v,
+        left if left >= 0 else UNLIMITED,
+        right if right >= 0 else UNLIMITED,
+        problem.softmax_scale,
+        problem.softcap,
+    ]
+
+
+def _broadcast_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _constants(problem: AttentionProblem, gpu: Gpu, config: Config) -> dict[str, int | bool | str]:
+    """The compile-time arguments of the kernel, by name."""
+    block_d, block_dv = _padded(problem.head_dim), _padded(problem.head_dim_v)
+    top_left = problem.causal is not None and problem.causal.alignment == "top_left"
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
+        "PADDED_D": block_d != problem.head_dim,
+        "PADDED_DV": block_dv != problem.head_dim_v,
+        "HAS_LOW": problem.window_size[0] >= 0,
+        "HAS_HIGH": problem.window_size[1] >= 0 or problem.causal is not None,
+        "TOP_LEFT": top_left,
+        "HAS_MASK": problem.mask_shape is not None,
+        "HAS_BIAS": problem.bias_shape is not None,
+        "HAS_ALIBI": problem.alibi_shape is not None,
+        "HAS_SOFTCAP": problem.softcap > 0,
+        "HAS_SINKS": problem.has_sinks,
+        "IS_VARLEN": problem.packed,
+        "WRITE_LSE": problem.return_lse,
+        "PRECISION": _dot_precision(problem, gpu),
+    }
+
+
+def _dot_precision(problem: AttentionProblem, gpu: Gpu) -> str:
+    """How float32 products are computed. The default is the fastest that keeps float32 accuracy: tf32x3 splits each
+    operand in two and takes three tensor-core products, with an error like that of float32 itself."""
+    if problem.precision == "default":
+        return "tf32x3" if problem.dtype == "float32" and gpu.vendor == "nvidia" else "ieee"
+    return problem.precision
+
+
+def _padded(head_dim: int) -> int:
+    """Tiles are powers of two, and 16 is the least that a matrix instruction takes."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+# What it can run and what it costs ------------------------------------------------------------------------------------
+
+
+def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Every reason this kernel cannot run the problem there; empty when it can."""
+    reasons = []
+    if TRITON_VERSION is None:
+        reasons.append("Triton is not installed (it has builds for Linux only)")
+    if gpu.vendor == "cpu":
+        reasons.append("found tensors on the CPU; it needs an NVIDIA GPU of compute capability 8.0 or newer, or an AMD one")
+    if gpu.vendor == "nvidia" and gpu.capability < 80:
+        reasons.append(f"found {gpu.name} ({gpu.arch}); it needs sm_80 or newer: Triton has no matrix path before")
+    if problem.requires_grad:
+        reasons.append("it computes no gradients; call under torch.no_grad() if none are needed")
+    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if size > MAX_HEAD_DIM:
+            reasons.append(f"{name} is {size}; a row of K or V must fit one tile, {MAX_HEAD_DIM} at most")
+    if gpu.vendor == "amd" and problem.precision in ("tf32", "tf32x3"):
+        reasons.append(f"precision {problem.precision!r} is not compiled for {gpu.arch}; use 'ieee'")
+    if not reasons and not _fitting(problem, gpu):
+        needed = min(smem_bytes(problem, config) for config in _space(problem, gpu))
+        reasons.append(
+            f"its smallest tile needs {needed / 1024:.0f} KiB of shared memory and {gpu.name} has "
+            f"{gpu.smem_per_block_bytes / 1024:.0f} for a block"
+        )
+    return reasons
+
+
+def smem_bytes(problem: AttentionProblem, config: Config) -> int:
+    """Shared memory of one block: the K and V tiles in flight and, where the matrix unit reads it there, Q."""
+    size = DTYPE_BYTES[problem.dtype]
+    block_d, block_dv = _padded(problem.head_dim), _padded(problem.head_dim_v)
+    return size * (config.block_m * block_d + config.num_stages * config.block_n * (block_d + block_dv))
+
+
+def tiles(problem: AttentionProblem, config: Config) -> int:
+    """(query tile, key tile) pairs visited, over all heads and sequences: `_key_ranges`, counted on the host."""
+    total = 0
+    counted: dict[tuple[int, int], int] = {}
+    for seqlen_q, seqlen_k in problem.items():
+        if (seqlen_q, seqlen_k) not in counted:
+            low, high = problem.band(seqlen_q, seqlen_k)
+            count = 0
+            for row_begin in range(0, seqlen_q, config.block_m):
+                row_last = min(row_begin + config.block_m, seqlen_q) - 1
+                begin = 0 if low is None else max(0, row_begin + low) // config.block_n
+                end = seqlen_k if high is None else min(seqlen_k, row_last + high + 1)
+                count += max(0, -(-end // config.block_n) - begin)
+            counted[seqlen_q, seqlen_k] = 0 if low is not None and high is not None and low > high else count
+        total += counted[seqlen_q, seqlen_k]
+    return total * problem.num_heads_q
+
+
+def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
+    """What one launch moves and computes: whole tiles, padding included; K and V once for each query tile."""
+    size = DTYPE_BYTES[problem.dtype]
+    block_d, block_dv = _padded(problem.head_dim), _padded(problem.head_dim_v)
+    visited = tiles(problem, config)
+    scores = visited * config.block_m * config.block_n
+    per_score = sum(
+        (math.prod(shape) > 0) * width
+        for shape, width in (
+            (problem.mask_shape, 1),
+            (problem.bias_shape, DTYPE_BYTES[problem.bias_dtype or problem.dtype]),
+        )
+        if shape is not None
+    )
+    rows = problem.rows * problem.num_heads_q
+    return Cost(
+        blocks=-(-problem.seqlen_q // config.block_m) * problem.num_heads_q * problem.batch,
+        flops=2 * scores * (block_d + block_dv),
+        exponentials=scores,
+        read_bytes=size * (rows * problem.head_dim + visited * config.block_n * (problem.head_dim + problem.head_dim_v))
+        + scores * per_score,
+        write_bytes=rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0)),
+        smem_bytes=smem_bytes(problem, config),
+    )
+
+
+# Configs --------------------------------------------------------------------------------------------------------------
+
+
+def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
+    """The default first, then every other candidate that fits the GPU's shared memory."""
+    fitting = _fitting(problem, gpu)
+    if not fitting:
+        return []
+    default = _default(problem, gpu)
+    first = default if default in fitting else max(fitting, key=lambda c: (c.block_m * c.block_n, c.num_stages))
+    return [first, *(c for c in fitting if c != first)]
+
+
+def _fitting(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
+    return [c for c in _space(problem, gpu) if smem_bytes(problem, c) <= gpu.smem_per_block_bytes]
+
+
+def _space(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
+    return [
+        Config(block_m, block_n, num_warps, num_stages)
+        for block_m in (16, 32, 64, 128)
+        for block_n in (16, 32, 64, 128)
+        for num_warps in (4, 8)
+        for num_stages in (1, 2, 3, 4)
+    ]
+
+
+def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
+    return Config(128, 64, 8, 2)

@@ -1,0 +1,120 @@
+"""The named parts device code is built from: tile loads, score transforms, and the online-softmax step.
+
+Everything here works in base two: a score in bits is `log2(e)` times the natural-log score, because the hardware's
+exponential is `exp2`. Names of base-two values end in `_log2`. Natural logarithms appear only at the edges: sinks as
+they are read, the log-sum-exp as it is written.
+
+The online softmax is Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018), in the form of
+FlashAttention-2 (Dao 2023), algorithm 1: `acc` and `l_i` are kept relative to the running maximum `m_i` and divided
+once at the end.
+"""
+
+from __future__ import annotations
+
+from warpwave.kernels.triton_or_stub import INTERPRETED, jit, tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+# The interpreter computes in numpy, which has no bfloat16: its products are silently wrong and its conversion cuts
+# digits off. There, every tile is up-cast as it is loaded, which changes no value, and rounded by hand as it is stored.
+IN_INTERPRETER = tl.constexpr(INTERPRETED)
+
+
+@jit
+def load_tile(
+    ptr,
+    rows,
+    columns,
+    stride_row,
+    stride_column,
+    row_begin,
+    row_end,
+    num_columns,
+    CHECK_ROWS: tl.constexpr,
+    CHECK_COLUMNS: tl.constexpr,
+):
+    """`tile[i, j] = ptr[rows[i], columns[j]]`, zero outside `row_begin <= row < row_end` and `column < num_columns`.
+
+    Offsets are 64-bit before any multiplication: a row index times a stride passes 2^31 in ordinary caches.
+    """
+    offsets = rows.to(tl.int64)[:, None] * stride_row + columns.to(tl.int64)[None, :] * stride_column
+    if CHECK_ROWS and CHECK_COLUMNS:
+        inside = ((rows >= row_begin) & (rows < row_end))[:, None] & (columns < num_columns)[None, :]
+        tile = tl.load(ptr + offsets, mask=inside, other=0.0)
+    elif CHECK_ROWS:
+        tile = tl.load(ptr + offsets, mask=((rows >= row_begin) & (rows < row_end))[:, None], other=0.0)
+    elif CHECK_COLUMNS:
+        tile = tl.load(ptr + offsets, mask=(columns < num_columns)[None, :], other=0.0)
+    else:
+        tile = tl.load(ptr + offsets)
+    if IN_INTERPRETER:
+        tile = tile.to(tl.float32)
+    return tile
+
+
+@jit
+def rounded(x, DTYPE: tl.constexpr):
+    """float32 to the dtype of an output, to nearest even."""
+    if IN_INTERPRETER and DTYPE == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    return x.to(DTYPE)
+
+
+@jit
+def band_visible(rows, keys, low, high, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr):
+    """Where `low <= key - row <= high`: causal and windowed visibility of a tile, [BLOCK_M, BLOCK_N]."""
+    distance = keys[None, :] - rows[:, None]
+    visible = distance == distance
+    if HAS_LOW:
+        visible = visible & (distance >= low)
+    if HAS_HIGH:
+        visible = visible & (distance <= high)
+    return visible
+
+
+@jit
+def tanh(x):
+    """tanh to a relative 2^-22: by exponentials, and by its series where `1 - exp(-2|x|)` would cancel."""
+    z = tl.math.exp2(-2.0 * LOG2_E * tl.abs(x))
+    by_exp = (1.0 - z) / (1.0 + z)
+    by_exp = tl.where(x < 0, -by_exp, by_exp)
+    x2 = x * x
+    series = x + x * x2 * (-1.0 / 3 + x2 * (2.0 / 15 + x2 * (-17.0 / 315 + x2 * (62.0 / 2835))))
+    return tl.where(tl.abs(x) < 0.25, series, by_exp)
+
+
+@jit
+def softmax_step(scores, scale_log2, m_i, l_i, PRESCALED: tl.constexpr, MAY_HIDE_A_ROW: tl.constexpr):
+    """One tile of the online softmax: un-normalised probabilities, the rescale of what was summed, the new state.
+
+    Args:
+        scores: [BLOCK_M, BLOCK_N], minus infinity where masked.
+        scale_log2: what makes bits of them, not negative. The maximum is taken before scaling, so that the scale
+            rides in the fused multiply-add of the subtraction: one instruction less for each score.
+        m_i, l_i: running maximum (scaled, in bits) and sum, [BLOCK_M].
+        PRESCALED: the scores are in bits already.
+        MAY_HIDE_A_ROW: whether a row may have seen no key yet. Its maximum is then minus infinity, and stays so:
+            only the subtraction uses 0 instead, for `-inf - -inf` is NaN. (A maximum moved to 0 for good would flush
+            later scores below -126 to zero.)
+
+    Returns:
+        p: exp2(scores - new maximum), [BLOCK_M, BLOCK_N].
+        alpha: exp2(old maximum - new maximum), exactly 1 where the maximum did not move.
+        m_new, l_new.
+    """
+    if PRESCALED:
+        m_new = tl.maximum(m_i, tl.max(scores, 1))
+    else:
+        m_new = tl.maximum(m_i, tl.max(scores, 1) * scale_log2)
+    if MAY_HIDE_A_ROW:
+        m_shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    else:
+        m_shift = m_new
+    if PRESCALED:
+        p = tl.math.exp2(scores - m_shift[:, None])
+    else:
+        p = tl.math.exp2(scores * scale_log2 - m_shift[:, None])
+    alpha = tl.math.exp2(m_i - m_shift)
+    return p, alpha, m_new, l_i * alpha + tl.sum(p, 1)

@@ -1,0 +1,112 @@
+"""Bound launchers: compile once, then launch with nothing left to decide.
+
+`bind` compiles a Triton kernel for the arguments of one call and returns a function that launches it again on other
+tensors of the same shapes, strides and alignment. Triton's own call path binds, specialises and looks up every
+argument anew, about 10 us a call; a bound launcher packs the pointers and calls the compiled kernel's launcher.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from warpwave.errors import UnsupportedProblem
+from warpwave.kernels.triton_or_stub import INTERPRETED, triton
+
+log = logging.getLogger("warpwave")
+
+_compiled: set[tuple[Any, ...]] = set()  # variants compiled in this process, for the check during graph capture
+
+
+class Launch(NamedTuple):
+    """One kernel launch, fully decided.
+
+    Args:
+        kernel: a `triton.jit` function whose parameters are tensors, then scalars, then compile-time constants.
+        grid: number of programs, at most 2^31 - 1.
+        tensors: the pointer arguments, in order; None where absent.
+        scalars: the run-time sizes, strides and floats, in order.
+        constants: the compile-time constants, in order, by name.
+        options: num_warps, num_stages, enable_fp_fusion.
+    """
+
+    kernel: Any
+    grid: int
+    tensors: Sequence[torch.Tensor | None]
+    scalars: Sequence[int | float]
+    constants: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+
+def bind(spec: Launch) -> Callable[..., None]:
+    """Compiles a launch and returns its launcher.
+
+    Returns:
+        `launch(*tensors)`: launches on tensors of the same dtypes, shapes, strides and 16-byte alignment, on the
+        current stream of their device.
+
+    Raises:
+        RuntimeError: the kernel is not compiled yet and a CUDA graph is being captured.
+        UnsupportedProblem: the compiled kernel needs more shared memory than the GPU has.
+    """
+    kernel, grid, tensors, scalars, constants, options = spec
+    if INTERPRETED:
+        return lambda *tensors: kernel[(grid,)](*tensors, *scalars, **constants, **options)
+
+    device = next(t.device for t in tensors if t is not None)
+    with torch.cuda.device(device):
+        compiled = _compile(spec, device)
+        try:
+            run = compiled.run  # loads the module
+        except triton.runtime.errors.OutOfResources as error:
+            raise UnsupportedProblem(
+                f"{kernel.__name__} with {dict(options)} does not fit this GPU",
+                {kernel.__name__: [str(error)]},
+                "a config with a smaller block_m or block_n, or fewer num_stages",
+            ) from None
+    function, metadata = compiled.function, compiled.packed_metadata
+    # The launcher takes every argument of the signature, compile-time ones included, and ignores the latter.
+    rest = (*scalars, *constants.values())
+    index = device.index
+    current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
+    enter_hook = triton.knobs.runtime.launch_enter_hook
+
+    def launch(*tensors: torch.Tensor | None) -> None:
+        if current_device() != index or enter_hook.calls:
+            # Another device is current, or a profiler listens to launches: the public call path serves both.
+            with torch.cuda.device(index):
+                kernel[(grid,)](*tensors, *scalars, **constants, **options)
+            return
+        pointers = [None if t is None else t.data_ptr() for t in tensors]
+        run(grid, 1, 1, current_stream(index), function, metadata, None, None, None, *pointers, *rest)
+
+    return launch
+
+
+def _compile(spec: Launch, device: torch.device) -> Any:
+    kernel, _, tensors, scalars, constants, options = spec
+    # What Triton specialises on, so that a second shape of the same variant is known not to compile.
+    variant = (
+        kernel,
+        device.index,
+        tuple(None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors),
+        tuple((s == 1, s % 16 == 0, -(2**31) <= s < 2**31) if isinstance(s, int) else None for s in scalars),
+        tuple(constants.items()),
+        tuple(options.items()),
+    )
+    first_time = variant not in _compiled
+    if first_time and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{kernel.__name__} is not compiled for this call yet and a CUDA graph is being captured: make the same "
+            "call once before the capture to warm it up"
+        )
+    start = time.perf_counter()
+    compiled = kernel.warmup(*tensors, *scalars, **constants, **options, grid=(1,))
+    if first_time:
+        _compiled.add(variant)
+        log.info("compiled %s in %.2f s", kernel.__name__, time.perf_counter() - start)
+    return compiled

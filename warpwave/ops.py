@@ -1,0 +1,199 @@
+"""The torch operators `warpwave::attention` and `warpwave::attention_backward`, and the plans behind them.
+
+torch.compile, export and opcheck see one node with a schema, a fake and a gradient. A call that needs none of that
+(eager, no gradient, no tensor subclass, no mode) by-passes torch's dispatcher and goes straight to `attend`, which
+looks up what it did the last time the same call was made: nothing is checked or chosen twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from warpwave import dispatch
+from warpwave.checks import Options, describe_call
+from warpwave.hardware.gpu import current_gpu
+from warpwave.kernels import eager
+from warpwave.problem import AttentionProblem, Operands
+
+log = logging.getLogger("warpwave")
+
+Run = Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]
+
+# Enough for a model's layers at many lengths; beyond, the oldest goes, so memory stays flat however many shapes come.
+MAX_PLANS = 4096
+_plans: dict[tuple[Any, ...], Run] = {}
+_planning = threading.Lock()
+_said: set[str] = set()
+
+
+def attend(operands: Operands, options: Options, kernel: str, config: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Runs one call: the plan made for its like before, or a new one."""
+    key = (
+        *(None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in operands),
+        options,
+        kernel,
+        config,
+    )
+    run = _plans.get(key)
+    if run is None:
+        with _planning:
+            run = _plan(operands, options, kernel, config)
+            while len(_plans) >= MAX_PLANS:
+                del _plans[next(iter(_plans))]
+            _plans[key] = run
+    return run(operands)
+
+
+def _plan(operands: Operands, options: Options, kernel: str, config: Any) -> Run:
+    problem = describe_call(operands, options)
+    device = operands.q.device
+    gpu = current_gpu(device)
+    choice = dispatch.choose(problem, gpu, kernel, config)
+    if kernel == "auto" and choice.kernel is not dispatch.KERNELS[0]:
+        _say_once(problem, gpu, choice.kernel.NAME)
+    if problem.rows == 0 or problem.batch == 0 or (problem.total_k if problem.packed else problem.seqlen_k) == 0:
+        return lambda operands: _without_keys(problem, operands)
+    return choice.kernel.bind(problem, operands, choice.config)
+
+
+def _say_once(problem: AttentionProblem, gpu: Any, name: str) -> None:
+    """That no GPU kernel serves, and why: once for CPU tensors, once for each reason on a GPU."""
+    first = dispatch.KERNELS[0]
+    reason = "tensors on the CPU" if gpu.is_cpu else "; ".join(first.why_not(problem, gpu))
+    if reason not in _said:
+        _said.add(reason)
+        log.warning("attention is served by %s, not %s: %s", name, first.NAME, reason)
+
+
+def _without_keys(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """No query or no key: nothing to launch. Rows see nothing, so out is 0 and lse is the sink, or minus infinity."""
+    q = operands.q
+    out = q.new_zeros((*q.shape[:-1], problem.head_dim_v))
+    if not (problem.return_lse or problem.requires_grad):
+        return out, None
+    lse = q.new_full(lse_shape(problem.packed, q), float("-inf"), dtype=torch.float32)
+    if operands.sinks is not None:
+        lse.copy_(operands.sinks.detach()[:, None].expand(lse.shape))
+    return out, lse
+
+
+def lse_shape(packed: bool, q: torch.Tensor) -> tuple[int, ...]:
+    """(num_heads_q, total_q) for packed calls, else (batch, num_heads_q, seqlen_q)."""
+    return (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
+
+
+def encode_config(config: Any) -> str:
+    """A config as the operator's schema carries it: JSON, empty for None."""
+    return "" if config is None else json.dumps(dataclasses.asdict(config))
+
+
+def _decode_config(kernel: str, config: str) -> Any:
+    if not config:
+        return None
+    module = next(m for m in dispatch.KERNELS if m.NAME == kernel)
+    return module.Config(**json.loads(config))
+
+
+# The operators --------------------------------------------------------------------------------------------------------
+
+_TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
+)
+_OPTIONS = (
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, str causal, SymInt window_left, SymInt window_right, float softcap, "
+    "float? softmax_scale, str precision, bool return_lse, bool needs_grad"
+)
+_NUM_TENSORS, _NUM_OPTIONS = len(Operands._fields), len(Options._fields)
+
+_library = torch.library.Library("warpwave", "DEF")
+_library.define(f"attention({_TENSORS}, {_OPTIONS}, str kernel, str config) -> (Tensor, Tensor)")
+_library.define(
+    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, {_TENSORS}, {_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def _attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    operands, options = _split(arguments)
+    kernel, config = arguments[-2:]
+    out, lse = attend(operands, options, kernel, _decode_config(kernel, config))
+    return out, _absent(operands.q) if lse is None else lse
+
+
+def _attention_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    operands, options = _split(arguments)
+    describe_call(operands, options)
+    q = operands.q
+    out = q.new_empty((*q.shape[:-1], operands.v.shape[-1]))
+    if not (options.return_lse or options.needs_grad):
+        return out, _absent(q)
+    return out, q.new_empty(lse_shape(operands.cu_seqlens_q is not None, q), dtype=torch.float32)
+
+
+def _attention_backward(
+    dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, wanted: list[bool], *rest: Any
+) -> tuple[torch.Tensor, ...]:
+    operands, options = _split(rest)
+    problem = describe_call(operands, options)
+    config = eager.configs(problem, current_gpu(out.device))[0]
+    grads = eager.backward(problem, operands, config, out, lse, dout, dlse, wanted)
+    return tuple(_absent(out) if g is None else g for g in grads)
+
+
+def _attention_backward_fake(
+    dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, wanted: list[bool], *rest: Any
+) -> tuple[torch.Tensor, ...]:
+    operands, _ = _split(rest)
+    sources = (*operands[:3], *operands[4:7])
+    return tuple(t.new_empty(t.shape) if want else _absent(out) for t, want in zip(sources, wanted, strict=True))
+
+
+def _split(arguments: tuple[Any, ...]) -> tuple[Operands, Options]:
+    return Operands(*arguments[:_NUM_TENSORS]), Options(*arguments[_NUM_TENSORS : _NUM_TENSORS + _NUM_OPTIONS])
+
+
+def _absent(like: torch.Tensor) -> torch.Tensor:
+    """Stands for None: an operator's results cannot be optional."""
+    return like.new_empty((0,), dtype=torch.float32)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:_NUM_TENSORS], *output)
+    ctx.options = inputs[_NUM_TENSORS : _NUM_TENSORS + _NUM_OPTIONS]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    *tensors, out, lse = ctx.saved_tensors
+    results: list[torch.Tensor | None] = [None] * (_NUM_TENSORS + _NUM_OPTIONS + 2)
+    differentiable = (0, 1, 2, 4, 5, 6)  # q k v bias alibi_slopes sinks
+    wanted = [ctx.needs_input_grad[i] for i in differentiable]
+    if dout is None and dlse is None:
+        return tuple(results)
+    if dout is None:
+        dout = torch.zeros_like(out)
+    grads = torch.ops.warpwave.attention_backward(dout, dlse, out, lse, wanted, *tensors, *ctx.options)
+    for i, want, grad in zip(differentiable, wanted, grads, strict=True):
+        results[i] = grad if want else None
+    return tuple(results)
+
+
+def _no_second_derivative(ctx: Any, *grads: Any) -> None:
+    raise RuntimeError("warpwave.attention has first derivatives only; its gradient cannot be differentiated again")
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("attention", _attention, _key)
+    _library.impl("attention_backward", _attention_backward, _key)
+torch.library.register_fake("warpwave::attention", _attention_fake, lib=_library)
+torch.library.register_fake("warpwave::attention_backward", _attention_backward_fake, lib=_library)
+torch.library.register_autograd("warpwave::attention", _differentiate, setup_context=_save_for_backward, lib=_library)
+torch.library.register_autograd("warpwave::attention_backward", _no_second_derivative, lib=_library)

@@ -1,0 +1,279 @@
+"""`AttentionProblem`: what one attention call asks for, and every fact that follows from it alone.
+
+The dispatcher, the bounds, the benchmark, the tuner and the tests all speak of a call through this one noun. It knows
+shapes and options, never tensors, devices or kernels, and imports nothing of ours: what a *technique* adds (scores
+written to memory, padding to a tile) is stated by that kernel's `cost`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple
+
+DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1}
+PRECISIONS = ("default", "ieee", "tf32x3", "tf32")
+
+Alignment = Literal["bottom_right", "top_left"]
+
+
+@dataclass(frozen=True)
+class Causal:
+    """A causal mask and the corner it is aligned to.
+
+    Args:
+        alignment: `"bottom_right"`: query i sees keys j <= i + seqlen_k - seqlen_q, so the last query sees every key
+            (FlashAttention's convention). `"top_left"`: query i sees keys j <= i (torch's `is_causal`).
+    """
+
+    alignment: Alignment = "bottom_right"
+
+    def __post_init__(self) -> None:
+        if self.alignment not in ("bottom_right", "top_left"):
+            raise ValueError(f"Causal alignment is {self.alignment!r}; it must be 'bottom_right' or 'top_left'")
+
+
+class Operands(NamedTuple):
+    """The tensors of one call, in the order every kernel takes them. Absent ones are None."""
+
+    q: Any
+    k: Any
+    v: Any
+    mask: Any = None
+    bias: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+
+
+class Band(NamedTuple):
+    """The positional mask of one sequence: query i sees keys j with `low <= j - i <= high`; None is unlimited.
+
+    Causal masks of either alignment, sliding windows and both together are all of this form, which is why kernels
+    handle them with one comparison a side and can tell which key tiles are hidden, whole or cut by an edge.
+    """
+
+    low: int | None
+    high: int | None
+
+    def keys(self, i: int, seqlen_k: int) -> range:
+        """The keys that query i sees."""
+        first = 0 if self.low is None else max(0, i + self.low)
+        last = seqlen_k - 1 if self.high is None else min(seqlen_k - 1, i + self.high)
+        return range(first, max(first, last + 1))
+
+    def pairs(self, seqlen_q: int, seqlen_k: int) -> int:
+        """How many (query, key) pairs are visible, in closed form."""
+        upper = seqlen_q * seqlen_k if self.high is None else _pairs_up_to(self.high, seqlen_q, seqlen_k)
+        lower = 0 if self.low is None else _pairs_up_to(self.low - 1, seqlen_q, seqlen_k)
+        return max(0, upper - lower)
+
+    def keys_seen(self, seqlen_q: int, seqlen_k: int) -> int:
+        """How many keys at least one query sees. The visible ranges of neighbouring queries overlap or touch."""
+        if seqlen_q == 0 or (self.low is not None and self.high is not None and self.low > self.high):
+            return 0
+        first = 0 if self.low is None else max(0, self.low)
+        last = seqlen_k - 1 if self.high is None else min(seqlen_k - 1, seqlen_q - 1 + self.high)
+        return max(0, last - first + 1)
+
+
+def _pairs_up_to(diagonal: int, seqlen_q: int, seqlen_k: int) -> int:
+    """Number of pairs with j - i <= diagonal: the sum over i < seqlen_q of clamp(i + diagonal + 1, 0, seqlen_k)."""
+    first_row = min(max(0, -diagonal), seqlen_q)  # rows before it see nothing
+    full_row = min(max(first_row, seqlen_k - diagonal - 1), seqlen_q)  # rows from it on see every key
+    n = full_row - first_row
+    ramp = n * (first_row + diagonal + 1) + n * (n - 1) // 2
+    return ramp + (seqlen_q - full_row) * seqlen_k
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionProblem:
+    """One attention call: `out = softmax(mask(bias(softcap(softmax_scale * q k^T)))) v`, with all its options.
+
+    Frozen and hashable: two calls with the same problem are served by the same kernel and config.
+
+    Args:
+        batch: number of sequences.
+        seqlen_q, seqlen_k: tokens a sequence; for packed calls the longest sequence (`max_seqlen_q`, `max_seqlen_k`).
+        num_heads_q, num_heads_kv: query head h reads key/value head `h // (num_heads_q // num_heads_kv)`.
+        head_dim, head_dim_v: width of q and k, and of v and out.
+        dtype: `"float16"`, `"bfloat16"` or `"float32"`, of q, k, v and out.
+        causal: a `Causal`, or None.
+        window_size: (left, right), keys a query sees before and after its own position, inclusive and aligned to the
+            last key; -1 is unlimited.
+        mask_shape: shape of the boolean mask as given (rank 4, size-1 axes broadcast), or None.
+        bias_shape, bias_dtype: the same for the additive bias.
+        alibi_shape: `(num_heads_q,)` or `(batch, num_heads_q)`, or None.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0 is off.
+        has_sinks: one extra logit a query head joins the denominator.
+        softmax_scale: resolved: 1/sqrt(head_dim) where the caller gave none.
+        precision: for float32 inputs, how products are computed: one of `PRECISIONS`.
+        packed: variable lengths: q is (total_q, heads, head_dim), k and v (total_k, heads, head_dim).
+        total_q, total_k: tokens in the packed tensors; 0 when not packed.
+        lengths: the (seqlen_q, seqlen_k) of each packed sequence where the caller knows them on the host, else None.
+        mask_visible_pairs: (query, key) pairs over all batches and query heads that both the boolean mask and the
+            positional masks show, where somebody counted them; None counts the boolean mask as showing everything.
+        return_lse: whether the log-sum-exp is an output.
+        requires_grad: whether a gradient will be asked for.
+    """
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    dtype: str
+    softmax_scale: float
+    causal: Causal | None = None
+    window_size: tuple[int, int] = (-1, -1)
+    mask_shape: tuple[int, ...] | None = None
+    bias_shape: tuple[int, ...] | None = None
+    bias_dtype: str | None = None
+    alibi_shape: tuple[int, ...] | None = None
+    softcap: float = 0.0
+    has_sinks: bool = False
+    precision: str = "default"
+    packed: bool = False
+    total_q: int = 0
+    total_k: int = 0
+    lengths: tuple[tuple[int, int], ...] | None = None
+    mask_visible_pairs: int | None = None
+    return_lse: bool = False
+    requires_grad: bool = False
+
+    # What the mask shows ---------------------------------------------------------------------------------------------
+
+    @property
+    def has_band(self) -> bool:
+        """Whether position alone hides some pair."""
+        return self.causal is not None or self.window_size != (-1, -1)
+
+    def band(self, seqlen_q: int, seqlen_k: int) -> Band:
+        """The positional mask of one sequence with these lengths."""
+        last_key_offset = seqlen_k - seqlen_q
+        left, right = self.window_size
+        low = None if left < 0 else last_key_offset - left
+        high = None if right < 0 else last_key_offset + right
+        if self.causal is not None:
+            diagonal = 0 if self.causal.alignment == "top_left" else last_key_offset
+            high = diagonal if high is None else min(high, diagonal)
+        return Band(low, high)
+
+    def items(self) -> Iterator[tuple[int, int]]:
+        """(seqlen_q, seqlen_k) of every sequence. Packed lengths the host does not know are taken as equal shares."""
+        if not self.packed:
+            yield from [(self.seqlen_q, self.seqlen_k)] * self.batch
+        elif self.lengths is not None:
+            yield from self.lengths
+        else:
+            for b in range(self.batch):
+                yield (_share(self.total_q, self.batch, b), _share(self.total_k, self.batch, b))
+
+    @property
+    def pairs_are_exact(self) -> bool:
+        """False where lengths or a boolean mask live on the device, uncounted: then the figures below are estimates."""
+        lengths_known = not self.packed or self.lengths is not None
+        return lengths_known and (self.mask_shape is None or self.mask_visible_pairs is not None)
+
+    @property
+    def visible_pairs(self) -> int:
+        """(query, key) pairs to compute, over all sequences and query heads, by the mask and nothing else."""
+        if self.mask_visible_pairs is not None:
+            return self.mask_visible_pairs
+        return self.num_heads_q * self._sum_over_items(lambda sq, sk: self.band(sq, sk).pairs(sq, sk))
+
+    # What it costs at the least --------------------------------------------------------------------------------------
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the two products over visible pairs; softmax is not counted."""
+        return 2 * self.visible_pairs * (self.head_dim + self.head_dim_v)
+
+    @property
+    def exponentials(self) -> int:
+        """One for each visible pair, and one a row for a sink."""
+        return self.visible_pairs + (self.rows * self.num_heads_q if self.has_sinks else 0)
+
+    @property
+    def rows(self) -> int:
+        """Query tokens over all sequences."""
+        return self.total_q if self.packed else self.batch * self.seqlen_q
+
+    @property
+    def compulsory_bytes(self) -> int:
+        """Bytes any implementation must move through device memory: each needed input read once, each output
+        written once. Keys no query sees, and the broadcast axes of a mask or bias, cost nothing."""
+        size = DTYPE_BYTES[self.dtype]
+        keys_seen = self._sum_over_items(lambda sq, sk: self.band(sq, sk).keys_seen(sq, sk))
+        elements = self.rows * self.num_heads_q * (self.head_dim + self.head_dim_v)
+        elements += keys_seen * self.num_heads_kv * (self.head_dim + self.head_dim_v)
+        total = elements * size
+        if self.mask_shape is not None:
+            total += math.prod(self.mask_shape)
+        if self.bias_shape is not None:
+            total += math.prod(self.bias_shape) * DTYPE_BYTES[self.bias_dtype or self.dtype]
+        if self.alibi_shape is not None:
+            total += math.prod(self.alibi_shape) * 4
+        if self.has_sinks:
+            total += self.num_heads_q * 4
+        if self.packed:
+            total += 2 * (self.batch + 1) * 4
+        if self.return_lse:
+            total += self.rows * self.num_heads_q * 4
+        return total
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs for each compulsory byte."""
+        return self.flops / max(1, self.compulsory_bytes)
+
+    def _sum_over_items(self, count: Any) -> int:
+        if not self.packed:  # all sequences are alike
+            return self.batch * count(self.seqlen_q, self.seqlen_k)
+        return sum(count(sq, sk) for sq, sk in self.items())
+
+    # Names -----------------------------------------------------------------------------------------------------------
+
+    def cache_key(self) -> str:
+        """A short stable name of every field, equal for equal problems in any process and version of Python."""
+        text = ";".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def describe(self) -> str:
+        """One line for people: sizes first, then whatever is out of the ordinary."""
+        heads = f"{self.num_heads_q}" if self.num_heads_q == self.num_heads_kv else f"{self.num_heads_q}/{self.num_heads_kv}"
+        dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
+        lengths = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q} x {self.seqlen_k}"
+        if self.packed:
+            lengths = f"packed, {self.total_q} and {self.total_k} tokens, at most {lengths}"
+        parts = [f"batch {self.batch}, seqlen {lengths}, heads {heads}, head_dim {dims}, {self.dtype}"]
+        if self.causal is not None:
+            parts.append("causal" if self.causal.alignment == "bottom_right" else "causal top-left")
+        if self.window_size != (-1, -1):
+            parts.append(f"window {self.window_size}")
+        if self.mask_shape is not None:
+            parts.append(f"mask {self.mask_shape}")
+        if self.bias_shape is not None:
+            parts.append(f"bias {self.bias_shape} {self.bias_dtype}")
+        if self.alibi_shape is not None:
+            parts.append("ALiBi")
+        if self.softcap:
+            parts.append(f"softcap {self.softcap:g}")
+        if self.has_sinks:
+            parts.append("sinks")
+        if self.dtype == "float32":
+            parts.append(f"precision {self.precision}")
+        if self.return_lse:
+            parts.append("with lse")
+        if self.requires_grad:
+            parts.append("with gradients")
+        return ", ".join(parts)
+
+
+def _share(total: int, parts: int, index: int) -> int:
+    return total // parts + (index < total % parts)

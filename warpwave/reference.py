@@ -1,0 +1,338 @@
+"""The three references that every kernel is measured against, in plain torch, on any device.
+
+    R  `oracle`           float64 throughout, from the inputs as they are;
+    M  `rounding_model`   float64, but rounded where a good kernel has to round: the unnormalised probabilities before
+                          the second product, and the result once;
+    N  `naive`            the formula operation by operation in the input type.
+
+A correct kernel is as far from R as M is, which tells a wrong mask from rounding far better than a fixed tolerance, or
+than N, whose errors are several times larger. For float32 there is nothing M could round, and N takes its place; with
+precision "tf32" the operands of both products are rounded to TF32's 10-bit mantissa, in M and in N.
+
+Written to be read: one sequence at a time, all its heads at once, scores in memory in chunks of query rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from warpwave.problem import AttentionProblem, Operands
+
+CHUNK_ELEMENTS = 1 << 25  # of float64 scores held at once: 256 MiB
+
+Rounding = Callable[[Tensor], Tensor]
+
+
+class Forward(NamedTuple):
+    """What R and M compute.
+
+    Attributes:
+        out: float64 from R, the input type from M; shaped as the kernels' out.
+        lse: float64 natural log-sum-exp, (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q).
+        largest_logit: the largest magnitude of a visible logit, the yardstick of the LSE's error.
+    """
+
+    out: Tensor
+    lse: Tensor
+    largest_logit: float
+
+
+class Gradients(NamedTuple):
+    """Gradients in the order of `Operands`, each shaped as its operand; None where there is no such operand."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None = None
+    dalibi_slopes: Tensor | None = None
+    dsinks: Tensor | None = None
+
+
+def oracle(problem: AttentionProblem, operands: Operands) -> Forward:
+    """R: the exact result, as far as float64 goes."""
+    return _forward(problem, operands, _keep, _keep)
+
+
+def rounding_model(problem: AttentionProblem, operands: Operands) -> Forward:
+    """M: the result of exact arithmetic with a kernel's unavoidable roundings."""
+    if problem.dtype == "float32" and not _uses_tf32(problem):
+        return oracle(problem, operands)._replace(out=naive(problem, operands))
+    model = _forward(problem, operands, *_model_rounding(problem))
+    return model._replace(out=model.out.to(operands.q.dtype))
+
+
+def naive(problem: AttentionProblem, operands: Operands) -> Tensor:
+    """N: what a user would write in the input type. Only out: the LSE is judged against R alone."""
+    out = operands.q.new_empty(*operands.q.shape[:-1], problem.head_dim_v)
+    for seq in _sequences(problem, operands):
+        out[seq.q_at] = _naive_sequence(problem, seq)[0].transpose(0, 1)
+    return out
+
+
+def oracle_gradients(
+    problem: AttentionProblem, operands: Operands, dout: Tensor, dlse: Tensor | None = None
+) -> Gradients:
+    """R's gradients of `sum(out * dout) + sum(lse * dlse)`, in float64."""
+    return _gradients(problem, operands, dout, dlse, _keep, _keep, _keep)
+
+
+def rounding_model_gradients(
+    problem: AttentionProblem, operands: Operands, dout: Tensor, dlse: Tensor | None = None
+) -> Gradients:
+    """M's gradients: P rounded for dv, dS for dq and dk, delta taken from the rounded out, each result rounded once."""
+    if problem.dtype == "float32" and not _uses_tf32(problem):
+        return naive_gradients(problem, operands, dout, dlse)
+    dtype = operands.q.dtype
+    grads = _gradients(problem, operands, dout, dlse, *_model_rounding(problem), lambda x: x.to(dtype).double())
+    pairs = zip(grads, _differentiable(operands), strict=True)
+    return _gradients_of([None if g is None or x is None else g.to(x.dtype) for g, x in pairs])
+
+
+def naive_gradients(
+    problem: AttentionProblem, operands: Operands, dout: Tensor, dlse: Tensor | None = None
+) -> Gradients:
+    """N's gradients: autograd through the plain formula in the input type."""
+    leaves = _leaves(operands)
+    with torch.enable_grad():
+        for seq in _sequences(problem, leaves):
+            out, lse = _naive_sequence(problem, seq)
+            loss = (out * dout[seq.q_at].transpose(0, 1)).sum()
+            if dlse is not None:
+                loss = loss + torch.where(lse.isfinite(), lse * _lse_at(dlse, seq).to(lse.dtype), 0).sum()
+            loss.backward()
+    return _collect(leaves)
+
+
+def round_to_tf32(x: Tensor) -> Tensor:
+    """The nearest values with a 10-bit mantissa, ties to even; finite values only. Its gradient is the identity's."""
+    bits = x.detach().float().view(torch.int32)
+    nearest = ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
+    return x + (nearest - x.detach())  # exact, since both are floats within one rounding step of each other
+
+
+# One sequence ---------------------------------------------------------------------------------------------------------
+
+
+class _Sequence(NamedTuple):
+    """One sequence's part of every operand, heads first, and where its rows lie in (packed) out, dq and dk, dv."""
+
+    q: Tensor  # [num_heads_q, seqlen_q, head_dim]
+    k: Tensor  # [num_heads_q, seqlen_k, head_dim], key/value heads repeated for the query heads that read them
+    v: Tensor  # [num_heads_q, seqlen_k, head_dim_v]
+    mask: Tensor | None  # [1 or num_heads_q, 1 or seqlen_q, 1 or seqlen_k]
+    bias: Tensor | None  # the same
+    slopes: Tensor | None  # [num_heads_q]
+    sinks: Tensor | None  # [num_heads_q]
+    q_at: int | slice
+    packed: bool
+
+
+def _sequences(problem: AttentionProblem, operands: Operands) -> Iterator[_Sequence]:
+    q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k = operands
+    group = problem.num_heads_q // problem.num_heads_kv
+    ends_q = cu_seqlens_q.tolist() if problem.packed else []
+    ends_k = cu_seqlens_k.tolist() if problem.packed else []
+    for b in range(problem.batch):
+        q_at = slice(ends_q[b], ends_q[b + 1]) if problem.packed else b
+        k_at = slice(ends_k[b], ends_k[b + 1]) if problem.packed else b
+        yield _Sequence(
+            q[q_at].transpose(0, 1),
+            k[k_at].transpose(0, 1).repeat_interleave(group, dim=0),
+            v[k_at].transpose(0, 1).repeat_interleave(group, dim=0),
+            None if mask is None else mask[b % len(mask)],
+            None if bias is None else bias[b % len(bias)],
+            slopes[b] if slopes is not None and slopes.dim() == 2 else slopes,
+            sinks,
+            q_at,
+            problem.packed,
+        )
+
+
+def _lse_at(lse: Tensor, seq: _Sequence) -> Tensor:
+    """The sequence's part of a tensor laid out as lse: [num_heads_q, seqlen_q]."""
+    return lse[:, seq.q_at] if seq.packed else lse[seq.q_at]
+
+
+def _scores(problem: AttentionProblem, seq: _Sequence, rows: slice) -> Tensor:
+    """Logits of some query rows, in the dtype of q: [num_heads_q, rows, seqlen_k], -inf where hidden."""
+    seqlen_q, seqlen_k, dtype = seq.q.shape[1], seq.k.shape[1], seq.q.dtype
+    i = torch.arange(seqlen_q, device=seq.q.device)[rows, None]
+    j = torch.arange(seqlen_k, device=seq.q.device)
+
+    scores = seq.q[:, rows] @ seq.k.transpose(1, 2) * problem.softmax_scale
+    if problem.softcap:
+        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    if seq.bias is not None:
+        scores = scores + (seq.bias if seq.bias.shape[1] == 1 else seq.bias[:, rows]).to(dtype)
+    if seq.slopes is not None:
+        distance = (i + seqlen_k - seqlen_q - j).abs()
+        scores = scores - (seq.slopes[:, None, None] * distance).to(dtype)
+
+    hidden = torch.zeros(1, 1, 1, dtype=torch.bool, device=scores.device)
+    band = problem.band(seqlen_q, seqlen_k)
+    if band.low is not None:
+        hidden = hidden | (j - i < band.low)
+    if band.high is not None:
+        hidden = hidden | (j - i > band.high)
+    if seq.mask is not None:
+        hidden = hidden | ~(seq.mask if seq.mask.shape[1] == 1 else seq.mask[:, rows])
+    return scores.masked_fill(hidden, -torch.inf)
+
+
+def _naive_sequence(problem: AttentionProblem, seq: _Sequence) -> tuple[Tensor, Tensor]:
+    """Out [num_heads_q, seqlen_q, head_dim_v] and lse [num_heads_q, seqlen_q] in the input type."""
+    round_operand = round_to_tf32 if _uses_tf32(problem) else _keep
+    seq = seq._replace(q=round_operand(seq.q), k=round_operand(seq.k), v=round_operand(seq.v))
+    with _ieee_float32_products():
+        scores = _scores(problem, seq, slice(None))
+        if seq.sinks is not None:
+            column = seq.sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+            scores = torch.cat([scores, column], dim=-1)
+        if scores.shape[-1] == 0:
+            return scores @ seq.v, scores.new_full(scores.shape[:-1], -torch.inf)
+        # A row that sees nothing has no softmax; any finite scores do, since its result is replaced.
+        empty = (scores == -torch.inf).all(-1, keepdim=True)
+        scores = scores.masked_fill(empty, 0.0)
+        p = torch.softmax(scores, dim=-1)[..., : seq.k.shape[1]]
+        out = (round_operand(p) @ seq.v).masked_fill(empty, 0.0)
+        lse = torch.logsumexp(scores, dim=-1).masked_fill(empty.squeeze(-1), -torch.inf)
+    return out, lse
+
+
+# All sequences, in float64 --------------------------------------------------------------------------------------------
+
+
+def _forward(problem: AttentionProblem, operands: Operands, round_operand: Rounding, round_p: Rounding) -> Forward:
+    operands = _in_float64(operands, round_operand)
+    out = operands.q.new_zeros(*operands.q.shape[:-1], problem.head_dim_v)
+    lse = operands.q.new_zeros(_lse_shape(problem))
+    largest = 0.0
+    for seq in _sequences(problem, operands):
+        for rows in _row_chunks(seq):
+            s = _scores(problem, seq, rows)
+            m = s.amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
+            empty = m == -torch.inf
+            p = torch.exp(s - m.masked_fill(empty, 0.0)[..., None])
+            lse_rows = (m + torch.log(p.sum(-1))).masked_fill(empty, -torch.inf)
+            if seq.sinks is not None:
+                lse_rows = torch.logaddexp(lse_rows, seq.sinks[:, None])
+            inverse = torch.exp(m - lse_rows).masked_fill(empty, 0.0)  # 1 / the sum of p and the sink
+            out[seq.q_at][rows] = (round_p(p) @ seq.v * inverse[..., None]).transpose(0, 1)
+            _lse_at(lse, seq)[:, rows] = lse_rows
+            visible = s.masked_fill(s == -torch.inf, 0.0).abs()
+            largest = max(largest, visible.max().item() if visible.numel() else 0.0)
+    return Forward(out, lse, largest)
+
+
+def _gradients(
+    problem: AttentionProblem,
+    operands: Operands,
+    dout: Tensor,
+    dlse: Tensor | None,
+    round_operand: Rounding,
+    round_p: Rounding,
+    round_out: Rounding,
+) -> Gradients:
+    """Autograd carries dS from the logits to the inputs; only what lies beyond the logits is written out."""
+    forward = _forward(problem, operands, round_operand, round_p)
+    delta = (dout.double() * round_out(forward.out)).sum(-1).transpose(-1, -2)  # laid out as lse
+    dlogit = -delta if dlse is None else dlse.double() - delta  # what each row adds to every dP
+    dout = round_operand(dout.double())
+    leaves = _leaves(_in_float64(operands, round_operand))
+    with torch.enable_grad():
+        for seq in _sequences(problem, leaves):
+            for rows in _row_chunks(seq):
+                s = _scores(problem, seq, rows)
+                lse_rows = _lse_at(forward.lse, seq)[:, rows]
+                dlogit_rows = _lse_at(dlogit, seq)[:, rows]
+                dout_rows = dout[seq.q_at][rows].transpose(0, 1)
+                with torch.no_grad():
+                    p = torch.exp(s - lse_rows.masked_fill(lse_rows == -torch.inf, 0.0)[..., None])
+                    ds = p * (dout_rows @ seq.v.transpose(1, 2) + dlogit_rows[..., None])
+                    dv = round_p(p).transpose(1, 2) @ dout_rows
+                torch.autograd.backward(
+                    [s, seq.v], [round_p(ds), dv], retain_graph=True
+                )  # chunks share k's and v's part
+                if seq.sinks is not None:
+                    p_sink = torch.exp(seq.sinks.detach()[:, None] - lse_rows)
+                    seq.sinks.backward((p_sink * dlogit_rows).sum(-1))
+    return _collect(leaves)
+
+
+def _row_chunks(seq: _Sequence) -> Iterator[slice]:
+    heads, seqlen_q = seq.q.shape[:2]
+    step = max(1, CHUNK_ELEMENTS // max(1, heads * seq.k.shape[1]))
+    for start in range(0, seqlen_q, step):
+        yield slice(start, start + step)
+
+
+# Small things ---------------------------------------------------------------------------------------------------------
+
+
+def _keep(x: Tensor) -> Tensor:
+    return x
+
+
+def _uses_tf32(problem: AttentionProblem) -> bool:
+    return problem.dtype == "float32" and problem.precision == "tf32"
+
+
+def _model_rounding(problem: AttentionProblem) -> tuple[Rounding, Rounding]:
+    """How M rounds the operands of a product, and the factor a kernel computes itself (P, dS)."""
+    if problem.dtype == "float32":
+        return round_to_tf32, round_to_tf32
+    dtype = getattr(torch, problem.dtype)
+    return _keep, lambda x: x.to(dtype).double()  # the operands are of the input type already
+
+
+def _lse_shape(problem: AttentionProblem) -> tuple[int, ...]:
+    if problem.packed:
+        return (problem.num_heads_q, problem.total_q)
+    return (problem.batch, problem.num_heads_q, problem.seqlen_q)
+
+
+def _in_float64(operands: Operands, round_operand: Rounding) -> Operands:
+    q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k = operands
+    q, k, v = (round_operand(x.detach().double()) for x in (q, k, v))
+    bias, slopes, sinks = (None if x is None else x.detach().double() for x in (bias, slopes, sinks))
+    return Operands(q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k)
+
+
+def _differentiable(operands: Operands) -> list[Tensor | None]:
+    """The operands that have gradients, in the order of `Gradients`."""
+    return [operands.q, operands.k, operands.v, operands.bias, operands.alibi_slopes, operands.sinks]
+
+
+def _leaves(operands: Operands) -> Operands:
+    q, k, v, bias, slopes, sinks = (
+        None if x is None else x.detach().clone().requires_grad_() for x in _differentiable(operands)
+    )
+    return operands._replace(q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sinks=sinks)
+
+
+def _collect(leaves: Operands) -> Gradients:
+    """The gradients that backward left in the leaves; none arrives where there is no query row."""
+    found = [None if x is None else torch.zeros_like(x) if x.grad is None else x.grad for x in _differentiable(leaves)]
+    return _gradients_of(found)
+
+
+def _gradients_of(tensors: list[Tensor | None]) -> Gradients:
+    dq, dk, dv, *others = tensors
+    assert dq is not None and dk is not None and dv is not None
+    return Gradients(dq, dk, dv, *others)
+
+
+@contextmanager
+def _ieee_float32_products() -> Iterator[None]:
+    """No reference may use TF32, whatever the caller allows torch to do."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
