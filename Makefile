@@ -22,19 +22,19 @@ demo: ## A real transformer through our attention and torch's: same answers, tim
 	@$(RUN) warpwave demo
 
 test: ## What every change has to pass; needs no GPU (under 15 minutes on two cores)
-	@$(BOOT) --need dev
+	@$(BOOT) --need test
 	$(PYTEST)
 
 test-full: ## The full matrix of cases and compile targets
-	@$(BOOT) --need dev
+	@$(BOOT) --need test
 	$(PYTEST) -m ""
 
 test-gpu: ## What only a GPU can show, on the GPU of this machine
-	@$(BOOT) --need dev
+	@$(BOOT) --need test
 	$(RUN) pytest -m gpu
 
 lint: ## Format, lint and type checks
-	@$(BOOT) --need dev
+	@$(BOOT) --need lint
 	$(RUN) ruff check
 	$(RUN) ruff format --check
 	$(RUN) mypy

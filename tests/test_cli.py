@@ -24,7 +24,7 @@ def warpwave(*arguments: str, python: tuple[str, ...] = ()) -> subprocess.Comple
 
 def test_help_is_quick_and_plain() -> None:
     times = []
-    for _ in range(3):
+    for _ in range(5):
         started = time.perf_counter()
         done = warpwave("--help")
         times.append(time.perf_counter() - started)
@@ -86,8 +86,8 @@ def test_explain_describes_this_machine_by_default() -> None:
         (["--gpu", "sm_20"], "'sm_20' is not known"),
         (["--dtype", "int8"], "'int8' is not a dtype"),
         (["--causal", "--causal-top-left"], "not both"),
-        (["--batch", "-1"], "greater than or equal to 0"),
-        (["--batch", "many"], "valid integer"),
+        (["--batch", "-1"], "--batch"),
+        (["--heads", "many"], "--heads"),
         (["--seqlen-q", "1" + "0" * 18], "no tensor can have"),
         (["--hats", "16"], "No such option"),
     ],

@@ -12,13 +12,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from warpwave.attention import attention as attention
-    from warpwave.attention import attention_varlen as attention_varlen
+    from warpwave.api import attention as attention
+    from warpwave.api import attention_varlen as attention_varlen
     from warpwave.errors import InvalidInput as InvalidInput
     from warpwave.errors import InvalidType as InvalidType
     from warpwave.errors import UnsupportedProblem as UnsupportedProblem
-    from warpwave.explain import Explanation as Explanation
-    from warpwave.explain import explain as explain
+    from warpwave.explanation import Explanation as Explanation
+    from warpwave.explanation import explain as explain
     from warpwave.hardware.gpu import Gpu as Gpu
     from warpwave.problem import AttentionProblem as AttentionProblem
     from warpwave.problem import Causal as Causal
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "attention": "warpwave.attention",
-    "attention_varlen": "warpwave.attention",
-    "explain": "warpwave.explain",
-    "Explanation": "warpwave.explain",
+    "attention": "warpwave.api",
+    "attention_varlen": "warpwave.api",
+    "explain": "warpwave.explanation",
+    "Explanation": "warpwave.explanation",
     "AttentionProblem": "warpwave.problem",
     "Causal": "warpwave.problem",
     "Gpu": "warpwave.hardware.gpu",
@@ -44,11 +44,9 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'warpwave' has no attribute {name!r}")
     import importlib
-    import sys
 
     value = getattr(importlib.import_module(_HOME[name]), name)
-    # Set on the module for good: the submodule of the same name (warpwave.attention) must not shadow the function.
-    setattr(sys.modules[__name__], name, value)
+    globals()[name] = value  # the next use finds it without coming here
     return value
 
 

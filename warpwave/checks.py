@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -18,8 +18,16 @@ from warpwave.problem import PRECISIONS, AttentionProblem, Causal, Operands
 
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
-DENSE = {"q": "batch seqlen_q num_heads_q head_dim", "k": "batch seqlen_k num_heads_kv head_dim", "v": "batch seqlen_k num_heads_kv head_dim_v"}  # fmt: skip
-PACKED = {"q": "total_q num_heads_q head_dim", "k": "total_k num_heads_kv head_dim", "v": "total_k num_heads_kv head_dim_v"}  # fmt: skip
+DENSE = {
+    "q": "batch seqlen_q num_heads_q head_dim",
+    "k": "batch seqlen_k num_heads_kv head_dim",
+    "v": "batch seqlen_k num_heads_kv head_dim_v",
+}
+PACKED = {
+    "q": "total_q num_heads_q head_dim",
+    "k": "total_k num_heads_kv head_dim",
+    "v": "total_k num_heads_kv head_dim_v",
+}
 SCORES = "batch num_heads_q seqlen_q seqlen_k"
 
 
@@ -153,7 +161,8 @@ def check_packed_lengths(operands: Operands, options: Options) -> None:
             length = offsets[i] - offsets[i - 1]
             if length < 0:
                 raise InvalidInput(
-                    f"{name}[{i}] is {offsets[i]}, less than {name}[{i - 1}] = {offsets[i - 1]}; offsets must not decrease"
+                    f"{name}[{i}] is {offsets[i]}, less than {name}[{i - 1}] = {offsets[i - 1]}; offsets must not "
+                    "decrease"
                 )
             if length > longest:
                 raise InvalidInput(
@@ -213,7 +222,9 @@ def _check_heads(num_heads_q: int, num_heads_kv: int, head_dim: int, head_dim_v:
 def _check_packed(operands: Operands, size: dict[str, int], options: Options) -> None:
     for name in ("mask", "bias"):
         if getattr(operands, name) is not None:
-            raise InvalidInput(f"{name} was given with cu_seqlens; packed calls take causal, window_size and ALiBi only")
+            raise InvalidInput(
+                f"{name} was given with cu_seqlens; packed calls take causal, window_size and ALiBi only"
+            )
     if size["batch"] < 0:
         raise InvalidInput("cu_seqlens_q is empty; it must hold batch + 1 offsets, the first of them 0")
     for side in ("q", "k"):

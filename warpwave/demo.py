@@ -8,6 +8,7 @@ those layers really made, and on two larger shapes. Nothing is timed that has no
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -116,7 +117,7 @@ class Case:
         """The largest distance from float64 over all layers; infinite where a result is not finite."""
         errors = [(_first_of_large(out).double() - e).abs().max() for out, e in zip(outs, exact, strict=True)]
         worst = torch.stack(errors).max().item()
-        return worst if worst == worst else float("inf")
+        return math.inf if math.isnan(worst) else worst
 
     def exact(self) -> list[Tensor]:
         """Float64 results, of the whole call or, where that would take long, of its first sequence and head."""
@@ -218,12 +219,7 @@ def embed_and_compare(device: torch.device, dtype: torch.dtype) -> tuple[bool, l
 
     cases = [
         Case(f"the {layers} layers' q, k, v, padded", caught_padded),
-        Case(
-            f"the {layers} layers' q, k, v, packed",
-            caught_packed,
-            packed=packed,
-            padded=(padded, caught_padded),
-        ),
+        Case(f"the {layers} layers' q, k, v, packed", caught_packed, packed=packed, padded=(padded, caught_padded)),
     ]
     return all_right, cases
 
@@ -326,6 +322,7 @@ def check_in_interpreter(device: torch.device) -> bool:
     if device.type != "cpu" or importlib.util.find_spec("triton") is None:
         return True
     command = [sys.executable, "-c", "import warpwave.demo as demo; raise SystemExit(demo.run_interpreted())"]
+    sys.stdout.flush()  # what is printed so far comes before what that process prints
     return subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, check=False).returncode == 0
 
 

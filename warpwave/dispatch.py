@@ -68,7 +68,9 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
         if gpu.vendor == "cpu" and module.NEEDS_GPU and _a_gpu_is_there():
             raise InvalidType(f"kernel {kernel!r} runs on a GPU and q is on the CPU; move q, k and v with .cuda()")
         raise UnsupportedProblem(
-            f"kernel {kernel!r} cannot run {problem.describe()} on {gpu.name}", {kernel: reasons}, _nearest(problem, gpu)
+            f"kernel {kernel!r} cannot run {problem.describe()} on {gpu.name}",
+            {kernel: reasons},
+            _nearest(problem, gpu),
         )
     if config is None:
         return Choice(module, module.configs(problem, gpu)[0], "default")

@@ -246,7 +246,11 @@ class AttentionProblem:
 
     def describe(self) -> str:
         """One line for people: sizes first, then whatever is out of the ordinary."""
-        heads = f"{self.num_heads_q}" if self.num_heads_q == self.num_heads_kv else f"{self.num_heads_q}/{self.num_heads_kv}"
+        heads = (
+            f"{self.num_heads_q}"
+            if self.num_heads_q == self.num_heads_kv
+            else f"{self.num_heads_q}/{self.num_heads_kv}"
+        )
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
         lengths = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q} x {self.seqlen_k}"
         if self.packed:

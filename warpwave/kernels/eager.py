@@ -60,6 +60,8 @@ class _Part(NamedTuple):
 def _parts(problem: AttentionProblem, operands: Operands) -> list[_Part]:
     if not problem.packed:
         return [_Part(slice(None), slice(None), slice(None))]
+    if operands.q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("kernel 'eager' reads cu_seqlens on the host, which a CUDA graph cannot capture")
     q, k = operands.cu_seqlens_q.tolist(), operands.cu_seqlens_k.tolist()
     return [_Part(slice(b, b + 1), slice(q[b], q[b + 1]), slice(k[b], k[b + 1])) for b in range(problem.batch)]
 
@@ -87,13 +89,13 @@ class _Views:
         self.slopes = slopes
         self.sinks = None if sinks is None else sinks.view(1, *self.groups, 1)
 
-    def rows(self, t: torch.Tensor | None, tokens: slice) -> torch.Tensor | None:
+    def rows(self, t: Any, tokens: slice) -> Any:
         """A tensor laid out like q or out, as (batch, num_heads_kv, group, seqlen_q, width)."""
         if t is None:
             return None
         return (t[None, tokens] if self.packed else t).transpose(1, 2).unflatten(1, self.groups)
 
-    def rows_of_lse(self, t: torch.Tensor | None, tokens: slice) -> torch.Tensor | None:
+    def rows_of_lse(self, t: Any, tokens: slice) -> Any:
         """A tensor laid out like lse, as (batch, num_heads_kv, group, seqlen_q)."""
         if t is None:
             return None
@@ -164,7 +166,9 @@ def _products_in(precision: str) -> Iterator[None]:
         matmul.fp32_precision = before
 
 
-def _scores(problem: AttentionProblem, views: _Views, tile: _Tile, band: Band) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+def _scores(
+    problem: AttentionProblem, views: _Views, tile: _Tile, band: Band
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scores of a tile in natural units, float32 (batch, kv, group, rows, keys), minus infinity where masked; and,
     with a softcap, the tanh they are made of."""
     # One product for all the query heads of a kv head.
@@ -176,7 +180,9 @@ def _scores(problem: AttentionProblem, views: _Views, tile: _Tile, band: Band) -
         squashed = torch.tanh(scores / problem.softcap)
         scores = squashed * problem.softcap
     if views.bias is not None:
-        scores = scores + tile.of(views.bias).float()
+        bias = tile.of(views.bias).float()
+        # -inf hides the pair, whatever the score: NaN + -inf would be NaN.
+        scores = torch.where(bias == NEG_INF, bias, scores + bias)
     if views.slopes is not None:
         scores = scores - views.slopes * _alibi_distance(views, tile)
     if tile.cut:
@@ -238,7 +244,9 @@ def forward(problem: AttentionProblem, operands: Operands, config: Config) -> tu
     return out, lse
 
 
-def _attend(problem: AttentionProblem, views: _Views, band: Band, block: slice, block_n: int) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def _attend(
+    problem: AttentionProblem, views: _Views, band: Band, block: slice, block_n: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of a block of rows."""
     q = views.q[..., block, :]
     m = torch.full(q.shape[:-1], NEG_INF, dtype=torch.float32, device=q.device)
@@ -292,10 +300,12 @@ def backward(
     Deterministic: no atomics, sums in a fixed order.
     """
     sources = (*operands[:3], *operands[4:7])
-    sums = Gradients(*(
-        torch.zeros(t.shape, dtype=torch.float32, device=t.device) if want else None
-        for t, want in zip(sources, wanted, strict=True)
-    ))  # fmt: skip
+    sums = Gradients(
+        *(
+            torch.zeros(t.shape, dtype=torch.float32, device=t.device) if want else None
+            for t, want in zip(sources, wanted, strict=True)
+        )
+    )
     grad_operands = Operands(sums.q, sums.k, sums.v, None, sums.bias, sums.alibi_slopes, sums.sinks)
     with _products_in(problem.precision):
         for part in _parts(problem, operands):
@@ -327,7 +337,7 @@ def _attend_backward(
     if dlse is not None:
         delta = delta - dlse[..., block]
     shift = torch.where(lse == NEG_INF, 0.0, lse)  # a row that saw nothing has only probabilities exp(-inf) = 0
-    if grads.sinks is not None:
+    if grads.sinks is not None and views.sinks is not None:
         grads.sinks -= (torch.exp(views.sinks - shift) * delta).sum((0, -1), keepdim=True)
 
     q_heads, dout_heads = views.q[..., block, :].flatten(2, 3), dout.flatten(2, 3)
@@ -393,7 +403,8 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         blocks=0,
         flops=2 * scores * (problem.head_dim + problem.head_dim_v),
         exponentials=scores,
-        read_bytes=size * (rows * problem.head_dim + tile_reads * (problem.head_dim + problem.head_dim_v)) + 24 * scores,
+        read_bytes=size * (rows * problem.head_dim + tile_reads * (problem.head_dim + problem.head_dim_v))
+        + 24 * scores,
         write_bytes=rows * (problem.head_dim_v * size + 4) + 24 * scores,
         workspace_bytes=3 * 4 * min(scores, problem.batch * problem.num_heads_q * config.block_m * config.block_n),
     )

@@ -15,7 +15,6 @@ fill the GPU. It adds to the ladder's tiled kernel the online softmax, and with 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,15 +23,36 @@ import torch
 from warpwave import launch
 from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels.cost import Cost
-from warpwave.kernels.primitives import LN_2, LOG2_E, band_visible, load_tile, rounded, softmax_step, tanh
-from warpwave.kernels.triton_or_stub import TRITON_VERSION, jit, tl
+from warpwave.kernels.primitives import (
+    LN_2,
+    LOG2_E,
+    band_visible,
+    load_tile,
+    rounded,
+    softmax_step,
+    tanh,
+    tile_pointers,
+)
+from warpwave.kernels.triton_or_stub import NO_TRITON, jit, tl
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
 
 NAME = "flash_fwd"
 NEEDS_GPU = True
 MAX_HEAD_DIM = 256
 # Run-time sizes the compiler must not specialise on, or every new length would compile again.
-SIZES = ["seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads_q", "group_size", "head_dim", "head_dim_v", "window_left", "window_right"]  # fmt: skip
+SIZES = [
+    "seqlen_q",
+    "seqlen_k",
+    "total_q",
+    "total_k",
+    "num_heads_q",
+    "group_size",
+    "head_dim",
+    "head_dim_v",
+    "window_left",
+    "window_right",
+    "heads_in_l2",
+]
 
 
 @dataclass(frozen=True)
@@ -94,12 +114,6 @@ def _key_ranges(
     return key_begin, key_end, first, whole_begin, whole_end
 
 
-# The three ranges of a tile's keys. Only the edges pay for masks.
-LEFT_EDGE = tl.constexpr(0)
-WHOLE = tl.constexpr(1)
-RIGHT_EDGE = tl.constexpr(2)
-
-
 @jit(do_not_specialize=SIZES)
 def flash_fwd_kernel(
     q_ptr,
@@ -150,6 +164,7 @@ def flash_fwd_kernel(
     head_dim_v,
     window_left,
     window_right,
+    heads_in_l2,
     softmax_scale,
     softcap,
     BLOCK_M: tl.constexpr,
@@ -172,17 +187,23 @@ def flash_fwd_kernel(
 ):
     """One tile of queries of one head.
 
-    The grid is (query tiles, heads, batch), first fastest, in one dimension: 65,535 is the limit of the others, and
-    neighbouring programs share K and V through L2.
+    The grid has one dimension, for 65,535 is the limit of the others. Neighbouring programs share K and V through L2.
     """
     # Where this program works -----------------------------------------------------------------------------------------
     num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
-    tile = pid % num_tiles
     if HAS_HIGH:
-        tile = num_tiles - 1 - tile  # the longest first: the last to start should be the shortest
-    head = ((pid // num_tiles) % num_heads_q).to(tl.int64)
-    batch = (pid // num_tiles // num_heads_q).to(tl.int64)
+        # Longest first, so that the last to start are the shortest: over all heads whose K and V fit L2 together.
+        group = pid // (num_tiles * heads_in_l2)
+        place = pid % (num_tiles * heads_in_l2)
+        heads = tl.minimum(tl.num_programs(0) // num_tiles - group * heads_in_l2, heads_in_l2)
+        tile = num_tiles - 1 - place // heads
+        batch_head = group * heads_in_l2 + place % heads
+    else:
+        tile = pid % num_tiles
+        batch_head = pid // num_tiles
+    head = (batch_head % num_heads_q).to(tl.int64)
+    batch = (batch_head // num_heads_q).to(tl.int64)
     kv_head = head // group_size
 
     if IS_VARLEN:
@@ -226,7 +247,11 @@ def flash_fwd_kernel(
     # The state of the online softmax ----------------------------------------------------------------------------------
     dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, BLOCK_DV)
-    q = load_tile(q_ptr, rows, dims, stride_qm, stride_qd, 0, seqlen_q, head_dim, True, PADDED_D)  # [BLOCK_M, BLOCK_D]
+    q = tile_pointers(q_ptr, rows, dims, stride_qm, stride_qd)
+    q = load_tile(q, rows, dims, 0, seqlen_q, head_dim, True, PADDED_D)  # [BLOCK_M, BLOCK_D]
+    first_keys = tl.arange(0, BLOCK_N)
+    k_pointers = tile_pointers(k_ptr, first_keys, dims, stride_kn, stride_kd)
+    v_pointers = tile_pointers(v_ptr, first_keys, dims_v, stride_vn, stride_vd)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -238,58 +263,44 @@ def flash_fwd_kernel(
     if HAS_ALIBI:
         slope_log2 = tl.load(alibi_slopes_ptr + batch * stride_alibi_b + head * stride_alibi_h) * LOG2_E
 
-    for part in tl.static_range(0 if HAS_LOW else 1, 3):
-        if part == LEFT_EDGE:
-            begin, end = first, whole_begin
-        elif part == WHOLE:
-            begin, end = whole_begin, whole_end
-        else:
-            begin, end = whole_end, key_end
-        for key_tile in range(begin, end, BLOCK_N):
-            keys = key_tile + tl.arange(0, BLOCK_N)
-            # Keys that no query of the tile sees are not read: NaN there must have no effect.
-            k = load_tile(
-                k_ptr, keys, dims, stride_kn, stride_kd, key_begin, key_end, head_dim, part != WHOLE, PADDED_D
-            )  # [BLOCK_N, BLOCK_D]
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+    for key_tile in range(first, key_end, BLOCK_N):
+        at_edge = (key_tile < whole_begin) | (key_tile >= whole_end)
+        keys = key_tile + first_keys
+        tile_offset = tl.cast(key_tile, tl.int64)
+        # Keys that no query of the tile sees are not read: NaN there must have no effect.
+        k = k_pointers + tile_offset * stride_kn
+        k = load_tile(k, keys, dims, key_begin, key_end, head_dim, True, PADDED_D)  # [BLOCK_N, BLOCK_D]
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
 
-            if HAS_SOFTCAP:
-                scores = softcap * tanh(scores * (softmax_scale / softcap)) * LOG2_E
-            elif part != WHOLE or HAS_MASK or HAS_BIAS or HAS_ALIBI:
-                # Scaled before masking, for a scale of 0 is legal and 0 * -inf is NaN.
-                scores = scores * scale_log2
-            inside = (rows < seqlen_q)[:, None] & (keys < key_end)[None, :]
-            if HAS_BIAS:
-                offsets = rows.to(tl.int64)[:, None] * stride_bias_m + keys.to(tl.int64)[None, :] * stride_bias_n
-                bias = tl.load(bias_ptr + offsets, mask=inside, other=float("-inf"))  # [BLOCK_M, BLOCK_N]
-                scores += bias.to(tl.float32) * LOG2_E
-            if HAS_ALIBI:
-                distance = tl.abs(rows[:, None] + last_key_offset - keys[None, :])
-                scores -= slope_log2 * distance.to(tl.float32)
-            if part != WHOLE:
-                visible = band_visible(rows, keys, low, high, HAS_LOW, HAS_HIGH) & (keys < key_end)[None, :]
-                scores = tl.where(visible, scores, float("-inf"))
-            if HAS_MASK:
-                offsets = rows.to(tl.int64)[:, None] * stride_mask_m + keys.to(tl.int64)[None, :] * stride_mask_n
-                shown = tl.load(mask_ptr + offsets, mask=inside, other=0)  # [BLOCK_M, BLOCK_N]
-                scores = tl.where(shown != 0, scores, float("-inf"))
+        if HAS_SOFTCAP:
+            scores = softcap * tanh(scores * (softmax_scale / softcap)) * LOG2_E
+        elif HAS_BIAS or HAS_ALIBI:
+            scores = scores * scale_log2
+        inside = (rows < seqlen_q)[:, None] & (keys < key_end)[None, :]
+        if HAS_BIAS:
+            offsets = rows.to(tl.int64)[:, None] * stride_bias_m + keys.to(tl.int64)[None, :] * stride_bias_n
+            bias = tl.load(bias_ptr + offsets, mask=inside, other=float("-inf")).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+            # -inf hides the pair, whatever the score: NaN + -inf would be NaN.
+            scores = tl.where(bias == float("-inf"), float("-inf"), scores + bias * LOG2_E)
+        if HAS_ALIBI:
+            distance = tl.abs(rows[:, None] + last_key_offset - keys[None, :])
+            scores -= slope_log2 * distance.to(tl.float32)
+        if at_edge:
+            visible = band_visible(rows, keys, low, high, HAS_LOW, HAS_HIGH) & (keys < key_end)[None, :]
+            scores = tl.where(visible, scores, float("-inf"))
+        if HAS_MASK:
+            offsets = rows.to(tl.int64)[:, None] * stride_mask_m + keys.to(tl.int64)[None, :] * stride_mask_n
+            shown = tl.load(mask_ptr + offsets, mask=inside, other=0)  # [BLOCK_M, BLOCK_N]
+            scores = tl.where(shown != 0, scores, float("-inf"))
 
-            p, alpha, m_i, l_i = softmax_step(
-                scores,
-                scale_log2,
-                m_i,
-                l_i,
-                PRESCALED=part != WHOLE or HAS_MASK or HAS_BIAS or HAS_ALIBI or HAS_SOFTCAP,
-                MAY_HIDE_A_ROW=part != WHOLE or HAS_MASK or HAS_BIAS,
-            )
-            v = load_tile(
-                v_ptr, keys, dims_v, stride_vn, stride_vd, key_begin, key_end, head_dim_v, part != WHOLE, PADDED_DV
-            )  # [BLOCK_N, BLOCK_DV]
-            if HAS_MASK or HAS_BIAS:
-                # A value that no query of the tile sees must have no effect, and 0 * NaN would be one.
-                seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
-                v = tl.where((seen != 0)[:, None], v, 0.0)
-            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)  # [BLOCK_M, BLOCK_DV]
+        p, alpha, m_i, l_i = softmax_step(scores, scale_log2, m_i, l_i, PRESCALED=HAS_BIAS or HAS_ALIBI or HAS_SOFTCAP)
+        v = v_pointers + tile_offset * stride_vn
+        v = load_tile(v, keys, dims_v, key_begin, key_end, head_dim_v, True, PADDED_DV)  # [BLOCK_N, BLOCK_DV]
+        if HAS_MASK or HAS_BIAS:
+            # A value that no query of the tile sees must have no effect, and 0 * NaN would be one.
+            seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
+            v = tl.where((seen != 0)[:, None], v, 0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)  # [BLOCK_M, BLOCK_DV]
 
     # A row that saw no key has sum 0: its output is 0 and its log-sum-exp minus infinity.
     out = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
@@ -303,6 +314,8 @@ def flash_fwd_kernel(
 
 # Host -----------------------------------------------------------------------------------------------------------------
 
+SMALLEST_SCALE = 2.0**-120  # for a scale of 0: the kernel scales after masking, and 0 * -inf is NaN
+L2_BYTES = 32 * 1024 * 1024  # of K and V that heads running together may fill; an H200 has 60 MB, an A100 40, an L4 48
 UNLIMITED = 2**30  # a window side larger than any sequence, small enough that adding a length does not overflow
 
 
@@ -320,9 +333,17 @@ def bind(
         out = torch.empty(out_shape, dtype=dtype, device=device)
         return out, torch.empty(lse_shape, dtype=torch.float32, device=device) if problem.return_lse else None
 
-    launcher = launch.bind(specify(problem, current_gpu(device), operands, *allocate(), config))
+    def straight(operands: Operands) -> Operands:
+        return operands._replace(**{name: getattr(operands, name).contiguous() for name in strided})
+
+    # Vectors of a few numbers are read with stride 1; a strided one is copied, which nobody's hot path has to pay.
+    vectors = ("sinks", "cu_seqlens_q", "cu_seqlens_k")
+    strided = [n for n in vectors if (t := getattr(operands, n)) is not None and not t.is_contiguous()]
+    launcher = launch.bind(specify(problem, current_gpu(device), straight(operands), *allocate(), config))
 
     def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if strided:
+            operands = straight(operands)
         out, lse = allocate()
         launcher(*operands[:3], out, lse, *operands[3:])
         return out, lse
@@ -366,6 +387,7 @@ def _scalars(problem: AttentionProblem, operands: Operands, out: torch.Tensor) -
     left, right = problem.window_size
     if problem.causal is not None and problem.causal.alignment == "bottom_right":
         right = 0  # which is what a causal mask aligned to the last key is
+    kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype]
     return [
         *strides,
         problem.seqlen_q,
@@ -378,7 +400,8 @@ def _scalars(problem: AttentionProblem, operands: Operands, out: torch.Tensor) -
         problem.head_dim_v,
         left if left >= 0 else UNLIMITED,
         right if right >= 0 else UNLIMITED,
-        problem.softmax_scale,
+        max(1, L2_BYTES // max(1, kv_bytes)),
+        problem.softmax_scale or SMALLEST_SCALE,
         problem.softcap,
     ]
 
@@ -431,10 +454,12 @@ def _padded(head_dim: int) -> int:
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Every reason this kernel cannot run the problem there; empty when it can."""
     reasons = []
-    if TRITON_VERSION is None:
-        reasons.append("Triton is not installed (it has builds for Linux only)")
+    if NO_TRITON is not None:
+        reasons.append(NO_TRITON)
     if gpu.vendor == "cpu":
-        reasons.append("found tensors on the CPU; it needs an NVIDIA GPU of compute capability 8.0 or newer, or an AMD one")
+        reasons.append(
+            "found tensors on the CPU; it needs an NVIDIA GPU of compute capability 8.0 or newer, or an AMD one"
+        )
     if gpu.vendor == "nvidia" and gpu.capability < 80:
         reasons.append(f"found {gpu.name} ({gpu.arch}); it needs sm_80 or newer: Triton has no matrix path before")
     if problem.requires_grad:
@@ -445,7 +470,7 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     if gpu.vendor == "amd" and problem.precision in ("tf32", "tf32x3"):
         reasons.append(f"precision {problem.precision!r} is not compiled for {gpu.arch}; use 'ieee'")
     if not reasons and not _fitting(problem, gpu):
-        needed = min(smem_bytes(problem, config) for config in _space(problem, gpu))
+        needed = min(smem_bytes(problem, gpu, config) for config in _space())
         reasons.append(
             f"its smallest tile needs {needed / 1024:.0f} KiB of shared memory and {gpu.name} has "
             f"{gpu.smem_per_block_bytes / 1024:.0f} for a block"
@@ -453,11 +478,30 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     return reasons
 
 
-def smem_bytes(problem: AttentionProblem, config: Config) -> int:
-    """Shared memory of one block: the K and V tiles in flight and, where the matrix unit reads it there, Q."""
-    size = DTYPE_BYTES[problem.dtype]
+def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
+    """An upper bound on the shared memory of one block, which tests hold against what every target compiles to."""
+    size, precision = DTYPE_BYTES[problem.dtype], _dot_precision(problem, gpu)
     block_d, block_dv = _padded(problem.head_dim), _padded(problem.head_dim_v)
-    return size * (config.block_m * block_d + config.num_stages * config.block_n * (block_d + block_dv))
+    q = size * config.block_m * block_d
+    p = size * config.block_m * config.block_n
+    kv = size * config.block_n * (block_d + block_dv)
+    if problem.mask_shape is not None or problem.bias_shape is not None:
+        score_bytes = _bytes_per_score(problem)
+        kv += config.block_m * config.block_n * score_bytes  # their tiles are in flight as well
+        p += size * config.block_n * block_dv  # V goes through registers to lose what nobody sees, and back
+    if gpu.vendor == "amd":
+        return max(q, max(1, config.num_stages - 1) * kv) + p
+    if precision in ("tf32x3", "tf32"):
+        if gpu.capability == 90:
+            return 2 * (q + p) + config.num_stages * kv  # an operand and its remainder stand side by side
+        return q + config.num_stages * kv + max(q, kv) // 2
+    return q + p // 2 + config.num_stages * kv
+
+
+def _bytes_per_score(problem: AttentionProblem) -> int:
+    """What a score reads of mask and bias."""
+    mask = 0 if problem.mask_shape is None else 1
+    return mask + (0 if problem.bias_shape is None else DTYPE_BYTES[problem.bias_dtype or problem.dtype])
 
 
 def tiles(problem: AttentionProblem, config: Config) -> int:
@@ -484,23 +528,15 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     block_d, block_dv = _padded(problem.head_dim), _padded(problem.head_dim_v)
     visited = tiles(problem, config)
     scores = visited * config.block_m * config.block_n
-    per_score = sum(
-        (math.prod(shape) > 0) * width
-        for shape, width in (
-            (problem.mask_shape, 1),
-            (problem.bias_shape, DTYPE_BYTES[problem.bias_dtype or problem.dtype]),
-        )
-        if shape is not None
-    )
     rows = problem.rows * problem.num_heads_q
     return Cost(
         blocks=-(-problem.seqlen_q // config.block_m) * problem.num_heads_q * problem.batch,
         flops=2 * scores * (block_d + block_dv),
         exponentials=scores,
         read_bytes=size * (rows * problem.head_dim + visited * config.block_n * (problem.head_dim + problem.head_dim_v))
-        + scores * per_score,
+        + scores * _bytes_per_score(problem),
         write_bytes=rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0)),
-        smem_bytes=smem_bytes(problem, config),
+        smem_bytes=smem_bytes(problem, gpu, config),
     )
 
 
@@ -513,15 +549,16 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     if not fitting:
         return []
     default = _default(problem, gpu)
-    first = default if default in fitting else max(fitting, key=lambda c: (c.block_m * c.block_n, c.num_stages))
-    return [first, *(c for c in fitting if c != first)]
+    if default not in fitting:
+        default = max(fitting, key=lambda c: (c.block_m * c.block_n, -c.num_stages))
+    return [default, *(c for c in fitting if c != default)]
 
 
 def _fitting(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    return [c for c in _space(problem, gpu) if smem_bytes(problem, c) <= gpu.smem_per_block_bytes]
+    return [c for c in _space() if smem_bytes(problem, gpu, c) <= gpu.smem_per_block_bytes]
 
 
-def _space(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
+def _space() -> list[Config]:
     return [
         Config(block_m, block_n, num_warps, num_stages)
         for block_m in (16, 32, 64, 128)
@@ -532,4 +569,34 @@ def _space(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
 
 
 def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
-    return Config(128, 64, 8, 2)
+    """Measured on an H200 where a figure stands; elsewhere the widest tile that compiles without spills (with the
+    bounds of tests/compile where nothing does)."""
+    width = max(_padded(problem.head_dim), _padded(problem.head_dim_v))
+    bucket = 0 if width <= 64 else 1 if width <= 128 else 2
+    rdna = gpu.vendor == "amd" and not gpu.arch.startswith("gfx9")
+    if problem.dtype == "float32":
+        precision = _dot_precision(problem, gpu)
+        if rdna:
+            return Config(32, 16, 8, 1)
+        if gpu.vendor == "amd":
+            return (Config(64, 32, 4, 2), Config(64, 16, 4, 2), Config(32, 16, 4, 1))[bucket]
+        if precision == "ieee":
+            # 4 x 16 heads x 2048: 12.8 TFLOP/s at head_dim 64 (64x32: 10.4), 8.9 at 128 (128x32: 4.7, spills).
+            return (Config(128, 64, 8, 2), Config(64, 32, 8, 2), Config(32, 32, 8, 1))[bucket]
+        if gpu.capability != 90:
+            return (Config(32, 32, 4, 2), Config(32, 16, 4, 2), Config(32, 16, 8, 1))[bucket]
+        if precision == "tf32":
+            # 112 TFLOP/s at head_dim 64 (128x64: 94), 97 at 128 (64x32: 77).
+            return (Config(128, 32, 8, 3), Config(128, 32, 8, 2), Config(64, 16, 8, 1))[bucket]
+        # 51 TFLOP/s at head_dim 64 (64x64: 44), 40 at 128 (64x32: 25).
+        return (Config(128, 64, 8, 2), Config(128, 32, 8, 2), Config(64, 16, 8, 1))[bucket]
+    if rdna:
+        return (Config(64, 32, 4, 2), Config(64, 32, 8, 2), Config(32, 16, 8, 1))[bucket]
+    if gpu.vendor == "amd":
+        return (Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 32, 8, 2))[bucket]
+    if gpu.capability not in (90, 100, 103):
+        return (Config(64, 64, 4, 3), Config(64, 32, 4, 2), Config(64, 32, 8, 2))[bucket]
+    # Four warps on 64 queries leave room for two blocks an SM, and one block's softmax hides behind the other's
+    # products: at head_dim 128, causal, 16 x 1024, 262 TFLOP/s against 231 for 128x64 on eight warps; 398 against 380
+    # at 4 x 4096. At 256 the accumulator leaves no room for two: 394 for 128x64, 341 for 64x32.
+    return (Config(64, 64, 4, 3), Config(64, 64, 4, 3), Config(128, 64, 8, 2))[bucket]

@@ -21,32 +21,33 @@ IN_INTERPRETER = tl.constexpr(INTERPRETED)
 
 
 @jit
+def tile_pointers(ptr, rows, columns, stride_row, stride_column):
+    """Pointers to `[rows[i], columns[j]]`. Indices are 64-bit before they meet a stride: in an ordinary cache, a row
+    times a stride passes 2^31."""
+    return ptr + (rows.to(tl.int64)[:, None] * stride_row + columns.to(tl.int64)[None, :] * stride_column)
+
+
+@jit
 def load_tile(
-    ptr,
+    pointers,
     rows,
     columns,
-    stride_row,
-    stride_column,
     row_begin,
     row_end,
     num_columns,
     CHECK_ROWS: tl.constexpr,
     CHECK_COLUMNS: tl.constexpr,
 ):
-    """`tile[i, j] = ptr[rows[i], columns[j]]`, zero outside `row_begin <= row < row_end` and `column < num_columns`.
-
-    Offsets are 64-bit before any multiplication: a row index times a stride passes 2^31 in ordinary caches.
-    """
-    offsets = rows.to(tl.int64)[:, None] * stride_row + columns.to(tl.int64)[None, :] * stride_column
+    """The tile behind `pointers`, zero outside `row_begin <= row < row_end` and `column < num_columns`."""
     if CHECK_ROWS and CHECK_COLUMNS:
         inside = ((rows >= row_begin) & (rows < row_end))[:, None] & (columns < num_columns)[None, :]
-        tile = tl.load(ptr + offsets, mask=inside, other=0.0)
+        tile = tl.load(pointers, mask=inside, other=0.0)
     elif CHECK_ROWS:
-        tile = tl.load(ptr + offsets, mask=((rows >= row_begin) & (rows < row_end))[:, None], other=0.0)
+        tile = tl.load(pointers, mask=((rows >= row_begin) & (rows < row_end))[:, None], other=0.0)
     elif CHECK_COLUMNS:
-        tile = tl.load(ptr + offsets, mask=(columns < num_columns)[None, :], other=0.0)
+        tile = tl.load(pointers, mask=(columns < num_columns)[None, :], other=0.0)
     else:
-        tile = tl.load(ptr + offsets)
+        tile = tl.load(pointers)
     if IN_INTERPRETER:
         tile = tile.to(tl.float32)
     return tile
@@ -77,7 +78,7 @@ def band_visible(rows, keys, low, high, HAS_LOW: tl.constexpr, HAS_HIGH: tl.cons
 @jit
 def tanh(x):
     """tanh to a relative 2^-22: by exponentials, and by its series where `1 - exp(-2|x|)` would cancel."""
-    z = tl.math.exp2(-2.0 * LOG2_E * tl.abs(x))
+    z = tl.math.exp2(tl.abs(x) * (-2.0 * LOG2_E))
     by_exp = (1.0 - z) / (1.0 + z)
     by_exp = tl.where(x < 0, -by_exp, by_exp)
     x2 = x * x
@@ -86,18 +87,18 @@ def tanh(x):
 
 
 @jit
-def softmax_step(scores, scale_log2, m_i, l_i, PRESCALED: tl.constexpr, MAY_HIDE_A_ROW: tl.constexpr):
+def softmax_step(scores, scale_log2, m_i, l_i, PRESCALED: tl.constexpr):
     """One tile of the online softmax: un-normalised probabilities, the rescale of what was summed, the new state.
 
     Args:
         scores: [BLOCK_M, BLOCK_N], minus infinity where masked.
-        scale_log2: what makes bits of them, not negative. The maximum is taken before scaling, so that the scale
+        scale_log2: what makes bits of them, positive. The maximum is taken before scaling, so that the scale
             rides in the fused multiply-add of the subtraction: one instruction less for each score.
         m_i, l_i: running maximum (scaled, in bits) and sum, [BLOCK_M].
         PRESCALED: the scores are in bits already.
-        MAY_HIDE_A_ROW: whether a row may have seen no key yet. Its maximum is then minus infinity, and stays so:
-            only the subtraction uses 0 instead, for `-inf - -inf` is NaN. (A maximum moved to 0 for good would flush
-            later scores below -126 to zero.)
+
+    A row that saw no key yet has the maximum minus infinity, and keeps it: only the subtraction uses 0 instead, for
+    `-inf - -inf` is NaN. (A maximum moved to 0 for good would flush later scores below -126 to zero.)
 
     Returns:
         p: exp2(scores - new maximum), [BLOCK_M, BLOCK_N].
@@ -108,10 +109,7 @@ def softmax_step(scores, scale_log2, m_i, l_i, PRESCALED: tl.constexpr, MAY_HIDE
         m_new = tl.maximum(m_i, tl.max(scores, 1))
     else:
         m_new = tl.maximum(m_i, tl.max(scores, 1) * scale_log2)
-    if MAY_HIDE_A_ROW:
-        m_shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    else:
-        m_shift = m_new
+    m_shift = tl.where(m_new == float("-inf"), 0.0, m_new)
     if PRESCALED:
         p = tl.math.exp2(scores - m_shift[:, None])
     else:

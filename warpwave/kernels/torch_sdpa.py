@@ -55,7 +55,11 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         reasons.append("torch returns no lse")
     if problem.packed:
         reasons.append("packed sequences would have to be padded")
-    if problem.causal is not None and problem.causal.alignment == "bottom_right" and problem.seqlen_q != problem.seqlen_k:
+    if (
+        problem.causal is not None
+        and problem.causal.alignment == "bottom_right"
+        and problem.seqlen_q != problem.seqlen_k
+    ):
         reasons.append("torch aligns a causal mask to the first key")
     for name, present in (
         ("window_size", problem.window_size != (-1, -1)),

@@ -13,8 +13,10 @@ try:
     import triton.language as tl
 
     jit = triton.jit
-    TRITON_VERSION: str | None = triton.__version__
-    INTERPRETED = bool(triton.knobs.runtime.interpret)
+    _version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    # None, or why no kernel may be launched. Names and launchers changed on both sides of this range.
+    NO_TRITON = None if (3, 6) <= _version < (3, 10) else f"found Triton {triton.__version__}; it needs >= 3.6, < 3.10"
+    INTERPRETED = NO_TRITON is None and bool(triton.knobs.runtime.interpret)
 except ImportError:
 
     class _Stub:
@@ -27,7 +29,7 @@ except ImportError:
             return self
 
     triton = tl = jit = _Stub()
-    TRITON_VERSION = None
+    NO_TRITON = "Triton is not installed (it is published for Linux only); it needs >= 3.6, < 3.10"
     INTERPRETED = False
 
-__all__ = ["INTERPRETED", "TRITON_VERSION", "jit", "tl", "triton"]
+__all__ = ["INTERPRETED", "NO_TRITON", "jit", "tl", "triton"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from warpwave import dispatch
-from warpwave.attention import _options
+from warpwave.api import _options
 from warpwave.checks import describe_call
 from warpwave.errors import InvalidType, UnsupportedProblem
 from warpwave.hardware.gpu import Gpu, current_gpu
@@ -65,11 +65,12 @@ class Explanation:
             f"traffic   {problem.compulsory_bytes / 1e6:,.3f} MB at the least; {problem.intensity:,.1f} FLOP a byte",
         ]
         if self.cost is not None:
+            cost = self.cost
             lines.append(
-                f"tiles     {self.cost.flops / 1e9:,.3f} GFLOP computed, {self.cost.flops / max(1, problem.flops):.2f} x "
-                f"the work; {self.cost.read_bytes / 1e6:,.3f} MB read through the caches"
-                + (f"; {self.cost.blocks:,} blocks" if self.cost.blocks else "")
-                + (f"; {self.cost.workspace_bytes / 1e6:,.1f} MB workspace" if self.cost.workspace_bytes else "")
+                f"tiles     {cost.flops / 1e9:,.3f} GFLOP computed, {cost.flops / max(1, problem.flops):.2f} x the work, "
+                f"{cost.read_bytes / 1e6:,.3f} MB read through the caches"
+                + (f"; {cost.blocks:,} blocks" if cost.blocks else "")
+                + (f"; {cost.workspace_bytes / 1e6:,.1f} MB workspace" if cost.workspace_bytes else "")
             )
         for name, why in self.reasons.items():
             if why:

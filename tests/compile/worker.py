@@ -1,0 +1,38 @@
+"""Compiles what it is told on standard input and prints the facts: a process of its own, because Triton's interpreter,
+which the rest of the suite needs on a machine without a GPU, replaces the compiler for a whole process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+from warpwave import dispatch
+from warpwave.compiled import compile_facts
+from warpwave.hardware.gpu import Gpu
+from warpwave.problem import AttentionProblem, Causal
+
+
+def main() -> None:
+    kernels = {module.NAME: module for module in dispatch.KERNELS}
+    for line in sys.stdin:
+        job = json.loads(line)
+        fields = job["problem"]
+        if fields.get("causal"):
+            fields["causal"] = Causal(fields["causal"])
+        for name in ("mask_shape", "bias_shape", "alibi_shape", "window_size"):
+            if name in fields:
+                fields[name] = tuple(fields[name])
+        problem, gpu, kernel = AttentionProblem(**fields), Gpu.for_arch(job["arch"]), kernels[job["kernel"]]
+        config = kernel.Config(**job["config"]) if "config" in job else kernel.configs(problem, gpu)[0]
+        facts = vars(compile_facts(kernel, problem, gpu, config))
+        facts |= {
+            "config": asdict(config),
+            "smem_bound": kernel.smem_bytes(problem, gpu, config),
+            "smem_limit": gpu.smem_per_block_bytes,
+        }
+        print(json.dumps(facts), flush=True)
+
+
+if __name__ == "__main__":
+    main()

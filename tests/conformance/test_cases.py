@@ -1,0 +1,142 @@
+"""The case grid and the gates themselves: that every two values meet, and that a gate fails when it should."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conformance import cases
+from tests.conformance.cases import FULL, PLAIN, SMALL, Case
+from tests.conformance.datasets import DATA_SETS
+from tests.conformance.gates import Verdict, forward_references, judge_forward
+from tests.conformance.test_gradients import GRID as GRADIENTS
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("features", [SMALL, FULL, GRADIENTS], ids=["small", "full", "gradients"])
+def test_every_valid_pair_of_values_meets(features: Mapping[str, Sequence[Any]]) -> None:
+    grid = cases.pairwise(features)
+    met = {(a, getattr(case, a), b, getattr(case, b)) for case in grid for a, b in itertools.combinations(features, 2)}
+    assert not set(cases.valid_pairs(features)) - met
+    largest, second = sorted(map(len, features.values()))[-1:-3:-1]
+    assert len(grid) <= 1.25 * largest * second, "the list is far longer than it has to be"
+
+
+@pytest.mark.parametrize("features", [SMALL, FULL], ids=["small", "full"])
+def test_no_case_combines_what_excludes_itself(features: Mapping[str, Sequence[Any]]) -> None:
+    for case in cases.pairwise(features):
+        assert not (case.packed and (case.mask or case.bias or case.layout == "one item for all"))
+
+
+def test_the_grid_is_the_same_every_time() -> None:
+    assert cases.pairwise(SMALL) == cases.pairwise(dict(SMALL))
+
+
+@pytest.mark.parametrize("data", DATA_SETS)
+@pytest.mark.parametrize("layout", cases.LAYOUTS)
+def test_layouts_change_strides_and_not_values(layout: str, data: Any) -> None:
+    plain = Case(lengths=(5, 7), heads=(4, 2), batch=3)
+    expected = cases.build(plain, data, CPU).operands
+    got = cases.build(Case(**{**vars(plain), "layout": layout}), data, CPU).operands
+    for x, y in zip(got[:3], expected[:3], strict=True):
+        if not layout.endswith("for all"):
+            assert torch.equal(x, y)
+    assert layout == "bshd" or any(
+        x.stride() != y.stride() or x.storage_offset() for x, y in zip(got[:3], expected[:3], strict=True)
+    )
+
+
+def test_low_data_keeps_every_logit_near_minus_40() -> None:
+    call = cases.build(Case(lengths=(64, 64)), "low", CPU)
+    q, k = (x[0, :, 0].double() for x in call.operands[:2])
+    logits = q @ k.T * call.problem.softmax_scale
+    assert -60 < logits.min() < logits.max() < -20
+
+
+# Gates that fail ------------------------------------------------------------------------------------------------------
+
+
+def verdict_on(case: Case, spoil: Any) -> Verdict:
+    """The verdict on M's own result after `spoil(out, lse)` changed it."""
+    call = cases.build(case, "normal", CPU)
+    references = forward_references(call.problem, call.operands)
+    out, lse = references.model.out.clone(), references.exact.lse.float()
+    spoil(out, lse)
+    return judge_forward(call.problem, references, out, lse)
+
+
+CASE = Case(dtype="bfloat16", lengths=(113, 103), heads=(2, 1))
+
+
+def nothing(out: torch.Tensor, lse: torch.Tensor) -> None:
+    pass
+
+
+def one_element(out: torch.Tensor, lse: torch.Tensor) -> None:
+    out[0, 5, 0, 3] += 0.02
+
+
+def four_rows(out: torch.Tensor, lse: torch.Tensor) -> None:
+    out[0, 5:9] += 3e-3
+
+
+def every_element(out: torch.Tensor, lse: torch.Tensor) -> None:
+    out *= 1 + 2**-8
+
+
+def nan_element(out: torch.Tensor, lse: torch.Tensor) -> None:
+    out[0, 5, 0, 3] = torch.nan
+
+
+def lse_offset(out: torch.Tensor, lse: torch.Tensor) -> None:
+    lse += 3e-5
+
+
+def lse_of_one_row(out: torch.Tensor, lse: torch.Tensor) -> None:
+    lse[0, 0, 7] = -torch.inf
+
+
+@pytest.mark.parametrize(
+    ("spoil", "caught_by"),
+    [
+        (nothing, set()),
+        (one_element, {"B1 maximum of out", "B3 row of out"}),
+        (four_rows, {"B3 row of out"}),
+        (every_element, {"B2 RMS of out"}),
+        (nan_element, {"A peer rule of out", "B1 maximum of out", "B2 RMS of out", "B3 row of out"}),
+        (lse_offset, {"C LSE"}),
+        (lse_of_one_row, {"C LSE"}),
+    ],
+)
+def test_each_gate_catches_its_fault(spoil: Any, caught_by: set[str]) -> None:
+    verdict = verdict_on(CASE, spoil)
+    failed = {gate.name for gate in verdict.gates if not gate.passed}
+    assert caught_by <= failed
+    assert verdict.passed == (not caught_by)
+
+
+def test_a_missing_infinity_in_the_lse_fails() -> None:
+    def fill(out: torch.Tensor, lse: torch.Tensor) -> None:
+        assert lse.isneginf().any()
+        lse.nan_to_num_(neginf=-1e30)
+
+    verdict = verdict_on(Case(lengths=(7, 3), causal="bottom_right"), fill)
+    assert [gate.name for gate in verdict.gates if not gate.passed] == ["C LSE"]
+
+
+def test_a_small_result_is_judged_by_the_looser_rms_and_without_rows() -> None:
+    names = [gate.name for gate in verdict_on(Case(lengths=(3, 5)), nothing).gates]
+    assert names == ["A peer rule of out", "B1 maximum of out", "B2 RMS of out", "C LSE"]
+
+
+def test_a_result_of_another_shape_or_type_is_no_result() -> None:
+    call = cases.build(PLAIN, "normal", CPU)
+    references = forward_references(call.problem, call.operands)
+    for out in (references.model.out[:, 1:], references.model.out.float()):
+        with pytest.raises(AssertionError, match="it must be"):
+            judge_forward(call.problem, references, out)

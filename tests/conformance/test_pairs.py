@@ -1,0 +1,240 @@
+"""Pairs of calls whose results must agree: bit for bit where the arithmetic is the same, within the gates where only
+the mathematics is.
+
+Both calls of a bit-equal pair run with the same config: a kernel may choose another tile for another problem.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conformance import cases, harness
+from tests.conformance.cases import LAYOUTS, PLAIN, Call, Case, W
+from tests.conformance.gates import ForwardReferences, forward_references, judge_forward
+from tests.conformance.harness import DEVICE, bits, each_kernel
+
+CASE = replace(PLAIN, dtype="bfloat16", dims=(40, 64), heads=(4, 2), batch=3, lengths=(67, 90))
+
+each_lse = pytest.mark.parametrize("lse", [False, True])
+
+
+def substitute(call: Call, **operands: Any) -> Call:
+    """The same call on other tensors."""
+    return call._replace(operands=call.operands._replace(**operands))
+
+
+def assert_bit_equal(kernel: str, call: Call, other: Call) -> None:
+    config = harness.default_config(kernel, call)
+    assert bits(*harness.run(kernel, call, config)) == bits(*harness.run(kernel, other, config))
+
+
+def assert_gates(call: Call, references: ForwardReferences, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    verdict = judge_forward(call.problem, references, out, lse)
+    assert verdict.passed, str(verdict)
+
+
+# Bit for bit ----------------------------------------------------------------------------------------------------------
+
+
+@each_kernel
+@each_lse
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_equal_contiguous(
+    layout: str, packed: bool, lse: bool, kernel: str, request: pytest.FixtureRequest
+) -> None:
+    if packed and layout == "one item for all":
+        layout = "one head for all"  # packed tensors have no batch axis
+    call = cases.build(replace(CASE, layout=layout, packed=packed, lse=lse), "normal", DEVICE)
+    if harness.refuses(kernel, call, request):
+        return
+    q, k, v = (x.contiguous() for x in call.operands[:3])
+    assert_bit_equal(kernel, call, substitute(call, q=q, k=k, v=v))
+
+
+@each_kernel
+@pytest.mark.parametrize("features", [{"mask": "full", "bias": "full"}, {"packed": True, "batch": 5}], ids=str)
+def test_other_operands_may_be_strided(features: dict[str, Any], kernel: str, request: pytest.FixtureRequest) -> None:
+    call = cases.build(replace(CASE, alibi="batch", sinks=True, **features), "normal", DEVICE)
+    if harness.refuses(kernel, call, request):
+        return
+    spread = {}
+    for name in ("mask", "bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k"):
+        x = getattr(call.operands, name)
+        if x is not None:
+            spread[name] = x.new_zeros(*x.shape, 3)[..., 1].copy_(x)
+    assert_bit_equal(kernel, call, substitute(call, **spread))
+
+
+@each_kernel
+@pytest.mark.parametrize("features", [{}, {"mask": "full", "bias": "full"}, {"packed": True, "batch": 5}], ids=str)
+def test_other_batch_items_do_not_matter(features: dict[str, Any], kernel: str, request: pytest.FixtureRequest) -> None:
+    call = cases.build(replace(CASE, causal="bottom_right", lse=not features, **features), "normal", DEVICE)
+    if harness.refuses(kernel, call, request):
+        return
+    changed = substitute(call, **{name: getattr(call.operands, name).clone() for name in "qkv"})
+    for x in changed.operands[:3]:
+        for part in harness.by_sequence(changed, x)[1:]:
+            part.mul_(-3)
+    config = harness.default_config(kernel, call)
+    (out, lse), (other_out, other_lse) = (harness.run(kernel, c, config) for c in (call, changed))
+    first, other_first = (harness.by_sequence(call, x)[0] for x in (out, other_out))
+    assert bits(first) == bits(other_first)
+    assert bits(out) != bits(other_out), "the change had no effect at all"
+    if lse is not None and other_lse is not None:
+        assert bits(lse[0]) == bits(other_lse[0])
+
+
+UNSEEN: dict[str, dict[str, Any]] = {
+    "causal top-left": {"causal": "top_left"},
+    "window": {"window": (W, 0)},
+    "mask of keys": {"mask": "keys"},
+    "bias": {"bias": "heads", "heads": (2, 2)},
+    "nothing is seen": {"causal": "top_left", "window": (2, -1), "lengths": (3, 90)},
+}
+
+
+@each_kernel
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32:ieee"])
+@pytest.mark.parametrize("feature", UNSEEN)
+def test_keys_that_no_query_sees_may_hold_anything(
+    feature: str, dtype: str, value: float, kernel: str, request: pytest.FixtureRequest
+) -> None:
+    call = cases.build(replace(CASE, dtype=dtype, **UNSEEN[feature]), "normal", DEVICE)
+    if harness.refuses(kernel, call, request):
+        return
+    group = call.problem.num_heads_q // call.problem.num_heads_kv
+    k, v = call.operands.k.clone(), call.operands.v.clone()
+    for b, shown in enumerate(harness.visible(call)):
+        unseen = ~shown.any(1).unflatten(0, (-1, group)).any(1).T  # [keys, kv heads]
+        k[b][unseen] = value
+        v[b][unseen] = value
+    assert not v.isfinite().all(), "a case of this test must hide some key"
+    assert_bit_equal(kernel, call, substitute(call, k=k, v=v))
+
+
+@each_kernel
+def test_doubled_values_double_the_output(kernel: str, request: pytest.FixtureRequest) -> None:
+    call = cases.build(replace(CASE, causal="bottom_right", lse=False), "normal", DEVICE)
+    if harness.refuses(kernel, call, request):
+        return
+    doubled = substitute(call, v=call.operands.v * 2)
+    config = harness.default_config(kernel, call)
+    (out, _), (twice, _) = (harness.run(kernel, c, config) for c in (call, doubled))
+    assert bits(out * 2) == bits(twice)
+
+
+@each_kernel
+@pytest.mark.parametrize("features", [{}, {"causal": "bottom_right", "window": (W, -1), "alibi": "batch"}], ids=str)
+def test_packed_equals_single_calls(features: dict[str, Any], kernel: str, request: pytest.FixtureRequest) -> None:
+    call = cases.build(replace(CASE, packed=True, batch=5, **features), "normal", DEVICE)
+    if harness.refuses(kernel, call, request):
+        return
+    config = harness.default_config(kernel, call)
+    out, lse = harness.run(kernel, call, config)
+    assert lse is not None
+    lengths = cases.packed_lengths(replace(CASE, batch=5))
+    parts = zip(*(harness.by_sequence(call, x) for x in (*call.operands[:3], out)), strict=True)
+    lses = lse.split([seqlen_q for seqlen_q, _ in lengths], dim=1)
+    for b, ((q, k, v, packed_out), packed_lse) in enumerate(zip(parts, lses, strict=True)):
+        slopes = call.operands.alibi_slopes
+        operands = call.operands._replace(
+            q=q[None], k=k[None], v=v[None], alibi_slopes=None if slopes is None else slopes[b : b + 1],
+            cu_seqlens_q=None, cu_seqlens_k=None,
+        )  # fmt: skip
+        problem = replace(call.problem, packed=False, batch=1)
+        single, single_lse = harness.attend(kernel, operands, call.options, problem, config)
+        assert bits(single[0], single_lse) == bits(packed_out, packed_lse[None]), f"sequence {b}: {lengths[b]}"
+
+
+# Within the gates -----------------------------------------------------------------------------------------------------
+
+each_gate_case = pytest.mark.parametrize(
+    "case", [CASE, replace(CASE, dtype="float16"), replace(CASE, dtype="float32:default")], ids=str
+)
+
+
+@each_kernel
+@each_gate_case
+def test_order_of_keys(case: Case, kernel: str, request: pytest.FixtureRequest) -> None:
+    call = cases.build(replace(case, mask="full", bias="full"), "sharp", DEVICE)
+    if harness.refuses(kernel, call, request):
+        return
+    order = torch.randperm(call.problem.seqlen_k, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    shuffled = {name: getattr(call.operands, name)[:, order] for name in "kv"}
+    shuffled |= {name: getattr(call.operands, name)[..., order] for name in ("mask", "bias")}
+    out, lse = harness.run(kernel, substitute(call, **shuffled))
+    assert_gates(call, forward_references(call.problem, call.operands), out, lse)
+
+
+@each_kernel
+@each_gate_case
+def test_one_vector_added_to_all_keys(case: Case, kernel: str, request: pytest.FixtureRequest) -> None:
+    """Each logit of a row moves by the same amount, so out stays and lse moves with them."""
+    call = cases.build(replace(case, causal="bottom_right"), "normal", DEVICE)
+    if harness.refuses(kernel, call, request):
+        return
+    operands = call.operands
+    quarters = (operands.k * 4).round().clamp(-12, 12) / 4  # so that the sum is exact in every type
+    vector = (torch.arange(call.problem.head_dim, device=DEVICE) % 5 - 2).to(operands.k.dtype)
+    call = substitute(call, k=quarters)
+    references = forward_references(call.problem, call.operands)
+    group = call.problem.num_heads_q // call.problem.num_heads_kv
+    moved = call.problem.softmax_scale * (operands.q.double() @ vector.double()).transpose(1, 2)
+    assert group * call.problem.num_heads_kv == moved.shape[1]
+    exact = references.exact._replace(
+        lse=references.exact.lse + moved, largest_logit=references.exact.largest_logit + moved.abs().max().item()
+    )
+    out, lse = harness.run(kernel, substitute(call, k=quarters + vector))
+    assert_gates(call, references._replace(exact=exact), out, lse)
+
+
+@each_kernel
+@each_gate_case
+def test_grouped_heads_equal_repeated_heads(case: Case, kernel: str, request: pytest.FixtureRequest) -> None:
+    call = cases.build(replace(case, causal="bottom_right"), "normal", DEVICE)
+    if harness.refuses(kernel, call, request):
+        return
+    group = call.problem.num_heads_q // call.problem.num_heads_kv
+    repeated = {name: getattr(call.operands, name).repeat_interleave(group, dim=2) for name in "kv"}
+    out, lse = harness.run(kernel, substitute(call, **repeated))
+    assert_gates(call, forward_references(call.problem, call.operands), out, lse)
+
+
+@each_kernel
+@each_gate_case
+def test_causal_prefix_equals_the_prefix_alone(case: Case, kernel: str, request: pytest.FixtureRequest) -> None:
+    call = cases.build(replace(case, causal="bottom_right", lengths=(130, 130)), "normal", DEVICE)
+    if harness.refuses(kernel, call, request):
+        return
+    n = 71
+    problem = replace(call.problem, seqlen_q=n, seqlen_k=n)
+    q, k, v = (x[:, :n] for x in call.operands[:3])
+    references = forward_references(problem, call.operands._replace(q=q, k=k, v=v))
+    out, lse = harness.run(kernel, call)
+    assert lse is not None
+    assert_gates(call, references, out[:, :n], lse[:, :, :n])
+
+
+@each_kernel
+def test_halves_merged_by_lse_equal_the_whole(kernel: str, request: pytest.FixtureRequest) -> None:
+    """In float32, whose halves are exact enough for their merge to be held to the whole's gates."""
+    call = cases.build(replace(CASE, dtype="float32:default"), "normal", DEVICE)
+    if harness.refuses(kernel, call, request):
+        return
+    n = call.problem.seqlen_k // 3
+    halves = [
+        harness.run(kernel, substitute(call, k=call.operands.k[:, part], v=call.operands.v[:, part]))
+        for part in (slice(None, n), slice(n, None))
+    ]
+    (out_a, lse_a), (out_b, lse_b) = halves
+    assert lse_a is not None and lse_b is not None
+    lse = torch.logaddexp(lse_a, lse_b)
+    weights = (torch.exp(part - lse).transpose(1, 2)[..., None] for part in (lse_a, lse_b))
+    out = out_a * next(weights) + out_b * next(weights)
+    assert_gates(call, forward_references(call.problem, call.operands), out, lse)

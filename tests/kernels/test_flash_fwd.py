@@ -1,0 +1,90 @@
+"""What `flash_fwd` says of itself: configs, tiles, costs. What it computes is tests/conformance."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from warpwave.hardware.gpu import ARCHS, Gpu
+from warpwave.kernels import flash_fwd
+from warpwave.problem import AttentionProblem, Causal
+
+PROBLEM = AttentionProblem(
+    batch=2, seqlen_q=300, seqlen_k=300, num_heads_q=4, num_heads_kv=2, head_dim=80, head_dim_v=64,
+    dtype="bfloat16", softmax_scale=0.1,
+)  # fmt: skip
+H200 = Gpu.for_arch("sm_90")
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ((48, 64, 4, 2), "block_m is 48; it must be a power of two, at least 16"),
+        ((64, 8, 4, 2), "block_n is 8"),
+        ((64, 64, 3, 2), "num_warps is 3"),
+        ((64, 64, 4, 0), "num_stages is 0; it must be at least 1"),
+    ],
+)
+def test_a_config_checks_itself(fields: tuple[int, int, int, int], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        flash_fwd.Config(*fields)
+
+
+@given(
+    seqlen_q=st.integers(1, 70),
+    seqlen_k=st.integers(1, 70),
+    causal=st.sampled_from([None, Causal(), Causal("top_left")]),
+    left=st.integers(-1, 40),
+    right=st.integers(-1, 40),
+)
+@settings(max_examples=300, deadline=None)
+def test_tiles_are_those_with_a_visible_pair(
+    seqlen_q: int, seqlen_k: int, causal: Causal | None, left: int, right: int
+) -> None:
+    """Counted by brute force: a key tile is visited if it lies between the first and last key some query sees."""
+    problem = replace(
+        PROBLEM, batch=1, num_heads_q=1, num_heads_kv=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, causal=causal,
+        window_size=(left, right),
+    )  # fmt: skip
+    config = flash_fwd.Config(16, 16, 4, 1)
+    band = problem.band(seqlen_q, seqlen_k)
+    expected = 0
+    for row_begin in range(0, seqlen_q, 16):
+        rows = range(row_begin, min(row_begin + 16, seqlen_q))
+        expected += len({key // 16 for row in rows for key in band.keys(row, seqlen_k)})
+    assert flash_fwd.tiles(problem, config) == expected
+
+
+def test_cost_counts_whole_tiles_and_every_read() -> None:
+    config = flash_fwd.Config(64, 32, 4, 2)
+    cost = flash_fwd.cost(PROBLEM, H200, config)
+    visited = 5 * 10 * 4 * 2  # query tiles, key tiles, heads, batch
+    assert cost.blocks == 5 * 4 * 2
+    assert cost.flops == 2 * visited * 64 * 32 * (128 + 64), "head_dim 80 is padded to 128"
+    assert cost.exponentials == visited * 64 * 32
+    assert cost.read_bytes == 2 * (2 * 300 * 4 * 80 + visited * 32 * (80 + 64))
+    assert cost.write_bytes == 2 * 300 * 4 * 64 * 2
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+def test_the_default_is_the_one_of_the_table(arch: str, dtype: str, head_dim: int) -> None:
+    """`configs` falls back to another candidate where the default does not fit; on no listed GPU may it have to."""
+    gpu = Gpu.for_arch(arch)
+    problem = replace(PROBLEM, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim)
+    if flash_fwd.why_not(problem, gpu):
+        return
+    chosen, *others = flash_fwd.configs(problem, gpu)
+    assert chosen == flash_fwd._default(problem, gpu)
+    assert chosen not in others and len(set(others)) == len(others)
+    assert all(flash_fwd.smem_bytes(problem, gpu, c) <= gpu.smem_per_block_bytes for c in (chosen, *others))
+
+
+def test_a_gpu_without_room_is_refused_with_the_figures() -> None:
+    tiny = replace(H200, name="tiny", smem_per_block_bytes=4096)
+    (reason,) = flash_fwd.why_not(replace(PROBLEM, head_dim=256), tiny)
+    assert "KiB of shared memory and tiny has 4 for a block" in reason

@@ -1,0 +1,124 @@
+"""Which kernel is chosen, and what is said when it cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from warpwave import dispatch
+from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
+from warpwave.hardware.gpu import ARCHS, CPU, INTERPRETER, Gpu
+from warpwave.kernels import eager, flash_fwd, torch_sdpa
+from warpwave.problem import AttentionProblem, Causal
+
+H200 = Gpu.for_arch("sm_90")
+PROBLEM = AttentionProblem(
+    batch=2,
+    seqlen_q=128,
+    seqlen_k=128,
+    num_heads_q=4,
+    num_heads_kv=2,
+    head_dim=64,
+    head_dim_v=64,
+    dtype="bfloat16",
+    softmax_scale=0.125,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "gpu", "expected"),
+    [
+        ({}, H200, "flash_fwd"),
+        ({}, Gpu.for_arch("gfx942"), "flash_fwd"),
+        ({}, CPU, "torch_sdpa"),
+        ({}, INTERPRETER, "torch_sdpa"),
+        ({"softcap": 5.0}, CPU, "eager"),
+        ({"mask_shape": (1, 1, 128, 128)}, CPU, "eager"),
+        ({"causal": Causal(), "seqlen_q": 64}, CPU, "eager"),
+        ({"causal": Causal("top_left"), "seqlen_q": 64}, CPU, "torch_sdpa"),
+        ({"return_lse": True}, CPU, "eager"),
+        ({"requires_grad": True}, H200, "eager"),
+        ({"requires_grad": True}, CPU, "eager"),
+        ({"head_dim": 257}, H200, "eager"),
+        ({"head_dim_v": 320}, H200, "eager"),
+    ],
+)
+def test_auto_takes_the_first_that_can(change: dict[str, object], gpu: Gpu, expected: str) -> None:
+    assert dispatch.choose(replace(PROBLEM, **change), gpu).kernel.NAME == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("gpu", [CPU, INTERPRETER, *map(Gpu.for_arch, ARCHS)], ids=lambda gpu: f"{gpu.vendor} {gpu.arch}")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [1, 16, 80, 128, 192, 256, 8192])
+def test_every_problem_has_a_kernel_with_a_config(gpu: Gpu, dtype: str, head_dim: int) -> None:
+    problem = replace(PROBLEM, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim)
+    choice = dispatch.choose(problem, gpu)
+    assert choice.config == choice.kernel.configs(problem, gpu)[0]
+    assert choice.kernel.why_not(problem, gpu) == []
+    for kernel in dispatch.KERNELS:
+        assert bool(kernel.why_not(problem, gpu)) or len(kernel.configs(problem, gpu)) >= 1
+
+
+def test_a_named_kernel_runs_or_raises_with_its_reasons() -> None:
+    with pytest.raises(UnsupportedProblem) as caught:
+        dispatch.choose(replace(PROBLEM, head_dim=320, head_dim_v=300, requires_grad=True), H200, "flash_fwd")
+    assert list(caught.value.reasons) == ["flash_fwd"]
+    text = str(caught.value)
+    assert "head_dim is 320" in text and "head_dim_v is 300" in text and "gradients" in text
+    assert "kernel='eager'" in text, "the nearest choice is named"
+
+
+def test_a_gpu_kernel_for_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a usable GPU it is a mistake of type; without one, the sentence says what is missing."""
+    monkeypatch.setattr(dispatch, "_a_gpu_is_there", lambda: True)
+    with pytest.raises(InvalidType, match=r"q is on the CPU; move q, k and v with \.cuda\(\)"):
+        dispatch.choose(PROBLEM, CPU, "flash_fwd")
+    monkeypatch.setattr(dispatch, "_a_gpu_is_there", lambda: False)
+    with pytest.raises(RuntimeError, match=r"found tensors on the CPU; it needs an NVIDIA GPU"):
+        dispatch.choose(PROBLEM, CPU, "flash_fwd")
+
+
+def test_a_gpu_too_old() -> None:
+    turing = replace(H200, name="Tesla T4", arch="sm_75", smem_per_block_bytes=64 * 1024)
+    assert dispatch.choose(PROBLEM, turing).kernel is eager
+    with pytest.raises(RuntimeError, match=r"found Tesla T4 \(sm_75\); it needs sm_80 or newer"):
+        dispatch.choose(PROBLEM, turing, "flash_fwd")
+
+
+@pytest.mark.parametrize(
+    ("asked", "config", "error", "text"),
+    [
+        ("flash", None, InvalidInput, "kernel is 'flash'; it must be 'auto' or one of 'flash_fwd'"),
+        ("auto", flash_fwd.Config(64, 64, 4, 2), InvalidInput, "name the kernel the config is for"),
+        ("flash_fwd", eager.Config(64, 64), InvalidType, "kernel 'flash_fwd' takes warpwave.kernels.flash_fwd.Config"),
+        ("torch_sdpa", 7, InvalidType, "config is a int"),
+    ],
+)
+def test_wrong_kernel_or_config(asked: str, config: object, error: type[Exception], text: str) -> None:
+    with pytest.raises(error) as caught:
+        dispatch.choose(PROBLEM, CPU if asked == "torch_sdpa" else H200, asked, config)
+    assert text in str(caught.value)
+
+
+def test_a_given_config_is_used_and_said() -> None:
+    config = flash_fwd.Config(32, 32, 4, 1)
+    choice = dispatch.choose(PROBLEM, H200, "flash_fwd", config)
+    assert (choice.config, choice.config_source) == (config, "given")
+
+
+def test_kernels_have_the_anatomy_the_dispatcher_documents() -> None:
+    for kernel in dispatch.KERNELS:
+        assert kernel.__name__.endswith(kernel.NAME.replace("/", "."))
+        for part in ("NEEDS_GPU", "Config", "why_not", "cost", "configs", "bind"):
+            assert hasattr(kernel, part), f"{kernel.NAME} has no {part}"
+        assert "Bound:" in kernel.__doc__, f"{kernel.NAME} does not say what bounds it"
+
+
+def test_torch_sdpa_names_each_difference() -> None:
+    problem = replace(
+        PROBLEM, causal=Causal(), seqlen_q=64, softcap=1.0, has_sinks=True, window_size=(1, 1), return_lse=True
+    )
+    text = "\n".join(torch_sdpa.why_not(problem, CPU))
+    for word in ("lse", "first key", "window_size", "softcap", "sinks"):
+        assert word in text

@@ -1,0 +1,160 @@
+"""The operators: what torch's own checks say of them, and that compiled, direct and dispatched calls agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import warpwave
+from warpwave import ops
+from warpwave.checks import Options
+from warpwave.problem import Operands
+
+
+def qkv(*, batch: int = 2, seqlen: int = 33, heads: int = 4, head_dim: int = 16) -> list[torch.Tensor]:
+    return [torch.randn(batch, seqlen, heads, head_dim) for _ in range(3)]
+
+
+def packed() -> tuple[list[torch.Tensor], torch.Tensor]:
+    return [torch.randn(40, 4, 16) for _ in range(3)], torch.tensor([0, 7, 7, 40], dtype=torch.int32)
+
+
+def arguments(operands: Operands, options: Options) -> tuple[Any, ...]:
+    return (*operands, *options, "auto", "")
+
+
+CASES: dict[str, Any] = {
+    "plain": lambda: arguments(Operands(*qkv()), Options()),
+    "with lse": lambda: arguments(Operands(*qkv()), Options(causal="bottom_right", return_lse=True)),
+    "a permuted layout": lambda: arguments(
+        Operands(*(t.transpose(1, 2).contiguous().transpose(1, 2) for t in qkv())), Options(causal="top_left")
+    ),
+    "everything": lambda: arguments(
+        Operands(
+            *qkv(),
+            mask=torch.rand(2, 1, 33, 33) > 0.3,
+            bias=torch.randn(1, 4, 33, 33),
+            alibi_slopes=torch.rand(4),
+            sinks=torch.randn(4),
+        ),
+        Options(window_left=9, softcap=5.0, softmax_scale=0.3, return_lse=True),
+    ),
+    "packed": lambda: arguments(
+        Operands(*packed()[0], cu_seqlens_q=packed()[1], cu_seqlens_k=packed()[1]),
+        Options(max_seqlen_q=33, max_seqlen_k=33, return_lse=True),
+    ),
+    "gradients": lambda: arguments(
+        Operands(*(t.requires_grad_() for t in qkv()), sinks=torch.randn(4, requires_grad=True)),
+        Options(causal="bottom_right", return_lse=True, needs_grad=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_opcheck(case: str) -> None:
+    results = opcheck(torch.ops.warpwave.attention.default, CASES[case]())
+    assert set(results.values()) == {"SUCCESS"}, results
+
+
+@pytest.mark.parametrize("case", ["plain", "with lse", "everything", "packed"])
+def test_direct_and_dispatched_calls_agree(case: str) -> None:
+    args = CASES[case]()
+    torch.manual_seed(0)
+    through_torch = torch.ops.warpwave.attention(*args)
+    operands, options = ops._split(args)
+    out, lse = ops.attend(operands, options, "auto", None)
+    torch.testing.assert_close(through_torch[0], out, rtol=0, atol=0)
+    if lse is not None:
+        torch.testing.assert_close(through_torch[1], lse, rtol=0, atol=0)
+
+
+def test_full_graph_compiles_forward_and_backward() -> None:
+    @torch.compile(fullgraph=True)
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out, lse = warpwave.attention(q, k, v, causal=True, window_size=(8, 0), return_lse=True)
+        return out.square().sum() + lse.sin().sum()
+
+    plain, compiled = qkv(), []
+    for t in plain:
+        compiled.append(t.clone().requires_grad_())
+        t.requires_grad_()
+    loss(*compiled).backward()
+    loss._torchdynamo_orig_callable(*plain).backward()
+    for a, b in zip(plain, compiled, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_a_hundred_lengths_compile_a_few_times() -> None:
+    torch._dynamo.reset()
+    count = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(lambda q, k, v: warpwave.attention(q, k, v, causal=True), fullgraph=True, backend=count)
+    for seqlen in range(20, 120):
+        compiled(*qkv(seqlen=seqlen))
+    assert count.frame_count <= 3, f"{count.frame_count} compilations for 100 lengths"
+
+
+def test_an_export_keeps_one_node() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            return warpwave.attention(q, k, v)
+
+    exported = torch.export.export(Model(), tuple(qkv()))
+    targets = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
+    assert sum("warpwave.attention" in target for target in targets) == 1, targets
+
+
+def test_modes_see_the_call() -> None:
+    """A mode (here one that counts operators) must not be by-passed."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        warpwave.attention(*qkv())
+    assert "warpwave.attention.default" in seen
+
+
+def test_plans_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "MAX_PLANS", 8)
+    for seqlen in range(1, 40):
+        warpwave.attention(*qkv(batch=1, seqlen=seqlen, heads=1))
+    assert len(ops._plans) <= 8
+
+
+def test_a_plan_is_not_used_for_another_call() -> None:
+    """Whatever changes the result must be part of the plan's key."""
+    q, k, v = qkv()
+    base = warpwave.attention(q, k, v)
+    for change in (
+        {"causal": True},
+        {"causal": warpwave.Causal("top_left"), "window_size": (3, 3)},
+        {"window_size": (2, 1)},
+        {"softcap": 1.0},
+        {"softmax_scale": 0.5},
+        {"mask": torch.eye(33, dtype=torch.bool)[None, None]},
+        {"bias": torch.randn(2, 4, 33, 33)},
+        {"alibi_slopes": torch.ones(4)},
+        {"sinks": torch.ones(4)},
+    ):
+        changed = warpwave.attention(q, k, v, **change)
+        assert not torch.allclose(base, changed), change
+        torch.testing.assert_close(warpwave.attention(q, k, v), base, rtol=0, atol=0)
+
+
+def test_sixteen_threads_start_cold_together() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    inputs = [qkv(seqlen=17 + i % 4) for i in range(16)]
+    ops._plans.clear()
+    with ThreadPoolExecutor(16) as pool:
+        outs = list(pool.map(lambda qkv: warpwave.attention(*qkv, causal=True), inputs))
+    for (q, k, v), out in zip(inputs, outs, strict=True):
+        torch.testing.assert_close(out, warpwave.attention(q, k, v, causal=True), rtol=0, atol=0)
