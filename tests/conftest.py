@@ -22,9 +22,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(KernelAccount(), "kernel_account")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects by the markers set here
 def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
     no_gpu = pytest.mark.skip(reason="needs a GPU; torch sees none")
     for item in items:
+        if torch.cuda.is_available() and item.path.parent.name == "conformance":
+            item.add_marker(pytest.mark.gpu)  # the same tests, on the device and with the grid of a GPU
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}

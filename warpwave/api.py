@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from warpwave import ops
-from warpwave.checks import Options, check_packed_lengths, describe_call
+from warpwave.checks import Options, check_are_tensors, check_packed_lengths, describe_call
 from warpwave.errors import InvalidType
 from warpwave.problem import Causal, Operands
 
@@ -174,11 +174,12 @@ def _window(window_size: tuple[int, int]) -> tuple[int, int]:
 def _call(
     operands: Operands, options: Options, kernel: str, config: Any
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    if _direct(operands, options):
-        out, lse = ops.attend(operands, options, kernel, config)
-    else:
+    if not _direct(operands, options):
+        check_are_tensors(operands)
         out, lse = torch.ops.warpwave.attention(*operands, *options, kernel, ops.encode_config(config))
-    return (out, lse) if options.return_lse else out  # type: ignore[return-value]
+    else:
+        out, lse = ops.attend(operands, options, kernel, config)
+    return (out, lse) if options.return_lse else out
 
 
 def _direct(operands: Operands, options: Options) -> bool:

@@ -175,14 +175,18 @@ def check_packed_lengths(operands: Operands, options: Options) -> None:
             )
 
 
+def check_are_tensors(operands: Operands) -> None:
+    """Raises InvalidType naming the first operand that is no tensor; only q, k and v have to be given."""
+    for name, tensor in zip(Operands._fields, operands, strict=True):
+        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name in ("q", "k", "v")):
+            raise InvalidType(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+
+
 def _check_types(operands: Operands) -> None:
+    check_are_tensors(operands)
     q = operands.q
     for name, tensor in zip(Operands._fields, operands, strict=True):
-        if tensor is None and name not in ("q", "k", "v"):
-            continue
-        if not isinstance(tensor, torch.Tensor):
-            raise InvalidType(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
-        if tensor.device != q.device:
+        if tensor is not None and tensor.device != q.device:
             raise InvalidInput(f"{name} is on {tensor.device} and q on {q.device}; all tensors must share one device")
     if q.dtype not in DTYPE_NAMES:
         raise InvalidType(f"q is {q.dtype}; it must be one of {', '.join(map(str, DTYPE_NAMES))}")

@@ -67,8 +67,8 @@ class Explanation:
         if self.cost is not None:
             cost = self.cost
             lines.append(
-                f"tiles     {cost.flops / 1e9:,.3f} GFLOP computed, {cost.flops / max(1, problem.flops):.2f} x the work, "
-                f"{cost.read_bytes / 1e6:,.3f} MB read through the caches"
+                f"tiles     {cost.flops / 1e9:,.3f} GFLOP computed, {cost.flops / max(1, problem.flops):.2f} x the "
+                f"work; {cost.read_bytes / 1e6:,.3f} MB read through the caches"
                 + (f"; {cost.blocks:,} blocks" if cost.blocks else "")
                 + (f"; {cost.workspace_bytes / 1e6:,.1f} MB workspace" if cost.workspace_bytes else "")
             )

@@ -5,6 +5,7 @@ The tests hold no bare assert of the package to be there: the last one runs them
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -115,6 +116,7 @@ WRONG_VALUE: list[Row] = [
 WRONG_CONTENTS: list[Row] = [
     ("first not 0", lambda: packed(cu_seqlens_q=offsets(1, 3, 3, 10)), ["cu_seqlens_q[0]", "1", "0"]),
     ("decreasing", lambda: packed(cu_seqlens_q=offsets(0, 5, 3, 10)), ["cu_seqlens_q[2]", "3", "5"]),
+    ("queries beyond the last", lambda: packed(cu_seqlens_q=offsets(0, 3, 7, 12)), ["cu_seqlens_q[3]", "12", "10"]),
     ("last above the total", lambda: packed(cu_seqlens_k=offsets(0, 5, 9, 13)), ["cu_seqlens_k[3]", "13", "12"]),
     ("last below the total", lambda: packed(cu_seqlens_k=offsets(0, 5, 9, 11)), ["cu_seqlens_k[3]", "11", "12"]),
     ("longest too small", lambda: packed(max_seqlen_q=6), ["sequence 2", "7 tokens", "max_seqlen_q = 6"]),
@@ -191,15 +193,13 @@ def test_wrong_contents_unchecked_stay_inside_the_tensors(
         "far away": packed(cu_seqlens_q=offsets(0, 2**30, 3, 2**31 - 1), cu_seqlens_k=offsets(2**30, 5, -9, 2**31 - 1)),
         "negative": packed(cu_seqlens_q=offsets(-(2**31), -5, 3, -1), cu_seqlens_k=offsets(-7, -(2**30), 9, 0)),
     }
-    arguments = far[row] if row in far else dict((name, make()) for name, make, _ in WRONG_CONTENTS)[row]
+    arguments = far[row] if row in far else {name: make for name, make, _ in WRONG_CONTENTS}[row]()
     guards = Guards()
     allocate = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: guards.place(allocate(*args, **kwargs)))
     arguments = {n: guards.place(x) if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
-    try:
+    with contextlib.suppress(UnsupportedProblem):  # of a kernel without packed calls, held to its words elsewhere
         call(arguments | {"kernel": kernel})
-    except UnsupportedProblem:
-        pass  # a kernel without packed calls; test_gates.py holds its refusal to its words
     if ON_GPU:
         torch.cuda.synchronize()
     guards.assert_intact()
@@ -216,11 +216,11 @@ def test_a_gpu_kernel_by_name_without_a_gpu_names_found_and_needed() -> None:
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, check=True, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )
     missing = [word for word in ("UnsupportedProblem", "CPU", "needs", "64.0") if word not in run.stdout]
     if missing:
-        pytest.fail(f"{missing} not in {run.stdout!r}")
+        pytest.fail(f"{missing} not in {run.stdout!r} {run.stderr[-1000:]!r}")
 
 
 def test_all_of_this_holds_without_assertions() -> None:

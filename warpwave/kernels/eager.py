@@ -251,10 +251,6 @@ def _attend(
     q = views.q[..., block, :]
     m = torch.full(q.shape[:-1], NEG_INF, dtype=torch.float32, device=q.device)
     total = torch.zeros_like(m)
-    if views.sinks is not None:
-        # A sink is one more key whose value is zero: it is the first maximum and counts 1 in the sum.
-        m = m.maximum(views.sinks)
-        total = torch.where(m == NEG_INF, 0.0, 1.0)
     acc = torch.zeros((*q.shape[:-1], problem.head_dim_v), dtype=torch.float32, device=q.device)
     for tile in _tiles(band, block, views.k.shape[-2], block_n):
         scores, _ = _scores(problem, views, tile, band)
@@ -266,6 +262,13 @@ def _attend(
         v = _without_unseen(views.v, tile, scores, problem)
         acc = acc * alpha[..., None] + _matmul(_operand(p, v), v)
         m = m_new
+    if views.sinks is not None:
+        # One more key, whose value is zero. It comes last: as the first maximum it would push the probabilities of
+        # lower scores out of the range of 16 bits.
+        m_new = m.maximum(views.sinks)
+        shift = torch.where(m_new == NEG_INF, 0.0, m_new)
+        alpha = torch.exp(m - shift)
+        acc, total, m = acc * alpha[..., None], total * alpha + torch.exp(views.sinks - shift), m_new
     unseen = total == 0
     out = acc / torch.where(unseen, 1.0, total)[..., None]
     return out.to(q.dtype), torch.where(unseen, NEG_INF, m + torch.log(total))
@@ -355,12 +358,13 @@ def _attend_backward(
             grads.slopes -= (ds * _alibi_distance(views, tile)).sum_to_size(grads.slopes.shape)
         if squashed is not None:
             ds = ds * (1 - squashed * squashed)
-        ds = ds * problem.softmax_scale
+        # The scale comes after the products: before, it would push a small ds out of the range of 16 bits.
         if grads.q is not None:
             k = _without_unseen(views.k, tile, scores, problem)
-            grads.q[..., block, :] += _matmul(_operand(ds, k), k)
+            grads.q[..., block, :] += _matmul(_operand(ds, k), k) * problem.softmax_scale
         if grads.k is not None:
-            grads.k[..., tile.keys, :] += _matmul(_operand(ds, q_heads).flatten(2, 3).transpose(-1, -2), q_heads)
+            dk = _matmul(_operand(ds, q_heads).flatten(2, 3).transpose(-1, -2), q_heads)
+            grads.k[..., tile.keys, :] += dk * problem.softmax_scale
 
 
 # Host -----------------------------------------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ fill the GPU. It adds to the ladder's tiled kernel the online softmax, and with 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,6 +30,7 @@ from warpwave.kernels.primitives import (
     band_visible,
     load_tile,
     rounded,
+    rounded_to_tf32,
     softmax_step,
     tanh,
     tile_pointers,
@@ -47,8 +49,6 @@ SIZES = [
     "total_k",
     "num_heads_q",
     "group_size",
-    "head_dim",
-    "head_dim_v",
     "window_left",
     "window_right",
     "heads_in_l2",
@@ -114,6 +114,16 @@ def _key_ranges(
     return key_begin, key_end, first, whole_begin, whole_end
 
 
+@jit
+def _in_elements(stride_batch, stride_row, stride_head, UNIT: tl.constexpr):
+    """64-bit, for a stride in elements may pass 2^31 where it did not in units."""
+    return (
+        tl.cast(stride_batch, tl.int64) * UNIT,
+        tl.cast(stride_row, tl.int64) * UNIT,
+        tl.cast(stride_head, tl.int64) * UNIT,
+    )
+
+
 @jit(do_not_specialize=SIZES)
 def flash_fwd_kernel(
     q_ptr,
@@ -160,8 +170,6 @@ def flash_fwd_kernel(
     total_k,
     num_heads_q,
     group_size,
-    head_dim,
-    head_dim_v,
     window_left,
     window_right,
     heads_in_l2,
@@ -169,10 +177,11 @@ def flash_fwd_kernel(
     softcap,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    PADDED_D: tl.constexpr,
-    PADDED_DV: tl.constexpr,
     HAS_LOW: tl.constexpr,
     HAS_HIGH: tl.constexpr,
     TOP_LEFT: tl.constexpr,
@@ -189,6 +198,13 @@ def flash_fwd_kernel(
 
     The grid has one dimension, for 65,535 is the limit of the others. Neighbouring programs share K and V through L2.
     """
+    # Strides come in units: the compiler, which tells only multiples of 16 by itself, then sees that rows of 40 or 80
+    # elements are 16-byte aligned, without which they are read one element at a time.
+    stride_qb, stride_qm, stride_qh = _in_elements(stride_qb, stride_qm, stride_qh, STRIDE_UNIT)
+    stride_kb, stride_kn, stride_kh = _in_elements(stride_kb, stride_kn, stride_kh, STRIDE_UNIT)
+    stride_vb, stride_vn, stride_vh = _in_elements(stride_vb, stride_vn, stride_vh, STRIDE_UNIT)
+    stride_ob, stride_om, stride_oh = _in_elements(stride_ob, stride_om, stride_oh, STRIDE_UNIT)
+
     # Where this program works -----------------------------------------------------------------------------------------
     num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
@@ -248,17 +264,15 @@ def flash_fwd_kernel(
     dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, BLOCK_DV)
     q = tile_pointers(q_ptr, rows, dims, stride_qm, stride_qd)
-    q = load_tile(q, rows, dims, 0, seqlen_q, head_dim, True, PADDED_D)  # [BLOCK_M, BLOCK_D]
+    q = load_tile(q, rows, dims, 0, seqlen_q, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    if PRECISION == "tf32":
+        q = rounded_to_tf32(q)
     first_keys = tl.arange(0, BLOCK_N)
     k_pointers = tile_pointers(k_ptr, first_keys, dims, stride_kn, stride_kd)
     v_pointers = tile_pointers(v_ptr, first_keys, dims_v, stride_vn, stride_vd)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_SINKS:
-        # A sink is one more key whose value is zero: it is the first maximum and counts 1 in the sum.
-        m_i = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks_ptr + head) * LOG2_E
-        l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)
     scale_log2 = softmax_scale * LOG2_E
     if HAS_ALIBI:
         slope_log2 = tl.load(alibi_slopes_ptr + batch * stride_alibi_b + head * stride_alibi_h) * LOG2_E
@@ -269,13 +283,21 @@ def flash_fwd_kernel(
         tile_offset = tl.cast(key_tile, tl.int64)
         # Keys that no query of the tile sees are not read: NaN there must have no effect.
         k = k_pointers + tile_offset * stride_kn
-        k = load_tile(k, keys, dims, key_begin, key_end, head_dim, True, PADDED_D)  # [BLOCK_N, BLOCK_D]
+        k = load_tile(k, keys, dims, key_begin, key_end, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        if PRECISION == "tf32":
+            k = rounded_to_tf32(k)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
 
+        # What is left to multiply scores by, to make bits of them. Where something is added or hidden, that is done in
+        # bits: a scale of 0 is legal and 0 * -inf is NaN. Elsewhere the scale rides in the softmax's fused
+        # multiply-add, one instruction less for each score.
+        scale_left = scale_log2
         if HAS_SOFTCAP:
             scores = softcap * tanh(scores * (softmax_scale / softcap)) * LOG2_E
-        elif HAS_BIAS or HAS_ALIBI:
+            scale_left = 1.0
+        elif HAS_MASK or HAS_BIAS or HAS_ALIBI:
             scores = scores * scale_log2
+            scale_left = 1.0
         inside = (rows < seqlen_q)[:, None] & (keys < key_end)[None, :]
         if HAS_BIAS:
             offsets = rows.to(tl.int64)[:, None] * stride_bias_m + keys.to(tl.int64)[None, :] * stride_bias_n
@@ -287,25 +309,39 @@ def flash_fwd_kernel(
             scores -= slope_log2 * distance.to(tl.float32)
         if at_edge:
             visible = band_visible(rows, keys, low, high, HAS_LOW, HAS_HIGH) & (keys < key_end)[None, :]
-            scores = tl.where(visible, scores, float("-inf"))
+            scores = tl.where(visible, scores * scale_left, float("-inf"))
+            scale_left = 1.0
         if HAS_MASK:
             offsets = rows.to(tl.int64)[:, None] * stride_mask_m + keys.to(tl.int64)[None, :] * stride_mask_n
             shown = tl.load(mask_ptr + offsets, mask=inside, other=0)  # [BLOCK_M, BLOCK_N]
             scores = tl.where(shown != 0, scores, float("-inf"))
 
-        p, alpha, m_i, l_i = softmax_step(scores, scale_log2, m_i, l_i, PRESCALED=HAS_BIAS or HAS_ALIBI or HAS_SOFTCAP)
+        p, alpha, m_i, l_i = softmax_step(scores, scale_left, m_i, l_i)
         v = v_pointers + tile_offset * stride_vn
-        v = load_tile(v, keys, dims_v, key_begin, key_end, head_dim_v, True, PADDED_DV)  # [BLOCK_N, BLOCK_DV]
+        v = load_tile(v, keys, dims_v, key_begin, key_end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
         if HAS_MASK or HAS_BIAS:
             # A value that no query of the tile sees must have no effect, and 0 * NaN would be one.
             seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
             v = tl.where((seen != 0)[:, None], v, 0.0)
+        if PRECISION == "tf32":
+            p = rounded_to_tf32(p)
+            v = rounded_to_tf32(v)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)  # [BLOCK_M, BLOCK_DV]
 
+    if HAS_SINKS:
+        # One more key, whose value is zero. It comes last: as the first maximum it would push the probabilities of
+        # lower scores out of the range of 16 bits.
+        sink_log2 = tl.load(sinks_ptr + head) * LOG2_E
+        m_new = tl.maximum(m_i, sink_log2)
+        m_shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.math.exp2(m_i - m_shift)
+        acc = acc * alpha[:, None]
+        l_i = l_i * alpha + tl.math.exp2(sink_log2 - m_shift)
+        m_i = m_new
     # A row that saw no key has sum 0: its output is 0 and its log-sum-exp minus infinity.
-    out = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+    out = acc * tl.math.div_rn(1.0, tl.where(l_i == 0.0, 1.0, l_i))[:, None]
     offsets = rows.to(tl.int64)[:, None] * stride_om + dims_v[None, :]
-    inside = (rows < seqlen_q)[:, None] & (dims_v < head_dim_v)[None, :]
+    inside = (rows < seqlen_q)[:, None] & (dims_v < HEAD_DIM_V)[None, :]
     tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=inside)
     if WRITE_LSE:
         lse = tl.where(l_i == 0.0, float("-inf"), (m_i + tl.math.log2(l_i)) * LN_2)
@@ -314,8 +350,7 @@ def flash_fwd_kernel(
 
 # Host -----------------------------------------------------------------------------------------------------------------
 
-SMALLEST_SCALE = 2.0**-120  # for a scale of 0: the kernel scales after masking, and 0 * -inf is NaN
-L2_BYTES = 32 * 1024 * 1024  # of K and V that heads running together may fill; an H200 has 60 MB, an A100 40, an L4 48
+L2_BYTES = 16 * 1024 * 1024  # K and V of the heads that run together. On an H200, 4 to 32 MB differ by 3 %.
 UNLIMITED = 2**30  # a window side larger than any sequence, small enough that adding a length does not overflow
 
 
@@ -333,12 +368,15 @@ def bind(
         out = torch.empty(out_shape, dtype=dtype, device=device)
         return out, torch.empty(lse_shape, dtype=torch.float32, device=device) if problem.return_lse else None
 
+    # Read with stride 1 (or 0, along a broadcast axis), so that a layout is not one more variant of the kernel, with
+    # other bits. A tensor that is strided is copied, as it is: broadcast axes stay broadcast.
+    strided = [
+        n for n in Operands._fields[3:] if (t := getattr(operands, n)) is not None and t.stride(-1) > 1 < t.shape[-1]
+    ]
+
     def straight(operands: Operands) -> Operands:
         return operands._replace(**{name: getattr(operands, name).contiguous() for name in strided})
 
-    # Vectors of a few numbers are read with stride 1; a strided one is copied, which nobody's hot path has to pay.
-    vectors = ("sinks", "cu_seqlens_q", "cu_seqlens_k")
-    strided = [n for n in vectors if (t := getattr(operands, n)) is not None and not t.is_contiguous()]
     launcher = launch.bind(specify(problem, current_gpu(device), straight(operands), *allocate(), config))
 
     def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -360,7 +398,7 @@ def specify(
         grid=-(-problem.seqlen_q // config.block_m) * problem.num_heads_q * problem.batch,
         tensors=(*operands[:3], out, lse, *operands[3:]),
         scalars=_scalars(problem, operands, out),
-        constants=_constants(problem, gpu, config),
+        constants=_constants(problem, gpu, config, stride_unit(operands, out)),
         # Fused multiply-adds are off in float32, where the maximum times the scale must round as each score times the
         # scale does, so that the largest probability is exactly 1.
         options={
@@ -374,10 +412,12 @@ def specify(
 def _scalars(problem: AttentionProblem, operands: Operands, out: torch.Tensor) -> list[int | float]:
     """The run-time arguments behind the pointers, in the kernel's order."""
     packed = (0,) if problem.packed else ()  # a packed tensor has no batch stride
+    unit = stride_unit(operands, out)
     strides: list[int] = []
     for tensor in operands[:3]:
-        strides += (*packed, *tensor.stride())
-    strides += (*packed, *out.stride()[:-1])
+        *outer, inner = tensor.stride()
+        strides += (*packed, *(stride // unit for stride in outer), inner)
+    strides += (*packed, *(stride // unit for stride in out.stride()[:-1]))
     rows = problem.total_q if problem.packed else problem.seqlen_q
     strides += (0, rows) if problem.packed else (problem.num_heads_q * rows, rows)
     for tensor in (operands.mask, operands.bias):
@@ -396,31 +436,34 @@ def _scalars(problem: AttentionProblem, operands: Operands, out: torch.Tensor) -
         problem.total_k,
         problem.num_heads_q,
         problem.num_heads_q // problem.num_heads_kv,
-        problem.head_dim,
-        problem.head_dim_v,
         left if left >= 0 else UNLIMITED,
         right if right >= 0 else UNLIMITED,
         max(1, L2_BYTES // max(1, kv_bytes)),
-        problem.softmax_scale or SMALLEST_SCALE,
+        problem.softmax_scale,
         problem.softcap,
     ]
+
+
+def stride_unit(operands: Operands, out: torch.Tensor) -> int:
+    """The largest power of two, up to 16, that divides every stride between rows, heads and batches."""
+    return math.gcd(16, *(stride for tensor in (*operands[:3], out) for stride in tensor.stride()[:-1]))
 
 
 def _broadcast_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _constants(problem: AttentionProblem, gpu: Gpu, config: Config) -> dict[str, int | bool | str]:
+def _constants(problem: AttentionProblem, gpu: Gpu, config: Config, unit: int) -> dict[str, int | bool | str]:
     """The compile-time arguments of the kernel, by name."""
-    block_d, block_dv = _padded(problem.head_dim), _padded(problem.head_dim_v)
     top_left = problem.causal is not None and problem.causal.alignment == "top_left"
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "BLOCK_D": block_d,
-        "BLOCK_DV": block_dv,
-        "PADDED_D": block_d != problem.head_dim,
-        "PADDED_DV": block_dv != problem.head_dim_v,
+        "STRIDE_UNIT": unit,
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_D": _padded(problem.head_dim),
+        "BLOCK_DV": _padded(problem.head_dim_v),
         "HAS_LOW": problem.window_size[0] >= 0,
         "HAS_HIGH": problem.window_size[1] >= 0 or problem.causal is not None,
         "TOP_LEFT": top_left,
@@ -549,13 +592,31 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     if not fitting:
         return []
     default = _default(problem, gpu)
-    if default not in fitting:
-        default = max(fitting, key=lambda c: (c.block_m * c.block_n, -c.num_stages))
+    while default not in fitting:
+        default = _smaller(default)
     return [default, *(c for c in fitting if c != default)]
 
 
+def _smaller(config: Config) -> Config:
+    """The next config to try where one does not fit: fewer tiles in flight, then fewer keys, then fewer queries."""
+    if config.num_stages > 1:
+        return replace(config, num_stages=config.num_stages - 1)
+    if config.block_n > 16:
+        return replace(config, block_n=config.block_n // 2)
+    return replace(config, block_m=config.block_m // 2, num_warps=4)
+
+
 def _fitting(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    return [c for c in _space() if smem_bytes(problem, gpu, c) <= gpu.smem_per_block_bytes]
+    fitting = [c for c in _space() if smem_bytes(problem, gpu, c) <= gpu.smem_per_block_bytes]
+    if gpu.capability == 90 and _uses_tensor_cores(problem, gpu):
+        # Two warpgroups on 64 queries split the keys of a wgmma between them. That is slow (152 TFLOP/s where four
+        # warps reach 236), and in tf32, at 64x16, Triton 3.6 computes wrong products and reads out of bounds.
+        fitting = [c for c in fitting if not (c.num_warps == 8 and c.block_m == 64)]
+    return fitting
+
+
+def _uses_tensor_cores(problem: AttentionProblem, gpu: Gpu) -> bool:
+    return problem.dtype != "float32" or _dot_precision(problem, gpu) != "ieee"
 
 
 def _space() -> list[Config]:
@@ -569,6 +630,14 @@ def _space() -> list[Config]:
 
 
 def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
+    """The table's config, with half the keys where a tile of mask or bias takes registers and shared memory too."""
+    config = _default_without_mask(problem, gpu)
+    if problem.mask_shape is None and problem.bias_shape is None:
+        return config
+    return replace(config, block_n=max(16, config.block_n // 2))
+
+
+def _default_without_mask(problem: AttentionProblem, gpu: Gpu) -> Config:
     """Measured on an H200 where a figure stands; elsewhere the widest tile that compiles without spills (with the
     bounds of tests/compile where nothing does)."""
     width = max(_padded(problem.head_dim), _padded(problem.head_dim_v))
@@ -583,13 +652,13 @@ def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
         if precision == "ieee":
             # 4 x 16 heads x 2048: 12.8 TFLOP/s at head_dim 64 (64x32: 10.4), 8.9 at 128 (128x32: 4.7, spills).
             return (Config(128, 64, 8, 2), Config(64, 32, 8, 2), Config(32, 32, 8, 1))[bucket]
-        if gpu.capability != 90:
+        if gpu.capability != 90 or bucket == 2:
             return (Config(32, 32, 4, 2), Config(32, 16, 4, 2), Config(32, 16, 8, 1))[bucket]
         if precision == "tf32":
             # 112 TFLOP/s at head_dim 64 (128x64: 94), 97 at 128 (64x32: 77).
-            return (Config(128, 32, 8, 3), Config(128, 32, 8, 2), Config(64, 16, 8, 1))[bucket]
+            return (Config(128, 32, 8, 3), Config(128, 32, 8, 2))[bucket]
         # 51 TFLOP/s at head_dim 64 (64x64: 44), 40 at 128 (64x32: 25).
-        return (Config(128, 64, 8, 2), Config(128, 32, 8, 2), Config(64, 16, 8, 1))[bucket]
+        return (Config(128, 64, 8, 2), Config(128, 32, 8, 2))[bucket]
     if rdna:
         return (Config(64, 32, 4, 2), Config(64, 32, 8, 2), Config(32, 16, 8, 1))[bucket]
     if gpu.vendor == "amd":

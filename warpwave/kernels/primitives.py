@@ -28,26 +28,12 @@ def tile_pointers(ptr, rows, columns, stride_row, stride_column):
 
 
 @jit
-def load_tile(
-    pointers,
-    rows,
-    columns,
-    row_begin,
-    row_end,
-    num_columns,
-    CHECK_ROWS: tl.constexpr,
-    CHECK_COLUMNS: tl.constexpr,
-):
+def load_tile(pointers, rows, columns, row_begin, row_end, num_columns, CHECK_COLUMNS: tl.constexpr):
     """The tile behind `pointers`, zero outside `row_begin <= row < row_end` and `column < num_columns`."""
-    if CHECK_ROWS and CHECK_COLUMNS:
-        inside = ((rows >= row_begin) & (rows < row_end))[:, None] & (columns < num_columns)[None, :]
-        tile = tl.load(pointers, mask=inside, other=0.0)
-    elif CHECK_ROWS:
-        tile = tl.load(pointers, mask=((rows >= row_begin) & (rows < row_end))[:, None], other=0.0)
-    elif CHECK_COLUMNS:
-        tile = tl.load(pointers, mask=(columns < num_columns)[None, :], other=0.0)
-    else:
-        tile = tl.load(pointers)
+    inside = ((rows >= row_begin) & (rows < row_end))[:, None]
+    if CHECK_COLUMNS:
+        inside = inside & (columns < num_columns)[None, :]
+    tile = tl.load(pointers, mask=inside, other=0.0)
     if IN_INTERPRETER:
         tile = tile.to(tl.float32)
     return tile
@@ -87,32 +73,32 @@ def tanh(x):
 
 
 @jit
-def softmax_step(scores, scale_log2, m_i, l_i, PRESCALED: tl.constexpr):
-    """One tile of the online softmax: un-normalised probabilities, the rescale of what was summed, the new state.
+def rounded_to_tf32(x):
+    """float32 to the nearest of 10 mantissa bits. The tensor core would cut the others off: twice the error, and a bias
+    towards zero that adds up wherever terms have one sign, as probabilities do."""
+    bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
 
-    Args:
-        scores: [BLOCK_M, BLOCK_N], minus infinity where masked.
-        scale_log2: what makes bits of them, positive. The maximum is taken before scaling, so that the scale
-            rides in the fused multiply-add of the subtraction: one instruction less for each score.
-        m_i, l_i: running maximum (scaled, in bits) and sum, [BLOCK_M].
-        PRESCALED: the scores are in bits already.
+
+@jit
+def softmax_step(scores, scale, m_i, l_i):
+    """One tile of the online softmax: un-normalised probabilities, the rescale of what was summed, the new state.
 
     A row that saw no key yet has the maximum minus infinity, and keeps it: only the subtraction uses 0 instead, for
     `-inf - -inf` is NaN. (A maximum moved to 0 for good would flush later scores below -126 to zero.)
 
+    Args:
+        scores: [BLOCK_M, BLOCK_N], minus infinity where masked.
+        scale: what makes bits of them, not negative.
+        m_i, l_i: running maximum in bits, and sum, [BLOCK_M].
+
     Returns:
-        p: exp2(scores - new maximum), [BLOCK_M, BLOCK_N].
+        p: exp2(scale * scores - new maximum), [BLOCK_M, BLOCK_N].
         alpha: exp2(old maximum - new maximum), exactly 1 where the maximum did not move.
         m_new, l_new.
     """
-    if PRESCALED:
-        m_new = tl.maximum(m_i, tl.max(scores, 1))
-    else:
-        m_new = tl.maximum(m_i, tl.max(scores, 1) * scale_log2)
+    m_new = tl.maximum(m_i, tl.max(scores, 1) * scale)
     m_shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    if PRESCALED:
-        p = tl.math.exp2(scores - m_shift[:, None])
-    else:
-        p = tl.math.exp2(scores * scale_log2 - m_shift[:, None])
+    p = tl.math.exp2(scores * scale - m_shift[:, None])
     alpha = tl.math.exp2(m_i - m_shift)
     return p, alpha, m_new, l_i * alpha + tl.sum(p, 1)

@@ -1,0 +1,200 @@
+"""The contract's rows of edge cases and bad input: which tests hold each of them, and which fault proves the tests.
+
+test_contract.py checks that the tests and the faults named here exist and that nothing in the two test files, and no
+fault of theirs, is without a row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+    """One promise: its words, the tests that hold it, and the seeded faults that turn them red."""
+
+    promise: str
+    tests: tuple[str, ...]
+    mutants: tuple[str, ...]
+
+
+EDGES = "test_edges.py::"
+BAD = "test_bad_input.py::"
+GRADIENTS = "test_gradients.py::"
+GPU = "test_gpu.py::"
+
+TABLE = (
+    # Edge cases and the expected behaviour
+    Row(
+        "fully masked row: out 0, lse -inf, its dq 0, nothing to dk and dv, never NaN",
+        (EDGES + "test_rows_that_see_nothing", GRADIENTS + "test_gradients_of_empty_calls"),
+        ("a row that sees nothing is 0 / 0",),
+    ),
+    Row(
+        "the same with a sink: out 0, lse the sink logit, sink gradient finite",
+        (
+            EDGES + "test_rows_that_see_nothing",
+            EDGES + "test_sinks_far_from_the_logits",
+            GRADIENTS + "test_gradients_of_empty_calls",
+        ),
+        ("sink in base two", "gradient of the sinks has the wrong sign"),
+    ),
+    Row(
+        "no keys: out 0, lse -inf or the sink, dq 0, no launch",
+        (EDGES + "test_empty_sizes", GRADIENTS + "test_gradients_of_empty_calls"),
+        ("no keys: LSE 0",),
+    ),
+    Row(
+        "no queries or no batch: empty out and lse, dk = dv = 0, no launch",
+        (EDGES + "test_empty_sizes", GRADIENTS + "test_gradients_of_empty_calls"),
+        ("no queries: out as wide as q",),
+    ),
+    Row(
+        "empty sequence among packed ones: its rows as above, the others bit-equal to a run without it",
+        (EDGES + "test_empty_sequences_among_packed_ones",),
+        ("an empty sequence sees one key",),
+    ),
+    Row(
+        "one visible key: that row of v bit for bit, whatever the logit",
+        (EDGES + "test_one_visible_key",),
+        ("hidden scores are a large negative number",),
+    ),
+    Row(
+        "first visited tile masked, later logits low: the same gates; the running maximum never becomes 0",
+        (EDGES + "test_first_tile_hidden_and_later_logits_low",),
+        ("running maximum becomes 0 before anything is seen",),
+    ),
+    Row(
+        "NaN or Inf in q or k: exactly the rows that see it",
+        (EDGES + "test_not_finite_in_q_or_k_reaches_the_rows_that_see_it",),
+        ("NaN swept under the rug",),
+    ),
+    Row(
+        "NaN or Inf in v: the rows that see it, never another head or batch item",
+        (EDGES + "test_not_finite_in_v_stays_in_its_head",),
+        ("v of another head",),
+    ),
+    Row(
+        "NaN or Inf where nobody sees it: no effect, bit-equal",
+        ("test_pairs.py::test_keys_that_no_query_sees_may_hold_anything",),
+        ("NaN leaks from values that nobody sees", "hidden by bias only as far as the number goes"),
+    ),
+    Row(
+        "-inf in bias hides, +inf is NaN in that row only",
+        (EDGES + "test_minus_infinity_in_bias_hides", EDGES + "test_plus_infinity_in_bias_is_nan_in_its_row"),
+        ("bias of -inf is a large negative number", "bias of +inf is a large number"),
+    ),
+    Row(
+        "causal with unequal lengths: bottom-right; top-left by name",
+        (EDGES + "test_causal_alignment", EDGES + "test_causal_true_is_bottom_right"),
+        ("top-left mask aligned to the last key", "stale cache key: a call's options left out"),
+    ),
+    Row(
+        "window: inclusive on both sides, counted from the last key, -1 unlimited",
+        (EDGES + "test_window_is_inclusive_and_follows_the_last_key", "test_probes.py::test_support"),
+        ("window's left edge exclusive",),
+    ),
+    Row(
+        "LSE: natural logarithm, float32, (batch, heads, rows) or (heads, total)",
+        (EDGES + "test_lse_is_the_natural_logarithm_in_float32",),
+        ("LSE in base two",),
+    ),
+    Row(
+        "default scale: of the caller's head_dim, before any padding",
+        (EDGES + "test_default_scale_is_of_the_callers_head_dim",),
+        ("scale of a padded head_dim",),
+    ),
+    Row(
+        "scale 0: uniform over the visible keys",
+        (EDGES + "test_scale_zero_is_uniform_over_what_is_visible",),
+        ("scale 0 is 0 times -inf", "a scale of 0 is no scale"),
+    ),
+    Row(
+        "GQA: query head h reads kv head h // group",
+        (EDGES + "test_query_heads_share_kv_heads_in_groups", "test_probes.py::test_retrieval_across_heads"),
+        ("wrong head map: modulo instead of division", "kv heads taken in turn"),
+    ),
+    Row(
+        "LSE in a loss: the right gradient",
+        (GRADIENTS + "test_lse_alone_in_the_loss", GRADIENTS + "test_gates"),
+        ("gradient of the LSE dropped",),
+    ),
+    Row(
+        "second derivative: a clear RuntimeError",
+        (GRADIENTS + "test_second_derivative_is_refused",),
+        ("second derivative is silently none",),
+    ),
+    Row(
+        "grid limits: 65,535 and 65,536 of anything",
+        (GPU + "test_grid_limits",),
+        ("program ids of 16 bits",),
+    ),
+    Row(
+        "outputs fully written, inputs not at all",
+        ("test_poison.py::test_every_cell_is_written", "test_poison.py::test_guards_and_inputs_stay_as_they_were"),
+        ("last row of each tile not stored", "columns beyond head_dim_v stored"),
+    ),
+    Row(
+        "addresses past 2^31 and 2^32 elements",
+        (EDGES + "test_offsets_past_32_bits", GPU + "test_far_tensors", GPU + "test_far_outputs"),
+        ("32-bit offset",),
+    ),
+    # Bad input
+    Row(
+        "a wrong type: TypeError; tensors on two devices: ValueError",
+        (
+            BAD + "test_wrong_type",
+            BAD + "test_wrong_value",
+            BAD + "test_errors_are_the_ones_python_users_catch",
+            GPU + "test_cpu_tensors_for_a_gpu_kernel",
+            GPU + "test_mixed_devices_are_refused",
+        ),
+        ("integer masks let through",),
+    ),
+    Row(
+        "a wrong shape: ValueError naming argument, got, expected; an unknown option is an error",
+        (
+            BAD + "test_wrong_value",
+            BAD + "test_an_unknown_argument_is_an_error",
+            BAD + "test_a_good_call_is_not_refused",
+        ),
+        ("heads that do not divide let through",),
+    ),
+    Row(
+        "a wrong scale, softcap or window: ValueError",
+        (BAD + "test_wrong_value",),
+        ("an infinite scale let through",),
+    ),
+    Row(
+        "valid but unsupported here: NotImplementedError with every reason and what would run",
+        (BAD + "test_a_refusal_lists_every_reason_and_what_would_run", "test_gates.py::test_case_grid"),
+        ("a refusal names one reason",),
+    ),
+    Row(
+        "contents of cu_seqlens: named when checked, memory-safe when not",
+        (BAD + "test_wrong_contents_when_checked", BAD + "test_wrong_contents_unchecked_stay_inside_the_tensors"),
+        ("sequences longer than the longest let through", "offsets beyond the last query not clamped"),
+    ),
+    Row(
+        "compiling while a graph is captured: RuntimeError, the capture survives",
+        (GPU + "test_compiling_during_capture_is_refused_and_the_capture_survives",),
+        ("compiles while a graph is captured",),
+    ),
+    Row(
+        "no GPU: import works, auto serves, a GPU kernel by name says what was found and what it needs",
+        (BAD + "test_a_gpu_kernel_by_name_without_a_gpu_names_found_and_needed",),
+        ("CPU tensors launched on a GPU kernel",),
+    ),
+    Row(
+        "all checks hold under python -O",
+        (BAD + "test_all_of_this_holds_without_assertions",),
+        ("a check is an assertion",),
+    ),
+)
+
+# Rows that come with what they are about: paged caches, split keys and workspaces have no code yet.
+LATER = (
+    "zero-length item in a paged batch; NaN in unused pages (paged cache)",
+    "page table not int32, page size not positive, page id out of range, used length above capacity (paged cache)",
+    "lse of a wrong shape as an input (merging of partial results)",
+    "a dirty workspace is bit-equal (split keys)",
+)

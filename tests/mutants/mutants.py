@@ -1,0 +1,307 @@
+"""The seeded faults: each a change of one place in the package that the named tests must notice, and by what words.
+
+A fault is caught when a test fails by assertion and the failure says what it should; a crash is no catch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """One fault.
+
+    Attributes:
+        name: what is wrong, in words.
+        file: which file of the package.
+        old, new: the text, which occurs there exactly once, and what replaces it.
+        test: the test function that must fail, "test_probes.py::test_count".
+        select: which of its parameters are enough, as pytest's -k expression.
+        shows: what the failure must say.
+        needs_gpu: whether only a GPU shows it.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+    select: str = ""
+    shows: str = ""
+    needs_gpu: bool = False
+
+
+FLASH, PRIMITIVES, EAGER = "kernels/flash_fwd.py", "kernels/primitives.py", "kernels/eager.py"
+STORE = "tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=inside)"
+HIDE = 'scores = tl.where(visible, scores * scale_left, float("-inf"))'
+
+# The eleven that correctness is first asked about. Portable Triton has no barrier of its own to drop; the nearest
+# mistake it lets one make is to serve a call with what was prepared for another.
+NAMED = [
+    Mutant(
+        "mask one key too wide", FLASH,
+        "high = last_key_offset + window_right", "high = last_key_offset + window_right + 1",
+        "test_probes.py::test_count", "flash_fwd and causal-flash_fwd and 113", "torch.equal",
+    ),
+    Mutant(
+        "padding key counted", FLASH,
+        "HAS_LOW, HAS_HIGH) & (keys < key_end)[None, :]", "HAS_LOW, HAS_HIGH)",
+        "test_probes.py::test_count", "flash_fwd and none and 113", "torch.equal",
+    ),
+    Mutant(
+        "first key tile lost", FLASH,
+        "for key_tile in range(first, key_end, BLOCK_N)", "for key_tile in range(first + BLOCK_N, key_end, BLOCK_N)",
+        "test_probes.py::test_support", "flash_fwd and none and 113", "keys from 0",
+    ),
+    Mutant(
+        "accumulator not rescaled", FLASH,
+        "v, acc * alpha[:, None], input_precision", "v, acc, input_precision",
+        "test_gates.py::test_case_grid", "float16-113x103-d64-h2x2-b2-sharp-flash_fwd", "FAIL B2 RMS of out",
+    ),
+    Mutant(
+        "wrong head map: modulo instead of division", FLASH,
+        "kv_head = head // group_size", "kv_head = head % (num_heads_q // group_size)",
+        "test_probes.py::test_retrieval_across_heads", "flash_fwd and 6", "torch.equal",
+    ),
+    Mutant(
+        "strides of k used for v", FLASH,
+        "v_ptr += batch * stride_vb + kv_head * stride_vh", "v_ptr += batch * stride_vb + kv_head * stride_kh",
+        "test_pairs.py::test_layouts_equal_contiguous", "differ-False-True-flash_fwd", "bits(",
+    ),
+    Mutant(  # unsigned, for the negative offset of a signed one ends the process instead of the test
+        "32-bit offset", PRIMITIVES,
+        "rows.to(tl.int64)[:, None] * stride_row", "rows.to(tl.uint32)[:, None] * stride_row",
+        "test_edges.py::test_offsets_past_32_bits", "k-1-4294967296-flash_fwd", "bits(",
+    ),
+    Mutant(
+        "last row of each tile not stored", FLASH,
+        STORE, STORE.replace("inside", "inside & (rows != row_last)[:, None]"),
+        "test_poison.py::test_every_cell_is_written", "flash_fwd and d64-h4x2", "isnan",
+    ),
+    Mutant(
+        "LSE in base two", FLASH,
+        "(m_i + tl.math.log2(l_i)) * LN_2", "m_i + tl.math.log2(l_i)",
+        "test_edges.py::test_lse_is_the_natural_logarithm_in_float32", "False-flash_fwd", "Tensor-likes are not close",
+    ),
+    Mutant(
+        "stale cache key: a call's options left out", "ops.py",
+        "key = (*layouts, options, kernel, config)", "key = (*layouts, kernel, config)",
+        "test_edges.py::test_causal_alignment", "flash_fwd", "keys_seen",
+    ),
+    Mutant(
+        "window's left edge exclusive", FLASH,
+        "low = last_key_offset - window_left", "low = last_key_offset - window_left + 1",
+        "test_probes.py::test_support", "flash_fwd and 64 and 113", "keys from",
+    ),
+]  # fmt: skip
+
+OTHERS = [
+    Mutant(
+        "scale of a padded head_dim", "checks.py",
+        "1.0 / math.sqrt(head_dim)", "1.0 / math.sqrt(1 << (head_dim - 1).bit_length())",
+        "test_edges.py::test_default_scale_is_of_the_callers_head_dim", "80-flash_fwd", "bits(",
+    ),
+    Mutant(
+        "softcap after bias", EAGER,
+        """        squashed = torch.tanh(scores / problem.softcap)
+        scores = squashed * problem.softcap
+    if views.bias is not None:
+""",
+        """        bias = 0.0 if views.bias is None else tile.of(views.bias)
+        squashed = torch.tanh((scores + bias) / problem.softcap)
+        scores = squashed * problem.softcap
+    elif views.bias is not None:
+""",
+        "test_gates.py::test_case_grid", "softcap and bias and eager and lse=False", "FAIL",
+    ),
+    Mutant(
+        "sink left out of the denominator", FLASH,
+        "l_i = l_i * alpha + tl.math.exp2(sink_log2 - m_shift)", "l_i = l_i * alpha",
+        "test_gates.py::test_case_grid", "b2-sinks-normal-flash_fwd", "FAIL C LSE",
+    ),
+    Mutant(
+        "sink in base two", FLASH,
+        "tl.load(sinks_ptr + head) * LOG2_E", "tl.load(sinks_ptr + head)",
+        "test_edges.py::test_rows_that_see_nothing", "mask-True-flash_fwd", "FAIL C LSE",
+    ),
+    Mutant(
+        "top-left mask aligned to the last key", FLASH,
+        "high = tl.minimum(high, 0)", "high = tl.minimum(high, last_key_offset)",
+        "test_edges.py::test_causal_alignment", "top_left and flash_fwd", "keys_seen",
+    ),
+    Mutant(
+        "NaN leaks from values that nobody sees", FLASH,
+        "load_tile(v, keys, dims_v, key_begin, key_end,", "load_tile(v, keys, dims_v, 0, seqlen_k,",
+        "test_pairs.py::test_keys_that_no_query_sees_may_hold_anything", "window-bfloat16-nan-flash_fwd", "bits(",
+    ),
+    Mutant(
+        "hidden by bias only as far as the number goes", FLASH,
+        'tl.where(bias == float("-inf"), float("-inf"), scores + bias * LOG2_E)', "scores + bias * LOG2_E",
+        "test_pairs.py::test_keys_that_no_query_sees_may_hold_anything", "bias-bfloat16-nan-flash_fwd", "bits(",
+    ),
+    Mutant(
+        "bias of -inf is a large negative number", FLASH,
+        'tl.where(bias == float("-inf"), float("-inf"), scores + bias * LOG2_E)',
+        "scores + tl.maximum(bias, -1e4) * LOG2_E",
+        "test_edges.py::test_minus_infinity_in_bias_hides", "flash_fwd and float16", "FAIL",
+    ),
+    Mutant(
+        "bias of +inf is a large number", FLASH,
+        "scores + bias * LOG2_E", "scores + tl.minimum(bias, 1e30) * LOG2_E",
+        "test_edges.py::test_plus_infinity_in_bias_is_nan_in_its_row", "flash_fwd", "isnan",
+    ),
+    Mutant(
+        "running maximum becomes 0 before anything is seen", PRIMITIVES,
+        "return p, alpha, m_new,", "return p, alpha, m_shift,",
+        "test_edges.py::test_first_tile_hidden_and_later_logits_low", "flash_fwd and 1000 and float16", "FAIL",
+    ),
+    Mutant(
+        "hidden scores are a large negative number", FLASH,
+        HIDE, HIDE.replace('float("-inf")', "-1.0e5"),
+        "test_edges.py::test_one_visible_key", "flash_fwd and 245000 and 200 and float16", "FAIL",
+    ),
+    Mutant(
+        "ALiBi rewards distance", FLASH,
+        "scores -= slope_log2 * distance", "scores += slope_log2 * distance",
+        "test_gates.py::test_case_grid", "b2-alibi=heads-normal-flash_fwd", "FAIL C LSE",
+    ),
+    Mutant(
+        "ALiBi counted from the first key", FLASH,
+        "tl.abs(rows[:, None] + last_key_offset - keys[None, :])", "tl.abs(rows[:, None] - keys[None, :])",
+        "test_gates.py::test_case_grid", "b2-alibi=heads-normal-flash_fwd", "FAIL C LSE",
+    ),
+    Mutant(
+        "a row that sees nothing is 0 / 0", FLASH,
+        "tl.where(l_i == 0.0, 1.0, l_i))[:, None]", "l_i)[:, None]",
+        "test_edges.py::test_rows_that_see_nothing", "mask-False-flash_fwd", "FAIL",
+    ),
+    Mutant(
+        "NaN swept under the rug", FLASH,
+        "rounded(out, out_ptr", "rounded(tl.where(out == out, out, 0.0), out_ptr",
+        "test_edges.py::test_not_finite_in_q_or_k_reaches_the_rows_that_see_it", "q-nan-flash_fwd", "isnan",
+    ),
+    Mutant(
+        "v of another head", FLASH,
+        "v_ptr += batch * stride_vb + kv_head * stride_vh", "v_ptr += batch * stride_vb + (1 - kv_head) * stride_vh",
+        "test_edges.py::test_not_finite_in_v_stays_in_its_head", "flash_fwd and nan", "isfinite",
+    ),
+    Mutant(
+        "probabilities rounded before they are summed", PRIMITIVES,
+        "l_i * alpha + tl.sum(p, 1)", "l_i * alpha + tl.sum(p.to(tl.float16).to(tl.float32), 1)",
+        "test_gates.py::test_case_grid", "float16-113x103-d64-h2x2-b2-normal-flash_fwd", "FAIL C LSE",
+    ),
+    Mutant(
+        "16-bit accumulator", FLASH,
+        "v, acc * alpha[:, None], input", "v, (acc * alpha[:, None]).to(tl.float16).to(tl.float32), input",
+        "test_probes.py::test_retrieval", "float32:ieee and none and flash_fwd", "torch.equal",
+    ),
+    Mutant(
+        "kv heads taken in turn", FLASH,
+        "kv_head = head // group_size", "kv_head = head % (num_heads_q // group_size)",
+        "test_edges.py::test_query_heads_share_kv_heads_in_groups", "flash_fwd and 6", "torch.equal",
+    ),
+    Mutant(
+        "columns beyond head_dim_v stored", FLASH,
+        STORE, STORE.replace("inside", "(rows < seqlen_q)[:, None] & (dims_v >= 0)[None, :]"),
+        "test_poison.py::test_guards_and_inputs_stay_as_they_were", "flash_fwd and d40x59", "a guard region",
+    ),
+    Mutant(
+        "an empty sequence sees one key", FLASH,
+        "total_k) - k_begin", "total_k) - k_begin + (tl.load(cu_seqlens_k_ptr + batch + 1) == k_begin)",
+        "test_edges.py::test_empty_sequences_among_packed_ones", "flash_fwd", "eq(0)",
+    ),
+    Mutant(
+        "no keys: LSE 0", "ops.py",
+        'float("-inf"), dtype=torch.float32', "0.0, dtype=torch.float32",
+        "test_edges.py::test_empty_sizes", "flash_fwd and False", "torch.equal",
+    ),
+    Mutant(
+        "no queries: out as wide as q", "ops.py",
+        "out = q.new_zeros((*q.shape[:-1], problem.head_dim_v))", "out = q.new_zeros(q.shape)",
+        "test_edges.py::test_empty_sizes", "flash_fwd and False", "shape",
+    ),
+    Mutant(
+        "scale 0 is 0 times -inf", FLASH,
+        HIDE + "\n            scale_left = 1.0\n", HIDE.replace(" * scale_left", "") + "\n",
+        "test_edges.py::test_scale_zero_is_uniform_over_what_is_visible", "flash_fwd", "FAIL",
+    ),
+    Mutant(
+        "a scale of 0 is no scale", "checks.py",
+        "return softmax_scale if softmax_scale is not None else", "return softmax_scale if softmax_scale else",
+        "test_edges.py::test_scale_zero_is_uniform_over_what_is_visible", "eager", "FAIL",
+    ),
+    Mutant(
+        "gradient of the LSE dropped", "ops.py",
+        "attention_backward(dout, dlse, out,", "attention_backward(dout, None, out,",
+        "test_gradients.py::test_lse_alone_in_the_loss", "eager", "FAIL",
+    ),
+    Mutant(
+        "gradient of k not scaled", EAGER,
+        "        ds = ds * problem.softmax_scale\n", "",
+        "test_gradients.py::test_gates", "eager and float16 and normal", "FAIL",
+    ),
+    Mutant(
+        "gradient of the sinks has the wrong sign", EAGER,
+        "grads.sinks -= ", "grads.sinks += ",
+        "test_gradients.py::test_gradients_of_empty_calls", "eager and True and 5", "Tensor-likes",
+    ),
+    Mutant(
+        "second derivative is silently none", "ops.py",
+        '    raise RuntimeError("warpwave.attention has first', '    raise RuntimeError("has',
+        "test_gradients.py::test_second_derivative_is_refused", "eager", "first derivatives only",
+    ),
+    Mutant(
+        "integer masks let through", "checks.py",
+        '"mask": (torch.bool,)', '"mask": (torch.bool, torch.uint8)',
+        "test_bad_input.py::test_wrong_type", "integer", "a kernel was bound",
+    ),
+    Mutant(
+        "heads that do not divide let through", "checks.py",
+        "    if num_heads_q % num_heads_kv:\n", "    if num_heads_q < num_heads_kv:\n",
+        "test_bad_input.py::test_wrong_value", "divide", "a kernel was bound",
+    ),
+    Mutant(
+        "an infinite scale let through", "checks.py",
+        "math.isfinite(scale) and scale >= 0", "scale >= 0",
+        "test_bad_input.py::test_wrong_value", "scale", "a kernel was bound",
+    ),
+    Mutant(
+        "sequences longer than the longest let through", "checks.py",
+        "            if length > longest:\n", "            if False:\n",
+        "test_bad_input.py::test_wrong_contents_when_checked", "longest", "a kernel was bound",
+    ),
+    Mutant(
+        "offsets beyond the last query not clamped", FLASH,
+        "tl.minimum(tl.load(cu_seqlens_q_ptr + batch + 1), total_q)", "tl.load(cu_seqlens_q_ptr + batch + 1)",
+        "test_bad_input.py::test_wrong_contents_unchecked_stay_inside_the_tensors", "flash_fwd and beyond",
+        "a guard region was written",
+    ),
+    Mutant(
+        "a refusal names one reason", "dispatch.py",
+        "            {kernel: reasons},\n", "            {kernel: reasons[:1]},\n",
+        "test_bad_input.py::test_a_refusal_lists_every_reason_and_what_would_run", "", "not in",
+    ),
+    Mutant(
+        "CPU tensors launched on a GPU kernel", FLASH,
+        'if gpu.vendor == "cpu":', 'if gpu.vendor == "none":',
+        "test_bad_input.py::test_a_gpu_kernel_by_name_without_a_gpu_names_found_and_needed", "", "not in",
+    ),
+    Mutant(
+        "a check is an assertion", "checks.py",
+        "        if size == 0:\n            raise InvalidInput(f\"{name} has 0 heads; it must have at least one\")\n",
+        "        assert size, InvalidInput(f\"{name} has 0 heads; it must have at least one\")\n",
+        "test_bad_input.py::test_all_of_this_holds_without_assertions", "", "0 heads",
+    ),
+    Mutant(
+        "program ids of 16 bits", FLASH,
+        "pid = tl.program_id(0)", "pid = tl.program_id(0) & 0xFFFF",
+        "test_gpu.py::test_grid_limits", "65536", "", needs_gpu=True,
+    ),
+    Mutant(
+        "compiles while a graph is captured", "launch.py",
+        "if first_time and torch.cuda.is_current_stream_capturing():", "if False:",
+        "test_gpu.py::test_compiling_during_capture_is_refused_and_the_capture_survives", "", "", needs_gpu=True,
+    ),
+]  # fmt: skip
+
+MUTANTS = NAMED + OTHERS
