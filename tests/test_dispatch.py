@@ -48,7 +48,9 @@ def test_auto_takes_the_first_that_can(change: dict[str, object], gpu: Gpu, expe
     assert dispatch.choose(replace(PROBLEM, **change), gpu).kernel.NAME == expected  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("gpu", [CPU, INTERPRETER, *map(Gpu.for_arch, ARCHS)], ids=lambda gpu: f"{gpu.vendor} {gpu.arch}")
+@pytest.mark.parametrize(
+    "gpu", [CPU, INTERPRETER, *map(Gpu.for_arch, ARCHS)], ids=lambda gpu: f"{gpu.vendor} {gpu.arch}"
+)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("head_dim", [1, 16, 80, 128, 192, 256, 8192])
 def test_every_problem_has_a_kernel_with_a_config(gpu: Gpu, dtype: str, head_dim: int) -> None:

@@ -13,13 +13,23 @@ from warpwave import ops
 from warpwave.checks import Options
 from warpwave.problem import Operands
 
-
-def qkv(*, batch: int = 2, seqlen: int = 33, heads: int = 4, head_dim: int = 16) -> list[torch.Tensor]:
-    return [torch.randn(batch, seqlen, heads, head_dim) for _ in range(3)]
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def packed() -> tuple[list[torch.Tensor], torch.Tensor]:
-    return [torch.randn(40, 4, 16) for _ in range(3)], torch.tensor([0, 7, 7, 40], dtype=torch.int32)
+def qkv(*, batch: int = 2, seqlen: int = 33, heads: int = 4, head_dim: int = 16) -> Three:
+    q, k, v = torch.randn(3, batch, seqlen, heads, head_dim)
+    return q, k, v
+
+
+def packed() -> Operands:
+    q, k, v = torch.randn(3, 40, 4, 16)
+    offsets = torch.tensor([0, 7, 7, 40], dtype=torch.int32)
+    return Operands(q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+
+
+def loss_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    out, lse = warpwave.attention(q, k, v, causal=True, window_size=(8, 0), return_lse=True)
+    return out.square().sum() + lse.sin().sum()
 
 
 def arguments(operands: Operands, options: Options) -> tuple[Any, ...]:
@@ -33,8 +43,7 @@ CASES: dict[str, Any] = {
         Operands(*(t.transpose(1, 2).contiguous().transpose(1, 2) for t in qkv())), Options(causal="top_left")
     ),
     "everything": lambda: arguments(
-        Operands(
-            *qkv(),
+        Operands(*qkv())._replace(
             mask=torch.rand(2, 1, 33, 33) > 0.3,
             bias=torch.randn(1, 4, 33, 33),
             alibi_slopes=torch.rand(4),
@@ -43,11 +52,11 @@ CASES: dict[str, Any] = {
         Options(window_left=9, softcap=5.0, softmax_scale=0.3, return_lse=True),
     ),
     "packed": lambda: arguments(
-        Operands(*packed()[0], cu_seqlens_q=packed()[1], cu_seqlens_k=packed()[1]),
+        packed(),
         Options(max_seqlen_q=33, max_seqlen_k=33, return_lse=True),
     ),
     "gradients": lambda: arguments(
-        Operands(*(t.requires_grad_() for t in qkv()), sinks=torch.randn(4, requires_grad=True)),
+        Operands(*(t.requires_grad_() for t in qkv()))._replace(sinks=torch.randn(4, requires_grad=True)),
         Options(causal="bottom_right", return_lse=True, needs_grad=True),
     ),
 }
@@ -72,17 +81,10 @@ def test_direct_and_dispatched_calls_agree(case: str) -> None:
 
 
 def test_full_graph_compiles_forward_and_backward() -> None:
-    @torch.compile(fullgraph=True)
-    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out, lse = warpwave.attention(q, k, v, causal=True, window_size=(8, 0), return_lse=True)
-        return out.square().sum() + lse.sin().sum()
-
-    plain, compiled = qkv(), []
-    for t in plain:
-        compiled.append(t.clone().requires_grad_())
-        t.requires_grad_()
-    loss(*compiled).backward()
-    loss._torchdynamo_orig_callable(*plain).backward()
+    plain = qkv()
+    compiled = [t.clone().requires_grad_() for t in plain]
+    torch.compile(loss_of, fullgraph=True)(*compiled).backward()
+    loss_of(*(t.requires_grad_() for t in plain)).backward()
     for a, b in zip(plain, compiled, strict=True):
         torch.testing.assert_close(a.grad, b.grad)
 

@@ -130,7 +130,7 @@ def test_oracle_gradients_are_autograds_of_the_definition(options: dict[str, Any
         expected = getattr(leaves, name)
         assert (grad is None) == (expected is None), name
         if grad is not None:
-            torch.testing.assert_close(grad, expected.grad, msg=lambda m, name=name: f"d{name}: {m}")
+            torch.testing.assert_close(grad, expected.grad, msg=f"d{name}")
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias", "alibi_slopes", "sinks"])
@@ -307,13 +307,13 @@ def test_tf32_rounding_is_to_the_nearest_ten_bit_mantissa() -> None:
 
 def test_no_reference_uses_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    scores = reference._scores
+    products = reference._products
 
     def watched(*arguments: Any) -> torch.Tensor:
         seen.append(torch.get_float32_matmul_precision())
-        return scores(*arguments)
+        return products(*arguments)
 
-    monkeypatch.setattr(reference, "_scores", watched)
+    monkeypatch.setattr(reference, "_products", watched)
     torch.set_float32_matmul_precision("high")
     try:
         reference.naive(*make(torch.float32))

@@ -1,4 +1,7 @@
-"""The doors: `attention` for dense batches and `attention_varlen` for packed sequences."""
+"""The doors: `attention` for dense batches and `attention_varlen` for packed sequences.
+
+They are typed to return Any: a tensor or, with `return_lse`, a pair. A union would make every typed caller narrow it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def attention(
     kernel: str = "auto",
     config: Any = None,
     return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """Exact attention, `softmax(softmax_scale * q k^T + ...) v`, on any device.
 
     The score of query i and key j is `softmax_scale * q_i.k_j`; then `softcap * tanh(score / softcap)`; then `+ bias`;
@@ -105,7 +108,7 @@ def attention_varlen(
     kernel: str = "auto",
     config: Any = None,
     return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """`attention` over sequences of different lengths, packed one behind the other.
 
     Args:
@@ -171,9 +174,7 @@ def _window(window_size: tuple[int, int]) -> tuple[int, int]:
     return left, right
 
 
-def _call(
-    operands: Operands, options: Options, kernel: str, config: Any
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+def _call(operands: Operands, options: Options, kernel: str, config: Any) -> Any:
     if not _direct(operands, options):
         check_are_tensors(operands)
         out, lse = torch.ops.warpwave.attention(*operands, *options, kernel, ops.encode_config(config))

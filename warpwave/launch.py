@@ -87,18 +87,21 @@ def bind(spec: Launch) -> Callable[..., None]:
     return launch
 
 
+def variant(spec: Launch, device: torch.device) -> tuple[Any, ...]:
+    """What Triton compiles anew for: launches of one variant share their machine code."""
+    kernel, _, tensors, scalars, constants, options = spec
+    classes: list[Any] = [None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors]
+    for parameter, value in zip(kernel.params[len(tensors) :], scalars, strict=False):
+        if isinstance(value, int):
+            wide = not -(2**31) <= value < 2**31
+            classes.append(wide if parameter.do_not_specialize else (wide, value == 1, value % 16 == 0))
+    return (kernel, device.index, *classes, *constants.items(), *options.items())
+
+
 def _compile(spec: Launch, device: torch.device) -> Any:
     kernel, _, tensors, scalars, constants, options = spec
-    # What Triton specialises on, so that a second shape of the same variant is known not to compile.
-    variant = (
-        kernel,
-        device.index,
-        tuple(None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors),
-        tuple((s == 1, s % 16 == 0, -(2**31) <= s < 2**31) if isinstance(s, int) else None for s in scalars),
-        tuple(constants.items()),
-        tuple(options.items()),
-    )
-    first_time = variant not in _compiled
+    key = variant(spec, device)
+    first_time = key not in _compiled
     if first_time and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{kernel.__name__} is not compiled for this call yet and a CUDA graph is being captured: make the same "
@@ -107,6 +110,6 @@ def _compile(spec: Launch, device: torch.device) -> Any:
     start = time.perf_counter()
     compiled = kernel.warmup(*tensors, *scalars, **constants, **options, grid=(1,))
     if first_time:
-        _compiled.add(variant)
+        _compiled.add(key)
         log.info("compiled %s in %.2f s", kernel.__name__, time.perf_counter() - start)
     return compiled

@@ -34,7 +34,8 @@ class Forward(NamedTuple):
     Attributes:
         out: float64 from R, the input type from M; shaped as the kernels' out.
         lse: float64 natural log-sum-exp, (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q).
-        largest_logit: the largest magnitude of a visible logit, the yardstick of the LSE's error.
+        largest_logit: the largest magnitude that a visible logit has, before or after softcap, bias and ALiBi: the
+            yardstick of the LSE's error.
     """
 
     out: Tensor
@@ -158,13 +159,16 @@ def _lse_at(lse: Tensor, seq: _Sequence) -> Tensor:
     return lse[:, seq.q_at] if seq.packed else lse[seq.q_at]
 
 
-def _scores(problem: AttentionProblem, seq: _Sequence, rows: slice) -> Tensor:
-    """Logits of some query rows, in the dtype of q: [num_heads_q, rows, seqlen_k], -inf where hidden."""
+def _products(problem: AttentionProblem, seq: _Sequence, rows: slice) -> Tensor:
+    """Scaled products of some query rows with all keys, in the dtype of q: [num_heads_q, rows, seqlen_k]."""
+    return seq.q[:, rows] @ seq.k.transpose(1, 2) * problem.softmax_scale
+
+
+def _logits(problem: AttentionProblem, seq: _Sequence, rows: slice, scores: Tensor) -> Tensor:
+    """What softcap, bias, ALiBi and masks make of these products; -inf where hidden."""
     seqlen_q, seqlen_k, dtype = seq.q.shape[1], seq.k.shape[1], seq.q.dtype
     i = torch.arange(seqlen_q, device=seq.q.device)[rows, None]
     j = torch.arange(seqlen_k, device=seq.q.device)
-
-    scores = seq.q[:, rows] @ seq.k.transpose(1, 2) * problem.softmax_scale
     if problem.softcap:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
     if seq.bias is not None:
@@ -189,7 +193,7 @@ def _naive_sequence(problem: AttentionProblem, seq: _Sequence) -> tuple[Tensor, 
     round_operand = round_to_tf32 if _uses_tf32(problem) else _keep
     seq = seq._replace(q=round_operand(seq.q), k=round_operand(seq.k), v=round_operand(seq.v))
     with _ieee_float32_products():
-        scores = _scores(problem, seq, slice(None))
+        scores = _logits(problem, seq, slice(None), _products(problem, seq, slice(None)))
         if seq.sinks is not None:
             column = seq.sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
             scores = torch.cat([scores, column], dim=-1)
@@ -214,7 +218,8 @@ def _forward(problem: AttentionProblem, operands: Operands, round_operand: Round
     largest = 0.0
     for seq in _sequences(problem, operands):
         for rows in _row_chunks(seq):
-            s = _scores(problem, seq, rows)
+            products = _products(problem, seq, rows)
+            s = _logits(problem, seq, rows, products)
             m = s.amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
             empty = m == -torch.inf
             p = torch.exp(s - m.masked_fill(empty, 0.0)[..., None])
@@ -224,8 +229,9 @@ def _forward(problem: AttentionProblem, operands: Operands, round_operand: Round
             inverse = torch.exp(m - lse_rows).masked_fill(empty, 0.0)  # 1 / the sum of p and the sink
             out[seq.q_at][rows] = (round_p(p) @ seq.v * inverse[..., None]).transpose(0, 1)
             _lse_at(lse, seq)[:, rows] = lse_rows
-            visible = s.masked_fill(s == -torch.inf, 0.0).abs()
-            largest = max(largest, visible.max().item() if visible.numel() else 0.0)
+            if s.numel():
+                magnitudes = torch.maximum(products.abs(), s.abs()).masked_fill(s == -torch.inf, 0.0)
+                largest = max(largest, magnitudes.max().item())
     return Forward(out, lse, largest)
 
 
@@ -238,16 +244,23 @@ def _gradients(
     round_p: Rounding,
     round_out: Rounding,
 ) -> Gradients:
-    """Autograd carries dS from the logits to the inputs; only what lies beyond the logits is written out."""
+    """Autograd carries dS from the logits to the inputs; only what lies beyond the logits is written out.
+
+    What is rounded is what a kernel multiplies or sums: P for dv, dS for the bias and the slopes, and for dq and dk the
+    gradient of the products, which is dS times the softcap's derivative.
+    """
     forward = _forward(problem, operands, round_operand, round_p)
     delta = (dout.double() * round_out(forward.out)).sum(-1).transpose(-1, -2)  # laid out as lse
     dlogit = -delta if dlse is None else dlse.double() - delta  # what each row adds to every dP
     dout = round_operand(dout.double())
     leaves = _leaves(_in_float64(operands, round_operand))
+    added = [x for x in (leaves.bias, leaves.alibi_slopes) if x is not None]
     with torch.enable_grad():
         for seq in _sequences(problem, leaves):
             for rows in _row_chunks(seq):
-                s = _scores(problem, seq, rows)
+                products = _products(problem, seq, rows)
+                leaf = products.detach().requires_grad_()
+                s = _logits(problem, seq, rows, leaf)
                 lse_rows = _lse_at(forward.lse, seq)[:, rows]
                 dlogit_rows = _lse_at(dlogit, seq)[:, rows]
                 dout_rows = dout[seq.q_at][rows].transpose(0, 1)
@@ -255,9 +268,11 @@ def _gradients(
                     p = torch.exp(s - lse_rows.masked_fill(lse_rows == -torch.inf, 0.0)[..., None])
                     ds = p * (dout_rows @ seq.v.transpose(1, 2) + dlogit_rows[..., None])
                     dv = round_p(p).transpose(1, 2) @ dout_rows
-                torch.autograd.backward(
-                    [s, seq.v], [round_p(ds), dv], retain_graph=True
-                )  # chunks share k's and v's part
+                (dproducts,) = torch.autograd.grad(s, leaf, ds, retain_graph=True)
+                if added:
+                    torch.autograd.backward([s], [round_p(ds)], inputs=added)
+                # The graph is kept because the chunks share its part below k and v.
+                torch.autograd.backward([products, seq.v], [round_p(dproducts), dv], retain_graph=True)
                 if seq.sinks is not None:
                     p_sink = torch.exp(seq.sinks.detach()[:, None] - lse_rows)
                     seq.sinks.backward((p_sink * dlogit_rows).sum(-1))

@@ -96,7 +96,7 @@ def test_what_cannot_be_captured_is_left_out_and_said(
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        ({"suite": "nothing"}, "there is no suite 'nothing'; give one of forward, host, quick"),
+        ({"suite": "nothing"}, "there is no suite 'nothing'; give one of float32, forward, host, quick"),
         ({"rounds": 0}, "rounds must be at least 1, got 0"),
         ({"kernels": ("flash",)}, "unknown kernel flash; known are auto, "),
         ({"kernels": ()}, "unknown kernel (none given)"),

@@ -15,7 +15,7 @@ def parse(*cases: Any, **table: Any) -> Any:
 
 
 def test_every_shipped_suite_is_valid() -> None:
-    assert suite_names() == ["forward", "host", "quick"]
+    assert suite_names() == ["float32", "forward", "host", "quick"]
     for name in suite_names():
         suite = load_suite(name)
         assert suite.name == name and suite.description and suite.cases
@@ -42,6 +42,14 @@ def test_lists_expand_and_defaults_follow() -> None:
     ]
     problem = suite.cases[2].problem
     assert (problem.seqlen_k, problem.num_heads_kv, problem.head_dim_v, problem.softmax_scale) == (16, 2, 4, 0.5)
+
+
+def test_precisions_are_cases_of_their_own() -> None:
+    suite = parse({**ROW, "precision": ["default", "ieee"]})
+    assert [c.problem.precision for c in suite.cases] == ["default", "ieee"]
+    assert suite.cases[1].name.endswith("ieee")
+    with pytest.raises(SuiteError, match=r"precision must be one of .* and is for float32, got 'ieee'"):
+        parse({**ROW, "dtype": "float16", "precision": "ieee"})
 
 
 @pytest.mark.parametrize(
@@ -76,7 +84,7 @@ def test_a_mistake_in_a_suite_is_named(tmp_path: Path) -> None:
         parse()
     with pytest.raises(SuiteError, match="description must be a string"):
         parse(ROW, description=1)
-    with pytest.raises(SuiteError, match="no suite 'fast'; give one of forward, host, quick"):
+    with pytest.raises(SuiteError, match="no suite 'fast'; give one of float32, forward, host, quick"):
         load_suite("fast")
     (tmp_path / "bad.toml").write_text("cases = = 1")
     with pytest.raises(SuiteError, match=r"bad\.toml is not TOML: .*line 1"):

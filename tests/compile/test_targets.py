@@ -1,8 +1,8 @@
 """Every Triton kernel compiles for every target, within its limits. No GPU is needed.
 
 Compiling does not check that shared memory fits, nor that nothing spills: both are asserted here, on the config each
-target gets by default. 16-bit types up to head_dim 128 do not spill anywhere without a mask tile; what does is listed
-in SPILL_BOUNDS with what it was seen to take, so that a change of kernel or compiler cannot quietly make it worse.
+target gets by default. 16-bit types up to head_dim 128 do not spill anywhere, whatever the mask; what does spill is
+listed in SPILL_BOUNDS with what it may take, so that a change of kernel or compiler cannot quietly make it worse.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from warpwave.hardware.gpu import ARCHS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
 
-TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx908", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")  # fmt: skip
+TARGETS = (
+    *("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"),
+    *("gfx908", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"),
+)
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": "bottom_right"},
@@ -30,8 +33,26 @@ FEATURES: dict[str, dict[str, Any]] = {
     "softcap and sinks": {"causal": "bottom_right", "softcap": 15.0, "has_sinks": True},
     "packed": {"packed": True, "total_q": 2048, "total_k": 2048, "causal": "bottom_right"},
 }
-# Bytes of local memory a thread may take, by (family, dtype, head_dim, feature or any). Seen with Triton 3.6 to 3.9.
-SPILL_BOUNDS: dict[tuple[str, str, int, str], int] = {}
+# Bytes of local memory a thread may take, by target family, dtype and head_dim, over all features. About a quarter more
+# than the most seen with Triton 3.7.1 on 2026-11-21. What is not listed takes none.
+SPILL_BOUNDS = {
+    ("nvidia", "16-bit", 192): 192,
+    ("nvidia", "16-bit", 256): 256,
+    ("nvidia", "float32", 40): 16,
+    ("nvidia", "float32", 64): 16,
+    ("nvidia", "float32", 128): 160,
+    ("nvidia", "float32", 192): 800,
+    ("nvidia", "float32", 256): 640,
+    ("cdna", "16-bit", 192): 64,
+    ("cdna", "16-bit", 256): 64,
+    ("rdna", "16-bit", 192): 800,
+    ("rdna", "16-bit", 256): 800,
+    ("rdna", "float32", 40): 64,
+    ("rdna", "float32", 64): 64,
+    ("rdna", "float32", 128): 1200,
+    ("rdna", "float32", 192): 3600,
+    ("rdna", "float32", 256): 3600,
+}
 
 
 def job(arch: str, dtype: str, head_dim: int, feature: str) -> dict[str, Any]:
@@ -74,20 +95,10 @@ def check(job: dict[str, Any], facts: dict[str, Any], feature: str) -> None:
     assert facts["smem_bytes"] <= facts["smem_limit"], f"{what}: more shared memory than the GPU has"
     assert facts["smem_bytes"] <= facts["smem_bound"], f"{what}: smem_bytes() is no upper bound"
     assert facts["registers"] <= ARCHS[arch][2], what
-    bound = max((b for key, b in SPILL_BOUNDS.items() if matches(key, arch, dtype, head_dim, feature)), default=0)
+    bound = SPILL_BOUNDS.get((family(arch), dtype if dtype == "float32" else "16-bit", head_dim), 0)
     assert facts["spill_bytes"] <= bound, f"{what}: {facts['spill_bytes']} bytes spilled, the bound is {bound}"
     if dtype != "float32":
         assert matrix_instructions(facts["instructions"], arch) > 0, f"{what}: no matrix instruction"
-
-
-def matches(key: tuple[str, str, int, str], arch: str, dtype: str, head_dim: int, feature: str) -> bool:
-    target, of_dtype, of_dim, of_feature = key
-    return (
-        target in (family(arch), arch)
-        and of_dtype in (dtype, "16-bit" if dtype != "float32" else dtype)
-        and of_dim == head_dim
-        and of_feature in (feature, "any")
-    )
 
 
 def matrix_instructions(instructions: dict[str, int], arch: str) -> int:

@@ -21,27 +21,32 @@ import torch
 from tests.conformance import cases, harness
 from tests.conformance.cases import FEATURES, PLAIN
 from tests.conformance.datasets import DATA_SETS
-from tests.conformance.gates import TABLE, Verdict, forward_references, judge_backward, judge_forward
+from tests.conformance.gates import (
+    TABLE,
+    Verdict,
+    backward_references,
+    forward_references,
+    judge_backward,
+    judge_forward,
+)
 from tests.conformance.harness import DEVICE, GPU, KERNELS, ON_GPU
 from tests.conformance.test_gradients import differentiate, upstream
-from warpwave import reference
 
 # What moves an accuracy ratio: the width of a row, its length, how many keys it sees, and what is done to its logits.
 LENGTHS = ((1, 1023), (113, 203), (257, 257), (1023, 1024)) if ON_GPU else ((1, 128), (113, 103))
+MASKS: tuple[dict[str, Any], ...] = ({}, {"causal": "bottom_right"})
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"window": (13, 13)},
+    {"mask": "full", "bias": "full"},
+    {"alibi": "heads", "sinks": True},
+    {"softcap": 15.0},
+    {"packed": True, "causal": "bottom_right"},
+)
 SAMPLE = [
     replace(PLAIN, dims=(d, d), lengths=n, heads=(4, 2), batch=2, **features)
     for d, n in ((16, LENGTHS[1]), (64, LENGTHS[0]), (64, LENGTHS[-1]), (128, LENGTHS[-1]), (256, LENGTHS[1]))
-    for features in ({}, {"causal": "bottom_right"})
-] + [
-    replace(PLAIN, lengths=LENGTHS[1], heads=(4, 2), batch=2, **features)
-    for features in (
-        {"window": (13, 13)},
-        {"mask": "full", "bias": "full"},
-        {"alibi": "heads", "sinks": True},
-        {"softcap": 15.0},
-        {"packed": True, "causal": "bottom_right"},
-    )
-]
+    for features in MASKS
+] + [replace(PLAIN, lengths=LENGTHS[1], heads=(4, 2), batch=2, **features) for features in OPTIONS]
 GRADIENT_SAMPLE = [case for case in SAMPLE if case.lengths in LENGTHS[:2] and case.dims[0] <= 128]
 
 
@@ -87,14 +92,8 @@ def measure(kernel: str, dtype: str, seeds: int) -> dict[str, Any]:
 
 def judge_gradients(kernel: str, call: cases.Call) -> Verdict:
     dout, dlse = upstream(call)
-    arguments = (call.problem, call.operands, dout, dlse)
-    return judge_backward(
-        call.problem,
-        reference.oracle_gradients(*arguments),
-        reference.rounding_model_gradients(*arguments),
-        reference.naive_gradients(*arguments),
-        differentiate(kernel, call, dout, dlse),
-    )
+    references = backward_references(call.problem, call.operands, dout, dlse)
+    return judge_backward(call.problem, references, differentiate(kernel, call, dout, dlse))
 
 
 def environment() -> dict[str, str]:
@@ -114,7 +113,7 @@ def main() -> None:
         kernel: {dtype: measure(kernel, dtype, arguments.seeds) for dtype in arguments.dtype or FEATURES["dtype"]}
         for kernel in arguments.kernel or KERNELS
     }
-    table = {f"{direction}, {kind}": c._asdict() for (direction, kind), c in TABLE.items() if c.peer < float("inf")}
+    table = {", ".join(key): c._asdict() for key, c in TABLE.items()}
     record = {"environment": environment(), "seeds": arguments.seeds, "table": table, "measured": measured}
     arguments.out.write_text(json.dumps(record, indent=1) + "\n")
 

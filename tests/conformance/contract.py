@@ -126,7 +126,7 @@ TABLE = (
     Row(
         "grid limits: 65,535 and 65,536 of anything",
         (GPU + "test_grid_limits",),
-        ("program ids of 16 bits",),
+        ("the last of 65,536 programs lost",),
     ),
     Row(
         "outputs fully written, inputs not at all",

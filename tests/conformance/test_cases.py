@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 from tests.conformance import cases
 from tests.conformance.cases import FULL, PLAIN, SMALL, Case
 from tests.conformance.datasets import DATA_SETS
-from tests.conformance.gates import Verdict, forward_references, judge_forward
+from tests.conformance.gates import TABLE, Verdict, forward_references, judge_forward
 from tests.conformance.test_gradients import GRID as GRADIENTS
 
 CPU = torch.device("cpu")
@@ -56,6 +58,18 @@ def test_low_data_keeps_every_logit_near_minus_40() -> None:
     q, k = (x[0, :, 0].double() for x in call.operands[:2])
     logits = q @ k.T * call.problem.softmax_scale
     assert -60 < logits.min() < logits.max() < -20
+
+
+def test_the_table_is_what_was_measured() -> None:
+    """No kernel needed more than the table allows, and the record was made with this very table."""
+    record = json.loads((Path(__file__).parent / "calibration.json").read_text())
+    assert record["table"] == {", ".join(key): limits._asdict() for key, limits in TABLE.items()}
+    assert record["seeds"] >= 20
+    for kernel, by_dtype in record["measured"].items():
+        assert not by_dtype or set(by_dtype) == set(cases.FEATURES["dtype"]), kernel
+        for dtype, by_direction in by_dtype.items():
+            for direction, result in by_direction.items():
+                assert not result["failed"], f"{kernel}, {dtype}, {direction}"
 
 
 # Gates that fail ------------------------------------------------------------------------------------------------------

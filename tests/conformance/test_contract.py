@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 WHOLE_FILES = ("test_edges.py", "test_bad_input.py")  # every test in them belongs to a row
 
 
-def tests_in(file: str) -> set[str]:
+def functions_in(file: str) -> set[str]:
     tree = ast.parse((HERE / file).read_text())
     return {f"{file}::{node.name}" for node in tree.body if isinstance(node, ast.FunctionDef) and "test_" in node.name}
 
@@ -23,7 +23,7 @@ def test_every_row_names_tests_and_faults_that_exist() -> None:
         assert row.tests
         assert row.mutants
         for test in row.tests:
-            assert test in tests_in(test.split("::")[0]), row.promise
+            assert test in functions_in(test.split("::")[0]), row.promise
         assert set(row.mutants) <= names, row.promise
 
 
@@ -37,6 +37,6 @@ def test_a_rows_faults_are_caught_by_its_own_tests() -> None:
 def test_every_test_and_fault_of_the_two_files_has_a_row() -> None:
     named = {test for row in TABLE for test in row.tests}
     for file in WHOLE_FILES:
-        assert tests_in(file) <= named
+        assert functions_in(file) <= named
     proven = {name for row in TABLE for name in row.mutants}
     assert {m.name for m in MUTANTS if m.test.startswith(WHOLE_FILES)} <= proven

@@ -116,7 +116,13 @@ def test_empty_sequences_among_packed_ones(empty: str, kernel: str, request: pyt
 
     def packed(parts: list[tuple[int, int]], q: Tensor, k: Tensor, v: Tensor) -> Call:
         ends = [torch.tensor([0, *side], device=DEVICE).cumsum(0).int() for side in zip(*parts, strict=True)]
-        sizes = {"batch": len(parts), "seqlen_q": 37, "seqlen_k": 70, "total_q": len(q), "total_k": len(k)}
+        sizes: dict[str, Any] = {
+            "batch": len(parts),
+            "seqlen_q": 37,
+            "seqlen_k": 70,
+            "total_q": len(q),
+            "total_k": len(k),
+        }
         operands = call.operands._replace(q=q, k=k, v=v, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1])
         return Call(replace(call.problem, packed=True, **sizes), operands, call.options)
 

@@ -123,9 +123,9 @@ def test_support_in_every_layout(kernel: str, layout: str, request: pytest.Fixtu
     check_support(kernel, replace(case, layout=layout), request)
 
 
-def codes(tokens: int, heads: int, head_dim: int, g: torch.Generator) -> Tensor:
-    """Vectors of +-1, any two of them far apart: [tokens, heads, head_dim]."""
-    return torch.randint(0, 2, (tokens, heads, head_dim), generator=g, device=DEVICE) * 2.0 - 1
+def codes(k: Tensor, g: torch.Generator) -> Tensor:
+    """For each key a vector of +-1, any two of a sequence far apart; the same for every batch item."""
+    return torch.randint(0, 2, k.shape[-3:], generator=g, device=DEVICE) * 2.0 - 1
 
 
 def retrieval(case: Case) -> tuple[Call, Tensor]:
@@ -134,7 +134,7 @@ def retrieval(case: Case) -> tuple[Call, Tensor]:
     problem, operands = call.problem, call.operands
     g = torch.Generator(DEVICE).manual_seed(1)
     group = problem.num_heads_q // problem.num_heads_kv
-    operands.k.copy_(codes(operands.k.shape[-3], *operands.k.shape[-2:], g).expand(operands.k.shape))
+    operands.k.copy_(codes(operands.k, g))
     q, k, v = LAYOUTS[case.layout](*operands[:3])
     call = call._replace(operands=(operands := operands._replace(q=q, k=k, v=v)))
     expected = torch.zeros(*operands.q.shape[:-1], problem.head_dim_v, dtype=operands.q.dtype, device=DEVICE)

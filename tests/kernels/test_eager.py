@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def test_memory_grows_with_the_length_not_its_square() -> None:
 @pytest.mark.parametrize("block", [(7, 5), (64, 33), (1000, 1000)])
 def test_tiles_do_not_change_the_result(block: tuple[int, int]) -> None:
     q, k, v = (torch.randn(2, 90, 4, 16, dtype=torch.float64).float() for _ in range(3))
-    kwargs = {"causal": True, "window_size": (20, -1), "softcap": 3.0, "return_lse": True}
+    kwargs: dict[str, Any] = {"causal": True, "window_size": (20, -1), "softcap": 3.0, "return_lse": True}
     out, lse = warpwave.attention(q, k, v, kernel="eager", **kwargs)
     tiled, tiled_lse = warpwave.attention(q, k, v, kernel="eager", config=eager.Config(*block), **kwargs)
     torch.testing.assert_close(tiled, out, rtol=1e-5, atol=1e-6)

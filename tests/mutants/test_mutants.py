@@ -8,6 +8,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 BY_ASSERTION = ("AssertionError", "assert ", "Failed: ")
 
 
-def parameters() -> list[object]:
+def parameters() -> list[Any]:
     """The eleven named ones in every run, the others in the full matrix."""
     found = []
     for mutant in MUTANTS:

@@ -189,6 +189,8 @@ def _ours(kernel: str, problem: AttentionProblem, operands: Operands) -> Prepare
         options["causal"] = problem.causal
     if problem.softmax_scale != default_scale(problem.head_dim):
         options["softmax_scale"] = problem.softmax_scale
+    if problem.precision != "default":
+        options["precision"] = problem.precision
     # Without return_lse the public call returns a tensor, which its type does not say.
     call = cast(Callable[[], Tensor], partial(attention, operands.q, operands.k, operands.v, **options))
     try:

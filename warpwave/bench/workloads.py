@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
-from warpwave.problem import AttentionProblem, Causal, Operands
+from warpwave.problem import PRECISIONS, AttentionProblem, Causal, Operands
 
 SUITES = Path(__file__).parent / "suites"
 REQUIRED = ("batch", "seqlen_q", "num_heads_q", "head_dim", "dtype")
 SIZES = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")
-KEYS = (*SIZES, "dtype", "softmax_scale", "causal")
+KEYS = (*SIZES, "dtype", "softmax_scale", "causal", "precision")
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 CAUSAL = {
     False: None,
@@ -116,6 +116,8 @@ def case_name(problem: AttentionProblem) -> str:
         parts.append("causal" if problem.causal.alignment == "bottom_right" else "causal-top-left")
     if problem.softmax_scale != default_scale(problem.head_dim):
         parts.append(f"scale{problem.softmax_scale:g}")
+    if problem.precision != "default":
+        parts.append(problem.precision)
     return " ".join(parts)
 
 
@@ -161,6 +163,11 @@ def _problem(fields: dict[str, Any], where: str) -> AttentionProblem:
     scale = fields.get("softmax_scale", default_scale(fields["head_dim"]))
     if type(scale) not in (int, float) or not (0 <= scale < math.inf):
         raise SuiteError(f"{where}: softmax_scale must be a finite number >= 0, got {scale!r}")
+    precision = fields.get("precision", "default")
+    if precision not in PRECISIONS or (precision != "default" and fields["dtype"] != "float32"):
+        raise SuiteError(
+            f"{where}: precision must be one of {', '.join(PRECISIONS)}, and is for float32, got {precision!r}"
+        )
     heads_q = fields["num_heads_q"]
     heads_kv = fields.get("num_heads_kv", heads_q)
     if heads_q % heads_kv:
@@ -176,6 +183,7 @@ def _problem(fields: dict[str, Any], where: str) -> AttentionProblem:
         dtype=fields["dtype"],
         softmax_scale=float(scale),
         causal=CAUSAL[causal],
+        precision=precision,
     )
 
 

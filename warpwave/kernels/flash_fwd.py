@@ -41,17 +41,14 @@ from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
 NAME = "flash_fwd"
 NEEDS_GPU = True
 MAX_HEAD_DIM = 256
-# Run-time sizes the compiler must not specialise on, or every new length would compile again.
-SIZES = [
-    "seqlen_q",
-    "seqlen_k",
-    "total_q",
-    "total_k",
-    "num_heads_q",
-    "group_size",
-    "window_left",
-    "window_right",
-    "heads_in_l2",
+WGMMA_OR_TCGEN05 = (90, 100, 103)  # compute capabilities whose matrix unit reads operands from shared memory
+# Arguments the compiler must not specialise on, or new lengths would compile again: sizes, and every stride whose
+# alignment is in the unit it comes in or is of no use.
+UNSPECIALISED = [
+    *("stride_qb", "stride_qm", "stride_qh", "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn"),
+    *("stride_vh", "stride_ob", "stride_om", "stride_oh", "stride_lb", "stride_lh", "stride_mask_b", "stride_mask_h"),
+    *("stride_bias_b", "stride_bias_h", "stride_alibi_b", "stride_alibi_h", "seqlen_q", "seqlen_k", "total_q"),
+    *("total_k", "num_heads_q", "group_size", "window_left", "window_right", "heads_in_l2"),
 ]
 
 
@@ -124,7 +121,7 @@ def _in_elements(stride_batch, stride_row, stride_head, UNIT: tl.constexpr):
     )
 
 
-@jit(do_not_specialize=SIZES)
+@jit(do_not_specialize=UNSPECIALISED)
 def flash_fwd_kernel(
     q_ptr,
     k_ptr,
@@ -532,13 +529,16 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
         score_bytes = _bytes_per_score(problem)
         kv += config.block_m * config.block_n * score_bytes  # their tiles are in flight as well
         p += size * config.block_n * block_dv  # V goes through registers to lose what nobody sees, and back
+    if gpu.arch == "gfx950":
+        # Copies go straight to shared memory (Triton 3.9), which keeps every tile in flight, rows padded.
+        return max(q, config.num_stages * kv * 17 // 16) + p
     if gpu.vendor == "amd":
         return max(q, max(1, config.num_stages - 1) * kv) + p
     if precision in ("tf32x3", "tf32"):
         if gpu.capability == 90:
             return 2 * (q + p) + config.num_stages * kv  # an operand and its remainder stand side by side
         return q + config.num_stages * kv + max(q, kv) // 2
-    return q + p // 2 + config.num_stages * kv
+    return q + p // 2 + config.num_stages * kv + 1024  # the last for barriers
 
 
 def _bytes_per_score(problem: AttentionProblem) -> int:
@@ -630,22 +630,34 @@ def _space() -> list[Config]:
 
 
 def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
-    """The table's config, with half the keys where a tile of mask or bias takes registers and shared memory too."""
+    """The table's config, made smaller where a tile of mask or bias takes registers and shared memory too."""
     config = _default_without_mask(problem, gpu)
     if problem.mask_shape is None and problem.bias_shape is None:
         return config
+    if _is_rdna(gpu):
+        return Config(32, 16, 4, 1)
+    config = replace(config, num_stages=min(2, config.num_stages))
+    # By registers (tests/compile): at head_dim 64 an mma.sync target holds 64 keys with a mask, and 32 spill.
+    if gpu.vendor == "nvidia" and gpu.capability not in WGMMA_OR_TCGEN05 and _width(problem) <= 64:
+        return config
     return replace(config, block_n=max(16, config.block_n // 2))
+
+
+def _is_rdna(gpu: Gpu) -> bool:
+    return gpu.vendor == "amd" and not gpu.arch.startswith("gfx9")
+
+
+def _width(problem: AttentionProblem) -> int:
+    return max(_padded(problem.head_dim), _padded(problem.head_dim_v))
 
 
 def _default_without_mask(problem: AttentionProblem, gpu: Gpu) -> Config:
     """Measured on an H200 where a figure stands; elsewhere the widest tile that compiles without spills (with the
     bounds of tests/compile where nothing does)."""
-    width = max(_padded(problem.head_dim), _padded(problem.head_dim_v))
-    bucket = 0 if width <= 64 else 1 if width <= 128 else 2
-    rdna = gpu.vendor == "amd" and not gpu.arch.startswith("gfx9")
+    bucket = 0 if _width(problem) <= 64 else 1 if _width(problem) <= 128 else 2
     if problem.dtype == "float32":
         precision = _dot_precision(problem, gpu)
-        if rdna:
+        if _is_rdna(gpu):
             return Config(32, 16, 8, 1)
         if gpu.vendor == "amd":
             return (Config(64, 32, 4, 2), Config(64, 16, 4, 2), Config(32, 16, 4, 1))[bucket]
@@ -659,11 +671,11 @@ def _default_without_mask(problem: AttentionProblem, gpu: Gpu) -> Config:
             return (Config(128, 32, 8, 3), Config(128, 32, 8, 2))[bucket]
         # 51 TFLOP/s at head_dim 64 (64x64: 44), 40 at 128 (64x32: 25).
         return (Config(128, 64, 8, 2), Config(128, 32, 8, 2))[bucket]
-    if rdna:
-        return (Config(64, 32, 4, 2), Config(64, 32, 8, 2), Config(32, 16, 8, 1))[bucket]
+    if _is_rdna(gpu):
+        return (Config(64, 32, 4, 1), Config(64, 32, 8, 1), Config(32, 16, 8, 1))[bucket]
     if gpu.vendor == "amd":
         return (Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 32, 8, 2))[bucket]
-    if gpu.capability not in (90, 100, 103):
+    if gpu.capability not in WGMMA_OR_TCGEN05:
         return (Config(64, 64, 4, 3), Config(64, 32, 4, 2), Config(64, 32, 8, 2))[bucket]
     # Four warps on 64 queries leave room for two blocks an SM, and one block's softmax hides behind the other's
     # products: at head_dim 128, causal, 16 x 1024, 262 TFLOP/s against 231 for 128x64 on eight warps; 398 against 380

@@ -1,0 +1,110 @@
+"""Draws README's figure and prints its table from a record of `warpwave bench forward`.
+
+    python benchmarks/figure.py benchmarks/records/RECORD.jsonl docs/img/forward.svg
+
+Every bar is a median of the record's raw samples; a contender that was refused or unavailable has none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from warpwave.bench.records import Measurement, read_records
+from warpwave.bench.timing import paired_ratio
+
+OURS = "warpwave auto"
+PEERS = {"sdpa_flash": "SDPA flash", "sdpa_cudnn": "SDPA cuDNN", "sdpa_efficient": "SDPA efficient"}
+COLOURS = {OURS: "#1f6f8b", "sdpa_flash": "#e0a458", "sdpa_cudnn": "#8a8d91", "sdpa_efficient": "#c9cbce"}
+
+
+def by_case(measurements: list[Measurement]) -> dict[str, dict[str, Measurement]]:
+    """Case name -> contender -> its measurement, in the record's order, those with a time alone."""
+    cases: dict[str, dict[str, Measurement]] = {}
+    for m in measurements:
+        if m.timing is not None:
+            cases.setdefault(m.case, {})[m.contender] = m
+    return cases
+
+
+def draw(cases: dict[str, dict[str, Measurement]], title: str, path: Path) -> None:
+    """Grouped bars of TFLOP/s, full and causal side by side."""
+    plt.rcParams.update({"font.size": 9, "svg.hashsalt": "warpwave", "svg.fonttype": "path"})
+    figure, (full, causal) = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
+    for axes, heading in ((full, "full"), (causal, "causal")):
+        names = [name for name in cases if name.endswith("causal") == (heading == "causal")]
+        width = 0.8 / (1 + len(PEERS))
+        for i, contender in enumerate((OURS, *PEERS)):
+            heights = [cases[name][contender].tflops if contender in cases[name] else 0 for name in names]
+            places = [x + (i - 1.5) * width for x in range(len(names))]
+            label = "warpwave" if contender == OURS else PEERS[contender]
+            axes.bar(places, heights, width, label=label, color=COLOURS[contender])
+        axes.set_xticks(range(len(names)), [_tick(name) for name in names], fontsize=8)
+        axes.set_title(heading, fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", linewidth=0.4, alpha=0.6)
+        axes.set_axisbelow(True)
+    full.set_ylabel("TFLOP/s")
+    full.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def _tick(case: str) -> str:
+    head_dim, shape, *_ = case.split()
+    return f"{head_dim.removeprefix('d')}\n{shape.replace('x', ' x ')}"
+
+
+def table(cases: dict[str, dict[str, Measurement]]) -> str:
+    """A Markdown table: our TFLOP/s and how many times as fast we are as each peer, by paired rounds."""
+    lines = [
+        "| head_dim, batch x seqlen | warpwave TFLOP/s | "
+        + " | ".join(f"x {label}" for label in PEERS.values())
+        + " |",
+        "| --- " * (2 + len(PEERS)) + "|",
+    ]
+    ratios: dict[str, list[float]] = {peer: [] for peer in PEERS}
+    for name, found in cases.items():
+        ours = found[OURS]
+        cells = []
+        for peer in PEERS:
+            if peer not in found or ours.timing is None or (theirs := found[peer].timing) is None:
+                cells.append("-")
+                continue
+            ratio = paired_ratio(theirs, ours.timing).median
+            ratios[peer].append(ratio)
+            cells.append(f"{ratio:.2f}")
+        head_dim, shape, *_ = name.split()
+        mask = ", causal" if name.endswith("causal") else ""
+        where = f"{head_dim.removeprefix('d')}, {shape.replace('x', ' x ')}{mask}"
+        lines.append(f"| {where} | {ours.tflops:.0f} | {' | '.join(cells)} |")
+    means = [f"{statistics.geometric_mean(r):.2f}" if r else "-" for r in ratios.values()]
+    lines.append(f"| geometric mean | | {' | '.join(means)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Reads the two paths and does it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", type=Path)
+    parser.add_argument("out", type=Path)
+    arguments = parser.parse_args()
+    records = read_records(arguments.record)
+    environment = next(iter(records.environments.values()))
+    title = (
+        f"bfloat16 forward, heads x head_dim = 2048, on one {environment['gpu']['name']}, {environment['date'][:10]} "
+        f"(torch {environment['torch']}, Triton {environment['triton']}); x: head_dim, batch x seqlen"
+    )
+    cases = by_case([m for _, m in records.measurements])
+    draw(cases, title, arguments.out)
+    print(table(cases))
+
+
+if __name__ == "__main__":
+    main()

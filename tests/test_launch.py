@@ -1,0 +1,58 @@
+"""Bound launchers: that they launch what was compiled, and refuse in words what cannot be launched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import warpwave
+from warpwave import launch
+from warpwave.kernels import flash_fwd
+
+CONFIG = flash_fwd.Config(32, 32, 4, 1)
+
+
+def qkv(device: str = "cpu", seqlen: int = 40, head_dim: int = 16, dtype: torch.dtype = torch.float16) -> list[Any]:
+    return [torch.randn(2, seqlen, 2, head_dim, device=device, dtype=dtype) for _ in range(3)]
+
+
+@pytest.mark.gpu
+def test_a_bound_launcher_gives_the_bits_of_tritons_own_call() -> None:
+    """Twice through the bound launcher, once through the public call path, which a listening profiler asks for."""
+    from warpwave.kernels.triton_or_stub import triton
+
+    q, k, v = qkv("cuda")
+    first = warpwave.attention(q, k, v, kernel="flash_fwd", config=CONFIG)
+    again = warpwave.attention(q, k, v, kernel="flash_fwd", config=CONFIG)
+    heard: list[str] = []
+    hook = triton.knobs.runtime.launch_enter_hook
+
+    def listen(metadata: Any) -> None:
+        heard.append(metadata.get()["name"])
+
+    hook.add(listen)
+    try:
+        public = warpwave.attention(q, k, v, kernel="flash_fwd", config=CONFIG)
+    finally:
+        hook.remove(listen)
+    assert heard == ["flash_fwd_kernel"], "a profiler must see the launch"
+    assert torch.equal(first, again) and torch.equal(first, public)
+
+
+@pytest.mark.gpu
+def test_a_config_that_does_not_fit_is_refused_in_words() -> None:
+    q, k, v = qkv("cuda", seqlen=512, head_dim=256)
+    with pytest.raises(warpwave.UnsupportedProblem, match=r"does not fit this GPU[\s\S]*smaller block_m or block_n"):
+        warpwave.attention(q, k, v, kernel="flash_fwd", config=flash_fwd.Config(128, 128, 8, 4))
+
+
+@pytest.mark.gpu
+def test_a_new_length_compiles_nothing() -> None:
+    """Lengths in the code, or in the alignment of a batch stride, would stall a server at every new request."""
+    warpwave.attention(*qkv("cuda", seqlen=40), causal=True, return_lse=True, kernel="flash_fwd", config=CONFIG)
+    compiled = set(launch._compiled)
+    for seqlen in (1, 33, 48, 1000):
+        warpwave.attention(*qkv("cuda", seqlen=seqlen), causal=True, return_lse=True, kernel="flash_fwd", config=CONFIG)
+    assert launch._compiled == compiled
