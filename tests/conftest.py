@@ -1,4 +1,5 @@
-"""Which device the tests run on, and the account every run gives of what each kernel was asked and did.
+"""Which device the tests run on, and the account every run gives: what each kernel was asked and did, and how many of
+the seeded faults were caught.
 
 Without a GPU the Triton kernels run in Triton's interpreter, which has to be chosen before triton is imported.
 """
@@ -20,6 +21,16 @@ MAX_SKIPPED = 0.05  # of a kernel's tests; more means that the suite no longer s
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(KernelAccount(), "kernel_account")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    tried = {
+        outcome: sum("test_mutant_is_caught[" in r.nodeid for r in terminalreporter.getreports(outcome))
+        for outcome in ("passed", "failed")
+    }
+    if total := sum(tried.values()):
+        terminalreporter.section("seeded faults")
+        terminalreporter.line(f"caught {tried['passed']} of {total} tried")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by the markers set here

@@ -1,9 +1,12 @@
-"""For every conformance test: memory that nobody wrote holds NaN, so that a cell left unwritten shows."""
+"""Memory of the conformance tests: what nobody wrote holds NaN, and tests that need much of it take turns."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import gc
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,3 +34,21 @@ def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         return tensor if tensor.dtype is torch.bool else tensor.fill_(torch.iinfo(tensor.dtype).max)
 
     return allocate_poisoned
+
+
+@pytest.fixture
+def much_memory() -> Iterator[None]:
+    """On a GPU, one test of many gigabytes at a time, whichever of pytest-xdist's processes it runs in.
+
+    On a CPU such tests take address space only.
+    """
+    if not torch.cuda.is_available():
+        yield
+        return
+    import fcntl  # not on Windows, where no GPU kernel runs either
+
+    with (Path(tempfile.gettempdir()) / "warpwave-tests-much-memory.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()

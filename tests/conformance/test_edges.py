@@ -414,12 +414,13 @@ def test_sinks_far_from_the_logits(sink: float, dtype: str, kernel: str, request
 # Far addresses --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("much_memory")
 @each_kernel
 @pytest.mark.parametrize("elements", [2**31, 2**32])
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_offsets_past_32_bits(name: str, axis: int, elements: int, kernel: str, request: pytest.FixtureRequest) -> None:
-    """The last index of an axis lies past 2^31 or 2^32 elements; only the pages that are used exist."""
+    """The last index of an axis lies past 2^31 or 2^32 elements."""
     call = cases.build(replace(SMALL, dtype="float16", heads=(2, 2), lengths=(3, 5)), "normal", DEVICE)
     if harness.refuses(kernel, call, request):
         return
@@ -427,7 +428,8 @@ def test_offsets_past_32_bits(name: str, axis: int, elements: int, kernel: str, 
     x = getattr(call.operands, name)
     stride = list(x.stride())
     stride[axis] = -(-elements // (x.shape[axis] - 1)) + 8
-    storage = torch.UntypedStorage(2 * (stride[axis] * x.shape[axis] + x.numel()), device=DEVICE)
+    size = 1 + sum((n - 1) * s for n, s in zip(x.shape, stride, strict=True))
+    storage = torch.UntypedStorage(size * x.element_size(), device=DEVICE)
     far = torch.tensor([], dtype=x.dtype, device=DEVICE).set_(storage, 0, x.shape, stride).copy_(x)
     expected = bits(*harness.run(kernel, call, config))
     assert bits(*harness.run(kernel, with_operands(call, **{name: far}), config)) == expected

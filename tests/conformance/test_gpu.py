@@ -54,6 +54,7 @@ def busy_gpu() -> Iterator[None]:
 # Addresses ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("much_memory")
 @each_kernel
 @pytest.mark.parametrize("elements", [2**31, 2**32])
 @pytest.mark.parametrize("name", ["q", "k", "v", "mask", "bias", "alibi_slopes"])
@@ -76,6 +77,7 @@ def test_far_tensors(name: str, elements: int, kernel: str) -> None:
         assert bits(*harness.run(kernel, call._replace(operands=operands), config)) == expected, f"axis {axis}"
 
 
+@pytest.mark.usefixtures("much_memory")
 def test_far_outputs() -> None:
     """An output of more than 2^31 elements: its last rows equal the same rows alone."""
     rows = 2**31 // (8 * 128) + 1000

@@ -70,7 +70,7 @@ NAMED = [
     ),
     Mutant(  # unsigned, for the negative offset of a signed one ends the process instead of the test
         "32-bit offset", PRIMITIVES,
-        "rows.to(tl.int64)[:, None] * stride_row", "rows.to(tl.uint32)[:, None] * stride_row",
+        "rows.to(tl.int64)[:, None] * stride_row", "rows.to(tl.uint32)[:, None] * tl.cast(stride_row, tl.uint32)",
         "test_edges.py::test_offsets_past_32_bits", "k-1-4294967296-flash_fwd", "bits(",
     ),
     Mutant(
@@ -237,7 +237,7 @@ OTHERS = [
     ),
     Mutant(
         "gradient of k not scaled", EAGER,
-        "        ds = ds * problem.softmax_scale\n", "",
+        "+= dk * problem.softmax_scale", "+= dk",
         "test_gradients.py::test_gates", "eager and float16 and normal", "FAIL",
     ),
     Mutant(
