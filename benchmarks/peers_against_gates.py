@@ -1,6 +1,6 @@
 """How torch's own GPU kernels stand against the gates our kernels are held to, on the same inputs.
 
-    python -m benchmarks.peers_against_gates OUT.jsonl
+    PYTHONPATH=. python benchmarks/peers_against_gates.py OUT.jsonl
 
 For each backend, dtype, head_dim, data set and mask: the constant each gate would have needed (C: the share of what is
 allowed), a JSON line each. docs/accuracy.md cites the largest where a constant of ours departs from the contract.
@@ -23,16 +23,19 @@ from tests.conformance.gates import forward_references, judge_forward
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """FlashAttention-2 as torch ships it: out and lse, (batch, heads, seqlen, ...)."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
     return out, lse
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """cuDNN, likewise."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
     return out, lse.reshape(q.shape[:3])
 
 
 def efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """The memory-efficient kernel, likewise; its lse is padded."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
     return out, lse[..., : q.shape[2]]
 
