@@ -31,7 +31,7 @@ test-full: ## The full matrix of cases and compile targets
 
 test-gpu: ## What only a GPU can show, on the GPU of this machine
 	@$(BOOT) --need test
-	$(RUN) pytest -m gpu
+	$(PYTEST) -m gpu
 
 lint: ## Format, lint and type checks
 	@$(BOOT) --need lint

@@ -36,7 +36,7 @@ def by_case(measurements: list[Measurement]) -> dict[str, dict[str, Measurement]
 def draw(cases: dict[str, dict[str, Measurement]], title: str, path: Path) -> None:
     """Grouped bars of TFLOP/s, full and causal side by side."""
     plt.rcParams.update({"font.size": 9, "svg.hashsalt": "warpwave", "svg.fonttype": "path"})
-    figure, (full, causal) = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
+    figure, (full, causal) = plt.subplots(1, 2, figsize=(9, 4.2), sharey=True, layout="constrained")
     for axes, heading in ((full, "full"), (causal, "causal")):
         names = [name for name in cases if name.endswith("causal") == (heading == "causal")]
         width = 0.8 / (1 + len(PEERS))
@@ -51,14 +51,15 @@ def draw(cases: dict[str, dict[str, Measurement]], title: str, path: Path) -> No
         axes.grid(axis="y", linewidth=0.4, alpha=0.6)
         axes.set_axisbelow(True)
     full.set_ylabel("TFLOP/s")
-    full.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(title, fontsize=9)
+    figure.legend(*full.get_legend_handles_labels(), frameon=False, ncols=4, loc="outside lower center")
     figure.savefig(path, metadata={"Date": None})
 
 
 def _tick(case: str) -> str:
     head_dim, shape, *_ = case.split()
-    return f"{head_dim.removeprefix('d')}\n{shape.replace('x', ' x ')}"
+    batch, seqlen = shape.split("x")
+    return f"{head_dim.removeprefix('d')}\n{batch} x\n{seqlen}"
 
 
 def table(cases: dict[str, dict[str, Measurement]]) -> str:
@@ -98,8 +99,9 @@ def main() -> None:
     records = read_records(arguments.record)
     environment = next(iter(records.environments.values()))
     title = (
-        f"bfloat16 forward, heads x head_dim = 2048, on one {environment['gpu']['name']}, {environment['date'][:10]} "
-        f"(torch {environment['torch']}, Triton {environment['triton']}); x: head_dim, batch x seqlen"
+        f"bfloat16 forward, heads x head_dim = 2048; below each group: head_dim, batch x seqlen\n"
+        f"{environment['gpu']['name']}, torch {environment['torch']}, Triton {environment['triton']}, "
+        f"{environment['date'][:10]}"
     )
     cases = by_case([m for _, m in records.measurements])
     draw(cases, title, arguments.out)

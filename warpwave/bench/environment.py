@@ -76,6 +76,9 @@ def _code() -> dict[str, Any]:
         commit = _run("git", "-C", str(PACKAGE), "rev-parse", "HEAD")
         status = _run("git", "-C", str(PACKAGE), "status", "--porcelain")
         dirty = None if status is None else bool(status)
+    if commit is None:
+        # A copy of the tree without its history, on a machine the GPU is on: whoever copied it can say.
+        commit, dirty = os.environ.get("WARPWAVE_COMMIT"), None
     digest = hashlib.sha256()
     for path in sorted(p for p in PACKAGE.rglob("*") if p.suffix in (".py", ".toml")):
         digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")

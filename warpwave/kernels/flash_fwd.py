@@ -609,8 +609,8 @@ def _smaller(config: Config) -> Config:
 def _fitting(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     fitting = [c for c in _space() if smem_bytes(problem, gpu, c) <= gpu.smem_per_block_bytes]
     if gpu.capability == 90 and _uses_tensor_cores(problem, gpu):
-        # Two warpgroups on 64 queries split the keys of a wgmma between them. That is slow (152 TFLOP/s where four
-        # warps reach 236), and in tf32, at 64x16, Triton 3.6 computes wrong products and reads out of bounds.
+        # Two warpgroups on 64 queries split the keys of a wgmma between them. That is slow (1.9 times the time at
+        # head_dim 256, sweep 2), and in tf32, at 64x16, Triton 3.6 computes wrong products and reads out of bounds.
         fitting = [c for c in fitting if not (c.num_warps == 8 and c.block_m == 64)]
     return fitting
 
@@ -652,8 +652,8 @@ def _width(problem: AttentionProblem) -> int:
 
 
 def _default_without_mask(problem: AttentionProblem, gpu: Gpu) -> Config:
-    """Measured on an H200 where a figure stands; elsewhere the widest tile that compiles without spills (with the
-    bounds of tests/compile where nothing does)."""
+    """Where a factor stands, the fastest of a sweep on an H200 (benchmarks/records, sweeps 1 and 2); elsewhere the
+    widest tile that compiles without spills, or with fewest (tests/compile)."""
     bucket = 0 if _width(problem) <= 64 else 1 if _width(problem) <= 128 else 2
     if problem.dtype == "float32":
         precision = _dot_precision(problem, gpu)
@@ -662,14 +662,15 @@ def _default_without_mask(problem: AttentionProblem, gpu: Gpu) -> Config:
         if gpu.vendor == "amd":
             return (Config(64, 32, 4, 2), Config(64, 16, 4, 2), Config(32, 16, 4, 1))[bucket]
         if precision == "ieee":
-            # 4 x 16 heads x 2048: 12.8 TFLOP/s at head_dim 64 (64x32: 10.4), 8.9 at 128 (128x32: 4.7, spills).
+            # At head_dim 64, 4 x 16 heads x 2048, 64x32 on four warps takes 1.2 times as long; at 128, 128x32 spills
+            # and takes 1.9 times as long.
             return (Config(128, 64, 8, 2), Config(64, 32, 8, 2), Config(32, 32, 8, 1))[bucket]
         if gpu.capability != 90 or bucket == 2:
             return (Config(32, 32, 4, 2), Config(32, 16, 4, 2), Config(32, 16, 8, 1))[bucket]
         if precision == "tf32":
-            # 112 TFLOP/s at head_dim 64 (128x64: 94), 97 at 128 (64x32: 77).
+            # 128x64 takes 1.2 times as long at head_dim 64, 64x32 1.3 times at 128.
             return (Config(128, 32, 8, 3), Config(128, 32, 8, 2))[bucket]
-        # 51 TFLOP/s at head_dim 64 (64x64: 44), 40 at 128 (64x32: 25).
+        # 64x64 takes 1.15 times as long at head_dim 64, 64x32 1.6 times at 128.
         return (Config(128, 64, 8, 2), Config(128, 32, 8, 2))[bucket]
     if _is_rdna(gpu):
         return (Config(64, 32, 4, 1), Config(64, 32, 8, 1), Config(32, 16, 8, 1))[bucket]
@@ -678,6 +679,6 @@ def _default_without_mask(problem: AttentionProblem, gpu: Gpu) -> Config:
     if gpu.capability not in WGMMA_OR_TCGEN05:
         return (Config(64, 64, 4, 3), Config(64, 32, 4, 2), Config(64, 32, 8, 2))[bucket]
     # Four warps on 64 queries leave room for two blocks an SM, and one block's softmax hides behind the other's
-    # products: at head_dim 128, causal, 16 x 1024, 262 TFLOP/s against 231 for 128x64 on eight warps; 398 against 380
-    # at 4 x 4096. At 256 the accumulator leaves no room for two: 394 for 128x64, 341 for 64x32.
+    # products: causal at head_dim 128, 128x64 on eight warps takes 1.13 times as long at 16 x 1024, 1.05 times at
+    # 4 x 4096. At 256 the accumulator leaves no room for two, and 64x32 takes 1.16 times as long as 128x64.
     return (Config(64, 64, 4, 3), Config(64, 64, 4, 3), Config(128, 64, 8, 2))[bucket]
