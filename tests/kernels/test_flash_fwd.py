@@ -88,3 +88,22 @@ def test_a_gpu_without_room_is_refused_with_the_figures() -> None:
     tiny = replace(H200, name="tiny", smem_per_block_bytes=4096)
     (reason,) = flash_fwd.why_not(replace(PROBLEM, head_dim=256), tiny)
     assert "KiB of shared memory and tiny has 4 for a block" in reason
+
+
+@pytest.mark.parametrize("seqlen_k", [1, 1000])
+@pytest.mark.parametrize("window", [(-1, -1), (2**62, 2**62)])
+def test_no_argument_wraps(seqlen_k: int, window: tuple[int, int]) -> None:
+    """What the kernel multiplies or adds in 32 bits: program ids, and positions with a window's sides."""
+    from warpwave.compiled import operands_without_memory
+
+    problem = replace(
+        PROBLEM, batch=1, seqlen_q=2**20, seqlen_k=seqlen_k, head_dim=1, head_dim_v=1, causal=Causal("top_left"),
+        window_size=window,
+    )  # fmt: skip
+    operands = operands_without_memory(problem)
+    spec = flash_fwd.specify(problem, H200, operands, operands.q, None, flash_fwd.Config(16, 16, 4, 1))
+    # Behind the strides, and before the floats softmax_scale and softcap, stand left, right and heads_in_l2.
+    *_, left, right, heads_in_l2, _, _ = spec.scalars
+    tiles = -(-problem.seqlen_q // 16)
+    assert spec.grid < 2**31 and tiles * heads_in_l2 <= spec.grid
+    assert problem.seqlen_q + left < 2**31 and problem.seqlen_q + right < 2**31

@@ -433,9 +433,10 @@ def _scalars(problem: AttentionProblem, operands: Operands, out: torch.Tensor) -
         problem.total_k,
         problem.num_heads_q,
         problem.num_heads_q // problem.num_heads_kv,
-        left if left >= 0 else UNLIMITED,
-        right if right >= 0 else UNLIMITED,
-        max(1, L2_BYTES // max(1, kv_bytes)),
+        min(left, UNLIMITED) if left >= 0 else UNLIMITED,
+        min(right, UNLIMITED) if right >= 0 else UNLIMITED,
+        # No more heads than there are: tiles times heads is a program id, and must not wrap.
+        min(problem.batch * problem.num_heads_q, max(1, L2_BYTES // max(1, kv_bytes))),
         problem.softmax_scale,
         problem.softcap,
     ]
