@@ -49,17 +49,6 @@ class CompileFacts:
     smem_bytes: int
     instructions: Counter[str]
 
-    def count(self, prefix: str) -> int:
-        """How many instructions begin with `prefix`."""
-        return sum(n for name, n in self.instructions.items() if name.startswith(prefix))
-
-    @property
-    def matrix_instructions(self) -> int:
-        """Tensor-core instructions: HMMA, HGMMA, UTC*MMA on NVIDIA; MFMA and WMMA on AMD."""
-        return sum(
-            n for name, n in self.instructions.items() if re.search(r"MMA|^v_(mfma|wmma|smfmac)", name) is not None
-        )
-
 
 def operands_without_memory(problem: AttentionProblem) -> Operands:
     """Contiguous operands of a problem on device "meta": shapes and strides, no storage."""
