@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +13,11 @@ from torch import Tensor
 
 import warpwave
 from warpwave import demo, demo_model
+from warpwave.bench.correctness import Verdict
+from warpwave.bench.records import Measurement
+from warpwave.bench.timing import Samples
 from warpwave.hardware.gpu import CPU as CPU_GPU
-from warpwave.problem import Operands
+from warpwave.problem import AttentionProblem, Operands
 
 CPU = torch.device("cpu")
 
@@ -37,21 +42,43 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("on_cpu")
 def test_right_kernels_are_timed(case: demo.Case) -> None:
-    right, table = demo.compare(case, CPU)
-    assert right
+    comparison = demo.compare(case, CPU)
+    assert comparison.right
+    table = comparison.table("us")
     assert table.rows[0][0] == demo.BASELINE
     assert any("(auto)" in row[0] for row in table.rows)
     assert all(row[2] in ("baseline", "pass") and float(row[3].replace(",", "")) > 0 for row in table.rows)
     assert any(note.startswith("not flash_fwd: ") for note in table.notes)
 
 
+@pytest.mark.usefixtures("on_cpu")
+def test_times_and_errors_are_those_of_the_measurements(case: demo.Case) -> None:
+    layers = demo.Case("three layers", [*case.operands] * 3, causal=True)
+    comparison = demo.compare(layers, CPU)
+    assert comparison.measurements[0].contender == demo.BASELINE
+    assert sum(m.contender == "warpwave auto" for m in comparison.measurements) == 1
+    for row, m in zip(comparison.table("us").rows, comparison.measurements, strict=True):
+        assert m.suite == "demo"
+        assert m.problem.seqlen_q == 9
+        assert m.timing is not None
+        assert m.timing.calls_per_repeat % 3 == 0  # a sample is a layer's time
+        assert m.timing.input_sets == 3
+        assert row[3] == f"{m.timing.median_us:,.1f}"
+        assert m.verdict is not None
+        assert m.verdict.rows == 3 * 2 * 9 * 2
+        assert m.verdict.error_ratio is not None
+        assert 0.1 < m.verdict.error_ratio < 10
+
+
 def test_no_time_is_shown_for_the_interpreter(case: demo.Case) -> None:
     if warpwave.explain(case.operands[0].q, *case.operands[0][1:3]).gpu.vendor != "interpreter":
         pytest.skip("Triton's interpreter is off in this run")
-    right, table = demo.compare(case, CPU)
-    assert right
-    assert "flash_fwd" in [row[0] for row in table.rows]
-    assert all(row[3:] == ("", "") for row in table.rows)
+    comparison = demo.compare(case, CPU)
+    assert comparison.right
+    rows = comparison.table("us").rows
+    assert "flash_fwd" in [row[0] for row in rows]
+    assert all(row[3:] == ("", "") for row in rows)
+    assert all(m.timing is None and m.refusal for m in comparison.measurements)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -65,28 +92,94 @@ def test_a_wrong_result_fails_and_is_not_timed(
         return [spoil(out) if kernel == "eager" else out for out in honest(self, kernel)]
 
     monkeypatch.setattr(demo.Case, "ours", ours)
-    right, table = demo.compare(case, CPU)
-    assert not right
-    (row,) = [row for row in table.rows if row[0].startswith("eager")]
+    comparison = demo.compare(case, CPU)
+    assert not comparison.right
+    (row,) = [row for row in comparison.table("us").rows if row[0].startswith("eager")]
     assert row[2:] == ("FAIL", "", "")
+    (wrong,) = [m for m in comparison.measurements if m.verdict is not None and not m.verdict.passed]
+    assert wrong.kernel == "eager"
+    assert wrong.refusal.startswith("wrong, so not timed: ")
 
 
 def no_model() -> None:
     raise demo_model.ModelMissing("the package x is not installed")
 
 
+RIGHT = Verdict(True, "", 1e-7, 2e-7, 1e-7, 2e-7, 8)
+WRONG = Verdict(False, "max error", 1e-2, 2e-2, 1e-7, 2e-7, 8)
+PROBLEM = AttentionProblem(
+    batch=1,
+    seqlen_q=8,
+    seqlen_k=8,
+    num_heads_q=1,
+    num_heads_kv=1,
+    head_dim=8,
+    head_dim_v=8,
+    dtype="float32",
+    softmax_scale=1.0,
+)
+
+
+@pytest.fixture
+def quick_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[bool], int]:
+    """The demo without its minute of measuring: runs it in an empty folder, with a result that is right or wrong."""
+
+    def run(right: bool) -> int:
+        timing = Samples((1234.5, 1234.5), "host clock", 3, 1, False)
+        peer = Measurement(
+            suite="demo", case="a case", problem=PROBLEM, contender=demo.BASELINE, verdict=RIGHT, timing=timing
+        )
+        ours = replace(
+            peer,
+            contender="warpwave auto",
+            kernel="eager",
+            verdict=RIGHT if right else WRONG,
+            timing=timing if right else None,
+        )
+        monkeypatch.setattr(demo_model, "load", no_model)
+        monkeypatch.setattr(demo, "check_in_interpreter", lambda device: True)
+        monkeypatch.setattr(demo, "compare", lambda case, device: demo.Comparison("a case", [peer, ours], []))
+        return demo.run("cpu")
+
+    monkeypatch.chdir(tmp_path)
+    return run
+
+
 @pytest.mark.parametrize(("right", "code"), [(True, 0), (False, 1)])
 def test_without_the_model_it_says_so_and_goes_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], right: bool, code: int
+    quick_demo: Callable[[bool], int], capsys: pytest.CaptureFixture[str], right: bool, code: int
 ) -> None:
-    table = demo.Table("a case", ("kernel",), [("eager",)])
-    monkeypatch.setattr(demo_model, "load", no_model)
-    monkeypatch.setattr(demo, "check_in_interpreter", lambda device: True)
-    monkeypatch.setattr(demo, "compare", lambda case, device: (right, table))
-    assert demo.run("cpu") == code
+    assert quick_demo(right) == code
     printed = capsys.readouterr().out
     assert "the package x is not installed" in printed
     assert ("FAILED" in printed) == (not right)
+
+
+def test_without_a_gpu_it_ends_with_a_report_of_its_own_numbers_beside_the_h200s(
+    quick_demo: Callable[[bool], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert quick_demo(True) == 0
+    printed = capsys.readouterr().out
+    page = Path("report.html")
+    assert f"The report: {page.resolve()}\n" in printed
+    for text in (printed, page.read_text()):
+        assert "This machine's own numbers" in text or "This machine&#39;s own numbers" in text
+        assert "Measured on an NVIDIA H200 on 2026-11-21, not on this machine" in text
+    own, shipped = page.read_text().split("<article")[1:]
+    assert "1,235" in own or "1,234" in own
+    assert "warpwave demo" in own
+    assert "flash_fwd" in shipped
+
+
+def test_a_report_that_cannot_be_written_is_said_before_anything_is_run(
+    quick_demo: Callable[[bool], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("report.html").write_text("mine")
+    assert quick_demo(True) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("warpwave: report.html is there already")
+    assert Path("report.html").read_text() == "mine"
 
 
 def test_the_real_model_agrees(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,10 @@ PROBLEM = AttentionProblem(
 @pytest.mark.parametrize(
     ("change", "gpu", "expected"),
     [
-        ({}, H200, "flash_fwd"),
+        ({}, H200, "hopper/flash_fwd"),
+        ({"mask_shape": (1, 1, 128, 128)}, H200, "flash_fwd"),
+        ({"dtype": "float32"}, H200, "flash_fwd"),
+        ({}, Gpu.for_arch("sm_100"), "flash_fwd"),
         ({}, Gpu.for_arch("gfx942"), "flash_fwd"),
         ({}, CPU, "torch_sdpa"),
         ({}, INTERPRETER, "torch_sdpa"),
@@ -91,7 +94,7 @@ def test_a_gpu_too_old() -> None:
 @pytest.mark.parametrize(
     ("asked", "config", "error", "text"),
     [
-        ("flash", None, InvalidInput, "kernel is 'flash'; it must be 'auto' or one of 'flash_fwd'"),
+        ("flash", None, InvalidInput, "kernel is 'flash'; it must be 'auto' or one of 'hopper/flash_fwd'"),
         ("auto", flash_fwd.Config(64, 64, 4, 2), InvalidInput, "name the kernel the config is for"),
         ("flash_fwd", eager.Config(64, 64), InvalidType, "kernel 'flash_fwd' takes warpwave.kernels.flash_fwd.Config"),
         ("torch_sdpa", 7, InvalidType, "config is a int"),

@@ -1,24 +1,57 @@
-"""`explain` says what `attention` does, with figures a reader can check by hand."""
+"""`explain` says what `attention` does, what binds it and what to change, with figures a reader can check by hand."""
 
 from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import warpwave
-from warpwave import AttentionProblem, Gpu
+from warpwave import AttentionProblem, Explanation, Gpu, dispatch
+from warpwave.advice import MOST
+from warpwave.hardware import measure
+from warpwave.hardware.catalog import catalog, resolve
+from warpwave.hardware.measure import Ceilings
+from warpwave.problem import Causal
+
+PLAIN = AttentionProblem(
+    batch=4, seqlen_q=4096, seqlen_k=4096, num_heads_q=16, num_heads_kv=16, head_dim=128, head_dim_v=128,
+    dtype="bfloat16", softmax_scale=128**-0.5,
+)  # fmt: skip
+KERNEL_NAMES = [kernel.NAME for kernel in dispatch.KERNELS]
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept on this machine or shipped has no say in these tests."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(measure, "SHIPPED", tmp_path)
 
 
 def tensors(seqlen_q: int = 8, seqlen_k: int = 8) -> list[torch.Tensor]:
     return [torch.randn(2, n, 4, 16) for n in (seqlen_q, seqlen_k, seqlen_k)]
 
 
+def on(card: str, **options: Any) -> Explanation:
+    return warpwave.explain(replace(PLAIN, **options), gpu=resolve(card))
+
+
+# The call and its kernel ----------------------------------------------------------------------------------------------
+
+
 def test_it_names_the_kernel_the_call_takes_and_every_other_reason() -> None:
     said = warpwave.explain(*tensors())
     assert said.kernel == "torch_sdpa"
-    assert set(said.reasons) == {"flash_fwd", "torch_sdpa", "eager"}
+    assert list(said.reasons) == KERNEL_NAMES
     text = str(said)
-    assert "torch_sdpa" in text and "not eager: it could, and comes behind torch_sdpa" in text
+    assert re.search(r"^kernel +torch_sdpa", text, re.MULTILINE)
+    assert re.search(r"could too, behind torch_sdpa: eager", text)
 
 
 def test_flops_and_bytes_are_the_problem_s() -> None:
@@ -52,23 +85,23 @@ def test_gradients_are_served_by_eager_and_it_says_so() -> None:
 
 
 def test_a_refused_kernel_is_explained_not_raised() -> None:
-    said = warpwave.explain(*tensors(), kernel="flash_fwd")
-    if said.gpu.vendor == "interpreter":
-        assert said.kernel == "flash_fwd"
-    else:
-        assert said.kernel is None and said.reasons["flash_fwd"]
-        assert "kernel    none" in str(said)
+    said = on("h200", requires_grad=True)
+    assert said.kernel == "eager"
+    refused = warpwave.explain(replace(PLAIN, head_dim=300), gpu=resolve("h200"), kernel="flash_fwd")
+    assert refused.kernel is None and refused.cost is None and refused.memory is None
+    assert next(iter(refused.reasons)) == "flash_fwd" and refused.reasons["flash_fwd"]
+    text = str(refused)
+    assert re.search(r"^kernel +none", text, re.MULTILINE) and "not flash_fwd: head_dim is 300" in text
+    assert refused.bounds is not None, "what the call takes at the least does not depend on a kernel"
+    mended = warpwave.explain(replace(PLAIN, requires_grad=True), gpu=resolve("h200"), kernel="flash_fwd")
+    assert mended.kernel is None and "torch.no_grad()" in str(mended)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
 def test_a_problem_needs_no_tensors_and_no_gpu(arch: str) -> None:
-    problem = AttentionProblem(
-        batch=4, seqlen_q=4096, seqlen_k=4096, num_heads_q=16, num_heads_kv=16, head_dim=128, head_dim_v=128,
-        dtype="bfloat16", softmax_scale=128**-0.5,
-    )  # fmt: skip
-    said = warpwave.explain(problem, gpu=Gpu.for_arch(arch))
+    said = warpwave.explain(PLAIN, gpu=Gpu.for_arch(arch), kernel="flash_fwd")
     assert said.kernel == "flash_fwd"
-    assert said.cost is not None and said.cost.flops == problem.flops, "every tile is whole: no padding"
+    assert said.cost is not None and said.cost.flops == PLAIN.flops, "every tile is whole: no padding"
 
 
 def test_wrong_arguments_raise_as_the_call_does() -> None:
@@ -77,3 +110,272 @@ def test_wrong_arguments_raise_as_the_call_does() -> None:
         warpwave.explain(q, k, v, softcap=-1.0)
     with pytest.raises(warpwave.InvalidInput, match="kernel is 'nonsense'"):
         warpwave.explain(q, k, v, kernel="nonsense")
+
+
+# What binds it --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("card", "options", "binding"),
+    [
+        ("h200", {}, "tensor cores"),
+        ("h200", {"seqlen_q": 1, "num_heads_kv": 4}, "memory"),
+        ("h200", {"head_dim": 32, "head_dim_v": 32}, "exponentials"),
+        ("rtx3060", {"dtype": "float32"}, "float32 units"),
+        ("mi300x", {}, "tensor cores"),
+    ],
+)
+def test_the_binding_resource_is_named_with_its_time(card: str, options: dict[str, Any], binding: str) -> None:
+    said = on(card, **options)
+    known = said.roofline
+    assert known is not None and known.of_problem.binding is not None
+    assert known.of_problem.binding.resource == binding
+    line = next(line for line in str(said).splitlines() if line.startswith("bound by"))
+    assert f"{binding}: no implementation takes less than" in line
+    data = said.to_dict()
+    assert data["least_us"] == known.of_problem.time_us <= data["least_us_by_this_kernel"] == known.time_us
+
+
+def test_every_bound_is_printed_with_arithmetic_that_holds() -> None:
+    """Reads the text as a person with a calculator would."""
+    checked = 0
+    units = {"TFLOP": 1e12, "GFLOP": 1e9, "GB": 1e9, "MB": 1e6, "Gexp": 1e9, "Mexp": 1e6}
+    units |= {"TFLOP/s": 1e12, "GB/s": 1e9, "Gexp/s": 1e9}
+    line_pattern = re.compile(
+        r"([\d.,]+) (\w+)(?: \(q.*\)|, one a pair)? / ([\d.,]+) (\w+/s)(?: \(\w+\))? = ([\d.,]+) us$"
+    )
+    for card in ("h200", "l4", "mi210"):
+        for line in str(on(card, causal=Causal())).splitlines():
+            if found := line_pattern.search(line):
+                amount, unit, rate, rate_unit, time_us = found.groups()
+                number = [float(text.replace(",", "")) for text in (amount, rate, time_us)]
+                assert number[0] * units[unit] / (number[1] * units[rate_unit]) * 1e6 == pytest.approx(
+                    number[2], rel=6e-3
+                )
+                checked += 1
+    assert checked >= 9
+
+
+def test_intensity_of_each_product_is_printed() -> None:
+    text = str(on("h200", seqlen_q=1, head_dim_v=64))
+    pairs, rows, keys = 4 * 16 * 4096, 4 * 16, 4 * 16 * 4096
+    for name, width in (("QK^T", 128), ("PV", 64)):
+        line = next(line for line in text.splitlines() if line.strip().startswith(name))
+        assert f"{2 * pairs * width / ((rows + keys) * width * 2):.4g} FLOP a byte" in line
+
+
+def test_measured_rates_stand_beside_the_data_sheet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ceilings = Ceilings(
+        gpu="NVIDIA H200", arch="sm_90", date="2026-11-21T13:00:00+00:00", read_gbps=4480.0, launch_us=1.5,
+        product_tflops={"bfloat16": 800.0}, exponentials_gops=4000.0,
+    )  # fmt: skip
+    assert on("h200").measured is None
+    measure.write(ceilings, tmp_path / "shipped.json")
+    shipped = on("h200")
+    assert shipped.measured is not None and shipped.measured.time_us == pytest.approx(PLAIN.flops / 800e6)
+    assert shipped.bounds is not None and shipped.bounds.time_us < shipped.measured.time_us
+    header = next(line for line in str(shipped).splitlines() if "arithmetic" in line)
+    assert (
+        header.split("  ")[-1] == "arithmetic" and "data sheet" in header and "measured 2026-11-21, shipped" in header
+    )
+    measure.store(replace(ceilings, date="2026-12-24T13:00:00+00:00"))
+    kept = on("h200").measured
+    assert kept is not None and kept.rates.name == "measured 2026-12-24", "this machine's own come first"
+    tiny = on("h200", batch=1, seqlen_q=4, seqlen_k=4, num_heads_q=1, num_heads_kv=1)
+    assert "the launch: 1.50 us (measured)" in str(tiny)
+
+
+def test_a_tiny_call_is_not_said_to_be_bound_by_nanoseconds_of_memory() -> None:
+    text = str(on("h200", batch=1, seqlen_q=4, seqlen_k=4, num_heads_q=1, num_heads_kv=1))
+    assert "the launch takes longer than that" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("name", ["sm_90", "cpu"])
+def test_without_rates_it_says_how_to_get_them(name: str) -> None:
+    said = warpwave.explain(PLAIN, gpu=resolve(name))
+    assert said.bounds is None and said.measured is None
+    assert ("h200" if name == "sm_90" else "warpwave roof") in said.rates_missing
+    assert said.rates_missing.split(":")[0].split(";")[0] in " ".join(str(said).split())
+
+
+def test_a_card_that_is_in_no_catalogue() -> None:
+    unknown = replace(resolve("sm_86"), name="NVIDIA A10G", num_sms=80)
+    assert "no NVIDIA A10G" in warpwave.explain(PLAIN, gpu=unknown).rates_missing
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_known_before_it_is_allocated() -> None:
+    said = on("h200", return_lse=True, head_dim_v=64)
+    memory = said.memory
+    assert memory is not None and memory.exact
+    rows = 4 * 4096 * 16
+    assert memory.inputs == rows * (128 + 128 + 64) * 2
+    assert (memory.out, memory.lse, memory.workspace) == (rows * 64 * 2, rows * 4, 0)
+    assert memory.peak == rows * 132 and "exactly" in str(said)
+
+
+def test_what_does_not_fit_the_card_is_said() -> None:
+    assert "too much" in str(on("t4", batch=64, seqlen_q=65536, seqlen_k=65536))
+    assert "too much" not in str(on("h200"))
+
+
+def test_memory_counts_every_input() -> None:
+    q, k, v = tensors()
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    bias = torch.zeros(1, 4, 8, 8)
+    slopes, sinks = torch.zeros(4), torch.zeros(4)
+    memory = warpwave.explain(q, k, v, mask=mask, bias=bias, alibi_slopes=slopes, sinks=sinks).memory
+    inputs = [q, k, v, mask, bias, slopes, sinks]
+    assert memory is not None and memory.inputs == sum(t.numel() * t.element_size() for t in inputs)
+
+
+# What to change -------------------------------------------------------------------------------------------------------
+
+
+def advice(said: Explanation) -> str:
+    assert 1 <= len(said.advice) <= MOST
+    return " | ".join(said.advice)
+
+
+def test_a_call_without_fault_is_told_so() -> None:
+    said = on("h200")
+    assert len(said.advice) == 1 and said.advice[0].startswith("Nothing about the call")
+    assert said.fast_paths == ()
+
+
+def test_idle_sms_are_counted() -> None:
+    said = warpwave.explain(
+        replace(PLAIN, batch=1, num_heads_q=2, num_heads_kv=2, seqlen_q=256), gpu=resolve("h200"), kernel="flash_fwd"
+    )
+    blocks = said.cost.blocks if said.cost else 0
+    assert f"The grid has {blocks} blocks, so {132 - blocks} of 132 SMs have nothing to do" in advice(said)
+
+
+def test_a_config_named_in_advice_exists_and_does_what_is_said() -> None:
+    said = on("mi300x", batch=1, num_heads_q=4, num_heads_kv=4, seqlen_q=1024, seqlen_k=1024)
+    found = re.search(r"Time Config\((.*?)\): ([\d,]+) blocks, at least ([\d.,]+) us", advice(said))
+    assert found is not None
+    kernel = next(kernel for kernel in dispatch.KERNELS if kernel.NAME == said.kernel)
+    config = kernel.Config(**{k: int(v) for k, v in (pair.split("=") for pair in found[1].split(", "))})
+    again = warpwave.explain(said.problem, gpu=said.gpu, kernel=said.kernel or "", config=config)
+    assert again.cost is not None and again.cost.blocks == int(found[2].replace(",", ""))
+    assert again.bounds is not None and again.bounds.time_us == pytest.approx(float(found[3]), rel=0.01)
+    assert again.bounds.time_us < said.bounds.time_us if said.bounds else False
+
+
+def test_head_padding_is_named_where_the_kernel_pads() -> None:
+    said = warpwave.explain(replace(PLAIN, head_dim=80, head_dim_v=80), gpu=resolve("a100"))
+    assert "computes head_dim 80 as 128: 256 / 160 = 1.6 x the products" in advice(said)
+
+
+def test_rows_of_a_tile_that_are_no_queries_are_counted() -> None:
+    said = warpwave.explain(
+        replace(PLAIN, batch=64, seqlen_q=3, seqlen_k=64, num_heads_kv=2), gpu=resolve("h200"), kernel="flash_fwd"
+    )
+    assert re.search(r"3 of the \d+ rows are queries\. The 8 query heads that share a kv head", advice(said))
+
+
+def test_precision_is_advised_by_what_the_card_has() -> None:
+    geforce = advice(on("rtx3060", dtype="float32"))
+    assert "Products run as tf32x3, 12.7 / 3 = 4.233 TFLOP/s; precision='ieee'" in geforce
+    assert "tf32'" not in geforce, "which is no faster there than float32"
+    hopper = advice(on("h200", dtype="float32"))
+    assert "precision='tf32'" in hopper and "precision='ieee'" not in hopper
+    assert "bfloat16 inputs" in hopper
+
+
+def test_memory_bound_calls_hear_of_bytes() -> None:
+    said = advice(warpwave.explain(replace(PLAIN, seqlen_q=1, batch=64, num_heads_kv=4), gpu=resolve("h200")))
+    assert "Memory binds, and k and v are 100% of the bytes" in said
+    assert "GQA" not in said, "they share already"
+    assert "GQA" in advice(on("h200", batch=1024, seqlen_q=32, seqlen_k=32))
+
+
+def test_exponentials_are_named_at_small_heads() -> None:
+    assert "so one up to" in advice(on("h200", head_dim=32, head_dim_v=32))
+
+
+def test_a_mask_that_is_causal_is_replaced() -> None:
+    q, k, v = tensors(64, 64)
+    mask = torch.ones(64, 64, dtype=torch.bool).tril()[None, None]
+    said = warpwave.explain(q, k, v, mask=mask, gpu=resolve("h200"), kernel="flash_fwd")
+    assert said.advice[0].startswith(
+        "Pass causal=True in place of the mask, which is just that: 4.096 kB less to read"
+    )
+    nothing = warpwave.explain(q, k, v, mask=torch.ones_like(mask), gpu=resolve("h200"))
+    assert "rop the mask: it hides nothing" in str(nothing)
+    random = torch.rand(1, 1, 64, 64, generator=torch.Generator().manual_seed(0)) < 0.5
+    assert "mask" not in advice(warpwave.explain(q, k, v, mask=random, gpu=resolve("h200"), kernel="flash_fwd"))
+
+
+def test_a_mask_nobody_looked_at_is_asked_about() -> None:
+    assert "If it is causal or a window" in advice(on("h200", mask_shape=(1, 1, 4096, 4096)))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t[..., ::2], "You pass k with stride 2 along head_dim"),
+        (lambda t: t[..., :15], "You pass k and v with rows of 15 x 4 = 60 bytes"),
+        (lambda t: t[:, 1:, 1:, 4:20], ""),
+        (lambda t: torch.randn(2, 64, 4, 18)[..., :16], "You pass k with rows that do not start at multiples of 16"),
+    ],
+)
+def test_strides_that_cost_something_are_named(change: Any, said: str) -> None:
+    wide = torch.randn(2, 64, 4, 32)
+    k = change(wide)
+    q, v = torch.randn(*k.shape), torch.randn(*k.shape)
+    if k.shape[-1] == 15:
+        k = k.contiguous()
+        q = torch.randn(2, 64, 4, 16)[..., :15]
+    found = advice(warpwave.explain(q, k, v, gpu=resolve("h200"), kernel="flash_fwd"))
+    assert said in found and bool(said) == ("You pass" in found)
+
+
+def test_a_copy_made_of_a_strided_mask_is_workspace() -> None:
+    q, k, v = tensors(64, 64)
+    mask = (torch.rand(1, 1, 64, 128) < 0.5)[..., ::2]
+    said = warpwave.explain(q, k, v, mask=mask, gpu=resolve("h200"), kernel="flash_fwd")
+    assert said.memory is not None and said.memory.workspace == 64 * 64
+    assert "The mask is not contiguous along the keys" in advice(said)
+
+
+def test_the_nearest_fast_path_is_said_first() -> None:
+    said = on("h200", head_dim=59, head_dim_v=59, requires_grad=True)
+    assert said.kernel == "eager" and said.fast_paths
+    text = str(said)
+    assert text.index("would serve this call") < text.index(said.advice[0][:20])
+
+
+# As data --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("card", [*catalog(), "cpu", "sm_120", "gfx1100"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"seqlen_q": 1},
+        {"dtype": "float32"},
+        {"seqlen_q": 0, "seqlen_k": 0},
+        {"batch": 0},
+        {"mask_shape": (1, 1, 1, 1)},
+    ],
+    ids=lambda options: ",".join(options) or "plain",
+)
+def test_every_card_explains_every_kind_of_call(card: str, options: dict[str, Any]) -> None:
+    said = on(card, **options)
+    json.dumps(said.to_dict())
+    text = str(said)
+    assert said.kernel is not None and said.kernel in text and "nan" not in text and "inf " not in text
+    assert all(line == line.rstrip() for line in text.splitlines())
+    assert text.count("TO CHANGE") == 1
+
+
+def test_explanations_are_plain_frozen_data() -> None:
+    said = on("h200")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        said.kernel = "another"  # type: ignore[misc]
+    assert {"bounds", "measured", "memory", "advice", "fast_paths", "binding"} <= said.to_dict().keys()

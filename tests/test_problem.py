@@ -136,6 +136,27 @@ def test_options_cost_the_bytes_of_their_tensors(options: dict[str, Any], extra:
     assert replace(PLAIN, **options).compulsory_bytes - PLAIN.compulsory_bytes == extra
 
 
+@given(problems(), st.sampled_from([(1, 1), (1, 0), (0, 1), (0, 0)]))
+def test_cells_behind_the_band_are_not_compulsory(problem: AttentionProblem, axes: tuple[int, int]) -> None:
+    if problem.packed or not problem.batch:
+        return
+    rows, keys = (size if axis else 1 for axis, size in zip(axes, (problem.seqlen_q, problem.seqlen_k), strict=True))
+    shape = (1, problem.num_heads_q, rows, keys)
+    cells = {(i if rows > 1 else 0, j if keys > 1 else 0) for b, i, j in visible_cells(problem) if b == 0}
+    if (rows, keys) == (1, 1):
+        cells = {(0, 0)}
+    extra = replace(problem, mask_shape=shape).compulsory_bytes - problem.compulsory_bytes
+    assert extra == problem.num_heads_q * len(cells)
+
+
+def test_keys_that_a_counted_mask_must_need() -> None:
+    padding = replace(PLAIN, mask_shape=(2, 1, 1, 7), mask_visible_pairs=2 * 4 * 5 * 3)  # 3 of 7 keys are real
+    assert PLAIN.keys_needed == 2 * 7 * PLAIN.num_heads_kv
+    assert padding.keys_needed == 2 * 3 * PLAIN.num_heads_kv
+    few = replace(PLAIN, mask_shape=(2, 4, 5, 7), mask_visible_pairs=1)
+    assert few.keys_needed == 1, "one pair needs one key, which is all that the count tells"
+
+
 def test_a_counted_mask_replaces_the_count_by_position() -> None:
     masked = replace(PLAIN, mask_shape=(2, 4, 5, 7), causal=Causal())
     assert not masked.pairs_are_exact

@@ -6,12 +6,16 @@ asked for ends in one sentence on stderr and exit code 2; a check that fails end
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from warpwave.call_options import describes_a_call
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 
 if TYPE_CHECKING:
@@ -25,22 +29,22 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-DTYPES = {
-    "float16": "float16",
-    "fp16": "float16",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float32": "float32",
-    "fp32": "float32",
-}
-
 
 def main() -> None:
     """Entry point of the console script."""
+    if hasattr(signal, "SIGPIPE"):  # not on Windows
+        # A reader that has seen enough (`| head`) ends the command as it ends any other, without a word.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         app(prog_name="warpwave")
     except (InvalidInput, InvalidType, UnsupportedProblem) as error:
         print(f"warpwave: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"warpwave: the output could not be written: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python tries again, and says so, while it ends
         sys.exit(2)
 
 
@@ -64,10 +68,14 @@ def _options(
 @app.command()
 def demo(
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the report goes, one HTML file.")] = Path(
+        "report.html"
+    ),
 ) -> None:
     """Compare our attention with torch's inside a real transformer.
 
-    The answers have to be the same; the times stand side by side.
+    The answers have to be the same; the times stand side by side, and in a report at the end. Without a GPU that
+    report shows an H200's record beside the CPU's own numbers. A file that is not a report is never written over.
     """
     import torch
 
@@ -77,106 +85,138 @@ def demo(
         raise typer.BadParameter("torch sees no GPU here; use --device cpu", param_hint="--device")
     from warpwave.demo import run
 
-    raise typer.Exit(run(device))
+    raise typer.Exit(run(device, out))
 
 
 @app.command()
+@describes_a_call
 def explain(
-    batch: Annotated[int, typer.Option(min=0, help="Sequences.")] = 1,
-    seqlen_q: Annotated[int, typer.Option(min=0, help="Queries in each sequence.")] = 4096,
-    seqlen_k: Annotated[int | None, typer.Option(min=0, help="Keys in each sequence. Default: seqlen-q.")] = None,
-    heads: Annotated[int, typer.Option(min=0, help="Query heads.")] = 16,
-    heads_kv: Annotated[int | None, typer.Option(min=0, help="Key and value heads. Default: heads.")] = None,
-    head_dim: Annotated[int, typer.Option(min=0, help="Width of q and k.")] = 128,
-    head_dim_v: Annotated[int | None, typer.Option(min=0, help="Width of v and out. Default: head-dim.")] = None,
-    dtype: Annotated[str, typer.Option(help="float16 (fp16), bfloat16 (bf16) or float32 (fp32).")] = "bfloat16",
-    causal: Annotated[bool, typer.Option("--causal", help="Causal mask, aligned to the last key.")] = False,
-    causal_top_left: Annotated[
-        bool, typer.Option("--causal-top-left", help="Causal mask, aligned to the first key, as torch's is_causal.")
-    ] = False,
-    window: Annotated[
-        str, typer.Option(metavar="LEFT,RIGHT", help="Sliding window: keys seen before and after; -1 is unlimited.")
-    ] = "-1,-1",
-    softcap: Annotated[float, typer.Option(help="Scores become softcap * tanh(score / softcap); 0 is off.")] = 0.0,
-    sinks: Annotated[bool, typer.Option("--sinks", help="One more logit a head in the denominator.")] = False,
-    alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi slopes, one a head.")] = False,
-    lse: Annotated[bool, typer.Option("--lse", help="Return the log-sum-exp as well.")] = False,
-    grad: Annotated[bool, typer.Option("--grad", help="Gradients will be asked for.")] = False,
-    precision: Annotated[str, typer.Option(help="For float32: default, ieee, tf32x3 or tf32.")] = "default",
+    problem: AttentionProblem,
     gpu: Annotated[
-        str | None, typer.Option(metavar="ARCH", help="sm_90, gfx942, ..., or cpu. Default: this machine.")
+        str | None,
+        typer.Option(metavar="GPU", help="A card (h200, mi300x, ...), sm_90, gfx942, or cpu. Default: this machine."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say which kernel serves a call, and why not the others.
+    """Say which kernel serves a call, what binds it, and what to change.
 
-    The call is described by its shapes and options; nothing is run. Also printed: its operations, and the bytes that
-    any implementation has to move.
+    The call is described by its shapes and options; nothing is run. Printed are the least times by the card's data
+    sheet and by what `roof` measured, with their arithmetic, the memory it takes, and why not another kernel.
     """
-    if dtype not in DTYPES:
-        raise typer.BadParameter(f"{dtype!r} is not a dtype; use {', '.join(DTYPES)}", param_hint="--dtype")
-    if causal and causal_top_left:
-        raise typer.BadParameter("give --causal or --causal-top-left, not both", param_hint="--causal-top-left")
-    import torch
-
-    from warpwave.checks import Options, describe_call
-    from warpwave.problem import Operands
-
-    def tensor(*shape: int, dtype: str = DTYPES[dtype]) -> torch.Tensor:
-        try:
-            return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-        except RuntimeError:  # what torch says of a size that overflows 64 bits
-            raise typer.BadParameter(f"no tensor can have {' x '.join(map(str, shape))} elements") from None
-
-    # The same checks as a real call, on tensors without storage.
-    left, right = _window(window)
-    keys, kv_heads = seqlen_q if seqlen_k is None else seqlen_k, heads if heads_kv is None else heads_kv
-    problem = describe_call(
-        Operands(
-            q=tensor(batch, seqlen_q, heads, head_dim),
-            k=tensor(batch, keys, kv_heads, head_dim),
-            v=tensor(batch, keys, kv_heads, head_dim if head_dim_v is None else head_dim_v),
-            alibi_slopes=tensor(heads, dtype="float32") if alibi else None,
-            sinks=tensor(heads, dtype="float32") if sinks else None,
-        ),
-        Options(
-            causal="bottom_right" if causal else "top_left" if causal_top_left else "",
-            window_left=left,
-            window_right=right,
-            softcap=softcap,
-            precision=precision,
-            return_lse=lse,
-            needs_grad=grad,
-        ),
-    )
     _print_explanation(problem, gpu, as_json)
 
 
-def _window(text: str) -> tuple[int, int]:
-    try:
-        left, right = (int(side) for side in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not two whole numbers; write 128,0", param_hint="--window") from None
-    return left, right
-
-
-def _print_explanation(problem: AttentionProblem, arch: str | None, as_json: bool) -> None:
-    import dataclasses
+def _print_explanation(problem: AttentionProblem, name: str | None, as_json: bool) -> None:
     import json
 
     import warpwave
-    from warpwave.hardware.gpu import Gpu
+    from warpwave.hardware.catalog import resolve
 
     try:
-        gpu = None if arch is None else Gpu.for_arch(arch)
+        gpu = None if name is None else resolve(name)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--gpu") from None
     explanation = warpwave.explain(problem, gpu=gpu)
-    if as_json:
-        least = {"flops": explanation.flops, "compulsory_bytes": explanation.compulsory_bytes}
-        print(json.dumps(dataclasses.asdict(explanation) | least, indent=2))
-    else:
-        print(explanation)
+    print(json.dumps(explanation.to_dict(), indent=2) if as_json else explanation)
+
+
+@app.command()
+def roof(
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the figures, JSON, to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure this machine's ceilings: bandwidth, products, exponentials, launches.
+
+    Half a minute on a GPU, ten seconds on a CPU. The figures are kept with their date, shown beside the card's data
+    sheet, and `explain` uses them from then on.
+    """
+    from warpwave.hardware.ceilings_table import run
+
+    raise typer.Exit(run(device, out, as_json))
+
+
+@app.command(name="inspect")
+@describes_a_call
+def inspect_(
+    problem: AttentionProblem,
+    kernel: Annotated[
+        str | None, typer.Argument(metavar="KERNEL", help="flash_fwd, tiled, hopper/flash_fwd, ...")
+    ] = None,
+    arch: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ARCH", help="Target: sm_90, gfx942, h200, ...; repeat for more. Default: this GPU."),
+    ] = None,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CONFIG", help="128x64x8x3 (every value), block_m=128,num_stages=3, or default; repeatable."
+        ),
+    ] = None,
+    all_configs: Annotated[bool, typer.Option("--all-configs", help="Every config the kernel may choose.")] = False,
+    diff: Annotated[
+        tuple[str, str] | None, typer.Option(metavar="A B", help="Two configs, or two files that --json wrote.")
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Write the compiler's stages, SASS included, to this folder.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what a kernel compiles to for a target. No GPU is needed.
+
+    Registers, spills, shared memory, blocks a multiprocessor and the instruction mix. Exit code 1 if a config does not
+    compile or does not fit.
+    """
+    from warpwave import inspection
+    from warpwave.compiled import CannotCompile
+
+    request = inspection.Request(kernel, arch or (), config or (), all_configs, diff, save, as_json)
+    try:
+        raise typer.Exit(inspection.run(problem, request))
+    except CannotCompile as error:
+        raise InvalidInput(str(error)) from None
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    bundle: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a file for a bug report; nothing secret is in it.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Let --bundle write over an existing file.")] = False,
+) -> None:
+    """Say what this machine and installation can do, with a cure for each problem.
+
+    Exit code 1 if there is a problem.
+    """
+    from warpwave.doctor import run
+
+    raise typer.Exit(run(as_json=as_json, bundle=bundle, force=force))
+
+
+@app.command()
+def verify(
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Where the record goes. Default: a new file named by card and time."),
+    ] = None,
+    kernel: Annotated[list[str] | None, typer.Option(help="Check this kernel alone; repeat for more.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check that attention is right on this machine, and as fast as recorded.
+
+    Two minutes on a GPU. Exit code 1 if a result is wrong.
+    """
+    import torch
+
+    if device not in (None, "cpu", "cuda"):
+        raise typer.BadParameter(f"{device!r} is not a device; use cpu or cuda", param_hint="--device")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("torch sees no GPU here; use --device cpu", param_hint="--device")
+    from warpwave.verify import run
+
+    raise typer.Exit(run(device_name=device, out=out, kernels=kernel or (), as_json=as_json))
 
 
 @app.command()
@@ -184,13 +224,82 @@ def bench(
     suite: Annotated[str, typer.Argument(help="Name of a suite in warpwave/bench/suites, or a path to one.")],
     out: Annotated[Path | None, typer.Option(help="Append the records, JSON Lines, to this file.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Times each contender takes its turn; 6 for intervals.")] = 9,
-    kernel: Annotated[list[str] | None, typer.Option(help="Kernel of ours to measure; repeat for more.")] = None,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(help="auto, eager, graph or streams; repeat for more. Default: the suite's."),
+    ] = None,
+    kernel: Annotated[
+        list[str] | None, typer.Option(help="Kernel of ours to measure; repeat for more. Default: the suite's.")
+    ] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="Peer to measure, or none; repeat for more. Default: all there are.")
+    ] = None,
+    only: Annotated[str, typer.Option(metavar="TEXT", help="The cases alone that have this in their name.")] = "",
+    resume: Annotated[bool, typer.Option("--resume", help="Leave out the cases that --out holds already.")] = False,
+    peer_timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds a contender may take to get ready on a case; 0 for no limit.")
+    ] = 120.0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records instead of tables.")] = False,
 ) -> None:
-    """Time our kernels against their peers, each checked first."""
+    """Time our kernels against their peers, each checked first.
+
+    Ctrl-C keeps what is written; the same command with --resume goes on from there.
+    """
     from warpwave.bench.run import main as run
 
     raise typer.Exit(
-        run(suite, out=out, rounds=rounds, json_output=as_json, kernels=kernel or ("auto",), device=device)
+        run(
+            suite,
+            out=out,
+            rounds=rounds,
+            json_output=as_json,
+            kernels=kernel or (),
+            peers=peer or (),
+            modes=mode or (),
+            only=only,
+            resume=resume,
+            peer_timeout_s=peer_timeout or None,
+            device=device,
+        )
     )
+
+
+@app.command()
+def compare(
+    a: Annotated[str, typer.Argument(metavar="A", help="Record file of bench, or FILE@COMMIT for part of one.")],
+    b: Annotated[str | None, typer.Argument(metavar="[B]", help="The same. Default: A, for two contenders.")] = None,
+    contender: Annotated[
+        list[str] | None,
+        typer.Option(help="Whom to compare; twice, the second in B with the first in A. Default: our kernels."),
+    ] = None,
+    margin: Annotated[float, typer.Option(help="How far from 1 a ratio may be and still count as the same.")] = 0.02,
+    fail_on: Annotated[str, typer.Option(help="Exit code 1 if anything is: slower, unclear; or never.")] = "slower",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Hold one run against another: what is FASTER, SLOWER, the SAME, or UNCLEAR."""
+    from warpwave.bench.comparison_text import main as run
+
+    raise typer.Exit(run(a, b, contenders=contender or (), margin=margin, fail_on=fail_on, json_output=as_json))
+
+
+@app.command()
+def report(
+    records: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RECORD]...", help="Files of bench, verify. Default: the H200's, shipped."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The page. Default: report.html, or none with --markdown.")
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The same facts as Markdown; - is standard output.")
+    ] = None,
+) -> None:
+    """Write a record as one HTML file to read: verdicts, roofline, tables, environment.
+
+    The file needs no network and no script. A file that is not a report is never written over.
+    """
+    from warpwave.report.command import main as run
+
+    raise typer.Exit(run(records or (), out=out, markdown_out=markdown))

@@ -10,15 +10,18 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+import threading
+import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from warpwave.hardware.gpu import Gpu
-from warpwave.kernels.triton_or_stub import triton
+from warpwave.kernels.triton_or_stub import INTERPRETED, NO_TRITON, triton
 from warpwave.launch import Launch
 from warpwave.problem import AttentionProblem, Operands
 
@@ -29,6 +32,11 @@ _POINTERS = {
     torch.bool: "*i1",
     torch.int32: "*i32",
 }
+BLACKWELL = 100  # from this compute capability on, Triton assembles with a ptxas of its own
+
+
+class CannotCompile(RuntimeError):
+    """Nothing can be compiled here, or this kernel has nothing to compile. The message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +44,42 @@ class CompileFacts:
     """What the compiler made of one launch.
 
     Args:
+        name: the device function.
         arch: the target.
-        registers: a thread's vector registers (on AMD those of the vector file alone).
+        registers: a thread's vector registers, accumulation registers included where both share one file.
+        accumulators: a thread's accumulation registers; AMD CDNA only, and where they have a file of their own
+            (gfx908) they come on top of `registers`.
         spill_bytes: a thread's local memory: spilled registers and anything else that did not fit.
         smem_bytes: shared memory of a block.
-        instructions: machine instructions by their first word (`HGMMA`, `v_mfma`), as they stand, loops not unrolled.
+        num_warps: warps of a block, those that warp specialisation adds included.
+        instructions: machine instructions by their first word (`HGMMA`, `v_mfma_f32_32x32x8_bf16`; those of the
+            special function unit in full, `MUFU.EX2`), as they stand, loops not unrolled.
+        compile_s: seconds it took to compile, or to find in Triton's cache.
+        cached: whether it came from Triton's cache.
     """
 
+    name: str
     arch: str
     registers: int
+    accumulators: int
     spill_bytes: int
     smem_bytes: int
+    num_warps: int
     instructions: Counter[str]
+    compile_s: float
+    cached: bool
+
+
+class Compiled(NamedTuple):
+    """One compiled launch.
+
+    Args:
+        facts: what it came to.
+        texts: its stages by Triton's names for them: ttir, ttgir, llir, ptx and sass, or amdgcn.
+    """
+
+    facts: CompileFacts
+    texts: dict[str, str]
 
 
 def operands_without_memory(problem: AttentionProblem) -> Operands:
@@ -73,31 +105,83 @@ def operands_without_memory(problem: AttentionProblem) -> Operands:
     )
 
 
-def compile_facts(kernel: Any, problem: AttentionProblem, gpu: Gpu, config: Any) -> CompileFacts:
-    """Compiles a kernel of ours for a problem, a target and a config, and reads what came out.
+def compile_launches(kernel: Any, problem: AttentionProblem, gpu: Gpu, config: Any) -> tuple[Compiled, ...]:
+    """Compiles each launch that a kernel of ours makes for a call.
 
     Args:
-        kernel: a kernel module with `specify`.
+        kernel: a kernel module with `specify`, which returns one `Launch` or several.
         problem: the call; operands are taken as contiguous and 16-byte aligned.
         gpu: the target, `Gpu.for_arch("sm_90")`.
         config: one of the kernel's configs.
 
     Raises:
-        RuntimeError: Triton's interpreter is on, which replaces the compiler.
+        CannotCompile: Triton is absent or its interpreter is on, or the kernel is no Triton kernel.
     """
+    if NO_TRITON is not None:
+        raise CannotCompile(NO_TRITON)
+    if INTERPRETED:
+        raise CannotCompile("TRITON_INTERPRET is set: the interpreter replaces the compiler; unset it to compile")
+    if not hasattr(kernel, "specify"):
+        raise CannotCompile(
+            f"kernel {kernel.NAME!r} is made of torch's operations: there is no code of ours to compile"
+        )
     operands = operands_without_memory(problem)
     q = operands.q
     out = torch.empty((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device="meta")
     lse = torch.empty(1, dtype=torch.float32, device="meta") if problem.return_lse else None
-    return _read(_compile(kernel.specify(problem, gpu, operands, out, lse, config), gpu), gpu)
+    specified = kernel.specify(problem, gpu, operands, out, lse, config)
+    launches = (specified,) if isinstance(specified, Launch) else specified
+    return tuple(compile_launch(launch, gpu) for launch in launches)
+
+
+def compile_facts(kernel: Any, problem: AttentionProblem, gpu: Gpu, config: Any) -> CompileFacts:
+    """`compile_launches`, in one: of several launches the worst figure counts, and instructions and times add up."""
+    return worst([compiled.facts for compiled in compile_launches(kernel, problem, gpu, config)])
+
+
+def worst(facts: Sequence[CompileFacts]) -> CompileFacts:
+    """The facts of several launches as those of one that is no better than any of them."""
+    return replace(
+        facts[0],
+        name=", ".join(dict.fromkeys(f.name for f in facts)),
+        registers=max(f.registers for f in facts),
+        accumulators=max(f.accumulators for f in facts),
+        spill_bytes=max(f.spill_bytes for f in facts),
+        smem_bytes=max(f.smem_bytes for f in facts),
+        num_warps=max(f.num_warps for f in facts),
+        instructions=sum((f.instructions for f in facts), Counter()),
+        compile_s=sum(f.compile_s for f in facts),
+        cached=all(f.cached for f in facts),
+    )
+
+
+def toolchain(gpu: Gpu) -> dict[str, str]:
+    """What made the code: Triton's version, and the assembler's where it has one of its own."""
+    versions = {"triton": triton.__version__}
+    if gpu.vendor == "nvidia":
+        versions["ptxas"] = getattr(triton.knobs.nvidia, _ptxas(gpu)).version
+    return versions
+
+
+def _ptxas(gpu: Gpu) -> str:
+    return "ptxas_blackwell" if gpu.capability >= BLACKWELL else "ptxas"
+
+
+def compile_launch(spec: Launch, gpu: Gpu) -> Compiled:
+    """Compiles one launch for a target. Its tensors may be without memory (device "meta")."""
+    _listen()
+    start = time.perf_counter()
+    _heard.cached, _heard.compile_s = False, None
+    compiled = _compile(spec, gpu)
+    # Triton's own figure leaves out that it hashes itself once a process.
+    compile_s = _heard.compile_s or time.perf_counter() - start
+    return _read(compiled, gpu, compile_s, _heard.cached)
 
 
 def _compile(spec: Launch, gpu: Gpu) -> Any:
-    kernel = spec.kernel
-    if not hasattr(kernel, "params"):
-        raise RuntimeError("TRITON_INTERPRET is set: the interpreter replaces the compiler; unset it to compile")
     from triton.backends.compiler import GPUTarget
 
+    kernel = spec.kernel
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], Any] = {}
@@ -112,6 +196,8 @@ def _compile(spec: Launch, gpu: Gpu) -> Any:
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = _POINTERS[value.dtype]
             attributes[i,] = divisible
+        elif hasattr(value, "block_shape"):  # a tensor descriptor
+            signature[parameter.name] = triton.runtime.jit.mangle_type(value)
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"
         else:
@@ -120,28 +206,77 @@ def _compile(spec: Launch, gpu: Gpu) -> Any:
                 attributes[i,] = divisible
     backend = "hip" if gpu.vendor == "amd" else "cuda"
     target = GPUTarget(backend, gpu.arch if gpu.vendor == "amd" else gpu.capability, gpu.warp_size)
-    source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as Source
+    else:
+        from triton.compiler import ASTSource as Source
+    source = Source(kernel, signature, constants, attributes)
     return triton.compile(source, target=target, options=dict(spec.options))
 
 
-def _read(compiled: Any, gpu: Gpu) -> CompileFacts:
-    smem = compiled.metadata.shared
+_heard = threading.local()  # what Triton said of the last compilation in this thread
+
+
+def _listen() -> None:
+    """Has Triton say whether a kernel came from its cache, which it tells to a listener and nobody else."""
+    earlier = triton.knobs.compilation.listener
+    if getattr(earlier, "is_ours", False):
+        return
+
+    def listener(**said: Any) -> None:
+        _heard.cached = said["cache_hit"]
+        _heard.compile_s = None if said["cache_hit"] else said["times"].total * 1e-6
+        if earlier is not None:
+            earlier(**said)
+
+    listener.is_ours = True  # type: ignore[attr-defined]
+    triton.knobs.compilation.listener = listener
+
+
+def _read(compiled: Any, gpu: Gpu, compile_s: float, cached: bool) -> Compiled:
+    metadata, asm = compiled.metadata, compiled.asm
+    texts = {name: asm[name] for name in ("ttir", "ttgir", "llir", "ptx", "amdgcn") if name in asm}
     if gpu.vendor == "amd":
-        text = compiled.asm["amdgcn"]
+        text = texts["amdgcn"]
 
         def note(name: str) -> int:
-            return int(re.search(rf"\.{name}:\s+(\d+)", text).group(1))  # type: ignore[union-attr]
+            found = re.search(rf"\.{name}:\s+(\d+)", text)
+            return int(found.group(1)) if found else 0
 
+        registers, spill_bytes, accumulators = map(note, ("vgpr_count", "private_segment_fixed_size", "agpr_count"))
         instructions = Counter(re.findall(r"^\t([a-z]\w+)", text, re.MULTILINE))
-        return CompileFacts(gpu.arch, note("vgpr_count"), note("private_segment_fixed_size"), smem, instructions)
+    else:
+        usage, texts["sass"] = _disassemble(asm["cubin"])
+        registers, spill_bytes = (int(re.search(rf"\b{name}:(\d+)", usage).group(1)) for name in ("REG", "STACK"))  # type: ignore[union-attr]
+        accumulators, instructions = 0, _opcodes(texts["sass"])
+    facts = CompileFacts(
+        metadata.name,
+        gpu.arch,
+        registers,
+        accumulators,
+        spill_bytes,
+        metadata.shared,
+        metadata.num_warps,
+        instructions,
+        compile_s,
+        cached,
+    )
+    return Compiled(facts, texts)
+
+
+def _opcodes(sass: str) -> Counter[str]:
+    words = re.findall(
+        r"^\s+/\*[0-9a-f]+\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?(MUFU\.\w+|[A-Z][A-Z0-9_]*)", sass, re.MULTILINE
+    )
+    return Counter(words)
+
+
+def _disassemble(cubin: bytes) -> tuple[str, str]:
+    """(resource usage, listing) of a cubin, by the tools that come with Triton."""
     with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        cubin.write_bytes(compiled.asm["cubin"])
-        usage = _tool("cuobjdump", "--dump-resource-usage", cubin)
-        listing = _tool("nvdisasm", "-c", cubin)
-    registers, stack = (int(re.search(rf"\b{name}:(\d+)", usage).group(1)) for name in ("REG", "STACK"))  # type: ignore[union-attr]
-    opcodes = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", listing, re.MULTILINE)
-    return CompileFacts(gpu.arch, registers, stack, smem, Counter(opcodes))
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        return _tool("cuobjdump", "--dump-resource-usage", path), _tool("nvdisasm", "-c", path)
 
 
 def _tool(name: str, *arguments: Any) -> str:

@@ -12,9 +12,11 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +25,17 @@ from torch import Tensor
 
 import warpwave
 from warpwave import demo_model, reference
+from warpwave.bench import environment
+from warpwave.bench.correctness import Verdict
+from warpwave.bench.records import OURS, Measurement, RecordError, Records, environment_id
 from warpwave.bench.table import Table, print_table
 from warpwave.bench.timing import CaptureFailed, Samples, time_interleaved
 from warpwave.hardware.gpu import current_gpu
-from warpwave.problem import Operands
+from warpwave.problem import AttentionProblem, Operands
+from warpwave.report import command
+from warpwave.report.content import Report, report
+from warpwave.report.intake import shipped_source
+from warpwave.report.machines import Source
 
 # Two to four sentences on each of eight subjects, so that every one has a neighbour in meaning.
 SENTENCES = (
@@ -64,7 +73,9 @@ SHOWN_NEIGHBOURS = (0, 4, 7, 10, 13, 19)
 
 BASELINE = "torch SDPA"
 ERROR_FACTOR = 2.0  # a result may be this many times as far from float64 as torch's own
-ROUNDS = 5
+ROUNDS = 6  # the fewest that give an interval
+SAMPLE_S = 0.01  # of each contender's turn: the whole demo has to end within a minute on two cores
+INTERPRETED = "the interpreter's speed says nothing about any kernel"
 
 
 @dataclass(frozen=True)
@@ -113,21 +124,40 @@ class Case:
         is_token = self.padded[0].is_token
         return call, lambda out: out.transpose(1, 2)[is_token]
 
-    def worst_error(self, outs: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-        """The largest distance from float64 over all layers; infinite where a result is not finite."""
-        errors = [(_first_of_large(out).double() - e).abs().max() for out, e in zip(outs, exact, strict=True)]
-        worst = torch.stack(errors).max().item()
-        return math.inf if math.isnan(worst) else worst
+    def verdict(
+        self, outs: Sequence[Tensor], exact: Sequence[Tensor], model: Sequence[Tensor], limit: float = math.inf
+    ) -> Verdict:
+        """Errors over all layers, and whether the largest keeps within the limit."""
+        rms, largest, rows = _errors([_first_of_large(out) for out in outs], exact)
+        model_rms, model_largest, _ = _errors(model, exact)
+        reason = "" if largest <= limit else f"max error {largest:.1e} is above {limit:.1e}"
+        if not math.isfinite(largest):
+            return Verdict(False, "out has NaN or infinite elements", None, None, model_rms, model_largest, rows)
+        return Verdict(not reason, reason, rms, largest, model_rms, model_largest, rows)
 
     def exact(self) -> list[Tensor]:
         """Float64 results, of the whole call or, where that would take long, of its first sequence and head."""
+        return self._by(reference.oracle)
+
+    def rounding_model(self) -> list[Tensor]:
+        """The same with the roundings that no implementation in this dtype can avoid."""
+        return self._by(reference.rounding_model)
+
+    def _by(self, formula: Callable[[AttentionProblem, Operands], Any]) -> list[Tensor]:
         problem = self.explain().problem
         if _is_large(self.operands[0].q):
             problem = replace(problem, batch=1, num_heads_q=1, num_heads_kv=1)
         cut = [
             o._replace(q=_first_of_large(o.q), k=_first_of_large(o.k), v=_first_of_large(o.v)) for o in self.operands
         ]
-        return [reference.oracle(problem, o).out for o in cut]
+        return [formula(problem, o).out for o in cut]
+
+
+def _errors(outs: Sequence[Tensor], exact: Sequence[Tensor]) -> tuple[float, float, int]:
+    """Root of the mean square and largest distance from float64 over all layers, and the rows compared."""
+    errors = torch.cat([(out.double() - e).reshape(-1, e.shape[-1]) for out, e in zip(outs, exact, strict=True)])
+    largest = errors.abs().max().item()
+    return errors.square().mean().sqrt().item(), math.inf if math.isnan(largest) else largest, len(errors)
 
 
 def _is_large(x: Tensor) -> bool:
@@ -262,55 +292,112 @@ def small_random_case(device: torch.device, dtype: torch.dtype) -> Case:
     return Case(f"6 layers' worth of random q, k, v, 24 x 48 tokens, 12 heads x 32, {_short(dtype)}", layers)
 
 
-def compare(case: Case, device: torch.device) -> tuple[bool, Table]:
+@dataclass(frozen=True)
+class Comparison:
+    """What came of one case.
+
+    Attributes:
+        title: the case's.
+        measurements: torch's first, then every kernel that can run the case; times are of one layer's call.
+        notes: what a reader has to know besides.
+    """
+
+    title: str
+    measurements: Sequence[Measurement]
+    notes: Sequence[str]
+
+    @property
+    def right(self) -> bool:
+        """Whether no kernel was wrong."""
+        return all(m.verdict is not None and m.verdict.passed for m in self.measurements)
+
+    def table(self, unit: str) -> Table:
+        """For the terminal."""
+        baseline = self.measurements[0].timing
+        how = "" if baseline is None else f" ({baseline.method}, median of {len(baseline.samples_us)} rounds)"
+        columns = ("kernel", "max error", "verdict", unit, "speed / torch's")
+        rows = [_row(m, baseline) for m in self.measurements]
+        return Table(self.title + how, columns, rows, tuple(self.notes))
+
+
+def _row(m: Measurement, baseline: Samples | None) -> tuple[str, ...]:
+    assert m.verdict is not None  # compare gives every contender one
+    name = m.contender if m.contender == BASELINE else m.kernel + (" (auto)" if m.contender == f"{OURS}auto" else "")
+    verdict = "FAIL" if not m.verdict.passed else "baseline" if m.contender == BASELINE else "pass"
+    largest = math.inf if m.verdict.max_error is None else m.verdict.max_error
+    if m.timing is None or baseline is None:
+        return (name, f"{largest:.1e}", verdict, "", "")
+    speed = baseline.median_us / m.timing.median_us
+    return (name, f"{largest:.1e}", verdict, f"{m.timing.median_us:,.1f}", f"{speed:.2f}")
+
+
+def compare(case: Case, device: torch.device) -> Comparison:
     """Check, then time, every kernel that can run the case, and note why which kernel ran."""
     explanation = case.explain()
     able = [name for name, reasons in explanation.reasons.items() if not reasons]
-    dtype = case.operands[0].q.dtype
-    exact = case.exact()
+    exact, model = case.exact(), case.rounding_model()
     call, to_ours = case.torchs()
-    baseline_error = case.worst_error([to_ours(out) for out in call()], exact)
-    errors = {name: case.worst_error(case.ours(name), exact) for name in able}
-    right = {name: error <= ERROR_FACTOR * baseline_error + torch.finfo(dtype).eps for name, error in errors.items()}
+    baseline = case.verdict([to_ours(out) for out in call()], exact, model)
+    limit = ERROR_FACTOR * (baseline.max_error or 0.0) + torch.finfo(case.operands[0].q.dtype).eps
+    verdicts = {BASELINE: baseline} | {name: case.verdict(case.ours(name), exact, model, limit) for name in able}
 
-    contenders = {BASELINE: call} | {name: partial(case.ours, name) for name in able if right[name]}
+    contenders = {BASELINE: call} | {name: partial(case.ours, name) for name in able if verdicts[name].passed}
     notes = [f"auto runs {explanation.kernel}"]
     if case.padded:
         notes.append("torch's call takes no packed sequences: it is given the padded ones")
     notes += [f"not {name}: {reason}" for name, reasons in explanation.reasons.items() for reason in reasons]
     times: dict[str, Samples] = {}
+    refusals = {name: f"wrong, so not timed: {v.reason}" for name, v in verdicts.items() if not v.passed}
+    before = environment.snapshot(device)
     if explanation.gpu.vendor == "interpreter":
-        notes.append("no times: the interpreter's speed says nothing about any kernel")
+        notes.append(f"no times: {INTERPRETED}")
+        refusals = dict.fromkeys(contenders, INTERPRETED) | refusals
     else:
-        times, refusals = time_contenders(contenders, device)
-        notes += refusals
+        times, dropped = time_contenders(contenders, device)
+        notes += [f"not timed: {name} {reason}" for name, reason in dropped.items()]
+        refusals |= dropped
+    after = environment.snapshot(device) if times else None
 
-    title = f"{case.title} ({times[BASELINE].method}, median of {ROUNDS} rounds)" if times else case.title
-    rows: list[tuple[str, ...]] = []
-    for name in (BASELINE, *able):
-        chosen = " (auto)" if name == explanation.kernel else ""
-        verdict = "baseline" if name == BASELINE else "pass" if right[name] else "FAIL"
-        timing = ("", "")
-        if name in times:
-            us = times[name].median_us / len(case.operands)
-            timing = (f"{us:,.1f}", f"{times[BASELINE].median_us / times[name].median_us:.2f}")
-        rows.append((name + chosen, f"{errors.get(name, baseline_error):.1e}", verdict, *timing))
-    unit = "us a layer" if len(case.operands) > 1 else "us"
-    return all(right.values()), Table(
-        title, ("kernel", "max error", "verdict", unit, "speed / torch's"), rows, tuple(notes)
+    measurements = []
+    for name, verdict in verdicts.items():
+        ours = "" if name == BASELINE else "auto" if name == explanation.kernel else name
+        measurements.append(
+            Measurement(
+                suite="demo",
+                case=case.title,
+                problem=explanation.problem,
+                contender=f"{OURS}{ours}" if ours else BASELINE,
+                kernel=name if ours else "",
+                verdict=verdict,
+                refusal=refusals.get(name, ""),
+                timing=_a_layer(times[name], len(case.operands)) if name in times else None,
+                gpu_before=before if name in times else None,
+                gpu_after=after if name in times else None,
+            )
+        )
+    return Comparison(case.title, measurements, notes)
+
+
+def _a_layer(timing: Samples, layers: int) -> Samples:
+    """The time of one layer's call, out of that of all."""
+    return replace(
+        timing,
+        samples_us=tuple(us / layers for us in timing.samples_us),
+        calls_per_repeat=timing.calls_per_repeat * layers,
+        input_sets=layers,
     )
 
 
 def time_contenders(
     contenders: dict[str, Callable[[], object]], device: torch.device
-) -> tuple[dict[str, Samples], list[str]]:
+) -> tuple[dict[str, Samples], dict[str, str]]:
     """Interleaved times, and why some were left out: short calls are timed inside a CUDA graph, which not all allow."""
-    refusals: list[str] = []
+    refusals: dict[str, str] = {}
     while True:
         try:
-            return time_interleaved(contenders, device=device, rounds=ROUNDS), refusals
+            return time_interleaved(contenders, device=device, rounds=ROUNDS, sample_s=SAMPLE_S), refusals
         except CaptureFailed as error:
-            refusals.append(f"not timed: {error}")
+            refusals[error.name] = error.reason
             contenders = {name: call for name, call in contenders.items() if name != error.name}
 
 
@@ -328,11 +415,13 @@ def check_in_interpreter(device: torch.device) -> bool:
 
 def run_interpreted() -> int:
     """What the process of `check_in_interpreter` does."""
+    # numpy's word on rows that a mask hides: minus infinity and NaN are meant where they come up there.
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.runtime.interpreter")
     device = torch.device("cpu")
     with torch.inference_mode():
-        right, table = compare(interpreted_case(device), device)
-    print_table(table)
-    return 0 if right else 1
+        comparison = compare(interpreted_case(device), device)
+    print_table(comparison.table("us"))
+    return 0 if comparison.right else 1
 
 
 def interpreted_case(device: torch.device) -> Case:
@@ -361,12 +450,47 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def run(device_name: str | None = None) -> int:
-    """The whole demo. Returns the exit code: 1 if a check failed."""
+# The report ----------------------------------------------------------------------------------------------------------
+
+
+def sources(measurements: Sequence[Measurement], device: torch.device) -> list[Source]:
+    """This machine's own records; where it has no GPU, an H200's beside them, which come with the package."""
+    facts = environment.describe(device)
+    identity = environment_id(facts)
+    own = Source(Records({identity: facts}, [(identity, m) for m in measurements]), "here", (), "warpwave demo")
+    return [own, shipped_source()] if device.type == "cpu" else [own]
+
+
+def print_summary(content: Report) -> None:
+    """The first screen of the report: whose numbers, and the three answers."""
+    for section in content.sections:
+        print(f"{section.name}: {section.provenance}")
+        for question, sentences in section.answers:
+            print(f"  {question:16} {' '.join(sentences)}")
+        print()
+
+
+def run(device_name: str | None = None, out: Path | None = None) -> int:
+    """The whole demo.
+
+    Args:
+        device_name: `"cpu"` or `"cuda"`; None is the GPU if there is one.
+        out: where the report goes; None is `report.html` in the current directory.
+
+    Returns:
+        The exit code: 1 if a check failed, 2 if the report cannot be written, which is said before anything is run.
+    """
+    out = Path(command.DEFAULT_NAME) if out is None else out
+    try:
+        command.check_writable(out)
+    except command.ReportError as error:
+        print(f"warpwave: {error}", file=sys.stderr)
+        return 2
     device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
     gpu = current_gpu(device)
     dtype = torch.float32 if gpu.is_cpu else torch.float16
     print(f"warpwave {warpwave.__version__} on {gpu.name} ({gpu.arch}), torch {torch.__version__}")
+    measurements: list[Measurement] = []
     with torch.inference_mode():
         try:
             all_right, cases = embed_and_compare(device, dtype)
@@ -375,9 +499,17 @@ def run(device_name: str | None = None) -> int:
             print("To get it: python3 bootstrap.py --force\n")
             all_right, cases = True, [small_random_case(device, dtype)]
         for case in cases + ([] if gpu.vendor == "interpreter" else random_cases(device)):
-            case_right, table = compare(case, device)
-            all_right &= case_right
-            print_table(table)
+            comparison = compare(case, device)
+            all_right &= comparison.right
+            measurements += comparison.measurements
+            print_table(comparison.table("us a layer" if len(case.operands) > 1 else "us"))
     all_right &= check_in_interpreter(device)
+    try:
+        told = sources(measurements, device)
+        print_summary(report(told))
+        print(f"The report: {command.write_page(told, out)}")
+    except (RecordError, command.ReportError) as error:
+        print(f"warpwave: {error}", file=sys.stderr)
+        return 2 if all_right else 1
     print("Every check passed." if all_right else "A check FAILED: see the tables above.")
     return 0 if all_right else 1

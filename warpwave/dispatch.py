@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.hardware.gpu import Gpu
-from warpwave.kernels import eager, flash_fwd, torch_sdpa
+from warpwave.kernels import eager, flash_fwd, naive, tiled, torch_sdpa
+from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
 from warpwave.problem import AttentionProblem
 
-# In the order of preference. Every problem has a kernel, because eager runs everything.
-KERNELS: tuple[Any, ...] = (flash_fwd, torch_sdpa, eager)
+# In the order of preference. Every problem has a kernel, because eager runs everything; what stands behind it, "auto"
+# never takes: rungs of the ladder (docs/ladder.md), which keep a workspace as large as all scores.
+KERNELS: tuple[Any, ...] = (hopper_flash_fwd, flash_fwd, torch_sdpa, eager, tiled, naive)
 
 
 class Choice(NamedTuple):

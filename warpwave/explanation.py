@@ -1,26 +1,56 @@
-"""`explain`: which kernel serves a call, why not the others, and what the call costs at the least."""
+"""`explain`: which kernel serves a call, what binds it, what it takes at the least, and what to change."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from warpwave import dispatch
+from warpwave.advice import Call, computed_in, recommendations
 from warpwave.api import _options
 from warpwave.checks import describe_call
 from warpwave.errors import InvalidType, UnsupportedProblem
+from warpwave.fast_paths import FastPath, nearest, positional_band
+from warpwave.hardware import catalog, measure
 from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels.cost import Cost
-from warpwave.problem import AttentionProblem, Causal, Operands
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band, Causal, Operands
+from warpwave.roofline import Rates, Roofline, data_sheet_rates, measured_rates, roofline
+
+LOAD_BYTES = 16  # what a thread loads at once, where addresses are multiples of it
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Device memory of one call, in bytes, known before anything is allocated.
+
+    Attributes:
+        inputs: q, k, v and the other tensors, as they are.
+        out, lse: the outputs; a kernel may make lse though nobody asked.
+        workspace: beside the outputs, gone when the call returns.
+        exact: whether these are the very sizes asked of the allocator, or an estimate.
+    """
+
+    inputs: int
+    out: int
+    lse: int
+    workspace: int
+    exact: bool
+
+    @property
+    def peak(self) -> int:
+        """Above the inputs, while the call runs."""
+        return self.out + self.lse + self.workspace
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What would run a call, and why.
+    """What would run a call, what bounds it, and what to change.
 
-    Args:
+    Attributes:
         problem: the call.
         gpu: where it would run.
         kernel: the kernel that serves it, or None where the one asked for cannot.
@@ -28,6 +58,13 @@ class Explanation:
         config_source: `"default"` or `"given"`.
         reasons: kernel name -> why it cannot run the call, in the order of preference; empty for those that can.
         cost: what the kernel moves and computes, tiles and padding included; None without a kernel.
+        bounds: the least time of the call by the card's data sheet, with the kernel's own bounds behind; None where
+            the catalogue has no such card.
+        measured: the same by what was measured, `warpwave roof`; None where nothing was.
+        memory: of the call; None without a kernel.
+        fast_paths: what would let kernels further ahead serve the call.
+        advice: what to change, the first sentence first.
+        rates_missing: why `bounds` and `measured` are None, else empty.
     """
 
     problem: AttentionProblem
@@ -37,6 +74,12 @@ class Explanation:
     config_source: str
     reasons: dict[str, list[str]]
     cost: Cost | None
+    bounds: Roofline | None = None
+    measured: Roofline | None = None
+    memory: Memory | None = None
+    fast_paths: tuple[FastPath, ...] = ()
+    advice: tuple[str, ...] = ()
+    rates_missing: str = ""
 
     @property
     def flops(self) -> int:
@@ -48,36 +91,27 @@ class Explanation:
         """Each needed input read once, each output written once."""
         return self.problem.compulsory_bytes
 
+    @property
+    def roofline(self) -> Roofline | None:
+        """By the data sheet, or where there is none as measured."""
+        return self.bounds or self.measured
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, with the figures that follow."""
+        known, data = self.roofline, asdict(self)
+        binding = None if known is None else known.binding
+        return data | {
+            "flops": self.flops,
+            "compulsory_bytes": self.compulsory_bytes,
+            "binding": None if binding is None else binding.resource,
+            "least_us": None if known is None else known.of_problem.time_us,
+            "least_us_by_this_kernel": None if known is None else known.time_us,
+        }
+
     def __str__(self) -> str:
-        problem = self.problem
-        lines = [
-            f"call      {problem.describe()}",
-            f"device    {self.gpu.name} ({self.gpu.arch})",
-            f"kernel    {self.kernel or 'none'}" + (f", {self.config} ({self.config_source})" if self.kernel else ""),
-        ]
-        estimated = "" if problem.pairs_are_exact else " (estimated: the mask or the lengths are on the device)"
-        pairs = problem.visible_pairs
-        everything = problem.num_heads_q * sum(sq * sk for sq, sk in problem.items())
-        lines += [
-            f"pairs     {pairs:,} of {everything:,} (query, key) pairs are visible{estimated}",
-            f"work      {problem.flops / 1e9:,.3f} GFLOP = 2 x pairs x (head_dim {problem.head_dim} + head_dim_v "
-            f"{problem.head_dim_v}); {problem.exponentials / 1e6:,.3f} M exponentials",
-            f"traffic   {problem.compulsory_bytes / 1e6:,.3f} MB at the least; {problem.intensity:,.1f} FLOP a byte",
-        ]
-        if self.cost is not None:
-            cost = self.cost
-            lines.append(
-                f"tiles     {cost.flops / 1e9:,.3f} GFLOP computed, {cost.flops / max(1, problem.flops):.2f} x the "
-                f"work; {cost.read_bytes / 1e6:,.3f} MB read through the caches"
-                + (f"; {cost.blocks:,} blocks" if cost.blocks else "")
-                + (f"; {cost.workspace_bytes / 1e6:,.1f} MB workspace" if cost.workspace_bytes else "")
-            )
-        for name, why in self.reasons.items():
-            if why:
-                lines += [f"not {name}: {reason}" for reason in why]
-            elif name != self.kernel:
-                lines.append(f"not {name}: it could, and comes behind {self.kernel}")
-        return "\n".join(lines)
+        from warpwave.explanation_text import text
+
+        return text(self)
 
 
 def explain(
@@ -103,7 +137,7 @@ def explain(
     return_lse: bool = False,
     gpu: Gpu | None = None,
 ) -> Explanation:
-    """Says what a call would run and why, without running it.
+    """Says what a call would run, what bounds it and what to change, without running it.
 
     Args:
         q: the call's first tensor, followed by its other arguments just as `attention` or `attention_varlen` takes
@@ -117,6 +151,9 @@ def explain(
     Raises:
         InvalidInput, InvalidType: as the call itself would. What the call would refuse as unsupported is explained.
     """
+    mask_band: Band | None = None
+    layout: tuple[str, ...] = ()
+    copied = 0
     if isinstance(q, AttentionProblem):
         problem = q
         gpu = gpu or current_gpu(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -126,15 +163,151 @@ def explain(
         problem = describe_call(operands, options._replace(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k))
         problem = _counted(problem, operands)
         gpu = gpu or current_gpu(q.device)
+        if mask is not None and mask.device.type != "meta":
+            mask_band = positional_band(mask, problem.seqlen_q, problem.seqlen_k)
+        if not gpu.is_cpu:
+            layout, copied = _layout(operands)
     reasons = dispatch.reasons_against(problem, gpu)
+    bounds, measured, missing = _rooflines(problem, gpu)
     try:
         choice = dispatch.choose(problem, gpu, kernel, config)
     except (UnsupportedProblem, InvalidType):
         if kernel not in reasons or not reasons[kernel]:
             raise
-        return Explanation(problem, gpu, None, None, "", {kernel: reasons.pop(kernel), **reasons}, None)
-    cost = choice.kernel.cost(problem, gpu, choice.config)
-    return Explanation(problem, gpu, choice.kernel.NAME, choice.config, choice.config_source, reasons, cost)
+        return Explanation(
+            problem,
+            gpu,
+            None,
+            None,
+            "",
+            {kernel: reasons.pop(kernel), **reasons},
+            None,
+            bounds,
+            measured,
+            fast_paths=tuple(nearest(problem, gpu, [_module(kernel)], mask_band)),
+            rates_missing=missing,
+        )
+    module = choice.kernel
+    cost = module.cost(problem, gpu, choice.config)
+    bounds, measured, missing = _rooflines(problem, gpu, module, cost)
+    launch = None if measured is None else measured.rates.launch_us
+    fast_paths = nearest(problem, gpu, _ahead(module), mask_band)
+    known = bounds or measured
+    call = Call(problem, gpu, module, choice.config, cost, known, launch, mask_band, layout)
+    return Explanation(
+        problem,
+        gpu,
+        module.NAME,
+        choice.config,
+        choice.config_source,
+        reasons,
+        cost,
+        bounds,
+        measured,
+        _memory(problem, module, cost, copied),
+        tuple(fast_paths),
+        tuple(recommendations(call)),
+        missing,
+    )
+
+
+def _module(name: str) -> Any:
+    return next(module for module in dispatch.KERNELS if module.NAME == name)
+
+
+def _ahead(module: Any) -> list[Any]:
+    return list(dispatch.KERNELS[: dispatch.KERNELS.index(module)])
+
+
+def _rooflines(
+    problem: AttentionProblem, gpu: Gpu, kernel: Any = None, cost: Cost | None = None
+) -> tuple[Roofline | None, Roofline | None, str]:
+    """By the data sheet, as measured, and why there is neither."""
+    precision = None if kernel is None else computed_in(kernel, problem, gpu)
+
+    def by(rates: Rates) -> Roofline:
+        return roofline(problem, rates, gpu=gpu, cost=cost, precision=precision)
+
+    sheet = catalog.data_sheet(gpu)
+    bounds = None if sheet is None else by(data_sheet_rates(sheet))
+    measured = None
+    if (ceilings := measure.load(gpu)) is not None:
+        measured = by(measured_rates(ceilings))
+    elif (ceilings := measure.shipped(gpu)) is not None:
+        rates = measured_rates(ceilings)
+        measured = by(replace(rates, name=f"{rates.name}, shipped"))
+    if bounds is not None or measured is not None:
+        return bounds, measured, ""
+    if gpu.is_cpu:
+        missing = "nothing is known of this CPU's rates: `warpwave roof --device cpu` measures them in ten seconds"
+    elif gpu.name == gpu.arch:
+        cards = ", ".join(sheet.key for sheet in catalog.of_arch(gpu.arch))
+        named = f"; name a card for bounds in time: {cards}" if cards else ""
+        missing = f"{gpu.arch} is an architecture, not a card{named}"
+    else:
+        missing = f"the catalogue has no {gpu.name}: `warpwave roof` measures what it reaches, in half a minute"
+    return None, None, missing
+
+
+def _memory(problem: AttentionProblem, kernel: Any, cost: Cost, copied: int) -> Memory:
+    p, size = problem, DTYPE_BYTES[problem.dtype]
+    rows = p.rows * p.num_heads_q
+    keys = (p.total_k if p.packed else p.batch * p.seqlen_k) * p.num_heads_kv
+    inputs = (rows * p.head_dim + keys * (p.head_dim + p.head_dim_v)) * size
+    for shape, cell in ((p.mask_shape, 1), (p.bias_shape, DTYPE_BYTES[p.bias_dtype or p.dtype]), (p.alibi_shape, 4)):
+        inputs += 0 if shape is None else math.prod(shape) * cell
+    inputs += 4 * p.num_heads_q * p.has_sinks + 8 * (p.batch + 1) * p.packed
+    ours = bool(kernel.NEEDS_GPU)  # what is made of torch's operations has their intermediates too
+    lse = 4 * rows if p.return_lse or p.requires_grad else 0
+    return Memory(inputs, rows * p.head_dim_v * size, lse, cost.workspace_bytes + copied, ours)
+
+
+def _layout(operands: Operands) -> tuple[tuple[str, ...], int]:
+    """Strides that cost something, as sentences; and the bytes of copies made because of them."""
+    copied = 0
+    strided: list[str] = []
+    ragged: list[str] = []
+    shifted: list[str] = []
+    for name in ("q", "k", "v"):
+        tensor = getattr(operands, name)
+        *outer, inner = tensor.stride()
+        size = tensor.element_size()
+        if inner != 1 and tensor.shape[-1] > 1:
+            strided.append(name)
+        elif any(stride * size % LOAD_BYTES for stride, n in zip(outer, tensor.shape, strict=False) if n > 1):
+            (ragged if tensor.shape[-1] * size % LOAD_BYTES else shifted).append(name)
+    notes = []
+    if strided:
+        stride = getattr(operands, strided[0]).stride(-1)
+        notes.append(
+            f"{_names(strided)} with stride {stride} along head_dim: rows are read one element at a time. Pass "
+            f"{strided[0]}.contiguous(), or keep head_dim last in memory"
+        )
+    if ragged:
+        tensor = getattr(operands, ragged[0])
+        width, size = tensor.shape[-1], tensor.element_size()
+        padded = -(-width * size // LOAD_BYTES) * LOAD_BYTES // size
+        notes.append(
+            f"{_names(ragged)} with rows of {width} x {size} = {width * size} bytes, no multiple of {LOAD_BYTES}: they "
+            f"are read in pieces. Pad head_dim to {padded} with zeros, with softmax_scale given"
+        )
+    if shifted:
+        notes.append(
+            f"{_names(shifted)} with rows that do not start at multiples of {LOAD_BYTES} bytes: they are read in "
+            f"pieces. Pass {shifted[0]}.contiguous()"
+        )
+    for name in ("mask", "bias"):
+        tensor = getattr(operands, name)
+        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) > 1:
+            copied += tensor.numel() * tensor.element_size()
+            notes.append(
+                f"The {name} is not contiguous along the keys, so every call copies it. Pass {name}.contiguous()"
+            )
+    return tuple(notes), copied
+
+
+def _names(names: list[str]) -> str:
+    return f"You pass {' and '.join(names)}"
 
 
 def _counted(problem: AttentionProblem, operands: Operands) -> AttentionProblem:

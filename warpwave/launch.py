@@ -28,7 +28,7 @@ class Launch(NamedTuple):
     Args:
         kernel: a `triton.jit` function whose parameters are tensors, then scalars, then compile-time constants.
         grid: number of programs, at most 2^31 - 1.
-        tensors: the pointer arguments, in order; None where absent.
+        tensors: the pointer arguments, in order, None where absent; tensor descriptors for kernels that copy by TMA.
         scalars: the run-time sizes, strides and floats, in order.
         constants: the compile-time constants, in order, by name.
         options: num_warps, num_stages, enable_fp_fusion.
@@ -59,7 +59,7 @@ def bind(spec: Launch) -> Callable[..., None]:
 
     device = next(t.device for t in tensors if t is not None)
     with torch.cuda.device(device):
-        compiled = _compile(spec, device)
+        compiled = compile_once(spec, device)
         try:
             run = compiled.run  # loads the module
         except triton.runtime.errors.OutOfResources as error:
@@ -90,7 +90,7 @@ def bind(spec: Launch) -> Callable[..., None]:
 def variant(spec: Launch, device: torch.device) -> tuple[Any, ...]:
     """What Triton compiles anew for: launches of one variant share their machine code."""
     kernel, _, tensors, scalars, constants, options = spec
-    classes: list[Any] = [None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors]
+    classes: list[Any] = [_class_of(t) for t in tensors]
     for parameter, value in zip(kernel.params[len(tensors) :], scalars, strict=False):
         if isinstance(value, int):
             wide = not -(2**31) <= value < 2**31
@@ -98,7 +98,20 @@ def variant(spec: Launch, device: torch.device) -> tuple[Any, ...]:
     return (kernel, device.index, *classes, *constants.items(), *options.items())
 
 
-def _compile(spec: Launch, device: torch.device) -> Any:
+def _class_of(tensor: Any) -> Any:
+    if tensor is None:
+        return None
+    if hasattr(tensor, "block_shape"):  # a tensor descriptor, which is always aligned
+        return (tensor.base.dtype, tuple(tensor.block_shape), repr(tensor.layout))
+    return (tensor.dtype, tensor.data_ptr() % 16 == 0)
+
+
+def compile_once(spec: Launch, device: torch.device) -> Any:
+    """Triton's compiled kernel for a launch, from its caches where it has one.
+
+    Raises:
+        RuntimeError: the kernel is not compiled yet and a CUDA graph is being captured.
+    """
     kernel, _, tensors, scalars, constants, options = spec
     key = variant(spec, device)
     first_time = key not in _compiled

@@ -19,7 +19,7 @@ import torch
 from warpwave import dispatch
 from warpwave.checks import Options, describe_call
 from warpwave.hardware.gpu import current_gpu
-from warpwave.kernels import eager
+from warpwave.kernels import eager, flash_fwd
 from warpwave.problem import AttentionProblem, Operands
 
 log = logging.getLogger("warpwave")
@@ -53,7 +53,7 @@ def _plan(operands: Operands, options: Options, kernel: str, config: Any) -> Run
     device = operands.q.device
     gpu = current_gpu(device)
     choice = dispatch.choose(problem, gpu, kernel, config)
-    if kernel == "auto" and choice.kernel is not dispatch.KERNELS[0]:
+    if kernel == "auto" and not choice.kernel.NEEDS_GPU:
         _say_once(problem, gpu, choice.kernel.NAME)
     if problem.rows == 0 or problem.batch == 0 or (problem.total_k if problem.packed else problem.seqlen_k) == 0:
         return lambda operands: _without_keys(problem, operands)
@@ -62,11 +62,10 @@ def _plan(operands: Operands, options: Options, kernel: str, config: Any) -> Run
 
 def _say_once(problem: AttentionProblem, gpu: Any, name: str) -> None:
     """That no GPU kernel serves, and why: once for CPU tensors, once for each reason on a GPU."""
-    first = dispatch.KERNELS[0]
-    reason = "tensors on the CPU" if gpu.is_cpu else "; ".join(first.why_not(problem, gpu))
+    reason = "tensors on the CPU" if gpu.is_cpu else "; ".join(flash_fwd.why_not(problem, gpu))
     if reason not in _said:
         _said.add(reason)
-        log.warning("attention is served by %s, not %s: %s", name, first.NAME, reason)
+        log.warning("attention is served by %s, not %s: %s", name, flash_fwd.NAME, reason)
 
 
 def _without_keys(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:

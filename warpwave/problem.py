@@ -207,16 +207,16 @@ class AttentionProblem:
     @property
     def compulsory_bytes(self) -> int:
         """Bytes any implementation must move through device memory: each needed input read once, each output
-        written once. Keys no query sees, and the broadcast axes of a mask or bias, cost nothing."""
+        written once. Keys no query sees, cells of a mask or bias whose pair is hidden by position, and their broadcast
+        axes, cost nothing."""
         size = DTYPE_BYTES[self.dtype]
-        keys_seen = self._sum_over_items(lambda sq, sk: self.band(sq, sk).keys_seen(sq, sk))
         elements = self.rows * self.num_heads_q * (self.head_dim + self.head_dim_v)
-        elements += keys_seen * self.num_heads_kv * (self.head_dim + self.head_dim_v)
+        elements += self.keys_needed * (self.head_dim + self.head_dim_v)
         total = elements * size
         if self.mask_shape is not None:
-            total += math.prod(self.mask_shape)
+            total += self._cells_needed(self.mask_shape)
         if self.bias_shape is not None:
-            total += math.prod(self.bias_shape) * DTYPE_BYTES[self.bias_dtype or self.dtype]
+            total += self._cells_needed(self.bias_shape) * DTYPE_BYTES[self.bias_dtype or self.dtype]
         if self.alibi_shape is not None:
             total += math.prod(self.alibi_shape) * 4
         if self.has_sinks:
@@ -226,6 +226,31 @@ class AttentionProblem:
         if self.return_lse:
             total += self.rows * self.num_heads_q * 4
         return total
+
+    @property
+    def keys_needed(self) -> int:
+        """Rows of K, over all batches and kv heads, that some visible pair needs: at least as many as this."""
+        keys = self.num_heads_kv * self._sum_over_items(lambda sq, sk: self.band(sq, sk).keys_seen(sq, sk))
+        if self.mask_visible_pairs is None:
+            return keys
+        # Which keys a boolean mask hides from everybody is not known here; but a key is in one pair a row at the most.
+        pairs_a_key = max(1, self.seqlen_q * self.num_heads_q // self.num_heads_kv)
+        return min(keys, -(-self.mask_visible_pairs // pairs_a_key))
+
+    def _cells_needed(self, shape: tuple[int, ...]) -> int:
+        """Cells of a mask or bias whose pair the positional masks show, its size-1 axes read once."""
+        *outer, rows, keys = shape
+        band = self.band(self.seqlen_q, self.seqlen_k)
+        if rows > 1 and keys > 1:
+            cells = band.pairs(self.seqlen_q, self.seqlen_k)
+        elif keys > 1:
+            cells = band.keys_seen(self.seqlen_q, self.seqlen_k)
+        elif rows > 1:  # rows that see a key are keys that a row sees, rows and keys exchanged
+            low, high = (None if side is None else -side for side in band)
+            cells = Band(high, low).keys_seen(self.seqlen_k, self.seqlen_q)
+        else:
+            cells = rows * keys
+        return math.prod(outer) * cells
 
     @property
     def intensity(self) -> float:

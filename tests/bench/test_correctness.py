@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from warpwave.bench.correctness import Sample
-from warpwave.bench.workloads import make_operands
+from warpwave.bench.inputs import make_operands
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.reference import oracle
 

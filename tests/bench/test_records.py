@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from warpwave.bench.correctness import Verdict
+from warpwave.bench.goals import Goal
 from warpwave.bench.records import Measurement, RecordError, RecordWriter, environment_id, read_records
 from warpwave.bench.timing import Samples
 from warpwave.problem import AttentionProblem, Causal
@@ -92,7 +93,7 @@ def test_no_speed_without_a_right_result() -> None:
     [
         (lambda r: "{", r"r\.jsonl:2: not JSON: .*column 2"),
         (lambda r: "[1]", r"r\.jsonl:2: a record must be a JSON object, got '\[1\]'"),
-        (lambda r: {**r, "schema_version": 2}, "schema_version is 2; this version reads 1"),
+        (lambda r: {**r, "schema_version": 3}, "schema_version is 3; this version reads 1 and 2"),
         (lambda r: {**r, "kind": "note"}, "kind is 'note'; it must be 'environment' or 'measurement'"),
         (lambda r: {**r, "environment_id": "x"}, "no environment 'x' above this measurement"),
         (lambda r: {k: v for k, v in r.items() if k != "problem"}, "'problem' is missing"),
@@ -126,3 +127,39 @@ def test_a_cut_off_file_is_not_appended_to(tmp_path: Path) -> None:
     path.write_text(path.read_text()[:-20])
     with pytest.raises(RecordError, match="last line was cut off"):
         RecordWriter(path, ENVIRONMENT)
+
+
+def test_a_record_of_version_1_reads_as_it_was_meant(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    write(path, MEASUREMENT)
+    lines = []
+    for line in path.read_text().splitlines():
+        record = json.loads(line) | {"schema_version": 1}
+        for added in ("mode", "peak_memory_bytes", "goal", "tokens_per_s"):
+            record.pop(added, None)
+        for part in ("timing", "host"):
+            record.get(part, {}).pop("input_sets", None)
+        lines.append(json.dumps(record))
+    path.write_text("\n".join(lines) + "\n")
+    assert [m for _, m in read_records(path).measurements] == [MEASUREMENT]
+
+
+def test_what_version_2_added_survives(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    full = replace(MEASUREMENT, mode="graph", peak_memory_bytes=1 << 20, goal=Goal(over_launch_us=2.0))
+    write(path, full)
+    ((_, read),) = read_records(path).measurements
+    assert read == full and read.tokens_per_s == pytest.approx(2 * 64 / 100e-6)
+    assert json.loads(path.read_text().splitlines()[-1])["tokens_per_s"] == read.tokens_per_s
+
+
+def test_who_may_have_a_time_beside_a_result_that_is_wrong() -> None:
+    wrong = replace(RIGHT, passed=False, reason="no")
+    with pytest.raises(ValueError, match="no time is recorded for a result not known to be right"):
+        replace(MEASUREMENT, verdict=wrong)
+    peer = replace(MEASUREMENT, contender="three_calls", verdict=wrong)
+    assert peer.inaccurate and peer.is_peer
+    yardstick = replace(MEASUREMENT, contender="yardstick empty_kernel", verdict=None)
+    assert yardstick.tflops is None and yardstick.bandwidth_gbps is None and not yardstick.is_peer
+    with pytest.raises(ValueError, match="no time is recorded"):
+        replace(MEASUREMENT, contender="peer", verdict=None)

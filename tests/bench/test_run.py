@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from warpwave.bench import run
+from warpwave.bench import contenders, measure, run
 from warpwave.bench.records import read_records
 from warpwave.bench.run import main
-from warpwave.bench.timing import CaptureFailed
 from warpwave.bench.workloads import load_suite
 
 ONE_CASE = """
@@ -67,8 +66,8 @@ def test_a_wrong_result_has_no_speed(
         out[:, -1] *= 1.001
         return out
 
-    attention: Any = run.attention
-    monkeypatch.setattr(run, "attention", nearly)
+    attention: Any = contenders.attention
+    monkeypatch.setattr(contenders, "attention", nearly)
     path = tmp_path / "r.jsonl"
     assert main(one_case, out=path, rounds=1, device="cpu") == 1
     assert "warpwave auto: wrong, so not timed: RMS error" in capsys.readouterr().out
@@ -76,30 +75,74 @@ def test_a_wrong_result_has_no_speed(
     assert ours.timing is None and ours.verdict is not None and not ours.verdict.passed
 
 
-def test_what_cannot_be_captured_is_left_out_and_said(
-    one_case: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_ctrl_c_keeps_what_is_written_and_resume_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    time_interleaved = run.time_interleaved
+    path = tmp_path / "r.jsonl"
+    measured: list[str] = []
 
-    def strict(calls: Any, **kwargs: Any) -> Any:
-        if "sdpa_math" in calls:
-            raise CaptureFailed("sdpa_math", RuntimeError("operation not permitted\nmore"))
-        return time_interleaved(calls, **kwargs)
+    def interrupted(case: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append(case.name)
+        return real(case, *args, **kwargs)
 
-    monkeypatch.setattr(run, "time_interleaved", strict)
-    assert main(one_case, out=None, rounds=1, device="cpu") == 0
-    out = capsys.readouterr().out
-    assert "sdpa_math: cannot be captured in a CUDA graph: operation not permitted\n" in out
-    assert "sdpa_flash  " in out
+    real: Any = run.measure
+    monkeypatch.setattr(run, "measure", interrupted)
+    assert main("quick", out=path, rounds=1, device="cpu", peers=("none",)) == 130
+    captured = capsys.readouterr()
+    assert f"warpwave: interrupted; 2 of 6 cases are done and in {path}; the same command with --resume" in captured.err
+    assert [m.case for _, m in read_records(path).measurements] == measured
+    assert not path.with_name("r.jsonl.underway").exists()
+
+    monkeypatch.setattr(run, "measure", real)
+    assert main("quick", out=path, rounds=1, device="cpu", peers=("none",), resume=True) == 0
+    assert f"2 of 6 cases are in {path} already" in capsys.readouterr().err
+    names = [case.name for case in load_suite("quick").cases]
+    assert [m.case for _, m in read_records(path).measurements] == names
+    assert main("quick", out=path, rounds=1, device="cpu", peers=("none",), resume=True) == 0
+    assert len(read_records(path).measurements) == len(names)
+
+
+def test_a_lost_device_ends_the_run_and_is_known_to_the_next(
+    one_case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "r.jsonl"
+
+    def lost(*args: Any) -> None:
+        raise measure.DeviceLost("sdpa_math on d left the GPU unusable: illegal address")
+
+    def prepare(problem: Any, operands: Any) -> Any:
+        raise RuntimeError("illegal address")
+
+    monkeypatch.setitem(contenders.PEERS, "sdpa_math", prepare)
+    monkeypatch.setattr(measure, "_still_usable", lost)
+    assert main(one_case, out=path, rounds=1, device="cpu", peers=("sdpa_math", "sdpa_flash")) == 3
+    assert "left the GPU unusable" in capsys.readouterr().err
+    assert main(one_case, out=path, rounds=1, device="cpu", peers=("sdpa_math", "sdpa_flash"), resume=True) == 0
+    by_name = {m.contender: m for _, m in read_records(path).measurements}
+    assert by_name["sdpa_math"].refusal == "it ended the process the last time"
+    assert by_name["sdpa_flash"].timing is not None
+
+
+def test_part_of_a_suite(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("quick", out=None, rounds=1, device="cpu", peers=("sdpa_math",), only="bf16 causal") == 0
+    captured = capsys.readouterr()
+    assert captured.err == "1/1 d64 2x128 h4 bf16 causal\n" and "sdpa_math" in captured.out
+    assert "three_calls" not in captured.out
 
 
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        ({"suite": "nothing"}, "there is no suite 'nothing'; give one of float32, forward, host, quick"),
+        ({"suite": "nothing"}, "there is no suite 'nothing'; give one of "),
         ({"rounds": 0}, "rounds must be at least 1, got 0"),
         ({"kernels": ("flash",)}, "unknown kernel flash; known are auto, "),
-        ({"kernels": ()}, "unknown kernel (none given)"),
+        ({"peers": ("fa5",)}, "unknown peer fa5; known are sdpa_default, "),
+        ({"modes": ("fast",)}, "unknown mode fast; known are auto, eager, graph, streams"),
+        ({"modes": ("graph",)}, "mode graph needs a GPU; on a CPU there are auto and eager"),
+        ({"only": "d999"}, "no case of quick has 'd999' in its name; the first is 'd64 2x128 h4 fp32'"),
+        ({"resume": True}, "--resume goes on in a record file; name it with --out"),
         ({"device": "cuda:99"}, "device cuda:99 was asked for, and torch sees"),
         ({"device": "meta"}, "runs on cpu and cuda devices, not on meta"),
         ({"device": "toaster"}, "'toaster' is no device"),
@@ -123,5 +166,6 @@ def test_suites_on_a_gpu(suite: str, tmp_path: Path) -> None:
     for _, m in read_records(path).measurements:
         if m.timing is not None:
             assert m.timing.method in ("graph", "events")
-            assert (m.host is not None) == (m.contender in ("warpwave auto", "sdpa_default"))
+            assert (m.host is None) == (m.contender.startswith("sdpa_") and m.contender != "sdpa_default")
+            assert m.peak_memory_bytes is not None
     assert torch.cuda.current_stream() == torch.cuda.default_stream()

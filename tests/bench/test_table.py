@@ -1,11 +1,13 @@
+import re
 import sys
 from dataclasses import replace
 
 import pytest
 
 from warpwave.bench.correctness import Verdict
+from warpwave.bench.goals import Goal
 from warpwave.bench.records import Measurement
-from warpwave.bench.table import case_table, plain, print_table, summary_tables
+from warpwave.bench.table import case_table, case_tables, plain, print_table, summary_tables
 from warpwave.bench.timing import Samples
 from warpwave.problem import AttentionProblem
 
@@ -51,7 +53,8 @@ def test_a_case_shows_everyone() -> None:
     lines = plain(case_table(RESULTS)).splitlines()
     assert lines[0] == "one (events, L2 flushed, median of 9 rounds)"
     cells = [line.split() for line in lines[2:5]]
-    assert cells[0] == ["warpwave", "auto", "k", "1", "2", "200", "1.10"]  # 200e6 operations, 400 kB in 200 us
+    # 200e6 operations, 400 kB, 1000 tokens in 200 us
+    assert cells[0] == ["warpwave", "auto", "k", "1", "2", "5", "M", "200", "1.10"]
     assert cells[1][-3:] == ["0.950", "[0.950,", "0.950]"]
     assert cells[2][-5:] == ["1,500", "1.10", "7.500", "[7.500,", "7.500]"]
     assert lines[5:] == ["  absent a, absent b: not here"]
@@ -84,3 +87,52 @@ def test_plain_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str], mo
     print_table(case_table(RESULTS))
     drawn = capsys.readouterr().out
     assert "─" in drawn and "0.950 [0.950, 0.950]" in drawn and "absent a, absent b: not here" in drawn
+
+
+def test_a_narrow_terminal_gets_fewer_columns_and_whole_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    print_table(case_table(RESULTS))
+    drawn = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert max(len(line) for line in drawn.splitlines()) <= 80
+    assert "warpwave auto" in drawn and "0.950 [0.950, 0.950]" in drawn and "TFLOP/s" in drawn
+    assert "a wider terminal has room for tokens/s, GB/s" in drawn and "tokens/s " not in drawn
+
+
+def test_what_is_not_accurate_enough_is_marked_and_not_the_peer_to_beat() -> None:
+    wrong = replace(measured("three_calls", 50.0), verdict=Verdict(False, "no", 5e-3, 1e-2, 1e-3, 2e-3, 64))
+    text = plain(case_table([*RESULTS, wrong]))
+    assert "5.00 *" in text and "* three_calls: not accurate enough for our gates" in text
+    (table,) = summary_tables([*RESULTS, wrong])
+    assert table.rows[0][2] == "fast peer"
+
+
+def test_goals_met_and_missed_are_counted() -> None:
+    goals = [replace(m, goal=Goal(ratio=0.95)) for m in RESULTS]
+    second = [replace(measured("warpwave auto", 100.0, "two"), goal=Goal(ratio=2.1)), measured("peer", 200.0, "two")]
+    (table,) = summary_tables([*goals, *second])
+    assert [row[-1] for row in table.rows] == ["0.95 x: met", "2.1 x: missed"]
+    assert table.notes[-1] == "1 of 2 goals met"
+
+
+def test_what_could_not_be_timed_stays_in_the_summary() -> None:
+    lost = replace(refused("warpwave auto", "too large"), case="two", goal=Goal(ratio=1.0))
+    (table,) = summary_tables([*RESULTS, lost, measured("peer", 1.0, "two")])
+    assert table.rows[1][-2:] == ("not timed: too large", "1 x: missed")
+
+
+def test_two_streams_stand_beside_one() -> None:
+    one = [replace(measured("warpwave auto", 100.0), mode="graph")]
+    two = [replace(measured("warpwave auto", 80.0), mode="streams")]
+    graph, streams = case_tables([*one, *two])
+    assert "in a CUDA graph" in graph.title and "on two streams at once" in streams.title
+    assert streams.rows[0][streams.header.index("against one stream")] == "1.250 x"
+
+
+def test_the_card_and_its_throttling_are_said() -> None:
+    before = {"sm_mhz": 1980, "power_w": 120.4, "temperature_c": 35, "throttle": []}
+    after = {**before, "power_w": 699.6, "throttle": ["power cap"]}
+    text = plain(case_table([replace(RESULTS[0], gpu_before=before, gpu_after=after)]))
+    assert "card before: 1980 MHz, 120 W, 35 C; after: 1980 MHz, 700 W, 35 C, THROTTLED by power cap" in text

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from warpwave.bench import timing
+from warpwave.bench import meters
 from warpwave.bench.timing import (
     Samples,
     _interval_rank,
@@ -29,7 +29,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_ns = 0
         fake = SimpleNamespace(perf_counter=lambda: self.now_ns * 1e-9, perf_counter_ns=lambda: self.now_ns)
-        monkeypatch.setattr(timing, "time", fake)
+        monkeypatch.setattr(meters, "time", fake)
 
     def work(self, us: float) -> Callable[[], None]:
         def call() -> None:
@@ -93,7 +93,7 @@ def test_rounds_are_interleaved_and_the_order_changes() -> None:
 
 
 def test_nothing_to_time_is_an_error() -> None:
-    with pytest.raises(ValueError, match="0 callables"):
+    with pytest.raises(ValueError, match="got 0 callables"):
         time_interleaved({}, device="cpu")
     with pytest.raises(ValueError, match="0 rounds"):
         time_interleaved({"a": lambda: None}, device="cpu", rounds=0)

@@ -4,7 +4,9 @@ from typing import Any
 import pytest
 import torch
 
-from warpwave.bench.workloads import SuiteError, load_suite, make_operands, parse_suite, suite_names
+from warpwave.bench.goals import Goal
+from warpwave.bench.inputs import make_operands
+from warpwave.bench.workloads import SuiteError, load_suite, parse_suite, suite_names
 from warpwave.problem import Causal
 
 ROW = {"batch": 1, "seqlen_q": 8, "num_heads_q": 2, "head_dim": 4, "dtype": "float32"}
@@ -15,7 +17,8 @@ def parse(*cases: Any, **table: Any) -> Any:
 
 
 def test_every_shipped_suite_is_valid() -> None:
-    assert suite_names() == ["float32", "forward", "host", "quick"]
+    assert {"forward", "decode", "prefill", "training", "tiny", "float32", "quick"} <= set(suite_names())
+    assert {f"case_report_{i}" for i in range(5)} <= set(suite_names())
     for name in suite_names():
         suite = load_suite(name)
         assert suite.name == name and suite.description and suite.cases
@@ -65,6 +68,13 @@ def test_precisions_are_cases_of_their_own() -> None:
         ({**ROW, "causal": 1}, "causal must be true, false"),
         ({**ROW, "softmax_scale": -1.0}, "softmax_scale must be a finite number >= 0, got -1.0"),
         ({**ROW, "softmax_scale": float("nan")}, "softmax_scale must be a finite number >= 0, got nan"),
+        ({**ROW, "softcap": -1}, "softcap must be a finite number >= 0, got -1"),
+        ({**ROW, "window_size": [1, 2, 3]}, r"window_size must be \[left, right\], whole numbers from -1"),
+        ({**ROW, "window_size": 3}, r"window_size must be \[left, right\]"),
+        ({**ROW, "mask": "some"}, "mask must be one of padding, random, got 'some'"),
+        ({**ROW, "hot": 1}, "hot must be true or false, got 1"),
+        ({**ROW, "goal": 0}, "goal must be above 0, got 0"),
+        ({**ROW, "goal": {"speed": 2}}, "goal must be a number above 0 or { over_launch_us = number }"),
         ({**ROW, "num_heads_kv": 3}, "num_heads_q must be a multiple of num_heads_kv, got 2 and 3"),
         ({**ROW, "seqlen": 8}, "unknown key 'seqlen'; did you mean seqlen_q"),
         ({**ROW, "zzz": 8}, "unknown key 'zzz'; allowed are batch, "),
@@ -84,7 +94,7 @@ def test_a_mistake_in_a_suite_is_named(tmp_path: Path) -> None:
         parse()
     with pytest.raises(SuiteError, match="description must be a string"):
         parse(ROW, description=1)
-    with pytest.raises(SuiteError, match="no suite 'fast'; give one of float32, forward, host, quick"):
+    with pytest.raises(SuiteError, match=r"no suite 'fast'; give one of .*, forward, "):
         load_suite("fast")
     (tmp_path / "bad.toml").write_text("cases = = 1")
     with pytest.raises(SuiteError, match=r"bad\.toml is not TOML: .*line 1"):
@@ -103,10 +113,87 @@ def test_a_suite_may_be_a_file_of_the_user(tmp_path: Path) -> None:
     assert q.dtype == torch.float16
 
 
-def test_operands_are_seeded_and_normal() -> None:
-    problem = parse({**ROW, "seqlen_q": 1000}).cases[0].problem
-    q, k, _ = make_operands(problem, "cpu", seed=1)[:3]
-    assert torch.equal(q, make_operands(problem, "cpu", seed=1).q)
-    assert not torch.equal(q, make_operands(problem, "cpu", seed=2).q)
-    assert not torch.equal(q, k)
-    assert q.mean().abs() < 0.05 and (q.std() - 1).abs() < 0.05
+def test_decode_is_the_table_of_the_goals() -> None:
+    suite = load_suite("decode")
+    assert suite.modes == ("graph",)
+    goals = {(c.problem.batch, c.problem.seqlen_k): (c.hot, c.goal) for c in suite.cases if c.goal is not None}
+    assert {shape: round(1 / goal.ratio, 2) for shape, (_, goal) in goals.items() if goal.ratio} == {
+        (1, 1024): 0.80,
+        (1, 8192): 0.85,
+        (1, 65536): 0.97,
+        (16, 4096): 1.0,
+        (64, 8192): 1.0,
+        (128, 2048): 1.0,
+    }
+    assert [shape for shape, (hot, _) in goals.items() if hot] == [(1, 1024), (1, 8192)]
+    for case in suite.cases:
+        p = case.problem
+        assert (p.seqlen_q, p.num_heads_q, p.num_heads_kv, p.head_dim, p.dtype) == (1, 32, 8, 128, "bfloat16")
+
+
+def test_case_report_0_has_the_operations_of_the_report() -> None:
+    """Time x rate gives 33, 134, 33 and 9 MFLOP, and the last has 16 blocks, one a query."""
+    first_four = [c.problem for c in load_suite("case_report_0").cases[:4]]
+    assert [(p.head_dim, round(p.flops / 1e6)) for p in first_four] == [(512, 34), (2048, 134), (4096, 34), (8192, 8)]
+    assert first_four[3].rows * first_four[3].num_heads_q == 16
+
+
+def test_varlen_is_a_mix_and_an_even_load() -> None:
+    problems = [c.problem for c in load_suite("varlen").cases]
+    assert {len(p.lengths or ()) for p in problems} == {64}
+    assert min(problems[0].items()) == (38, 38) and problems[0].seqlen_q == 5431
+    assert {length for length, _ in problems[-1].items()} == {768}
+
+
+def test_packed_lengths() -> None:
+    packed = {"num_heads_q": 2, "head_dim": 4, "dtype": "float32"}
+    (case,) = parse({**packed, "lengths": [5, [1, 7], 5]}).cases
+    p = case.problem
+    assert p.packed and (p.batch, p.seqlen_q, p.seqlen_k, p.total_q, p.total_k) == (3, 5, 7, 11, 17)
+    assert p.lengths == ((5, 5), (1, 7), (5, 5)) and case.name == "d4 3 packed 11/17 h2 fp32"
+    assert p.visible_pairs == 2 * (25 + 7 + 25)
+    assert len(parse({**packed, "lengths": [[5, [1, 7]], [[2, 2], 4, 4]]}).cases) == 2
+    with pytest.raises(SuiteError, match="batch follows from lengths; leave it out"):
+        parse({**packed, "batch": 3, "lengths": [5]})
+    with pytest.raises(SuiteError, match="packed sequences take no mask and no bias"):
+        parse({**packed, "lengths": [5], "bias": True})
+
+
+def test_options_of_a_case() -> None:
+    (case,) = parse(
+        {
+            **ROW,
+            "window_size": [5, 0],
+            "softcap": 3.0,
+            "sinks": True,
+            "alibi": True,
+            "bias": True,
+            "mask": "random",
+            "hot": True,
+            "goal": {"over_launch_us": 2},
+        }
+    ).cases
+    assert case.name == "d4 1x8 h2 fp32 window5,0 softcap3 sinks alibi random-mask bias hot"
+    assert case.hot is True and case.goal == Goal(over_launch_us=2.0)
+    p = case.problem
+    assert (p.window_size, p.softcap, p.has_sinks, p.alibi_shape) == ((5, 0), 3.0, True, (2,))
+    assert (p.mask_shape, p.bias_shape, p.bias_dtype) == ((1, 1, 8, 8), (1, 2, 8, 8), "float32")
+    windows = parse({**ROW, "window_size": [[5, 0], [-1, 3]]}).cases
+    assert [c.problem.window_size for c in windows] == [(5, 0), (-1, 3)]
+    assert [c.hot for c in parse({**ROW, "hot": [True, False]}).cases] == [True, False]
+
+
+def test_padding_is_counted() -> None:
+    p = parse({**ROW, "batch": 3, "causal": True, "mask": "padding"}).cases[0].problem
+    mask = make_operands(p, "cpu").mask
+    assert mask.shape == (3, 1, 1, 8) and mask.sum(-1).flatten().tolist() == [8, 6, 4]
+    causal = torch.ones(8, 8, dtype=torch.bool).tril()
+    assert p.visible_pairs == 2 * int((mask & causal).sum())
+
+
+def test_modes_and_kernels_of_a_suite() -> None:
+    suite = parse(ROW, modes=["graph", "streams"], kernels=["eager"])
+    assert suite.modes == ("graph", "streams") and suite.kernels == ("eager",)
+    assert parse(ROW).modes == ("auto",) and parse(ROW).kernels == ("auto",)
+    with pytest.raises(SuiteError, match="modes must be a list of auto, eager, graph, streams, got \\['fast'\\]"):
+        parse(ROW, modes=["fast"])

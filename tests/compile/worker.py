@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 
 from warpwave import dispatch
-from warpwave.compiled import compile_facts
+from warpwave.compiled import compile_launches, worst
 from warpwave.hardware.gpu import Gpu
 from warpwave.problem import AttentionProblem, Causal
 
@@ -25,8 +25,9 @@ def main() -> None:
                 fields[name] = tuple(fields[name])
         problem, gpu, kernel = AttentionProblem(**fields), Gpu.for_arch(job["arch"]), kernels[job["kernel"]]
         config = kernel.Config(**job["config"]) if "config" in job else kernel.configs(problem, gpu)[0]
-        facts = vars(compile_facts(kernel, problem, gpu, config))
-        facts |= {
+        launches = [compiled.facts for compiled in compile_launches(kernel, problem, gpu, config)]
+        facts = vars(worst(launches)) | {
+            "launches": [vars(launch) for launch in launches],
             "config": asdict(config),
             "smem_bound": kernel.smem_bytes(problem, gpu, config),
             "smem_limit": gpu.smem_per_block_bytes,

@@ -134,6 +134,11 @@ TABLE = (
         ("last row of each tile not stored", "columns beyond head_dim_v stored"),
     ),
     Row(
+        "a dirty workspace: no effect, bit-equal",
+        ("test_poison.py::test_a_second_run_is_bit_equal", "test_poison.py::test_every_cell_is_written"),
+        ("a tile of scores that the window's edge cuts is skipped",),
+    ),
+    Row(
         "addresses past 2^31 and 2^32 elements",
         (EDGES + "test_offsets_past_32_bits", GPU + "test_far_tensors", GPU + "test_far_outputs"),
         ("32-bit offset",),
@@ -172,7 +177,11 @@ TABLE = (
     Row(
         "contents of cu_seqlens: named when checked, memory-safe when not",
         (BAD + "test_wrong_contents_when_checked", BAD + "test_wrong_contents_unchecked_stay_inside_the_tensors"),
-        ("sequences longer than the longest let through", "offsets beyond the last query not clamped"),
+        (
+            "sequences longer than the longest let through",
+            "offsets beyond the last query not clamped",
+            "scores of a sequence longer than the longest written into the next head's",
+        ),
     ),
     Row(
         "compiling while a graph is captured: RuntimeError, the capture survives",
@@ -191,10 +200,9 @@ TABLE = (
     ),
 )
 
-# Rows that come with what they are about: paged caches, split keys and workspaces have no code yet.
+# Rows that come with what they are about: paged caches and merged partial results have no code yet.
 LATER = (
     "zero-length item in a paged batch; NaN in unused pages (paged cache)",
     "page table not int32, page size not positive, page id out of range, used length above capacity (paged cache)",
     "lse of a wrong shape as an input (merging of partial results)",
-    "a dirty workspace is bit-equal (split keys)",
 )

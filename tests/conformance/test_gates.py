@@ -43,6 +43,16 @@ def test_case_grid(case: Case, data: Data, kernel: str, request: pytest.FixtureR
     check(kernel, case, data, request)
 
 
+@each_kernel
+@pytest.mark.parametrize("dtype", ["float16", "float32:default"])
+@pytest.mark.parametrize("dims", [(320, 320), (512, 40), (40, 272)], ids=str)
+def test_heads_wider_than_the_grid(
+    dims: tuple[int, int], dtype: str, kernel: str, request: pytest.FixtureRequest
+) -> None:
+    """Beyond 256 most kernels refuse; who does not is held to it."""
+    check(kernel, replace(PLAIN, dtype=dtype, dims=dims, lengths=(65, 113), causal="bottom_right"), "normal", request)
+
+
 def tile_edge_cases() -> list[Any]:
     """Lengths around every tile size a kernel can pick, with a config that has such tiles."""
     return [

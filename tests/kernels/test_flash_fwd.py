@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from warpwave.hardware.gpu import ARCHS, Gpu
 from warpwave.kernels import flash_fwd
+from warpwave.kernels.cost import visited_tiles
 from warpwave.problem import AttentionProblem, Causal
 
 PROBLEM = AttentionProblem(
@@ -49,13 +50,12 @@ def test_tiles_are_those_with_a_visible_pair(
         PROBLEM, batch=1, num_heads_q=1, num_heads_kv=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, causal=causal,
         window_size=(left, right),
     )  # fmt: skip
-    config = flash_fwd.Config(16, 16, 4, 1)
     band = problem.band(seqlen_q, seqlen_k)
     expected = 0
     for row_begin in range(0, seqlen_q, 16):
         rows = range(row_begin, min(row_begin + 16, seqlen_q))
         expected += len({key // 16 for row in rows for key in band.keys(row, seqlen_k)})
-    assert flash_fwd.tiles(problem, config) == expected
+    assert visited_tiles(problem, 16, 16) == expected
 
 
 def test_cost_counts_whole_tiles_and_every_read() -> None:

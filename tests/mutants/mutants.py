@@ -32,6 +32,7 @@ class Mutant(NamedTuple):
 
 
 FLASH, PRIMITIVES, EAGER = "kernels/flash_fwd.py", "kernels/primitives.py", "kernels/eager.py"
+NAIVE, TILED, PASSES = "kernels/naive.py", "kernels/tiled.py", "kernels/three_passes.py"
 STORE = "tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=inside)"
 HIDE = 'scores = tl.where(visible, scores * scale_left, float("-inf"))'
 
@@ -291,6 +292,52 @@ OTHERS = [
         "        if size == 0:\n            raise InvalidInput(f\"{name} has 0 heads; it must have at least one\")\n",
         "        assert size, InvalidInput(f\"{name} has 0 heads; it must have at least one\")\n",
         "test_bad_input.py::test_all_of_this_holds_without_assertions", "", "0 heads",
+    ),
+    Mutant(
+        "the last element of head_dim left out", NAIVE,
+        "for _ in range(HEAD_DIM):", "for _ in range(HEAD_DIM - 1):",
+        "test_gates.py::test_case_grid", "float16-113x103-d64-h2x2-b2-normal-naive", "FAIL C LSE",
+    ),
+    Mutant(
+        "the mark of a hidden pair taken for its weight", NAIVE,
+        "tl.where((p == HIDDEN)[:, None], 0.0, p[:, None] * v[None, :])", "p[:, None] * v[None, :]",
+        "test_probes.py::test_support", "causal-naive and 113", "keys from",
+    ),
+    Mutant(
+        "the row of the output not divided by its sum", NAIVE,
+        "out = acc * tl.load(row_scale_ptr + rows, mask=rows < seqlen_q, other=0.0)[:, None]", "out = acc",
+        "test_gates.py::test_case_grid", "float16-113x103-d64-h2x2-b2-normal-naive", "FAIL B2 RMS of out",
+    ),
+    Mutant(
+        "the last step of head_dim left out", TILED,
+        "for _ in range(0, HEAD_DIM, BLOCK_K):", "for _ in range(0, HEAD_DIM // BLOCK_K * BLOCK_K, BLOCK_K):",
+        "test_gates.py::test_case_grid", "float16-113x103-d40-h2x1-b2-normal-tiled", "FAIL C LSE",
+    ),
+    Mutant(
+        "a tile of scores that the window's edge cuts is skipped", TILED,
+        "((tile_n + 1) * BLOCK_N <= key_begin)", "(tile_n * BLOCK_N < key_begin)",
+        "test_poison.py::test_every_cell_is_written", "top_left and tiled", "isnan",
+    ),
+    Mutant(
+        "values that nobody sees are multiplied by 0", TILED,
+        "v = tl.where((seen != 0)[:, None], v, 0.0)", "v = tl.where((seen >= 0)[:, None], v, 0.0)",
+        "test_pairs.py::test_keys_that_no_query_sees_may_hold_anything", "bias-bfloat16-nan-tiled", "bits(",
+    ),
+    Mutant(
+        "the rest of a line of scores counted as keys", PASSES,
+        "visible = inside & band_visible", "visible = in_lines & band_visible",
+        "test_probes.py::test_count", "none-tiled and 113", "torch.equal",
+    ),
+    Mutant(
+        "softmax over the scores of another batch item", PASSES,
+        "scores_ptr += batch_head.to(tl.int64) * seqlen_q * stride_sm", "scores_ptr += head * seqlen_q * stride_sm",
+        "test_probes.py::test_count", "none-tiled and 113", "torch.equal",
+    ),
+    Mutant(
+        "scores of a sequence longer than the longest written into the next head's", PRIMITIVES,
+        "return begin.to(tl.int64), tl.minimum(length, longest)", "return begin.to(tl.int64), length",
+        "test_bad_input.py::test_wrong_contents_unchecked_stay_inside_the_tensors", "tiled",
+        "a guard region was written",
     ),
     Mutant(
         "the last of 65,536 programs lost", FLASH,

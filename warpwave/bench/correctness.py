@@ -1,6 +1,6 @@
 """Is an output right? Asked on the very problem and inputs about to be timed, before any time is shown.
 
-The exact result in float64 is affordable on a sample: a few batches and heads, and rows of them that always include
+The exact result in float64 is affordable on a sample: a few sequences and heads, and rows of them that always include
 the first and the last. The yardstick is the rounding model on the same sample (`reference.rounding_model`), which a
 correct kernel's error matches within a few per cent, whoever wrote it; so every contender, ours or a peer's, must
 pass the same two gates.
@@ -8,6 +8,8 @@ pass the same two gates.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,41 +52,47 @@ class Verdict:
         return None if self.rms_error is None else self.rms_error / max(self.model_rms_error, 1e-300)
 
 
+@dataclass(frozen=True)
+class _Part:
+    """One sequence's part of a sample.
+
+    Attributes:
+        take: cuts it out of the whole call's out, as (rows, heads, head_dim_v).
+        exact, model: the same part of the exact result in float64, and of the rounding model.
+    """
+
+    take: Callable[[Tensor], Tensor]
+    exact: Tensor
+    model: Tensor
+
+
 class Sample:
     """The exact result of part of one call, and the yardstick for it.
 
     Args:
-        problem, operands: the whole call.
+        problem, operands: the whole call, dense or packed, with any of its options.
         seed: of the choice of rows.
     """
 
     def __init__(self, problem: AttentionProblem, operands: Operands, *, seed: int = 0) -> None:
-        if problem.packed:
-            raise ValueError("a sample of a packed call is not defined yet")
         self._problem, self._dtype = problem, operands.q.dtype
-        device = operands.q.device
-        self._at = (
-            _spread(problem.batch, SAMPLED_BATCHES).to(device),
-            _rows(problem.seqlen_q, seed).to(device),
-            _spread(problem.num_heads_q, SAMPLED_HEADS).to(device),
-        )
-        sampled_problem, sampled_operands = self._cut(operands)
-        self._exact = oracle(sampled_problem, sampled_operands).out
-        self._largest = self._exact.abs().max().item()
-        self._model_rms, self._model_max = self._errors(rounding_model(sampled_problem, sampled_operands).out)
-        self._rows = self._exact.numel() // problem.head_dim_v
+        self._shape = (*operands.q.shape[:-1], problem.head_dim_v)
+        self._parts = [_part(problem, operands, sequence, seed) for sequence in _sequences(problem, SAMPLED_BATCHES)]
+        self._largest = max(part.exact.abs().max().item() for part in self._parts)
+        self._model_rms, self._model_max = self._errors([part.model for part in self._parts])
+        self._elements = sum(part.exact.numel() for part in self._parts)
+        self._rows = self._elements // problem.head_dim_v
 
     def judge(self, out: Tensor) -> Verdict:
-        """Compare an output of the whole call, `(batch, seqlen_q, num_heads_q, head_dim_v)`."""
+        """Compare an output of the whole call, shaped as `attention` or `attention_varlen` return it."""
         problem = self._problem
-        shape = (problem.batch, problem.seqlen_q, problem.num_heads_q, problem.head_dim_v)
-        if out.shape != shape or out.dtype != self._dtype:
-            return self._verdict(f"out is {tuple(out.shape)} {out.dtype}, expected {shape} {self._dtype}")
-        sampled = self._take(out)
-        if not sampled.isfinite().all():
+        if out.shape != self._shape or out.dtype != self._dtype:
+            return self._verdict(f"out is {tuple(out.shape)} {out.dtype}, expected {self._shape} {self._dtype}")
+        sampled = [part.take(out) for part in self._parts]
+        if not all(part.isfinite().all() for part in sampled):
             return self._verdict("out has NaN or infinite elements")
         rms, largest = self._errors(sampled)
-        few = self._exact.numel() < FEW_ELEMENTS
+        few = self._elements < FEW_ELEMENTS
         rms_limit = max(RMS_LIMIT[problem.dtype], RMS_LIMIT_OF_FEW if few else 0.0)
         max_limit = MAX_LIMIT[problem.dtype]
         reasons = []
@@ -97,39 +105,110 @@ class Sample:
     def _verdict(self, reason: str, rms: float | None = None, largest: float | None = None) -> Verdict:
         return Verdict(not reason, reason, rms, largest, self._model_rms, self._model_max, self._rows)
 
-    def _errors(self, out: Tensor) -> tuple[float, float]:
-        error = out.double() - self._exact
-        return error.square().mean().sqrt().item(), error.abs().max().item()
+    def _errors(self, parts: Sequence[Tensor]) -> tuple[float, float]:
+        errors = [out.double() - part.exact for out, part in zip(parts, self._parts, strict=True)]
+        mean_square = sum(e.square().sum().item() for e in errors) / sum(e.numel() for e in errors)
+        return math.sqrt(mean_square), max(e.abs().max().item() for e in errors)
 
-    def _take(self, x: Tensor) -> Tensor:
-        batches, rows, heads = self._at
-        return x[batches][:, rows][:, :, heads]
 
-    def _cut(self, operands: Operands) -> tuple[AttentionProblem, Operands]:
-        """The sample as a call of its own. Rows picked out of their order keep their band as a boolean mask."""
-        problem = self._problem
-        batches, rows, heads = self._at
-        kv_heads = heads // (problem.num_heads_q // problem.num_heads_kv)
-        offset = torch.arange(problem.seqlen_k, device=rows.device) - rows[:, None]
-        band = problem.band(problem.seqlen_q, problem.seqlen_k)
-        visible = torch.ones_like(offset, dtype=torch.bool)
-        if band.low is not None:
-            visible &= offset >= band.low
-        if band.high is not None:
-            visible &= offset <= band.high
-        mask = visible[None, None]
-        sampled = replace(
-            problem,
-            batch=len(batches),
-            seqlen_q=len(rows),
-            num_heads_q=len(heads),
-            num_heads_kv=len(heads),
-            causal=None,
-            window_size=(-1, -1),
-            mask_shape=tuple(mask.shape),
-        )
-        k, v = (x[batches][:, :, kv_heads] for x in (operands.k, operands.v))
-        return sampled, Operands(q=self._take(operands.q), k=k, v=v, mask=mask)
+def _part(problem: AttentionProblem, operands: Operands, sequence: int, seed: int) -> _Part:
+    """Some rows and heads of one sequence, as a call of their own."""
+    device = operands.q.device
+    seqlen_q, seqlen_k = list(problem.items())[sequence]
+    rows = _rows(seqlen_q, seed).to(device)
+    heads = _spread(problem.num_heads_q, SAMPLED_HEADS).to(device)
+    start_q, start_k = _start(operands.cu_seqlens_q, sequence), _start(operands.cu_seqlens_k, sequence)
+
+    def take(x: Tensor) -> Tensor:
+        return (x[start_q + rows] if problem.packed else x[sequence, rows])[:, heads]
+
+    kv_heads = heads // (problem.num_heads_q // problem.num_heads_kv)
+    k, v = (
+        (x[start_k : start_k + seqlen_k] if problem.packed else x[sequence])[:, kv_heads]
+        for x in (operands.k, operands.v)
+    )
+    # Rows picked out of their order keep what depends on position as a boolean mask and, for ALiBi, as a bias.
+    distance = torch.arange(seqlen_k, device=device) - rows[:, None]  # [rows, seqlen_k]
+    visible = _visible(problem, operands, sequence, rows, heads, distance, (seqlen_q, seqlen_k))
+    bias = _bias(problem, operands, sequence, rows, heads, distance + seqlen_q - seqlen_k)
+    sampled = replace(
+        problem,
+        batch=1,
+        seqlen_q=len(rows),
+        seqlen_k=seqlen_k,
+        num_heads_q=len(heads),
+        num_heads_kv=len(heads),
+        causal=None,
+        window_size=(-1, -1),
+        mask_shape=tuple(visible.shape),
+        bias_shape=None if bias is None else tuple(bias.shape),
+        alibi_shape=None,
+        packed=False,
+        total_q=0,
+        total_k=0,
+        lengths=None,
+        mask_visible_pairs=None,
+    )
+    sinks = None if operands.sinks is None else operands.sinks[heads]
+    cut = Operands(take(operands.q)[None], k[None], v[None], mask=visible, bias=bias, sinks=sinks)
+    return _Part(take, oracle(sampled, cut).out[0], rounding_model(sampled, cut).out[0])
+
+
+def _visible(
+    problem: AttentionProblem,
+    operands: Operands,
+    sequence: int,
+    rows: Tensor,
+    heads: Tensor,
+    distance: Tensor,
+    lengths: tuple[int, int],
+) -> Tensor:
+    """What all masks together show: [1, 1 or heads, rows, seqlen_k]."""
+    band = problem.band(*lengths)
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    if band.low is not None:
+        visible &= distance >= band.low
+    if band.high is not None:
+        visible &= distance <= band.high
+    shown = visible[None, None]
+    return shown if operands.mask is None else shown & _cut(operands.mask, sequence, rows, heads)
+
+
+def _bias(
+    problem: AttentionProblem,
+    operands: Operands,
+    sequence: int,
+    rows: Tensor,
+    heads: Tensor,
+    distance: Tensor,
+) -> Tensor | None:
+    """What is added to the scores: [1, 1 or heads, 1 or rows, 1 or seqlen_k], float64 where ALiBi is in it."""
+    bias = None if operands.bias is None else _cut(operands.bias, sequence, rows, heads)
+    if operands.alibi_slopes is None:
+        return bias
+    slopes = operands.alibi_slopes[sequence] if operands.alibi_slopes.dim() == 2 else operands.alibi_slopes
+    alibi = -slopes[heads].double()[:, None, None] * distance.abs()
+    return alibi[None] if bias is None else bias + alibi
+
+
+def _cut(x: Tensor, sequence: int, rows: Tensor, heads: Tensor) -> Tensor:
+    """The sample's part of a mask or bias, whose axes of size 1 are broadcast and stay so."""
+    x = x[sequence % x.shape[0]][None]
+    x = x if x.shape[1] == 1 else x[:, heads]
+    return x if x.shape[2] == 1 else x[:, :, rows]
+
+
+def _start(offsets: Tensor | None, sequence: int) -> int:
+    return 0 if offsets is None else int(offsets[sequence])
+
+
+def _sequences(problem: AttentionProblem, count: int) -> list[int]:
+    """Sequences to sample, the first and the last among them, and of packed ones the longest and the shortest too."""
+    chosen = _spread(problem.batch, count).tolist()
+    if problem.packed:
+        longest_first = sorted(range(problem.batch), key=lambda b: -math.prod(list(problem.items())[b]))
+        chosen += [longest_first[0], longest_first[-1]]
+    return sorted(set(chosen))
 
 
 def _spread(size: int, count: int) -> Tensor:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 PACKAGE = Path(__file__).resolve().parents[1]
+PEER_DISTRIBUTIONS = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "ffpa-attn")
 
 # NVML's bits of "why the clocks are not at their highest". Idle is left out: before a run it is always set.
 THROTTLE_REASONS = {
@@ -49,10 +50,11 @@ def describe(device: torch.device | str) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "cudnn": torch.backends.cudnn.version(),
+        "peers": {name: version for name in PEER_DISTRIBUTIONS if (version := _version(name)) is not None},
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "device": device.type,
         "gpu": _gpu(device) if device.type == "cuda" else None,
-        "cpu": {"model": _cpu_model(), "cores": os.cpu_count(), "torch_threads": torch.get_num_threads()},
+        "cpu": {"model": cpu_model(), "cores": os.cpu_count(), "torch_threads": torch.get_num_threads()},
     }
 
 
@@ -184,7 +186,8 @@ def _throttle_names(bits: int) -> list[str]:
     return [name for bit, name in THROTTLE_REASONS.items() if bits & bit]
 
 
-def _cpu_model() -> str | None:
+def cpu_model() -> str | None:
+    """What the processor calls itself, or None where nobody says."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

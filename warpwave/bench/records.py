@@ -18,10 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from warpwave.bench.correctness import Verdict
+from warpwave.bench.goals import Goal
 from warpwave.bench.timing import Samples
 from warpwave.problem import AttentionProblem, Causal
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+OURS = "warpwave "  # how the names of our own contenders begin
+YARDSTICK = "yardstick "  # and of what is timed beside them and is no attention
+READABLE_VERSIONS = (1, 2)
+ADDED_IN_VERSION_2 = ("mode", "peak_memory_bytes", "goal")  # what a version 1 record leaves out has its default there
 
 
 class RecordError(ValueError):
@@ -35,15 +40,20 @@ class Measurement:
     Attributes:
         suite, case: where the problem came from.
         problem: what was computed.
-        contender: `"warpwave auto"`, or the peer's name.
+        contender: `"warpwave auto"`, or the peer's name, or `"yardstick empty_kernel"`.
         kernel: which kernel of ours ran, or which operator of the peer's; empty where it does not say.
         config: the kernel's config as plain data, or None.
         seed: of the inputs.
         verdict: correctness on this very problem; None where nothing ran.
-        refusal: why there is no timing, else empty. A wrong result is a refusal.
-        timing: device time (host clock on a CPU).
+        refusal: why there is no timing, else empty. A wrong result of ours is a refusal.
+        timing: as its mode has it. A peer may have one beside a verdict that failed: it is not accurate enough, and
+            whoever compares must say so.
         host: host time of an eager call, where it means something.
         gpu_before, gpu_after: clocks, power and temperature around the case's rounds.
+        mode: what the timing is of: one of `timing.MODES`.
+        peak_memory_bytes: most device memory allocated during one call, above what lay there before it: output and
+            workspaces, not the inputs. None where nobody measured it.
+        goal: what the case's suite holds our contenders against, or None.
     """
 
     suite: str
@@ -59,20 +69,55 @@ class Measurement:
     host: Samples | None = None
     gpu_before: dict[str, Any] | None = None
     gpu_after: dict[str, Any] | None = None
+    mode: str = "auto"
+    peak_memory_bytes: int | None = None
+    goal: Goal | None = None
 
     def __post_init__(self) -> None:
-        if self.timing is not None and (self.verdict is None or not self.verdict.passed):
+        checked = self.verdict is not None and (self.verdict.passed or not self.is_ours)
+        if self.timing is not None and not checked and not self.is_yardstick:
             raise ValueError(f"{self.contender} on {self.case}: no time is recorded for a result not known to be right")
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether a kernel of this package made it."""
+        return self.contender.startswith(OURS)
+
+    @property
+    def is_yardstick(self) -> bool:
+        """Whether it is no attention at all."""
+        return self.contender.startswith(YARDSTICK)
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether it is another implementation of the same call."""
+        return not self.is_ours and not self.is_yardstick
+
+    @property
+    def inaccurate(self) -> bool:
+        """Whether it was timed although its result missed the gates."""
+        return self.timing is not None and self.verdict is not None and not self.verdict.passed
 
     @property
     def tflops(self) -> float | None:
         """10^12 operations a second over visible pairs."""
-        return None if self.timing is None else self.problem.flops / self.timing.median_us * 1e-6
+        if self.timing is None or self.is_yardstick:
+            return None
+        return self.problem.flops / self.timing.median_us * 1e-6
 
     @property
     def bandwidth_gbps(self) -> float | None:
         """10^9 compulsory bytes a second: what the memory at least delivered."""
-        return None if self.timing is None else self.problem.compulsory_bytes / self.timing.median_us * 1e-3
+        if self.timing is None or self.is_yardstick:
+            return None
+        return self.problem.compulsory_bytes / self.timing.median_us * 1e-3
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Query tokens a second, over the whole batch."""
+        if self.timing is None or self.is_yardstick:
+            return None
+        return self.problem.rows / self.timing.median_us * 1e6
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, derived figures included."""
@@ -81,7 +126,12 @@ class Measurement:
             samples = getattr(self, part)
             if samples is not None:
                 data[part]["median_us"] = samples.median_us
-        return {**data, "tflops": self.tflops, "bandwidth_gbps": self.bandwidth_gbps}
+        derived = {
+            "tflops": self.tflops,
+            "bandwidth_gbps": self.bandwidth_gbps,
+            "tokens_per_s": self.tokens_per_s,
+        }
+        return data | derived
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Measurement:
@@ -90,11 +140,13 @@ class Measurement:
         Raises:
             KeyError, TypeError, ValueError: data is not what `to_dict` makes.
         """
-        values = {f.name: data[f.name] for f in fields(cls)}
+        values = {f.name: data[f.name] for f in fields(cls) if f.name in data or f.name not in ADDED_IN_VERSION_2}
         values["problem"] = _problem(values["problem"])
         values["verdict"] = None if values["verdict"] is None else Verdict(**values["verdict"])
         for part in ("timing", "host"):
             values[part] = None if values[part] is None else _samples(values[part])
+        if values.get("goal") is not None:
+            values["goal"] = Goal(**values["goal"])
         return cls(**values)
 
 
@@ -180,8 +232,9 @@ def _read_line(line: str, records: Records) -> None:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(record, dict):
         raise ValueError(f"a record must be a JSON object, got {line[:40]!r}")
-    if record["schema_version"] != SCHEMA_VERSION:
-        raise ValueError(f"schema_version is {record['schema_version']!r}; this version reads {SCHEMA_VERSION}")
+    if record["schema_version"] not in READABLE_VERSIONS:
+        known = " and ".join(map(str, READABLE_VERSIONS))
+        raise ValueError(f"schema_version is {record['schema_version']!r}; this version reads {known}")
     kind = record["kind"]
     if kind == "environment":
         records.environments[record["id"]] = record["environment"]
@@ -210,7 +263,7 @@ def _tuples(value: Any) -> Any:
 
 
 def _samples(data: Mapping[str, Any]) -> Samples:
-    values = {f.name: data[f.name] for f in fields(Samples)}
+    values = {f.name: data[f.name] for f in fields(Samples) if f.name in data or f.name != "input_sets"}
     return Samples(**{**values, "samples_us": tuple(float(x) for x in values["samples_us"])})
 
 

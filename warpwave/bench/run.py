@@ -1,22 +1,20 @@
-"""Run a suite: for each case prepare every contender, check it, time all of them interleaved, print and record."""
+"""Run a suite: measure its cases one by one, print and record each as soon as it is done."""
 
 from __future__ import annotations
 
-import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 import torch
-from torch import Tensor
 
-from warpwave import InvalidType, UnsupportedProblem, attention, explain
 from warpwave.bench import environment
-from warpwave.bench.correctness import Sample
-from warpwave.bench.peers import PEERS, Peer, PeerUnavailable, Prepared
+from warpwave.bench.contenders import contenders
+from warpwave.bench.measure import DeviceLost, Settings, measure
+from warpwave.bench.meters import MODES
+from warpwave.bench.peers import PEERS
+from warpwave.bench.progress import Progress
 from warpwave.bench.records import (
     Measurement,
     RecordError,
@@ -25,20 +23,28 @@ from warpwave.bench.records import (
     environment_line,
     measurement_line,
 )
-from warpwave.bench.table import OURS, case_table, print_table, summary_tables
-from warpwave.bench.timing import CaptureFailed, Samples, host_time_interleaved, time_interleaved
-from warpwave.bench.workloads import Case, SuiteError, default_scale, load_suite, make_operands
+from warpwave.bench.resume import Journal, finished_cases
+from warpwave.bench.table import case_tables, print_table, summary_tables
+from warpwave.bench.workloads import Case, Suite, SuiteError, load_suite
 from warpwave.dispatch import KERNELS
 from warpwave.kernels.triton_or_stub import INTERPRETED
-from warpwave.problem import AttentionProblem, Operands
 
-SEED = 0
-
-Say = Callable[[str], None]
+INTERRUPTED, DEVICE_LOST = 130, 3  # exit codes; 130 is what a shell has for a program ended by Ctrl-C
 
 
 class UsageError(ValueError):
     """Something was asked for that this benchmark or this machine cannot do."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What was asked for, checked."""
+
+    suite: Suite
+    cases: tuple[Case, ...]
+    kernels: tuple[str, ...]
+    peers: tuple[str, ...]
+    settings: Settings
 
 
 def main(
@@ -47,7 +53,12 @@ def main(
     out: Path | None,
     rounds: int = 9,
     json_output: bool = False,
-    kernels: Sequence[str] = ("auto",),
+    kernels: Sequence[str] = (),
+    peers: Sequence[str] = (),
+    modes: Sequence[str] = (),
+    only: str = "",
+    resume: bool = False,
+    peer_timeout_s: float | None = 120.0,
     device: torch.device | str | None = None,
 ) -> int:
     """Measure a suite and print what came of it.
@@ -55,44 +66,113 @@ def main(
     Args:
         suite: name of a suite of the package, or path of a `.toml` file.
         out: file the records are appended to, or None.
-        rounds: times every contender takes its turn; at least 6 for confidence intervals.
+        rounds: times every contender takes its turn; at least 6 for confidence intervals, 9 for a goal's verdict.
         json_output: print the records, one JSON object a line, in place of tables.
-        kernels: our kernels to measure, as `attention(kernel=...)` takes them.
+        kernels: our kernels to measure, as `attention(kernel=...)` takes them; the suite's if none.
+        peers: names of peers to measure beside them; all if none, and no one for `"none"`.
+        modes: modes of timing; the suite's if none.
+        only: measure the cases alone whose names contain this.
+        resume: leave out what `out` holds already.
+        peer_timeout_s: how long a contender may take to get ready on a case; None is for ever.
         device: where; None is the current GPU, or the CPU where there is none.
 
     Returns:
         The process's exit code: 0; 1 where a kernel of ours could not run a case or was wrong; 2 where the request
-        makes no sense.
+        makes no sense; 3 where a contender left the GPU unusable; 130 after Ctrl-C. Whatever was measured is written.
     """
     try:
-        where = _device(device)
-        _check_request(kernels, rounds)
-        chosen = load_suite(suite)
-        facts = environment.describe(where)
-        writer = None if out is None else RecordWriter(out, facts)
+        request = _check_request(suite, rounds, kernels, peers, modes, only, resume, out, peer_timeout_s, device)
+        facts = environment.describe(request.settings.device)
+        done = finished_cases(out, request.suite.name, request.settings.modes, facts) if resume and out else set[str]()
+        journal = Journal(out, resume=resume)
+        cases = [case for case in request.cases if case.name not in done]
+        writer = RecordWriter(out, facts) if out is not None and cases else None
     except (UsageError, SuiteError, RecordError, OSError) as error:
         print(f"warpwave: {error}", file=sys.stderr)
         return 2
 
+    if done:
+        print(f"{len(done)} of {len(request.cases)} cases are in {out} already", file=sys.stderr)
     if json_output:
         print(environment_line(facts))
-    contenders: dict[str, Peer] = {OURS + kernel: partial(_ours, kernel) for kernel in kernels} | PEERS
     measured: list[Measurement] = []
-    for index, case in enumerate(chosen.cases, start=1):
-        with _progress(f"{index}/{len(chosen.cases)} {case.name}") as say:
-            results = _measure(case, chosen.name, contenders, where, rounds, say)
-        measured += results
-        for m in results:
-            if writer is not None:
-                writer.write(m)
-            if json_output:
-                print(measurement_line(environment_id(facts), m), flush=True)
-        if not json_output:
-            print_table(case_table(results))
+    progress = Progress(len(cases))
+    finished, code = 0, 0
+    try:
+        for case in cases:
+            progress.begin(case.name)
+            results = measure(
+                case,
+                request.suite.name,
+                contenders(request.kernels, request.peers),
+                request.settings,
+                skip=journal.skip(case.name),
+                about_to=lambda contender, case=case: journal.about_to(case.name, contender),  # type: ignore[misc]
+                say=progress.say,
+            )
+            for m in results:
+                if writer is not None:
+                    writer.write(m)
+                if json_output:
+                    print(measurement_line(environment_id(facts), m), flush=True)
+            measured += results
+            finished += 1
+            progress.finish()
+            if not json_output:
+                for table in case_tables(results):
+                    print_table(table)
+            _free(request.settings.device)
+        journal.close()
+    except KeyboardInterrupt:
+        progress.clear()
+        journal.close()
+        print(_cut_off("interrupted", finished, len(cases), out), file=sys.stderr)
+        code = INTERRUPTED
+    except DeviceLost as lost:  # the journal stays: it names who did it
+        progress.clear()
+        print(_cut_off(str(lost), finished, len(cases), out), file=sys.stderr)
+        code = DEVICE_LOST
     if not json_output:
         for table in summary_tables(measured):
             print_table(table)
-    return 1 if any(m.contender.startswith(OURS) and m.timing is None for m in measured) else 0
+    return code or (1 if any(m.is_ours and m.timing is None for m in measured) else 0)
+
+
+def _cut_off(what: str, finished: int, total: int, out: Path | None) -> str:
+    kept = f"{finished} of {total} cases are done"
+    if out is None:
+        return f"warpwave: {what}; {kept}"
+    return f"warpwave: {what}; {kept} and in {out}; the same command with --resume goes on from there"
+
+
+def _check_request(
+    suite: str,
+    rounds: int,
+    kernels: Sequence[str],
+    peers: Sequence[str],
+    modes: Sequence[str],
+    only: str,
+    resume: bool,
+    out: Path | None,
+    peer_timeout_s: float | None,
+    device: torch.device | str | None,
+) -> _Request:
+    where = _device(device)
+    if rounds < 1:
+        raise UsageError(f"rounds must be at least 1, got {rounds}")
+    if resume and out is None:
+        raise UsageError("--resume goes on in a record file; name it with --out")
+    chosen = load_suite(suite)
+    cases = tuple(case for case in chosen.cases if only in case.name)
+    if not cases:
+        raise UsageError(f"no case of {chosen.name} has {only!r} in its name; the first is {chosen.cases[0].name!r}")
+    return _Request(
+        suite=chosen,
+        cases=cases,
+        kernels=_kernels(tuple(kernels) or chosen.kernels),
+        peers=_peers(tuple(peers)),
+        settings=Settings(where, _modes(tuple(modes), chosen.modes, where), rounds, peer_timeout_s),
+    )
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -109,119 +189,40 @@ def _device(device: torch.device | str | None) -> torch.device:
     return where
 
 
-def _check_request(kernels: Sequence[str], rounds: int) -> None:
-    if rounds < 1:
-        raise UsageError(f"rounds must be at least 1, got {rounds}")
+def _kernels(names: tuple[str, ...]) -> tuple[str, ...]:
     known = {"auto": False} | {kernel.NAME: kernel.NEEDS_GPU for kernel in KERNELS}
-    unknown = [name for name in kernels if name not in known]
-    if unknown or not kernels:
-        raise UsageError(f"unknown kernel {', '.join(unknown) or '(none given)'}; known are {', '.join(known)}")
-    interpreted = [name for name in kernels if known[name] and INTERPRETED]
+    if unknown := [name for name in names if name not in known]:
+        raise UsageError(f"unknown kernel {', '.join(unknown)}; known are {', '.join(known)}")
+    interpreted = [name for name in names if known[name] and INTERPRETED]
     if interpreted:
         raise UsageError(f"TRITON_INTERPRET is set: times of {interpreted[0]} in the interpreter would say nothing")
+    return tuple(dict.fromkeys(names))
 
 
-def _measure(
-    case: Case, suite: str, contenders: dict[str, Peer], device: torch.device, rounds: int, say: Say
-) -> list[Measurement]:
-    """Every contender on one case, in the order given."""
-    operands = make_operands(case.problem, device, seed=SEED)
-    sample = Sample(case.problem, operands, seed=SEED)
-    results: dict[str, Measurement] = {}
-    ready: dict[str, Prepared] = {}
-    for name, prepare in contenders.items():
-        say(f"checking {name}")
-        m = Measurement(suite=suite, case=case.name, problem=case.problem, contender=name, seed=SEED)
-        try:
-            prepared = prepare(case.problem, operands)
-            verdict = sample.judge(prepared.to_out(prepared.call()))
-        except PeerUnavailable as unavailable:
-            results[name] = dataclasses.replace(m, refusal=str(unavailable))
-            continue
-        m = dataclasses.replace(m, kernel=prepared.kernel, config=prepared.config, verdict=verdict)
-        if verdict.passed:
-            ready[name] = prepared
-        else:
-            m = dataclasses.replace(m, refusal=f"wrong, so not timed: {verdict.reason}")
-        results[name] = m
-
-    before = environment.snapshot(device)
-    timings, dropped = _time(ready, device, rounds, say)
-    after = environment.snapshot(device)
-    hosts: dict[str, Samples] = {}
-    if device.type != "cpu":  # where the host is the device, its time is the time already taken
-        say("timing the host")
-        eager = {name: prepared.call for name, prepared in ready.items() if prepared.eager}
-        hosts = host_time_interleaved(eager, device=device, rounds=rounds)
-    for name, timing in timings.items():
-        results[name] = dataclasses.replace(
-            results[name], timing=timing, host=hosts.get(name), gpu_before=before, gpu_after=after
-        )
-    for name, reason in dropped.items():
-        results[name] = dataclasses.replace(results[name], refusal=reason)
-    return list(results.values())
+def _peers(names: tuple[str, ...]) -> tuple[str, ...]:
+    if not names:
+        return tuple(PEERS)
+    if names == ("none",):
+        return ()
+    if unknown := [name for name in names if name not in PEERS]:
+        raise UsageError(f"unknown peer {', '.join(unknown)}; known are {', '.join(PEERS)}, or none")
+    return tuple(dict.fromkeys(names))
 
 
-def _time(
-    ready: dict[str, Prepared], device: torch.device, rounds: int, say: Say
-) -> tuple[dict[str, Samples], dict[str, str]]:
-    """Timings, and the reasons of those that had to be left out because a CUDA graph cannot hold them."""
-    calls = {name: prepared.call for name, prepared in ready.items()}
-    dropped: dict[str, str] = {}
-    while calls:
-        say("warming up")
-        try:
-            timings = time_interleaved(
-                calls, device=device, rounds=rounds, on_round=lambda done: say(f"round {done} of {rounds}")
-            )
-        except CaptureFailed as failure:
-            dropped[failure.name] = failure.reason
-            del calls[failure.name]
-        else:
-            return timings, dropped
-    return {}, dropped
+def _modes(asked: tuple[str, ...], of_suite: tuple[str, ...], device: torch.device) -> tuple[str, ...]:
+    if unknown := [mode for mode in asked if mode not in MODES]:
+        raise UsageError(f"unknown mode {', '.join(unknown)}; known are {', '.join(MODES)}")
+    if device.type == "cpu":
+        if on_gpu := [mode for mode in asked if mode in ("graph", "streams")]:
+            raise UsageError(f"mode {on_gpu[0]} needs a GPU; on a CPU there are auto and eager")
+        return tuple(dict.fromkeys(asked)) or ("auto",)
+    modes = asked or of_suite
+    with_graph = ("graph", *modes) if "streams" in modes and "graph" not in modes else modes
+    return tuple(dict.fromkeys(with_graph))
 
 
-def _ours(kernel: str, problem: AttentionProblem, operands: Operands) -> Prepared:
-    """Our own contender: the public call, as a user writes it."""
-    options: dict[str, Any] = {"kernel": kernel}
-    if problem.causal is not None:
-        options["causal"] = problem.causal
-    if problem.softmax_scale != default_scale(problem.head_dim):
-        options["softmax_scale"] = problem.softmax_scale
-    if problem.precision != "default":
-        options["precision"] = problem.precision
-    # Without return_lse the public call returns a tensor, which its type does not say.
-    call = cast(Callable[[], Tensor], partial(attention, operands.q, operands.k, operands.v, **options))
-    try:
-        call()
-        explanation = explain(operands.q, operands.k, operands.v, **options)
-    except UnsupportedProblem as error:
-        raise PeerUnavailable("; ".join(error.reasons.get(kernel, [])) or str(error)) from error
-    except (InvalidType, RuntimeError) as error:  # a GPU kernel for CPU tensors; out of memory, a failed compilation
-        raise PeerUnavailable(f"{type(error).__name__}: {error}") from error
-    return Prepared(
-        call,
-        to_out=lambda out: out,
-        kernel=explanation.kernel or "",
-        eager=True,
-        config=dataclasses.asdict(explanation.config),
-    )
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Say]:
-    """Say on standard error what is under way: one line that is rewritten on a terminal, one line a case elsewhere.
-
-    Written by hand, for rich's live displays refresh from a thread of their own, which would share the interpreter
-    lock with host timings.
-    """
-    if not sys.stderr.isatty():
-        print(what, file=sys.stderr, flush=True)
-        yield lambda detail: None
-        return
-    clear_line = "\r\033[K"
-    try:
-        yield lambda detail: print(f"{clear_line}{what}: {detail}", end="", file=sys.stderr, flush=True)
-    finally:
-        print(clear_line, end="", file=sys.stderr, flush=True)
+def _free(device: torch.device) -> None:
+    """Give back what graphs and the caching allocator kept of a case, so that the next finds the same room."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()

@@ -1,13 +1,28 @@
 """Cases as data: a suite is a TOML file that lists attention problems, and this module reads it.
 
     description = "what the suite is for"
+    modes = ["graph"]
     cases = [
         { batch = [16, 4], seqlen_q = 1024, num_heads_q = 8, head_dim = 64, dtype = "float16", causal = [false, true] },
+        { lengths = [500, [1, 4096]], num_heads_q = 8, head_dim = 64, dtype = "float16" },
     ]
 
 A list stands for one case for each of its values, and several lists for every combination. What a case leaves out
 follows from the rest (`num_heads_kv` from `num_heads_q`, `seqlen_k` from `seqlen_q`, `head_dim_v` from `head_dim`,
-`softmax_scale` from `head_dim`), or is off.
+`softmax_scale` from `head_dim`), or is off. Beside the sizes a case may say
+
+    causal          true or "bottom_right", "top_left", false
+    window_size     [left, right], -1 for unlimited
+    lengths         of packed sequences, in place of batch and seqlen: a number, or [queries, keys] where they differ
+    softcap, softmax_scale, precision
+    sinks, alibi, bias      true: one value a head, one slope a head, a full (num_heads_q, seqlen_q, seqlen_k)
+    mask            "padding": keys behind each sequence's own length are hidden; "random": every second pair
+    hot             true: one set of inputs, which stays in L2 where it fits; false: L2 is cold at every call;
+                    left out: hot where calls are so short that a graph is replayed, else cold
+    goal            how many times as fast as the best peer we mean to be; or { over_launch_us = 2 }: at most this
+                    much slower than an empty kernel
+
+`modes` are the modes of timing, and `kernels` our kernels, where the command line names none.
 """
 
 from __future__ import annotations
@@ -17,19 +32,23 @@ import itertools
 import math
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from warpwave.problem import PRECISIONS, AttentionProblem, Causal, Operands
+from warpwave.bench.goals import Goal
+from warpwave.bench.meters import MODES
+from warpwave.problem import PRECISIONS, AttentionProblem, Causal
 
 SUITES = Path(__file__).parent / "suites"
-REQUIRED = ("batch", "seqlen_q", "num_heads_q", "head_dim", "dtype")
+REQUIRED = ("num_heads_q", "head_dim", "dtype")
+DENSE = ("batch", "seqlen_q")
 SIZES = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")
-KEYS = (*SIZES, "dtype", "softmax_scale", "causal", "precision")
+SWITCHES = ("sinks", "alibi", "bias", "hot")
+OPTIONS = ("causal", "window_size", "lengths", "softcap", "softmax_scale", "precision", "mask", *SWITCHES, "goal")
+KEYS = (*SIZES, "dtype", *OPTIONS)
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+MASKS = ("padding", "random")
 CAUSAL = {
     False: None,
     True: Causal(),
@@ -44,10 +63,19 @@ class SuiteError(ValueError):
 
 @dataclass(frozen=True)
 class Case:
-    """One problem of a suite, under a name that is unique in it and made from the problem."""
+    """One problem of a suite.
+
+    Attributes:
+        name: unique in the suite and made from the rest.
+        problem: what to compute.
+        hot: whether the inputs may lie in L2, must not, or (None) as the method of timing has it.
+        goal: what the result is held against, or None.
+    """
 
     name: str
     problem: AttentionProblem
+    hot: bool | None = None
+    goal: Goal | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +85,8 @@ class Suite:
     name: str
     description: str
     cases: tuple[Case, ...]
+    modes: tuple[str, ...] = ("auto",)
+    kernels: tuple[str, ...] = ("auto",)
 
 
 def suite_names() -> list[str]:
@@ -83,41 +113,61 @@ def load_suite(suite: str) -> Suite:
 
 def parse_suite(name: str, data: Mapping[str, Any], *, source: str) -> Suite:
     """A suite from parsed TOML; `source` is what errors call it."""
-    _check_keys(data, ("description", "cases"), ("description", "cases"), source)
+    _check_keys(data, ("description", "cases"), ("description", "cases", "modes", "kernels"), source)
     if not isinstance(data["description"], str):
         raise SuiteError(f"{source}: description must be a string, got {data['description']!r}")
+    modes = data.get("modes", ["auto"])
+    if not isinstance(modes, list) or not modes or any(mode not in MODES for mode in modes):
+        raise SuiteError(f"{source}: modes must be a list of {', '.join(MODES)}, got {modes!r}")
+    kernels = data.get("kernels", ["auto"])
+    if not isinstance(kernels, list) or not kernels or any(not isinstance(name, str) for name in kernels):
+        raise SuiteError(f"{source}: kernels must be a list of names, got {kernels!r}")
     if not isinstance(data["cases"], list) or not data["cases"]:
         raise SuiteError(f"{source}: cases must be a list of at least one table")
     cases: dict[str, Case] = {}
     for index, entry in enumerate(data["cases"]):
         where = f"{source}: cases[{index}]"
         for fields in _expand(entry, where):
-            problem = _problem(fields, where)
-            case = Case(case_name(problem), problem)
+            case = _case(fields, where)
             if case.name in cases:
                 raise SuiteError(f"{where}: the case {case.name!r} is there already")
             cases[case.name] = case
-    return Suite(name, data["description"], tuple(cases.values()))
+    return Suite(name, data["description"], tuple(cases.values()), tuple(modes), tuple(kernels))
 
 
-def case_name(problem: AttentionProblem) -> str:
+def case_name(problem: AttentionProblem, hot: bool | None = None) -> str:
     """Short, for tables and records: `d128 4x4096 h16 bf16 causal`."""
 
     def pair(a: int, b: int) -> str:
         return f"{a}" if a == b else f"{a}/{b}"
 
+    tokens = pair(problem.total_q, problem.total_k) if problem.packed else pair(problem.seqlen_q, problem.seqlen_k)
     parts = [
         f"d{pair(problem.head_dim, problem.head_dim_v)}",
-        f"{problem.batch}x{pair(problem.seqlen_q, problem.seqlen_k)}",
+        f"{problem.batch} packed {tokens}" if problem.packed else f"{problem.batch}x{tokens}",
         f"h{pair(problem.num_heads_q, problem.num_heads_kv)}",
         DTYPES[problem.dtype],
     ]
     if problem.causal is not None:
         parts.append("causal" if problem.causal.alignment == "bottom_right" else "causal-top-left")
+    if problem.window_size != (-1, -1):
+        parts.append("window{},{}".format(*problem.window_size))
+    if problem.softcap:
+        parts.append(f"softcap{problem.softcap:g}")
+    if problem.has_sinks:
+        parts.append("sinks")
+    if problem.alibi_shape is not None:
+        parts.append("alibi")
+    if problem.mask_shape is not None:
+        parts.append(f"{_mask_kind(problem)}-mask")
+    if problem.bias_shape is not None:
+        parts.append("bias")
     if problem.softmax_scale != default_scale(problem.head_dim):
         parts.append(f"scale{problem.softmax_scale:g}")
     if problem.precision != "default":
         parts.append(problem.precision)
+    if hot is not None:
+        parts.append("hot" if hot else "cold")
     return " ".join(parts)
 
 
@@ -126,28 +176,58 @@ def default_scale(head_dim: int) -> float:
     return 1 / math.sqrt(head_dim)
 
 
-def make_operands(problem: AttentionProblem, device: torch.device | str, *, seed: int = 0) -> Operands:
-    """Inputs from N(0, 1), the same for the same problem, seed and kind of device. Zeros would run faster than data."""
-    generator = torch.Generator(device).manual_seed(seed)
-    dtype = getattr(torch, problem.dtype)
+def padded_length(problem: AttentionProblem, index: int) -> int:
+    """How many keys the "padding" mask shows of one sequence: all of the first, half of the last."""
+    return problem.seqlen_k - (problem.seqlen_k // 2) * index // max(1, problem.batch - 1)
 
-    def normal(seqlen: int, heads: int, head_dim: int) -> torch.Tensor:
-        return torch.randn(problem.batch, seqlen, heads, head_dim, generator=generator, device=device, dtype=dtype)
 
-    return Operands(
-        q=normal(problem.seqlen_q, problem.num_heads_q, problem.head_dim),
-        k=normal(problem.seqlen_k, problem.num_heads_kv, problem.head_dim),
-        v=normal(problem.seqlen_k, problem.num_heads_kv, problem.head_dim_v),
-    )
+def _mask_kind(problem: AttentionProblem) -> str:
+    assert problem.mask_shape is not None
+    return "padding" if problem.mask_shape[2] == 1 else "random"
+
+
+# Reading a case -------------------------------------------------------------------------------------------------------
 
 
 def _expand(entry: Any, where: str) -> Iterator[dict[str, Any]]:
     if not isinstance(entry, dict):
         raise SuiteError(f"{where} must be a table, got {entry!r}")
-    _check_keys(entry, REQUIRED, KEYS, where)
-    values = [value if isinstance(value, list) else [value] for value in entry.values()]
+    _check_keys(entry, REQUIRED if "lengths" in entry else (*DENSE, *REQUIRED), KEYS, where)
+    values = [_values(key, value) for key, value in entry.items()]
     for combination in itertools.product(*values):
         yield dict(zip(entry, combination, strict=True))
+
+
+def _values(key: str, value: Any) -> list[Any]:
+    """The values a key stands for. One window or one list of lengths is a list itself, and several a list of lists."""
+    if not isinstance(value, list):
+        return [value]
+    if key == "window_size":
+        return value if value and isinstance(value[0], list) else [value]
+    if key == "lengths":
+        several = bool(value) and isinstance(value[0], list) and any(isinstance(x, list) for x in value[0])
+        return value if several else [value]
+    return value
+
+
+def _case(fields: dict[str, Any], where: str) -> Case:
+    for key in SWITCHES:
+        if not isinstance(fields.get(key, False), bool):
+            raise SuiteError(f"{where}: {key} must be true or false, got {fields[key]!r}")
+    problem = _problem(fields, where)
+    hot = fields.get("hot")
+    return Case(case_name(problem, hot), problem, hot, _goal(fields.get("goal"), where))
+
+
+def _goal(value: Any, where: str) -> Goal | None:
+    if value is None:
+        return None
+    table = value if isinstance(value, dict) else {"ratio": value}
+    if list(table) not in (["ratio"], ["over_launch_us"]) or not _is_number(figure := next(iter(table.values()))):
+        raise SuiteError(f"{where}: goal must be a number above 0 or {{ over_launch_us = number }}, got {value!r}")
+    if figure <= 0:
+        raise SuiteError(f"{where}: goal must be above 0, got {value!r}")
+    return Goal(**{name: float(figure) for name in table})
 
 
 def _problem(fields: dict[str, Any], where: str) -> AttentionProblem:
@@ -155,14 +235,24 @@ def _problem(fields: dict[str, Any], where: str) -> AttentionProblem:
         value = fields.get(key, 1)
         if type(value) is not int or value < 1:  # a bool is an int to isinstance
             raise SuiteError(f"{where}: {key} must be a positive integer, got {value!r}")
+    lengths = _lengths(fields, where)
+    if lengths is None:
+        batch, seqlen_q, seqlen_k = fields["batch"], fields["seqlen_q"], fields.get("seqlen_k", fields["seqlen_q"])
+    else:
+        batch, seqlen_q, seqlen_k = len(lengths), max(q for q, _ in lengths), max(k for _, k in lengths)
     causal = fields.get("causal", False)
     if not isinstance(causal, bool | str) or causal not in CAUSAL:
         raise SuiteError(f"{where}: causal must be true, false, 'bottom_right' or 'top_left', got {causal!r}")
     if not isinstance(fields["dtype"], str) or fields["dtype"] not in DTYPES:
         raise SuiteError(f"{where}: dtype must be one of {', '.join(DTYPES)}, got {fields['dtype']!r}")
+    window = fields.get("window_size", [-1, -1])
+    if not isinstance(window, list) or len(window) != 2 or any(type(x) is not int or x < -1 for x in window):
+        raise SuiteError(f"{where}: window_size must be [left, right], whole numbers from -1, got {window!r}")
     scale = fields.get("softmax_scale", default_scale(fields["head_dim"]))
-    if type(scale) not in (int, float) or not (0 <= scale < math.inf):
-        raise SuiteError(f"{where}: softmax_scale must be a finite number >= 0, got {scale!r}")
+    softcap = fields.get("softcap", 0.0)
+    for key, value in (("softmax_scale", scale), ("softcap", softcap)):
+        if not _is_number(value) or value < 0:
+            raise SuiteError(f"{where}: {key} must be a finite number >= 0, got {value!r}")
     precision = fields.get("precision", "default")
     if precision not in PRECISIONS or (precision != "default" and fields["dtype"] != "float32"):
         raise SuiteError(
@@ -172,10 +262,17 @@ def _problem(fields: dict[str, Any], where: str) -> AttentionProblem:
     heads_kv = fields.get("num_heads_kv", heads_q)
     if heads_q % heads_kv:
         raise SuiteError(f"{where}: num_heads_q must be a multiple of num_heads_kv, got {heads_q} and {heads_kv}")
-    return AttentionProblem(
-        batch=fields["batch"],
-        seqlen_q=fields["seqlen_q"],
-        seqlen_k=fields.get("seqlen_k", fields["seqlen_q"]),
+    mask = fields.get("mask")
+    if mask is not None and mask not in MASKS:
+        raise SuiteError(f"{where}: mask must be one of {', '.join(MASKS)}, got {mask!r}")
+    if lengths is not None and (mask is not None or fields.get("bias", False)):
+        raise SuiteError(f"{where}: packed sequences take no mask and no bias")
+    mask_shapes = {"padding": (batch, 1, 1, seqlen_k), "random": (1, 1, seqlen_q, seqlen_k), None: None}
+    bias = fields.get("bias", False)
+    problem = AttentionProblem(
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
         num_heads_q=heads_q,
         num_heads_kv=heads_kv,
         head_dim=fields["head_dim"],
@@ -183,8 +280,49 @@ def _problem(fields: dict[str, Any], where: str) -> AttentionProblem:
         dtype=fields["dtype"],
         softmax_scale=float(scale),
         causal=CAUSAL[causal],
+        window_size=(window[0], window[1]),
+        mask_shape=mask_shapes[mask],
+        bias_shape=(1, heads_q, seqlen_q, seqlen_k) if bias else None,
+        bias_dtype=fields["dtype"] if bias else None,
+        alibi_shape=(heads_q,) if fields.get("alibi", False) else None,
+        softcap=float(softcap),
+        has_sinks=fields.get("sinks", False),
         precision=precision,
+        packed=lengths is not None,
+        total_q=0 if lengths is None else sum(q for q, _ in lengths),
+        total_k=0 if lengths is None else sum(k for _, k in lengths),
+        lengths=lengths,
     )
+    return _with_padding_counted(problem) if mask == "padding" else problem
+
+
+def _lengths(fields: dict[str, Any], where: str) -> tuple[tuple[int, int], ...] | None:
+    if "lengths" not in fields:
+        return None
+    for key in ("batch", "seqlen_q", "seqlen_k"):
+        if key in fields:
+            raise SuiteError(f"{where}: {key} follows from lengths; leave it out")
+    entries = fields["lengths"]
+    if not isinstance(entries, list) or not entries:
+        raise SuiteError(f"{where}: lengths must be a list of at least one length, got {entries!r}")
+    pairs = [entry if isinstance(entry, list) else [entry, entry] for entry in entries]
+    for entry, pair in zip(entries, pairs, strict=True):
+        if len(pair) != 2 or any(type(x) is not int or x < 1 for x in pair):
+            raise SuiteError(
+                f"{where}: each of lengths must be a positive integer or [queries, keys] of such, got {entry!r}"
+            )
+    return tuple((q, k) for q, k in pairs)
+
+
+def _with_padding_counted(problem: AttentionProblem) -> AttentionProblem:
+    """The band stays where the whole length puts it; keys behind a sequence's own length drop out."""
+    band = problem.band(problem.seqlen_q, problem.seqlen_k)
+    shown = sum(band.pairs(problem.seqlen_q, padded_length(problem, b)) for b in range(problem.batch))
+    return replace(problem, mask_visible_pairs=shown * problem.num_heads_q)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _check_keys(table: Mapping[str, Any], required: tuple[str, ...], allowed: tuple[str, ...], where: str) -> None:

@@ -46,6 +46,7 @@ class Gpu:
         registers_per_thread: the most a thread may hold; 0 on a CPU.
         num_sms: streaming multiprocessors or compute units, 0 where unknown.
         warp_size: lanes of a warp (a wave on AMD).
+        memory_bytes: of the device, 0 where unknown.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Gpu:
     registers_per_thread: int
     num_sms: int
     warp_size: int
+    memory_bytes: int = 0
 
     @property
     def is_cpu(self) -> bool:
@@ -111,4 +113,5 @@ def _cuda_gpu(index: int) -> Gpu:
     # vendor an architecture that the table does not know.
     smem = getattr(props, "shared_memory_per_block_optin", 0) or ARCHS.get(arch, (vendor, default_smem, registers))[1]
     registers = ARCHS.get(arch, (vendor, smem, registers))[2]
-    return Gpu(props.name, vendor, arch, smem, registers, props.multi_processor_count, props.warp_size)
+    num_sms, memory = props.multi_processor_count, props.total_memory
+    return Gpu(props.name, vendor, arch, smem, registers, num_sms, props.warp_size, memory)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from warpwave.problem import AttentionProblem
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -26,3 +28,22 @@ class Cost:
     write_bytes: int
     smem_bytes: int = 0
     workspace_bytes: int = 0
+
+
+def visited_tiles(problem: AttentionProblem, block_m: int, block_n: int) -> int:
+    """(query tile, key tile) pairs in which position hides not everything, over all heads and sequences: what kernels
+    visit, counted on the host."""
+    total = 0
+    counted: dict[tuple[int, int], int] = {}
+    for seqlen_q, seqlen_k in problem.items():
+        if (seqlen_q, seqlen_k) not in counted:
+            low, high = problem.band(seqlen_q, seqlen_k)
+            count = 0
+            for row_begin in range(0, seqlen_q, block_m):
+                row_last = min(row_begin + block_m, seqlen_q) - 1
+                begin = 0 if low is None else max(0, row_begin + low) // block_n
+                end = seqlen_k if high is None else min(seqlen_k, row_last + high + 1)
+                count += max(0, -(-end // block_n) - begin)
+            counted[seqlen_q, seqlen_k] = 0 if low is not None and high is not None and low > high else count
+        total += counted[seqlen_q, seqlen_k]
+    return total * problem.num_heads_q

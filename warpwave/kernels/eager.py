@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -395,13 +396,13 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """What the tile operations move: the scores of a tile are written and read by each of some six operations."""
     scores = tile_reads = 0
-    for seqlen_q, seqlen_k in problem.items():
+    for (seqlen_q, seqlen_k), times in Counter(problem.items()).items():
         band = problem.band(seqlen_q, seqlen_k)
         for block in _row_blocks(seqlen_q, config.block_m):
             for tile in _tiles(band, block, seqlen_k, config.block_n):
                 keys = tile.keys.stop - tile.keys.start
-                scores += (block.stop - block.start) * keys * problem.num_heads_q
-                tile_reads += keys * problem.num_heads_kv
+                scores += times * (block.stop - block.start) * keys * problem.num_heads_q
+                tile_reads += times * keys * problem.num_heads_kv
     size, rows = DTYPE_BYTES[problem.dtype], problem.rows * problem.num_heads_q
     return Cost(
         blocks=0,

@@ -23,7 +23,20 @@ import torch
 
 from warpwave import launch
 from warpwave.hardware.gpu import Gpu, current_gpu
-from warpwave.kernels.cost import Cost
+from warpwave.kernels.arguments import (
+    allocator,
+    band_constants,
+    broadcast_strides,
+    dot_precision,
+    feature_constants,
+    lse_strides,
+    padded,
+    slope_strides,
+    straightener,
+    token_strides,
+    window,
+)
+from warpwave.kernels.cost import Cost, visited_tiles
 from warpwave.kernels.primitives import (
     LN_2,
     LOG2_E,
@@ -348,37 +361,17 @@ def flash_fwd_kernel(
 # Host -----------------------------------------------------------------------------------------------------------------
 
 L2_BYTES = 16 * 1024 * 1024  # K and V of the heads that run together. On an H200, 4 to 32 MB differ by 3 %.
-UNLIMITED = 2**30  # a window side larger than any sequence, small enough that adding a length does not overflow
 
 
 def bind(
     problem: AttentionProblem, operands: Operands, config: Config
 ) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
     """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, lse None unless asked for."""
-    q = operands.q
-    out_shape = (*q.shape[:-1], problem.head_dim_v)
-    rows = (problem.total_q,) if problem.packed else (problem.batch, problem.seqlen_q)
-    lse_shape = (*rows[:-1], problem.num_heads_q, rows[-1])
-    dtype, device = q.dtype, q.device
-
-    def allocate() -> tuple[torch.Tensor, torch.Tensor | None]:
-        out = torch.empty(out_shape, dtype=dtype, device=device)
-        return out, torch.empty(lse_shape, dtype=torch.float32, device=device) if problem.return_lse else None
-
-    # Read with stride 1 (or 0, along a broadcast axis), so that a layout is not one more variant of the kernel, with
-    # other bits. A tensor that is strided is copied, as it is: broadcast axes stay broadcast.
-    strided = [
-        n for n in Operands._fields[3:] if (t := getattr(operands, n)) is not None and t.stride(-1) > 1 < t.shape[-1]
-    ]
-
-    def straight(operands: Operands) -> Operands:
-        return operands._replace(**{name: getattr(operands, name).contiguous() for name in strided})
-
-    launcher = launch.bind(specify(problem, current_gpu(device), straight(operands), *allocate(), config))
+    allocate, straight = allocator(problem, operands.q), straightener(operands)
+    launcher = launch.bind(specify(problem, current_gpu(operands.q.device), straight(operands), *allocate(), config))
 
     def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if strided:
-            operands = straight(operands)
+        operands = straight(operands)
         out, lse = allocate()
         launcher(*operands[:3], out, lse, *operands[3:])
         return out, lse
@@ -408,22 +401,15 @@ def specify(
 
 def _scalars(problem: AttentionProblem, operands: Operands, out: torch.Tensor) -> list[int | float]:
     """The run-time arguments behind the pointers, in the kernel's order."""
-    packed = (0,) if problem.packed else ()  # a packed tensor has no batch stride
     unit = stride_unit(operands, out)
     strides: list[int] = []
     for tensor in operands[:3]:
-        *outer, inner = tensor.stride()
-        strides += (*packed, *(stride // unit for stride in outer), inner)
-    strides += (*packed, *(stride // unit for stride in out.stride()[:-1]))
-    rows = problem.total_q if problem.packed else problem.seqlen_q
-    strides += (0, rows) if problem.packed else (problem.num_heads_q * rows, rows)
-    for tensor in (operands.mask, operands.bias):
-        strides += (0, 0, 0, 0) if tensor is None else _broadcast_strides(tensor)
-    slopes = operands.alibi_slopes
-    strides += (0, 0) if slopes is None else (0, *slopes.stride()) if slopes.dim() == 1 else slopes.stride()
-    left, right = problem.window_size
-    if problem.causal is not None and problem.causal.alignment == "bottom_right":
-        right = 0  # which is what a causal mask aligned to the last key is
+        *outer, inner = token_strides(problem, tensor)
+        strides += (*(stride // unit for stride in outer), inner)
+    strides += (stride // unit for stride in token_strides(problem, out)[:-1])
+    strides += lse_strides(problem)
+    strides += (*broadcast_strides(operands.mask), *broadcast_strides(operands.bias))
+    strides += slope_strides(operands.alibi_slopes)
     kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype]
     return [
         *strides,
@@ -433,8 +419,7 @@ def _scalars(problem: AttentionProblem, operands: Operands, out: torch.Tensor) -
         problem.total_k,
         problem.num_heads_q,
         problem.num_heads_q // problem.num_heads_kv,
-        min(left, UNLIMITED) if left >= 0 else UNLIMITED,
-        min(right, UNLIMITED) if right >= 0 else UNLIMITED,
+        *window(problem),
         # No more heads than there are: tiles times heads is a program id, and must not wrap.
         min(problem.batch * problem.num_heads_q, max(1, L2_BYTES // max(1, kv_bytes))),
         problem.softmax_scale,
@@ -447,46 +432,22 @@ def stride_unit(operands: Operands, out: torch.Tensor) -> int:
     return math.gcd(16, *(stride for tensor in (*operands[:3], out) for stride in tensor.stride()[:-1]))
 
 
-def _broadcast_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
 def _constants(problem: AttentionProblem, gpu: Gpu, config: Config, unit: int) -> dict[str, int | bool | str]:
     """The compile-time arguments of the kernel, by name."""
-    top_left = problem.causal is not None and problem.causal.alignment == "top_left"
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "STRIDE_UNIT": unit,
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_D": _padded(problem.head_dim),
-        "BLOCK_DV": _padded(problem.head_dim_v),
-        "HAS_LOW": problem.window_size[0] >= 0,
-        "HAS_HIGH": problem.window_size[1] >= 0 or problem.causal is not None,
-        "TOP_LEFT": top_left,
-        "HAS_MASK": problem.mask_shape is not None,
-        "HAS_BIAS": problem.bias_shape is not None,
-        "HAS_ALIBI": problem.alibi_shape is not None,
-        "HAS_SOFTCAP": problem.softcap > 0,
-        "HAS_SINKS": problem.has_sinks,
+        "BLOCK_D": padded(problem.head_dim),
+        "BLOCK_DV": padded(problem.head_dim_v),
+        **band_constants(problem),
+        **feature_constants(problem),
         "IS_VARLEN": problem.packed,
         "WRITE_LSE": problem.return_lse,
-        "PRECISION": _dot_precision(problem, gpu),
+        "PRECISION": dot_precision(problem, gpu),
     }
-
-
-def _dot_precision(problem: AttentionProblem, gpu: Gpu) -> str:
-    """How float32 products are computed. The default is the fastest that keeps float32 accuracy: tf32x3 splits each
-    operand in two and takes three tensor-core products, with an error like that of float32 itself."""
-    if problem.precision == "default":
-        return "tf32x3" if problem.dtype == "float32" and gpu.vendor == "nvidia" else "ieee"
-    return problem.precision
-
-
-def _padded(head_dim: int) -> int:
-    """Tiles are powers of two, and 16 is the least that a matrix instruction takes."""
-    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 # What it can run and what it costs ------------------------------------------------------------------------------------
@@ -521,8 +482,8 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """An upper bound on the shared memory of one block, which tests hold against what every target compiles to."""
-    size, precision = DTYPE_BYTES[problem.dtype], _dot_precision(problem, gpu)
-    block_d, block_dv = _padded(problem.head_dim), _padded(problem.head_dim_v)
+    size, precision = DTYPE_BYTES[problem.dtype], dot_precision(problem, gpu)
+    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     q = size * config.block_m * block_d
     p = size * config.block_m * config.block_n
     kv = size * config.block_n * (block_d + block_dv)
@@ -548,29 +509,11 @@ def _bytes_per_score(problem: AttentionProblem) -> int:
     return mask + (0 if problem.bias_shape is None else DTYPE_BYTES[problem.bias_dtype or problem.dtype])
 
 
-def tiles(problem: AttentionProblem, config: Config) -> int:
-    """(query tile, key tile) pairs visited, over all heads and sequences: `_key_ranges`, counted on the host."""
-    total = 0
-    counted: dict[tuple[int, int], int] = {}
-    for seqlen_q, seqlen_k in problem.items():
-        if (seqlen_q, seqlen_k) not in counted:
-            low, high = problem.band(seqlen_q, seqlen_k)
-            count = 0
-            for row_begin in range(0, seqlen_q, config.block_m):
-                row_last = min(row_begin + config.block_m, seqlen_q) - 1
-                begin = 0 if low is None else max(0, row_begin + low) // config.block_n
-                end = seqlen_k if high is None else min(seqlen_k, row_last + high + 1)
-                count += max(0, -(-end // config.block_n) - begin)
-            counted[seqlen_q, seqlen_k] = 0 if low is not None and high is not None and low > high else count
-        total += counted[seqlen_q, seqlen_k]
-    return total * problem.num_heads_q
-
-
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """What one launch moves and computes: whole tiles, padding included; K and V once for each query tile."""
     size = DTYPE_BYTES[problem.dtype]
-    block_d, block_dv = _padded(problem.head_dim), _padded(problem.head_dim_v)
-    visited = tiles(problem, config)
+    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    visited = visited_tiles(problem, config.block_m, config.block_n)
     scores = visited * config.block_m * config.block_n
     rows = problem.rows * problem.num_heads_q
     return Cost(
@@ -617,7 +560,7 @@ def _fitting(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
 
 
 def _uses_tensor_cores(problem: AttentionProblem, gpu: Gpu) -> bool:
-    return problem.dtype != "float32" or _dot_precision(problem, gpu) != "ieee"
+    return problem.dtype != "float32" or dot_precision(problem, gpu) != "ieee"
 
 
 def _space() -> list[Config]:
@@ -648,7 +591,7 @@ def _is_rdna(gpu: Gpu) -> bool:
 
 
 def _width(problem: AttentionProblem) -> int:
-    return max(_padded(problem.head_dim), _padded(problem.head_dim_v))
+    return max(padded(problem.head_dim), padded(problem.head_dim_v))
 
 
 def _default_without_mask(problem: AttentionProblem, gpu: Gpu) -> Config:
@@ -656,7 +599,7 @@ def _default_without_mask(problem: AttentionProblem, gpu: Gpu) -> Config:
     widest tile that compiles without spills, or with fewest (tests/compile)."""
     bucket = 0 if _width(problem) <= 64 else 1 if _width(problem) <= 128 else 2
     if problem.dtype == "float32":
-        precision = _dot_precision(problem, gpu)
+        precision = dot_precision(problem, gpu)
         if _is_rdna(gpu):
             return Config(32, 16, 8, 1)
         if gpu.vendor == "amd":

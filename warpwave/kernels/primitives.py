@@ -62,6 +62,41 @@ def band_visible(rows, keys, low, high, HAS_LOW: tl.constexpr, HAS_HIGH: tl.cons
 
 
 @jit
+def packed_sequence(cu_seqlens_ptr, item, longest, total):
+    """Where a packed sequence begins, and its length. Clamped, so that offsets that are no offsets, and lengths beyond
+    the longest, still read and write inside the tensors."""
+    begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + item), 0), total)
+    length = tl.minimum(tl.load(cu_seqlens_ptr + item + 1), total) - begin
+    return begin.to(tl.int64), tl.minimum(length, longest)
+
+
+@jit
+def band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT: tl.constexpr):
+    """The band of visible keys, `low <= key - row <= high` (problem.Band)."""
+    low = seqlen_k - seqlen_q - window_left
+    high = seqlen_k - seqlen_q + window_right
+    if TOP_LEFT:
+        high = tl.minimum(high, 0)
+    return low, high
+
+
+@jit
+def visible_keys(row_begin, row_last, seqlen_k, low, high, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr):
+    """Begin and end of the keys that some row of `row_begin <= row <= row_last` sees by position; an empty range where
+    none does."""
+    key_begin = 0
+    key_end = seqlen_k
+    if HAS_LOW:
+        key_begin = tl.maximum(row_begin + low, 0)
+    if HAS_HIGH:
+        key_end = tl.minimum(key_end, row_last + high + 1)
+    if HAS_LOW and HAS_HIGH:
+        # A window that begins behind the diagonal (top-left causal) shows nothing at all.
+        key_end = tl.where(low > high, 0, key_end)
+    return key_begin, key_end
+
+
+@jit
 def tanh(x):
     """tanh to a relative 2^-22: by exponentials, and by its series where `1 - exp(-2|x|)` would cancel."""
     z = tl.math.exp2(tl.abs(x) * (-2.0 * LOG2_E))

@@ -1,15 +1,9 @@
-"""Other implementations of the same call, each one small function, given the best settings it supports.
-
-A peer is `prepare(problem, operands) -> Prepared`: whatever a user would do once (layout, choice of backend, warm-up)
-is done there, so the call that is timed does the attention and nothing else. A peer that cannot run the problem, or
-would compute something else, raises `PeerUnavailable` with the reason, and the reason is printed in its place.
-"""
+"""torch's own attention: `scaled_dot_product_attention`, a backend forced or left to choose, and `varlen_attn`."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,42 +12,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from warpwave.bench.peers.peer import PeerUnavailable, Prepared, refuse_cpu, refuse_features
 from warpwave.problem import AttentionProblem, Operands
 
 MATH_SCORE_BYTES = 4 << 30  # the largest scores in memory that are worth waiting for
 
 
-class PeerUnavailable(Exception):
-    """This peer cannot run this problem here. The message says why."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A peer ready to be timed.
-
-    Attributes:
-        call: computes the attention, in the peer's own layout.
-        to_out: views its result as `(batch, seqlen_q, num_heads_q, head_dim_v)`.
-        kernel: what runs inside: an operator's or a kernel's name.
-        eager: whether `call` is what a user would write, so that its host time means something.
-        config: the kernel's config as plain data, where there is one.
-    """
-
-    call: Callable[[], Tensor]
-    to_out: Callable[[Tensor], Tensor]
-    kernel: str
-    eager: bool
-    config: dict[str, Any] | None = None
-
-
-Peer = Callable[[AttentionProblem, Operands], Prepared]
-
-
-def _sdpa(backend: SDPBackend | None, problem: AttentionProblem, operands: Operands) -> Prepared:
+def sdpa(backend: SDPBackend | None, problem: AttentionProblem, operands: Operands) -> Prepared:
     """`torch.nn.functional.scaled_dot_product_attention`, one backend forced, or left to choose."""
-    _refuse_what_sdpa_lacks(problem)
-    if operands.q.device.type == "cpu" and backend in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-        raise PeerUnavailable("it does not run on a CPU")
+    refuse_features(problem)
+    causal = problem.causal
+    if causal is not None and causal.alignment == "bottom_right" and problem.seqlen_q != problem.seqlen_k:
+        raise PeerUnavailable(
+            f"its causal mask is aligned to the first key, ours to the last: they differ at seqlen "
+            f"{problem.seqlen_q} x {problem.seqlen_k}"
+        )
+    if backend in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        refuse_cpu(operands)
     if backend is SDPBackend.MATH:
         score_bytes = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_k * 4
         if score_bytes > MATH_SCORE_BYTES:
@@ -86,39 +61,43 @@ def _sdpa(backend: SDPBackend | None, problem: AttentionProblem, operands: Opera
     )
 
 
-PEERS: dict[str, Peer] = {
-    "sdpa_default": partial(_sdpa, None),
-    "sdpa_flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
-    "sdpa_efficient": partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION),
-    "sdpa_cudnn": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
-    "sdpa_math": partial(_sdpa, SDPBackend.MATH),
-}
+def varlen(problem: AttentionProblem, operands: Operands) -> Prepared:
+    """`torch.nn.attention.varlen.varlen_attn`: packed sequences, on torch's FlashAttention."""
+    if not problem.packed:
+        raise PeerUnavailable("it is for packed sequences")
+    refuse_features(problem, ("packed sequences", "a sliding window"))
+    refuse_cpu(operands)
+    if problem.causal is not None and problem.window_size != (-1, -1):
+        raise PeerUnavailable("it takes a causal mask or a window")
+    if problem.causal is not None and problem.causal.alignment == "top_left" and not _square(problem):
+        raise PeerUnavailable("its causal mask is aligned to the last key")
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"scale": problem.softmax_scale}
+    options["window_size"] = problem.window_size if problem.causal is None else (-1, 0)
+    if problem.num_heads_q != problem.num_heads_kv:
+        options["enable_gqa"] = True
+    call = partial(
+        varlen_attn,
+        *operands[:3],
+        operands.cu_seqlens_q,
+        operands.cu_seqlens_k,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        **options,
+    )
+    try:
+        call()
+    except TypeError as error:  # torch 2.10 takes no scale or window, 2.11 no grouped heads
+        raise PeerUnavailable(f"this torch's varlen_attn cannot say it: {str(error).splitlines()[0]}") from error
+    return Prepared(call, to_out=lambda out: out, kernel="varlen_attn", eager=True)
 
 
-def _refuse_what_sdpa_lacks(problem: AttentionProblem) -> None:
-    causal = problem.causal
-    if causal is not None and causal.alignment == "bottom_right" and problem.seqlen_q != problem.seqlen_k:
-        raise PeerUnavailable(
-            f"its causal mask is aligned to the first key, ours to the last: they differ at seqlen "
-            f"{problem.seqlen_q} x {problem.seqlen_k}"
-        )
-    asked = {
-        "packed sequences": problem.packed,
-        "a sliding window": problem.window_size != (-1, -1),
-        "softcap": problem.softcap != 0,
-        "sinks": problem.has_sinks,
-        "lse": problem.return_lse,
-        "ALiBi": problem.alibi_shape is not None,
-        "a boolean mask": problem.mask_shape is not None,
-        "an additive bias": problem.bias_shape is not None,
-        "gradients": problem.requires_grad,
-    }
-    refused = [feature for feature, is_asked in asked.items() if is_asked]
-    if refused:
-        raise PeerUnavailable(f"not compared on {', '.join(refused)}")
+def _square(problem: AttentionProblem) -> bool:
+    return all(seqlen_q == seqlen_k for seqlen_q, seqlen_k in problem.items())
 
 
-def _operator_behind(call: Callable[[], Tensor]) -> str:
+def _operator_behind(call: Callable[[], Any]) -> str:
     """Run once; returns the name of the operator that ran. A backend that refuses says why in warnings, then raises."""
     with warnings.catch_warnings(record=True) as caught, _Operators() as operators:
         warnings.simplefilter("always")

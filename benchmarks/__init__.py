@@ -1,0 +1,1 @@
+"""Scripts that make what the documentation shows of records, and measurements that are no suite."""

@@ -1,0 +1,332 @@
+"""Write docs/support.md: which kernel takes which call on which architecture, and how far that has been shown.
+
+    PYTHONPATH=. python benchmarks/support_matrix.py            # write the page
+    PYTHONPATH=. python benchmarks/support_matrix.py --check    # exit code 1 if the page is out of date
+
+What is accepted and why not comes from each kernel's own `why_not`; what is compiled, from the grids of tests/compile
+and the records of docs/support.toml; what is run, from the grid of tests/conformance and the logs named there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.compile import test_ladder, test_targets  # noqa: E402
+from tests.conformance import cases  # noqa: E402
+from warpwave import dispatch  # noqa: E402
+from warpwave.hardware.gpu import ARCHS, CPU, INTERPRETER, Gpu  # noqa: E402
+from warpwave.problem import AttentionProblem, Causal  # noqa: E402
+
+PAGE = ROOT / "docs" / "support.md"
+FACTS = ROOT / "docs" / "support.toml"
+
+DTYPES = ("float16", "bfloat16", "float32", "float32:ieee", "float32:tf32x3", "float32:tf32")
+DIMS = (
+    *((16, 16), (40, 40), (59, 59), (64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)),
+    *((320, 320), (512, 512)),
+)
+# Feature -> fields of the problem, the feature of tests/compile that compiles it, the one of tests/conformance with a
+# value of it.
+FEATURES: dict[str, tuple[dict[str, Any], str, tuple[str, Any] | None]] = {
+    "causal, aligned to the last key": ({"causal": Causal()}, "causal", ("causal", "bottom_right")),
+    "causal, aligned to the first key": ({"causal": Causal("top_left")}, "", ("causal", "top_left")),
+    "sliding window": ({"window_size": (128, 0)}, "window", ("window", (cases.W, cases.W))),
+    "boolean mask": ({"mask_shape": (2, 1, 1024, 1024)}, "mask", ("mask", "full")),
+    "additive bias": ({"bias_shape": (1, 4, 1024, 1024), "bias_dtype": "float32"}, "bias", ("bias", "heads")),
+    "ALiBi": ({"alibi_shape": (4,)}, "alibi", ("alibi", "heads")),
+    "softcap": ({"softcap": 15.0}, "softcap and sinks", ("softcap", 15.0)),
+    "sinks": ({"has_sinks": True}, "softcap and sinks", ("sinks", True)),
+    "packed sequences": ({"packed": True, "total_q": 2048, "total_k": 2048}, "packed", ("packed", True)),
+    "grouped heads": ({"num_heads_kv": 2}, "plain", ("heads", (6, 2))),
+    "seqlen_q other than seqlen_k": ({"seqlen_q": 1}, "plain", ("lengths", (1, 128))),
+    "log-sum-exp": ({"return_lse": True}, "plain", ("lse", True)),
+    "gradients": ({"requires_grad": True}, "", None),
+}
+RUN, INTERPRETED, COMPILED, ACCEPTED = "R", "I", "C", "a"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A conformance run on a GPU.
+
+    Args:
+        gpu, arch, date, torch, triton, record: as docs/support.toml has them.
+        passed: kernel -> tests passed, of those of which none failed.
+    """
+
+    gpu: str
+    arch: str
+    date: str
+    torch: str
+    triton: str
+    record: str
+    passed: Mapping[str, int]
+
+
+@cache
+def runs() -> tuple[Run, ...]:
+    """The conformance runs, with what their logs say of each kernel."""
+    found = []
+    for entry in tomllib.loads(FACTS.read_text(encoding="utf-8"))["run"]:
+        log = (ROOT / entry["record"]).read_text(encoding="utf-8")
+        lines = re.findall(r"^(\S+): attempted \d+, passed (\d+), refused as documented \d+, failed (\d+)", log, re.M)
+        passed = {name: int(n) for name, n, failed in lines if int(n) and not int(failed)}
+        fields = {name: str(entry[name]) for name in ("gpu", "arch", "date", "torch", "triton", "record")}
+        found.append(Run(**fields, passed=passed))
+    return tuple(found)
+
+
+@cache
+def compile_records() -> tuple[dict[str, Any], ...]:
+    """The lines of the compile records that are there."""
+    entries = tomllib.loads(FACTS.read_text(encoding="utf-8")).get("compiled", [])
+    texts = [(ROOT / entry["record"]).read_text(encoding="utf-8") for entry in entries]
+    return tuple(json.loads(line) for text in texts for line in text.splitlines())
+
+
+@cache
+def compiled_points() -> frozenset[tuple[str, str, int, str]]:
+    """(kernel, dtype, head_dim, feature) that tests/compile compiles for each of its targets."""
+    points: set[tuple[str, str, int, str]] = {("flash_fwd", *point) for point in test_targets.FULL} | {
+        *test_ladder.FULL
+    }
+    points |= {(r["kernel"], r["dtype"], r["head_dim"], r["feature"]) for r in compile_records()}
+    return frozenset(points)
+
+
+@cache
+def compiled_archs(kernel: str) -> frozenset[str]:
+    """Targets that a kernel is compiled for."""
+    recorded = {r["arch"] for r in compile_records() if r["kernel"] == kernel}
+    return frozenset(recorded | (set(test_targets.TARGETS) if kernel in _in_tests() else set()))
+
+
+@cache
+def _in_tests() -> frozenset[str]:
+    return frozenset({"flash_fwd", *(kernel for kernel, *_ in test_ladder.FULL)})
+
+
+def problem(dtype: str = "bfloat16", dims: tuple[int, int] = (128, 128), **change: Any) -> AttentionProblem:
+    """A call of the matrix."""
+    name, _, precision = dtype.partition(":")
+    fields: dict[str, Any] = {
+        "batch": 2,
+        "seqlen_q": 1024,
+        "seqlen_k": 1024,
+        "num_heads_q": 4,
+        "num_heads_kv": 4,
+        "head_dim": dims[0],
+        "head_dim_v": dims[1],
+        "dtype": name,
+        "softmax_scale": dims[0] ** -0.5,
+        "precision": precision or "default",
+    }
+    return AttentionProblem(**(fields | change))
+
+
+class Notes:
+    """Reasons as numbered notes, each once."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def mark(self, reasons: Sequence[str], gpu: Gpu) -> str:
+        """What a cell says of a refusal: the first of its reasons, without the sizes and names of this one case."""
+        text = reasons[0].replace(f"found {gpu.name} ({gpu.arch}); ", "").replace(gpu.arch, "this architecture")
+        text = re.sub(r"^(head_dim(_v)?) is \d+; ", r"\1: ", text)
+        if text not in self.texts:
+            self.texts.append(text)
+        return f"no {self.texts.index(text) + 1}"
+
+
+def evidence(
+    kernel: Any, gpu: Gpu, *, conformance: Sequence[tuple[str, Any]], point: tuple[str, int, str] | None
+) -> str:
+    """How far a call that the kernel accepts has been shown to be right there.
+
+    Args:
+        kernel: the module.
+        gpu: where.
+        conformance: (feature, value) pairs of the call; the grids of tests/conformance must hold all of them.
+        point: (dtype, head_dim, feature) as tests/compile names it, or None where it compiles no such call.
+    """
+    if gpu.vendor in ("cpu", "interpreter"):
+        if not all(value in _values(cases.SMALL, feature) for feature, value in conformance):
+            return ACCEPTED
+        return INTERPRETED if gpu.vendor == "interpreter" and kernel.NEEDS_GPU else RUN
+    ran = any(run.arch == gpu.arch and kernel.NAME in run.passed for run in runs())
+    if ran and all(value in _values(cases.FULL, feature) for feature, value in conformance):
+        return RUN
+    compiled = point is not None and (kernel.NAME, *point) in compiled_points()
+    return COMPILED if compiled and gpu.arch in compiled_archs(kernel.NAME) else ACCEPTED
+
+
+def _values(grid: Mapping[str, Sequence[Any]], feature: str) -> Sequence[Any]:
+    return (*grid[feature], "float32") if feature == "dtype" else grid[feature]  # where "float32:default" is meant
+
+
+def devices(kernel: Any) -> list[Gpu]:
+    """Where a kernel could be asked for: every architecture, CPUs, and the interpreter where it is a Triton kernel."""
+    found = [CPU, *(Gpu.for_arch(arch) for arch in ARCHS)]
+    return [INTERPRETER, *found] if kernel.NEEDS_GPU else found
+
+
+def cell(kernel: Any, gpu: Gpu, call: AttentionProblem, notes: Notes, **shown: Any) -> str:
+    """What the table says of one call."""
+    reasons = kernel.why_not(call, gpu)
+    return notes.mark(reasons, gpu) if reasons else evidence(kernel, gpu, **shown)
+
+
+def dims_rows(kernel: Any, notes: Notes) -> list[list[str]]:
+    """Rows of devices and dtypes, a cell for each head_dim; equal rows together."""
+    by_device: dict[str, dict[tuple[str, ...], list[str]]] = {}
+    for gpu in devices(kernel):
+        rows: dict[tuple[str, ...], list[str]] = {}
+        for dtype in DTYPES:
+            cells = tuple(
+                cell(
+                    kernel,
+                    gpu,
+                    problem(dtype, dims),
+                    notes,
+                    conformance=(("dtype", dtype), ("dims", dims)),
+                    point=(dtype, dims[0], "plain") if dims[0] == dims[1] else None,
+                )
+                for dims in DIMS
+            )
+            rows.setdefault(cells, []).append(dtype)
+        by_device[_name(gpu)] = rows
+    merged: dict[Any, list[str]] = {}
+    for name, rows in by_device.items():
+        merged.setdefault(tuple((cells, tuple(dtypes)) for cells, dtypes in rows.items()), []).append(name)
+    return [
+        [", ".join(names), "all" if len(dtypes) == len(DTYPES) else ", ".join(dtypes), *cells]
+        for rows, names in merged.items()
+        for cells, dtypes in rows
+    ]
+
+
+def feature_rows(kernel: Any, notes: Notes) -> tuple[list[str], list[list[str]]]:
+    """(groups of devices, rows of features): what each feature does on a plain call of 128."""
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for gpu in devices(kernel):
+        dtype = "float32" if gpu is CPU else "bfloat16"
+        if kernel.why_not(problem(dtype), gpu):
+            continue  # the table above says why
+        cells = tuple(
+            cell(
+                kernel,
+                gpu,
+                problem(dtype, **change),
+                notes,
+                conformance=() if grid is None else (grid,),
+                point=(dtype, 128, compiled) if compiled else None,
+            )
+            for change, compiled, grid in FEATURES.values()
+        )
+        columns.setdefault(cells, []).append(_name(gpu))
+    rows = [[name, *(cells[i] for cells in columns)] for i, name in enumerate(FEATURES)]
+    return [", ".join(names) for names in columns.values()], rows
+
+
+def _name(gpu: Gpu) -> str:
+    return "interpreter" if gpu is INTERPRETER else gpu.arch
+
+
+def overview() -> list[list[str]]:
+    """A row for each device: whether each kernel takes a plain call there, and the furthest that it got."""
+    rows = []
+    for gpu in (CPU, INTERPRETER, *(Gpu.for_arch(arch) for arch in ARCHS)):
+        row = [_name(gpu)]
+        for kernel in dispatch.KERNELS:
+            dtype = "float32" if gpu is CPU else "bfloat16"
+            if gpu is INTERPRETER and not kernel.NEEDS_GPU:
+                row.append("-")
+            elif kernel.why_not(problem(dtype), gpu):
+                row.append("no")
+            else:
+                row.append(_in_words(kernel, gpu))
+        rows.append(row)
+    return rows
+
+
+def _in_words(kernel: Any, gpu: Gpu) -> str:
+    """The furthest that a kernel got on a device, with any call."""
+    if gpu.is_cpu:
+        return "interpreted by the tests" if gpu is INTERPRETER else "run by the tests"
+    for run in runs():
+        if run.arch == gpu.arch and kernel.NAME in run.passed:
+            return f"run on {run.gpu}, {run.date}"
+    if gpu.arch in compiled_archs(kernel.NAME):
+        recorded = (r for r in compile_records() if (r["kernel"], r["arch"]) == (kernel.NAME, gpu.arch))
+        versions = ", ".join(sorted({r["triton"] for r in recorded}))
+        return f"compiled, never run (Triton {versions})" if versions else "compiled, never run"
+    return "accepted, never tried" if hasattr(kernel, "specify") else "torch's operations, never tried"
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def page() -> str:
+    """The whole page."""
+    names = [kernel.NAME for kernel in dispatch.KERNELS]
+    parts = [
+        "# Support",
+        "Made by `PYTHONPATH=. python benchmarks/support_matrix.py` from each kernel's own `why_not`, the grids of\n"
+        "tests/compile and tests/conformance, and the records in docs/support.toml; a test holds the page to them.",
+        "**Kernels for AMD GPUs are compiled and inspected, and have never been run.** The same is true of every\n"
+        f"NVIDIA architecture but {', '.join(dict.fromkeys(f'{run.arch} ({run.gpu})' for run in runs()))}.",
+        markdown(["architecture", *names], overview()),
+        "In the tables below:",
+        f"- `{RUN}`: run there, held to the accuracy gates and exact probes of tests/conformance;\n"
+        f"- `{INTERPRETED}`: run there in Triton's interpreter: the kernel's logic, without compiler and GPU;\n"
+        f"- `{COMPILED}`: compiled by tests/compile, held to bounds on registers and shared memory, never run;\n"
+        f"- `{ACCEPTED}`: accepted by the kernel, and tried by no test just so;\n"
+        "- `no 1`: refused, for the reason of that number below the tables; a call by that kernel's name raises it.",
+        "\n".join(
+            f"- {run.gpu} ({run.arch}), {run.date}, torch {run.torch}, Triton {run.triton}, "
+            + ", ".join(f"{name}: {n:,} passed" for name, n in run.passed.items())
+            + f" ([record](../{run.record}))"
+            for run in runs()
+        ),
+    ]
+    for kernel in dispatch.KERNELS:
+        notes = Notes()
+        dims = [f"{a}" if a == b else f"{a}/{b}" for a, b in DIMS]
+        parts += [f"## {kernel.NAME}", markdown(["architecture", "dtype", *dims], dims_rows(kernel, notes))]
+        groups, rows = feature_rows(kernel, notes)
+        if groups:
+            parts.append(markdown(["with", *groups], rows))
+        if notes.texts:
+            parts.append("\n".join(f"{i}. {text}" for i, text in enumerate(notes.texts, start=1)))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Writes the page, or checks it."""
+    made = page()
+    if "--check" in arguments:
+        if PAGE.exists() and PAGE.read_text(encoding="utf-8") == made:
+            return 0
+        print(f"{PAGE.name} is out of date: PYTHONPATH=. python benchmarks/support_matrix.py", file=sys.stderr)
+        return 1
+    PAGE.write_text(made, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,91 @@
+from typing import Any
+
+import pytest
+import torch
+
+import warpwave
+from tests.bench.test_workloads import ROW, parse
+from warpwave.bench.correctness import Sample
+from warpwave.bench.inputs import MOST_INPUT_SETS, call_arguments, make_operands, sets_for_cold_cache
+from warpwave.problem import AttentionProblem
+
+PACKED = {"lengths": [7, [3, 12], 1, 100], "num_heads_q": 4, "head_dim": 16, "dtype": "float32"}
+DENSE = {"batch": 3, "seqlen_q": 40, "seqlen_k": 90, "num_heads_q": 4, "head_dim": 16, "dtype": "float32"}
+
+
+def problem_of(case: dict[str, Any]) -> AttentionProblem:
+    problem: AttentionProblem = parse(case).cases[0].problem
+    return problem
+
+
+def test_operands_are_seeded_and_normal() -> None:
+    problem = problem_of({**ROW, "seqlen_q": 1000})
+    q, k, _ = make_operands(problem, "cpu", seed=1)[:3]
+    assert torch.equal(q, make_operands(problem, "cpu", seed=1).q)
+    assert not torch.equal(q, make_operands(problem, "cpu", seed=2).q)
+    assert not torch.equal(q, k)
+    assert q.mean().abs() < 0.05 and (q.std() - 1).abs() < 0.05
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"causal": True},
+    {"causal": "top_left", "window_size": [9, 3]},
+    {"window_size": [5, 0], "sinks": True},
+    {"softcap": 2.0, "softmax_scale": 0.5},
+    {"alibi": True, "causal": True},
+    {"num_heads_kv": 2, "head_dim_v": 24},
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *OPTIONS,
+        {"mask": "padding"},
+        {"mask": "random", "causal": True},
+        {"bias": True},
+        {"bias": True, "alibi": True, "mask": "padding"},
+    ],
+    ids=str,
+)
+def test_a_dense_case_is_what_the_public_call_computes(options: dict[str, Any]) -> None:
+    agrees_with_the_public_call({**DENSE, **options})
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_packed_case_is_what_the_public_call_computes(options: dict[str, Any]) -> None:
+    agrees_with_the_public_call({**PACKED, **options})
+
+
+def agrees_with_the_public_call(case: dict[str, Any]) -> None:
+    """The call passes the verdict, and with any single option left out it does not."""
+    problem = problem_of(case)
+    operands = make_operands(problem, "cpu")
+    arguments = call_arguments(problem, operands)
+    function = warpwave.attention_varlen if problem.packed else warpwave.attention
+    sample = Sample(problem, operands)
+    verdict = sample.judge(function(*operands[:3], **arguments))
+    assert verdict.passed, verdict.reason
+    for name in set(arguments) - {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}:
+        fewer = {key: value for key, value in arguments.items() if key != name}
+        assert not sample.judge(function(*operands[:3], **fewer)).passed, name
+
+
+def test_the_call_describes_the_same_problem() -> None:
+    case = {**DENSE, "causal": True, "mask": "padding", "bias": True, "alibi": True, "sinks": True, "softcap": 3.0}
+    for problem in (problem_of(case), problem_of({**PACKED, "causal": True, "window_size": [9, -1]})):
+        operands = make_operands(problem, "cpu")
+        assert warpwave.explain(*operands[:3], **call_arguments(problem, operands)).problem == problem
+
+
+def test_random_masks_hide_half() -> None:
+    mask = make_operands(problem_of({**DENSE, "mask": "random"}), "cpu").mask
+    assert mask.shape == (1, 1, 40, 90) and mask.float().mean().item() == pytest.approx(0.5, abs=0.05)
+
+
+def test_enough_sets_to_leave_the_cache_cold() -> None:
+    problem = problem_of({**ROW, "seqlen_q": 4096, "num_heads_q": 16, "head_dim": 64})
+    sets = sets_for_cold_cache(problem, 50 << 20)
+    assert (sets - 1) * problem.compulsory_bytes < 4 * (50 << 20) <= sets * problem.compulsory_bytes
+    assert sets_for_cold_cache(problem, 1) == 2
+    assert sets_for_cold_cache(problem_of(ROW), 50 << 20) == MOST_INPUT_SETS

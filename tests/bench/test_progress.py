@@ -1,0 +1,37 @@
+import io
+
+from warpwave.bench.progress import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_line_a_case_where_there_is_no_terminal() -> None:
+    now = [0.0]
+    out = io.StringIO()
+    progress = Progress(3, out, lambda: now[0])
+    progress.begin("a")
+    progress.say("round 1 of 9")
+    now[0] = 20.0
+    progress.finish()
+    progress.begin("b")
+    now[0] = 600.0
+    progress.finish()
+    progress.begin("c")
+    assert out.getvalue() == "1/3 a\n2/3 b (about 40 s left)\n3/3 c (about 5 min left)\n"
+
+
+def test_one_rewritten_line_on_a_terminal() -> None:
+    out = Terminal()
+    progress = Progress(4, out, lambda: 0.0)
+    progress.begin("a")
+    progress.say("checking p")
+    progress.finish()
+    progress.begin("b")
+    progress.clear()
+    lines = out.getvalue().split("\r\033[K")
+    assert "[....................] 1/4 a, checking p" in lines
+    assert any(line.startswith("[#####...............] 2/4 b") for line in lines)
+    assert "\n" not in out.getvalue() and lines[-1] == ""

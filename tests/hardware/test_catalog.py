@@ -1,0 +1,133 @@
+"""The data sheets agree with themselves, with the architectures they name, and with what a person types."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+
+import pytest
+
+from warpwave.hardware.catalog import PATHS, DataSheet, catalog, data_sheet, find, gpu_of, of_arch, resolve
+from warpwave.hardware.gpu import ARCHS, CPU, Gpu
+
+SHEETS = list(catalog().values())
+WANTED = {
+    *(
+        "t4",
+        "a100-40gb",
+        "a100-80gb",
+        "a10",
+        "l4",
+        "rtx3060",
+        "rtx3090",
+        "rtx4090",
+        "h100",
+        "h100-pcie",
+        "h200",
+        "b200",
+    ),
+    *("mi100", "mi210", "mi250x", "mi300x", "mi355x"),
+}
+NO_KERNEL_COMPILES = {"sm_75"}  # in the catalogue for its bounds
+
+# Operations a clock of one SM, dense, accumulated in float32: by the white papers of the generations, apart from the
+# catalogue, whose peaks must be SMs x clock x these.
+PER_CLOCK = {
+    "sm_75": {"float16": 1024, "float32": 128},
+    "sm_80": {"float16": 2048, "bfloat16": 2048, "tf32": 1024, "float32": 128},
+    "sm_86": {"float16": 512, "bfloat16": 512, "tf32": 256, "float32": 256},  # GeForce
+    "sm_89": {"float16": 512, "bfloat16": 512, "fp8": 1024, "tf32": 256, "float32": 256},
+    "sm_90": {"float16": 4096, "bfloat16": 4096, "fp8": 8192, "tf32": 2048, "float32": 256},
+    "sm_100": {"float16": 8192, "bfloat16": 8192, "fp8": 16384, "tf32": 4096, "float32": 256},
+    "gfx908": {"float16": 1024, "bfloat16": 512, "float32_matrix": 256, "float32": 128},
+    "gfx90a": {"float16": 1024, "bfloat16": 1024, "float32_matrix": 256, "float32": 128},
+    "gfx942": {"float16": 2048, "bfloat16": 2048, "fp8": 4096, "tf32": 1024, "float32_matrix": 256, "float32": 256},
+    "gfx950": {"float16": 4096, "bfloat16": 4096, "fp8": 8192, "float32_matrix": 256, "float32": 256},
+}
+# The same chips as data center cards accumulate in float32 at the full rate of their tensor cores.
+FULL_RATE = {"a10": {"float16": 1024, "bfloat16": 1024, "tf32": 512}}
+FULL_RATE["l4"] = FULL_RATE["a10"] | {"fp8": 2048}
+
+
+def test_every_card_is_there() -> None:
+    assert WANTED <= catalog().keys()
+
+
+@pytest.mark.parametrize("sheet", SHEETS, ids=lambda sheet: sheet.key)
+def test_peaks_are_sms_times_clock_times_operations(sheet: DataSheet) -> None:
+    per_clock = PER_CLOCK[sheet.arch] | FULL_RATE.get(sheet.key, {})
+    assert sheet.peak_tflops.keys() == per_clock.keys()
+    for path, peak in sheet.peak_tflops.items():
+        clock = sheet.boost_clock_mhz if path == "float32" else sheet.tensor_clock_mhz or sheet.boost_clock_mhz
+        assert peak == pytest.approx(sheet.num_sms * clock * per_clock[path] * 1e-6, rel=0.015), path
+
+
+@pytest.mark.parametrize("sheet", SHEETS, ids=lambda sheet: sheet.key)
+def test_a_sheet_is_plausible_and_accounts_for_its_gaps(sheet: DataSheet) -> None:
+    assert set(sheet.peak_tflops) <= set(PATHS)
+    assert 100 < sheet.bandwidth_gbps < 10_000 and 8 <= sheet.memory_gb < 300 and 50 <= sheet.power_w <= 1500
+    assert 2**20 <= sheet.l2_bytes <= 2**28 and sheet.registers_per_sm in (65536, 131072)
+    assert sheet.smem_per_block_bytes <= sheet.smem_per_sm_bytes
+    assert (sheet.tensor_clock_mhz or 0) <= sheet.boost_clock_mhz
+    for field in ("exponentials_per_clock_per_sm", "l2_gbps"):
+        assert (getattr(sheet, field) is None) == (field in sheet.left_out), field
+    missing = {"bfloat16", "tf32", "fp8"} - sheet.peak_tflops.keys()
+    assert missing <= sheet.left_out.keys(), "a peak is missing without a reason"
+    assert sheet.sources and all("(20" in source for source in sheet.sources), "a document has a title and a year"
+
+
+@pytest.mark.parametrize("sheet", SHEETS, ids=lambda sheet: sheet.key)
+def test_sheets_and_architectures_agree(sheet: DataSheet) -> None:
+    gpu = gpu_of(sheet)
+    assert (gpu.arch, gpu.vendor, gpu.num_sms) == (sheet.arch, sheet.vendor, sheet.num_sms)
+    if sheet.arch in NO_KERNEL_COMPILES:
+        assert sheet.arch not in ARCHS
+        return
+    vendor, smem, registers = ARCHS[sheet.arch]
+    assert (sheet.vendor, sheet.smem_per_block_bytes, gpu.registers_per_thread) == (vendor, smem, registers)
+    by_arch = Gpu.for_arch(sheet.arch)
+    same = {"name", "num_sms", "memory_bytes"}
+    assert all(getattr(gpu, f.name) == getattr(by_arch, f.name) for f in dataclasses.fields(Gpu) if f.name not in same)
+
+
+def test_no_two_cards_answer_to_one_name() -> None:
+    for sheet in SHEETS:
+        for name in (sheet.key, sheet.name, *sheet.aliases, *sheet.driver_names):
+            assert find(name) is sheet, name
+
+
+@pytest.mark.parametrize("sheet", SHEETS, ids=lambda sheet: sheet.key)
+def test_the_driver_s_name_finds_the_sheet_of_the_whole_card_only(sheet: DataSheet) -> None:
+    gpu = gpu_of(sheet)
+    assert data_sheet(gpu) is sheet
+    assert data_sheet(replace(gpu, num_sms=gpu.num_sms // 2)) is None, "a partition has not the card's rates"
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA A10G", "NVIDIA H100 NVL", "NVIDIA GeForce RTX 3060 Laptop GPU", "NVIDIA H200 NVL", "sm_90", "CPU"]
+)
+def test_a_near_name_is_another_card(name: str) -> None:
+    assert data_sheet(Gpu(name, "nvidia", "sm_90", 0, 255, 0, 32)) is None
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [("h200", "NVIDIA H200"), ("RTX 4090", "NVIDIA GeForce RTX 4090"), ("MI300X", "AMD Instinct MI300X")],
+)
+def test_people_spell_as_they_like(typed: str, name: str) -> None:
+    assert resolve(typed).name == name
+
+
+def test_architectures_and_the_cpu_are_names_too() -> None:
+    assert resolve("sm_90") == Gpu.for_arch("sm_90") and resolve("GFX942").arch == "gfx942" and resolve("cpu") is CPU
+    assert {sheet.key for sheet in of_arch("sm_90")} == {"h100", "h100-pcie", "h200"}
+
+
+def test_an_unknown_name_lists_the_known() -> None:
+    with pytest.raises(ValueError, match=r"'h300' is not known; known are the cards t4, .*sm_90.*cpu"):
+        resolve("h300")
+
+
+def test_exponentials_are_a_product_of_three() -> None:
+    assert catalog()["h200"].exponentials_gops == pytest.approx(132 * 16 * 1.98)
+    assert catalog()["mi355x"].exponentials_gops is None

@@ -1,0 +1,321 @@
+"""Lower bounds: arithmetic worked out by hand, and the laws that any bound obeys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from warpwave.hardware.catalog import catalog, find, gpu_of
+from warpwave.hardware.gpu import CPU, Gpu
+from warpwave.hardware.measure import Ceilings
+from warpwave.kernels import flash_fwd
+from warpwave.kernels.cost import Cost
+from warpwave.problem import AttentionProblem, Causal
+from warpwave.roofline import (
+    PER_US,
+    Rates,
+    busy_share,
+    byte,
+    data_sheet_rates,
+    figure,
+    flop,
+    measured_rates,
+    product_path,
+    roofline,
+    us,
+)
+
+PLAIN = AttentionProblem(
+    batch=1, seqlen_q=16384, seqlen_k=16384, num_heads_q=16, num_heads_kv=16, head_dim=128, head_dim_v=128,
+    dtype="bfloat16", softmax_scale=128**-0.5,
+)  # fmt: skip
+DECODE = replace(PLAIN, seqlen_q=1, seqlen_k=8192, num_heads_q=32, num_heads_kv=8)
+
+
+def sheet(key: str) -> tuple[Gpu, Rates]:
+    found = find(key)
+    assert found is not None
+    return gpu_of(found), data_sheet_rates(found)
+
+
+H200, H200_RATES = sheet("h200")
+
+
+# By hand --------------------------------------------------------------------------------------------------------------
+
+
+def test_prefill_on_an_h200_by_hand() -> None:
+    line = roofline(PLAIN, H200_RATES, gpu=H200)
+    pairs = 16 * 16384 * 16384
+    times = {bound.resource: bound.time_us for bound in line.bounds}
+    assert times == {
+        "tensor cores": pytest.approx(2 * pairs * 256 / 989.4e12 * 1e6),
+        "exponentials": pytest.approx(pairs / (132 * 16 * 1.98e9) * 1e6),
+        "memory": pytest.approx(4 * 16384 * 16 * 128 * 2 / 4.8e12 * 1e6),
+    }
+    assert line.binding is not None and line.binding.resource == "tensor cores" and line.path == "bfloat16"
+    assert line.time_us == pytest.approx(2222.6, abs=0.1)
+    assert line.binding.arithmetic == (
+        "2 x 1 x 16 heads x 16384 x 16384 pairs x (128 + 128) = 2.199 TFLOP / 989.4 TFLOP/s (bfloat16) = 2,223 us"
+    )
+
+
+def test_decode_on_an_h200_by_hand() -> None:
+    line = roofline(DECODE, H200_RATES, gpu=H200)
+    assert line.binding is not None and line.binding.resource == "memory"
+    kv, q_and_out = 2 * 8192 * 8 * 128 * 2, 2 * 32 * 128 * 2
+    assert line.time_us == pytest.approx((kv + q_and_out) / 4.8e12 * 1e6)
+    assert line.binding.arithmetic.startswith(
+        "33.57 MB (q 8.192 kB, k 16.78 MB, v 16.78 MB, out 8.192 kB) / 4,800 GB/s"
+    )
+
+
+@pytest.mark.parametrize(
+    ("card", "precision", "path", "useful_tflops", "resource"),
+    [
+        ("h200", "default", "tf32", 494.7 / 3, "tensor cores"),
+        ("h200", "tf32x3", "tf32", 494.7 / 3, "tensor cores"),
+        ("h200", "tf32", "tf32", 494.7, "tensor cores"),
+        ("h200", "ieee", "float32", 66.9, "float32 units"),
+        ("rtx3060", "default", "float32", 12.7, "float32 units"),  # a third of its tf32 is less
+        ("rtx3060", "tf32x3", "tf32", 12.7 / 3, "tensor cores"),
+        ("mi210", "default", "float32_matrix", 45.3, "tensor cores"),
+        ("mi210", "tf32", "float32_matrix", 45.3, "tensor cores"),  # there is no tf32
+        ("t4", "default", "float32", 8.1, "float32 units"),
+    ],
+)
+def test_float32_takes_the_fastest_path_of_its_accuracy(
+    card: str, precision: str, path: str, useful_tflops: float, resource: str
+) -> None:
+    problem = replace(PLAIN, dtype="float32", precision=precision)
+    gpu, rates = sheet(card)
+    line = roofline(problem, rates, gpu=gpu)
+    bound = line.of(resource)
+    assert bound is not None and line.path == path
+    assert bound.time_us == pytest.approx(problem.flops / useful_tflops * 1e-6)
+    assert ("3 x 2 x" in bound.arithmetic) == (useful_tflops == pytest.approx(rates.product_tflops[path] / 3))
+
+
+def test_bfloat16_without_tensor_cores_for_it_is_computed_in_float32() -> None:
+    gpu, rates = sheet("t4")
+    line = roofline(PLAIN, rates, gpu=gpu)
+    assert line.path == "float32" and line.of("float32 units") is not None
+    assert roofline(replace(PLAIN, dtype="float16"), rates, gpu=gpu).path == "float16"
+
+
+def test_causal_counts_visible_pairs() -> None:
+    line = roofline(replace(PLAIN, causal=Causal()), H200_RATES, gpu=H200)
+    bound = line.of("tensor cores")
+    assert bound is not None and bound.amount == 2 * 16 * (16384 * 16385 // 2) * 256
+    assert "2,147,614,720 visible pairs" in bound.arithmetic
+
+
+def test_what_is_hot_need_not_be_read_from_memory() -> None:
+    fits = replace(DECODE, seqlen_k=1024)  # 4 MB of 60
+    assert roofline(fits, H200_RATES, gpu=H200, hot=True).of("memory").time_us == 0  # type: ignore[union-attr]
+    half = replace(DECODE, batch=2)  # 67 MB: what exceeds L2 has to come
+    bound = roofline(half, H200_RATES, gpu=H200, hot=True).of("memory")
+    assert bound is not None and bound.amount == half.compulsory_bytes - 60 * 2**20
+    unknown = replace(H200_RATES, cache_bytes=0)
+    assert roofline(fits, unknown, gpu=H200, hot=True).of("memory") is None, "nothing can be said"
+
+
+def test_the_last_level_cache_counts_as_cache() -> None:
+    gpu, rates = sheet("mi300x")
+    assert rates.cache_bytes == (32 + 256) * 2**20
+    assert roofline(replace(DECODE, batch=4), rates, gpu=gpu, hot=True).of("memory").time_us == 0  # type: ignore[union-attr]
+
+
+# Of a kernel ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_grid_of_few_blocks_uses_few_sms() -> None:
+    cost = Cost(blocks=32, flops=64 * DECODE.flops, exponentials=64 * DECODE.exponentials, read_bytes=1, write_bytes=0)
+    line = roofline(DECODE, H200_RATES, gpu=H200, cost=cost)
+    tiles, exponentials = line.of("tiles"), line.of("exponentials in tiles")
+    assert tiles is not None and exponentials is not None
+    assert tiles.time_us == pytest.approx(64 * DECODE.flops / (989.4e6 * 32 / 132))
+    assert exponentials.time_us == pytest.approx(64 * DECODE.exponentials / (132 * 16 * 1980 * 32 / 132))
+    assert tiles.arithmetic.endswith("64 x the work / (989.4 TFLOP/s x 32 / 132 SMs) = 35.8 us")
+    assert line.binding is tiles
+    assert line.of_problem.time_us == roofline(DECODE, H200_RATES, gpu=H200).time_us
+
+
+@pytest.mark.parametrize(
+    ("blocks", "share"), [(1, 1 / 132), (131, 131 / 132), (132, 1), (133, 133 / 264), (264, 1), (13200, 1), (0, 1)]
+)
+def test_equal_blocks_run_in_whole_rounds(blocks: int, share: float) -> None:
+    assert busy_share(PLAIN, 132, blocks)[0] == pytest.approx(share)
+
+
+def test_unequal_blocks_may_fill_the_last_round() -> None:
+    assert busy_share(replace(PLAIN, causal=Causal()), 132, 133)[0] == 1
+    assert busy_share(PLAIN, 0, 133)[0] == 1, "nobody knows how many SMs there are"
+
+
+def test_l2_is_bound_by_what_the_kernel_reads() -> None:
+    gpu, rates = sheet("a100")
+    cost = Cost(blocks=1000, flops=PLAIN.flops, exponentials=1, read_bytes=7_000_000, write_bytes=219_000)
+    bound = roofline(PLAIN, rates, gpu=gpu, cost=cost).of("L2")
+    assert bound is not None and bound.of_kernel and bound.time_us == pytest.approx(7.219e6 / 7219e3)
+    assert roofline(PLAIN, H200_RATES, gpu=H200, cost=cost).of("L2") is None, "no data sheet states it"
+
+
+def test_a_kernel_is_bound_by_its_own_way_of_computing_float32() -> None:
+    problem = replace(PLAIN, dtype="float32", seqlen_q=1024, seqlen_k=1024)
+    gpu, rates = sheet("rtx3060")
+    cost = flash_fwd.cost(problem, gpu, flash_fwd.configs(problem, gpu)[0])
+    fast = roofline(problem, rates, gpu=gpu, cost=cost).of("tiles")
+    slow = roofline(problem, rates, gpu=gpu, cost=cost, precision="tf32x3").of("tiles")
+    assert fast is not None and slow is not None
+    assert slow.time_us == pytest.approx(3 * fast.time_us)
+    sixteen = replace(problem, dtype="float16")
+    assert roofline(sixteen, rates, gpu=gpu, cost=cost, precision="ieee").of("tiles") == (
+        roofline(sixteen, rates, gpu=gpu, cost=cost).of("tiles")
+    )
+
+
+# Measured -------------------------------------------------------------------------------------------------------------
+
+CEILINGS = Ceilings(
+    gpu="NVIDIA H200",
+    arch="sm_90",
+    date="2026-11-21T13:00:00+00:00",
+    copy_gbps=4270.0,
+    read_gbps=4480.0,
+    l2_gbps=6000.0,
+    product_tflops={"bfloat16": 800.0},
+    exponentials_gops=4000.0,
+    launch_us=1.5,
+    environment={"gpu": {"l2_bytes": 62914560, "sm_count": 132}},
+)
+
+
+def test_measured_rates() -> None:
+    rates = measured_rates(CEILINGS)
+    assert rates.name == "measured 2026-11-21" and rates.memory_gbps == 4480.0 and rates.cache_bytes == 60 * 2**20
+    line = roofline(PLAIN, rates, gpu=H200)
+    assert line.time_us == pytest.approx(PLAIN.flops / 800e6)
+    launch = line.of("launch")
+    assert launch is not None and launch.time_us == 1.5
+    tiny = replace(PLAIN, seqlen_q=4, seqlen_k=4, num_heads_q=1, num_heads_kv=1)
+    assert roofline(tiny, rates, gpu=H200).binding == launch
+
+
+def test_a_cpu_has_products_exponentials_memory_and_calls() -> None:
+    rates = Rates("measured", "CPU", {"float32": 0.1, "float16": 0.001, "bfloat16": 0.2}, 1.0, 30.0, launch_us=2.0)
+    line = roofline(replace(PLAIN, dtype="float16"), rates, gpu=CPU, cost=Cost(0, 1, 1, 1, 1))
+    assert [bound.resource for bound in line.bounds] == ["products", "exponentials", "memory", "call"]
+    assert line.of("products").rate == 0.1, "slow 16-bit arithmetic binds nobody: float32 is at hand"  # type: ignore[union-attr]
+
+
+def test_without_rates_there_are_no_bounds() -> None:
+    line = roofline(PLAIN, Rates("nothing", "?", {}), gpu=H200, cost=Cost(1, 1, 1, 1, 1))
+    assert line.bounds == () and line.binding is None and line.time_us == 0 and line.path == ""
+    assert product_path(PLAIN, line.rates) is None
+
+
+# Laws -----------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> AttentionProblem:
+    size = st.integers(1, 300)
+    kv = draw(st.integers(1, 4))
+    dtype = draw(st.sampled_from(["float16", "bfloat16", "float32"]))
+    return AttentionProblem(
+        batch=draw(st.integers(1, 4)),
+        seqlen_q=draw(size),
+        seqlen_k=draw(size),
+        num_heads_q=kv * draw(st.integers(1, 4)),
+        num_heads_kv=kv,
+        head_dim=draw(st.integers(1, 256)),
+        head_dim_v=draw(st.integers(1, 256)),
+        dtype=dtype,
+        softmax_scale=0.1,
+        causal=draw(st.sampled_from([None, Causal(), Causal("top_left")])),
+        window_size=draw(st.sampled_from([(-1, -1), (16, 0), (0, 8)])),
+        precision=draw(st.sampled_from(["default", "ieee", "tf32"])) if dtype == "float32" else "default",
+        return_lse=draw(st.booleans()),
+    )
+
+
+cards = st.sampled_from(list(catalog()))
+
+
+@given(problems(), cards)
+def test_the_binding_bound_is_the_longest_and_every_line_adds_up(problem: AttentionProblem, card: str) -> None:
+    gpu, rates = sheet(card)
+    cost = None
+    if not flash_fwd.why_not(problem, gpu):
+        cost = flash_fwd.cost(problem, gpu, flash_fwd.configs(problem, gpu)[0])
+    line = roofline(problem, rates, gpu=gpu, cost=cost)
+    assert line.binding is not None
+    assert line.time_us == line.binding.time_us == max(bound.time_us for bound in line.bounds)
+    assert line.of_problem.time_us <= line.time_us
+    for bound in line.bounds:
+        assert bound.time_us == pytest.approx(bound.amount / (bound.rate * PER_US[bound.rate_unit]))
+        assert bound.arithmetic.endswith(f"= {us(bound.time_us)}")
+
+
+@given(problems(), cards, st.sampled_from(["batch", "num_heads"]))
+def test_twice_the_work_takes_twice_as_long(problem: AttentionProblem, card: str, axis: str) -> None:
+    gpu, rates = sheet(card)
+    names = ["batch"] if axis == "batch" else ["num_heads_q", "num_heads_kv"]
+    twice = replace(problem, **{name: 2 * getattr(problem, name) for name in names})
+    once, doubled = roofline(problem, rates, gpu=gpu), roofline(twice, rates, gpu=gpu)
+    for a, b in zip(once.bounds, doubled.bounds, strict=True):
+        assert b.time_us == pytest.approx(2 * a.time_us)
+
+
+@given(problems(), cards)
+def test_a_mask_never_raises_a_bound(problem: AttentionProblem, card: str) -> None:
+    gpu, rates = sheet(card)
+    full = roofline(replace(problem, causal=None, window_size=(-1, -1)), rates, gpu=gpu)
+    masked = roofline(problem, rates, gpu=gpu)
+    assert all(a.time_us <= b.time_us for a, b in zip(masked.bounds, full.bounds, strict=True))
+
+
+@given(problems(), cards)
+def test_hot_is_never_above_cold(problem: AttentionProblem, card: str) -> None:
+    gpu, rates = sheet(card)
+    assert roofline(problem, rates, gpu=gpu, hot=True).time_us <= roofline(problem, rates, gpu=gpu).time_us
+
+
+@given(problems(), cards)
+def test_less_accuracy_is_never_slower(problem: AttentionProblem, card: str) -> None:
+    gpu, rates = sheet(card)
+    times: dict[str, Any] = {
+        precision: roofline(replace(problem, dtype="float32", precision=precision), rates, gpu=gpu).time_us
+        for precision in ("ieee", "default", "tf32")
+    }
+    assert times["tf32"] <= times["default"] <= times["ieee"]
+
+
+@given(problems())
+def test_a_kernel_does_no_less_than_the_problem(problem: AttentionProblem) -> None:
+    if flash_fwd.why_not(problem, H200):
+        return
+    cost = flash_fwd.cost(problem, H200, flash_fwd.configs(problem, H200)[0])
+    line = roofline(problem, H200_RATES, gpu=H200, cost=cost)
+    products = line.of("tensor cores") or line.of("float32 units")
+    assert products is not None
+    assert line.of("tiles").time_us >= products.time_us * 0.999999  # type: ignore[union-attr]
+    assert line.of("exponentials in tiles").amount >= problem.visible_pairs  # type: ignore[union-attr]
+
+
+# In words -------------------------------------------------------------------------------------------------------------
+
+
+def test_figures_in_words() -> None:
+    assert [us(t) for t in (0.0136, 1.234, 12.34, 123.4, 12345.6)] == [
+        "0.014 us", "1.23 us", "12.3 us", "123 us", "12,346 us",
+    ]  # fmt: skip
+    assert [flop(n) for n in (12, 1234, 2.5e6, 68.72e9, 2.199e12, 5e15)] == [
+        "12 FLOP", "1.234 kFLOP", "2.5 MFLOP", "68.72 GFLOP", "2.199 TFLOP", "5,000 TFLOP",
+    ]  # fmt: skip
+    assert byte(16777216) == "16.78 MB" and figure(10214.4) == "10,214" and figure(989.4) == "989.4"

@@ -1,0 +1,85 @@
+"""docs/support.md says what the kernels, the tests and the records say now."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import support_matrix
+from warpwave import dispatch
+from warpwave.hardware.gpu import Gpu
+from warpwave.kernels import eager, flash_fwd
+from warpwave.problem import AttentionProblem
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert support_matrix.PAGE.read_text() == support_matrix.page(), "PYTHONPATH=. python benchmarks/support_matrix.py"
+
+
+def test_a_changed_refusal_changes_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+        return flash_fwd.why_not(problem, gpu) or (["it is Tuesday"] if problem.softcap else [])
+
+    changed = SimpleNamespace(**(vars(flash_fwd) | {"why_not": why_not}))
+    monkeypatch.setattr(
+        dispatch, "KERNELS", tuple(changed if kernel is flash_fwd else kernel for kernel in dispatch.KERNELS)
+    )
+    page = support_matrix.page()
+    assert page != support_matrix.PAGE.read_text()
+    assert "it is Tuesday" in page
+
+
+def test_amd_is_said_never_to_have_been_run() -> None:
+    page = support_matrix.page()
+    assert "Kernels for AMD GPUs are compiled and inspected, and have never been run." in page
+    for line in page.splitlines():
+        if line.startswith("| gfx") and "| no" not in line:
+            assert " R " not in line
+            assert "run on" not in line
+
+
+def test_what_ran_comes_from_the_log() -> None:
+    (run, *_) = support_matrix.runs()
+    assert run.passed["flash_fwd"] > 1000
+    assert "naive" not in run.passed or run.passed["naive"] > 0
+
+
+@pytest.mark.parametrize(
+    ("module", "arch", "dims", "shown"),
+    [
+        (flash_fwd, "sm_90", (80, 80), support_matrix.RUN),
+        (flash_fwd, "gfx942", (128, 128), support_matrix.COMPILED),
+        (flash_fwd, "gfx942", (96, 96), support_matrix.ACCEPTED),
+        (flash_fwd, "sm_121", (128, 128), support_matrix.ACCEPTED),
+        (eager, "gfx942", (128, 128), support_matrix.ACCEPTED),
+        (eager, "sm_90", (512, 512), support_matrix.ACCEPTED),
+    ],
+)
+def test_evidence_is_no_more_than_there_is(module: Any, arch: str, dims: tuple[int, int], shown: str) -> None:
+    found = support_matrix.evidence(
+        module,
+        Gpu.for_arch(arch),
+        conformance=(("dtype", "bfloat16"), ("dims", dims)),
+        point=("bfloat16", dims[0], "plain"),
+    )
+    assert found == shown
+
+
+def test_a_failed_kernel_has_not_passed(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    log = tmp_path / "run.log"
+    log.write_text(
+        "eager: attempted 3, passed 2, refused as documented 0, failed 1, skipped 0\n"
+        "flash_fwd: attempted 3, passed 3, refused as documented 0, failed 0, skipped 0\n"
+    )
+    facts = tmp_path / "support.toml"
+    facts.write_text(
+        f'[[run]]\ngpu = "X"\narch = "sm_90"\ndate = 2026-01-01\ntorch = "1"\ntriton = "2"\nrecord = "{log}"\n'
+    )
+    monkeypatch.setattr(support_matrix, "FACTS", facts)
+    support_matrix.runs.cache_clear()
+    try:
+        assert support_matrix.runs()[0].passed == {"flash_fwd": 3}
+    finally:
+        support_matrix.runs.cache_clear()

@@ -1,0 +1,87 @@
+"""Inputs for a problem, and the arguments with which each side is called."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpwave.bench.workloads import default_scale, padded_length
+from warpwave.problem import AttentionProblem, Operands
+
+MOST_INPUT_SETS = 64
+CACHES_FILLED = 4  # inputs that are to be cold cycle through this many times L2's size
+
+
+def make_operands(problem: AttentionProblem, device: torch.device | str, *, seed: int = 0) -> Operands:
+    """Inputs from N(0, 1), the same for the same problem, seed and kind of device. Zeros would run faster than data."""
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype = getattr(torch, problem.dtype)
+
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    rows_q = (problem.total_q,) if problem.packed else (problem.batch, problem.seqlen_q)
+    rows_k = (problem.total_k,) if problem.packed else (problem.batch, problem.seqlen_k)
+    q = normal(*rows_q, problem.num_heads_q, problem.head_dim)
+    k = normal(*rows_k, problem.num_heads_kv, problem.head_dim)
+    v = normal(*rows_k, problem.num_heads_kv, problem.head_dim_v)
+    return Operands(
+        q,
+        k,
+        v,
+        mask=None if problem.mask_shape is None else _mask(problem, generator, device),
+        bias=None if problem.bias_shape is None else normal(*problem.bias_shape),
+        alibi_slopes=None if problem.alibi_shape is None else _slopes(problem, device),
+        sinks=normal(problem.num_heads_q, dtype=torch.float32) if problem.has_sinks else None,
+        cu_seqlens_q=_offsets([q for q, _ in problem.items()], device) if problem.packed else None,
+        cu_seqlens_k=_offsets([k for _, k in problem.items()], device) if problem.packed else None,
+    )
+
+
+def call_arguments(problem: AttentionProblem, operands: Operands) -> dict[str, Any]:
+    """What follows q, k and v in a call of `attention`, or `attention_varlen` for a packed problem: what is not off."""
+    arguments: dict[str, Any] = {
+        name: tensor
+        for name, tensor in operands._asdict().items()
+        if name not in ("q", "k", "v") and tensor is not None
+    }
+    if problem.packed:
+        arguments |= {"max_seqlen_q": problem.seqlen_q, "max_seqlen_k": problem.seqlen_k}
+    if problem.causal is not None:
+        arguments["causal"] = problem.causal
+    if problem.window_size != (-1, -1):
+        arguments["window_size"] = problem.window_size
+    if problem.softcap:
+        arguments["softcap"] = problem.softcap
+    if problem.softmax_scale != default_scale(problem.head_dim):
+        arguments["softmax_scale"] = problem.softmax_scale
+    if problem.precision != "default":
+        arguments["precision"] = problem.precision
+    return arguments
+
+
+def sets_for_cold_cache(problem: AttentionProblem, l2_bytes: int) -> int:
+    """How many sets of inputs calls have to cycle through for each to find L2 without its own."""
+    wanted = math.ceil(CACHES_FILLED * l2_bytes / max(1, problem.compulsory_bytes))
+    return max(2, min(MOST_INPUT_SETS, wanted))
+
+
+def _mask(problem: AttentionProblem, generator: torch.Generator, device: torch.device | str) -> Tensor:
+    assert problem.mask_shape is not None
+    if problem.mask_shape[2] == 1:
+        lengths = torch.tensor([padded_length(problem, b) for b in range(problem.batch)], device=device)
+        return torch.arange(problem.seqlen_k, device=device) < lengths[:, None, None, None]
+    return torch.rand(problem.mask_shape, generator=generator, device=device) < 0.5
+
+
+def _slopes(problem: AttentionProblem, device: torch.device | str) -> Tensor:
+    """The geometric series from 2^(-8 / num_heads_q) to 2^-8 (Press et al., "Train Short, Test Long", 2021)."""
+    steps = torch.arange(1, problem.num_heads_q + 1, device=device, dtype=torch.float32)
+    return torch.exp2(-8 * steps / problem.num_heads_q)
+
+
+def _offsets(lengths: list[int], device: torch.device | str) -> Tensor:
+    return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)

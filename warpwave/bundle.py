@@ -1,0 +1,129 @@
+"""The file that `warpwave doctor --bundle` writes for a bug report: everything we would ask for, and nothing secret.
+
+Of the environment only variables on a list are kept, and the home folder is written as ~ wherever it occurs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from warpwave.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from warpwave.doctor import Facts
+
+# By name or, with a star, by how the name begins. Whatever else is set stays out of the file.
+KEPT_VARIABLES = (
+    *("TRITON_INTERPRET", "TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_DEBUG", "TRITON_ALWAYS_COMPILE"),
+    *("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH", "TRITON_LIBCUDA_PATH", "TRITON_DUMP_DIR"),
+    *("TRITON_DISABLE_LINE_INFO", "TRITON_DEFAULT_FP_FUSION", "DISABLE_PTXAS_OPT", "CC", "PATH"),
+    *("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_HOME", "CUDA_MODULE_LOADING", "HIP_VISIBLE_DEVICES"),
+    *("ROCR_VISIBLE_DEVICES", "NVIDIA_TF32_OVERRIDE", "PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_CUDA_ALLOC_CONF"),
+    *("TORCH_LOGS", "LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_NUM_THREADS", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX"),
+    *("WARPWAVE_DEVICE", "WARPWAVE_COMMIT", "LANG", "LC_ALL"),
+)
+RECENT_KERNELS = 10
+KEPT_METADATA = ("name", "target", "num_warps", "num_stages", "num_ctas", "shared", "tmem_size", "maxnreg", "hash")
+
+
+def write(path: Path, doctor: Mapping[str, Any], facts: Facts, *, force: bool) -> None:
+    """Writes the bundle, whole or not at all.
+
+    Raises:
+        InvalidInput: the file exists and `force` was not given, or it cannot be written.
+    """
+    contents = {
+        "kind": "warpwave bug report",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "doctor": dict(doctor),
+        "cards": [asdict(card) for card in facts.cards or ()],
+        "environment": {name: facts.environment[name] for name in KEPT_VARIABLES if name in facts.environment},
+        "code": _or_error(_code),
+        "explain": _or_error(_explanation),
+        "recent_kernels": recent_kernels(Path(facts.cache)),
+    }
+    text = json.dumps(without_home(contents, str(Path.home())), indent=1, default=str) + "\n"
+    try:
+        write_whole(path, text, force=force)
+    except FileExistsError:
+        raise InvalidInput(f"{path} is there already; give --force to write over it, or another name") from None
+    except OSError as error:
+        raise InvalidInput(f"{path} cannot be written: {error.strerror}") from None
+
+
+def write_whole(path: Path, text: str, *, force: bool) -> None:
+    """Writes a file by another one beside it, so that nobody ever sees half of it.
+
+    Raises:
+        FileExistsError: it exists and `force` is off.
+        OSError: it cannot be written.
+    """
+    if path.exists() and not force:
+        raise FileExistsError(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        if force:
+            os.replace(temporary, path)
+        else:
+            os.link(temporary, path)  # which, unlike a rename, fails where somebody else was faster
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def without_home(value: Any, home: str) -> Any:
+    """Plain data with the home folder written as ~ in every string."""
+    if isinstance(value, str):
+        return value if home == "/" else value.replace(home, "~")
+    if isinstance(value, Mapping):
+        return {without_home(k, home): without_home(v, home) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_home(item, home) for item in value]
+    return value
+
+
+def recent_kernels(cache: Path) -> list[dict[str, Any]]:
+    """What Triton noted of the kernels it compiled last, newest first."""
+    try:
+        notes = [path for path in cache.glob("*/*.json") if not path.name.startswith("__grp__")]
+        notes = sorted(notes, key=lambda path: path.stat().st_mtime, reverse=True)[:RECENT_KERNELS]
+    except OSError:  # no cache, or one that another process is clearing
+        return []
+    kernels = []
+    for path in notes:
+        with contextlib.suppress(OSError, ValueError):
+            noted = json.loads(path.read_text(encoding="utf-8"))
+            kernels.append({name: noted[name] for name in KEPT_METADATA if name in noted})
+    return kernels
+
+
+def _or_error(ask: Any) -> Any:
+    """An answer, or why there is none: a report of a broken installation is the one most needed."""
+    try:
+        return ask()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _code() -> Any:
+    from warpwave.bench import environment
+    from warpwave.doctor import _device
+
+    return environment.describe(_device())
+
+
+def _explanation() -> str:
+    import warpwave
+    from warpwave.doctor import _typical_problem
+
+    return str(warpwave.explain(_typical_problem()))

@@ -1,0 +1,140 @@
+"""The command-line options that describe an attention call, for every command that takes one.
+
+Only typer is imported before a command runs, as in cli.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from warpwave.problem import AttentionProblem
+
+DTYPES = {
+    "float16": "float16",
+    "fp16": "float16",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float32": "float32",
+    "fp32": "float32",
+}
+
+
+def describes_a_call(command: Callable[..., None]) -> Callable[..., None]:
+    """Puts these options behind a command's own; the command gets the problem they describe as its argument `problem`.
+
+    Its parameters must be annotated, its own options with typer's.
+    """
+    own, call = _parameters(command), _parameters(_describe)
+    del own["problem"]
+
+    def with_a_call(**given: Any) -> None:
+        problem = _describe(**{name: given.pop(name) for name in call})
+        command(problem=problem, **given)
+
+    # Which is what typer reads the options from.
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own.values(), *call.values())]
+    with_a_call.__name__, with_a_call.__doc__ = command.__name__, command.__doc__
+    with_a_call.__annotations__ = {p.name: p.annotation for p in parameters}
+    with_a_call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return with_a_call
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Parameters with their annotations evaluated, but for what is imported for type checkers alone."""
+
+    def evaluated(parameter: inspect.Parameter) -> inspect.Parameter:
+        if "typer." not in parameter.annotation:
+            return parameter
+        return parameter.replace(annotation=eval(parameter.annotation, function.__globals__))
+
+    return {name: evaluated(p) for name, p in inspect.signature(function).parameters.items()}
+
+
+def _describe(
+    batch: Annotated[int, typer.Option(min=0, help="Sequences.")] = 1,
+    seqlen_q: Annotated[int, typer.Option(min=0, help="Queries in each sequence.")] = 4096,
+    seqlen_k: Annotated[int | None, typer.Option(min=0, help="Keys in each sequence. Default: seqlen-q.")] = None,
+    heads: Annotated[int, typer.Option(min=0, help="Query heads.")] = 16,
+    heads_kv: Annotated[int | None, typer.Option(min=0, help="Key and value heads. Default: heads.")] = None,
+    head_dim: Annotated[int, typer.Option(min=0, help="Width of q and k.")] = 128,
+    head_dim_v: Annotated[int | None, typer.Option(min=0, help="Width of v and out. Default: head-dim.")] = None,
+    dtype: Annotated[str, typer.Option(help="float16 (fp16), bfloat16 (bf16) or float32 (fp32).")] = "bfloat16",
+    causal: Annotated[bool, typer.Option("--causal", help="Causal mask, aligned to the last key.")] = False,
+    causal_top_left: Annotated[
+        bool, typer.Option("--causal-top-left", help="Causal mask, aligned to the first key, as torch's is_causal.")
+    ] = False,
+    window: Annotated[
+        str, typer.Option(metavar="LEFT,RIGHT", help="Sliding window: keys seen before and after; -1 is unlimited.")
+    ] = "-1,-1",
+    mask: Annotated[bool, typer.Option("--mask", help="A boolean mask, one for each query and key.")] = False,
+    bias: Annotated[bool, typer.Option("--bias", help="A float32 bias, one for each head, query and key.")] = False,
+    packed: Annotated[
+        bool, typer.Option("--packed", help="Packed sequences, as attention_varlen takes them, all of one length.")
+    ] = False,
+    softcap: Annotated[float, typer.Option(help="Scores become softcap * tanh(score / softcap); 0 is off.")] = 0.0,
+    sinks: Annotated[bool, typer.Option("--sinks", help="One more logit a head in the denominator.")] = False,
+    alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi slopes, one a head.")] = False,
+    lse: Annotated[bool, typer.Option("--lse", help="Return the log-sum-exp as well.")] = False,
+    grad: Annotated[bool, typer.Option("--grad", help="Gradients will be asked for.")] = False,
+    precision: Annotated[str, typer.Option(help="For float32: default, ieee, tf32x3 or tf32.")] = "default",
+) -> AttentionProblem:
+    """The problem, through the same checks as a real call, on tensors without storage."""
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"{dtype!r} is not a dtype; use {', '.join(DTYPES)}", param_hint="--dtype")
+    if causal and causal_top_left:
+        raise typer.BadParameter("give --causal or --causal-top-left, not both", param_hint="--causal-top-left")
+    left, right = _window(window)
+    from dataclasses import replace
+
+    import torch
+
+    from warpwave.checks import Options, describe_call
+    from warpwave.problem import Operands
+
+    def tensor(*shape: int, dtype: str = DTYPES[dtype]) -> torch.Tensor:
+        try:
+            return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        except RuntimeError:  # what torch says of a size that overflows 64 bits
+            raise typer.BadParameter(f"no tensor can have {' x '.join(map(str, shape))} elements") from None
+
+    keys, kv_heads = seqlen_q if seqlen_k is None else seqlen_k, heads if heads_kv is None else heads_kv
+    rows_q, rows_k = ((batch * seqlen_q,), (batch * keys,)) if packed else ((batch, seqlen_q), (batch, keys))
+    offsets = tensor(batch + 1, dtype="int32") if packed else None
+    problem = describe_call(
+        Operands(
+            q=tensor(*rows_q, heads, head_dim),
+            k=tensor(*rows_k, kv_heads, head_dim),
+            v=tensor(*rows_k, kv_heads, head_dim if head_dim_v is None else head_dim_v),
+            mask=tensor(1, 1, seqlen_q, keys, dtype="bool") if mask else None,
+            bias=tensor(1, heads, seqlen_q, keys, dtype="float32") if bias else None,
+            alibi_slopes=tensor(heads, dtype="float32") if alibi else None,
+            sinks=tensor(heads, dtype="float32") if sinks else None,
+            cu_seqlens_q=offsets,
+            cu_seqlens_k=offsets,
+        ),
+        Options(
+            max_seqlen_q=seqlen_q if packed else 0,
+            max_seqlen_k=keys if packed else 0,
+            causal="bottom_right" if causal else "top_left" if causal_top_left else "",
+            window_left=left,
+            window_right=right,
+            softcap=softcap,
+            precision=precision,
+            return_lse=lse,
+            needs_grad=grad,
+        ),
+    )
+    return replace(problem, lengths=((seqlen_q, keys),) * batch) if packed else problem
+
+
+def _window(text: str) -> tuple[int, int]:
+    try:
+        left, right = (int(side) for side in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not two whole numbers; write 128,0", param_hint="--window") from None
+    return left, right

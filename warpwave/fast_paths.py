@@ -1,0 +1,177 @@
+"""Which kernel ahead of the one that serves a call would take it after a small change, and what that change is.
+
+A kernel's own `why_not` is asked about the changed call, so what it accepts is stated nowhere else. Changes keep the
+answer, or the part of it that somebody needs: gradients off, zeros padded on, a boolean mask said as what it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from warpwave.hardware.gpu import Gpu
+from warpwave.problem import AttentionProblem, Band, Causal
+
+LARGEST_MASK = 1 << 27  # cells looked at: more would take longer than `explain` may
+
+
+@dataclass(frozen=True)
+class FastPath:
+    """A kernel ahead of the one that serves a call, and what would let it.
+
+    Attributes:
+        kernel: its name.
+        changes: what to change, each a phrase; all of them together.
+    """
+
+    kernel: str
+    changes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kernel} would serve this call: {'; and '.join(self.changes)}"
+
+
+class _Edit(NamedTuple):
+    problem: AttentionProblem
+    change: str
+
+
+def nearest(problem: AttentionProblem, gpu: Gpu, ahead: list[Any], mask_band: Band | None = None) -> list[FastPath]:
+    """For each kernel in `ahead` that refuses the call, the smallest change it would accept, if one of ours does."""
+    paths = []
+    for kernel in ahead:
+        if not kernel.why_not(problem, gpu):
+            continue
+        place = None
+        if gpu.is_cpu and kernel.NEEDS_GPU:  # asked about the GPU that most of its kind run on
+            place, on = Gpu.for_arch("sm_90"), "move q, k and v to a GPU (.cuda())"
+        for edited in _edits(problem, mask_band):
+            if not kernel.why_not(edited.problem, place or gpu):
+                changes = tuple(text for text in (on if place else "", edited.change) if text)
+                paths.append(FastPath(kernel.NAME, changes))
+                break
+    return paths
+
+
+def _edits(problem: AttentionProblem, mask_band: Band | None) -> Iterator[_Edit]:
+    """Changed calls with the same answer (or the part of it that is needed), fewest changes first."""
+    makers = [_without_grad, _without_mask_of(mask_band), _without_lse, _with_other_precision]
+    makers += [_padded_to(multiple) for multiple in (8, 16, 32, 64, 128)]
+    yield _Edit(problem, "")
+    for number in (1, 2, 3):
+        for chosen in itertools.combinations(makers, number):
+            edited: _Edit | None = _Edit(problem, "")
+            for make in chosen:
+                assert edited is not None
+                step = make(edited.problem)
+                if step is None:
+                    edited = None
+                    break
+                edited = _Edit(step.problem, "; and ".join(filter(None, (edited.change, step.change))))
+            if edited is not None:
+                yield edited
+
+
+def _without_grad(problem: AttentionProblem) -> _Edit | None:
+    if not problem.requires_grad:
+        return None
+    return _Edit(replace(problem, requires_grad=False), "call under torch.no_grad() if no gradient is needed")
+
+
+def _without_lse(problem: AttentionProblem) -> _Edit | None:
+    return (
+        _Edit(replace(problem, return_lse=False), "drop return_lse if nobody reads it") if problem.return_lse else None
+    )
+
+
+def _with_other_precision(problem: AttentionProblem) -> _Edit | None:
+    if problem.precision == "default":
+        return None
+    return _Edit(replace(problem, precision="default"), 'use precision="default", which keeps float32 accuracy')
+
+
+def _without_mask_of(band: Band | None) -> Callable[[AttentionProblem], _Edit | None]:
+    def make(problem: AttentionProblem) -> _Edit | None:
+        changed = as_positional(problem, band)
+        return None if changed is None else _Edit(changed[0], changed[1])
+
+    return make
+
+
+def _padded_to(multiple: int) -> Callable[[AttentionProblem], _Edit | None]:
+    def make(problem: AttentionProblem) -> _Edit | None:
+        d, dv = (-(-size // multiple) * multiple for size in (problem.head_dim, problem.head_dim_v))
+        if (d, dv) == (problem.head_dim, problem.head_dim_v):
+            return None
+        steps = []
+        if d != problem.head_dim:
+            steps.append(f"pad q and k with zeros from head_dim {problem.head_dim} to {d}")
+        if dv != problem.head_dim_v:
+            steps.append(f"pad v from {problem.head_dim_v} to {dv} and cut the output back")
+        change = f"{', '.join(steps)}, with softmax_scale={problem.softmax_scale:.6g} given"
+        return _Edit(replace(problem, head_dim=d, head_dim_v=dv), change)
+
+    return make
+
+
+# Masks that are positional --------------------------------------------------------------------------------------------
+
+
+def positional_band(mask: torch.Tensor, seqlen_q: int, seqlen_k: int) -> Band | None:
+    """The band a boolean mask is equal to, for every batch and head alike; None where it is none, or too large to look
+    at. Reads the mask, which waits for its device.
+
+    Args:
+        mask: (batch, num_heads_q, seqlen_q, seqlen_k), axes of size 1 broadcast.
+    """
+    if not mask.numel() or mask.numel() > LARGEST_MASK or not seqlen_q or not seqlen_k:
+        return None
+    plane = mask[0, 0].expand(seqlen_q, seqlen_k)
+    keys, rows = torch.arange(seqlen_k, device=mask.device), torch.arange(seqlen_q, device=mask.device)
+    seen = plane.any(1)
+    if not bool(seen.any()):
+        return None
+    first = plane.int().argmax(1)
+    last = seqlen_k - 1 - plane.flip(1).int().argmax(1)
+    begins, ends = seen & (first > 0), seen & (last < seqlen_k - 1)  # rows whose edge lies inside
+    low = int((first - rows)[begins][0]) if bool(begins.any()) else None
+    high = int((last - rows)[ends][0]) if bool(ends.any()) else None
+    distance = keys - rows[:, None]
+    band = torch.ones_like(plane)
+    if low is not None:
+        band &= distance >= low
+    if high is not None:
+        band &= distance <= high
+    return Band(low, high) if bool((mask == band).all()) else None
+
+
+def as_positional(problem: AttentionProblem, band: Band | None) -> tuple[AttentionProblem, str] | None:
+    """The call without its boolean mask, and how to write that; None where position cannot say what the mask says, or
+    nothing is known of the mask.
+
+    Args:
+        band: what the mask is equal to, from `positional_band`.
+    """
+    if problem.mask_shape is None:
+        return None
+    without = replace(problem, mask_shape=None, mask_visible_pairs=None)
+    if problem.mask_visible_pairs == without.visible_pairs:
+        return without, "drop the mask: it hides nothing" + (" that position does not" if problem.has_band else "")
+    if band is None or problem.has_band:
+        return None
+    offset = problem.seqlen_k - problem.seqlen_q
+    low, high = band
+    if low is None and high == offset:
+        return replace(without, causal=Causal()), "pass causal=True in place of the mask, which is just that"
+    if low is None and high == 0:
+        changed = replace(without, causal=Causal("top_left"))
+        return changed, 'pass causal=Causal("top_left") in place of the mask, which is just that'
+    left, right = -1 if low is None else offset - low, -1 if high is None else high - offset
+    if left < -1 or right < -1 or (low is not None and left < 0) or (high is not None and right < 0):
+        return None
+    changed = replace(without, window_size=(left, right))
+    return changed, f"pass window_size=({left}, {right}) in place of the mask, which is just that"

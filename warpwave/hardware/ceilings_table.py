@@ -1,0 +1,107 @@
+"""The `roof` command: measure, keep, and show beside the data sheet."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from warpwave.errors import InvalidInput
+from warpwave.hardware import measure
+from warpwave.hardware.catalog import DataSheet, data_sheet
+from warpwave.hardware.gpu import CPU, current_gpu
+from warpwave.hardware.measure import Ceilings
+
+
+def run(device: str | None, out: Path | None, as_json: bool) -> int:
+    """Measures and prints; progress goes to stderr. Returns the exit code.
+
+    Raises:
+        InvalidInput: a device that is not there, a file that cannot be written, or too little free memory.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise InvalidInput(f"{device!r} is not a device; use cpu or cuda")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise InvalidInput(f"torch sees no GPU {index or 0} here; use --device cpu")
+    if out is not None and not out.parent.is_dir():
+        raise InvalidInput(f"{out} cannot be written: there is no folder {out.parent}")
+    try:
+        ceilings = measure.measure(device, say=_say)
+    except torch.OutOfMemoryError:
+        free, total = torch.cuda.mem_get_info(device)
+        raise InvalidInput(
+            f"{free >> 20} of the GPU's {total >> 20} MiB are free, too little to measure with; end what holds the rest"
+        ) from None
+    if out is not None:
+        try:
+            measure.write(ceilings, out)
+        except OSError as error:
+            raise InvalidInput(f"{out} cannot be written: {error.strerror}") from None
+    try:
+        kept = f"kept in {measure.store(ceilings)}"
+    except OSError as error:
+        kept = f"not kept, for the cache cannot be written: {error}"
+    gpu = current_gpu(torch.device(device)) if kind == "cuda" else CPU
+    print(json.dumps(asdict(ceilings), indent=2) if as_json else table(ceilings, data_sheet(gpu)))
+    print(kept, file=sys.stderr if as_json else sys.stdout)
+    return 0
+
+
+def _say(line: str) -> None:
+    print(f"measuring {line} ...", file=sys.stderr)
+
+
+def table(ceilings: Ceilings, sheet: DataSheet | None) -> str:
+    """Measured figures, the data sheet's beside them, and the share reached."""
+    lines = [f"{ceilings.gpu} ({ceilings.arch}), {ceilings.date}"]
+    if sheet is None and ceilings.arch != "cpu":
+        lines.append("the catalogue has no data sheet of this card")
+    lines.append(f"\n{'':28}{'measured':>18}{'data sheet':>18}{'share':>8}")
+    for name, value, stated, unit in _rows(ceilings, sheet):
+        if value is None:
+            continue
+        said = "" if stated is None else f"{_figure(stated)} {unit}"
+        share = "" if stated is None else f"{value / stated:.0%}"
+        lines.append(f"{name:28}{f'{_figure(value)} {unit}':>18}{said:>18}{share:>8}".rstrip())
+    readings = ceilings.environment.get("snapshots", {})
+    seen = [(when, reading) for when, reading in readings.items() if reading]
+    if seen:
+        lines.append(f"\n{'':28}{'SM clock':>12}{'power':>12}{'temperature':>14}  held back by")
+    for when, reading in sorted(seen, key=lambda item: ("before", "sustained", "after").index(item[0])):
+        cells = [_reading(reading.get(key), unit) for key, unit in (("sm_mhz", "MHz"), ("power_w", "W"))]
+        temperature = _reading(reading.get("temperature_c"), "C")
+        causes = ", ".join(reading.get("throttle") or []) or "-"
+        lines.append(f"{when:28}{cells[0]:>12}{cells[1]:>12}{temperature:>14}  {causes}")
+    return "\n".join(lines)
+
+
+def _rows(ceilings: Ceilings, sheet: DataSheet | None) -> Iterator[tuple[str, float | None, float | None, str]]:
+    sizes = ceilings.environment.get("product_sizes", {})
+    peaks = {} if sheet is None else sheet.peak_tflops
+    for path, rate in ceilings.product_tflops.items():
+        size = f", {sizes[path]}^3" if path in sizes else ""
+        yield f"product {path}{size}", rate, peaks.get(path), "TFLOP/s"
+    for path, rate in ceilings.sustained_tflops.items():
+        yield f"  sustained {path}", rate, peaks.get(path), "TFLOP/s"
+    bandwidth = None if sheet is None else sheet.bandwidth_gbps
+    yield "read", ceilings.read_gbps, bandwidth, "GB/s"
+    yield "copy (read + written)", ceilings.copy_gbps, bandwidth, "GB/s"
+    yield "L2 read", ceilings.l2_gbps, None if sheet is None else sheet.l2_gbps, "GB/s"
+    yield "exponentials", ceilings.exponentials_gops, None if sheet is None else sheet.exponentials_gops, "Gexp/s"
+    empty = "an empty call" if ceilings.arch == "cpu" else "empty kernel, in a graph"
+    yield empty, ceilings.launch_us, None, "us"
+    yield "launching it, host", ceilings.host_call_us, None, "us"
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.{0 if value >= 1000 else 1 if value >= 10 else 2 if value >= 0.1 else 4}f}"
+
+
+def _reading(value: float | None, unit: str) -> str:
+    return "-" if value is None else f"{value:,.0f} {unit}"

@@ -1,0 +1,428 @@
+"""What this very machine reaches: bandwidths, products, exponentials and launches, measured once and kept.
+
+A data sheet says what a card can do at the clock on its box. What it does depends on power, temperature and software,
+and that is measured here, with the timing of `bench.timing` (interleaving and L2 rules included). Products are timed
+twice: cool, each after a pause, and after two seconds without one, when the power cap holds the clocks down.
+
+Triton's interpreter never lends its times to anything here: where it is on, only torch's own operations are measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from warpwave.hardware.gpu import CPU, Gpu, current_gpu
+from warpwave.kernels.probes import empty_kernel, exponentials_kernel, read_kernel
+from warpwave.kernels.triton_or_stub import INTERPRETED, NO_TRITON
+
+if TYPE_CHECKING:
+    import torch
+
+    from warpwave.bench.timing import Call, Samples
+
+log = logging.getLogger("warpwave")
+
+SHIPPED = Path(__file__).with_name("measured")
+SCHEMA = "warpwave ceilings 1"
+
+MIB = 1 << 20
+STREAM_BYTES = 1024 * MIB  # of each buffer that is streamed: far above any L2 (and MI300X's 256 MB cache)
+CPU_STREAM_BYTES = 256 * MIB  # above the last-level cache of most servers
+PRODUCT_SIZE = 8192  # rows, columns and depth of the timed product: as in the peak figures people quote
+PRODUCT_US = 40_000.0  # a product that takes longer than this is timed at half the size
+CPU_PRODUCT_US = 60_000.0
+L2_PASSES = 32  # over a buffer that fits L2, in one launch, so that filling it and launching are lost in the passes
+EXPONENTIALS_EACH = 2048  # for each element of the exponentials kernel, in registers
+PAUSE_S = 0.5  # before a product, for the card to cool and its clocks to recover
+SUSTAINED_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """What one machine reached; None where nothing could measure it.
+
+    A measured product is a yardstick and not a limit: another kernel may draw less power and run at higher clocks.
+
+    Attributes:
+        gpu: what the driver calls the device; on a CPU its model and the number of threads.
+        arch: `"sm_90"`, `"gfx942"`, `"cpu"`.
+        date: UTC, ISO 8601.
+        copy_gbps: 10^9 bytes a second from device memory to device memory, bytes read plus bytes written.
+        read_gbps: 10^9 bytes read a second from device memory.
+        l2_gbps: 10^9 bytes read a second from a buffer that stays in L2.
+        product_tflops: path (`catalog.PATHS`) -> 10^12 operations a second of one large square product, best of
+            several rounds, each path after a pause.
+        sustained_tflops: the same after two seconds without a pause, median.
+        exponentials_gops: 10^9 exponentials (base two, float32; on a CPU base e) a second.
+        launch_us: device time of an empty kernel inside a replayed graph; on a CPU, of a call with nothing to do.
+        host_call_us: host time of launching an empty kernel.
+        environment: `bench.environment.describe`; `snapshots` holds clocks, power and temperature before, while the
+            product was sustained, and after; `product_sizes` how large the products were.
+    """
+
+    gpu: str
+    arch: str
+    date: str
+    copy_gbps: float | None = None
+    read_gbps: float | None = None
+    l2_gbps: float | None = None
+    product_tflops: dict[str, float] = field(default_factory=dict)
+    sustained_tflops: dict[str, float] = field(default_factory=dict)
+    exponentials_gops: float | None = None
+    launch_us: float | None = None
+    host_call_us: float | None = None
+    environment: dict[str, Any] = field(default_factory=dict)
+
+
+# Measuring ------------------------------------------------------------------------------------------------------------
+
+
+def measure(device: torch.device | str, say: Callable[[str], None] = lambda line: None) -> Ceilings:
+    """Measures this machine: under 30 s on a GPU, about 10 s on two CPU cores.
+
+    Args:
+        device: `"cpu"` or a CUDA device (HIP's go by that name too).
+        say: told what is being measured, before it is.
+
+    Raises:
+        torch.OutOfMemoryError: the buffers do not fit; something else holds the memory.
+    """
+    import torch
+
+    from warpwave.bench import environment
+
+    device = torch.device(device)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    known = environment.describe(device)
+    snapshots = {"before": environment.snapshot(device)}
+    figures = _measure_gpu(device, say, snapshots) if device.type == "cuda" else _measure_cpu(say)
+    snapshots["after"] = environment.snapshot(device)
+    gpu = current_gpu(device) if device.type == "cuda" else CPU
+    sizes = figures.pop("product_sizes")
+    return Ceilings(
+        gpu=_device_name(gpu),
+        arch=gpu.arch,
+        date=known["date"],
+        environment={**known, "snapshots": snapshots, "product_sizes": sizes},
+        **figures,
+    )
+
+
+def _measure_gpu(device: torch.device, say: Callable[[str], None], snapshots: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    from warpwave.bench import environment
+
+    gpu = current_gpu(device)
+    figures: dict[str, Any] = {"product_tflops": {}, "sustained_tflops": {}, "product_sizes": {}}
+    with torch.cuda.device(device):
+        for path, dtype in _product_paths(gpu).items():
+            say(f"product, {path}")
+            n = _product_size(device, dtype, path, PRODUCT_SIZE, PRODUCT_US)
+            time.sleep(PAUSE_S)
+            with _products_in(path):
+                timed = _time(_product(device, dtype, n), device, rounds=3, warmup_s=0.02, sample_s=0.01)
+            figures["product_tflops"][path] = 2 * n**3 / min(timed.samples_us) * 1e-6
+            figures["product_sizes"][path] = n
+        figures |= _bandwidths(device, say)
+        if _triton_runs():
+            figures |= _triton_figures(device, gpu, say)
+        path = "bfloat16" if "bfloat16" in figures["product_tflops"] else "float16"
+        if path in figures["product_tflops"]:
+            say(f"product, {path}, sustained")
+            n = figures["product_sizes"][path]
+            seen: list[Any] = []
+            timed = _time(
+                _product(device, getattr(torch, path), n),
+                device,
+                rounds=3,
+                warmup_s=SUSTAINED_S,
+                sample_s=0.1,
+                on_round=lambda _: seen.append(environment.snapshot(device)),
+            )
+            figures["sustained_tflops"][path] = 2 * n**3 / timed.median_us * 1e-6
+            snapshots["sustained"] = seen[-1]
+    torch.cuda.empty_cache()
+    return figures
+
+
+def _product_paths(gpu: Gpu) -> dict[str, torch.dtype]:
+    """The products worth timing, each with the dtype of its operands."""
+    import torch
+
+    paths = {"float16": torch.float16, "bfloat16": torch.bfloat16, "tf32": torch.float32, "float32": torch.float32}
+    if gpu.vendor == "nvidia" and gpu.capability < 80:
+        del paths["bfloat16"], paths["tf32"]
+    if gpu.vendor == "amd":
+        del paths["tf32"]
+        if gpu.arch.startswith("gfx9"):  # CDNA's libraries compute float32 with its matrix instructions
+            paths["float32_matrix"] = paths.pop("float32")
+    return paths
+
+
+def _product(device: torch.device, dtype: torch.dtype, n: int) -> Call:
+    import torch
+
+    # Random data: zeros draw less power, and would run at clocks that no real product sees.
+    a, b = (torch.randn(n, n, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
+    out = torch.empty(n, n, device=device, dtype=dtype)
+    return lambda: torch.mm(a, b, out=out)
+
+
+def _product_size(device: torch.device, dtype: torch.dtype, path: str, largest: int, most_us: float) -> int:
+    """The largest power of two whose product is over in time, judged by one of an eighth of the rows and columns."""
+    trial = max(256, largest // 8)
+    with _products_in(path):
+        trial_us = min(_time(_product(device, dtype, trial), device, rounds=3, warmup_s=0.0, sample_s=0.0).samples_us)
+    n = largest
+    while n > trial and trial_us * (n / trial) ** 3 > most_us:
+        n //= 2
+    return n
+
+
+@contextlib.contextmanager
+def _products_in(path: str) -> Iterator[None]:
+    """Float32 products in float32, or in tf32 where that is what is timed; the process's setting comes back."""
+    import torch
+
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32" if path == "tf32" else "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def _bandwidths(device: torch.device, say: Callable[[str], None]) -> dict[str, Any]:
+    import torch
+
+    size = STREAM_BYTES
+    while size > 64 * MIB and 3 * size > torch.cuda.mem_get_info(device)[0]:
+        size //= 2
+    source, target = torch.ones(size // 4, device=device), torch.empty(size // 4, device=device)
+    say("copy")
+    copied = _time(lambda: target.copy_(source), device)
+    say("read")
+    summed, count = _reader(device, source, passes=1) if _triton_runs() else (lambda: source.sum(), size)
+    seen = _time(summed, device)
+    return {"copy_gbps": 2 * size / min(copied.samples_us) * 1e-3, "read_gbps": count / min(seen.samples_us) * 1e-3}
+
+
+def _reader(device: torch.device, x: torch.Tensor, passes: int) -> tuple[Call, int]:
+    """A call that reads x (float32) so many times, and the bytes it reads."""
+    import torch
+
+    block = 4096
+    n = x.numel() // block * block
+    # Eight programs of eight warps an SM, 16 bytes a thread and load: enough in flight to cover the latency.
+    programs = min(n // block, 8 * torch.cuda.get_device_properties(device).multi_processor_count)
+    out = torch.empty(programs, device=device)
+
+    def read() -> None:
+        read_kernel[(programs,)](x, out, n, passes, BLOCK=block, num_warps=8)
+
+    return read, 4 * n * passes
+
+
+def _triton_figures(device: torch.device, gpu: Gpu, say: Callable[[str], None]) -> dict[str, Any]:
+    import torch
+
+    from warpwave import launch
+    from warpwave.bench.timing import host_time_us
+
+    figures: dict[str, Any] = {}
+    l2_bytes = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
+    if l2_bytes:
+        say("L2")
+        # A quarter of L2: large chips keep two copies of what both of their halves read.
+        inside = torch.ones(max(MIB, l2_bytes // 4) // 4, device=device)
+        read, count = _reader(device, inside, L2_PASSES)
+        figures["l2_gbps"] = count / min(_time(read, device, flush_l2=False).samples_us) * 1e-3
+    say("exponentials")
+    block, programs = 2048, 4 * gpu.num_sms
+    out = torch.empty(block * programs, device=device)
+
+    def exponentials() -> None:
+        exponentials_kernel[(programs,)](out, EXPONENTIALS_EACH, BLOCK=block, num_warps=8)
+
+    timed = _time(exponentials, device)
+    figures["exponentials_gops"] = block * programs * EXPONENTIALS_EACH / min(timed.samples_us) * 1e-3
+    say("launch")
+    spec = launch.Launch(empty_kernel, 1, (out,), (), {}, {"num_warps": 4})
+    launcher = launch.bind(spec)
+    figures["launch_us"] = _time(lambda: launcher(out), device).median_us
+    figures["host_call_us"] = host_time_us(lambda: launcher(out), device=device)
+    return figures
+
+
+def _measure_cpu(say: Callable[[str], None]) -> dict[str, Any]:
+    import torch
+
+    device = torch.device("cpu")
+    figures: dict[str, Any] = {"product_tflops": {}, "product_sizes": {}}
+    for path in ("float32", "bfloat16", "float16"):
+        say(f"product, {path}")
+        dtype = getattr(torch, path)
+        n = _product_size(device, dtype, path, 2048, CPU_PRODUCT_US)
+        timed = _time(_product(device, dtype, n), device)
+        figures["product_tflops"][path] = 2 * n**3 / min(timed.samples_us) * 1e-6
+        figures["product_sizes"][path] = n
+    say("copy")
+    source = torch.ones(CPU_STREAM_BYTES // 4)
+    target = torch.empty_like(source)
+    timed = _time(lambda: target.copy_(source), device)
+    figures["copy_gbps"] = 2 * CPU_STREAM_BYTES / min(timed.samples_us) * 1e-3
+    say("read")
+    figures["read_gbps"] = CPU_STREAM_BYTES / min(_time(lambda: source.sum(), device).samples_us) * 1e-3
+    say("exponentials")
+    x = torch.linspace(-10, 0, 1 << 18)  # 1 MB: from cache
+    out = torch.empty_like(x)
+    figures["exponentials_gops"] = x.numel() / min(_time(lambda: torch.exp(x, out=out), device).samples_us) * 1e-3
+    say("call")
+    one = torch.zeros(1)
+    figures["launch_us"] = _time(lambda: one.add_(1), device).median_us
+    return figures
+
+
+def _time(
+    call: Call,
+    device: torch.device,
+    *,
+    rounds: int = 5,
+    warmup_s: float = 0.05,
+    sample_s: float = 0.02,
+    flush_l2: bool = True,
+    on_round: Callable[[int], None] | None = None,
+) -> Samples:
+    from warpwave.bench.timing import time_interleaved
+
+    return time_interleaved(
+        {"call": call},
+        device=device,
+        rounds=rounds,
+        warmup_s=warmup_s,
+        sample_s=sample_s,
+        flush_l2=flush_l2,
+        on_round=on_round,
+    )["call"]
+
+
+def _triton_runs() -> bool:
+    return NO_TRITON is None and not INTERPRETED
+
+
+# Keeping --------------------------------------------------------------------------------------------------------------
+
+
+def store(ceilings: Ceilings) -> Path:
+    """Keeps ceilings in the user's cache (`$XDG_CACHE_HOME` or `~/.cache`), in place of older ones of that device.
+
+    Raises:
+        OSError: the cache cannot be written.
+    """
+    path = cache_file(ceilings.gpu, ceilings.arch)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(ceilings, path)
+    return path
+
+
+def write(ceilings: Ceilings, path: Path) -> None:
+    """Writes ceilings as JSON. Whoever reads the file meanwhile sees the old one or the new one, never a part.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    text = json.dumps({"schema": SCHEMA, **asdict(ceilings)}, indent=2)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def read(path: Path) -> Ceilings:
+    """What `write` wrote.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a file of ceilings; the message says why.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"it is not JSON: {error}") from None
+    if not isinstance(data, dict) or data.pop("schema", None) != SCHEMA:
+        raise ValueError(f"its schema is not {SCHEMA!r}")
+    for name, kind in (("gpu", str), ("arch", str), ("date", str), ("environment", dict)):
+        if not isinstance(data.get(name), kind):
+            raise ValueError(f"{name} is missing or no {kind.__name__}")
+    if unknown := data.keys() - {f.name for f in fields(Ceilings)}:
+        raise ValueError(f"it has {', '.join(sorted(unknown))}, which ceilings do not have")
+    rates = [(f.name, data.get(f.name)) for f in fields(Ceilings) if f.name.endswith(("_gbps", "_gops", "_us"))]
+    for name in ("product_tflops", "sustained_tflops"):
+        if not isinstance(data.setdefault(name, {}), dict):
+            raise ValueError(f"{name} is no table")
+        rates += [(f"{name}.{path}", rate) for path, rate in data[name].items()]
+    for name, rate in rates:
+        if rate is not None and not (isinstance(rate, (int, float)) and 0 < rate < float("inf")):
+            raise ValueError(f"{name} is {rate!r}; a rate is a positive number")
+    return Ceilings(**data)
+
+
+def load(gpu: Gpu) -> Ceilings | None:
+    """The ceilings kept for a device on this machine, or None. A file that is damaged is named and ignored."""
+    name = _device_name(gpu)
+    path = cache_file(name, gpu.arch)
+    try:
+        ceilings = read(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        log.warning("%s is ignored: %s; `warpwave roof` writes it anew", path, error)
+        return None
+    if (ceilings.gpu, ceilings.arch) != (name, gpu.arch):
+        log.warning("%s is ignored: it is of %s and not of %s", path, ceilings.gpu, name)
+        return None
+    return ceilings
+
+
+def shipped(gpu: Gpu) -> Ceilings | None:
+    """The ceilings that come with the package, measured on another card of the same name; or None."""
+    for path in sorted(SHIPPED.glob("*.json")):
+        ceilings = read(path)
+        if (ceilings.gpu, ceilings.arch) == (gpu.name, gpu.arch):
+            return ceilings
+    return None
+
+
+def cache_file(name: str, arch: str) -> Path:
+    """Where the ceilings of a device are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    slug = re.sub(r"[^a-z0-9]+", "-", f"{arch} {name}".lower()).strip("-")
+    return Path(base).expanduser() / "warpwave" / "ceilings" / f"{slug}.json"
+
+
+def _device_name(gpu: Gpu) -> str:
+    """A GPU by its name. CPUs are told apart by model and threads: a home directory may serve several machines."""
+    if not gpu.is_cpu:
+        return gpu.name
+    import torch
+
+    from warpwave.bench.environment import cpu_model
+
+    return f"{cpu_model() or 'CPU'}, {torch.get_num_threads()} threads"

@@ -1,0 +1,110 @@
+"""How a call becomes a Triton kernel's arguments: strides, window, padding, precision, outputs. Host code alone.
+
+Every kernel takes a dense and a packed call alike: a packed tensor is one whose batch stride is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from warpwave.hardware.gpu import Gpu
+from warpwave.problem import AttentionProblem, Operands
+
+UNLIMITED = 2**30  # a window side larger than any sequence, small enough that adding a length does not overflow
+
+
+def padded(head_dim: int) -> int:
+    """Tiles are powers of two, and 16 is the least that a matrix instruction takes."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def dot_precision(problem: AttentionProblem, gpu: Gpu) -> str:
+    """How float32 products are computed. The default is the fastest that keeps float32 accuracy: tf32x3 splits each
+    operand in two and takes three tensor-core products, with an error like that of float32 itself."""
+    if problem.precision == "default":
+        return "tf32x3" if problem.dtype == "float32" and gpu.vendor == "nvidia" else "ieee"
+    return problem.precision
+
+
+def token_strides(problem: AttentionProblem, tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides of q, k, v or out: (batch, token, head, element)."""
+    return (0, *tensor.stride()) if problem.packed else tensor.stride()
+
+
+def lse_strides(problem: AttentionProblem) -> tuple[int, int]:
+    """Strides of lse: (batch, head)."""
+    rows = problem.total_q if problem.packed else problem.seqlen_q
+    return (0, rows) if problem.packed else (problem.num_heads_q * rows, rows)
+
+
+def broadcast_strides(tensor: torch.Tensor | None) -> tuple[int, ...]:
+    """Strides of mask or bias: (batch, head, query, key), 0 along the axes that are broadcast."""
+    if tensor is None:
+        return (0, 0, 0, 0)
+    return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def slope_strides(slopes: torch.Tensor | None) -> tuple[int, ...]:
+    """Strides of ALiBi slopes: (batch, head)."""
+    if slopes is None:
+        return (0, 0)
+    return (0, *slopes.stride()) if slopes.dim() == 1 else slopes.stride()
+
+
+def window(problem: AttentionProblem) -> tuple[int, int]:
+    """The window's sides, left and right. A causal mask aligned to the last key is one with nothing to the right."""
+    left, right = problem.window_size
+    if problem.causal is not None and problem.causal.alignment == "bottom_right":
+        right = 0
+    return (
+        min(left, UNLIMITED) if left >= 0 else UNLIMITED,
+        min(right, UNLIMITED) if right >= 0 else UNLIMITED,
+    )
+
+
+def band_constants(problem: AttentionProblem) -> dict[str, bool]:
+    """The compile-time side of the positional mask: which of its edges there are."""
+    return {
+        "HAS_LOW": problem.window_size[0] >= 0,
+        "HAS_HIGH": problem.window_size[1] >= 0 or problem.causal is not None,
+        "TOP_LEFT": problem.causal is not None and problem.causal.alignment == "top_left",
+    }
+
+
+def feature_constants(problem: AttentionProblem) -> dict[str, bool]:
+    """The compile-time side of what is done to scores behind the product."""
+    return {
+        "HAS_MASK": problem.mask_shape is not None,
+        "HAS_BIAS": problem.bias_shape is not None,
+        "HAS_ALIBI": problem.alibi_shape is not None,
+        "HAS_SOFTCAP": problem.softcap > 0,
+        "HAS_SINKS": problem.has_sinks,
+    }
+
+
+def allocator(problem: AttentionProblem, q: torch.Tensor) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
+    """Returns `allocate() -> (out, lse)`, lse None unless asked for, on the device of q."""
+    out_shape = (*q.shape[:-1], problem.head_dim_v)
+    rows = (problem.total_q,) if problem.packed else (problem.batch, problem.seqlen_q)
+    lse_shape = (*rows[:-1], problem.num_heads_q, rows[-1])
+    dtype, device = q.dtype, q.device
+
+    def allocate() -> tuple[torch.Tensor, torch.Tensor | None]:
+        out = torch.empty(out_shape, dtype=dtype, device=device)
+        return out, torch.empty(lse_shape, dtype=torch.float32, device=device) if problem.return_lse else None
+
+    return allocate
+
+
+def straightener(operands: Operands) -> Callable[[Operands], Operands]:
+    """Returns `straight(operands)`: mask, bias, slopes and sinks with stride 1 (or 0, along a broadcast axis), so that
+    a layout is not one more variant of the kernel, with other bits. A tensor that is strided is copied, as it is:
+    broadcast axes stay broadcast."""
+    strided = [
+        n for n in Operands._fields[3:] if (t := getattr(operands, n)) is not None and t.stride(-1) > 1 < t.shape[-1]
+    ]
+    if not strided:
+        return lambda operands: operands
+    return lambda operands: operands._replace(**{name: getattr(operands, name).contiguous() for name in strided})

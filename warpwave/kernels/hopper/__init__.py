@@ -1,0 +1,1 @@
+"""Kernels for NVIDIA Hopper (sm_90), written in Gluon: warp-specialised, with TMA and wgmma."""

@@ -1,0 +1,215 @@
+"""Launches with tensor maps: each map encoded once a base address, the rest decided once a call's shape.
+
+Triton's own call path builds a descriptor object, encodes a map and flattens shapes and strides for every argument of
+every call, 80 to 100 us for four tensors. Here a plan holds what does not change, remembers the maps of base addresses
+it has met, and calls the compiled launcher directly. Which function that is, and how it takes its arguments, is private
+to Triton, so it is looked for behind a version check; where it is not found the public call serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from warpwave import launch
+from warpwave.errors import UnsupportedProblem
+from warpwave.kernels.hopper.compat import TensorDescriptor, gl
+from warpwave.kernels.triton_or_stub import triton
+
+MAX_MAPS = 256  # sets of base addresses remembered for one plan; a training step meets a few
+KNOWN = ((3, 6), (3, 7), (3, 8), (3, 9))  # Triton versions whose private launcher was read
+
+
+class MapPlan(NamedTuple):
+    """How one tensor map sees a tensor.
+
+    Args:
+        source: which of the launch's tensors, by number.
+        shape, strides: (batch, heads, rows, columns), strides in elements; nothing outside `shape` is read or written.
+        block: what one copy moves, (1, 1, rows, columns).
+    """
+
+    source: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+
+    def descriptor(self, tensor: torch.Tensor) -> Any:
+        """Triton's own object, for compiling and for the public call."""
+        dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[tensor.dtype]
+        layout = gl.NVMMASharedLayout.get_default_for(list(self.block), dtype)
+        return TensorDescriptor(tensor, list(self.shape), list(self.strides), list(self.block), layout)
+
+
+class Counters:
+    """Tile counters, zero between launches: one a stream, and one for each launch that a CUDA graph captures.
+
+    A graph may be replayed on any stream beside any other work, so its launches share a counter with nobody.
+    """
+
+    CAPTURED = 4096
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.of_stream: dict[int, torch.Tensor] = {}
+        self.for_graphs = torch.zeros(self.CAPTURED, dtype=torch.int32, device=device)
+        self.taken = 0
+        torch.cuda.current_stream(device).synchronize()  # zero before any other stream draws
+
+    def get(self, stream: int) -> torch.Tensor:
+        """The counter for a launch on this stream."""
+        if torch.cuda.is_current_stream_capturing():
+            if self.taken < self.CAPTURED:
+                self.taken += 1
+                return self.for_graphs[self.taken - 1 : self.taken]
+            return torch.zeros(1, dtype=torch.int32, device=self.device)  # zeroed by the graph itself, at each replay
+        counter = self.of_stream.get(stream)
+        if counter is None:
+            counter = self.of_stream[stream] = torch.zeros(1, dtype=torch.int32, device=self.device)
+        return counter
+
+
+_counters: dict[int, Counters] = {}
+
+
+def counters(device: torch.device) -> Counters:
+    index = device.index
+    if index not in _counters:
+        _counters[index] = Counters(device)
+    return _counters[index]
+
+
+def bind(spec: launch.Launch, maps: Sequence[MapPlan | None], sources: Sequence[torch.Tensor]) -> Callable[..., None]:
+    """Compiles a launch and returns its launcher.
+
+    Args:
+        spec: the launch. Its first `len(maps)` tensors are descriptors, None where `maps` is None; its last is the
+            counter.
+        maps: how to make the descriptors.
+        sources: the tensors that `MapPlan.source` counts.
+
+    Returns:
+        `launch(sources, pointers)`: launches on other tensors of the same dtypes, shapes and strides, on the current
+        stream of their device. `pointers` are the spec's tensors between the maps and the counter.
+
+    Raises:
+        RuntimeError: the kernel is not compiled yet and a CUDA graph is being captured.
+        UnsupportedProblem: the compiled kernel needs more shared memory than the GPU has.
+    """
+    kernel, grid, tensors, scalars, constants, options = spec
+    device = sources[0].device
+    index = device.index
+    with torch.cuda.device(device):
+        compiled = launch.compile_once(spec, device)
+        try:
+            run = compiled.run  # loads the module
+        except triton.runtime.errors.OutOfResources as error:
+            raise UnsupportedProblem(
+                f"{kernel.__name__} with {dict(options)} does not fit this GPU",
+                {kernel.__name__: [str(error)]},
+                "a config with a smaller block_m or block_n, or fewer num_stages",
+            ) from None
+        of_device = counters(device)
+    present = [(i, plan) for i, plan in enumerate(maps) if plan is not None]
+    current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
+    capturing = torch.cuda.is_current_stream_capturing
+    enter_hook = triton.knobs.runtime.launch_enter_hook
+    direct = _direct(compiled, run)
+
+    def public(sources: Sequence[torch.Tensor], pointers: Sequence[torch.Tensor | None]) -> None:
+        with torch.cuda.device(index):
+            descriptors = [None if plan is None else plan.descriptor(sources[plan.source]) for plan in maps]
+            counter = of_device.get(current_stream(index))
+            kernel[(grid,)](*descriptors, *pointers, counter, *scalars, **constants, **options)
+
+    if direct is None:
+        return public
+
+    encode, start = direct
+    encoders = [(plan, encode[j]) for j, (_, plan) in enumerate(present)]
+    known: dict[tuple[int, ...], list[Any]] = {}
+    rest = (*scalars, *constants.values())
+    of_stream = of_device.of_stream
+
+    def flattened(addresses: tuple[int, ...]) -> list[Any]:
+        """The maps at these addresses as the launcher takes them: map, shape, strides; None where there is no map."""
+        arguments: list[Any] = []
+        remaining = iter(encoders)
+        for plan in maps:
+            if plan is None:
+                arguments.append(None)
+            else:
+                plan, encode_map = next(remaining)
+                arguments += (encode_map(addresses[plan.source], plan), *plan.shape, *plan.strides)
+        if len(known) >= MAX_MAPS:
+            known.clear()
+        known[addresses] = arguments
+        return arguments
+
+    def fast(sources: Sequence[torch.Tensor], pointers: Sequence[torch.Tensor | None]) -> None:
+        if current_device() != index or enter_hook.calls:
+            # Another device is current, or a profiler listens to launches: the public call path serves both.
+            return public(sources, pointers)
+        stream = current_stream(index)
+        counter = of_stream.get(stream)
+        if counter is None or capturing():
+            counter = of_device.get(stream)
+        q, k, v, out = sources
+        addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr())
+        described = known.get(addresses)
+        if described is None:
+            described = flattened(addresses)
+        others = [None if t is None else t.data_ptr() for t in pointers]
+        start(grid, stream, [*described, *others, counter.data_ptr(), *rest])
+
+    return fast
+
+
+def _direct(compiled: Any, run: Any) -> tuple[list[Callable[[int, MapPlan], Any]], Callable[..., None]] | None:
+    """How to encode each map, and how to start the kernel with flattened arguments; None where this Triton hides it."""
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    inner = getattr(run, "launch", None)
+    metas = getattr(compiled.metadata, "tensordesc_meta", None)
+    if version not in KNOWN or inner is None or not metas or any(meta is None for meta in metas):
+        return None
+    closure = {
+        name: cell.cell_contents
+        for name, cell in zip(
+            getattr(getattr(inner, "__code__", None), "co_freevars", ()),
+            getattr(inner, "__closure__", None) or (),
+            strict=True,
+        )
+    }
+    launcher = closure.get("launcher")
+    utils = triton.runtime.driver.active.utils
+    fill = getattr(utils, "fill_tma_descriptor_tiled", None) or getattr(utils, "fill_tma_descriptor", None)
+    if launcher is None or fill is None or run.global_scratch_size or run.profile_scratch_size:
+        return None
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    def encoder(meta: Any) -> Callable[[int, MapPlan], Any]:
+        swizzle, size, block = meta["swizzle"], meta["elem_size"], meta["block_size"]
+        dtype = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
+        return lambda address, plan: fill(address, swizzle, size, dtype, block, plan.shape, plan.strides, 0)
+
+    function, packed = compiled.function, compiled.packed_metadata
+    cooperative, pdl = run.launch_cooperative_grid, run.launch_pdl
+    if version == (3, 6):
+
+        def start(grid: int, stream: int, arguments: list[Any]) -> None:
+            launcher(
+                grid, 1, 1, stream, function, cooperative, pdl, None, None, packed, None, None, None, *arguments
+            )
+
+    else:
+        annotations, signature = run.arg_annotations, run.kernel_signature
+
+        def start(grid: int, stream: int, arguments: list[Any]) -> None:
+            launcher(
+                grid, 1, 1, stream, function, cooperative, pdl, packed, None, None, None, None, None, annotations,
+                signature, arguments,
+            )  # fmt: skip
+
+    return [encoder(meta) for meta in metas], start

@@ -1,0 +1,208 @@
+"""The named parts Hopper kernels are built from: rings of tiles, named barriers, exponentials, the lazy rescale.
+
+A ring is what a producer fills by TMA and consumers empty by wgmma: `stages` tiles, each with a barrier that says the
+tile has come and one that says nobody needs it any more. Tile `n` of a ring, counted over the whole launch, lies in
+stage `n % stages`, and the phase of its barriers is the parity of `n // stages`.
+
+A tile is as wide as head_dim, and shared memory and wgmma know powers of two. So a tile is a tuple of pieces, 80 columns
+as 64 + 16: products over head_dim add their pieces up, products whose result is that wide give one result a piece.
+"""
+
+# No postponed annotations here: an aggregate's fields are checked against its annotations.
+
+from warpwave.kernels.hopper.compat import (
+    aggregate,
+    constexpr_function,
+    gl,
+    jit,
+    mbarrier,
+    tma_load,
+    warpgroup_mma,
+)
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+LN_2 = gl.constexpr(0.6931471805599453)
+# Named barriers from 8 on are free: Triton 3.6 to 3.9 uses the lower ones for its warp groups.
+FREE_BARRIERS = gl.constexpr(8)
+
+
+@aggregate
+class Ring:
+    """`stages` tiles in shared memory, each a tuple of pieces [stages, 1, 1, rows, width], and their barriers."""
+
+    pieces: gl.tuple
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    stages: gl.constexpr
+    named: gl.constexpr  # the first of `stages` named barriers that stand for `empty`, or 0
+
+    @constexpr_function
+    def __init__(self, pieces, full, empty, stages, named):
+        self.pieces = pieces
+        self.full = full
+        self.empty = empty
+        self.stages = gl.constexpr(stages)
+        self.named = gl.constexpr(named)
+
+
+@jit
+def ring_init(ring, CONSUMERS: gl.constexpr):
+    for i in gl.static_range(ring.stages):
+        mbarrier.init(ring.full.index(i), count=1)
+        if ring.named == 0:
+            mbarrier.init(ring.empty.index(i), count=CONSUMERS)
+
+
+@jit
+def load_tile(ring, maps, n, batch, head, row):
+    """Tile n of the ring by TMA, as soon as its stage is free. What lies outside the tensor comes as zeros."""
+    stage = n % ring.stages
+    if ring.named == 0:
+        mbarrier.wait(ring.empty.index(stage), ((n // ring.stages) & 1) ^ 1)
+    elif n >= ring.stages:
+        take_back(ring, n)
+    mbarrier.expect(ring.full.index(stage), tile_bytes(maps))
+    for i in gl.static_range(len(maps)):
+        tma_load(
+            maps[i], [batch, head, row, first_column(maps, i)], ring.full.index(stage), ring.pieces[i].index(stage)
+        )
+
+
+@jit
+def wait_full(ring, n):
+    mbarrier.wait(ring.full.index(n % ring.stages), (n // ring.stages) & 1)
+
+
+@jit
+def hand_back(ring, n):
+    """A consumer is done with tile n.
+
+    An mbarrier.arrive is one thread's, so that the compiler puts a barrier of the whole group before it and another
+    before the next use of shared memory. `bar.arrive` is every thread's own. With three blocks an SM that is worth
+    5 %; with one block it costs 1 to 5 %, for ptxas then orders the softmax worse.
+    """
+    if ring.named == 0:
+        mbarrier.arrive(ring.empty.index(n % ring.stages), count=1)
+    else:
+        barrier = gl.full([128], ring.named + n % ring.stages, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+        named_barrier("arrive", barrier)
+
+
+@jit
+def take_back(ring, n):
+    """The producer's side of a hand-back through a named barrier."""
+    barrier = gl.full([32], ring.named + n % ring.stages, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    named_barrier("sync", barrier)
+
+
+@jit
+def drain(ring, n):
+    """Meets the last hand-backs, for a block must leave no arrival behind in a named barrier."""
+    if ring.named > 0:
+        for i in range(gl.maximum(n - ring.stages, 0), n):
+            take_back(ring, i)
+
+
+@constexpr_function
+def tile_bytes(maps):
+    return sum(m.block_type.nbytes for m in maps)
+
+
+@constexpr_function
+def first_column(maps, i):
+    return sum(m.block_type.shape[-1] for m in list(maps)[: int(i)])
+
+
+# Products -------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def matrix(piece):
+    """[1, 1, rows, width] as TMA fills it, as the matrix it is."""
+    return piece.reshape([piece.shape[-2], piece.shape[-1]])
+
+
+@jit
+def scores_async(q, k_ring, n, zero):
+    """Q K^T of tile n, [64, rows], one wgmma group a piece of head_dim. `zero` gives shape and layout."""
+    stage = n % k_ring.stages
+    scores = zero
+    for i in gl.static_range(len(k_ring.pieces)):
+        k = matrix(k_ring.pieces[i].index(stage)).permute((1, 0))
+        scores = warpgroup_mma(q[i], k, scores, use_acc=i > 0, is_async=True)
+    return scores
+
+
+@jit
+def values_async(p, v_ring, n, acc):
+    """acc + P V of tile n: one accumulator and one wgmma group a piece of head_dim_v."""
+    stage = n % v_ring.stages
+    out = ()
+    for i in gl.static_range(len(v_ring.pieces)):
+        out = out + (warpgroup_mma(p, matrix(v_ring.pieces[i].index(stage)), acc[i], is_async=True),)
+    return out
+
+
+# Inline PTX -----------------------------------------------------------------------------------------------------------
+
+
+@jit
+def exp2(x):
+    """One instruction. The library's exp2 also scales subnormal results, which no softmax needs."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@jit
+def tanh(x):
+    """As primitives.tanh: by exponentials, and by its series where `1 - exp(-2|x|)` would cancel."""
+    z = exp2(gl.abs(x) * (-2.0 * LOG2_E))
+    by_exp = (1.0 - z) / (1.0 + z)
+    by_exp = gl.where(x < 0, -by_exp, by_exp)
+    x2 = x * x
+    series = x + x * x2 * (-1.0 / 3 + x2 * (2.0 / 15 + x2 * (-17.0 / 315 + x2 * (62.0 / 2835))))
+    return gl.where(gl.abs(x) < 0.25, series, by_exp)
+
+
+@constexpr_function
+def _named_barrier_asm(op):
+    return f"bar.{op} $1, {128 + 32}; mov.b32 $0, $1;"
+
+
+@jit
+def named_barrier(OP: gl.constexpr, barrier):
+    """`bar.sync` or `bar.arrive` of one consumer warpgroup and the producer warp, once a thread. `barrier` holds its
+    number for each thread. Invisible to the compiler's own placement of barriers."""
+    gl.inline_asm_elementwise(_named_barrier_asm(OP), "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@constexpr_function
+def _rescale_asm(n):
+    # A thread holds two rows of an accumulator, in turns of two columns: factors 0 and 2 are the two rows'.
+    multiplies = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
+    return (
+        f"{{ .reg .pred p; setp.neu.f32 p, ${2 * n}, 0f3F800000; setp.neu.or.f32 p, ${2 * n + 2}, 0f3F800000, p; "
+        f"vote.sync.any.pred p, p, 0xffffffff; @!p bra SKIP; {multiplies} SKIP: }}"
+    )
+
+
+@constexpr_function
+def _rescale_constraints(n):
+    return ",".join(["=r"] * n + [str(i) for i in range(n)] + ["r"] * n)
+
+
+@jit
+def rescale(acc, alpha):
+    """acc [64, width] times alpha [64, 1], which a warp skips if every factor of its rows is 1.
+
+    The maximum of a row settles after a few tiles, so nearly every tile is skipped: of 410 instructions a tile at
+    head_dim 256, 128 (measured +5 to +8 % there, +2 to +4 % at 128).
+    """
+    each: gl.constexpr = acc.shape[1] // 2
+    return gl.inline_asm_elementwise(
+        _rescale_asm(each),
+        _rescale_constraints(each),
+        [acc, alpha],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=each,
+    )

@@ -1,0 +1,264 @@
+"""The first attention kernel everybody writes: three passes, scores in memory, one thread an element.
+
+    S = Q K^T;   P = exp(S - max), row sums;   out = P V / sum        three launches, S and P in one float32 buffer
+
+A thread owns one score and multiplies its way along its query and its key, element by element, from memory; then one
+element of the output, along a row of P and a column of V. Nothing is shared: of a block's 16 x 16 threads, sixteen read
+the same key, each for its own query. What hardware forgives of that, the first-level cache does. No matrix unit takes
+part: products are float32 multiply-adds whatever the inputs' type, which is at least as accurate as any `precision`.
+
+The passes are those of the definition; written out as loops over memory they are Algorithm 0 of Dao et al.,
+"FlashAttention" (2022), section 2.2.
+
+Bound: load instructions. A multiply-add, 2 FLOP, costs two loads, so the load units are full at a sixteenth of what the
+arithmetic units could do, and the tensor cores are idle. What it teaches: correct is easy, and the rest of the
+ladder is about where operands come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from warpwave.hardware.gpu import Gpu
+from warpwave.kernels import three_passes
+from warpwave.kernels.cost import Cost
+from warpwave.kernels.primitives import band_edges, packed_sequence, rounded, visible_keys
+from warpwave.kernels.three_passes import HIDDEN, UNSPECIALISED, Launches, Product
+from warpwave.kernels.triton_or_stub import jit, tl
+from warpwave.problem import AttentionProblem, Operands
+
+NAME = "naive"
+NEEDS_GPU = True
+
+
+@dataclass(frozen=True)
+class Config:
+    """Shape of a block of threads.
+
+    Args:
+        block_m: queries of a block, a power of two, at least 16.
+        block_n: keys of a block (columns of v in the second product), a power of two, at least 16.
+        num_warps: warps of a block, a power of two; as many threads as elements give each thread one.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("block_m", 16), ("block_n", 16), ("num_warps", 1)):
+            value = getattr(self, name)
+            if value < least or value & (value - 1):
+                raise ValueError(f"{name} is {value}; it must be a power of two, at least {least}")
+
+
+# Device code ----------------------------------------------------------------------------------------------------------
+
+
+@jit(do_not_specialize=UNSPECIALISED)
+def naive_scores_kernel(
+    q_ptr,
+    k_ptr,
+    scores_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    stride_qb,
+    stride_qm,
+    stride_qh,
+    stride_qd,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_kd,
+    stride_sm,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    num_heads_q,
+    group_size,
+    window_left,
+    window_right,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    IS_VARLEN: tl.constexpr,
+):
+    """Raw scores of BLOCK_M queries with BLOCK_N keys of one head, if by position one of them sees another."""
+    num_tiles_m = tl.cdiv(seqlen_q, BLOCK_M)
+    num_tiles_n = tl.cdiv(seqlen_k, BLOCK_N)
+    tile_n = tl.program_id(0) % num_tiles_n
+    tile_m = tl.program_id(0) // num_tiles_n % num_tiles_m
+    batch_head = (tl.program_id(0) // num_tiles_n // num_tiles_m).to(tl.int64)
+    head = batch_head % num_heads_q
+    batch = batch_head // num_heads_q
+    scores_ptr += batch_head * seqlen_q * stride_sm
+    q_ptr += batch * stride_qb + head * stride_qh
+    k_ptr += batch * stride_kb + head // group_size * stride_kh
+    if IS_VARLEN:
+        q_begin, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
+        k_begin, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)
+        q_ptr += q_begin * stride_qm
+        k_ptr += k_begin * stride_kn
+    row_begin = tile_m * BLOCK_M
+    row_last = tl.minimum(row_begin + BLOCK_M, seqlen_q) - 1
+    low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
+    key_begin, key_end = visible_keys(row_begin, row_last, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
+    if (row_begin > row_last) | (tile_n * BLOCK_N >= key_end) | ((tile_n + 1) * BLOCK_N <= key_begin):
+        return
+
+    rows = row_begin + tl.arange(0, BLOCK_M)
+    keys = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Threads beyond the edge read the edge again, and what they compute is not stored.
+    q_pointers = q_ptr + tl.minimum(rows, seqlen_q - 1).to(tl.int64) * stride_qm
+    k_pointers = k_ptr + tl.minimum(keys, seqlen_k - 1).to(tl.int64) * stride_kn
+    scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for _ in range(HEAD_DIM):
+        q = tl.load(q_pointers).to(tl.float32)  # [BLOCK_M]
+        k = tl.load(k_pointers).to(tl.float32)  # [BLOCK_N]
+        scores += q[:, None] * k[None, :]
+        q_pointers += stride_qd
+        k_pointers += stride_kd
+    inside = (rows < seqlen_q)[:, None] & (keys < seqlen_k)[None, :]
+    tl.store(scores_ptr + (rows.to(tl.int64)[:, None] * stride_sm + keys[None, :]), scores, mask=inside)
+
+
+@jit(do_not_specialize=UNSPECIALISED)
+def naive_values_kernel(
+    scores_ptr,
+    row_scale_ptr,
+    v_ptr,
+    out_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    stride_vd,
+    stride_ob,
+    stride_om,
+    stride_oh,
+    stride_sm,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    num_heads_q,
+    group_size,
+    window_left,
+    window_right,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    IS_VARLEN: tl.constexpr,
+):
+    """BLOCK_N columns of the output of BLOCK_M queries of one head, over all keys that some of them sees."""
+    num_tiles_m = tl.cdiv(seqlen_q, BLOCK_M)
+    num_tiles_n: tl.constexpr = (HEAD_DIM_V + BLOCK_N - 1) // BLOCK_N
+    tile_n = tl.program_id(0) % num_tiles_n
+    tile_m = tl.program_id(0) // num_tiles_n % num_tiles_m
+    batch_head = (tl.program_id(0) // num_tiles_n // num_tiles_m).to(tl.int64)
+    head = batch_head % num_heads_q
+    batch = batch_head // num_heads_q
+    scores_ptr += batch_head * seqlen_q * stride_sm
+    row_scale_ptr += batch_head * seqlen_q
+    v_ptr += batch * stride_vb + head // group_size * stride_vh
+    out_ptr += batch * stride_ob + head * stride_oh
+    if IS_VARLEN:
+        q_begin, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
+        k_begin, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)
+        v_ptr += k_begin * stride_vn
+        out_ptr += q_begin * stride_om
+    row_begin = tile_m * BLOCK_M
+    row_last = tl.minimum(row_begin + BLOCK_M, seqlen_q) - 1
+    if row_begin > row_last:
+        return
+    low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
+    key_begin, key_end = visible_keys(row_begin, row_last, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
+
+    rows = row_begin + tl.arange(0, BLOCK_M)
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Threads beyond the edge read the edge again, and what they compute is not stored.
+    p_pointers = scores_ptr + (tl.minimum(rows, seqlen_q - 1).to(tl.int64) * stride_sm + key_begin)
+    v_pointers = v_ptr + tl.minimum(columns, HEAD_DIM_V - 1).to(tl.int64) * stride_vd
+    v_pointers += tl.cast(key_begin, tl.int64) * stride_vn
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for _ in range(key_begin, key_end):
+        p = tl.load(p_pointers)  # [BLOCK_M]
+        v = tl.load(v_pointers).to(tl.float32)  # [BLOCK_N]
+        acc += tl.where((p == HIDDEN)[:, None], 0.0, p[:, None] * v[None, :])
+        p_pointers += 1
+        v_pointers += stride_vn
+    out = acc * tl.load(row_scale_ptr + rows, mask=rows < seqlen_q, other=0.0)[:, None]
+    inside = (rows < seqlen_q)[:, None] & (columns < HEAD_DIM_V)[None, :]
+    offsets = rows.to(tl.int64)[:, None] * stride_om + columns[None, :]
+    tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=inside)
+
+
+# Host -----------------------------------------------------------------------------------------------------------------
+
+
+def bind(
+    problem: AttentionProblem, operands: Operands, config: Config
+) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
+    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, lse None unless asked for."""
+    return three_passes.bind(specify, problem, operands, config)
+
+
+def specify(
+    problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
+) -> Launches:
+    """The three launches, from tensors that may be without memory (device "meta") when they are only to be compiled."""
+    block = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    score, sum_values = {**block, "HEAD_DIM": problem.head_dim}, {**block, "HEAD_DIM_V": problem.head_dim_v}
+    options = {"num_warps": config.num_warps, "num_stages": 1}
+    tiles_m = -(-problem.seqlen_q // config.block_m)
+    tiles_n, tiles_v = -(-problem.seqlen_k // config.block_n), -(-problem.head_dim_v // config.block_n)
+    return three_passes.specify(
+        problem, operands, out, lse, block_m=config.block_m,
+        score=Product(naive_scores_kernel, tiles_m * tiles_n, score, options),
+        sum_values=Product(naive_values_kernel, tiles_m * tiles_v, sum_values, options),
+    )  # fmt: skip
+
+
+# What it can run and what it costs ------------------------------------------------------------------------------------
+
+
+def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Every reason this kernel cannot run the problem there; empty when it can. Nothing but the scores bounds it: it
+    needs no matrix unit, no shared memory, and no more of a row of q than one element at a time."""
+    return three_passes.why_not(problem, gpu)
+
+
+def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
+    """An upper bound on the shared memory of one block: the products use none, the softmax to sum over warps."""
+    return three_passes.SOFTMAX_SMEM_BYTES
+
+
+def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
+    """What the three launches move and compute. Reads are those that pass the first-level cache, which serves what the
+    threads of a block read again: each query and key of a tile once."""
+    return three_passes.cost(
+        problem, block_m=config.block_m, block_n=config.block_n, columns=config.block_n, step=1,
+        width=problem.head_dim, smem_bytes=smem_bytes(problem, gpu, config),
+    )  # fmt: skip
+
+
+# Configs --------------------------------------------------------------------------------------------------------------
+
+
+def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
+    """The default first: 16 x 16 threads, one element each, as the CUDA tutorials have it."""
+    space = [Config(m, n, num_warps) for m in (16, 32, 64) for n in (16, 32, 64) for num_warps in (4, 8)]
+    # Interpreted programs cost milliseconds each, whatever their size.
+    default = Config(64, 64, 8) if gpu.vendor == "interpreter" else Config(16, 16, 256 // max(32, gpu.warp_size))
+    return [default, *(c for c in space if c != default)]

@@ -1,0 +1,368 @@
+"""The first kernel with tiled products: still three passes, scores in memory.
+
+    S = Q K^T;   P = exp(S - max), row sums;   out = P V / sum        three launches, S and P in one float32 buffer
+
+Each product is an ordinary matrix product of tiles: a block of threads fetches a tile of both operands into shared
+memory once, and the matrix unit takes from there what each thread of the naive kernel read for itself. So a key is read
+once for BLOCK_M queries, and the next tiles arrive while this one is multiplied. Tiles in which causality or the window
+hides everything are not computed, here as in naive; a tile that an edge cuts is computed whole and masked afterwards.
+
+Volkov & Demmel, "Benchmarking GPUs to tune dense linear algebra" (2008), is where tiles through shared memory come
+from; the passes are Algorithm 0 of Dao et al., "FlashAttention" (2022), section 2.2.
+
+Bound: memory. With the products fast, what is left is the traffic of the scores: 20 bytes each, for 4 * head_dim FLOP.
+It adds to naive shared memory and the matrix unit; what it does not add is anything about the scores, which is what
+flash_fwd is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from warpwave.hardware.gpu import Gpu
+from warpwave.kernels import three_passes
+from warpwave.kernels.arguments import dot_precision, padded
+from warpwave.kernels.cost import Cost
+from warpwave.kernels.primitives import (
+    band_edges,
+    load_tile,
+    packed_sequence,
+    rounded,
+    rounded_to_tf32,
+    tile_pointers,
+    visible_keys,
+)
+from warpwave.kernels.three_passes import HIDDEN, UNSPECIALISED, Launches, Product, whole_lines
+from warpwave.kernels.triton_or_stub import jit, tl
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
+
+NAME = "tiled"
+NEEDS_GPU = True
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tiles of the two products, one shape for both, and launch shape.
+
+    Args:
+        block_m: queries of a tile, a power of two, at least 16.
+        block_n: keys of a tile of scores, and columns of v of a tile of the output, a power of two, at least 16.
+        block_k: what a step sums over: elements of head_dim in the first product, keys in the second; a power of two,
+            at least 16.
+        num_warps: warps of a block, a power of two.
+        num_stages: steps in flight.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("block_m", 16), ("block_n", 16), ("block_k", 16), ("num_warps", 1)):
+            value = getattr(self, name)
+            if value < least or value & (value - 1):
+                raise ValueError(f"{name} is {value}; it must be a power of two, at least {least}")
+        if self.num_stages < 1:
+            raise ValueError(f"num_stages is {self.num_stages}; it must be at least 1")
+
+
+# Device code ----------------------------------------------------------------------------------------------------------
+
+
+@jit(do_not_specialize=UNSPECIALISED)
+def tiled_scores_kernel(
+    q_ptr,
+    k_ptr,
+    scores_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    stride_qb,
+    stride_qm,
+    stride_qh,
+    stride_qd,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_kd,
+    stride_sm,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    num_heads_q,
+    group_size,
+    window_left,
+    window_right,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    IS_VARLEN: tl.constexpr,
+):
+    """Raw scores of BLOCK_M queries with BLOCK_N keys of one head, if by position one of them sees another."""
+    num_tiles_m = tl.cdiv(seqlen_q, BLOCK_M)
+    num_tiles_n = tl.cdiv(seqlen_k, BLOCK_N)
+    tile_n = tl.program_id(0) % num_tiles_n
+    tile_m = tl.program_id(0) // num_tiles_n % num_tiles_m
+    batch_head = (tl.program_id(0) // num_tiles_n // num_tiles_m).to(tl.int64)
+    head = batch_head % num_heads_q
+    batch = batch_head // num_heads_q
+    scores_ptr += batch_head * seqlen_q * stride_sm
+    q_ptr += batch * stride_qb + head * stride_qh
+    k_ptr += batch * stride_kb + head // group_size * stride_kh
+    if IS_VARLEN:
+        q_begin, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
+        k_begin, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)
+        q_ptr += q_begin * stride_qm
+        k_ptr += k_begin * stride_kn
+    row_begin = tile_m * BLOCK_M
+    row_last = tl.minimum(row_begin + BLOCK_M, seqlen_q) - 1
+    low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
+    key_begin, key_end = visible_keys(row_begin, row_last, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
+    if (row_begin > row_last) | (tile_n * BLOCK_N >= key_end) | ((tile_n + 1) * BLOCK_N <= key_begin):
+        return
+
+    rows = row_begin + tl.arange(0, BLOCK_M)
+    keys = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_K)
+    q_pointers = tile_pointers(q_ptr, rows, dims, stride_qm, stride_qd)
+    k_pointers = tile_pointers(k_ptr, keys, dims, stride_kn, stride_kd)
+    scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for _ in range(0, HEAD_DIM, BLOCK_K):
+        q = load_tile(q_pointers, rows, dims, 0, seqlen_q, HEAD_DIM, HEAD_DIM % BLOCK_K != 0)  # [BLOCK_M, BLOCK_K]
+        # Keys that no query of the tile sees are not read: NaN there must have no effect.
+        k = load_tile(k_pointers, keys, dims, key_begin, key_end, HEAD_DIM, HEAD_DIM % BLOCK_K != 0)
+        if PRECISION == "tf32":
+            q = rounded_to_tf32(q)
+            k = rounded_to_tf32(k)  # [BLOCK_N, BLOCK_K]
+        scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        dims += BLOCK_K
+        q_pointers += tl.cast(stride_qd, tl.int64) * BLOCK_K
+        k_pointers += tl.cast(stride_kd, tl.int64) * BLOCK_K
+    inside = (rows < seqlen_q)[:, None] & (keys < whole_lines(0, seqlen_k)[1])[None, :]
+    tl.store(scores_ptr + (rows.to(tl.int64)[:, None] * stride_sm + keys[None, :]), scores, mask=inside)
+
+
+@jit(do_not_specialize=UNSPECIALISED)
+def tiled_values_kernel(
+    scores_ptr,
+    row_scale_ptr,
+    v_ptr,
+    out_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    stride_vd,
+    stride_ob,
+    stride_om,
+    stride_oh,
+    stride_sm,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    num_heads_q,
+    group_size,
+    window_left,
+    window_right,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    MAY_HIDE_KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    IS_VARLEN: tl.constexpr,
+):
+    """BLOCK_N columns of the output of BLOCK_M queries of one head, over all keys that some of them sees."""
+    num_tiles_m = tl.cdiv(seqlen_q, BLOCK_M)
+    num_tiles_n: tl.constexpr = (HEAD_DIM_V + BLOCK_N - 1) // BLOCK_N
+    tile_n = tl.program_id(0) % num_tiles_n
+    tile_m = tl.program_id(0) // num_tiles_n % num_tiles_m
+    batch_head = (tl.program_id(0) // num_tiles_n // num_tiles_m).to(tl.int64)
+    head = batch_head % num_heads_q
+    batch = batch_head // num_heads_q
+    scores_ptr += batch_head * seqlen_q * stride_sm
+    row_scale_ptr += batch_head * seqlen_q
+    v_ptr += batch * stride_vb + head // group_size * stride_vh
+    out_ptr += batch * stride_ob + head * stride_oh
+    if IS_VARLEN:
+        q_begin, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
+        k_begin, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)
+        v_ptr += k_begin * stride_vn
+        out_ptr += q_begin * stride_om
+    row_begin = tile_m * BLOCK_M
+    row_last = tl.minimum(row_begin + BLOCK_M, seqlen_q) - 1
+    if row_begin > row_last:
+        return
+    low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
+    key_begin, key_end = visible_keys(row_begin, row_last, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
+
+    rows = row_begin + tl.arange(0, BLOCK_M)
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    line_begin, line_end = whole_lines(key_begin, key_end)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for key_tile in range(line_begin, line_end, BLOCK_K):
+        keys = key_tile + tl.arange(0, BLOCK_K)
+        inside = (rows < seqlen_q)[:, None] & (keys < line_end)[None, :]
+        p = tile_pointers(scores_ptr, rows, keys, stride_sm, 1)
+        p = tl.load(p, mask=inside, other=HIDDEN)  # [BLOCK_M, BLOCK_K]
+        v = tile_pointers(v_ptr, keys, columns, stride_vn, stride_vd)
+        v = load_tile(v, keys, columns, key_begin, key_end, HEAD_DIM_V, HEAD_DIM_V % BLOCK_N != 0)  # [BLOCK_K, BLOCK_N]
+        if MAY_HIDE_KEYS:
+            # A value that no query of the tile sees must have no effect, and 0 * NaN would be one.
+            seen = tl.max((p != HIDDEN).to(tl.int32), 0)  # [BLOCK_K]
+            v = tl.where((seen != 0)[:, None], v, 0.0)
+        p = tl.where(p == HIDDEN, 0.0, p)
+        if PRECISION == "tf32":
+            p = rounded_to_tf32(p)
+            v = rounded_to_tf32(v)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+    out = acc * tl.load(row_scale_ptr + rows, mask=rows < seqlen_q, other=0.0)[:, None]
+    inside = (rows < seqlen_q)[:, None] & (columns < HEAD_DIM_V)[None, :]
+    offsets = rows.to(tl.int64)[:, None] * stride_om + columns[None, :]
+    tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=inside)
+
+
+# Host -----------------------------------------------------------------------------------------------------------------
+
+
+def bind(
+    problem: AttentionProblem, operands: Operands, config: Config
+) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
+    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, lse None unless asked for."""
+    return three_passes.bind(specify, problem, operands, config)
+
+
+def specify(
+    problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
+) -> Launches:
+    """The three launches, from tensors that may be without memory (device "meta") when they are only to be compiled."""
+    block_m, precision = config.block_m, {"PRECISION": dot_precision(problem, gpu)}
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    columns, block_d = _columns(problem, config), _block_d(problem, config)
+    tiles_m, tiles_n = -(-problem.seqlen_q // block_m), -(-problem.seqlen_k // config.block_n)
+    score = {"BLOCK_M": block_m, "BLOCK_N": config.block_n, "BLOCK_K": block_d, "HEAD_DIM": problem.head_dim}
+    sum_values = {
+        "BLOCK_M": block_m,
+        "BLOCK_N": columns,
+        "BLOCK_K": config.block_k,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "MAY_HIDE_KEYS": problem.mask_shape is not None or problem.bias_shape is not None,
+    }
+    return three_passes.specify(
+        problem, operands, out, lse, block_m=block_m,
+        score=Product(tiled_scores_kernel, tiles_m * tiles_n, {**score, **precision}, options),
+        sum_values=Product(
+            tiled_values_kernel, tiles_m * -(-problem.head_dim_v // columns), {**sum_values, **precision}, options
+        ),
+    )  # fmt: skip
+
+
+def _columns(problem: AttentionProblem, config: Config) -> int:
+    """Columns of v of a tile of the output."""
+    return min(config.block_n, padded(problem.head_dim_v))
+
+
+def _block_d(problem: AttentionProblem, config: Config) -> int:
+    """Elements of head_dim of a step of the first product."""
+    return min(config.block_k, padded(problem.head_dim))
+
+
+# What it can run and what it costs ------------------------------------------------------------------------------------
+
+
+def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Every reason this kernel cannot run the problem there; empty when it can."""
+    reasons = three_passes.why_not(problem, gpu)
+    if gpu.vendor == "nvidia" and gpu.capability < 80:
+        reasons.append(f"found {gpu.name} ({gpu.arch}); it needs sm_80 or newer: Triton has no matrix path before")
+    if gpu.vendor == "amd" and problem.precision in ("tf32", "tf32x3"):
+        reasons.append(f"precision {problem.precision!r} is not compiled for {gpu.arch}; use 'ieee'")
+    if not reasons and not _fitting(problem, gpu):
+        needed = min(smem_bytes(problem, gpu, config) for config in _space())
+        reasons.append(
+            f"its smallest tile needs {needed / 1024:.0f} KiB of shared memory and {gpu.name} has "
+            f"{gpu.smem_per_block_bytes / 1024:.0f} for a block"
+        )
+    return reasons
+
+
+def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
+    """An upper bound on the shared memory of one block, which tests hold against what every target compiles to."""
+    size = DTYPE_BYTES[problem.dtype]
+    block_d, columns = _block_d(problem, config), _columns(problem, config)
+    score = config.num_stages * size * (config.block_m + config.block_n) * block_d
+    score += size * config.block_m * block_d  # what precision makes of an operand in registers, and puts back
+    stored = 4 * config.block_m * config.block_n  # a tile of scores changes hands on its way to memory
+    sum_values = config.num_stages * config.block_k * (4 * config.block_m + size * columns)  # P comes in float32
+    sum_values += size * config.block_k * (config.block_m + columns)  # the same, and values that nobody sees
+    return max(score, stored, sum_values) + 1024
+
+
+def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
+    """What the three launches move and compute: whole tiles, each read once for each tile it is multiplied with."""
+    block_d = _block_d(problem, config)
+    return three_passes.cost(
+        problem, block_m=config.block_m, block_n=config.block_n, columns=_columns(problem, config), step=config.block_k,
+        width=-(-problem.head_dim // block_d) * block_d, smem_bytes=smem_bytes(problem, gpu, config),
+    )  # fmt: skip
+
+
+# Configs --------------------------------------------------------------------------------------------------------------
+
+
+def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
+    """The default first, then every other candidate that fits the GPU's shared memory."""
+    fitting = _fitting(problem, gpu)
+    if not fitting:
+        return []
+    default = _default(problem, gpu)
+    if default not in fitting:
+        default = fitting[-1]
+    return [default, *(c for c in fitting if c != default)]
+
+
+def _fitting(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
+    fitting = [c for c in _space() if smem_bytes(problem, gpu, c) <= gpu.smem_per_block_bytes]
+    if gpu.capability == 90:
+        # Two warpgroups on 64 queries split the keys of a wgmma between them, which flash_fwd found slow and, in tf32
+        # with Triton 3.6, wrong.
+        fitting = [c for c in fitting if not (c.num_warps == 8 and c.block_m == 64)]
+    return fitting
+
+
+def _space() -> list[Config]:
+    return [
+        Config(block_m, block_n, block_k, num_warps, num_stages)
+        for block_m, block_n in ((16, 16), (32, 32), (64, 64), (64, 128), (128, 64), (128, 128))
+        for block_k in (32, 64)
+        for num_warps in (4, 8)
+        for num_stages in (2, 3)
+    ]
+
+
+def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
+    """The widest tile of the usual shapes that fits and does not spill anywhere, gfx1100 at head_dim 256 apart
+    (tests/compile). AMD's 64 KB leave no room to hand 128 x 128 scores around; RDNA has no matrix unit for float32; and
+    operands split for tf32x3 take eight warps, where wgmma does not take one of them from shared memory."""
+    if gpu.vendor == "amd" and not gpu.arch.startswith("gfx9"):
+        return Config(32, 32, 32, 8, 2) if problem.dtype == "float32" else Config(64, 64, 32, 8, 2)
+    if gpu.vendor == "amd" or (problem.dtype == "float32" and gpu.capability == 90):
+        return Config(64, 64, 32, 4, 2)
+    if problem.dtype == "float32":
+        return Config(64, 64, 32, 8, 2)
+    return Config(128, 128, 32, 8, 3)

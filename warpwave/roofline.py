@@ -1,0 +1,364 @@
+"""Lower bounds in time: what no implementation of a call can beat on a device, one for each resource.
+
+Each bound is an amount of work over a rate. Amounts are the least that any implementation has to do (visible pairs,
+compulsory bytes); given a kernel's `cost`, more bounds follow for that kernel alone (its tiles, its grid, its L2
+traffic). Resources work at the same time, so the longest bound counts, and not their sum: Williams, Waterman &
+Patterson, "Roofline: An Insightful Visual Performance Model for Multicore Architectures" (2009).
+
+`docs/roofline.md` says what each bound means, where its rate comes from, and what is not modelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from warpwave.hardware.catalog import DataSheet
+from warpwave.hardware.gpu import Gpu
+from warpwave.hardware.measure import Ceilings
+from warpwave.kernels.cost import Cost
+from warpwave.problem import DTYPE_BYTES, AttentionProblem
+
+FLOAT32_UNITS = "float32"  # the path that is no matrix instruction
+# How an unrounded float32 product can be had, and how many products of each kind it takes. "default" may take any of
+# them: tf32x3 splits each operand in two and leaves out the smallest of the four partial products.
+FLOAT32_PATHS: dict[str, dict[str, int]] = {
+    "default": {"float32": 1, "float32_matrix": 1, "tf32": 3},
+    "ieee": {"float32": 1, "float32_matrix": 1},
+    "tf32x3": {"tf32": 3},
+    "tf32": {"tf32": 1},
+}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast each resource of a device is, and who says so; None where nobody does.
+
+    Attributes:
+        name: `"data sheet"`, or `"measured 2026-11-21"`.
+        device: whose rates they are.
+        product_tflops: path -> 10^12 operations a second; paths as in `hardware.catalog.PATHS`.
+        exponentials_gops: 10^9 a second.
+        memory_gbps, l2_gbps: 10^9 bytes a second.
+        launch_us: the least time of a launch (on a CPU, of a call).
+        cache_bytes: L2 and the last-level cache behind it: what may stay on the chip between calls. 0 where unknown.
+        num_sms: 0 where unknown.
+    """
+
+    name: str
+    device: str
+    product_tflops: Mapping[str, float]
+    exponentials_gops: float | None = None
+    memory_gbps: float | None = None
+    l2_gbps: float | None = None
+    launch_us: float | None = None
+    cache_bytes: int = 0
+    num_sms: int = 0
+
+
+def data_sheet_rates(sheet: DataSheet) -> Rates:
+    """What the maker states, which nothing can exceed. No data sheet states a launch, and few L2."""
+    return Rates(
+        "data sheet",
+        sheet.name,
+        dict(sheet.peak_tflops),
+        sheet.exponentials_gops,
+        sheet.bandwidth_gbps,
+        sheet.l2_gbps,
+        None,
+        sheet.l2_bytes + sheet.last_level_cache_bytes,
+        sheet.num_sms,
+    )
+
+
+def measured_rates(ceilings: Ceilings) -> Rates:
+    """What this machine, or a card of its kind, reached: a yardstick that a good kernel may exceed."""
+    card = ceilings.environment.get("gpu") or {}
+    return Rates(
+        f"measured {ceilings.date[:10]}",
+        ceilings.gpu,
+        dict(ceilings.product_tflops),
+        ceilings.exponentials_gops,
+        max((rate for rate in (ceilings.read_gbps, ceilings.copy_gbps) if rate is not None), default=None),
+        ceilings.l2_gbps,
+        ceilings.launch_us,
+        card.get("l2_bytes") or 0,
+        card.get("sm_count") or 0,
+    )
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The least time that one resource needs.
+
+    Attributes:
+        resource: `"tensor cores"` (matrix cores on AMD), `"float32 units"`, `"exponentials"`, `"memory"`, `"launch"`;
+            on a CPU `"products"`, `"exponentials"`, `"memory"`, `"call"`. Of a kernel: `"tiles"` (products over whole
+            tiles, padding and hidden pairs included, on the SMs that have a block), `"exponentials in tiles"`, `"L2"`.
+        amount, unit: the work, in FLOP, exponentials, bytes or launches.
+        rate, rate_unit: in TFLOP/s, Gexp/s, GB/s; of a launch, in us.
+        time_us: amount over rate.
+        arithmetic: the same in one line that can be checked by hand.
+        of_kernel: whether it holds for the kernel alone, and not for every implementation.
+    """
+
+    resource: str
+    amount: float
+    unit: str
+    rate: float
+    rate_unit: str
+    time_us: float
+    arithmetic: str
+    of_kernel: bool = False
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Every bound by one set of rates.
+
+    Attributes:
+        rates: what they were made with.
+        bounds: of the problem, then those of the kernel.
+        path: how the products are computed: a key of `rates.product_tflops`, `""` where it has none that serves.
+        exact: False where lengths or a boolean mask lie on the device, uncounted: then these are estimates.
+    """
+
+    rates: Rates
+    bounds: tuple[Bound, ...]
+    path: str = ""
+    exact: bool = True
+
+    @property
+    def binding(self) -> Bound | None:
+        """The bound that takes longest; None where no rate is known."""
+        return max(self.bounds, key=lambda bound: bound.time_us, default=None)
+
+    @property
+    def time_us(self) -> float:
+        """The least time, 0 where no rate is known."""
+        return 0.0 if self.binding is None else self.binding.time_us
+
+    @property
+    def of_problem(self) -> Roofline:
+        """Without the bounds of the kernel: what to hold a measured time of any implementation against."""
+        return Roofline(self.rates, tuple(b for b in self.bounds if not b.of_kernel), self.path, self.exact)
+
+    def of(self, resource: str) -> Bound | None:
+        """The bound of one resource."""
+        return next((bound for bound in self.bounds if bound.resource == resource), None)
+
+
+def roofline(
+    problem: AttentionProblem,
+    rates: Rates,
+    *,
+    gpu: Gpu,
+    cost: Cost | None = None,
+    precision: str | None = None,
+    hot: bool = False,
+) -> Roofline:
+    """Every lower bound of a call.
+
+    Args:
+        problem: the call.
+        rates: `data_sheet_rates` or `measured_rates`.
+        gpu: where it runs.
+        cost: of the kernel that serves it, which adds that kernel's own bounds.
+        precision: how that kernel computes float32 products (a key of `FLOAT32_PATHS`); the fastest way if None.
+        hot: the same tensors were used by the call before, so what fits the caches need not cross the memory bus.
+    """
+    best = path = product_path(problem, rates)
+    bounds = [*_products(problem, rates, gpu, path), *_exponentials(problem, rates), *_memory(problem, rates, hot)]
+    if rates.launch_us is not None:
+        once = f"1 {'call' if gpu.is_cpu else 'launch'} = {us(rates.launch_us)}"
+        bounds.append(Bound("call" if gpu.is_cpu else "launch", 1, "", rates.launch_us, "us", rates.launch_us, once))
+    if cost is not None and not gpu.is_cpu:
+        if precision is not None and problem.dtype == "float32":
+            path = fastest(FLOAT32_PATHS[precision], rates) or path
+        bounds += _of_kernel(problem, rates, path, cost)
+    return Roofline(rates, tuple(bounds), best.name if best else "", problem.pairs_are_exact)
+
+
+# Bounds of the problem ------------------------------------------------------------------------------------------------
+
+
+class Path(NamedTuple):
+    """How products are computed: a key of `Rates.product_tflops`, and how many of its products make one of ours."""
+
+    name: str
+    products: int
+    tflops: float
+
+    @property
+    def useful_tflops(self) -> float:
+        return self.tflops / self.products
+
+
+def product_paths(problem: AttentionProblem) -> dict[str, int]:
+    """The ways of computing the products that keep the accuracy asked for, and the products each of them takes.
+
+    16-bit products go through matrix instructions, or float32 where a device has none for the dtype.
+    """
+    return FLOAT32_PATHS[problem.precision] if problem.dtype == "float32" else {problem.dtype: 1}
+
+
+def product_path(problem: AttentionProblem, rates: Rates) -> Path | None:
+    """The fastest of `product_paths` on this device, or of plain float32 where it has none of them."""
+    return fastest(product_paths(problem), rates) or fastest(FLOAT32_PATHS["ieee"], rates)
+
+
+def fastest(paths: Mapping[str, int], rates: Rates) -> Path | None:
+    """The path with the highest useful rate among those the device has; None where it has none."""
+    known = [Path(name, n, rates.product_tflops[name]) for name, n in paths.items() if name in rates.product_tflops]
+    return max(known, key=lambda path: path.useful_tflops, default=None)
+
+
+def _products(problem: AttentionProblem, rates: Rates, gpu: Gpu, path: Path | None) -> Iterator[Bound]:
+    if path is None:
+        return
+    if gpu.is_cpu:
+        # A CPU kernel may convert its operands first, and slow 16-bit arithmetic binds nobody.
+        path = max((path, Path(FLOAT32_UNITS, 1, rates.product_tflops.get(FLOAT32_UNITS, 0.0))), key=lambda p: p.tflops)
+    resource = "products" if gpu.is_cpu else "float32 units" if path.name == FLOAT32_UNITS else "tensor cores"
+    flops = path.products * problem.flops
+    times = f"{path.products} x " if path.products > 1 else ""
+    widths = f"({problem.head_dim} + {problem.head_dim_v})"
+    work = f"{times}2 x {_pairs(problem)} x {widths} = {flop(flops)}"
+    yield _bound(resource, flops, "FLOP", path.tflops, "TFLOP/s", work, note=f" ({path.name})")
+
+
+def _pairs(problem: AttentionProblem) -> str:
+    if problem.packed or problem.has_band or problem.mask_shape is not None:
+        return f"{problem.visible_pairs:,} visible pairs"
+    return f"{problem.batch} x {problem.num_heads_q} heads x {problem.seqlen_q} x {problem.seqlen_k} pairs"
+
+
+def _exponentials(problem: AttentionProblem, rates: Rates) -> Iterator[Bound]:
+    if rates.exponentials_gops is not None:
+        work = f"{count(problem.exponentials, 'exp')}, one a pair"
+        yield _bound("exponentials", problem.exponentials, "exp", rates.exponentials_gops, "Gexp/s", work)
+
+
+def _memory(problem: AttentionProblem, rates: Rates, hot: bool) -> Iterator[Bound]:
+    if rates.memory_gbps is None or (hot and not rates.cache_bytes):
+        return
+    least = problem.compulsory_bytes
+    parts = ", ".join(f"{name} {byte(size)}" for name, size in tensor_bytes(problem).items())
+    work = f"{byte(least)} ({parts})"
+    if hot:
+        work = f"{byte(least)}, less {byte(rates.cache_bytes)} that may still be in cache"
+        least = max(0, least - rates.cache_bytes)
+    yield _bound("memory", least, "byte", rates.memory_gbps, "GB/s", work)
+
+
+def tensor_bytes(problem: AttentionProblem) -> dict[str, int]:
+    """What of each tensor has to cross the memory bus, in bytes; `compulsory_bytes` is their sum."""
+    size, rows = DTYPE_BYTES[problem.dtype], problem.rows * problem.num_heads_q
+    keys = problem.keys_needed
+    parts = {
+        "q": rows * problem.head_dim * size,
+        "k": keys * problem.head_dim * size,
+        "v": keys * problem.head_dim_v * size,
+        "out": rows * problem.head_dim_v * size,
+    }
+    rest = problem.compulsory_bytes - sum(parts.values())
+    return parts | ({"the rest": rest} if rest else {})
+
+
+# Bounds of a kernel ---------------------------------------------------------------------------------------------------
+
+
+def _of_kernel(problem: AttentionProblem, rates: Rates, path: Path | None, cost: Cost) -> Iterator[Bound]:
+    """Bounds by what the kernel says it does."""
+    share, where = busy_share(problem, rates.num_sms, cost.blocks)
+    if path is not None:
+        flops = path.products * cost.flops
+        times = f"{path.products} x " if path.products > 1 else ""
+        work = f"{times}{flop(cost.flops)} over whole tiles, {ratio(cost.flops, problem.flops)} x the work"
+        how = f" ({path.name}){where}" if problem.dtype == "float32" else where
+        yield _bound("tiles", flops, "FLOP", path.tflops, "TFLOP/s", work, share, how, of_kernel=True)
+    if rates.exponentials_gops is not None:
+        work = f"{count(cost.exponentials, 'exp')} over whole tiles"
+        rate = rates.exponentials_gops
+        yield _bound(
+            "exponentials in tiles", cost.exponentials, "exp", rate, "Gexp/s", work, share, where, of_kernel=True
+        )
+    if rates.l2_gbps is not None:
+        total = cost.read_bytes + cost.write_bytes
+        work = f"{byte(total)}, each tile as often as it is read or written"
+        yield _bound("L2", total, "byte", rates.l2_gbps, "GB/s", work, of_kernel=True)
+
+
+def busy_share(problem: AttentionProblem, num_sms: int, blocks: int) -> tuple[float, str]:
+    """The share of all SMs that can work at once, and its arithmetic. A block runs on one SM: an SM without one adds
+    nothing, and where all blocks are alike, the SM that gets one more than others sets the end."""
+    if not num_sms or not blocks:
+        return 1.0, ""
+    if blocks < num_sms:
+        return blocks / num_sms, f" x {blocks} / {num_sms} SMs"
+    alike = not problem.has_band and not problem.packed
+    rounds = -(-blocks // num_sms)
+    share = blocks / (rounds * num_sms)
+    if not alike or share > 0.995:
+        return 1.0, ""
+    return share, f" x {blocks:,} blocks / {rounds:,} rounds of {num_sms}"
+
+
+# Arithmetic in words --------------------------------------------------------------------------------------------------
+
+PER_US = {"TFLOP/s": 1e6, "Gexp/s": 1e3, "GB/s": 1e3}  # units of work that a rate of 1 gets done in a microsecond
+
+
+def _bound(
+    resource: str,
+    amount: float,
+    unit: str,
+    rate: float,
+    rate_unit: str,
+    work: str,
+    share: float = 1.0,
+    note: str = "",
+    of_kernel: bool = False,
+) -> Bound:
+    time_us = amount / (rate * share * PER_US[rate_unit])
+    by = f"{figure(rate)} {rate_unit}"
+    arithmetic = f"{work} / {f'({by}{note})' if share != 1 else f'{by}{note}'} = {us(time_us)}"
+    return Bound(resource, amount, unit, rate * share, rate_unit, time_us, arithmetic, of_kernel)
+
+
+def us(time_us: float) -> str:
+    """Microseconds, with as many decimals as three digits take."""
+    return f"{time_us:,.{0 if time_us >= 100 else 1 if time_us >= 10 else 2 if time_us >= 1 else 3}f} us"
+
+
+def flop(amount: float) -> str:
+    """Operations with a decimal prefix."""
+    return _scaled(amount, "FLOP")
+
+
+def byte(amount: float) -> str:
+    """Bytes with a decimal prefix."""
+    return _scaled(amount, "B")
+
+
+def count(amount: float, of: str) -> str:
+    """A number of things with a decimal prefix."""
+    return _scaled(amount, of)
+
+
+def ratio(a: float, b: float) -> str:
+    """a over b, or a dash where b is nothing."""
+    return f"{a / b:,.3g}" if b else "-"
+
+
+def _scaled(amount: float, unit: str) -> str:
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if amount >= size:
+            return f"{figure(amount / size)} {prefix}{unit}"
+    return f"{amount:,.0f} {unit}"
+
+
+def figure(value: float) -> str:
+    """Four digits, and all of them before the point."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

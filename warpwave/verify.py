@@ -1,0 +1,471 @@
+"""`warpwave verify`: is attention right on this machine, and as fast as it was where the package was measured?
+
+Every kernel that runs here is asked for a sample of everything it claims. Outputs are held against float64, and exact
+probes, whose results are known without arithmetic, find what rounding would hide: a key too many, a lost tile, a cell
+read that nobody may read. On a card that a shipped record knows, the record's cases are timed again beside torch's
+SDPA. What was found is written to a file to share.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+import torch
+
+import warpwave
+from warpwave import dispatch
+from warpwave.bench import environment
+from warpwave.bench.correctness import Sample, Verdict
+from warpwave.bench.inputs import call_arguments, make_operands
+from warpwave.bench.records import Measurement, RecordError, Records, RecordWriter
+from warpwave.bench.timing import CaptureFailed, Ratio, Samples, paired_ratio, time_interleaved
+from warpwave.bench.unpaired import unpaired_ratio
+from warpwave.bench.workloads import case_name
+from warpwave.errors import InvalidInput
+from warpwave.hardware.gpu import Gpu, current_gpu
+from warpwave.problem import AttentionProblem
+from warpwave.selfcheck import FEATURES_OF_DTYPE, PROBES, SEED, gates, operands_of, probe_problem, problem_of
+
+ROUNDS = 9
+MOST_TIMED = 20  # cases of the shipped record, spread over it
+SLOWER_THAN_CARDS_DIFFER = 0.85  # cards of one kind, and one card hot and cool, differ by 10 to 15 %
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the verdict.
+
+    Args:
+        kernel: whom it is about.
+        what: dtype and feature, or the probe.
+        passed: whether it held.
+        detail: the error in units of the rounding model's, or what is wrong.
+    """
+
+    kernel: str
+    what: str
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One case of the shipped record, timed again.
+
+    Args:
+        case: its name.
+        now, then: our times here and in the record.
+        now_over_sdpa, then_over_sdpa: how many times as fast as torch's SDPA we are and were, by paired rounds; None
+            where SDPA could not run.
+    """
+
+    case: str
+    now: Samples
+    then: Samples
+    now_over_sdpa: Ratio | None
+    then_over_sdpa: Ratio | None
+
+    @property
+    def ratio(self) -> Ratio:
+        """How many times as fast as the record; below 1 is slower."""
+        return unpaired_ratio(self.then.samples_us, self.now.samples_us)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it is slower than cards of one kind differ."""
+        return self.ratio.high95 is not None and self.ratio.high95 < SLOWER_THAN_CARDS_DIFFER
+
+
+@dataclass
+class Outcome:
+    """Everything found."""
+
+    gpu: Gpu
+    lines: list[Line] = field(default_factory=list)
+    refused: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    speeds: list[Speed] = field(default_factory=list)
+    no_speed: str = ""
+    broken: str = ""
+
+    @property
+    def wrong(self) -> list[Line]:
+        return [line for line in self.lines if not line.passed]
+
+
+# Everything -----------------------------------------------------------------------------------------------------------
+
+
+class Broken(RuntimeError):
+    """The GPU's context is lost: nothing can run in this process any more."""
+
+
+def check_kernel(module: Any, outcome: Outcome, device: torch.device, say: Callable[[Line], None]) -> list[Measurement]:
+    """Everything one kernel claims of the sample. Returns the verdicts as records."""
+    name, gpu = module.NAME, outcome.gpu
+    refused = outcome.refused.setdefault(name, {})
+    measured = []
+
+    def add(what: str, passed: bool, detail: str) -> None:
+        line = Line(name, what, passed, detail)
+        outcome.lines.append(line)
+        say(line)
+
+    for dtype, features in FEATURES_OF_DTYPE.items():
+        for feature in features:
+            problem, what = problem_of(feature, dtype), f"{dtype} {feature}"
+            if reasons := module.why_not(problem, gpu):
+                refused[what] = reasons
+                continue
+            try:
+                verdict = gates(name, problem, device)
+            except Exception as error:  # whatever a kernel may raise is a finding
+                add(what, False, _said(error))
+                _check_alive(device, f"{name}, {what}")
+                continue
+            detail = verdict.reason
+            if verdict.passed and verdict.error_ratio is not None:
+                detail = f"error {verdict.error_ratio:.2f} x the rounding model's"
+            add(what, verdict.passed, detail)
+            measured.append(_record(name, what, problem, verdict))
+    for probe, (ask, probed, needs_lse) in PROBES.items():
+        for feature in probed:
+            problem, what = probe_problem(feature, module, gpu, needs_lse), f"{probe}, {feature}"
+            if reasons := module.why_not(problem, gpu):
+                refused[what] = reasons
+                continue
+            try:
+                wrong = ask(name, problem, device)
+            except Exception as error:
+                wrong = _said(error)
+                _check_alive(device, f"{name}, {what}")
+            add(what, not wrong, wrong or "exact")
+    return measured
+
+
+def _record(kernel: str, what: str, problem: AttentionProblem, verdict: Verdict) -> Measurement:
+    return Measurement(
+        suite="verify",
+        case=what,
+        problem=problem,
+        contender=f"warpwave {kernel}",
+        kernel=kernel,
+        seed=SEED,
+        verdict=verdict,
+        refusal="checked, not timed" if verdict.passed else f"wrong: {verdict.reason}",
+    )
+
+
+def _said(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _check_alive(device: torch.device, after: str) -> None:
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        raise Broken(f"after {after} the GPU answers nothing but: {_said(error)}") from None
+
+
+def compile_ahead(modules: Sequence[Any], gpu: Gpu, device: torch.device) -> None:
+    """Compiles on all processors at once what the checks will launch one after the other. What fails here, fails there
+    again, where it is reported."""
+    jobs: dict[tuple[str, AttentionProblem], Any] = {}
+    for module in (module for module in modules if module.NEEDS_GPU):
+        problems = [problem_of(f, dtype) for dtype, features in FEATURES_OF_DTYPE.items() for f in features]
+        problems += [probe_problem(f, module, gpu, lse) for _, features, lse in PROBES.values() for f in features]
+        jobs |= {(module.NAME, p): module for p in problems if not module.why_not(p, gpu)}
+
+    def compile_one(job: tuple[tuple[str, AttentionProblem], Any]) -> None:
+        (_, problem), module = job
+        try:
+            with torch.no_grad():
+                module.bind(problem, operands_of(problem, device), module.configs(problem, gpu)[0])
+        except Exception:
+            return
+
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        list(pool.map(compile_one, jobs.items()))
+
+
+# Speed ----------------------------------------------------------------------------------------------------------------
+
+
+def shipped_cases(records: Records, gpu_name: str) -> list[tuple[Measurement, Measurement | None]]:
+    """(ours, torch's SDPA) of each case that the newest shipped run on this card has of a plain call to `auto`."""
+    same = {key: e for key, e in records.environments.items() if (e.get("gpu") or {}).get("name") == gpu_name}
+    found: dict[AttentionProblem, tuple[str, Measurement, Measurement | None]] = {}
+    for key, ours in records.measurements:
+        if key not in same or ours.contender != "warpwave auto" or ours.timing is None or ours.problem.packed:
+            continue
+        if ours.mode != "auto" or ours.timing.input_sets != 1 or ours.problem.requires_grad:
+            continue
+        date = str(same[key]["date"])
+        if ours.problem in found and found[ours.problem][0] >= date:
+            continue
+        sdpa = next(
+            (
+                m
+                for other, m in records.measurements
+                if other == key and m.problem == ours.problem and m.contender == "sdpa_default"
+                if m.timing is not None and m.mode == ours.mode and m.timing.input_sets == 1
+            ),
+            None,
+        )
+        found[ours.problem] = (date, ours, sdpa)
+    cases = [(ours, sdpa) for _, ours, sdpa in found.values()]
+    step = max(1, -(-len(cases) // MOST_TIMED))
+    return cases[::step]
+
+
+def time_again(
+    ours: Measurement, sdpa: Measurement | None, device: torch.device
+) -> tuple[Speed | None, list[Measurement], str]:
+    """(the case timed again, its records, why it could not be timed)."""
+    from warpwave.bench.peers import PEERS, PeerUnavailable
+
+    problem = ours.problem
+    operands = make_operands(problem, device, seed=ours.seed)
+    sample = Sample(problem, operands, seed=ours.seed)
+
+    def our_call() -> Any:
+        return warpwave.attention(*operands[:3], **call_arguments(problem, operands))
+
+    untried = Measurement(suite="verify", case=case_name(problem), problem=problem, contender="", seed=ours.seed)
+    explanation = warpwave.explain(problem, gpu=current_gpu(device))
+    kernel, config = explanation.kernel or "", asdict(explanation.config)
+    verdict = sample.judge(our_call())
+    mine = replace(untried, contender=ours.contender, kernel=kernel, config=config, verdict=verdict)
+    if not verdict.passed:
+        wrong = f"wrong: {verdict.reason}"
+        return None, [replace(mine, refusal=wrong)], wrong
+    contenders: dict[str, Callable[[], object]] = {"ours": our_call}
+    theirs = None
+    try:
+        prepared = PEERS["sdpa_default"](problem, operands)
+        theirs = replace(untried, contender="sdpa_default", kernel=prepared.kernel)
+        theirs = replace(theirs, verdict=sample.judge(prepared.to_out(prepared.call())))
+        if theirs.verdict is not None and theirs.verdict.passed:
+            contenders["sdpa"] = prepared.call
+    except PeerUnavailable:
+        pass
+    before = environment.snapshot(device)
+    try:
+        timings = time_interleaved(contenders, device=device, rounds=ROUNDS)
+    except CaptureFailed as failure:
+        return None, [replace(mine, refusal=failure.reason)], failure.reason
+    after = environment.snapshot(device)
+    measured = [replace(mine, timing=timings["ours"], gpu_before=before, gpu_after=after)]
+    if theirs is not None and "sdpa" in timings:
+        measured.append(replace(theirs, timing=timings["sdpa"], gpu_before=before, gpu_after=after))
+    assert ours.timing is not None  # shipped_cases takes none without
+    then = None if sdpa is None or sdpa.timing is None else _paired(sdpa.timing, ours.timing)
+    now = _paired(timings["sdpa"], timings["ours"]) if "sdpa" in timings else None
+    return Speed(case_name(problem), timings["ours"], ours.timing, now, then), measured, ""
+
+
+def _paired(a: Samples, b: Samples) -> Ratio | None:
+    return paired_ratio(a, b) if len(a.samples_us) == len(b.samples_us) and a.method == b.method else None
+
+
+def describe_speed(speed: Speed) -> str:
+    """One line: our time and the record's, and the same against SDPA, which sees the same clocks."""
+    text = f"{speed.case}: {speed.now.median_us:,.1f} us, record {speed.then.median_us:,.1f}"
+    ratio = speed.ratio
+    interval = "" if ratio.low95 is None else f" [{ratio.low95:.2f}, {ratio.high95:.2f}]"
+    text += f" ({ratio.median:.2f}{interval} x as fast as the record{', SLOW' if speed.is_slow else ''})"
+    if speed.now.method != speed.then.method:
+        text += f" [{speed.now.method}, the record {speed.then.method}: these do not compare]"
+    if speed.now_over_sdpa is not None:
+        r = speed.now_over_sdpa
+        interval = "" if r.low95 is None else f" [{r.low95:.2f}, {r.high95:.2f}]"
+        then = "" if speed.then_over_sdpa is None else f", record {speed.then_over_sdpa.median:.2f}"
+        text += f"; {r.median:.2f}{interval} x torch's SDPA{then}"
+    return text
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def default_out(gpu: Gpu) -> Path:
+    """A file name with the card and the second."""
+    card = re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H%M%SZ")
+    return Path(f"warpwave-verify-{card}-{now}.jsonl")
+
+
+def run(*, device_name: str | None, out: Path | None, kernels: Sequence[str], as_json: bool) -> int:
+    """The whole command. Returns the exit code: 1 where a result was wrong.
+
+    Raises:
+        InvalidInput: the request makes no sense, or the record cannot be written.
+    """
+    started = time.monotonic()
+    device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    gpu = current_gpu(device)
+    modules = _modules(kernels, gpu)
+    path = out or default_out(gpu)
+    if path.exists():
+        raise InvalidInput(f"{path} is there already; name another file with --out")
+    try:
+        writer = RecordWriter(path, environment.describe(device))
+    except (OSError, RecordError) as error:
+        raise InvalidInput(f"the record cannot be written to {path}: {error}") from None
+
+    say = _quiet if as_json else print
+    outcome = Outcome(gpu)
+    say(f"warpwave {warpwave.__version__} on {gpu.name} ({gpu.arch}), torch {torch.__version__}")
+    try:
+        if gpu.vendor in ("nvidia", "amd"):
+            say("compiling ...")
+            compile_ahead(modules, gpu, device)
+        for module in modules:
+            for measurement in check_kernel(module, outcome, device, lambda line: say(describe_line(line))):
+                writer.write(measurement)
+            if refused := outcome.refused[module.NAME]:
+                say(describe_refusals(module.NAME, refused))
+        for measurement in _compare_with_record(outcome, device, say):
+            writer.write(measurement)
+    except Broken as error:
+        outcome.broken = str(error)
+    seconds = time.monotonic() - started
+    if as_json:
+        print(json.dumps(as_data(outcome, path, seconds), indent=1))
+    else:
+        print(f"\n{verdict(outcome)}\nIt took {seconds:.0f} s; the record is {path}.")
+    return 1 if outcome.wrong or outcome.broken else 0
+
+
+def _quiet(text: str) -> None:
+    pass
+
+
+def _modules(kernels: Sequence[str], gpu: Gpu) -> list[Any]:
+    """The kernels asked for, or all that run anything of the sample here."""
+    by_name = {module.NAME: module for module in dispatch.KERNELS}
+    for name in kernels:
+        if name not in by_name:
+            raise InvalidInput(f"no kernel is called {name!r}; there are {', '.join(by_name)}")
+    plain = [problem_of("plain", dtype) for dtype in FEATURES_OF_DTYPE]
+    chosen = []
+    for name in kernels or by_name:
+        reasons = [by_name[name].why_not(problem, gpu) for problem in plain]
+        if not all(reasons):
+            chosen.append(by_name[name])
+        elif kernels:
+            raise InvalidInput(f"kernel {name!r} does not run here: {'; '.join(reasons[0])}")
+    return chosen
+
+
+def _compare_with_record(outcome: Outcome, device: torch.device, say: Callable[[str], None]) -> list[Measurement]:
+    from warpwave.report import shipped
+
+    if device.type != "cuda":
+        outcome.no_speed = "nothing was measured on a GPU"
+        return []
+    cases = shipped_cases(shipped.records(), torch.cuda.get_device_properties(device).name)
+    if not cases:
+        outcome.no_speed = f"no record of {outcome.gpu.name} is shipped, so its speed was compared with none"
+        return []
+    measured: list[Measurement] = []
+    say("")
+    for ours, sdpa in cases:
+        try:
+            speed, records, why = time_again(ours, sdpa, device)
+        except RuntimeError as error:  # out of memory, on a card that others use too
+            _check_alive(device, case_name(ours.problem))
+            say(f"not timed  {case_name(ours.problem)}: {_said(error)}")
+            continue
+        measured += records
+        if speed is None:
+            if why.startswith("wrong"):
+                outcome.lines.append(Line("auto", case_name(ours.problem), False, why))
+            say(f"not timed  {case_name(ours.problem)}: {why}")
+            continue
+        outcome.speeds.append(speed)
+        say(f"speed  {describe_speed(speed)}")
+    return measured
+
+
+def describe_line(line: Line) -> str:
+    """One line of text."""
+    return f"{'pass' if line.passed else 'FAIL'}  {line.kernel:<18}  {line.what:<38}  {line.detail}"
+
+
+def describe_refusals(kernel: str, refused: dict[str, list[str]]) -> str:
+    """What a kernel does not claim, each reason once."""
+    reasons = dict.fromkeys(reason for found in refused.values() for reason in found)
+    return f"      {kernel:<18}  refuses {len(refused)} of the sample: {'; '.join(reasons)}"
+
+
+def verdict(outcome: Outcome) -> str:
+    """What it comes to, in one sentence."""
+    total, wrong = len(outcome.lines), outcome.wrong
+    if outcome.broken:
+        return f"FAILED: {outcome.broken}; what comes behind was not run. `warpwave doctor --bundle` collects a report."
+    if wrong:
+        names = ", ".join(dict.fromkeys(line.kernel for line in wrong))
+        return (
+            f"FAILED: {len(wrong)} of {_counted(total, 'check')} found wrong results of {names}: do not use "
+            f"{'it' if ',' not in names else 'them'} here, and please report it with `warpwave doctor --bundle FILE`."
+        )
+    where = f"on {outcome.gpu.name}"
+    if outcome.gpu.vendor == "interpreter":
+        where = "in Triton's interpreter, which says nothing of a GPU"
+    right = f"All of {_counted(total, 'check')} passed {where}"
+    if not outcome.speeds:
+        return f"{right}; {outcome.no_speed or 'no case could be timed'}."
+    comparable = [s for s in outcome.speeds if s.now.method == s.then.method]
+    ratios = {s.case: s.ratio.median for s in comparable}
+    if not ratios:
+        return f"{right}; no time compares with the record's."
+    mean, worst = geometric_mean(ratios.values()), min(ratios, key=ratios.__getitem__)
+    slow = sum(s.is_slow for s in comparable)
+    how = "as expected of another card of this kind (they differ by 10 to 15 %)"
+    if slow:
+        how = f"{slow} of them slower than cards of one kind differ: see `warpwave doctor` for clocks and neighbours"
+    return (
+        f"{right}, and {_counted(len(ratios), 'case')} ran at {mean:.2f} x the shipped record's speed in the geometric "
+        f"mean, {ratios[worst]:.2f} x at the least ({worst}), {how}."
+    )
+
+
+def _counted(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def as_data(outcome: Outcome, path: Path, seconds: float) -> dict[str, Any]:
+    """The same for `--json`."""
+    return {
+        "warpwave": warpwave.__version__,
+        "gpu": asdict(outcome.gpu),
+        "passed": not outcome.wrong and not outcome.broken,
+        "verdict": verdict(outcome),
+        "checks": [asdict(line) for line in outcome.lines],
+        "refused": outcome.refused,
+        "speeds": [
+            {
+                "case": s.case,
+                "now_us": s.now.median_us,
+                "record_us": s.then.median_us,
+                "ratio": asdict(s.ratio),
+                "over_sdpa": None if s.now_over_sdpa is None else asdict(s.now_over_sdpa),
+                "record_over_sdpa": None if s.then_over_sdpa is None else asdict(s.then_over_sdpa),
+            }
+            for s in outcome.speeds
+        ],
+        "seconds": seconds,
+        "record": str(path),
+    }
