@@ -301,9 +301,7 @@ def test_a_mask_that_is_causal_is_replaced() -> None:
     q, k, v = tensors(64, 64)
     mask = torch.ones(64, 64, dtype=torch.bool).tril()[None, None]
     said = warpwave.explain(q, k, v, mask=mask, gpu=resolve("h200"), kernel="flash_fwd")
-    assert said.advice[0].startswith(
-        "Pass causal=True in place of the mask, which is just that: 4.096 kB less to read"
-    )
+    assert said.advice[0].startswith("Pass causal=True in place of the mask, which is just that: 4.096 kB less to read")
     nothing = warpwave.explain(q, k, v, mask=torch.ones_like(mask), gpu=resolve("h200"))
     assert "rop the mask: it hides nothing" in str(nothing)
     random = torch.rand(1, 1, 64, 64, generator=torch.Generator().manual_seed(0)) < 0.5
@@ -332,6 +330,18 @@ def test_strides_that_cost_something_are_named(change: Any, said: str) -> None:
         q = torch.randn(2, 64, 4, 16)[..., :15]
     found = advice(warpwave.explain(q, k, v, gpu=resolve("h200"), kernel="flash_fwd"))
     assert said in found and bool(said) == ("You pass" in found)
+
+
+def test_kernels_that_copy_by_tensor_maps_copy_other_layouts_first() -> None:
+    q, v = (torch.randn(1, 64, 4, 64, dtype=torch.bfloat16) for _ in range(2))
+    k = torch.randn(1, 64, 4, 128, dtype=torch.bfloat16)[..., ::2]
+    said = warpwave.explain(q, k, v, gpu=resolve("h200"))
+    assert said.kernel == "hopper/flash_fwd" and said.memory is not None
+    assert said.memory.workspace == k.numel() * 2
+    assert said.advice[0].startswith("You pass k with stride 2 along head_dim: every call copies them first, 32.77 kB.")
+    portable = warpwave.explain(q, k, v, gpu=resolve("h200"), kernel="flash_fwd")
+    assert portable.memory is not None and portable.memory.workspace == 0
+    assert "rows are read one element at a time" in portable.advice[0]
 
 
 def test_a_copy_made_of_a_strided_mask_is_workspace() -> None:

@@ -18,7 +18,7 @@ from warpwave.hardware import catalog, measure
 from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels.cost import Cost
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band, Causal, Operands
-from warpwave.roofline import Rates, Roofline, data_sheet_rates, measured_rates, roofline
+from warpwave.roofline import Rates, Roofline, byte, data_sheet_rates, measured_rates, roofline
 
 LOAD_BYTES = 16  # what a thread loads at once, where addresses are multiples of it
 
@@ -154,6 +154,7 @@ def explain(
     mask_band: Band | None = None
     layout: tuple[str, ...] = ()
     copied = 0
+    operands: Operands | None = None
     if isinstance(q, AttentionProblem):
         problem = q
         gpu = gpu or current_gpu(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -165,8 +166,6 @@ def explain(
         gpu = gpu or current_gpu(q.device)
         if mask is not None and mask.device.type != "meta":
             mask_band = positional_band(mask, problem.seqlen_q, problem.seqlen_k)
-        if not gpu.is_cpu:
-            layout, copied = _layout(operands)
     reasons = dispatch.reasons_against(problem, gpu)
     bounds, measured, missing = _rooflines(problem, gpu)
     try:
@@ -188,6 +187,8 @@ def explain(
             rates_missing=missing,
         )
     module = choice.kernel
+    if operands is not None and not gpu.is_cpu:
+        layout, copied = _layout(operands, module)
     cost = module.cost(problem, gpu, choice.config)
     bounds, measured, missing = _rooflines(problem, gpu, module, cost)
     launch = None if measured is None else measured.rates.launch_us
@@ -262,9 +263,8 @@ def _memory(problem: AttentionProblem, kernel: Any, cost: Cost, copied: int) -> 
     return Memory(inputs, rows * p.head_dim_v * size, lse, cost.workspace_bytes + copied, ours)
 
 
-def _layout(operands: Operands) -> tuple[tuple[str, ...], int]:
-    """Strides that cost something, as sentences; and the bytes of copies made because of them."""
-    copied = 0
+def _layout(operands: Operands, kernel: Any) -> tuple[tuple[str, ...], int]:
+    """Strides that cost something, as sentences; and the bytes of the copies that the kernel makes because of them."""
     strided: list[str] = []
     ragged: list[str] = []
     shifted: list[str] = []
@@ -276,12 +276,17 @@ def _layout(operands: Operands) -> tuple[tuple[str, ...], int]:
             strided.append(name)
         elif any(stride * size % LOAD_BYTES for stride, n in zip(outer, tensor.shape, strict=False) if n > 1):
             (ragged if tensor.shape[-1] * size % LOAD_BYTES else shifted).append(name)
+    # Tensor maps describe no such tensor, so the kernels that copy tiles by them copy the tensor first.
+    maps = kernel.NAME.startswith("hopper/")
+    copied = sum(_bytes(getattr(operands, name)) for name in (*strided, *shifted)) if maps else 0
+    by_copy = f"every call copies them first, {byte(copied)}" if maps else ""
     notes = []
     if strided:
         stride = getattr(operands, strided[0]).stride(-1)
         notes.append(
-            f"{_names(strided)} with stride {stride} along head_dim: rows are read one element at a time. Pass "
-            f"{strided[0]}.contiguous(), or keep head_dim last in memory"
+            f"{_names(strided)} with stride {stride} along head_dim: "
+            f"{by_copy or 'rows are read one element at a time'}. Pass {strided[0]}.contiguous(), or keep head_dim "
+            "last in memory"
         )
     if ragged:
         tensor = getattr(operands, ragged[0])
@@ -293,17 +298,21 @@ def _layout(operands: Operands) -> tuple[tuple[str, ...], int]:
         )
     if shifted:
         notes.append(
-            f"{_names(shifted)} with rows that do not start at multiples of {LOAD_BYTES} bytes: they are read in "
-            f"pieces. Pass {shifted[0]}.contiguous()"
+            f"{_names(shifted)} with rows that do not start at multiples of {LOAD_BYTES} bytes: "
+            f"{by_copy or 'they are read in pieces'}. Pass {shifted[0]}.contiguous()"
         )
     for name in ("mask", "bias"):
         tensor = getattr(operands, name)
-        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) > 1:
-            copied += tensor.numel() * tensor.element_size()
+        if kernel.NEEDS_GPU and tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) > 1:
+            copied += _bytes(tensor)
             notes.append(
                 f"The {name} is not contiguous along the keys, so every call copies it. Pass {name}.contiguous()"
             )
     return tuple(notes), copied
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _names(names: list[str]) -> str:

@@ -25,13 +25,16 @@ def main() -> None:
                 fields[name] = tuple(fields[name])
         problem, gpu, kernel = AttentionProblem(**fields), Gpu.for_arch(job["arch"]), kernels[job["kernel"]]
         config = kernel.Config(**job["config"]) if "config" in job else kernel.configs(problem, gpu)[0]
-        launches = [compiled.facts for compiled in compile_launches(kernel, problem, gpu, config)]
+        results = compile_launches(kernel, problem, gpu, config)
+        launches = [compiled.facts for compiled in results]
         facts = vars(worst(launches)) | {
             "launches": [vars(launch) for launch in launches],
             "config": asdict(config),
             "smem_bound": kernel.smem_bytes(problem, gpu, config),
             "smem_limit": gpu.smem_per_block_bytes,
         }
+        if job.get("listing"):
+            facts["listing"] = results[0].texts["sass"]
         print(json.dumps(facts), flush=True)
 
 

@@ -233,10 +233,35 @@ def test_the_reader_reads_everything_in_every_pass(passes: int, monkeypatch: pyt
 
     monkeypatch.setattr(torch, "empty", kept)
     x = torch.randint(0, 5, (11 * 4096 + 17,)).float()
-    call, count = measure._reader(torch.device("cpu"), x, passes)
+    call, count = measure._reader(torch.device("cpu"), x, passes, block=1024)
     call()
-    assert count == 4 * 11 * 4096 * passes
-    assert float(made[0].sum()) == passes * float(x[: 11 * 4096].sum())
+    read = 5 * 8 * 1024  # whole rounds of the one SM's eight programs
+    assert count == 4 * read * passes
+    assert float(made[0].sum()) == passes * float(x[:read].sum())
+
+
+@pytest.mark.parametrize(
+    ("sms", "l2", "block", "each_sm"),
+    [(132, 60 << 20, 4096, 8), (28, 3 << 20, 1024, 8), (304, 4 << 20, 1024, 1), (108, 40 << 20, 2048, 8)],
+)
+def test_what_is_read_from_l2_fits_it(
+    sms: int, l2: int, block: int, each_sm: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(multi_processor_count=sms, L2_cache_size=l2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    seen: list[tuple[int, int, int]] = []
+
+    def reader(device: torch.device, x: torch.Tensor, passes: int, block: int, each_sm: int) -> tuple[Any, int]:
+        seen.append((x.numel() * 4, block, each_sm))
+        return None, 0
+
+    monkeypatch.setattr(measure, "_reader", reader)
+    assert measure._l2_reader(torch.device("cpu")) is not None
+    ((size, used_block, used_each),) = seen
+    assert size <= l2 / 3 and size % (4 * used_block * used_each * sms) == 0
+    assert (used_block, used_each) == (block, each_sm)
+    properties.L2_cache_size = 0
+    assert measure._l2_reader(torch.device("cpu")) is None
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter (TRITON_INTERPRET=1) or a GPU")

@@ -149,6 +149,7 @@ def _measure_gpu(device: torch.device, say: Callable[[str], None], snapshots: di
                 rounds=3,
                 warmup_s=SUSTAINED_S,
                 sample_s=0.1,
+                flush_l2=False,
                 on_round=lambda _: seen.append(environment.snapshot(device)),
             )
             figures["sustained_tflops"][path] = 2 * n**3 / timed.median_us * 1e-6
@@ -220,20 +221,43 @@ def _bandwidths(device: torch.device, say: Callable[[str], None]) -> dict[str, A
     return {"copy_gbps": 2 * size / min(copied.samples_us) * 1e-3, "read_gbps": count / min(seen.samples_us) * 1e-3}
 
 
-def _reader(device: torch.device, x: torch.Tensor, passes: int) -> tuple[Call, int]:
-    """A call that reads x (float32) so many times, and the bytes it reads."""
+def _reader(
+    device: torch.device, x: torch.Tensor, passes: int, block: int = 4096, each_sm: int = 8
+) -> tuple[Call, int]:
+    """A call that reads x (float32) so many times, and the bytes it reads: as much of x as all programs share evenly,
+    or the SMs would not end together.
+
+    Args:
+        block: elements that a program reads at once, at least 1024: 16 bytes a thread and load.
+        each_sm: programs an SM; eight, of eight warps, have enough in flight to cover the latency of memory.
+    """
     import torch
 
-    block = 4096
-    n = x.numel() // block * block
-    # Eight programs of eight warps an SM, 16 bytes a thread and load: enough in flight to cover the latency.
-    programs = min(n // block, 8 * torch.cuda.get_device_properties(device).multi_processor_count)
+    programs = each_sm * torch.cuda.get_device_properties(device).multi_processor_count
+    programs = min(programs, x.numel() // block)
+    n = x.numel() // (programs * block) * programs * block
     out = torch.empty(programs, device=device)
 
     def read() -> None:
         read_kernel[(programs,)](x, out, n, passes, BLOCK=block, num_warps=8)
 
     return read, 4 * n * passes
+
+
+def _l2_reader(device: torch.device) -> tuple[Call, int] | None:
+    """A reader of what surely stays in L2: a third of it, for large chips keep two copies of what both halves read.
+    None where nobody knows its size, or every SM cannot have a share that small."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(device)
+    room = (getattr(properties, "L2_cache_size", 0) or 0) // 3
+    for each_sm in (8, 4, 2, 1):
+        for block in (4096, 2048, 1024):
+            size = 4 * block * each_sm * properties.multi_processor_count
+            if size <= room:
+                inside = torch.ones(size // 4 * (room // size), device=device)
+                return _reader(device, inside, L2_PASSES, block, each_sm)
+    return None
 
 
 def _triton_figures(device: torch.device, gpu: Gpu, say: Callable[[str], None]) -> dict[str, Any]:
@@ -243,12 +267,10 @@ def _triton_figures(device: torch.device, gpu: Gpu, say: Callable[[str], None]) 
     from warpwave.bench.timing import host_time_us
 
     figures: dict[str, Any] = {}
-    l2_bytes = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
-    if l2_bytes:
-        say("L2")
-        # A quarter of L2: large chips keep two copies of what both of their halves read.
-        inside = torch.ones(max(MIB, l2_bytes // 4) // 4, device=device)
-        read, count = _reader(device, inside, L2_PASSES)
+    say("L2")
+    l2_reader = _l2_reader(device)
+    if l2_reader is not None:
+        read, count = l2_reader
         figures["l2_gbps"] = count / min(_time(read, device, flush_l2=False).samples_us) * 1e-3
     say("exponentials")
     block, programs = 2048, 4 * gpu.num_sms

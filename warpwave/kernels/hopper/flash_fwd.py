@@ -1,9 +1,9 @@
 """FlashAttention forward for NVIDIA Hopper: warp-specialised, in Gluon, bf16 and fp16, head_dim up to 256.
 
-A block is one producer warp and one to three consumer warpgroups of 64 queries. The producer moves Q, K and V tiles into
-shared memory by TMA; consumers multiply them by wgmma straight from there, keep probabilities in registers, and turn the
-scores of one tile into probabilities while the tensor cores are busy with the tile before (roles.py). Blocks stay on
-their SM and draw tiles of queries from a counter, longest first (scheduler.py).
+A block is one producer warp and one to three consumer warpgroups of 64 queries. The producer moves Q, K and V tiles
+into shared memory by TMA; consumers multiply them by wgmma straight from there, keep probabilities in registers, and
+turn the scores of one tile into probabilities while the tensor cores are busy with the tile before (roles.py). Blocks
+stay on their SM and draw tiles of queries from a counter, longest first (scheduler.py).
 
     S = softmax_scale * Q K^T, then softcap, ALiBi, mask;   out = softmax(S) V;   lse = log(sum(exp(S)))
 
@@ -17,10 +17,8 @@ each part gained is in docs/hopper.md.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -307,7 +305,7 @@ def bind(
 
 
 def _has_map(tensor: torch.Tensor) -> bool:
-    """Whether a tensor map can describe a tensor: rows of stride 1, all other strides and the base 16-byte multiples."""
+    """Whether a tensor map can describe a tensor: rows of stride 1, other strides and the base 16-byte multiples."""
     *outer, inner = tensor.stride()
     size = tensor.element_size()
     return (
@@ -479,7 +477,7 @@ def _smem(problem: AttentionProblem, config: Config, own_out: bool) -> int:
 
 
 def tiles(problem: AttentionProblem, config: Config) -> int:
-    """(query tile, key tile) pairs visited, over all heads and sequences: `roles.tiles_of_block`, counted on the host."""
+    """(query tile, key tile) pairs visited, over all heads and sequences: `roles.tiles_of_block` on the host."""
     total = 0
     counted: dict[tuple[int, int], int] = {}
     for seqlen_q, seqlen_k in problem.items():
@@ -510,7 +508,8 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         blocks=min(_query_tiles(problem, config), (gpu.num_sms or NUM_SMS) * config.blocks_per_sm),
         flops=2 * scores * (width + width_v),
         exponentials=scores,
-        read_bytes=size * (rows * problem.head_dim + visited * config.block_n * (problem.head_dim + problem.head_dim_v)),
+        read_bytes=size
+        * (rows * problem.head_dim + visited * config.block_n * (problem.head_dim + problem.head_dim_v)),
         write_bytes=rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0)),
         smem_bytes=smem_bytes(problem, gpu, config),
     )
@@ -559,7 +558,7 @@ def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
         return Config(64, 64, 3, 3)
     num_sms = gpu.num_sms or NUM_SMS
     if _rows_per_sm(problem, 192, num_sms) > 1.2 * _rows_per_sm(problem, 64, num_sms):
-        # Too few blocks of 192 to go round: 1 x 1024 with 32 heads takes 1.3 times as long with them, where the ratio is
+        # Too few blocks of 192 to go round: 1 x 1024 with 32 heads takes 1.3 times as long with them; the ratio is
         # 1.5. At 1.14, 16 x 1024, they are 1.03 times as fast.
         return Config(64, 128, 2, 2)
     return Config(192, 128, 3)

@@ -75,6 +75,7 @@ _counters: dict[int, Counters] = {}
 
 
 def counters(device: torch.device) -> Counters:
+    """The device's tile counters, made on first use."""
     index = device.index
     if index not in _counters:
         _counters[index] = Counters(device)
@@ -98,7 +99,7 @@ def bind(spec: launch.Launch, maps: Sequence[MapPlan | None], sources: Sequence[
         RuntimeError: the kernel is not compiled yet and a CUDA graph is being captured.
         UnsupportedProblem: the compiled kernel needs more shared memory than the GPU has.
     """
-    kernel, grid, tensors, scalars, constants, options = spec
+    kernel, grid, _, scalars, constants, options = spec
     device = sources[0].device
     index = device.index
     with torch.cuda.device(device):
@@ -199,9 +200,7 @@ def _direct(compiled: Any, run: Any) -> tuple[list[Callable[[int, MapPlan], Any]
     if version == (3, 6):
 
         def start(grid: int, stream: int, arguments: list[Any]) -> None:
-            launcher(
-                grid, 1, 1, stream, function, cooperative, pdl, None, None, packed, None, None, None, *arguments
-            )
+            launcher(grid, 1, 1, stream, function, cooperative, pdl, None, None, packed, None, None, None, *arguments)
 
     else:
         annotations, signature = run.arg_annotations, run.kernel_signature

@@ -4,8 +4,9 @@ A ring is what a producer fills by TMA and consumers empty by wgmma: `stages` ti
 tile has come and one that says nobody needs it any more. Tile `n` of a ring, counted over the whole launch, lies in
 stage `n % stages`, and the phase of its barriers is the parity of `n // stages`.
 
-A tile is as wide as head_dim, and shared memory and wgmma know powers of two. So a tile is a tuple of pieces, 80 columns
-as 64 + 16: products over head_dim add their pieces up, products whose result is that wide give one result a piece.
+A tile is as wide as head_dim, and shared memory and wgmma know powers of two. So a tile is a tuple of pieces, 80
+columns as 64 + 16: products over head_dim add their pieces up, products whose result is that wide give one result a
+piece.
 """
 
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
@@ -47,6 +48,7 @@ class Ring:
 
 @jit
 def ring_init(ring, CONSUMERS: gl.constexpr):
+    """Prepares the barriers; `CONSUMERS` hand each tile back."""
     for i in gl.static_range(ring.stages):
         mbarrier.init(ring.full.index(i), count=1)
         if ring.named == 0:
@@ -70,6 +72,7 @@ def load_tile(ring, maps, n, batch, head, row):
 
 @jit
 def wait_full(ring, n):
+    """Waits until tile n has come."""
     mbarrier.wait(ring.full.index(n % ring.stages), (n // ring.stages) & 1)
 
 
@@ -105,11 +108,13 @@ def drain(ring, n):
 
 @constexpr_function
 def tile_bytes(maps):
+    """Bytes of a tile, all its pieces together: what its barrier waits for."""
     return sum(m.block_type.nbytes for m in maps)
 
 
 @constexpr_function
 def first_column(maps, i):
+    """The column of the tensor at which piece i begins."""
     return sum(m.block_type.shape[-1] for m in list(maps)[: int(i)])
 
 

@@ -24,8 +24,8 @@ from warpwave.kernels.hopper.compat import (
 from warpwave.kernels.hopper.parts import (
     LN_2,
     LOG2_E,
-    exp2,
     drain,
+    exp2,
     first_column,
     hand_back,
     load_tile,
@@ -261,7 +261,7 @@ def producer(q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, b
 @jit
 def skip(k_ring, v_ring, n, count):
     """Hands back, unread, tiles that other groups of the block see and this one does not."""
-    for _ in range(0, count):
+    for _ in range(count):
         wait_full(k_ring, n)
         hand_back(k_ring, n)
         wait_full(v_ring, n)
@@ -417,6 +417,7 @@ def edge_step(q, k_ring, v_ring, n, m_i, m_top, l_i, acc, tile, place, keys, rul
 
 @jit
 def rescaled(acc, alpha):
+    """Every piece of the accumulator times alpha, [64]."""
     scaled = ()
     for i in gl.static_range(len(acc)):
         scaled = scaled + (rescale(acc[i], like(alpha, acc[i])),)
@@ -440,6 +441,7 @@ def like(per_row, x):
 
 @jit
 def zero_accumulator(WIDTH: gl.constexpr):
+    """[64, WIDTH] of zeros."""
     return gl.zeros([ROWS, WIDTH], gl.float32, accumulator_layout(WIDTH))
 
 
@@ -475,6 +477,7 @@ def zero_values(v_ring, n, rows_used, BLOCK_N: gl.constexpr):
 
 @jit
 def zero_rows(x, rows_used):
+    """Zeroes the rows of x, in shared memory, from `rows_used` on."""
     layout: gl.constexpr = row_vectors(x.shape[1])
     used = gl.arange(0, x.shape[0], gl.SliceLayout(1, layout)) < rows_used
     values = x.load(layout)
@@ -550,9 +553,7 @@ def consumer(
         tile = end - 1
         if rules.HAS_HIGH:
             while tile > whole_end:
-                m_i, m_top, l_i, acc = edge_step(
-                    q, k_ring, v_ring, n, m_i, m_top, l_i, acc, tile, place, keys, rules
-                )
+                m_i, m_top, l_i, acc = edge_step(q, k_ring, v_ring, n, m_i, m_top, l_i, acc, tile, place, keys, rules)
                 n += 1
                 tile -= 1
         x = edge_scores(q, k_ring, n, tile, place, keys, rules)
@@ -563,7 +564,7 @@ def consumer(
         p = operand(p32, v_ring)
         wait_values(v_ring, n, tile, keys, rules)
         # Tiles that every query sees.
-        for i in range(0, whole_end - whole_begin):
+        for i in range(whole_end - whole_begin):
             p, m_i, m_top, l_i, acc = step(
                 q, k_ring, v_ring, n, p, m_i, m_top, l_i, acc, whole_end - 1 - i, place, keys, rules
             )
@@ -577,7 +578,7 @@ def consumer(
         n += 1
         # Tiles at the left edge of a window.
         if rules.HAS_LOW:
-            for i in range(0, whole_begin - begin):
+            for i in range(whole_begin - begin):
                 m_i, m_top, l_i, acc = edge_step(
                     q, k_ring, v_ring, n, m_i, m_top, l_i, acc, whole_begin - 1 - i, place, keys, rules
                 )
@@ -602,7 +603,7 @@ def consumer(
             l_row = l_row * factor + sink
             l_out = l_out * factor + sink
             m_i = m_new
-        # A row that saw no key has sum 0, or saw its sink alone: its output is 0, whatever lay in the tile it was given.
+        # A row that saw no key has sum 0, or saw its sink alone: its output is 0, whatever its tile held.
         saw_nothing = l_row == 0.0
         if rules.HAS_SINKS:
             saw_nothing = saw_nothing | (factor == 0.0)
@@ -631,4 +632,5 @@ def consumer(
 
 @constexpr_function
 def accumulator_layout(width):
+    """How wgmma lays 64 rows of `width` float32 over a warpgroup."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, int(width), 16])

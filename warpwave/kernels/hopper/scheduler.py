@@ -6,8 +6,8 @@ compute and hands them the tile through shared memory. Against a static order th
 against one tile a program 10 % at 16 x 1024.
 
 The counter is 0 before and after every launch: each tile beyond the first of a program is one draw, and each program
-draws once more to learn that there is none, so a launch of `num_tiles` tiles makes exactly `num_tiles` draws and the one
-that got the last number puts 0 back.
+draws once more to learn that there is none, so a launch of `num_tiles` tiles makes exactly `num_tiles` draws and the
+one that got the last number puts 0 back.
 """
 
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
@@ -138,6 +138,7 @@ def post(box, n, work, IS_VARLEN: gl.constexpr):
 
 @jit
 def wait_posted(box, n):
+    """Waits until message n was written."""
     mbarrier.wait(box.full.index(n & 1), (n >> 1) & 1)
 
 
@@ -159,6 +160,7 @@ def read(box, n, seqlen_q, seqlen_k, IS_VARLEN: gl.constexpr):
 
 @jit
 def discard(box, n):
+    """Says that message n was read."""
     mbarrier.arrive(box.empty.index(n & 1), count=1)
 
 
@@ -186,6 +188,7 @@ def tile_of(s, t, BLOCK_M: gl.constexpr, HAS_HIGH: gl.constexpr, IS_VARLEN: gl.c
 
 @jit
 def is_work(work, BLOCK_M: gl.constexpr, IS_VARLEN: gl.constexpr):
+    """Whether the place holds queries: in a packed call it may hold none."""
     if IS_VARLEN:
         return (work.tile >= 0) & (work.tile * BLOCK_M < work.seqlen_q)
     else:

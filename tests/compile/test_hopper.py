@@ -1,0 +1,86 @@
+"""The Hopper forward compiles to what makes it fast: its own instructions, no spills, and products that overlap."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import pytest
+
+from tests.compile.test_targets import compile_all, job
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
+
+# Bytes of local memory a thread may take, by (head_dim, feature): none in a loop over keys. The causal variant of three
+# warpgroups keeps more of a tile's coordinates than 160 registers hold beside the scores.
+SPILL_BOUNDS = {(64, "packed"): 64, (64, "window"): 64, (64, "alibi"): 64, (256, "packed"): 64, (256, "window"): 64}
+FEATURES = ("plain", "causal", "window", "alibi", "packed")
+SAMPLE = [(64, "causal"), (128, "plain"), (128, "causal"), (256, "causal"), (80, "packed")]
+FULL = [(head_dim, feature) for head_dim in (64, 96, 112, 128, 192, 256) for feature in FEATURES]
+
+
+def hopper_job(head_dim: int, feature: str) -> dict[str, Any]:
+    return job("sm_90", "bfloat16", head_dim, feature) | {"kernel": "hopper/flash_fwd"}
+
+
+def check(head_dim: int, feature: str, facts: dict[str, Any]) -> None:
+    what, instructions = f"head_dim {head_dim} {feature} {facts['config']}", facts["instructions"]
+    assert facts["smem_bytes"] <= facts["smem_bound"] <= facts["smem_limit"], what
+    assert facts["spill_bytes"] <= SPILL_BOUNDS.get((head_dim, feature), 0), f"{what}: {facts['spill_bytes']} spilled"
+    assert instructions.get("HGMMA", 0) > 0, f"{what}: no wgmma"
+    assert instructions.get("UTMALDG", 0) > 0, f"{what}: K and V do not come by TMA"
+    assert instructions.get("UTMASTG", 0) > 0, f"{what}: out does not leave by TMA"
+    assert instructions.get("USETMAXREG", 0) > 0, f"{what}: registers are not handed to the consumers"
+
+
+@pytest.mark.parametrize(("head_dim", "feature"), SAMPLE)
+def test_sample(head_dim: int, feature: str) -> None:
+    (facts,) = compile_all([hopper_job(head_dim, feature)])
+    check(head_dim, feature, facts)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("feature", FEATURES)
+def test_matrix(feature: str) -> None:
+    points = [point for point in FULL if point[1] == feature]
+    for point, facts in zip(points, compile_all([hopper_job(*point) for point in points]), strict=True):
+        check(*point, facts)
+
+
+def loops_over_keys(sass: str) -> list[str]:
+    """The innermost loops that multiply, as strings of H (wgmma), E (exponential), W (wait for wgmma)."""
+    lines: list[str] = []
+    labels: dict[str, int] = {}
+    for line in sass.splitlines():
+        if label := re.match(r"^\.(L_x_\d+):", line):
+            labels[label[1]] = len(lines)
+        elif instruction := re.match(r"^\s+/\*[0-9a-f]+\*/\s+(.*?);", line):
+            lines.append(instruction[1])
+    spans = []
+    for end, text in enumerate(lines):
+        jump = re.search(r"BRA.*`\(\.(L_x_\d+)\)", text)
+        if jump and labels.get(jump[1], end + 1) <= end and any("HGMMA" in x for x in lines[labels[jump[1]] : end]):
+            spans.append((labels[jump[1]], end))
+    innermost = [s for s in spans if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in spans)]
+    letters = {"HGMMA": "H", "MUFU.EX2": "E", "WARPGROUP.DEPBAR": "W"}
+    return [
+        "".join(next((letters[key] for key in letters if key in text), "") for text in lines[begin:end])
+        for begin, end in innermost
+    ]
+
+
+def test_loops_over_keys_are_found() -> None:
+    listing = ".L_x_1:\n /*0000*/ HGMMA R0 ;\n /*0010*/ MUFU.EX2 R1, R1 ;\n /*0020*/ BRA `(.L_x_1) ;\n"
+    assert loops_over_keys(listing) == ["HE"]
+
+
+@pytest.mark.parametrize("feature", ["plain", "causal"])
+def test_the_wait_for_values_stays_behind_the_exponentials(feature: str) -> None:
+    """Two warpgroups: the second wait of the loop, for P V, comes after most of the tile's 66 exponentials."""
+    (facts,) = compile_all([hopper_job(128, feature) | {"listing": True}])
+    overlapped = [loop for loop in loops_over_keys(facts["listing"]) if loop.startswith("H" * 16 + "W")]
+    assert len(overlapped) >= 1, "no loop issues both products before it waits"
+    for loop in overlapped:
+        before_second_wait = loop.split("W")[1]
+        assert before_second_wait.count("E") > 33, loop
