@@ -302,6 +302,10 @@ def test_a_mask_that_is_causal_is_replaced() -> None:
     mask = torch.ones(64, 64, dtype=torch.bool).tril()[None, None]
     said = warpwave.explain(q, k, v, mask=mask, gpu=resolve("h200"), kernel="flash_fwd")
     assert said.advice[0].startswith("Pass causal=True in place of the mask, which is just that: 4.096 kB less to read")
+    q16, k16, v16 = (t.half() for t in (q, k, v))
+    hopper = " ".join(str(warpwave.explain(q16, k16, v16, mask=mask, gpu=resolve("h200"))).split())
+    assert hopper.count("ass causal=True in place of the mask") == 1
+    assert "hopper/flash_fwd would then serve it." in hopper
     nothing = warpwave.explain(q, k, v, mask=torch.ones_like(mask), gpu=resolve("h200"))
     assert "rop the mask: it hides nothing" in str(nothing)
     random = torch.rand(1, 1, 64, 64, generator=torch.Generator().manual_seed(0)) < 0.5
@@ -382,6 +386,11 @@ def test_every_card_explains_every_kind_of_call(card: str, options: dict[str, An
     assert said.kernel is not None and said.kernel in text and "nan" not in text and "inf " not in text
     assert all(line == line.rstrip() for line in text.splitlines())
     assert text.count("TO CHANGE") == 1
+
+
+def test_each_vendor_s_own_words() -> None:
+    assert "304 CUs" in str(on("mi300x", batch=1)) and " SM" not in str(on("mi300x", batch=1))
+    assert "132 SMs" in str(on("h200")) and " CU" not in str(on("h200"))
 
 
 def test_explanations_are_plain_frozen_data() -> None:

@@ -190,7 +190,9 @@ def _whole_tiles(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advice
             text += f" The {group} query heads that share a kv head could share a tile; no kernel here does that."
         else:
             text += " More queries in one call, or a smaller block_m, waste less."
-    elif problem.has_band or problem.mask_shape is not None:
+    elif problem.mask_shape is not None:
+        text += ": a boolean mask spares no tile, whatever it hides."
+    elif problem.has_band:
         text += ": the mask's edge cuts through them. Smaller tiles waste less and are slower for each pair: time some."
     else:
         text += ": the last of a sequence is part empty. Time a smaller block_m or block_n."

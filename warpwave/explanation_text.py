@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -27,12 +28,13 @@ def text(said: Explanation) -> str:
         list(_others(said)),
         list(_changes(said)),
     )
-    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+    whole = "\n\n".join("\n".join(lines) for lines in sections if lines)
+    return re.sub(r"\bSM(s?)\b", r"CU\1", whole) if said.gpu.vendor == "amd" else whole
 
 
 def _head(said: Explanation) -> Iterator[str]:
     gpu = said.gpu
-    sms = f", {gpu.num_sms} {'CUs' if gpu.vendor == 'amd' else 'SMs'}" if gpu.num_sms else ""
+    sms = f", {gpu.num_sms} SMs" if gpu.num_sms else ""
     yield f"call       {said.problem.describe()}"
     yield f"device     {gpu.name}" + ("" if gpu.is_cpu or gpu.name == gpu.arch else f" ({gpu.arch})") + sms
     if said.kernel is None:
@@ -180,10 +182,19 @@ def _others(said: Explanation) -> Iterator[str]:
 
 
 def _changes(said: Explanation) -> Iterator[str]:
-    changes = [f"{path}." for path in said.fast_paths] + list(said.advice)
-    if changes:
+    advice = list(said.advice)
+    paths = []
+    for path in said.fast_paths:
+        # One change said twice is said once, with its figures.
+        change = path.changes[0][0].upper() + path.changes[0][1:]
+        same = [i for i, sentence in enumerate(advice) if len(path.changes) == 1 and sentence.startswith(change)]
+        if same:
+            advice[same[0]] += f" {path.kernel} would then serve it."
+        else:
+            paths.append(f"{path}.")
+    if paths or advice:
         yield "TO CHANGE"
-        for i, sentence in enumerate(changes, 1):
+        for i, sentence in enumerate((*paths, *advice), 1):
             yield from _wrapped(sentence, f"  {i}. ")
 
 

@@ -12,9 +12,14 @@ from tests.compile.test_targets import compile_all, job
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
 
-# Bytes of local memory a thread may take, by (head_dim, feature): none in a loop over keys. The causal variant of three
-# warpgroups keeps more of a tile's coordinates than 160 registers hold beside the scores.
-SPILL_BOUNDS = {(64, "packed"): 64, (64, "window"): 64, (64, "alibi"): 64, (256, "packed"): 64, (256, "window"): 64}
+# Bytes of local memory a thread may take, by (head_dim, feature), with Triton 3.6 to 3.9: a tile's coordinates,
+# kept across the loops over keys and never touched in one that overlaps. Only 3.9 spills at (256, "causal"), 56 bytes,
+# and (80, "packed"), 104. What is not listed takes none.
+SPILL_BOUNDS = {
+    **{(64, feature): 64 for feature in ("window", "alibi", "packed")},
+    **{(256, feature): 128 for feature in ("causal", "window", "alibi", "packed")},
+    (80, "packed"): 128,
+}
 FEATURES = ("plain", "causal", "window", "alibi", "packed")
 SAMPLE = [(64, "causal"), (128, "plain"), (128, "causal"), (256, "causal"), (80, "packed")]
 FULL = [(head_dim, feature) for head_dim in (64, 96, 112, 128, 192, 256) for feature in FEATURES]
@@ -49,7 +54,7 @@ def test_matrix(feature: str) -> None:
 
 
 def loops_over_keys(sass: str) -> list[str]:
-    """The innermost loops that multiply, as strings of H (wgmma), E (exponential), W (wait for wgmma)."""
+    """The innermost loops that multiply: H (wgmma), E (exponential), W (wait for wgmma), S (access to local memory)."""
     lines: list[str] = []
     labels: dict[str, int] = {}
     for line in sass.splitlines():
@@ -63,7 +68,7 @@ def loops_over_keys(sass: str) -> list[str]:
         if jump and labels.get(jump[1], end + 1) <= end and any("HGMMA" in x for x in lines[labels[jump[1]] : end]):
             spans.append((labels[jump[1]], end))
     innermost = [s for s in spans if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in spans)]
-    letters = {"HGMMA": "H", "MUFU.EX2": "E", "WARPGROUP.DEPBAR": "W"}
+    letters = {"HGMMA": "H", "MUFU.EX2": "E", "WARPGROUP.DEPBAR": "W", "STL": "S", "LDL": "S"}
     return [
         "".join(next((letters[key] for key in letters if key in text), "") for text in lines[begin:end])
         for begin, end in innermost
@@ -82,5 +87,6 @@ def test_the_wait_for_values_stays_behind_the_exponentials(feature: str) -> None
     overlapped = [loop for loop in loops_over_keys(facts["listing"]) if loop.startswith("H" * 16 + "W")]
     assert len(overlapped) >= 1, "no loop issues both products before it waits"
     for loop in overlapped:
+        assert "S" not in loop, f"the loop spills: {loop}"
         before_second_wait = loop.split("W")[1]
         assert before_second_wait.count("E") > 33, loop

@@ -40,7 +40,7 @@ STREAM_BYTES = 1024 * MIB  # of each buffer that is streamed: far above any L2 (
 CPU_STREAM_BYTES = 256 * MIB  # above the last-level cache of most servers
 PRODUCT_SIZE = 8192  # rows, columns and depth of the timed product: as in the peak figures people quote
 PRODUCT_US = 40_000.0  # a product that takes longer than this is timed at half the size
-CPU_PRODUCT_US = 60_000.0
+CPU_PRODUCT_US = 250_000.0
 L2_PASSES = 32  # over a buffer that fits L2, in one launch, so that filling it and launching are lost in the passes
 EXPONENTIALS_EACH = 2048  # for each element of the exponentials kernel, in registers
 PAUSE_S = 0.5  # before a product, for the card to cool and its clocks to recover
@@ -182,8 +182,8 @@ def _product(device: torch.device, dtype: torch.dtype, n: int) -> Call:
 
 
 def _product_size(device: torch.device, dtype: torch.dtype, path: str, largest: int, most_us: float) -> int:
-    """The largest power of two whose product is over in time, judged by one of an eighth of the rows and columns."""
-    trial = max(256, largest // 8)
+    """The largest power of two whose product is over in time, judged by a small one."""
+    trial = min(largest, 1024 if device.type == "cuda" else 512)
     with _products_in(path):
         trial_us = min(_time(_product(device, dtype, trial), device, rounds=3, warmup_s=0.0, sample_s=0.0).samples_us)
     n = largest
@@ -298,7 +298,7 @@ def _measure_cpu(say: Callable[[str], None]) -> dict[str, Any]:
         say(f"product, {path}")
         dtype = getattr(torch, path)
         n = _product_size(device, dtype, path, 2048, CPU_PRODUCT_US)
-        timed = _time(_product(device, dtype, n), device)
+        timed = _time(_product(device, dtype, n), device, rounds=3)
         figures["product_tflops"][path] = 2 * n**3 / min(timed.samples_us) * 1e-6
         figures["product_sizes"][path] = n
     say("copy")
