@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from warpwave import dispatch
+from warpwave import dispatch, explain
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.hardware.gpu import ARCHS, CPU, INTERPRETER, Gpu
 from warpwave.kernels import eager, flash_fwd, torch_sdpa
@@ -29,7 +29,10 @@ PROBLEM = AttentionProblem(
 @pytest.mark.parametrize(
     ("change", "gpu", "expected"),
     [
-        ({}, H200, "hopper/flash_fwd"),
+        ({}, H200, "flash_fwd"),  # short enough for lighter blocks
+        ({"seqlen_k": 513}, H200, "hopper/flash_fwd"),
+        ({"batch": 17}, H200, "hopper/flash_fwd"),  # 136 tiles, more than SMs
+        ({"head_dim": 128}, H200, "hopper/flash_fwd"),
         ({"mask_shape": (1, 1, 128, 128)}, H200, "flash_fwd"),
         ({"dtype": "float32"}, H200, "flash_fwd"),
         ({}, Gpu.for_arch("sm_100"), "flash_fwd"),
@@ -63,6 +66,14 @@ def test_every_problem_has_a_kernel_with_a_config(gpu: Gpu, dtype: str, head_dim
     assert choice.kernel.why_not(problem, gpu) == []
     for kernel in dispatch.KERNELS:
         assert bool(kernel.why_not(problem, gpu)) or len(kernel.configs(problem, gpu)) >= 1
+
+
+def test_what_a_kernel_is_outrun_on_it_still_runs_when_asked_by_name() -> None:
+    assert dispatch.choose(PROBLEM, H200, "hopper/flash_fwd").kernel.NAME == "hopper/flash_fwd"
+    assert list(dispatch.passed_over(PROBLEM, H200)) == ["hopper/flash_fwd"]
+    assert dispatch.passed_over(replace(PROBLEM, seqlen_k=513), H200) == {}
+    assert dispatch.passed_over(replace(PROBLEM, dtype="float32"), H200) == {}, "what it cannot run is said elsewhere"
+    assert "hopper/flash_fwd is passed over: at most 512 keys" in str(explain(PROBLEM, gpu=H200))
 
 
 def test_a_named_kernel_runs_or_raises_with_its_reasons() -> None:

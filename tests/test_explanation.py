@@ -337,12 +337,12 @@ def test_strides_that_cost_something_are_named(change: Any, said: str) -> None:
 
 
 def test_kernels_that_copy_by_tensor_maps_copy_other_layouts_first() -> None:
-    q, v = (torch.randn(1, 64, 4, 64, dtype=torch.bfloat16) for _ in range(2))
-    k = torch.randn(1, 64, 4, 128, dtype=torch.bfloat16)[..., ::2]
+    q, v = (torch.randn(1, 1024, 4, 64, dtype=torch.bfloat16) for _ in range(2))
+    k = torch.randn(1, 1024, 4, 128, dtype=torch.bfloat16)[..., ::2]
     said = warpwave.explain(q, k, v, gpu=resolve("h200"))
     assert said.kernel == "hopper/flash_fwd" and said.memory is not None
     assert said.memory.workspace == k.numel() * 2
-    assert said.advice[0].startswith("You pass k with stride 2 along head_dim: every call copies them first, 32.77 kB.")
+    assert said.advice[0].startswith("You pass k with stride 2 along head_dim: every call copies them first, 524.3 kB.")
     portable = warpwave.explain(q, k, v, gpu=resolve("h200"), kernel="flash_fwd")
     assert portable.memory is not None and portable.memory.workspace == 0
     assert "rows are read one element at a time" in portable.advice[0]

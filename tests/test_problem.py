@@ -209,6 +209,8 @@ CHANGED: dict[str, Any] = {
     "mask_visible_pairs": 3,
     "return_lse": True,
     "requires_grad": True,
+    "page_size": 16,
+    "batch_invariant": True,
 }
 
 

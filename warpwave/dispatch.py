@@ -1,4 +1,4 @@
-"""Which kernel serves a problem: the first of `KERNELS` whose `why_not` is empty.
+"""Which kernel serves a problem: the first of `KERNELS` that can run it and that no later one outruns.
 
 A kernel is a module of `warpwave.kernels` with
 
@@ -6,6 +6,8 @@ A kernel is a module of `warpwave.kernels` with
     NEEDS_GPU                                  whether CPU tensors are none of its business
     Config                                     a frozen dataclass that checks itself
     why_not(problem, gpu) -> list[str]         every reason it cannot run the problem; empty when it can
+    outrun(problem, gpu) -> list[str]          optional: why a later kernel is faster though this one could run it, a
+                                               threshold in closed form with what was measured; only "auto" asks
     cost(problem, gpu, config) -> Cost         what it moves and computes
     configs(problem, gpu) -> list[Config]      the default first, then the search space
     bind(problem, operands, config)            -> run(operands) -> (out, lse or None)
@@ -19,13 +21,20 @@ from typing import Any, NamedTuple
 
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.hardware.gpu import Gpu
-from warpwave.kernels import eager, flash_fwd, naive, tiled, torch_sdpa
+from warpwave.kernels import eager, flash_fwd, naive, split_kv, tiled, torch_sdpa
 from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
 from warpwave.problem import AttentionProblem
 
 # In the order of preference. Every problem has a kernel, because eager runs everything; what stands behind it, "auto"
 # never takes: rungs of the ladder (docs/ladder.md), which keep a workspace as large as all scores.
-KERNELS: tuple[Any, ...] = (hopper_flash_fwd, flash_fwd, torch_sdpa, eager, tiled, naive)
+KERNELS: tuple[Any, ...] = (hopper_flash_fwd, flash_fwd, torch_sdpa, eager, tiled, naive, split_kv)
+# Those that read a paged cache.
+CACHE_KERNELS: tuple[Any, ...] = (split_kv, eager)
+
+
+def kernels_for(problem: AttentionProblem) -> tuple[Any, ...]:
+    """The kernels among which one is chosen, in the order of preference."""
+    return CACHE_KERNELS if problem.page_size else KERNELS
 
 
 class Choice(NamedTuple):
@@ -38,7 +47,22 @@ class Choice(NamedTuple):
 
 def reasons_against(problem: AttentionProblem, gpu: Gpu) -> dict[str, list[str]]:
     """Kernel name -> why it cannot run the problem, in the order of preference; empty lists can."""
-    return {kernel.NAME: kernel.why_not(problem, gpu) for kernel in KERNELS}
+    return {kernel.NAME: kernel.why_not(problem, gpu) for kernel in kernels_for(problem)}
+
+
+def passed_over(problem: AttentionProblem, gpu: Gpu) -> dict[str, list[str]]:
+    """Kernel name -> why `auto` leaves a problem to a later kernel which this one could run; only those that do."""
+    found = {
+        kernel.NAME: _outrun(kernel, problem, gpu)
+        for kernel in kernels_for(problem)
+        if not kernel.why_not(problem, gpu)
+    }
+    return {name: reasons for name, reasons in found.items() if reasons}
+
+
+def _outrun(kernel: Any, problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    reasons: list[str] = kernel.outrun(problem, gpu) if hasattr(kernel, "outrun") else []
+    return reasons
 
 
 def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: Any = None) -> Choice:
@@ -53,13 +77,17 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
         InvalidType: the config is another kernel's, or a GPU kernel was asked for CPU tensors beside a usable GPU.
         UnsupportedProblem: the kernel asked for cannot run the problem; carries its reasons.
     """
-    by_name = {module.NAME: module for module in KERNELS}
+    by_name = {module.NAME: module for module in kernels_for(problem)}
     if kernel == "auto":
         if config is not None:
             raise InvalidInput("config was given with kernel='auto'; name the kernel the config is for")
         # `interpreter` is for tests that name a kernel; nobody is served by it.
         module = next(
-            m for m in KERNELS if not (gpu.vendor == "interpreter" and m.NEEDS_GPU) and not m.why_not(problem, gpu)
+            m
+            for m in kernels_for(problem)
+            if not (gpu.vendor == "interpreter" and m.NEEDS_GPU)
+            and not m.why_not(problem, gpu)
+            and not _outrun(m, problem, gpu)
         )
         return Choice(module, module.configs(problem, gpu)[0], "default")
     if kernel not in by_name:
@@ -82,7 +110,7 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
 
 
 def _nearest(problem: AttentionProblem, gpu: Gpu) -> str:
-    able = [m.NAME for m in KERNELS if not m.why_not(problem, gpu)]
+    able = [m.NAME for m in kernels_for(problem) if not m.why_not(problem, gpu)]
     return f"kernel={able[0]!r}, or kernel='auto'" if able else ""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -65,6 +65,7 @@ class Explanation:
         fast_paths: what would let kernels further ahead serve the call.
         advice: what to change, the first sentence first.
         rates_missing: why `bounds` and `measured` are None, else empty.
+        passed_over: kernel name -> why "auto" leaves the call to a later kernel though that one could run it.
     """
 
     problem: AttentionProblem
@@ -80,6 +81,7 @@ class Explanation:
     fast_paths: tuple[FastPath, ...] = ()
     advice: tuple[str, ...] = ()
     rates_missing: str = ""
+    passed_over: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def flops(self) -> int:
@@ -185,6 +187,7 @@ def explain(
             measured,
             fast_paths=tuple(nearest(problem, gpu, [_module(kernel)], mask_band)),
             rates_missing=missing,
+            passed_over=dispatch.passed_over(problem, gpu),
         )
     module = choice.kernel
     if operands is not None and not gpu.is_cpu:
@@ -209,6 +212,7 @@ def explain(
         tuple(fast_paths),
         tuple(recommendations(call)),
         missing,
+        passed_over=dispatch.passed_over(problem, gpu),
     )
 
 

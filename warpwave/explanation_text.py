@@ -179,6 +179,9 @@ def _others(said: Explanation) -> Iterator[str]:
         if names:
             position = "" if said.kernel is None else f" too, {where} {said.kernel}"
             yield f"  could{position}: {', '.join(names)}"
+    for name, why in said.passed_over.items():
+        if name != said.kernel:
+            yield from _wrapped("; ".join(why), f"  {name} is passed over: ")
 
 
 def _changes(said: Explanation) -> Iterator[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1}
-PRECISIONS = ("default", "ieee", "tf32x3", "tf32")
+PRECISIONS = ("default", "ieee", "tf32x3", "tf32", "bf16x6", "bf16x3")
 
 Alignment = Literal["bottom_right", "top_left"]
 
@@ -47,6 +47,23 @@ class Operands(NamedTuple):
     sinks: Any = None
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
+
+
+class CachedOperands(NamedTuple):
+    """The tensors of one call on a paged cache: those of `Operands`, k and v being pools of pages, and the tables."""
+
+    q: Any
+    k: Any
+    v: Any
+    mask: Any = None
+    bias: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    page_table: Any = None
+    seqused_k: Any = None
+    rows: Any = None
 
 
 class Band(NamedTuple):
@@ -118,6 +135,10 @@ class AttentionProblem:
             positional masks show, where somebody counted them; None counts the boolean mask as showing everything.
         return_lse: whether the log-sum-exp is an output.
         requires_grad: whether a gradient will be asked for.
+        page_size: tokens of a page where k and v are pools of pages, (num_pages, page_size, num_heads_kv, head_dim),
+            that a page table maps sequences to; 0 where they are not. `packed` then speaks of q alone, `seqlen_k` is
+            the longest sequence to be served and `total_k` is `batch * seqlen_k`.
+        batch_invariant: whether a sequence's result must have the same bits whatever else is in the batch.
     """
 
     batch: int
@@ -145,6 +166,8 @@ class AttentionProblem:
     mask_visible_pairs: int | None = None
     return_lse: bool = False
     requires_grad: bool = False
+    page_size: int = 0
+    batch_invariant: bool = False
 
     # What the mask shows ---------------------------------------------------------------------------------------------
 
@@ -221,7 +244,10 @@ class AttentionProblem:
             total += math.prod(self.alibi_shape) * 4
         if self.has_sinks:
             total += self.num_heads_q * 4
-        if self.packed:
+        if self.page_size:
+            pages = self._sum_over_items(lambda sq, sk: -(-self.band(sq, sk).keys_seen(sq, sk) // self.page_size))
+            total += 4 * (pages + self.batch + (self.batch + 1) * self.packed)
+        elif self.packed:
             total += 2 * (self.batch + 1) * 4
         if self.return_lse:
             total += self.rows * self.num_heads_q * 4
@@ -278,7 +304,9 @@ class AttentionProblem:
         )
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
         lengths = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q} x {self.seqlen_k}"
-        if self.packed:
+        if self.packed and self.page_size:
+            lengths = f"packed, {self.total_q} tokens, at most {lengths}"
+        elif self.packed:
             lengths = f"packed, {self.total_q} and {self.total_k} tokens, at most {lengths}"
         parts = [f"batch {self.batch}, seqlen {lengths}, heads {heads}, head_dim {dims}, {self.dtype}"]
         if self.causal is not None:
@@ -295,6 +323,10 @@ class AttentionProblem:
             parts.append(f"softcap {self.softcap:g}")
         if self.has_sinks:
             parts.append("sinks")
+        if self.page_size:
+            parts.append(f"cache in pages of {self.page_size}")
+        if self.batch_invariant:
+            parts.append("batch-invariant")
         if self.dtype == "float32":
             parts.append(f"precision {self.precision}")
         if self.return_lse:

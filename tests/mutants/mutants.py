@@ -56,7 +56,7 @@ NAMED = [
     ),
     Mutant(
         "accumulator not rescaled", FLASH,
-        "v, acc * alpha[:, None], input_precision", "v, acc, input_precision",
+        "PRECISION), acc * alpha[:, None], PRECISION)", "PRECISION), acc, PRECISION)",
         "test_gates.py::test_case_grid", "float16-113x103-d64-h2x2-b2-sharp-flash_fwd", "FAIL B2 RMS of out",
     ),
     Mutant(

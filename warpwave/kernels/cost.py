@@ -19,6 +19,18 @@ class Cost:
         write_bytes: bytes written.
         smem_bytes: shared memory one block needs, as estimated before compiling; 0 where the kernel uses none.
         workspace_bytes: device memory allocated beside the outputs.
+
+    What follows is for `warpwave.model`; 0 where a kernel does not say.
+        items: tiles of the output that blocks work on, where a block draws several; 0: one a block.
+        steps: tiles of keys walked, over all blocks.
+        longest: steps of the item that walks most; 0: all items walk as many.
+        threads: of a block.
+        registers: of a thread, as estimated before compiling.
+        chains: independent instruction streams of a block, that hide each other's latency.
+        blocks_per_sm: as the kernel launches them; 0: as many as fit.
+        scratch_bytes: of `read_bytes` and `write_bytes`, those of the workspace.
+        launches: kernels launched, one after another.
+        parts: the same of each launch, where they differ.
     """
 
     blocks: int
@@ -28,6 +40,16 @@ class Cost:
     write_bytes: int
     smem_bytes: int = 0
     workspace_bytes: int = 0
+    items: int = 0
+    steps: int = 0
+    longest: int = 0
+    threads: int = 0
+    registers: int = 0
+    chains: int = 1
+    blocks_per_sm: int = 0
+    scratch_bytes: int = 0
+    launches: int = 1
+    parts: tuple[Cost, ...] = ()
 
 
 def visited_tiles(problem: AttentionProblem, block_m: int, block_n: int) -> int:

@@ -395,12 +395,13 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """What the tile operations move: the scores of a tile are written and read by each of some six operations."""
-    scores = tile_reads = 0
+    scores = tile_reads = tiles = 0
     for (seqlen_q, seqlen_k), times in Counter(problem.items()).items():
         band = problem.band(seqlen_q, seqlen_k)
         for block in _row_blocks(seqlen_q, config.block_m):
             for tile in _tiles(band, block, seqlen_k, config.block_n):
                 keys = tile.keys.stop - tile.keys.start
+                tiles += times if problem.packed else 1
                 scores += times * (block.stop - block.start) * keys * problem.num_heads_q
                 tile_reads += times * keys * problem.num_heads_kv
     size, rows = DTYPE_BYTES[problem.dtype], problem.rows * problem.num_heads_q
@@ -412,7 +413,11 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         + 24 * scores,
         write_bytes=rows * (problem.head_dim_v * size + 4) + 24 * scores,
         workspace_bytes=3 * 4 * min(scores, problem.batch * problem.num_heads_q * config.block_m * config.block_n),
+        launches=OPERATIONS * max(1, tiles),
     )
+
+
+OPERATIONS = 12  # of torch's on one tile: two products, the scale, the maximum, exponentials, sums and rescales
 
 
 # Configs --------------------------------------------------------------------------------------------------------------

@@ -42,11 +42,13 @@ from warpwave.kernels.primitives import (
     LOG2_E,
     band_visible,
     load_tile,
+    operand,
+    product,
     rounded,
-    rounded_to_tf32,
     softmax_step,
     tanh,
     tile_pointers,
+    transposed,
 )
 from warpwave.kernels.triton_or_stub import NO_TRITON, jit, tl
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
@@ -275,8 +277,7 @@ def flash_fwd_kernel(
     dims_v = tl.arange(0, BLOCK_DV)
     q = tile_pointers(q_ptr, rows, dims, stride_qm, stride_qd)
     q = load_tile(q, rows, dims, 0, seqlen_q, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    if PRECISION == "tf32":
-        q = rounded_to_tf32(q)
+    q = operand(q, PRECISION)
     first_keys = tl.arange(0, BLOCK_N)
     k_pointers = tile_pointers(k_ptr, first_keys, dims, stride_kn, stride_kd)
     v_pointers = tile_pointers(v_ptr, first_keys, dims_v, stride_vn, stride_vd)
@@ -294,9 +295,8 @@ def flash_fwd_kernel(
         # Keys that no query of the tile sees are not read: NaN there must have no effect.
         k = k_pointers + tile_offset * stride_kn
         k = load_tile(k, keys, dims, key_begin, key_end, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_N, BLOCK_D]
-        if PRECISION == "tf32":
-            k = rounded_to_tf32(k)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        k = transposed(operand(k, PRECISION), PRECISION)
+        scores = product(q, k, None, PRECISION)  # [BLOCK_M, BLOCK_N]
 
         # What is left to multiply scores by, to make bits of them. Where something is added or hidden, that is done in
         # bits: a scale of 0 is legal and 0 * -inf is NaN. Elsewhere the scale rides in the softmax's fused
@@ -333,10 +333,8 @@ def flash_fwd_kernel(
             # A value that no query of the tile sees must have no effect, and 0 * NaN would be one.
             seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
             v = tl.where((seen != 0)[:, None], v, 0.0)
-        if PRECISION == "tf32":
-            p = rounded_to_tf32(p)
-            v = rounded_to_tf32(v)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)  # [BLOCK_M, BLOCK_DV]
+        p = operand(p.to(v.dtype), PRECISION)
+        acc = product(p, operand(v, PRECISION), acc * alpha[:, None], PRECISION)  # [BLOCK_M, BLOCK_DV]
 
     if HAS_SINKS:
         # One more key, whose value is zero. It comes last: as the first maximum it would push the probabilities of
@@ -524,7 +522,18 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         + scores * _bytes_per_score(problem),
         write_bytes=rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0)),
         smem_bytes=smem_bytes(problem, gpu, config),
+        steps=visited,
+        longest=-(-problem.seqlen_k // config.block_n),
+        threads=config.num_warps * gpu.warp_size,
+        registers=_registers(problem, gpu, config),
     )
+
+
+def _registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
+    """About what a thread holds: output and scores of its rows in float32, probabilities, and some forty besides."""
+    threads = max(1, config.num_warps * gpu.warp_size)
+    elements = config.block_m * (padded(problem.head_dim_v) + config.block_n * 3 // 2)
+    return min(gpu.registers_per_thread or 255, 40 + elements // threads)
 
 
 # Configs --------------------------------------------------------------------------------------------------------------

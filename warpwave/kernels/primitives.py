@@ -116,6 +116,99 @@ def rounded_to_tf32(x):
 
 
 @jit
+def bfloat16_part(x):
+    """The bfloat16 nearest to x, 8 of its 24 bits, and what it leaves of x, exactly; NaN where x is not finite.
+
+    The part is also made by hand, as float32: a compiler that meets its conversion back and forth converts each number
+    for itself, at a quarter of the rate at which pairs are.
+    """
+    if IN_INTERPRETER:
+        part = rounded(x, tl.bfloat16).to(tl.float32)
+        rest = x - part
+    else:
+        part = tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
+        rest = x - part.to(tl.float32)
+    return part, rest
+
+
+@jit
+def operand(x, PRECISION: tl.constexpr):
+    """What products of `PRECISION` take of an operand, a tuple of its parts, the largest first (warpwave.precision).
+
+    Two bfloat16 parts carry 16 bits of a float32 number, three all 24.
+    """
+    if PRECISION == "tf32":
+        parts = (rounded_to_tf32(x),)
+    elif PRECISION == "tf32x3":
+        high = (x.to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
+        rest = ((x - high).to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+        parts = (high, rest.to(tl.float32, bitcast=True))
+    elif PRECISION == "bf16x3":
+        high, rest = bfloat16_part(x)
+        parts = (high, bfloat16_part(rest)[0])
+    elif PRECISION == "bf16x6":
+        high, rest = bfloat16_part(x)
+        middle, rest = bfloat16_part(rest)
+        parts = (high, middle, bfloat16_part(rest)[0])
+    else:
+        parts = (x,)
+    return parts
+
+
+@jit
+def transposed(parts, PRECISION: tl.constexpr):
+    """The parts of the transposed operand."""
+    if PRECISION == "bf16x3" or PRECISION == "tf32x3":
+        return tl.trans(parts[0]), tl.trans(parts[1])
+    elif PRECISION == "bf16x6":
+        return tl.trans(parts[0]), tl.trans(parts[1]), tl.trans(parts[2])
+    else:
+        return (tl.trans(parts[0]),)
+
+
+@jit
+def product(a, b, acc, PRECISION: tl.constexpr):
+    """`acc + a b` of two operands in parts, or `a b` where acc is None, in float32.
+
+    Products of parts are summed from the smallest to the largest, and acc comes last: a tensor core truncates what it
+    accumulates, so a sum that ran through it over all keys would end 1e-8 of itself off for each of them.
+
+    What float32 makes infinite must not become NaN: where an operand is Inf, its remainder is NaN, and 0 * Inf is NaN
+    though the remainder that is 0 stands for nothing. So a sum of the small products that is not finite is left out,
+    and the product of the largest parts says Inf, or NaN where float32 would.
+    """
+    if PRECISION == "bf16x3":
+        small = tl.dot(a[1], b[0])
+        small = tl.dot(a[0], b[1], small)
+        total = tl.dot(a[0], b[0], finite_or_zero(small))
+        if acc is not None:
+            total += acc
+    elif PRECISION == "tf32x3":
+        small = tl.dot(a[1], b[0], input_precision="tf32")
+        small = tl.dot(a[0], b[1], small, input_precision="tf32")
+        total = tl.dot(a[0], b[0], finite_or_zero(small), input_precision="tf32")
+        if acc is not None:
+            total += acc
+    elif PRECISION == "bf16x6":
+        small = tl.dot(a[2], b[0])
+        small = tl.dot(a[0], b[2], small)
+        small = tl.dot(a[1], b[1], small)
+        small = tl.dot(a[1], b[0], small)
+        small = tl.dot(a[0], b[1], small)
+        total = tl.dot(a[0], b[0], finite_or_zero(small))
+        if acc is not None:
+            total += acc
+    else:
+        total = tl.dot(a[0], b[0], acc, input_precision=PRECISION)
+    return total
+
+
+@jit
+def finite_or_zero(x):
+    return tl.maximum(x, -3.4028234663852886e38)
+
+
+@jit
 def softmax_step(scores, scale, m_i, l_i):
     """One tile of the online softmax: un-normalised probabilities, the rescale of what was summed, the new state.
 

@@ -374,15 +374,46 @@ def cost(
     beside = 0 if problem.mask_shape is None else 1
     beside += 0 if problem.bias_shape is None else DTYPE_BYTES[problem.bias_dtype or problem.dtype]
     rows = problem.rows * problem.num_heads_q
-    return Cost(
-        blocks=heads
-        * (row_tiles * (-(-problem.seqlen_k // block_n) + column_tiles) + -(-problem.seqlen_q // SOFTMAX_ROWS)),
-        flops=2 * scored * width + 2 * summed * block_m * column_tiles * columns,
+    score = Cost(
+        blocks=heads * row_tiles * -(-problem.seqlen_k // block_n),
+        flops=2 * scored * width,
+        exponentials=0,
+        read_bytes=score_tiles * (block_m + block_n) * problem.head_dim * size,  # q and k
+        write_bytes=4 * scored,
+        smem_bytes=smem_bytes,
+        items=score_tiles,
+        scratch_bytes=4 * scored,
+    )
+    softmax = Cost(
+        blocks=heads * -(-problem.seqlen_q // SOFTMAX_ROWS),
+        flops=0,
         exponentials=covered,
-        read_bytes=score_tiles * (block_m + block_n) * problem.head_dim * size  # q and k
-        + 2 * covered * (4 + beside)  # both sweeps of the softmax
-        + summed * (column_tiles * block_m * 4 + problem.head_dim_v * size),  # P for each tile of columns, and v
-        write_bytes=4 * (scored + covered) + rows * (4 + problem.head_dim_v * size + (4 if problem.return_lse else 0)),
+        read_bytes=2 * covered * (4 + beside),  # both sweeps
+        write_bytes=4 * covered + rows * (4 + (4 if problem.return_lse else 0)),
+        smem_bytes=SOFTMAX_SMEM_BYTES,
+        scratch_bytes=12 * covered,
+    )
+    sum_values = Cost(
+        blocks=heads * row_tiles * column_tiles,
+        flops=2 * summed * block_m * column_tiles * columns,
+        exponentials=0,
+        read_bytes=summed * (column_tiles * block_m * 4 + problem.head_dim_v * size),  # P for each tile of columns, and v
+        write_bytes=rows * problem.head_dim_v * size,
+        smem_bytes=smem_bytes,
+        steps=visited_tiles(problem, block_m, step) * column_tiles,
+        longest=-(-problem.seqlen_k // step),
+        scratch_bytes=4 * summed * column_tiles * block_m,
+    )
+    parts = (score, softmax, sum_values)
+    return Cost(
+        blocks=sum(part.blocks for part in parts),
+        flops=sum(part.flops for part in parts),
+        exponentials=covered,
+        read_bytes=sum(part.read_bytes for part in parts),
+        write_bytes=sum(part.write_bytes for part in parts),
         smem_bytes=smem_bytes,
         workspace_bytes=scores_bytes(problem) + 4 * heads * problem.seqlen_q,
+        scratch_bytes=sum(part.scratch_bytes for part in parts),
+        launches=3,
+        parts=parts,
     )

@@ -465,6 +465,17 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     return reasons
 
 
+def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Where `flash_fwd` takes less time: calls so short that setting up the ring and the roles is not earned back."""
+    rows = -(-problem.seqlen_q // 64) * problem.batch * problem.num_heads_q
+    short = problem.seqlen_k <= 512 and max(problem.head_dim, problem.head_dim_v) <= 64
+    if not (short and rows <= (gpu.num_sms or NUM_SMS)):
+        return []
+    # Graph replays on an H200, hot, in us, this kernel / flash_fwd (the shipped record, suite tiny): 1 head x 64 3.99 /
+    # 2.58, x 128 3.96 / 3.11, x 512 6.59 / 6.22; 8 x 4 heads x 128 4.11 / 3.35. Beyond: 16 heads x 1024 13.1 / 13.8.
+    return ["at most 512 keys of head_dim 64 and one tile an SM: flash_fwd, of lighter blocks, is 1.02 to 1.5 x as fast"]
+
+
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """An upper bound on the shared memory of one block, which tests hold against what every config compiles to."""
     return _smem(problem, config, _own_out(problem, config))
@@ -512,6 +523,12 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         * (rows * problem.head_dim + visited * config.block_n * (problem.head_dim + problem.head_dim_v)),
         write_bytes=rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0)),
         smem_bytes=smem_bytes(problem, gpu, config),
+        items=_query_tiles(problem, config),
+        steps=visited,
+        longest=-(-problem.seqlen_k // config.block_n),
+        threads=128 * (config.groups + 1),
+        chains=config.groups,
+        blocks_per_sm=config.blocks_per_sm,
     )
 
 

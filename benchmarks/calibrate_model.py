@@ -1,0 +1,349 @@
+"""Fits the constants of `warpwave.model` for one card to records, judges them on others, and writes the calibration.
+
+    python -m benchmarks.calibrate_model                    refit the H200 from the records of this repository
+    python -m benchmarks.calibrate_model --check            print how far the calibration that ships is off, write nothing
+    python -m benchmarks.calibrate_model --card b200 --fit sweep.jsonl --judge other.jsonl --ceilings roof.json
+
+Points to fit and points to judge come from different files. Constants are fitted kernel by kernel to the logarithm of
+predicted over measured time, with a loss that grows as the error and not as its square beyond 20 %, and a weak pull
+towards `UNCALIBRATED`, so that what the points do not tell stays at a round number. Cross-validation leaves out whole
+problems, all their configs together.
+
+`.jsonl` files are what `warpwave bench --out` writes. `.log` files are the H200's two older formats: lines of
+`head_dim batch seqlen mask 64x64w4s3:354 ...` in TFLOP/s (sweeps of flash_fwd; marked `B` where a variant that was not
+kept stands beside), and the tuning log of hopper/flash_fwd, ratios to cuDNN.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from warpwave import calibration, dispatch, model
+from warpwave.bench.records import read_records
+from warpwave.calibration import UNCALIBRATED, Calibration, Constants, Residuals, residuals
+from warpwave.hardware import measure
+from warpwave.hardware.catalog import find, gpu_of
+from warpwave.hardware.gpu import Gpu
+from warpwave.kernels import flash_fwd
+from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
+from warpwave.problem import AttentionProblem, Causal
+
+ROOT = Path(__file__).parent.parent
+RECORDS, SHIPPED = ROOT / "benchmarks" / "records", ROOT / "warpwave" / "report" / "shipped"
+H200_FIT = (
+    RECORDS / "2026-11-21-h200-flash-fwd-sweep-1.log",  # its float32 lines: the loop over keys was another one then
+    RECORDS / "2026-11-21-h200-flash-fwd-sweep-2.log",
+    RECORDS / "2026-11-21-h200-hopper-flash-fwd-tuning.log",
+)
+FOLDS = 6
+KNEE = 0.2  # log error beyond which a point counts by its error, no longer by its square
+PULL = 0.05  # of a constant that is off `UNCALIBRATED` by a factor e, in units of a point that is off by as much
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement.
+
+    Attributes:
+        kernel, config, problem: what ran.
+        time_us: median.
+        hot: whether the same inputs were read again and again, L2 not flushed.
+        name: for people.
+    """
+
+    kernel: Any
+    config: Any
+    problem: AttentionProblem
+    time_us: float
+    hot: bool
+    name: str
+
+
+def main() -> int:
+    """The command. Returns its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--card", default="h200", help="key of the data sheet")
+    parser.add_argument("--fit", nargs="+", type=Path, default=list(H200_FIT))
+    parser.add_argument("--judge", nargs="+", type=Path, default=sorted(SHIPPED.glob("*-h200-*.jsonl")))
+    parser.add_argument("--ceilings", type=Path, help="what `warpwave roof --out` wrote; default: those shipped")
+    parser.add_argument("--check", action="store_true", help="judge the calibration that ships; fit and write nothing")
+    parser.add_argument("--out", type=Path, help="default: the package's own file of this card")
+    asked = parser.parse_args()
+    sheet = find(asked.card)
+    if sheet is None:
+        parser.error(f"the catalogue has no card {asked.card!r}")
+    gpu = gpu_of(sheet)
+    if both := set(asked.fit) & set(asked.judge):
+        parser.error(f"{', '.join(map(str, both))} cannot be fitted to and judged on")
+    judged = [point for path in asked.judge for point in points(path)]
+    if asked.check:
+        _print_judgement("judged", judged, gpu, None)
+        return 0
+    ceilings = measure.shipped(gpu) if asked.ceilings is None else measure.read(asked.ceilings)
+    if ceilings is None or ceilings.launch_us is None:
+        parser.error(f"no measured ceilings of {sheet.name}; `warpwave roof --out FILE` on it writes them")
+    read, exponentials = ceilings.read_gbps or ceilings.copy_gbps, ceilings.exponentials_gops
+    base = Calibration(
+        gpu=sheet.key,
+        date=datetime.now(UTC).strftime("%Y-%m-%d"),
+        sources={"fit": tuple(p.name for p in asked.fit), "judged": tuple(p.name for p in asked.judge)},
+        memory=min(1.0, (read or 0.9 * sheet.bandwidth_gbps) / sheet.bandwidth_gbps),
+        exponentials=min(1.0, exponentials / sheet.exponentials_gops)
+        if exponentials and sheet.exponentials_gops
+        else 0.95,
+        l2_gbps=ceilings.l2_gbps,
+        launch_us=ceilings.launch_us,
+        kernels={},
+        residuals={},
+        cross_validated={},
+    )
+    fitting = [point for path in asked.fit for point in points(path)]
+    kernels, crossed = {}, {}
+    for name in dict.fromkeys(point.kernel.NAME for point in fitting):
+        mine = [point for point in fitting if point.kernel.NAME == name]
+        kernels[name] = fit(mine, gpu, base)
+        crossed[name] = _cross_validated(mine, gpu, base)
+        print(f"{name}: {len(mine)} points\n  {kernels[name]}\n  left out of the fit: {_words(crossed[name])}")
+    base = replace(base, kernels=kernels, cross_validated=crossed)
+    _print_judgement("fitted to", fitting, gpu, base, brief=True)
+    by_kernel = _print_judgement("judged, not fitted to", judged, gpu, base)
+    bare = replace(base, kernels={})
+    rough = residuals([_ratio(point, gpu, bare) for point in (*judged, *fitting)])
+    print(f"round constants, never fitted, on all points: {_words(rough)}")
+    base = replace(base, residuals=by_kernel, uncalibrated=rough)
+    out = asked.out or calibration.FOLDER / f"{sheet.key}.json"
+    calibration.write(base, out)
+    print(f"written to {out}")
+    return 0
+
+
+# Fitting --------------------------------------------------------------------------------------------------------------
+
+FITTED = ("softmax_ops", "exposed", "step_us", "fill_us", "start_us", "smem_bytes_per_clock")
+LIMITS = {"exposed": 0.95, "matrix": 0.97}  # a share is none above 1
+
+
+def fit(points: Sequence[Point], gpu: Gpu, base: Calibration) -> Constants:
+    """The constants with the least loss over some points, by Levenberg and Marquardt's method on their logarithms."""
+    paths = sorted({_path(point, gpu) for point in points})
+    start = np.log([_share(UNCALIBRATED.of_path(path)) for path in paths] + [getattr(UNCALIBRATED, n) for n in FITTED])
+
+    def constants(x: np.ndarray) -> Constants:
+        values = np.exp(x)
+        matrix = {path: min(LIMITS["matrix"], float(v)) for path, v in zip(paths, values, strict=False)}
+        rest = {n: float(v) for n, v in zip(FITTED, values[len(paths) :], strict=True)}
+        rest["exposed"] = min(LIMITS["exposed"], rest["exposed"])
+        return Constants(matrix={**UNCALIBRATED.matrix, **matrix}, **rest)
+
+    def losses(x: np.ndarray) -> np.ndarray:
+        calibrated = replace(base, kernels={points[0].kernel.NAME: constants(x)})
+        errors = np.log([_ratio(point, gpu, calibrated) for point in points])
+        flattened = np.sign(errors) * KNEE * np.sqrt(2 * (np.sqrt(1 + (errors / KNEE) ** 2) - 1))
+        return np.concatenate([flattened, PULL * (x - start)])
+
+    x, damping = start.copy(), 1e-2
+    current = losses(x)
+    for _ in range(60):
+        slope = np.stack([(losses(x + h) - current) / 1e-4 for h in np.eye(len(x)) * 1e-4], 1)
+        gram, towards = slope.T @ slope, slope.T @ current
+        step = np.linalg.solve(gram + damping * np.diag(np.diag(gram) + 1e-9), -towards)
+        tried = losses(x + np.clip(step, -0.5, 0.5))
+        if tried @ tried < current @ current:
+            done = current @ current - tried @ tried < 1e-6 * (current @ current)
+            x, current, damping = x + np.clip(step, -0.5, 0.5), tried, damping / 3
+            if done:
+                break
+        else:
+            damping *= 4
+            if damping > 1e6:
+                break
+    return constants(x)
+
+
+def _share(value: float) -> float:
+    return min(value, LIMITS["matrix"])
+
+
+def _cross_validated(points: Sequence[Point], gpu: Gpu, base: Calibration) -> Residuals:
+    """Every point predicted by a fit that saw none of its problem."""
+    problems = sorted({point.problem.cache_key() for point in points})
+    ratios: list[float] = []
+    for fold in range(min(FOLDS, len(problems))):
+        left_out = set(problems[fold::FOLDS])
+        seen = [p for p in points if p.problem.cache_key() not in left_out]
+        unseen = [p for p in points if p.problem.cache_key() in left_out]
+        if not seen:
+            continue
+        calibrated = replace(base, kernels={points[0].kernel.NAME: fit(seen, gpu, base)})
+        ratios += [_ratio(point, gpu, calibrated) for point in unseen]
+    return residuals(ratios)
+
+
+def _path(point: Point, gpu: Gpu) -> str:
+    sheet = model.data_sheet(gpu)
+    assert sheet is not None
+    return model.path_of(point.problem, point.kernel, gpu, sheet).name
+
+
+def _ratio(point: Point, gpu: Gpu, calibrated: Calibration | None) -> float:
+    """Predicted over measured."""
+    sheet, name = model.data_sheet(gpu), point.kernel.NAME
+    assert sheet is not None
+    where = None
+    if calibrated is not None:
+        known = calibrated.kernels.get(name, UNCALIBRATED)
+        where = model.Machine(sheet, known, calibrated, name in calibrated.kernels)
+    predicted = model.predict(point.problem, _cached(name), point.config, gpu, hot=point.hot, of=where)
+    assert predicted is not None
+    return predicted.time_us / point.time_us
+
+
+class _Cached:
+    """A kernel whose costs are counted once: fitting asks for them a thousand times."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.NAME, self.NEEDS_GPU = kernel.NAME, kernel.NEEDS_GPU
+        self.cost: Callable[..., Any] = functools.lru_cache(None)(kernel.cost)
+
+
+@functools.cache
+def _cached(name: str) -> _Cached:
+    return _Cached(next(kernel for kernel in dispatch.KERNELS if name == kernel.NAME))
+
+
+# Printing -------------------------------------------------------------------------------------------------------------
+
+
+def _print_judgement(
+    title: str, points: Sequence[Point], gpu: Gpu, calibrated: Calibration | None, brief: bool = False
+) -> dict[str, Residuals]:
+    """Kernel by kernel, and the worst ten with their remainder; returns the residuals."""
+    ratios = {id(point): _ratio(point, gpu, calibrated) for point in points}
+    found: dict[str, Residuals] = {}
+    for name in (*dict.fromkeys(point.kernel.NAME for point in points), "all"):
+        mine = [ratios[id(point)] for point in points if name in ("all", point.kernel.NAME)]
+        found[name] = residuals(mine)
+        print(f"{title}, {name}: {_words(found[name])}")
+    if not brief:
+        worst = sorted(points, key=lambda point: -abs(np.log(ratios[id(point)])))[:10]
+        print("the worst ten, predicted and measured us, and the remainder measured / predicted:")
+        for point in worst:
+            r = ratios[id(point)]
+            print(f"  {point.name:60} {r * point.time_us:10.2f} {point.time_us:10.2f}  {1 / r:.2f}")
+    return found
+
+
+def _words(r: Residuals) -> str:
+    return (
+        f"{r.points} points, median error {r.median:.1%}, {r.within_20:.0%} within 20 %, nine in ten within a factor "
+        f"{r.factor_90:.2f}"
+    )
+
+
+# Reading points -------------------------------------------------------------------------------------------------------
+
+
+def points(path: Path) -> list[Point]:
+    """Every measurement of ours in a file, of any of its formats."""
+    if path.suffix == ".jsonl":
+        return list(_of_records(path))
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return list(_of_tuning(lines) if "hopper" in path.name else _of_sweep(lines, path.name))
+
+
+def _of_records(path: Path) -> Iterator[Point]:
+    kernels = {kernel.NAME: kernel for kernel in dispatch.KERNELS}
+    for _, m in read_records(path).measurements:
+        if not m.is_ours or m.timing is None or m.kernel not in kernels or m.config is None or m.mode == "eager":
+            continue
+        kernel = kernels[m.kernel]
+        hot = not m.timing.l2_flushed and m.timing.input_sets == 1
+        yield Point(kernel, kernel.Config(**m.config), m.problem, m.timing.median_us, hot, f"{m.case} {m.kernel}")
+
+
+def _of_sweep(lines: Sequence[str], name: str) -> Iterator[Point]:
+    """TFLOP/s of each config, inputs that do not fit L2 twice; sweep 1's 16-bit lines are of an older loop."""
+    for line in lines:
+        if found := re.match(r"fp32 (\d+) (\[.*\])$", line):
+            head_dim = int(found[1])
+            for row in ast.literal_eval(found[2]):
+                if row[0] in ("ieee", "tf32x3", "tf32") and len(row) == 6:
+                    problem = _problem(head_dim, 4, 2048, 16, "float32", None, row[0])
+                    config = flash_fwd.Config(*row[1:5])
+                    us = problem.flops / row[5] * 1e-6
+                    yield Point(flash_fwd, config, problem, us, False, f"{row[0]} d{head_dim} {row[1:5]}")
+        if "sweep-1" in name or not (found := re.match(r"(\d+) (\d+) (\d+) (full|causal) (.*)$", line)):
+            continue
+        head_dim, batch, seqlen, causal = int(found[1]), int(found[2]), int(found[3]), found[4] == "causal"
+        problem = _problem(head_dim, batch, seqlen, 2048 // head_dim, "bfloat16", Causal() if causal else None)
+        counted = 4 * batch * seqlen * seqlen * 2048 * (0.5 if causal else 1.0)  # how the sweep counted
+        for tile in found[5].split():
+            if m := re.match(r"B(\d+)x(\d+)w(\d)s(\d):(\d+)$", tile):
+                config = flash_fwd.Config(*(int(m[i]) for i in range(1, 5)))
+                us = counted / int(m[5]) * 1e-6
+                yield Point(flash_fwd, config, problem, us, False, f"d{head_dim} {batch}x{seqlen} {found[4]} {tile}")
+
+
+def _of_tuning(lines: Sequence[str]) -> Iterator[Point]:
+    """Until the part that tells of an earlier version: cuDNN's TFLOP/s times the ratio; and tiny calls in us."""
+    named = {"192": (192, 128, 3, 1), "64x3": (64, 64, 3, 3), "64x2": (64, 128, 2, 2)}
+    for line in lines:
+        if line.startswith("# earlier"):
+            return
+        if found := re.match(r"tiny (\d+) (\d+) (\d+) (\d+) (\{.*\})$", line):
+            batch, seqlen, heads, head_dim = (int(found[i]) for i in range(1, 5))
+            problem = _problem(head_dim, batch, seqlen, heads, "float16", None)
+            for key, kernel in (("hopper", hopper_flash_fwd), ("portable", flash_fwd)):
+                gpu = Gpu.for_arch("sm_90")
+                config = kernel.configs(problem, replace(gpu, num_sms=132))[0]  # type: ignore[attr-defined]
+                us = float(ast.literal_eval(found[5])[key])
+                yield Point(kernel, config, problem, us, True, f"tiny {batch}x{seqlen} h{heads} d{head_dim} {key}")
+            continue
+        found = re.match(r"\s*(\d+)\s+(\d+)x(\d+)\s+(full|causal)\s+cudnn (\d+) \| (.*)$", line)
+        if not found:
+            continue
+        head_dim, batch, seqlen, causal = int(found[1]), int(found[2]), int(found[3]), found[4] == "causal"
+        problem = _problem(head_dim, batch, seqlen, 2048 // head_dim, "bfloat16", Causal() if causal else None)
+        counted = 4 * batch * seqlen * seqlen * 2048 * (0.5 if causal else 1.0)
+        for label, ratio in re.findall(r"(\w+) ([\d.]+)", found[6]):
+            if label == "auto":
+                config = hopper_flash_fwd.configs(problem, replace(Gpu.for_arch("sm_90"), num_sms=132))[0]
+            elif label in named and head_dim == 64:
+                config = hopper_flash_fwd.Config(*named[label])
+            else:  # tiles of 128 queries: the log does not say how many keys
+                continue
+            us = counted / (int(found[5]) * float(ratio)) * 1e-6
+            yield Point(hopper_flash_fwd, config, problem, us, False, f"d{head_dim} {batch}x{seqlen} {found[4]} {label}")
+
+
+def _problem(
+    head_dim: int, batch: int, seqlen: int, heads: int, dtype: str, causal: Causal | None, precision: str = "default"
+) -> AttentionProblem:
+    return AttentionProblem(
+        batch=batch,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen,
+        num_heads_q=heads,
+        num_heads_kv=heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        dtype=dtype,
+        softmax_scale=head_dim**-0.5,
+        causal=causal,
+        precision=precision,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

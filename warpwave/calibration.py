@@ -1,0 +1,159 @@
+"""What a model of speed has to be told about a card: constants fitted to measurements, kept with date and residuals.
+
+A calibration is made by `benchmarks/calibrate_model.py` from records and lies beside this file, one JSON file a card.
+A card without one is predicted with `UNCALIBRATED`, round numbers that were never fitted: how far they are off was
+measured too, on the cards that have a calibration, and is the error bar of such a prediction. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).with_name("calibrated")
+SCHEMA = "warpwave calibration 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """How a kernel's inner loop uses the units of an SM. `docs/model.md` has the equations they stand in.
+
+    Attributes:
+        matrix: path of products -> share of the data sheet's rate that a loop with nothing else in it reaches, power
+            and clocks included. A path that is not here has the share of `"other"`.
+        softmax_ops: arithmetic of a score beside its exponential, in lanes x clocks.
+        exposed: share of the shorter resources' time that the longest does not hide, 0 to 1.
+        step_us: latency of one step over keys for one stream of instructions, beside the work itself.
+        fill_us: the beginning and end of a tile of queries: first loads, last store.
+        start_us: the first wave, once a launch, above an empty kernel.
+        smem_bytes_per_clock: what one SM draws from L2 at most.
+    """
+
+    matrix: Mapping[str, float] = field(default_factory=lambda: {"other": 0.7})
+    softmax_ops: float = 12.0
+    exposed: float = 0.3
+    step_us: float = 0.3
+    fill_us: float = 1.0
+    start_us: float = 1.5
+    smem_bytes_per_clock: float = 32.0
+
+    def of_path(self, path: str) -> float:
+        """The share of the data sheet's rate on one path of products."""
+        return self.matrix.get(path, self.matrix["other"])
+
+
+# Round numbers, fitted to nothing: 70 % of a matrix unit, a fifth of what plain float32 units state (operands pass
+# through shared memory), a dozen operations a score, a microsecond for what begins or ends.
+UNCALIBRATED = Constants(matrix={"other": 0.7, "float32": 0.2, "tf32": 0.35, "float32_matrix": 0.35})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residuals:
+    """How far predictions were from measurements, over points that the constants were not fitted to.
+
+    Attributes:
+        points: how many.
+        median: of |predicted / measured - 1|, or the like: 0.08 is 8 %.
+        within_20: share of the points within 20 %.
+        factor_90: nine points in ten lay within this factor, up or down: 1.2.
+    """
+
+    points: int
+    median: float
+    within_20: float
+    factor_90: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """One card's constants and how good they are.
+
+    Attributes:
+        gpu: key of its data sheet.
+        date: when it was fitted, ISO 8601.
+        sources: files it was fitted to, and those it was judged on.
+        memory, exponentials: share of the data sheet's rates that measured ceilings reached.
+        l2_gbps: measured, 10^9 bytes a second.
+        launch_us: an empty kernel in a graph.
+        kernels: kernel -> constants.
+        residuals: kernel -> on points the constants were not fitted to, as in the card's records; `"all"` over all.
+        cross_validated: kernel -> on points left out of a fit, group by group.
+        uncalibrated: how far `UNCALIBRATED` is from the same points: the error bar where there is no calibration.
+    """
+
+    gpu: str
+    date: str
+    sources: Mapping[str, tuple[str, ...]]
+    memory: float
+    exponentials: float
+    l2_gbps: float | None
+    launch_us: float
+    kernels: Mapping[str, Constants]
+    residuals: Mapping[str, Residuals]
+    cross_validated: Mapping[str, Residuals]
+    uncalibrated: Residuals | None = None
+
+
+def residuals(ratios: list[float]) -> Residuals:
+    """Of predicted / measured. A ratio of 0.5 is as far off as one of 2."""
+    if not ratios:
+        raise ValueError("residuals need at least one point")
+    away = sorted(max(r, 1 / r) for r in ratios)
+    ninth = away[min(len(away) - 1, math.ceil(0.9 * len(away)) - 1)]
+    return Residuals(
+        points=len(away),
+        median=round(away[len(away) // 2] - 1, 4),
+        within_20=round(sum(abs(r - 1) <= 0.2 for r in ratios) / len(ratios), 4),
+        factor_90=round(ninth, 4),
+    )
+
+
+@functools.cache
+def calibrations() -> dict[str, Calibration]:
+    """Every calibration that comes with the package, by the key of the data sheet."""
+    return {c.gpu: c for c in (read(path) for path in sorted(FOLDER.glob("*.json")))}
+
+
+def read(path: Path) -> Calibration:
+    """A calibration from its file.
+
+    Raises:
+        ValueError: it is not one; the message names the file.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data.pop("schema", None) != SCHEMA:
+            raise ValueError(f"schema is not {SCHEMA!r}")
+        for name, kind in (("kernels", Constants), ("residuals", Residuals), ("cross_validated", Residuals)):
+            data[name] = {key: kind(**values) for key, values in data[name].items()}
+        if data["uncalibrated"] is not None:
+            data["uncalibrated"] = Residuals(**data["uncalibrated"])
+        data["sources"] = {key: tuple(files) for key, files in data["sources"].items()}
+        return Calibration(**data)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path.name} is no calibration: {error}") from error
+
+
+def write(calibration: Calibration, path: Path) -> None:
+    """The inverse of `read`."""
+    text = json.dumps({"schema": SCHEMA, **_plain(asdict(calibration))}, indent=2)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    return list(map(_plain, value)) if isinstance(value, tuple | list) else value
+
+
+def worst_uncalibrated() -> Residuals | None:
+    """How far `UNCALIBRATED` was off where it was checked, the worst card; None where it never was."""
+    known = [c.uncalibrated for c in calibrations().values() if c.uncalibrated is not None]
+    return max(known, key=lambda r: r.factor_90, default=None)

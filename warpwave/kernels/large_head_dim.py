@@ -1,0 +1,496 @@
+"""FlashAttention for large heads in portable Triton: head_dim above 256 in pieces, keys split where rows are few.
+
+A program owns BLOCK_M rows and some or all columns of v. For each tile of keys it sums the scores over pieces of
+head_dim, takes one step of the online softmax, and adds to as many accumulators as it has pieces of v:
+
+    S = sum_c Q_c K_c^T;   P = softmax step of S;   acc_j = alpha * acc_j + P V_j;   out_j = acc_j / l
+
+The query heads that read one kv head lie behind one another in a tile, so that a decoding step reads K and V once for
+all of them; where v is the first columns of k, one tensor as in a latent cache, their tiles are read once for both
+products. Where few rows leave the GPU idle, keys are split over blocks, whose states partials.py merges.
+
+Dao, "FlashAttention-2" (2023), algorithm 1; Dao et al., "Flash-Decoding for long-context inference" (2023); latent
+caches are DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1.
+
+Bound: L2 and shared memory. The accumulator, BLOCK_M x head_dim_v float32, has to fit the registers of a block: that
+bounds the rows that share what is read of K and V. It adds to split_kv heads of any width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from warpwave import launch
+from warpwave.hardware.gpu import Gpu, current_gpu
+from warpwave.kernels import partials
+from warpwave.kernels.arguments import (
+    allocator,
+    band_constants,
+    broadcast_strides,
+    dot_precision,
+    feature_constants,
+    lse_strides,
+    padded,
+    slope_strides,
+    straightener,
+    token_strides,
+    window,
+)
+from warpwave.kernels.cost import Cost
+from warpwave.kernels.primitives import (
+    LOG2_E,
+    band_edges,
+    load_tile,
+    operand,
+    packed_sequence,
+    product,
+    rounded,
+    softmax_step,
+    transposed,
+    visible_keys,
+)
+from warpwave.kernels.scores import score_bits, without_unseen
+from warpwave.kernels.triton_or_stub import NO_TRITON, jit, tl
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
+
+NAME = "large_head_dim"
+NEEDS_GPU = True
+UNSPECIALISED = [
+    *("stride_lb", "stride_lh", "stride_mask_b", "stride_mask_h", "stride_bias_b", "stride_bias_h", "stride_alibi_b"),
+    *("stride_alibi_h", "seqlen_q", "seqlen_k", "total_q", "total_k", "num_units", "group_size", "window_left"),
+    *("window_right", "num_splits", "rows_heads"),
+]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile shape, how the columns of v and the keys are shared out, and launch shape.
+
+    Args:
+        block_m: rows a program owns, a row being one query of one head; a power of two, at least 16.
+        block_n: keys a step walks, a power of two, at least 16.
+        block_d: elements of head_dim a product sums over, a power of two, at least 16.
+        v_parts: programs that share the columns of v. Each computes all scores anew, so a second one adds
+            `head_dim / (head_dim + head_dim_v)` of the work and halves the accumulator.
+        num_splits: programs that share the keys.
+        q_resident: whether q is read once and kept in shared memory (or registers), and pieces of k arrive ahead of
+            time with those of v; else pieces of q and k are read together, time and again, which takes little room.
+        num_warps: warps of a program, a power of two.
+        num_stages: steps in flight.
+    """
+
+    block_m: int
+    block_n: int
+    block_d: int
+    v_parts: int
+    num_splits: int
+    q_resident: bool
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("block_m", 16), ("block_n", 16), ("block_d", 16), ("num_warps", 1)):
+            value = getattr(self, name)
+            if value < least or value & (value - 1):
+                raise ValueError(f"{name} is {value}; it must be a power of two, at least {least}")
+        for name in ("v_parts", "num_splits", "num_stages"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+
+# Device code ----------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _load_piece(row_pointers, rows, row_begin, row_end, first, stride_d, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK columns of some rows from column `first`, zero outside the rows and behind WIDTH. [rows, BLOCK]"""
+    columns = first + tl.arange(0, BLOCK)
+    pointers = row_pointers[:, None] + columns.to(tl.int64)[None, :] * stride_d
+    return load_tile(pointers, rows, columns, row_begin, row_end, WIDTH, WIDTH % BLOCK != 0)
+
+
+@jit(do_not_specialize=UNSPECIALISED)
+def large_head_dim_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    acc_ptr,
+    state_ptr,
+    mask_ptr,
+    bias_ptr,
+    alibi_slopes_ptr,
+    sinks_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    stride_qb,
+    stride_qm,
+    stride_qh,
+    stride_qd,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_kd,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    stride_vd,
+    stride_ob,
+    stride_om,
+    stride_oh,
+    stride_lb,
+    stride_lh,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_m,
+    stride_mask_n,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_m,
+    stride_bias_n,
+    stride_alibi_b,
+    stride_alibi_h,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    num_units,
+    group_size,
+    window_left,
+    window_right,
+    num_splits,
+    rows_heads,
+    softmax_scale,
+    softcap,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    V_PIECES: tl.constexpr,
+    V_PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    HEADS: tl.constexpr,
+    Q_RESIDENT: tl.constexpr,
+    V_IN_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    IS_VARLEN: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile of rows, one part of the columns of v, one split of the keys.
+
+    A row is query `row // HEADS` of the head `row % HEADS` of its unit, HEADS query heads that read one kv head.
+    """
+    # Where this program works -----------------------------------------------------------------------------------------
+    pieces: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
+    num_tiles = tl.cdiv(seqlen_q * HEADS, BLOCK_M)
+    pid = tl.program_id(0)
+    part = pid % V_PARTS  # neighbours read the same keys
+    split = pid // V_PARTS % num_splits
+    pid = pid // V_PARTS // num_splits
+    tile = num_tiles - 1 - pid % num_tiles  # longest first where causal
+    unit = (pid // num_tiles % num_units).to(tl.int64)
+    batch = (pid // num_tiles // num_units).to(tl.int64)
+    kv_head = unit * HEADS // group_size
+    first_row = batch * seqlen_q  # of all sequences, where a split leaves its state
+    if IS_VARLEN:
+        q_begin, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
+        k_begin, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)
+        if tile * BLOCK_M >= seqlen_q * HEADS:
+            return
+        q_ptr += q_begin * stride_qm
+        k_ptr += k_begin * stride_kn
+        v_ptr += k_begin * stride_vn
+        out_ptr += q_begin * stride_om
+        first_row = q_begin
+        if WRITE_LSE:
+            lse_ptr += q_begin
+    lines = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = lines // HEADS
+    heads = unit * HEADS + lines % HEADS  # 64-bit
+    row_inside = rows < seqlen_q
+    row_offsets = rows.to(tl.int64)
+    q_rows = q_ptr + (batch * stride_qb + row_offsets * stride_qm + heads * stride_qh)  # [BLOCK_M]
+    k_ptr += batch * stride_kb + kv_head * stride_kh
+    v_ptr += batch * stride_vb + kv_head * stride_vh
+    mask_rows = mask_ptr
+    bias_rows = bias_ptr
+    slopes_log2 = softmax_scale
+    if HAS_MASK:
+        mask_rows = mask_ptr + (batch * stride_mask_b + heads * stride_mask_h + row_offsets * stride_mask_m)
+    if HAS_BIAS:
+        bias_rows = bias_ptr + (batch * stride_bias_b + heads * stride_bias_h + row_offsets * stride_bias_m)
+    if HAS_ALIBI:
+        slopes = alibi_slopes_ptr + (batch * stride_alibi_b + heads * stride_alibi_h)
+        slopes_log2 = tl.load(slopes, mask=row_inside, other=0.0) * LOG2_E
+
+    low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
+    row_begin = tile * BLOCK_M // HEADS
+    row_last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // HEADS, seqlen_q - 1)
+    key_begin, key_end = visible_keys(row_begin, row_last, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
+    first = key_begin // BLOCK_N * BLOCK_N
+    last = key_end
+    if SPLIT:
+        tiles_a_split = tl.cdiv(tl.cdiv(tl.maximum(key_end - first, 0), BLOCK_N), num_splits)
+        first += split * tiles_a_split * BLOCK_N
+        last = tl.minimum(first + tiles_a_split * BLOCK_N, key_end)
+
+    # The state of the online softmax ----------------------------------------------------------------------------------
+    if Q_RESIDENT:
+        q = ()
+        for c in tl.static_range(pieces):
+            piece = _load_piece(q_rows, rows, 0, seqlen_q, c * BLOCK_D, stride_qd, HEAD_DIM, BLOCK_D)
+            q = q + (operand(piece, PRECISION),)  # [BLOCK_M, BLOCK_D] each
+    accs = ()
+    for _ in tl.static_range(V_PIECES):
+        accs = accs + (tl.zeros([BLOCK_M, BLOCK_V], tl.float32),)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    first_column = part * (V_PIECES * BLOCK_V)
+
+    for key_tile in range(first, last, BLOCK_N):
+        keys = key_tile + tl.arange(0, BLOCK_N)
+        # Keys that no row of the tile sees are not read: NaN there must have no effect.
+        k_rows = k_ptr + keys.to(tl.int64) * stride_kn
+        v_rows = v_ptr + keys.to(tl.int64) * stride_vn
+        raw = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        values = ()
+        if Q_RESIDENT:
+            for c in tl.static_range(pieces):
+                k = _load_piece(k_rows, keys, key_begin, key_end, c * BLOCK_D, stride_kd, HEAD_DIM, BLOCK_D)
+                raw = product(q[c], transposed(operand(k, PRECISION), PRECISION), raw, PRECISION)
+                if V_IN_K and c < V_PIECES:
+                    values = values + (k,)  # [BLOCK_N, BLOCK_V]
+        else:
+            # Values are asked for before the scores are summed, and arrive meanwhile.
+            for j in tl.static_range(V_PIECES):
+                column = first_column + j * BLOCK_V
+                v = _load_piece(v_rows, keys, key_begin, key_end, column, stride_vd, HEAD_DIM_V, BLOCK_V)
+                values = values + (v,)
+            for d in range(0, HEAD_DIM, BLOCK_D):
+                a = _load_piece(q_rows, rows, 0, seqlen_q, d, stride_qd, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+                k = _load_piece(k_rows, keys, key_begin, key_end, d, stride_kd, HEAD_DIM, BLOCK_D)
+                k = transposed(operand(k, PRECISION), PRECISION)
+                raw = product(operand(a, PRECISION), k, raw, PRECISION)  # [BLOCK_M, BLOCK_N]
+        scores = score_bits(
+            raw, rows, keys, row_inside, key_end, seqlen_k - seqlen_q, low, high, mask_rows, stride_mask_n, bias_rows,
+            stride_bias_n, slopes_log2, softmax_scale, softcap, HAS_LOW, HAS_HIGH, HAS_MASK, HAS_BIAS, HAS_ALIBI,
+            HAS_SOFTCAP,
+        )  # fmt: skip
+        p, alpha, m_i, l_i = softmax_step(scores, 1.0, m_i, l_i)
+        new_accs = ()
+        for j in tl.static_range(V_PIECES):
+            if Q_RESIDENT and not V_IN_K:
+                column = first_column + j * BLOCK_V
+                v = _load_piece(v_rows, keys, key_begin, key_end, column, stride_vd, HEAD_DIM_V, BLOCK_V)
+            else:
+                v = values[j]
+            if HAS_MASK or HAS_BIAS:
+                v = without_unseen(v, scores)
+            weights = operand(p.to(v.dtype), PRECISION)
+            acc = product(weights, operand(v, PRECISION), accs[j] * alpha[:, None], PRECISION)  # [BLOCK_M, BLOCK_V]
+            new_accs = new_accs + (acc,)
+        accs = new_accs
+
+    # What is left of it -----------------------------------------------------------------------------------------------
+    if SPLIT:
+        slots = split * tl.cast(rows_heads, tl.int64) + (first_row + row_offsets) * (num_units * HEADS) + heads
+        if part == 0:
+            states = state_ptr + (split * tl.cast(rows_heads, tl.int64) + slots)
+            tl.store(states, m_i, mask=row_inside)
+            tl.store(states + rows_heads, l_i, mask=row_inside)
+        out_rows = acc_ptr + slots * HEAD_DIM_V
+        row_inside = row_inside & (l_i != 0.0)  # the merge reads no other
+    else:
+        scale = tl.full([BLOCK_M], 1.0, tl.float32)
+        if HAS_SINKS:
+            # One more key, whose value is zero. It comes last: as the first maximum it would push the probabilities
+            # of lower scores out of the range of 16 bits.
+            sink_log2 = tl.load(sinks_ptr + heads, mask=row_inside, other=0.0) * LOG2_E
+            m_i, l_i, scale, _ = partials.join(m_i, l_i, sink_log2, 1.0)
+        scale = scale * partials.inverse_sum(l_i)
+        out_rows = out_ptr + (batch * stride_ob + row_offsets * stride_om + heads * stride_oh)
+        if WRITE_LSE:
+            if part == 0:
+                lse_rows = lse_ptr + (batch * stride_lb + heads * stride_lh + row_offsets)
+                tl.store(lse_rows, partials.lse_of(m_i, l_i), mask=row_inside)
+    for j in tl.static_range(V_PIECES):
+        columns = first_column + j * BLOCK_V + tl.arange(0, BLOCK_V)
+        inside = row_inside[:, None] & (columns < HEAD_DIM_V)[None, :]
+        pointers = out_rows[:, None] + columns[None, :]
+        if SPLIT:
+            tl.store(pointers, accs[j], mask=inside)
+        else:
+            tl.store(pointers, rounded(accs[j] * scale[:, None], out_ptr.dtype.element_ty), mask=inside)
+
+
+# Host -----------------------------------------------------------------------------------------------------------------
+
+
+def bind(
+    problem: AttentionProblem, operands: Operands, config: Config
+) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
+    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, lse None unless asked for."""
+    allocate, straight, device = allocator(problem, operands.q), straightener(operands), operands.q.device
+    gpu, split = current_gpu(device), config.num_splits > 1
+    bound: dict[bool, list[Callable[..., None]]] = {}
+
+    def launchers(operands: Operands) -> list[Callable[..., None]]:
+        # Whether k and v are one tensor is no part of their layout, so it is asked at every call.
+        one_tensor = _one_tensor(operands)
+        if one_tensor not in bound:
+            launches = specify(problem, gpu, straight(operands), *allocate(), config)
+            bound[one_tensor] = [launch.bind(spec) for spec in launches]
+        return bound[one_tensor]
+
+    launchers(operands)
+
+    def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+        operands = straight(operands)
+        attend, *merge = launchers(operands)
+        out, lse = allocate()
+        acc, state = partials.allocate(problem, config.num_splits, device) if split else (None, None)
+        attend(*operands[:3], out, lse, acc, state, *operands[3:])
+        for launch_merge in merge:
+            launch_merge(acc, state, out, lse, operands.sinks)
+        return out, lse
+
+    return run
+
+
+def specify(
+    problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
+) -> tuple[launch.Launch, ...]:
+    """The launch, and that of the merge where keys are split, from tensors that may be without memory."""
+    acc = state = None
+    merge: tuple[launch.Launch, ...] = ()
+    if config.num_splits > 1:
+        acc, state = partials.allocate(problem, config.num_splits, out.device)
+        merge = (_merge(problem, config, acc, state, out, lse, operands.sinks),)
+    heads = _heads_together(problem)
+    units = problem.num_heads_q // heads
+    attend = launch.Launch(
+        kernel=large_head_dim_kernel,
+        grid=_blocks(problem, config),
+        tensors=(*operands[:3], out, lse, acc, state, *operands[3:]),
+        scalars=[
+            *(stride for tensor in operands[:3] for stride in token_strides(problem, tensor)),
+            *token_strides(problem, out)[:-1],
+            *lse_strides(problem),
+            *broadcast_strides(operands.mask),
+            *broadcast_strides(operands.bias),
+            *slope_strides(operands.alibi_slopes),
+            problem.seqlen_q,
+            problem.seqlen_k,
+            problem.total_q,
+            problem.total_k,
+            units,
+            problem.num_heads_q // problem.num_heads_kv,
+            *window(problem),
+            config.num_splits,
+            problem.rows * problem.num_heads_q,
+            problem.softmax_scale,
+            problem.softcap,
+        ],
+        constants=_constants(problem, gpu, config, heads, _one_tensor(operands)),
+        # No fused multiply-adds: a score must be the same number where it is the maximum and where that is subtracted,
+        # so that the largest probability is exactly 1.
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False},
+    )
+    return (attend, *merge)
+
+
+def _merge(
+    problem: AttentionProblem, config: Config, acc: Any, state: Any, out: Any, lse: Any, sinks: Any
+) -> launch.Launch:
+    """The merge, with as many parts at once, and as many warps, as a row of this width leaves registers for."""
+    spec = partials.specify_merge(problem, config.num_splits, acc, state, out, lse, sinks)
+    width = padded(problem.head_dim_v)
+    constants = dict(spec.constants) | {"PARTS": max(1, min(partials.PARTS_AT_ONCE, 4096 // width))}
+    return spec._replace(constants=constants, options=dict(spec.options) | {"num_warps": min(8, max(2, width // 256))})
+
+
+def _constants(
+    problem: AttentionProblem, gpu: Gpu, config: Config, heads: int, one_tensor: bool
+) -> dict[str, int | bool | str]:
+    """The compile-time arguments of the kernel, by name."""
+    block_v, v_pieces = _columns(problem, config)
+    in_k = one_tensor and config.q_resident and config.v_parts == 1 and block_v == config.block_d
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_D": config.block_d,
+        "BLOCK_V": block_v,
+        "V_PIECES": v_pieces,
+        "V_PARTS": config.v_parts,
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "HEADS": heads,
+        "Q_RESIDENT": config.q_resident,
+        "V_IN_K": in_k,
+        "SPLIT": config.num_splits > 1,
+        **band_constants(problem),
+        **feature_constants(problem),
+        "IS_VARLEN": problem.packed,
+        "WRITE_LSE": problem.return_lse,
+        "PRECISION": dot_precision(problem, gpu),
+    }
+
+
+def _one_tensor(operands: Operands) -> bool:
+    """Whether v is the first columns of k, as in a latent cache."""
+    k, v = operands.k, operands.v
+    return bool(
+        k.device.type != "meta"
+        and k.data_ptr() == v.data_ptr()
+        and k.stride() == v.stride()
+        and v.shape[-1] <= k.shape[-1]
+        and k.numel()
+    )
+
+
+def _heads_together(problem: AttentionProblem) -> int:
+    """Query heads whose rows share tiles: those that read one kv head, unless what they see may differ, for then a NaN
+    that one head sees would reach another."""
+    for shape in (problem.mask_shape, problem.bias_shape):
+        if shape is not None and shape[1] > 1:
+            return 1
+    return problem.num_heads_q // problem.num_heads_kv
+
+
+def piece_of(width: int, most: int) -> int:
+    """The power of two, from 64 to `most`, in whose multiples `width` leaves least over: 128 for 384 and 640, 64 for
+    320 and 576; the larger where two are alike."""
+    sizes = [size for size in (64, 128, 256, 512) if size <= most]
+    return min(reversed(sizes), key=lambda size: -(-width // size) * size)
+
+
+def _columns(problem: AttentionProblem, config: Config) -> tuple[int, int]:
+    """(width of a piece of v, pieces) of a program: those of q and k where they do, for v may be the same tensor."""
+    width = -(-problem.head_dim_v // config.v_parts)
+    piece = min(padded(width), config.block_d if config.q_resident else piece_of(width, 512))
+    return piece, -(-width // piece)
+
+
+def _row_tiles(problem: AttentionProblem, config: Config) -> int:
+    """Of one sequence, over all units of heads."""
+    heads = _heads_together(problem)
+    return -(-problem.seqlen_q * heads // config.block_m) * (problem.num_heads_q // heads)
+
+
+def _blocks(problem: AttentionProblem, config: Config) -> int:
+    return _row_tiles(problem, config) * problem.batch * config.v_parts * config.num_splits

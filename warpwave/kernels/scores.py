@@ -1,0 +1,78 @@
+"""What is done to raw scores before the softmax, for kernels whose rows may belong to several heads.
+
+    raw = q . k;   s = softmax_scale * raw, softcap, + bias, ALiBi;   -inf where the band, the mask or the bias hides
+
+A row is one query of one query head. Kernels that lay the query heads of a group behind one another, so that their keys
+are read once, give each row its own position, slope and line of mask and bias: hence vectors where other kernels have
+one number a block.
+"""
+
+from __future__ import annotations
+
+from warpwave.kernels.primitives import LOG2_E, band_visible, tanh
+from warpwave.kernels.triton_or_stub import jit, tl
+
+
+@jit
+def score_bits(
+    raw,
+    rows,
+    keys,
+    row_inside,
+    key_end,
+    key_offset,
+    low,
+    high,
+    mask_rows,
+    stride_mask_n,
+    bias_rows,
+    stride_bias_n,
+    slopes_log2,
+    softmax_scale,
+    softcap,
+    HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """Scores in bits, minus infinity where hidden.
+
+    They are scaled before anything is added or hidden: a scale of 0 is legal, and 0 * -inf is NaN.
+
+    Args:
+        raw: q . k, float32 [BLOCK_M, BLOCK_N].
+        rows, keys: positions in the sequence, [BLOCK_M] and [BLOCK_N].
+        row_inside: which rows there are, [BLOCK_M].
+        key_end: the first key behind those there are.
+        key_offset: seqlen_k - seqlen_q, what ALiBi's distance counts from.
+        low, high: the band, `low <= key - row <= high`.
+        mask_rows, bias_rows: pointers to key 0 of each row, [BLOCK_M], where there is such a tensor.
+        slopes_log2: ALiBi's, in bits, [BLOCK_M] or one.
+    """
+    if HAS_SOFTCAP:
+        scores = softcap * tanh(raw * (softmax_scale / softcap)) * LOG2_E
+    else:
+        scores = raw * (softmax_scale * LOG2_E)
+    inside = row_inside[:, None] & (keys < key_end)[None, :]
+    if HAS_BIAS:
+        bias = bias_rows[:, None] + keys.to(tl.int64)[None, :] * stride_bias_n
+        bias = tl.load(bias, mask=inside, other=float("-inf")).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+        # -inf hides the pair, whatever the score: NaN + -inf would be NaN.
+        scores = tl.where(bias == float("-inf"), float("-inf"), scores + bias * LOG2_E)
+    if HAS_ALIBI:
+        distance = tl.abs(rows[:, None] + key_offset - keys[None, :])
+        scores -= slopes_log2[:, None] * distance.to(tl.float32)
+    visible = inside & band_visible(rows, keys, low, high, HAS_LOW, HAS_HIGH)
+    if HAS_MASK:
+        mask = mask_rows[:, None] + keys.to(tl.int64)[None, :] * stride_mask_n
+        visible = visible & (tl.load(mask, mask=inside, other=0) != 0)  # [BLOCK_M, BLOCK_N]
+    return tl.where(visible, scores, float("-inf"))
+
+
+@jit
+def without_unseen(v, scores):
+    """Values of keys that some row of the tile sees, zero for the others: 0 * NaN would leak what nobody may see."""
+    seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
+    return tl.where((seen != 0)[:, None], v, 0.0)

@@ -1,0 +1,839 @@
+"""Attention with the keys split over blocks, for few queries and long caches, contiguous or paged; portable Triton.
+
+A program owns a tile of rows of one kv head and one share of their keys, and keeps the online softmax of `flash_fwd`
+over it. The rows are the queries of all the heads that read the kv head, side by side, so that K and V are read once
+for the group. What the shares leave is merged in a fixed order (partials.py), by a second small kernel or by the block
+that arrives last.
+
+    rows m = query * group + head in group;   S = softmax_scale * Q K^T, then softcap, bias, ALiBi, mask
+    share s: keys s * n to (s + 1) * n of those its rows see, n from `choose_splits`
+
+Dao et al., "Flash-Decoding for long-context inference" (2023); pages as in Kwon et al., "Efficient memory management
+for large language model serving with PagedAttention" (2023): tokens of a sequence lie in pages of one pool, and a table
+says in which. Keys that no row sees are not read, so a window skips pages.
+
+Bound: memory, at one query a sequence: 2 * group FLOPs for each byte of K and V in 16 bits. Latency where the cache is
+short. It adds to the ladder's flash_fwd blocks enough to fill the GPU when queries alone do not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from warpwave import launch
+from warpwave.hardware.gpu import Gpu, current_gpu
+from warpwave.kernels import partials
+from warpwave.kernels.arguments import (
+    allocator,
+    band_constants,
+    broadcast_strides,
+    dot_precision,
+    feature_constants,
+    padded,
+    slope_strides,
+    straightener,
+    token_strides,
+    window,
+)
+from warpwave.kernels.cost import Cost
+from warpwave.kernels.partials import inverse_sum, join, lse_of, lse_offset
+from warpwave.kernels.primitives import (
+    LOG2_E,
+    band_edges,
+    band_visible,
+    load_tile,
+    packed_sequence,
+    rounded,
+    rounded_to_tf32,
+    softmax_step,
+    tanh,
+    tile_pointers,
+    visible_keys,
+)
+from warpwave.kernels.triton_or_stub import NO_TRITON, jit, tl
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands, Operands
+
+NAME = "split_kv"
+NEEDS_GPU = True
+MAX_HEAD_DIM = 256
+MERGES = ("kernel", "last_block")
+# Arguments the compiler must not specialise on, or new lengths would compile again.
+UNSPECIALISED = [
+    *("stride_qb", "stride_qm", "stride_qh", "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn"),
+    *("stride_vh", "stride_mask_b", "stride_mask_h", "stride_bias_b", "stride_bias_h", "stride_alibi_b"),
+    *("stride_alibi_h", "stride_table", "seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads_kv", "window_left"),
+    *("window_right", "num_splits", "split_keys", "first_key", "num_pages", "num_rows", "lse_rows"),
+]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile shape, launch shape, and how the keys are split.
+
+    Args:
+        block_m: rows of a tile (queries times the query heads of a kv head), a power of two, at least 16.
+        block_n: keys a step walks, a power of two, at least 16.
+        num_warps: warps of a program, a power of two.
+        num_stages: K/V tiles in flight.
+        num_splits: shares that the keys of a tile of rows are split into; with `split_keys` set, what follows from it
+            counts instead.
+        split_keys: keys of a share, at absolute multiples of it, whatever the batch; 0 for equal shares.
+        merge: `"kernel"`: a second launch merges; `"last_block"`: the last block of a tile to arrive does.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    num_splits: int = 1
+    split_keys: int = 0
+    merge: str = "kernel"
+
+    def __post_init__(self) -> None:
+        for name, least in (("block_m", 16), ("block_n", 16), ("num_warps", 1)):
+            value = getattr(self, name)
+            if value < least or value & (value - 1):
+                raise ValueError(f"{name} is {value}; it must be a power of two, at least {least}")
+        for name in ("num_stages", "num_splits"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.split_keys < 0 or self.split_keys % self.block_n:
+            raise ValueError(f"split_keys is {self.split_keys}; it must be 0 or a multiple of block_n = {self.block_n}")
+        if self.merge not in MERGES:
+            raise ValueError(f"merge is {self.merge!r}; it must be one of {', '.join(map(repr, MERGES))}")
+
+
+# Device code ----------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _page_offsets(page_table_ptr, key_tile, keys, inside, num_pages, stride_page, stride_token, PAGE_SIZE: tl.constexpr):
+    """Where the pool holds these keys, [BLOCK_N], in elements. A page id that is none is clamped: what lies there is
+    not what was meant, but it is inside the tensor."""
+    if PAGE_SIZE % keys.shape[0] == 0:  # the tile lies in one page
+        page = tl.load(page_table_ptr + key_tile // PAGE_SIZE)
+        page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
+        return page * stride_page + (keys % PAGE_SIZE).to(tl.int64) * stride_token
+    else:
+        pages = tl.load(page_table_ptr + keys // PAGE_SIZE, mask=inside, other=0)
+        pages = tl.minimum(tl.maximum(pages, 0), num_pages - 1).to(tl.int64)
+        return pages * stride_page + (keys % PAGE_SIZE).to(tl.int64) * stride_token
+
+
+@jit
+def _share(key_begin, key_end, split, num_splits, split_keys, BLOCK_N: tl.constexpr):
+    """Begin and end of one share of the keys from key_begin to key_end; begin is a multiple of BLOCK_N, so that a tile
+    holds the same keys however many shares there are."""
+    first = key_begin // BLOCK_N * BLOCK_N
+    if split_keys > 0:
+        begin = (first // split_keys + split) * split_keys
+        end = begin + split_keys
+    else:
+        keys = tl.cdiv(tl.cdiv(tl.maximum(key_end - first, 0), BLOCK_N), num_splits) * BLOCK_N
+        begin = first + split * keys
+        end = begin + keys
+    return tl.maximum(begin, first), tl.minimum(end, key_end)
+
+
+@jit(do_not_specialize=UNSPECIALISED)
+def split_kv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    acc_ptr,
+    state_ptr,
+    arrived_ptr,
+    mask_ptr,
+    bias_ptr,
+    alibi_slopes_ptr,
+    sinks_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    page_table_ptr,
+    seqused_k_ptr,
+    rows_ptr,
+    stride_qb,
+    stride_qm,
+    stride_qh,
+    stride_qd,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_kd,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    stride_vd,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_m,
+    stride_mask_n,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_m,
+    stride_bias_n,
+    stride_alibi_b,
+    stride_alibi_h,
+    stride_table,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    num_heads_kv,
+    window_left,
+    window_right,
+    num_splits,
+    split_keys,
+    first_key,
+    num_pages,
+    num_rows,
+    lse_rows,
+    softmax_scale,
+    softcap,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    IS_VARLEN: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    IN_PARTS: tl.constexpr,
+    MERGE_HERE: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One share of the keys of one tile of rows. The rows of a tile, then kv heads, then shares are neighbours in the
+    grid, which has one dimension, for 65,535 is the limit of the others."""
+    # Where this program works -----------------------------------------------------------------------------------------
+    num_tiles = tl.cdiv(seqlen_q * GROUP_SIZE, BLOCK_M)
+    pid = tl.program_id(0)
+    tile = pid % num_tiles
+    kv_head = (pid // num_tiles % num_heads_kv).to(tl.int64)
+    split = pid // (num_tiles * num_heads_kv) % num_splits
+    batch = (pid // (num_tiles * num_heads_kv) // num_splits).to(tl.int64)
+    first_row = batch * seqlen_q  # counted over all sequences: rows of out lie one behind another
+    # Strides come in units, as flash_fwd's do: the compiler then sees that rows are 16-byte aligned.
+    stride_kn = tl.cast(stride_kn, tl.int64) * STRIDE_UNIT
+    stride_vn = tl.cast(stride_vn, tl.int64) * STRIDE_UNIT
+    stride_kb = tl.cast(stride_kb, tl.int64) * STRIDE_UNIT
+    stride_vb = tl.cast(stride_vb, tl.int64) * STRIDE_UNIT
+    stride_qm = tl.cast(stride_qm, tl.int64) * STRIDE_UNIT
+    stride_qh = tl.cast(stride_qh, tl.int64) * STRIDE_UNIT
+
+    if IS_VARLEN:
+        first_row, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
+        if tile * BLOCK_M >= seqlen_q * GROUP_SIZE:
+            return
+        q_ptr += first_row * stride_qm
+    else:
+        q_ptr += batch * (tl.cast(stride_qb, tl.int64) * STRIDE_UNIT)
+    k_ptr += kv_head * (tl.cast(stride_kh, tl.int64) * STRIDE_UNIT)
+    v_ptr += kv_head * (tl.cast(stride_vh, tl.int64) * STRIDE_UNIT)
+    if PAGE_SIZE > 0:
+        row = batch
+        if HAS_ROWS:
+            row = tl.minimum(tl.maximum(tl.load(rows_ptr + batch), 0), num_rows - 1).to(tl.int64)
+        # Clamped, so that a length beyond the table's reads no page id behind it.
+        seqlen_k = tl.minimum(tl.maximum(tl.load(seqused_k_ptr + row), 0), seqlen_k)
+        page_table_ptr += row * stride_table
+    elif IS_VARLEN:
+        k_begin, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)
+        k_ptr += k_begin * stride_kn
+        v_ptr += k_begin * stride_vn
+    else:
+        k_ptr += batch * stride_kb
+        v_ptr += batch * stride_vb
+
+    # Rows are the queries of the group's heads, head fastest, so that a tile of few queries is full.
+    tile_rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    queries = tile_rows // GROUP_SIZE
+    heads = kv_head * GROUP_SIZE + tile_rows % GROUP_SIZE  # [BLOCK_M]
+    query_begin = tile * BLOCK_M // GROUP_SIZE
+    query_last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP_SIZE, seqlen_q - 1)
+    low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
+    key_begin, key_end = visible_keys(query_begin, query_last, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
+    key_begin = tl.maximum(key_begin, first_key)
+    whole_begin = key_begin
+    whole_end = key_end
+    if HAS_LOW:
+        whole_begin = tl.maximum(whole_begin, query_last + low)
+    if HAS_HIGH:
+        whole_end = tl.minimum(whole_end, query_begin + high + 1)
+    begin, end = _share(key_begin, key_end, split, num_splits, split_keys, BLOCK_N)
+
+    # The state of the online softmax ----------------------------------------------------------------------------------
+    dims = tl.arange(0, BLOCK_D)
+    dims_v = tl.arange(0, BLOCK_DV)
+    in_range = queries < seqlen_q
+    q = tile_pointers(q_ptr, queries, dims, stride_qm, stride_qd) + (heads * stride_qh)[:, None]
+    q = load_tile(q, queries, dims, 0, seqlen_q, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    if PRECISION == "tf32":
+        q = rounded_to_tf32(q)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    scale_log2 = softmax_scale * LOG2_E
+    if HAS_ALIBI:
+        offsets = batch * stride_alibi_b + heads * stride_alibi_h
+        slope_log2 = tl.load(alibi_slopes_ptr + offsets) * LOG2_E  # [BLOCK_M]
+
+    for key_tile in range(begin, end, BLOCK_N):
+        keys = key_tile + tl.arange(0, BLOCK_N)
+        # Keys that no query of the tile sees are not read: NaN there must have no effect.
+        key_inside = (keys >= key_begin) & (keys < end)
+        if PAGE_SIZE > 0:
+            k_offsets = _page_offsets(
+                page_table_ptr, key_tile, keys, key_inside, num_pages, stride_kb, stride_kn, PAGE_SIZE
+            )
+            v_offsets = _page_offsets(
+                page_table_ptr, key_tile, keys, key_inside, num_pages, stride_vb, stride_vn, PAGE_SIZE
+            )
+        else:
+            k_offsets = keys.to(tl.int64) * stride_kn
+            v_offsets = keys.to(tl.int64) * stride_vn
+        k = k_ptr + (k_offsets[:, None] + dims.to(tl.int64)[None, :] * stride_kd)
+        k = load_tile(k, keys, dims, key_begin, end, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        if PRECISION == "tf32":
+            k = rounded_to_tf32(k)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+
+        # As in flash_fwd: the scale rides in the softmax where nothing is added or hidden.
+        scale_left = scale_log2
+        if HAS_SOFTCAP:
+            scores = softcap * tanh(scores * (softmax_scale / softcap)) * LOG2_E
+            scale_left = 1.0
+        elif HAS_MASK or HAS_BIAS or HAS_ALIBI:
+            scores = scores * scale_log2
+            scale_left = 1.0
+        inside = in_range[:, None] & key_inside[None, :]
+        if HAS_BIAS:
+            offsets = batch * stride_bias_b + heads * stride_bias_h + queries.to(tl.int64) * stride_bias_m
+            offsets = offsets[:, None] + keys.to(tl.int64)[None, :] * stride_bias_n
+            bias = tl.load(bias_ptr + offsets, mask=inside, other=float("-inf")).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+            # -inf hides the pair, whatever the score: NaN + -inf would be NaN.
+            scores = tl.where(bias == float("-inf"), float("-inf"), scores + bias * LOG2_E)
+        if HAS_ALIBI:
+            distance = tl.abs(queries[:, None] + (seqlen_k - seqlen_q) - keys[None, :])
+            scores -= slope_log2[:, None] * distance.to(tl.float32)
+        if (key_tile < whole_begin) | (key_tile + BLOCK_N > whole_end) | (key_tile + BLOCK_N > end):
+            visible = band_visible(queries, keys, low, high, HAS_LOW, HAS_HIGH) & key_inside[None, :]
+            scores = tl.where(visible, scores * scale_left, float("-inf"))
+            scale_left = 1.0
+        if HAS_MASK:
+            offsets = batch * stride_mask_b + heads * stride_mask_h + queries.to(tl.int64) * stride_mask_m
+            offsets = offsets[:, None] + keys.to(tl.int64)[None, :] * stride_mask_n
+            shown = tl.load(mask_ptr + offsets, mask=inside, other=0)  # [BLOCK_M, BLOCK_N]
+            scores = tl.where(shown != 0, scores, float("-inf"))
+
+        p, alpha, m_i, l_i = softmax_step(scores, scale_left, m_i, l_i)
+        v = v_ptr + (v_offsets[:, None] + dims_v.to(tl.int64)[None, :] * stride_vd)
+        v = load_tile(v, keys, dims_v, key_begin, end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+        if HAS_MASK or HAS_BIAS:
+            # A value that no query of the tile sees must have no effect, and 0 * NaN would be one.
+            seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
+            v = tl.where((seen != 0)[:, None], v, 0.0)
+        if PRECISION == "tf32":
+            p = rounded_to_tf32(p)
+            v = rounded_to_tf32(v)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)  # [BLOCK_M, BLOCK_DV]
+
+    # What is left of it -----------------------------------------------------------------------------------------------
+    num_heads_q = num_heads_kv * GROUP_SIZE
+    rows_heads = tl.cast(total_q, tl.int64) * num_heads_q
+    row_head = (first_row + queries) * num_heads_q + heads  # [BLOCK_M], where out holds the row
+    columns = dims_v[None, :]
+    inside = in_range[:, None] & (dims_v < HEAD_DIM_V)[None, :]
+    if IN_PARTS:
+        # A share without keys leaves a state that says so, and no accumulator.
+        offsets = (split * rows_heads + row_head)[:, None] * HEAD_DIM_V + columns
+        tl.store(acc_ptr + offsets, acc, mask=inside & (begin < end))
+        tl.store(state_ptr + 2 * split * rows_heads + row_head, m_i, mask=in_range)
+        tl.store(state_ptr + (2 * split + 1) * rows_heads + row_head, l_i, mask=in_range)
+        if not MERGE_HERE:
+            return
+        # The last block of the tile to arrive merges, always in the order of the shares.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrived_ptr + (batch * num_heads_kv + kv_head) * num_tiles + tile, 1, sem="acq_rel")
+        if arrived != num_splits - 1:
+            return
+        m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l_i = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        for part in range(num_splits):
+            at = tl.cast(part, tl.int64) * rows_heads
+            # Past L1, which does not see what other SMs wrote.
+            m = tl.load(state_ptr + 2 * at + row_head, mask=in_range, other=0.0, cache_modifier=".cg")
+            l = tl.load(state_ptr + 2 * at + rows_heads + row_head, mask=in_range, other=0.0, cache_modifier=".cg")
+            offsets = (at + row_head)[:, None] * HEAD_DIM_V + columns
+            some = tl.load(acc_ptr + offsets, mask=inside & (l != 0.0)[:, None], other=0.0, cache_modifier=".cg")
+            m_i, l_i, scale, scale_part = join(m_i, l_i, m, l)
+            acc = acc * scale[:, None] + some * scale_part[:, None]
+    if HAS_SINKS:
+        # One more key, whose value is zero. It comes last: as the first maximum it would push the probabilities of
+        # lower scores out of the range of 16 bits.
+        sink_log2 = tl.load(sinks_ptr + heads) * LOG2_E
+        m_i, l_i, scale, _ = join(m_i, l_i, sink_log2, 1.0)
+        acc = acc * scale[:, None]
+    out = acc * inverse_sum(l_i)[:, None]
+    offsets = row_head[:, None] * HEAD_DIM_V + columns
+    tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=inside)
+    if WRITE_LSE:
+        offsets = lse_offset(first_row + queries, heads, num_heads_q, lse_rows)
+        tl.store(lse_ptr + offsets, lse_of(m_i, l_i), mask=in_range)
+
+
+# Host -----------------------------------------------------------------------------------------------------------------
+
+Run = Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+def bind(problem: AttentionProblem, operands: Operands | CachedOperands, config: Config) -> Run:
+    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, lse None unless asked for."""
+    allocate, straight = allocator(problem, operands.q), straightener(operands)
+    gpu, device = current_gpu(operands.q.device), operands.q.device
+    num_parts = num_splits(problem, config)
+    workspace = _workspace(problem, config, device)
+    specs = specify(problem, gpu, straight(operands), *allocate(), config, workspace())
+    attend, *merge = (launch.bind(spec) for spec in specs)
+
+    def run(operands: Operands | CachedOperands) -> tuple[torch.Tensor, torch.Tensor | None]:
+        operands = straight(operands)
+        out, lse = allocate()
+        acc, state, arrived = workspace()
+        attend(*_tensors(operands, out, lse, acc, state, arrived))
+        if merge:
+            merge[0](acc, state, out, lse, operands.sinks)
+        return out, lse
+
+    assert len(merge) == (num_parts > 1 and config.merge == "kernel")
+    return run
+
+
+class Workspace(NamedTuple):
+    """Beside the outputs: what the shares leave, and how many blocks of each tile have arrived."""
+
+    acc: torch.Tensor | None
+    state: torch.Tensor | None
+    arrived: torch.Tensor | None
+
+
+def _workspace(problem: AttentionProblem, config: Config, device: torch.device | str) -> Callable[[], Workspace]:
+    num_parts = num_splits(problem, config)
+    if num_parts == 1:
+        return lambda: Workspace(None, None, None)
+    if config.merge == "kernel":
+        return lambda: Workspace(*partials.allocate(problem, num_parts, device), None)
+    tiles = _tiles(problem, config) * problem.num_heads_kv * problem.batch
+
+    def allocate() -> Workspace:
+        # Zeroed in stream order before the launch that counts, at every call and every replay: a counter that the
+        # launch itself puts back to zero stays dirty when a launch is killed, and later results are silently wrong.
+        arrived = torch.zeros(tiles, dtype=torch.int32, device=device)
+        return Workspace(*partials.allocate(problem, num_parts, device), arrived)
+
+    return allocate
+
+
+def _tensors(
+    operands: Any, out: torch.Tensor, lse: Any, acc: Any, state: Any, arrived: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """In the kernel's order; a dense or packed call has no tables."""
+    tables = operands[9:] if len(operands) > 9 else (None, None, None)
+    return (*operands[:3], out, lse, acc, state, arrived, *operands[3:9], *tables)
+
+
+def specify(
+    problem: AttentionProblem,
+    gpu: Gpu,
+    operands: Operands | CachedOperands,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    config: Config,
+    workspace: Workspace | None = None,
+    first_key: int = 0,
+) -> tuple[launch.Launch, ...]:
+    """The launches, from tensors that may be without memory (device "meta") when they are only to be compiled.
+
+    Args:
+        first_key: keys before it are left out: somebody else attends to them.
+    """
+    workspace = workspace or _workspace(problem, config, out.device)()
+    acc, state, arrived = workspace
+    num_parts = num_splits(problem, config)
+    merge_here = num_parts > 1 and config.merge == "last_block"
+    attend = launch.Launch(
+        kernel=split_kv_kernel,
+        grid=_tiles(problem, config) * problem.num_heads_kv * num_parts * problem.batch,
+        tensors=_tensors(operands, out, lse, acc, state, arrived),
+        scalars=_scalars(problem, operands, config, first_key),
+        constants=_constants(problem, gpu, operands, config, acc is not None, merge_here),
+        # As flash_fwd: without fused multiply-adds in float32, the largest probability is exactly 1.
+        options={
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+            "enable_fp_fusion": problem.dtype != "float32",
+        },
+    )
+    if acc is None or state is None or merge_here:
+        return (attend,)
+    return (attend, partials.specify_merge(problem, num_parts, acc, state, out, lse, operands.sinks))
+
+
+def _scalars(
+    problem: AttentionProblem, operands: Operands | CachedOperands, config: Config, first_key: int
+) -> list[int | float]:
+    """The run-time arguments behind the pointers, in the kernel's order."""
+    unit = stride_unit(operands)
+    paged = isinstance(operands, CachedOperands)
+    strides: list[int] = []
+    for tensor in operands[:3]:
+        # Pools have the axes of a dense tensor: page, token, head, element.
+        *outer, inner = tensor.stride() if paged and tensor is not operands.q else token_strides(problem, tensor)
+        strides += (*(stride // unit for stride in outer), inner)
+    strides += (*broadcast_strides(operands.mask), *broadcast_strides(operands.bias))
+    strides += slope_strides(operands.alibi_slopes)
+    return [
+        *strides,
+        operands.page_table.stride(0) if paged else 0,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.rows,
+        problem.total_k,
+        problem.num_heads_kv,
+        *window(problem),
+        num_splits(problem, config),
+        config.split_keys,
+        first_key,
+        operands.k.shape[0] if paged else 0,
+        operands.page_table.shape[0] if paged else 0,
+        partials.lse_rows(problem),
+        problem.softmax_scale,
+        problem.softcap,
+    ]
+
+
+def stride_unit(operands: Any) -> int:
+    """The largest power of two, up to 16, that divides every stride between rows, heads, and batches or pages."""
+    return math.gcd(16, *(stride for tensor in operands[:3] for stride in tensor.stride()[:-1]))
+
+
+def _constants(
+    problem: AttentionProblem, gpu: Gpu, operands: Any, config: Config, in_parts: bool, merge_here: bool
+) -> dict[str, int | bool | str]:
+    """The compile-time arguments of the kernel, by name."""
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "GROUP_SIZE": problem.num_heads_q // problem.num_heads_kv,
+        "STRIDE_UNIT": stride_unit(operands),
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_D": padded(problem.head_dim),
+        "BLOCK_DV": padded(problem.head_dim_v),
+        **band_constants(problem),
+        **feature_constants(problem),
+        "IS_VARLEN": problem.packed,
+        "PAGE_SIZE": problem.page_size,
+        "HAS_ROWS": getattr(operands, "rows", None) is not None,
+        "IN_PARTS": in_parts,
+        "MERGE_HERE": merge_here,
+        "WRITE_LSE": problem.return_lse,
+        "PRECISION": dot_precision(problem, gpu),
+    }
+
+
+# What it can run and what it costs ------------------------------------------------------------------------------------
+
+
+def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Every reason this kernel cannot run the problem there; empty when it can."""
+    reasons = []
+    if NO_TRITON is not None:
+        reasons.append(NO_TRITON)
+    if gpu.vendor == "cpu":
+        reasons.append(
+            "found tensors on the CPU; it needs an NVIDIA GPU of compute capability 8.0 or newer, or an AMD one"
+        )
+    if gpu.vendor == "nvidia" and gpu.capability < 80:
+        reasons.append(f"found {gpu.name} ({gpu.arch}); it needs sm_80 or newer: Triton has no matrix path before")
+    if problem.requires_grad:
+        reasons.append("it computes no gradients; call under torch.no_grad() if none are needed")
+    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if size > MAX_HEAD_DIM:
+            reasons.append(f"{name} is {size}; a row of K or V must fit one tile, {MAX_HEAD_DIM} at most")
+    if problem.page_size & (problem.page_size - 1):
+        reasons.append(f"page_size is {problem.page_size}; its pages are powers of two, so that no address is divided")
+    if gpu.vendor == "amd" and problem.precision in ("tf32", "tf32x3"):
+        reasons.append(f"precision {problem.precision!r} is not compiled for {gpu.arch}; use 'ieee'")
+    if not reasons and not _fitting(problem, gpu):
+        needed = min(smem_bytes(problem, gpu, config) for config in _tilings(problem))
+        reasons.append(
+            f"its smallest tile needs {needed / 1024:.0f} KiB of shared memory and {gpu.name} has "
+            f"{gpu.smem_per_block_bytes / 1024:.0f} for a block"
+        )
+    return reasons
+
+
+def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
+    """An upper bound on the shared memory of one block, which tests hold against what every target compiles to."""
+    size, precision = DTYPE_BYTES[problem.dtype], dot_precision(problem, gpu)
+    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    q = size * config.block_m * block_d
+    p = size * config.block_m * config.block_n
+    kv = size * config.block_n * (block_d + block_dv)
+    # Page ids and what is loaded by them are in flight as well; barriers and reductions over warps take the rest.
+    more = 1024 + (16 * config.block_n * config.num_stages if problem.page_size else 0)
+    more += 8 * config.block_m * config.num_warps
+    if problem.mask_shape is not None or problem.bias_shape is not None:
+        kv += config.block_m * config.block_n * _bytes_per_score(problem)
+        p += size * config.block_n * block_dv  # V goes through registers to lose what nobody sees, and back
+    if gpu.arch == "gfx950":
+        return max(q, config.num_stages * kv * 17 // 16) + p + more
+    if gpu.vendor == "amd":
+        return max(q, max(1, config.num_stages - 1) * kv) + p + more
+    if precision in ("tf32x3", "tf32"):
+        if gpu.capability == 90:
+            return 2 * (q + p) + config.num_stages * kv + more
+        return q + config.num_stages * kv + max(q, kv) // 2 + more
+    return q + p + config.num_stages * kv + more
+
+
+def _bytes_per_score(problem: AttentionProblem) -> int:
+    """What a score reads of mask and bias."""
+    mask = 0 if problem.mask_shape is None else 1
+    return mask + (0 if problem.bias_shape is None else DTYPE_BYTES[problem.bias_dtype or problem.dtype])
+
+
+def _tiles(problem: AttentionProblem, config: Config) -> int:
+    """Tiles of rows of one kv head of the longest sequence."""
+    return -(-problem.seqlen_q * (problem.num_heads_q // problem.num_heads_kv) // config.block_m)
+
+
+def num_splits(problem: AttentionProblem, config: Config) -> int:
+    """Shares of the keys of a tile of rows, as launched: the config's own, or what `split_keys` makes of the longest
+    range of keys that a tile of rows sees."""
+    if not config.split_keys:
+        return config.num_splits
+    seen = problem.seqlen_k
+    left, right = window(problem)
+    if problem.window_size[0] >= 0 and not (problem.causal is not None and problem.causal.alignment == "top_left"):
+        # A tile of rows sees that many; its range may begin and end inside a share.
+        queries = -(-config.block_m // (problem.num_heads_q // problem.num_heads_kv)) + 1
+        seen = min(seen, left + min(right, seen) + queries + config.split_keys)
+    return max(1, -(-seen // config.split_keys))
+
+
+def _steps(problem: AttentionProblem, config: Config) -> tuple[int, int]:
+    """(steps over keys of all tiles of rows, those of the longest) before the keys are split."""
+    group = problem.num_heads_q // problem.num_heads_kv
+    total = longest = 0
+    counted: dict[tuple[int, int], tuple[int, int]] = {}
+    for seqlen_q, seqlen_k in problem.items():
+        if (seqlen_q, seqlen_k) not in counted:
+            low, high = problem.band(seqlen_q, seqlen_k)
+            steps = []
+            for row in range(0, seqlen_q * group, config.block_m):
+                last = min((row + config.block_m - 1) // group, seqlen_q - 1)
+                first_key = 0 if low is None else max(0, row // group + low)
+                end = seqlen_k if high is None else min(seqlen_k, last + high + 1)
+                hidden = low is not None and high is not None and low > high
+                steps.append(0 if hidden else max(0, -(-end // config.block_n) - first_key // config.block_n))
+            counted[seqlen_q, seqlen_k] = (sum(steps), max(steps, default=0))
+        total += counted[seqlen_q, seqlen_k][0]
+        longest = max(longest, counted[seqlen_q, seqlen_k][1])
+    return total * problem.num_heads_kv, longest
+
+
+def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
+    """Whole tiles, padding included; K and V once for each tile of rows; parts written and read where keys are split."""
+    size, parts = DTYPE_BYTES[problem.dtype], num_splits(problem, config)
+    steps, longest = _steps(problem, config)
+    scores = steps * config.block_m * config.block_n
+    rows = problem.rows * problem.num_heads_q
+    outputs = rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0))
+    scratch = partials.workspace_bytes(problem, parts) if parts > 1 else 0
+    by_kernel = parts > 1 and config.merge == "kernel"
+    keys_read = steps * config.block_n * (problem.head_dim + problem.head_dim_v) * size
+    table = 8 * steps * (config.block_n // min(problem.page_size, config.block_n)) if problem.page_size else 0
+    attend = Cost(
+        blocks=_tiles(problem, config) * problem.num_heads_kv * parts * problem.batch,
+        flops=2 * scores * (padded(problem.head_dim) + padded(problem.head_dim_v)),
+        exponentials=scores,
+        read_bytes=rows * problem.head_dim * size + keys_read + table + scores * _bytes_per_score(problem),
+        write_bytes=scratch if by_kernel else outputs + scratch,
+        smem_bytes=smem_bytes(problem, gpu, config),
+        workspace_bytes=scratch,
+        steps=steps,
+        longest=-(-longest // parts),
+        threads=config.num_warps * gpu.warp_size,
+        registers=_registers(problem, gpu, config),
+        scratch_bytes=scratch if by_kernel else 2 * scratch,
+    )
+    if parts == 1:
+        return attend
+    if not by_kernel:
+        return replace(attend, read_bytes=attend.read_bytes + scratch, launches=2)  # the other zeroes the counters
+    merge = Cost(rows, 0, rows * parts, scratch, outputs, threads=2 * gpu.warp_size, scratch_bytes=scratch)
+    return replace(
+        attend,
+        exponentials=attend.exponentials + merge.exponentials,
+        read_bytes=attend.read_bytes + scratch,
+        write_bytes=attend.write_bytes + outputs,
+        scratch_bytes=2 * scratch,
+        launches=2,
+        parts=(attend, merge),
+    )
+
+
+def _registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
+    """About what a thread holds: output and scores of its rows in float32, probabilities, and some forty besides."""
+    threads = max(1, config.num_warps * gpu.warp_size)
+    elements = config.block_m * (padded(problem.head_dim_v) + config.block_n * 3 // 2)
+    return min(gpu.registers_per_thread or 255, 40 + elements // threads)
+
+
+# Configs --------------------------------------------------------------------------------------------------------------
+
+UNKNOWN_SMS = 132  # where no device was asked: an H100's and an H200's
+BLOCKS_PER_SM = 2  # of four warps, which together keep some 100 KB in flight: more than memory's latency asks for
+START_STEPS = 3  # a block begins, and fills its pipeline, in about as long as so many steps take
+MERGE_STEPS = 2  # the launch that merges, likewise
+MAX_SPLITS = 128
+INVARIANT_SPLIT_KEYS = {True: 256, False: 1024}  # for one tile of rows, as at decode, and for several
+
+
+class Splits(NamedTuple):
+    """A number of shares, and the arithmetic behind it."""
+
+    num_splits: int
+    reason: str
+
+
+def choose_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Splits:
+    """The number of shares with which the busiest SM walks the fewest steps over keys, in closed form:
+
+        steps(S) = ceil(blocks * S / places) * (ceil(longest / S) + START_STEPS) + (MERGE_STEPS + S / PARTS if S > 1)
+
+    `blocks` are tiles of rows times kv heads times sequences, `places` the blocks that the GPU runs at once, and
+    `longest` the steps of the tile that sees most keys. Too few shares leave SMs idle, too many start and merge.
+    """
+    blocks = max(1, _tiles(problem, config) * problem.num_heads_kv * problem.batch)
+    sms = gpu.num_sms or UNKNOWN_SMS
+    places = sms * max(1, min(BLOCKS_PER_SM, gpu.smem_per_block_bytes // max(1, smem_bytes(problem, gpu, config))))
+    longest = max(1, _steps(problem, config)[1])
+
+    def steps(s: int) -> float:
+        merge = MERGE_STEPS + s / partials.PARTS_AT_ONCE if s > 1 else 0
+        return -(-blocks * s // places) * (-(-longest // s) + START_STEPS) + merge
+
+    best = min(range(1, min(MAX_SPLITS, longest) + 1), key=steps)
+    reason = (
+        f"{blocks} tiles of rows for {places} places on {sms} SMs, {longest} steps of {config.block_n} keys each: in "
+        f"{best} shares the busiest place walks the least, about {steps(best):.0f} steps"
+    )
+    return Splits(best, reason + (f"; in one, {steps(1):.0f}" if best > 1 else ""))
+
+
+def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
+    """Why the config splits the keys as it does, for `explain`."""
+    parts = num_splits(problem, config)
+    if config.split_keys:
+        return [
+            f"keys in shares of {config.split_keys} at fixed places, {parts} at the most: a sequence's bits do not "
+            "depend on the batch"
+        ]
+    chosen = choose_splits(problem, gpu, config)
+    if chosen.num_splits == parts:
+        return [f"keys in {parts} shares: {chosen.reason}"]
+    return [f"keys in {parts} shares, as asked; {chosen.num_splits} by default: {chosen.reason}"]
+
+
+def with_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
+    """The tiling with the keys split for this problem."""
+    if problem.batch_invariant:
+        return replace(config, num_splits=1, split_keys=INVARIANT_SPLIT_KEYS[_tiles(problem, config) == 1])
+    return replace(config, num_splits=choose_splits(problem, gpu, config).num_splits)
+
+
+def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
+    """The default first, then every other tiling that fits the GPU's shared memory, and other splits of the default."""
+    fitting = _fitting(problem, gpu)
+    if not fitting:
+        return []
+    tiling = _default(problem, gpu)
+    while smem_bytes(problem, gpu, tiling) > gpu.smem_per_block_bytes:
+        tiling = _smaller(tiling)
+    default = with_splits(problem, gpu, tiling)
+    others = [replace(default, merge="last_block")] if num_splits(problem, default) > 1 else []
+    if problem.batch_invariant:  # another tile has other bits
+        return [default, *others]
+    others += [replace(default, num_splits=n) for n in (1, 2, 3, 2 * default.num_splits)]
+    others += [with_splits(problem, gpu, c) for c in fitting]
+    return list(dict.fromkeys([default, *others]))
+
+
+def _smaller(config: Config) -> Config:
+    """The next tiling to try where one does not fit: fewer tiles in flight, then fewer keys, then fewer rows."""
+    if config.num_stages > 1:
+        return replace(config, num_stages=config.num_stages - 1)
+    if config.block_n > 16:
+        return replace(config, block_n=config.block_n // 2)
+    return replace(config, block_m=config.block_m // 2)
+
+
+def _fitting(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
+    return [c for c in _tilings(problem) if smem_bytes(problem, gpu, c) <= gpu.smem_per_block_bytes]
+
+
+def _tilings(problem: AttentionProblem) -> list[Config]:
+    # Eight warps on 64 rows or fewer split the keys of a product between them, which is slow on Hopper, and at 64x16
+    # in tf32 Triton 3.6 computes wrong products (kernels/flash_fwd.py): four, then, everywhere.
+    return [
+        Config(block_m, block_n, 4, num_stages)
+        for block_m in (16, 32, 64)
+        for block_n in (16, 32, 64, 128)
+        for num_stages in (1, 2, 3)
+    ]
+
+
+def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
+    """The tiling, by what fits registers without spills (tests/compile). Nothing here has been measured yet."""
+    rows = problem.seqlen_q * (problem.num_heads_q // problem.num_heads_kv)
+    if problem.batch_invariant and problem.packed:
+        rows = 64  # whose longest sequence depends on who else is there
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    wide = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    bucket = 0 if wide <= 64 else 1 if wide <= 128 else 2
+    masked = problem.mask_shape is not None or problem.bias_shape is not None
+    if problem.dtype == "float32":
+        config = Config(min(block_m, 32), (32, 32, 16)[bucket], 4, (2, 2, 1)[bucket])
+    elif block_m == 64:
+        config = Config(64, (64, 32, 32)[bucket], 4, 2)
+    else:
+        config = Config(block_m, (64, 64, 32)[bucket], 4, 3)
+    if gpu.vendor == "amd":
+        config = replace(config, num_stages=min(2, config.num_stages))
+        if gpu.arch.startswith("gfx1"):
+            config = replace(config, block_m=min(block_m, 32), block_n=(32, 32, 16)[bucket], num_stages=1)
+    if masked:
+        config = replace(config, block_n=max(16, config.block_n // 2), num_stages=min(2, config.num_stages))
+    return config
