@@ -131,6 +131,16 @@ def test_shipped_ceilings_are_of_the_very_card(tmp_path: Path, monkeypatch: pyte
     assert shipped(replace(H200, name="NVIDIA H100 80GB HBM3")) is None
 
 
+def test_a_damaged_shipped_file_is_named_and_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(measure, "SHIPPED", tmp_path)
+    (tmp_path / "a.json").write_text('{"gpu": 7}')
+    write(CEILINGS, tmp_path / "b.json")
+    assert shipped(H200) == CEILINGS
+    assert "a.json is ignored" in caplog.text
+
+
 def test_every_shipped_file_is_readable_and_below_the_data_sheet() -> None:
     for path in measure.SHIPPED.glob("*.json"):
         ceilings = read(path)

@@ -426,7 +426,11 @@ def load(gpu: Gpu) -> Ceilings | None:
 def shipped(gpu: Gpu) -> Ceilings | None:
     """The ceilings that come with the package, measured on another card of the same name; or None."""
     for path in sorted(SHIPPED.glob("*.json")):
-        ceilings = read(path)
+        try:
+            ceilings = read(path)
+        except (OSError, ValueError) as error:
+            log.warning("%s is ignored: %s; the installation of warpwave is damaged", path, error)
+            continue
         if (ceilings.gpu, ceilings.arch) == (gpu.name, gpu.arch):
             return ceilings
     return None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from warpwave.report.curves import Ceiling, Family, RooflineData
 from warpwave.report.figures import figure, tick
@@ -50,13 +51,15 @@ def roofline(data: RooflineData, order: Sequence[str], *, name: str, narrow: boo
     svg.line(frame.left, frame.bottom, frame.right, frame.bottom, "axis")
     svg.text((frame.left + frame.right) / 2, height - 8, "FLOP for each compulsory byte", anchor="middle")
     svg.text(13, (frame.top + frame.bottom) / 2, "TFLOP/s", anchor="middle", turn=-90)
-    _draw_ceilings(svg, data.ceilings, x, y, frame, narrow=narrow)
+    slopes = _draw_ceilings(svg, data.ceilings, x, y, frame, narrow=narrow)
     for contender in reversed(order):  # ours last, on top
         series = order.index(contender)
         for point in data.points:
             if point.contender == contender:
                 told = "" if narrow else f"{contender}, {point.case}: {figure(point.tflops)} TFLOP/s"
                 svg.mark(x(point.intensity), y(point.tflops), series, 5 if series == 0 else 3.8, told)
+    for label in slopes:  # over the marks: a name must be read, and a mark has neighbours
+        label()
     return str(svg)
 
 
@@ -79,7 +82,11 @@ def _roofline_title(data: RooflineData) -> str:
     )
 
 
-def _draw_ceilings(svg: Svg, ceilings: Sequence[Ceiling], x: Scale, y: Scale, frame: Frame, *, narrow: bool) -> None:
+def _draw_ceilings(
+    svg: Svg, ceilings: Sequence[Ceiling], x: Scale, y: Scale, frame: Frame, *, narrow: bool
+) -> list[Callable[[], None]]:
+    """The lines, and the names in the margin. Returns what draws the names along the slopes."""
+    slopes: list[Callable[[], None]] = []
     names = list(dict.fromkeys(c.rates for c in ceilings))
     labels: list[tuple[float, Ceiling]] = []
     for c in ceilings:
@@ -93,7 +100,7 @@ def _draw_ceilings(svg: Svg, ceilings: Sequence[Ceiling], x: Scale, y: Scale, fr
                 ends = (x(start), y(start * c.value * 1e-3)), (x(end), y(end * c.value * 1e-3))
                 svg.line(*ends[0], *ends[1], css)
                 text = c.figure if narrow else f"{c.label} {c.figure}, {c.rates}"
-                _slope_label(svg, text, *ends, above=first)
+                slopes.append(partial(_slope_label, svg, text, *ends, above=first))
         else:
             slope = min([other.value for other in mine if other.slope], default=math.inf)
             start = min(max(x.low, c.value * 1e3 / slope), x.high)
@@ -104,6 +111,7 @@ def _draw_ceilings(svg: Svg, ceilings: Sequence[Ceiling], x: Scale, y: Scale, fr
             svg.text(frame.right, place - 5, c.figure, "label", anchor="end")
     else:
         _margin_labels(svg, labels, frame)
+    return slopes
 
 
 def _margin_labels(svg: Svg, labels: Sequence[tuple[float, Ceiling]], frame: Frame) -> None:
