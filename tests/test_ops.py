@@ -151,6 +151,20 @@ def test_a_plan_is_not_used_for_another_call() -> None:
         torch.testing.assert_close(warpwave.attention(q, k, v), base, rtol=0, atol=0)
 
 
+def test_a_plan_found_again_forgives_nothing() -> None:
+    """1 equals True, and a list has no hash: neither may change what a call means the second time."""
+    q, k, v = qkv()
+    for _ in range(2):
+        causal = warpwave.attention(q, k, v, causal=True)
+        with pytest.raises(warpwave.InvalidType, match="causal is 1"):
+            warpwave.attention(q, k, v, causal=1)  # type: ignore[arg-type]
+        windowed = warpwave.attention(q, k, v, window_size=[2, 0])  # type: ignore[arg-type]
+        torch.testing.assert_close(windowed, warpwave.attention(q, k, v, window_size=(2, 0)), rtol=0, atol=0)
+        assert not torch.allclose(causal, windowed)
+        with pytest.raises(warpwave.InvalidType, match="config is a list"):
+            warpwave.attention(q, k, v, kernel="eager", config=[64, 64])
+
+
 def test_sixteen_threads_start_cold_together() -> None:
     from concurrent.futures import ThreadPoolExecutor
 

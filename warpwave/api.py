@@ -1,18 +1,20 @@
-"""The doors: `attention` for dense batches and `attention_varlen` for packed sequences.
+"""The doors: `attention` for dense batches, `attention_varlen` for packed sequences, and `attention_with_kv_cache`.
 
 They are typed to return Any: a tensor or, with `return_lse`, a pair. A union would make every typed caller narrow it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from warpwave import ops
+from warpwave import cached_calls, ops
 from warpwave.checks import Options, check_are_tensors, check_packed_lengths, describe_call
-from warpwave.errors import InvalidType
-from warpwave.problem import Causal, Operands
+from warpwave.errors import InvalidInput, InvalidType
+from warpwave.kv_cache import CacheLayer, PagedKVCache, Rotary
+from warpwave.problem import CachedOperands, Causal, Operands
 
 
 def attention(
@@ -84,8 +86,8 @@ def attention(
         torch.Size([2, 128, 4, 64])
     """
     operands = Operands(q, k, v, mask, bias, alibi_slopes, sinks)
-    options = _options(operands, causal, window_size, softcap, softmax_scale, precision, return_lse)
-    return _call(operands, options, kernel, config)
+    said = (causal, window_size, softcap, softmax_scale, precision, return_lse)
+    return _call(operands, said, kernel, config)
 
 
 def attention_varlen(
@@ -131,22 +133,137 @@ def attention_varlen(
     for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if offsets is None:
             raise InvalidType(f"{name} is None; it must be an int32 torch.Tensor of batch + 1 offsets")
-    options = _options(operands, causal, window_size, softcap, softmax_scale, precision, return_lse)
-    options = options._replace(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    said = (causal, window_size, softcap, softmax_scale, precision, return_lse, max_seqlen_q, max_seqlen_k)
     if checked:
+        options = _options(operands, *said)
         describe_call(operands, options)
         check_packed_lengths(operands, options)
-    return _call(operands, options, kernel, config)
+    return _call(operands, said, kernel, config)
+
+
+def attention_with_kv_cache(
+    q: torch.Tensor,
+    cache: PagedKVCache | CacheLayer,
+    *,
+    rows: Sequence[int] | torch.Tensor | None = None,
+    k_new: torch.Tensor | None = None,
+    v_new: torch.Tensor | None = None,
+    rotary: Rotary | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    seqlens_q: Sequence[int] | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool | Causal = False,
+    window_size: tuple[int, int] | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    precision: str = "default",
+    num_splits: int | None = None,
+    batch_invariant: bool = False,
+    shared_prefix: int = 0,
+    checked: bool = False,
+    kernel: str = "auto",
+    config: Any = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of the last tokens of each sequence to all its tokens in a paged cache: decode, chunked prefill, and
+    batches that mix the two. No gradients.
+
+    A sequence's queries are its last tokens: query i of seqlen_q stands at position `seqused_k - seqlen_q + i`, and
+    masks count from there as in `attention`.
+
+    With `k_new` and `v_new` these are written first. To a `PagedKVCache` they are appended: pages are taken, lengths
+    advanced, all of it or nothing. In a `CacheLayer` they are written into the last cells of each sequence, whose
+    length has been advanced before (`PagedKVCache.extend`): so for models of several layers, and in CUDA graphs.
+
+    Args:
+        q: (batch, seqlen_q, num_heads_q, head_dim), the dtype of the cache; or packed with `cu_seqlens_q`,
+            (total_q, num_heads_q, head_dim), for sequences with different numbers of queries.
+        cache: a `PagedKVCache` of one layer, or one layer's `CacheLayer`.
+        rows: which row of the cache each sequence of q is: integers, or int32 (batch,) on the device; row b for
+            sequence b if None. Integers where k_new is appended to a `PagedKVCache`.
+        k_new: keys of the queries' tokens, (batch, seqlen_q, num_heads_kv, head_dim), packed as q is.
+        v_new: their values, (batch, seqlen_q, num_heads_kv, head_dim_v).
+        rotary: rotates q, and k_new where given, to the tokens' positions.
+        cu_seqlens_q: int32, (batch + 1,): sequence b is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of q.
+        seqlens_q: the same lengths as host integers; needed to append packed tokens to a `PagedKVCache`.
+        max_seqlen_q: the most queries of a sequence, with cu_seqlens_q; the largest of seqlens_q if None.
+        max_seqlen_k: the longest sequence that may come, in tokens; what the page table holds if None. It shapes the
+            launch: for graphs leave it at the capacity, for the bounds of a batch known to be short give a multiple of
+            some hundreds, since each value is another plan.
+        num_splits: into how many shares keys are split, over as many blocks; None for the closed form that
+            `warpwave.explain` prints. Kernels that split no keys take no notice.
+        batch_invariant: keys are split at fixed places, so that a sequence's result has the same bits alone and among
+            others. Packed and dense calls are two kinds, each invariant in itself.
+        shared_prefix: tokens at the beginning of every sequence that are the same tokens in the same pages
+            (`PagedKVCache.fork`, `PagedKVCache.shared_prefix`), before all queries: read once for the batch.
+        checked: look at lengths, rows and page ids first, which waits for the device, and raise InvalidInput naming
+            the first wrong index. Unchecked, wrong ones give unspecified values but stay inside the tensors.
+        kernel: `"auto"`, `"split_kv"` or `"eager"`.
+
+    The other arguments are those of `attention`.
+
+    Returns:
+        out: shaped as q, with head_dim_v.
+        lse: if asked for: natural logarithm, float32, (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q).
+
+    Raises:
+        InvalidInput, InvalidType, UnsupportedProblem, RuntimeError: as `attention`.
+        OutOfPages: (a RuntimeError) the cache has too few free pages for k_new; nothing was changed.
+
+    Note:
+        Numerics are those of `attention`; the parts that splits leave are merged in float32, in a fixed order.
+        Results are repeatable bit for bit. Under torch.compile the call is a break in the graph.
+    """
+    layer, index = cache, rows
+    if isinstance(cache, PagedKVCache):
+        layer = cache.layer
+        if rows is None:
+            first = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+            rows = range(first) if k_new is not None else None
+    elif not isinstance(cache, CacheLayer):
+        raise InvalidType(f"cache is a {type(cache).__name__}; it must be a warpwave.PagedKVCache or CacheLayer")
+    assert isinstance(layer, CacheLayer)
+    if rows is not None and not isinstance(rows, torch.Tensor):
+        if isinstance(cache, PagedKVCache):
+            index = cache.index(rows) if index is not None else None
+        else:
+            index = torch.tensor(list(rows), dtype=torch.int32).to(layer.k.device)
+    if seqlens_q is not None and cu_seqlens_q is None:
+        raise InvalidInput("seqlens_q was given without cu_seqlens_q; packed queries need both")
+    if max_seqlen_q is None and cu_seqlens_q is not None:
+        if seqlens_q is None:
+            raise InvalidInput("cu_seqlens_q was given without max_seqlen_q; give it or seqlens_q, as host integers")
+        max_seqlen_q = max(seqlens_q, default=0)
+    operands = CachedOperands(
+        q, layer.k, layer.v, None, None, alibi_slopes, sinks, cu_seqlens_q, None, layer.page_table, layer.seqused_k,
+        index,
+    )  # fmt: skip
+    options = _options(operands, causal, window_size, softcap, softmax_scale, precision, return_lse)
+    if options.needs_grad:
+        raise InvalidInput("attention_with_kv_cache computes no gradients; call it under torch.no_grad()")
+    options = options._replace(max_seqlen_q=max_seqlen_q or 0, max_seqlen_k=max_seqlen_k or 0)
+    serving = cached_calls.Serving(num_splits, batch_invariant, shared_prefix)
+    if k_new is not None or v_new is not None or rotary is not None:
+        if k_new is not None and isinstance(cache, PagedKVCache) and isinstance(rows, torch.Tensor):
+            raise InvalidType("rows is a tensor; appending k_new to a PagedKVCache takes the rows as integers")
+        operands = cached_calls.write_new(cache, operands, options, serving, rows, k_new, v_new, rotary, seqlens_q)
+    out, lse = cached_calls.attend(operands, options, serving, kernel, config, checked)
+    return (out, lse) if return_lse else out
 
 
 def _options(
-    operands: Operands,
+    operands: Operands | CachedOperands,
     causal: bool | Causal,
     window_size: tuple[int, int] | None,
     softcap: float,
     softmax_scale: float | None,
     precision: str,
     return_lse: bool,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
 ) -> Options:
     if causal is False:
         alignment = ""
@@ -157,11 +274,9 @@ def _options(
     else:
         raise InvalidType(f"causal is {causal!r}; it must be True, False or a warpwave.Causal")
     left, right = (-1, -1) if window_size is None else _window(window_size)
-    needs_grad = False
-    if torch.is_grad_enabled():
-        for t in operands:  # a loop, for `any` over a generator costs a microsecond here
-            needs_grad = needs_grad or (isinstance(t, torch.Tensor) and t.requires_grad)
-    return Options(0, 0, alignment, left, right, softcap, softmax_scale, precision, return_lse, needs_grad)
+    needs_grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in operands)
+    lengths = (max_seqlen_q, max_seqlen_k)
+    return Options(*lengths, alignment, left, right, softcap, softmax_scale, precision, return_lse, needs_grad)
 
 
 def _window(window_size: tuple[int, int]) -> tuple[int, int]:
@@ -174,20 +289,37 @@ def _window(window_size: tuple[int, int]) -> tuple[int, int]:
     return left, right
 
 
-def _call(operands: Operands, options: Options, kernel: str, config: Any) -> Any:
-    if not _direct(operands, options):
-        check_are_tensors(operands)
-        out, lse = torch.ops.warpwave.attention(*operands, *options, kernel, ops.encode_config(config))
+def _call(operands: Operands, said: tuple[Any, ...], kernel: str, config: Any) -> Any:
+    """Runs a call by the plan made for its like before, and only where there is none looks at what was said.
+
+    Args:
+        said: the arguments of `_options` behind the operands, as the caller gave them.
+    """
+    run = key = None
+    if _eager():
+        # True and 1 are equal, and only one of them is a causal.
+        key = ops.plan_key(operands, (*said, said[0].__class__, kernel, config))
+        if key is not None:
+            try:
+                run = ops.find_plan(key)
+            except TypeError:  # a list, say, has no hash; the operator takes what can be read from it
+                key = None
+    if run is not None:
+        out, lse = run(operands)
     else:
-        out, lse = ops.attend(operands, options, kernel, config)
-    return (out, lse) if options.return_lse else out
+        options = _options(operands, *said)
+        if key is not None:
+            out, lse = ops.make_plan(key, operands, options, kernel, config)(operands)
+        else:
+            check_are_tensors(operands)
+            out, lse = torch.ops.warpwave.attention(*operands, *options, kernel, ops.encode_config(config))
+    return (out, lse) if said[5] else out
 
 
-def _direct(operands: Operands, options: Options) -> bool:
-    """Whether nothing needs torch's dispatcher: no gradient, no tracing, no mode, no transform, plain tensors."""
-    if options.needs_grad or torch.compiler.is_compiling():
-        return False
-    for t in operands:
-        if t is not None and type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
-            return False
-    return not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None
+def _eager() -> bool:
+    """Whether nothing stands between a call and its kernel: no tracing, no mode, no transform."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )

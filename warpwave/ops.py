@@ -18,6 +18,7 @@ import torch
 
 from warpwave import dispatch
 from warpwave.checks import Options, describe_call
+from warpwave.errors import InvalidType
 from warpwave.hardware.gpu import current_gpu
 from warpwave.kernels import eager, flash_fwd
 from warpwave.problem import AttentionProblem, Operands
@@ -30,22 +31,47 @@ Run = Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]
 MAX_PLANS = 4096
 _plans: dict[tuple[Any, ...], Run] = {}
 _planning = threading.Lock()
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 _said: set[str] = set()
 
 
 def attend(operands: Operands, options: Options, kernel: str, config: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Runs one call: the plan made for its like before, or a new one."""
-    # What a plan may rely on; pointers as far as the compiler specialises on their alignment.
-    layouts = [t if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15) for t in operands]
-    key = (*layouts, options, kernel, config)
-    run = _plans.get(key)
-    if run is None:
-        with _planning:
-            run = _plan(operands, options, kernel, config)
-            while len(_plans) >= MAX_PLANS:
-                del _plans[next(iter(_plans))]
-            _plans[key] = run
+    key = plan_key(operands, (options, kernel, config), dispatched=True)
+    assert key is not None
+    run = find_plan(key) or make_plan(key, operands, options, kernel, config)
     return run(operands)
+
+
+def plan_key(operands: Operands, said: tuple[Any, ...], dispatched: bool = False) -> tuple[Any, ...] | None:
+    """What a plan may rely on: all that was said of the call, and its tensors' layouts, their pointers as far as the
+    compiler specialises on alignment. None where torch's dispatcher must see the call and has not `dispatched` it: a
+    tensor is a subclass or needs a gradient."""
+    grad = not dispatched and torch.is_grad_enabled()
+    key: list[Any] = [said]
+    for t in operands:
+        if t is None:
+            key.append(None)
+        elif not ((type(t) is _Tensor or type(t) is _Parameter or dispatched) and not (grad and t.requires_grad)):
+            return None
+        else:
+            key += (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15)
+    return tuple(key)
+
+
+def find_plan(key: tuple[Any, ...]) -> Run | None:
+    """The plan kept under a key."""
+    return _plans.get(key)
+
+
+def make_plan(key: tuple[Any, ...], operands: Operands, options: Options, kernel: str, config: Any) -> Run:
+    """Checks the call, chooses and compiles its kernel, and keeps the plan under the key."""
+    with _planning:
+        run = _plan(operands, options, kernel, config)
+        while len(_plans) >= MAX_PLANS:
+            del _plans[next(iter(_plans))]
+        _plans[key] = run
+    return run
 
 
 def _plan(operands: Operands, options: Options, kernel: str, config: Any) -> Run:
@@ -56,7 +82,7 @@ def _plan(operands: Operands, options: Options, kernel: str, config: Any) -> Run
     if kernel == "auto" and not choice.kernel.NEEDS_GPU:
         _say_once(problem, gpu, choice.kernel.NAME)
     if problem.rows == 0 or problem.batch == 0 or (problem.total_k if problem.packed else problem.seqlen_k) == 0:
-        return lambda operands: _without_keys(problem, operands)
+        return lambda operands: without_keys(problem, operands)
     return choice.kernel.bind(problem, operands, choice.config)
 
 
@@ -68,7 +94,7 @@ def _say_once(problem: AttentionProblem, gpu: Any, name: str) -> None:
         log.warning("attention is served by %s, not %s: %s", name, flash_fwd.NAME, reason)
 
 
-def _without_keys(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+def without_keys(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
     """No query or no key: nothing to launch. Rows see nothing, so out is 0 and lse is the sink, or minus infinity."""
     q = operands.q
     out = q.new_zeros((*q.shape[:-1], problem.head_dim_v))
@@ -86,8 +112,16 @@ def lse_shape(packed: bool, q: torch.Tensor) -> tuple[int, ...]:
 
 
 def encode_config(config: Any) -> str:
-    """A config as the operator's schema carries it: JSON, empty for None."""
-    return "" if config is None else json.dumps(dataclasses.asdict(config))
+    """A config as the operator's schema carries it: JSON, empty for None.
+
+    Raises:
+        InvalidType: it is no config of any kernel.
+    """
+    if config is None:
+        return ""
+    if not dataclasses.is_dataclass(config) or isinstance(config, type):
+        raise InvalidType(f"config is a {type(config).__name__}; it must be a Config of the kernel named, or None")
+    return json.dumps(dataclasses.asdict(config))
 
 
 def _decode_config(kernel: str, config: str) -> Any:
