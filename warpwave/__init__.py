@@ -14,20 +14,33 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from warpwave.api import attention as attention
     from warpwave.api import attention_varlen as attention_varlen
+    from warpwave.api import attention_with_kv_cache as attention_with_kv_cache
+    from warpwave.cached_calls import warmup as warmup
     from warpwave.errors import InvalidInput as InvalidInput
     from warpwave.errors import InvalidType as InvalidType
+    from warpwave.errors import OutOfPages as OutOfPages
     from warpwave.errors import UnsupportedProblem as UnsupportedProblem
     from warpwave.explanation import Explanation as Explanation
     from warpwave.explanation import explain as explain
     from warpwave.hardware.gpu import Gpu as Gpu
+    from warpwave.kv_cache import CacheLayer as CacheLayer
+    from warpwave.kv_cache import PagedKVCache as PagedKVCache
+    from warpwave.kv_cache import Rotary as Rotary
     from warpwave.problem import AttentionProblem as AttentionProblem
     from warpwave.problem import Causal as Causal
+    from warpwave.states import merge_states as merge_states
 
 __version__ = "0.1.0"
 
 _HOME = {
     "attention": "warpwave.api",
     "attention_varlen": "warpwave.api",
+    "attention_with_kv_cache": "warpwave.api",
+    "merge_states": "warpwave.states",
+    "warmup": "warpwave.cached_calls",
+    "PagedKVCache": "warpwave.kv_cache",
+    "CacheLayer": "warpwave.kv_cache",
+    "Rotary": "warpwave.kv_cache",
     "explain": "warpwave.explanation",
     "Explanation": "warpwave.explanation",
     "AttentionProblem": "warpwave.problem",
@@ -35,6 +48,7 @@ _HOME = {
     "Gpu": "warpwave.hardware.gpu",
     "InvalidInput": "warpwave.errors",
     "InvalidType": "warpwave.errors",
+    "OutOfPages": "warpwave.errors",
     "UnsupportedProblem": "warpwave.errors",
 }
 __all__ = ["__version__", *_HOME]

@@ -217,6 +217,8 @@ def attention_with_kv_cache(
         Numerics are those of `attention`; the parts that splits leave are merged in float32, in a fixed order.
         Results are repeatable bit for bit. Under torch.compile the call is a break in the graph.
     """
+    if not isinstance(q, torch.Tensor):
+        raise InvalidType(f"q is a {type(q).__name__}; it must be a torch.Tensor")
     layer, index = cache, rows
     if isinstance(cache, PagedKVCache):
         layer = cache.layer

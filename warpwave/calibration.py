@@ -24,8 +24,10 @@ class Constants:
     """How a kernel's inner loop uses the units of an SM. `docs/model.md` has the equations they stand in.
 
     Attributes:
-        matrix: path of products -> share of the data sheet's rate that a loop with nothing else in it reaches, power
-            and clocks included. A path that is not here has the share of `"other"`.
+        matrix: path of products -> share of the data sheet's rate that a loop with nothing else in it reaches; float16
+            goes by bfloat16, tf32 in three products by `"tf32x3"`. A path that is not here has the share of `"other"`.
+        power: share of the data sheet's rate of 16-bit products that the card sustains on all SMs under its power limit.
+        power_of_score: the products (FLOP) that draw as much as the exponential and the arithmetic of one score.
         softmax_ops: arithmetic of a score beside its exponential, in lanes x clocks.
         exposed: share of the shorter resources' time that the longest does not hide, 0 to 1.
         step_us: latency of one step over keys for one stream of instructions, beside the work itself.
@@ -35,21 +37,30 @@ class Constants:
     """
 
     matrix: Mapping[str, float] = field(default_factory=lambda: {"other": 0.7})
-    softmax_ops: float = 12.0
+    power: float = 0.85
+    power_of_score: float = 100.0
+    softmax_ops: float = 8.0
     exposed: float = 0.3
-    step_us: float = 0.3
+    step_us: float = 0.1
     fill_us: float = 1.0
-    start_us: float = 1.5
-    smem_bytes_per_clock: float = 32.0
+    start_us: float = 1.0
+    smem_bytes_per_clock: float = 64.0
 
-    def of_path(self, path: str) -> float:
-        """The share of the data sheet's rate on one path of products."""
-        return self.matrix.get(path, self.matrix["other"])
+    def of_path(self, path: str, products: int = 1) -> float:
+        """The share of the data sheet's rate on one path, of which `products` make one of the call's."""
+        return self.matrix.get(constant_of(path, products), self.matrix["other"])
 
 
-# Round numbers, fitted to nothing: 70 % of a matrix unit, a fifth of what plain float32 units state (operands pass
-# through shared memory), a dozen operations a score, a microsecond for what begins or ends.
-UNCALIBRATED = Constants(matrix={"other": 0.7, "float32": 0.2, "tf32": 0.35, "float32_matrix": 0.35})
+def constant_of(path: str, products: int) -> str:
+    """The key of `Constants.matrix` for a path of `hardware.catalog.PATHS`."""
+    if path == "float16":
+        return "bfloat16"
+    return f"{path}x{products}" if products > 1 else path
+
+
+# Round numbers, fitted to nothing: 80 % of a matrix unit, half of what plain float32 units state, a little less where
+# operands are split on the way, eight operations a score, a microsecond for what begins or ends.
+UNCALIBRATED = Constants(matrix={"other": 0.8, "float32": 0.5, "tf32": 0.5, "tf32x3": 0.5, "float32_matrix": 0.5})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ no message blames the wrong one. Nothing here looks at the contents of a tensor,
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from warpwave.errors import InvalidInput, InvalidType
-from warpwave.problem import PRECISIONS, AttentionProblem, Causal, Operands
+from warpwave.problem import PRECISIONS, AttentionProblem, CachedOperands, Causal, Operands
 
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -27,6 +28,12 @@ PACKED = {
     "q": "total_q num_heads_q head_dim",
     "k": "total_k num_heads_kv head_dim",
     "v": "total_k num_heads_kv head_dim_v",
+}
+CACHED = {
+    "k": "num_pages page_size num_heads_kv head_dim",
+    "v": "num_pages page_size num_heads_kv head_dim_v",
+    "page_table": "cache_rows pages_of_a_row",
+    "seqused_k": "cache_rows",
 }
 SCORES = "batch num_heads_q seqlen_q seqlen_k"
 
@@ -106,6 +113,111 @@ def describe_call(operands: Operands, options: Options) -> AttentionProblem:
     )
 
 
+def describe_cached_call(operands: CachedOperands, options: Options, batch_invariant: bool = False) -> AttentionProblem:
+    """`describe_call` for a call on a paged cache; `options.max_seqlen_k` is 0 where the table's capacity is meant."""
+    _check_types(operands)
+    packed = operands.cu_seqlens_q is not None
+    axes: dict[str, tuple[int, str]] = {}
+    for name, pattern in {"q": (PACKED if packed else DENSE)["q"], **CACHED}.items():
+        bind_axes(name, getattr(operands, name), pattern, axes)
+    if packed:
+        bind_axes("cu_seqlens_q", operands.cu_seqlens_q, "batch+1", axes)
+        axes["batch"] = (axes["batch+1"][0] - 1, "cu_seqlens_q")
+    if operands.rows is not None:
+        bind_axes("rows", operands.rows, "batch", axes)
+    if operands.alibi_slopes is not None:
+        pattern = "num_heads_q" if operands.alibi_slopes.dim() == 1 else "batch num_heads_q"
+        bind_axes("alibi_slopes", operands.alibi_slopes, pattern, axes)
+    if operands.sinks is not None:
+        bind_axes("sinks", operands.sinks, "num_heads_q", axes)
+    size = {axis: value for axis, (value, _) in axes.items()}
+    _check_heads(size["num_heads_q"], size["num_heads_kv"], size["head_dim"], size["head_dim_v"])
+    _check_tables(operands, size, options)
+    scale = resolve_scale(options.softmax_scale, size["head_dim"])
+    _check_scalars(options, scale)
+    capacity = size["pages_of_a_row"] * size["page_size"]
+    seqlen_k = min(options.max_seqlen_k, capacity) if options.max_seqlen_k else capacity
+    return AttentionProblem(
+        batch=size["batch"],
+        seqlen_q=options.max_seqlen_q if packed else size["seqlen_q"],
+        seqlen_k=seqlen_k,
+        num_heads_q=size["num_heads_q"],
+        num_heads_kv=size["num_heads_kv"],
+        head_dim=size["head_dim"],
+        head_dim_v=size["head_dim_v"],
+        dtype=DTYPE_NAMES[operands.q.dtype],
+        softmax_scale=scale,
+        causal=Causal(options.causal) if options.causal else None,  # type: ignore[arg-type]
+        window_size=(options.window_left, options.window_right),
+        alibi_shape=None if operands.alibi_slopes is None else tuple(operands.alibi_slopes.shape),
+        softcap=options.softcap,
+        has_sinks=operands.sinks is not None,
+        precision=options.precision if operands.q.dtype == torch.float32 else "default",
+        packed=packed,
+        total_q=size.get("total_q", 0),
+        total_k=size["batch"] * seqlen_k if packed else 0,
+        return_lse=options.return_lse,
+        page_size=size["page_size"],
+        batch_invariant=batch_invariant,
+    )
+
+
+def _check_tables(operands: CachedOperands, size: dict[str, int], options: Options) -> None:
+    for name in ("page_size", "num_pages", "pages_of_a_row"):
+        if size[name] < 1:
+            raise InvalidInput(f"the cache has {name} {size[name]}; it must be at least 1")
+    if operands.page_table.stride(1) != 1 and size["pages_of_a_row"] > 1:
+        raise InvalidInput("page_table is not contiguous along its rows; pass page_table.contiguous(), and keep that")
+    for name in ("seqused_k", "rows"):
+        tensor = getattr(operands, name)
+        if tensor is not None and tensor.numel() > 1 and tensor.stride(0) != 1:
+            raise InvalidInput(f"{name} is not contiguous; pass {name}.contiguous(), and keep that")
+    if size["batch"] < 0:
+        raise InvalidInput("cu_seqlens_q is empty; it must hold batch + 1 offsets, the first of them 0")
+    if operands.rows is None and size["batch"] > size["cache_rows"]:
+        raise InvalidInput(
+            f"q has {size['batch']} sequences and the cache {size['cache_rows']} rows; without rows, sequence b is row "
+            "b of the cache"
+        )
+    for side in ("q", "k"):
+        longest = getattr(options, f"max_seqlen_{side}")
+        if longest < 0:
+            raise InvalidInput(f"max_seqlen_{side} is {longest}; it must be at least 0")
+
+
+def check_cache_contents(problem: AttentionProblem, operands: CachedOperands) -> None:
+    """Looks at the contents of a cache's tables (this waits for the device) and refuses what would be read amiss.
+
+    Raises:
+        InvalidInput: naming the first index that is wrong.
+    """
+    table, num_pages, page_size = operands.page_table, operands.k.shape[0], problem.page_size
+    capacity = table.shape[1] * page_size
+    seqlens_q = [problem.seqlen_q] * problem.batch
+    if operands.cu_seqlens_q is not None:
+        offsets = operands.cu_seqlens_q.tolist()
+        check_offsets("cu_seqlens_q", offsets, operands.q.shape[0], problem.seqlen_q)
+        seqlens_q = [end - begin for begin, end in itertools.pairwise(offsets)]
+    rows = list(range(problem.batch)) if operands.rows is None else operands.rows.tolist()
+    used, pages = operands.seqused_k.tolist(), table.tolist()
+    for b, (row, seqlen_q) in enumerate(zip(rows, seqlens_q, strict=True)):
+        if not 0 <= row < len(used):
+            raise InvalidInput(f"rows[{b}] is {row}; the cache has {len(used)} rows")
+        if not 0 <= used[row] <= capacity:
+            raise InvalidInput(
+                f"seqused_k[{row}] is {used[row]}; a row of the page table holds {table.shape[1]} pages of {page_size},"
+                f" {capacity} tokens"
+            )
+        if used[row] > problem.seqlen_k:
+            raise InvalidInput(f"seqused_k[{row}] is {used[row]}, more than max_seqlen_k = {problem.seqlen_k}")
+        low, high = problem.band(seqlen_q, used[row])
+        first = 0 if low is None else max(0, low)
+        last = used[row] if high is None else min(used[row], seqlen_q + high)
+        for i in range(first // page_size, -(-last // page_size) if last > first else 0):
+            if not 0 <= pages[row][i] < num_pages:
+                raise InvalidInput(f"page_table[{row}, {i}] is {pages[row][i]}; the cache has {num_pages} pages")
+
+
 def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
     """The caller's scale, or 1/sqrt of the caller's head_dim (never of a padded one)."""
     return softmax_scale if softmax_scale is not None else (1.0 / math.sqrt(head_dim) if head_dim else 1.0)
@@ -154,38 +266,48 @@ def check_packed_lengths(operands: Operands, options: Options) -> None:
         ("cu_seqlens_q", operands.q.shape[0], options.max_seqlen_q),
         ("cu_seqlens_k", operands.k.shape[0], options.max_seqlen_k),
     ):
-        offsets = getattr(operands, name).tolist()
-        if offsets[0] != 0:
-            raise InvalidInput(f"{name}[0] is {offsets[0]}; the first offset must be 0")
-        for i in range(1, len(offsets)):
-            length = offsets[i] - offsets[i - 1]
-            if length < 0:
-                raise InvalidInput(
-                    f"{name}[{i}] is {offsets[i]}, less than {name}[{i - 1}] = {offsets[i - 1]}; offsets must not "
-                    "decrease"
-                )
-            if length > longest:
-                raise InvalidInput(
-                    f"sequence {i - 1} has {length} tokens by {name}[{i}], more than max_seqlen_{name[-1]} = {longest}"
-                )
-        if offsets[-1] != total:
+        check_offsets(name, getattr(operands, name).tolist(), total, longest)
+
+
+def check_offsets(name: str, offsets: list[int], total: int, longest: int) -> None:
+    """Raises InvalidInput naming the first of the offsets of packed sequences that is wrong.
+
+    Args:
+        name: `"cu_seqlens_q"` or `"cu_seqlens_k"`.
+        offsets: batch + 1 of them.
+        total: tokens that are packed.
+        longest: the most tokens a sequence may have.
+    """
+    if offsets[0] != 0:
+        raise InvalidInput(f"{name}[0] is {offsets[0]}; the first offset must be 0")
+    for i in range(1, len(offsets)):
+        length = offsets[i] - offsets[i - 1]
+        if length < 0:
             raise InvalidInput(
-                f"{name}[{len(offsets) - 1}] is {offsets[-1]}; the last offset must be {total}, the tokens of "
-                f"{name[-1]}"
+                f"{name}[{i}] is {offsets[i]}, less than {name}[{i - 1}] = {offsets[i - 1]}; offsets must not decrease"
             )
+        if length > longest:
+            raise InvalidInput(
+                f"sequence {i - 1} has {length} tokens by {name}[{i}], more than max_seqlen_{name[-1]} = {longest}"
+            )
+    if offsets[-1] != total:
+        raise InvalidInput(
+            f"{name}[{len(offsets) - 1}] is {offsets[-1]}; the last offset must be {total}, the tokens of {name[-1]}"
+        )
 
 
-def check_are_tensors(operands: Operands) -> None:
-    """Raises InvalidType naming the first operand that is no tensor; only q, k and v have to be given."""
-    for name, tensor in zip(Operands._fields, operands, strict=True):
-        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name in ("q", "k", "v")):
+def check_are_tensors(operands: Operands | CachedOperands) -> None:
+    """Raises InvalidType naming the first operand that is no tensor; q, k, v and a cache's tables have to be given."""
+    for name, tensor in zip(operands._fields, operands, strict=True):
+        needed = name in ("q", "k", "v", "page_table", "seqused_k")
+        if not isinstance(tensor, torch.Tensor) and (tensor is not None or needed):
             raise InvalidType(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
 
 
-def _check_types(operands: Operands) -> None:
+def _check_types(operands: Operands | CachedOperands) -> None:
     check_are_tensors(operands)
     q = operands.q
-    for name, tensor in zip(Operands._fields, operands, strict=True):
+    for name, tensor in zip(operands._fields, operands, strict=True):
         if tensor is not None and tensor.device != q.device:
             raise InvalidInput(f"{name} is on {tensor.device} and q on {q.device}; all tensors must share one device")
     if q.dtype not in DTYPE_NAMES:
@@ -201,9 +323,12 @@ def _check_types(operands: Operands) -> None:
         "sinks": (torch.float32,),
         "cu_seqlens_q": (torch.int32,),
         "cu_seqlens_k": (torch.int32,),
+        "page_table": (torch.int32,),
+        "seqused_k": (torch.int32,),
+        "rows": (torch.int32,),
     }
     for name, dtypes in allowed.items():
-        tensor = getattr(operands, name)
+        tensor = getattr(operands, name, None)
         if tensor is not None and tensor.dtype not in dtypes:
             hint = "; an additive mask goes in bias=" if name == "mask" and tensor.is_floating_point() else ""
             raise InvalidType(f"{name} is {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}{hint}")

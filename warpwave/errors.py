@@ -13,6 +13,22 @@ class InvalidType(TypeError):
     """An argument has a type or a dtype that no attention call can have."""
 
 
+class OutOfPages(RuntimeError):
+    """A paged cache has too few free pages for what was to be appended. Nothing was changed.
+
+    Attributes:
+        needed: pages that the call needs.
+        free: pages that are free.
+    """
+
+    def __init__(self, needed: int, free: int, num_pages: int) -> None:
+        self.needed, self.free = needed, free
+        super().__init__(
+            f"{needed} pages are needed and {free} of the cache's {num_pages} are free: free sequences, evict what no "
+            "window sees, or make the cache with more pages"
+        )
+
+
 class UnsupportedProblem(NotImplementedError):
     """A valid call that the kernels asked for cannot run here.
 

@@ -16,7 +16,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from warpwave.calibration import UNCALIBRATED, Calibration, Constants, calibrations, worst_uncalibrated
+from warpwave.calibration import (
+    UNCALIBRATED,
+    Calibration,
+    Constants,
+    calibrations,
+    constant_of,
+    worst_uncalibrated,
+)
 from warpwave.hardware.catalog import DataSheet, data_sheet
 from warpwave.hardware.gpu import KIB, Gpu
 from warpwave.hardware.occupancy import occupancy
@@ -268,8 +275,12 @@ class _Walk:
         heads = p.heads if step >= STEP["head padding"] else 1.0
         pairs = p.hidden if step >= STEP["hidden pairs"] else 1.0
         pairs *= p.ragged if step >= STEP["ragged tiles"] else 1.0
-        products = self._products_us(problem.flops * heads * pairs)
-        return max(products, self._exponentials_us(problem.exponentials * pairs), self._memory_us(self._least_bytes()))
+        return max(
+            self._products_us(problem.flops * heads * pairs),
+            self._power_us(problem.flops, problem.exponentials),
+            self._exponentials_us(problem.exponentials * pairs),
+            self._memory_us(self._least_bytes()),
+        )
 
     def _launch(self, cost: Cost, step: int) -> float:
         """One launch: its SMs, and what all of them share."""
@@ -286,6 +297,11 @@ class _Walk:
         if step >= STEP["latency"]:
             busy = _longer(busy, from_l2)
         time = self._on_sms(cost, busy, sum(resources) + from_l2, step)
+        power = self._power_us(
+            self.problem.flops * cost.flops / max(1, self.cost.flops),
+            self.problem.exponentials * cost.exponentials / max(1, self.cost.exponentials),
+        )
+        time = max(time, power)
         shared = [self._memory_us(self._memory_bytes(cost, step))]
         if step >= STEP["traffic"]:
             shared.append((cost.read_bytes + cost.write_bytes) / (self.where.l2_gbps * 1e3))
@@ -336,8 +352,15 @@ class _Walk:
         return self.where.sheet.boost_clock_mhz * 1e-3
 
     def _products_us(self, flops: float) -> float:
-        rate = self.path.useful_tflops * self.where.constants.of_path(self.path.name)
-        return flops / (rate * 1e6)
+        share = self.where.constants.of_path(self.path.name, self.path.products)
+        return flops / (self.path.useful_tflops * share * 1e6)
+
+    def _power_us(self, flops: float, scores: float) -> float:
+        """What the power limit allows of 16-bit products; padding multiplies zeros, which draws little."""
+        if constant_of(self.path.name, 1) != "bfloat16":
+            return 0.0
+        drawn = flops + self.where.constants.power_of_score * scores
+        return drawn / (self.path.tflops * self.where.constants.power * 1e6)
 
     def _exponentials_us(self, count: float) -> float:
         rate = self.where.sheet.exponentials_gops

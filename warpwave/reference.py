@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,13 +134,17 @@ class _Sequence(NamedTuple):
 
 
 def _sequences(problem: AttentionProblem, operands: Operands) -> Iterator[_Sequence]:
-    q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k = operands
+    q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k = operands[:9]
     group = problem.num_heads_q // problem.num_heads_kv
     ends_q = cu_seqlens_q.tolist() if problem.packed else []
-    ends_k = cu_seqlens_k.tolist() if problem.packed else []
+    ends_k = cu_seqlens_k.tolist() if problem.packed and not problem.page_size else []
     for b in range(problem.batch):
         q_at = slice(ends_q[b], ends_q[b + 1]) if problem.packed else b
-        k_at = slice(ends_k[b], ends_k[b + 1]) if problem.packed else b
+        k_at: Any = b
+        if problem.page_size:
+            k_at = _cells(problem, operands, b)
+        elif problem.packed:
+            k_at = slice(ends_k[b], ends_k[b + 1])
         yield _Sequence(
             q[q_at].transpose(0, 1),
             k[k_at].transpose(0, 1).repeat_interleave(group, dim=0),
@@ -152,6 +156,14 @@ def _sequences(problem: AttentionProblem, operands: Operands) -> Iterator[_Seque
             q_at,
             problem.packed,
         )
+
+
+def _cells(problem: AttentionProblem, operands: Any, b: int) -> tuple[Tensor, Tensor]:
+    """Where the pages of a cache hold the keys of a sequence: page and place in the page, each [seqlen_k]."""
+    row = b if operands.rows is None else int(operands.rows[b])
+    positions = torch.arange(int(operands.seqused_k[row]), device=operands.q.device)
+    pages = operands.page_table[row, positions // problem.page_size].long()
+    return pages, positions % problem.page_size
 
 
 def _lse_at(lse: Tensor, seq: _Sequence) -> Tensor:
@@ -312,10 +324,10 @@ def _lse_shape(problem: AttentionProblem) -> tuple[int, ...]:
 
 
 def _in_float64(operands: Operands, round_operand: Rounding) -> Operands:
-    q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k = operands
+    q, k, v, _, bias, slopes, sinks, *_ = operands
     q, k, v = (round_operand(x.detach().double()) for x in (q, k, v))
     bias, slopes, sinks = (None if x is None else x.detach().double() for x in (bias, slopes, sinks))
-    return Operands(q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k)
+    return operands._replace(q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sinks=sinks)
 
 
 def _differentiable(operands: Operands) -> list[Tensor | None]:

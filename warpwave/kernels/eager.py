@@ -27,6 +27,7 @@ import torch
 
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels.cost import Cost
+from warpwave.paging import as_cached, as_packed
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band, Operands
 
 NAME = "eager"
@@ -372,14 +373,18 @@ def _attend_backward(
 
 
 def bind(
-    problem: AttentionProblem, operands: Operands, config: Config
-) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
+    problem: AttentionProblem, operands: Any, config: Config
+) -> Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]:
     """Returns `run(operands) -> (out, lse)`, lse None unless asked for or needed for gradients."""
     keep_lse = problem.return_lse or problem.requires_grad
 
-    def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         with torch.no_grad():
-            out, lse = forward(problem, operands, config)
+            if problem.page_size:
+                packed, gathered = as_packed(problem, operands)
+                out, lse = as_cached(problem, *forward(packed, gathered, config))
+            else:
+                out, lse = forward(problem, operands, config)
         return out, lse if keep_lse else None
 
     return run

@@ -494,3 +494,240 @@ def _row_tiles(problem: AttentionProblem, config: Config) -> int:
 
 def _blocks(problem: AttentionProblem, config: Config) -> int:
     return _row_tiles(problem, config) * problem.batch * config.v_parts * config.num_splits
+
+
+# What it can run and what it costs ------------------------------------------------------------------------------------
+
+MAX_HEAD_DIM = 8192
+MAX_COLUMNS = 512  # of v that a program keeps: 64 rows of them are half of the registers of an SM
+# What three_kernel's scores in memory cost, in FLOP of the products: 10 bytes each (4 written, 4 read, 2 written and
+# read as P, which come from L2), at some 145 FLOP in the time of a byte: 800 TFLOP/s beside 5.5 TB/s of an H200's L2.
+# By arithmetic; to be confirmed by measurement.
+FLOPS_A_SCORE_IN_MEMORY = 1450
+
+
+def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Every reason this kernel cannot run the problem there; empty when it can."""
+    reasons = []
+    if NO_TRITON is not None:
+        reasons.append(NO_TRITON)
+    if gpu.vendor == "cpu":
+        reasons.append(
+            "found tensors on the CPU; it needs an NVIDIA GPU of compute capability 8.0 or newer, or an AMD one"
+        )
+    if gpu.vendor == "nvidia" and gpu.capability < 80:
+        reasons.append(f"found {gpu.name} ({gpu.arch}); it needs sm_80 or newer: Triton has no matrix path before")
+    if problem.requires_grad:
+        reasons.append("it computes no gradients; use three_kernel or eager, which do")
+    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if size > MAX_HEAD_DIM:
+            reasons.append(f"{name} is {size}; it takes {MAX_HEAD_DIM} at most: use three_kernel or eager")
+    if problem.page_size:
+        reasons.append("it reads no paged cache")
+    if gpu.vendor == "amd" and problem.precision in ("tf32", "tf32x3"):
+        reasons.append(f"precision {problem.precision!r} is not compiled for {gpu.arch}; use 'ieee'")
+    if not reasons and not configs(problem, gpu):
+        reasons.append(f"no tile of it fits the {gpu.smem_per_block_bytes / 1024:.0f} KiB of shared memory of a block")
+    return reasons
+
+
+def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Why three_kernel is the faster one: where columns of v are shared out, every part computes all scores anew."""
+    parts = _v_parts(problem, gpu)
+    anew = 2 * (parts - 1) * problem.head_dim
+    if anew <= FLOPS_A_SCORE_IN_MEMORY:
+        return []
+    return [
+        f"head_dim_v {problem.head_dim_v} takes {parts} programs a tile, each of which computes the scores anew: {anew} "
+        f"FLOP a score, and three_kernel's scores in memory cost the time of {FLOPS_A_SCORE_IN_MEMORY}"
+    ]
+
+
+def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
+    """An upper bound on the shared memory of one block, which tests hold against what every target compiles to."""
+    size = DTYPE_BYTES[problem.dtype]
+    block_v, v_pieces = _columns(problem, config)
+    columns, width = block_v * v_pieces, -(-problem.head_dim // config.block_d) * config.block_d
+    scores = 4 * config.block_m * config.block_n  # that change hands between warps, or as probabilities
+    if problem.mask_shape is not None or problem.bias_shape is not None:
+        scores += config.num_stages * config.block_m * config.block_n * 5
+    split = 2 if problem.dtype == "float32" and gpu.capability == 90 else 1  # an operand and its remainder
+    stages = max(1, config.num_stages - 1) if gpu.vendor == "amd" and gpu.arch != "gfx950" else config.num_stages
+    if config.q_resident:
+        return size * (split * config.block_m * width + stages * config.block_n * (width + columns)) + scores + 1024
+    pieces = stages * split * (config.block_m + config.block_n) * config.block_d
+    return size * (pieces + config.block_n * columns) + scores + 1024
+
+
+def _registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
+    """About what a thread holds: the accumulator and scores of its rows, values on their way, and some forty besides."""
+    threads = max(1, config.num_warps * gpu.warp_size)
+    block_v, v_pieces = _columns(problem, config)
+    elements = config.block_m * (block_v * v_pieces + 2 * config.block_n)
+    if not config.q_resident:
+        elements += config.block_n * block_v * v_pieces * DTYPE_BYTES[problem.dtype] // 4
+    return 40 + elements // threads
+
+
+def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
+    """What the launches move and compute: whole tiles, padding included; q too for each tile of keys where it is not
+    resident, k for each part of the columns of v."""
+    size, heads = DTYPE_BYTES[problem.dtype], _heads_together(problem)
+    block_v, v_pieces = _columns(problem, config)
+    columns, width = block_v * v_pieces * config.v_parts, -(-problem.head_dim // config.block_d) * config.block_d
+    visited, longest = _visited(problem, config, heads)
+    scores = visited * config.block_m * config.block_n * config.v_parts
+    rows = problem.rows * problem.num_heads_q
+    resident = rows if config.q_resident else visited * config.block_m
+    beside = (0 if problem.mask_shape is None else 1) + (
+        0 if problem.bias_shape is None else DTYPE_BYTES[problem.bias_dtype or problem.dtype]
+    )
+    out_bytes = rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0))
+    workspace = partials.workspace_bytes(problem, config.num_splits) if config.num_splits > 1 else 0
+    main = Cost(
+        blocks=_blocks(problem, config),
+        flops=2 * (scores * width + visited * config.block_m * config.block_n * columns),
+        exponentials=scores,
+        read_bytes=size * config.v_parts * (resident + visited * config.block_n) * problem.head_dim
+        + size * visited * config.block_n * problem.head_dim_v
+        + scores * beside,
+        write_bytes=workspace or out_bytes,
+        smem_bytes=smem_bytes(problem, gpu, config),
+        workspace_bytes=workspace,
+        steps=visited * config.v_parts,
+        longest=-(-longest // config.num_splits),
+        threads=config.num_warps * gpu.warp_size,
+        registers=min(gpu.registers_per_thread or 255, _registers(problem, gpu, config)),
+        scratch_bytes=workspace,
+    )
+    if not workspace:
+        return main
+    merge = Cost(rows, 0, rows * config.num_splits, workspace, out_bytes, threads=64, scratch_bytes=workspace)
+    return replace(
+        main,
+        blocks=main.blocks + rows,
+        exponentials=main.exponentials + merge.exponentials,
+        read_bytes=main.read_bytes + workspace,
+        write_bytes=workspace + out_bytes,
+        scratch_bytes=2 * workspace,
+        launches=2,
+        parts=(replace(main, workspace_bytes=0), merge),
+    )
+
+
+def _visited(problem: AttentionProblem, config: Config, heads: int) -> tuple[int, int]:
+    """(tile of rows, tile of keys) pairs of all units of heads in which position hides not everything, and the most
+    that one tile of rows has. A tile of rows spans `block_m / heads` queries."""
+    total = longest = 0
+    counted: dict[tuple[int, int], tuple[int, int]] = {}
+    for item in problem.items():
+        if item not in counted:
+            seqlen_q, seqlen_k = item
+            low, high = problem.band(seqlen_q, seqlen_k)
+            hidden = low is not None and high is not None and low > high
+            counts = [0]
+            for line in range(0, 0 if hidden else seqlen_q * heads, config.block_m):
+                row_last = min((line + config.block_m - 1) // heads, seqlen_q - 1)
+                begin = 0 if low is None else max(0, line // heads + low) // config.block_n
+                end = seqlen_k if high is None else min(seqlen_k, row_last + high + 1)
+                counts.append(max(0, -(-end // config.block_n) - begin))
+            counted[item] = sum(counts), max(counts)
+        total += counted[item][0]
+        longest = max(longest, counted[item][1])
+    return total * (problem.num_heads_q // heads), longest
+
+
+# Configs --------------------------------------------------------------------------------------------------------------
+
+FILLED = 132  # blocks that keep a GPU busy where it is not known how many multiprocessors it has
+MAX_SPLITS_BYTES = 64 * 1024**2  # of states that await their merge: they should not leave L2
+
+
+def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
+    """The default first, then every other candidate that fits the GPU's shared memory and registers."""
+    fitting = [c for c in _space(problem, gpu) if _fits(problem, gpu, c)]
+    default = _default(problem, gpu)
+    while not _fits(problem, gpu, default):
+        smaller = _smaller(default)
+        if smaller == default:
+            return fitting
+        default = smaller
+    return [default, *(c for c in fitting if c != default)]
+
+
+def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
+    return smem_bytes(problem, gpu, config) <= gpu.smem_per_block_bytes
+
+
+def _smaller(config: Config) -> Config:
+    """The next config to try where one does not fit."""
+    if config.num_stages > 1:
+        return replace(config, num_stages=config.num_stages - 1)
+    if config.q_resident:
+        return replace(config, q_resident=False, block_d=min(64, config.block_d))
+    if config.block_n > 16:
+        return replace(config, block_n=config.block_n // 2)
+    if config.block_d > 16:
+        return replace(config, block_d=config.block_d // 2)
+    return replace(config, block_m=16)
+
+
+def _space(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
+    """Two counts of programs that share the columns of v, both ways to read q, and the tiles whose registers do not
+    spill by the estimate. Splits are those of the default: they follow from the grid."""
+    default, parts = _default(problem, gpu), _v_parts(problem, gpu)
+    candidates = [
+        Config(block_m, block_n, block_d, v_parts, default.num_splits, q_resident, num_warps, num_stages)
+        for block_m in (16, 32, 64, 128)
+        for block_n in (16, 32, 64)
+        for q_resident, block_d in ((True, _block_d(problem, 128)), (False, _block_d(problem, 64)))
+        for v_parts in dict.fromkeys((parts, 2 * parts if problem.head_dim_v > 128 * parts else parts))
+        for num_warps in (4, 8)
+        for num_stages in (1, 2, 3)
+        # Two warpgroups on 64 rows share the keys between them: 16 each are the fewest that were ever seen right.
+        if not (gpu.capability == 90 and (block_m, num_warps) == (64, 8) and block_n == 16)
+        if not (gpu.capability == 90 and (block_m, num_warps) == (64, 8) and problem.dtype == "float32")
+    ]
+    limit = gpu.registers_per_thread or 255
+    return [c for c in candidates if _registers(problem, gpu, c) <= limit]
+
+
+def _block_d(problem: AttentionProblem, most: int) -> int:
+    return min(padded(problem.head_dim), piece_of(problem.head_dim, most))
+
+
+def _v_parts(problem: AttentionProblem, gpu: Gpu) -> int:
+    """Programs that share the columns of v: as few as registers allow."""
+    most = MAX_COLUMNS
+    if gpu.vendor == "amd" and (not gpu.arch.startswith("gfx9") or problem.dtype == "float32"):
+        most = MAX_COLUMNS // 2
+    return -(-problem.head_dim_v // most)
+
+
+def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
+    """By compile facts: the widest tile that spills on no target (tests/compile). Not measured yet."""
+    rows, parts = problem.seqlen_q * _heads_together(problem), _v_parts(problem, gpu)
+    rdna = gpu.vendor == "amd" and not gpu.arch.startswith("gfx9")
+    wide = gpu.vendor != "amd" and gpu.smem_per_block_bytes >= 160 * 1024
+    if problem.dtype == "float32":
+        stages = 1 if gpu.vendor == "amd" or dot_precision(problem, gpu) == "ieee" else 2
+        config = Config(16 if rows <= 16 else 32, 16, 32, parts, 1, False, 8, stages)
+    elif rdna:
+        config = Config(16 if rows <= 16 else 32, 16, 32, parts, 1, False, 8, 1)
+    elif rows <= 16:
+        # One row of K and V is read for 16 rows at most: what counts is how many bytes are under way.
+        config = Config(16, 32 if wide else 16, _block_d(problem, 64), parts, 1, problem.head_dim <= 1024, 4, 2)
+    elif gpu.capability in (90, 100, 103) and problem.head_dim <= 512 and parts == 1:
+        config = Config(64, 32, _block_d(problem, 128), parts, 1, True, 8, 2)
+    else:
+        config = Config(64, 32, _block_d(problem, 64), parts, 1, False, 4 if gpu.vendor == "amd" else 8, 2)
+    return replace(config, num_splits=_num_splits(problem, gpu, config))
+
+
+def _num_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
+    """So many that the grid fills the GPU once, each with two tiles of keys at the least. Where a result must not
+    depend on its neighbours in the batch, as many as for a sequence alone."""
+    blocks = _row_tiles(problem, config) * config.v_parts * (1 if problem.batch_invariant else max(1, problem.batch))
+    wanted = (gpu.num_sms or FILLED) // max(1, blocks)
+    bytes_each = max(1, partials.workspace_bytes(problem, 1))
+    return max(1, min(wanted, problem.seqlen_k // (2 * config.block_n), MAX_SPLITS_BYTES // bytes_each))

@@ -51,7 +51,7 @@ def inverse_sum(l_i):
 
 @jit
 def lse_offset(row, head, num_heads_q, lse_rows):
-    """Where lse holds a row, counted over all sequences: (batch, num_heads_q, seqlen_q), packed (num_heads_q, total)."""
+    """Where lse, (batch, num_heads_q, seqlen_q) or packed (num_heads_q, total_q), holds a row counted over all."""
     return (row // lse_rows * num_heads_q + head) * lse_rows + row % lse_rows
 
 
@@ -111,7 +111,9 @@ def merge_partials_kernel(
         tl.store(lse_ptr + offset + tl.arange(0, 1), lse_of(m_i, l_i))
 
 
-def allocate(problem: AttentionProblem, num_parts: int, device: torch.device | str) -> tuple[torch.Tensor, ...]:
+def allocate(
+    problem: AttentionProblem, num_parts: int, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(acc, state): float32 (num_parts, rows, num_heads_q, head_dim_v) and, maxima then sums, (num_parts, 2, rows,
     num_heads_q). From torch's allocator at every call, so that they belong to the stream, and under capture to the
     graph, that uses them."""

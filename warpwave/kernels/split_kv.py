@@ -56,7 +56,7 @@ from warpwave.kernels.primitives import (
     visible_keys,
 )
 from warpwave.kernels.triton_or_stub import NO_TRITON, jit, tl
-from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands, Operands
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands
 
 NAME = "split_kv"
 NEEDS_GPU = True
@@ -112,17 +112,14 @@ class Config:
 
 
 @jit
-def _page_offsets(page_table_ptr, key_tile, keys, inside, num_pages, stride_page, stride_token, PAGE_SIZE: tl.constexpr):
-    """Where the pool holds these keys, [BLOCK_N], in elements. A page id that is none is clamped: what lies there is
-    not what was meant, but it is inside the tensor."""
-    if PAGE_SIZE % keys.shape[0] == 0:  # the tile lies in one page
-        page = tl.load(page_table_ptr + key_tile // PAGE_SIZE)
-        page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
-        return page * stride_page + (keys % PAGE_SIZE).to(tl.int64) * stride_token
+def _pages_of(page_table_ptr, key_tile, keys, inside, num_pages, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The pages that hold a tile's keys, [BLOCK_N], or the one page that holds them all. A page id that is none is
+    clamped: what lies there is not what was meant, but it is inside the tensor."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        pages = tl.load(page_table_ptr + key_tile // PAGE_SIZE)
     else:
         pages = tl.load(page_table_ptr + keys // PAGE_SIZE, mask=inside, other=0)
-        pages = tl.minimum(tl.maximum(pages, 0), num_pages - 1).to(tl.int64)
-        return pages * stride_page + (keys % PAGE_SIZE).to(tl.int64) * stride_token
+    return tl.minimum(tl.maximum(pages, 0), num_pages - 1).to(tl.int64)
 
 
 @jit
@@ -301,12 +298,9 @@ def split_kv_kernel(
         # Keys that no query of the tile sees are not read: NaN there must have no effect.
         key_inside = (keys >= key_begin) & (keys < end)
         if PAGE_SIZE > 0:
-            k_offsets = _page_offsets(
-                page_table_ptr, key_tile, keys, key_inside, num_pages, stride_kb, stride_kn, PAGE_SIZE
-            )
-            v_offsets = _page_offsets(
-                page_table_ptr, key_tile, keys, key_inside, num_pages, stride_vb, stride_vn, PAGE_SIZE
-            )
+            pages = _pages_of(page_table_ptr, key_tile, keys, key_inside, num_pages, PAGE_SIZE, BLOCK_N)
+            k_offsets = pages * stride_kb + (keys % PAGE_SIZE).to(tl.int64) * stride_kn
+            v_offsets = pages * stride_vb + (keys % PAGE_SIZE).to(tl.int64) * stride_vn
         else:
             k_offsets = keys.to(tl.int64) * stride_kn
             v_offsets = keys.to(tl.int64) * stride_vn
@@ -368,8 +362,7 @@ def split_kv_kernel(
         tl.store(acc_ptr + offsets, acc, mask=inside & (begin < end))
         tl.store(state_ptr + 2 * split * rows_heads + row_head, m_i, mask=in_range)
         tl.store(state_ptr + (2 * split + 1) * rows_heads + row_head, l_i, mask=in_range)
-        if not MERGE_HERE:
-            return
+    if MERGE_HERE:
         # The last block of the tile to arrive merges, always in the order of the shares.
         tl.debug_barrier()
         arrived = tl.atomic_add(arrived_ptr + (batch * num_heads_kv + kv_head) * num_tiles + tile, 1, sem="acq_rel")
@@ -387,18 +380,19 @@ def split_kv_kernel(
             some = tl.load(acc_ptr + offsets, mask=inside & (l != 0.0)[:, None], other=0.0, cache_modifier=".cg")
             m_i, l_i, scale, scale_part = join(m_i, l_i, m, l)
             acc = acc * scale[:, None] + some * scale_part[:, None]
-    if HAS_SINKS:
-        # One more key, whose value is zero. It comes last: as the first maximum it would push the probabilities of
-        # lower scores out of the range of 16 bits.
-        sink_log2 = tl.load(sinks_ptr + heads) * LOG2_E
-        m_i, l_i, scale, _ = join(m_i, l_i, sink_log2, 1.0)
-        acc = acc * scale[:, None]
-    out = acc * inverse_sum(l_i)[:, None]
-    offsets = row_head[:, None] * HEAD_DIM_V + columns
-    tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=inside)
-    if WRITE_LSE:
-        offsets = lse_offset(first_row + queries, heads, num_heads_q, lse_rows)
-        tl.store(lse_ptr + offsets, lse_of(m_i, l_i), mask=in_range)
+    if MERGE_HERE or not IN_PARTS:
+        if HAS_SINKS:
+            # One more key, whose value is zero. It comes last: as the first maximum it would push the probabilities of
+            # lower scores out of the range of 16 bits.
+            sink_log2 = tl.load(sinks_ptr + heads) * LOG2_E
+            m_i, l_i, scale, _ = join(m_i, l_i, sink_log2, 1.0)
+            acc = acc * scale[:, None]
+        out = acc * inverse_sum(l_i)[:, None]
+        offsets = row_head[:, None] * HEAD_DIM_V + columns
+        tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=inside)
+        if WRITE_LSE:
+            offsets = lse_offset(first_row + queries, heads, num_heads_q, lse_rows)
+            tl.store(lse_ptr + offsets, lse_of(m_i, l_i), mask=in_range)
 
 
 # Host -----------------------------------------------------------------------------------------------------------------
@@ -406,7 +400,7 @@ def split_kv_kernel(
 Run = Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]
 
 
-def bind(problem: AttentionProblem, operands: Operands | CachedOperands, config: Config) -> Run:
+def bind(problem: AttentionProblem, operands: Any, config: Config) -> Run:
     """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, lse None unless asked for."""
     allocate, straight = allocator(problem, operands.q), straightener(operands)
     gpu, device = current_gpu(operands.q.device), operands.q.device
@@ -415,7 +409,7 @@ def bind(problem: AttentionProblem, operands: Operands | CachedOperands, config:
     specs = specify(problem, gpu, straight(operands), *allocate(), config, workspace())
     attend, *merge = (launch.bind(spec) for spec in specs)
 
-    def run(operands: Operands | CachedOperands) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         operands = straight(operands)
         out, lse = allocate()
         acc, state, arrived = workspace()
@@ -425,6 +419,59 @@ def bind(problem: AttentionProblem, operands: Operands | CachedOperands, config:
         return out, lse
 
     assert len(merge) == (num_parts > 1 and config.merge == "kernel")
+    return run
+
+
+def bind_with_prefix(
+    problem: AttentionProblem, operands: Any, config: Config, shared_prefix: int
+) -> Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]:
+    """`bind` for sequences whose first `shared_prefix` tokens are the same: read once, as the keys of one sequence that
+    asks all the queries, and merged with what each sequence has behind them.
+
+    Juravsky et al., "Hydragen: High-Throughput LLM Inference with Shared Prefixes" (2024).
+    """
+    gpu, device = current_gpu(operands.q.device), operands.q.device
+    allocate, straight = allocator(problem, operands.q), straightener(operands)
+    behind = replace(config, merge="kernel")
+    prefix = replace(
+        problem, batch=1, seqlen_q=problem.rows, seqlen_k=shared_prefix, packed=False, total_q=0, total_k=0,
+        causal=None, window_size=(-1, -1), has_sinks=False, return_lse=False,
+    )  # fmt: skip
+    before = configs(prefix, gpu)[0]
+    parts_before, parts_behind = num_splits(prefix, before), num_splits(problem, behind)
+
+    def first_of(operands: Any) -> CachedOperands:
+        q = operands.q if problem.packed else operands.q.flatten(0, 1)
+        rows = None if operands.rows is None else operands.rows[:1]
+        first: CachedOperands = operands._replace(q=q[None], rows=rows, sinks=None, cu_seqlens_q=None)
+        return first
+
+    def workspaces() -> tuple[torch.Tensor, torch.Tensor, Workspace, Workspace]:
+        acc, state = partials.allocate(problem, parts_before + parts_behind, device)
+        before, behind = slice(parts_before), slice(parts_before, None)
+        return acc, state, Workspace(acc[before], state[before], None), Workspace(acc[behind], state[behind], None)
+
+    out, lse = allocate()
+    acc, state, space_before, space_behind = workspaces()
+    operands = straight(operands)
+    launchers = [
+        launch.bind(spec)
+        for spec in (
+            specify(prefix, gpu, first_of(operands), out, None, before, space_before)[0],
+            specify(problem, gpu, operands, out, lse, behind, space_behind, shared_prefix)[0],
+            partials.specify_merge(problem, parts_before + parts_behind, acc, state, out, lse, operands.sinks),
+        )
+    ]
+
+    def run(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        operands = straight(operands)
+        out, lse = allocate()
+        acc, state, space_before, space_behind = workspaces()
+        launchers[0](*_tensors(first_of(operands), out, None, *space_before))
+        launchers[1](*_tensors(operands, out, lse, *space_behind))
+        launchers[2](acc, state, out, lse, operands.sinks)
+        return out, lse
+
     return run
 
 
@@ -464,7 +511,7 @@ def _tensors(
 def specify(
     problem: AttentionProblem,
     gpu: Gpu,
-    operands: Operands | CachedOperands,
+    operands: Any,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     config: Config,
@@ -498,9 +545,7 @@ def specify(
     return (attend, partials.specify_merge(problem, num_parts, acc, state, out, lse, operands.sinks))
 
 
-def _scalars(
-    problem: AttentionProblem, operands: Operands | CachedOperands, config: Config, first_key: int
-) -> list[int | float]:
+def _scalars(problem: AttentionProblem, operands: Any, config: Config, first_key: int) -> list[int | float]:
     """The run-time arguments behind the pointers, in the kernel's order."""
     unit = stride_unit(operands)
     paged = isinstance(operands, CachedOperands)
@@ -664,7 +709,7 @@ def _steps(problem: AttentionProblem, config: Config) -> tuple[int, int]:
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """Whole tiles, padding included; K and V once for each tile of rows; parts written and read where keys are split."""
+    """Whole tiles, padding included; K and V once for each tile of rows; parts written and read where keys split."""
     size, parts = DTYPE_BYTES[problem.dtype], num_splits(problem, config)
     steps, longest = _steps(problem, config)
     scores = steps * config.block_m * config.block_n
@@ -729,7 +774,7 @@ class Splits(NamedTuple):
 
 
 def choose_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Splits:
-    """The number of shares with which the busiest SM walks the fewest steps over keys, in closed form:
+    """The number of shares with which the busiest SM walks the fewest steps over keys, in closed form.
 
         steps(S) = ceil(blocks * S / places) * (ceil(longest / S) + START_STEPS) + (MERGE_STEPS + S / PARTS if S > 1)
 
@@ -825,7 +870,7 @@ def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
     bucket = 0 if wide <= 64 else 1 if wide <= 128 else 2
     masked = problem.mask_shape is not None or problem.bias_shape is not None
     if problem.dtype == "float32":
-        config = Config(min(block_m, 32), (32, 32, 16)[bucket], 4, (2, 2, 1)[bucket])
+        config = Config(min(block_m, 32), (32, 16, 16)[bucket], 4, (2, 2, 1)[bucket])
     elif block_m == 64:
         config = Config(64, (64, 32, 32)[bucket], 4, 2)
     else:
@@ -835,5 +880,6 @@ def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
         if gpu.arch.startswith("gfx1"):
             config = replace(config, block_m=min(block_m, 32), block_n=(32, 32, 16)[bucket], num_stages=1)
     if masked:
+        config = replace(config, block_m=min(config.block_m, (64, 64, 32)[bucket]))
         config = replace(config, block_n=max(16, config.block_n // 2), num_stages=min(2, config.num_stages))
     return config

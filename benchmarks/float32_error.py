@@ -1,0 +1,145 @@
+"""Measures, by emulation on a CPU, how far each way of computing float32 products ends from the exact result.
+
+    PYTHONPATH=. python benchmarks/float32_error.py --out benchmarks/records/RECORD.json
+
+A matrix unit is taken to multiply exactly, to add the products of one instruction exactly, and to cut the sum off at 24
+bits as it adds it to its accumulator: Fasi, Higham, Mikaitis and Pranesh, "Numerical behavior of NVIDIA tensor cores"
+(2021), with none of the extra bits that later units keep, so that what is emulated is no better than what is built.
+CUDA cores round each multiply-add to nearest. The softmax is that of `flash_fwd`: online, tiles of 64 keys.
+
+The error is that of the promise (warpwave.precision): |out - exact| over |exact|, Euclidean norms over the whole output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tests.conformance.datasets import DATA_SETS, Data, fill
+from warpwave.precision import ARITHMETICS
+
+BLOCK_N = 64
+HEAD_DIMS = (16, 64, 128, 256)
+# (independent problems, rows of each, keys): single rows, whose error is one draw, and many.
+SIZES = ((256, 1, 2), (256, 1, 8), (64, 1, 64), (8, 32, 64), (16, 1, 512), (2, 64, 512), (1, 64, 2048), (1, 16, 8192))
+LOG2_E = math.log2(math.e)
+
+Round = Callable[[Tensor], Tensor]
+
+
+def nearest(x: Tensor) -> Tensor:
+    """float64 to the nearest float32, as float64."""
+    return x.float().double()
+
+
+def cut(x: Tensor) -> Tensor:
+    """float64 to the float32 next towards zero, as float64."""
+    rounded = x.float()
+    inner = torch.nextafter(rounded, torch.zeros_like(rounded))
+    return torch.where(rounded.double().abs() > x.abs(), inner, rounded).double()
+
+
+def _tf32(x: Tensor) -> Tensor:
+    return ((x.float().view(torch.int32) + 0x1000) & -0x2000).view(torch.float32).double()
+
+
+def _tf32_cut(x: Tensor) -> Tensor:
+    return (x.float().view(torch.int32) & -0x2000).view(torch.float32).double()
+
+
+def _bfloat16(x: Tensor) -> Tensor:
+    return x.float().bfloat16().double()
+
+
+def parts(x: Tensor, arithmetic: str) -> list[Tensor]:
+    """What `kernels.primitives.operand` makes of an operand, the largest part first."""
+    if arithmetic == "tf32":
+        return [_tf32(x)]
+    if arithmetic == "tf32x3":
+        high = _tf32_cut(x)
+        return [high, _tf32(x - high)]
+    found = []
+    for _ in range({"ieee": 0, "bf16x3": 2, "bf16x6": 3}[arithmetic]):
+        found.append(_bfloat16(x))
+        x = x - found[-1]
+    return found or [x]
+
+
+def product(a: Tensor, b: Tensor, acc: Tensor, arithmetic: str) -> Tensor:
+    """`acc + a b` as `kernels.primitives.product` has it computed; all float64 that hold float32 values."""
+    step, rounding = (1, nearest) if arithmetic == "ieee" else (16 if arithmetic.startswith("bf16") else 8, cut)
+    left, right = parts(a, arithmetic), parts(b, arithmetic)
+    order = [(i, j) for total in range(len(left) - 1, -1, -1) for i in range(total, -1, -1) for j in (total - i,)]
+    if arithmetic == "bf16x6":
+        order = [(2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0)]
+    # Sums of split products go through a fresh accumulator, and meet acc at the end, in plain float32.
+    sums = acc if len(left) == 1 else torch.zeros_like(acc)
+    for i, j in order:
+        for k in range(0, a.shape[-1], step):
+            sums = rounding(sums + left[i][..., k : k + step] @ right[j][..., k : k + step, :])
+    return sums if len(left) == 1 else nearest(acc + sums)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, arithmetic: str) -> Tensor:
+    """out of q [..., rows, head_dim], k [..., keys, head_dim] and v [..., keys, head_dim_v]; float64."""
+    scale = nearest(torch.tensor(q.shape[-1] ** -0.5 * LOG2_E, dtype=torch.float64))
+    m = q.new_full(q.shape[:-1], -math.inf)
+    total, acc = torch.zeros_like(m), q.new_zeros(*q.shape[:-1], v.shape[-1])
+    for begin in range(0, k.shape[-2], BLOCK_N):
+        keys, values = k[..., begin : begin + BLOCK_N, :], v[..., begin : begin + BLOCK_N, :]
+        scores = q.new_zeros(*q.shape[:-1], keys.shape[-2])
+        scores = nearest(product(q, keys.transpose(-1, -2), scores, arithmetic) * scale)
+        m_new = torch.maximum(m, scores.amax(-1))
+        p = nearest(torch.exp2(nearest(scores - m_new[..., None])))
+        alpha = nearest(torch.exp2(nearest(m - m_new)))
+        total = nearest(total * alpha + nearest(p.sum(-1)))
+        acc = product(p, values, nearest(acc * alpha[..., None]), arithmetic)
+        m = m_new
+    return nearest(acc / total[..., None])
+
+
+def relative_errors(
+    arithmetic: str, data: Data, head_dim: int, problems: int, rows: int, keys: int, seed: int
+) -> Tensor:
+    """One error for each of `problems` independent calls on a data set of the contract."""
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(problems, n, head_dim, generator=g) for n in (rows, keys, keys))
+    fill(data, head_dim, q, k, v)
+    q, k, v = q.double(), k.double(), v.double()
+    exact = torch.softmax(q @ k.transpose(-1, -2) * head_dim**-0.5, -1) @ v
+    return (attention(q, k, v, arithmetic) - exact).norm(dim=(-2, -1)) / exact.norm(dim=(-2, -1))
+
+
+def measure(head_dims: tuple[int, ...], sizes: tuple[tuple[int, int, int], ...], seeds: int) -> Iterator[dict]:
+    for arithmetic in ARITHMETICS:
+        for head_dim in head_dims:
+            for problems, rows, keys in sizes:
+                for data in DATA_SETS:
+                    errors = torch.cat(
+                        [relative_errors(arithmetic, data, head_dim, problems, rows, keys, s) for s in range(seeds)]
+                    )
+                    yield {
+                        "arithmetic": arithmetic, "data": data, "head_dim": head_dim, "rows": rows, "keys": keys,
+                        "calls": len(errors), "median": errors.median().item(), "max": errors.max().item(),
+                    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, default=4)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with arguments.out.open("w") as file:
+        for row in measure(HEAD_DIMS, SIZES, arguments.seeds):
+            file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,320 @@
+"""Writing new keys and values into the pages of a cache, and rotating them and the queries on the way; portable Triton.
+
+A program moves one head of one new token: to the cell of the cache that the page table names, or, for a head of q, to
+a tensor of its own. With rotary embeddings, pairs of elements (i, i + rotary_dim / 2), or (2i, 2i + 1) interleaved,
+turn by the angle of the token's position,
+
+    x' = x * cos[position] - y * sin[position];   y' = y * cos[position] + x * sin[position]
+
+Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021). Angles are applied in float32 and the
+result is rounded once. The last tokens of each sequence are the new ones: lengths were advanced before.
+
+Bound: launch latency at decode, where it moves some kilobytes; memory at prefill. Where Triton is not, `write_torch`
+does the same with torch's indexing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from warpwave import launch
+from warpwave.kernels.arguments import padded
+from warpwave.kernels.primitives import packed_sequence, rounded
+from warpwave.kernels.triton_or_stub import INTERPRETED, NO_TRITON, jit, tl
+
+UNSPECIALISED = [
+    *("stride_kb", "stride_km", "stride_kh", "stride_vb", "stride_vm", "stride_vh", "stride_qb", "stride_qm"),
+    *("stride_qh", "stride_kp", "stride_kt", "stride_ks", "stride_vp", "stride_vt", "stride_vs", "stride_table"),
+    *("seqlen", "total", "num_heads_kv", "num_heads_q", "num_pages", "num_rows", "pages_of_a_row", "angles"),
+]
+
+
+class New(NamedTuple):
+    """What one launch writes, and where.
+
+    Attributes:
+        k, v: new tokens, (batch, seqlen, num_heads_kv, width), packed (total, num_heads_kv, width); None to rotate
+            queries alone.
+        q, q_out: queries to rotate, shaped alike with num_heads_q, and where to; None for none.
+        k_pages, v_pages: the pools, (num_pages, page_size, num_heads_kv, width).
+        page_table: int32 (cache_rows, pages_of_a_row).
+        seqused_k: int32 (cache_rows,): lengths with the new tokens.
+        rows: int32 (batch,): the cache's row of each sequence; None for 0, 1, 2 and so on.
+        cu_seqlens: int32 (batch + 1,) where tokens are packed.
+        cos, sin: float32 (positions, rotary_dim / 2); None for no rotation.
+    """
+
+    k: Any
+    v: Any
+    q: Any
+    q_out: Any
+    k_pages: Any
+    v_pages: Any
+    page_table: Any
+    seqused_k: Any
+    rows: Any = None
+    cu_seqlens: Any = None
+    cos: Any = None
+    sin: Any = None
+
+
+# Device code ----------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _head(
+    ptr,
+    stride_element,
+    cos_ptr,
+    sin_ptr,
+    position,
+    dims,
+    WIDTH: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """One head of one token, [BLOCK], in float32; its first ROTARY_DIM elements rotated to a position."""
+    elements = dims.to(tl.int64)
+    x = tl.load(ptr + elements * stride_element, mask=dims < WIDTH, other=0.0).to(tl.float32)
+    if ROTARY_DIM > 0:
+        half: tl.constexpr = ROTARY_DIM // 2
+        rotated = dims < ROTARY_DIM
+        if INTERLEAVED:
+            first = dims % 2 == 0
+            partner = tl.where(first, dims + 1, dims - 1)
+            angle = dims // 2
+        else:
+            first = dims < half
+            partner = tl.where(first, dims + half, dims - half)
+            angle = tl.where(first, dims, dims - half)
+        y = tl.load(ptr + partner.to(tl.int64) * stride_element, mask=rotated, other=0.0).to(tl.float32)
+        offsets = position.to(tl.int64) * half + angle
+        cos = tl.load(cos_ptr + offsets, mask=rotated, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + offsets, mask=rotated, other=0.0).to(tl.float32)
+        x = x * cos + tl.where(first, -y, y) * sin
+    return x
+
+
+@jit(do_not_specialize=UNSPECIALISED)
+def append_kv_kernel(
+    k_ptr,
+    v_ptr,
+    q_ptr,
+    q_out_ptr,
+    k_pages_ptr,
+    v_pages_ptr,
+    page_table_ptr,
+    seqused_k_ptr,
+    rows_ptr,
+    cu_seqlens_ptr,
+    cos_ptr,
+    sin_ptr,
+    stride_kb,
+    stride_km,
+    stride_kh,
+    stride_kd,
+    stride_vb,
+    stride_vm,
+    stride_vh,
+    stride_vd,
+    stride_qb,
+    stride_qm,
+    stride_qh,
+    stride_qd,
+    stride_kp,
+    stride_kt,
+    stride_ks,
+    stride_ke,
+    stride_vp,
+    stride_vt,
+    stride_vs,
+    stride_ve,
+    stride_table,
+    seqlen,
+    total,
+    num_heads_kv,
+    num_heads_q,
+    num_pages,
+    num_rows,
+    pages_of_a_row,
+    angles,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    IS_VARLEN: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+):
+    """One head of one new token: a kv head, both its key and its value, or a head of q.
+
+    Bound: latency.
+    """
+    heads = num_heads_kv + num_heads_q
+    pid = tl.program_id(0)
+    head = (pid % heads).to(tl.int64)
+    token = pid // heads % seqlen
+    batch = (pid // heads // seqlen).to(tl.int64)
+    first = batch * 0
+    if IS_VARLEN:
+        first, seqlen = packed_sequence(cu_seqlens_ptr, batch, seqlen, total)
+        if token >= seqlen:
+            return
+        batch_in_memory = batch * 0
+    else:
+        batch_in_memory = batch
+    row = batch
+    if HAS_ROWS:
+        row = tl.minimum(tl.maximum(tl.load(rows_ptr + batch), 0), num_rows - 1).to(tl.int64)
+    position = tl.load(seqused_k_ptr + row) - seqlen + token
+    at = first + token  # in memory, from the sequence's or the pack's begin
+    # A table of angles that ends too early is read at its last row: not what was meant, but inside the tensor.
+    angle = tl.minimum(tl.maximum(position, 0), angles - 1)
+    dims = tl.arange(0, BLOCK_D)
+    if head >= num_heads_kv:
+        head_q = head - num_heads_kv
+        x = q_ptr + batch_in_memory * stride_qb + at * stride_qm + head_q * stride_qh
+        x = _head(x, stride_qd, cos_ptr, sin_ptr, angle, dims, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
+        row_out = first + token if IS_VARLEN else batch * seqlen + token
+        out = q_out_ptr + (row_out * num_heads_q + head_q) * HEAD_DIM + dims
+        tl.store(out, rounded(x, q_out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+    else:
+        # Nothing is written where a length or a page id is none.
+        page_place = position // PAGE_SIZE
+        there = (position >= 0) & (page_place < pages_of_a_row)
+        page = tl.load(page_table_ptr + row * stride_table + page_place, mask=there, other=-1)
+        there = there & (page >= 0) & (page < num_pages)
+        page = page.to(tl.int64)
+        cell = (position % PAGE_SIZE).to(tl.int64)
+        x = k_ptr + batch_in_memory * stride_kb + at * stride_km + head * stride_kh
+        x = _head(x, stride_kd, cos_ptr, sin_ptr, angle, dims, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
+        out = k_pages_ptr + page * stride_kp + cell * stride_kt + head * stride_ks + dims.to(tl.int64) * stride_ke
+        tl.store(out, rounded(x, k_pages_ptr.dtype.element_ty), mask=(dims < HEAD_DIM) & there)
+        dims_v = tl.arange(0, BLOCK_DV)
+        x = v_ptr + batch_in_memory * stride_vb + at * stride_vm + head * stride_vh
+        x = _head(x, stride_vd, cos_ptr, sin_ptr, angle, dims_v, HEAD_DIM_V, 0, False)
+        out = v_pages_ptr + page * stride_vp + cell * stride_vt + head * stride_vs + dims_v.to(tl.int64) * stride_ve
+        tl.store(out, rounded(x, v_pages_ptr.dtype.element_ty), mask=(dims_v < HEAD_DIM_V) & there)
+
+
+# Host -----------------------------------------------------------------------------------------------------------------
+
+
+def specify(new: New, max_seqlen: int, interleaved: bool) -> launch.Launch:
+    """The launch. `max_seqlen` is the longest of the packed sequences; of no use where they are not packed."""
+    tokens = new.k if new.k is not None else new.q
+    packed = new.cu_seqlens is not None
+    batch = len(new.cu_seqlens) - 1 if packed else tokens.shape[0]
+    seqlen = max_seqlen if packed else tokens.shape[1]
+    heads_kv = 0 if new.k is None else new.k.shape[-2]
+    heads_q = 0 if new.q is None else new.q.shape[-2]
+    strides: list[int] = []
+    for tensor in (new.k, new.v, new.q):
+        strides += (0, 0, 0, 0) if tensor is None else (0, *tensor.stride()) if packed else tensor.stride()
+    head_dim, head_dim_v = new.k_pages.shape[-1], new.v_pages.shape[-1]
+    return launch.Launch(
+        kernel=append_kv_kernel,
+        grid=batch * seqlen * (heads_kv + heads_q),
+        tensors=new,
+        scalars=[
+            *strides,
+            *new.k_pages.stride(),
+            *new.v_pages.stride(),
+            new.page_table.stride(0),
+            seqlen,
+            tokens.shape[0] if packed else 0,
+            heads_kv,
+            heads_q,
+            new.k_pages.shape[0],
+            new.page_table.shape[0],
+            new.page_table.shape[1],
+            1 if new.cos is None else new.cos.shape[0],
+        ],
+        constants={
+            "HEAD_DIM": head_dim,
+            "HEAD_DIM_V": head_dim_v,
+            "BLOCK_D": padded(head_dim),
+            "BLOCK_DV": padded(head_dim_v),
+            "PAGE_SIZE": new.k_pages.shape[1],
+            "ROTARY_DIM": 0 if new.cos is None else 2 * new.cos.shape[1],
+            "INTERLEAVED": interleaved,
+            "IS_VARLEN": packed,
+            "HAS_ROWS": new.rows is not None,
+        },
+        options={"num_warps": 1, "num_stages": 1, "enable_fp_fusion": False},
+    )
+
+
+_launchers: dict[tuple[Any, ...], Any] = {}
+MAX_LAUNCHERS = 256
+
+
+def prepare(new: New, max_seqlen: int = 0, interleaved: bool = False) -> Callable[[New], None]:
+    """Compiles for a layout, once, and returns `write(new)` for tensors of that layout: everything that can fail.
+
+    Args:
+        max_seqlen: the longest of the packed sequences.
+        interleaved: whether a rotation turns neighbouring elements.
+    """
+    if NO_TRITON is not None or not (new.k_pages.is_cuda or INTERPRETED):
+        return lambda new: write_torch(new, interleaved)
+    layouts = (None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15) for t in new)
+    key = (max_seqlen, interleaved, *layouts)
+    launcher = _launchers.get(key)
+    if launcher is None:
+        spec = specify(new, max_seqlen, interleaved)
+        if spec.grid == 0:
+            return lambda new: None
+        launcher = launch.bind(spec)
+        while len(_launchers) >= MAX_LAUNCHERS:
+            del _launchers[next(iter(_launchers))]
+        _launchers[key] = launcher
+    return lambda new: launcher(*new)
+
+
+def write_torch(new: New, interleaved: bool = False) -> None:
+    """Writes by torch's indexing; reads the lengths on the host, which waits for the device."""
+    tokens = new.k if new.k is not None else new.q
+    device = tokens.device
+    parts = {name: getattr(new, name) for name in ("k", "v", "q", "q_out")}
+    if new.cu_seqlens is not None:
+        counts = new.cu_seqlens.diff().tolist()
+    else:
+        counts = [tokens.shape[1]] * tokens.shape[0]
+        parts = {name: None if t is None else t.flatten(0, 1) for name, t in parts.items()}
+    rows = list(range(len(counts))) if new.rows is None else new.rows.tolist()
+    used = new.seqused_k.tolist()
+    row_of = torch.tensor([row for row, n in zip(rows, counts, strict=True) for _ in range(n)], device=device)
+    position = torch.tensor(
+        [p for row, n in zip(rows, counts, strict=True) for p in range(used[row] - n, used[row])], device=device
+    )
+    if not len(position):
+        return
+    if new.q is not None:
+        parts["q_out"].copy_(rotated(parts["q"], position, new.cos, new.sin, interleaved))
+    if new.k is not None:
+        page_size = new.k_pages.shape[1]
+        pages = new.page_table[row_of.long(), position.long() // page_size].long()
+        cells = position.long() % page_size
+        new.k_pages[pages, cells] = rotated(parts["k"], position, new.cos, new.sin, interleaved)
+        new.v_pages[pages, cells] = parts["v"]
+
+
+def rotated(
+    x: torch.Tensor, position: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, interleaved: bool
+) -> torch.Tensor:
+    """x, (tokens, heads, head_dim), with the first elements of each head rotated to the tokens' positions."""
+    if cos is None or sin is None:
+        return x
+    rotary_dim = 2 * cos.shape[1]
+    c, s = (t[position.long().clamp(0, len(t) - 1)].float()[:, None] for t in (cos, sin))
+    head, rest = x[..., :rotary_dim].float(), x[..., rotary_dim:]
+    a, b = (head[..., ::2], head[..., 1::2]) if interleaved else head.chunk(2, dim=-1)
+    turned = [a * c + -b * s, b * c + a * s]
+    head = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    return torch.cat([head.to(x.dtype), rest], dim=-1)

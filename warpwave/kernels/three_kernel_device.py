@@ -1,0 +1,477 @@
+"""Device code of three_kernel: two products with the softmax between them, or in the epilogue of the first.
+
+All three kernels work on one chunk: some query rows of some heads, heads counted over the batch. Scores of a chunk lie
+in a workspace of (heads, rows, width), its first key being `key_base`. What is hidden by position is neither computed
+nor read, tile by tile.
+
+Bound: tensor cores once head_dim is in the thousands; else the traffic of the scores, which a chunk small enough keeps
+in L2.
+"""
+
+from __future__ import annotations
+
+from warpwave.kernels.partials import inverse_sum, join, lse_of
+from warpwave.kernels.primitives import (
+    LOG2_E,
+    band_edges,
+    load_tile,
+    operand,
+    packed_sequence,
+    product,
+    rounded,
+    softmax_step,
+    tile_pointers,
+    transposed,
+    visible_keys,
+)
+from warpwave.kernels.scores import score_bits
+from warpwave.kernels.triton_or_stub import jit, tl
+
+HIDDEN = tl.constexpr(-1.0)  # stands in P for a hidden pair where a mask or bias may hide a value from everybody
+LINE = tl.constexpr(16)  # scores of a line: rows begin and ranges end at whole ones, so that 16 bytes move a thread
+TILES_TOGETHER = tl.constexpr(8)  # rows of tiles that run together and share what they read through L2
+UNSPECIALISED = [
+    *("stride_lb", "stride_lh", "stride_mask_b", "stride_mask_h", "stride_bias_b", "stride_bias_h", "stride_alibi_b"),
+    *("stride_alibi_h", "seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads_q", "group_size", "window_left"),
+    *("window_right", "first_head", "row_begin", "chunk_rows", "key_base", "num_tiles_m", "num_tiles_n", "range_rows"),
+]
+
+
+@jit
+def _tile_of(pid, num_tiles_m, num_tiles_n):
+    """Row and column of a tile: TILES_TOGETHER rows of tiles are walked column by column."""
+    together = TILES_TOGETHER * num_tiles_n
+    first_m = pid // together * TILES_TOGETHER
+    rows = tl.minimum(num_tiles_m - first_m, TILES_TOGETHER)
+    return first_m + pid % together % rows, pid % together // rows
+
+
+@jit
+def whole_lines(key_begin, key_end):
+    """A range of keys, rounded outwards to whole lines of scores."""
+    return key_begin // LINE * LINE, tl.cdiv(tl.maximum(key_end, 0), LINE) * LINE
+
+
+@jit(do_not_specialize=UNSPECIALISED)
+def chunk_scores_kernel(
+    q_ptr,
+    k_ptr,
+    scores_ptr,
+    tile_max_ptr,
+    tile_sum_ptr,
+    mask_ptr,
+    bias_ptr,
+    alibi_slopes_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    stride_qb,
+    stride_qm,
+    stride_qh,
+    stride_qd,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_kd,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_m,
+    stride_mask_n,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_m,
+    stride_bias_n,
+    stride_alibi_b,
+    stride_alibi_h,
+    stride_sh,
+    stride_sm,
+    stride_split,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    num_heads_q,
+    group_size,
+    window_left,
+    window_right,
+    first_head,
+    row_begin,
+    chunk_rows,
+    key_base,
+    num_tiles_m,
+    num_tiles_n,
+    softmax_scale,
+    softcap,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SPLIT_D: tl.constexpr,
+    FUSED: tl.constexpr,
+    MAY_HIDE_KEYS: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    IS_VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A tile of q . k, over one of SPLIT_D shares of head_dim.
+
+    Raw scores, float32; or, FUSED, un-normalised probabilities relative to the maximum of the row within the tile, in
+    the dtype of the inputs, with that maximum and their sum beside them.
+    """
+    share = tl.program_id(0) % SPLIT_D
+    pid = tl.program_id(0) // SPLIT_D
+    tile_m, tile_n = _tile_of(pid % (num_tiles_m * num_tiles_n), num_tiles_m, num_tiles_n)
+    chunk_head = (pid // (num_tiles_m * num_tiles_n)).to(tl.int64)
+    batch_head = first_head + chunk_head
+    head = batch_head % num_heads_q
+    batch = batch_head // num_heads_q
+    q_ptr += batch * stride_qb + head * stride_qh
+    k_ptr += batch * stride_kb + head // group_size * stride_kh
+    if IS_VARLEN:
+        q_begin, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
+        k_begin, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)
+        q_ptr += q_begin * stride_qm
+        k_ptr += k_begin * stride_kn
+    first_row = row_begin + tile_m * BLOCK_M
+    row_last = tl.minimum(first_row + BLOCK_M, seqlen_q) - 1
+    first_key = key_base + tile_n * BLOCK_N
+    low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
+    key_begin, key_end = visible_keys(first_row, row_last, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
+    if (first_row > row_last) | (first_key >= key_end) | (first_key + BLOCK_N <= key_begin):
+        return
+
+    rows = first_row + tl.arange(0, BLOCK_M)
+    keys = first_key + tl.arange(0, BLOCK_N)
+    # Shares are whole steps, the last one whatever is left.
+    steps: tl.constexpr = (HEAD_DIM + BLOCK_K * SPLIT_D - 1) // (BLOCK_K * SPLIT_D)
+    dims = share * (steps * BLOCK_K) + tl.arange(0, BLOCK_K)
+    check: tl.constexpr = HEAD_DIM % (BLOCK_K * SPLIT_D) != 0
+    q_pointers = tile_pointers(q_ptr, rows, dims, stride_qm, stride_qd)
+    k_pointers = tile_pointers(k_ptr, keys, dims, stride_kn, stride_kd)
+    raw = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for _ in range(steps):
+        q = load_tile(q_pointers, rows, dims, 0, seqlen_q, HEAD_DIM, check)  # [BLOCK_M, BLOCK_K]
+        # Keys that no query of the tile sees are not read: NaN there must have no effect.
+        k = load_tile(k_pointers, keys, dims, key_begin, key_end, HEAD_DIM, check)  # [BLOCK_N, BLOCK_K]
+        k = transposed(operand(k, PRECISION), PRECISION)
+        raw = product(operand(q, PRECISION), k, raw, PRECISION)  # [BLOCK_M, BLOCK_N]
+        dims += BLOCK_K
+        q_pointers += tl.cast(stride_qd, tl.int64) * BLOCK_K
+        k_pointers += tl.cast(stride_kd, tl.int64) * BLOCK_K
+
+    row_inside = rows < seqlen_q
+    here = scores_ptr + (chunk_head * stride_sh + share.to(tl.int64) * stride_split)
+    here = tile_pointers(here, rows - row_begin, keys - key_base, stride_sm, 1)
+    if FUSED:
+        mask_rows = mask_ptr
+        bias_rows = bias_ptr
+        slopes_log2 = softmax_scale
+        if HAS_MASK:
+            mask_rows = mask_ptr + (batch * stride_mask_b + head * stride_mask_h + rows.to(tl.int64) * stride_mask_m)
+        if HAS_BIAS:
+            bias_rows = bias_ptr + (batch * stride_bias_b + head * stride_bias_h + rows.to(tl.int64) * stride_bias_m)
+        if HAS_ALIBI:
+            slope = tl.load(alibi_slopes_ptr + batch * stride_alibi_b + head * stride_alibi_h) * LOG2_E
+            slopes_log2 = tl.full([BLOCK_M], 0.0, tl.float32) + slope
+        scores = score_bits(
+            raw, rows, keys, row_inside, key_end, seqlen_k - seqlen_q, low, high, mask_rows, stride_mask_n, bias_rows,
+            stride_bias_n, slopes_log2, softmax_scale, softcap, HAS_LOW, HAS_HIGH, HAS_MASK, HAS_BIAS, HAS_ALIBI,
+            HAS_SOFTCAP,
+        )  # fmt: skip
+        nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        p, _, m_i, l_i = softmax_step(scores, 1.0, nothing, tl.zeros([BLOCK_M], tl.float32))
+        if MAY_HIDE_KEYS:
+            p = tl.where(scores == float("-inf"), HIDDEN, p)
+        tl.store(here, rounded(p, scores_ptr.dtype.element_ty), mask=row_inside[:, None])
+        states = (chunk_head * num_tiles_n + tile_n) * chunk_rows + (rows - row_begin)
+        tl.store(tile_max_ptr + states, m_i, mask=row_inside)
+        tl.store(tile_sum_ptr + states, l_i, mask=row_inside)
+    else:
+        tl.store(here, raw, mask=row_inside[:, None])
+
+
+@jit(do_not_specialize=UNSPECIALISED)
+def chunk_softmax_kernel(
+    scores_ptr,
+    p_ptr,
+    row_scale_ptr,
+    lse_ptr,
+    mask_ptr,
+    bias_ptr,
+    alibi_slopes_ptr,
+    sinks_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    stride_lb,
+    stride_lh,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_m,
+    stride_mask_n,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_m,
+    stride_bias_n,
+    stride_alibi_b,
+    stride_alibi_h,
+    stride_sh,
+    stride_sm,
+    stride_split,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    num_heads_q,
+    window_left,
+    window_right,
+    first_head,
+    row_begin,
+    chunk_rows,
+    key_base,
+    num_tiles_m,
+    range_rows,
+    softmax_scale,
+    softcap,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLIT_D: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    MAY_HIDE_KEYS: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    IS_VARLEN: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+):
+    """Raw scores to un-normalised probabilities in the dtype of p, for ROWS queries of one head, and what each row of
+    P V is to be multiplied by, to `row_scale`; or, where NORMALISE, to probabilities that need no such factor.
+
+    It covers the lines of the keys that some query of its `range_rows` sees, which are those that the second product
+    reads. Raw scores that no product wrote are hidden by position, whatever the memory holds.
+    """
+    tile = tl.program_id(0) % num_tiles_m
+    chunk_head = (tl.program_id(0) // num_tiles_m).to(tl.int64)
+    batch_head = first_head + chunk_head
+    head = batch_head % num_heads_q
+    batch = batch_head // num_heads_q
+    if IS_VARLEN:
+        q_begin, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
+        _, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)
+        if WRITE_LSE:
+            lse_ptr += q_begin
+    first_row = row_begin + tile * ROWS
+    row_end = tl.minimum(row_begin + chunk_rows, seqlen_q)
+    if first_row >= row_end:
+        return
+    rows = first_row + tl.arange(0, ROWS)
+    row_inside = rows < row_end
+    range_begin = row_begin + tile * ROWS // range_rows * range_rows
+    range_last = tl.minimum(range_begin + range_rows, row_end) - 1
+    low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
+    key_begin, key_end = visible_keys(range_begin, range_last, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
+    line_begin, line_end = whole_lines(key_begin, key_end)
+    mask_rows = mask_ptr
+    bias_rows = bias_ptr
+    slopes_log2 = softmax_scale
+    if HAS_MASK:
+        mask_rows = mask_ptr + (batch * stride_mask_b + head * stride_mask_h + rows.to(tl.int64) * stride_mask_m)
+    if HAS_BIAS:
+        bias_rows = bias_ptr + (batch * stride_bias_b + head * stride_bias_h + rows.to(tl.int64) * stride_bias_m)
+    if HAS_ALIBI:
+        slope = tl.load(alibi_slopes_ptr + batch * stride_alibi_b + head * stride_alibi_h) * LOG2_E
+        slopes_log2 = tl.full([ROWS], 0.0, tl.float32) + slope
+
+    m_i = tl.full([ROWS], float("-inf"), tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    scale = tl.full([ROWS], 1.0, tl.float32)
+    # Two sweeps: the first finds maximum and sum, the second writes probabilities. Both make a score anew from the raw
+    # one, which is cheaper than to write it in between.
+    for sweep in tl.static_range(2):
+        m_shift = tl.where(m_i == float("-inf"), 0.0, m_i)  # for a row that sees no key
+        for key_tile in range(line_begin, line_end, KEYS):
+            keys = key_tile + tl.arange(0, KEYS)
+            in_lines = row_inside[:, None] & (keys < line_end)[None, :]
+            pointers = tile_pointers(scores_ptr + chunk_head * stride_sh, rows - row_begin, keys - key_base, stride_sm, 1)
+            raw = tl.load(pointers, mask=in_lines, other=0.0)  # [ROWS, KEYS]
+            for share in tl.static_range(1, SPLIT_D):
+                raw += tl.load(pointers + share * tl.cast(stride_split, tl.int64), mask=in_lines, other=0.0)
+            scores = score_bits(
+                raw, rows, keys, row_inside, key_end, seqlen_k - seqlen_q, low, high, mask_rows, stride_mask_n,
+                bias_rows, stride_bias_n, slopes_log2, softmax_scale, softcap, HAS_LOW, HAS_HIGH, HAS_MASK, HAS_BIAS,
+                HAS_ALIBI, HAS_SOFTCAP,
+            )  # fmt: skip
+            if sweep == 0:
+                _, _, m_i, l_i = softmax_step(scores, 1.0, m_i, l_i)
+            else:
+                p = tl.math.exp2(scores - m_shift[:, None])
+                if NORMALISE:
+                    p = p * scale[:, None]
+                if MAY_HIDE_KEYS:
+                    p = tl.where(scores == float("-inf"), HIDDEN, p)
+                out = tile_pointers(p_ptr + chunk_head * stride_sh, rows - row_begin, keys - key_base, stride_sm, 1)
+                tl.store(out, rounded(p, p_ptr.dtype.element_ty), mask=in_lines)
+        if sweep == 0:
+            m_all = m_i
+            l_all = l_i
+            if HAS_SINKS:
+                # One more key, whose value is zero. P stays relative to the maximum over keys: relative to a leading
+                # sink, low probabilities would leave the range of 16 bits.
+                sink_log2 = tl.load(sinks_ptr + head) * LOG2_E
+                m_all, l_all, scale, _ = join(m_i, l_i, sink_log2, 1.0)
+            scale = scale * inverse_sum(l_all)
+            if WRITE_LSE:
+                lse_rows = lse_ptr + (batch * stride_lb + head * stride_lh + rows)
+                tl.store(lse_rows, lse_of(m_all, l_all), mask=row_inside)
+    if not NORMALISE:
+        tl.store(row_scale_ptr + (chunk_head * (stride_sh // stride_sm) + rows - row_begin), scale, mask=row_inside)
+
+
+@jit(do_not_specialize=UNSPECIALISED)
+def chunk_values_kernel(
+    p_ptr,
+    row_scale_ptr,
+    tile_max_ptr,
+    tile_sum_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    sinks_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    stride_vd,
+    stride_ob,
+    stride_om,
+    stride_oh,
+    stride_lb,
+    stride_lh,
+    stride_sh,
+    stride_sm,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    num_heads_q,
+    group_size,
+    window_left,
+    window_right,
+    first_head,
+    row_begin,
+    chunk_rows,
+    key_base,
+    num_tiles_m,
+    num_tiles_n,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    FUSED: tl.constexpr,
+    MAY_HIDE_KEYS: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    IS_VARLEN: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """BLOCK_V columns of the output of BLOCK_M queries of one head, over all keys that some of them sees.
+
+    FUSED, P of each tile of BLOCK_N keys is relative to that tile's maximum: it is summed by itself, and enters the
+    output by a float32 factor. Scaling P instead would round it twice.
+    """
+    tiles_v: tl.constexpr = (HEAD_DIM_V + BLOCK_V - 1) // BLOCK_V
+    tile_m, tile_v = _tile_of(tl.program_id(0) % (num_tiles_m * tiles_v), num_tiles_m, tiles_v)
+    chunk_head = (tl.program_id(0) // (num_tiles_m * tiles_v)).to(tl.int64)
+    batch_head = first_head + chunk_head
+    head = batch_head % num_heads_q
+    batch = batch_head // num_heads_q
+    v_ptr += batch * stride_vb + head // group_size * stride_vh
+    out_ptr += batch * stride_ob + head * stride_oh
+    if IS_VARLEN:
+        q_begin, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
+        k_begin, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)
+        v_ptr += k_begin * stride_vn
+        out_ptr += q_begin * stride_om
+        if WRITE_LSE:
+            lse_ptr += q_begin
+    first_row = row_begin + tile_m * BLOCK_M
+    row_end = tl.minimum(row_begin + chunk_rows, seqlen_q)
+    if first_row >= row_end:
+        return
+    row_last = tl.minimum(first_row + BLOCK_M, row_end) - 1
+    low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
+    key_begin, key_end = visible_keys(first_row, row_last, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
+    rows = first_row + tl.arange(0, BLOCK_M)
+    row_inside = rows < row_end
+    columns = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
+    p_ptr += chunk_head * stride_sh
+
+    begin, end = whole_lines(key_begin, key_end)
+    if FUSED:
+        # Whole tiles, all of which some row sees; first what their maxima and sums come to.
+        begin = key_base + tl.maximum(key_begin - key_base, 0) // BLOCK_N * BLOCK_N
+        end = key_base + tl.cdiv(tl.maximum(key_end - key_base, 0), BLOCK_N) * BLOCK_N
+        states = (chunk_head * num_tiles_n) * chunk_rows + (rows - row_begin)
+        m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l_i = tl.zeros([BLOCK_M], tl.float32)
+        for tile_n in range((begin - key_base) // BLOCK_N, (end - key_base) // BLOCK_N):
+            there = states + tile_n * tl.cast(chunk_rows, tl.int64)
+            m_tile = tl.load(tile_max_ptr + there, mask=row_inside, other=float("-inf"))
+            l_tile = tl.load(tile_sum_ptr + there, mask=row_inside, other=0.0)
+            m_i, l_i, _, _ = join(m_i, l_i, m_tile, l_tile)
+        m_shift = tl.where(m_i == float("-inf"), 0.0, m_i)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    STEP: tl.constexpr = BLOCK_N if FUSED else BLOCK_K
+    for key_tile in range(begin, end, STEP):
+        part = acc
+        if FUSED:
+            part = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        for step in tl.static_range(0, STEP, BLOCK_K):
+            keys = key_tile + step + tl.arange(0, BLOCK_K)
+            p = tile_pointers(p_ptr, rows - row_begin, keys - key_base, stride_sm, 1)
+            p = load_tile(p, rows, keys, 0, row_end, end, not FUSED)  # [BLOCK_M, BLOCK_K]
+            v = tile_pointers(v_ptr, keys, columns, stride_vn, stride_vd)
+            v = load_tile(v, keys, columns, key_begin, key_end, HEAD_DIM_V, HEAD_DIM_V % BLOCK_V != 0)
+            if MAY_HIDE_KEYS:
+                # A value that no query of the tile sees must have no effect, and 0 * NaN would be one.
+                seen = tl.max(((p != HIDDEN) & row_inside[:, None]).to(tl.int32), 0)  # [BLOCK_K]
+                v = tl.where((seen != 0)[:, None], v, 0.0).to(v.dtype)  # [BLOCK_K, BLOCK_V]
+                p = tl.where(p == HIDDEN, 0.0, p).to(v.dtype)
+            part = product(operand(p, PRECISION), operand(v, PRECISION), part, PRECISION)  # [BLOCK_M, BLOCK_V]
+        if FUSED:
+            there = states + (key_tile - key_base) // BLOCK_N * tl.cast(chunk_rows, tl.int64)
+            m_tile = tl.load(tile_max_ptr + there, mask=row_inside, other=float("-inf"))
+            part = acc + part * tl.math.exp2(m_tile - m_shift)[:, None]
+        acc = part
+
+    if FUSED:
+        scale = tl.full([BLOCK_M], 1.0, tl.float32)
+        if HAS_SINKS:
+            # One more key, whose value is zero.
+            sink_log2 = tl.load(sinks_ptr + head) * LOG2_E
+            m_i, l_i, scale, _ = join(m_i, l_i, sink_log2, 1.0)
+        scale = scale * inverse_sum(l_i)
+        if WRITE_LSE:
+            if tile_v == 0:
+                lse_rows = lse_ptr + (batch * stride_lb + head * stride_lh + rows)
+                tl.store(lse_rows, lse_of(m_i, l_i), mask=row_inside)
+    else:
+        scale = row_scale_ptr + (chunk_head * (stride_sh // stride_sm) + rows - row_begin)
+        scale = tl.load(scale, mask=row_inside, other=0.0)
+    inside = row_inside[:, None] & (columns < HEAD_DIM_V)[None, :]
+    pointers = tile_pointers(out_ptr, rows, columns, stride_om, 1)
+    tl.store(pointers, rounded(acc * scale[:, None], out_ptr.dtype.element_ty), mask=inside)

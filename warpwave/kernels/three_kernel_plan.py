@@ -1,0 +1,224 @@
+"""How three_kernel cuts a call into chunks whose scores fit a workspace of bounded size. No kernel by itself.
+
+A chunk is some query rows of some heads: as many heads as fit, and fewer rows where the scores of one head do not.
+Windows need no wider workspace than they show.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from warpwave.errors import InvalidInput
+from warpwave.problem import DTYPE_BYTES, AttentionProblem
+
+PRODUCTS = ("library", "triton")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Who computes the products, their tiles, the softmax's launch, and how much memory scores may take.
+
+    Args:
+        scores: the first product: `"library"` (torch's), `"triton"` (ours), or `"fused"` (ours, with the softmax in its
+            epilogue; the second product must then be ours).
+        values: the second product: `"library"` or `"triton"`.
+        block_m: queries of a tile of ours, a power of two, at least 16; chunks are whole tiles of queries.
+        block_n: keys of a tile of scores, a power of two, at least 16.
+        block_k: what a step sums over: elements of head_dim in the first product, keys in the second; a power of two,
+            from 16 to block_n.
+        block_v: columns of v of a tile of the output, a power of two, at least 16.
+        num_warps, num_stages: of our products: warps of a block, steps in flight.
+        split_d: blocks that share head_dim in the first product, where its tiles alone are too few for the GPU;
+            `"triton"` only.
+        softmax_rows, softmax_keys: a tile of the softmax, powers of two.
+        softmax_warps: warps of a block of the softmax. One is 32 threads, the fewest Triton can launch (64 on AMD's
+            CDNA): a block of 16 threads cannot be said.
+        workspace_bytes: what scores, probabilities and row statistics of a chunk may take together.
+    """
+
+    scores: str
+    values: str
+    block_m: int
+    block_n: int
+    block_k: int
+    block_v: int
+    num_warps: int
+    num_stages: int
+    split_d: int
+    softmax_rows: int
+    softmax_keys: int
+    softmax_warps: int
+    workspace_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.scores not in (*PRODUCTS, "fused"):
+            raise ValueError(f"scores is {self.scores!r}; it must be 'library', 'triton' or 'fused'")
+        if self.values not in PRODUCTS:
+            raise ValueError(f"values is {self.values!r}; it must be 'library' or 'triton'")
+        if self.scores == "fused" and self.values != "triton":
+            raise ValueError("values is 'library' beside scores 'fused'; only our second product sums tiles of P")
+        sizes = (("block_m", 16), ("block_n", 16), ("block_k", 16), ("block_v", 16), ("num_warps", 1))
+        for name, least in (*sizes, ("softmax_rows", 1), ("softmax_keys", 16), ("softmax_warps", 1)):
+            value = getattr(self, name)
+            if value < least or value & (value - 1):
+                raise ValueError(f"{name} is {value}; it must be a power of two, at least {least}")
+        for name in ("num_stages", "split_d", "workspace_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.block_k > self.block_n:
+            raise ValueError(f"block_k is {self.block_k}; it must be at most block_n, which is {self.block_n}")
+        if self.split_d > 1 and self.scores != "triton":
+            raise ValueError(f"split_d is {self.split_d} beside scores {self.scores!r}; only 'triton' shares head_dim")
+
+
+# Chunks ---------------------------------------------------------------------------------------------------------------
+
+
+class Chunk(NamedTuple):
+    """What is computed together: some rows of some heads, counted over the batch.
+
+    Attributes:
+        first_head, heads: of batch * num_heads_q.
+        row_begin, rows: queries of each sequence.
+        key_base: the key that column 0 of the workspace stands for, a multiple of block_n.
+        key_begin, key_end: keys that some row sees; of packed sequences, whose lengths only the device knows, all.
+    """
+
+    first_head: int
+    heads: int
+    row_begin: int
+    rows: int
+    key_base: int
+    key_begin: int
+    key_end: int
+
+    @property
+    def nothing_to_see(self) -> bool:
+        return self.key_begin >= self.key_end
+
+
+class Plan(NamedTuple):
+    """How a call is cut.
+
+    Attributes:
+        chunks: in the order they run, one after another in the same workspace.
+        heads, rows, width: of the workspace; width counts keys, whole tiles of them.
+    """
+
+    chunks: tuple[Chunk, ...]
+    heads: int
+    rows: int
+    width: int
+
+
+def up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def plan(problem: AttentionProblem, config: Config) -> Plan:
+    """Cuts a call into chunks that fit the workspace: as many heads as do, and fewer rows where one head does not.
+
+    Raises:
+        InvalidInput: not even one tile of queries of one head fits.
+    """
+    total_rows = up(max(1, problem.seqlen_q), config.block_m)
+    rows = total_rows
+    if problem.has_band and config.scores == "library" and not problem.packed:
+        # torch's product computes whatever lies between the first and last visible key: an eighth of the rows at a
+        # time, less than a tenth of a causal square is computed in vain.
+        rows = min(rows, max(config.block_m, up(-(-total_rows // 8), config.block_m)))
+    while (one := _chunk_bytes(problem, config, 1, rows)) > config.workspace_bytes:
+        if rows <= config.block_m:
+            raise InvalidInput(
+                f"workspace_bytes is {config.workspace_bytes}; one tile of {config.block_m} queries of one head takes "
+                f"{one} bytes"
+            )
+        rows = max(config.block_m, up(rows // 2, config.block_m))
+    all_heads = problem.batch * problem.num_heads_q
+    heads = min(all_heads, max(1, config.workspace_bytes // max(1, one)))
+    heads = -(-all_heads // -(-all_heads // heads))  # chunks alike, rather than a small one last
+    chunks = []
+    for first_head in range(0, all_heads, heads):
+        for row_begin in range(0, problem.seqlen_q, rows):
+            chunk_rows = min(rows, problem.seqlen_q - row_begin)
+            begin, end = _visible(problem, row_begin, chunk_rows)
+            base = begin // config.block_n * config.block_n if begin < end else 0
+            chunks.append(
+                Chunk(first_head, min(heads, all_heads - first_head), row_begin, chunk_rows, base, begin, end)
+            )
+    return Plan(tuple(chunks), heads, rows, _width(problem, config, rows))
+
+
+def _visible(problem: AttentionProblem, row_begin: int, rows: int) -> tuple[int, int]:
+    """Begin and end of the keys that some of these rows sees by position."""
+    if problem.packed:
+        return 0, problem.seqlen_k
+    low, high = problem.band(problem.seqlen_q, problem.seqlen_k)
+    begin = 0 if low is None else max(0, row_begin + low)
+    end = problem.seqlen_k if high is None else min(problem.seqlen_k, row_begin + rows + high)
+    return (0, 0) if low is not None and high is not None and low > high else (begin, end)
+
+
+def _width(problem: AttentionProblem, config: Config, rows: int) -> int:
+    """Keys of a row of the workspace: all of them, or as many as a window shows to so many rows."""
+    low, high = (None, None) if problem.packed else problem.band(problem.seqlen_q, problem.seqlen_k)
+    keys = problem.seqlen_k
+    if low is not None and high is not None:
+        keys = min(keys, max(0, high - low) + rows + config.block_n)  # which may begin inside a tile
+    return up(max(1, keys), config.block_n)
+
+
+def _sizes(problem: AttentionProblem, config: Config, heads: int, rows: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of each tensor of the workspace, by name."""
+    width = _width(problem, config, rows)
+    statistics = ((heads, width // config.block_n, rows), "float32")
+    if config.scores == "fused":
+        return {"p": ((heads, rows, width), problem.dtype), "tile_max": statistics, "tile_sum": statistics}
+    sizes: dict[str, tuple[tuple[int, ...], str]] = {"scores": ((config.split_d, heads, rows, width), "float32")}
+    if not _in_place(problem, config):
+        sizes["p"] = ((heads, rows, width), problem.dtype)
+    if not normalises(problem, config):
+        sizes["row_scale"] = ((heads, rows), "float32")
+    if config.values == "library" and problem.dtype != "float32":
+        sizes["sums"] = ((heads, rows, problem.head_dim_v), "float32")
+    return sizes
+
+
+def _in_place(problem: AttentionProblem, config: Config) -> bool:
+    """Whether probabilities take the place of the scores they were: where both are float32."""
+    return problem.dtype == "float32" and config.split_d == 1
+
+
+def normalises(problem: AttentionProblem, config: Config) -> bool:
+    """Whether the softmax divides by the sum: before a product that cannot, and where that costs no accuracy."""
+    return problem.dtype == "float32" and config.values == "library"
+
+
+def _chunk_bytes(problem: AttentionProblem, config: Config, heads: int, rows: int) -> int:
+    sizes = _sizes(problem, config, heads, rows).values()
+    return sum(DTYPE_BYTES[dtype] * math.prod(shape) for shape, dtype in sizes)
+
+
+def workspace_bytes(problem: AttentionProblem, config: Config) -> int:
+    """What a call allocates beside its outputs, exactly."""
+    cut = plan(problem, config)
+    return _chunk_bytes(problem, config, cut.heads, cut.rows)
+
+
+def allocate_workspace(problem: AttentionProblem, config: Config, cut: Plan, device: torch.device) -> dict[str, Any]:
+    """The tensors of a chunk, p being scores where it takes their place; None for what is not there."""
+    made: dict[str, Any] = dict.fromkeys(("scores", "p", "row_scale", "tile_max", "tile_sum", "sums"))
+    for name, (shape, dtype) in _sizes(problem, config, cut.heads, cut.rows).items():
+        made[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+    if made["p"] is None:
+        made["p"] = made["scores"]
+    return made
+
+
+def least_bytes(problem: AttentionProblem, config: Config) -> int:
+    """What one tile of queries of one head takes: no workspace may be smaller."""
+    return _chunk_bytes(problem, config, 1, config.block_m)

@@ -1,0 +1,250 @@
+"""How float32 products are computed: every way there is, what it costs, how far off it ends, and which of them a
+`precision` means on which GPU. Kernels, checks, bounds and `explain` all read this one table.
+
+A matrix unit multiplies short numbers: tf32 has 11 significant bits, bfloat16 8, float32 24. A float32 operand is either
+rounded to one short number, or split into a few that add up to more of it, and then each product becomes a few:
+
+    x = x0 + x1 (+ x2);   x y ~ x0 y0 + (x0 y1 + x1 y0) (+ x1 y1 + x0 y2 + x2 y0)
+
+Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations"
+(2019); Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores" (2022). docs/float32.md derives the
+figures and shows what was measured.
+
+The error that is promised is |out - exact| / |exact|, Euclidean norms over the whole of out, exact computed in float64
+from the same inputs. It holds for inputs no sharper than the conformance suite's: logits of standard deviation 9, or all
+near -40. Beyond, the error of a logit grows with the logit, and `explain` measures it on the call's own rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from warpwave.hardware.gpu import Gpu
+from warpwave.problem import AttentionProblem
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """One way of computing float32 products.
+
+    Attributes:
+        name: as `precision` takes it.
+        description: what is multiplied, in words.
+        products: instructions' products for each product of the call.
+        units: the units that can take them, keys of `hardware.catalog.PATHS`.
+        significant_bits: of each operand, of float32's 24.
+        operand: relative error that rounding probabilities and values leaves in out.
+        logit, logit_per_dim: what errors of the logits add, flat and for each element of head_dim: sums over it are
+            rounded as they grow.
+        per_key, key_power: what summing over the keys adds: `per_key * keys ** key_power`.
+    """
+
+    name: str
+    description: str
+    products: int
+    units: tuple[str, ...]
+    significant_bits: int
+    operand: float
+    logit: float
+    logit_per_dim: float = 0.0
+    per_key: float = 0.0
+    key_power: float = 1.0
+
+
+# Errors: upper bounds of the largest that emulation showed on the contract's data, calls of 16 rows and more
+# (benchmarks/float32_error.py, which takes tensor cores to truncate harder than those of an H200 were seen to; the record
+# benchmarks/records/2026-11-21-float32-emulation.jsonl, to which tests hold them).
+ARITHMETICS: dict[str, Arithmetic] = {
+    a.name: a
+    for a in (
+        # Probabilities times values run through one accumulator over all keys, which cuts each sum off.
+        Arithmetic("tf32", "one product of operands rounded to tf32", 1, ("tf32",), 11, 4e-4, 2.2e-3, 0.0, 1.2e-8),
+        Arithmetic(
+            "bf16x3", "three products of two bfloat16 parts each, x1 y1 left out", 3, ("bfloat16",), 16, 8e-6, 2.8e-5
+        ),
+        Arithmetic("tf32x3", "three products of two tf32 parts each, x1 y1 left out", 3, ("tf32",), 22, 4e-7, 1e-6),
+        Arithmetic(
+            "bf16x6", "six products of three bfloat16 parts each, the three smallest left out", 6, ("bfloat16",), 24,
+            2e-7, 4e-7,
+        ),
+        # Sums over head_dim and over the keys are rounded once for each element.
+        Arithmetic("ieee", "float32 multiply-adds", 1, ("float32_matrix", "float32"), 24, 2e-7, 6e-7, 1.6e-8, 2.5e-8, 0.5),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Target:
+    """What float32 products are on one family of devices.
+
+    Attributes:
+        name: of the family, for people.
+        archs: prefixes of `Gpu.arch`, or vendors.
+        default: the fastest arithmetic whose error is no larger than that of torch's own kernel.
+        costs: arithmetic -> time of a product, in units of one bfloat16 product, by the makers' rates; absent where
+            the device, or Triton's compiler for it, has none.
+        stands_for: named arithmetic that is absent -> the one that takes its place, at least as accurate.
+        note: why.
+    """
+
+    name: str
+    archs: tuple[str, ...]
+    default: str
+    costs: Mapping[str, float]
+    stands_for: Mapping[str, str]
+    note: str
+
+
+def _costs(tf32: float | None, ieee: float) -> dict[str, float]:
+    """By the cost of a tf32 product, None where there is none, and of a float32 one."""
+    costs = {} if tf32 is None else {"tf32": tf32, "tf32x3": 3 * tf32}
+    return costs | {"bf16x3": 3.0, "bf16x6": 6.0, "ieee": ieee}
+
+
+# In the order in which they are asked.
+TARGETS: tuple[Target, ...] = (
+    Target(
+        "Hopper", ("sm_90",), "tf32x3", _costs(2, 14.8), {},
+        "wgmma takes tf32 operands from shared memory only with the summed axis contiguous, so V goes through registers "
+        "to be transposed; bfloat16 operands come either way round",
+    ),
+    Target(
+        "Blackwell, data center", ("sm_100", "sm_103"), "tf32x3", _costs(2, 30), {},
+        "tf32 at half the rate of bfloat16, float32 units at a thirtieth",
+    ),
+    Target(
+        "Ampere, data center", ("sm_80", "sm_87"), "tf32x3", _costs(2, 16), {},
+        "mma.sync: tf32 at half the rate of bfloat16, float32 units at a sixteenth",
+    ),
+    Target(
+        "GeForce and workstation cards", ("sm_86", "sm_89", "sm_120", "sm_121"), "tf32x3", _costs(2, 2), {},
+        "float32 units are rated like tf32, half of bfloat16, but softmax needs them too",
+    ),
+    Target(
+        "CDNA 1", ("gfx908",), "ieee", _costs(None, 2), {"tf32": "ieee", "tf32x3": "ieee"},
+        "float32 has matrix instructions of its own, at half the rate of bfloat16, and there is no tf32",
+    ),
+    Target(
+        "CDNA 2", ("gfx90a",), "ieee", _costs(None, 4), {"tf32": "bf16x3", "tf32x3": "ieee"},
+        "float32 has matrix instructions of its own, at a quarter of the rate of bfloat16, and there is no tf32",
+    ),
+    Target(
+        "CDNA 3", ("gfx942",), "ieee", {"tf32": 2.0, **_costs(None, 8)}, {"tf32x3": "bf16x6"},
+        "tf32 at half the rate of bfloat16, which Triton compiles, but not split; float32 matrix instructions at an "
+        "eighth",
+    ),
+    Target(
+        "CDNA 4", ("gfx950",), "ieee", _costs(None, 16), {"tf32": "bf16x3", "tf32x3": "bf16x6"},
+        "tf32 is gone; float32 matrix instructions run at a sixteenth of the rate of bfloat16",
+    ),
+    Target(
+        "RDNA", ("gfx11", "gfx12", "gfx10"), "ieee", {"ieee": 1.0}, {n: "ieee" for n in ("tf32", "tf32x3", "bf16x3", "bf16x6")},
+        "matrix instructions take 16-bit operands only, and float32 units are rated at half of them: splitting gains "
+        "nothing",
+    ),
+    Target(
+        "other NVIDIA GPUs", ("nvidia",), "tf32x3", _costs(2, 16), {}, "taken to be like sm_80",
+    ),
+    Target(
+        "other AMD GPUs", ("amd",), "ieee", {"ieee": 1.0}, {n: "ieee" for n in ("tf32", "tf32x3", "bf16x3", "bf16x6")},
+        "nothing is known but that they have float32",
+    ),
+    # Nothing is timed there, and every arithmetic is to be tried: those of Hopper, by their names.
+    Target("Triton's interpreter", ("interpreter",), "ieee", _costs(2, 14.8), {}, "tests"),
+    Target(
+        "CPU", ("cpu",), "ieee", {"ieee": 1.0}, {n: "ieee" for n in ("tf32", "tf32x3", "bf16x3", "bf16x6")},
+        "torch's own float32 products",
+    ),
+)  # fmt: skip
+
+# Of a few rows the error is a few draws: single rows were seen 4.5 times as far off as many together.
+FEW_ROWS = 5.0
+
+
+def target(gpu: Gpu) -> Target:
+    """The row of the table a device is in."""
+    return next(t for t in TARGETS if gpu.vendor in t.archs or gpu.arch.startswith(t.archs))
+
+
+def arithmetic(problem: AttentionProblem, gpu: Gpu, able: Iterable[str] = tuple(ARITHMETICS)) -> str:
+    """The name of the arithmetic that `problem.precision`, or the budget, means on a device: "ieee" for 16-bit inputs,
+    whose products need none.
+
+    Args:
+        able: what the kernel that asks can compute.
+
+    Where nothing keeps the budget it is the most accurate there is, which `why_not` refuses.
+    """
+    if problem.dtype != "float32":
+        return "ieee"
+    here = target(gpu)
+    if problem.error_budget is not None:
+        return cheapest(problem, gpu, able) or most_accurate(problem, gpu, able)
+    name = here.default if problem.precision == "default" else problem.precision
+    name = here.stands_for.get(name, name)
+    return name if name in able else "ieee"
+
+
+def promised_error(name: str, problem: AttentionProblem) -> float:
+    """The relative error of out that an arithmetic keeps on a call (see this module's docstring for the norm)."""
+    a = ARITHMETICS[name]
+    keys = max(1, problem.seqlen_k)
+    rows = max(1, problem.rows * problem.num_heads_q)
+    # Logits of the default scale have the standard deviation of the data; a larger scale spreads them, and their errors.
+    spread = max(1.0, problem.softmax_scale * math.sqrt(problem.head_dim))
+    error = a.operand + spread * (a.logit + a.logit_per_dim * problem.head_dim) + a.per_key * keys**a.key_power
+    return error * (1 + FEW_ROWS / math.sqrt(rows))
+
+
+def keeping(problem: AttentionProblem, budget: float, able: Iterable[str] = tuple(ARITHMETICS)) -> list[str]:
+    """Arithmetics that promise a call's error within a budget."""
+    return [name for name in able if promised_error(name, problem) <= budget]
+
+
+def cheapest(problem: AttentionProblem, gpu: Gpu, able: Iterable[str] = tuple(ARITHMETICS)) -> str | None:
+    """The cheapest arithmetic of a device that keeps the call's budget; None where there is none."""
+    assert problem.error_budget is not None
+    costs = target(gpu).costs
+    # At equal cost the matrix unit, which leaves the others to the softmax; then the more accurate.
+    found = [name for name in keeping(problem, problem.error_budget, able) if name in costs]
+    return min(found, key=lambda n: (costs[n], n == "ieee", promised_error(n, problem)), default=None)
+
+
+def most_accurate(problem: AttentionProblem, gpu: Gpu, able: Iterable[str] = tuple(ARITHMETICS)) -> str:
+    """The arithmetic of a device with the smallest promised error."""
+    return min((n for n in able if n in target(gpu).costs), key=lambda n: promised_error(n, problem))
+
+
+def why_not(problem: AttentionProblem, gpu: Gpu, able: Iterable[str] = tuple(ARITHMETICS)) -> list[str]:
+    """Why a kernel that can compute `able` cannot keep the precision asked for there; empty where it can."""
+    if problem.dtype != "float32" or problem.error_budget is None or cheapest(problem, gpu, able):
+        return []
+    best = most_accurate(problem, gpu, able)
+    return [
+        f"no float32 arithmetic it has on {gpu.name} keeps a relative error of {problem.error_budget:g}: the smallest it "
+        f"promises for this call is {promised_error(best, problem):.2g}, by {best}"
+    ]
+
+
+def as_accurate_as(problem: AttentionProblem) -> dict[str, int]:
+    """Unit -> the fewest of its products that any implementation needs for the precision asked for, on any device: what
+    bounds are made of."""
+    if problem.error_budget is not None:
+        names = keeping(problem, problem.error_budget)
+    elif problem.precision == "default":
+        names = ["ieee", "tf32x3", "bf16x6"]
+    else:
+        bits = ARITHMETICS[problem.precision].significant_bits
+        names = [a.name for a in ARITHMETICS.values() if a.significant_bits >= bits]
+    return fewest(names or ["ieee"])
+
+
+def fewest(names: Iterable[str]) -> dict[str, int]:
+    """Unit -> the fewest products on it by any of these arithmetics."""
+    found: dict[str, int] = {}
+    for name in names:
+        for unit in ARITHMETICS[name].units:
+            found[unit] = min(found.get(unit, 99), ARITHMETICS[name].products)
+    return found

@@ -1,0 +1,382 @@
+"""The format of a table of measurements, and its reader. docs/tables.md describes it for people."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from warpwave.hardware.catalog import catalog, find
+
+CASES = Path(__file__).with_name("cases")
+OURS = "theirs"  # the series of a column that names none
+DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4}
+GRIDS = ("query tiles", "heads", "output tiles")
+MEASURED = ("time_us", "time_ms", "tflops", "tokens_per_s", "memory_mb")
+
+
+class TableError(ValueError):
+    """A table file that does not exist or does not say what it must. The message says where and what is allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """The attention call of a row; None where nobody says.
+
+    Attributes:
+        batch, heads, heads_kv, seqlen, seqlen_k, head_dim: sizes; seqlen_k is seqlen, heads_kv is heads, if not given.
+        dtype: of q, k, v.
+        causal: whether.
+    """
+
+    batch: int = 1
+    heads: int | None = None
+    heads_kv: int | None = None
+    seqlen: int | None = None
+    seqlen_k: int | None = None
+    head_dim: int | None = None
+    dtype: str = "float32"
+    causal: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """What is known of the code behind a series.
+
+    Attributes:
+        grid: what has a block of its own: "query tiles" of a head, "heads", or "output tiles" (tiles of queries times
+            tiles of keys, as a matrix product has them).
+        blocks: of the launch, where the table says it outright.
+        block_m, block_n: queries and keys of a tile.
+        threads, busy_threads: of a block; those that compute.
+        unit: "scalar" (float32 units) or "matrix".
+        scores: "chip" or "memory": where scores go; score_bytes each.
+        smem_bytes, smem_available_bytes: shared memory a block uses; what the code could have without opting in.
+        launch_heads: "one" where each head is launched by itself, "all" where one launch has all, "" where nobody says.
+        softmax_rows: rows that the softmax's launch covers, where the table says.
+        max_difference: from a reference, where one was taken.
+        is_torch: whether the series is PyTorch's own kernel.
+    """
+
+    grid: str = "query tiles"
+    blocks: int | None = None
+    block_m: int | None = None
+    block_n: int | None = None
+    threads: int | None = None
+    busy_threads: int | None = None
+    unit: str = "scalar"
+    scores: str = "chip"
+    score_bytes: int = 4
+    smem_bytes: int | None = None
+    smem_available_bytes: int | None = None
+    launch_heads: str = "all"
+    softmax_rows: int | None = None
+    max_difference: float | None = None
+    is_torch: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """The card, as far as the table or the catalogue tells.
+
+    Attributes:
+        name: for people.
+        num_sms: least and most.
+        bandwidth_gbps, l2_bytes, smem_per_sm_bytes: None where unknown.
+        tflops: unit -> rate: "scalar", and "matrix" by dtype.
+        unit_name: SM or CU.
+        has_tf32: whether float32 products may run on matrix units.
+    """
+
+    name: str
+    num_sms: tuple[int, int] | None = None
+    bandwidth_gbps: float | None = None
+    l2_bytes: int | None = None
+    smem_per_sm_bytes: int | None = None
+    tflops: Mapping[str, float] = field(default_factory=dict)
+    unit_name: str = "SM"
+    has_tf32: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measurement.
+
+    Attributes:
+        table: the table it stands in.
+        series: who was measured.
+        label: what tells it from the other rows of its table.
+        call, kernel: what ran.
+        varied: the columns of its table that describe a call or kernel, with its values.
+        time_us: of the whole call, or of one head where `per_head`.
+        per_head: whether times and rates are of one head.
+        tflops, tokens_per_s, memory_mb: as given.
+        digits: significant digits of a figure, by its name.
+        launch_saving: how the launches were made cheaper ("graph", "streams"), else empty.
+        parts: name -> us, where the row gives them.
+    """
+
+    table: str
+    series: str
+    label: str
+    call: Call
+    kernel: Kernel
+    varied: Mapping[str, Any]
+    time_us: float | None = None
+    per_head: bool = False
+    tflops: float | None = None
+    tokens_per_s: float | None = None
+    memory_mb: float | None = None
+    digits: Mapping[str, int] = field(default_factory=dict)
+    launch_saving: str = ""
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """A table file.
+
+    Attributes:
+        title, source: what it is and where it is from.
+        device: the card.
+        rows: every measurement, in order.
+        kernels: series -> what is known of its code.
+        claims: what its author concluded, as data; see `claims`.
+        parts: times of parts as given elsewhere than in a row: name -> us.
+    """
+
+    title: str
+    source: str
+    device: Device
+    rows: tuple[Row, ...]
+    kernels: Mapping[str, Kernel]
+    claims: tuple[Mapping[str, Any], ...]
+    parts: Mapping[str, float]
+
+    @property
+    def series(self) -> list[str]:
+        return list(dict.fromkeys(row.series for row in self.rows))
+
+
+def names() -> list[str]:
+    """The tables that come with the package."""
+    return sorted(path.stem for path in CASES.glob("*.toml"))
+
+
+def load(name: str | Path) -> Document:
+    """A table by the path of its file, or by the name of one that comes with the package.
+
+    Raises:
+        TableError: there is no such file, or its first mistake.
+    """
+    path = Path(name)
+    if not path.is_file() and (CASES / f"{name}.toml").is_file():
+        path = CASES / f"{name}.toml"
+    if not path.is_file():
+        raise TableError(f"there is no table file {name}; give a path, or one of {', '.join(names())}")
+    try:
+        text = path.read_text(encoding="utf-8")
+        return parse(tomllib.loads(text), source=path.name, text=text)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise TableError(f"{path.name} is not TOML: {error}") from None
+    except OSError as error:
+        raise TableError(f"{path.name} cannot be read: {error.strerror}") from None
+
+
+TOP = ("title", "source", "gpu", "device", "call", "kernels", "tables", "claims", "parts")
+OF_TABLE = ("name", "series", "columns", "rows", "per_head", "launch_saving", "call", "kernel")
+
+
+def parse(data: Mapping[str, Any], *, source: str, text: str = "") -> Document:
+    """A document from parsed TOML; `source` is what errors call it. `text`, if given, tells how many digits a figure has
+    that TOML reads alike (4.0 and 4)."""
+    _check(data, TOP, source)
+    for key in ("title", "tables"):
+        if key not in data:
+            raise TableError(f"{source}: {key} must be given")
+    if not isinstance(data["tables"], list) or not data["tables"]:
+        raise TableError(f"{source}: tables must be a list of at least one [[tables]]")
+    call = _make(Call, data.get("call", {}), Call(), f"{source}: [call]")
+    kernels = {
+        name: _make(Kernel, values, Kernel(), f"{source}: [kernels.{name}]")
+        for name, values in _table(data.get("kernels", {}), f"{source}: kernels").items()
+    }
+    rows: list[Row] = []
+    for index, table in enumerate(data["tables"]):
+        rows += _rows(_table(table, f"{source}: tables[{index}]"), call, kernels, f"{source}: tables[{index}]")
+    claims = data.get("claims", [])
+    if not isinstance(claims, list) or any(not isinstance(claim, dict) or "says" not in claim for claim in claims):
+        raise TableError(f"{source}: claims must be a list of [[claims]], each with what it says")
+    return Document(
+        title=str(data["title"]),
+        source=str(data.get("source", source)),
+        device=_device(data, source),
+        rows=tuple(rows),
+        kernels=kernels,
+        claims=tuple(claims),
+        parts=_numbers(data.get("parts", {}), f"{source}: [parts]"),
+    )
+
+
+def _device(data: Mapping[str, Any], source: str) -> Device:
+    given = dict(_table(data.get("device", {}), f"{source}: [device]"))
+    _check(given, ("name", "num_sms", "bandwidth_gbps", "l2_mb", "smem_per_sm_kb", "tflops"), f"{source}: [device]")
+    base = Device(name="an unnamed card")
+    if (gpu := data.get("gpu")) is not None:
+        sheet = find(str(gpu))
+        if sheet is None:
+            raise TableError(f"{source}: gpu {gpu!r} is not in the catalogue; known are {', '.join(catalog())}")
+        peaks = sheet.peak_tflops
+        base = Device(
+            name=sheet.name,
+            num_sms=(sheet.num_sms, sheet.num_sms),
+            bandwidth_gbps=sheet.bandwidth_gbps,
+            l2_bytes=sheet.l2_bytes + sheet.last_level_cache_bytes,
+            smem_per_sm_bytes=sheet.smem_per_sm_bytes,
+            tflops={"scalar": peaks["float32"], **{k: v for k, v in peaks.items() if k != "float32"}},
+            unit_name="CU" if sheet.vendor == "amd" else "SM",
+            has_tf32="tf32" in peaks,
+        )
+    if "name" in given:
+        base = replace(base, name=str(given["name"]))
+    if (sms := given.get("num_sms")) is not None:
+        pair = sms if isinstance(sms, list) else [sms, sms]
+        if len(pair) != 2 or any(type(n) is not int or n < 1 for n in pair) or pair[0] > pair[1]:
+            raise TableError(f"{source}: num_sms must be a positive whole number or [least, most], got {sms!r}")
+        base = replace(base, num_sms=(pair[0], pair[1]))
+    numbers = _numbers({k: given[k] for k in ("bandwidth_gbps", "l2_mb", "smem_per_sm_kb") if k in given}, source)
+    if "bandwidth_gbps" in numbers:
+        base = replace(base, bandwidth_gbps=numbers["bandwidth_gbps"])
+    if "l2_mb" in numbers:
+        base = replace(base, l2_bytes=int(numbers["l2_mb"] * 2**20))
+    if "smem_per_sm_kb" in numbers:
+        base = replace(base, smem_per_sm_bytes=int(numbers["smem_per_sm_kb"] * 1024))
+    if "tflops" in given:
+        base = replace(base, tflops={**base.tflops, **_numbers(given["tflops"], f"{source}: tflops")})
+    return base
+
+
+def _rows(table: Mapping[str, Any], call: Call, kernels: Mapping[str, Kernel], where: str) -> list[Row]:
+    _check(table, OF_TABLE, where)
+    name, columns, lines = (table.get(key) for key in ("name", "columns", "rows"))
+    if not isinstance(columns, list) or not all(isinstance(column, str) for column in columns):
+        raise TableError(f"{where}: columns must be a list of names")
+    if not isinstance(lines, list) or not lines:
+        raise TableError(f"{where}: rows must be a list of rows")
+    default = str(table.get("series", OURS))
+    own = _make(Call, table.get("call", {}), call, f"{where}: call")
+    given_kernel = _table(table.get("kernel", {}), f"{where}: kernel")
+    found: list[Row] = []
+    for number, line in enumerate(lines):
+        at = f"{where}: rows[{number}]"
+        if not isinstance(line, list) or len(line) != len(columns):
+            raise TableError(f"{at} must have {len(columns)} figures, one a column, got {line!r}")
+        calls: dict[str, Any] = {}
+        codes: dict[str, Any] = {}
+        figures: dict[str, dict[str, float]] = {}
+        series, label, saving = default, "", str(table.get("launch_saving", ""))
+        for column, value in zip(columns, line, strict=True):
+            owner, _, plain = column.rpartition(".")
+            if value == "" or (isinstance(value, str) and value.strip() == "-"):
+                continue  # nobody measured it
+            if plain in MEASURED:
+                if type(value) not in (int, float) or value <= 0:
+                    raise TableError(f"{at}: {column} must be a number above 0, or \"-\" for none, got {value!r}")
+                figures.setdefault(owner, {})[plain] = value
+            elif plain in _names(Call):
+                calls[plain] = value
+            elif plain in _names(Kernel):
+                codes[plain] = value
+            elif plain in ("series", "label", "launch_saving"):
+                series = str(value) if plain == "series" else series
+                label = str(value) if plain == "label" else label
+                saving = str(value) if plain == "launch_saving" else saving
+            else:
+                known = (*MEASURED, *_names(Call), *_names(Kernel), "series", "label", "launch_saving")
+                raise TableError(f"{at}: unknown column {column!r}; {_hint(plain, known)}")
+        varied = {**calls, **codes}
+        for owner, values in figures.items():
+            who = owner or series
+            code = _make(Kernel, {**given_kernel, **codes}, kernels.get(who, Kernel()), at)
+            time = values.get("time_us", values["time_ms"] * 1e3 if "time_ms" in values else None)
+            found.append(
+                Row(
+                    table=str(name or where),
+                    series=who,
+                    label=label or ", ".join(f"{k} {v}" for k, v in varied.items()) or who,
+                    call=_make(Call, calls, own, at),
+                    kernel=code,
+                    varied=varied,
+                    time_us=time,
+                    per_head=bool(table.get("per_head", False)),
+                    tflops=values.get("tflops"),
+                    tokens_per_s=values.get("tokens_per_s"),
+                    memory_mb=values.get("memory_mb"),
+                    digits={key: _digits(value) for key, value in values.items()},
+                    launch_saving=saving,
+                )
+            )
+    return found
+
+
+def _digits(value: float) -> int:
+    """Significant digits of a figure as it is written; trailing zeros of a whole number count as none."""
+    mantissa = f"{value:.12g}".split("e")[0]
+    plain = mantissa.replace(".", "").lstrip("0")
+    return len(plain.rstrip("0") or "0") if "." not in mantissa else len(plain)
+
+
+def _make(kind: type, values: Any, base: Any, where: str) -> Any:
+    """`base` with values, each of them checked."""
+    values = dict(_table(values, where))
+    _check(values, _names(kind), where)
+    for key, value in values.items():
+        if key == "dtype" and value not in DTYPES:
+            raise TableError(f"{where}: dtype must be one of {', '.join(DTYPES)}, got {value!r}")
+        if key == "grid" and value not in GRIDS:
+            raise TableError(f"{where}: grid must be one of {', '.join(GRIDS)}, got {value!r}")
+        if key == "unit" and value not in ("scalar", "matrix"):
+            raise TableError(f"{where}: unit must be scalar or matrix, got {value!r}")
+        if key == "scores" and value not in ("chip", "memory"):
+            raise TableError(f"{where}: scores must be chip or memory, got {value!r}")
+        if key in ("dtype", "grid", "unit", "scores", "launch_heads"):
+            continue
+        if key in ("causal", "is_torch"):
+            if not isinstance(value, bool):
+                raise TableError(f"{where}: {key} must be true or false, got {value!r}")
+        elif key == "max_difference":
+            _numbers({key: value}, where)
+        elif type(value) is not int or value < 1:
+            raise TableError(f"{where}: {key} must be a positive whole number, got {value!r}")
+    return replace(base, **values)
+
+
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(kind))
+
+
+def _table(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise TableError(f"{where} must be a table, got {value!r}")
+    return value
+
+
+def _numbers(values: Any, where: str) -> dict[str, float]:
+    for key, value in _table(values, where).items():
+        if type(value) not in (int, float) or value < 0:
+            raise TableError(f"{where}: {key} must be a number, got {value!r}")
+    return {key: float(value) for key, value in values.items()}
+
+
+def _check(table: Mapping[str, Any], allowed: tuple[str, ...], where: str) -> None:
+    for key in table:
+        if key not in allowed:
+            raise TableError(f"{where}: unknown key {key!r}; {_hint(key, allowed)}")
+
+
+def _hint(key: str, allowed: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(key, allowed, n=1)
+    return f"did you mean {close[0]}?" if close else f"allowed are {', '.join(allowed)}"
