@@ -48,7 +48,9 @@ H200_FIT = (
 # Kinds of calls that nothing else has: every second problem is fitted to, the others judge.
 H200_SPLIT = tuple(SHIPPED / f"2026-11-21-h200-{name}.jsonl" for name in ("float32", "decode", "tiny"))
 H200_JUDGE = tuple(SHIPPED / f"2026-11-21-h200-{name}.jsonl" for name in ("forward", "host"))
-NEAR_BEST = 1.3  # configs of a sweep that are slower than the problem's best by more are not fitted to: nobody runs them
+NEAR_BEST = (
+    1.3  # configs of a sweep that are slower than the problem's best by more are not fitted to: nobody runs them
+)
 FOLDS = 6
 KNEE = 0.2  # log error beyond which a point counts by its error, no longer by its square
 PULL = 0.05  # of a constant that is off `UNCALIBRATED` by a factor e, in units of a point that is off by as much
@@ -149,13 +151,15 @@ def fit(points: Sequence[Point], gpu: Gpu, base: Calibration, begin: Constants |
     """The constants with the least loss over some points, by Levenberg and Marquardt's method on their logarithms, from
     `begin`; from several places if None, for the loss has more than one valley.
     """
-    begins = [replace(UNCALIBRATED, exposed=e, power=p) for e, p in ((0.05, 0.8), (0.4, 0.9), (0.7, 0.7))] if begin is None else [begin]
+    begins = (
+        [replace(UNCALIBRATED, exposed=e, power=p) for e, p in ((0.05, 0.8), (0.4, 0.9), (0.7, 0.7))]
+        if begin is None
+        else [begin]
+    )
     return min((_descend(points, gpu, base, constants) for constants in begins), key=lambda found: found[1])[0]
 
 
-def _descend(
-    points: Sequence[Point], gpu: Gpu, base: Calibration, begin: Constants
-) -> tuple[Constants, float]:
+def _descend(points: Sequence[Point], gpu: Gpu, base: Calibration, begin: Constants) -> tuple[Constants, float]:
     """(constants, loss) of the valley that `begin` lies in."""
     paths = sorted({_path(point, gpu) for point in points})
 
@@ -364,7 +368,9 @@ def _of_tuning(lines: Sequence[str]) -> Iterator[Point]:
             else:  # tiles of 128 queries: the log does not say how many keys
                 continue
             us = counted / (int(found[5]) * float(ratio)) * 1e-6
-            yield Point(hopper_flash_fwd, config, problem, us, False, f"d{head_dim} {batch}x{seqlen} {found[4]} {label}")
+            yield Point(
+                hopper_flash_fwd, config, problem, us, False, f"d{head_dim} {batch}x{seqlen} {found[4]} {label}"
+            )
 
 
 def _problem(

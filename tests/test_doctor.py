@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from warpwave import bundle, doctor
-from warpwave.doctor import Card, Check, Facts
+from warpwave import bundle, doctor, doctor_facts
+from warpwave.doctor import Check
+from warpwave.doctor_facts import Card, Facts
 
 H200 = Card("NVIDIA H200", "580.159.04", False, 143_771.0, 500.0, 0, 33.0, 120.0, 700.0)
 SOUND = Facts(
@@ -136,21 +137,21 @@ def test_code_for_an_older_card_of_the_generation_runs() -> None:
 
 def test_a_line_of_nvidia_smi_is_read() -> None:
     line = "NVIDIA H200, 580.159.04, Disabled, 143771, 500, 0x0000000000000004, 33, 120.51, 700.00"
-    card = doctor.parse_card(line)
+    card = doctor_facts.parse_card(line)
     assert card == replace(H200, throttle=4, power_w=120.51)
-    unknown = doctor.parse_card(line.replace("500,", "[N/A],").replace("0x0000000000000004", "[N/A]"))
+    unknown = doctor_facts.parse_card(line.replace("500,", "[N/A],").replace("0x0000000000000004", "[N/A]"))
     assert unknown is not None
     assert unknown.memory_used_mb is None
     assert unknown.throttle is None
-    assert doctor.parse_card("NVIDIA-SMI has failed because it couldn't communicate with the driver.") is None
+    assert doctor_facts.parse_card("NVIDIA-SMI has failed because it couldn't communicate with the driver.") is None
 
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    error, free = doctor._try_to_write(tmp_path / "file")
+    error, free = doctor_facts._try_to_write(tmp_path / "file")
     assert error
     assert free is None
-    assert doctor._try_to_write(tmp_path / "not" / "there" / "yet")[0] == ""
+    assert doctor_facts._try_to_write(tmp_path / "not" / "there" / "yet")[0] == ""
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 

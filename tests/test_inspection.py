@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from warpwave import cli, compiled, inspection
+from warpwave import cli, compiled, inspection, inspection_command, inspection_text
 from warpwave.compiled import CannotCompile, CompileFacts
 from warpwave.errors import InvalidInput
 from warpwave.hardware.gpu import ARCHS, Gpu
@@ -164,7 +164,7 @@ def test_another_file_is_refused(text: str) -> None:
 def test_a_difference_names_what_moved_and_nothing_else() -> None:
     changed = replace(FACTS, registers=200, instructions=Counter({"HGMMA": 8, "IMAD": 90, "STL": 4}))
     other = replace(FINDING, facts=changed, groups=inspection.group(changed.instructions))
-    (difference,) = inspection.compare([FINDING], [other])
+    (difference,) = inspection_text.compare([FINDING], [other])
     assert difference.changed == {
         "registers": (168, 200),
         "instructions": (108, 102),
@@ -172,25 +172,25 @@ def test_a_difference_names_what_moved_and_nothing_else() -> None:
         "spills": (0, 4),
     }
     assert difference.opcodes == {"IMAD": (100, 90), "STL": (0, 4)}
-    text = inspection.describe_difference(difference)
+    text = inspection_text.describe_difference(difference)
     assert "168 -> 200  (+32)" in text
     assert "HGMMA" not in text
-    (same,) = inspection.compare([FINDING], [FINDING])
-    assert inspection.describe_difference(same).endswith("no difference")
+    (same,) = inspection_text.compare([FINDING], [FINDING])
+    assert inspection_text.describe_difference(same).endswith("no difference")
 
 
 def test_what_is_on_one_side_only_is_said() -> None:
     other = replace(FINDING, arch="sm_80")
-    found = inspection.compare([FINDING, other], [FINDING])
+    found = inspection_text.compare([FINDING, other], [FINDING])
     assert [d.after is None for d in found] == [False, True]
-    assert "only in the first" in inspection.describe_difference(found[1])
+    assert "only in the first" in inspection_text.describe_difference(found[1])
 
 
 def test_shared_memory_that_does_not_fit_is_said_loudly() -> None:
     big = replace(FINDING, facts=replace(FACTS, smem_bytes=300_000))
     assert not big.fits
-    assert "DOES NOT FIT" in inspection.describe(big)
-    assert "does not fit" in inspection.table([big]).rows[0][3]
+    assert "DOES NOT FIT" in inspection_text.describe(big)
+    assert "does not fit" in inspection_text.table([big]).rows[0][3]
 
 
 def test_several_launches_are_no_better_than_their_worst() -> None:
@@ -202,9 +202,9 @@ def test_several_launches_are_no_better_than_their_worst() -> None:
 
 def test_a_kernel_of_torchs_operations_has_nothing_to_compile() -> None:
     with pytest.raises(CannotCompile, match="torch's operations"):
-        inspection._kernel(eager.NAME)
+        inspection_command._kernel(eager.NAME)
     with pytest.raises(InvalidInput, match="did you mean flash_fwd"):
-        inspection._kernel("flash_fdw")
+        inspection_command._kernel("flash_fdw")
 
 
 # The command ----------------------------------------------------------------------------------------------------------

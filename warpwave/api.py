@@ -243,16 +243,28 @@ def attention_with_kv_cache(
         q, layer.k, layer.v, None, None, alibi_slopes, sinks, cu_seqlens_q, None, layer.page_table, layer.seqused_k,
         index,
     )  # fmt: skip
-    options = _options(operands, causal, window_size, softcap, softmax_scale, precision, return_lse)
-    if options.needs_grad:
-        raise InvalidInput("attention_with_kv_cache computes no gradients; call it under torch.no_grad()")
-    options = options._replace(max_seqlen_q=max_seqlen_q or 0, max_seqlen_k=max_seqlen_k or 0)
+    said = (
+        causal, window_size, softcap, softmax_scale, precision, return_lse, max_seqlen_q or 0, max_seqlen_k or 0,
+    )  # fmt: skip
     serving = cached_calls.Serving(num_splits, batch_invariant, shared_prefix)
+    # True and 1 are equal, and only one of them is a causal.
+    key = ops.plan_key(operands, (said, causal.__class__, serving, kernel, config))
+    run = cached_calls.find_plan(key)
+    if run is None or checked:
+        options = _options(operands, *said)
+        if options.needs_grad:
+            raise InvalidInput("attention_with_kv_cache computes no gradients; call it under torch.no_grad()")
+        cached_calls.check(operands, options, serving)
     if k_new is not None or v_new is not None or rotary is not None:
         if k_new is not None and isinstance(cache, PagedKVCache) and isinstance(rows, torch.Tensor):
             raise InvalidType("rows is a tensor; appending k_new to a PagedKVCache takes the rows as integers")
-        operands = cached_calls.write_new(cache, operands, options, serving, rows, k_new, v_new, rotary, seqlens_q)
-    out, lse = cached_calls.attend(operands, options, serving, kernel, config, checked)
+        longest = q.shape[1] if max_seqlen_q is None else max_seqlen_q
+        operands = cached_calls.write_new(cache, operands, longest, rows, k_new, v_new, rotary, seqlens_q)
+    if checked:
+        cached_calls.check_contents(operands, options, serving)
+    if run is None:
+        run = cached_calls.make_plan(key, operands, options, serving, kernel, config)
+    out, lse = run(operands)
     return (out, lse) if return_lse else out
 
 

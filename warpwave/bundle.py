@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from warpwave.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from warpwave.doctor import Facts
+    from warpwave.doctor_facts import Facts
 
 # By name or, with a star, by how the name begins. Whatever else is set stays out of the file.
 KEPT_VARIABLES = (
@@ -117,13 +117,13 @@ def _or_error(ask: Any) -> Any:
 
 def _code() -> Any:
     from warpwave.bench import environment
-    from warpwave.doctor import _device
+    from warpwave.doctor_facts import this_device
 
-    return environment.describe(_device())
+    return environment.describe(this_device())
 
 
 def _explanation() -> str:
     import warpwave
-    from warpwave.doctor import _typical_problem
+    from warpwave.doctor_facts import typical_problem
 
-    return str(warpwave.explain(_typical_problem()))
+    return str(warpwave.explain(typical_problem()))

@@ -42,40 +42,68 @@ class Serving(NamedTuple):
     shared_prefix: int = 0
 
 
-def attend(
-    operands: CachedOperands, options: Options, serving: Serving, kernel: str, config: Any, checked: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Runs one call: the plan made for its like before, or a new one."""
-    if checked:
-        problem = describe_cached_call(operands, options, serving.batch_invariant)
-        check_cache_contents(problem, operands)
-        if serving.shared_prefix:
-            _check_prefix(problem, operands, serving.shared_prefix)
-    layouts = [t if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15) for t in operands]
-    key = (*layouts, options, serving, kernel, config)
-    run = _plans.get(key)
-    if run is None:
-        run = _plan(operands, options, serving, kernel, config)
+def find_plan(key: tuple[Any, ...] | None) -> Run | None:
+    """The plan kept under a key of `ops.plan_key`."""
+    try:
+        return _plans.get(key) if key is not None else None
+    except TypeError:  # a window given as a list, say, has no hash
+        return None
+
+
+def make_plan(
+    key: tuple[Any, ...] | None,
+    operands: CachedOperands,
+    options: Options,
+    serving: Serving,
+    kernel: str,
+    config: Any,
+) -> Run:
+    """Chooses and compiles the kernel of a call, and keeps the plan under the key, if it has one."""
+    run = _plan(operands, options, serving, kernel, config)
+    try:
+        hash(key)
+    except TypeError:
+        return run
+    if key is not None:
         while len(_plans) >= MAX_PLANS:
             del _plans[next(iter(_plans))]
         _plans[key] = run
-    return run(operands)
+    return run
+
+
+def check(operands: CachedOperands, options: Options, serving: Serving) -> AttentionProblem:
+    """The problem that a call describes, or an error that names the argument; before anything is written."""
+    problem = describe_cached_call(operands, options, serving.batch_invariant)
+    if not isinstance(serving.shared_prefix, int) or serving.shared_prefix < 0:
+        raise InvalidInput(f"shared_prefix is {serving.shared_prefix!r}; it must be a number of tokens, 0 for none")
+    if serving.num_splits is not None:
+        if not isinstance(serving.num_splits, int) or serving.num_splits < 1:
+            raise InvalidInput(f"num_splits is {serving.num_splits!r}; it must be an integer, at least 1, or None")
+        if serving.batch_invariant:
+            raise InvalidInput("num_splits was given with batch_invariant=True, which splits by a sequence's length")
+    return problem
+
+
+def check_contents(operands: CachedOperands, options: Options, serving: Serving) -> None:
+    """What `checked=True` asks for: lengths, rows, page ids and the prefix, as they are on the device."""
+    problem = describe_cached_call(operands, options, serving.batch_invariant)
+    check_cache_contents(problem, operands)
+    if serving.shared_prefix:
+        _check_prefix(problem, operands, serving.shared_prefix)
 
 
 def write_new(
     cache: PagedKVCache | CacheLayer,
     operands: CachedOperands,
-    options: Options,
-    serving: Serving,
+    max_seqlen_q: int,
     rows: Any,
     k_new: torch.Tensor | None,
     v_new: torch.Tensor | None,
     rotary: Rotary | None,
     seqlens_q: Sequence[int] | None,
 ) -> CachedOperands:
-    """Writes a call's new tokens and rotates its queries; the operands with q rotated. The call itself is checked
-    first, so that an error leaves the cache as it was."""
-    describe_cached_call(operands, options, serving.batch_invariant)
+    """Writes a call's new tokens and rotates its queries; the operands with q rotated. The call itself was checked
+    before, so that an error leaves the cache as it was."""
     q = operands.q
     if k_new is not None:
         leading = q.shape[:-2]
@@ -97,7 +125,7 @@ def write_new(
         cu_seqlens = operands.cu_seqlens_q
         new = new_tokens(layer, k_new, v_new, q=q, rows=operands.rows, cu_seqlens=cu_seqlens, rotary=rotary)
         interleaved = rotary is not None and rotary.interleaved
-        write = append_kv.prepare(new, options.max_seqlen_q, interleaved)
+        write = append_kv.prepare(new, max_seqlen_q, interleaved)
     if q.numel():
         write(new)
     return operands if rotary is None else operands._replace(q=new.q_out)
@@ -107,13 +135,8 @@ def choose(
     problem: AttentionProblem, gpu: Gpu, serving: Serving, kernel: str = "auto", config: Any = None
 ) -> dispatch.Choice:
     """The kernel and config of a call on a cache, the number of splits as asked."""
-    if serving.num_splits is not None:
-        if config is not None:
-            raise InvalidInput("num_splits was given with a config, which has its own")
-        if serving.num_splits < 1:
-            raise InvalidInput(f"num_splits is {serving.num_splits}; it must be at least 1")
-        if serving.batch_invariant:
-            raise InvalidInput("num_splits was given with batch_invariant=True, which splits by a sequence's length")
+    if serving.num_splits is not None and config is not None:
+        raise InvalidInput("num_splits was given with a config, which has its own")
     choice = dispatch.choose(problem, gpu, kernel, config)
     if choice.kernel is split_kv and problem.batch_invariant and not choice.config.split_keys:
         raise InvalidInput("batch_invariant=True needs a config with split_keys: equal shares depend on the batch")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,6 +36,7 @@ CACHED = {
     "seqused_k": "cache_rows",
 }
 SCORES = "batch num_heads_q seqlen_q seqlen_k"
+PRECISION_NAMES = ", ".join(map(repr, PRECISIONS))
 
 
 class Options(NamedTuple):
@@ -104,7 +105,7 @@ def describe_call(operands: Operands, options: Options) -> AttentionProblem:
         alibi_shape=None if operands.alibi_slopes is None else tuple(operands.alibi_slopes.shape),
         softcap=options.softcap,
         has_sinks=operands.sinks is not None,
-        precision=options.precision if operands.q.dtype == torch.float32 else "default",
+        **_precision(options, operands.q.dtype),
         packed=packed,
         total_q=size.get("total_q", 0),
         total_k=size.get("total_k", 0),
@@ -152,7 +153,7 @@ def describe_cached_call(operands: CachedOperands, options: Options, batch_invar
         alibi_shape=None if operands.alibi_slopes is None else tuple(operands.alibi_slopes.shape),
         softcap=options.softcap,
         has_sinks=operands.sinks is not None,
-        precision=options.precision if operands.q.dtype == torch.float32 else "default",
+        **_precision(options, operands.q.dtype),
         packed=packed,
         total_q=size.get("total_q", 0),
         total_k=size["batch"] * seqlen_k if packed else 0,
@@ -375,5 +376,45 @@ def _check_scalars(options: Options, scale: float) -> None:
             f"window_size is ({options.window_left}, {options.window_right}); each side must be at least -1 "
             "(-1 is unlimited)"
         )
-    if options.precision not in PRECISIONS:
-        raise InvalidInput(f"precision is {options.precision!r}; it must be one of {', '.join(map(repr, PRECISIONS))}")
+
+
+def spell_precision(precision: str | float) -> str:
+    """What the caller gave for `precision`, checked, as `Options` and the operators' schema carry it: a budget as the
+    shortest text that is read back as the same number.
+
+    Raises:
+        InvalidInput: a name that is none, or a budget that is not between 0 and 1.
+        InvalidType: neither a name nor a number.
+    """
+    if isinstance(precision, str):
+        if precision not in PRECISIONS:
+            raise InvalidInput(f"precision is {precision!r}; it must be one of {PRECISION_NAMES}, or a number")
+        return precision
+    if isinstance(precision, bool) or not isinstance(precision, (int, float)):
+        raise InvalidType(
+            f"precision is {precision!r}; it must be one of {PRECISION_NAMES}, or a number, the relative error that out "
+            "may have"
+        )
+    if not 0 < precision < 1:
+        raise InvalidInput(
+            f"precision is {precision!r}; as a number it is the relative error that out may have, between 0 and 1"
+        )
+    return repr(float(precision))
+
+
+def _precision(options: Options, dtype: torch.dtype) -> dict[str, Any]:
+    """The fields of the problem that say how float32 products are computed; 16-bit inputs leave no choice."""
+    if options.precision in PRECISIONS:
+        return {"precision": options.precision if dtype == torch.float32 else "default"}
+    try:
+        budget = float(options.precision)
+    except ValueError:
+        budget = math.nan
+    if not 0 < budget < 1:
+        spell_precision(options.precision)
+    if dtype != torch.float32:
+        raise InvalidInput(
+            f"precision is {budget:g}, an error budget, which float32 inputs can keep; q is {dtype}, which rounds each "
+            "number of out: pass q.float(), k.float() and v.float(), or no precision"
+        )
+    return {"error_budget": budget}

@@ -167,12 +167,12 @@ def inspect_(
     Registers, spills, shared memory, blocks a multiprocessor and the instruction mix. Exit code 1 if a config does not
     compile or does not fit.
     """
-    from warpwave import inspection
+    from warpwave import inspection_command
     from warpwave.compiled import CannotCompile
 
-    request = inspection.Request(kernel, arch or (), config or (), all_configs, diff, save, as_json)
+    request = inspection_command.Request(kernel, arch or (), config or (), all_configs, diff, save, as_json)
     try:
-        raise typer.Exit(inspection.run(problem, request))
+        raise typer.Exit(inspection_command.run(problem, request))
     except CannotCompile as error:
         raise InvalidInput(str(error)) from None
 

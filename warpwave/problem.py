@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1}
-PRECISIONS = ("default", "ieee", "tf32x3", "tf32", "bf16x6", "bf16x3")
+PRECISIONS = ("default", "ieee", "tf32x3", "tf32", "bf16x6", "bf16x3")  # what each means: warpwave.precision
 
 Alignment = Literal["bottom_right", "top_left"]
 
@@ -139,6 +139,8 @@ class AttentionProblem:
             that a page table maps sequences to; 0 where they are not. `packed` then speaks of q alone, `seqlen_k` is
             the longest sequence to be served and `total_k` is `batch * seqlen_k`.
         batch_invariant: whether a sequence's result must have the same bits whatever else is in the batch.
+        error_budget: for float32 inputs, the relative error that out may have, in place of a named `precision`, which
+            is then "default"; None where none was given.
     """
 
     batch: int
@@ -168,6 +170,7 @@ class AttentionProblem:
     requires_grad: bool = False
     page_size: int = 0
     batch_invariant: bool = False
+    error_budget: float | None = None
 
     # What the mask shows ---------------------------------------------------------------------------------------------
 
@@ -328,7 +331,8 @@ class AttentionProblem:
         if self.batch_invariant:
             parts.append("batch-invariant")
         if self.dtype == "float32":
-            parts.append(f"precision {self.precision}")
+            budget = self.error_budget
+            parts.append(f"precision {self.precision}" if budget is None else f"relative error at most {budget:g}")
         if self.return_lse:
             parts.append("with lse")
         if self.requires_grad:

@@ -41,29 +41,12 @@ from warpwave.kernels.arguments import (
     window,
 )
 from warpwave.kernels.cost import Cost
-from warpwave.kernels.primitives import (
-    LOG2_E,
-    band_edges,
-    load_tile,
-    operand,
-    packed_sequence,
-    product,
-    rounded,
-    softmax_step,
-    transposed,
-    visible_keys,
-)
-from warpwave.kernels.scores import score_bits, without_unseen
-from warpwave.kernels.triton_or_stub import NO_TRITON, jit, tl
+from warpwave.kernels.large_head_dim_device import large_head_dim_kernel
+from warpwave.kernels.triton_or_stub import NO_TRITON
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
 
 NAME = "large_head_dim"
 NEEDS_GPU = True
-UNSPECIALISED = [
-    *("stride_lb", "stride_lh", "stride_mask_b", "stride_mask_h", "stride_bias_b", "stride_bias_h", "stride_alibi_b"),
-    *("stride_alibi_h", "seqlen_q", "seqlen_k", "total_q", "total_k", "num_units", "group_size", "window_left"),
-    *("window_right", "num_splits", "rows_heads"),
-]
 
 
 @dataclass(frozen=True)
@@ -100,242 +83,6 @@ class Config:
         for name in ("v_parts", "num_splits", "num_stages"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-
-
-# Device code ----------------------------------------------------------------------------------------------------------
-
-
-@jit
-def _load_piece(row_pointers, rows, row_begin, row_end, first, stride_d, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK columns of some rows from column `first`, zero outside the rows and behind WIDTH. [rows, BLOCK]"""
-    columns = first + tl.arange(0, BLOCK)
-    pointers = row_pointers[:, None] + columns.to(tl.int64)[None, :] * stride_d
-    return load_tile(pointers, rows, columns, row_begin, row_end, WIDTH, WIDTH % BLOCK != 0)
-
-
-@jit(do_not_specialize=UNSPECIALISED)
-def large_head_dim_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    lse_ptr,
-    acc_ptr,
-    state_ptr,
-    mask_ptr,
-    bias_ptr,
-    alibi_slopes_ptr,
-    sinks_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    stride_qb,
-    stride_qm,
-    stride_qh,
-    stride_qd,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_kd,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_vd,
-    stride_ob,
-    stride_om,
-    stride_oh,
-    stride_lb,
-    stride_lh,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_m,
-    stride_mask_n,
-    stride_bias_b,
-    stride_bias_h,
-    stride_bias_m,
-    stride_bias_n,
-    stride_alibi_b,
-    stride_alibi_h,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
-    num_units,
-    group_size,
-    window_left,
-    window_right,
-    num_splits,
-    rows_heads,
-    softmax_scale,
-    softcap,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    V_PIECES: tl.constexpr,
-    V_PARTS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    HEADS: tl.constexpr,
-    Q_RESIDENT: tl.constexpr,
-    V_IN_K: tl.constexpr,
-    SPLIT: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
-    WRITE_LSE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """One tile of rows, one part of the columns of v, one split of the keys.
-
-    A row is query `row // HEADS` of the head `row % HEADS` of its unit, HEADS query heads that read one kv head.
-    """
-    # Where this program works -----------------------------------------------------------------------------------------
-    pieces: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
-    num_tiles = tl.cdiv(seqlen_q * HEADS, BLOCK_M)
-    pid = tl.program_id(0)
-    part = pid % V_PARTS  # neighbours read the same keys
-    split = pid // V_PARTS % num_splits
-    pid = pid // V_PARTS // num_splits
-    tile = num_tiles - 1 - pid % num_tiles  # longest first where causal
-    unit = (pid // num_tiles % num_units).to(tl.int64)
-    batch = (pid // num_tiles // num_units).to(tl.int64)
-    kv_head = unit * HEADS // group_size
-    first_row = batch * seqlen_q  # of all sequences, where a split leaves its state
-    if IS_VARLEN:
-        q_begin, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
-        k_begin, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)
-        if tile * BLOCK_M >= seqlen_q * HEADS:
-            return
-        q_ptr += q_begin * stride_qm
-        k_ptr += k_begin * stride_kn
-        v_ptr += k_begin * stride_vn
-        out_ptr += q_begin * stride_om
-        first_row = q_begin
-        if WRITE_LSE:
-            lse_ptr += q_begin
-    lines = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    rows = lines // HEADS
-    heads = unit * HEADS + lines % HEADS  # 64-bit
-    row_inside = rows < seqlen_q
-    row_offsets = rows.to(tl.int64)
-    q_rows = q_ptr + (batch * stride_qb + row_offsets * stride_qm + heads * stride_qh)  # [BLOCK_M]
-    k_ptr += batch * stride_kb + kv_head * stride_kh
-    v_ptr += batch * stride_vb + kv_head * stride_vh
-    mask_rows = mask_ptr
-    bias_rows = bias_ptr
-    slopes_log2 = softmax_scale
-    if HAS_MASK:
-        mask_rows = mask_ptr + (batch * stride_mask_b + heads * stride_mask_h + row_offsets * stride_mask_m)
-    if HAS_BIAS:
-        bias_rows = bias_ptr + (batch * stride_bias_b + heads * stride_bias_h + row_offsets * stride_bias_m)
-    if HAS_ALIBI:
-        slopes = alibi_slopes_ptr + (batch * stride_alibi_b + heads * stride_alibi_h)
-        slopes_log2 = tl.load(slopes, mask=row_inside, other=0.0) * LOG2_E
-
-    low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
-    row_begin = tile * BLOCK_M // HEADS
-    row_last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // HEADS, seqlen_q - 1)
-    key_begin, key_end = visible_keys(row_begin, row_last, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
-    first = key_begin // BLOCK_N * BLOCK_N
-    last = key_end
-    if SPLIT:
-        tiles_a_split = tl.cdiv(tl.cdiv(tl.maximum(key_end - first, 0), BLOCK_N), num_splits)
-        first += split * tiles_a_split * BLOCK_N
-        last = tl.minimum(first + tiles_a_split * BLOCK_N, key_end)
-
-    # The state of the online softmax ----------------------------------------------------------------------------------
-    if Q_RESIDENT:
-        q = ()
-        for c in tl.static_range(pieces):
-            piece = _load_piece(q_rows, rows, 0, seqlen_q, c * BLOCK_D, stride_qd, HEAD_DIM, BLOCK_D)
-            q = q + (operand(piece, PRECISION),)  # [BLOCK_M, BLOCK_D] each
-    accs = ()
-    for _ in tl.static_range(V_PIECES):
-        accs = accs + (tl.zeros([BLOCK_M, BLOCK_V], tl.float32),)
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
-    first_column = part * (V_PIECES * BLOCK_V)
-
-    for key_tile in range(first, last, BLOCK_N):
-        keys = key_tile + tl.arange(0, BLOCK_N)
-        # Keys that no row of the tile sees are not read: NaN there must have no effect.
-        k_rows = k_ptr + keys.to(tl.int64) * stride_kn
-        v_rows = v_ptr + keys.to(tl.int64) * stride_vn
-        raw = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        values = ()
-        if Q_RESIDENT:
-            for c in tl.static_range(pieces):
-                k = _load_piece(k_rows, keys, key_begin, key_end, c * BLOCK_D, stride_kd, HEAD_DIM, BLOCK_D)
-                raw = product(q[c], transposed(operand(k, PRECISION), PRECISION), raw, PRECISION)
-                if V_IN_K and c < V_PIECES:
-                    values = values + (k,)  # [BLOCK_N, BLOCK_V]
-        else:
-            # Values are asked for before the scores are summed, and arrive meanwhile.
-            for j in tl.static_range(V_PIECES):
-                column = first_column + j * BLOCK_V
-                v = _load_piece(v_rows, keys, key_begin, key_end, column, stride_vd, HEAD_DIM_V, BLOCK_V)
-                values = values + (v,)
-            for d in range(0, HEAD_DIM, BLOCK_D):
-                a = _load_piece(q_rows, rows, 0, seqlen_q, d, stride_qd, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-                k = _load_piece(k_rows, keys, key_begin, key_end, d, stride_kd, HEAD_DIM, BLOCK_D)
-                k = transposed(operand(k, PRECISION), PRECISION)
-                raw = product(operand(a, PRECISION), k, raw, PRECISION)  # [BLOCK_M, BLOCK_N]
-        scores = score_bits(
-            raw, rows, keys, row_inside, key_end, seqlen_k - seqlen_q, low, high, mask_rows, stride_mask_n, bias_rows,
-            stride_bias_n, slopes_log2, softmax_scale, softcap, HAS_LOW, HAS_HIGH, HAS_MASK, HAS_BIAS, HAS_ALIBI,
-            HAS_SOFTCAP,
-        )  # fmt: skip
-        p, alpha, m_i, l_i = softmax_step(scores, 1.0, m_i, l_i)
-        new_accs = ()
-        for j in tl.static_range(V_PIECES):
-            if Q_RESIDENT and not V_IN_K:
-                column = first_column + j * BLOCK_V
-                v = _load_piece(v_rows, keys, key_begin, key_end, column, stride_vd, HEAD_DIM_V, BLOCK_V)
-            else:
-                v = values[j]
-            if HAS_MASK or HAS_BIAS:
-                v = without_unseen(v, scores)
-            weights = operand(p.to(v.dtype), PRECISION)
-            acc = product(weights, operand(v, PRECISION), accs[j] * alpha[:, None], PRECISION)  # [BLOCK_M, BLOCK_V]
-            new_accs = new_accs + (acc,)
-        accs = new_accs
-
-    # What is left of it -----------------------------------------------------------------------------------------------
-    if SPLIT:
-        slots = split * tl.cast(rows_heads, tl.int64) + (first_row + row_offsets) * (num_units * HEADS) + heads
-        if part == 0:
-            states = state_ptr + (split * tl.cast(rows_heads, tl.int64) + slots)
-            tl.store(states, m_i, mask=row_inside)
-            tl.store(states + rows_heads, l_i, mask=row_inside)
-        out_rows = acc_ptr + slots * HEAD_DIM_V
-        row_inside = row_inside & (l_i != 0.0)  # the merge reads no other
-    else:
-        scale = tl.full([BLOCK_M], 1.0, tl.float32)
-        if HAS_SINKS:
-            # One more key, whose value is zero. It comes last: as the first maximum it would push the probabilities
-            # of lower scores out of the range of 16 bits.
-            sink_log2 = tl.load(sinks_ptr + heads, mask=row_inside, other=0.0) * LOG2_E
-            m_i, l_i, scale, _ = partials.join(m_i, l_i, sink_log2, 1.0)
-        scale = scale * partials.inverse_sum(l_i)
-        out_rows = out_ptr + (batch * stride_ob + row_offsets * stride_om + heads * stride_oh)
-        if WRITE_LSE:
-            if part == 0:
-                lse_rows = lse_ptr + (batch * stride_lb + heads * stride_lh + row_offsets)
-                tl.store(lse_rows, partials.lse_of(m_i, l_i), mask=row_inside)
-    for j in tl.static_range(V_PIECES):
-        columns = first_column + j * BLOCK_V + tl.arange(0, BLOCK_V)
-        inside = row_inside[:, None] & (columns < HEAD_DIM_V)[None, :]
-        pointers = out_rows[:, None] + columns[None, :]
-        if SPLIT:
-            tl.store(pointers, accs[j], mask=inside)
-        else:
-            tl.store(pointers, rounded(accs[j] * scale[:, None], out_ptr.dtype.element_ty), mask=inside)
 
 
 # Host -----------------------------------------------------------------------------------------------------------------
@@ -538,8 +285,8 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     if anew <= FLOPS_A_SCORE_IN_MEMORY:
         return []
     return [
-        f"head_dim_v {problem.head_dim_v} takes {parts} programs a tile, each of which computes the scores anew: {anew} "
-        f"FLOP a score, and three_kernel's scores in memory cost the time of {FLOPS_A_SCORE_IN_MEMORY}"
+        f"head_dim_v {problem.head_dim_v} takes {parts} programs a tile, all computing the same scores: {anew} FLOP "
+        f"a score for nothing, and three_kernel's scores in memory cost the time of {FLOPS_A_SCORE_IN_MEMORY}"
     ]
 
 
@@ -560,7 +307,7 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 
 
 def _registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """About what a thread holds: the accumulator and scores of its rows, values on their way, and some forty besides."""
+    """About what a thread holds: accumulator and scores of its rows, values on their way, and some forty besides."""
     threads = max(1, config.num_warps * gpu.warp_size)
     block_v, v_pieces = _columns(problem, config)
     elements = config.block_m * (block_v * v_pieces + 2 * config.block_n)

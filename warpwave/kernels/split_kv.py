@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave import launch
+from warpwave import launch, precision
 from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels import partials
 from warpwave.kernels.arguments import (
@@ -47,12 +47,14 @@ from warpwave.kernels.primitives import (
     band_edges,
     band_visible,
     load_tile,
+    operand,
     packed_sequence,
+    product,
     rounded,
-    rounded_to_tf32,
     softmax_step,
     tanh,
     tile_pointers,
+    transposed,
     visible_keys,
 )
 from warpwave.kernels.triton_or_stub import NO_TRITON, jit, tl
@@ -283,8 +285,7 @@ def split_kv_kernel(
     in_range = queries < seqlen_q
     q = tile_pointers(q_ptr, queries, dims, stride_qm, stride_qd) + (heads * stride_qh)[:, None]
     q = load_tile(q, queries, dims, 0, seqlen_q, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    if PRECISION == "tf32":
-        q = rounded_to_tf32(q)
+    q = operand(q, PRECISION)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -306,9 +307,8 @@ def split_kv_kernel(
             v_offsets = keys.to(tl.int64) * stride_vn
         k = k_ptr + (k_offsets[:, None] + dims.to(tl.int64)[None, :] * stride_kd)
         k = load_tile(k, keys, dims, key_begin, end, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_N, BLOCK_D]
-        if PRECISION == "tf32":
-            k = rounded_to_tf32(k)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        k = transposed(operand(k, PRECISION), PRECISION)
+        scores = product(q, k, None, PRECISION)  # [BLOCK_M, BLOCK_N]
 
         # As in flash_fwd: the scale rides in the softmax where nothing is added or hidden.
         scale_left = scale_log2
@@ -345,10 +345,8 @@ def split_kv_kernel(
             # A value that no query of the tile sees must have no effect, and 0 * NaN would be one.
             seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
             v = tl.where((seen != 0)[:, None], v, 0.0)
-        if PRECISION == "tf32":
-            p = rounded_to_tf32(p)
-            v = rounded_to_tf32(v)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)  # [BLOCK_M, BLOCK_DV]
+        p = operand(p.to(v.dtype), PRECISION)
+        acc = product(p, operand(v, PRECISION), acc * alpha[:, None], PRECISION)  # [BLOCK_M, BLOCK_DV]
 
     # What is left of it -----------------------------------------------------------------------------------------------
     num_heads_q = num_heads_kv * GROUP_SIZE
@@ -627,8 +625,7 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
             reasons.append(f"{name} is {size}; a row of K or V must fit one tile, {MAX_HEAD_DIM} at most")
     if problem.page_size & (problem.page_size - 1):
         reasons.append(f"page_size is {problem.page_size}; its pages are powers of two, so that no address is divided")
-    if gpu.vendor == "amd" and problem.precision in ("tf32", "tf32x3"):
-        reasons.append(f"precision {problem.precision!r} is not compiled for {gpu.arch}; use 'ieee'")
+    reasons += precision.why_not(problem, gpu)
     if not reasons and not _fitting(problem, gpu):
         needed = min(smem_bytes(problem, gpu, config) for config in _tilings(problem))
         reasons.append(
@@ -640,7 +637,7 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """An upper bound on the shared memory of one block, which tests hold against what every target compiles to."""
-    size, precision = DTYPE_BYTES[problem.dtype], dot_precision(problem, gpu)
+    size, arithmetic = DTYPE_BYTES[problem.dtype], dot_precision(problem, gpu)
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     q = size * config.block_m * block_d
     p = size * config.block_m * config.block_n
@@ -655,10 +652,8 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
         return max(q, config.num_stages * kv * 17 // 16) + p + more
     if gpu.vendor == "amd":
         return max(q, max(1, config.num_stages - 1) * kv) + p + more
-    if precision in ("tf32x3", "tf32"):
-        if gpu.capability == 90:
-            return 2 * (q + p) + config.num_stages * kv + more
-        return q + config.num_stages * kv + max(q, kv) // 2 + more
+    if problem.dtype == "float32" and arithmetic != "ieee":
+        return 2 * (q + p) + config.num_stages * kv + kv + more  # the parts of an operand stand side by side
     return q + p + config.num_stages * kv + more
 
 

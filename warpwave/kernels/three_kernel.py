@@ -104,7 +104,7 @@ def _runs_of_heads(problem: AttentionProblem, chunk: Chunk) -> Iterator[tuple[in
 
 
 def _library_scores(problem: AttentionProblem, chunk: Chunk, q: torch.Tensor, k: torch.Tensor, into: Any) -> None:
-    """Raw scores of every pair between the chunk's first and last visible key. q, k as given; into [heads, rows, keys]."""
+    """Raw scores of every pair between the chunk's first and last visible key, into [heads, rows, keys]."""
     keys, columns = _key_slices(chunk)
     rows = slice(chunk.row_begin, chunk.row_begin + chunk.rows)
     for batch, heads, kv_heads, here in _runs_of_heads(problem, chunk):
@@ -326,7 +326,7 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         reasons.append("it reads no paged cache")
     if problem.batch_invariant:
         reasons.append(
-            "how its products are cut follows from the batch, and torch's may sum in another order for another"
+            "how its products are cut follows from the batch: sums for another batch may run in another order"
         )
     if gpu.vendor == "amd" and problem.precision in ("tf32", "tf32x3"):
         reasons.append(f"precision {problem.precision!r} is not compiled for {gpu.arch}; use 'ieee'")
@@ -353,9 +353,7 @@ def _library_cannot(problem: AttentionProblem, gpu: Gpu, config: Config) -> list
     asked = "library" in (config.scores, config.values)
     precision = dot_precision(problem, gpu)
     if asked and problem.packed:
-        reasons.append(
-            "where packed sequences begin is known to the device alone; products are ours, not the library's"
-        )
+        reasons.append("only the device knows where packed sequences begin; products are ours, not the library's")
     if asked and problem.dtype == "float32" and precision not in ("ieee", "tf32"):
         reasons.append(f"the library has no products in {precision!r}; products are ours, or precision is 'ieee'")
     if config.values == "library" and _may_hide_keys(problem):
@@ -542,7 +540,7 @@ def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
 
 
 def _tiles(problem: AttentionProblem, gpu: Gpu) -> Config:
-    """The widest tile of the usual shapes that fits and does not spill (tests/compile), products ours, three launches."""
+    """The widest tile of the usual shapes that fits without spills (tests/compile); three launches, products ours."""
     rdna = gpu.vendor == "amd" and not gpu.arch.startswith("gfx9")
     small = problem.seqlen_q <= 64 and problem.seqlen_k <= 512  # where larger tiles would be one block a head
     if problem.dtype == "float32":

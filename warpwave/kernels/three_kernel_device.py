@@ -301,7 +301,8 @@ def chunk_softmax_kernel(
         for key_tile in range(line_begin, line_end, KEYS):
             keys = key_tile + tl.arange(0, KEYS)
             in_lines = row_inside[:, None] & (keys < line_end)[None, :]
-            pointers = tile_pointers(scores_ptr + chunk_head * stride_sh, rows - row_begin, keys - key_base, stride_sm, 1)
+            pointers = scores_ptr + chunk_head * stride_sh
+            pointers = tile_pointers(pointers, rows - row_begin, keys - key_base, stride_sm, 1)
             raw = tl.load(pointers, mask=in_lines, other=0.0)  # [ROWS, KEYS]
             for share in tl.static_range(1, SPLIT_D):
                 raw += tl.load(pointers + share * tl.cast(stride_split, tl.int64), mask=in_lines, other=0.0)
@@ -465,7 +466,7 @@ def chunk_values_kernel(
             sink_log2 = tl.load(sinks_ptr + head) * LOG2_E
             m_i, l_i, scale, _ = join(m_i, l_i, sink_log2, 1.0)
         scale = scale * inverse_sum(l_i)
-        if WRITE_LSE:
+        if WRITE_LSE:  # noqa: SIM102 (known when compiled; the next is not)
             if tile_v == 0:
                 lse_rows = lse_ptr + (batch * stride_lb + head * stride_lh + rows)
                 tl.store(lse_rows, lse_of(m_i, l_i), mask=row_inside)

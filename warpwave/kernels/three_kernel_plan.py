@@ -116,6 +116,7 @@ class Plan(NamedTuple):
 
 
 def up(value: int, step: int) -> int:
+    """The next multiple of a step."""
     return -(-value // step) * step
 
 

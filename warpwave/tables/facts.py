@@ -85,7 +85,7 @@ def blocks(row: Row, heads: int | None = None) -> int | None:
     if kernel.blocks is not None and heads is None:
         return kernel.blocks
     count = heads if heads is not None else None if call.heads is None else call.batch * call.heads
-    if count is None or kernel.is_torch:
+    if count is None or kernel.is_peer:
         return None
     if kernel.grid == "heads":
         return count
@@ -135,7 +135,7 @@ def peak_tflops(row: Row, device: Device) -> float | None:
 def loads_of_a_key(row: Row) -> int | None:
     """How many blocks of one head read each key."""
     call, kernel = row.call, row.kernel
-    if call.seqlen is None or kernel.is_torch or kernel.block_m is None:
+    if call.seqlen is None or kernel.is_peer or kernel.block_m is None:
         return None
     return -(-call.seqlen // kernel.block_m)
 

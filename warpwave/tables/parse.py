@@ -58,7 +58,7 @@ class Kernel:
         launch_heads: "one" where each head is launched by itself, "all" where one launch has all, "" where nobody says.
         softmax_rows: rows that the softmax's launch covers, where the table says.
         max_difference: from a reference, where one was taken.
-        is_torch: whether the series is PyTorch's own kernel.
+        is_peer: somebody else's kernel, there to compare with, whose tiles nobody states.
     """
 
     grid: str = "query tiles"
@@ -75,7 +75,7 @@ class Kernel:
     launch_heads: str = "all"
     softmax_rows: int | None = None
     max_difference: float | None = None
-    is_torch: bool = False
+    is_peer: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +284,7 @@ def _rows(table: Mapping[str, Any], call: Call, kernels: Mapping[str, Kernel], w
                 continue  # nobody measured it
             if plain in MEASURED:
                 if type(value) not in (int, float) or value <= 0:
-                    raise TableError(f"{at}: {column} must be a number above 0, or \"-\" for none, got {value!r}")
+                    raise TableError(f'{at}: {column} must be a number above 0, or "-" for none, got {value!r}')
                 figures.setdefault(owner, {})[plain] = value
             elif plain in _names(Call):
                 calls[plain] = value
@@ -306,7 +306,7 @@ def _rows(table: Mapping[str, Any], call: Call, kernels: Mapping[str, Kernel], w
                 Row(
                     table=str(name or where),
                     series=who,
-                    label=label or ", ".join(f"{k} {v}" for k, v in varied.items()) or who,
+                    label=label or ", ".join(f"{k} {v}" for k, v in (calls or codes).items()) or who,
                     call=_make(Call, calls, own, at),
                     kernel=code,
                     varied=varied,
@@ -344,7 +344,7 @@ def _make(kind: type, values: Any, base: Any, where: str) -> Any:
             raise TableError(f"{where}: scores must be chip or memory, got {value!r}")
         if key in ("dtype", "grid", "unit", "scores", "launch_heads"):
             continue
-        if key in ("causal", "is_torch"):
+        if key in ("causal", "is_peer"):
             if not isinstance(value, bool):
                 raise TableError(f"{where}: {key} must be true or false, got {value!r}")
         elif key == "max_difference":
