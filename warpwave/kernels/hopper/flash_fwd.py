@@ -2,13 +2,13 @@
 
 A block is one producer warp and one to three consumer warpgroups of 64 queries. The producer moves Q, K and V tiles
 into shared memory by TMA; consumers multiply them by wgmma straight from there, keep probabilities in registers, and
-turn the scores of one tile into probabilities while the tensor cores are busy with the tile before (roles.py). Blocks
-stay on their SM and draw tiles of queries from a counter, longest first (scheduler.py).
+turn the scores of one tile into probabilities while the tensor cores are busy with the tile before (roles.py,
+softmax.py). Blocks stay on their SM and draw tiles of queries from a counter, longest first (scheduler.py).
 
     S = softmax_scale * Q K^T, then softcap, ALiBi, mask;   out = softmax(S) V;   lse = log(sum(exp(S)))
 
 Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), sections 3.1 and
-3.2. The online softmax rescales only when a row's maximum has risen by more than `roles.LAG`.
+3.2. The online softmax rescales only when a row's maximum has risen by more than `softmax.LAG`.
 
 Bound: tensor cores under the power limit from head_dim 128 on, exponentials and instruction issue at 64, launch latency
 when the grid does not fill the GPU. It adds to flash_fwd everything that Hopper has of its own; what was tried and what
@@ -28,7 +28,8 @@ from warpwave.kernels import arguments
 from warpwave.kernels.cost import Cost
 from warpwave.kernels.hopper import launcher, roles, scheduler
 from warpwave.kernels.hopper.compat import fence_async_shared, gl, jit, mbarrier
-from warpwave.kernels.hopper.parts import FREE_BARRIERS, Ring, ring_init
+from warpwave.kernels.hopper.parts import FREE_BARRIERS, ROWS, Ring, ring_init
+from warpwave.kernels.hopper.visible import Rules
 from warpwave.kernels.triton_or_stub import NO_TRITON
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
 
@@ -171,7 +172,7 @@ def hopper_flash_fwd_kernel(
     k_maps = _present(k_map, k_map_2, k_map_3)
     v_maps = _present(v_map, v_map_2, v_map_3)
     out_maps = _present(out_map, out_map_2, out_map_3)
-    rules = roles.Rules(
+    rules = Rules(
         scale, softcap_log2, window_left, window_right, GROUPS, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
         HAS_SOFTCAP, HAS_SINKS, IS_VARLEN, WRITE_LSE, OWN_OUT, VALUES_FIRST,
     )  # fmt: skip
@@ -334,7 +335,7 @@ def _plans(
             is_kv = source in (1, 2)
             shape = (batch, heads, max(1, keys_end) if is_kv else rows, width)
             strides = (tensor.stride(0), tensor.stride(2), tensor.stride(1), 1)
-        of_tile = config.block_n if source in (1, 2) else roles.ROWS.value
+        of_tile = config.block_n if source in (1, 2) else ROWS.value
         parts = [launcher.MapPlan(source, shape, strides, (1, 1, of_tile, part)) for part in pieces(width)]
         plans += [*parts, *[None] * (MAX_PIECES - len(parts))]
     return plans
@@ -473,7 +474,9 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         return []
     # Graph replays on an H200, hot, in us, this kernel / flash_fwd (the shipped record, suite tiny): 1 head x 64 3.99 /
     # 2.58, x 128 3.96 / 3.11, x 512 6.59 / 6.22; 8 x 4 heads x 128 4.11 / 3.35. Beyond: 16 heads x 1024 13.1 / 13.8.
-    return ["at most 512 keys of head_dim 64 and one tile an SM: flash_fwd, of lighter blocks, is 1.02 to 1.5 x as fast"]
+    return [
+        "at most 512 keys of head_dim 64 and one tile an SM: flash_fwd, with lighter blocks, is up to 1.5 x as fast"
+    ]
 
 
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
@@ -488,7 +491,7 @@ def _smem(problem: AttentionProblem, config: Config, own_out: bool) -> int:
 
 
 def tiles(problem: AttentionProblem, config: Config) -> int:
-    """(query tile, key tile) pairs visited, over all heads and sequences: `roles.tiles_of_block` on the host."""
+    """(query tile, key tile) pairs visited, over all heads and sequences: `visible.tiles_of_block` on the host."""
     total = 0
     counted: dict[tuple[int, int], int] = {}
     for seqlen_q, seqlen_k in problem.items():

@@ -23,6 +23,7 @@ from warpwave.kernels.hopper.compat import (
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
+ROWS = gl.constexpr(64)  # of a consumer warpgroup: what one wgmma takes
 # Named barriers from 8 on are free: Triton 3.6 to 3.9 uses the lower ones for its warp groups.
 FREE_BARRIERS = gl.constexpr(8)
 

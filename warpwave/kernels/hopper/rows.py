@@ -1,0 +1,64 @@
+"""Rows behind the end of a packed sequence: V's are zeroed in shared memory, and those of out are not stored."""
+
+from warpwave.kernels.hopper.compat import constexpr_function, fence_async_shared, gl, jit, tma_store
+from warpwave.kernels.hopper.parts import ROWS, first_column, matrix
+
+
+@constexpr_function
+def row_vectors(width):
+    """A warpgroup's layout for [rows, width] that reads and writes rows in vectors of 16 bytes."""
+    return gl.BlockedLayout([1, 8], [256 // int(width), int(width) // 8], [4, 1], [1, 0])
+
+
+@jit
+def zero_values(v_ring, n, rows_used, BLOCK_N: gl.constexpr):
+    """Zeroes the rows of a V tile behind its sequence: a tensor map stops at the end of the packed tensor only, and
+    a probability of 0 times another sequence's NaN is NaN. Each consumer does it for itself; they write the same."""
+    for i in gl.static_range(len(v_ring.pieces)):
+        v = matrix(v_ring.pieces[i].index(n % v_ring.stages))
+        for first in gl.static_range(0, BLOCK_N, 16):  # few rows at a time, for the sake of registers
+            if first + 16 > rows_used:
+                zero_rows(v.slice(first, 16, dim=0), rows_used - first)
+    fence_async_shared()
+
+
+@jit
+def zero_rows(x, rows_used):
+    """Zeroes the rows of x, in shared memory, from `rows_used` on."""
+    layout: gl.constexpr = row_vectors(x.shape[1])
+    used = gl.arange(0, x.shape[0], gl.SliceLayout(1, layout)) < rows_used
+    values = x.load(layout)
+    x.store(gl.where(used[:, None], values, gl.zeros_like(values)))
+
+
+@jit
+def store_out(out, out_maps, out_tiles, out_ptr, work, row, num_heads, GROUP: gl.constexpr, rules):
+    """The output tile through shared memory: by TMA, which stops at the tensor's end; where a packed sequence ends
+    inside the tile, by masked stores, for behind it lie another sequence's rows."""
+    for i in gl.static_range(len(out_maps)):
+        matrix(out_tiles[i].index(GROUP)).store(out[i].to(out_maps[i].dtype))
+    fence_async_shared()
+    rows_left = work.seqlen_q - row
+    for i in gl.static_range(len(out_maps)):
+        if rules.IS_VARLEN:
+            if rows_left >= ROWS:
+                place = [0, work.head, work.q_begin + row, first_column(out_maps, i)]
+                tma_store(out_maps[i], place, out_tiles[i].index(GROUP))
+            else:
+                store_rows(
+                    matrix(out_tiles[i].index(GROUP)), out_ptr, work.q_begin + row, rows_left, work.head, num_heads,
+                    out_maps[i].shape[3].to(gl.int64), first_column(out_maps, i),
+                )  # fmt: skip
+        else:
+            tma_store(out_maps[i], [work.batch, work.head, row, first_column(out_maps, i)], out_tiles[i].index(GROUP))
+
+
+@jit
+def store_rows(x, out_ptr, row, rows_left, head, num_heads, head_dim_v, column):
+    """The first rows of a piece, to rows and columns of one head of a contiguous (total_q, num_heads, head_dim_v)."""
+    layout: gl.constexpr = row_vectors(x.shape[1])
+    rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
+    columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
+    offsets = ((row + rows).to(gl.int64) * num_heads + head)[:, None] * head_dim_v + columns[None, :]
+    inside = (rows < rows_left)[:, None] & (columns < head_dim_v)[None, :]
+    gl.store(out_ptr + offsets, x.load(layout), mask=inside)

@@ -1,0 +1,92 @@
+"""The online softmax of a consumer warpgroup: scores in bits, a maximum that lags, sums that stay in their threads."""
+
+from warpwave.kernels.hopper.compat import gl, jit
+from warpwave.kernels.hopper.parts import ROWS, exp2, tanh
+
+# How far, in bits, a row's maximum may lag behind its largest score before the accumulator is rescaled: probabilities
+# reach 2^4. Random scores of one variance hardly ever rise by 4 bits after the first tile.
+LAG = gl.constexpr(4.0)
+
+
+@jit
+def in_bits(scores, tile, place, keys, rules, AT_EDGE: gl.constexpr):
+    """Scores of one tile as the softmax takes them, and what is left to multiply them by.
+
+    In tiles that need neither mask nor position the scale rides in the softmax's fused multiply-add. Elsewhere it is
+    applied here: 0 * -inf, with a scale of 0, would be NaN.
+    """
+    layout: gl.constexpr = scores.type.layout
+    scale = rules.scale
+    if rules.HAS_SOFTCAP:
+        scores = tanh(scores * scale) * rules.softcap_log2
+        scale = 1.0
+    elif rules.HAS_ALIBI or AT_EDGE:
+        scores = scores * scale
+        scale = 1.0
+    if rules.HAS_ALIBI or AT_EDGE:
+        key_first = keys.begin + tile * rules.BLOCK_N
+        rows = place.row_first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        columns = gl.arange(0, rules.BLOCK_N, gl.SliceLayout(0, layout))
+        if rules.HAS_ALIBI:
+            own_key = rows + (place.offset - key_first)
+            scores = scores - place.slope_log2 * gl.abs(columns[None, :] - own_key[:, None]).to(gl.float32)
+        if AT_EDGE:
+            # Two limits a row, so that a score costs a comparison with a constant each.
+            last = gl.full([ROWS], keys.end - 1 - key_first, gl.int32, gl.SliceLayout(1, layout))
+            if rules.HAS_HIGH:
+                last = gl.minimum(last, rows + (keys.high - key_first))
+            visible = columns[None, :] <= last[:, None]
+            if rules.HAS_LOW:
+                first = rows + (keys.low - key_first)
+                visible = visible & (columns[None, :] >= first[:, None])
+            scores = gl.where(visible, scores, float("-inf"))
+    return scores, scale
+
+
+@jit
+def partial_sums(p, BLOCK_N: gl.constexpr):
+    """Row sums that stay in their threads, [64, 8]: they are added across threads once, at the end."""
+    return gl.sum(gl.reshape(p, [ROWS, BLOCK_N // 8, 8]), axis=1)
+
+
+@jit
+def new_maximum(scores, scale, m_i, m_top, MAYBE_EMPTY: gl.constexpr):
+    """The maximum of the online softmax, one that lags, in bits and rounded once: unless a row's largest score m_top
+    leads its maximum m_i by more than LAG, the maximum stays and the factor of what was summed is exactly 1.
+
+    Returns:
+        shift: what to subtract from scores.
+        alpha: the factor of what was summed so far.
+        m_new, m_top.
+    """
+    m_top = gl.maximum(m_top, gl.max(scores, axis=1) * scale)
+    m_new = gl.where(m_top - m_i > LAG, m_top, m_i)
+    shift = m_new
+    if MAYBE_EMPTY:
+        # A row that saw nothing keeps the maximum minus infinity; only what is subtracted becomes 0. Nothing was summed
+        # for it, so that its factor need not be 0, and 1 spares the multiplication.
+        shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = gl.where(m_i == float("-inf"), 1.0, exp2(m_i - shift))
+    else:
+        alpha = exp2(m_i - shift)
+    return shift, alpha, m_new, m_top
+
+
+@jit
+def probabilities(scores, scale, shift, alpha, l_i, BLOCK_N: gl.constexpr):
+    """Un-normalised, and the new sums."""
+    p = exp2(scores * scale - shift[:, None])
+    sums = partial_sums(p, BLOCK_N)
+    return p, l_i * gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None] + sums
+
+
+@jit
+def rounding_of_the_largest(m_i, m_top, DTYPE: gl.constexpr):
+    """What 16 bits added to the largest probability of a row, to be added to the sum that out is divided by.
+
+    Kept relative to the row's true maximum it would be exactly 1. With one that lags it is rounded, and where it
+    outweighs all others the output is off by as much: the worst row's error was 3 to 4 times the rounding model's, on
+    sharp data. Divided by a sum with the same error it cancels, and 2.2 times remain.
+    """
+    largest = exp2(m_top - gl.where(m_i == float("-inf"), 0.0, m_i))
+    return largest.to(DTYPE).to(gl.float32) - largest

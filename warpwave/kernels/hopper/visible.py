@@ -1,0 +1,166 @@
+"""Which keys 64 queries of the Hopper forward see: tiles that need a mask, tiles that need none, tiles to skip."""
+
+# No postponed annotations here: an aggregate's fields are checked against its annotations.
+
+from warpwave.kernels.hopper.compat import aggregate, constexpr_function, gl, jit
+from warpwave.kernels.hopper.parts import ROWS
+
+
+@aggregate
+class Rules:
+    """The options of a call that are the same for all its tiles, compile-time ones in capitals."""
+
+    scale: gl.tensor  # softmax_scale * log2(e); with softcap, softmax_scale / softcap
+    softcap_log2: gl.tensor
+    window_left: gl.tensor
+    window_right: gl.tensor
+    GROUPS: gl.constexpr
+    BLOCK_N: gl.constexpr
+    HAS_LOW: gl.constexpr
+    HAS_HIGH: gl.constexpr
+    TOP_LEFT: gl.constexpr
+    HAS_ALIBI: gl.constexpr
+    HAS_SOFTCAP: gl.constexpr
+    HAS_SINKS: gl.constexpr
+    IS_VARLEN: gl.constexpr
+    WRITE_LSE: gl.constexpr
+    OWN_OUT: gl.constexpr
+    VALUES_FIRST: gl.constexpr
+
+    @constexpr_function
+    def __init__(
+        self,
+        scale,
+        softcap_log2,
+        window_left,
+        window_right,
+        GROUPS,
+        BLOCK_N,
+        HAS_LOW,
+        HAS_HIGH,
+        TOP_LEFT,
+        HAS_ALIBI,
+        HAS_SOFTCAP,
+        HAS_SINKS,
+        IS_VARLEN,
+        WRITE_LSE,
+        OWN_OUT,
+        VALUES_FIRST,
+    ):
+        self.scale = scale
+        self.softcap_log2 = softcap_log2
+        self.window_left = window_left
+        self.window_right = window_right
+        self.GROUPS = gl.constexpr(GROUPS)
+        self.BLOCK_N = gl.constexpr(BLOCK_N)
+        self.HAS_LOW = gl.constexpr(HAS_LOW)
+        self.HAS_HIGH = gl.constexpr(HAS_HIGH)
+        self.TOP_LEFT = gl.constexpr(TOP_LEFT)
+        self.HAS_ALIBI = gl.constexpr(HAS_ALIBI)
+        self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
+        self.HAS_SINKS = gl.constexpr(HAS_SINKS)
+        self.IS_VARLEN = gl.constexpr(IS_VARLEN)
+        self.WRITE_LSE = gl.constexpr(WRITE_LSE)
+        self.OWN_OUT = gl.constexpr(OWN_OUT)
+        self.VALUES_FIRST = gl.constexpr(VALUES_FIRST)
+
+
+@aggregate
+class Keys:
+    """The keys of a sequence that some query sees, [begin, end), and the band: low <= key - query <= high."""
+
+    begin: gl.tensor
+    end: gl.tensor
+    low: gl.tensor
+    high: gl.tensor
+
+    @constexpr_function
+    def __init__(self, begin, end, low, high):
+        self.begin = begin
+        self.end = end
+        self.low = low
+        self.high = high
+
+
+@jit
+def keys_of_sequence(work, rules):
+    """Tiles of keys start at `begin`: keys before it and from `end` on, which no query sees, are never multiplied."""
+    offset = work.seqlen_k - work.seqlen_q
+    low = offset - rules.window_left
+    high = offset + rules.window_right
+    if rules.TOP_LEFT:
+        high = gl.minimum(high, 0)
+    begin = gl.to_tensor(0)
+    end = work.seqlen_k
+    if rules.HAS_LOW:
+        begin = gl.minimum(gl.maximum(low, 0), work.seqlen_k)
+    if rules.HAS_HIGH:
+        end = gl.maximum(gl.minimum(end, work.seqlen_q + high), begin)
+    return Keys(begin, end, low, high)
+
+
+@jit
+def tiles_seen(keys, row_first, row_last, rules):
+    """[begin, end) of the key tiles that rows row_first to row_last see something of; may be empty."""
+    first = keys.begin
+    last = keys.end
+    if rules.HAS_LOW:
+        first = gl.maximum(first, row_first + keys.low)
+    if rules.HAS_HIGH:
+        last = gl.minimum(last, row_last + keys.high + 1)
+    begin = (first - keys.begin) // rules.BLOCK_N
+    end = gl.cdiv(gl.maximum(last - keys.begin, 0), rules.BLOCK_N)
+    return begin, end
+
+
+@jit
+def tiles_of_block(keys, work, rules):
+    """The key tiles that come for a block of queries: what its rows see, and one where they see nothing, so that every
+    block of queries is worked on alike; its scores are then all masked."""
+    row_first = work.tile * ROWS * rules.GROUPS
+    row_last = gl.minimum(row_first + ROWS * rules.GROUPS, work.seqlen_q) - 1
+    begin, end = tiles_seen(keys, row_first, row_last, rules)
+    none = end <= begin
+    return gl.where(none, 0, begin), gl.where(none, 1, end)
+
+
+@aggregate
+class Place:
+    """Where 64 queries of one head are: the first one, what to add to a query to get its own key, and ALiBi's slope."""
+
+    row_first: gl.tensor
+    offset: gl.tensor
+    slope_log2: gl.tensor
+
+    @constexpr_function
+    def __init__(self, row_first, offset, slope_log2):
+        self.row_first = row_first
+        self.offset = offset
+        self.slope_log2 = slope_log2
+
+
+@jit
+def place_of_group(work, keys, block_begin, block_end, GROUP: gl.constexpr, rules):
+    """A consumer's queries, and the key tiles they see within those that come for the block.
+
+    Returns:
+        place.
+        begin, end: key tiles to work on, one at least.
+        whole_begin, whole_end: those between them need no mask. `end - 1` is left out, and gets one in any case.
+    """
+    row_first = (work.tile * rules.GROUPS + GROUP) * ROWS
+    row_last = gl.minimum(row_first + ROWS, work.seqlen_q) - 1
+    begin, end = tiles_seen(keys, row_first, row_last, rules)
+    end = gl.minimum(gl.maximum(end, block_begin + 1), block_end)
+    begin = gl.minimum(gl.maximum(begin, block_begin), end - 1)
+    begin = gl.where(row_last < row_first, end - 1, begin)
+    whole_end = end - 1
+    whole_begin = begin
+    if rules.HAS_HIGH:
+        first_hidden = gl.minimum(keys.end, row_first + keys.high + 1) - keys.begin
+        whole_end = gl.maximum(gl.minimum(whole_end, gl.maximum(first_hidden, 0) // rules.BLOCK_N), begin)
+    if rules.HAS_LOW:
+        last_hidden = gl.maximum(row_last + keys.low - keys.begin, 0)
+        whole_begin = gl.minimum(gl.maximum(begin, gl.cdiv(last_hidden, rules.BLOCK_N)), whole_end)
+    place = Place(row_first, work.seqlen_k - work.seqlen_q, gl.to_tensor(0.0))
+    return place, begin, whole_begin, whole_end, end
