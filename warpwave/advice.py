@@ -159,6 +159,7 @@ def _computed_widths(call: Call) -> tuple[int, int]:
         dtype=p.dtype,
         softmax_scale=p.softmax_scale,
         precision=p.precision,
+        error_budget=p.error_budget,
     )
     flops = call.kernel.cost(small, call.gpu, call.config).flops
     widths = (p.head_dim, p.head_dim_v)
@@ -239,7 +240,8 @@ def _precision(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advice]:
         path = fastest(FLOAT32_PATHS[name], rates)
         if path is None or path.useful_tflops < NOTICEABLE * allowed.useful_tflops:
             continue
-        if call.kernel.why_not(replace(problem, precision=name), call.gpu):
+        changed = replace(problem, precision=name, error_budget=None)
+        if call.kernel.why_not(changed, call.gpu) or computed_in(call.kernel, changed, call.gpu) == used:
             continue
         allowed = path
         saves = tiles.time_us * (1 - now.useful_tflops / path.useful_tflops)

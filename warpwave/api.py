@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from warpwave import cached_calls, ops
-from warpwave.checks import Options, check_are_tensors, check_packed_lengths, describe_call
+from warpwave.checks import Options, check_are_tensors, check_packed_lengths, describe_call, spell_precision
 from warpwave.errors import InvalidInput, InvalidType
 from warpwave.kv_cache import CacheLayer, PagedKVCache, Rotary
 from warpwave.problem import CachedOperands, Causal, Operands
@@ -30,7 +30,7 @@ def attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     softmax_scale: float | None = None,
-    precision: str = "default",
+    precision: str | float = "default",
     kernel: str = "auto",
     config: Any = None,
     return_lse: bool = False,
@@ -56,8 +56,10 @@ def attention(
         softcap: 0 for none.
         sinks: float32, (num_heads_q,): one more logit a head in the denominator, natural-log and unscaled.
         softmax_scale: not negative; 1/sqrt(head_dim) if None.
-        precision: how float32 products are computed: `"ieee"`, `"tf32x3"` (three tensor-core products, float32
-            accuracy), `"tf32"` (10-bit mantissas), or `"default"`: the fastest with float32 accuracy.
+        precision: how float32 products are computed: `"ieee"`, `"tf32x3"` or `"bf16x6"` (split operands, float32
+            accuracy), `"bf16x3"` (16 bits of each operand), `"tf32"` (11 bits), or `"default"`: the fastest known to be
+            as accurate as torch's own. Or a number: the relative error that out may have, as |out - exact| / |exact| in
+            Euclidean norms, for which the cheapest of them is taken that keeps it (docs/float32.md).
         kernel: `"auto"`, or the name of the kernel that must run the call; `warpwave.explain` lists them.
         config: a `Config` of the kernel named.
         return_lse: also return the log-sum-exp.
@@ -105,7 +107,7 @@ def attention_varlen(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     softmax_scale: float | None = None,
-    precision: str = "default",
+    precision: str | float = "default",
     checked: bool = False,
     kernel: str = "auto",
     config: Any = None,
@@ -159,7 +161,7 @@ def attention_with_kv_cache(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     softmax_scale: float | None = None,
-    precision: str = "default",
+    precision: str | float = "default",
     num_splits: int | None = None,
     batch_invariant: bool = False,
     shared_prefix: int = 0,
@@ -247,23 +249,26 @@ def attention_with_kv_cache(
         causal, window_size, softcap, softmax_scale, precision, return_lse, max_seqlen_q or 0, max_seqlen_k or 0,
     )  # fmt: skip
     serving = cached_calls.Serving(num_splits, batch_invariant, shared_prefix)
-    # True and 1 are equal, and only one of them is a causal.
-    key = ops.plan_key(operands, (said, causal.__class__, serving, kernel, config))
+    # True and 1 are equal, and only one of them is a causal. Rotated queries lie in a tensor of their own.
+    key = ops.plan_key(operands, (said, causal.__class__, serving, kernel, config, rotary is None))
     run = cached_calls.find_plan(key)
     if run is None or checked:
         options = _options(operands, *said)
         if options.needs_grad:
             raise InvalidInput("attention_with_kv_cache computes no gradients; call it under torch.no_grad()")
         cached_calls.check(operands, options, serving)
+    commit = None
     if k_new is not None or v_new is not None or rotary is not None:
-        if k_new is not None and isinstance(cache, PagedKVCache) and isinstance(rows, torch.Tensor):
+        if isinstance(cache, PagedKVCache) and k_new is not None and isinstance(rows, torch.Tensor):
             raise InvalidType("rows is a tensor; appending k_new to a PagedKVCache takes the rows as integers")
         longest = q.shape[1] if max_seqlen_q is None else max_seqlen_q
-        operands = cached_calls.write_new(cache, operands, longest, rows, k_new, v_new, rotary, seqlens_q)
+        commit, operands = cached_calls.prepare_new(cache, operands, longest, rows, k_new, v_new, rotary, seqlens_q)
     if checked:
         cached_calls.check_contents(operands, options, serving)
     if run is None:
         run = cached_calls.make_plan(key, operands, options, serving, kernel, config)
+    if commit is not None:
+        commit()  # the last that can fail, and the first that changes anything
     out, lse = run(operands)
     return (out, lse) if return_lse else out
 
@@ -274,7 +279,7 @@ def _options(
     window_size: tuple[int, int] | None,
     softcap: float,
     softmax_scale: float | None,
-    precision: str,
+    precision: str | float,
     return_lse: bool,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
@@ -289,8 +294,8 @@ def _options(
         raise InvalidType(f"causal is {causal!r}; it must be True, False or a warpwave.Causal")
     left, right = (-1, -1) if window_size is None else _window(window_size)
     needs_grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in operands)
-    lengths = (max_seqlen_q, max_seqlen_k)
-    return Options(*lengths, alignment, left, right, softcap, softmax_scale, precision, return_lse, needs_grad)
+    lengths, how = (max_seqlen_q, max_seqlen_k), spell_precision(precision)
+    return Options(*lengths, alignment, left, right, softcap, softmax_scale, how, return_lse, needs_grad)
 
 
 def _window(window_size: tuple[int, int]) -> tuple[int, int]:

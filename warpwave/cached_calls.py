@@ -92,7 +92,7 @@ def check_contents(operands: CachedOperands, options: Options, serving: Serving)
         _check_prefix(problem, operands, serving.shared_prefix)
 
 
-def write_new(
+def prepare_new(
     cache: PagedKVCache | CacheLayer,
     operands: CachedOperands,
     max_seqlen_q: int,
@@ -101,9 +101,9 @@ def write_new(
     v_new: torch.Tensor | None,
     rotary: Rotary | None,
     seqlens_q: Sequence[int] | None,
-) -> CachedOperands:
-    """Writes a call's new tokens and rotates its queries; the operands with q rotated. The call itself was checked
-    before, so that an error leaves the cache as it was."""
+) -> tuple[Callable[[], None], CachedOperands]:
+    """(commit, operands): what writes a call's new tokens and rotates its queries, compiled and checked but not yet
+    done, and the operands with the queries that it will have rotated."""
     q = operands.q
     if k_new is not None:
         leading = q.shape[:-2]
@@ -115,20 +115,26 @@ def write_new(
     if isinstance(cache, PagedKVCache) and k_new is not None and v_new is not None:
         if operands.cu_seqlens_q is not None and seqlens_q is None:
             raise InvalidInput("packed k_new is appended by lengths on the host: give seqlens_q beside cu_seqlens_q")
-        write, new, counts = cache.prepare_append(
-            cache.layer, list(rows), k_new, v_new, q=q, cu_seqlens=operands.cu_seqlens_q, counts=seqlens_q,
-            rotary=rotary,
-        )  # fmt: skip
-        cache.extend(list(rows), counts)
+        books, appended = cache, list(rows)
+        write, new, counts = books.prepare_append(
+            books.layer, appended, k_new, v_new, q=q, cu_seqlens=operands.cu_seqlens_q, counts=seqlens_q, rotary=rotary
+        )
+
+        def commit() -> None:
+            books.extend(appended, counts)
+            write(new)
+
     else:
         layer = cache.layer if isinstance(cache, PagedKVCache) else cache
         cu_seqlens = operands.cu_seqlens_q
         new = new_tokens(layer, k_new, v_new, q=q, rows=operands.rows, cu_seqlens=cu_seqlens, rotary=rotary)
         interleaved = rotary is not None and rotary.interleaved
         write = append_kv.prepare(new, max_seqlen_q, interleaved)
-    if q.numel():
-        write(new)
-    return operands if rotary is None else operands._replace(q=new.q_out)
+
+        def commit() -> None:
+            write(new)
+
+    return commit, operands if rotary is None else operands._replace(q=new.q_out)
 
 
 def choose(

@@ -33,8 +33,9 @@ def describes_a_call(command: Callable[..., None]) -> Callable[..., None]:
     del own["problem"]
 
     def with_a_call(**given: Any) -> None:
-        problem = _describe(**{name: given.pop(name) for name in call})
-        command(problem=problem, **given)
+        described = {name: given.pop(name) for name in call}
+        # A table of measurements describes its own calls, and needs no torch.
+        command(problem=None if given.get("from_table") else _describe(**described), **given)
 
     # Which is what typer reads the options from.
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own.values(), *call.values())]
@@ -81,7 +82,10 @@ def _describe(
     alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi slopes, one a head.")] = False,
     lse: Annotated[bool, typer.Option("--lse", help="Return the log-sum-exp as well.")] = False,
     grad: Annotated[bool, typer.Option("--grad", help="Gradients will be asked for.")] = False,
-    precision: Annotated[str, typer.Option(help="For float32: default, ieee, tf32x3 or tf32.")] = "default",
+    precision: Annotated[
+        str,
+        typer.Option(help="For float32: default, ieee, tf32x3, bf16x6, bf16x3, tf32, or a relative error, say 1e-4."),
+    ] = "default",
 ) -> AttentionProblem:
     """The problem, through the same checks as a real call, on tensors without storage."""
     if dtype not in DTYPES:
@@ -93,7 +97,7 @@ def _describe(
 
     import torch
 
-    from warpwave.checks import Options, describe_call
+    from warpwave.checks import Options, describe_call, spell_precision
     from warpwave.problem import Operands
 
     def tensor(*shape: int, dtype: str = DTYPES[dtype]) -> torch.Tensor:
@@ -124,12 +128,19 @@ def _describe(
             window_left=left,
             window_right=right,
             softcap=softcap,
-            precision=precision,
+            precision=spell_precision(_number_or_name(precision)),
             return_lse=lse,
             needs_grad=grad,
         ),
     )
     return replace(problem, lengths=((seqlen_q, keys),) * batch) if packed else problem
+
+
+def _number_or_name(text: str) -> str | float:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _window(text: str) -> tuple[int, int]:

@@ -91,32 +91,72 @@ def demo(
 @app.command()
 @describes_a_call
 def explain(
-    problem: AttentionProblem,
+    problem: AttentionProblem | None,
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="GPU", help="A card (h200, mi300x, ...), sm_90, gfx942, or cpu. Default: this machine."),
+        typer.Option(
+            metavar="GPU",
+            help="A card (h200, mi300x, ...), sm_90, gfx942, cpu; several with commas, or all. Default: this machine.",
+        ),
+    ] = None,
+    kernel: Annotated[str, typer.Option(help="flash_fwd, hopper/flash_fwd, ...: explain this one.")] = "auto",
+    measured_us: Annotated[
+        float | None, typer.Option(metavar="US", help="What the call took: split into losses from the bound up.")
+    ] = None,
+    record: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A record of bench: take the call's time from there.")
+    ] = None,
+    hot: Annotated[bool, typer.Option("--hot", help="The same tensors were used by the call before.")] = False,
+    from_table: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Somebody's table of times (docs/tables.md): what its own numbers say."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say which kernel serves a call, what binds it, and what to change.
+    """Say which kernel serves a call, what binds it, how long it takes, and what to change.
 
     The call is described by its shapes and options; nothing is run. Printed are the least times by the card's data
-    sheet and by what `roof` measured, with their arithmetic, the memory it takes, and why not another kernel.
+    sheet and by what `roof` measured, with their arithmetic, the predicted time and where it is lost, the memory it
+    takes, and why not another kernel.
     """
-    _print_explanation(problem, gpu, as_json)
+    if from_table is not None:
+        from warpwave.tables.text import run
+
+        print(run(from_table, as_json))
+        return
+    assert problem is not None  # call_options describes it wherever there is no table
+    _print_explanation(problem, gpu, kernel, measured_us, record, hot, as_json)
 
 
-def _print_explanation(problem: AttentionProblem, name: str | None, as_json: bool) -> None:
+def _print_explanation(
+    problem: AttentionProblem,
+    name: str | None,
+    kernel: str,
+    measured_us: float | None,
+    record: Path | None,
+    hot: bool,
+    as_json: bool,
+) -> None:
     import json
 
     import warpwave
     from warpwave.hardware.catalog import resolve
 
+    if name is not None and ("," in name or name.lower() == "all"):
+        from dataclasses import asdict
+
+        from warpwave import what_if
+
+        if measured_us is not None or record is not None:
+            raise typer.BadParameter("a measured time is of one card; name that card alone", param_hint="--gpu")
+        rows = what_if.what_if(problem, what_if.cards(name), kernel=kernel, hot=hot)
+        print(json.dumps([asdict(row) for row in rows], indent=2) if as_json else what_if.text(problem, rows))
+        return
     try:
         gpu = None if name is None else resolve(name)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--gpu") from None
-    explanation = warpwave.explain(problem, gpu=gpu)
+    explanation = warpwave.explain(problem, gpu=gpu, kernel=kernel, measured_us=measured_us, record=record, hot=hot)
     print(json.dumps(explanation.to_dict(), indent=2) if as_json else explanation)
 
 

@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.hardware.gpu import Gpu
-from warpwave.kernels import eager, flash_fwd, naive, split_kv, tiled, torch_sdpa
+from warpwave.kernels import eager, flash_fwd, large_head_dim, naive, split_kv, three_kernel, tiled, torch_sdpa
 from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
 from warpwave.problem import AttentionProblem
 
 # In the order of preference. Every problem has a kernel, because eager runs everything; what stands behind it, "auto"
 # never takes: rungs of the ladder (docs/ladder.md), which keep a workspace as large as all scores.
-KERNELS: tuple[Any, ...] = (hopper_flash_fwd, flash_fwd, torch_sdpa, eager, tiled, naive, split_kv)
+KERNELS: tuple[Any, ...] = (hopper_flash_fwd, flash_fwd, torch_sdpa, eager, tiled, naive, split_kv, large_head_dim, three_kernel)
 # Those that read a paged cache.
 CACHE_KERNELS: tuple[Any, ...] = (split_kv, eager)
 
@@ -82,13 +82,20 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
         if config is not None:
             raise InvalidInput("config was given with kernel='auto'; name the kernel the config is for")
         # `interpreter` is for tests that name a kernel; nobody is served by it.
-        module = next(
+        able = (
             m
             for m in kernels_for(problem)
             if not (gpu.vendor == "interpreter" and m.NEEDS_GPU)
             and not m.why_not(problem, gpu)
             and not _outrun(m, problem, gpu)
         )
+        module = next(able, None)
+        if module is None:  # an error budget is all that eager refuses
+            raise UnsupportedProblem(
+                f"no kernel can run {problem.describe()} on {gpu.name}",
+                reasons_against(problem, gpu),
+                "a larger budget, or precision='default'",
+            )
         return Choice(module, module.configs(problem, gpu)[0], "default")
     if kernel not in by_name:
         raise InvalidInput(f"kernel is {kernel!r}; it must be 'auto' or one of {', '.join(map(repr, by_name))}")

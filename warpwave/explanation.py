@@ -12,11 +12,13 @@ from warpwave import dispatch
 from warpwave.advice import Call, computed_in, recommendations
 from warpwave.api import _options
 from warpwave.checks import describe_call
-from warpwave.errors import InvalidType, UnsupportedProblem
+from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.fast_paths import FastPath, nearest, positional_band
 from warpwave.hardware import catalog, measure
 from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels.cost import Cost
+from warpwave.losses import Losses, split
+from warpwave.model import Prediction, predict
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band, Causal, Operands
 from warpwave.roofline import Rates, Roofline, byte, data_sheet_rates, measured_rates, roofline
 
@@ -66,6 +68,8 @@ class Explanation:
         advice: what to change, the first sentence first.
         rates_missing: why `bounds` and `measured` are None, else empty.
         passed_over: kernel name -> why "auto" leaves the call to a later kernel though that one could run it.
+        prediction: the time on the device, step by step from the bound; None without a data sheet or a kernel.
+        losses: a measured time split into the same steps; None where no time was given.
     """
 
     problem: AttentionProblem
@@ -82,6 +86,8 @@ class Explanation:
     advice: tuple[str, ...] = ()
     rates_missing: str = ""
     passed_over: dict[str, list[str]] = field(default_factory=dict)
+    prediction: Prediction | None = None
+    losses: Losses | None = None
 
     @property
     def flops(self) -> int:
@@ -129,7 +135,7 @@ def explain(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     softmax_scale: float | None = None,
-    precision: str = "default",
+    precision: str | float = "default",
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
     max_seqlen_q: int = 0,
@@ -138,6 +144,9 @@ def explain(
     config: Any = None,
     return_lse: bool = False,
     gpu: Gpu | None = None,
+    measured_us: float | None = None,
+    record: Path | None = None,
+    hot: bool = False,
 ) -> Explanation:
     """Says what a call would run, what bounds it and what to change, without running it.
 
@@ -146,12 +155,16 @@ def explain(
             them; or an `AttentionProblem`, for a call that needs no tensors. Boolean masks and packed offsets are
             read, so that pairs are counted exactly; that waits for the device.
         gpu: the device to explain for; that of the tensors, or for a problem this machine's, if None.
+        measured_us: device time of the call, to be split into losses.
+        record: a file of `warpwave bench`: the call's time, kernel and config are taken from there.
+        hot: the call before used the same tensors, so that what fits L2 need not be read from memory.
 
     Returns:
         An `Explanation`; `print` it, or read its fields.
 
     Raises:
-        InvalidInput, InvalidType: as the call itself would. What the call would refuse as unsupported is explained.
+        InvalidInput, InvalidType: as the call itself would; a measured time that is shorter than the bound, or a record
+            without this call. What the call would refuse as unsupported is explained.
     """
     mask_band: Band | None = None
     layout: tuple[str, ...] = ()
@@ -168,6 +181,15 @@ def explain(
         gpu = gpu or current_gpu(q.device)
         if mask is not None and mask.device.type != "meta":
             mask_band = positional_band(mask, problem.seqlen_q, problem.seqlen_k)
+    clock_mhz: float | None = None
+    if record is not None:
+        from warpwave.recorded_time import find as find_time
+
+        if measured_us is not None:
+            raise InvalidInput("give a measured time or a record of it, not both")
+        found = find_time(record, problem, gpu, kernel)
+        measured_us, kernel, hot, clock_mhz = found.time_us, found.kernel, found.hot, found.clock_mhz
+        config = found.config if config is None else config
     reasons = dispatch.reasons_against(problem, gpu)
     bounds, measured, missing = _rooflines(problem, gpu)
     try:
@@ -198,6 +220,16 @@ def explain(
     fast_paths = nearest(problem, gpu, _ahead(module), mask_band)
     known = bounds or measured
     call = Call(problem, gpu, module, choice.config, cost, known, launch, mask_band, layout)
+    prediction = predict(problem, module, choice.config, gpu, hot=hot)
+    losses = None
+    if measured_us is not None:
+        sheet = catalog.data_sheet(gpu)
+        if prediction is None or sheet is None:
+            raise InvalidInput(
+                f"a measured time is split by the model of the card it was taken on, and there is none of {gpu.name}"
+                + ("" if problem.flops else ", nor is there work in this call")
+            )
+        losses = split(measured_us, prediction, sheet, bounds, clock_mhz=clock_mhz)
     return Explanation(
         problem,
         gpu,
@@ -213,6 +245,8 @@ def explain(
         tuple(recommendations(call)),
         missing,
         passed_over=dispatch.passed_over(problem, gpu),
+        prediction=prediction,
+        losses=losses,
     )
 
 

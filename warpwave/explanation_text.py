@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from warpwave.losses import recommendation
 from warpwave.problem import DTYPE_BYTES
 from warpwave.roofline import Bound, Roofline, byte, figure, flop, us
 
@@ -24,6 +25,8 @@ def text(said: Explanation) -> str:
         list(_work(said)),
         list(_bounds(said)),
         list(_kernel(said)),
+        list(_predicted(said)),
+        list(_losses(said)),
         list(_memory(said)),
         list(_others(said)),
         list(_changes(said)),
@@ -117,6 +120,59 @@ def _kernel(said: Explanation) -> Iterator[str]:
         f"{byte(cost.read_bytes)} read through the caches, {cost.read_bytes / max(1, said.compulsory_bytes):,.3g} x "
         "what must be moved"
     )
+
+
+def _predicted(said: Explanation) -> Iterator[str]:
+    """The time, its error bar, and each step of the way from the bound that costs something."""
+    p = said.prediction
+    if p is None:
+        return
+    yield "PREDICTED  time on the device, and what is added on the way from the bound"
+    rate = f"{figure(said.flops / p.time_us * 1e-6)} TFLOP/s"
+    yield f"  time     {us(p.time_us)}, {rate}; nine in ten calls lie within {us(p.low_us)} and {us(p.high_us)}"
+    yield from _wrapped(p.validated, "  basis    ")
+    if p.waves:
+        yield (
+            f"  waves    {p.waves:.3g} of {said.gpu.num_sms} SMs x {p.blocks_per_sm} block"
+            f"{'s' * (p.blocks_per_sm > 1)} each, limited by {p.limit}"
+        )
+    for t in p.traffic:
+        if t.level == "memory":
+            yield f"  memory   {byte(t.bytes)} cross the bus, {t.redundancy:.3g} x what must"
+        elif t.level == "L2":
+            fits = "fits" if t.working_set <= t.capacity else "does not fit"
+            yield (
+                f"  L2       {byte(t.bytes)} asked, {t.redundancy:.3g} x what must; {byte(t.working_set)} in use at once "
+                f"{fits} {byte(t.capacity)}"
+            )
+        else:
+            label = {"shared memory": "smem", "registers": "regs"}[t.level]
+            yield f"  {label:8} {byte(t.bytes)} a block, {byte(t.working_set)} of {byte(t.capacity)} an SM"
+    if said.losses is None:
+        yield from _steps([(name, f, p.times_us[name]) for name, f in p.factors.items()], p.bound_us)
+
+
+def _steps(steps: list[tuple[str, float, float]], bound_us: float) -> Iterator[str]:
+    yield f"  {'bound':18}{us(bound_us):>12}"
+    for name, factor, after in steps:
+        if factor >= 1.005 or name == "remainder":
+            yield f"  {name:18}{us(after):>12}  x {factor:.3f}"
+
+
+def _losses(said: Explanation) -> Iterator[str]:
+    """A measurement, split."""
+    split = said.losses
+    if split is None:
+        return
+    yield f"LOSSES     measured {us(split.measured_us)} = {split.ratio:.3g} x the bound: the product of these, exactly"
+    yield from _steps([(loss.name, loss.factor, loss.after_us) for loss in split.losses], split.bound_us)
+    for yardstick in split.yardsticks:
+        yield from _wrapped(
+            f"{yardstick.share:.1%} of the {yardstick.name} bound, {us(yardstick.least_us)}: {yardstick.note}",
+            "  share    ",
+        )
+    if split.largest is not None and (advice := recommendation(split.largest)):
+        yield from _wrapped(advice, "  first    ")
 
 
 def _table(said: Explanation, of_kernel: bool) -> Iterator[str]:

@@ -43,7 +43,7 @@ def attend(operands: Operands, options: Options, kernel: str, config: Any) -> tu
     return run(operands)
 
 
-def plan_key(operands: Operands, said: tuple[Any, ...], dispatched: bool = False) -> tuple[Any, ...] | None:
+def plan_key(operands: tuple[Any, ...], said: tuple[Any, ...], dispatched: bool = False) -> tuple[Any, ...] | None:
     """What a plan may rely on: all that was said of the call, and its tensors' layouts, their pointers as far as the
     compiler specialises on alignment. None where torch's dispatcher must see the call and has not `dispatched` it: a
     tensor is a subclass or needs a gradient."""

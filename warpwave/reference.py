@@ -7,7 +7,8 @@
 
 A correct kernel is as far from R as M is, which tells a wrong mask from rounding far better than a fixed tolerance, or
 than N, whose errors are several times larger. For float32 there is nothing M could round, and N takes its place; with
-precision "tf32" the operands of both products are rounded to TF32's 10-bit mantissa, in M and in N.
+precision "tf32" the operands of both products are rounded to TF32's 10-bit mantissa, in M and in N, and with "bf16x3" to
+the sum of two bfloat16 numbers.
 
 Written to be read: one sequence at a time, all its heads at once, scores in memory in chunks of query rows.
 """
@@ -61,7 +62,7 @@ def oracle(problem: AttentionProblem, operands: Operands) -> Forward:
 
 def rounding_model(problem: AttentionProblem, operands: Operands) -> Forward:
     """M: the result of exact arithmetic with a kernel's unavoidable roundings."""
-    if problem.dtype == "float32" and not _uses_tf32(problem):
+    if problem.dtype == "float32" and _operand_rounding(problem) is None:
         return oracle(problem, operands)._replace(out=naive(problem, operands))
     model = _forward(problem, operands, *_model_rounding(problem))
     return model._replace(out=model.out.to(operands.q.dtype))
@@ -86,7 +87,7 @@ def rounding_model_gradients(
     problem: AttentionProblem, operands: Operands, dout: Tensor, dlse: Tensor | None = None
 ) -> Gradients:
     """M's gradients: P rounded for dv, dS for dq and dk, delta taken from the rounded out, each result rounded once."""
-    if problem.dtype == "float32" and not _uses_tf32(problem):
+    if problem.dtype == "float32" and _operand_rounding(problem) is None:
         return naive_gradients(problem, operands, dout, dlse)
     dtype = operands.q.dtype
     grads = _gradients(problem, operands, dout, dlse, *_model_rounding(problem), lambda x: x.to(dtype).double())
@@ -114,6 +115,15 @@ def round_to_tf32(x: Tensor) -> Tensor:
     bits = x.detach().float().view(torch.int32)
     nearest = ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
     return x + (nearest - x.detach())  # exact, since both are floats within one rounding step of each other
+
+
+def round_to_two_bfloat16(x: Tensor) -> Tensor:
+    """The nearest bfloat16 and the one nearest to what it leaves, added: 16 bits or more. Its gradient is the
+    identity's."""
+    value = x.detach().float()
+    high = value.bfloat16().float()
+    both = high.double() + (value - high).bfloat16().double()
+    return x + (both.to(x.dtype) - x.detach())
 
 
 # One sequence ---------------------------------------------------------------------------------------------------------
@@ -202,7 +212,7 @@ def _logits(problem: AttentionProblem, seq: _Sequence, rows: slice, scores: Tens
 
 def _naive_sequence(problem: AttentionProblem, seq: _Sequence) -> tuple[Tensor, Tensor]:
     """Out [num_heads_q, seqlen_q, head_dim_v] and lse [num_heads_q, seqlen_q] in the input type."""
-    round_operand = round_to_tf32 if _uses_tf32(problem) else _keep
+    round_operand = _operand_rounding(problem) or _keep
     seq = seq._replace(q=round_operand(seq.q), k=round_operand(seq.k), v=round_operand(seq.v))
     with _ieee_float32_products():
         scores = _logits(problem, seq, slice(None), _products(problem, seq, slice(None)))
@@ -305,14 +315,17 @@ def _keep(x: Tensor) -> Tensor:
     return x
 
 
-def _uses_tf32(problem: AttentionProblem) -> bool:
-    return problem.dtype == "float32" and problem.precision == "tf32"
+def _operand_rounding(problem: AttentionProblem) -> Rounding | None:
+    """What the caller chose to have done to float32 operands; None where they keep all their bits, or nearly."""
+    roundings = {"tf32": round_to_tf32, "bf16x3": round_to_two_bfloat16}
+    return roundings.get(problem.precision) if problem.dtype == "float32" else None
 
 
 def _model_rounding(problem: AttentionProblem) -> tuple[Rounding, Rounding]:
     """How M rounds the operands of a product, and the factor a kernel computes itself (P, dS)."""
     if problem.dtype == "float32":
-        return round_to_tf32, round_to_tf32
+        rounding = _operand_rounding(problem) or _keep
+        return rounding, rounding
     dtype = getattr(torch, problem.dtype)
     return _keep, lambda x: x.to(dtype).double()  # the operands are of the input type already
 

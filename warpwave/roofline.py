@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from warpwave import precision as precision_table
 from warpwave.hardware.catalog import DataSheet
 from warpwave.hardware.gpu import Gpu
 from warpwave.hardware.measure import Ceilings
@@ -21,14 +22,8 @@ from warpwave.kernels.cost import Cost
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 FLOAT32_UNITS = "float32"  # the path that is no matrix instruction
-# How an unrounded float32 product can be had, and how many products of each kind it takes. "default" may take any of
-# them: tf32x3 splits each operand in two and leaves out the smallest of the four partial products.
-FLOAT32_PATHS: dict[str, dict[str, int]] = {
-    "default": {"float32": 1, "float32_matrix": 1, "tf32": 3},
-    "ieee": {"float32": 1, "float32_matrix": 1},
-    "tf32x3": {"tf32": 3},
-    "tf32": {"tf32": 1},
-}
+# The units that can take each arithmetic, and how many of their products it makes of one float32 product.
+FLOAT32_PATHS: dict[str, dict[str, int]] = {name: precision_table.fewest([name]) for name in precision_table.ARITHMETICS}
 
 
 @dataclass(frozen=True)
@@ -200,12 +195,18 @@ def product_paths(problem: AttentionProblem) -> dict[str, int]:
 
     16-bit products go through matrix instructions, or float32 where a device has none for the dtype.
     """
-    return FLOAT32_PATHS[problem.precision] if problem.dtype == "float32" else {problem.dtype: 1}
+    if problem.dtype != "float32":
+        return {problem.dtype: 1}
+    return FLOAT32_PATHS.get(problem.precision) or precision_table.as_accurate_as(problem)
 
 
 def product_path(problem: AttentionProblem, rates: Rates) -> Path | None:
-    """The fastest of `product_paths` on this device, or of plain float32 where it has none of them."""
-    return fastest(product_paths(problem), rates) or fastest(FLOAT32_PATHS["ieee"], rates)
+    """The fastest of `product_paths` on this device; where it has none of them, of what is as accurate, and of plain
+    float32."""
+    found = fastest(product_paths(problem), rates)
+    if found is None and problem.dtype == "float32":
+        found = fastest(precision_table.as_accurate_as(problem), rates)
+    return found or fastest(FLOAT32_PATHS["ieee"], rates)
 
 
 def fastest(paths: Mapping[str, int], rates: Rates) -> Path | None:

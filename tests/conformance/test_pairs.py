@@ -89,6 +89,24 @@ def test_other_batch_items_do_not_matter(features: dict[str, Any], kernel: str, 
         assert bits(lse[0]) == bits(other_lse[0])
 
 
+@each_kernel
+@pytest.mark.parametrize("packed", [False, True])
+def test_other_batch_items_may_hold_nan(packed: bool, kernel: str, request: pytest.FixtureRequest) -> None:
+    """The last key tile of a packed sequence reaches into the next one, and 0 times its NaN would be NaN."""
+    call = cases.build(replace(CASE, packed=packed, batch=3, lse=True), "normal", DEVICE)
+    if harness.refuses(kernel, call, request):
+        return
+    changed = substitute(call, **{name: getattr(call.operands, name).clone() for name in "qkv"})
+    for x in changed.operands[:3]:
+        for part in harness.by_sequence(changed, x)[1:]:
+            part.fill_(torch.nan)
+    config = harness.default_config(kernel, call)
+    outs = [harness.run(kernel, c, config)[0] for c in (call, changed)]
+    first, other_first = (harness.by_sequence(call, out)[0] for out in outs)
+    assert bits(first) == bits(other_first)
+    assert outs[1].isnan().any()
+
+
 UNSEEN: dict[str, dict[str, Any]] = {
     "causal top-left": {"causal": "top_left"},
     "window": {"window": (W, 0)},

@@ -56,7 +56,7 @@ NAMED = [
     ),
     Mutant(
         "accumulator not rescaled", FLASH,
-        "PRECISION), acc * alpha[:, None], PRECISION)", "PRECISION), acc, PRECISION)",
+        "v, acc * alpha[:, None], PRECISION)", "v, acc, PRECISION)",
         "test_gates.py::test_case_grid", "float16-113x103-d64-h2x2-b2-sharp-flash_fwd", "FAIL B2 RMS of out",
     ),
     Mutant(
@@ -86,7 +86,7 @@ NAMED = [
     ),
     Mutant(
         "stale cache key: a call's options left out", "ops.py",
-        "key = (*layouts, options, kernel, config)", "key = (*layouts, kernel, config)",
+        "key: list[Any] = [said]", "key: list[Any] = [said[-2:]]",
         "test_edges.py::test_causal_alignment", "flash_fwd", "keys_seen",
     ),
     Mutant(
@@ -193,7 +193,8 @@ OTHERS = [
     ),
     Mutant(
         "16-bit accumulator", FLASH,
-        "v, acc * alpha[:, None], input", "v, (acc * alpha[:, None]).to(tl.float16).to(tl.float32), input",
+        "v, acc * alpha[:, None], PRECISION)",
+        "v, (acc * alpha[:, None]).to(tl.float16).to(tl.float32), PRECISION)",
         "test_probes.py::test_retrieval", "float32:ieee and none and flash_fwd", "torch.equal",
     ),
     Mutant(
@@ -268,7 +269,7 @@ OTHERS = [
     ),
     Mutant(
         "sequences longer than the longest let through", "checks.py",
-        "            if length > longest:\n", "            if False:\n",
+        "        if length > longest:\n", "        if False:\n",
         "test_bad_input.py::test_wrong_contents_when_checked", "longest", "a kernel was bound",
     ),
     Mutant(
@@ -351,4 +352,61 @@ OTHERS = [
     ),
 ]  # fmt: skip
 
-MUTANTS = NAMED + OTHERS
+# Of the Hopper kernel, which runs on its GPU alone. None lets the producer and its consumers disagree about how many
+# tiles come: that is no wrong result but a launch that never ends.
+HOPPER = [
+    Mutant(
+        "Hopper: mask one key too wide", "kernels/hopper/visible.py",
+        "high = offset + rules.window_right", "high = offset + rules.window_right + 1",
+        "test_probes.py::test_count", "hopper and causal", "torch.equal", needs_gpu=True,
+    ),
+    Mutant(
+        "Hopper: padding key counted", "kernels/hopper/softmax.py",
+        "keys.end - 1 - key_first", "keys.end - key_first",
+        "test_probes.py::test_count", "hopper and none", "torch.equal", needs_gpu=True,
+    ),
+    Mutant(
+        "Hopper: first key tile lost", "kernels/hopper/visible.py",
+        "begin = (first - keys.begin) // rules.BLOCK_N", "begin = (first - keys.begin) // rules.BLOCK_N + 1",
+        "test_probes.py::test_support", "hopper", "keys from 0", needs_gpu=True,
+    ),
+    Mutant(
+        "Hopper: accumulator not rescaled", "kernels/hopper/roles.py",
+        "return operand(p32, v_ring), m_i, m_top, l_i, rescaled(acc, alpha)",
+        "return operand(p32, v_ring), m_i, m_top, l_i, acc",
+        "test_gates.py::test_case_grid", "hopper and sharp", "FAIL", needs_gpu=True,
+    ),
+    Mutant(
+        "Hopper: wrong head map", "kernels/hopper/roles.py",
+        "kv_head = work.head // schedule.group_size",
+        "kv_head = work.head % (schedule.num_heads // schedule.group_size)",
+        "test_probes.py::test_retrieval_across_heads", "hopper and 6", "torch.equal", needs_gpu=True,
+    ),
+    Mutant(
+        "Hopper: log-sum-exp in bits", "kernels/hopper/roles.py",
+        "(m_i + gl.log2(l_row)) * LN_2", "(m_i + gl.log2(l_row))",
+        "test_gates.py::test_case_grid", "hopper", "FAIL", needs_gpu=True,
+    ),
+    Mutant(
+        "Hopper: maximum lags without limit", "kernels/hopper/softmax.py",
+        "m_top - m_i > LAG", "(m_i == float(\"-inf\")) & (m_top > m_i)",
+        "test_gates.py::test_case_grid", "hopper and sharp", "FAIL", needs_gpu=True,
+    ),
+    Mutant(
+        "Hopper: values behind a packed sequence not zeroed", "kernels/hopper/roles.py",
+        "if rows_used < rules.BLOCK_N:", "if rows_used < -rules.BLOCK_N:",
+        "test_pairs.py::test_other_batch_items_may_hold_nan", "hopper", "bits(", needs_gpu=True,
+    ),
+    Mutant(
+        "Hopper: rows stored into the next packed sequence", "kernels/hopper/rows.py",
+        "inside = (rows < rows_left)", "inside = (rows < rows_left + 8)",
+        "test_pairs.py::test_packed_equals_single_calls", "hopper", "bits(", needs_gpu=True,
+    ),
+    Mutant(
+        "Hopper: tile counter not put back", "kernels/hopper/scheduler.py",
+        "gl.atomic_xchg(counter_ptr, 0", "gl.atomic_xchg(counter_ptr, 1",
+        "test_gpu.py::test_repeats_are_bit_equal_under_load", "hopper", "", needs_gpu=True,
+    ),
+]  # fmt: skip
+
+MUTANTS = NAMED + OTHERS + HOPPER

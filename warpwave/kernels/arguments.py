@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from warpwave import precision
 from warpwave.hardware.gpu import Gpu
 from warpwave.problem import AttentionProblem, Operands
 
@@ -21,11 +22,16 @@ def padded(head_dim: int) -> int:
 
 
 def dot_precision(problem: AttentionProblem, gpu: Gpu) -> str:
-    """How float32 products are computed. The default is the fastest that keeps float32 accuracy: tf32x3 splits each
-    operand in two and takes three tensor-core products, with an error like that of float32 itself."""
-    if problem.precision == "default":
-        return "tf32x3" if problem.dtype == "float32" and gpu.vendor == "nvidia" else "ieee"
-    return problem.precision
+    """How float32 products are computed there: "ieee", "tf32", "tf32x3", "bf16x3" or "bf16x6" (warpwave.precision)."""
+    return precision.arithmetic(problem, gpu)
+
+
+def split_operand(problem: AttentionProblem, gpu: Gpu) -> int:
+    """How often an operand of a float32 product stands in shared memory, at the most: itself, and what it is split in,
+    where the matrix unit takes that from shared memory. An mma instruction takes it from registers."""
+    if problem.dtype != "float32" or (gpu.vendor == "nvidia" and gpu.capability not in (90, 100, 103)):
+        return 1
+    return {"ieee": 1, "bf16x6": 3}.get(dot_precision(problem, gpu), 2)
 
 
 def token_strides(problem: AttentionProblem, tensor: torch.Tensor) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from warpwave import precision
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels.cost import Cost
 from warpwave.paging import as_cached, as_packed
@@ -394,8 +395,8 @@ def bind(
 
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Empty: it runs everything everywhere."""
-    return []
+    """Empty, for it runs everything everywhere; only a budget may be less than torch's float32 products keep."""
+    return precision.why_not(problem, gpu, ("ieee",))
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from warpwave import launch
+from warpwave import launch, precision
 from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels.arguments import (
     allocator,
@@ -41,7 +41,9 @@ from warpwave.kernels.primitives import (
     LN_2,
     LOG2_E,
     band_visible,
+    load_parts,
     load_tile,
+    only_rows,
     operand,
     product,
     rounded,
@@ -56,15 +58,22 @@ from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
 NAME = "flash_fwd"
 NEEDS_GPU = True
 MAX_HEAD_DIM = 256
+PARTS = {"bf16x3": 2, "bf16x6": 3}  # of an operand, where products are of bfloat16
 WGMMA_OR_TCGEN05 = (90, 100, 103)  # compute capabilities whose matrix unit reads operands from shared memory
 # Arguments the compiler must not specialise on, or new lengths would compile again: sizes, and every stride whose
 # alignment is in the unit it comes in or is of no use.
 UNSPECIALISED = [
     *("stride_qb", "stride_qm", "stride_qh", "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn"),
     *("stride_vh", "stride_ob", "stride_om", "stride_oh", "stride_lb", "stride_lh", "stride_mask_b", "stride_mask_h"),
-    *("stride_bias_b", "stride_bias_h", "stride_alibi_b", "stride_alibi_h", "seqlen_q", "seqlen_k", "total_q"),
-    *("total_k", "num_heads_q", "group_size", "window_left", "window_right", "heads_in_l2"),
+    *("stride_bias_b", "stride_bias_h", "stride_alibi_b", "stride_alibi_h", "stride_kp", "stride_vp", "seqlen_q"),
+    *("seqlen_k", "total_q", "total_k", "num_heads_q", "group_size", "window_left", "window_right", "heads_in_l2"),
 ]
+
+SPLIT_UNSPECIALISED = [
+    *("stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn", "stride_vh", "stride_kp", "stride_vp", "seqlen"),
+    *("num_rows", "num_heads"),
+]
+SPLIT_ROWS = 32  # rows of K or V that a program splits
 
 
 @dataclass(frozen=True)
@@ -76,12 +85,16 @@ class Config:
         block_n: keys a step walks, a power of two, at least 16.
         num_warps: warps of a program, a power of two.
         num_stages: K/V tiles in flight.
+        split_ahead: whether a launch before this one splits K and V into the parts that products of bf16x3 and bf16x6
+            take, once for all queries. A tile then goes from memory to the matrix unit as it is, and not through the
+            registers of every block that needs it.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    split_ahead: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("block_m", 16), ("block_n", 16), ("num_warps", 1)):
@@ -136,6 +149,64 @@ def _in_elements(stride_batch, stride_row, stride_head, UNIT: tl.constexpr):
     )
 
 
+@jit
+def _split_tile(
+    x_ptr, parts_ptr, tile, stride_b, stride_n, stride_h, stride_d, stride_p, seqlen, num_rows, num_heads,
+    WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_ROWS rows of K or V in parts, each part (batch, num_heads, seqlen, BLOCK_D), zero behind WIDTH."""
+    rows = tile.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    dims = tl.arange(0, BLOCK_D)
+    token, batch_head = rows % seqlen, rows // seqlen
+    begins = batch_head // num_heads * stride_b + batch_head % num_heads * stride_h + token * stride_n
+    inside = (rows < num_rows)[:, None] & (dims < WIDTH)[None, :]
+    x = tl.load(x_ptr + (begins[:, None] + dims.to(tl.int64)[None, :] * stride_d), mask=inside, other=0.0)
+    parts = operand(x, PRECISION)  # [BLOCK_ROWS, BLOCK_D]
+    to = parts_ptr + (rows[:, None] * BLOCK_D + dims[None, :])
+    for i in tl.static_range(2 if PRECISION == "bf16x3" else 3):
+        tl.store(to + i * tl.cast(stride_p, tl.int64), parts[i].to(tl.bfloat16), mask=(rows < num_rows)[:, None])
+
+
+@jit(do_not_specialize=SPLIT_UNSPECIALISED)
+def split_kernel(
+    k_ptr,
+    v_ptr,
+    k_parts_ptr,
+    v_parts_ptr,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_kd,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    stride_vd,
+    stride_kp,
+    stride_vp,
+    seqlen,
+    num_rows,
+    num_heads,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Splits K and V, float32, into the parts that products of PRECISION take: programs of even number K, the others V."""
+    tile = tl.program_id(0) // 2
+    if tl.program_id(0) % 2 == 0:
+        _split_tile(
+            k_ptr, k_parts_ptr, tile, stride_kb, stride_kn, stride_kh, stride_kd, stride_kp, seqlen, num_rows,
+            num_heads, HEAD_DIM, BLOCK_ROWS, BLOCK_D, PRECISION,
+        )  # fmt: skip
+    else:
+        _split_tile(
+            v_ptr, v_parts_ptr, tile, stride_vb, stride_vn, stride_vh, stride_vd, stride_vp, seqlen, num_rows,
+            num_heads, HEAD_DIM_V, BLOCK_ROWS, BLOCK_DV, PRECISION,
+        )  # fmt: skip
+
+
 @jit(do_not_specialize=UNSPECIALISED)
 def flash_fwd_kernel(
     q_ptr,
@@ -176,6 +247,8 @@ def flash_fwd_kernel(
     stride_bias_n,
     stride_alibi_b,
     stride_alibi_h,
+    stride_kp,
+    stride_vp,
     seqlen_q,
     seqlen_k,
     total_q,
@@ -205,6 +278,7 @@ def flash_fwd_kernel(
     IS_VARLEN: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
+    SPLIT_AHEAD: tl.constexpr,
 ):
     """One tile of queries of one head.
 
@@ -294,8 +368,12 @@ def flash_fwd_kernel(
         tile_offset = tl.cast(key_tile, tl.int64)
         # Keys that no query of the tile sees are not read: NaN there must have no effect.
         k = k_pointers + tile_offset * stride_kn
-        k = load_tile(k, keys, dims, key_begin, key_end, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_N, BLOCK_D]
-        k = transposed(operand(k, PRECISION), PRECISION)
+        if SPLIT_AHEAD:
+            k = load_parts(k, stride_kp, keys, dims, key_begin, key_end, PRECISION)  # [BLOCK_N, BLOCK_D], each
+        else:
+            k = load_tile(k, keys, dims, key_begin, key_end, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_N, BLOCK_D]
+            k = operand(k, PRECISION)
+        k = transposed(k, PRECISION)
         scores = product(q, k, None, PRECISION)  # [BLOCK_M, BLOCK_N]
 
         # What is left to multiply scores by, to make bits of them. Where something is added or hidden, that is done in
@@ -328,13 +406,20 @@ def flash_fwd_kernel(
 
         p, alpha, m_i, l_i = softmax_step(scores, scale_left, m_i, l_i)
         v = v_pointers + tile_offset * stride_vn
-        v = load_tile(v, keys, dims_v, key_begin, key_end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
-        if HAS_MASK or HAS_BIAS:
-            # A value that no query of the tile sees must have no effect, and 0 * NaN would be one.
-            seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
-            v = tl.where((seen != 0)[:, None], v, 0.0)
-        p = operand(p.to(v.dtype), PRECISION)
-        acc = product(p, operand(v, PRECISION), acc * alpha[:, None], PRECISION)  # [BLOCK_M, BLOCK_DV]
+        if SPLIT_AHEAD:
+            v = load_parts(v, stride_vp, keys, dims_v, key_begin, key_end, PRECISION)  # [BLOCK_N, BLOCK_DV], each
+            if HAS_MASK or HAS_BIAS:
+                seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
+                v = only_rows(v, seen != 0, PRECISION)
+        else:
+            v = load_tile(v, keys, dims_v, key_begin, key_end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+            if HAS_MASK or HAS_BIAS:
+                # A value that no query of the tile sees must have no effect, and 0 * NaN would be one.
+                seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
+                v = tl.where((seen != 0)[:, None], v, 0.0)
+            p = p.to(v.dtype)
+            v = operand(v, PRECISION)
+        acc = product(operand(p, PRECISION), v, acc * alpha[:, None], PRECISION)  # [BLOCK_M, BLOCK_DV]
 
     if HAS_SINKS:
         # One more key, whose value is zero. It comes last: as the first maximum it would push the probabilities of
@@ -366,26 +451,85 @@ def bind(
 ) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
     """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, lse None unless asked for."""
     allocate, straight = allocator(problem, operands.q), straightener(operands)
-    launcher = launch.bind(specify(problem, current_gpu(operands.q.device), straight(operands), *allocate(), config))
+    specified = specify(problem, current_gpu(operands.q.device), straight(operands), *allocate(), config)
+    if isinstance(specified, launch.Launch):
+        launcher = launch.bind(specified)
 
-    def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+        def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+            operands = straight(operands)
+            out, lse = allocate()
+            launcher(*operands[:3], out, lse, *operands[3:])
+            return out, lse
+
+        return run
+
+    split, attend = (launch.bind(spec) for spec in specified)
+    *_, k_parts, v_parts = specified[0].tensors
+    assert k_parts is not None and v_parts is not None
+    shapes, device = (k_parts.shape, v_parts.shape), operands.q.device
+
+    def run_split(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         operands = straight(operands)
         out, lse = allocate()
-        launcher(*operands[:3], out, lse, *operands[3:])
+        k_parts, v_parts = (torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes)
+        split(operands.k, operands.v, k_parts, v_parts)
+        attend(operands.q, k_parts, v_parts, out, lse, *operands[3:])
         return out, lse
 
-    return run
+    return run_split
 
 
 def specify(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
+) -> launch.Launch | tuple[launch.Launch, launch.Launch]:
+    """The launch, or both, from tensors that may be without memory (device "meta") when they are only to be compiled."""
+    arithmetic = dot_precision(problem, gpu)
+    if not (config.split_ahead and arithmetic in PARTS):
+        return _specify(problem, gpu, operands, out, lse, replace(config, split_ahead=False))
+    *outer, tokens, heads, _ = operands.k.shape
+    rows = (*outer, heads, tokens)
+    widths = padded(problem.head_dim), padded(problem.head_dim_v)
+    k, v = (
+        torch.empty((PARTS[arithmetic], *rows, width), dtype=torch.bfloat16, device=out.device) for width in widths
+    )
+    split = launch.Launch(
+        kernel=split_kernel,
+        grid=2 * -(-math.prod(rows) // SPLIT_ROWS),
+        tensors=(operands.k, operands.v, k, v),
+        scalars=[
+            *token_strides(problem, operands.k), *token_strides(problem, operands.v), k.stride(0), v.stride(0),
+            rows[-1], math.prod(rows), problem.num_heads_kv,
+        ],
+        constants={
+            "HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v, "BLOCK_ROWS": SPLIT_ROWS,
+            "BLOCK_D": widths[0], "BLOCK_DV": widths[1], "PRECISION": arithmetic,
+        },
+        options={"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False},
+    )  # fmt: skip
+    # What the kernel takes for K and V: the first parts, which the others follow at a fixed distance.
+    first_k, first_v = (parts[0].transpose(-3, -2) for parts in (k, v))
+    operands = operands._replace(k=first_k, v=first_v)
+    attend = _specify(problem, gpu, operands, out, lse, config, k.stride(0) // 16, v.stride(0) // 16)
+    return split, attend._replace(tensors=(operands.q, k, v, *attend.tensors[3:]))
+
+
+def _specify(
+    problem: AttentionProblem,
+    gpu: Gpu,
+    operands: Operands,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    config: Config,
+    stride_kp: int = 0,
+    stride_vp: int = 0,
 ) -> launch.Launch:
-    """The launch, from tensors that may be without memory (device "meta") when it is only to be compiled."""
+    """The launch of `flash_fwd_kernel`, with the distance of K's and V's parts, in units of 16 elements, where they were
+    split ahead."""
     return launch.Launch(
         kernel=flash_fwd_kernel,
         grid=-(-problem.seqlen_q // config.block_m) * problem.num_heads_q * problem.batch,
         tensors=(*operands[:3], out, lse, *operands[3:]),
-        scalars=_scalars(problem, operands, out),
+        scalars=_scalars(problem, operands, out, stride_kp, stride_vp),
         constants=_constants(problem, gpu, config, stride_unit(operands, out)),
         # Fused multiply-adds are off in float32, where the maximum times the scale must round as each score times the
         # scale does, so that the largest probability is exactly 1.
@@ -397,7 +541,9 @@ def specify(
     )
 
 
-def _scalars(problem: AttentionProblem, operands: Operands, out: torch.Tensor) -> list[int | float]:
+def _scalars(
+    problem: AttentionProblem, operands: Operands, out: torch.Tensor, stride_kp: int, stride_vp: int
+) -> list[int | float]:
     """The run-time arguments behind the pointers, in the kernel's order."""
     unit = stride_unit(operands, out)
     strides: list[int] = []
@@ -411,6 +557,8 @@ def _scalars(problem: AttentionProblem, operands: Operands, out: torch.Tensor) -
     kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype]
     return [
         *strides,
+        stride_kp,
+        stride_vp,
         problem.seqlen_q,
         problem.seqlen_k,
         problem.total_q,
@@ -445,6 +593,7 @@ def _constants(problem: AttentionProblem, gpu: Gpu, config: Config, unit: int) -
         "IS_VARLEN": problem.packed,
         "WRITE_LSE": problem.return_lse,
         "PRECISION": dot_precision(problem, gpu),
+        "SPLIT_AHEAD": config.split_ahead,
     }
 
 
@@ -467,8 +616,7 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size > MAX_HEAD_DIM:
             reasons.append(f"{name} is {size}; a row of K or V must fit one tile, {MAX_HEAD_DIM} at most")
-    if gpu.vendor == "amd" and problem.precision in ("tf32", "tf32x3"):
-        reasons.append(f"precision {problem.precision!r} is not compiled for {gpu.arch}; use 'ieee'")
+    reasons += precision.why_not(problem, gpu)
     if not reasons and not _fitting(problem, gpu):
         needed = min(smem_bytes(problem, gpu, config) for config in _space())
         reasons.append(
@@ -480,8 +628,10 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """An upper bound on the shared memory of one block, which tests hold against what every target compiles to."""
-    size, precision = DTYPE_BYTES[problem.dtype], dot_precision(problem, gpu)
+    size, arithmetic = DTYPE_BYTES[problem.dtype], dot_precision(problem, gpu)
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    if arithmetic in PARTS:
+        return _smem_bytes_of_parts(problem, gpu, config, 2 * PARTS[arithmetic])
     q = size * config.block_m * block_d
     p = size * config.block_m * config.block_n
     kv = size * config.block_n * (block_d + block_dv)
@@ -494,11 +644,29 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
         return max(q, config.num_stages * kv * 17 // 16) + p
     if gpu.vendor == "amd":
         return max(q, max(1, config.num_stages - 1) * kv) + p
-    if precision in ("tf32x3", "tf32"):
+    if arithmetic in ("tf32x3", "tf32"):
         if gpu.capability == 90:
             return 2 * (q + p) + config.num_stages * kv  # an operand and its remainder stand side by side
         return q + config.num_stages * kv + max(q, kv) // 2
     return q + p // 2 + config.num_stages * kv + 1024  # the last for barriers
+
+
+def _smem_bytes_of_parts(problem: AttentionProblem, gpu: Gpu, config: Config, size: int) -> int:
+    """`smem_bytes` where an element becomes parts of `size` bytes together: float32 tiles arrive, and the matrix unit
+    takes their parts, which stand beside them; or parts arrive, and nothing stands beside."""
+    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    q, k, v = (n * width for n, width in ((config.block_m, block_d), (config.block_n, block_d), (config.block_n, block_dv)))
+    p = config.block_m * config.block_n
+    stages = config.num_stages if gpu.vendor == "nvidia" or gpu.arch == "gfx950" else max(1, config.num_stages - 1)
+    arriving = size * (k + v) if config.split_ahead else 4 * (k + v)
+    beside = 0 if config.split_ahead else size * max(k, v)
+    if problem.mask_shape is not None or problem.bias_shape is not None:
+        arriving += p * _bytes_per_score(problem)
+        beside = size * (k + v)
+    if gpu.vendor == "nvidia":
+        return max(size, 4) * q + stages * arriving + beside + (0 if gpu.capability == 90 else size * p) + 1024
+    # Parts of p change hands as well, and q waits in the place of what has not arrived yet.
+    return max(size * q, stages * arriving * 17 // 16 + beside) + size * p
 
 
 def _bytes_per_score(problem: AttentionProblem) -> int:
@@ -560,7 +728,8 @@ def _smaller(config: Config) -> Config:
 
 
 def _fitting(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    fitting = [c for c in _space() if smem_bytes(problem, gpu, c) <= gpu.smem_per_block_bytes]
+    ways = (False, True) if dot_precision(problem, gpu) in PARTS else (False,)
+    fitting = [c for c in _space(ways) if smem_bytes(problem, gpu, c) <= gpu.smem_per_block_bytes]
     if gpu.capability == 90 and _uses_tensor_cores(problem, gpu):
         # Two warpgroups on 64 queries split the keys of a wgmma between them. That is slow (1.9 times the time at
         # head_dim 256, sweep 2), and in tf32, at 64x16, Triton 3.6 computes wrong products and reads out of bounds.
@@ -572,9 +741,10 @@ def _uses_tensor_cores(problem: AttentionProblem, gpu: Gpu) -> bool:
     return problem.dtype != "float32" or dot_precision(problem, gpu) != "ieee"
 
 
-def _space() -> list[Config]:
+def _space(split_ahead: tuple[bool, ...] = (False,)) -> list[Config]:
     return [
-        Config(block_m, block_n, num_warps, num_stages)
+        Config(block_m, block_n, num_warps, num_stages, ahead)
+        for ahead in split_ahead
         for block_m in (16, 32, 64, 128)
         for block_n in (16, 32, 64, 128)
         for num_warps in (4, 8)
@@ -595,6 +765,15 @@ def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
     return replace(config, block_n=max(16, config.block_n // 2))
 
 
+def _default_of_parts(gpu: Gpu, arithmetic: str, bucket: int) -> Config:
+    """Not timed yet: what compiles with fewest spills, two blocks an SM where that leaves tiles of a size."""
+    if gpu.vendor == "amd":
+        return (Config(64, 32, 4, 1), Config(64, 16, 4, 1), Config(32, 16, 4, 1))[bucket]
+    if gpu.capability == 90:
+        return (Config(128, 32, 8, 2, True), Config(128, 32, 8, 2, True), Config(64, 16, 4, 1, True))[bucket]
+    return (Config(64, 32, 4, 2, True), Config(32, 32, 4, 2, True), Config(32, 16, 4, 1, True))[bucket]
+
+
 def _is_rdna(gpu: Gpu) -> bool:
     return gpu.vendor == "amd" and not gpu.arch.startswith("gfx9")
 
@@ -608,18 +787,20 @@ def _default_without_mask(problem: AttentionProblem, gpu: Gpu) -> Config:
     widest tile that compiles without spills, or with fewest (tests/compile)."""
     bucket = 0 if _width(problem) <= 64 else 1 if _width(problem) <= 128 else 2
     if problem.dtype == "float32":
-        precision = dot_precision(problem, gpu)
+        arithmetic = dot_precision(problem, gpu)
         if _is_rdna(gpu):
             return Config(32, 16, 8, 1)
-        if gpu.vendor == "amd":
+        if gpu.vendor == "amd" and arithmetic not in PARTS:
             return (Config(64, 32, 4, 2), Config(64, 16, 4, 2), Config(32, 16, 4, 1))[bucket]
-        if precision == "ieee":
+        if arithmetic == "ieee":
             # At head_dim 64, 4 x 16 heads x 2048, 64x32 on four warps takes 1.2 times as long; at 128, 128x32 spills
             # and takes 1.9 times as long.
             return (Config(128, 64, 8, 2), Config(64, 32, 8, 2), Config(32, 32, 8, 1))[bucket]
+        if arithmetic in PARTS:
+            return _default_of_parts(gpu, arithmetic, bucket)
         if gpu.capability != 90 or bucket == 2:
             return (Config(32, 32, 4, 2), Config(32, 16, 4, 2), Config(32, 16, 8, 1))[bucket]
-        if precision == "tf32":
+        if arithmetic == "tf32":
             # 128x64 takes 1.2 times as long at head_dim 64, 64x32 1.3 times at 128.
             return (Config(128, 32, 8, 3), Config(128, 32, 8, 2))[bucket]
         # 64x64 takes 1.15 times as long at head_dim 64, 64x32 1.6 times at 128.

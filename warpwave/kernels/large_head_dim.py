@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from warpwave import launch
+from warpwave import launch, precision
 from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels import partials
 from warpwave.kernels.arguments import (
@@ -36,6 +36,7 @@ from warpwave.kernels.arguments import (
     lse_strides,
     padded,
     slope_strides,
+    split_operand,
     straightener,
     token_strides,
     window,
@@ -271,8 +272,7 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
             reasons.append(f"{name} is {size}; it takes {MAX_HEAD_DIM} at most: use three_kernel or eager")
     if problem.page_size:
         reasons.append("it reads no paged cache")
-    if gpu.vendor == "amd" and problem.precision in ("tf32", "tf32x3"):
-        reasons.append(f"precision {problem.precision!r} is not compiled for {gpu.arch}; use 'ieee'")
+    reasons += precision.why_not(problem, gpu)
     if not reasons and not configs(problem, gpu):
         reasons.append(f"no tile of it fits the {gpu.smem_per_block_bytes / 1024:.0f} KiB of shared memory of a block")
     return reasons
@@ -298,12 +298,16 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     scores = 4 * config.block_m * config.block_n  # that change hands between warps, or as probabilities
     if problem.mask_shape is not None or problem.bias_shape is not None:
         scores += config.num_stages * config.block_m * config.block_n * 5
-    split = 2 if problem.dtype == "float32" and gpu.capability == 90 else 1  # an operand and its remainder
+    split = split_operand(problem, gpu)
     stages = max(1, config.num_stages - 1) if gpu.vendor == "amd" and gpu.arch != "gfx950" else config.num_stages
     if config.q_resident:
-        return size * (split * config.block_m * width + stages * config.block_n * (width + columns)) + scores + 1024
+        return (
+            size * (split * config.block_m * width + stages * split * config.block_n * (width + columns))
+            + scores
+            + 1024
+        )
     pieces = stages * split * (config.block_m + config.block_n) * config.block_d
-    return size * (pieces + config.block_n * columns) + scores + 1024
+    return size * (pieces + split * config.block_n * columns) + scores + 1024
 
 
 def _registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
+from warpwave import precision
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels import three_passes
 from warpwave.kernels.cost import Cost
@@ -236,7 +237,7 @@ def specify(
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Every reason this kernel cannot run the problem there; empty when it can. Nothing but the scores bounds it: it
     needs no matrix unit, no shared memory, and no more of a row of q than one element at a time."""
-    return three_passes.why_not(problem, gpu)
+    return three_passes.why_not(problem, gpu) + precision.why_not(problem, gpu, ("ieee",))
 
 
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:

@@ -156,6 +156,32 @@ def operand(x, PRECISION: tl.constexpr):
 
 
 @jit
+def load_parts(pointers, stride_part, rows, columns, row_begin, row_end, PRECISION: tl.constexpr):
+    """The parts of a tile that was split ahead, zero outside `row_begin <= row < row_end`; each `stride_part` rows of 16
+    elements behind the one before, so that the compiler sees them as aligned as the first."""
+    stride_part = tl.cast(stride_part, tl.int64) * 16
+    high = load_tile(pointers, rows, columns, row_begin, row_end, 0, False)
+    next_ = load_tile(pointers + stride_part, rows, columns, row_begin, row_end, 0, False)
+    if PRECISION == "bf16x6":
+        parts = (high, next_, load_tile(pointers + 2 * stride_part, rows, columns, row_begin, row_end, 0, False))
+    else:
+        parts = (high, next_)
+    return parts
+
+
+@jit
+def only_rows(parts, keep, PRECISION: tl.constexpr):
+    """The parts with zeros in the rows that are not kept."""
+    keep = keep[:, None]
+    high, next_ = tl.where(keep, parts[0], 0.0), tl.where(keep, parts[1], 0.0)
+    if PRECISION == "bf16x6":
+        kept = (high, next_, tl.where(keep, parts[2], 0.0))
+    else:
+        kept = (high, next_)
+    return kept
+
+
+@jit
 def transposed(parts, PRECISION: tl.constexpr):
     """The parts of the transposed operand."""
     if PRECISION == "bf16x3" or PRECISION == "tf32x3":

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from warpwave import launch
+from warpwave import launch, precision
 from warpwave.errors import UnsupportedProblem
 from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels.arguments import (
@@ -36,6 +36,7 @@ from warpwave.kernels.arguments import (
     lse_strides,
     padded,
     slope_strides,
+    split_operand,
     straightener,
     token_strides,
     window,
@@ -68,11 +69,11 @@ NEEDS_GPU = True
 
 
 @contextlib.contextmanager
-def _products_in(precision: str) -> Iterator[None]:
+def _products_in(arithmetic: str) -> Iterator[None]:
     """torch's float32 products in the precision asked for, whatever the process allows elsewhere."""
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
-    matmul.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+    matmul.fp32_precision = "tf32" if arithmetic == "tf32" else "ieee"
     try:
         yield
     finally:
@@ -171,7 +172,7 @@ def bind(
             for launches in _launches(problem, gpu, straight(operands), out, lse, config, cut, workspace)
         ]
     del out, lse, workspace
-    precision = dot_precision(problem, gpu)
+    arithmetic = dot_precision(problem, gpu)
 
     def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         q, k, v, mask, bias, slopes, sinks, *ends = straight(operands)
@@ -180,7 +181,7 @@ def bind(
         raw, p, row_scale = workspace["scores"], workspace["p"], workspace["row_scale"]
         tile_max, tile_sum = workspace["tile_max"], workspace["tile_sum"]
         of_heads = p[0] if p is raw else p
-        with torch.no_grad(), _products_in(precision):
+        with torch.no_grad(), _products_in(arithmetic):
             for chunk, (score, softmax, sum_values) in zip(cut.chunks, launchers, strict=True):
                 if score is not None:
                     score(q, k, p if raw is None else raw, tile_max, tile_sum, mask, bias, slopes, *ends)
@@ -231,7 +232,7 @@ def _launches(
     features = feature_constants(problem)
     of_sinks = {"HAS_SINKS": features.pop("HAS_SINKS")}
     hides = {"MAY_HIDE_KEYS": _may_hide_keys(problem)}
-    precision = {"PRECISION": dot_precision(problem, gpu)}
+    arithmetic = {"PRECISION": dot_precision(problem, gpu)}
     raw, p = workspace["scores"], workspace["p"]
     strides = (cut.rows * cut.width, cut.width)  # of a head and a row of the workspace
     split = (cut.heads * cut.rows * cut.width,)
@@ -257,7 +258,7 @@ def _launches(
                          *group, *window(problem), *where, tiles_m, tiles_n, *scale],
                 constants={"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": block_k,
                            "HEAD_DIM": problem.head_dim, "SPLIT_D": config.split_d, "FUSED": fused, **hides, **band,
-                           **features, **varlen, **precision},
+                           **features, **varlen, **arithmetic},
                 options=options,
             )  # fmt: skip
         if not fused:
@@ -285,7 +286,7 @@ def _launches(
                          *lengths, *group, *window(problem), *where, tiles_m, tiles_n],
                 constants={"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
                            "BLOCK_V": block_v, "HEAD_DIM_V": problem.head_dim_v, "FUSED": fused, **hides, **band,
-                           **of_sinks, **varlen, "WRITE_LSE": problem.return_lse, **precision},
+                           **of_sinks, **varlen, "WRITE_LSE": problem.return_lse, **arithmetic},
                 options=options,
             )  # fmt: skip
         yield score, softmax, sum_values
@@ -328,8 +329,7 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         reasons.append(
             "how its products are cut follows from the batch: sums for another batch may run in another order"
         )
-    if gpu.vendor == "amd" and problem.precision in ("tf32", "tf32x3"):
-        reasons.append(f"precision {problem.precision!r} is not compiled for {gpu.arch}; use 'ieee'")
+    reasons += precision.why_not(problem, gpu)
     if reasons:
         return reasons
     config = _tiles(problem, gpu)
@@ -351,11 +351,11 @@ def _library_cannot(problem: AttentionProblem, gpu: Gpu, config: Config) -> list
     """Why torch cannot compute the products that a config asks it for."""
     reasons = []
     asked = "library" in (config.scores, config.values)
-    precision = dot_precision(problem, gpu)
+    arithmetic = dot_precision(problem, gpu)
     if asked and problem.packed:
         reasons.append("only the device knows where packed sequences begin; products are ours, not the library's")
-    if asked and problem.dtype == "float32" and precision not in ("ieee", "tf32"):
-        reasons.append(f"the library has no products in {precision!r}; products are ours, or precision is 'ieee'")
+    if asked and problem.dtype == "float32" and arithmetic not in ("ieee", "tf32"):
+        reasons.append(f"the library has no products in {arithmetic!r}; products are ours, or precision is 'ieee'")
     if config.values == "library" and _may_hide_keys(problem):
         reasons.append("the library multiplies values that a mask or bias hides by 0, and NaN there would leak")
     return reasons
@@ -366,7 +366,7 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     size = DTYPE_BYTES[problem.dtype]
     block_k, block_v = _block_k(problem, config), _block_v(problem, config)
     stages = max(1, config.num_stages - 1) if gpu.vendor == "amd" and gpu.arch != "gfx950" else config.num_stages
-    split = 2 if problem.dtype == "float32" and gpu.capability == 90 else 1  # an operand and its remainder
+    split = split_operand(problem, gpu)
     stored = 4 * config.block_m * config.block_n  # a tile of scores changes hands on its way to memory
     score = stages * split * size * (config.block_m + config.block_n) * block_k
     if config.scores == "library":
@@ -525,30 +525,42 @@ def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
     config = _tiles(problem, gpu)
     blocks = problem.batch * problem.num_heads_q * -(-problem.seqlen_q // config.block_m)
     blocks *= -(-problem.seqlen_k // config.block_n)
-    most = (gpu.num_sms or FILLED) // max(1, blocks)
-    if most > 1 and problem.head_dim > 256:
-        # Few scores of many products each: blocks share head_dim, eight steps each at the least.
-        split_d = max(1, min(most, problem.head_dim // (8 * _block_k(problem, config)), 32))
-        config = replace(config, scores="triton", values="triton", split_d=split_d)
-    elif not _library_cannot(problem, gpu, replace(config, scores="library", values="library")) and (
-        problem.dtype == "float32"
-    ):
-        config = replace(config, scores="library", values="library")
-    elif FUSED_FLOPS_A_COLUMN * problem.head_dim_v / config.block_n <= SAVED_FLOPS_A_SCORE:
-        config = replace(config, scores="fused", values="triton")
+    share = (gpu.num_sms or FILLED) // max(1, blocks)
+    sharing = max(1, min(share, problem.head_dim // (8 * _block_k(problem, config)), 32))
+    if sharing > 1:
+        # Few scores of long sums: blocks share head_dim, eight steps each at the least.
+        config = replace(config, split_d=sharing)
+    elif problem.dtype == "float32":
+        library = replace(config, scores="library", values="library")
+        config = config if _library_cannot(problem, gpu, library) else library
+    elif _fuses(problem, gpu, config):
+        config = replace(config, scores="fused")
     return with_workspace(problem, gpu, config)
+
+
+def _fuses(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
+    """Whether the softmax goes into the first product's epilogue: where that saves more than it costs, and where two
+    accumulators do not spill. Before Hopper, and on sm_120, products of 128 x 128 leave no registers for it; a mask or
+    bias takes too many everywhere."""
+    roomy = gpu.capability in (90, 100, 103) or gpu.vendor != "nvidia"
+    cheap = FUSED_FLOPS_A_COLUMN * problem.head_dim_v / config.block_n <= SAVED_FLOPS_A_SCORE
+    return roomy and cheap and not _may_hide_keys(problem)
 
 
 def _tiles(problem: AttentionProblem, gpu: Gpu) -> Config:
     """The widest tile of the usual shapes that fits without spills (tests/compile); three launches, products ours."""
     rdna = gpu.vendor == "amd" and not gpu.arch.startswith("gfx9")
+    hopper_or_later = gpu.capability in (90, 100, 103)
     small = problem.seqlen_q <= 64 and problem.seqlen_k <= 512  # where larger tiles would be one block a head
     if problem.dtype == "float32":
-        tile = (32, 32, 32, 32, 4, 2) if rdna or small else (64, 64, 32, 64, 4, 2)
+        warps = 4 if gpu.vendor == "amd" or hopper_or_later else 8
+        tile = (32, 32, 32, 32, 4, 2) if rdna or small else (64, 64, 32, 64, warps, 2)
     elif gpu.vendor == "amd":
         tile = (64, 64, 32, 64, 8 if rdna else 4, 2)
     elif small:
-        tile = (64, 64, 64, 64, 4, 3)
+        tile = (64, 64, 64, 64, 4, 2)
     else:
-        tile = (128, 128, 64 if gpu.smem_per_block_bytes >= 160 * 1024 else 32, 128, 8, 3)
+        tile = (128, 128, 64 if hopper_or_later else 32, 128, 8, 3)
+    if _may_hide_keys(problem) and problem.dtype != "float32":
+        tile = (*tile[:2], 32, tile[3], *tile[4:])  # values and probabilities go through registers
     return Config("triton", "triton", *tile, 1, 16, 128, 8, MAX_WORKSPACE_BYTES)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
+from warpwave import precision
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels import three_passes
 from warpwave.kernels.arguments import dot_precision, padded
@@ -29,10 +30,12 @@ from warpwave.kernels.cost import Cost
 from warpwave.kernels.primitives import (
     band_edges,
     load_tile,
+    operand,
     packed_sequence,
+    product,
     rounded,
-    rounded_to_tf32,
     tile_pointers,
+    transposed,
     visible_keys,
 )
 from warpwave.kernels.three_passes import HIDDEN, UNSPECIALISED, Launches, Product, whole_lines
@@ -141,10 +144,8 @@ def tiled_scores_kernel(
         q = load_tile(q_pointers, rows, dims, 0, seqlen_q, HEAD_DIM, HEAD_DIM % BLOCK_K != 0)  # [BLOCK_M, BLOCK_K]
         # Keys that no query of the tile sees are not read: NaN there must have no effect.
         k = load_tile(k_pointers, keys, dims, key_begin, key_end, HEAD_DIM, HEAD_DIM % BLOCK_K != 0)
-        if PRECISION == "tf32":
-            q = rounded_to_tf32(q)
-            k = rounded_to_tf32(k)  # [BLOCK_N, BLOCK_K]
-        scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        k = transposed(operand(k, PRECISION), PRECISION)
+        scores = product(operand(q, PRECISION), k, scores, PRECISION)  # [BLOCK_M, BLOCK_N]
         dims += BLOCK_K
         q_pointers += tl.cast(stride_qd, tl.int64) * BLOCK_K
         k_pointers += tl.cast(stride_kd, tl.int64) * BLOCK_K
@@ -227,10 +228,7 @@ def tiled_values_kernel(
             seen = tl.max((p != HIDDEN).to(tl.int32), 0)  # [BLOCK_K]
             v = tl.where((seen != 0)[:, None], v, 0.0)
         p = tl.where(p == HIDDEN, 0.0, p)
-        if PRECISION == "tf32":
-            p = rounded_to_tf32(p)
-            v = rounded_to_tf32(v)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        acc = product(operand(p.to(v.dtype), PRECISION), operand(v, PRECISION), acc, PRECISION)  # [BLOCK_M, BLOCK_N]
     out = acc * tl.load(row_scale_ptr + rows, mask=rows < seqlen_q, other=0.0)[:, None]
     inside = (rows < seqlen_q)[:, None] & (columns < HEAD_DIM_V)[None, :]
     offsets = rows.to(tl.int64)[:, None] * stride_om + columns[None, :]
@@ -251,7 +249,7 @@ def specify(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
 ) -> Launches:
     """The three launches, from tensors that may be without memory (device "meta") when they are only to be compiled."""
-    block_m, precision = config.block_m, {"PRECISION": dot_precision(problem, gpu)}
+    block_m, how = config.block_m, {"PRECISION": dot_precision(problem, gpu)}
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     columns, block_d = _columns(problem, config), _block_d(problem, config)
     tiles_m, tiles_n = -(-problem.seqlen_q // block_m), -(-problem.seqlen_k // config.block_n)
@@ -265,9 +263,9 @@ def specify(
     }
     return three_passes.specify(
         problem, operands, out, lse, block_m=block_m,
-        score=Product(tiled_scores_kernel, tiles_m * tiles_n, {**score, **precision}, options),
+        score=Product(tiled_scores_kernel, tiles_m * tiles_n, {**score, **how}, options),
         sum_values=Product(
-            tiled_values_kernel, tiles_m * -(-problem.head_dim_v // columns), {**sum_values, **precision}, options
+            tiled_values_kernel, tiles_m * -(-problem.head_dim_v // columns), {**sum_values, **how}, options
         ),
     )  # fmt: skip
 
@@ -290,8 +288,7 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     reasons = three_passes.why_not(problem, gpu)
     if gpu.vendor == "nvidia" and gpu.capability < 80:
         reasons.append(f"found {gpu.name} ({gpu.arch}); it needs sm_80 or newer: Triton has no matrix path before")
-    if gpu.vendor == "amd" and problem.precision in ("tf32", "tf32x3"):
-        reasons.append(f"precision {problem.precision!r} is not compiled for {gpu.arch}; use 'ieee'")
+    reasons += precision.why_not(problem, gpu)
     if not reasons and not _fitting(problem, gpu):
         needed = min(smem_bytes(problem, gpu, config) for config in _space())
         reasons.append(

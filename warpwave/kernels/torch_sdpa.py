@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from warpwave import precision
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels.cost import Cost
 from warpwave.problem import AttentionProblem, Operands
@@ -46,7 +47,7 @@ def bind(
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Every reason torch's CPU kernel would not compute what was asked."""
-    reasons = []
+    reasons = precision.why_not(problem, gpu, ("ieee",))
     if not gpu.is_cpu:
         reasons.append("it serves CPU tensors only")
     if problem.requires_grad:

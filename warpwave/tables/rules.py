@@ -426,7 +426,8 @@ def constant(document: Document) -> Iterator[Finding]:
         counts = {blocks(r) for r in known}
         if fixed < BINDS * time or time > MOST_LAUNCH_US or None in counts:
             continue
-        if any(steps_of_block(r) == steps_of_block(known[0]) for r in known[1:]) and len(counts) > 1:
+        steps = [steps_of_block(r) for r in known]
+        if None not in steps and len(set(steps)) < len(steps) and len(counts) > 1:
             continue  # the same in every block: `plateau`
         least = min(known, key=lambda r: flops(r.call) or 0.0)
         more = (flops(row.call) or 0) / (flops(least.call) or 1)

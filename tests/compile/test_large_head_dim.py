@@ -1,0 +1,91 @@
+"""The kernels for large heads compile for every target within its limits, multiply by the matrix unit, and spill nothing
+but what is listed."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from tests.compile import test_targets
+from tests.compile.test_targets import TARGETS, compile_all, family, matrix_instructions
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
+
+# Calls beside those of test_targets.FEATURES: a step of decoding, whose query heads share tiles and whose keys are
+# split, and the same with a latent's two widths.
+DECODE: dict[str, Any] = {"seqlen_q": 1, "seqlen_k": 8192, "num_heads_q": 16, "num_heads_kv": 1}
+SHAPES: dict[str, dict[str, Any]] = {
+    "decode": DECODE,
+    "decode, latent": DECODE | {"head_dim_v": 512},
+    "gradients": {"requires_grad": True, "causal": "bottom_right"},
+}
+# Bytes of local memory a thread may take, by kernel, target, dtype, over all widths and features. What is not listed
+# takes none.
+SPILL_BOUNDS: dict[tuple[str, str, str], int] = {}
+SAMPLE = [
+    ("large_head_dim", "bfloat16", 512, "causal"),
+    ("large_head_dim", "bfloat16", 576, "decode, latent"),
+    ("three_kernel", "bfloat16", 1024, "causal"),
+    ("three_kernel", "float32", 1024, "plain"),
+]
+FULL = [
+    *(
+        ("large_head_dim", dtype, head_dim, feature)
+        for dtype, head_dims in (("bfloat16", (257, 320, 384, 512, 640, 1024, 8192)), ("float32", (320, 512, 1024)))
+        for head_dim in head_dims
+        for feature in ("plain", "causal", "packed", "decode")
+    ),
+    *(("large_head_dim", dtype, 512, feature) for dtype in ("bfloat16", "float32") for feature in test_targets.FEATURES),
+    *(("large_head_dim", dtype, 576, "decode, latent") for dtype in ("bfloat16", "float16")),
+    *(
+        ("three_kernel", dtype, head_dim, feature)
+        for dtype in ("bfloat16", "float32")
+        for head_dim in (512, 4096)
+        for feature in (*test_targets.FEATURES, "decode", "gradients")
+    ),
+]
+
+
+def job(arch: str, kernel: str, dtype: str, head_dim: int, feature: str) -> dict[str, Any]:
+    if feature not in SHAPES:
+        return test_targets.job(arch, dtype, head_dim, feature) | {"kernel": kernel}
+    plain = test_targets.job(arch, dtype, head_dim, "plain")
+    return plain | {"kernel": kernel, "problem": plain["problem"] | SHAPES[feature]}
+
+
+def check(kernel: str, dtype: str, head_dim: int, feature: str, arch: str, facts: dict[str, Any]) -> None:
+    what = f"{kernel} {arch} {dtype} head_dim {head_dim} {feature} {facts['config']}"
+    assert facts["smem_bytes"] <= facts["smem_limit"], f"{what}: more shared memory than the GPU has"
+    assert facts["smem_bytes"] <= facts["smem_bound"] <= facts["smem_limit"], f"{what}: smem_bytes() is no upper bound"
+    bound = SPILL_BOUNDS.get((kernel, arch, dtype), 0)
+    assert facts["spill_bytes"] <= bound, f"{what}: {facts['spill_bytes']} bytes spilled, the bound is {bound}"
+    if dtype != "float32":
+        assert matrix_instructions(facts["instructions"], arch) > 0, f"{what}: no matrix instruction"
+
+
+def compile_and_check(points: list[tuple[str, str, int, str]], archs: tuple[str, ...]) -> None:
+    pairs = [(arch, point) for arch in archs for point in points]
+    found = compile_all([job(arch, *point) for arch, point in pairs])
+    for (arch, point), facts in zip(pairs, found, strict=True):
+        check(*point, arch, facts)
+
+
+def test_sample_compiles_within_limits() -> None:
+    compile_and_check(SAMPLE, TARGETS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", TARGETS)
+def test_matrix_compiles_within_limits(arch: str) -> None:
+    compile_and_check(FULL, (arch,))
+
+
+@pytest.mark.parametrize(("kernel", "head_dim"), [("large_head_dim", 512), ("three_kernel", 1024)])
+def test_hopper_uses_its_own_matrix_instruction(kernel: str, head_dim: int) -> None:
+    """Losing wgmma, or asynchronous copies, would halve the speed and change no result."""
+    (facts,) = compile_all([job("sm_90", kernel, "bfloat16", head_dim, "plain")])
+    for launch in facts["launches"]:
+        assert launch["instructions"].get("HGMMA", 0) > 0, launch["name"]
+        assert launch["instructions"].get("LDGSTS", 0) > 0, f"{launch['name']}: operands are not copied asynchronously"

@@ -1,0 +1,161 @@
+"""Calls on a paged cache for the conformance tests: sequences of unequal length in shuffled pages, NaN everywhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.conformance.datasets import Data, fill
+from warpwave import AttentionProblem, CacheLayer, Causal, attention_with_kv_cache
+from warpwave.checks import Options, describe_cached_call
+from warpwave.problem import CachedOperands
+
+
+@dataclass(frozen=True)
+class PagedCase:
+    """One call on a cache, as data.
+
+    Args:
+        lengths: (queries, tokens in the cache) of each sequence.
+        packed: whether queries are packed; else all sequences have as many as the first.
+        capacity: pages of a row of the table.
+    """
+
+    page_size: int = 16
+    dtype: str = "float16"
+    dims: tuple[int, int] = (16, 16)
+    heads: tuple[int, int] = (4, 2)
+    lengths: tuple[tuple[int, int], ...] = ((1, 37), (1, 0), (1, 90))
+    packed: bool = False
+    causal: str = ""
+    window: tuple[int, int] = (-1, -1)
+    alibi: bool = False
+    softcap: float = 0.0
+    sinks: bool = False
+    lse: bool = True
+    max_seqlen_k: int = 128
+
+    def __str__(self) -> str:
+        plain = PagedCase()
+        parts = [f"page{self.page_size}", self.dtype, "_".join(f"{q}x{k}" for q, k in self.lengths)]
+        for name in ("dims", "heads", "packed", "causal", "window", "alibi", "softcap", "sinks", "lse"):
+            value = getattr(self, name)
+            if value != getattr(plain, name):
+                value = "x".join(map(str, value)) if isinstance(value, tuple) else value
+                parts.append(name if value is True else f"{name}={value}")
+        return "-".join(parts)
+
+
+class PagedCall(NamedTuple):
+    """A case as tensors."""
+
+    problem: AttentionProblem
+    operands: CachedOperands
+    options: dict[str, Any]
+    keys: list[Tensor]  # [tokens, num_heads_kv, head_dim] of each sequence
+    values: list[Tensor]
+
+    @property
+    def layer(self) -> CacheLayer:
+        o = self.operands
+        return CacheLayer(o.k, o.v, o.page_table, o.seqused_k)
+
+
+def build(case: PagedCase, data: Data, device: torch.device, seed: int = 0) -> PagedCall:
+    """The tensors of a case. Rows of the table are shuffled too; cells beyond a sequence's length hold NaN, and so do
+    pages that no sequence has; the table names pages far outside the pool where no token is."""
+    g = torch.Generator(device).manual_seed(seed)
+    dtype_name, _, precision = case.dtype.partition(":")
+    dtype = getattr(torch, dtype_name)
+    (heads_q, heads_kv), (head_dim, head_dim_v), batch = case.heads, case.dims, len(case.lengths)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, device=device)
+
+    rows_q = (sum(q for q, _ in case.lengths),) if case.packed else (batch, case.lengths[0][0])
+    longest = max(k for _, k in case.lengths)
+    q, k, v = normal(*rows_q, heads_q, head_dim), normal(batch, longest, heads_kv, head_dim), None
+    v = normal(batch, longest, heads_kv, head_dim_v)
+    fill(data, head_dim, q, k, v)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    columns = -(-case.max_seqlen_k // case.page_size)
+    counts = [-(-n // case.page_size) for _, n in case.lengths]
+    num_pages = sum(counts) + 3
+    shuffled = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed)).tolist()
+    rows = torch.randperm(batch + 2, generator=torch.Generator().manual_seed(seed + 1))[:batch].to(device)
+    table = torch.full((batch + 2, columns), 2**30, dtype=torch.int32, device=device)
+    seqused = torch.full((batch + 2,), 2**30, dtype=torch.int32, device=device)
+    pools = [
+        torch.full((num_pages, case.page_size, *x.shape[2:]), torch.nan, dtype=dtype, device=device) for x in (k, v)
+    ]
+    for b, (_, n) in enumerate(case.lengths):
+        pages = torch.tensor([shuffled.pop() for _ in range(counts[b])], dtype=torch.int64, device=device)
+        table[rows[b], : counts[b]] = pages.to(torch.int32)
+        seqused[rows[b]] = n
+        at = torch.arange(n, device=device)
+        for pool, x in zip(pools, (k, v), strict=True):
+            pool[pages[at // case.page_size], at % case.page_size] = x[b, :n]
+    cu_seqlens = None
+    if case.packed:
+        ends = torch.tensor([0, *(q for q, _ in case.lengths)], device=device).cumsum(0)
+        cu_seqlens = ends.to(torch.int32)
+    operands = CachedOperands(
+        q, *pools,
+        alibi_slopes=2.0 ** -torch.arange(1, heads_q + 1, device=device, dtype=torch.float32) if case.alibi else None,
+        sinks=normal(heads_q) if case.sinks else None,
+        cu_seqlens_q=cu_seqlens, page_table=table, seqused_k=seqused, rows=rows.to(torch.int32),
+    )  # fmt: skip
+    options = {
+        "causal": Causal(case.causal) if case.causal else False,  # type: ignore[arg-type]
+        "window_size": None if case.window == (-1, -1) else case.window,
+        "softcap": case.softcap,
+        "precision": precision or "default",
+        "return_lse": case.lse,
+    }
+    said = Options(
+        max(q for q, _ in case.lengths) if case.packed else 0, 0, case.causal, *case.window, case.softcap, None,
+        precision or "default", case.lse,
+    )  # fmt: skip
+    problem = replace(describe_cached_call(operands, said), lengths=case.lengths if case.packed else None)
+    keys, values = ([x[b, :n] for b, (_, n) in enumerate(case.lengths)] for x in (k, v))
+    return PagedCall(problem, operands, options, keys, values)
+
+
+def run(kernel: str, call: PagedCall, **more: Any) -> tuple[Tensor, Tensor | None]:
+    """out and lse (None unless asked for) through the public door."""
+    o = call.operands
+    tensors: dict[str, Any] = {"alibi_slopes": o.alibi_slopes, "sinks": o.sinks, "rows": o.rows}
+    if call.problem.packed:
+        tensors |= {"cu_seqlens_q": o.cu_seqlens_q, "max_seqlen_q": call.problem.seqlen_q}
+    result = attention_with_kv_cache(o.q, call.layer, **tensors, **call.options, kernel=kernel, **more)
+    return result if call.options["return_lse"] else (result, None)
+
+
+def visible(call: PagedCall) -> list[Tensor]:
+    """Which query sees which key, from the words of the documentation: bool [queries, keys] of each sequence."""
+    problem, found = call.problem, []
+    for b, keys in enumerate(call.keys):
+        seqlen_q = problem.lengths[b][0] if problem.lengths else problem.seqlen_q
+        i = torch.arange(seqlen_q, device=keys.device)[:, None]
+        j = torch.arange(len(keys), device=keys.device)[None, :]
+        position = i + len(keys) - seqlen_q
+        shown = torch.ones(seqlen_q, len(keys), dtype=torch.bool, device=keys.device)
+        left, right = problem.window_size
+        if left >= 0:
+            shown &= j >= position - left
+        if right >= 0:
+            shown &= j <= position + right
+        if problem.causal is not None:
+            shown &= j <= (position if problem.causal.alignment == "bottom_right" else i)
+        found.append(shown)
+    return found
+
+
+def by_sequence(call: PagedCall, x: Tensor) -> list[Tensor]:
+    """The sequences of a tensor laid out like q, each [queries, heads, width]."""
+    if call.problem.packed:
+        return list(x.split([q for q, _ in call.problem.lengths or ()]))
+    return list(x)

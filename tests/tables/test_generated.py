@@ -1,0 +1,65 @@
+"""Tables that nobody wrote a rule for: causes planted by a formula, and times that our own model predicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.tables.generated import CAUSES, table
+from warpwave.hardware.catalog import catalog, gpu_of
+from warpwave.kernels import flash_fwd
+from warpwave.model import predict
+from warpwave.problem import AttentionProblem
+from warpwave.tables.parse import Document, parse
+from warpwave.tables.rules import diagnose, main_cause
+
+PLANTED = [(cause, seed) for cause in CAUSES for seed in range(4)]
+
+
+@pytest.mark.parametrize(("cause", "seed"), PLANTED)
+def test_a_planted_cause_is_found(cause: str, seed: int) -> None:
+    document = table(cause, seed)
+    found = main_cause(document, "theirs")
+    assert found is not None, [f.text for f in diagnose(document)]
+    assert found.kind == cause, [(f.kind, f.factor, f.text) for f in diagnose(document) if f.is_cause]
+
+
+def _predicted(card: str, heads: int, lengths: list[int], config: flash_fwd.Config) -> Document:
+    """A table of what the model says of flash_fwd, as somebody who measured it would write it down."""
+    sheet = catalog()[card]
+    gpu = gpu_of(sheet)
+    rows = []
+    for seqlen in lengths:
+        problem = AttentionProblem(
+            batch=1, seqlen_q=seqlen, seqlen_k=seqlen, num_heads_q=heads, num_heads_kv=heads, head_dim=64, head_dim_v=64,
+            dtype="bfloat16", softmax_scale=0.125,
+        )  # fmt: skip
+        prediction = predict(problem, flash_fwd, config, gpu)
+        assert prediction is not None
+        rows.append([seqlen, prediction.time_us])
+    kernel = {"block_m": config.block_m, "block_n": config.block_n, "unit": "matrix", "threads": 32 * config.num_warps}
+    data: dict[str, Any] = {
+        "title": "predicted",
+        "gpu": card,
+        "call": {"heads": heads, "head_dim": 64, "dtype": "bfloat16"},
+        "kernels": {"theirs": kernel},
+        "tables": [{"name": "seqlen", "columns": ["seqlen", "time_us"], "rows": rows}],
+    }
+    return parse(data, source="predicted")
+
+
+@pytest.mark.parametrize("card", ["a100-80gb", "h100", "h200", "b200"])
+def test_what_our_model_predicts_of_few_blocks_is_found_to_be_idle_sms(card: str) -> None:
+    document = _predicted(card, 1, [256, 512, 1024], flash_fwd.Config(128, 64, 8, 2))
+    found = main_cause(document, "theirs")
+    assert found is not None and found.kind == "idle SMs"
+    assert found.factor == pytest.approx(catalog()[card].num_sms / 8)  # 1024 / 128 blocks
+
+
+@pytest.mark.parametrize("card", ["a100-80gb", "h100", "h200"])
+def test_what_our_model_predicts_of_a_full_card_is_not_idle(card: str) -> None:
+    document = _predicted(card, 64, [2048, 4096, 8192], flash_fwd.Config(64, 64, 4, 3))
+    kinds = {f.kind for f in diagnose(document) if f.is_cause}
+    assert "idle SMs" not in kinds and "launch" not in kinds
+    assert kinds & {"arithmetic", "latency"}

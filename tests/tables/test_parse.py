@@ -1,0 +1,90 @@
+"""The format: what is read, and what a mistake in it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from warpwave.cli import app
+from warpwave.errors import InvalidInput
+from warpwave.tables.parse import TableError, load, parse
+from warpwave.tables.text import run
+
+TEMPLATE = Path(__file__).parents[2] / "docs" / "table-template.toml"
+
+
+def _table(**changes: Any) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "title": "t",
+        "gpu": "l4",
+        "call": {"heads": 2, "head_dim": 64},
+        "tables": [{"columns": ["seqlen", "time_ms", "SDPA.time_us"], "rows": [[128, 0.5, 20], [256, 1.0, "-"]]}],
+    }
+    return data | changes
+
+
+def test_columns_describe_calls_and_series() -> None:
+    document = parse(_table(), source="here")
+    assert [(r.series, r.call.seqlen, r.time_us) for r in document.rows] == [
+        ("theirs", 128, 500.0), ("SDPA", 128, 20), ("theirs", 256, 1000.0),
+    ]  # fmt: skip
+    assert document.device.num_sms == (58, 58)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"gpu": "l5"}, "not in the catalogue"),
+        ({"cal": {}}, "did you mean call?"),
+        ({"call": {"heads": 0}}, "positive whole number"),
+        ({"call": {"dtype": "int8"}}, "dtype must be one of"),
+        ({"device": {"num_sms": [5, 2]}}, "num_sms"),
+        ({"device": {"num_sms": "many"}}, "num_sms"),
+        ({"kernels": {"theirs": {"grid": "rows"}}}, "grid must be one of"),
+        ({"kernels": {"theirs": {"unit": "tensor"}}}, "scalar or matrix"),
+        ({"tables": []}, "at least one"),
+        ({"tables": [{"columns": ["time_ms"], "rows": [[1, 2]]}]}, "one a column"),
+        ({"tables": [{"columns": ["time_s"], "rows": [[1]]}]}, "unknown column"),
+        ({"tables": [{"columns": ["time_ms"], "rows": [[-1]]}]}, "above 0"),
+        ({"tables": [{"columns": ["time_ms"], "rows": [["fast"]]}]}, "above 0"),
+        ({"tables": [{"columns": "time_ms", "rows": [[1]]}]}, "list of names"),
+        ({"claims": [{"less": 0.1}]}, "each with what it says"),
+    ],
+)
+def test_a_mistake_is_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(TableError, match=words.replace("?", r"\?")):
+        parse(_table(**changes), source="here")
+
+
+def test_a_claim_of_no_known_kind_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "t.toml"
+    file.write_text('title = "t"\nclaims = [{says = "fast"}]\n[[tables]]\ncolumns = ["time_ms"]\nrows = [[1]]\n')
+    with pytest.raises(InvalidInput, match="must have one of"):
+        run(file, False)
+
+
+def test_no_such_file_lists_what_there_is() -> None:
+    with pytest.raises(TableError, match="case_report_0"):
+        load("nowhere.toml")
+
+
+def test_not_toml(tmp_path: Path) -> None:
+    file = tmp_path / "t.toml"
+    file.write_text("title = ")
+    with pytest.raises(TableError, match="not TOML"):
+        load(file)
+
+
+def test_the_template_of_the_docs_is_a_table() -> None:
+    assert "WHY" in run(TEMPLATE, False)
+
+
+def test_the_command_prints_verdicts_and_json() -> None:
+    said = CliRunner().invoke(app, ["explain", "--from-table", "case_report_3"])
+    assert said.exit_code == 0 and "1 block on 28 SMs" in said.output
+    data = json.loads(CliRunner().invoke(app, ["explain", "--from-table", "case_report_3", "--json"]).output)
+    assert any(f["kind"] == "idle SMs" and f["factor"] == 28 for f in data["findings"])

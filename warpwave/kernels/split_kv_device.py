@@ -1,0 +1,313 @@
+"""Device code of `split_kv`: one share of the keys of one tile of rows, and the merge by the block that arrives last.
+
+The loop is `flash_fwd`'s. What differs is where rows and keys lie: rows are queries of all heads that read one kv head,
+keys are a share of those the rows see, in pages of a pool or one behind another.
+"""
+
+from __future__ import annotations
+
+from warpwave.kernels.partials import inverse_sum, join, lse_of, lse_offset
+from warpwave.kernels.primitives import (
+    LOG2_E,
+    band_edges,
+    band_visible,
+    load_tile,
+    operand,
+    packed_sequence,
+    product,
+    rounded,
+    softmax_step,
+    tanh,
+    tile_pointers,
+    transposed,
+    visible_keys,
+)
+from warpwave.kernels.triton_or_stub import jit, tl
+
+# Arguments the compiler must not specialise on, or new lengths would compile again.
+UNSPECIALISED = [
+    *("stride_qb", "stride_qm", "stride_qh", "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn"),
+    *("stride_vh", "stride_mask_b", "stride_mask_h", "stride_bias_b", "stride_bias_h", "stride_alibi_b"),
+    *("stride_alibi_h", "stride_table", "seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads_kv", "window_left"),
+    *("window_right", "num_splits", "split_keys", "first_key", "num_pages", "num_rows", "lse_rows"),
+]
+
+
+@jit
+def _pages_of(page_table_ptr, key_tile, keys, inside, num_pages, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The pages that hold a tile's keys, [BLOCK_N], or the one page that holds them all. A page id that is none is
+    clamped: what lies there is not what was meant, but it is inside the tensor."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        pages = tl.load(page_table_ptr + key_tile // PAGE_SIZE)
+    else:
+        pages = tl.load(page_table_ptr + keys // PAGE_SIZE, mask=inside, other=0)
+    return tl.minimum(tl.maximum(pages, 0), num_pages - 1).to(tl.int64)
+
+
+@jit
+def _share(key_begin, key_end, split, num_splits, split_keys, BLOCK_N: tl.constexpr):
+    """Begin and end of one share of the keys from key_begin to key_end; begin is a multiple of BLOCK_N, so that a tile
+    holds the same keys however many shares there are."""
+    first = key_begin // BLOCK_N * BLOCK_N
+    if split_keys > 0:
+        begin = (first // split_keys + split) * split_keys
+        end = begin + split_keys
+    else:
+        keys = tl.cdiv(tl.cdiv(tl.maximum(key_end - first, 0), BLOCK_N), num_splits) * BLOCK_N
+        begin = first + split * keys
+        end = begin + keys
+    return tl.maximum(begin, first), tl.minimum(end, key_end)
+
+
+@jit(do_not_specialize=UNSPECIALISED)
+def split_kv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    acc_ptr,
+    state_ptr,
+    arrived_ptr,
+    mask_ptr,
+    bias_ptr,
+    alibi_slopes_ptr,
+    sinks_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    page_table_ptr,
+    seqused_k_ptr,
+    rows_ptr,
+    stride_qb,
+    stride_qm,
+    stride_qh,
+    stride_qd,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_kd,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    stride_vd,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_m,
+    stride_mask_n,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_m,
+    stride_bias_n,
+    stride_alibi_b,
+    stride_alibi_h,
+    stride_table,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    num_heads_kv,
+    window_left,
+    window_right,
+    num_splits,
+    split_keys,
+    first_key,
+    num_pages,
+    num_rows,
+    lse_rows,
+    softmax_scale,
+    softcap,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    IS_VARLEN: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    IN_PARTS: tl.constexpr,
+    MERGE_HERE: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One share of the keys of one tile of rows. The rows of a tile, then kv heads, then shares are neighbours in the
+    grid, which has one dimension, for 65,535 is the limit of the others."""
+    # Where this program works -----------------------------------------------------------------------------------------
+    num_tiles = tl.cdiv(seqlen_q * GROUP_SIZE, BLOCK_M)
+    pid = tl.program_id(0)
+    tile = pid % num_tiles
+    kv_head = (pid // num_tiles % num_heads_kv).to(tl.int64)
+    split = pid // (num_tiles * num_heads_kv) % num_splits
+    batch = (pid // (num_tiles * num_heads_kv) // num_splits).to(tl.int64)
+    first_row = batch * seqlen_q  # counted over all sequences: rows of out lie one behind another
+    # Strides come in units, as flash_fwd's do: the compiler then sees that rows are 16-byte aligned.
+    stride_kn = tl.cast(stride_kn, tl.int64) * STRIDE_UNIT
+    stride_vn = tl.cast(stride_vn, tl.int64) * STRIDE_UNIT
+    stride_kb = tl.cast(stride_kb, tl.int64) * STRIDE_UNIT
+    stride_vb = tl.cast(stride_vb, tl.int64) * STRIDE_UNIT
+    stride_qm = tl.cast(stride_qm, tl.int64) * STRIDE_UNIT
+    stride_qh = tl.cast(stride_qh, tl.int64) * STRIDE_UNIT
+
+    if IS_VARLEN:
+        first_row, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
+        if tile * BLOCK_M >= seqlen_q * GROUP_SIZE:
+            return
+        q_ptr += first_row * stride_qm
+    else:
+        q_ptr += batch * (tl.cast(stride_qb, tl.int64) * STRIDE_UNIT)
+    k_ptr += kv_head * (tl.cast(stride_kh, tl.int64) * STRIDE_UNIT)
+    v_ptr += kv_head * (tl.cast(stride_vh, tl.int64) * STRIDE_UNIT)
+    if PAGE_SIZE > 0:
+        row = batch
+        if HAS_ROWS:
+            row = tl.minimum(tl.maximum(tl.load(rows_ptr + batch), 0), num_rows - 1).to(tl.int64)
+        # Clamped, so that a length beyond the table's reads no page id behind it.
+        seqlen_k = tl.minimum(tl.maximum(tl.load(seqused_k_ptr + row), 0), seqlen_k)
+        page_table_ptr += row * stride_table
+    elif IS_VARLEN:
+        k_begin, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)
+        k_ptr += k_begin * stride_kn
+        v_ptr += k_begin * stride_vn
+    else:
+        k_ptr += batch * stride_kb
+        v_ptr += batch * stride_vb
+
+    # Rows are the queries of the group's heads, head fastest, so that a tile of few queries is full.
+    tile_rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    queries = tile_rows // GROUP_SIZE
+    heads = kv_head * GROUP_SIZE + tile_rows % GROUP_SIZE  # [BLOCK_M]
+    query_begin = tile * BLOCK_M // GROUP_SIZE
+    query_last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP_SIZE, seqlen_q - 1)
+    low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
+    key_begin, key_end = visible_keys(query_begin, query_last, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
+    key_begin = tl.maximum(key_begin, first_key)
+    whole_begin = key_begin
+    whole_end = key_end
+    if HAS_LOW:
+        whole_begin = tl.maximum(whole_begin, query_last + low)
+    if HAS_HIGH:
+        whole_end = tl.minimum(whole_end, query_begin + high + 1)
+    begin, end = _share(key_begin, key_end, split, num_splits, split_keys, BLOCK_N)
+
+    # The state of the online softmax ----------------------------------------------------------------------------------
+    dims = tl.arange(0, BLOCK_D)
+    dims_v = tl.arange(0, BLOCK_DV)
+    in_range = queries < seqlen_q
+    q = tile_pointers(q_ptr, queries, dims, stride_qm, stride_qd) + (heads * stride_qh)[:, None]
+    q = load_tile(q, queries, dims, 0, seqlen_q, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    q = operand(q, PRECISION)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    scale_log2 = softmax_scale * LOG2_E
+    if HAS_ALIBI:
+        offsets = batch * stride_alibi_b + heads * stride_alibi_h
+        slope_log2 = tl.load(alibi_slopes_ptr + offsets) * LOG2_E  # [BLOCK_M]
+
+    for key_tile in range(begin, end, BLOCK_N):
+        keys = key_tile + tl.arange(0, BLOCK_N)
+        # Keys that no query of the tile sees are not read: NaN there must have no effect.
+        key_inside = (keys >= key_begin) & (keys < end)
+        if PAGE_SIZE > 0:
+            pages = _pages_of(page_table_ptr, key_tile, keys, key_inside, num_pages, PAGE_SIZE, BLOCK_N)
+            k_offsets = pages * stride_kb + (keys % PAGE_SIZE).to(tl.int64) * stride_kn
+            v_offsets = pages * stride_vb + (keys % PAGE_SIZE).to(tl.int64) * stride_vn
+        else:
+            k_offsets = keys.to(tl.int64) * stride_kn
+            v_offsets = keys.to(tl.int64) * stride_vn
+        k = k_ptr + (k_offsets[:, None] + dims.to(tl.int64)[None, :] * stride_kd)
+        k = load_tile(k, keys, dims, key_begin, end, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        k = transposed(operand(k, PRECISION), PRECISION)
+        scores = product(q, k, None, PRECISION)  # [BLOCK_M, BLOCK_N]
+
+        # As in flash_fwd: the scale rides in the softmax where nothing is added or hidden.
+        scale_left = scale_log2
+        if HAS_SOFTCAP:
+            scores = softcap * tanh(scores * (softmax_scale / softcap)) * LOG2_E
+            scale_left = 1.0
+        elif HAS_MASK or HAS_BIAS or HAS_ALIBI:
+            scores = scores * scale_log2
+            scale_left = 1.0
+        inside = in_range[:, None] & key_inside[None, :]
+        if HAS_BIAS:
+            offsets = batch * stride_bias_b + heads * stride_bias_h + queries.to(tl.int64) * stride_bias_m
+            offsets = offsets[:, None] + keys.to(tl.int64)[None, :] * stride_bias_n
+            bias = tl.load(bias_ptr + offsets, mask=inside, other=float("-inf")).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+            # -inf hides the pair, whatever the score: NaN + -inf would be NaN.
+            scores = tl.where(bias == float("-inf"), float("-inf"), scores + bias * LOG2_E)
+        if HAS_ALIBI:
+            distance = tl.abs(queries[:, None] + (seqlen_k - seqlen_q) - keys[None, :])
+            scores -= slope_log2[:, None] * distance.to(tl.float32)
+        if (key_tile < whole_begin) | (key_tile + BLOCK_N > whole_end) | (key_tile + BLOCK_N > end):
+            visible = band_visible(queries, keys, low, high, HAS_LOW, HAS_HIGH) & key_inside[None, :]
+            scores = tl.where(visible, scores * scale_left, float("-inf"))
+            scale_left = 1.0
+        if HAS_MASK:
+            offsets = batch * stride_mask_b + heads * stride_mask_h + queries.to(tl.int64) * stride_mask_m
+            offsets = offsets[:, None] + keys.to(tl.int64)[None, :] * stride_mask_n
+            shown = tl.load(mask_ptr + offsets, mask=inside, other=0)  # [BLOCK_M, BLOCK_N]
+            scores = tl.where(shown != 0, scores, float("-inf"))
+
+        p, alpha, m_i, l_i = softmax_step(scores, scale_left, m_i, l_i)
+        v = v_ptr + (v_offsets[:, None] + dims_v.to(tl.int64)[None, :] * stride_vd)
+        v = load_tile(v, keys, dims_v, key_begin, end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+        if HAS_MASK or HAS_BIAS:
+            # A value that no query of the tile sees must have no effect, and 0 * NaN would be one.
+            seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
+            v = tl.where((seen != 0)[:, None], v, 0.0)
+        p = operand(p.to(v.dtype), PRECISION)
+        acc = product(p, operand(v, PRECISION), acc * alpha[:, None], PRECISION)  # [BLOCK_M, BLOCK_DV]
+
+    # What is left of it -----------------------------------------------------------------------------------------------
+    num_heads_q = num_heads_kv * GROUP_SIZE
+    rows_heads = tl.cast(total_q, tl.int64) * num_heads_q
+    row_head = (first_row + queries) * num_heads_q + heads  # [BLOCK_M], where out holds the row
+    columns = dims_v[None, :]
+    inside = in_range[:, None] & (dims_v < HEAD_DIM_V)[None, :]
+    if IN_PARTS:
+        # A share without keys leaves a state that says so, and no accumulator.
+        offsets = (split * rows_heads + row_head)[:, None] * HEAD_DIM_V + columns
+        tl.store(acc_ptr + offsets, acc, mask=inside & (begin < end))
+        tl.store(state_ptr + 2 * split * rows_heads + row_head, m_i, mask=in_range)
+        tl.store(state_ptr + (2 * split + 1) * rows_heads + row_head, l_i, mask=in_range)
+    if MERGE_HERE:
+        # The last block of the tile to arrive merges, always in the order of the shares.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrived_ptr + (batch * num_heads_kv + kv_head) * num_tiles + tile, 1, sem="acq_rel")
+        if arrived != num_splits - 1:
+            return
+        m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l_i = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        for part in range(num_splits):
+            at = tl.cast(part, tl.int64) * rows_heads
+            # Past L1, which does not see what other SMs wrote.
+            m = tl.load(state_ptr + 2 * at + row_head, mask=in_range, other=0.0, cache_modifier=".cg")
+            l = tl.load(state_ptr + 2 * at + rows_heads + row_head, mask=in_range, other=0.0, cache_modifier=".cg")
+            offsets = (at + row_head)[:, None] * HEAD_DIM_V + columns
+            some = tl.load(acc_ptr + offsets, mask=inside & (l != 0.0)[:, None], other=0.0, cache_modifier=".cg")
+            m_i, l_i, scale, scale_part = join(m_i, l_i, m, l)
+            acc = acc * scale[:, None] + some * scale_part[:, None]
+    if MERGE_HERE or not IN_PARTS:
+        if HAS_SINKS:
+            # One more key, whose value is zero. It comes last: as the first maximum it would push the probabilities of
+            # lower scores out of the range of 16 bits.
+            sink_log2 = tl.load(sinks_ptr + heads) * LOG2_E
+            m_i, l_i, scale, _ = join(m_i, l_i, sink_log2, 1.0)
+            acc = acc * scale[:, None]
+        out = acc * inverse_sum(l_i)[:, None]
+        offsets = row_head[:, None] * HEAD_DIM_V + columns
+        tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=inside)
+        if WRITE_LSE:
+            offsets = lse_offset(first_row + queries, heads, num_heads_q, lse_rows)
+            tl.store(lse_ptr + offsets, lse_of(m_i, l_i), mask=in_range)

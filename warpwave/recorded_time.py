@@ -1,0 +1,87 @@
+"""The time of a call from a record of `warpwave bench`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from warpwave import dispatch
+from warpwave.bench.records import Measurement, RecordError, read_records
+from warpwave.errors import InvalidInput
+from warpwave.hardware.gpu import Gpu
+from warpwave.problem import AttentionProblem
+
+
+@dataclass(frozen=True)
+class RecordedTime:
+    """One measurement of ours, as far as `explain` needs it.
+
+    Attributes:
+        time_us: median.
+        kernel, config: what ran.
+        hot: whether the inputs could lie in L2.
+        clock_mhz: SM clock read after it ran; None where nobody read it.
+    """
+
+    time_us: float
+    kernel: str
+    config: Any
+    hot: bool
+    clock_mhz: float | None
+
+
+def find(path: Path, problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> RecordedTime:
+    """The last measurement of a call on a card.
+
+    Raises:
+        InvalidInput: the file is no record, or holds no time of ours of this call on this card; the message says which
+            calls it has.
+    """
+    try:
+        records = read_records(path)
+    except RecordError as error:
+        raise InvalidInput(str(error)) from None
+    wanted = _shape(problem)
+    ours = [(e, m) for e, m in records.measurements if m.is_ours and m.timing is not None and m.kernel and m.config]
+    here = [
+        m
+        for environment, m in ours
+        if _shape(m.problem) == wanted
+        and kernel in ("auto", m.kernel)
+        and _card(records.environments[environment]) in ("", gpu.name)
+    ]
+    if not here:
+        cases = list(dict.fromkeys(m.case for _, m in ours))
+        more = f", and {len(cases) - 5} more" if len(cases) > 5 else ""
+        raise InvalidInput(
+            f"{path} has no time of ours of this call on {gpu.name}; it has {', '.join(cases[:5]) or 'none'}{more}"
+        )
+    found = here[-1]
+    assert found.timing is not None and found.config is not None
+    module = next((k for k in dispatch.KERNELS if found.kernel == k.NAME), None)
+    if module is None:
+        raise InvalidInput(f"{path}: {found.kernel} is no kernel of this version")
+    return RecordedTime(
+        found.timing.median_us, found.kernel, module.Config(**found.config), is_hot(found), clock_mhz(found)
+    )
+
+
+def is_hot(m: Measurement) -> bool:
+    """Whether a measurement's inputs could stay in L2 from one call to the next."""
+    return m.timing is not None and not m.timing.l2_flushed and m.timing.input_sets == 1
+
+
+def clock_mhz(m: Measurement) -> float | None:
+    """SM clock read right after the case's rounds."""
+    clock = (m.gpu_after or {}).get("sm_mhz")
+    return None if clock is None else float(clock)
+
+
+def _card(environment: dict[str, Any]) -> str:
+    return str((environment.get("gpu") or {}).get("name") or "")
+
+
+def _shape(problem: AttentionProblem) -> AttentionProblem:
+    """What makes two calls the same work: outputs nobody times are left out."""
+    return replace(problem, return_lse=False, softmax_scale=1.0)

@@ -1,0 +1,112 @@
+"""The same call on other cards: predicted time with an error bar, what binds, and what of it was ever validated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from warpwave import dispatch
+from warpwave.errors import InvalidInput, UnsupportedProblem
+from warpwave.hardware.catalog import DataSheet, catalog, data_sheet, find, gpu_of
+from warpwave.model import Prediction, predict
+from warpwave.problem import AttentionProblem
+from warpwave.roofline import Roofline, data_sheet_rates, figure, roofline, us
+
+
+@dataclass(frozen=True)
+class Row:
+    """One card.
+
+    Attributes:
+        card: key of its data sheet.
+        kernel, config: what would serve the call there; empty and None where nothing does.
+        prediction: its time; None without a kernel of ours that the model knows.
+        bounds: by the data sheet.
+        refusal: why nothing serves it.
+    """
+
+    card: str
+    kernel: str
+    config: Any
+    prediction: Prediction | None
+    bounds: Roofline
+    refusal: str = ""
+
+
+def cards(names: str) -> list[DataSheet]:
+    """The cards of a list like "l4,h100,mi300x"; "all" is the whole catalogue.
+
+    Raises:
+        InvalidInput: one of them is no card.
+    """
+    if names.strip().lower() == "all":
+        return list(catalog().values())
+    found = []
+    for name in filter(None, (part.strip() for part in names.split(","))):
+        sheet = find(name) or _by_prefix(name)
+        if sheet is None:
+            raise InvalidInput(f"GPU {name!r} is not in the catalogue; known are {', '.join(catalog())}")
+        found.append(sheet)
+    if not found:
+        raise InvalidInput(f"{names!r} names no card; known are {', '.join(catalog())}")
+    return list({sheet.key: sheet for sheet in found}.values())
+
+
+def _by_prefix(name: str) -> DataSheet | None:
+    """A name that several sheets share, as a100 does: the last of its sheets that is no PCIe board."""
+    alike = [s for s in catalog().values() if s.key.startswith(f"{name.lower()}-") and not s.key.endswith("pcie")]
+    return alike[-1] if alike else None
+
+
+def what_if(
+    problem: AttentionProblem, sheets: Sequence[DataSheet], *, kernel: str = "auto", hot: bool = False
+) -> list[Row]:
+    """The call on each card, by the kernel that would serve it there."""
+    rows = []
+    for sheet in sheets:
+        gpu = gpu_of(sheet)
+        bounds = roofline(problem, data_sheet_rates(sheet), gpu=gpu, hot=hot).of_problem
+        try:
+            choice = dispatch.choose(problem, gpu, kernel, None)
+        except UnsupportedProblem as error:
+            rows.append(Row(sheet.key, "", None, None, bounds, str(error)))
+            continue
+        found = predict(problem, choice.kernel, choice.config, gpu, hot=hot, sheet=data_sheet(gpu) or sheet)
+        rows.append(Row(sheet.key, choice.kernel.NAME, choice.config, found, bounds))
+    return rows
+
+
+def text(problem: AttentionProblem, rows: Sequence[Row]) -> str:
+    """A line a card, and below what the error bars rest on."""
+    lines = [f"call       {problem.describe()}", ""]
+    lines.append(
+        f"{'card':15}{'kernel':20}{'predicted':>12}{'nine in ten':>22}{'TFLOP/s':>9}{'bound':>12}  {'binds':16}most lost by"
+    )
+    for row in rows:
+        least, binding = us(row.bounds.time_us), row.bounds.binding
+        binds = "" if binding is None else binding.resource
+        if row.prediction is None:
+            why = "no kernel serves it" if row.refusal else "no work, or not modelled"
+            lines.append(f"{row.card:15}{row.kernel or '-':20}{'-':>12}{why:>22}{'':9}{least:>12}  {binds}")
+            continue
+        p = row.prediction
+        span = f"{us(p.low_us)} to {us(p.high_us)}".replace(" us to", " to")
+        most = max(p.factors, key=p.factors.__getitem__)
+        rate = figure(problem.flops / p.time_us * 1e-6)
+        star = "" if p.points else " *"
+        lines.append(
+            f"{row.card + star:15}{row.kernel:20}{us(p.time_us):>12}{span:>22}{rate:>9}{least:>12}  {binds:16}"
+            f"{most} ({p.factors[most]:.2f} x)"
+        )
+    lines.append("")
+    validated = [row for row in rows if row.prediction is not None and row.prediction.points]
+    for row in validated:
+        assert row.prediction is not None
+        lines.append(f"validated  {row.card}: {row.prediction.validated}")
+    others = [row for row in rows if row.prediction is not None and not row.prediction.points]
+    if others:
+        assert others[0].prediction is not None
+        lines.append(f"* {others[0].prediction.validated}: {', '.join(row.card for row in others)}")
+    lines.append("Bounds are by the data sheets; a kernel is the one that warpwave would choose on that card.")
+    return "\n".join(lines)
