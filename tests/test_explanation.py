@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import re
@@ -258,7 +259,7 @@ def test_a_config_named_in_advice_exists_and_does_what_is_said() -> None:
     found = re.search(r"Time Config\((.*?)\): ([\d,]+) blocks, at least ([\d.,]+) us", advice(said))
     assert found is not None
     kernel = next(kernel for kernel in dispatch.KERNELS if kernel.NAME == said.kernel)
-    config = kernel.Config(**{k: int(v) for k, v in (pair.split("=") for pair in found[1].split(", "))})
+    config = kernel.Config(**{k: ast.literal_eval(v) for k, v in (pair.split("=") for pair in found[1].split(", "))})
     again = warpwave.explain(said.problem, gpu=said.gpu, kernel=said.kernel or "", config=config)
     assert again.cost is not None and again.cost.blocks == int(found[2].replace(",", ""))
     assert again.bounds is not None and again.bounds.time_us == pytest.approx(float(found[3]), rel=0.01)

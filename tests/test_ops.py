@@ -9,7 +9,7 @@ import torch
 from torch.library import opcheck
 
 import warpwave
-from warpwave import ops
+from warpwave import guards, ops
 from warpwave.checks import Options
 from warpwave.problem import Operands
 
@@ -163,6 +163,68 @@ def test_a_plan_found_again_forgives_nothing() -> None:
         assert not torch.allclose(causal, windowed)
         with pytest.raises(warpwave.InvalidType, match="config is a list"):
             warpwave.attention(q, k, v, kernel="eager", config=[64, 64])
+
+
+@pytest.fixture
+def recalled(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each call was recalled, without reading its tensors' layouts one by one."""
+    seen: list[bool] = []
+    recall = ops.recall
+
+    def watch(*arguments: Any) -> Any:
+        run = recall(*arguments)
+        seen.append(run is not None)
+        return run
+
+    monkeypatch.setattr(ops, "recall", watch)
+    ops._recent.clear()
+    return seen
+
+
+def test_a_call_is_recalled_only_for_tensors_laid_out_alike(recalled: list[bool]) -> None:
+    q, k, v = qkv()
+    expected = warpwave.attention(q, k, v)
+    torch.testing.assert_close(warpwave.attention(q.clone(), k, v), expected, rtol=0, atol=0)
+    assert recalled == [False, guards.guard(q, k, v) is not None]
+    shifted = torch.cat([torch.zeros(1), q.flatten()])[1:].view(q.shape)  # 4 bytes off
+    others = {
+        "strides": (q, k.transpose(1, 2).contiguous().transpose(1, 2), v),
+        "alignment": (shifted, k, v),
+        "heads of k": (q, k[:, :, :2], v[:, :, :2]),
+        "a subclass": (q, k, torch.nn.Parameter(v, requires_grad=False)),
+    }
+    for what, changed in others.items():
+        recalled.clear()
+        out = warpwave.attention(*changed)
+        assert recalled == [False], what
+        exact = warpwave.attention(*(t.contiguous().clone() for t in changed))
+        torch.testing.assert_close(out, exact, rtol=1e-6, atol=1e-6)
+    recalled.clear()
+    assert warpwave.attention(q, k, v.clone().requires_grad_()).requires_grad
+    with torch.inference_mode():
+        torch.testing.assert_close(warpwave.attention(q.clone(), k, v), expected, rtol=0, atol=0)
+    assert recalled == [False, False]
+
+
+def test_recalled_plans_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "MAX_PLANS", 8)
+    ops._recent.clear()
+    for seqlen in range(1, 20):
+        warpwave.attention(*qkv(batch=1, seqlen=seqlen, heads=1))
+    q, k, v = qkv()
+    for stride in range(1, 2 * ops.MOST_LAYOUTS):  # of one shape
+        warpwave.attention(q, k, torch.randn(*v.shape, stride)[..., 0])
+    assert len(ops._recent) <= 8
+    assert max(map(len, ops._recent.values())) <= ops.MOST_LAYOUTS
+
+
+def test_without_a_guard_of_torch_s_calls_are_found_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, recalled: list[bool]
+) -> None:
+    monkeypatch.setattr(guards, "_TensorGuards", None)
+    q, k, v = qkv()
+    torch.testing.assert_close(warpwave.attention(q, k, v), warpwave.attention(q, k, v), rtol=0, atol=0)
+    assert recalled == [False, False]
 
 
 def test_sixteen_threads_start_cold_together() -> None:

@@ -211,6 +211,7 @@ CHANGED: dict[str, Any] = {
     "requires_grad": True,
     "page_size": 16,
     "batch_invariant": True,
+    "error_budget": 1e-4,
 }
 
 

@@ -188,7 +188,7 @@ def _whole_tiles(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advice
         text += f": {problem.seqlen_q} of the {block_m} rows are queries."
         if problem.num_heads_q > problem.num_heads_kv:
             group = problem.num_heads_q // problem.num_heads_kv
-            text += f" The {group} query heads that share a kv head could share a tile; no kernel here does that."
+            text += f" The {group} query heads that share a kv head could share a tile; {_shares_tiles(call)}."
         else:
             text += " More queries in one call, or a smaller block_m, waste less."
     elif problem.mask_shape is not None:
@@ -198,6 +198,19 @@ def _whole_tiles(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advice
     else:
         text += ": the last of a sequence is part empty. Time a smaller block_m or block_n."
     yield _Advice(saves, text)
+
+
+def _shares_tiles(call: Call) -> str:
+    """The kernel that computes least of those that pack more of the call into a tile, as a phrase."""
+    from warpwave import dispatch
+
+    least, name = call.cost.flops / 1.5, ""
+    for kernel in dispatch.KERNELS:
+        if kernel.NEEDS_GPU and kernel is not call.kernel and not kernel.why_not(call.problem, call.gpu):
+            flops = kernel.cost(call.problem, call.gpu, kernel.configs(call.problem, call.gpu)[0]).flops
+            if flops < least:
+                least, name = flops, kernel.NAME
+    return f'kernel="{name}" does that' if name else "no kernel here does that"
 
 
 # What the call asks for -----------------------------------------------------------------------------------------------

@@ -315,30 +315,29 @@ def _call(operands: Operands, said: tuple[Any, ...], kernel: str, config: Any) -
         said: the arguments of `_options` behind the operands, as the caller gave them.
     """
     run = key = None
-    if _eager():
-        # True and 1 are equal, and only one of them is a causal.
-        key = ops.plan_key(operands, (*said, said[0].__class__, kernel, config))
-        if key is not None:
-            try:
-                run = ops.find_plan(key)
-            except TypeError:  # a list, say, has no hash; the operator takes what can be read from it
-                key = None
+    # True and 1 are equal, and only one of them is a causal.
+    full = (*said, said[0].__class__, kernel, config)
+    if not torch.compiler.is_compiling():
+        run = ops.recall(operands, full)
+        if run is None and _eager():
+            key = ops.plan_key(operands, full)
+    if key is not None:
+        try:
+            run = ops.find_plan(key)
+        except TypeError:  # a list, say, has no hash; the operator takes what can be read from it
+            key = None
+        else:
+            run = run or ops.make_plan(key, operands, _options(operands, *said), kernel, config)
+            ops.remember(operands, full, run)
     if run is not None:
         out, lse = run(operands)
     else:
+        check_are_tensors(operands)
         options = _options(operands, *said)
-        if key is not None:
-            out, lse = ops.make_plan(key, operands, options, kernel, config)(operands)
-        else:
-            check_are_tensors(operands)
-            out, lse = torch.ops.warpwave.attention(*operands, *options, kernel, ops.encode_config(config))
+        out, lse = torch.ops.warpwave.attention(*operands, *options, kernel, ops.encode_config(config))
     return (out, lse) if said[5] else out
 
 
 def _eager() -> bool:
-    """Whether nothing stands between a call and its kernel: no tracing, no mode, no transform."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
+    """Whether nothing stands between a call and its kernel: no mode, no transform."""
+    return not (torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None)

@@ -26,10 +26,11 @@ class Constants:
     Attributes:
         matrix: path of products -> share of the data sheet's rate that a loop with nothing else in it reaches; float16
             goes by bfloat16, tf32 in three products by `"tf32x3"`. A path that is not here has the share of `"other"`.
-        power: share of the data sheet's rate of 16-bit products that the card sustains on all SMs under its power limit.
+        power: share of the data sheet's rate of 16-bit products that the card's power limit sustains on all SMs.
         power_of_score: the products (FLOP) that draw as much as the exponential and the arithmetic of one score.
         softmax_ops: arithmetic of a score beside its exponential, in lanes x clocks.
         exposed: share of the shorter resources' time that the longest does not hide, 0 to 1.
+        edge_steps: what the mask costs a tile of queries whose keys end at a diagonal or window, in steps over keys.
         step_us: latency of one step over keys for one stream of instructions, beside the work itself.
         fill_us: the beginning and end of a tile of queries: first loads, last store.
         start_us: the first wave, once a launch, above an empty kernel.
@@ -41,6 +42,7 @@ class Constants:
     power_of_score: float = 100.0
     softmax_ops: float = 8.0
     exposed: float = 0.3
+    edge_steps: float = 0.5
     step_us: float = 0.1
     fill_us: float = 1.0
     start_us: float = 1.0

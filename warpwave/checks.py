@@ -392,8 +392,8 @@ def spell_precision(precision: str | float) -> str:
         return precision
     if isinstance(precision, bool) or not isinstance(precision, (int, float)):
         raise InvalidType(
-            f"precision is {precision!r}; it must be one of {PRECISION_NAMES}, or a number, the relative error that out "
-            "may have"
+            f"precision is {precision!r}; it must be one of {PRECISION_NAMES}, or a number, the relative error that "
+            "out may have"
         )
     if not 0 < precision < 1:
         raise InvalidInput(

@@ -261,7 +261,15 @@ def verify(
 
 @app.command()
 def bench(
-    suite: Annotated[str, typer.Argument(help="Name of a suite in warpwave/bench/suites, or a path to one.")],
+    suite: Annotated[
+        str | None, typer.Argument(help="Name of a suite in warpwave/bench/suites, or a path to one.")
+    ] = None,
+    scale: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AXIS", help="In place of a suite: let blocks, seqlen, head_dim or batch grow, and say why."
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Append the records, JSON Lines, to this file.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Times each contender takes its turn; 6 for intervals.")] = 9,
     mode: Annotated[
@@ -301,6 +309,7 @@ def bench(
             resume=resume,
             peer_timeout_s=peer_timeout or None,
             device=device,
+            scale=scale,
         )
     )
 

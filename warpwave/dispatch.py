@@ -27,7 +27,10 @@ from warpwave.problem import AttentionProblem
 
 # In the order of preference. Every problem has a kernel, because eager runs everything; what stands behind it, "auto"
 # never takes: rungs of the ladder (docs/ladder.md), which keep a workspace as large as all scores.
-KERNELS: tuple[Any, ...] = (hopper_flash_fwd, flash_fwd, torch_sdpa, eager, tiled, naive, split_kv, large_head_dim, three_kernel)
+KERNELS: tuple[Any, ...] = (
+    *(hopper_flash_fwd, flash_fwd, torch_sdpa, eager),
+    *(tiled, naive, split_kv, large_head_dim, three_kernel),
+)
 # Those that read a paged cache.
 CACHE_KERNELS: tuple[Any, ...] = (split_kv, eager)
 

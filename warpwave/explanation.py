@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from warpwave import accuracy as accuracies
 from warpwave import dispatch
+from warpwave.accuracy import Accuracy
 from warpwave.advice import Call, computed_in, recommendations
 from warpwave.api import _options
 from warpwave.checks import describe_call
@@ -70,6 +73,7 @@ class Explanation:
         passed_over: kernel name -> why "auto" leaves the call to a later kernel though that one could run it.
         prediction: the time on the device, step by step from the bound; None without a data sheet or a kernel.
         losses: a measured time split into the same steps; None where no time was given.
+        accuracy: of a float32 call: how products are computed, and the error of out; None for 16-bit inputs.
     """
 
     problem: AttentionProblem
@@ -88,6 +92,7 @@ class Explanation:
     passed_over: dict[str, list[str]] = field(default_factory=dict)
     prediction: Prediction | None = None
     losses: Losses | None = None
+    accuracy: Accuracy | None = None
 
     @property
     def flops(self) -> int:
@@ -148,7 +153,8 @@ def explain(
     record: Path | None = None,
     hot: bool = False,
 ) -> Explanation:
-    """Says what a call would run, what bounds it and what to change, without running it.
+    """Says what a call would run, what bounds it and what to change, without running it; but for a float32 call with an
+    error budget and tensors, which is run once to measure its error on sampled rows.
 
     Args:
         q: the call's first tensor, followed by its other arguments just as `attention` or `attention_varlen` takes
@@ -217,7 +223,7 @@ def explain(
     cost = module.cost(problem, gpu, choice.config)
     bounds, measured, missing = _rooflines(problem, gpu, module, cost)
     launch = None if measured is None else measured.rates.launch_us
-    fast_paths = nearest(problem, gpu, _ahead(module), mask_band)
+    fast_paths = nearest(problem, gpu, _ahead(module, problem), mask_band)
     known = bounds or measured
     call = Call(problem, gpu, module, choice.config, cost, known, launch, mask_band, layout)
     prediction = predict(problem, module, choice.config, gpu, hot=hot)
@@ -247,6 +253,14 @@ def explain(
         passed_over=dispatch.passed_over(problem, gpu),
         prediction=prediction,
         losses=losses,
+        accuracy=accuracies.of_call(
+            problem,
+            gpu,
+            module,
+            choice.config,
+            computed_in(module, problem, gpu),
+            operands if operands is not None and gpu == current_gpu(operands.q.device) else None,
+        ),
     )
 
 
@@ -254,8 +268,9 @@ def _module(name: str) -> Any:
     return next(module for module in dispatch.KERNELS if module.NAME == name)
 
 
-def _ahead(module: Any) -> list[Any]:
-    return list(dispatch.KERNELS[: dispatch.KERNELS.index(module)])
+def _ahead(module: Any, problem: AttentionProblem) -> list[Any]:
+    kernels = dispatch.kernels_for(problem)
+    return list(kernels[: kernels.index(module)])
 
 
 def _rooflines(

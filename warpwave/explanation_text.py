@@ -13,6 +13,7 @@ from warpwave.problem import DTYPE_BYTES
 from warpwave.roofline import Bound, Roofline, byte, figure, flop, us
 
 if TYPE_CHECKING:
+    from warpwave.accuracy import Accuracy
     from warpwave.explanation import Explanation
 
 WIDTH = 110
@@ -45,7 +46,29 @@ def _head(said: Explanation) -> Iterator[str]:
     else:
         values = ", ".join(f"{name}={value}" for name, value in dataclasses.asdict(said.config).items())
         yield f"kernel     {said.kernel}" + (f", {values} ({said.config_source})" if values else "")
+        for note in _notes(said):
+            yield from _wrapped(note, "config     ")
     yield from _wrapped(_verdict(said), "bound by   ")
+    if said.accuracy is not None:
+        yield from _wrapped(_accuracy(said.accuracy), "accuracy   ")
+
+
+def _notes(said: Explanation) -> list[str]:
+    """What the kernel says of its config: `notes(problem, gpu, config)`, where it has that."""
+    from warpwave import dispatch
+
+    kernel = next(kernel for kernel in dispatch.KERNELS if kernel.NAME == said.kernel)
+    notes: list[str] = kernel.notes(said.problem, said.gpu, said.config) if hasattr(kernel, "notes") else []
+    return notes
+
+
+def _accuracy(accuracy: Accuracy) -> str:
+    text = f"precision {accuracy.asked}: {accuracy.arithmetic}, {accuracy.description}; relative error of out at most "
+    text += f"{accuracy.promised:.2g}, on logits no wilder than those of 3 x normal inputs"
+    if accuracy.measured is not None:
+        text += f"; {accuracy.measured:.2g} measured on {accuracy.rows} rows of these tensors"
+    others = ", ".join(f"{name} {error:.2g}" for name, error in accuracy.others)
+    return f"{text}. {f'Others, the cheapest first: {others}. ' if others else ''}{accuracy.note}"
 
 
 def _verdict(said: Explanation) -> str:
@@ -142,8 +165,8 @@ def _predicted(said: Explanation) -> Iterator[str]:
         elif t.level == "L2":
             fits = "fits" if t.working_set <= t.capacity else "does not fit"
             yield (
-                f"  L2       {byte(t.bytes)} asked, {t.redundancy:.3g} x what must; {byte(t.working_set)} in use at once "
-                f"{fits} {byte(t.capacity)}"
+                f"  L2       {byte(t.bytes)} asked, {t.redundancy:.3g} x what must; {byte(t.working_set)} in use at "
+                f"once {fits} {byte(t.capacity)}"
             )
         else:
             label = {"shared memory": "smem", "registers": "regs"}[t.level]

@@ -420,6 +420,9 @@ class PagedKVCache:
     ) -> tuple[Any, append_kv.New, list[int]]:
         """Checks and compiles an append: (write, its argument, new tokens of each row). Nothing has changed yet."""
         rows = list(rows)
+        for name, tensor in (("k_new", k_new), ("v_new", v_new)):
+            if not isinstance(tensor, torch.Tensor):
+                raise InvalidType(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
         if cu_seqlens is not None:
             if counts is None:
                 raise InvalidInput("cu_seqlens was given without counts, the same lengths on the host")

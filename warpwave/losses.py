@@ -84,9 +84,9 @@ class Losses:
 
     @property
     def largest(self) -> Loss | None:
-        """What costs most, the remainder apart."""
+        """What costs most of what a grid, tile or loop can change; the clocks where nothing else costs anything."""
         named = [loss for loss in self.losses[:-1] if loss.factor >= NOTICEABLE]
-        return max(named, key=lambda loss: loss.factor, default=None)
+        return max(named, key=lambda loss: (loss.name != "clocks", loss.factor), default=None)
 
 
 def split(
@@ -113,7 +113,8 @@ def split(
         raise InvalidInput(f"a measured time must be above 0 us, got {measured_us}")
     if measured_us < prediction.bound_us:
         raise InvalidInput(
-            f"{us(measured_us)} is less than the {us(prediction.bound_us)} that no implementation of this call can beat on "
+            f"{us(measured_us)} is less than the {us(prediction.bound_us)} that no implementation of this call can "
+            "beat on "
             f"{sheet.name}: the time is of another call, of part of it, in another unit, or of inputs that lay in L2 "
             "(--hot)"
         )
@@ -152,20 +153,24 @@ def _power_matched(
 
 
 REMEDIES: dict[str, str] = {
-    "head padding": "a head_dim that the tiles are made of, or tiles in smaller powers of two, removes the ceiling of the "
+    "head padding": "a head_dim that the tiles are made of, or tiles in smaller powers of two, removes the ceiling "
+    "of the "
     "padded products",
     "hidden pairs": "smaller tiles at the mask's edge remove the ceiling of products over hidden pairs",
     "ragged tiles": "a block_m or block_n that divides the lengths, or several query heads in one tile, removes the "
     "ceiling of products over empty rows",
     "separate passes": "one fused pass removes the sum of ceilings: products, softmax and scores then overlap",
-    "idle SMs": "more blocks (smaller block_m, keys split over blocks, more heads or sequences in a call) remove the ceiling "
+    "idle SMs": "more blocks (smaller block_m, keys split over blocks, more heads or sequences in a call) remove the "
+    "ceiling "
     "of SMs without work",
     "traffic": "tiles shared by more queries, or an order of blocks whose K and V stay in L2, remove the ceiling of "
     "re-reads",
-    "softmax": "a loop that computes one tile's scores while another's products run removes the ceiling of exponentials "
+    "softmax": "a loop that computes one tile's scores while another's products run removes the ceiling of "
+    "exponentials "
     "in series",
     "latency": "more blocks or warpgroups an SM, or more tiles in flight, remove the ceiling of steps that wait",
-    "fill": "blocks that stay and draw several tiles, their first loads under the last tile's products, remove the ceiling "
+    "fill": "blocks that stay and draw several tiles, their first loads under the last tile's products, remove the "
+    "ceiling "
     "of filling",
     "launches": "more work in one launch, or a CUDA graph, removes the ceiling of launching",
     "clocks": "less power an operation (fewer operands through registers, fewer rescales) raises the clock: the one "
@@ -178,4 +183,5 @@ def recommendation(loss: Loss) -> str:
     remedy = REMEDIES.get(loss.name)
     if remedy is None:
         return ""
-    return f"{loss.name[0].upper()}{loss.name[1:]}, {loss.factor:.2f} x, {us(loss.before_us)} to {us(loss.after_us)} by the model: {remedy}."
+    name = f"{loss.name[0].upper()}{loss.name[1:]}"
+    return f"{name}, {loss.factor:.2f} x, {us(loss.before_us)} to {us(loss.after_us)} by the model: {remedy}."

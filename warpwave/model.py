@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from warpwave.calibration import (
@@ -47,7 +48,7 @@ LOSSES: dict[str, str] = {
 }
 STEP = {name: place for place, name in enumerate(LOSSES)}
 ALL = len(LOSSES)
-SMOOTH = 3.0  # exponent with which "as long as the longer of two" is rounded at the corner
+SMOOTH = 8.0  # exponent with which "as long as the longer of two" is rounded at the corner
 SMEM_SLACK = 1.05  # kernels state an upper bound on shared memory, up to this much above what compiles
 L2_BYTES_PER_CLOCK = 32  # of an SM, where nobody states or measured L2: 8.4 of the 8.0 TB/s measured on an H200
 L2_SHARE = 0.8  # of L2 that a working set can hold before lines fall out
@@ -151,9 +152,7 @@ class Prediction:
     def factors(self) -> dict[str, float]:
         """Loss -> the ratio it costs; their product is `time_us` over the bound, exactly."""
         names = list(self.times_us)
-        return {
-            name: self.times_us[name] / self.times_us[before] for before, name in zip(names, names[1:], strict=False)
-        }
+        return {name: self.times_us[name] / self.times_us[before] for before, name in pairwise(names)}
 
 
 def predict(
@@ -167,6 +166,7 @@ def predict(
     registers: int | None = None,
     smem_bytes: int | None = None,
     of: Machine | None = None,
+    without: str = "",
 ) -> Prediction | None:
     """The time of a call, or None where the card has no data sheet or the call no work.
 
@@ -178,6 +178,7 @@ def predict(
         sheet: the card's data sheet; looked up if None.
         registers, smem_bytes: of the compiled kernel, in place of what its `cost` estimates.
         of: the card with other constants, for fitting them.
+        without: one of `ABLATIONS`: the time if the kernel's loop left that out.
     """
     sheet = sheet or data_sheet(gpu)
     if sheet is None or gpu.is_cpu or problem.flops == 0:
@@ -186,7 +187,7 @@ def predict(
     cost = kernel.cost(problem, gpu, config)
     if registers is not None or smem_bytes is not None:
         cost = replace(cost, registers=registers or cost.registers, smem_bytes=smem_bytes or cost.smem_bytes)
-    walk = _Walk(problem, kernel, config, gpu, cost, where, hot)
+    walk = _Walk(problem, kernel, config, gpu, cost, where, hot, without)
     times = walk.ladder()
     time_us = times["launches"]
     low, high, words, points = _bar(where, kernel.NAME, time_us, times["bound"])
@@ -244,9 +245,18 @@ class _Walk:
     """One prediction under way."""
 
     def __init__(
-        self, problem: AttentionProblem, kernel: Any, config: Any, gpu: Gpu, cost: Cost, where: Machine, hot: bool
+        self,
+        problem: AttentionProblem,
+        kernel: Any,
+        config: Any,
+        gpu: Gpu,
+        cost: Cost,
+        where: Machine,
+        hot: bool,
+        without: str = "",
     ) -> None:
         self.problem, self.cost, self.gpu, self.where, self.hot = problem, cost, gpu, where, hot
+        self.without = without
         self.path = path_of(problem, kernel, gpu, where.sheet)
         self.padding = _padding(problem, kernel, config, gpu, cost)
         self.resident = blocks_per_sm(cost, gpu)
@@ -257,9 +267,10 @@ class _Walk:
     def ladder(self) -> dict[str, float]:
         """Time after each loss; never falls, for every step takes an idealisation away."""
         times = {"bound": self.bound}
-        least = self.bound
+        least = self.bound if not self.without else 0.0
         for name, place in STEP.items():
-            least = max(least, self._time(place))
+            whole = place < STEP["separate passes"]  # which knows of nothing left out
+            least = max(least, 0.0 if self.without and whole else self._time(place))
             times[name] = least
         return times
 
@@ -267,6 +278,8 @@ class _Walk:
         if step < STEP["separate passes"]:
             return self._whole(step)
         parts = self.cost.parts or (self.cost,)
+        if self.without:
+            parts = tuple(_ablated(part, self.problem, self.without) for part in parts)
         return sum(self._launch(part, step) for part in parts) + self._launching(step, parts)
 
     def _whole(self, step: int) -> float:
@@ -285,6 +298,8 @@ class _Walk:
     def _launch(self, cost: Cost, step: int) -> float:
         """One launch: its SMs, and what all of them share."""
         products, exponentials = self._products_us(cost.flops), self._exponentials_us(cost.exponentials)
+        if self.without == "exponentials":
+            exponentials = 0.0
         resources = [products, exponentials]
         busy = max(resources)
         if step >= STEP["softmax"]:
@@ -296,18 +311,24 @@ class _Walk:
         )
         if step >= STEP["latency"]:
             busy = _longer(busy, from_l2)
+        # The power limit slows every step, but only as far as SMs draw power: fewer busy ones run at full clocks.
+        sms, items = self.where.sheet.num_sms, cost.items or cost.blocks
+        drawing = min(1.0, items / sms) if step >= STEP["idle SMs"] and items else 1.0
+        busy = max(busy, drawing * self._power_of(cost))
         time = self._on_sms(cost, busy, sum(resources) + from_l2, step)
-        power = self._power_us(
-            self.problem.flops * cost.flops / max(1, self.cost.flops),
-            self.problem.exponentials * cost.exponentials / max(1, self.cost.exponentials),
-        )
-        time = max(time, power)
         shared = [self._memory_us(self._memory_bytes(cost, step))]
         if step >= STEP["traffic"]:
             shared.append((cost.read_bytes + cost.write_bytes) / (self.where.l2_gbps * 1e3))
         if step >= STEP["latency"]:
             return _longer(time, max(shared))
         return max(time, *shared)
+
+    def _power_of(self, cost: Cost) -> float:
+        """Of a launch: its share of what the call needs; padding multiplies zeros, which draws little."""
+        return self._power_us(
+            self.problem.flops * cost.flops / max(1, self.cost.flops),
+            self.problem.exponentials * cost.exponentials / max(1, self.cost.exponentials),
+        )
 
     def _on_sms(self, cost: Cost, busy: float, alone: float, step: int) -> float:
         """Time on the SMs of work that keeps the whole card busy for `busy` us.
@@ -320,7 +341,7 @@ class _Walk:
         if step < STEP["idle SMs"] or not items:
             return busy
         resident = max(1, min(blocks_per_sm(cost, self.gpu)[0], -(-items // sms)))
-        steps = cost.steps or items
+        steps: float = cost.steps or items
         mean = steps / items
         one = busy * sms / steps  # of one step of one block, an SM to itself
         stream = alone * sms / steps / cost.chains + constants.step_us * (cost.steps > 0)
@@ -336,6 +357,8 @@ class _Walk:
             time = rounds * (mean * together(resident) + fill)
             return time + (mean * together(-(-rest // sms)) + fill if rest else 0.0)
         # Blocks of unequal length fill each other's gaps, but for the longest of them.
+        if step >= STEP["softmax"] and cost.steps and self.problem.has_band:
+            steps += constants.edge_steps * items
         shared = steps / (sms * resident) * together(resident) + items / (sms * resident) * fill
         return max(shared, cost.longest * together(1) + fill)
 
@@ -345,7 +368,7 @@ class _Walk:
         launches = max(self.cost.launches, len(parts))
         return launches * self.where.launch_us + len(parts) * self.where.constants.start_us
 
-    # Resources, of the whole card ---------------------------------------------------------------------------------------
+    # Resources, of the whole card -------------------------------------------------------------------------------------
 
     @property
     def _clock_ghz(self) -> float:
@@ -356,10 +379,10 @@ class _Walk:
         return flops / (self.path.useful_tflops * share * 1e6)
 
     def _power_us(self, flops: float, scores: float) -> float:
-        """What the power limit allows of 16-bit products; padding multiplies zeros, which draws little."""
+        """What the power limit allows of 16-bit products and their softmax, on all SMs."""
         if constant_of(self.path.name, 1) != "bfloat16":
             return 0.0
-        drawn = flops + self.where.constants.power_of_score * scores
+        drawn = self.path.products * flops + self.where.constants.power_of_score * scores
         return drawn / (self.path.tflops * self.where.constants.power * 1e6)
 
     def _exponentials_us(self, count: float) -> float:
@@ -376,7 +399,7 @@ class _Walk:
     def _memory_us(self, size: float) -> float:
         return size / (self.where.memory_gbps * 1e3)
 
-    # Bytes --------------------------------------------------------------------------------------------------------------
+    # Bytes ------------------------------------------------------------------------------------------------------------
 
     @property
     def _l2_bytes(self) -> int:
@@ -429,6 +452,26 @@ class _Walk:
         return found
 
 
+# What `ablation` leaves out of a loop, one at a time.
+ABLATIONS: dict[str, str] = {
+    "exponentials": "no exponentials: scores less their maximum go into the second product",
+    "values": "no second product, and with it no reads of V",
+    "loads": "K and V pinned to one tile, which L1 and L2 hold",
+    "mask": "no mask: hidden pairs of edge tiles count",
+    "store": "no store of the output",
+}
+
+
+def _ablated(cost: Cost, problem: AttentionProblem, without: str) -> Cost:
+    """The cost without one resource. A mask costs the model nothing, and exponentials are left out by the caller."""
+    keys = problem.head_dim / (problem.head_dim + problem.head_dim_v)
+    if without == "values":
+        return replace(cost, flops=int(cost.flops * keys), read_bytes=int(cost.read_bytes * keys))
+    if without == "loads":
+        return replace(cost, read_bytes=0)
+    return replace(cost, write_bytes=0) if without == "store" else cost
+
+
 def path_of(problem: AttentionProblem, kernel: Any, gpu: Gpu, sheet: DataSheet) -> Path:
     """How a kernel computes its products on a card."""
     from warpwave.advice import computed_in
@@ -437,7 +480,7 @@ def path_of(problem: AttentionProblem, kernel: Any, gpu: Gpu, sheet: DataSheet) 
     if kernel.NAME in SCALAR_KERNELS:
         paths: Mapping[str, int] = {"float32": 1}
     elif problem.dtype == "float32":
-        paths = FLOAT32_PATHS[computed_in(kernel, problem, gpu)]
+        paths = FLOAT32_PATHS.get(computed_in(kernel, problem, gpu), FLOAT32_PATHS["ieee"])
     else:
         paths = {problem.dtype: 1}
     found = fastest(paths, rates) or product_path(problem, rates)

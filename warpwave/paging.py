@@ -3,6 +3,7 @@ checks of contents) reads them so, by gathering the pages on the host's word of 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -47,6 +48,24 @@ def as_packed(problem: AttentionProblem, operands: CachedOperands) -> tuple[Atte
     )
     slopes, sinks = operands.alibi_slopes, operands.sinks
     return packed, Operands(q, torch.cat(keys), torch.cat(values), None, None, slopes, sinks, cu_seqlens_q, offsets)
+
+
+def one_by_one(problem: AttentionProblem, operands: Operands) -> Iterator[tuple[AttentionProblem, Operands]]:
+    """Each sequence of a packed call as a packed call of one, its tensors copied."""
+    at_q = at_k = 0
+    for b, (seqlen_q, seqlen_k) in enumerate(problem.lengths or ()):
+        q = operands.q[at_q : at_q + seqlen_q].clone()
+        k, v = (t[at_k : at_k + seqlen_k].clone() for t in (operands.k, operands.v))
+        at_q, at_k = at_q + seqlen_q, at_k + seqlen_k
+        slopes = operands.alibi_slopes
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes[b : b + 1]
+        ends = (torch.tensor([0, n], dtype=torch.int32, device=q.device) for n in (seqlen_q, seqlen_k))
+        one = replace(
+            problem, batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, total_q=seqlen_q, total_k=seqlen_k,
+            lengths=((seqlen_q, seqlen_k),), alibi_shape=None if slopes is None else tuple(slopes.shape),
+        )  # fmt: skip
+        yield one, Operands(q, k, v, None, None, slopes, operands.sinks, *ends)
 
 
 def as_cached(

@@ -1,8 +1,8 @@
 """How float32 products are computed: every way there is, what it costs, how far off it ends, and which of them a
 `precision` means on which GPU. Kernels, checks, bounds and `explain` all read this one table.
 
-A matrix unit multiplies short numbers: tf32 has 11 significant bits, bfloat16 8, float32 24. A float32 operand is either
-rounded to one short number, or split into a few that add up to more of it, and then each product becomes a few:
+A matrix unit multiplies short numbers: tf32 has 11 significant bits, bfloat16 8, float32 24. A float32 operand is
+either rounded to one short number, or split into a few that add up to more of it; then each product becomes a few:
 
     x = x0 + x1 (+ x2);   x y ~ x0 y0 + (x0 y1 + x1 y0) (+ x1 y1 + x0 y2 + x2 y0)
 
@@ -11,8 +11,8 @@ Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datat
 figures and shows what was measured.
 
 The error that is promised is |out - exact| / |exact|, Euclidean norms over the whole of out, exact computed in float64
-from the same inputs. It holds for inputs no sharper than the conformance suite's: logits of standard deviation 9, or all
-near -40. Beyond, the error of a logit grows with the logit, and `explain` measures it on the call's own rows.
+from the same inputs. It holds for inputs no sharper than the conformance suite's: logits of standard deviation 9, or
+all near -40. Beyond, the error of a logit grows with the logit, and `explain` measures it on the call's own rows.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Arithmetic:
 
 
 # Errors: upper bounds of the largest that emulation showed on the contract's data, calls of 16 rows and more
-# (benchmarks/float32_error.py, which takes tensor cores to truncate harder than those of an H200 were seen to; the record
-# benchmarks/records/2026-11-21-float32-emulation.jsonl, to which tests hold them).
+# (benchmarks/float32_error.py, which takes tensor cores to truncate harder than those of an H200 were seen to; tests
+# hold the bounds to its record, benchmarks/records/2026-11-21-float32-emulation.jsonl).
 ARITHMETICS: dict[str, Arithmetic] = {
     a.name: a
     for a in (
@@ -64,13 +64,17 @@ ARITHMETICS: dict[str, Arithmetic] = {
         Arithmetic(
             "bf16x3", "three products of two bfloat16 parts each, x1 y1 left out", 3, ("bfloat16",), 16, 8e-6, 2.2e-5
         ),
-        Arithmetic("tf32x3", "three products of two tf32 parts each, x1 y1 left out", 3, ("tf32",), 22, 4e-7, 7e-7, 4.2e-9),
+        Arithmetic(
+            "tf32x3", "three products of two tf32 parts each, x1 y1 left out", 3, ("tf32",), 22, 4e-7, 7e-7, 4.2e-9
+        ),
         Arithmetic(
             "bf16x6", "six products of three bfloat16 parts each, the three smallest left out", 6, ("bfloat16",), 24,
             1e-7, 2.8e-7, 2.1e-9,
         ),
         # Sums over head_dim and over the keys are rounded once for each element.
-        Arithmetic("ieee", "float32 multiply-adds", 1, ("float32_matrix", "float32"), 24, 1e-7, 1.5e-7, 7.5e-9, 1.9e-8, 0.5),
+        Arithmetic(
+            "ieee", "float32 multiply-adds", 1, ("float32_matrix", "float32"), 24, 1e-7, 1.5e-7, 7.5e-9, 1.9e-8, 0.5
+        ),
     )
 }  # fmt: skip
 
@@ -103,12 +107,14 @@ def _costs(tf32: float | None, ieee: float) -> dict[str, float]:
     return costs | {"bf16x3": 3.0, "bf16x6": 6.0, "ieee": ieee}
 
 
+ONLY_FLOAT32 = dict.fromkeys(("tf32", "tf32x3", "bf16x3", "bf16x6"), "ieee")
+
 # In the order in which they are asked.
 TARGETS: tuple[Target, ...] = (
     Target(
         "Hopper", ("sm_90",), "tf32x3", _costs(2, 14.8), {},
-        "wgmma takes tf32 operands from shared memory only with the summed axis contiguous, so V goes through registers "
-        "to be transposed; bfloat16 operands come either way round",
+        "wgmma takes tf32 operands from shared memory only with the summed axis contiguous, so V goes through "
+        "registers to be transposed; bfloat16 operands come either way round",
     ),
     Target(
         "Blackwell, data center", ("sm_100", "sm_103"), "tf32x3", _costs(2, 30), {},
@@ -140,7 +146,7 @@ TARGETS: tuple[Target, ...] = (
         "tf32 is gone; float32 matrix instructions run at a sixteenth of the rate of bfloat16",
     ),
     Target(
-        "RDNA", ("gfx11", "gfx12", "gfx10"), "ieee", {"ieee": 1.0}, {n: "ieee" for n in ("tf32", "tf32x3", "bf16x3", "bf16x6")},
+        "RDNA", ("gfx11", "gfx12", "gfx10"), "ieee", {"ieee": 1.0}, ONLY_FLOAT32,
         "matrix instructions take 16-bit operands only, and float32 units are rated at half of them: splitting gains "
         "nothing",
     ),
@@ -148,13 +154,13 @@ TARGETS: tuple[Target, ...] = (
         "other NVIDIA GPUs", ("nvidia",), "tf32x3", _costs(2, 16), {}, "taken to be like sm_80",
     ),
     Target(
-        "other AMD GPUs", ("amd",), "ieee", {"ieee": 1.0}, {n: "ieee" for n in ("tf32", "tf32x3", "bf16x3", "bf16x6")},
+        "other AMD GPUs", ("amd",), "ieee", {"ieee": 1.0}, ONLY_FLOAT32,
         "nothing is known but that they have float32",
     ),
     # Nothing is timed there, and every arithmetic is to be tried: those of Hopper, by their names.
     Target("Triton's interpreter", ("interpreter",), "ieee", _costs(2, 14.8), {}, "tests"),
     Target(
-        "CPU", ("cpu",), "ieee", {"ieee": 1.0}, {n: "ieee" for n in ("tf32", "tf32x3", "bf16x3", "bf16x6")},
+        "CPU", ("cpu",), "ieee", {"ieee": 1.0}, ONLY_FLOAT32,
         "torch's own float32 products",
     ),
 )  # fmt: skip
@@ -192,7 +198,7 @@ def promised_error(name: str, problem: AttentionProblem) -> float:
     a = ARITHMETICS[name]
     keys = max(1, problem.seqlen_k)
     rows = max(1, problem.rows * problem.num_heads_q)
-    # Logits of the default scale have the standard deviation of the data; a larger scale spreads them, and their errors.
+    # By default logits have the spread that the data have; a larger scale spreads them, and their errors.
     spread = max(1.0, problem.softmax_scale * math.sqrt(problem.head_dim))
     error = a.operand + spread * (a.logit + a.logit_per_dim * problem.head_dim) + a.per_key * keys**a.key_power
     return error * (1 + FEW_ROWS / math.sqrt(rows))
@@ -223,8 +229,8 @@ def why_not(problem: AttentionProblem, gpu: Gpu, able: Iterable[str] = tuple(ARI
         return []
     best = most_accurate(problem, gpu, able)
     return [
-        f"no float32 arithmetic it has on {gpu.name} keeps a relative error of {problem.error_budget:g}: the smallest it "
-        f"promises for this call is {promised_error(best, problem):.2g}, by {best}"
+        f"no float32 arithmetic it has on {gpu.name} keeps a relative error of {problem.error_budget:g}: the smallest "
+        f"it promises for this call is {promised_error(best, problem):.2g}, by {best}"
     ]
 
 

@@ -1,4 +1,4 @@
-"""The time of a call from a record of `warpwave bench`."""
+"""Times from records of `warpwave bench`: the one of a call, and the losses of any."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from typing import Any
 from warpwave import dispatch
 from warpwave.bench.records import Measurement, RecordError, read_records
 from warpwave.errors import InvalidInput
+from warpwave.hardware.catalog import data_sheet
 from warpwave.hardware.gpu import Gpu
+from warpwave.losses import Losses, split
+from warpwave.model import predict
 from warpwave.problem import AttentionProblem
+from warpwave.roofline import data_sheet_rates, roofline
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,26 @@ def find(path: Path, problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") 
     return RecordedTime(
         found.timing.median_us, found.kernel, module.Config(**found.config), is_hot(found), clock_mhz(found)
     )
+
+
+def losses_of(m: Measurement, gpu: Gpu) -> Losses | None:
+    """A measurement of ours split; None where it is not ours, has no device time, its card no data sheet, or its kernel
+    or config is of another version."""
+    if m.timing is None or not m.is_ours or m.config is None or gpu.is_cpu or m.mode == "eager":
+        return None
+    kernel = next((k for k in dispatch.KERNELS if m.kernel == k.NAME), None)
+    sheet = data_sheet(gpu)
+    if kernel is None or sheet is None:
+        return None
+    hot = is_hot(m)
+    try:
+        prediction = predict(m.problem, kernel, kernel.Config(**m.config), gpu, hot=hot)
+        if prediction is None:
+            return None
+        bounds = roofline(m.problem, data_sheet_rates(sheet), gpu=gpu, hot=hot)
+        return split(m.timing.median_us, prediction, sheet, bounds, clock_mhz=clock_mhz(m))
+    except (InvalidInput, TypeError, ValueError):  # a config that is none here, or a time below the bound
+        return None
 
 
 def is_hot(m: Measurement) -> bool:

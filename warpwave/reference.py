@@ -7,8 +7,8 @@
 
 A correct kernel is as far from R as M is, which tells a wrong mask from rounding far better than a fixed tolerance, or
 than N, whose errors are several times larger. For float32 there is nothing M could round, and N takes its place; with
-precision "tf32" the operands of both products are rounded to TF32's 10-bit mantissa, in M and in N, and with "bf16x3" to
-the sum of two bfloat16 numbers.
+precision "tf32" the operands of both products are rounded to TF32's 10-bit mantissa, in M and in N, and with "bf16x3"
+to the sum of two bfloat16 numbers.
 
 Written to be read: one sequence at a time, all its heads at once, scores in memory in chunks of query rows.
 """

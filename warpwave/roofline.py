@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from warpwave import precision as precision_table
+from warpwave import precision as arithmetics
 from warpwave.hardware.catalog import DataSheet
 from warpwave.hardware.gpu import Gpu
 from warpwave.hardware.measure import Ceilings
@@ -23,7 +23,7 @@ from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 FLOAT32_UNITS = "float32"  # the path that is no matrix instruction
 # The units that can take each arithmetic, and how many of their products it makes of one float32 product.
-FLOAT32_PATHS: dict[str, dict[str, int]] = {name: precision_table.fewest([name]) for name in precision_table.ARITHMETICS}
+FLOAT32_PATHS: dict[str, dict[str, int]] = {name: arithmetics.fewest([name]) for name in arithmetics.ARITHMETICS}
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def product_paths(problem: AttentionProblem) -> dict[str, int]:
     """
     if problem.dtype != "float32":
         return {problem.dtype: 1}
-    return FLOAT32_PATHS.get(problem.precision) or precision_table.as_accurate_as(problem)
+    return FLOAT32_PATHS.get(problem.precision) or arithmetics.as_accurate_as(problem)
 
 
 def product_path(problem: AttentionProblem, rates: Rates) -> Path | None:
@@ -205,7 +205,7 @@ def product_path(problem: AttentionProblem, rates: Rates) -> Path | None:
     float32."""
     found = fastest(product_paths(problem), rates)
     if found is None and problem.dtype == "float32":
-        found = fastest(precision_table.as_accurate_as(problem), rates)
+        found = fastest(arithmetics.as_accurate_as(problem), rates)
     return found or fastest(FLOAT32_PATHS["ieee"], rates)
 
 

@@ -81,7 +81,8 @@ def text(problem: AttentionProblem, rows: Sequence[Row]) -> str:
     """A line a card, and below what the error bars rest on."""
     lines = [f"call       {problem.describe()}", ""]
     lines.append(
-        f"{'card':15}{'kernel':20}{'predicted':>12}{'nine in ten':>22}{'TFLOP/s':>9}{'bound':>12}  {'binds':16}most lost by"
+        f"{'card':15}{'kernel':20}{'predicted':>12}{'nine in ten':>22}{'TFLOP/s':>9}{'bound':>12}  {'binds':16}most "
+        "lost by"
     )
     for row in rows:
         least, binding = us(row.bounds.time_us), row.bounds.binding

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.compile import test_targets
-from tests.compile.test_targets import TARGETS, compile_all, family, matrix_instructions
+from tests.compile.test_targets import TARGETS, compile_all, matrix_instructions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
 

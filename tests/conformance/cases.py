@@ -235,7 +235,10 @@ FEATURES: dict[str, Sequence[Any]] = {
     "scale": (None, 1.0, 0.3),
     "layout": tuple(LAYOUTS),
     "lse": (True, False),
-    "dtype": ("float16", "bfloat16", "float32:default", "float32:ieee", "float32:tf32x3", "float32:tf32"),
+    "dtype": (
+        *("float16", "bfloat16", "float32:default", "float32:ieee", "float32:tf32x3", "float32:tf32"),
+        *("float32:bf16x6", "float32:bf16x3"),
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Calls on a paged cache for the conformance tests: sequences of unequal length in shuffled pages, NaN everywhere else."""
+"""Calls on a paged cache for conformance tests: sequences of unequal length in shuffled pages, NaN everywhere else."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def build(case: PagedCase, data: Data, device: torch.device, seed: int = 0) -> P
         ends = torch.tensor([0, *(q for q, _ in case.lengths)], device=device).cumsum(0)
         cu_seqlens = ends.to(torch.int32)
     operands = CachedOperands(
-        q, *pools,
+        q, pools[0], pools[1],
         alibi_slopes=2.0 ** -torch.arange(1, heads_q + 1, device=device, dtype=torch.float32) if case.alibi else None,
         sinks=normal(heads_q) if case.sinks else None,
         cu_seqlens_q=cu_seqlens, page_table=table, seqused_k=seqused, rows=rows.to(torch.int32),

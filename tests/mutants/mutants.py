@@ -98,6 +98,41 @@ NAMED = [
 
 OTHERS = [
     Mutant(
+        "bf16x3 without one of its cross products", PRIMITIVES,
+        """        small = tl.dot(a[0], b[1], small)
+        total = tl.dot(a[0], b[0], number(small))
+        if acc is not None:
+            total += acc
+    elif PRECISION == "tf32x3":""",
+        """        total = tl.dot(a[0], b[0], number(small))
+        if acc is not None:
+            total += acc
+    elif PRECISION == "tf32x3":""",
+        "test_precision.py::test_a_budget_is_kept", "64-(64 and sharp", "bf16x3 does not keep 0.0001",
+    ),
+    Mutant(
+        "bf16x6 without the product of the middle parts", PRIMITIVES,
+        "small = tl.dot(a[1], b[1], small)", "small = small + 0.0",
+        "test_precision.py::test_a_budget_is_kept", "64-(64 and sharp", "bf16x6 does not keep 1e-06",
+    ),
+    Mutant(
+        "tf32x3 without one of its cross products", PRIMITIVES,
+        'small = tl.dot(a[0], b[1], small, input_precision="tf32")', "small = small + 0.0",
+        "test_precision.py::test_every_arithmetic_keeps_its_promise", "tf32x3-sharp", "the promise is broken",
+    ),
+    Mutant(
+        "Inf times a remainder of nothing", PRIMITIVES,
+        """    if IN_INTERPRETER:
+        x = tl.where(x == x, x, -3.4028234663852886e38)
+    return tl.maximum(x, -3.4028234663852886e38)""", "    return x + 0.0",
+        "test_precision.py::test_inf_stays_inf", "bf16x3", "Inf did not stay Inf",
+    ),
+    Mutant(
+        "a budget is kept by whatever is cheapest", "precision.py",
+        "if promised_error(name, problem) <= budget]", "if budget > 0]",
+        "test_precision.py::test_a_budget_is_kept", "64-(64 and sharp", "tf32 does not keep 0.0001",
+    ),
+    Mutant(
         "scale of a padded head_dim", "checks.py",
         "1.0 / math.sqrt(head_dim)", "1.0 / math.sqrt(1 << (head_dim - 1).bit_length())",
         "test_edges.py::test_default_scale_is_of_the_callers_head_dim", "80-flash_fwd", "bits(",

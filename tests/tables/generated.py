@@ -17,7 +17,7 @@ LAUNCH_US = 3.0
 def table(cause: str, seed: int) -> Document:
     """A table whose times follow from its grid and card, with one cause planted.
 
-    The times: work over the rate of the busy SMs and threads, or bytes over bandwidth, whichever is longer, plus a launch.
+    Times: work over the rate of the busy SMs and threads, or bytes over bandwidth, the longer of them, plus a launch.
     """
     draw = random.Random(f"{cause} {seed}")
     card = draw.choice(CARDS)

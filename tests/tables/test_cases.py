@@ -89,7 +89,7 @@ def test_every_finding_names_what_it_follows_from(name: str) -> None:
         assert finding.arithmetic and finding.factor >= 1.0, finding
 
 
-# The same tables with a number changed: what followed from it must follow no longer ------------------------------------
+# The same tables with a number changed: what followed from it must follow no longer ----------------------------------
 
 
 def test_0_with_256_blocks_in_the_last_row_has_no_idle_sms() -> None:

@@ -32,8 +32,8 @@ def _predicted(card: str, heads: int, lengths: list[int], config: flash_fwd.Conf
     rows = []
     for seqlen in lengths:
         problem = AttentionProblem(
-            batch=1, seqlen_q=seqlen, seqlen_k=seqlen, num_heads_q=heads, num_heads_kv=heads, head_dim=64, head_dim_v=64,
-            dtype="bfloat16", softmax_scale=0.125,
+            batch=1, seqlen_q=seqlen, seqlen_k=seqlen, num_heads_q=heads, num_heads_kv=heads, head_dim=64,
+            head_dim_v=64, dtype="bfloat16", softmax_scale=0.125,
         )  # fmt: skip
         prediction = predict(problem, flash_fwd, config, gpu)
         assert prediction is not None

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+from warpwave.bench.moved import moved
 from warpwave.bench.records import Measurement, RecordError, read_records
 from warpwave.bench.timing import Ratio, Samples, paired_ratio
 from warpwave.bench.unpaired import MARGIN, Outcome, Spread, outcome, unpaired_ratio
@@ -56,6 +57,7 @@ class CaseComparison:
         ratio: time of a over time of b: above 1 where b is the faster. None where they do not compare.
         outcome: for b. LOST where a was timed and b was not.
         how: the statistics, or why there are none.
+        moved: the term of the model that changed most between the two; empty where it cannot be told.
     """
 
     case: str
@@ -67,6 +69,7 @@ class CaseComparison:
     ratio: Ratio | None
     outcome: Outcome | str
     how: str
+    moved: str = ""
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,10 @@ def _compare_case(a: Run, b: Run, key: Key, name_a: str, name_b: str, margin: fl
 
     def result(ratio: Ratio | None, found: str, how: str) -> CaseComparison:
         a_us, b_us = (None if m.timing is None else m.timing.median_us for m in (in_a, in_b))
-        return CaseComparison(*key, name_a, name_b, a_us, b_us, ratio, found, how)
+        term = ""
+        if in_a.timing is not None and in_b.timing is not None and in_a.problem == in_b.problem:
+            term = moved(in_a, in_b, a.environments[environment_a], b.environments[environment_b])
+        return CaseComparison(*key, name_a, name_b, a_us, b_us, ratio, found, how, term)
 
     if in_a.problem != in_b.problem:
         return result(None, "UNCLEAR", "the problems behind this name differ")

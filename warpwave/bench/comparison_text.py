@@ -55,6 +55,7 @@ def main(
 def comparison_table(comparison: Comparison, margin: float) -> Table:
     """A row a case; below, how many came out how, what differs, and what could not be compared."""
     several = len({c.contender_b for c in comparison.cases}) > 1
+    told = any(c.moved for c in comparison.cases)
     rows = []
     for c in comparison.cases:
         ratio = c.ratio
@@ -71,9 +72,19 @@ def comparison_table(comparison: Comparison, margin: float) -> Table:
                 figures,
                 c.outcome,
                 c.how,
+                *((c.moved,) if told else ()),
             )
         )
-    header = (*(("contender",) if several else ()), "case", "A us", "B us", "B is x as fast [95 %]", "B is", "how")
+    header = (
+        *(("contender",) if several else ()),
+        "case",
+        "A us",
+        "B us",
+        "B is x as fast [95 %]",
+        "B is",
+        "how",
+        *(("term that moved",) if told else ()),
+    )
     counts = Counter(c.outcome for c in comparison.cases)
     notes = [", ".join(f"{count} {name}" for name, count in counts.most_common())]
     notes.append(f"SAME is within {margin:.1%}; UNCLEAR is an interval that more rounds would narrow")

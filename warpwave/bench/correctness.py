@@ -92,6 +92,11 @@ class Sample:
         if not all(part.isfinite().all() for part in sampled):
             return self._verdict("out has NaN or infinite elements")
         rms, largest = self._errors(sampled)
+        budget = problem.error_budget
+        if budget is not None:  # what the caller allows counts, and not what rounding alone would cost
+            error = self.relative_error(out)
+            kept = error <= budget
+            return self._verdict("" if kept else f"relative error {error:.2e} is above {budget:g}", rms, largest)
         few = self._elements < FEW_ELEMENTS
         rms_limit = max(RMS_LIMIT[problem.dtype], RMS_LIMIT_OF_FEW if few else 0.0)
         max_limit = MAX_LIMIT[problem.dtype]
@@ -101,6 +106,17 @@ class Sample:
         if largest > max_limit * self._model_max + 1e-6 * self._largest:
             reasons.append(f"error {largest:.2e} is above {max_limit:g} x {self._model_max:.2e}, the rounding model's")
         return self._verdict("; ".join(reasons), rms, largest)
+
+    @property
+    def rows(self) -> int:
+        """Query rows compared, over all sampled batches and heads."""
+        return self._rows
+
+    def relative_error(self, out: Tensor) -> float:
+        """|out - exact| / |exact| over the sample, in Euclidean norms."""
+        rms, _ = self._errors([part.take(out) for part in self._parts])
+        size = sum(part.exact.square().sum().item() for part in self._parts)
+        return rms / max(math.sqrt(size / self._elements), 1e-300)
 
     def _verdict(self, reason: str, rms: float | None = None, largest: float | None = None) -> Verdict:
         return Verdict(not reason, reason, rms, largest, self._model_rms, self._model_max, self._rows)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from warpwave.bench import environment
+from warpwave.bench import environment, scaling
 from warpwave.bench.contenders import contenders
 from warpwave.bench.measure import DeviceLost, Settings, measure
 from warpwave.bench.meters import MODES
@@ -27,7 +28,11 @@ from warpwave.bench.resume import Journal, finished_cases
 from warpwave.bench.table import case_tables, print_table, summary_tables
 from warpwave.bench.workloads import Case, Suite, SuiteError, load_suite
 from warpwave.dispatch import KERNELS
+from warpwave.hardware.catalog import data_sheet
+from warpwave.hardware.gpu import current_gpu
+from warpwave.hardware.measure import load, shipped
 from warpwave.kernels.triton_or_stub import INTERPRETED
+from warpwave.roofline import data_sheet_rates, measured_rates
 
 INTERRUPTED, DEVICE_LOST = 130, 3  # exit codes; 130 is what a shell has for a program ended by Ctrl-C
 
@@ -48,7 +53,7 @@ class _Request:
 
 
 def main(
-    suite: str,
+    suite: str | None,
     *,
     out: Path | None,
     rounds: int = 9,
@@ -60,11 +65,12 @@ def main(
     resume: bool = False,
     peer_timeout_s: float | None = 120.0,
     device: torch.device | str | None = None,
+    scale: str | None = None,
 ) -> int:
     """Measure a suite and print what came of it.
 
     Args:
-        suite: name of a suite of the package, or path of a `.toml` file.
+        suite: name of a suite of the package, or path of a `.toml` file; None where `scale` is given.
         out: file the records are appended to, or None.
         rounds: times every contender takes its turn; at least 6 for confidence intervals, 9 for a goal's verdict.
         json_output: print the records, one JSON object a line, in place of tables.
@@ -75,13 +81,15 @@ def main(
         resume: leave out what `out` holds already.
         peer_timeout_s: how long a contender may take to get ready on a case; None is for ever.
         device: where; None is the current GPU, or the CPU where there is none.
+        scale: one of `scaling.AXES`: time that experiment in place of a suite, and say what its exponents mean.
 
     Returns:
         The process's exit code: 0; 1 where a kernel of ours could not run a case or was wrong; 2 where the request
         makes no sense; 3 where a contender left the GPU unusable; 130 after Ctrl-C. Whatever was measured is written.
     """
     try:
-        request = _check_request(suite, rounds, kernels, peers, modes, only, resume, out, peer_timeout_s, device)
+        chosen = _experiment(suite, scale, device)
+        request = _check_request(chosen, rounds, kernels, peers, modes, only, resume, out, peer_timeout_s, device)
         facts = environment.describe(request.settings.device)
         done = finished_cases(out, request.suite.name, request.settings.modes, facts) if resume and out else set[str]()
         journal = Journal(out, resume=resume)
@@ -135,6 +143,8 @@ def main(
     if not json_output:
         for table in summary_tables(measured):
             print_table(table)
+    if scale is not None and code == 0:
+        _say_scaling(scale, measured, request.settings.device, json_output)
     return code or (1 if any(m.is_ours and m.timing is None for m in measured) else 0)
 
 
@@ -145,8 +155,36 @@ def _cut_off(what: str, finished: int, total: int, out: Path | None) -> str:
     return f"warpwave: {what}; {kept} and in {out}; the same command with --resume goes on from there"
 
 
+def _experiment(suite: str | None, scale: str | None, device: torch.device | str | None) -> str | Suite:
+    """The suite's name, or the cases of a scaling experiment for the device that will time them."""
+    if (suite is None) == (scale is None):
+        raise UsageError("name a suite, or give --scale in its place")
+    if suite is not None:
+        return suite
+    if scale not in scaling.AXES:
+        raise UsageError(f"--scale is {scale!r}; use {', '.join(scaling.AXES)}")
+    where = _device(device)
+    gpu = current_gpu(where)
+    return scaling.suite(scale, on_cpu=where.type == "cpu", num_sms=gpu.num_sms)
+
+
+def _say_scaling(axis: str, measured: Sequence[Measurement], device: torch.device, json_output: bool) -> None:
+    gpu = current_gpu(device)
+    sheet, ceilings = data_sheet(gpu), load(gpu) or shipped(gpu)
+    # A share is taken of what a card's maker states; a CPU has only what was measured on it.
+    rates = data_sheet_rates(sheet) if sheet is not None else None if ceilings is None else measured_rates(ceilings)
+    found = scaling.judged(axis, measured, gpu, rates)
+    if json_output:
+        for one in found:
+            print(json.dumps({"kind": "scaling", **asdict(one), "sentence": one.sentence}))
+    elif found:
+        print_table(scaling.table(found))
+    else:
+        print("too few sizes were timed to fit an exponent", file=sys.stderr)
+
+
 def _check_request(
-    suite: str,
+    suite: str | Suite,
     rounds: int,
     kernels: Sequence[str],
     peers: Sequence[str],
@@ -162,7 +200,7 @@ def _check_request(
         raise UsageError(f"rounds must be at least 1, got {rounds}")
     if resume and out is None:
         raise UsageError("--resume goes on in a record file; name it with --out")
-    chosen = load_suite(suite)
+    chosen = load_suite(suite) if isinstance(suite, str) else suite
     cases = tuple(case for case in chosen.cases if only in case.name)
     if not cases:
         raise UsageError(f"no case of {chosen.name} has {only!r} in its name; the first is {chosen.cases[0].name!r}")

@@ -298,11 +298,15 @@ def write_torch(new: New, interleaved: bool = False) -> None:
     if new.q is not None:
         parts["q_out"].copy_(rotated(parts["q"], position, new.cos, new.sin, interleaved))
     if new.k is not None:
-        page_size = new.k_pages.shape[1]
-        pages = new.page_table[row_of.long(), position.long() // page_size].long()
-        cells = position.long() % page_size
-        new.k_pages[pages, cells] = rotated(parts["k"], position, new.cos, new.sin, interleaved)
-        new.v_pages[pages, cells] = parts["v"]
+        page_size, columns = new.k_pages.shape[1], new.page_table.shape[1]
+        column, cell = position // page_size, position % page_size
+        # Nothing is written where a length or a page id is none.
+        there = (position >= 0) & (column < columns)
+        pages = new.page_table[row_of, column.clamp(0, columns - 1)].long()
+        there &= (pages >= 0) & (pages < len(new.k_pages))
+        keys = rotated(parts["k"], position, new.cos, new.sin, interleaved)
+        new.k_pages[pages[there], cell[there]] = keys[there]
+        new.v_pages[pages[there], cell[there]] = parts["v"][there]
 
 
 def rotated(

@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 import torch
 
 from warpwave import precision
-from warpwave.hardware.gpu import Gpu
+from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels.cost import Cost
-from warpwave.paging import as_cached, as_packed
+from warpwave.paging import as_cached, as_packed, one_by_one
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band, Operands
 
 NAME = "eager"
@@ -380,10 +380,20 @@ def bind(
     keep_lse = problem.return_lse or problem.requires_grad
 
     def run(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        lse: torch.Tensor | None
         with torch.no_grad():
             if problem.page_size:
                 packed, gathered = as_packed(problem, operands)
-                out, lse = as_cached(problem, *forward(packed, gathered, config))
+                if problem.batch_invariant:
+                    # Each alone, in tiles and memory of its own: tiles follow the batch, and a CPU's products the
+                    # alignment of their operands.
+                    gpu = current_gpu(gathered.q.device)
+                    each = [forward(*one, configs(one[0], gpu)[0]) for one in one_by_one(packed, gathered)]
+                    out = torch.cat([out for out, _ in each])
+                    lse = torch.cat([lse for _, lse in each], dim=1)
+                else:
+                    out, lse = forward(packed, gathered, config)
+                out, lse = as_cached(problem, out, lse)
             else:
                 out, lse = forward(problem, operands, config)
         return out, lse if keep_lse else None

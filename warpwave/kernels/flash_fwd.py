@@ -153,6 +153,7 @@ def _in_elements(stride_batch, stride_row, stride_head, UNIT: tl.constexpr):
 def _split_tile(
     x_ptr, parts_ptr, tile, stride_b, stride_n, stride_h, stride_d, stride_p, seqlen, num_rows, num_heads,
     WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    IS_NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_ROWS rows of K or V in parts, each part (batch, num_heads, seqlen, BLOCK_D), zero behind WIDTH."""
     rows = tile.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -161,7 +162,7 @@ def _split_tile(
     begins = batch_head // num_heads * stride_b + batch_head % num_heads * stride_h + token * stride_n
     inside = (rows < num_rows)[:, None] & (dims < WIDTH)[None, :]
     x = tl.load(x_ptr + (begins[:, None] + dims.to(tl.int64)[None, :] * stride_d), mask=inside, other=0.0)
-    parts = operand(x, PRECISION)  # [BLOCK_ROWS, BLOCK_D]
+    parts = operand(x, PRECISION, IS_NVIDIA)  # [BLOCK_ROWS, BLOCK_D]
     to = parts_ptr + (rows[:, None] * BLOCK_D + dims[None, :])
     for i in tl.static_range(2 if PRECISION == "bf16x3" else 3):
         tl.store(to + i * tl.cast(stride_p, tl.int64), parts[i].to(tl.bfloat16), mask=(rows < num_rows)[:, None])
@@ -192,18 +193,19 @@ def split_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_NVIDIA: tl.constexpr,
 ):
-    """Splits K and V, float32, into the parts that products of PRECISION take: programs of even number K, the others V."""
+    """Splits K and V, float32, into what products of PRECISION take: programs of even number K, the others V."""
     tile = tl.program_id(0) // 2
     if tl.program_id(0) % 2 == 0:
         _split_tile(
             k_ptr, k_parts_ptr, tile, stride_kb, stride_kn, stride_kh, stride_kd, stride_kp, seqlen, num_rows,
-            num_heads, HEAD_DIM, BLOCK_ROWS, BLOCK_D, PRECISION,
+            num_heads, HEAD_DIM, BLOCK_ROWS, BLOCK_D, PRECISION, IS_NVIDIA,
         )  # fmt: skip
     else:
         _split_tile(
             v_ptr, v_parts_ptr, tile, stride_vb, stride_vn, stride_vh, stride_vd, stride_vp, seqlen, num_rows,
-            num_heads, HEAD_DIM_V, BLOCK_ROWS, BLOCK_DV, PRECISION,
+            num_heads, HEAD_DIM_V, BLOCK_ROWS, BLOCK_DV, PRECISION, IS_NVIDIA,
         )  # fmt: skip
 
 
@@ -279,10 +281,13 @@ def flash_fwd_kernel(
     WRITE_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
     SPLIT_AHEAD: tl.constexpr,
+    IS_NVIDIA: tl.constexpr,
+    ABLATE: tl.constexpr,
 ):
     """One tile of queries of one head.
 
     The grid has one dimension, for 65,535 is the limit of the others. Neighbouring programs share K and V through L2.
+    ABLATE is empty but for `warpwave.ablation`, which leaves one resource out to time what it costs: results are wrong.
     """
     # Strides come in units: the compiler, which tells only multiples of 16 by itself, then sees that rows of 40 or 80
     # elements are 16-byte aligned, without which they are read one element at a time.
@@ -351,7 +356,7 @@ def flash_fwd_kernel(
     dims_v = tl.arange(0, BLOCK_DV)
     q = tile_pointers(q_ptr, rows, dims, stride_qm, stride_qd)
     q = load_tile(q, rows, dims, 0, seqlen_q, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    q = operand(q, PRECISION)
+    q = operand(q, PRECISION, IS_NVIDIA)
     first_keys = tl.arange(0, BLOCK_N)
     k_pointers = tile_pointers(k_ptr, first_keys, dims, stride_kn, stride_kd)
     v_pointers = tile_pointers(v_ptr, first_keys, dims_v, stride_vn, stride_vd)
@@ -366,13 +371,17 @@ def flash_fwd_kernel(
         at_edge = (key_tile < whole_begin) | (key_tile >= whole_end)
         keys = key_tile + first_keys
         tile_offset = tl.cast(key_tile, tl.int64)
+        if ABLATE == "loads":
+            tile_offset = tile_offset * 0
+        if ABLATE == "mask":
+            at_edge = False
         # Keys that no query of the tile sees are not read: NaN there must have no effect.
         k = k_pointers + tile_offset * stride_kn
         if SPLIT_AHEAD:
             k = load_parts(k, stride_kp, keys, dims, key_begin, key_end, PRECISION)  # [BLOCK_N, BLOCK_D], each
         else:
             k = load_tile(k, keys, dims, key_begin, key_end, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_N, BLOCK_D]
-            k = operand(k, PRECISION)
+            k = operand(k, PRECISION, IS_NVIDIA)
         k = transposed(k, PRECISION)
         scores = product(q, k, None, PRECISION)  # [BLOCK_M, BLOCK_N]
 
@@ -404,7 +413,14 @@ def flash_fwd_kernel(
             shown = tl.load(mask_ptr + offsets, mask=inside, other=0)  # [BLOCK_M, BLOCK_N]
             scores = tl.where(shown != 0, scores, float("-inf"))
 
-        p, alpha, m_i, l_i = softmax_step(scores, scale_left, m_i, l_i)
+        if ABLATE == "exponentials":
+            m_new = tl.maximum(m_i, tl.max(scores, 1) * scale_left)
+            p = scores * scale_left - m_new[:, None]
+            alpha = tl.math.exp2(m_i - m_new)
+            l_i = l_i * alpha + tl.sum(p, 1)
+            m_i = m_new
+        else:
+            p, alpha, m_i, l_i = softmax_step(scores, scale_left, m_i, l_i)
         v = v_pointers + tile_offset * stride_vn
         if SPLIT_AHEAD:
             v = load_parts(v, stride_vp, keys, dims_v, key_begin, key_end, PRECISION)  # [BLOCK_N, BLOCK_DV], each
@@ -418,8 +434,12 @@ def flash_fwd_kernel(
                 seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
                 v = tl.where((seen != 0)[:, None], v, 0.0)
             p = p.to(v.dtype)
-            v = operand(v, PRECISION)
-        acc = product(operand(p, PRECISION), v, acc * alpha[:, None], PRECISION)  # [BLOCK_M, BLOCK_DV]
+            v = operand(v, PRECISION, IS_NVIDIA)
+        p = operand(p, PRECISION, IS_NVIDIA)
+        if ABLATE == "values":
+            acc = acc * alpha[:, None]
+        else:
+            acc = product(p, v, acc * alpha[:, None], PRECISION)  # [BLOCK_M, BLOCK_DV]
 
     if HAS_SINKS:
         # One more key, whose value is zero. It comes last: as the first maximum it would push the probabilities of
@@ -435,6 +455,8 @@ def flash_fwd_kernel(
     out = acc * tl.math.div_rn(1.0, tl.where(l_i == 0.0, 1.0, l_i))[:, None]
     offsets = rows.to(tl.int64)[:, None] * stride_om + dims_v[None, :]
     inside = (rows < seqlen_q)[:, None] & (dims_v < HEAD_DIM_V)[None, :]
+    if ABLATE == "store":
+        inside = inside & (l_i < 0.0)[:, None]  # a sum is never negative, which the compiler does not know
     tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=inside)
     if WRITE_LSE:
         lse = tl.where(l_i == 0.0, float("-inf"), (m_i + tl.math.log2(l_i)) * LN_2)
@@ -482,7 +504,7 @@ def bind(
 def specify(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
 ) -> launch.Launch | tuple[launch.Launch, launch.Launch]:
-    """The launch, or both, from tensors that may be without memory (device "meta") when they are only to be compiled."""
+    """The launch, or both, from tensors that may be without memory (device "meta") when only to be compiled."""
     arithmetic = dot_precision(problem, gpu)
     if not (config.split_ahead and arithmetic in PARTS):
         return _specify(problem, gpu, operands, out, lse, replace(config, split_ahead=False))
@@ -503,6 +525,7 @@ def specify(
         constants={
             "HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v, "BLOCK_ROWS": SPLIT_ROWS,
             "BLOCK_D": widths[0], "BLOCK_DV": widths[1], "PRECISION": arithmetic,
+            "IS_NVIDIA": gpu.vendor == "nvidia",
         },
         options={"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False},
     )  # fmt: skip
@@ -523,8 +546,8 @@ def _specify(
     stride_kp: int = 0,
     stride_vp: int = 0,
 ) -> launch.Launch:
-    """The launch of `flash_fwd_kernel`, with the distance of K's and V's parts, in units of 16 elements, where they were
-    split ahead."""
+    """The launch of `flash_fwd_kernel`; where K and V were split ahead, with the distance of their parts, in units of
+    16 elements."""
     return launch.Launch(
         kernel=flash_fwd_kernel,
         grid=-(-problem.seqlen_q // config.block_m) * problem.num_heads_q * problem.batch,
@@ -594,6 +617,8 @@ def _constants(problem: AttentionProblem, gpu: Gpu, config: Config, unit: int) -
         "WRITE_LSE": problem.return_lse,
         "PRECISION": dot_precision(problem, gpu),
         "SPLIT_AHEAD": config.split_ahead,
+        "IS_NVIDIA": gpu.vendor == "nvidia",
+        "ABLATE": "",
     }
 
 
@@ -655,8 +680,8 @@ def _smem_bytes_of_parts(problem: AttentionProblem, gpu: Gpu, config: Config, si
     """`smem_bytes` where an element becomes parts of `size` bytes together: float32 tiles arrive, and the matrix unit
     takes their parts, which stand beside them; or parts arrive, and nothing stands beside."""
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    q, k, v = (n * width for n, width in ((config.block_m, block_d), (config.block_n, block_d), (config.block_n, block_dv)))
-    p = config.block_m * config.block_n
+    q, p = config.block_m * block_d, config.block_m * config.block_n
+    k, v = config.block_n * block_d, config.block_n * block_dv
     stages = config.num_stages if gpu.vendor == "nvidia" or gpu.arch == "gfx950" else max(1, config.num_stages - 1)
     arriving = size * (k + v) if config.split_ahead else 4 * (k + v)
     beside = 0 if config.split_ahead else size * max(k, v)
@@ -664,7 +689,8 @@ def _smem_bytes_of_parts(problem: AttentionProblem, gpu: Gpu, config: Config, si
         arriving += p * _bytes_per_score(problem)
         beside = size * (k + v)
     if gpu.vendor == "nvidia":
-        return max(size, 4) * q + stages * arriving + beside + (0 if gpu.capability == 90 else size * p) + 1024
+        scores = 0 if gpu.capability == 90 else max(size, 8) * p  # parts of p and, from Blackwell on, accumulators
+        return max(size, 4) * q + stages * arriving + beside + scores + 1024
     # Parts of p change hands as well, and q waits in the place of what has not arrived yet.
     return max(size * q, stages * arriving * 17 // 16 + beside) + size * p
 

@@ -196,6 +196,7 @@ def _constants(
         "IS_VARLEN": problem.packed,
         "WRITE_LSE": problem.return_lse,
         "PRECISION": dot_precision(problem, gpu),
+        "IS_NVIDIA": gpu.vendor == "nvidia",
     }
 
 
@@ -460,7 +461,9 @@ def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
     rows, parts = problem.seqlen_q * _heads_together(problem), _v_parts(problem, gpu)
     rdna = gpu.vendor == "amd" and not gpu.arch.startswith("gfx9")
     wide = gpu.vendor != "amd" and gpu.smem_per_block_bytes >= 160 * 1024
-    if problem.dtype == "float32":
+    if gpu.vendor == "interpreter":  # which runs one program after another: the fewer the better
+        config = Config(64, 64, _block_d(problem, 128), parts, 1, problem.head_dim <= 512, 4, 1)
+    elif problem.dtype == "float32":
         stages = 1 if gpu.vendor == "amd" or dot_precision(problem, gpu) == "ieee" else 2
         config = Config(16 if rows <= 16 else 32, 16, 32, parts, 1, False, 8, stages)
     elif rdna:
@@ -479,6 +482,6 @@ def _num_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """So many that the grid fills the GPU once, each with two tiles of keys at the least. Where a result must not
     depend on its neighbours in the batch, as many as for a sequence alone."""
     blocks = _row_tiles(problem, config) * config.v_parts * (1 if problem.batch_invariant else max(1, problem.batch))
-    wanted = (gpu.num_sms or FILLED) // max(1, blocks)
+    wanted = (2 if gpu.vendor == "interpreter" else gpu.num_sms or FILLED) // max(1, blocks)
     bytes_each = max(1, partials.workspace_bytes(problem, 1))
     return max(1, min(wanted, problem.seqlen_k // (2 * config.block_n), MAX_SPLITS_BYTES // bytes_each))

@@ -113,6 +113,7 @@ def large_head_dim_kernel(
     IS_VARLEN: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_NVIDIA: tl.constexpr,
 ):
     """One tile of rows, one part of the columns of v, one split of the keys.
 
@@ -177,7 +178,7 @@ def large_head_dim_kernel(
         q = ()
         for c in tl.static_range(pieces):
             piece = _load_piece(q_rows, rows, 0, seqlen_q, c * BLOCK_D, stride_qd, HEAD_DIM, BLOCK_D)
-            q = q + (operand(piece, PRECISION),)  # type: ignore[assignment]  # [BLOCK_M, BLOCK_D] each
+            q = q + (operand(piece, PRECISION, IS_NVIDIA),)  # type: ignore[assignment]  # [BLOCK_M, BLOCK_D] each
     accs = ()
     for _ in tl.static_range(V_PIECES):
         accs = accs + (tl.zeros([BLOCK_M, BLOCK_V], tl.float32),)  # type: ignore[assignment]
@@ -195,7 +196,7 @@ def large_head_dim_kernel(
         if Q_RESIDENT:
             for c in tl.static_range(pieces):
                 k = _load_piece(k_rows, keys, key_begin, key_end, c * BLOCK_D, stride_kd, HEAD_DIM, BLOCK_D)
-                raw = product(q[c], transposed(operand(k, PRECISION), PRECISION), raw, PRECISION)
+                raw = product(q[c], transposed(operand(k, PRECISION, IS_NVIDIA), PRECISION), raw, PRECISION)
                 if V_IN_K and c < V_PIECES:
                     values = values + (k,)  # type: ignore[assignment]  # [BLOCK_N, BLOCK_V]
         else:
@@ -207,8 +208,8 @@ def large_head_dim_kernel(
             for d in range(0, HEAD_DIM, BLOCK_D):
                 a = _load_piece(q_rows, rows, 0, seqlen_q, d, stride_qd, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
                 k = _load_piece(k_rows, keys, key_begin, key_end, d, stride_kd, HEAD_DIM, BLOCK_D)
-                k = transposed(operand(k, PRECISION), PRECISION)
-                raw = product(operand(a, PRECISION), k, raw, PRECISION)  # [BLOCK_M, BLOCK_N]
+                k = transposed(operand(k, PRECISION, IS_NVIDIA), PRECISION)
+                raw = product(operand(a, PRECISION, IS_NVIDIA), k, raw, PRECISION)  # [BLOCK_M, BLOCK_N]
         scores = score_bits(
             raw, rows, keys, row_inside, key_end, seqlen_k - seqlen_q, low, high, mask_rows, stride_mask_n, bias_rows,
             stride_bias_n, slopes_log2, softmax_scale, softcap, HAS_LOW, HAS_HIGH, HAS_MASK, HAS_BIAS, HAS_ALIBI,
@@ -224,8 +225,10 @@ def large_head_dim_kernel(
                 v = values[j]
             if HAS_MASK or HAS_BIAS:
                 v = without_unseen(v, scores)
-            weights = operand(p.to(v.dtype), PRECISION)
-            acc = product(weights, operand(v, PRECISION), accs[j] * alpha[:, None], PRECISION)  # [BLOCK_M, BLOCK_V]
+            weights = operand(p.to(v.dtype), PRECISION, IS_NVIDIA)
+            acc = product(
+                weights, operand(v, PRECISION, IS_NVIDIA), accs[j] * alpha[:, None], PRECISION
+            )  # [BLOCK_M, BLOCK_V]
             new_accs = new_accs + (acc,)  # type: ignore[assignment]
         accs = new_accs
 

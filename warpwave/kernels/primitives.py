@@ -116,23 +116,22 @@ def rounded_to_tf32(x):
 
 
 @jit
-def bfloat16_part(x):
-    """The bfloat16 nearest to x, 8 of its 24 bits, and what it leaves of x, exactly; NaN where x is not finite.
-
-    The part is also made by hand, as float32: a compiler that meets its conversion back and forth converts each number
-    for itself, at a quarter of the rate at which pairs are.
-    """
+def bfloat16_part(x, IS_NVIDIA: tl.constexpr):
+    """The bfloat16 nearest to x, 8 of its 24 bits, and what it leaves of x, exactly; NaN where x is not finite."""
     if IN_INTERPRETER:
         part = rounded(x, tl.bfloat16).to(tl.float32)
-        rest = x - part
+    elif IS_NVIDIA:
+        # Each number is met again as float32, so the compiler would convert them singly, at a quarter of the rate.
+        part = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
     else:
-        part = tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
-        rest = x - part.to(tl.float32)
-    return part, rest
+        part = x.to(tl.bfloat16)
+    return part, x - part.to(tl.float32)
 
 
 @jit
-def operand(x, PRECISION: tl.constexpr):
+def operand(x, PRECISION: tl.constexpr, IS_NVIDIA: tl.constexpr):
     """What products of `PRECISION` take of an operand, a tuple of its parts, the largest first (warpwave.precision).
 
     Two bfloat16 parts carry 16 bits of a float32 number, three all 24.
@@ -144,12 +143,12 @@ def operand(x, PRECISION: tl.constexpr):
         rest = ((x - high).to(tl.int32, bitcast=True) + 0x1000) & -0x2000
         parts = (high, rest.to(tl.float32, bitcast=True))
     elif PRECISION == "bf16x3":
-        high, rest = bfloat16_part(x)
-        parts = (high, bfloat16_part(rest)[0])
+        high, rest = bfloat16_part(x, IS_NVIDIA)
+        parts = (high, bfloat16_part(rest, IS_NVIDIA)[0])
     elif PRECISION == "bf16x6":
-        high, rest = bfloat16_part(x)
-        middle, rest = bfloat16_part(rest)
-        parts = (high, middle, bfloat16_part(rest)[0])
+        high, rest = bfloat16_part(x, IS_NVIDIA)
+        middle, rest = bfloat16_part(rest, IS_NVIDIA)
+        parts = (high, middle, bfloat16_part(rest, IS_NVIDIA)[0])
     else:
         parts = (x,)
     return parts
@@ -157,8 +156,8 @@ def operand(x, PRECISION: tl.constexpr):
 
 @jit
 def load_parts(pointers, stride_part, rows, columns, row_begin, row_end, PRECISION: tl.constexpr):
-    """The parts of a tile that was split ahead, zero outside `row_begin <= row < row_end`; each `stride_part` rows of 16
-    elements behind the one before, so that the compiler sees them as aligned as the first."""
+    """The parts of a tile that was split ahead, zero outside `row_begin <= row < row_end`; each `stride_part` times 16
+    elements behind the one before, so that the compiler sees that it is as well aligned."""
     stride_part = tl.cast(stride_part, tl.int64) * 16
     high = load_tile(pointers, rows, columns, row_begin, row_end, 0, False)
     next_ = load_tile(pointers + stride_part, rows, columns, row_begin, row_end, 0, False)
@@ -199,20 +198,19 @@ def product(a, b, acc, PRECISION: tl.constexpr):
     Products of parts are summed from the smallest to the largest, and acc comes last: a tensor core truncates what it
     accumulates, so a sum that ran through it over all keys would end 1e-8 of itself off for each of them.
 
-    What float32 makes infinite must not become NaN: where an operand is Inf, its remainder is NaN, and 0 * Inf is NaN
-    though the remainder that is 0 stands for nothing. So a sum of the small products that is not finite is left out,
-    and the product of the largest parts says Inf, or NaN where float32 would.
+    What float32 makes infinite must not become NaN. Where an operand is Inf, its remainder is NaN, and with it the sum
+    of the small products; but that of the largest parts says what float32 would, so `number` keeps it from harm.
     """
     if PRECISION == "bf16x3":
         small = tl.dot(a[1], b[0])
         small = tl.dot(a[0], b[1], small)
-        total = tl.dot(a[0], b[0], finite_or_zero(small))
+        total = tl.dot(a[0], b[0], number(small))
         if acc is not None:
             total += acc
     elif PRECISION == "tf32x3":
         small = tl.dot(a[1], b[0], input_precision="tf32")
         small = tl.dot(a[0], b[1], small, input_precision="tf32")
-        total = tl.dot(a[0], b[0], finite_or_zero(small), input_precision="tf32")
+        total = tl.dot(a[0], b[0], number(small), input_precision="tf32")
         if acc is not None:
             total += acc
     elif PRECISION == "bf16x6":
@@ -221,7 +219,7 @@ def product(a, b, acc, PRECISION: tl.constexpr):
         small = tl.dot(a[1], b[1], small)
         small = tl.dot(a[1], b[0], small)
         small = tl.dot(a[0], b[1], small)
-        total = tl.dot(a[0], b[0], finite_or_zero(small))
+        total = tl.dot(a[0], b[0], number(small))
         if acc is not None:
             total += acc
     else:
@@ -230,7 +228,11 @@ def product(a, b, acc, PRECISION: tl.constexpr):
 
 
 @jit
-def finite_or_zero(x):
+def number(x):
+    """x, and float32's most negative number for NaN: to add it to Inf or NaN changes neither. One instruction, for a
+    maximum of a number and NaN is the number on a GPU; the interpreter's is NaN."""
+    if IN_INTERPRETER:
+        x = tl.where(x == x, x, -3.4028234663852886e38)
     return tl.maximum(x, -3.4028234663852886e38)
 
 

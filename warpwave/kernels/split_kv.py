@@ -296,6 +296,7 @@ def _constants(
         "MERGE_HERE": merge_here,
         "WRITE_LSE": problem.return_lse,
         "PRECISION": dot_precision(problem, gpu),
+        "IS_NVIDIA": gpu.vendor == "nvidia",
     }
 
 
@@ -348,7 +349,7 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     if gpu.vendor == "amd":
         return max(q, max(1, config.num_stages - 1) * kv) + p + more
     if problem.dtype == "float32" and arithmetic != "ieee":
-        return 2 * (q + p) + config.num_stages * kv + kv + more  # the parts of an operand stand side by side
+        return q + p + config.num_stages * kv + max(q, kv) + more  # the parts of an operand stand side by side
     return q + p + config.num_stages * kv + more
 
 
@@ -453,7 +454,7 @@ BLOCKS_PER_SM = 2  # of four warps, which together keep some 100 KB in flight: m
 START_STEPS = 3  # a block begins, and fills its pipeline, in about as long as so many steps take
 MERGE_STEPS = 2  # the launch that merges, likewise
 MAX_SPLITS = 128
-INVARIANT_SPLIT_KEYS = {True: 256, False: 1024}  # for one tile of rows, as at decode, and for several
+INVARIANT_SPLIT_KEYS = {True: 256, False: 1024}  # for one tile of rows, as at decode, and otherwise
 
 
 class Splits(NamedTuple):
@@ -482,10 +483,10 @@ def choose_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Splits
 
     best = min(range(1, min(MAX_SPLITS, longest) + 1), key=steps)
     reason = (
-        f"{blocks} tiles of rows for {places} places on {sms} SMs, {longest} steps of {config.block_n} keys each: in "
-        f"{best} shares the busiest place walks the least, about {steps(best):.0f} steps"
+        f"{blocks} tiles of rows for {places} places on {sms} SMs, {longest} steps of {config.block_n} keys each, of "
+        f"which the busiest place then walks about {steps(best):.0f}, starts and merge counted"
     )
-    return Splits(best, reason + (f"; in one, {steps(1):.0f}" if best > 1 else ""))
+    return Splits(best, reason + (f"; with one share, {steps(1):.0f}" if best > 1 else ""))
 
 
 def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
@@ -505,7 +506,9 @@ def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
 def with_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
     """The tiling with the keys split for this problem."""
     if problem.batch_invariant:
-        return replace(config, num_splits=1, split_keys=INVARIANT_SPLIT_KEYS[_tiles(problem, config) == 1])
+        # Of a packed call's longest sequence nothing may follow for the others.
+        decodes = not problem.packed and _tiles(problem, config) == 1
+        return replace(config, num_splits=1, split_keys=INVARIANT_SPLIT_KEYS[decodes])
     return replace(config, num_splits=choose_splits(problem, gpu, config).num_splits)
 
 

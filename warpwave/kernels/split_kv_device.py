@@ -139,6 +139,7 @@ def split_kv_kernel(
     MERGE_HERE: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_NVIDIA: tl.constexpr,
 ):
     """One share of the keys of one tile of rows. The rows of a tile, then kv heads, then shares are neighbours in the
     grid, which has one dimension, for 65,535 is the limit of the others."""
@@ -205,7 +206,7 @@ def split_kv_kernel(
     in_range = queries < seqlen_q
     q = tile_pointers(q_ptr, queries, dims, stride_qm, stride_qd) + (heads * stride_qh)[:, None]
     q = load_tile(q, queries, dims, 0, seqlen_q, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    q = operand(q, PRECISION)
+    q = operand(q, PRECISION, IS_NVIDIA)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -227,7 +228,7 @@ def split_kv_kernel(
             v_offsets = keys.to(tl.int64) * stride_vn
         k = k_ptr + (k_offsets[:, None] + dims.to(tl.int64)[None, :] * stride_kd)
         k = load_tile(k, keys, dims, key_begin, end, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_N, BLOCK_D]
-        k = transposed(operand(k, PRECISION), PRECISION)
+        k = transposed(operand(k, PRECISION, IS_NVIDIA), PRECISION)
         scores = product(q, k, None, PRECISION)  # [BLOCK_M, BLOCK_N]
 
         # As in flash_fwd: the scale rides in the softmax where nothing is added or hidden.
@@ -265,8 +266,8 @@ def split_kv_kernel(
             # A value that no query of the tile sees must have no effect, and 0 * NaN would be one.
             seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
             v = tl.where((seen != 0)[:, None], v, 0.0)
-        p = operand(p.to(v.dtype), PRECISION)
-        acc = product(p, operand(v, PRECISION), acc * alpha[:, None], PRECISION)  # [BLOCK_M, BLOCK_DV]
+        p = operand(p.to(v.dtype), PRECISION, IS_NVIDIA)
+        acc = product(p, operand(v, PRECISION, IS_NVIDIA), acc * alpha[:, None], PRECISION)  # [BLOCK_M, BLOCK_DV]
 
     # What is left of it -----------------------------------------------------------------------------------------------
     num_heads_q = num_heads_kv * GROUP_SIZE

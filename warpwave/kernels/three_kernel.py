@@ -232,7 +232,7 @@ def _launches(
     features = feature_constants(problem)
     of_sinks = {"HAS_SINKS": features.pop("HAS_SINKS")}
     hides = {"MAY_HIDE_KEYS": _may_hide_keys(problem)}
-    arithmetic = {"PRECISION": dot_precision(problem, gpu)}
+    arithmetic = {"PRECISION": dot_precision(problem, gpu), "IS_NVIDIA": gpu.vendor == "nvidia"}
     raw, p = workspace["scores"], workspace["p"]
     strides = (cut.rows * cut.width, cut.width)  # of a head and a row of the workspace
     split = (cut.heads * cut.rows * cut.width,)
@@ -525,7 +525,7 @@ def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
     config = _tiles(problem, gpu)
     blocks = problem.batch * problem.num_heads_q * -(-problem.seqlen_q // config.block_m)
     blocks *= -(-problem.seqlen_k // config.block_n)
-    share = (gpu.num_sms or FILLED) // max(1, blocks)
+    share = (2 if gpu.vendor == "interpreter" else gpu.num_sms or FILLED) // max(1, blocks)
     sharing = max(1, min(share, problem.head_dim // (8 * _block_k(problem, config)), 32))
     if sharing > 1:
         # Few scores of long sums: blocks share head_dim, eight steps each at the least.
@@ -552,7 +552,9 @@ def _tiles(problem: AttentionProblem, gpu: Gpu) -> Config:
     rdna = gpu.vendor == "amd" and not gpu.arch.startswith("gfx9")
     hopper_or_later = gpu.capability in (90, 100, 103)
     small = problem.seqlen_q <= 64 and problem.seqlen_k <= 512  # where larger tiles would be one block a head
-    if problem.dtype == "float32":
+    if gpu.vendor == "interpreter":  # which runs one program after another: the fewer the better
+        tile = (128, 128, 128, 128, 4, 1)
+    elif problem.dtype == "float32":
         warps = 4 if gpu.vendor == "amd" or hopper_or_later else 8
         tile = (32, 32, 32, 32, 4, 2) if rdna or small else (64, 64, 32, 64, warps, 2)
     elif gpu.vendor == "amd":
@@ -561,6 +563,6 @@ def _tiles(problem: AttentionProblem, gpu: Gpu) -> Config:
         tile = (64, 64, 64, 64, 4, 2)
     else:
         tile = (128, 128, 64 if hopper_or_later else 32, 128, 8, 3)
-    if _may_hide_keys(problem) and problem.dtype != "float32":
+    if _may_hide_keys(problem) and problem.dtype != "float32" and gpu.vendor != "interpreter":
         tile = (*tile[:2], 32, tile[3], *tile[4:])  # values and probabilities go through registers
     return Config("triton", "triton", *tile, 1, 16, 128, 8, MAX_WORKSPACE_BYTES)

@@ -117,6 +117,7 @@ def chunk_scores_kernel(
     HAS_SOFTCAP: tl.constexpr,
     IS_VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_NVIDIA: tl.constexpr,
 ):
     """A tile of q . k, over one of SPLIT_D shares of head_dim.
 
@@ -158,8 +159,8 @@ def chunk_scores_kernel(
         q = load_tile(q_pointers, rows, dims, 0, seqlen_q, HEAD_DIM, check)  # [BLOCK_M, BLOCK_K]
         # Keys that no query of the tile sees are not read: NaN there must have no effect.
         k = load_tile(k_pointers, keys, dims, key_begin, key_end, HEAD_DIM, check)  # [BLOCK_N, BLOCK_K]
-        k = transposed(operand(k, PRECISION), PRECISION)
-        raw = product(operand(q, PRECISION), k, raw, PRECISION)  # [BLOCK_M, BLOCK_N]
+        k = transposed(operand(k, PRECISION, IS_NVIDIA), PRECISION)
+        raw = product(operand(q, PRECISION, IS_NVIDIA), k, raw, PRECISION)  # [BLOCK_M, BLOCK_N]
         dims += BLOCK_K
         q_pointers += tl.cast(stride_qd, tl.int64) * BLOCK_K
         k_pointers += tl.cast(stride_kd, tl.int64) * BLOCK_K
@@ -312,7 +313,7 @@ def chunk_softmax_kernel(
                 HAS_ALIBI, HAS_SOFTCAP,
             )  # fmt: skip
             if sweep == 0:
-                _, _, m_i, l_i = softmax_step(scores, 1.0, m_i, l_i)
+                p, _alpha, m_i, l_i = softmax_step(scores, 1.0, m_i, l_i)
             else:
                 p = tl.math.exp2(scores - m_shift[:, None])
                 if NORMALISE:
@@ -388,6 +389,7 @@ def chunk_values_kernel(
     IS_VARLEN: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_NVIDIA: tl.constexpr,
 ):
     """BLOCK_V columns of the output of BLOCK_M queries of one head, over all keys that some of them sees.
 
@@ -452,7 +454,9 @@ def chunk_values_kernel(
                 seen = tl.max(((p != HIDDEN) & row_inside[:, None]).to(tl.int32), 0)  # [BLOCK_K]
                 v = tl.where((seen != 0)[:, None], v, 0.0).to(v.dtype)  # [BLOCK_K, BLOCK_V]
                 p = tl.where(p == HIDDEN, 0.0, p).to(v.dtype)
-            part = product(operand(p, PRECISION), operand(v, PRECISION), part, PRECISION)  # [BLOCK_M, BLOCK_V]
+            part = product(
+                operand(p, PRECISION, IS_NVIDIA), operand(v, PRECISION, IS_NVIDIA), part, PRECISION
+            )  # [BLOCK_M, BLOCK_V]
         if FUSED:
             there = states + (key_tile - key_base) // BLOCK_N * tl.cast(chunk_rows, tl.int64)
             m_tile = tl.load(tile_max_ptr + there, mask=row_inside, other=float("-inf"))

@@ -106,6 +106,7 @@ def tiled_scores_kernel(
     BLOCK_K: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_NVIDIA: tl.constexpr,
     HAS_LOW: tl.constexpr,
     HAS_HIGH: tl.constexpr,
     TOP_LEFT: tl.constexpr,
@@ -144,8 +145,8 @@ def tiled_scores_kernel(
         q = load_tile(q_pointers, rows, dims, 0, seqlen_q, HEAD_DIM, HEAD_DIM % BLOCK_K != 0)  # [BLOCK_M, BLOCK_K]
         # Keys that no query of the tile sees are not read: NaN there must have no effect.
         k = load_tile(k_pointers, keys, dims, key_begin, key_end, HEAD_DIM, HEAD_DIM % BLOCK_K != 0)
-        k = transposed(operand(k, PRECISION), PRECISION)
-        scores = product(operand(q, PRECISION), k, scores, PRECISION)  # [BLOCK_M, BLOCK_N]
+        k = transposed(operand(k, PRECISION, IS_NVIDIA), PRECISION)
+        scores = product(operand(q, PRECISION, IS_NVIDIA), k, scores, PRECISION)  # [BLOCK_M, BLOCK_N]
         dims += BLOCK_K
         q_pointers += tl.cast(stride_qd, tl.int64) * BLOCK_K
         k_pointers += tl.cast(stride_kd, tl.int64) * BLOCK_K
@@ -183,6 +184,7 @@ def tiled_values_kernel(
     HEAD_DIM_V: tl.constexpr,
     MAY_HIDE_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_NVIDIA: tl.constexpr,
     HAS_LOW: tl.constexpr,
     HAS_HIGH: tl.constexpr,
     TOP_LEFT: tl.constexpr,
@@ -228,7 +230,8 @@ def tiled_values_kernel(
             seen = tl.max((p != HIDDEN).to(tl.int32), 0)  # [BLOCK_K]
             v = tl.where((seen != 0)[:, None], v, 0.0)
         p = tl.where(p == HIDDEN, 0.0, p)
-        acc = product(operand(p.to(v.dtype), PRECISION), operand(v, PRECISION), acc, PRECISION)  # [BLOCK_M, BLOCK_N]
+        p = operand(p.to(v.dtype), PRECISION, IS_NVIDIA)
+        acc = product(p, operand(v, PRECISION, IS_NVIDIA), acc, PRECISION)  # [BLOCK_M, BLOCK_N]
     out = acc * tl.load(row_scale_ptr + rows, mask=rows < seqlen_q, other=0.0)[:, None]
     inside = (rows < seqlen_q)[:, None] & (columns < HEAD_DIM_V)[None, :]
     offsets = rows.to(tl.int64)[:, None] * stride_om + columns[None, :]
@@ -249,7 +252,7 @@ def specify(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
 ) -> Launches:
     """The three launches, from tensors that may be without memory (device "meta") when they are only to be compiled."""
-    block_m, how = config.block_m, {"PRECISION": dot_precision(problem, gpu)}
+    block_m, how = config.block_m, {"PRECISION": dot_precision(problem, gpu), "IS_NVIDIA": gpu.vendor == "nvidia"}
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     columns, block_d = _columns(problem, config), _block_d(problem, config)
     tiles_m, tiles_n = -(-problem.seqlen_q // block_m), -(-problem.seqlen_k // config.block_n)

@@ -15,6 +15,7 @@ from warpwave.report.curves import Family, RooflineData, contenders, families, r
 from warpwave.report.figures import NARROW_SPACE, NO_FIGURE, count, figure, interval, listed, percent, span
 from warpwave.report.machines import Machine, Source, machines
 from warpwave.report.verdicts import CaseResult, case_results, how_fast, is_it_right, what_bounds_it
+from warpwave.report.waterfall import COLUMNS, Fall, falls, note, rows
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class MachineSection:
         environment: label -> value.
         reproduce: commands.
         reproduce_notes: what else it takes.
+        falls: from the bound to what was measured, for the waterfalls.
     """
 
     name: str
@@ -84,6 +86,7 @@ class MachineSection:
     environment: Sequence[tuple[str, str]]
     reproduce: Sequence[str]
     reproduce_notes: Sequence[str]
+    falls: Sequence[Fall] = ()
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,7 @@ def section(machine: Machine, *, shorten: bool = False) -> MachineSection:
     """The facts of one machine."""
     known = rates_of(machine)
     cases = case_results(machine, known.rates)
+    lost = falls(cases, machine)
     bounds_answer = what_bounds_it(cases) or ["Not known here.", *known.notes]
     return MachineSection(
         name=machine.name,
@@ -134,6 +138,7 @@ def section(machine: Machine, *, shorten: bool = False) -> MachineSection:
         tables=[
             t
             for t in (
+                losses_table(lost),
                 measurements_table(cases, shorten=shorten),
                 matrix("Host time of an eager call, in µs", HOST_NOTE, cases, _host_us),
                 matrix("Peak memory of one call above its inputs, in MB", MEMORY_NOTE, cases, _peak_mb),
@@ -144,6 +149,7 @@ def section(machine: Machine, *, shorten: bool = False) -> MachineSection:
         environment=environment_facts(machine),
         reproduce=commands(machine),
         reproduce_notes=reproduce_notes(machine),
+        falls=lost,
     )
 
 
@@ -169,6 +175,15 @@ def _rates_notes(known: MachineRates) -> list[str]:
 
 HOST_NOTE = "Until the call returns, the device left to catch up: what the processor pays."
 MEMORY_NOTE = "Allocated during the call, its output included. 1 MB is 10⁶ bytes."
+
+
+def losses_table(found: Sequence[Fall]) -> Table | None:
+    """Where the time of each case of ours went."""
+    if not found:
+        return None
+    words = ("case", "kernel", "lost by", "first to change")
+    columns = [Column(name, name not in words) for name in COLUMNS]
+    return Table("Where the time went", note(found), columns, [Group("", "", rows(found))])
 
 
 def measurements_table(cases: Sequence[CaseResult], *, shorten: bool = False) -> Table | None:

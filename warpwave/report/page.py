@@ -16,6 +16,7 @@ from warpwave.report.curves import Ceiling, Family, RooflineData
 from warpwave.report.machines import Source
 from warpwave.report.svg import Scale
 from warpwave.report.verdicts import CaseResult
+from warpwave.report.waterfall import shown
 
 GENERATOR = "warpwave report"  # a file with this mark is ours to overwrite
 LARGEST_BYTES = 500_000
@@ -65,6 +66,7 @@ def render(content: Report) -> str:
         key=lambda series: Markup(plots.key(series)),
         ceilings_by=ceilings_by,
         highest=highest,
+        shown=shown,
     )
 
 
@@ -74,7 +76,7 @@ def table_class(table: Table) -> str:
     names = [column.name for column in table.columns]
     if "arithmetic" in names:
         text.append("arithmetic")
-    if "why" in names:
+    if "why" in names or "lost by" in names:
         text.append("wrap")
     return " ".join(text)
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from warpwave.roofline import byte
-from warpwave.tables.facts import Finding, blocks, loads_of_a_key, tensor_bytes, time_us
+from warpwave.tables.busy import grid, in_words, plateau
+from warpwave.tables.facts import AGREE, BINDS, Finding, blocks, loads_of_a_key, tensor_bytes, time_us
 from warpwave.tables.parse import Document, TableError
-from warpwave.tables.rules import AGREE, BINDS, _sms
 
 Claim = Mapping[str, Any]
 
@@ -68,14 +68,12 @@ def _idle_blocks(document: Document, claim: Claim) -> Iterator[Finding]:
     right = count < sms[0]
     yield _said(
         claim,
-        f"{count} blocks on {_sms(document.device)} {'leave some idle' if right else 'leave none idle'}",
+        f"{count} blocks on {in_words(document.device)} {'leave some idle' if right else 'leave none idle'}",
         f"{count} {'<' if right else '>='} {sms[0] if right else sms[1]}",
     )
 
 
 def _not_idle(document: Document, claim: Claim) -> Iterator[Finding]:
-    from warpwave.tables.rules import grid, plateau
-
     idle = [f for rule in (plateau, grid) for f in rule(document) if f.kind == "idle SMs"]
     if idle:
         yield _said(claim, f"it is not: {idle[0].text}", idle[0].arithmetic, idle[0].series)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from warpwave.tables.parse import DTYPES, Call, Device, Document, Kernel, Row
 
 HALF_A_DIGIT = 0.5
+AGREE = 0.06  # relative difference of two figures for one thing, beside their rounding
+BINDS = 0.5  # share of a rate from which on a resource is what binds
 
 
 @dataclass(frozen=True)
@@ -162,23 +163,6 @@ def memory_bytes(row: Row, device: Device) -> float | None:
 
 def _missing(wanted: float, capacity: float) -> float:
     return 0.0 if wanted <= capacity else 1 - capacity / wanted
-
-
-def exponent(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
-    """The power of size that time grows with, and half its 95 % interval, by least squares on logarithms."""
-    x, y = [math.log(s) for s in sizes], [math.log(t) for t in times]
-    n, mx, my = len(x), sum(x) / len(x), sum(y) / len(y)
-    sxx = sum((a - mx) ** 2 for a in x)
-    if n < 2 or sxx == 0:
-        raise ValueError("an exponent needs two sizes that differ")
-    slope = sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True)) / sxx
-    if n == 2:
-        return slope, math.inf
-    rest = sum((b - my - slope * (a - mx)) ** 2 for a, b in zip(x, y, strict=True))
-    return slope, STUDENT[min(n - 2, len(STUDENT)) - 1] * math.sqrt(rest / (n - 2) / sxx)
-
-
-STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)  # 95 %, two-sided, by degrees of freedom
 
 
 def spread(row: Row, *figures: str) -> float:

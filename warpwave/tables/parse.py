@@ -178,8 +178,7 @@ def load(name: str | Path) -> Document:
     if not path.is_file():
         raise TableError(f"there is no table file {name}; give a path, or one of {', '.join(names())}")
     try:
-        text = path.read_text(encoding="utf-8")
-        return parse(tomllib.loads(text), source=path.name, text=text)
+        return parse(tomllib.loads(path.read_text(encoding="utf-8")), source=path.name)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TableError(f"{path.name} is not TOML: {error}") from None
     except OSError as error:
@@ -190,9 +189,12 @@ TOP = ("title", "source", "gpu", "device", "call", "kernels", "tables", "claims"
 OF_TABLE = ("name", "series", "columns", "rows", "per_head", "launch_saving", "call", "kernel")
 
 
-def parse(data: Mapping[str, Any], *, source: str, text: str = "") -> Document:
-    """A document from parsed TOML; `source` is what errors call it. `text`, if given, tells how many digits a figure has
-    that TOML reads alike (4.0 and 4)."""
+def parse(data: Mapping[str, Any], *, source: str) -> Document:
+    """A document from parsed TOML; `source` is what errors call it.
+
+    Raises:
+        TableError: the first mistake, with its place and what is allowed.
+    """
     _check(data, TOP, source)
     for key in ("title", "tables"):
         if key not in data:

@@ -1,0 +1,194 @@
+"""Draws the grid that predictions are judged on, by a seed, and writes it as a bench suite.
+
+    python -m benchmarks.draw_model_grid            writes warpwave/bench/suites/model_grid.toml
+    python -m benchmarks.draw_model_grid --check    exit code 1 if the suite is not what the seed draws
+
+The suite is committed before it is measured, and every kernel is timed on every case it takes:
+
+    warpwave bench model_grid --peer none --rounds 5 --out grid.jsonl
+    python -m benchmarks.calibrate_model --check --judge grid.jsonl --split
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SEED = 20261121
+SUITE = Path(__file__).parent.parent / "warpwave" / "bench" / "suites" / "model_grid.toml"
+EACH = 4  # cases of a kind
+MOST_SCORES = 16 * 4096 * 4096  # so that the kernels that keep scores take their turn, and not the whole hour
+DESCRIPTION = (
+    "the grid that predicted times are judged on, drawn by benchmarks/draw_model_grid.py before it was measured: "
+    "plain, under-filled, GQA, packed, odd sizes, windows, causal, float16, float32, one query, wide heads"
+)
+KERNELS = ("hopper/flash_fwd", "flash_fwd", "tiled", "naive", "eager")
+
+
+def main() -> int:
+    """The command. Returns its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare with the suite that is there, write nothing")
+    asked = parser.parse_args()
+    drawn = suite(SEED)
+    if asked.check:
+        there = SUITE.read_text(encoding="utf-8") if SUITE.is_file() else ""
+        if there != drawn:
+            print(f"{SUITE.name} is not what seed {SEED} draws")
+            return 1
+        return 0
+    SUITE.write_text(drawn, encoding="utf-8")
+    print(f"{drawn.count('num_heads_q')} cases written to {SUITE}")
+    return 0
+
+
+def suite(seed: int) -> str:
+    """The suite as TOML."""
+    draw = random.Random(seed)
+    lines = [
+        f'description = "{DESCRIPTION}"',
+        f"kernels = [{', '.join(repr(name).replace(chr(39), chr(34)) for name in KERNELS)}]",
+        "cases = [",
+    ]
+    seen: set[str] = set()
+    for kind in KINDS:
+        taken = 0
+        while taken < EACH:
+            case = kind(draw)
+            if "lengths" in case:
+                pairs = sum(length * length for length in case["lengths"])
+                scores = case["num_heads_q"] * len(case["lengths"]) * max(case["lengths"]) ** 2
+            else:
+                pairs = case["batch"] * case["seqlen_q"] * case.get("seqlen_k", case["seqlen_q"])
+                scores = pairs * case["num_heads_q"]
+            line = f"    {{ {', '.join(f'{key} = {_toml(value)}' for key, value in case.items())} }},"
+            if scores > MOST_SCORES or not pairs or line in seen:
+                continue
+            seen.add(line)
+            lines.append(line)
+            taken += 1
+    return "\n".join([*lines, "]", ""])
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+Case = dict[str, Any]
+
+
+def _plain(draw: random.Random) -> Case:
+    heads, width = draw.choice(((32, 64), (16, 128), (8, 256)))
+    return {
+        "head_dim": width,
+        "batch": draw.choice((1, 2, 4, 8)),
+        "seqlen_q": draw.choice((512, 1024, 2048, 4096)),
+        "num_heads_q": heads,
+        "dtype": "bfloat16",
+    }
+
+
+def _under_filled(draw: random.Random) -> Case:
+    return {
+        "head_dim": draw.choice((64, 128)),
+        "batch": 1,
+        "seqlen_q": draw.choice((64, 128, 256, 512, 1024)),
+        "num_heads_q": draw.choice((1, 2, 3, 5)),
+        "dtype": draw.choice(("bfloat16", "float16")),
+        "hot": True,
+    }
+
+
+def _grouped(draw: random.Random) -> Case:
+    kv = draw.choice((1, 2, 4, 8))
+    case = _plain(draw) | {
+        "num_heads_q": kv * draw.choice((2, 4, 8)),
+        "num_heads_kv": kv,
+        "causal": draw.random() < 0.5,
+    }
+    return case
+
+
+def _packed(draw: random.Random) -> Case:
+    lengths = [max(1, int(draw.lognormvariate(6.0, 0.9))) for _ in range(draw.choice((4, 8, 16)))]
+    return {
+        "head_dim": draw.choice((64, 128)),
+        "num_heads_q": draw.choice((4, 8, 16)),
+        "dtype": "bfloat16",
+        "causal": draw.random() < 0.5,
+        "lengths": lengths,
+    }
+
+
+def _odd(draw: random.Random) -> Case:
+    return {
+        "head_dim": draw.choice((40, 72, 80, 96, 112, 160, 192)),
+        "batch": draw.randint(1, 5),
+        "seqlen_q": draw.randint(33, 2999),
+        "seqlen_k": draw.randint(33, 2999),
+        "num_heads_q": draw.randint(1, 19),
+        "dtype": "bfloat16",
+    }
+
+
+def _window(draw: random.Random) -> Case:
+    return _plain(draw) | {"window_size": [draw.choice((128, 256, 512)), draw.choice((0, 128))]}
+
+
+def _causal(draw: random.Random) -> Case:
+    return _plain(draw) | {"causal": True}
+
+
+def _float16(draw: random.Random) -> Case:
+    return _plain(draw) | {"dtype": "float16", "causal": draw.random() < 0.5}
+
+
+def _float32(draw: random.Random) -> Case:
+    return {
+        "head_dim": draw.choice((64, 128)),
+        "batch": draw.choice((1, 2)),
+        "seqlen_q": draw.choice((512, 1024, 2048)),
+        "num_heads_q": draw.choice((4, 16)),
+        "dtype": "float32",
+        "precision": draw.choice(("ieee", "tf32x3", "tf32")),
+    }
+
+
+def _one_query(draw: random.Random) -> Case:
+    return {
+        "head_dim": 128,
+        "batch": draw.choice((1, 4, 16, 64)),
+        "seqlen_q": 1,
+        "seqlen_k": draw.choice((1024, 4096, 8192)),
+        "num_heads_q": 32,
+        "num_heads_kv": 8,
+        "dtype": "bfloat16",
+    }
+
+
+def _wide(draw: random.Random) -> Case:
+    return _plain(draw) | {"head_dim": draw.choice((192, 256)), "num_heads_q": draw.choice((4, 8)), "causal": True}
+
+
+KINDS: tuple[Callable[[random.Random], Case], ...] = (
+    _plain,
+    _under_filled,
+    _grouped,
+    _packed,
+    _odd,
+    _window,
+    _causal,
+    _float16,
+    _float32,
+    _one_query,
+    _wide,
+)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,388 @@
+"""A small language model, trained here and served to 64 requests at once from one paged cache.
+
+    python examples/server.py                  # a GPU if there is one: some 5 million parameters, a minute of training
+    python examples/server.py --device cpu     # smaller, about two minutes in all
+
+What it shows, in the order of the file: a decoder trained through `warpwave.attention` and its gradients on text that
+comes with Python; a server that batches continuously, prompts in chunks beside sequences that decode, with
+`PagedKVCache` and `attention_with_kv_cache`, the system prompt's pages shared between requests; and the checks: logits
+against the plain model fed the same tokens, and, batch-invariant in float32, every token of a request served alone
+against the same request among the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from warpwave import OutOfPages, PagedKVCache, Rotary, attention, attention_with_kv_cache, warmup
+from warpwave.kernels.append_kv import rotated
+from warpwave.problem import AttentionProblem, Causal
+
+BYTES = 256  # the vocabulary: text is its UTF-8 bytes
+SYSTEM_PROMPT = "The Python Language Reference, a topic as pydoc prints it.\n\n"
+
+# The model ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a decoder."""
+
+    layers: int
+    width: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    context: int
+    batch: int  # sequences of a training step
+
+    @property
+    def kv_width(self) -> int:
+        return self.heads_kv * self.head_dim
+
+
+SMALL = Sizes(layers=2, width=128, heads_q=4, heads_kv=2, head_dim=32, context=192, batch=6)
+FULL = Sizes(layers=6, width=256, heads_q=8, heads_kv=2, head_dim=64, context=512, batch=32)
+
+# q, k, v of tokens, (tokens..., heads, head_dim), and the layer's number -> out like q
+Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+
+class Decoder(nn.Module):
+    """A Llama-like decoder over bytes. Everything but attention works token by token, so `attend` is an argument:
+    training, the plain model and the server differ in nothing else."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.sizes = s = sizes
+        self.embedding = nn.Embedding(BYTES, s.width)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "norm": nn.RMSNorm(s.width),
+                    "qkv": nn.Linear(s.width, s.heads_q * s.head_dim + 2 * s.kv_width, bias=False),
+                    "out": nn.Linear(s.heads_q * s.head_dim, s.width, bias=False),
+                    "norm2": nn.RMSNorm(s.width),
+                    "up": nn.Linear(s.width, 4 * s.width, bias=False),
+                    "down": nn.Linear(4 * s.width, s.width, bias=False),
+                }
+            )
+            for _ in range(s.layers)
+        )
+        self.norm = nn.RMSNorm(s.width)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                scale = (2 * s.layers) ** -0.5 if name.endswith(("out.weight", "down.weight")) else 1.0
+                nn.init.normal_(parameter, std=0.02 * scale)
+
+    def forward(self, ids: Tensor, attend: Attend) -> Tensor:
+        """Hidden states of the last layer, (*ids.shape, width)."""
+        s, x = self.sizes, self.embedding(ids)
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, nn.ModuleDict)
+            widths = (s.heads_q * s.head_dim, s.kv_width, s.kv_width)
+            q, k, v = (t.unflatten(-1, (-1, s.head_dim)) for t in layer["qkv"](layer["norm"](x)).split(widths, dim=-1))
+            x = x + layer["out"](attend(q, k, v, i).flatten(-2))
+            x = x + layer["down"](F.silu(layer["up"](layer["norm2"](x))))
+        hidden: Tensor = self.norm(x)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of the next byte; the embedding is shared."""
+        return hidden @ self.embedding.weight.T
+
+
+def plain_attention(rotary: Rotary) -> Attend:
+    """Causal attention over whole sequences, (batch, seqlen, heads, head_dim), with gradients and without a cache."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        at = torch.arange(q.shape[1], device=q.device).repeat(q.shape[0])
+        q, k = (
+            rotated(t.flatten(0, 1), at, rotary.cos, rotary.sin, rotary.interleaved).unflatten(0, t.shape[:2])
+            for t in (q, k)
+        )
+        out: Tensor = attention(q, k, v, causal=True)
+        return out
+
+    return attend
+
+
+def train(model: Decoder, text: Tensor, seconds: float, rotary: Rotary) -> None:
+    """Adam for as long as it is given; the learning rate falls to zero over that time."""
+    s, device, start = model.sizes, text.device, time.monotonic()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01)
+    g = torch.Generator().manual_seed(0)
+    attend, step, tokens = plain_attention(rotary), 0, 0
+    while (spent := time.monotonic() - start) < seconds:
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * min(1.0, (step + 1) / 20) * (1 - spent / seconds)
+        first = torch.randint(0, len(text) - s.context - 1, (s.batch, 1), generator=g).to(device)
+        window = text[first + torch.arange(s.context + 1, device=device)]
+        logits = model.logits(model(window[:, :-1], attend))
+        loss = F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        step, tokens = step + 1, tokens + s.batch * s.context
+        if step in (1, 10) or step % 100 == 0:
+            print(f"  step {step:5d}, {spent:4.0f} s: {loss.item() / 0.6931:.2f} bits a byte")
+    print(f"  {step} steps, {tokens:,} bytes read, {loss.item() / 0.6931:.2f} bits a byte at the end")
+
+
+def corpus() -> bytes:
+    """The language reference that pydoc prints, which every Python comes with."""
+    from pydoc_data import topics
+
+    return "\n\n".join(topics.topics[name] for name in sorted(topics.topics)).encode()
+
+
+# The server -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Request:
+    """What is asked for, and how far it is.
+
+    Attributes:
+        prompt: bytes to continue, behind the system prompt.
+        wanted: how many to generate.
+        generated: so far.
+        row: the cache's row while it runs.
+        cached: tokens of prompt and answer that the cache holds.
+    """
+
+    prompt: list[int]
+    wanted: int
+    generated: list[int] = field(default_factory=list)
+    row: int = -1
+    cached: int = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.generated
+
+    @property
+    def done(self) -> bool:
+        return len(self.generated) == self.wanted
+
+
+class Server:
+    """Continuous batching: a step takes the next token of every sequence that decodes, and as many prompt tokens of
+    newcomers as its budget leaves room for, in one packed batch."""
+
+    def __init__(
+        self, model: Decoder, rotary: Rotary, num_pages: int, max_batch: int, budget: int = 512, invariant: bool = False
+    ) -> None:
+        s, weight = model.sizes, model.embedding.weight
+        self.model, self.rotary, self.budget, self.invariant = model, rotary, budget, invariant
+        self.cache = PagedKVCache(
+            num_pages=num_pages, page_size=16, num_heads_kv=s.heads_kv, head_dim=s.head_dim, num_layers=s.layers,
+            max_batch=max_batch + 1, max_seqlen=len(rotary.cos), dtype=weight.dtype, device=weight.device,
+        )  # fmt: skip
+        self.max_batch = max_batch
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.preempted = self.steps = 0
+        # The system prompt is attended to once; every request begins as a fork of it.
+        self.system = self.cache.add()
+        self._step_on([(self.system, list(SYSTEM_PROMPT.encode()))])
+
+    def serve(self, requests: list[Request]) -> None:
+        """Runs until all are answered."""
+        self.waiting.extend(requests)
+        while self.waiting or self.running:
+            self.step()
+
+    def step(self) -> None:
+        """One batch through the model."""
+        while self.waiting and len(self.running) < self.max_batch and self._has_room_for(self.waiting[0]):
+            request = self.waiting.popleft()
+            request.row, request.cached = self.cache.fork(self.system), 0
+            self.running.append(request)
+        work, left = [], self.budget
+        for request in sorted(self.running, key=lambda r: len(r.tokens) - r.cached):  # those that decode first
+            new = request.tokens[request.cached : request.cached + max(0, left)]
+            left -= len(new)
+            if new:
+                work.append((request, new))
+        while True:
+            try:
+                logits = self._step_on([(request.row, new) for request, new in work])
+                break
+            except OutOfPages:
+                # Nothing was changed: the youngest goes back to the queue, and its pages to the others.
+                youngest = self.running.pop()
+                self.cache.free(youngest.row)
+                self.waiting.appendleft(youngest)
+                self.preempted += 1
+                work = [(request, new) for request, new in work if request is not youngest]
+                if not work:
+                    raise
+        for (request, new), token in zip(work, logits.argmax(-1).tolist(), strict=True):
+            request.cached += len(new)
+            if request.cached == len(request.tokens):
+                request.generated.append(token)
+                if request.done:
+                    self.cache.free(request.row)
+                    self.running.remove(request)
+
+    def _has_room_for(self, request: Request) -> bool:
+        """Whether its prompt fits, with a page to grow for each that runs."""
+        needed = -(-len(request.tokens) // self.cache.page_size) + 1
+        return not self.running or self.cache.num_free_pages - needed >= len(self.running)
+
+    @torch.no_grad()
+    def _step_on(self, work: list[tuple[int, list[int]]]) -> Tensor:
+        """Logits behind the last of the new tokens of each row."""
+        rows, counts = [row for row, _ in work], [len(new) for _, new in work]
+        self.cache.extend(rows, counts)
+        device = self.cache.device
+        index = self.cache.index(rows)
+        ends = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(device)
+        ids = torch.tensor([token for _, new in work for token in new]).to(device)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+            out: Tensor = attention_with_kv_cache(
+                q, self.cache.layers[layer], rows=index, k_new=k, v_new=v, rotary=self.rotary, cu_seqlens_q=ends,
+                # A few buckets of the longest chunk, so that a few plans serve every batch.
+                max_seqlen_q=1 << (max(counts) - 1).bit_length(), causal=True, batch_invariant=self.invariant,
+            )  # fmt: skip
+            return out
+
+        hidden = self.model(ids, attend)
+        self.steps += 1
+        return self.model.logits(hidden[ends[1:].long() - 1])
+
+
+def compile_ahead(server: Server) -> None:
+    """Compiles what batches will need, before requests come."""
+    s, longest = server.model.sizes, server.cache.max_seqlen
+    warmup(
+        [
+            AttentionProblem(
+                batch=batch, seqlen_q=1 << power, seqlen_k=longest, num_heads_q=s.heads_q, num_heads_kv=s.heads_kv,
+                head_dim=s.head_dim, head_dim_v=s.head_dim, dtype=str(server.cache.layers[0].k.dtype)[6:],
+                softmax_scale=s.head_dim**-0.5, causal=Causal(), packed=True, total_q=batch << power,
+                total_k=batch * longest, page_size=server.cache.page_size, batch_invariant=server.invariant,
+            )
+            for batch in (1, server.max_batch)
+            for power in range(server.budget.bit_length())
+        ],
+        server.cache.device,
+    )  # fmt: skip
+
+
+# The checks -----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def teacher_forced(model: Decoder, request: Request, rotary: Rotary) -> Tensor:
+    """The plain model's logits at each generated token, fed what the server generated, (generated, BYTES)."""
+    system = list(SYSTEM_PROMPT.encode())
+    ids = torch.tensor([system + request.tokens[:-1]], device=model.embedding.weight.device)
+    hidden = model(ids, plain_attention(rotary))
+    return model.logits(hidden[0, len(system) + len(request.prompt) - 1 :])
+
+
+def worst_regret(model: Decoder, requests: list[Request], rotary: Rotary) -> float:
+    """How far below the plain model's best logit the token lies that the server chose, at the worst."""
+    worst = 0.0
+    for request in requests:
+        logits = teacher_forced(model, request, rotary).float()
+        chosen = logits.gather(1, torch.tensor(request.generated, device=logits.device)[:, None])[:, 0]
+        worst = max(worst, (logits.amax(-1) - chosen).max().item())
+    return worst
+
+
+def same_alone(
+    model: Decoder, requests: list[Request], rotary: Rotary, num_pages: int, how_many: int
+) -> tuple[int, int]:
+    """(tokens compared, tokens that differ) of requests served alone and among all, both batch-invariant."""
+    among = [replace(r, generated=[]) for r in requests]
+    Server(model, rotary, num_pages, len(requests), invariant=True).serve(among)
+    compared = different = 0
+    for request in among[:: max(1, len(among) // how_many)]:
+        alone = replace(request, generated=[])
+        Server(model, rotary, num_pages, 1, invariant=True).serve([alone])
+        compared += len(alone.generated)
+        different += sum(a != b for a, b in zip(alone.generated, request.generated, strict=True))
+    return compared, different
+
+
+def main() -> None:
+    """Trains, serves, checks; exit code 1 where a check fails."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--requests", type=int, default=64, help="how many run at once")
+    parser.add_argument("--tokens", type=int, default=0, help="generated for each; 0: 48 on a CPU, else 256")
+    parser.add_argument("--train-seconds", type=float, default=60.0)
+    arguments = parser.parse_args()
+    if arguments.requests < 1 or arguments.tokens < 0 or arguments.train_seconds <= 0:
+        parser.error("--requests and --train-seconds must be above 0, --tokens not below")
+    device = torch.device(arguments.device)
+    sizes = FULL if device.type == "cuda" else SMALL
+    wanted = arguments.tokens or (256 if device.type == "cuda" else 48)
+    torch.manual_seed(0)
+    model = Decoder(sizes).to(device)
+    prompt_bytes = 96
+    longest = len(SYSTEM_PROMPT) + prompt_bytes + wanted
+    rotary = Rotary.of(sizes.head_dim, max(longest, sizes.context), device=device)
+    text = torch.frombuffer(bytearray(corpus()), dtype=torch.uint8).long().to(device)
+
+    print(f"training {sum(p.numel() for p in model.parameters()):,} parameters on {len(text):,} bytes of text")
+    train(model, text, arguments.train_seconds, rotary)
+    model.eval()
+
+    g = torch.Generator().manual_seed(1)
+    starts = torch.randint(0, len(text) - prompt_bytes, (arguments.requests,), generator=g).tolist()
+    lengths = torch.randint(8, prompt_bytes, (arguments.requests,), generator=g).tolist()
+    requests = [Request(text[a : a + n].tolist(), wanted) for a, n in zip(starts, lengths, strict=True)]
+    # Pages for three quarters of what all would take at their longest: some requests will have to wait.
+    num_pages = max(16, (3 * arguments.requests // 4 + 1) * -(-longest // 16))
+
+    served = model if device.type == "cpu" else Decoder(sizes).to(device, torch.bfloat16)
+    if served is not model:
+        served.load_state_dict(model.state_dict())
+    server = Server(served, rotary, num_pages, arguments.requests)
+    compile_ahead(server)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.monotonic()
+    server.serve(requests)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    took = time.monotonic() - start
+    total = sum(len(r.generated) for r in requests)
+    print(
+        f"\nserved {len(requests)} requests in {took:.1f} s, {total:,} tokens, {total / took:,.0f} tokens a second, "
+        f"{server.steps} steps, {server.preempted} preemptions; {server.cache.num_free_pages} of {num_pages} pages free"
+    )
+    print(f"the first, behind {bytes(requests[0].prompt)[-40:]!r}:\n  {bytes(requests[0].generated)!r}")
+
+    regret = worst_regret(served, requests, rotary)
+    # A server and a plain model sum in another order. In bfloat16 a logit of size 16 is rounded to 1/16 alone.
+    allowed = 1e-3 if device.type == "cpu" else 0.5
+    print(
+        f"teacher-forced: the token chosen is at most {regret:.2g} below the plain model's best; {allowed} is allowed"
+    )
+    compared, different = same_alone(model, requests, rotary, num_pages, how_many=8)
+    print(f"batch-invariant float32: {compared - different} of {compared} tokens are the same alone as among all")
+    if (
+        regret > allowed
+        or different
+        or server.cache.num_free_pages + len(server.cache.pages(server.system)) != num_pages
+    ):
+        raise SystemExit("FAILED: see above")
+
+
+if __name__ == "__main__":
+    main()

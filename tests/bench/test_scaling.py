@@ -1,0 +1,141 @@
+"""Scaling experiments: planted causes are told apart, the model's own times too, and the command runs on a CPU."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from warpwave.bench.records import read_records
+from warpwave.bench.run import main
+from warpwave.bench.scaling import AXES, CAUSES, Point, judge, suite, table
+from warpwave.cli import app
+from warpwave.hardware.catalog import catalog, resolve
+from warpwave.kernels import flash_fwd
+from warpwave.model import predict
+from warpwave.roofline import data_sheet_rates
+
+SHEET = catalog()["h200"]
+RATES, SMS, PEAK = data_sheet_rates(SHEET), SHEET.num_sms, SHEET.peak_tflops["bfloat16"]
+LAUNCH_US = 2.5
+
+
+def _points(axis: str, time: object, blocks: int = 64) -> list[Point]:
+    """Points of a real experiment's problems, their times by a formula of (flops, bytes, blocks)."""
+    found = []
+    for case in suite(axis, on_cpu=False, num_sms=SMS).cases:
+        p = case.problem
+        size = {"blocks": p.num_heads_q, "seqlen": p.seqlen_q, "head_dim": p.head_dim, "batch": p.batch}[axis]
+        count = p.batch * p.num_heads_q * -(-p.seqlen_q // blocks)
+        us = time(p.flops, p.compulsory_bytes, count)  # type: ignore[operator]
+        found.append(Point(size, us, p.flops, p.compulsory_bytes, count))
+    return found
+
+
+def _arithmetic(flops: float, size: float, count: int) -> float:
+    return LAUNCH_US + flops / (PEAK * 0.7e6)
+
+
+def _bandwidth(flops: float, size: float, count: int) -> float:
+    return LAUNCH_US + size / (SHEET.bandwidth_gbps * 0.8e3)
+
+
+def _latency(flops: float, size: float, count: int) -> float:
+    return LAUNCH_US + flops / (PEAK * 0.02e6)
+
+
+def _waves(flops: float, size: float, count: int) -> float:
+    return LAUNCH_US + 40.0 * -(-count // SMS)
+
+
+def _constant(flops: float, size: float, count: int) -> float:
+    return 12.0 + 1e-9 * flops / PEAK
+
+
+@pytest.mark.parametrize("axis", ["seqlen", "batch", "head_dim"])
+@pytest.mark.parametrize(("formula", "cause"), [(_arithmetic, "arithmetic"), (_latency, "latency")])
+def test_what_grows_with_the_work_is_told_apart_by_its_rate(axis: str, formula: object, cause: str) -> None:
+    points = [
+        replace(p, flops=p.flops * 100, bytes=p.bytes) for p in _points(axis, lambda f, b, c: formula(f * 100, b, c))
+    ]  # type: ignore[operator]
+    found = judge(axis, "planted", points, rates=RATES, peak_tflops=PEAK, num_sms=0)
+    assert found is not None and found.end_cause == cause, found
+
+
+def test_bytes_are_told_from_products() -> None:
+    points = [replace(p, bytes=p.bytes * 1000) for p in _points("seqlen", lambda f, b, c: _bandwidth(f, b * 1000, c))]
+    found = judge("seqlen", "planted", points, rates=RATES, peak_tflops=PEAK, num_sms=SMS)
+    assert found is not None and found.end_cause == "bandwidth"
+    assert found.law.exponent == pytest.approx(1.0, abs=0.1) and found.of_flops == pytest.approx(2.0, abs=0.01)
+
+
+def test_idle_sms_are_seen_as_a_flat_part_that_ends_at_their_number() -> None:
+    found = judge("blocks", "planted", _points("blocks", _waves), rates=RATES, peak_tflops=PEAK, num_sms=SMS)
+    assert found is not None and found.begin_cause == "idle SMs"
+    assert found.turn == 128  # the last size of no more than 132 blocks
+    below = [s for s, p in zip(found.steps, found.points, strict=False) if 2 * p.blocks <= SMS]
+    assert all(abs(step) < 0.01 for step in below)
+
+
+def test_a_constant_is_a_launch_and_not_idle_sms() -> None:
+    points = [replace(p, blocks=1000) for p in _points("seqlen", _constant)]
+    found = judge("seqlen", "planted", points, rates=RATES, peak_tflops=PEAK, num_sms=SMS)
+    assert found is not None and found.end_cause == "launch" and found.turn is None
+    assert "cost that no size changes" in found.sentence
+
+
+def test_without_any_rate_the_exponent_alone_speaks() -> None:
+    square = judge("seqlen", "planted", _points("seqlen", _arithmetic))
+    straight = judge("seqlen", "planted", _points("seqlen", lambda f, b, c: b * 1e-3))
+    assert square is not None and straight is not None
+    assert (square.end_cause, straight.end_cause) == ("arithmetic", "bandwidth")
+    assert "no rate" in square.why
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_times_of_the_model_are_diagnosed_as_the_model_loses_them(axis: str) -> None:
+    gpu, points = resolve("h200"), []
+    for case in suite(axis, on_cpu=False, num_sms=SMS).cases:
+        p = case.problem
+        config = flash_fwd.configs(p, gpu)[0]
+        predicted = predict(p, flash_fwd, config, gpu)
+        assert predicted is not None
+        size = {"blocks": p.num_heads_q, "seqlen": p.seqlen_q, "head_dim": p.head_dim, "batch": p.batch}[axis]
+        count = flash_fwd.cost(p, gpu, config).blocks
+        points.append(Point(size, predicted.time_us, p.flops, p.compulsory_bytes, count))
+    found = judge(axis, "flash_fwd", points, rates=RATES, peak_tflops=PEAK, num_sms=SMS)
+    assert found is not None
+    if axis == "blocks":
+        assert found.begin_cause == "idle SMs" and found.turn is not None and found.turn >= SMS / 2
+    if axis in ("seqlen", "batch"):
+        assert found.end_cause in ("arithmetic", "latency") and found.law.exponent > 0.4
+    assert found.end_cause in CAUSES and found.sentence.startswith("flash_fwd: time grows with")
+    assert table([found]).rows
+
+
+def test_fewer_than_three_sizes_say_nothing() -> None:
+    assert judge("seqlen", "x", [Point(1, 1, 1, 1), Point(2, 2, 2, 2)]) is None
+    with pytest.raises(ValueError, match="axis must be"):
+        suite("width", on_cpu=True)
+
+
+def test_the_command_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "scale.jsonl"
+    code = main(None, out=out, rounds=1, peers=("none",), kernels=("auto",), device="cpu", scale="head_dim")
+    said = capsys.readouterr().out
+    assert code == 0 and "time as head_dim grows" in said and "time grows with head_dim^" in said
+    assert len(read_records(out).measurements) == 5
+    code = main(None, out=None, rounds=1, peers=("none",), device="cpu", scale="batch", json_output=True)
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert code == 0 and last["kind"] == "scaling" and last["axis"] == "batch"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["bench"], ["bench", "quick", "--scale", "seqlen"], ["bench", "--scale", "width"]]
+)
+def test_a_request_that_makes_no_sense_is_a_sentence(arguments: list[str]) -> None:
+    said = CliRunner().invoke(app, [*arguments, "--device", "cpu"])
+    assert said.exit_code == 2

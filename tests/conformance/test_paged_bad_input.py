@@ -1,0 +1,199 @@
+"""Bad calls on a paged cache: the error names the argument, what it was and what it must be, before anything happens.
+
+As in test_bad_input.py, nothing here is a bare assertion of the package's: the checks hold under `python -O`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.conformance.harness import DEVICE, KERNELS
+from warpwave import (
+    CacheLayer,
+    InvalidInput,
+    InvalidType,
+    PagedKVCache,
+    Rotary,
+    UnsupportedProblem,
+    attention_with_kv_cache,
+)
+from warpwave.kernels import split_kv
+
+Row = tuple[str, Callable[[], dict[str, Any]], list[str]]
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float16, device: torch.device = DEVICE) -> Tensor:
+    return torch.ones(shape, dtype=dtype, device=device)
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def call(**changes: Any) -> dict[str, Any]:
+    """A good call, changed: 2 sequences of 20 and 9 tokens in 5 pages of 8, of rows 0 and 2 of 3."""
+    parts: dict[str, Any] = {
+        "k": ones(5, 8, 2, 16),
+        "v": ones(5, 8, 2, 16),
+        "page_table": torch.tensor([[0, 3, 1, 7], [9, 9, 9, 9], [2, 4, -5, 99]], dtype=torch.int32, device=DEVICE),
+        "seqused_k": ints(20, 77, 9),
+    }
+    parts |= {name: changes.pop(name) for name in list(changes) if name in parts}
+    arguments = {"q": ones(2, 3, 4, 16), "cache": CacheLayer(**parts), "rows": ints(0, 2)}
+    return arguments | changes
+
+
+def packed(**changes: Any) -> dict[str, Any]:
+    return call(q=ones(5, 4, 16), **({"cu_seqlens_q": ints(0, 3, 5), "max_seqlen_q": 3} | changes))
+
+
+def run(arguments: dict[str, Any]) -> Any:
+    return attention_with_kv_cache(arguments["q"], arguments["cache"], **{
+        name: value for name, value in arguments.items() if name not in ("q", "cache")
+    })  # fmt: skip
+
+
+def new_cache(**changes: Any) -> PagedKVCache:
+    sizes: dict[str, Any] = {
+        "num_pages": 4, "page_size": 8, "num_heads_kv": 2, "head_dim": 16, "max_batch": 3, "max_seqlen": 32,
+        "dtype": torch.float16, "device": DEVICE,
+    }  # fmt: skip
+    cache = PagedKVCache(**(sizes | changes))
+    for _ in range(3):
+        cache.add()
+    return cache
+
+
+WRONG_TYPE: list[Row] = [
+    ("no cache", lambda: call(cache=None), ["cache", "NoneType", "PagedKVCache", "CacheLayer"]),
+    ("a list as q", lambda: call(q=[1.0]), ["q", "list", "torch.Tensor"]),
+    ("no page table", lambda: call(page_table=None), ["page_table", "NoneType"]),
+    ("long page table", lambda: call(page_table=ints(0, 1, 2).long()[:, None]), ["page_table", "int64", "int32"]),
+    ("float lengths", lambda: call(seqused_k=ones(3)), ["seqused_k", "float16", "int32"]),
+    ("long rows", lambda: call(rows=ints(0, 2).long()), ["rows", "int64", "int32"]),
+    ("long offsets", lambda: packed(cu_seqlens_q=ints(0, 3, 5).long()), ["cu_seqlens_q", "int64", "int32"]),
+    ("a cache of another dtype", lambda: call(k=ones(5, 8, 2, 16, dtype=torch.bfloat16)), ["k", "bfloat16", "float16"]),
+    ("new keys of another dtype", lambda: call(k_new=ones(2, 3, 2, 16).float(), v_new=ones(2, 3, 2, 16)), ["k_new"]),
+    ("rows on the device for an append", lambda: call(
+        cache=new_cache(), k_new=ones(2, 3, 2, 16), v_new=ones(2, 3, 2, 16)), ["rows", "integers"]),
+    ("half angles", lambda: call(rotary=Rotary(ones(32, 8), ones(32, 8))), ["rotary.cos", "float16", "float32"]),
+    ("config of another kernel", lambda: call(kernel="split_kv", config=KERNELS["eager"].Config(16, 16)), ["split_kv"]),
+]  # fmt: skip
+WRONG_VALUE: list[Row] = [
+    ("q of rank 2", lambda: call(q=ones(4, 16)), ["q", "(4, 16)", "seqlen_q"]),
+    ("a pool of rank 3", lambda: call(k=ones(40, 2, 16)), ["k", "num_pages", "page_size"]),
+    ("pools of unequal pages", lambda: call(v=ones(5, 16, 2, 16)), ["v", "page_size", "8"]),
+    ("head_dim of the pool", lambda: call(k=ones(5, 8, 2, 24)), ["k", "head_dim", "16"]),
+    ("heads that do not divide", lambda: call(k=ones(5, 8, 3, 16), v=ones(5, 8, 3, 16)), ["3 heads", "4 heads"]),
+    ("page_size 0", lambda: call(k=ones(5, 0, 2, 16), v=ones(5, 0, 2, 16)), ["page_size", "0", "at least 1"]),
+    ("no pages", lambda: call(k=ones(0, 8, 2, 16), v=ones(0, 8, 2, 16)), ["num_pages", "0"]),
+    ("lengths of other rows", lambda: call(seqused_k=ints(1, 2)), ["seqused_k", "cache_rows", "3"]),
+    ("rows for another batch", lambda: call(rows=ints(0, 1, 2)), ["rows", "batch", "2"]),
+    ("more sequences than rows", lambda: call(q=ones(4, 3, 4, 16), rows=None), ["4 sequences", "3 rows"]),
+    ("a strided table", lambda: call(page_table=ints(*range(12)).view(4, 3).t()), ["page_table", "contiguous"]),
+    ("strided rows", lambda: call(rows=ints(0, 1, 2, 3)[::2]), ["rows", "contiguous"]),
+    ("negative longest sequence", lambda: call(max_seqlen_k=-4), ["max_seqlen_k", "-4"]),
+    ("packed without the longest", lambda: packed(max_seqlen_q=None), ["max_seqlen_q", "seqlens_q"]),
+    ("host lengths alone", lambda: call(seqlens_q=[3, 3]), ["seqlens_q", "cu_seqlens_q"]),
+    ("no splits", lambda: call(num_splits=0), ["num_splits", "0", "at least 1"]),
+    ("splits of an invariant call", lambda: call(num_splits=2, batch_invariant=True), ["num_splits", "batch_invariant"]),
+    ("splits beside a config", lambda: call(
+        num_splits=2, kernel="split_kv", config=split_kv.Config(16, 16, 4, 1)), ["num_splits", "config"]),
+    ("equal shares, invariant", lambda: call(
+        batch_invariant=True, kernel="split_kv", config=split_kv.Config(16, 16, 4, 1)), ["split_keys"]),
+    ("negative prefix", lambda: call(shared_prefix=-1), ["shared_prefix", "-1"]),
+    ("a kernel that reads no cache", lambda: call(kernel="flash_fwd"), ["flash_fwd", "split_kv", "eager"]),
+    ("a layer of many", lambda: call(cache=new_cache(num_layers=2)), ["2 layers", "cache.layers[i]"]),
+    ("new keys without values", lambda: call(k_new=ones(2, 3, 2, 16)), ["k_new", "v_new", "None"]),
+    ("new keys of other tokens", lambda: call(k_new=ones(2, 1, 2, 16), v_new=ones(2, 1, 2, 16)), ["k_new", "same tokens"]),
+    ("a row without a sequence", lambda: call(
+        cache=new_cache(max_batch=9), rows=[0, 7], k_new=ones(2, 3, 2, 16), v_new=ones(2, 3, 2, 16)), ["row 7"]),
+    ("angles wider than the head", lambda: call(rotary=Rotary.of(32, 9, device=DEVICE)), ["rotary.cos", "head_dim = 16"]),
+    ("negative scale", lambda: call(softmax_scale=-0.5), ["softmax_scale", "-0.5"]),
+    ("window below -1", lambda: call(window_size=(-2, 0)), ["window_size", "-2"]),
+    ("sinks of kv heads", lambda: call(sinks=ones(2, dtype=torch.float32)), ["sinks", "num_heads_q", "4"]),
+    ("a gradient", lambda: call(q=ones(2, 3, 4, 16).requires_grad_()), ["no gradients", "no_grad"]),
+    ("tensors on two devices", lambda: call(rows=torch.zeros(2, dtype=torch.int32, device="meta")), ["rows", "meta"]),
+]  # fmt: skip
+WRONG_CONTENTS: list[Row] = [
+    ("page id too large", lambda: call(rows=ints(0, 2), seqused_k=ints(30, 0, 9)), ["page_table[0, 3]", "7", "5 pages"]),
+    ("negative page id", lambda: call(seqused_k=ints(20, 0, 17)), ["page_table[2, 2]", "-5", "5 pages"]),
+    ("row beyond the table", lambda: call(rows=ints(0, 3)), ["rows[1]", "3", "3 rows"]),
+    ("negative row", lambda: call(rows=ints(-1, 2)), ["rows[0]", "-1"]),
+    ("length above capacity", lambda: call(rows=ints(0, 1)), ["seqused_k[1]", "77", "32 tokens"]),
+    ("negative length", lambda: call(seqused_k=ints(-3, 0, 9)), ["seqused_k[0]", "-3"]),
+    ("longest too small", lambda: call(max_seqlen_k=16), ["seqused_k[0]", "20", "max_seqlen_k = 16"]),
+    ("decreasing offsets", lambda: packed(cu_seqlens_q=ints(0, 6, 5), max_seqlen_q=9), ["cu_seqlens_q[2]", "5", "6"]),
+    ("a chunk longer than said", lambda: packed(max_seqlen_q=2), ["sequence 0", "3 tokens", "max_seqlen_q = 2"]),
+    ("a prefix that is not shared", lambda: call(shared_prefix=6), ["rows 0 and 2", "do not share"]),
+    ("a prefix into the queries", lambda: call(shared_prefix=20), ["row 0", "shared_prefix=20"]),
+]  # fmt: skip
+
+
+def rows(table: list[Row]) -> Any:
+    return pytest.mark.parametrize(("arguments", "words"), [row[1:] for row in table], ids=[row[0] for row in table])
+
+
+def refused(error: type[Exception], arguments: dict[str, Any], words: list[str], mp: pytest.MonkeyPatch) -> None:
+    """The call raises this error and these words, no kernel is bound on the way and nothing of the cache is written."""
+    for module in KERNELS.values():
+        mp.setattr(module, "bind", lambda *_: pytest.fail("a kernel was bound for a bad call"))
+    with pytest.raises(error) as caught:
+        run(arguments)
+    missing = [word for word in words if word not in str(caught.value)]
+    if missing:
+        pytest.fail(f"{missing} not in {str(caught.value)!r}")
+    cache = arguments["cache"]
+    if isinstance(cache, PagedKVCache) and any(cache.lengths.values()):
+        pytest.fail("a refused call advanced the cache")
+
+
+@rows(WRONG_TYPE)
+def test_wrong_type(arguments: Any, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(InvalidType, arguments(), words, monkeypatch)
+
+
+@rows(WRONG_VALUE)
+def test_wrong_value(arguments: Any, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(InvalidInput, arguments(), words, monkeypatch)
+
+
+@rows(WRONG_CONTENTS)
+def test_wrong_contents_when_checked(arguments: Any, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(InvalidInput, arguments() | {"checked": True}, words, monkeypatch)
+
+
+def test_a_good_call_is_not_refused() -> None:
+    """What every row above changes."""
+    run(call(checked=True))
+    run(packed(checked=True))
+    run(call(cache=new_cache(), rows=[0, 2], k_new=ones(2, 3, 2, 16), v_new=ones(2, 3, 2, 16)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (lambda: call(kernel="split_kv", q=ones(2, 3, 4, 320), k=ones(5, 8, 2, 320), v=ones(5, 8, 2, 300)),
+         ["head_dim is 320", "head_dim_v is 300", "eager"]),
+        (lambda: call(kernel="split_kv", k=ones(5, 6, 2, 16), v=ones(5, 6, 2, 16)), ["page_size is 6", "eager"]),
+        (lambda: call(shared_prefix=8, window_size=(4, 0), alibi_slopes=ones(4, dtype=torch.float32)),
+         ["window", "ALiBi", "without shared_prefix"]),
+    ],
+    ids=["wide heads", "odd pages", "a prefix behind a window"],
+)  # fmt: skip
+def test_a_refusal_lists_every_reason_and_what_would_run(arguments: Any, words: list[str]) -> None:
+    with pytest.raises(UnsupportedProblem) as refusal:
+        run(arguments())
+    missing = [word for word in words if word not in str(refusal.value)]
+    if missing:
+        pytest.fail(f"{missing} not in {str(refusal.value)!r}")
+
+
+def test_an_unknown_argument_is_an_error() -> None:
+    with pytest.raises(TypeError, match="block_table"):
+        run(call(block_table=ints(0)))

@@ -1,0 +1,146 @@
+"""What `split_kv` says of itself: configs, splits, costs. What it computes is tests/conformance."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from warpwave.hardware.gpu import ARCHS, Gpu
+from warpwave.kernels import partials, split_kv
+from warpwave.kernels.split_kv import Config
+from warpwave.problem import AttentionProblem, Causal
+
+DECODE = AttentionProblem(
+    batch=1, seqlen_q=1, seqlen_k=8192, num_heads_q=32, num_heads_kv=8, head_dim=128, head_dim_v=128,
+    dtype="bfloat16", softmax_scale=0.1,
+)  # fmt: skip
+H200 = replace(Gpu.for_arch("sm_90"), num_sms=132)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"block_m": 48}, "block_m is 48; it must be a power of two, at least 16"),
+        ({"block_n": 8}, "block_n is 8"),
+        ({"num_warps": 3}, "num_warps is 3"),
+        ({"num_stages": 0}, "num_stages is 0; it must be at least 1"),
+        ({"num_splits": 0}, "num_splits is 0; it must be at least 1"),
+        ({"split_keys": 100}, "split_keys is 100; it must be 0 or a multiple of block_n = 64"),
+        ({"merge": "atomics"}, "merge is 'atomics'; it must be one of 'kernel', 'last_block'"),
+    ],
+)
+def test_a_config_checks_itself(fields: dict[str, Any], text: str) -> None:
+    good = {"block_m": 16, "block_n": 64, "num_warps": 4, "num_stages": 2}
+    with pytest.raises(ValueError, match=text):
+        Config(**(good | fields))
+
+
+@pytest.mark.parametrize(
+    ("batch", "seqlen_k", "least", "most"),
+    [(1, 1024, 4, 16), (1, 8192, 16, 64), (1, 65_536, 32, 128), (16, 4096, 2, 4), (64, 8192, 1, 2), (128, 2048, 1, 1)],
+)
+def test_splits_fill_the_gpu_and_no_more(batch: int, seqlen_k: int, least: int, most: int) -> None:
+    """Blocks for every place where there are few, none to spare where the grid is full already."""
+    problem = replace(DECODE, batch=batch, seqlen_k=seqlen_k)
+    config = split_kv.configs(problem, H200)[0]
+    assert least <= config.num_splits <= most
+    blocks = split_kv.cost(problem, H200, config).parts[0].blocks if config.num_splits > 1 else batch * 8
+    assert blocks == batch * 8 * config.num_splits
+    assert blocks <= 2 * 2 * 132 or config.num_splits == 1 or batch >= 64
+    (note,) = split_kv.notes(problem, H200, config)
+    assert f"{batch * 8} tiles of rows for 264 places on 132 SMs" in note and str(config.num_splits) in note
+
+
+def test_splits_of_under_filled_prefill() -> None:
+    """One head of 512 queries: 8 tiles of rows for 132 SMs."""
+    problem = replace(
+        DECODE, seqlen_q=512, seqlen_k=512, num_heads_q=1, num_heads_kv=1, head_dim=64, head_dim_v=64, dtype="float16"
+    )
+    config = split_kv.configs(problem, H200)[0]
+    assert config.block_m == 64 and config.num_splits > 1
+
+
+@given(
+    batch=st.integers(1, 300), seqlen_k=st.integers(1, 200_000), kv=st.sampled_from([1, 2, 8]), sms=st.integers(1, 300)
+)
+@settings(max_examples=100, deadline=None)
+def test_the_choice_is_the_best_of_its_own_formula(batch: int, seqlen_k: int, kv: int, sms: int) -> None:
+    problem, gpu = replace(DECODE, batch=batch, seqlen_k=seqlen_k, num_heads_kv=kv), replace(H200, num_sms=sms)
+    config = Config(16, 64, 4, 2)
+    chosen = split_kv.choose_splits(problem, gpu, config).num_splits
+    steps, blocks, places = -(-seqlen_k // 64), batch * kv * -(-32 // kv // 16), 2 * sms
+
+    def walked(s: int) -> float:
+        merge = 0 if s == 1 else split_kv.MERGE_STEPS + s / partials.PARTS_AT_ONCE
+        return -(-blocks * s // places) * (-(-steps // s) + split_kv.START_STEPS) + merge
+
+    assert 1 <= chosen <= min(steps, split_kv.MAX_SPLITS)
+    assert all(walked(chosen) <= walked(s) for s in range(1, min(steps, split_kv.MAX_SPLITS) + 1))
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 7, 64, 300])
+@pytest.mark.parametrize("window", [(-1, -1), (100, 0), (1000, 50), (0, 0)])
+@pytest.mark.parametrize("causal", [None, Causal(), Causal("top_left")])
+@pytest.mark.parametrize("block_m", [16, 64])
+def test_fixed_shares_reach_every_key_a_tile_sees(
+    block_m: int, causal: Causal | None, window: tuple[int, int], seqlen_q: int
+) -> None:
+    """What is launched with `split_keys` must be as many shares as the widest range of any tile needs."""
+    for seqlen_k in (1, 255, 256, 257, 1000, 3001):
+        problem = replace(DECODE, seqlen_q=seqlen_q, seqlen_k=3001, causal=causal, window_size=window)
+        config = Config(block_m, 32, 4, 2, split_keys=256)
+        launched = split_kv.num_splits(problem, config)
+        low, high = problem.band(seqlen_q, seqlen_k)
+        for first in range(0, seqlen_q * 4, block_m):
+            query, last = first // 4, min((first + block_m - 1) // 4, seqlen_q - 1)
+            begin = 0 if low is None else max(0, query + low)
+            end = seqlen_k if high is None else min(seqlen_k, last + high + 1)
+            if begin < end:
+                assert begin // 32 * 32 // 256 + launched >= -(-end // 256)
+
+
+def test_invariant_configs_know_nothing_of_the_batch() -> None:
+    for packed in (False, True):
+        one = replace(DECODE, batch_invariant=True, packed=packed, total_q=1)
+        many = replace(one, batch=64, total_q=900, seqlen_q=500 if packed else 1)
+        assert [replace(c, merge="kernel") for c in split_kv.configs(one, H200)] == [
+            replace(c, merge="kernel") for c in split_kv.configs(many, H200)
+        ]
+        assert all(c.split_keys for c in split_kv.configs(one, H200))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("seqlen_q", [1, 512])
+def test_configs_fit(arch: str, dtype: str, head_dim: int, seqlen_q: int) -> None:
+    gpu = Gpu.for_arch(arch)
+    problem = replace(DECODE, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim, seqlen_q=seqlen_q, page_size=16)
+    assert not split_kv.why_not(problem, gpu)
+    found = split_kv.configs(problem, gpu)
+    assert len(set(found)) == len(found)
+    assert all(split_kv.smem_bytes(problem, gpu, c) <= gpu.smem_per_block_bytes for c in found)
+
+
+def test_cost_reads_keys_once_for_the_group() -> None:
+    config = Config(16, 64, 4, 3, num_splits=4)
+    cost = split_kv.cost(DECODE, H200, config)
+    attend, merge = cost.parts
+    rows, parts = 32, 4
+    scratch = 4 * parts * rows * (128 + 2)
+    assert attend.blocks == 8 * 4 and merge.blocks == rows
+    assert attend.read_bytes == 2 * rows * 128 + 8 * 8192 * (128 + 128) * 2
+    assert attend.write_bytes == attend.scratch_bytes == merge.read_bytes == scratch == cost.workspace_bytes
+    assert cost.write_bytes == scratch + rows * 128 * 2
+    assert attend.steps == 8 * 128 and attend.longest == 32
+    windowed = split_kv.cost(replace(DECODE, window_size=(63, 0)), H200, config)
+    assert windowed.parts[0].steps == 8, "a window of 64 keys at a tile's end is one tile of each kv head"
+
+
+def test_pages_that_are_no_power_of_two_are_refused() -> None:
+    (reason,) = split_kv.why_not(replace(DECODE, page_size=48), H200)
+    assert "page_size is 48" in reason

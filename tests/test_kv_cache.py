@@ -1,0 +1,409 @@
+"""The books of `PagedKVCache`: pages come and go, all of an append or nothing, tables on the device as on the host."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from warpwave import (
+    InvalidInput,
+    InvalidType,
+    OutOfPages,
+    PagedKVCache,
+    Rotary,
+    UnsupportedProblem,
+    attention_with_kv_cache,
+    warmup,
+)
+from warpwave.kernels import append_kv
+from warpwave.kv_cache import new_tokens
+from warpwave.problem import AttentionProblem
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SIZES: dict[str, Any] = {
+    "num_pages": 12, "page_size": 4, "num_heads_kv": 2, "head_dim": 8, "max_batch": 4, "max_seqlen": 40,
+    "dtype": torch.float32, "device": DEVICE,
+}  # fmt: skip
+
+
+def make(**changes: Any) -> PagedKVCache:
+    return PagedKVCache(**(SIZES | changes))
+
+
+def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
+    g = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(*shape, generator=g, device=DEVICE)
+
+
+def append(cache: PagedKVCache, row: int, n: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = tokens(1, n, 2, 8, seed=seed), tokens(1, n, 2, 8, seed=seed + 1)
+    cache.append([row], k, v)
+    return k[0], v[0]
+
+
+def read(cache: PagedKVCache, row: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a row, as the device's table says."""
+    at = torch.arange(first, int(cache.seqused_k[row]), device=DEVICE)
+    pages = cache.page_table[row, at // cache.page_size].long()
+    return cache.k[pages, at % cache.page_size], cache.v[pages, at % cache.page_size]
+
+
+def state(cache: PagedKVCache) -> tuple[Any, ...]:
+    """Everything a failed call must leave as it was."""
+    books = [None if s is None else (s.length, list(s.pages)) for s in cache._sequences]
+    device = (cache.page_table.clone(), cache.seqused_k.clone(), *(t.clone() for t in (cache.k, cache.v)))
+    return books, list(cache._free), list(cache._references), [t.nan_to_num(7.0).tolist() for t in device]
+
+
+def check_books(cache: PagedKVCache) -> None:
+    """References are what the sequences hold, the rest is free, and the device knows the same."""
+    held = [0] * cache.num_pages
+    for row, sequence in enumerate(cache._sequences):
+        length = 0 if sequence is None else sequence.length
+        assert int(cache.seqused_k[row]) == length
+        if sequence is None:
+            continue
+        assert len(sequence.pages) == -(-length // cache.page_size)
+        assert cache.page_table[row, : len(sequence.pages)].tolist() == sequence.pages
+        for page in sequence.pages:
+            if page != -1:
+                held[page] += 1
+    assert held == cache._references
+    assert sorted(cache._free) == [page for page, n in enumerate(held) if n == 0]
+
+
+def test_what_is_appended_is_read() -> None:
+    cache = make()
+    a, b = cache.add(), cache.add()
+    parts = [append(cache, a, 3, 0), append(cache, b, 5, 2), append(cache, a, 6, 4)]
+    for got, want in zip(read(cache, a), zip(parts[0], parts[2], strict=True), strict=True):
+        assert torch.equal(got, torch.cat(want))
+    for got, one in zip(read(cache, b), parts[1], strict=True):
+        assert torch.equal(got, one)
+    assert cache.lengths == {a: 9, b: 5} and cache.num_free_pages == 12 - 3 - 2
+    check_books(cache)
+
+
+def test_packed_tokens_go_to_their_rows() -> None:
+    cache = make()
+    rows = [cache.add() for _ in range(3)]
+    k, v = tokens(9, 2, 8), tokens(9, 2, 8, seed=1)
+    ends = torch.tensor([0, 5, 5, 9], dtype=torch.int32, device=DEVICE)
+    cache.append(rows, k, v, cu_seqlens=ends, counts=[5, 0, 4])
+    assert cache.lengths == {rows[0]: 5, rows[1]: 0, rows[2]: 4}
+    assert torch.equal(read(cache, rows[0])[0], k[:5]) and torch.equal(read(cache, rows[2])[1], v[5:])
+    check_books(cache)
+
+
+def test_out_of_pages_changes_nothing() -> None:
+    cache = make()
+    a, b = cache.add(), cache.add()
+    append(cache, a, 30)
+    append(cache, b, 6)
+    before = state(cache)
+    with pytest.raises(OutOfPages, match="4 pages are needed and 2 of the cache's 12 are free") as error:
+        cache.append([b, a], tokens(2, 10, 2, 8), tokens(2, 10, 2, 8))
+    assert (error.value.needed, error.value.free) == (4, 2) and isinstance(error.value, RuntimeError)
+    assert state(cache) == before
+    with pytest.raises(OutOfPages):
+        attention_with_kv_cache(
+            tokens(2, 10, 2, 8), cache, rows=[b, a], k_new=tokens(2, 10, 2, 8), v_new=tokens(2, 10, 2, 8)
+        )
+    assert state(cache) == before
+    cache.append([b], tokens(1, 10, 2, 8), tokens(1, 10, 2, 8))
+
+
+def test_a_call_that_is_refused_changes_nothing() -> None:
+    cache = make()
+    row = cache.add()
+    append(cache, row, 5)
+    before = state(cache)
+    q = new = tokens(1, 2, 2, 8)
+    for error, arguments in (
+        (InvalidInput, {"softmax_scale": -1.0}),
+        (InvalidInput, {"kernel": "flash_fwd"}),
+        (InvalidInput, {"sinks": torch.zeros(3, device=DEVICE)}),
+        (UnsupportedProblem, {"shared_prefix": 4, "window_size": (2, 0)}),
+        (InvalidInput, {"num_splits": 0}),
+    ):
+        with pytest.raises(error):
+            attention_with_kv_cache(q, cache, rows=[row], k_new=new, v_new=new, **arguments)
+        assert state(cache) == before
+    with pytest.raises(InvalidInput, match="max_seqlen is 40"):
+        cache.append([row], tokens(1, 36, 2, 8), tokens(1, 36, 2, 8))
+    rotary = Rotary.of(8, 6, device=DEVICE)
+    with pytest.raises(InvalidInput, match="6 positions and a sequence would have 7"):
+        cache.append([row], new, new, rotary=rotary)
+    assert state(cache) == before
+
+
+@pytest.mark.parametrize("length", [None, 4, 7, 0])
+def test_forks_share_pages_until_one_writes(length: int | None) -> None:
+    cache = make()
+    a = cache.add()
+    k, _ = append(cache, a, 10)
+    b = cache.fork(a, length)
+    n = 10 if length is None else length
+    assert cache.num_free_pages == 12 - 3, "a fork takes no page"
+    assert torch.equal(read(cache, b)[0], k[:n])
+    k_b, _ = append(cache, b, 3, seed=5)
+    copied = n % 4 != 0
+    assert cache.num_free_pages == 9 - (-(-(n + 3) // 4) - -(-n // 4)) - copied, "a page is copied only where shared"
+    k_a, _ = append(cache, a, 1, seed=9)
+    assert torch.equal(read(cache, a)[0], torch.cat([k, k_a])) and torch.equal(
+        read(cache, b)[0], torch.cat([k[:n], k_b])
+    )
+    check_books(cache)
+    cache.free(a)
+    assert torch.equal(read(cache, b)[0], torch.cat([k[:n], k_b])), "pages that b shares stay"
+    cache.free([b])
+    assert cache.num_free_pages == 12 and cache.rows == []
+    check_books(cache)
+
+
+def test_the_last_to_write_keeps_the_shared_page() -> None:
+    """Three sequences in one page that all write in one call: two copies, not three."""
+    cache = make()
+    a = cache.add()
+    append(cache, a, 5)
+    rows = [a, cache.fork(a), cache.fork(a)]
+    cache.append(rows, tokens(3, 1, 2, 8), tokens(3, 1, 2, 8))
+    assert cache.num_free_pages == 12 - 2 - 2
+    assert cache.shared_prefix(rows) == 4
+    check_books(cache)
+
+
+def test_truncate_and_evict() -> None:
+    cache = make()
+    a = cache.add()
+    k, _ = append(cache, a, 18)
+    cache.truncate(a, 9)
+    assert cache.num_free_pages == 12 - 3 and torch.equal(read(cache, a)[0], k[:9])
+    assert cache.evict(a, 4) == 1, "the token at 9 sees keys from 5, in the second page"
+    assert cache.pages(a)[0] == -1 and cache.evict(a, 4) == 0
+    assert torch.equal(read(cache, a, first=5)[0], k[5:9])
+    append(cache, a, 4)
+    assert cache.evict(a, 0) == 2
+    with pytest.raises(InvalidInput, match="were evicted"):
+        cache.truncate(a, 3)
+    with pytest.raises(InvalidInput, match="window_left is -1"):
+        cache.evict(a, -1)
+    check_books(cache)
+    # With a window, what was evicted is not looked at; without one, checked mode says what is missing.
+    q = tokens(1, 1, 2, 8)
+    attention_with_kv_cache(q, cache, rows=[a], window_size=(0, 0), checked=True)
+    with pytest.raises(InvalidInput, match=r"page_table\[0, 0\] is -1"):
+        attention_with_kv_cache(q, cache, rows=[a], checked=True)
+
+
+def test_tables_never_move() -> None:
+    cache = make()
+    addresses = [t.data_ptr() for t in (cache.page_table, cache.seqused_k, cache.k, cache.v)]
+    rows = [cache.add(), cache.add()]
+    append(cache, rows[0], 20)
+    cache.free(cache.fork(rows[0]))
+    cache.evict(rows[0], 3)
+    assert [t.data_ptr() for t in (cache.page_table, cache.seqused_k, cache.k, cache.v)] == addresses
+    assert cache.index(rows) is cache.index(rows)
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "call"),
+    [
+        (InvalidInput, "row 3 holds no sequence; rows that do are \\[0\\]", lambda c: c.free(3)),
+        (InvalidInput, "row 0 is named 2 times", lambda c: c.extend([0, 0])),
+        (InvalidType, "a row is 'a'", lambda c: c.free(["a"])),
+        (InvalidInput, "counts has 2 numbers for 1 rows", lambda c: c.extend([0], [1, 2])),
+        (InvalidInput, "would grow by -1 tokens", lambda c: c.extend([0], -1)),
+        (InvalidInput, "has 0 tokens to share", lambda c: c.fork(0, 1)),
+        (InvalidInput, "all 1 rows", lambda c: c.add()),
+        (InvalidType, "k_new is torch.float16", lambda c: c.append([0], tokens(1, 1, 2, 8).half(), tokens(1, 1, 2, 8))),
+        (InvalidInput, "v_new has shape", lambda c: c.append([0], tokens(1, 1, 2, 8), tokens(1, 1, 2, 9))),
+        (InvalidInput, "rows has shape", lambda c: c.append([0], tokens(2, 1, 2, 8), tokens(2, 1, 2, 8))),
+        (InvalidInput, "v_new has shape", lambda c: c.append([0], tokens(1, 2, 2, 8), tokens(1, 1, 2, 8))),
+        (InvalidType, "k_new is a list", lambda c: c.append([0], [1], tokens(1, 1, 2, 8))),
+    ],
+)  # fmt: skip
+def test_bad_input(error: type[Exception], words: str, call: Any) -> None:
+    cache = make(max_batch=1)
+    cache.add()
+    before = state(cache)
+    with pytest.raises(error, match=words):
+        call(cache)
+    assert state(cache) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"page_size": 0}, InvalidInput, "page_size is 0"),
+        ({"page_size": 48}, InvalidInput, "page_size is 48; it must be a power of two"),
+        ({"num_pages": 2.5}, InvalidType, "num_pages is 2.5"),
+        ({"max_batch": 0}, InvalidInput, "max_batch is 0"),
+        ({"dtype": torch.int8}, InvalidType, "dtype is torch.int8"),
+    ],
+)
+def test_bad_sizes(changes: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make(**changes)
+
+
+def test_layers_share_tables() -> None:
+    cache = make(num_layers=2)
+    row = cache.add()
+    with pytest.raises(InvalidInput, match="has 2 layers"):
+        _ = cache.k
+    for n in (6, 1):
+        cache.extend([row], n)
+        for i, layer in enumerate(cache.layers):
+            x = tokens(1, n, 2, 8, seed=i)
+            attention_with_kv_cache(x, layer, rows=cache.index([row]), k_new=x, v_new=-x, causal=True)
+    for i, layer in enumerate(cache.layers):
+        pages = cache.pages(row)
+        wrote = torch.cat([tokens(1, n, 2, 8, seed=i)[0] for n in (6, 1)])
+        assert torch.equal(layer.k[pages].flatten(0, 1)[:7], wrote)
+        assert torch.equal(layer.v[pages].flatten(0, 1)[:7], -wrote)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("rotation", ["none", "halves", "interleaved", "part of the head"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_writes_what_torch_writes(dtype: torch.dtype, rotation: str, page_size: int, packed: bool) -> None:
+    """Bit for bit where nothing turns; else to the last place, for sums may round elsewhere."""
+    rotary = {
+        "none": None,
+        "halves": Rotary.of(24, 64, device=DEVICE),
+        "interleaved": Rotary.of(24, 64, interleaved=True, device=DEVICE),
+        "part of the head": Rotary.of(10, 64, device=DEVICE),
+    }[rotation]
+    written = []
+    for by_kernel in (True, False):
+        cache = make(num_pages=64, page_size=page_size, head_dim=24, head_dim_v=16, dtype=dtype)
+        rows = [cache.add() for _ in range(3)]
+        for layer in cache.layers:
+            layer.k.zero_()
+            layer.v.zero_()
+        cache.extend(rows, [3, 9, 20])  # not packed, the first new token of the first row has no cell
+        counts = [2, 0, 5] if packed else [4, 4, 4]
+        shape = (sum(counts),) if packed else (3, 4)
+        k, v, q = (tokens(*shape, h, d).to(dtype) for h, d in ((2, 24), (2, 16), (4, 24)))
+        ends = torch.tensor([0, 2, 2, 7], dtype=torch.int32, device=DEVICE) if packed else None
+        new = new_tokens(cache.layer, k, v, q=q, rows=cache.index(rows), cu_seqlens=ends, rotary=rotary)
+        interleaved = rotary is not None and rotary.interleaved
+        if by_kernel:
+            append_kv.prepare(new, 5, interleaved)(new)
+        else:
+            append_kv.write_torch(new, interleaved)
+        written.append((cache.k, cache.v, *(() if new.q_out is None else (new.q_out,))))
+        assert written[-1][0].any()
+    for a, b in zip(*written, strict=True):
+        if rotary is None:
+            assert torch.equal(a, b)
+        else:
+            torch.testing.assert_close(a, b, atol=1e-6 if dtype == torch.float32 else 0.02, rtol=1e-6)
+
+
+def test_rotation_turns_by_position() -> None:
+    """Two tokens' rotated product depends on how far apart they stand, which is what rotation is for."""
+    for interleaved in (False, True):
+        rotary = Rotary.of(8, 100, interleaved=interleaved)
+        q, k = torch.randn(1, 1, 8), torch.randn(1, 1, 8)
+
+        def score(i: int, j: int, rotary: Rotary = rotary, q: torch.Tensor = q, k: torch.Tensor = k) -> float:
+            a, b = (
+                append_kv.rotated(x, torch.tensor([p]), rotary.cos, rotary.sin, rotary.interleaved)
+                for x, p in ((q, i), (k, j))
+            )
+            return float((a * b).sum())
+
+        assert abs(score(3, 1) - score(83, 81)) < 1e-4
+        assert abs(score(3, 1) - score(3, 2)) > 1e-4
+        assert append_kv.rotated(q, torch.tensor([0]), rotary.cos, rotary.sin, interleaved).equal(q)
+
+
+def test_warmup_makes_the_plans_of_a_server() -> None:
+    problems = [
+        AttentionProblem(
+            batch=2, seqlen_q=n, seqlen_k=64, num_heads_q=4, num_heads_kv=2, head_dim=16, head_dim_v=16,
+            dtype="float32", softmax_scale=0.25, page_size=page_size,
+        )
+        for n in (1, 8)
+        for page_size in (0, 16)
+    ]  # fmt: skip
+    assert warmup(problems, DEVICE) == 4
+    with pytest.raises(InvalidInput, match="num_warps is none of them"):
+        warmup(problems, DEVICE, num_warps=3)
+    with pytest.raises(UnsupportedProblem):
+        wide = AttentionProblem(**(vars(problems[1]) | {"head_dim": 300}))
+        warmup([wide], DEVICE, kernel="split_kv")
+
+
+# Soak -----------------------------------------------------------------------------------------------------------------
+
+
+def test_soak(request: pytest.FixtureRequest) -> None:
+    """Random appends, forks, evictions, truncations and ends; samples checked against a plain list of tokens.
+
+    `pytest tests/test_kv_cache.py -k soak --soak 100000` for as many steps.
+    """
+    steps = request.config.getoption("--soak")
+    chance = random.Random(0)
+    cache = make(num_pages=64, max_batch=8, max_seqlen=64, head_dim=4)
+    g = torch.Generator(DEVICE).manual_seed(0)
+    model: dict[int, torch.Tensor] = {}  # keys of each row; values are their negatives
+    refused = attended = 0
+    memory = None
+    for step in range(steps):
+        action = chance.choice(("append", "append", "append", "add", "fork", "free", "evict", "truncate"))
+        rows = sorted(model)
+        try:
+            if action == "add":
+                row = cache.add()
+                model[row] = torch.empty(0, 2, 4, device=DEVICE)
+            elif not rows:
+                continue
+            elif action == "append":
+                some = chance.sample(rows, chance.randint(1, len(rows)))
+                n = chance.randint(1, 5)
+                k = torch.randn(len(some), n, 2, 4, generator=g, device=DEVICE)
+                cache.append(some, k, -k)
+                for row, new in zip(some, k, strict=True):
+                    model[row] = torch.cat([model[row], new])
+            elif action == "fork":
+                parent = chance.choice(rows)
+                n = chance.randint(0, len(model[parent]))
+                row = cache.fork(parent, n)
+                model[row] = model[parent][:n]
+            elif action == "free":
+                cache.free(row := chance.choice(rows))
+                del model[row]
+            elif action == "evict":
+                cache.evict(chance.choice(rows), 12)
+            else:
+                row = chance.choice(rows)
+                n = chance.randint(max(0, len(model[row]) - 6), len(model[row]))
+                cache.truncate(row, n)
+                model[row] = model[row][:n]
+        except (OutOfPages, InvalidInput):
+            refused += 1
+        if step % 50 == 0:
+            check_books(cache)
+        live = [row for row in model if len(model[row]) and all(p != -1 for p in cache.pages(row)[-3:])]
+        if live and step % 25 == 0:
+            row = chance.choice(live)
+            q = torch.randn(1, 1, 2, 4, generator=g, device=DEVICE)
+            out = attention_with_kv_cache(q, cache, rows=[row], window_size=(7, 0), checked=True)
+            k = model[row][-8:]
+            p = torch.softmax(torch.einsum("hd,khd->hk", q[0, 0], k) / 2, -1)
+            torch.testing.assert_close(out[0, 0], torch.einsum("hk,khd->hd", p, -k), atol=1e-5, rtol=1e-5)
+            attended += 1
+        if DEVICE.type == "cuda" and step % 1000 == 999:
+            torch.cuda.synchronize()
+            memory = memory or torch.cuda.memory_allocated()
+            assert torch.cuda.memory_allocated() <= memory + 2**20, f"memory grew by step {step}"
+    check_books(cache)
+    assert attended > steps // 200 and 0 < refused < steps // 2

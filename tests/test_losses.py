@@ -1,0 +1,127 @@
+"""A measurement split into losses: exact, named, and never above 100 % of a yardstick."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import warpwave
+from warpwave import dispatch
+from warpwave.bench.records import read_records
+from warpwave.cli import app
+from warpwave.errors import InvalidInput
+from warpwave.explanation import explain
+from warpwave.hardware.catalog import catalog, resolve
+from warpwave.losses import REMEDIES, Losses, recommendation, split
+from warpwave.model import LOSSES, predict
+from warpwave.problem import AttentionProblem
+from warpwave.recorded_time import clock_mhz, is_hot
+from warpwave.report import shipped
+from warpwave.roofline import data_sheet_rates, roofline
+
+H200, SHEET = resolve("h200"), catalog()["h200"]
+
+
+def _problem(seqlen: int = 1024, heads: int = 1) -> AttentionProblem:
+    return AttentionProblem(
+        batch=1, seqlen_q=seqlen, seqlen_k=seqlen, num_heads_q=heads, num_heads_kv=heads, head_dim=64, head_dim_v=64,
+        dtype="bfloat16", softmax_scale=0.125,
+    )  # fmt: skip
+
+
+def _split(times_bound: float, problem: AttentionProblem | None = None, clock: float | None = None) -> Losses:
+    problem = problem or _problem()
+    choice = dispatch.choose(problem, H200)
+    p = predict(problem, choice.kernel, choice.config, H200)
+    assert p is not None
+    bounds = roofline(problem, data_sheet_rates(SHEET), gpu=H200)
+    return split(p.bound_us * times_bound, p, SHEET, bounds, clock_mhz=clock)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.floats(1.0, 1e5), st.sampled_from([64, 200, 1024, 4096]), st.sampled_from([1, 3, 64]))
+def test_factors_multiply_to_the_ratio_and_no_share_passes_one(ratio: float, seqlen: int, heads: int) -> None:
+    found = _split(ratio, _problem(seqlen, heads), clock=1500.0)
+    assert math.prod(loss.factor for loss in found.losses) == pytest.approx(found.ratio, rel=1e-9)
+    assert found.ratio == pytest.approx(ratio)
+    assert all(0 < y.share <= 1 and y.least_us <= found.measured_us for y in found.yardsticks)
+    assert all(loss.factor >= 1 for loss in found.losses[:-1])  # the remainder alone may help
+    assert [loss.name for loss in found.losses] == [*LOSSES, "remainder"]
+    ends = [(a.after_us, b.before_us) for a, b in zip(found.losses, found.losses[1:], strict=False)]
+    assert all(a == b for a, b in ends)
+
+
+def test_a_time_below_the_bound_is_refused_with_what_it_may_be() -> None:
+    with pytest.raises(InvalidInput, match="no implementation of this call can beat"):
+        _split(0.9)
+    choice = dispatch.choose(_problem(), H200)
+    p = predict(_problem(), choice.kernel, choice.config, H200)
+    assert p is not None
+    for time in (0.0, -1.0, math.nan):
+        with pytest.raises(InvalidInput, match="above 0"):
+            split(time, p, SHEET)
+
+
+def test_the_power_matched_yardstick_follows_the_clock() -> None:
+    problem = _problem(8192, 64)
+    high, low = _split(3.0, problem, clock=1980.0), _split(3.0, problem, clock=1200.0)
+    assert low.yardsticks[1].least_us == pytest.approx(low.bound_us * 1830 / 1200)
+    assert high.yardsticks[1].share < low.yardsticks[1].share < 1
+    # A clock read when the card had slowed already cannot make a share of more than one.
+    assert _split(1.01, problem, clock=600.0).yardsticks[1].share == 1.0
+
+
+def test_every_loss_has_a_remedy_that_names_the_ceiling_and_promises_no_factor() -> None:
+    assert set(REMEDIES) == set(LOSSES)
+    assert all("ceiling" in text for text in REMEDIES.values())
+    found = _split(400.0)
+    assert found.largest is not None and found.largest.name == "idle SMs"
+    said = recommendation(found.largest)
+    assert "by the model" in said and "ceiling" in said
+    assert recommendation(found.losses[-1]) == ""
+
+
+def test_shipped_records_split_without_a_share_above_one() -> None:
+    kernels = {k.NAME: k for k in dispatch.KERNELS}
+    count = 0
+    for path in shipped.paths():
+        for _, m in read_records(Path(str(path))).measurements:
+            if not m.is_ours or m.timing is None or m.config is None:
+                continue
+            kernel, hot = kernels[m.kernel], is_hot(m)
+            p = predict(m.problem, kernel, kernel.Config(**m.config), H200, hot=hot)
+            assert p is not None
+            bounds = roofline(m.problem, data_sheet_rates(SHEET), gpu=H200, hot=hot)
+            found = split(m.timing.median_us, p, SHEET, bounds, clock_mhz=clock_mhz(m))
+            assert all(y.share <= 1 for y in found.yardsticks)
+            count += 1
+    assert count >= 60
+
+
+def test_explain_splits_a_time_and_a_record() -> None:
+    problem = replace(_problem(1024, 16), batch=16, head_dim=128, head_dim_v=128, softmax_scale=128**-0.5)
+    said = explain(problem, gpu=H200, measured_us=300.0)
+    assert said.losses is not None and said.losses.measured_us == 300.0
+    assert "LOSSES" in str(said) and "remainder" in str(said)
+    forward = Path(str(next(p for p in shipped.paths() if "forward" in p.name)))
+    recorded = warpwave.explain(problem, gpu=H200, record=forward)
+    assert recorded.losses is not None and recorded.losses.measured_us == pytest.approx(223.28, abs=0.01)
+    assert "MHz" in recorded.losses.yardsticks[1].note
+    with pytest.raises(InvalidInput, match="not both"):
+        explain(problem, gpu=H200, record=forward, measured_us=1.0)
+    with pytest.raises(InvalidInput, match="no time of ours of this call"):
+        explain(_problem(77), gpu=H200, record=forward)
+
+
+def test_the_command_takes_a_time_and_answers_a_wrong_one_in_a_sentence() -> None:
+    call = ["explain", "--gpu", "h200", "--seqlen-q", "1024", "--heads", "16"]
+    said = CliRunner().invoke(app, [*call, "--measured-us", "100"])
+    assert said.exit_code == 0 and "LOSSES" in said.output and "PREDICTED" in said.output
+    assert isinstance(CliRunner().invoke(app, [*call, "--measured-us", "0.1"]).exception, InvalidInput)
+    assert CliRunner().invoke(app, ["explain", "--gpu", "h200,l4", "--measured-us", "100"]).exit_code == 2

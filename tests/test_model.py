@@ -1,0 +1,220 @@
+"""Predicted times: that the ladder climbs, that known effects come out as they must, and that the bars are honest."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from warpwave import dispatch
+from warpwave.bench.records import read_records
+from warpwave.bench.workloads import load_suite
+from warpwave.calibration import FOLDER, Constants, calibrations, constant_of, read, residuals, write
+from warpwave.hardware.catalog import catalog, gpu_of, resolve
+from warpwave.kernels import flash_fwd, naive, tiled
+from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
+from warpwave.model import LOSSES, Prediction, blocks_per_sm, predict
+from warpwave.problem import AttentionProblem, Causal
+from warpwave.report import shipped
+
+H200 = resolve("h200")
+CARDS = [key for key in catalog() if key != "t4"]
+
+
+def _problem(**changes: Any) -> AttentionProblem:
+    sizes: dict[str, Any] = {
+        "batch": 4, "seqlen_q": 4096, "seqlen_k": 4096, "num_heads_q": 16, "num_heads_kv": 16, "head_dim": 128,
+        "head_dim_v": 128, "dtype": "bfloat16", "softmax_scale": 0.1,
+    }  # fmt: skip
+    return AttentionProblem(**(sizes | changes))
+
+
+def _predict(problem: AttentionProblem, kernel: Any = flash_fwd, config: Any = None, card: str = "h200") -> Prediction:
+    gpu = resolve(card)
+    found = predict(problem, kernel, config or kernel.configs(problem, gpu)[0], gpu)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("kernel", [k for k in dispatch.KERNELS if k.NEEDS_GPU], ids=lambda k: str(k.NAME))
+def test_the_ladder_climbs_and_its_factors_make_the_ratio(kernel: Any) -> None:
+    cases = [c.problem for c in load_suite("model_grid").cases if not kernel.why_not(c.problem, H200)]
+    for problem in cases:
+        p = predict(problem, kernel, kernel.configs(problem, H200)[0], H200)
+        assert p is not None
+        times = list(p.times_us.values())
+        assert list(p.times_us) == ["bound", *LOSSES]
+        assert times == sorted(times) and times[0] > 0 and times[-1] == p.time_us
+        assert math.prod(p.factors.values()) == pytest.approx(p.time_us / p.bound_us, rel=1e-12)
+        assert p.bound_us <= p.low_us <= p.time_us <= p.high_us
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_every_card_is_predicted_and_none_is_faster_than_its_bound(card: str) -> None:
+    p = _predict(_problem(), card=card)
+    assert p.time_us > p.bound_us and p.gpu == card
+    assert (p.points > 0) == (card == "h200" and p.kernel in calibrations()["h200"].residuals)
+    assert ("never validated" in p.validated) == (p.points == 0)
+
+
+def test_a_cpu_and_a_call_without_work_have_no_prediction() -> None:
+    from warpwave.hardware.gpu import CPU
+
+    assert predict(_problem(), flash_fwd, flash_fwd.Config(64, 64, 4, 3), CPU) is None
+    nothing = _problem(causal=Causal("top_left"), seqlen_k=0)
+    assert predict(nothing, flash_fwd, flash_fwd.Config(64, 64, 4, 3), H200) is None
+
+
+# Effects that are known to be there -----------------------------------------------------------------------------------
+
+
+def test_a_grid_below_the_sms_costs_their_ratio() -> None:
+    config = flash_fwd.Config(128, 64, 8, 3)
+    p = _predict(_problem(batch=1, num_heads_q=1, num_heads_kv=1, seqlen_q=1024, seqlen_k=1024), config=config)
+    assert p.factors["idle SMs"] == pytest.approx(132 / 8)
+    full = _predict(_problem(), config=config)
+    assert full.factors["idle SMs"] < 1.05
+
+
+def test_one_block_more_than_a_wave_costs_a_wave() -> None:
+    config = hopper_flash_fwd.Config(128, 128, 2)
+    one = _problem(batch=1, seqlen_q=128 * 132, seqlen_k=4096, num_heads_q=1, num_heads_kv=1)
+    more = replace(one, seqlen_q=128 * 133)
+    wave, next_wave = (_predict(p, hopper_flash_fwd, config) for p in (one, more))
+    assert next_wave.time_us > 1.8 * wave.time_us
+    assert next_wave.factors["idle SMs"] > 1.4 > 1.05 > wave.factors["idle SMs"]
+
+
+def test_padding_is_split_by_its_reason() -> None:
+    heads = _predict(_problem(head_dim=80, head_dim_v=80)).factors
+    assert heads["head padding"] == pytest.approx(128 / 80, rel=0.01) and heads["hidden pairs"] == 1
+    ragged = _predict(_problem(seqlen_q=513, seqlen_k=513)).factors
+    assert ragged["ragged tiles"] > 1.1 and ragged["head padding"] == 1
+    hidden = _predict(_problem(causal=Causal(), seqlen_q=768, seqlen_k=768, batch=64)).factors
+    assert hidden["hidden pairs"] > 1.03 and hidden["ragged tiles"] == pytest.approx(1, abs=1e-9)
+
+
+def test_scores_in_memory_cost_passes_and_traffic() -> None:
+    fused, stored = _predict(_problem()), _predict(_problem(), tiled)
+    assert stored.time_us > 1.5 * fused.time_us
+    assert stored.factors["separate passes"] > 1.2 and stored.factors["traffic"] > 1.2
+    assert fused.factors["separate passes"] == 1
+    assert _predict(_problem(), naive).time_us > stored.time_us
+
+
+def test_scores_that_leave_l2_are_a_cliff_where_its_size_says() -> None:
+    """4 bytes x heads x seqlen^2 against 60 MiB: the bytes across the bus jump there."""
+    heads, seqlens = 16, range(512, 2049, 128)
+    moved = {}
+    for seqlen in seqlens:
+        sizes = {"seqlen_q": seqlen, "seqlen_k": seqlen, "head_dim": 64, "head_dim_v": 64}
+        problem = _problem(batch=1, num_heads_q=heads, num_heads_kv=heads, **sizes)
+        p = _predict(problem, tiled)
+        moved[seqlen] = next(t for t in p.traffic if t.level == "memory").redundancy
+    edge = math.sqrt(62_914_560 / (4 * heads))
+    assert all(moved[s] < 1.01 for s in seqlens if s < 0.95 * edge)
+    assert all(moved[s] > 1.1 for s in seqlens if s > 1.1 * edge)
+
+
+def test_grouped_heads_share_keys_in_memory_and_not_in_l2() -> None:
+    alone, grouped = _predict(_problem()), _predict(_problem(num_heads_kv=2))
+    l2 = [next(t for t in p.traffic if t.level == "L2") for p in (alone, grouped)]
+    assert l2[0].bytes == l2[1].bytes and l2[1].redundancy > l2[0].redundancy
+
+
+def test_more_bandwidth_sms_and_rate_are_never_slower() -> None:
+    gpu, sheet = gpu_of(catalog()["a100-80gb"]), catalog()["a100-80gb"]
+    config = flash_fwd.configs(_problem(), gpu)[0]
+
+    def time(**changes: Any) -> float:
+        found = predict(_problem(), flash_fwd, config, gpu, sheet=replace(sheet, **changes))
+        assert found is not None
+        return found.time_us
+
+    base = time()
+    assert time(bandwidth_gbps=2 * sheet.bandwidth_gbps) <= base
+    assert time(num_sms=2 * sheet.num_sms) < base
+    assert time(peak_tflops={k: 2 * v for k, v in sheet.peak_tflops.items()}) < base
+
+
+def test_compile_facts_replace_estimates() -> None:
+    problem, config = _problem(head_dim=64, head_dim_v=64), flash_fwd.Config(64, 64, 4, 3)
+    few = predict(problem, flash_fwd, config, H200, registers=255, smem_bytes=200 * 1024)
+    many = predict(problem, flash_fwd, config, H200, registers=64, smem_bytes=16 * 1024)
+    assert few is not None and many is not None
+    assert few.blocks_per_sm == 1 and few.limit == "shared memory" and many.blocks_per_sm == 8
+    assert few.time_us > many.time_us
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "config", "blocks"),
+    [  # as Triton 3.7 compiles them for sm_90: registers and shared memory allow this many
+        (64, (64, 64, 4, 3), 4),
+        (128, (64, 64, 4, 3), 2),
+        (128, (128, 64, 8, 3), 1),
+        (256, (128, 64, 8, 2), 1),
+    ],
+)
+def test_estimated_blocks_an_sm_are_what_compiles(head_dim: int, config: tuple[int, ...], blocks: int) -> None:
+    problem = _problem(head_dim=head_dim, head_dim_v=head_dim)
+    cost = flash_fwd.cost(problem, H200, flash_fwd.Config(*config))  # type: ignore[arg-type]
+    assert abs(blocks_per_sm(cost, H200)[0] - blocks) <= 1 and blocks_per_sm(cost, H200)[0] >= min(2, blocks)
+
+
+# Against what was measured --------------------------------------------------------------------------------------------
+
+
+def test_predictions_of_shipped_records_are_as_far_off_as_the_calibration_says() -> None:
+    ratios = []
+    kernels = {k.NAME: k for k in dispatch.KERNELS}
+    forward = next(path for path in shipped.paths() if "forward" in path.name)
+    for _, m in read_records(Path(str(forward))).measurements:
+        if m.is_ours and m.timing is not None and m.config is not None:
+            kernel = kernels[m.kernel]
+            p = predict(m.problem, kernel, kernel.Config(**m.config), H200)
+            assert p is not None
+            ratios.append(p.time_us / m.timing.median_us)
+    found = residuals(ratios)
+    assert found.points == 18 and found.median <= 0.15 and found.factor_90 <= 1.3, found
+
+
+def test_the_calibration_was_judged_on_other_points_than_it_was_fitted_to() -> None:
+    c = calibrations()["h200"]
+    assert not set(c.sources["fit"]) & set(c.sources["judged"])
+    assert c.residuals["all"].points >= 40 and set(c.kernels) <= {k.NAME for k in dispatch.KERNELS}
+    for constants in c.kernels.values():
+        assert all(0 < share <= 1 for share in constants.matrix.values()) and 0 <= constants.exposed <= 1
+    assert c.uncalibrated is not None and c.uncalibrated.factor_90 > 1
+
+
+def test_a_calibration_is_written_and_read_whole(tmp_path: Path) -> None:
+    c = calibrations()["h200"]
+    write(c, tmp_path / "c.json")
+    assert read(tmp_path / "c.json") == read(FOLDER / "h200.json")
+    (tmp_path / "bad.json").write_text(json.dumps({"schema": "other"}))
+    with pytest.raises(ValueError, match=r"bad\.json is no calibration"):
+        read(tmp_path / "bad.json")
+
+
+def test_residuals_by_hand() -> None:
+    r = residuals([1.0, 1.1, 0.5, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.25])
+    assert r.points == 10 and r.within_20 == 0.7 and r.factor_90 == 2.0 and r.median == 0.0
+    assert Constants().of_path("float16") == Constants().of_path("bfloat16")
+    assert constant_of("tf32", 3) == "tf32x3"
+    with pytest.raises(ValueError, match="at least one"):
+        residuals([])
+
+
+def test_the_suite_that_judges_is_what_its_seed_draws() -> None:
+    from benchmarks.draw_model_grid import SEED, SUITE, suite
+
+    assert SUITE.read_text(encoding="utf-8") == suite(SEED)
+    problems = [c.problem for c in load_suite("model_grid").cases]
+    points = sum(not k.why_not(p, H200) for p in problems for k in dispatch.KERNELS if k.NEEDS_GPU)
+    assert len(problems) >= 40 and points >= 60
+    assert any(p.packed for p in problems) and any(p.num_heads_kv < p.num_heads_q for p in problems)
+    assert any(p.seqlen_q % 16 for p in problems) and any(p.batch * p.num_heads_q < 8 for p in problems)

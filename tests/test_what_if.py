@@ -1,0 +1,58 @@
+"""The same call on other cards."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from warpwave.cli import app
+from warpwave.errors import InvalidInput
+from warpwave.hardware.catalog import catalog
+from warpwave.problem import AttentionProblem
+from warpwave.what_if import cards, text, what_if
+
+PROBLEM = AttentionProblem(
+    batch=1, seqlen_q=4096, seqlen_k=4096, num_heads_q=16, num_heads_kv=16, head_dim=128, head_dim_v=128,
+    dtype="bfloat16", softmax_scale=0.1,
+)  # fmt: skip
+ASKED = "mi100,l4,rtx3060,a100,h100,h200,b200,mi300x"
+
+
+def test_cards_by_name_prefix_and_all() -> None:
+    assert [sheet.key for sheet in cards(ASKED)] == [
+        "mi100", "l4", "rtx3060", "a100-80gb", "h100", "h200", "b200", "mi300x",
+    ]  # fmt: skip
+    assert len(cards("all")) == len(catalog()) and len(cards("h200, H200,")) == 1
+    for wrong in ("h200,h900", ",", "x"):
+        with pytest.raises(InvalidInput, match="known are"):
+            cards(wrong)
+
+
+def test_each_card_has_a_bar_and_says_what_was_validated() -> None:
+    rows = what_if(PROBLEM, cards(ASKED))
+    assert all(row.prediction is not None for row in rows)
+    for row in rows:
+        p = row.prediction
+        assert p is not None and row.bounds.time_us <= p.low_us < p.time_us < p.high_us
+    assert [row.card for row in rows if row.prediction and row.prediction.points] == ["h200"]
+    said = text(PROBLEM, rows)
+    assert "validated  h200" in said and "never validated" in said
+    slow, fast = (next(r.prediction for r in rows if r.card == c) for c in ("rtx3060", "h100"))
+    assert slow is not None and fast is not None and slow.time_us > 10 * fast.time_us
+
+
+def test_a_card_that_no_kernel_of_ours_serves_is_not_given_a_time_of_one() -> None:
+    rows = what_if(PROBLEM, cards("t4"), kernel="auto")
+    assert rows[0].kernel != "flash_fwd"
+    refused = what_if(PROBLEM, cards("l4"), kernel="hopper/flash_fwd")
+    assert refused[0].prediction is None and "sm_90" in refused[0].refusal
+    assert "no kernel serves it" in text(PROBLEM, refused)
+
+
+def test_the_command() -> None:
+    said = CliRunner().invoke(app, ["explain", "--gpu", "l4,h200", "--seqlen-q", "512"])
+    assert said.exit_code == 0 and "l4 *" in said.output and "nine in ten" in said.output
+    data = json.loads(CliRunner().invoke(app, ["explain", "--gpu", "l4,h200", "--json"]).output)
+    assert [row["card"] for row in data] == ["l4", "h200"]

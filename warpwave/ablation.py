@@ -1,0 +1,172 @@
+"""What each resource of flash_fwd's loop costs, where no counter may be read: the loop without it, timed.
+
+The kernel has one body; compile-time switches leave out its exponentials, its second product, its reads of K and V, its
+mask or its store (`model.ABLATIONS`). The results are wrong and thrown away. What the time falls by is the marginal cost
+of the resource: nothing, where something else hides it. The model's prediction of the same stands beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from warpwave.errors import InvalidInput
+from warpwave.hardware.gpu import Gpu, current_gpu
+from warpwave.kernels import flash_fwd
+from warpwave.kernels.triton_or_stub import INTERPRETED
+from warpwave.model import ABLATIONS, predict
+from warpwave.problem import AttentionProblem
+from warpwave.roofline import us
+
+AGREES = 1.5  # measured and predicted change, up or down
+SAME = 1.02  # a change by less is none
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """One thing left out.
+
+    Attributes:
+        name: a key of `model.ABLATIONS`.
+        predicted, measured: time of the whole kernel over the time without: 1.3 is a resource that costs 30 %; None
+            where nobody predicted or measured it.
+        measured_us: without it.
+    """
+
+    name: str
+    predicted: float | None
+    measured: float | None = None
+    measured_us: float | None = None
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether both move the same way and by as much, within `AGREES`; None where one is missing."""
+        if self.predicted is None or self.measured is None:
+            return None
+        ways = {_way(self.predicted), _way(self.measured)}
+        return not {-1, 1} <= ways and abs(math.log(self.predicted / self.measured)) <= math.log(AGREES)
+
+
+def _way(ratio: float) -> int:
+    return 0 if 1 / SAME <= ratio <= SAME else 1 if ratio > 1 else -1
+
+
+@dataclass(frozen=True)
+class Ablations:
+    """Everything left out, one at a time.
+
+    Attributes:
+        problem, config: the call and flash_fwd's config.
+        gpu: whose prediction and time it is.
+        whole_us: of the kernel as it is, measured; None without a GPU.
+        predicted_us: the same, predicted.
+        found: each ablation.
+    """
+
+    problem: AttentionProblem
+    config: Any
+    gpu: Gpu
+    whole_us: float | None
+    predicted_us: float | None
+    found: tuple[Ablation, ...]
+
+    def __str__(self) -> str:
+        lines = [f"call       {self.problem.describe()}", f"device     {self.gpu.name}", f"kernel     flash_fwd, {self.config}"]
+        whole = "" if self.whole_us is None else f"{us(self.whole_us)} measured"
+        predicted = "" if self.predicted_us is None else f"{us(self.predicted_us)} predicted"
+        lines += [f"whole      {', '.join(filter(None, (whole, predicted)))}", ""]
+        lines.append(f"{'without':14}{'measured x':>12}{'predicted x':>13}{'':12}what is left out")
+        for a in self.found:
+            measured = "-" if a.measured is None else f"{a.measured:.3f}"
+            said = "-" if a.predicted is None else f"{a.predicted:.3f}"
+            verdict = {None: "", True: "agrees", False: "DISAGREES"}[a.agrees]
+            lines.append(f"{a.name:14}{measured:>12}{said:>13}  {verdict:10}{ABLATIONS[a.name]}")
+        lines += ["", "x: the whole kernel's time over the time without; 1 is a resource that something else hides."]
+        if self.whole_us is None:
+            lines.append("Nothing was timed: that takes a GPU, this one.")
+        return "\n".join(lines)
+
+
+def predicted(problem: AttentionProblem, gpu: Gpu, config: Any, *, hot: bool = False) -> dict[str, float]:
+    """Ablation -> predicted time of the whole kernel over the time without; empty where the card is not modelled."""
+    whole = predict(problem, flash_fwd, config, gpu, hot=hot)
+    if whole is None:
+        return {}
+    ratios = {}
+    for name in ABLATIONS:
+        less = predict(problem, flash_fwd, config, gpu, hot=hot, without=name)
+        assert less is not None  # the same call
+        ratios[name] = whole.time_us / less.time_us
+    return ratios
+
+
+def ablate(problem: AttentionProblem, gpu: Gpu | None = None, *, rounds: int = 9) -> Ablations:
+    """Predicts each ablation, and times it where the GPU asked about is this machine's.
+
+    Args:
+        problem: a call that flash_fwd takes.
+        gpu: for whose predictions; this machine's GPU if None.
+        rounds: times each variant takes its turn.
+
+    Raises:
+        InvalidInput: flash_fwd does not take the call, or there is neither a GPU nor one named.
+    """
+    here = current_gpu(torch.device("cuda")) if torch.cuda.is_available() and not INTERPRETED else None
+    asked = gpu or here
+    if asked is None:
+        raise InvalidInput("an ablation is timed on a GPU and there is none here; name one with --gpu for predictions")
+    reasons = flash_fwd.why_not(problem, asked)
+    if reasons:
+        raise InvalidInput(f"flash_fwd, whose loop is ablated, does not take this call: {'; '.join(reasons)}")
+    config = flash_fwd.configs(problem, asked)[0]
+    ratios = predicted(problem, asked, config)
+    whole = predict(problem, flash_fwd, config, asked)
+    times = _timed(problem, config, rounds) if here is not None and here.name == asked.name else {}
+    found = tuple(
+        Ablation(
+            name,
+            ratios.get(name),
+            times[""] / times[name] if name in times else None,
+            times.get(name),
+        )
+        for name in ABLATIONS
+    )
+    return Ablations(problem, config, asked, times.get(""), None if whole is None else whole.time_us, found)
+
+
+def variants(problem: AttentionProblem, gpu: Gpu, operands: Any, out: torch.Tensor, config: Any) -> Mapping[str, Any]:
+    """The launch of the kernel as it is, under "", and of each ablation. Tensors may be without memory.
+
+    Raises:
+        InvalidInput: the call takes two launches (operands split ahead), of which one alone would be ablated.
+    """
+    lse = torch.empty(1, dtype=torch.float32, device=out.device) if problem.return_lse else None
+    spec = flash_fwd.specify(problem, gpu, operands, out, lse, config)
+    if isinstance(spec, tuple):
+        raise InvalidInput("this call splits K and V in a launch before; ablate one whose precision needs no split")
+    return {name: spec._replace(constants={**spec.constants, "ABLATE": name}) for name in ("", *ABLATIONS)}
+
+
+def _timed(problem: AttentionProblem, config: Any, rounds: int) -> dict[str, float]:
+    """Variant -> median us, all of them interleaved."""
+    from dataclasses import replace
+
+    from warpwave import launch
+    from warpwave.bench.inputs import make_operands
+    from warpwave.bench.timing import time_interleaved
+
+    problem = replace(problem, return_lse=False)
+    device = torch.device("cuda")
+    operands = make_operands(problem, device=device, seed=0)
+    out = torch.empty((*operands.q.shape[:-1], problem.head_dim_v), dtype=operands.q.dtype, device=device)
+    arguments = (*operands[:3], out, None, *operands[3:])
+    launchers = {
+        name: launch.bind(spec) for name, spec in variants(problem, current_gpu(device), operands, out, config).items()
+    }
+    calls = {name: (lambda run=run: run(*arguments)) for name, run in launchers.items()}
+    samples = time_interleaved(calls, device=device, rounds=rounds)  # type: ignore[arg-type]
+    return {name: taken.median_us for name, taken in samples.items()}

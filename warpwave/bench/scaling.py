@@ -1,0 +1,273 @@
+"""Scaling experiments: one size grows, the others stay, and how time follows tells what binds.
+
+    warpwave bench --scale blocks|seqlen|head_dim|batch
+
+More heads of one length add blocks that all do the same: while time stays, SMs were idle; from where it grows with the
+blocks, all are busy. Longer sequences multiply work by the square and bytes by the length: an exponent of 2 is
+computing, of 1 moving bytes, of 0 a cost that no size changes. A wider head adds work and bytes alike, and a larger
+batch everything. Exponents are fitted with 95 % intervals, and the rates reached at the largest size settle which
+resource it is where the exponents of two agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from warpwave.bench.records import Measurement
+from warpwave.bench.table import Table
+from warpwave.bench.workloads import Case, Suite, case_name
+from warpwave.fitting import PowerLaw, line, power_law
+from warpwave.problem import AttentionProblem
+from warpwave.roofline import Rates, figure, product_path, us
+
+AXES = ("blocks", "seqlen", "head_dim", "batch")
+FLAT = 0.25  # an exponent below this is no growth
+BUSY = 0.4  # share of a data sheet's or measured rate from which on a resource is what binds
+FIXED = 0.5  # share of a time that no size changes, from which on it is the cause
+CAUSES = {
+    "idle SMs": "SMs were idle: what was added ran beside what was there",
+    "launch": "a cost that no size changes: the launch, or the first and last wave",
+    "bandwidth": "bytes: the memory is what binds",
+    "arithmetic": "products: the units that multiply are what binds",
+    "latency": "the loop itself: it grows with the work, and no unit is near its rate",
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One size of an experiment.
+
+    Attributes:
+        size: along the axis.
+        time_us: median.
+        flops, bytes: of the call, at the least.
+        blocks: that the kernel launches; 0 where nobody says.
+    """
+
+    size: float
+    time_us: float
+    flops: float
+    bytes: float
+    blocks: int = 0
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What an experiment says.
+
+    Attributes:
+        axis, contender: what grew, and who was timed.
+        points: by size.
+        law: the exponent of time over all points.
+        steps: exponent from each size to the next.
+        of_flops, of_bytes: the exponents of work and bytes over the same sizes.
+        begin_cause, end_cause: what binds at the smallest sizes and at the largest: keys of `CAUSES`.
+        turn: the size from which `end_cause` binds; None where one cause binds throughout.
+        why: the arithmetic.
+    """
+
+    axis: str
+    contender: str
+    points: tuple[Point, ...]
+    law: PowerLaw
+    steps: tuple[float, ...]
+    of_flops: float
+    of_bytes: float
+    begin_cause: str
+    end_cause: str
+    turn: float | None
+    why: str
+
+    @property
+    def sentence(self) -> str:
+        """The verdict."""
+        said = f"{self.contender}: time grows with {self.axis}^{self.law} (work ^{self.of_flops:.2f}, bytes "
+        said += f"^{self.of_bytes:.2f}). "
+        if self.turn is None:
+            return f"{said}Throughout, {CAUSES[self.end_cause]} ({self.why})"
+        return (
+            f"{said}Up to {self.turn:g}, {CAUSES[self.begin_cause]}; from there on, {CAUSES[self.end_cause]} "
+            f"({self.why})"
+        )
+
+
+def suite(axis: str, *, on_cpu: bool, num_sms: int = 0) -> Suite:
+    """The cases of one experiment, small enough for a CPU or large enough for a GPU.
+
+    Args:
+        axis: one of `AXES`.
+        on_cpu: whether a CPU will time them.
+        num_sms: of the GPU, so that the blocks pass it.
+    """
+    base: dict[str, Any] = {"head_dim": 64, "heads": 2 if on_cpu else 16, "seqlen": 128 if on_cpu else 1024, "batch": 1}
+    if axis == "blocks":
+        most = 32 if on_cpu else 8 * max(num_sms, 64)
+        values = [{"heads": 2**i, "seqlen": 64} for i in range(12) if 2**i <= most]
+    elif axis == "seqlen":
+        lengths = (64, 128, 256, 512, 1024) if on_cpu else (128, 256, 512, 1024, 2048, 4096, 8192)
+        values = [{"seqlen": s} for s in lengths]
+    elif axis == "head_dim":
+        values = [{"head_dim": d} for d in (16, 32, 64, 128, 256)]
+    elif axis == "batch":
+        values = [{"batch": 2**i} for i in range(5 if on_cpu else 8)]
+    else:
+        raise ValueError(f"axis must be one of {', '.join(AXES)}, got {axis!r}")
+    cases = []
+    for value in values:
+        size = base | value
+        problem = AttentionProblem(
+            batch=size["batch"],
+            seqlen_q=size["seqlen"],
+            seqlen_k=size["seqlen"],
+            num_heads_q=size["heads"],
+            num_heads_kv=size["heads"],
+            head_dim=size["head_dim"],
+            head_dim_v=size["head_dim"],
+            dtype="float32" if on_cpu else "bfloat16",
+            softmax_scale=size["head_dim"] ** -0.5,
+        )
+        cases.append(Case(case_name(problem), problem))
+    return Suite(f"scale {axis}", f"time as {axis} grows", tuple(cases))
+
+
+def size_of(axis: str, problem: AttentionProblem) -> float:
+    """Where a problem stands on an axis; of "blocks", its heads, each with as many blocks as any other."""
+    return float(
+        {
+            "blocks": problem.batch * problem.num_heads_q,
+            "seqlen": problem.seqlen_q,
+            "head_dim": problem.head_dim,
+            "batch": problem.batch,
+        }[axis]
+    )
+
+
+def points(axis: str, measurements: Sequence[Measurement], gpu: Any = None) -> dict[str, list[Point]]:
+    """Contender -> its points by size; what was not timed is left out."""
+    from warpwave import dispatch
+
+    kernels = {kernel.NAME: kernel for kernel in dispatch.KERNELS}
+    found: dict[str, list[Point]] = {}
+    for m in measurements:
+        if m.timing is None or m.is_yardstick:
+            continue
+        count = 0
+        if m.is_ours and gpu is not None and m.kernel in kernels and m.config is not None:
+            kernel = kernels[m.kernel]
+            cost = kernel.cost(m.problem, gpu, kernel.Config(**m.config))
+            count = cost.items or cost.blocks
+        size = size_of(axis, m.problem)
+        point = Point(size, m.timing.median_us, m.problem.flops, m.problem.compulsory_bytes, count)
+        found.setdefault(m.contender, []).append(point)
+    return {name: sorted(line, key=lambda p: p.size) for name, line in found.items()}
+
+
+def judge(
+    axis: str,
+    contender: str,
+    measured: Sequence[Point],
+    *,
+    rates: Rates | None = None,
+    peak_tflops: float | None = None,
+    num_sms: int = 0,
+) -> Scaling | None:
+    """What the times of one contender say; None with fewer than three sizes.
+
+    Args:
+        rates: of the machine, for the shares reached at the largest size.
+        peak_tflops: of the path its products take.
+        num_sms: of the GPU; 0 where unknown.
+    """
+    if len({p.size for p in measured}) < 3:
+        return None
+    pts = sorted(measured, key=lambda p: p.size)
+    sizes, times = [p.size for p in pts], [p.time_us for p in pts]
+    law = power_law(sizes, times)
+    of_flops, of_bytes = (power_law(sizes, [getattr(p, name) for p in pts]).exponent for name in ("flops", "bytes"))
+    steps = tuple(power_law([a.size, b.size], [a.time_us, b.time_us]).exponent for a, b in pairwise(pts))
+    end, why = _end_cause(pts, steps, of_flops, of_bytes, rates, peak_tflops, num_sms)
+    turn, begin = None, end
+    flat = next((i for i, step in enumerate(steps) if step >= FLAT), len(steps))
+    if 0 < flat < len(steps):
+        turn = pts[flat].size
+        begin = _flat_cause(pts[: flat + 1], num_sms)
+    return Scaling(axis, contender, tuple(pts), law, steps, of_flops, of_bytes, begin, end, turn, why)
+
+
+def _flat_cause(flat: Sequence[Point], num_sms: int) -> str:
+    """Why times stay although work grows: idle SMs where blocks were added below their number, else a fixed cost."""
+    grows = flat[-1].blocks > flat[0].blocks
+    return "idle SMs" if grows and num_sms and flat[0].blocks < num_sms else "launch"
+
+
+def _end_cause(
+    pts: Sequence[Point],
+    steps: Sequence[float],
+    of_flops: float,
+    of_bytes: float,
+    rates: Rates | None,
+    peak_tflops: float | None,
+    num_sms: int,
+) -> tuple[str, str]:
+    last = pts[-1]
+    if all(step < FLAT for step in steps):
+        cause = _flat_cause(pts, num_sms)
+        return cause, f"{us(pts[0].time_us)} to {us(last.time_us)} for {last.flops / pts[0].flops:.3g} x the work"
+    gbps, tflops = last.bytes / last.time_us * 1e-3, last.flops / last.time_us * 1e-6
+    memory = gbps / rates.memory_gbps if rates is not None and rates.memory_gbps else 0.0
+    products = tflops / peak_tflops if peak_tflops else 0.0
+    reached = f"{figure(tflops)} TFLOP/s"
+    reached += f", {products:.0%} of the rate" if peak_tflops else ""
+    reached += f"; {figure(gbps)} GB/s" + (f", {memory:.0%}" if memory else "")
+    if max(memory, products) >= BUSY:
+        return ("bandwidth" if memory > products else "arithmetic"), reached
+    if num_sms and 0 < last.blocks < num_sms:
+        return "idle SMs", f"{last.blocks} blocks on {num_sms} SMs at the largest; {reached}"
+    try:
+        start, _ = line([p.flops for p in pts], [p.time_us for p in pts])
+    except ValueError:
+        start = 0.0
+    if start >= FIXED * last.time_us:
+        return "launch", f"{us(start)} of {us(last.time_us)} are there whatever the work; {reached}"
+    if peak_tflops or (rates is not None and rates.memory_gbps):
+        return "latency", reached
+    # No rate is known: the exponent alone speaks, where work and bytes differ in it.
+    tail = steps[-1]
+    if abs(of_flops - of_bytes) > 0.4:
+        return ("arithmetic" if abs(tail - of_flops) <= abs(tail - of_bytes) else "bandwidth"), (
+            f"the last step grows ^{tail:.2f}; {reached}; no rate of this machine is known"
+        )
+    return "latency", f"{reached}; no rate of this machine is known: `warpwave roof` measures them"
+
+
+def table(found: Sequence[Scaling]) -> Table:
+    """A row a size, a column a contender; the verdicts below."""
+    axis = found[0].axis
+    sizes = sorted({p.size for s in found for p in s.points})
+    rows = []
+    for size in sizes:
+        cells = []
+        for s in found:
+            index = next((i for i, p in enumerate(s.points) if p.size == size), None)
+            step = "" if not index else f"^{s.steps[index - 1]:.2f}"
+            cells += ["", ""] if index is None else [us(s.points[index].time_us), step]
+        rows.append((f"{size:g}", *cells))
+    heads = [cell for s in found for cell in (s.contender, "growth")]
+    return Table(f"time as {axis} grows", (axis, *heads), rows, tuple(s.sentence for s in found))
+
+
+def judged(axis: str, measurements: Sequence[Measurement], gpu: Any, rates: Rates | None) -> list[Scaling]:
+    """Every contender of an experiment."""
+    found = []
+    for name, line_ in points(axis, measurements, gpu).items():
+        problem = next(m.problem for m in measurements if m.contender == name)
+        path = None if rates is None else product_path(problem, rates)
+        peak = None if path is None else path.useful_tflops
+        sms = 0 if gpu is None or gpu.is_cpu else gpu.num_sms
+        one = judge(axis, name, line_, rates=rates, peak_tflops=peak, num_sms=sms)
+        if one is not None:
+            found.append(one)
+    return found
