@@ -143,7 +143,17 @@ def main() -> int:
 
 # Fitting --------------------------------------------------------------------------------------------------------------
 
-FITTED = ("power", "power_of_score", "softmax_ops", "exposed", "edge_steps", "step_us", "fill_us", "start_us", "smem_bytes_per_clock")
+FITTED = (
+    "power",
+    "power_of_score",
+    "softmax_ops",
+    "exposed",
+    "edge_steps",
+    "step_us",
+    "fill_us",
+    "start_us",
+    "smem_bytes_per_clock",
+)
 LIMITS = {"exposed": 0.95, "matrix": 0.97, "power": 0.97}  # a share is none above 1
 
 

@@ -75,7 +75,11 @@ class Ablations:
     found: tuple[Ablation, ...]
 
     def __str__(self) -> str:
-        lines = [f"call       {self.problem.describe()}", f"device     {self.gpu.name}", f"kernel     flash_fwd, {self.config}"]
+        lines = [
+            f"call       {self.problem.describe()}",
+            f"device     {self.gpu.name}",
+            f"kernel     flash_fwd, {self.config}",
+        ]
         whole = "" if self.whole_us is None else f"{us(self.whole_us)} measured"
         predicted = "" if self.predicted_us is None else f"{us(self.predicted_us)} predicted"
         lines += [f"whole      {', '.join(filter(None, (whole, predicted)))}", ""]

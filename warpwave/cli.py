@@ -111,6 +111,9 @@ def explain(
         str | None,
         typer.Option(metavar="FILE", help="Somebody's table of times (docs/tables.md): what its own numbers say."),
     ] = None,
+    ablate: Annotated[
+        bool, typer.Option("--ablate", help="What each resource of flash_fwd's loop costs; timed where there is a GPU.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say which kernel serves a call, what binds it, how long it takes, and what to change.
@@ -125,7 +128,25 @@ def explain(
         print(run(from_table, as_json))
         return
     assert problem is not None  # call_options describes it wherever there is no table
+    if ablate:
+        _print_ablations(problem, gpu, as_json)
+        return
     _print_explanation(problem, gpu, kernel, measured_us, record, hot, as_json)
+
+
+def _print_ablations(problem: AttentionProblem, name: str | None, as_json: bool) -> None:
+    import json
+    from dataclasses import asdict
+
+    from warpwave.ablation import ablate
+    from warpwave.hardware.catalog import resolve
+
+    try:
+        gpu = None if name is None else resolve(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--gpu") from None
+    found = ablate(problem, gpu)
+    print(json.dumps(asdict(found), indent=2) if as_json else found)
 
 
 def _print_explanation(

@@ -73,7 +73,7 @@ ARITHMETICS: dict[str, Arithmetic] = {
         ),
         # Sums over head_dim and over the keys are rounded once for each element.
         Arithmetic(
-            "ieee", "float32 multiply-adds", 1, ("float32_matrix", "float32"), 24, 1e-7, 1.5e-7, 7.5e-9, 1.9e-8, 0.5
+            "ieee", "float32 multiply-adds", 1, ("float32_matrix", "float32"), 24, 1e-7, 7e-7, 7.5e-9, 1.9e-8, 0.5
         ),
     )
 }  # fmt: skip
