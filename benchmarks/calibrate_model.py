@@ -154,6 +154,7 @@ FITTED = (
     "start_us",
     "smem_bytes_per_clock",
 )
+LEAST_POWER = 0.7  # what a good product sustains on a capped card: below, a fit would hide a slow loop behind the limit
 LIMITS = {"exposed": 0.95, "matrix": 0.97, "power": 0.97}  # a share is none above 1
 
 
@@ -183,6 +184,7 @@ def _descend(points: Sequence[Point], gpu: Gpu, base: Calibration, begin: Consta
         matrix = {path: min(LIMITS["matrix"], float(v)) for path, v in zip(paths, values, strict=False)}
         rest = {n: float(v) for n, v in zip(FITTED, values[len(paths) :], strict=True)}
         rest |= {n: min(LIMITS[n], rest[n]) for n in ("exposed", "power")}
+        rest["power"] = max(LEAST_POWER, rest["power"])
         return Constants(matrix={**UNCALIBRATED.matrix, **matrix}, **rest)
 
     def losses(x: np.ndarray) -> np.ndarray:

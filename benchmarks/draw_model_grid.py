@@ -24,9 +24,19 @@ EACH = 4  # cases of a kind
 MOST_SCORES = 16 * 4096 * 4096  # so that the kernels that keep scores take their turn, and not the whole hour
 DESCRIPTION = (
     "the grid that predicted times are judged on, drawn by benchmarks/draw_model_grid.py before it was measured: "
-    "plain, under-filled, GQA, packed, odd sizes, windows, causal, float16, float32, one query, wide heads"
+    "plain, under-filled, GQA, packed, odd sizes, windows, causal, float16, float32, one query, "
+    "wide and very wide heads"
 )
-KERNELS = ("hopper/flash_fwd", "flash_fwd", "tiled", "naive", "eager")
+KERNELS = (
+    "hopper/flash_fwd",
+    "flash_fwd",
+    "split_kv",
+    "large_head_dim",
+    "three_kernel",
+    "tiled",
+    "naive",
+    "eager",
+)
 
 
 def main() -> int:
@@ -176,6 +186,14 @@ def _wide(draw: random.Random) -> Case:
     return _plain(draw) | {"head_dim": draw.choice((192, 256)), "num_heads_q": draw.choice((4, 8)), "causal": True}
 
 
+def _very_wide(draw: random.Random) -> Case:
+    return _plain(draw) | {
+        "head_dim": draw.choice((384, 512, 1024)),
+        "num_heads_q": draw.choice((2, 4, 8)),
+        "causal": draw.random() < 0.5,
+    }
+
+
 KINDS: tuple[Callable[[random.Random], Case], ...] = (
     _plain,
     _under_filled,
@@ -188,6 +206,7 @@ KINDS: tuple[Callable[[random.Random], Case], ...] = (
     _float32,
     _one_query,
     _wide,
+    _very_wide,
 )
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ bits as it adds it to its accumulator: Fasi, Higham, Mikaitis and Pranesh, "Nume
 (2021), with none of the extra bits that later units keep, so that what is emulated is no better than what is built.
 CUDA cores round each multiply-add to nearest. The softmax is that of `flash_fwd`: online, tiles of 64 keys.
 
-The error is that of the promise (warpwave.precision): |out - exact| over |exact|, Euclidean norms over the whole output.
+The error is that of the promise (warpwave.precision): |out - exact| over |exact|, Euclidean norms of the whole output.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,7 +117,10 @@ def relative_errors(
     return (attention(q, k, v, arithmetic) - exact).norm(dim=(-2, -1)) / exact.norm(dim=(-2, -1))
 
 
-def measure(head_dims: tuple[int, ...], sizes: tuple[tuple[int, int, int], ...], seeds: int) -> Iterator[dict]:
+def measure(
+    head_dims: tuple[int, ...], sizes: tuple[tuple[int, int, int], ...], seeds: int
+) -> Iterator[dict[str, Any]]:
+    """One row a combination: the largest and the median error over all calls and seeds."""
     for arithmetic in ARITHMETICS:
         for head_dim in head_dims:
             for problems, rows, keys in sizes:
@@ -131,6 +135,7 @@ def measure(head_dims: tuple[int, ...], sizes: tuple[tuple[int, int, int], ...],
 
 
 def main() -> None:
+    """Writes one JSON object a line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=4)

@@ -31,7 +31,10 @@ from warpwave.problem import AttentionProblem, Causal  # noqa: E402
 PAGE = ROOT / "docs" / "support.md"
 FACTS = ROOT / "docs" / "support.toml"
 
-DTYPES = ("float16", "bfloat16", "float32", "float32:ieee", "float32:tf32x3", "float32:tf32")
+DTYPES = (
+    *("float16", "bfloat16", "float32", "float32:ieee", "float32:tf32x3", "float32:tf32", "float32:bf16x6"),
+    "float32:bf16x3",
+)
 DIMS = (
     *((16, 16), (40, 40), (59, 59), (64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)),
     *((320, 320), (512, 512)),

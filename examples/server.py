@@ -117,10 +117,11 @@ def plain_attention(rotary: Rotary) -> Attend:
 
 def train(model: Decoder, text: Tensor, seconds: float, rotary: Rotary) -> None:
     """Adam for as long as it is given; the learning rate falls to zero over that time."""
-    s, device, start = model.sizes, text.device, time.monotonic()
+    s, device = model.sizes, text.device
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01)
     g = torch.Generator().manual_seed(0)
-    attend, step, tokens = plain_attention(rotary), 0, 0
+    attend, step, tokens, loss = plain_attention(rotary), 0, 0, torch.zeros(())
+    start = time.monotonic()
     while (spent := time.monotonic() - start) < seconds:
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * min(1.0, (step + 1) / 20) * (1 - spent / seconds)

@@ -19,12 +19,12 @@ if not torch.cuda.is_available():
 # Kernels that nobody is served by unasked, and one in how many of their tests runs without a GPU in `make test`; all of
 # them run in `make test-full`, and on a GPU. An interpreted call takes tiled half a second and naive more than one. No
 # multiples of 3, so that the sample meets all three data sets.
-SAMPLED = {"tiled": 25, "naive": 50, "split_kv": 50, "large_head_dim": 100, "three_kernel": 100}
+SAMPLED = {"tiled": 25, "naive": 50, "split_kv": 100, "large_head_dim": 100, "three_kernel": 100}
 MAX_SKIPPED = 0.05  # of a kernel's tests; more means that the suite no longer says what it seems to say
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--soak", type=int, default=200, help="steps of the paged cache's soak test (100000 on a GPU)")
+    parser.addoption("--soak", type=int, default=100, help="steps of the paged cache's soak test (100000 on a GPU)")
 
 
 def pytest_configure(config: pytest.Config) -> None:

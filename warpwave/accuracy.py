@@ -1,4 +1,4 @@
-"""How accurate a float32 call is: which arithmetic serves it, what that promises, and what it keeps on this call's rows.
+"""How accurate a float32 call is: what computes it, what that promises, and what it keeps on this call's own rows.
 
 For `explain`. The promise is that of warpwave.precision; it is made for inputs no sharper than the conformance suite's,
 and only a measurement can say whether a call's own inputs are.
@@ -44,8 +44,8 @@ class Accuracy:
 def of_call(
     problem: AttentionProblem, gpu: Gpu, kernel: Any, config: Any, arithmetic: str, operands: Operands | None
 ) -> Accuracy | None:
-    """The accuracy of a call by the kernel that serves it; None for 16-bit inputs. With a budget and tensors at hand the
-    call is run once, and rows of it are compared.
+    """The accuracy of a call by the kernel that serves it; None for 16-bit inputs. With a budget and tensors at hand
+    the call is run once, and rows of it are compared.
 
     Args:
         operands: the tensors, or None where there are none or the kernel would run on another device than theirs.

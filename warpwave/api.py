@@ -264,7 +264,8 @@ def attention_with_kv_cache(
         longest = q.shape[1] if max_seqlen_q is None else max_seqlen_q
         commit, operands = cached_calls.prepare_new(cache, operands, longest, rows, k_new, v_new, rotary, seqlens_q)
     if checked:
-        cached_calls.check_contents(operands, options, serving)
+        appended = isinstance(cache, PagedKVCache) and k_new is not None
+        cached_calls.check_contents(operands, options, serving, appended)
     if run is None:
         run = cached_calls.make_plan(key, operands, options, serving, kernel, config)
     if commit is not None:

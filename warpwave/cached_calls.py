@@ -84,12 +84,13 @@ def check(operands: CachedOperands, options: Options, serving: Serving) -> Atten
     return problem
 
 
-def check_contents(operands: CachedOperands, options: Options, serving: Serving) -> None:
-    """What `checked=True` asks for: lengths, rows, page ids and the prefix, as they are on the device."""
+def check_contents(operands: CachedOperands, options: Options, serving: Serving, appended: bool) -> None:
+    """What `checked=True` asks for: lengths, rows, page ids and the prefix, as they are on the device; before the
+    queries' own tokens are there, where they will be `appended`."""
     problem = describe_cached_call(operands, options, serving.batch_invariant)
     check_cache_contents(problem, operands)
     if serving.shared_prefix:
-        _check_prefix(problem, operands, serving.shared_prefix)
+        _check_prefix(problem, operands, serving.shared_prefix, appended)
 
 
 def prepare_new(
@@ -198,7 +199,7 @@ def prefix_refusals(problem: AttentionProblem, shared_prefix: int) -> list[str]:
     return reasons
 
 
-def _check_prefix(problem: AttentionProblem, operands: CachedOperands, shared_prefix: int) -> None:
+def _check_prefix(problem: AttentionProblem, operands: CachedOperands, shared_prefix: int, appended: bool) -> None:
     """Raises InvalidInput naming the first sequence whose beginning is not the first one's, page by page, or that is
     too short for queries behind the prefix."""
     rows = list(range(problem.batch)) if operands.rows is None else operands.rows.tolist()
@@ -209,7 +210,8 @@ def _check_prefix(problem: AttentionProblem, operands: CachedOperands, shared_pr
     pages = -(-shared_prefix // problem.page_size)
     table = operands.page_table[:, :pages].tolist()
     for row, seqlen_q in zip(rows, seqlens_q, strict=True):
-        if used[row] - seqlen_q < shared_prefix - 1:
+        before = used[row] if appended else used[row] - seqlen_q  # tokens before the queries
+        if before < shared_prefix - 1:
             raise InvalidInput(
                 f"row {row} has {used[row]} tokens, {seqlen_q} of them queries; shared_prefix={shared_prefix} must lie "
                 "before them"

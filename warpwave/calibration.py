@@ -26,8 +26,8 @@ class Constants:
     Attributes:
         matrix: path of products -> share of the data sheet's rate that a loop with nothing else in it reaches; float16
             goes by bfloat16, tf32 in three products by `"tf32x3"`. A path that is not here has the share of `"other"`.
-        power: share of the data sheet's rate of 16-bit products that the card's power limit sustains on all SMs.
-        power_of_score: the products (FLOP) that draw as much as the exponential and the arithmetic of one score.
+        power: share of the data sheet's rate of 16-bit products that the power limit sustains with every SM at work.
+        power_of_score: the products (FLOP) that draw as much as the softmax of one score.
         softmax_ops: arithmetic of a score beside its exponential, in lanes x clocks.
         exposed: share of the shorter resources' time that the longest does not hide, 0 to 1.
         edge_steps: what the mask costs a tile of queries whose keys end at a diagonal or window, in steps over keys.

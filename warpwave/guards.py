@@ -2,8 +2,8 @@
 
 To read shape, stride, dtype and device of three tensors through Python costs more than to launch a kernel on them.
 torch has the same question for its compiler, answered in C++: dtype, device, sizes, strides, Python type, whether a
-gradient is wanted, and whether a mode or a transform is active. That guard is private to torch, so it is tried out once,
-and where it does not tell tensors apart as it should, there is none.
+gradient is wanted, and whether a mode or a transform is active. That guard is private to torch, so it is tried out
+once, and where it does not tell tensors apart as it should, there is none.
 """
 
 from __future__ import annotations

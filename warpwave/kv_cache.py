@@ -224,6 +224,11 @@ class PagedKVCache:
                 raise RuntimeError(
                     "rows are a list and a CUDA graph is being captured: pass cache.index(rows), made before that"
                 )
+            for row in key:
+                if not isinstance(row, int) or isinstance(row, bool):
+                    raise InvalidType(f"a row is {row!r}; rows are integers, as add() returns them")
+                if not 0 <= row < self.max_batch:
+                    raise InvalidInput(f"row {row} is none of the cache's {self.max_batch} rows")
             found = torch.tensor(key, dtype=torch.int32).to(self.device)
         self._indices[key] = found  # the latest last
         while len(self._indices) > MAX_INDICES:

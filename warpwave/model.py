@@ -311,10 +311,7 @@ class _Walk:
         )
         if step >= STEP["latency"]:
             busy = _longer(busy, from_l2)
-        # The power limit slows every step, but only as far as SMs draw power: fewer busy ones run at full clocks.
-        sms, items = self.where.sheet.num_sms, cost.items or cost.blocks
-        drawing = min(1.0, items / sms) if step >= STEP["idle SMs"] and items else 1.0
-        busy = max(busy, drawing * self._power_of(cost))
+        busy = max(busy, self._power_of(cost))
         time = self._on_sms(cost, busy, sum(resources) + from_l2, step)
         shared = [self._memory_us(self._memory_bytes(cost, step))]
         if step >= STEP["traffic"]:
@@ -379,11 +376,13 @@ class _Walk:
         return flops / (self.path.useful_tflops * share * 1e6)
 
     def _power_us(self, flops: float, scores: float) -> float:
-        """What the power limit allows of 16-bit products and their softmax, on all SMs."""
+        """What the power limit allows of 16-bit products and their softmax."""
         if constant_of(self.path.name, 1) != "bfloat16":
             return 0.0
         drawn = self.path.products * flops + self.where.constants.power_of_score * scores
-        return drawn / (self.path.tflops * self.where.constants.power * 1e6)
+        items, sms = self.cost.items or self.cost.blocks, self.where.sheet.num_sms
+        drawing = min(1.0, items / sms) if items else 1.0  # fewer busy SMs draw less, and run at full clocks
+        return drawing * drawn / (self.path.tflops * self.where.constants.power * 1e6)
 
     def _exponentials_us(self, count: float) -> float:
         rate = self.where.sheet.exponentials_gops
@@ -526,6 +525,7 @@ def _padding(problem: AttentionProblem, kernel: Any, config: Any, gpu: Gpu, cost
         total_q=0,
         total_k=0,
         lengths=None,
+        page_size=0,
     )
     heads = max(1.0, kernel.cost(whole, gpu, config).flops / whole.flops)
     total = max(1.0, cost.flops / (problem.flops * heads))

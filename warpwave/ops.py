@@ -69,8 +69,8 @@ def find_plan(key: tuple[Any, ...]) -> Run | None:
 
 
 def recall(operands: Operands, said: tuple[Any, ...]) -> Run | None:
-    """The plan of a call that was `remember`ed: `plan_key` and `find_plan` at a fraction of their cost, for calls with q,
-    k and v alone. None where there is none, and for anything unusual."""
+    """The plan of a call that was `remember`ed: `plan_key` and `find_plan` at a fraction of their cost, for calls that
+    give q, k and v alone. None where there is none, and for anything unusual."""
     q, k, v, *others = operands
     if others != _NO_OTHERS:
         return None

@@ -69,11 +69,11 @@ ARITHMETICS: dict[str, Arithmetic] = {
         ),
         Arithmetic(
             "bf16x6", "six products of three bfloat16 parts each, the three smallest left out", 6, ("bfloat16",), 24,
-            1e-7, 2.8e-7, 2.1e-9,
+            1e-7, 4.2e-7, 2.2e-9, 1e-9, 0.5,
         ),
         # Sums over head_dim and over the keys are rounded once for each element.
         Arithmetic(
-            "ieee", "float32 multiply-adds", 1, ("float32_matrix", "float32"), 24, 1e-7, 7e-7, 7.5e-9, 1.9e-8, 0.5
+            "ieee", "float32 multiply-adds", 1, ("float32_matrix", "float32"), 24, 1e-7, 9e-7, 7.5e-9, 1.9e-8, 0.5
         ),
     )
 }  # fmt: skip
@@ -165,8 +165,8 @@ TARGETS: tuple[Target, ...] = (
     ),
 )  # fmt: skip
 
-# Of a few rows the error is a few draws: single rows were seen almost six times as far off as many together.
-FEW_ROWS = 5.0
+# Of a few rows the error is a few draws: single rows were seen almost five times as far off as many together.
+FEW_ROWS = 4.0
 
 
 def target(gpu: Gpu) -> Target:

@@ -7,6 +7,7 @@ import warpwave
 from tests.bench.test_workloads import ROW, parse
 from warpwave.bench.correctness import Sample
 from warpwave.bench.inputs import MOST_INPUT_SETS, call_arguments, make_operands, sets_for_cold_cache
+from warpwave.bench.workloads import SuiteError
 from warpwave.problem import AttentionProblem
 
 PACKED = {"lengths": [7, [3, 12], 1, 100], "num_heads_q": 4, "head_dim": 16, "dtype": "float32"}
@@ -89,3 +90,30 @@ def test_enough_sets_to_leave_the_cache_cold() -> None:
     assert (sets - 1) * problem.compulsory_bytes < 4 * (50 << 20) <= sets * problem.compulsory_bytes
     assert sets_for_cold_cache(problem, 1) == 2
     assert sets_for_cold_cache(problem_of(ROW), 50 << 20) == MOST_INPUT_SETS
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("case", [DENSE, PACKED], ids=["dense", "packed"])
+def test_a_paged_cache_is_called_as_its_users_do_and_judged(case: dict[str, Any], page_size: int) -> None:
+    """The pages hold what the dense call reads, so both get the same result, which passes; another fails."""
+    from warpwave.bench.contenders import ours
+
+    problem = problem_of({**case, "causal": True, "page_size": page_size})
+    assert problem.page_size == page_size
+    operands = make_operands(problem, "cpu")
+    prepared = ours("eager", problem, operands)
+    out = prepared.to_out(prepared.call())
+    assert prepared.kernel == "eager"
+    sample = Sample(problem, operands)
+    assert sample.judge(out).passed
+    assert not sample.judge(out.roll(1, 0)).passed
+
+
+def test_paged_cases_have_names_and_are_checked() -> None:
+    suite = parse({**DENSE, "page_size": [16, 64]})
+    assert [c.name.endswith(f"page{n}") for c, n in zip(suite.cases, (16, 64), strict=True)] == [True, True]
+    for page_size in (0, 48, 2.5, True):
+        with pytest.raises(SuiteError, match="page_size must be a power of two"):
+            parse({**DENSE, "page_size": page_size})
+    with pytest.raises(SuiteError, match="a paged cache takes no mask"):
+        parse({**DENSE, "page_size": 16, "bias": True})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,16 +22,17 @@ from warpwave.roofline import data_sheet_rates
 SHEET = catalog()["h200"]
 RATES, SMS, PEAK = data_sheet_rates(SHEET), SHEET.num_sms, SHEET.peak_tflops["bfloat16"]
 LAUNCH_US = 2.5
+Formula = Callable[[float, float, int], float]  # of FLOP, bytes and blocks
 
 
-def _points(axis: str, time: object, blocks: int = 64) -> list[Point]:
+def _points(axis: str, time: Formula, blocks: int = 64) -> list[Point]:
     """Points of a real experiment's problems, their times by a formula of (flops, bytes, blocks)."""
     found = []
     for case in suite(axis, on_cpu=False, num_sms=SMS).cases:
         p = case.problem
         size = {"blocks": p.num_heads_q, "seqlen": p.seqlen_q, "head_dim": p.head_dim, "batch": p.batch}[axis]
         count = p.batch * p.num_heads_q * -(-p.seqlen_q // blocks)
-        us = time(p.flops, p.compulsory_bytes, count)  # type: ignore[operator]
+        us = time(p.flops, p.compulsory_bytes, count)
         found.append(Point(size, us, p.flops, p.compulsory_bytes, count))
     return found
 
@@ -57,10 +59,10 @@ def _constant(flops: float, size: float, count: int) -> float:
 
 @pytest.mark.parametrize("axis", ["seqlen", "batch", "head_dim"])
 @pytest.mark.parametrize(("formula", "cause"), [(_arithmetic, "arithmetic"), (_latency, "latency")])
-def test_what_grows_with_the_work_is_told_apart_by_its_rate(axis: str, formula: object, cause: str) -> None:
+def test_what_grows_with_the_work_is_told_apart_by_its_rate(axis: str, formula: Formula, cause: str) -> None:
     points = [
         replace(p, flops=p.flops * 100, bytes=p.bytes) for p in _points(axis, lambda f, b, c: formula(f * 100, b, c))
-    ]  # type: ignore[operator]
+    ]
     found = judge(axis, "planted", points, rates=RATES, peak_tflops=PEAK, num_sms=0)
     assert found is not None and found.end_cause == cause, found
 
@@ -114,6 +116,12 @@ def test_times_of_the_model_are_diagnosed_as_the_model_loses_them(axis: str) -> 
         assert found.end_cause in ("arithmetic", "latency") and found.law.exponent > 0.4
     assert found.end_cause in CAUSES and found.sentence.startswith("flash_fwd: time grows with")
     assert table([found]).rows
+
+
+def test_growth_beyond_the_work_is_a_cache_that_no_longer_holds() -> None:
+    points = [replace(p, time_us=(p.size / 128) ** 3) for p in _points("seqlen", _arithmetic)]
+    found = judge("seqlen", "planted", points)
+    assert found is not None and found.end_cause == "cache" and "more than the work" in found.sentence
 
 
 def test_fewer_than_three_sizes_say_nothing() -> None:

@@ -146,6 +146,7 @@ def test_lengths_and_causality_do_not_recompile() -> None:
     from warpwave.compiled import operands_without_memory
     from warpwave.hardware.gpu import Gpu
     from warpwave.kernels import flash_fwd
+    from warpwave.launch import Launch
     from warpwave.problem import AttentionProblem, Causal
 
     gpu = Gpu.for_arch("sm_90")
@@ -155,5 +156,70 @@ def test_lengths_and_causality_do_not_recompile() -> None:
         problem = AttentionProblem(**(fields | change))
         operands = operands_without_memory(problem)
         spec = flash_fwd.specify(problem, gpu, operands, operands.q, None, flash_fwd.Config(64, 64, 4, 3))
+        assert isinstance(spec, Launch)
         variants.append((spec.constants, spec.options))
     assert variants[0] == variants[1] == variants[2]
+
+
+# What each way of computing float32 products compiles to, by its default config: registers a thread, and bytes spilled.
+# On Hopper 128 registers on eight warps let two blocks share an SM. CDNA and RDNA spill nothing at these sizes.
+FLOAT32_FACTS: dict[tuple[str, str, int], tuple[int, int]] = {
+    ("sm_90", "bf16x3", 64): (128, 0),
+    ("sm_90", "bf16x6", 64): (128, 0),
+    ("sm_90", "bf16x3", 128): (255, 0),
+    ("sm_90", "bf16x6", 128): (255, 0),
+    ("sm_90", "bf16x6", 256): (255, 1200),
+    ("sm_90", "tf32", 64): (128, 0),
+    ("sm_90", "tf32x3", 64): (255, 16),
+    ("sm_80", "bf16x3", 64): (255, 0),
+    ("sm_80", "bf16x6", 64): (255, 0),
+    ("sm_86", "bf16x6", 128): (255, 320),
+    ("sm_100", "bf16x6", 64): (255, 0),
+    ("sm_120", "bf16x3", 128): (255, 160),
+    ("gfx908", "bf16x6", 64): (512, 0),
+    ("gfx90a", "tf32", 128): (512, 0),  # which bf16x3 stands for
+    ("gfx942", "bf16x6", 128): (512, 0),
+    ("gfx942", "tf32x3", 256): (512, 0),  # which bf16x6 stands for
+    ("gfx942", "tf32", 64): (512, 0),
+    ("gfx950", "bf16x3", 256): (512, 0),
+}
+
+
+@pytest.mark.parametrize(
+    "arch",
+    [
+        pytest.param(arch, marks=[] if arch in ("sm_90", "gfx942") else [pytest.mark.full])
+        for arch in dict.fromkeys(arch for arch, *_ in FLOAT32_FACTS)
+    ],
+)
+def test_float32_products_compile_within_limits(arch: str) -> None:
+    points = [point for point in FLOAT32_FACTS if point[0] == arch]
+    jobs = [job(arch, "float32", head_dim, "plain") for _, _, head_dim in points]
+    for a_job, (_, name, _) in zip(jobs, points, strict=True):
+        a_job["problem"]["precision"] = name
+    for facts, point in zip(compile_all(jobs), points, strict=True):
+        registers, spilled = FLOAT32_FACTS[point]
+        what = f"{point} {facts['config']}: {facts['registers']} registers, {facts['spill_bytes']} bytes spilled"
+        assert facts["registers"] <= registers and facts["spill_bytes"] <= spilled, what
+        assert facts["smem_bytes"] <= min(facts["smem_bound"], facts["smem_limit"]), what
+        attend = facts["launches"][-1]["instructions"]
+        assert matrix_instructions(attend, arch) > 0, f"{what}: no matrix instruction"
+        if arch == "sm_90":
+            assert attend.get("HGMMA", 0) > 0, f"{what}: not Hopper's own matrix instruction"
+        if facts["config"]["split_ahead"] and point == ("sm_90", "bf16x6", 64):
+            assert attend.get("LDGSTS", 0) > 0, "the parts are not copied asynchronously"
+            assert attend.get("F2F", 0) == 0, "parts are converted one by one"
+
+
+def test_triton_for_amd_takes_the_products_that_the_table_gives_it() -> None:
+    """tf32x3 nowhere, tf32 on gfx942 alone: why other arithmetics stand for them (warpwave.precision)."""
+    from triton.backends.amd.compiler import HIPBackend
+    from triton.backends.compiler import GPUTarget
+
+    from warpwave.hardware.gpu import Gpu
+    from warpwave.precision import target
+
+    for arch in (arch for arch in TARGETS if arch.startswith("gfx9")):
+        allowed = HIPBackend(GPUTarget("hip", arch, 64)).parse_options({}).allowed_dot_input_precisions
+        assert "tf32x3" not in allowed and {"ieee", "bf16x3", "bf16x6"} <= set(allowed)
+        assert ("tf32" in allowed) == ("tf32" in target(Gpu.for_arch(arch)).costs)

@@ -21,6 +21,8 @@ EDGES = "test_edges.py::"
 BAD = "test_bad_input.py::"
 GRADIENTS = "test_gradients.py::"
 GPU = "test_gpu.py::"
+PAGED, PAGED_BAD = "test_paged.py::", "test_paged_bad_input.py::"
+CACHE, STATES = "../test_kv_cache.py::", "../test_states.py::"
 
 TABLE = (
     # Edge cases and the expected behaviour
@@ -198,11 +200,48 @@ TABLE = (
         (BAD + "test_all_of_this_holds_without_assertions",),
         ("a check is an assertion",),
     ),
-)
-
-# Rows that come with what they are about: paged caches and merged partial results have no code yet.
-LATER = (
-    "zero-length item in a paged batch; NaN in unused pages (paged cache)",
-    "page table not int32, page size not positive, page id out of range, used length above capacity (paged cache)",
-    "lse of a wrong shape as an input (merging of partial results)",
+    # Paged caches and partial results
+    Row(
+        "empty sequence in a cache: its rows as above, the others bit-equal to a run without it",
+        (PAGED + "test_empty_sequences_do_not_matter", PAGED + "test_page_sizes_and_splits"),
+        ("sink left out where shares are merged", "sums of the shares not rescaled"),
+    ),
+    Row(
+        "NaN behind the used length and in unused pages: no effect, bit-equal",
+        (PAGED + "test_count", PAGED + "test_paged_equals_dense"),
+        ("cells beyond a sequence's used length attended to",),
+    ),
+    Row(
+        "paged equals dense with the same tiles and splits, whatever the pages",
+        (PAGED + "test_paged_equals_dense", PAGED + "test_retrieval", PAGED + "test_shared_and_evicted_pages"),
+        ("the page table of another row", "keys read from another cell of their page"),
+    ),
+    Row(
+        "splits: any number meets the gates, and merges what was written and nothing else",
+        (PAGED + "test_page_sizes_and_splits", PAGED + "test_every_cell_is_written_and_no_input"),
+        ("shares merged as if their maxima were equal", "what a share without keys never wrote is merged"),
+    ),
+    Row(
+        "page table not int32, page size not positive: an error",
+        (PAGED_BAD + "test_wrong_type", PAGED_BAD + "test_wrong_value"),
+        ("a page table of 64-bit integers let through",),
+    ),
+    Row(
+        "page ids, rows and lengths: named when checked, memory-safe when not",
+        (
+            PAGED_BAD + "test_wrong_contents_when_checked",
+            PAGED + "test_wrong_contents_unchecked_stay_inside_the_tensors",
+        ),
+        ("negative page ids let through", "lengths above the table's capacity let through"),
+    ),
+    Row(
+        "out of pages: an error before anything is written",
+        (CACHE + "test_out_of_pages_changes_nothing", CACHE + "test_a_call_that_is_refused_changes_nothing"),
+        ("lengths advanced though pages are missing",),
+    ),
+    Row(
+        "merging of partial results: natural LSE, any number of parts; an lse of a wrong shape or dtype is an error",
+        (STATES + "test_parts_merge_to_the_whole", STATES + "test_bad_input"),
+        ("merging of partial results in base two", "lse of another dtype let through"),
+    ),
 )

@@ -228,7 +228,7 @@ def test_a_gpu_kernel_by_name_without_a_gpu_names_found_and_needed() -> None:
 
 
 def test_all_of_this_holds_without_assertions() -> None:
-    """This file again, under `python -O` in a fresh process, where a check written as an assert is gone."""
+    """This file and that of paged caches again, under `python -O`: checks written as assertions are gone."""
     if sys.flags.optimize:
         pytest.skip("is running under python -O already")
     command = [
@@ -244,6 +244,7 @@ def test_all_of_this_holds_without_assertions() -> None:
         "-p",
         "no:xdist",
         __file__,
+        str(Path(__file__).with_name("test_paged_bad_input.py")),
     ]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     if run.returncode:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from warpwave.hardware.gpu import ARCHS, Gpu
 from warpwave.kernels import flash_fwd
 from warpwave.kernels.cost import visited_tiles
+from warpwave.launch import Launch
 from warpwave.problem import AttentionProblem, Causal
 
 PROBLEM = AttentionProblem(
@@ -69,6 +71,32 @@ def test_cost_counts_whole_tiles_and_every_read() -> None:
     assert cost.write_bytes == 2 * 300 * 4 * 64 * 2
 
 
+@pytest.mark.parametrize(("arithmetic", "parts"), [("bf16x3", 2), ("bf16x6", 3)])
+def test_splitting_ahead_costs_a_launch_and_its_parts(arithmetic: str, parts: int) -> None:
+    problem = replace(PROBLEM, dtype="float32", precision=arithmetic)
+    config = flash_fwd.Config(64, 32, 4, 2)
+    plain, ahead = (flash_fwd.cost(problem, H200, replace(config, split_ahead=a)) for a in (False, True))
+    keys, widths = 2 * 300 * 2, 128 + 64  # head_dim 80 is padded to 128, in the parts too
+    assert (plain.workspace_bytes, plain.launches) == (0, 1) and ahead.launches == 2
+    assert ahead.workspace_bytes == keys * parts * 2 * widths
+    assert ahead.write_bytes == plain.write_bytes + ahead.workspace_bytes
+    visited = 5 * 10 * 4 * 2
+    assert ahead.read_bytes - keys * 4 * (80 + 64) == plain.read_bytes + visited * 32 * (parts * 2 * widths - 4 * 144)
+    specified = _specified(problem, replace(config, split_ahead=True))
+    assert not isinstance(specified, Launch)
+    bytes_of = [t.numel() * t.element_size() for t in specified[0].tensors[2:] if t is not None]
+    assert sum(bytes_of) == ahead.workspace_bytes
+    tf32 = _specified(replace(problem, precision="tf32"), replace(config, split_ahead=True))
+    assert isinstance(tf32, Launch), "there is nothing to split"
+
+
+def _specified(problem: AttentionProblem, config: flash_fwd.Config) -> Any:
+    from warpwave.compiled import operands_without_memory
+
+    operands = operands_without_memory(problem)
+    return flash_fwd.specify(problem, H200, operands, operands.q, None, config)
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
@@ -102,6 +130,7 @@ def test_no_argument_wraps(seqlen_k: int, window: tuple[int, int]) -> None:
     )  # fmt: skip
     operands = operands_without_memory(problem)
     spec = flash_fwd.specify(problem, H200, operands, operands.q, None, flash_fwd.Config(16, 16, 4, 1))
+    assert isinstance(spec, Launch)
     # Behind the strides, and before the floats softmax_scale and softcap, stand left, right and heads_in_l2.
     *_, left, right, heads_in_l2, _, _ = spec.scalars
     tiles = -(-problem.seqlen_q // 16)

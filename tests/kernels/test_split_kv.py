@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from warpwave import explain
 from warpwave.hardware.gpu import ARCHS, Gpu
 from warpwave.kernels import partials, split_kv
 from warpwave.kernels.split_kv import Config
@@ -144,3 +145,14 @@ def test_cost_reads_keys_once_for_the_group() -> None:
 def test_pages_that_are_no_power_of_two_are_refused() -> None:
     (reason,) = split_kv.why_not(replace(DECODE, page_size=48), H200)
     assert "page_size is 48" in reason
+
+
+def test_explain_prints_the_splits_and_their_reason() -> None:
+    """For a cache split_kv serves, for a dense call where it is asked for; eager's part is to be named behind it."""
+    said = explain(replace(DECODE, page_size=16), gpu=H200)
+    assert said.kernel == "split_kv" and list(said.reasons) == ["split_kv", "eager"]
+    text = " ".join(str(said).split())
+    assert f"config keys in {said.config.num_splits} shares: 8 tiles of rows for 264 places on 132 SMs" in text
+    assert "cache in pages of 16" in text
+    given = explain(DECODE, gpu=H200, kernel="split_kv", config=Config(16, 64, 4, 2, 3))
+    assert "keys in 3 shares, as asked" in " ".join(str(given).split())

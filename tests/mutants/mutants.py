@@ -32,6 +32,7 @@ class Mutant(NamedTuple):
 
 
 FLASH, PRIMITIVES, EAGER = "kernels/flash_fwd.py", "kernels/primitives.py", "kernels/eager.py"
+SPLIT, PARTIALS = "kernels/split_kv_device.py", "kernels/partials.py"
 NAIVE, TILED, PASSES = "kernels/naive.py", "kernels/tiled.py", "kernels/three_passes.py"
 STORE = "tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=inside)"
 HIDE = 'scores = tl.where(visible, scores * scale_left, float("-inf"))'
@@ -108,12 +109,12 @@ OTHERS = [
         if acc is not None:
             total += acc
     elif PRECISION == "tf32x3":""",
-        "test_precision.py::test_a_budget_is_kept", "64-(64 and sharp", "bf16x3 does not keep 0.0001",
+        "test_precision.py::test_a_budget_is_kept", "d64 and sharp", "bf16x3 does not keep 0.0001",
     ),
     Mutant(
         "bf16x6 without the product of the middle parts", PRIMITIVES,
         "small = tl.dot(a[1], b[1], small)", "small = small + 0.0",
-        "test_precision.py::test_a_budget_is_kept", "64-(64 and sharp", "bf16x6 does not keep 1e-06",
+        "test_precision.py::test_a_budget_is_kept", "d64 and sharp", "bf16x6 does not keep 1e-06",
     ),
     Mutant(
         "tf32x3 without one of its cross products", PRIMITIVES,
@@ -130,7 +131,7 @@ OTHERS = [
     Mutant(
         "a budget is kept by whatever is cheapest", "precision.py",
         "if promised_error(name, problem) <= budget]", "if budget > 0]",
-        "test_precision.py::test_a_budget_is_kept", "64-(64 and sharp", "tf32 does not keep 0.0001",
+        "test_precision.py::test_a_budget_is_kept", "d64 and sharp", "tf32 does not keep 0.0001",
     ),
     Mutant(
         "scale of a padded head_dim", "checks.py",
@@ -374,6 +375,112 @@ OTHERS = [
         "return begin.to(tl.int64), tl.minimum(length, longest)", "return begin.to(tl.int64), length",
         "test_bad_input.py::test_wrong_contents_unchecked_stay_inside_the_tensors", "tiled",
         "a guard region was written",
+    ),
+    Mutant(
+        "cells beyond a sequence's used length attended to", SPLIT,
+        "seqlen_k = tl.minimum(tl.maximum(tl.load(seqused_k_ptr + row), 0), seqlen_k)", "seqlen_k = seqlen_k * 1",
+        "test_paged.py::test_count", "16-none-split_kv", "torch.equal",
+    ),
+    Mutant(
+        "the page table of another row", SPLIT,
+        "page_table_ptr += row * stride_table", "page_table_ptr += batch * stride_table",
+        "test_paged.py::test_retrieval", "16-split_kv", "torch.equal",
+    ),
+    Mutant(
+        "keys read from another cell of their page", SPLIT,
+        "(keys % PAGE_SIZE).to(tl.int64) * stride_kn", "(keys % PAGE_SIZE // 2 * 2).to(tl.int64) * stride_kn",
+        "test_paged.py::test_retrieval", "16-split_kv", "torch.equal",
+    ),
+    Mutant(
+        "keys that do not divide into the shares lost", SPLIT,
+        "tl.cdiv(tl.cdiv(tl.maximum(key_end - first, 0), BLOCK_N), num_splits) * BLOCK_N",
+        "tl.cdiv(tl.maximum(key_end - first, 0), BLOCK_N) // num_splits * BLOCK_N",
+        "test_paged.py::test_count", "16-none-split_kv", "torch.equal",
+    ),
+    Mutant(
+        "query heads of a group taken in turn", SPLIT,
+        "heads = kv_head * GROUP_SIZE + tile_rows % GROUP_SIZE",
+        "heads = kv_head + tile_rows % GROUP_SIZE * num_heads_kv",
+        "test_paged.py::test_retrieval", "16-split_kv", "torch.equal",
+    ),
+    Mutant(
+        "a prefix that is read for all read again for each", SPLIT,
+        "key_begin = tl.maximum(key_begin, first_key)", "key_begin = tl.maximum(key_begin, first_key * 0)",
+        "test_paged.py::test_a_shared_prefix_is_read_once", "False", "FAIL C LSE",
+    ),
+    Mutant(
+        "the last block merges the shares as if their maxima were equal", SPLIT,
+        "acc = acc * scale[:, None] + some * scale_part[:, None]", "acc = acc * scale[:, None] + some",
+        "test_paged.py::test_page_sizes_and_splits", "16 and last", "FAIL B2 RMS of out",
+    ),
+    Mutant(
+        "sums of the shares not rescaled", PARTIALS,
+        "l_i * scale + l_other * scale_other, scale", "l_i * scale + l_other, scale",
+        "test_paged.py::test_page_sizes_and_splits", "16-three", "FAIL C LSE",
+    ),
+    Mutant(
+        "shares merged as if their maxima were equal", PARTIALS,
+        "tl.sum(weight[:, None] * some, 0", "tl.sum(some, 0",
+        "test_paged.py::test_page_sizes_and_splits", "16-three", "FAIL B2 RMS of out",
+    ),
+    Mutant(
+        "what a share without keys never wrote is merged", PARTIALS,
+        "loaded = (there & (l != 0.0))[:, None]", "loaded = there[:, None]",
+        "test_paged.py::test_every_cell_is_written_and_no_input", "three-page16", "isnan",
+    ),
+    Mutant(
+        "sink left out where shares are merged", PARTIALS,
+        "join(m_i, l_i, sink_log2, 1.0)", "join(m_i, l_i, sink_log2, 0.0)",
+        "test_paged.py::test_page_sizes_and_splits", "16-three", "FAIL C LSE",
+    ),
+    Mutant(
+        "a plan of a cached call kept without what was said", "api.py",
+        "(said, causal.__class__, serving, kernel, config, rotary is None)",
+        "(serving, kernel, config, rotary is None)",
+        "test_paged.py::test_masks", "split_kv and False", "FAIL",
+    ),
+    Mutant(
+        "negative page ids let through", "checks.py",
+        "if not 0 <= pages[row][i] < num_pages:", "if not pages[row][i] < num_pages:",
+        "test_paged_bad_input.py::test_wrong_contents_when_checked", "negative", "a kernel was bound",
+    ),
+    Mutant(
+        "lengths above the table's capacity let through", "checks.py",
+        "if not 0 <= used[row] <= capacity:", "if not 0 <= used[row]:",
+        "test_paged_bad_input.py::test_wrong_contents_when_checked", "capacity", "not in",
+    ),
+    Mutant(
+        "a page table of 64-bit integers let through", "checks.py",
+        '"page_table": (torch.int32,),', '"page_table": (torch.int32, torch.int64),',
+        "test_paged_bad_input.py::test_wrong_type", "long and page", "",
+    ),
+    Mutant(
+        "a shared page written in place", "kv_cache.py",
+        "if self._references[page] - references[page] > 1:", "if self._references[page] - references[page] > 99:",
+        "../test_kv_cache.py::test_forks_share_pages_until_one_writes", "7", "assert",
+    ),
+    Mutant(
+        "lengths advanced though pages are missing", "kv_cache.py",
+        "            raise OutOfPages(needed, len(self._free), self.num_pages)\n",
+        "            self._of(rows[0]).length += 1\n"
+        "            raise OutOfPages(needed, len(self._free), self.num_pages)\n",
+        "../test_kv_cache.py::test_out_of_pages_changes_nothing", "", "state(cache)",
+    ),
+    Mutant(
+        "new keys turned the wrong way", "kernels/append_kv.py",
+        "x = x * cos + tl.where(first, -y, y) * sin", "x = x * cos + tl.where(first, y, -y) * sin",
+        "../test_kv_cache.py::test_the_kernel_writes_what_torch_writes", "halves and dtype0",
+        "Tensor-likes are not close",
+    ),
+    Mutant(
+        "merging of partial results in base two", "states.py",
+        "weights = torch.exp(lse - shift)", "weights = torch.exp2(lse - shift)",
+        "../test_states.py::test_parts_merge_to_the_whole", "3", "Tensor-likes are not close",
+    ),
+    Mutant(
+        "lse of another dtype let through", "states.py",
+        "if lse.dtype != torch.float32:", "if not lse.dtype.is_floating_point:",
+        "../test_states.py::test_bad_input", "", "DID NOT RAISE",
     ),
     Mutant(
         "the last of 65,536 programs lost", FLASH,

@@ -11,12 +11,22 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
-from warpwave import InvalidType, UnsupportedProblem, attention, attention_varlen, explain
+from warpwave import (
+    CacheLayer,
+    InvalidInput,
+    InvalidType,
+    UnsupportedProblem,
+    attention,
+    attention_varlen,
+    attention_with_kv_cache,
+    explain,
+)
 from warpwave.bench.inputs import call_arguments
 from warpwave.bench.peers import PEERS, Peer, PeerUnavailable, Prepared
 from warpwave.bench.records import OURS, YARDSTICK
+from warpwave.hardware.gpu import current_gpu
 from warpwave.kernels.triton_or_stub import NO_TRITON, jit, tl
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.problem import AttentionProblem, CachedOperands, Operands
 
 EMPTY_KERNEL = YARDSTICK + "empty_kernel"
 
@@ -30,18 +40,27 @@ def contenders(kernels: Sequence[str], peers: Sequence[str]) -> dict[str, Peer]:
     return {OURS + kernel: partial(ours, kernel) for kernel in kernels} | {name: PEERS[name] for name in peers}
 
 
-def ours(kernel: str, problem: AttentionProblem, operands: Operands) -> Prepared:
+def ours(kernel: str, problem: AttentionProblem, operands: Operands | CachedOperands) -> Prepared:
     """Our own contender: the public call, as a user writes it."""
     options = {"kernel": kernel, **call_arguments(problem, operands)}
-    function = attention_varlen if problem.packed else attention
+    function: Any
+    tensors: tuple[Any, ...]
+    if isinstance(operands, CachedOperands):
+        function = attention_with_kv_cache
+        tensors = (operands.q, CacheLayer(operands.k, operands.v, operands.page_table, operands.seqused_k))
+    else:
+        function, tensors = attention_varlen if problem.packed else attention, operands[:3]
     # Without return_lse the public call returns a tensor, which its type does not say.
-    call = cast(Callable[[], Tensor], partial(function, operands.q, operands.k, operands.v, **options))
+    call = cast(Callable[[], Tensor], partial(function, *tensors, **options))
     try:
         call()
-        explanation = explain(operands.q, operands.k, operands.v, **options)
+        if problem.page_size:
+            explanation = explain(problem, kernel=kernel, gpu=current_gpu(operands.q.device))
+        else:
+            explanation = explain(*tensors, **options)
     except UnsupportedProblem as error:
         raise PeerUnavailable("; ".join(error.reasons.get(kernel, [])) or str(error)) from error
-    except InvalidType as error:  # a GPU kernel for CPU tensors
+    except (InvalidType, InvalidInput) as error:  # a GPU kernel for CPU tensors, or one that reads no cache
         raise PeerUnavailable(f"{type(error).__name__}: {error}") from error
     return Prepared(
         call,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,7 +128,7 @@ class Sample:
         return math.sqrt(mean_square), max(e.abs().max().item() for e in errors)
 
 
-def _part(problem: AttentionProblem, operands: Operands, sequence: int, seed: int) -> _Part:
+def _part(problem: AttentionProblem, operands: Any, sequence: int, seed: int) -> _Part:
     """Some rows and heads of one sequence, as a call of their own."""
     device = operands.q.device
     seqlen_q, seqlen_k = list(problem.items())[sequence]
@@ -139,10 +140,11 @@ def _part(problem: AttentionProblem, operands: Operands, sequence: int, seed: in
         return (x[start_q + rows] if problem.packed else x[sequence, rows])[:, heads]
 
     kv_heads = heads // (problem.num_heads_q // problem.num_heads_kv)
-    k, v = (
-        (x[start_k : start_k + seqlen_k] if problem.packed else x[sequence])[:, kv_heads]
-        for x in (operands.k, operands.v)
-    )
+    at: Any = slice(start_k, start_k + seqlen_k) if problem.packed else sequence
+    if problem.page_size:
+        keys = torch.arange(seqlen_k, device=device)
+        at = (operands.page_table[sequence, keys // problem.page_size].long(), keys % problem.page_size)
+    k, v = (x[at][:, kv_heads] for x in (operands.k, operands.v))
     # Rows picked out of their order keep what depends on position as a boolean mask and, for ALiBi, as a bias.
     distance = torch.arange(seqlen_k, device=device) - rows[:, None]  # [rows, seqlen_k]
     visible = _visible(problem, operands, sequence, rows, heads, distance, (seqlen_q, seqlen_k))
@@ -164,6 +166,7 @@ def _part(problem: AttentionProblem, operands: Operands, sequence: int, seed: in
         total_k=0,
         lengths=None,
         mask_visible_pairs=None,
+        page_size=0,
     )
     sinks = None if operands.sinks is None else operands.sinks[heads]
     cut = Operands(take(operands.q)[None], k[None], v[None], mask=visible, bias=bias, sinks=sinks)

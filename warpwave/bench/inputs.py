@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 
 from warpwave.bench.workloads import default_scale, padded_length
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.problem import AttentionProblem, CachedOperands, Operands
 
 MOST_INPUT_SETS = 64
 CACHES_FILLED = 4  # inputs that are to be cold cycle through this many times L2's size
 
 
-def make_operands(problem: AttentionProblem, device: torch.device | str, *, seed: int = 0) -> Operands:
-    """Inputs from N(0, 1), the same for the same problem, seed and kind of device. Zeros would run faster than data."""
+def make_operands(problem: AttentionProblem, device: torch.device | str, *, seed: int = 0) -> Any:
+    """Inputs from N(0, 1), the same for the same problem, seed and kind of device. Zeros would run faster than data.
+
+    `Operands`, or `CachedOperands` for a problem on a paged cache.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     dtype = getattr(torch, problem.dtype)
 
@@ -28,6 +31,8 @@ def make_operands(problem: AttentionProblem, device: torch.device | str, *, seed
     q = normal(*rows_q, problem.num_heads_q, problem.head_dim)
     k = normal(*rows_k, problem.num_heads_kv, problem.head_dim)
     v = normal(*rows_k, problem.num_heads_kv, problem.head_dim_v)
+    if problem.page_size:
+        return _in_pages(problem, q, k, v, generator, device)
     return Operands(
         q,
         k,
@@ -41,12 +46,47 @@ def make_operands(problem: AttentionProblem, device: torch.device | str, *, seed
     )
 
 
-def call_arguments(problem: AttentionProblem, operands: Operands) -> dict[str, Any]:
-    """What follows q, k and v in a call of `attention`, or `attention_varlen` for a packed problem: what is not off."""
+def _in_pages(
+    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, generator: torch.Generator, device: torch.device | str
+) -> CachedOperands:
+    """The same keys and values in pages that lie in no order, as they do after a server has run for a while."""
+    lengths = [n for _, n in problem.items()]
+    size = problem.page_size
+    counts = [-(-n // size) for n in lengths]
+    order = torch.randperm(sum(counts), generator=generator, device=device)
+    table = torch.zeros(problem.batch, -(-problem.seqlen_k // size), dtype=torch.int32, device=device)
+    pools = []
+    for x in (k, v):
+        pool = x.new_zeros(len(order), size, *x.shape[-2:])
+        first = page = 0
+        for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            tokens = x[first : first + length] if problem.packed else x[b]
+            pages = order[page : page + count]
+            table[b, :count] = pages.to(torch.int32)
+            padded = torch.nn.functional.pad(tokens, (0, 0, 0, 0, 0, count * size - length))
+            pool[pages] = padded.unflatten(0, (count, size))
+            first, page = first + length, page + count
+        pools.append(pool)
+    return CachedOperands(
+        q,
+        pools[0],
+        pools[1],
+        alibi_slopes=None if problem.alibi_shape is None else _slopes(problem, device),
+        sinks=torch.randn(problem.num_heads_q, generator=generator, device=device) if problem.has_sinks else None,
+        cu_seqlens_q=_offsets([q for q, _ in problem.items()], device) if problem.packed else None,
+        page_table=table,
+        seqused_k=torch.tensor(lengths, dtype=torch.int32, device=device),
+    )
+
+
+def call_arguments(problem: AttentionProblem, operands: Operands | CachedOperands) -> dict[str, Any]:
+    """What follows q, k and v in a call of `attention`, or `attention_varlen` for a packed problem, or q and the cache
+    in one of `attention_with_kv_cache`: what is not off."""
+    of_cache = ("page_table", "seqused_k")
     arguments: dict[str, Any] = {
         name: tensor
         for name, tensor in operands._asdict().items()
-        if name not in ("q", "k", "v") and tensor is not None
+        if name not in ("q", "k", "v", *of_cache) and tensor is not None
     }
     if problem.packed:
         arguments |= {"max_seqlen_q": problem.seqlen_q, "max_seqlen_k": problem.seqlen_k}
@@ -60,6 +100,8 @@ def call_arguments(problem: AttentionProblem, operands: Operands) -> dict[str, A
         arguments["softmax_scale"] = problem.softmax_scale
     if problem.precision != "default":
         arguments["precision"] = problem.precision
+    if problem.error_budget is not None:
+        arguments["precision"] = problem.error_budget
     return arguments
 
 

@@ -26,12 +26,14 @@ from warpwave.roofline import Rates, figure, product_path, us
 AXES = ("blocks", "seqlen", "head_dim", "batch")
 FLAT = 0.25  # an exponent below this is no growth
 BUSY = 0.4  # share of a data sheet's or measured rate from which on a resource is what binds
+STEEP = 0.5  # an exponent above the work's by more is not the work
 FIXED = 0.5  # share of a time that no size changes, from which on it is the cause
 CAUSES = {
     "idle SMs": "SMs were idle: what was added ran beside what was there",
     "launch": "a cost that no size changes: the launch, or the first and last wave",
     "bandwidth": "bytes: the memory is what binds",
     "arithmetic": "products: the units that multiply are what binds",
+    "cache": "more than the work: something leaves a cache, or is done again",
     "latency": "the loop itself: it grows with the work, and no unit is near its rate",
 }
 
@@ -222,6 +224,9 @@ def _end_cause(
     reached = f"{figure(tflops)} TFLOP/s"
     reached += f", {products:.0%} of the rate" if peak_tflops else ""
     reached += f"; {figure(gbps)} GB/s" + (f", {memory:.0%}" if memory else "")
+    of_work = power_law([p.size for p in pts[-2:]], [p.flops for p in pts[-2:]]).exponent
+    if steps[-1] > of_work + STEEP:
+        return "cache", f"the last step grows ^{steps[-1]:.2f} where the work grows ^{of_work:.2f}; {reached}"
     if max(memory, products) >= BUSY:
         return ("bandwidth" if memory > products else "arithmetic"), reached
     if num_sms and 0 < last.blocks < num_sms:

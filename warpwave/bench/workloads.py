@@ -16,6 +16,7 @@ follows from the rest (`num_heads_kv` from `num_heads_q`, `seqlen_k` from `seqle
     lengths         of packed sequences, in place of batch and seqlen: a number, or [queries, keys] where they differ
     softcap, softmax_scale, precision
     sinks, alibi, bias      true: one value a head, one slope a head, a full (num_heads_q, seqlen_q, seqlen_k)
+    page_size       keys and values lie in a paged cache, in pages of so many tokens (a power of two), shuffled
     mask            "padding": keys behind each sequence's own length are hidden; "random": every second pair
     hot             true: one set of inputs, which stays in L2 where it fits; false: L2 is cold at every call;
                     left out: hot where calls are so short that a graph is replayed, else cold
@@ -45,7 +46,8 @@ REQUIRED = ("num_heads_q", "head_dim", "dtype")
 DENSE = ("batch", "seqlen_q")
 SIZES = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")
 SWITCHES = ("sinks", "alibi", "bias", "hot")
-OPTIONS = ("causal", "window_size", "lengths", "softcap", "softmax_scale", "precision", "mask", *SWITCHES, "goal")
+SCORES = ("causal", "window_size", "softcap", "softmax_scale", "precision", "mask")
+OPTIONS = (*SCORES, "lengths", "page_size", *SWITCHES, "goal")
 KEYS = (*SIZES, "dtype", *OPTIONS)
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 MASKS = ("padding", "random")
@@ -162,10 +164,14 @@ def case_name(problem: AttentionProblem, hot: bool | None = None) -> str:
         parts.append(f"{_mask_kind(problem)}-mask")
     if problem.bias_shape is not None:
         parts.append("bias")
+    if problem.page_size:
+        parts.append(f"page{problem.page_size}")
     if problem.softmax_scale != default_scale(problem.head_dim):
         parts.append(f"scale{problem.softmax_scale:g}")
     if problem.precision != "default":
         parts.append(problem.precision)
+    if problem.error_budget is not None:
+        parts.append(f"error{problem.error_budget:g}")
     if hot is not None:
         parts.append("hot" if hot else "cold")
     return " ".join(parts)
@@ -254,9 +260,12 @@ def _problem(fields: dict[str, Any], where: str) -> AttentionProblem:
         if not _is_number(value) or value < 0:
             raise SuiteError(f"{where}: {key} must be a finite number >= 0, got {value!r}")
     precision = fields.get("precision", "default")
-    if precision not in PRECISIONS or (precision != "default" and fields["dtype"] != "float32"):
+    budget = precision if _is_number(precision) and 0 < precision < 1 else None
+    named = budget is None
+    if (named and precision not in PRECISIONS) or (precision != "default" and fields["dtype"] != "float32"):
         raise SuiteError(
-            f"{where}: precision must be one of {', '.join(PRECISIONS)}, and is for float32, got {precision!r}"
+            f"{where}: precision must be one of {', '.join(PRECISIONS)}, or a relative error between 0 and 1, and is "
+            f"for float32, got {precision!r}"
         )
     heads_q = fields["num_heads_q"]
     heads_kv = fields.get("num_heads_kv", heads_q)
@@ -267,6 +276,11 @@ def _problem(fields: dict[str, Any], where: str) -> AttentionProblem:
         raise SuiteError(f"{where}: mask must be one of {', '.join(MASKS)}, got {mask!r}")
     if lengths is not None and (mask is not None or fields.get("bias", False)):
         raise SuiteError(f"{where}: packed sequences take no mask and no bias")
+    page_size = fields.get("page_size", 0)
+    if "page_size" in fields and (type(page_size) is not int or page_size < 1 or page_size & (page_size - 1)):
+        raise SuiteError(f"{where}: page_size must be a power of two, got {page_size!r}")
+    if page_size and (mask is not None or fields.get("bias", False)):
+        raise SuiteError(f"{where}: a paged cache takes no mask and no bias")
     mask_shapes = {"padding": (batch, 1, 1, seqlen_k), "random": (1, 1, seqlen_q, seqlen_k), None: None}
     bias = fields.get("bias", False)
     problem = AttentionProblem(
@@ -287,11 +301,13 @@ def _problem(fields: dict[str, Any], where: str) -> AttentionProblem:
         alibi_shape=(heads_q,) if fields.get("alibi", False) else None,
         softcap=float(softcap),
         has_sinks=fields.get("sinks", False),
-        precision=precision,
+        precision=precision if named else "default",
+        error_budget=budget,
         packed=lengths is not None,
         total_q=0 if lengths is None else sum(q for q, _ in lengths),
         total_k=0 if lengths is None else sum(k for _, k in lengths),
         lengths=lengths,
+        page_size=page_size,
     )
     return _with_padding_counted(problem) if mask == "padding" else problem
 

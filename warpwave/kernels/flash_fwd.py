@@ -511,9 +511,7 @@ def specify(
     *outer, tokens, heads, _ = operands.k.shape
     rows = (*outer, heads, tokens)
     widths = padded(problem.head_dim), padded(problem.head_dim_v)
-    k, v = (
-        torch.empty((PARTS[arithmetic], *rows, width), dtype=torch.bfloat16, device=out.device) for width in widths
-    )
+    k, v = (torch.empty((PARTS[arithmetic], *rows, width), dtype=torch.bfloat16, device=out.device) for width in widths)
     split = launch.Launch(
         kernel=split_kernel,
         grid=2 * -(-math.prod(rows) // SPLIT_ROWS),
@@ -702,20 +700,31 @@ def _bytes_per_score(problem: AttentionProblem) -> int:
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """What one launch moves and computes: whole tiles, padding included; K and V once for each query tile."""
+    """What one launch moves and computes: whole tiles, padding included; K and V once for each query tile. Split ahead,
+    also what the first launch reads, and the parts that it writes."""
     size = DTYPE_BYTES[problem.dtype]
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     visited = visited_tiles(problem, config.block_m, config.block_n)
     scores = visited * config.block_m * config.block_n
     rows = problem.rows * problem.num_heads_q
+    arithmetic = dot_precision(problem, gpu)
+    workspace = split_reads = 0
+    key_bytes = size * (problem.head_dim + problem.head_dim_v)
+    if config.split_ahead and arithmetic in PARTS:
+        keys = (problem.total_k if problem.packed else problem.batch * problem.seqlen_k) * problem.num_heads_kv
+        split_reads, key_bytes = keys * key_bytes, 2 * PARTS[arithmetic] * (block_d + block_dv)
+        workspace = keys * key_bytes
+    key_reads = visited * config.block_n * key_bytes
     return Cost(
         blocks=-(-problem.seqlen_q // config.block_m) * problem.num_heads_q * problem.batch,
         flops=2 * scores * (block_d + block_dv),
         exponentials=scores,
-        read_bytes=size * (rows * problem.head_dim + visited * config.block_n * (problem.head_dim + problem.head_dim_v))
-        + scores * _bytes_per_score(problem),
-        write_bytes=rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0)),
+        read_bytes=size * rows * problem.head_dim + key_reads + split_reads + scores * _bytes_per_score(problem),
+        write_bytes=rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0)) + workspace,
         smem_bytes=smem_bytes(problem, gpu, config),
+        workspace_bytes=workspace,
+        scratch_bytes=key_reads + workspace if workspace else 0,
+        launches=2 if workspace else 1,
         steps=visited,
         longest=-(-problem.seqlen_k // config.block_n),
         threads=config.num_warps * gpu.warp_size,

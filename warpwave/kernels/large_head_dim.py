@@ -169,7 +169,7 @@ def _merge(
     spec = partials.specify_merge(problem, config.num_splits, acc, state, out, lse, sinks)
     width = padded(problem.head_dim_v)
     constants = dict(spec.constants) | {"PARTS": max(1, min(partials.PARTS_AT_ONCE, 4096 // width))}
-    return spec._replace(constants=constants, options=dict(spec.options) | {"num_warps": min(8, max(2, width // 256))})
+    return spec._replace(constants=constants, options=dict(spec.options) | {"num_warps": min(8, max(4, width // 128))})
 
 
 def _constants(
@@ -392,6 +392,7 @@ def _visited(problem: AttentionProblem, config: Config, heads: int) -> tuple[int
 # Configs --------------------------------------------------------------------------------------------------------------
 
 FILLED = 132  # blocks that keep a GPU busy where it is not known how many multiprocessors it has
+TENSOR_MEMORY_COLUMNS = 512
 MAX_SPLITS_BYTES = 64 * 1024**2  # of states that await their merge: they should not leave L2
 
 
@@ -408,6 +409,11 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
 
 
 def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
+    if gpu.capability in (100, 103) and config.q_resident and config.block_m >= 64:
+        # Accumulators and scores lie in tensor memory, whose columns are counted; beyond, no code is made.
+        block_v, v_pieces = _columns(problem, config)
+        if block_v * v_pieces + config.block_n > TENSOR_MEMORY_COLUMNS:
+            return False
     return smem_bytes(problem, gpu, config) <= gpu.smem_per_block_bytes
 
 
@@ -471,17 +477,31 @@ def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
     elif rows <= 16:
         # One row of K and V is read for 16 rows at most: what counts is how many bytes are under way.
         config = Config(16, 32 if wide else 16, _block_d(problem, 64), parts, 1, problem.head_dim <= 1024, 4, 2)
-    elif gpu.capability in (90, 100, 103) and problem.head_dim <= 512 and parts == 1:
-        config = Config(64, 32, _block_d(problem, 128), parts, 1, True, 8, 2)
+    elif gpu.vendor == "amd":
+        config = Config(64, 32, _block_d(problem, 64), parts, 1, False, 4, 2)
     else:
-        config = Config(64, 32, _block_d(problem, 64), parts, 1, False, 4 if gpu.vendor == "amd" else 8, 2)
+        config = Config(64, 32, _block_d(problem, 128), parts, 1, True, 8, 2)
+        if gpu.capability != 90 or not _fits(problem, gpu, config):
+            config = replace(config, q_resident=False, block_d=_block_d(problem, 64))
+        if gpu.capability != 90:
+            config = _lighter(problem, config)
     return replace(config, num_splits=_num_splits(problem, gpu, config))
+
+
+def _lighter(problem: AttentionProblem, config: Config) -> Config:
+    """With fewer keys or rows where what comes beside a tile takes its registers: addresses of rows that are read one
+    element at a time, of many narrow pieces, of a mask or bias, of packed sequences."""
+    if problem.head_dim % 8 or problem.head_dim_v % 8:
+        return replace(config, block_m=32)
+    beside = problem.packed or problem.mask_shape is not None or problem.bias_shape is not None
+    return replace(config, block_n=16) if beside or problem.head_dim_v % 128 or problem.head_dim % 128 else config
 
 
 def _num_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """So many that the grid fills the GPU once, each with two tiles of keys at the least. Where a result must not
     depend on its neighbours in the batch, as many as for a sequence alone."""
-    blocks = _row_tiles(problem, config) * config.v_parts * (1 if problem.batch_invariant else max(1, problem.batch))
+    others = 1 if problem.batch_invariant else max(1, problem.batch)
+    blocks = _row_tiles(problem, config) * config.v_parts * others
     wanted = (2 if gpu.vendor == "interpreter" else gpu.num_sms or FILLED) // max(1, blocks)
-    bytes_each = max(1, partials.workspace_bytes(problem, 1))
+    bytes_each = max(1, partials.workspace_bytes(problem, 1) * others // max(1, problem.batch))
     return max(1, min(wanted, problem.seqlen_k // (2 * config.block_n), MAX_SPLITS_BYTES // bytes_each))

@@ -141,14 +141,14 @@ def operand(x, PRECISION: tl.constexpr, IS_NVIDIA: tl.constexpr):
     elif PRECISION == "tf32x3":
         high = (x.to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
         rest = ((x - high).to(tl.int32, bitcast=True) + 0x1000) & -0x2000
-        parts = (high, rest.to(tl.float32, bitcast=True))
+        parts = (high, rest.to(tl.float32, bitcast=True))  # type: ignore[assignment]
     elif PRECISION == "bf16x3":
         high, rest = bfloat16_part(x, IS_NVIDIA)
-        parts = (high, bfloat16_part(rest, IS_NVIDIA)[0])
+        parts = (high, bfloat16_part(rest, IS_NVIDIA)[0])  # type: ignore[assignment]
     elif PRECISION == "bf16x6":
         high, rest = bfloat16_part(x, IS_NVIDIA)
         middle, rest = bfloat16_part(rest, IS_NVIDIA)
-        parts = (high, middle, bfloat16_part(rest, IS_NVIDIA)[0])
+        parts = (high, middle, bfloat16_part(rest, IS_NVIDIA)[0])  # type: ignore[assignment]
     else:
         parts = (x,)
     return parts
@@ -164,7 +164,7 @@ def load_parts(pointers, stride_part, rows, columns, row_begin, row_end, PRECISI
     if PRECISION == "bf16x6":
         parts = (high, next_, load_tile(pointers + 2 * stride_part, rows, columns, row_begin, row_end, 0, False))
     else:
-        parts = (high, next_)
+        parts = (high, next_)  # type: ignore[assignment]
     return parts
 
 
@@ -176,7 +176,7 @@ def only_rows(parts, keep, PRECISION: tl.constexpr):
     if PRECISION == "bf16x6":
         kept = (high, next_, tl.where(keep, parts[2], 0.0))
     else:
-        kept = (high, next_)
+        kept = (high, next_)  # type: ignore[assignment]
     return kept
 
 

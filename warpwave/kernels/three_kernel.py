@@ -18,8 +18,9 @@ from out and lse. It adds to tiled the bounded workspace, 16-bit P, and torch's 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -155,6 +156,31 @@ def bind(
         InvalidInput: the config's workspace does not hold one tile of queries.
         UnsupportedProblem: the config asks torch for a product it cannot compute.
     """
+    make, run_stage = _stages(problem, operands, config)
+
+    def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+        out, lse, workspace = make()
+        run_stage(STAGES, operands, out, lse, workspace)
+        return out, lse
+
+    return run
+
+
+def stage_calls(problem: AttentionProblem, operands: Operands, config: Config) -> dict[str, Callable[[], None]]:
+    """Each stage of a call alone, over all its chunks in one workspace, to be timed; run in order for a single chunk,
+    they are the call. Stages that the config has none of are left out."""
+    make, run_stage = _stages(problem, operands, config)
+    out, lse, workspace = make()
+    run_stage(STAGES, operands, out, lse, workspace)
+    there = [stage for stage in STAGES if stage != "softmax" or config.scores != "fused"]
+    return {stage: partial(run_stage, (stage,), operands, out, lse, workspace) for stage in there}
+
+
+STAGES = ("scores", "softmax", "values")
+
+
+def _stages(problem: AttentionProblem, operands: Operands, config: Config) -> tuple[Callable[..., Any], ...]:
+    """`make() -> (out, lse, workspace)` and `run_stage(which stages, operands, out, lse, workspace)`, all compiled."""
     problem = _with_lse(problem)
     device, gpu = operands.q.device, current_gpu(operands.q.device)
     if reasons := _library_cannot(problem, gpu, config):
@@ -164,9 +190,12 @@ def bind(
         )
     cut = plan(problem, config)
     allocate, straight = allocator(problem, operands.q), straightener(operands)
+
+    def make() -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]:
+        return (*allocate(), allocate_workspace(problem, config, cut, device))
+
     with torch.no_grad():
-        out, lse = allocate()
-        workspace = allocate_workspace(problem, config, cut, device)
+        out, lse, workspace = make()
         launchers = [
             tuple(None if spec is None else launch.bind(spec) for spec in launches)
             for launches in _launches(problem, gpu, straight(operands), out, lse, config, cut, workspace)
@@ -174,28 +203,29 @@ def bind(
     del out, lse, workspace
     arithmetic = dot_precision(problem, gpu)
 
-    def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run_stage(
+        stages: Sequence[str],
+        operands: Operands,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        workspace: dict[str, Any],
+    ) -> None:
         q, k, v, mask, bias, slopes, sinks, *ends = straight(operands)
-        out, lse = allocate()
-        workspace = allocate_workspace(problem, config, cut, device)
-        raw, p, row_scale = workspace["scores"], workspace["p"], workspace["row_scale"]
-        tile_max, tile_sum = workspace["tile_max"], workspace["tile_sum"]
-        of_heads = p[0] if p is raw else p
+        raw, p, row_scale, *states = (workspace[name] for name in ("scores", "p", "row_scale", "tile_max", "tile_sum"))
         with torch.no_grad(), _products_in(arithmetic):
             for chunk, (score, softmax, sum_values) in zip(cut.chunks, launchers, strict=True):
-                if score is not None:
-                    score(q, k, p if raw is None else raw, tile_max, tile_sum, mask, bias, slopes, *ends)
-                elif not chunk.nothing_to_see:
+                if "scores" in stages and score is not None:
+                    score(q, k, p if raw is None else raw, *states, mask, bias, slopes, *ends)
+                elif "scores" in stages and not chunk.nothing_to_see:
                     _library_scores(problem, chunk, q, k, raw[0])
-                if softmax is not None:
+                if "softmax" in stages and softmax is not None:
                     softmax(raw, p, row_scale, lse, mask, bias, slopes, sinks, *ends)
-                if sum_values is not None:
-                    sum_values(p, row_scale, tile_max, tile_sum, v, out, lse, sinks, *ends)
-                else:
-                    _library_values(problem, chunk, v, out, workspace, of_heads)
-        return out, lse
+                if "values" in stages and sum_values is not None:
+                    sum_values(p, row_scale, *states, v, out, lse, sinks, *ends)
+                elif "values" in stages:
+                    _library_values(problem, chunk, v, out, workspace, p[0] if p is raw else p)
 
-    return run
+    return make, run_stage
 
 
 def _with_lse(problem: AttentionProblem) -> AttentionProblem:
@@ -533,17 +563,17 @@ def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
     elif problem.dtype == "float32":
         library = replace(config, scores="library", values="library")
         config = config if _library_cannot(problem, gpu, library) else library
-    elif _fuses(problem, gpu, config):
+    elif _fuses(problem, gpu, config.block_n):
         config = replace(config, scores="fused")
     return with_workspace(problem, gpu, config)
 
 
-def _fuses(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
+def _fuses(problem: AttentionProblem, gpu: Gpu, block_n: int) -> bool:
     """Whether the softmax goes into the first product's epilogue: where that saves more than it costs, and where two
     accumulators do not spill. Before Hopper, and on sm_120, products of 128 x 128 leave no registers for it; a mask or
     bias takes too many everywhere."""
     roomy = gpu.capability in (90, 100, 103) or gpu.vendor != "nvidia"
-    cheap = FUSED_FLOPS_A_COLUMN * problem.head_dim_v / config.block_n <= SAVED_FLOPS_A_SCORE
+    cheap = FUSED_FLOPS_A_COLUMN * problem.head_dim_v / block_n <= SAVED_FLOPS_A_SCORE
     return roomy and cheap and not _may_hide_keys(problem)
 
 
@@ -563,6 +593,8 @@ def _tiles(problem: AttentionProblem, gpu: Gpu) -> Config:
         tile = (64, 64, 64, 64, 4, 2)
     else:
         tile = (128, 128, 64 if hopper_or_later else 32, 128, 8, 3)
+        if gpu.capability == 90 and not _fuses(problem, gpu, 128):
+            tile = (128, 256, 64, 256, 8, 3)  # a third more FLOP for each byte of L2; the epilogue has no room for it
     if _may_hide_keys(problem) and problem.dtype != "float32" and gpu.vendor != "interpreter":
         tile = (*tile[:2], 32, tile[3], *tile[4:])  # values and probabilities go through registers
     return Config("triton", "triton", *tile, 1, 16, 128, 8, MAX_WORKSPACE_BYTES)

@@ -397,7 +397,8 @@ def cost(
         blocks=heads * row_tiles * column_tiles,
         flops=2 * summed * block_m * column_tiles * columns,
         exponentials=0,
-        read_bytes=summed * (column_tiles * block_m * 4 + problem.head_dim_v * size),  # P for each tile of columns, and v
+        # P for each tile of columns, and v
+        read_bytes=summed * (column_tiles * block_m * 4 + problem.head_dim_v * size),
         write_bytes=rows * problem.head_dim_v * size,
         smem_bytes=smem_bytes,
         steps=visited_tiles(problem, block_m, step) * column_tiles,

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from warpwave.bench.peers.peer import PeerUnavailable, Prepared, refuse_cpu, refuse_features, require_installed
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.problem import AttentionProblem, CachedOperands, Operands
 
 
-def prepare(problem: AttentionProblem, operands: Operands) -> Prepared:
+def prepare(problem: AttentionProblem, operands: Operands | CachedOperands) -> Prepared:
     """`flash_attn.cute`, in the layout that is ours too, the number of splits left to it where it can choose."""
-    refuse_features(problem, ("packed sequences", "a sliding window", "softcap", "sinks"))
+    refuse_features(problem, ("packed sequences", "a sliding window", "softcap", "sinks", "a paged cache"))
     refuse_cpu(operands)
     if problem.dtype == "float32":
         raise PeerUnavailable("it takes float16 and bfloat16")
@@ -35,13 +35,12 @@ def prepare(problem: AttentionProblem, operands: Operands) -> Prepared:
         "learnable_sink": operands.sinks,
     }
     if problem.packed:
-        options |= {
-            "cu_seqlens_q": operands.cu_seqlens_q,
-            "cu_seqlens_k": operands.cu_seqlens_k,
-            "max_seqlen_q": problem.seqlen_q,
-            "max_seqlen_k": problem.seqlen_k,
-        }
-    function = cute.flash_attn_varlen_func if problem.packed else cute.flash_attn_func
+        options |= {"cu_seqlens_q": operands.cu_seqlens_q, "max_seqlen_q": problem.seqlen_q}
+    if isinstance(operands, CachedOperands):
+        options |= {"page_table": operands.page_table, "seqused_k": operands.seqused_k}
+    elif problem.packed:
+        options |= {"cu_seqlens_k": operands.cu_seqlens_k, "max_seqlen_k": problem.seqlen_k}
+    function = cute.flash_attn_varlen_func if problem.packed or problem.page_size else cute.flash_attn_func
     failures = []
     for num_splits in (0, 1):  # 0: by its own heuristic, which may choose a split that the card's kernel lacks
         call = partial(function, *operands[:3], num_splits=num_splits, **options)

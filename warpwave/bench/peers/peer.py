@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.problem import AttentionProblem, CachedOperands, Operands
 
 
 class PeerUnavailable(Exception):
@@ -54,6 +54,7 @@ FEATURES: dict[str, Callable[[AttentionProblem], bool]] = {
     "a boolean mask": lambda p: p.mask_shape is not None,
     "an additive bias": lambda p: p.bias_shape is not None,
     "gradients": lambda p: p.requires_grad,
+    "a paged cache": lambda p: p.page_size != 0,
 }
 
 
@@ -64,7 +65,7 @@ def refuse_features(problem: AttentionProblem, supported: Collection[str] = ()) 
         raise PeerUnavailable(f"not compared on {', '.join(refused)}")
 
 
-def refuse_cpu(operands: Operands) -> None:
+def refuse_cpu(operands: Operands | CachedOperands) -> None:
     """Raise `PeerUnavailable` for CPU tensors."""
     if operands.q.device.type == "cpu":
         raise PeerUnavailable("it does not run on a CPU")

@@ -1,0 +1,118 @@
+"""What `large_head_dim` says of itself: pieces, splits, costs, choices. What it computes is tests/conformance."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from warpwave.hardware.gpu import ARCHS, CPU, INTERPRETER, Gpu
+from warpwave.kernels import large_head_dim
+from warpwave.kernels.large_head_dim import Config, piece_of
+from warpwave.problem import AttentionProblem, Causal
+
+PROBLEM = AttentionProblem(
+    batch=2, seqlen_q=300, seqlen_k=290, num_heads_q=4, num_heads_kv=2, head_dim=576, head_dim_v=512,
+    dtype="bfloat16", softmax_scale=0.1,
+)  # fmt: skip
+H200 = replace(Gpu.for_arch("sm_90"), num_sms=132)
+CONFIG = Config(64, 32, 64, 1, 1, False, 8, 2)
+DECODE = replace(PROBLEM, batch=1, seqlen_q=1, seqlen_k=65_536, num_heads_q=16, num_heads_kv=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"block_m": 48}, "block_m is 48; it must be a power of two, at least 16"),
+        ({"block_d": 8}, "block_d is 8"),
+        ({"num_warps": 3}, "num_warps is 3"),
+        ({"v_parts": 0}, "v_parts is 0; it must be at least 1"),
+        ({"num_splits": 0}, "num_splits is 0"),
+    ],
+)
+def test_a_config_checks_itself(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        replace(CONFIG, **changes)
+
+
+def test_pieces_leave_little_over() -> None:
+    widths = {320: 64, 384: 128, 512: 512, 576: 64, 640: 128, 1000: 512, 1024: 512}
+    assert {width: piece_of(width, 512) for width in widths} == widths
+    for width in range(257, 1025):
+        assert -(-width // piece_of(width, 512)) * piece_of(width, 512) - width < 64
+
+
+def test_cost_by_hand() -> None:
+    """Rows of two query heads share a tile: 10 tiles of 600 rows, 10 of 32 keys each, for 2 kv heads of 2 items."""
+    cost = large_head_dim.cost(PROBLEM, H200, CONFIG)
+    visited = 2 * 2 * 10 * 10
+    assert cost.blocks == 2 * 2 * 10
+    assert cost.flops == 2 * visited * 64 * 32 * (576 + 512)
+    assert cost.read_bytes == 2 * (visited * (64 + 32) * 576 + visited * 32 * 512)
+    resident = large_head_dim.cost(PROBLEM, H200, replace(CONFIG, q_resident=True))
+    assert cost.read_bytes - resident.read_bytes == 2 * 576 * (visited * 64 - 2 * 300 * 4)
+    assert cost.write_bytes == 2 * 300 * 4 * 512 * 2
+
+
+def test_a_second_part_of_the_columns_costs_the_scores_again() -> None:
+    one, two = (large_head_dim.cost(PROBLEM, H200, replace(CONFIG, v_parts=n)) for n in (1, 2))
+    assert two.exponentials == 2 * one.exponentials
+    assert two.flops / one.flops == (2 * 576 + 512) / (576 + 512)
+
+
+def test_hidden_tiles_cost_nothing() -> None:
+    square = replace(PROBLEM, seqlen_q=1024, seqlen_k=1024, num_heads_kv=4)
+    config = replace(CONFIG, block_n=64)
+    full, causal = (large_head_dim.cost(p, H200, config) for p in (square, replace(square, causal=Causal())))
+    assert causal.flops / full.flops == (16 * 17 / 2) / (16 * 16)
+
+
+def test_splits_fill_the_gpu_once() -> None:
+    """16 query heads of one kv head are one tile: at batch 1 each multiprocessor takes a share of the keys, at batch
+    64 every second, and a batch that fills the GPU is not split."""
+    splits = {b: large_head_dim.configs(replace(DECODE, batch=b), H200)[0].num_splits for b in (1, 16, 64, 132)}
+    assert splits == {1: 132, 16: 8, 64: 2, 132: 1}
+    assert large_head_dim.configs(replace(DECODE, seqlen_k=100), H200)[0].num_splits == 1
+    same = {large_head_dim.configs(replace(DECODE, batch=b, batch_invariant=True), H200)[0].num_splits for b in (1, 64)}
+    assert len(same) == 1
+    cost = large_head_dim.cost(DECODE, H200, large_head_dim.configs(DECODE, H200)[0])
+    assert cost.workspace_bytes == 132 * 16 * (512 + 2) * 4
+    assert [part.blocks for part in cost.parts] == [132, 16]
+
+
+def test_a_step_of_decoding_reads_keys_once() -> None:
+    config = large_head_dim.configs(DECODE, H200)[0]
+    cost = large_head_dim.cost(DECODE, H200, config)
+    keys = 65_536 * (576 + 512) * 2
+    assert keys <= cost.parts[0].read_bytes <= 1.001 * keys
+
+
+def test_what_the_scores_in_memory_outrun() -> None:
+    """Two parts of 512 columns each cost 2 * head_dim FLOP a score more: too much from head_dim 726 on."""
+    wide = replace(PROBLEM, head_dim_v=1024)
+    assert large_head_dim.outrun(PROBLEM, H200) == []
+    assert large_head_dim.outrun(replace(wide, head_dim=640), H200) == []
+    (reason,) = large_head_dim.outrun(replace(wide, head_dim=1024), H200)
+    assert "2048 FLOP a score for nothing" in reason
+
+
+def test_what_it_refuses() -> None:
+    assert large_head_dim.why_not(PROBLEM, INTERPRETER) == []
+    assert any("found tensors on the CPU" in reason for reason in large_head_dim.why_not(PROBLEM, CPU))
+    assert any("no gradients" in r for r in large_head_dim.why_not(replace(PROBLEM, requires_grad=True), H200))
+    assert any("no paged cache" in r for r in large_head_dim.why_not(replace(PROBLEM, page_size=16), H200))
+    (reason,) = large_head_dim.why_not(replace(PROBLEM, head_dim=8193), H200)
+    assert "head_dim is 8193; it takes 8192 at most" in reason
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("change", [{}, {"head_dim": 1024, "head_dim_v": 1024}, {"seqlen_q": 1}, {"head_dim": 8192}])
+def test_the_default_fits_every_gpu(arch: str, dtype: str, change: dict[str, Any]) -> None:
+    gpu, problem = Gpu.for_arch(arch), replace(PROBLEM, dtype=dtype, **change)
+    chosen, *others = large_head_dim.configs(problem, gpu)
+    assert chosen == large_head_dim._default(problem, gpu), "the default itself must fit"
+    assert chosen not in others and len(set(others)) == len(others)
+    for config in (chosen, *others):
+        assert large_head_dim.smem_bytes(problem, gpu, config) <= gpu.smem_per_block_bytes

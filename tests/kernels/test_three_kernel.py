@@ -1,0 +1,200 @@
+"""What `three_kernel` says of itself: chunks, workspace, costs, choices. What it computes is tests/conformance."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from warpwave import dispatch
+from warpwave.compiled import operands_without_memory
+from warpwave.errors import InvalidInput
+from warpwave.hardware.gpu import ARCHS, CPU, INTERPRETER, Gpu
+from warpwave.kernels import three_kernel
+from warpwave.kernels.three_kernel_device import UNSPECIALISED
+from warpwave.kernels.three_kernel_plan import Config, allocate_workspace, least_bytes, plan, workspace_bytes
+from warpwave.problem import AttentionProblem, Causal
+
+PROBLEM = AttentionProblem(
+    batch=2, seqlen_q=300, seqlen_k=290, num_heads_q=4, num_heads_kv=2, head_dim=1024, head_dim_v=512,
+    dtype="bfloat16", softmax_scale=0.1,
+)  # fmt: skip
+H200 = replace(Gpu.for_arch("sm_90"), num_sms=132)
+CONFIG = Config("triton", "triton", 64, 64, 32, 64, 4, 2, 1, 16, 128, 8, 1 << 20)
+WAYS = [("library", "library"), ("library", "triton"), ("triton", "triton"), ("fused", "triton")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"scores": "cublas"}, "scores is 'cublas'; it must be 'library', 'triton' or 'fused'"),
+        ({"values": "fused"}, "values is 'fused'"),
+        ({"scores": "fused", "values": "library"}, "only our second product sums tiles of P"),
+        ({"block_m": 48}, "block_m is 48; it must be a power of two, at least 16"),
+        ({"block_k": 128}, "block_k is 128; it must be at most block_n, which is 64"),
+        ({"softmax_warps": 3}, "softmax_warps is 3"),
+        ({"scores": "library", "split_d": 2}, "only 'triton' shares head_dim"),
+        ({"workspace_bytes": 0}, "workspace_bytes is 0; it must be at least 1"),
+    ],
+)
+def test_a_config_checks_itself(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        replace(CONFIG, **changes)
+
+
+@given(
+    seqlen_q=st.integers(1, 400),
+    seqlen_k=st.integers(1, 400),
+    heads=st.integers(1, 5),
+    causal=st.sampled_from([None, Causal(), Causal("top_left")]),
+    left=st.integers(-1, 90),
+    right=st.integers(-1, 90),
+    way=st.sampled_from(WAYS),
+    dtype=st.sampled_from(["bfloat16", "float32"]),
+    extra=st.floats(1, 12),
+)
+@settings(max_examples=200, deadline=None)
+def test_chunks_cover_every_row_once_and_every_visible_key(
+    seqlen_q: int, seqlen_k: int, heads: int, causal: Any, left: int, right: int, way: Any, dtype: str, extra: float
+) -> None:
+    problem = replace(
+        PROBLEM, seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads_q=heads, num_heads_kv=heads, causal=causal,
+        window_size=(left, right), dtype=dtype, head_dim_v=64,
+    )  # fmt: skip
+    config = replace(CONFIG, scores=way[0], values=way[1], block_m=16, block_n=32)
+    config = replace(config, workspace_bytes=int(extra * least_bytes(problem, config)))
+    cut, band = plan(problem, config), problem.band(seqlen_q, seqlen_k)
+    assert workspace_bytes(problem, config) <= config.workspace_bytes
+    seen: set[tuple[int, int]] = set()
+    for chunk in cut.chunks:
+        assert 0 < chunk.rows <= cut.rows and 0 < chunk.heads <= cut.heads
+        assert chunk.row_begin % config.block_m == 0 and chunk.key_base % config.block_n == 0
+        rows = range(chunk.row_begin, chunk.row_begin + chunk.rows)
+        for row in (rows[0], rows[-1]):
+            keys = band.keys(row, seqlen_k)
+            if keys and not (band.low is not None and band.high is not None and band.low > band.high):
+                assert chunk.key_begin <= keys[0] and keys[-1] < chunk.key_end
+                assert chunk.key_base <= keys[0] and keys[-1] < chunk.key_base + cut.width
+        cells = {(head, row) for head in range(chunk.first_head, chunk.first_head + chunk.heads) for row in rows}
+        assert not seen & cells
+        seen |= cells
+    assert len(seen) == problem.batch * heads * seqlen_q
+
+
+def test_a_window_needs_no_wider_workspace_than_it_shows() -> None:
+    long = replace(PROBLEM, batch=1, seqlen_q=65_536, seqlen_k=65_536, causal=Causal(), window_size=(1023, -1))
+    cut = plan(long, replace(CONFIG, workspace_bytes=1 << 22))
+    assert cut.width <= cut.rows + 1024 + 64
+    assert plan(replace(long, window_size=(-1, -1)), replace(CONFIG, workspace_bytes=1 << 26)).width == 65_536
+
+
+def test_a_workspace_too_small_is_refused_with_what_it_takes() -> None:
+    with pytest.raises(
+        InvalidInput, match=r"workspace_bytes is 1000; one tile of 64 queries of one head takes \d+ bytes"
+    ):
+        plan(PROBLEM, replace(CONFIG, workspace_bytes=1000))
+
+
+def test_hidden_blocks_cost_nothing() -> None:
+    """Ours by tiles, 16 * 17 / 2 of 16 * 16; torch's by eighths of the rows, each up to its last visible key."""
+    square = replace(PROBLEM, seqlen_q=1024, seqlen_k=1024)
+    for way, tiles in (("triton", 16), ("library", 8)):
+        config = replace(CONFIG, scores=way, workspace_bytes=1 << 30)
+        full, causal = (three_kernel.cost(p, H200, config) for p in (square, replace(square, causal=Causal())))
+        assert causal.parts[0].flops / full.parts[0].flops == (tiles + 1) / (2 * tiles)
+
+
+def test_costs_by_hand() -> None:
+    """5 x 5 tiles of 64 a head, 8 heads: raw scores, probabilities in place of nothing, out in 8 tiles of columns."""
+    cost = three_kernel.cost(PROBLEM, H200, replace(CONFIG, workspace_bytes=1 << 30))
+    tiles = 8 * 5 * 5
+    scores = tiles * 64 * 64
+    score, softmax, values = cost.parts
+    assert score.flops == 2 * scores * 1024 and values.flops == 2 * scores * 512
+    assert score.read_bytes == tiles * 128 * 1024 * 2 and score.write_bytes == 4 * scores
+    assert softmax.read_bytes == 8 * scores and softmax.write_bytes == 2 * scores + 4 * 2 * 300 * 4
+    assert values.read_bytes == scores * 2 * 8 + tiles * 64 * 512 * 2
+    assert cost.workspace_bytes == 8 * 320 * (320 * (4 + 2) + 4), "rows and keys in whole tiles"
+    fused = three_kernel.cost(PROBLEM, H200, replace(CONFIG, scores="fused", workspace_bytes=1 << 30))
+    assert len(fused.parts) == 2 and fused.parts[0].write_bytes == 2 * scores
+    assert fused.workspace_bytes == 8 * 320 * (320 * 2 + 5 * 2 * 4)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("feature", [{}, {"mask_shape": (1, 1, 300, 290)}, {"seqlen_q": 1, "seqlen_k": 4096}])
+def test_the_default_fits_every_gpu(arch: str, dtype: str, feature: dict[str, Any]) -> None:
+    gpu, problem = Gpu.for_arch(arch), replace(PROBLEM, dtype=dtype, **feature)
+    chosen, *others = three_kernel.configs(problem, gpu)
+    assert chosen not in others and len(set(others)) == len(others)
+    for config in (chosen, *others):
+        assert three_kernel.smem_bytes(problem, gpu, config) <= gpu.smem_per_block_bytes
+        assert least_bytes(problem, config) <= config.workspace_bytes <= three_kernel.MAX_WORKSPACE_BYTES
+        assert not three_kernel._library_cannot(problem, gpu, config)
+
+
+def test_the_chunk_fills_the_gpu_or_stays_in_l2() -> None:
+    large = replace(PROBLEM, batch=4, seqlen_q=4096, seqlen_k=4096, num_heads_q=16, num_heads_kv=16)
+    config = three_kernel.configs(large, H200)[0]
+    cut = plan(large, config)
+    tiles = cut.heads * (cut.rows // config.block_m) * (cut.width // config.block_n)
+    assert tiles >= three_kernel.WAVES * H200.num_sms
+    assert config.workspace_bytes <= 2 * three_kernel.IN_L2_BYTES
+
+
+def test_the_softmax_leaves_its_pass_where_that_saves_more_than_it_costs() -> None:
+    """16-bit on Hopper: up to head_dim_v 3,328 of 128 keys a tile; float32 goes to torch where torch can."""
+    large = replace(PROBLEM, batch=4, seqlen_q=4096, seqlen_k=4096, num_heads_q=16, num_heads_kv=16)
+    ways = {d: three_kernel.configs(replace(large, head_dim_v=d), H200)[0].scores for d in (512, 2048, 4096)}
+    assert ways == {512: "fused", 2048: "fused", 4096: "triton"}
+    assert three_kernel.configs(large, Gpu.for_arch("sm_86"))[0].scores == "triton"
+    assert three_kernel.configs(replace(large, mask_shape=(1, 1, 1, 4096)), H200)[0].scores == "triton"
+    ieee = replace(large, dtype="float32", precision="ieee")
+    assert three_kernel.configs(ieee, H200)[0].values == "library"
+    assert three_kernel.configs(replace(ieee, precision="tf32x3"), H200)[0].values == "triton"
+
+
+def test_few_scores_of_long_sums_share_head_dim() -> None:
+    """64 queries and keys of 4 heads are 16 tiles of 32: eight blocks share each tile's head_dim of 8192."""
+    short = replace(
+        PROBLEM, batch=1, seqlen_q=64, seqlen_k=64, num_heads_kv=4, head_dim=8192, head_dim_v=8192, dtype="float32"
+    )
+    config = three_kernel.configs(short, H200)[0]
+    assert (config.scores, config.block_m, config.split_d) == ("triton", 32, 132 // 16)
+    assert three_kernel.configs(replace(short, head_dim=256), H200)[0].split_d == 1
+
+
+def test_what_it_refuses() -> None:
+    assert three_kernel.why_not(PROBLEM, INTERPRETER) == []
+    assert three_kernel.why_not(replace(PROBLEM, requires_grad=True), H200) == []
+    assert any("found tensors on the CPU" in reason for reason in three_kernel.why_not(PROBLEM, CPU))
+    assert any("no paged cache" in reason for reason in three_kernel.why_not(replace(PROBLEM, page_size=16), H200))
+    (reason,) = three_kernel.why_not(replace(PROBLEM, seqlen_k=2**21), H200)
+    assert "scores of 128 queries of one head would take 1.5 GiB of memory, and it takes 1 at most" in reason
+
+
+def test_auto_does_not_take_what_was_not_measured() -> None:
+    names = [kernel.NAME for kernel in dispatch.KERNELS]
+    assert names.index("eager") < min(names.index("large_head_dim"), names.index("three_kernel"))
+
+
+def test_every_chunk_is_one_variant() -> None:
+    """Chunks differ in numbers that the compiler does not look at: the second compiles nothing."""
+    operands = operands_without_memory(PROBLEM)
+    config = replace(CONFIG, workspace_bytes=500_000)
+    cut = plan(PROBLEM, config)
+    workspace = allocate_workspace(PROBLEM, config, cut, operands.q.device)
+    out = operands.q[..., :512]
+    launches = list(three_kernel._launches(PROBLEM, H200, operands, out, None, config, cut, workspace))
+    assert len(launches) == len(cut.chunks) > 8
+    for specs in zip(*launches, strict=True):
+        for spec in specs:
+            names = list(inspect.signature(spec.kernel.fn).parameters)[len(spec.tensors) :]
+            numbers = zip(names, spec.scalars, specs[0].scalars, strict=False)
+            differing = {name for name, a, b in numbers if a != b} - set(UNSPECIALISED)
+            assert not differing and spec.constants == specs[0].constants
+            assert 0 < spec.grid < 2**31
