@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.compile import test_hopper, test_ladder, test_targets  # noqa: E402
+from tests.compile import test_hopper, test_ladder, test_large_head_dim, test_targets  # noqa: E402
 from tests.conformance import cases  # noqa: E402
 from warpwave import dispatch  # noqa: E402
 from warpwave.hardware.gpu import ARCHS, CPU, INTERPRETER, Gpu  # noqa: E402
@@ -104,6 +104,7 @@ def compiled_points() -> frozenset[tuple[str, str, int, str]]:
     points: set[tuple[str, str, int, str]] = {("flash_fwd", *point) for point in test_targets.FULL} | {
         *test_ladder.FULL
     }
+    points |= {*test_large_head_dim.FULL}
     points |= {("hopper/flash_fwd", "bfloat16", *point) for point in test_hopper.FULL}  # for sm_90, as its record
     points |= {(r["kernel"], r["dtype"], r["head_dim"], r["feature"]) for r in compile_records()}
     return frozenset(points)
@@ -118,7 +119,8 @@ def compiled_archs(kernel: str) -> frozenset[str]:
 
 @cache
 def _in_tests() -> frozenset[str]:
-    return frozenset({"flash_fwd", *(kernel for kernel, *_ in test_ladder.FULL)})
+    in_grids = (*test_ladder.FULL, *test_large_head_dim.FULL)
+    return frozenset({"flash_fwd", *(kernel for kernel, *_ in in_grids)})
 
 
 def problem(dtype: str = "bfloat16", dims: tuple[int, int] = (128, 128), **change: Any) -> AttentionProblem:

@@ -256,7 +256,7 @@ def test_idle_sms_are_counted() -> None:
 
 def test_a_config_named_in_advice_exists_and_does_what_is_said() -> None:
     said = on("mi300x", batch=1, num_heads_q=4, num_heads_kv=4, seqlen_q=1024, seqlen_k=1024)
-    found = re.search(r"Time Config\((.*?)\): ([\d,]+) blocks, at least ([\d.,]+) us", advice(said))
+    found = re.search(r"Time Config\((.*?)\) of [\w.]+: ([\d,]+) blocks.*?, at least ([\d.,]+) us", advice(said))
     assert found is not None
     kernel = next(kernel for kernel in dispatch.KERNELS if kernel.NAME == said.kernel)
     config = kernel.Config(**{k: ast.literal_eval(v) for k, v in (pair.split("=") for pair in found[1].split(", "))})

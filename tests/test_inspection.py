@@ -76,6 +76,7 @@ def test_each_instruction_has_its_group(expected: str, opcode: str) -> None:
     ("text", "expected"),
     [
         ("128x64x8x2", flash_fwd.Config(128, 64, 8, 2)),
+        ("128x64x8x2x1", flash_fwd.Config(128, 64, 8, 2, split_ahead=True)),
         ("num_stages=1", flash_fwd.Config(64, 64, 4, 1)),
         ("block_m=128,num_warps=8", flash_fwd.Config(128, 64, 8, 3)),
     ],

@@ -7,14 +7,15 @@ what to time. No factor is assumed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from warpwave.fast_paths import as_positional
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels.arguments import dot_precision
 from warpwave.kernels.cost import Cost
+from warpwave.model import LOSSES, Prediction
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band
 from warpwave.roofline import (
     FLOAT32_PATHS,
@@ -30,6 +31,7 @@ from warpwave.roofline import (
     us,
 )
 
+FAR = 1.6  # as far as predictions of what was never measured are off in one call of ten
 NOTICEABLE = 1.05  # a bound that falls by less is not worth a sentence
 MOST = 3  # sentences: a reader acts on the first
 FEW_BLOCKS = 4  # a SM: above this, the last one to finish costs little
@@ -47,6 +49,8 @@ class Call:
         launch_us: measured time of a launch, None where nobody measured it.
         mask_band: the positional mask that the boolean mask is equal to; None where it is none, or not looked at.
         layout: phrases about strides that cost something.
+        prediction: of this kernel's time; None where there is no model of the card.
+        alternatives_us: kernel name -> predicted time of the others that could run the call.
     """
 
     problem: AttentionProblem
@@ -58,6 +62,8 @@ class Call:
     launch_us: float | None = None
     mask_band: Band | None = None
     layout: tuple[str, ...] = ()
+    prediction: Prediction | None = None
+    alternatives_us: Mapping[str, float] = field(default_factory=dict)
 
     def least_us(self, problem: AttentionProblem, config: Any) -> float:
         """The least time of a changed call, or of this one by another config, by the same rates."""
@@ -83,7 +89,7 @@ SURE = float("inf")
 
 def recommendations(call: Call) -> list[str]:
     """At most three sentences, the one that lowers a bound the furthest first; one that says so where nothing would."""
-    found = [*_mask(call), *_layout(call)]
+    found = [*_mask(call), *_layout(call), *_other_kernel(call)]
     if call.bounds is not None and call.bounds.binding is not None and not call.gpu.is_cpu:
         found += [advice for rule in RULES for advice in rule(call, call.bounds, call.bounds.rates)]
     found.sort(key=lambda advice: -advice.saves_us)
@@ -116,11 +122,27 @@ def _grid(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advice]:
     if best_us * NOTICEABLE < bounds.time_us:
         values = ", ".join(f"{name}={value!r}" for name, value in asdict(config).items())
         more = call.kernel.cost(call.problem, call.gpu, config).blocks
-        text += f" Time Config({values}): {more:,} blocks, at least {us(best_us)}."
+        wastes = "" if more > blocks else ", and smaller tiles waste less"
+        where = f"warpwave.kernels.{call.kernel.NAME.replace('/', '.')}"
+        text += f" Time Config({values}) of {where}: {more:,} blocks{wastes}, at least {us(best_us)}."
         yield _Advice(bounds.time_us - best_us, text)
     else:
-        text += " Only a larger batch or more heads in one call fill it: no kernel here divides the keys of a head."
+        text += f" A larger batch or more heads in one call fill it{_divides_keys(call)}."
         yield _Advice(bounds.time_us - least, text)
+
+
+def _divides_keys(call: Call) -> str:
+    """The kernel that fills the card by dividing the keys of a head, as a phrase."""
+    from warpwave import dispatch
+
+    for kernel in dispatch.KERNELS:
+        if (
+            kernel is not call.kernel
+            and hasattr(kernel, "choose_splits")
+            and not kernel.why_not(call.problem, call.gpu)
+        ):
+            return f'; kernel="{kernel.NAME}" divides the keys of a head over blocks'
+    return ""
 
 
 def _starved(call: Call, rates: Rates) -> bool:
@@ -213,6 +235,19 @@ def _shares_tiles(call: Call) -> str:
     return f'kernel="{name}" does that' if name else "no kernel here does that"
 
 
+def _other_kernel(call: Call) -> Iterator[_Advice]:
+    """A kernel that `auto` does not take, and that would be faster by more than predictions are off."""
+    if call.prediction is None or not call.alternatives_us:
+        return
+    name, other_us = min(call.alternatives_us.items(), key=lambda item: item[1])
+    if other_us * FAR < call.prediction.time_us:
+        yield _Advice(
+            call.prediction.time_us - other_us,
+            f'kernel="{name}" is predicted to take {us(other_us)} where {call.kernel.NAME} takes '
+            f'{us(call.prediction.time_us)}; "auto" takes it for no such call, because none was measured: time both.',
+        )
+
+
 # What the call asks for -----------------------------------------------------------------------------------------------
 
 
@@ -287,6 +322,8 @@ def _memory(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advice]:
     products = bounds.of("tensor cores") or bounds.of("float32 units")
     if binding is None or binding.resource != "memory" or products is None or not products.time_us:
         return
+    if call.launch_us is not None and binding.time_us < call.launch_us:
+        return  # the launch binds
     kv = problem.keys_needed * (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype]
     balance = problem.intensity * binding.time_us / products.time_us
     text = f"Memory binds, and k and v are {kv / problem.compulsory_bytes:.0%} of the bytes"
@@ -361,6 +398,14 @@ def _nothing(call: Call) -> str:
     binding = call.bounds.of_problem.binding
     if binding.time_us == 0:
         return "Nothing: there is no work in this call."
+    if call.prediction is not None:
+        factor, name = max((f, name) for name, f in call.prediction.factors.items() if name != "clocks")
+        if factor > 1.2:
+            return (
+                "No bound falls by a change of the call. Of the time above the bound, the model lays most to "
+                f"{name}, x {factor:.2f}: {LOSSES[name]}. Another config of the kernel may lose less there: "
+                f"`warpwave bench` times them."
+            )
     return (
         "Nothing about the call: the grid fills the card and the tiles waste little. What is left is less work (a "
         "causal mask or a window, where the model allows one), or a card with more "

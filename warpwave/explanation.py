@@ -71,6 +71,7 @@ class Explanation:
         advice: what to change, the first sentence first.
         rates_missing: why `bounds` and `measured` are None, else empty.
         passed_over: kernel name -> why "auto" leaves the call to a later kernel though that one could run it.
+        alternatives_us: kernel name -> predicted time, of the other kernels that could run the call.
         prediction: the time on the device, step by step from the bound; None without a data sheet or a kernel.
         losses: a measured time split into the same steps; None where no time was given.
         accuracy: of a float32 call: how products are computed, and the error of out; None for 16-bit inputs.
@@ -90,6 +91,7 @@ class Explanation:
     advice: tuple[str, ...] = ()
     rates_missing: str = ""
     passed_over: dict[str, list[str]] = field(default_factory=dict)
+    alternatives_us: dict[str, float] = field(default_factory=dict)
     prediction: Prediction | None = None
     losses: Losses | None = None
     accuracy: Accuracy | None = None
@@ -227,6 +229,7 @@ def explain(
     known = bounds or measured
     call = Call(problem, gpu, module, choice.config, cost, known, launch, mask_band, layout)
     prediction = predict(problem, module, choice.config, gpu, hot=hot)
+    alternatives = _alternatives(problem, gpu, module, hot)
     losses = None
     if measured_us is not None:
         sheet = catalog.data_sheet(gpu)
@@ -248,9 +251,10 @@ def explain(
         measured,
         _memory(problem, module, cost, copied),
         tuple(fast_paths),
-        tuple(recommendations(call)),
+        tuple(recommendations(replace(call, prediction=prediction, alternatives_us=alternatives))),
         missing,
         passed_over=dispatch.passed_over(problem, gpu),
+        alternatives_us=alternatives,
         prediction=prediction,
         losses=losses,
         accuracy=accuracies.of_call(
@@ -262,6 +266,17 @@ def explain(
             operands if operands is not None and gpu == current_gpu(operands.q.device) else None,
         ),
     )
+
+
+def _alternatives(problem: AttentionProblem, gpu: Gpu, chosen: Any, hot: bool) -> dict[str, float]:
+    """Predicted times of the other GPU kernels that could run the call, each by its default config."""
+    found = {}
+    for kernel in dispatch.kernels_for(problem):
+        if kernel is not chosen and kernel.NEEDS_GPU and not kernel.why_not(problem, gpu):
+            other = predict(problem, kernel, kernel.configs(problem, gpu)[0], gpu, hot=hot)
+            if other is not None:
+                found[kernel.NAME] = other.time_us
+    return found
 
 
 def _module(name: str) -> Any:

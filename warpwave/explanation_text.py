@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from warpwave.losses import recommendation
+from warpwave.model import LOSSES
 from warpwave.problem import DTYPE_BYTES
 from warpwave.roofline import Bound, Roofline, byte, figure, flop, us
 
 if TYPE_CHECKING:
     from warpwave.accuracy import Accuracy
     from warpwave.explanation import Explanation
+    from warpwave.model import Prediction
 
 WIDTH = 110
 
@@ -49,8 +51,19 @@ def _head(said: Explanation) -> Iterator[str]:
         for note in _notes(said):
             yield from _wrapped(note, "config     ")
     yield from _wrapped(_verdict(said), "bound by   ")
+    if said.prediction is not None:
+        yield from _wrapped(_foreseen(said.prediction), "predicted  ")
     if said.accuracy is not None:
         yield from _wrapped(_accuracy(said.accuracy), "accuracy   ")
+
+
+def _foreseen(p: Prediction) -> str:
+    """The predicted time against the bound, and the largest steps between them."""
+    largest = sorted(((f, name) for name, f in p.factors.items() if f >= 1.05), reverse=True)[:2]
+    most = " and ".join(f"{name} (x {factor:.2f})" for factor, name in largest)
+    return f"{us(p.time_us)}, {p.time_us / p.bound_us:.3g} x the work's bound" + (
+        f"; most of it {most}" if most else ""
+    )
 
 
 def _notes(said: Explanation) -> list[str]:
@@ -179,7 +192,7 @@ def _steps(steps: list[tuple[str, float, float]], bound_us: float) -> Iterator[s
     yield f"  {'bound':18}{us(bound_us):>12}"
     for name, factor, after in steps:
         if factor >= 1.005 or name == "remainder":
-            yield f"  {name:18}{us(after):>12}  x {factor:.3f}"
+            yield f"  {name:18}{us(after):>12}  x {factor:.3f}  {LOSSES.get(name, 'what the model did not foresee')}"
 
 
 def _losses(said: Explanation) -> Iterator[str]:
@@ -257,7 +270,9 @@ def _others(said: Explanation) -> Iterator[str]:
     for names, where in ((able[:place], "ahead of"), (able[place + (said.kernel is not None) :], "behind")):
         if names:
             position = "" if said.kernel is None else f" too, {where} {said.kernel}"
-            yield f"  could{position}: {', '.join(names)}"
+            times = said.alternatives_us
+            listed = ", ".join(f"{name} ({us(times[name])} predicted)" if name in times else name for name in names)
+            yield from _wrapped(listed, f"  could{position}: ")
     for name, why in said.passed_over.items():
         if name != said.kernel:
             yield from _wrapped("; ".join(why), f"  {name} is passed over: ")

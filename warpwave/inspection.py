@@ -249,12 +249,17 @@ def group(instructions: Counter[str]) -> dict[str, int]:
 
 
 def config_name(config: dict[str, Any]) -> str:
-    """A config in short: its values in order, `128x64x8x3`, which `parse_config` reads."""
-    return "x".join(str(int(value) if isinstance(value, bool) else value) for value in config.values()) or "default"
+    """A config in short: its values in order, `128x64x8x3`, which `parse_config` reads. Switches at the end are left
+    out where they are off."""
+    values = list(config.values())
+    while values and values[-1] is False:
+        values.pop()
+    return "x".join(str(int(value) if isinstance(value, bool) else value) for value in values) or "default"
 
 
 def parse_config(text: str, default: Any) -> Any:
-    """A config from text: every value in order (`128x64x8x3`), or some by name on top of the default (`num_stages=2`).
+    """A config from text: every value in order (`128x64x8x3`; a switch left out at the end is off), or some by name on
+    top of the default (`num_stages=2`).
 
     Raises:
         InvalidInput: the text fits no config of this kernel; the message lists its fields.
@@ -268,10 +273,12 @@ def parse_config(text: str, default: Any) -> Any:
                 close = difflib.get_close_matches(name, names, n=1)
                 raise InvalidInput(f"config has no {name!r}" + (f"; did you mean {close[0]}?" if close else known))
     else:
-        values = text.split("x")
-        if len(values) != len(names):
-            raise InvalidInput(f"config {text!r} has {len(values)} values and this kernel's has {len(names)}{known}")
-        given = dict(zip(names, values, strict=True))
+        values, needed = text.split("x"), len(names)
+        while needed and getattr(type(default), names[needed - 1], None) is False:  # a switch that is off by default
+            needed -= 1
+        if not needed <= len(values) <= len(names):
+            raise InvalidInput(f"config {text!r} has {len(values)} values and this kernel's has {needed}{known}")
+        given = dict.fromkeys(names[needed:], "0") | dict(zip(names, values, strict=False))
     try:
         return replace(default, **{name: _like(getattr(default, name), value) for name, value in given.items()})
     except ValueError as error:

@@ -31,9 +31,11 @@ SPILL_BOUNDS = {
     ("large_head_dim", "sm_90", "bfloat16"): 16,
     ("large_head_dim", "sm_90", "float32"): 16,
     ("large_head_dim", "sm_100", "float32"): 32,
+    ("large_head_dim", "sm_120", "float32"): 32,
     ("large_head_dim", "gfx1100", "bfloat16"): 720,
     ("three_kernel", "sm_90", "bfloat16"): 16,
     ("three_kernel", "sm_100", "float32"): 32,
+    ("three_kernel", "sm_120", "bfloat16"): 24,
 }
 SAMPLE = [
     ("large_head_dim", "bfloat16", 512, "causal"),

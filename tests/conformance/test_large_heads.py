@@ -92,17 +92,15 @@ def with_one_tensor(call: Call) -> Call:
 
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_one_tensor_for_k_and_v(num_splits: int) -> None:
-    """Read once or twice, the same bits; and a later call of the same shapes with another v is another call."""
+    """Read once or twice, the same bits; and a later call of the same layout with another v reads that."""
     one = with_one_tensor(cases.build(replace(DECODING, sinks=True), "normal", DEVICE))
     config = large_head_dim.Config(16, 16, 64, 1, num_splits, True, 4, 1)
     result = harness.run("large_head_dim", one, config)
-    k = one.operands.k
-    two = one._replace(operands=one.operands._replace(v=k.clone()[..., : one.problem.head_dim_v]))
-    assert two.operands.v.stride() == one.operands.v.stride()
-    assert bits(*harness.run("large_head_dim", two, config)) == bits(*result)
-    other = two._replace(operands=two.operands._replace(v=two.operands.v * 2))
-    doubled = harness.run("large_head_dim", other, config)
-    assert bits(doubled[0]) == bits(result[0] * 2)
+    v = (one.operands.k * 2)[..., : one.problem.head_dim_v]
+    assert v.stride() == one.operands.v.stride()
+    two = one._replace(operands=one.operands._replace(v=v))
+    out, lse = harness.run("large_head_dim", two, config)
+    assert bits(out, lse) == bits(result[0] * 2, result[1])
     assert_gates("large_head_dim", one, config)
 
 
@@ -201,7 +199,7 @@ def test_chunks_do_not_change_a_bit(features: str, products: str) -> None:
 def test_the_workspace_is_what_was_said(products: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that a call allocates beside its outputs, to the byte; and never more than was allowed."""
     call = cases.build(replace(CUT, dtype=dtype, causal="bottom_right"), "normal", DEVICE)
-    config = way(products, workspace_bytes=60_000)
+    config = way(products, workspace_bytes=40_000)
     harness.run("three_kernel", call, config)  # plans, compiles and allocates for that
     allocated, allocate = [], torch.empty
 

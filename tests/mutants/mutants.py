@@ -34,6 +34,7 @@ class Mutant(NamedTuple):
 FLASH, PRIMITIVES, EAGER = "kernels/flash_fwd.py", "kernels/primitives.py", "kernels/eager.py"
 SPLIT, PARTIALS = "kernels/split_kv_device.py", "kernels/partials.py"
 NAIVE, TILED, PASSES = "kernels/naive.py", "kernels/tiled.py", "kernels/three_passes.py"
+LARGE, THREE = "kernels/large_head_dim_device.py", "kernels/three_kernel_device.py"
 STORE = "tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=inside)"
 HIDE = 'scores = tl.where(visible, scores * scale_left, float("-inf"))'
 
@@ -551,4 +552,47 @@ HOPPER = [
     ),
 ]  # fmt: skip
 
-MUTANTS = NAMED + OTHERS + HOPPER
+LARGE_HEADS = [
+    Mutant(
+        "the last piece of a wide head left out", LARGE,
+        "for d in range(0, HEAD_DIM, BLOCK_D):", "for d in range(0, HEAD_DIM // BLOCK_D * BLOCK_D, BLOCK_D):",
+        "test_large_heads.py::test_query_heads_of_a_group_share_tiles", "", "FAIL",
+    ),
+    Mutant(
+        "rows of a shared tile all taken for the first head's", LARGE,
+        "heads = unit * HEADS + lines % HEADS", "heads = unit * HEADS + lines * 0",
+        "test_large_heads.py::test_query_heads_of_a_group_share_tiles", "", "FAIL",
+    ),
+    Mutant(
+        "every split begins with the first key", LARGE,
+        "first += split * tiles_a_split * BLOCK_N", "first += 0 * split * tiles_a_split * BLOCK_N",
+        "test_large_heads.py::test_keys_split_over_blocks", "plain and True", "FAIL",
+    ),
+    Mutant(
+        "k read for any v of its layout", "kernels/large_head_dim.py",
+        "        and k.data_ptr() == v.data_ptr()\n", "",
+        "test_large_heads.py::test_one_tensor_for_k_and_v", "1", "bits(",
+    ),
+    Mutant(
+        "heads that see different keys share tiles", "kernels/large_head_dim.py",
+        "if shape is not None and shape[1] > 1:", "if shape is not None and shape[1] > 10**6:",
+        "test_large_heads.py::test_a_mask_of_its_own_keeps_a_head_to_itself", "", "bits(",
+    ),
+    Mutant(
+        "tiles of probabilities summed whatever their maxima", THREE,
+        "part = acc + part * tl.math.exp2(m_tile - m_shift)[:, None]", "part = acc + part",
+        "test_large_heads.py::test_every_way_in_chunks", "fused and plain", "FAIL",
+    ),
+    Mutant(
+        "scores of the first share of head_dim alone", THREE,
+        "for share in tl.static_range(1, SPLIT_D):", "for share in tl.static_range(1, 1):",
+        "test_large_heads.py::test_every_way_in_chunks", "shared and plain", "FAIL",
+    ),
+    Mutant(
+        "one head more than the workspace was allowed", "kernels/three_kernel_plan.py",
+        "config.workspace_bytes // max(1, one)))", "config.workspace_bytes // max(1, one) + 1))",
+        "test_large_heads.py::test_the_workspace_is_what_was_said", "float16-ours", "workspace_bytes",
+    ),
+]  # fmt: skip
+
+MUTANTS = NAMED + OTHERS + HOPPER + LARGE_HEADS

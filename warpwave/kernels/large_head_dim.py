@@ -494,7 +494,8 @@ def _lighter(problem: AttentionProblem, config: Config) -> Config:
     if problem.head_dim % 8 or problem.head_dim_v % 8:
         return replace(config, block_m=32)
     beside = problem.packed or problem.mask_shape is not None or problem.bias_shape is not None
-    return replace(config, block_n=16) if beside or problem.head_dim_v % 128 or problem.head_dim % 128 else config
+    ragged = problem.head_dim % 128 or -(-problem.head_dim_v // config.v_parts) % 128
+    return replace(config, block_n=16) if beside or ragged else config
 
 
 def _num_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:

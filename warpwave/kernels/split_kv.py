@@ -350,7 +350,9 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
         return max(q, max(1, config.num_stages - 1) * kv) + p + more
     if problem.dtype == "float32" and arithmetic != "ieee":
         return q + p + config.num_stages * kv + max(q, kv) + more  # the parts of an operand stand side by side
-    return q + p + config.num_stages * kv + more
+    # What is read by way of a page id waits for it, so that two stages come to one tile in flight.
+    tiles = max(2, (config.num_stages + 1) // 2) if problem.page_size else config.num_stages
+    return q + p + tiles * kv + more
 
 
 def _bytes_per_score(problem: AttentionProblem) -> int:
@@ -549,7 +551,7 @@ def _tilings(problem: AttentionProblem) -> list[Config]:
         Config(block_m, block_n, 4, num_stages)
         for block_m in (16, 32, 64)
         for block_n in (16, 32, 64, 128)
-        for num_stages in (1, 2, 3)
+        for num_stages in ((1, 2, 3, 5) if problem.page_size else (1, 2, 3))
     ]
 
 
@@ -567,7 +569,8 @@ def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
     elif block_m == 64:
         config = Config(64, (64, 32, 32)[bucket], 4, 2)
     else:
-        config = Config(block_m, (64, 64, 32)[bucket], 4, 3)
+        # As many tiles in flight either way: see smem_bytes.
+        config = Config(block_m, (64, 64, 32)[bucket], 4, 5 if problem.page_size else 3)
     if gpu.vendor == "amd":
         config = replace(config, num_stages=min(2, config.num_stages))
         if gpu.arch.startswith("gfx1"):

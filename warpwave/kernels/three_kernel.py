@@ -149,8 +149,7 @@ def _key_slices(chunk: Chunk) -> tuple[slice, slice]:
 def bind(
     problem: AttentionProblem, operands: Operands, config: Config
 ) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, lse None unless asked for or needed
-    for gradients.
+    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, lse None unless somebody needs it.
 
     Raises:
         InvalidInput: the config's workspace does not hold one tile of queries.
@@ -167,8 +166,8 @@ def bind(
 
 
 def stage_calls(problem: AttentionProblem, operands: Operands, config: Config) -> dict[str, Callable[[], None]]:
-    """Each stage of a call alone, over all its chunks in one workspace, to be timed; run in order for a single chunk,
-    they are the call. Stages that the config has none of are left out."""
+    """Each stage of a call alone, over all chunks in one workspace, to be timed. In order, for one chunk, they are the
+    call. A stage that the config has none of is left out."""
     make, run_stage = _stages(problem, operands, config)
     out, lse, workspace = make()
     run_stage(STAGES, operands, out, lse, workspace)
@@ -379,9 +378,8 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 def _library_cannot(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
     """Why torch cannot compute the products that a config asks it for."""
-    reasons = []
+    reasons, arithmetic = [], dot_precision(problem, gpu)
     asked = "library" in (config.scores, config.values)
-    arithmetic = dot_precision(problem, gpu)
     if asked and problem.packed:
         reasons.append("only the device knows where packed sequences begin; products are ours, not the library's")
     if asked and problem.dtype == "float32" and arithmetic not in ("ieee", "tf32"):
@@ -563,7 +561,7 @@ def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
     elif problem.dtype == "float32":
         library = replace(config, scores="library", values="library")
         config = config if _library_cannot(problem, gpu, library) else library
-    elif _fuses(problem, gpu, config.block_n):
+    elif _fuses(problem, gpu, min(128, config.block_n)):
         config = replace(config, scores="fused")
     return with_workspace(problem, gpu, config)
 
@@ -596,5 +594,6 @@ def _tiles(problem: AttentionProblem, gpu: Gpu) -> Config:
         if gpu.capability == 90 and not _fuses(problem, gpu, 128):
             tile = (128, 256, 64, 256, 8, 3)  # a third more FLOP for each byte of L2; the epilogue has no room for it
     if _may_hide_keys(problem) and problem.dtype != "float32" and gpu.vendor != "interpreter":
-        tile = (*tile[:2], 32, tile[3], *tile[4:])  # values and probabilities go through registers
+        # Values and probabilities go through registers.
+        tile = (*tile[:2], 32, min(tile[3], 128 if hopper_or_later else 64), *tile[4:])
     return Config("triton", "triton", *tile, 1, 16, 128, 8, MAX_WORKSPACE_BYTES)
