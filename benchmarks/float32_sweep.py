@@ -24,6 +24,8 @@ from warpwave.problem import AttentionProblem
 
 SHAPES = {64: ((4, 2048, 16), (1, 512, 1)), 128: ((4, 2048, 16),), 256: ((2, 1024, 8),)}
 AHEAD = True  # K and V split by a launch of their own
+# For grids that leave SMs idle (1 head x 512): more, smaller tiles, on mma.sync.
+SMALL = (Config(32, 32, 4, 2), Config(16, 32, 4, 2), Config(32, 64, 4, 2), Config(16, 64, 4, 3))
 CANDIDATES: dict[tuple[str, int], tuple[Config, ...]] = {
     ("tf32", 64): (Config(128, 32, 8, 3), Config(128, 32, 8, 2), Config(64, 32, 4, 2), Config(64, 64, 4, 2)),
     ("tf32x3", 64): (Config(128, 64, 8, 2), Config(128, 32, 8, 2), Config(64, 32, 4, 3), Config(64, 64, 4, 2)),
@@ -97,7 +99,8 @@ def main() -> None:
                 return scaled_dot_product_attention(q, k, v)
 
             error = sample.relative_error(peer().transpose(1, 2))
-            for config in configs:
+            small = SMALL if batch * heads * seqlen <= 4096 and arithmetic != "ieee" else ()
+            for config in dict.fromkeys((*configs, *small)):
                 row: dict[str, Any] = {"arithmetic": arithmetic, "config": vars(config), "case": problem.describe()}
 
                 def ours(config: Config = config, tensors: Any = operands[:3], how: str = arithmetic) -> Any:

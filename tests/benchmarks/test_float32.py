@@ -9,8 +9,10 @@ import torch
 
 from benchmarks import float32_error, float32_pareto, float32_sweep
 from warpwave.bench.records import read_records
+from warpwave.bench.workloads import load_suite
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels import flash_fwd
+from warpwave.precision import ARITHMETICS
 from warpwave.problem import AttentionProblem
 
 RECORD = Path(__file__).parents[2] / "warpwave" / "report" / "shipped" / "2026-11-21-h200-float32.jsonl"
@@ -62,3 +64,12 @@ def test_parts_add_up_to_so_many_bits(arithmetic: str, bits: int) -> None:
     x = torch.randn(10_000, generator=torch.Generator().manual_seed(0)).double()
     left = (sum(float32_error.parts(x, arithmetic)) - x).abs() / x.abs()
     assert 2.0 ** -(bits + 3) * (arithmetic != "bf16x6") <= left.max().item() <= 2.0**-bits
+
+
+def test_the_suite_has_names_and_budgets_under_names_of_their_own() -> None:
+    suite = load_suite("float32")
+    names = [case.name for case in suite.cases]
+    assert len(set(names)) == len(names)
+    budgets = {case.problem.error_budget: case.name for case in suite.cases if case.problem.error_budget}
+    assert set(budgets) == {1e-2, 1e-4, 1e-6} and budgets[1e-4].endswith("error0.0001")
+    assert {case.problem.precision for case in suite.cases} >= set(ARITHMETICS)

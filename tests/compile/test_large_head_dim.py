@@ -40,6 +40,7 @@ SPILL_BOUNDS = {
 SAMPLE = [
     ("large_head_dim", "bfloat16", 512, "causal"),
     ("large_head_dim", "bfloat16", 576, "decode, latent"),
+    ("three_kernel", "bfloat16", 320, "causal"),  # fused where two accumulators have room
     ("three_kernel", "bfloat16", 1024, "causal"),
     ("three_kernel", "float32", 1024, "plain"),
 ]
@@ -51,7 +52,8 @@ FULL = [
     *(("large_head_dim", dtype, 576, "decode, latent") for dtype in ("bfloat16", "float16")),
     *(("three_kernel", "bfloat16", 1024, feature) for feature in (*test_targets.FEATURES, "decode", "gradients")),
     *(("three_kernel", "float32", 1024, feature) for feature in ("plain", "mask", "decode")),
-    *(("three_kernel", "bfloat16", head_dim, "causal") for head_dim in (512, 4096)),
+    *(("three_kernel", "bfloat16", head_dim, "causal") for head_dim in (320, 4096)),
+    ("three_kernel", "bfloat16", 320, "softcap and sinks"),
 ]
 
 
@@ -93,6 +95,8 @@ def test_matrix_compiles_within_limits(arch: str) -> None:
 def test_hopper_uses_its_own_matrix_instruction(kernel: str, head_dim: int) -> None:
     """Losing wgmma, or asynchronous copies, would halve the speed and change no result."""
     (facts,) = compile_all([job("sm_90", kernel, "bfloat16", head_dim, "plain")])
-    for launch in facts["launches"]:
+    products = [launch for launch in facts["launches"] if "softmax" not in launch["name"]]
+    assert products
+    for launch in products:
         assert launch["instructions"].get("HGMMA", 0) > 0, launch["name"]
         assert launch["instructions"].get("LDGSTS", 0) > 0, f"{launch['name']}: operands are not copied asynchronously"

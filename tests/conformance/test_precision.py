@@ -1,4 +1,4 @@
-"""float32 by split products and by budget: the error that is asked for is kept, on every data set, and Inf stays Inf."""
+"""float32 by split products and by budget: the error asked for is kept on every data set, and Inf stays Inf."""
 
 from __future__ import annotations
 

@@ -136,3 +136,15 @@ def test_no_argument_wraps(seqlen_k: int, window: tuple[int, int]) -> None:
     tiles = -(-problem.seqlen_q // 16)
     assert spec.grid < 2**31 and tiles * heads_in_l2 <= spec.grid
     assert problem.seqlen_q + left < 2**31 and problem.seqlen_q + right < 2**31
+
+
+def test_a_grid_that_leaves_sms_idle_takes_smaller_tiles() -> None:
+    card = replace(H200, num_sms=132)
+    tiny = replace(
+        PROBLEM, dtype="float32", batch=1, num_heads_q=1, num_heads_kv=1, seqlen_q=512, head_dim=64, head_dim_v=64
+    )
+    for name in ("default", "tf32", "bf16x6"):
+        problem = replace(tiny, precision=name)
+        small, usual = (flash_fwd.configs(p, card)[0] for p in (problem, replace(problem, batch=64)))
+        assert small.block_m < usual.block_m
+        assert flash_fwd.cost(problem, card, small).blocks >= 16

@@ -89,10 +89,10 @@ def test_a_step_of_decoding_reads_keys_once() -> None:
 
 
 def test_what_the_scores_in_memory_outrun() -> None:
-    """Two parts of 512 columns each cost 2 * head_dim FLOP a score more: too much from head_dim 726 on."""
+    """Two parts of 512 columns each cost 2 * head_dim FLOP a score more: too much from head_dim 501 on."""
     wide = replace(PROBLEM, head_dim_v=1024)
     assert large_head_dim.outrun(PROBLEM, H200) == []
-    assert large_head_dim.outrun(replace(wide, head_dim=640), H200) == []
+    assert large_head_dim.outrun(replace(wide, head_dim=500), H200) == []
     (reason,) = large_head_dim.outrun(replace(wide, head_dim=1024), H200)
     assert "2048 FLOP a score for nothing" in reason
 

@@ -147,12 +147,20 @@ def test_the_chunk_fills_the_gpu_or_stays_in_l2() -> None:
 
 
 def test_the_softmax_leaves_its_pass_where_that_saves_more_than_it_costs() -> None:
-    """16-bit on Hopper: up to head_dim_v 3,328 of 128 keys a tile; float32 goes to torch where torch can."""
+    """16 bits on sm_100: up to head_dim_v 2,299. On Hopper, where it halves a tile, up to 329 for both widths. Float32
+    goes to torch where torch can."""
     large = replace(PROBLEM, batch=4, seqlen_q=4096, seqlen_k=4096, num_heads_q=16, num_heads_kv=16)
-    ways = {d: three_kernel.configs(replace(large, head_dim_v=d), H200)[0].scores for d in (512, 2048, 4096)}
-    assert ways == {512: "fused", 2048: "fused", 4096: "triton"}
+
+    def scores(arch: str, head_dim: int, head_dim_v: int) -> str:
+        problem = replace(large, head_dim=head_dim, head_dim_v=head_dim_v)
+        return str(three_kernel.configs(problem, Gpu.for_arch(arch))[0].scores)
+
+    assert [scores("sm_100", 1024, width) for width in (512, 2048, 2560)] == ["fused", "fused", "triton"]
+    assert [scores("sm_90", width, width) for width in (320, 384, 2048)] == ["fused", "triton", "triton"]
     assert three_kernel.configs(large, Gpu.for_arch("sm_86"))[0].scores == "triton"
-    assert three_kernel.configs(replace(large, mask_shape=(1, 1, 1, 4096)), H200)[0].scores == "triton"
+    assert (
+        three_kernel.configs(replace(large, mask_shape=(1, 1, 1, 4096)), Gpu.for_arch("sm_100"))[0].scores == "triton"
+    )
     ieee = replace(large, dtype="float32", precision="ieee")
     assert three_kernel.configs(ieee, H200)[0].values == "library"
     assert three_kernel.configs(replace(ieee, precision="tf32x3"), H200)[0].values == "triton"

@@ -250,9 +250,9 @@ def _blocks(problem: AttentionProblem, config: Config) -> int:
 MAX_HEAD_DIM = 8192
 MAX_COLUMNS = 512  # of v that a program keeps: 64 rows of them are half of the registers of an SM
 # What three_kernel's scores in memory cost, in FLOP of the products: 10 bytes each (4 written, 4 read, 2 written and
-# read as P, which come from L2), at some 145 FLOP in the time of a byte: 800 TFLOP/s beside 5.5 TB/s of an H200's L2.
+# read as P, which come from L2), at some 100 FLOP in the time of a byte: 800 TFLOP/s beside 8.0 TB/s of an H200's L2.
 # By arithmetic; to be confirmed by measurement.
-FLOPS_A_SCORE_IN_MEMORY = 1450
+FLOPS_A_SCORE_IN_MEMORY = 1000
 
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:

@@ -490,12 +490,11 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
 FILLED = 132  # blocks that keep a GPU busy where it is not known how many multiprocessors it has
 IN_L2_BYTES = 32 * 1024**2  # of a workspace that stays in L2 beside what the products read: 40 to 60 MB are usual
 WAVES = 4  # of tiles of scores in a chunk, so that the last wave, part empty, is one in four at the worst
-# The epilogue that takes the softmax away costs one multiply-add of float32 for each BLOCK_N of the second product's,
-# which run 16.7 times as fast on an H100: 33.4 * head_dim_v / BLOCK_N FLOP of the matrix unit a score. What it saves
-# is 6 of 10 bytes a score, at some 145 FLOP in the time of a byte of L2 (large_head_dim has the figures). By
-# arithmetic; to be confirmed by measurement.
+# The epilogue that takes the softmax away costs one multiply-add of float32 for each block_n of the second product's,
+# which run 16.7 times as fast on an H100: 33.4 * head_dim_v / block_n FLOP of the matrix unit a score. What it saves is
+# 6 of 10 bytes a score. By arithmetic (large_head_dim has the figures); to be confirmed by measurement.
 FUSED_FLOPS_A_COLUMN = 33.4
-SAVED_FLOPS_A_SCORE = 6 * 145
+FLOPS_A_BYTE = 100
 
 
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
@@ -569,10 +568,13 @@ def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
 def _fuses(problem: AttentionProblem, gpu: Gpu, block_n: int) -> bool:
     """Whether the softmax goes into the first product's epilogue: where that saves more than it costs, and where two
     accumulators do not spill. Before Hopper, and on sm_120, products of 128 x 128 leave no registers for it; a mask or
-    bias takes too many everywhere."""
+    bias takes too many everywhere. On Hopper it takes tiles of 128 x 128 where 128 x 256 would do, and these read an
+    element of q, k and v a score in 128 less."""
     roomy = gpu.capability in (90, 100, 103) or gpu.vendor != "nvidia"
-    cheap = FUSED_FLOPS_A_COLUMN * problem.head_dim_v / block_n <= SAVED_FLOPS_A_SCORE
-    return roomy and cheap and not _may_hide_keys(problem)
+    flops = FUSED_FLOPS_A_COLUMN * problem.head_dim_v / block_n
+    if gpu.capability == 90:
+        flops += FLOPS_A_BYTE * (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype] / 256
+    return roomy and flops <= 6 * FLOPS_A_BYTE and not _may_hide_keys(problem)
 
 
 def _tiles(problem: AttentionProblem, gpu: Gpu) -> Config:

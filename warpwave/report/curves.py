@@ -120,6 +120,8 @@ def _ceilings(cases: Sequence[CaseResult]) -> list[Ceiling]:
 
 def _kind(problem: AttentionProblem) -> str:
     """What decides how products are computed."""
+    if problem.error_budget is not None:
+        return f"float32 within {problem.error_budget:g}"
     precise = problem.dtype == "float32" and problem.precision != "default"
     return f"float32 by {problem.precision}" if precise else problem.dtype
 

@@ -122,7 +122,8 @@ def _compiled(problem: AttentionProblem) -> Any:
     from torch.nn.attention.flex_attention import flex_attention as uncompiled
 
     kept = _last_compiled()
-    problem = replace(problem, precision="default")  # which is ours to choose, and makes no other kernel of theirs
+    # Precision is ours to choose, and makes no other kernel of theirs.
+    problem = replace(problem, precision="default", error_budget=None)
     if kept.get("problem") != problem:
         torch.compiler.reset()
         kept.update(problem=problem, function=torch.compile(uncompiled, dynamic=False, fullgraph=True))
