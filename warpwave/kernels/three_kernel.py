@@ -489,7 +489,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
 
 FILLED = 132  # blocks that keep a GPU busy where it is not known how many multiprocessors it has
 IN_L2_BYTES = 32 * 1024**2  # of a workspace that stays in L2 beside what the products read: 40 to 60 MB are usual
-WAVES = 4  # of tiles of scores in a chunk, so that the last wave, part empty, is one in four at the worst
+WAVES = 2  # of tiles of scores in a chunk: with fewer a GPU is part idle, with more a chunk leaves L2
 # The epilogue that takes the softmax away costs one multiply-add of float32 for each block_n of the second product's,
 # which run 16.7 times as fast on an H100: 33.4 * head_dim_v / block_n FLOP of the matrix unit a score. What it saves is
 # 6 of 10 bytes a score. By arithmetic (large_head_dim has the figures); to be confirmed by measurement.
@@ -539,11 +539,9 @@ def _space(problem: AttentionProblem, gpu: Gpu) -> list[dict[str, int]]:
 
 
 def with_workspace(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
-    """The config with a workspace that stays in L2, unless the GPU would not be full then, or a tile of queries not
-    fit: enough for WAVES tiles of scores a multiprocessor."""
+    """The config with a workspace that stays in L2, unless the GPU would be idle then or a tile of queries not fit."""
     tile = config.block_m * config.block_n * 6  # float32 scores and 16-bit probabilities
-    filling = WAVES * (gpu.num_sms or FILLED) * tile
-    wanted = max(IN_L2_BYTES, filling, least_bytes(problem, config))
+    wanted = max(IN_L2_BYTES, WAVES * (gpu.num_sms or FILLED) * tile, least_bytes(problem, config))
     return replace(config, workspace_bytes=min(wanted, MAX_WORKSPACE_BYTES))
 
 
