@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from warpwave.hardware.gpu import ARCHS, Gpu
-from warpwave.kernels import flash_fwd
+from warpwave.kernels import flash_fwd, flash_fwd_configs
 from warpwave.kernels.cost import visited_tiles
 from warpwave.launch import Launch
 from warpwave.problem import AttentionProblem, Causal
@@ -107,7 +107,7 @@ def test_the_default_is_the_one_of_the_table(arch: str, dtype: str, head_dim: in
     if flash_fwd.why_not(problem, gpu):
         return
     chosen, *others = flash_fwd.configs(problem, gpu)
-    assert chosen == flash_fwd._default(problem, gpu)
+    assert chosen == flash_fwd_configs._default(problem, gpu)
     assert chosen not in others and len(set(others)) == len(others)
     assert all(flash_fwd.smem_bytes(problem, gpu, c) <= gpu.smem_per_block_bytes for c in (chosen, *others))
 

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from warpwave import launch, precision
 from warpwave.hardware.gpu import Gpu, current_gpu
+from warpwave.kernels import split_ahead
 from warpwave.kernels.arguments import (
     allocator,
     band_constants,
@@ -37,6 +38,7 @@ from warpwave.kernels.arguments import (
     window,
 )
 from warpwave.kernels.cost import Cost, visited_tiles
+from warpwave.kernels.flash_fwd_configs import Config, bytes_per_score, configs, fitting, smem_bytes, space
 from warpwave.kernels.primitives import (
     LN_2,
     LOG2_E,
@@ -52,14 +54,15 @@ from warpwave.kernels.primitives import (
     tile_pointers,
     transposed,
 )
+from warpwave.kernels.split_ahead import PARTS
 from warpwave.kernels.triton_or_stub import NO_TRITON, jit, tl
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
+
+__all__ = ["Config", "bind", "configs", "cost", "flash_fwd_kernel", "smem_bytes", "specify", "why_not"]
 
 NAME = "flash_fwd"
 NEEDS_GPU = True
 MAX_HEAD_DIM = 256
-PARTS = {"bf16x3": 2, "bf16x6": 3}  # of an operand, where products are of bfloat16
-WGMMA_OR_TCGEN05 = (90, 100, 103)  # compute capabilities whose matrix unit reads operands from shared memory
 # Arguments the compiler must not specialise on, or new lengths would compile again: sizes, and every stride whose
 # alignment is in the unit it comes in or is of no use.
 UNSPECIALISED = [
@@ -68,42 +71,6 @@ UNSPECIALISED = [
     *("stride_bias_b", "stride_bias_h", "stride_alibi_b", "stride_alibi_h", "stride_kp", "stride_vp", "seqlen_q"),
     *("seqlen_k", "total_q", "total_k", "num_heads_q", "group_size", "window_left", "window_right", "heads_in_l2"),
 ]
-
-SPLIT_UNSPECIALISED = [
-    *("stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn", "stride_vh", "stride_kp", "stride_vp", "seqlen"),
-    *("num_rows", "num_heads"),
-]
-SPLIT_ROWS = 32  # rows of K or V that a program splits
-
-
-@dataclass(frozen=True)
-class Config:
-    """Tile shape and launch shape.
-
-    Args:
-        block_m: queries a program owns, a power of two, at least 16.
-        block_n: keys a step walks, a power of two, at least 16.
-        num_warps: warps of a program, a power of two.
-        num_stages: K/V tiles in flight.
-        split_ahead: whether a launch before this one splits K and V into the parts that products of bf16x3 and bf16x6
-            take, once for all queries. A tile then goes from memory to the matrix unit as it is, and not through the
-            registers of every block that needs it.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    split_ahead: bool = False
-
-    def __post_init__(self) -> None:
-        for name, least in (("block_m", 16), ("block_n", 16), ("num_warps", 1)):
-            value = getattr(self, name)
-            if value < least or value & (value - 1):
-                raise ValueError(f"{name} is {value}; it must be a power of two, at least {least}")
-        if self.num_stages < 1:
-            raise ValueError(f"num_stages is {self.num_stages}; it must be at least 1")
-
 
 # Device code ----------------------------------------------------------------------------------------------------------
 
@@ -147,66 +114,6 @@ def _in_elements(stride_batch, stride_row, stride_head, UNIT: tl.constexpr):
         tl.cast(stride_row, tl.int64) * UNIT,
         tl.cast(stride_head, tl.int64) * UNIT,
     )
-
-
-@jit
-def _split_tile(
-    x_ptr, parts_ptr, tile, stride_b, stride_n, stride_h, stride_d, stride_p, seqlen, num_rows, num_heads,
-    WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-    IS_NVIDIA: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_ROWS rows of K or V in parts, each part (batch, num_heads, seqlen, BLOCK_D), zero behind WIDTH."""
-    rows = tile.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    dims = tl.arange(0, BLOCK_D)
-    token, batch_head = rows % seqlen, rows // seqlen
-    begins = batch_head // num_heads * stride_b + batch_head % num_heads * stride_h + token * stride_n
-    inside = (rows < num_rows)[:, None] & (dims < WIDTH)[None, :]
-    x = tl.load(x_ptr + (begins[:, None] + dims.to(tl.int64)[None, :] * stride_d), mask=inside, other=0.0)
-    parts = operand(x, PRECISION, IS_NVIDIA)  # [BLOCK_ROWS, BLOCK_D]
-    to = parts_ptr + (rows[:, None] * BLOCK_D + dims[None, :])
-    for i in tl.static_range(2 if PRECISION == "bf16x3" else 3):
-        tl.store(to + i * tl.cast(stride_p, tl.int64), parts[i].to(tl.bfloat16), mask=(rows < num_rows)[:, None])
-
-
-@jit(do_not_specialize=SPLIT_UNSPECIALISED)
-def split_kernel(
-    k_ptr,
-    v_ptr,
-    k_parts_ptr,
-    v_parts_ptr,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_kd,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_vd,
-    stride_kp,
-    stride_vp,
-    seqlen,
-    num_rows,
-    num_heads,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
-    IS_NVIDIA: tl.constexpr,
-):
-    """Splits K and V, float32, into what products of PRECISION take: programs of even number K, the others V."""
-    tile = tl.program_id(0) // 2
-    if tl.program_id(0) % 2 == 0:
-        _split_tile(
-            k_ptr, k_parts_ptr, tile, stride_kb, stride_kn, stride_kh, stride_kd, stride_kp, seqlen, num_rows,
-            num_heads, HEAD_DIM, BLOCK_ROWS, BLOCK_D, PRECISION, IS_NVIDIA,
-        )  # fmt: skip
-    else:
-        _split_tile(
-            v_ptr, v_parts_ptr, tile, stride_vb, stride_vn, stride_vh, stride_vd, stride_vp, seqlen, num_rows,
-            num_heads, HEAD_DIM_V, BLOCK_ROWS, BLOCK_DV, PRECISION, IS_NVIDIA,
-        )  # fmt: skip
 
 
 @jit(do_not_specialize=UNSPECIALISED)
@@ -508,25 +415,7 @@ def specify(
     arithmetic = dot_precision(problem, gpu)
     if not (config.split_ahead and arithmetic in PARTS):
         return _specify(problem, gpu, operands, out, lse, replace(config, split_ahead=False))
-    *outer, tokens, heads, _ = operands.k.shape
-    rows = (*outer, heads, tokens)
-    widths = padded(problem.head_dim), padded(problem.head_dim_v)
-    k, v = (torch.empty((PARTS[arithmetic], *rows, width), dtype=torch.bfloat16, device=out.device) for width in widths)
-    split = launch.Launch(
-        kernel=split_kernel,
-        grid=2 * -(-math.prod(rows) // SPLIT_ROWS),
-        tensors=(operands.k, operands.v, k, v),
-        scalars=[
-            *token_strides(problem, operands.k), *token_strides(problem, operands.v), k.stride(0), v.stride(0),
-            rows[-1], math.prod(rows), problem.num_heads_kv,
-        ],
-        constants={
-            "HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v, "BLOCK_ROWS": SPLIT_ROWS,
-            "BLOCK_D": widths[0], "BLOCK_DV": widths[1], "PRECISION": arithmetic,
-            "IS_NVIDIA": gpu.vendor == "nvidia",
-        },
-        options={"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False},
-    )  # fmt: skip
+    split, k, v = split_ahead.specify(problem, gpu, operands, out.device)
     # What the kernel takes for K and V: the first parts, which the others follow at a fixed distance.
     first_k, first_v = (parts[0].transpose(-3, -2) for parts in (k, v))
     operands = operands._replace(k=first_k, v=first_v)
@@ -640,63 +529,13 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         if size > MAX_HEAD_DIM:
             reasons.append(f"{name} is {size}; a row of K or V must fit one tile, {MAX_HEAD_DIM} at most")
     reasons += precision.why_not(problem, gpu)
-    if not reasons and not _fitting(problem, gpu):
-        needed = min(smem_bytes(problem, gpu, config) for config in _space())
+    if not reasons and not fitting(problem, gpu):
+        needed = min(smem_bytes(problem, gpu, config) for config in space())
         reasons.append(
             f"its smallest tile needs {needed / 1024:.0f} KiB of shared memory and {gpu.name} has "
             f"{gpu.smem_per_block_bytes / 1024:.0f} for a block"
         )
     return reasons
-
-
-def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """An upper bound on the shared memory of one block, which tests hold against what every target compiles to."""
-    size, arithmetic = DTYPE_BYTES[problem.dtype], dot_precision(problem, gpu)
-    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    if arithmetic in PARTS:
-        return _smem_bytes_of_parts(problem, gpu, config, 2 * PARTS[arithmetic])
-    q = size * config.block_m * block_d
-    p = size * config.block_m * config.block_n
-    kv = size * config.block_n * (block_d + block_dv)
-    if problem.mask_shape is not None or problem.bias_shape is not None:
-        score_bytes = _bytes_per_score(problem)
-        kv += config.block_m * config.block_n * score_bytes  # their tiles are in flight as well
-        p += size * config.block_n * block_dv  # V goes through registers to lose what nobody sees, and back
-    if gpu.arch == "gfx950":
-        # Copies go straight to shared memory (Triton 3.9), which keeps every tile in flight, rows padded.
-        return max(q, config.num_stages * kv * 17 // 16) + p
-    if gpu.vendor == "amd":
-        return max(q, max(1, config.num_stages - 1) * kv) + p
-    if arithmetic in ("tf32x3", "tf32"):
-        if gpu.capability == 90:
-            return 2 * (q + p) + config.num_stages * kv  # an operand and its remainder stand side by side
-        return q + config.num_stages * kv + max(q, kv) // 2
-    return q + p // 2 + config.num_stages * kv + 1024  # the last for barriers
-
-
-def _smem_bytes_of_parts(problem: AttentionProblem, gpu: Gpu, config: Config, size: int) -> int:
-    """`smem_bytes` where an element becomes parts of `size` bytes together: float32 tiles arrive, and the matrix unit
-    takes their parts, which stand beside them; or parts arrive, and nothing stands beside."""
-    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    q, p = config.block_m * block_d, config.block_m * config.block_n
-    k, v = config.block_n * block_d, config.block_n * block_dv
-    stages = config.num_stages if gpu.vendor == "nvidia" or gpu.arch == "gfx950" else max(1, config.num_stages - 1)
-    arriving = size * (k + v) if config.split_ahead else 4 * (k + v)
-    beside = 0 if config.split_ahead else size * max(k, v)
-    if problem.mask_shape is not None or problem.bias_shape is not None:
-        arriving += p * _bytes_per_score(problem)
-        beside = size * (k + v)
-    if gpu.vendor == "nvidia":
-        scores = 0 if gpu.capability == 90 else max(size, 8) * p  # parts of p and, from Blackwell on, accumulators
-        return max(size, 4) * q + stages * arriving + beside + scores + 1024
-    # Parts of p change hands as well, and q waits in the place of what has not arrived yet.
-    return max(size * q, stages * arriving * 17 // 16 + beside) + size * p
-
-
-def _bytes_per_score(problem: AttentionProblem) -> int:
-    """What a score reads of mask and bias."""
-    mask = 0 if problem.mask_shape is None else 1
-    return mask + (0 if problem.bias_shape is None else DTYPE_BYTES[problem.bias_dtype or problem.dtype])
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
@@ -719,7 +558,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         blocks=-(-problem.seqlen_q // config.block_m) * problem.num_heads_q * problem.batch,
         flops=2 * scores * (block_d + block_dv),
         exponentials=scores,
-        read_bytes=size * rows * problem.head_dim + key_reads + split_reads + scores * _bytes_per_score(problem),
+        read_bytes=size * rows * problem.head_dim + key_reads + split_reads + scores * bytes_per_score(problem),
         write_bytes=rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0)) + workspace,
         smem_bytes=smem_bytes(problem, gpu, config),
         workspace_bytes=workspace,
@@ -737,124 +576,3 @@ def _registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     threads = max(1, config.num_warps * gpu.warp_size)
     elements = config.block_m * (padded(problem.head_dim_v) + config.block_n * 3 // 2)
     return min(gpu.registers_per_thread or 255, 40 + elements // threads)
-
-
-# Configs --------------------------------------------------------------------------------------------------------------
-
-
-def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """The default first, then every other candidate that fits the GPU's shared memory."""
-    fitting = _fitting(problem, gpu)
-    if not fitting:
-        return []
-    default = _default(problem, gpu)
-    while default not in fitting:
-        default = _smaller(default)
-    return [default, *(c for c in fitting if c != default)]
-
-
-def _smaller(config: Config) -> Config:
-    """The next config to try where one does not fit: fewer tiles in flight, then fewer keys, then fewer queries."""
-    if config.num_stages > 1:
-        return replace(config, num_stages=config.num_stages - 1)
-    if config.block_n > 16:
-        return replace(config, block_n=config.block_n // 2)
-    return replace(config, block_m=config.block_m // 2, num_warps=4)
-
-
-def _fitting(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    ways = (False, True) if dot_precision(problem, gpu) in PARTS else (False,)
-    fitting = [c for c in _space(ways) if smem_bytes(problem, gpu, c) <= gpu.smem_per_block_bytes]
-    if gpu.capability == 90 and _uses_tensor_cores(problem, gpu):
-        # Two warpgroups on 64 queries split the keys of a wgmma between them. That is slow (1.9 times the time at
-        # head_dim 256, sweep 2), and in tf32, at 64x16, Triton 3.6 computes wrong products and reads out of bounds.
-        fitting = [c for c in fitting if not (c.num_warps == 8 and c.block_m == 64)]
-    return fitting
-
-
-def _uses_tensor_cores(problem: AttentionProblem, gpu: Gpu) -> bool:
-    return problem.dtype != "float32" or dot_precision(problem, gpu) != "ieee"
-
-
-def _space(split_ahead: tuple[bool, ...] = (False,)) -> list[Config]:
-    return [
-        Config(block_m, block_n, num_warps, num_stages, ahead)
-        for ahead in split_ahead
-        for block_m in (16, 32, 64, 128)
-        for block_n in (16, 32, 64, 128)
-        for num_warps in (4, 8)
-        for num_stages in (1, 2, 3, 4)
-    ]
-
-
-def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
-    """The table's config, made smaller where a tile of mask or bias takes registers and shared memory too."""
-    config = _default_without_mask(problem, gpu)
-    if problem.mask_shape is None and problem.bias_shape is None:
-        return config
-    if _is_rdna(gpu):
-        return config if problem.dtype == "float32" else Config(32, 16, 4, 1)
-    config = replace(config, num_stages=min(2, config.num_stages))
-    if gpu.vendor == "nvidia" and gpu.capability != 90:
-        return replace(config, block_n=16)  # by registers (tests/compile): 32 keys spill at some head_dim of each
-    return replace(config, block_n=max(16, config.block_n // 2))
-
-
-def _default_of_parts(gpu: Gpu, arithmetic: str, bucket: int) -> Config:
-    """Not timed yet: what compiles with fewest spills, two blocks an SM where that leaves tiles of a size."""
-    if gpu.vendor == "amd":
-        return (Config(64, 32, 4, 1), Config(64, 16, 4, 1), Config(32, 16, 4, 1))[bucket]
-    if gpu.capability == 90:
-        return (Config(128, 32, 8, 2, True), Config(128, 32, 8, 2, True), Config(64, 16, 4, 1, True))[bucket]
-    return (Config(64, 32, 4, 2, True), Config(32, 32, 4, 2, True), Config(32, 16, 4, 1, True))[bucket]
-
-
-def _leaves_sms_idle(problem: AttentionProblem, gpu: Gpu, block_m: int) -> bool:
-    """Whether tiles of so many queries are at most half as many as there are SMs."""
-    return 2 * -(-problem.seqlen_q // block_m) * problem.num_heads_q * problem.batch <= gpu.num_sms
-
-
-def _is_rdna(gpu: Gpu) -> bool:
-    return gpu.vendor == "amd" and not gpu.arch.startswith("gfx9")
-
-
-def _width(problem: AttentionProblem) -> int:
-    return max(padded(problem.head_dim), padded(problem.head_dim_v))
-
-
-def _default_without_mask(problem: AttentionProblem, gpu: Gpu) -> Config:
-    """Where a factor stands, the fastest of a sweep on an H200 (benchmarks/records, sweeps 1 and 2); elsewhere the
-    widest tile that compiles without spills, or with fewest (tests/compile)."""
-    bucket = 0 if _width(problem) <= 64 else 1 if _width(problem) <= 128 else 2
-    if problem.dtype == "float32":
-        arithmetic = dot_precision(problem, gpu)
-        if _is_rdna(gpu):
-            return Config(32, 16, 8, 1)
-        if gpu.vendor == "amd" and arithmetic not in PARTS:
-            return (Config(64, 32, 4, 2), Config(64, 16, 4, 2), Config(32, 16, 4, 1))[bucket]
-        if arithmetic == "ieee":
-            # At head_dim 64, 4 x 16 heads x 2048, 64x32 on four warps takes 1.2 times as long; at 128, 128x32 spills
-            # and takes 1.9 times as long.
-            return (Config(128, 64, 8, 2), Config(64, 32, 8, 2), Config(32, 32, 8, 1))[bucket]
-        if gpu.capability == 90 and bucket == 0 and _leaves_sms_idle(problem, gpu, 128):
-            # Not timed yet. On an H200, 1 head x 512 takes 44 us with tiles of 128 queries: 4 blocks on 132 SMs.
-            return Config(32, 32, 4, 2)
-        if arithmetic in PARTS:
-            return _default_of_parts(gpu, arithmetic, bucket)
-        if gpu.capability != 90 or bucket == 2:
-            return (Config(32, 32, 4, 2), Config(32, 16, 4, 2), Config(32, 16, 8, 1))[bucket]
-        if arithmetic == "tf32":
-            # 128x64 takes 1.2 times as long at head_dim 64, 64x32 1.3 times at 128.
-            return (Config(128, 32, 8, 3), Config(128, 32, 8, 2))[bucket]
-        # 64x64 takes 1.15 times as long at head_dim 64, 64x32 1.6 times at 128.
-        return (Config(128, 64, 8, 2), Config(128, 32, 8, 2))[bucket]
-    if _is_rdna(gpu):
-        return (Config(64, 32, 4, 1), Config(64, 32, 8, 1), Config(32, 16, 8, 1))[bucket]
-    if gpu.vendor == "amd":
-        return (Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 32, 8, 2))[bucket]
-    if gpu.capability not in WGMMA_OR_TCGEN05:
-        return (Config(64, 64, 4, 3), Config(64, 32, 4, 2), Config(64, 32, 8, 2))[bucket]
-    # Four warps on 64 queries leave room for two blocks an SM, and one block's softmax hides behind the other's
-    # products: causal at head_dim 128, 128x64 on eight warps takes 1.13 times as long at 16 x 1024, 1.05 times at
-    # 4 x 4096. At 256 the accumulator leaves no room for two, and 64x32 takes 1.16 times as long as 128x64.
-    return (Config(64, 64, 4, 3), Config(64, 64, 4, 3), Config(128, 64, 8, 2))[bucket]

@@ -237,11 +237,10 @@ def specify(
 ) -> tuple[launch.Launch, ...]:
     """The launches of the first chunk that are ours, from tensors that may be without memory."""
     problem = _with_lse(problem)
-    if problem.return_lse and lse is None:
-        lse = torch.empty(1, dtype=torch.float32, device=out.device)
+    lse = torch.empty(1, dtype=torch.float32, device=out.device) if problem.return_lse and lse is None else lse
     cut = plan(problem, config)
     workspace = allocate_workspace(problem, config, cut, out.device)
-    first = next(iter(_launches(problem, gpu, operands, out, lse, config, cut, workspace)))
+    first = next(_launches(problem, gpu, operands, out, lse, config, cut, workspace))
     return tuple(spec for spec in first if spec is not None)
 
 
@@ -517,11 +516,9 @@ SOFTMAX_SPACE = tuple(
 
 
 def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
-    return (
-        smem_bytes(problem, gpu, config) <= gpu.smem_per_block_bytes
-        and not _library_cannot(problem, gpu, config)
-        and least_bytes(problem, config) <= config.workspace_bytes
-    )
+    in_memory = least_bytes(problem, config) <= config.workspace_bytes
+    in_smem = smem_bytes(problem, gpu, config) <= gpu.smem_per_block_bytes
+    return in_memory and in_smem and not _library_cannot(problem, gpu, config)
 
 
 def _space(problem: AttentionProblem, gpu: Gpu) -> list[dict[str, int]]:
@@ -540,8 +537,8 @@ def _space(problem: AttentionProblem, gpu: Gpu) -> list[dict[str, int]]:
 
 def with_workspace(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
     """The config with a workspace that stays in L2, unless the GPU would be idle then or a tile of queries not fit."""
-    tile = config.block_m * config.block_n * 6  # float32 scores and 16-bit probabilities
-    wanted = max(IN_L2_BYTES, WAVES * (gpu.num_sms or FILLED) * tile, least_bytes(problem, config))
+    filling = WAVES * (gpu.num_sms or FILLED) * config.block_m * config.block_n * 6  # float32 scores, 16-bit P
+    wanted = max(IN_L2_BYTES, filling, least_bytes(problem, config))
     return replace(config, workspace_bytes=min(wanted, MAX_WORKSPACE_BYTES))
 
 
@@ -589,6 +586,8 @@ def _tiles(problem: AttentionProblem, gpu: Gpu) -> Config:
         tile = (64, 64, 32, 64, 8 if rdna else 4, 2)
     elif small:
         tile = (64, 64, 64, 64, 4, 2)
+    elif problem.seqlen_q <= 64:
+        tile = (64, 128, 64 if hopper_or_later else 32, 128, 4, 3)
     else:
         tile = (128, 128, 64 if hopper_or_later else 32, 128, 8, 3)
         if gpu.capability == 90 and not _fuses(problem, gpu, 128):

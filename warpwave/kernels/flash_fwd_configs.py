@@ -1,0 +1,217 @@
+"""Configs of `flash_fwd`: what one is, how much shared memory it takes, and which is the default where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from warpwave.hardware.gpu import Gpu
+from warpwave.kernels.arguments import dot_precision, padded
+from warpwave.kernels.split_ahead import PARTS
+from warpwave.problem import DTYPE_BYTES, AttentionProblem
+
+WGMMA_OR_TCGEN05 = (90, 100, 103)  # compute capabilities whose matrix unit reads operands from shared memory
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile shape and launch shape.
+
+    Args:
+        block_m: queries a program owns, a power of two, at least 16.
+        block_n: keys a step walks, a power of two, at least 16.
+        num_warps: warps of a program, a power of two.
+        num_stages: K/V tiles in flight.
+        split_ahead: whether a launch before this one splits K and V into the parts that products of bf16x3 and bf16x6
+            take, once for all queries. A tile then goes from memory to the matrix unit as it is, and not through the
+            registers of every block that needs it.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    split_ahead: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("block_m", 16), ("block_n", 16), ("num_warps", 1)):
+            value = getattr(self, name)
+            if value < least or value & (value - 1):
+                raise ValueError(f"{name} is {value}; it must be a power of two, at least {least}")
+        if self.num_stages < 1:
+            raise ValueError(f"num_stages is {self.num_stages}; it must be at least 1")
+
+
+# Shared memory --------------------------------------------------------------------------------------------------------
+
+
+def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
+    """An upper bound on the shared memory of one block, which tests hold against what every target compiles to."""
+    size, arithmetic = DTYPE_BYTES[problem.dtype], dot_precision(problem, gpu)
+    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    if arithmetic in PARTS:
+        return _smem_bytes_of_parts(problem, gpu, config, 2 * PARTS[arithmetic])
+    q = size * config.block_m * block_d
+    p = size * config.block_m * config.block_n
+    kv = size * config.block_n * (block_d + block_dv)
+    if problem.mask_shape is not None or problem.bias_shape is not None:
+        score_bytes = bytes_per_score(problem)
+        kv += config.block_m * config.block_n * score_bytes  # their tiles are in flight as well
+        p += size * config.block_n * block_dv  # V goes through registers to lose what nobody sees, and back
+    if gpu.arch == "gfx950":
+        # Copies go straight to shared memory (Triton 3.9), which keeps every tile in flight, rows padded.
+        return max(q, config.num_stages * kv * 17 // 16) + p
+    if gpu.vendor == "amd":
+        return max(q, max(1, config.num_stages - 1) * kv) + p
+    if arithmetic in ("tf32x3", "tf32"):
+        if gpu.capability == 90:
+            return 2 * (q + p) + config.num_stages * kv  # an operand and its remainder stand side by side
+        return q + config.num_stages * kv + max(q, kv) // 2
+    return q + p // 2 + config.num_stages * kv + 1024  # the last for barriers
+
+
+def _smem_bytes_of_parts(problem: AttentionProblem, gpu: Gpu, config: Config, size: int) -> int:
+    """`smem_bytes` where an element becomes parts of `size` bytes together: float32 tiles arrive, and the matrix unit
+    takes their parts, which stand beside them; or parts arrive, and nothing stands beside."""
+    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    q, p = config.block_m * block_d, config.block_m * config.block_n
+    k, v = config.block_n * block_d, config.block_n * block_dv
+    stages = config.num_stages if gpu.vendor == "nvidia" or gpu.arch == "gfx950" else max(1, config.num_stages - 1)
+    arriving = size * (k + v) if config.split_ahead else 4 * (k + v)
+    beside = 0 if config.split_ahead else size * max(k, v)
+    if problem.mask_shape is not None or problem.bias_shape is not None:
+        arriving += p * bytes_per_score(problem)
+        beside = size * (k + v)
+    if gpu.vendor == "nvidia":
+        scores = 0 if gpu.capability == 90 else max(size, 8) * p  # parts of p and, from Blackwell on, accumulators
+        return max(size, 4) * q + stages * arriving + beside + scores + 1024
+    # Parts of p change hands as well, and q waits in the place of what has not arrived yet.
+    return max(size * q, stages * arriving * 17 // 16 + beside) + size * p
+
+
+def bytes_per_score(problem: AttentionProblem) -> int:
+    """What a score reads of mask and bias."""
+    mask = 0 if problem.mask_shape is None else 1
+    return mask + (0 if problem.bias_shape is None else DTYPE_BYTES[problem.bias_dtype or problem.dtype])
+
+
+# Which ----------------------------------------------------------------------------------------------------------------
+
+
+def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
+    """The default first, then every other candidate that fits the GPU's shared memory."""
+    candidates = fitting(problem, gpu)
+    if not candidates:
+        return []
+    default = _default(problem, gpu)
+    while default not in candidates:
+        default = _smaller(default)
+    return [default, *(c for c in candidates if c != default)]
+
+
+def _smaller(config: Config) -> Config:
+    """The next config to try where one does not fit: fewer tiles in flight, then fewer keys, then fewer queries."""
+    if config.num_stages > 1:
+        return replace(config, num_stages=config.num_stages - 1)
+    if config.block_n > 16:
+        return replace(config, block_n=config.block_n // 2)
+    return replace(config, block_m=config.block_m // 2, num_warps=4)
+
+
+def fitting(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
+    """The candidates that fit the GPU's shared memory, less those it computes wrongly or slowly."""
+    ways = (False, True) if dot_precision(problem, gpu) in PARTS else (False,)
+    found = [c for c in space(ways) if smem_bytes(problem, gpu, c) <= gpu.smem_per_block_bytes]
+    if gpu.capability == 90 and _uses_tensor_cores(problem, gpu):
+        # Two warpgroups on 64 queries split the keys of a wgmma between them. That is slow (1.9 times the time at
+        # head_dim 256, sweep 2), and in tf32, at 64x16, Triton 3.6 computes wrong products and reads out of bounds.
+        found = [c for c in found if not (c.num_warps == 8 and c.block_m == 64)]
+    return found
+
+
+def _uses_tensor_cores(problem: AttentionProblem, gpu: Gpu) -> bool:
+    return problem.dtype != "float32" or dot_precision(problem, gpu) != "ieee"
+
+
+def space(split_ahead: tuple[bool, ...] = (False,)) -> list[Config]:
+    """Every candidate."""
+    return [
+        Config(block_m, block_n, num_warps, num_stages, ahead)
+        for ahead in split_ahead
+        for block_m in (16, 32, 64, 128)
+        for block_n in (16, 32, 64, 128)
+        for num_warps in (4, 8)
+        for num_stages in (1, 2, 3, 4)
+    ]
+
+
+def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
+    """The table's config, made smaller where a tile of mask or bias takes registers and shared memory too."""
+    config = _default_without_mask(problem, gpu)
+    if problem.mask_shape is None and problem.bias_shape is None:
+        return config
+    if _is_rdna(gpu):
+        return config if problem.dtype == "float32" else Config(32, 16, 4, 1)
+    config = replace(config, num_stages=min(2, config.num_stages))
+    if gpu.vendor == "nvidia" and gpu.capability != 90:
+        return replace(config, block_n=16)  # by registers (tests/compile): 32 keys spill at some head_dim of each
+    return replace(config, block_n=max(16, config.block_n // 2))
+
+
+def _default_of_parts(gpu: Gpu, arithmetic: str, bucket: int) -> Config:
+    """Not timed yet: what compiles with fewest spills, two blocks an SM where that leaves tiles of a size."""
+    if gpu.vendor == "amd":
+        return (Config(64, 32, 4, 1), Config(64, 16, 4, 1), Config(32, 16, 4, 1))[bucket]
+    if gpu.capability == 90:
+        return (Config(128, 32, 8, 2, True), Config(128, 32, 8, 2, True), Config(64, 16, 4, 1, True))[bucket]
+    return (Config(64, 32, 4, 2, True), Config(32, 32, 4, 2, True), Config(32, 16, 4, 1, True))[bucket]
+
+
+def _leaves_sms_idle(problem: AttentionProblem, gpu: Gpu, block_m: int) -> bool:
+    """Whether tiles of so many queries are at most half as many as there are SMs."""
+    return 2 * -(-problem.seqlen_q // block_m) * problem.num_heads_q * problem.batch <= gpu.num_sms
+
+
+def _is_rdna(gpu: Gpu) -> bool:
+    return gpu.vendor == "amd" and not gpu.arch.startswith("gfx9")
+
+
+def _width(problem: AttentionProblem) -> int:
+    return max(padded(problem.head_dim), padded(problem.head_dim_v))
+
+
+def _default_without_mask(problem: AttentionProblem, gpu: Gpu) -> Config:
+    """Where a factor stands, the fastest of a sweep on an H200 (benchmarks/records, sweeps 1 and 2); elsewhere the
+    widest tile that compiles without spills, or with fewest (tests/compile)."""
+    bucket = 0 if _width(problem) <= 64 else 1 if _width(problem) <= 128 else 2
+    if problem.dtype == "float32":
+        arithmetic = dot_precision(problem, gpu)
+        if _is_rdna(gpu):
+            return Config(32, 16, 8, 1)
+        if gpu.vendor == "amd" and arithmetic not in PARTS:
+            return (Config(64, 32, 4, 2), Config(64, 16, 4, 2), Config(32, 16, 4, 1))[bucket]
+        if arithmetic == "ieee":
+            # At head_dim 64, 4 x 16 heads x 2048, 64x32 on four warps takes 1.2 times as long; at 128, 128x32 spills
+            # and takes 1.9 times as long.
+            return (Config(128, 64, 8, 2), Config(64, 32, 8, 2), Config(32, 32, 8, 1))[bucket]
+        if gpu.capability == 90 and bucket == 0 and _leaves_sms_idle(problem, gpu, 128):
+            # Not timed yet. On an H200, 1 head x 512 takes 44 us with tiles of 128 queries: 4 blocks on 132 SMs.
+            return Config(32, 32, 4, 2)
+        if arithmetic in PARTS:
+            return _default_of_parts(gpu, arithmetic, bucket)
+        if gpu.capability != 90 or bucket == 2:
+            return (Config(32, 32, 4, 2), Config(32, 16, 4, 2), Config(32, 16, 8, 1))[bucket]
+        if arithmetic == "tf32":
+            # 128x64 takes 1.2 times as long at head_dim 64, 64x32 1.3 times at 128.
+            return (Config(128, 32, 8, 3), Config(128, 32, 8, 2))[bucket]
+        # 64x64 takes 1.15 times as long at head_dim 64, 64x32 1.6 times at 128.
+        return (Config(128, 64, 8, 2), Config(128, 32, 8, 2))[bucket]
+    if _is_rdna(gpu):
+        return (Config(64, 32, 4, 1), Config(64, 32, 8, 1), Config(32, 16, 8, 1))[bucket]
+    if gpu.vendor == "amd":
+        return (Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 32, 8, 2))[bucket]
+    if gpu.capability not in WGMMA_OR_TCGEN05:
+        return (Config(64, 64, 4, 3), Config(64, 32, 4, 2), Config(64, 32, 8, 2))[bucket]
+    # Four warps on 64 queries leave room for two blocks an SM, and one block's softmax hides behind the other's
+    # products: causal at head_dim 128, 128x64 on eight warps takes 1.13 times as long at 16 x 1024, 1.05 times at
+    # 4 x 4096. At 256 the accumulator leaves no room for two, and 64x32 takes 1.16 times as long as 128x64.
+    return (Config(64, 64, 4, 3), Config(64, 64, 4, 3), Config(128, 64, 8, 2))[bucket]
