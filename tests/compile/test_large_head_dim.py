@@ -31,7 +31,6 @@ SPILL_BOUNDS = {
     **{("large_head_dim", arch, "float32"): 32 for arch in TARGETS if arch.startswith("sm_")},
     ("large_head_dim", "gfx1100", "bfloat16"): 720,
     ("large_head_dim", "gfx1201", "float32"): 16,
-    ("three_kernel", "sm_90", "bfloat16"): 16,
     ("three_kernel", "sm_100", "float32"): 32,
     ("three_kernel", "sm_120", "bfloat16"): 24,
 }

@@ -591,7 +591,7 @@ def _tiles(problem: AttentionProblem, gpu: Gpu) -> Config:
     else:
         tile = (128, 128, 64 if hopper_or_later else 32, 128, 8, 3)
         if gpu.capability == 90 and not _fuses(problem, gpu, 128):
-            tile = (128, 256, 64, 256, 8, 3)  # a third more FLOP for each byte of L2; the epilogue has no room for it
+            tile = (128, 256, 32, 256, 8, 4)  # a third more FLOP for each byte of L2; the epilogue has no room for it
     if _may_hide_keys(problem) and problem.dtype != "float32" and gpu.vendor != "interpreter":
         # Values and probabilities go through registers.
         tile = (*tile[:2], 32, min(tile[3], 128 if hopper_or_later else 64), *tile[4:])
