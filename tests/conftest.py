@@ -51,8 +51,8 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        if "kernel" in parameters:
-            kernel = parameters["kernel"]
+        kernel = parameters.get("kernel")
+        if isinstance(kernel, str):
             item.user_properties.append(("kernel", kernel))
             if kernel in SAMPLED and not torch.cuda.is_available():
                 if seen[kernel] % SAMPLED[kernel]:

@@ -93,7 +93,8 @@ def _verdict(said: Explanation) -> str:
     assert binding is not None
     if said.flops == 0:
         return "nothing: no query sees a key"
-    sentence = f"{binding.resource}: no implementation takes less than {us(binding.time_us)} ({known.rates.name})"
+    precise = " with this accuracy" if said.problem.dtype == "float32" else ""
+    sentence = f"{binding.resource}: no implementation{precise} takes less than {us(binding.time_us)} ({known.rates.name})"
     sentence += f", {_rate_allowed(said, binding.time_us)}"
     launch = None if said.measured is None else said.measured.of("launch")
     if launch is not None and launch.time_us > known.time_us:
@@ -151,10 +152,10 @@ def _kernel(said: Explanation) -> Iterator[str]:
         yield f"  grid     {cost.blocks:,} block{'s' if cost.blocks > 1 else ''}" + (
             f" on {sms} SMs, {cost.blocks / sms:,.3g} each" if sms else ""
         )
+    moved = cost.read_bytes + cost.write_bytes
     yield (
         f"  work     {flop(cost.flops)} computed, {cost.flops / max(1, said.flops):,.3g} x the work; "
-        f"{byte(cost.read_bytes)} read through the caches, {cost.read_bytes / max(1, said.compulsory_bytes):,.3g} x "
-        "what must be moved"
+        f"{byte(moved)} read and written through the caches, {moved / max(1, said.compulsory_bytes):,.3g} x what must be"
     )
 
 
