@@ -93,8 +93,8 @@ def _verdict(said: Explanation) -> str:
     assert binding is not None
     if said.flops == 0:
         return "nothing: no query sees a key"
-    precise = " with this accuracy" if said.problem.dtype == "float32" else ""
-    sentence = f"{binding.resource}: no implementation{precise} takes less than {us(binding.time_us)} ({known.rates.name})"
+    any_ = "no implementation with this accuracy" if said.problem.dtype == "float32" else "no implementation"
+    sentence = f"{binding.resource}: {any_} takes less than {us(binding.time_us)} ({known.rates.name})"
     sentence += f", {_rate_allowed(said, binding.time_us)}"
     launch = None if said.measured is None else said.measured.of("launch")
     if launch is not None and launch.time_us > known.time_us:
@@ -155,7 +155,8 @@ def _kernel(said: Explanation) -> Iterator[str]:
     moved = cost.read_bytes + cost.write_bytes
     yield (
         f"  work     {flop(cost.flops)} computed, {cost.flops / max(1, said.flops):,.3g} x the work; "
-        f"{byte(moved)} read and written through the caches, {moved / max(1, said.compulsory_bytes):,.3g} x what must be"
+        f"{byte(moved)} read and written through the caches, {moved / max(1, said.compulsory_bytes):,.3g} x what "
+        "must be"
     )
 
 

@@ -63,8 +63,9 @@ SMALL = 4096  # with fewer elements an RMS is noisy, and so is that of a row
 RMS_SMALL = 2.0
 MAXIMUM_FLOOR, RMS_FLOOR, ROW_FLOOR = 1e-6, 1e-7, 1e-6  # in units of max |R|
 # In float32 a rounded logit is an error of N and of the kernel that does not average out: where few keys are visible
-# it is one draw each. B1 to B3 allow for it: this share of R for each unit of the largest logit. And where a sink
-# leads, an error common to a row's logits does not cancel: then out may be as far off as the LSE.
+# it is one draw each, as is a sum over all rows. B1 to B3, and A of such a sum, allow for it: this share of R for each
+# unit of the largest logit. And where a sink leads, an error common to a row's logits does not cancel: then out may be
+# as far off as the LSE.
 LOGIT_SHARE = 2.0**-24
 UNDERFLOW = 1024 * torch.finfo(torch.float32).tiny  # GPUs may flush what is smaller, in each of a thousand terms
 # The error of a row of dq is that of one number, its delta, and M's draw of it may be arbitrarily lucky: e(a) / e(M)
@@ -206,15 +207,16 @@ def _judge(
     floor = 2 * ((rounded + 0.3) - 0.3 - rounded).abs().max().item()
     if direction == "backward" and problem.softcap:
         floor += PEER_BACKWARD_SOFTCAP_FLOOR
+    logit_share = 0.0
+    if _arithmetic(problem) in ("float32", "bf16x3"):
+        logit_share = _lse_allowance(largest_logit) if problem.has_sinks else LOGIT_SHARE * largest_logit
     if name in SUMS:
+        floor += logit_share * largest
         return [_gate(f"A peer rule of {name}", e_got.max(), e_naive.max(), PEER_OF_SUMS, floor)]
     gates = []
     if c.peer < math.inf:
         gates.append(_gate(f"A peer rule of {name}", e_got.max(), e_naive.max(), c.peer, floor))
 
-    logit_share = 0.0
-    if _arithmetic(problem) in ("float32", "bf16x3"):
-        logit_share = _lse_allowance(largest_logit) if problem.has_sinks else LOGIT_SHARE * largest_logit
     floor = (MAXIMUM_FLOOR + logit_share) * largest + UNDERFLOW
     gates.append(_gate(f"B1 maximum of {name}", e_got.max(), e_model.max(), c.maximum, floor))
     small = got.numel() < SMALL
