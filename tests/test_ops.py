@@ -206,6 +206,24 @@ def test_a_call_is_recalled_only_for_tensors_laid_out_alike(recalled: list[bool]
     assert recalled == [False, False]
 
 
+def test_no_mode_is_by_passed_once_a_call_is_known() -> None:
+    """torch's guard does not see every mode: fake tensors and make_fx must meet the operator all the same."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    q, k, v = qkv()
+    for _ in range(2):
+        warpwave.attention(q, k, v)
+    graph = make_fx(lambda q, k, v: warpwave.attention(q, k, v))(q, k, v).graph
+    targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    assert [target.startswith("warpwave.attention") for target in targets if "getitem" not in target] == [True]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert isinstance(warpwave.attention(q, k, v), FakeTensor)
+    stacked = [torch.stack([t, 2 * t]) for t in (q, k, v)]
+    singly = torch.stack([warpwave.attention(*one) for one in zip(*stacked, strict=True)])
+    torch.testing.assert_close(torch.vmap(warpwave.attention)(*stacked), singly)
+
+
 def test_recalled_plans_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "MAX_PLANS", 8)
     ops._recent.clear()
@@ -221,7 +239,7 @@ def test_recalled_plans_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_guard_of_torch_s_calls_are_found_all_the_same(
     monkeypatch: pytest.MonkeyPatch, recalled: list[bool]
 ) -> None:
-    monkeypatch.setattr(guards, "_TensorGuards", None)
+    monkeypatch.setattr(guards, "tensor_guards", lambda: None)
     q, k, v = qkv()
     torch.testing.assert_close(warpwave.attention(q, k, v), warpwave.attention(q, k, v), rtol=0, atol=0)
     assert recalled == [False, False]

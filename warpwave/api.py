@@ -318,9 +318,9 @@ def _call(operands: Operands, said: tuple[Any, ...], kernel: str, config: Any) -
     run = key = None
     # True and 1 are equal, and only one of them is a causal.
     full = (*said, said[0].__class__, kernel, config)
-    if not torch.compiler.is_compiling():
+    if _eager():
         run = ops.recall(operands, full)
-        if run is None and _eager():
+        if run is None:
             key = ops.plan_key(operands, full)
     if key is not None:
         try:
@@ -340,5 +340,9 @@ def _call(operands: Operands, said: tuple[Any, ...], kernel: str, config: Any) -
 
 
 def _eager() -> bool:
-    """Whether nothing stands between a call and its kernel: no mode, no transform."""
-    return not (torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None)
+    """Whether nothing stands between a call and its kernel: no tracing, no mode, no transform."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )

@@ -26,7 +26,8 @@ from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
 from warpwave.problem import AttentionProblem
 
 # In the order of preference. Every problem has a kernel, because eager runs everything; what stands behind it, "auto"
-# never takes: rungs of the ladder (docs/ladder.md), which keep a workspace as large as all scores.
+# never takes: rungs of the ladder (docs/ladder.md), which keep a workspace as large as all scores, and kernels that no
+# GPU has run yet.
 KERNELS: tuple[Any, ...] = (
     *(hopper_flash_fwd, flash_fwd, torch_sdpa, eager),
     *(tiled, naive, split_kv, large_head_dim, three_kernel),

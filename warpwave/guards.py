@@ -1,14 +1,15 @@
 """Whether q, k and v are laid out as they were the last time, asked in one call into torch.
 
 To read shape, stride, dtype and device of three tensors through Python costs more than to launch a kernel on them.
-torch has the same question for its compiler, answered in C++: dtype, device, sizes, strides, Python type, whether a
-gradient is wanted, and whether a mode or a transform is active. That guard is private to torch, so it is tried out
-once, and where it does not tell tensors apart as it should, there is none.
+torch has the same question for its compiler, answered in C++: dtype, device, sizes, strides, Python type, and whether a
+gradient is wanted. It does not notice every mode (fake tensors, make_fx): who asks looks for those first. That guard is
+private to torch, so it is tried out once, and where it does not tell tensors apart as it should, there is none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,34 +21,31 @@ ALIGNED = 15  # bits of an address that are 0 at a multiple of 16
 def guard(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Check | None:
     """A function that says of other tensors whether a plan for these serves them too; None where torch has none to
     offer, or where one of these is not 16-byte aligned (then their alignment would have to be compared as well)."""
-    if _TensorGuards is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ALIGNED:
+    kind = tensor_guards()
+    if kind is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ALIGNED:
         return None
-    return _guard(q, k, v)
+    return _guard(kind, q, k, v)
 
 
-def _guard(*tensors: torch.Tensor) -> Check:
+def _guard(kind: Any, *tensors: torch.Tensor) -> Check:
     sizes = [list(t.shape) for t in tensors]
     strides = [list(t.stride()) for t in tensors]
-    same: Check = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    same: Check = kind(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     return same
 
 
-def _tried_out() -> Any:
-    """torch's guard, if it is there and notices every change that matters."""
-    global _TensorGuards
+@cache
+def tensor_guards() -> Any:
+    """torch's guard, if it is there and notices every change that matters; else None."""
     try:
         from torch._C._dynamo.guards import TensorGuards
 
-        _TensorGuards = TensorGuards
-        x, y, z = (torch.zeros(2, 4, 2, 8) for _ in range(3))
-        same = _guard(x, y, z)
-        others = (y[:1], y[:, :2], y.transpose(1, 2).contiguous().transpose(1, 2), y.half(), y.to("meta"))
-        wanting = torch.zeros(2, 4, 2, 8, requires_grad=True)
-        reliable = same(y, x, z) and not any(same(x, other, z) for other in (*others, wanting))
+        with torch.inference_mode(False), torch.enable_grad():  # where the first call may not be
+            x, y, z = (torch.zeros(2, 4, 2, 8, device="cpu") for _ in range(3))
+            same = _guard(TensorGuards, x, y, z)
+            others = (y[:1], y[:, :2], y.transpose(1, 2).contiguous().transpose(1, 2), y.half(), y.to("meta"))
+            wanting = torch.zeros(2, 4, 2, 8, device="cpu", requires_grad=True)
+            reliable = same(y, x, z) and not any(same(x, other, z) for other in (*others, wanting))
     except Exception:  # of another torch: whatever it is, calls are found without
         reliable = False
-    return _TensorGuards if reliable else None
-
-
-_TensorGuards: Any = None
-_TensorGuards = _tried_out()
+    return TensorGuards if reliable else None
