@@ -14,13 +14,10 @@ import torch
 from tests.conformance import cases, harness
 from tests.conformance.cases import PLAIN, Call, W
 from tests.conformance.gates import (
-    backward_references,
     forward_references,
-    judge_backward,
     judge_forward,
 )
 from tests.conformance.harness import DEVICE, GPU, ON_GPU, bits
-from tests.conformance.test_gradients import differentiate, upstream
 from tests.conformance.test_probes import check_count, check_retrieval, check_support
 from warpwave import attention
 from warpwave.kernels import large_head_dim, three_kernel
@@ -251,18 +248,8 @@ def test_scores_past_32_bits(products: str) -> None:
     assert results[0] == results[1] or products.startswith("library")  # whose sums may run in another order
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32:ieee"])
-def test_gradients_of_wide_heads(dtype: str) -> None:
-    case = replace(PLAIN, dtype=dtype, dims=(320, 272), lengths=(21, 34), heads=(4, 2), causal="bottom_right")
-    call = cases.build(case, "normal", DEVICE)
-    dout, dlse = upstream(call)
-    references = backward_references(call.problem, call.operands, dout, dlse)
-    verdict = judge_backward(call.problem, references, differentiate("three_kernel", call, dout, dlse))
-    assert verdict.passed, str(verdict)
-
-
 def test_a_model_of_two_head_sizes() -> None:
-    """Layers of 256 with a window and of 512 without, as models mix them: forward, and gradients through both."""
+    """Layers of 256 with a window and of 512 without, as models mix them, each on its own kernel."""
     g = torch.Generator(DEVICE).manual_seed(0)
     x = torch.randn(1, 24, 512, generator=g, device=DEVICE, dtype=torch.float32)
 
@@ -272,13 +259,6 @@ def test_a_model_of_two_head_sizes() -> None:
         a = x.unflatten(-1, (1, 512))
         return x + attention(a, a, a, causal=True, kernel=wide).flatten(-2)
 
-    results = []
-    for narrow, wide in (("eager", "eager"), ("auto", "three_kernel")):
-        leaf = x.clone().requires_grad_()
-        out = model(leaf, narrow, wide)
-        (grad,) = torch.autograd.grad(out.square().sum(), leaf)
-        results.append((out.detach(), grad))
-    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
-    with torch.no_grad():
-        fused = model(x, "auto", "large_head_dim")
-    torch.testing.assert_close(fused, results[0][0], rtol=1e-4, atol=1e-4)
+    expected = model(x, "eager", "eager")
+    for wide in ("three_kernel", "large_head_dim"):
+        torch.testing.assert_close(model(x, "auto", wide), expected, rtol=1e-4, atol=1e-4)

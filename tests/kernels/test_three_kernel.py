@@ -178,7 +178,7 @@ def test_few_scores_of_long_sums_share_head_dim() -> None:
 
 def test_what_it_refuses() -> None:
     assert three_kernel.why_not(PROBLEM, INTERPRETER) == []
-    assert three_kernel.why_not(replace(PROBLEM, requires_grad=True), H200) == []
+    assert any("no gradients" in reason for reason in three_kernel.why_not(replace(PROBLEM, requires_grad=True), H200))
     assert any("found tensors on the CPU" in reason for reason in three_kernel.why_not(PROBLEM, CPU))
     assert any("no paged cache" in reason for reason in three_kernel.why_not(replace(PROBLEM, page_size=16), H200))
     (reason,) = three_kernel.why_not(replace(PROBLEM, seqlen_k=2**21), H200)

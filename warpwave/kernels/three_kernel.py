@@ -11,8 +11,8 @@ Each product is torch's (`library`) or ours (`triton`); ours may also take the s
 (`fused`), which then writes 2 bytes a score and no pass over scores is left. Milakov & Gimelshein, "Online normalizer
 calculation for softmax" (2018), is how tiles of P with a maximum each become one sum.
 
-Bound: tensor cores; below head_dim 1024 the traffic of the scores. Gradients are made a tile at a time, as eager's are,
-from out and lse. It adds to tiled the bounded workspace, 16-bit P, and torch's products.
+Bound: tensor cores; below head_dim 1024 the traffic of the scores. It adds to tiled the bounded workspace, 16-bit P,
+and torch's products.
 """
 
 from __future__ import annotations
@@ -180,7 +180,6 @@ STAGES = ("scores", "softmax", "values")
 
 def _stages(problem: AttentionProblem, operands: Operands, config: Config) -> tuple[Callable[..., Any], ...]:
     """`make() -> (out, lse, workspace)` and `run_stage(which stages, operands, out, lse, workspace)`, all compiled."""
-    problem = _with_lse(problem)
     device, gpu = operands.q.device, current_gpu(operands.q.device)
     if reasons := _library_cannot(problem, gpu, config):
         choice = configs(problem, gpu)[0]
@@ -227,16 +226,10 @@ def _stages(problem: AttentionProblem, operands: Operands, config: Config) -> tu
     return make, run_stage
 
 
-def _with_lse(problem: AttentionProblem) -> AttentionProblem:
-    """Gradients are made from out and lse."""
-    return replace(problem, return_lse=problem.return_lse or problem.requires_grad)
-
-
 def specify(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
 ) -> tuple[launch.Launch, ...]:
     """The launches of the first chunk that are ours, from tensors that may be without memory."""
-    problem = _with_lse(problem)
     lse = torch.empty(1, dtype=torch.float32, device=out.device) if problem.return_lse and lse is None else lse
     cut = plan(problem, config)
     workspace = allocate_workspace(problem, config, cut, out.device)
@@ -358,6 +351,8 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
             "how its products are cut follows from the batch: sums for another batch may run in another order"
         )
     reasons += precision.why_not(problem, gpu)
+    if problem.requires_grad:
+        reasons.append("it computes no gradients; call under torch.no_grad() if none are needed")
     if reasons:
         return reasons
     config = _tiles(problem, gpu)
@@ -412,7 +407,6 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """What the launches move and compute over all chunks: whole tiles of ours, and of torch's whatever lies between a
     chunk's first and last visible key."""
-    problem = _with_lse(problem)
     size, cut = DTYPE_BYTES[problem.dtype], plan(problem, config)
     rows = problem.rows * problem.num_heads_q
     block_k, block_v = _block_k(problem, config), _block_v(problem, config)
