@@ -7,6 +7,7 @@ so that a change of kernel or compiler cannot quietly lose a matrix instruction.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import tempfile
@@ -287,11 +288,18 @@ def _opcodes(sass: str) -> Counter[str]:
 
 
 def _disassemble(cubin: bytes) -> tuple[str, str]:
-    """(resource usage, listing) of a cubin, by the tools that come with Triton."""
+    """(resource usage, listing) of a cubin, by the tools that come with Triton. Listings, which take half a second, are
+    kept in Triton's cache beside what they are listings of."""
+    cache = triton.runtime.cache.get_cache_manager(hashlib.sha256(cubin).hexdigest())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        return _tool("cuobjdump", "--dump-resource-usage", path), _tool("nvdisasm", "-c", path)
+        usage = _tool("cuobjdump", "--dump-resource-usage", path)
+        if kept := cache.get_file("kernel.sass"):
+            return usage, Path(kept).read_text()
+        listing = _tool("nvdisasm", "-c", path)
+    cache.put(listing, "kernel.sass", binary=False)
+    return usage, listing
 
 
 def _tool(name: str, *arguments: Any) -> str:
