@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +75,18 @@ def suite(seed: int) -> str:
             else:
                 pairs = case["batch"] * case["seqlen_q"] * case.get("seqlen_k", case["seqlen_q"])
                 scores = pairs * case["num_heads_q"]
-            line = f"    {{ {', '.join(f'{key} = {_toml(value)}' for key, value in case.items())} }},"
+            line = toml_line(case)
             if scores > MOST_SCORES or not pairs or line in seen:
                 continue
             seen.add(line)
             lines.append(line)
             taken += 1
     return "\n".join([*lines, "]", ""])
+
+
+def toml_line(case: Mapping[str, Any]) -> str:
+    """A case as a line of a suite's `cases`."""
+    return f"    {{ {', '.join(f'{key} = {_toml(value)}' for key, value in case.items())} }},"
 
 
 def _toml(value: Any) -> str:
