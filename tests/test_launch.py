@@ -56,3 +56,76 @@ def test_a_new_length_compiles_nothing() -> None:
     for seqlen in (1, 33, 48, 1000):
         warpwave.attention(*qkv("cuda", seqlen=seqlen), causal=True, return_lse=True, kernel="flash_fwd", config=CONFIG)
     assert launch._compiled == compiled
+
+
+class _Run:
+    """Stands for `compiled.run` of one Triton version."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid, launch_pdl = "cooperative", "pdl"
+    arg_annotations, kernel_signature = "annotations", "signature"
+
+    def __init__(self) -> None:
+        self.called: list[tuple[Any, ...]] = []
+
+    def __call__(self, *arguments: Any) -> None:
+        self.called.append(("run", *arguments))
+
+    def launch(self, *arguments: Any) -> None:
+        self.called.append(("launch", *arguments))
+
+
+class _Compiled:
+    function, packed_metadata = "function", "metadata"
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        (
+            "3.6.0",
+            (
+                "launch",
+                7,
+                1,
+                1,
+                "stream",
+                "function",
+                "cooperative",
+                "pdl",
+                None,
+                None,
+                "metadata",
+                None,
+                None,
+                None,
+                1,
+                2,
+            ),
+        ),
+        (
+            "3.9.1",
+            (
+                *("launch", 7, 1, 1, "stream", "function", "cooperative", "pdl", "metadata"),
+                *(None, None, None, None, None, "annotations", "signature", (1, 2)),
+            ),
+        ),
+        ("4.0.0", ("run", 7, 1, 1, "stream", "function", "metadata", None, None, None, 1, 2)),
+    ],
+)
+def test_an_unknown_triton_is_started_by_its_public_call(
+    version: str, expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch.triton, "__version__", version)
+    run = _Run()
+    launch.starter(_Compiled, run, run.launch)(7, "stream", (1, 2))  # type: ignore[arg-type]
+    assert run.called == [expected]
+
+
+@pytest.mark.parametrize("wish", ["global_scratch_size", "profile_scratch_size", "gsan_enabled"])
+def test_what_triton_has_to_allocate_goes_through_its_own_call(wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.triton, "__version__", "3.6.0")
+    run = _Run()
+    setattr(run, wish, 64)
+    launch.starter(_Compiled, run, run.launch)(7, "stream", ())  # type: ignore[arg-type]
+    assert run.called[0][0] == "run"
