@@ -1,5 +1,5 @@
 """`python -m warpwave`: the same commands as `warpwave`."""
 
-from warpwave.cli import main
+from warpwave.cli import command
 
-main()
+command()

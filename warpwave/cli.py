@@ -32,26 +32,33 @@ app = typer.Typer(
 )
 
 
-def main() -> NoReturn:
-    """Entry point of the console script."""
-    if hasattr(signal, "SIGPIPE"):  # not on Windows
-        # A reader that has seen enough (`| head`) ends the command as it ends any other, without a word.
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+def command() -> NoReturn:
+    """Entry point of the console script: `main`, and an exit without delay."""
     gc.set_threshold(100_000)  # torch's import makes a million objects that stay, and walking them again takes 0.2 s
     code = 0
     try:
-        app(prog_name="warpwave")
+        main()
     except SystemExit as ended:
         code = _exit_code(ended)
+    _exit(code)
+
+
+def main() -> None:
+    """The command, its arguments from `sys.argv`. Ends with SystemExit."""
+    if hasattr(signal, "SIGPIPE"):  # not on Windows
+        # A reader that has seen enough (`| head`) ends the command as it ends any other, without a word.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        app(prog_name="warpwave")
     except (InvalidInput, InvalidType, UnsupportedProblem) as error:
         print(f"warpwave: {error}", file=sys.stderr)
-        code = 2
+        sys.exit(2)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         print(f"warpwave: the output could not be written: {error.strerror}", file=sys.stderr)
-        os._exit(2)  # without the flush that an exit does: it would fail, and say so, once more
-    _exit(code)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the flush at the end fails, and says so, once more
+        sys.exit(2)
 
 
 def _exit_code(ended: SystemExit) -> int:
