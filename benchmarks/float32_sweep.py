@@ -27,8 +27,6 @@ AHEAD = True  # K and V split by a launch of their own
 # For grids that leave SMs idle (1 head x 512): more, smaller tiles, on mma.sync.
 SMALL = (Config(32, 32, 4, 2), Config(16, 32, 4, 2), Config(32, 64, 4, 2), Config(16, 64, 4, 3))
 CANDIDATES: dict[tuple[str, int], tuple[Config, ...]] = {
-    ("tf32", 64): (Config(128, 32, 8, 3), Config(128, 32, 8, 2), Config(64, 32, 4, 2), Config(64, 64, 4, 2)),
-    ("tf32x3", 64): (Config(128, 64, 8, 2), Config(128, 32, 8, 2), Config(64, 32, 4, 3), Config(64, 64, 4, 2)),
     ("bf16x3", 64): (
         Config(128, 32, 8, 2, AHEAD), Config(128, 64, 8, 2, AHEAD), Config(64, 64, 4, 2, AHEAD),
         Config(64, 32, 4, 3, AHEAD), Config(128, 32, 8, 2), Config(64, 32, 4, 2), Config(32, 32, 4, 2, AHEAD),
@@ -37,8 +35,6 @@ CANDIDATES: dict[tuple[str, int], tuple[Config, ...]] = {
         Config(128, 32, 8, 2, AHEAD), Config(128, 64, 8, 2, AHEAD), Config(64, 64, 4, 1, AHEAD),
         Config(64, 32, 4, 3, AHEAD), Config(128, 32, 8, 2), Config(64, 32, 4, 2), Config(32, 32, 4, 2, AHEAD),
     ),
-    ("tf32", 128): (Config(128, 32, 8, 2), Config(64, 32, 4, 2)),
-    ("tf32x3", 128): (Config(128, 32, 8, 2), Config(64, 32, 4, 1)),
     ("bf16x3", 128): (
         Config(128, 32, 8, 2, AHEAD), Config(128, 64, 8, 2, AHEAD), Config(64, 64, 4, 1, AHEAD),
         Config(64, 32, 4, 2, AHEAD), Config(128, 32, 8, 2),
@@ -46,8 +42,6 @@ CANDIDATES: dict[tuple[str, int], tuple[Config, ...]] = {
     ("bf16x6", 128): (
         Config(128, 32, 8, 2, AHEAD), Config(64, 32, 4, 1, AHEAD), Config(64, 32, 4, 2, AHEAD), Config(128, 32, 8, 2),
     ),
-    ("tf32", 256): (Config(32, 16, 8, 1), Config(32, 32, 4, 1), Config(32, 16, 4, 1), Config(64, 32, 4, 1)),
-    ("tf32x3", 256): (Config(32, 16, 8, 1), Config(16, 32, 4, 1), Config(64, 16, 4, 1)),
     ("bf16x3", 256): (
         Config(64, 16, 4, 1, AHEAD), Config(64, 32, 4, 1, AHEAD), Config(128, 32, 8, 1, AHEAD),
         Config(32, 32, 4, 1, AHEAD),

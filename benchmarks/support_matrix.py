@@ -105,7 +105,9 @@ def compiled_points() -> frozenset[tuple[str, str, int, str]]:
         *test_ladder.FULL
     }
     points |= {*test_large_head_dim.FULL}
-    points |= {("hopper/flash_fwd", "bfloat16", *point) for point in test_hopper.FULL}  # for sm_90, as its record
+    # For sm_90, as its record.
+    points |= {("hopper/flash_fwd", "bfloat16", *point) for point in (*test_hopper.FULL, *test_hopper.FULL_OF_WIDE)}
+    points |= {("hopper/flash_fwd", "float32", width, feature) for _, width, feature in test_hopper.FULL_OF_PARTS}
     points |= {(r["kernel"], r["dtype"], r["head_dim"], r["feature"]) for r in compile_records()}
     return frozenset(points)
 

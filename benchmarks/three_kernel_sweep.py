@@ -29,7 +29,7 @@ from warpwave.bench.inputs import make_operands
 from warpwave.bench.timing import Samples, time_modes
 from warpwave.errors import UnsupportedProblem
 from warpwave.hardware.gpu import Gpu, current_gpu
-from warpwave.kernels import three_kernel
+from warpwave.kernels import three_kernel, three_kernel_configs
 from warpwave.kernels.three_kernel import STAGES
 from warpwave.kernels.three_kernel_plan import Config
 from warpwave.problem import AttentionProblem, Causal
@@ -74,7 +74,7 @@ def space(problem: AttentionProblem, gpu: Gpu, *, num_stages: int = 3) -> Iterat
 
 
 def _refusal(problem: AttentionProblem, gpu: Gpu, config: Config) -> str:
-    if reasons := three_kernel._library_cannot(problem, gpu, config):
+    if reasons := three_kernel_configs.library_cannot(problem, gpu, config):
         return "; ".join(reasons)
     needed = three_kernel.smem_bytes(problem, gpu, config)
     if needed > gpu.smem_per_block_bytes:

@@ -30,11 +30,18 @@ PROBLEM = AttentionProblem(
     ("change", "gpu", "expected"),
     [
         ({}, H200, "flash_fwd"),  # short enough for lighter blocks
-        ({"seqlen_k": 513}, H200, "hopper/flash_fwd"),
+        ({"seqlen_k": 1025}, H200, "hopper/flash_fwd"),
+        ({"seqlen_k": 513}, H200, "split_kv"),  # 16 tiles of rows for 132 SMs
+        ({"seqlen_k": 513, "batch": 9}, H200, "hopper/flash_fwd"),
+        ({"seqlen_q": 1, "seqlen_k": 4000}, H200, "split_kv"),
+        ({"seqlen_q": 16, "seqlen_k": 4000, "dtype": "float32"}, Gpu.for_arch("gfx942"), "split_kv"),
+        ({"seqlen_q": 1, "seqlen_k": 64}, H200, "flash_fwd"),
         ({"batch": 17}, H200, "hopper/flash_fwd"),  # 136 tiles, more than SMs
         ({"head_dim": 128}, H200, "hopper/flash_fwd"),
         ({"mask_shape": (1, 1, 128, 128)}, H200, "flash_fwd"),
-        ({"dtype": "float32"}, H200, "flash_fwd"),
+        ({"dtype": "float32"}, H200, "hopper/flash_fwd"),
+        ({"dtype": "float32", "precision": "tf32"}, H200, "hopper/flash_fwd"),
+        ({"dtype": "float32", "precision": "ieee"}, H200, "flash_fwd"),
         ({}, Gpu.for_arch("sm_100"), "flash_fwd"),
         ({}, Gpu.for_arch("gfx942"), "flash_fwd"),
         ({}, CPU, "torch_sdpa"),
@@ -46,8 +53,17 @@ PROBLEM = AttentionProblem(
         ({"return_lse": True}, CPU, "eager"),
         ({"requires_grad": True}, H200, "eager"),
         ({"requires_grad": True}, CPU, "eager"),
-        ({"head_dim": 257}, H200, "eager"),
-        ({"head_dim_v": 320}, H200, "eager"),
+        ({"head_dim": 257}, H200, "three_kernel"),
+        ({"head_dim": 512, "head_dim_v": 512, "seqlen_q": 65}, Gpu.for_arch("sm_80"), "three_kernel"),
+        ({"head_dim": 512, "head_dim_v": 512, "seqlen_q": 64, "seqlen_k": 4000}, H200, "large_head_dim"),
+        ({"head_dim": 512, "head_dim_v": 512, "batch_invariant": True}, H200, "large_head_dim"),
+        ({"head_dim": 8192, "seqlen_q": 64, "seqlen_k": 64, "dtype": "float32"}, H200, "three_kernel"),
+        ({"head_dim": 512, "head_dim_v": 512}, CPU, "torch_sdpa"),
+        ({"head_dim": 512, "requires_grad": True}, H200, "three_kernel"),
+        ({"head_dim": 512, "requires_grad": True}, Gpu.for_arch("sm_80"), "eager"),
+        ({"head_dim": 512, "requires_grad": True, "softcap": 5.0}, H200, "eager"),
+        ({"head_dim_v": 320}, H200, "hopper/flash_fwd"),
+        ({"dtype": "float32", "head_dim_v": 320}, H200, "three_kernel"),
     ],
 )
 def test_auto_takes_the_first_that_can(change: dict[str, object], gpu: Gpu, expected: str) -> None:
@@ -70,9 +86,10 @@ def test_every_problem_has_a_kernel_with_a_config(gpu: Gpu, dtype: str, head_dim
 
 def test_what_a_kernel_is_outrun_on_it_still_runs_when_asked_by_name() -> None:
     assert dispatch.choose(PROBLEM, H200, "hopper/flash_fwd").kernel.NAME == "hopper/flash_fwd"
-    assert list(dispatch.passed_over(PROBLEM, H200)) == ["hopper/flash_fwd"]
+    assert list(dispatch.passed_over(PROBLEM, H200)) == ["split_kv", "hopper/flash_fwd"]
     assert dispatch.passed_over(replace(PROBLEM, seqlen_k=513), H200) == {}
-    assert dispatch.passed_over(replace(PROBLEM, dtype="float32"), H200) == {}, "what it cannot run is said elsewhere"
+    ieee = replace(PROBLEM, dtype="float32", precision="ieee")
+    assert "hopper/flash_fwd" not in dispatch.passed_over(ieee, H200), "what it cannot run is said elsewhere"
     assert "hopper/flash_fwd is passed over: at most 512 keys" in str(explain(PROBLEM, gpu=H200))
 
 
@@ -82,7 +99,7 @@ def test_a_named_kernel_runs_or_raises_with_its_reasons() -> None:
     assert list(caught.value.reasons) == ["flash_fwd"]
     text = str(caught.value)
     assert "head_dim is 320" in text and "head_dim_v is 300" in text and "gradients" in text
-    assert "kernel='eager'" in text, "the nearest choice is named"
+    assert "kernel='three_kernel'" in text, "the nearest choice is named"
 
 
 def test_a_gpu_kernel_for_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +122,7 @@ def test_a_gpu_too_old() -> None:
 @pytest.mark.parametrize(
     ("asked", "config", "error", "text"),
     [
-        ("flash", None, InvalidInput, "kernel is 'flash'; it must be 'auto' or one of 'hopper/flash_fwd'"),
+        ("flash", None, InvalidInput, "kernel is 'flash'; it must be 'auto' or one of 'split_kv'"),
         ("auto", flash_fwd.Config(64, 64, 4, 2), InvalidInput, "name the kernel the config is for"),
         ("flash_fwd", eager.Config(64, 64), InvalidType, "kernel 'flash_fwd' takes warpwave.kernels.flash_fwd.Config"),
         ("torch_sdpa", 7, InvalidType, "config is a int"),

@@ -72,11 +72,18 @@ def test_cpu_tensors_are_told_to_move() -> None:
     "options", [{"requires_grad": True}, {"head_dim": 59, "requires_grad": True}, {"head_dim": 300}]
 )
 def test_paths_of_real_kernels_are_accepted_by_them(options: dict[str, Any]) -> None:
-    problem = replace(PLAIN, **options)
+    problem = replace(PLAIN, seqlen_q=3000, seqlen_k=3000, **options)
     ahead = list(dispatch.KERNELS[: dispatch.KERNELS.index(eager)])
     found = {path.kernel for path in nearest(problem, SM_90, ahead)}
     able = {"hopper/flash_fwd", "flash_fwd"} & {kernel.NAME for kernel in ahead}
-    assert found == (set() if options.get("head_dim") == 300 else able)
+    assert found == ({"hopper/flash_fwd"} if options.get("head_dim") == 300 else able)  # by padding to 304
+
+
+def test_paths_to_kernels_that_auto_would_pass_over_are_not_named() -> None:
+    ahead = list(dispatch.KERNELS[: dispatch.KERNELS.index(eager)])
+    prompt = replace(PLAIN, seqlen_q=3000, seqlen_k=3000, requires_grad=True)
+    assert "split_kv" not in {path.kernel for path in nearest(prompt, SM_90, ahead)}
+    assert "split_kv" in {path.kernel for path in nearest(replace(prompt, seqlen_q=1), SM_90, ahead)}
 
 
 # Masks ----------------------------------------------------------------------------------------------------------------

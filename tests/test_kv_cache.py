@@ -16,6 +16,7 @@ from warpwave import (
     Rotary,
     UnsupportedProblem,
     attention_with_kv_cache,
+    cached_calls,
     warmup,
 )
 from warpwave.kernels import append_kv
@@ -360,6 +361,40 @@ def test_warmup_makes_the_plans_of_a_server() -> None:
     with pytest.raises(UnsupportedProblem):
         wide = AttentionProblem(**(vars(problems[1]) | {"head_dim": 300}))
         warmup([wide], DEVICE, kernel="split_kv")
+
+
+def test_calls_made_before_are_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not looked at again while their layouts are the same; looked at where anything differs that a plan relies on."""
+    cache = make(num_layers=2)
+    rows = [cache.add(), cache.add()]
+    cache.extend(rows, 5)
+    q, index = tokens(2, 1, 4, 8), cache.index(rows)
+    for layer in cache.layers:
+        layer.k.normal_()
+        layer.v.normal_()
+
+    def call(q: torch.Tensor = q, layer: int = 0, **more: Any) -> torch.Tensor:
+        options: dict[str, Any] = {"rows": index, "window_size": (2, 0)} | more
+        out: torch.Tensor = attention_with_kv_cache(q, cache.layers[layer], **options)
+        return out
+
+    first = call()
+    unaligned = torch.cat([torch.zeros(1, device=DEVICE), q.flatten()])[1:].view(q.shape)
+    assert call(unaligned).equal(first)
+    with monkeypatch.context() as patch:
+        patch.setattr(cached_calls.ops, "plan_key", lambda *_: pytest.fail("the call was described again"))
+        assert call().equal(first)
+        assert not call(layer=1).equal(first)
+        others: list[dict[str, Any]] = [
+            {"q": unaligned}, {"q": q.repeat(1, 2, 1, 1)}, {"q": q.transpose(1, 2).contiguous().transpose(1, 2).half()},
+            {"window_size": (3, 0)}, {"causal": True}, {"rows": None}, {"rows": index.long()}, {"num_splits": 2},
+            {"sinks": tokens(4)},
+        ]  # fmt: skip
+        for other in others:
+            with pytest.raises(pytest.fail.Exception, match="described again"):
+                call(**other)
+    cache.extend(rows, 1)  # lengths are no part of a plan
+    assert not call().equal(first)
 
 
 # Soak -----------------------------------------------------------------------------------------------------------------

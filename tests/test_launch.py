@@ -75,10 +75,6 @@ class _Run:
         self.called.append(("launch", *arguments))
 
 
-class _Compiled:
-    function, packed_metadata = "function", "metadata"
-
-
 @pytest.mark.parametrize(
     ("version", "expected"),
     [
@@ -118,7 +114,7 @@ def test_an_unknown_triton_is_started_by_its_public_call(
 ) -> None:
     monkeypatch.setattr(launch.triton, "__version__", version)
     run = _Run()
-    launch.starter(_Compiled, run, run.launch)(7, "stream", (1, 2))  # type: ignore[arg-type]
+    launch.starter(run, run.launch, "function", "metadata")(7, "stream", (1, 2))  # type: ignore[arg-type]
     assert run.called == [expected]
 
 
@@ -127,5 +123,5 @@ def test_what_triton_has_to_allocate_goes_through_its_own_call(wish: str, monkey
     monkeypatch.setattr(launch.triton, "__version__", "3.6.0")
     run = _Run()
     setattr(run, wish, 64)
-    launch.starter(_Compiled, run, run.launch)(7, "stream", ())  # type: ignore[arg-type]
+    launch.starter(run, run.launch, "function", "metadata")(7, "stream", ())  # type: ignore[arg-type]
     assert run.called[0][0] == "run"

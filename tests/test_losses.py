@@ -80,7 +80,7 @@ def test_the_power_matched_yardstick_follows_the_clock() -> None:
 def test_every_loss_has_a_remedy_that_names_the_ceiling_and_promises_no_factor() -> None:
     assert set(REMEDIES) == set(LOSSES)
     assert all("ceiling" in text for text in REMEDIES.values())
-    found = _split(400.0)
+    found = _split(400.0, _problem(2048))
     assert found.largest is not None and found.largest.name == "idle SMs"
     said = recommendation(found.largest)
     assert "by the model" in said and "ceiling" in said

@@ -206,6 +206,44 @@ def test_a_call_is_recalled_only_for_tensors_laid_out_alike(recalled: list[bool]
     assert recalled == [False, False]
 
 
+@pytest.mark.parametrize("what", ["packed", "packed, offsets shared", "mask and bias", "slopes and sinks"])
+def test_calls_with_more_tensors_are_recalled_as_well(what: str, recalled: list[bool]) -> None:
+    q, k, v = qkv()
+    seqlen, heads = q.shape[1], q.shape[2]
+    others: dict[str, torch.Tensor] = {
+        "mask and bias": {
+            "mask": torch.ones(1, 1, seqlen, seqlen, dtype=torch.bool),
+            "bias": torch.ones(1, heads, 1, seqlen),
+        },
+        "slopes and sinks": {"alibi_slopes": torch.ones(heads), "sinks": torch.ones(heads)},
+    }.get(what, {})
+
+    def call(scale: float) -> torch.Tensor:
+        if what.startswith("packed"):
+            offsets = torch.tensor([0, int(scale * 4), seqlen], dtype=torch.int32)  # contents are nobody's plan
+            return warpwave.attention_varlen(
+                *(t[0] for t in (q, k, v)),
+                cu_seqlens_q=offsets,
+                cu_seqlens_k=offsets if "shared" in what else offsets.clone(),
+                max_seqlen_q=seqlen,
+                max_seqlen_k=seqlen,
+            )
+        changed: dict[str, Any] = {name: t if t.dtype is torch.bool else t * scale for name, t in others.items()}
+        return warpwave.attention(q, k, v, **changed)
+
+    def fresh(scale: float) -> torch.Tensor:
+        ops._recent.clear()
+        return call(scale)
+
+    first, second = call(1.0), call(2.0)
+    assert recalled == [False, guards.guard(q) is not None]
+    torch.testing.assert_close(first, fresh(1.0), rtol=0, atol=0)
+    torch.testing.assert_close(second, fresh(2.0), rtol=0, atol=0)
+    recalled.clear()
+    assert call(1.0) is not warpwave.attention(q, k, v)
+    assert recalled == [guards.guard(q) is not None, False], "a call without these tensors is another one"
+
+
 def test_no_mode_is_by_passed_once_a_call_is_known() -> None:
     """torch's guard does not see every mode: fake tensors and make_fx must meet the operator all the same."""
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode

@@ -106,10 +106,10 @@ def test_the_promise_grows_with_what_makes_errors_grow() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("changes", [{}, {"head_dim": 128}, {"head_dim": 16}, {"seqlen_k": 16384}, {"seqlen_q": 16}])
-def test_three_budgets_take_three_arithmetics(arch: str, changes: dict[str, int]) -> None:
+def test_budgets_take_the_arithmetic_that_fits(arch: str, changes: dict[str, int]) -> None:
     changes = {**changes, "softmax_scale": changes.get("head_dim", 64) ** -0.5}
     chosen = [precision.cheapest(budget_of(b, **changes), Gpu.for_arch(arch)) for b in (1e-2, 1e-4, 1e-6)]
-    assert chosen == ["tf32", "bf16x3", "bf16x6"]
+    assert chosen == ["bf16x3" if arch == "sm_90" else "tf32", "bf16x3", "bf16x6"]
 
 
 @pytest.mark.parametrize("gpu", DEVICES, ids=lambda gpu: f"{gpu.name}-{gpu.arch}")

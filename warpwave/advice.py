@@ -16,6 +16,7 @@ from warpwave.hardware.gpu import Gpu
 from warpwave.kernels.arguments import dot_precision
 from warpwave.kernels.cost import Cost
 from warpwave.model import LOSSES, Prediction
+from warpwave.precision import ARITHMETICS
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band
 from warpwave.roofline import (
     FLOAT32_PATHS,
@@ -281,16 +282,21 @@ def _precision(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advice]:
     problem, binding, tiles = call.problem, bounds.binding, bounds.of("tiles")
     used = computed_in(call.kernel, problem, call.gpu)
     now = fastest(FLOAT32_PATHS[used], rates)
-    if problem.dtype != "float32" or tiles is None or binding is not tiles or now is None:
+    if problem.dtype != "float32" or tiles is None or binding is None or now is None:
+        return
+    if tiles.time_us < binding.time_us:  # the work's own products may take as long
         return
     allowed = now
-    for name, accuracy in (("ieee", "plain float32"), ("tf32", "operands of 11 significant bits, if that is enough")):
-        path = fastest(FLOAT32_PATHS[name], rates)
+    for name in ("ieee", "tf32"):
+        changed = replace(problem, precision=name, error_budget=None)
+        taken = computed_in(call.kernel, changed, call.gpu)  # a name may be served by another arithmetic
+        path = fastest(FLOAT32_PATHS[taken], rates)
         if path is None or path.useful_tflops < NOTICEABLE * allowed.useful_tflops:
             continue
-        changed = replace(problem, precision=name, error_budget=None)
-        if call.kernel.why_not(changed, call.gpu) or computed_in(call.kernel, changed, call.gpu) == used:
+        if call.kernel.why_not(changed, call.gpu) or taken == used:
             continue
+        bits = ARITHMETICS[taken].significant_bits
+        accuracy = "plain float32" if taken == "ieee" else f"operands of {bits} significant bits, if that is enough"
         allowed = path
         saves = tiles.time_us * (1 - now.useful_tflops / path.useful_tflops)
         yield _Advice(

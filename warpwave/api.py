@@ -250,8 +250,10 @@ def attention_with_kv_cache(
     )  # fmt: skip
     serving = cached_calls.Serving(num_splits, batch_invariant, shared_prefix)
     # True and 1 are equal, and only one of them is a causal. Rotated queries lie in a tensor of their own.
-    key = ops.plan_key(operands, (said, causal.__class__, serving, kernel, config, rotary is None))
-    run = cached_calls.find_plan(key)
+    full = (said, causal.__class__, serving, kernel, config, rotary is None)
+    run = cached_calls.recall(operands, full)
+    key = ops.plan_key(operands, full) if run is None else None
+    run = cached_calls.find_plan(key) if run is None else run
     if run is None or checked:
         options = _options(operands, *said)
         if options.needs_grad:
@@ -268,6 +270,8 @@ def attention_with_kv_cache(
         cached_calls.check_contents(operands, options, serving, appended)
     if run is None:
         run = cached_calls.make_plan(key, operands, options, serving, kernel, config)
+    if key is not None:
+        cached_calls.remember(operands, full, run)
     if commit is not None:
         commit()  # the last that can fail, and the first that changes anything
     out, lse = run(operands)

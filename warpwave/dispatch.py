@@ -23,14 +23,15 @@ from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels import eager, flash_fwd, large_head_dim, naive, split_kv, three_kernel, tiled, torch_sdpa
 from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
+from warpwave.kernels.hopper import large_head_dim as hopper_large_head_dim
 from warpwave.problem import AttentionProblem
 
 # In the order of preference. Every problem has a kernel, because eager runs everything; what stands behind it, "auto"
-# never takes: rungs of the ladder (docs/ladder.md), which keep a workspace as large as all scores, and kernels that no
-# GPU has run yet.
+# never takes: rungs of the ladder (docs/ladder.md), which keep a workspace as large as all scores, and kernels that are
+# asked for by name: three_kernel is faster than hopper/large_head_dim, which keeps no workspace.
 KERNELS: tuple[Any, ...] = (
-    *(hopper_flash_fwd, flash_fwd, torch_sdpa, eager),
-    *(tiled, naive, split_kv, large_head_dim, three_kernel),
+    *(split_kv, hopper_flash_fwd, flash_fwd, large_head_dim, three_kernel, torch_sdpa, eager),
+    *(tiled, naive, hopper_large_head_dim),
 )
 # Those that read a paged cache.
 CACHE_KERNELS: tuple[Any, ...] = (split_kv, eager)

@@ -344,8 +344,9 @@ def _layout(operands: Operands, kernel: Any) -> tuple[tuple[str, ...], int]:
             strided.append(name)
         elif any(stride * size % LOAD_BYTES for stride, n in zip(outer, tensor.shape, strict=False) if n > 1):
             (ragged if tensor.shape[-1] * size % LOAD_BYTES else shifted).append(name)
-    # Tensor maps describe no such tensor, so the kernels that copy tiles by them copy the tensor first.
-    maps = kernel.NAME.startswith("hopper/")
+    # Tensor maps describe no such tensor, so the kernels that copy tiles by them copy the tensor first; what is split
+    # into parts, float32, goes through a workspace in any case.
+    maps = kernel.NAME.startswith("hopper/") and operands.q.dtype != torch.float32
     copied = sum(_bytes(getattr(operands, name)) for name in (*strided, *shifted)) if maps else 0
     by_copy = f"every call copies them first, {byte(copied)}" if maps else ""
     notes = []

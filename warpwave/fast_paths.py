@@ -50,11 +50,19 @@ def nearest(problem: AttentionProblem, gpu: Gpu, ahead: list[Any], mask_band: Ba
         if gpu.is_cpu and kernel.NEEDS_GPU:  # asked about the GPU that most of its kind run on
             place, on = Gpu.for_arch("sm_90"), "move q, k and v to a GPU (.cuda())"
         for edited in _edits(problem, mask_band):
-            if not kernel.why_not(edited.problem, place or gpu):
+            if not kernel.why_not(edited.problem, place or gpu) and not _outrun(kernel, edited.problem, place or gpu):
                 changes = tuple(text for text in (on if place else "", edited.change) if text)
                 paths.append(FastPath(kernel.NAME, changes))
                 break
     return paths
+
+
+def _outrun(kernel: Any, problem: AttentionProblem, gpu: Gpu) -> bool:
+    """Whether "auto" would leave the changed call to another kernel all the same: narrow heads, too, that a kernel for
+    wide ones could run."""
+    if max(problem.head_dim, problem.head_dim_v) < getattr(kernel, "MEANT_FROM", 0):
+        return True
+    return hasattr(kernel, "outrun") and bool(kernel.outrun(problem, gpu))
 
 
 def _edits(problem: AttentionProblem, mask_band: Band | None) -> Iterator[_Edit]:

@@ -1,4 +1,4 @@
-"""Whether q, k and v are laid out as they were the last time, asked in one call into torch.
+"""Whether a call's tensors are laid out as they were the last time, asked in one call into torch.
 
 To read shape, stride, dtype and device of three tensors through Python costs more than to launch a kernel on them.
 torch has the same question for its compiler, answered in C++: dtype, device, sizes, strides, Python type, and whether a
@@ -8,26 +8,35 @@ private to torch, so it is tried out once, and where it does not tell tensors ap
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
 import torch
 
-Check = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]
+Check = Callable[..., bool]
 ALIGNED = 15  # bits of an address that are 0 at a multiple of 16
 
 
-def guard(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Check | None:
-    """A function that says of other tensors whether a plan for these serves them too; None where torch has none to
-    offer, or where one of these is not 16-byte aligned (then their alignment would have to be compared as well)."""
+def guard(*tensors: torch.Tensor) -> Check | None:
+    """A function that says of as many other tensors whether a plan for these serves them too; None where torch has none
+    to offer, or where one of these is not 16-byte aligned (then their alignment would have to be compared as well)."""
     kind = tensor_guards()
-    if kind is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ALIGNED:
+    if kind is None or not aligned(tensors):
         return None
-    return _guard(kind, q, k, v)
+    return of_tensors(kind, *tensors)
 
 
-def _guard(kind: Any, *tensors: torch.Tensor) -> Check:
+def aligned(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether all of them begin at a multiple of 16 bytes."""
+    bits = 0
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
+    return not bits & ALIGNED
+
+
+def of_tensors(kind: Any, *tensors: torch.Tensor) -> Check:
+    """The same of any number of tensors, `kind` being what `tensor_guards` gave; alignment is not looked at."""
     sizes = [list(t.shape) for t in tensors]
     strides = [list(t.stride()) for t in tensors]
     same: Check = kind(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
@@ -42,7 +51,7 @@ def tensor_guards() -> Any:
 
         with torch.inference_mode(False), torch.enable_grad():  # where the first call may not be
             x, y, z = (torch.zeros(2, 4, 2, 8, device="cpu") for _ in range(3))
-            same = _guard(TensorGuards, x, y, z)
+            same = of_tensors(TensorGuards, x, y, z)
             others = (y[:1], y[:, :2], y.transpose(1, 2).contiguous().transpose(1, 2), y.half(), y.to("meta"))
             wanting = torch.zeros(2, 4, 2, 8, device="cpu", requires_grad=True)
             reliable = same(y, x, z) and not any(same(x, other, z) for other in (*others, wanting))

@@ -68,7 +68,7 @@ def bind(spec: Launch) -> Callable[..., None]:
                 {kernel.__name__: [str(error)]},
                 "a config with a smaller block_m or block_n, or fewer num_stages",
             ) from None
-    start = starter(compiled, run, getattr(run, "launch", None))
+    start = starter(run, getattr(run, "launch", None), compiled.function, compiled.packed_metadata)
     # The launcher takes every argument of the signature, compile-time ones included, and ignores the latter.
     rest = (*scalars, *constants.values())
     index = device.index
@@ -92,25 +92,33 @@ READ_VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
 Start = Callable[[int, int, Sequence[Any]], None]
 
 
-def starter(compiled: Any, run: Any, launcher: Any) -> Start:
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+
+def only_passes_on(run: Any) -> bool:
+    """Whether `run` does nothing but to pass its arguments on, in a Triton that is known: no memory to allocate, no
+    sanitizer's arguments to add."""
+    wants = [getattr(run, name, True) for name in ("global_scratch_size", "profile_scratch_size")]
+    wants.append(getattr(run, "gsan_enabled", False))
+    return _version() in READ_VERSIONS and torch.version.hip is None and not any(wants)
+
+
+def starter(run: Any, launcher: Any, function: Any, metadata: Any) -> Start:
     """How to start a compiled kernel: `start(grid, stream, arguments)`, with an argument for each of its signature.
 
     Triton's `run` looks for scratch memory to allocate and passes on what it was given, 1 us of Python a call; where
     nothing is to be allocated and this Triton is known, its C function is called instead.
 
     Args:
-        compiled: what `compile_once` returns.
-        run: `compiled.run`.
+        run: `run` of what `compile_once` returns.
         launcher: the C function inside, or None where it is not found.
+        function, metadata: of what `compile_once` returns, `function` and `packed_metadata`.
     """
-    function, metadata = compiled.function, compiled.packed_metadata
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    wants = [getattr(run, name, True) for name in ("global_scratch_size", "profile_scratch_size")]
-    wants.append(getattr(run, "gsan_enabled", False))  # a sanitizer's arguments
-    if version not in READ_VERSIONS or launcher is None or any(wants) or torch.version.hip is not None:
+    if launcher is None or not only_passes_on(run):
         return lambda grid, stream, arguments: run(grid, 1, 1, stream, function, metadata, None, None, None, *arguments)
     cooperative, pdl = run.launch_cooperative_grid, run.launch_pdl
-    if version == (3, 6):
+    if _version() == (3, 6):
         return lambda grid, stream, arguments: launcher(
             grid, 1, 1, stream, function, cooperative, pdl, None, None, metadata, None, None, None, *arguments
         )

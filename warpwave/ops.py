@@ -11,7 +11,7 @@ import dataclasses
 import json
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,10 +30,9 @@ Run = Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]
 # Enough for a model's layers at many lengths; beyond, the oldest goes, so memory stays flat however many shapes come.
 MAX_PLANS = 4096
 _plans: dict[tuple[Any, ...], Run] = {}
-# (what was said, shape of q, shape of k) -> plans for these, each with the check of the layouts it is for.
+# (what was said, which tensors were given, shapes of q and k) -> plans, each with the check of the layouts it is for.
 _recent: dict[tuple[Any, ...], tuple[tuple[guards.Check, Run], ...]] = {}
 MOST_LAYOUTS = 4  # of one shape
-_NO_OTHERS: list[None] = [None] * (len(Operands._fields) - 3)
 _planning = threading.Lock()
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 _said: set[str] = set()
@@ -69,15 +68,12 @@ def find_plan(key: tuple[Any, ...]) -> Run | None:
 
 
 def recall(operands: Operands, said: tuple[Any, ...]) -> Run | None:
-    """The plan of a call that was `remember`ed: `plan_key` and `find_plan` at a fraction of their cost, for calls that
-    give q, k and v alone. None where there is none, and for anything unusual."""
-    q, k, v, *others = operands
-    if others != _NO_OTHERS:
-        return None
+    """The plan of a call that was `remember`ed: `plan_key` and `find_plan` at a fraction of their cost. None where
+    there is none, and for anything unusual."""
     try:
-        found = _recent.get((said, q.shape, k.shape), ())
-        for same, run in found:
-            if same(q, k, v) and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & guards.ALIGNED:
+        place, tensors = _place(operands, said)
+        for same, run in _recent.get(place, ()):
+            if same(*tensors) and guards.aligned(tensors):
                 return run
     except (AttributeError, TypeError):  # no tensor, or no hash: whoever checks the call says so
         pass
@@ -86,12 +82,23 @@ def recall(operands: Operands, said: tuple[Any, ...]) -> Run | None:
 
 def remember(operands: Operands, said: tuple[Any, ...], run: Run) -> None:
     """Lets `recall` find a plan."""
-    q, k, v, *others = operands
-    if others == _NO_OTHERS and (same := guards.guard(q, k, v)) is not None:
+    place, tensors = _place(operands, said)
+    if (same := guards.guard(*tensors)) is not None:
         if len(_recent) >= MAX_PLANS:
             _recent.clear()
-        place = (said, q.shape, k.shape)
         _recent[place] = (*_recent.get(place, ()), (same, run))[-MOST_LAYOUTS:]
+
+
+def _place(operands: Operands, said: tuple[Any, ...]) -> tuple[tuple[Any, ...], Sequence[torch.Tensor]]:
+    """Where `_recent` keeps a call's plans, and the tensors that there are. No comparison may meet a tensor: asked
+    whether it equals None it answers after 17 us."""
+    q, k, v, mask, bias, slopes, sinks, offsets_q, offsets_k = operands
+    if mask is None and bias is None and slopes is None and sinks is None and offsets_q is None:
+        return (said, q.shape, k.shape), (q, k, v)
+    if offsets_k is offsets_q:  # torch's guard takes no tensor twice
+        operands = operands._replace(cu_seqlens_k=None)
+    given = tuple([t is not None for t in operands])
+    return (said, given, q.shape, k.shape), [t for t in operands if t is not None]
 
 
 def make_plan(key: tuple[Any, ...], operands: Operands, options: Options, kernel: str, config: Any) -> Run:
@@ -176,8 +183,8 @@ _NUM_TENSORS, _NUM_OPTIONS = len(Operands._fields), len(Options._fields)
 _library = torch.library.Library("warpwave", "DEF")
 _library.define(f"attention({_TENSORS}, {_OPTIONS}, str kernel, str config) -> (Tensor, Tensor)")
 _library.define(
-    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, {_TENSORS}, {_OPTIONS}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, {_TENSORS}, {_OPTIONS}, "
+    "str kernel='auto') -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -202,9 +209,19 @@ def _attention_backward(
     dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, wanted: list[bool], *rest: Any
 ) -> tuple[torch.Tensor, ...]:
     operands, options = _split(rest)
-    problem = describe_call(operands, options)
-    config = eager.configs(problem, current_gpu(out.device))[0]
-    grads = eager.backward(problem, operands, config, out, lse, dout, dlse, wanted)
+    problem, gpu = describe_call(operands, options), current_gpu(out.device)
+    # torch leaves a last argument out that is its default, as graphs do that were kept from before there was one.
+    module = dispatch.choose(problem, gpu, *rest[_NUM_TENSORS + _NUM_OPTIONS :]).kernel
+    grads: Sequence[torch.Tensor | None]
+    if hasattr(module, "gradients") and not module.gradients_why_not(problem, gpu):
+        grads = module.gradients(problem, gpu, operands, dout, dlse, wanted)
+    else:
+        config = eager.configs(problem, gpu)[0]
+        if module is not eager:
+            # Its gradients take P and delta from lse and out. These must come from the very products that its scores
+            # do, or what should cancel leaves the other kernel's rounding, times the values.
+            out, lse = eager.forward(problem, operands, config)
+        grads = eager.backward(problem, operands, config, out, lse, dout, dlse, wanted)
     return tuple(_absent(out) if g is None else g for g in grads)
 
 
@@ -228,6 +245,7 @@ def _absent(like: torch.Tensor) -> torch.Tensor:
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     ctx.save_for_backward(*inputs[:_NUM_TENSORS], *output)
     ctx.options = inputs[_NUM_TENSORS : _NUM_TENSORS + _NUM_OPTIONS]
+    ctx.kernel = inputs[-2]
     ctx.set_materialize_grads(False)
 
 
@@ -240,7 +258,7 @@ def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | Non
         return tuple(results)
     if dout is None:
         dout = torch.zeros_like(out)
-    grads = torch.ops.warpwave.attention_backward(dout, dlse, out, lse, wanted, *tensors, *ctx.options)
+    grads = torch.ops.warpwave.attention_backward(dout, dlse, out, lse, wanted, *tensors, *ctx.options, ctx.kernel)
     for i, want, grad in zip(differentiable, wanted, grads, strict=True):
         results[i] = grad if want else None
     return tuple(results)

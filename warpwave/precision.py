@@ -88,7 +88,7 @@ class Target:
         archs: prefixes of `Gpu.arch`, or vendors.
         default: the fastest arithmetic whose error is no larger than that of torch's own kernel.
         costs: arithmetic -> time of a product, in units of one bfloat16 product, by the makers' rates; absent where
-            the device, or Triton's compiler for it, has none.
+            the device, or Triton's compiler for it, has none, or where one at least as accurate takes less time.
         stands_for: named arithmetic that is absent -> the one that takes its place, at least as accurate.
         note: why.
     """
@@ -112,9 +112,10 @@ ONLY_FLOAT32 = dict.fromkeys(("tf32", "tf32x3", "bf16x3", "bf16x6"), "ieee")
 # In the order in which they are asked.
 TARGETS: tuple[Target, ...] = (
     Target(
-        "Hopper", ("sm_90",), "tf32x3", _costs(2, 14.8), {},
-        "wgmma takes tf32 operands from shared memory only with the summed axis contiguous, so V goes through "
-        "registers to be transposed; bfloat16 operands come either way round",
+        "Hopper", ("sm_90",), "bf16x6", _costs(None, 14.8), {"tf32": "bf16x3", "tf32x3": "bf16x6"},
+        "wgmma takes tf32 operands from shared memory only with the summed axis contiguous, so V would go through "
+        "registers to be transposed; bfloat16 operands come either way round, and their products, though more, take "
+        "less time",
     ),
     Target(
         "Blackwell, data center", ("sm_100", "sm_103"), "tf32x3", _costs(2, 30), {},

@@ -12,9 +12,9 @@ from tests.compile.test_targets import compile_all, job
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
 
-# Bytes of local memory a thread may take, by (head_dim, feature), with Triton 3.6 to 3.9: a tile's coordinates,
-# kept across the loops over keys and never touched in one that overlaps. Only 3.9 spills at (256, "causal"), 56 bytes,
-# and (80, "packed"), 104. What is not listed takes none.
+# Bytes of local memory a thread may take, by (head_dim, feature), in 16-bit types up to head_dim 256 with Triton 3.6 to
+# 3.9: a tile's coordinates, kept across the loops over keys and never touched in one that overlaps. Only 3.9 spills at
+# (256, "causal"), 56 bytes, and (80, "packed"), 104. What is not listed takes none.
 SPILL_BOUNDS = {
     **{(64, feature): 64 for feature in ("window", "alibi", "packed")},
     **{(256, feature): 128 for feature in ("causal", "window", "alibi", "packed")},
@@ -25,8 +25,21 @@ SAMPLE = [(64, "causal"), (128, "plain"), (128, "causal"), (256, "causal"), (80,
 FULL = [(head_dim, feature) for head_dim in (64, 96, 112, 128, 192, 256) for feature in FEATURES]
 
 
-def hopper_job(head_dim: int, feature: str) -> dict[str, Any]:
-    return job("sm_90", "bfloat16", head_dim, feature) | {"kernel": "hopper/flash_fwd"}
+# In float32, and from head_dim 257 on: coordinates again, and a few registers at the edges of the loops.
+OTHER_SPILLS = 128
+SAMPLE_OF_PARTS = [("bf16x6", 64, "causal"), ("bf16x6", 256, "plain")]
+FULL_OF_PARTS = [(name, head_dim, feature) for name in ("bf16x3", "bf16x6") for head_dim in (64, 128, 192, 256)
+                 for feature in FEATURES]  # fmt: skip
+SAMPLE_OF_WIDE = [(384, "causal")]
+FULL_OF_WIDE = [(head_dim, feature) for head_dim in (272, 320, 384) for feature in FEATURES]
+
+
+def hopper_job(head_dim: int, feature: str, precision: str = "") -> dict[str, Any]:
+    made = job("sm_90", "float32" if precision else "bfloat16", head_dim, feature) | {"kernel": "hopper/flash_fwd"}
+    if precision:  # and queries enough that the default is the config of large calls
+        made["problem"] |= {"precision": precision, "seqlen_q": 4096}
+        made["problem"] |= {"total_q": 8192} if feature == "packed" else {}
+    return made
 
 
 def check(head_dim: int, feature: str, facts: dict[str, Any]) -> None:
@@ -51,6 +64,46 @@ def test_matrix(feature: str) -> None:
     points = [point for point in FULL if point[1] == feature]
     for point, facts in zip(points, compile_all([hopper_job(*point) for point in points]), strict=True):
         check(*point, facts)
+
+
+def check_others(what: str, facts: dict[str, Any]) -> None:
+    what = f"{what} {facts['config']}"
+    assert facts["smem_bytes"] <= facts["smem_bound"] <= facts["smem_limit"], what
+    assert facts["spill_bytes"] <= OTHER_SPILLS, f"{what}: {facts['spill_bytes']} spilled"
+    loops = loops_over_keys(facts["listing"])
+    assert loops, f"{what}: no loop multiplies"
+    for loop in loops:
+        # Where registers do not suffice, ptxas serializes: it waits for every wgmma before it starts the next.
+        assert "HWHWHW" not in loop, f"{what}: wgmma serialized"
+        assert loop.count("S") <= 24, f"{what}: spills in a loop: {loop}"
+
+
+@pytest.mark.parametrize(("precision", "head_dim", "feature"), SAMPLE_OF_PARTS)
+def test_float32_by_parts(precision: str, head_dim: int, feature: str) -> None:
+    (facts,) = compile_all([hopper_job(head_dim, feature, precision) | {"listing": True}])
+    check_others(f"{precision} head_dim {head_dim} {feature}", facts)
+    split, attend = facts["launches"]
+    assert split["spill_bytes"] == 0 and split["instructions"].get("F2F", 0) == 0, "parts are converted one by one"
+    assert attend["instructions"].get("HGMMA", 0) > 0 and attend["instructions"].get("UTMALDG", 0) > 0
+    # Both loops at least, each with every product of parts: of 16 columns for scores, of 16 keys for values.
+    products, config = {"bf16x3": 3, "bf16x6": 6}[precision], facts["config"]
+    a_tile = products * (head_dim // 16 + config["block_n"] // 16 * max(1, head_dim // 64))
+    assert max(loop.count("H") for loop in loops_over_keys(facts["listing"])) == a_tile
+
+
+@pytest.mark.parametrize(("head_dim", "feature"), SAMPLE_OF_WIDE)
+def test_rows_wider_than_256(head_dim: int, feature: str) -> None:
+    (facts,) = compile_all([hopper_job(head_dim, feature) | {"listing": True}])
+    check_others(f"head_dim {head_dim} {feature}", facts)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("feature", FEATURES)
+def test_matrix_of_parts_and_wide_rows(feature: str) -> None:
+    jobs = {f"{p} {d}": hopper_job(d, f, p) for p, d, f in FULL_OF_PARTS if f == feature}
+    jobs |= {f"{d}": hopper_job(d, f) for d, f in FULL_OF_WIDE if f == feature}
+    for what, facts in zip(jobs, compile_all([j | {"listing": True} for j in jobs.values()]), strict=True):
+        check_others(f"{what} {feature}", facts)
 
 
 def loops_over_keys(sass: str) -> list[str]:

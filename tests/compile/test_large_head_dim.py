@@ -57,10 +57,12 @@ FULL = [
 
 
 def job(arch: str, kernel: str, dtype: str, head_dim: int, feature: str) -> dict[str, Any]:
+    # What torch multiplies by default would leave little to compile: three_kernel's own products are.
+    ours = {"kernel": kernel, "own_products": kernel == "three_kernel"}
     if feature not in SHAPES:
-        return test_targets.job(arch, dtype, head_dim, feature) | {"kernel": kernel}
+        return test_targets.job(arch, dtype, head_dim, feature) | ours
     plain = test_targets.job(arch, dtype, head_dim, "plain")
-    return plain | {"kernel": kernel, "problem": plain["problem"] | SHAPES[feature]}
+    return plain | ours | {"problem": plain["problem"] | SHAPES[feature]}
 
 
 def check(kernel: str, dtype: str, head_dim: int, feature: str, arch: str, facts: dict[str, Any]) -> None:
@@ -100,3 +102,32 @@ def test_hopper_uses_its_own_matrix_instruction(kernel: str, head_dim: int) -> N
     for launch in products:
         assert launch["instructions"].get("HGMMA", 0) > 0, launch["name"]
         assert launch["instructions"].get("LDGSTS", 0) > 0, f"{launch['name']}: operands are not copied asynchronously"
+
+
+HOPPER = {"scores": "hopper", "values": "hopper", "block_m": 128, "block_n": 256}
+
+
+@pytest.mark.parametrize("feature", ["plain", "causal"])
+def test_two_launches_on_hopper(feature: str) -> None:
+    """Operands by TMA, no spills, and scores that are multiplied while the step before is handed back."""
+    point = job("sm_90", "three_kernel", "bfloat16", 1024, feature)
+    (facts,) = compile_all([point | {"changes": HOPPER}])
+    check("three_kernel", "bfloat16", 1024, feature, "sm_90", facts)
+    scores, values = facts["launches"]
+    for launch in (scores, values):
+        instructions = launch["instructions"]
+        assert launch["spill_bytes"] == 0, launch["name"]
+        assert instructions.get("HGMMA", 0) > 0 and instructions.get("UTMALDG", 0) > 0, launch["name"]
+        assert instructions.get("UTMASTG", 0) == 2, f"{launch['name']}: one store for each warpgroup"
+        assert instructions.get("USETMAXREG", 0) > 0, f"{launch['name']}: registers are not handed to the consumers"
+    assert 256 < scores["instructions"]["MUFU.EX2"] < 300, "a tile of 128 scores a thread, in two warpgroups"
+
+
+def test_the_softmax_moves_whole_vectors() -> None:
+    """A row of 2,048 scores: four loads of 16 bytes a thread, and two stores beside the row's two numbers."""
+    point = job("sm_90", "three_kernel", "bfloat16", 1024, "plain") | {"own_products": False}
+    point["problem"] |= {"seqlen_q": 2048, "seqlen_k": 2048}
+    (facts,) = compile_all([point | {"changes": {"scores": "library", "values": "library"}}])
+    softmax = next(launch for launch in facts["launches"] if "softmax" in launch["name"])
+    assert softmax["instructions"]["LDG"] == 4 and softmax["instructions"]["STG"] <= 4
+    assert softmax["spill_bytes"] == 0 and softmax["registers"] <= 64

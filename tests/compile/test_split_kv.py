@@ -28,10 +28,43 @@ CASES: dict[str, dict[str, Any]] = {
     "prefill, head_dim 256": {"seqlen_q": 512, "head_dim": 256, "head_dim_v": 256},
 }
 SAMPLE = ("decode, paged", "prefill, packed and paged")
+# What each option adds to the code, alone and with others: the interpreter accepts what the compiler refuses, such as a
+# variable that changes its shape inside a loop, or an absent pointer in a branch that is never taken.
+MASK, BIAS = {"mask_shape": (2, 1, 1, 4096)}, {"bias_shape": (1, 8, 1, 4096)}
+LONG = {"seqlen_q": 300, "causal": "bottom_right"}
+FEATURES: dict[str, dict[str, Any]] = {
+    "mask and bias": MASK | BIAS,
+    "everything at once": MASK | {"bias_shape": (2, 8, 1, 4096), "bias_dtype": "float32", "alibi_shape": (2, 8)}
+    | {"softcap": 15.0, "has_sinks": True, "window_size": (700, 5)},
+    "everything at once, prefill": {
+        "seqlen_q": 300, "mask_shape": (2, 8, 300, 4096), "bias_shape": (1, 1, 300, 4096), "alibi_shape": (8,),
+        "softcap": 15.0, "has_sinks": True, "window_size": (700, 0), "causal": "top_left",
+    },
+    "everything of a cache, packed": LONG
+    | {"packed": True, "total_q": 600, "page_size": 16, "alibi_shape": (2, 8), "softcap": 9.0, "has_sinks": True},
+    "a mask over float32": MASK | {"dtype": "float32"},
+    "mask": MASK,
+    "mask of rows, prefill": {"seqlen_q": 300, "mask_shape": (2, 8, 300, 1)},
+    "bias": BIAS,
+    "bias, prefill": {"seqlen_q": 300, "bias_shape": (2, 8, 300, 4096)},
+    "bias over tf32": BIAS | {"dtype": "float32", "precision": "tf32", "head_dim": 64, "head_dim_v": 64},
+    "mask over three products": MASK | {"dtype": "float32", "precision": "tf32x3", "head_dim": 64, "head_dim_v": 64},
+    "ALiBi": {"alibi_shape": (8,)},
+    "ALiBi of each sequence, cached": {"alibi_shape": (2, 8), "page_size": 64},
+    "softcap and window, float16": {"softcap": 15.0, "window_size": (0, 0), "dtype": "float16"},
+    "sinks, no LSE": {"has_sinks": True, "return_lse": False},
+    "a window of pages of one token": {"window_size": (100, 0), "page_size": 1, "causal": "bottom_right"},
+    "packed": {"packed": True, "total_q": 2, "total_k": 8000},
+    "packed prefill": {"seqlen_q": 300, "packed": True, "total_q": 500, "total_k": 8000, "causal": "top_left"},
+    "batch-invariant": {"batch_invariant": True, "page_size": 16},
+    "odd head sizes": {"head_dim": 59, "head_dim_v": 111, "page_size": 32},
+    "one kv head": {"num_heads_kv": 1, "num_heads_q": 16, "causal": "bottom_right", "seqlen_q": 3},
+}  # fmt: skip
+SAMPLED_FEATURES = tuple(FEATURES)[:5]
 # Bytes of local memory a thread may take: about a quarter more than the most seen with Triton 3.7.1 on 2026-11-21. What
 # is not listed takes none.
 SPILL_BOUNDS = {
-    ("nvidia", "prefill, head_dim 256"): 32,
+    ("nvidia", "prefill, head_dim 256"): 240,
     ("nvidia", "prefill, packed and paged"): 32,
     ("rdna", "prefill, head_dim 256"): 256,
     ("rdna", "decode, float32"): 1200,
@@ -43,7 +76,7 @@ def job(arch: str, name: str, **config: Any) -> dict[str, Any]:
         "batch": 2, "seqlen_q": 1, "seqlen_k": 4096, "num_heads_q": 8, "num_heads_kv": 2, "head_dim": 128,
         "head_dim_v": 128, "dtype": "bfloat16", "softmax_scale": 0.1, "return_lse": True,
     }  # fmt: skip
-    found = {"kernel": "split_kv", "arch": arch, "problem": problem | CASES[name]}
+    found = {"kernel": "split_kv", "arch": arch, "problem": problem | (CASES | FEATURES)[name]}
     return found | {"config": config} if config else found
 
 
@@ -54,7 +87,8 @@ def check(name: str, arch: str, facts: dict[str, Any]) -> None:
     assert facts["registers"] <= ARCHS[arch][2], what
     bound = SPILL_BOUNDS.get((family(arch), name), 0)
     assert facts["spill_bytes"] <= bound, f"{what}: {facts['spill_bytes']} bytes spilled, the bound is {bound}"
-    assert len(facts["launches"]) == (2 if facts["config"]["num_splits"] > 1 else 1)
+    merges = facts["config"]["num_splits"] > 1 and facts["config"]["merge"] == "kernel"
+    assert len(facts["launches"]) == (2 if merges else 1)
     if "float32" not in name:
         assert matrix_instructions(facts["instructions"], arch) > 0, f"{what}: no matrix instruction"
 
@@ -89,24 +123,63 @@ def test_the_last_block_merges_in_the_same_launch() -> None:
     assert any(name.startswith(("ATOM", "RED")) for name in facts["instructions"])
 
 
+def compile_features(arch: str, names: tuple[str, ...]) -> None:
+    """By the default config and, where keys split, by the other way of merging."""
+    jobs = [job(arch, name) for name in names]
+    found = compile_all(jobs)
+    others = [
+        one | {"config": facts["config"] | {"num_splits": 3, "merge": merge}}
+        for one, facts in zip(jobs, found, strict=True)
+        for merge in ("kernel", "last_block")
+        if facts["config"]["num_splits"] == 1 or facts["config"]["merge"] != merge
+    ]
+    for one, facts in zip((*jobs, *others), (*found, *compile_all(others)), strict=True):
+        what = f"{arch} {one['problem']} {facts['config']}"
+        assert facts["smem_bytes"] <= facts["smem_limit"] and facts["smem_bytes"] <= facts["smem_bound"], what
+        assert facts["registers"] <= ARCHS[arch][2], what
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+def test_sampled_features_compile(arch: str) -> None:
+    compile_features(arch, SAMPLED_FEATURES)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", ["sm_90", "sm_80", "gfx942"])
+def test_every_feature_compiles(arch: str) -> None:
+    compile_features(arch, tuple(FEATURES))
+
+
+def test_launches_ahead_wait_for_the_one_before() -> None:
+    """What begins before the launch in front of it has ended must not read what that writes."""
+    config = {"block_m": 16, "block_n": 64, "num_warps": 4, "num_stages": 2, "num_splits": 4, "launched_ahead": True}
+    for name, ahead in (("decode", True), ("decode, paged", False)):
+        (facts,) = compile_all([job("sm_90", name, **(config | {"launched_ahead": ahead}))])
+        assert all(("ACQBULK" in launch["instructions"]) == ahead for launch in facts["launches"]), name
+
+
 def test_append_compiles() -> None:
+    """With new keys, with queries to rotate, with both; packed or not, rows named or not, rotated or not."""
     code = (
-        "import torch\n"
+        "import itertools, torch\n"
         "from warpwave.compiled import compile_launch\n"
         "from warpwave.hardware.gpu import Gpu\n"
         "from warpwave.kernels import append_kv as a\n"
         "e = lambda *s, d=torch.bfloat16: torch.empty(s, dtype=d, device='meta')\n"
-        "i = torch.int32\n"
-        "for arch in ('sm_90', 'gfx942'):\n"
-        "    new = a.New(e(2, 1, 2, 128), e(2, 1, 2, 128), e(2, 1, 8, 128), e(2, 1, 8, 128), e(9, 16, 2, 128),\n"
-        "        e(9, 16, 2, 128), e(4, 8, d=i), e(4, d=i), e(2, d=i), None, e(99, 64, d=torch.float32),\n"
-        "        e(99, 64, d=torch.float32))\n"
-        "    facts = compile_launch(a.specify(new, 0, True), Gpu.for_arch(arch)).facts\n"
-        "    assert facts.spill_bytes == 0, (arch, facts)\n"
-        "    print(arch)\n"
+        "i, f = torch.int32, torch.float32\n"
+        "for arch, what, packed in itertools.product(('sm_90', 'gfx942'), ('kv', 'q', 'kvq'), (False, True)):\n"
+        "    lead = (9,) if packed else (2, 1)\n"
+        "    kv = e(*lead, 2, 128) if 'k' in what else None\n"
+        "    q = e(*lead, 8, 128) if 'q' in what else None\n"
+        "    angles = e(99, 64, d=f) if 'q' in what else None\n"
+        "    new = a.New(kv, kv, q, q, e(9, 16, 2, 128), e(9, 16, 2, 128), e(4, 8, d=i), e(4, d=i),\n"
+        "        None if packed else e(2, d=i), e(3, d=i) if packed else None, angles, angles)\n"
+        "    facts = compile_launch(a.specify(new, 5, True), Gpu.for_arch(arch)).facts\n"
+        "    assert facts.spill_bytes == 0, (arch, what, packed, facts)\n"
+        "    print(arch, what, packed)\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300, check=False
     )
-    assert run.stdout.split() == ["sm_90", "gfx942"], run.stderr[-2000:]
+    assert len(run.stdout.splitlines()) == 12, run.stderr[-2000:]

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from warpwave import dispatch
 from warpwave.compiled import compile_launches, worst
 from warpwave.hardware.gpu import Gpu
+from warpwave.kernels import three_kernel_configs
 from warpwave.problem import AttentionProblem, Causal
 
 
@@ -25,6 +26,10 @@ def main() -> None:
                 fields[name] = tuple(fields[name])
         problem, gpu, kernel = AttentionProblem(**fields), Gpu.for_arch(job["arch"]), kernels[job["kernel"]]
         config = kernel.Config(**job["config"]) if "config" in job else kernel.configs(problem, gpu)[0]
+        if job.get("own_products"):
+            config = three_kernel_configs.own_products(problem, gpu)
+        if "changes" in job:
+            config = kernel.with_workspace(problem, gpu, replace(config, **job["changes"]))
         results = compile_launches(kernel, problem, gpu, config)
         launches = [compiled.facts for compiled in results]
         facts = vars(worst(launches)) | {
@@ -34,7 +39,7 @@ def main() -> None:
             "smem_limit": gpu.smem_per_block_bytes,
         }
         if job.get("listing"):
-            facts["listing"] = results[0].texts["sass"]
+            facts["listing"] = results[-1].texts["sass"]
         print(json.dumps(facts), flush=True)
 
 

@@ -271,6 +271,21 @@ FULL: dict[str, Sequence[Any]] = {
 }
 
 
+# What copies tiles by TMA takes no mask and no bias, so grids without them: float32 by bfloat16 parts, and the widest
+# rows of 16 bits.
+_WITHOUT_MASKS: dict[str, Sequence[Any]] = {**FULL, "mask": ("",), "bias": ("",)}
+SPLIT_FLOAT32 = _WITHOUT_MASKS | {
+    "dtype": ("float32:default", "float32:bf16x6", "float32:bf16x3"),
+    "dims": (*FULL["dims"], (111, 40), (256, 64)),
+    "window": windows(64),
+}
+WIDE_ROWS = _WITHOUT_MASKS | {
+    "dtype": ("float16", "bfloat16"),
+    "dims": ((264, 264), (320, 320), (352, 352), (384, 384), (384, 128), (128, 384), (272, 368)),
+    "window": windows(64),
+}
+
+
 def excluded(a: str, x: Any, b: str, y: Any) -> bool:
     """Whether feature a at x and feature b at y make no call: packed calls take no mask and no bias, and have no
     batch axis to broadcast."""

@@ -219,7 +219,7 @@ TABLE = (
     Row(
         "splits: any number meets the gates, and merges what was written and nothing else",
         (PAGED + "test_page_sizes_and_splits", PAGED + "test_every_cell_is_written_and_no_input"),
-        ("shares merged as if their maxima were equal", "what a share without keys never wrote is merged"),
+        ("shares merged as if their maxima were equal", "a share without keys leaves the state of the launch before"),
     ),
     Row(
         "page table not int32, page size not positive: an error",

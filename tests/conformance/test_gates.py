@@ -44,6 +44,16 @@ def test_case_grid(case: Case, data: Data, kernel: str, request: pytest.FixtureR
     check(kernel, case, data, request)
 
 
+@pytest.mark.gpu
+@each_data_set
+@pytest.mark.parametrize(
+    "case", cases.pairwise(cases.SPLIT_FLOAT32) + cases.pairwise(cases.WIDE_ROWS) if harness.ON_GPU else [], ids=str
+)
+def test_grid_without_masks(case: Case, data: Data, request: pytest.FixtureRequest) -> None:
+    """Most cases of the common grid have a mask or a bias, which this kernel refuses."""
+    check("hopper/flash_fwd", case, data, request)
+
+
 @each_kernel
 @pytest.mark.parametrize("dtype", ["float16", "float32:default"])
 @pytest.mark.parametrize("dims", [(320, 320), (512, 40), (40, 272)], ids=str)

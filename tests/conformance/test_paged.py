@@ -18,7 +18,7 @@ from tests.conformance.harness import DEVICE, GPU, ON_GPU, bits
 from tests.conformance.paged import PagedCase
 from tests.conformance.test_poison import Guards
 from warpwave import CacheLayer, PagedKVCache, UnsupportedProblem, attention, attention_with_kv_cache, merge_states
-from warpwave.kernels import split_kv
+from warpwave.kernels import partials, split_kv, split_kv_configs
 
 PAGE_SIZES = (1, 16, 32, 64, 128, 256)
 READERS = ("split_kv", "eager")
@@ -77,6 +77,11 @@ def check(reader: str, case: PagedCase, data: Any = "normal", **more: Any) -> No
 def test_page_sizes_and_splits(page_size: int, splits: str) -> None:
     case = PagedCase(page_size, lengths=SEVERAL, causal="bottom_right", sinks=True)
     check("split_kv", case, "sharp", config=SPLITS[splits])
+
+
+def test_the_last_block_merges_more_than_it_loads_at_once() -> None:
+    config = split_kv.Config(16, 16, 1, 1, num_splits=6, merge="last_block")
+    check("split_kv", PagedCase(16, dims=(64, 64), lengths=SEVERAL, sinks=True), config=config)
 
 
 @each_reader
@@ -369,8 +374,7 @@ def test_wrong_contents_unchecked_stay_inside_the_tensors(
     """Values are unspecified; nothing outside the outputs is written, no read faults, and the call returns."""
     call = paged.build(PagedCase(page_size, lengths=((2, 37), (2, 90))), "normal", DEVICE)
     guards = Guards()
-    allocate = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: guards.place(allocate(*args, **kwargs)))
+    guards.watch(monkeypatch)
     operands = FAR[what](call.operands)
     operands = type(operands)(*(None if t is None else guards.place(t) for t in operands))
     paged.run(reader, call._replace(operands=operands))
@@ -386,8 +390,7 @@ def test_every_cell_is_written_and_no_input(case: PagedCase, splits: str, monkey
     guards = Guards()
     before = bits(*call.operands)
     with monkeypatch.context() as patch:
-        allocate = torch.empty
-        patch.setattr(torch, "empty", lambda *args, **kwargs: guards.place(allocate(*args, **kwargs)))
+        guards.watch(patch)
         out, lse = paged.run("split_kv", call, config=SPLITS[splits])
     guards.assert_intact()
     assert not out.isnan().any() and lse is not None and not lse.isnan().any()
@@ -398,15 +401,16 @@ def test_every_cell_is_written_and_no_input(case: PagedCase, splits: str, monkey
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("merge", split_kv.MERGES)
-def test_replay_sees_changed_lengths_and_tables(merge: str) -> None:
+@pytest.mark.parametrize("launched_ahead", [False, True])
+@pytest.mark.parametrize("merge", split_kv_configs.MERGES)
+def test_replay_sees_changed_lengths_and_tables(merge: str, launched_ahead: bool) -> None:
     """A decode step captured once, append and all; sequences grow, end and begin between replays."""
     cache = PagedKVCache(
         num_pages=64, page_size=16, num_heads_kv=2, head_dim=64, max_batch=4, max_seqlen=256, device=DEVICE
     )
     layer = cache.layers[0]
     q, k, v = (torch.zeros(4, 1, heads, 64, dtype=torch.bfloat16, device=DEVICE) for heads in (8, 2, 2))
-    config = split_kv.Config(16, 64, 4, 2, 3, 0, merge)
+    config = split_kv.Config(16, 64, 4, 2, 3, 0, merge, launched_ahead)
 
     def step() -> torch.Tensor:
         return attention_with_kv_cache(q, layer, k_new=k, v_new=v, kernel="split_kv", config=config)
@@ -431,6 +435,40 @@ def test_replay_sees_changed_lengths_and_tables(merge: str) -> None:
         assert replayed == bits(step(), layer.k[cache.pages(0)[-1]])
         memory = memory or torch.cuda.memory_allocated()
         assert torch.cuda.memory_allocated() <= memory + 4096
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("launched_ahead", [False, True])
+def test_counters_of_streams_and_graphs_are_their_own(launched_ahead: bool) -> None:
+    """Launches whose last block merges, of several sizes, on two streams at once and in two graphs beside them."""
+    config = split_kv.Config(16, 64, 4, 3, 7, 0, "last_block", launched_ahead)
+    g = torch.Generator(DEVICE).manual_seed(0)
+    calls = []
+    for batch in (1, 40, 3):
+        q = torch.randn(batch, 1, 8, 64, generator=g, device=DEVICE, dtype=torch.bfloat16)
+        k, v = (torch.randn(batch, 900, 2, 64, generator=g, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+        calls.append(lambda q=q, k=k, v=v: attention(q, k, v, kernel="split_kv", config=config))
+    expected = [bits(call()) for call in calls]
+    streams, graphs = [torch.cuda.Stream() for _ in range(2)], []
+    for order in (calls, calls[::-1]):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = [call() for call in order]
+        graphs.append((graph, outs if order is calls else outs[::-1]))
+    torch.cuda.synchronize()
+    for _ in range(20):
+        found = []
+        for stream, (graph, _) in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+                found += [[call() for call in calls] for _ in range(5)]
+                graph.replay()
+        torch.cuda.synchronize()
+        for outs in (*found, *(outs for _, outs in graphs)):
+            assert [bits(out) for out in outs] == expected
+    for kept in partials._kept.values():
+        counters = [*kept.counters.values(), *(() if kept.for_graphs is None else (kept.for_graphs,))]
+        assert counters and not any(counter.any() for counter in counters), "a counter was left dirty"
 
 
 @pytest.mark.gpu

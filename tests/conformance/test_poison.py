@@ -5,6 +5,8 @@ Uninitialised memory holds NaN throughout these tests (conftest.py). Here every 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +40,14 @@ class Guards:
         self.buffers.append(buffer)
         return placed
 
+    def watch(self, patch: pytest.MonkeyPatch) -> None:
+        """Has what kernels allocate lie between guards as well."""
+        for name in ("empty", "empty_like"):
+            patch.setattr(torch, name, functools.partial(self._placed, getattr(torch, name)))
+
+    def _placed(self, allocate: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        return self.place(allocate(*args, **kwargs))
+
     def holds(self, x: Tensor) -> bool:
         return any(x.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() for b in self.buffers)
 
@@ -65,13 +75,8 @@ def guarded_run(
     """The call on guarded operands, with every allocation of the kernel guarded as well."""
     guards = Guards()
     operands = Operands(*(None if x is None else guards.place(x) for x in call.operands))
-    allocate = torch.empty
-
-    def guarded_empty(*args: Any, **kwargs: Any) -> Tensor:
-        return guards.place(allocate(*args, **kwargs))
-
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", guarded_empty)
+        guards.watch(patch)
         out, lse = harness.run(kernel, call._replace(operands=operands))
     return out, lse, guards, operands
 

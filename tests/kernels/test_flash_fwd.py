@@ -86,8 +86,8 @@ def test_splitting_ahead_costs_a_launch_and_its_parts(arithmetic: str, parts: in
     assert not isinstance(specified, Launch)
     bytes_of = [t.numel() * t.element_size() for t in specified[0].tensors[2:] if t is not None]
     assert sum(bytes_of) == ahead.workspace_bytes
-    tf32 = _specified(replace(problem, precision="tf32"), replace(config, split_ahead=True))
-    assert isinstance(tf32, Launch), "there is nothing to split"
+    ieee = _specified(replace(problem, precision="ieee"), replace(config, split_ahead=True))
+    assert isinstance(ieee, Launch), "there is nothing to split"
 
 
 def _specified(problem: AttentionProblem, config: flash_fwd.Config) -> Any:

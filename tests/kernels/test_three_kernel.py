@@ -7,16 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warpwave import dispatch
 from warpwave.compiled import operands_without_memory
 from warpwave.errors import InvalidInput
 from warpwave.hardware.gpu import ARCHS, CPU, INTERPRETER, Gpu
-from warpwave.kernels import three_kernel
-from warpwave.kernels.three_kernel_device import UNSPECIALISED
-from warpwave.kernels.three_kernel_plan import Config, allocate_workspace, least_bytes, plan, workspace_bytes
+from warpwave.kernels import three_kernel, three_kernel_configs
+from warpwave.kernels.three_kernel_configs import library_cannot
+from warpwave.kernels.three_kernel_plan import Config, allocate_workspace, least_bytes, pieces, plan, workspace_bytes
+from warpwave.kernels.three_kernel_softmax import UNSPECIALISED
 from warpwave.problem import AttentionProblem, Causal
 
 PROBLEM = AttentionProblem(
@@ -31,8 +32,10 @@ WAYS = [("library", "library"), ("library", "triton"), ("triton", "triton"), ("f
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"scores": "cublas"}, "scores is 'cublas'; it must be 'library', 'triton' or 'fused'"),
+        ({"scores": "cublas"}, "scores is 'cublas'; it must be 'library', 'triton', 'hopper' or 'fused'"),
         ({"values": "fused"}, "values is 'fused'"),
+        ({"values": "hopper"}, "'hopper' goes with"),
+        ({"scores": "hopper", "values": "hopper"}, "block_m x block_n is 64 x 64; 'hopper' has tiles of 128 x 256"),
         ({"scores": "fused", "values": "library"}, "only our second product sums tiles of P"),
         ({"block_m": 48}, "block_m is 48; it must be a power of two, at least 16"),
         ({"block_k": 128}, "block_k is 128; it must be at most block_n, which is 64"),
@@ -134,75 +137,165 @@ def test_the_default_fits_every_gpu(arch: str, dtype: str, feature: dict[str, An
     for config in (chosen, *others):
         assert three_kernel.smem_bytes(problem, gpu, config) <= gpu.smem_per_block_bytes
         assert least_bytes(problem, config) <= config.workspace_bytes <= three_kernel.MAX_WORKSPACE_BYTES
-        assert not three_kernel._library_cannot(problem, gpu, config)
+        assert not library_cannot(problem, gpu, config)
 
 
-def test_the_chunk_fills_the_gpu_or_stays_in_l2() -> None:
+def test_a_chunk_is_large_and_bounded() -> None:
     large = replace(PROBLEM, batch=4, seqlen_q=4096, seqlen_k=4096, num_heads_q=16, num_heads_kv=16)
-    config = three_kernel.configs(large, H200)[0]
+    a100 = replace(Gpu.for_arch("sm_80"), num_sms=108)
+    config = three_kernel.configs(large, a100)[0]
     cut = plan(large, config)
     tiles = cut.heads * (cut.rows // config.block_m) * (cut.width // config.block_n)
-    assert tiles >= 0.9 * three_kernel.WAVES * H200.num_sms, "heads are whole"
-    assert config.workspace_bytes <= 2 * three_kernel.IN_L2_BYTES
+    assert tiles >= 2 * a100.num_sms
+    assert config.workspace_bytes == three_kernel_configs.SCORES_BYTES + config.sums_bytes
+    small = replace(a100, memory_bytes=1 << 30)
+    assert three_kernel.configs(large, small)[0].workspace_bytes == 1 << 26
+
+
+def test_torch_multiplies_wherever_it_can() -> None:
+    """On NVIDIA, and float32 everywhere; not values that a mask may hide, and no packed sequences."""
+    large = replace(PROBLEM, batch=4, seqlen_q=4096, seqlen_k=4096, num_heads_q=16, num_heads_kv=16)
+
+    def ways(arch: str, **changes: Any) -> tuple[str, str]:
+        config = three_kernel.configs(replace(large, **changes), Gpu.for_arch(arch))[0]
+        return config.scores, config.values
+
+    for arch in ("sm_80", "sm_90", "sm_100"):
+        expected = ("hopper", "hopper") if arch == "sm_90" else ("library", "library")
+        assert ways(arch) == ways(arch, causal=Causal()) == expected
+        assert ways(arch, mask_shape=(1, 1, 1, 4096)) == ("library", "triton")
+        assert ways(arch, dtype="float32", precision="ieee") == ("library", "library")
+        assert ways(arch, dtype="float32", precision="tf32x3") == ("triton", "triton")
+    assert ways("gfx942", dtype="float32", precision="ieee") == ("library", "library")
+    assert "library" not in ways("gfx942")
 
 
 def test_the_softmax_leaves_its_pass_where_that_saves_more_than_it_costs() -> None:
-    """16 bits on sm_100: up to head_dim_v 2,299. On Hopper, where it halves a tile, up to 329 for both widths. Float32
-    goes to torch where torch can."""
-    large = replace(PROBLEM, batch=4, seqlen_q=4096, seqlen_k=4096, num_heads_q=16, num_heads_kv=16)
+    """Where torch cannot multiply, 16 bits on sm_100: up to head_dim_v 2,299. On Hopper, where it halves a tile, up to
+    329 for both widths."""
+    packed = replace(
+        PROBLEM, batch=4, seqlen_q=4096, seqlen_k=4096, num_heads_q=16, num_heads_kv=16, packed=True, total_q=9000,
+        total_k=9000,
+    )  # fmt: skip
 
-    def scores(arch: str, head_dim: int, head_dim_v: int) -> str:
-        problem = replace(large, head_dim=head_dim, head_dim_v=head_dim_v)
+    def scores(arch: str, head_dim: int, head_dim_v: int, **changes: Any) -> str:
+        problem = replace(packed, head_dim=head_dim, head_dim_v=head_dim_v, **changes)
         return str(three_kernel.configs(problem, Gpu.for_arch(arch))[0].scores)
 
     assert [scores("sm_100", 1024, width) for width in (512, 2048, 2560)] == ["fused", "fused", "triton"]
     assert [scores("sm_90", width, width) for width in (320, 384, 2048)] == ["fused", "triton", "triton"]
-    assert three_kernel.configs(large, Gpu.for_arch("sm_86"))[0].scores == "triton"
-    assert (
-        three_kernel.configs(replace(large, mask_shape=(1, 1, 1, 4096)), Gpu.for_arch("sm_100"))[0].scores == "triton"
-    )
-    ieee = replace(large, dtype="float32", precision="ieee")
-    assert three_kernel.configs(ieee, H200)[0].values == "library"
-    assert three_kernel.configs(replace(ieee, precision="tf32x3"), H200)[0].values == "triton"
+    assert scores("sm_86", 1024, 512) == "triton"
+
+
+def test_hopper_takes_two_blocks_a_multiprocessor_and_leaves_what_does_not_fill_it() -> None:
+    call = replace(PROBLEM, batch=1, seqlen_q=2048, seqlen_k=2048, num_heads_q=16, num_heads_kv=16, head_dim_v=1024)
+    config = three_kernel.configs(call, H200)[0]
+    assert config.scores == "hopper" and len(plan(call, config).chunks) == 1
+    long = replace(call, seqlen_q=8192, seqlen_k=8192)
+    config = three_kernel.configs(long, H200)[0]
+    cut = plan(long, config)
+    assert config.scores == "hopper" and config.workspace_bytes <= 600_000_000
+    assert cut.heads * cut.rows // 128 >= 1.9 * H200.num_sms, "256 blocks: heads are whole"
+    last_round = replace(call, num_heads_q=9, num_heads_kv=9)  # 144 blocks are two rounds, the second nearly empty
+    part_empty = replace(call, seqlen_q=70, num_heads_q=512, num_heads_kv=512)
+    for problem in (last_round, part_empty, replace(call, head_dim=1004), replace(call, window_size=(100, 0))):
+        assert three_kernel.configs(problem, H200)[0].scores == "library"
 
 
 def test_few_scores_of_long_sums_share_head_dim() -> None:
-    """64 queries and keys of 4 heads are 16 tiles of 32: eight blocks share each tile's head_dim of 8192."""
+    """64 queries and keys of 4 heads are 4 tiles; as many blocks share each as may, and as there are pairs of steps."""
     short = replace(
         PROBLEM, batch=1, seqlen_q=64, seqlen_k=64, num_heads_kv=4, head_dim=8192, head_dim_v=8192, dtype="float32"
     )
     config = three_kernel.configs(short, H200)[0]
-    assert (config.scores, config.block_m, config.split_d) == ("triton", 32, 132 // 16)
-    assert three_kernel.configs(replace(short, head_dim=256), H200)[0].split_d == 1
+    assert (config.scores, config.block_m, config.split_d) == ("triton", 64, 32)
+    assert three_kernel.configs(replace(short, head_dim=512), H200)[0].split_d == 8
+    assert three_kernel.configs(replace(short, head_dim=64), H200)[0].split_d == 1
 
 
 def test_what_it_refuses() -> None:
     assert three_kernel.why_not(PROBLEM, INTERPRETER) == []
-    assert any("no gradients" in reason for reason in three_kernel.why_not(replace(PROBLEM, requires_grad=True), H200))
+    assert three_kernel.why_not(replace(PROBLEM, requires_grad=True), H200) == []
     assert any("found tensors on the CPU" in reason for reason in three_kernel.why_not(PROBLEM, CPU))
     assert any("no paged cache" in reason for reason in three_kernel.why_not(replace(PROBLEM, page_size=16), H200))
     (reason,) = three_kernel.why_not(replace(PROBLEM, seqlen_k=2**21), H200)
     assert "scores of 128 queries of one head would take 1.5 GiB of memory, and it takes 1 at most" in reason
 
 
-def test_auto_does_not_take_what_was_not_measured() -> None:
-    names = [kernel.NAME for kernel in dispatch.KERNELS]
-    assert names.index("eager") < min(names.index("large_head_dim"), names.index("three_kernel"))
+def test_auto_leaves_gradients_to_eager_where_they_were_not_measured() -> None:
+    wide = replace(PROBLEM, requires_grad=True)
+    assert three_kernel.outrun(wide, H200) == [] == three_kernel.outrun(replace(PROBLEM, head_dim=64), H200)
+    for problem, gpu in ((replace(wide, head_dim=256, head_dim_v=256), H200), (wide, Gpu.for_arch("sm_80"))):
+        assert "timed on an H200 beyond head_dim 256" in three_kernel.outrun(problem, gpu)[0]
+    (reason,) = three_kernel.outrun(replace(wide, softcap=1.0), H200)
+    assert reason == "three_kernel's gradients know nothing of softcap: eager's would serve, after a second forward"
 
 
 def test_every_chunk_is_one_variant() -> None:
     """Chunks differ in numbers that the compiler does not look at: the second compiles nothing."""
     operands = operands_without_memory(PROBLEM)
     config = replace(CONFIG, workspace_bytes=500_000)
-    cut = plan(PROBLEM, config)
-    workspace = allocate_workspace(PROBLEM, config, cut, operands.q.device)
     out = operands.q[..., :512]
-    launches = list(three_kernel._launches(PROBLEM, H200, operands, out, None, config, cut, workspace))
-    assert len(launches) == len(cut.chunks) > 8
-    for specs in zip(*launches, strict=True):
+    for values in ("triton", "library"):
+        config = replace(config, values=values, sums_bytes=100_000)
+        cut = plan(PROBLEM, config)
+        workspace = allocate_workspace(PROBLEM, config, cut, operands.q.device)
+        of_chunks = list(three_kernel._launches(PROBLEM, H200, operands, out, None, config, cut, workspace))
+        scales = [scale for *_, of_chunk in of_chunks for scale in of_chunk]
+        assert len(of_chunks) == len(cut.chunks) > 8 and (not scales or len(scales) > len(cut.chunks))
+        for specs in (*zip(*(chunk[:3] for chunk in of_chunks), strict=True), scales):
+            _are_one_variant([spec for spec in specs if spec is not None])
+
+
+def _are_one_variant(specs: list[Any]) -> None:
+    if specs:
         for spec in specs:
             names = list(inspect.signature(spec.kernel.fn).parameters)[len(spec.tensors) :]
             numbers = zip(names, spec.scalars, specs[0].scalars, strict=False)
             differing = {name for name, a, b in numbers if a != b} - set(UNSPECIALISED)
             assert not differing and spec.constants == specs[0].constants
             assert 0 < spec.grid < 2**31
+
+
+@given(
+    heads=st.integers(1, 9),
+    rows=st.integers(1, 300),
+    width=st.integers(1, 600),
+    room=st.integers(1, 1 << 19),
+    all_heads=st.integers(1, 9),
+)
+@settings(max_examples=200, deadline=None)
+def test_pieces_cover_a_chunk_once_and_fit_what_was_allocated(
+    heads: int, rows: int, width: int, room: int, all_heads: int
+) -> None:
+    """Chunks of fewer heads and rows than the workspace is for, too."""
+    problem = replace(PROBLEM, head_dim_v=width, num_heads_q=all_heads, num_heads_kv=all_heads, batch=1, seqlen_q=300)
+    config = replace(CONFIG, scores="library", values="library", sums_bytes=room, workspace_bytes=1 << 22)
+    cut = plan(problem, config)
+    sums = allocate_workspace(problem, config, cut, torch.device("meta"))["sums"]
+    heads, rows = min(heads, cut.heads), min(rows, cut.rows)
+    found = pieces(problem, config, heads, rows)
+    cells = [
+        (head, row)
+        for piece in found
+        for head in range(piece.first_head, piece.first_head + piece.heads)
+        for row in range(piece.row_begin, piece.row_begin + piece.rows)
+    ]
+    assert sorted(cells) == [(head, row) for head in range(heads) for row in range(rows)]
+    assert max(piece.heads * piece.rows for piece in found) <= sums.shape[0]
+
+
+def test_explain_says_how_a_call_is_cut() -> None:
+    large = replace(
+        PROBLEM, batch=1, seqlen_q=2048, seqlen_k=2048, num_heads_q=16, num_heads_kv=16, head_dim=1024, head_dim_v=1024
+    )
+    config = replace(
+        three_kernel.configs(large, H200)[0], scores="library", values="library", workspace_bytes=64 << 20,
+        sums_bytes=32 << 20,
+    )  # fmt: skip
+    chunks, tiles, sums = three_kernel.notes(large, H200, config)
+    assert chunks == (
+        "8 chunks of 2 heads x 2048 queries: scores 2 x 2048 x 2048 x 4 bytes = 33.6 MB, P in their place"
+    )
+    assert tiles == "by tiles of 128 x 256 a chunk is 256 of scores and 128 of out, for 132 SMs"
+    assert sums == "sums in 1 piece a chunk, 4096 rows x 1024 x 4 bytes = 16.8 MB at the most"

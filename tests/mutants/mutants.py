@@ -400,7 +400,7 @@ OTHERS = [
     ),
     Mutant(
         "query heads of a group taken in turn", SPLIT,
-        "heads = kv_head * GROUP_SIZE + tile_rows % GROUP_SIZE",
+        "heads = kv_head * GROUP_SIZE + tile_rows % GROUP_SIZE  # [BLOCK_M]",
         "heads = kv_head + tile_rows % GROUP_SIZE * num_heads_kv",
         "test_paged.py::test_retrieval", "16-split_kv", "torch.equal",
     ),
@@ -410,9 +410,19 @@ OTHERS = [
         "test_paged.py::test_a_shared_prefix_is_read_once", "False", "FAIL C LSE",
     ),
     Mutant(
-        "the last block merges the shares as if their maxima were equal", SPLIT,
-        "acc = acc * scale[:, None] + some * scale_part[:, None]", "acc = acc * scale[:, None] + some",
-        "test_paged.py::test_page_sizes_and_splits", "16 and last", "FAIL B2 RMS of out",
+        "the last block merges what it loads later as if maxima were equal", SPLIT,
+        "acc = acc * scale[:, None] + some * scale_some[:, None]", "acc = acc * scale[:, None] + some",
+        "test_paged.py::test_the_last_block_merges_more_than_it_loads_at_once", "", "FAIL B2 RMS of out",
+    ),
+    Mutant(
+        "the last block leaves out the first share", SPLIT,
+        "row_head, in_range, 0, num_splits", "row_head, in_range, 1, num_splits",
+        "test_paged.py::test_page_sizes_and_splits", "16 and three and last", "FAIL C LSE",
+    ),
+    Mutant(
+        "parts loaded later merged as if maxima were equal", PARTIALS,
+        "acc = acc * scale[:, None] + some * scale_some[:, None]", "acc = acc * scale[:, None] + some",
+        "../kernels/test_partials.py::test_parts_become_one", "70", "Tensor-likes are not close",
     ),
     Mutant(
         "sums of the shares not rescaled", PARTIALS,
@@ -421,13 +431,18 @@ OTHERS = [
     ),
     Mutant(
         "shares merged as if their maxima were equal", PARTIALS,
-        "tl.sum(weight[:, None] * some, 0", "tl.sum(some, 0",
+        "0.0, weight[:, :, None] * acc)", "0.0, acc)",
         "test_paged.py::test_page_sizes_and_splits", "16-three", "FAIL B2 RMS of out",
     ),
     Mutant(
-        "what a share without keys never wrote is merged", PARTIALS,
-        "loaded = (there & (l != 0.0))[:, None]", "loaded = there[:, None]",
+        "a share without keys leaves the state of the launch before", SPLIT,
+        "m_i, mask=in_range)", "m_i, mask=in_range & (begin < end))",
         "test_paged.py::test_every_cell_is_written_and_no_input", "three-page16", "isnan",
+    ),
+    Mutant(
+        "what a part without keys never wrote is merged", PARTIALS,
+        "tl.where((l == 0.0)[:, :, None], 0.0, weight", "tl.where((l != l)[:, :, None], 0.0, weight",
+        "../kernels/test_partials.py::test_parts_become_one", "70", "Tensor-likes are not close",
     ),
     Mutant(
         "sink left out where shares are merged", PARTIALS,
@@ -492,6 +507,25 @@ OTHERS = [
         "compiles while a graph is captured", "launch.py",
         "if first_time and torch.cuda.is_current_stream_capturing():", "if False:",
         "test_gpu.py::test_compiling_during_capture_is_refused_and_the_capture_survives", "", "", needs_gpu=True,
+    ),
+]  # fmt: skip
+
+# Of the Hopper kernel's float32, whose source runs on a CPU as well (tests/kernels/hopper/gluon_on_cpu.py).
+HOPPER_FLOAT32 = [
+    Mutant(
+        "float32 on Hopper: a product of parts taken twice, another left out", "kernels/hopper/split_float32.py",
+        "values_slice(v_ring, tile + (PARTS - 1 - s - a), i)", "values_slice(v_ring, tile + (PARTS - 1 - a), i)",
+        "../kernels/hopper/test_flash_fwd_on_cpu.py::test_the_protocol_on_a_cpu", "full and bf16x6", "gates fail",
+    ),
+    Mutant(
+        "float32 on Hopper: parts of another head", "kernels/hopper/roles.py",
+        "work.head * rules.PARTS + part", "work.head + part",
+        "../kernels/hopper/test_flash_fwd_on_cpu.py::test_the_protocol_on_a_cpu", "full and bf16x6", "gates fail",
+    ),
+    Mutant(
+        "float32 on Hopper: parts of a head written over the next head's", "kernels/split_ahead.py",
+        "(batch_head * rows_of_head + token) * ROW", "(batch_head * rows_of_part + token) * ROW",
+        "../kernels/hopper/test_flash_fwd.py::test_parts_add_up_to_the_operands", "", "assert",
     ),
 ]  # fmt: skip
 
@@ -584,15 +618,35 @@ LARGE_HEADS = [
         "test_large_heads.py::test_every_way_in_chunks", "fused and plain", "FAIL",
     ),
     Mutant(
-        "scores of the first share of head_dim alone", THREE,
+        "scores of the first share of head_dim alone", "kernels/three_kernel_softmax.py",
         "for share in tl.static_range(1, SPLIT_D):", "for share in tl.static_range(1, 1):",
         "test_large_heads.py::test_every_way_in_chunks", "shared and plain", "FAIL",
     ),
     Mutant(
         "one head more than the workspace was allowed", "kernels/three_kernel_plan.py",
-        "config.workspace_bytes // max(1, one)))", "config.workspace_bytes // max(1, one) + 1))",
+        "config.workspace_bytes, key=", "2 * config.workspace_bytes, key=",
         "test_large_heads.py::test_the_workspace_is_what_was_said", "float16-ours", "workspace_bytes",
+    ),
+    Mutant(
+        "three_kernel's gradients: delta of un-normalised probabilities", "kernels/three_kernel_gradients.py",
+        "delta = delta * scale\n", "delta = delta * 1.0\n",
+        "test_large_heads.py::test_gradients_of_wide_heads", "float16 and plain", "FAIL",
+    ),
+    Mutant(
+        "three_kernel's gradients: a later chunk replaces what the keys were given", "kernels/three_kernel_library.py",
+        "total += a.float() @ b.float()", "total.copy_(a.float() @ b.float())",
+        "test_large_heads.py::test_gradients_of_wide_heads", "bfloat16 and causal", "FAIL",
+    ),
+    Mutant(
+        "sums of later rows scaled by the factors of the first", "kernels/three_kernel_softmax.py",
+        "stride_rh + rows_before + row)", "stride_rh + row)",
+        "test_large_heads.py::test_sums_in_pieces_of_rows", "", "FAIL",
+    ),
+    Mutant(
+        "scores read up to what the first row of a tile sees", "kernels/three_kernel_softmax.py",
+        "own_end = visible_keys(first_row, last_row,", "own_end = visible_keys(first_row, first_row,",
+        "test_large_heads.py::test_every_width", "640-float32 and three_kernel", "FAIL",
     ),
 ]  # fmt: skip
 
-MUTANTS = NAMED + OTHERS + HOPPER + LARGE_HEADS
+MUTANTS = NAMED + OTHERS + HOPPER_FLOAT32 + HOPPER + LARGE_HEADS

@@ -150,6 +150,8 @@ def append_kv_kernel(
     INTERLEAVED: tl.constexpr,
     IS_VARLEN: tl.constexpr,
     HAS_ROWS: tl.constexpr,
+    HAS_KV: tl.constexpr,
+    HAS_Q: tl.constexpr,
 ):
     """One head of one new token: a kv head, both its key and its value, or a head of q.
 
@@ -176,30 +178,34 @@ def append_kv_kernel(
     # A table of angles that ends too early is read at its last row: not what was meant, but inside the tensor.
     angle = tl.minimum(tl.maximum(position, 0), angles - 1)
     dims = tl.arange(0, BLOCK_D)
-    if head >= num_heads_kv:
-        head_q = head - num_heads_kv
-        x = q_ptr + batch_in_memory * stride_qb + at * stride_qm + head_q * stride_qh
-        x = _head(x, stride_qd, cos_ptr, sin_ptr, angle, dims, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
-        row_out = first + token if IS_VARLEN else batch * seqlen + token
-        out = q_out_ptr + (row_out * num_heads_q + head_q) * HEAD_DIM + dims
-        tl.store(out, rounded(x, q_out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
-    else:
-        # Nothing is written where a length or a page id is none.
-        page_place = position // PAGE_SIZE
-        there = (position >= 0) & (page_place < pages_of_a_row)
-        page = tl.load(page_table_ptr + row * stride_table + page_place, mask=there, other=-1)
-        there = there & (page >= 0) & (page < num_pages)
-        page = page.to(tl.int64)
-        cell = (position % PAGE_SIZE).to(tl.int64)
-        x = k_ptr + batch_in_memory * stride_kb + at * stride_km + head * stride_kh
-        x = _head(x, stride_kd, cos_ptr, sin_ptr, angle, dims, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
-        out = k_pages_ptr + page * stride_kp + cell * stride_kt + head * stride_ks + dims.to(tl.int64) * stride_ke
-        tl.store(out, rounded(x, k_pages_ptr.dtype.element_ty), mask=(dims < HEAD_DIM) & there)
-        dims_v = tl.arange(0, BLOCK_DV)
-        x = v_ptr + batch_in_memory * stride_vb + at * stride_vm + head * stride_vh
-        x = _head(x, stride_vd, cos_ptr, sin_ptr, angle, dims_v, HEAD_DIM_V, 0, False)
-        out = v_pages_ptr + page * stride_vp + cell * stride_vt + head * stride_vs + dims_v.to(tl.int64) * stride_ve
-        tl.store(out, rounded(x, v_pages_ptr.dtype.element_ty), mask=(dims_v < HEAD_DIM_V) & there)
+    # What is absent is known when this is compiled: its branch would ask an absent pointer for its type.
+    if HAS_Q:  # noqa: SIM102
+        if head >= num_heads_kv:
+            head_q = head - num_heads_kv
+            x = q_ptr + batch_in_memory * stride_qb + at * stride_qm + head_q * stride_qh
+            x = _head(x, stride_qd, cos_ptr, sin_ptr, angle, dims, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
+            row_out = first + token if IS_VARLEN else batch * seqlen + token
+            out = q_out_ptr + (row_out * num_heads_q + head_q) * HEAD_DIM + dims
+            tl.store(out, rounded(x, q_out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+    if HAS_KV:  # noqa: SIM102
+        if head < num_heads_kv:
+            # Nothing is written where a length or a page id is none.
+            page_place = position // PAGE_SIZE
+            there = (position >= 0) & (page_place < pages_of_a_row)
+            page = tl.load(page_table_ptr + row * stride_table + page_place, mask=there, other=-1)
+            there = there & (page >= 0) & (page < num_pages)
+            page = page.to(tl.int64)
+            cell = (position % PAGE_SIZE).to(tl.int64)
+            x = k_ptr + batch_in_memory * stride_kb + at * stride_km + head * stride_kh
+            x = _head(x, stride_kd, cos_ptr, sin_ptr, angle, dims, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
+            out = k_pages_ptr + page * stride_kp + cell * stride_kt + head * stride_ks + dims.to(tl.int64) * stride_ke
+            tl.store(out, rounded(x, k_pages_ptr.dtype.element_ty), mask=(dims < HEAD_DIM) & there)
+            dims_v = tl.arange(0, BLOCK_DV)
+            x = v_ptr + batch_in_memory * stride_vb + at * stride_vm + head * stride_vh
+            x = _head(x, stride_vd, cos_ptr, sin_ptr, angle, dims_v, HEAD_DIM_V, 0, False)
+            out = v_pages_ptr + page * stride_vp + cell * stride_vt + head * stride_vs
+            out += dims_v.to(tl.int64) * stride_ve
+            tl.store(out, rounded(x, v_pages_ptr.dtype.element_ty), mask=(dims_v < HEAD_DIM_V) & there)
 
 
 # Host -----------------------------------------------------------------------------------------------------------------
@@ -245,6 +251,8 @@ def specify(new: New, max_seqlen: int, interleaved: bool) -> launch.Launch:
             "INTERLEAVED": interleaved,
             "IS_VARLEN": packed,
             "HAS_ROWS": new.rows is not None,
+            "HAS_KV": new.k is not None,
+            "HAS_Q": new.q is not None,
         },
         options={"num_warps": 1, "num_stages": 1, "enable_fp_fusion": False},
     )

@@ -92,14 +92,16 @@ def feature_constants(problem: AttentionProblem) -> dict[str, bool]:
 
 def allocator(problem: AttentionProblem, q: torch.Tensor) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
     """Returns `allocate() -> (out, lse)`, lse None unless asked for, on the device of q."""
-    out_shape = (*q.shape[:-1], problem.head_dim_v)
     rows = (problem.total_q,) if problem.packed else (problem.batch, problem.seqlen_q)
-    lse_shape = (*rows[:-1], problem.num_heads_q, rows[-1])
-    dtype, device = q.dtype, q.device
+    # One element each, broadcast: to allocate like a tensor takes 1.6 us, by shape, dtype and device 3.0.
+    with torch.inference_mode(False):
+        out_like = q.new_empty(1).expand(*q.shape[:-1], problem.head_dim_v)
+        lse_like = q.new_empty(1, dtype=torch.float32).expand(*rows[:-1], problem.num_heads_q, rows[-1])
+    contiguous, wants_lse = torch.contiguous_format, problem.return_lse
 
     def allocate() -> tuple[torch.Tensor, torch.Tensor | None]:
-        out = torch.empty(out_shape, dtype=dtype, device=device)
-        return out, torch.empty(lse_shape, dtype=torch.float32, device=device) if problem.return_lse else None
+        out = torch.empty_like(out_like, memory_format=contiguous)
+        return out, torch.empty_like(lse_like, memory_format=contiguous) if wants_lse else None
 
     return allocate
 

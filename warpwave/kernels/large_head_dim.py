@@ -165,11 +165,10 @@ def specify(
 def _merge(
     problem: AttentionProblem, config: Config, acc: Any, state: Any, out: Any, lse: Any, sinks: Any
 ) -> launch.Launch:
-    """The merge, with as many parts at once, and as many warps, as a row of this width leaves registers for."""
+    """The merge, with as many warps as a row of this width leaves registers for."""
     spec = partials.specify_merge(problem, config.num_splits, acc, state, out, lse, sinks)
     width = padded(problem.head_dim_v)
-    constants = dict(spec.constants) | {"PARTS": max(1, min(partials.PARTS_AT_ONCE, 4096 // width))}
-    return spec._replace(constants=constants, options=dict(spec.options) | {"num_warps": min(8, max(4, width // 128))})
+    return spec._replace(options=dict(spec.options) | {"num_warps": min(8, max(4, width // 128))})
 
 
 def _constants(
@@ -249,9 +248,11 @@ def _blocks(problem: AttentionProblem, config: Config) -> int:
 
 MAX_HEAD_DIM = 8192
 MAX_COLUMNS = 512  # of v that a program keeps: 64 rows of them are half of the registers of an SM
+MEANT_FROM = 257  # head_dim: narrower heads it can run, but nobody need be told so
+FEW_QUERIES, FEW_KEYS = 64, 512
 # What three_kernel's scores in memory cost, in FLOP of the products: 10 bytes each (4 written, 4 read, 2 written and
 # read as P, which come from L2), at some 100 FLOP in the time of a byte: 800 TFLOP/s beside 8.0 TB/s of an H200's L2.
-# By arithmetic; to be confirmed by measurement.
+# By arithmetic; NVIDIA's cards have a measured rule.
 FLOPS_A_SCORE_IN_MEMORY = 1000
 
 
@@ -280,7 +281,19 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 
 def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Why three_kernel is the faster one: where columns of v are shared out, every part computes all scores anew."""
+    """Why three_kernel is the faster one, of calls that it takes. On NVIDIA: unless few queries read many keys, or
+    sequences are packed, which its fastest products do not take. Elsewhere, by arithmetic: where columns of v are
+    shared out, every part computes all scores anew."""
+    if problem.batch_invariant or max(problem.head_dim, problem.head_dim_v) <= 256:
+        return []  # or another kernel serves first
+    if gpu.vendor == "nvidia":
+        if problem.packed or (problem.seqlen_q <= FEW_QUERIES and problem.seqlen_k > FEW_KEYS):
+            return []
+        return [
+            f"seqlen_q is {problem.seqlen_q}: for more than {FEW_QUERIES} queries, or no more than {FEW_KEYS} keys, "
+            "three_kernel is faster: 2.8, 3.2, 5.3 and 14 times at head_dim 384, 512, 640 and 1024 with 2,048 queries "
+            "(H200; 1.9 times at 512 with torch's products, which serve other cards)"
+        ]
     parts = _v_parts(problem, gpu)
     anew = 2 * (parts - 1) * problem.head_dim
     if anew <= FLOPS_A_SCORE_IN_MEMORY:
@@ -483,6 +496,11 @@ def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
         config = Config(64, 32, _block_d(problem, 128), parts, 1, True, 8, 2)
         if gpu.capability != 90 or not _fits(problem, gpu, config):
             config = replace(config, q_resident=False, block_d=_block_d(problem, 64))
+            whole = problem.head_dim % 64 == 0 and problem.head_dim_v % 256 == 0
+            if gpu.capability == 90 and whole and not _beside(problem):
+                # 128 rows share what is read, for 256 columns a program: 2.4 ms at head_dim 1024 where 64 rows of 512
+                # columns took 6.2 (H200, 2,048 queries, 16 heads).
+                config = replace(config, block_m=128, block_n=64, v_parts=-(-problem.head_dim_v // 256), num_stages=3)
         if gpu.capability != 90:
             config = _lighter(problem, config)
     return replace(config, num_splits=_num_splits(problem, gpu, config))
@@ -493,9 +511,13 @@ def _lighter(problem: AttentionProblem, config: Config) -> Config:
     element at a time, of many narrow pieces, of a mask or bias, of packed sequences."""
     if problem.head_dim % 8 or problem.head_dim_v % 8:
         return replace(config, block_m=32)
-    beside = problem.packed or problem.mask_shape is not None or problem.bias_shape is not None
     ragged = problem.head_dim % 128 or -(-problem.head_dim_v // config.v_parts) % 128
-    return replace(config, block_n=16) if beside or ragged else config
+    return replace(config, block_n=16) if _beside(problem) or ragged else config
+
+
+def _beside(problem: AttentionProblem) -> bool:
+    """Whether something beside a tile takes its registers."""
+    return problem.packed or problem.mask_shape is not None or problem.bias_shape is not None
 
 
 def _num_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:

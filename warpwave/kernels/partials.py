@@ -15,6 +15,9 @@ Bound: memory. Each part of a row is `4 * (head_dim_v + 2)` bytes written and re
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 
 from warpwave.kernels.arguments import padded
@@ -23,8 +26,17 @@ from warpwave.kernels.triton_or_stub import jit, tl
 from warpwave.launch import Launch
 from warpwave.problem import AttentionProblem
 
-PARTS_AT_ONCE = 8  # that a merging block loads together: their latencies overlap
+LOADED_AT_ONCE = 4096  # elements that a merging block asks for together at the most: their latencies overlap
+PARTS_AT_ONCE = 8  # where bits must not depend on how many parts there are
 UNSPECIALISED = ["rows_heads", "num_heads_q", "num_parts", "lse_rows"]
+
+
+@jit
+def await_launch_before():
+    """For a launch that may begin while the one before it in its stream still ends ("programmatic dependent launch",
+    CUDA programming guide): waits until that one is over and what it wrote can be read, then lets the next begin."""
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
 
 
 @jit
@@ -55,6 +67,40 @@ def lse_offset(row, head, num_heads_q, lse_rows):
     return (row // lse_rows * num_heads_q + head) * lse_rows + row % lse_rows
 
 
+@jit
+def parts_of_rows(
+    acc_ptr,
+    state_ptr,
+    row_head,
+    in_range,
+    first,
+    num_parts,
+    rows_heads,
+    dims,
+    HEAD_DIM_V: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """PARTS parts of some rows from the part `first` on, as one: (maximum, sum, accumulator).
+
+    All are asked for at once, so that their latencies overlap, and past L1, which does not see what other SMs wrote.
+    """
+    parts = first + tl.arange(0, PARTS)
+    there = (parts < num_parts)[:, None] & in_range[None, :]  # [PARTS, ROWS]
+    at = parts.to(tl.int64)[:, None] * rows_heads + row_head[None, :]
+    at_state = at + parts.to(tl.int64)[:, None] * rows_heads
+    m = tl.load(state_ptr + at_state, mask=there, other=float("-inf"), cache_modifier=".cg")
+    l = tl.load(state_ptr + at_state + rows_heads, mask=there, other=0.0, cache_modifier=".cg")
+    offsets = at[:, :, None] * HEAD_DIM_V + dims[None, None, :]
+    inside = there[:, :, None] & (dims < HEAD_DIM_V)[None, None, :]
+    acc = tl.load(acc_ptr + offsets, mask=inside, other=0.0, cache_modifier=".cg")  # [PARTS, ROWS, BLOCK_DV]
+    m_here = tl.max(m, 0)
+    m_shift = tl.where(m_here == float("-inf"), 0.0, m_here)
+    weight = tl.math.exp2(m - m_shift[None, :])  # 0 for a part that saw no key
+    # What such a part accumulated is 0 times a value it loaded beside those of other rows, which may be NaN.
+    weighted = tl.where((l == 0.0)[:, :, None], 0.0, weight[:, :, None] * acc)
+    return m_here, tl.sum(weight * l, 0), tl.sum(weighted, 0)
+
+
 @jit(do_not_specialize=UNSPECIALISED)
 def merge_partials_kernel(
     acc_ptr,
@@ -69,33 +115,31 @@ def merge_partials_kernel(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     PARTS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     WRITE_LSE: tl.constexpr,
+    LAUNCHED_AHEAD: tl.constexpr,
 ):
-    """All parts of one row of one head, PARTS at a time.
+    """All parts of one row of one head, PARTS at a time, or at once.
 
     Bound: latency; the parts were written a moment ago and lie in L2.
     """
+    if LAUNCHED_AHEAD:
+        await_launch_before()
     row_head = tl.program_id(0).to(tl.int64)
     rows_heads = tl.cast(rows_heads, tl.int64)
     dims = tl.arange(0, BLOCK_DV)
-    m_i = tl.full([1], float("-inf"), tl.float32)
-    l_i = tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, BLOCK_DV], tl.float32)
-    for first in range(0, num_parts, PARTS):
-        parts = first + tl.arange(0, PARTS)
-        there = parts < num_parts
-        offsets = parts.to(tl.int64) * rows_heads + row_head
-        m = tl.load(state_ptr + 2 * parts.to(tl.int64) * rows_heads + row_head, mask=there, other=float("-inf"))
-        l = tl.load(state_ptr + (2 * parts.to(tl.int64) + 1) * rows_heads + row_head, mask=there, other=0.0)
-        m_here = tl.max(m, 0, keep_dims=True)
-        m_shift = tl.where(m_here == float("-inf"), 0.0, m_here)
-        weight = tl.math.exp2(m - m_shift)  # [PARTS], 0 for a part that saw no key
-        # The accumulator of a part that saw no key was never written.
-        loaded = (there & (l != 0.0))[:, None] & (dims < HEAD_DIM_V)[None, :]
-        some = tl.load(acc_ptr + offsets[:, None] * HEAD_DIM_V + dims[None, :], mask=loaded, other=0.0)
-        m_i, l_i, scale, scale_here = join(m_i, l_i, m_here, tl.sum(weight * l, 0, keep_dims=True))
-        acc = acc * scale[:, None] + tl.sum(weight[:, None] * some, 0, keep_dims=True) * scale_here[:, None]
+    only = row_head + tl.arange(0, 1)
+    m_i, l_i, acc = parts_of_rows(
+        acc_ptr, state_ptr, only, only >= 0, 0, num_parts, rows_heads, dims, HEAD_DIM_V, PARTS
+    )
+    if not AT_ONCE:
+        for first in range(PARTS, num_parts, PARTS):
+            m, l, some = parts_of_rows(
+                acc_ptr, state_ptr, only, only >= 0, first, num_parts, rows_heads, dims, HEAD_DIM_V, PARTS
+            )
+            m_i, l_i, scale, scale_some = join(m_i, l_i, m, l)
+            acc = acc * scale[:, None] + some * scale_some[:, None]
 
     head = row_head % num_heads_q
     if HAS_SINKS:
@@ -111,17 +155,139 @@ def merge_partials_kernel(
         tl.store(lse_ptr + offset + tl.arange(0, 1), lse_of(m_i, l_i))
 
 
+class Workspace(NamedTuple):
+    """What parts leave for whoever merges them.
+
+    Attributes:
+        acc: float32 (num_parts, rows, num_heads_q, head_dim_v).
+        state: float32 (num_parts, 2, rows, num_heads_q), maxima then sums.
+        arrived: int32, how many blocks of each tile have arrived, 0 between launches; None where a second launch
+            merges.
+    """
+
+    acc: torch.Tensor | None
+    state: torch.Tensor | None
+    arrived: torch.Tensor | None
+
+
 def allocate(
     problem: AttentionProblem, num_parts: int, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(acc, state): float32 (num_parts, rows, num_heads_q, head_dim_v) and, maxima then sums, (num_parts, 2, rows,
-    num_heads_q). From torch's allocator at every call, so that they belong to the stream, and under capture to the
-    graph, that uses them."""
+    """acc and state of a `Workspace`, from torch's allocator at every call, so that they belong to the stream, and
+    under capture to the graph, that uses them."""
     shape = (problem.rows, problem.num_heads_q)
     return (
         torch.empty((num_parts, *shape, problem.head_dim_v), dtype=torch.float32, device=device),
         torch.empty((num_parts, 2, *shape), dtype=torch.float32, device=device),
     )
+
+
+class _Kept:
+    """Memory that calls on one device use again: a buffer and counters for each stream, where calls follow one another,
+    and counters for launches in CUDA graphs, whose replays may come on any stream.
+
+    Counters are 0 between launches: the block that arrives last puts back the 0 (a launch that dies half-way takes the
+    CUDA context with it, and the counters too).
+    """
+
+    CAPTURED = 1 << 18
+    LARGEST = 8 << 20  # bytes kept for each stream; a larger buffer is allocated for each call, and torch keeps it
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.floats: dict[int, torch.Tensor] = {}
+        self.counters: dict[int, torch.Tensor] = {}
+        self.for_graphs: torch.Tensor | None = None
+        self.of_address: dict[int, torch.Tensor] = {}
+        self.taken = 0
+
+    def memory(self, stream: int, size: int) -> torch.Tensor:
+        """At least `size` floats for a launch on this stream."""
+        found = self.floats.get(stream)
+        if found is None or found.numel() < size:
+            # The old buffer, which launches may still use, goes back to its stream and is reused behind them.
+            found = torch.empty(1 << (size - 1).bit_length(), dtype=torch.float32, device=self.device)
+            self.floats[stream] = found
+        return found
+
+    def arrived(self, stream: int, tiles: int) -> torch.Tensor:
+        """Counters for a launch on this stream."""
+        if self.for_graphs is None:
+            with torch.cuda.device(self.device):
+                self.for_graphs = torch.zeros(self.CAPTURED, dtype=torch.int32, device=self.device)
+                torch.cuda.current_stream(self.device).synchronize()  # 0 before any other stream counts
+        found = self.counters.get(stream)
+        if found is None or found.numel() < tiles:
+            found = torch.zeros(max(4096, 1 << (tiles - 1).bit_length()), dtype=torch.int32, device=self.device)
+            self.counters[stream] = found
+        return found
+
+    def arrived_in_graph(self, address: int, tiles: int) -> torch.Tensor:
+        """Counters for a launch that is being captured and whose accumulators lie at this address: launches that torch
+        gives the same memory never run together. Zeroed by the graph, a node of it, where none are left, or none were
+        made, for inside a capture no memory is made 0."""
+        found = self.of_address.get(address)
+        if found is None or found.numel() < tiles:
+            if self.for_graphs is None or self.taken + tiles > self.CAPTURED:
+                return torch.zeros(tiles, dtype=torch.int32, device=self.device)
+            found = self.of_address[address] = self.for_graphs[self.taken : self.taken + tiles]
+            self.taken += tiles
+        return found
+
+
+_kept: dict[int, _Kept] = {}
+
+
+def workspaces(
+    problem: AttentionProblem, num_parts: int, tiles: int, device: torch.device | str
+) -> Callable[[], Workspace]:
+    """Returns `workspace()`, to be called once for each launch: the stream's, made once, or the captured graph's own.
+
+    Args:
+        tiles: how many counters the launch needs; 0 for none.
+    """
+    if num_parts == 1:
+        nothing = Workspace(None, None, None)
+        return lambda: nothing
+    device = torch.device(device)
+    if device.type != "cuda":
+
+        def each_time() -> Workspace:
+            arrived = torch.zeros(tiles, dtype=torch.int32, device=device) if tiles else None
+            return Workspace(*allocate(problem, num_parts, device), arrived)
+
+        return each_time
+
+    capturing, current_stream = torch.cuda.is_current_stream_capturing, torch._C._cuda_getCurrentRawStream
+    index = torch.cuda.current_device() if device.index is None else device.index
+    heads = problem.rows * problem.num_heads_q
+    size_acc = -(-num_parts * heads * problem.head_dim_v // 4) * 4  # so that what lies behind it is as well aligned
+    size_state = 2 * num_parts * heads
+    of_stream: dict[int, Workspace] = {}
+
+    def workspace() -> Workspace:
+        if capturing():
+            acc, state = allocate(problem, num_parts, device)
+            arrived = _kept_on(index).arrived_in_graph(acc.data_ptr(), tiles) if tiles else None
+            return Workspace(acc, state, arrived)
+        stream = current_stream(index)
+        found = of_stream.get(stream)
+        if found is None:
+            kept = _kept_on(index)
+            arrived = kept.arrived(stream, tiles) if tiles else None
+            if 4 * (size_acc + size_state) > _Kept.LARGEST:
+                return Workspace(*allocate(problem, num_parts, device), arrived)
+            floats = kept.memory(stream, size_acc + size_state)
+            found = of_stream[stream] = Workspace(floats[:size_acc], floats[size_acc:], arrived)
+        return found
+
+    return workspace
+
+
+def _kept_on(index: int) -> _Kept:
+    if index not in _kept:
+        _kept[index] = _Kept(torch.device("cuda", index))
+    return _kept[index]
 
 
 def workspace_bytes(problem: AttentionProblem, num_parts: int) -> int:
@@ -142,8 +308,17 @@ def specify_merge(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    launched_ahead: bool = False,
 ) -> Launch:
-    """The launch that merges `num_parts` parts of every row."""
+    """The launch that merges `num_parts` parts of every row.
+
+    All of them are loaded at once where registers allow, except where bits must not depend on how many there are.
+    """
+    parts = max(1, LOADED_AT_ONCE // padded(problem.head_dim_v))
+    if problem.batch_invariant:
+        parts = min(PARTS_AT_ONCE, parts)
+    else:
+        parts = min(parts, 1 << (num_parts - 1).bit_length())
     return Launch(
         kernel=merge_partials_kernel,
         grid=problem.rows * problem.num_heads_q,
@@ -152,9 +327,16 @@ def specify_merge(
         constants={
             "HEAD_DIM_V": problem.head_dim_v,
             "BLOCK_DV": padded(problem.head_dim_v),
-            "PARTS": PARTS_AT_ONCE,
+            "PARTS": parts,
+            "AT_ONCE": num_parts <= parts,
             "HAS_SINKS": problem.has_sinks,
             "WRITE_LSE": problem.return_lse,
+            "LAUNCHED_AHEAD": launched_ahead,
         },
-        options={"num_warps": 2, "num_stages": 1, "enable_fp_fusion": problem.dtype != "float32"},
+        options={
+            "num_warps": 4 if parts > PARTS_AT_ONCE else 2,
+            "num_stages": 1,
+            "enable_fp_fusion": problem.dtype != "float32",
+            **({"launch_pdl": True} if launched_ahead else {}),
+        },
     )

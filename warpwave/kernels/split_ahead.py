@@ -1,4 +1,5 @@
-"""A launch before `flash_fwd` that splits float32 K and V into the bfloat16 parts of its products, once for all.
+"""A launch before an attention kernel that splits float32 operands into the bfloat16 parts of its products, once for
+all: K and V for `flash_fwd`, Q as well for `hopper/flash_fwd`.
 
 A tile then goes from memory to the matrix unit as it is, and not through the registers of every block that needs it.
 
@@ -20,29 +21,34 @@ from warpwave.problem import AttentionProblem, Operands
 
 PARTS = {"bf16x3": 2, "bf16x6": 3}  # of an operand, where products are of bfloat16
 SPLIT_UNSPECIALISED = [
-    *("stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn", "stride_vh", "stride_kp", "stride_vp", "seqlen"),
-    *("num_rows", "num_heads"),
+    *("stride_qb", "stride_qn", "stride_qh", "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn"),
+    *("stride_vh", "seqlen", "seqlen_q", "seqlen_k", "num_rows", "rows_q", "rows_k", "num_heads", "num_heads_q"),
+    *("num_heads_kv", "tiles_q", "tiles_k"),
 ]
-SPLIT_ROWS = 32  # rows of K or V that a program splits
+SPLIT_ROWS = 32  # rows of an operand that a program splits
 
 
 @jit
 def _split_tile(
-    x_ptr, parts_ptr, tile, stride_b, stride_n, stride_h, stride_d, stride_p, seqlen, num_rows, num_heads,
-    WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-    IS_NVIDIA: tl.constexpr,
+    x_ptr, parts_ptr, tile, stride_b, stride_n, stride_h, stride_d, seqlen, num_rows, num_heads, rows_of_head,
+    rows_of_part, UNIT: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, IS_NVIDIA: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_ROWS rows of K or V in parts, each part (batch, num_heads, seqlen, BLOCK_D), zero behind WIDTH."""
-    rows = tile.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    """BLOCK_ROWS rows of an operand, counted over heads and batches, in parts: rows of ROW elements, zero behind WIDTH,
+    `rows_of_head` of them from one head to the next and `rows_of_part` from one part to the next."""
+    rows = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     dims = tl.arange(0, BLOCK_D)
-    token, batch_head = rows % seqlen, rows // seqlen
+    batch_head, token = (rows // seqlen).to(tl.int64), (rows % seqlen).to(tl.int64)
+    # Strides come in units: the compiler then sees that rows are aligned, and reads 16 bytes at a time.
     begins = batch_head // num_heads * stride_b + batch_head % num_heads * stride_h + token * stride_n
-    inside = (rows < num_rows)[:, None] & (dims < WIDTH)[None, :]
-    x = tl.load(x_ptr + (begins[:, None] + dims.to(tl.int64)[None, :] * stride_d), mask=inside, other=0.0)
+    begins = begins[:, None] * UNIT + dims.to(tl.int64)[None, :] * stride_d
+    there = (rows < num_rows)[:, None]
+    x = tl.load(x_ptr + begins, mask=there & (dims < WIDTH)[None, :], other=0.0)
     parts = operand(x, PRECISION, IS_NVIDIA)  # [BLOCK_ROWS, BLOCK_D]
-    to = parts_ptr + (rows[:, None] * BLOCK_D + dims[None, :])
+    to = parts_ptr + ((batch_head * rows_of_head + token) * ROW)[:, None] + dims[None, :]
+    there = there & (dims < ROW)[None, :]
     for i in tl.static_range(2 if PRECISION == "bf16x3" else 3):
-        tl.store(to + i * tl.cast(stride_p, tl.int64), parts[i].to(tl.bfloat16), mask=(rows < num_rows)[:, None])
+        tl.store(to + i * tl.cast(rows_of_part, tl.int64) * ROW, parts[i].to(tl.bfloat16), mask=there)
 
 
 @jit(do_not_specialize=SPLIT_UNSPECIALISED)
@@ -59,11 +65,10 @@ def split_kernel(
     stride_vn,
     stride_vh,
     stride_vd,
-    stride_kp,
-    stride_vp,
     seqlen,
     num_rows,
     num_heads,
+    UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -76,14 +81,88 @@ def split_kernel(
     tile = tl.program_id(0) // 2
     if tl.program_id(0) % 2 == 0:
         _split_tile(
-            k_ptr, k_parts_ptr, tile, stride_kb, stride_kn, stride_kh, stride_kd, stride_kp, seqlen, num_rows,
-            num_heads, HEAD_DIM, BLOCK_ROWS, BLOCK_D, PRECISION, IS_NVIDIA,
+            k_ptr, k_parts_ptr, tile, stride_kb, stride_kn, stride_kh, stride_kd, seqlen, num_rows, num_heads, seqlen,
+            num_rows, UNIT, HEAD_DIM, BLOCK_D, BLOCK_ROWS, BLOCK_D, PRECISION, IS_NVIDIA,
         )  # fmt: skip
     else:
         _split_tile(
-            v_ptr, v_parts_ptr, tile, stride_vb, stride_vn, stride_vh, stride_vd, stride_vp, seqlen, num_rows,
-            num_heads, HEAD_DIM_V, BLOCK_ROWS, BLOCK_DV, PRECISION, IS_NVIDIA,
+            v_ptr, v_parts_ptr, tile, stride_vb, stride_vn, stride_vh, stride_vd, seqlen, num_rows, num_heads, seqlen,
+            num_rows, UNIT, HEAD_DIM_V, BLOCK_DV, BLOCK_ROWS, BLOCK_DV, PRECISION, IS_NVIDIA,
         )  # fmt: skip
+
+
+@jit(do_not_specialize=SPLIT_UNSPECIALISED)
+def split_all_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    q_parts_ptr,
+    k_parts_ptr,
+    v_parts_ptr,
+    stride_qb,
+    stride_qn,
+    stride_qh,
+    stride_qd,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_kd,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    stride_vd,
+    seqlen_q,
+    seqlen_k,
+    rows_q,
+    rows_k,
+    num_heads_q,
+    num_heads_kv,
+    tiles_q,
+    tiles_k,
+    UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    ROW: tl.constexpr,
+    ROW_V: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    IS_NVIDIA: tl.constexpr,
+):
+    """Splits Q, K and V, float32; the parts of a head lie side by side, as if they were heads. The first `tiles_q`
+    programs split Q, the next `tiles_k` K, the others V."""
+    pid = tl.program_id(0)
+    if pid < tiles_q:
+        _split_tile(
+            q_ptr, q_parts_ptr, pid, stride_qb, stride_qn, stride_qh, stride_qd, seqlen_q, rows_q, num_heads_q,
+            seqlen_q * PARTS, seqlen_q, UNIT, HEAD_DIM, ROW, BLOCK_ROWS, BLOCK_D, PRECISION, IS_NVIDIA,
+        )  # fmt: skip
+    elif pid < tiles_q + tiles_k:
+        _split_tile(
+            k_ptr, k_parts_ptr, pid - tiles_q, stride_kb, stride_kn, stride_kh, stride_kd, seqlen_k, rows_k,
+            num_heads_kv, seqlen_k * PARTS, seqlen_k, UNIT, HEAD_DIM, ROW, BLOCK_ROWS, BLOCK_D, PRECISION, IS_NVIDIA,
+        )  # fmt: skip
+    else:
+        _split_tile(
+            v_ptr, v_parts_ptr, pid - tiles_q - tiles_k, stride_vb, stride_vn, stride_vh, stride_vd, seqlen_k, rows_k,
+            num_heads_kv, seqlen_k * PARTS, seqlen_k, UNIT, HEAD_DIM_V, ROW_V, BLOCK_ROWS, BLOCK_DV, PRECISION,
+            IS_NVIDIA,
+        )  # fmt: skip
+
+
+OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
+
+
+def _strides(problem: AttentionProblem, tensors: tuple[torch.Tensor, ...]) -> tuple[list[int], int]:
+    """Strides of the operands, all but those along head_dim in units; and the unit: what divides them, up to 4."""
+    unit = math.gcd(4, *(stride for tensor in tensors for stride in tensor.stride()[:-1]))
+    strides: list[int] = []
+    for tensor in tensors:
+        *outer, inner = token_strides(problem, tensor)
+        strides += (*(stride // unit for stride in outer), inner)
+    return strides, unit
 
 
 def specify(
@@ -96,19 +175,55 @@ def specify(
     rows = (*outer, heads, tokens)
     widths = padded(problem.head_dim), padded(problem.head_dim_v)
     k, v = (torch.empty((PARTS[arithmetic], *rows, width), dtype=torch.bfloat16, device=device) for width in widths)
+    strides, unit = _strides(problem, (operands.k, operands.v))
     split = launch.Launch(
         kernel=split_kernel,
         grid=2 * -(-math.prod(rows) // SPLIT_ROWS),
         tensors=(operands.k, operands.v, k, v),
-        scalars=[
-            *token_strides(problem, operands.k), *token_strides(problem, operands.v), k.stride(0), v.stride(0),
-            rows[-1], math.prod(rows), problem.num_heads_kv,
-        ],
+        scalars=[*strides, rows[-1], math.prod(rows), problem.num_heads_kv],
         constants={
-            "HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v, "BLOCK_ROWS": SPLIT_ROWS,
+            "UNIT": unit, "HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v, "BLOCK_ROWS": SPLIT_ROWS,
             "BLOCK_D": widths[0], "BLOCK_DV": widths[1], "PRECISION": arithmetic,
             "IS_NVIDIA": gpu.vendor == "nvidia",
         },
-        options={"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False},
+        options=OPTIONS,
     )  # fmt: skip
     return split, k, v
+
+
+def part_shapes(problem: AttentionProblem, arithmetic: str, width: int, width_v: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of q, k and v in parts as `specify_all` leaves them, bfloat16: (batch, num_heads * parts, seqlen, width),
+    the parts of a head side by side; packed (1, num_heads * parts, total, width)."""
+    p, parts = problem, PARTS[arithmetic]
+    batch, rows, keys = (1, p.total_q, p.total_k) if p.packed else (p.batch, p.seqlen_q, p.seqlen_k)
+    q = (batch, p.num_heads_q * parts, rows, width)
+    return q, (batch, p.num_heads_kv * parts, keys, width), (batch, p.num_heads_kv * parts, keys, width_v)
+
+
+def specify_all(
+    problem: AttentionProblem, gpu: Gpu, operands: Operands, arithmetic: str, width: int, width_v: int
+) -> tuple[launch.Launch, tuple[torch.Tensor, ...]]:
+    """The launch that splits q, k and v as an arithmetic takes them, and where it leaves them (`part_shapes`): in rows
+    of `width` and `width_v` elements, multiples of 16, zero behind head_dim and head_dim_v."""
+    device = operands.q.device
+    shapes = part_shapes(problem, arithmetic, width, width_v)
+    parts = tuple(torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes)
+    (batch, heads_q, seqlen_q, _), (_, heads_kv, seqlen_k, _) = shapes[:2]
+    heads_q, heads_kv = heads_q // PARTS[arithmetic], heads_kv // PARTS[arithmetic]
+    rows_q, rows_k = batch * heads_q * seqlen_q, batch * heads_kv * seqlen_k
+    tiles_q, tiles_k = -(-rows_q // SPLIT_ROWS), -(-rows_k // SPLIT_ROWS)
+    strides, unit = _strides(problem, operands[:3])
+    split = launch.Launch(
+        kernel=split_all_kernel,
+        grid=tiles_q + 2 * tiles_k,
+        tensors=(*operands[:3], *parts),
+        scalars=[*strides, seqlen_q, seqlen_k, rows_q, rows_k, heads_q, heads_kv, tiles_q, tiles_k],
+        constants={
+            "UNIT": unit, "HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v, "ROW": width,
+            "ROW_V": width_v, "PARTS": PARTS[arithmetic], "BLOCK_ROWS": SPLIT_ROWS,
+            "BLOCK_D": padded(width), "BLOCK_DV": padded(width_v), "PRECISION": arithmetic,
+            "IS_NVIDIA": gpu.vendor == "nvidia",
+        },
+        options=OPTIONS,
+    )  # fmt: skip
+    return split, parts

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -41,6 +41,20 @@ from warpwave.kernels.arguments import (
     window,
 )
 from warpwave.kernels.cost import Cost
+from warpwave.kernels.split_kv_configs import (
+    Config,
+    bytes_per_score,
+    choose_splits,
+    configs,
+    fitting,
+    may_be_launched_ahead,
+    merge_rows,
+    num_splits,
+    smallest_smem_bytes,
+    smem_bytes,
+    steps_over_keys,
+    tiles,
+)
 from warpwave.kernels.split_kv_device import split_kv_kernel
 from warpwave.kernels.triton_or_stub import NO_TRITON
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands
@@ -48,44 +62,8 @@ from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands
 NAME = "split_kv"
 NEEDS_GPU = True
 MAX_HEAD_DIM = 256
-MERGES = ("kernel", "last_block")
 
-
-@dataclass(frozen=True)
-class Config:
-    """Tile shape, launch shape, and how the keys are split.
-
-    Args:
-        block_m: rows of a tile (queries times the query heads of a kv head), a power of two, at least 16.
-        block_n: keys a step walks, a power of two, at least 16.
-        num_warps: warps of a program, a power of two.
-        num_stages: K/V tiles in flight.
-        num_splits: shares that the keys of a tile of rows are split into; with `split_keys` set, what follows from it
-            counts instead.
-        split_keys: keys of a share, at absolute multiples of it, whatever the batch; 0 for equal shares.
-        merge: `"kernel"`: a second launch merges; `"last_block"`: the last block of a tile to arrive does.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    num_splits: int = 1
-    split_keys: int = 0
-    merge: str = "kernel"
-
-    def __post_init__(self) -> None:
-        for name, least in (("block_m", 16), ("block_n", 16), ("num_warps", 1)):
-            value = getattr(self, name)
-            if value < least or value & (value - 1):
-                raise ValueError(f"{name} is {value}; it must be a power of two, at least {least}")
-        for name in ("num_stages", "num_splits"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.split_keys < 0 or self.split_keys % self.block_n:
-            raise ValueError(f"split_keys is {self.split_keys}; it must be 0 or a multiple of block_n = {self.block_n}")
-        if self.merge not in MERGES:
-            raise ValueError(f"merge is {self.merge!r}; it must be one of {', '.join(map(repr, MERGES))}")
+__all__ = ["Config", "bind", "bind_with_prefix", "configs", "cost", "notes", "outrun", "smem_bytes", "why_not"]
 
 
 # Host -----------------------------------------------------------------------------------------------------------------
@@ -139,10 +117,11 @@ def bind_with_prefix(
         first: CachedOperands = operands._replace(q=q[None], rows=rows, sinks=None, cu_seqlens_q=None)
         return first
 
-    def workspaces() -> tuple[torch.Tensor, torch.Tensor, Workspace, Workspace]:
+    def workspaces() -> tuple[torch.Tensor, torch.Tensor, partials.Workspace, partials.Workspace]:
         acc, state = partials.allocate(problem, parts_before + parts_behind, device)
         before, behind = slice(parts_before), slice(parts_before, None)
-        return acc, state, Workspace(acc[before], state[before], None), Workspace(acc[behind], state[behind], None)
+        first, second = (partials.Workspace(acc[part], state[part], None) for part in (before, behind))
+        return acc, state, first, second
 
     out, lse = allocate()
     acc, state, space_before, space_behind = workspaces()
@@ -168,29 +147,11 @@ def bind_with_prefix(
     return run
 
 
-class Workspace(NamedTuple):
-    """Beside the outputs: what the shares leave, and how many blocks of each tile have arrived."""
-
-    acc: torch.Tensor | None
-    state: torch.Tensor | None
-    arrived: torch.Tensor | None
-
-
-def _workspace(problem: AttentionProblem, config: Config, device: torch.device | str) -> Callable[[], Workspace]:
-    num_parts = num_splits(problem, config)
-    if num_parts == 1:
-        return lambda: Workspace(None, None, None)
-    if config.merge == "kernel":
-        return lambda: Workspace(*partials.allocate(problem, num_parts, device), None)
-    tiles = _tiles(problem, config) * problem.num_heads_kv * problem.batch
-
-    def allocate() -> Workspace:
-        # Zeroed in stream order before the launch that counts, at every call and every replay: a counter that the
-        # launch itself puts back to zero stays dirty when a launch is killed, and later results are silently wrong.
-        arrived = torch.zeros(tiles, dtype=torch.int32, device=device)
-        return Workspace(*partials.allocate(problem, num_parts, device), arrived)
-
-    return allocate
+def _workspace(
+    problem: AttentionProblem, config: Config, device: torch.device | str
+) -> Callable[[], partials.Workspace]:
+    counters = tiles(problem, config) * problem.num_heads_kv * problem.batch if config.merge == "last_block" else 0
+    return partials.workspaces(problem, num_splits(problem, config), counters, device)
 
 
 def _tensors(
@@ -208,7 +169,7 @@ def specify(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     config: Config,
-    workspace: Workspace | None = None,
+    workspace: partials.Workspace | None = None,
     first_key: int = 0,
 ) -> tuple[launch.Launch, ...]:
     """The launches, from tensors that may be without memory (device "meta") when they are only to be compiled.
@@ -220,9 +181,10 @@ def specify(
     acc, state, arrived = workspace
     num_parts = num_splits(problem, config)
     merge_here = num_parts > 1 and config.merge == "last_block"
+    ahead = _launched_ahead(gpu, config)
     attend = launch.Launch(
         kernel=split_kv_kernel,
-        grid=_tiles(problem, config) * problem.num_heads_kv * num_parts * problem.batch,
+        grid=tiles(problem, config) * problem.num_heads_kv * num_parts * problem.batch,
         tensors=_tensors(operands, out, lse, acc, state, arrived),
         scalars=_scalars(problem, operands, config, first_key),
         constants=_constants(problem, gpu, operands, config, acc is not None, merge_here),
@@ -231,11 +193,12 @@ def specify(
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
             "enable_fp_fusion": problem.dtype != "float32",
+            **({"launch_pdl": True} if ahead else {}),
         },
     )
     if acc is None or state is None or merge_here:
         return (attend,)
-    return (attend, partials.specify_merge(problem, num_parts, acc, state, out, lse, operands.sinks))
+    return (attend, partials.specify_merge(problem, num_parts, acc, state, out, lse, operands.sinks, ahead))
 
 
 def _scalars(problem: AttentionProblem, operands: Any, config: Config, first_key: int) -> list[int | float]:
@@ -278,6 +241,8 @@ def _constants(
     problem: AttentionProblem, gpu: Gpu, operands: Any, config: Config, in_parts: bool, merge_here: bool
 ) -> dict[str, int | bool | str]:
     """The compile-time arguments of the kernel, by name."""
+    block_dv = padded(problem.head_dim_v)
+    merged = max(1, min(32, MERGED_PER_WARP * config.num_warps // (merge_rows(problem, config) * block_dv)))
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
@@ -286,7 +251,7 @@ def _constants(
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_D": padded(problem.head_dim),
-        "BLOCK_DV": padded(problem.head_dim_v),
+        "BLOCK_DV": block_dv,
         **band_constants(problem),
         **feature_constants(problem),
         "IS_VARLEN": problem.packed,
@@ -294,10 +259,21 @@ def _constants(
         "HAS_ROWS": getattr(operands, "rows", None) is not None,
         "IN_PARTS": in_parts,
         "MERGE_HERE": merge_here,
+        "MERGE_ROWS": merge_rows(problem, config),
+        "MERGE_PARTS": merged,
+        "MERGE_AT_ONCE": num_splits(problem, config) <= merged,
         "WRITE_LSE": problem.return_lse,
         "PRECISION": dot_precision(problem, gpu),
         "IS_NVIDIA": gpu.vendor == "nvidia",
+        "LAUNCHED_AHEAD": _launched_ahead(gpu, config),
     }
+
+
+def _launched_ahead(gpu: Gpu, config: Config) -> bool:
+    return config.launched_ahead and may_be_launched_ahead(gpu)
+
+
+MERGED_PER_WARP = 2048  # elements of accumulators that a warp of a merging block loads together, 64 a thread
 
 
 # What it can run and what it costs ------------------------------------------------------------------------------------
@@ -322,8 +298,8 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     if problem.page_size & (problem.page_size - 1):
         reasons.append(f"page_size is {problem.page_size}; its pages are powers of two, so that no address is divided")
     reasons += precision.why_not(problem, gpu)
-    if not reasons and not _fitting(problem, gpu):
-        needed = min(smem_bytes(problem, gpu, config) for config in _tilings(problem))
+    if not reasons and not fitting(problem, gpu):
+        needed = smallest_smem_bytes(problem, gpu)
         reasons.append(
             f"its smallest tile needs {needed / 1024:.0f} KiB of shared memory and {gpu.name} has "
             f"{gpu.smem_per_block_bytes / 1024:.0f} for a block"
@@ -331,80 +307,37 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     return reasons
 
 
-def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """An upper bound on the shared memory of one block, which tests hold against what every target compiles to."""
-    size, arithmetic = DTYPE_BYTES[problem.dtype], dot_precision(problem, gpu)
-    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    q = size * config.block_m * block_d
-    p = size * config.block_m * config.block_n
-    kv = size * config.block_n * (block_d + block_dv)
-    # Page ids and what is loaded by them are in flight as well; barriers and reductions over warps take the rest.
-    more = 1024 + (16 * config.block_n * config.num_stages if problem.page_size else 0)
-    more += 8 * config.block_m * config.num_warps
-    if problem.mask_shape is not None or problem.bias_shape is not None:
-        kv += config.block_m * config.block_n * _bytes_per_score(problem)
-        p += size * config.block_n * block_dv  # V goes through registers to lose what nobody sees, and back
-    if gpu.arch == "gfx950":
-        return max(q, config.num_stages * kv * 17 // 16) + p + more
-    if gpu.vendor == "amd":
-        return max(q, max(1, config.num_stages - 1) * kv) + p + more
-    if problem.dtype == "float32" and arithmetic != "ieee":
-        return q + p + config.num_stages * kv + max(q, kv) + more  # the parts of an operand stand side by side
-    # What is read by way of a page id waits for it, so that two stages come to one tile in flight.
-    tiles = max(2, (config.num_stages + 1) // 2) if problem.page_size else config.num_stages
-    return q + p + tiles * kv + more
+FEW_QUERIES = 16  # of a sequence: a tile of queries would be mostly empty
+FEWEST_KEYS = 64  # one tile of keys: nothing to split, and nothing that must be read at speed
+KEYS = (256, 1024)  # of a prompt, the fewest and the most that were found worth it
+FEWEST_SPLITS = 4  # with which prefill gains: where there are fewer, tiles of queries nearly fill the GPU by themselves
 
 
-def _bytes_per_score(problem: AttentionProblem) -> int:
-    """What a score reads of mask and bias."""
-    mask = 0 if problem.mask_shape is None else 1
-    return mask + (0 if problem.bias_shape is None else DTYPE_BYTES[problem.bias_dtype or problem.dtype])
+def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Why kernels that give each tile of queries one block are faster; empty where `auto` should split keys instead.
 
-
-def _tiles(problem: AttentionProblem, config: Config) -> int:
-    """Tiles of rows of one kv head of the longest sequence."""
-    return -(-problem.seqlen_q * (problem.num_heads_q // problem.num_heads_kv) // config.block_m)
-
-
-def num_splits(problem: AttentionProblem, config: Config) -> int:
-    """Shares of the keys of a tile of rows, as launched: the config's own, or what `split_keys` makes of the longest
-    range of keys that a tile of rows sees."""
-    if not config.split_keys:
-        return config.num_splits
-    seen = problem.seqlen_k
-    left, right = window(problem)
-    if problem.window_size[0] >= 0 and not (problem.causal is not None and problem.causal.alignment == "top_left"):
-        # A tile of rows sees that many; its range may begin and end inside a share.
-        queries = -(-config.block_m // (problem.num_heads_q // problem.num_heads_kv)) + 1
-        seen = min(seen, left + min(right, seen) + queries + config.split_keys)
-    return max(1, -(-seen // config.split_keys))
-
-
-def _steps(problem: AttentionProblem, config: Config) -> tuple[int, int]:
-    """(steps over keys of all tiles of rows, those of the longest) before the keys are split."""
-    group = problem.num_heads_q // problem.num_heads_kv
-    total = longest = 0
-    counted: dict[tuple[int, int], tuple[int, int]] = {}
-    for seqlen_q, seqlen_k in problem.items():
-        if (seqlen_q, seqlen_k) not in counted:
-            low, high = problem.band(seqlen_q, seqlen_k)
-            steps = []
-            for row in range(0, seqlen_q * group, config.block_m):
-                last = min((row + config.block_m - 1) // group, seqlen_q - 1)
-                first_key = 0 if low is None else max(0, row // group + low)
-                end = seqlen_k if high is None else min(seqlen_k, last + high + 1)
-                hidden = low is not None and high is not None and low > high
-                steps.append(0 if hidden else max(0, -(-end // config.block_n) - first_key // config.block_n))
-            counted[seqlen_q, seqlen_k] = (sum(steps), max(steps, default=0))
-        total += counted[seqlen_q, seqlen_k][0]
-        longest = max(longest, counted[seqlen_q, seqlen_k][1])
-    return total * problem.num_heads_kv, longest
+    Measured in CUDA graphs on an H200 (2026-11-21): decode 2.0 to 7.6 times as fast as by hopper/flash_fwd; one head of
+    512 queries and keys in 8 shares 1.41 times as fast as by flash_fwd, of 256 in 4 shares 1.07; of 128, and 32 heads
+    of 128, whose keys are not worth splitting, 0.89 and 0.92. Longer prompts were not compared, nor those in float32.
+    """
+    if problem.page_size:  # nobody else reads pages on a GPU
+        return []
+    if problem.seqlen_q <= FEW_QUERIES and problem.seqlen_k > FEWEST_KEYS:
+        return []
+    asked = f"{problem.seqlen_q} queries and {problem.seqlen_k} keys a sequence"
+    if problem.dtype == "float32" or not KEYS[0] <= problem.seqlen_k <= KEYS[1]:
+        return [f"{asked}; ahead at {FEW_QUERIES} queries or fewer, and in 16 bits at {KEYS[0]} to {KEYS[1]} keys"]
+    configured = configs(problem, gpu)
+    shares = num_splits(problem, configured[0]) if configured else 1
+    if shares >= FEWEST_SPLITS:
+        return []
+    return [f"{asked} would be read in {shares} shares; from {FEWEST_SPLITS} on they pay for their merge"]
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """Whole tiles, padding included; K and V once for each tile of rows; parts written and read where keys split."""
     size, parts = DTYPE_BYTES[problem.dtype], num_splits(problem, config)
-    steps, longest = _steps(problem, config)
+    steps, longest = steps_over_keys(problem, config)
     scores = steps * config.block_m * config.block_n
     rows = problem.rows * problem.num_heads_q
     outputs = rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0))
@@ -413,10 +346,10 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     keys_read = steps * config.block_n * (problem.head_dim + problem.head_dim_v) * size
     table = 8 * steps * (config.block_n // min(problem.page_size, config.block_n)) if problem.page_size else 0
     attend = Cost(
-        blocks=_tiles(problem, config) * problem.num_heads_kv * parts * problem.batch,
+        blocks=tiles(problem, config) * problem.num_heads_kv * parts * problem.batch,
         flops=2 * scores * (padded(problem.head_dim) + padded(problem.head_dim_v)),
         exponentials=scores,
-        read_bytes=rows * problem.head_dim * size + keys_read + table + scores * _bytes_per_score(problem),
+        read_bytes=rows * problem.head_dim * size + keys_read + table + scores * bytes_per_score(problem),
         write_bytes=scratch if by_kernel else outputs + scratch,
         smem_bytes=smem_bytes(problem, gpu, config),
         workspace_bytes=scratch,
@@ -429,7 +362,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     if parts == 1:
         return attend
     if not by_kernel:
-        return replace(attend, read_bytes=attend.read_bytes + scratch, launches=2)  # the other zeroes the counters
+        return replace(attend, read_bytes=attend.read_bytes + scratch)
     merge = Cost(rows, 0, rows * parts, scratch, outputs, threads=2 * gpu.warp_size, scratch_bytes=scratch)
     return replace(
         attend,
@@ -449,48 +382,6 @@ def _registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     return min(gpu.registers_per_thread or 255, 40 + elements // threads)
 
 
-# Configs --------------------------------------------------------------------------------------------------------------
-
-UNKNOWN_SMS = 132  # where no device was asked: an H100's and an H200's
-BLOCKS_PER_SM = 2  # of four warps, which together keep some 100 KB in flight: more than memory's latency asks for
-START_STEPS = 3  # a block begins, and fills its pipeline, in about as long as so many steps take
-MERGE_STEPS = 2  # the launch that merges, likewise
-MAX_SPLITS = 128
-INVARIANT_SPLIT_KEYS = {True: 256, False: 1024}  # for one tile of rows, as at decode, and otherwise
-
-
-class Splits(NamedTuple):
-    """A number of shares, and the arithmetic behind it."""
-
-    num_splits: int
-    reason: str
-
-
-def choose_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Splits:
-    """The number of shares with which the busiest SM walks the fewest steps over keys, in closed form.
-
-        steps(S) = ceil(blocks * S / places) * (ceil(longest / S) + START_STEPS) + (MERGE_STEPS + S / PARTS if S > 1)
-
-    `blocks` are tiles of rows times kv heads times sequences, `places` the blocks that the GPU runs at once, and
-    `longest` the steps of the tile that sees most keys. Too few shares leave SMs idle, too many start and merge.
-    """
-    blocks = max(1, _tiles(problem, config) * problem.num_heads_kv * problem.batch)
-    sms = gpu.num_sms or UNKNOWN_SMS
-    places = sms * max(1, min(BLOCKS_PER_SM, gpu.smem_per_block_bytes // max(1, smem_bytes(problem, gpu, config))))
-    longest = max(1, _steps(problem, config)[1])
-
-    def steps(s: int) -> float:
-        merge = MERGE_STEPS + s / partials.PARTS_AT_ONCE if s > 1 else 0
-        return -(-blocks * s // places) * (-(-longest // s) + START_STEPS) + merge
-
-    best = min(range(1, min(MAX_SPLITS, longest) + 1), key=steps)
-    reason = (
-        f"{blocks} tiles of rows for {places} places on {sms} SMs, {longest} steps of {config.block_n} keys each, of "
-        f"which the busiest place then walks about {steps(best):.0f}, starts and merge counted"
-    )
-    return Splits(best, reason + (f"; with one share, {steps(1):.0f}" if best > 1 else ""))
-
-
 def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
     """Why the config splits the keys as it does, for `explain`."""
     parts = num_splits(problem, config)
@@ -503,79 +394,3 @@ def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
     if chosen.num_splits == parts:
         return [f"keys in {parts} shares: {chosen.reason}"]
     return [f"keys in {parts} shares, as asked; {chosen.num_splits} by default: {chosen.reason}"]
-
-
-def with_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
-    """The tiling with the keys split for this problem."""
-    if problem.batch_invariant:
-        # Of a packed call's longest sequence nothing may follow for the others.
-        decodes = not problem.packed and _tiles(problem, config) == 1
-        return replace(config, num_splits=1, split_keys=INVARIANT_SPLIT_KEYS[decodes])
-    return replace(config, num_splits=choose_splits(problem, gpu, config).num_splits)
-
-
-def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """The default first, then every other tiling that fits the GPU's shared memory, and other splits of the default."""
-    fitting = _fitting(problem, gpu)
-    if not fitting:
-        return []
-    tiling = _default(problem, gpu)
-    while smem_bytes(problem, gpu, tiling) > gpu.smem_per_block_bytes:
-        tiling = _smaller(tiling)
-    default = with_splits(problem, gpu, tiling)
-    others = [replace(default, merge="last_block")] if num_splits(problem, default) > 1 else []
-    if problem.batch_invariant:  # another tile has other bits
-        return [default, *others]
-    others += [replace(default, num_splits=n) for n in (1, 2, 3, 2 * default.num_splits)]
-    others += [with_splits(problem, gpu, c) for c in fitting]
-    return list(dict.fromkeys([default, *others]))
-
-
-def _smaller(config: Config) -> Config:
-    """The next tiling to try where one does not fit: fewer tiles in flight, then fewer keys, then fewer rows."""
-    if config.num_stages > 1:
-        return replace(config, num_stages=config.num_stages - 1)
-    if config.block_n > 16:
-        return replace(config, block_n=config.block_n // 2)
-    return replace(config, block_m=config.block_m // 2)
-
-
-def _fitting(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    return [c for c in _tilings(problem) if smem_bytes(problem, gpu, c) <= gpu.smem_per_block_bytes]
-
-
-def _tilings(problem: AttentionProblem) -> list[Config]:
-    # Eight warps on 64 rows or fewer split the keys of a product between them, which is slow on Hopper, and at 64x16
-    # in tf32 Triton 3.6 computes wrong products (kernels/flash_fwd.py): four, then, everywhere.
-    return [
-        Config(block_m, block_n, 4, num_stages)
-        for block_m in (16, 32, 64)
-        for block_n in (16, 32, 64, 128)
-        for num_stages in ((1, 2, 3, 5) if problem.page_size else (1, 2, 3))
-    ]
-
-
-def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
-    """The tiling, by what fits registers without spills (tests/compile). Nothing here has been measured yet."""
-    rows = problem.seqlen_q * (problem.num_heads_q // problem.num_heads_kv)
-    if problem.batch_invariant and problem.packed:
-        rows = 64  # whose longest sequence depends on who else is there
-    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    wide = max(padded(problem.head_dim), padded(problem.head_dim_v))
-    bucket = 0 if wide <= 64 else 1 if wide <= 128 else 2
-    masked = problem.mask_shape is not None or problem.bias_shape is not None
-    if problem.dtype == "float32":
-        config = Config(min(block_m, 32), (32, 16, 16)[bucket], 4, (2, 2, 1)[bucket])
-    elif block_m == 64:
-        config = Config(64, (64, 32, 32)[bucket], 4, 2)
-    else:
-        # As many tiles in flight either way: see smem_bytes.
-        config = Config(block_m, (64, 64, 32)[bucket], 4, 5 if problem.page_size else 3)
-    if gpu.vendor == "amd":
-        config = replace(config, num_stages=min(2, config.num_stages))
-        if gpu.arch.startswith("gfx1"):
-            config = replace(config, block_m=min(block_m, 32), block_n=(32, 32, 16)[bucket], num_stages=1)
-    if masked:
-        config = replace(config, block_m=min(config.block_m, (64, 64, 32)[bucket]))
-        config = replace(config, block_n=max(16, config.block_n // 2), num_stages=min(2, config.num_stages))
-    return config

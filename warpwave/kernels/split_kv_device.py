@@ -6,7 +6,14 @@ keys are a share of those the rows see, in pages of a pool or one behind another
 
 from __future__ import annotations
 
-from warpwave.kernels.partials import inverse_sum, join, lse_of, lse_offset
+from warpwave.kernels.partials import (
+    await_launch_before,
+    inverse_sum,
+    join,
+    lse_of,
+    lse_offset,
+    parts_of_rows,
+)
 from warpwave.kernels.primitives import (
     LOG2_E,
     band_edges,
@@ -137,12 +144,18 @@ def split_kv_kernel(
     HAS_ROWS: tl.constexpr,
     IN_PARTS: tl.constexpr,
     MERGE_HERE: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+    MERGE_PARTS: tl.constexpr,
+    MERGE_AT_ONCE: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
+    LAUNCHED_AHEAD: tl.constexpr,
 ):
     """One share of the keys of one tile of rows. The rows of a tile, then kv heads, then shares are neighbours in the
     grid, which has one dimension, for 65,535 is the limit of the others."""
+    if LAUNCHED_AHEAD:
+        await_launch_before()
     # Where this program works -----------------------------------------------------------------------------------------
     num_tiles = tl.cdiv(seqlen_q * GROUP_SIZE, BLOCK_M)
     pid = tl.program_id(0)
@@ -212,8 +225,8 @@ def split_kv_kernel(
     l_i = tl.zeros([BLOCK_M], tl.float32)
     scale_log2 = softmax_scale * LOG2_E
     if HAS_ALIBI:
-        offsets = batch * stride_alibi_b + heads * stride_alibi_h
-        slope_log2 = tl.load(alibi_slopes_ptr + offsets) * LOG2_E  # [BLOCK_M]
+        slope_offsets = batch * stride_alibi_b + heads * stride_alibi_h
+        slope_log2 = tl.load(alibi_slopes_ptr + slope_offsets) * LOG2_E  # [BLOCK_M]
 
     for key_tile in range(begin, end, BLOCK_N):
         keys = key_tile + tl.arange(0, BLOCK_N)
@@ -241,9 +254,9 @@ def split_kv_kernel(
             scale_left = 1.0
         inside = in_range[:, None] & key_inside[None, :]
         if HAS_BIAS:
-            offsets = batch * stride_bias_b + heads * stride_bias_h + queries.to(tl.int64) * stride_bias_m
-            offsets = offsets[:, None] + keys.to(tl.int64)[None, :] * stride_bias_n
-            bias = tl.load(bias_ptr + offsets, mask=inside, other=float("-inf")).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+            bias_rows = batch * stride_bias_b + heads * stride_bias_h + queries.to(tl.int64) * stride_bias_m
+            bias = bias_ptr + (bias_rows[:, None] + keys.to(tl.int64)[None, :] * stride_bias_n)
+            bias = tl.load(bias, mask=inside, other=float("-inf")).to(tl.float32)  # [BLOCK_M, BLOCK_N]
             # -inf hides the pair, whatever the score: NaN + -inf would be NaN.
             scores = tl.where(bias == float("-inf"), float("-inf"), scores + bias * LOG2_E)
         if HAS_ALIBI:
@@ -254,9 +267,9 @@ def split_kv_kernel(
             scores = tl.where(visible, scores * scale_left, float("-inf"))
             scale_left = 1.0
         if HAS_MASK:
-            offsets = batch * stride_mask_b + heads * stride_mask_h + queries.to(tl.int64) * stride_mask_m
-            offsets = offsets[:, None] + keys.to(tl.int64)[None, :] * stride_mask_n
-            shown = tl.load(mask_ptr + offsets, mask=inside, other=0)  # [BLOCK_M, BLOCK_N]
+            mask_rows = batch * stride_mask_b + heads * stride_mask_h + queries.to(tl.int64) * stride_mask_m
+            shown = mask_ptr + (mask_rows[:, None] + keys.to(tl.int64)[None, :] * stride_mask_n)
+            shown = tl.load(shown, mask=inside, other=0)  # [BLOCK_M, BLOCK_N]
             scores = tl.where(shown != 0, scores, float("-inf"))
 
         p, alpha, m_i, l_i = softmax_step(scores, scale_left, m_i, l_i)
@@ -276,29 +289,37 @@ def split_kv_kernel(
     columns = dims_v[None, :]
     inside = in_range[:, None] & (dims_v < HEAD_DIM_V)[None, :]
     if IN_PARTS:
-        # A share without keys leaves a state that says so, and no accumulator.
+        # A share without keys too: whoever merges then needs no state before it may ask for accumulators.
         offsets = (split * rows_heads + row_head)[:, None] * HEAD_DIM_V + columns
-        tl.store(acc_ptr + offsets, acc, mask=inside & (begin < end))
+        tl.store(acc_ptr + offsets, acc, mask=inside)
         tl.store(state_ptr + 2 * split * rows_heads + row_head, m_i, mask=in_range)
         tl.store(state_ptr + (2 * split + 1) * rows_heads + row_head, l_i, mask=in_range)
     if MERGE_HERE:
         # The last block of the tile to arrive merges, always in the order of the shares.
         tl.debug_barrier()
-        arrived = tl.atomic_add(arrived_ptr + (batch * num_heads_kv + kv_head) * num_tiles + tile, 1, sem="acq_rel")
-        if arrived != num_splits - 1:
+        arrived_ptr += (batch * num_heads_kv + kv_head) * num_tiles + tile
+        if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") != num_splits - 1:
             return
-        m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        l_i = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-        for part in range(num_splits):
-            at = tl.cast(part, tl.int64) * rows_heads
-            # Past L1, which does not see what other SMs wrote.
-            m = tl.load(state_ptr + 2 * at + row_head, mask=in_range, other=0.0, cache_modifier=".cg")
-            l = tl.load(state_ptr + 2 * at + rows_heads + row_head, mask=in_range, other=0.0, cache_modifier=".cg")
-            offsets = (at + row_head)[:, None] * HEAD_DIM_V + columns
-            some = tl.load(acc_ptr + offsets, mask=inside & (l != 0.0)[:, None], other=0.0, cache_modifier=".cg")
-            m_i, l_i, scale, scale_part = join(m_i, l_i, m, l)
-            acc = acc * scale[:, None] + some * scale_part[:, None]
+        tl.store(arrived_ptr, 0)  # for the next launch that counts here
+        if MERGE_ROWS < BLOCK_M:
+            # All rows there are: the others of the tile are padding.
+            tile_rows = tl.arange(0, MERGE_ROWS)
+            queries = tile_rows // GROUP_SIZE
+            heads = kv_head * GROUP_SIZE + tile_rows % GROUP_SIZE
+            in_range = queries < seqlen_q
+            row_head = (first_row + queries) * num_heads_q + heads
+            inside = in_range[:, None] & (dims_v < HEAD_DIM_V)[None, :]
+        m_i, l_i, acc = parts_of_rows(
+            acc_ptr, state_ptr, row_head, in_range, 0, num_splits, rows_heads, dims_v, HEAD_DIM_V, MERGE_PARTS
+        )
+        if not MERGE_AT_ONCE:
+            for first in range(MERGE_PARTS, num_splits, MERGE_PARTS):
+                m, l, some = parts_of_rows(
+                    acc_ptr, state_ptr, row_head, in_range, first, num_splits, rows_heads, dims_v, HEAD_DIM_V,
+                    MERGE_PARTS,
+                )  # fmt: skip
+                m_i, l_i, scale, scale_some = join(m_i, l_i, m, l)
+                acc = acc * scale[:, None] + some * scale_some[:, None]
     if MERGE_HERE or not IN_PARTS:
         if HAS_SINKS:
             # One more key, whose value is zero. It comes last: as the first maximum it would push the probabilities of

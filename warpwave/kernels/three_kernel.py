@@ -21,13 +21,15 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from warpwave import launch, precision
 from warpwave.errors import UnsupportedProblem
 from warpwave.hardware.gpu import Gpu, current_gpu
+from warpwave.kernels import three_kernel_hopper
+from warpwave.kernels import three_kernel_library as library
 from warpwave.kernels.arguments import (
     allocator,
     band_constants,
@@ -37,110 +39,66 @@ from warpwave.kernels.arguments import (
     lse_strides,
     padded,
     slope_strides,
-    split_operand,
     straightener,
     token_strides,
     window,
 )
 from warpwave.kernels.cost import Cost, visited_tiles
-from warpwave.kernels.three_kernel_device import (
-    chunk_scores_kernel,
-    chunk_softmax_kernel,
-    chunk_values_kernel,
+from warpwave.kernels.three_kernel_configs import (
+    MAX_WORKSPACE_BYTES,
+    block_k_of,
+    block_v_of,
+    configs,
+    library_cannot,
+    may_hide_keys,
+    smallest_tile,
+    smem_bytes,
+    with_workspace,
 )
+from warpwave.kernels.three_kernel_device import chunk_scores_kernel, chunk_values_kernel
+from warpwave.kernels.three_kernel_gradients import backward as gradients
+from warpwave.kernels.three_kernel_gradients import why_not as gradients_why_not
 from warpwave.kernels.three_kernel_plan import (
     Chunk,
     Config,
     Plan,
     allocate_workspace,
+    in_place,
     least_bytes,
     normalises,
+    pieces,
     plan,
     up,
+    whole_rows,
     workspace_bytes,
 )
+from warpwave.kernels.three_kernel_softmax import chunk_scale_kernel, chunk_softmax_kernel
 from warpwave.kernels.triton_or_stub import NO_TRITON
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
 
+__all__ = [
+    "NAME",
+    "NEEDS_GPU",
+    "STAGES",
+    "Config",
+    "bind",
+    "configs",
+    "cost",
+    "gradients",
+    "gradients_why_not",
+    "notes",
+    "outrun",
+    "smem_bytes",
+    "specify",
+    "stage_calls",
+    "why_not",
+    "with_workspace",
+]
+
 NAME = "three_kernel"
 NEEDS_GPU = True
-
-
-# torch's products -----------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _products_in(arithmetic: str) -> Iterator[None]:
-    """torch's float32 products in the precision asked for, whatever the process allows elsewhere."""
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "tf32" if arithmetic == "tf32" else "ieee"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
-
-
-def _multiply_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """out = a b for each head, accumulated in float32; out is float32 unless a and b are of its dtype."""
-    if not a.is_cuda:
-        out.copy_(a.float() @ b.float())
-    elif a.dtype != torch.float32:
-        torch.bmm(a, b, out_dtype=torch.float32, out=out)
-    else:
-        torch.bmm(a, b, out=out)
-
-
-def _runs_of_heads(problem: AttentionProblem, chunk: Chunk) -> Iterator[tuple[int, slice, slice, slice]]:
-    """(batch item, query heads, kv heads, heads of the chunk) that one product of torch can take: those of one batch
-    item, and where query heads share kv heads, of one kv head."""
-    group = problem.num_heads_q // problem.num_heads_kv
-    begin, end = chunk.first_head, chunk.first_head + chunk.heads
-    while begin < end:
-        batch, head = divmod(begin, problem.num_heads_q)
-        most = problem.num_heads_q - head if group == 1 else group - head % group
-        count = min(most, end - begin)
-        kv = slice(head, head + count) if group == 1 else slice(head // group, head // group + 1)
-        yield batch, slice(head, head + count), kv, slice(begin - chunk.first_head, begin - chunk.first_head + count)
-        begin += count
-
-
-def _library_scores(problem: AttentionProblem, chunk: Chunk, q: torch.Tensor, k: torch.Tensor, into: Any) -> None:
-    """Raw scores of every pair between the chunk's first and last visible key, into [heads, rows, keys]."""
-    keys, columns = _key_slices(chunk)
-    rows = slice(chunk.row_begin, chunk.row_begin + chunk.rows)
-    for batch, heads, kv_heads, here in _runs_of_heads(problem, chunk):
-        a = q[batch, rows, heads].transpose(0, 1)  # [heads, rows, head_dim]
-        b = k[batch, keys, kv_heads].permute(1, 2, 0)  # [1 or heads, head_dim, keys]
-        _multiply_into(into[here, : chunk.rows, columns], a, b.expand(a.shape[0], -1, -1))
-
-
-def _library_values(
-    problem: AttentionProblem, chunk: Chunk, v: torch.Tensor, out: torch.Tensor, workspace: dict[str, Any], p: Any
-) -> None:
-    """The chunk's rows of out: P V, and by how much its rows are to be multiplied, where the softmax left that."""
-    keys, columns = _key_slices(chunk)
-    rows = slice(chunk.row_begin, chunk.row_begin + chunk.rows)
-    for batch, heads, kv_heads, here in _runs_of_heads(problem, chunk):
-        into = out[batch, rows, heads].transpose(0, 1)  # [heads, rows, head_dim_v]
-        if chunk.nothing_to_see:
-            into.zero_()
-            continue
-        a = p[here, : chunk.rows, columns]
-        b = v[batch, keys, kv_heads].transpose(0, 1).expand(a.shape[0], -1, -1)  # [heads, keys, head_dim_v]
-        if workspace["sums"] is None:
-            _multiply_into(into, a, b)
-        else:
-            sums = workspace["sums"][here, : chunk.rows]
-            _multiply_into(sums, a, b)
-            torch.mul(sums, workspace["row_scale"][here, : chunk.rows, None], out=into)
-
-
-def _key_slices(chunk: Chunk) -> tuple[slice, slice]:
-    """The chunk's visible keys, in k and v and in the workspace."""
-    return slice(chunk.key_begin, chunk.key_end), slice(
-        chunk.key_begin - chunk.key_base, chunk.key_end - chunk.key_base
-    )
+MEANT_FROM = 257  # head_dim: narrower heads it can run, but nobody need be told so
+GRADIENTS_BEYOND = 256  # head_dim from which on gradients are this kernel's by themselves
 
 
 # Launches -------------------------------------------------------------------------------------------------------------
@@ -171,35 +129,51 @@ def stage_calls(problem: AttentionProblem, operands: Operands, config: Config) -
     make, run_stage = _stages(problem, operands, config)
     out, lse, workspace = make()
     run_stage(STAGES, operands, out, lse, workspace)
-    there = [stage for stage in STAGES if stage != "softmax" or config.scores != "fused"]
+    there = [stage for stage in STAGES if stage != "softmax" or config.scores not in ("fused", "hopper")]
     return {stage: partial(run_stage, (stage,), operands, out, lse, workspace) for stage in there}
 
 
 STAGES = ("scores", "softmax", "values")
 
 
+class ChunkCalls(NamedTuple):
+    """What computes one chunk, in order. An own launch is None where torch or an epilogue does its work."""
+
+    chunk: Chunk
+    score: Callable[..., None] | None
+    score_products: list[library.Product]
+    softmax: Callable[..., None] | None
+    sum_values: Callable[..., None] | None
+    # Of each piece of torch's second product: its calls, and the launch that scales the sums where they are sums.
+    value_products: list[tuple[list[library.Product], Callable[..., None] | None]]
+
+
 def _stages(problem: AttentionProblem, operands: Operands, config: Config) -> tuple[Callable[..., Any], ...]:
     """`make() -> (out, lse, workspace)` and `run_stage(which stages, operands, out, lse, workspace)`, all compiled."""
+    problem = _with_lse(problem)
     device, gpu = operands.q.device, current_gpu(operands.q.device)
-    if reasons := _library_cannot(problem, gpu, config):
+    if reasons := _cannot(problem, gpu, config):
         choice = configs(problem, gpu)[0]
         raise UnsupportedProblem(
             f"kernel {NAME!r} cannot run {problem.describe()} with {config}", {NAME: reasons}, f"config={choice}"
         )
     cut = plan(problem, config)
     allocate, straight = allocator(problem, operands.q), straightener(operands)
+    hopper = config.scores == "hopper"
+    if hopper:
+        straight = three_kernel_hopper.mappable
 
     def make() -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]:
         return (*allocate(), allocate_workspace(problem, config, cut, device))
 
     with torch.no_grad():
         out, lse, workspace = make()
-        launchers = [
-            tuple(None if spec is None else launch.bind(spec) for spec in launches)
-            for launches in _launches(problem, gpu, straight(operands), out, lse, config, cut, workspace)
-        ]
+        calls = list(_calls(problem, gpu, straight(operands), out, lse, config, cut, workspace))
     del out, lse, workspace
+    by_torch = "library" in (config.scores, config.values)
     arithmetic = dot_precision(problem, gpu)
+    # Of 16-bit operands products are exact: no setting of the process changes them.
+    setting = partial(library.products_in, arithmetic) if by_torch and problem.dtype == "float32" else None
 
     def run_stage(
         stages: Sequence[str],
@@ -209,32 +183,98 @@ def _stages(problem: AttentionProblem, operands: Operands, config: Config) -> tu
         workspace: dict[str, Any],
     ) -> None:
         q, k, v, mask, bias, slopes, sinks, *ends = straight(operands)
-        raw, p, row_scale, *states = (workspace[name] for name in ("scores", "p", "row_scale", "tile_max", "tile_sum"))
-        with torch.no_grad(), _products_in(arithmetic):
-            for chunk, (score, softmax, sum_values) in zip(cut.chunks, launchers, strict=True):
+        names = ("scores", "p", "row_scale", "sums", "tile_max", "tile_sum")
+        raw, p, row_scale, sums, *states = (workspace[name] for name in names)
+        with torch.no_grad(), setting() if setting is not None else contextlib.nullcontext():
+            for chunk, score, score_products, softmax, sum_values, value_products in calls:
+                if hopper:
+                    assert score is not None and sum_values is not None
+                    if "scores" in stages:
+                        score(q, k, p, states[0], row_scale, lse, sinks)
+                    if "values" in stages:
+                        sum_values(p, v, out, states[0], row_scale)
+                    continue
                 if "scores" in stages and score is not None:
                     score(q, k, p if raw is None else raw, *states, mask, bias, slopes, *ends)
-                elif "scores" in stages and not chunk.nothing_to_see:
-                    _library_scores(problem, chunk, q, k, raw[0])
+                elif "scores" in stages:
+                    library.multiply(score_products, q, k, raw)
                 if "softmax" in stages and softmax is not None:
                     softmax(raw, p, row_scale, lse, mask, bias, slopes, sinks, *ends)
-                if "values" in stages and sum_values is not None:
+                if "values" not in stages:
+                    continue
+                if sum_values is not None:
                     sum_values(p, row_scale, *states, v, out, lse, sinks, *ends)
-                elif "values" in stages:
-                    _library_values(problem, chunk, v, out, workspace, p[0] if p is raw else p)
+                elif chunk.nothing_to_see:
+                    library.zero(problem, chunk, out)
+                for products, scale in value_products:
+                    library.multiply(products, p, v, out if sums is None else sums)
+                    if scale is not None:
+                        scale(sums, row_scale, out)
 
     return make, run_stage
+
+
+def _calls(problem: AttentionProblem, gpu: Gpu, operands: Operands, out: Any, lse: Any, config: Config, cut: Plan,
+           workspace: dict[str, Any]) -> Iterator[ChunkCalls]:  # fmt: skip
+    """Everything compiled, and torch's calls as views that only want a pointer."""
+    if config.scores == "hopper":
+        for chunk in cut.chunks:
+            first, second = three_kernel_hopper.bind(problem, gpu, operands, out, lse, cut, chunk, workspace)
+            yield ChunkCalls(chunk, first, [], None, second, [])
+        return
+    q, k, v = operands[:3]
+    of_launches = _launches(problem, gpu, operands, out, lse, config, cut, workspace)
+    p = workspace["p"]
+    for chunk, specs in zip(cut.chunks, of_launches, strict=True):
+        score, softmax, sum_values, scales = (
+            *(None if spec is None else launch.bind(spec) for spec in specs[:3]),
+            [launch.bind(spec) for spec in specs[3]],
+        )
+        score_products: list[library.Product] = []
+        value_products: list[tuple[list[library.Product], Callable[..., None] | None]] = []
+        if config.scores == "library":
+            score_products = library.score_products(problem, chunk, q, k, workspace["scores"].stride()[1:3])
+        if config.values == "library" and not chunk.nothing_to_see:
+            strides, into_sums = p.stride()[-3:-1], workspace["sums"] is not None
+            parts = pieces(problem, config, chunk.heads, chunk.rows)
+            for i, piece in enumerate(parts):
+                products = library.value_products(problem, chunk, piece, v, out, strides, into_sums)
+                value_products.append((products, scales[i] if into_sums else None))
+        yield ChunkCalls(chunk, score, score_products, softmax, sum_values, value_products)
+
+
+def _with_lse(problem: AttentionProblem) -> AttentionProblem:
+    """Whoever wants gradients is handed the log-sum-exp too."""
+    return replace(problem, return_lse=problem.return_lse or problem.requires_grad)
+
+
+def _cannot(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
+    """Why a config cannot be run there."""
+    reasons = library_cannot(problem, gpu, config)
+    if (needed := smem_bytes(problem, gpu, config)) > gpu.smem_per_block_bytes:
+        reasons.append(
+            f"its tiles take up to {needed / 1024:.0f} KiB of shared memory and {gpu.name} has "
+            f"{gpu.smem_per_block_bytes / 1024:.0f} for a block; take fewer num_stages or a smaller block_n or block_v"
+        )
+    return reasons
 
 
 def specify(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
 ) -> tuple[launch.Launch, ...]:
     """The launches of the first chunk that are ours, from tensors that may be without memory."""
+    problem = _with_lse(problem)
     lse = torch.empty(1, dtype=torch.float32, device=out.device) if problem.return_lse and lse is None else lse
     cut = plan(problem, config)
     workspace = allocate_workspace(problem, config, cut, out.device)
-    first = next(_launches(problem, gpu, operands, out, lse, config, cut, workspace))
-    return tuple(spec for spec in first if spec is not None)
+    if config.scores == "hopper":
+        both = three_kernel_hopper.launches(problem, gpu, operands, out, lse, cut, cut.chunks[0], workspace)
+        return tuple(spec for spec, *_ in both)
+    *first, scales = next(_launches(problem, gpu, operands, out, lse, config, cut, workspace))
+    return tuple(spec for spec in (*first, *scales[:1]) if spec is not None)
+
+
+Launches = tuple[launch.Launch | None, launch.Launch | None, launch.Launch | None, list[launch.Launch]]
 
 
 def _launches(
@@ -246,24 +286,26 @@ def _launches(
     config: Config,
     cut: Plan,
     workspace: dict[str, Any],
-) -> Iterator[tuple[launch.Launch | None, launch.Launch | None, launch.Launch | None]]:
-    """First product, softmax and second product of each chunk; None for what torch computes or an epilogue does."""
+) -> Iterator[Launches]:
+    """First product, softmax, second product, and scaling of each piece of its sums, of each chunk; None for what torch
+    computes or an epilogue does."""
     q, k, v, mask, bias, slopes, sinks, *ends = operands
     fused, band, varlen = config.scores == "fused", band_constants(problem), {"IS_VARLEN": problem.packed}
     features = feature_constants(problem)
     of_sinks = {"HAS_SINKS": features.pop("HAS_SINKS")}
-    hides = {"MAY_HIDE_KEYS": _may_hide_keys(problem)}
+    hides = {"MAY_HIDE_KEYS": may_hide_keys(problem)}
     arithmetic = {"PRECISION": dot_precision(problem, gpu), "IS_NVIDIA": gpu.vendor == "nvidia"}
     raw, p = workspace["scores"], workspace["p"]
     strides = (cut.rows * cut.width, cut.width)  # of a head and a row of the workspace
     split = (cut.heads * cut.rows * cut.width,)
+    p_strides = p.stride()[-3:-1]
     lengths = (problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k, problem.num_heads_q)
     group, scale = (problem.num_heads_q // problem.num_heads_kv,), (problem.softmax_scale, problem.softcap)
     beside = (*broadcast_strides(mask), *broadcast_strides(bias), *slope_strides(slopes))
     # No fused multiply-adds: a score must be the same number where it is the maximum and where that is subtracted, so
     # that the largest probability is exactly 1.
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
-    block_k, block_v = _block_k(problem, config), _block_v(problem, config)
+    block_k, block_v = block_k_of(problem, config), block_v_of(problem, config)
     for chunk in cut.chunks:
         where = (chunk.first_head, chunk.row_begin, chunk.rows, chunk.key_base)
         tiles_m = -(-chunk.rows // config.block_m)
@@ -290,11 +332,12 @@ def _launches(
                 kernel=chunk_softmax_kernel,
                 grid=chunk.heads * tiles,
                 tensors=(raw, p, workspace["row_scale"], lse, mask, bias, slopes, sinks, *ends),
-                scalars=[*lse_strides(problem), *beside, *strides, *split, *lengths, *window(problem), *where, tiles,
+                scalars=[*lse_strides(problem), *beside, *strides, *split, *p_strides, *lengths, *window(problem),
+                         *where, tiles,
                          max(together, config.softmax_rows), *scale],
                 constants={"ROWS": config.softmax_rows, "KEYS": config.softmax_keys, "SPLIT_D": config.split_d,
-                           "NORMALISE": normalises(problem, config), **hides, **band, **features, **of_sinks,
-                           **varlen, "WRITE_LSE": problem.return_lse},
+                           "WHOLE": whole_rows(config, cut.width), "NORMALISE": normalises(problem, config),
+                           **hides, **band, **features, **of_sinks, **varlen, "WRITE_LSE": problem.return_lse},
                 options={"num_warps": config.softmax_warps, "num_stages": 1, "enable_fp_fusion": False},
             )  # fmt: skip
         if config.values == "triton":
@@ -303,34 +346,33 @@ def _launches(
                 grid=chunk.heads * tiles_m * -(-problem.head_dim_v // block_v),
                 tensors=(p, workspace["row_scale"], workspace["tile_max"], workspace["tile_sum"], v, out, lse, sinks,
                          *ends),
-                scalars=[*token_strides(problem, v), *token_strides(problem, out)[:-1], *lse_strides(problem), *strides,
-                         *lengths, *group, *window(problem), *where, tiles_m, tiles_n],
+                scalars=[*token_strides(problem, v), *token_strides(problem, out)[:-1], *lse_strides(problem),
+                         *p_strides, *lengths, *group, *window(problem), *where, tiles_m, tiles_n],
                 constants={"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
                            "BLOCK_V": block_v, "HEAD_DIM_V": problem.head_dim_v, "FUSED": fused, **hides, **band,
                            **of_sinks, **varlen, "WRITE_LSE": problem.return_lse, **arithmetic},
                 options=options,
             )  # fmt: skip
-        yield score, softmax, sum_values
-
-
-def _may_hide_keys(problem: AttentionProblem) -> bool:
-    """Whether a key may be hidden from everybody by something else than its position."""
-    return problem.mask_shape is not None or problem.bias_shape is not None
-
-
-def _block_k(problem: AttentionProblem, config: Config) -> int:
-    """Elements of head_dim of a step of the first product."""
-    return min(config.block_k, padded(problem.head_dim))
-
-
-def _block_v(problem: AttentionProblem, config: Config) -> int:
-    """Columns of v of a tile of the output."""
-    return min(config.block_v, padded(problem.head_dim_v))
+        scales = []
+        if workspace["sums"] is not None and not chunk.nothing_to_see:
+            columns = min(1024, padded(problem.head_dim_v))
+            scales = [
+                launch.Launch(
+                    kernel=chunk_scale_kernel,
+                    grid=piece.heads * piece.rows * -(-problem.head_dim_v // columns),
+                    tensors=(workspace["sums"], workspace["row_scale"], out),
+                    scalars=[*token_strides(problem, out)[:-1], cut.rows, problem.num_heads_q,
+                             chunk.first_head + piece.first_head, chunk.row_begin + piece.row_begin, piece.rows,
+                             piece.first_head * cut.rows + piece.row_begin],
+                    constants={"HEAD_DIM_V": problem.head_dim_v, "COLUMNS": columns},
+                    options={"num_warps": max(1, columns // 256), "num_stages": 1, "enable_fp_fusion": False},
+                )
+                for piece in pieces(problem, config, chunk.heads, chunk.rows)
+            ]  # fmt: skip
+        yield score, softmax, sum_values, scales
 
 
 # What it can run and what it costs ------------------------------------------------------------------------------------
-
-MAX_WORKSPACE_BYTES = 1024**3
 
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
@@ -351,11 +393,9 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
             "how its products are cut follows from the batch: sums for another batch may run in another order"
         )
     reasons += precision.why_not(problem, gpu)
-    if problem.requires_grad:
-        reasons.append("it computes no gradients; call under torch.no_grad() if none are needed")
     if reasons:
         return reasons
-    config = _tiles(problem, gpu)
+    config = smallest_tile(problem, gpu)
     if smem_bytes(problem, gpu, config) > gpu.smem_per_block_bytes:
         needed = smem_bytes(problem, gpu, config) / 1024
         return [
@@ -370,47 +410,55 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     return []
 
 
-def _library_cannot(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
-    """Why torch cannot compute the products that a config asks it for."""
-    reasons, arithmetic = [], dot_precision(problem, gpu)
-    asked = "library" in (config.scores, config.values)
-    if asked and problem.packed:
-        reasons.append("only the device knows where packed sequences begin; products are ours, not the library's")
-    if asked and problem.dtype == "float32" and arithmetic not in ("ieee", "tf32"):
-        reasons.append(f"the library has no products in {arithmetic!r}; products are ours, or precision is 'ieee'")
-    if config.values == "library" and _may_hide_keys(problem):
-        reasons.append("the library multiplies values that a mask or bias hides by 0, and NaN there would leak")
-    return reasons
+def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Why eager is left the calls with gradients that this kernel's own gradients are not for."""
+    if not problem.requires_grad:
+        return []
+    reasons = gradients_why_not(problem, gpu)
+    if reasons:
+        return [f"{reason}: eager's would serve, after a second forward" for reason in reasons]
+    if max(problem.head_dim, problem.head_dim_v) <= GRADIENTS_BEYOND or gpu.capability != 90:
+        return [
+            f"forward and gradients were timed on an H200 beyond head_dim {GRADIENTS_BEYOND} (3.0 to 3.1 times as fast "
+            "as eager at 1024 and 2048, 1.5 times at 512, causal)"
+        ]
+    return []
 
 
-def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """An upper bound on the shared memory of one block, which tests hold against what every target compiles to."""
-    size = DTYPE_BYTES[problem.dtype]
-    block_k, block_v = _block_k(problem, config), _block_v(problem, config)
-    stages = max(1, config.num_stages - 1) if gpu.vendor == "amd" and gpu.arch != "gfx950" else config.num_stages
-    split = split_operand(problem, gpu)
-    stored = 4 * config.block_m * config.block_n  # a tile of scores changes hands on its way to memory
-    score = stages * split * size * (config.block_m + config.block_n) * block_k
-    if config.scores == "library":
-        score = stored = 0
-    keys = config.block_n if config.scores == "fused" else config.block_k
-    sum_values = stages * split * size * keys * (config.block_m + block_v)
-    if _may_hide_keys(problem):
-        sum_values += size * keys * (config.block_m + block_v)  # both go through registers and back
-    if config.values == "library":
-        sum_values = 0
-    # tcgen05 products leave by shared memory, and barriers and reductions over warps want some too.
-    handed = 4 * config.block_m * block_v if gpu.capability >= 100 or gpu.vendor == "amd" else 0
-    return max(score, stored, sum_values, handed) + 4096
+def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
+    """How a call is cut, for `explain`: what stands in the workspace at once, and how many tiles that gives the GPU."""
+    cut = plan(problem, config)
+    scores = 4 * config.split_d * cut.heads * cut.rows * cut.width
+    if config.scores in ("fused", "hopper"):
+        kept = f"P {scores // 4 * DTYPE_BYTES[problem.dtype] / 1e6:.1f} MB"
+    else:
+        there = "in their place" if in_place(problem, config, cut.width) else "beside them"
+        each = f"{cut.heads} x {cut.rows} x {cut.width} x {4 * config.split_d} bytes"
+        kept = f"scores {each} = {scores / 1e6:.1f} MB, P {there}"
+    tiles = cut.heads * -(-cut.rows // 128) * -(-cut.width // 256)
+    columns = cut.heads * -(-cut.rows // 128) * -(-problem.head_dim_v // 256)
+    lines = [
+        f"{len(cut.chunks)} chunks of {cut.heads} heads x {cut.rows} queries: {kept}",
+        f"by tiles of 128 x 256 a chunk is {tiles} of scores and {columns} of out, for {gpu.num_sms or 'unknown'} SMs",
+    ]
+    if config.values == "library" and problem.dtype != "float32":
+        parts = pieces(problem, config, cut.heads, cut.rows)
+        most = max(piece.heads * piece.rows for piece in parts)
+        lines.append(
+            f"sums in {len(parts)} piece{'s' if len(parts) > 1 else ''} a chunk, {most} rows x {problem.head_dim_v} "
+            f"x 4 bytes = {4 * most * problem.head_dim_v / 1e6:.1f} MB at the most"
+        )
+    return lines
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """What the launches move and compute over all chunks: whole tiles of ours, and of torch's whatever lies between a
     chunk's first and last visible key."""
+    problem = _with_lse(problem)
     size, cut = DTYPE_BYTES[problem.dtype], plan(problem, config)
     rows = problem.rows * problem.num_heads_q
-    block_k, block_v = _block_k(problem, config), _block_v(problem, config)
-    fused, m, n = config.scores == "fused", config.block_m, config.block_n
+    block_k, block_v = block_k_of(problem, config), block_v_of(problem, config)
+    fused, m, n = config.scores in ("fused", "hopper"), config.block_m, config.block_n
     tiles, columns = visited_tiles(problem, m, n), -(-problem.head_dim_v // block_v)
     ours = tiles * m * n
     library = sum(chunk.heads * chunk.rows * max(0, chunk.key_end - chunk.key_begin) for chunk in cut.chunks)
@@ -437,19 +485,21 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         threads=config.num_warps * gpu.warp_size,
         launches=chunks,
     )
+    sweeps = 1 if whole_rows(config, cut.width) else 2
     softmax = Cost(
         blocks=sum(chunk.heads * -(-chunk.rows // config.softmax_rows) for chunk in cut.chunks),
         flops=0,
-        exponentials=2 * summed,
-        read_bytes=2 * summed * (4 * config.split_d + beside),
+        exponentials=sweeps * summed,
+        read_bytes=sweeps * summed * (4 * config.split_d + beside),
         write_bytes=summed * p_bytes + 4 * rows + (4 * rows if problem.return_lse else 0),
         smem_bytes=1024,
-        scratch_bytes=summed * (8 * config.split_d + p_bytes),
+        scratch_bytes=summed * (4 * sweeps * config.split_d + p_bytes),
         threads=config.softmax_warps * gpu.warp_size,
         launches=chunks,
     )
     p_read = summed * p_bytes * (columns if config.values == "triton" else -(-problem.head_dim_v // 128))
     sums = 8 * rows * problem.head_dim_v if config.values == "library" and problem.dtype != "float32" else 0
+    scalings = sum(len(pieces(problem, config, c.heads, c.rows)) for c in cut.chunks) if sums else 0
     sum_values = Cost(
         blocks=sum(chunk.heads * -(-chunk.rows // m) for chunk in cut.chunks) * columns,
         flops=2 * summed * (problem.head_dim_v if config.values == "library" else columns * block_v),
@@ -461,7 +511,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         steps=tiles * columns,
         longest=cut.width // n,
         threads=config.num_warps * gpu.warp_size,
-        launches=chunks,
+        launches=max(chunks, 2 * scalings),
     )
     parts = (score, sum_values) if fused else (score, softmax, sum_values)
     return Cost(
@@ -473,120 +523,6 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         smem_bytes=max(part.smem_bytes for part in parts),
         workspace_bytes=workspace_bytes(problem, config),
         scratch_bytes=sum(part.scratch_bytes for part in parts),
-        launches=len(parts) * chunks,
+        launches=sum(part.launches for part in parts),
         parts=parts,
     )
-
-
-# Configs --------------------------------------------------------------------------------------------------------------
-
-FILLED = 132  # blocks that keep a GPU busy where it is not known how many multiprocessors it has
-IN_L2_BYTES = 32 * 1024**2  # of a workspace that stays in L2 beside what the products read: 40 to 60 MB are usual
-WAVES = 2  # of tiles of scores in a chunk: with fewer a GPU is part idle, with more a chunk leaves L2
-# The epilogue that takes the softmax away costs one multiply-add of float32 for each block_n of the second product's,
-# which run 16.7 times as fast on an H100: 33.4 * head_dim_v / block_n FLOP of the matrix unit a score. What it saves is
-# 6 of 10 bytes a score. By arithmetic (large_head_dim has the figures); to be confirmed by measurement.
-FUSED_FLOPS_A_COLUMN = 33.4
-FLOPS_A_BYTE = 100
-
-
-def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """The default first, then every other candidate that fits the GPU's shared memory and that torch can compute."""
-    default = _default(problem, gpu)
-    others = [
-        with_workspace(problem, gpu, replace(default, scores=scores, values=values, split_d=1, **tile, **softmax))
-        for scores, values in (("fused", "triton"), ("triton", "triton"), ("library", "triton"), ("library", "library"))
-        for tile in _space(problem, gpu)
-        for softmax in SOFTMAX_SPACE[: 1 if scores == "fused" else None]
-    ]
-    return [default, *(c for c in dict.fromkeys(others) if c != default and _fits(problem, gpu, c))]
-
-
-# Tiles of the softmax: rows, keys and warps. A row a warp, four rows of a warp each, and eight warps on sixteen rows.
-SOFTMAX_SPACE = tuple(
-    {"softmax_rows": rows, "softmax_keys": keys, "softmax_warps": warps}
-    for rows, keys, warps in ((16, 128, 8), (1, 1024, 1), (4, 512, 4), (1, 2048, 8))
-)
-
-
-def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
-    in_memory = least_bytes(problem, config) <= config.workspace_bytes
-    in_smem = smem_bytes(problem, gpu, config) <= gpu.smem_per_block_bytes
-    return in_memory and in_smem and not _library_cannot(problem, gpu, config)
-
-
-def _space(problem: AttentionProblem, gpu: Gpu) -> list[dict[str, int]]:
-    shapes = [(64, 64, 32, 64), (64, 128, 64, 128), (128, 64, 64, 64), (128, 128, 32, 128), (128, 128, 64, 128)]
-    if problem.dtype != "float32":
-        shapes += [(128, 256, 64, 256)]
-    names = ("block_m", "block_n", "block_k", "block_v", "num_warps", "num_stages")
-    return [
-        dict(zip(names, (*shape, num_warps, num_stages), strict=True))
-        for shape in shapes
-        for num_warps in (4, 8)
-        for num_stages in (2, 3)
-        if not (gpu.capability == 90 and (shape[0], num_warps) == (64, 8))  # see flash_fwd
-    ]
-
-
-def with_workspace(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
-    """The config with a workspace that stays in L2, unless the GPU would be idle then or a tile of queries not fit."""
-    filling = WAVES * (gpu.num_sms or FILLED) * config.block_m * config.block_n * 6  # float32 scores, 16-bit P
-    wanted = max(IN_L2_BYTES, filling, least_bytes(problem, config))
-    return replace(config, workspace_bytes=min(wanted, MAX_WORKSPACE_BYTES))
-
-
-def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
-    """By arithmetic and compile facts; not measured yet."""
-    config = _tiles(problem, gpu)
-    blocks = problem.batch * problem.num_heads_q * -(-problem.seqlen_q // config.block_m)
-    blocks *= -(-problem.seqlen_k // config.block_n)
-    share = (2 if gpu.vendor == "interpreter" else gpu.num_sms or FILLED) // max(1, blocks)
-    sharing = max(1, min(share, problem.head_dim // (8 * _block_k(problem, config)), 32))
-    if sharing > 1:
-        # Few scores of long sums: blocks share head_dim, eight steps each at the least.
-        config = replace(config, split_d=sharing)
-    elif problem.dtype == "float32":
-        library = replace(config, scores="library", values="library")
-        config = config if _library_cannot(problem, gpu, library) else library
-    elif _fuses(problem, gpu, min(128, config.block_n)):
-        config = replace(config, scores="fused")
-    return with_workspace(problem, gpu, config)
-
-
-def _fuses(problem: AttentionProblem, gpu: Gpu, block_n: int) -> bool:
-    """Whether the softmax goes into the first product's epilogue: where that saves more than it costs, and where two
-    accumulators do not spill. Before Hopper, and on sm_120, products of 128 x 128 leave no registers for it; a mask or
-    bias takes too many everywhere. On Hopper it takes tiles of 128 x 128 where 128 x 256 would do, and these read an
-    element of q, k and v a score in 128 less."""
-    roomy = gpu.capability in (90, 100, 103) or gpu.vendor != "nvidia"
-    flops = FUSED_FLOPS_A_COLUMN * problem.head_dim_v / block_n
-    if gpu.capability == 90:
-        flops += FLOPS_A_BYTE * (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype] / 256
-    return roomy and flops <= 6 * FLOPS_A_BYTE and not _may_hide_keys(problem)
-
-
-def _tiles(problem: AttentionProblem, gpu: Gpu) -> Config:
-    """The widest tile of the usual shapes that fits without spills (tests/compile); three launches, products ours."""
-    rdna = gpu.vendor == "amd" and not gpu.arch.startswith("gfx9")
-    hopper_or_later = gpu.capability in (90, 100, 103)
-    small = problem.seqlen_q <= 64 and problem.seqlen_k <= 512  # where larger tiles would be one block a head
-    if gpu.vendor == "interpreter":  # which runs one program after another: the fewer the better
-        tile = (128, 128, 128, 128, 4, 1)
-    elif problem.dtype == "float32":
-        warps = 4 if gpu.vendor == "amd" or hopper_or_later else 8
-        tile = (32, 32, 32, 32, 4, 2) if rdna or small else (64, 64, 32, 64, warps, 2)
-    elif gpu.vendor == "amd":
-        tile = (64, 64, 32, 64, 8 if rdna else 4, 2)
-    elif small:
-        tile = (64, 64, 64, 64, 4, 2)
-    elif problem.seqlen_q <= 64:
-        tile = (64, 128, 64 if hopper_or_later else 32, 128, 4, 3)
-    else:
-        tile = (128, 128, 64 if hopper_or_later else 32, 128, 8, 3)
-        if gpu.capability == 90 and not _fuses(problem, gpu, 128):
-            tile = (128, 256, 32, 256, 8, 4)  # a third more FLOP for each byte of L2; the epilogue has no room for it
-    if _may_hide_keys(problem) and problem.dtype != "float32" and gpu.vendor != "interpreter":
-        # Values and probabilities go through registers.
-        tile = (*tile[:2], 32, min(tile[3], 128 if hopper_or_later else 64), *tile[4:])
-    return Config("triton", "triton", *tile, 1, 16, 128, 8, MAX_WORKSPACE_BYTES)

@@ -1,6 +1,6 @@
-"""Device code of three_kernel: two products with the softmax between them, or in the epilogue of the first.
+"""Device code of three_kernel's own products: the first may have the softmax in its epilogue.
 
-All three kernels work on one chunk: some query rows of some heads, heads counted over the batch. Scores of a chunk lie
+Both kernels work on one chunk: some query rows of some heads, heads counted over the batch. Scores of a chunk lie
 in a workspace of (heads, rows, width), its first key being `key_base`. What is hidden by position is neither computed
 nor read, tile by tile.
 
@@ -25,16 +25,10 @@ from warpwave.kernels.primitives import (
     visible_keys,
 )
 from warpwave.kernels.scores import score_bits
+from warpwave.kernels.three_kernel_softmax import HIDDEN, LINE, UNSPECIALISED, whole_lines
 from warpwave.kernels.triton_or_stub import jit, tl
 
-HIDDEN = tl.constexpr(-1.0)  # stands in P for a hidden pair where a mask or bias may hide a value from everybody
-LINE = tl.constexpr(16)  # scores of a line: rows begin and ranges end at whole ones, so that 16 bytes move a thread
 TILES_TOGETHER = tl.constexpr(8)  # rows of tiles that run together and share what they read through L2
-UNSPECIALISED = [
-    *("stride_lb", "stride_lh", "stride_mask_b", "stride_mask_h", "stride_bias_b", "stride_bias_h", "stride_alibi_b"),
-    *("stride_alibi_h", "seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads_q", "group_size", "window_left"),
-    *("window_right", "first_head", "row_begin", "chunk_rows", "key_base", "num_tiles_m", "num_tiles_n", "range_rows"),
-]
 
 
 @jit
@@ -44,12 +38,6 @@ def _tile_of(pid, num_tiles_m, num_tiles_n):
     first_m = pid // together * TILES_TOGETHER
     rows = tl.minimum(num_tiles_m - first_m, TILES_TOGETHER)
     return first_m + pid % together % rows, pid % together // rows
-
-
-@jit
-def whole_lines(key_begin, key_end):
-    """A range of keys, rounded outwards to whole lines of scores."""
-    return key_begin // LINE * LINE, tl.cdiv(tl.maximum(key_end, 0), LINE) * LINE
 
 
 @jit(do_not_specialize=UNSPECIALISED)
@@ -167,7 +155,10 @@ def chunk_scores_kernel(
 
     row_inside = rows < seqlen_q
     here = scores_ptr + (chunk_head * stride_sh + share.to(tl.int64) * stride_split)
-    here = tile_pointers(here, rows - row_begin, keys - key_base, stride_sm, 1)
+    # Counted from the workspace's begin: of key_base the compiler does not know that it is a multiple of 16, and what
+    # it cannot see aligned it moves one element a thread.
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    here = tile_pointers(here, tile_m * BLOCK_M + tl.arange(0, BLOCK_M), columns, stride_sm, 1)
     if FUSED:
         mask_rows = mask_ptr
         bias_rows = bias_ptr
@@ -197,148 +188,6 @@ def chunk_scores_kernel(
 
 
 @jit(do_not_specialize=UNSPECIALISED)
-def chunk_softmax_kernel(
-    scores_ptr,
-    p_ptr,
-    row_scale_ptr,
-    lse_ptr,
-    mask_ptr,
-    bias_ptr,
-    alibi_slopes_ptr,
-    sinks_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    stride_lb,
-    stride_lh,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_m,
-    stride_mask_n,
-    stride_bias_b,
-    stride_bias_h,
-    stride_bias_m,
-    stride_bias_n,
-    stride_alibi_b,
-    stride_alibi_h,
-    stride_sh,
-    stride_sm,
-    stride_split,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
-    num_heads_q,
-    window_left,
-    window_right,
-    first_head,
-    row_begin,
-    chunk_rows,
-    key_base,
-    num_tiles_m,
-    range_rows,
-    softmax_scale,
-    softcap,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    SPLIT_D: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    MAY_HIDE_KEYS: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
-    WRITE_LSE: tl.constexpr,
-):
-    """Raw scores to un-normalised probabilities in the dtype of p, for ROWS queries of one head, and what each row of
-    P V is to be multiplied by, to `row_scale`; or, where NORMALISE, to probabilities that need no such factor.
-
-    It covers the lines of the keys that some query of its `range_rows` sees, which are those that the second product
-    reads. Raw scores that no product wrote are hidden by position, whatever the memory holds.
-    """
-    tile = tl.program_id(0) % num_tiles_m
-    chunk_head = (tl.program_id(0) // num_tiles_m).to(tl.int64)
-    batch_head = first_head + chunk_head
-    head = batch_head % num_heads_q
-    batch = batch_head // num_heads_q
-    if IS_VARLEN:
-        q_begin, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
-        _, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)
-        if WRITE_LSE:
-            lse_ptr += q_begin
-    first_row = row_begin + tile * ROWS
-    row_end = tl.minimum(row_begin + chunk_rows, seqlen_q)
-    if first_row >= row_end:
-        return
-    rows = first_row + tl.arange(0, ROWS)
-    row_inside = rows < row_end
-    range_begin = row_begin + tile * ROWS // range_rows * range_rows
-    range_last = tl.minimum(range_begin + range_rows, row_end) - 1
-    low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
-    key_begin, key_end = visible_keys(range_begin, range_last, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
-    line_begin, line_end = whole_lines(key_begin, key_end)
-    mask_rows = mask_ptr
-    bias_rows = bias_ptr
-    slopes_log2 = softmax_scale
-    if HAS_MASK:
-        mask_rows = mask_ptr + (batch * stride_mask_b + head * stride_mask_h + rows.to(tl.int64) * stride_mask_m)
-    if HAS_BIAS:
-        bias_rows = bias_ptr + (batch * stride_bias_b + head * stride_bias_h + rows.to(tl.int64) * stride_bias_m)
-    if HAS_ALIBI:
-        slope = tl.load(alibi_slopes_ptr + batch * stride_alibi_b + head * stride_alibi_h) * LOG2_E
-        slopes_log2 = tl.full([ROWS], 0.0, tl.float32) + slope
-
-    m_i = tl.full([ROWS], float("-inf"), tl.float32)
-    l_i = tl.zeros([ROWS], tl.float32)
-    scale = tl.full([ROWS], 1.0, tl.float32)
-    # Two sweeps: the first finds maximum and sum, the second writes probabilities. Both make a score anew from the raw
-    # one, which is cheaper than to write it in between.
-    for sweep in tl.static_range(2):
-        m_shift = tl.where(m_i == float("-inf"), 0.0, m_i)  # for a row that sees no key
-        for key_tile in range(line_begin, line_end, KEYS):
-            keys = key_tile + tl.arange(0, KEYS)
-            in_lines = row_inside[:, None] & (keys < line_end)[None, :]
-            pointers = scores_ptr + chunk_head * stride_sh
-            pointers = tile_pointers(pointers, rows - row_begin, keys - key_base, stride_sm, 1)
-            raw = tl.load(pointers, mask=in_lines, other=0.0)  # [ROWS, KEYS]
-            for share in tl.static_range(1, SPLIT_D):
-                raw += tl.load(pointers + share * tl.cast(stride_split, tl.int64), mask=in_lines, other=0.0)
-            scores = score_bits(
-                raw, rows, keys, row_inside, key_end, seqlen_k - seqlen_q, low, high, mask_rows, stride_mask_n,
-                bias_rows, stride_bias_n, slopes_log2, softmax_scale, softcap, HAS_LOW, HAS_HIGH, HAS_MASK, HAS_BIAS,
-                HAS_ALIBI, HAS_SOFTCAP,
-            )  # fmt: skip
-            if sweep == 0:
-                p, _alpha, m_i, l_i = softmax_step(scores, 1.0, m_i, l_i)
-            else:
-                p = tl.math.exp2(scores - m_shift[:, None])
-                if NORMALISE:
-                    p = p * scale[:, None]
-                if MAY_HIDE_KEYS:
-                    p = tl.where(scores == float("-inf"), HIDDEN, p)
-                out = tile_pointers(p_ptr + chunk_head * stride_sh, rows - row_begin, keys - key_base, stride_sm, 1)
-                tl.store(out, rounded(p, p_ptr.dtype.element_ty), mask=in_lines)
-        if sweep == 0:
-            m_all = m_i
-            l_all = l_i
-            if HAS_SINKS:
-                # One more key, whose value is zero. P stays relative to the maximum over keys: relative to a leading
-                # sink, low probabilities would leave the range of 16 bits.
-                sink_log2 = tl.load(sinks_ptr + head) * LOG2_E
-                m_all, l_all, scale, _ = join(m_i, l_i, sink_log2, 1.0)
-            scale = scale * inverse_sum(l_all)
-            if WRITE_LSE:
-                lse_rows = lse_ptr + (batch * stride_lb + head * stride_lh + rows)
-                tl.store(lse_rows, lse_of(m_all, l_all), mask=row_inside)
-    if not NORMALISE:
-        tl.store(row_scale_ptr + (chunk_head * (stride_sh // stride_sm) + rows - row_begin), scale, mask=row_inside)
-
-
-@jit(do_not_specialize=UNSPECIALISED)
 def chunk_values_kernel(
     p_ptr,
     row_scale_ptr,
@@ -359,8 +208,8 @@ def chunk_values_kernel(
     stride_oh,
     stride_lb,
     stride_lh,
-    stride_sh,
-    stride_sm,
+    stride_ph,
+    stride_pm,
     seqlen_q,
     seqlen_k,
     total_q,
@@ -421,7 +270,8 @@ def chunk_values_kernel(
     rows = first_row + tl.arange(0, BLOCK_M)
     row_inside = rows < row_end
     columns = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
-    p_ptr += chunk_head * stride_sh
+    p_ptr += chunk_head * stride_ph
+    key_base = key_base // LINE * LINE  # which is a multiple of it: see the softmax
 
     begin, end = whole_lines(key_begin, key_end)
     if FUSED:
@@ -445,7 +295,7 @@ def chunk_values_kernel(
             part = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         for step in tl.static_range(0, STEP, BLOCK_K):
             keys = key_tile + step + tl.arange(0, BLOCK_K)
-            p = tile_pointers(p_ptr, rows - row_begin, keys - key_base, stride_sm, 1)
+            p = tile_pointers(p_ptr, rows - row_begin, keys - key_base, stride_pm, 1)
             p = load_tile(p, rows, keys, 0, row_end, end, not FUSED)  # [BLOCK_M, BLOCK_K]
             v = tile_pointers(v_ptr, keys, columns, stride_vn, stride_vd)
             v = load_tile(v, keys, columns, key_begin, key_end, HEAD_DIM_V, HEAD_DIM_V % BLOCK_V != 0)
@@ -475,7 +325,7 @@ def chunk_values_kernel(
                 lse_rows = lse_ptr + (batch * stride_lb + head * stride_lh + rows)
                 tl.store(lse_rows, lse_of(m_i, l_i), mask=row_inside)
     else:
-        scale = row_scale_ptr + (chunk_head * (stride_sh // stride_sm) + rows - row_begin)
+        scale = row_scale_ptr + (chunk_head * (stride_ph // stride_pm) + rows - row_begin)
         scale = tl.load(scale, mask=row_inside, other=0.0)
     inside = row_inside[:, None] & (columns < HEAD_DIM_V)[None, :]
     pointers = tile_pointers(out_ptr, rows, columns, stride_om, 1)

@@ -7,7 +7,9 @@ Windows need no wider workspace than they show.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +17,7 @@ import torch
 from warpwave.errors import InvalidInput
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
-PRODUCTS = ("library", "triton")
+PRODUCTS = ("library", "triton", "hopper")
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,10 @@ class Config:
     """Who computes the products, their tiles, the softmax's launch, and how much memory scores may take.
 
     Args:
-        scores: the first product: `"library"` (torch's), `"triton"` (ours), or `"fused"` (ours, with the softmax in its
-            epilogue; the second product must then be ours).
-        values: the second product: `"library"` or `"triton"`.
+        scores: the first product: `"library"` (torch's), `"triton"` (ours), `"fused"` (ours, with the softmax in its
+            epilogue; the second product must then be ours), or `"hopper"` (Hopper's own, likewise, with tiles of
+            128 x 256; the second must then be too).
+        values: the second product: `"library"`, `"triton"` or `"hopper"`.
         block_m: queries of a tile of ours, a power of two, at least 16; chunks are whole tiles of queries.
         block_n: keys of a tile of scores, a power of two, at least 16.
         block_k: what a step sums over: elements of head_dim in the first product, keys in the second; a power of two,
@@ -34,10 +37,14 @@ class Config:
         num_warps, num_stages: of our products: warps of a block, steps in flight.
         split_d: blocks that share head_dim in the first product, where its tiles alone are too few for the GPU;
             `"triton"` only.
-        softmax_rows, softmax_keys: a tile of the softmax, powers of two.
+        softmax_rows, softmax_keys: a tile of the softmax, powers of two. Where it is as wide as the workspace, a row
+            stays in registers, is read once, and 16-bit probabilities take the place of its scores.
         softmax_warps: warps of a block of the softmax. One is 32 threads, the fewest Triton can launch (64 on AMD's
             CDNA): a block of 16 threads cannot be said.
-        workspace_bytes: what scores, probabilities and row statistics of a chunk may take together.
+        workspace_bytes: what scores, probabilities, row statistics and sums of a chunk may take together.
+        sums_bytes: what the float32 sums of torch's second product may take of that: they are made and scaled in pieces
+            of whole heads, or of rows of one head, so that they are read where they were written, in L2. At least one
+            tile of queries.
     """
 
     scores: str
@@ -53,12 +60,19 @@ class Config:
     softmax_keys: int
     softmax_warps: int
     workspace_bytes: int
+    sums_bytes: int = 1 << 25
 
     def __post_init__(self) -> None:
         if self.scores not in (*PRODUCTS, "fused"):
-            raise ValueError(f"scores is {self.scores!r}; it must be 'library', 'triton' or 'fused'")
+            raise ValueError(f"scores is {self.scores!r}; it must be 'library', 'triton', 'hopper' or 'fused'")
         if self.values not in PRODUCTS:
-            raise ValueError(f"values is {self.values!r}; it must be 'library' or 'triton'")
+            raise ValueError(f"values is {self.values!r}; it must be 'library', 'triton' or 'hopper'")
+        if (self.scores == "hopper") != (self.values == "hopper"):
+            raise ValueError(
+                f"scores is {self.scores!r} beside values {self.values!r}; 'hopper' goes with itself alone"
+            )
+        if self.scores == "hopper" and (self.block_m, self.block_n) != (128, 256):
+            raise ValueError(f"block_m x block_n is {self.block_m} x {self.block_n}; 'hopper' has tiles of 128 x 256")
         if self.scores == "fused" and self.values != "triton":
             raise ValueError("values is 'library' beside scores 'fused'; only our second product sums tiles of P")
         sizes = (("block_m", 16), ("block_n", 16), ("block_k", 16), ("block_v", 16), ("num_warps", 1))
@@ -66,7 +80,7 @@ class Config:
             value = getattr(self, name)
             if value < least or value & (value - 1):
                 raise ValueError(f"{name} is {value}; it must be a power of two, at least {least}")
-        for name in ("num_stages", "split_d", "workspace_bytes"):
+        for name in ("num_stages", "split_d", "workspace_bytes", "sums_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.block_k > self.block_n:
@@ -140,7 +154,9 @@ def plan(problem: AttentionProblem, config: Config) -> Plan:
             )
         rows = max(config.block_m, up(rows // 2, config.block_m))
     all_heads = problem.batch * problem.num_heads_q
-    heads = min(all_heads, max(1, config.workspace_bytes // max(1, one)))
+    heads = max(
+        1, bisect_right(range(1, all_heads + 1), config.workspace_bytes, key=partial(_bytes_of, problem, config, rows))
+    )
     heads = -(-all_heads // -(-all_heads // heads))  # chunks alike, rather than a small one last
     chunks = []
     for first_head in range(0, all_heads, heads):
@@ -152,6 +168,35 @@ def plan(problem: AttentionProblem, config: Config) -> Plan:
                 Chunk(first_head, min(heads, all_heads - first_head), row_begin, chunk_rows, base, begin, end)
             )
     return Plan(tuple(chunks), heads, rows, _width(problem, config, rows))
+
+
+def _bytes_of(problem: AttentionProblem, config: Config, rows: int, heads: int) -> int:
+    return _chunk_bytes(problem, config, heads, rows)
+
+
+class Piece(NamedTuple):
+    """Part of a chunk, whose sums of P V stand in memory together: heads counted from the chunk's first, rows from its
+    first row."""
+
+    first_head: int
+    heads: int
+    row_begin: int
+    rows: int
+
+
+def pieces(problem: AttentionProblem, config: Config, heads: int, rows: int) -> list[Piece]:
+    """How so many rows of so many heads are summed: as many whole heads as fit `sums_bytes`, or rows of one head."""
+    fitting = _rows_that_fit(problem, config)
+    if fitting >= rows:
+        step = max(1, min(heads, fitting // max(1, rows)))
+        return [Piece(head, min(step, heads - head), 0, rows) for head in range(0, heads, step)]
+    step = up(-(-rows // -(-rows // (fitting // config.block_m * config.block_m))), config.block_m)  # pieces alike
+    return [Piece(h, 1, row, min(step, rows - row)) for h in range(heads) for row in range(0, rows, step)]
+
+
+def _rows_that_fit(problem: AttentionProblem, config: Config) -> int:
+    """Rows whose sums may stand in memory together, counted over heads."""
+    return max(config.block_m, config.sums_bytes // (4 * max(1, problem.head_dim_v)))
 
 
 def _visible(problem: AttentionProblem, row_begin: int, rows: int) -> tuple[int, int]:
@@ -177,21 +222,34 @@ def _sizes(problem: AttentionProblem, config: Config, heads: int, rows: int) -> 
     """Shape and dtype of each tensor of the workspace, by name."""
     width = _width(problem, config, rows)
     statistics = ((heads, width // config.block_n, rows), "float32")
+    if config.scores == "hopper":
+        return {
+            "p": ((heads, rows, width), problem.dtype),
+            "tile_max": statistics,
+            "row_scale": ((heads, rows), "float32"),
+        }
     if config.scores == "fused":
         return {"p": ((heads, rows, width), problem.dtype), "tile_max": statistics, "tile_sum": statistics}
     sizes: dict[str, tuple[tuple[int, ...], str]] = {"scores": ((config.split_d, heads, rows, width), "float32")}
-    if not _in_place(problem, config):
+    if not in_place(problem, config, width):
         sizes["p"] = ((heads, rows, width), problem.dtype)
     if not normalises(problem, config):
         sizes["row_scale"] = ((heads, rows), "float32")
     if config.values == "library" and problem.dtype != "float32":
-        sizes["sums"] = ((heads, rows, problem.head_dim_v), "float32")
+        most = min(heads * rows, _rows_that_fit(problem, config))
+        sizes["sums"] = ((most, problem.head_dim_v), "float32")
     return sizes
 
 
-def _in_place(problem: AttentionProblem, config: Config) -> bool:
-    """Whether probabilities take the place of the scores they were: where both are float32."""
-    return problem.dtype == "float32" and config.split_d == 1
+def whole_rows(config: Config, width: int) -> bool:
+    """Whether a row of a workspace so wide is one tile of the softmax."""
+    return config.softmax_keys >= width
+
+
+def in_place(problem: AttentionProblem, config: Config, width: int) -> bool:
+    """Whether probabilities take the place of the scores they were: where both are float32, or where a row is in
+    registers before any of its probabilities is written."""
+    return config.split_d == 1 and (problem.dtype == "float32" or whole_rows(config, width))
 
 
 def normalises(problem: AttentionProblem, config: Config) -> bool:
@@ -216,7 +274,8 @@ def allocate_workspace(problem: AttentionProblem, config: Config, cut: Plan, dev
     for name, (shape, dtype) in _sizes(problem, config, cut.heads, cut.rows).items():
         made[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
     if made["p"] is None:
-        made["p"] = made["scores"]
+        # In 16 bits a row of P is the first half of the row of scores it was.
+        made["p"] = made["scores"][0].view(getattr(torch, problem.dtype))
     return made
 
 

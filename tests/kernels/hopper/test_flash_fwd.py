@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from warpwave import attention, attention_varlen
-from warpwave.hardware.gpu import CPU, Gpu
+from warpwave import UnsupportedProblem, attention, attention_varlen, launch
+from warpwave.compiled import operands_without_memory
+from warpwave.hardware.gpu import CPU, Gpu, current_gpu
+from warpwave.kernels import split_ahead
 from warpwave.kernels.hopper import flash_fwd
-from warpwave.problem import AttentionProblem, Causal
+from warpwave.problem import AttentionProblem, Causal, Operands
 
 H200 = Gpu.for_arch("sm_90")
 PROBLEM = AttentionProblem(
@@ -31,9 +33,11 @@ PROBLEM = AttentionProblem(
         ({}, Gpu.for_arch("sm_80"), "Hopper"),
         ({}, Gpu.for_arch("sm_100"), "Hopper"),
         ({}, CPU, "Hopper"),
-        ({"dtype": "float32"}, H200, "float16 and bfloat16"),
+        ({"dtype": "float32", "precision": "ieee"}, H200, "bf16x3 and bf16x6"),
+        ({"dtype": "float32", "error_budget": 1e-9}, H200, "relative error of 1e-09"),
+        ({"dtype": "float32", "head_dim": 264}, H200, "256 at most in float32"),
         ({"head_dim": 59}, H200, "head_dim is 59"),
-        ({"head_dim_v": 264}, H200, "head_dim_v is 264"),
+        ({"head_dim_v": 392}, H200, "head_dim_v is 392"),
         ({"mask_shape": (1, 1, 1000, 1000)}, H200, "boolean mask"),
         ({"bias_shape": (1, 1, 1000, 1000), "bias_dtype": "bfloat16"}, H200, "bias"),
         ({"requires_grad": True}, H200, "gradients"),
@@ -44,9 +48,19 @@ def test_says_why_not(change: dict[str, Any], gpu: Gpu, word: str) -> None:
 
 
 @pytest.mark.skipif(flash_fwd.NO_TRITON is not None, reason="Triton is published for Linux only")
-@pytest.mark.parametrize("head_dim", [8, 16, 40, 64, 80, 96, 112, 128, 192, 240, 256])
-def test_every_head_dim_has_a_config_that_fits(head_dim: int) -> None:
-    problem = replace(PROBLEM, head_dim=head_dim, head_dim_v=head_dim)
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("bfloat16", "default"), ("float32", "default"), ("float32", "tf32")], ids=str
+)
+@pytest.mark.parametrize(
+    "widths",
+    [*((n, n) for n in (8, 16, 40, 64, 80, 96, 112, 128, 192, 240, 256, 272, 320, 384)), (320, 384), (64, 384)],
+    ids=str,
+)
+def test_every_head_dim_has_a_config_that_fits(widths: tuple[int, int], dtype: str, precision: str) -> None:
+    problem = replace(PROBLEM, head_dim=widths[0], head_dim_v=widths[1], dtype=dtype, precision=precision)
+    if dtype == "float32" and max(widths) > 256:
+        assert flash_fwd.why_not(problem, H200) != []
+        return
     assert flash_fwd.why_not(problem, H200) == []
     for config in flash_fwd.configs(problem, H200):
         assert flash_fwd.smem_bytes(problem, H200, config) <= H200.smem_per_block_bytes // config.blocks_per_sm
@@ -64,8 +78,8 @@ def test_widths_are_sums_of_powers_of_two(head_dim: int, expected: tuple[int, ..
     "changes",
     [
         {"block_m": 96},
-        {"block_n": 32},
-        {"num_stages": 1},
+        {"block_n": 16},
+        {"num_stages": 0},
         {"blocks_per_sm": 4},
         {"block_m": 128, "blocks_per_sm": 2},
     ],
@@ -74,6 +88,70 @@ def test_widths_are_sums_of_powers_of_two(head_dim: int, expected: tuple[int, ..
 def test_configs_check_themselves(changes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"must be|needs|barriers"):
         flash_fwd.Config(**({"block_m": 64, "block_n": 64, "num_stages": 2} | changes))
+
+
+def test_a_single_stage_is_for_float32() -> None:
+    """In 16 bits K comes a tile ahead of V: with one stage each would wait for the other."""
+    operands = operands_without_memory(PROBLEM)
+    with pytest.raises(UnsupportedProblem, match="takes 2"):
+        flash_fwd.specify(PROBLEM, H200, operands, operands.q, None, flash_fwd.Config(64, 64, 1))
+    float32 = replace(PROBLEM, dtype="float32")
+    operands = operands_without_memory(float32)
+    launches: Any = flash_fwd.specify(float32, H200, operands, operands.q, None, flash_fwd.Config(64, 64, 1))
+    split, attend = launches
+    assert attend.constants["STAGES"] == 1 and attend.constants["PARTS"] == 3 == split.constants["PARTS"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "parts"), [("default", 3), ("bf16x6", 3), ("tf32x3", 3), ("bf16x3", 2), ("tf32", 2), (1e-4, 2)]
+)
+def test_float32_is_computed_in_the_parts_its_precision_means(precision: str | float, parts: int) -> None:
+    asked: Any = {"error_budget": precision} if isinstance(precision, float) else {"precision": precision}
+    problem = replace(PROBLEM, dtype="float32", **asked)
+    assert flash_fwd.why_not(problem, H200) == []
+    config = flash_fwd.configs(problem, H200)[0]
+    cost = flash_fwd.cost(problem, H200, config)
+    rows, keys = 2 * 1000 * 8, 2 * 1000 * 2
+    assert cost.workspace_bytes == 2 * parts * 128 * (rows + 2 * keys), "the parts of q, k and v"
+    assert cost.launches == 2
+
+
+def test_parts_of_a_head_lie_side_by_side() -> None:
+    """What the maps describe is what the split writes, for rows of any length."""
+    shapes = split_ahead.part_shapes(replace(PROBLEM, dtype="float32", seqlen_k=77), "bf16x6", 128, 80)
+    assert shapes == ((2, 24, 1000, 128), (2, 6, 77, 128), (2, 6, 77, 80))
+    packed = replace(PROBLEM, dtype="float32", packed=True, total_q=5, total_k=9)
+    assert split_ahead.part_shapes(packed, "bf16x3", 16, 32) == ((1, 16, 5, 16), (1, 4, 9, 16), (1, 4, 9, 32))
+
+
+@pytest.mark.parametrize("arithmetic", ["bf16x3", "bf16x6"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_parts_add_up_to_the_operands(packed: bool, arithmetic: str) -> None:
+    """In the interpreter, or on a GPU: q, k and v of any strides, in rows padded with zeros."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    gpu = current_gpu(device)
+    wide = torch.randn(2, 13, 3, 2 * 40, device=device)
+    q, k, v = wide[..., ::2], wide[:, :7, :1, :40].transpose(1, 2).contiguous().transpose(1, 2), wide[:, :7, 1:2, 3:11]
+    fields: dict[str, Any] = {"seqlen_q": 13, "seqlen_k": 7}
+    if packed:
+        q, k, v = q[0], k[0], v[0]
+        fields |= {"packed": True, "total_q": 13, "total_k": 7, "batch": 1}
+    problem = replace(
+        PROBLEM, **fields, num_heads_q=3, num_heads_kv=1, head_dim=40, head_dim_v=8, dtype="float32",
+        precision=arithmetic,
+    )  # fmt: skip
+    operands = Operands(q, k, v, None, None, None, None, None, None)
+    spec, parts = split_ahead.specify_all(problem, gpu, operands, arithmetic, 48, 16)
+    for part in parts:
+        part.fill_(torch.nan)
+    launch.bind(spec)(q, k, v, *parts)
+    for x, part in zip((q, k, v), parts, strict=True):
+        count = {"bf16x3": 2, "bf16x6": 3}[arithmetic]
+        heads = (x[None] if packed else x).transpose(1, 2)  # (batch, heads, rows, width)
+        summed = part.double().unflatten(1, (-1, count)).sum(2)
+        assert part.isfinite().all() and not summed[..., x.shape[-1] :].any(), "zero behind the operand"
+        error = (summed[..., : x.shape[-1]] - heads).abs() / heads.abs()
+        assert error.max() <= {"bf16x3": 2.0**-16, "bf16x6": 0.0}[arithmetic]
 
 
 def test_tiles_are_those_that_some_query_sees() -> None:
@@ -113,6 +191,8 @@ def test_no_tile_is_lost_among_mixed_launches() -> None:
                 lengths: Any = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 1053, "max_seqlen_k": 1053}
                 packed: Any = [x.flatten(0, 1) for x in (q, k, v)]
                 calls.append(partial(attention_varlen, packed[0], packed[1], packed[2], **lengths, **options))
+        x: Any = torch.randn(2, 777, heads, head_dim, device="cuda")
+        calls += [partial(attention, x, x, x, kernel="hopper/flash_fwd", precision=p) for p in ("bf16x6", "bf16x3")]
     expected = [call() for call in calls]
     different = torch.zeros((), dtype=torch.int64, device="cuda")
     for i in range(2000):
@@ -123,9 +203,11 @@ def test_no_tile_is_lost_among_mixed_launches() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not hopper(), reason="needs a Hopper GPU")
-def test_a_captured_launch_shares_its_counter_with_nobody() -> None:
-    """A graph replayed on one stream beside eager calls on the stream it was captured from."""
-    q = torch.randn(4, 1500, 16, 64, device="cuda", dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_captured_launch_shares_its_counter_with_nobody(dtype: torch.dtype) -> None:
+    """A graph replayed on one stream beside eager calls on the stream it was captured from; in float32 no workspace
+    either."""
+    q = torch.randn(4, 1500, 16, 64, device="cuda", dtype=dtype)
     side, other = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(side):
         expected = attention(q, q, q, causal=True, kernel="hopper/flash_fwd")

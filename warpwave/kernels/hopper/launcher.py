@@ -18,8 +18,7 @@ from warpwave.errors import UnsupportedProblem
 from warpwave.kernels.hopper.compat import TensorDescriptor, gl
 from warpwave.kernels.triton_or_stub import triton
 
-MAX_MAPS = 256  # sets of base addresses remembered for one plan; a training step meets a few
-KNOWN = ((3, 6), (3, 7), (3, 8), (3, 9))  # Triton versions whose private launcher was read
+MAX_MAPS = 256  # sets of addresses remembered for one plan; a training step meets a few
 
 
 class MapPlan(NamedTuple):
@@ -41,6 +40,17 @@ class MapPlan(NamedTuple):
         dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[tensor.dtype]
         layout = gl.NVMMASharedLayout.get_default_for(list(self.block), dtype)
         return TensorDescriptor(tensor, list(self.shape), list(self.strides), list(self.block), layout)
+
+
+def has_map(tensor: torch.Tensor) -> bool:
+    """Whether a tensor map can describe a tensor: rows of stride 1, other strides and the base 16-byte multiples."""
+    *outer, inner = tensor.stride()
+    size = tensor.element_size()
+    return (
+        (inner == 1 or tensor.shape[-1] == 1)
+        and tensor.data_ptr() % 16 == 0
+        and all(stride * size % 16 == 0 and 0 < stride * size < 2**40 for stride in outer)
+    )
 
 
 class Counters:
@@ -130,12 +140,13 @@ def bind(spec: launch.Launch, maps: Sequence[MapPlan | None], sources: Sequence[
 
     encode, start = direct
     encoders = [(plan, encode[j]) for j, (_, plan) in enumerate(present)]
-    known: dict[tuple[int, ...], list[Any]] = {}
+    known: dict[tuple[int | None, ...], tuple[Any, ...]] = {}
     rest = (*scalars, *constants.values())
     of_stream = of_device.of_stream
 
-    def flattened(addresses: tuple[int, ...]) -> list[Any]:
-        """The maps at these addresses as the launcher takes them: map, shape, strides; None where there is no map."""
+    def flattened(addresses: tuple[Any, ...]) -> tuple[Any, ...]:
+        """All arguments at these addresses as the launcher takes them: of a map itself, its shape and strides, None
+        where there is none; then the pointers, the counter, and what never changes."""
         arguments: list[Any] = []
         remaining = iter(encoders)
         for plan in maps:
@@ -146,8 +157,8 @@ def bind(spec: launch.Launch, maps: Sequence[MapPlan | None], sources: Sequence[
                 arguments += (encode_map(addresses[plan.source], plan), *plan.shape, *plan.strides)
         if len(known) >= MAX_MAPS:
             known.clear()
-        known[addresses] = arguments
-        return arguments
+        found = known[addresses] = (*arguments, *addresses[5:], addresses[4], *rest)
+        return found
 
     def fast(sources: Sequence[torch.Tensor], pointers: Sequence[torch.Tensor | None]) -> None:
         if current_device() != index or enter_hook.calls:
@@ -158,22 +169,18 @@ def bind(spec: launch.Launch, maps: Sequence[MapPlan | None], sources: Sequence[
         if counter is None or capturing():
             counter = of_device.get(stream)
         q, k, v, out = sources
-        addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr())
-        described = known.get(addresses)
-        if described is None:
-            described = flattened(addresses)
         others = [None if t is None else t.data_ptr() for t in pointers]
-        start(grid, stream, [*described, *others, counter.data_ptr(), *rest])
+        addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), counter.data_ptr(), *others)
+        start(grid, stream, known.get(addresses) or flattened(addresses))
 
     return fast
 
 
-def _direct(compiled: Any, run: Any) -> tuple[list[Callable[[int, MapPlan], Any]], Callable[..., None]] | None:
+def _direct(compiled: Any, run: Any) -> tuple[list[Callable[[int, MapPlan], Any]], launch.Start] | None:
     """How to encode each map, and how to start the kernel with flattened arguments; None where this Triton hides it."""
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     inner = getattr(run, "launch", None)
     metas = getattr(compiled.metadata, "tensordesc_meta", None)
-    if version not in KNOWN or inner is None or not metas or any(meta is None for meta in metas):
+    if not launch.only_passes_on(run) or inner is None or not metas or None in metas:
         return None
     closure = {
         name: cell.cell_contents
@@ -186,7 +193,7 @@ def _direct(compiled: Any, run: Any) -> tuple[list[Callable[[int, MapPlan], Any]
     launcher = closure.get("launcher")
     utils = triton.runtime.driver.active.utils
     fill = getattr(utils, "fill_tma_descriptor_tiled", None) or getattr(utils, "fill_tma_descriptor", None)
-    if launcher is None or fill is None or run.global_scratch_size or run.profile_scratch_size:
+    if launcher is None or fill is None:
         return None
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
@@ -195,20 +202,4 @@ def _direct(compiled: Any, run: Any) -> tuple[list[Callable[[int, MapPlan], Any]
         dtype = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
         return lambda address, plan: fill(address, swizzle, size, dtype, block, plan.shape, plan.strides, 0)
 
-    function, packed = compiled.function, compiled.packed_metadata
-    cooperative, pdl = run.launch_cooperative_grid, run.launch_pdl
-    if version == (3, 6):
-
-        def start(grid: int, stream: int, arguments: list[Any]) -> None:
-            launcher(grid, 1, 1, stream, function, cooperative, pdl, None, None, packed, None, None, None, *arguments)
-
-    else:
-        annotations, signature = run.arg_annotations, run.kernel_signature
-
-        def start(grid: int, stream: int, arguments: list[Any]) -> None:
-            launcher(
-                grid, 1, 1, stream, function, cooperative, pdl, packed, None, None, None, None, None, annotations,
-                signature, arguments,
-            )  # fmt: skip
-
-    return [encoder(meta) for meta in metas], start
+    return [encoder(meta) for meta in metas], launch.starter(run, launcher, compiled.function, compiled.packed_metadata)

@@ -19,6 +19,7 @@ from warpwave.kernels.hopper.compat import (
     mbarrier,
     tma_load,
     warpgroup_mma,
+    warpgroup_mma_wait,
 )
 
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -37,14 +38,16 @@ class Ring:
     empty: gl.shared_memory_descriptor
     stages: gl.constexpr
     named: gl.constexpr  # the first of `stages` named barriers that stand for `empty`, or 0
+    parts: gl.constexpr  # of a float32 tile, one behind another in its stage; 1 for 16-bit types
 
     @constexpr_function
-    def __init__(self, pieces, full, empty, stages, named):
+    def __init__(self, pieces, full, empty, stages, named, parts):
         self.pieces = pieces
         self.full = full
         self.empty = empty
         self.stages = gl.constexpr(stages)
         self.named = gl.constexpr(named)
+        self.parts = gl.constexpr(parts)
 
 
 @jit
@@ -58,17 +61,18 @@ def ring_init(ring, CONSUMERS: gl.constexpr):
 
 @jit
 def load_tile(ring, maps, n, batch, head, row):
-    """Tile n of the ring by TMA, as soon as its stage is free. What lies outside the tensor comes as zeros."""
+    """Tile n of the ring by TMA, as soon as its stage is free. What lies outside the tensor comes as zeros. Parts are
+    heads of the tensor, those of one head side by side."""
     stage = n % ring.stages
     if ring.named == 0:
         mbarrier.wait(ring.empty.index(stage), ((n // ring.stages) & 1) ^ 1)
     elif n >= ring.stages:
         take_back(ring, n)
-    mbarrier.expect(ring.full.index(stage), tile_bytes(maps))
-    for i in gl.static_range(len(maps)):
-        tma_load(
-            maps[i], [batch, head, row, first_column(maps, i)], ring.full.index(stage), ring.pieces[i].index(stage)
-        )
+    mbarrier.expect(ring.full.index(stage), tile_bytes(maps) * ring.parts)
+    for part in gl.static_range(ring.parts):
+        for i in gl.static_range(len(maps)):
+            place = [batch, head * ring.parts + part, row, first_column(maps, i)]
+            tma_load(maps[i], place, ring.full.index(stage), ring.pieces[i].index(stage * ring.parts + part))
 
 
 @jit
@@ -122,6 +126,18 @@ def first_column(maps, i):
 # Products -------------------------------------------------------------------------------------------------------------
 
 
+@constexpr_function
+def accumulator_layout(width):
+    """How wgmma lays 64 rows of `width` float32 over a warpgroup."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, int(width), 16])
+
+
+@jit
+def like(per_row, x):
+    """[64] as a column beside the accumulator x."""
+    return gl.convert_layout(per_row, gl.SliceLayout(1, x.type.layout))[:, None]
+
+
 @jit
 def matrix(piece):
     """[1, 1, rows, width] as TMA fills it, as the matrix it is."""
@@ -147,6 +163,24 @@ def values_async(p, v_ring, n, acc):
     for i in gl.static_range(len(v_ring.pieces)):
         out = out + (warpgroup_mma(p, matrix(v_ring.pieces[i].index(stage)), acc[i], is_async=True),)
     return out
+
+
+@jit
+def wait_for(pending):
+    """The finished accumulators of all products under way."""
+    if len(pending) == 1:
+        acc = (warpgroup_mma_wait(0, deps=[pending[0]]),)
+    elif len(pending) == 2:
+        acc = warpgroup_mma_wait(0, deps=[pending[0], pending[1]])
+    else:
+        acc = warpgroup_mma_wait(0, deps=[pending[0], pending[1], pending[2]])
+    return acc
+
+
+@jit
+def zero_accumulator(WIDTH: gl.constexpr):
+    """[64, WIDTH] of zeros."""
+    return gl.zeros([ROWS, WIDTH], gl.float32, accumulator_layout(WIDTH))
 
 
 # Inline PTX -----------------------------------------------------------------------------------------------------------

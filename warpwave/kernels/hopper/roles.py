@@ -8,7 +8,6 @@ cores multiply the probabilities of the tile before by its values.
 
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.compat import (
-    constexpr_function,
     gl,
     jit,
     mbarrier,
@@ -20,19 +19,24 @@ from warpwave.kernels.hopper.parts import (
     LN_2,
     LOG2_E,
     ROWS,
+    accumulator_layout,
     drain,
     exp2,
     first_column,
     hand_back,
+    like,
     load_tile,
     matrix,
     rescale,
     scores_async,
     tile_bytes,
     values_async,
+    wait_for,
     wait_full,
+    zero_accumulator,
 )
 from warpwave.kernels.hopper.rows import store_out, zero_values
+from warpwave.kernels.hopper.serial import serial_tiles, too_wide_to_overlap
 from warpwave.kernels.hopper.softmax import (
     in_bits,
     new_maximum,
@@ -40,6 +44,7 @@ from warpwave.kernels.hopper.softmax import (
     probabilities,
     rounding_of_the_largest,
 )
+from warpwave.kernels.hopper.split_float32 import split_tiles, store_float32
 from warpwave.kernels.hopper.visible import Place, keys_of_sequence, place_of_group, tiles_of_block
 
 # The producer ---------------------------------------------------------------------------------------------------------
@@ -47,7 +52,7 @@ from warpwave.kernels.hopper.visible import Place, keys_of_sequence, place_of_gr
 
 @jit
 def producer(q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, box, schedule, rules):
-    """Draws tiles of queries and loads what they need, K one tile ahead of V."""
+    """Draws tiles of queries and loads what they need, K one tile ahead of V where two tiles overlap."""
     n = 0  # tiles of K and V loaded so far
     messages = 0
     t = gl.program_id(0)
@@ -65,15 +70,20 @@ def producer(q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, b
             key = work.k_begin + keys.begin
             for g in gl.static_range(rules.GROUPS):
                 mbarrier.wait(q_empty.index(g), (messages & 1) ^ 1)
-                mbarrier.expect(q_full.index(g), tile_bytes(q_maps))
-                for i in gl.static_range(len(q_maps)):
-                    place = [batch, work.head, row + g * ROWS, first_column(q_maps, i)]
-                    tma_load(q_maps[i], place, q_full.index(g), q_tiles[i].index(g))
+                mbarrier.expect(q_full.index(g), tile_bytes(q_maps) * rules.PARTS)
+                for part in gl.static_range(rules.PARTS):
+                    for i in gl.static_range(len(q_maps)):
+                        place = [batch, work.head * rules.PARTS + part, row + g * ROWS, first_column(q_maps, i)]
+                        tma_load(q_maps[i], place, q_full.index(g), q_tiles[i].index(g * rules.PARTS + part))
                 if g == 0:
                     load_tile(k_ring, k_maps, n, batch, kv_head, key + (end - 1) * rules.BLOCK_N)
             for j in range(1, end - begin):
-                load_tile(k_ring, k_maps, n + 1, batch, kv_head, key + (end - 1 - j) * rules.BLOCK_N)
-                load_tile(v_ring, v_maps, n, batch, kv_head, key + (end - j) * rules.BLOCK_N)
+                if rules.PARTS == 1:
+                    load_tile(k_ring, k_maps, n + 1, batch, kv_head, key + (end - 1 - j) * rules.BLOCK_N)
+                    load_tile(v_ring, v_maps, n, batch, kv_head, key + (end - j) * rules.BLOCK_N)
+                else:  # in the order in which they are used: a ring may have a single stage
+                    load_tile(v_ring, v_maps, n, batch, kv_head, key + (end - j) * rules.BLOCK_N)
+                    load_tile(k_ring, k_maps, n + 1, batch, kv_head, key + (end - 1 - j) * rules.BLOCK_N)
                 n += 1
             load_tile(v_ring, v_maps, n, batch, kv_head, key + begin * rules.BLOCK_N)
             n += 1
@@ -185,27 +195,54 @@ def operand(p, v_ring):
 
 
 @jit
-def like(per_row, x):
-    """[64] as a column beside the accumulator x."""
-    return gl.convert_layout(per_row, gl.SliceLayout(1, x.type.layout))[:, None]
-
-
-@jit
-def zero_accumulator(WIDTH: gl.constexpr):
-    """[64, WIDTH] of zeros."""
-    return gl.zeros([ROWS, WIDTH], gl.float32, accumulator_layout(WIDTH))
-
-
-@jit
-def wait_for(pending):
-    """The finished accumulators of all products under way."""
-    if len(pending) == 1:
-        acc = (warpgroup_mma_wait(0, deps=[pending[0]]),)
-    elif len(pending) == 2:
-        acc = warpgroup_mma_wait(0, deps=[pending[0], pending[1]])
-    else:
-        acc = warpgroup_mma_wait(0, deps=[pending[0], pending[1], pending[2]])
-    return acc
+def overlapped_tiles(
+    q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, rules
+):  # fmt: skip
+    """All key tiles of 64 queries, [begin, end), the last first: of those that every query sees two at a time are
+    worked on. Returns the softmax's state and the number of the next tile of the rings."""
+    # Tiles at the diagonal and the ragged end. Of the last, the product with V is left under way.
+    m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, accumulator_layout(rules.BLOCK_N)))
+    m_top = m_i
+    l_i = partial_sums(zero_accumulator(rules.BLOCK_N), rules.BLOCK_N)
+    acc = ()
+    for i in gl.static_range(len(v_ring.pieces)):
+        acc = acc + (zero_accumulator(v_ring.pieces[i].shape[-1]),)
+    tile = end - 1
+    if rules.HAS_HIGH:
+        while tile > whole_end:
+            m_i, m_top, l_i, acc = edge_step(q, k_ring, v_ring, n, m_i, m_top, l_i, acc, tile, place, keys, rules)
+            n += 1
+            tile -= 1
+    x = edge_scores(q, k_ring, n, tile, place, keys, rules)
+    shift, alpha, m_i, m_top = new_maximum(x, 1.0, m_i, m_top, True)
+    p32, l_i = probabilities(x, 1.0, shift, alpha, l_i, rules.BLOCK_N)
+    if rules.HAS_HIGH:
+        acc = rescaled(acc, alpha)
+    p = operand(p32, v_ring)
+    wait_values(v_ring, n, tile, keys, rules)
+    # Tiles that every query sees.
+    for i in range(whole_end - whole_begin):
+        p, m_i, m_top, l_i, acc = step(
+            q, k_ring, v_ring, n, p, m_i, m_top, l_i, acc, whole_end - 1 - i, place, keys, rules
+        )
+        n += 1
+    if rules.OWN_OUT and not rules.HAS_LOW:  # Q is done with: the next block's loads under the last product
+        mbarrier.arrive(q_empty.index(GROUP), count=1)
+    pending = values_async(p, v_ring, n, acc)
+    acc = wait_for(pending)
+    tma.store_wait(0)  # the buffer for out is free again; the hand-back's barrier tells it to the other warps
+    hand_back(v_ring, n)
+    n += 1
+    # Tiles at the left edge of a window.
+    if rules.HAS_LOW:
+        for i in range(whole_begin - begin):
+            m_i, m_top, l_i, acc = edge_step(
+                q, k_ring, v_ring, n, m_i, m_top, l_i, acc, whole_begin - 1 - i, place, keys, rules
+            )
+            n += 1
+        if rules.OWN_OUT:
+            mbarrier.arrive(q_empty.index(GROUP), count=1)
+    return n, m_i, m_top, l_i, acc
 
 
 @jit
@@ -234,54 +271,30 @@ def consumer(
         for i in gl.static_range(len(q_tiles)):
             q = q + (matrix(q_tiles[i].index(GROUP)),)
 
-        # Tiles at the diagonal and the ragged end. Of the last, the product with V is left under way.
-        m_i = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-        m_top = m_i
-        l_i = partial_sums(zero_accumulator(BLOCK_N), BLOCK_N)
-        acc = ()
-        for i in gl.static_range(len(v_ring.pieces)):
-            acc = acc + (zero_accumulator(v_ring.pieces[i].shape[-1]),)
-        tile = end - 1
-        if rules.HAS_HIGH:
-            while tile > whole_end:
-                m_i, m_top, l_i, acc = edge_step(q, k_ring, v_ring, n, m_i, m_top, l_i, acc, tile, place, keys, rules)
-                n += 1
-                tile -= 1
-        x = edge_scores(q, k_ring, n, tile, place, keys, rules)
-        shift, alpha, m_i, m_top = new_maximum(x, 1.0, m_i, m_top, True)
-        p32, l_i = probabilities(x, 1.0, shift, alpha, l_i, BLOCK_N)
-        if rules.HAS_HIGH:
-            acc = rescaled(acc, alpha)
-        p = operand(p32, v_ring)
-        wait_values(v_ring, n, tile, keys, rules)
-        # Tiles that every query sees.
-        for i in range(whole_end - whole_begin):
-            p, m_i, m_top, l_i, acc = step(
-                q, k_ring, v_ring, n, p, m_i, m_top, l_i, acc, whole_end - 1 - i, place, keys, rules
+        if rules.PARTS > 1:
+            n, m_i, m_top, l_i, acc = split_tiles(
+                q_tiles, GROUP, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, rules
             )
-            n += 1
-        if rules.OWN_OUT and not rules.HAS_LOW:  # Q is done with: the next block's loads under the last product
             mbarrier.arrive(q_empty.index(GROUP), count=1)
-        pending = values_async(p, v_ring, n, acc)
-        acc = wait_for(pending)
-        tma.store_wait(0)  # the buffer for out is free again; the hand-back's barrier tells it to the other warps
-        hand_back(v_ring, n)
-        n += 1
-        # Tiles at the left edge of a window.
-        if rules.HAS_LOW:
-            for i in range(whole_begin - begin):
-                m_i, m_top, l_i, acc = edge_step(
-                    q, k_ring, v_ring, n, m_i, m_top, l_i, acc, whole_begin - 1 - i, place, keys, rules
-                )
-                n += 1
+        elif too_wide_to_overlap(v_ring.pieces):
+            n, m_i, m_top, l_i, acc = serial_tiles(
+                q_tiles, GROUP, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, rules
+            )
             if rules.OWN_OUT:
+                tma.store_wait(0)  # the buffer for out is free again; the barrier before the arrival tells all warps
                 mbarrier.arrive(q_empty.index(GROUP), count=1)
+        else:
+            n, m_i, m_top, l_i, acc = overlapped_tiles(
+                q, q_empty, GROUP, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, rules
+            )
         n = skip(k_ring, v_ring, n, begin - block_begin)
 
         work = scheduler.read(box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
         row_first = (work.tile * rules.GROUPS + GROUP) * ROWS
         l_row = gl.convert_layout(gl.sum(l_i, axis=1), row_layout)
-        l_out = l_row + rounding_of_the_largest(m_i, m_top, v_ring.pieces[0].dtype)
+        l_out = l_row
+        if rules.PARTS == 1:
+            l_out = l_row + rounding_of_the_largest(m_i, m_top, v_ring.pieces[0].dtype)
         factor = gl.full([ROWS], 1.0, gl.float32, row_layout)
         if rules.HAS_SINKS:
             # One more key, whose value is zero. It comes last: as the first maximum it would push the probabilities of
@@ -309,7 +322,9 @@ def consumer(
             if not rules.IS_VARLEN:
                 first += work.batch.to(gl.int64) * stride_lb
             gl.store(lse_ptr + first + rows, lse, mask=rows < work.seqlen_q)
-        if row_first < work.seqlen_q:
+        if rules.PARTS > 1:
+            store_float32(out, v_ring, out_ptr, work, row_first, num_heads, rules)
+        elif row_first < work.seqlen_q:
             store_out(out, out_maps, out_tiles, out_ptr, work, row_first, num_heads, GROUP, rules)
         if not rules.OWN_OUT:
             tma.store_wait(0)
@@ -319,9 +334,3 @@ def consumer(
         scheduler.wait_posted(box, messages)
         work = scheduler.read(box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
     tma.store_wait(0)
-
-
-@constexpr_function
-def accumulator_layout(width):
-    """How wgmma lays 64 rows of `width` float32 over a warpgroup."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, int(width), 16])

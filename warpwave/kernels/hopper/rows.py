@@ -15,10 +15,11 @@ def zero_values(v_ring, n, rows_used, BLOCK_N: gl.constexpr):
     """Zeroes the rows of a V tile behind its sequence: a tensor map stops at the end of the packed tensor only, and
     a probability of 0 times another sequence's NaN is NaN. Each consumer does it for itself; they write the same."""
     for i in gl.static_range(len(v_ring.pieces)):
-        v = matrix(v_ring.pieces[i].index(n % v_ring.stages))
-        for first in gl.static_range(0, BLOCK_N, 16):  # few rows at a time, for the sake of registers
-            if first + 16 > rows_used:
-                zero_rows(v.slice(first, 16, dim=0), rows_used - first)
+        for part in gl.static_range(v_ring.parts):
+            v = matrix(v_ring.pieces[i].index(n % v_ring.stages * v_ring.parts + part))
+            for first in gl.static_range(0, BLOCK_N, 16):  # few rows at a time, for the sake of registers
+                if first + 16 > rows_used:
+                    zero_rows(v.slice(first, 16, dim=0), rows_used - first)
     fence_async_shared()
 
 

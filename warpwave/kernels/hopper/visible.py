@@ -26,6 +26,8 @@ class Rules:
     WRITE_LSE: gl.constexpr
     OWN_OUT: gl.constexpr
     VALUES_FIRST: gl.constexpr
+    PARTS: gl.constexpr  # bfloat16 parts of a float32 operand; 1 for 16-bit types
+    HEAD_DIM_V: gl.constexpr  # where PARTS is more than 1
 
     @constexpr_function
     def __init__(
@@ -46,6 +48,8 @@ class Rules:
         WRITE_LSE,
         OWN_OUT,
         VALUES_FIRST,
+        PARTS,
+        HEAD_DIM_V,
     ):
         self.scale = scale
         self.softcap_log2 = softcap_log2
@@ -63,6 +67,8 @@ class Rules:
         self.WRITE_LSE = gl.constexpr(WRITE_LSE)
         self.OWN_OUT = gl.constexpr(OWN_OUT)
         self.VALUES_FIRST = gl.constexpr(VALUES_FIRST)
+        self.PARTS = gl.constexpr(PARTS)
+        self.HEAD_DIM_V = gl.constexpr(HEAD_DIM_V)
 
 
 @aggregate

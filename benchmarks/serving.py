@@ -1,0 +1,126 @@
+"""What serving costs and saves beside the attention itself: batch invariance, shared prefixes, host time.
+
+    PYTHONPATH=. python benchmarks/serving.py [--device cuda] [--rounds 7]
+
+Device times are taken in CUDA graphs, all variants of a line interleaved, and ratios within each round; host times are
+those of an eager call. 32 query and 8 kv heads of 128 in bfloat16, one query a sequence, pages of 16 and 64. Every
+variant's result is held against the plain call's before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from warpwave import CacheLayer, attention_with_kv_cache
+from warpwave.bench.inputs import make_operands
+from warpwave.bench.timing import Samples, host_time_interleaved, paired_ratio, time_interleaved
+from warpwave.bench.workloads import default_scale
+from warpwave.problem import AttentionProblem
+
+CLOSE = 5e-3  # relative difference of two bfloat16 results summed in another order, as Euclidean norms
+SHAPES: tuple[tuple[int, int], ...] = ((1, 1024), (1, 8192), (16, 4096), (64, 8192))
+PREFIX = (64, 4352, 4096)  # requests, their tokens, those they share
+
+Call = Callable[[], torch.Tensor]
+
+
+def decode(batch: int, seqlen_k: int, page_size: int) -> AttentionProblem:
+    """One query of each of `batch` sequences of `seqlen_k` tokens."""
+    return AttentionProblem(
+        batch=batch, seqlen_q=1, seqlen_k=seqlen_k, num_heads_q=32, num_heads_kv=8, head_dim=128, head_dim_v=128,
+        dtype="bfloat16", softmax_scale=default_scale(128), page_size=page_size,
+    )  # fmt: skip
+
+
+def on_cache(operands: Any, **options: Any) -> Call:
+    """The public call on operands as `make_operands` lays them out."""
+    layer = CacheLayer(operands.k, operands.v, operands.page_table, operands.seqused_k)
+    return lambda: attention_with_kv_cache(operands.q, layer, **options)
+
+
+def agree(calls: dict[str, Call]) -> None:
+    """Raises SystemExit naming the first call whose result is not that of the first one."""
+    plain, *others = calls
+    expected = calls[plain]().float()
+    for name in others:
+        difference = ((calls[name]().float() - expected).norm() / expected.norm()).item()
+        if not difference <= CLOSE:
+            raise SystemExit(f"{name} differs from {plain} by {difference:.2e}, more than {CLOSE}: not timed")
+
+
+def device_times(calls: dict[str, Call], device: torch.device, rounds: int) -> dict[str, Samples]:
+    """Interleaved, in a CUDA graph where there is one."""
+    agree(calls)
+    mode = "graph" if device.type == "cuda" else "auto"
+    return time_interleaved(calls, device=device, rounds=rounds, mode=mode, warmup_s=0.02, sample_s=0.01)
+
+
+def versus(name: str, times: dict[str, Samples]) -> str:
+    """One line: the first time, the second, and by how much they differ, round by round."""
+    (plain, a), (other, b) = times.items()
+    ratio = paired_ratio(b, a)
+    return (
+        f"{name:<44} {plain} {a.median_us:9.2f} us   {other} {b.median_us:9.2f} us   {100 * (ratio.median - 1):+6.1f} %"
+    )
+
+
+def invariance(batch: int, seqlen_k: int, device: torch.device, rounds: int) -> str:
+    """What the same bits alone and among others cost."""
+    operands = make_operands(decode(batch, seqlen_k, 16), device)
+    calls = {"free": on_cache(operands), "batch-invariant": on_cache(operands, batch_invariant=True)}
+    return versus(f"batch invariance, {batch} x {seqlen_k}", device_times(calls, device, rounds))
+
+
+def prefix(batch: int, seqlen_k: int, shared: int, device: torch.device, rounds: int) -> str:
+    """What reading a shared prefix once saves."""
+    operands = make_operands(decode(batch, seqlen_k, 64), device)
+    operands.page_table[:, : shared // 64] = operands.page_table[:1, : shared // 64]
+    calls = {"each": on_cache(operands), "once": on_cache(operands, shared_prefix=shared)}
+    return versus(f"{batch} requests share {shared} of {seqlen_k} tokens", device_times(calls, device, rounds))
+
+
+def host(batch: int, seqlen_k: int, device: torch.device, rounds: int) -> str:
+    """Host time of an eager call on a cache, of one that writes its new token too, and of SDPA without a cache."""
+    problem = decode(batch, seqlen_k, 16)
+    operands = make_operands(problem, device)
+    k_new, v_new = (torch.zeros(batch, 1, 8, 128, dtype=torch.bfloat16, device=device) for _ in range(2))
+    q, k, v = (
+        torch.zeros(batch, heads, n, 128, dtype=torch.bfloat16, device=device)
+        for heads, n in ((32, 1), (8, seqlen_k), (8, seqlen_k))
+    )
+    calls = {
+        "SDPA": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+        "on a cache": on_cache(operands),
+        "and writing to it": on_cache(operands, k_new=k_new, v_new=v_new),
+    }
+    times = host_time_interleaved(calls, device=device, rounds=rounds)
+    return f"host time, {batch} x {seqlen_k}: " + "   ".join(f"{n} {s.median_us:.1f} us" for n, s in times.items())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--small", action="store_true", help="short caches, to see that everything runs")
+    chosen = parser.parse_args(arguments)
+    if chosen.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    device, shared = torch.device(chosen.device), PREFIX
+    shapes = SHAPES
+    if chosen.small:
+        shapes, shared = ((2, 64),), (2, 192, 128)
+    with torch.no_grad():
+        for batch, seqlen_k in shapes:
+            print(invariance(batch, seqlen_k, device, chosen.rounds), flush=True)
+        print(prefix(*shared, device, chosen.rounds), flush=True)
+        for batch, seqlen_k in shapes[:1]:
+            print(host(batch, seqlen_k, device, chosen.rounds), flush=True)
+
+
+if __name__ == "__main__":
+    main()

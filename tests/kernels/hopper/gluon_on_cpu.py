@@ -1,0 +1,330 @@
+"""Runs a warp-specialised Gluon kernel's own source on the CPU, in torch: a thread for each role, barriers that block.
+
+Triton's interpreter knows no Gluon. This knows as much of it as the kernels of `warpwave.kernels.hopper` say, so that
+their arithmetic, their masks and above all their protocol (which chunk lies where, who waits for whom) can be tested
+without a GPU. A product is finished when it is asked for, so what it cannot show is a read that comes too early, or a
+wait for wgmma that is missing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PATIENCE_S = 20.0  # a role that waits longer waits for ever
+
+
+class Value(Tensor):
+    """A register tensor."""
+
+    type = types.SimpleNamespace(layout=None)  # type: ignore[assignment]
+
+
+class Failed(Exception):
+    """Another role failed, so this one waits for nothing."""
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all arrivals have come and all bytes that were expected."""
+
+    failed = threading.Event()
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.count = self.pending = self.bytes = self.phase = 0
+
+    def init(self, count: int) -> None:
+        assert self.count == 0, "initialised twice"
+        self.count = self.pending = count
+
+    def arrive(self, count: int = 1, expected: int = 0, came: int = 0) -> None:
+        with self.changed:
+            assert self.count > 0, "never initialised"
+            self.bytes += expected - came
+            self.pending -= count
+            assert self.pending >= 0, "more arrivals than a phase has"
+            if self.pending == 0 and self.bytes == 0:
+                self.phase, self.pending = self.phase + 1, self.count
+            self.changed.notify_all()
+
+    def wait(self, parity: int) -> None:
+        with self.changed:
+            # The phase of that parity has ended: the one under way has the other.
+            for _ in range(int(PATIENCE_S / 0.2)):
+                if self.changed.wait_for(lambda: self.phase & 1 != parity & 1, 0.2):
+                    return
+                if self.failed.is_set():
+                    raise Failed
+            raise AssertionError("deadlock")
+
+
+class Memory:
+    """Shared memory, or a view of it."""
+
+    def __init__(self, values: Any, dtype: Any = None) -> None:
+        self.values, self.dtype = values, dtype
+
+    def _map(self, view: Callable[[Any], Any]) -> Memory:
+        return Memory(view(self.values), self.dtype)
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.values.shape)
+
+    def index(self, i: Any) -> Memory:
+        return self._map(lambda x: x[int(i)])
+
+    def reshape(self, shape: list[int]) -> Memory:
+        return self._map(lambda x: x.view(shape))
+
+    def permute(self, order: Sequence[int]) -> Memory:
+        return self._map(lambda x: x.permute(*order))
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Memory:
+        return self._map(lambda x: x.narrow(dim, int(start), int(length)))
+
+    def load(self, layout: Any = None) -> Tensor:
+        return self.values.clone().as_subclass(Value)
+
+    def store(self, value: Tensor) -> None:
+        self.values.copy_(value)
+
+
+class Map:
+    """A tensor map: what lies outside the tensor is read as zeros, and not written."""
+
+    def __init__(self, tensor: Tensor, block: list[int]) -> None:
+        self.tensor, self.dtype, self.layout = tensor, tensor.dtype, None
+        self.block_type = types.SimpleNamespace(shape=block, nbytes=torch.Size(block).numel() * tensor.element_size())
+
+    def read(self, place: Sequence[Any]) -> Tensor:
+        block = torch.zeros(self.block_type.shape, dtype=self.dtype)
+        source, target = [], []
+        for at, extent, size in zip(map(int, place), self.block_type.shape, self.tensor.shape, strict=True):
+            begin, end = max(at, 0), min(at + extent, size)
+            if begin >= end:
+                return block
+            source.append(slice(begin, end))
+            target.append(slice(begin - at, end - at))
+        block[tuple(target)] = self.tensor[tuple(source)]
+        return block
+
+    def write(self, place: Sequence[Any], block: Tensor) -> None:
+        target, source = [], []
+        for at, extent, size in zip(map(int, place), self.block_type.shape, self.tensor.shape, strict=True):
+            begin, end = max(at, 0), min(at + extent, size)
+            if begin >= end:
+                return
+            target.append(slice(begin, end))
+            source.append(slice(begin - at, end - at))
+        self.tensor[tuple(target)] = block[tuple(source)]
+
+
+class Pointer:
+    """A pointer into a flat tensor, with offsets."""
+
+    def __init__(self, memory: Tensor, offsets: Any = 0) -> None:
+        self.memory, self.offsets = memory, offsets
+        self.dtype = types.SimpleNamespace(element_ty=memory.dtype)
+
+    def __add__(self, more: Any) -> Pointer:
+        return Pointer(self.memory, self.offsets + more)
+
+
+class Language(types.SimpleNamespace):
+    """What stands for `gl` in one block."""
+
+    def __init__(self, program: int, programs: int) -> None:
+        super().__init__()
+        self.float32, self.int32, self.int64 = torch.float32, torch.int32, torch.int64
+        self.program_id, self.num_programs = lambda axis: program, lambda axis: programs
+        self.constexpr = lambda x: x
+        self.static_range = range
+        self.to_tensor = torch.tensor
+        self.SliceLayout = self.BlockedLayout = self.DotOperandLayout = lambda *a, **k: None
+        self.NVMMADistributedLayout = lambda *a, **k: None
+        self.full = lambda shape, value, dtype, layout=None: torch.full(shape, value, dtype=dtype).as_subclass(Value)
+        self.zeros = lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype).as_subclass(Value)
+        self.zeros_like = torch.zeros_like
+        self.arange = lambda begin, end, layout=None: torch.arange(begin, end).as_subclass(Value)
+        self.convert_layout = lambda x, layout, assert_trivial=False: x
+        self.where = lambda c, a, b: torch.where(*torch.broadcast_tensors(*map(torch.as_tensor, (c, a, b))))
+        self.maximum = lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
+        self.minimum = lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
+        self.cdiv = lambda a, b: -(-a // b)
+        self.abs, self.log2 = torch.abs, torch.log2
+        self.max = lambda x, axis: x.amax(axis)
+        self.sum = lambda x, axis: x.sum(axis)
+        self.reshape = lambda x, shape: x.reshape(shape)
+
+    def load(self, pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
+        offsets = torch.as_tensor(pointer.offsets)
+        mask = torch.ones_like(offsets, dtype=torch.bool) if mask is None else torch.broadcast_to(mask, offsets.shape)
+        return torch.where(mask, pointer.memory[torch.where(mask, offsets, 0)], other)
+
+    def store(self, pointer: Pointer, value: Tensor, mask: Tensor) -> None:
+        mask = torch.broadcast_to(mask, value.shape)
+        pointer.memory[pointer.offsets[mask]] = value[mask]
+
+    def atomic_add(self, pointer: Pointer, value: int, sem: str) -> int:
+        before = int(pointer.memory[pointer.offsets])
+        pointer.memory[pointer.offsets] += value
+        return before
+
+    def atomic_xchg(self, pointer: Pointer, value: int, sem: str) -> None:
+        pointer.memory[pointer.offsets] = value
+
+
+class Block:
+    """What one block has of its own: its number, shared memory and barriers."""
+
+    def __init__(self, program: int, programs: int) -> None:
+        self.language = Language(program, programs)
+
+    def tile(self, shape: list[int], dtype: torch.dtype) -> Memory:
+        """Shared memory; starts as NaN, or as 99."""
+        return Memory(torch.full(shape, torch.nan if dtype.is_floating_point else 99, dtype=dtype), dtype)
+
+    def barriers(self, count: int, arrivals: int) -> Barriers:
+        """`count` barriers of `arrivals` each."""
+        made = Barriers([Barrier() for _ in range(count)])
+        for barrier in made.barriers:
+            barrier.init(arrivals)
+        return made
+
+
+class Barriers:
+    """What `allocate_shared_memory` gives for barriers."""
+
+    def __init__(self, barriers: list[Barrier]) -> None:
+        self.barriers = barriers
+
+    def index(self, i: Any) -> tuple[Barriers, int]:
+        return self, int(i)
+
+
+def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The device functions of modules as plain functions for one block, by module and name; `own` stands in for more of
+    their names."""
+
+    def init(barrier: Any, count: int) -> None:
+        barrier[0].barriers[barrier[1]].init(count)
+
+    def arrive(barrier: Any, *, count: int = 1, pred: bool = True) -> None:
+        barrier[0].barriers[barrier[1]].arrive(count)
+
+    def expect(barrier: Any, nbytes: int, pred: bool = True) -> None:
+        barrier[0].barriers[barrier[1]].arrive(1, expected=nbytes)
+
+    def wait(barrier: Any, parity: Any) -> None:
+        barrier[0].barriers[barrier[1]].wait(int(parity))
+
+    def tma_load(source: Map, place: Any, barrier: Any, target: Memory) -> None:
+        target.values.copy_(source.read(place))
+        barrier[0].barriers[barrier[1]].arrive(0, came=source.block_type.nbytes)
+
+    def wait_full(ring: Any, n: Any) -> None:
+        # A parity tells a phase from the next, not from the one after: who waits for the k-th use of a stage while the
+        # one before has not come passes at once. So stages that several readers share are a race.
+        barriers = ring.full.barriers
+        barrier, use = barriers[int(n) % len(barriers)], int(n) // len(barriers)
+        assert barrier.phase >= use, "a reader waits for a chunk whose stage still waits for the one before"
+        barrier.wait(use)
+
+    def product(a: Any, b: Memory, acc: Tensor, use_acc: Any = True, is_async: bool = False) -> Tensor:
+        left = a.values if isinstance(a, Memory) else a
+        return (left.float() @ b.values.float() + (acc if use_acc else 0)).as_subclass(Value)
+
+    def wait_product(outstanding: int, deps: Sequence[Tensor]) -> Any:
+        return deps[0] if len(deps) == 1 else tuple(deps)
+
+    stand_ins = {
+        "gl": block.language,
+        "mbarrier": types.SimpleNamespace(init=init, arrive=arrive, expect=expect, wait=wait),
+        "tma_load": tma_load,
+        "wait_full": wait_full,
+        "tma_store": lambda target, place, source: target.write(place, source.values),
+        "tma": types.SimpleNamespace(store_wait=lambda pending: None),
+        "warpgroup_mma": product,
+        "warpgroup_mma_wait": wait_product,
+        "fence_async_shared": lambda: None,
+        "exp2": torch.exp2,
+        "rescale": lambda acc, alpha: acc * alpha,
+        "add_up": lambda acc, alpha, large, small: acc * alpha + (large + number(small)),
+        "number": number,
+        "scaled": lambda x, scale: x * scale,
+        "bfloat16_part": lambda x: (x.to(torch.bfloat16), x - x.to(torch.bfloat16).float()),
+        "like": lambda per_row, x: per_row[:, None],
+        "accumulator_layout": lambda width: None,
+        "row_vectors": lambda width: None,
+    }
+    stand_ins |= own or {}
+    spaces: dict[str, dict[str, Any]] = {}
+
+    def space(module: types.ModuleType) -> dict[str, Any]:
+        if module.__name__ not in spaces:
+            names: dict[str, Any] = {"__builtins__": __builtins__}
+            spaces[module.__name__] = names
+            for name, value in vars(module).items():
+                names[name] = stand_ins.get(name) or plain(value)
+        return spaces[module.__name__]
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, types.ModuleType) and value.__name__ in modules:
+            return types.SimpleNamespace(**{k: v for k, v in space(value).items() if k != "__builtins__"})
+        if type(value).__name__ == "constexpr":
+            return value.value
+        if inspect.isclass(value) and value.__module__ in modules:
+            constructor = vars(value)["hash_attrs"][0]  # an aggregate's, as it was written
+            fields = list(inspect.signature(getattr(constructor, "fn", constructor)).parameters)[1:]
+            return lambda *a: types.SimpleNamespace(**dict(zip(fields, a, strict=True)))
+        code = getattr(value, "fn", None) or getattr(value, "__wrapped__", None)
+        if code is None and inspect.isfunction(value) and value.__module__ in modules:
+            code = value
+        if isinstance(code, types.FunctionType) and code.__module__ in modules:
+            home = modules[code.__module__]
+            made = types.FunctionType(code.__code__, {}, code.__name__, code.__defaults__, code.__closure__)
+
+            def call(*a: Any, **k: Any) -> Any:
+                made_there = types.FunctionType(made.__code__, space(home), made.__name__, made.__defaults__)
+                return made_there(*a, **k)
+
+            return call
+        return value
+
+    return {name: types.SimpleNamespace(**space(module)) for name, module in modules.items()}
+
+
+def number(x: Tensor) -> Tensor:
+    """A GPU's maximum of NaN and a number is the number."""
+    return torch.fmax(x, torch.tensor(torch.finfo(torch.float32).min))
+
+
+def run_roles(roles: Sequence[Callable[[], None]]) -> None:
+    """Each role in a thread of its own, to the end of all of them; the first failure is raised."""
+    failures: list[BaseException] = []
+
+    def guarded(role: Callable[[], None]) -> None:
+        try:
+            role()
+        except Failed:
+            pass
+        except BaseException as failure:
+            failures.append(failure)
+            Barrier.failed.set()
+
+    Barrier.failed.clear()
+    threads = [threading.Thread(target=guarded, args=(role,), daemon=True) for role in roles]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3 * PATIENCE_S)
+    if failures:
+        raise failures[0]
+    assert not any(thread.is_alive() for thread in threads), "a role never ended"

@@ -1,0 +1,199 @@
+"""Configs of `hopper/flash_fwd`: what one is, what it takes of an SM, and which is the default where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from warpwave import precision
+from warpwave.hardware.gpu import Gpu
+from warpwave.kernels.split_ahead import PARTS
+from warpwave.problem import AttentionProblem
+
+MAX_PIECES = 3
+NUM_SMS = 132  # of an H100 or H200 SXM, where no device is asked
+SHORT_KEYS = 2048
+SMEM_PER_SM = 228 * 1024  # of which the driver keeps 1 KiB a block
+ABLE = tuple(PARTS)  # ways of computing float32 products that it has
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile shape and how blocks share an SM.
+
+    Args:
+        block_m: queries of a block, 64 for each consumer warpgroup: 64, 128 or 192.
+        block_n: keys a step walks: 32, 64 or 128.
+        num_stages: K and V tiles in flight: at least 2, in float32 at least 1.
+        blocks_per_sm: blocks that share an SM, and its registers and shared memory: 1 to 3; more than 1 only with
+            64 queries a block.
+    """
+
+    block_m: int
+    block_n: int
+    num_stages: int
+    blocks_per_sm: int = 1
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("block_m", (64, 128, 192)), ("block_n", (32, 64, 128)), ("blocks_per_sm", (1, 2, 3))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be one of {allowed}")
+        if self.num_stages < 1:
+            raise ValueError(f"num_stages is {self.num_stages}; it must be at least 1, and 2 for 16-bit types")
+        if self.blocks_per_sm > 1 and self.block_m != 64:
+            raise ValueError(f"blocks_per_sm is {self.blocks_per_sm}; more than 1 needs block_m 64, not {self.block_m}")
+        if self.blocks_per_sm > 1 and self.num_stages > 4:
+            raise ValueError(f"num_stages is {self.num_stages}; blocks that share an SM have barriers for 4")
+
+    @property
+    def groups(self) -> int:
+        """Consumer warpgroups."""
+        return self.block_m // 64
+
+
+def pieces(head_dim: int) -> tuple[int, ...]:
+    """The powers of two a row of this width is made of, widest first: 80 = 64 + 16. Widths that are no sum of three
+    such powers from 16 up are padded with zeros, which the copy engine supplies."""
+    width = -(-head_dim // 16) * 16
+    while True:
+        parts = tuple(1 << bit for bit in range(8, 3, -1) if width & 1 << bit)
+        if len(parts) <= MAX_PIECES:
+            return parts
+        width += 16
+
+
+def num_parts(problem: AttentionProblem, gpu: Gpu) -> int:
+    """bfloat16 parts of an operand; 1 where operands are multiplied as they are, or cannot be here."""
+    return PARTS.get(precision.arithmetic(problem, gpu, ABLE), 1)
+
+
+def query_tiles(problem: AttentionProblem, config: Config) -> int:
+    """Places of tiles in the schedule, over all heads and sequences."""
+    if problem.packed:
+        return (problem.total_q // config.block_m + problem.batch) * problem.num_heads_q
+    return -(-problem.seqlen_q // config.block_m) * problem.num_heads_q * problem.batch
+
+
+# What one takes of an SM ----------------------------------------------------------------------------------------------
+
+
+def registers(config: Config) -> tuple[int, int]:
+    """Registers of a consumer's and the producer's threads after they are handed over, multiples of 8. An SM has
+    65,536; the producer's warpgroup counts in full."""
+    return {1: (240, 24), 2: (240, 24), 3: (160, 32)}[config.groups]
+
+
+def own_out(problem: AttentionProblem, config: Config) -> bool:
+    """Whether out has shared memory of its own, so that the next block's Q loads while the last product runs; else it
+    takes Q's. Worth 10 % at 16 x 1024 (head_dim 128), and at 256 there is no room."""
+    limit = SMEM_PER_SM // config.blocks_per_sm - 1024
+    return pieces(problem.head_dim) != pieces(problem.head_dim_v) or _smem(problem, config, True) <= limit
+
+
+def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
+    """An upper bound on the shared memory of one block, which tests hold against what every config compiles to."""
+    if problem.dtype == "float32":
+        return _smem(problem, config, False, num_parts(problem, gpu))
+    return _smem(problem, config, own_out(problem, config))
+
+
+def _smem(problem: AttentionProblem, config: Config, own_out: bool, parts: int = 1) -> int:
+    width, width_v = sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
+    elements = config.block_m * (width + own_out * width_v) + config.num_stages * config.block_n * (width + width_v)
+    return 2 * parts * elements + 2048  # the last for barriers and reductions
+
+
+# Which ----------------------------------------------------------------------------------------------------------------
+
+
+def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
+    """The default first, then every other candidate that fits the GPU's shared memory and registers."""
+    fitting = [c for c in _space(problem) if _fits(problem, gpu, c)]
+    default = next((c for c in _defaults(problem, gpu) if _fits_shared_memory(problem, gpu, c)), None)
+    default = default or fitting[0]
+    if problem.dtype == "float32":  # one stage only where no other fits
+        fitting = [c for c in fitting if c.num_stages > 1 or replace(c, num_stages=2) not in fitting]
+    return [default, *(c for c in fitting if c != default)]
+
+
+def _space(problem: AttentionProblem) -> list[Config]:
+    float32 = problem.dtype == "float32"
+    return [
+        Config(block_m, block_n, num_stages, blocks_per_sm)
+        for block_m in (64, 128, 192)
+        for block_n in ((32, 64, 128) if float32 or _width(problem) > 256 else (64, 128))
+        for num_stages in ((1, 2, 3) if float32 else (2, 3, 4))
+        for blocks_per_sm in (1, 2, 3)
+        if not (block_m > 64 and blocks_per_sm > 1)
+    ]
+
+
+def _width(problem: AttentionProblem) -> int:
+    return max(sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v)))
+
+
+def _fits_shared_memory(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
+    return config.blocks_per_sm * (smem_bytes(problem, gpu, config) + 1024) <= SMEM_PER_SM
+
+
+def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
+    """Shared memory of all blocks of an SM, and a consumer thread's registers: scores, probabilities, accumulator."""
+    if not _fits_shared_memory(problem, gpu, config):
+        return False
+    width_v, block_n, parts = sum(pieces(problem.head_dim_v)), config.block_n, num_parts(problem, gpu)
+    needed = block_n // 2 + block_n // 4 + width_v // 2 + 40
+    if parts > 1:  # scores in two accumulators, or parts of probabilities and a slice of the product (split_float32.py)
+        needed = width_v // 2 + max(block_n, parts * block_n // 4 + min(width_v, 64)) + 16
+    elif width_v > 320:  # scores and probabilities are not there together (serial.py)
+        needed = block_n // 2 + width_v // 2 + 32
+    return needed <= {1: 240, 2: 200, 3: 136}[config.blocks_per_sm] and needed <= registers(config)[0]
+
+
+def _defaults(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
+    """By head_dim, mask, keys, and work per SM, the first that fits; figures are ratios of time on an H200
+    (docs/hopper.md)."""
+    width = _width(problem)
+    if problem.dtype == "float32":
+        return _defaults_of_parts(problem, gpu, width, num_parts(problem, gpu))
+    if width > 256:
+        return [Config(128, 32, 2), Config(64, 32, 2)]
+    return [_default(problem, gpu, width)]
+
+
+def _defaults_of_parts(problem: AttentionProblem, gpu: Gpu, width: int, parts: int) -> list[Config]:
+    """64 keys a step and two warpgroups, as far as shared memory goes: with 32 keys a key takes 1.2 times as long, for
+    then every product reads more of Q than of K; a second stage gains nothing (head_dim 64 and 128)."""
+    num_sms = gpu.num_sms or NUM_SMS
+    few = _rows_per_sm(problem, 128, num_sms) > 1.2 * _rows_per_sm(problem, 64, num_sms)
+    if width <= 64:
+        if few or (parts == 3 and problem.has_band and problem.seqlen_k <= SHORT_KEYS):
+            # bf16x6, 128 queries in one block take 1.35 times as long at 1 head x 512, 1.04 times causal at 4 x 2048.
+            return [Config(64, 64, 1, 2) if parts == 3 else Config(64, 64, 2, 2)]
+        # bf16x3, 64 keys a step take 1.11 times as long at 4 x 2048, 1.15 times at 1 x 8192.
+        return [Config(128, 64, 2) if parts == 3 else Config(128, 128, 2)]
+    if few:
+        return [Config(64, 64, 2), Config(64, 64, 1), Config(64, 32, 1)]
+    if width > 128 and parts == 3:
+        return [Config(64, 64, 1), Config(64, 32, 1)]
+    return [Config(128, 64, 2), Config(128, 64, 1), Config(64, 64, 1)]
+
+
+def _default(problem: AttentionProblem, gpu: Gpu, width: int) -> Config:
+    if width > 128:
+        return Config(128, 64, 2)
+    if width > 64:
+        return Config(128, 128, 2)
+    if problem.has_band and problem.seqlen_k <= SHORT_KEYS:
+        # Blocks of 64 queries waste less at the diagonal and idle less at the end: 1.20 times as fast as 192 queries at
+        # 16 x 1024, but 0.97 at 4 x 4096 and 0.88 at 1 x 16384.
+        return Config(64, 64, 3, 3)
+    num_sms = gpu.num_sms or NUM_SMS
+    if _rows_per_sm(problem, 192, num_sms) > 1.2 * _rows_per_sm(problem, 64, num_sms):
+        # Too few blocks of 192 to go round: 1 x 1024 with 32 heads takes 1.3 times as long with them; the ratio is
+        # 1.5. At 1.14, 16 x 1024, they are 1.03 times as fast.
+        return Config(64, 128, 2, 2)
+    return Config(192, 128, 3)
+
+
+def _rows_per_sm(problem: AttentionProblem, block_m: int, num_sms: int) -> int:
+    """Queries that the busiest SM works on, all blocks being as long."""
+    return -(-query_tiles(problem, Config(block_m, 64, 2)) // num_sms) * block_m

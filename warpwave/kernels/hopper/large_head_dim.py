@@ -1,0 +1,501 @@
+"""Attention for head_dim above 384 on NVIDIA Hopper: warp-specialised, in Gluon, bf16 and fp16.
+
+The accumulator of 64 queries and 512 columns is half of the registers of an SM, so a block has 64 queries and shares
+the columns out: one warpgroup computes scores and softmax, two multiply the probabilities by half of V's columns each.
+A producer warp keeps one ring of chunks of K and V full (large_head_dim_roles.py, which has the protocol). Blocks stay
+on their SM and draw tiles of queries from a counter, longest first (scheduler.py).
+
+    S = softmax_scale * Q K^T, then softcap, ALiBi, mask;   out = softmax(S) V;   lse = log(sum(exp(S)))
+
+The online softmax is that of hopper/flash_fwd: its maximum lags, so that the accumulators are hardly ever rescaled.
+
+Bound: K and V from L2. 64 queries are 64 FLOP for each byte of K and V, and the tensor cores want about 100; shared
+memory, which every operand is read from, is next. It adds to hopper/flash_fwd that no operand need fit a tile; what was
+tried is in docs/hopper_large_head_dim.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from warpwave import launch
+from warpwave.errors import UnsupportedProblem
+from warpwave.hardware.gpu import Gpu, current_gpu
+from warpwave.kernels import arguments
+from warpwave.kernels.cost import Cost
+from warpwave.kernels.hopper import large_head_dim_roles as roles
+from warpwave.kernels.hopper import launcher, scheduler
+from warpwave.kernels.hopper.compat import fence_async_shared, gl, jit, mbarrier
+from warpwave.kernels.hopper.visible import Rules
+from warpwave.kernels.triton_or_stub import NO_TRITON
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
+
+NAME = "hopper/large_head_dim"
+NEEDS_GPU = True
+MAX_HEAD_DIM = 768  # Q stays in shared memory beside a ring of seven chunks
+MAX_HEAD_DIM_V = 2048
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the columns of V are shared out, and how much is under way.
+
+    Args:
+        v_parts: blocks that share the columns of V of one tile of queries, each computing all its scores; at most 640
+            columns a block.
+        num_stages: chunks of K and V in flight, 64 keys x 128 columns each: 2 to 12.
+        scores_ahead: whether the scores of the next tile of keys are multiplied beside the softmax, or behind it.
+    """
+
+    v_parts: int
+    num_stages: int
+    scores_ahead: bool = False
+
+    def __post_init__(self) -> None:
+        if self.v_parts < 1:
+            raise ValueError(f"v_parts is {self.v_parts}; it must be at least 1")
+        if not 2 <= self.num_stages <= MAX_STAGES:
+            raise ValueError(f"num_stages is {self.num_stages}; it must be 2 to {MAX_STAGES}")
+
+
+# Device code ----------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _barriers(COUNT: gl.constexpr):
+    return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+
+
+@jit
+def _init(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+
+
+@jit
+def _ring(tensor_map, STAGES: gl.constexpr):
+    chunks = gl.allocate_shared_memory(tensor_map.dtype, [STAGES] + tensor_map.block_type.shape, tensor_map.layout)
+    ring = roles.Chunks(chunks, _barriers(STAGES), _barriers(STAGES), STAGES)
+    _init(ring.full, STAGES, 1)
+    _init(ring.empty, STAGES, 1)
+    return ring
+
+
+UNSPECIALISED = [
+    *("stride_alibi_b", "stride_lb", "stride_lh", "num_tiles", "num_heads", "num_head_parts", "group_size", "batch"),
+    *("tiles_per_head", "heads_in_l2", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right"),
+    "head_dim_v_8",
+]
+
+
+@jit(do_not_specialize=UNSPECIALISED)
+def hopper_large_head_dim_kernel(
+    q_map,
+    k_map,
+    v_map,
+    out_ptr,
+    lse_ptr,
+    alibi_slopes_ptr,
+    sinks_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    counter_ptr,
+    stride_alibi_b,
+    stride_lb,
+    stride_lh,
+    num_tiles,
+    num_heads,
+    num_head_parts,
+    group_size,
+    batch,
+    tiles_per_head,
+    heads_in_l2,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    window_left,
+    window_right,
+    head_dim_v_8,
+    scale,
+    softcap_log2,
+    K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr,
+    K_CHUNKS: gl.constexpr,
+    K_LAST: gl.constexpr,
+    V_CHUNKS: gl.constexpr,
+    PARTS: gl.constexpr,
+    AHEAD: gl.constexpr,
+    HAS_LOW: gl.constexpr,
+    HAS_HIGH: gl.constexpr,
+    TOP_LEFT: gl.constexpr,
+    HAS_ALIBI: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
+    IS_VARLEN: gl.constexpr,
+    WRITE_LSE: gl.constexpr,
+    VALUES_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """Tiles of 64 queries of one head and V_CHUNKS * 128 columns of out, as many as the counter gives.
+
+    Tensor maps are of (batch, head, row, column) and copy chunks. To the scheduler the parts of the columns of V are
+    heads: head h, part p is its head h * PARTS + p.
+    """
+    rules = Rules(
+        scale, softcap_log2, window_left, window_right, 1, roles.KEYS, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
+        HAS_SOFTCAP, HAS_SINKS, IS_VARLEN, WRITE_LSE, False, False, 1, 0,
+    )  # fmt: skip
+    widths = roles.Widths(K_CHUNKS, K_LAST, V_CHUNKS, PARTS, AHEAD)
+    # Tuples and aggregates hold no None: the counter stands for pointers that are absent and that nobody reads.
+    if not IS_VARLEN:
+        cu_seqlens_q_ptr = counter_ptr
+        cu_seqlens_k_ptr = counter_ptr
+    if not WRITE_LSE:
+        lse_ptr = counter_ptr
+    if not HAS_ALIBI:
+        alibi_slopes_ptr = counter_ptr
+    if not HAS_SINKS:
+        sinks_ptr = counter_ptr
+    schedule = scheduler.Schedule(
+        counter_ptr, num_tiles, num_head_parts, group_size, batch, tiles_per_head, heads_in_l2, seqlen_q, seqlen_k,
+        total_q, total_k, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    )  # fmt: skip
+
+    dtype: gl.constexpr = k_map.dtype
+    q_tiles = gl.allocate_shared_memory(dtype, [K_CHUNKS] + q_map.block_type.shape, q_map.layout)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    p_tiles = gl.allocate_shared_memory(dtype, [2, 64, roles.KEYS], p_layout)
+    factors = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    words = gl.allocate_shared_memory(gl.int32, [2 * scheduler.WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # Every barrier allocated is used: see flash_fwd.
+    k_ring = _ring(k_map, K_STAGES)
+    v_ring_0 = _ring(v_map, V_STAGES)
+    v_ring_1 = _ring(v_map, V_STAGES)
+    box = scheduler.Mailbox(words, _barriers(2), _barriers(2))
+    q_full = _barriers(1)
+    q_empty = _barriers(1)
+    p_full = _barriers(2)
+    p_empty = _barriers(2)
+    _init(box.full, 2, 1)
+    _init(box.empty, 2, 3)
+    _init(q_full, 1, 1)
+    _init(q_empty, 1, 1)
+    _init(p_full, 2, 1)
+    _init(p_empty, 2, 2)
+    fence_async_shared()
+
+    of_scores = (
+        lse_ptr, alibi_slopes_ptr, sinks_ptr, stride_alibi_b, stride_lb, stride_lh, seqlen_q, seqlen_k, q_tiles, q_full,
+        q_empty, k_ring, p_tiles, factors, p_full, p_empty, box, widths, rules,
+    )  # fmt: skip
+    of_values = (
+        out_ptr, seqlen_q, seqlen_k, num_heads, head_dim_v_8 * 8, p_tiles, factors, p_full, p_empty, box, widths,
+        rules,
+    )  # fmt: skip
+    of_producer = (
+        q_map, k_map, v_map, q_tiles, q_full, q_empty, k_ring, v_ring_0, v_ring_1, box, schedule, widths, rules,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (roles.scores, of_scores),
+            (roles.values, (0, v_ring_0) + of_values),
+            (roles.values, (1, v_ring_1) + of_values),
+            (roles.producer, of_producer),
+        ],
+        [4, 4, 1],
+        [VALUES_REGISTERS, VALUES_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+# Host -----------------------------------------------------------------------------------------------------------------
+
+L2_BYTES = 32 * 1024 * 1024  # K and V of the heads that run together under a causal mask
+NUM_SMS = 132  # of an H100 or H200 SXM, where no device is asked
+BLOCK_M = 64
+BLOCK_N = 64
+CHUNK = 128  # columns
+MAX_STAGES = 12
+MAX_COLUMNS = 640  # of V a block: 160 registers a thread of the two warpgroups
+
+
+def bind(
+    problem: AttentionProblem, operands: Operands, config: Config
+) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
+    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, lse None unless asked for."""
+    allocate = arguments.allocator(problem, operands.q)
+    straight = arguments.straightener(operands)
+    copied = [name for name in ("q", "k", "v") if not launcher.has_map(getattr(operands, name))]
+    other_layout = bool(copied) or straight(operands) is not operands
+
+    def mappable(operands: Operands) -> Operands:
+        """Operands that tensor maps can describe: what they cannot is copied."""
+        aligned = {n: getattr(operands, n).clone(memory_format=torch.contiguous_format) for n in copied}
+        return straight(operands)._replace(**aligned)
+
+    first = mappable(operands)
+    out, lse = allocate()
+    spec = specify(problem, current_gpu(out.device), first, out, lse, config)
+    launch_kernel = launcher.bind(spec, _plans(problem, first), (first.q, first.k, first.v, out))
+
+    def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if other_layout:
+            operands = mappable(operands)
+        out, lse = allocate()
+        q, k, v, _, _, *others = operands
+        launch_kernel((q, k, v, out), (out, lse, *others))
+        return out, lse
+
+    return run
+
+
+def _plans(problem: AttentionProblem, operands: Operands) -> list[launcher.MapPlan | None]:
+    """The tensor maps of q, k and v. Those of k and v end with the last key that a query sees."""
+    keys_end = problem.seqlen_k
+    band = problem.band(problem.seqlen_q, problem.seqlen_k)
+    if band.high is not None:
+        keys_end = min(keys_end, problem.seqlen_q + band.high)
+    plans: list[launcher.MapPlan | None] = []
+    for source, tensor in enumerate(operands[:3]):
+        if problem.packed:
+            rows, heads, width = tensor.shape
+            shape = (1, heads, rows, width)
+            strides = (tensor.stride(0), tensor.stride(1), tensor.stride(0), 1)
+        else:
+            batch, rows, heads, width = tensor.shape
+            shape = (batch, heads, max(1, keys_end) if source else rows, width)
+            strides = (tensor.stride(0), tensor.stride(2), tensor.stride(1), 1)
+        plans.append(launcher.MapPlan(source, shape, strides, (1, 1, BLOCK_N, CHUNK)))
+    return plans
+
+
+def specify(
+    problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
+) -> launch.Launch:
+    """The launch, from tensors that may be without memory (device "meta") when it is only to be compiled."""
+    if reason := _cannot(problem, config):
+        raise UnsupportedProblem(
+            f"{config} cannot run {problem.describe()}",
+            {NAME: [reason]},
+            "another v_parts, more num_stages or no scores_ahead",
+        )
+    sources = operands[:3]
+    descriptors = [plan.descriptor(sources[plan.source]) for plan in _plans(problem, operands) if plan is not None]
+    tiles = _query_tiles(problem, config)
+    on_meta = out.device.type == "meta"
+    counter = torch.empty(1, dtype=torch.int32, device="meta") if on_meta else launcher.counters(out.device).for_graphs
+    return launch.Launch(
+        kernel=hopper_large_head_dim_kernel,
+        grid=min(tiles, gpu.num_sms or NUM_SMS),
+        tensors=(*descriptors, out, lse, *operands[5:], counter),
+        scalars=_scalars(problem, operands, config, tiles),
+        constants=_constants(problem, config),
+        options={"num_warps": 4, "enable_fp_fusion": True},
+    )
+
+
+def _query_tiles(problem: AttentionProblem, config: Config) -> int:
+    """Places of tiles in the schedule, over all heads, parts and sequences."""
+    heads = problem.num_heads_q * config.v_parts
+    if problem.packed:
+        return (problem.total_q // BLOCK_M + problem.batch) * heads
+    return -(-problem.seqlen_q // BLOCK_M) * heads * problem.batch
+
+
+def _scalars(problem: AttentionProblem, operands: Operands, config: Config, tiles: int) -> list[int | float]:
+    """The run-time arguments behind the pointers, in the kernel's order."""
+    group_size = problem.num_heads_q // problem.num_heads_kv
+    kv_bytes = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype])
+    head_parts = problem.num_heads_q * config.v_parts
+    heads_in_l2 = max(1, L2_BYTES // kv_bytes) * group_size * config.v_parts
+    scale, softcap_log2 = problem.softmax_scale * LOG2_E, 0.0
+    if problem.softcap > 0:
+        scale, softcap_log2 = problem.softmax_scale / problem.softcap, problem.softcap * LOG2_E
+    return [
+        arguments.slope_strides(operands.alibi_slopes)[0],
+        *arguments.lse_strides(problem),
+        tiles,
+        problem.num_heads_q,
+        head_parts,
+        group_size,
+        problem.batch,
+        -(-problem.seqlen_q // BLOCK_M),
+        # No more heads than there are: tiles times heads is a tile's number, and must not wrap.
+        min(problem.batch * head_parts, heads_in_l2),
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.total_q,
+        problem.total_k,
+        *arguments.window(problem),
+        problem.head_dim_v // 8,
+        scale,
+        softcap_log2,
+    ]
+
+
+def _constants(problem: AttentionProblem, config: Config) -> dict[str, int | bool]:
+    """The compile-time arguments of the kernel, by name, in its order."""
+    features = arguments.feature_constants(problem)
+    v_chunks = _v_chunks(problem, config.v_parts)
+    v_stages = _v_stages(problem, config.v_parts)
+    return {
+        "K_STAGES": config.num_stages - 2 * v_stages,
+        "V_STAGES": v_stages,
+        "K_CHUNKS": _chunks(problem.head_dim),
+        "K_LAST": 64 if 0 < problem.head_dim % CHUNK <= 64 else CHUNK,
+        "V_CHUNKS": v_chunks,
+        "PARTS": config.v_parts,
+        "AHEAD": config.scores_ahead,
+        **arguments.band_constants(problem),
+        "HAS_ALIBI": features["HAS_ALIBI"],
+        "HAS_SOFTCAP": features["HAS_SOFTCAP"],
+        "HAS_SINKS": features["HAS_SINKS"],
+        "IS_VARLEN": problem.packed,
+        "WRITE_LSE": problem.return_lse,
+        "VALUES_REGISTERS": 192 if v_chunks == 5 else 168,
+        "PRODUCER_REGISTERS": 24,
+    }
+
+
+def _chunks(width: int) -> int:
+    return -(-width // CHUNK)
+
+
+def _v_chunks(problem: AttentionProblem, v_parts: int) -> int:
+    """Chunks of V's columns of one part; the last part may have fewer that hold anything."""
+    return -(-_chunks(problem.head_dim_v) // v_parts)
+
+
+def _v_stages(problem: AttentionProblem, v_parts: int) -> int:
+    """Stages of a ring of V: a tile's chunks, which its reader asks for before it hands back any."""
+    return max(2, -(-_v_chunks(problem, v_parts) // 2))
+
+
+def _cannot(problem: AttentionProblem, config: Config) -> str:
+    """Why a config cannot run a problem, or nothing."""
+    k_stages = config.num_stages - 2 * _v_stages(problem, config.v_parts)
+    if _v_chunks(problem, config.v_parts) * CHUNK > MAX_COLUMNS:
+        return f"a block takes {MAX_COLUMNS} columns of v"
+    if k_stages < 2:
+        return f"of {config.num_stages} chunks {k_stages} remain for K, which takes 2"
+    if config.scores_ahead and k_stages < _chunks(problem.head_dim):
+        return f"scores ahead take a whole tile of K, {_chunks(problem.head_dim)} chunks, and {k_stages} remain for K"
+    return ""
+
+
+# What it can run and what it costs ------------------------------------------------------------------------------------
+
+SMEM_PER_BLOCK = 227 * 1024
+MASK_REASON = "it takes no {} yet: values that no query sees must have no effect, and V goes to wgmma as it was copied"
+
+
+def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Every reason this kernel cannot run the problem there; empty when it can."""
+    reasons = []
+    if NO_TRITON is not None:
+        reasons.append(NO_TRITON)
+    if gpu.arch != "sm_90":
+        reasons.append(f"found {gpu.name} ({gpu.arch}); it needs an NVIDIA Hopper GPU (sm_90)")
+    if problem.dtype not in ("float16", "bfloat16"):
+        reasons.append(f"dtype is {problem.dtype}; it takes float16 and bfloat16")
+    if problem.requires_grad:
+        reasons.append("it computes no gradients; call under torch.no_grad() if none are needed")
+    for name, size, most in (
+        ("head_dim", problem.head_dim, MAX_HEAD_DIM),
+        ("head_dim_v", problem.head_dim_v, MAX_HEAD_DIM_V),
+    ):
+        if size > most:
+            reasons.append(f"{name} is {size}; it takes {most} at most: use three_kernel, large_head_dim or eager")
+        if size % 8:
+            reasons.append(f"{name} is {size}; rows copied by TMA are a multiple of 16 bytes, so it must be one of 8")
+    if problem.page_size:
+        reasons.append("it reads no paged cache")
+    if problem.mask_shape is not None:
+        reasons.append(MASK_REASON.format("boolean mask"))
+    if problem.bias_shape is not None:
+        reasons.append(MASK_REASON.format("bias"))
+    return reasons
+
+
+def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
+    """An upper bound on the shared memory of one block, which tests hold against what every config compiles to."""
+    size = DTYPE_BYTES[problem.dtype]
+    chunks = _chunks(problem.head_dim) + config.num_stages
+    # Two tiles of probabilities; factors, barriers and reductions.
+    return size * (chunks * BLOCK_N * CHUNK + 2 * BLOCK_M * BLOCK_N) + 2048
+
+
+def _tiles(problem: AttentionProblem) -> tuple[int, int]:
+    """(query tile, key tile) pairs visited over all heads and sequences, and the most of one query tile:
+    `visible.tiles_of_block` on the host."""
+    total = longest = 0
+    counted: dict[tuple[int, int], tuple[int, int]] = {}
+    for item in problem.items():
+        if item not in counted:
+            seqlen_q, seqlen_k = item
+            low, high = problem.band(seqlen_q, seqlen_k)
+            keys_begin = 0 if low is None else min(max(low, 0), seqlen_k)
+            keys_end = seqlen_k if high is None else max(min(seqlen_k, seqlen_q + high), keys_begin)
+            counts = [0]
+            for row_first in range(0, seqlen_q, BLOCK_M):
+                row_last = min(row_first + BLOCK_M, seqlen_q) - 1
+                first = keys_begin if low is None else max(keys_begin, row_first + low)
+                last = keys_end if high is None else min(keys_end, row_last + high + 1)
+                begin = (first - keys_begin) // BLOCK_N
+                counts.append(max(1, -(-max(0, last - keys_begin) // BLOCK_N) - begin))
+            counted[item] = sum(counts), max(counts)
+        total += counted[item][0]
+        longest = max(longest, counted[item][1])
+    return total * problem.num_heads_q, longest
+
+
+def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
+    """What one launch moves and computes: whole tiles, padding included; K for each part of the columns of V."""
+    size, rows = DTYPE_BYTES[problem.dtype], problem.rows * problem.num_heads_q
+    width_k = -(-problem.head_dim // 64) * 64
+    width_v = _v_chunks(problem, config.v_parts) * CHUNK
+    visited, longest = _tiles(problem)
+    scores = visited * config.v_parts * BLOCK_M * BLOCK_N
+    columns = config.v_parts * problem.head_dim + problem.head_dim_v  # of K and V read for each visited pair
+    return Cost(
+        blocks=min(_query_tiles(problem, config), gpu.num_sms or NUM_SMS),
+        flops=2 * scores * (width_k + width_v),
+        exponentials=scores,
+        read_bytes=size * (rows * config.v_parts * problem.head_dim + visited * BLOCK_N * columns),
+        write_bytes=rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0)),
+        smem_bytes=smem_bytes(problem, gpu, config),
+        items=_query_tiles(problem, config),
+        steps=visited * config.v_parts,
+        longest=longest,
+        threads=128 * 4,
+        chains=1,
+    )
+
+
+# Configs --------------------------------------------------------------------------------------------------------------
+
+
+def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
+    """The default first, then every other candidate that fits the GPU's shared memory and registers."""
+    default = _default(problem, gpu)
+    space = [
+        Config(parts, stages, ahead)
+        for parts in (default.v_parts, default.v_parts + 1)
+        for stages in (default.num_stages, default.num_stages - 1, default.num_stages - 2)
+        for ahead in (False, True)
+        if stages >= 2 and not _cannot(problem, Config(parts, stages, ahead))
+    ]
+    return [default, *(c for c in space if c != default)]
+
+
+def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
+    """As much under way as fits, no score computed twice, and scores ahead where K's ring holds a tile: 588 against 502
+    TFLOP/s at 8192 x 512 full, 557 against 510 causal (docs/hopper_large_head_dim.md)."""
+    stages = max(n for n in range(2, MAX_STAGES + 1) if smem_bytes(problem, gpu, Config(1, n)) <= SMEM_PER_BLOCK)
+    behind = Config(-(-problem.head_dim_v // MAX_COLUMNS), stages)
+    ahead = Config(behind.v_parts, stages, True)
+    return behind if _cannot(problem, ahead) else ahead

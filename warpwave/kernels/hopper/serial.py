@@ -1,0 +1,101 @@
+"""Key tiles one after another, for rows too wide to have two under way: head_dim_v above 320.
+
+There an output tile alone takes 176 registers of a thread and more, and what overlapping two key tiles needs on top
+made ptxas wait for every single wgmma. The other warpgroup's products hide the softmax instead.
+"""
+
+from warpwave.kernels.hopper.compat import constexpr_function, gl, jit, warpgroup_mma, warpgroup_mma_wait
+from warpwave.kernels.hopper.parts import (
+    ROWS,
+    accumulator_layout,
+    hand_back,
+    like,
+    matrix,
+    rescale,
+    wait_for,
+    wait_full,
+    zero_accumulator,
+)
+from warpwave.kernels.hopper.rows import zero_values
+from warpwave.kernels.hopper.softmax import in_bits, new_maximum, partial_sums, probabilities
+
+
+@constexpr_function
+def too_wide_to_overlap(pieces):
+    """Whether a row of V, in these pieces, is."""
+    return sum(piece.shape[-1] for piece in pieces) > 320
+
+
+@jit
+def unseen_zero(n):
+    """0, but the compiler does not know it. wgmma takes two registers for each 16 columns of a tile in shared memory;
+    of one that lies still, as Q does, they would be computed once, before the loop over keys, and kept, in local memory
+    where there are many."""
+    return n >> 30
+
+
+@jit
+def serial_step(
+    q_tiles, GROUP: gl.constexpr, k_ring, v_ring, n, m_i, m_top, l_i, acc, tile, place, keys, rules,
+    AT_EDGE: gl.constexpr,
+):  # fmt: skip
+    """Tile n of the rings, the `tile`-th of the sequence, masked where it is at an edge."""
+    wait_full(k_ring, n)
+    scores = zero_accumulator(rules.BLOCK_N)
+    for i in gl.static_range(len(k_ring.pieces)):
+        q = matrix(q_tiles[i].index(GROUP + unseen_zero(n)))
+        k = matrix(k_ring.pieces[i].index(n % k_ring.stages)).permute((1, 0))
+        scores = warpgroup_mma(q, k, scores, use_acc=i > 0, is_async=True)
+    x = warpgroup_mma_wait(0, deps=[scores])
+    hand_back(k_ring, n)
+    x, scale = in_bits(x, tile, place, keys, rules, AT_EDGE)
+    shift, alpha, m_i, m_top = new_maximum(x, scale, m_i, m_top, AT_EDGE)
+    p32, l_i = probabilities(x, scale, shift, alpha, l_i, rules.BLOCK_N)
+    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(rules.BLOCK_N), k_width=2)
+    p = gl.convert_layout(p32.to(v_ring.pieces[0].dtype), layout, assert_trivial=True)
+    scaled = ()
+    for i in gl.static_range(len(acc)):
+        scaled = scaled + (rescale(acc[i], like(alpha, acc[i])),)
+    wait_full(v_ring, n)
+    if AT_EDGE and rules.IS_VARLEN:
+        rows_used = keys.end - keys.begin - tile * rules.BLOCK_N
+        if rows_used < rules.BLOCK_N:
+            zero_values(v_ring, n, rows_used, rules.BLOCK_N)
+    pending = ()
+    for i in gl.static_range(len(acc)):
+        v = matrix(v_ring.pieces[i].index(n % v_ring.stages))
+        pending = pending + (warpgroup_mma(p, v, scaled[i], is_async=True),)
+    acc = wait_for(pending)
+    hand_back(v_ring, n)
+    return m_i, m_top, l_i, acc
+
+
+@jit
+def serial_tiles(
+    q_tiles, GROUP: gl.constexpr, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, rules
+):  # fmt: skip
+    """All key tiles of 64 queries, [begin, end), the last first. Returns the softmax's state and the number of the next
+    tile of the rings."""
+    m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, accumulator_layout(rules.BLOCK_N)))
+    m_top = m_i
+    l_i = partial_sums(zero_accumulator(rules.BLOCK_N), rules.BLOCK_N)
+    acc = ()
+    for i in gl.static_range(len(v_ring.pieces)):
+        acc = acc + (zero_accumulator(v_ring.pieces[i].shape[-1]),)
+    for i in range(end - whole_end):  # at the diagonal and the ragged end; one at least
+        m_i, m_top, l_i, acc = serial_step(
+            q_tiles, GROUP, k_ring, v_ring, n, m_i, m_top, l_i, acc, end - 1 - i, place, keys, rules, True
+        )
+        n += 1
+    for i in range(whole_end - whole_begin):
+        m_i, m_top, l_i, acc = serial_step(
+            q_tiles, GROUP, k_ring, v_ring, n, m_i, m_top, l_i, acc, whole_end - 1 - i, place, keys, rules, False
+        )
+        n += 1
+    if rules.HAS_LOW:
+        for i in range(whole_begin - begin):
+            m_i, m_top, l_i, acc = serial_step(
+                q_tiles, GROUP, k_ring, v_ring, n, m_i, m_top, l_i, acc, whole_begin - 1 - i, place, keys, rules, True
+            )
+            n += 1
+    return n, m_i, m_top, l_i, acc

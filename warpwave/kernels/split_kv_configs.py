@@ -1,0 +1,312 @@
+"""Configs of `split_kv`: what one is, how many shares keys are split into, and which is the default where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from warpwave.hardware.gpu import Gpu
+from warpwave.kernels.arguments import dot_precision, padded, window
+from warpwave.problem import DTYPE_BYTES, AttentionProblem
+
+MERGES = ("kernel", "last_block")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile shape, launch shape, and how the keys are split.
+
+    Args:
+        block_m: rows of a tile (queries times the query heads of a kv head), a power of two, at least 16.
+        block_n: keys a step walks, a power of two, at least 16.
+        num_warps: warps of a program, a power of two.
+        num_stages: K/V tiles in flight.
+        num_splits: shares that the keys of a tile of rows are split into; with `split_keys` set, what follows from it
+            counts instead.
+        split_keys: keys of a share, at absolute multiples of it, whatever the batch; 0 for equal shares.
+        merge: `"kernel"`: a second launch merges; `"last_block"`: the last block of a tile to arrive does.
+        launched_ahead: begin while the launch before in the stream still ends, and wait in the kernel (sm_90 or newer).
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    num_splits: int = 1
+    split_keys: int = 0
+    merge: str = "kernel"
+    launched_ahead: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("block_m", 16), ("block_n", 16), ("num_warps", 1)):
+            value = getattr(self, name)
+            if value < least or value & (value - 1):
+                raise ValueError(f"{name} is {value}; it must be a power of two, at least {least}")
+        for name in ("num_stages", "num_splits"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.split_keys < 0 or self.split_keys % self.block_n:
+            raise ValueError(f"split_keys is {self.split_keys}; it must be 0 or a multiple of block_n = {self.block_n}")
+        if self.merge not in MERGES:
+            raise ValueError(f"merge is {self.merge!r}; it must be one of {', '.join(map(repr, MERGES))}")
+
+
+# Sizes ----------------------------------------------------------------------------------------------------------------
+
+
+def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
+    """An upper bound on the shared memory of one block, which tests hold against what every target compiles to."""
+    size, arithmetic = DTYPE_BYTES[problem.dtype], dot_precision(problem, gpu)
+    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    q = size * config.block_m * block_d
+    p = size * config.block_m * config.block_n
+    kv = size * config.block_n * (block_d + block_dv)
+    # Page ids and what is loaded by them are in flight as well; barriers and reductions over warps take the rest.
+    more = 1024 + (16 * config.block_n * config.num_stages if problem.page_size else 0)
+    more += 8 * config.block_m * config.num_warps
+    if problem.mask_shape is not None or problem.bias_shape is not None:
+        kv += config.block_m * config.block_n * bytes_per_score(problem)
+        p += size * config.block_n * block_dv  # V goes through registers to lose what nobody sees, and back
+    if gpu.arch == "gfx950":
+        return max(q, config.num_stages * kv * 17 // 16) + p + more
+    if gpu.vendor == "amd":
+        return max(q, max(1, config.num_stages - 1) * kv) + p + more
+    if problem.dtype == "float32" and arithmetic != "ieee":
+        return q + p + config.num_stages * kv + max(q, kv) + more  # the parts of an operand stand side by side
+    # What is read by way of a page id waits for it, so that two stages come to one tile in flight.
+    in_flight = max(2, (config.num_stages + 1) // 2) if problem.page_size else config.num_stages
+    return q + p + in_flight * kv + more
+
+
+def bytes_per_score(problem: AttentionProblem) -> int:
+    """What a score reads of mask and bias."""
+    mask = 0 if problem.mask_shape is None else 1
+    return mask + (0 if problem.bias_shape is None else DTYPE_BYTES[problem.bias_dtype or problem.dtype])
+
+
+def tiles(problem: AttentionProblem, config: Config) -> int:
+    """Tiles of rows of one kv head of the longest sequence."""
+    return -(-problem.seqlen_q * (problem.num_heads_q // problem.num_heads_kv) // config.block_m)
+
+
+def num_splits(problem: AttentionProblem, config: Config) -> int:
+    """Shares of the keys of a tile of rows, as launched: the config's own, or what `split_keys` makes of the longest
+    range of keys that a tile of rows sees."""
+    if not config.split_keys:
+        return config.num_splits
+    seen = problem.seqlen_k
+    left, right = window(problem)
+    if problem.window_size[0] >= 0 and not (problem.causal is not None and problem.causal.alignment == "top_left"):
+        # A tile of rows sees that many; its range may begin and end inside a share.
+        queries = -(-config.block_m // (problem.num_heads_q // problem.num_heads_kv)) + 1
+        seen = min(seen, left + min(right, seen) + queries + config.split_keys)
+    return max(1, -(-seen // config.split_keys))
+
+
+def steps_over_keys(problem: AttentionProblem, config: Config) -> tuple[int, int]:
+    """(steps over keys of all tiles of rows, those of the longest) before the keys are split."""
+    group = problem.num_heads_q // problem.num_heads_kv
+    total = longest = 0
+    counted: dict[tuple[int, int], tuple[int, int]] = {}
+    for seqlen_q, seqlen_k in problem.items():
+        if (seqlen_q, seqlen_k) not in counted:
+            low, high = problem.band(seqlen_q, seqlen_k)
+            steps = []
+            for row in range(0, seqlen_q * group, config.block_m):
+                last = min((row + config.block_m - 1) // group, seqlen_q - 1)
+                first_key = 0 if low is None else max(0, row // group + low)
+                end = seqlen_k if high is None else min(seqlen_k, last + high + 1)
+                hidden = low is not None and high is not None and low > high
+                steps.append(0 if hidden else max(0, -(-end // config.block_n) - first_key // config.block_n))
+            counted[seqlen_q, seqlen_k] = (sum(steps), max(steps, default=0))
+        total += counted[seqlen_q, seqlen_k][0]
+        longest = max(longest, counted[seqlen_q, seqlen_k][1])
+    return total * problem.num_heads_kv, longest
+
+
+def merge_rows(problem: AttentionProblem, config: Config) -> int:
+    """Rows that the last block of a tile merges: the tile's, less its padding where all rows there are fill a part."""
+    rows = problem.seqlen_q * (problem.num_heads_q // problem.num_heads_kv)
+    return min(config.block_m, 1 << (max(1, rows) - 1).bit_length())
+
+
+# Splits ---------------------------------------------------------------------------------------------------------------
+
+UNKNOWN_SMS = 132  # where no device was asked: an H100's and an H200's
+# What follows was fitted to an H200's times on 2026-11-21 (docs/serving.md).
+MOST_BLOCKS_PER_SM = 3  # of four warps; two where a tile's keys lie in several pages, whose addresses take registers
+SATURATING_BLOCKS = 2  # of them an SM needs, each with some 64 KB in flight, for memory to be busy
+START_STEPS = 3  # a block begins, and fills its pipeline, in about as long as so many steps take
+HIDDEN_START_STEPS = 0.5  # what is left of that where other blocks of the SM keep memory busy meanwhile
+SCATTERED_START_STEPS = 3  # in addition, where page ids of many pages must be there first
+UNEVEN = 0.45  # how much of what a small last wave leaves unused is felt after one full wave
+DRIFT = 0.1  # of a block's steps: blocks that began together do not end together
+MERGE_STEPS = 2.5
+PARTS_PER_STEP = 16
+MAX_SPLITS = 128
+INVARIANT_SPLIT_KEYS = {True: 512, False: 1024}  # for one tile of rows, as at decode, and otherwise
+
+
+class Splits(NamedTuple):
+    """A number of shares, and the arithmetic behind it."""
+
+    num_splits: int
+    reason: str
+
+
+def blocks_with_rows(problem: AttentionProblem, config: Config) -> int:
+    """Blocks that have rows, before keys are split."""
+    found = tiles(problem, config) * problem.batch
+    if problem.packed:  # the longest sequence is one of several: a tile may end early in each
+        rows = problem.total_q * (problem.num_heads_q // problem.num_heads_kv)
+        found = min(found, rows // config.block_m + problem.batch)
+    return max(1, found * problem.num_heads_kv)
+
+
+def scattered(problem: AttentionProblem, config: Config) -> bool:
+    """Whether the keys of a tile lie in several pages."""
+    return problem.page_size > 0 and problem.page_size % config.block_n != 0
+
+
+def blocks_per_sm(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
+    """Blocks that an SM runs at once: what registers allow, and shared memory."""
+    by_registers = 2 if scattered(problem, config) or config.block_m > 32 else MOST_BLOCKS_PER_SM
+    in_flight = config.num_stages - 1 if config.block_m < 64 else config.num_stages
+    if problem.page_size:
+        in_flight = config.num_stages // 2 if config.block_m < 64 else (config.num_stages + 1) // 2
+    needed = config.block_n * (padded(problem.head_dim) + padded(problem.head_dim_v)) * max(1, in_flight)
+    needed += config.block_m * (padded(problem.head_dim) + config.block_n)
+    needed = DTYPE_BYTES[problem.dtype] * needed + 1024
+    return max(1, min(by_registers * 4 // config.num_warps, gpu.smem_per_block_bytes // needed))
+
+
+def choose_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Splits:
+    """The number of shares with which keys are walked soonest, in closed form.
+
+    `places` blocks run at once, and `saturating` of them, fewer, keep memory busy: as long as there are that many, time
+    goes with the number of blocks, and below it with the steps of one block. So few shares leave SMs idle; a last wave
+    of few blocks leaves memory idle, the less the more waves came before; and many shares start and merge:
+
+        steps(S) = max(1, first / saturating) * (ceil(longest / S) + start) + merge(S)
+                   + (blocks * S - first) / saturating * (ceil(longest / S) + hidden start) + uneven end
+
+    `longest` are the steps of the tile that sees most keys, `first` the blocks of the first wave, as many on every SM.
+    """
+    blocks, sms = blocks_with_rows(problem, config), gpu.num_sms or UNKNOWN_SMS
+    places = sms * blocks_per_sm(problem, gpu, config)
+    saturating = min(places, SATURATING_BLOCKS * sms)
+    longest = max(1, steps_over_keys(problem, config)[1])
+    more = SCATTERED_START_STEPS if scattered(problem, config) else 0
+
+    def steps(s: int) -> float:
+        walk = -(-longest // s)
+        waves, rest = divmod(blocks * s, places)
+        first = min(-(-blocks * s // sms) * sms, places)  # an SM that has one more is the last to end
+        total = max(1.0, first / saturating) * (walk + START_STEPS + more)
+        total += max(0, blocks * s - places) / saturating * (walk + HIDDEN_START_STEPS + more)
+        if waves and rest:
+            total += (UNEVEN / waves * max(0, saturating - rest) / saturating + DRIFT) * walk
+        return total + (MERGE_STEPS + s / PARTS_PER_STEP if s > 1 else 0)
+
+    best = min(range(1, min(MAX_SPLITS, longest) + 1), key=steps)
+    reason = (
+        f"{blocks} tiles of rows for {places} places on {sms} SMs, {longest} steps of {config.block_n} keys each: "
+        f"about {steps(best):.0f} steps from begin to end, starts and merge counted"
+    )
+    return Splits(best, reason + (f"; with one share, {steps(1):.0f}" if best > 1 else ""))
+
+
+def with_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
+    """The tiling with the keys split for this problem."""
+    if problem.batch_invariant:
+        # Of a packed call's longest sequence nothing may follow for the others.
+        decodes = not problem.packed and tiles(problem, config) == 1
+        return replace(config, num_splits=1, split_keys=INVARIANT_SPLIT_KEYS[decodes])
+    return replace(config, num_splits=choose_splits(problem, gpu, config).num_splits)
+
+
+# Configs --------------------------------------------------------------------------------------------------------------
+
+
+def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
+    """The default first, then every other tiling that fits the GPU's shared memory, and other splits of the default."""
+    fit = fitting(problem, gpu)
+    if not fit:
+        return []
+    tiling = _default(problem, gpu)
+    while smem_bytes(problem, gpu, tiling) > gpu.smem_per_block_bytes:
+        tiling = _smaller(tiling)
+    default = with_splits(problem, gpu, tiling)
+    others = []
+    if num_splits(problem, default) > 1:
+        others = [replace(default, merge=merge) for merge in MERGES if merge != default.merge]
+    if problem.batch_invariant:  # another tile has other bits
+        return [default, *others]
+    others += [replace(default, num_splits=n) for n in (1, 2, 3, 2 * default.num_splits)]
+    others += [with_splits(problem, gpu, c) for c in fit]
+    return list(dict.fromkeys([default, *others]))
+
+
+def _smaller(config: Config) -> Config:
+    """The next tiling to try where one does not fit: fewer tiles in flight, then fewer keys, then fewer rows."""
+    if config.num_stages > 1:
+        return replace(config, num_stages=config.num_stages - 1)
+    if config.block_n > 16:
+        return replace(config, block_n=config.block_n // 2)
+    return replace(config, block_m=config.block_m // 2)
+
+
+def fitting(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
+    """Tilings that the GPU's shared memory holds."""
+    return [c for c in _tilings(problem) if smem_bytes(problem, gpu, c) <= gpu.smem_per_block_bytes]
+
+
+def smallest_smem_bytes(problem: AttentionProblem, gpu: Gpu) -> int:
+    """What the smallest tiling takes."""
+    return min(smem_bytes(problem, gpu, config) for config in _tilings(problem))
+
+
+def _tilings(problem: AttentionProblem) -> list[Config]:
+    # Eight warps on 64 rows or fewer split the keys of a product between them, which is slow on Hopper, and at 64x16
+    # in tf32 Triton 3.6 computes wrong products (kernels/flash_fwd.py): four, then, everywhere.
+    return [
+        Config(block_m, block_n, 4, num_stages)
+        for block_m in (16, 32, 64)
+        for block_n in (16, 32, 64, 128)
+        for num_stages in ((1, 2, 3, 5, 7) if problem.page_size else (1, 2, 3, 4))
+    ]
+
+
+def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
+    """The tiling, by what was fastest on an H200 and what fits registers without spills (tests/compile)."""
+    rows = problem.seqlen_q * (problem.num_heads_q // problem.num_heads_kv)
+    if problem.batch_invariant and problem.packed:
+        rows = 64  # whose longest sequence depends on who else is there
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    wide = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    bucket = 0 if wide <= 64 else 1 if wide <= 128 else 2
+    masked = problem.mask_shape is not None or problem.bias_shape is not None
+    if problem.dtype == "float32":
+        config = Config(min(block_m, 32), (32, 16, 16)[bucket], 4, (2, 2, 1)[bucket])
+    elif block_m == 64:
+        # A chunk of a prompt beside sequences that decode took 182 to 207 us by 64 x 64, 215 and more by 64 x 32, and
+        # 200 by 128 x 64 on eight warps, whose one block an SM waits for what it loads.
+        roomy = gpu.vendor == "nvidia" and gpu.capability in (90, 100, 103)  # whose products leave registers free
+        config = Config(64, (64, 64 if roomy else 32, 32)[bucket], 4, 3 if roomy and bucket < 2 else 2)
+    else:
+        # As many tiles in flight either way: see smem_bytes. Of 15 tilings none was faster by more than 3 %.
+        config = Config(block_m, (64, 64, 32)[bucket], 4, 5 if problem.page_size else 3)
+    if gpu.vendor == "amd":
+        config = replace(config, num_stages=min(2, config.num_stages))
+        if gpu.arch.startswith("gfx1"):
+            config = replace(config, block_m=min(block_m, 32), block_n=(32, 32, 16)[bucket], num_stages=1)
+    if masked:
+        config = replace(config, block_m=min(config.block_m, (64, 64, 32)[bucket]))
+        config = replace(config, block_n=max(16, config.block_n // 2), num_stages=min(2, config.num_stages))
+    # Worth 4 to 6 % of decode from a cold cache and a seventh of a small prefill; from pages it cost up to a tenth.
+    return replace(config, launched_ahead=may_be_launched_ahead(gpu) and not problem.page_size)
+
+
+def may_be_launched_ahead(gpu: Gpu) -> bool:
+    """Whether a launch there may begin before the one in front of it has ended."""
+    return gpu.vendor == "nvidia" and gpu.capability >= 90

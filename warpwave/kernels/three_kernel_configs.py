@@ -1,0 +1,250 @@
+"""Which config three_kernel takes where, and what a config needs of a GPU. No kernel by itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from warpwave.hardware.gpu import Gpu
+from warpwave.kernels import three_kernel_hopper
+from warpwave.kernels.arguments import dot_precision, padded, split_operand
+from warpwave.kernels.three_kernel_plan import Config, least_bytes
+from warpwave.problem import DTYPE_BYTES, AttentionProblem
+
+MAX_WORKSPACE_BYTES = 1024**3
+
+
+def may_hide_keys(problem: AttentionProblem) -> bool:
+    """Whether a key may be hidden from everybody by something else than its position."""
+    return problem.mask_shape is not None or problem.bias_shape is not None
+
+
+def block_k_of(problem: AttentionProblem, config: Config) -> int:
+    """Elements of head_dim of a step of the first product."""
+    return min(config.block_k, padded(problem.head_dim))
+
+
+def block_v_of(problem: AttentionProblem, config: Config) -> int:
+    """Columns of v of a tile of the output."""
+    return min(config.block_v, padded(problem.head_dim_v))
+
+
+def library_cannot(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
+    """Why torch, or Hopper's launches, cannot compute the products that a config asks them for."""
+    if config.scores == "hopper":
+        return three_kernel_hopper.cannot(problem, gpu)
+    reasons, arithmetic = [], dot_precision(problem, gpu)
+    asked = "library" in (config.scores, config.values)
+    if asked and problem.packed:
+        reasons.append("only the device knows where packed sequences begin; products are ours, not the library's")
+    if asked and problem.dtype == "float32" and arithmetic not in ("ieee", "tf32"):
+        reasons.append(f"the library has no products in {arithmetic!r}; products are ours, or precision is 'ieee'")
+    if config.values == "library" and may_hide_keys(problem):
+        reasons.append("the library multiplies values that a mask or bias hides by 0, and NaN there would leak")
+    return reasons
+
+
+def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
+    """An upper bound on the shared memory of one block, which tests hold against what every target compiles to."""
+    if config.scores == "hopper":
+        return three_kernel_hopper.SMEM_BYTES
+    size = DTYPE_BYTES[problem.dtype]
+    block_k, block_v = block_k_of(problem, config), block_v_of(problem, config)
+    stages = max(1, config.num_stages - 1) if gpu.vendor == "amd" and gpu.arch != "gfx950" else config.num_stages
+    split = split_operand(problem, gpu)
+    stored = 4 * config.block_m * config.block_n  # a tile of scores changes hands on its way to memory
+    score = stages * split * size * (config.block_m + config.block_n) * block_k
+    if config.scores == "library":
+        score = stored = 0
+    keys = config.block_n if config.scores == "fused" else config.block_k
+    sum_values = stages * split * size * keys * (config.block_m + block_v)
+    if may_hide_keys(problem):
+        sum_values += size * keys * (config.block_m + block_v)  # both go through registers and back
+    if config.values == "library":
+        sum_values = 0
+    # tcgen05 products leave by shared memory, and barriers and reductions over warps want some too.
+    handed = 4 * config.block_m * block_v if gpu.capability >= 100 or gpu.vendor == "amd" else 0
+    return max(score, stored, sum_values, handed) + 4096
+
+
+# Configs --------------------------------------------------------------------------------------------------------------
+
+FILLED = 132  # blocks that keep a GPU busy where it is not known how many multiprocessors it has
+# Scores of a chunk of torch's products or of ours, in memory. That they stay in L2 is worth less than that products are
+# few and large: 402, 418, 438 us at 128, 64, 32 MiB (H200, head_dim 512, 2,048 keys), 5.6, 6.4, 7.4 ms at 8,192 keys.
+SCORES_BYTES = 128 * 1024**2
+SUMS_BYTES = 32 * 1024**2  # of float32 sums, which are scaled in L2: 622, 733, 628 us at 32, 16, 64 MiB (head_dim 1024)
+# Hopper's own launches read P behind their products, so it need not stay in L2; but a chunk that gives each
+# multiprocessor one block of 128 queries costs a third more than one that gives it two (2,048 keys, 16 heads: 339
+# against 248 us at head_dim 512, 519 against 432 at 1024). Two blocks take 139 MB at 2,048 keys and 557 MB at 8,192;
+# where four fit this bound they may, so that what is left over is less. What 128, 256 and 512 MiB hold: two blocks
+# each on 132 multiprocessors up to 1,970, 3,940 and 7,880 keys.
+HOPPER_BYTES = 512 * 1024**2
+# Torch's products take 1.08 to 1.62 times as long there (head_dim 8192 to 512), 1.4 in the mean: they win where
+# Hopper's tiles would be part empty, or its last round of blocks.
+HOPPER_FILLED = 0.7
+MOST_SHARES = 32  # of head_dim, which the softmax sums up
+WHOLE_ROW = 16_384  # keys of the longest row that a block of the softmax keeps in registers, 32 a thread
+# The epilogue that takes the softmax away costs one multiply-add of float32 for each block_n of the second product's,
+# which run 16.7 times as fast on an H100: 33.4 * head_dim_v / block_n FLOP of the matrix unit a score. What it saves is
+# 6 of 10 bytes a score. By arithmetic (large_head_dim has the figures); to be confirmed by measurement.
+FUSED_FLOPS_A_COLUMN = 33.4
+FLOPS_A_BYTE = 100
+
+
+def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
+    """The default first, then every other candidate that fits the GPU's shared memory and that torch can compute."""
+    default = _default(problem, gpu)
+    others = [
+        with_workspace(problem, gpu, replace(default, scores=scores, values=values, split_d=1, **tile, **softmax))
+        for scores, values in (("fused", "triton"), ("triton", "triton"), ("library", "triton"), ("library", "library"))
+        for tile in _space(problem, gpu)
+        for softmax in _softmax_space(problem)[: 1 if scores == "fused" else None]
+    ]
+    whole = {"block_m": 128, "block_n": 256, "split_d": 1}
+    hopper = with_workspace(problem, gpu, replace(default, scores="hopper", values="hopper", **whole))
+    others.insert(0, hopper)
+    return [default, *(c for c in dict.fromkeys(others) if c != default and _fits(problem, gpu, c))]
+
+
+def _softmax_space(problem: AttentionProblem) -> list[dict[str, int]]:
+    """Tiles of the softmax: whole rows of 16 keys a thread where they fit a block, four and sixteen rows of part of
+    their keys, and one."""
+    shapes = [(1, 2048, 8), (4, 512, 4), (16, 128, 8)]
+    width = max(32, padded(problem.seqlen_k))
+    if width <= WHOLE_ROW:
+        shapes = [(1, width, max(1, min(16, width // 512))), *shapes[1:]]
+    names = ("softmax_rows", "softmax_keys", "softmax_warps")
+    return [dict(zip(names, shape, strict=True)) for shape in shapes]
+
+
+def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
+    in_memory = least_bytes(problem, config) <= config.workspace_bytes
+    in_smem = smem_bytes(problem, gpu, config) <= gpu.smem_per_block_bytes
+    return in_memory and in_smem and not library_cannot(problem, gpu, config)
+
+
+def _space(problem: AttentionProblem, gpu: Gpu) -> list[dict[str, int]]:
+    shapes = [(64, 64, 32, 64), (64, 128, 64, 128), (128, 64, 64, 64), (128, 128, 32, 128), (128, 128, 64, 128)]
+    if problem.dtype != "float32":
+        shapes += [(128, 256, 64, 256)]
+    names = ("block_m", "block_n", "block_k", "block_v", "num_warps", "num_stages")
+    return [
+        dict(zip(names, (*shape, num_warps, num_stages), strict=True))
+        for shape in shapes
+        for num_warps in (4, 8)
+        for num_stages in (2, 3)
+        if not (gpu.capability == 90 and (shape[0], num_warps) == (64, 8))  # see flash_fwd
+    ]
+
+
+def with_workspace(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
+    """The config with as large a workspace as pays, and no larger than MAX_WORKSPACE_BYTES or a sixteenth of the
+    device's memory, unless a tile of queries takes more. What sums take comes on top of the scores."""
+    sms = gpu.num_sms or FILLED
+    if config.scores == "hopper":
+        wave = sms * least_bytes(problem, config)  # a block of 128 queries on each multiprocessor
+        wanted = max(min(4 * wave, HOPPER_BYTES), 2 * wave)
+    else:
+        wanted = max(SCORES_BYTES, least_bytes(problem, config))
+    if config.values == "library" and problem.dtype != "float32":
+        wanted += config.sums_bytes
+    limit = min(MAX_WORKSPACE_BYTES, gpu.memory_bytes // 16 or MAX_WORKSPACE_BYTES)
+    return replace(config, workspace_bytes=min(wanted, max(limit, least_bytes(problem, config))))
+
+
+def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
+    """Torch's products wherever it can compute them, and ours elsewhere."""
+    config = smallest_tile(problem, gpu)
+    blocks = problem.batch * problem.num_heads_q * -(-problem.seqlen_q // config.block_m)
+    blocks *= -(-problem.seqlen_k // config.block_n)
+    share = (2 if gpu.vendor == "interpreter" else gpu.num_sms or FILLED) // max(1, blocks)
+    sharing = max(1, min(share, problem.head_dim // (2 * block_k_of(problem, config)), MOST_SHARES))
+    if sharing > 1:
+        # Few scores of long sums: blocks share head_dim, two steps each at the least.
+        config = replace(config, split_d=sharing)
+    elif _by_hopper(problem, gpu):
+        config = replace(config, scores="hopper", values="hopper", block_m=128, block_n=256)
+    else:
+        config = _by_torch(problem, gpu, config)
+    return with_workspace(problem, gpu, config)
+
+
+def _by_hopper(problem: AttentionProblem, gpu: Gpu) -> bool:
+    """Whether Hopper's own launches can compute a call, and fill their tiles and the GPU's rounds of blocks with it."""
+    if three_kernel_hopper.cannot(problem, gpu) or not (problem.seqlen_q and problem.seqlen_k and problem.batch):
+        return False
+    sms, (block_m, block_n, _) = gpu.num_sms or FILLED, three_kernel_hopper.TILE
+    row_blocks, key_tiles = -(-problem.seqlen_q // block_m), -(-problem.seqlen_k // block_n)
+    blocks = problem.batch * problem.num_heads_q * row_blocks
+    filled = problem.seqlen_q * problem.seqlen_k / (row_blocks * block_m * key_tiles * block_n)
+    return filled * blocks / (-(-blocks // sms) * sms) >= HOPPER_FILLED
+
+
+def own_products(problem: AttentionProblem, gpu: Gpu) -> Config:
+    """What the default is where torch cannot compute a product."""
+    return with_workspace(problem, gpu, _by_ourselves(problem, gpu, smallest_tile(problem, gpu)))
+
+
+def _by_torch(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
+    """The config with torch's products wherever torch can compute them."""
+    for values in ("library", "triton"):
+        by_torch = replace(config, scores="library", values=values)
+        # AMD's libraries were not asked yet for float32 out of 16 bits.
+        known = problem.dtype == "float32" or gpu.vendor == "nvidia"
+        if known and not library_cannot(problem, gpu, by_torch):
+            return by_torch
+    return _by_ourselves(problem, gpu, config)
+
+
+def _by_ourselves(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
+    """The config with our products, and the softmax in the first where that pays."""
+    fuses = problem.dtype != "float32" and _fuses(problem, gpu, min(128, config.block_n))
+    return replace(config, scores="fused") if fuses else config
+
+
+def _fuses(problem: AttentionProblem, gpu: Gpu, block_n: int) -> bool:
+    """Whether the softmax goes into the first product's epilogue: where that saves more than it costs, and where two
+    accumulators do not spill. Before Hopper, and on sm_120, products of 128 x 128 leave no registers for it; a mask or
+    bias takes too many everywhere. On Hopper it takes tiles of 128 x 128 where 128 x 256 would do, and these read an
+    element of q, k and v a score in 128 less."""
+    roomy = gpu.capability in (90, 100, 103) or gpu.vendor != "nvidia"
+    flops = FUSED_FLOPS_A_COLUMN * problem.head_dim_v / block_n
+    if gpu.capability == 90:
+        flops += FLOPS_A_BYTE * (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype] / 256
+    return roomy and flops <= 6 * FLOPS_A_BYTE and not may_hide_keys(problem)
+
+
+def smallest_tile(problem: AttentionProblem, gpu: Gpu) -> Config:
+    """The widest tile of the usual shapes that fits without spills (tests/compile); three launches, products ours."""
+    rdna = gpu.vendor == "amd" and not gpu.arch.startswith("gfx9")
+    hopper_or_later = gpu.capability in (90, 100, 103)
+    small = problem.seqlen_q <= 64 and problem.seqlen_k <= 512  # where larger tiles would be one block a head
+    if gpu.vendor == "interpreter":  # which runs one program after another: the fewer the better
+        tile = (128, 128, 64 if problem.dtype == "float32" else 128, 128, 4, 1)
+    elif problem.dtype == "float32":
+        warps = 4 if gpu.vendor == "amd" or hopper_or_later else 8
+        tile = (32, 32, 32, 32, 4, 2) if rdna or (small and not hopper_or_later) else (64, 64, 32, 64, warps, 2)
+        if small and hopper_or_later:
+            # Shares of head_dim fill the GPU, 64 queries at 8192 in 40 us (ieee) where tiles of 32 took 78.
+            tile = (64, 64, 32, 64, 4, 3)
+    elif gpu.vendor == "amd":
+        tile = (64, 64, 32, 64, 8 if rdna else 4, 2)
+    elif small:
+        tile = (64, 64, 64, 64, 4, 2)
+    elif problem.seqlen_q <= 64:
+        tile = (64, 128, 64 if hopper_or_later else 32, 128, 4, 3)
+    else:
+        tile = (128, 128, 64 if hopper_or_later else 32, 128, 8, 3)
+        if gpu.capability == 90 and not _fuses(problem, gpu, 128):
+            tile = (128, 256, 32, 256, 8, 4)  # a third more FLOP for each byte of L2; the epilogue has no room for it
+    if may_hide_keys(problem) and problem.dtype != "float32" and gpu.vendor != "interpreter":
+        # Values and probabilities go through registers.
+        tile = (*tile[:2], 32, min(tile[3], 128 if hopper_or_later else 64), *tile[4:])
+    rows, keys, warps = _softmax_space(problem)[0].values()
+    if gpu.vendor == "interpreter":
+        rows = 64
+    block_m, block_n, block_k, block_v, num_warps, num_stages = tile
+    return Config(
+        "triton", "triton", block_m, block_n, block_k, block_v, num_warps, num_stages, 1, rows, keys, warps,
+        MAX_WORKSPACE_BYTES, SUMS_BYTES,
+    )  # fmt: skip

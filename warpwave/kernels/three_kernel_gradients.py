@@ -1,0 +1,378 @@
+"""three_kernel's gradients: five products of torch's over the forward's chunks, and one launch between them.
+
+    S = Q K^T,  dP = dO V^T;   P = exp(S' - lse),  dS = P * (dP - delta);   dV += P^T dO,  dQ = dS K,  dK += dS^T Q
+
+A chunk holds all keys that its queries see, so a row's statistics are taken anew from the very scores that P is made
+of, and delta = rowsum(P * dP) from the very P and dP that dS is: what both have in common then cancels to rounding,
+however the forward computed. Made from a rounded out and log-sum-exp, float32 gradients of rows that one key leads
+were off by that rounding, times the values. P and dS take the place of S and dP. No atomics: sums run in a fixed order.
+
+Dao et al., "FlashAttention" (2022), appendix B.4, with scores kept.
+
+Bound: tensor cores; at head_dim in the hundreds the traffic of the scores, 8 bytes written, 8 read and 4 written each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from warpwave import launch
+from warpwave.hardware.gpu import Gpu
+from warpwave.kernels import three_kernel_library as library
+from warpwave.kernels.arguments import band_constants, dot_precision, padded, window
+from warpwave.kernels.partials import inverse_sum, join
+from warpwave.kernels.primitives import (
+    LOG2_E,
+    band_edges,
+    band_visible,
+    rounded,
+    softmax_step,
+    tile_pointers,
+    visible_keys,
+)
+from warpwave.kernels.three_kernel_plan import Chunk, Config, Plan, plan
+from warpwave.kernels.three_kernel_softmax import LINE, UNSPECIALISED, whole_lines
+from warpwave.kernels.triton_or_stub import INTERPRETED, jit, tl
+from warpwave.problem import AttentionProblem, Operands
+
+WHOLE_ROW = 8192  # keys of the longest row whose S and dP a block keeps in registers
+MOST_BOUND = 4096  # launches kept
+WORKSPACE_BYTES = 128 * 1024**2  # of S and dP of a chunk: their traffic is a small part beside five products
+
+
+# Device code ----------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _tile_of_rows(
+    scores_ptr,
+    dp_ptr,
+    rows,
+    keys,
+    row_begin,
+    key_base,
+    row_inside,
+    key_end,
+    stride_sm,
+    low,
+    high,
+    softmax_scale,
+    HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+):
+    """Scores in bits, minus infinity where hidden, and dP, 0 there: [ROWS, KEYS]."""
+    visible = row_inside[:, None] & (keys < key_end)[None, :]
+    visible = visible & band_visible(rows, keys, low, high, HAS_LOW, HAS_HIGH)
+    in_lines = row_inside[:, None] & (keys < (key_end + LINE - 1) // LINE * LINE)[None, :]
+    raw = tl.load(tile_pointers(scores_ptr, rows - row_begin, keys - key_base, stride_sm, 1), mask=in_lines, other=0.0)
+    dp = tl.load(tile_pointers(dp_ptr, rows - row_begin, keys - key_base, stride_sm, 1), mask=in_lines, other=0.0)
+    return tl.where(visible, raw * (softmax_scale * LOG2_E), float("-inf")), tl.where(visible, dp, 0.0)
+
+
+@jit
+def _store_gradients(
+    p_ptr, ds_ptr, p, scores, dp, delta, rows, keys, row_begin, key_base, line_end, row_inside, stride_pm
+):  # fmt: skip
+    """P and P * (dP - delta), up to the end of the lines."""
+    in_lines = row_inside[:, None] & (keys < line_end)[None, :]
+    p_out = tile_pointers(p_ptr, rows - row_begin, keys - key_base, stride_pm, 1)
+    ds_out = tile_pointers(ds_ptr, rows - row_begin, keys - key_base, stride_pm, 1)
+    ds = tl.where(scores == float("-inf"), 0.0, p * (dp - delta[:, None]))  # delta may be NaN, of which that is no part
+    tl.store(p_out, rounded(p, p_ptr.dtype.element_ty), mask=in_lines)
+    tl.store(ds_out, rounded(ds, ds_ptr.dtype.element_ty), mask=in_lines)
+
+
+@jit(do_not_specialize=[*UNSPECIALISED, "stride_gb", "stride_gh", "stride_gm"])
+def chunk_gradients_kernel(
+    scores_ptr,
+    dp_ptr,
+    p_ptr,
+    ds_ptr,
+    sinks_ptr,
+    dlse_ptr,
+    of_sinks_ptr,
+    stride_gb,
+    stride_gh,
+    stride_gm,
+    stride_sh,
+    stride_sm,
+    stride_ph,
+    stride_pm,
+    seqlen_q,
+    seqlen_k,
+    num_heads_q,
+    window_left,
+    window_right,
+    first_head,
+    row_begin,
+    chunk_rows,
+    key_base,
+    num_tiles_m,
+    softmax_scale,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+):
+    """P and dS of ROWS queries of one head, over the lines of the keys that some query of the chunk sees.
+
+    WHOLE, a row is one tile in registers, and P and dS may lie where S and dP lay. `of_sinks` takes what each row adds
+    to the gradient of its head's sink, (batch, num_heads_q, seqlen_q).
+    """
+    tile = tl.program_id(0) % num_tiles_m
+    chunk_head = (tl.program_id(0) // num_tiles_m).to(tl.int64)
+    head = (first_head + chunk_head) % num_heads_q
+    batch = (first_head + chunk_head) // num_heads_q
+    row_end = tl.minimum(row_begin + chunk_rows, seqlen_q)
+    first_row = row_begin + tile * ROWS
+    rows = first_row + tl.arange(0, ROWS)
+    row_inside = rows < row_end
+    low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
+    key_begin, key_end = visible_keys(row_begin, row_end - 1, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
+    line_begin, line_end = whole_lines(key_begin, key_end)
+    key_base = key_base // LINE * LINE  # which is a multiple of it: see the softmax
+    scores_ptr += chunk_head * stride_sh
+    dp_ptr += chunk_head * stride_sh
+    p_ptr += chunk_head * stride_ph
+    ds_ptr += chunk_head * stride_ph
+
+    m_i = tl.full([ROWS], float("-inf"), tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    delta = tl.zeros([ROWS], tl.float32)  # rowsum(P * dP), un-normalised
+    if WHOLE:
+        keys = line_begin + tl.arange(0, KEYS)
+        scores, dp = _tile_of_rows(
+            scores_ptr, dp_ptr, rows, keys, row_begin, key_base, row_inside, key_end, stride_sm, low, high,
+            softmax_scale, HAS_LOW, HAS_HIGH,
+        )  # fmt: skip
+        p, _alpha, m_i, l_i = softmax_step(scores, 1.0, m_i, l_i)
+        delta = tl.sum(p * dp, 1)
+    else:
+        for key_tile in range(line_begin, line_end, KEYS):
+            scores, dp = _tile_of_rows(
+                scores_ptr, dp_ptr, rows, key_tile + tl.arange(0, KEYS), row_begin, key_base, row_inside, key_end,
+                stride_sm, low, high, softmax_scale, HAS_LOW, HAS_HIGH,
+            )  # fmt: skip
+            p, alpha, m_i, l_i = softmax_step(scores, 1.0, m_i, l_i)
+            delta = delta * alpha + tl.sum(p * dp, 1)
+
+    l_all = l_i
+    scale = tl.full([ROWS], 1.0, tl.float32)
+    if HAS_SINKS:
+        sink_log2 = tl.load(sinks_ptr + head) * LOG2_E
+        _m_all, l_all, scale, of_sink = join(m_i, l_i, sink_log2, 1.0)
+    scale = scale * inverse_sum(l_all)
+    delta = delta * scale
+    place = batch * stride_gb + head * stride_gh + rows.to(tl.int64) * stride_gm
+    if HAS_DLSE:
+        delta = delta - tl.load(dlse_ptr + place, mask=row_inside, other=0.0)
+    if HAS_SINKS:
+        # The sink's own probability times minus its delta, for its value is 0.
+        line = (batch * num_heads_q + head) * tl.cast(seqlen_q, tl.int64) + rows
+        tl.store(of_sinks_ptr + line, -(of_sink * inverse_sum(l_all)) * delta, mask=row_inside)
+
+    if WHOLE:
+        _store_gradients(
+            p_ptr, ds_ptr, p * scale[:, None], scores, dp, delta, rows, keys, row_begin, key_base, line_end, row_inside,
+            stride_pm,
+        )  # fmt: skip
+    else:
+        m_shift = tl.where(m_i == float("-inf"), 0.0, m_i)
+        for key_tile in range(line_begin, line_end, KEYS):
+            keys = key_tile + tl.arange(0, KEYS)
+            scores, dp = _tile_of_rows(
+                scores_ptr, dp_ptr, rows, keys, row_begin, key_base, row_inside, key_end, stride_sm, low, high,
+                softmax_scale, HAS_LOW, HAS_HIGH,
+            )  # fmt: skip
+            p = tl.math.exp2(scores - m_shift[:, None]) * scale[:, None]
+            _store_gradients(
+                p_ptr, ds_ptr, p, scores, dp, delta, rows, keys, row_begin, key_base, line_end, row_inside, stride_pm
+            )  # fmt: skip
+
+
+# Host -----------------------------------------------------------------------------------------------------------------
+
+
+def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Why these launches cannot make a problem's gradients; eager's serve then."""
+    if gpu.vendor not in ("nvidia", "interpreter"):
+        return [f"three_kernel's gradients need torch's products, float32 out of 16 bits; {gpu.name} is not NVIDIA's"]
+    there = {
+        "packed sequences": problem.packed,
+        "a mask": problem.mask_shape is not None,
+        "a bias": problem.bias_shape is not None,
+        "ALiBi slopes": problem.alibi_shape is not None,
+        "softcap": problem.softcap > 0,
+    }
+    return [f"three_kernel's gradients know nothing of {name}" for name, is_there in there.items() if is_there]
+
+
+_bound: dict[tuple[Any, ...], Callable[..., None]] = {}
+
+
+class _Buffers:
+    """S and dP of a chunk, and P and dS where those were or beside them."""
+
+    def __init__(self, problem: AttentionProblem, cut: Plan, device: torch.device) -> None:
+        shape, dtype = (cut.heads, cut.rows, cut.width), getattr(torch, problem.dtype)
+        self.scores, self.dp = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
+        self.whole = cut.width <= WHOLE_ROW
+        if self.whole or dtype == torch.float32:
+            self.p, self.ds = self.scores.view(dtype), self.dp.view(dtype)  # of 16 bits, half of each row
+        else:
+            self.p, self.ds = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+
+
+def _cut(problem: AttentionProblem, device: torch.device) -> Plan:
+    """The forward's chunks, of scores alone."""
+    block_m = 64
+    width = -(-problem.seqlen_k // 128) * 128
+    bytes_ = max(WORKSPACE_BYTES // 2, block_m * (width + 128) * 4)
+    config = Config("library", "triton", block_m, 128, 16, 16, 4, 1, 1, 1, 1 << 30, 4, bytes_ + 2**20)
+    return plan(problem, config)
+
+
+def backward(
+    problem: AttentionProblem,
+    gpu: Gpu,
+    operands: Operands,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    wanted: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of sum(out * dout) + sum(lse * dlse) by q, k, v, bias, ALiBi slopes and sinks, None where not
+    wanted; each in the shape and dtype of its operand. Deterministic.
+
+    Args:
+        dout: like out, (batch, seqlen_q, num_heads_q, head_dim_v).
+        dlse: float32, (batch, num_heads_q, seqlen_q), or None.
+        wanted: which of the six.
+    """
+    q, k, v = operands[:3]
+    sinks = None if operands.sinks is None else operands.sinks.contiguous()
+    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):
+        return _of_nothing(operands, dlse, wanted)
+    cut = _cut(problem, q.device)
+    buffers = _Buffers(problem, cut, q.device)
+    dq, dk, dv = (
+        torch.zeros(t.shape, dtype=torch.float32, device=q.device) if want else None
+        for t, want in zip((q, k, v), wanted[:3], strict=True)
+    )
+    of_sinks = torch.empty((problem.batch, problem.num_heads_q, problem.seqlen_q), dtype=torch.float32, device=q.device)
+    if sinks is None:
+        of_sinks = of_sinks[:, :, :0]
+    dout = dout.to(q.dtype)
+    if dout.stride(-1) != 1 or 0 in dout.stride():
+        dout = dout.contiguous()
+    arithmetic = "tf32" if dot_precision(problem, gpu) == "tf32" else "ieee"
+    setting = partial(library.products_in, arithmetic) if q.dtype == torch.float32 else contextlib.nullcontext
+    with torch.no_grad(), setting():
+        for chunk in cut.chunks:
+            if chunk.nothing_to_see:
+                _of_unseen(problem, chunk, sinks, dlse, of_sinks)
+                continue
+            strides = buffers.scores.stride()[:2]
+            library.multiply(library.score_products(problem, chunk, q, k, strides), q, k, buffers.scores)
+            library.multiply(library.score_products(problem, chunk, dout, v, strides), dout, v, buffers.dp)
+            _between(problem, chunk, cut, buffers, sinks, dlse, of_sinks)
+            _accumulate(problem, chunk, buffers, q, k, dout, dq, dk, dv)
+        results: list[torch.Tensor | None] = []
+        for total, t, scale in ((dq, q, problem.softmax_scale), (dk, k, problem.softmax_scale), (dv, v, 1.0)):
+            # The scale comes after the products: before, it would push a small dS out of the range of 16 bits.
+            results.append(None if total is None else total.mul_(scale).to(t.dtype))
+        dsinks = of_sinks.sum((0, 2)) if wanted[5] and sinks is not None else None
+    return (*results, None, None, dsinks)
+
+
+def _of_nothing(
+    operands: Operands, dlse: torch.Tensor | None, wanted: Sequence[bool]
+) -> tuple[torch.Tensor | None, ...]:
+    """No query or no key: nothing depends on q, k and v, and lse is the sink."""
+    results = [torch.zeros_like(t) if want else None for t, want in zip(operands[:3], wanted, strict=False)]
+    dsinks = None
+    if wanted[5] and operands.sinks is not None:
+        dsinks = torch.zeros_like(operands.sinks) if dlse is None else dlse.sum((0, 2))
+    return (*results, None, None, dsinks)
+
+
+def _of_unseen(problem: AttentionProblem, chunk: Chunk, sinks: Any, dlse: Any, of_sinks: torch.Tensor) -> None:
+    """Rows that see their sink alone: its probability is 1, and its delta minus what arrives at lse."""
+    if sinks is None:
+        return
+    flat = of_sinks.flatten(0, 1)[chunk.first_head : chunk.first_head + chunk.heads]
+    rows = slice(chunk.row_begin, chunk.row_begin + chunk.rows)
+    flat[:, rows] = 0.0
+    if dlse is not None:
+        flat[:, rows] = dlse.flatten(0, 1)[chunk.first_head : chunk.first_head + chunk.heads, rows]
+
+
+def _between(
+    problem: AttentionProblem, chunk: Chunk, cut: Plan, buffers: _Buffers, sinks: Any, dlse: Any, of_sinks: torch.Tensor
+) -> None:
+    """S and dP to P and dS, by a launch that is bound once for all steps of a training."""
+    tensors = (buffers.scores, buffers.dp, buffers.p, buffers.ds, sinks, dlse, None if sinks is None else of_sinks)
+    layouts = tuple(None if t is None else (t.shape, t.stride(), t.data_ptr() % 16) for t in tensors)
+    key = (problem, chunk, buffers.scores.device, layouts)
+    if key not in _bound:
+        if len(_bound) >= MOST_BOUND:
+            _bound.clear()
+        _bound[key] = launch.bind(_specify(problem, chunk, cut, buffers, tensors))
+    _bound[key](*tensors)
+
+
+def _specify(
+    problem: AttentionProblem, chunk: Chunk, cut: Plan, buffers: _Buffers, tensors: tuple[Any, ...]
+) -> launch.Launch:
+    *_, sinks, dlse, _ = tensors
+    keys = padded(cut.width) if buffers.whole else 2048
+    warps = max(1, min(16, keys // 256))
+    rows = 64 if INTERPRETED else 1  # which runs one program after another: the fewer the better
+    tiles = -(-chunk.rows // rows)
+    return launch.Launch(
+        kernel=chunk_gradients_kernel,
+        grid=chunk.heads * tiles,
+        tensors=tensors,
+        scalars=[*((0, 0, 0) if dlse is None else dlse.stride()), *buffers.scores.stride()[:2], *buffers.p.stride()[:2],
+                 problem.seqlen_q, problem.seqlen_k, problem.num_heads_q, *window(problem), chunk.first_head,
+                 chunk.row_begin, chunk.rows, chunk.key_base, tiles, problem.softmax_scale],
+        constants={"ROWS": rows, "KEYS": keys, "WHOLE": buffers.whole, **band_constants(problem),
+                   "HAS_SINKS": sinks is not None, "HAS_DLSE": dlse is not None},
+        options={"num_warps": warps, "num_stages": 1, "enable_fp_fusion": False},
+    )  # fmt: skip
+
+
+def _accumulate(
+    problem: AttentionProblem, chunk: Chunk, buffers: _Buffers, q: Any, k: Any, dout: Any, dq: Any, dk: Any, dv: Any
+) -> None:
+    """Adds a chunk's products to the sums of q, k and v."""
+    strides, group = buffers.p.stride()[:2], problem.num_heads_q // problem.num_heads_kv
+    keys = chunk.key_end - chunk.key_begin
+    done = 0
+    for batch, head, kv_head, heads in library.runs_of_heads(problem, chunk.first_head, chunk.first_head + chunk.heads):
+        offset = done * strides[0] + chunk.key_begin - chunk.key_base
+        of_pairs = library.View((heads, chunk.rows, keys), (*strides, 1), offset)
+        of_keys = slice(chunk.key_begin, chunk.key_end)
+        of_rows = slice(chunk.row_begin, chunk.row_begin + chunk.rows)
+        p, ds = of_pairs.of(buffers.p), of_pairs.of(buffers.ds)  # [heads, rows, keys]
+        q_rows, dout_rows = (t[batch, of_rows, head : head + heads].transpose(0, 1) for t in (q, dout))
+        kv_heads = slice(kv_head, kv_head + (heads if group == 1 else 1))
+        if dq is not None:
+            k_rows = k[batch, of_keys, kv_heads].transpose(0, 1).expand(heads, -1, -1)
+            library.multiply_into(dq[batch, of_rows, head : head + heads].transpose(0, 1), ds, k_rows)
+        for total, pairs, rows in ((dv, p, dout_rows), (dk, ds, q_rows)):
+            if total is None:
+                continue
+            into = total[batch, of_keys, kv_heads].transpose(0, 1)
+            # Heads that share a kv head add to it one after another.
+            for one in (slice(0, heads),) if group == 1 else (slice(i, i + 1) for i in range(heads)):
+                library.add_product(into, pairs[one].transpose(1, 2), rows[one])
+        done += heads

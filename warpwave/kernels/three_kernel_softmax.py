@@ -1,0 +1,318 @@
+"""Device code of three_kernel between its products, and behind the second where that is torch's.
+
+    P = exp(S' - max), and what a row of P V is to be multiplied by        out = sums * that
+
+Scores of a chunk lie in a workspace of (heads, rows, width), its first key being `key_base`; P lies where they lay or
+beside them. Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018), is how a row that is no single
+tile has its maximum and sum found in one sweep.
+
+Bound: L2. A score of 4 bytes is read once where a row stays in registers and twice where not, and 2 bytes are written.
+"""
+
+from __future__ import annotations
+
+from warpwave.kernels.partials import inverse_sum, join, lse_of
+from warpwave.kernels.primitives import (
+    LOG2_E,
+    band_edges,
+    packed_sequence,
+    rounded,
+    softmax_step,
+    tile_pointers,
+    visible_keys,
+)
+from warpwave.kernels.scores import score_bits
+from warpwave.kernels.triton_or_stub import jit, tl
+
+HIDDEN = tl.constexpr(-1.0)  # stands in P for a hidden pair where a mask or bias may hide a value from everybody
+LINE = tl.constexpr(16)  # scores of a line: rows begin and ranges end at whole ones, so that 16 bytes move a thread
+UNSPECIALISED = [
+    *("stride_lb", "stride_lh", "stride_mask_b", "stride_mask_h", "stride_bias_b", "stride_bias_h", "stride_alibi_b"),
+    *("stride_alibi_h", "seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads_q", "group_size", "window_left"),
+    *("window_right", "first_head", "row_begin", "chunk_rows", "key_base", "num_tiles_m", "num_tiles_n"),
+    *("range_rows", "rows_before"),
+]
+
+
+@jit
+def whole_lines(key_begin, key_end):
+    """A range of keys, rounded outwards to whole lines of scores."""
+    return key_begin // LINE * LINE, tl.cdiv(tl.maximum(key_end, 0), LINE) * LINE
+
+
+@jit
+def _scores_of_tile(
+    scores_ptr,
+    rows,
+    keys,
+    row_begin,
+    key_base,
+    own_begin,
+    own_end,
+    row_inside,
+    key_end,
+    stride_sm,
+    stride_split,
+    seqlen_q,
+    seqlen_k,
+    low,
+    high,
+    mask_rows,
+    stride_mask_n,
+    bias_rows,
+    stride_bias_n,
+    slopes_log2,
+    softmax_scale,
+    softcap,
+    SPLIT_D: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """Scores in bits of a tile of the workspace, its shares of head_dim summed; those outside the lines from own_begin
+    to own_end, which none of the rows sees, are not read."""
+    in_own = row_inside[:, None] & ((keys >= own_begin) & (keys < own_end))[None, :]
+    pointers = tile_pointers(scores_ptr, rows - row_begin, keys - key_base, stride_sm, 1)
+    raw = tl.load(pointers, mask=in_own, other=0.0)  # [ROWS, KEYS]
+    for share in tl.static_range(1, SPLIT_D):
+        raw += tl.load(pointers + share * tl.cast(stride_split, tl.int64), mask=in_own, other=0.0)
+    return score_bits(
+        raw, rows, keys, row_inside, key_end, seqlen_k - seqlen_q, low, high, mask_rows, stride_mask_n, bias_rows,
+        stride_bias_n, slopes_log2, softmax_scale, softcap, HAS_LOW, HAS_HIGH, HAS_MASK, HAS_BIAS, HAS_ALIBI,
+        HAS_SOFTCAP,
+    )  # fmt: skip
+
+
+@jit
+def _store_probabilities(
+    p_ptr,
+    p,
+    scores,
+    scale,
+    rows,
+    keys,
+    row_begin,
+    key_base,
+    line_end,
+    row_inside,
+    stride_pm,
+    NORMALISE: tl.constexpr,
+    MAY_HIDE_KEYS: tl.constexpr,
+):
+    """Stores a tile of P up to the end of its lines."""
+    if NORMALISE:
+        p = p * scale[:, None]
+    if MAY_HIDE_KEYS:
+        p = tl.where(scores == float("-inf"), HIDDEN, p)
+    in_lines = row_inside[:, None] & (keys < line_end)[None, :]
+    out = tile_pointers(p_ptr, rows - row_begin, keys - key_base, stride_pm, 1)
+    tl.store(out, rounded(p, p_ptr.dtype.element_ty), mask=in_lines)
+
+
+@jit(do_not_specialize=UNSPECIALISED)
+def chunk_softmax_kernel(
+    scores_ptr,
+    p_ptr,
+    row_scale_ptr,
+    lse_ptr,
+    mask_ptr,
+    bias_ptr,
+    alibi_slopes_ptr,
+    sinks_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    stride_lb,
+    stride_lh,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_m,
+    stride_mask_n,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_m,
+    stride_bias_n,
+    stride_alibi_b,
+    stride_alibi_h,
+    stride_sh,
+    stride_sm,
+    stride_split,
+    stride_ph,
+    stride_pm,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    num_heads_q,
+    window_left,
+    window_right,
+    first_head,
+    row_begin,
+    chunk_rows,
+    key_base,
+    num_tiles_m,
+    range_rows,
+    softmax_scale,
+    softcap,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLIT_D: tl.constexpr,
+    WHOLE: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    MAY_HIDE_KEYS: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    IS_VARLEN: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+):
+    """Raw scores to un-normalised probabilities in the dtype of p, for ROWS queries of one head, and what each row of
+    P V is to be multiplied by, to `row_scale`; or, where NORMALISE, to probabilities that need no such factor.
+
+    It writes the lines of the keys that some query of its `range_rows` sees, which are those that the second product
+    reads, and reads those that its own queries see. Raw scores that no product wrote are hidden by position, whatever
+    the memory holds.
+
+    WHOLE, a row is one tile, kept in registers from its only reading on: then P may lie where the scores lay, for no
+    probability is stored before the row's maximum is known, which takes all of its scores.
+    """
+    tile = tl.program_id(0) % num_tiles_m
+    chunk_head = (tl.program_id(0) // num_tiles_m).to(tl.int64)
+    batch_head = first_head + chunk_head
+    head = batch_head % num_heads_q
+    batch = batch_head // num_heads_q
+    if IS_VARLEN:
+        q_begin, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
+        _, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)
+        if WRITE_LSE:
+            lse_ptr += q_begin
+    first_row = row_begin + tile * ROWS
+    row_end = tl.minimum(row_begin + chunk_rows, seqlen_q)
+    if first_row >= row_end:
+        return
+    rows = first_row + tl.arange(0, ROWS)
+    row_inside = rows < row_end
+    range_begin = row_begin + tile * ROWS // range_rows * range_rows
+    range_last = tl.minimum(range_begin + range_rows, row_end) - 1
+    low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
+    key_begin, key_end = visible_keys(range_begin, range_last, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
+    line_begin, line_end = whole_lines(key_begin, key_end)
+    last_row = tl.minimum(first_row + ROWS, row_end) - 1
+    own_begin, own_end = visible_keys(first_row, last_row, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
+    own_begin, own_end = whole_lines(own_begin, own_end)
+    # Of whole tiles, which the compiler does not know of key_base, and without which it would move single elements.
+    key_base = key_base // LINE * LINE
+    scores_ptr += chunk_head * stride_sh
+    p_ptr += chunk_head * stride_ph
+    mask_rows = mask_ptr
+    bias_rows = bias_ptr
+    slopes_log2 = softmax_scale
+    if HAS_MASK:
+        mask_rows = mask_ptr + (batch * stride_mask_b + head * stride_mask_h + rows.to(tl.int64) * stride_mask_m)
+    if HAS_BIAS:
+        bias_rows = bias_ptr + (batch * stride_bias_b + head * stride_bias_h + rows.to(tl.int64) * stride_bias_m)
+    if HAS_ALIBI:
+        slope = tl.load(alibi_slopes_ptr + batch * stride_alibi_b + head * stride_alibi_h) * LOG2_E
+        slopes_log2 = tl.full([ROWS], 0.0, tl.float32) + slope
+
+    m_i = tl.full([ROWS], float("-inf"), tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    # First maximum and sum. Where a row is not one tile, probabilities take a second sweep that makes a score anew from
+    # the raw one, which is cheaper than to write it in between.
+    if WHOLE:
+        keys = line_begin + tl.arange(0, KEYS)
+        scores = _scores_of_tile(
+            scores_ptr, rows, keys, row_begin, key_base, own_begin, own_end, row_inside, key_end, stride_sm,
+            stride_split, seqlen_q, seqlen_k, low, high, mask_rows, stride_mask_n, bias_rows, stride_bias_n,
+            slopes_log2, softmax_scale, softcap, SPLIT_D, HAS_LOW, HAS_HIGH, HAS_MASK, HAS_BIAS, HAS_ALIBI, HAS_SOFTCAP,
+        )  # fmt: skip
+        p, _alpha, m_i, l_i = softmax_step(scores, 1.0, m_i, l_i)
+    else:
+        for key_tile in range(own_begin, own_end, KEYS):
+            scores = _scores_of_tile(
+                scores_ptr, rows, key_tile + tl.arange(0, KEYS), row_begin, key_base, own_begin, own_end, row_inside,
+                key_end, stride_sm, stride_split, seqlen_q, seqlen_k, low, high, mask_rows, stride_mask_n, bias_rows,
+                stride_bias_n, slopes_log2, softmax_scale, softcap, SPLIT_D, HAS_LOW, HAS_HIGH, HAS_MASK, HAS_BIAS,
+                HAS_ALIBI, HAS_SOFTCAP,
+            )  # fmt: skip
+            _p, _alpha, m_i, l_i = softmax_step(scores, 1.0, m_i, l_i)
+
+    m_all = m_i
+    l_all = l_i
+    scale = tl.full([ROWS], 1.0, tl.float32)
+    if HAS_SINKS:
+        # One more key, whose value is zero. P stays relative to the maximum over keys: relative to a leading sink, low
+        # probabilities would leave the range of 16 bits.
+        sink_log2 = tl.load(sinks_ptr + head) * LOG2_E
+        m_all, l_all, scale, _scale = join(m_i, l_i, sink_log2, 1.0)
+    scale = scale * inverse_sum(l_all)
+    if WRITE_LSE:
+        lse_rows = lse_ptr + (batch * stride_lb + head * stride_lh + rows)
+        tl.store(lse_rows, lse_of(m_all, l_all), mask=row_inside)
+    if not NORMALISE:
+        tl.store(row_scale_ptr + (chunk_head * (stride_sh // stride_sm) + rows - row_begin), scale, mask=row_inside)
+
+    if WHOLE:
+        _store_probabilities(
+            p_ptr, p, scores, scale, rows, keys, row_begin, key_base, line_end, row_inside, stride_pm, NORMALISE,
+            MAY_HIDE_KEYS,
+        )  # fmt: skip
+    else:
+        m_shift = tl.where(m_i == float("-inf"), 0.0, m_i)  # for a row that sees no key
+        for key_tile in range(line_begin, line_end, KEYS):
+            keys = key_tile + tl.arange(0, KEYS)
+            scores = _scores_of_tile(
+                scores_ptr, rows, keys, row_begin, key_base, own_begin, own_end, row_inside, key_end, stride_sm,
+                stride_split, seqlen_q, seqlen_k, low, high, mask_rows, stride_mask_n, bias_rows, stride_bias_n,
+                slopes_log2, softmax_scale, softcap, SPLIT_D, HAS_LOW, HAS_HIGH, HAS_MASK, HAS_BIAS, HAS_ALIBI,
+                HAS_SOFTCAP,
+            )  # fmt: skip
+            p = tl.math.exp2(scores - m_shift[:, None])
+            _store_probabilities(
+                p_ptr, p, scores, scale, rows, keys, row_begin, key_base, line_end, row_inside, stride_pm, NORMALISE,
+                MAY_HIDE_KEYS,
+            )  # fmt: skip
+
+
+@jit(do_not_specialize=UNSPECIALISED)
+def chunk_scale_kernel(
+    sums_ptr,
+    row_scale_ptr,
+    out_ptr,
+    stride_ob,
+    stride_om,
+    stride_oh,
+    stride_rh,
+    num_heads_q,
+    first_head,
+    row_begin,
+    chunk_rows,
+    rows_before,
+    HEAD_DIM_V: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Columns of one row of the output: the sums of torch's second product times the row's factor.
+
+    The sums of `chunk_rows` queries of some heads stand one behind another. `row_scale` points to those heads' factors,
+    `stride_rh` apart, the first `rows_before` of which are of queries before these.
+    """
+    tiles: tl.constexpr = (HEAD_DIM_V + COLUMNS - 1) // COLUMNS
+    tile = tl.program_id(0) % tiles
+    line = (tl.program_id(0) // tiles).to(tl.int64)
+    row = line % chunk_rows
+    piece_head = line // chunk_rows
+    head = (first_head + piece_head) % num_heads_q
+    batch = (first_head + piece_head) // num_heads_q
+    columns = tile * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < HEAD_DIM_V
+    sums = tl.load(sums_ptr + line * HEAD_DIM_V + columns, mask=inside, other=0.0)  # [COLUMNS]
+    scale = tl.load(row_scale_ptr + piece_head * stride_rh + rows_before + row)
+    out_ptr += batch * stride_ob + head * stride_oh + (row_begin + row) * stride_om
+    tl.store(out_ptr + columns, rounded(sums * scale, out_ptr.dtype.element_ty), mask=inside)
