@@ -25,7 +25,10 @@ NO_RECORD = "no record yet"
 NOT_MEASURED = "Not measured yet: the figures come with the first record of `warpwave bench ladder`.\n"
 DTYPES = {
     ("float32", "ieee"): 'float32, multiply-adds (`precision="ieee"`)',
-    ("float32", "default"): "float32, by default (naive: multiply-adds; from tiled on: three tf32 products)",
+    (
+        "float32",
+        "default",
+    ): "float32, by default (naive: multiply-adds; from tiled on: products of bfloat16 parts, bf16x6)",
     ("bfloat16", "default"): "bfloat16",
 }
 

@@ -141,8 +141,8 @@ HIDDEN_START_STEPS = 0.5  # what is left of that where other blocks of the SM ke
 SCATTERED_START_STEPS = 3  # in addition, where page ids of many pages must be there first
 UNEVEN = 0.45  # how much of what a small last wave leaves unused is felt after one full wave
 DRIFT = 0.1  # of a block's steps: blocks that began together do not end together
-MERGE_STEPS = 2.5
-PARTS_PER_STEP = 16
+MERGE_STEPS = 2.4
+PARTS_PER_STEP = 7.5
 MAX_SPLITS = 128
 INVARIANT_SPLIT_KEYS = {True: 512, False: 1024}  # for one tile of rows, as at decode, and otherwise
 
