@@ -9,9 +9,9 @@ predicted over measured time, with a loss that grows as the error and not as its
 towards `UNCALIBRATED`, so that what the points do not tell stays at a round number. Cross-validation leaves out whole
 problems, all their configs together.
 
-`.jsonl` files are what `warpwave bench --out` writes. `.log` files are the H200's two older formats: lines of
+`.jsonl` files are what `warpwave bench --out` writes. `.log` files are the H200's three older formats: lines of
 `head_dim batch seqlen mask 64x64w4s3:354 ...` in TFLOP/s (sweeps of flash_fwd; marked `B` where a variant that was not
-kept stands beside), and the tuning log of hopper/flash_fwd, ratios to cuDNN.
+kept stands beside), the tuning log of hopper/flash_fwd, ratios to cuDNN, and three_kernel's sweep of ways.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from warpwave.calibration import UNCALIBRATED, Calibration, Constants, Residuals
 from warpwave.hardware import measure
 from warpwave.hardware.catalog import find, gpu_of
 from warpwave.hardware.gpu import Gpu
-from warpwave.kernels import flash_fwd
+from warpwave.kernels import flash_fwd, three_kernel
 from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
 from warpwave.problem import AttentionProblem, Causal
 
@@ -44,9 +44,15 @@ RECORDS, SHIPPED = ROOT / "benchmarks" / "records", ROOT / "warpwave" / "report"
 H200_FIT = (
     RECORDS / "2026-11-21-h200-flash-fwd-sweep-2.log",  # sweep 1 is of another loop over keys
     RECORDS / "2026-11-21-h200-hopper-flash-fwd-tuning.log",
+    RECORDS / "2026-11-21-h200-ladder.jsonl",
+    RECORDS / "2026-11-21-h200-large-heads-portable.jsonl",
+    RECORDS / "2026-11-21-h200-three-kernel-sweep.log",
 )
 # Kinds of calls that nothing else has: every second problem is fitted to, the others judge.
-H200_SPLIT = tuple(SHIPPED / f"2026-11-21-h200-{name}.jsonl" for name in ("float32", "decode", "tiny"))
+H200_SPLIT = tuple(
+    SHIPPED / f"2026-11-21-h200-{name}.jsonl"
+    for name in ("float32", "decode", "decode-paged", "tiny", "large-head-dim")
+)
 H200_JUDGE = tuple(SHIPPED / f"2026-11-21-h200-{name}.jsonl" for name in ("forward", "host"))
 NEAR_BEST = (
     1.3  # configs of a sweep that are slower than the problem's best by more are not fitted to: nobody runs them
@@ -297,6 +303,8 @@ def points(path: Path) -> list[Point]:
     if path.suffix == ".jsonl":
         return list(_of_records(path))
     lines = path.read_text(encoding="utf-8").splitlines()
+    if "three-kernel" in path.name:
+        return list(_of_three_kernel(lines))
     return list(_of_tuning(lines) if "hopper" in path.name else _of_sweep(lines, path.name))
 
 
@@ -324,6 +332,8 @@ def _of_records(path: Path) -> Iterator[Point]:
         if not m.is_ours or m.timing is None or m.kernel not in kernels or m.config is None or m.mode == "eager":
             continue
         kernel = kernels[m.kernel]
+        if kernel is three_kernel and m.config["scores"] != "hopper":
+            continue  # another kernel to the model: what the default is on this card is fitted
         hot = not m.timing.l2_flushed and m.timing.input_sets == 1
         yield Point(kernel, kernel.Config(**m.config), m.problem, m.timing.median_us, hot, f"{m.case} {m.kernel}")
 
@@ -350,6 +360,19 @@ def _of_sweep(lines: Sequence[str], name: str) -> Iterator[Point]:
                 config = flash_fwd.Config(block_m, block_n, num_warps, num_stages)
                 us = counted / int(m[5]) * 1e-6
                 yield Point(flash_fwd, config, problem, us, False, f"d{head_dim} {batch}x{seqlen} {found[4]} {tile}")
+
+
+def _of_three_kernel(lines: Sequence[str]) -> Iterator[Point]:
+    """Of a sweep over ways, the default one: 16 heads, one workspace for the whole call."""
+    problem = None
+    for line in lines:
+        if found := re.match(r"d(\d+) (\d+) (full|causal)$", line):
+            causal = Causal() if found[3] == "causal" else None
+            problem = _problem(int(found[1]), 1, int(found[2]), 16, "bfloat16", causal)
+        elif (found := re.match(r"\s+([\d.]+) us .* three hopper c1$", line)) and problem is not None:
+            config = three_kernel.configs(problem, replace(Gpu.for_arch("sm_90"), num_sms=132))[0]
+            name = f"d{problem.head_dim} {problem.seqlen_q} {'causal' if problem.causal else 'full'}"
+            yield Point(three_kernel, config, problem, float(found[1]), False, f"{name} three_kernel")
 
 
 def _of_tuning(lines: Sequence[str]) -> Iterator[Point]:

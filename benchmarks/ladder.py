@@ -95,7 +95,8 @@ def section(record: Path) -> str:
     for environment in records.environments.values():
         device = (environment.get("gpu") or environment.get("cpu") or {}).get("name") or "a CPU"
         code = environment["code"]
-        commit = f"commit {code['commit'][:7]}" if code.get("commit") else f"sources {code['source_sha256']}"
+        at_commit = code.get("commit") and not code.get("dirty")
+        commit = f"commit {code['commit'][:7]}" if at_commit else f"sources {code['source_sha256']}"
         versions = f"torch {environment['torch']}, Triton {environment['triton']}"
         where.append(f"{device}, {versions}, {environment['date'][:10]}, {commit}")
     measured = tables(records)

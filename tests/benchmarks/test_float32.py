@@ -26,7 +26,8 @@ def test_points_are_in_units_of_sdpa_and_the_best_are_marked() -> None:
     for point in found:
         beaten = any(o.time <= point.time and o.error <= point.error for o in found if o is not point)
         assert point.best == (not beaten), point
-    assert "| tf32 *" in float32_pareto.table(found), "the fastest is beaten by nothing"
+    fastest = min(found, key=lambda point: point.time)
+    assert f"| {fastest.name} *" in float32_pareto.table(found), "the fastest is beaten by nothing"
 
 
 def test_the_figure_is_the_same_every_time(tmp_path: Path) -> None:
