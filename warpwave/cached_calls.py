@@ -60,7 +60,7 @@ def recall(operands: CachedOperands, said: tuple[Any, ...]) -> Run | None:
         return None
     try:
         same, run = _recent[said, len(tensors), operands.q.shape]
-        if same(*tensors) and not _addresses(tensors) & guards.ALIGNED:
+        if same(*tensors) and guards.aligned(tensors):
             return run
     except (KeyError, AttributeError, TypeError):  # no tensor, or no hash: whoever checks the call says so
         pass
@@ -69,15 +69,15 @@ def recall(operands: CachedOperands, said: tuple[Any, ...]) -> Run | None:
 
 def remember(operands: CachedOperands, said: tuple[Any, ...], run: Run) -> None:
     """Lets `recall` find a plan: of calls that differ in layout alone, that of the first."""
-    tensors, kind = _plain(operands), guards.tensor_guards()
-    if tensors is None or kind is None or _addresses(tensors) & guards.ALIGNED:
+    tensors = _plain(operands)
+    if tensors is None:
         return
     place = (said, len(tensors), operands.q.shape)
     try:
-        if place not in _recent:
+        if place not in _recent and (same := guards.guard(*tensors)) is not None:
             if len(_recent) >= MAX_PLANS:
                 _recent.clear()
-            _recent[place] = (guards.of_tensors(kind, *tensors), run)
+            _recent[place] = (same, run)
     except TypeError:  # a window given as a list, say, has no hash
         pass
 
@@ -89,13 +89,6 @@ def _plain(operands: CachedOperands) -> tuple[torch.Tensor, ...] | None:
             return None
     tensors = (*operands[:3], *operands[9:])
     return tensors if tensors[-1] is not None else tensors[:-1]
-
-
-def _addresses(tensors: tuple[torch.Tensor, ...]) -> int:
-    bits = 0
-    for tensor in tensors:
-        bits |= tensor.data_ptr()
-    return bits
 
 
 def make_plan(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 Check = Callable[..., bool]
-ALIGNED = 15  # bits of an address that are 0 at a multiple of 16
+UNALIGNED = 15  # bits of an address that are 0 at a multiple of 16
 
 
 def guard(*tensors: torch.Tensor) -> Check | None:
@@ -24,7 +24,7 @@ def guard(*tensors: torch.Tensor) -> Check | None:
     kind = tensor_guards()
     if kind is None or not aligned(tensors):
         return None
-    return of_tensors(kind, *tensors)
+    return _guard(kind, *tensors)
 
 
 def aligned(tensors: Iterable[torch.Tensor]) -> bool:
@@ -32,11 +32,10 @@ def aligned(tensors: Iterable[torch.Tensor]) -> bool:
     bits = 0
     for tensor in tensors:
         bits |= tensor.data_ptr()
-    return not bits & ALIGNED
+    return not bits & UNALIGNED
 
 
-def of_tensors(kind: Any, *tensors: torch.Tensor) -> Check:
-    """The same of any number of tensors, `kind` being what `tensor_guards` gave; alignment is not looked at."""
+def _guard(kind: Any, *tensors: torch.Tensor) -> Check:
     sizes = [list(t.shape) for t in tensors]
     strides = [list(t.stride()) for t in tensors]
     same: Check = kind(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
@@ -51,7 +50,7 @@ def tensor_guards() -> Any:
 
         with torch.inference_mode(False), torch.enable_grad():  # where the first call may not be
             x, y, z = (torch.zeros(2, 4, 2, 8, device="cpu") for _ in range(3))
-            same = of_tensors(TensorGuards, x, y, z)
+            same = _guard(TensorGuards, x, y, z)
             others = (y[:1], y[:, :2], y.transpose(1, 2).contiguous().transpose(1, 2), y.half(), y.to("meta"))
             wanting = torch.zeros(2, 4, 2, 8, device="cpu", requires_grad=True)
             reliable = same(y, x, z) and not any(same(x, other, z) for other in (*others, wanting))

@@ -107,7 +107,7 @@ def only_passes_on(run: Any) -> bool:
 def starter(run: Any, launcher: Any, function: Any, metadata: Any) -> Start:
     """How to start a compiled kernel: `start(grid, stream, arguments)`, with an argument for each of its signature.
 
-    Triton's `run` looks for scratch memory to allocate and passes on what it was given, 1 us of Python a call; where
+    Triton's `run` looks for scratch memory to allocate and passes on what it was given, in Python; where
     nothing is to be allocated and this Triton is known, its C function is called instead.
 
     Args:
