@@ -36,8 +36,8 @@ from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.problem import AttentionProblem
 from warpwave.selfcheck import FEATURES_OF_DTYPE, PROBES, SEED, gates, operands_of, probe_problem, problem_of
 
-ROUNDS = 9
-MOST_TIMED = 20  # cases of the shipped record, spread over it
+ROUNDS = 6  # the fewest that give an interval
+MOST_TIMED = 12  # cases of the shipped records, as many of each suite
 SLOWER_THAN_CARDS_DIFFER = 0.85  # cards of one kind, and one card hot and cool, differ by 10 to 15 %
 
 
@@ -225,9 +225,11 @@ def shipped_cases(records: Records, gpu_name: str) -> list[tuple[Measurement, Me
             None,
         )
         found[ours.problem] = (date, ours, sdpa)
-    cases = [(ours, sdpa) for _, ours, sdpa in found.values()]
-    step = max(1, -(-len(cases) // MOST_TIMED))
-    return cases[::step]
+    of_suite: dict[str, list[tuple[Measurement, Measurement | None]]] = {}
+    for _, ours, sdpa in found.values():
+        of_suite.setdefault(ours.suite, []).append((ours, sdpa))
+    each = max(1, MOST_TIMED // max(1, len(of_suite)))
+    return [case for cases in of_suite.values() for case in cases[:: -(-len(cases) // each) | 1]]
 
 
 def time_again(

@@ -1,0 +1,63 @@
+"""Small calls of every kernel through its branches, one after another in one process, to be run under a sanitizer.
+
+    compute-sanitizer --tool memcheck  python -m tests.sanitized_calls           (or synccheck, racecheck, initcheck)
+    compute-sanitizer --tool racecheck python -m tests.sanitized_calls hopper    kernels with "hopper" in the name
+    TRITON_INSTRUMENTATION_MODE=consan python -m tests.sanitized_calls hopper    Triton's own check of concurrent access
+
+compute-sanitizer comes with CUDA, or as the wheel nvidia-cuda-sanitizer-api of the driver's CUDA version. It sees every
+access of every thread, hence the reduced grids. Each result is compared with the eager kernel's; exit code 1 if one is
+wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import torch
+
+from tests.conformance import cases
+from tests.conformance.cases import Case
+from tests.conformance.harness import DEVICE, GPU, KERNELS, run
+
+PLAIN = Case(dtype="bfloat16", lengths=(200, 300), heads=(4, 2), batch=2)
+CALLS: dict[str, Case] = {
+    "plain": PLAIN,
+    "causal, head_dim 128": replace(PLAIN, dims=(128, 128), causal="bottom_right"),
+    "window, sinks, softcap": replace(PLAIN, window=(64, 32), sinks=True, softcap=20.0),
+    "packed, causal": replace(PLAIN, packed=True, batch=4, causal="bottom_right", dims=(80, 80)),
+    "mask, bias, ALiBi": replace(PLAIN, mask="full", bias="full", alibi="heads"),
+    "one query": replace(PLAIN, lengths=(1, 900), dims=(128, 128)),
+    "head_dim 192, 128": replace(PLAIN, dims=(192, 128)),
+    "head_dim 256": replace(PLAIN, dims=(256, 256), causal="bottom_right"),
+    "head_dim 512": replace(PLAIN, dims=(512, 512), causal="bottom_right"),
+    "float32": replace(PLAIN, dtype="float32"),
+    "float32, head_dim 128, causal": replace(PLAIN, dtype="float32", dims=(128, 128), causal="bottom_right"),
+}
+TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}  # of the largest element: what a lost or raced tile exceeds by far
+
+
+def main(wanted: str = "") -> int:
+    """Returns the exit code."""
+    if DEVICE.type != "cuda":
+        print("sanitizers watch GPU kernels, and there is no GPU", file=sys.stderr)
+        return 2
+    wrong = 0
+    for name, module in KERNELS.items():
+        if wanted not in name or name in ("eager", "torch_sdpa"):
+            continue
+        for title, case in CALLS.items():
+            call = cases.build(case, "normal", DEVICE)
+            if module.why_not(call.problem, GPU):
+                continue
+            out, exact = run(name, call)[0].float(), run("eager", call)[0].float()
+            torch.cuda.synchronize()
+            error = ((out - exact).abs().max() / exact.abs().max()).item()
+            passed = error <= TOLERANCE[case.dtype]
+            wrong += not passed
+            print(f"{'pass' if passed else 'FAIL'}  {name:22} {title:30} {error:.1e}", flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
