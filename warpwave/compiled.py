@@ -33,7 +33,6 @@ _POINTERS = {
     torch.bool: "*i1",
     torch.int32: "*i32",
 }
-BLACKWELL = 100  # from this compute capability on, Triton assembles with a ptxas of its own
 
 
 class CannotCompile(RuntimeError):
@@ -175,12 +174,10 @@ def toolchain(gpu: Gpu) -> dict[str, str]:
     """What made the code: Triton's version, and the assembler's where it has one of its own."""
     versions = {"triton": triton.__version__}
     if gpu.vendor == "nvidia":
-        versions["ptxas"] = getattr(triton.knobs.nvidia, _ptxas(gpu)).version
+        from triton.backends.nvidia.compiler import get_ptxas
+
+        versions["ptxas"] = get_ptxas(gpu.capability).version  # Triton ships two, and takes which by its own rule
     return versions
-
-
-def _ptxas(gpu: Gpu) -> str:
-    return "ptxas_blackwell" if gpu.capability >= BLACKWELL else "ptxas"
 
 
 def compile_launch(spec: Launch, gpu: Gpu) -> Compiled:

@@ -87,8 +87,11 @@ def test_the_commit_is_not_that_of_a_repository_around_an_installed_copy(
     package.mkdir(parents=True)
     (package / "x.py").write_text("x = 1\n")
     monkeypatch.setattr(environment, "PACKAGE", package)
+    monkeypatch.delenv("WARPWAVE_COMMIT", raising=False)
     code = environment._code()
     assert code["commit"] is None and code["dirty"] is None
+    monkeypatch.setenv("WARPWAVE_COMMIT", "abc123")
+    assert environment._code()["commit"] == "abc123"
     (package / "x.py").write_text("x = 2\n")
     assert environment._code()["source_sha256"] != code["source_sha256"]
 

@@ -71,20 +71,18 @@ def snapshot(device: torch.device | str) -> dict[str, Any] | None:
 
 def _code() -> dict[str, Any]:
     """Commit and state of the working tree, and a hash of the sources, which also names a tree without git."""
-    commit, dirty = None, None
-    top = _run("git", "-C", str(PACKAGE), "rev-parse", "--show-toplevel")
+    # Whoever copied the tree to the machine the GPU is on knows better than what came along of its history.
+    commit, dirty = os.environ.get("WARPWAVE_COMMIT"), None
+    top = None if commit else _run("git", "-C", str(PACKAGE), "rev-parse", "--show-toplevel")
     # An installed copy may lie inside somebody else's repository, whose commit would say nothing about it.
     if top is not None and Path(top).resolve() == PACKAGE.parent:
         commit = _run("git", "-C", str(PACKAGE), "rev-parse", "HEAD")
         status = _run("git", "-C", str(PACKAGE), "status", "--porcelain")
         dirty = None if status is None else bool(status)
-    if commit is None:
-        # A copy of the tree without its history, on a machine the GPU is on: whoever copied it can say.
-        commit, dirty = os.environ.get("WARPWAVE_COMMIT"), None
     digest = hashlib.sha256()
     for path in sorted(p for p in PACKAGE.rglob("*") if p.suffix in (".py", ".toml")):
         digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return {"commit": commit, "dirty": dirty, "source_sha256": digest.hexdigest()[:16]}
+    return {"commit": commit or None, "dirty": dirty, "source_sha256": digest.hexdigest()[:16]}
 
 
 def _gpu(device: torch.device) -> dict[str, Any]:
