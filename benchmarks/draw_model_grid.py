@@ -1,11 +1,13 @@
-"""Draws the grid that predictions are judged on, by a seed, and writes it as a bench suite.
+"""Draws the grids that predictions are judged on, each by its seed, and writes them as bench suites.
 
-    python -m benchmarks.draw_model_grid            writes warpwave/bench/suites/model_grid.toml
-    python -m benchmarks.draw_model_grid --check    exit code 1 if the suite is not what the seed draws
+    python -m benchmarks.draw_model_grid            writes warpwave/bench/suites/model_grid.toml and model_grid_2.toml
+    python -m benchmarks.draw_model_grid --check    exit code 1 if a suite is not what its seed draws
 
-The suite is committed before it is measured, and every kernel is timed on every case it takes:
+A grid is committed before it is measured, and once measured it is something to fit to: the next one judges. On the
+first every kernel is timed on every case it takes; on the second each case names a few, drawn so that all kernels have
+about as many points, and takes about a minute and a half:
 
-    warpwave bench model_grid --peer none --rounds 5 --out grid.jsonl
+    warpwave bench model_grid_2 --peer none --rounds 5 --out grid.jsonl
     python -m benchmarks.calibrate_model --check --judge grid.jsonl --split
 """
 
@@ -14,13 +16,13 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SEED = 20261121
-SUITE = Path(__file__).parent.parent / "warpwave" / "bench" / "suites" / "model_grid.toml"
-EACH = 4  # cases of a kind
+SUITES = Path(__file__).parent.parent / "warpwave" / "bench" / "suites"
 MOST_SCORES = 16 * 4096 * 4096  # so that the kernels that keep scores take their turn, and not the whole hour
 DESCRIPTION = (
     "the grid that predicted times are judged on, drawn by benchmarks/draw_model_grid.py before it was measured: "
@@ -39,35 +41,93 @@ KERNELS = (
 )
 
 
+@dataclass(frozen=True)
+class Grid:
+    """One grid.
+
+    Attributes:
+        name: of its suite.
+        seed: what draws it.
+        each: cases of a kind.
+        kernels: those of the suite.
+        of_a_case: how many kernels the first, second, ... case of a kind names; empty where all run on all.
+        others: grids that hold none of its cases.
+    """
+
+    name: str
+    seed: int
+    each: int
+    kernels: tuple[str, ...] = KERNELS
+    of_a_case: tuple[int, ...] = ()
+    others: tuple[Grid, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        return SUITES / f"{self.name}.toml"
+
+
+FIRST = Grid("model_grid", 20261121, each=4)
+SECOND = Grid(
+    "model_grid_2", 20261122, each=2, kernels=(*KERNELS, "hopper/large_head_dim"), of_a_case=(5, 4), others=(FIRST,)
+)
+GRIDS = (FIRST, SECOND)
+
+
 def main() -> int:
     """The command. Returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="compare with the suite that is there, write nothing")
+    parser.add_argument("--check", action="store_true", help="compare with the suites that are there, write nothing")
     asked = parser.parse_args()
-    drawn = suite(SEED)
-    if asked.check:
-        there = SUITE.read_text(encoding="utf-8") if SUITE.is_file() else ""
-        if there != drawn:
-            print(f"{SUITE.name} is not what seed {SEED} draws")
-            return 1
-        return 0
-    SUITE.write_text(drawn, encoding="utf-8")
-    print(f"{drawn.count('num_heads_q')} cases written to {SUITE}")
-    return 0
+    code = 0
+    for grid in GRIDS:
+        drawn = suite(grid)
+        if not asked.check:
+            grid.path.write_text(drawn, encoding="utf-8")
+            print(f"{drawn.count('num_heads_q')} cases written to {grid.path}")
+        elif not grid.path.is_file() or grid.path.read_text(encoding="utf-8") != drawn:
+            print(f"{grid.path.name} is not what seed {grid.seed} draws")
+            code = 1
+    return code
 
 
-def suite(seed: int) -> str:
+def suite(grid: Grid) -> str:
     """The suite as TOML."""
-    draw = random.Random(seed)
-    lines = [
-        f'description = "{DESCRIPTION}"',
-        f"kernels = [{', '.join(repr(name).replace(chr(39), chr(34)) for name in KERNELS)}]",
-        "cases = [",
-    ]
-    seen: set[str] = set()
+    points: Counter[str] = Counter()
+    lines = [f'description = "{DESCRIPTION}"', f"kernels = {_toml(grid.kernels)}", "cases = ["]
+    # Kernels are drawn apart from cases, so that neither depends on the other's number.
+    beside = random.Random(f"kernels {grid.seed}")
+    for index, case in enumerate(cases(grid)):
+        if grid.of_a_case:
+            able = [name for name in grid.kernels if takes(name, case)]
+            wanted = grid.of_a_case[index % grid.each]
+            named = set(sorted(able, key=lambda name: (points[name], beside.random()))[:wanted])
+            points.update(named)
+            case = case | {"kernels": [name for name in grid.kernels if name in named]}
+        lines.append(toml_line(case))
+    return "\n".join([*lines, "]", ""])
+
+
+def takes(kernel: str, case: Case) -> bool:
+    """Whether a kernel can be timed on a case. Said here and not asked of the kernel, which may come to take more: the
+    grid would be another one. `eager` reads packed lengths on the host, which no CUDA graph holds."""
+    width, float32 = case["head_dim"], case["dtype"] == "float32"
+    if kernel in ("flash_fwd", "split_kv"):
+        return width <= 256
+    if kernel == "hopper/flash_fwd":
+        return width <= 384 and case.get("precision") != "ieee"
+    if kernel == "hopper/large_head_dim":
+        return width <= 768 and not float32
+    return kernel != "eager" or "lengths" not in case
+
+
+def cases(grid: Grid) -> list[Case]:
+    """Its cases, kind by kind."""
+    draw = random.Random(grid.seed)
+    found: list[Case] = []
+    seen = {toml_line(case) for other in grid.others for case in cases(other)}
     for kind in KINDS:
         taken = 0
-        while taken < EACH:
+        while taken < grid.each:
             case = kind(draw)
             if "lengths" in case:
                 pairs = sum(length * length for length in case["lengths"])
@@ -79,9 +139,9 @@ def suite(seed: int) -> str:
             if scores > MOST_SCORES or not pairs or line in seen:
                 continue
             seen.add(line)
-            lines.append(line)
+            found.append(case)
             taken += 1
-    return "\n".join([*lines, "]", ""])
+    return found
 
 
 def toml_line(case: Mapping[str, Any]) -> str:
@@ -92,6 +152,8 @@ def toml_line(case: Mapping[str, Any]) -> str:
 def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{', '.join(map(_toml, value))}]"
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 

@@ -197,3 +197,11 @@ def test_modes_and_kernels_of_a_suite() -> None:
     assert parse(ROW).modes == ("auto",) and parse(ROW).kernels == ("auto",)
     with pytest.raises(SuiteError, match="modes must be a list of auto, eager, graph, streams, got \\['fast'\\]"):
         parse(ROW, modes=["fast"])
+
+
+def test_a_case_may_name_its_own_kernels() -> None:
+    suite = parse(ROW | {"kernels": ["eager", "naive"], "head_dim": [64, 128]}, kernels=["tiled"])
+    assert [case.kernels for case in suite.cases] == [("eager", "naive")] * 2 and suite.kernels == ("tiled",)
+    assert parse(ROW).cases[0].kernels == ()
+    with pytest.raises(SuiteError, match=r"cases\[0\]: kernels must be a list of names, got 'eager'"):
+        parse(ROW | {"kernels": "eager"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -43,7 +43,7 @@ class UsageError(ValueError):
 
 @dataclass(frozen=True)
 class _Request:
-    """What was asked for, checked."""
+    """What was asked for, checked; a case that names kernels does so because nobody asked for others."""
 
     suite: Suite
     cases: tuple[Case, ...]
@@ -112,7 +112,7 @@ def main(
             results = measure(
                 case,
                 request.suite.name,
-                contenders(request.kernels, request.peers),
+                contenders(case.kernels or request.kernels, request.peers),
                 request.settings,
                 skip=journal.skip(case.name),
                 about_to=lambda contender, case=case: journal.about_to(case.name, contender),  # type: ignore[misc]
@@ -201,7 +201,9 @@ def _check_request(
     if resume and out is None:
         raise UsageError("--resume goes on in a record file; name it with --out")
     chosen = load_suite(suite) if isinstance(suite, str) else suite
-    cases = tuple(case for case in chosen.cases if only in case.name)
+    cases = tuple(
+        replace(case, kernels=() if kernels else _kernels(case.kernels)) for case in chosen.cases if only in case.name
+    )
     if not cases:
         raise UsageError(f"no case of {chosen.name} has {only!r} in its name; the first is {chosen.cases[0].name!r}")
     return _Request(

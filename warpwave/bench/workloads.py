@@ -22,6 +22,7 @@ follows from the rest (`num_heads_kv` from `num_heads_q`, `seqlen_k` from `seqle
                     left out: hot where calls are so short that a graph is replayed, else cold
     goal            how many times as fast as the best peer we mean to be; or { over_launch_us = 2 }: at most this
                     much slower than an empty kernel
+    kernels         our kernels to time on this case alone, in place of the suite's
 
 `modes` are the modes of timing, and `kernels` our kernels, where the command line names none.
 """
@@ -47,7 +48,7 @@ DENSE = ("batch", "seqlen_q")
 SIZES = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")
 SWITCHES = ("sinks", "alibi", "bias", "hot")
 SCORES = ("causal", "window_size", "softcap", "softmax_scale", "precision", "mask")
-OPTIONS = (*SCORES, "lengths", "page_size", *SWITCHES, "goal")
+OPTIONS = (*SCORES, "lengths", "page_size", *SWITCHES, "goal", "kernels")
 KEYS = (*SIZES, "dtype", *OPTIONS)
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 MASKS = ("padding", "random")
@@ -72,12 +73,14 @@ class Case:
         problem: what to compute.
         hot: whether the inputs may lie in L2, must not, or (None) as the method of timing has it.
         goal: what the result is held against, or None.
+        kernels: ours to time on it, in place of the suite's; empty for those of the suite.
     """
 
     name: str
     problem: AttentionProblem
     hot: bool | None = None
     goal: Goal | None = None
+    kernels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -121,9 +124,7 @@ def parse_suite(name: str, data: Mapping[str, Any], *, source: str) -> Suite:
     modes = data.get("modes", ["auto"])
     if not isinstance(modes, list) or not modes or any(mode not in MODES for mode in modes):
         raise SuiteError(f"{source}: modes must be a list of {', '.join(MODES)}, got {modes!r}")
-    kernels = data.get("kernels", ["auto"])
-    if not isinstance(kernels, list) or not kernels or any(not isinstance(name, str) for name in kernels):
-        raise SuiteError(f"{source}: kernels must be a list of names, got {kernels!r}")
+    kernels = _names(data.get("kernels", ["auto"]), source)
     if not isinstance(data["cases"], list) or not data["cases"]:
         raise SuiteError(f"{source}: cases must be a list of at least one table")
     cases: dict[str, Case] = {}
@@ -134,7 +135,7 @@ def parse_suite(name: str, data: Mapping[str, Any], *, source: str) -> Suite:
             if case.name in cases:
                 raise SuiteError(f"{where}: the case {case.name!r} is there already")
             cases[case.name] = case
-    return Suite(name, data["description"], tuple(cases.values()), tuple(modes), tuple(kernels))
+    return Suite(name, data["description"], tuple(cases.values()), tuple(modes), kernels)
 
 
 def case_name(problem: AttentionProblem, hot: bool | None = None) -> str:
@@ -208,6 +209,8 @@ def _values(key: str, value: Any) -> list[Any]:
     """The values a key stands for. One window or one list of lengths is a list itself, and several a list of lists."""
     if not isinstance(value, list):
         return [value]
+    if key == "kernels":
+        return [value]
     if key == "window_size":
         return value if value and isinstance(value[0], list) else [value]
     if key == "lengths":
@@ -222,7 +225,14 @@ def _case(fields: dict[str, Any], where: str) -> Case:
             raise SuiteError(f"{where}: {key} must be true or false, got {fields[key]!r}")
     problem = _problem(fields, where)
     hot = fields.get("hot")
-    return Case(case_name(problem, hot), problem, hot, _goal(fields.get("goal"), where))
+    kernels = _names(fields["kernels"], where) if "kernels" in fields else ()
+    return Case(case_name(problem, hot), problem, hot, _goal(fields.get("goal"), where), kernels)
+
+
+def _names(value: Any, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value or any(not isinstance(name, str) for name in value):
+        raise SuiteError(f"{where}: kernels must be a list of names, got {value!r}")
+    return tuple(value)
 
 
 def _goal(value: Any, where: str) -> Goal | None:
