@@ -2,7 +2,8 @@
 
     compute-sanitizer --tool memcheck  python -m tests.sanitized_calls           (or synccheck, racecheck, initcheck)
     compute-sanitizer --tool racecheck python -m tests.sanitized_calls hopper    kernels with "hopper" in the name
-    TRITON_INSTRUMENTATION_MODE=consan python -m tests.sanitized_calls hopper    Triton's own check of concurrent access
+    TRITON_INSTRUMENTATION_MODE=consan python -m tests.sanitized_calls hopper plain    and one call; Triton's own check
+                                                                             of concurrent access, slow to compile
 
 compute-sanitizer comes with CUDA, or as the wheel nvidia-cuda-sanitizer-api of the driver's CUDA version. It sees every
 access of every thread, hence the reduced grids. Each result is compared with the eager kernel's; exit code 1 if one is
@@ -37,7 +38,7 @@ CALLS: dict[str, Case] = {
 TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}  # of the largest element: what a lost or raced tile exceeds by far
 
 
-def main(wanted: str = "") -> int:
+def main(wanted: str = "", only: str = "") -> int:
     """Returns the exit code."""
     if DEVICE.type != "cuda":
         print("sanitizers watch GPU kernels, and there is no GPU", file=sys.stderr)
@@ -48,7 +49,7 @@ def main(wanted: str = "") -> int:
             continue
         for title, case in CALLS.items():
             call = cases.build(case, "normal", DEVICE)
-            if module.why_not(call.problem, GPU):
+            if only not in title or module.why_not(call.problem, GPU):
                 continue
             out, exact = run(name, call)[0].float(), run("eager", call)[0].float()
             torch.cuda.synchronize()
