@@ -2,6 +2,8 @@
 
     python -m benchmarks.calibrate_model                    refit the H200 from the records of this repository
     python -m benchmarks.calibrate_model --check            judge the calibration that ships, write nothing
+    python -m benchmarks.calibrate_model --only split_kv    fit one kernel, keep the others' constants
+    python -m benchmarks.calibrate_model --rejudge          keep its constants, judge them again, write the error bars
     python -m benchmarks.calibrate_model --card b200 --fit sweep.jsonl --judge other.jsonl --ceilings roof.json
 
 Points to fit and points to judge come from different files. Constants are fitted kernel by kernel to the logarithm of
@@ -21,7 +23,7 @@ import ast
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,26 +39,36 @@ from warpwave.hardware.catalog import find, gpu_of
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels import flash_fwd, three_kernel
 from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
+from warpwave.kernels.hopper import large_head_dim as hopper_large_head_dim
 from warpwave.problem import AttentionProblem, Causal
+from warpwave.recorded_time import config_of, in_graph, is_hot
 
 ROOT = Path(__file__).parent.parent
 RECORDS, SHIPPED = ROOT / "benchmarks" / "records", ROOT / "warpwave" / "report" / "shipped"
-H200_FIT = (
-    RECORDS / "2026-11-21-h200-flash-fwd-sweep-2.log",  # sweep 1 is of another loop over keys
+H200_FIT = (  # the sweeps of flash_fwd's configs are of earlier kernels
     RECORDS / "2026-11-21-h200-hopper-flash-fwd-tuning.log",
     RECORDS / "2026-11-21-h200-ladder.jsonl",
     RECORDS / "2026-11-21-h200-large-heads-portable.jsonl",
-    RECORDS / "2026-11-21-h200-three-kernel-sweep.log",
+    RECORDS / "2026-11-21-h200-three-kernel-products.log",
+    RECORDS / "2026-11-21-h200-hopper-float32-fp16.log",
+    RECORDS / "2026-11-21-h200-hopper-large-head-dim.log",
+    RECORDS / "2026-11-21-h200-regularity.jsonl",
+    RECORDS / "2026-11-21-h200-model-grid-1.jsonl",
+    *(RECORDS / f"2026-11-21-h200-scale-{axis}.jsonl" for axis in ("blocks", "seqlen", "head-dim", "batch")),
 )
 # Kinds of calls that nothing else has: every second problem is fitted to, the others judge.
 H200_SPLIT = tuple(
     SHIPPED / f"2026-11-21-h200-{name}.jsonl"
     for name in ("float32", "decode", "decode-paged", "tiny", "large-head-dim")
 )
-H200_JUDGE = tuple(SHIPPED / f"2026-11-21-h200-{name}.jsonl" for name in ("forward", "host"))
-NEAR_BEST = (
-    1.3  # configs of a sweep that are slower than the problem's best by more are not fitted to: nobody runs them
+H200_JUDGE = (
+    *(SHIPPED / f"2026-11-21-h200-{name}.jsonl" for name in ("forward", "host")),
+    *sorted(RECORDS.glob("*-h200-model-grid-2.jsonl")),
 )
+# (kernel, dtype) -> what was measured before is of another kernel. hopper/flash_fwd multiplied float32 as bfloat16
+# parts, and does as float16.
+ANOTHER_BEFORE = {("hopper/flash_fwd", "float32"): "2026-11-21T22:00"}
+NEAR_BEST = 1.3  # configs of a sweep slower than its problem's best by more are not fitted to: nobody runs them
 FOLDS = 6
 KNEE = 0.2  # log error beyond which a point counts by its error, no longer by its square
 PULL = 0.05  # of a constant that is off `UNCALIBRATED` by a factor e, in units of a point that is off by as much
@@ -71,6 +83,7 @@ class Point:
         time_us: median.
         hot: whether the same inputs were read again and again, L2 not flushed.
         name: for people.
+        graph: whether a CUDA graph replayed the calls.
     """
 
     kernel: Any
@@ -79,6 +92,7 @@ class Point:
     time_us: float
     hot: bool
     name: str
+    graph: bool = False
 
 
 def main() -> int:
@@ -90,6 +104,10 @@ def main() -> int:
     parser.add_argument("--split", nargs="*", type=Path, default=list(H200_SPLIT))
     parser.add_argument("--ceilings", type=Path, help="what `warpwave roof --out` wrote; default: those shipped")
     parser.add_argument("--check", action="store_true", help="judge the calibration that ships; fit and write nothing")
+    parser.add_argument(
+        "--rejudge", action="store_true", help="keep the constants that ship; judge, and write how far off"
+    )
+    parser.add_argument("--only", nargs="+", default=[], help="fit these kernels or loops; the others' constants stay")
     parser.add_argument("--out", type=Path, help="default: the package's own file of this card")
     asked = parser.parse_args()
     sheet = find(asked.card)
@@ -105,6 +123,13 @@ def main() -> int:
         fitting, judged = fitting + halves[0], judged + halves[1]
     if asked.check:
         _print_judgement("judged", judged, gpu, None)
+        return 0
+    out = asked.out or calibration.FOLDER / f"{sheet.key}.json"
+    if asked.rejudge:
+        shipped = calibration.calibrations()[sheet.key]
+        sources = {**shipped.sources, "judged": tuple(path.name for path in asked.judge)}
+        by_kernel = _print_judgement("judged, not fitted to", judged, gpu, shipped)
+        calibration.write(replace(shipped, sources=sources, residuals=by_kernel), out)
         return 0
     ceilings = measure.shipped(gpu) if asked.ceilings is None else measure.read(asked.ceilings)
     if ceilings is None or ceilings.launch_us is None:
@@ -128,20 +153,28 @@ def main() -> int:
         residuals={},
         cross_validated={},
     )
-    kernels, crossed = {}, {}
-    for name in dict.fromkeys(point.kernel.NAME for point in fitting):
-        mine = [point for point in fitting if point.kernel.NAME == name]
+    kernels: dict[str, Constants] = {}
+    crossed: dict[str, Residuals] = {}
+    names = list(dict.fromkeys(_key(point, gpu) for point in fitting))
+    if asked.only:
+        shipped = calibration.calibrations()[sheet.key] if asked.out is None else calibration.read(asked.out)
+        kernels = {name: shipped.kernels[name] for name in names if name in shipped.kernels}
+        crossed = {name: shipped.cross_validated[name] for name in names if name in shipped.cross_validated}
+        names = [name for name in names if name in asked.only]
+    for name in names:
+        mine = [point for point in fitting if _key(point, gpu) == name]
         kernels[name] = fit(mine, gpu, base)
-        crossed[name] = _cross_validated(mine, gpu, base, kernels[name])
-        print(f"{name}: {len(mine)} points\n  {kernels[name]}\n  left out of the fit: {_words(crossed[name])}")
-    base = replace(base, kernels=kernels, cross_validated=crossed)
+        print(f"{name}: {len(mine)} points\n  {kernels[name]}", flush=True)
+        if unseen := _cross_validated(mine, gpu, base, kernels[name]):
+            crossed[name] = residuals(unseen)
+            print(f"  left out of the fit: {_words(crossed[name])}", flush=True)
+    base = replace(base, kernels=_with_borrowed(kernels), cross_validated=crossed)
     _print_judgement("fitted to", fitting, gpu, base, brief=True)
     by_kernel = _print_judgement("judged, not fitted to", judged, gpu, base)
     bare = replace(base, kernels={})
     rough = residuals([_ratio(point, gpu, bare) for point in (*judged, *fitting)])
     print(f"round constants, never fitted, on all points: {_words(rough)}")
     base = replace(base, residuals=by_kernel, uncalibrated=rough)
-    out = asked.out or calibration.FOLDER / f"{sheet.key}.json"
     calibration.write(base, out)
     print(f"written to {out}")
     return 0
@@ -159,17 +192,34 @@ FITTED = (
     "fill_us",
     "start_us",
     "smem_bytes_per_clock",
+    "l2",
 )
+LENDER, BORROWERS = "flash_fwd", ("split_kv", "large_head_dim", "three_kernel")  # the same products in Triton
+MANY_LAUNCHES = ("eager", "three_kernel library library")  # that the host may be too slow for
+HOST_US = 17.0  # a launch of torch's, by the host times of the first grid over the launches counted
 LEAST_POWER = 0.7  # what a good product sustains on a capped card: below, a fit would hide a slow loop behind the limit
 LIMITS = {"exposed": 0.95, "matrix": 0.97, "power": 0.97}  # a share is none above 1
+MOST_L2 = 1.5  # an SM's port to L2 is 64 bytes a clock: 16 TB/s on an H200, of which 8 were measured
+
+
+def _with_borrowed(kernels: Mapping[str, Constants]) -> dict[str, Constants]:
+    """Where a kernel was not measured on a path, the share of the one that multiplies by the same code."""
+    lender = kernels.get(LENDER)
+    if lender is None:
+        return dict(kernels)
+    return {
+        name: replace(of, matrix={**lender.matrix, **of.matrix}) if name.split()[0] in BORROWERS else of
+        for name, of in kernels.items()
+    }
 
 
 def fit(points: Sequence[Point], gpu: Gpu, base: Calibration, begin: Constants | None = None) -> Constants:
     """The constants with the least loss over some points, by Levenberg and Marquardt's method on their logarithms, from
     `begin`; from several places if None, for the loss has more than one valley.
     """
+    host_us = HOST_US if _key(points[0], gpu) in MANY_LAUNCHES else 0.0
     begins = (
-        [replace(UNCALIBRATED, exposed=e, power=p) for e, p in ((0.02, 0.87), (0.3, 0.87), (0.7, 0.7))]
+        [replace(UNCALIBRATED, exposed=e, power=p, host_us=host_us) for e, p in ((0.02, 0.87), (0.3, 0.87), (0.7, 0.7))]
         if begin is None
         else [begin]
     )
@@ -179,22 +229,24 @@ def fit(points: Sequence[Point], gpu: Gpu, base: Calibration, begin: Constants |
 def _descend(points: Sequence[Point], gpu: Gpu, base: Calibration, begin: Constants) -> tuple[Constants, float]:
     """(constants, loss) of the valley that `begin` lies in."""
     paths = sorted({_path(point, gpu) for point in points})
+    fitted = (*FITTED, "host_us") if begin.host_us else FITTED
 
     def logarithms(of: Constants) -> np.ndarray:
-        return np.log([of.matrix.get(p, of.matrix["other"]) for p in paths] + [getattr(of, n) for n in FITTED])
+        return np.log([of.matrix.get(p, of.matrix["other"]) for p in paths] + [getattr(of, n) for n in fitted])
 
-    start = logarithms(UNCALIBRATED)
+    start = logarithms(replace(UNCALIBRATED, host_us=HOST_US))
 
     def constants(x: np.ndarray) -> Constants:
         values = np.exp(x)
         matrix = {path: min(LIMITS["matrix"], float(v)) for path, v in zip(paths, values, strict=False)}
-        rest = {n: float(v) for n, v in zip(FITTED, values[len(paths) :], strict=True)}
+        rest = {n: float(v) for n, v in zip(fitted, values[len(paths) :], strict=True)}
         rest |= {n: min(LIMITS[n], rest[n]) for n in ("exposed", "power")}
+        rest["l2"] = min(MOST_L2, rest["l2"])
         rest["power"] = max(LEAST_POWER, rest["power"])
         return Constants(matrix={**UNCALIBRATED.matrix, **matrix}, **rest)
 
     def losses(x: np.ndarray) -> np.ndarray:
-        calibrated = replace(base, kernels={points[0].kernel.NAME: constants(x)})
+        calibrated = replace(base, kernels={_key(points[0], gpu): constants(x)})
         errors = np.log([_ratio(point, gpu, calibrated) for point in points])
         flattened = np.sign(errors) * KNEE * np.sqrt(2 * (np.sqrt(1 + (errors / KNEE) ** 2) - 1))
         return np.concatenate([flattened, PULL * (x - start)])
@@ -218,8 +270,8 @@ def _descend(points: Sequence[Point], gpu: Gpu, base: Calibration, begin: Consta
     return constants(x), float(current @ current)
 
 
-def _cross_validated(points: Sequence[Point], gpu: Gpu, base: Calibration, begin: Constants) -> Residuals:
-    """Every point predicted by a fit that saw none of its problem."""
+def _cross_validated(points: Sequence[Point], gpu: Gpu, base: Calibration, begin: Constants) -> list[float]:
+    """Every point predicted by a fit that saw none of its problem, over measured; none where there is one problem."""
     problems = sorted({point.problem.cache_key() for point in points})
     ratios: list[float] = []
     for fold in range(min(FOLDS, len(problems))):
@@ -228,9 +280,14 @@ def _cross_validated(points: Sequence[Point], gpu: Gpu, base: Calibration, begin
         unseen = [p for p in points if p.problem.cache_key() in left_out]
         if not seen:
             continue
-        calibrated = replace(base, kernels={points[0].kernel.NAME: fit(seen, gpu, base, begin)})
+        calibrated = replace(base, kernels={_key(points[0], gpu): fit(seen, gpu, base, begin)})
         ratios += [_ratio(point, gpu, calibrated) for point in unseen]
-    return residuals(ratios)
+    return ratios
+
+
+def _key(point: Point, gpu: Gpu) -> str:
+    """Whose constants a point tells of: its kernel's, or those of one of its loops."""
+    return model.key_of(point.kernel.NAME, _cached(point.kernel.NAME).cost(point.problem, gpu, point.config).loop)
 
 
 def _path(point: Point, gpu: Gpu) -> str:
@@ -244,21 +301,28 @@ def _ratio(point: Point, gpu: Gpu, calibrated: Calibration | None) -> float:
     """Predicted over measured."""
     sheet, name = model.data_sheet(gpu), point.kernel.NAME
     assert sheet is not None
-    where = None
-    if calibrated is not None:
-        known = calibrated.kernels.get(name, UNCALIBRATED)
-        where = model.Machine(sheet, known, calibrated, name in calibrated.kernels)
-    predicted = model.predict(point.problem, _cached(name), point.config, gpu, hot=point.hot, of=where)
-    assert predicted is not None
-    return predicted.time_us / point.time_us
+    kernel = _cached(name)
+    where = model.machine(sheet, name, kernel.cost(point.problem, gpu, point.config).loop, calibrated)
+    return _timer(point, gpu)(where) / point.time_us
+
+
+@functools.cache
+def _timer(point: Point, gpu: Gpu) -> Callable[[model.Machine], float]:
+    sheet, kernel = model.data_sheet(gpu), _cached(point.kernel.NAME)
+    assert sheet is not None
+    begin = model.machine(sheet, kernel.NAME)
+    return model.timer(point.problem, kernel, point.config, gpu, begin, hot=point.hot, graph=point.graph)
 
 
 class _Cached:
     """A kernel whose costs are counted once: fitting asks for them a thousand times."""
 
     def __init__(self, kernel: Any) -> None:
-        self.NAME, self.NEEDS_GPU = kernel.NAME, kernel.NEEDS_GPU
+        self._kernel = kernel
         self.cost: Callable[..., Any] = functools.lru_cache(None)(kernel.cost)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel, name)
 
 
 @functools.cache
@@ -305,6 +369,10 @@ def points(path: Path) -> list[Point]:
     lines = path.read_text(encoding="utf-8").splitlines()
     if "three-kernel" in path.name:
         return list(_of_three_kernel(lines))
+    if "hopper-large" in path.name:
+        return list(_of_hopper_large(lines))
+    if "float32-fp16" in path.name:
+        return list(_of_float32(lines))
     return list(_of_tuning(lines) if "hopper" in path.name else _of_sweep(lines, path.name))
 
 
@@ -327,15 +395,15 @@ def split(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
 
 
 def _of_records(path: Path) -> Iterator[Point]:
-    kernels = {kernel.NAME: kernel for kernel in dispatch.KERNELS}
-    for _, m in read_records(path).measurements:
+    kernels, records = {kernel.NAME: kernel for kernel in dispatch.KERNELS}, read_records(path)
+    for environment, m in records.measurements:
         if not m.is_ours or m.timing is None or m.kernel not in kernels or m.config is None or m.mode == "eager":
             continue
-        kernel = kernels[m.kernel]
-        if kernel is three_kernel and m.config["scores"] != "hopper":
-            continue  # another kernel to the model: what the default is on this card is fitted
-        hot = not m.timing.l2_flushed and m.timing.input_sets == 1
-        yield Point(kernel, kernel.Config(**m.config), m.problem, m.timing.median_us, hot, f"{m.case} {m.kernel}")
+        kernel, date = kernels[m.kernel], str(records.environments[environment].get("date", ""))
+        if date < ANOTHER_BEFORE.get((kernel.NAME, m.problem.dtype), ""):
+            continue
+        config, name = config_of(kernel, m.config), f"{m.case} {m.kernel}"
+        yield Point(kernel, config, m.problem, m.timing.median_us, is_hot(m), name, in_graph(m))
 
 
 def _of_sweep(lines: Sequence[str], name: str) -> Iterator[Point]:
@@ -363,16 +431,56 @@ def _of_sweep(lines: Sequence[str], name: str) -> Iterator[Point]:
 
 
 def _of_three_kernel(lines: Sequence[str]) -> Iterator[Point]:
-    """Of a sweep over ways, the default one: 16 heads, one workspace for the whole call."""
-    problem = None
+    """The default way of whole calls: 16 heads, one workspace for the call."""
     for line in lines:
-        if found := re.match(r"d(\d+) (\d+) (full|causal)$", line):
+        if found := re.match(r"new d(\d+) (\d+) (full|causal): hopper ([\d.]+) us", line):
             causal = Causal() if found[3] == "causal" else None
             problem = _problem(int(found[1]), 1, int(found[2]), 16, "bfloat16", causal)
-        elif (found := re.match(r"\s+([\d.]+) us .* three hopper c1$", line)) and problem is not None:
             config = three_kernel.configs(problem, replace(Gpu.for_arch("sm_90"), num_sms=132))[0]
-            name = f"d{problem.head_dim} {problem.seqlen_q} {'causal' if problem.causal else 'full'}"
-            yield Point(three_kernel, config, problem, float(found[1]), False, f"{name} three_kernel")
+            name = f"d{found[1]} {found[2]} {found[3]} three_kernel"
+            yield Point(three_kernel, config, problem, float(found[4]), False, name)
+
+
+def _of_hopper_large(lines: Sequence[str]) -> Iterator[Point]:
+    """Of hopper/large_head_dim as it is now, the last section: scores ahead of the products, and behind."""
+    last = max(i for i, line in enumerate(lines) if line.startswith("#"))
+    for line in lines[last:]:
+        if found := re.match(r"time (\d+)x(\d+) (full|causal) +1(a?): (\d+) TFLOP/s", line):
+            causal = Causal() if found[3] == "causal" else None
+            problem = _problem(int(found[2]), 1, int(found[1]), 16, "bfloat16", causal)
+            config = hopper_large_head_dim.configs(problem, replace(Gpu.for_arch("sm_90"), num_sms=132))[0]
+            config = replace(config, scores_ahead=bool(found[4]))
+            us = problem.flops / int(found[5]) * 1e-6
+            name = f"d{found[2]} 1x{found[1]} {found[3]} hopper/large_head_dim"
+            yield Point(hopper_large_head_dim, config, problem, us, False, name)
+
+
+def _of_float32(lines: Sequence[str]) -> Iterator[Point]:
+    """Arithmetics and configs of hopper/flash_fwd in float32: long calls, and short ones that a graph replayed. The
+    host is in the times of those between, which stay out."""
+    made: tuple[int, int, int, int, Causal | None] | None = None
+    for line in lines:
+        if found := re.match(r"== ieee d(\d+) (\d+)x(\d+) h(\d+), ", line):  # flash_fwd's multiply-adds
+            head_dim, batch, seqlen, heads = (int(found[i]) for i in range(1, 5))
+            problem = _problem(head_dim, batch, seqlen, heads, "float32", None, "ieee")
+            for m, n, warps, stages, us in re.findall(r"(\d+)x(\d+)x(\d)x(\d) (\d+)", line):
+                plain = flash_fwd.Config(int(m), int(n), int(warps), int(stages))
+                said = f"d{head_dim} {batch}x{seqlen} h{heads} ieee flash_fwd"
+                yield Point(flash_fwd, plain, problem, float(us), False, said)
+        graph = line.startswith("== graph")
+        if found := re.match(r"== (?:graph )?d(\d+) (\d+)x(\d+) h(\d+)(?: (full|causal):| us:)", line):
+            head_dim, batch, seqlen, heads = (int(found[i]) for i in range(1, 5))
+            made = (head_dim, batch, seqlen, heads, Causal() if found[5] == "causal" else None)
+        elif line.startswith("=="):
+            made = None
+        if made is None or (not graph and made[1] * made[2] < 4096):
+            continue
+        for name, *tile, us in re.findall(r"(fp16x1|fp16x3|bf16x6) (\d+)x(\d+)x(\d)x(\d)\*?\s+([\d.]+)", line):
+            head_dim, batch, seqlen, heads, causal = made
+            problem = _problem(head_dim, batch, seqlen, heads, "float32", causal, name)
+            config = hopper_flash_fwd.Config(*map(int, tile))
+            said = f"d{head_dim} {batch}x{seqlen} h{heads} {name} hopper/flash_fwd"
+            yield Point(hopper_flash_fwd, config, problem, float(us), graph, said, graph)
 
 
 def _of_tuning(lines: Sequence[str]) -> Iterator[Point]:

@@ -5,7 +5,8 @@
 A matrix unit is taken to multiply exactly, to add the products of one instruction exactly, and to cut the sum off at 24
 bits as it adds it to its accumulator: Fasi, Higham, Mikaitis and Pranesh, "Numerical behavior of NVIDIA tensor cores"
 (2021), with none of the extra bits that later units keep, so that what is emulated is no better than what is built.
-CUDA cores round each multiply-add to nearest. The softmax is that of `flash_fwd`: online, tiles of 64 keys.
+CUDA cores round each multiply-add to nearest. The softmax is that of `flash_fwd`: online, tiles of 64 keys. What only
+`hopper/flash_fwd` computes, products of scaled float16, is summed as it does it.
 
 The error is that of the promise (warpwave.precision): |out - exact| over |exact|, Euclidean norms of the whole output.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ HEAD_DIMS = (16, 64, 128, 256)
 # (independent problems, rows of each, keys): single rows, whose error is one draw, and many.
 SIZES = ((256, 1, 2), (256, 1, 8), (64, 1, 64), (8, 32, 64), (16, 1, 512), (2, 64, 512), (1, 64, 2048), (1, 16, 8192))
 LOG2_E = math.log2(math.e)
+FLOAT16_PARTS = {"fp16x1": 1, "fp16x3": 2}
+LIFTS = {"fp16x1": 1.0, "fp16x3": 2048.0}  # what probabilities are multiplied by before they become float16
 
 Round = Callable[[Tensor], Tensor]
 
@@ -58,8 +61,19 @@ def _bfloat16(x: Tensor) -> Tensor:
     return x.float().bfloat16().double()
 
 
-def parts(x: Tensor, arithmetic: str) -> list[Tensor]:
-    """What `kernels.primitives.operand` makes of an operand, the largest part first."""
+def parts(x: Tensor, arithmetic: str, scale: float | None = None) -> list[Tensor]:
+    """What `kernels.primitives.operand` makes of an operand, or `kernels.scale_ahead`, the largest part first.
+
+    Args:
+        scale: of float16, for probabilities; None for the power of two that brings the largest magnitude to 2^14.
+    """
+    if arithmetic in FLOAT16_PARTS:
+        of_head = torch.tensor(scale) if scale else 2.0 ** (14 - x.abs().amax((-2, -1), keepdim=True).log2().floor())
+        found, x = [], x * of_head
+        for _ in range(FLOAT16_PARTS[arithmetic]):
+            found.append(x.float().half().double())
+            x = x - found[-1]
+        return [part / of_head for part in found]
     if arithmetic == "tf32":
         return [_tf32(x)]
     if arithmetic == "tf32x3":
@@ -72,10 +86,26 @@ def parts(x: Tensor, arithmetic: str) -> list[Tensor]:
     return found or [x]
 
 
-def product(a: Tensor, b: Tensor, acc: Tensor, arithmetic: str) -> Tensor:
-    """`acc + a b` as `kernels.primitives.product` has it computed; all float64 that hold float32 values."""
-    step, rounding = (1, nearest) if arithmetic == "ieee" else (16 if arithmetic.startswith("bf16") else 8, cut)
-    left, right = parts(a, arithmetic), parts(b, arithmetic)
+def product(a: Tensor, b: Tensor, acc: Tensor, arithmetic: str, scale: float | None = None) -> Tensor:
+    """`acc + a b` as `kernels.primitives.product` has it computed, or for two parts of float16
+    `kernels.hopper.split_float32`; all float64 that hold float32 values.
+
+    Args:
+        scale: of a, where it is no operand of the call.
+    """
+    step, rounding = (1, nearest) if arithmetic == "ieee" else (8 if arithmetic.startswith("tf32") else 16, cut)
+    left, right = parts(a, arithmetic, scale), parts(b, arithmetic)
+    if arithmetic == "fp16x3":
+        total = torch.zeros_like(acc)  # of the small products, then of each 128 columns' large ones
+        for i, j in ((1, 0), (0, 1)):
+            for k in range(0, a.shape[-1], step):
+                total = rounding(total + left[i][..., k : k + step] @ right[j][..., k : k + step, :])
+        for group in range(0, a.shape[-1], 128):
+            large = torch.zeros_like(acc)
+            for k in range(group, min(group + 128, a.shape[-1]), step):
+                large = rounding(large + left[0][..., k : k + step] @ right[0][..., k : k + step, :])
+            total = nearest(total + large)
+        return nearest(acc + total)
     order = [(i, j) for total in range(len(left) - 1, -1, -1) for i in range(total, -1, -1) for j in (total - i,)]
     if arithmetic == "bf16x6":
         order = [(2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0)]
@@ -100,7 +130,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, arithmetic: str) -> Tensor:
         p = nearest(torch.exp2(nearest(scores - m_new[..., None])))
         alpha = nearest(torch.exp2(nearest(m - m_new)))
         total = nearest(total * alpha + nearest(p.sum(-1)))
-        acc = product(p, values, nearest(acc * alpha[..., None]), arithmetic)
+        acc = product(p, values, nearest(acc * alpha[..., None]), arithmetic, LIFTS.get(arithmetic))
         m = m_new
     return nearest(acc / total[..., None])
 
@@ -118,10 +148,10 @@ def relative_errors(
 
 
 def measure(
-    head_dims: tuple[int, ...], sizes: tuple[tuple[int, int, int], ...], seeds: int
+    arithmetics: Iterable[str], head_dims: tuple[int, ...], sizes: tuple[tuple[int, int, int], ...], seeds: int
 ) -> Iterator[dict[str, Any]]:
     """One row a combination: the largest and the median error over all calls and seeds."""
-    for arithmetic in ARITHMETICS:
+    for arithmetic in arithmetics:
         for head_dim in head_dims:
             for problems, rows, keys in sizes:
                 for data in DATA_SETS:
@@ -139,11 +169,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--arithmetic", choices=ARITHMETICS, nargs="+", default=list(ARITHMETICS))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with arguments.out.open("w") as file:
-        for row in measure(HEAD_DIMS, SIZES, arguments.seeds):
+        for row in measure(arguments.arithmetic, HEAD_DIMS, SIZES, arguments.seeds):
             file.write(json.dumps(row) + "\n")
+            file.flush()
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def test_the_model_saves_in_each_ablation_and_never_loses(head_dim: int) -> None
     config = flash_fwd.configs(problem, H200)[0]
     ratios = predicted(problem, H200, config)
     assert set(ratios) == set(ABLATIONS) and all(ratio >= 1 for ratio in ratios.values())
-    assert ratios["values"] > 1.2 > ratios["store"] and ratios["mask"] == 1
+    assert ratios["values"] > 1.2 > ratios["store"] and 1.1 > ratios["mask"] > 1  # the diagonal's tiles are masked
     wide = predicted(_problem(head_dim=256, head_dim_v=256), H200, flash_fwd.Config(128, 64, 8, 2))
     assert wide["exponentials"] < predicted(_problem(), H200, flash_fwd.Config(64, 64, 4, 3))["exponentials"]
 

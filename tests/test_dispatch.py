@@ -29,7 +29,8 @@ PROBLEM = AttentionProblem(
 @pytest.mark.parametrize(
     ("change", "gpu", "expected"),
     [
-        ({}, H200, "flash_fwd"),  # short enough for lighter blocks
+        ({}, H200, "split_kv"),  # one wave of blocks, which begin ahead of the end of the launch before
+        ({"seqlen_q": 192, "seqlen_k": 192}, H200, "flash_fwd"),  # short enough for lighter blocks
         ({"seqlen_k": 1025}, H200, "hopper/flash_fwd"),
         ({"seqlen_k": 513}, H200, "split_kv"),  # 16 tiles of rows for 132 SMs
         ({"seqlen_k": 513, "batch": 9}, H200, "hopper/flash_fwd"),
@@ -38,7 +39,8 @@ PROBLEM = AttentionProblem(
         ({"seqlen_q": 1, "seqlen_k": 64}, H200, "flash_fwd"),
         ({"batch": 17}, H200, "hopper/flash_fwd"),  # 136 tiles, more than SMs
         ({"head_dim": 128}, H200, "hopper/flash_fwd"),
-        ({"mask_shape": (1, 1, 128, 128)}, H200, "flash_fwd"),
+        ({"mask_shape": (1, 1, 128, 128)}, H200, "hopper/flash_fwd"),
+        ({"mask_shape": (1, 1, 128, 128), "dtype": "float32"}, H200, "flash_fwd"),
         ({"dtype": "float32"}, H200, "hopper/flash_fwd"),
         ({"dtype": "float32", "precision": "tf32"}, H200, "hopper/flash_fwd"),
         ({"dtype": "float32", "precision": "ieee"}, H200, "flash_fwd"),
@@ -86,11 +88,12 @@ def test_every_problem_has_a_kernel_with_a_config(gpu: Gpu, dtype: str, head_dim
 
 def test_what_a_kernel_is_outrun_on_it_still_runs_when_asked_by_name() -> None:
     assert dispatch.choose(PROBLEM, H200, "hopper/flash_fwd").kernel.NAME == "hopper/flash_fwd"
-    assert list(dispatch.passed_over(PROBLEM, H200)) == ["split_kv", "hopper/flash_fwd"]
+    longer = replace(PROBLEM, seqlen_q=192, seqlen_k=192)
+    assert list(dispatch.passed_over(longer, H200)) == ["split_kv", "hopper/flash_fwd"]
     assert dispatch.passed_over(replace(PROBLEM, seqlen_k=513), H200) == {}
     ieee = replace(PROBLEM, dtype="float32", precision="ieee")
     assert "hopper/flash_fwd" not in dispatch.passed_over(ieee, H200), "what it cannot run is said elsewhere"
-    assert "hopper/flash_fwd is passed over: at most 512 keys" in str(explain(PROBLEM, gpu=H200))
+    assert "hopper/flash_fwd is passed over: at most 512 keys" in str(explain(longer, gpu=H200))
 
 
 def test_a_named_kernel_runs_or_raises_with_its_reasons() -> None:

@@ -284,7 +284,7 @@ def test_precision_is_advised_by_what_the_card_has() -> None:
     assert "Products run as tf32x3, 12.7 / 3 = 4.233 TFLOP/s; precision='ieee'" in geforce
     assert "tf32'" not in geforce, "which is no faster there than float32"
     hopper = advice(on("h200", dtype="float32"))
-    assert "precision='tf32' (operands of 16 significant bits" in hopper and "precision='ieee'" not in hopper
+    assert "precision='tf32' (operands of 11 significant bits" in hopper and "precision='ieee'" not in hopper
     assert "bfloat16 inputs" in hopper
 
 
@@ -304,9 +304,9 @@ def test_a_mask_that_is_causal_is_replaced() -> None:
     mask = torch.ones(64, 64, dtype=torch.bool).tril()[None, None]
     said = warpwave.explain(q, k, v, mask=mask, gpu=resolve("h200"), kernel="flash_fwd")
     assert said.advice[0].startswith("Pass causal=True in place of the mask, which is just that: 4.096 kB less to read")
-    q16, k16, v16 = (t.half() for t in tensors(1100, 1100))
+    q32, k32, v32 = tensors(1100, 1100)
     long = torch.ones(1100, 1100, dtype=torch.bool).tril()[None, None]
-    hopper = " ".join(str(warpwave.explain(q16, k16, v16, mask=long, gpu=resolve("h200"))).split())
+    hopper = " ".join(str(warpwave.explain(q32, k32, v32, mask=long, gpu=resolve("h200"))).split())
     assert hopper.count("ass causal=True in place of the mask") == 1
     assert "hopper/flash_fwd would then serve it." in hopper
     nothing = warpwave.explain(q, k, v, mask=torch.ones_like(mask), gpu=resolve("h200"))
@@ -409,5 +409,6 @@ def test_float32_on_hopper_is_split_from_where_it_lies() -> None:
     q, k, v = (torch.empty(1, 600, 8, 128, device="meta")[..., ::2] for _ in range(3))
     said = warpwave.explain(q, k, v, gpu=resolve("h200"))
     assert said.kernel == "hopper/flash_fwd" and said.memory is not None
-    assert said.memory.workspace == 3 * 3 * 2 * 600 * 8 * 64, "three parts of two bytes for each element"
+    parts, inverses, maxima = 2 * 3 * 2 * 600 * 8 * 64, 2 * 8 + 10 * 8, 2 * 10 * 8
+    assert said.memory.workspace == parts + 4 * (inverses + maxima), "two parts of two bytes for each element"
     assert "copies them first" not in str(said)

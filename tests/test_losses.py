@@ -21,7 +21,7 @@ from warpwave.hardware.catalog import catalog, resolve
 from warpwave.losses import REMEDIES, Losses, recommendation, split
 from warpwave.model import LOSSES, predict
 from warpwave.problem import AttentionProblem
-from warpwave.recorded_time import clock_mhz, is_hot
+from warpwave.recorded_time import clock_mhz, config_of, in_graph, is_hot
 from warpwave.report import shipped
 from warpwave.roofline import data_sheet_rates, roofline
 
@@ -95,7 +95,7 @@ def test_shipped_records_split_without_a_share_above_one() -> None:
             if not m.is_ours or m.timing is None or m.config is None:
                 continue
             kernel, hot = kernels[m.kernel], is_hot(m)
-            p = predict(m.problem, kernel, kernel.Config(**m.config), H200, hot=hot)
+            p = predict(m.problem, kernel, config_of(kernel, m.config), H200, hot=hot, graph=in_graph(m))
             assert p is not None
             bounds = roofline(m.problem, data_sheet_rates(SHEET), gpu=H200, hot=hot)
             found = split(m.timing.median_us, p, SHEET, bounds, clock_mhz=clock_mhz(m))

@@ -15,6 +15,7 @@ from warpwave import precision
 from warpwave.hardware import catalog
 from warpwave.hardware.gpu import ARCHS, CPU, INTERPRETER, Gpu
 from warpwave.kernels import flash_fwd
+from warpwave.kernels.hopper import flash_fwd as hopper
 from warpwave.problem import PRECISIONS, AttentionProblem
 
 RECORD = Path(__file__).parents[1] / "benchmarks" / "records" / "2026-11-21-float32-emulation.jsonl"
@@ -37,17 +38,38 @@ def test_every_name_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("gpu", DEVICES, ids=lambda gpu: f"{gpu.name}-{gpu.arch}")
 def test_every_name_means_something_everywhere(gpu: Gpu) -> None:
-    """What stands for a name is there, and at least as accurate as what was asked for."""
+    """What stands for a name is there and at least as accurate as what was asked for, and nothing such is cheaper."""
     here = precision.target(gpu)
-    assert {here.default, *here.stands_for.values()} <= here.costs.keys() <= precision.ARITHMETICS.keys()
-    assert here.costs.keys() | here.stands_for.keys() == precision.ARITHMETICS.keys()
-    for name in precision.ARITHMETICS:
-        taken = precision.arithmetic(replace(PLAIN, precision=name), gpu)
-        assert taken in here.costs
-        bits = {n: a.significant_bits for n, a in precision.ARITHMETICS.items()}
-        assert bits[taken] >= bits[name]
-        if name in here.costs:
-            assert taken == name, "what a device has is not replaced"
+    assert here.default in here.costs and here.costs.keys() <= precision.ARITHMETICS.keys()
+    bits = {n: a.significant_bits for n, a in precision.ARITHMETICS.items()}
+    for able in (precision.PORTABLE, hopper.ABLE, ("ieee",)):
+        for name in precision.ARITHMETICS:
+            taken = precision.arithmetic(replace(PLAIN, precision=name), gpu, able)
+            there = [n for n in able if n in here.costs]
+            if name in there or name == "ieee":
+                assert taken == name, "what a kernel has is not replaced"
+            elif taken != "ieee":
+                assert taken in there and bits[taken] >= bits[name]
+                assert all(here.costs[taken] <= here.costs[n] for n in there if bits[n] >= bits[name])
+
+
+def test_what_names_mean_on_hopper() -> None:
+    h200 = Gpu.for_arch("sm_90")
+    meant = {
+        name: tuple(precision.arithmetic(replace(PLAIN, precision=name), h200, able)
+                    for able in (hopper.ABLE, precision.PORTABLE))
+        for name in PRECISIONS
+    }  # fmt: skip
+    assert meant == {
+        "default": ("fp16x3", "bf16x6"),
+        "ieee": ("ieee", "ieee"),
+        "tf32": ("fp16x1", "bf16x3"),
+        "tf32x3": ("fp16x3", "bf16x6"),
+        "bf16x3": ("fp16x3", "bf16x3"),
+        "bf16x6": ("bf16x6", "bf16x6"),
+        "fp16x1": ("fp16x1", "bf16x3"),
+        "fp16x3": ("fp16x3", "bf16x6"),
+    }
 
 
 @pytest.mark.parametrize("key", catalog.catalog())
@@ -112,16 +134,32 @@ def test_budgets_take_the_arithmetic_that_fits(arch: str, changes: dict[str, int
     assert chosen == ["bf16x3" if arch == "sm_90" else "tf32", "bf16x3", "bf16x6"]
 
 
+@pytest.mark.parametrize(
+    "changes", [{}, {"head_dim": 128}, {"head_dim": 256}, {"head_dim": 16}, {"seqlen_k": 16384}, {"seqlen_q": 16}]
+)
+def test_budgets_of_the_hopper_kernel(changes: dict[str, int]) -> None:
+    """Three products of float16 promise 1e-6 too, and nothing cheaper promises 1e-4: one way serves both."""
+    changes = {**changes, "softmax_scale": changes.get("head_dim", 64) ** -0.5}
+    h200 = Gpu.for_arch("sm_90")
+    chosen = [precision.cheapest(budget_of(b, **changes), h200, hopper.ABLE) for b in (1e-2, 1e-4, 1e-6)]
+    assert chosen == ["fp16x1", "fp16x3", "fp16x3"]
+    few_rows = budget_of(1e-6, **(changes | {"batch": 1, "num_heads_q": 1, "num_heads_kv": 1, "seqlen_q": 100}))
+    assert precision.cheapest(few_rows, h200, hopper.ABLE) in ("bf16x6", None)
+
+
 @pytest.mark.parametrize("gpu", DEVICES, ids=lambda gpu: f"{gpu.name}-{gpu.arch}")
 @pytest.mark.parametrize("budget", [0.5, 1e-2, 1e-3, 1e-5, 2e-6, 1e-6])
-def test_the_choice_is_the_cheapest_that_keeps_the_budget(budget: float, gpu: Gpu) -> None:
+@pytest.mark.parametrize("able", [precision.PORTABLE, hopper.ABLE], ids=["portable", "Hopper's"])
+def test_the_choice_is_the_cheapest_that_keeps_the_budget(able: tuple[str, ...], budget: float, gpu: Gpu) -> None:
     problem, costs = budget_of(budget), precision.target(gpu).costs
-    chosen = precision.cheapest(problem, gpu)
-    able = {n: c for n, c in costs.items() if precision.promised_error(n, problem) <= budget}
-    assert (chosen is None) == (not able) == bool(precision.why_not(problem, gpu))
+    if not set(able) & costs.keys():
+        return  # nothing that this kernel has is there
+    chosen = precision.cheapest(problem, gpu, able)
+    keep = {n: c for n, c in costs.items() if precision.promised_error(n, problem) <= budget and n in able}
+    assert (chosen is None) == (not keep) == bool(precision.why_not(problem, gpu, able))
     if chosen is not None:
-        assert costs[chosen] == min(able.values())
-        assert precision.arithmetic(problem, gpu) == chosen
+        assert costs[chosen] == min(keep.values())
+        assert precision.arithmetic(problem, gpu, able) == chosen
 
 
 def test_16_bit_inputs_have_no_choice() -> None:
@@ -138,7 +176,7 @@ def test_a_kernel_that_cannot_split_is_asked_what_it_can() -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("head_dim", [16, 40, 64, 128, 192, 256])
-@pytest.mark.parametrize("name", precision.ARITHMETICS)
+@pytest.mark.parametrize("name", precision.PORTABLE)
 def test_flash_fwd_has_a_config_for_every_name(name: str, head_dim: int, arch: str) -> None:
     gpu = Gpu.for_arch(arch)
     problem = replace(PLAIN, precision=name, head_dim=head_dim, head_dim_v=head_dim)

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 from warpwave.fast_paths import as_positional
 from warpwave.hardware.gpu import Gpu
-from warpwave.kernels.arguments import dot_precision
 from warpwave.kernels.cost import Cost
 from warpwave.model import LOSSES, Prediction
-from warpwave.precision import ARITHMETICS
+from warpwave.precision import ARITHMETICS, PORTABLE, arithmetic
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band
 from warpwave.roofline import (
     FLOAT32_PATHS,
@@ -74,9 +73,9 @@ class Call:
 
 
 def computed_in(kernel: Any, problem: AttentionProblem, gpu: Gpu) -> str:
-    """How a kernel computes float32 products: ours by `dot_precision`, torch's in float32 unless tf32 was asked for."""
+    """How a kernel computes float32 products: ours as it takes the precision, torch's in float32 unless it is tf32."""
     if kernel.NEEDS_GPU:
-        return dot_precision(problem, gpu)
+        return arithmetic(problem, gpu, getattr(kernel, "ABLE", PORTABLE))
     return "tf32" if problem.precision == "tf32" else "ieee"
 
 
@@ -215,7 +214,10 @@ def _whole_tiles(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advice
         else:
             text += " More queries in one call, or a smaller block_m, waste less."
     elif problem.mask_shape is not None:
-        text += ": a boolean mask spares no tile, whatever it hides."
+        if getattr(call.kernel, "SKIPS_HIDDEN_TILES", False):
+            text += " at the most: tiles that the mask hides from a whole block are skipped, which is not counted here."
+        else:
+            text += ": a boolean mask spares no tile, whatever it hides."
     elif problem.has_band:
         text += ": the mask's edge cuts through them. Smaller tiles waste less and are slower for each pair: time some."
     else:
@@ -258,9 +260,11 @@ def _mask(call: Call) -> Iterator[_Advice]:
         return
     changed = as_positional(problem, call.mask_band)
     if changed is None and not problem.pairs_are_exact:
+        skips = getattr(call.kernel, "SKIPS_HIDDEN_TILES", False)
+        spared = "only tiles that it hides from a whole block of queries" if skips else "no tile"
         yield _Advice(
             0.0,
-            "The boolean mask is read in full, and spares the kernel no tile. If it is causal or a window, say so with "
+            f"The boolean mask is read in full, and spares the kernel {spared}. If it is causal or a window, say so by "
             "causal= or window_size= instead: hidden tiles are then not visited at all.",
         )
     if changed is None:

@@ -56,9 +56,10 @@ def attention(
         softcap: 0 for none.
         sinks: float32, (num_heads_q,): one more logit a head in the denominator, natural-log and unscaled.
         softmax_scale: not negative; 1/sqrt(head_dim) if None.
-        precision: how float32 products are computed: `"ieee"`, `"tf32x3"` or `"bf16x6"` (split operands, float32
-            accuracy), `"bf16x3"` (16 bits of each operand), `"tf32"` (11 bits), or `"default"`: the fastest known to be
-            as accurate as torch's own. Or a number: the relative error that out may have, as |out - exact| / |exact| in
+        precision: how float32 products are computed: `"ieee"`, `"tf32x3"`, `"fp16x3"` or `"bf16x6"` (split operands,
+            float32 accuracy), `"bf16x3"` (16 bits of each operand), `"tf32"` or `"fp16x1"` (11 bits), or `"default"`:
+            the fastest known to be as accurate as torch's own. What a device or kernel does not have, the cheapest as
+            accurate stands for. Or a number: the relative error that out may have, as |out - exact| / |exact| in
             Euclidean norms, for which the cheapest of them is taken that keeps it (docs/float32.md).
         kernel: `"auto"`, or the name of the kernel that must run the call; `warpwave.explain` lists them.
         config: a `Config` of the kernel named.

@@ -186,8 +186,8 @@ def choose(
     if serving.num_splits is not None and config is not None:
         raise InvalidInput("num_splits was given with a config, which has its own")
     choice = dispatch.choose(problem, gpu, kernel, config)
-    if choice.kernel is split_kv and problem.batch_invariant and not choice.config.split_keys:
-        raise InvalidInput("batch_invariant=True needs a config with split_keys: equal shares depend on the batch")
+    if choice.kernel is split_kv and problem.batch_invariant and not choice.config.pieces:
+        raise InvalidInput("batch_invariant=True needs a config with pieces: equal shares depend on the batch")
     if choice.kernel is split_kv and serving.num_splits is not None:
         return choice._replace(config=replace(choice.config, num_splits=serving.num_splits), config_source="given")
     return choice

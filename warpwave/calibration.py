@@ -30,11 +30,15 @@ class Constants:
         power_of_score: the products (FLOP) that draw as much as the softmax of one score.
         softmax_ops: arithmetic of a score beside its exponential, in lanes x clocks.
         exposed: share of the shorter resources' time that the longest does not hide, 0 to 1.
-        edge_steps: what the mask costs a tile of queries whose keys end at a diagonal or window, in steps over keys.
+        edge_steps: what the mask costs a tile of scores that a diagonal, a window or the end of the keys goes through,
+            in steps over keys.
         step_us: latency of one step over keys for one stream of instructions, beside the work itself.
         fill_us: the beginning and end of a tile of queries: first loads, last store.
         start_us: the first wave, once a launch, above an empty kernel.
         smem_bytes_per_clock: what one SM draws from L2 at most.
+        l2: what all SMs together draw from L2, over what plain reads were measured to.
+        host_us: of the host for one launch: a call whose launches take longer to issue than to run waits for it, unless
+            a CUDA graph replays them. 0: so few launches that nobody waits.
     """
 
     matrix: Mapping[str, float] = field(default_factory=lambda: {"other": 0.7})
@@ -47,6 +51,8 @@ class Constants:
     fill_us: float = 1.0
     start_us: float = 1.0
     smem_bytes_per_clock: float = 64.0
+    l2: float = 1.0
+    host_us: float = 0.0
 
     def of_path(self, path: str, products: int = 1) -> float:
         """The share of the data sheet's rate on one path, of which `products` make one of the call's."""
@@ -93,7 +99,7 @@ class Calibration:
         memory, exponentials: share of the data sheet's rates that measured ceilings reached.
         l2_gbps: measured, 10^9 bytes a second.
         launch_us: an empty kernel in a graph.
-        kernels: kernel -> constants.
+        kernels: kernel -> constants; "kernel loop" -> those of one of its loops (`Cost.loop`), where it has several.
         residuals: kernel -> on points the constants were not fitted to, as in the card's records; `"all"` over all.
         cross_validated: kernel -> on points left out of a fit, group by group.
         uncalibrated: how far `UNCALIBRATED` is from the same points: the error bar where there is no calibration.

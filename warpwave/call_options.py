@@ -84,7 +84,7 @@ def _describe(
     grad: Annotated[bool, typer.Option("--grad", help="Gradients will be asked for.")] = False,
     precision: Annotated[
         str,
-        typer.Option(help="For float32: default, ieee, tf32x3, bf16x6, bf16x3, tf32, or a relative error, say 1e-4."),
+        typer.Option(help="For float32: default, ieee, tf32(x3), bf16x3, bf16x6, fp16x1, fp16x3, or an error: 1e-4."),
     ] = "default",
 ) -> AttentionProblem:
     """The problem, through the same checks as a real call, on tensors without storage."""

@@ -144,7 +144,7 @@ def _class_of(tensor: Any) -> Any:
     if tensor is None:
         return None
     if hasattr(tensor, "block_shape"):  # a tensor descriptor, which is always aligned
-        return (tensor.base.dtype, tuple(tensor.block_shape), repr(tensor.layout))
+        return (tensor.base.dtype, tuple(tensor.block_shape), repr(getattr(tensor, "layout", None)))
     return (tensor.dtype, tensor.data_ptr() % 16 == 0)
 
 

@@ -11,8 +11,9 @@ Everything about a kernel comes from its own `cost`; constants that no shape tel
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -86,11 +87,23 @@ class Machine:
         return 0.8 if self.calibration is None else self.calibration.launch_us
 
 
-def machine(sheet: DataSheet, kernel: str) -> Machine:
-    """The card with the constants of a kernel; another kernel's, or round numbers, where it has none."""
-    calibration = calibrations().get(sheet.key)
+def machine(sheet: DataSheet, kernel: str, loop: str = "", calibration: Calibration | None = None) -> Machine:
+    """The card with the constants of a kernel's loop, or of the kernel; round numbers where it has none.
+
+    Args:
+        loop: `Cost.loop`.
+        calibration: of the card; the one that comes with the package if None.
+    """
+    calibration = calibration or calibrations().get(sheet.key)
     known = {} if calibration is None else calibration.kernels
-    return Machine(sheet, known.get(kernel, UNCALIBRATED), calibration, kernel in known)
+    key = key_of(kernel, loop)
+    constants = known.get(key, known.get(kernel, UNCALIBRATED))
+    return Machine(sheet, constants, calibration, key in known or kernel in known)
+
+
+def key_of(kernel: str, loop: str) -> str:
+    """The key of `Calibration.kernels` for one of a kernel's loops."""
+    return f"{kernel} {loop}" if loop else kernel
 
 
 @dataclass(frozen=True)
@@ -162,6 +175,7 @@ def predict(
     gpu: Gpu,
     *,
     hot: bool = False,
+    graph: bool = False,
     sheet: DataSheet | None = None,
     registers: int | None = None,
     smem_bytes: int | None = None,
@@ -175,6 +189,7 @@ def predict(
         kernel, config: the module that serves it and one of its configs.
         gpu: where.
         hot: the same tensors were used by the call before.
+        graph: a CUDA graph replays the call, so that nobody waits for the host.
         sheet: the card's data sheet; looked up if None.
         registers, smem_bytes: of the compiled kernel, in place of what its `cost` estimates.
         of: the card with other constants, for fitting them.
@@ -183,11 +198,11 @@ def predict(
     sheet = sheet or data_sheet(gpu)
     if sheet is None or gpu.is_cpu or problem.flops == 0:
         return None
-    where = of or machine(sheet, kernel.NAME)
     cost = kernel.cost(problem, gpu, config)
+    where = of or machine(sheet, kernel.NAME, cost.loop)
     if registers is not None or smem_bytes is not None:
         cost = replace(cost, registers=registers or cost.registers, smem_bytes=smem_bytes or cost.smem_bytes)
-    walk = _Walk(problem, kernel, config, gpu, cost, where, hot, without)
+    walk = _Walk(problem, kernel, config, gpu, cost, where, hot, without, graph)
     times = walk.ladder()
     time_us = times["launches"]
     low, high, words, points = _bar(where, kernel.NAME, time_us, times["bound"])
@@ -205,6 +220,20 @@ def predict(
         words,
         points,
     )
+
+
+def timer(
+    problem: AttentionProblem, kernel: Any, config: Any, gpu: Gpu, of: Machine, *, hot: bool, graph: bool
+) -> Callable[[Machine], float]:
+    """The time of a call as a function of the card's constants, for fitting them: what no constant changes is computed
+    once. The arguments are those of `predict`."""
+    walk = _Walk(problem, kernel, config, gpu, kernel.cost(problem, gpu, config), of, hot, "", graph)
+
+    def time_us(where: Machine) -> float:
+        walk.where = where
+        return walk.ladder()["launches"]
+
+    return time_us
 
 
 def _bar(where: Machine, kernel: str, time_us: float, bound_us: float) -> tuple[float, float, str, int]:
@@ -254,9 +283,11 @@ class _Walk:
         where: Machine,
         hot: bool,
         without: str = "",
+        graph: bool = False,
     ) -> None:
         self.problem, self.cost, self.gpu, self.where, self.hot = problem, cost, gpu, where, hot
-        self.without = without
+        self.without, self.graph = without, graph
+        self.flops, self.exponentials, self.least = problem.flops, problem.exponentials, problem.compulsory_bytes
         self.path = path_of(problem, kernel, gpu, where.sheet)
         self.padding = _padding(problem, kernel, config, gpu, cost)
         self.resident = blocks_per_sm(cost, gpu)
@@ -280,18 +311,22 @@ class _Walk:
         parts = self.cost.parts or (self.cost,)
         if self.without:
             parts = tuple(_ablated(part, self.problem, self.without) for part in parts)
-        return sum(self._launch(part, step) for part in parts) + self._launching(step, parts)
+        time = sum(part.launches * self._launch(_of_one_launch(part), step) for part in parts)
+        time += self._launching(step, parts)
+        if step >= STEP["launches"] and not self.graph:
+            return max(time, self._launches(parts) * self.where.constants.host_us)
+        return time
 
     def _whole(self, step: int) -> float:
         """As one pass over as much of the padding as `step` counts, on the whole card."""
-        p, problem = self.padding, self.problem
+        p = self.padding
         heads = p.heads if step >= STEP["head padding"] else 1.0
         pairs = p.hidden if step >= STEP["hidden pairs"] else 1.0
         pairs *= p.ragged if step >= STEP["ragged tiles"] else 1.0
         return max(
-            self._products_us(problem.flops * heads * pairs),
-            self._power_us(problem.flops, problem.exponentials),
-            self._exponentials_us(problem.exponentials * pairs),
+            self._products_us(self.flops * heads * pairs),
+            self._power_us(self.flops, self.exponentials),
+            self._exponentials_us(self.exponentials * pairs),
             self._memory_us(self._least_bytes()),
         )
 
@@ -300,22 +335,21 @@ class _Walk:
         products, exponentials = self._products_us(cost.flops), self._exponentials_us(cost.exponentials)
         if self.without == "exponentials":
             exponentials = 0.0
-        resources = [products, exponentials]
+        resources = [products, exponentials, self._operands_us(cost.operand_bytes)]
         busy = max(resources)
         if step >= STEP["softmax"]:
             resources.append(self._arithmetic_us(cost.exponentials))
             busy = max(resources)
             busy += self.where.constants.exposed * (sum(resources) - busy)
-        from_l2 = cost.read_bytes / (
-            self.where.sheet.num_sms * self.where.constants.smem_bytes_per_clock * self._clock_ghz * 1e3
-        )
+        from_l2 = cost.read_bytes / (self.where.sheet.num_sms * self._drawn_by_an_sm)
         if step >= STEP["latency"]:
             busy = _longer(busy, from_l2)
         busy = max(busy, self._power_of(cost))
         time = self._on_sms(cost, busy, sum(resources) + from_l2, step)
         shared = [self._memory_us(self._memory_bytes(cost, step))]
         if step >= STEP["traffic"]:
-            shared.append((cost.read_bytes + cost.write_bytes) / (self.where.l2_gbps * 1e3))
+            drawn = self.where.l2_gbps * self.where.constants.l2
+            shared.append((cost.read_bytes + cost.write_bytes) / (drawn * 1e3))
         if step >= STEP["latency"]:
             return _longer(time, max(shared))
         return max(time, *shared)
@@ -323,8 +357,8 @@ class _Walk:
     def _power_of(self, cost: Cost) -> float:
         """Of a launch: its share of what the call needs; padding multiplies zeros, which draws little."""
         return self._power_us(
-            self.problem.flops * cost.flops / max(1, self.cost.flops),
-            self.problem.exponentials * cost.exponentials / max(1, self.cost.exponentials),
+            self.flops * cost.flops / max(1, self.cost.flops),
+            self.exponentials * cost.exponentials / max(1, self.cost.exponentials),
         )
 
     def _on_sms(self, cost: Cost, busy: float, alone: float, step: int) -> float:
@@ -337,7 +371,8 @@ class _Walk:
         items = cost.items or cost.blocks
         if step < STEP["idle SMs"] or not items:
             return busy
-        resident = max(1, min(blocks_per_sm(cost, self.gpu)[0], -(-items // sms)))
+        slots = blocks_per_sm(cost, self.gpu)[0]
+        resident = max(1, min(slots, -(-items // sms)))
         steps: float = cost.steps or items
         mean = steps / items
         one = busy * sms / steps  # of one step of one block, an SM to itself
@@ -347,29 +382,46 @@ class _Walk:
             """A step of each of `blocks` blocks on one SM."""
             return _longer(blocks * one, stream) if step >= STEP["latency"] else blocks * one
 
-        fill = constants.fill_us if step >= STEP["fill"] and cost.steps else 0.0
+        fill = 0.0
+        if step >= STEP["fill"] and cost.steps:
+            fill = constants.fill_us + cost.write_bytes / items / self._drawn_by_an_sm
         even = not self.problem.has_band and not self.problem.packed
         if even or cost.longest <= mean:
-            rounds, rest = divmod(items, sms * resident)
-            time = rounds * (mean * together(resident) + fill)
-            return time + (mean * together(-(-rest // sms)) + fill if rest else 0.0)
+            edges = constants.edge_steps * cost.cut / items if step >= STEP["softmax"] else 0.0
+            whole, rest = divmod(items, sms * resident)
+            time = whole * ((mean + edges) * together(resident) + fill)
+            return time + ((mean + edges) * together(-(-rest // sms)) + fill if rest else 0.0)
         # Blocks of unequal length fill each other's gaps, but for the longest of them.
-        if step >= STEP["softmax"] and cost.steps and self.problem.has_band:
-            steps += constants.edge_steps * items
-        shared = steps / (sms * resident) * together(resident) + items / (sms * resident) * fill
-        return max(shared, cost.longest * together(1) + fill)
+        longest = float(cost.longest)
+        if step >= STEP["softmax"] and cost.steps:
+            edges = constants.edge_steps * cost.cut / items
+            mean, longest = mean + edges, longest + edges
+        rounds = items / (sms * resident)
+        alone = longest * together(1)
+        if items > sms:  # it has company as long as most blocks last
+            alone += mean * (together(resident) - together(1))
+        unsorted = (cost.unsorted or self.problem.packed) and rounds > 1
+        tail = (longest - mean) * together(1) if unsorted else 0.0
+        return max(rounds * (mean * together(resident) + fill) + tail, alone + fill)
 
     def _launching(self, step: int, parts: tuple[Cost, ...]) -> float:
         if step < STEP["launches"]:
             return 0.0
-        launches = max(self.cost.launches, len(parts))
-        return launches * self.where.launch_us + len(parts) * self.where.constants.start_us
+        return self._launches(parts) * (self.where.launch_us + self.where.constants.start_us)
+
+    def _launches(self, parts: tuple[Cost, ...]) -> int:
+        return max(self.cost.launches, sum(part.launches for part in parts))
 
     # Resources, of the whole card -------------------------------------------------------------------------------------
 
     @property
     def _clock_ghz(self) -> float:
         return self.where.sheet.boost_clock_mhz * 1e-3
+
+    @property
+    def _drawn_by_an_sm(self) -> float:
+        """Bytes a us between one SM and L2."""
+        return self.where.constants.smem_bytes_per_clock * self._clock_ghz * 1e3
 
     def _products_us(self, flops: float) -> float:
         share = self.where.constants.of_path(self.path.name, self.path.products)
@@ -395,6 +447,13 @@ class _Walk:
         lanes = self.where.sheet.num_sms * 128 if self.gpu.vendor == "nvidia" else self.where.sheet.num_sms * 64
         return scores * self.where.constants.softmax_ops / (lanes * self._clock_ghz * 1e3)
 
+    def _operands_us(self, size: float) -> float:
+        """What multiply-adds read from shared memory, 128 bytes a clock; they share the slots in which both issue."""
+        if not size:
+            return 0.0
+        share = self.where.constants.of_path(self.path.name, self.path.products)
+        return size / (self.where.sheet.num_sms * 128 * self._clock_ghz * share * 1e3)
+
     def _memory_us(self, size: float) -> float:
         return size / (self.where.memory_gbps * 1e3)
 
@@ -405,8 +464,9 @@ class _Walk:
         return self.where.sheet.l2_bytes + self.where.sheet.last_level_cache_bytes
 
     def _least_bytes(self) -> float:
-        least = self.problem.compulsory_bytes
-        return max(0, least - self._l2_bytes) if self.hot else least
+        least = self.least
+        # What is read again and again in the same order pushes itself out: of twice L2 nothing is there any more.
+        return least * min(1.0, 2 * _missing(least, self._l2_bytes)) if self.hot else least
 
     def _memory_bytes(self, cost: Cost, step: int) -> float:
         """Across the memory bus in one launch: what is new to the card, and what fell out of L2."""
@@ -415,26 +475,30 @@ class _Walk:
         if step < STEP["traffic"]:
             return least
         asked = cost.read_bytes + cost.write_bytes - cost.scratch_bytes
-        again = max(0.0, asked - self.problem.compulsory_bytes * share)
+        again = max(0.0, asked - self.least * share)
         missed = _missing(self.working_set, self._l2_bytes * L2_SHARE)
         scratch = _missing(self.cost.workspace_bytes, self._l2_bytes)
         return least + again * missed + cost.scratch_bytes * scratch
 
     @property
     def working_set(self) -> float:
-        """K and V of the heads that blocks work on at once: what L2 must keep so that each is read from memory once."""
+        """K and V of the heads that blocks work on at once: what L2 must keep so that each is read from memory once.
+        Nothing where all blocks that read a head run together: they walk its keys at one pace."""
         problem = self.problem
         size = 4 if problem.dtype == "float32" else 2
         of_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * size
         heads = max(1, problem.batch * problem.num_heads_q)
         items = max(1, self.cost.items or self.cost.blocks)
+        slots = self.where.sheet.num_sms * self.resident[0]
+        if items * problem.num_heads_q <= slots * heads * problem.num_heads_kv:
+            return 0.0
         at_once = min(items, self.where.sheet.num_sms * self.resident[0]) / max(1.0, items / heads)
         group = problem.num_heads_q / problem.num_heads_kv
         return of_head * max(1.0, at_once / group)
 
     def traffic(self) -> list[Traffic]:
         """Redundancy of each level, and how full it is."""
-        cost, sheet, least = self.cost, self.where.sheet, max(1, self.problem.compulsory_bytes)
+        cost, sheet, least = self.cost, self.where.sheet, max(1, self.least)
         parts = cost.parts or (cost,)
         memory = sum(self._memory_bytes(part, ALL) for part in parts)
         moved = cost.read_bytes + cost.write_bytes
@@ -461,13 +525,24 @@ ABLATIONS: dict[str, str] = {
 }
 
 
+@functools.lru_cache(4096)
+def _of_one_launch(cost: Cost) -> Cost:
+    """Of a part that is launched several times, one after another, the share of one."""
+    if cost.launches < 2:
+        return cost
+    split = ("blocks", "flops", "exponentials", "read_bytes", "write_bytes", "items", "steps", "cut", "scratch_bytes")
+    return replace(cost, launches=1, **{name: -(-getattr(cost, name) // cost.launches) for name in split})
+
+
 def _ablated(cost: Cost, problem: AttentionProblem, without: str) -> Cost:
-    """The cost without one resource. A mask costs the model nothing, and exponentials are left out by the caller."""
+    """The cost without one resource. Exponentials are left out by the caller."""
     keys = problem.head_dim / (problem.head_dim + problem.head_dim_v)
     if without == "values":
         return replace(cost, flops=int(cost.flops * keys), read_bytes=int(cost.read_bytes * keys))
     if without == "loads":
         return replace(cost, read_bytes=0)
+    if without == "mask":
+        return replace(cost, cut=0)
     return replace(cost, write_bytes=0) if without == "store" else cost
 
 
@@ -492,7 +567,9 @@ def blocks_per_sm(cost: Cost, gpu: Gpu) -> tuple[int, str]:
     if cost.blocks_per_sm:
         return cost.blocks_per_sm, "launch"
     threads = cost.threads or 128
-    smem = int(cost.smem_bytes / SMEM_SLACK) if cost.smem_bytes > KIB else cost.smem_bytes
+    smem = cost.smem_bytes - cost.smem_margin
+    if not cost.smem_margin and smem > KIB:
+        smem = int(smem / SMEM_SLACK)
     fits = occupancy(
         gpu,
         registers=cost.registers or 64,

@@ -1,8 +1,9 @@
 """How float32 products are computed: every way there is, what it costs, how far off it ends, and which of them a
 `precision` means on which GPU. Kernels, checks, bounds and `explain` all read this one table.
 
-A matrix unit multiplies short numbers: tf32 has 11 significant bits, bfloat16 8, float32 24. A float32 operand is
-either rounded to one short number, or split into a few that add up to more of it; then each product becomes a few:
+A matrix unit multiplies short numbers: tf32 and float16 have 11 significant bits, bfloat16 8, float32 24. A float32
+operand is either rounded to one short number, or split into a few that add up to more of it; then each product becomes
+a few:
 
     x = x0 + x1 (+ x2);   x y ~ x0 y0 + (x0 y1 + x1 y0) (+ x1 y1 + x0 y2 + x2 y0)
 
@@ -34,7 +35,8 @@ class Arithmetic:
         description: what is multiplied, in words.
         products: instructions' products for each product of the call.
         units: the units that can take them, keys of `hardware.catalog.PATHS`.
-        significant_bits: of each operand, of float32's 24.
+        significant_bits: of each operand, of float32's 24; in float16 down to 2^-28 of the largest magnitude of its
+            head (in two parts, 2^-17), which a power of two scales to the end of float16's range.
         operand: relative error that rounding probabilities and values leaves in out.
         logit, logit_per_dim: what errors of the logits add, flat and for each element of head_dim: sums over it are
             rounded as they grow.
@@ -71,6 +73,15 @@ ARITHMETICS: dict[str, Arithmetic] = {
             "bf16x6", "six products of three bfloat16 parts each, the three smallest left out", 6, ("bfloat16",), 24,
             1e-7, 4.2e-7, 2.2e-9, 1e-9, 0.5,
         ),
+        # As tf32, whose bits it has.
+        Arithmetic(
+            "fp16x1", "one product of operands scaled by powers of two and rounded to float16", 1, ("float16",), 11,
+            4e-4, 1.3e-3, 0.0, 1.2e-8,
+        ),
+        Arithmetic(
+            "fp16x3", "three products of two float16 parts each, of operands scaled by powers of two, x1 y1 left out",
+            3, ("float16",), 22, 1.5e-7, 7e-7, 0.0, 5e-10, 0.5,
+        ),
         # Sums over head_dim and over the keys are rounded once for each element.
         Arithmetic(
             "ieee", "float32 multiply-adds", 1, ("float32_matrix", "float32"), 24, 1e-7, 9e-7, 7.5e-9, 1.9e-8, 0.5
@@ -87,9 +98,9 @@ class Target:
         name: of the family, for people.
         archs: prefixes of `Gpu.arch`, or vendors.
         default: the fastest arithmetic whose error is no larger than that of torch's own kernel.
-        costs: arithmetic -> time of a product, in units of one bfloat16 product, by the makers' rates; absent where
-            the device, or Triton's compiler for it, has none, or where one at least as accurate takes less time.
-        stands_for: named arithmetic that is absent -> the one that takes its place, at least as accurate.
+        costs: arithmetic -> time of a product, in units of one 16-bit product, by the makers' rates; absent where the
+            device, or Triton's compiler for it, has none, or where one at least as accurate takes less time. What takes
+            the place of an absent one: `standing_for`.
         note: why.
     """
 
@@ -97,7 +108,6 @@ class Target:
     archs: tuple[str, ...]
     default: str
     costs: Mapping[str, float]
-    stands_for: Mapping[str, str]
     note: str
 
 
@@ -107,61 +117,63 @@ def _costs(tf32: float | None, ieee: float) -> dict[str, float]:
     return costs | {"bf16x3": 3.0, "bf16x6": 6.0, "ieee": ieee}
 
 
-ONLY_FLOAT32 = dict.fromkeys(("tf32", "tf32x3", "bf16x3", "bf16x6"), "ieee")
+# What kernels in Triton can compute, and all that a kernel is taken to if it does not say otherwise: every arithmetic
+# but those of float16, whose scales only `hopper/flash_fwd` finds.
+PORTABLE = tuple(name for name, a in ARITHMETICS.items() if a.units != ("float16",))
 
 # In the order in which they are asked.
 TARGETS: tuple[Target, ...] = (
     Target(
-        "Hopper", ("sm_90",), "bf16x6", _costs(None, 14.8), {"tf32": "bf16x3", "tf32x3": "bf16x6"},
+        "Hopper", ("sm_90",), "fp16x3", {"fp16x1": 1.0, "fp16x3": 3.0, **_costs(None, 14.8)},
         "wgmma takes tf32 operands from shared memory only with the summed axis contiguous, so V would go through "
-        "registers to be transposed; bfloat16 operands come either way round, and their products, though more, take "
-        "less time",
+        "registers to be transposed; 16-bit operands come either way round, scaled float16 has as many bits as tf32 at "
+        "twice its rate, and bfloat16, which needs no scale, takes less time in kernels that find none",
     ),
     Target(
-        "Blackwell, data center", ("sm_100", "sm_103"), "tf32x3", _costs(2, 30), {},
+        "Blackwell, data center", ("sm_100", "sm_103"), "tf32x3", _costs(2, 30),
         "tf32 at half the rate of bfloat16, float32 units at a thirtieth",
     ),
     Target(
-        "Ampere, data center", ("sm_80", "sm_87"), "tf32x3", _costs(2, 16), {},
+        "Ampere, data center", ("sm_80", "sm_87"), "tf32x3", _costs(2, 16),
         "mma.sync: tf32 at half the rate of bfloat16, float32 units at a sixteenth",
     ),
     Target(
-        "GeForce and workstation cards", ("sm_86", "sm_89", "sm_120", "sm_121"), "tf32x3", _costs(2, 2), {},
+        "GeForce and workstation cards", ("sm_86", "sm_89", "sm_120", "sm_121"), "tf32x3", _costs(2, 2),
         "float32 units are rated like tf32, half of bfloat16, but softmax needs them too",
     ),
     Target(
-        "CDNA 1", ("gfx908",), "ieee", _costs(None, 2), {"tf32": "ieee", "tf32x3": "ieee"},
+        "CDNA 1", ("gfx908",), "ieee", _costs(None, 2),
         "float32 has matrix instructions of its own, at half the rate of bfloat16, and there is no tf32",
     ),
     Target(
-        "CDNA 2", ("gfx90a",), "ieee", _costs(None, 4), {"tf32": "bf16x3", "tf32x3": "ieee"},
+        "CDNA 2", ("gfx90a",), "ieee", _costs(None, 4),
         "float32 has matrix instructions of its own, at a quarter of the rate of bfloat16, and there is no tf32",
     ),
     Target(
-        "CDNA 3", ("gfx942",), "ieee", {"tf32": 2.0, **_costs(None, 8)}, {"tf32x3": "bf16x6"},
+        "CDNA 3", ("gfx942",), "ieee", {"tf32": 2.0, **_costs(None, 8)},
         "tf32 at half the rate of bfloat16, which Triton compiles, but not split; float32 matrix instructions at an "
         "eighth",
     ),
     Target(
-        "CDNA 4", ("gfx950",), "ieee", _costs(None, 16), {"tf32": "bf16x3", "tf32x3": "bf16x6"},
+        "CDNA 4", ("gfx950",), "ieee", _costs(None, 16),
         "tf32 is gone; float32 matrix instructions run at a sixteenth of the rate of bfloat16",
     ),
     Target(
-        "RDNA", ("gfx11", "gfx12", "gfx10"), "ieee", {"ieee": 1.0}, ONLY_FLOAT32,
+        "RDNA", ("gfx11", "gfx12", "gfx10"), "ieee", {"ieee": 1.0},
         "matrix instructions take 16-bit operands only, and float32 units are rated at half of them: splitting gains "
         "nothing",
     ),
     Target(
-        "other NVIDIA GPUs", ("nvidia",), "tf32x3", _costs(2, 16), {}, "taken to be like sm_80",
+        "other NVIDIA GPUs", ("nvidia",), "tf32x3", _costs(2, 16), "taken to be like sm_80",
     ),
     Target(
-        "other AMD GPUs", ("amd",), "ieee", {"ieee": 1.0}, ONLY_FLOAT32,
+        "other AMD GPUs", ("amd",), "ieee", {"ieee": 1.0},
         "nothing is known but that they have float32",
     ),
     # Nothing is timed there, and every arithmetic is to be tried: those of Hopper, by their names.
-    Target("Triton's interpreter", ("interpreter",), "ieee", _costs(2, 14.8), {}, "tests"),
+    Target("Triton's interpreter", ("interpreter",), "ieee", _costs(2, 14.8), "tests"),
     Target(
-        "CPU", ("cpu",), "ieee", {"ieee": 1.0}, ONLY_FLOAT32,
+        "CPU", ("cpu",), "ieee", {"ieee": 1.0},
         "torch's own float32 products",
     ),
 )  # fmt: skip
@@ -175,7 +187,7 @@ def target(gpu: Gpu) -> Target:
     return next(t for t in TARGETS if gpu.vendor in t.archs or gpu.arch.startswith(t.archs))
 
 
-def arithmetic(problem: AttentionProblem, gpu: Gpu, able: Iterable[str] = tuple(ARITHMETICS)) -> str:
+def arithmetic(problem: AttentionProblem, gpu: Gpu, able: Iterable[str] = PORTABLE) -> str:
     """The name of the arithmetic that `problem.precision`, or the budget, means on a device: "ieee" for 16-bit inputs,
     whose products need none.
 
@@ -186,12 +198,22 @@ def arithmetic(problem: AttentionProblem, gpu: Gpu, able: Iterable[str] = tuple(
     """
     if problem.dtype != "float32":
         return "ieee"
-    here = target(gpu)
     if problem.error_budget is not None:
         return cheapest(problem, gpu, able) or most_accurate(problem, gpu, able)
-    name = here.default if problem.precision == "default" else problem.precision
-    name = here.stands_for.get(name, name)
-    return name if name in able else "ieee"
+    name = target(gpu).default if problem.precision == "default" else problem.precision
+    return standing_for(name, gpu, able)
+
+
+def standing_for(name: str, gpu: Gpu, able: Iterable[str] = PORTABLE) -> str:
+    """A named arithmetic, or where a device or a kernel has none such the cheapest that is at least as accurate, of
+    several as cheap the most accurate."""
+    bits = {a.name: a.significant_bits for a in ARITHMETICS.values()}
+    costs = target(gpu).costs
+    there = [n for n in able if n in costs]
+    if name in there or name == "ieee":
+        return name
+    as_accurate = [n for n in there if bits[n] >= bits[name]]
+    return min(as_accurate, key=lambda n: (costs[n], -bits[n]), default="ieee")
 
 
 def promised_error(name: str, problem: AttentionProblem) -> float:
@@ -205,12 +227,12 @@ def promised_error(name: str, problem: AttentionProblem) -> float:
     return error * (1 + FEW_ROWS / math.sqrt(rows))
 
 
-def keeping(problem: AttentionProblem, budget: float, able: Iterable[str] = tuple(ARITHMETICS)) -> list[str]:
+def keeping(problem: AttentionProblem, budget: float, able: Iterable[str] = PORTABLE) -> list[str]:
     """Arithmetics that promise a call's error within a budget."""
     return [name for name in able if promised_error(name, problem) <= budget]
 
 
-def cheapest(problem: AttentionProblem, gpu: Gpu, able: Iterable[str] = tuple(ARITHMETICS)) -> str | None:
+def cheapest(problem: AttentionProblem, gpu: Gpu, able: Iterable[str] = PORTABLE) -> str | None:
     """The cheapest arithmetic of a device that keeps the call's budget; None where there is none."""
     assert problem.error_budget is not None
     costs = target(gpu).costs
@@ -219,12 +241,12 @@ def cheapest(problem: AttentionProblem, gpu: Gpu, able: Iterable[str] = tuple(AR
     return min(found, key=lambda n: (costs[n], n == "ieee", promised_error(n, problem)), default=None)
 
 
-def most_accurate(problem: AttentionProblem, gpu: Gpu, able: Iterable[str] = tuple(ARITHMETICS)) -> str:
+def most_accurate(problem: AttentionProblem, gpu: Gpu, able: Iterable[str] = PORTABLE) -> str:
     """The arithmetic of a device with the smallest promised error."""
     return min((n for n in able if n in target(gpu).costs), key=lambda n: promised_error(n, problem))
 
 
-def why_not(problem: AttentionProblem, gpu: Gpu, able: Iterable[str] = tuple(ARITHMETICS)) -> list[str]:
+def why_not(problem: AttentionProblem, gpu: Gpu, able: Iterable[str] = PORTABLE) -> list[str]:
     """Why a kernel that can compute `able` cannot keep the precision asked for there; empty where it can."""
     if problem.dtype != "float32" or problem.error_budget is None or cheapest(problem, gpu, able):
         return []
@@ -239,9 +261,9 @@ def as_accurate_as(problem: AttentionProblem) -> dict[str, int]:
     """Unit -> the fewest of its products that any implementation needs for the precision asked for, on any device: what
     bounds are made of."""
     if problem.error_budget is not None:
-        names = keeping(problem, problem.error_budget)
+        names = keeping(problem, problem.error_budget, ARITHMETICS)
     elif problem.precision == "default":
-        names = ["ieee", "tf32x3", "bf16x6"]
+        names = ["ieee", "tf32x3", "bf16x6", "fp16x3"]
     else:
         bits = ARITHMETICS[problem.precision].significant_bits
         names = [a.name for a in ARITHMETICS.values() if a.significant_bits >= bits]

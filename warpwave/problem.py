@@ -14,7 +14,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1}
-PRECISIONS = ("default", "ieee", "tf32x3", "tf32", "bf16x6", "bf16x3")  # what each means: warpwave.precision
+# What each means: warpwave.precision.
+PRECISIONS = ("default", "ieee", "tf32x3", "tf32", "bf16x6", "bf16x3", "fp16x3", "fp16x1")
 
 Alignment = Literal["bottom_right", "top_left"]
 

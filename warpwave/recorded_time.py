@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def find(path: Path, problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") 
     if module is None:
         raise InvalidInput(f"{path}: {found.kernel} is no kernel of this version")
     return RecordedTime(
-        found.timing.median_us, found.kernel, module.Config(**found.config), is_hot(found), clock_mhz(found)
+        found.timing.median_us, found.kernel, config_of(module, found.config), is_hot(found), clock_mhz(found)
     )
 
 
@@ -82,13 +83,28 @@ def losses_of(m: Measurement, gpu: Gpu) -> Losses | None:
         return None
     hot = is_hot(m)
     try:
-        prediction = predict(m.problem, kernel, kernel.Config(**m.config), gpu, hot=hot)
+        prediction = predict(m.problem, kernel, config_of(kernel, m.config), gpu, hot=hot, graph=in_graph(m))
         if prediction is None:
             return None
         bounds = roofline(m.problem, data_sheet_rates(sheet), gpu=gpu, hot=hot)
         return split(m.timing.median_us, prediction, sheet, bounds, clock_mhz=clock_mhz(m))
     except (InvalidInput, TypeError, ValueError):  # a config that is none here, or a time below the bound
         return None
+
+
+def config_of(kernel: Any, recorded: Mapping[str, Any]) -> Any:
+    """A config as a record has it, less what the kernel has lost since; what it has gained stands at its default.
+
+    Raises:
+        TypeError, ValueError: it is none here.
+    """
+    known = {field.name for field in fields(kernel.Config)}
+    return kernel.Config(**{key: value for key, value in recorded.items() if key in known})
+
+
+def in_graph(m: Measurement) -> bool:
+    """Whether a CUDA graph replayed the calls, so that no time of the host is in theirs."""
+    return m.timing is not None and m.timing.method in ("graph", "streams")
 
 
 def is_hot(m: Measurement) -> bool:

@@ -7,8 +7,8 @@
 
 A correct kernel is as far from R as M is, which tells a wrong mask from rounding far better than a fixed tolerance, or
 than N, whose errors are several times larger. For float32 there is nothing M could round, and N takes its place; with
-precision "tf32" the operands of both products are rounded to TF32's 10-bit mantissa, in M and in N, and with "bf16x3"
-to the sum of two bfloat16 numbers.
+precision "tf32" or "fp16x1" the operands of both products are rounded to TF32's 10-bit mantissa, in M and in N, and
+with "bf16x3" to the sum of two bfloat16 numbers.
 
 Written to be read: one sequence at a time, all its heads at once, scores in memory in chunks of query rows.
 """
@@ -317,7 +317,7 @@ def _keep(x: Tensor) -> Tensor:
 
 def _operand_rounding(problem: AttentionProblem) -> Rounding | None:
     """What the caller chose to have done to float32 operands; None where they keep all their bits, or nearly."""
-    roundings = {"tf32": round_to_tf32, "bf16x3": round_to_two_bfloat16}
+    roundings = {"tf32": round_to_tf32, "fp16x1": round_to_tf32, "bf16x3": round_to_two_bfloat16}
     return roundings.get(problem.precision) if problem.dtype == "float32" else None
 
 

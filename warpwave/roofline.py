@@ -197,7 +197,9 @@ def product_paths(problem: AttentionProblem) -> dict[str, int]:
     """
     if problem.dtype != "float32":
         return {problem.dtype: 1}
-    return FLOAT32_PATHS.get(problem.precision) or arithmetics.as_accurate_as(problem)
+    if problem.precision == "ieee" and problem.error_budget is None:
+        return FLOAT32_PATHS["ieee"]
+    return arithmetics.as_accurate_as(problem)  # a name may be served by another arithmetic
 
 
 def product_path(problem: AttentionProblem, rates: Rates) -> Path | None:

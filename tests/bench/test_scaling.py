@@ -124,6 +124,29 @@ def test_growth_beyond_the_work_is_a_cache_that_no_longer_holds() -> None:
     assert found is not None and found.end_cause == "cache" and "more than the work" in found.sentence
 
 
+def test_a_law_is_of_one_kernel_and_behind_the_flat_part() -> None:
+    times = {64: 2.0, 128: 2.1, 256: 9.7, 512: 6.5, 1024: 12.0, 2048: 48.0, 4096: 192.0}
+    ran = {256: "split_kv", 1024: "hopper/flash_fwd", 2048: "hopper/flash_fwd", 4096: "hopper/flash_fwd"}
+    points = [
+        Point(size, us, 1e5 * size**2, 1e3 * size, kernel=ran.get(size, "flash_fwd")) for size, us in times.items()
+    ]
+    found = judge("seqlen", "auto", points, rates=RATES, peak_tflops=PEAK, num_sms=SMS)
+    assert found is not None and found.since == 1024 and found.law.exponent == pytest.approx(2.0)
+    assert "seqlen^2.00 +- 0.00 from 1024 on" in found.sentence
+    assert "It ran flash_fwd at 64 to 128, split_kv at 256, flash_fwd at 512, hopper/flash_fwd at 1024 to 4096." in (
+        found.sentence
+    )
+
+
+def test_bytes_that_lie_in_l2_are_held_against_l2() -> None:
+    per_us = 0.5 * SHEET.bandwidth_gbps * 1e3
+    points = [Point(n, 1 + n * 1e6 / per_us, n * 1e6, n * 1e6, hot=True) for n in (1, 2, 4, 8, 16, 32)]
+    within = judge("blocks", "x", points, rates=RATES, peak_tflops=PEAK)
+    beyond = judge("blocks", "x", [replace(p, hot=False) for p in points], rates=RATES, peak_tflops=PEAK)
+    assert within is not None and beyond is not None
+    assert beyond.end_cause == "bandwidth" and within.end_cause != "bandwidth" and "out of L2" in within.why
+
+
 def test_fewer_than_three_sizes_say_nothing() -> None:
     assert judge("seqlen", "x", [Point(1, 1, 1, 1), Point(2, 2, 2, 2)]) is None
     with pytest.raises(ValueError, match="axis must be"):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.compile import test_targets
+from tests.compile.test_hopper import loops_over_keys
 from tests.compile.test_targets import TARGETS, compile_all, matrix_instructions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
@@ -108,17 +109,21 @@ HOPPER = {"scores": "hopper", "values": "hopper", "block_m": 128, "block_n": 256
 
 
 @pytest.mark.parametrize("feature", ["plain", "causal"])
-def test_two_launches_on_hopper(feature: str) -> None:
-    """Operands by TMA, no spills, and scores that are multiplied while the step before is handed back."""
+def test_hoppers_own_launches(feature: str) -> None:
+    """Operands by TMA, no spills, steps multiplied while the one before is handed back, tiles leaving as matrices."""
     point = job("sm_90", "three_kernel", "bfloat16", 1024, feature)
-    (facts,) = compile_all([point | {"changes": HOPPER}])
+    (facts,) = compile_all([point | {"changes": HOPPER, "listing": True}])
     check("three_kernel", "bfloat16", 1024, feature, "sm_90", facts)
-    scores, values = facts["launches"]
+    scores, statistics, values = facts["launches"]
+    assert statistics["spill_bytes"] == 0
+    for loop in loops_over_keys(facts["listing"]):
+        assert "HWHWHW" not in loop and "S" not in loop, f"serialized, or spilled: {loop}"
     for launch in (scores, values):
         instructions = launch["instructions"]
         assert launch["spill_bytes"] == 0, launch["name"]
         assert instructions.get("HGMMA", 0) > 0 and instructions.get("UTMALDG", 0) > 0, launch["name"]
-        assert instructions.get("UTMASTG", 0) == 2, f"{launch['name']}: one store for each warpgroup"
+        assert instructions.get("UTMASTG", 0) == 8, f"{launch['name']}: four pieces of each warpgroup"
+        assert instructions.get("STSM", 0) == 32, f"{launch['name']}: 64 x 64 x 2 bytes a piece, 16 a thread at once"
         assert instructions.get("USETMAXREG", 0) > 0, f"{launch['name']}: registers are not handed to the consumers"
     assert 256 < scores["instructions"]["MUFU.EX2"] < 300, "a tile of 128 scores a thread, in two warpgroups"
 

@@ -87,7 +87,7 @@ def check(name: str, arch: str, facts: dict[str, Any]) -> None:
     assert facts["registers"] <= ARCHS[arch][2], what
     bound = SPILL_BOUNDS.get((family(arch), name), 0)
     assert facts["spill_bytes"] <= bound, f"{what}: {facts['spill_bytes']} bytes spilled, the bound is {bound}"
-    merges = facts["config"]["num_splits"] > 1 and facts["config"]["merge"] == "kernel"
+    merges = max(facts["config"]["num_splits"], facts["config"]["pieces"]) > 1 and facts["config"]["merge"] == "kernel"
     assert len(facts["launches"]) == (2 if merges else 1)
     if "float32" not in name:
         assert matrix_instructions(facts["instructions"], arch) > 0, f"{what}: no matrix instruction"
@@ -112,8 +112,26 @@ def test_matrix_compiles_within_limits(arch: str) -> None:
 def test_keys_are_copied_asynchronously_on_nvidia() -> None:
     """Through the page table too: losing it would leave memory's latency bare, and change no result."""
     names = ("decode", "decode, large pages")
-    for name, facts in zip(names, compile_all([job("sm_90", name) for name in names]), strict=True):
+    config = {"block_m": 16, "block_n": 64, "num_warps": 4, "num_stages": 5}
+    for name, facts in zip(names, compile_all([job("sm_90", name, **config) for name in names]), strict=True):
         assert facts["instructions"].get("LDGSTS", 0) > 0, f"{name}: K and V are not copied asynchronously"
+
+
+def test_tensor_maps_bring_keys() -> None:
+    """All of them where a dense sequence ends with its tensor; what lies at edges also by pointers."""
+    config = {"block_m": 16, "block_n": 64, "num_warps": 4, "num_stages": 3, "by_map": True}
+    for arch, name in (
+        ("sm_90", "decode"),
+        ("sm_90", "decode, large pages"),
+        ("sm_100", "decode"),
+        ("sm_120", "decode"),
+    ):
+        (facts,) = compile_all([job(arch, name, **config)])
+        assert facts["instructions"]["UTMALDG"] >= 4 and facts["spill_bytes"] <= 16, (arch, name, facts)
+        assert facts["smem_bytes"] <= facts["smem_bound"] and matrix_instructions(facts["instructions"], arch) > 0
+    for name in ("decode, mask", "decode, paged", "decode, float32"):  # which maps cannot serve
+        (facts,) = compile_all([job("sm_90", name, **(config | {"block_n": 32}))])
+        assert "UTMALDG" not in facts["instructions"], name
 
 
 def test_the_last_block_merges_in_the_same_launch() -> None:
@@ -131,7 +149,7 @@ def compile_features(arch: str, names: tuple[str, ...]) -> None:
         one | {"config": facts["config"] | {"num_splits": 3, "merge": merge}}
         for one, facts in zip(jobs, found, strict=True)
         for merge in ("kernel", "last_block")
-        if facts["config"]["num_splits"] == 1 or facts["config"]["merge"] != merge
+        if not facts["config"]["pieces"] and (facts["config"]["num_splits"] == 1 or facts["config"]["merge"] != merge)
     ]
     for one, facts in zip((*jobs, *others), (*found, *compile_all(others)), strict=True):
         what = f"{arch} {one['problem']} {facts['config']}"

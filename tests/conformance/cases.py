@@ -271,11 +271,11 @@ FULL: dict[str, Sequence[Any]] = {
 }
 
 
-# What copies tiles by TMA takes no mask and no bias, so grids without them: float32 by bfloat16 parts, and the widest
-# rows of 16 bits.
+# The Hopper forward takes masks and biases in 16-bit types up to head_dim 256, so grids without them for the rest:
+# float32 by parts, and the widest rows of 16 bits.
 _WITHOUT_MASKS: dict[str, Sequence[Any]] = {**FULL, "mask": ("",), "bias": ("",)}
 SPLIT_FLOAT32 = _WITHOUT_MASKS | {
-    "dtype": ("float32:default", "float32:bf16x6", "float32:bf16x3"),
+    "dtype": ("float32:default", "float32:tf32", "float32:bf16x6"),
     "dims": (*FULL["dims"], (111, 40), (256, 64)),
     "window": windows(64),
 }

@@ -185,7 +185,7 @@ def limits(problem: AttentionProblem, direction: Direction) -> Limits:
 def _arithmetic(problem: AttentionProblem) -> str:
     if problem.dtype != "float32":
         return "16-bit"
-    return problem.precision if problem.precision in ("tf32", "bf16x3") else "float32"
+    return {"tf32": "tf32", "fp16x1": "tf32", "bf16x3": "bf16x3"}.get(problem.precision, "float32")
 
 
 def _judge(

@@ -50,7 +50,7 @@ def test_case_grid(case: Case, data: Data, kernel: str, request: pytest.FixtureR
     "case", cases.pairwise(cases.SPLIT_FLOAT32) + cases.pairwise(cases.WIDE_ROWS) if harness.ON_GPU else [], ids=str
 )
 def test_grid_without_masks(case: Case, data: Data, request: pytest.FixtureRequest) -> None:
-    """Most cases of the common grid have a mask or a bias, which this kernel refuses."""
+    """Most cases of the common grid have a mask or a bias, which this kernel refuses there."""
     check("hopper/flash_fwd", case, data, request)
 
 

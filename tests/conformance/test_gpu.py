@@ -40,6 +40,9 @@ def busy_gpu() -> Iterator[None]:
     """A competing kernel on another stream for as long as the block runs."""
     x = torch.randn(2048, 2048, device=DEVICE, dtype=torch.bfloat16)
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        y = x @ x  # cuBLAS makes its handle and workspace, for which a capture is no place
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(50):

@@ -145,6 +145,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "shared head_dim": {"scores": "triton", "values": "triton", "split_d": 3},
     "library in pieces": {"scores": "library", "values": "library", "softmax_keys": 128, "sums_bytes": 2560},
     "ours, whole rows": {"scores": "triton", "values": "triton", "softmax_keys": 128},
+    "online": {"scores": "triton", "values": "online", "split_d": 3, "softmax_rows": 16, "softmax_keys": 32},
 }
 SMALL = three_kernel.Config("triton", "triton", 16, 32, 16, 32, 4, 1, 1, 4, 64, 4, 1 << 20)
 CUT = replace(PLAIN, dims=(72, 40), lengths=(35, 70), heads=(2, 1))
@@ -211,7 +212,7 @@ HOPPER_CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("data", DATA_SETS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("features", HOPPER_CASES)
-def test_two_launches_on_hopper(features: str, dtype: str, data: Data) -> None:
+def test_hoppers_own_launches(features: str, dtype: str, data: Data) -> None:
     """In one chunk, in chunks of some rows of one head, and time and again: the same bits, and the gates."""
     case = replace(PLAIN, dims=(320, 520), heads=(4, 2), batch=2, lengths=(600, 900), dtype=dtype)
     call = cases.build(replace(case, **HOPPER_CASES[features]), data, DEVICE)
@@ -278,13 +279,18 @@ def test_the_workspace_is_what_was_said(products: str, dtype: str, monkeypatch: 
     assert sum(allocated) == said <= config.workspace_bytes, "outputs are made like another tensor, not by shape"
 
 
+ON_HOPPER = {"hopper": {"scores": "hopper", "values": "hopper", "block_m": 128, "block_n": 256}}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("products", WAYS)
+@pytest.mark.parametrize("products", [*WAYS, *ON_HOPPER])
 def test_device_memory_is_what_was_said(products: str) -> None:
     """What the allocator hands out, torch's products included; it rounds each tensor up to 512 bytes."""
+    if products == "hopper" and GPU.capability != 90:
+        pytest.skip("products of Hopper's own")
     case = replace(PLAIN, dtype="bfloat16", dims=(1024, 1024), lengths=(2048, 2048), heads=(4, 4))
     call = cases.build(case, "normal", DEVICE)
-    wanted = WAYS[products]
+    wanted = (WAYS | ON_HOPPER)[products]
     config = next(
         c
         for c in (replace(c, **wanted) for c in three_kernel.configs(call.problem, GPU))
@@ -304,12 +310,14 @@ def test_device_memory_is_what_was_said(products: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("much_memory")
-@pytest.mark.parametrize("products", ["library, ours", "ours", "fused"])
+@pytest.mark.parametrize("products", ["library, ours", "ours", "fused", "hopper"])
 def test_scores_past_32_bits(products: str) -> None:
     """A workspace of more than 2^31 scores gives the bits of a small one."""
+    if products == "hopper" and GPU.capability != 90:
+        pytest.skip("products of Hopper's own")
     case = replace(PLAIN, dtype="bfloat16", dims=(64, 64), lengths=(33_000, 66_000), heads=(1, 1))
     call = cases.build(case, "normal", DEVICE)
-    default = replace(three_kernel_configs.own_products(call.problem, GPU), **WAYS[products])
+    default = replace(three_kernel_configs.own_products(call.problem, GPU), **(WAYS | ON_HOPPER)[products])
     results = []
     for size in (16 << 30, 1 << 28):
         config = replace(default, workspace_bytes=size)

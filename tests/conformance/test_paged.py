@@ -30,8 +30,9 @@ SPLITS = {
     "two": replace(TILE, num_splits=2),
     "three": replace(TILE, num_splits=3),
     "more than tiles": replace(TILE, num_splits=9),
-    "fixed": replace(TILE, split_keys=32),
+    "pieces": replace(TILE, num_splits=2, pieces=5),
     "three, last block merges": replace(TILE, num_splits=3, merge="last_block"),
+    "two, by tensor maps": replace(TILE, num_splits=2, by_map=True),
     "auto": None,
 }
 SEVERAL = ((3, 37), (3, 0), (3, 90), (3, 2))
@@ -260,6 +261,22 @@ def test_batch_invariance(reader: str, dtype: str, packed: bool) -> None:
     assert all(result == results[0] for result in results)
 
 
+@pytest.mark.parametrize("by_map", [False, True])
+@pytest.mark.parametrize("window", [(-1, -1), (75, 0)])
+def test_bits_of_pieces_do_not_depend_on_shares(window: tuple[int, int], by_map: bool) -> None:
+    """Sequences of fewer tiles than pieces, of as many, and of more; a tile of rows that sees a part of them."""
+    lengths = ((3, 127), (3, 0), (3, 33), (3, 160))
+    call = paged.build(PagedCase(32, lengths=lengths, window=window, sinks=True, max_seqlen_k=160), "normal", DEVICE)
+    found = []
+    for shares in (1, 2, 5):
+        config = replace(TILE, num_splits=shares, pieces=5, by_map=by_map)
+        out, lse = paged.run("split_kv", call, config=config)
+        verdict = judge_forward(call.problem, references(call), out, lse)
+        assert verdict.passed, f"{shares} shares: {verdict}"
+        found.append(bits(out, lse))
+    assert all(one == found[0] for one in found)
+
+
 @pytest.mark.parametrize("page_size", [*(pytest.param(n, marks=pytest.mark.full) for n in (1, 32, 64, 128, 256)), 16])
 def test_shared_and_evicted_pages(page_size: int) -> None:
     """Forks that share pages, and a window whose pages behind it are gone: as the same tokens in pages of their own."""
@@ -384,7 +401,7 @@ def test_wrong_contents_unchecked_stay_inside_the_tensors(
 
 
 @pytest.mark.parametrize("case", [PagedCase(16, lengths=SEVERAL), PagedCase(1, lengths=MIXED, packed=True)], ids=str)
-@pytest.mark.parametrize("splits", ["one", "three", "three, last block merges", "auto"])
+@pytest.mark.parametrize("splits", ["one", "three", "three, last block merges", "pieces", "auto"])
 def test_every_cell_is_written_and_no_input(case: PagedCase, splits: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call = paged.build(case, "normal", DEVICE)
     guards = Guards()
@@ -401,16 +418,17 @@ def test_every_cell_is_written_and_no_input(case: PagedCase, splits: str, monkey
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("launched_ahead", [False, True])
 @pytest.mark.parametrize("merge", split_kv_configs.MERGES)
-def test_replay_sees_changed_lengths_and_tables(merge: str, launched_ahead: bool) -> None:
+def test_replay_sees_changed_lengths_and_tables(merge: str, launched_ahead: bool, page_size: int) -> None:
     """A decode step captured once, append and all; sequences grow, end and begin between replays."""
     cache = PagedKVCache(
-        num_pages=64, page_size=16, num_heads_kv=2, head_dim=64, max_batch=4, max_seqlen=256, device=DEVICE
+        num_pages=64, page_size=page_size, num_heads_kv=2, head_dim=64, max_batch=4, max_seqlen=256, device=DEVICE
     )
     layer = cache.layers[0]
     q, k, v = (torch.zeros(4, 1, heads, 64, dtype=torch.bfloat16, device=DEVICE) for heads in (8, 2, 2))
-    config = split_kv.Config(16, 64, 4, 2, 3, 0, merge, launched_ahead)
+    config = split_kv.Config(16, 64, 4, 2, 3, 0, merge, launched_ahead, by_map=page_size == 64)
 
     def step() -> torch.Tensor:
         return attention_with_kv_cache(q, layer, k_new=k, v_new=v, kernel="split_kv", config=config)

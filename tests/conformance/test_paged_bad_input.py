@@ -105,7 +105,7 @@ WRONG_VALUE: list[Row] = [
     ("splits beside a config", lambda: call(
         num_splits=2, kernel="split_kv", config=split_kv.Config(16, 16, 4, 1)), ["num_splits", "config"]),
     ("equal shares, invariant", lambda: call(
-        batch_invariant=True, kernel="split_kv", config=split_kv.Config(16, 16, 4, 1)), ["split_keys"]),
+        batch_invariant=True, kernel="split_kv", config=split_kv.Config(16, 16, 4, 1)), ["pieces"]),
     ("negative prefix", lambda: call(shared_prefix=-1), ["shared_prefix", "-1"]),
     ("a kernel that reads no cache", lambda: call(kernel="flash_fwd"), ["flash_fwd", "split_kv", "eager"]),
     ("a layer of many", lambda: call(cache=new_cache(num_layers=2)), ["2 layers", "cache.layers[i]"]),

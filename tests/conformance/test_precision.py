@@ -16,11 +16,12 @@ from tests.conformance.datasets import DATA_SETS, Data
 from tests.conformance.harness import DEVICE, GPU
 from tests.conformance.harness import KERNELS as KERNELS_BY_NAME
 from warpwave import InvalidInput, InvalidType, UnsupportedProblem, attention, explain, precision
+from warpwave.advice import computed_in
 from warpwave.kernels import flash_fwd
 from warpwave.reference import oracle
 
 BUDGETS = (1e-2, 1e-4, 1e-6)
-SPLIT = ("tf32x3", "bf16x3", "bf16x6")
+SPLIT = ("tf32x3", "bf16x3", "bf16x6", *(("fp16x1", "fp16x3") if harness.ON_GPU else ()))
 # Rows enough that the error is no single draw, in few programs of the interpreter; one length is no multiple of a tile.
 SHAPES = ((64, (64, 70)), (16, (64, 2)), (96, (64, 21))) + (((256, (300, 2048)),) if harness.ON_GPU else ())
 AHEAD = flash_fwd.Config(64, 32, 4, 2, split_ahead=True)
@@ -48,13 +49,12 @@ def relative_error(out: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize("data", DATA_SETS)
 @pytest.mark.parametrize(("head_dim", "lengths"), SHAPES, ids=[f"d{d}-{q}x{k}" for d, (q, k) in SHAPES])
 def test_a_budget_is_kept(head_dim: int, lengths: tuple[int, int], data: Data, kernel: str) -> None:
-    """Each of three budgets takes another arithmetic, and what it computes is within it, or the kernel has none that
-    promises it and says so."""
+    """What each of three budgets takes is within it, or the kernel has none that promises it and says so."""
     call, exact = built(head_dim, lengths, data)
     taken = []
     for budget in BUDGETS:
         asked = replace(call.problem, error_budget=budget)
-        taken.append(precision.arithmetic(asked, GPU))
+        taken.append(computed_in(KERNELS_BY_NAME[kernel], asked, GPU))
         if reasons := KERNELS_BY_NAME[kernel].why_not(asked, GPU):
             assert budget == min(BUDGETS), reasons
             with pytest.raises(UnsupportedProblem, match="keeps a relative error"):
@@ -71,10 +71,10 @@ def test_a_budget_is_kept(head_dim: int, lengths: tuple[int, int], data: Data, k
 def test_every_arithmetic_keeps_its_promise(arithmetic: str, data: Data) -> None:
     call, exact = built(64, (64, 70), data)
     named = replace(call.problem, precision=arithmetic)
-    promised = precision.promised_error(precision.arithmetic(named, GPU), named)
     for kernel, config in WAYS.values():
         if KERNELS_BY_NAME[kernel].why_not(named, GPU):
             continue
+        promised = precision.promised_error(computed_in(KERNELS_BY_NAME[kernel], named, GPU), named)
         out = attention(*call.operands[:3], precision=arithmetic, kernel=kernel, config=config)
         assert relative_error(out, exact) <= promised, "the promise is broken"
 

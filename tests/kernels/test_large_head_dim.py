@@ -69,16 +69,18 @@ def test_hidden_tiles_cost_nothing() -> None:
 
 
 def test_splits_fill_the_gpu_once() -> None:
-    """16 query heads of one kv head are one tile: at batch 1 each multiprocessor takes a share of the keys, at batch
-    64 every second, and a batch that fills the GPU is not split."""
-    splits = {b: large_head_dim.configs(replace(DECODE, batch=b), H200)[0].num_splits for b in (1, 16, 64, 132)}
-    assert splits == {1: 132, 16: 8, 64: 2, 132: 1}
+    """16 query heads of one kv head are one tile: at batch 1 each multiprocessor takes two shares of the keys, for two
+    blocks lie beside one another, and a batch that fills the GPU is not split. Of rows twice as wide it holds one."""
+    splits = {b: large_head_dim.configs(replace(DECODE, batch=b), H200)[0].num_splits for b in (1, 16, 64, 132, 264)}
+    assert splits == {1: 264, 16: 16, 64: 4, 132: 2, 264: 1}
+    wide = replace(DECODE, head_dim=1024, head_dim_v=1024)
+    assert large_head_dim.configs(replace(wide, batch=16), H200)[0].num_splits == 4, "512 columns of v a block"
     assert large_head_dim.configs(replace(DECODE, seqlen_k=100), H200)[0].num_splits == 1
     same = {large_head_dim.configs(replace(DECODE, batch=b, batch_invariant=True), H200)[0].num_splits for b in (1, 64)}
     assert len(same) == 1
     cost = large_head_dim.cost(DECODE, H200, large_head_dim.configs(DECODE, H200)[0])
-    assert cost.workspace_bytes == 132 * 16 * (512 + 2) * 4
-    assert [part.blocks for part in cost.parts] == [132, 16]
+    assert cost.workspace_bytes == 264 * 16 * (512 + 2) * 4
+    assert [part.blocks for part in cost.parts] == [264, 16]
 
 
 def test_a_step_of_decoding_reads_keys_once() -> None:

@@ -30,7 +30,9 @@ H200 = replace(Gpu.for_arch("sm_90"), num_sms=132)
         ({"num_warps": 3}, "num_warps is 3"),
         ({"num_stages": 0}, "num_stages is 0; it must be at least 1"),
         ({"num_splits": 0}, "num_splits is 0; it must be at least 1"),
-        ({"split_keys": 100}, "split_keys is 100; it must be 0 or a multiple of block_n = 64"),
+        ({"pieces": 3, "num_splits": 4}, "pieces is 3; it must be 0, or at least 2 and num_splits = 4"),
+        ({"pieces": 1}, "pieces is 1"),
+        ({"pieces": 4, "merge": "last_block"}, "merge is 'last_block' with pieces = 4; 'kernel' alone merges pieces"),
         ({"merge": "atomics"}, "merge is 'atomics'; it must be one of 'kernel', 'last_block'"),
     ],
 )
@@ -42,7 +44,7 @@ def test_a_config_checks_itself(fields: dict[str, Any], text: str) -> None:
 
 @pytest.mark.parametrize(
     ("batch", "seqlen_k", "least", "most"),
-    [(1, 1024, 4, 16), (1, 8192, 16, 64), (1, 65_536, 32, 128), (16, 4096, 2, 6), (64, 8192, 2, 4), (128, 2048, 1, 2)],
+    [(1, 1024, 4, 16), (1, 8192, 16, 64), (1, 65_536, 32, 128), (16, 4096, 1, 1), (64, 8192, 1, 1), (128, 2048, 1, 1)],
 )
 def test_splits_fill_the_gpu_and_no_more(batch: int, seqlen_k: int, least: int, most: int) -> None:
     """Blocks for every place where there are few; where there are many, none that run nearly alone in the end."""
@@ -56,12 +58,18 @@ def test_splits_fill_the_gpu_and_no_more(batch: int, seqlen_k: int, least: int, 
 
 
 def test_a_small_last_wave_is_split_away() -> None:
-    """512 blocks for 396 places leave 116 that cannot keep memory busy: 3.70 of 4.48 TB/s (record of 2026-11-21)."""
+    """512 blocks for 396 places leave 116 that cannot keep memory busy: 3.70 of 4.48 TB/s (record of 2026-11-21). By
+    tensor maps one block an SM can, and there the last of four waves has nearly one for each."""
     problem = replace(DECODE, batch=64)
-    config = split_kv.configs(problem, H200)[0]
+    config = split_kv_configs.with_splits(problem, H200, Config(16, 64, 4, 3))
     places = 132 * split_kv_configs.blocks_per_sm(problem, H200, config)
     alone = (512 * config.num_splits) % places
     assert 512 % places < 2 * 132 and (alone == 0 or alone >= 2 * 132)
+    assert split_kv_configs.with_splits(problem, H200, Config(16, 128, 4, 3, by_map=True)).num_splits == 1
+    assert (
+        split_kv_configs.with_splits(replace(problem, batch=24), H200, Config(16, 128, 4, 3, by_map=True)).num_splits
+        > 1
+    )
 
 
 def test_tiles_of_short_sequences_in_a_pack_are_not_counted_as_full() -> None:
@@ -121,35 +129,74 @@ def test_the_choice_is_the_best_of_its_own_formula(batch: int, seqlen_k: int, kv
     assert all(walked(chosen) <= walked(s) + 1e-6 for s in range(1, min(steps, c.MAX_SPLITS) + 1))
 
 
-@pytest.mark.parametrize("seqlen_q", [1, 7, 64, 300])
-@pytest.mark.parametrize("window", [(-1, -1), (100, 0), (1000, 50), (0, 0)])
-@pytest.mark.parametrize("causal", [None, Causal(), Causal("top_left")])
-@pytest.mark.parametrize("block_m", [16, 64])
-def test_fixed_shares_reach_every_key_a_tile_sees(
-    block_m: int, causal: Causal | None, window: tuple[int, int], seqlen_q: int
-) -> None:
-    """What is launched with `split_keys` must be as many shares as the widest range of any tile needs."""
-    for seqlen_k in (1, 255, 256, 257, 1000, 3001):
-        problem = replace(DECODE, seqlen_q=seqlen_q, seqlen_k=3001, causal=causal, window_size=window)
-        config = Config(block_m, 32, 4, 2, split_keys=256)
-        launched = split_kv_configs.num_splits(problem, config)
-        low, high = problem.band(seqlen_q, seqlen_k)
-        for first in range(0, seqlen_q * 4, block_m):
-            query, last = first // 4, min((first + block_m - 1) // 4, seqlen_q - 1)
-            begin = 0 if low is None else max(0, query + low)
-            end = seqlen_k if high is None else min(seqlen_k, last + high + 1)
-            if begin < end:
-                assert begin // 32 * 32 // 256 + launched >= -(-end // 256)
+@pytest.mark.parametrize("seqlen_k", [1000, 8192])
+@pytest.mark.parametrize("page_size", [0, 16, 64, 128])
+@pytest.mark.parametrize("batch", [2, 16, 64, 200])
+def test_invariant_configs_know_nothing_of_the_batch(batch: int, page_size: int, seqlen_k: int) -> None:
+    """But how many blocks share the pieces, which bits do not depend on."""
+    for packed in (False, True) if page_size else (False,):
+        one = replace(DECODE, batch_invariant=True, packed=packed, total_q=1, page_size=page_size, seqlen_k=seqlen_k)
+        many = replace(one, batch=batch, total_q=900, seqlen_q=500 if packed else 1)
+        (alone,), (among,) = split_kv.configs(one, H200), split_kv.configs(many, H200)
+        assert replace(alone, num_splits=1) == replace(among, num_splits=1)
+        assert alone.pieces >= alone.num_splits and among.pieces >= among.num_splits
+        assert packed or batch < 16 or alone.num_splits > among.num_splits
+        for problem, config in ((one, alone), (many, among)):
+            cost = split_kv.cost(problem, H200, config)
+            rows = problem.rows * 32
+            assert cost.workspace_bytes == 4 * config.pieces * rows * (128 + 2)
+            assert cost.launches == 2
 
 
-def test_invariant_configs_know_nothing_of_the_batch() -> None:
-    for packed in (False, True):
-        one = replace(DECODE, batch_invariant=True, packed=packed, total_q=1)
-        many = replace(one, batch=64, total_q=900, seqlen_q=500 if packed else 1)
-        assert [replace(c, merge="kernel") for c in split_kv.configs(one, H200)] == [
-            replace(c, merge="kernel") for c in split_kv.configs(many, H200)
-        ]
-        assert all(c.split_keys for c in split_kv.configs(one, H200))
+@pytest.mark.parametrize(
+    ("change", "tiling"),
+    [
+        ({"batch": 16}, (128, 4, 3)),
+        ({"batch": 64, "page_size": 128}, (128, 4, 5)),
+        ({"batch": 64, "page_size": 64}, (64, 4, 7)),
+        ({}, (64, 2, 3)),  # few tiles, split over all SMs
+        ({"seqlen_k": 1024}, (128, 4, 3)),  # a tile for each SM
+        ({"batch": 4, "seqlen_k": 4096, "page_size": 64}, (64, 2, 5)),
+        ({"batch": 200, "seqlen_k": 1000, "page_size": 64}, (64, 4, 7)),
+        ({"batch": 16, "head_dim": 256, "head_dim_v": 256}, (64, 4, 3)),
+        ({"seqlen_q": 500, "page_size": 64}, (64, 4, 5)),
+        ({"batch": 16, "window_size": (4000, 0)}, (128, 4, 3)),
+    ],
+)
+def test_tensor_maps_by_default(change: dict[str, Any], tiling: tuple[int, int, int]) -> None:
+    problem = replace(DECODE, **change)
+    config = split_kv.configs(problem, H200)[0]
+    assert config.by_map and (config.block_n, config.num_warps, config.num_stages) == tiling
+    assert split_kv.smem_bytes(problem, H200, config) <= H200.smem_per_block_bytes
+    for other in (replace(Gpu.for_arch("sm_80"), num_sms=108), Gpu.for_arch("sm_100"), Gpu.for_arch("gfx942")):
+        assert not split_kv.configs(problem, other)[0].by_map, "not measured there"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "float32"}, {"page_size": 1}, {"page_size": 16}, {"page_size": 32},
+        {"mask_shape": (1, 1, 1, 8192)}, {"head_dim": 36},
+        {"bias_shape": (1, 1, 1, 1)}, {"seqlen_q": 500}, {"window_size": (500, 0)},
+    ],
+)  # fmt: skip
+def test_pointers_where_maps_cannot_serve_or_were_not_ahead(change: dict[str, Any]) -> None:
+    assert not split_kv.configs(replace(DECODE, **change), H200)[0].by_map
+
+
+def test_a_block_by_maps_keeps_an_sm_busy() -> None:
+    """Two tiles of 64 KB in flight are enough; blocks of 64 and 96 KB count as two and one."""
+    problem = replace(DECODE, batch=16)
+    for config, per_sm in ((Config(16, 128, 4, 3, by_map=True), 1), (Config(16, 64, 2, 3, by_map=True), 2)):
+        pace = split_kv_configs.pace(problem, H200, config)
+        assert pace.saturating == per_sm * 132 and pace.start == split_kv_configs.MAPPED_START_STEPS
+    paged = replace(problem, page_size=64)
+    pace = split_kv_configs.pace(paged, H200, Config(16, 64, 4, 7, by_map=True))
+    assert pace.saturating == 132 and pace.start == 2 * split_kv_configs.MAPPED_START_STEPS, (
+        "its steps are half as long"
+    )
+    by_pointer = split_kv_configs.pace(paged, H200, Config(16, 64, 4, 7))
+    assert by_pointer.start == split_kv_configs.START_STEPS
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -196,10 +196,28 @@ def test_hopper_takes_two_blocks_a_multiprocessor_and_leaves_what_does_not_fill_
     cut = plan(long, config)
     assert config.scores == "hopper" and config.workspace_bytes <= 600_000_000
     assert cut.heads * cut.rows // 128 >= 1.9 * H200.num_sms, "256 blocks: heads are whole"
-    last_round = replace(call, num_heads_q=9, num_heads_kv=9)  # 144 blocks are two rounds, the second nearly empty
+    one_tile = replace(call, seqlen_q=128, seqlen_k=256, head_dim_v=256)
+    last_round = replace(one_tile, num_heads_q=140, num_heads_kv=140)  # two rounds of tiles, the second nearly empty
     part_empty = replace(call, seqlen_q=70, num_heads_q=512, num_heads_kv=512)
     for problem in (last_round, part_empty, replace(call, head_dim=1004), replace(call, window_size=(100, 0))):
         assert three_kernel.configs(problem, H200)[0].scores == "library"
+
+
+@pytest.mark.parametrize("precision", ["tf32", "tf32x3", "ieee"])
+def test_few_scores_take_two_launches_where_these_fill_the_gpu(precision: str) -> None:
+    """64 queries and keys of 4 heads: 128 blocks of 16 queries and 64 columns at head_dim 512; wider heads take three,
+    and so do other GPUs and 16-bit types."""
+    call = replace(
+        PROBLEM, batch=1, seqlen_q=64, seqlen_k=64, num_heads_q=4, num_heads_kv=4, head_dim=512, head_dim_v=512,
+        dtype="float32", precision=precision,
+    )  # fmt: skip
+    config = three_kernel.configs(call, H200)[0]
+    assert (config.values, config.block_v, config.softmax_rows) == ("online", 64, 16) and config.split_d >= 8
+    cost = three_kernel.cost(call, H200, config)
+    assert [part.blocks for part in cost.parts][1] == 128 and cost.launches == 2
+    for other in (replace(call, head_dim=2048, head_dim_v=2048), replace(call, seqlen_k=2048)):
+        assert three_kernel.configs(other, H200)[0].values != "online"
+    assert three_kernel.configs(call, Gpu.for_arch("sm_80"))[0].values != "online"
 
 
 def test_few_scores_of_long_sums_share_head_dim() -> None:

@@ -40,15 +40,15 @@ def test_cost_counts_every_read_of_keys_and_scores() -> None:
     """By hand, for 5 x 5 tiles of 64 a head, of 300 x 290 scores."""
     cost = tiled.cost(PROBLEM, H200, tiled.Config(64, 64, 32, 4, 2))
     heads, tiles = 2 * 4, 5 * 5
-    covered = 5 * 64 * 290 * heads  # rows of whole query tiles
+    covered = 300 * 290 * heads  # of the rows of whole query tiles, those that are there
     assert cost.blocks == heads * (tiles + 5 + 19), "scores, output in one tile of columns, softmax in 16 rows"
     assert cost.flops == 2 * heads * (tiles * 64 * 64 * 96 + 5 * 64 * 320 * 64), "head_dim 80 is three steps of 32"
     assert cost.exponentials == covered
     q_and_k = heads * tiles * (64 + 64) * 80 * 2
-    p_and_v = heads * 5 * 320 * (64 * 4 + 64 * 2)
+    p_and_v = heads * 320 * (300 * 4 + 5 * 64 * 2)
     assert cost.read_bytes == q_and_k + 2 * covered * 4 + p_and_v
     rows = 2 * 300 * 4
-    assert cost.write_bytes == 4 * (heads * tiles * 64 * 64 + covered) + rows * (4 + 64 * 2)
+    assert cost.write_bytes == 4 * (heads * 300 * 320 + covered) + rows * (4 + 64 * 2)
     assert cost.workspace_bytes == 4 * heads * 300 * (304 + 1), "rows of 290 scores are 304 apart"
 
 

@@ -389,7 +389,7 @@ OTHERS = [
     ),
     Mutant(
         "keys read from another cell of their page", SPLIT,
-        "(keys % PAGE_SIZE).to(tl.int64) * stride_kn", "(keys % PAGE_SIZE // 2 * 2).to(tl.int64) * stride_kn",
+        "cells = (keys % PAGE_SIZE).to(tl.int64)", "cells = (keys % PAGE_SIZE // 2 * 2).to(tl.int64)",
         "test_paged.py::test_retrieval", "16-split_kv", "torch.equal",
     ),
     Mutant(
@@ -436,8 +436,29 @@ OTHERS = [
     ),
     Mutant(
         "a share without keys leaves the state of the launch before", SPLIT,
-        "m_i, mask=in_range)", "m_i, mask=in_range & (begin < end))",
+        "split, acc, m_i, l_i, rows_heads, row_head, in_range,",
+        "split, acc, m_i, l_i, rows_heads, row_head, in_range & (begin < end),",
         "test_paged.py::test_every_cell_is_written_and_no_input", "three-page16", "isnan",
+    ),
+    Mutant(
+        "parts that are no piece keep the state of the launch before", SPLIT,
+        "range(used + split, PIECES, num_splits)", "range(PIECES + split, PIECES, num_splits)",
+        "test_paged.py::test_every_cell_is_written_and_no_input", "pieces-page16", "isnan",
+    ),
+    Mutant(
+        "a piece begins with the maximum of the one before", SPLIT,
+        'm_i = tl.where(piece_ends, float("-inf"), m_i)', "m_i = tl.where(piece_ends, m_i, m_i)",
+        "test_paged.py::test_bits_of_pieces_do_not_depend_on_shares", "window0-False", "assert False",
+    ),
+    Mutant(
+        "a tensor map brings keys of the sequence behind", SPLIT,
+        "map_end = end // BLOCK_N * BLOCK_N", "map_end = tl.cdiv(end, BLOCK_N) * BLOCK_N",
+        "test_tensor_maps.py::test_packed", "one-False", "isnan",
+    ),
+    Mutant(
+        "a tensor map brings keys that no query sees", SPLIT,
+        "map_begin = tl.maximum(begin, tl.cdiv(key_begin, BLOCK_N) * BLOCK_N)", "map_begin = begin",
+        "test_tensor_maps.py::test_values_that_no_row_sees_are_not_read", "", "isnan",
     ),
     Mutant(
         "what a part without keys never wrote is merged", PARTIALS,
@@ -513,6 +534,32 @@ OTHERS = [
 # Of the Hopper kernel's float32, whose source runs on a CPU as well (tests/kernels/hopper/gluon_on_cpu.py).
 HOPPER_FLOAT32 = [
     Mutant(
+        "float32 on Hopper: scores of scaled operands not scaled back", "kernels/hopper/split_float32.py",
+        "scale = rules.scale * gl.minimum(", "scale = rules.scale + 0 * gl.minimum(",
+        "../kernels/hopper/test_flash_fwd_on_cpu.py::test_the_protocol_on_a_cpu", "full and fp16x1", "gates fail",
+    ),
+    Mutant(
+        "float32 on Hopper: values scaled back by another head's power of two", "kernels/hopper/split_float32.py",
+        "work.head // group_size) * 2 + 1)", "work.head // group_size) * 2)",
+        "../kernels/hopper/test_flash_fwd_on_cpu.py::test_the_protocol_on_a_cpu", "full and fp16x1", "gates fail",
+    ),
+    Mutant(
+        "float32 on Hopper: a scale that keys count for which no query sees", "kernels/scale_ahead.py",
+        "high_row = tl.maximum(tl.minimum(high_row, length_q + high), low_row)",
+        "high_row = tl.maximum(high_row, low_row)",
+        "../kernels/test_scale_ahead.py::test_what_nobody_sees_has_no_say", "top_left", "nothing was garbage",
+    ),
+    Mutant(
+        "float32 on Hopper: Inf counts towards a scale", "kernels/scale_ahead.py",
+        'tl.where(magnitudes < float("inf"), magnitudes, 0.0)', "tl.where(magnitudes == magnitudes, magnitudes, 0.0)",
+        "../kernels/test_scale_ahead.py::test_nan_and_inf_stay_and_do_not_count", "", "assert False",
+    ),
+    Mutant(
+        "float32 on Hopper: the second part of an operand left out", "kernels/scale_ahead.py",
+        "return part, x - part.to(tl.float32)", "return part, x - x",
+        "../kernels/test_scale_ahead.py::test_parts_and_scales", "full and fp16x3", "assert",
+    ),
+    Mutant(
         "float32 on Hopper: a product of parts taken twice, another left out", "kernels/hopper/split_float32.py",
         "values_slice(v_ring, tile + (PARTS - 1 - s - a), i)", "values_slice(v_ring, tile + (PARTS - 1 - a), i)",
         "../kernels/hopper/test_flash_fwd_on_cpu.py::test_the_protocol_on_a_cpu", "full and bf16x6", "gates fail",
@@ -526,6 +573,41 @@ HOPPER_FLOAT32 = [
         "float32 on Hopper: parts of a head written over the next head's", "kernels/split_ahead.py",
         "(batch_head * rows_of_head + token) * ROW", "(batch_head * rows_of_part + token) * ROW",
         "../kernels/hopper/test_flash_fwd.py::test_parts_add_up_to_the_operands", "", "assert",
+    ),
+]  # fmt: skip
+
+# Of its masks and biases, the same.
+ON_CPU = "../kernels/hopper/test_flash_fwd_on_cpu.py::"
+HOPPER_MASKS = [
+    Mutant(
+        "Hopper: values that a mask hides from all not zeroed", "kernels/hopper/mask_bias.py",
+        "index(n % v_ring.stages)), seen)", "index(n % v_ring.stages)), seen + 1)",
+        f"{ON_CPU}test_masks_and_biases_on_a_cpu", "mask- and 64", "torch.equal",
+    ),
+    Mutant(
+        "Hopper: a block whose output is not finite not brought again", "kernels/hopper/roles.py",
+        "            if not fine:", "            if row_first < 0:",
+        f"{ON_CPU}test_masks_and_biases_on_a_cpu", "causal and 64", "torch.equal",
+    ),
+    Mutant(
+        "Hopper: tiles skipped by another block's flags", "kernels/hopper/mask_bias.py",
+        "work.tile * rules.GROUPS + g, (work.seqlen_q", "work.tile + 0 * g, (work.seqlen_q",
+        f"{ON_CPU}test_tiles_that_a_mask_hides_are_not_visited", "128", "gates fail",
+    ),
+    Mutant(
+        "Hopper: a bias of other queries", "kernels/hopper/mask_bias.py",
+        "(work.tile * rules.GROUPS + g) * ROWS, key]", "work.tile * ROWS + g * ROWS, key]",
+        f"{ON_CPU}test_masks_and_biases_on_a_cpu", "causal and 64", "gates fail",
+    ),
+    Mutant(
+        "Hopper: a window one key too short", "kernels/hopper/mask_bias.py",
+        "~bits_below((rows + (keys.low - key_first))", "~bits_below((rows + (keys.low + 1 - key_first))",
+        f"{ON_CPU}test_keys_of_a_window_are_counted_on_a_cpu", "60 and 64", "torch.equal",
+    ),
+    Mutant(
+        "bits of a mask in another order", "kernels/mask_bits.py",
+        "columns // 8 * 2 + columns % 2", "columns // 8 + columns % 2 * 16",
+        "../kernels/test_mask_bits.py::test_every_cell_has_its_bit", "", "torch.equal",
     ),
 ]  # fmt: skip
 
@@ -560,7 +642,7 @@ HOPPER = [
         "test_probes.py::test_retrieval_across_heads", "hopper and 6", "torch.equal", needs_gpu=True,
     ),
     Mutant(
-        "Hopper: log-sum-exp in bits", "kernels/hopper/roles.py",
+        "Hopper: log-sum-exp in bits", "kernels/hopper/softmax.py",
         "(m_i + gl.log2(l_row)) * LN_2", "(m_i + gl.log2(l_row))",
         "test_gates.py::test_case_grid", "hopper", "FAIL", needs_gpu=True,
     ),
@@ -578,6 +660,11 @@ HOPPER = [
         "Hopper: rows stored into the next packed sequence", "kernels/hopper/rows.py",
         "inside = (rows < rows_left)", "inside = (rows < rows_left + 8)",
         "test_pairs.py::test_packed_equals_single_calls", "hopper", "bits(", needs_gpu=True,
+    ),
+    Mutant(
+        "Hopper: both rows of a thread hidden by the first's bits", "kernels/hopper/mask_bias.py",
+        "and.b32 t, ${2 * n + (i & 2)}", "and.b32 t, ${2 * n + 0 * i}",
+        "test_probes.py::test_count", "hopper and mask", "torch.equal", needs_gpu=True,
     ),
     Mutant(
         "Hopper: tile counter not put back", "kernels/hopper/scheduler.py",
@@ -647,6 +734,26 @@ LARGE_HEADS = [
         "own_end = visible_keys(first_row, last_row,", "own_end = visible_keys(first_row, first_row,",
         "test_large_heads.py::test_every_width", "640-float32 and three_kernel", "FAIL",
     ),
+    Mutant(
+        "softmax within the second launch: what was summed is not rescaled", "kernels/three_kernel_online.py",
+        "acc * alpha[:, None]", "acc",
+        "test_large_heads.py::test_every_way_in_chunks", "online", "FAIL",
+    ),
+    Mutant(
+        "three_kernel on Hopper: P of tiles below their rows' reference not lowered", "kernels/hopper/products.py",
+        "if is_lowered != 0.0:", "if is_lowered > 1.0:",
+        "../kernels/hopper/test_products.py::test_tiles_with_references_of_their_own", "", "FAIL",
+    ),
+    Mutant(
+        "three_kernel on Hopper: sums of tiles added whatever their references", "kernels/three_kernel_statistics.py",
+        "tl.sum(sums * factor, 0)", "tl.sum(sums, 0)",
+        "../kernels/hopper/test_products.py::test_tiles_with_references_of_their_own", "", "FAIL",
+    ),
+    Mutant(
+        "three_kernel on Hopper: tiles below the diagonal of another block", "kernels/hopper/product_tiles.py",
+        "block = root + 1 - chunk.diagonal", "block = root - chunk.diagonal",
+        "../kernels/hopper/test_products.py::test_every_tile_is_dealt_out_once", "", "assert",
+    ),
 ]  # fmt: skip
 
-MUTANTS = NAMED + OTHERS + HOPPER_FLOAT32 + HOPPER + LARGE_HEADS
+MUTANTS = NAMED + OTHERS + HOPPER_FLOAT32 + HOPPER_MASKS + HOPPER + LARGE_HEADS

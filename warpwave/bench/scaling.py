@@ -5,8 +5,9 @@
 More heads of one length add blocks that all do the same: while time stays, SMs were idle; from where it grows with the
 blocks, all are busy. Longer sequences multiply work by the square and bytes by the length: an exponent of 2 is
 computing, of 1 moving bytes, of 0 a cost that no size changes. A wider head adds work and bytes alike, and a larger
-batch everything. Exponents are fitted with 95 % intervals, and the rates reached at the largest size settle which
-resource it is where the exponents of two agree.
+batch everything. Exponents are fitted with 95 % intervals, over the sizes that the last kernel ran behind the flat
+part: across two kernels or two causes there is no law. The rates reached at the largest size settle which resource it
+is where the exponents of two agree.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ CAUSES = {
     "idle SMs": "SMs were idle: what was added ran beside what was there",
     "launch": "a cost that no size changes: the launch, or the first and last wave",
     "bandwidth": "bytes: the memory is what binds",
+    "L2": "bytes: they lie in L2, and L2 is what binds",
     "arithmetic": "products: the units that multiply are what binds",
     "cache": "more than the work: something leaves a cache, or is done again",
     "latency": "the loop itself: it grows with the work, and no unit is near its rate",
@@ -47,6 +49,8 @@ class Point:
         time_us: median.
         flops, bytes: of the call, at the least.
         blocks: that the kernel launches; 0 where nobody says.
+        kernel: of ours that ran; empty for others.
+        hot: whether the inputs could stay in L2 from one call to the next.
     """
 
     size: float
@@ -54,6 +58,8 @@ class Point:
     flops: float
     bytes: float
     blocks: int = 0
+    kernel: str = ""
+    hot: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,9 +69,11 @@ class Scaling:
     Attributes:
         axis, contender: what grew, and who was timed.
         points: by size.
-        law: the exponent of time over all points.
+        law: the exponent of time from `since` on.
+        since: the first size of the last kernel that is not of a flat part; the first of all where that leaves fewer
+            than three.
         steps: exponent from each size to the next.
-        of_flops, of_bytes: the exponents of work and bytes over the same sizes.
+        of_flops, of_bytes: the exponents of work and bytes over the same sizes as `law`.
         begin_cause, end_cause: what binds at the smallest sizes and at the largest: keys of `CAUSES`.
         turn: the size from which `end_cause` binds; None where one cause binds throughout.
         why: the arithmetic.
@@ -75,6 +83,7 @@ class Scaling:
     contender: str
     points: tuple[Point, ...]
     law: PowerLaw
+    since: float
     steps: tuple[float, ...]
     of_flops: float
     of_bytes: float
@@ -86,14 +95,27 @@ class Scaling:
     @property
     def sentence(self) -> str:
         """The verdict."""
-        said = f"{self.contender}: time grows with {self.axis}^{self.law} (work ^{self.of_flops:.2f}, bytes "
-        said += f"^{self.of_bytes:.2f}). "
+        whole = self.since == self.points[0].size
+        said = f"{self.contender}: time grows with {self.axis}^{self.law}{'' if whole else f' from {self.since:g} on'} "
+        said += f"(work ^{self.of_flops:.2f}, bytes ^{self.of_bytes:.2f}). {self._kernels}"
         if self.turn is None:
-            return f"{said}Throughout, {CAUSES[self.end_cause]} ({self.why})"
+            return f"{said}{'Throughout' if whole else 'There'}, {CAUSES[self.end_cause]} ({self.why})"
         return (
             f"{said}Up to {self.turn:g}, {CAUSES[self.begin_cause]}; from there on, {CAUSES[self.end_cause]} "
             f"({self.why})"
         )
+
+    @property
+    def _kernels(self) -> str:
+        """Who ran which sizes, where it was not one throughout."""
+        runs: list[tuple[str, float, float]] = []
+        for p in self.points:
+            first = runs.pop()[1] if runs and runs[-1][0] == p.kernel else p.size
+            runs.append((p.kernel, first, p.size))
+        if len(runs) < 2:
+            return ""
+        said = (f"{name or 'another'} at {a:g}" + ("" if a == b else f" to {b:g}") for name, a, b in runs)
+        return f"It ran {', '.join(said)}. "
 
 
 def suite(axis: str, *, on_cpu: bool, num_sms: int = 0) -> Suite:
@@ -150,6 +172,7 @@ def size_of(axis: str, problem: AttentionProblem) -> float:
 def points(axis: str, measurements: Sequence[Measurement], gpu: Any = None) -> dict[str, list[Point]]:
     """Contender -> its points by size; what was not timed is left out."""
     from warpwave import dispatch
+    from warpwave.recorded_time import config_of
 
     kernels = {kernel.NAME: kernel for kernel in dispatch.KERNELS}
     found: dict[str, list[Point]] = {}
@@ -159,10 +182,11 @@ def points(axis: str, measurements: Sequence[Measurement], gpu: Any = None) -> d
         count = 0
         if m.is_ours and gpu is not None and m.kernel in kernels and m.config is not None:
             kernel = kernels[m.kernel]
-            cost = kernel.cost(m.problem, gpu, kernel.Config(**m.config))
+            cost = kernel.cost(m.problem, gpu, config_of(kernel, m.config))
             count = cost.items or cost.blocks
-        size = size_of(axis, m.problem)
-        point = Point(size, m.timing.median_us, m.problem.flops, m.problem.compulsory_bytes, count)
+        size, hot = size_of(axis, m.problem), not m.timing.l2_flushed and m.timing.input_sets == 1
+        ran = (m.kernel or "") if m.is_ours else ""
+        point = Point(size, m.timing.median_us, m.problem.flops, m.problem.compulsory_bytes, count, ran, hot)
         found.setdefault(m.contender, []).append(point)
     return {name: sorted(line, key=lambda p: p.size) for name, line in found.items()}
 
@@ -186,17 +210,25 @@ def judge(
     if len({p.size for p in measured}) < 3:
         return None
     pts = sorted(measured, key=lambda p: p.size)
-    sizes, times = [p.size for p in pts], [p.time_us for p in pts]
-    law = power_law(sizes, times)
-    of_flops, of_bytes = (power_law(sizes, [getattr(p, name) for p in pts]).exponent for name in ("flops", "bytes"))
     steps = tuple(power_law([a.size, b.size], [a.time_us, b.time_us]).exponent for a, b in pairwise(pts))
+    flat = next((i for i, step in enumerate(steps) if step >= FLAT), len(steps))
+    lawful = _lawful(pts, flat)
+    sizes = [p.size for p in lawful]
+    law = power_law(sizes, [p.time_us for p in lawful])
+    of_flops, of_bytes = (power_law(sizes, [getattr(p, name) for p in lawful]).exponent for name in ("flops", "bytes"))
     end, why = _end_cause(pts, steps, of_flops, of_bytes, rates, peak_tflops, num_sms)
     turn, begin = None, end
-    flat = next((i for i, step in enumerate(steps) if step >= FLAT), len(steps))
     if 0 < flat < len(steps):
         turn = pts[flat].size
         begin = _flat_cause(pts[: flat + 1], num_sms)
-    return Scaling(axis, contender, tuple(pts), law, steps, of_flops, of_bytes, begin, end, turn, why)
+    return Scaling(axis, contender, tuple(pts), law, lawful[0].size, steps, of_flops, of_bytes, begin, end, turn, why)
+
+
+def _lawful(pts: Sequence[Point], flat: int) -> Sequence[Point]:
+    """The points that one law can hold for: of the kernel that ran the largest size, behind the flat part."""
+    own = next((i for i in range(len(pts) - 1, 0, -1) if pts[i - 1].kernel != pts[-1].kernel), 0)
+    enough = [first for first in (max(own, flat if flat < len(pts) - 1 else 0), own) if len(pts) - first >= 3]
+    return pts[enough[0] :] if enough else pts
 
 
 def _flat_cause(flat: Sequence[Point], num_sms: int) -> str:
@@ -219,16 +251,18 @@ def _end_cause(
         cause = _flat_cause(pts, num_sms)
         return cause, f"{us(pts[0].time_us)} to {us(last.time_us)} for {last.flops / pts[0].flops:.3g} x the work"
     gbps, tflops = last.bytes / last.time_us * 1e-3, last.flops / last.time_us * 1e-6
-    memory = gbps / rates.memory_gbps if rates is not None and rates.memory_gbps else 0.0
+    in_l2 = rates is not None and last.hot and last.bytes <= rates.cache_bytes
+    level = None if rates is None else rates.l2_gbps if in_l2 else rates.memory_gbps
+    memory = gbps / level if level else 0.0
     products = tflops / peak_tflops if peak_tflops else 0.0
     reached = f"{figure(tflops)} TFLOP/s"
     reached += f", {products:.0%} of the rate" if peak_tflops else ""
-    reached += f"; {figure(gbps)} GB/s" + (f", {memory:.0%}" if memory else "")
+    reached += f"; {figure(gbps)} GB/s" + (" out of L2" if in_l2 else "") + (f", {memory:.0%}" if memory else "")
     of_work = power_law([p.size for p in pts[-2:]], [p.flops for p in pts[-2:]]).exponent
     if steps[-1] > of_work + STEEP:
         return "cache", f"the last step grows ^{steps[-1]:.2f} where the work grows ^{of_work:.2f}; {reached}"
     if max(memory, products) >= BUSY:
-        return ("bandwidth" if memory > products else "arithmetic"), reached
+        return ("arithmetic" if memory <= products else "L2" if in_l2 else "bandwidth"), reached
     if num_sms and 0 < last.blocks < num_sms:
         return "idle SMs", f"{last.blocks} blocks on {num_sms} SMs at the largest; {reached}"
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from warpwave.problem import AttentionProblem
 
@@ -17,13 +18,18 @@ class Cost:
         exponentials: over every tile computed.
         read_bytes: bytes requested from L2 or memory, each tile counted each time it is read.
         write_bytes: bytes written.
-        smem_bytes: shared memory one block needs, as estimated before compiling; 0 where the kernel uses none.
+        smem_bytes: shared memory one block needs, an upper bound before compiling; 0 where the kernel uses none.
         workspace_bytes: device memory allocated beside the outputs.
 
     What follows is for `warpwave.model`; 0 where a kernel does not say.
+        loop: which of a kernel's loops it is, where there are several: each has constants of its own.
+        smem_margin: of `smem_bytes`, what is there for the compiler to take and mostly is not taken.
+        operand_bytes: read from shared memory by multiply-adds; operands of matrix units are not counted.
         items: tiles of the output that blocks work on, where a block draws several; 0: one a block.
         steps: tiles of keys walked, over all blocks.
         longest: steps of the item that walks most; 0: all items walk as many.
+        unsorted: whether items come head by head and sequence by sequence, so that a long one may come last.
+        cut: of `steps`, those whose scores are masked: an edge of the mask or the end of the keys passes through.
         threads: of a block.
         registers: of a thread, as estimated before compiling.
         chains: independent instruction streams of a block, that hide each other's latency.
@@ -40,9 +46,14 @@ class Cost:
     write_bytes: int
     smem_bytes: int = 0
     workspace_bytes: int = 0
+    loop: str = ""
+    smem_margin: int = 0
+    operand_bytes: int = 0
     items: int = 0
     steps: int = 0
     longest: int = 0
+    unsorted: bool = False
+    cut: int = 0
     threads: int = 0
     registers: int = 0
     chains: int = 1
@@ -52,20 +63,66 @@ class Cost:
     parts: tuple[Cost, ...] = ()
 
 
+class Walk(NamedTuple):
+    """What kernels visit of a problem, counted on the host.
+
+    Attributes:
+        tiles: (query tile, key tile) pairs in which position hides not everything, over all heads and sequences.
+        longest: key tiles of the query tile that has most.
+        items: query tiles that have any, over all heads and sequences.
+        cut: of the pairs, those in which position or the end of the keys hides something.
+    """
+
+    tiles: int
+    longest: int
+    items: int
+    cut: int
+
+
 def visited_tiles(problem: AttentionProblem, block_m: int, block_n: int) -> int:
-    """(query tile, key tile) pairs in which position hides not everything, over all heads and sequences: what kernels
-    visit, counted on the host."""
-    total = 0
-    counted: dict[tuple[int, int], int] = {}
+    """(query tile, key tile) pairs in which position hides not everything, over all heads and sequences."""
+    return walk(problem, block_m, block_n).tiles
+
+
+def walk(problem: AttentionProblem, block_m: int, block_n: int, heads: int = 1) -> Walk:
+    """What tiles of such sizes visit of a problem. Where a tile holds rows of several heads, they stand side by side:
+    it spans `block_m / heads` queries."""
+    tiles = longest = items = cut = 0
+    counted: dict[tuple[int, int], Walk] = {}
     for seqlen_q, seqlen_k in problem.items():
         if (seqlen_q, seqlen_k) not in counted:
             low, high = problem.band(seqlen_q, seqlen_k)
-            count = 0
-            for row_begin in range(0, seqlen_q, block_m):
-                row_last = min(row_begin + block_m, seqlen_q) - 1
+            counts, edges = [0], 0
+            for line in range(0, seqlen_q * heads, block_m):
+                row_begin, row_last = line // heads, min((line + block_m - 1) // heads, seqlen_q - 1)
                 begin = 0 if low is None else max(0, row_begin + low) // block_n
                 end = seqlen_k if high is None else min(seqlen_k, row_last + high + 1)
-                count += max(0, -(-end // block_n) - begin)
-            counted[seqlen_q, seqlen_k] = 0 if low is not None and high is not None and low > high else count
-        total += counted[seqlen_q, seqlen_k]
-    return total * problem.num_heads_q
+                counts.append(max(0, -(-end // block_n) - begin))
+                edges += cut_tiles((low, high), (row_begin, row_last), (begin, begin + counts[-1]), block_n, seqlen_k)
+            if low is not None and high is not None and low > high:
+                counts, edges = [0], 0
+            counted[seqlen_q, seqlen_k] = Walk(sum(counts), max(counts), sum(count > 0 for count in counts), edges)
+        of_one = counted[seqlen_q, seqlen_k]
+        tiles, longest = tiles + of_one.tiles, max(longest, of_one.longest)
+        items, cut = items + of_one.items, cut + of_one.cut
+    units = problem.num_heads_q // heads
+    return Walk(tiles * units, longest, items * units, cut * units)
+
+
+def cut_tiles(
+    band: tuple[int | None, int | None], rows: tuple[int, int], tiles: tuple[int, int], block_n: int, seqlen_k: int
+) -> int:
+    """Of the key tiles that some queries visit, those that are masked.
+
+    Args:
+        band: as in `AttentionProblem.band`.
+        rows: the first query and the last.
+        tiles: the first key tile and the one behind the last.
+        block_n: keys of a tile.
+        seqlen_k: behind it lies no key.
+    """
+    (low, high), (row_first, row_last), (begin, end) = band, rows, tiles
+    whole = seqlen_k // block_n if high is None else min(seqlen_k, row_first + high + 1) // block_n
+    behind = max(0, end - max(begin, whole))
+    before = 0 if low is None else max(0, min(end, -(-(row_last + low) // block_n)) - begin)
+    return min(end - begin, behind + before)

@@ -20,7 +20,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -410,30 +410,75 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """What the tile operations move: the scores of a tile are written and read by each of some six operations."""
-    scores = tile_reads = tiles = 0
+    """What the operations move, each one a launch: products, what walks all scores of a tile, and what a tile and a
+    block of rows need beside."""
+    scores = tile_reads = tiles = blocks = cut = cut_tiles = acc_rows = 0
     for (seqlen_q, seqlen_k), times in Counter(problem.items()).items():
         band = problem.band(seqlen_q, seqlen_k)
+        each = times if problem.packed else 1  # a dense call's sequences go together
         for block in _row_blocks(seqlen_q, config.block_m):
+            blocks += each
             for tile in _tiles(band, block, seqlen_k, config.block_n):
-                keys = tile.keys.stop - tile.keys.start
-                tiles += times if problem.packed else 1
-                scores += times * (block.stop - block.start) * keys * problem.num_heads_q
+                rows_of_tile, keys = block.stop - block.start, tile.keys.stop - tile.keys.start
+                tiles, cut_tiles = tiles + each, cut_tiles + each * tile.cut
+                of_tile = times * rows_of_tile * keys * problem.num_heads_q
+                scores, cut = scores + of_tile, cut + of_tile * tile.cut
+                acc_rows += times * rows_of_tile * problem.num_heads_q
                 tile_reads += times * keys * problem.num_heads_kv
     size, rows = DTYPE_BYTES[problem.dtype], problem.rows * problem.num_heads_q
+    width, width_v, group = problem.head_dim, problem.head_dim_v, problem.num_heads_q // problem.num_heads_kv
+    workspace = 3 * 4 * min(scores, problem.batch * problem.num_heads_q * config.block_m * config.block_n)
+    operands = size * (acc_rows * width + tile_reads * (width + group * width_v))
+    # A product wants its batch in one stride: heads of several sequences, and V of a group, are copied.
+    copies = 2 * (problem.batch > 1 and not problem.packed) + (group > 1 or (problem.batch > 1 and not problem.packed))
+    products = Cost(
+        blocks=0,
+        flops=2 * scores * (width + width_v),
+        exponentials=0,
+        read_bytes=operands * (2 if copies else 1) + size * scores,
+        write_bytes=4 * scores + 4 * acc_rows * width_v + (operands if copies else 0),
+        scratch_bytes=(4 + size) * scores,
+        launches=(2 + copies) * tiles,
+    )
+    # Scale, maximum, less the maximum, exponential, sum, 16 bits; at an edge fill, compare and search as well.
+    narrow = size < 4
+    passes = Cost(
+        blocks=0,
+        flops=0,
+        exponentials=scores,
+        read_bytes=(24 if narrow else 20) * scores + 14 * cut,
+        write_bytes=(14 if narrow else 12) * scores + 9 * cut,
+        launches=(5 + narrow) * tiles + (PASSES_OF_EDGE + 2 * (problem.window_size[0] >= 0)) * cut_tiles,
+    )
+    passes = replace(passes, scratch_bytes=passes.read_bytes + passes.write_bytes)
+    beside = Cost(
+        blocks=0,
+        flops=0,
+        exponentials=0,
+        read_bytes=12 * acc_rows * width_v + 14 * rows * width_v,
+        write_bytes=8 * acc_rows * width_v + 8 * rows * width_v + 4 * rows,
+        launches=STEPS_OF_TILE * tiles + STEPS_OF_BLOCK * blocks,
+    )
+    parts = (products, passes, beside)
     return Cost(
         blocks=0,
-        flops=2 * scores * (problem.head_dim + problem.head_dim_v),
+        flops=products.flops,
         exponentials=scores,
-        read_bytes=size * (rows * problem.head_dim + tile_reads * (problem.head_dim + problem.head_dim_v))
-        + 24 * scores,
-        write_bytes=rows * (problem.head_dim_v * size + 4) + 24 * scores,
-        workspace_bytes=3 * 4 * min(scores, problem.batch * problem.num_heads_q * config.block_m * config.block_n),
-        launches=OPERATIONS * max(1, tiles),
+        read_bytes=sum(part.read_bytes for part in parts),
+        write_bytes=sum(part.write_bytes for part in parts),
+        workspace_bytes=workspace,
+        scratch_bytes=sum(part.scratch_bytes for part in parts),
+        launches=sum(part.launches for part in parts),
+        parts=parts,
     )
 
 
-OPERATIONS = 12  # of torch's on one tile: two products, the scale, the maximum, exponentials, sums and rescales
+# Launches of torch's beside products and what walks all scores of a tile: maximum, shift (compare and select), rescale
+# (subtract, exponential), total and out (each multiply and add).
+STEPS_OF_TILE = 9
+STEPS_OF_BLOCK = 12  # three sums begun; out and log-sum-exp finished, rounded and stored
+# Two ranges, one less the other, what is hidden (begin, compare, join); copy, fill, compare and any; V without it.
+PASSES_OF_EDGE = 12
 
 
 # Configs --------------------------------------------------------------------------------------------------------------

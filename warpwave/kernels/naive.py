@@ -17,6 +17,7 @@ ladder is about where operands come from.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ from warpwave.kernels.cost import Cost
 from warpwave.kernels.primitives import band_edges, packed_sequence, rounded, visible_keys
 from warpwave.kernels.three_passes import HIDDEN, UNSPECIALISED, Launches, Product
 from warpwave.kernels.triton_or_stub import jit, tl
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
 
 NAME = "naive"
 NEEDS_GPU = True
@@ -251,7 +252,19 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     return three_passes.cost(
         problem, block_m=config.block_m, block_n=config.block_n, columns=config.block_n, step=1,
         width=problem.head_dim, smem_bytes=smem_bytes(problem, gpu, config),
+        threads=config.num_warps * gpu.warp_size, bytes_of_pair=_bytes_of_pair(problem, gpu, config),
+        rows_of_warp=gpu.warp_size // min(gpu.warp_size, config.block_n),
     )  # fmt: skip
+
+
+def _bytes_of_pair(problem: AttentionProblem, gpu: Gpu, config: Config) -> tuple[float, float]:
+    """What the first-level cache is kept busy with for a query, a key and a column, in each product. It reads a word
+    from each of 32 banks a clock. The lanes of a warp hold keys side by side: of as many rows of K, those that lie a
+    multiple of 128 bytes apart share a bank and come one after another, as rows of Q do. V and P take a clock each."""
+    lanes = min(gpu.warp_size, config.block_n)
+    row_bytes = DTYPE_BYTES[problem.dtype] * problem.num_heads_kv * problem.head_dim
+    ways = -(-lanes // (128 // math.gcd(128, row_bytes)))
+    return 128 / gpu.warp_size * (ways + gpu.warp_size // lanes), 128 / gpu.warp_size * 2
 
 
 # Configs --------------------------------------------------------------------------------------------------------------

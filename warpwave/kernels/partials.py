@@ -27,7 +27,6 @@ from warpwave.launch import Launch
 from warpwave.problem import AttentionProblem
 
 LOADED_AT_ONCE = 4096  # elements that a merging block asks for together at the most: their latencies overlap
-PARTS_AT_ONCE = 8  # where bits must not depend on how many parts there are
 UNSPECIALISED = ["rows_heads", "num_heads_q", "num_parts", "lse_rows"]
 
 
@@ -79,10 +78,12 @@ def parts_of_rows(
     dims,
     HEAD_DIM_V: tl.constexpr,
     PARTS: tl.constexpr,
+    SPARSE: tl.constexpr,
 ):
     """PARTS parts of some rows from the part `first` on, as one: (maximum, sum, accumulator).
 
     All are asked for at once, so that their latencies overlap, and past L1, which does not see what other SMs wrote.
+    Where many are empty (SPARSE) their states come first, and accumulators of those that are not.
     """
     parts = first + tl.arange(0, PARTS)
     there = (parts < num_parts)[:, None] & in_range[None, :]  # [PARTS, ROWS]
@@ -91,6 +92,8 @@ def parts_of_rows(
     m = tl.load(state_ptr + at_state, mask=there, other=float("-inf"), cache_modifier=".cg")
     l = tl.load(state_ptr + at_state + rows_heads, mask=there, other=0.0, cache_modifier=".cg")
     offsets = at[:, :, None] * HEAD_DIM_V + dims[None, None, :]
+    if SPARSE:
+        there = there & (l != 0.0)
     inside = there[:, :, None] & (dims < HEAD_DIM_V)[None, None, :]
     acc = tl.load(acc_ptr + offsets, mask=inside, other=0.0, cache_modifier=".cg")  # [PARTS, ROWS, BLOCK_DV]
     m_here = tl.max(m, 0)
@@ -116,6 +119,7 @@ def merge_partials_kernel(
     BLOCK_DV: tl.constexpr,
     PARTS: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    SPARSE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     LAUNCHED_AHEAD: tl.constexpr,
@@ -131,12 +135,12 @@ def merge_partials_kernel(
     dims = tl.arange(0, BLOCK_DV)
     only = row_head + tl.arange(0, 1)
     m_i, l_i, acc = parts_of_rows(
-        acc_ptr, state_ptr, only, only >= 0, 0, num_parts, rows_heads, dims, HEAD_DIM_V, PARTS
+        acc_ptr, state_ptr, only, only >= 0, 0, num_parts, rows_heads, dims, HEAD_DIM_V, PARTS, SPARSE
     )
     if not AT_ONCE:
         for first in range(PARTS, num_parts, PARTS):
             m, l, some = parts_of_rows(
-                acc_ptr, state_ptr, only, only >= 0, first, num_parts, rows_heads, dims, HEAD_DIM_V, PARTS
+                acc_ptr, state_ptr, only, only >= 0, first, num_parts, rows_heads, dims, HEAD_DIM_V, PARTS, SPARSE
             )
             m_i, l_i, scale, scale_some = join(m_i, l_i, m, l)
             acc = acc * scale[:, None] + some * scale_some[:, None]
@@ -309,16 +313,14 @@ def specify_merge(
     lse: torch.Tensor | None,
     sinks: torch.Tensor | None,
     launched_ahead: bool = False,
+    sparse: bool = False,
 ) -> Launch:
     """The launch that merges `num_parts` parts of every row.
 
-    All of them are loaded at once where registers allow, except where bits must not depend on how many there are.
+    All of them are loaded at once where registers allow; where many may be empty (`sparse`) only those that are not.
     """
     parts = max(1, LOADED_AT_ONCE // padded(problem.head_dim_v))
-    if problem.batch_invariant:
-        parts = min(PARTS_AT_ONCE, parts)
-    else:
-        parts = min(parts, 1 << (num_parts - 1).bit_length())
+    parts = min(parts, 1 << (num_parts - 1).bit_length())
     return Launch(
         kernel=merge_partials_kernel,
         grid=problem.rows * problem.num_heads_q,
@@ -329,12 +331,13 @@ def specify_merge(
             "BLOCK_DV": padded(problem.head_dim_v),
             "PARTS": parts,
             "AT_ONCE": num_parts <= parts,
+            "SPARSE": sparse,
             "HAS_SINKS": problem.has_sinks,
             "WRITE_LSE": problem.return_lse,
             "LAUNCHED_AHEAD": launched_ahead,
         },
         options={
-            "num_warps": 4 if parts > PARTS_AT_ONCE else 2,
+            "num_warps": 4 if parts > 8 else 2,
             "num_stages": 1,
             "enable_fp_fusion": problem.dtype != "float32",
             **({"launch_pdl": True} if launched_ahead else {}),

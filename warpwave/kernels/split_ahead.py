@@ -1,5 +1,5 @@
 """A launch before an attention kernel that splits float32 operands into the bfloat16 parts of its products, once for
-all: K and V for `flash_fwd`, Q as well for `hopper/flash_fwd`.
+all: K and V for `flash_fwd`, Q as well for `hopper/flash_fwd`. float16 parts, which need a scale, are scale_ahead.py's.
 
 A tile then goes from memory to the matrix unit as it is, and not through the registers of every block that needs it.
 
@@ -155,7 +155,7 @@ def split_all_kernel(
 OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
 
 
-def _strides(problem: AttentionProblem, tensors: tuple[torch.Tensor, ...]) -> tuple[list[int], int]:
+def operand_strides(problem: AttentionProblem, tensors: tuple[torch.Tensor, ...]) -> tuple[list[int], int]:
     """Strides of the operands, all but those along head_dim in units; and the unit: what divides them, up to 4."""
     unit = math.gcd(4, *(stride for tensor in tensors for stride in tensor.stride()[:-1]))
     strides: list[int] = []
@@ -175,7 +175,7 @@ def specify(
     rows = (*outer, heads, tokens)
     widths = padded(problem.head_dim), padded(problem.head_dim_v)
     k, v = (torch.empty((PARTS[arithmetic], *rows, width), dtype=torch.bfloat16, device=device) for width in widths)
-    strides, unit = _strides(problem, (operands.k, operands.v))
+    strides, unit = operand_strides(problem, (operands.k, operands.v))
     split = launch.Launch(
         kernel=split_kernel,
         grid=2 * -(-math.prod(rows) // SPLIT_ROWS),
@@ -191,10 +191,10 @@ def specify(
     return split, k, v
 
 
-def part_shapes(problem: AttentionProblem, arithmetic: str, width: int, width_v: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes of q, k and v in parts as `specify_all` leaves them, bfloat16: (batch, num_heads * parts, seqlen, width),
-    the parts of a head side by side; packed (1, num_heads * parts, total, width)."""
-    p, parts = problem, PARTS[arithmetic]
+def part_shapes(problem: AttentionProblem, parts: int, width: int, width_v: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of q, k and v in so many parts each: (batch, num_heads * parts, seqlen, width), the parts of a head side
+    by side; packed (1, num_heads * parts, total, width)."""
+    p = problem
     batch, rows, keys = (1, p.total_q, p.total_k) if p.packed else (p.batch, p.seqlen_q, p.seqlen_k)
     q = (batch, p.num_heads_q * parts, rows, width)
     return q, (batch, p.num_heads_kv * parts, keys, width), (batch, p.num_heads_kv * parts, keys, width_v)
@@ -206,13 +206,13 @@ def specify_all(
     """The launch that splits q, k and v as an arithmetic takes them, and where it leaves them (`part_shapes`): in rows
     of `width` and `width_v` elements, multiples of 16, zero behind head_dim and head_dim_v."""
     device = operands.q.device
-    shapes = part_shapes(problem, arithmetic, width, width_v)
+    shapes = part_shapes(problem, PARTS[arithmetic], width, width_v)
     parts = tuple(torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes)
     (batch, heads_q, seqlen_q, _), (_, heads_kv, seqlen_k, _) = shapes[:2]
     heads_q, heads_kv = heads_q // PARTS[arithmetic], heads_kv // PARTS[arithmetic]
     rows_q, rows_k = batch * heads_q * seqlen_q, batch * heads_kv * seqlen_k
     tiles_q, tiles_k = -(-rows_q // SPLIT_ROWS), -(-rows_k // SPLIT_ROWS)
-    strides, unit = _strides(problem, operands[:3])
+    strides, unit = operand_strides(problem, operands[:3])
     split = launch.Launch(
         kernel=split_all_kernel,
         grid=tiles_q + 2 * tiles_k,

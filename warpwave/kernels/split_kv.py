@@ -27,7 +27,7 @@ import torch
 
 from warpwave import launch, precision
 from warpwave.hardware.gpu import Gpu, current_gpu
-from warpwave.kernels import partials
+from warpwave.kernels import partials, tensor_maps
 from warpwave.kernels.arguments import (
     allocator,
     band_constants,
@@ -40,16 +40,18 @@ from warpwave.kernels.arguments import (
     token_strides,
     window,
 )
-from warpwave.kernels.cost import Cost
+from warpwave.kernels.cost import Cost, walk
 from warpwave.kernels.split_kv_configs import (
+    UNKNOWN_SMS,
     Config,
+    blocks_with_rows,
     bytes_per_score,
     choose_splits,
     configs,
     fitting,
     may_be_launched_ahead,
     merge_rows,
-    num_splits,
+    num_parts,
     smallest_smem_bytes,
     smem_bytes,
     steps_over_keys,
@@ -75,10 +77,10 @@ def bind(problem: AttentionProblem, operands: Any, config: Config) -> Run:
     """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, lse None unless asked for."""
     allocate, straight = allocator(problem, operands.q), straightener(operands)
     gpu, device = current_gpu(operands.q.device), operands.q.device
-    num_parts = num_splits(problem, config)
     workspace = _workspace(problem, config, device)
     specs = specify(problem, gpu, straight(operands), *allocate(), config, workspace())
-    attend, *merge = (launch.bind(spec) for spec in specs)
+    attend = tensor_maps.bind(specs[0], tensor_maps.plans(problem, gpu, straight(operands), config))
+    merge = [launch.bind(spec) for spec in specs[1:]]
 
     def run(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         operands = straight(operands)
@@ -89,7 +91,7 @@ def bind(problem: AttentionProblem, operands: Any, config: Config) -> Run:
             merge[0](acc, state, out, lse, operands.sinks)
         return out, lse
 
-    assert len(merge) == (num_parts > 1 and config.merge == "kernel")
+    assert len(merge) == (num_parts(config) > 1 and config.merge == "kernel")
     return run
 
 
@@ -109,7 +111,7 @@ def bind_with_prefix(
         causal=None, window_size=(-1, -1), has_sinks=False, return_lse=False,
     )  # fmt: skip
     before = configs(prefix, gpu)[0]
-    parts_before, parts_behind = num_splits(prefix, before), num_splits(problem, behind)
+    parts_before, parts_behind = num_parts(before), num_parts(behind)
 
     def first_of(operands: Any) -> CachedOperands:
         q = operands.q if problem.packed else operands.q.flatten(0, 1)
@@ -126,13 +128,17 @@ def bind_with_prefix(
     out, lse = allocate()
     acc, state, space_before, space_behind = workspaces()
     operands = straight(operands)
+    first = first_of(operands)
     launchers = [
-        launch.bind(spec)
-        for spec in (
-            specify(prefix, gpu, first_of(operands), out, None, before, space_before)[0],
+        tensor_maps.bind(
+            specify(prefix, gpu, first, out, None, before, space_before)[0],
+            tensor_maps.plans(prefix, gpu, first, before),
+        ),
+        tensor_maps.bind(
             specify(problem, gpu, operands, out, lse, behind, space_behind, shared_prefix)[0],
-            partials.specify_merge(problem, parts_before + parts_behind, acc, state, out, lse, operands.sinks),
-        )
+            tensor_maps.plans(problem, gpu, operands, behind),
+        ),
+        launch.bind(partials.specify_merge(problem, parts_before + parts_behind, acc, state, out, lse, operands.sinks)),
     ]
 
     def run(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -151,7 +157,7 @@ def _workspace(
     problem: AttentionProblem, config: Config, device: torch.device | str
 ) -> Callable[[], partials.Workspace]:
     counters = tiles(problem, config) * problem.num_heads_kv * problem.batch if config.merge == "last_block" else 0
-    return partials.workspaces(problem, num_splits(problem, config), counters, device)
+    return partials.workspaces(problem, num_parts(config), counters, device)
 
 
 def _tensors(
@@ -179,15 +185,16 @@ def specify(
     """
     workspace = workspace or _workspace(problem, config, out.device)()
     acc, state, arrived = workspace
-    num_parts = num_splits(problem, config)
-    merge_here = num_parts > 1 and config.merge == "last_block"
+    merge_here = config.num_splits > 1 and config.merge == "last_block"
     ahead = _launched_ahead(gpu, config)
+    plans = tensor_maps.plans(problem, gpu, operands, config)
+    maps = [plan.descriptor(tensor) for plan, tensor in zip(plans, operands[1:3], strict=False)] or [None, None]
     attend = launch.Launch(
         kernel=split_kv_kernel,
-        grid=tiles(problem, config) * problem.num_heads_kv * num_parts * problem.batch,
-        tensors=_tensors(operands, out, lse, acc, state, arrived),
+        grid=tiles(problem, config) * problem.num_heads_kv * config.num_splits * problem.batch,
+        tensors=(*_tensors(operands, out, lse, acc, state, arrived), *maps),
         scalars=_scalars(problem, operands, config, first_key),
-        constants=_constants(problem, gpu, operands, config, acc is not None, merge_here),
+        constants=_constants(problem, gpu, operands, config, acc is not None, merge_here, bool(plans)),
         # As flash_fwd: without fused multiply-adds in float32, the largest probability is exactly 1.
         options={
             "num_warps": config.num_warps,
@@ -198,7 +205,8 @@ def specify(
     )
     if acc is None or state is None or merge_here:
         return (attend,)
-    return (attend, partials.specify_merge(problem, num_parts, acc, state, out, lse, operands.sinks, ahead))
+    parts, sparse = num_parts(config), config.pieces > 0
+    return (attend, partials.specify_merge(problem, parts, acc, state, out, lse, operands.sinks, ahead, sparse))
 
 
 def _scalars(problem: AttentionProblem, operands: Any, config: Config, first_key: int) -> list[int | float]:
@@ -221,8 +229,7 @@ def _scalars(problem: AttentionProblem, operands: Any, config: Config, first_key
         problem.total_k,
         problem.num_heads_kv,
         *window(problem),
-        num_splits(problem, config),
-        config.split_keys,
+        config.num_splits,
         first_key,
         operands.k.shape[0] if paged else 0,
         operands.page_table.shape[0] if paged else 0,
@@ -238,7 +245,13 @@ def stride_unit(operands: Any) -> int:
 
 
 def _constants(
-    problem: AttentionProblem, gpu: Gpu, operands: Any, config: Config, in_parts: bool, merge_here: bool
+    problem: AttentionProblem,
+    gpu: Gpu,
+    operands: Any,
+    config: Config,
+    in_parts: bool,
+    merge_here: bool,
+    by_map: bool,
 ) -> dict[str, int | bool | str]:
     """The compile-time arguments of the kernel, by name."""
     block_dv = padded(problem.head_dim_v)
@@ -256,16 +269,19 @@ def _constants(
         **feature_constants(problem),
         "IS_VARLEN": problem.packed,
         "PAGE_SIZE": problem.page_size,
+        "ALIKE": operands.k.stride() == operands.v.stride(),
         "HAS_ROWS": getattr(operands, "rows", None) is not None,
         "IN_PARTS": in_parts,
+        "PIECES": config.pieces,
         "MERGE_HERE": merge_here,
         "MERGE_ROWS": merge_rows(problem, config),
         "MERGE_PARTS": merged,
-        "MERGE_AT_ONCE": num_splits(problem, config) <= merged,
+        "MERGE_AT_ONCE": config.num_splits <= merged,
         "WRITE_LSE": problem.return_lse,
         "PRECISION": dot_precision(problem, gpu),
         "IS_NVIDIA": gpu.vendor == "nvidia",
         "LAUNCHED_AHEAD": _launched_ahead(gpu, config),
+        "BY_MAP": by_map,
     }
 
 
@@ -310,6 +326,7 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 FEW_QUERIES = 16  # of a sequence: a tile of queries would be mostly empty
 FEWEST_KEYS = 64  # one tile of keys: nothing to split, and nothing that must be read at speed
 KEYS = (256, 1024)  # of a prompt, the fewest and the most that were found worth it
+TINY = (64, 128)  # keys of a prompt, the fewest and the most, whose tiles of rows all run at once
 FEWEST_SPLITS = 4  # with which prefill gains: where there are fewer, tiles of queries nearly fill the GPU by themselves
 
 
@@ -317,27 +334,46 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Why kernels that give each tile of queries one block are faster; empty where `auto` should split keys instead.
 
     Measured in CUDA graphs on an H200 (2026-11-21): decode 2.0 to 7.6 times as fast as by hopper/flash_fwd; one head of
-    512 queries and keys in 8 shares 1.41 times as fast as by flash_fwd, of 256 in 4 shares 1.07; of 128, and 32 heads
-    of 128, whose keys are not worth splitting, 0.89 and 0.92. Longer prompts were not compared, nor those in float32.
+    512 queries and keys in 8 shares 1.41 times as fast as by flash_fwd, of 256 in 4 shares 1.07. Of 128 and 64, and 32
+    heads of 128, head_dim 64, whose keys are not worth splitting, 1.10, 1.15 and 1.10, for its launches begin ahead of
+    the end of those before them; else 0.89 to 0.95. Longer prompts were not compared, nor those in float32.
     """
     if problem.page_size:  # nobody else reads pages on a GPU
         return []
     if problem.seqlen_q <= FEW_QUERIES and problem.seqlen_k > FEWEST_KEYS:
         return []
+    configured = configs(problem, gpu)
+    if configured and _tiny(problem, gpu, configured[0]):
+        return []
     asked = f"{problem.seqlen_q} queries and {problem.seqlen_k} keys a sequence"
     if problem.dtype == "float32" or not KEYS[0] <= problem.seqlen_k <= KEYS[1]:
         return [f"{asked}; ahead at {FEW_QUERIES} queries or fewer, and in 16 bits at {KEYS[0]} to {KEYS[1]} keys"]
-    configured = configs(problem, gpu)
-    shares = num_splits(problem, configured[0]) if configured else 1
+    shares = configured[0].num_splits if configured else 1
     if shares >= FEWEST_SPLITS:
         return []
     return [f"{asked} would be read in {shares} shares; from {FEWEST_SPLITS} on they pay for their merge"]
 
 
+def _tiny(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
+    """Whether a prompt is so short that what counts is how soon its one wave of blocks begins, as far as measured."""
+    return (
+        FEW_QUERIES < problem.seqlen_q <= problem.seqlen_k
+        and TINY[0] <= problem.seqlen_k <= TINY[1]
+        and problem.dtype != "float32"
+        and max(padded(problem.head_dim), padded(problem.head_dim_v)) <= 64
+        and problem.mask_shape is None
+        and problem.bias_shape is None
+        and gpu.capability == 90
+        and _launched_ahead(gpu, config)
+        and blocks_with_rows(problem, config) <= (gpu.num_sms or UNKNOWN_SMS)
+    )
+
+
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """Whole tiles, padding included; K and V once for each tile of rows; parts written and read where keys split."""
-    size, parts = DTYPE_BYTES[problem.dtype], num_splits(problem, config)
+    size, parts = DTYPE_BYTES[problem.dtype], num_parts(config)
     steps, longest = steps_over_keys(problem, config)
+    of_tiles = walk(problem, config.block_m, config.block_n, problem.num_heads_q // problem.num_heads_kv)
     scores = steps * config.block_m * config.block_n
     rows = problem.rows * problem.num_heads_q
     outputs = rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0))
@@ -346,7 +382,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     keys_read = steps * config.block_n * (problem.head_dim + problem.head_dim_v) * size
     table = 8 * steps * (config.block_n // min(problem.page_size, config.block_n)) if problem.page_size else 0
     attend = Cost(
-        blocks=tiles(problem, config) * problem.num_heads_kv * parts * problem.batch,
+        blocks=tiles(problem, config) * problem.num_heads_kv * config.num_splits * problem.batch,
         flops=2 * scores * (padded(problem.head_dim) + padded(problem.head_dim_v)),
         exponentials=scores,
         read_bytes=rows * problem.head_dim * size + keys_read + table + scores * bytes_per_score(problem),
@@ -354,10 +390,15 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         smem_bytes=smem_bytes(problem, gpu, config),
         workspace_bytes=scratch,
         steps=steps,
-        longest=-(-longest // parts),
+        longest=-(-longest // config.num_splits),
         threads=config.num_warps * gpu.warp_size,
         registers=_registers(problem, gpu, config),
         scratch_bytes=scratch if by_kernel else 2 * scratch,
+        unsorted=True,
+        cut=of_tiles.cut,
+        loop="few rows" if config.block_m <= 32 else "",
+        items=of_tiles.items * config.num_splits,
+        smem_margin=(size * config.block_n + 8 * config.num_warps) * config.block_m + 1024 if size == 2 else 0,
     )
     if parts == 1:
         return attend
@@ -384,13 +425,13 @@ def _registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 
 def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
     """Why the config splits the keys as it does, for `explain`."""
-    parts = num_splits(problem, config)
-    if config.split_keys:
-        return [
-            f"keys in shares of {config.split_keys} at fixed places, {parts} at the most: a sequence's bits do not "
-            "depend on the batch"
-        ]
+    pieces = ""
+    if config.pieces:
+        pieces = (
+            f" of whole pieces, {config.pieces} at the most, which follow from the keys alone, so that a sequence's "
+            "bits do not depend on the batch"
+        )
     chosen = choose_splits(problem, gpu, config)
-    if chosen.num_splits == parts:
-        return [f"keys in {parts} shares: {chosen.reason}"]
-    return [f"keys in {parts} shares, as asked; {chosen.num_splits} by default: {chosen.reason}"]
+    if chosen.num_splits == config.num_splits:
+        return [f"keys in {config.num_splits} shares{pieces}: {chosen.reason}"]
+    return [f"keys in {config.num_splits} shares{pieces}, as asked; {chosen.num_splits} by default: {chosen.reason}"]

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from warpwave.hardware.gpu import Gpu
-from warpwave.kernels.arguments import dot_precision, padded, window
+from warpwave.kernels.arguments import dot_precision, padded
+from warpwave.kernels.triton_or_stub import INTERPRETED
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 MERGES = ("kernel", "last_block")
@@ -21,10 +22,13 @@ class Config:
         block_n: keys a step walks, a power of two, at least 16.
         num_warps: warps of a program, a power of two.
         num_stages: K/V tiles in flight.
-        num_splits: shares that the keys of a tile of rows are split into; with `split_keys` set, what follows from it
-            counts instead.
-        split_keys: keys of a share, at absolute multiples of it, whatever the batch; 0 for equal shares.
+        num_splits: shares that the keys of a tile of rows are split into, a block for each.
+        pieces: partial results of a tile of rows, 0 for one a share. Else its keys are cut into at most so many pieces
+            of equal length, shares are whole pieces, and each piece leaves its own result: sums, and bits, then do not
+            depend on how many shares there are.
         merge: `"kernel"`: a second launch merges; `"last_block"`: the last block of a tile to arrive does.
+        by_map: K and V come by tensor maps (TMA, sm_90 or newer, 16 bits) where a tile lies in one page; tiles at the
+            edges of what is seen, and tensors that no map can describe, by pointers.
         launched_ahead: begin while the launch before in the stream still ends, and wait in the kernel (sm_90 or newer).
     """
 
@@ -33,9 +37,10 @@ class Config:
     num_warps: int
     num_stages: int
     num_splits: int = 1
-    split_keys: int = 0
+    pieces: int = 0
     merge: str = "kernel"
     launched_ahead: bool = False
+    by_map: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("block_m", 16), ("block_n", 16), ("num_warps", 1)):
@@ -45,10 +50,12 @@ class Config:
         for name in ("num_stages", "num_splits"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.split_keys < 0 or self.split_keys % self.block_n:
-            raise ValueError(f"split_keys is {self.split_keys}; it must be 0 or a multiple of block_n = {self.block_n}")
+        if self.pieces < 0 or (self.pieces and self.pieces < max(2, self.num_splits)):
+            raise ValueError(f"pieces is {self.pieces}; it must be 0, or at least 2 and num_splits = {self.num_splits}")
         if self.merge not in MERGES:
             raise ValueError(f"merge is {self.merge!r}; it must be one of {', '.join(map(repr, MERGES))}")
+        if self.pieces and self.merge != "kernel":
+            raise ValueError(f"merge is {self.merge!r} with pieces = {self.pieces}; 'kernel' alone merges pieces")
 
 
 # Sizes ----------------------------------------------------------------------------------------------------------------
@@ -64,6 +71,8 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     # Page ids and what is loaded by them are in flight as well; barriers and reductions over warps take the rest.
     more = 1024 + (16 * config.block_n * config.num_stages if problem.page_size else 0)
     more += 8 * config.block_m * config.num_warps
+    if config.pieces:  # whose accumulators are stored inside the loop, and are laid out for that in shared memory
+        more += 4 * config.block_m * block_dv
     if problem.mask_shape is not None or problem.bias_shape is not None:
         kv += config.block_m * config.block_n * bytes_per_score(problem)
         p += size * config.block_n * block_dv  # V goes through registers to lose what nobody sees, and back
@@ -89,18 +98,9 @@ def tiles(problem: AttentionProblem, config: Config) -> int:
     return -(-problem.seqlen_q * (problem.num_heads_q // problem.num_heads_kv) // config.block_m)
 
 
-def num_splits(problem: AttentionProblem, config: Config) -> int:
-    """Shares of the keys of a tile of rows, as launched: the config's own, or what `split_keys` makes of the longest
-    range of keys that a tile of rows sees."""
-    if not config.split_keys:
-        return config.num_splits
-    seen = problem.seqlen_k
-    left, right = window(problem)
-    if problem.window_size[0] >= 0 and not (problem.causal is not None and problem.causal.alignment == "top_left"):
-        # A tile of rows sees that many; its range may begin and end inside a share.
-        queries = -(-config.block_m // (problem.num_heads_q // problem.num_heads_kv)) + 1
-        seen = min(seen, left + min(right, seen) + queries + config.split_keys)
-    return max(1, -(-seen // config.split_keys))
+def num_parts(config: Config) -> int:
+    """Partial results of a tile of rows, which are merged where there is more than one."""
+    return config.pieces or config.num_splits
 
 
 def steps_over_keys(problem: AttentionProblem, config: Config) -> tuple[int, int]:
@@ -142,9 +142,30 @@ SCATTERED_START_STEPS = 3  # in addition, where page ids of many pages must be t
 UNEVEN = 0.45  # how much of what a small last wave leaves unused is felt after one full wave
 DRIFT = 0.1  # of a block's steps: blocks that began together do not end together
 MERGE_STEPS = 2.4
-PARTS_PER_STEP = 7.5
+PARTS_PER_STEP = 30
 MAX_SPLITS = 128
-INVARIANT_SPLIT_KEYS = {True: 512, False: 1024}  # for one tile of rows, as at decode, and otherwise
+# Partial results of a tile whose bits may not depend on the batch: of one tile of rows, as at decode, and otherwise,
+# where they are as many more bytes as there are rows.
+INVARIANT_PIECES = {True: 32, False: 4}
+
+
+# By tensor maps, whose copies take no registers, and which one block of large tiles keeps in flight for its SM.
+MAPPED_BYTES = 128 * 1024  # in flight an SM, for memory to be busy
+MAPPED_STEP_BYTES = 64 * 1024  # of an SM, what takes as long as a step of pointers' saturating blocks
+MAPPED_START_STEPS = 1.2
+MAPPED_HIDDEN_START_STEPS = 0.1
+
+
+class Pace(NamedTuple):
+    """How blocks walk keys, in steps: a block's of `block_n` keys while as many as `saturating` run."""
+
+    places: int
+    saturating: int
+    start: float
+    hidden_start: float
+    drift: float
+    merge: float
+    parts_per_step: float
 
 
 class Splits(NamedTuple):
@@ -180,6 +201,31 @@ def blocks_per_sm(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     return max(1, min(by_registers * 4 // config.num_warps, gpu.smem_per_block_bytes // needed))
 
 
+def tiles_in_flight(problem: AttentionProblem, config: Config) -> int:
+    """Tiles of K and V that a block by tensor maps has asked for: what is read by way of a page id waits for it, so
+    that two stages come to one tile."""
+    return max(1, (config.num_stages - 1) // 2 if problem.page_size else config.num_stages - 1)
+
+
+def pace(problem: AttentionProblem, gpu: Gpu, config: Config) -> Pace:
+    """By what was fitted to times of pointers, and of tensor maps. Tiles of 64 rows are a matter of arithmetic, however
+    their keys come."""
+    sms, blocks = gpu.num_sms or UNKNOWN_SMS, blocks_per_sm(problem, gpu, config)
+    if not (config.by_map and may_map(problem, gpu, config)) or config.block_m >= 64:
+        more = SCATTERED_START_STEPS if scattered(problem, config) and config.block_m < 64 else 0
+        return Pace(
+            sms * blocks, sms * min(blocks, SATURATING_BLOCKS), START_STEPS + more, HIDDEN_START_STEPS + more, DRIFT,
+            MERGE_STEPS, PARTS_PER_STEP,
+        )  # fmt: skip
+    tile = config.block_n * (padded(problem.head_dim) + padded(problem.head_dim_v)) * DTYPE_BYTES[problem.dtype]
+    saturating = min(blocks, max(1, round(MAPPED_BYTES / (tile * tiles_in_flight(problem, config)))))
+    step = saturating * tile / MAPPED_STEP_BYTES
+    return Pace(
+        sms * blocks, sms * saturating, MAPPED_START_STEPS / step, MAPPED_HIDDEN_START_STEPS / step, 0.0,
+        MERGE_STEPS / step, PARTS_PER_STEP,
+    )  # fmt: skip
+
+
 def choose_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Splits:
     """The number of shares with which keys are walked soonest, in closed form.
 
@@ -193,22 +239,20 @@ def choose_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Splits
     `longest` are the steps of the tile that sees most keys, `first` the blocks of the first wave, as many on every SM.
     """
     blocks, sms = blocks_with_rows(problem, config), gpu.num_sms or UNKNOWN_SMS
-    places = sms * blocks_per_sm(problem, gpu, config)
-    saturating = min(places, SATURATING_BLOCKS * sms)
+    places, saturating, start, hidden_start, drift, merge, parts_per_step = pace(problem, gpu, config)
     longest = max(1, steps_over_keys(problem, config)[1])
-    more = SCATTERED_START_STEPS if scattered(problem, config) else 0
 
     def steps(s: int) -> float:
         walk = -(-longest // s)
         waves, rest = divmod(blocks * s, places)
         first = min(-(-blocks * s // sms) * sms, places)  # an SM that has one more is the last to end
-        total = max(1.0, first / saturating) * (walk + START_STEPS + more)
-        total += max(0, blocks * s - places) / saturating * (walk + HIDDEN_START_STEPS + more)
+        total = max(1.0, first / saturating) * (walk + start)
+        total += max(0, blocks * s - places) / saturating * (walk + hidden_start)
         if waves and rest:
-            total += (UNEVEN / waves * max(0, saturating - rest) / saturating + DRIFT) * walk
-        return total + (MERGE_STEPS + s / PARTS_PER_STEP if s > 1 else 0)
+            total += (UNEVEN / waves * max(0, saturating - rest) / saturating + drift) * walk
+        return total + (merge + (config.pieces or s) / parts_per_step if s > 1 or config.pieces else 0)
 
-    best = min(range(1, min(MAX_SPLITS, longest) + 1), key=steps)
+    best = min(range(1, min(config.pieces or MAX_SPLITS, longest) + 1), key=steps)
     reason = (
         f"{blocks} tiles of rows for {places} places on {sms} SMs, {longest} steps of {config.block_n} keys each: "
         f"about {steps(best):.0f} steps from begin to end, starts and merge counted"
@@ -220,8 +264,7 @@ def with_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
     """The tiling with the keys split for this problem."""
     if problem.batch_invariant:
         # Of a packed call's longest sequence nothing may follow for the others.
-        decodes = not problem.packed and tiles(problem, config) == 1
-        return replace(config, num_splits=1, split_keys=INVARIANT_SPLIT_KEYS[decodes])
+        config = replace(config, pieces=INVARIANT_PIECES[not problem.packed and tiles(problem, config) == 1])
     return replace(config, num_splits=choose_splits(problem, gpu, config).num_splits)
 
 
@@ -238,7 +281,7 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
         tiling = _smaller(tiling)
     default = with_splits(problem, gpu, tiling)
     others = []
-    if num_splits(problem, default) > 1:
+    if default.num_splits > 1 and not default.pieces:
         others = [replace(default, merge=merge) for merge in MERGES if merge != default.merge]
     if problem.batch_invariant:  # another tile has other bits
         return [default, *others]
@@ -303,10 +346,63 @@ def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
     if masked:
         config = replace(config, block_m=min(config.block_m, (64, 64, 32)[bucket]))
         config = replace(config, block_n=max(16, config.block_n // 2), num_stages=min(2, config.num_stages))
+    if gpu.vendor == "nvidia" and gpu.capability == 90:  # where they were measured
+        config = _mapped(problem, gpu, config)
     # Worth 4 to 6 % of decode from a cold cache and a seventh of a small prefill; from pages it cost up to a tenth.
     return replace(config, launched_ahead=may_be_launched_ahead(gpu) and not problem.page_size)
+
+
+FEW = 1 / 4  # tiles of rows for each SM
+FEW_KEYS = 60  # for each of two blocks an SM: fewer are a matter of latency
+MOSTLY_EDGES = 2048  # keys that a tile of rows sees through a window
+
+
+def _mapped(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
+    """The tiling by tensor maps, or as it is where they cannot serve, or were not found faster.
+
+    On an H200 one block an SM with two tiles of 128 keys in flight read 64 x 8,192 keys in 477 us, three blocks of 64
+    keys in 487, and 16 x 4,096 in 63.6 and 64.2. Where few tiles are split over all SMs smaller blocks, of two warps,
+    were ahead: 1 x 4,096 keys 6.6 us against 7.8, 4 x 4,096 20.0 against 21.3, 1 x 65,536 65.4 against 66.2.
+    """
+    wide = padded(problem.head_dim) + padded(problem.head_dim_v)
+    if config.block_m == 64:  # dense prompts were not compared; 185 us by pointers and 138 for a chunk beside decode
+        mapped = replace(config, num_stages=5, by_map=True)
+        return mapped if problem.page_size and wide <= 256 and may_map(problem, gpu, mapped) else config
+    block_n = 128 if wide <= 256 else 64
+    if problem.page_size:
+        block_n = min(block_n, problem.page_size)
+    if block_n < 64:
+        return config
+    sms, tiles_of_rows = gpu.num_sms or UNKNOWN_SMS, blocks_with_rows(problem, config)
+    seen = steps_over_keys(problem, config)[1] * config.block_n
+    if problem.window_size[0] >= 0 and seen < MOSTLY_EDGES:  # which maps cannot bring
+        return config
+    few = tiles_of_rows <= FEW * sms and tiles_of_rows * seen >= 2 * sms * FEW_KEYS
+    if few and wide <= 256 and not problem.batch_invariant:  # wider rows do not fit two warps' registers
+        stages, mapped = 3, replace(config, block_n=min(block_n, 64), num_warps=2)
+    else:
+        stages, mapped = (3 if block_n * wide > 64 * 256 else 4), replace(config, block_n=block_n)
+    mapped = replace(mapped, num_stages=2 * stages - 1 if problem.page_size else stages, by_map=True)
+    return mapped if may_map(problem, gpu, mapped) else config
 
 
 def may_be_launched_ahead(gpu: Gpu) -> bool:
     """Whether a launch there may begin before the one in front of it has ended."""
     return gpu.vendor == "nvidia" and gpu.capability >= 90
+
+
+def may_map(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
+    """Whether tensor maps can bring this config's tiles of K and V, as far as shapes tell.
+
+    A mask or a bias hides values that a map would bring: what no row sees may be NaN.
+    """
+    return (
+        (INTERPRETED or (gpu.vendor == "nvidia" and gpu.capability >= 90))
+        and problem.dtype != "float32"
+        and problem.mask_shape is None
+        and problem.bias_shape is None
+        and problem.page_size % config.block_n == 0
+        and problem.head_dim % 8 == 0
+        and problem.head_dim_v % 8 == 0
+        and config.block_n <= 256
+    )

@@ -15,6 +15,7 @@ from warpwave.kernels.partials import (
     parts_of_rows,
 )
 from warpwave.kernels.primitives import (
+    IN_INTERPRETER,
     LOG2_E,
     band_edges,
     band_visible,
@@ -36,7 +37,7 @@ UNSPECIALISED = [
     *("stride_qb", "stride_qm", "stride_qh", "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn"),
     *("stride_vh", "stride_mask_b", "stride_mask_h", "stride_bias_b", "stride_bias_h", "stride_alibi_b"),
     *("stride_alibi_h", "stride_table", "seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads_kv", "window_left"),
-    *("window_right", "num_splits", "split_keys", "first_key", "num_pages", "num_rows", "lse_rows"),
+    *("window_right", "num_splits", "first_key", "num_pages", "num_rows", "lse_rows"),
 ]
 
 
@@ -52,18 +53,51 @@ def _pages_of(page_table_ptr, key_tile, keys, inside, num_pages, PAGE_SIZE: tl.c
 
 
 @jit
-def _share(key_begin, key_end, split, num_splits, split_keys, BLOCK_N: tl.constexpr):
+def _share(key_begin, key_end, split, num_splits, BLOCK_N: tl.constexpr):
     """Begin and end of one share of the keys from key_begin to key_end; begin is a multiple of BLOCK_N, so that a tile
     holds the same keys however many shares there are."""
     first = key_begin // BLOCK_N * BLOCK_N
-    if split_keys > 0:
-        begin = (first // split_keys + split) * split_keys
-        end = begin + split_keys
-    else:
-        keys = tl.cdiv(tl.cdiv(tl.maximum(key_end - first, 0), BLOCK_N), num_splits) * BLOCK_N
-        begin = first + split * keys
-        end = begin + keys
-    return tl.maximum(begin, first), tl.minimum(end, key_end)
+    keys = tl.cdiv(tl.cdiv(tl.maximum(key_end - first, 0), BLOCK_N), num_splits) * BLOCK_N
+    begin = first + split * keys
+    return begin, tl.minimum(begin + keys, key_end)
+
+
+@jit
+def _pieces(key_begin, key_end, split, num_splits, PIECES: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the pieces of the keys from key_begin to key_end begin, the keys of each, how many there are, and begin and
+    end of the share that this block walks, whole pieces: what a piece is follows from the keys alone."""
+    first = key_begin // BLOCK_N * BLOCK_N
+    seen = tl.maximum(key_end - first, 0)
+    seen_tiles = tl.cdiv(seen, BLOCK_N)
+    # All pieces where each has 256 keys, half of them before: more would cost more to merge than to walk.
+    piece_tiles = tl.minimum(tl.cdiv(seen_tiles, tl.cdiv(PIECES, 2)), tl.cdiv(256, BLOCK_N))
+    piece_tiles = tl.maximum(tl.maximum(tl.cdiv(seen_tiles, PIECES), piece_tiles), 1)
+    piece_keys = piece_tiles * BLOCK_N
+    used = tl.cdiv(seen, piece_keys)
+    each = tl.cdiv(used, num_splits)
+    begin = first + tl.minimum(split * each, used) * piece_keys
+    end = first + tl.minimum((split + 1) * each, used) * piece_keys
+    return first, piece_keys, used, begin, tl.minimum(end, key_end)
+
+
+@jit
+def _store_part(
+    acc_ptr, state_ptr, part, acc, m_i, l_i, rows_heads, row_head, in_range, dims_v, HEAD_DIM_V: tl.constexpr
+):  # fmt: skip
+    """What one part of the keys leaves of the rows, for whoever merges."""
+    offsets = (part * rows_heads + row_head)[:, None] * HEAD_DIM_V + dims_v[None, :]
+    tl.store(acc_ptr + offsets, acc, mask=in_range[:, None] & (dims_v < HEAD_DIM_V)[None, :])
+    tl.store(state_ptr + 2 * part * rows_heads + row_head, m_i, mask=in_range)
+    tl.store(state_ptr + (2 * part + 1) * rows_heads + row_head, l_i, mask=in_range)
+
+
+@jit
+def _map_tile(map, outer, kv_head, row, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[ROWS, COLUMNS] of a tensor map (batch or page, head, row, column), zero behind the tensor's end."""
+    tile = map.load([outer, kv_head.to(tl.int32), row, 0]).reshape(ROWS, COLUMNS)
+    if IN_INTERPRETER:
+        tile = tile.to(tl.float32)
+    return tile
 
 
 @jit(do_not_specialize=UNSPECIALISED)
@@ -85,6 +119,8 @@ def split_kv_kernel(
     page_table_ptr,
     seqused_k_ptr,
     rows_ptr,
+    k_map,
+    v_map,
     stride_qb,
     stride_qm,
     stride_qh,
@@ -116,7 +152,6 @@ def split_kv_kernel(
     window_left,
     window_right,
     num_splits,
-    split_keys,
     first_key,
     num_pages,
     num_rows,
@@ -141,8 +176,10 @@ def split_kv_kernel(
     HAS_SINKS: tl.constexpr,
     IS_VARLEN: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    ALIKE: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     IN_PARTS: tl.constexpr,
+    PIECES: tl.constexpr,
     MERGE_HERE: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
     MERGE_PARTS: tl.constexpr,
@@ -151,6 +188,7 @@ def split_kv_kernel(
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
     LAUNCHED_AHEAD: tl.constexpr,
+    BY_MAP: tl.constexpr,
 ):
     """One share of the keys of one tile of rows. The rows of a tile, then kv heads, then shares are neighbours in the
     grid, which has one dimension, for 65,535 is the limit of the others."""
@@ -164,7 +202,10 @@ def split_kv_kernel(
     split = pid // (num_tiles * num_heads_kv) % num_splits
     batch = (pid // (num_tiles * num_heads_kv) // num_splits).to(tl.int64)
     first_row = batch * seqlen_q  # counted over all sequences: rows of out lie one behind another
-    # Strides come in units, as flash_fwd's do: the compiler then sees that rows are 16-byte aligned.
+    # Strides come in units, as flash_fwd's do: the compiler then sees that rows are 16-byte aligned. Those of pages are
+    # multiplied by what is in them as they come, 32 bits by 32.
+    k_units = (tl.cast(stride_kb, tl.int64), tl.cast(stride_kn, tl.int64))
+    v_units = (tl.cast(stride_vb, tl.int64), tl.cast(stride_vn, tl.int64))
     stride_kn = tl.cast(stride_kn, tl.int64) * STRIDE_UNIT
     stride_vn = tl.cast(stride_vn, tl.int64) * STRIDE_UNIT
     stride_kb = tl.cast(stride_kb, tl.int64) * STRIDE_UNIT
@@ -211,7 +252,13 @@ def split_kv_kernel(
         whole_begin = tl.maximum(whole_begin, query_last + low)
     if HAS_HIGH:
         whole_end = tl.minimum(whole_end, query_begin + high + 1)
-    begin, end = _share(key_begin, key_end, split, num_splits, split_keys, BLOCK_N)
+    num_heads_q = num_heads_kv * GROUP_SIZE
+    rows_heads = tl.cast(total_q, tl.int64) * num_heads_q
+    row_head = (first_row + queries) * num_heads_q + heads  # [BLOCK_M], where out holds the row
+    if PIECES > 0:
+        first, piece_keys, used, begin, end = _pieces(key_begin, key_end, split, num_splits, PIECES, BLOCK_N)
+    else:
+        begin, end = _share(key_begin, key_end, split, num_splits, BLOCK_N)
 
     # The state of the online softmax ----------------------------------------------------------------------------------
     dims = tl.arange(0, BLOCK_D)
@@ -228,72 +275,122 @@ def split_kv_kernel(
         slope_offsets = batch * stride_alibi_b + heads * stride_alibi_h
         slope_log2 = tl.load(alibi_slopes_ptr + slope_offsets) * LOG2_E  # [BLOCK_M]
 
-    for key_tile in range(begin, end, BLOCK_N):
-        keys = key_tile + tl.arange(0, BLOCK_N)
-        # Keys that no query of the tile sees are not read: NaN there must have no effect.
-        key_inside = (keys >= key_begin) & (keys < end)
-        if PAGE_SIZE > 0:
-            pages = _pages_of(page_table_ptr, key_tile, keys, key_inside, num_pages, PAGE_SIZE, BLOCK_N)
-            k_offsets = pages * stride_kb + (keys % PAGE_SIZE).to(tl.int64) * stride_kn
-            v_offsets = pages * stride_vb + (keys % PAGE_SIZE).to(tl.int64) * stride_vn
-        else:
-            k_offsets = keys.to(tl.int64) * stride_kn
-            v_offsets = keys.to(tl.int64) * stride_vn
-        k = k_ptr + (k_offsets[:, None] + dims.to(tl.int64)[None, :] * stride_kd)
-        k = load_tile(k, keys, dims, key_begin, end, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_N, BLOCK_D]
-        k = transposed(operand(k, PRECISION, IS_NVIDIA), PRECISION)
-        scores = product(q, k, None, PRECISION)  # [BLOCK_M, BLOCK_N]
+    # One loop, three times where K and V come by tensor maps: a tile that begins with keys that nobody sees, tiles that
+    # maps bring, and a tile behind whose keys lie others'. A map masks nothing: it fills with zeros behind the tensor's
+    # end, where a dense sequence ends too. What tiles at the edges hold is loaded by pointers, key by key.
+    map_begin, map_end = begin, end
+    if BY_MAP:
+        map_begin = tl.maximum(begin, tl.cdiv(key_begin, BLOCK_N) * BLOCK_N)
+        map_end = end // BLOCK_N * BLOCK_N
+        if PAGE_SIZE == 0 and not IS_VARLEN:
+            map_end = tl.where(end == seqlen_k, end, map_end)
+        map_end = tl.maximum(map_begin, map_end)
+    for section in tl.static_range(3 if BY_MAP else 1):
+        first_tile, tiles_end = begin, end
+        if BY_MAP and section == 0:
+            tiles_end = tl.minimum(map_begin, end)
+        elif BY_MAP and section == 1:
+            first_tile, tiles_end = map_begin, map_end
+        elif BY_MAP:
+            first_tile = map_end
+        # A pipeline of edges would wait for tiles that do not come: there is one of a kind.
+        for key_tile in tl.range(first_tile, tiles_end, BLOCK_N, num_stages=1 if BY_MAP and section != 1 else None):
+            keys = key_tile + tl.arange(0, BLOCK_N)
+            # Keys that no query of the tile sees are not read: NaN there must have no effect.
+            key_inside = (keys >= key_begin) & (keys < end)
+            if PAGE_SIZE > 0:
+                pages = _pages_of(page_table_ptr, key_tile, keys, key_inside, num_pages, PAGE_SIZE, BLOCK_N)
+            if BY_MAP and section == 1:
+                if PAGE_SIZE > 0:
+                    map_outer, map_row = pages.to(tl.int32), key_tile % PAGE_SIZE
+                elif IS_VARLEN:
+                    map_outer, map_row = 0, k_begin.to(tl.int32) + key_tile
+                else:
+                    map_outer, map_row = batch.to(tl.int32), key_tile
+                k = _map_tile(k_map, map_outer, kv_head, map_row, BLOCK_N, BLOCK_D)
+            elif PAGE_SIZE > 0:
+                cells = (keys % PAGE_SIZE).to(tl.int64)
+                k_offsets = (pages * k_units[0] + cells * k_units[1]) * STRIDE_UNIT
+                v_offsets = k_offsets
+                if not ALIKE:
+                    v_offsets = (pages * v_units[0] + cells * v_units[1]) * STRIDE_UNIT
+            else:
+                k_offsets = keys.to(tl.int64) * stride_kn
+                v_offsets = k_offsets
+                if not ALIKE:
+                    v_offsets = keys.to(tl.int64) * stride_vn
+            if not (BY_MAP and section == 1):
+                k = k_ptr + (k_offsets[:, None] + dims.to(tl.int64)[None, :] * stride_kd)
+                k = load_tile(k, keys, dims, key_begin, end, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_N, BLOCK_D]
+            if BY_MAP and section != 1:  # asked for at once: no pipeline hides the one behind the other
+                v = v_ptr + (v_offsets[:, None] + dims_v.to(tl.int64)[None, :] * stride_vd)
+                v = load_tile(v, keys, dims_v, key_begin, end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
+            k = transposed(operand(k, PRECISION, IS_NVIDIA), PRECISION)
+            scores = product(q, k, None, PRECISION)  # [BLOCK_M, BLOCK_N]
 
-        # As in flash_fwd: the scale rides in the softmax where nothing is added or hidden.
-        scale_left = scale_log2
-        if HAS_SOFTCAP:
-            scores = softcap * tanh(scores * (softmax_scale / softcap)) * LOG2_E
-            scale_left = 1.0
-        elif HAS_MASK or HAS_BIAS or HAS_ALIBI:
-            scores = scores * scale_log2
-            scale_left = 1.0
-        inside = in_range[:, None] & key_inside[None, :]
-        if HAS_BIAS:
-            bias_rows = batch * stride_bias_b + heads * stride_bias_h + queries.to(tl.int64) * stride_bias_m
-            bias = bias_ptr + (bias_rows[:, None] + keys.to(tl.int64)[None, :] * stride_bias_n)
-            bias = tl.load(bias, mask=inside, other=float("-inf")).to(tl.float32)  # [BLOCK_M, BLOCK_N]
-            # -inf hides the pair, whatever the score: NaN + -inf would be NaN.
-            scores = tl.where(bias == float("-inf"), float("-inf"), scores + bias * LOG2_E)
-        if HAS_ALIBI:
-            distance = tl.abs(queries[:, None] + (seqlen_k - seqlen_q) - keys[None, :])
-            scores -= slope_log2[:, None] * distance.to(tl.float32)
-        if (key_tile < whole_begin) | (key_tile + BLOCK_N > whole_end) | (key_tile + BLOCK_N > end):
-            visible = band_visible(queries, keys, low, high, HAS_LOW, HAS_HIGH) & key_inside[None, :]
-            scores = tl.where(visible, scores * scale_left, float("-inf"))
-            scale_left = 1.0
-        if HAS_MASK:
-            mask_rows = batch * stride_mask_b + heads * stride_mask_h + queries.to(tl.int64) * stride_mask_m
-            shown = mask_ptr + (mask_rows[:, None] + keys.to(tl.int64)[None, :] * stride_mask_n)
-            shown = tl.load(shown, mask=inside, other=0)  # [BLOCK_M, BLOCK_N]
-            scores = tl.where(shown != 0, scores, float("-inf"))
+            # As in flash_fwd: the scale rides in the softmax where nothing is added or hidden.
+            scale_left = scale_log2
+            if HAS_SOFTCAP:
+                scores = softcap * tanh(scores * (softmax_scale / softcap)) * LOG2_E
+                scale_left = 1.0
+            elif HAS_MASK or HAS_BIAS or HAS_ALIBI:
+                scores = scores * scale_log2
+                scale_left = 1.0
+            inside = in_range[:, None] & key_inside[None, :]
+            if HAS_BIAS:
+                bias_rows = batch * stride_bias_b + heads * stride_bias_h + queries.to(tl.int64) * stride_bias_m
+                bias = bias_ptr + (bias_rows[:, None] + keys.to(tl.int64)[None, :] * stride_bias_n)
+                bias = tl.load(bias, mask=inside, other=float("-inf")).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+                # -inf hides the pair, whatever the score: NaN + -inf would be NaN.
+                scores = tl.where(bias == float("-inf"), float("-inf"), scores + bias * LOG2_E)
+            if HAS_ALIBI:
+                distance = tl.abs(queries[:, None] + (seqlen_k - seqlen_q) - keys[None, :])
+                scores -= slope_log2[:, None] * distance.to(tl.float32)
+            if (key_tile < whole_begin) | (key_tile + BLOCK_N > whole_end) | (key_tile + BLOCK_N > end):
+                visible = band_visible(queries, keys, low, high, HAS_LOW, HAS_HIGH) & key_inside[None, :]
+                scores = tl.where(visible, scores * scale_left, float("-inf"))
+                scale_left = 1.0
+            if HAS_MASK:
+                mask_rows = batch * stride_mask_b + heads * stride_mask_h + queries.to(tl.int64) * stride_mask_m
+                shown = mask_ptr + (mask_rows[:, None] + keys.to(tl.int64)[None, :] * stride_mask_n)
+                shown = tl.load(shown, mask=inside, other=0)  # [BLOCK_M, BLOCK_N]
+                scores = tl.where(shown != 0, scores, float("-inf"))
 
-        p, alpha, m_i, l_i = softmax_step(scores, scale_left, m_i, l_i)
-        v = v_ptr + (v_offsets[:, None] + dims_v.to(tl.int64)[None, :] * stride_vd)
-        v = load_tile(v, keys, dims_v, key_begin, end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
-        if HAS_MASK or HAS_BIAS:
-            # A value that no query of the tile sees must have no effect, and 0 * NaN would be one.
-            seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
-            v = tl.where((seen != 0)[:, None], v, 0.0)
-        p = operand(p.to(v.dtype), PRECISION, IS_NVIDIA)
-        acc = product(p, operand(v, PRECISION, IS_NVIDIA), acc * alpha[:, None], PRECISION)  # [BLOCK_M, BLOCK_DV]
+            p, alpha, m_i, l_i = softmax_step(scores, scale_left, m_i, l_i)
+            if BY_MAP and section == 1:
+                v = _map_tile(v_map, map_outer, kv_head, map_row, BLOCK_N, BLOCK_DV)
+            elif not BY_MAP:
+                v = v_ptr + (v_offsets[:, None] + dims_v.to(tl.int64)[None, :] * stride_vd)
+                v = load_tile(v, keys, dims_v, key_begin, end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
+            if HAS_MASK or HAS_BIAS:
+                # A value that no query of the tile sees must have no effect, and 0 * NaN would be one.
+                seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
+                v = tl.where((seen != 0)[:, None], v, 0.0)
+            p = operand(p.to(v.dtype), PRECISION, IS_NVIDIA)
+            acc = product(p, operand(v, PRECISION, IS_NVIDIA), acc * alpha[:, None], PRECISION)  # [BLOCK_M, BLOCK_DV]
+
+            if PIECES > 0:
+                piece_ends = ((key_tile + BLOCK_N - first) % piece_keys == 0) | (key_tile + BLOCK_N >= end)
+                if piece_ends:
+                    part = (key_tile - first) // piece_keys
+                    _store_part(
+                        acc_ptr, state_ptr, part, acc, m_i, l_i, rows_heads, row_head, in_range, dims_v, HEAD_DIM_V
+                    )
+                acc = tl.where(piece_ends, 0.0, acc)
+                m_i = tl.where(piece_ends, float("-inf"), m_i)
+                l_i = tl.where(piece_ends, 0.0, l_i)
 
     # What is left of it -----------------------------------------------------------------------------------------------
-    num_heads_q = num_heads_kv * GROUP_SIZE
-    rows_heads = tl.cast(total_q, tl.int64) * num_heads_q
-    row_head = (first_row + queries) * num_heads_q + heads  # [BLOCK_M], where out holds the row
     columns = dims_v[None, :]
     inside = in_range[:, None] & (dims_v < HEAD_DIM_V)[None, :]
-    if IN_PARTS:
+    if PIECES > 0:
+        # Parts that are no piece: all blocks of the tile have a few. Their accumulators have no weight.
+        for part in range(used + split, PIECES, num_splits):
+            tl.store(state_ptr + 2 * part * rows_heads + row_head, m_i, mask=in_range)
+            tl.store(state_ptr + (2 * part + 1) * rows_heads + row_head, l_i, mask=in_range)
+    elif IN_PARTS:
         # A share without keys too: whoever merges then needs no state before it may ask for accumulators.
-        offsets = (split * rows_heads + row_head)[:, None] * HEAD_DIM_V + columns
-        tl.store(acc_ptr + offsets, acc, mask=inside)
-        tl.store(state_ptr + 2 * split * rows_heads + row_head, m_i, mask=in_range)
-        tl.store(state_ptr + (2 * split + 1) * rows_heads + row_head, l_i, mask=in_range)
+        _store_part(acc_ptr, state_ptr, split, acc, m_i, l_i, rows_heads, row_head, in_range, dims_v, HEAD_DIM_V)
     if MERGE_HERE:
         # The last block of the tile to arrive merges, always in the order of the shares.
         tl.debug_barrier()
@@ -310,13 +407,13 @@ def split_kv_kernel(
             row_head = (first_row + queries) * num_heads_q + heads
             inside = in_range[:, None] & (dims_v < HEAD_DIM_V)[None, :]
         m_i, l_i, acc = parts_of_rows(
-            acc_ptr, state_ptr, row_head, in_range, 0, num_splits, rows_heads, dims_v, HEAD_DIM_V, MERGE_PARTS
+            acc_ptr, state_ptr, row_head, in_range, 0, num_splits, rows_heads, dims_v, HEAD_DIM_V, MERGE_PARTS, False
         )
         if not MERGE_AT_ONCE:
             for first in range(MERGE_PARTS, num_splits, MERGE_PARTS):
                 m, l, some = parts_of_rows(
                     acc_ptr, state_ptr, row_head, in_range, first, num_splits, rows_heads, dims_v, HEAD_DIM_V,
-                    MERGE_PARTS,
+                    MERGE_PARTS, False,
                 )  # fmt: skip
                 m_i, l_i, scale, scale_some = join(m_i, l_i, m, l)
                 acc = acc * scale[:, None] + some * scale_some[:, None]

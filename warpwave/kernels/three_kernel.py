@@ -44,6 +44,7 @@ from warpwave.kernels.arguments import (
     window,
 )
 from warpwave.kernels.cost import Cost, visited_tiles
+from warpwave.kernels.hopper import host
 from warpwave.kernels.three_kernel_configs import (
     MAX_WORKSPACE_BYTES,
     block_k_of,
@@ -58,6 +59,8 @@ from warpwave.kernels.three_kernel_configs import (
 from warpwave.kernels.three_kernel_device import chunk_scores_kernel, chunk_values_kernel
 from warpwave.kernels.three_kernel_gradients import backward as gradients
 from warpwave.kernels.three_kernel_gradients import why_not as gradients_why_not
+from warpwave.kernels.three_kernel_library import runs_of_heads
+from warpwave.kernels.three_kernel_online import chunk_online_kernel
 from warpwave.kernels.three_kernel_plan import (
     Chunk,
     Config,
@@ -129,7 +132,8 @@ def stage_calls(problem: AttentionProblem, operands: Operands, config: Config) -
     make, run_stage = _stages(problem, operands, config)
     out, lse, workspace = make()
     run_stage(STAGES, operands, out, lse, workspace)
-    there = [stage for stage in STAGES if stage != "softmax" or config.scores not in ("fused", "hopper")]
+    within = config.scores == "fused" or config.values == "online"  # another stage has the softmax
+    there = [stage for stage in STAGES if stage != "softmax" or not within]
     return {stage: partial(run_stage, (stage,), operands, out, lse, workspace) for stage in there}
 
 
@@ -158,10 +162,9 @@ def _stages(problem: AttentionProblem, operands: Operands, config: Config) -> tu
             f"kernel {NAME!r} cannot run {problem.describe()} with {config}", {NAME: reasons}, f"config={choice}"
         )
     cut = plan(problem, config)
-    allocate, straight = allocator(problem, operands.q), straightener(operands)
     hopper = config.scores == "hopper"
-    if hopper:
-        straight = three_kernel_hopper.mappable
+    allocate = allocator(problem, operands.q)
+    straight = host.mappable(problem, operands) if hopper else straightener(operands)
 
     def make() -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]:
         return (*allocate(), allocate_workspace(problem, config, cut, device))
@@ -185,14 +188,17 @@ def _stages(problem: AttentionProblem, operands: Operands, config: Config) -> tu
         q, k, v, mask, bias, slopes, sinks, *ends = straight(operands)
         names = ("scores", "p", "row_scale", "sums", "tile_max", "tile_sum")
         raw, p, row_scale, sums, *states = (workspace[name] for name in names)
+        top, lowered = workspace["tile_top"], workspace["lowered"]
         with torch.no_grad(), setting() if setting is not None else contextlib.nullcontext():
             for chunk, score, score_products, softmax, sum_values, value_products in calls:
                 if hopper:
-                    assert score is not None and sum_values is not None
+                    assert score is not None and softmax is not None and sum_values is not None
                     if "scores" in stages:
-                        score(q, k, p, states[0], row_scale, lse, sinks)
+                        score(q, k, p, states[0], top, states[1])
+                    if "softmax" in stages:
+                        softmax(p, states[0], top, states[1], lowered, row_scale, lse, sinks)
                     if "values" in stages:
-                        sum_values(p, v, out, states[0], row_scale)
+                        sum_values(p, v, out, top, lowered, row_scale)
                     continue
                 if "scores" in stages and score is not None:
                     score(q, k, p if raw is None else raw, *states, mask, bias, slopes, *ends)
@@ -202,7 +208,9 @@ def _stages(problem: AttentionProblem, operands: Operands, config: Config) -> tu
                     softmax(raw, p, row_scale, lse, mask, bias, slopes, sinks, *ends)
                 if "values" not in stages:
                     continue
-                if sum_values is not None:
+                if sum_values is not None and config.values == "online":
+                    sum_values(raw, v, out, lse, mask, bias, slopes, sinks, *ends)
+                elif sum_values is not None:
                     sum_values(p, row_scale, *states, v, out, lse, sinks, *ends)
                 elif chunk.nothing_to_see:
                     library.zero(problem, chunk, out)
@@ -219,8 +227,8 @@ def _calls(problem: AttentionProblem, gpu: Gpu, operands: Operands, out: Any, ls
     """Everything compiled, and torch's calls as views that only want a pointer."""
     if config.scores == "hopper":
         for chunk in cut.chunks:
-            first, second = three_kernel_hopper.bind(problem, gpu, operands, out, lse, cut, chunk, workspace)
-            yield ChunkCalls(chunk, first, [], None, second, [])
+            first, between, second = three_kernel_hopper.bind(problem, gpu, operands, out, lse, cut, chunk, workspace)
+            yield ChunkCalls(chunk, first, [], between, second, [])
         return
     q, k, v = operands[:3]
     of_launches = _launches(problem, gpu, operands, out, lse, config, cut, workspace)
@@ -268,8 +276,8 @@ def specify(
     cut = plan(problem, config)
     workspace = allocate_workspace(problem, config, cut, out.device)
     if config.scores == "hopper":
-        both = three_kernel_hopper.launches(problem, gpu, operands, out, lse, cut, cut.chunks[0], workspace)
-        return tuple(spec for spec, *_ in both)
+        of_chunk = three_kernel_hopper.launches(problem, gpu, operands, out, lse, cut, cut.chunks[0], workspace)
+        return tuple(described.launch for described in of_chunk)
     *first, scales = next(_launches(problem, gpu, operands, out, lse, config, cut, workspace))
     return tuple(spec for spec in (*first, *scales[:1]) if spec is not None)
 
@@ -298,7 +306,11 @@ def _launches(
     raw, p = workspace["scores"], workspace["p"]
     strides = (cut.rows * cut.width, cut.width)  # of a head and a row of the workspace
     split = (cut.heads * cut.rows * cut.width,)
-    p_strides = p.stride()[-3:-1]
+    online = config.values == "online"
+    p_strides = () if online else p.stride()[-3:-1]
+    # Where launches are most of the time, each begins while the one before it ends.
+    ahead = gpu.capability >= 90 and (online or config.split_d > 1)
+    begins = {"launch_pdl": True} if ahead else {}
     lengths = (problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k, problem.num_heads_q)
     group, scale = (problem.num_heads_q // problem.num_heads_kv,), (problem.softmax_scale, problem.softcap)
     beside = (*broadcast_strides(mask), *broadcast_strides(bias), *slope_strides(slopes))
@@ -321,10 +333,10 @@ def _launches(
                          *group, *window(problem), *where, tiles_m, tiles_n, *scale],
                 constants={"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": block_k,
                            "HEAD_DIM": problem.head_dim, "SPLIT_D": config.split_d, "FUSED": fused, **hides, **band,
-                           **features, **varlen, **arithmetic},
-                options=options,
+                           **features, **varlen, "LAUNCHED_AHEAD": ahead, **arithmetic},
+                options=options | begins,
             )  # fmt: skip
-        if not fused:
+        if not (fused or online):
             tiles = -(-chunk.rows // config.softmax_rows)
             # torch's second product reads all that any row of the chunk sees; ours, what one of a tile does.
             together = up(chunk.rows, config.softmax_rows) if config.values == "library" else config.block_m
@@ -337,8 +349,23 @@ def _launches(
                          max(together, config.softmax_rows), *scale],
                 constants={"ROWS": config.softmax_rows, "KEYS": config.softmax_keys, "SPLIT_D": config.split_d,
                            "WHOLE": whole_rows(config, cut.width), "NORMALISE": normalises(problem, config),
-                           **hides, **band, **features, **of_sinks, **varlen, "WRITE_LSE": problem.return_lse},
-                options={"num_warps": config.softmax_warps, "num_stages": 1, "enable_fp_fusion": False},
+                           **hides, **band, **features, **of_sinks, **varlen, "WRITE_LSE": problem.return_lse,
+                           "LAUNCHED_AHEAD": ahead},
+                options={"num_warps": config.softmax_warps, "num_stages": 1, "enable_fp_fusion": False, **begins},
+            )  # fmt: skip
+        if online:
+            tiles = -(-chunk.rows // config.softmax_rows)
+            sum_values = launch.Launch(
+                kernel=chunk_online_kernel,
+                grid=chunk.heads * tiles * -(-problem.head_dim_v // block_v),
+                tensors=(raw, v, out, lse, mask, bias, slopes, sinks, *ends),
+                scalars=[*token_strides(problem, v), *token_strides(problem, out)[:-1], *lse_strides(problem), *beside,
+                         *strides, *split, *lengths, *group, *window(problem), *where, tiles, *scale],
+                constants={"ROWS": config.softmax_rows, "KEYS": config.softmax_keys, "BLOCK_V": block_v,
+                           "HEAD_DIM_V": problem.head_dim_v, "SPLIT_D": config.split_d, **hides, **band, **features,
+                           **of_sinks, **varlen, "WRITE_LSE": problem.return_lse, "LAUNCHED_AHEAD": ahead,
+                           **arithmetic},
+                options={"num_warps": config.softmax_warps, "num_stages": 1, "enable_fp_fusion": False, **begins},
             )  # fmt: skip
         if config.values == "triton":
             sum_values = launch.Launch(
@@ -350,8 +377,9 @@ def _launches(
                          *p_strides, *lengths, *group, *window(problem), *where, tiles_m, tiles_n],
                 constants={"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
                            "BLOCK_V": block_v, "HEAD_DIM_V": problem.head_dim_v, "FUSED": fused, **hides, **band,
-                           **of_sinks, **varlen, "WRITE_LSE": problem.return_lse, **arithmetic},
-                options=options,
+                           **of_sinks, **varlen, "WRITE_LSE": problem.return_lse, "LAUNCHED_AHEAD": ahead,
+                           **arithmetic},
+                options=options | begins,
             )  # fmt: skip
         scales = []
         if workspace["sums"] is not None and not chunk.nothing_to_see:
@@ -458,6 +486,8 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     size, cut = DTYPE_BYTES[problem.dtype], plan(problem, config)
     rows = problem.rows * problem.num_heads_q
     block_k, block_v = block_k_of(problem, config), block_v_of(problem, config)
+    if config.values == "hopper":
+        block_v = three_kernel_hopper.TILE[1]  # whatever head_dim_v is
     fused, m, n = config.scores in ("fused", "hopper"), config.block_m, config.block_n
     tiles, columns = visited_tiles(problem, m, n), -(-problem.head_dim_v // block_v)
     ours = tiles * m * n
@@ -465,6 +495,8 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     scored = library if config.scores == "library" else ours
     summed = library if config.values == "library" else ours
     p_bytes, chunks = (4 if problem.dtype == "float32" else size), len(cut.chunks)
+    # A product of torch's takes the heads of one batch item, and of one kv head where they share it.
+    runs = sum(len(list(runs_of_heads(problem, c.first_head, c.first_head + c.heads))) for c in cut.chunks)
     beside = (0 if problem.mask_shape is None else 1) + (
         0 if problem.bias_shape is None else DTYPE_BYTES[problem.bias_dtype or problem.dtype]
     )
@@ -472,8 +504,10 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     written = scored * (p_bytes if fused else 4 * config.split_d)
     # A tile of torch's is taken for 128 x 128.
     operands = (tiles * (m + n) if config.scores != "library" else library * 2 // 128) * problem.head_dim * size
+    all_tiles = sum(chunk.heads * -(-chunk.rows // m) * (cut.width // n) for chunk in cut.chunks)
     score = Cost(
-        blocks=sum(chunk.heads * -(-chunk.rows // m) * (cut.width // n) for chunk in cut.chunks) * config.split_d,
+        # Torch does not say how it tiles.
+        blocks=0 if config.scores == "library" else all_tiles * config.split_d,
         flops=2 * scored * up(problem.head_dim, 16 if config.scores == "library" else block_k * config.split_d),
         exponentials=scored if fused else 0,
         read_bytes=operands + (scored * beside if fused else 0),
@@ -481,8 +515,17 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         smem_bytes=smem_bytes(problem, gpu, config),
         scratch_bytes=written,
         items=0 if config.scores == "library" else tiles * config.split_d,
-        steps=tiles,
+        steps=0 if config.scores == "library" else tiles,
         threads=config.num_warps * gpu.warp_size,
+        launches=runs if config.scores == "library" else chunks,
+    )
+    key_tiles = cut.width // n
+    statistics = Cost(
+        blocks=sum(2 * chunk.heads * -(-chunk.rows // m) for chunk in cut.chunks),
+        flops=0,
+        exponentials=rows * key_tiles,
+        read_bytes=12 * rows * key_tiles,
+        write_bytes=4 * rows * (2 if problem.return_lse else 1),
         launches=chunks,
     )
     sweeps = 1 if whole_rows(config, cut.width) else 2
@@ -497,23 +540,41 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         threads=config.softmax_warps * gpu.warp_size,
         launches=chunks,
     )
-    p_read = summed * p_bytes * (columns if config.values == "triton" else -(-problem.head_dim_v // 128))
+    p_read = summed * p_bytes * (-(-problem.head_dim_v // 128) if config.values == "library" else columns)
     sums = 8 * rows * problem.head_dim_v if config.values == "library" and problem.dtype != "float32" else 0
     scalings = sum(len(pieces(problem, config, c.heads, c.rows)) for c in cut.chunks) if sums else 0
+    row_tiles = sum(chunk.heads * -(-chunk.rows // m) for chunk in cut.chunks)
     sum_values = Cost(
-        blocks=sum(chunk.heads * -(-chunk.rows // m) for chunk in cut.chunks) * columns,
+        blocks=0 if config.values == "library" else row_tiles * columns,
         flops=2 * summed * (problem.head_dim_v if config.values == "library" else columns * block_v),
         exponentials=0,
         read_bytes=p_read + summed // m * problem.head_dim_v * size + sums // 2,
         write_bytes=out_bytes + sums // 2,
         smem_bytes=smem_bytes(problem, gpu, config),
         scratch_bytes=p_read + sums,
-        steps=tiles * columns,
-        longest=cut.width // n,
+        steps=0 if config.values == "library" else tiles * columns,
+        longest=key_tiles,
         threads=config.num_warps * gpu.warp_size,
-        launches=max(chunks, 2 * scalings),
+        launches=(max(runs, scalings) if config.values == "library" else chunks) + scalings,
     )
-    parts = (score, sum_values) if fused else (score, softmax, sum_values)
+    if config.values == "online":
+        tiles_of_rows = sum(chunk.heads * -(-chunk.rows // config.softmax_rows) for chunk in cut.chunks)
+        sum_values = replace(
+            sum_values,
+            blocks=tiles_of_rows * columns,
+            exponentials=summed * columns,
+            read_bytes=summed * (4 * config.split_d + beside) * columns
+            + summed // config.softmax_rows * problem.head_dim_v * size,
+            scratch_bytes=summed * 4 * config.split_d * columns,
+            threads=config.softmax_warps * gpu.warp_size,
+            launches=chunks,
+        )
+    if config.scores == "hopper":
+        parts: tuple[Cost, ...] = (score, statistics, sum_values)
+    elif config.scores == "fused" or config.values == "online":
+        parts = (score, sum_values)
+    else:
+        parts = (score, softmax, sum_values)
     return Cost(
         blocks=sum(part.blocks for part in parts),
         flops=sum(part.flops for part in parts),
@@ -523,6 +584,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         smem_bytes=max(part.smem_bytes for part in parts),
         workspace_bytes=workspace_bytes(problem, config),
         scratch_bytes=sum(part.scratch_bytes for part in parts),
+        loop="" if config.scores == "hopper" else f"{config.scores} {config.values}",
         launches=sum(part.launches for part in parts),
         parts=parts,
     )

@@ -61,6 +61,10 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
         sum_values += size * keys * (config.block_m + block_v)  # both go through registers and back
     if config.values == "library":
         sum_values = 0
+    if config.values == "online":
+        # Both operands come from registers, in parts where float32's are multiplied by parts.
+        parts = max(split, 2) if problem.dtype == "float32" else split
+        sum_values = parts * size * config.softmax_keys * (config.softmax_rows + block_v)
     # tcgen05 products leave by shared memory, and barriers and reductions over warps want some too.
     handed = 4 * config.block_m * block_v if gpu.capability >= 100 or gpu.vendor == "amd" else 0
     return max(score, stored, sum_values, handed) + 4096
@@ -80,9 +84,13 @@ SUMS_BYTES = 32 * 1024**2  # of float32 sums, which are scaled in L2: 622, 733, 
 # each on 132 multiprocessors up to 1,970, 3,940 and 7,880 keys.
 HOPPER_BYTES = 512 * 1024**2
 # Torch's products take 1.08 to 1.62 times as long there (head_dim 8192 to 512), 1.4 in the mean: they win where
-# Hopper's tiles would be part empty, or its last round of blocks.
+# Hopper's tiles would be part empty, or its last round of tiles.
 HOPPER_FILLED = 0.7
 MOST_SHARES = 32  # of head_dim, which the softmax sums up
+ONLINE_ROWS, ONLINE_COLUMNS = 16, 64  # queries and columns of v of a tile of the second launch with the softmax
+WIDE_STEPS_FROM = 2048  # head_dim
+CHEAP = ("tf32", "bf16x3")  # arithmetic of float32 products in three of the tensor core's at the most
+FEW_KEYS = 512  # the most that each of its tiles of columns may take the softmax of
 WHOLE_ROW = 16_384  # keys of the longest row that a block of the softmax keeps in registers, 32 a thread
 # The epilogue that takes the softmax away costs one multiply-add of float32 for each block_n of the second product's,
 # which run 16.7 times as fast on an H100: 33.4 * head_dim_v / block_n FLOP of the matrix unit a score. What it saves is
@@ -161,7 +169,9 @@ def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
     sharing = max(1, min(share, problem.head_dim // (2 * block_k_of(problem, config)), MOST_SHARES))
     if sharing > 1:
         # Few scores of long sums: blocks share head_dim, two steps each at the least.
-        config = replace(config, split_d=sharing)
+        if gpu.capability == 90 and problem.dtype == "float32" and _takes_wide_steps(problem, gpu):
+            config = replace(config, block_k=64, num_stages=2)
+        config = _online(problem, gpu, config) or replace(config, split_d=sharing)
     elif _by_hopper(problem, gpu):
         config = replace(config, scores="hopper", values="hopper", block_m=128, block_n=256)
     else:
@@ -169,15 +179,42 @@ def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
     return with_workspace(problem, gpu, config)
 
 
+def _takes_wide_steps(problem: AttentionProblem, gpu: Gpu) -> bool:
+    """Whether steps of 64 of head_dim, two in flight, are faster than three of 32: 13.6 us where 14.3 in bf16x3 at
+    head_dim 4096, 16.0 where 16.9 in bf16x6, 5.4 where 5.7 in bf16x3 at 512 and not so in bf16x6 (H200)."""
+    arithmetic = dot_precision(problem, gpu)
+    return arithmetic in CHEAP or (arithmetic != "ieee" and problem.head_dim >= WIDE_STEPS_FROM)
+
+
+def _online(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config | None:
+    """Two launches where three would be most of a call's time: 5.4, 5.8 and 7.5 us in bf16x3, bf16x6 and ieee at
+    head_dim 512 where three took 8.0, 9.4 and 13.6 (H200, 4 heads of 64 queries and keys). None where more columns of v
+    fill the GPU once: at 2048 both ways took 9.4 us, and 10.8."""
+    if gpu.capability != 90 or problem.dtype != "float32" or problem.seqlen_k > FEW_KEYS:
+        return None
+    sms, rows = gpu.num_sms or FILLED, problem.batch * problem.num_heads_q * -(-problem.seqlen_q // ONLINE_ROWS)
+    if padded(-(-problem.head_dim_v * rows // sms)) > ONLINE_COLUMNS:
+        return None
+    shares = min(sms // (problem.batch * problem.num_heads_q), problem.head_dim // config.block_k, MOST_SHARES)
+    return replace(
+        config, values="online", split_d=max(1, shares), block_v=ONLINE_COLUMNS, softmax_rows=ONLINE_ROWS,
+        softmax_keys=64, softmax_warps=4 if dot_precision(problem, gpu) in CHEAP else 8,
+    )  # fmt: skip
+
+
 def _by_hopper(problem: AttentionProblem, gpu: Gpu) -> bool:
-    """Whether Hopper's own launches can compute a call, and fill their tiles and the GPU's rounds of blocks with it."""
+    """Whether Hopper's own launches can compute a call, and fill their tiles and the GPU's rounds of tiles with it."""
     if three_kernel_hopper.cannot(problem, gpu) or not (problem.seqlen_q and problem.seqlen_k and problem.batch):
         return False
     sms, (block_m, block_n, _) = gpu.num_sms or FILLED, three_kernel_hopper.TILE
     row_blocks, key_tiles = -(-problem.seqlen_q // block_m), -(-problem.seqlen_k // block_n)
-    blocks = problem.batch * problem.num_heads_q * row_blocks
+    blocks, columns = problem.batch * problem.num_heads_q * row_blocks, -(-problem.head_dim_v // block_n)
+    # A multiprocessor's tiles of scores and of out, and what one of either sums over.
+    work = ((blocks * key_tiles, problem.head_dim), (blocks * columns, key_tiles * block_n))
+    shared = sum(tiles * length / sms for tiles, length in work)
+    taken = sum(-(-tiles // sms) * length for tiles, length in work)
     filled = problem.seqlen_q * problem.seqlen_k / (row_blocks * block_m * key_tiles * block_n)
-    return filled * blocks / (-(-blocks // sms) * sms) >= HOPPER_FILLED
+    return filled * shared / taken >= HOPPER_FILLED
 
 
 def own_products(problem: AttentionProblem, gpu: Gpu) -> Config:
@@ -218,7 +255,7 @@ def smallest_tile(problem: AttentionProblem, gpu: Gpu) -> Config:
     """The widest tile of the usual shapes that fits without spills (tests/compile); three launches, products ours."""
     rdna = gpu.vendor == "amd" and not gpu.arch.startswith("gfx9")
     hopper_or_later = gpu.capability in (90, 100, 103)
-    small = problem.seqlen_q <= 64 and problem.seqlen_k <= 512  # where larger tiles would be one block a head
+    small = problem.seqlen_q <= 64 and problem.seqlen_k <= FEW_KEYS  # where larger tiles would be one block a head
     if gpu.vendor == "interpreter":  # which runs one program after another: the fewer the better
         tile = (128, 128, 64 if problem.dtype == "float32" else 128, 128, 4, 1)
     elif problem.dtype == "float32":

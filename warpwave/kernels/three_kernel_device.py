@@ -10,7 +10,7 @@ in L2.
 
 from __future__ import annotations
 
-from warpwave.kernels.partials import inverse_sum, join, lse_of
+from warpwave.kernels.partials import await_launch_before, inverse_sum, join, lse_of
 from warpwave.kernels.primitives import (
     LOG2_E,
     band_edges,
@@ -104,6 +104,7 @@ def chunk_scores_kernel(
     HAS_ALIBI: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     IS_VARLEN: tl.constexpr,
+    LAUNCHED_AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
 ):
@@ -112,6 +113,8 @@ def chunk_scores_kernel(
     Raw scores, float32; or, FUSED, un-normalised probabilities relative to the maximum of the row within the tile, in
     the dtype of the inputs, with that maximum and their sum beside them.
     """
+    if LAUNCHED_AHEAD:
+        await_launch_before()
     share = tl.program_id(0) % SPLIT_D
     pid = tl.program_id(0) // SPLIT_D
     tile_m, tile_n = _tile_of(pid % (num_tiles_m * num_tiles_n), num_tiles_m, num_tiles_n)
@@ -237,6 +240,7 @@ def chunk_values_kernel(
     HAS_SINKS: tl.constexpr,
     IS_VARLEN: tl.constexpr,
     WRITE_LSE: tl.constexpr,
+    LAUNCHED_AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
 ):
@@ -245,6 +249,8 @@ def chunk_values_kernel(
     FUSED, P of each tile of BLOCK_N keys is relative to that tile's maximum: it is summed by itself, and enters the
     output by a float32 factor. Scaling P instead would round it twice.
     """
+    if LAUNCHED_AHEAD:
+        await_launch_before()
     tiles_v: tl.constexpr = (HEAD_DIM_V + BLOCK_V - 1) // BLOCK_V
     tile_m, tile_v = _tile_of(tl.program_id(0) % (num_tiles_m * tiles_v), num_tiles_m, tiles_v)
     chunk_head = (tl.program_id(0) // (num_tiles_m * tiles_v)).to(tl.int64)

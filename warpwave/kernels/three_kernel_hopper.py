@@ -1,30 +1,34 @@
-"""three_kernel's two launches on Hopper (hopper/products.py): maps, arguments, what they cannot. Host code alone."""
+"""three_kernel's launches on Hopper: two products (hopper/products.py) and the statistics of rows between them. Their
+maps and arguments, and what they cannot. Host code alone."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from warpwave import launch
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels.arguments import lse_strides
-from warpwave.kernels.hopper import launcher
-from warpwave.kernels.hopper.launcher import MapPlan, has_map
+from warpwave.kernels.hopper import host, launcher
+from warpwave.kernels.hopper.launcher import MapPlan
 from warpwave.kernels.hopper.products import hopper_scores_kernel, hopper_values_kernel
-from warpwave.kernels.three_kernel_plan import Chunk, Plan
+from warpwave.kernels.three_kernel_plan import Chunk, Plan, key_tiles_before
+from warpwave.kernels.three_kernel_statistics import MOST_TILES, ROWS, chunk_statistics_kernel
 from warpwave.kernels.triton_or_stub import NO_TRITON
 from warpwave.problem import AttentionProblem, Operands
 
 TILE = (128, 256, 64)  # queries; keys, or columns of v; what a step sums over
-SMEM_BYTES = 3 * 2 * (128 + 256) * 64 + 2 * 128 * 256 + 1024  # the ring, a tile on its way out, and barriers
-NUM_SMS = 132  # of an H100 or H200 SXM, where no device is asked
+PIECE = 64  # columns of a tile that leave together
+SMEM_BYTES = 4 * 2 * (128 + 256) * 64 + 2 * 2 * 128 * PIECE + 1024  # the ring, two pieces on their way out, barriers
+TOGETHER = 16  # blocks of rows that are walked together: with 8 columns beside them they are as many as an H200's SMs
+LEAST_SCALE = 2.0**-126  # stands for 0, by which no score of minus infinity can be multiplied
 FAR = 2**30  # a key behind all others, that adding a row to does not overflow
 
 
-__all__ = ["NO_TRITON", "SMEM_BYTES", "bind", "cannot", "launches", "mappable"]
+__all__ = ["NO_TRITON", "SMEM_BYTES", "bind", "cannot", "launches"]
 
 
 def cannot(problem: AttentionProblem, gpu: Gpu) -> list[str]:
@@ -49,21 +53,10 @@ def cannot(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     return reasons
 
 
-def mappable(operands: Operands) -> Operands:
-    """Operands that tensor maps can describe: what they cannot is copied."""
-    copied = {
-        name: tensor.clone(memory_format=torch.contiguous_format)
-        for name in ("q", "k", "v")
-        if not has_map(tensor := getattr(operands, name))
-    }
-    return operands._replace(**copied) if copied else operands
-
-
 def _of_tokens(source: int, tensor: torch.Tensor, tokens: int, rows: int, columns: int) -> MapPlan:
     """The map of a (batch, seqlen, head, width) tensor, of which `tokens` are read."""
-    batch, _, heads, width = tensor.shape
-    strides = (tensor.stride(0), tensor.stride(2), tensor.stride(1), 1)
-    return MapPlan(source, (batch, heads, max(1, tokens), width), strides, (1, 1, rows, columns))
+    shape, strides = host.seen(tensor, False, tokens)
+    return MapPlan(source, shape, strides, (1, 1, rows, columns))
 
 
 def _of_p(p: torch.Tensor, columns: int) -> MapPlan:
@@ -71,70 +64,99 @@ def _of_p(p: torch.Tensor, columns: int) -> MapPlan:
     return MapPlan(2, (1, heads, rows, width), (heads * rows * width, rows * width, width, 1), (1, 1, 64, columns))
 
 
+class Described(NamedTuple):
+    """A launch; how its tensor maps see the four tensors that `sources` are, none where it has no maps."""
+
+    launch: launch.Launch
+    maps: list[MapPlan | None]
+    sources: tuple[torch.Tensor, ...]
+
+
 def launches(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, out: Any, lse: Any, cut: Plan, chunk: Chunk,
     workspace: dict[str, Any], *, described: bool = True,
-) -> list[tuple[launch.Launch, list[MapPlan | None], tuple[torch.Tensor, ...]]]:  # fmt: skip
-    """Both launches of a chunk, with their maps and the four tensors that those are of. A test that runs them without
-    Triton's compiler wants no descriptors."""
+) -> tuple[Described, Described, Described]:  # fmt: skip
+    """Scores, statistics and values of a chunk. A test that runs them without Triton's compiler wants no maps."""
     q, k, v = operands[:3]
-    p, factor, row_scale = workspace["p"], workspace["tile_max"], workspace["row_scale"]
+    names = ("p", "tile_max", "tile_top", "tile_sum", "lowered", "row_scale")
+    p, reference, top, sums, lowered, row_scale = (workspace[name] for name in names)
     band = problem.band(problem.seqlen_q, problem.seqlen_k)
     high = FAR if band.high is None else band.high
-    keys_end = min(problem.seqlen_k, problem.seqlen_q + high)  # behind it lies what no query sees, NaN perhaps
+    keys_end = host.keys_end(problem)
     sms, blocks, columns = (
-        gpu.num_sms or NUM_SMS,
+        gpu.num_sms or host.NUM_SMS,
         -(-chunk.rows // TILE[0]),
         -(-problem.head_dim_v // TILE[1]),
     )
-    on_gpu = out.device.type == "cuda"
-    counter = launcher.counters(out.device).for_graphs if on_gpu else torch.empty(1, dtype=torch.int32, device="meta")
+    key_tiles, has_high = cut.width // TILE[1], band.high is not None
+    # A block sees the tiles up to its last row's last key: half a tile more than the one before.
+    diagonal = (chunk.row_begin + TILE[0] - 1 + high) // TILE[0] + 2 if has_high else 2 * key_tiles
+    all_tiles = key_tiles_before(blocks, diagonal, key_tiles)
+    counter = host.counter(out)
     options = {"num_warps": 4, "enable_fp_fusion": True}
     group = problem.num_heads_q // problem.num_heads_kv
+    row_end = chunk.row_begin + chunk.rows
 
     def described_by(maps: list[MapPlan | None], of: tuple[torch.Tensor, ...]) -> list[Any]:
         return [plan.descriptor(of[plan.source]) if described else plan for plan in maps if plan is not None]
 
-    def scalars(columns: int) -> list[int]:
-        return [chunk.first_head, chunk.row_begin, chunk.row_begin + chunk.rows, problem.seqlen_k, high,
-                problem.num_heads_q, group, chunk.heads, blocks, columns, int(band.high is not None),
-                cut.width // TILE[1], cut.rows]  # fmt: skip
+    def scalars(columns: int, together: int) -> list[int]:
+        return [chunk.first_head, chunk.row_begin, row_end, problem.num_heads_q, group, chunk.heads, blocks, columns,
+                together, diagonal, key_tiles, cut.rows]  # fmt: skip
 
     of_scores: list[MapPlan | None] = [
         _of_tokens(0, q, problem.seqlen_q, 64, TILE[2]),
         _of_tokens(1, k, keys_end, TILE[1], TILE[2]),
-        _of_p(p, TILE[1]),
+        _of_p(p, PIECE),
     ]
     of_values: list[MapPlan | None] = [
         _of_p(p, TILE[2]),
         _of_tokens(1, v, keys_end, TILE[2], TILE[1]),
-        _of_tokens(3, out, problem.seqlen_q, 64, TILE[1]),
+        _of_tokens(3, out, problem.seqlen_q, 64, PIECE),
     ]
     sources = ((q, k, p, p), (p, v, p, out))
     scores = launch.Launch(
         kernel=hopper_scores_kernel,
-        grid=min(sms, chunk.heads * blocks),
-        tensors=(*described_by(of_scores, sources[0]), factor, row_scale, lse, operands.sinks, counter),
-        scalars=[*lse_strides(problem), *scalars(1), -(-problem.head_dim // TILE[2]),
-                 problem.softmax_scale * math.log2(math.e)],
-        constants={"HAS_HIGH": band.high is not None, "HAS_SINKS": problem.has_sinks,
-                   "WRITE_LSE": problem.return_lse},
+        grid=min(sms, chunk.heads * all_tiles),
+        tensors=(*described_by(of_scores, sources[0]), reference, top, sums, counter),
+        scalars=[*scalars(key_tiles, TOGETHER), problem.seqlen_k, high, all_tiles, -(-problem.head_dim // TILE[2]),
+                 max(problem.softmax_scale * math.log2(math.e), LEAST_SCALE)],
+        constants={"HAS_HIGH": has_high},
         options=options,
     )  # fmt: skip
+    groups = 2 * -(-cut.rows // TILE[0])
+    statistics = launch.Launch(
+        kernel=chunk_statistics_kernel,
+        grid=chunk.heads * groups,
+        tensors=(p, reference, top, sums, lowered, row_scale, lse, operands.sinks),
+        scalars=[*lse_strides(problem), problem.num_heads_q, chunk.first_head, chunk.row_begin, row_end, diagonal,
+                 key_tiles, cut.rows, groups],
+        constants={"ROWS": ROWS, "TILES": min(MOST_TILES, 1 << (key_tiles - 1).bit_length()),
+                   "HAS_SINKS": problem.has_sinks, "WRITE_LSE": problem.return_lse, "LAUNCHED_AHEAD": described},
+        options={"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False, "launch_pdl": described},
+    )  # fmt: skip
+    # Where blocks are of unlike length, few of them together deal out evenly; wide heads want V shared all the same.
+    together = min(TOGETHER, max(1, columns // 2)) if has_high else TOGETHER
     values = launch.Launch(
         kernel=hopper_values_kernel,
         grid=min(sms, chunk.heads * blocks * columns),
-        tensors=(*described_by(of_values, sources[1]), factor, row_scale, counter),
-        scalars=scalars(columns),
-        constants={},
-        options=options,
+        tensors=(*described_by(of_values, sources[1]), top, lowered, row_scale, counter),
+        scalars=scalars(columns, together),
+        constants={"HAS_HIGH": has_high},
+        options=options | {"launch_pdl": True},
     )
-    return [(scores, of_scores, sources[0]), (values, of_values, sources[1])]
+    return (
+        Described(scores, of_scores, sources[0]),
+        Described(statistics, [], ()),
+        Described(values, of_values, sources[1]),
+    )
 
 
-def bind(*arguments: Any) -> tuple[Callable[..., None], Callable[..., None]]:
-    """`scores(q, k, p, factor, row_scale, lse, sinks)` and `values(p, v, out, factor, row_scale)`, compiled."""
-    score, sum_values = (launcher.bind(*of_launch) for of_launch in launches(*arguments))
+def bind(*arguments: Any) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
+    """`scores(q, k, p, tile_max, tile_top, tile_sum)`, `statistics(p, tile_max, tile_top, tile_sum, lowered,
+    row_scale, lse, sinks)` and `values(p, v, out, tile_top, lowered, row_scale)`, compiled."""
+    of_scores, of_statistics, of_values = launches(*arguments)
+    score, sum_values = launcher.bind(*of_scores), launcher.bind(*of_values)
 
     def scores(q: Any, k: Any, p: Any, *pointers: Any) -> None:
         score((q, k, p, p), pointers)
@@ -142,4 +164,4 @@ def bind(*arguments: Any) -> tuple[Callable[..., None], Callable[..., None]]:
     def values(p: Any, v: Any, out: Any, *pointers: Any) -> None:
         sum_values((p, v, p, out), pointers)
 
-    return scores, values
+    return scores, launch.bind(of_statistics.launch), values

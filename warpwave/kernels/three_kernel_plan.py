@@ -17,7 +17,7 @@ import torch
 from warpwave.errors import InvalidInput
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
-PRODUCTS = ("library", "triton", "hopper")
+PRODUCTS = ("library", "triton", "hopper", "online")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class Config:
         scores: the first product: `"library"` (torch's), `"triton"` (ours), `"fused"` (ours, with the softmax in its
             epilogue; the second product must then be ours), or `"hopper"` (Hopper's own, likewise, with tiles of
             128 x 256; the second must then be too).
-        values: the second product: `"library"`, `"triton"` or `"hopper"`.
+        values: the second product: `"library"`, `"triton"`, `"hopper"`, or `"online"` (ours, with the softmax before it
+            in one launch: for few scores, of a first product that is `"triton"`).
         block_m: queries of a tile of ours, a power of two, at least 16; chunks are whole tiles of queries.
         block_n: keys of a tile of scores, a power of two, at least 16.
         block_k: what a step sums over: elements of head_dim in the first product, keys in the second; a power of two,
@@ -38,7 +39,8 @@ class Config:
         split_d: blocks that share head_dim in the first product, where its tiles alone are too few for the GPU;
             `"triton"` only.
         softmax_rows, softmax_keys: a tile of the softmax, powers of two. Where it is as wide as the workspace, a row
-            stays in registers, is read once, and 16-bit probabilities take the place of its scores.
+            stays in registers, is read once, and 16-bit probabilities take the place of its scores. `"online"`, the
+            queries and keys of its own tile, at least 16 each.
         softmax_warps: warps of a block of the softmax. One is 32 threads, the fewest Triton can launch (64 on AMD's
             CDNA): a block of 16 threads cannot be said.
         workspace_bytes: what scores, probabilities, row statistics and sums of a chunk may take together.
@@ -63,10 +65,15 @@ class Config:
     sums_bytes: int = 1 << 25
 
     def __post_init__(self) -> None:
-        if self.scores not in (*PRODUCTS, "fused"):
+        if self.scores not in ("library", "triton", "hopper", "fused"):
             raise ValueError(f"scores is {self.scores!r}; it must be 'library', 'triton', 'hopper' or 'fused'")
         if self.values not in PRODUCTS:
-            raise ValueError(f"values is {self.values!r}; it must be 'library', 'triton' or 'hopper'")
+            raise ValueError(f"values is {self.values!r}; it must be 'library', 'triton', 'hopper' or 'online'")
+        if self.values == "online" and (self.scores != "triton" or min(self.softmax_rows, self.softmax_keys) < 16):
+            raise ValueError(
+                f"values is 'online' beside scores {self.scores!r} and a softmax of {self.softmax_rows} x "
+                f"{self.softmax_keys}; it takes scores of 'triton', in tiles of at least 16 x 16"
+            )
         if (self.scores == "hopper") != (self.values == "hopper"):
             raise ValueError(
                 f"scores is {self.scores!r} beside values {self.values!r}; 'hopper' goes with itself alone"
@@ -218,6 +225,15 @@ def _width(problem: AttentionProblem, config: Config, rows: int) -> int:
     return up(max(1, keys), config.block_n)
 
 
+def key_tiles_before(blocks: int, diagonal: int, key_tiles: int) -> int:
+    """Tiles of keys that so many blocks of queries see, of which block b sees (diagonal + b) / 2, at least 1 and at
+    most `key_tiles`."""
+    single = min(blocks, max(2 - diagonal, 0))
+    whole = min(blocks, max(2 * key_tiles - diagonal, single))
+    rising = ((diagonal + whole - 1) ** 2 >> 2) - ((diagonal + single - 1) ** 2 >> 2)
+    return single + rising + (blocks - whole) * key_tiles
+
+
 def _sizes(problem: AttentionProblem, config: Config, heads: int, rows: int) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of each tensor of the workspace, by name."""
     width = _width(problem, config, rows)
@@ -226,11 +242,16 @@ def _sizes(problem: AttentionProblem, config: Config, heads: int, rows: int) -> 
         return {
             "p": ((heads, rows, width), problem.dtype),
             "tile_max": statistics,
+            "tile_top": statistics,
+            "tile_sum": statistics,
+            "lowered": ((heads, width // config.block_n, 2 * -(-rows // config.block_m)), "float32"),
             "row_scale": ((heads, rows), "float32"),
         }
     if config.scores == "fused":
         return {"p": ((heads, rows, width), problem.dtype), "tile_max": statistics, "tile_sum": statistics}
     sizes: dict[str, tuple[tuple[int, ...], str]] = {"scores": ((config.split_d, heads, rows, width), "float32")}
+    if config.values == "online":
+        return sizes
     if not in_place(problem, config, width):
         sizes["p"] = ((heads, rows, width), problem.dtype)
     if not normalises(problem, config):
@@ -270,10 +291,12 @@ def workspace_bytes(problem: AttentionProblem, config: Config) -> int:
 
 def allocate_workspace(problem: AttentionProblem, config: Config, cut: Plan, device: torch.device) -> dict[str, Any]:
     """The tensors of a chunk, p being scores where it takes their place; None for what is not there."""
-    made: dict[str, Any] = dict.fromkeys(("scores", "p", "row_scale", "tile_max", "tile_sum", "sums"))
+    made: dict[str, Any] = dict.fromkeys(
+        ("scores", "p", "row_scale", "tile_max", "tile_top", "tile_sum", "lowered", "sums")
+    )
     for name, (shape, dtype) in _sizes(problem, config, cut.heads, cut.rows).items():
         made[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-    if made["p"] is None:
+    if made["p"] is None and config.values != "online":
         # In 16 bits a row of P is the first half of the row of scores it was.
         made["p"] = made["scores"][0].view(getattr(torch, problem.dtype))
     return made

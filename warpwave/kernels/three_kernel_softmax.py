@@ -11,7 +11,7 @@ Bound: L2. A score of 4 bytes is read once where a row stays in registers and tw
 
 from __future__ import annotations
 
-from warpwave.kernels.partials import inverse_sum, join, lse_of
+from warpwave.kernels.partials import await_launch_before, inverse_sum, join, lse_of
 from warpwave.kernels.primitives import (
     LOG2_E,
     band_edges,
@@ -41,7 +41,7 @@ def whole_lines(key_begin, key_end):
 
 
 @jit
-def _scores_of_tile(
+def scores_of_tile(
     scores_ptr,
     rows,
     keys,
@@ -172,6 +172,7 @@ def chunk_softmax_kernel(
     HAS_SINKS: tl.constexpr,
     IS_VARLEN: tl.constexpr,
     WRITE_LSE: tl.constexpr,
+    LAUNCHED_AHEAD: tl.constexpr,
 ):
     """Raw scores to un-normalised probabilities in the dtype of p, for ROWS queries of one head, and what each row of
     P V is to be multiplied by, to `row_scale`; or, where NORMALISE, to probabilities that need no such factor.
@@ -183,6 +184,8 @@ def chunk_softmax_kernel(
     WHOLE, a row is one tile, kept in registers from its only reading on: then P may lie where the scores lay, for no
     probability is stored before the row's maximum is known, which takes all of its scores.
     """
+    if LAUNCHED_AHEAD:
+        await_launch_before()
     tile = tl.program_id(0) % num_tiles_m
     chunk_head = (tl.program_id(0) // num_tiles_m).to(tl.int64)
     batch_head = first_head + chunk_head
@@ -228,7 +231,7 @@ def chunk_softmax_kernel(
     # the raw one, which is cheaper than to write it in between.
     if WHOLE:
         keys = line_begin + tl.arange(0, KEYS)
-        scores = _scores_of_tile(
+        scores = scores_of_tile(
             scores_ptr, rows, keys, row_begin, key_base, own_begin, own_end, row_inside, key_end, stride_sm,
             stride_split, seqlen_q, seqlen_k, low, high, mask_rows, stride_mask_n, bias_rows, stride_bias_n,
             slopes_log2, softmax_scale, softcap, SPLIT_D, HAS_LOW, HAS_HIGH, HAS_MASK, HAS_BIAS, HAS_ALIBI, HAS_SOFTCAP,
@@ -236,7 +239,7 @@ def chunk_softmax_kernel(
         p, _alpha, m_i, l_i = softmax_step(scores, 1.0, m_i, l_i)
     else:
         for key_tile in range(own_begin, own_end, KEYS):
-            scores = _scores_of_tile(
+            scores = scores_of_tile(
                 scores_ptr, rows, key_tile + tl.arange(0, KEYS), row_begin, key_base, own_begin, own_end, row_inside,
                 key_end, stride_sm, stride_split, seqlen_q, seqlen_k, low, high, mask_rows, stride_mask_n, bias_rows,
                 stride_bias_n, slopes_log2, softmax_scale, softcap, SPLIT_D, HAS_LOW, HAS_HIGH, HAS_MASK, HAS_BIAS,
@@ -268,7 +271,7 @@ def chunk_softmax_kernel(
         m_shift = tl.where(m_i == float("-inf"), 0.0, m_i)  # for a row that sees no key
         for key_tile in range(line_begin, line_end, KEYS):
             keys = key_tile + tl.arange(0, KEYS)
-            scores = _scores_of_tile(
+            scores = scores_of_tile(
                 scores_ptr, rows, keys, row_begin, key_base, own_begin, own_end, row_inside, key_end, stride_sm,
                 stride_split, seqlen_q, seqlen_k, low, high, mask_rows, stride_mask_n, bias_rows, stride_bias_n,
                 slopes_log2, softmax_scale, softcap, SPLIT_D, HAS_LOW, HAS_HIGH, HAS_MASK, HAS_BIAS, HAS_ALIBI,

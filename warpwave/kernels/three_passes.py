@@ -31,7 +31,7 @@ from warpwave.kernels.arguments import (
     token_strides,
     window,
 )
-from warpwave.kernels.cost import Cost, visited_tiles
+from warpwave.kernels.cost import Cost, visited_tiles, walk
 from warpwave.kernels.primitives import (
     LN_2,
     LOG2_E,
@@ -352,8 +352,10 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 
 def cost(
-    problem: AttentionProblem, *, block_m: int, block_n: int, columns: int, step: int, width: int, smem_bytes: int
-) -> Cost:
+    problem: AttentionProblem, *, block_m: int, block_n: int, columns: int, step: int, width: int, smem_bytes: int,
+    threads: int, registers: tuple[int, int] = (0, 0), bytes_of_pair: tuple[float, float] = (0.0, 0.0),
+    rows_of_warp: int = 1,
+) -> Cost:  # fmt: skip
     """What the three passes move and compute: whole tiles, padding included.
 
     Args:
@@ -362,27 +364,45 @@ def cost(
         step: keys that the second product takes at a time.
         width: head_dim as the first product pads it.
         smem_bytes: of the product that needs more.
+        threads: of a block of the products.
+        registers: of a thread of each product, beside what it holds of a tile.
+        bytes_of_pair: that multiply-adds read from shared memory or L1 for a query, a key and a column, by product.
+        rows_of_warp: queries of a warp, where a warp of which none is there reads nothing.
     """
     size, heads = DTYPE_BYTES[problem.dtype], problem.batch * problem.num_heads_q
     column_tiles = -(-problem.head_dim_v // columns)
     row_tiles = -(-problem.seqlen_q // block_m)
     score_tiles = visited_tiles(problem, block_m, block_n)
     scored = score_tiles * block_m * block_n
-    summed = visited_tiles(problem, block_m, step) * step  # keys, over all query tiles
+    sums = walk(problem, block_m, step)
+    summed = sums.tiles * step  # keys, over all query tiles
     softmax_rows = max(SOFTMAX_ROWS, block_m)
     covered = visited_tiles(problem, softmax_rows, 1) * softmax_rows  # tiles of one key: as wide as what is visible
     beside = 0 if problem.mask_shape is None else 1
     beside += 0 if problem.bias_shape is None else DTYPE_BYTES[problem.bias_dtype or problem.dtype]
     rows = problem.rows * problem.num_heads_q
+
+    def inside(tile: int, of: int = 1) -> float:
+        """The share of the rows of all tiles that a sequence has, `of` rows standing and falling together. Behind its
+        end tiles compute, and neither read nor write."""
+        there = sum(-(-q // of) * of for q, _ in problem.items())
+        return there / max(1, sum(-(-q // tile) * tile for q, _ in problem.items()))
+
+    written, covered = int(scored * inside(block_m)), int(covered * inside(softmax_rows))
+    p_read = int(summed * column_tiles * block_m * 4 * inside(block_m))
+    of_warps = inside(block_m, rows_of_warp)
     score = Cost(
         blocks=heads * row_tiles * -(-problem.seqlen_k // block_n),
         flops=2 * scored * width,
         exponentials=0,
         read_bytes=score_tiles * (block_m + block_n) * problem.head_dim * size,  # q and k
-        write_bytes=4 * scored,
+        write_bytes=4 * written,
         smem_bytes=smem_bytes,
         items=score_tiles,
-        scratch_bytes=4 * scored,
+        scratch_bytes=4 * written,
+        threads=threads,
+        registers=registers[0] and registers[0] + block_m * block_n // threads,
+        operand_bytes=int(scored * width * bytes_of_pair[0] * of_warps),
     )
     softmax = Cost(
         blocks=heads * -(-problem.seqlen_q // SOFTMAX_ROWS),
@@ -398,12 +418,17 @@ def cost(
         flops=2 * summed * block_m * column_tiles * columns,
         exponentials=0,
         # P for each tile of columns, and v
-        read_bytes=summed * (column_tiles * block_m * 4 + problem.head_dim_v * size),
+        read_bytes=p_read + summed * problem.head_dim_v * size,
         write_bytes=rows * problem.head_dim_v * size,
         smem_bytes=smem_bytes,
-        steps=visited_tiles(problem, block_m, step) * column_tiles,
-        longest=-(-problem.seqlen_k // step),
-        scratch_bytes=4 * summed * column_tiles * block_m,
+        steps=sums.tiles * column_tiles,
+        longest=sums.longest,
+        cut=sums.cut * column_tiles,
+        items=sums.items * column_tiles,
+        scratch_bytes=p_read,
+        threads=threads,
+        registers=registers[1] and registers[1] + block_m * columns // threads,
+        operand_bytes=int(summed * block_m * column_tiles * columns * bytes_of_pair[1] * of_warps),
     )
     parts = (score, softmax, sum_values)
     return Cost(

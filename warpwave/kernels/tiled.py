@@ -319,6 +319,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     return three_passes.cost(
         problem, block_m=config.block_m, block_n=config.block_n, columns=_columns(problem, config), step=config.block_k,
         width=-(-problem.head_dim // block_d) * block_d, smem_bytes=smem_bytes(problem, gpu, config),
+        threads=config.num_warps * gpu.warp_size, registers=(30, 62),
     )  # fmt: skip
 
 

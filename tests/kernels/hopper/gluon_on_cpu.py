@@ -101,9 +101,11 @@ class Map:
 
     def __init__(self, tensor: Tensor, block: list[int]) -> None:
         self.tensor, self.dtype, self.layout = tensor, tensor.dtype, None
+        self.rows_read: set[int] = set()  # the first of each block
         self.block_type = types.SimpleNamespace(shape=block, nbytes=torch.Size(block).numel() * tensor.element_size())
 
     def read(self, place: Sequence[Any]) -> Tensor:
+        self.rows_read.add(int(place[2]))
         block = torch.zeros(self.block_type.shape, dtype=self.dtype)
         source, target = [], []
         for at, extent, size in zip(map(int, place), self.block_type.shape, self.tensor.shape, strict=True):
@@ -136,6 +138,9 @@ class Pointer:
     def __add__(self, more: Any) -> Pointer:
         return Pointer(self.memory, self.offsets + more)
 
+    def __getitem__(self, axes: Any) -> Pointer:
+        return Pointer(self.memory, self.offsets[axes])
+
 
 class Language(types.SimpleNamespace):
     """What stands for `gl` in one block."""
@@ -158,10 +163,12 @@ class Language(types.SimpleNamespace):
         self.maximum = lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
         self.minimum = lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
         self.cdiv = lambda a, b: -(-a // b)
-        self.abs, self.log2 = torch.abs, torch.log2
+        self.abs, self.log2, self.floor, self.sqrt = torch.abs, torch.log2, torch.floor, torch.sqrt
+        self.fma = lambda a, b, c: a * b + c
         self.max = lambda x, axis: x.amax(axis)
         self.sum = lambda x, axis: x.sum(axis)
         self.reshape = lambda x, shape: x.reshape(shape)
+        self.broadcast = torch.broadcast_tensors
 
     def load(self, pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
         offsets = torch.as_tensor(pointer.offsets)
@@ -254,11 +261,16 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         "warpgroup_mma": product,
         "warpgroup_mma_wait": wait_product,
         "fence_async_shared": lambda: None,
+        "block_barrier": lambda: None,
         "exp2": torch.exp2,
         "rescale": lambda acc, alpha: acc * alpha,
         "add_up": lambda acc, alpha, large, small: acc * alpha + (large + number(small)),
         "number": number,
+        "hide": hidden,
+        "low_bits": lambda count: ((1 << count.long()) - 1).int(),
         "scaled": lambda x, scale: x * scale,
+        "wait_for_launch_before": lambda threads: None,
+        "half_part": lambda x: (x.to(torch.float16), x - x.to(torch.float16).float()),
         "bfloat16_part": lambda x: (x.to(torch.bfloat16), x - x.to(torch.bfloat16).float()),
         "like": lambda per_row, x: per_row[:, None],
         "accumulator_layout": lambda width: None,
@@ -282,8 +294,15 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
             return value.value
         if inspect.isclass(value) and value.__module__ in modules:
             constructor = vars(value)["hash_attrs"][0]  # an aggregate's, as it was written
-            fields = list(inspect.signature(getattr(constructor, "fn", constructor)).parameters)[1:]
-            return lambda *a: types.SimpleNamespace(**dict(zip(fields, a, strict=True)))
+            fields = list(inspect.signature(getattr(constructor, "fn", constructor)).parameters.values())[1:]
+            names, defaults = [f.name for f in fields], {f.name: f.default for f in fields}
+            needed = sum(f.default is inspect.Parameter.empty for f in fields)
+
+            def aggregate(*a: Any) -> types.SimpleNamespace:
+                assert needed <= len(a) <= len(fields)
+                return types.SimpleNamespace(**(defaults | dict(zip(names, a, strict=False))))
+
+            return aggregate
         code = getattr(value, "fn", None) or getattr(value, "__wrapped__", None)
         if code is None and inspect.isfunction(value) and value.__module__ in modules:
             code = value
@@ -299,6 +318,12 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         return value
 
     return {name: types.SimpleNamespace(**space(module)) for name, module in modules.items()}
+
+
+def hidden(x: Tensor, words: Tensor) -> Tensor:
+    """[64, keys / 8, 4, 2] with minus infinity where a bit of its word is 0 (mask_bits.py)."""
+    bit = 2 * torch.arange(x.shape[1])[:, None, None] + torch.arange(2)
+    return torch.where((words >> bit) & 1 != 0, x, -torch.inf)
 
 
 def number(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from warpwave import UnsupportedProblem, attention, attention_varlen, launch
 from warpwave.compiled import operands_without_memory
 from warpwave.hardware.gpu import CPU, Gpu, current_gpu
-from warpwave.kernels import split_ahead
+from warpwave.kernels import scale_ahead, split_ahead
 from warpwave.kernels.hopper import flash_fwd
 from warpwave.problem import AttentionProblem, Causal, Operands
 
@@ -33,13 +33,17 @@ PROBLEM = AttentionProblem(
         ({}, Gpu.for_arch("sm_80"), "Hopper"),
         ({}, Gpu.for_arch("sm_100"), "Hopper"),
         ({}, CPU, "Hopper"),
-        ({"dtype": "float32", "precision": "ieee"}, H200, "bf16x3 and bf16x6"),
+        ({"dtype": "float32", "precision": "ieee"}, H200, "fp16x1, fp16x3, bf16x6"),
         ({"dtype": "float32", "error_budget": 1e-9}, H200, "relative error of 1e-09"),
         ({"dtype": "float32", "head_dim": 264}, H200, "256 at most in float32"),
         ({"head_dim": 59}, H200, "head_dim is 59"),
         ({"head_dim_v": 392}, H200, "head_dim_v is 392"),
-        ({"mask_shape": (1, 1, 1000, 1000)}, H200, "boolean mask"),
-        ({"bias_shape": (1, 1, 1000, 1000), "bias_dtype": "bfloat16"}, H200, "bias"),
+        ({"mask_shape": (1, 1, 1000, 1000), "dtype": "float32"}, H200, "a boolean mask in 16-bit types alone"),
+        (
+            {"bias_shape": (1, 1, 1, 1000), "bias_dtype": "float32", "head_dim_v": 264},
+            H200,
+            "a bias up to head_dim 256",
+        ),
         ({"requires_grad": True}, H200, "gradients"),
     ],
 )
@@ -49,7 +53,9 @@ def test_says_why_not(change: dict[str, Any], gpu: Gpu, word: str) -> None:
 
 @pytest.mark.skipif(flash_fwd.NO_TRITON is not None, reason="Triton is published for Linux only")
 @pytest.mark.parametrize(
-    ("dtype", "precision"), [("bfloat16", "default"), ("float32", "default"), ("float32", "tf32")], ids=str
+    ("dtype", "precision"),
+    [("bfloat16", "default"), ("float32", "default"), ("float32", "tf32"), ("float32", "bf16x6")],
+    ids=str,
 )
 @pytest.mark.parametrize(
     "widths",
@@ -90,20 +96,41 @@ def test_configs_check_themselves(changes: dict[str, int]) -> None:
         flash_fwd.Config(**({"block_m": 64, "block_n": 64, "num_stages": 2} | changes))
 
 
-def test_a_single_stage_is_for_float32() -> None:
+def test_a_bias_is_copied_only_where_no_map_describes_it() -> None:
+    """What is the same along an axis is described once; rows of an odd number of elements are copied to even ones."""
+    as_is = flash_fwd._bias_for_maps
+    bias = torch.randn(2, 3, 40, 48)
+    assert as_is(bias) is bias
+    expanded = torch.randn(40, 48)[None, None].expand(2, 3, 40, 48)
+    once = as_is(expanded)
+    assert once is not None and once.shape == (1, 1, 40, 48) and once.data_ptr() == expanded.data_ptr()
+    plan = flash_fwd._bias_plan(once, flash_fwd.Config(128, 64, 2))
+    assert plan is not None and all(stride % 4 == 0 and stride > 0 for stride in plan.strides[:-1])
+    odd = torch.randn(1, 3, 40, 45)
+    copied = as_is(odd)
+    assert copied is not None and copied.stride(2) == 48 and torch.equal(copied, odd)
+    keys = torch.randn(1, 3, 1, 45)
+    assert as_is(keys) is keys, "read by plain loads"
+
+
+def test_a_single_stage_is_for_several_parts() -> None:
     """In 16 bits K comes a tile ahead of V: with one stage each would wait for the other."""
-    operands = operands_without_memory(PROBLEM)
-    with pytest.raises(UnsupportedProblem, match="takes 2"):
-        flash_fwd.specify(PROBLEM, H200, operands, operands.q, None, flash_fwd.Config(64, 64, 1))
-    float32 = replace(PROBLEM, dtype="float32")
-    operands = operands_without_memory(float32)
-    launches: Any = flash_fwd.specify(float32, H200, operands, operands.q, None, flash_fwd.Config(64, 64, 1))
-    split, attend = launches
-    assert attend.constants["STAGES"] == 1 and attend.constants["PARTS"] == 3 == split.constants["PARTS"]
+    for problem in (PROBLEM, replace(PROBLEM, dtype="float32", precision="tf32")):
+        operands = operands_without_memory(problem)
+        with pytest.raises(UnsupportedProblem, match="takes 2"):
+            flash_fwd.specify(problem, H200, operands, operands.q, None, flash_fwd.Config(64, 64, 1))
+    for precision, parts in (("default", 2), ("bf16x6", 3)):
+        float32 = replace(PROBLEM, dtype="float32", precision=precision)
+        operands = operands_without_memory(float32)
+        launches: Any = flash_fwd.specify(float32, H200, operands, operands.q, None, flash_fwd.Config(64, 64, 1))
+        attend = launches[-1]
+        assert attend.constants["STAGES"] == 1 and attend.constants["PARTS"] == parts
+        assert launches[-2].constants["PARTS"] == parts
 
 
 @pytest.mark.parametrize(
-    ("precision", "parts"), [("default", 3), ("bf16x6", 3), ("tf32x3", 3), ("bf16x3", 2), ("tf32", 2), (1e-4, 2)]
+    ("precision", "parts"),
+    [("default", 2), ("bf16x6", 3), ("tf32x3", 2), ("bf16x3", 2), ("tf32", 1), ("fp16x1", 1), (1e-2, 1), (1e-4, 2)],
 )
 def test_float32_is_computed_in_the_parts_its_precision_means(precision: str | float, parts: int) -> None:
     asked: Any = {"error_budget": precision} if isinstance(precision, float) else {"precision": precision}
@@ -112,16 +139,19 @@ def test_float32_is_computed_in_the_parts_its_precision_means(precision: str | f
     config = flash_fwd.configs(problem, H200)[0]
     cost = flash_fwd.cost(problem, H200, config)
     rows, keys = 2 * 1000 * 8, 2 * 1000 * 2
-    assert cost.workspace_bytes == 2 * parts * 128 * (rows + 2 * keys), "the parts of q, k and v"
-    assert cost.launches == 2
+    numbers = sum(scale_ahead.workspace_floats(problem)) if parts < 3 else 0
+    assert cost.workspace_bytes == 2 * parts * 128 * (rows + 2 * keys) + 4 * numbers, "the parts of q, k and v"
+    assert cost.launches == (3 if parts < 3 else 2)
+    one_head = replace(problem, batch=1, num_heads_q=1, num_heads_kv=1, seqlen_q=128, seqlen_k=128)
+    assert flash_fwd.cost(one_head, H200, config).launches == 2
 
 
 def test_parts_of_a_head_lie_side_by_side() -> None:
     """What the maps describe is what the split writes, for rows of any length."""
-    shapes = split_ahead.part_shapes(replace(PROBLEM, dtype="float32", seqlen_k=77), "bf16x6", 128, 80)
+    shapes = split_ahead.part_shapes(replace(PROBLEM, dtype="float32", seqlen_k=77), 3, 128, 80)
     assert shapes == ((2, 24, 1000, 128), (2, 6, 77, 128), (2, 6, 77, 80))
     packed = replace(PROBLEM, dtype="float32", packed=True, total_q=5, total_k=9)
-    assert split_ahead.part_shapes(packed, "bf16x3", 16, 32) == ((1, 16, 5, 16), (1, 4, 9, 16), (1, 4, 9, 32))
+    assert split_ahead.part_shapes(packed, 2, 16, 32) == ((1, 16, 5, 16), (1, 4, 9, 16), (1, 4, 9, 32))
 
 
 @pytest.mark.parametrize("arithmetic", ["bf16x3", "bf16x6"])
@@ -192,7 +222,7 @@ def test_no_tile_is_lost_among_mixed_launches() -> None:
                 packed: Any = [x.flatten(0, 1) for x in (q, k, v)]
                 calls.append(partial(attention_varlen, packed[0], packed[1], packed[2], **lengths, **options))
         x: Any = torch.randn(2, 777, heads, head_dim, device="cuda")
-        calls += [partial(attention, x, x, x, kernel="hopper/flash_fwd", precision=p) for p in ("bf16x6", "bf16x3")]
+        calls += [partial(attention, x, x, x, kernel="hopper/flash_fwd", precision=p) for p in flash_fwd.ABLE]
     expected = [call() for call in calls]
     different = torch.zeros((), dtype=torch.int64, device="cuda")
     for i in range(2000):

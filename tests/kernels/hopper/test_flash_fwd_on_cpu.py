@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,38 +11,35 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conformance import cases
+from tests.conformance import cases, harness
 from tests.conformance.cases import PLAIN
 from tests.conformance.datasets import Data
 from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
-from warpwave import precision
+from warpwave import launch, precision
 from warpwave.hardware.gpu import Gpu
-from warpwave.kernels import split_ahead
+from warpwave.kernels import mask_bits, scale_ahead, split_ahead
 from warpwave.kernels.hopper import flash_fwd, flash_fwd_configs, launcher
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.reference import oracle
 
 H200 = Gpu.for_arch("sm_90")
+CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(flash_fwd.NO_TRITON is not None, reason="Triton is published for Linux only")
 
 
-def split(x: Tensor, parts: int, shape: tuple[int, ...]) -> Tensor:
-    """What the launch before leaves of an operand, in torch (test_flash_fwd.py holds the kernel to the same)."""
-    x = (x if x.dim() == 4 else x[None]).transpose(1, 2)  # (batch, heads, rows, width)
-    found = torch.zeros(shape, dtype=torch.bfloat16).unflatten(1, (-1, parts))
-    for i in range(parts):
-        found[:, :, i, :, : x.shape[-1]] = part = x.to(torch.bfloat16)
-        x = x - part.float()
-    return found.flatten(1, 2)
-
-
-def on_cpu(problem: AttentionProblem, operands: Operands, config: flash_fwd.Config) -> tuple[Tensor, Tensor]:
-    """out and lse by the source of the kernel's roles, one block after another."""
+def on_cpu(
+    problem: AttentionProblem,
+    operands: Operands,
+    config: flash_fwd.Config,
+    maps_of_keys: list[gluon_on_cpu.Map] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out and lse by the source of the kernel's roles, one block after another; appends the maps of K and V."""
+    from warpwave.kernels.hopper import mask_bias, roles, rows, scheduler, serial, softmax, split_float32, visible
     from warpwave.kernels.hopper import parts as device_parts
-    from warpwave.kernels.hopper import roles, rows, scheduler, serial, softmax, split_float32, visible
 
-    modules = {m.__name__: m for m in (roles, serial, split_float32, device_parts, rows, scheduler, softmax, visible)}
+    used = (roles, serial, split_float32, device_parts, rows, scheduler, softmax, visible, mask_bias)
+    modules = {m.__name__: m for m in used}
     parts = flash_fwd_configs.num_parts(problem, H200)
     out = torch.full((*operands.q.shape[:-1], problem.head_dim_v), torch.nan, dtype=operands.q.dtype)
     lse = torch.full(
@@ -49,21 +47,39 @@ def on_cpu(problem: AttentionProblem, operands: Operands, config: flash_fwd.Conf
         (problem.batch, problem.num_heads_q, problem.seqlen_q), torch.nan,
     )  # fmt: skip
     sources: tuple[Tensor, ...] = (*operands[:3], out)
-    if parts == 1:
+    inverses = torch.zeros(1)
+    if problem.dtype != "float32":
         plans = flash_fwd._plans(problem, config, operands, out)
-    else:
+    else:  # the launches before, interpreted
         widths = [sum(flash_fwd.pieces(n)) for n in (problem.head_dim, problem.head_dim_v)]
-        shapes = split_ahead.part_shapes(problem, precision.arithmetic(problem, H200), widths[0], widths[1])
-        of_parts = tuple(split(x, parts, shape) for x, shape in zip(operands[:3], shapes, strict=True))
+        arithmetic = precision.arithmetic(problem, H200, flash_fwd.ABLE)
+        ahead: tuple[launch.Launch, ...]
+        if arithmetic in scale_ahead.PARTS:
+            shapes = split_ahead.part_shapes(problem, parts, widths[0], widths[1])
+            ahead, of_parts, inverses, _ = scale_ahead.specify(problem, H200, operands, arithmetic, shapes)
+            inverses.fill_(torch.nan)
+        else:
+            split, of_parts = split_ahead.specify_all(problem, H200, operands, arithmetic, widths[0], widths[1])
+            ahead = (split,)
+        for part in of_parts:  # what is not in use is not written, and whatever lies there must do no harm
+            part.fill_(torch.nan)
+        for spec in ahead:
+            launch.bind(spec)(*spec.tensors)
         plans = flash_fwd._plans_of_parts(problem, config, of_parts)
         sources = (*of_parts, out)
     maps = [[map_of(p, sources) for p in plans[i : i + 3] if p is not None] for i in range(0, 12, 3)]
+    if maps_of_keys is not None:
+        maps_of_keys += [*maps[1], *maps[2]]
     tiles = flash_fwd.query_tiles(problem, config)
     (
         slope_stride, lse_b, lse_h, num_tiles, heads, group, batch, per_head, in_l2, seqlen_q, seqlen_k, total_q,
-        total_k, left, right, scale, softcap_log2,
+        total_k, left, right, scale, softcap_log2, *line_strides,
     ) = flash_fwd._scalars(problem, operands, config, tiles, parts)  # fmt: skip
     constants = flash_fwd._constants(problem, config, parts)
+    mask_words = None
+    if operands.mask is not None:
+        mask_words = torch.full((mask_bits.packed(problem).size,), 77, dtype=torch.int32)
+        launch.bind(mask_bits.specify(problem, operands.mask, mask_words))(operands.mask, mask_words)
     pointer = gluon_on_cpu.Pointer
     absent, counter = pointer(torch.zeros(1)), torch.zeros(1, dtype=torch.int64)
     groups, stages, block_n = config.groups, config.num_stages, config.block_n
@@ -87,18 +103,32 @@ def on_cpu(problem: AttentionProblem, operands: Operands, config: flash_fwd.Conf
                 stages, 0, parts,
             ))  # fmt: skip
         q_tiles = buffers(block, maps[0], groups * parts)
-        out_tiles = buffers(block, maps[3], groups) if constants["OWN_OUT"] and parts == 1 else q_tiles
+        out_tiles = buffers(block, maps[3], groups) if constants["OWN_OUT"] and maps[3] else q_tiles
         q_full, q_empty = block.barriers(groups, 1), block.barriers(groups, 1)
-        words = block.tile([2 * 7, 1], torch.int64)
+        beside: Any = ()
+        if operands.mask is not None or operands.bias is not None:
+            bias = operands.bias
+            bias_plan = plans[-1]
+            bias_maps = [] if bias_plan is None else [map_of(bias_plan._replace(source=0), (bias,))]
+            beside = names[mask_bias.__name__].Beside(
+                absent if mask_words is None else pointer(mask_words), line_strides[:4],
+                line_strides[4:8],
+                absent if bias is None else pointer(bias.view(-1)), line_strides[8:],
+                bias_maps, buffers(block, bias_maps, stages * groups)[0] if bias_maps else None,
+                constants["HAS_MASK"], flash_fwd._bias_kind(bias),
+            )  # fmt: skip
+        words = block.tile([2 * 7 + 6 * (beside != ()), 1], torch.int64)
         box = schedule_names.Mailbox(words, block.barriers(2, 1), block.barriers(2, groups))
         slopes, sinks = (absent if x is None else pointer(x.flatten()) for x in operands[5:7])
         of_consumer = (
-            maps[3], pointer(out.view(-1)), pointer(lse.view(-1)), slopes, sinks, slope_stride, lse_b, lse_h, heads,
-            seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, *rings, box, rules,
+            maps[3], pointer(out.view(-1)), pointer(lse.view(-1)), slopes, sinks, pointer(inverses),
+            pointer(inverses) + batch * 2 * (heads // group), slope_stride,
+            lse_b, lse_h, heads, group, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, *rings, box, rules,
+            beside,
         )  # fmt: skip
         roles_names = names[roles.__name__]
         gluon_on_cpu.run_roles([
-            partial(roles_names.producer, *maps[:3], q_tiles, q_full, q_empty, *rings, box, schedule, rules),
+            partial(roles_names.producer, *maps[:3], q_tiles, q_full, q_empty, *rings, box, schedule, rules, beside),
             *(partial(roles_names.consumer, g, *of_consumer) for g in range(groups)),
         ])  # fmt: skip
     assert counter.item() == 0, "the tile counter was not put back"
@@ -126,8 +156,10 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 KINDS: dict[str, tuple[str, tuple[int, int], flash_fwd.Config]] = {
     "bf16x6": ("float32:bf16x6", (40, 59), flash_fwd.Config(128, 64, 2)),
-    "bf16x3, one stage": ("float32:bf16x3", (64, 112), flash_fwd.Config(192, 32, 1)),
-    "bf16x6, wide": ("float32:default", (80, 256), flash_fwd.Config(64, 32, 1)),
+    "fp16x3, one stage": ("float32:bf16x3", (192, 112), flash_fwd.Config(192, 32, 1)),
+    "fp16x3, wide": ("float32:default", (80, 256), flash_fwd.Config(64, 32, 1)),
+    "fp16x1": ("float32:tf32", (64, 80), flash_fwd.Config(128, 64, 2)),
+    "fp16x1, three groups": ("float32:tf32", (40, 59), flash_fwd.Config(192, 128, 2)),
     "16 bits, overlapped": ("float16", (64, 80), flash_fwd.Config(128, 64, 2)),
     "16 bits, serial": ("float16", (64, 352), flash_fwd.Config(128, 32, 2)),
 }
@@ -143,8 +175,90 @@ def test_the_protocol_on_a_cpu(features: str, kind: str) -> None:
     assert verdict.passed, str(verdict)
 
 
+@pytest.mark.parametrize("config", [flash_fwd.Config(128, 64, 2), flash_fwd.Config(192, 128, 3)], ids=str)
+@pytest.mark.parametrize("window", [(60, 5), (0, 0), (64, -1), (-1, 3)], ids=str)
+def test_keys_of_a_window_are_counted_on_a_cpu(window: tuple[int, int], config: flash_fwd.Config) -> None:
+    """Logits of 0, so that the log-sum-exp counts the keys that a query sees."""
+    call = cases.build(replace(SHORT, dims=(16, 16), window=window, heads=(1, 1)), "normal", torch.device("cpu"))
+    call.operands.q.zero_()
+    _, lse = on_cpu(call.problem, call.operands, config)
+    assert torch.equal(lse.exp().round().long(), torch.stack(harness.visible(call)).sum(-1))
+
+
+MASKED: dict[str, dict[str, Any]] = {
+    "mask": {"mask": "full"},
+    "mask of keys, window": {"mask": "keys", "batch": 2, "window": (60, 5), "lengths": (90, 340)},
+    "mask of rows, ALiBi": {"mask": "rows", "alibi": "heads"},
+    "bias, causal": {"bias": "full", "causal": "bottom_right", "softcap": 3.0},
+    "bias of heads": {"bias": "heads", "alibi": "heads", "sinks": True},
+    "both": {"bias": "full", "mask": "full", "causal": "top_left", "batch": 2},
+}
+
+
+@pytest.mark.parametrize("config", [flash_fwd.Config(128, 64, 2), flash_fwd.Config(192, 128, 3)], ids=str)
+@pytest.mark.parametrize("features", MASKED)
+def test_masks_and_biases_on_a_cpu(features: str, config: flash_fwd.Config) -> None:
+    """And the same bits where values that nobody sees are not finite: blocks are brought again."""
+    call = cases.build(replace(SHORT, dims=(64, 80), **MASKED[features]), "normal", torch.device("cpu"))
+    out, lse = on_cpu(call.problem, call.operands, config)
+    verdict = judge_forward(call.problem, forward_references(call.problem, call.operands), out, lse)
+    assert verdict.passed, str(verdict)
+    unseen = ~torch.stack(harness.visible(call)).any(2).any(1)  # [batch, keys], of no head and row
+    unseen[:, 3] = True
+    hidden = call.operands
+    if hidden.mask is not None and hidden.mask.shape[-1] > 1:
+        hidden.mask[..., 3] = False
+    elif hidden.bias is not None:
+        hidden.bias[..., 3] = -torch.inf
+    else:
+        return  # this mask hides no key from everybody
+    expected = on_cpu(call.problem, hidden, config)
+    k, v = hidden.k.clone(), hidden.v.clone()
+    k[unseen], v[unseen] = torch.nan, torch.inf
+    found = on_cpu(call.problem, hidden._replace(k=k, v=v), config)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("config", [flash_fwd.Config(128, 64, 2), flash_fwd.Config(64, 128, 2, 2)], ids=str)
+@pytest.mark.parametrize("causal", ["", "bottom_right"])
+def test_tiles_that_a_mask_hides_are_not_visited(causal: str, config: flash_fwd.Config) -> None:
+    """Rows see two distant ranges of keys, none, or one; what lies between may hold anything, and is not loaded."""
+    case = replace(SHORT, dims=(16, 16), heads=(1, 1), lengths=(200, 5000), mask="full", causal=causal)
+    call = cases.build(case, "normal", torch.device("cpu"))
+    mask = call.operands.mask
+    mask[:] = False
+    mask[..., :64, 3:100] = mask[..., :64, 4600:4900] = mask[..., 128:, 700:710] = True
+    out, lse = on_cpu(call.problem, call.operands, config)
+    verdict = judge_forward(call.problem, forward_references(call.problem, call.operands), out, lse)
+    assert verdict.passed, str(verdict)
+    k, v = call.operands.k.clone(), call.operands.v.clone()
+    for x in (k, v):
+        x[:, 128:640] = x[:, 768:4480] = torch.nan  # whole tiles
+    maps: list[gluon_on_cpu.Map] = []
+    found = on_cpu(call.problem, call.operands._replace(k=k, v=v), config, maps)
+    assert torch.equal(found[0], out) and torch.equal(found[1], lse)
+    read = {row for m in maps for row in m.rows_read}
+    assert read and not any(128 <= row < 640 or 768 <= row < 4480 for row in read)
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(math.inf, "float16"), (math.nan, "float32")])
+def test_a_bias_that_is_not_finite_spoils_its_row_alone(value: float, dtype: str) -> None:
+    call = cases.build(replace(SHORT, bias="full"), "normal", torch.device("cpu"))
+    bias = call.operands.bias.to(getattr(torch, dtype))
+    problem = replace(call.problem, bias_dtype=dtype)
+    config = flash_fwd.Config(128, 64, 2)
+    clean, _ = on_cpu(problem, call.operands._replace(bias=bias), config)
+    bias = bias.clone()
+    bias[0, 1, 70, 3] = value
+    out, _ = on_cpu(problem, call.operands._replace(bias=bias), config)
+    row = torch.zeros(out.shape[:-1], dtype=torch.bool)
+    row[0, 70, 1] = True
+    assert torch.equal(out.isnan().all(-1), row)
+    assert torch.equal(out[~row], clean[~row])
+
+
 @pytest.mark.parametrize("data", ["sharp", "low"])
-@pytest.mark.parametrize("arithmetic", ["bf16x3", "bf16x6"])
+@pytest.mark.parametrize("arithmetic", ["fp16x1", "fp16x3", "bf16x6"])
 def test_promises_are_kept_on_a_cpu(arithmetic: str, data: Data) -> None:
     call = cases.build(replace(SHORT, dtype=f"float32:{arithmetic}"), data, torch.device("cpu"))
     references = forward_references(call.problem, call.operands)
@@ -162,3 +276,39 @@ def test_a_value_comes_back_to_the_bit() -> None:
     q.fill_(4.0), k.zero_(), k[:, 77].fill_(4.0)  # a logit of 128 among zeros
     out, _ = on_cpu(call.problem, call.operands, flash_fwd.Config(128, 64, 2))
     assert torch.equal(out, v[:, 77:78].expand(out.shape))
+
+
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, 1e30])
+@pytest.mark.parametrize("features", [{"window": (20, 0)}, {"packed": True, "batch": 4, "window": (20, 0)}], ids=str)
+@pytest.mark.parametrize("arithmetic", ["fp16x1", "fp16x3"])
+def test_what_nobody_sees_changes_no_bit_of_float32(arithmetic: str, features: dict[str, Any], garbage: float) -> None:
+    """Neither scales nor sums: keys outside the window of every query."""
+    call = cases.build(replace(SHORT, dtype=f"float32:{arithmetic}", lengths=(60, 210), **features), "normal", CPU)
+    operands = call.operands
+    before = on_cpu(call.problem, operands, flash_fwd.Config(128, 64, 2))
+    k, v = operands.k.clone(), operands.v.clone()
+    lengths = [operands.cu_seqlens_q, operands.cu_seqlens_k] if call.problem.packed else []
+    ends = [x.tolist() for x in lengths] or [[0, 60], [0, 210]]
+    unseen = 0
+    for b in range(len(ends[0]) - 1):
+        q_rows, k_rows = (x[b + 1] - x[b] for x in ends)
+        hidden = slice(ends[1][b], ends[1][b] + (max(0, k_rows - q_rows - 20) if q_rows else k_rows))
+        for x in (k, v):
+            (x if call.problem.packed else x[0])[hidden] = garbage
+        unseen += hidden.stop - hidden.start
+    assert unseen > 0
+    after = on_cpu(call.problem, operands._replace(k=k, v=v), flash_fwd.Config(128, 64, 2))
+    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize(
+    "sizes", [(2.0**-90, 2.0**90, 1.0), (2.0**100, 2.0**-100, 2.0**-100), (1.0, 1.0, 2.0**110)], ids=str
+)
+@pytest.mark.parametrize("arithmetic", ["fp16x1", "fp16x3"])
+def test_powers_of_two_change_no_bit_of_float32(arithmetic: str, sizes: tuple[float, float, float]) -> None:
+    """Far outside of float16's range, and of what two scales' product may be."""
+    call = cases.build(replace(SHORT, dtype=f"float32:{arithmetic}", lengths=(70, 90)), "normal", CPU)
+    before, lse_before = on_cpu(call.problem, call.operands, flash_fwd.Config(128, 64, 2))
+    q, k, v = (x * size for x, size in zip(call.operands[:3], sizes, strict=True))
+    out, lse = on_cpu(call.problem, call.operands._replace(q=q, k=k, v=v), flash_fwd.Config(128, 64, 2))
+    assert torch.equal(out, before * sizes[2]) and torch.equal(lse, lse_before)

@@ -48,8 +48,8 @@ def on_cpu(
     tiles = large_head_dim._query_tiles(problem, config)
     scalars = large_head_dim._scalars(problem, operands, config, tiles)
     (
-        slope_stride, lse_b, lse_h, num_tiles, heads, head_parts, group, batch, per_head, in_l2, seqlen_q, seqlen_k,
-        total_q, total_k, left, right, dv_8, scale, softcap_log2,
+        slope_stride, lse_b, lse_h, num_tiles, head_parts, group, batch, per_head, in_l2, seqlen_q, seqlen_k, total_q,
+        total_k, left, right, heads, dv_8, scale, softcap_log2,
     ) = scalars  # fmt: skip
     maps = []
     for plan in large_head_dim._plans(problem, operands):

@@ -25,15 +25,18 @@ if NO_TRITON is None:
     # Renamed in 3.8; the old names raise from 3.9 on.
     tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
     tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+    block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
     constexpr_function = gluon.constexpr_function
     jit: Any = gluon.jit
 else:
     gluon = gl = mbarrier = tma = jit = constexpr_function = aggregate = tl
     fence_async_shared = warpgroup_mma = warpgroup_mma_wait = tma_load = tma_store = TensorDescriptor = tl
+    block_barrier = tl
 
 __all__ = [
     "TensorDescriptor",
     "aggregate",
+    "block_barrier",
     "constexpr_function",
     "fence_async_shared",
     "gl",

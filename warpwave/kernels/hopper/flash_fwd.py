@@ -1,13 +1,15 @@
 """FlashAttention forward for NVIDIA Hopper: warp-specialised, in Gluon; bf16 and fp16, head_dim up to 384; float32 by
-bfloat16 parts, up to 256.
+parts of 16 bits, up to 256.
 
 A block is one producer warp and one to three consumer warpgroups of 64 queries. The producer moves Q, K and V tiles
 into shared memory by TMA; consumers multiply them by wgmma straight from there, keep probabilities in registers, and
 turn the scores of one tile into probabilities while the tensor cores are busy with the tile before (roles.py,
 softmax.py). Blocks stay on their SM and draw tiles of queries from a counter, longest first (scheduler.py). float32 is
-split into parts by a launch before (split_ahead.py), and every product becomes three or six (split_float32.py).
+made one or two parts of scaled float16, or three of bfloat16, by launches before (scale_ahead.py, split_ahead.py), and
+every product becomes one, three or six (split_float32.py). A boolean mask is packed into bits by a launch before
+(mask_bits.py), a bias comes beside K (mask_bias.py).
 
-    S = softmax_scale * Q K^T, then softcap, ALiBi, mask;   out = softmax(S) V;   lse = log(sum(exp(S)))
+    S = softmax_scale * Q K^T, then softcap, bias, ALiBi, mask;   out = softmax(S) V;   lse = log(sum(exp(S)))
 
 Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), sections 3.1 and
 3.2. The online softmax rescales only when a row's maximum has risen by more than `softmax.LAG`.
@@ -19,23 +21,27 @@ tried and what each part gained is in docs/hopper.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from warpwave import launch, precision
 from warpwave.errors import UnsupportedProblem
 from warpwave.hardware.gpu import Gpu, current_gpu
-from warpwave.kernels import arguments, split_ahead
-from warpwave.kernels.cost import Cost
-from warpwave.kernels.hopper import launcher, roles, scheduler
+from warpwave.kernels import arguments, mask_bits, scale_ahead, split_ahead
+from warpwave.kernels.cost import Cost, walk
+from warpwave.kernels.hopper import host, launcher, roles, scheduler
 from warpwave.kernels.hopper.compat import fence_async_shared, gl, jit, mbarrier
 from warpwave.kernels.hopper.flash_fwd_configs import (
     ABLE,
     MAX_PIECES,
     NUM_SMS,
+    PARTS,
     Config,
     configs,
+    has_bias_cells,
     num_parts,
     own_out,
     pieces,
@@ -43,9 +49,9 @@ from warpwave.kernels.hopper.flash_fwd_configs import (
     registers,
     smem_bytes,
 )
+from warpwave.kernels.hopper.mask_bias import Beside, is_added
 from warpwave.kernels.hopper.parts import FREE_BARRIERS, ROWS, Ring, ring_init
 from warpwave.kernels.hopper.visible import Rules
-from warpwave.kernels.split_ahead import PARTS
 from warpwave.kernels.triton_or_stub import NO_TRITON
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
 
@@ -53,8 +59,9 @@ __all__ = ["Config", "bind", "configs", "cost", "hopper_flash_fwd_kernel", "piec
 
 NAME = "hopper/flash_fwd"
 NEEDS_GPU = True
+SKIPS_HIDDEN_TILES = True  # what a boolean mask hides from all queries of a block
+BIAS_SOURCE = 5 + 8  # behind q, k, v, out and the counter: of the pointers, the last (launcher.MapPlan.source)
 MAX_HEAD_DIM = {"float16": 384, "bfloat16": 384, "float32": 256}
-LOG2_E = 1.4426950408889634
 
 
 # Device code ----------------------------------------------------------------------------------------------------------
@@ -89,7 +96,9 @@ def _present(first, second, third):
 
 UNSPECIALISED = [
     *("stride_alibi_b", "stride_lb", "stride_lh", "num_tiles", "num_heads", "group_size", "batch", "tiles_per_head"),
-    *("heads_in_l2", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right"),
+    *("heads_in_l2", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right", "stride_words_b"),
+    *("stride_words_h", "stride_words_t", "stride_words_m", "stride_bias_b", "stride_bias_h", "stride_bias_m"),
+    *("flags_begin", "stride_flags_b", "stride_flags_h", "stride_flags_m"),
 ]
 
 
@@ -107,12 +116,16 @@ def hopper_flash_fwd_kernel(
     out_map,
     out_map_2,
     out_map_3,
+    bias_map,
     out_ptr,
     lse_ptr,
     alibi_slopes_ptr,
     sinks_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
+    inverses_ptr,
+    words_ptr,
+    bias_ptr,
     counter_ptr,
     stride_alibi_b,
     stride_lb,
@@ -131,6 +144,17 @@ def hopper_flash_fwd_kernel(
     window_right,
     scale,
     softcap_log2,
+    stride_words_b,
+    stride_words_h,
+    stride_words_t,
+    stride_words_m,
+    flags_begin,
+    stride_flags_b,
+    stride_flags_h,
+    stride_flags_m,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_m,
     GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -149,6 +173,8 @@ def hopper_flash_fwd_kernel(
     WRITE_LSE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
+    HAS_MASK: gl.constexpr,
+    BIAS: gl.constexpr,
 ):
     """Tiles of 64 * GROUPS queries of one head, as many as the counter gives.
 
@@ -158,16 +184,19 @@ def hopper_flash_fwd_kernel(
     q_maps = _present(q_map, q_map_2, q_map_3)
     k_maps = _present(k_map, k_map_2, k_map_3)
     v_maps = _present(v_map, v_map_2, v_map_3)
-    out_maps = k_maps  # not used: parts leave no room for out, which goes to memory from registers
-    if PARTS == 1:
+    out_maps = k_maps  # not used: in float32 out goes to memory from registers
+    if HEAD_DIM_V == 0:
         out_maps = _present(out_map, out_map_2, out_map_3)
     rules = Rules(
         scale, softcap_log2, window_left, window_right, GROUPS, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
         HAS_SOFTCAP, HAS_SINKS, IS_VARLEN, WRITE_LSE, OWN_OUT, VALUES_FIRST, PARTS, HEAD_DIM_V,
     )  # fmt: skip
     # Tuples and aggregates hold no None: the counter stands for pointers that are absent and that nobody reads.
-    if not IS_VARLEN and PARTS == 1:
+    if not IS_VARLEN and HEAD_DIM_V == 0:
         out_ptr = counter_ptr
+    if HEAD_DIM_V == 0 or PARTS > 2:
+        inverses_ptr = counter_ptr
+    q_inverses_ptr = inverses_ptr + batch * (2 * (num_heads // group_size))  # behind those of K and V
     if not IS_VARLEN:
         cu_seqlens_q_ptr = counter_ptr
         cu_seqlens_k_ptr = counter_ptr
@@ -183,6 +212,22 @@ def hopper_flash_fwd_kernel(
     )  # fmt: skip
 
     q_tiles = _buffers(q_maps, GROUPS * PARTS)
+    beside = ()
+    if HAS_MASK or BIAS != "":
+        if not HAS_MASK:
+            words_ptr = counter_ptr
+        if BIAS == "":
+            bias_ptr = counter_ptr
+        bias_maps = ()
+        bias_tiles = q_tiles  # not used where there is no map
+        if BIAS == "cells":
+            bias_maps = (bias_map,)
+            bias_tiles = _buffers(bias_maps, STAGES * GROUPS)
+        beside = Beside(
+            words_ptr, (stride_words_b, stride_words_h, stride_words_t, stride_words_m),
+            (flags_begin, stride_flags_b, stride_flags_h, stride_flags_m), bias_ptr,
+            (stride_bias_b, stride_bias_h, stride_bias_m), bias_maps, bias_tiles[0], HAS_MASK, BIAS,
+        )  # fmt: skip
     k_full = _barriers(STAGES)
     v_full = _barriers(STAGES)
     if NAMED_BARRIERS:
@@ -192,13 +237,14 @@ def hopper_flash_fwd_kernel(
         k_ring = Ring(_buffers(k_maps, STAGES * PARTS), k_full, _barriers(STAGES), STAGES, 0, PARTS)
         v_ring = Ring(_buffers(v_maps, STAGES * PARTS), v_full, _barriers(STAGES), STAGES, 0, PARTS)
     out_tiles = q_tiles
-    if OWN_OUT and PARTS == 1:
+    if OWN_OUT and HEAD_DIM_V == 0:
         out_tiles = _buffers(out_maps, GROUPS)
     # Every barrier allocated is used. The memory of one that is not would be handed out again as scratch, with a
     # barrier's bits in it: the first tile drawn was then garbage in 5 % of launches.
     q_full = _barriers(GROUPS)
     q_empty = _barriers(GROUPS)
-    words = gl.allocate_shared_memory(gl.int32, [2 * scheduler.WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    many_words: gl.constexpr = scheduler.words_of(is_added(beside))
+    words = gl.allocate_shared_memory(gl.int32, [many_words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     box = scheduler.Mailbox(words, _barriers(2), _barriers(2))
     ring_init(k_ring, GROUPS)
     ring_init(v_ring, GROUPS)
@@ -210,10 +256,11 @@ def hopper_flash_fwd_kernel(
         mbarrier.init(box.empty.index(i), count=GROUPS)
     fence_async_shared()
 
-    of_producer = (q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, box, schedule, rules)
+    of_producer = (q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, box, schedule, rules, beside)
     of_consumer = (
-        out_maps, out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, stride_alibi_b, stride_lb, stride_lh, num_heads,
-        seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, k_ring, v_ring, box, rules,
+        out_maps, out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, inverses_ptr, q_inverses_ptr, stride_alibi_b,
+        stride_lb, stride_lh, num_heads, group_size, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, k_ring,
+        v_ring, box, rules, beside,
     )  # fmt: skip
     if GROUPS == 1:
         gl.warp_specialize(
@@ -246,41 +293,43 @@ def hopper_flash_fwd_kernel(
 
 # Host -----------------------------------------------------------------------------------------------------------------
 
-# K and V of the heads that run together under a causal mask.
-L2_BYTES = 32 * 1024 * 1024
-
 
 def bind(
     problem: AttentionProblem, operands: Operands, config: Config
 ) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
     """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, lse None unless asked for."""
     allocate = arguments.allocator(problem, operands.q)
-    straight = arguments.straightener(operands)
     if problem.dtype == "float32":
+        straight = arguments.straightener(operands)
         return _bind_split(problem, straight(operands), config, allocate, straight)
-    copied = [name for name in ("q", "k", "v") if not launcher.has_map(getattr(operands, name))]
-    other_layout = bool(copied) or straight(operands) is not operands
-
-    def mappable(operands: Operands) -> Operands:
-        """Operands that tensor maps can describe: what they cannot is copied."""
-        aligned = {n: getattr(operands, n).clone(memory_format=torch.contiguous_format) for n in copied}
-        return straight(operands)._replace(**aligned)
-
+    mappable = _mappable(problem, operands)
     first = mappable(operands)
     out, lse = allocate()
     plans = _plans(problem, config, first, out)
-    spec = _specify_16_bits(problem, current_gpu(out.device), first, out, lse, config)
+    *before, spec = _specify_16_bits(problem, current_gpu(out.device), first, out, lse, config)
+    pack = launch.bind(before[0]) if before else None
     launch_kernel = launcher.bind(spec, plans, (first.q, first.k, first.v, out))
+    words_size = None if pack is None else mask_bits.packed(problem).size
 
     def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if other_layout:
-            operands = mappable(operands)
+        q, k, v, mask, bias, *others = mappable(operands)
         out, lse = allocate()
-        q, k, v, _, _, *others = operands
-        launch_kernel((q, k, v, out), (out, lse, *others))
+        words = None
+        if words_size is not None and pack is not None:
+            words = torch.empty(words_size, dtype=torch.int32, device=q.device)
+            pack(mask, words)
+        launch_kernel((q, k, v, out), (out, lse, *others, None, words, bias))
         return out, lse
 
     return run
+
+
+def _mappable(problem: AttentionProblem, operands: Operands) -> Callable[[Operands], Operands]:
+    """What makes operands of this layout such that tensor maps can describe them: what they cannot is copied."""
+    mappable = host.mappable(problem, operands)
+    if operands.bias is None or _bias_for_maps(operands.bias) is operands.bias:
+        return mappable
+    return lambda operands: mappable(operands)._replace(bias=_bias_for_maps(operands.bias))
 
 
 def _bind_split(
@@ -293,38 +342,59 @@ def _bind_split(
     """`bind` for float32: q, k and v are split into a workspace, whatever their strides, and tensor maps describe that.
     Each call has its own, so that calls on two streams, or in a graph and beside it, share nothing."""
     out, lse = allocate()
-    split, attend, parts, plans = _specify_split(problem, current_gpu(out.device), operands, out, lse, config)
-    split_operands = launch.bind(split)
+    ahead, attend, parts, plans = _specify_parts(problem, current_gpu(out.device), operands, out, lse, config)
+    before = [launch.bind(spec) for spec in ahead]
     launch_kernel = launcher.bind(attend, plans, (*parts, out))
-    shapes, device = tuple(part.shape for part in parts), out.device
+    # One element each, broadcast, to allocate like them (arguments.allocator).
+    with torch.inference_mode(False):
+        likes = [part.new_empty(1).expand(part.shape) for part in parts]
+        numbers_like = [out.new_empty(1).expand(n) for n in scale_ahead.workspace_floats(problem)]
+    contiguous = torch.contiguous_format
 
-    def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run_split(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         operands = straight(operands)
         out, lse = allocate()
-        q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes)
-        split_operands(operands.q, operands.k, operands.v, q, k, v)
-        launch_kernel((q, k, v, out), (out, lse, *operands[5:]))
+        q, k, v = [torch.empty_like(like, memory_format=contiguous) for like in likes]
+        before[0](operands.q, operands.k, operands.v, q, k, v)
+        launch_kernel((q, k, v, out), (out, lse, *operands[5:], None, None, None))
         return out, lse
 
-    return run
+    def run_scaled(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+        operands = straight(operands)
+        out, lse = allocate()
+        q, k, v = [torch.empty_like(like, memory_format=contiguous) for like in likes]
+        inverses = maxima = torch.empty_like(numbers_like[0], memory_format=contiguous)
+        sources = (*operands[:3], *operands[7:])
+        if len(before) == 2:
+            maxima = torch.empty_like(numbers_like[1], memory_format=contiguous)
+            before[0](*sources[1:], maxima)
+        before[-1](*sources, q, k, v, inverses, maxima)
+        launch_kernel((q, k, v, out), (out, lse, *operands[5:], inverses, None, None))
+        return out, lse
+
+    return run_split if parts[0].dtype == torch.bfloat16 else run_scaled
 
 
 def _plans(
     problem: AttentionProblem, config: Config, operands: Operands, out: torch.Tensor
 ) -> list[launcher.MapPlan | None]:
-    """The tensor maps of q, k, v and out, MAX_PIECES each. K and V end with the last key that a query sees."""
+    """The tensor maps of q, k, v and out, MAX_PIECES each, and the bias's. K and V end with the last key that a query
+    sees."""
     plans: list[launcher.MapPlan | None] = []
     for source, tensor in enumerate((*operands[:3], out)):
-        if problem.packed:
-            rows, heads, width = tensor.shape
-            shape = (1, heads, rows, width)
-            strides = (tensor.stride(0), tensor.stride(1), tensor.stride(0), 1)
-        else:
-            batch, rows, heads, width = tensor.shape
-            shape = (batch, heads, _keys_end(problem) if source in (1, 2) else rows, width)
-            strides = (tensor.stride(0), tensor.stride(2), tensor.stride(1), 1)
+        rows = host.keys_end(problem) if source in (1, 2) else None
+        shape, strides = host.seen(tensor, problem.packed, rows)
         plans += _pieces_of(source, shape, strides, config)
-    return plans
+    return [*plans, _bias_plan(operands.bias, config)]
+
+
+def _bias_plan(bias: torch.Tensor | None, config: Config) -> launcher.MapPlan | None:
+    """The tensor map of a bias with one number for each score."""
+    if bias is None or _bias_kind(bias) != "cells":
+        return None
+    # The stride of an axis of one index is any that a map can have.
+    strides = tuple(bias.stride(2) if size == 1 else bias.stride(axis) for axis, size in enumerate(bias.shape))
+    return launcher.MapPlan(BIAS_SOURCE, tuple(bias.shape), strides, (1, 1, ROWS.value, config.block_n))
 
 
 def _plans_of_parts(
@@ -335,9 +405,9 @@ def _plans_of_parts(
     for source, tensor in enumerate(parts):
         batch, heads, rows, width = tensor.shape
         if source > 0 and not problem.packed:
-            rows = _keys_end(problem)
+            rows = max(1, host.keys_end(problem))
         plans += _pieces_of(source, (batch, heads, rows, width), tensor.stride(), config)
-    return [*plans, *[None] * MAX_PIECES]
+    return [*plans, *[None] * (MAX_PIECES + 1)]  # out and the bias have none
 
 
 def _pieces_of(
@@ -349,47 +419,60 @@ def _pieces_of(
     return [*parts, *[None] * (MAX_PIECES - len(parts))]
 
 
-def _keys_end(problem: AttentionProblem) -> int:
-    """Keys of a dense call up to the last that some query sees, 1 at least."""
-    keys_end = problem.seqlen_k
-    band = problem.band(problem.seqlen_q, problem.seqlen_k)
-    if band.high is not None:
-        keys_end = min(keys_end, problem.seqlen_q + band.high)
-    return max(1, keys_end)
-
-
 def specify(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
-) -> launch.Launch | tuple[launch.Launch, launch.Launch]:
-    """The launch, in float32 the split and the launch, from tensors that may be without memory (device "meta") when
-    only to be compiled."""
+) -> launch.Launch | tuple[launch.Launch, ...]:
+    """The launch, in float32 those that make parts and the launch, from tensors that may be without memory (device
+    "meta") when only to be compiled."""
     if problem.dtype == "float32":
-        return _specify_split(problem, gpu, operands, out, lse, config)[:2]
-    return _specify_16_bits(problem, gpu, operands, out, lse, config)
+        ahead, attend, _, _ = _specify_parts(problem, gpu, operands, out, lse, config)
+        return (*ahead, attend)
+    *before, attend = _specify_16_bits(problem, gpu, operands, out, lse, config)
+    return (*before, attend) if before else attend
 
 
 def _specify_16_bits(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
-) -> launch.Launch:
+) -> tuple[launch.Launch, ...]:
+    """The launch, behind that which packs a boolean mask where there is one."""
+    _refuse_one_stage(problem, config)
+    sources = (*operands[:3], out)
+    before, words = [], None
+    if operands.mask is not None:
+        words = torch.empty(mask_bits.packed(problem).size, dtype=torch.int32, device=out.device)
+        before = [mask_bits.specify(problem, operands.mask, words)]
+    plans = _plans(problem, config, operands, out)
+    attend = _specify(problem, gpu, operands, sources, plans, lse, config, 1, words=words)
+    return (*before, attend)
+
+
+def _refuse_one_stage(problem: AttentionProblem, config: Config) -> None:
     if config.num_stages < 2:
         raise UnsupportedProblem(
             f"{config} cannot run {problem.describe()}",
-            {NAME: ["num_stages is 1; K comes one tile ahead of V in 16-bit types, which takes 2"]},
+            {NAME: ["num_stages is 1; K comes one tile ahead of V where tiles overlap, which takes 2"]},
             "num_stages=2",
         )
-    sources = (*operands[:3], out)
-    return _specify(problem, gpu, operands, sources, _plans(problem, config, operands, out), lse, config, 1)
 
 
-def _specify_split(
+def _specify_parts(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
-) -> tuple[launch.Launch, launch.Launch, tuple[torch.Tensor, ...], list[launcher.MapPlan | None]]:
-    """The launch that splits q, k and v, the launch that attends, the parts between them, and their maps."""
+) -> tuple[list[launch.Launch], launch.Launch, tuple[torch.Tensor, ...], list[launcher.MapPlan | None]]:
+    """The launches that make parts of q, k and v, the launch that attends, the parts between them, and their maps."""
     widths = sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
-    split, parts = split_ahead.specify_all(problem, gpu, operands, precision.arithmetic(problem, gpu, ABLE), *widths)
+    arithmetic, count, inverses = precision.arithmetic(problem, gpu, ABLE), num_parts(problem, gpu), None
+    if count == 1:
+        _refuse_one_stage(problem, config)
+    if arithmetic in scale_ahead.PARTS:
+        shapes = split_ahead.part_shapes(problem, count, *widths)
+        scaling = scale_ahead.specify(problem, gpu, operands, arithmetic, shapes)
+        ahead, parts, inverses = list(scaling.launches), scaling.parts, scaling.inverses
+    else:
+        split, parts = split_ahead.specify_all(problem, gpu, operands, arithmetic, *widths)
+        ahead = [split]
     plans = _plans_of_parts(problem, config, parts)
-    attend = _specify(problem, gpu, operands, (*parts, out), plans, lse, config, num_parts(problem, gpu))
-    return split, attend, parts, plans
+    attend = _specify(problem, gpu, operands, (*parts, out), plans, lse, config, count, inverses)
+    return ahead, attend, parts, plans
 
 
 def _specify(
@@ -401,21 +484,28 @@ def _specify(
     lse: torch.Tensor | None,
     config: Config,
     parts: int,
+    inverses: torch.Tensor | None = None,
+    words: torch.Tensor | None = None,
 ) -> launch.Launch:
     """The launch of `hopper_flash_fwd_kernel` on what maps describe, `sources`, the last of which is out."""
     out = sources[-1]
-    descriptors = [None if plan is None else plan.descriptor(sources[plan.source]) for plan in plans]
+    out_ptr = out if problem.packed or problem.dtype == "float32" else None
+    tensors = {**dict(enumerate(sources)), BIAS_SOURCE: operands.bias}
+    descriptors = [None if plan is None else plan.descriptor(tensors[plan.source]) for plan in plans]
     tiles = query_tiles(problem, config)
     sms = gpu.num_sms or NUM_SMS
-    on_meta = out.device.type == "meta"
-    counter = torch.empty(1, dtype=torch.int32, device="meta") if on_meta else launcher.counters(out.device).for_graphs
     return launch.Launch(
         kernel=hopper_flash_fwd_kernel,
         grid=min(tiles, sms * config.blocks_per_sm),
-        tensors=(*descriptors, out if problem.packed or parts > 1 else None, lse, *operands[5:], counter),
+        tensors=(*descriptors, out_ptr, lse, *operands[5:], inverses, words, operands.bias, host.counter(out)),
         scalars=_scalars(problem, operands, config, tiles, parts),
-        constants=_constants(problem, config, parts),
-        options={"num_warps": 4, "enable_fp_fusion": True, **_register_cap(config)},
+        constants=_constants(problem, config, parts) | {"BIAS": _bias_kind(operands.bias)},
+        options={
+            "num_warps": 4,
+            "enable_fp_fusion": True,
+            **_register_cap(config),
+            **({} if inverses is None else {"launch_pdl": True}),  # begins while the launch before runs
+        },
     )
 
 
@@ -423,31 +513,26 @@ def _scalars(
     problem: AttentionProblem, operands: Operands, config: Config, tiles: int, parts: int
 ) -> list[int | float]:
     """The run-time arguments behind the pointers, in the kernel's order."""
-    group_size = problem.num_heads_q // problem.num_heads_kv
-    size = DTYPE_BYTES[problem.dtype] if parts == 1 else 2 * parts
-    kv_bytes = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * size)
-    heads_in_l2 = max(1, L2_BYTES // kv_bytes) * group_size
-    scale, softcap_log2 = problem.softmax_scale * LOG2_E, 0.0
-    if problem.softcap > 0:
-        scale, softcap_log2 = problem.softmax_scale / problem.softcap, problem.softcap * LOG2_E
+    scale, softcap = host.score_units(problem)
+    if problem.bias_shape is not None:  # scores stay in natural units until it is added (mask_bias.py)
+        scale, softcap = (scale, problem.softcap) if softcap else (problem.softmax_scale, 0.0)
+    if problem.dtype != "float32" and scale == 0.0:
+        scale = 2.0**-100  # hidden scores are multiplied as well, and 0 * -inf is NaN; all others stay 0 after rounding
     return [
-        arguments.slope_strides(operands.alibi_slopes)[0],
-        *arguments.lse_strides(problem),
-        tiles,
-        problem.num_heads_q,
-        group_size,
-        problem.batch,
-        -(-problem.seqlen_q // config.block_m),
-        # No more heads than there are: tiles times heads is a tile's number, and must not wrap.
-        min(problem.batch * problem.num_heads_q, heads_in_l2),
-        problem.seqlen_q,
-        problem.seqlen_k,
-        problem.total_q,
-        problem.total_k,
-        *arguments.window(problem),
+        *host.of_schedule(problem, operands, tiles, 1, config.block_m, 2 * parts),
         scale,
-        softcap_log2,
+        softcap,
+        *_word_strides(problem),
+        *arguments.broadcast_strides(operands.bias)[:3],
     ]
+
+
+def _word_strides(problem: AttentionProblem) -> tuple[int, ...]:
+    """Strides of the words and flags of a mask as the kernel takes them; zeros where there is none."""
+    if problem.mask_shape is None:
+        return (0,) * 8
+    packed = mask_bits.packed(problem)
+    return (*packed.word_strides, packed.flags_begin, *packed.flag_strides)
 
 
 def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[str, int | bool]:
@@ -459,10 +544,10 @@ def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[st
         "BLOCK_N": config.block_n,
         "STAGES": config.num_stages,
         "NAMED_BARRIERS": config.blocks_per_sm > 1,
-        "OWN_OUT": parts > 1 or own_out(problem, config),
+        "OWN_OUT": problem.dtype == "float32" or own_out(problem, config),
         "VALUES_FIRST": config.groups == 3,
         "PARTS": parts,
-        "HEAD_DIM_V": problem.head_dim_v if parts > 1 else 0,
+        "HEAD_DIM_V": problem.head_dim_v if problem.dtype == "float32" else 0,
         **arguments.band_constants(problem),
         "HAS_ALIBI": features["HAS_ALIBI"],
         "HAS_SOFTCAP": features["HAS_SOFTCAP"],
@@ -471,7 +556,33 @@ def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[st
         "WRITE_LSE": problem.return_lse,
         "CONSUMER_REGISTERS": consumer,
         "PRODUCER_REGISTERS": producer,
+        "HAS_MASK": features["HAS_MASK"],
     }
+
+
+def _bias_kind(bias: torch.Tensor | None) -> str:
+    """How a bias is read: see `mask_bias.Beside`."""
+    if bias is None:
+        return ""
+    *_, stride_m, stride_n = arguments.broadcast_strides(bias)
+    return "rows" if stride_n == 0 else "keys" if stride_m == 0 else "cells"
+
+
+def _bias_for_maps(bias: torch.Tensor | None) -> torch.Tensor | None:
+    """A bias with one number for each score, as a tensor map can describe it: axes along which it is the same once,
+    and rows of a multiple of 16 bytes, to which it is copied where they are not. Another stays as it is."""
+    if bias is None or _bias_kind(bias) != "cells":
+        return bias
+    for axis in (0, 1):
+        if bias.stride(axis) == 0:
+            bias = bias.narrow(axis, 0, 1)
+    if launcher.has_map(bias[0, 0]) and all(
+        bias.stride(axis) * bias.element_size() % 16 == 0 for axis in (0, 1) if bias.shape[axis] > 1
+    ):
+        return bias
+    keys = bias.shape[-1]
+    padded = bias.new_empty(*bias.shape[:-1], -(-keys // 8) * 8)
+    return padded[..., :keys].copy_(bias)
 
 
 def _register_cap(config: Config) -> dict[str, int]:
@@ -480,8 +591,6 @@ def _register_cap(config: Config) -> dict[str, int]:
 
 
 # What it can run and what it costs ------------------------------------------------------------------------------------
-
-MASK_REASON = "it takes no {} yet: values that no query sees must have no effect, and V goes to wgmma as it was copied"
 
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
@@ -492,11 +601,8 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     if gpu.arch != "sm_90":
         reasons.append(f"found {gpu.name} ({gpu.arch}); it needs an NVIDIA Hopper GPU (sm_90)")
     if problem.dtype == "float32":
-        if gpu.arch == "sm_90" and num_parts(problem, gpu) == 1:
-            reasons.append(
-                f"precision is {problem.precision!r}, {arguments.dot_precision(problem, gpu)} there; its products of "
-                "float32 are bf16x3 and bf16x6"
-            )
+        if gpu.arch == "sm_90" and num_parts(problem, gpu) == 0:
+            reasons.append(f"precision is {problem.precision!r}; its products of float32 are {', '.join(ABLE)}")
         reasons += precision.why_not(problem, gpu, ABLE)
     if problem.requires_grad:
         reasons.append("it computes no gradients; call under torch.no_grad() if none are needed")
@@ -508,10 +614,11 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
             )
         if size % 8 and problem.dtype != "float32":
             reasons.append(f"{name} is {size}; rows copied by TMA are a multiple of 16 bytes, so it must be one of 8")
-    if problem.mask_shape is not None:
-        reasons.append(MASK_REASON.format("boolean mask"))
-    if problem.bias_shape is not None:
-        reasons.append(MASK_REASON.format("bias"))
+    for name, shape in (("boolean mask", problem.mask_shape), ("bias", problem.bias_shape)):
+        if shape is not None and problem.dtype == "float32":
+            reasons.append(f"it takes a {name} in 16-bit types alone")
+        elif shape is not None and max(problem.head_dim, problem.head_dim_v) > 256:
+            reasons.append(f"it takes a {name} up to head_dim 256: beyond, registers do not suffice")
     return reasons
 
 
@@ -519,8 +626,10 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Where `flash_fwd` takes less time: calls so short that setting up the ring and the roles is not earned back."""
     rows = -(-problem.seqlen_q // 64) * problem.batch * problem.num_heads_q
     short = problem.seqlen_k <= 512 and max(problem.head_dim, problem.head_dim_v) <= 64
+    if problem.mask_shape is not None or problem.bias_shape is not None:
+        return []  # 16 heads x 512 with a mask of keys: 10.8 us against 31.3 (graph replays, an H200)
     if not (short and rows <= (gpu.num_sms or NUM_SMS)) or problem.dtype == "float32":
-        return []  # in float32 it is the faster one from 1 head x 512 on: 17.6 us against 27.8 (graph replays, an H200)
+        return []  # in float32 it is the faster one from 1 head x 512 on: 10 to 17 us against 28 (graphs, an H200)
     # Graph replays on an H200, hot, in us, this kernel / flash_fwd (the shipped record, suite tiny): 1 head x 64 3.99 /
     # 2.58, x 128 3.96 / 3.11, x 512 6.59 / 6.22; 8 x 4 heads x 128 4.11 / 3.35. Beyond: 16 heads x 1024 13.1 / 13.8.
     return [
@@ -559,27 +668,62 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     rows = problem.rows * problem.num_heads_q
     q_bytes, k_bytes = size * problem.head_dim, size * (problem.head_dim + problem.head_dim_v)
     workspace = split_reads = 0
+    launches = 1
     if problem.dtype == "float32":
         arithmetic = precision.arithmetic(problem, gpu, ABLE)
         keys = (problem.total_k if problem.packed else problem.batch * problem.seqlen_k) * problem.num_heads_kv
         split_reads = rows * q_bytes + keys * k_bytes
         q_bytes, k_bytes = 2 * PARTS.get(arithmetic, 1) * width, 2 * PARTS.get(arithmetic, 1) * (width + width_v)
         workspace = rows * q_bytes + keys * k_bytes
+        launches = 2
+        if arithmetic in scale_ahead.PARTS:
+            many_inverses, many_maxima = scale_ahead.workspace_floats(problem)
+            workspace += 4 * (many_inverses + many_maxima)
+            if many_maxima:
+                launches = 3
+                split_reads += keys * size * (problem.head_dim + problem.head_dim_v)
     reads = rows * q_bytes + visited * config.block_n * k_bytes
-    return Cost(
+    if problem.mask_shape is not None:  # a launch before packs the mask into bits
+        split_reads, workspace, launches = math.prod(problem.mask_shape), 4 * mask_bits.packed(problem).size, 2
+        reads += scores // 8
+    if has_bias_cells(problem):
+        reads += scores * DTYPE_BYTES[problem.bias_dtype or problem.dtype]
+    of_tiles = walk(problem, config.block_m, config.block_n)
+    attend = Cost(
         blocks=min(query_tiles(problem, config), (gpu.num_sms or NUM_SMS) * config.blocks_per_sm),
         flops=2 * scores * (width + width_v),
         exponentials=scores,
-        read_bytes=reads + split_reads,
-        write_bytes=rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0)) + workspace,
+        read_bytes=reads,
+        write_bytes=rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0)),
         smem_bytes=smem_bytes(problem, gpu, config),
         workspace_bytes=workspace,
-        scratch_bytes=reads + workspace if workspace else 0,
-        launches=2 if workspace else 1,
-        items=query_tiles(problem, config),
+        scratch_bytes=reads if workspace else 0,
+        items=max(1, of_tiles.items),
         steps=visited,
-        longest=-(-problem.seqlen_k // config.block_n),
+        longest=max(1, of_tiles.longest),
+        unsorted=problem.packed,
+        cut=of_tiles.cut,
         threads=128 * (config.groups + 1),
         chains=config.groups,
         blocks_per_sm=config.blocks_per_sm,
+        loop=_loop(problem, width_v, num_parts(problem, gpu)),
     )
+    if not workspace:
+        return attend
+    ahead = Cost(0, 0, 0, split_reads, workspace, scratch_bytes=workspace, launches=launches - 1)
+    return replace(
+        attend,
+        read_bytes=reads + split_reads,
+        write_bytes=attend.write_bytes + workspace,
+        scratch_bytes=reads + workspace,
+        launches=launches,
+        parts=(ahead, replace(attend, workspace_bytes=0)),
+    )
+
+
+def _loop(problem: AttentionProblem, width_v: int, parts: int) -> str:
+    """Which of the loops over tiles: that of several parts, of tiles one after another, or of tiles that overlap, which
+    float32 as one part has to itself."""
+    if problem.dtype == "float32":
+        return "parts" if parts > 1 else "one part"
+    return "serial" if width_v > 320 else ""

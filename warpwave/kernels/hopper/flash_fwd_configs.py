@@ -6,14 +6,16 @@ from dataclasses import dataclass, replace
 
 from warpwave import precision
 from warpwave.hardware.gpu import Gpu
-from warpwave.kernels.split_ahead import PARTS
-from warpwave.problem import AttentionProblem
+from warpwave.kernels import scale_ahead
+from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 MAX_PIECES = 3
 NUM_SMS = 132  # of an H100 or H200 SXM, where no device is asked
 SHORT_KEYS = 2048
 SMEM_PER_SM = 228 * 1024  # of which the driver keeps 1 KiB a block
-ABLE = tuple(PARTS)  # ways of computing float32 products that it has
+# Ways of computing float32 products that it has, and parts of an operand: scaled float16, or bfloat16.
+PARTS = {**scale_ahead.PARTS, "bf16x6": 3}
+ABLE = tuple(PARTS)
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Config:
     Args:
         block_m: queries of a block, 64 for each consumer warpgroup: 64, 128 or 192.
         block_n: keys a step walks: 32, 64 or 128.
-        num_stages: K and V tiles in flight: at least 2, in float32 at least 1.
+        num_stages: K and V tiles in flight: at least 2; where operands of float32 have several parts, at least 1.
         blocks_per_sm: blocks that share an SM, and its registers and shared memory: 1 to 3; more than 1 only with
             64 queries a block.
     """
@@ -38,7 +40,7 @@ class Config:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be one of {allowed}")
         if self.num_stages < 1:
-            raise ValueError(f"num_stages is {self.num_stages}; it must be at least 1, and 2 for 16-bit types")
+            raise ValueError(f"num_stages is {self.num_stages}; it must be at least 1, and 2 where tiles overlap")
         if self.blocks_per_sm > 1 and self.block_m != 64:
             raise ValueError(f"blocks_per_sm is {self.blocks_per_sm}; more than 1 needs block_m 64, not {self.block_m}")
         if self.blocks_per_sm > 1 and self.num_stages > 4:
@@ -62,8 +64,10 @@ def pieces(head_dim: int) -> tuple[int, ...]:
 
 
 def num_parts(problem: AttentionProblem, gpu: Gpu) -> int:
-    """bfloat16 parts of an operand; 1 where operands are multiplied as they are, or cannot be here."""
-    return PARTS.get(precision.arithmetic(problem, gpu, ABLE), 1)
+    """Parts of an operand: 1 for 16-bit types, in float32 0 where it cannot be multiplied here."""
+    if problem.dtype != "float32":
+        return 1
+    return PARTS.get(precision.arithmetic(problem, gpu, ABLE), 0)
 
 
 def query_tiles(problem: AttentionProblem, config: Config) -> int:
@@ -92,14 +96,24 @@ def own_out(problem: AttentionProblem, config: Config) -> bool:
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """An upper bound on the shared memory of one block, which tests hold against what every config compiles to."""
     if problem.dtype == "float32":
-        return _smem(problem, config, False, num_parts(problem, gpu))
+        return _smem(problem, config, False, max(1, num_parts(problem, gpu)))
     return _smem(problem, config, own_out(problem, config))
 
 
 def _smem(problem: AttentionProblem, config: Config, own_out: bool, parts: int = 1) -> int:
     width, width_v = sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
     elements = config.block_m * (width + own_out * width_v) + config.num_stages * config.block_n * (width + width_v)
-    return 2 * parts * elements + 2048  # the last for barriers and reductions
+    beside = config.num_stages * config.block_m * config.block_n * _bias_bytes(problem)
+    return 2 * parts * elements + beside + 2048  # the last for barriers and reductions
+
+
+def has_bias_cells(problem: AttentionProblem) -> bool:
+    """Whether each score has a bias of its own, which comes with K and takes registers."""
+    return problem.bias_shape is not None and min(problem.bias_shape[2:]) > 1
+
+
+def _bias_bytes(problem: AttentionProblem) -> int:
+    return DTYPE_BYTES[problem.bias_dtype or problem.dtype] if has_bias_cells(problem) else 0
 
 
 # Which ----------------------------------------------------------------------------------------------------------------
@@ -107,21 +121,21 @@ def _smem(problem: AttentionProblem, config: Config, own_out: bool, parts: int =
 
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     """The default first, then every other candidate that fits the GPU's shared memory and registers."""
-    fitting = [c for c in _space(problem) if _fits(problem, gpu, c)]
+    parts = num_parts(problem, gpu)
+    fitting = [c for c in _space(problem, parts) if _fits(problem, gpu, c)]
     default = next((c for c in _defaults(problem, gpu) if _fits_shared_memory(problem, gpu, c)), None)
     default = default or fitting[0]
-    if problem.dtype == "float32":  # one stage only where no other fits
+    if parts > 1:  # one stage only where no other fits
         fitting = [c for c in fitting if c.num_stages > 1 or replace(c, num_stages=2) not in fitting]
     return [default, *(c for c in fitting if c != default)]
 
 
-def _space(problem: AttentionProblem) -> list[Config]:
-    float32 = problem.dtype == "float32"
+def _space(problem: AttentionProblem, parts: int) -> list[Config]:
     return [
         Config(block_m, block_n, num_stages, blocks_per_sm)
         for block_m in (64, 128, 192)
-        for block_n in ((32, 64, 128) if float32 or _width(problem) > 256 else (64, 128))
-        for num_stages in ((1, 2, 3) if float32 else (2, 3, 4))
+        for block_n in ((32, 64, 128) if parts > 1 or _width(problem) > 256 else (64, 128))
+        for num_stages in ((1, 2, 3) if parts > 1 else (2, 3, 4))
         for blocks_per_sm in (1, 2, 3)
         if not (block_m > 64 and blocks_per_sm > 1)
     ]
@@ -140,7 +154,7 @@ def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     if not _fits_shared_memory(problem, gpu, config):
         return False
     width_v, block_n, parts = sum(pieces(problem.head_dim_v)), config.block_n, num_parts(problem, gpu)
-    needed = block_n // 2 + block_n // 4 + width_v // 2 + 40
+    needed = block_n // 2 + block_n // 4 + width_v // 2 + 40 + block_n // 8 * _bias_bytes(problem)
     if parts > 1:  # scores in two accumulators, or parts of probabilities and a slice of the product (split_float32.py)
         needed = width_v // 2 + max(block_n, parts * block_n // 4 + min(width_v, 64)) + 16
     elif width_v > 320:  # scores and probabilities are not there together (serial.py)
@@ -151,11 +165,22 @@ def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
 def _defaults(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     """By head_dim, mask, keys, and work per SM, the first that fits; figures are ratios of time on an H200
     (docs/hopper.md)."""
-    width = _width(problem)
-    if problem.dtype == "float32":
-        return _defaults_of_parts(problem, gpu, width, num_parts(problem, gpu))
+    width, parts = _width(problem), num_parts(problem, gpu)
+    if parts > 1:
+        return _defaults_of_parts(problem, gpu, width, parts)
+    one_wave = query_tiles(problem, Config(128, 64, 2)) <= (gpu.num_sms or NUM_SMS)
+    if problem.dtype == "float32" and 128 < width and problem.has_band and one_wave:
+        # One wave of blocks is as long as its longest: tf32 at head_dim 256, causal, 2 x 8 heads x 1024, 128 queries
+        # take 1.34 times as long.
+        return [Config(64, 64, 2)]
     if width > 256:
         return [Config(128, 32, 2), Config(64, 32, 2)]
+    if has_bias_cells(problem):
+        # 4 x 4096, a bias in bfloat16 for each score: head_dim 64 1.13 times as fast as with 64 keys a step; 128 level
+        # with two blocks of 64 queries an SM. In float32 three stages leave no room for out: 0.97.
+        if width <= 64:
+            return [Config(128, 128, 2), Config(128, 64, 2)]
+        return [Config(128, 64, 3 if _bias_bytes(problem) == 2 else 2), Config(128, 64, 2)]
     return [_default(problem, gpu, width)]
 
 
@@ -168,7 +193,7 @@ def _defaults_of_parts(problem: AttentionProblem, gpu: Gpu, width: int, parts: i
         if few or (parts == 3 and problem.has_band and problem.seqlen_k <= SHORT_KEYS):
             # bf16x6, 128 queries in one block take 1.35 times as long at 1 head x 512, 1.04 times causal at 4 x 2048.
             return [Config(64, 64, 1, 2) if parts == 3 else Config(64, 64, 2, 2)]
-        # bf16x3, 64 keys a step take 1.11 times as long at 4 x 2048, 1.15 times at 1 x 8192.
+        # Two parts, 64 keys a step take 1.11 times as long at 4 x 2048, 1.15 times at 1 x 8192.
         return [Config(128, 64, 2) if parts == 3 else Config(128, 128, 2)]
     if few:
         return [Config(64, 64, 2), Config(64, 64, 1), Config(64, 32, 1)]
@@ -182,9 +207,10 @@ def _default(problem: AttentionProblem, gpu: Gpu, width: int) -> Config:
         return Config(128, 64, 2)
     if width > 64:
         return Config(128, 128, 2)
-    if problem.has_band and problem.seqlen_k <= SHORT_KEYS:
-        # Blocks of 64 queries waste less at the diagonal and idle less at the end: 1.20 times as fast as 192 queries at
-        # 16 x 1024, but 0.97 at 4 x 4096 and 0.88 at 1 x 16384.
+    if problem.has_band and _reach(problem) <= SHORT_KEYS:
+        # Blocks of 64 queries waste less at the diagonal and idle less at the end: 1.23 times as fast as 192 queries at
+        # 16 x 1024, 1.04 at 8 x 2048, but 0.98 at 5 x 3072, 0.97 at 4 x 4096 and 0.88 at 1 x 16384. With a window of
+        # 1,024 of 16,384 keys 1.09 times, of 4,096 0.96 times.
         return Config(64, 64, 3, 3)
     num_sms = gpu.num_sms or NUM_SMS
     if _rows_per_sm(problem, 192, num_sms) > 1.2 * _rows_per_sm(problem, 64, num_sms):
@@ -192,6 +218,12 @@ def _default(problem: AttentionProblem, gpu: Gpu, width: int) -> Config:
         # 1.5. At 1.14, 16 x 1024, they are 1.03 times as fast.
         return Config(64, 128, 2, 2)
     return Config(192, 128, 3)
+
+
+def _reach(problem: AttentionProblem) -> int:
+    """Keys that a query sees at the most, by position."""
+    low, high = problem.band(problem.seqlen_q, problem.seqlen_k)
+    return problem.seqlen_k if low is None or high is None else max(0, min(problem.seqlen_k, high - low + 1))
 
 
 def _rows_per_sm(problem: AttentionProblem, block_m: int, num_sms: int) -> int:

@@ -25,9 +25,9 @@ from warpwave import launch
 from warpwave.errors import UnsupportedProblem
 from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels import arguments
-from warpwave.kernels.cost import Cost
+from warpwave.kernels.cost import Cost, walk
+from warpwave.kernels.hopper import host, launcher, scheduler
 from warpwave.kernels.hopper import large_head_dim_roles as roles
-from warpwave.kernels.hopper import launcher, scheduler
 from warpwave.kernels.hopper.compat import fence_async_shared, gl, jit, mbarrier
 from warpwave.kernels.hopper.visible import Rules
 from warpwave.kernels.triton_or_stub import NO_TRITON
@@ -37,7 +37,6 @@ NAME = "hopper/large_head_dim"
 NEEDS_GPU = True
 MAX_HEAD_DIM = 768  # Q stays in shared memory beside a ring of seven chunks
 MAX_HEAD_DIM_V = 2048
-LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,6 @@ def hopper_large_head_dim_kernel(
     stride_lb,
     stride_lh,
     num_tiles,
-    num_heads,
     num_head_parts,
     group_size,
     batch,
@@ -120,6 +118,7 @@ def hopper_large_head_dim_kernel(
     total_k,
     window_left,
     window_right,
+    num_heads,
     head_dim_v_8,
     scale,
     softcap_log2,
@@ -214,8 +213,6 @@ def hopper_large_head_dim_kernel(
 
 # Host -----------------------------------------------------------------------------------------------------------------
 
-L2_BYTES = 32 * 1024 * 1024  # K and V of the heads that run together under a causal mask
-NUM_SMS = 132  # of an H100 or H200 SXM, where no device is asked
 BLOCK_M = 64
 BLOCK_N = 64
 CHUNK = 128  # columns
@@ -228,25 +225,15 @@ def bind(
 ) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
     """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, lse None unless asked for."""
     allocate = arguments.allocator(problem, operands.q)
-    straight = arguments.straightener(operands)
-    copied = [name for name in ("q", "k", "v") if not launcher.has_map(getattr(operands, name))]
-    other_layout = bool(copied) or straight(operands) is not operands
-
-    def mappable(operands: Operands) -> Operands:
-        """Operands that tensor maps can describe: what they cannot is copied."""
-        aligned = {n: getattr(operands, n).clone(memory_format=torch.contiguous_format) for n in copied}
-        return straight(operands)._replace(**aligned)
-
+    mappable = host.mappable(problem, operands)
     first = mappable(operands)
     out, lse = allocate()
     spec = specify(problem, current_gpu(out.device), first, out, lse, config)
     launch_kernel = launcher.bind(spec, _plans(problem, first), (first.q, first.k, first.v, out))
 
     def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if other_layout:
-            operands = mappable(operands)
+        q, k, v, _, _, *others = mappable(operands)
         out, lse = allocate()
-        q, k, v, _, _, *others = operands
         launch_kernel((q, k, v, out), (out, lse, *others))
         return out, lse
 
@@ -255,20 +242,9 @@ def bind(
 
 def _plans(problem: AttentionProblem, operands: Operands) -> list[launcher.MapPlan | None]:
     """The tensor maps of q, k and v. Those of k and v end with the last key that a query sees."""
-    keys_end = problem.seqlen_k
-    band = problem.band(problem.seqlen_q, problem.seqlen_k)
-    if band.high is not None:
-        keys_end = min(keys_end, problem.seqlen_q + band.high)
     plans: list[launcher.MapPlan | None] = []
     for source, tensor in enumerate(operands[:3]):
-        if problem.packed:
-            rows, heads, width = tensor.shape
-            shape = (1, heads, rows, width)
-            strides = (tensor.stride(0), tensor.stride(1), tensor.stride(0), 1)
-        else:
-            batch, rows, heads, width = tensor.shape
-            shape = (batch, heads, max(1, keys_end) if source else rows, width)
-            strides = (tensor.stride(0), tensor.stride(2), tensor.stride(1), 1)
+        shape, strides = host.seen(tensor, problem.packed, host.keys_end(problem) if source else None)
         plans.append(launcher.MapPlan(source, shape, strides, (1, 1, BLOCK_N, CHUNK)))
     return plans
 
@@ -286,12 +262,10 @@ def specify(
     sources = operands[:3]
     descriptors = [plan.descriptor(sources[plan.source]) for plan in _plans(problem, operands) if plan is not None]
     tiles = _query_tiles(problem, config)
-    on_meta = out.device.type == "meta"
-    counter = torch.empty(1, dtype=torch.int32, device="meta") if on_meta else launcher.counters(out.device).for_graphs
     return launch.Launch(
         kernel=hopper_large_head_dim_kernel,
-        grid=min(tiles, gpu.num_sms or NUM_SMS),
-        tensors=(*descriptors, out, lse, *operands[5:], counter),
+        grid=min(tiles, gpu.num_sms or host.NUM_SMS),
+        tensors=(*descriptors, out, lse, *operands[5:], host.counter(out)),
         scalars=_scalars(problem, operands, config, tiles),
         constants=_constants(problem, config),
         options={"num_warps": 4, "enable_fp_fusion": True},
@@ -308,32 +282,12 @@ def _query_tiles(problem: AttentionProblem, config: Config) -> int:
 
 def _scalars(problem: AttentionProblem, operands: Operands, config: Config, tiles: int) -> list[int | float]:
     """The run-time arguments behind the pointers, in the kernel's order."""
-    group_size = problem.num_heads_q // problem.num_heads_kv
-    kv_bytes = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype])
-    head_parts = problem.num_heads_q * config.v_parts
-    heads_in_l2 = max(1, L2_BYTES // kv_bytes) * group_size * config.v_parts
-    scale, softcap_log2 = problem.softmax_scale * LOG2_E, 0.0
-    if problem.softcap > 0:
-        scale, softcap_log2 = problem.softmax_scale / problem.softcap, problem.softcap * LOG2_E
+    size = DTYPE_BYTES[problem.dtype]
     return [
-        arguments.slope_strides(operands.alibi_slopes)[0],
-        *arguments.lse_strides(problem),
-        tiles,
+        *host.of_schedule(problem, operands, tiles, config.v_parts, BLOCK_M, size),
         problem.num_heads_q,
-        head_parts,
-        group_size,
-        problem.batch,
-        -(-problem.seqlen_q // BLOCK_M),
-        # No more heads than there are: tiles times heads is a tile's number, and must not wrap.
-        min(problem.batch * head_parts, heads_in_l2),
-        problem.seqlen_q,
-        problem.seqlen_k,
-        problem.total_q,
-        problem.total_k,
-        *arguments.window(problem),
         problem.head_dim_v // 8,
-        scale,
-        softcap_log2,
+        *host.score_units(problem),
     ]
 
 
@@ -462,7 +416,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     scores = visited * config.v_parts * BLOCK_M * BLOCK_N
     columns = config.v_parts * problem.head_dim + problem.head_dim_v  # of K and V read for each visited pair
     return Cost(
-        blocks=min(_query_tiles(problem, config), gpu.num_sms or NUM_SMS),
+        blocks=min(_query_tiles(problem, config), gpu.num_sms or host.NUM_SMS),
         flops=2 * scores * (width_k + width_v),
         exponentials=scores,
         read_bytes=size * (rows * config.v_parts * problem.head_dim + visited * BLOCK_N * columns),
@@ -471,6 +425,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         items=_query_tiles(problem, config),
         steps=visited * config.v_parts,
         longest=longest,
+        cut=walk(problem, BLOCK_M, BLOCK_N).cut * config.v_parts,
         threads=128 * 4,
         chains=1,
     )

@@ -41,11 +41,9 @@ from warpwave.kernels.hopper.compat import (
     warpgroup_mma_wait,
 )
 from warpwave.kernels.hopper.parts import (
-    LN_2,
     LOG2_E,
     ROWS,
     accumulator_layout,
-    exp2,
     like,
     matrix,
     rescale,
@@ -55,10 +53,12 @@ from warpwave.kernels.hopper.parts import (
 from warpwave.kernels.hopper.rows import zero_rows
 from warpwave.kernels.hopper.softmax import (
     in_bits,
+    natural_lse,
     new_maximum,
     partial_sums,
     probabilities,
     rounding_of_the_largest,
+    with_sink,
 )
 from warpwave.kernels.hopper.visible import Place, keys_of_sequence, tiles_of_block
 
@@ -391,16 +391,7 @@ def scores(
         l_out = l_row + rounding_of_the_largest(m_i, m_top, p_tiles.dtype)
         factor = gl.full([ROWS], 1.0, gl.float32, row_layout)
         if rules.HAS_SINKS:
-            # One more key, whose value is zero. It comes last: as the first maximum it would push the probabilities of
-            # lower scores out of the range of 16 bits.
-            sink_log2 = gl.load(sinks_ptr + head) * LOG2_E
-            m_new = gl.maximum(m_i, sink_log2)
-            m_shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-            factor = exp2(m_i - m_shift)
-            sink = exp2(sink_log2 - m_shift)
-            l_row = l_row * factor + sink
-            l_out = l_out * factor + sink
-            m_i = m_new
+            m_i, l_row, l_out, factor = with_sink(m_i, l_row, l_out, gl.load(sinks_ptr + head) * LOG2_E)
         # A row that saw no key has sum 0, or saw its sink alone: a factor of 0 says that its output is 0, whatever was
         # summed for it.
         factor = gl.where(l_row == 0.0, 0.0, factor / gl.where(l_row == 0.0, 1.0, l_out))
@@ -410,7 +401,7 @@ def scores(
         s += 1
         if rules.WRITE_LSE:
             rows = work.tile * ROWS + gl.arange(0, ROWS, row_layout)
-            lse = gl.where(l_row == 0.0, float("-inf"), (m_i + gl.log2(l_row)) * LN_2)
+            lse = natural_lse(m_i, l_row)
             first = head.to(gl.int64) * stride_lh + work.q_begin
             if not rules.IS_VARLEN:
                 first += work.batch.to(gl.int64) * stride_lb
@@ -518,9 +509,10 @@ def store_columns(x, out_ptr, work, seqlen_q, num_heads, head, head_dim_v, colum
     layout: gl.constexpr = x.type.layout
     rows = work.tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
-    first = work.q_begin.to(gl.int64)
-    if not rules.IS_VARLEN:
-        first += work.batch.to(gl.int64) * seqlen_q
+    if rules.IS_VARLEN:
+        first = work.q_begin.to(gl.int64)
+    else:
+        first = work.batch.to(gl.int64) * seqlen_q
     offsets = ((first + rows) * num_heads + head) * head_dim_v
     inside = (rows < work.seqlen_q)[:, None] & (columns < head_dim_v)[None, :]
     gl.store(out_ptr + offsets[:, None] + columns[None, :], x.to(out_ptr.dtype.element_ty), mask=inside)

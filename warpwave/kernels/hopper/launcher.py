@@ -25,7 +25,7 @@ class MapPlan(NamedTuple):
     """How one tensor map sees a tensor.
 
     Args:
-        source: which of the launch's tensors, by number.
+        source: which of the launch's tensors, by number: its sources, the counter, its pointers.
         shape, strides: (batch, heads, rows, columns), strides in elements; nothing outside `shape` is read or written.
         block: what one copy moves, (1, 1, rows, columns).
     """
@@ -37,7 +37,7 @@ class MapPlan(NamedTuple):
 
     def descriptor(self, tensor: torch.Tensor) -> Any:
         """Triton's own object, for compiling and for the public call."""
-        dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[tensor.dtype]
+        dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[tensor.dtype]
         layout = gl.NVMMASharedLayout.get_default_for(list(self.block), dtype)
         return TensorDescriptor(tensor, list(self.shape), list(self.strides), list(self.block), layout)
 
@@ -127,11 +127,12 @@ def bind(spec: launch.Launch, maps: Sequence[MapPlan | None], sources: Sequence[
     current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     capturing = torch.cuda.is_current_stream_capturing
     enter_hook = triton.knobs.runtime.launch_enter_hook
-    direct = _direct(compiled, run)
+    direct = direct_of(compiled, run)
 
     def public(sources: Sequence[torch.Tensor], pointers: Sequence[torch.Tensor | None]) -> None:
         with torch.cuda.device(index):
-            descriptors = [None if plan is None else plan.descriptor(sources[plan.source]) for plan in maps]
+            tensors: list[Any] = [*sources, None, *pointers]
+            descriptors = [None if plan is None else plan.descriptor(tensors[plan.source]) for plan in maps]
             counter = of_device.get(current_stream(index))
             kernel[(grid,)](*descriptors, *pointers, counter, *scalars, **constants, **options)
 
@@ -176,8 +177,9 @@ def bind(spec: launch.Launch, maps: Sequence[MapPlan | None], sources: Sequence[
     return fast
 
 
-def _direct(compiled: Any, run: Any) -> tuple[list[Callable[[int, MapPlan], Any]], launch.Start] | None:
-    """How to encode each map, and how to start the kernel with flattened arguments; None where this Triton hides it."""
+def direct_of(compiled: Any, run: Any) -> tuple[list[Callable[[int, Any], Any]], launch.Start] | None:
+    """How to encode each map, from an address and a plan's shape and strides, and how to start the kernel with
+    flattened arguments; None where this Triton hides it."""
     inner = getattr(run, "launch", None)
     metas = getattr(compiled.metadata, "tensordesc_meta", None)
     if not launch.only_passes_on(run) or inner is None or not metas or None in metas:
@@ -197,7 +199,7 @@ def _direct(compiled: Any, run: Any) -> tuple[list[Callable[[int, MapPlan], Any]
         return None
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
-    def encoder(meta: Any) -> Callable[[int, MapPlan], Any]:
+    def encoder(meta: Any) -> Callable[[int, Any], Any]:
         swizzle, size, block = meta["swizzle"], meta["elem_size"], meta["block_size"]
         dtype = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
         return lambda address, plan: fill(address, swizzle, size, dtype, block, plan.shape, plan.strides, 0)

@@ -60,15 +60,15 @@ def ring_init(ring, CONSUMERS: gl.constexpr):
 
 
 @jit
-def load_tile(ring, maps, n, batch, head, row):
+def load_tile(ring, maps, n, batch, head, row, MORE: gl.constexpr = 0):
     """Tile n of the ring by TMA, as soon as its stage is free. What lies outside the tensor comes as zeros. Parts are
-    heads of the tensor, those of one head side by side."""
+    heads of the tensor, those of one head side by side. The tile is there when MORE bytes have come as well."""
     stage = n % ring.stages
     if ring.named == 0:
         mbarrier.wait(ring.empty.index(stage), ((n // ring.stages) & 1) ^ 1)
     elif n >= ring.stages:
         take_back(ring, n)
-    mbarrier.expect(ring.full.index(stage), tile_bytes(maps) * ring.parts)
+    mbarrier.expect(ring.full.index(stage), tile_bytes(maps) * ring.parts + MORE)
     for part in gl.static_range(ring.parts):
         for i in gl.static_range(len(maps)):
             place = [batch, head * ring.parts + part, row, first_column(maps, i)]
@@ -175,6 +175,24 @@ def wait_for(pending):
     else:
         acc = warpgroup_mma_wait(0, deps=[pending[0], pending[1], pending[2]])
     return acc
+
+
+@jit
+def rescaled(acc, alpha):
+    """Every piece of the accumulator times alpha, [64]."""
+    scaled = ()
+    for i in gl.static_range(len(acc)):
+        scaled = scaled + (rescale(acc[i], like(alpha, acc[i])),)
+    return scaled
+
+
+@jit
+def operand(p, v_ring):
+    """Probabilities as the product with V takes them: rounded, in the registers they are in."""
+    layout: gl.constexpr = gl.DotOperandLayout(
+        operand_index=0, parent=accumulator_layout(v_ring.pieces[0].shape[-1]), k_width=2
+    )
+    return gl.convert_layout(p.to(v_ring.pieces[0].dtype), layout, assert_trivial=True)
 
 
 @jit

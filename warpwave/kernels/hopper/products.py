@@ -1,17 +1,19 @@
-"""three_kernel's two launches on Hopper: scores with the softmax in their epilogue, then values. No kernel by itself.
+"""three_kernel's products on Hopper: P from Q and K, and out from P and V. No kernel by itself.
 
-    P = exp(S' - m),  S' = Q K^T scaled and masked;   out = P V / sum        m lags behind the running maximum
+    P = 2^(S' - r),  S' = Q K^T scaled and masked, in bits;   out = 1/L * sum over tiles of 2^(r - R) P V
 
-A program of the first launch owns 128 queries and walks their keys tile by tile, as a fused kernel would, but writes
-P to memory instead of multiplying it on; so a row's maximum, sum and log-sum-exp are known when its last tile is. Where
-the maximum moved between two tiles, the factor of what was summed before is written beside P, and the second launch, a
-product of tiles of 128 queries x 256 columns, multiplies its accumulator by it where one differs from 1. A score costs
-2 bytes written and 2 read for each 256 columns of v, and no pass of its own.
+Both launches are one matrix product with another epilogue. A program walks tiles of 128 x 256; one warp keeps a ring of
+operands full by TMA, two warpgroups of 64 rows each multiply, and a tile leaves by TMA, 64 columns at a time, while the
+ring fills for the next. Tiles that are under way together lie together, so that they share what they read in L2: 16
+blocks of rows, a column of tiles after another.
 
-In both, one warp keeps a ring of operands full by TMA and two warpgroups of 64 rows each multiply.
+A tile of scores knows nothing of the others of its row. Its reference r is therefore its own maximum, but rounded down
+to a multiple of a step so coarse that the tiles of a row nearly always have the same one (QUANTUM); a launch of its own
+(three_kernel_statistics) joins the references, sums and largest probabilities of a row. Where a tile's reference is
+below its row's, 2^(r - R) is a power of two, and the second launch applies it to P in shared memory without rounding.
+A score costs 2 bytes written and 2 read for each 256 columns of v, and no pass of its own.
 
-Dao, "FlashAttention-2" (2023), algorithm 1, in two halves; Milakov & Gimelshein, "Online normalizer calculation for
-softmax" (2018).
+Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018), is how tiles with a reference each make a row.
 
 Bound: tensor cores and L2, 85 FLOP for each byte of operands.
 """
@@ -20,6 +22,7 @@ Bound: tensor cores and L2, 85 FLOP for each byte of operands.
 
 from warpwave.kernels.hopper.compat import (
     aggregate,
+    block_barrier,
     constexpr_function,
     fence_async_shared,
     gl,
@@ -31,16 +34,16 @@ from warpwave.kernels.hopper.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from warpwave.kernels.hopper.parts import LN_2, LOG2_E, ROWS, accumulator_layout, exp2, like, matrix, rescale
-from warpwave.kernels.hopper.softmax import LAG
+from warpwave.kernels.hopper.parts import ROWS, accumulator_layout, exp2, like, matrix
+from warpwave.kernels.hopper.product_tiles import BLOCK_M, BLOCK_N, Chunk, place_scores, place_values, value_turns
+from warpwave.kernels.hopper.split_float32 import wait_for_launch_before
 
-BLOCK_M = gl.constexpr(128)  # queries of a program, 64 for each of two warpgroups
-BLOCK_N = gl.constexpr(256)  # keys of a tile of scores, and columns of v of a tile of out
 BLOCK_K = gl.constexpr(64)  # of head_dim or keys that a step sums over: 128 bytes, a line of swizzled shared memory
-STAGES = gl.constexpr(3)
+STAGES = gl.constexpr(4)
+PIECE = gl.constexpr(64)  # columns of a tile that leave together; each warpgroup has room for two such pieces
 UNSPECIALISED = [
-    *("stride_lb", "stride_lh", "num_heads", "group_size", "first_head", "row_begin", "row_end", "seqlen_k", "high"),
-    *("heads", "blocks", "columns", "heavy_first", "num_tiles", "chunk_rows", "steps"),
+    *("first_head", "row_begin", "row_end", "num_heads", "group_size", "heads", "blocks", "columns", "together"),
+    *("diagonal", "key_tiles", "chunk_rows", "seqlen_k", "high", "all_tiles", "steps"),
 ]
 
 
@@ -59,93 +62,6 @@ class Ring:
         self.b = b
         self.full = full
         self.empty = empty
-
-
-@aggregate
-class Chunk:
-    """What is computed: heads counted over the batch from first_head on, rows from row_begin to row_end of each.
-
-    Args:
-        high: a row sees the keys up to itself plus this, and those before seqlen_k.
-        heads, blocks, columns: of the chunk, of BLOCK_M rows of a head, of tiles of out of such a block. An item is one
-            of their product.
-        heavy_first: 1 where later blocks see more keys.
-    """
-
-    first_head: gl.tensor
-    row_begin: gl.tensor
-    row_end: gl.tensor
-    seqlen_k: gl.tensor
-    high: gl.tensor
-    num_heads: gl.tensor
-    group_size: gl.tensor
-    heads: gl.tensor
-    blocks: gl.tensor
-    columns: gl.tensor
-    heavy_first: gl.tensor
-
-    @constexpr_function
-    def __init__(
-        self, first_head, row_begin, row_end, seqlen_k, high, num_heads, group_size, heads, blocks, columns, heavy_first
-    ):  # fmt: skip
-        self.first_head = first_head
-        self.row_begin = row_begin
-        self.row_end = row_end
-        self.seqlen_k = seqlen_k
-        self.high = high
-        self.num_heads = num_heads
-        self.group_size = group_size
-        self.heads = heads
-        self.blocks = blocks
-        self.columns = columns
-        self.heavy_first = heavy_first
-
-
-@aggregate
-class Rules:
-    """What is known when compiled. In a tuple of arguments it would not be."""
-
-    HAS_HIGH: gl.constexpr
-    HAS_SINKS: gl.constexpr
-    WRITE_LSE: gl.constexpr
-
-    @constexpr_function
-    def __init__(self, HAS_HIGH, HAS_SINKS, WRITE_LSE):
-        self.HAS_HIGH = gl.constexpr(HAS_HIGH)
-        self.HAS_SINKS = gl.constexpr(HAS_SINKS)
-        self.WRITE_LSE = gl.constexpr(WRITE_LSE)
-
-
-@jit
-def rounds(chunk):
-    """How many items a program has, at the most."""
-    return gl.cdiv(chunk.heads * chunk.blocks * chunk.columns, gl.num_programs(0))
-
-
-@jit
-def place(chunk, turn):
-    """(head of the chunk, first row, column, tiles of keys) of a program's item: no rows and no tiles where there is
-    none left.
-
-    Items are dealt out back and forth. Where later blocks see more keys, those come first, over all heads: a program
-    that got a long one gets a short one with it. Elsewhere a head's come together, for they share K and V in L2; and
-    the columns of a block always do, for they share P.
-    """
-    pid = gl.program_id(0)
-    programs = gl.num_programs(0)
-    item = turn * programs + gl.where(turn % 2 == 0, pid, programs - 1 - pid)
-    is_there = item < chunk.heads * chunk.blocks * chunk.columns
-    column = item % chunk.columns * BLOCK_N
-    pair = item // chunk.columns
-    by_block = chunk.heavy_first != 0
-    head = gl.where(by_block, pair % chunk.heads, pair // chunk.blocks)
-    block = gl.where(by_block, chunk.blocks - 1 - pair // chunk.heads, pair % chunk.blocks)
-    head = gl.where(is_there, head, 0)
-    row = gl.where(is_there, chunk.row_begin + block * BLOCK_M, chunk.row_end)
-    last = gl.minimum(row + BLOCK_M, chunk.row_end) - 1
-    keys = gl.minimum(chunk.seqlen_k, last + chunk.high + 1)
-    tiles = gl.where(is_there, gl.cdiv(gl.maximum(keys, 1), BLOCK_N), 0)  # one where its rows see no key
-    return head, row, column, tiles
 
 
 # The ring -------------------------------------------------------------------------------------------------------------
@@ -189,35 +105,70 @@ def hand_back(ring, n):
     mbarrier.arrive(ring.empty.index(n % STAGES), count=1)
 
 
+# Tiles on their way to memory -----------------------------------------------------------------------------------------
+
+
+@jit
+def halves(x):
+    """The left and the right columns of x."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+
+
+@jit
+def quarters(x):
+    """x [64, 4 * PIECE] as four pieces, each laid out as an accumulator so wide."""
+    left, right = halves(x)
+    a, b = halves(left)
+    c, d = halves(right)
+    layout: gl.constexpr = accumulator_layout(PIECE)
+    return (
+        gl.convert_layout(a, layout),
+        gl.convert_layout(b, layout),
+        gl.convert_layout(c, layout),
+        gl.convert_layout(d, layout),
+    )
+
+
 @jit
 def out_buffers(out_map):
-    """A tile on its way to memory for each warpgroup."""
-    return gl.allocate_shared_memory(out_map.dtype, [2] + out_map.block_type.shape, out_map.layout)
+    """Room for two pieces of each warpgroup."""
+    return gl.allocate_shared_memory(out_map.dtype, [4] + out_map.block_type.shape, out_map.layout)
+
+
+@jit
+def store_piece(x, out_map, batch, head, row, column, buffers, GROUP: gl.constexpr, I: gl.constexpr):
+    """Stores piece I of a tile, [64, PIECE]: it leaves while the next is written."""
+    buffer = buffers.index(2 * GROUP + I % 2)
+    tma.store_wait(1)  # the piece that lay there has left
+    matrix(buffer).store(x)
+    fence_async_shared()
+    tma_store(out_map, [batch, head, row, column + I * PIECE], buffer)
 
 
 # Scores ---------------------------------------------------------------------------------------------------------------
 
 
 @jit
-def scores_producer(q_map, k_map, ring, chunk, steps):
-    """Loads Q and K, a step of head_dim after another, for each tile of each block of the program."""
+def scores_producer(q_map, k_map, ring, chunk, all_tiles, steps, HAS_HIGH: gl.constexpr):
+    """Loads Q and K, a step of head_dim after another, for each tile of the program."""
     n = 0
-    for turn in range(rounds(chunk)):
-        chunk_head, row, _column, tiles = place(chunk, turn)
+    for item in range(gl.program_id(0), chunk.heads * all_tiles, gl.num_programs(0)):
+        chunk_head, block, tile = place_scores(chunk, item, all_tiles, HAS_HIGH)
+        row = chunk.row_begin + block * BLOCK_M
         batch = (chunk.first_head + chunk_head) // chunk.num_heads
         head = (chunk.first_head + chunk_head) % chunk.num_heads
-        for tile in range(tiles):
-            for step in range(steps):
-                load(
-                    ring, n, q_map, batch, head, row, step * BLOCK_K,
-                    k_map, batch, head // chunk.group_size, tile * BLOCK_N, step * BLOCK_K,
-                )  # fmt: skip
-                n += 1
+        for step in range(steps):
+            load(
+                ring, n, q_map, batch, head, row, step * BLOCK_K,
+                k_map, batch, head // chunk.group_size, tile * BLOCK_N, step * BLOCK_K,
+            )  # fmt: skip
+            n += 1
 
 
 @jit
 def scores_of_tile(ring, n, steps, GROUP: gl.constexpr):
-    """Q K^T of one tile, [64, BLOCK_N]; a step's stage is handed back while the next is multiplied."""
+    """Q K^T of one tile, [64, BLOCK_N], its last step still under way; a step's stage is handed back while the next is
+    multiplied."""
     acc = gl.zeros([ROWS, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N))
     wait_full(ring, n)
     stage = n % STAGES
@@ -233,80 +184,63 @@ def scores_of_tile(ring, n, steps, GROUP: gl.constexpr):
         acc = warpgroup_mma_wait(1, deps=[acc])
         hand_back(ring, n - 1)
         n += 1
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    tma.store_wait(0)  # the buffer of P is free again; the hand-back's barrier tells it to the other warps
-    hand_back(ring, n - 1)
     return acc, n
+
+
+@constexpr_function
+def quantum_of(dtype):
+    """Bits between references, and what a score is raised by before it is rounded down to one.
+
+    The largest probability of a row in a tile lies within a quantum, so a quantum is what the dtype has room for: all
+    exponents of bfloat16 are alike, and float16 ends at 2^16 and is at its most exact from 2^-14 on.
+    """
+    return (64.0, 32.0) if dtype == gl.bfloat16 else (14.0, 0.0)
 
 
 @jit
 def scores_consumer(
-    GROUP: gl.constexpr, p_map, factor_ptr, row_scale_ptr, lse_ptr, sinks_ptr, stride_lb, stride_lh, num_tiles,
-    chunk_rows, scale, p_tiles, ring, chunk, steps, rules,
+    GROUP: gl.constexpr, p_map, tile_reference_ptr, tile_top_ptr, tile_sum_ptr, chunk_rows, seqlen_k, high,
+    all_tiles, steps, scale, buffers, ring, chunk, HAS_HIGH: gl.constexpr,
 ):  # fmt: skip
-    """P of 64 rows after another, with the factors and sums that the second launch needs."""
+    """P of 64 rows and BLOCK_N keys after another, with each row's reference, largest probability and sum."""
     layout: gl.constexpr = accumulator_layout(BLOCK_N)
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
     by_key: gl.constexpr = gl.SliceLayout(0, layout)
+    QUANTUM: gl.constexpr = quantum_of(p_map.dtype)[0]
+    RAISED: gl.constexpr = quantum_of(p_map.dtype)[1]
     n = 0
-    for turn in range(rounds(chunk)):
-        chunk_head, block_row, _column, tiles = place(chunk, turn)
-        row = block_row + GROUP * ROWS
+    for item in range(gl.program_id(0), chunk.heads * all_tiles, gl.num_programs(0)):
+        x, n = scores_of_tile(ring, n, steps, GROUP)
+        chunk_head, block, tile = place_scores(chunk, item, all_tiles, HAS_HIGH)  # while the last step is multiplied
+        x = warpgroup_mma_wait(0, deps=[x])
+        hand_back(ring, n - 1)
+        in_chunk = block * BLOCK_M + GROUP * ROWS
+        row = chunk.row_begin + in_chunk
         rows = row + gl.arange(0, ROWS, by_row)
+        first = tile * BLOCK_N
+        partly = first + BLOCK_N > seqlen_k
+        if HAS_HIGH:
+            partly = partly | (first + BLOCK_N - 1 > row + high)
+        if partly:
+            end = gl.full([ROWS], 0, gl.int32, by_row) + (seqlen_k - first)
+            if HAS_HIGH:
+                end = gl.minimum(end, rows + (high + 1 - first))
+            visible = gl.arange(0, BLOCK_N, by_key)[None, :] < end[:, None]
+            x = gl.where(visible, x, float("-inf"))
+        highest = gl.max(x, axis=1)
+        reference = gl.floor((highest * scale + RAISED) * (1.0 / QUANTUM)) * QUANTUM
+        shift = gl.where(reference == float("-inf"), 0.0, reference)
+        p = exp2(gl.fma(x, gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout) + scale, 0.0 - shift[:, None]))
+        top = exp2(gl.fma(highest, gl.full([ROWS], 0.0, gl.float32, by_row) + scale, 0.0 - shift))
+        total = gl.sum(p, axis=1)
+        pieces = quarters(p.to(p_map.dtype))
+        for i in gl.static_range(len(pieces)):
+            store_piece(pieces[i], p_map, 0, chunk_head, in_chunk, first, buffers, GROUP, i)
         inside = rows < chunk.row_end
-        in_chunk = rows - chunk.row_begin
-        m_i = gl.full([ROWS], float("-inf"), gl.float32, by_row)
-        m_top = m_i
-        l_i = gl.zeros([ROWS], gl.float32, by_row)
-        for tile in range(tiles):
-            x, n = scores_of_tile(ring, n, steps, GROUP)
-            x = x * scale
-            first = tile * BLOCK_N
-            partly = first + BLOCK_N > chunk.seqlen_k
-            if rules.HAS_HIGH:
-                partly = partly | (first + BLOCK_N - 1 > row + chunk.high)
-            if partly:
-                end = gl.full([ROWS], 0, gl.int32, by_row) + (chunk.seqlen_k - first)
-                if rules.HAS_HIGH:
-                    end = gl.minimum(end, rows + (chunk.high + 1 - first))
-                visible = gl.arange(0, BLOCK_N, by_key)[None, :] < end[:, None]
-                x = gl.where(visible, x, float("-inf"))
-            m_top = gl.maximum(m_top, gl.max(x, axis=1))
-            m_new = gl.where(m_top - m_i > LAG, m_top, m_i)
-            shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-            alpha = gl.where(m_i == float("-inf"), 1.0, exp2(m_i - shift))  # nothing was summed where nothing was seen
-            m_i = m_new
-            p = exp2(x - shift[:, None])
-            l_i = l_i * alpha + gl.sum(p, axis=1)
-            matrix(p_tiles.index(GROUP)).store(p.to(p_map.dtype))
-            fence_async_shared()
-            tma_store(p_map, [0, chunk_head, row - chunk.row_begin, first], p_tiles.index(GROUP))
-            factors = factor_ptr + (chunk_head * num_tiles + tile).to(gl.int64) * chunk_rows
-            gl.store(factors + in_chunk, alpha, mask=inside)
-        # What 16 bits added to a row's largest probability, which is 1 only where the maximum does not lag, is added to
-        # the sum that out is divided by, so that it cancels.
-        m_shift = gl.where(m_i == float("-inf"), 0.0, m_i)
-        largest = exp2(m_top - m_shift)
-        l_out = l_i + (largest.to(p_map.dtype).to(gl.float32) - largest)
-        factor = gl.full([ROWS], 1.0, gl.float32, by_row)
-        if rules.HAS_SINKS:
-            # One more key, whose value is zero.
-            head = (chunk.first_head + chunk_head) % chunk.num_heads
-            sink_log2 = gl.load(sinks_ptr + head) * LOG2_E
-            m_new = gl.maximum(m_i, sink_log2)
-            m_shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-            factor = exp2(m_i - m_shift)
-            sink = exp2(sink_log2 - m_shift)
-            l_i = l_i * factor + sink
-            l_out = l_out * factor + sink
-            m_i = m_new
-        row_scale = gl.where(l_i == 0.0, 0.0, factor / gl.where(l_i == 0.0, 1.0, l_out))
-        gl.store(row_scale_ptr + chunk_head.to(gl.int64) * chunk_rows + in_chunk, row_scale, mask=inside)
-        if rules.WRITE_LSE:
-            lse = gl.where(l_i == 0.0, float("-inf"), (m_i + gl.log2(l_i)) * LN_2)
-            batch = ((chunk.first_head + chunk_head) // chunk.num_heads).to(gl.int64)
-            head = ((chunk.first_head + chunk_head) % chunk.num_heads).to(gl.int64)
-            gl.store(lse_ptr + batch * stride_lb + head * stride_lh + rows, lse, mask=inside)
+        there = (chunk_head * chunk.key_tiles + tile).to(gl.int64) * chunk_rows + (rows - chunk.row_begin)
+        gl.store(tile_reference_ptr + there, reference, mask=inside)
+        gl.store(tile_top_ptr + there, top, mask=inside)
+        gl.store(tile_sum_ptr + there, total, mask=inside)
     tma.store_wait(0)
 
 
@@ -315,59 +249,53 @@ def hopper_scores_kernel(
     q_map,
     k_map,
     p_map,
-    factor_ptr,
-    row_scale_ptr,
-    lse_ptr,
-    sinks_ptr,
+    tile_reference_ptr,
+    tile_top_ptr,
+    tile_sum_ptr,
     counter_ptr,
-    stride_lb,
-    stride_lh,
     first_head,
     row_begin,
     row_end,
-    seqlen_k,
-    high,
     num_heads,
     group_size,
     heads,
     blocks,
     columns,
-    heavy_first,
-    num_tiles,
+    together,
+    diagonal,
+    key_tiles,
     chunk_rows,
+    seqlen_k,
+    high,
+    all_tiles,
     steps,
     scale,
     HAS_HIGH: gl.constexpr,
-    HAS_SINKS: gl.constexpr,
-    WRITE_LSE: gl.constexpr,
 ):
-    """P of a chunk, and for each of its rows what P V is to be multiplied by.
+    """P of a chunk, tile by tile relative to a power of two, and what the statistics of its rows are made of.
 
     Maps are of (batch, head, row, column); P's batch is 1 and its heads and rows are the chunk's. `scale` makes bits of
-    raw scores. Factors are (heads, num_tiles, chunk_rows): by what to multiply what was summed before a tile.
+    raw scores; 0 it may not be. A row sees the keys up to itself plus `high`, and those before seqlen_k; a head has
+    `all_tiles` tiles that some row sees. What is said of tiles is (heads, key_tiles, chunk_rows), in float32: the
+    reference in bits, and relative to it the largest probability and the sum.
     """
-    if not HAS_SINKS:
-        sinks_ptr = counter_ptr
-    if not WRITE_LSE:
-        lse_ptr = counter_ptr
     chunk = Chunk(
-        first_head, row_begin, row_end, seqlen_k, high, num_heads, group_size, heads, blocks, columns, heavy_first
+        first_head, row_begin, row_end, num_heads, group_size, heads, blocks, columns, together, diagonal, key_tiles
     )  # fmt: skip
-    rules = Rules(HAS_HIGH, HAS_SINKS, WRITE_LSE)
-    p_tiles = out_buffers(p_map)
+    buffers = out_buffers(p_map)
     ring = make_ring(q_map, k_map)
     of_consumer = (
-        p_map, factor_ptr, row_scale_ptr, lse_ptr, sinks_ptr, stride_lb, stride_lh, num_tiles, chunk_rows, scale,
-        p_tiles, ring, chunk, steps, rules,
+        p_map, tile_reference_ptr, tile_top_ptr, tile_sum_ptr, chunk_rows, seqlen_k, high, all_tiles, steps, scale,
+        buffers, ring, chunk, HAS_HIGH,
     )  # fmt: skip
     gl.warp_specialize(
         [
             (scores_consumer, (0,) + of_consumer),
             (scores_consumer, (1,) + of_consumer),
-            (scores_producer, (q_map, k_map, ring, chunk, steps)),
+            (scores_producer, (q_map, k_map, ring, chunk, all_tiles, steps, HAS_HIGH)),
         ],
         [4, 1],
-        [240, 24],
+        [232, 40],
     )
 
 
@@ -375,64 +303,104 @@ def hopper_scores_kernel(
 
 
 @jit
-def values_producer(p_map, v_map, ring, chunk):
+def values_producer(p_map, v_map, ring, chunk, HAS_HIGH: gl.constexpr):
     """Loads P and V, a step of keys after another, for each tile of out of the program."""
     n = 0
-    for turn in range(rounds(chunk)):
-        chunk_head, row, column, tiles = place(chunk, turn)
+    for turn in range(value_turns(chunk)):
+        chunk_head, block, column, tiles = place_values(chunk, turn, HAS_HIGH)
         batch = (chunk.first_head + chunk_head) // chunk.num_heads
         head = (chunk.first_head + chunk_head) % chunk.num_heads
         for step in range(tiles * (BLOCK_N // BLOCK_K)):
             load(
-                ring, n, p_map, 0, chunk_head, row - chunk.row_begin, step * BLOCK_K,
-                v_map, batch, head // chunk.group_size, step * BLOCK_K, column,
+                ring, n, p_map, 0, chunk_head, block * BLOCK_M, step * BLOCK_K,
+                v_map, batch, head // chunk.group_size, step * BLOCK_K, column * BLOCK_N,
             )  # fmt: skip
             n += 1
 
 
 @jit
+def lower(p, factor_ptr, inside_rows):
+    """P [64, BLOCK_K] in shared memory times a power of two for each row."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    factor = gl.load(factor_ptr + rows, mask=rows < inside_rows, other=1.0)
+    lowered = p.load(layout).to(gl.float32) * factor[:, None]
+    p.store(lowered.to(p.dtype))
+    fence_async_shared()
+    block_barrier()  # here, for where the compiler would place it every step would meet it
+
+
+@jit
+def next_values(
+    chunk, turn, row_scale_ptr, lowered_ptr, chunk_rows, GROUP: gl.constexpr, HAS_HIGH: gl.constexpr
+):  # fmt: skip
+    """Where a turn's tile lies, what its rows are to be multiplied by, and whether its first P is to be lowered. What
+    it divides and loads is ready when the turn begins if it is asked for before the turn before ends."""
+    chunk_head, block, column, tiles = place_values(chunk, turn, HAS_HIGH)
+    in_chunk = block * BLOCK_M + GROUP * ROWS
+    rows = in_chunk + gl.arange(0, ROWS, gl.SliceLayout(1, accumulator_layout(BLOCK_N)))
+    inside = (rows < chunk.row_end - chunk.row_begin) & (tiles > 0)
+    row_scale = gl.load(row_scale_ptr + chunk_head.to(gl.int64) * chunk_rows + rows, mask=inside, other=0.0)
+    groups = 2 * gl.cdiv(chunk_rows, BLOCK_M)
+    lowered = lowered_ptr + ((chunk_head * chunk.key_tiles).to(gl.int64) * groups + 2 * block + GROUP)
+    is_lowered = gl.load(lowered, mask=tiles > 0, other=0.0)
+    return chunk_head, block, column, tiles, row_scale, is_lowered
+
+
+@jit
 def values_consumer(
-    GROUP: gl.constexpr, out_map, factor_ptr, row_scale_ptr, num_tiles, chunk_rows, out_tiles, ring, chunk
+    GROUP: gl.constexpr, out_map, factor_ptr, lowered_ptr, row_scale_ptr, chunk_rows, buffers, ring, chunk,
+    HAS_HIGH: gl.constexpr,
 ):  # fmt: skip
     """64 rows and BLOCK_N columns of out after another."""
-    by_row: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_N))
+    groups = 2 * gl.cdiv(chunk_rows, BLOCK_M)
     n = 0
-    for turn in range(rounds(chunk)):
-        chunk_head, block_row, column, tiles = place(chunk, turn)
-        row = block_row + GROUP * ROWS
-        in_chunk = row - chunk.row_begin + gl.arange(0, ROWS, by_row)
-        inside = in_chunk < chunk.row_end - chunk.row_begin
-        factors = factor_ptr + (chunk_head * num_tiles).to(gl.int64) * chunk_rows + in_chunk
+    chunk_head, block, column, tiles, row_scale, is_lowered = next_values(
+        chunk, 0, row_scale_ptr, lowered_ptr, chunk_rows, GROUP, HAS_HIGH
+    )  # fmt: skip
+    for turn in range(value_turns(chunk)):
+        in_chunk = block * BLOCK_M + GROUP * ROWS
+        inside_rows = chunk.row_end - chunk.row_begin - in_chunk
+        of_head = chunk_head * chunk.key_tiles
         acc = gl.zeros([ROWS, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N))
-        alpha = gl.full([ROWS], 1.0, gl.float32, by_row)  # of the first tile, before which there is nothing
         for tile in range(tiles):
-            # The next tile's factors come while this one is multiplied.
-            factors += chunk_rows
-            alpha_next = gl.load(factors, mask=inside & (tile + 1 < tiles), other=1.0)
-            acc = rescale(acc, like(alpha, acc))
+            lowered = lowered_ptr + ((of_head + tile + 1).to(gl.int64) * groups + 2 * block + GROUP)
+            is_lowered_next = gl.load(lowered, mask=tile + 1 < tiles, other=0.0)  # which comes meanwhile
             for step in gl.static_range(BLOCK_N // BLOCK_K):
                 wait_full(ring, n)
                 stage = n % STAGES
                 p = matrix(ring.a.index(2 * stage + GROUP))
+                if is_lowered != 0.0:
+                    factors = factor_ptr + ((of_head + tile).to(gl.int64) * chunk_rows + in_chunk)
+                    lower(p, factors, inside_rows)
                 acc = warpgroup_mma(p, matrix(ring.b.index(stage)), acc, is_async=True)
-                if step > 0:
-                    acc = warpgroup_mma_wait(1, deps=[acc])
+                acc = warpgroup_mma_wait(1, deps=[acc])
+                if step > 0:  # noqa: SIM114 (known when compiled; the next is not)
+                    hand_back(ring, n - 1)
+                elif tile > 0:
                     hand_back(ring, n - 1)
                 n += 1
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            tma.store_wait(0)  # the buffer of out is free again; the hand-back's barrier tells it to the other warps
+            is_lowered = is_lowered_next
+        of_row = row_scale
+        has_tile = tiles > 0
+        batch = (chunk.first_head + chunk_head) // chunk.num_heads
+        head = (chunk.first_head + chunk_head) % chunk.num_heads
+        first_column = column * BLOCK_N
+        chunk_head, block, column, tiles, row_scale, is_lowered = next_values(
+            chunk, turn + 1, row_scale_ptr, lowered_ptr, chunk_rows, GROUP, HAS_HIGH
+        )  # fmt: skip
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        if has_tile:
             hand_back(ring, n - 1)
-            alpha = alpha_next
-        if tiles > 0:  # else the turn is empty, and the buffer of out may still be on its way
-            row_scale = gl.load(row_scale_ptr + chunk_head.to(gl.int64) * chunk_rows + in_chunk, mask=inside, other=0.0)
-            row_scale = like(row_scale, acc)
-            out = gl.where(row_scale == 0.0, 0.0, acc * row_scale)  # of a row that saw no key, whatever the values held
-            matrix(out_tiles.index(GROUP)).store(out.to(out_map.dtype))
-            fence_async_shared()
-            if row < chunk.row_end:
-                batch = (chunk.first_head + chunk_head) // chunk.num_heads
-                head = (chunk.first_head + chunk_head) % chunk.num_heads
-                tma_store(out_map, [batch, head, row, column], out_tiles.index(GROUP))
+            scale = like(of_row, acc)
+            out = acc * scale
+            if HAS_HIGH:
+                out = gl.where(scale == 0.0, 0.0, out)  # of a row that saw no key, whatever the values held
+            if inside_rows > 0:
+                row = chunk.row_begin + in_chunk
+                pieces = quarters(out.to(out_map.dtype))
+                for i in gl.static_range(len(pieces)):
+                    store_piece(pieces[i], out_map, batch, head, row, first_column, buffers, GROUP, i)
     tma.store_wait(0)
 
 
@@ -442,37 +410,40 @@ def hopper_values_kernel(
     v_map,
     out_map,
     factor_ptr,
+    lowered_ptr,
     row_scale_ptr,
     counter_ptr,
     first_head,
     row_begin,
     row_end,
-    seqlen_k,
-    high,
     num_heads,
     group_size,
     heads,
     blocks,
     columns,
-    heavy_first,
-    num_tiles,
+    together,
+    diagonal,
+    key_tiles,
     chunk_rows,
+    HAS_HIGH: gl.constexpr,
 ):
-    """The chunk's rows of out, from what hopper_scores_kernel left."""
+    """The chunk's rows of out, from what hopper_scores_kernel left and chunk_statistics_kernel made of it; it begins
+    while the latter still runs."""
+    wait_for_launch_before(128)
     chunk = Chunk(
-        first_head, row_begin, row_end, seqlen_k, high, num_heads, group_size, heads, blocks, columns, heavy_first
+        first_head, row_begin, row_end, num_heads, group_size, heads, blocks, columns, together, diagonal, key_tiles
     )  # fmt: skip
-    out_tiles = out_buffers(out_map)
+    buffers = out_buffers(out_map)
     ring = make_ring(p_map, v_map)
     of_consumer = (
-        out_map, factor_ptr, row_scale_ptr, num_tiles, chunk_rows, out_tiles, ring, chunk,
+        out_map, factor_ptr, lowered_ptr, row_scale_ptr, chunk_rows, buffers, ring, chunk, HAS_HIGH,
     )  # fmt: skip
     gl.warp_specialize(
         [
             (values_consumer, (0,) + of_consumer),
             (values_consumer, (1,) + of_consumer),
-            (values_producer, (p_map, v_map, ring, chunk)),
+            (values_producer, (p_map, v_map, ring, chunk, HAS_HIGH)),
         ],
         [4, 1],
-        [240, 24],
+        [232, 40],
     )

@@ -1,9 +1,10 @@
 """What the warps of the Hopper forward do: one producer warp, and consumer warpgroups of 64 queries each.
 
 The producer draws tiles of queries and keeps the rings of K and V tiles full. A consumer walks the keys its 64 queries
-see from the last to the first: the tiles that may need a mask at the diagonal or the ragged end come first, then those
-that every query sees, then those at the left edge of a window. While it turns scores into probabilities, the tensor
-cores multiply the probabilities of the tile before by its values.
+see from the last to the first, and while it turns scores into probabilities the tensor cores multiply the probabilities
+of the tile before by its values. Under a causal mask the tiles at the diagonal come first, one after another; with a
+window those at its edges are overlapped like all others (mask_bias.py), as are all tiles of a boolean mask, of which
+those that hide everything are left out.
 """
 
 from warpwave.kernels.hopper import scheduler
@@ -15,19 +16,36 @@ from warpwave.kernels.hopper.compat import (
     tma_load,
     warpgroup_mma_wait,
 )
+from warpwave.kernels.hopper.mask_bias import (
+    aligned,
+    bytes_beside,
+    has_masked_steps,
+    hide_by_position,
+    is_added,
+    is_finite,
+    is_masked,
+    load_bias,
+    read_ahead,
+    read_bias,
+    scores_in_bits,
+    shown_before,
+    tiles_shown,
+    with_lines,
+    without_unseen,
+    word_of,
+)
 from warpwave.kernels.hopper.parts import (
-    LN_2,
     LOG2_E,
     ROWS,
     accumulator_layout,
     drain,
-    exp2,
     first_column,
     hand_back,
     like,
     load_tile,
     matrix,
-    rescale,
+    operand,
+    rescaled,
     scores_async,
     tile_bytes,
     values_async,
@@ -38,57 +56,74 @@ from warpwave.kernels.hopper.parts import (
 from warpwave.kernels.hopper.rows import store_out, zero_values
 from warpwave.kernels.hopper.serial import serial_tiles, too_wide_to_overlap
 from warpwave.kernels.hopper.softmax import (
-    in_bits,
+    natural_lse,
     new_maximum,
     partial_sums,
     probabilities,
     rounding_of_the_largest,
+    with_sink,
 )
-from warpwave.kernels.hopper.split_float32 import split_tiles, store_float32
+from warpwave.kernels.hopper.split_float32 import (
+    inverse_of_values,
+    is_float32,
+    is_scaled,
+    scaled_rules,
+    split_tiles,
+    store_float32,
+    wait_for_launch_before,
+)
 from warpwave.kernels.hopper.visible import Place, keys_of_sequence, place_of_group, tiles_of_block
 
 # The producer ---------------------------------------------------------------------------------------------------------
 
 
 @jit
-def producer(q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, box, schedule, rules):
-    """Draws tiles of queries and loads what they need, K one tile ahead of V where two tiles overlap."""
+def producer(q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, box, schedule, rules, beside):
+    """Draws tiles of queries and loads what they need. With a mask or bias also those again whose consumers ask
+    for it (mask_bias.py): a message is overwritten only when what became of it is known."""
+    if is_scaled(rules):
+        wait_for_launch_before(32)
     n = 0  # tiles of K and V loaded so far
     messages = 0
+    known = 0  # messages that consumers are done with, as far as was looked
     t = gl.program_id(0)
-    while t < schedule.num_tiles:
-        work = scheduler.tile_of(schedule, t, ROWS * rules.GROUPS, rules.HAS_HIGH, rules.IS_VARLEN)
-        if scheduler.is_work(work, ROWS * rules.GROUPS, rules.IS_VARLEN):
+    while is_more(t, schedule.num_tiles, known, messages, beside):
+        tile = t
+        if is_added(beside):
+            tile = gl.minimum(t, schedule.num_tiles - 1)  # there may be none left to draw
+        work = scheduler.tile_of(schedule, tile, ROWS * rules.GROUPS, rules.HAS_HIGH, rules.IS_VARLEN)
+        is_work = scheduler.is_work(work, ROWS * rules.GROUPS, rules.IS_VARLEN)
+        if is_added(beside):
+            careful = (known < messages - 1) | ((known < messages) & (t >= schedule.num_tiles))
+            if careful:
+                is_work, tile, batch, head = scheduler.asked_again(box, known)
+                zero = gl.to_tensor(0)
+                work = scheduler.Work(tile, batch, head, zero, schedule.seqlen_q, zero, schedule.seqlen_k)
+                known += 1
+        if is_work:
+            if is_added(beside):
+                bits = gl.to_tensor(0)
+                if is_masked(beside):
+                    bits = last_tiles_shown(work, beside, rules)
+                scheduler.post_how(box, messages, careful, bits)
             scheduler.post(box, messages, work, rules.IS_VARLEN)
-            keys = keys_of_sequence(work, rules)
-            begin, end = tiles_of_block(keys, work, rules)
-            batch = work.batch
-            if rules.IS_VARLEN:
-                batch = 0
             kv_head = work.head // schedule.group_size
-            row = work.q_begin + work.tile * ROWS * rules.GROUPS
-            key = work.k_begin + keys.begin
-            for g in gl.static_range(rules.GROUPS):
-                mbarrier.wait(q_empty.index(g), (messages & 1) ^ 1)
-                mbarrier.expect(q_full.index(g), tile_bytes(q_maps) * rules.PARTS)
-                for part in gl.static_range(rules.PARTS):
-                    for i in gl.static_range(len(q_maps)):
-                        place = [batch, work.head * rules.PARTS + part, row + g * ROWS, first_column(q_maps, i)]
-                        tma_load(q_maps[i], place, q_full.index(g), q_tiles[i].index(g * rules.PARTS + part))
-                if g == 0:
-                    load_tile(k_ring, k_maps, n, batch, kv_head, key + (end - 1) * rules.BLOCK_N)
-            for j in range(1, end - begin):
-                if rules.PARTS == 1:
-                    load_tile(k_ring, k_maps, n + 1, batch, kv_head, key + (end - 1 - j) * rules.BLOCK_N)
-                    load_tile(v_ring, v_maps, n, batch, kv_head, key + (end - j) * rules.BLOCK_N)
-                else:  # in the order in which they are used: a ring may have a single stage
-                    load_tile(v_ring, v_maps, n, batch, kv_head, key + (end - j) * rules.BLOCK_N)
-                    load_tile(k_ring, k_maps, n + 1, batch, kv_head, key + (end - 1 - j) * rules.BLOCK_N)
-                n += 1
-            load_tile(v_ring, v_maps, n, batch, kv_head, key + begin * rules.BLOCK_N)
-            n += 1
+            if is_masked(beside):
+                n = load_masked_block(
+                    q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, work, kv_head, n, messages,
+                    rules, beside, bits,
+                )  # fmt: skip
+            else:
+                n = load_block(
+                    q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, work, kv_head, n, messages,
+                    rules, beside,
+                )  # fmt: skip
             messages += 1
-        t = scheduler.draw(schedule.counter_ptr, t, schedule.num_tiles)
+        if is_added(beside):
+            if not careful:
+                t = scheduler.draw(schedule.counter_ptr, t, schedule.num_tiles)
+        else:
+            t = scheduler.draw(schedule.counter_ptr, t, schedule.num_tiles)
     drain(k_ring, n)
     drain(v_ring, n)
     zero = gl.to_tensor(0)
@@ -98,6 +133,101 @@ def producer(q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, b
         scheduler.Work(gl.to_tensor(scheduler.NO_MORE), zero, zero, zero, zero, zero, zero),
         rules.IS_VARLEN,
     )
+
+
+@jit
+def is_more(t, num_tiles, known, messages, beside):
+    """Whether the producer has a tile to load, or may be asked for one."""
+    if is_added(beside):
+        return (t < num_tiles) | (known < messages)
+    else:
+        return t < num_tiles
+
+
+@jit
+def load_block(
+    q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, work, kv_head, n, messages, rules,
+    beside,
+):  # fmt: skip
+    """Loads what a block of queries needs, K one tile ahead of V where two tiles overlap; returns the number of the
+    next tile of K and V."""
+    keys = keys_of_sequence(work, rules)
+    if is_added(beside):
+        keys = aligned(keys)
+    begin, end = tiles_of_block(keys, work, rules)
+    batch = work.batch
+    if rules.IS_VARLEN:
+        batch = 0
+    row = work.q_begin + work.tile * ROWS * rules.GROUPS
+    key = work.k_begin + keys.begin
+    load_keys(k_ring, k_maps, n, work, batch, kv_head, key + (end - 1) * rules.BLOCK_N, beside, rules)
+    load_queries(q_maps, q_tiles, q_full, q_empty, batch, work, row, messages, rules)
+    for j in range(1, end - begin):
+        before = key + (end - 1 - j) * rules.BLOCK_N
+        if rules.PARTS == 1:
+            load_keys(k_ring, k_maps, n + 1, work, batch, kv_head, before, beside, rules)
+            load_tile(v_ring, v_maps, n, batch, kv_head, before + rules.BLOCK_N)
+        else:  # in the order in which they are used: a ring may have a single stage
+            load_tile(v_ring, v_maps, n, batch, kv_head, before + rules.BLOCK_N)
+            load_keys(k_ring, k_maps, n + 1, work, batch, kv_head, before, beside, rules)
+        n += 1
+    load_tile(v_ring, v_maps, n, batch, kv_head, key + begin * rules.BLOCK_N)
+    return n + 1
+
+
+@jit
+def load_queries(q_maps, q_tiles, q_full, q_empty, batch, work, row, messages, rules):
+    """A block's queries, when those of the block before are done with."""
+    for g in gl.static_range(rules.GROUPS):
+        mbarrier.wait(q_empty.index(g), (messages & 1) ^ 1)
+        mbarrier.expect(q_full.index(g), tile_bytes(q_maps) * rules.PARTS)
+        for part in gl.static_range(rules.PARTS):
+            for i in gl.static_range(len(q_maps)):
+                place = [batch, work.head * rules.PARTS + part, row + g * ROWS, first_column(q_maps, i)]
+                tma_load(q_maps[i], place, q_full.index(g), q_tiles[i].index(g * rules.PARTS + part))
+
+
+@jit
+def last_tiles_shown(work, beside, rules):
+    """`tiles_shown` of the word that the block's last tile is in."""
+    keys = aligned(keys_of_sequence(work, rules))
+    _, end = tiles_of_block(keys, work, rules)
+    word, _ = word_of(end - 1, keys, rules)
+    return tiles_shown(word, work, beside, rules, 1)
+
+
+@jit
+def load_masked_block(
+    q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, work, kv_head, n, messages, rules, beside,
+    bits,
+):  # fmt: skip
+    """`load_block` of a call with a mask: the tiles that it shows, one at least."""
+    keys = aligned(keys_of_sequence(work, rules))
+    begin, end = tiles_of_block(keys, work, rules)
+    word, _ = word_of(end - 1, keys, rules)
+    tile, word, bits = shown_before(end, word, bits, begin, work, keys, beside, rules, 1)
+    tile = gl.maximum(tile, begin)
+    key = keys.begin + tile * rules.BLOCK_N
+    load_keys(k_ring, k_maps, n, work, work.batch, kv_head, key, beside, rules)
+    row = work.tile * ROWS * rules.GROUPS
+    load_queries(q_maps, q_tiles, q_full, q_empty, work.batch, work, row, messages, rules)
+    tile, word, bits = shown_before(tile, word, bits, begin, work, keys, beside, rules, 1)
+    while tile >= begin:
+        before = keys.begin + tile * rules.BLOCK_N
+        load_keys(k_ring, k_maps, n + 1, work, work.batch, kv_head, before, beside, rules)
+        load_tile(v_ring, v_maps, n, work.batch, kv_head, key)
+        key = before
+        n += 1
+        tile, word, bits = shown_before(tile, word, bits, begin, work, keys, beside, rules, 1)
+    load_tile(v_ring, v_maps, n, work.batch, kv_head, key)
+    return n + 1
+
+
+@jit
+def load_keys(k_ring, k_maps, n, work, batch, kv_head, key, beside, rules):
+    """Tile n of K, and the bias that goes with it where each score has its own."""
+    load_tile(k_ring, k_maps, n, batch, kv_head, key, bytes_beside(beside, rules.GROUPS))
+    load_bias(beside, k_ring, n, work, key, rules)
 
 
 # A consumer -----------------------------------------------------------------------------------------------------------
@@ -116,16 +246,24 @@ def skip(k_ring, v_ring, n, count):
 
 
 @jit
-def step(q, k_ring, v_ring, n, p, m_i, m_top, l_i, acc, tile, place, keys, rules):
-    """Tile n + 1, which every query sees: its scores and, beside their softmax, the product of tile n's probabilities
-    and values."""
+def step(
+    q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, p, m_i, m_top, l_i, acc, tile, is_last, whole_begin, whole_end,
+    place, keys, rules,
+):  # fmt: skip
+    """Tile n + 1: its scores and, beside their softmax, the product of tile n's probabilities and values."""
+    ahead = read_ahead(tile, place, keys, rules, False)
     wait_full(k_ring, n + 1)
     scores = scores_async(q, k_ring, n + 1, zero_accumulator(rules.BLOCK_N))
     pending = values_async(p, v_ring, n, acc)
+    ahead = read_bias(ahead, place, k_ring, n + 1, rules)
     x = warpgroup_mma_wait(len(pending), deps=[scores])
     hand_back(k_ring, n + 1)
-    x, scale = in_bits(x, tile, place, keys, rules, False)
-    shift, alpha, m_i, m_top = new_maximum(x, scale, m_i, m_top, False)
+    release(q_empty, GROUP, is_last, rules)
+    x, scale = scores_in_bits(x, ahead, tile, place, keys, rules, False)
+    if rules.HAS_LOW and not is_masked(place):  # noqa: SIM102 (known when compiled, and the other is not)
+        if (tile < whole_begin) | (tile >= whole_end):
+            x = hide_by_position(x, tile, place, keys, rules)
+    shift, alpha, m_i, m_top = new_maximum(x, scale, m_i, m_top, has_masked_steps(place, rules))
     if not rules.VALUES_FIRST:
         p32, l_i = probabilities(x, scale, shift, alpha, l_i, rules.BLOCK_N)
         # The spin loop of this wait ends the basic block. Without it ptxas hoists the wgmma wait below above the
@@ -143,14 +281,24 @@ def step(q, k_ring, v_ring, n, p, m_i, m_top, l_i, acc, tile, place, keys, rules
 
 
 @jit
+def release(q_empty, GROUP: gl.constexpr, is_last, rules):
+    """Says that Q is done with, behind the scores of the last tile, where out does not take its place: the next block's
+    loads during what is left of this one. Against behind the last softmax worth 2 to 6 % at 16 x 1024."""
+    if rules.OWN_OUT:  # noqa: SIM102 (known when compiled, and the other is not)
+        if is_last:
+            mbarrier.arrive(q_empty.index(GROUP), count=1)
+
+
+@jit
 def edge_scores(q, k_ring, n, tile, place, keys, rules):
-    """Masked scores of tile n in bits, with nothing under way beside them."""
+    """Masked scores of tile n in bits, but for a factor, with nothing under way beside them."""
+    ahead = read_ahead(tile, place, keys, rules, True)
     wait_full(k_ring, n)
     scores = scores_async(q, k_ring, n, zero_accumulator(rules.BLOCK_N))
+    ahead = read_bias(ahead, place, k_ring, n, rules)
     x = warpgroup_mma_wait(0, deps=[scores])
     hand_back(k_ring, n)
-    x, _ = in_bits(x, tile, place, keys, rules, True)
-    return x
+    return scores_in_bits(x, ahead, tile, place, keys, rules, True)
 
 
 @jit
@@ -166,9 +314,10 @@ def wait_values(v_ring, n, tile, keys, rules):
 @jit
 def edge_step(q, k_ring, v_ring, n, m_i, m_top, l_i, acc, tile, place, keys, rules):
     """Tile n, one after another: a tile's worth of registers for the mask leaves no room to overlap two tiles."""
-    x = edge_scores(q, k_ring, n, tile, place, keys, rules)
-    shift, alpha, m_i, m_top = new_maximum(x, 1.0, m_i, m_top, True)
-    p32, l_i = probabilities(x, 1.0, shift, alpha, l_i, rules.BLOCK_N)
+    without_unseen(v_ring, n, tile, place, keys, rules)
+    x, scale = edge_scores(q, k_ring, n, tile, place, keys, rules)
+    shift, alpha, m_i, m_top = new_maximum(x, scale, m_i, m_top, True)
+    p32, l_i = probabilities(x, scale, shift, alpha, l_i, rules.BLOCK_N)
     acc = rescaled(acc, alpha)
     wait_values(v_ring, n, tile, keys, rules)
     acc = wait_for(values_async(operand(p32, v_ring), v_ring, n, acc))
@@ -177,29 +326,11 @@ def edge_step(q, k_ring, v_ring, n, m_i, m_top, l_i, acc, tile, place, keys, rul
 
 
 @jit
-def rescaled(acc, alpha):
-    """Every piece of the accumulator times alpha, [64]."""
-    scaled = ()
-    for i in gl.static_range(len(acc)):
-        scaled = scaled + (rescale(acc[i], like(alpha, acc[i])),)
-    return scaled
-
-
-@jit
-def operand(p, v_ring):
-    """Probabilities as the product with V takes them: rounded, in the registers they are in."""
-    layout: gl.constexpr = gl.DotOperandLayout(
-        operand_index=0, parent=accumulator_layout(v_ring.pieces[0].shape[-1]), k_width=2
-    )
-    return gl.convert_layout(p.to(v_ring.pieces[0].dtype), layout, assert_trivial=True)
-
-
-@jit
 def overlapped_tiles(
     q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, rules
 ):  # fmt: skip
-    """All key tiles of 64 queries, [begin, end), the last first: of those that every query sees two at a time are
-    worked on. Returns the softmax's state and the number of the next tile of the rings."""
+    """All key tiles of 64 queries, [begin, end), the last first: of those that every query sees, or with a window of
+    all, two at a time are worked on. Returns the softmax's state and the number of the next tile of the rings."""
     # Tiles at the diagonal and the ragged end. Of the last, the product with V is left under way.
     m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, accumulator_layout(rules.BLOCK_N)))
     m_top = m_i
@@ -208,63 +339,124 @@ def overlapped_tiles(
     for i in gl.static_range(len(v_ring.pieces)):
         acc = acc + (zero_accumulator(v_ring.pieces[i].shape[-1]),)
     tile = end - 1
-    if rules.HAS_HIGH:
-        while tile > whole_end:
+    last = whole_end  # the tile whose product with V is left under way
+    if rules.HAS_LOW:
+        last = tile
+        if is_added(place):  # noqa: SIM102
+            if scheduler.is_careful(place.box, place.message):
+                last = begin
+    if (rules.HAS_HIGH and not rules.HAS_LOW) or is_added(place):
+        while tile > last:
             m_i, m_top, l_i, acc = edge_step(q, k_ring, v_ring, n, m_i, m_top, l_i, acc, tile, place, keys, rules)
             n += 1
             tile -= 1
-    x = edge_scores(q, k_ring, n, tile, place, keys, rules)
-    shift, alpha, m_i, m_top = new_maximum(x, 1.0, m_i, m_top, True)
-    p32, l_i = probabilities(x, 1.0, shift, alpha, l_i, rules.BLOCK_N)
-    if rules.HAS_HIGH:
+    without_unseen(v_ring, n, tile, place, keys, rules)
+    is_last = tile == begin
+    x, scale = edge_scores(q, k_ring, n, tile, place, keys, rules)
+    release(q_empty, GROUP, is_last, rules)
+    shift, alpha, m_i, m_top = new_maximum(x, scale, m_i, m_top, True)
+    p32, l_i = probabilities(x, scale, shift, alpha, l_i, rules.BLOCK_N)
+    if (rules.HAS_HIGH and not rules.HAS_LOW) or is_added(place):
         acc = rescaled(acc, alpha)
     p = operand(p32, v_ring)
     wait_values(v_ring, n, tile, keys, rules)
-    # Tiles that every query sees.
-    for i in range(whole_end - whole_begin):
+    # The others, each beside the product of the one before.
+    first = whole_begin
+    if rules.HAS_LOW:
+        first = begin
+    for i in range(last - first):
         p, m_i, m_top, l_i, acc = step(
-            q, k_ring, v_ring, n, p, m_i, m_top, l_i, acc, whole_end - 1 - i, place, keys, rules
-        )
+            q, q_empty, GROUP, k_ring, v_ring, n, p, m_i, m_top, l_i, acc, last - 1 - i, last - 1 - i == begin,
+            whole_begin, whole_end, place, keys, rules,
+        )  # fmt: skip
         n += 1
-    if rules.OWN_OUT and not rules.HAS_LOW:  # Q is done with: the next block's loads under the last product
-        mbarrier.arrive(q_empty.index(GROUP), count=1)
     pending = values_async(p, v_ring, n, acc)
     acc = wait_for(pending)
     tma.store_wait(0)  # the buffer for out is free again; the hand-back's barrier tells it to the other warps
     hand_back(v_ring, n)
     n += 1
-    # Tiles at the left edge of a window.
-    if rules.HAS_LOW:
-        for i in range(whole_begin - begin):
-            m_i, m_top, l_i, acc = edge_step(
-                q, k_ring, v_ring, n, m_i, m_top, l_i, acc, whole_begin - 1 - i, place, keys, rules
-            )
-            n += 1
-        if rules.OWN_OUT:
-            mbarrier.arrive(q_empty.index(GROUP), count=1)
     return n, m_i, m_top, l_i, acc
 
 
 @jit
+def masked_tiles(q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, begin, end, work, place, keys, rules):
+    """`overlapped_tiles` of a call with a mask: of [begin, end) the tiles that it shows to the block, one at least."""
+    m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, accumulator_layout(rules.BLOCK_N)))
+    m_top = m_i
+    l_i = partial_sums(zero_accumulator(rules.BLOCK_N), rules.BLOCK_N)
+    acc = ()
+    for i in gl.static_range(len(v_ring.pieces)):
+        acc = acc + (zero_accumulator(v_ring.pieces[i].shape[-1]),)
+    beside = place.beside
+    bits = scheduler.shown_last(place.box, place.message)
+    word, _ = word_of(end - 1, keys, rules)
+    tile, word, bits = shown_before(end, word, bits, begin, work, keys, beside, rules, 4)
+    tile = gl.maximum(tile, begin)
+    following, word, bits = shown_before(tile, word, bits, begin, work, keys, beside, rules, 4)
+    while (following >= begin) & scheduler.is_careful(place.box, place.message):
+        m_i, m_top, l_i, acc = edge_step(q, k_ring, v_ring, n, m_i, m_top, l_i, acc, tile, place, keys, rules)
+        n += 1
+        tile = following
+        following, word, bits = shown_before(tile, word, bits, begin, work, keys, beside, rules, 4)
+    without_unseen(v_ring, n, tile, place, keys, rules)
+    x, scale = edge_scores(q, k_ring, n, tile, place, keys, rules)
+    release(q_empty, GROUP, following < begin, rules)
+    shift, alpha, m_i, m_top = new_maximum(x, scale, m_i, m_top, True)
+    p32, l_i = probabilities(x, scale, shift, alpha, l_i, rules.BLOCK_N)
+    acc = rescaled(acc, alpha)
+    p = operand(p32, v_ring)
+    wait_values(v_ring, n, tile, keys, rules)
+    while following >= begin:
+        tile = following
+        following, word, bits = shown_before(tile, word, bits, begin, work, keys, beside, rules, 4)
+        p, m_i, m_top, l_i, acc = step(
+            q, q_empty, GROUP, k_ring, v_ring, n, p, m_i, m_top, l_i, acc, tile, following < begin, begin, end, place,
+            keys, rules,
+        )  # fmt: skip
+        n += 1
+    pending = values_async(p, v_ring, n, acc)
+    acc = wait_for(pending)
+    tma.store_wait(0)  # the buffer for out is free again; the hand-back's barrier tells it to the other warps
+    hand_back(v_ring, n)
+    return n + 1, m_i, m_top, l_i, acc
+
+
+@jit
 def consumer(
-    GROUP: gl.constexpr, out_maps, out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, stride_alibi_b, stride_lb, stride_lh,
-    num_heads, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, k_ring, v_ring, box, rules,
+    GROUP: gl.constexpr, out_maps, out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, inverses_ptr, q_inverses_ptr,
+    stride_alibi_b, stride_lb, stride_lh, num_heads, group_size, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full,
+    q_empty, k_ring, v_ring, box, rules, beside,
 ):  # fmt: skip
     """Attention of 64 queries after another: the GROUP-th 64 of each block the producer announces."""
     BLOCK_N: gl.constexpr = rules.BLOCK_N
     scores_layout: gl.constexpr = accumulator_layout(BLOCK_N)
     row_layout: gl.constexpr = gl.SliceLayout(1, scores_layout)
+    if is_scaled(rules):
+        wait_for_launch_before(128)
     n = 0  # tiles of K and V met so far
     messages = 0
     scheduler.wait_posted(box, messages)
     work = scheduler.read(box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
     while work.tile != scheduler.NO_MORE:
         keys = keys_of_sequence(work, rules)
+        if is_added(beside):
+            keys = aligned(keys)
         block_begin, block_end = tiles_of_block(keys, work, rules)
         place, begin, whole_begin, whole_end, end = place_of_group(work, keys, block_begin, block_end, GROUP, rules)
         if rules.HAS_ALIBI:
             slope = gl.load(alibi_slopes_ptr + work.batch * stride_alibi_b + work.head)
             place = Place(place.row_first, place.offset, slope * LOG2_E)
+        if is_added(beside):
+            place = with_lines(place, beside, work, box, messages, GROUP, rules)
+            if is_masked(beside):
+                begin = block_begin
+                end = block_end
+            if scheduler.is_careful(box, messages):  # one tile after another
+                whole_begin = begin
+                whole_end = begin
+        of_head = rules
+        if is_scaled(rules):
+            of_head = scaled_rules(inverses_ptr, q_inverses_ptr, work, GROUP, num_heads, group_size, rules)
         n = skip(k_ring, v_ring, n, block_end - end)
         mbarrier.wait(q_full.index(GROUP), messages & 1)
         q = ()
@@ -273,7 +465,7 @@ def consumer(
 
         if rules.PARTS > 1:
             n, m_i, m_top, l_i, acc = split_tiles(
-                q_tiles, GROUP, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, rules
+                q_tiles, GROUP, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, of_head
             )
             mbarrier.arrive(q_empty.index(GROUP), count=1)
         elif too_wide_to_overlap(v_ring.pieces):
@@ -283,9 +475,13 @@ def consumer(
             if rules.OWN_OUT:
                 tma.store_wait(0)  # the buffer for out is free again; the barrier before the arrival tells all warps
                 mbarrier.arrive(q_empty.index(GROUP), count=1)
+        elif is_masked(beside):
+            n, m_i, m_top, l_i, acc = masked_tiles(
+                q, q_empty, GROUP, k_ring, v_ring, n, begin, end, work, place, keys, rules
+            )
         else:
             n, m_i, m_top, l_i, acc = overlapped_tiles(
-                q, q_empty, GROUP, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, rules
+                q, q_empty, GROUP, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, of_head
             )
         n = skip(k_ring, v_ring, n, begin - block_begin)
 
@@ -297,33 +493,33 @@ def consumer(
             l_out = l_row + rounding_of_the_largest(m_i, m_top, v_ring.pieces[0].dtype)
         factor = gl.full([ROWS], 1.0, gl.float32, row_layout)
         if rules.HAS_SINKS:
-            # One more key, whose value is zero. It comes last: as the first maximum it would push the probabilities of
-            # lower scores out of the range of 16 bits.
-            sink_log2 = gl.load(sinks_ptr + work.head) * LOG2_E
-            m_new = gl.maximum(m_i, sink_log2)
-            m_shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-            factor = exp2(m_i - m_shift)
-            sink = exp2(sink_log2 - m_shift)
-            l_row = l_row * factor + sink
-            l_out = l_out * factor + sink
-            m_i = m_new
+            m_i, l_row, l_out, factor = with_sink(m_i, l_row, l_out, gl.load(sinks_ptr + work.head) * LOG2_E)
         # A row that saw no key has sum 0, or saw its sink alone: its output is 0, whatever its tile held.
         saw_nothing = l_row == 0.0
         if rules.HAS_SINKS:
             saw_nothing = saw_nothing | (factor == 0.0)
         factor = factor / gl.where(l_row == 0.0, 1.0, l_out)
+        inverse = 1.0
+        if is_scaled(rules):
+            inverse = inverse_of_values(inverses_ptr, work, num_heads, group_size, rules.PARTS)
         out = ()
         for i in gl.static_range(len(acc)):
-            out = out + (gl.where(like(saw_nothing, acc[i]), 0.0, acc[i] * like(factor, acc[i])),)
+            out = out + (gl.where(like(saw_nothing, acc[i]), 0.0, acc[i] * like(factor, acc[i]) * inverse),)
         if rules.WRITE_LSE:
             rows = row_first + gl.arange(0, ROWS, row_layout)
-            lse = gl.where(l_row == 0.0, float("-inf"), (m_i + gl.log2(l_row)) * LN_2)
+            lse = natural_lse(m_i, l_row)
             first = work.head.to(gl.int64) * stride_lh + work.q_begin
             if not rules.IS_VARLEN:
                 first += work.batch.to(gl.int64) * stride_lb
             gl.store(lse_ptr + first + rows, lse, mask=rows < work.seqlen_q)
-        if rules.PARTS > 1:
+        if is_float32(rules):
             store_float32(out, v_ring, out_ptr, work, row_first, num_heads, rules)
+        elif is_added(beside):
+            fine = is_finite(out) | scheduler.is_careful(box, messages)
+            if (row_first < work.seqlen_q) & fine:
+                store_out(out, out_maps, out_tiles, out_ptr, work, row_first, num_heads, GROUP, rules)
+            if not fine:
+                scheduler.ask_again(box, messages)
         elif row_first < work.seqlen_q:
             store_out(out, out_maps, out_tiles, out_ptr, work, row_first, num_heads, GROUP, rules)
         if not rules.OWN_OUT:

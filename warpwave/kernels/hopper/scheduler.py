@@ -24,6 +24,12 @@ K_BEGIN = gl.constexpr(5)
 SEQLEN_K = gl.constexpr(6)
 WORDS = gl.constexpr(7)
 NO_MORE = gl.constexpr(-1)
+# Behind both messages, where a block may be brought again (mask_bias.py): of each, whether it is that, and whether its
+# consumers ask for it.
+CAREFUL = gl.constexpr(0)
+AGAIN = gl.constexpr(1)
+SHOWN = gl.constexpr(2)  # and which of the last tiles of keys some query of the block sees
+WORDS_OF_REPEATS = gl.constexpr(6)
 
 
 @aggregate
@@ -162,6 +168,65 @@ def read(box, n, seqlen_q, seqlen_k, IS_VARLEN: gl.constexpr):
 def discard(box, n):
     """Says that message n was read."""
     mbarrier.arrive(box.empty.index(n & 1), count=1)
+
+
+@constexpr_function
+def words_of(repeats):
+    """Words of a mailbox, and whether blocks may be brought again."""
+    return 2 * int(WORDS) + (int(WORDS_OF_REPEATS) if repeats else 0)
+
+
+@jit
+def post_how(box, n, careful, shown):
+    """Beside message n, before it is posted, in a place that is known to be free: whether it is a block brought again,
+    and a word of `mask_bias.tiles_shown`."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    _repeat_word(box, n, CAREFUL).store(gl.full([1], gl.where(careful, 1, 0), gl.int32, layout))
+    _repeat_word(box, n, AGAIN).store(gl.full([1], 0, gl.int32, layout))
+    _repeat_word(box, n, SHOWN).store(gl.full([1], shown, gl.int32, layout))
+
+
+@jit
+def is_careful(box, n):
+    """Whether message n is of a block brought again."""
+    return gl.max(_repeat_word(box, n, CAREFUL).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0) != 0
+
+
+@jit
+def shown_last(box, n):
+    """The word of `post_how`."""
+    return gl.max(_repeat_word(box, n, SHOWN).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+
+
+@jit
+def ask_again(box, n):
+    """A consumer wants the block of message n once more, carefully."""
+    _repeat_word(box, n, AGAIN).store(gl.full([1], 1, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+
+
+@jit
+def asked_again(box, n):
+    """The producer's side: waits until all consumers have discarded message n. Whether one of them asked, and the tile,
+    batch and head of the message."""
+    mbarrier.wait(box.empty.index(n & 1), (n >> 1) & 1)
+    again = _value(_repeat_word(box, n, AGAIN)) != 0
+    return again, _value(_word(box, n, TILE)), _value(_word(box, n, BATCH)), _value(_word(box, n, HEAD))
+
+
+@jit
+def _word(box, n, WORD: gl.constexpr):
+    return box.words.index((n & 1) * WORDS + WORD)
+
+
+@jit
+def _repeat_word(box, n, WORD: gl.constexpr):
+    return box.words.index(2 * WORDS + (n & 1) * 3 + WORD)
+
+
+@jit
+def _value(word):
+    """A word as the producer's one warp reads it."""
+    return gl.max(word.load(gl.BlockedLayout([1], [32], [1], [0])), axis=0)
 
 
 @jit

@@ -1,7 +1,7 @@
 """The online softmax of a consumer warpgroup: scores in bits, a maximum that lags, sums that stay in their threads."""
 
 from warpwave.kernels.hopper.compat import gl, jit
-from warpwave.kernels.hopper.parts import ROWS, exp2, tanh
+from warpwave.kernels.hopper.parts import LN_2, ROWS, exp2, tanh
 
 # How far, in bits, a row's maximum may lag behind its largest score before the accumulator is rescaled: probabilities
 # reach 2^4. Random scores of one variance hardly ever rise by 4 bits after the first tile.
@@ -90,3 +90,26 @@ def rounding_of_the_largest(m_i, m_top, DTYPE: gl.constexpr):
     """
     largest = exp2(m_top - gl.where(m_i == float("-inf"), 0.0, m_i))
     return largest.to(DTYPE).to(gl.float32) - largest
+
+
+@jit
+def with_sink(m_i, l_row, l_out, sink_log2):
+    """The state of a row with one more key, whose value is zero, and the factor of what was summed. It comes last: as
+    the first maximum it would push the probabilities of lower scores out of the range of 16 bits.
+
+    Args:
+        m_i: the row's maximum in bits.
+        l_row, l_out: its sum, and the sum that out is divided by.
+        sink_log2: the sink's logit in bits.
+    """
+    m_new = gl.maximum(m_i, sink_log2)
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+    factor = exp2(m_i - shift)
+    sink = exp2(sink_log2 - shift)
+    return m_new, l_row * factor + sink, l_out * factor + sink, factor
+
+
+@jit
+def natural_lse(m_i, l_row):
+    """Natural log-sum-exp of a row's state in bits; minus infinity where it saw no key."""
+    return gl.where(l_row == 0.0, float("-inf"), (m_i + gl.log2(l_row)) * LN_2)

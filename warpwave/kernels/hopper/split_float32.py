@@ -1,6 +1,10 @@
-"""float32 by bfloat16 parts in the Hopper forward: products of operands that a launch before has split.
+"""float32 by parts in the Hopper forward: products of operands that launches before have split.
 
     x = x0 + x1 (+ x2);   x y ~ x0 y0 + (x0 y1 + x1 y0) (+ x1 y1 + x0 y2 + x2 y0)
+
+Two parts are float16, of operands that are scaled by a power of two for each head (scale_ahead.py); three are
+bfloat16, which need no scale (split_ahead.py). A single part, scaled float16, takes the way of 16-bit types (roles.py),
+and shares with the others what is here of scales and of out.
 
 Q, K and V come as tiles of parts, one behind another in a ring's stage; probabilities are split in the registers they
 are in. Of every product the small ones and the one of the largest parts have an accumulator each, fresh for every tile,
@@ -25,6 +29,66 @@ from warpwave.kernels.hopper.parts import (
 from warpwave.kernels.hopper.rows import zero_values
 from warpwave.kernels.hopper.serial import unseen_zero
 from warpwave.kernels.hopper.softmax import in_bits, new_maximum, partial_sums, probabilities
+from warpwave.kernels.hopper.visible import Rules
+
+# Scales ---------------------------------------------------------------------------------------------------------------
+
+# Probabilities reach 2^4 (softmax.LAG). In two parts they are multiplied by 2^11, so that their second parts, and small
+# ones' first, are float16's normal numbers as far down as may be. A single part is rounded by more than that costs.
+LIFT = gl.constexpr(2048.0)
+
+
+@constexpr_function
+def is_float32(rules):
+    """Whether out is float32, by however many parts."""
+    return rules.HEAD_DIM_V > 0
+
+
+@constexpr_function
+def is_scaled(rules):
+    """Whether Q, K and V are scaled, in one or two parts of float16."""
+    return rules.HEAD_DIM_V > 0 and rules.PARTS < 3
+
+
+@jit
+def scaled_rules(inverses_ptr, q_inverses_ptr, work, GROUP: gl.constexpr, num_heads, group_size, rules):
+    """The rules for 64 queries of one head: their scale also undoes those of Q and K."""
+    tiles = gl.cdiv(work.seqlen_q, ROWS)
+    tile = gl.minimum(work.tile * rules.GROUPS + GROUP, tiles - 1)
+    if rules.IS_VARLEN:
+        number = (work.q_begin // ROWS + work.batch + tile) * num_heads + work.head
+    else:
+        number = (work.batch * num_heads + work.head) * tiles + tile
+    of_key = inverses_ptr + (work.batch * (num_heads // group_size) + work.head // group_size) * 2
+    inverse = gl.load(q_inverses_ptr + number) * gl.load(of_key)
+    # Where scores are beyond float32 anyway the factor need not be: 0 times Inf would make NaN of a score of 0.
+    scale = rules.scale * gl.minimum(gl.maximum(inverse, 1.1754943508222875e-38), 1.2676506002282294e30)
+    return Rules(
+        scale, rules.softcap_log2, rules.window_left, rules.window_right, rules.GROUPS, rules.BLOCK_N, rules.HAS_LOW,
+        rules.HAS_HIGH, rules.TOP_LEFT, rules.HAS_ALIBI, rules.HAS_SOFTCAP, rules.HAS_SINKS, rules.IS_VARLEN,
+        rules.WRITE_LSE, rules.OWN_OUT, rules.VALUES_FIRST, rules.PARTS, rules.HEAD_DIM_V,
+    )  # fmt: skip
+
+
+@jit
+def inverse_of_values(inverses_ptr, work, num_heads, group_size, PARTS: gl.constexpr):
+    """What undoes the scale of V, and of probabilities."""
+    # Right behind that of K, whose load brought both.
+    inverse = gl.load(inverses_ptr + (work.batch * (num_heads // group_size) + work.head // group_size) * 2 + 1)
+    if PARTS == 2:
+        inverse = inverse * (1.0 / LIFT)
+    return inverse
+
+
+@jit
+def wait_for_launch_before(THREADS: gl.constexpr):
+    """Until the launch before has ended and what it wrote is there: this one begins while that one runs (programmatic
+    dependent launch), so that barriers and maps are ready by then."""
+    one = gl.full([THREADS], 0, gl.int32, gl.BlockedLayout([1], [32], [THREADS // 32], [0]))
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [one], dtype=gl.int32, is_pure=False, pack=1
+    )
+
 
 # Slices of the columns of V and out ----------------------------------------------------------------------------------
 
@@ -132,14 +196,95 @@ def bfloat16_part(x):
 
 
 @jit
+def half_part(x):
+    """The same with the float16 nearest to x, 11 bits."""
+    part = gl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
+    )
+    return part, x - part.to(gl.float32)
+
+
+@jit
 def split_operand(p, PARTS: gl.constexpr):
     """Probabilities as products with V take them: their parts, the largest first, in the registers they are in."""
     layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(64), k_width=2)
+    if PARTS == 2:
+        p = p * LIFT
     parts = ()
     for _ in gl.static_range(PARTS):
-        part, p = bfloat16_part(p)
+        if PARTS == 2:
+            part, p = half_part(p)
+        else:
+            part, p = bfloat16_part(p)
         parts = parts + (gl.convert_layout(part, layout, assert_trivial=True),)
     return parts
+
+
+@constexpr_function
+def chunks(pieces, PARTS):
+    """Of a tile's pieces, the columns that are summed in one go: (piece, first column within it, width, group). Of two
+    parts a group is 128 columns: what a tensor core cuts off of longer sums would be more than what the parts leave
+    out. Three parts leave out less, and their longer sums were closer than those of torch's own kernel."""
+    in_group = 128 if int(PARTS) == 2 else 256
+    found, column = [], 0
+    for i, piece in enumerate(pieces):
+        width = piece.shape[-1]
+        step = min(in_group, width)
+        for first in range(0, width, step):
+            found.append((i, first, step, column // in_group))
+            column += step
+    return found
+
+
+@constexpr_function
+def num_chunks(pieces, PARTS):
+    """How many `chunks` there are."""
+    return len(chunks(pieces, PARTS))
+
+
+@constexpr_function
+def group_of(pieces, PARTS, c):
+    """The group of chunk c."""
+    return chunks(pieces, PARTS)[int(c)][3]
+
+
+@constexpr_function
+def begins_group(pieces, PARTS, c):
+    """Whether chunk c is the first of its group."""
+    return int(c) == 0 or chunks(pieces, PARTS)[int(c) - 1][3] != chunks(pieces, PARTS)[int(c)][3]
+
+
+@constexpr_function
+def num_groups(pieces, PARTS):
+    """How many groups of `chunks` there are."""
+    return chunks(pieces, PARTS)[-1][3] + 1
+
+
+@jit
+def columns_of(tile, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+    """WIDTH columns of a matrix in shared memory."""
+    if tile.shape[1] > WIDTH:
+        tile = tile.slice(FIRST, WIDTH, dim=1)
+    return tile
+
+
+@jit
+def large_scores(q_tiles, own, k_ring, tile, sums, GROUP: gl.constexpr, PARTS: gl.constexpr):
+    """Products of the largest parts, one group of columns, in `sums`, whatever that held; under way."""
+    for c in gl.static_range(num_chunks(k_ring.pieces, PARTS)):
+        if group_of(k_ring.pieces, PARTS, c) == GROUP:
+            sums = large_chunk(q_tiles, own, k_ring, tile, sums, c, PARTS)
+    return sums
+
+
+@jit
+def large_chunk(q_tiles, own, k_ring, tile, sums, c: gl.constexpr, PARTS: gl.constexpr):
+    """The same of chunk c alone, which begins a sum where it is the first of its group."""
+    chunk: gl.constexpr = chunks(k_ring.pieces, PARTS)[c]
+    begins: gl.constexpr = begins_group(k_ring.pieces, PARTS, c)
+    q = columns_of(matrix(q_tiles[chunk[0]].index(own)), chunk[1], chunk[2])
+    k = columns_of(matrix(k_ring.pieces[chunk[0]].index(tile)), chunk[1], chunk[2]).permute((1, 0))
+    return warpgroup_mma(q, k, sums, use_acc=not begins, is_async=True)
 
 
 @jit
@@ -156,12 +301,13 @@ def split_scores(q_tiles, GROUP: gl.constexpr, k_ring, n, rules):
                 k = matrix(k_ring.pieces[i].index(tile + (PARTS - 1 - s - a))).permute((1, 0))
                 q = matrix(q_tiles[i].index(own + a))
                 small = warpgroup_mma(q, k, small, use_acc=s + a + i > 0, is_async=True)
-    large = zero
-    for i in gl.static_range(len(k_ring.pieces)):
-        k = matrix(k_ring.pieces[i].index(tile)).permute((1, 0))
-        large = warpgroup_mma(matrix(q_tiles[i].index(own)), k, large, use_acc=i > 0, is_async=True)
+    large = large_scores(q_tiles, own, k_ring, tile, zero, 0, PARTS)
     small, large = warpgroup_mma_wait(0, deps=[small, large])
-    return large + number(small)
+    scores = large + number(small)
+    for group in gl.static_range(1, num_groups(k_ring.pieces, PARTS)):
+        more = large_scores(q_tiles, own, k_ring, tile, zero, group, PARTS)
+        scores = scores + warpgroup_mma_wait(0, deps=[more])
+    return scores
 
 
 @jit
@@ -245,16 +391,25 @@ def split_tiles(
 
 @jit
 def store_float32(out, v_ring, out_ptr, work, row_first, num_heads, rules):
-    """Rows of out straight from the accumulators, to a contiguous (..., rows, num_heads, HEAD_DIM_V): a quad of threads
-    fills a sector of 32 bytes. It needs no shared memory, which parts fill, and no tensor map."""
+    """Rows of out straight from the accumulators, one for each slice or, where there is a single part, each piece, to a
+    contiguous (..., rows, num_heads, HEAD_DIM_V): a quad of threads fills a sector of 32 bytes. It needs no shared
+    memory, which parts fill, and no tensor map."""
     row = work.q_begin + row_first
     if not rules.IS_VARLEN:
         row = work.batch.to(gl.int64) * work.seqlen_q + row_first
     for i in gl.static_range(len(out)):
         store_slice(
             out[i], out_ptr, row, work.seqlen_q - row_first, work.head, num_heads, rules.HEAD_DIM_V,
-            slice_column(v_ring.pieces, i),
+            out_column(v_ring.pieces, rules.PARTS, i),
         )  # fmt: skip
+
+
+@constexpr_function
+def out_column(pieces, PARTS, i):
+    """First column of the i-th accumulator of out."""
+    if int(PARTS) == 1:
+        return sum(piece.shape[-1] for piece in list(pieces)[: int(i)])
+    return slice_column(pieces, i)
 
 
 @jit

@@ -26,8 +26,8 @@ class Rules:
     WRITE_LSE: gl.constexpr
     OWN_OUT: gl.constexpr
     VALUES_FIRST: gl.constexpr
-    PARTS: gl.constexpr  # bfloat16 parts of a float32 operand; 1 for 16-bit types
-    HEAD_DIM_V: gl.constexpr  # where PARTS is more than 1
+    PARTS: gl.constexpr  # of a float32 operand: 1 or 2 of float16, 3 of bfloat16; 1 for 16-bit types
+    HEAD_DIM_V: gl.constexpr  # in float32; 0 for 16-bit types
 
     @constexpr_function
     def __init__(

@@ -1,0 +1,71 @@
+"""The tables of docs/model.md are what their files say, and a verdict is made once and counted right."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from benchmarks import model_verdict
+from benchmarks.model_verdict import DOC, ROOT, Judged, NoVerdict, judge, kind_of, tables, written
+from warpwave.bench.workloads import load_suite
+
+RECORD = ROOT / "benchmarks" / "records" / "2026-11-21-h200-scale-blocks.jsonl"
+
+
+def _data(ratios: list[float], **changes: object) -> dict[str, object]:
+    points = [asdict(Judged(f"case {i}", "tiled", "full", 100 * r, 100.0)) for i, r in enumerate(ratios)]
+    return {
+        "record": "grid.jsonl", "device": "a card", "measured": "2026-11-21", "calibrated": "2026-11-20",
+        "fitted_to": ["other.jsonl"], "points": points,
+    } | changes  # fmt: skip
+
+
+def test_the_tables_of_the_document_are_what_their_files_say() -> None:
+    document = DOC.read_text(encoding="utf-8")
+    assert written(document) == document, "run python -m benchmarks.model_verdict"
+    assert document.count("<!-- judged in") == 2 and "<!-- fit of h200 -->" in document
+
+
+def test_a_verdict_is_counted_over_all_points_and_shows_the_worst() -> None:
+    said = tables(_data([1.05] * 9 + [0.5]))
+    assert "10 points" in said and "**median error 5.0%, 90% within 20 %** (goals: 10 % and 90 %; both met)" in said
+    assert "| case 9 | `tiled` | 50 | 100 | 2.00 |" in said and "| full | 10 |" in said
+    assert "neither met" in tables(_data([1.3] * 10)) and "the share is not" in tables(_data([1.05] * 6 + [2.0] * 4))
+    assert "which was fitted to them" in tables(_data([1.0], fitted_to=["grid.jsonl"]))
+
+
+def test_every_case_of_the_grids_has_its_kind() -> None:
+    kinds = {kind_of(case.problem) for name in ("model_grid", "model_grid_2") for case in load_suite(name).cases}
+    assert kinds == {
+        "packed", "float32", "one query", "very wide heads", "window", "odd sizes", "GQA", "under-filled", "causal",
+        "full",
+    }  # fmt: skip
+
+
+def test_a_record_is_judged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, document = tmp_path / "grid.jsonl", tmp_path / "model.md"
+    shutil.copy(RECORD, record)
+    document.write_text("<!-- judged in nowhere.json -->\n<!-- end of judged -->\n", encoding="utf-8")
+    monkeypatch.setattr(model_verdict, "DOC", document)
+    monkeypatch.setattr(sys, "argv", ["model_verdict", "--judge", str(record)])
+    assert model_verdict.main() == 0
+    kept = json.loads((tmp_path / "grid-judged.json").read_text(encoding="utf-8"))
+    assert kept["device"] == "NVIDIA H200" and len(kept["points"]) == 11
+    assert all(0.2 < point["predicted_us"] / point["measured_us"] < 5 for point in kept["points"])
+    assert "Not measured yet." in document.read_text(encoding="utf-8")
+    with pytest.raises(SystemExit):
+        model_verdict.main()
+
+
+def test_what_cannot_be_judged_is_said(tmp_path: Path) -> None:
+    nothing = tmp_path / "nothing.jsonl"
+    nothing.write_text(RECORD.read_text(encoding="utf-8").splitlines()[0] + "\n", encoding="utf-8")
+    with pytest.raises(NoVerdict, match=r"nothing\.jsonl has no times of our kernels"):
+        judge(nothing)
+    with pytest.raises(NoVerdict, match="no section"):
+        written("nothing")

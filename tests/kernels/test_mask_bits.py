@@ -1,0 +1,59 @@
+"""Masks packed into bits: every bit stands where a thread of the Hopper forward looks for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from warpwave import launch
+from warpwave.kernels import mask_bits
+from warpwave.kernels.triton_or_stub import NO_TRITON
+from warpwave.problem import AttentionProblem, Causal
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # interpreted on a CPU
+PROBLEM = AttentionProblem(
+    batch=2, seqlen_q=70, seqlen_k=201, num_heads_q=3, num_heads_kv=3, head_dim=64, head_dim_v=64, dtype="float16",
+    softmax_scale=0.1,
+)  # fmt: skip
+
+
+@pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
+@pytest.mark.parametrize("band", [{}, {"causal": Causal(), "window_size": (20, -1)}], ids=["", "window"])
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("shape", [(2, 3, 70, 201), (1, 1, 1, 201), (2, 1, 70, 1), (1, 3, 70, 128)], ids=str)
+def test_every_cell_has_its_bit(shape: tuple[int, ...], strided: bool, band: dict[str, Any]) -> None:
+    problem = replace(PROBLEM, **band, mask_shape=shape, seqlen_k=shape[-1] if shape[-1] > 1 else 201)
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE) < 0.6
+    if strided:  # heads lie within queries
+        mask = mask.transpose(1, 2).contiguous().transpose(1, 2)
+    p = mask_bits.packed(problem)
+    batch, heads, tiles, rows = p.batch, p.heads, p.tiles, p.rows
+    packed = torch.full((p.size,), 77, dtype=torch.int32, device=DEVICE)
+    launch.bind(mask_bits.specify(problem, mask, packed))(mask, packed)
+    words = packed[: p.flags_begin].view(batch, heads, tiles, rows, 4)
+    flags = packed[p.flags_begin :].view(batch, heads, p.row_blocks, tiles)
+    keys = torch.arange(tiles * 128, device=DEVICE)
+    of_key = words[:, :, keys // 128, :, keys % 8 // 2]  # [keys, batch, heads, rows]
+    bit = keys % 128 // 8 * 2 + keys % 2
+    found = (of_key >> bit[:, None, None, None]) & 1 != 0
+    expected = torch.zeros(batch, heads, rows, len(keys), dtype=torch.bool, device=DEVICE)
+    shown = mask.expand(*shape[:3], problem.seqlen_k)
+    if problem.has_band:
+        i, j = torch.arange(70, device=DEVICE)[:, None], torch.arange(problem.seqlen_k, device=DEVICE)
+        shown = shown & (j - i <= problem.seqlen_k - 70) & (j - i >= problem.seqlen_k - 70 - 20)
+    expected[..., : problem.seqlen_k] = shown
+    assert torch.equal(found.permute(1, 2, 3, 0), expected)
+    blocks = torch.nn.functional.pad(expected, (0, 0, 0, -rows % 64)).view(batch, heads, -1, 64, tiles, 128)
+    assert torch.equal(flags, blocks.any(-1).any(3).int())
+
+
+def test_broadcast_axes_are_packed_once() -> None:
+    """And have the stride 0; rows do not where position hides something."""
+    packed = mask_bits.packed(replace(PROBLEM, mask_shape=(2, 1, 1, 201)))
+    assert packed.word_strides == (8, 0, 4, 0) and packed.flag_strides == (2, 0, 0)
+    assert packed.size == 2 * 8 + 2 * 2
+    packed = mask_bits.packed(replace(PROBLEM, mask_shape=(2, 1, 1, 201), causal=Causal()))
+    assert packed.word_strides == (560, 0, 280, 4) and packed.flag_strides == (4, 0, 2)

@@ -1,0 +1,88 @@
+"""What the host code of Hopper's kernels shares: operands as tensor maps see them, and the run-time arguments that
+follow from a call. No kernel by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from warpwave.kernels import arguments
+from warpwave.kernels.hopper import launcher
+from warpwave.problem import AttentionProblem, Operands
+
+NUM_SMS = 132  # of an H100 or H200 SXM, where no device is asked
+L2_BYTES = 32 * 1024 * 1024  # K and V of the heads that run together under a causal mask
+LOG2_E = 1.4426950408889634
+
+
+def mappable(problem: AttentionProblem, operands: Operands) -> Callable[[Operands], Operands]:
+    """What makes operands of this layout such that tensor maps can describe them: what they cannot is copied."""
+    straight = arguments.straightener(operands)
+    copied = [name for name in ("q", "k", "v") if not launcher.has_map(getattr(operands, name))]
+    if not copied and straight(operands) is operands:
+        return lambda operands: operands
+
+    def made(operands: Operands) -> Operands:
+        aligned = {n: getattr(operands, n).clone(memory_format=torch.contiguous_format) for n in copied}
+        return straight(operands)._replace(**aligned)
+
+    return made
+
+
+def seen(tensor: torch.Tensor, packed: bool, rows: int | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of a (batch, seqlen, head, width) or packed (total, head, width) tensor as maps count them:
+    batch, head, row, column. Of a dense one no more than `rows` rows, 1 at least."""
+    if packed:
+        total, heads, width = tensor.shape
+        return (1, heads, total, width), (tensor.stride(0), tensor.stride(1), tensor.stride(0), 1)
+    batch, length, heads, width = tensor.shape
+    strides = (tensor.stride(0), tensor.stride(2), tensor.stride(1), 1)
+    return (batch, heads, length if rows is None else max(1, rows), width), strides
+
+
+def keys_end(problem: AttentionProblem) -> int:
+    """Keys of a dense call up to the last that some query sees: behind it lies what must have no effect."""
+    high = problem.band(problem.seqlen_q, problem.seqlen_k).high
+    return problem.seqlen_k if high is None else min(problem.seqlen_k, problem.seqlen_q + high)
+
+
+def counter(out: torch.Tensor) -> torch.Tensor:
+    """A tile counter to compile with; `launcher.bind` takes the stream's own at each launch."""
+    if out.device.type != "cuda":
+        return torch.empty(1, dtype=torch.int32, device="meta")
+    return launcher.counters(out.device).for_graphs
+
+
+def score_units(problem: AttentionProblem) -> tuple[float, float]:
+    """By what raw scores are multiplied, and what a cap's tanh is: both make bits."""
+    if problem.softcap > 0:
+        return problem.softmax_scale / problem.softcap, problem.softcap * LOG2_E
+    return problem.softmax_scale * LOG2_E, 0.0
+
+
+def of_schedule(
+    problem: AttentionProblem, operands: Operands, tiles: int, parts: int, block_m: int, size: int
+) -> list[int]:
+    """The run-time arguments of a kernel that draws tiles of queries (scheduler.py), in its order: strides of ALiBi's
+    slopes and the log-sum-exp, the schedule, lengths and window. `parts` blocks share a head; an element has `size`
+    bytes."""
+    group_size = problem.num_heads_q // problem.num_heads_kv
+    heads = problem.num_heads_q * parts
+    kv_bytes = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * size)
+    return [
+        arguments.slope_strides(operands.alibi_slopes)[0],
+        *arguments.lse_strides(problem),
+        tiles,
+        heads,
+        group_size,
+        problem.batch,
+        -(-problem.seqlen_q // block_m),
+        # No more heads than there are: tiles times heads is a tile's number, and must not wrap.
+        min(problem.batch * heads, max(1, L2_BYTES // kv_bytes) * group_size * parts),
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.total_q,
+        problem.total_k,
+        *arguments.window(problem),
+    ]

@@ -1,0 +1,490 @@
+"""Boolean masks and biases of the Hopper forward: what they add to scores, and what hidden values may hold.
+
+The mask comes packed in words (mask_bits.py), a bias as it is, both by plain loads that are under way while the product
+of queries and keys is computed.
+
+A value that no query of a block sees must have no effect, and V goes from memory to the tensor cores as it is: a
+probability of 0 times NaN is NaN. So a block whose output is finite is right; one whose output is not finite says so
+instead of storing it, and the producer brings the same block again, carefully: there the rows of V that none of its
+queries sees are zeroed in shared memory first. Where all values are finite that costs a sum over the output.
+"""
+
+# No postponed annotations here: an aggregate's fields are checked against its annotations.
+
+from warpwave.kernels.hopper import scheduler
+from warpwave.kernels.hopper.compat import (
+    aggregate,
+    constexpr_function,
+    fence_async_shared,
+    gl,
+    jit,
+    tma_load,
+)
+from warpwave.kernels.hopper.parts import (
+    LN_2,
+    LOG2_E,
+    ROWS,
+    accumulator_layout,
+    matrix,
+    tanh,
+    wait_full,
+    zero_accumulator,
+)
+from warpwave.kernels.hopper.rows import row_vectors
+from warpwave.kernels.hopper.softmax import in_bits
+from warpwave.kernels.hopper.visible import Keys
+
+TILE_KEYS = gl.constexpr(128)  # keys that four words of a row stand for (mask_bits.py)
+
+
+@aggregate
+class Beside:
+    """Mask and bias of a call.
+
+    Args:
+        words_ptr, word_strides: the mask in words (mask_bits.py), and their strides.
+        flag_strides: where the flags begin, and strides along batches, heads and 64 rows.
+        bias_ptr, bias_strides: the bias, and its strides along batches, heads and queries; that along keys is 1 or 0.
+            Strides along axes that are broadcast are 0.
+        maps, tiles: where each score has a bias of its own, its tensor map, and as many tiles of 64 queries in shared
+            memory as the ring of K has stages, times the groups; they come with K.
+        has_mask: whether there are words.
+        bias: "" for none; "cells", or "keys" and "rows" where it is the same for all queries or for all keys.
+    """
+
+    words_ptr: gl.tensor
+    word_strides: gl.tuple
+    flag_strides: gl.tuple
+    bias_ptr: gl.tensor
+    bias_strides: gl.tuple
+    maps: gl.tuple
+    tiles: gl.shared_memory_descriptor
+    has_mask: gl.constexpr
+    bias: gl.constexpr
+
+    @constexpr_function
+    def __init__(self, words_ptr, word_strides, flag_strides, bias_ptr, bias_strides, maps, tiles, has_mask, bias):
+        self.words_ptr = words_ptr
+        self.word_strides = word_strides
+        self.flag_strides = flag_strides
+        self.bias_ptr = bias_ptr
+        self.bias_strides = bias_strides
+        self.maps = maps
+        self.tiles = tiles
+        self.has_mask = gl.constexpr(has_mask)
+        self.bias = gl.constexpr(bias)
+
+
+@aggregate
+class MaskedPlace:
+    """`visible.Place` with what lies beside the scores.
+
+    Args:
+        words, bias: where the lines of its queries begin, 0 where there is no such tensor.
+        beside: of the call.
+        box, message: what announced the block.
+        seqlen_q: queries of the sequence.
+        group: which 64 queries of the block.
+    """
+
+    row_first: gl.tensor
+    offset: gl.tensor
+    slope_log2: gl.tensor
+    words: gl.tensor
+    bias: gl.tensor
+    beside: Beside
+    box: scheduler.Mailbox
+    message: gl.tensor
+    seqlen_q: gl.tensor
+    group: gl.constexpr
+
+    @constexpr_function
+    def __init__(self, row_first, offset, slope_log2, words, bias, beside, box, message, seqlen_q, group):
+        self.row_first = row_first
+        self.offset = offset
+        self.slope_log2 = slope_log2
+        self.words = words
+        self.bias = bias
+        self.beside = beside
+        self.box = box
+        self.message = message
+        self.seqlen_q = seqlen_q
+        self.group = gl.constexpr(group)
+
+
+@constexpr_function
+def is_added(beside):
+    """Whether there is a mask or a bias: `beside` is what a call has of them, () for nothing, or a place."""
+    if hasattr(beside, "values"):  # Triton's tuple: Triton 3.6 raises where it is asked for a name that it has not
+        return False
+    return hasattr(beside, "words_ptr") or hasattr(beside, "beside")
+
+
+@constexpr_function
+def is_masked(beside):
+    """Whether there is a mask: `beside` as for `is_added`."""
+    return is_added(beside) and bool(getattr(beside, "beside", beside).has_mask)
+
+
+@jit
+def aligned(keys):
+    """The keys from a multiple of a word tile on, so that tiles do not share words and bias is read in pairs."""
+    return Keys(keys.begin // TILE_KEYS * TILE_KEYS, keys.end, keys.low, keys.high)
+
+
+@jit
+def beside_an_accumulator(x):
+    """[64, BLOCK_N] as [64, BLOCK_N / 8, 4, 2]: of a row's eighths, four threads hold two columns each."""
+    return gl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2])
+
+
+@jit
+def with_lines(place, beside, work, box, message, GROUP: gl.constexpr, rules):
+    """The place, and where the lines of its queries begin. Lines of queries behind the last are the last one's."""
+    zero = gl.to_tensor(0)
+    words = zero
+    bias = zero
+    batch = work.batch.to(gl.int64)
+    head = work.head.to(gl.int64)
+    if beside.has_mask:
+        layout: gl.constexpr = beside_an_accumulator(zero_accumulator(rules.BLOCK_N)).type.layout
+        of_words: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, layout))
+        rows = place.row_first + gl.arange(0, ROWS, gl.SliceLayout(1, of_words))
+        rows = gl.minimum(rows, work.seqlen_q - 1)
+        begins = rows.to(gl.int64) * beside.word_strides[3]
+        words = beside.words_ptr + (batch * beside.word_strides[0] + head * beside.word_strides[1])
+        words = words + begins[:, None] + gl.arange(0, 4, gl.SliceLayout(0, of_words))[None, :]
+    if beside.bias != "":
+        bias = beside.bias_ptr + batch * beside.bias_strides[0] + head * beside.bias_strides[1]
+        if beside.bias == "rows":
+            of_rows: gl.constexpr = gl.SliceLayout(1, accumulator_layout(rules.BLOCK_N))
+            rows = place.row_first + gl.arange(0, ROWS, of_rows)
+            rows = gl.minimum(rows, work.seqlen_q - 1)
+            bias = bias + rows.to(gl.int64) * beside.bias_strides[2]
+    return MaskedPlace(
+        place.row_first, place.offset, place.slope_log2, words, bias, beside, box, message, work.seqlen_q, GROUP
+    )
+
+
+@jit
+def read_ahead(tile, place, keys, rules, AT_EDGE: gl.constexpr):
+    """Starts to read what mask and bias say of a tile: (words [64, 4], bias [64, BLOCK_N] or a line of it), () where
+    there is neither."""
+    if not is_added(place):
+        return ()
+    else:
+        return _read_ahead(tile, place, place.beside, keys, rules, AT_EDGE)
+
+
+@jit
+def _read_ahead(tile, place, beside, keys, rules, AT_EDGE: gl.constexpr):
+    words = gl.to_tensor(0)
+    bias = gl.to_tensor(0)
+    key_first = keys.begin + tile * rules.BLOCK_N
+    if beside.has_mask:
+        words = gl.load(place.words + (key_first // TILE_KEYS).to(gl.int64) * beside.word_strides[2])
+    if beside.bias == "rows":
+        bias = gl.load(place.bias)[:, None]
+    elif beside.bias == "keys":
+        columns = gl.arange(0, rules.BLOCK_N, gl.SliceLayout(0, accumulator_layout(rules.BLOCK_N)))
+        line = place.bias + key_first + columns
+        if AT_EDGE:
+            bias = gl.load(line, mask=columns < keys.end - key_first, other=0.0)[None, :]
+        else:
+            bias = gl.load(line)[None, :]
+    return words, bias
+
+
+@constexpr_function
+def bytes_beside(beside, groups):
+    """Bytes of bias that come with a tile of K."""
+    return int(groups) * sum(m.block_type.nbytes for m in beside.maps) if is_added(beside) else 0
+
+
+@jit
+def load_bias(beside, ring, n, work, key, rules):
+    """The bias of tile n of K by TMA, when K's stage is free: its rows from `key` on."""
+    if is_added(beside):
+        for i in gl.static_range(len(beside.maps)):
+            batch = gl.where(beside.bias_strides[0] == 0, 0, work.batch)
+            head = gl.where(beside.bias_strides[1] == 0, 0, work.head)
+            stage = n % ring.stages
+            for g in gl.static_range(rules.GROUPS):
+                place = [batch, head, (work.tile * rules.GROUPS + g) * ROWS, key]
+                tma_load(beside.maps[i], place, ring.full.index(stage), beside.tiles.index(stage * rules.GROUPS + g))
+
+
+@jit
+def read_bias(ahead, place, ring, n, rules):
+    """What was read ahead, and the bias that came with tile n of K."""
+    if is_added(place):
+        return ahead[0], bias_of_tile(ahead[1], place.beside, ring, n, place.group, rules)
+    else:
+        return ahead
+
+
+@jit
+def bias_of_tile(bias, beside, ring, n, GROUP: gl.constexpr, rules):
+    """The tile's bias where each score has its own, else what was read ahead of it."""
+    if beside.bias == "cells":
+        tile = matrix(beside.tiles.index(n % ring.stages * rules.GROUPS + GROUP))
+        bias = tile.load(accumulator_layout(rules.BLOCK_N))
+    return bias
+
+
+@jit
+def scores_in_bits(scores, ahead, tile, place, keys, rules, AT_EDGE: gl.constexpr):
+    """`softmax.in_bits` of a call with mask or bias: the same arithmetic at edges as elsewhere, so that a block brought
+    again has the same bits.
+
+    What is added is added in natural units where there is a bias, so that the factor that makes bits of a sum rides in
+    the softmax's fused multiply-add. A scale of 0 does not come here (0 * -inf): the host makes it the smallest.
+    """
+    if not is_added(place):
+        return in_bits(scores, tile, place, keys, rules, AT_EDGE)
+    else:
+        beside = place.beside
+        layout: gl.constexpr = scores.type.layout
+        scale = rules.scale
+        words, bias = ahead
+        key_first = keys.begin + tile * rules.BLOCK_N
+        rows = place.row_first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        columns = gl.arange(0, rules.BLOCK_N, gl.SliceLayout(0, layout))
+        if rules.HAS_SOFTCAP:
+            scores = tanh(scores * scale) * rules.softcap_log2
+            scale = 1.0
+        if beside.bias != "":
+            bias = bias.to(gl.float32)
+            scores = multiply_add(scores, scale, bias, not rules.HAS_SOFTCAP)
+            if AT_EDGE:
+                # -inf hides the pair, whatever the score: NaN + -inf would be NaN. Elsewhere that is found by its
+                # output, which is not finite, and the block comes again, all of it as at an edge.
+                scores = gl.where(bias == float("-inf"), float("-inf"), scores)
+            scale = LOG2_E
+        if rules.HAS_ALIBI:
+            slope = -place.slope_log2
+            if beside.bias != "":
+                slope = slope * LN_2
+            own_key = rows + (place.offset - key_first)
+            distance = gl.abs(columns[None, :] - own_key[:, None]).to(gl.float32)
+            if beside.bias != "":
+                scores = scores + slope * distance
+            else:
+                scores = multiply_add(scores, scale, slope * distance, not rules.HAS_SOFTCAP)
+                scale = 1.0
+        if AT_EDGE and not beside.has_mask:
+            last = gl.full([ROWS], keys.end - 1 - key_first, gl.int32, gl.SliceLayout(1, layout))
+            if rules.HAS_HIGH:
+                last = gl.minimum(last, rows + (keys.high - key_first))
+            visible = columns[None, :] <= last[:, None]
+            if rules.HAS_LOW:
+                first = rows + (keys.low - key_first)
+                visible = visible & (columns[None, :] >= first[:, None])
+            scores = gl.where(visible, scores, float("-inf"))
+        if beside.has_mask:
+            if rules.BLOCK_N < TILE_KEYS:
+                words = words >> (key_first % TILE_KEYS // 4)
+            scores = hide_words(scores, words, rules.BLOCK_N)
+        return scores, scale
+
+
+@jit
+def hide_words(scores, words, BLOCK_N: gl.constexpr):
+    """Scores, minus infinity where the bit of words [64, 4] is 0."""
+    apart = hide(beside_an_accumulator(scores), words[:, None, :][:, :, :, None])
+    return gl.convert_layout(gl.reshape(apart, [ROWS, BLOCK_N]), scores.type.layout, assert_trivial=True)
+
+
+@jit
+def hide_by_position(scores, tile, place, keys, rules):
+    """Scores of a tile that does not reach behind the keys, minus infinity where position hides them: as words are
+    quickly made of two limits a row, it costs a select a score, and nothing in a warp whose rows see the whole tile."""
+    layout: gl.constexpr = beside_an_accumulator(zero_accumulator(rules.BLOCK_N)).type.layout
+    of_words: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, layout))
+    rows = place.row_first + gl.arange(0, ROWS, gl.SliceLayout(1, of_words))
+    columns = 2 * gl.arange(0, 4, gl.SliceLayout(0, of_words))
+    key_first = keys.begin + tile * rules.BLOCK_N
+    words = ~bits_below((rows + (keys.low - key_first))[:, None] - columns[None, :], rules.BLOCK_N)
+    if rules.HAS_HIGH:
+        words = words & bits_below((rows + (keys.high + 1 - key_first))[:, None] - columns[None, :], rules.BLOCK_N)
+    return hide_words(scores, words, rules.BLOCK_N)
+
+
+@jit
+def bits_below(limit, BLOCK_N: gl.constexpr):
+    """A word's bits of columns below a limit, counted from the word's first: two columns out of every eight."""
+    limit = gl.minimum(gl.maximum(limit, 0), BLOCK_N)
+    return low_bits((limit >> 3) * 2 + gl.minimum(limit & 7, 2))
+
+
+@jit
+def low_bits(count):
+    """Words with as many bits set, 0 to 32, the lowest."""
+    return gl.inline_asm_elementwise("bmsk.clamp.b32 $0, 0, $1;", "=r,r", [count], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@constexpr_function
+def has_masked_steps(place, rules):
+    """Whether scores of tiles that are overlapped may be hidden, and all of a row's at that."""
+    return is_added(place) or bool(rules.HAS_LOW)
+
+
+@jit
+def multiply_add(x, factor, y, MULTIPLY: gl.constexpr):
+    """x * factor + y in one rounding, not only where the compiler sees fit; x + y if not MULTIPLY."""
+    if MULTIPLY:
+        x, y = gl.broadcast(x, y)
+        return gl.fma(x, gl.full(x.shape, factor, gl.float32, x.type.layout), y)
+    else:
+        return x + y
+
+
+@constexpr_function
+def _hide_asm(n):
+    # A thread holds two rows, in turns of two columns: element i is of row i / 2 % 2, its bit 2 (i / 4) + i % 2.
+    shown = (1 << (n // 2)) - 1
+    selects = " ".join(
+        f"and.b32 t, ${2 * n + (i & 2)}, {1 << ((i >> 2) * 2 + (i & 1))}; setp.ne.u32 q, t, 0; "
+        f"selp.b32 ${i}, ${i}, 0fFF800000, q;"
+        for i in range(n)
+    )
+    return (
+        f"{{ .reg .pred p, q; .reg .b32 t; and.b32 t, ${2 * n}, ${2 * n + 2}; and.b32 t, t, {shown}; "
+        f"setp.ne.u32 p, t, {shown}; vote.sync.any.pred p, p, 0xffffffff; @!p bra SHOWN; {selects} SHOWN: }}"
+    )
+
+
+@constexpr_function
+def _hide_constraints(n):
+    return ",".join(["=r"] * n + [str(i) for i in range(n)] + ["r"] * n)
+
+
+@jit
+def hide(x, words):
+    """x [64, BLOCK_N / 8, 4, 2], minus infinity where the bit of words [64, 1, 4, 1] is 0. A warp skips a tile that all
+    of its rows see."""
+    each: gl.constexpr = x.shape[1] * 4
+    return gl.inline_asm_elementwise(
+        _hide_asm(each), _hide_constraints(each), [x, words], dtype=gl.float32, is_pure=False, pack=each
+    )
+
+
+# Tiles that a mask hides ----------------------------------------------------------------------------------------------
+
+
+@jit
+def tiles_shown(word, work, beside, rules, WARPS: gl.constexpr):
+    """The word-th 32 tiles of 128 keys, a bit each: whether some query of the block sees some of their keys."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    lanes = gl.arange(0, 32, layout)
+    tile = word * 32 + lanes
+    flags = beside.words_ptr + beside.flag_strides[0]
+    flags += work.batch.to(gl.int64) * beside.flag_strides[1] + work.head.to(gl.int64) * beside.flag_strides[2]
+    there = tile < gl.cdiv(work.seqlen_k, TILE_KEYS)
+    shown = gl.zeros([32], gl.int32, layout)
+    for g in gl.static_range(rules.GROUPS):
+        block = gl.minimum(work.tile * rules.GROUPS + g, (work.seqlen_q - 1) // ROWS)
+        shown = shown | gl.load(flags + block.to(gl.int64) * beside.flag_strides[3] + tile, mask=there, other=0)
+    return gl.sum(shown << lanes, axis=0)
+
+
+@jit
+def word_of(tile, keys, rules):
+    """In which word of `tiles_shown` a tile's bit is, and which."""
+    at = (keys.begin + tile * rules.BLOCK_N) // TILE_KEYS
+    return at // 32, at % 32
+
+
+@jit
+def shown_before(tile, word, bits, begin, work, keys, beside, rules, WARPS: gl.constexpr):
+    """The last tile before `tile` that some query of the block sees, `begin - 1` where there is none; and the word that
+    was looked at last."""
+    tile = tile - 1
+    looking = tile >= begin
+    while looking:
+        of_tile, bit = word_of(tile, keys, rules)
+        if of_tile != word:
+            word = of_tile
+            bits = tiles_shown(word, work, beside, rules, WARPS)
+        looking = (bits >> bit) & 1 == 0
+        if looking:
+            tile = tile - 1
+            looking = tile >= begin
+    return tile, word, bits
+
+
+# Blocks brought again -------------------------------------------------------------------------------------------------
+
+
+@jit
+def is_finite(acc):
+    """Whether all of an accumulator's pieces are."""
+    total = gl.sum(acc[0] * 0.0, axis=1)
+    for i in gl.static_range(1, len(acc)):
+        total += gl.convert_layout(gl.sum(acc[i] * 0.0, axis=1), total.type.layout)
+    return gl.max((total != 0.0).to(gl.int32), axis=0) == 0  # a sum of 0 and NaN is NaN
+
+
+@jit
+def without_unseen(v_ring, n, tile, place, keys, rules):
+    """Where the block is brought again, waits for its values of tile n and zeroes those that none of its queries sees.
+    Each consumer does it for itself; they write the same."""
+    if is_added(place):  # noqa: SIM102 (known when compiled, and the other is not)
+        if scheduler.is_careful(place.box, place.message):
+            seen = keys_seen(tile, place, place.beside, keys, rules)
+            wait_full(v_ring, n)
+            for i in gl.static_range(len(v_ring.pieces)):
+                keep_rows(matrix(v_ring.pieces[i].index(n % v_ring.stages)), seen)
+            fence_async_shared()
+
+
+@jit
+def keys_seen(tile, place, beside, keys, rules):
+    """Which keys of a tile some query of the whole block sees, int32 [BLOCK_N]: every group finds the same."""
+    layout: gl.constexpr = gl.BlockedLayout([16, 1], [1, 32], [1, 4], [1, 0])  # a thread has a key
+    work = scheduler.read(place.box, place.message, place.seqlen_q, place.seqlen_q, False)
+    columns = gl.arange(0, rules.BLOCK_N, gl.SliceLayout(0, layout))
+    key = keys.begin + tile * rules.BLOCK_N + columns
+    batch = work.batch.to(gl.int64)
+    head = work.head.to(gl.int64)
+    words = beside.words_ptr
+    bias = beside.bias_ptr
+    if beside.has_mask:
+        words = words + (batch * beside.word_strides[0] + head * beside.word_strides[1])
+        words = words + ((key // TILE_KEYS).to(gl.int64) * beside.word_strides[2] + key % 8 // 2)
+    if beside.bias != "":
+        bias = bias + (batch * beside.bias_strides[0] + head * beside.bias_strides[1])
+    seen = gl.zeros([rules.BLOCK_N], gl.int32, gl.SliceLayout(0, layout))
+    for first in range(0, ROWS * rules.GROUPS, 16):
+        rows = work.tile * ROWS * rules.GROUPS + first + gl.arange(0, 16, gl.SliceLayout(1, layout))
+        rows = gl.minimum(rows, place.seqlen_q - 1)
+        distance = key[None, :] - rows[:, None]
+        there = (key < keys.end)[None, :] & (distance == distance)
+        visible = there
+        if rules.HAS_LOW and not beside.has_mask:
+            visible = visible & (distance >= keys.low)
+        if rules.HAS_HIGH and not beside.has_mask:
+            visible = visible & (distance <= keys.high)
+        wide = rows.to(gl.int64)
+        if beside.has_mask:
+            found = gl.load(words[None, :] + (wide * beside.word_strides[3])[:, None], mask=there, other=0)
+            bit = key % TILE_KEYS // 8 * 2 + key % 2
+            visible = visible & (((found >> bit[None, :]) & 1) != 0)
+        if beside.bias != "":
+            place_of_row = wide * beside.bias_strides[2]
+            if beside.bias == "rows":
+                cells = bias + (place_of_row[:, None] + (columns * 0)[None, :])
+            else:
+                cells = bias + (place_of_row[:, None] + key[None, :])
+            visible = visible & (gl.load(cells, mask=there, other=0.0).to(gl.float32) != float("-inf"))
+        seen = gl.maximum(seen, gl.max(visible.to(gl.int32), axis=0))
+    return seen
+
+
+@jit
+def keep_rows(x, keep):
+    """Zeroes the rows of x, in shared memory, for which `keep` is 0."""
+    layout: gl.constexpr = row_vectors(x.shape[1])
+    kept = gl.convert_layout(keep, gl.SliceLayout(1, layout)) != 0
+    values = x.load(layout)
+    x.store(gl.where(kept[:, None], values, gl.zeros_like(values)))

@@ -1,0 +1,141 @@
+"""Which tile of three_kernel's products on Hopper is a program's next. No kernel by itself.
+
+Items are numbered over heads, blocks of rows and columns of tiles, such that those that run together share what they
+read; a program takes every num_programs-th.
+
+Bound: a few divisions an item, while products run.
+"""
+
+# No postponed annotations here: an aggregate's fields are checked against its annotations.
+
+from warpwave.kernels.hopper.compat import aggregate, constexpr_function, gl, jit
+
+BLOCK_M = gl.constexpr(128)  # queries of a tile, 64 for each of two warpgroups
+BLOCK_N = gl.constexpr(256)  # keys of a tile of scores, and columns of v of a tile of out
+
+
+@aggregate
+class Chunk:
+    """What is computed: heads counted over the batch from first_head on, rows from row_begin to row_end of each.
+
+    Args:
+        heads, blocks, columns: of the chunk, of BLOCK_M rows of a head, of tiles of such a block: of keys in the first
+            launch, of columns of v in the second.
+        together: blocks whose tiles are walked together.
+        diagonal: twice the number of key tiles that a block -1 would see; a block more sees half a tile more.
+        key_tiles: of all keys.
+    """
+
+    first_head: gl.tensor
+    row_begin: gl.tensor
+    row_end: gl.tensor
+    num_heads: gl.tensor
+    group_size: gl.tensor
+    heads: gl.tensor
+    blocks: gl.tensor
+    columns: gl.tensor
+    together: gl.tensor
+    diagonal: gl.tensor
+    key_tiles: gl.tensor
+
+    @constexpr_function
+    def __init__(
+        self, first_head, row_begin, row_end, num_heads, group_size, heads, blocks, columns, together, diagonal,
+        key_tiles,
+    ):  # fmt: skip
+        self.first_head = first_head
+        self.row_begin = row_begin
+        self.row_end = row_end
+        self.num_heads = num_heads
+        self.group_size = group_size
+        self.heads = heads
+        self.blocks = blocks
+        self.columns = columns
+        self.together = together
+        self.diagonal = diagonal
+        self.key_tiles = key_tiles
+
+
+@jit
+def key_tiles_of(chunk, block):
+    """Tiles of keys that some row of a block sees; one where none sees a key."""
+    return gl.minimum(gl.maximum((chunk.diagonal + block) >> 1, 1), chunk.key_tiles)
+
+
+@jit
+def raster(chunk, item, HAS_HIGH: gl.constexpr):
+    """(head of the chunk, block of rows, column) of an item of all heads' blocks x columns.
+
+    `together` blocks are walked column by column, for those that share rows or columns share them in L2. Where later
+    blocks see more keys, they come first, those of all heads before earlier ones of any.
+    """
+    span = chunk.heads if HAS_HIGH else 1  # heads that are walked together
+    of_span = chunk.blocks * chunk.columns * span
+    rest = item % of_span
+    of_group = chunk.together * chunk.columns * span
+    first = rest // of_group * chunk.together
+    rest = rest % of_group
+    together = gl.minimum(chunk.together, chunk.blocks - first)
+    head = item // of_span * span + rest // (together * chunk.columns)
+    rest = rest % (together * chunk.columns)
+    block = first + rest % together
+    if HAS_HIGH:
+        block = chunk.blocks - 1 - block
+    return head, block, rest // together
+
+
+@jit
+def below_diagonal(chunk, item, all_tiles):
+    """(head of the chunk, block of rows, tile of keys) of an item of all heads' tiles that some row sees, row by row.
+
+    Block b sees (diagonal + b) / 2 tiles, at least 1 and at most key_tiles. Up to x there are (x - 1)^2 / 4 of them
+    where neither bound binds, so the block of a tile is a square root.
+    """
+    head = item // all_tiles
+    rest = item % all_tiles
+    single = gl.minimum(chunk.blocks, gl.maximum(2 - chunk.diagonal, 0))  # blocks with one tile before those with more
+    whole = gl.minimum(chunk.blocks, gl.maximum(2 * chunk.key_tiles - chunk.diagonal, single))  # the first with all
+    begin = chunk.diagonal + single - 1
+    end = chunk.diagonal + whole - 1
+    before_whole = single + (end * end >> 2) - (begin * begin >> 2)
+    of_square = gl.maximum(rest - single, 0) + (begin * begin >> 2)
+    odd = 4 * of_square + 3
+    root = gl.sqrt(odd.to(gl.float32)).to(gl.int32)
+    root = gl.where(root * root > odd, root - 1, root)
+    root = gl.where((root + 1) * (root + 1) <= odd, root + 1, root)
+    block = root + 1 - chunk.diagonal
+    tile = of_square - (root * root >> 2)
+    behind = rest - before_whole
+    block = gl.where(behind >= 0, whole + behind // chunk.key_tiles, block)
+    tile = gl.where(behind >= 0, behind % chunk.key_tiles, tile)
+    return head, gl.where(rest < single, rest, block), gl.where(rest < single, 0, tile)
+
+
+@jit
+def place_scores(chunk, item, all_tiles, HAS_HIGH: gl.constexpr):
+    """(head of the chunk, block of rows, tile of keys) of an item; `all_tiles` of a head are seen by some row."""
+    if HAS_HIGH:
+        head, block, tile = below_diagonal(chunk, item, all_tiles)
+    else:
+        head, block, tile = raster(chunk, item, HAS_HIGH)
+    return head, block, tile
+
+
+@jit
+def value_turns(chunk):
+    """How many tiles of out a program has, at the most."""
+    return gl.cdiv(chunk.heads * chunk.blocks * chunk.columns, gl.num_programs(0))
+
+
+@jit
+def place_values(chunk, turn, HAS_HIGH: gl.constexpr):
+    """(head of the chunk, block of rows, column, tiles of keys) of a program's turn: no tiles where there is none left.
+
+    Items are dealt out back and forth: a program that got a long one gets a short one with it.
+    """
+    pid = gl.program_id(0)
+    programs = gl.num_programs(0)
+    item = turn * programs + gl.where(turn % 2 == 0, pid, programs - 1 - pid)
+    is_there = item < chunk.heads * chunk.blocks * chunk.columns
+    head, block, column = raster(chunk, gl.where(is_there, item, 0), HAS_HIGH)
+    return head, block, column, gl.where(is_there, key_tiles_of(chunk, block), 0)

@@ -1,0 +1,131 @@
+"""A launch before `hopper/flash_fwd` that packs a boolean mask into bits, in the order in which wgmma's accumulators
+lie in threads, and says which tiles hide everything. What position hides is hidden in the bits as well.
+
+A thread of a warpgroup holds two columns out of every eight of each of its two rows. So the four threads that share
+a row find theirs in a word each: word q of a row holds columns `8 j + 2 q + c` of a tile of 128 keys, in bit `2 j + c`.
+A tile of 64 x 128 scores then costs a thread two loads of four bytes in place of 64 of one, and the tensor its eighth.
+
+Bound: memory: a byte a cell is read, an eighth written; axes along which the mask is broadcast are packed once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from warpwave import launch
+from warpwave.kernels.arguments import broadcast_strides
+from warpwave.kernels.primitives import band_visible
+from warpwave.kernels.triton_or_stub import jit, tl
+from warpwave.problem import AttentionProblem
+
+TILE_KEYS = 128  # keys that four words of a row stand for
+BLOCK_ROWS = 64  # those that share a flag: a consumer warpgroup's
+
+
+@jit(do_not_specialize=["num_heads", "num_rows", "row_blocks", "tiles", "flags_begin", "low", "high"])
+def pack_mask_kernel(
+    mask_ptr,
+    words_ptr,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_m,
+    stride_mask_n,
+    num_heads,
+    num_rows,
+    num_keys,
+    row_blocks,
+    tiles,
+    flags_begin,
+    low,
+    high,
+    BLOCK_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+):
+    """Words of BLOCK_ROWS rows and TILE_KEYS keys of one head, and whether any of their bits is set. Keys behind the
+    last are hidden, and those that the band `low <= key - row <= high` hides.
+
+    Bound: memory.
+    """
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    block = pid // tiles % row_blocks
+    batch_head = (pid // tiles // row_blocks).to(tl.int64)
+    rows = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    columns = tl.arange(0, TILE_KEYS)
+    keys = tile * TILE_KEYS + columns
+    mask_ptr += batch_head // num_heads * stride_mask_b + batch_head % num_heads * stride_mask_h
+    cells = rows.to(tl.int64)[:, None] * stride_mask_m + keys.to(tl.int64)[None, :] * stride_mask_n
+    inside = (rows < num_rows)[:, None] & (keys < num_keys)[None, :]
+    shown = tl.load(mask_ptr + cells, mask=inside, other=0) != 0
+    if HAS_LOW or HAS_HIGH:
+        shown = shown & band_visible(rows, keys, low, high, HAS_LOW, HAS_HIGH)
+    bits = shown.to(tl.int32) << (columns // 8 * 2 + columns % 2)[None, :]
+    bits = tl.reshape(bits, [BLOCK_ROWS, TILE_KEYS // 8, 4, 2])
+    words = tl.sum(tl.sum(bits, axis=3), axis=1)  # each bit once: the sum is their union
+    first = (batch_head * tiles + tile) * num_rows
+    to = (first + rows)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    tl.store(words_ptr + to, words, mask=(rows < num_rows)[:, None])
+    flag = (batch_head * row_blocks + block) * tiles + tile
+    tl.store(words_ptr + flags_begin + flag, tl.max(tl.max(shown.to(tl.int32), axis=1), axis=0))
+
+
+class Packed(NamedTuple):
+    """How a mask lies in memory: the words, (batch, heads, tiles, rows, 4), and behind them the flags, (batch, heads,
+    row blocks, tiles), int32, of the mask's batch and heads, and of its rows unless position hides something.
+
+    Args:
+        size: words and flags, of 4 bytes.
+        flags_begin: where the flags begin.
+        word_strides: batch, head, tile, row; 0 along broadcast axes.
+        flag_strides: batch, head, row block; the same.
+    """
+
+    batch: int
+    heads: int
+    tiles: int
+    rows: int
+    row_blocks: int
+    size: int
+    flags_begin: int
+    word_strides: tuple[int, int, int, int]
+    flag_strides: tuple[int, int, int]
+
+
+def packed(problem: AttentionProblem) -> Packed:
+    """How the problem's mask is packed."""
+    assert problem.mask_shape is not None
+    batch, heads, rows, _ = problem.mask_shape
+    rows = problem.seqlen_q if problem.has_band else rows
+    tiles, row_blocks = max(1, -(-problem.seqlen_k // TILE_KEYS)), -(-rows // BLOCK_ROWS)
+    words, flags = tiles * rows * 4, row_blocks * tiles
+    b, h, r = (int(n > 1) for n in (batch, heads, rows))
+    return Packed(
+        batch, heads, tiles, rows, row_blocks,
+        size=batch * heads * (words + flags),
+        flags_begin=batch * heads * words,
+        word_strides=(b * heads * words, h * words, rows * 4, r * 4),
+        flag_strides=(b * heads * flags, h * flags, r * tiles),
+    )  # fmt: skip
+
+
+def specify(problem: AttentionProblem, mask: torch.Tensor, words: torch.Tensor) -> launch.Launch:
+    """The launch that packs `mask` into `words`, of `packed(problem).size`."""
+    p = packed(problem)
+    low, high = problem.band(problem.seqlen_q, problem.seqlen_k)
+    return launch.Launch(
+        kernel=pack_mask_kernel,
+        grid=p.batch * p.heads * p.tiles * p.row_blocks,
+        tensors=(mask, words),
+        scalars=[
+            *broadcast_strides(mask), p.heads, p.rows, problem.seqlen_k, p.row_blocks, p.tiles, p.flags_begin,
+            low or 0, high or 0,
+        ],
+        constants={
+            "BLOCK_ROWS": BLOCK_ROWS, "TILE_KEYS": TILE_KEYS, "HAS_LOW": low is not None, "HAS_HIGH": high is not None,
+        },
+        options={"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True},
+    )  # fmt: skip

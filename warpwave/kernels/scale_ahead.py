@@ -1,0 +1,473 @@
+"""Launches before `hopper/flash_fwd` in float32 that make float16 of Q, K and V: scaled by powers of two, in one part
+or in two.
+
+float16 has the 11 significant bits of tf32, but only 30 binades of normal numbers. So K and V of each head of each
+sequence, and every 64 rows of Q, are multiplied by the power of two that brings their largest finite magnitude to
+[2^14, 2^15): what lies less than 2^28 below it keeps all bits, and what lies further down is off by 2^-39 of it at
+most. A second part holds what the first leaves out, rounded to 11 bits as well: Ootomo and Yokota, "Recovering single
+precision accuracy from Tensor Cores" (2022), whose parts are not scaled.
+
+Only rows in use count towards a scale: those of a sequence, and of K and V those that some query sees. NaN and Inf do
+not count, and stay what they are.
+
+Bound: memory: 4 bytes an element are read, of K and V twice, and 2 or 4 written.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from warpwave import launch
+from warpwave.hardware.gpu import Gpu
+from warpwave.kernels import arguments
+from warpwave.kernels.arguments import padded
+from warpwave.kernels.primitives import IN_INTERPRETER
+from warpwave.kernels.split_ahead import operand_strides
+from warpwave.kernels.triton_or_stub import INTERPRETED, jit, tl
+from warpwave.problem import AttentionProblem, Operands
+
+PARTS = {"fp16x1": 1, "fp16x3": 2}  # of an operand
+LARGEST_EXPONENT = tl.constexpr(14)  # of a scaled magnitude: 2^15 and what a sum rounds up to stay below 65,504
+# Of a scale: float32 holds its inverse, also with the factor of probabilities (hopper/split_float32.py).
+MOST_SCALED = tl.constexpr(115)
+BLOCK_ROWS = tl.constexpr(64)  # of a tile; of Q, what a consumer of the forward takes, which has one scale
+UNSPECIALISED = [
+    *("stride_qb", "stride_qn", "stride_qh", "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn"),
+    *("stride_vh", "seqlen_q", "seqlen_k", "total_q", "total_k", "batch", "num_heads_q", "num_heads_kv", "tiles_q"),
+    *("tiles_k", "window_left", "window_right"),
+]
+
+
+# Device code ----------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _begin_and_length(cu_seqlens_ptr, item, seqlen, total, PACKED: tl.constexpr):
+    """Of sequence `item`, in a packed tensor clamped to it: offsets that are no offsets still read inside."""
+    if PACKED:
+        begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + item), 0), total)
+        length = tl.maximum(tl.minimum(tl.load(cu_seqlens_ptr + item + 1), total) - begin, 0)
+    else:
+        begin = 0
+        length = seqlen
+    return begin, length
+
+
+@jit
+def _place(tile, cu_seqlens_ptr, heads, seqlen, total, batch, BLOCK_ROWS: tl.constexpr, PACKED: tl.constexpr):
+    """What tile number `tile` of an operand is.
+
+    A packed sequence b has the places from `cu_seqlens[b] // BLOCK_ROWS + b` on (hopper/scheduler.py): as many as it
+    has tiles, or one more.
+
+    Returns:
+        item, head: sequence (dense: batch item) and head.
+        first: its first row within the sequence, maybe behind the end.
+        number, step: the number of the head's first tile, and from one of its tiles to the next.
+    """
+    if PACKED:
+        place = tile // heads
+        head = tile % heads
+        lanes = tl.arange(0, 128)
+        before = 0
+        for first_item in range(0, batch, 128):
+            item = first_item + lanes
+            begin = tl.load(cu_seqlens_ptr + item, mask=item < batch, other=0)
+            begin = tl.minimum(tl.maximum(begin, 0), total)
+            before += tl.sum(((begin // BLOCK_ROWS + item <= place) & (item < batch)).to(tl.int32), 0)
+        item_of_place = tl.maximum(before - 1, 0)
+        begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + item_of_place), 0), total)
+        first_place = begin // BLOCK_ROWS + item_of_place
+        return item_of_place, head, (place - first_place) * BLOCK_ROWS, first_place * heads + head, heads
+    else:
+        tiles = (seqlen + BLOCK_ROWS - 1) // BLOCK_ROWS
+        batch_head = tile // tiles
+        return batch_head // heads, batch_head % heads, tile % tiles * BLOCK_ROWS, batch_head * tiles, 1
+
+
+@jit
+def _rows_in_use(
+    item, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+    IS_KEYS: tl.constexpr, PACKED: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, TOP_LEFT: tl.constexpr,
+):  # fmt: skip
+    """Where a sequence begins, and which of its rows [low_row, high_row) count: of keys those that some query sees, as
+    hopper/visible.py has them."""
+    begin_q, length_q = _begin_and_length(cu_seqlens_q_ptr, item, seqlen_q, total_q, PACKED)
+    if IS_KEYS:
+        begin, length = _begin_and_length(cu_seqlens_k_ptr, item, seqlen_k, total_k, PACKED)
+        low_row = 0
+        high_row = length
+        if HAS_LOW:
+            low_row = tl.minimum(tl.maximum(length - length_q - window_left, 0), length)
+        if HAS_HIGH:
+            high = length - length_q + window_right
+            if TOP_LEFT:
+                high = tl.minimum(high, 0)
+            high_row = tl.maximum(tl.minimum(high_row, length_q + high), low_row)
+        return begin, low_row, high_row
+    else:
+        return begin_q, 0, length_q
+
+
+@jit
+def _load_rows(
+    x_ptr, item, head, begin, first, low_row, high_row, stride_b, stride_n, stride_h, stride_d, UNIT: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of one head from `first` on, zero outside the rows in use and behind WIDTH."""
+    rows = first + tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK_D)
+    # Strides come in units: the compiler then sees that rows are aligned, and reads 16 bytes at a time.
+    base = item.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
+    offsets = (base + (begin + rows).to(tl.int64) * stride_n)[:, None] * UNIT + dims.to(tl.int64)[None, :] * stride_d
+    inside = ((rows >= low_row) & (rows < high_row))[:, None] & (dims < WIDTH)[None, :]
+    return tl.load(x_ptr + offsets, mask=inside, other=0.0)
+
+
+@jit
+def _largest(x):
+    """The largest finite magnitude of a tile."""
+    magnitudes = tl.abs(x)
+    return tl.max(tl.max(tl.where(magnitudes < float("inf"), magnitudes, 0.0), 1), 0)
+
+
+@jit
+def _power_of_two(exponent):
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@jit
+def _half_part(x, IS_NVIDIA: tl.constexpr):
+    """The float16 nearest to x, 11 of its 24 bits, and what it leaves of x; NaN where x is not finite."""
+    if IS_NVIDIA and not IN_INTERPRETER:
+        # Each number is met again as float32, so the compiler would convert them singly, at a quarter of the rate.
+        part = tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        part = x.to(tl.float16)
+    return part, x - part.to(tl.float32)
+
+
+@jit
+def _maximum_of_tile(
+    tile, x_ptr, own_cu_seqlens_ptr, maxima_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, stride_b, stride_n, stride_h,
+    stride_d, heads, seqlen, total, seqlen_q, seqlen_k, total_q, total_k, batch, window_left, window_right,
+    IS_KEYS: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    PACKED: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, TOP_LEFT: tl.constexpr,
+):  # fmt: skip
+    """The largest finite magnitude of one tile's rows in use."""
+    item, head, first, _, _ = _place(tile, own_cu_seqlens_ptr, heads, seqlen, total, batch, BLOCK_ROWS, PACKED)
+    begin, low_row, high_row = _rows_in_use(
+        item, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+        IS_KEYS, PACKED, HAS_LOW, HAS_HIGH, TOP_LEFT,
+    )  # fmt: skip
+    x = _load_rows(
+        x_ptr, item, head, begin, first, low_row, high_row, stride_b, stride_n, stride_h, stride_d, UNIT, WIDTH,
+        BLOCK_ROWS, BLOCK_D,
+    )  # fmt: skip
+    tl.store(maxima_ptr + tile, _largest(x))
+
+
+@jit
+def _scale_tile(
+    tile, x_ptr, own_cu_seqlens_ptr, parts_ptr, maxima_ptr, inverse_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, stride_b,
+    stride_n, stride_h, stride_d, heads, seqlen, total, seqlen_q, seqlen_k, total_q, total_k, batch, window_left,
+    window_right, IS_KEYS: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, OWN_MAXIMUM: tl.constexpr,
+    OWN_ROWS: tl.constexpr, IS_NVIDIA: tl.constexpr, PACKED: tl.constexpr, HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr, TOP_LEFT: tl.constexpr,
+):  # fmt: skip
+    """One tile in parts: rows of ROW elements, zero behind WIDTH, the parts of a head side by side. A tile of Q has a
+    scale of its own and writes its inverse; that of a head of K or V is written by the tile with the first row in use.
+    Rows that are not in use are not written."""
+    item, head, first, number, step = _place(tile, own_cu_seqlens_ptr, heads, seqlen, total, batch, BLOCK_ROWS, PACKED)
+    begin, low_row, high_row = _rows_in_use(
+        item, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+        IS_KEYS, PACKED, HAS_LOW, HAS_HIGH, TOP_LEFT,
+    )  # fmt: skip
+    if (first < high_row) & (first + BLOCK_ROWS > low_row):
+        x = _load_rows(
+            x_ptr, item, head, begin, first, low_row, high_row, stride_b, stride_n, stride_h, stride_d, UNIT, WIDTH,
+            BLOCK_ROWS, BLOCK_D,
+        )  # fmt: skip
+        largest = tl.full((), 0.0, tl.float32)
+        if not IS_KEYS:
+            largest = _largest(x)
+        elif OWN_MAXIMUM:
+            for row in range(low_row, high_row, OWN_ROWS):
+                others = _load_rows(
+                    x_ptr, item, head, begin, row, low_row, high_row, stride_b, stride_n, stride_h, stride_d, UNIT,
+                    WIDTH, OWN_ROWS, BLOCK_D,
+                )  # fmt: skip
+                largest = tl.maximum(largest, _largest(others))
+        else:
+            first_tile, last_tile = low_row // BLOCK_ROWS, (high_row - 1) // BLOCK_ROWS
+            for i in range(first_tile, last_tile + 1, 128):
+                tiles = i + tl.arange(0, 128)
+                found = tl.load(maxima_ptr + number + tiles * step, mask=tiles <= last_tile, other=0.0)
+                largest = tl.maximum(largest, tl.max(found, 0))
+        exponent = LARGEST_EXPONENT + 127 - (largest.to(tl.int32, bitcast=True) >> 23)
+        exponent = tl.minimum(exponent, MOST_SCALED)
+        if not IS_KEYS:
+            tl.store(inverse_ptr + tile, _power_of_two(-exponent))
+        elif first <= low_row:
+            tl.store(inverse_ptr + (item * heads + head) * 2, _power_of_two(-exponent))
+        x *= _power_of_two(exponent)
+        rows = first + tl.arange(0, BLOCK_ROWS)
+        dims = tl.arange(0, BLOCK_D)
+        batch_head = head.to(tl.int64)
+        rows_of_head = total
+        if not PACKED:
+            batch_head += item.to(tl.int64) * heads
+            rows_of_head = seqlen
+        inside = ((rows >= low_row) & (rows < high_row))[:, None] & (dims < ROW)[None, :]
+        for i in tl.static_range(PARTS):
+            part, x = _half_part(x, IS_NVIDIA)
+            row = (batch_head * PARTS + i) * rows_of_head + begin + rows
+            tl.store(parts_ptr + row[:, None] * ROW + dims[None, :], part, mask=inside)
+
+
+@jit(do_not_specialize=UNSPECIALISED)
+def maxima_kernel(
+    k_ptr,
+    v_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    maxima_ptr,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_kd,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    stride_vd,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    batch,
+    num_heads_kv,
+    tiles_k,
+    window_left,
+    window_right,
+    UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    LAUNCHED_AHEAD: tl.constexpr,
+):
+    """The largest finite magnitude of every tile of K, then of V, one number a program."""
+    if LAUNCHED_AHEAD:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    pid = tl.program_id(0)
+    if pid < tiles_k:
+        _maximum_of_tile(
+            pid, k_ptr, cu_seqlens_k_ptr, maxima_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, stride_kb, stride_kn,
+            stride_kh, stride_kd, num_heads_kv, seqlen_k, total_k, seqlen_q, seqlen_k, total_q, total_k, batch,
+            window_left, window_right, True, UNIT, HEAD_DIM, BLOCK_ROWS, BLOCK_D, PACKED, HAS_LOW, HAS_HIGH, TOP_LEFT,
+        )  # fmt: skip
+    else:
+        _maximum_of_tile(
+            pid - tiles_k, v_ptr, cu_seqlens_k_ptr, maxima_ptr + tiles_k, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+            stride_vb, stride_vn, stride_vh, stride_vd, num_heads_kv, seqlen_k, total_k, seqlen_q, seqlen_k, total_q,
+            total_k, batch, window_left, window_right, True, UNIT, HEAD_DIM_V, BLOCK_ROWS, BLOCK_DV, PACKED, HAS_LOW,
+            HAS_HIGH, TOP_LEFT,
+        )  # fmt: skip
+
+
+@jit(do_not_specialize=UNSPECIALISED)
+def scale_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    q_parts_ptr,
+    k_parts_ptr,
+    v_parts_ptr,
+    inverses_ptr,
+    maxima_ptr,
+    stride_qb,
+    stride_qn,
+    stride_qh,
+    stride_qd,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_kd,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    stride_vd,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    batch,
+    num_heads_q,
+    num_heads_kv,
+    tiles_q,
+    tiles_k,
+    window_left,
+    window_right,
+    UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    ROW: tl.constexpr,
+    ROW_V: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    OWN_MAXIMUM: tl.constexpr,
+    OWN_ROWS: tl.constexpr,
+    IS_NVIDIA: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    LAUNCHED_AHEAD: tl.constexpr,
+):
+    """Q, K and V in scaled float16 parts, and the inverses of the scales: (sequence, num_heads_kv, 2), of k and v,
+    then one for each tile of Q. With OWN_MAXIMUM every program looks through all of its head."""
+    if LAUNCHED_AHEAD:  # the launch behind this one begins when all its programs have begun, and waits for their end
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    # Backwards: what the launch before read last may still be in L2.
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
+    if pid < tiles_q:
+        _scale_tile(
+            pid, q_ptr, cu_seqlens_q_ptr, q_parts_ptr, maxima_ptr, inverses_ptr + batch * num_heads_kv * 2,
+            cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+            stride_qb, stride_qn, stride_qh, stride_qd, num_heads_q, seqlen_q, total_q, seqlen_q, seqlen_k, total_q,
+            total_k, batch, window_left, window_right, False, UNIT, HEAD_DIM, ROW, PARTS, BLOCK_ROWS,
+            BLOCK_D, OWN_MAXIMUM, OWN_ROWS, IS_NVIDIA, PACKED, HAS_LOW, HAS_HIGH, TOP_LEFT,
+        )  # fmt: skip
+    elif pid < tiles_q + tiles_k:
+        _scale_tile(
+            pid - tiles_q, k_ptr, cu_seqlens_k_ptr, k_parts_ptr, maxima_ptr, inverses_ptr,
+            cu_seqlens_q_ptr, cu_seqlens_k_ptr, stride_kb, stride_kn, stride_kh, stride_kd, num_heads_kv, seqlen_k,
+            total_k, seqlen_q, seqlen_k, total_q, total_k, batch, window_left, window_right, True, UNIT,
+            HEAD_DIM, ROW, PARTS, BLOCK_ROWS, BLOCK_D, OWN_MAXIMUM, OWN_ROWS, IS_NVIDIA, PACKED, HAS_LOW, HAS_HIGH,
+            TOP_LEFT,
+        )  # fmt: skip
+    else:
+        _scale_tile(
+            pid - tiles_q - tiles_k, v_ptr, cu_seqlens_k_ptr, v_parts_ptr, maxima_ptr + tiles_k,
+            inverses_ptr + 1, cu_seqlens_q_ptr, cu_seqlens_k_ptr, stride_vb, stride_vn,
+            stride_vh, stride_vd, num_heads_kv, seqlen_k, total_k, seqlen_q, seqlen_k, total_q, total_k, batch,
+            window_left, window_right, True, UNIT, HEAD_DIM_V, ROW_V, PARTS, BLOCK_ROWS, BLOCK_DV,
+            OWN_MAXIMUM, OWN_ROWS, IS_NVIDIA, PACKED, HAS_LOW, HAS_HIGH, TOP_LEFT,
+        )  # fmt: skip
+
+
+# Host -----------------------------------------------------------------------------------------------------------------
+
+# A launch for the maxima costs some 2 us. Instead every program may look through its whole head of K or V: as long as
+# that is this many bytes, and all of them together read no more than that many.
+OWN_MAXIMUM_BYTES, ALL_OWN_BYTES = 128 * 1024, 8 * 1024 * 1024
+
+
+class Scaling(NamedTuple):
+    """The launches that scale, in order, and where they leave what.
+
+    Args:
+        launches: [maxima,] parts.
+        parts: q, k and v, float16 (`split_ahead.part_shapes`).
+        inverses: float32, flat: (sequences, num_heads_kv, 2), of k and v, then one for each tile of q.
+        maxima: float32 (2, tiles of k), None where no launch finds them.
+    """
+
+    launches: tuple[launch.Launch, ...]
+    parts: tuple[torch.Tensor, ...]
+    inverses: torch.Tensor
+    maxima: torch.Tensor | None
+
+
+def num_tiles(problem: AttentionProblem) -> tuple[int, int]:
+    """Tiles of q, and of k or v."""
+    p, rows = problem, BLOCK_ROWS.value
+    if p.packed:
+        return (p.total_q // rows + p.batch) * p.num_heads_q, (p.total_k // rows + p.batch) * p.num_heads_kv
+    return -(-p.seqlen_q // rows) * p.batch * p.num_heads_q, -(-p.seqlen_k // rows) * p.batch * p.num_heads_kv
+
+
+def own_maximum(problem: AttentionProblem) -> bool:
+    """Whether every program finds the maximum of its head by itself."""
+    head_bytes = 4 * problem.seqlen_k * padded(max(problem.head_dim, problem.head_dim_v))
+    return head_bytes <= OWN_MAXIMUM_BYTES and 2 * num_tiles(problem)[1] * head_bytes <= ALL_OWN_BYTES
+
+
+def workspace_floats(problem: AttentionProblem) -> tuple[int, int]:
+    """How many inverses there are, and how many maxima."""
+    tiles_q, tiles_k = num_tiles(problem)
+    return problem.batch * 2 * problem.num_heads_kv + tiles_q, 0 if own_maximum(problem) else 2 * tiles_k
+
+
+def specify(
+    problem: AttentionProblem, gpu: Gpu, operands: Operands, arithmetic: str, shapes: tuple[tuple[int, ...], ...]
+) -> Scaling:
+    """The launches that bring q, k and v to the float16 parts of an arithmetic.
+
+    Args:
+        shapes: of the parts (`split_ahead.part_shapes`): rows are multiples of 16 elements, zero behind head_dim.
+    """
+    device = operands.q.device
+    parts = tuple(torch.empty(shape, dtype=torch.float16, device=device) for shape in shapes)
+    many_inverses, many_maxima = workspace_floats(problem)
+    inverses = torch.empty(many_inverses, dtype=torch.float32, device=device)
+    maxima = torch.empty(many_maxima, dtype=torch.float32, device=device) if many_maxima else None
+    tiles_q, tiles_k = num_tiles(problem)
+    strides, unit = operand_strides(problem, operands[:3])
+    cu_seqlens = (operands.cu_seqlens_q, operands.cu_seqlens_k)
+    lengths = [problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k, problem.batch]
+    window = arguments.window(problem)
+    widths = {"UNIT": unit, "HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v}
+    blocks = {"BLOCK_D": padded(shapes[0][-1]), "BLOCK_DV": padded(shapes[2][-1])}
+    widest = max(blocks.values())
+    ahead = gpu.arch == "sm_90" and not INTERPRETED  # programmatic dependent launch
+    band = {"PACKED": problem.packed, **arguments.band_constants(problem), "LAUNCHED_AHEAD": ahead}
+    # 32 elements a thread, and 64 where every program looks through its head, which it reads at once.
+    options = {"num_warps": max(4, widest // 16), "num_stages": 1, "enable_fp_fusion": False}
+    options |= {"launch_pdl": True} if ahead else {}
+    launches = []
+    if maxima is not None:
+        launches.append(
+            launch.Launch(
+                kernel=maxima_kernel,
+                grid=2 * tiles_k,
+                tensors=(*operands[1:3], *cu_seqlens, maxima),
+                scalars=[*strides[4:], *lengths, problem.num_heads_kv, tiles_k, *window],
+                constants=widths | blocks | band,
+                options=options,
+            )
+        )
+    else:
+        options["num_warps"] = 16
+    of_parts = {"ROW": shapes[0][-1], "ROW_V": shapes[2][-1], "PARTS": PARTS[arithmetic]}
+    how = {
+        "OWN_MAXIMUM": maxima is None,
+        "OWN_ROWS": 512 * 64 // widest if maxima is None else BLOCK_ROWS.value,
+        "IS_NVIDIA": gpu.vendor == "nvidia",
+    }
+    launches.append(
+        launch.Launch(
+            kernel=scale_kernel,
+            grid=tiles_q + 2 * tiles_k,
+            # No pointer may be absent that something is added to: the inverses stand for maxima that nobody reads.
+            tensors=(*operands[:3], *cu_seqlens, *parts, inverses, inverses if maxima is None else maxima),
+            scalars=[*strides, *lengths, problem.num_heads_q, problem.num_heads_kv, tiles_q, tiles_k, *window],
+            constants=widths | of_parts | blocks | how | band,
+            options=options,
+        )
+    )
+    return Scaling(tuple(launches), parts, inverses, maxima)

@@ -1,0 +1,184 @@
+"""Device code of three_kernel's second launch where it takes the softmax too: for few scores of long sums.
+
+    out = softmax(S') V        S is what the first launch left, in shares of head_dim that are added up here
+
+A launch costs some 2 us, which is most of what a few scores take. Milakov & Gimelshein, "Online normalizer calculation
+for softmax" (2018), is how tiles of keys are taken one after another.
+
+Bound: launch latency and L2.
+"""
+
+from __future__ import annotations
+
+from warpwave.kernels.partials import inverse_sum, join, lse_of
+from warpwave.kernels.primitives import (
+    LOG2_E,
+    band_edges,
+    load_tile,
+    operand,
+    packed_sequence,
+    product,
+    rounded,
+    softmax_step,
+    tile_pointers,
+    visible_keys,
+)
+from warpwave.kernels.scores import without_unseen
+from warpwave.kernels.three_kernel_softmax import LINE, UNSPECIALISED, scores_of_tile, whole_lines
+from warpwave.kernels.triton_or_stub import jit, tl
+
+
+@jit(do_not_specialize=UNSPECIALISED)
+def chunk_online_kernel(
+    scores_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    mask_ptr,
+    bias_ptr,
+    alibi_slopes_ptr,
+    sinks_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    stride_vd,
+    stride_ob,
+    stride_om,
+    stride_oh,
+    stride_lb,
+    stride_lh,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_m,
+    stride_mask_n,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_m,
+    stride_bias_n,
+    stride_alibi_b,
+    stride_alibi_h,
+    stride_sh,
+    stride_sm,
+    stride_split,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    num_heads_q,
+    group_size,
+    window_left,
+    window_right,
+    first_head,
+    row_begin,
+    chunk_rows,
+    key_base,
+    num_tiles_m,
+    softmax_scale,
+    softcap,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    SPLIT_D: tl.constexpr,
+    MAY_HIDE_KEYS: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    IS_VARLEN: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+    LAUNCHED_AHEAD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    IS_NVIDIA: tl.constexpr,
+):
+    """BLOCK_V columns of the output of ROWS queries of one head, from raw scores in SPLIT_D shares, KEYS at a time.
+
+    LAUNCHED_AHEAD it begins while the first launch still runs, and values come meanwhile.
+    """
+    tiles_v: tl.constexpr = (HEAD_DIM_V + BLOCK_V - 1) // BLOCK_V
+    tile_v = tl.program_id(0) % tiles_v
+    tile_m = tl.program_id(0) // tiles_v % num_tiles_m
+    chunk_head = (tl.program_id(0) // tiles_v // num_tiles_m).to(tl.int64)
+    batch_head = first_head + chunk_head
+    head = batch_head % num_heads_q
+    batch = batch_head // num_heads_q
+    v_ptr += batch * stride_vb + head // group_size * stride_vh
+    out_ptr += batch * stride_ob + head * stride_oh
+    if IS_VARLEN:
+        q_begin, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
+        k_begin, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)
+        v_ptr += k_begin * stride_vn
+        out_ptr += q_begin * stride_om
+        if WRITE_LSE:
+            lse_ptr += q_begin
+    first_row = row_begin + tile_m * ROWS
+    row_end = tl.minimum(row_begin + chunk_rows, seqlen_q)
+    if first_row >= row_end:
+        return
+    rows = first_row + tl.arange(0, ROWS)
+    row_inside = rows < row_end
+    low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
+    key_begin, key_end = visible_keys(
+        first_row, tl.minimum(first_row + ROWS, row_end) - 1, seqlen_k, low, high, HAS_LOW, HAS_HIGH
+    )
+    begin, end = whole_lines(key_begin, key_end)
+    key_base = key_base // LINE * LINE  # which is a multiple of it: see the softmax
+    scores_ptr += chunk_head * stride_sh
+    mask_rows = mask_ptr
+    bias_rows = bias_ptr
+    slopes_log2 = softmax_scale
+    if HAS_MASK:
+        mask_rows = mask_ptr + (batch * stride_mask_b + head * stride_mask_h + rows.to(tl.int64) * stride_mask_m)
+    if HAS_BIAS:
+        bias_rows = bias_ptr + (batch * stride_bias_b + head * stride_bias_h + rows.to(tl.int64) * stride_bias_m)
+    if HAS_ALIBI:
+        slope = tl.load(alibi_slopes_ptr + batch * stride_alibi_b + head * stride_alibi_h) * LOG2_E
+        slopes_log2 = tl.full([ROWS], 0.0, tl.float32) + slope
+
+    columns = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
+    check: tl.constexpr = HEAD_DIM_V % BLOCK_V != 0
+    keys = begin + tl.arange(0, KEYS)
+    pointers = tile_pointers(v_ptr, keys, columns, stride_vn, stride_vd)
+    v = load_tile(pointers, keys, columns, key_begin, key_end, HEAD_DIM_V, check)  # [KEYS, BLOCK_V]
+    if LAUNCHED_AHEAD:
+        tl.extra.cuda.gdc_wait()
+    m_i = tl.full([ROWS], float("-inf"), tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_V], tl.float32)
+    for key_tile in range(begin, end, KEYS):
+        keys = key_tile + tl.arange(0, KEYS)
+        scores = scores_of_tile(
+            scores_ptr, rows, keys, row_begin, key_base, begin, end, row_inside, key_end, stride_sm, stride_split,
+            seqlen_q, seqlen_k, low, high, mask_rows, stride_mask_n, bias_rows, stride_bias_n, slopes_log2,
+            softmax_scale, softcap, SPLIT_D, HAS_LOW, HAS_HIGH, HAS_MASK, HAS_BIAS, HAS_ALIBI, HAS_SOFTCAP,
+        )  # fmt: skip
+        p, alpha, m_i, l_i = softmax_step(scores, 1.0, m_i, l_i)
+        if MAY_HIDE_KEYS:
+            v = without_unseen(v, scores)
+        acc = product(
+            operand(rounded(p, v.dtype), PRECISION, IS_NVIDIA), operand(v, PRECISION, IS_NVIDIA), acc * alpha[:, None],
+            PRECISION,
+        )  # fmt: skip
+        keys += KEYS
+        pointers = tile_pointers(v_ptr, keys, columns, stride_vn, stride_vd)
+        v = load_tile(pointers, keys, columns, key_begin, key_end, HEAD_DIM_V, check)
+
+    scale = tl.full([ROWS], 1.0, tl.float32)
+    if HAS_SINKS:
+        # One more key, whose value is zero.
+        sink_log2 = tl.load(sinks_ptr + head) * LOG2_E
+        m_i, l_i, scale, _ = join(m_i, l_i, sink_log2, 1.0)
+    scale = scale * inverse_sum(l_i)
+    if WRITE_LSE:  # noqa: SIM102 (known when compiled; the next is not)
+        if tile_v == 0:
+            lse_rows = lse_ptr + (batch * stride_lb + head * stride_lh + rows)
+            tl.store(lse_rows, lse_of(m_i, l_i), mask=row_inside)
+    inside = row_inside[:, None] & (columns < HEAD_DIM_V)[None, :]
+    pointers = tile_pointers(out_ptr, rows, columns, stride_om, 1)
+    tl.store(pointers, rounded(acc * scale[:, None], out_ptr.dtype.element_ty), mask=inside)
