@@ -64,6 +64,7 @@ SAMPLED_FEATURES = tuple(FEATURES)[:5]
 # Bytes of local memory a thread may take: about a quarter more than the most seen with Triton 3.7.1 on 2026-11-21. What
 # is not listed takes none.
 SPILL_BOUNDS = {
+    ("nvidia", "decode, one token a page"): 20,  # sm_120's 16; none elsewhere
     ("nvidia", "prefill, head_dim 256"): 240,
     ("nvidia", "prefill, packed and paged"): 32,
     ("rdna", "prefill, head_dim 256"): 256,
