@@ -13,7 +13,7 @@ from warpwave.bench.timing import Samples
 from warpwave.report import shipped
 
 FORWARD = Path(str(next(path for path in shipped.paths() if "forward" in path.name)))
-WIDE = Path(str(next(path for path in shipped.paths() if "large-head-dim" in path.name)))
+LADDER = Path(__file__).parents[2] / "benchmarks" / "records" / "2026-11-21-h200-ladder.jsonl"
 CARD = {"gpu": {"name": "NVIDIA H200"}}
 
 
@@ -51,8 +51,8 @@ def test_what_cannot_be_split_has_no_term() -> None:
 
 
 def test_the_table_of_compare_has_the_term() -> None:
-    run = load_run(str(WIDE))
-    comparison = compare(run, run, ["warpwave auto", "warpwave three_kernel"])  # fused, and scores in memory
-    slow = next(c for c in comparison.cases if c.case == "d384 1x2048 h16 bf16")
+    run = load_run(str(LADDER))
+    comparison = compare(run, run, ["warpwave flash_fwd", "warpwave tiled"])  # fused, and scores in memory
+    slow = next(c for c in comparison.cases if c.case == "d64 1x4096 h16 bf16")
     assert slow.outcome == "SLOWER" and slow.moved.startswith("traffic")
     assert "term that moved" in comparison_table(comparison, 0.02).header

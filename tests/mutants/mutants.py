@@ -631,8 +631,8 @@ HOPPER = [
     ),
     Mutant(
         "Hopper: accumulator not rescaled", "kernels/hopper/roles.py",
-        "return operand(p32, v_ring), m_i, m_top, l_i, rescaled(acc, alpha)",
-        "return operand(p32, v_ring), m_i, m_top, l_i, acc",
+        "return operand(p32, v_ring), m_i, lead, l_i, rescaled(acc, alpha)",
+        "return operand(p32, v_ring), m_i, lead, l_i, acc",
         "test_gates.py::test_case_grid", "hopper and sharp", "FAIL", needs_gpu=True,
     ),
     Mutant(
@@ -648,7 +648,7 @@ HOPPER = [
     ),
     Mutant(
         "Hopper: maximum lags without limit", "kernels/hopper/softmax.py",
-        "m_top - m_i > LAG", "(m_i == float(\"-inf\")) & (m_top > m_i)",
+        "rises = of_tile > LAG", "rises = of_tile == float(\"inf\")",
         "test_gates.py::test_case_grid", "hopper and sharp", "FAIL", needs_gpu=True,
     ),
     Mutant(

@@ -327,7 +327,9 @@ FEW_QUERIES = 16  # of a sequence: a tile of queries would be mostly empty
 FEWEST_KEYS = 64  # one tile of keys: nothing to split, and nothing that must be read at speed
 KEYS = (256, 1024)  # of a prompt, the fewest and the most that were found worth it
 TINY = (64, 128)  # keys of a prompt, the fewest and the most, whose tiles of rows all run at once
-FEWEST_SPLITS = 4  # with which prefill gains: where there are fewer, tiles of queries nearly fill the GPU by themselves
+# Shares with which prefill gains: where there are fewer, tiles of queries nearly fill the GPU by themselves. In float32
+# smaller tiles lose more against a kernel that makes parts ahead; measured with 16.
+FEWEST_SPLITS, FEWEST_SPLITS_FLOAT32 = 4, 8
 
 
 def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
@@ -336,7 +338,9 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     Measured in CUDA graphs on an H200 (2026-11-21): decode 2.0 to 7.6 times as fast as by hopper/flash_fwd; one head of
     512 queries and keys in 8 shares 1.41 times as fast as by flash_fwd, of 256 in 4 shares 1.07. Of 128 and 64, and 32
     heads of 128, head_dim 64, whose keys are not worth splitting, 1.10, 1.15 and 1.10, for its launches begin ahead of
-    the end of those before them; else 0.89 to 0.95. Longer prompts were not compared, nor those in float32.
+    the end of those before them; else 0.89 to 0.95. In float32, one head of 512 takes 11.2 us by default, 8.1 as tf32
+    and 11.6 as ieee; by hopper/flash_fwd, which makes parts first, 14.6 and 10.2, by flash_fwd 26.5, 20.9 and 110.
+    Longer prompts were not compared.
     """
     if problem.page_size:  # nobody else reads pages on a GPU
         return []
@@ -346,12 +350,13 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     if configured and _tiny(problem, gpu, configured[0]):
         return []
     asked = f"{problem.seqlen_q} queries and {problem.seqlen_k} keys a sequence"
-    if problem.dtype == "float32" or not KEYS[0] <= problem.seqlen_k <= KEYS[1]:
-        return [f"{asked}; ahead at {FEW_QUERIES} queries or fewer, and in 16 bits at {KEYS[0]} to {KEYS[1]} keys"]
+    if not KEYS[0] <= problem.seqlen_k <= KEYS[1]:
+        return [f"{asked}; ahead at {FEW_QUERIES} queries or fewer, and at {KEYS[0]} to {KEYS[1]} keys"]
     shares = configured[0].num_splits if configured else 1
-    if shares >= FEWEST_SPLITS:
+    fewest = FEWEST_SPLITS_FLOAT32 if problem.dtype == "float32" else FEWEST_SPLITS
+    if shares >= fewest:
         return []
-    return [f"{asked} would be read in {shares} shares; from {FEWEST_SPLITS} on they pay for their merge"]
+    return [f"{asked} would be read in {shares} shares; from {fewest} on they pay for their merge"]
 
 
 def _tiny(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:

@@ -160,11 +160,11 @@ class Language(types.SimpleNamespace):
         self.arange = lambda begin, end, layout=None: torch.arange(begin, end).as_subclass(Value)
         self.convert_layout = lambda x, layout, assert_trivial=False: x
         self.where = lambda c, a, b: torch.where(*torch.broadcast_tensors(*map(torch.as_tensor, (c, a, b))))
-        self.maximum = lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
+        self.maximum = lambda a, b: torch.fmax(torch.as_tensor(a), torch.as_tensor(b))  # NaN and a number: the number
         self.minimum = lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
         self.cdiv = lambda a, b: -(-a // b)
         self.abs, self.log2, self.floor, self.sqrt = torch.abs, torch.log2, torch.floor, torch.sqrt
-        self.fma = lambda a, b, c: a * b + c
+        self.fma = fused_multiply_add
         self.max = lambda x, axis: x.amax(axis)
         self.sum = lambda x, axis: x.sum(axis)
         self.reshape = lambda x, shape: x.reshape(shape)
@@ -324,6 +324,11 @@ def hidden(x: Tensor, words: Tensor) -> Tensor:
     """[64, keys / 8, 4, 2] with minus infinity where a bit of its word is 0 (mask_bits.py)."""
     bit = 2 * torch.arange(x.shape[1])[:, None, None] + torch.arange(2)
     return torch.where((words >> bit) & 1 != 0, x, -torch.inf)
+
+
+def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c, rounded once (but for what float64 leaves out)."""
+    return (a.double() * b.double() + c.double()).float().as_subclass(Value)
 
 
 def number(x: Tensor) -> Tensor:

@@ -175,6 +175,28 @@ def test_the_protocol_on_a_cpu(features: str, kind: str) -> None:
     assert verdict.passed, str(verdict)
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.18033688])
+def test_the_lead_of_a_row_is_the_exponent_of_its_largest_probability(scale: float) -> None:
+    """By the same multiply-add, or one in the middle of two numbers of 16 bits is corrected in the wrong direction."""
+    from warpwave.kernels.hopper import parts, softmax
+
+    names = gluon_on_cpu.functions({m.__name__: m for m in (parts, softmax)}, gluon_on_cpu.Block(0, 1))
+    of_softmax = names[softmax.__name__]
+    scores = (300 * torch.randn(3, 64, 64, generator=torch.Generator().manual_seed(0))).as_subclass(gluon_on_cpu.Value)
+    m_i = torch.full((64,), -torch.inf).as_subclass(gluon_on_cpu.Value)
+    lead, sums = torch.zeros_like(m_i), torch.zeros(64, 8).as_subclass(gluon_on_cpu.Value)
+    lagging = 0
+    for tile in (scores[0], scores[0] + 2, scores[0] + 3, scores[1], scores[1] + 1, scores[2], scores[2] + 1):
+        before = lead
+        shift, alpha, m_i, lead = of_softmax.new_maximum(tile, scale, m_i, lead, True)
+        p, sums = of_softmax.probabilities(tile, scale, shift, alpha, sums, 64)
+        leads = lead > before  # this tile has the largest score, and the maximum stays behind it
+        lagging += int(leads.sum())
+        # torch's exp2 of a vector and of its last few elements differ by a bit.
+        torch.testing.assert_close(torch.exp2(lead[leads]), p.amax(1)[leads], rtol=3e-7, atol=0)
+    assert lagging > 64
+
+
 @pytest.mark.parametrize("config", [flash_fwd.Config(128, 64, 2), flash_fwd.Config(192, 128, 3)], ids=str)
 @pytest.mark.parametrize("window", [(60, 5), (0, 0), (64, -1), (-1, 3)], ids=str)
 def test_keys_of_a_window_are_counted_on_a_cpu(window: tuple[int, int], config: flash_fwd.Config) -> None:

@@ -287,7 +287,7 @@ def add_chunk(q_tiles, ring, n, scores, I: gl.constexpr, widths):
 
 @jit
 def step(
-    q_tiles, ring, n, x, p_tiles, factors, p_full, p_empty, s, m_i, m_top, l_i, tile, place, keys, widths, rules,
+    q_tiles, ring, n, x, p_tiles, factors, p_full, p_empty, s, m_i, lead, l_i, tile, place, keys, widths, rules,
     AT_EDGE: gl.constexpr,
 ):  # fmt: skip
     """Probabilities of the tile whose scores are x, left for the warpgroups of values as message s, and the scores of
@@ -298,7 +298,7 @@ def step(
         for i in gl.static_range(widths.K_CHUNKS):
             following = add_chunk(q_tiles, ring, n, following, i, widths)
     x, scale = in_bits(x, tile, place, keys, rules, AT_EDGE)
-    shift, alpha, m_i, m_top = new_maximum(x, scale, m_i, m_top, AT_EDGE)
+    shift, alpha, m_i, lead = new_maximum(x, scale, m_i, lead, AT_EDGE)
     if widths.AHEAD and EARLY > 0:
         following = warpgroup_mma_wait(widths.K_CHUNKS - EARLY, deps=[following])
         for i in gl.static_range(EARLY):
@@ -312,7 +312,7 @@ def step(
             hand_back(ring, n + i)
     else:
         following = product_with_keys(q_tiles, ring, n, widths)
-    return following, m_i, m_top, l_i
+    return following, m_i, lead, l_i
 
 
 @jit
@@ -348,22 +348,22 @@ def scores(
             place = Place(place.row_first, place.offset, slope * LOG2_E)
         mbarrier.wait(q_full.index(0), messages & 1)
         m_i = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-        m_top = m_i
+        lead = gl.zeros_like(m_i)
         l_i = partial_sums(zero_accumulator(KEYS), KEYS)
         x = product_with_keys(q_tiles, ring, k, widths)
         k += widths.K_CHUNKS
         tile = end - 1
         while tile >= gl.maximum(whole_end, begin + 1):
-            x, m_i, m_top, l_i = step(
-                q_tiles, ring, k, x, p_tiles, factors, p_full, p_empty, s, m_i, m_top, l_i, tile, place, keys, widths,
+            x, m_i, lead, l_i = step(
+                q_tiles, ring, k, x, p_tiles, factors, p_full, p_empty, s, m_i, lead, l_i, tile, place, keys, widths,
                 rules, True,
             )  # fmt: skip
             k += widths.K_CHUNKS
             s += 1
             tile -= 1
         while tile >= gl.maximum(whole_begin, begin + 1):
-            x, m_i, m_top, l_i = step(
-                q_tiles, ring, k, x, p_tiles, factors, p_full, p_empty, s, m_i, m_top, l_i, tile, place, keys, widths,
+            x, m_i, lead, l_i = step(
+                q_tiles, ring, k, x, p_tiles, factors, p_full, p_empty, s, m_i, lead, l_i, tile, place, keys, widths,
                 rules, False,
             )  # fmt: skip
             k += widths.K_CHUNKS
@@ -371,8 +371,8 @@ def scores(
             tile -= 1
         if rules.HAS_LOW:
             while tile > begin:
-                x, m_i, m_top, l_i = step(
-                    q_tiles, ring, k, x, p_tiles, factors, p_full, p_empty, s, m_i, m_top, l_i, tile, place, keys,
+                x, m_i, lead, l_i = step(
+                    q_tiles, ring, k, x, p_tiles, factors, p_full, p_empty, s, m_i, lead, l_i, tile, place, keys,
                     widths, rules, True,
                 )  # fmt: skip
                 k += widths.K_CHUNKS
@@ -380,7 +380,7 @@ def scores(
                 tile -= 1
         mbarrier.arrive(q_empty.index(0), count=1)  # the next queries come beside what is left
         x, _ = in_bits(x, tile, place, keys, rules, True)
-        shift, alpha, m_i, m_top = new_maximum(x, 1.0, m_i, m_top, True)
+        shift, alpha, m_i, lead = new_maximum(x, 1.0, m_i, lead, True)
         p, l_i = probabilities(x, 1.0, shift, alpha, l_i, KEYS)
         send(p, alpha, p_tiles, factors, p_full, p_empty, s)
         s += 1
@@ -388,7 +388,7 @@ def scores(
         work = scheduler.read(box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
         head = work.head // widths.PARTS
         l_row = gl.convert_layout(gl.sum(l_i, axis=1), row_layout)
-        l_out = l_row + rounding_of_the_largest(m_i, m_top, p_tiles.dtype)
+        l_out = l_row + rounding_of_the_largest(lead, p_tiles.dtype)
         factor = gl.full([ROWS], 1.0, gl.float32, row_layout)
         if rules.HAS_SINKS:
             m_i, l_row, l_out, factor = with_sink(m_i, l_row, l_out, gl.load(sinks_ptr + head) * LOG2_E)

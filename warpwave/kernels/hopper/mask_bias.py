@@ -26,6 +26,7 @@ from warpwave.kernels.hopper.parts import (
     ROWS,
     accumulator_layout,
     matrix,
+    multiply_add,
     tanh,
     wait_full,
     zero_accumulator,
@@ -327,16 +328,6 @@ def low_bits(count):
 def has_masked_steps(place, rules):
     """Whether scores of tiles that are overlapped may be hidden, and all of a row's at that."""
     return is_added(place) or bool(rules.HAS_LOW)
-
-
-@jit
-def multiply_add(x, factor, y, MULTIPLY: gl.constexpr):
-    """x * factor + y in one rounding, not only where the compiler sees fit; x + y if not MULTIPLY."""
-    if MULTIPLY:
-        x, y = gl.broadcast(x, y)
-        return gl.fma(x, gl.full(x.shape, factor, gl.float32, x.type.layout), y)
-    else:
-        return x + y
 
 
 @constexpr_function

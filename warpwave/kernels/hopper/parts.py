@@ -211,6 +211,16 @@ def exp2(x):
 
 
 @jit
+def multiply_add(x, factor, y, MULTIPLY: gl.constexpr):
+    """x * factor + y in one rounding, not only where the compiler sees fit; x + y if not MULTIPLY."""
+    if MULTIPLY:
+        x, y = gl.broadcast(x, y)
+        return gl.fma(x, gl.full(x.shape, factor, gl.float32, x.type.layout), y)
+    else:
+        return x + y
+
+
+@jit
 def tanh(x):
     """As primitives.tanh: by exponentials, and by its series where `1 - exp(-2|x|)` would cancel."""
     z = exp2(gl.abs(x) * (-2.0 * LOG2_E))

@@ -247,7 +247,7 @@ def skip(k_ring, v_ring, n, count):
 
 @jit
 def step(
-    q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, p, m_i, m_top, l_i, acc, tile, is_last, whole_begin, whole_end,
+    q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, p, m_i, lead, l_i, acc, tile, is_last, whole_begin, whole_end,
     place, keys, rules,
 ):  # fmt: skip
     """Tile n + 1: its scores and, beside their softmax, the product of tile n's probabilities and values."""
@@ -263,7 +263,7 @@ def step(
     if rules.HAS_LOW and not is_masked(place):  # noqa: SIM102 (known when compiled, and the other is not)
         if (tile < whole_begin) | (tile >= whole_end):
             x = hide_by_position(x, tile, place, keys, rules)
-    shift, alpha, m_i, m_top = new_maximum(x, scale, m_i, m_top, has_masked_steps(place, rules))
+    shift, alpha, m_i, lead = new_maximum(x, scale, m_i, lead, has_masked_steps(place, rules))
     if not rules.VALUES_FIRST:
         p32, l_i = probabilities(x, scale, shift, alpha, l_i, rules.BLOCK_N)
         # The spin loop of this wait ends the basic block. Without it ptxas hoists the wgmma wait below above the
@@ -277,7 +277,7 @@ def step(
         acc = wait_for(pending)
         hand_back(v_ring, n)
         p32, l_i = probabilities(x, scale, shift, alpha, l_i, rules.BLOCK_N)
-    return operand(p32, v_ring), m_i, m_top, l_i, rescaled(acc, alpha)
+    return operand(p32, v_ring), m_i, lead, l_i, rescaled(acc, alpha)
 
 
 @jit
@@ -312,17 +312,17 @@ def wait_values(v_ring, n, tile, keys, rules):
 
 
 @jit
-def edge_step(q, k_ring, v_ring, n, m_i, m_top, l_i, acc, tile, place, keys, rules):
+def edge_step(q, k_ring, v_ring, n, m_i, lead, l_i, acc, tile, place, keys, rules):
     """Tile n, one after another: a tile's worth of registers for the mask leaves no room to overlap two tiles."""
     without_unseen(v_ring, n, tile, place, keys, rules)
     x, scale = edge_scores(q, k_ring, n, tile, place, keys, rules)
-    shift, alpha, m_i, m_top = new_maximum(x, scale, m_i, m_top, True)
+    shift, alpha, m_i, lead = new_maximum(x, scale, m_i, lead, True)
     p32, l_i = probabilities(x, scale, shift, alpha, l_i, rules.BLOCK_N)
     acc = rescaled(acc, alpha)
     wait_values(v_ring, n, tile, keys, rules)
     acc = wait_for(values_async(operand(p32, v_ring), v_ring, n, acc))
     hand_back(v_ring, n)
-    return m_i, m_top, l_i, acc
+    return m_i, lead, l_i, acc
 
 
 @jit
@@ -333,7 +333,7 @@ def overlapped_tiles(
     all, two at a time are worked on. Returns the softmax's state and the number of the next tile of the rings."""
     # Tiles at the diagonal and the ragged end. Of the last, the product with V is left under way.
     m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, accumulator_layout(rules.BLOCK_N)))
-    m_top = m_i
+    lead = gl.zeros_like(m_i)
     l_i = partial_sums(zero_accumulator(rules.BLOCK_N), rules.BLOCK_N)
     acc = ()
     for i in gl.static_range(len(v_ring.pieces)):
@@ -347,14 +347,14 @@ def overlapped_tiles(
                 last = begin
     if (rules.HAS_HIGH and not rules.HAS_LOW) or is_added(place):
         while tile > last:
-            m_i, m_top, l_i, acc = edge_step(q, k_ring, v_ring, n, m_i, m_top, l_i, acc, tile, place, keys, rules)
+            m_i, lead, l_i, acc = edge_step(q, k_ring, v_ring, n, m_i, lead, l_i, acc, tile, place, keys, rules)
             n += 1
             tile -= 1
     without_unseen(v_ring, n, tile, place, keys, rules)
     is_last = tile == begin
     x, scale = edge_scores(q, k_ring, n, tile, place, keys, rules)
     release(q_empty, GROUP, is_last, rules)
-    shift, alpha, m_i, m_top = new_maximum(x, scale, m_i, m_top, True)
+    shift, alpha, m_i, lead = new_maximum(x, scale, m_i, lead, True)
     p32, l_i = probabilities(x, scale, shift, alpha, l_i, rules.BLOCK_N)
     if (rules.HAS_HIGH and not rules.HAS_LOW) or is_added(place):
         acc = rescaled(acc, alpha)
@@ -365,8 +365,8 @@ def overlapped_tiles(
     if rules.HAS_LOW:
         first = begin
     for i in range(last - first):
-        p, m_i, m_top, l_i, acc = step(
-            q, q_empty, GROUP, k_ring, v_ring, n, p, m_i, m_top, l_i, acc, last - 1 - i, last - 1 - i == begin,
+        p, m_i, lead, l_i, acc = step(
+            q, q_empty, GROUP, k_ring, v_ring, n, p, m_i, lead, l_i, acc, last - 1 - i, last - 1 - i == begin,
             whole_begin, whole_end, place, keys, rules,
         )  # fmt: skip
         n += 1
@@ -375,14 +375,14 @@ def overlapped_tiles(
     tma.store_wait(0)  # the buffer for out is free again; the hand-back's barrier tells it to the other warps
     hand_back(v_ring, n)
     n += 1
-    return n, m_i, m_top, l_i, acc
+    return n, m_i, lead, l_i, acc
 
 
 @jit
 def masked_tiles(q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, begin, end, work, place, keys, rules):
     """`overlapped_tiles` of a call with a mask: of [begin, end) the tiles that it shows to the block, one at least."""
     m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, accumulator_layout(rules.BLOCK_N)))
-    m_top = m_i
+    lead = gl.zeros_like(m_i)
     l_i = partial_sums(zero_accumulator(rules.BLOCK_N), rules.BLOCK_N)
     acc = ()
     for i in gl.static_range(len(v_ring.pieces)):
@@ -394,14 +394,14 @@ def masked_tiles(q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, begin, end,
     tile = gl.maximum(tile, begin)
     following, word, bits = shown_before(tile, word, bits, begin, work, keys, beside, rules, 4)
     while (following >= begin) & scheduler.is_careful(place.box, place.message):
-        m_i, m_top, l_i, acc = edge_step(q, k_ring, v_ring, n, m_i, m_top, l_i, acc, tile, place, keys, rules)
+        m_i, lead, l_i, acc = edge_step(q, k_ring, v_ring, n, m_i, lead, l_i, acc, tile, place, keys, rules)
         n += 1
         tile = following
         following, word, bits = shown_before(tile, word, bits, begin, work, keys, beside, rules, 4)
     without_unseen(v_ring, n, tile, place, keys, rules)
     x, scale = edge_scores(q, k_ring, n, tile, place, keys, rules)
     release(q_empty, GROUP, following < begin, rules)
-    shift, alpha, m_i, m_top = new_maximum(x, scale, m_i, m_top, True)
+    shift, alpha, m_i, lead = new_maximum(x, scale, m_i, lead, True)
     p32, l_i = probabilities(x, scale, shift, alpha, l_i, rules.BLOCK_N)
     acc = rescaled(acc, alpha)
     p = operand(p32, v_ring)
@@ -409,8 +409,8 @@ def masked_tiles(q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, begin, end,
     while following >= begin:
         tile = following
         following, word, bits = shown_before(tile, word, bits, begin, work, keys, beside, rules, 4)
-        p, m_i, m_top, l_i, acc = step(
-            q, q_empty, GROUP, k_ring, v_ring, n, p, m_i, m_top, l_i, acc, tile, following < begin, begin, end, place,
+        p, m_i, lead, l_i, acc = step(
+            q, q_empty, GROUP, k_ring, v_ring, n, p, m_i, lead, l_i, acc, tile, following < begin, begin, end, place,
             keys, rules,
         )  # fmt: skip
         n += 1
@@ -418,7 +418,7 @@ def masked_tiles(q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, begin, end,
     acc = wait_for(pending)
     tma.store_wait(0)  # the buffer for out is free again; the hand-back's barrier tells it to the other warps
     hand_back(v_ring, n)
-    return n + 1, m_i, m_top, l_i, acc
+    return n + 1, m_i, lead, l_i, acc
 
 
 @jit
@@ -464,23 +464,23 @@ def consumer(
             q = q + (matrix(q_tiles[i].index(GROUP)),)
 
         if rules.PARTS > 1:
-            n, m_i, m_top, l_i, acc = split_tiles(
+            n, m_i, lead, l_i, acc = split_tiles(
                 q_tiles, GROUP, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, of_head
             )
             mbarrier.arrive(q_empty.index(GROUP), count=1)
         elif too_wide_to_overlap(v_ring.pieces):
-            n, m_i, m_top, l_i, acc = serial_tiles(
+            n, m_i, lead, l_i, acc = serial_tiles(
                 q_tiles, GROUP, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, rules
             )
             if rules.OWN_OUT:
                 tma.store_wait(0)  # the buffer for out is free again; the barrier before the arrival tells all warps
                 mbarrier.arrive(q_empty.index(GROUP), count=1)
         elif is_masked(beside):
-            n, m_i, m_top, l_i, acc = masked_tiles(
+            n, m_i, lead, l_i, acc = masked_tiles(
                 q, q_empty, GROUP, k_ring, v_ring, n, begin, end, work, place, keys, rules
             )
         else:
-            n, m_i, m_top, l_i, acc = overlapped_tiles(
+            n, m_i, lead, l_i, acc = overlapped_tiles(
                 q, q_empty, GROUP, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, of_head
             )
         n = skip(k_ring, v_ring, n, begin - block_begin)
@@ -490,7 +490,7 @@ def consumer(
         l_row = gl.convert_layout(gl.sum(l_i, axis=1), row_layout)
         l_out = l_row
         if rules.PARTS == 1:
-            l_out = l_row + rounding_of_the_largest(m_i, m_top, v_ring.pieces[0].dtype)
+            l_out = l_row + rounding_of_the_largest(lead, v_ring.pieces[0].dtype)
         factor = gl.full([ROWS], 1.0, gl.float32, row_layout)
         if rules.HAS_SINKS:
             m_i, l_row, l_out, factor = with_sink(m_i, l_row, l_out, gl.load(sinks_ptr + work.head) * LOG2_E)

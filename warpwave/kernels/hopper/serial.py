@@ -36,7 +36,7 @@ def unseen_zero(n):
 
 @jit
 def serial_step(
-    q_tiles, GROUP: gl.constexpr, k_ring, v_ring, n, m_i, m_top, l_i, acc, tile, place, keys, rules,
+    q_tiles, GROUP: gl.constexpr, k_ring, v_ring, n, m_i, lead, l_i, acc, tile, place, keys, rules,
     AT_EDGE: gl.constexpr,
 ):  # fmt: skip
     """Tile n of the rings, the `tile`-th of the sequence, masked where it is at an edge."""
@@ -49,7 +49,7 @@ def serial_step(
     x = warpgroup_mma_wait(0, deps=[scores])
     hand_back(k_ring, n)
     x, scale = in_bits(x, tile, place, keys, rules, AT_EDGE)
-    shift, alpha, m_i, m_top = new_maximum(x, scale, m_i, m_top, AT_EDGE)
+    shift, alpha, m_i, lead = new_maximum(x, scale, m_i, lead, AT_EDGE)
     p32, l_i = probabilities(x, scale, shift, alpha, l_i, rules.BLOCK_N)
     layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(rules.BLOCK_N), k_width=2)
     p = gl.convert_layout(p32.to(v_ring.pieces[0].dtype), layout, assert_trivial=True)
@@ -67,7 +67,7 @@ def serial_step(
         pending = pending + (warpgroup_mma(p, v, scaled[i], is_async=True),)
     acc = wait_for(pending)
     hand_back(v_ring, n)
-    return m_i, m_top, l_i, acc
+    return m_i, lead, l_i, acc
 
 
 @jit
@@ -77,25 +77,25 @@ def serial_tiles(
     """All key tiles of 64 queries, [begin, end), the last first. Returns the softmax's state and the number of the next
     tile of the rings."""
     m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, accumulator_layout(rules.BLOCK_N)))
-    m_top = m_i
+    lead = gl.zeros_like(m_i)
     l_i = partial_sums(zero_accumulator(rules.BLOCK_N), rules.BLOCK_N)
     acc = ()
     for i in gl.static_range(len(v_ring.pieces)):
         acc = acc + (zero_accumulator(v_ring.pieces[i].shape[-1]),)
     for i in range(end - whole_end):  # at the diagonal and the ragged end; one at least
-        m_i, m_top, l_i, acc = serial_step(
-            q_tiles, GROUP, k_ring, v_ring, n, m_i, m_top, l_i, acc, end - 1 - i, place, keys, rules, True
+        m_i, lead, l_i, acc = serial_step(
+            q_tiles, GROUP, k_ring, v_ring, n, m_i, lead, l_i, acc, end - 1 - i, place, keys, rules, True
         )
         n += 1
     for i in range(whole_end - whole_begin):
-        m_i, m_top, l_i, acc = serial_step(
-            q_tiles, GROUP, k_ring, v_ring, n, m_i, m_top, l_i, acc, whole_end - 1 - i, place, keys, rules, False
+        m_i, lead, l_i, acc = serial_step(
+            q_tiles, GROUP, k_ring, v_ring, n, m_i, lead, l_i, acc, whole_end - 1 - i, place, keys, rules, False
         )
         n += 1
     if rules.HAS_LOW:
         for i in range(whole_begin - begin):
-            m_i, m_top, l_i, acc = serial_step(
-                q_tiles, GROUP, k_ring, v_ring, n, m_i, m_top, l_i, acc, whole_begin - 1 - i, place, keys, rules, True
+            m_i, lead, l_i, acc = serial_step(
+                q_tiles, GROUP, k_ring, v_ring, n, m_i, lead, l_i, acc, whole_begin - 1 - i, place, keys, rules, True
             )
             n += 1
-    return n, m_i, m_top, l_i, acc
+    return n, m_i, lead, l_i, acc

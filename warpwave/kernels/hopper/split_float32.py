@@ -327,7 +327,7 @@ def add_values(p, v_ring, n, acc, alpha, i: gl.constexpr, PARTS: gl.constexpr):
 
 @jit
 def split_step(
-    q_tiles, GROUP: gl.constexpr, k_ring, v_ring, n, m_i, m_top, l_i, acc, tile, place, keys, rules,
+    q_tiles, GROUP: gl.constexpr, k_ring, v_ring, n, m_i, lead, l_i, acc, tile, place, keys, rules,
     AT_EDGE: gl.constexpr,
 ):  # fmt: skip
     """Tile n of the ring, the `tile`-th of the sequence, masked where it is at an edge."""
@@ -338,7 +338,7 @@ def split_step(
         x = scaled(x, rules.scale)
     else:
         x, _ = in_bits(x, tile, place, keys, rules, AT_EDGE)
-    shift, alpha, m_i, m_top = new_maximum(x, 1.0, m_i, m_top, AT_EDGE)
+    shift, alpha, m_i, lead = new_maximum(x, 1.0, m_i, lead, AT_EDGE)
     p32, l_i = probabilities(x, 1.0, shift, alpha, l_i, rules.BLOCK_N)
     p = split_operand(p32, rules.PARTS)
     wait_full(v_ring, n)
@@ -354,7 +354,7 @@ def split_step(
             wait_full(v_ring, n)
         summed = summed + (add_values(p, v_ring, n, acc[i], alpha, i, rules.PARTS),)
     hand_back(v_ring, n)
-    return m_i, m_top, l_i, summed
+    return m_i, lead, l_i, summed
 
 
 @jit
@@ -364,29 +364,29 @@ def split_tiles(
     """All key tiles of 64 queries, [begin, end), the last first. Returns the softmax's state and the number of the next
     tile of the rings."""
     m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, accumulator_layout(rules.BLOCK_N)))
-    m_top = m_i
+    lead = gl.zeros_like(m_i)
     l_i = partial_sums(zero_accumulator(rules.BLOCK_N), rules.BLOCK_N)
     acc = zero_slices(v_ring)
     at_edge = end - whole_end  # the diagonal and the ragged end, one tile at least
     if num_slices(v_ring.pieces) > 2:
         at_edge += unseen_zero(n)  # a loop that the compiler knows to run once it unrolls, and that code spills
     for i in range(at_edge):
-        m_i, m_top, l_i, acc = split_step(
-            q_tiles, GROUP, k_ring, v_ring, n, m_i, m_top, l_i, acc, end - 1 - i, place, keys, rules, True
+        m_i, lead, l_i, acc = split_step(
+            q_tiles, GROUP, k_ring, v_ring, n, m_i, lead, l_i, acc, end - 1 - i, place, keys, rules, True
         )
         n += 1
     for i in range(whole_end - whole_begin):
-        m_i, m_top, l_i, acc = split_step(
-            q_tiles, GROUP, k_ring, v_ring, n, m_i, m_top, l_i, acc, whole_end - 1 - i, place, keys, rules, False
+        m_i, lead, l_i, acc = split_step(
+            q_tiles, GROUP, k_ring, v_ring, n, m_i, lead, l_i, acc, whole_end - 1 - i, place, keys, rules, False
         )
         n += 1
     if rules.HAS_LOW:
         for i in range(whole_begin - begin):
-            m_i, m_top, l_i, acc = split_step(
-                q_tiles, GROUP, k_ring, v_ring, n, m_i, m_top, l_i, acc, whole_begin - 1 - i, place, keys, rules, True
+            m_i, lead, l_i, acc = split_step(
+                q_tiles, GROUP, k_ring, v_ring, n, m_i, lead, l_i, acc, whole_begin - 1 - i, place, keys, rules, True
             )
             n += 1
-    return n, m_i, m_top, l_i, acc
+    return n, m_i, lead, l_i, acc
 
 
 @jit
