@@ -28,7 +28,7 @@ DTYPES = {
     (
         "float32",
         "default",
-    ): "float32, by default (naive: multiply-adds; from tiled on: products of bfloat16 parts, bf16x6)",
+    ): "float32, by default as it was then (naive: multiply-adds; from tiled on: products of bfloat16 parts, bf16x6)",
     ("bfloat16", "default"): "bfloat16",
 }
 
