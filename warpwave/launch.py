@@ -58,16 +58,7 @@ def bind(spec: Launch) -> Callable[..., None]:
         return lambda *tensors: kernel[(grid,)](*tensors, *scalars, **constants, **options)
 
     device = next(t.device for t in tensors if t is not None)
-    with torch.cuda.device(device):
-        compiled = compile_once(spec, device)
-        try:
-            run = compiled.run  # loads the module
-        except triton.runtime.errors.OutOfResources as error:
-            raise UnsupportedProblem(
-                f"{kernel.__name__} with {dict(options)} does not fit this GPU",
-                {kernel.__name__: [str(error)]},
-                "a config with a smaller block_m or block_n, or fewer num_stages",
-            ) from None
+    compiled, run = loaded(spec, device)
     start = starter(run, getattr(run, "launch", None), compiled.function, compiled.packed_metadata)
     # The launcher takes every argument of the signature, compile-time ones included, and ignores the latter.
     rest = (*scalars, *constants.values())
@@ -85,6 +76,26 @@ def bind(spec: Launch) -> Callable[..., None]:
         start(grid, current_stream(index), (*pointers, *rest))
 
     return launch
+
+
+def loaded(spec: Launch, device: torch.device) -> tuple[Any, Any]:
+    """What `compile_once` returns, its module loaded, and its `run`.
+
+    Raises:
+        RuntimeError: the kernel is not compiled yet and a CUDA graph is being captured.
+        UnsupportedProblem: the compiled kernel needs more shared memory than the GPU has.
+    """
+    with torch.cuda.device(device):
+        compiled = compile_once(spec, device)
+        try:
+            return compiled, compiled.run  # loads the module
+        except triton.runtime.errors.OutOfResources as error:
+            name = spec.kernel.__name__
+            raise UnsupportedProblem(
+                f"{name} with {dict(spec.options)} does not fit this GPU",
+                {name: [str(error)]},
+                "a config with a smaller block_m or block_n, or fewer num_stages",
+            ) from None
 
 
 # Triton versions whose launchers were read: what stands between `compiled.run` and the C function.

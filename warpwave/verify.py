@@ -229,6 +229,7 @@ def shipped_cases(records: Records, gpu_name: str) -> list[tuple[Measurement, Me
     for _, ours, sdpa in found.values():
         of_suite.setdefault(ours.suite, []).append((ours, sdpa))
     each = max(1, MOST_TIMED // max(1, len(of_suite)))
+    # An odd step, for full and causal cases stand in turns.
     return [case for cases in of_suite.values() for case in cases[:: -(-len(cases) // each) | 1]]
 
 

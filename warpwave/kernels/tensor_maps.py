@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from warpwave import launch
-from warpwave.errors import UnsupportedProblem
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels.arguments import padded
 from warpwave.kernels.hopper.launcher import MAX_MAPS, direct_of, has_map
@@ -81,17 +80,7 @@ def bind(spec: launch.Launch, plans: Sequence[Plan]) -> Callable[..., None]:
         return public
     device = tensors[1].device  # type: ignore[union-attr]
     index = device.index
-    with torch.cuda.device(device):
-        compiled = launch.compile_once(spec, device)
-        try:
-            run = compiled.run  # loads the module
-        except triton.runtime.errors.OutOfResources as error:
-            raise UnsupportedProblem(
-                f"{kernel.__name__} with {dict(options)} does not fit this GPU",
-                {kernel.__name__: [str(error)]},
-                "a config with a smaller block_n, or fewer num_stages",
-            ) from None
-    direct = direct_of(compiled, run)
+    direct = direct_of(*launch.loaded(spec, device))
 
     def on_device(*tensors: torch.Tensor | None) -> None:
         with torch.cuda.device(index):

@@ -208,7 +208,9 @@ def is_it_right(cases: Sequence[CaseResult]) -> list[str]:
     elif ours:
         all_of_them = f"all {len(ours)} of our results agree" if len(ours) > 1 else "our one result agrees"
         sentences.append(f"Yes: {all_of_them} with float64.")
-    ratios = [r for m in ours if m.verdict is not None and (r := m.verdict.error_ratio) is not None]
+    # A call with a budget is held to that; what rounding alone costs is no measure of it.
+    held = [m.verdict for m in ours if m.verdict is not None and m.problem.error_budget is None]
+    ratios = [r for verdict in held if (r := verdict.error_ratio) is not None]
     if ratios:
         sentences.append(f"RMS error at most {max(ratios):.2f} times what rounding alone costs.")
     if wrong_peers:

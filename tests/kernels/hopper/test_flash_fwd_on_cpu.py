@@ -20,12 +20,13 @@ from warpwave import launch, precision
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels import mask_bits, scale_ahead, split_ahead
 from warpwave.kernels.hopper import flash_fwd, flash_fwd_configs, launcher
+from warpwave.kernels.triton_or_stub import NO_TRITON
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.reference import oracle
 
 H200 = Gpu.for_arch("sm_90")
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(flash_fwd.NO_TRITON is not None, reason="Triton is published for Linux only")
+pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
 
 
 def on_cpu(

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 
 from warpwave import launch
-from warpwave.errors import UnsupportedProblem
 from warpwave.kernels.hopper.compat import TensorDescriptor, gl
 from warpwave.kernels.triton_or_stub import triton
 
@@ -112,16 +111,8 @@ def bind(spec: launch.Launch, maps: Sequence[MapPlan | None], sources: Sequence[
     kernel, grid, _, scalars, constants, options = spec
     device = sources[0].device
     index = device.index
+    compiled, run = launch.loaded(spec, device)
     with torch.cuda.device(device):
-        compiled = launch.compile_once(spec, device)
-        try:
-            run = compiled.run  # loads the module
-        except triton.runtime.errors.OutOfResources as error:
-            raise UnsupportedProblem(
-                f"{kernel.__name__} with {dict(options)} does not fit this GPU",
-                {kernel.__name__: [str(error)]},
-                "a config with a smaller block_m or block_n, or fewer num_stages",
-            ) from None
         of_device = counters(device)
     present = [(i, plan) for i, plan in enumerate(maps) if plan is not None]
     current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice

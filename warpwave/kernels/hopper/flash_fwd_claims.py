@@ -1,0 +1,162 @@
+"""What hopper/flash_fwd can run, where another kernel is faster, and what a call costs it. No kernel by itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from warpwave import precision
+from warpwave.hardware.gpu import Gpu
+from warpwave.kernels import mask_bits, scale_ahead
+from warpwave.kernels.cost import Cost, walk
+from warpwave.kernels.hopper.flash_fwd_configs import (
+    ABLE,
+    NUM_SMS,
+    PARTS,
+    Config,
+    has_bias_cells,
+    num_parts,
+    pieces,
+    query_tiles,
+    smem_bytes,
+)
+from warpwave.kernels.triton_or_stub import NO_TRITON
+from warpwave.problem import DTYPE_BYTES, AttentionProblem
+
+MAX_HEAD_DIM = {"float16": 384, "bfloat16": 384, "float32": 256}
+
+
+def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Every reason this kernel cannot run the problem there; empty when it can."""
+    reasons = []
+    if NO_TRITON is not None:
+        reasons.append(NO_TRITON)
+    if gpu.arch != "sm_90":
+        reasons.append(f"found {gpu.name} ({gpu.arch}); it needs an NVIDIA Hopper GPU (sm_90)")
+    if problem.dtype == "float32":
+        if gpu.arch == "sm_90" and num_parts(problem, gpu) == 0:
+            reasons.append(f"precision is {problem.precision!r}; its products of float32 are {', '.join(ABLE)}")
+        reasons += precision.why_not(problem, gpu, ABLE)
+    if problem.requires_grad:
+        reasons.append("it computes no gradients; call under torch.no_grad() if none are needed")
+    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if size > MAX_HEAD_DIM[problem.dtype]:
+            reasons.append(
+                f"{name} is {size}; rows of K and V must fit a tile and of out the registers: "
+                f"{MAX_HEAD_DIM[problem.dtype]} at most in {problem.dtype}"
+            )
+        if size % 8 and problem.dtype != "float32":
+            reasons.append(f"{name} is {size}; rows copied by TMA are a multiple of 16 bytes, so it must be one of 8")
+    for name, shape in (("boolean mask", problem.mask_shape), ("bias", problem.bias_shape)):
+        if shape is not None and problem.dtype == "float32":
+            reasons.append(f"it takes a {name} in 16-bit types alone")
+        elif shape is not None and max(problem.head_dim, problem.head_dim_v) > 256:
+            reasons.append(f"it takes a {name} up to head_dim 256: beyond, registers do not suffice")
+    return reasons
+
+
+def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Where `flash_fwd` takes less time: calls so short that setting up the ring and the roles is not earned back."""
+    rows = -(-problem.seqlen_q // 64) * problem.batch * problem.num_heads_q
+    short = problem.seqlen_k <= 512 and max(problem.head_dim, problem.head_dim_v) <= 64
+    if problem.mask_shape is not None or problem.bias_shape is not None:
+        return []  # 16 heads x 512 with a mask of keys: 10.8 us against 31.3 (graph replays, an H200)
+    if not (short and rows <= (gpu.num_sms or NUM_SMS)) or problem.dtype == "float32":
+        return []  # in float32 it is the faster one from 1 head x 512 on: 10 to 17 us against 28 (graphs, an H200)
+    # Graph replays on an H200, hot, in us, this kernel / flash_fwd (the shipped record, suite tiny): 1 head x 64 3.99 /
+    # 2.58, x 128 3.96 / 3.11, x 512 6.59 / 6.22; 8 x 4 heads x 128 4.11 / 3.35. Beyond: 16 heads x 1024 13.1 / 13.8.
+    return [
+        "at most 512 keys of head_dim 64 and one tile an SM: flash_fwd, with lighter blocks, is up to 1.5 x as fast"
+    ]
+
+
+def tiles(problem: AttentionProblem, config: Config) -> int:
+    """(query tile, key tile) pairs visited, over all heads and sequences: `visible.tiles_of_block` on the host."""
+    total = 0
+    counted: dict[tuple[int, int], int] = {}
+    for seqlen_q, seqlen_k in problem.items():
+        if (seqlen_q, seqlen_k) not in counted:
+            low, high = problem.band(seqlen_q, seqlen_k)
+            keys_begin = 0 if low is None else min(max(low, 0), seqlen_k)
+            keys_end = seqlen_k if high is None else max(min(seqlen_k, seqlen_q + high), keys_begin)
+            count = 0
+            for row_first in range(0, seqlen_q, config.block_m):
+                row_last = min(row_first + config.block_m, seqlen_q) - 1
+                first = keys_begin if low is None else max(keys_begin, row_first + low)
+                last = keys_end if high is None else min(keys_end, row_last + high + 1)
+                begin = (first - keys_begin) // config.block_n
+                count += max(1, -(-max(0, last - keys_begin) // config.block_n) - begin)
+            counted[seqlen_q, seqlen_k] = count
+        total += counted[seqlen_q, seqlen_k]
+    return total * problem.num_heads_q
+
+
+def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
+    """What one launch moves and computes: whole tiles, padding included; K and V once for each query tile. In float32
+    also what the launch before reads, and the parts that it writes."""
+    size = DTYPE_BYTES[problem.dtype]
+    width, width_v = sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
+    visited = tiles(problem, config)
+    scores = visited * config.block_m * config.block_n
+    rows = problem.rows * problem.num_heads_q
+    q_bytes, k_bytes = size * problem.head_dim, size * (problem.head_dim + problem.head_dim_v)
+    workspace = split_reads = 0
+    launches = 1
+    if problem.dtype == "float32":
+        arithmetic = precision.arithmetic(problem, gpu, ABLE)
+        keys = (problem.total_k if problem.packed else problem.batch * problem.seqlen_k) * problem.num_heads_kv
+        split_reads = rows * q_bytes + keys * k_bytes
+        q_bytes, k_bytes = 2 * PARTS.get(arithmetic, 1) * width, 2 * PARTS.get(arithmetic, 1) * (width + width_v)
+        workspace = rows * q_bytes + keys * k_bytes
+        launches = 2
+        if arithmetic in scale_ahead.PARTS:
+            many_inverses, many_maxima = scale_ahead.workspace_floats(problem)
+            workspace += 4 * (many_inverses + many_maxima)
+            if many_maxima:
+                launches = 3
+                split_reads += keys * size * (problem.head_dim + problem.head_dim_v)
+    reads = rows * q_bytes + visited * config.block_n * k_bytes
+    if problem.mask_shape is not None:  # a launch before packs the mask into bits
+        split_reads, workspace, launches = math.prod(problem.mask_shape), 4 * mask_bits.packed(problem).size, 2
+        reads += scores // 8
+    if has_bias_cells(problem):
+        reads += scores * DTYPE_BYTES[problem.bias_dtype or problem.dtype]
+    of_tiles = walk(problem, config.block_m, config.block_n)
+    attend = Cost(
+        blocks=min(query_tiles(problem, config), (gpu.num_sms or NUM_SMS) * config.blocks_per_sm),
+        flops=2 * scores * (width + width_v),
+        exponentials=scores,
+        read_bytes=reads,
+        write_bytes=rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0)),
+        smem_bytes=smem_bytes(problem, gpu, config),
+        workspace_bytes=workspace,
+        scratch_bytes=reads if workspace else 0,
+        items=max(1, of_tiles.items),
+        steps=visited,
+        longest=max(1, of_tiles.longest),
+        unsorted=problem.packed,
+        cut=of_tiles.cut,
+        threads=128 * (config.groups + 1),
+        chains=config.groups,
+        blocks_per_sm=config.blocks_per_sm,
+        loop=_loop(problem, width_v, num_parts(problem, gpu)),
+    )
+    if not workspace:
+        return attend
+    ahead = Cost(0, 0, 0, split_reads, workspace, scratch_bytes=workspace, launches=launches - 1)
+    return replace(
+        attend,
+        read_bytes=reads + split_reads,
+        write_bytes=attend.write_bytes + workspace,
+        scratch_bytes=reads + workspace,
+        launches=launches,
+        parts=(ahead, replace(attend, workspace_bytes=0)),
+    )
+
+
+def _loop(problem: AttentionProblem, width_v: int, parts: int) -> str:
+    """Which of the loops over tiles: that of several parts, of tiles one after another, or of tiles that overlap, which
+    float32 as one part has to itself."""
+    if problem.dtype == "float32":
+        return "parts" if parts > 1 else "one part"
+    return "serial" if width_v > 320 else ""
