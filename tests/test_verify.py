@@ -286,7 +286,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
 
 
 def test_everything_is_compiled_before_it_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the checks will call is what was bound ahead, and a kernel that fails there fails nobody."""
+    """What the checks will call is what is asked for ahead."""
     bound: list[AttentionProblem] = []
 
     def bind(problem: AttentionProblem, operands: Operands, config: Any) -> Any:
@@ -294,9 +294,41 @@ def test_everything_is_compiled_before_it_is_checked(monkeypatch: pytest.MonkeyP
         raise RuntimeError("not now")
 
     module = SimpleNamespace(**(vars(eager) | {"NAME": "ahead", "NEEDS_GPU": True, "bind": bind}))
-    verify.compile_ahead([module], CPU, DEVICE)
-    ahead = set(bound)
-    bound.clear()
+    jobs = verify.asked_of([module, eager], CPU)
+    assert {name for name, _ in jobs} == {"ahead"}  # eager has nothing to compile
+    assert len(set(jobs)) == len(jobs)
     monkeypatch.setattr(dispatch, "KERNELS", (*dispatch.KERNELS, module))
     verify.check_kernel(module, Outcome(CPU), DEVICE, lambda line: None)
-    assert {replace(p, lengths=None) for p in bound} == {replace(p, lengths=None) for p in ahead}
+    assert {replace(p, lengths=None) for p in bound} == {replace(p, lengths=None) for _, p in jobs}
+
+
+def test_what_fails_to_compile_ahead_stops_nothing(tmp_path: Path) -> None:
+    """Processes of their own, the first of which meets a kernel that there is not and the last of which is killed."""
+    script = tmp_path / "ahead.py"
+    script.write_text("""
+import os, signal, torch
+from warpwave import selfcheck, verify
+def killed(job, device):
+    if job[0] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(job, device)
+real, verify._compile_one = verify._compile_one, killed
+if __name__ == "__main__":
+    p = selfcheck.problem_of("plain", "float32")
+    verify.compile_ahead([], torch.device("cpu"))
+    verify.compile_ahead([("nonsense", p), ("eager", p)], torch.device("cpu"))
+    print("went on")
+    verify.compile_ahead([("kill", p), ("eager", p)], torch.device("cpu"))
+    print("went on again")
+""")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.stdout.splitlines() == ["went on", "went on again"], done.stderr[-2000:]
+
+
+def test_no_case_is_timed_when_time_is_over() -> None:
+    ours = measured("warpwave auto", selfcheck.problem_of("plain", "bfloat16"))
+    said: list[str] = []
+    records = verify._compare_with_record([(ours, None)] * 2, Outcome(CPU), DEVICE, said.append, until=0.0)
+    assert records == []
+    assert said == ["not timed  2 more cases: the time for it is over"]

@@ -9,12 +9,15 @@ SDPA. What was found is written to a file to share.
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
+import multiprocessing
 import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import geometric_mean
@@ -34,10 +37,12 @@ from warpwave.bench.workloads import case_name
 from warpwave.errors import InvalidInput
 from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.problem import AttentionProblem
-from warpwave.selfcheck import FEATURES_OF_DTYPE, PROBES, SEED, gates, operands_of, probe_problem, problem_of
+from warpwave.selfcheck import FEATURES_OF_DTYPE, PROBES, SEED, gates, probe_problem, problem_of
 
 ROUNDS = 6  # the fewest that give an interval
 MOST_TIMED = 12  # cases of the shipped records, as many of each suite
+LAST_TIMED = 105.0  # seconds after which no further case is timed: the command is to end within two minutes
+MOST_COMPILERS = 12  # each with a CUDA context of its own, half a gigabyte of the GPU's memory
 SLOWER_THAN_CARDS_DIFFER = 0.85  # cards of one kind, and one card hot and cool, differ by 10 to 15 %
 
 
@@ -179,25 +184,39 @@ def _check_alive(device: torch.device, after: str) -> None:
         raise Broken(f"after {after} the GPU answers nothing but: {_said(error)}") from None
 
 
-def compile_ahead(modules: Sequence[Any], gpu: Gpu, device: torch.device) -> None:
-    """Compiles on all processors at once what the checks will launch one after the other. What fails here, fails there
-    again, where it is reported."""
-    jobs: dict[tuple[str, AttentionProblem], Any] = {}
+def asked_of(modules: Sequence[Any], gpu: Gpu) -> list[tuple[str, AttentionProblem]]:
+    """(kernel, call) of every check that runs on a GPU, each once."""
+    jobs: dict[tuple[str, AttentionProblem], None] = {}
     for module in (module for module in modules if module.NEEDS_GPU):
         problems = [problem_of(f, dtype) for dtype, features in FEATURES_OF_DTYPE.items() for f in features]
         problems += [probe_problem(f, module, gpu, lse) for _, features, lse in PROBES.values() for f in features]
-        jobs |= {(module.NAME, p): module for p in problems if not module.why_not(p, gpu)}
+        jobs |= dict.fromkeys((module.NAME, p) for p in problems if not module.why_not(p, gpu))
+    return list(jobs)
 
-    def compile_one(job: tuple[tuple[str, AttentionProblem], Any]) -> None:
-        (_, problem), module = job
+
+def compile_ahead(jobs: Sequence[tuple[str, AttentionProblem]], device: torch.device) -> None:
+    """Compiles at once what will be launched one after the other, into Triton's cache. What fails here fails there
+    again, where it is reported.
+
+    In processes of their own, for the first half of a compilation is Python, which threads of one process would take
+    in turns.
+    """
+    workers = min(MOST_COMPILERS, os.cpu_count() or 1, len(jobs))
+    if not workers:
+        return
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
-            with torch.no_grad():
-                module.bind(problem, operands_of(problem, device), module.configs(problem, gpu)[0])
-        except Exception:
+            list(pool.map(_compile_one, jobs, itertools.repeat(str(device)), chunksize=1))
+        except BrokenProcessPool:  # a compiler that kills its process: the checks will say of which kernel
             return
 
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        list(pool.map(compile_one, jobs.items()))
+
+def _compile_one(job: tuple[str, AttentionProblem], device: str) -> None:
+    name, problem = job
+    try:
+        warpwave.warmup([problem], device, kernel=name)
+    except Exception:
+        return
 
 
 # Speed ----------------------------------------------------------------------------------------------------------------
@@ -229,8 +248,9 @@ def shipped_cases(records: Records, gpu_name: str) -> list[tuple[Measurement, Me
     for _, ours, sdpa in found.values():
         of_suite.setdefault(ours.suite, []).append((ours, sdpa))
     each = max(1, MOST_TIMED // max(1, len(of_suite)))
-    # An odd step, for full and causal cases stand in turns.
-    return [case for cases in of_suite.values() for case in cases[:: -(-len(cases) // each) | 1]]
+    # An odd step, for full and causal cases stand in turns; suite by suite in turns, for time may run out.
+    chosen = [cases[:: -(-len(cases) // each) | 1] for cases in of_suite.values()]
+    return [case for turn in itertools.zip_longest(*chosen) for case in turn if case is not None]
 
 
 def time_again(
@@ -331,15 +351,19 @@ def run(*, device_name: str | None, out: Path | None, kernels: Sequence[str], as
     outcome = Outcome(gpu)
     say(f"warpwave {warpwave.__version__} on {gpu.name} ({gpu.arch}), torch {torch.__version__}")
     try:
+        cases = _cases_of_record(outcome, device)
         if gpu.vendor in ("nvidia", "amd"):
-            say("compiling ...")
-            compile_ahead(modules, gpu, device)
+            jobs = asked_of(modules, gpu) + [("auto", ours.problem) for ours, _ in cases]
+            say(f"compiling what {_counted(len(jobs), 'call')} need ...")
+            compile_ahead(jobs, device)
+            say(f"compiled after {time.monotonic() - started:.0f} s")
         for module in modules:
             for measurement in check_kernel(module, outcome, device, lambda line: say(describe_line(line))):
                 writer.write(measurement)
             if refused := outcome.refused[module.NAME]:
                 say(describe_refusals(module.NAME, refused))
-        for measurement in _compare_with_record(outcome, device, say):
+        say(f"checked after {time.monotonic() - started:.0f} s\n")
+        for measurement in _compare_with_record(cases, outcome, device, say, started + LAST_TIMED):
             writer.write(measurement)
     except Broken as error:
         outcome.broken = str(error)
@@ -372,7 +396,7 @@ def _modules(kernels: Sequence[str], gpu: Gpu) -> list[Any]:
     return chosen
 
 
-def _compare_with_record(outcome: Outcome, device: torch.device, say: Callable[[str], None]) -> list[Measurement]:
+def _cases_of_record(outcome: Outcome, device: torch.device) -> list[tuple[Measurement, Measurement | None]]:
     from warpwave.report import shipped
 
     if device.type != "cuda":
@@ -381,10 +405,21 @@ def _compare_with_record(outcome: Outcome, device: torch.device, say: Callable[[
     cases = shipped_cases(shipped.records(), torch.cuda.get_device_properties(device).name)
     if not cases:
         outcome.no_speed = f"no record of {outcome.gpu.name} is shipped, so its speed was compared with none"
-        return []
+    return cases
+
+
+def _compare_with_record(
+    cases: Sequence[tuple[Measurement, Measurement | None]],
+    outcome: Outcome,
+    device: torch.device,
+    say: Callable[[str], None],
+    until: float,
+) -> list[Measurement]:
     measured: list[Measurement] = []
-    say("")
-    for ours, sdpa in cases:
+    for i, (ours, sdpa) in enumerate(cases):
+        if time.monotonic() > until:
+            say(f"not timed  {_counted(len(cases) - i, 'more case')}: the time for it is over")
+            break
         try:
             speed, records, why = time_again(ours, sdpa, device)
         except RuntimeError as error:  # out of memory, on a card that others use too
