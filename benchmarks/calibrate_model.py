@@ -35,41 +35,52 @@ from warpwave import calibration, dispatch, model
 from warpwave.bench.records import read_records
 from warpwave.calibration import UNCALIBRATED, Calibration, Constants, Residuals, residuals
 from warpwave.hardware import measure
-from warpwave.hardware.catalog import find, gpu_of
+from warpwave.hardware.catalog import DataSheet, data_sheet, find, gpu_of
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels import flash_fwd, three_kernel
 from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
 from warpwave.kernels.hopper import large_head_dim as hopper_large_head_dim
+from warpwave.ladder import path_of
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.recorded_time import config_of, in_graph, is_hot
 
 ROOT = Path(__file__).parent.parent
 RECORDS, SHIPPED = ROOT / "benchmarks" / "records", ROOT / "warpwave" / "report" / "shipped"
-H200_FIT = (  # the sweeps of flash_fwd's configs are of earlier kernels
-    RECORDS / "2026-11-21-h200-hopper-flash-fwd-tuning.log",
-    RECORDS / "2026-11-21-h200-ladder.jsonl",
-    RECORDS / "2026-11-21-h200-large-heads-portable.jsonl",
-    RECORDS / "2026-11-21-h200-three-kernel-products.log",
-    RECORDS / "2026-11-21-h200-hopper-float32-fp16.log",
-    RECORDS / "2026-11-21-h200-hopper-large-head-dim.log",
-    RECORDS / "2026-11-21-h200-regularity.jsonl",
-    RECORDS / "2026-11-21-h200-model-grid-1.jsonl",
-    *(RECORDS / f"2026-11-21-h200-scale-{axis}.jsonl" for axis in ("blocks", "seqlen", "head-dim", "batch")),
+# Fitted to is every record of the H200 there is, but for the newest grid, which judges, and for those of another kind
+# (`NOT_POINTS`) or of kernels that have been rewritten since (`ANOTHER_BEFORE`, and sweeps of flash_fwd's configs).
+GRID = "model-grid-3"
+NOT_POINTS = ("cliff", "peers-against-gates")
+LOGS = (
+    "hopper-flash-fwd-tuning",
+    "three-kernel-products",
+    "hopper-float32-fp16",
+    "hopper-large-head-dim",
 )
-# Kinds of calls that nothing else has: every second problem is fitted to, the others judge.
-H200_SPLIT = tuple(
-    SHIPPED / f"2026-11-21-h200-{name}.jsonl"
-    for name in ("float32", "decode", "decode-paged", "tiny", "large-head-dim")
-)
-H200_JUDGE = (
-    *(SHIPPED / f"2026-11-21-h200-{name}.jsonl" for name in ("forward", "host")),
-    *sorted(RECORDS.glob("*-h200-model-grid-2.jsonl")),
-)
-# (kernel, dtype) -> what was measured before is of another kernel. hopper/flash_fwd multiplied float32 as bfloat16
-# parts, and does as float16.
-ANOTHER_BEFORE = {("hopper/flash_fwd", "float32"): "2026-11-21T22:00"}
+
+
+def _records(card: str = "h200") -> tuple[list[Path], list[Path]]:
+    """(to fit to, to judge on), every record of a card in the repository."""
+    found = sorted((*RECORDS.glob(f"*-{card}-*.jsonl"), *SHIPPED.glob(f"*-{card}-*.jsonl")))
+    found = [path for path in found if not path.stem.endswith(NOT_POINTS)]
+    logs = [path for name in LOGS for path in sorted(RECORDS.glob(f"*-{card}-{name}.log"))]
+    judging = [path for path in found if path.stem.endswith(GRID)]
+    return [*(path for path in found if path not in judging), *logs], judging
+
+
+# (kernel, dtype or "one query") -> what was measured before is of another kernel. hopper/flash_fwd multiplied float32
+# as bfloat16 parts, and does as float16; of large_head_dim one query keeps twice as many blocks an SM.
+ANOTHER_BEFORE = {
+    ("hopper/flash_fwd", "float32"): "2026-11-21T22:00",
+    ("hopper/flash_fwd", "bfloat16"): "2026-11-21T15:30",
+    ("flash_fwd", "float32"): "2026-11-21T15:30",
+    ("large_head_dim", "one query"): "2026-11-21T23:00",
+}
+# Of that loop: new over old time, by the head_dim up to which, for calls longer than `SHORT_US`; shorter ones gained
+# half as much.
+REWRITTEN, FASTER, SHORT_US = "2026-11-22T01:48", {64: 0.92, 128: 0.93, 512: 0.985}, 40.0
 NEAR_BEST = 1.3  # configs of a sweep slower than its problem's best by more are not fitted to: nobody runs them
 FOLDS = 6
+POOLED = 3  # of the points of many kernels together, every third is fitted to
 KNEE = 0.2  # log error beyond which a point counts by its error, no longer by its square
 PULL = 0.05  # of a constant that is off `UNCALIBRATED` by a factor e, in units of a point that is off by as much
 
@@ -99,28 +110,28 @@ def main() -> int:
     """The command. Returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--card", default="h200", help="key of the data sheet")
-    parser.add_argument("--fit", nargs="+", type=Path, default=list(H200_FIT))
-    parser.add_argument("--judge", nargs="+", type=Path, default=list(H200_JUDGE))
-    parser.add_argument("--split", nargs="*", type=Path, default=list(H200_SPLIT))
+    parser.add_argument("--fit", nargs="+", type=Path, help="default: the repository's records of the card")
+    parser.add_argument("--judge", nargs="*", type=Path, help=f"default: the record of {GRID}, where it is there")
     parser.add_argument("--ceilings", type=Path, help="what `warpwave roof --out` wrote; default: those shipped")
     parser.add_argument("--check", action="store_true", help="judge the calibration that ships; fit and write nothing")
     parser.add_argument(
         "--rejudge", action="store_true", help="keep the constants that ship; judge, and write how far off"
     )
     parser.add_argument("--only", nargs="+", default=[], help="fit these kernels or loops; the others' constants stay")
+    parser.add_argument("--quick", action="store_true", help="do not predict kernels by the others' constants")
     parser.add_argument("--out", type=Path, help="default: the package's own file of this card")
     asked = parser.parse_args()
     sheet = find(asked.card)
     if sheet is None:
         parser.error(f"the catalogue has no card {asked.card!r}")
     gpu = gpu_of(sheet)
-    if both := set(asked.fit) & {*asked.judge, *asked.split}:
+    fit_files, judge_files = _records(asked.card)
+    asked.fit = fit_files if asked.fit is None else asked.fit
+    asked.judge = judge_files if asked.judge is None else asked.judge
+    if both := set(asked.fit) & set(asked.judge):
         parser.error(f"{', '.join(map(str, both))} cannot be fitted to and judged on")
     fitting = [point for path in asked.fit for point in near_best(points(path))]
     judged = [point for path in asked.judge for point in points(path)]
-    for path in asked.split:
-        halves = split(points(path))
-        fitting, judged = fitting + halves[0], judged + halves[1]
     if asked.check:
         _print_judgement("judged", judged, gpu, None)
         return 0
@@ -141,7 +152,6 @@ def main() -> int:
         sources={
             "fit": tuple(p.name for p in asked.fit),
             "judged": tuple(p.name for p in asked.judge),
-            "every second problem fitted, the others judged": tuple(p.name for p in asked.split),
         },
         memory=min(1.0, (read or 0.9 * sheet.bandwidth_gbps) / sheet.bandwidth_gbps),
         exponentials=min(1.0, exponentials / sheet.exponentials_gops)
@@ -156,19 +166,29 @@ def main() -> int:
     kernels: dict[str, Constants] = {}
     crossed: dict[str, Residuals] = {}
     names = list(dict.fromkeys(_key(point, gpu) for point in fitting))
+    before: Mapping[str, Residuals] = {}
+    all_unseen: list[float] = []
     if asked.only:
         shipped = calibration.calibrations()[sheet.key] if asked.out is None else calibration.read(asked.out)
         kernels = {name: shipped.kernels[name] for name in names if name in shipped.kernels}
-        crossed = {name: shipped.cross_validated[name] for name in names if name in shipped.cross_validated}
+        crossed = dict(shipped.cross_validated)
         names = [name for name in names if name in asked.only]
+        before = shipped.kernels_left_out
     for name in names:
         mine = [point for point in fitting if _key(point, gpu) == name]
         kernels[name] = fit(mine, gpu, base)
         print(f"{name}: {len(mine)} points\n  {kernels[name]}", flush=True)
         if unseen := _cross_validated(mine, gpu, base, kernels[name]):
             crossed[name] = residuals(unseen)
+            all_unseen += unseen
             print(f"  left out of the fit: {_words(crossed[name])}", flush=True)
     base = replace(base, kernels=_with_borrowed(kernels), cross_validated=crossed)
+    if not asked.only:
+        crossed["all"] = residuals(all_unseen)
+        print(f"all, left out of the fit: {_words(crossed['all'])}")
+    if not asked.quick:
+        before = _kernels_left_out(fitting, gpu, base) if not asked.only else before
+    base = replace(base, kernels_left_out=before)
     _print_judgement("fitted to", fitting, gpu, base, brief=True)
     by_kernel = _print_judgement("judged, not fitted to", judged, gpu, base)
     bare = replace(base, kernels={})
@@ -195,7 +215,8 @@ FITTED = (
     "l2",
 )
 LENDER, BORROWERS = "flash_fwd", ("split_kv", "large_head_dim", "three_kernel")  # the same products in Triton
-MANY_LAUNCHES = ("eager", "three_kernel library library")  # that the host may be too slow for
+# The host may be too slow for their launches.
+MANY_LAUNCHES = ("eager", "three_kernel library library")
 HOST_US = 17.0  # a launch of torch's, by the host times of the first grid over the launches counted
 LEAST_POWER = 0.7  # what a good product sustains on a capped card: below, a fit would hide a slow loop behind the limit
 LIMITS = {"exposed": 0.95, "matrix": 0.97, "power": 0.97}  # a share is none above 1
@@ -217,7 +238,7 @@ def fit(points: Sequence[Point], gpu: Gpu, base: Calibration, begin: Constants |
     """The constants with the least loss over some points, by Levenberg and Marquardt's method on their logarithms, from
     `begin`; from several places if None, for the loss has more than one valley.
     """
-    host_us = HOST_US if _key(points[0], gpu) in MANY_LAUNCHES else 0.0
+    host_us = HOST_US if _key(points[0], gpu).startswith(MANY_LAUNCHES) else 0.0
     begins = (
         [replace(UNCALIBRATED, exposed=e, power=p, host_us=host_us) for e, p in ((0.02, 0.87), (0.3, 0.87), (0.7, 0.7))]
         if begin is None
@@ -230,6 +251,8 @@ def _descend(points: Sequence[Point], gpu: Gpu, base: Calibration, begin: Consta
     """(constants, loss) of the valley that `begin` lies in."""
     paths = sorted({_path(point, gpu) for point in points})
     fitted = (*FITTED, "host_us") if begin.host_us else FITTED
+    timers, sheet = [_timer(point, gpu) for point in points], _sheet(gpu)
+    measured = np.log([point.time_us for point in points])
 
     def logarithms(of: Constants) -> np.ndarray:
         return np.log([of.matrix.get(p, of.matrix["other"]) for p in paths] + [getattr(of, n) for n in fitted])
@@ -246,8 +269,8 @@ def _descend(points: Sequence[Point], gpu: Gpu, base: Calibration, begin: Consta
         return Constants(matrix={**UNCALIBRATED.matrix, **matrix}, **rest)
 
     def losses(x: np.ndarray) -> np.ndarray:
-        calibrated = replace(base, kernels={_key(points[0], gpu): constants(x)})
-        errors = np.log([_ratio(point, gpu, calibrated) for point in points])
+        where = calibration.Machine(sheet, constants(x), base, True)
+        errors = np.log([time_us(where) for time_us in timers]) - measured
         flattened = np.sign(errors) * KNEE * np.sqrt(2 * (np.sqrt(1 + (errors / KNEE) ** 2) - 1))
         return np.concatenate([flattened, PULL * (x - start)])
 
@@ -285,32 +308,47 @@ def _cross_validated(points: Sequence[Point], gpu: Gpu, base: Calibration, begin
     return ratios
 
 
+def _kernels_left_out(points: Sequence[Point], gpu: Gpu, base: Calibration) -> dict[str, Residuals]:
+    """How well each kernel is predicted by one set of constants, fitted to all the others together: what to expect of a
+    kernel that nobody measured."""
+    found = {}
+    for name in dict.fromkeys(point.kernel.NAME for point in points):
+        others = [point for point in points if point.kernel.NAME != name][::POOLED]
+        mine = [point for point in points if point.kernel.NAME == name]
+        pooled = fit(others, gpu, base, replace(UNCALIBRATED, exposed=0.3))
+        found[name] = residuals([_ratio(point, gpu, replace(base, kernels={name: pooled})) for point in mine])
+        print(f"{name} by constants of the other kernels: {_words(found[name])}", flush=True)
+    return found
+
+
+@functools.cache
 def _key(point: Point, gpu: Gpu) -> str:
     """Whose constants a point tells of: its kernel's, or those of one of its loops."""
-    return model.key_of(point.kernel.NAME, _cached(point.kernel.NAME).cost(point.problem, gpu, point.config).loop)
+    return calibration.key_of(point.kernel.NAME, _cached(point.kernel.NAME).cost(point.problem, gpu, point.config).loop)
 
 
 def _path(point: Point, gpu: Gpu) -> str:
-    sheet = model.data_sheet(gpu)
-    assert sheet is not None
-    path = model.path_of(point.problem, point.kernel, gpu, sheet)
+    path = path_of(point.problem, point.kernel, gpu, _sheet(gpu))
     return calibration.constant_of(path.name, path.products)
 
 
 def _ratio(point: Point, gpu: Gpu, calibrated: Calibration | None) -> float:
     """Predicted over measured."""
-    sheet, name = model.data_sheet(gpu), point.kernel.NAME
-    assert sheet is not None
-    kernel = _cached(name)
-    where = model.machine(sheet, name, kernel.cost(point.problem, gpu, point.config).loop, calibrated)
-    return _timer(point, gpu)(where) / point.time_us
+    name, _, loop = _key(point, gpu).partition(" ")
+    return _timer(point, gpu)(calibration.machine(_sheet(gpu), name, loop, calibrated)) / point.time_us
 
 
 @functools.cache
-def _timer(point: Point, gpu: Gpu) -> Callable[[model.Machine], float]:
-    sheet, kernel = model.data_sheet(gpu), _cached(point.kernel.NAME)
+def _sheet(gpu: Gpu) -> DataSheet:
+    sheet = data_sheet(gpu)
     assert sheet is not None
-    begin = model.machine(sheet, kernel.NAME)
+    return sheet
+
+
+@functools.cache
+def _timer(point: Point, gpu: Gpu) -> Callable[[calibration.Machine], float]:
+    kernel = _cached(point.kernel.NAME)
+    begin = calibration.machine(_sheet(gpu), kernel.NAME)
     return model.timer(point.problem, kernel, point.config, gpu, begin, hot=point.hot, graph=point.graph)
 
 
@@ -337,6 +375,9 @@ def _print_judgement(
     title: str, points: Sequence[Point], gpu: Gpu, calibrated: Calibration | None, brief: bool = False
 ) -> dict[str, Residuals]:
     """Kernel by kernel, and the worst ten with their remainder; returns the residuals."""
+    if not points:
+        print(f"{title}: no points")
+        return {}
     ratios = {id(point): _ratio(point, gpu, calibrated) for point in points}
     found: dict[str, Residuals] = {}
     for name in (*dict.fromkeys(point.kernel.NAME for point in points), "all"):
@@ -385,25 +426,27 @@ def near_best(points: Sequence[Point]) -> list[Point]:
     return [p for p in points if p.time_us <= NEAR_BEST * best[p.kernel.NAME, p.problem.cache_key()]]
 
 
-def split(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
-    """Two halves by problem, whatever its kernels and L2, alternating in the order of the file."""
-    order = list(dict.fromkeys(point.problem.cache_key() for point in points))
-    return (
-        [p for p in points if order.index(p.problem.cache_key()) % 2 == 0],
-        [p for p in points if order.index(p.problem.cache_key()) % 2 == 1],
-    )
-
-
 def _of_records(path: Path) -> Iterator[Point]:
     kernels, records = {kernel.NAME: kernel for kernel in dispatch.KERNELS}, read_records(path)
     for environment, m in records.measurements:
         if not m.is_ours or m.timing is None or m.kernel not in kernels or m.config is None or m.mode == "eager":
             continue
         kernel, date = kernels[m.kernel], str(records.environments[environment].get("date", ""))
-        if date < ANOTHER_BEFORE.get((kernel.NAME, m.problem.dtype), ""):
+        what = "one query" if m.problem.seqlen_q == 1 else m.problem.dtype
+        if date < ANOTHER_BEFORE.get((kernel.NAME, what), ""):
             continue
         config, name = config_of(kernel, m.config), f"{m.case} {m.kernel}"
-        yield Point(kernel, config, m.problem, m.timing.median_us, is_hot(m), name, in_graph(m))
+        us = m.timing.median_us * _since(m.kernel, m.problem, date, m.timing.median_us)
+        yield Point(kernel, config, m.problem, us, is_hot(m), name, in_graph(m))
+
+
+def _since(kernel: str, problem: AttentionProblem, date: str, us: float) -> float:
+    """What has become of a time since: hopper/flash_fwd's overlapping loop was rewritten, and old and new stood beside
+    each other in one process (records/2026-11-22-h200-hopper-softmax-of-threads.log)."""
+    if kernel != "hopper/flash_fwd" or problem.dtype == "float32" or date > REWRITTEN or problem.head_dim > 256:
+        return 1.0
+    ratio = next(ratio for width, ratio in FASTER.items() if max(problem.head_dim, problem.head_dim_v) <= width)
+    return ratio if us > SHORT_US else (1 + ratio) / 2
 
 
 def _of_sweep(lines: Sequence[str], name: str) -> Iterator[Point]:
@@ -512,6 +555,7 @@ def _of_tuning(lines: Sequence[str]) -> Iterator[Point]:
             else:  # tiles of 128 queries: the log does not say how many keys
                 continue
             us = counted / (int(found[5]) * float(ratio)) * 1e-6
+            us *= _since("hopper/flash_fwd", problem, "2026-11-21", us)
             yield Point(
                 hopper_flash_fwd, config, problem, us, False, f"d{head_dim} {batch}x{seqlen} {found[4]} {label}"
             )

@@ -1,29 +1,53 @@
 """Draws the shapes that show whether the forward's speed holds beside the rows of its table, from a commit's hash.
 
-    python -m benchmarks.draw_forward OUT.toml              40 shapes from the hash of HEAD
-    python -m benchmarks.draw_forward OUT.toml --seed HASH  those of another commit
-    warpwave bench OUT.toml --peer sdpa_cudnn --peer flash_attention_4 --out RECORD.jsonl
+    python -m benchmarks.draw_forward OUT.toml                 40 shapes from the hash of HEAD
+    python -m benchmarks.draw_forward OUT.toml --seed HASH     those of another commit
+    python -m benchmarks.draw_forward OUT.toml --time RECORD.jsonl --beside FORWARD.jsonl
 
-Nobody can know the shapes while the kernels are written, so no rule can be made for them. Their geometric mean over the
-best peer is to be that of the suite `forward` within 5 %. Widths, masks and work are those of that suite; lengths,
-batches and heads are any.
+The last times them beside cuDNN and FlashAttention-4, device time alone, and prints their geometric mean over the best
+peer, and that of FORWARD.jsonl, a record of the suite `forward`: the two are to agree within 5 %. It compiles in many
+processes before, so that on a machine with 16 cores it ends within 100 seconds. `warpwave bench OUT.toml` does
+the same and times the host as well, in ten minutes.
+
+Nobody can know the shapes while the kernels are written, so no rule can be made for them. Widths, masks and work are
+those of the suite `forward`; lengths, batches and heads are any.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import multiprocessing
+import os
 import random
 import subprocess
 import sys
+import time
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
+import torch
+
 from benchmarks.draw_model_grid import toml_line
+from warpwave.bench import environment
+from warpwave.bench.contenders import contenders
+from warpwave.bench.goals import best_peer
+from warpwave.bench.inputs import make_operands
+from warpwave.bench.measure import Settings, measure
+from warpwave.bench.records import Measurement, RecordWriter, read_records
+from warpwave.bench.table import print_table, summary_tables
+from warpwave.bench.timing import paired_ratio
+from warpwave.bench.workloads import Case, parse_suite
 
 SHAPES = 40
 LENGTHS = (1024, 16384)
 WIDTH = (1024, 4096)  # heads * head_dim, 2048 in the suite `forward`
 TOKENS = (8192, 32768)
+PEERS = ("sdpa_cudnn", "flash_attention_4")
+FA4_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  # has it keep what it compiled, so that processes can share it
 
 
 def main() -> int:
@@ -31,9 +55,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the suite to write")
     parser.add_argument("--seed", help="a commit's hash; default: HEAD's")
+    parser.add_argument("--time", type=Path, metavar="RECORD", help="time the shapes, and append them to this record")
+    parser.add_argument("--beside", type=Path, metavar="FORWARD", help="a record of the suite `forward`, to compare")
+    parser.add_argument("--rounds", type=int, default=6)
     asked = parser.parse_args()
     if asked.out.suffix != ".toml":
         parser.error(f"{asked.out} must end in .toml, or bench takes it for a suite's name")
+    if asked.rounds < 1:
+        parser.error(f"--rounds is {asked.rounds}; it must be at least 1")
+    if asked.beside is not None and not asked.beside.is_file():
+        parser.error(f"--beside: there is no file {asked.beside}")
+    if asked.time is not None and not torch.cuda.is_available():
+        parser.error("--time needs a GPU")
     seed = asked.seed
     if seed is None:
         git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
@@ -41,6 +74,13 @@ def main() -> int:
             parser.error(f"this is no git checkout; give --seed. {git.stderr.strip()}")
         seed = git.stdout.strip()
     asked.out.write_text(suite(seed), encoding="utf-8")
+    if asked.time is not None:
+        cases = parse_suite("drawn", tomllib.loads(suite(seed)), source=str(asked.out)).cases
+        measured = timed(cases, asked.time, asked.rounds)
+        for table in summary_tables(measured):
+            print_table(table)
+        if asked.beside is not None:
+            print(verdict(measured, [m for _, m in read_records(asked.beside).measurements]))
     return 0
 
 
@@ -70,6 +110,74 @@ def _shape(draw: random.Random) -> dict[str, Any]:
         "dtype": draw.choice(("bfloat16", "float16")),
         "causal": draw.choice((False, True)),
     }
+
+
+# Timing ---------------------------------------------------------------------------------------------------------------
+
+
+def timed(cases: Sequence[Case], record: Path, rounds: int) -> list[Measurement]:
+    """Every case by `auto` and the peers, device time alone."""
+    os.environ[FA4_CACHE] = "1"
+    began = time.monotonic()
+    _compile(cases)
+    print(f"compiled in {time.monotonic() - began:.0f} s", file=sys.stderr)
+    device = torch.device("cuda", torch.cuda.current_device())
+    writer = RecordWriter(record, environment.describe(device))
+    settings = Settings(device=device, modes=("events",), rounds=rounds, host=False)
+    measured: list[Measurement] = []
+    for case in cases:
+        found = measure(case, "drawn", contenders(("auto",), PEERS), settings)
+        for m in found:
+            writer.write(m)
+        measured += found
+        torch.cuda.empty_cache()
+    print(f"timed after {time.monotonic() - began:.0f} s", file=sys.stderr)
+    return measured
+
+
+def _compile(cases: Sequence[Case]) -> None:
+    """What the cases need, once each, in processes of their own: one compilation takes seconds, all the cores' time."""
+    kinds = {(p.head_dim, p.dtype, p.causal is None): i for i, p in reversed(list(enumerate(c.problem for c in cases)))}
+    jobs = [(cases[i], "flash_attention_4") for i in kinds.values()] + [(case, "warpwave auto") for case in cases]
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp_context=context) as pool:
+        for job in [pool.submit(_prepare, *job) for job in jobs]:
+            job.result()
+
+
+def _prepare(case: Case, contender: str) -> None:
+    """Compiles for one case; what goes wrong shows again, and is said, where it is timed."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        contenders(("auto",), PEERS)[contender](case.problem, make_operands(case.problem, device, seed=0))
+        torch.cuda.synchronize()
+    except Exception as error:
+        print(f"{contender} on {case.name}: {type(error).__name__}", file=sys.stderr)
+
+
+def verdict(drawn: Sequence[Measurement], table: Sequence[Measurement]) -> str:
+    """Whether the drawn shapes keep up with those of the table."""
+    means = [mean_over_best_peer(found) for found in (drawn, table)]
+    if None in means:
+        return "no comparison: one of the two has no case with a peer"
+    ours, theirs = (m for m in means if m is not None)
+    within = "within" if abs(ours / theirs - 1) <= 0.05 else "not within"
+    return f"drawn {ours:.3f}, table {theirs:.3f} of the best peer in the geometric mean: {within} 5 %"
+
+
+def mean_over_best_peer(measurements: Sequence[Measurement]) -> float | None:
+    """Geometric mean of our speed over the best peer's, one case after another."""
+    ratios = []
+    for case in dict.fromkeys(m.case for m in measurements):
+        found = [m for m in measurements if m.case == case]
+        mine = next((m for m in found if m.is_ours and m.timing is not None), None)
+        peer = best_peer(found)
+        if mine is not None and peer is not None and mine.timing is not None and peer.timing is not None:
+            ratios.append(paired_ratio(peer.timing, mine.timing).median)
+    return geometric_mean(ratios) if ratios else None
+
+
+# Drawing --------------------------------------------------------------------------------------------------------------
 
 
 def _log_uniform(draw: random.Random, low: int, high: int) -> int:

@@ -1,14 +1,18 @@
 """Draws the grids that predictions are judged on, each by its seed, and writes them as bench suites.
 
-    python -m benchmarks.draw_model_grid            writes warpwave/bench/suites/model_grid.toml and model_grid_2.toml
+    python -m benchmarks.draw_model_grid            writes warpwave/bench/suites/model_grid.toml, _2 and _3
     python -m benchmarks.draw_model_grid --check    exit code 1 if a suite is not what its seed draws
 
 A grid is committed before it is measured, and once measured it is something to fit to: the next one judges. On the
 first every kernel is timed on every case it takes; on the second each case names a few, drawn so that all kernels have
 about as many points, and takes about a minute and a half:
 
-    warpwave bench model_grid_2 --peer none --rounds 5 --out grid.jsonl
-    python -m benchmarks.calibrate_model --check --judge grid.jsonl --split
+    warpwave bench model_grid_3 --peer none --rounds 5 --out grid.jsonl
+    python -m benchmarks.calibrate_model --check --judge grid.jsonl
+
+The third is drawn by a seed that nobody chose, the first eight digits of the commit before it; its sizes are none of
+those that anything was fitted to, a cache in pages is among them, and its cases come in a drawn order, so that a clock
+that ends it early leaves out nothing in particular.
 """
 
 from __future__ import annotations
@@ -52,6 +56,9 @@ class Grid:
         kernels: those of the suite.
         of_a_case: how many kernels the first, second, ... case of a kind names; empty where all run on all.
         others: grids that hold none of its cases.
+        kinds: of its cases; those of the first grids if empty.
+        most_scores: of a case, over all its heads.
+        shuffled: whether the cases come in a drawn order, in place of kind by kind.
     """
 
     name: str
@@ -60,6 +67,9 @@ class Grid:
     kernels: tuple[str, ...] = KERNELS
     of_a_case: tuple[int, ...] = ()
     others: tuple[Grid, ...] = ()
+    kinds: tuple[Callable[[random.Random], Case], ...] = ()
+    most_scores: int = MOST_SCORES
+    shuffled: bool = False
 
     @property
     def path(self) -> Path:
@@ -67,10 +77,10 @@ class Grid:
 
 
 FIRST = Grid("model_grid", 20261121, each=4)
+SEED_OF_THIRD = 0xF6C9F18C  # of commit f6c9f18c2abc2f736446e2041008978162622b81
 SECOND = Grid(
     "model_grid_2", 20261122, each=2, kernels=(*KERNELS, "hopper/large_head_dim"), of_a_case=(5, 4), others=(FIRST,)
 )
-GRIDS = (FIRST, SECOND)
 
 
 def main() -> int:
@@ -93,9 +103,11 @@ def main() -> int:
 def suite(grid: Grid) -> str:
     """The suite as TOML."""
     points: Counter[str] = Counter()
-    lines = [f'description = "{DESCRIPTION}"', f"kernels = {_toml(grid.kernels)}", "cases = ["]
+    description = DESCRIPTION.replace("one query", "one query, pages") if grid.kinds else DESCRIPTION
+    lines = [f'description = "{description}"', f"kernels = {_toml(grid.kernels)}", "cases = ["]
     # Kernels are drawn apart from cases, so that neither depends on the other's number.
     beside = random.Random(f"kernels {grid.seed}")
+    found = []
     for index, case in enumerate(cases(grid)):
         if grid.of_a_case:
             able = [name for name in grid.kernels if takes(name, case)]
@@ -103,14 +115,18 @@ def suite(grid: Grid) -> str:
             named = set(sorted(able, key=lambda name: (points[name], beside.random()))[:wanted])
             points.update(named)
             case = case | {"kernels": [name for name in grid.kernels if name in named]}
-        lines.append(toml_line(case))
-    return "\n".join([*lines, "]", ""])
+        found.append(toml_line(case))
+    if grid.shuffled:
+        beside.shuffle(found)
+    return "\n".join([*lines, *found, "]", ""])
 
 
 def takes(kernel: str, case: Case) -> bool:
     """Whether a kernel can be timed on a case. Said here and not asked of the kernel, which may come to take more: the
     grid would be another one. `eager` reads packed lengths on the host, which no CUDA graph holds."""
     width, float32 = case["head_dim"], case["dtype"] == "float32"
+    if "page_size" in case:
+        return kernel == "split_kv"
     if kernel in ("flash_fwd", "split_kv"):
         return width <= 256
     if kernel == "hopper/flash_fwd":
@@ -125,7 +141,7 @@ def cases(grid: Grid) -> list[Case]:
     draw = random.Random(grid.seed)
     found: list[Case] = []
     seen = {toml_line(case) for other in grid.others for case in cases(other)}
-    for kind in KINDS:
+    for kind in grid.kinds or KINDS:
         taken = 0
         while taken < grid.each:
             case = kind(draw)
@@ -136,7 +152,7 @@ def cases(grid: Grid) -> list[Case]:
                 pairs = case["batch"] * case["seqlen_q"] * case.get("seqlen_k", case["seqlen_q"])
                 scores = pairs * case["num_heads_q"]
             line = toml_line(case)
-            if scores > MOST_SCORES or not pairs or line in seen:
+            if scores > grid.most_scores or not pairs or line in seen:
                 continue
             seen.add(line)
             found.append(case)
@@ -275,6 +291,106 @@ KINDS: tuple[Callable[[random.Random], Case], ...] = (
     _wide,
     _very_wide,
 )
+
+
+# Of the third grid: other sizes than those of the first two, and pages ---------------------------------------------
+
+
+def _sizes(draw: random.Random) -> Case:
+    heads, width = draw.choice(((24, 64), (12, 128), (6, 256)))
+    return {
+        "head_dim": width,
+        "batch": draw.choice((1, 2, 3, 4)),
+        "seqlen_q": draw.choice((640, 896, 1280, 1792, 2304, 2816)),
+        "num_heads_q": heads,
+        "dtype": "bfloat16",
+    }
+
+
+def _few_blocks(draw: random.Random) -> Case:
+    return _under_filled(draw) | {
+        "seqlen_q": draw.choice((48, 96, 160, 320, 448, 704)),
+        "num_heads_q": draw.randint(1, 6),
+    }
+
+
+def _shared_heads(draw: random.Random) -> Case:
+    kv = draw.choice((1, 2, 4))
+    return _sizes(draw) | {
+        "num_heads_q": kv * draw.choice((2, 4, 6)),
+        "num_heads_kv": kv,
+        "causal": draw.random() < 0.5,
+    }
+
+
+def _band(draw: random.Random) -> Case:
+    return _sizes(draw) | {"window_size": [draw.choice((96, 192, 384)), draw.choice((0, 64))]}
+
+
+def _diagonal(draw: random.Random) -> Case:
+    return _sizes(draw) | {"causal": True}
+
+
+def _half(draw: random.Random) -> Case:
+    return _sizes(draw) | {"dtype": "float16", "causal": draw.random() < 0.5}
+
+
+def _single(draw: random.Random) -> Case:
+    return _float32(draw) | {"seqlen_q": draw.choice((640, 896, 1280)), "num_heads_q": draw.choice((3, 6, 12))}
+
+
+def _decode(draw: random.Random) -> Case:
+    kv, group = draw.choice(((8, 4), (4, 4), (2, 8)))
+    return {
+        "head_dim": draw.choice((64, 128)),
+        "batch": draw.choice((3, 6, 24, 48)),
+        "seqlen_q": 1,
+        "seqlen_k": draw.choice((1500, 3000, 5000, 7000)),
+        "num_heads_q": kv * group,
+        "num_heads_kv": kv,
+        "dtype": "bfloat16",
+    }
+
+
+def _pages(draw: random.Random) -> Case:
+    return _decode(draw) | {"page_size": draw.choice((16, 32, 64, 128))}
+
+
+def _broad(draw: random.Random) -> Case:
+    return _diagonal(draw) | {"head_dim": draw.choice((192, 256)), "num_heads_q": draw.choice((3, 6))}
+
+
+def _very_broad(draw: random.Random) -> Case:
+    width = draw.choice((384, 512, 1024))
+    return _sizes(draw) | {"head_dim": width, "num_heads_q": draw.choice((3, 6)), "causal": draw.random() < 0.5}
+
+
+THIRD = Grid(
+    "model_grid_3",
+    SEED_OF_THIRD,
+    each=2,
+    kernels=(*KERNELS, "hopper/large_head_dim"),
+    of_a_case=(4, 3),
+    others=(FIRST, SECOND),
+    kinds=(
+        _sizes,
+        _few_blocks,
+        _shared_heads,
+        _packed,
+        _odd,
+        _band,
+        _diagonal,
+        _half,
+        _single,
+        _decode,
+        _pages,
+        _broad,
+        _very_broad,
+    ),
+    most_scores=100_000_000,
+    shuffled=True,
+)
+GRIDS = (FIRST, SECOND, THIRD)
 
 if __name__ == "__main__":
     sys.exit(main())

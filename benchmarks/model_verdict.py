@@ -1,11 +1,13 @@
 """Judges predicted times on a record of a grid, keeps what was predicted, and writes the verdicts into docs/model.md.
 
+    python -m benchmarks.model_verdict --predict model_grid_3 --out GRID-predicted.json    before it is measured
     python -m benchmarks.model_verdict --judge benchmarks/records/GRID.jsonl    writes GRID-judged.json beside it
     python -m benchmarks.model_verdict                                          writes the tables of docs/model.md
 
-A verdict is of the calibration that shipped when it was made. So predictions are kept in a file, and the tables made
-from that: another calibration later changes neither. Where a record's judgement is there already it is not made again.
-A third table, of how well the calibration that ships fits, is made from that.
+A verdict is of the predictions that were written before, where a record has a file of them beside it
+(GRID-predicted.json), and else of the calibration that shipped when it was made. So predictions are kept in a file, and
+the tables made from that: another calibration later changes neither. Where a record's judgement is there already it is
+not made again. A third table, of how well the calibration that ships fits, is made from that.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from warpwave.problem import AttentionProblem
 
 ROOT = Path(__file__).resolve().parents[1]
 DOC = ROOT / "docs" / "model.md"
-SUFFIX = "-judged.json"
+SUFFIX, PREDICTED = "-judged.json", "-predicted.json"
 SECTION = re.compile(r"(<!-- judged in (?P<file>\S+) -->\n)(?P<body>.*?)(<!-- end of judged -->)", re.DOTALL)
 FITTED = re.compile(r"(<!-- fit of (?P<card>\S+) -->\n)(?P<body>.*?)(<!-- end of fit -->)", re.DOTALL)
 NOT_YET = "Not measured yet.\n"
@@ -81,11 +83,51 @@ def kind_of(problem: AttentionProblem) -> str:
     return "causal" if problem.causal is not None else "full"
 
 
+def predictions(suite: str, card: str = "h200") -> dict[str, Any]:
+    """Every point of a suite with its time as predicted now, by the config that the kernel chooses.
+
+    As `bench` measures: where the fastest kernel of a case takes less than 50 us a CUDA graph replays all of them, and
+    their inputs stay in L2.
+    """
+    from warpwave import dispatch
+    from warpwave.bench.meters import GRAPH_BELOW_US
+    from warpwave.bench.workloads import load_suite
+    from warpwave.hardware.catalog import resolve
+    from warpwave.model import predict
+
+    gpu, found, shipped = resolve(card), load_suite(suite), calibrations()[card]
+    kernels = {kernel.NAME: kernel for kernel in dispatch.KERNELS}
+    points: list[dict[str, Any]] = []
+    for case in found.cases:
+        able = [kernels[k] for k in case.kernels or found.kernels if not kernels[k].why_not(case.problem, gpu)]
+        configs = {kernel.NAME: kernel.configs(case.problem, gpu)[0] for kernel in able}
+        for graph in (True, False):
+            of_case = []
+            for kernel in able:
+                config, hot = configs[kernel.NAME], graph or case.hot is True
+                p = predict(case.problem, kernel, config, gpu, hot=hot, graph=graph)
+                assert p is not None
+                of_case.append(
+                    {
+                        "case": case.name,
+                        "kernel": kernel.NAME,
+                        "config": asdict(config),
+                        "graph": graph,
+                        "predicted_us": float(f"{p.time_us:.5g}"),
+                    }
+                )
+            if min(one["predicted_us"] for one in of_case) < GRAPH_BELOW_US:
+                break
+        points += of_case
+    files = sorted({file for files in shipped.sources.values() for file in files})
+    return {"suite": suite, "card": card, "calibrated": shipped.date, "fitted_to": files, "points": points}
+
+
 def judge(record: Path) -> dict[str, Any]:
     """Every point of a record with its prediction, and whose predictions they are.
 
     Raises:
-        NoVerdict: the record has no time of ours.
+        NoVerdict: the record has no time of ours, or one that the predictions beside it do not have.
     """
     from benchmarks import calibrate_model
     from warpwave.hardware.catalog import find, gpu_of
@@ -97,22 +139,34 @@ def judge(record: Path) -> dict[str, Any]:
     if sheet is None or not points:
         raise NoVerdict(f"{record.name} has no times of our kernels on a GPU that the catalogue knows")
     gpu, shipped = gpu_of(sheet), calibrations()[sheet.key]
-    found = [
-        Judged(
-            point.name.removesuffix(f" {point.kernel.NAME}"),
-            point.kernel.NAME,
-            kind_of(point.problem),
-            float(f"{calibrate_model._ratio(point, gpu, None) * point.time_us:.5g}"),
-            float(f"{point.time_us:.5g}"),
-        )
-        for point in points
-    ]
+    calibrated, fitted_to = shipped.date, sorted({file for files in shipped.sources.values() for file in files})
+    before = record.with_name(record.stem + PREDICTED)
+    written_before: dict[tuple[str, str], dict[str, Any]] | None = None
+    if before.is_file():
+        data = json.loads(before.read_text(encoding="utf-8"))
+        calibrated, fitted_to = data["calibrated"], data["fitted_to"]
+        written_before = {(one["case"], one["kernel"]): one for one in data["points"]}
+
+    def predicted_us(point: Any, case: str) -> float:
+        if written_before is None:
+            return float(f"{calibrate_model._ratio(point, gpu, None) * point.time_us:.5g}")
+        one = written_before.get((case, point.kernel.NAME))
+        if one is None or one["config"] != asdict(point.config):
+            raise NoVerdict(f"{before.name} has no prediction of {case} by {point.kernel.NAME}, {point.config}")
+        return float(one["predicted_us"])
+
+    found = []
+    for point in points:
+        case = point.name.removesuffix(f" {point.kernel.NAME}")
+        measured = float(f"{point.time_us:.5g}")
+        kind = kind_of(point.problem)
+        found.append(Judged(case, point.kernel.NAME, kind, predicted_us(point, case), measured))
     return {
         "record": record.name,
         "device": name,
         "measured": environment.get("date", "")[:10],
-        "calibrated": shipped.date,
-        "fitted_to": sorted({file for files in shipped.sources.values() for file in files}),
+        "calibrated": calibrated,
+        "fitted_to": fitted_to,
         "points": [asdict(one) for one in found],
     }
 
@@ -161,10 +215,18 @@ def fit_table(of: Calibration) -> str:
         "",
         "| left out of the fit, problem by problem | points | median error | within 20 % | nine in ten within |",
         "| --- | ---: | ---: | ---: | ---: |",
-        *(_line(_named(key), r) for key, r in of.cross_validated.items()),
+        *(_line(_named(key) if key != "all" else "all", r) for key, r in of.cross_validated.items()),
     ]
     if of.uncalibrated is not None:
         lines.append(_line("round constants, never fitted, all points", of.uncalibrated))
+    if of.kernels_left_out:
+        lines += [
+            "",
+            "| a whole kernel left out: by constants fitted to the others | points | median error | within 20 % "
+            "| nine in ten within |",
+            "| --- | ---: | ---: | ---: | ---: |",
+            *(_line(f"`{key}`", r) for key, r in of.kernels_left_out.items()),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -209,8 +271,18 @@ def main() -> int:
     """The command. Returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--judge", type=Path, metavar="RECORD", help="a record of a grid, not judged yet")
+    parser.add_argument("--predict", metavar="SUITE", help="write what is predicted for a grid to --out")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="of --predict: named as the record will be")
     asked = parser.parse_args()
+    if (asked.predict is None) != (asked.out is None):
+        parser.error("--predict and --out go together")
     try:
+        if asked.predict is not None:
+            if asked.out.exists():
+                raise NoVerdict(f"{asked.out.name} is there: predictions are written once, before the grid is measured")
+            asked.out.write_text(json.dumps(predictions(asked.predict), indent=1) + "\n", encoding="utf-8")
+            print(f"{len(json.loads(asked.out.read_text(encoding='utf-8'))['points'])} predictions in {asked.out}")
+            return 0
         if asked.judge is not None:
             out = asked.judge.with_name(asked.judge.stem + SUFFIX)
             if out.exists():

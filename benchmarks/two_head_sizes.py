@@ -133,7 +133,8 @@ def main(arguments: list[str] | None = None) -> int:
                 q, k, v = layer.split(x)
                 found = explain(q, k, v, causal=True, window_size=window)
             what = "512, all keys" if layer.wide else "256, window"
-            chosen[what + (", gradients" if trained else "")] = found.kernel
+            behind = f", then {found.gradients}" if found.gradients else ""
+            chosen[what + (", gradients" if trained else "")] = f"{found.kernel}{behind}"
     for what, kernel in chosen.items():
         print(f"{what}: {kernel}")
 

@@ -5,9 +5,9 @@
 
 What it shows, in the order of the file: a decoder trained through `warpwave.attention` and its gradients on text that
 comes with Python; a server that batches continuously, prompts in chunks beside sequences that decode, with
-`PagedKVCache` and `attention_with_kv_cache`, the system prompt's pages shared between requests; and the checks: logits
-against the plain model fed the same tokens, and, batch-invariant in float32, every token of a request served alone
-against the same request among the others.
+`PagedKVCache` and `attention_with_kv_cache`, the system prompt's pages shared between requests, steps that only decode
+replayed as a CUDA graph; and the checks: logits against the plain model fed the same tokens, and, batch-invariant in
+float32, every token of a request served alone against the same request among the others.
 """
 
 from __future__ import annotations
@@ -187,15 +187,18 @@ class Server:
         self.model, self.rotary, self.budget, self.invariant = model, rotary, budget, invariant
         self.cache = PagedKVCache(
             num_pages=num_pages, page_size=16, num_heads_kv=s.heads_kv, head_dim=s.head_dim, num_layers=s.layers,
-            max_batch=max_batch + 1, max_seqlen=len(rotary.cos), dtype=weight.dtype, device=weight.device,
+            max_batch=max_batch + 2, max_seqlen=len(rotary.cos), dtype=weight.dtype, device=weight.device,
         )  # fmt: skip
         self.max_batch = max_batch
+        self.decode: DecodeGraph | None = None
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preempted = self.steps = 0
         # The system prompt is attended to once; every request begins as a fork of it.
         self.system = self.cache.add()
         self._step_on([(self.system, list(SYSTEM_PROMPT.encode()))])
+        if weight.device.type == "cuda" and not invariant:
+            self.decode = DecodeGraph(self, self.cache.add())
 
     def serve(self, requests: list[Request]) -> None:
         """Runs until all are answered."""
@@ -246,6 +249,9 @@ class Server:
         """Logits behind the last of the new tokens of each row."""
         rows, counts = [row for row, _ in work], [len(new) for _, new in work]
         self.cache.extend(rows, counts)
+        if self.decode is not None and max(counts) == 1:
+            self.steps += 1
+            return self.decode.replay(rows, [new[0] for _, new in work])
         device = self.cache.device
         index = self.cache.index(rows)
         ends = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(device)
@@ -262,6 +268,44 @@ class Server:
         hidden = self.model(ids, attend)
         self.steps += 1
         return self.model.logits(hidden[ends[1:].long() - 1])
+
+
+class DecodeGraph:
+    """A step in which every sequence decodes, captured once as a CUDA graph and replayed: the host then launches one
+    thing a step in place of a hundred. Lengths and page tables lie where they always lay; which rows take part, and
+    their tokens, are written before each replay. Places that nobody takes hold a row that stays empty."""
+
+    def __init__(self, server: Server, idle: int) -> None:
+        device = server.cache.device
+        self.idle, self.server = idle, server
+        self.ids = torch.zeros(server.max_batch, dtype=torch.int64, device=device)
+        self.rows = torch.full((server.max_batch,), idle, dtype=torch.int32, device=device)
+        self._step()  # compiles, and takes what cuBLAS takes once
+        torch.cuda.synchronize(device)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.logits = self._step()
+
+    @torch.no_grad()
+    def _step(self) -> Tensor:
+        server = self.server
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+            q, k, v = (t.unsqueeze(1) for t in (q, k, v))
+            out: Tensor = attention_with_kv_cache(
+                q, server.cache.layers[layer], rows=self.rows, k_new=k, v_new=v, rotary=server.rotary
+            )
+            return out.squeeze(1)
+
+        return server.model.logits(server.model(self.ids, attend))
+
+    def replay(self, rows: list[int], tokens: list[int]) -> Tensor:
+        """Logits behind one new token of each row."""
+        free = len(self.rows) - len(rows)
+        self.rows.copy_(torch.tensor(rows + free * [self.idle], dtype=torch.int32))
+        self.ids[: len(tokens)].copy_(torch.tensor(tokens))
+        self.graph.replay()
+        return self.logits[: len(rows)]
 
 
 def compile_ahead(server: Server) -> None:

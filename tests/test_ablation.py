@@ -19,7 +19,7 @@ from warpwave.cli import app
 from warpwave.errors import InvalidInput
 from warpwave.hardware.catalog import resolve
 from warpwave.kernels import flash_fwd
-from warpwave.model import ABLATIONS
+from warpwave.ladder import ABLATIONS
 from warpwave.problem import AttentionProblem, Causal
 
 H200 = resolve("h200")

@@ -9,7 +9,7 @@ import pytest
 from warpwave import dispatch, explain
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.hardware.gpu import ARCHS, CPU, INTERPRETER, Gpu
-from warpwave.kernels import eager, flash_fwd, torch_sdpa
+from warpwave.kernels import eager, flash_fwd, three_kernel, torch_sdpa
 from warpwave.problem import AttentionProblem, Causal
 
 H200 = Gpu.for_arch("sm_90")
@@ -53,7 +53,7 @@ PROBLEM = AttentionProblem(
         ({"causal": Causal(), "seqlen_q": 64}, CPU, "eager"),
         ({"causal": Causal("top_left"), "seqlen_q": 64}, CPU, "torch_sdpa"),
         ({"return_lse": True}, CPU, "eager"),
-        ({"requires_grad": True}, H200, "eager"),
+        ({"requires_grad": True}, Gpu.for_arch("sm_80"), "eager"),
         ({"requires_grad": True}, CPU, "eager"),
         ({"head_dim": 257}, H200, "three_kernel"),
         ({"head_dim": 512, "head_dim_v": 512, "seqlen_q": 65}, Gpu.for_arch("sm_80"), "three_kernel"),
@@ -65,6 +65,9 @@ PROBLEM = AttentionProblem(
         ({"head_dim": 512, "requires_grad": True}, Gpu.for_arch("sm_80"), "eager"),
         ({"head_dim": 512, "requires_grad": True, "softcap": 5.0}, H200, "eager"),
         ({"head_dim_v": 320}, H200, "hopper/flash_fwd"),
+        ({"head_dim": 512, "packed": True, "total_q": 200, "total_k": 200}, H200, "hopper/large_head_dim"),
+        ({"head_dim": 512, "packed": True, "total_q": 200, "total_k": 200, "seqlen_q": 64}, H200, "large_head_dim"),
+        ({"head_dim": 1024, "packed": True, "total_q": 200, "total_k": 200}, H200, "large_head_dim"),
         ({"dtype": "float32", "head_dim_v": 320}, H200, "three_kernel"),
     ],
 )
@@ -94,6 +97,21 @@ def test_what_a_kernel_is_outrun_on_it_still_runs_when_asked_by_name() -> None:
     ieee = replace(PROBLEM, dtype="float32", precision="ieee")
     assert "hopper/flash_fwd" not in dispatch.passed_over(ieee, H200), "what it cannot run is said elsewhere"
     assert "hopper/flash_fwd is passed over: at most 512 keys" in str(explain(longer, gpu=H200))
+
+
+def test_gradients_that_take_nothing_of_the_forward_leave_it_to_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(three_kernel, "GRADIENTS_BEYOND", 0)
+    trained = replace(PROBLEM, seqlen_q=4096, seqlen_k=4096, window_size=(1023, 0), requires_grad=True)
+    forward, gradients = dispatch.forward_of(trained, H200)
+    assert gradients == "three_kernel" and forward == replace(trained, requires_grad=False, return_lse=True)
+    assert dispatch.choose(forward, H200).kernel.NAME == "hopper/flash_fwd"
+    said = explain(trained, gpu=H200)
+    assert (said.kernel, said.gradients) == ("hopper/flash_fwd", "three_kernel")
+    assert "gradients  three_kernel's" in str(said)
+    assert dispatch.forward_of(trained, H200, "three_kernel") == (trained, ""), "by name it is all that kernel's"
+    for other in (replace(trained, softcap=5.0), forward):
+        assert dispatch.forward_of(other, H200) == (other, "")
+    assert dispatch.forward_of(trained, CPU) == (trained, ""), "eager's gradients take the statistics of its forward"
 
 
 def test_a_named_kernel_runs_or_raises_with_its_reasons() -> None:

@@ -86,7 +86,7 @@ def test_gradients_are_served_by_eager_and_it_says_so() -> None:
 
 
 def test_a_refused_kernel_is_explained_not_raised() -> None:
-    said = on("h200", requires_grad=True)
+    said = on("h200", requires_grad=True, softcap=1.0)
     assert said.kernel == "eager"
     refused = warpwave.explain(replace(PLAIN, head_dim=300), gpu=resolve("h200"), kernel="flash_fwd")
     assert refused.kernel is None and refused.cost is None and refused.memory is None
@@ -361,7 +361,7 @@ def test_a_copy_made_of_a_strided_mask_is_workspace() -> None:
 
 
 def test_the_nearest_fast_path_is_said_first() -> None:
-    said = on("h200", head_dim=59, head_dim_v=59, requires_grad=True)
+    said = on("h200", head_dim=59, head_dim_v=59, requires_grad=True, softcap=1.0)
     assert said.kernel == "eager" and said.fast_paths
     text = str(said)
     assert text.index("would serve this call") < text.index(said.advice[0][:20])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -58,70 +59,45 @@ def test_a_new_length_compiles_nothing() -> None:
     assert launch._compiled == compiled
 
 
-class _Run:
-    """Stands for `compiled.run` of one Triton version."""
-
-    global_scratch_size = profile_scratch_size = 0
-    launch_cooperative_grid, launch_pdl = "cooperative", "pdl"
-    arg_annotations, kernel_signature = "annotations", "signature"
-
-    def __init__(self) -> None:
-        self.called: list[tuple[Any, ...]] = []
-
-    def __call__(self, *arguments: Any) -> None:
-        self.called.append(("run", *arguments))
-
-    def launch(self, *arguments: Any) -> None:
-        self.called.append(("launch", *arguments))
-
-
-@pytest.mark.parametrize(
-    ("version", "expected"),
-    [
-        (
-            "3.6.0",
-            (
-                "launch",
-                7,
-                1,
-                1,
-                "stream",
-                "function",
-                "cooperative",
-                "pdl",
-                None,
-                None,
-                "metadata",
-                None,
-                None,
-                None,
-                1,
-                2,
-            ),
-        ),
-        (
-            "3.9.1",
-            (
-                *("launch", 7, 1, 1, "stream", "function", "cooperative", "pdl", "metadata"),
-                *(None, None, None, None, None, "annotations", "signature", (1, 2)),
-            ),
-        ),
-        ("4.0.0", ("run", 7, 1, 1, "stream", "function", "metadata", None, None, None, 1, 2)),
-    ],
-)
-def test_an_unknown_triton_is_started_by_its_public_call(
-    version: str, expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch.triton, "__version__", version)
-    run = _Run()
-    launch.starter(run, run.launch, "function", "metadata")(7, "stream", (1, 2))  # type: ignore[arg-type]
-    assert run.called == [expected]
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["flash_fwd", "hopper/flash_fwd", "split_kv"])
+def test_a_thread_that_never_used_the_device_may_call(kernel: str) -> None:
+    """It has no context, and its memory comes from torch's cache: neither a launch nor a tensor map may need one."""
+    q, k, v = qkv("cuda", head_dim=64)
+    if warpwave.explain(q, k, v).reasons[kernel]:
+        pytest.skip(f"{kernel} does not run here")
+    expected = warpwave.attention(q, k, v, kernel=kernel)
+    copies = [t.clone() for t in (q, k, v)]  # at addresses of which nothing is prepared
+    spare = torch.empty_like(expected)
+    del spare
+    torch.cuda.synchronize()
+    outs: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: outs.append(warpwave.attention(*copies, kernel=kernel)))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert torch.equal(outs[0], expected)
 
 
-@pytest.mark.parametrize("wish", ["global_scratch_size", "profile_scratch_size", "gsan_enabled"])
-def test_what_triton_has_to_allocate_goes_through_its_own_call(wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.triton, "__version__", "3.6.0")
-    run = _Run()
-    setattr(run, wish, 64)
-    launch.starter(run, run.launch, "function", "metadata")(7, "stream", ())  # type: ignore[arg-type]
-    assert run.called[0][0] == "run"
+@pytest.mark.gpu
+def test_threads_on_one_stream_do_not_disturb_each_other() -> None:
+    """Calls of two and three launches, whose launches come in turns: what one leaves for the next is its own."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def inputs(seed: int) -> list[list[torch.Tensor]]:
+        g = torch.Generator("cuda").manual_seed(seed)
+        shapes = ((1, 1, 8, 64), (1, 4096, 2, 64), torch.float16), ((1, 300, 2, 64), (1, 300, 2, 64), torch.float32)
+        return [
+            [torch.randn(*shape, generator=g, device="cuda").to(dtype) for shape in (q, k, k)] for q, k, dtype in shapes
+        ]
+
+    def attend(seed: int) -> list[torch.Tensor]:
+        return [warpwave.attention(*three) for _ in range(50) for three in inputs(seed)]
+
+    alone = [attend(seed) for seed in range(8)]
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(attend, range(8)))
+    torch.cuda.synchronize()
+    for outs, expected in zip(together, alone, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))

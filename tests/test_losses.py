@@ -18,8 +18,9 @@ from warpwave.cli import app
 from warpwave.errors import InvalidInput
 from warpwave.explanation import explain
 from warpwave.hardware.catalog import catalog, resolve
+from warpwave.ladder import LOSSES
 from warpwave.losses import REMEDIES, Losses, recommendation, split
-from warpwave.model import LOSSES, predict
+from warpwave.model import predict
 from warpwave.problem import AttentionProblem
 from warpwave.recorded_time import clock_mhz, config_of, in_graph, is_hot
 from warpwave.report import shipped

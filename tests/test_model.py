@@ -15,9 +15,11 @@ from warpwave.bench.records import read_records
 from warpwave.bench.workloads import load_suite
 from warpwave.calibration import FOLDER, Constants, calibrations, constant_of, read, residuals, write
 from warpwave.hardware.catalog import catalog, gpu_of, resolve
-from warpwave.kernels import flash_fwd, naive, tiled
+from warpwave.kernels import flash_fwd, large_head_dim, naive, split_kv, tiled
+from warpwave.kernels.cost import Cost, launch_order, walk
 from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
-from warpwave.model import LOSSES, Prediction, _padding, blocks_per_sm, predict
+from warpwave.ladder import LOSSES, _padding, blocks_per_sm, lateness
+from warpwave.model import Prediction, predict
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.recorded_time import config_of
 from warpwave.report import shipped
@@ -58,7 +60,7 @@ def test_the_ladder_climbs_and_its_factors_make_the_ratio(kernel: Any) -> None:
 def test_every_card_is_predicted_and_none_is_faster_than_its_bound(card: str) -> None:
     p = _predict(_problem(), card=card)
     assert p.time_us > p.bound_us and p.gpu == card
-    assert (p.points > 0) == (card == "h200" and p.kernel in calibrations()["h200"].residuals)
+    assert (p.points > 0) == (card == "h200")
     assert ("never validated" in p.validated) == (p.points == 0)
 
 
@@ -194,9 +196,10 @@ def test_predictions_of_shipped_records_are_as_far_off_as_the_calibration_says()
 def test_the_calibration_was_judged_on_other_points_than_it_was_fitted_to() -> None:
     c = calibrations()["h200"]
     assert not set(c.sources["fit"]) & set(c.sources["judged"])
-    assert c.residuals["all"].points >= 40 and {name.split()[0] for name in c.kernels} == {
-        k.NAME for k in dispatch.KERNELS if k.NAME != "torch_sdpa"
-    }
+    assert bool(c.sources["judged"]) == bool(c.residuals), "error bars are of the records named, or cross-validated"
+    for judged in (c.residuals or c.cross_validated, c.cross_validated, c.kernels_left_out):
+        assert judged["all" if judged is not c.kernels_left_out else "flash_fwd"].points >= 40
+    assert {name.split()[0] for name in c.kernels} == {k.NAME for k in dispatch.KERNELS if k.NAME != "torch_sdpa"}
     for constants in c.kernels.values():
         assert all(0 < share <= 1 for share in constants.matrix.values()) and 0 <= constants.exposed <= 1
     assert c.uncalibrated is not None and c.uncalibrated.factor_90 > 1
@@ -243,3 +246,67 @@ def test_the_suites_that_judge_are_what_their_seeds_draw() -> None:
         assert any(p.seqlen_q == 1 for p in problems) and any(p.window_size != (-1, -1) for p in problems)
         assert names.isdisjoint(c.name for c in found.cases), "a grid that judges holds no case of an earlier one"
         names |= {c.name for c in found.cases}
+
+
+def test_lateness_by_hand() -> None:
+    # Two slots and blocks of 1, 2, 3 and 4 steps in that order: 1 + 3 and 2 + 4, so 6 steps where 5 would do.
+    assert lateness((((1, 2, 3, 4), 1),), 2) == pytest.approx((6 - 5) / 2.5)
+    assert lateness((((4, 3, 2, 1), 1),), 2) == 0, "longest first: 4 + 1 and 3 + 2"
+    assert lateness((((2, 2), 1),), 2) == 0 and lateness((), 4) == 0
+    # Head by head the last head's long block begins late; longest first over all heads it does not.
+    heads = (((1, 1, 1, 9), 3),)
+    assert lateness(heads, 2) > lateness((((9,), 3), ((1,), 9)), 2)
+
+
+def test_the_order_of_blocks_is_that_of_the_walk() -> None:
+    problem = _problem(causal=Causal(), seqlen_q=640, seqlen_k=640, num_heads_q=6, num_heads_kv=3)
+    visited = walk(problem, 64, 32)
+    order = launch_order(problem, 64, 32)
+    assert sum(sum(steps) * times for steps, times in order) == visited.tiles
+    assert max(max(steps) for steps, _ in order) == visited.longest
+    assert launch_order(problem, 64, 32, last_first=True)[0][0] == order[0][0][::-1]
+    shared = launch_order(problem, 64, 32, splits=4)
+    assert shared[0] == (tuple(-(-steps // 4) for steps in order[0][0]), 6 * 4)
+
+
+def test_float32_pays_for_what_its_loops_split() -> None:
+    def counted(kernel: Any, **changes: Any) -> Cost:
+        problem = _problem(dtype="float32", **changes)
+        return kernel.cost(problem, H200, kernel.configs(problem, H200)[0])
+
+    for kernel in (flash_fwd, split_kv, large_head_dim):
+        three, two, none = (counted(kernel, precision=p).conversions for p in ("tf32x3", "tf32", "ieee"))
+        assert three > two > none == 0, kernel.NAME
+    problem = _problem(dtype="float32", precision="tf32x3")
+    ahead = flash_fwd.configs(problem, H200)[0]
+    here = flash_fwd.cost(problem, H200, replace(ahead, split_ahead=False))
+    assert ahead.split_ahead and here.conversions > flash_fwd.cost(problem, H200, ahead).conversions
+    # Three parts of each probability, and of every element of K and V of each visited tile.
+    tile = ahead.block_m * ahead.block_n + ahead.block_n * 2 * 128
+    assert here.conversions == 3 * tile * walk(problem, ahead.block_m, ahead.block_n).tiles
+
+
+def test_float32_of_the_portable_kernels_is_no_longer_out_by_factors() -> None:
+    """By the second grid: 1,389 and 350 us measured, 125 and 147 predicted."""
+    problem = _problem(
+        batch=1, seqlen_q=1024, seqlen_k=1024, num_heads_q=16, num_heads_kv=16, head_dim=128, head_dim_v=128,
+        dtype="float32", precision="tf32x3",
+    )  # fmt: skip
+    pieces = large_head_dim.Config(32, 16, 32, 1, 1, False, 8, 2)
+    found = predict(problem, large_head_dim, pieces, H200)
+    assert found is not None and 1389 / 1.2 < found.time_us < 1389 * 1.2
+    few = replace(split_kv.configs(problem, H200)[0], block_m=32, block_n=16, num_warps=4, num_stages=2, num_splits=2)
+    found = predict(problem, split_kv, few, H200)
+    assert found is not None and 350 / 1.25 < found.time_us < 350 * 1.25
+
+
+def test_queries_that_are_not_there() -> None:
+    """One query: a warpgroup whose rows lie behind the end has no work; `naive` reads its last row again and again."""
+    problem = _problem(seqlen_q=1, head_dim=128, head_dim_v=128)
+    config = hopper_flash_fwd.Config(128, 128, 2, 1)
+    one, all_rows = (hopper_flash_fwd.cost(replace(problem, seqlen_q=rows), H200, config).flops for rows in (1, 128))
+    assert 2 * one == all_rows
+    tile = naive.configs(problem, H200)[0]
+    score, _, values = naive.cost(problem, H200, tile).parts
+    full = naive.cost(replace(problem, seqlen_q=tile.block_m), H200, tile).parts
+    assert (score.operand_bytes, values.operand_bytes) == (full[0].operand_bytes, full[2].operand_bytes)

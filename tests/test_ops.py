@@ -165,6 +165,12 @@ def test_a_plan_found_again_forgives_nothing() -> None:
             warpwave.attention(q, k, v, kernel="eager", config=[64, 64])
 
 
+def forget() -> None:
+    """Which calls were made before, their plans apart."""
+    ops._recent.clear()
+    ops._last.clear()
+
+
 @pytest.fixture
 def recalled(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each call was recalled, without reading its tensors' layouts one by one."""
@@ -177,7 +183,7 @@ def recalled(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return run
 
     monkeypatch.setattr(ops, "recall", watch)
-    ops._recent.clear()
+    forget()
     return seen
 
 
@@ -232,7 +238,7 @@ def test_calls_with_more_tensors_are_recalled_as_well(what: str, recalled: list[
         return warpwave.attention(q, k, v, **changed)
 
     def fresh(scale: float) -> torch.Tensor:
-        ops._recent.clear()
+        forget()
         return call(scale)
 
     first, second = call(1.0), call(2.0)
@@ -264,7 +270,7 @@ def test_no_mode_is_by_passed_once_a_call_is_known() -> None:
 
 def test_recalled_plans_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "MAX_PLANS", 8)
-    ops._recent.clear()
+    forget()
     for seqlen in range(1, 20):
         warpwave.attention(*qkv(batch=1, seqlen=seqlen, heads=1))
     q, k, v = qkv()
@@ -292,3 +298,104 @@ def test_sixteen_threads_start_cold_together() -> None:
         outs = list(pool.map(lambda qkv: warpwave.attention(*qkv, causal=True), inputs))
     for (q, k, v), out in zip(inputs, outs, strict=True):
         torch.testing.assert_close(out, warpwave.attention(q, k, v, causal=True), rtol=0, atol=0)
+
+
+def test_calls_of_several_shapes_are_each_recalled(recalled: list[bool]) -> None:
+    """One after the other, as the layers of a model call: the last plan is tried first, and it is not the only one."""
+    shapes = [qkv(seqlen=n) for n in (9, 17, 33)]
+    expected = [warpwave.attention(*three) for three in shapes]
+    recalled.clear()
+    for _ in range(2):
+        for three, out in zip(shapes, expected, strict=True):
+            torch.testing.assert_close(warpwave.attention(*three), out, rtol=0, atol=0)
+    assert recalled == [guards.guard(*shapes[0]) is not None] * 6
+
+
+GRADIENTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "q, k and v": (("q", "k", "v"), {}),
+    "v alone": (("v",), {}),
+    "sinks and bias": (("sinks", "bias"), {"causal": True}),
+    "a config": (("q",), {"kernel": "eager"}),
+}
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize("case", GRADIENTS)
+def test_eager_gradients_are_the_operators(case: str, with_lse: bool, recalled: list[bool]) -> None:
+    """By-passing torch's dispatcher changes nothing, the first time and when the call is known."""
+    wanted, options = GRADIENTS[case]
+    q, k, v = qkv(seqlen=9)
+    tensors = {"q": q, "k": k, "v": v, "sinks": torch.randn(4), "bias": torch.randn(1, 4, 9, 9)}
+    if not {"sinks", "bias"} & set(wanted):
+        del tensors["sinks"], tensors["bias"]
+
+    def gradients(through_torch: bool) -> list[torch.Tensor]:
+        given: dict[str, Any] = {name: t.clone().requires_grad_(name in wanted) for name, t in tensors.items()}
+        if through_torch:
+            alignment = "bottom_right" if options.get("causal") else ""
+            said = Options(causal=alignment, return_lse=with_lse, needs_grad=True)
+            out, lse = torch.ops.warpwave.attention(*Operands(**given), *said, options.get("kernel", "auto"), "")
+        else:
+            found = warpwave.attention(**given, **options, return_lse=with_lse)
+            out, lse = found if with_lse else (found, None)
+        loss = out.square().sum() + (lse.sin().sum() if with_lse else 0.0)
+        assert out.requires_grad
+        loss.backward()
+        assert all((given[name].grad is not None) == (name in wanted) for name in given)
+        return [out.detach(), *(given[name].grad for name in wanted)]
+
+    expected = gradients(True)
+    for _ in range(2):
+        for a, b in zip(gradients(False), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert recalled == [False, guards.guard(q) is not None]
+
+
+def test_who_wants_gradients_is_part_of_what_is_recalled(recalled: list[bool]) -> None:
+    q, k, v = qkv(seqlen=9)
+    known = guards.guard(q) is not None
+    wanting = q.clone().requires_grad_()
+    for _ in range(2):
+        assert warpwave.attention(wanting, k, v).requires_grad
+        assert not warpwave.attention(q, k, v).requires_grad
+        with torch.no_grad():
+            assert not warpwave.attention(wanting, k, v).requires_grad
+        with torch.inference_mode():
+            assert warpwave.attention(q.clone(), k, v).is_inference()
+        assert warpwave.attention(q, k, v.clone().requires_grad_()).requires_grad
+    assert recalled[5:] == [known] * 5
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        out = warpwave.attention(wanting, k, v)
+        (first,) = torch.autograd.grad(out.square().sum(), wanting, create_graph=True)
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("first", ["no_grad", "enable_grad"])
+def test_a_call_known_without_gradients_has_them_all_the_same(first: str, recalled: list[bool]) -> None:
+    """torch's guard compares what tensors want, and under `no_grad` they do not get it."""
+    modes = {"no_grad": torch.no_grad, "enable_grad": torch.enable_grad}
+    second = next(name for name in modes if name != first)
+    q, k, v = qkv(seqlen=9)
+    q.requires_grad_()
+    for mode in (first, first, second, second, first):
+        with modes[mode]():
+            assert warpwave.attention(q, k, v).requires_grad == (mode == "enable_grad")
+    known = guards.guard(q) is not None
+    assert recalled == [False, known, False, known, known]
+
+
+def test_a_mode_sees_a_call_with_gradients_that_is_known() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    q, k, v = (t.requires_grad_() for t in qkv(seqlen=9))
+    for _ in range(2):
+        warpwave.attention(q, k, v)
+    graph = make_fx(lambda q, k, v: warpwave.attention(q, k, v))(q, k, v).graph
+    targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    assert any(target.startswith("warpwave.attention") for target in targets), targets
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        out = warpwave.attention(q, k, v)
+    out.sum().backward()
+    assert q.grad is not None
+    again = torch.utils.checkpoint.checkpoint(warpwave.attention, q, k, v, use_reentrant=False)
+    torch.testing.assert_close(again, out)

@@ -1,7 +1,7 @@
 """What each resource of flash_fwd's loop costs, where no counter may be read: the loop without it, timed.
 
 The kernel has one body; compile-time switches leave out its exponentials, second product, reads of K and V, mask or
-store (`model.ABLATIONS`). The results are wrong and thrown away. What the time falls by is the marginal cost
+store (`ladder.ABLATIONS`). The results are wrong and thrown away. What the time falls by is the marginal cost
 of the resource: nothing, where something else hides it. The model's prediction of the same stands beside it.
 """
 
@@ -18,8 +18,9 @@ from warpwave.errors import InvalidInput
 from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels import flash_fwd
 from warpwave.kernels.triton_or_stub import INTERPRETED
+from warpwave.ladder import ABLATIONS
 from warpwave.launch import Launch
-from warpwave.model import ABLATIONS, predict
+from warpwave.model import predict
 from warpwave.problem import AttentionProblem
 from warpwave.roofline import us
 
@@ -32,7 +33,7 @@ class Ablation:
     """One thing left out.
 
     Attributes:
-        name: a key of `model.ABLATIONS`.
+        name: a key of `ladder.ABLATIONS`.
         predicted, measured: time of the whole kernel over the time without: 1.3 is a resource that costs 30 %; None
             where nobody predicted or measured it.
         measured_us: without it.

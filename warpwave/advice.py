@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from warpwave.fast_paths import as_positional
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels.cost import Cost
-from warpwave.model import LOSSES, Prediction
+from warpwave.ladder import LOSSES
+from warpwave.model import Prediction
 from warpwave.precision import ARITHMETICS, PORTABLE, arithmetic
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band
 from warpwave.roofline import (

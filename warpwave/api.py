@@ -16,6 +16,8 @@ from warpwave.errors import InvalidInput, InvalidType
 from warpwave.kv_cache import CacheLayer, PagedKVCache, Rotary
 from warpwave.problem import CachedOperands, Causal, Operands
 
+_new: Any = tuple.__new__  # of a named tuple: a third of what its own constructor takes
+
 
 def attention(
     q: torch.Tensor,
@@ -88,9 +90,12 @@ def attention(
         >>> warpwave.attention(q, k, v, causal=True).shape
         torch.Size([2, 128, 4, 64])
     """
-    operands = Operands(q, k, v, mask, bias, alibi_slopes, sinks)
-    said = (causal, window_size, softcap, softmax_scale, precision, return_lse)
-    return _call(operands, said, kernel, config)
+    operands = _new(Operands, (q, k, v, mask, bias, alibi_slopes, sinks, None, None))
+    # True and 1 are equal, and only one of them is a causal.
+    said = (causal, window_size, softcap, softmax_scale, precision, return_lse, 0, 0, causal.__class__, kernel, config)
+    run = ops.recall(operands, said)
+    out, lse = _call(operands, said) if run is None else run(operands)
+    return (out, lse) if return_lse else out
 
 
 def attention_varlen(
@@ -132,16 +137,21 @@ def attention_varlen(
         out: (total_q, num_heads_q, head_dim_v).
         lse: if asked for: (num_heads_q, total_q).
     """
-    operands = Operands(q, k, v, None, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k)
-    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if offsets is None:
-            raise InvalidType(f"{name} is None; it must be an int32 torch.Tensor of batch + 1 offsets")
-    said = (causal, window_size, softcap, softmax_scale, precision, return_lse, max_seqlen_q, max_seqlen_k)
+    operands = _new(Operands, (q, k, v, None, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k))
+    said = (
+        causal, window_size, softcap, softmax_scale, precision, return_lse, max_seqlen_q, max_seqlen_k,
+        causal.__class__, kernel, config,
+    )  # fmt: skip
+    if operands[7] is None or operands[8] is None:
+        name = Operands._fields[7 if operands[7] is None else 8]
+        raise InvalidType(f"{name} is None; it must be an int32 torch.Tensor of batch + 1 offsets")
     if checked:
-        options = _options(operands, *said)
+        options = _options(operands, *said[:8])
         describe_call(operands, options)
         check_packed_lengths(operands, options)
-    return _call(operands, said, kernel, config)
+    run = ops.recall(operands, said)
+    out, lse = _call(operands, said) if run is None else run(operands)
+    return (out, lse) if return_lse else out
 
 
 def attention_with_kv_cache(
@@ -242,17 +252,22 @@ def attention_with_kv_cache(
         if seqlens_q is None:
             raise InvalidInput("cu_seqlens_q was given without max_seqlen_q; give it or seqlens_q, as host integers")
         max_seqlen_q = max(seqlens_q, default=0)
-    operands = CachedOperands(
-        q, layer.k, layer.v, None, None, alibi_slopes, sinks, cu_seqlens_q, None, layer.page_table, layer.seqused_k,
-        index,
+    operands = _new(
+        CachedOperands,
+        (q, layer.k, layer.v, None, None, alibi_slopes, sinks, cu_seqlens_q, None, layer.page_table, layer.seqused_k,
+         index),
     )  # fmt: skip
     said = (
         causal, window_size, softcap, softmax_scale, precision, return_lse, max_seqlen_q or 0, max_seqlen_k or 0,
     )  # fmt: skip
-    serving = cached_calls.Serving(num_splits, batch_invariant, shared_prefix)
     # True and 1 are equal, and only one of them is a causal. Rotated queries lie in a tensor of their own.
-    full = (said, causal.__class__, serving, kernel, config, rotary is None)
-    run = cached_calls.recall(operands, full)
+    full = (said, causal.__class__, num_splits, batch_invariant, shared_prefix, kernel, config, rotary is None)
+    recalled = run = ops.recall(operands, full)
+    writes = k_new is not None or v_new is not None or rotary is not None
+    if run is not None and not (writes or checked):
+        out, lse = run(operands)
+        return (out, lse) if return_lse else out
+    serving = cached_calls.Serving(num_splits, batch_invariant, shared_prefix)
     key = ops.plan_key(operands, full) if run is None else None
     run = cached_calls.find_plan(key) if run is None else run
     if run is None or checked:
@@ -261,7 +276,7 @@ def attention_with_kv_cache(
             raise InvalidInput("attention_with_kv_cache computes no gradients; call it under torch.no_grad()")
         cached_calls.check(operands, options, serving)
     commit = None
-    if k_new is not None or v_new is not None or rotary is not None:
+    if writes:
         if isinstance(cache, PagedKVCache) and k_new is not None and isinstance(rows, torch.Tensor):
             raise InvalidType("rows is a tensor; appending k_new to a PagedKVCache takes the rows as integers")
         longest = q.shape[1] if max_seqlen_q is None else max_seqlen_q
@@ -271,7 +286,7 @@ def attention_with_kv_cache(
         cached_calls.check_contents(operands, options, serving, appended)
     if run is None:
         run = cached_calls.make_plan(key, operands, options, serving, kernel, config)
-    if key is not None:
+    if recalled is None and key is not None:
         cached_calls.remember(operands, full, run)
     if commit is not None:
         commit()  # the last that can fail, and the first that changes anything
@@ -314,40 +329,25 @@ def _window(window_size: tuple[int, int]) -> tuple[int, int]:
     return left, right
 
 
-def _call(operands: Operands, said: tuple[Any, ...], kernel: str, config: Any) -> Any:
-    """Runs a call by the plan made for its like before, and only where there is none looks at what was said.
+def _call(operands: Operands, said: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Runs a call that `ops.recall` knew nothing of: by the plan made for its like before, and only where there is none
+    looks at what was said.
 
     Args:
-        said: the arguments of `_options` behind the operands, as the caller gave them.
+        said: the arguments of `_options` behind the operands, as the caller gave them; the class of causal; the kernel
+            and its config.
     """
-    run = key = None
-    # True and 1 are equal, and only one of them is a causal.
-    full = (*said, said[0].__class__, kernel, config)
-    if _eager():
-        run = ops.recall(operands, full)
-        if run is None:
-            key = ops.plan_key(operands, full)
-    if key is not None:
+    *options, _, kernel, config = said
+    if ops.is_eager() and (key := ops.plan_key(operands, said)) is not None:
         try:
             run = ops.find_plan(key)
         except TypeError:  # a list, say, has no hash; the operator takes what can be read from it
-            key = None
+            pass
         else:
-            run = run or ops.make_plan(key, operands, _options(operands, *said), kernel, config)
-            ops.remember(operands, full, run)
-    if run is not None:
-        out, lse = run(operands)
-    else:
-        check_are_tensors(operands)
-        options = _options(operands, *said)
-        out, lse = torch.ops.warpwave.attention(*operands, *options, kernel, ops.encode_config(config))
-    return (out, lse) if said[5] else out
-
-
-def _eager() -> bool:
-    """Whether nothing stands between a call and its kernel: no tracing, no mode, no transform."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
+            run = run or ops.make_plan(key, operands, _options(operands, *options), kernel, config)
+            ops.remember(operands, said, run)
+            return run(operands)
+    check_are_tensors(operands)
+    chosen = (*_options(operands, *options), kernel, ops.encode_config(config))
+    out, lse = torch.ops.warpwave.attention(*operands, *chosen)
+    return out, lse

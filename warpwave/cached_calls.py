@@ -6,6 +6,7 @@ plan may rely on. Lengths and page tables are no part of that, so they change wi
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave import dispatch, guards, ops
+from warpwave import dispatch, ops
 from warpwave.checks import Options, check_cache_contents, describe_cached_call
 from warpwave.errors import InvalidInput, UnsupportedProblem
 from warpwave.hardware.gpu import Gpu, current_gpu
@@ -24,8 +25,6 @@ from warpwave.problem import AttentionProblem, CachedOperands
 MAX_PLANS = 4096
 Run = Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]
 _plans: dict[tuple[Any, ...], Run] = {}
-# (what was said, how many tensors, shape of q) -> the plan, and the check of the layouts it is for.
-_recent: dict[tuple[Any, ...], tuple[Callable[..., bool], Run]] = {}
 _said: set[str] = set()
 log = logging.getLogger("warpwave")
 
@@ -52,43 +51,10 @@ def find_plan(key: tuple[Any, ...] | None) -> Run | None:
         return None
 
 
-def recall(operands: CachedOperands, said: tuple[Any, ...]) -> Run | None:
-    """The plan of a call that was `remember`ed: `ops.plan_key` and `find_plan` at a fraction of their cost, for calls
-    on q and a cache alone. None where there is none, and for anything unusual."""
-    tensors = _plain(operands)
-    if tensors is None:
-        return None
-    try:
-        same, run = _recent[said, len(tensors), operands.q.shape]
-        if same(*tensors) and guards.aligned(tensors):
-            return run
-    except (KeyError, AttributeError, TypeError):  # no tensor, or no hash: whoever checks the call says so
-        pass
-    return None
-
-
 def remember(operands: CachedOperands, said: tuple[Any, ...], run: Run) -> None:
-    """Lets `recall` find a plan: of calls that differ in layout alone, that of the first."""
-    tensors = _plain(operands)
-    if tensors is None:
-        return
-    place = (said, len(tensors), operands.q.shape)
-    try:
-        if place not in _recent and (same := guards.guard(*tensors)) is not None:
-            if len(_recent) >= MAX_PLANS:
-                _recent.clear()
-            _recent[place] = (same, run)
-    except TypeError:  # a window given as a list, say, has no hash
-        pass
-
-
-def _plain(operands: CachedOperands) -> tuple[torch.Tensor, ...] | None:
-    """The tensors of a call on q and a cache, rows named or not; None where there are others."""
-    for other in operands[3:9]:  # a tuple would be compared by the tensors in it, which is slow
-        if other is not None:
-            return None
-    tensors = (*operands[:3], *operands[9:])
-    return tensors if tensors[-1] is not None else tensors[:-1]
+    """Lets `ops.recall` find a plan."""
+    with contextlib.suppress(TypeError):  # a window given as a list, say, has no hash
+        ops.remember(operands, said, run)
 
 
 def make_plan(

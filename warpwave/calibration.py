@@ -15,8 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from warpwave.hardware.catalog import DataSheet
+
 FOLDER = Path(__file__).with_name("calibrated")
 SCHEMA = "warpwave calibration 1"
+L2_BYTES_PER_CLOCK = 32  # of an SM, where nobody states or measured L2: 8.4 of the 8.0 TB/s measured on an H200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +59,10 @@ class Constants:
 
     def of_path(self, path: str, products: int = 1) -> float:
         """The share of the data sheet's rate on one path, of which `products` make one of the call's."""
-        return self.matrix.get(constant_of(path, products), self.matrix["other"])
+        key = constant_of(path, products)
+        if key not in self.matrix and products > 1:  # parts multiply alike, however many there are
+            key = next((known for known in self.matrix if known.startswith(f"{path}x")), key)
+        return self.matrix.get(key, self.matrix["other"])
 
 
 def constant_of(path: str, products: int) -> str:
@@ -102,6 +108,7 @@ class Calibration:
         kernels: kernel -> constants; "kernel loop" -> those of one of its loops (`Cost.loop`), where it has several.
         residuals: kernel -> on points the constants were not fitted to, as in the card's records; `"all"` over all.
         cross_validated: kernel -> on points left out of a fit, group by group.
+        kernels_left_out: kernel -> on its points, by constants fitted to all other kernels together.
         uncalibrated: how far `UNCALIBRATED` is from the same points: the error bar where there is no calibration.
     """
 
@@ -116,6 +123,7 @@ class Calibration:
     residuals: Mapping[str, Residuals]
     cross_validated: Mapping[str, Residuals]
     uncalibrated: Residuals | None = None
+    kernels_left_out: Mapping[str, Residuals] = field(default_factory=dict)
 
 
 def residuals(ratios: list[float]) -> Residuals:
@@ -148,8 +156,10 @@ def read(path: Path) -> Calibration:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data.pop("schema", None) != SCHEMA:
             raise ValueError(f"schema is not {SCHEMA!r}")
-        for name, kind in (("kernels", Constants), ("residuals", Residuals), ("cross_validated", Residuals)):
-            data[name] = {key: kind(**values) for key, values in data[name].items()}
+        data.setdefault("kernels_left_out", {})
+        for name in ("residuals", "cross_validated", "kernels_left_out"):
+            data[name] = {key: Residuals(**values) for key, values in data[name].items()}
+        data["kernels"] = {key: Constants(**values) for key, values in data["kernels"].items()}
         if data["uncalibrated"] is not None:
             data["uncalibrated"] = Residuals(**data["uncalibrated"])
         data["sources"] = {key: tuple(files) for key, files in data["sources"].items()}
@@ -176,3 +186,53 @@ def worst_uncalibrated() -> Residuals | None:
     """How far `UNCALIBRATED` was off where it was checked, the worst card; None where it never was."""
     known = [c.uncalibrated for c in calibrations().values() if c.uncalibrated is not None]
     return max(known, key=lambda r: r.factor_90, default=None)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A card as the model sees it: rates at their best, and the share of them that is had under load.
+
+    Attributes:
+        sheet: its data sheet.
+        constants: of the kernel that runs.
+        calibration: where they come from; None where the card has none.
+        fitted: whether the constants are this kernel's own on this card.
+    """
+
+    sheet: DataSheet
+    constants: Constants
+    calibration: Calibration | None
+    fitted: bool
+
+    @property
+    def memory_gbps(self) -> float:
+        return self.sheet.bandwidth_gbps * (0.9 if self.calibration is None else self.calibration.memory)
+
+    @property
+    def l2_gbps(self) -> float:
+        if self.calibration is not None and self.calibration.l2_gbps is not None:
+            return self.calibration.l2_gbps
+        return self.sheet.l2_gbps or self.sheet.num_sms * L2_BYTES_PER_CLOCK * self.sheet.boost_clock_mhz * 1e-3
+
+    @property
+    def launch_us(self) -> float:
+        return 0.8 if self.calibration is None else self.calibration.launch_us
+
+
+def machine(sheet: DataSheet, kernel: str, loop: str = "", calibration: Calibration | None = None) -> Machine:
+    """The card with the constants of a kernel's loop, or of the kernel; round numbers where it has none.
+
+    Args:
+        loop: `Cost.loop`.
+        calibration: of the card; the one that comes with the package if None.
+    """
+    calibration = calibration or calibrations().get(sheet.key)
+    known = {} if calibration is None else calibration.kernels
+    key = key_of(kernel, loop)
+    constants = known.get(key, known.get(kernel, UNCALIBRATED))
+    return Machine(sheet, constants, calibration, key in known or kernel in known)
+
+
+def key_of(kernel: str, loop: str) -> str:
+    """The key of `Calibration.kernels` for one of a kernel's loops."""
+    return f"{kernel} {loop}" if loop else kernel

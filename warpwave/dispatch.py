@@ -11,12 +11,14 @@ A kernel is a module of `warpwave.kernels` with
     cost(problem, gpu, config) -> Cost         what it moves and computes
     configs(problem, gpu) -> list[Config]      the default first, then the search space
     bind(problem, operands, config)            -> run(operands) -> (out, lse or None)
+    gradients, gradients_why_not               optional: gradients that take nothing of the forward, and why not
 
 Errors, `explain`, and the support matrix in the docs all read these; nothing about a kernel is stated elsewhere.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
@@ -27,14 +29,13 @@ from warpwave.kernels.hopper import large_head_dim as hopper_large_head_dim
 from warpwave.problem import AttentionProblem
 
 # In the order of preference. Every problem has a kernel, because eager runs everything; what stands behind it, "auto"
-# never takes: rungs of the ladder (docs/ladder.md), which keep a workspace as large as all scores, and kernels that are
-# asked for by name: three_kernel is faster than hopper/large_head_dim, which keeps no workspace.
+# never takes: rungs of the ladder (docs/ladder.md), which keep a workspace as large as all scores.
 KERNELS: tuple[Any, ...] = (
-    *(split_kv, hopper_flash_fwd, flash_fwd, large_head_dim, three_kernel, torch_sdpa, eager),
-    *(tiled, naive, hopper_large_head_dim),
+    *(split_kv, hopper_flash_fwd, flash_fwd, hopper_large_head_dim, large_head_dim, three_kernel, torch_sdpa, eager),
+    *(tiled, naive),
 )
 # Those that read a paged cache.
-CACHE_KERNELS: tuple[Any, ...] = (split_kv, eager)
+CACHE_KERNELS: tuple[Any, ...] = (split_kv, large_head_dim, eager)
 
 
 def kernels_for(problem: AttentionProblem) -> tuple[Any, ...]:
@@ -119,6 +120,20 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
     if not isinstance(config, module.Config):
         raise InvalidType(f"config is a {type(config).__name__}; kernel {kernel!r} takes {module.__name__}.Config")
     return Choice(module, config, "given")
+
+
+def forward_of(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> tuple[AttentionProblem, str]:
+    """What the forward of a call is, and whose gradients come behind it, "" where they are those of its own kernel.
+
+    Gradients that take nothing of the forward, neither out nor the log-sum-exp, leave it to whichever kernel is the
+    fastest for a call without them.
+    """
+    if kernel != "auto" or not problem.requires_grad:
+        return problem, ""
+    chosen = choose(problem, gpu).kernel
+    if not hasattr(chosen, "gradients") or chosen.gradients_why_not(problem, gpu):
+        return problem, ""
+    return replace(problem, requires_grad=False, return_lse=True), chosen.NAME
 
 
 def _nearest(problem: AttentionProblem, gpu: Gpu) -> str:

@@ -75,6 +75,7 @@ class Explanation:
         prediction: the time on the device, step by step from the bound; None without a data sheet or a kernel.
         losses: a measured time split into the same steps; None where no time was given.
         accuracy: of a float32 call: how products are computed, and the error of out; None for 16-bit inputs.
+        gradients: the kernel whose gradients come behind a forward that is another's, which all else is about; else "".
     """
 
     problem: AttentionProblem
@@ -95,6 +96,7 @@ class Explanation:
     prediction: Prediction | None = None
     losses: Losses | None = None
     accuracy: Accuracy | None = None
+    gradients: str = ""
 
     @property
     def flops(self) -> int:
@@ -198,6 +200,7 @@ def explain(
         found = find_time(record, problem, gpu, kernel)
         measured_us, kernel, hot, clock_mhz = found.time_us, found.kernel, found.hot, found.clock_mhz
         config = found.config if config is None else config
+    problem, gradients = dispatch.forward_of(problem, gpu, kernel)
     reasons = dispatch.reasons_against(problem, gpu)
     bounds, measured, missing = _rooflines(problem, gpu)
     try:
@@ -265,6 +268,7 @@ def explain(
             computed_in(module, problem, gpu),
             operands if operands is not None and gpu == current_gpu(operands.q.device) else None,
         ),
+        gradients=gradients,
     )
 
 

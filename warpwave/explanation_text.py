@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from warpwave.ladder import LOSSES
 from warpwave.losses import recommendation
-from warpwave.model import LOSSES
 from warpwave.problem import DTYPE_BYTES
 from warpwave.roofline import Bound, Roofline, byte, figure, flop, us
 
@@ -48,6 +48,8 @@ def _head(said: Explanation) -> Iterator[str]:
     else:
         values = ", ".join(f"{name}={value}" for name, value in dataclasses.asdict(said.config).items())
         yield f"kernel     {said.kernel}" + (f", {values} ({said.config_source})" if values else "")
+        if said.gradients:
+            yield f"gradients  {said.gradients}'s, which take nothing of the forward"
         for note in _notes(said):
             yield from _wrapped(note, "config     ")
     yield from _wrapped(_verdict(said), "bound by   ")

@@ -2,7 +2,8 @@
 
 `bind` compiles a Triton kernel for the arguments of one call and returns a function that launches it again on other
 tensors of the same shapes, strides and alignment. Triton's own call path binds, specialises and looks up every
-argument anew, about 10 us a call; a bound launcher packs the pointers and calls the compiled kernel's launcher.
+argument anew, 10 us a call and 20 more for each tensor map; a bound launcher asks the tensors for their addresses, and
+the CUDA driver to start what was prepared for these (driver.py).
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from warpwave import driver
 from warpwave.errors import UnsupportedProblem
 from warpwave.kernels.triton_or_stub import INTERPRETED, triton
 
@@ -42,38 +44,151 @@ class Launch(NamedTuple):
     options: Mapping[str, Any]
 
 
-def bind(spec: Launch) -> Callable[..., None]:
+class Counters(Protocol):
+    """Memory that is zero before a launch and after it."""
+
+    of_stream: dict[int, torch.Tensor]
+
+    def get(self, stream: int) -> torch.Tensor:
+        """That of a stream, or of the CUDA graph that is being captured on it."""
+
+
+COUNTER = "counter"
+# What a tensor among a kernel's parameters is: the launcher's argument of that number, a tensor map of one, the
+# stream's counter, or nothing.
+Take = int | driver.TensorMap | str | None
+Launcher = Callable[..., None]
+
+
+def bind(spec: Launch, takes: Sequence[Take] | None = None, counters: Counters | None = None) -> Launcher:
     """Compiles a launch and returns its launcher.
 
+    Args:
+        takes: for each of the spec's tensors, what it is; if None, each the argument in its place.
+        counters: where a `COUNTER` comes from.
+
     Returns:
-        `launch(*tensors)`: launches on tensors of the same dtypes, shapes, strides and 16-byte alignment, on the
-        current stream of their device.
+        `launch(*arguments)`: launches on tensors of the same dtypes, shapes, strides and 16-byte alignment, on the
+        current stream of their device. What was absent is None, or left out behind the last that was there.
 
     Raises:
         RuntimeError: the kernel is not compiled yet and a CUDA graph is being captured.
         UnsupportedProblem: the compiled kernel needs more shared memory than the GPU has.
     """
     kernel, grid, tensors, scalars, constants, options = spec
+    given: Sequence[Take] = range(len(tensors)) if takes is None else takes
+    given = [take if tensor is not None else None for take, tensor in zip(given, tensors, strict=True)]
+
+    def public(*arguments: torch.Tensor | None) -> None:
+        taken = [_taken(take, arguments, counters) for take in given]
+        kernel[(grid,)](*taken, *scalars, **constants, **options)
+
     if INTERPRETED:
-        return lambda *tensors: kernel[(grid,)](*tensors, *scalars, **constants, **options)
-
-    device = next(t.device for t in tensors if t is not None)
+        return public
+    device = next(getattr(t, "base", t) for t in tensors if t is not None).device
     compiled, run = loaded(spec, device)
-    start = starter(run, getattr(run, "launch", None), compiled.function, compiled.packed_metadata)
-    # The launcher takes every argument of the signature, compile-time ones included, and ignores the latter.
-    rest = (*scalars, *constants.values())
-    index = device.index
-    current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
-    enter_hook = triton.knobs.runtime.launch_enter_hook
 
-    def launch(*tensors: torch.Tensor | None) -> None:
-        if current_device() != index or enter_hook.calls:
-            # Another device is current, or a profiler listens to launches: the public call path serves both.
-            with torch.cuda.device(index):
-                kernel[(grid,)](*tensors, *scalars, **constants, **options)
-            return
-        pointers = [None if t is None else t.data_ptr() for t in tensors]
-        start(grid, current_stream(index), (*pointers, *rest))
+    def on_device(*arguments: torch.Tensor | None) -> None:
+        with torch.cuda.device(device.index):
+            driver.attach(device.index)
+            public(*arguments)
+
+    numbers = sorted({n for n in map(_number, given) if n is not None})
+    # The key of a launch: its stream, the addresses of the arguments that there are, the counter's.
+    places = {number: driver.Address(1 + i) for i, number in enumerate(numbers)}
+    values: list[Any] = []
+    for take in given:
+        address = places.get(_number(take), driver.Address(1 + len(numbers)))  # type: ignore[arg-type]
+        values.append(address if take is None or isinstance(take, int | str) else (take, address))
+    launches = driver.launches(compiled, run, device.index, grid, [*values, *scalars, *constants.values()])
+    if launches is not None:
+        return _prepared(launches, device.index, numbers, counters if COUNTER in given else None, on_device)
+    if any(take is not None and not isinstance(take, int) for take in given):
+        return on_device
+    return _by_run(spec, given, compiled, run, device.index, on_device)
+
+
+def _number(take: Take) -> int | None:
+    """Which argument it is or describes."""
+    return take if take is None or isinstance(take, int) else None if isinstance(take, str) else take.source
+
+
+def _taken(take: Take, arguments: Sequence[torch.Tensor | None], counters: Counters | None) -> Any:
+    """What Triton's public call takes."""
+    if isinstance(take, str):
+        assert counters is not None
+        return counters.get(torch.cuda.current_stream().cuda_stream)
+    if take is None or isinstance(take, int):
+        return None if take is None else arguments[take]
+    return take.descriptor(arguments[take.source])
+
+
+# A function for each number of arguments: to gather the addresses of any number costs three times what it does to name
+# them (2.5 and 0.8 us for four of eleven).
+_LAUNCH = """
+def launch({parameters}):
+    if current_device() != index or hook.calls:
+        return elsewhere({names})
+    stream = current_stream(index)
+    {counter}
+    key = ({key},)
+    config, parameters, kept = prepared.get(key) or prepare(key)
+    if start(config, function, parameters, None):
+        elsewhere({names})
+"""
+_COUNTER = """counter = of_stream.get(stream)
+    if counter is None or capturing():
+        counter = counters.get(stream)"""
+
+
+def _prepared(
+    launches: driver.Launches, index: int, numbers: Sequence[int], counters: Counters | None, elsewhere: Launcher
+) -> Launcher:
+    """A launcher that starts prepared launches, and leaves to Triton's public call what it does not serve: another
+    device is current, a profiler listens to launches, or the driver says no, as to a thread that has no context yet."""
+    count = numbers[-1] + 1
+    names = [f"a{i}" for i in range(count)]
+    key = ["stream", *(f"a{i}.data_ptr()" for i in numbers)]
+    if counters is not None:
+        key.append("counter.data_ptr()")
+    source = _LAUNCH.format(
+        parameters=", ".join([*names, "*absent"]),
+        names=", ".join(names),
+        counter="" if counters is None else _COUNTER,
+        key=", ".join(key),
+    )
+    scope = {
+        "elsewhere": elsewhere,
+        "index": index,
+        "hook": triton.knobs.runtime.launch_enter_hook,
+        "current_device": torch._C._cuda_getDevice,
+        "current_stream": torch._C._cuda_getCurrentRawStream,
+        "capturing": torch.cuda.is_current_stream_capturing,
+        "counters": counters,
+        "of_stream": None if counters is None else counters.of_stream,
+        "prepared": launches.prepared,
+        "prepare": launches.prepare,
+        "function": launches.function,
+        "start": driver.start_call(),
+    }
+    exec(source, scope)
+    launcher: Launcher = scope["launch"]
+    return launcher
+
+
+def _by_run(spec: Launch, takes: Sequence[Take], compiled: Any, run: Any, index: int, elsewhere: Launcher) -> Launcher:
+    """A launcher that calls Triton's own with pointers in place of tensors: on AMD, and for what driver.py refuses."""
+    grid, function, metadata = spec.grid, compiled.function, compiled.packed_metadata
+    # Triton's launcher takes every argument of the signature, compile-time ones included, and ignores the latter.
+    rest = (*spec.scalars, *spec.constants.values())
+    current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
+    hook = triton.knobs.runtime.launch_enter_hook
+
+    def launch(*arguments: torch.Tensor | None) -> None:
+        if current_device() != index or hook.calls:
+            return elsewhere(*arguments)
+        pointers = [None if take is None else arguments[take].data_ptr() for take in takes]  # type: ignore
+        run(grid, 1, 1, current_stream(index), function, metadata, None, None, None, *pointers, *rest)
 
     return launch
 
@@ -96,48 +211,6 @@ def loaded(spec: Launch, device: torch.device) -> tuple[Any, Any]:
                 {name: [str(error)]},
                 "a config with a smaller block_m or block_n, or fewer num_stages",
             ) from None
-
-
-# Triton versions whose launchers were read: what stands between `compiled.run` and the C function.
-READ_VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
-Start = Callable[[int, int, Sequence[Any]], None]
-
-
-def _version() -> tuple[int, ...]:
-    return tuple(int(part) for part in triton.__version__.split(".")[:2])
-
-
-def only_passes_on(run: Any) -> bool:
-    """Whether `run` does nothing but to pass its arguments on, in a Triton that is known: no memory to allocate, no
-    sanitizer's arguments to add."""
-    wants = [getattr(run, name, True) for name in ("global_scratch_size", "profile_scratch_size")]
-    wants.append(getattr(run, "gsan_enabled", False))
-    return _version() in READ_VERSIONS and torch.version.hip is None and not any(wants)
-
-
-def starter(run: Any, launcher: Any, function: Any, metadata: Any) -> Start:
-    """How to start a compiled kernel: `start(grid, stream, arguments)`, with an argument for each of its signature.
-
-    Triton's `run` looks for scratch memory to allocate and passes on what it was given, in Python; where
-    nothing is to be allocated and this Triton is known, its C function is called instead.
-
-    Args:
-        run: `run` of what `compile_once` returns.
-        launcher: the C function inside, or None where it is not found.
-        function, metadata: of what `compile_once` returns, `function` and `packed_metadata`.
-    """
-    if launcher is None or not only_passes_on(run):
-        return lambda grid, stream, arguments: run(grid, 1, 1, stream, function, metadata, None, None, None, *arguments)
-    cooperative, pdl = run.launch_cooperative_grid, run.launch_pdl
-    if _version() == (3, 6):
-        return lambda grid, stream, arguments: launcher(
-            grid, 1, 1, stream, function, cooperative, pdl, None, None, metadata, None, None, None, *arguments
-        )
-    annotations, signature = run.arg_annotations, run.kernel_signature
-    return lambda grid, stream, arguments: launcher(
-        grid, 1, 1, stream, function, cooperative, pdl, metadata, None, None, None, None, None, annotations,
-        signature, arguments,
-    )  # fmt: skip
 
 
 def variant(spec: Launch, device: torch.device) -> tuple[Any, ...]:

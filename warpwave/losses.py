@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from warpwave.errors import InvalidInput
 from warpwave.hardware.catalog import DataSheet
-from warpwave.model import LOSSES, Prediction
+from warpwave.ladder import LOSSES
+from warpwave.model import Prediction
 from warpwave.roofline import Roofline, us
 
 NOTICEABLE = 1.02  # a loss by less is not named
@@ -23,7 +24,7 @@ class Loss:
     """One step from the bound to the measurement.
 
     Attributes:
-        name: a key of `model.LOSSES`, or `"remainder"`.
+        name: a key of `ladder.LOSSES`, or `"remainder"`.
         factor: what it multiplies the time by.
         before_us, after_us: the time without it and with it, all losses above it counted.
         meaning: what it is.

@@ -8,6 +8,7 @@ looks up what it did the last time the same call was made: nothing is checked or
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import threading
@@ -19,7 +20,7 @@ import torch
 from warpwave import dispatch, guards
 from warpwave.checks import Options, describe_call
 from warpwave.errors import InvalidType
-from warpwave.hardware.gpu import current_gpu
+from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels import eager, flash_fwd
 from warpwave.problem import AttentionProblem, Operands
 
@@ -30,8 +31,10 @@ Run = Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]
 # Enough for a model's layers at many lengths; beyond, the oldest goes, so memory stays flat however many shapes come.
 MAX_PLANS = 4096
 _plans: dict[tuple[Any, ...], Run] = {}
-# (what was said, which tensors were given, shapes of q and k) -> plans, each with the check of the layouts it is for.
+# (what was said and which tensors were given, shapes of q and k) -> plans, each with the check of its layouts; and of
+# what was said and given, the last of them that ran.
 _recent: dict[tuple[Any, ...], tuple[tuple[guards.Check, Run], ...]] = {}
+_last: dict[tuple[Any, ...], tuple[guards.Check, Run]] = {}
 MOST_LAYOUTS = 4  # of one shape
 _planning = threading.Lock()
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
@@ -42,23 +45,23 @@ def attend(operands: Operands, options: Options, kernel: str, config: Any) -> tu
     """Runs one call: the plan made for its like before, or a new one."""
     key = plan_key(operands, (options, kernel, config), dispatched=True)
     assert key is not None
-    run = find_plan(key) or make_plan(key, operands, options, kernel, config)
+    run = find_plan(key) or make_plan(key, operands, options, kernel, config, dispatched=True)
     return run(operands)
 
 
 def plan_key(operands: tuple[Any, ...], said: tuple[Any, ...], dispatched: bool = False) -> tuple[Any, ...] | None:
-    """What a plan may rely on: all that was said of the call, and its tensors' layouts, their pointers as far as the
-    compiler specialises on alignment. None where torch's dispatcher must see the call and has not `dispatched` it: a
-    tensor is a subclass or needs a gradient."""
-    grad = not dispatched and torch.is_grad_enabled()
+    """What a plan may rely on: all that was said of the call, its tensors' layouts, their pointers as far as the
+    compiler specialises on alignment, and which of them want gradients. None where torch's dispatcher must see the call
+    and has not `dispatched` it: a tensor is a subclass."""
+    grad = not dispatched and is_grad_enabled()
     key: list[Any] = [said]
     for t in operands:
         if t is None:
             key.append(None)
-        elif not ((type(t) is _Tensor or type(t) is _Parameter or dispatched) and not (grad and t.requires_grad)):
+        elif not (type(t) is _Tensor or type(t) is _Parameter or dispatched):
             return None
         else:
-            key += (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15)
+            key += (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15, grad and t.requires_grad)
     return tuple(key)
 
 
@@ -67,44 +70,90 @@ def find_plan(key: tuple[Any, ...]) -> Run | None:
     return _plans.get(key)
 
 
-def recall(operands: Operands, said: tuple[Any, ...]) -> Run | None:
+def is_eager() -> bool:
+    """Whether nothing stands between a call and its kernel: no tracing, no mode, no transform."""
+    return not (is_compiling() or dispatch_modes() or transforms() is not None)
+
+
+is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+dispatch_modes, transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+
+
+def recall(operands: tuple[Any, ...], said: tuple[Any, ...]) -> Run | None:
     """The plan of a call that was `remember`ed: `plan_key` and `find_plan` at a fraction of their cost. None where
-    there is none, and for anything unusual."""
+    there is none, for anything unusual, and where the call is not eager.
+
+    First the plan of the last call that said the same is tried, then those for tensors of these shapes.
+    """
+    if is_compiling() or dispatch_modes():  # a transform torch's guard notices by itself
+        return None
     try:
         place, tensors = _place(operands, said)
-        for same, run in _recent.get(place, ()):
-            if same(*tensors) and guards.aligned(tensors):
-                return run
-    except (AttributeError, TypeError):  # no tensor, or no hash: whoever checks the call says so
-        pass
-    return None
+        same, run = _last[place]
+        if not same(*tensors):
+            same, run = _elsewhere(place, tensors)
+            _last[place] = (same, run)
+        bits = 0
+        for tensor in tensors:
+            bits |= tensor.data_ptr()
+        return None if bits & guards.UNALIGNED else run
+    except (AttributeError, KeyError, TypeError):  # no plan, no tensor, or no hash: whoever checks the call says so
+        return None
 
 
-def remember(operands: Operands, said: tuple[Any, ...], run: Run) -> None:
+def _elsewhere(place: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> tuple[guards.Check, Run]:
+    for same, run in _recent[place, tensors[0].shape, tensors[1].shape]:
+        if same(*tensors):
+            return same, run
+    raise KeyError
+
+
+def remember(operands: tuple[Any, ...], said: tuple[Any, ...], run: Run) -> None:
     """Lets `recall` find a plan."""
     place, tensors = _place(operands, said)
     if (same := guards.guard(*tensors)) is not None:
         if len(_recent) >= MAX_PLANS:
             _recent.clear()
-        _recent[place] = (*_recent.get(place, ()), (same, run))[-MOST_LAYOUTS:]
+            _last.clear()
+        at = (place, tensors[0].shape, tensors[1].shape)
+        _recent[at] = (*_recent.get(at, ()), (same, run))[-MOST_LAYOUTS:]
+        _last[place] = (same, run)
 
 
-def _place(operands: Operands, said: tuple[Any, ...]) -> tuple[tuple[Any, ...], Sequence[torch.Tensor]]:
-    """Where `_recent` keeps a call's plans, and the tensors that there are. No comparison may meet a tensor: asked
-    whether it equals None it answers after 17 us."""
-    q, k, v, mask, bias, slopes, sinks, offsets_q, offsets_k = operands
-    if mask is None and bias is None and slopes is None and sinks is None and offsets_q is None:
-        return (said, q.shape, k.shape), (q, k, v)
-    if offsets_k is offsets_q:  # torch's guard takes no tensor twice
-        operands = operands._replace(cu_seqlens_k=None)
-    given = tuple([t is not None for t in operands])
-    return (said, given, q.shape, k.shape), [t for t in operands if t is not None]
+def _place(operands: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[tuple[Any, ...], Sequence[torch.Tensor]]:
+    """What was said, whether gradients are on and which tensors were given, and the tensors; those that most calls have
+    without a loop.
+
+    No comparison may meet a tensor: asked whether it equals None it answers after 17 us. torch's guard takes no tensor
+    twice, and asks a tensor whether it wants a gradient, not whether it would get one.
+    """
+    q, k, v, mask, bias, slopes, sinks, offsets_q, offsets_k, *paging = operands
+    asked = (said, is_grad_enabled())
+    if mask is bias is slopes is sinks is None:
+        if not paging:
+            if offsets_q is None:
+                return asked, (q, k, v)
+            if offsets_q is offsets_k:
+                return (asked, "shared offsets"), (q, k, v, offsets_q)
+        elif offsets_q is None:
+            table, used, rows = paging
+            if rows is None:
+                return (asked, "pages"), (q, k, v, table, used)
+            return (asked, "rows of pages"), (q, k, v, table, used, rows)
+    if offsets_k is offsets_q:
+        operands = (q, k, v, mask, bias, slopes, sinks, offsets_q, *paging)
+    return (asked, *[t is not None for t in operands]), [t for t in operands if t is not None]
 
 
-def make_plan(key: tuple[Any, ...], operands: Operands, options: Options, kernel: str, config: Any) -> Run:
-    """Checks the call, chooses and compiles its kernel, and keeps the plan under the key."""
+def make_plan(
+    key: tuple[Any, ...], operands: Operands, options: Options, kernel: str, config: Any, dispatched: bool = False
+) -> Run:
+    """Checks the call, chooses and compiles its kernel, and keeps the plan under the key; with gradients, unless torch
+    `dispatched` the call and sees to them."""
     with _planning:
         run = _plan(operands, options, kernel, config)
+        if options.needs_grad and not dispatched:
+            run = _with_gradients(run, options, kernel)
         while len(_plans) >= MAX_PLANS:
             del _plans[next(iter(_plans))]
         _plans[key] = run
@@ -115,6 +164,7 @@ def _plan(operands: Operands, options: Options, kernel: str, config: Any) -> Run
     problem = describe_call(operands, options)
     device = operands.q.device
     gpu = current_gpu(device)
+    problem, _ = dispatch.forward_of(problem, gpu, kernel)
     choice = dispatch.choose(problem, gpu, kernel, config)
     if kernel == "auto" and not choice.kernel.NEEDS_GPU:
         _say_once(problem, gpu, choice.kernel.NAME)
@@ -205,13 +255,19 @@ def _attention_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return out, q.new_empty(lse_shape(operands.cu_seqlens_q is not None, q), dtype=torch.float32)
 
 
+@functools.lru_cache(MAX_PLANS)
+def _chosen(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> Any:
+    """The kernel of a call with gradients: to choose and configure one takes milliseconds, in every step anew."""
+    return dispatch.choose(problem, gpu, kernel).kernel
+
+
 def _attention_backward(
     dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, wanted: list[bool], *rest: Any
 ) -> tuple[torch.Tensor, ...]:
     operands, options = _split(rest)
     problem, gpu = describe_call(operands, options), current_gpu(out.device)
     # torch leaves a last argument out that is its default, as graphs do that were kept from before there was one.
-    module = dispatch.choose(problem, gpu, *rest[_NUM_TENSORS + _NUM_OPTIONS :]).kernel
+    module = _chosen(problem, gpu, *rest[_NUM_TENSORS + _NUM_OPTIONS :])
     grads: Sequence[torch.Tensor | None]
     if hasattr(module, "gradients") and not module.gradients_why_not(problem, gpu):
         grads = module.gradients(problem, gpu, operands, dout, dlse, wanted)
@@ -243,15 +299,18 @@ def _absent(like: torch.Tensor) -> torch.Tensor:
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:_NUM_TENSORS], *output)
-    ctx.options = inputs[_NUM_TENSORS : _NUM_TENSORS + _NUM_OPTIONS]
-    ctx.kernel = inputs[-2]
+    _save(ctx, inputs[:_NUM_TENSORS], output, inputs[_NUM_TENSORS : _NUM_TENSORS + _NUM_OPTIONS], inputs[-2])
+
+
+def _save(ctx: Any, tensors: tuple[Any, ...], output: Any, options: tuple[Any, ...], kernel: str) -> None:
+    ctx.save_for_backward(*tensors, *output)
+    ctx.options, ctx.kernel = options, kernel
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     *tensors, out, lse = ctx.saved_tensors
-    results: list[torch.Tensor | None] = [None] * (_NUM_TENSORS + _NUM_OPTIONS + 2)
+    results: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
     differentiable = (0, 1, 2, 4, 5, 6)  # q k v bias alibi_slopes sinks
     wanted = [ctx.needs_input_grad[i] for i in differentiable]
     if dout is None and dlse is None:
@@ -262,6 +321,32 @@ def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | Non
     for i, want, grad in zip(differentiable, wanted, grads, strict=True):
         results[i] = grad if want else None
     return tuple(results)
+
+
+class _Attention(torch.autograd.Function):
+    """The operator's gradient for eager calls, which by-pass the operator: that takes torch ten times as long."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the tensors of a call, its plan, options and kernel: (out, lse or a stand-in)."""
+        *tensors, run, options, kernel = arguments
+        out, lse = run(tuple.__new__(Operands, tensors))
+        lse = _absent(out) if lse is None else lse
+        _save(ctx, tuple(tensors), (out, lse), options, kernel)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
+        """As the operator's."""
+        return _differentiate(ctx, *grads)
+
+
+# What `Function.apply` comes to where no transform is active, which whoever takes a plan has made sure of.
+_apply = super(torch.autograd.Function, _Attention).apply
+
+
+def _with_gradients(run: Run, options: Options, kernel: str) -> Run:
+    return lambda operands: _apply(*operands, run, options, kernel)
 
 
 def _no_second_derivative(ctx: Any, *grads: Any) -> None:

@@ -7,12 +7,16 @@ import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import model_verdict
-from benchmarks.model_verdict import DOC, ROOT, Judged, NoVerdict, judge, kind_of, tables, written
+from benchmarks.model_verdict import DOC, ROOT, Judged, NoVerdict, judge, kind_of, predictions, tables, written
+from warpwave import dispatch
+from warpwave.bench.records import read_records
 from warpwave.bench.workloads import load_suite
+from warpwave.recorded_time import config_of
 
 RECORD = ROOT / "benchmarks" / "records" / "2026-11-21-h200-scale-blocks.jsonl"
 
@@ -28,7 +32,7 @@ def _data(ratios: list[float], **changes: object) -> dict[str, object]:
 def test_the_tables_of_the_document_are_what_their_files_say() -> None:
     document = DOC.read_text(encoding="utf-8")
     assert written(document) == document, "run python -m benchmarks.model_verdict"
-    assert document.count("<!-- judged in") == 2 and "<!-- fit of h200 -->" in document
+    assert document.count("<!-- judged in") == 3 and "<!-- fit of h200 -->" in document
 
 
 def test_a_verdict_is_counted_over_all_points_and_shows_the_worst() -> None:
@@ -40,7 +44,11 @@ def test_a_verdict_is_counted_over_all_points_and_shows_the_worst() -> None:
 
 
 def test_every_case_of_the_grids_has_its_kind() -> None:
-    kinds = {kind_of(case.problem) for name in ("model_grid", "model_grid_2") for case in load_suite(name).cases}
+    kinds = {
+        kind_of(case.problem)
+        for name in ("model_grid", "model_grid_2", "model_grid_3")
+        for case in load_suite(name).cases
+    }
     assert kinds == {
         "packed", "float32", "one query", "very wide heads", "window", "odd sizes", "GQA", "under-filled", "causal",
         "full",
@@ -69,3 +77,31 @@ def test_what_cannot_be_judged_is_said(tmp_path: Path) -> None:
         judge(nothing)
     with pytest.raises(NoVerdict, match="no section"):
         written("nothing")
+
+
+def test_predictions_written_before_are_the_ones_judged(tmp_path: Path) -> None:
+    record = tmp_path / "grid.jsonl"
+    record.write_text(RECORD.read_text(encoding="utf-8"), encoding="utf-8")
+    before = judge(record)
+    data = predictions("model_grid_3")
+    assert len(data["points"]) >= 70 and "2026-11-22-h200-model-grid-3.jsonl" not in data["fitted_to"]
+    by_case: dict[str, set[bool]] = {}
+    for point in data["points"]:
+        by_case.setdefault(point["case"], set()).add(point["graph"])
+        assert point["predicted_us"] > 0
+    assert all(len(modes) == 1 for modes in by_case.values()), "a case is timed in one mode"
+    kernels = {kernel.NAME: kernel for kernel in dispatch.KERNELS}
+    said: list[dict[str, Any]] = []
+    for _, m in read_records(record).measurements:
+        if m.is_ours and m.timing is not None:
+            config = asdict(config_of(kernels[m.kernel], m.config or {}))
+            said.append({"case": m.case, "kernel": m.kernel, "config": config, "predicted_us": 7.0})
+    beside = tmp_path / "grid-predicted.json"
+    beside.write_text(json.dumps(data | {"points": said}), encoding="utf-8")
+    judged = judge(record)
+    assert {p["predicted_us"] for p in judged["points"]} == {7.0} and judged["fitted_to"] == data["fitted_to"]
+    assert [p["measured_us"] for p in judged["points"]] == [p["measured_us"] for p in before["points"]]
+    said[0]["config"] = {}
+    beside.write_text(json.dumps(data | {"points": said}), encoding="utf-8")
+    with pytest.raises(NoVerdict, match="has no prediction of"):
+        judge(record)

@@ -22,6 +22,7 @@ DECODE: dict[str, Any] = {"seqlen_q": 1, "seqlen_k": 8192, "num_heads_q": 16, "n
 SHAPES: dict[str, dict[str, Any]] = {
     "decode": DECODE,
     "decode, latent": DECODE | {"head_dim_v": 512},
+    "decode, latent in pages": DECODE | {"head_dim_v": 512, "page_size": 64},
     "gradients": {"requires_grad": True, "causal": "bottom_right"},
 }
 # Bytes of local memory a thread may take, by kernel, target, dtype, over all widths and features: a little more than
@@ -40,7 +41,7 @@ SAMPLE = [
     ("three_kernel", "bfloat16", 320, "causal"),  # fused where two accumulators have room
 ]
 SAMPLE_OF_FEW = [
-    ("large_head_dim", "bfloat16", 576, "decode, latent"),
+    ("large_head_dim", "bfloat16", 576, "decode, latent in pages"),
     ("three_kernel", "bfloat16", 1024, "causal"),
     ("three_kernel", "float32", 1024, "plain"),
 ]

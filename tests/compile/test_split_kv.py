@@ -15,6 +15,7 @@ from warpwave.hardware.gpu import ARCHS
 CASES: dict[str, dict[str, Any]] = {
     "decode": {},
     "decode, paged": {"page_size": 16, "causal": "bottom_right"},
+    "decode, two kv heads a tile": {"page_size": 32, "batch": 64},
     "decode, one token a page": {"page_size": 1},
     "decode, large pages": {"page_size": 128, "window_size": (512, 0), "has_sinks": True},
     "decode, head_dim 64": {"head_dim": 64, "head_dim_v": 64},
@@ -130,6 +131,9 @@ def test_tensor_maps_bring_keys() -> None:
         (facts,) = compile_all([job(arch, name, **config)])
         assert facts["instructions"]["UTMALDG"] >= 4 and facts["spill_bytes"] <= 16, (arch, name, facts)
         assert facts["smem_bytes"] <= facts["smem_bound"] and matrix_instructions(facts["instructions"], arch) > 0
+    several = config | {"block_n": 16, "num_stages": 7, "kv_heads": 2}
+    (facts,) = compile_all([job("sm_90", "decode, paged", **several)])
+    assert facts["instructions"]["UTMALDG"] >= 4 and facts["spill_bytes"] == 0, "heads of a page in one copy"
     for name in ("decode, mask", "decode, paged", "decode, float32"):  # which maps cannot serve
         (facts,) = compile_all([job("sm_90", name, **(config | {"block_n": 32}))])
         assert "UTMALDG" not in facts["instructions"], name

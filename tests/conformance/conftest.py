@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import tempfile
 from collections.abc import Callable, Iterator
@@ -11,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from warpwave.kernels import arguments
 
 
 @pytest.fixture(autouse=True)
@@ -23,10 +24,10 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+    monkeypatch.setattr(arguments, "empty_strided", poisoned(arguments.empty_strided))
 
 
 def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(allocate)
     def allocate_poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
         tensor = allocate(*args, **kwargs)
         if tensor.dtype.is_floating_point:

@@ -224,6 +224,29 @@ def test_hoppers_own_launches(features: str, dtype: str, data: Data) -> None:
         assert bits(*harness.run("three_kernel", call, HOPPER)) == expected
 
 
+def dtypes_and_bands() -> list[Any]:
+    """Both, each with each; where they are interpreted, in every run each once."""
+    dtypes, bands = ("float32:ieee", "float32:default", "float16"), ("plain", "causal", "window")
+    return [
+        pytest.param(dtype, band, marks=[] if ON_GPU or i == j else [pytest.mark.full])
+        for i, dtype in enumerate(dtypes)
+        for j, band in enumerate(bands)
+    ]
+
+
+@pytest.mark.parametrize(("dtype", "features"), dtypes_and_bands())
+def test_values_of_one_step(dtype: str, features: str) -> None:
+    """Few keys and shared head_dim: values come in one step, on Hopper before P is made. The same bits each time."""
+    changes = {} if features == "plain" else PROBES[features]
+    case = replace(PLAIN, dtype=dtype, dims=(72, 40), lengths=(37, 30), heads=(2, 1), sinks=True, alibi="heads")
+    call = cases.build(replace(case, **changes), "sharp", DEVICE)
+    config = replace(SMALL, block_m=64, block_n=32, block_k=32, split_d=2, softmax_rows=16)
+    assert three_kernel._is_one_step(call.problem, config, plan(call.problem, config).width)
+    assert_gates("three_kernel", call, config)
+    results = [bits(*harness.run("three_kernel", call, config)) for _ in range(300 if ON_GPU else 1)]
+    assert all(result == results[0] for result in results)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("products", ["library", "hopper"])
 def test_a_call_in_chunks_replays_from_a_graph(products: str) -> None:

@@ -23,6 +23,7 @@ CONFIGS = {
     "three": replace(MAPS, num_splits=3),
     "two, last block merges": replace(MAPS, num_splits=2, merge="last_block"),
     "pieces": replace(MAPS, num_splits=2, pieces=5),
+    "two, two kv heads a tile": replace(MAPS, block_n=16, num_splits=2, kv_heads=2),
 }
 DIMS = ((64, 64), (128, 64)) if ON_GPU else ((16, 16), (24, 40))
 MASKS: dict[str, dict[str, Any]] = {
@@ -141,7 +142,7 @@ def test_pages(page_size: int, config: str, packed: bool, mapped: Launched) -> N
         return out, lse.clamp_min(-1e30)
 
     both(attend, CONFIGS[config])
-    assert [bool(plans) for plans in mapped] == [page_size >= 32, False]
+    assert [bool(plans) for plans in mapped] == [page_size >= CONFIGS[config].block_n, False]
 
 
 def test_values_that_no_row_sees_are_not_read() -> None:

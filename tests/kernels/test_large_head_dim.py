@@ -108,7 +108,10 @@ def test_what_it_refuses() -> None:
     assert large_head_dim.why_not(PROBLEM, INTERPRETER) == []
     assert any("found tensors on the CPU" in reason for reason in large_head_dim.why_not(PROBLEM, CPU))
     assert any("no gradients" in r for r in large_head_dim.why_not(replace(PROBLEM, requires_grad=True), H200))
-    assert any("no paged cache" in r for r in large_head_dim.why_not(replace(PROBLEM, page_size=16), H200))
+    assert large_head_dim.why_not(replace(PROBLEM, page_size=16), H200) == []
+    assert any("powers of two" in r for r in large_head_dim.why_not(replace(PROBLEM, page_size=48), H200))
+    invariant = replace(PROBLEM, page_size=16, packed=True, batch_invariant=True, total_q=PROBLEM.batch)
+    assert any("batch_invariant is not kept" in r for r in large_head_dim.why_not(invariant, H200))
     (reason,) = large_head_dim.why_not(replace(PROBLEM, head_dim=8193), H200)
     assert "head_dim is 8193; it takes 8192 at most" in reason
 

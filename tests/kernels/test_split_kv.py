@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warpwave import explain
+from warpwave import attention, explain
 from warpwave.hardware.gpu import ARCHS, Gpu
 from warpwave.kernels import split_kv, split_kv_configs
 from warpwave.kernels.split_kv import Config
@@ -33,6 +34,8 @@ H200 = replace(Gpu.for_arch("sm_90"), num_sms=132)
         ({"pieces": 3, "num_splits": 4}, "pieces is 3; it must be 0, or at least 2 and num_splits = 4"),
         ({"pieces": 1}, "pieces is 1"),
         ({"pieces": 4, "merge": "last_block"}, "merge is 'last_block' with pieces = 4; 'kernel' alone merges pieces"),
+        ({"kv_heads": 3}, "kv_heads is 3; it must be a power of two"),
+        ({"kv_heads": 2, "pieces": 4}, "kv_heads is 2 with pieces = 4; pieces are of one kv head"),
         ({"merge": "atomics"}, "merge is 'atomics'; it must be one of 'kernel', 'last_block'"),
     ],
 )
@@ -161,6 +164,8 @@ def test_invariant_configs_know_nothing_of_the_batch(batch: int, page_size: int,
         ({"batch": 16, "head_dim": 256, "head_dim_v": 256}, (64, 4, 3)),
         ({"seqlen_q": 500, "page_size": 64}, (64, 4, 5)),
         ({"batch": 16, "window_size": (4000, 0)}, (128, 4, 3)),
+        ({"batch": 64, "page_size": 16}, (16, 4, 7)),  # of four kv heads
+        ({"batch": 128, "seqlen_k": 2048, "page_size": 32}, (32, 4, 7)),  # of two
     ],
 )
 def test_tensor_maps_by_default(change: dict[str, Any], tiling: tuple[int, int, int]) -> None:
@@ -176,12 +181,55 @@ def test_tensor_maps_by_default(change: dict[str, Any], tiling: tuple[int, int, 
     "change",
     [
         {"dtype": "float32"}, {"page_size": 1}, {"page_size": 16}, {"page_size": 32},
+        {"page_size": 16, "batch": 16, "seqlen_k": 4096},  # where keys had to be split
+        {"page_size": 16, "batch": 16, "num_heads_kv": 2}, {"page_size": 16, "batch": 64, "seqlen_q": 3},
+        {"page_size": 16, "batch": 64, "batch_invariant": True}, {"page_size": 16, "batch": 64, "num_heads_q": 64},
         {"mask_shape": (1, 1, 1, 8192)}, {"head_dim": 36},
         {"bias_shape": (1, 1, 1, 1)}, {"seqlen_q": 500}, {"window_size": (500, 0)},
     ],
 )  # fmt: skip
 def test_pointers_where_maps_cannot_serve_or_were_not_ahead(change: dict[str, Any]) -> None:
     assert not split_kv.configs(replace(DECODE, **change), H200)[0].by_map
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "keys", "tile"),
+    [
+        (1, 1, 128, (16, 128)),
+        (4, 4, 128, (16, 128)),
+        (8, 4, 128, (64, 128)),
+        (1, 1, 64, (16, 64)),
+        (40, 8, 50, (64, 64)),
+    ],
+)
+def test_short_prompts_walk_their_keys_in_one_step(batch: int, heads: int, keys: int, tile: tuple[int, int]) -> None:
+    """By narrow tiles as long as they all run at once; a sequence whose bits may not depend on the batch keeps its."""
+    prompt = replace(
+        DECODE, batch=batch, seqlen_q=keys, seqlen_k=keys, num_heads_q=heads, num_heads_kv=heads, head_dim=64,
+        head_dim_v=64, dtype="float16",
+    )  # fmt: skip
+    config = split_kv.configs(prompt, H200)[0]
+    assert (config.block_m, config.block_n) == tile and config.num_splits == 1 and config.launched_ahead
+    for change in ({"batch_invariant": True}, {"head_dim": 128}, {"packed": True, "total_q": 9, "total_k": 9}):
+        other = split_kv.configs(replace(prompt, **change), H200)[0]
+        assert (other.block_m, other.num_stages) == (64, 3)
+
+
+def test_launches_from_pages_begin_ahead_where_maps_bring_them() -> None:
+    chunk = {"seqlen_q": 500, "page_size": 64}
+    for change, ahead in (({"page_size": 64}, True), ({"page_size": 16}, False), (chunk, False)):
+        assert split_kv.configs(replace(DECODE, **change), H200)[0].launched_ahead == ahead  # type: ignore[arg-type]
+
+
+def test_blocks_by_maps_end_together() -> None:
+    """Nine in ten of the blocks that keep memory busy are enough: 128 tiles for 132 SMs are not split (64 x 8,192 keys
+    by four kv heads a tile: 485 us by one share, 491 by two), nor 64 into more than two (8 x 8,192: 66.4 by two, 68.0
+    by four)."""
+    four = Config(16, 16, 4, 7, kv_heads=4, by_map=True)
+    for batch, shares in ((64, 1), (128, 1)):
+        problem = replace(DECODE, batch=batch, page_size=16)
+        assert split_kv_configs.with_splits(problem, H200, four).num_splits == shares
+    assert split_kv.configs(replace(DECODE, batch=8), H200)[0].num_splits == 2
 
 
 def test_a_block_by_maps_keeps_an_sm_busy() -> None:
@@ -232,10 +280,27 @@ def test_pages_that_are_no_power_of_two_are_refused() -> None:
     assert "page_size is 48" in reason
 
 
+def test_kv_heads_of_a_tile_divide_those_there_are() -> None:
+    q, k, v = torch.zeros(1, 1, 6, 16), torch.zeros(1, 40, 3, 16), torch.zeros(1, 40, 3, 16)
+    if torch.cuda.is_available():
+        q, k, v = q.cuda(), k.cuda(), v.cuda()
+    with pytest.raises(ValueError, match="kv_heads is 2; it must divide the call's 3 kv heads"):
+        attention(q, k, v, kernel="split_kv", config=Config(16, 16, 4, 1, kv_heads=2))
+
+
+def test_kv_heads_that_share_tiles_are_counted_together() -> None:
+    one, four = Config(16, 128, 4, 3, num_splits=2), Config(16, 32, 4, 3, num_splits=2, kv_heads=4)
+    costs = [split_kv.cost(replace(DECODE, batch=16), H200, c).parts[0] for c in (one, four)]
+    assert costs[0].blocks == 16 * 8 * 2 and costs[1].blocks == 16 * 2 * 2
+    assert costs[0].read_bytes == costs[1].read_bytes and costs[0].steps == costs[1].steps
+    assert split_kv.smem_bytes(DECODE, H200, one) == split_kv.smem_bytes(DECODE, H200, four)
+    assert split_kv_configs.merge_rows(DECODE, four) == 16 and split_kv_configs.tiles(DECODE, four) == 1
+
+
 def test_explain_prints_the_splits_and_their_reason() -> None:
     """For a cache split_kv serves, for a dense call where it is asked for; eager's part is to be named behind it."""
     said = explain(replace(DECODE, page_size=16), gpu=H200)
-    assert said.kernel == "split_kv" and list(said.reasons) == ["split_kv", "eager"]
+    assert said.kernel == "split_kv" and list(said.reasons) == ["split_kv", "large_head_dim", "eager"]
     text = " ".join(str(said).split())
     assert f"config keys in {said.config.num_splits} shares: 8 tiles of rows for 264 places on 132 SMs" in text
     assert "cache in pages of 16" in text

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from warpwave.compiled import operands_without_memory
 from warpwave.errors import InvalidInput
 from warpwave.hardware.gpu import ARCHS, CPU, INTERPRETER, Gpu
-from warpwave.kernels import three_kernel, three_kernel_configs
+from warpwave.kernels import three_kernel, three_kernel_configs, three_kernel_gradients
 from warpwave.kernels.three_kernel_configs import library_cannot
 from warpwave.kernels.three_kernel_plan import Config, allocate_workspace, least_bytes, pieces, plan, workspace_bytes
 from warpwave.kernels.three_kernel_softmax import UNSPECIALISED
@@ -240,13 +240,25 @@ def test_what_it_refuses() -> None:
     assert "scores of 128 queries of one head would take 1.5 GiB of memory, and it takes 1 at most" in reason
 
 
-def test_auto_leaves_gradients_to_eager_where_they_were_not_measured() -> None:
+def test_auto_leaves_gradients_to_eager_where_they_were_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(three_kernel, "GRADIENTS_BEYOND", 256)
     wide = replace(PROBLEM, requires_grad=True)
     assert three_kernel.outrun(wide, H200) == [] == three_kernel.outrun(replace(PROBLEM, head_dim=64), H200)
     for problem, gpu in ((replace(wide, head_dim=256, head_dim_v=256), H200), (wide, Gpu.for_arch("sm_80"))):
         assert "timed on an H200 beyond head_dim 256" in three_kernel.outrun(problem, gpu)[0]
     (reason,) = three_kernel.outrun(replace(wide, softcap=1.0), H200)
     assert reason == "three_kernel's gradients know nothing of softcap: eager's would serve, after a second forward"
+
+
+def test_gradients_multiply_whole_groups_together() -> None:
+    """Heads from within a group to within another, over two batch items: each once, whole groups in one run."""
+    grouped = replace(PROBLEM, batch=2, num_heads_q=12, num_heads_kv=4)
+    runs = list(three_kernel_gradients._runs(grouped, 1, 23))
+    assert runs == [(0, 1, 1, 2), (0, 3, 3, 3), (1, 0, 3, 3), (1, 9, 1, 2)]
+    heads = [batch * 12 + head + i for batch, head, kv_heads, members in runs for i in range(kv_heads * members)]
+    assert heads == list(range(1, 23))
+    alone = replace(PROBLEM, batch=2, num_heads_q=4, num_heads_kv=4)
+    assert list(three_kernel_gradients._runs(alone, 0, 8)) == [(0, 0, 4, 1), (1, 0, 4, 1)]
 
 
 def test_every_chunk_is_one_variant() -> None:

@@ -400,9 +400,19 @@ OTHERS = [
     ),
     Mutant(
         "query heads of a group taken in turn", SPLIT,
-        "heads = kv_head * GROUP_SIZE + tile_rows % GROUP_SIZE  # [BLOCK_M]",
-        "heads = kv_head + tile_rows % GROUP_SIZE * num_heads_kv",
+        "heads = kv_head * GROUP_SIZE + tile_rows % TILE_HEADS  # [BLOCK_M]",
+        "heads = kv_head + tile_rows % TILE_HEADS * num_heads_kv",
         "test_paged.py::test_retrieval", "16-split_kv", "torch.equal",
+    ),
+    Mutant(
+        "a row keeps its scores with the kv head beside its own", SPLIT,
+        "row_heads[:, None] == key_heads[None, :], scores", "row_heads[:, None] >= key_heads[None, :], scores",
+        "test_paged.py::test_page_sizes_and_splits", "16- and heads", "FAIL",
+    ),
+    Mutant(
+        "values that are not finite reach the kv head beside theirs", SPLIT,
+        "tl.where(doubtful, begin + walked_keys * KV_HEADS, begin)", "begin",
+        "test_paged.py::test_kv_heads_that_share_a_tile_do_not_matter", "nan and maps", "not close",
     ),
     Mutant(
         "a prefix that is read for all read again for each", SPLIT,
@@ -472,8 +482,8 @@ OTHERS = [
     ),
     Mutant(
         "a plan of a cached call kept without what was said", "api.py",
-        "(said, causal.__class__, serving, kernel, config, rotary is None)",
-        "(serving, kernel, config, rotary is None)",
+        "full = (said, causal.__class__, num_splits,",
+        "full = (num_splits,",
         "test_paged.py::test_masks", "split_kv and False", "FAIL",
     ),
     Mutant(
@@ -523,6 +533,26 @@ OTHERS = [
         "the last of 65,536 programs lost", FLASH,
         "pid = tl.program_id(0)", "pid = tl.minimum(tl.program_id(0), 65534)",
         "test_gpu.py::test_grid_limits", "65536", "", needs_gpu=True,
+    ),
+    Mutant(
+        "a plan recalled for tensors laid out otherwise", "ops.py",
+        "if not same(*tensors):", "if False:",
+        "../test_ops.py::test_a_call_is_recalled_only_for_tensors_laid_out_alike", "", "strides",
+    ),
+    Mutant(
+        "a plan recalled for tensors at odd addresses", "ops.py",
+        "bits |= tensor.data_ptr()", "bits |= 0",
+        "../test_ops.py::test_a_call_is_recalled_only_for_tensors_laid_out_alike", "", "alignment",
+    ),
+    Mutant(
+        "a plan made without gradients serves calls that want them", "ops.py",
+        "asked = (said, is_grad_enabled())", "asked = (said, True)",
+        "../test_ops.py::test_a_call_known_without_gradients_has_them_all_the_same", "no_grad", "assert",
+    ),
+    Mutant(
+        "a graph's launches share the stream's counter", "launch.py",
+        "if counter is None or capturing():", "if counter is None:",
+        "../test_driver.py::test_a_counter_is_the_streams_own_or_the_graphs", "", "assert",
     ),
     Mutant(
         "compiles while a graph is captured", "launch.py",
@@ -630,9 +660,13 @@ HOPPER = [
         "test_probes.py::test_support", "hopper", "keys from 0", needs_gpu=True,
     ),
     Mutant(
-        "Hopper: accumulator not rescaled", "kernels/hopper/roles.py",
-        "return operand(p32, v_ring), m_i, lead, l_i, rescaled(acc, alpha)",
-        "return operand(p32, v_ring), m_i, lead, l_i, acc",
+        "Hopper: accumulator not rescaled", "kernels/hopper/softmax.py",
+        "(rescale(acc[i], beside_columns(alpha, acc[i])),)", "(acc[i],)",
+        "test_gates.py::test_case_grid", "hopper and sharp", "FAIL", needs_gpu=True,
+    ),
+    Mutant(
+        "Hopper: two of a row's four threads settle its maximum", "kernels/hopper/softmax.py",
+        'in (("$1", 2), ("a", 1))', 'in (("$1", 2), ("a", 2))',
         "test_gates.py::test_case_grid", "hopper and sharp", "FAIL", needs_gpu=True,
     ),
     Mutant(
@@ -669,7 +703,8 @@ HOPPER = [
     Mutant(
         "Hopper: tile counter not put back", "kernels/hopper/scheduler.py",
         "gl.atomic_xchg(counter_ptr, 0", "gl.atomic_xchg(counter_ptr, 1",
-        "test_gpu.py::test_repeats_are_bit_equal_under_load", "hopper", "", needs_gpu=True,
+        "../kernels/hopper/test_flash_fwd.py::test_a_launch_finds_the_counter_as_the_one_before_found_it", "",
+        "torch.equal", needs_gpu=True,
     ),
 ]  # fmt: skip
 

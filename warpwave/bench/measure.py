@@ -36,12 +36,14 @@ class Settings:
         modes: modes of timing; `"streams"` brings `"graph"` with it, to be held against.
         rounds: times every contender takes its turn.
         peer_timeout_s: how long a contender may take to get ready, compilation included; None is for ever.
+        host: whether the host's part of a call is timed as well: of long calls it takes most of a run.
     """
 
     device: torch.device
     modes: tuple[str, ...] = ("auto",)
     rounds: int = 9
     peer_timeout_s: float | None = 120.0
+    host: bool = True
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ def _time(
     timings, dropped = _time_modes(case, ready, settings, say)
     after = environment.snapshot(device)
     hosts: dict[str, Samples] = {}
-    if device.type != "cpu":  # where the host is the device, its time is the time already taken
+    if device.type != "cpu" and settings.host:  # where the host is the device, its time is the time already taken
         say("timing the host")
         eager = {name: r.calls for name, r in ready.items() if r.eager}
         if eager:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from warpwave import precision
+from warpwave.hardware.gpu import Gpu
 from warpwave.problem import AttentionProblem
 
 
@@ -25,11 +27,15 @@ class Cost:
         loop: which of a kernel's loops it is, where there are several: each has constants of its own.
         smem_margin: of `smem_bytes`, what is there for the compiler to take and mostly is not taken.
         operand_bytes: read from shared memory by multiply-adds; operands of matrix units are not counted.
+        conversions: elements of operands that a loop turns into parts of float32 numbers, each part counted, and as
+            often as threads hold the same element.
         items: tiles of the output that blocks work on, where a block draws several; 0: one a block.
         steps: tiles of keys walked, over all blocks.
         longest: steps of the item that walks most; 0: all items walk as many.
-        unsorted: whether items come head by head and sequence by sequence, so that a long one may come last.
+        order: of items that differ and do not come longest first: sequence by sequence, the steps of those that come
+            one after the other, and how often that repeats (`launch_order`).
         cut: of `steps`, those whose scores are masked: an edge of the mask or the end of the keys passes through.
+        trips: of a block without steps, loads and stores that wait for one another.
         threads: of a block.
         registers: of a thread, as estimated before compiling.
         chains: independent instruction streams of a block, that hide each other's latency.
@@ -49,11 +55,13 @@ class Cost:
     loop: str = ""
     smem_margin: int = 0
     operand_bytes: int = 0
+    conversions: int = 0
     items: int = 0
     steps: int = 0
     longest: int = 0
-    unsorted: bool = False
+    order: tuple[tuple[tuple[int, ...], int], ...] = ()
     cut: int = 0
+    trips: int = 0
     threads: int = 0
     registers: int = 0
     chains: int = 1
@@ -61,6 +69,22 @@ class Cost:
     scratch_bytes: int = 0
     launches: int = 1
     parts: tuple[Cost, ...] = ()
+
+
+# Parts of an operand, by what warpwave.precision calls the arithmetic; the others take operands as they are.
+PARTS = {"tf32": 1, "tf32x3": 2, "bf16x3": 2, "bf16x6": 3}
+
+
+def conversions(problem: AttentionProblem, gpu: Gpu, elements: int, block_m: int, num_warps: int) -> int:
+    """`Cost.conversions` of a loop that splits so many elements of operands, by tiles of `block_m` rows.
+
+    Hopper's and Blackwell's matrix units read the operands of 64 rows and more from shared memory; others take them
+    from registers, where warps that share rows or columns of a product hold the same ones: each is split by half of
+    them (F2FP counted on sm_90).
+    """
+    parts = PARTS.get(precision.arithmetic(problem, gpu), 0) if problem.dtype == "float32" else 0
+    once = gpu.capability in (90, 100, 103) and block_m >= 64
+    return parts * elements * (1 if once else max(1, num_warps // 2))
 
 
 class Walk(NamedTuple):
@@ -91,22 +115,50 @@ def walk(problem: AttentionProblem, block_m: int, block_n: int, heads: int = 1) 
     counted: dict[tuple[int, int], Walk] = {}
     for seqlen_q, seqlen_k in problem.items():
         if (seqlen_q, seqlen_k) not in counted:
-            low, high = problem.band(seqlen_q, seqlen_k)
-            counts, edges = [0], 0
-            for line in range(0, seqlen_q * heads, block_m):
-                row_begin, row_last = line // heads, min((line + block_m - 1) // heads, seqlen_q - 1)
-                begin = 0 if low is None else max(0, row_begin + low) // block_n
-                end = seqlen_k if high is None else min(seqlen_k, row_last + high + 1)
-                counts.append(max(0, -(-end // block_n) - begin))
-                edges += cut_tiles((low, high), (row_begin, row_last), (begin, begin + counts[-1]), block_n, seqlen_k)
-            if low is not None and high is not None and low > high:
-                counts, edges = [0], 0
-            counted[seqlen_q, seqlen_k] = Walk(sum(counts), max(counts), sum(count > 0 for count in counts), edges)
+            counts, edges = _of_sequence(problem, block_m, block_n, heads, seqlen_q, seqlen_k)
+            longest_here = max(counts, default=0)
+            counted[seqlen_q, seqlen_k] = Walk(sum(counts), longest_here, sum(count > 0 for count in counts), edges)
         of_one = counted[seqlen_q, seqlen_k]
         tiles, longest = tiles + of_one.tiles, max(longest, of_one.longest)
         items, cut = items + of_one.items, cut + of_one.cut
     units = problem.num_heads_q // heads
     return Walk(tiles * units, longest, items * units, cut * units)
+
+
+def launch_order(
+    problem: AttentionProblem, block_m: int, block_n: int, heads: int = 1, splits: int = 1, last_first: bool = False
+) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """`Cost.order` of blocks that come sequence by sequence, head by head, tile by tile.
+
+    Args:
+        heads: as in `walk`.
+        splits: shares of the keys, each a block.
+        last_first: whether the last queries come first.
+    """
+    found: dict[tuple[int, int], tuple[int, ...]] = {}
+    for seqlen_q, seqlen_k in problem.items():
+        if (seqlen_q, seqlen_k) not in found:
+            counts, _ = _of_sequence(problem, block_m, block_n, heads, seqlen_q, seqlen_k)
+            shares = [-(-count // splits) for count in (reversed(counts) if last_first else counts)]
+            found[seqlen_q, seqlen_k] = tuple(shares)
+    return tuple((found[item], problem.num_heads_q // heads * splits) for item in problem.items())
+
+
+def _of_sequence(
+    problem: AttentionProblem, block_m: int, block_n: int, heads: int, seqlen_q: int, seqlen_k: int
+) -> tuple[list[int], int]:
+    """(key tiles that each tile of queries of a head visits, those of them that are masked)."""
+    low, high = problem.band(seqlen_q, seqlen_k)
+    if low is not None and high is not None and low > high:
+        return [], 0
+    counts, edges = [], 0
+    for line in range(0, seqlen_q * heads, block_m):
+        row_begin, row_last = line // heads, min((line + block_m - 1) // heads, seqlen_q - 1)
+        begin = 0 if low is None else max(0, row_begin + low) // block_n
+        end = seqlen_k if high is None else min(seqlen_k, row_last + high + 1)
+        counts.append(max(0, -(-end // block_n) - begin))
+        edges += cut_tiles((low, high), (row_begin, row_last), (begin, begin + counts[-1]), block_n, seqlen_k)
+    return counts, edges
 
 
 def cut_tiles(

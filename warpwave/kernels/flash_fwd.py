@@ -27,18 +27,20 @@ from warpwave.kernels import split_ahead
 from warpwave.kernels.arguments import (
     allocator,
     band_constants,
+    behind,
     broadcast_strides,
     dot_precision,
     feature_constants,
     lse_strides,
+    maker,
     padded,
     slope_strides,
     straightener,
     token_strides,
     window,
 )
-from warpwave.kernels.cost import Cost, walk
-from warpwave.kernels.flash_fwd_configs import Config, bytes_per_score, configs, fitting, smem_bytes, space
+from warpwave.kernels.flash_fwd_configs import Config, configs, fitting, smem_bytes, space
+from warpwave.kernels.flash_fwd_cost import cost
 from warpwave.kernels.primitives import (
     LN_2,
     LOG2_E,
@@ -385,27 +387,27 @@ def bind(
         launcher = launch.bind(specified)
 
         def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
-            operands = straight(operands)
+            q, k, v, *others = operands
             out, lse = allocate()
-            launcher(*operands[:3], out, lse, *operands[3:])
+            launcher(q, k, v, out, lse, *others)
             return out, lse
 
-        return run
+        return behind(straight, run)
 
     split, attend = (launch.bind(spec) for spec in specified)
     *_, k_parts, v_parts = specified[0].tensors
     assert k_parts is not None and v_parts is not None
-    shapes, device = (k_parts.shape, v_parts.shape), operands.q.device
+    make_parts = [maker(parts.shape, parts.dtype, parts.device) for parts in (k_parts, v_parts)]
 
     def run_split(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
-        operands = straight(operands)
+        q, k, v, *others = operands
         out, lse = allocate()
-        k_parts, v_parts = (torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes)
-        split(operands.k, operands.v, k_parts, v_parts)
-        attend(operands.q, k_parts, v_parts, out, lse, *operands[3:])
+        k_parts, v_parts = [make() for make in make_parts]
+        split(k, v, k_parts, v_parts)
+        attend(q, k_parts, v_parts, out, lse, *others)
         return out, lse
 
-    return run_split
+    return behind(straight, run_split)
 
 
 def specify(
@@ -536,75 +538,3 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
             f"{gpu.smem_per_block_bytes / 1024:.0f} for a block"
         )
     return reasons
-
-
-def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """What one launch moves and computes: whole tiles, padding included; K and V once for each query tile. Split ahead,
-    also what the first launch reads, and the parts that it writes."""
-    size = DTYPE_BYTES[problem.dtype]
-    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    visited, longest, items, cut = walk(problem, config.block_m, config.block_n)
-    scores = visited * config.block_m * config.block_n
-    rows = problem.rows * problem.num_heads_q
-    arithmetic = dot_precision(problem, gpu)
-    workspace = split_reads = 0
-    key_bytes = size * (problem.head_dim + problem.head_dim_v)
-    if config.split_ahead and arithmetic in PARTS:
-        keys = (problem.total_k if problem.packed else problem.batch * problem.seqlen_k) * problem.num_heads_kv
-        split_reads, key_bytes = keys * key_bytes, 2 * PARTS[arithmetic] * (block_d + block_dv)
-        workspace = keys * key_bytes
-    key_reads = visited * config.block_n * key_bytes
-    multiply_adds = problem.dtype == "float32" and arithmetic == "ieee"
-    out_bytes = rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0))
-    reads = size * rows * problem.head_dim + key_reads + scores * bytes_per_score(problem)
-    attend = Cost(
-        blocks=-(-problem.seqlen_q // config.block_m) * problem.num_heads_q * problem.batch,
-        flops=2 * scores * (block_d + block_dv),
-        exponentials=scores,
-        read_bytes=reads,
-        write_bytes=out_bytes,
-        smem_bytes=smem_bytes(problem, gpu, config),
-        scratch_bytes=key_reads if workspace else 0,
-        steps=visited,
-        longest=longest,
-        unsorted=problem.packed,
-        cut=cut,
-        items=items,  # blocks behind the end of a packed sequence have nothing to do
-        smem_margin=size * config.block_m * config.block_n // 2 + 1024 if size == 2 and gpu.vendor == "nvidia" else 0,
-        loop="multiply-adds" if multiply_adds else "",
-        threads=config.num_warps * gpu.warp_size,
-        registers=_registers(problem, gpu, config),
-        operand_bytes=_operand_bytes(problem, config, visited) if multiply_adds else 0,
-    )
-    if not workspace:
-        return attend
-    return replace(
-        attend,
-        read_bytes=reads + split_reads,
-        write_bytes=out_bytes + workspace,
-        workspace_bytes=workspace,
-        scratch_bytes=key_reads + workspace,
-        launches=2,
-        parts=(Cost(0, 0, 0, split_reads, workspace, scratch_bytes=workspace), attend),
-    )
-
-
-def _registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """About what a thread holds: output and scores of its rows in float32, probabilities, and some forty besides."""
-    threads = max(1, config.num_warps * gpu.warp_size)
-    elements = config.block_m * (padded(problem.head_dim_v) + config.block_n * 3 // 2)
-    if problem.dtype == "float32" and dot_precision(problem, gpu) == "ieee":
-        # Multiply-adds hold operands too, and a tile that nothing keeps in flight passes through registers.
-        loaded = config.block_n * (padded(problem.head_dim) + padded(problem.head_dim_v))
-        elements += 44 * threads + (loaded if config.num_stages == 1 else 0)
-    return min(gpu.registers_per_thread or 255, 40 + elements // threads)
-
-
-def _operand_bytes(problem: AttentionProblem, config: Config, visited: int) -> int:
-    """What multiply-adds read from shared memory: a thread with n elements of a tile, as square as may be, reads two
-    operands of sqrt(n) for each n of them."""
-    threads, total = config.num_warps * 32, 0.0
-    for columns, length in ((config.block_n, padded(problem.head_dim)), (padded(problem.head_dim_v), config.block_n)):
-        elements = config.block_m * columns
-        total += elements * length * 4 * 2 / math.sqrt(max(1, elements // threads))
-    return int(visited * total)

@@ -41,10 +41,10 @@ from warpwave.kernels.arguments import (
     token_strides,
     window,
 )
-from warpwave.kernels.cost import Cost, walk
+from warpwave.kernels.cost import Cost, conversions, launch_order, walk
 from warpwave.kernels.large_head_dim_device import large_head_dim_kernel
 from warpwave.kernels.triton_or_stub import NO_TRITON
-from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands
 
 NAME = "large_head_dim"
 NEEDS_GPU = True
@@ -90,14 +90,14 @@ class Config:
 
 
 def bind(
-    problem: AttentionProblem, operands: Operands, config: Config
-) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
+    problem: AttentionProblem, operands: Any, config: Config
+) -> Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]:
     """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, lse None unless asked for."""
     allocate, straight, device = allocator(problem, operands.q), straightener(operands), operands.q.device
     gpu, split = current_gpu(device), config.num_splits > 1
     bound: dict[bool, list[Callable[..., None]]] = {}
 
-    def launchers(operands: Operands) -> list[Callable[..., None]]:
+    def launchers(operands: Any) -> list[Callable[..., None]]:
         # Whether k and v are one tensor is no part of their layout, so it is asked at every call.
         one_tensor = _one_tensor(operands)
         if one_tensor not in bound:
@@ -107,12 +107,12 @@ def bind(
 
     launchers(operands)
 
-    def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         operands = straight(operands)
         attend, *merge = launchers(operands)
         out, lse = allocate()
         acc, state = partials.allocate(problem, config.num_splits, device) if split else (None, None)
-        attend(*operands[:3], out, lse, acc, state, *operands[3:])
+        attend(*operands[:3], out, lse, acc, state, *_beyond(operands))
         for launch_merge in merge:
             launch_merge(acc, state, out, lse, operands.sinks)
         return out, lse
@@ -121,7 +121,7 @@ def bind(
 
 
 def specify(
-    problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
+    problem: AttentionProblem, gpu: Gpu, operands: Any, out: torch.Tensor, lse: torch.Tensor | None, config: Config
 ) -> tuple[launch.Launch, ...]:
     """The launch, and that of the merge where keys are split, from tensors that may be without memory."""
     acc = state = None
@@ -134,9 +134,11 @@ def specify(
     attend = launch.Launch(
         kernel=large_head_dim_kernel,
         grid=_blocks(problem, config),
-        tensors=(*operands[:3], out, lse, acc, state, *operands[3:]),
+        tensors=(*operands[:3], out, lse, acc, state, *_beyond(operands)),
         scalars=[
-            *(stride for tensor in operands[:3] for stride in token_strides(problem, tensor)),
+            *token_strides(problem, operands.q),
+            # Of a pool of pages: (page, token of it, head, element).
+            *(n for t in operands[1:3] for n in (t.stride() if problem.page_size else token_strides(problem, t))),
             *token_strides(problem, out)[:-1],
             *lse_strides(problem),
             *broadcast_strides(operands.mask),
@@ -151,10 +153,11 @@ def specify(
             *window(problem),
             config.num_splits,
             problem.rows * problem.num_heads_q,
+            *_pages(problem, operands),
             problem.softmax_scale,
             problem.softcap,
         ],
-        constants=_constants(problem, gpu, config, heads, _one_tensor(operands)),
+        constants=_constants(problem, gpu, config, heads, operands),
         # No fused multiply-adds: a score must be the same number where it is the maximum and where that is subtracted,
         # so that the largest probability is exactly 1.
         options={"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False},
@@ -171,12 +174,24 @@ def _merge(
     return spec._replace(options=dict(spec.options) | {"num_warps": min(8, max(4, width // 128))})
 
 
+def _beyond(operands: Any) -> tuple[Any, ...]:
+    """The tensors beside q, k and v, with the tables of a cache where there is one."""
+    return (*operands[3:], *[None] * (len(CachedOperands._fields) - len(operands)))
+
+
+def _pages(problem: AttentionProblem, operands: Any) -> tuple[int, int, int]:
+    """Stride and rows of the page table, and pages of the pool; of no cache zeros."""
+    if not problem.page_size:
+        return (0, 0, 0)
+    return (operands.page_table.stride(0), operands.k.shape[0], operands.page_table.shape[0])
+
+
 def _constants(
-    problem: AttentionProblem, gpu: Gpu, config: Config, heads: int, one_tensor: bool
+    problem: AttentionProblem, gpu: Gpu, config: Config, heads: int, operands: Any
 ) -> dict[str, int | bool | str]:
     """The compile-time arguments of the kernel, by name."""
     block_v, v_pieces = _columns(problem, config)
-    in_k = one_tensor and config.q_resident and config.v_parts == 1 and block_v == config.block_d
+    in_k = _one_tensor(operands) and config.q_resident and config.v_parts == 1 and block_v == config.block_d
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
@@ -193,13 +208,15 @@ def _constants(
         **band_constants(problem),
         **feature_constants(problem),
         "IS_VARLEN": problem.packed,
+        "PAGE_SIZE": problem.page_size,
+        "HAS_ROWS": getattr(operands, "rows", None) is not None,
         "WRITE_LSE": problem.return_lse,
         "PRECISION": dot_precision(problem, gpu),
         "IS_NVIDIA": gpu.vendor == "nvidia",
     }
 
 
-def _one_tensor(operands: Operands) -> bool:
+def _one_tensor(operands: Any) -> bool:
     """Whether v is the first columns of k, as in a latent cache."""
     k, v = operands.k, operands.v
     return bool(
@@ -272,8 +289,10 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size > MAX_HEAD_DIM:
             reasons.append(f"{name} is {size}; it takes {MAX_HEAD_DIM} at most: use three_kernel or eager")
-    if problem.page_size:
-        reasons.append("it reads no paged cache")
+    if problem.page_size & (problem.page_size - 1):
+        reasons.append(f"page_size is {problem.page_size}; its pages are powers of two, so that no address is divided")
+    if problem.page_size and problem.packed and problem.batch_invariant:
+        reasons.append("how keys are split follows from the longest of packed sequences: batch_invariant is not kept")
     reasons += precision.why_not(problem, gpu)
     if not reasons and not configs(problem, gpu):
         reasons.append(f"no tile of it fits the {gpu.smem_per_block_bytes / 1024:.0f} KiB of shared memory of a block")
@@ -284,7 +303,7 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Why three_kernel is the faster one, of calls that it takes. On NVIDIA: unless few queries read many keys, or
     sequences are packed, which its fastest products do not take. Elsewhere, by arithmetic: where columns of v are
     shared out, every part computes all scores anew."""
-    if problem.batch_invariant or max(problem.head_dim, problem.head_dim_v) <= 256:
+    if problem.page_size or problem.batch_invariant or max(problem.head_dim, problem.head_dim_v) <= 256:
         return []  # or another kernel serves first
     if gpu.vendor == "nvidia":
         if problem.packed or (problem.seqlen_q <= FEW_QUERIES and problem.seqlen_k > FEW_KEYS):
@@ -314,6 +333,9 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
         scores += config.num_stages * config.block_m * config.block_n * 5
     split = split_operand(problem, gpu)
     stages = max(1, config.num_stages - 1) if gpu.vendor == "amd" and gpu.arch != "gfx950" else config.num_stages
+    if gpu.vendor == "nvidia" and config.q_resident and config.block_m < 64:
+        # Products of few rows take their operands from registers: what they were loaded from is free for the next step.
+        stages = max(1, config.num_stages - 1)
     if config.q_resident:
         return (
             size * (split * config.block_m * width + stages * split * config.block_n * (width + columns))
@@ -350,6 +372,11 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     )
     out_bytes = rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0))
     workspace = partials.workspace_bytes(problem, config.num_splits) if config.num_splits > 1 else 0
+    multiply_adds = " multiply-adds" if size == 4 and dot_precision(problem, gpu) == "ieee" else ""
+    # Without q resident a step waits for V, and for each piece of q and k.
+    waits = 1 if config.q_resident else 1 + width // config.block_d
+    split = config.block_n * (width + columns // config.v_parts) + config.block_m * config.block_n
+    split += 0 if config.q_resident else config.block_m * width
     main = Cost(
         blocks=_blocks(problem, config),
         flops=2 * (scores * width + visited * config.block_m * config.block_n * columns),
@@ -360,20 +387,22 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         write_bytes=workspace or out_bytes,
         smem_bytes=smem_bytes(problem, gpu, config),
         workspace_bytes=workspace,
-        steps=visited * config.v_parts,
-        longest=-(-longest // config.num_splits),
+        steps=visited * config.v_parts * waits,
+        longest=-(-longest // config.num_splits) * waits,
         threads=config.num_warps * gpu.warp_size,
-        registers=min(gpu.registers_per_thread or 255, _registers(problem, gpu, config)),
+        # In float32, parts of operands on their way or what multiply-adds read.
+        registers=min(gpu.registers_per_thread or 255, _registers(problem, gpu, config) + (64 if size == 4 else 0)),
         scratch_bytes=workspace,
         smem_margin=4 * config.block_m * config.block_n + 1024,
-        unsorted=True,
-        loop="few rows" if config.block_m <= 32 else "" if config.q_resident else "pieces",
+        order=launch_order(problem, config.block_m, config.block_n, heads, config.num_splits * config.v_parts, True),
+        loop=f"pieces{multiply_adds}" if not config.q_resident else "few rows" if config.block_m <= 32 else "",
+        conversions=conversions(problem, gpu, visited * config.v_parts * split, config.block_m, config.num_warps),
         cut=of_tiles.cut * config.v_parts,
         items=of_tiles.items * config.v_parts * config.num_splits,
     )
     if not workspace:
         return main
-    merge = Cost(rows, 0, rows * config.num_splits, workspace, out_bytes, threads=64, scratch_bytes=workspace)
+    merge = Cost(rows, 0, rows * config.num_splits, workspace, out_bytes, threads=64, scratch_bytes=workspace, trips=3)
     return replace(
         main,
         blocks=main.blocks + rows,
@@ -496,6 +525,8 @@ def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
     elif rows <= 16:
         # One row of K and V is read for 16 rows at most: what counts is how many bytes are under way.
         config = Config(16, 32 if wide else 16, _block_d(problem, 64), parts, 1, problem.head_dim <= 1024, 4, 2)
+        if _takes_longer_tiles(problem, gpu):
+            config = replace(config, block_n=64)
     elif gpu.vendor == "amd":
         config = Config(64, 32, _block_d(problem, 64), parts, 1, False, 4, 2)
     else:
@@ -526,6 +557,21 @@ def _beside(problem: AttentionProblem) -> bool:
     return problem.packed or problem.mask_shape is not None or problem.bias_shape is not None
 
 
+def _is_latent(problem: AttentionProblem) -> bool:
+    """Whether v is likely to be part of k, by the widths: one head of keys, wider than its values."""
+    return problem.num_heads_kv == 1 and problem.head_dim_v < problem.head_dim
+
+
+def _takes_longer_tiles(problem: AttentionProblem, gpu: Gpu) -> bool:
+    """Whether a step of decoding walks a latent 64 keys at a time: what is read of q from shared memory is half of that
+    for 32. 4.16 TB/s of the 4.26 that torch.sum reads where 32 keys made 3.18 in two blocks a multiprocessor and 3.97
+    in four, 4.06 and 3.97 from pages of 64 (H200, 576/512, 16 sequences of 65,536 keys). Not where shares would be
+    fewer than the GPU has places for."""
+    places = 2 * (gpu.num_sms or FILLED)
+    shares = max(1, problem.batch) * (problem.seqlen_k // 128)
+    return gpu.capability == 90 and _is_latent(problem) and problem.head_dim <= 640 and shares >= places
+
+
 def _blocks_of_sm(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """Blocks of a few rows that a multiprocessor of Hopper runs at once: two, where shared memory holds both.
     One asks for a tile of keys while it multiplies none: 128 blocks read 3.3 to 3.6 TB/s of an H200's 4.8, 256 blocks
@@ -534,7 +580,8 @@ def _blocks_of_sm(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
         return 1
     block_v, v_pieces = _columns(problem, config)
     width = -(-problem.head_dim // config.block_d) * config.block_d
-    tiles = max(1, config.num_stages - 1) * config.block_n * (width + block_v * v_pieces)
+    values = 0 if _is_latent(problem) else block_v * v_pieces  # which of a latent are part of its tile
+    tiles = max(1, config.num_stages - 1) * config.block_n * (width + values)
     taken = DTYPE_BYTES[problem.dtype] * (config.block_m * width + tiles) + 4096
     return 2 if 2 * taken <= gpu.smem_per_block_bytes else 1
 

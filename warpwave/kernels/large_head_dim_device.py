@@ -5,6 +5,7 @@ Bound: L2 and shared memory; see large_head_dim.
 
 from __future__ import annotations
 
+from warpwave.kernels.paged_keys import cached_sequence, pages_of
 from warpwave.kernels.partials import inverse_sum, join, lse_of
 from warpwave.kernels.primitives import (
     LOG2_E,
@@ -24,7 +25,7 @@ from warpwave.kernels.triton_or_stub import jit, tl
 UNSPECIALISED = [
     *("stride_lb", "stride_lh", "stride_mask_b", "stride_mask_h", "stride_bias_b", "stride_bias_h", "stride_alibi_b"),
     *("stride_alibi_h", "seqlen_q", "seqlen_k", "total_q", "total_k", "num_units", "group_size", "window_left"),
-    *("window_right", "num_splits", "rows_heads"),
+    *("window_right", "num_splits", "rows_heads", "stride_table", "num_pages", "num_rows"),
 ]
 
 
@@ -51,6 +52,9 @@ def large_head_dim_kernel(
     sinks_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
+    page_table_ptr,
+    seqused_k_ptr,
+    rows_ptr,
     stride_qb,
     stride_qm,
     stride_qh,
@@ -88,6 +92,9 @@ def large_head_dim_kernel(
     window_right,
     num_splits,
     rows_heads,
+    stride_table,
+    num_pages,
+    num_rows,
     softmax_scale,
     softcap,
     BLOCK_M: tl.constexpr,
@@ -111,6 +118,8 @@ def large_head_dim_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_VARLEN: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
@@ -133,24 +142,32 @@ def large_head_dim_kernel(
     first_row = batch * seqlen_q  # of all sequences, where a split leaves its state
     if IS_VARLEN:
         q_begin, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
-        k_begin, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)
         if tile * BLOCK_M >= seqlen_q * HEADS:
             return
         q_ptr += q_begin * stride_qm
-        k_ptr += k_begin * stride_kn
-        v_ptr += k_begin * stride_vn
         out_ptr += q_begin * stride_om
         first_row = q_begin
         if WRITE_LSE:
             lse_ptr += q_begin
+    if PAGE_SIZE > 0:
+        page_table_ptr, seqlen_k = cached_sequence(
+            page_table_ptr, seqused_k_ptr, rows_ptr, batch, stride_table, seqlen_k, num_rows, HAS_ROWS
+        )
+    elif IS_VARLEN:
+        k_begin, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)
+        k_ptr += k_begin * stride_kn
+        v_ptr += k_begin * stride_vn
+    else:
+        k_ptr += batch * stride_kb
+        v_ptr += batch * stride_vb
     lines = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = lines // HEADS
     heads = unit * HEADS + lines % HEADS  # 64-bit
     row_inside = rows < seqlen_q
     row_offsets = rows.to(tl.int64)
     q_rows = q_ptr + (batch * stride_qb + row_offsets * stride_qm + heads * stride_qh)  # [BLOCK_M]
-    k_ptr += batch * stride_kb + kv_head * stride_kh
-    v_ptr += batch * stride_vb + kv_head * stride_vh
+    k_ptr += kv_head * stride_kh
+    v_ptr += kv_head * stride_vh
     mask_rows = mask_ptr
     bias_rows = bias_ptr
     slopes_log2 = softmax_scale
@@ -189,8 +206,15 @@ def large_head_dim_kernel(
     for key_tile in range(first, last, BLOCK_N):
         keys = key_tile + tl.arange(0, BLOCK_N)
         # Keys that no row of the tile sees are not read: NaN there must have no effect.
-        k_rows = k_ptr + keys.to(tl.int64) * stride_kn
-        v_rows = v_ptr + keys.to(tl.int64) * stride_vn
+        if PAGE_SIZE > 0:
+            inside = (keys >= key_begin) & (keys < key_end)
+            pages = pages_of(page_table_ptr, key_tile, keys, inside, num_pages, PAGE_SIZE, BLOCK_N)
+            cells = (keys % PAGE_SIZE).to(tl.int64)
+            k_rows = k_ptr + (pages * stride_kb + cells * stride_kn)
+            v_rows = v_ptr + (pages * stride_vb + cells * stride_vn)
+        else:
+            k_rows = k_ptr + keys.to(tl.int64) * stride_kn
+            v_rows = v_ptr + keys.to(tl.int64) * stride_vn
         raw = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         values = ()
         if Q_RESIDENT:

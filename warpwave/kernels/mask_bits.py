@@ -112,6 +112,14 @@ def packed(problem: AttentionProblem) -> Packed:
     )  # fmt: skip
 
 
+def strides(problem: AttentionProblem) -> tuple[int, ...]:
+    """Strides of words and flags as `hopper/flash_fwd` takes them; zeros where there is no mask."""
+    if problem.mask_shape is None:
+        return (0,) * 8
+    p = packed(problem)
+    return (*p.word_strides, p.flags_begin, *p.flag_strides)
+
+
 def specify(problem: AttentionProblem, mask: torch.Tensor, words: torch.Tensor) -> launch.Launch:
     """The launch that packs `mask` into `words`, of `packed(problem).size`."""
     p = packed(problem)

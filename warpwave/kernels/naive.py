@@ -253,7 +253,6 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         problem, block_m=config.block_m, block_n=config.block_n, columns=config.block_n, step=1,
         width=problem.head_dim, smem_bytes=smem_bytes(problem, gpu, config),
         threads=config.num_warps * gpu.warp_size, bytes_of_pair=_bytes_of_pair(problem, gpu, config),
-        rows_of_warp=gpu.warp_size // min(gpu.warp_size, config.block_n),
     )  # fmt: skip
 
 

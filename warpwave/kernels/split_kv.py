@@ -27,10 +27,11 @@ import torch
 
 from warpwave import launch, precision
 from warpwave.hardware.gpu import Gpu, current_gpu
-from warpwave.kernels import partials, tensor_maps
+from warpwave.kernels import partials, scratch, tensor_maps
 from warpwave.kernels.arguments import (
     allocator,
     band_constants,
+    behind,
     broadcast_strides,
     dot_precision,
     feature_constants,
@@ -40,21 +41,24 @@ from warpwave.kernels.arguments import (
     token_strides,
     window,
 )
-from warpwave.kernels.cost import Cost, walk
+from warpwave.kernels.cost import PARTS, Cost, conversions, launch_order, walk
 from warpwave.kernels.split_kv_configs import (
     UNKNOWN_SMS,
     Config,
     blocks_with_rows,
     bytes_per_score,
     choose_splits,
+    columns,
     configs,
     fitting,
+    head_groups,
     may_be_launched_ahead,
     merge_rows,
     num_parts,
     smallest_smem_bytes,
     smem_bytes,
     steps_over_keys,
+    tile_heads,
     tiles,
 )
 from warpwave.kernels.split_kv_device import split_kv_kernel
@@ -71,6 +75,7 @@ __all__ = ["Config", "bind", "bind_with_prefix", "configs", "cost", "notes", "ou
 # Host -----------------------------------------------------------------------------------------------------------------
 
 Run = Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]
+SINKS = CachedOperands._fields.index("sinks") - 3  # behind q, k and v
 
 
 def bind(problem: AttentionProblem, operands: Any, config: Config) -> Run:
@@ -83,16 +88,22 @@ def bind(problem: AttentionProblem, operands: Any, config: Config) -> Run:
     merge = [launch.bind(spec) for spec in specs[1:]]
 
     def run(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        operands = straight(operands)
+        q, k, v, *others = operands
         out, lse = allocate()
         acc, state, arrived = workspace()
-        attend(*_tensors(operands, out, lse, acc, state, arrived))
-        if merge:
-            merge[0](acc, state, out, lse, operands.sinks)
+        attend(q, k, v, out, lse, acc, state, arrived, *others)
+        return out, lse
+
+    def run_and_merge(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        q, k, v, *others = operands
+        out, lse = allocate()
+        acc, state, _ = workspace()
+        attend(q, k, v, out, lse, acc, state, None, *others)
+        merge[0](acc, state, out, lse, others[SINKS])
         return out, lse
 
     assert len(merge) == (num_parts(config) > 1 and config.merge == "kernel")
-    return run
+    return behind(straight, run_and_merge if merge else run)
 
 
 def bind_with_prefix(
@@ -119,12 +130,13 @@ def bind_with_prefix(
         first: CachedOperands = operands._replace(q=q[None], rows=rows, sinks=None, cu_seqlens_q=None)
         return first
 
-    def workspaces() -> tuple[torch.Tensor, torch.Tensor, partials.Workspace, partials.Workspace]:
-        acc, state = partials.allocate(problem, parts_before + parts_behind, device)
+    def divided(tensors: tuple[torch.Tensor, ...], _: int | None) -> tuple[Any, ...]:
+        acc, state = tensors
         before, behind = slice(parts_before), slice(parts_before, None)
         first, second = (partials.Workspace(acc[part], state[part], None) for part in (before, behind))
         return acc, state, first, second
 
+    workspaces = scratch.memory(partials.needs(problem, parts_before + parts_behind), device, divided)
     out, lse = allocate()
     acc, state, space_before, space_behind = workspaces()
     operands = straight(operands)
@@ -182,7 +194,12 @@ def specify(
 
     Args:
         first_key: keys before it are left out: somebody else attends to them.
+
+    Raises:
+        ValueError: the config's kv heads do not divide the problem's.
     """
+    if problem.num_heads_kv % config.kv_heads:
+        raise ValueError(f"kv_heads is {config.kv_heads}; it must divide the call's {problem.num_heads_kv} kv heads")
     workspace = workspace or _workspace(problem, config, out.device)()
     acc, state, arrived = workspace
     merge_here = config.num_splits > 1 and config.merge == "last_block"
@@ -191,7 +208,7 @@ def specify(
     maps = [plan.descriptor(tensor) for plan, tensor in zip(plans, operands[1:3], strict=False)] or [None, None]
     attend = launch.Launch(
         kernel=split_kv_kernel,
-        grid=tiles(problem, config) * problem.num_heads_kv * config.num_splits * problem.batch,
+        grid=tiles(problem, config) * head_groups(problem, config) * config.num_splits * problem.batch,
         tensors=(*_tensors(operands, out, lse, acc, state, arrived), *maps),
         scalars=_scalars(problem, operands, config, first_key),
         constants=_constants(problem, gpu, operands, config, acc is not None, merge_here, bool(plans)),
@@ -260,6 +277,7 @@ def _constants(
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "GROUP_SIZE": problem.num_heads_q // problem.num_heads_kv,
+        "KV_HEADS": config.kv_heads,
         "STRIDE_UNIT": stride_unit(operands),
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
@@ -337,9 +355,10 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
     Measured in CUDA graphs on an H200 (2026-11-21): decode 2.0 to 7.6 times as fast as by hopper/flash_fwd; one head of
     512 queries and keys in 8 shares 1.41 times as fast as by flash_fwd, of 256 in 4 shares 1.07. Of 128 and 64, and 32
-    heads of 128, head_dim 64, whose keys are not worth splitting, 1.10, 1.15 and 1.10, for its launches begin ahead of
-    the end of those before them; else 0.89 to 0.95. In float32, one head of 512 takes 11.2 us by default, 8.1 as tf32
-    and 11.6 as ieee; by hopper/flash_fwd, which makes parts first, 14.6 and 10.2, by flash_fwd 26.5, 20.9 and 110.
+    heads of 128, head_dim 64, whose keys are not worth splitting, 1.30, 1.18 and 1.15 (a day later), for one step walks
+    all keys, and launches begin ahead of the end of those before them; else 0.89 to 0.95. In float32, one head of 512
+    takes 11.2 us by default, 8.1 as tf32 and 11.6 as ieee; by hopper/flash_fwd, which makes parts first, 14.6 and 10.2,
+    by flash_fwd 26.5, 20.9 and 110.
     Longer prompts were not compared.
     """
     if problem.page_size:  # nobody else reads pages on a GPU
@@ -378,16 +397,16 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """Whole tiles, padding included; K and V once for each tile of rows; parts written and read where keys split."""
     size, parts = DTYPE_BYTES[problem.dtype], num_parts(config)
     steps, longest = steps_over_keys(problem, config)
-    of_tiles = walk(problem, config.block_m, config.block_n, problem.num_heads_q // problem.num_heads_kv)
-    scores = steps * config.block_m * config.block_n
+    of_tiles = walk(problem, config.block_m, config.block_n, tile_heads(problem, config))
+    scores = steps * config.block_m * columns(config)
     rows = problem.rows * problem.num_heads_q
     outputs = rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0))
     scratch = partials.workspace_bytes(problem, parts) if parts > 1 else 0
     by_kernel = parts > 1 and config.merge == "kernel"
-    keys_read = steps * config.block_n * (problem.head_dim + problem.head_dim_v) * size
+    keys_read = steps * columns(config) * (problem.head_dim + problem.head_dim_v) * size
     table = 8 * steps * (config.block_n // min(problem.page_size, config.block_n)) if problem.page_size else 0
     attend = Cost(
-        blocks=tiles(problem, config) * problem.num_heads_kv * config.num_splits * problem.batch,
+        blocks=tiles(problem, config) * head_groups(problem, config) * config.num_splits * problem.batch,
         flops=2 * scores * (padded(problem.head_dim) + padded(problem.head_dim_v)),
         exponentials=scores,
         read_bytes=rows * problem.head_dim * size + keys_read + table + scores * bytes_per_score(problem),
@@ -399,17 +418,33 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         threads=config.num_warps * gpu.warp_size,
         registers=_registers(problem, gpu, config),
         scratch_bytes=scratch if by_kernel else 2 * scratch,
-        unsorted=True,
+        order=launch_order(problem, config.block_m, config.block_n, tile_heads(problem, config), config.num_splits),
         cut=of_tiles.cut,
-        loop="few rows" if config.block_m <= 32 else "",
+        loop=_loop(problem, gpu, config),
         items=of_tiles.items * config.num_splits,
-        smem_margin=(size * config.block_n + 8 * config.num_warps) * config.block_m + 1024 if size == 2 else 0,
+        conversions=conversions(
+            problem,
+            gpu,
+            scores + steps * columns(config) * (padded(problem.head_dim) + padded(problem.head_dim_v)),
+            config.block_m,
+            config.num_warps,
+        ),
+        smem_margin=(size * columns(config) + 8 * config.num_warps) * config.block_m + 1024 if size == 2 else 0,
     )
     if parts == 1:
         return attend
     if not by_kernel:
         return replace(attend, read_bytes=attend.read_bytes + scratch)
-    merge = Cost(rows, 0, rows * parts, scratch, outputs, threads=2 * gpu.warp_size, scratch_bytes=scratch)
+    merge = Cost(
+        rows,
+        0,
+        rows * parts,
+        scratch,
+        outputs,
+        threads=2 * gpu.warp_size,
+        scratch_bytes=scratch,
+        trips=5 if rows > 4 * (gpu.num_sms or 132) else 1,  # few rows are merged while the last parts are written
+    )
     return replace(
         attend,
         exponentials=attend.exponentials + merge.exponentials,
@@ -421,10 +456,25 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     )
 
 
+def _loop(problem: AttentionProblem, gpu: Gpu, config: Config) -> str:
+    """`Cost.loop`: that of few rows, which float32 has to itself; multiply-adds also by head_dim, as in flash_fwd."""
+    if config.block_m > 32:
+        return ""
+    if problem.dtype != "float32":
+        return "few rows"
+    if dot_precision(problem, gpu) != "ieee":
+        return "few rows float32"
+    return f"few rows {'wide ' if padded(problem.head_dim) >= 128 else ''}multiply-adds"
+
+
 def _registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """About what a thread holds: output and scores of its rows in float32, probabilities, and some forty besides."""
     threads = max(1, config.num_warps * gpu.warp_size)
-    elements = config.block_m * (padded(problem.head_dim_v) + config.block_n * 3 // 2)
+    elements = config.block_m * (padded(problem.head_dim_v) + columns(config) * 3 // 2)
+    if problem.dtype == "float32" and dot_precision(problem, gpu) != "ieee" and config.block_m < 64:
+        # Every warp holds the parts of all rows of Q, and those of keys on their way.
+        parts = PARTS[dot_precision(problem, gpu)]
+        elements += threads * (40 + parts * config.block_m * padded(problem.head_dim) // (2 * gpu.warp_size))
     return min(gpu.registers_per_thread or 255, 40 + elements // threads)
 
 

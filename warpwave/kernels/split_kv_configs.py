@@ -29,6 +29,9 @@ class Config:
         merge: `"kernel"`: a second launch merges; `"last_block"`: the last block of a tile to arrive does.
         by_map: K and V come by tensor maps (TMA, sm_90 or newer, 16 bits) where a tile lies in one page; tiles at the
             edges of what is seen, and tensors that no map can describe, by pointers.
+        kv_heads: kv heads whose rows and keys a tile holds side by side, a power of two that divides those there are:
+            their keys, neighbours in memory, are asked for together, and their scores come of one product, which at
+            few rows is padding otherwise.
         launched_ahead: begin while the launch before in the stream still ends, and wait in the kernel (sm_90 or newer).
     """
 
@@ -41,9 +44,10 @@ class Config:
     merge: str = "kernel"
     launched_ahead: bool = False
     by_map: bool = False
+    kv_heads: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("block_m", 16), ("block_n", 16), ("num_warps", 1)):
+        for name, least in (("block_m", 16), ("block_n", 16), ("num_warps", 1), ("kv_heads", 1)):
             value = getattr(self, name)
             if value < least or value & (value - 1):
                 raise ValueError(f"{name} is {value}; it must be a power of two, at least {least}")
@@ -54,6 +58,8 @@ class Config:
             raise ValueError(f"pieces is {self.pieces}; it must be 0, or at least 2 and num_splits = {self.num_splits}")
         if self.merge not in MERGES:
             raise ValueError(f"merge is {self.merge!r}; it must be one of {', '.join(map(repr, MERGES))}")
+        if self.pieces and self.kv_heads > 1:
+            raise ValueError(f"kv_heads is {self.kv_heads} with pieces = {self.pieces}; pieces are of one kv head")
         if self.pieces and self.merge != "kernel":
             raise ValueError(f"merge is {self.merge!r} with pieces = {self.pieces}; 'kernel' alone merges pieces")
 
@@ -66,16 +72,16 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     size, arithmetic = DTYPE_BYTES[problem.dtype], dot_precision(problem, gpu)
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     q = size * config.block_m * block_d
-    p = size * config.block_m * config.block_n
-    kv = size * config.block_n * (block_d + block_dv)
+    p = size * config.block_m * columns(config)
+    kv = size * columns(config) * (block_d + block_dv)
     # Page ids and what is loaded by them are in flight as well; barriers and reductions over warps take the rest.
-    more = 1024 + (16 * config.block_n * config.num_stages if problem.page_size else 0)
+    more = 1024 + (16 * columns(config) * config.num_stages if problem.page_size else 0)
     more += 8 * config.block_m * config.num_warps
     if config.pieces:  # whose accumulators are stored inside the loop, and are laid out for that in shared memory
         more += 4 * config.block_m * block_dv
     if problem.mask_shape is not None or problem.bias_shape is not None:
-        kv += config.block_m * config.block_n * bytes_per_score(problem)
-        p += size * config.block_n * block_dv  # V goes through registers to lose what nobody sees, and back
+        kv += config.block_m * columns(config) * bytes_per_score(problem)
+        p += size * columns(config) * block_dv  # V goes through registers to lose what nobody sees, and back
     if gpu.arch == "gfx950":
         return max(q, config.num_stages * kv * 17 // 16) + p + more
     if gpu.vendor == "amd":
@@ -93,9 +99,24 @@ def bytes_per_score(problem: AttentionProblem) -> int:
     return mask + (0 if problem.bias_shape is None else DTYPE_BYTES[problem.bias_dtype or problem.dtype])
 
 
+def columns(config: Config) -> int:
+    """Keys of all kv heads of a tile, of which a score each for every row."""
+    return config.block_n * config.kv_heads
+
+
+def tile_heads(problem: AttentionProblem, config: Config) -> int:
+    """Query heads whose rows a tile holds."""
+    return problem.num_heads_q // problem.num_heads_kv * config.kv_heads
+
+
+def head_groups(problem: AttentionProblem, config: Config) -> int:
+    """Groups of kv heads, each with tiles of its own."""
+    return problem.num_heads_kv // config.kv_heads
+
+
 def tiles(problem: AttentionProblem, config: Config) -> int:
-    """Tiles of rows of one kv head of the longest sequence."""
-    return -(-problem.seqlen_q * (problem.num_heads_q // problem.num_heads_kv) // config.block_m)
+    """Tiles of rows of one group of kv heads of the longest sequence."""
+    return -(-problem.seqlen_q * tile_heads(problem, config) // config.block_m)
 
 
 def num_parts(config: Config) -> int:
@@ -105,7 +126,7 @@ def num_parts(config: Config) -> int:
 
 def steps_over_keys(problem: AttentionProblem, config: Config) -> tuple[int, int]:
     """(steps over keys of all tiles of rows, those of the longest) before the keys are split."""
-    group = problem.num_heads_q // problem.num_heads_kv
+    group = tile_heads(problem, config)
     total = longest = 0
     counted: dict[tuple[int, int], tuple[int, int]] = {}
     for seqlen_q, seqlen_k in problem.items():
@@ -121,12 +142,12 @@ def steps_over_keys(problem: AttentionProblem, config: Config) -> tuple[int, int
             counted[seqlen_q, seqlen_k] = (sum(steps), max(steps, default=0))
         total += counted[seqlen_q, seqlen_k][0]
         longest = max(longest, counted[seqlen_q, seqlen_k][1])
-    return total * problem.num_heads_kv, longest
+    return total * head_groups(problem, config), longest
 
 
 def merge_rows(problem: AttentionProblem, config: Config) -> int:
     """Rows that the last block of a tile merges: the tile's, less its padding where all rows there are fill a part."""
-    rows = problem.seqlen_q * (problem.num_heads_q // problem.num_heads_kv)
+    rows = problem.seqlen_q * tile_heads(problem, config)
     return min(config.block_m, 1 << (max(1, rows) - 1).bit_length())
 
 
@@ -152,6 +173,7 @@ INVARIANT_PIECES = {True: 32, False: 4}
 # By tensor maps, whose copies take no registers, and which one block of large tiles keeps in flight for its SM.
 MAPPED_BYTES = 128 * 1024  # in flight an SM, for memory to be busy
 MAPPED_STEP_BYTES = 64 * 1024  # of an SM, what takes as long as a step of pointers' saturating blocks
+MAPPED_ENOUGH = 0.9  # of the saturating blocks keep memory as busy as all of them
 MAPPED_START_STEPS = 1.2
 MAPPED_HIDDEN_START_STEPS = 0.1
 
@@ -166,6 +188,7 @@ class Pace(NamedTuple):
     drift: float
     merge: float
     parts_per_step: float
+    together: bool  # whether blocks that run at once end at once, however many an SM has: memory alone sets their pace
 
 
 class Splits(NamedTuple):
@@ -179,9 +202,9 @@ def blocks_with_rows(problem: AttentionProblem, config: Config) -> int:
     """Blocks that have rows, before keys are split."""
     found = tiles(problem, config) * problem.batch
     if problem.packed:  # the longest sequence is one of several: a tile may end early in each
-        rows = problem.total_q * (problem.num_heads_q // problem.num_heads_kv)
+        rows = problem.total_q * tile_heads(problem, config)
         found = min(found, rows // config.block_m + problem.batch)
-    return max(1, found * problem.num_heads_kv)
+    return max(1, found * head_groups(problem, config))
 
 
 def scattered(problem: AttentionProblem, config: Config) -> bool:
@@ -195,8 +218,8 @@ def blocks_per_sm(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     in_flight = config.num_stages - 1 if config.block_m < 64 else config.num_stages
     if problem.page_size:
         in_flight = config.num_stages // 2 if config.block_m < 64 else (config.num_stages + 1) // 2
-    needed = config.block_n * (padded(problem.head_dim) + padded(problem.head_dim_v)) * max(1, in_flight)
-    needed += config.block_m * (padded(problem.head_dim) + config.block_n)
+    needed = columns(config) * (padded(problem.head_dim) + padded(problem.head_dim_v)) * max(1, in_flight)
+    needed += config.block_m * (padded(problem.head_dim) + columns(config))
     needed = DTYPE_BYTES[problem.dtype] * needed + 1024
     return max(1, min(by_registers * 4 // config.num_warps, gpu.smem_per_block_bytes // needed))
 
@@ -215,14 +238,14 @@ def pace(problem: AttentionProblem, gpu: Gpu, config: Config) -> Pace:
         more = SCATTERED_START_STEPS if scattered(problem, config) and config.block_m < 64 else 0
         return Pace(
             sms * blocks, sms * min(blocks, SATURATING_BLOCKS), START_STEPS + more, HIDDEN_START_STEPS + more, DRIFT,
-            MERGE_STEPS, PARTS_PER_STEP,
+            MERGE_STEPS, PARTS_PER_STEP, False,
         )  # fmt: skip
-    tile = config.block_n * (padded(problem.head_dim) + padded(problem.head_dim_v)) * DTYPE_BYTES[problem.dtype]
+    tile = columns(config) * (padded(problem.head_dim) + padded(problem.head_dim_v)) * DTYPE_BYTES[problem.dtype]
     saturating = min(blocks, max(1, round(MAPPED_BYTES / (tile * tiles_in_flight(problem, config)))))
     step = saturating * tile / MAPPED_STEP_BYTES
     return Pace(
         sms * blocks, sms * saturating, MAPPED_START_STEPS / step, MAPPED_HIDDEN_START_STEPS / step, 0.0,
-        MERGE_STEPS / step, PARTS_PER_STEP,
+        MERGE_STEPS / step, PARTS_PER_STEP, True,
     )  # fmt: skip
 
 
@@ -239,14 +262,18 @@ def choose_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Splits
     `longest` are the steps of the tile that sees most keys, `first` the blocks of the first wave, as many on every SM.
     """
     blocks, sms = blocks_with_rows(problem, config), gpu.num_sms or UNKNOWN_SMS
-    places, saturating, start, hidden_start, drift, merge, parts_per_step = pace(problem, gpu, config)
+    places, saturating, start, hidden_start, drift, merge, parts_per_step, together = pace(problem, gpu, config)
     longest = max(1, steps_over_keys(problem, config)[1])
 
     def steps(s: int) -> float:
         walk = -(-longest // s)
         waves, rest = divmod(blocks * s, places)
-        first = min(-(-blocks * s // sms) * sms, places)  # an SM that has one more is the last to end
-        total = max(1.0, first / saturating) * (walk + start)
+        if together:
+            first = min(max(blocks * s, MAPPED_ENOUGH * saturating), places)
+            total = first / saturating * (walk + start)
+        else:
+            first = min(-(-blocks * s // sms) * sms, places)  # an SM that has one more is the last to end
+            total = max(1.0, first / saturating) * (walk + start)
         total += max(0, blocks * s - places) / saturating * (walk + hidden_start)
         if waves and rest:
             total += (UNEVEN / waves * max(0, saturating - rest) / saturating + drift) * walk
@@ -347,9 +374,36 @@ def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
         config = replace(config, block_m=min(config.block_m, (64, 64, 32)[bucket]))
         config = replace(config, block_n=max(16, config.block_n // 2), num_stages=min(2, config.num_stages))
     if gpu.vendor == "nvidia" and gpu.capability == 90:  # where they were measured
-        config = _mapped(problem, gpu, config)
-    # Worth 4 to 6 % of decode from a cold cache and a seventh of a small prefill; from pages it cost up to a tenth.
-    return replace(config, launched_ahead=may_be_launched_ahead(gpu) and not problem.page_size)
+        config = _short_prompt(problem, gpu, _mapped(problem, gpu, config))
+    # Worth 4 to 6 % of decode from a cold cache, a seventh of a small prefill, and up to 4 % from pages by maps; from
+    # pages by pointers it cost up to a tenth, a chunk beside decode 1 %.
+    ahead = not problem.page_size or (config.by_map and config.block_m < 64)
+    return replace(config, launched_ahead=may_be_launched_ahead(gpu) and ahead)
+
+
+SHORT = 128  # keys that one step walks
+
+
+def _short_prompt(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
+    """All keys of a dense prompt in one step, by tiles of 16 rows where all of them run at once; else as it is.
+
+    Where a call takes 2 to 3 us, one head of 128 queries took 2.37 us so and 2.72 by 64 x 64 in two steps, 16 heads
+    2.73 and 2.84, 32 heads (by 64 x 128) 2.86 and 2.92, one head of 64 2.15 and 2.19.
+    """
+    measured = (
+        config.block_m == 64
+        and problem.seqlen_k <= SHORT
+        and max(padded(problem.head_dim), padded(problem.head_dim_v)) <= 64
+        and problem.dtype != "float32"
+        and problem.mask_shape is None
+        and problem.bias_shape is None
+        and not (problem.page_size or problem.packed or problem.batch_invariant)
+    )
+    if not measured:
+        return config
+    whole = replace(config, block_n=64 if problem.seqlen_k <= 64 else 128, num_stages=2)
+    narrow = replace(whole, block_m=16)
+    return narrow if blocks_with_rows(problem, narrow) <= (gpu.num_sms or UNKNOWN_SMS) else whole
 
 
 FEW = 1 / 4  # tiles of rows for each SM
@@ -362,18 +416,25 @@ def _mapped(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
 
     On an H200 one block an SM with two tiles of 128 keys in flight read 64 x 8,192 keys in 477 us, three blocks of 64
     keys in 487, and 16 x 4,096 in 63.6 and 64.2. Where few tiles are split over all SMs smaller blocks, of two warps,
-    were ahead: 1 x 4,096 keys 6.6 us against 7.8, 4 x 4,096 20.0 against 21.3, 1 x 65,536 65.4 against 66.2.
+    were ahead: 1 x 4,096 keys 6.6 us against 7.8, 4 x 4,096 20.0 against 21.3, 1 x 65,536 65.4 against 66.2. Pages of
+    16 of four heads at once were read in 247.7 us where pointers took 252.9 (128 x 2,048; twice), level with them at 64
+    x 8,192 (485 and 492, then 495 and 492), and 1 to 5 % behind where keys had to be split.
     """
     wide = padded(problem.head_dim) + padded(problem.head_dim_v)
     if config.block_m == 64:  # dense prompts were not compared; 185 us by pointers and 138 for a chunk beside decode
         mapped = replace(config, num_stages=5, by_map=True)
         return mapped if problem.page_size and wide <= 256 and may_map(problem, gpu, mapped) else config
     block_n = 128 if wide <= 256 else 64
+    sms, tiles_of_rows = gpu.num_sms or UNKNOWN_SMS, blocks_with_rows(problem, config)
     if problem.page_size:
         block_n = min(block_n, problem.page_size)
+    if 16 <= block_n < 64:
+        mapped = replace(config, block_n=block_n, kv_heads=64 // block_n, num_stages=7, by_map=True)
+        fits = problem.num_heads_kv % mapped.kv_heads == 0 and tiles(problem, mapped) == 1 and 128 < wide <= 256
+        fits = fits and may_map(problem, gpu, mapped) and not problem.batch_invariant and problem.window_size[0] < 0
+        return mapped if fits and with_splits(problem, gpu, mapped).num_splits == 1 else config
     if block_n < 64:
         return config
-    sms, tiles_of_rows = gpu.num_sms or UNKNOWN_SMS, blocks_with_rows(problem, config)
     seen = steps_over_keys(problem, config)[1] * config.block_n
     if problem.window_size[0] >= 0 and seen < MOSTLY_EDGES:  # which maps cannot bring
         return config

@@ -92,9 +92,10 @@ def _store_part(
 
 
 @jit
-def _map_tile(map, outer, kv_head, row, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[ROWS, COLUMNS] of a tensor map (batch or page, head, row, column), zero behind the tensor's end."""
-    tile = map.load([outer, kv_head.to(tl.int32), row, 0]).reshape(ROWS, COLUMNS)
+def _map_tile(map, outer, row, kv_head, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[ROWS, COLUMNS] of a tensor map (batch or page, row, head, column), heads of a row side by side; zero behind the
+    tensor's end."""
+    tile = map.load([outer, row, kv_head.to(tl.int32), 0]).reshape(ROWS, COLUMNS)
     if IN_INTERPRETER:
         tile = tile.to(tl.float32)
     return tile
@@ -161,6 +162,7 @@ def split_kv_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -191,16 +193,24 @@ def split_kv_kernel(
     BY_MAP: tl.constexpr,
 ):
     """One share of the keys of one tile of rows. The rows of a tile, then kv heads, then shares are neighbours in the
-    grid, which has one dimension, for 65,535 is the limit of the others."""
+    grid, which has one dimension, for 65,535 is the limit of the others.
+
+    A tile may hold the rows of several kv heads, and their keys: its scores are those of every row and every key, of
+    which each row keeps its own head's. Products of few rows are mostly padding, so that this costs nothing, and what
+    lies side by side in memory, the heads of a token, is asked for together.
+    """
     if LAUNCHED_AHEAD:
         await_launch_before()
     # Where this program works -----------------------------------------------------------------------------------------
-    num_tiles = tl.cdiv(seqlen_q * GROUP_SIZE, BLOCK_M)
+    TILE_HEADS: tl.constexpr = GROUP_SIZE * KV_HEADS  # query heads whose rows a tile holds
+    COLUMNS: tl.constexpr = BLOCK_N * KV_HEADS  # of a tile's scores
+    num_tiles = tl.cdiv(seqlen_q * TILE_HEADS, BLOCK_M)
+    groups = num_heads_kv // KV_HEADS
     pid = tl.program_id(0)
     tile = pid % num_tiles
-    kv_head = (pid // num_tiles % num_heads_kv).to(tl.int64)
-    split = pid // (num_tiles * num_heads_kv) % num_splits
-    batch = (pid // (num_tiles * num_heads_kv) // num_splits).to(tl.int64)
+    kv_head = (pid // num_tiles % groups).to(tl.int64) * KV_HEADS  # the first
+    split = pid // (num_tiles * groups) % num_splits
+    batch = (pid // (num_tiles * groups) // num_splits).to(tl.int64)
     first_row = batch * seqlen_q  # counted over all sequences: rows of out lie one behind another
     # Strides come in units, as flash_fwd's do: the compiler then sees that rows are 16-byte aligned. Those of pages are
     # multiplied by what is in them as they come, 32 bits by 32.
@@ -215,13 +225,15 @@ def split_kv_kernel(
 
     if IS_VARLEN:
         first_row, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
-        if tile * BLOCK_M >= seqlen_q * GROUP_SIZE:
+        if tile * BLOCK_M >= seqlen_q * TILE_HEADS:
             return
         q_ptr += first_row * stride_qm
     else:
         q_ptr += batch * (tl.cast(stride_qb, tl.int64) * STRIDE_UNIT)
-    k_ptr += kv_head * (tl.cast(stride_kh, tl.int64) * STRIDE_UNIT)
-    v_ptr += kv_head * (tl.cast(stride_vh, tl.int64) * STRIDE_UNIT)
+    stride_kh = tl.cast(stride_kh, tl.int64) * STRIDE_UNIT
+    stride_vh = tl.cast(stride_vh, tl.int64) * STRIDE_UNIT
+    k_ptr += kv_head * stride_kh
+    v_ptr += kv_head * stride_vh
     if PAGE_SIZE > 0:
         row = batch
         if HAS_ROWS:
@@ -239,10 +251,10 @@ def split_kv_kernel(
 
     # Rows are the queries of the group's heads, head fastest, so that a tile of few queries is full.
     tile_rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    queries = tile_rows // GROUP_SIZE
-    heads = kv_head * GROUP_SIZE + tile_rows % GROUP_SIZE  # [BLOCK_M]
-    query_begin = tile * BLOCK_M // GROUP_SIZE
-    query_last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP_SIZE, seqlen_q - 1)
+    queries = tile_rows // TILE_HEADS
+    heads = kv_head * GROUP_SIZE + tile_rows % TILE_HEADS  # [BLOCK_M]
+    query_begin = tile * BLOCK_M // TILE_HEADS
+    query_last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // TILE_HEADS, seqlen_q - 1)
     low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
     key_begin, key_end = visible_keys(query_begin, query_last, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
     key_begin = tl.maximum(key_begin, first_key)
@@ -275,9 +287,15 @@ def split_kv_kernel(
         slope_offsets = batch * stride_alibi_b + heads * stride_alibi_h
         slope_log2 = tl.load(alibi_slopes_ptr + slope_offsets) * LOG2_E  # [BLOCK_M]
 
+    # Scores are [BLOCK_M, COLUMNS], keys one behind another, and the tile's kv heads fastest.
+    columns = tl.arange(0, COLUMNS)
+    row_heads = tile_rows % TILE_HEADS // GROUP_SIZE
+
     # One loop, three times where K and V come by tensor maps: a tile that begins with keys that nobody sees, tiles that
     # maps bring, and a tile behind whose keys lie others'. A map masks nothing: it fills with zeros behind the tensor's
     # end, where a dense sequence ends too. What tiles at the edges hold is loaded by pointers, key by key.
+    # With several kv heads once more, where a result is not finite: values of one head may not be, and other heads'
+    # rows multiply them by 0. Then the heads' keys are walked one head behind the other.
     map_begin, map_end = begin, end
     if BY_MAP:
         map_begin = tl.maximum(begin, tl.cdiv(key_begin, BLOCK_N) * BLOCK_N)
@@ -285,17 +303,34 @@ def split_kv_kernel(
         if PAGE_SIZE == 0 and not IS_VARLEN:
             map_end = tl.where(end == seqlen_k, end, map_end)
         map_end = tl.maximum(map_begin, map_end)
-    for section in tl.static_range(3 if BY_MAP else 1):
+    ALONE: tl.constexpr = 3 if BY_MAP else 1
+    for section in tl.static_range(ALONE + 1 if KV_HEADS > 1 else ALONE):
         first_tile, tiles_end = begin, end
-        if BY_MAP and section == 0:
+        if section == ALONE:
+            doubtful = tl.max(tl.max((tl.abs(acc) < float("inf")).to(tl.int32) ^ 1, 1), 0) != 0
+            walked_keys = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N) * BLOCK_N
+            tiles_end = tl.where(doubtful, begin + walked_keys * KV_HEADS, begin)
+            acc = tl.where(doubtful, 0.0, acc)
+            m_i = tl.where(doubtful, float("-inf"), m_i)
+            l_i = tl.where(doubtful, 0.0, l_i)
+        elif BY_MAP and section == 0:
             tiles_end = tl.minimum(map_begin, end)
         elif BY_MAP and section == 1:
             first_tile, tiles_end = map_begin, map_end
         elif BY_MAP:
             first_tile = map_end
         # A pipeline of edges would wait for tiles that do not come: there is one of a kind.
-        for key_tile in tl.range(first_tile, tiles_end, BLOCK_N, num_stages=1 if BY_MAP and section != 1 else None):
-            keys = key_tile + tl.arange(0, BLOCK_N)
+        for walked in tl.range(
+            first_tile, tiles_end, BLOCK_N, num_stages=1 if section == ALONE or (BY_MAP and section != 1) else None
+        ):
+            if section == ALONE:
+                key_tile = begin + (walked - begin) % walked_keys
+                keys = key_tile + tl.arange(0, BLOCK_N)
+                key_heads = (walked - begin) // walked_keys + tl.zeros([BLOCK_N], tl.int32)
+            else:
+                key_tile = walked
+                keys = key_tile + columns // KV_HEADS
+                key_heads = columns % KV_HEADS
             # Keys that no query of the tile sees are not read: NaN there must have no effect.
             key_inside = (keys >= key_begin) & (keys < end)
             if PAGE_SIZE > 0:
@@ -307,7 +342,7 @@ def split_kv_kernel(
                     map_outer, map_row = 0, k_begin.to(tl.int32) + key_tile
                 else:
                     map_outer, map_row = batch.to(tl.int32), key_tile
-                k = _map_tile(k_map, map_outer, kv_head, map_row, BLOCK_N, BLOCK_D)
+                k = _map_tile(k_map, map_outer, map_row, kv_head, COLUMNS, BLOCK_D)
             elif PAGE_SIZE > 0:
                 cells = (keys % PAGE_SIZE).to(tl.int64)
                 k_offsets = (pages * k_units[0] + cells * k_units[1]) * STRIDE_UNIT
@@ -319,6 +354,9 @@ def split_kv_kernel(
                 v_offsets = k_offsets
                 if not ALIKE:
                     v_offsets = keys.to(tl.int64) * stride_vn
+            if KV_HEADS > 1 and not (BY_MAP and section == 1):
+                v_offsets = v_offsets + key_heads * stride_vh
+                k_offsets = k_offsets + key_heads * stride_kh
             if not (BY_MAP and section == 1):
                 k = k_ptr + (k_offsets[:, None] + dims.to(tl.int64)[None, :] * stride_kd)
                 k = load_tile(k, keys, dims, key_begin, end, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_N, BLOCK_D]
@@ -326,7 +364,7 @@ def split_kv_kernel(
                 v = v_ptr + (v_offsets[:, None] + dims_v.to(tl.int64)[None, :] * stride_vd)
                 v = load_tile(v, keys, dims_v, key_begin, end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
             k = transposed(operand(k, PRECISION, IS_NVIDIA), PRECISION)
-            scores = product(q, k, None, PRECISION)  # [BLOCK_M, BLOCK_N]
+            scores = product(q, k, None, PRECISION)  # [BLOCK_M, COLUMNS]
 
             # As in flash_fwd: the scale rides in the softmax where nothing is added or hidden.
             scale_left = scale_log2
@@ -340,7 +378,7 @@ def split_kv_kernel(
             if HAS_BIAS:
                 bias_rows = batch * stride_bias_b + heads * stride_bias_h + queries.to(tl.int64) * stride_bias_m
                 bias = bias_ptr + (bias_rows[:, None] + keys.to(tl.int64)[None, :] * stride_bias_n)
-                bias = tl.load(bias, mask=inside, other=float("-inf")).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+                bias = tl.load(bias, mask=inside, other=float("-inf")).to(tl.float32)  # [BLOCK_M, COLUMNS]
                 # -inf hides the pair, whatever the score: NaN + -inf would be NaN.
                 scores = tl.where(bias == float("-inf"), float("-inf"), scores + bias * LOG2_E)
             if HAS_ALIBI:
@@ -350,24 +388,30 @@ def split_kv_kernel(
                 visible = band_visible(queries, keys, low, high, HAS_LOW, HAS_HIGH) & key_inside[None, :]
                 scores = tl.where(visible, scores * scale_left, float("-inf"))
                 scale_left = 1.0
+            if KV_HEADS > 1:
+                scores = tl.where(row_heads[:, None] == key_heads[None, :], scores * scale_left, float("-inf"))
+                scale_left = 1.0
             if HAS_MASK:
                 mask_rows = batch * stride_mask_b + heads * stride_mask_h + queries.to(tl.int64) * stride_mask_m
                 shown = mask_ptr + (mask_rows[:, None] + keys.to(tl.int64)[None, :] * stride_mask_n)
-                shown = tl.load(shown, mask=inside, other=0)  # [BLOCK_M, BLOCK_N]
+                shown = tl.load(shown, mask=inside, other=0)  # [BLOCK_M, COLUMNS]
                 scores = tl.where(shown != 0, scores, float("-inf"))
 
             p, alpha, m_i, l_i = softmax_step(scores, scale_left, m_i, l_i)
             if BY_MAP and section == 1:
-                v = _map_tile(v_map, map_outer, kv_head, map_row, BLOCK_N, BLOCK_DV)
+                v = _map_tile(v_map, map_outer, map_row, kv_head, COLUMNS, BLOCK_DV)
             elif not BY_MAP:
                 v = v_ptr + (v_offsets[:, None] + dims_v.to(tl.int64)[None, :] * stride_vd)
                 v = load_tile(v, keys, dims_v, key_begin, end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
             if HAS_MASK or HAS_BIAS:
                 # A value that no query of the tile sees must have no effect, and 0 * NaN would be one.
-                seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
+                seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [COLUMNS]
                 v = tl.where((seen != 0)[:, None], v, 0.0)
             p = operand(p.to(v.dtype), PRECISION, IS_NVIDIA)
-            acc = product(p, operand(v, PRECISION, IS_NVIDIA), acc * alpha[:, None], PRECISION)  # [BLOCK_M, BLOCK_DV]
+            kept = acc * alpha[:, None]
+            acc = product(p, operand(v, PRECISION, IS_NVIDIA), kept, PRECISION)  # [BLOCK_M, BLOCK_DV]
+            if section == ALONE:
+                acc = tl.where((row_heads == (walked - begin) // walked_keys)[:, None], acc, kept)
 
             if PIECES > 0:
                 piece_ends = ((key_tile + BLOCK_N - first) % piece_keys == 0) | (key_tile + BLOCK_N >= end)
@@ -381,7 +425,6 @@ def split_kv_kernel(
                 l_i = tl.where(piece_ends, 0.0, l_i)
 
     # What is left of it -----------------------------------------------------------------------------------------------
-    columns = dims_v[None, :]
     inside = in_range[:, None] & (dims_v < HEAD_DIM_V)[None, :]
     if PIECES > 0:
         # Parts that are no piece: all blocks of the tile have a few. Their accumulators have no weight.
@@ -401,8 +444,8 @@ def split_kv_kernel(
         if MERGE_ROWS < BLOCK_M:
             # All rows there are: the others of the tile are padding.
             tile_rows = tl.arange(0, MERGE_ROWS)
-            queries = tile_rows // GROUP_SIZE
-            heads = kv_head * GROUP_SIZE + tile_rows % GROUP_SIZE
+            queries = tile_rows // TILE_HEADS
+            heads = kv_head * GROUP_SIZE + tile_rows % TILE_HEADS
             in_range = queries < seqlen_q
             row_head = (first_row + queries) * num_heads_q + heads
             inside = in_range[:, None] & (dims_v < HEAD_DIM_V)[None, :]
@@ -425,7 +468,7 @@ def split_kv_kernel(
             m_i, l_i, scale, _ = join(m_i, l_i, sink_log2, 1.0)
             acc = acc * scale[:, None]
         out = acc * inverse_sum(l_i)[:, None]
-        offsets = row_head[:, None] * HEAD_DIM_V + columns
+        offsets = row_head[:, None] * HEAD_DIM_V + dims_v[None, :]
         tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=inside)
         if WRITE_LSE:
             offsets = lse_offset(first_row + queries, heads, num_heads_q, lse_rows)

@@ -1,13 +1,12 @@
-"""Tensor maps of K and V for Triton kernels that read them by TMA: what they describe, and launches that remember them.
+"""Tensor maps of K and V for Triton kernels that read them by TMA: what they describe.
 
 A tensor map tells the copy engine where a tensor lies and what a copy moves (CUDA programming guide, "Tensor Memory
-Access"). Triton encodes one for every descriptor of every call, in Python; a launcher bound here encodes it once for
-each address that it meets, as hopper/launcher.py does for Gluon kernels.
+Access"). hopper/launcher.py has those of Gluon kernels, which also say how shared memory is laid out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +14,8 @@ import torch
 from warpwave import launch
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels.arguments import padded
-from warpwave.kernels.hopper.launcher import MAX_MAPS, direct_of, has_map
+from warpwave.kernels.hopper.launcher import has_map
 from warpwave.kernels.split_kv_configs import Config, may_map
-from warpwave.kernels.triton_or_stub import INTERPRETED, triton
 from warpwave.problem import AttentionProblem
 
 
@@ -25,10 +23,12 @@ class Plan(NamedTuple):
     """How a tensor map sees K or V.
 
     Args:
-        shape, strides: (batch or page, head, row, column), strides in elements; behind `shape` a copy finds zeros.
-        block: what one copy moves, (1, 1, rows, columns).
+        source: which of the launcher's arguments, by number.
+        shape, strides: (batch or page, row, head, column), strides in elements; behind `shape` a copy finds zeros.
+        block: what one copy moves, (1, rows, heads, columns).
     """
 
+    source: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     block: tuple[int, ...]
@@ -44,78 +44,21 @@ def plans(problem: AttentionProblem, gpu: Gpu, operands: Any, config: Config) ->
     """The maps of K and V, in that order; none where the config asks for none or nothing can be mapped."""
     if not config.by_map or not may_map(problem, gpu, config) or not all(map(has_map, operands[1:3])):
         return ()
-    return tuple(_plan(problem, tensor, config) for tensor in operands[1:3])
+    return tuple(_plan(problem, source, operands[source], config) for source in (1, 2))
 
 
-def _plan(problem: AttentionProblem, tensor: torch.Tensor, config: Config) -> Plan:
+def _plan(problem: AttentionProblem, source: int, tensor: torch.Tensor, config: Config) -> Plan:
     if problem.packed and not problem.page_size:
         tensor = tensor[None]
     outer, rows, heads, width = tensor.shape
     strides = tensor.stride()
     outer_stride = strides[1] if problem.packed and not problem.page_size else strides[0]  # of one, any stride will do
-    block = (1, 1, config.block_n, padded(width))
-    return Plan((outer, heads, rows, width), (outer_stride, strides[2], strides[1], 1), block)
+    block = (1, config.block_n, config.kv_heads, padded(width))
+    return Plan(source, (outer, rows, heads, width), (outer_stride, strides[1], strides[2], 1), block)
 
 
-def bind(spec: launch.Launch, plans: Sequence[Plan]) -> Callable[..., None]:
-    """`launch.bind` for a launch whose last tensors are descriptors of K and V, one for each plan.
-
-    Returns:
-        `launch(*tensors)`: launches on other tensors of the same dtypes, shapes, strides and alignment, given without
-        the descriptors; K is the second of them and V the third.
-
-    Raises:
-        RuntimeError: the kernel is not compiled yet and a CUDA graph is being captured.
-        UnsupportedProblem: the compiled kernel needs more shared memory than the GPU has.
-    """
-    if not plans:
-        return _without_maps(launch.bind(spec))
-    kernel, grid, tensors, scalars, constants, options = spec
-
-    def public(*tensors: torch.Tensor | None) -> None:
-        maps = [plan.descriptor(tensor) for plan, tensor in zip(plans, tensors[1:3], strict=True)]  # type: ignore[arg-type]
-        kernel[(grid,)](*tensors, *maps, *scalars, **constants, **options)
-
-    if INTERPRETED:
-        return public
-    device = tensors[1].device  # type: ignore[union-attr]
-    index = device.index
-    direct = direct_of(*launch.loaded(spec, device))
-
-    def on_device(*tensors: torch.Tensor | None) -> None:
-        with torch.cuda.device(index):
-            public(*tensors)
-
-    if direct is None:
-        return on_device
-
-    encoders, start = direct
-    rest = (*scalars, *constants.values())
-    current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
-    enter_hook = triton.knobs.runtime.launch_enter_hook
-    known: dict[tuple[int, int], tuple[Any, ...]] = {}
-
-    def encoded(addresses: tuple[int, int]) -> tuple[Any, ...]:
-        """What the launcher takes behind the pointers: each map, its shape and strides, then what never changes."""
-        flat: list[Any] = []
-        for address, plan, encode in zip(addresses, plans, encoders, strict=True):
-            flat += (encode(address, plan), *plan.shape, *plan.strides)
-        if len(known) >= MAX_MAPS:
-            known.clear()
-        found = known[addresses] = (*flat, *rest)
-        return found
-
-    def fast(*tensors: torch.Tensor | None) -> None:
-        if current_device() != index or enter_hook.calls:
-            # Another device is current, or a profiler listens to launches: the public call path serves both.
-            return on_device(*tensors)
-        pointers = [None if t is None else t.data_ptr() for t in tensors]
-        addresses = (pointers[1], pointers[2])
-        behind = known.get(addresses) or encoded(addresses)  # type: ignore[arg-type]
-        start(grid, current_stream(index), (*pointers, *behind))
-
-    return fast
-
-
-def _without_maps(started: Callable[..., None]) -> Callable[..., None]:
-    return lambda *tensors: started(*tensors, None, None)
+def bind(spec: launch.Launch, plans: Sequence[Plan]) -> launch.Launcher:
+    """`launch.bind` for a launch whose last two tensors are descriptors of K and V, None where there are no plans. Its
+    launcher takes the others; K is the second of them and V the third."""
+    others = len(spec.tensors) - 2
+    return launch.bind(spec, (*range(others), *(plans or (None, None))))

@@ -43,7 +43,8 @@ from warpwave.kernels.arguments import (
     token_strides,
     window,
 )
-from warpwave.kernels.cost import Cost, visited_tiles
+from warpwave.kernels.cost import Cost, conversions, visited_tiles
+from warpwave.kernels.flash_fwd_configs import bytes_per_score
 from warpwave.kernels.hopper import host
 from warpwave.kernels.three_kernel_configs import (
     MAX_WORKSPACE_BYTES,
@@ -59,7 +60,7 @@ from warpwave.kernels.three_kernel_configs import (
 from warpwave.kernels.three_kernel_device import chunk_scores_kernel, chunk_values_kernel
 from warpwave.kernels.three_kernel_gradients import backward as gradients
 from warpwave.kernels.three_kernel_gradients import why_not as gradients_why_not
-from warpwave.kernels.three_kernel_library import runs_of_heads
+from warpwave.kernels.three_kernel_library import loop_of, runs_of_heads, tiles_of
 from warpwave.kernels.three_kernel_online import chunk_online_kernel
 from warpwave.kernels.three_kernel_plan import (
     Chunk,
@@ -282,6 +283,12 @@ def specify(
     return tuple(spec for spec in (*first, *scales[:1]) if spec is not None)
 
 
+def _is_one_step(problem: AttentionProblem, config: Config, width: int) -> bool:
+    """Whether values of a tile of rows are one step of the second product, which is not fused, that may come early."""
+    steps_alone = config.scores == "triton" and config.split_d > 1 and width <= config.block_k
+    return steps_alone and not problem.packed and not may_hide_keys(problem)
+
+
 Launches = tuple[launch.Launch | None, launch.Launch | None, launch.Launch | None, list[launch.Launch]]
 
 
@@ -376,9 +383,9 @@ def _launches(
                 scalars=[*token_strides(problem, v), *token_strides(problem, out)[:-1], *lse_strides(problem),
                          *p_strides, *lengths, *group, *window(problem), *where, tiles_m, tiles_n],
                 constants={"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
-                           "BLOCK_V": block_v, "HEAD_DIM_V": problem.head_dim_v, "FUSED": fused, **hides, **band,
-                           **of_sinks, **varlen, "WRITE_LSE": problem.return_lse, "LAUNCHED_AHEAD": ahead,
-                           **arithmetic},
+                           "BLOCK_V": block_v, "HEAD_DIM_V": problem.head_dim_v, "FUSED": fused,
+                           "ONE_STEP": _is_one_step(problem, config, cut.width), **hides, **band, **of_sinks, **varlen,
+                           "WRITE_LSE": problem.return_lse, "LAUNCHED_AHEAD": ahead, **arithmetic},
                 options=options | begins,
             )  # fmt: skip
         scales = []
@@ -489,6 +496,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     if config.values == "hopper":
         block_v = three_kernel_hopper.TILE[1]  # whatever head_dim_v is
     fused, m, n = config.scores in ("fused", "hopper"), config.block_m, config.block_n
+    split = partial(conversions, problem, gpu, block_m=m, num_warps=config.num_warps)
     tiles, columns = visited_tiles(problem, m, n), -(-problem.head_dim_v // block_v)
     ours = tiles * m * n
     library = sum(chunk.heads * chunk.rows * max(0, chunk.key_end - chunk.key_begin) for chunk in cut.chunks)
@@ -497,27 +505,25 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     p_bytes, chunks = (4 if problem.dtype == "float32" else size), len(cut.chunks)
     # A product of torch's takes the heads of one batch item, and of one kv head where they share it.
     runs = sum(len(list(runs_of_heads(problem, c.first_head, c.first_head + c.heads))) for c in cut.chunks)
-    beside = (0 if problem.mask_shape is None else 1) + (
-        0 if problem.bias_shape is None else DTYPE_BYTES[problem.bias_dtype or problem.dtype]
-    )
+    beside = bytes_per_score(problem)
     out_bytes = rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0))
     written = scored * (p_bytes if fused else 4 * config.split_d)
-    # A tile of torch's is taken for 128 x 128.
+    by_torch = tiles_of(cut.chunks, problem)
     operands = (tiles * (m + n) if config.scores != "library" else library * 2 // 128) * problem.head_dim * size
-    all_tiles = sum(chunk.heads * -(-chunk.rows // m) * (cut.width // n) for chunk in cut.chunks)
+    row_tiles = sum(chunk.heads * -(-chunk.rows // m) for chunk in cut.chunks)
     score = Cost(
-        # Torch does not say how it tiles.
-        blocks=0 if config.scores == "library" else all_tiles * config.split_d,
+        blocks=0 if config.scores == "library" else row_tiles * (cut.width // n) * config.split_d,
         flops=2 * scored * up(problem.head_dim, 16 if config.scores == "library" else block_k * config.split_d),
         exponentials=scored if fused else 0,
         read_bytes=operands + (scored * beside if fused else 0),
         write_bytes=written,
         smem_bytes=smem_bytes(problem, gpu, config),
         scratch_bytes=written,
-        items=0 if config.scores == "library" else tiles * config.split_d,
-        steps=0 if config.scores == "library" else tiles,
+        items=by_torch.scores if config.scores == "library" else tiles * config.split_d,
+        steps=by_torch.scores_steps if config.scores == "library" else tiles,
         threads=config.num_warps * gpu.warp_size,
         launches=runs if config.scores == "library" else chunks,
+        conversions=split(0 if config.scores == "library" else tiles * (m + n) * up(problem.head_dim, block_k)),
     )
     key_tiles = cut.width // n
     statistics = Cost(
@@ -538,12 +544,12 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         smem_bytes=1024,
         scratch_bytes=summed * (4 * sweeps * config.split_d + p_bytes),
         threads=config.softmax_warps * gpu.warp_size,
+        trips=4,
         launches=chunks,
     )
     p_read = summed * p_bytes * (-(-problem.head_dim_v // 128) if config.values == "library" else columns)
     sums = 8 * rows * problem.head_dim_v if config.values == "library" and problem.dtype != "float32" else 0
     scalings = sum(len(pieces(problem, config, c.heads, c.rows)) for c in cut.chunks) if sums else 0
-    row_tiles = sum(chunk.heads * -(-chunk.rows // m) for chunk in cut.chunks)
     sum_values = Cost(
         blocks=0 if config.values == "library" else row_tiles * columns,
         flops=2 * summed * (problem.head_dim_v if config.values == "library" else columns * block_v),
@@ -552,10 +558,12 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         write_bytes=out_bytes + sums // 2,
         smem_bytes=smem_bytes(problem, gpu, config),
         scratch_bytes=p_read + sums,
-        steps=0 if config.values == "library" else tiles * columns,
-        longest=key_tiles,
+        items=by_torch.values if config.values == "library" else 0,
+        steps=by_torch.values_steps if config.values == "library" else tiles * columns,
+        longest=0 if config.values == "library" else key_tiles,
         threads=config.num_warps * gpu.warp_size,
         launches=(max(runs, scalings) if config.values == "library" else chunks) + scalings,
+        conversions=split(0 if config.values == "library" else summed * columns + tiles * n * columns * block_v),
     )
     if config.values == "online":
         tiles_of_rows = sum(chunk.heads * -(-chunk.rows // config.softmax_rows) for chunk in cut.chunks)
@@ -584,7 +592,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         smem_bytes=max(part.smem_bytes for part in parts),
         workspace_bytes=workspace_bytes(problem, config),
         scratch_bytes=sum(part.scratch_bytes for part in parts),
-        loop="" if config.scores == "hopper" else f"{config.scores} {config.values}",
+        loop=loop_of(problem, config.scores, config.values),
         launches=sum(part.launches for part in parts),
         parts=parts,
     )

@@ -113,7 +113,9 @@ def chunk_scores_kernel(
     Raw scores, float32; or, FUSED, un-normalised probabilities relative to the maximum of the row within the tile, in
     the dtype of the inputs, with that maximum and their sum beside them.
     """
-    if LAUNCHED_AHEAD:
+    # No block may end before the launch before it has, or the next one would not wait for that.
+    MAY_END_EARLY: tl.constexpr = HAS_LOW or HAS_HIGH or IS_VARLEN
+    if LAUNCHED_AHEAD and MAY_END_EARLY:
         await_launch_before()
     share = tl.program_id(0) % SPLIT_D
     pid = tl.program_id(0) // SPLIT_D
@@ -146,6 +148,8 @@ def chunk_scores_kernel(
     q_pointers = tile_pointers(q_ptr, rows, dims, stride_qm, stride_qd)
     k_pointers = tile_pointers(k_ptr, keys, dims, stride_kn, stride_kd)
     raw = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if LAUNCHED_AHEAD and not MAY_END_EARLY:
+        await_launch_before()
     for _ in range(steps):
         q = load_tile(q_pointers, rows, dims, 0, seqlen_q, HEAD_DIM, check)  # [BLOCK_M, BLOCK_K]
         # Keys that no query of the tile sees are not read: NaN there must have no effect.
@@ -233,6 +237,7 @@ def chunk_values_kernel(
     BLOCK_V: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     FUSED: tl.constexpr,
+    ONE_STEP: tl.constexpr,
     MAY_HIDE_KEYS: tl.constexpr,
     HAS_LOW: tl.constexpr,
     HAS_HIGH: tl.constexpr,
@@ -246,10 +251,13 @@ def chunk_values_kernel(
 ):
     """BLOCK_V columns of the output of BLOCK_M queries of one head, over all keys that some of them sees.
 
+    ONE_STEP, no tile of rows has more than BLOCK_K of them: their values come, and are split, before the launch that
+    makes P is over.
+
     FUSED, P of each tile of BLOCK_N keys is relative to that tile's maximum: it is summed by itself, and enters the
     output by a float32 factor. Scaling P instead would round it twice.
     """
-    if LAUNCHED_AHEAD:
+    if LAUNCHED_AHEAD and not ONE_STEP:
         await_launch_before()
     tiles_v: tl.constexpr = (HEAD_DIM_V + BLOCK_V - 1) // BLOCK_V
     tile_m, tile_v = _tile_of(tl.program_id(0) % (num_tiles_m * tiles_v), num_tiles_m, tiles_v)
@@ -294,6 +302,17 @@ def chunk_values_kernel(
             m_i, l_i, _, _ = join(m_i, l_i, m_tile, l_tile)
         m_shift = tl.where(m_i == float("-inf"), 0.0, m_i)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    if ONE_STEP:
+        keys = begin + tl.arange(0, BLOCK_K)
+        v = tile_pointers(v_ptr, keys, columns, stride_vn, stride_vd)
+        v = load_tile(v, keys, columns, key_begin, key_end, HEAD_DIM_V, HEAD_DIM_V % BLOCK_V != 0)
+        parts = operand(v, PRECISION, IS_NVIDIA)
+        if LAUNCHED_AHEAD:
+            await_launch_before()
+        p = tile_pointers(p_ptr, rows - row_begin, keys - key_base, stride_pm, 1)
+        p = load_tile(p, rows, keys, 0, row_end, end, True)  # [BLOCK_M, BLOCK_K]
+        acc = product(operand(p, PRECISION, IS_NVIDIA), parts, acc, PRECISION)  # [BLOCK_M, BLOCK_V]
+        end = begin  # nothing is left
     STEP: tl.constexpr = BLOCK_N if FUSED else BLOCK_K
     for key_tile in range(begin, end, STEP):
         part = acc

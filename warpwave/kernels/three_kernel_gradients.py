@@ -15,9 +15,10 @@ Bound: tensor cores; at head_dim in the hundreds the traffic of the scores, 8 by
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -219,20 +220,42 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 _bound: dict[tuple[Any, ...], Callable[..., None]] = {}
 
 
-class _Buffers:
-    """S and dP of a chunk, and P and dS where those were or beside them."""
+class _Buffers(NamedTuple):
+    """S and dP of a chunk, (heads, rows, width) float32, and P and dS where those were or beside them, in the dtype of
+    the operands; heads lie behind one another, so that those of one kv head are one matrix."""
+
+    scores: torch.Tensor
+    dp: torch.Tensor
+    p: torch.Tensor
+    ds: torch.Tensor
+
+    def of_heads(self, first: int, kv_heads: int, members: int, keys: slice) -> _Buffers:
+        """Of `kv_heads` times `members` heads from the first on: [kv_heads, members * rows, keys] each."""
+        heads = slice(first, first + kv_heads * members)
+        return _Buffers(*(t[heads].view(kv_heads, -1, t.shape[2])[..., keys] for t in self))
+
+
+class _Memory:
+    """What the chunks of a call have their buffers in, one after another."""
 
     def __init__(self, problem: AttentionProblem, cut: Plan, device: torch.device) -> None:
-        shape, dtype = (cut.heads, cut.rows, cut.width), getattr(torch, problem.dtype)
-        self.scores, self.dp = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
-        self.whole = cut.width <= WHOLE_ROW
-        if self.whole or dtype == torch.float32:
-            self.p, self.ds = self.scores.view(dtype), self.dp.view(dtype)  # of 16 bits, half of each row
-        else:
-            self.p, self.ds = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+        size, self.dtype = cut.heads * cut.rows * cut.width, getattr(torch, problem.dtype)
+        self.width, self.whole = cut.width, cut.width <= WHOLE_ROW
+        self.wide = [torch.empty(size, dtype=torch.float32, device=device) for _ in range(2)]
+        beside = not self.whole and self.dtype != torch.float32
+        self.short = [torch.empty(size, dtype=self.dtype, device=device) for _ in range(2)] if beside else None
+
+    def of(self, chunk: Chunk) -> _Buffers:
+        """The buffers of a chunk."""
+        shape = (chunk.heads, chunk.rows, self.width)
+        wide, short = (
+            None if ts is None else [t[: math.prod(shape)].view(shape) for t in ts] for ts in (self.wide, self.short)
+        )
+        assert wide is not None
+        return _Buffers(*wide, *(short or (t.view(self.dtype) for t in wide)))  # of 16 bits, half of each row
 
 
-def _cut(problem: AttentionProblem, device: torch.device) -> Plan:
+def _cut(problem: AttentionProblem) -> Plan:
     """The forward's chunks, of scores alone."""
     block_m = 64
     width = -(-problem.seqlen_k // 128) * 128
@@ -261,11 +284,12 @@ def backward(
     sinks = None if operands.sinks is None else operands.sinks.contiguous()
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):
         return _of_nothing(operands, dlse, wanted)
-    cut = _cut(problem, q.device)
-    buffers = _Buffers(problem, cut, q.device)
-    dq, dk, dv = (
+    cut = _cut(problem)
+    memory = _Memory(problem, cut, q.device)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if wanted[0] else None
+    dk, dv = (
         torch.zeros(t.shape, dtype=torch.float32, device=q.device) if want else None
-        for t, want in zip((q, k, v), wanted[:3], strict=True)
+        for t, want in zip((k, v), wanted[1:3], strict=True)
     )
     of_sinks = torch.empty((problem.batch, problem.num_heads_q, problem.seqlen_q), dtype=torch.float32, device=q.device)
     if sinks is None:
@@ -278,17 +302,18 @@ def backward(
     with torch.no_grad(), setting():
         for chunk in cut.chunks:
             if chunk.nothing_to_see:
-                _of_unseen(problem, chunk, sinks, dlse, of_sinks)
+                _of_unseen(problem, chunk, sinks, dlse, of_sinks, dq)
                 continue
-            strides = buffers.scores.stride()[:2]
-            library.multiply(library.score_products(problem, chunk, q, k, strides), q, k, buffers.scores)
-            library.multiply(library.score_products(problem, chunk, dout, v, strides), dout, v, buffers.dp)
+            buffers = memory.of(chunk)
+            parts = list(_parts(problem, chunk, buffers, q, k, v, dout))
+            for part in parts:
+                library.multiply_into(part.buffers.scores, part.q, part.k.transpose(1, 2))
+                library.multiply_into(part.buffers.dp, part.dout, part.v.transpose(1, 2))
             _between(problem, chunk, cut, buffers, sinks, dlse, of_sinks)
-            _accumulate(problem, chunk, buffers, q, k, dout, dq, dk, dv)
-        results: list[torch.Tensor | None] = []
-        for total, t, scale in ((dq, q, problem.softmax_scale), (dk, k, problem.softmax_scale), (dv, v, 1.0)):
-            # The scale comes after the products: before, it would push a small dS out of the range of 16 bits.
-            results.append(None if total is None else total.mul_(scale).to(t.dtype))
+            for part in parts:
+                _accumulate(problem, chunk, part, dq, dk, dv)
+        # The scale comes after the products: before, it would push a small dS out of the range of 16 bits.
+        results = [dq, _scaled(dk, problem.softmax_scale, k.dtype), _scaled(dv, 1.0, v.dtype)]
         dsinks = of_sinks.sum((0, 2)) if wanted[5] and sinks is not None else None
     return (*results, None, None, dsinks)
 
@@ -304,15 +329,76 @@ def _of_nothing(
     return (*results, None, None, dsinks)
 
 
-def _of_unseen(problem: AttentionProblem, chunk: Chunk, sinks: Any, dlse: Any, of_sinks: torch.Tensor) -> None:
+def _of_unseen(
+    problem: AttentionProblem, chunk: Chunk, sinks: Any, dlse: Any, of_sinks: torch.Tensor, dq: torch.Tensor | None
+) -> None:
     """Rows that see their sink alone: its probability is 1, and its delta minus what arrives at lse."""
+    rows = slice(chunk.row_begin, chunk.row_begin + chunk.rows)
+    heads = slice(chunk.first_head, chunk.first_head + chunk.heads)
+    if dq is not None:
+        for batch, head, kv_heads, members in _runs(problem, heads.start, heads.stop):
+            dq[batch, rows, head : head + kv_heads * members] = 0.0
     if sinks is None:
         return
-    flat = of_sinks.flatten(0, 1)[chunk.first_head : chunk.first_head + chunk.heads]
-    rows = slice(chunk.row_begin, chunk.row_begin + chunk.rows)
+    flat = of_sinks.flatten(0, 1)[heads]
     flat[:, rows] = 0.0
     if dlse is not None:
-        flat[:, rows] = dlse.flatten(0, 1)[chunk.first_head : chunk.first_head + chunk.heads, rows]
+        flat[:, rows] = dlse.flatten(0, 1)[heads, rows]
+
+
+class _Part(NamedTuple):
+    """What torch multiplies at once: heads of one batch item, those that share a kv head being one matrix.
+
+    Attributes:
+        batch, head, kv_head, kv_heads, members: from `head` on `kv_heads` times `members` query heads.
+        q, dout: [kv_heads, members * rows, width], views where a kv head has one member, else copies.
+        k, v: [kv_heads, keys, width], views.
+        buffers: [kv_heads, members * rows, keys] each.
+    """
+
+    batch: int
+    head: int
+    kv_head: int
+    kv_heads: int
+    members: int
+    q: torch.Tensor
+    dout: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    buffers: _Buffers
+
+
+def _runs(problem: AttentionProblem, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+    """(batch item, query head, kv heads, members) of heads counted over the batch: whole groups of one batch item
+    together, and what is left of a group alone."""
+    group = problem.num_heads_q // problem.num_heads_kv
+    while begin < end:
+        batch, head = divmod(begin, problem.num_heads_q)
+        there = min(problem.num_heads_q - head, end - begin)
+        if head % group or there < group:
+            run = (1, min(group - head % group, there))
+        else:
+            run = (there // group, group)
+        yield batch, head, *run
+        begin += run[0] * run[1]
+
+
+def _parts(
+    problem: AttentionProblem, chunk: Chunk, buffers: _Buffers, q: Any, k: Any, v: Any, dout: Any
+) -> Iterator[_Part]:
+    group, done = problem.num_heads_q // problem.num_heads_kv, 0
+    of_keys = slice(chunk.key_begin, chunk.key_end)
+    of_rows = slice(chunk.row_begin, chunk.row_begin + chunk.rows)
+    columns = slice(chunk.key_begin - chunk.key_base, chunk.key_end - chunk.key_base)
+    for batch, head, kv_heads, members in _runs(problem, chunk.first_head, chunk.first_head + chunk.heads):
+        of_q, of_kv = slice(head, head + kv_heads * members), slice(head // group, head // group + kv_heads)
+        q_rows, dout_rows = (
+            t[batch, of_rows, of_q].transpose(0, 1).reshape(kv_heads, -1, t.shape[-1]) for t in (q, dout)
+        )
+        k_rows, v_rows = (t[batch, of_keys, of_kv].transpose(0, 1) for t in (k, v))
+        of_heads = buffers.of_heads(done, kv_heads, members, columns)
+        yield _Part(batch, head, head // group, kv_heads, members, q_rows, dout_rows, k_rows, v_rows, of_heads)
+        done += kv_heads * members
 
 
 def _between(
@@ -333,7 +419,8 @@ def _specify(
     problem: AttentionProblem, chunk: Chunk, cut: Plan, buffers: _Buffers, tensors: tuple[Any, ...]
 ) -> launch.Launch:
     *_, sinks, dlse, _ = tensors
-    keys = padded(cut.width) if buffers.whole else 2048
+    whole = cut.width <= WHOLE_ROW
+    keys = padded(cut.width) if whole else 2048
     warps = max(1, min(16, keys // 256))
     rows = 64 if INTERPRETED else 1  # which runs one program after another: the fewer the better
     tiles = -(-chunk.rows // rows)
@@ -344,35 +431,32 @@ def _specify(
         scalars=[*((0, 0, 0) if dlse is None else dlse.stride()), *buffers.scores.stride()[:2], *buffers.p.stride()[:2],
                  problem.seqlen_q, problem.seqlen_k, problem.num_heads_q, *window(problem), chunk.first_head,
                  chunk.row_begin, chunk.rows, chunk.key_base, tiles, problem.softmax_scale],
-        constants={"ROWS": rows, "KEYS": keys, "WHOLE": buffers.whole, **band_constants(problem),
+        constants={"ROWS": rows, "KEYS": keys, "WHOLE": whole, **band_constants(problem),
                    "HAS_SINKS": sinks is not None, "HAS_DLSE": dlse is not None},
         options={"num_warps": warps, "num_stages": 1, "enable_fp_fusion": False},
     )  # fmt: skip
 
 
-def _accumulate(
-    problem: AttentionProblem, chunk: Chunk, buffers: _Buffers, q: Any, k: Any, dout: Any, dq: Any, dk: Any, dv: Any
-) -> None:
-    """Adds a chunk's products to the sums of q, k and v."""
-    strides, group = buffers.p.stride()[:2], problem.num_heads_q // problem.num_heads_kv
-    keys = chunk.key_end - chunk.key_begin
-    done = 0
-    for batch, head, kv_head, heads in library.runs_of_heads(problem, chunk.first_head, chunk.first_head + chunk.heads):
-        offset = done * strides[0] + chunk.key_begin - chunk.key_base
-        of_pairs = library.View((heads, chunk.rows, keys), (*strides, 1), offset)
-        of_keys = slice(chunk.key_begin, chunk.key_end)
-        of_rows = slice(chunk.row_begin, chunk.row_begin + chunk.rows)
-        p, ds = of_pairs.of(buffers.p), of_pairs.of(buffers.ds)  # [heads, rows, keys]
-        q_rows, dout_rows = (t[batch, of_rows, head : head + heads].transpose(0, 1) for t in (q, dout))
-        kv_heads = slice(kv_head, kv_head + (heads if group == 1 else 1))
-        if dq is not None:
-            k_rows = k[batch, of_keys, kv_heads].transpose(0, 1).expand(heads, -1, -1)
-            library.multiply_into(dq[batch, of_rows, head : head + heads].transpose(0, 1), ds, k_rows)
-        for total, pairs, rows in ((dv, p, dout_rows), (dk, ds, q_rows)):
-            if total is None:
-                continue
-            into = total[batch, of_keys, kv_heads].transpose(0, 1)
-            # Heads that share a kv head add to it one after another.
-            for one in (slice(0, heads),) if group == 1 else (slice(i, i + 1) for i in range(heads)):
-                library.add_product(into, pairs[one].transpose(1, 2), rows[one])
-        done += heads
+def _accumulate(problem: AttentionProblem, chunk: Chunk, part: _Part, dq: Any, dk: Any, dv: Any) -> None:
+    """dq of a part's rows, which no other chunk adds to, and what they add to the sums of k and v."""
+    of_keys = slice(chunk.key_begin, chunk.key_end)
+    p, ds = part.buffers.p, part.buffers.ds
+    if dq is not None:
+        rows = torch.empty(part.q.shape, dtype=torch.float32, device=dq.device)
+        library.multiply_into(rows, ds, part.k)
+        rows = rows.view(part.kv_heads * part.members, chunk.rows, -1).transpose(0, 1)
+        heads = slice(part.head, part.head + part.kv_heads * part.members)
+        into = dq[part.batch, chunk.row_begin : chunk.row_begin + chunk.rows, heads]
+        torch.mul(rows, problem.softmax_scale, out=into)
+    for total, pairs, rows in ((dv, p, part.dout), (dk, ds, part.q)):
+        if total is not None:
+            into = total[part.batch, of_keys, part.kv_head : part.kv_head + part.kv_heads].transpose(0, 1)
+            library.add_product(into, pairs.transpose(1, 2), rows)
+
+
+def _scaled(total: torch.Tensor | None, scale: float, dtype: torch.dtype) -> torch.Tensor | None:
+    """Sums as a gradient: scaled, and rounded once."""
+    if total is None or (dtype == torch.float32 and scale == 1.0):
+        return total
+    into = total if dtype == torch.float32 else torch.empty(total.shape, dtype=dtype, device=total.device)
+    return torch.mul(total, scale, out=into)

@@ -159,9 +159,9 @@ def bind(*arguments: Any) -> tuple[Callable[..., None], Callable[..., None], Cal
     score, sum_values = launcher.bind(*of_scores), launcher.bind(*of_values)
 
     def scores(q: Any, k: Any, p: Any, *pointers: Any) -> None:
-        score((q, k, p, p), pointers)
+        score(q, k, p, p, *pointers)
 
     def values(p: Any, v: Any, out: Any, *pointers: Any) -> None:
-        sum_values((p, v, p, out), pointers)
+        sum_values(p, v, p, out, *pointers)
 
     return scores, launch.bind(of_statistics.launch), values

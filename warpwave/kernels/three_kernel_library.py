@@ -12,13 +12,13 @@ Bound: tensor cores.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from warpwave.kernels.three_kernel_plan import Chunk, Piece
-from warpwave.problem import AttentionProblem
+from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 
 @contextlib.contextmanager
@@ -161,3 +161,37 @@ def multiply(products: list[Product], a: torch.Tensor, b: torch.Tensor, out: tor
     """The calls, one after another."""
     for product in products:
         multiply_into(product.out.of(out), product.a.of(a), product.b.of(b))
+
+
+class Tiles(NamedTuple):
+    """Tiles of torch's products, and what they walk: it does not say how it tiles, and 128 x 128 by 64 is assumed."""
+
+    scores: int
+    scores_steps: int
+    values: int
+    values_steps: int
+
+
+def tiles_of(chunks: Sequence[Chunk], problem: AttentionProblem) -> Tiles:
+    """Those of all chunks' products."""
+    scores = values = values_steps = 0
+    for chunk in chunks:
+        keys = max(0, chunk.key_end - chunk.key_begin)
+        row_tiles = chunk.heads * -(-chunk.rows // 128)
+        scores += row_tiles * -(-keys // 128)
+        values += row_tiles * -(-problem.head_dim_v // 128)
+        values_steps += row_tiles * -(-problem.head_dim_v // 128) * -(-keys // 64)
+    return Tiles(scores, scores * -(-problem.head_dim // 64), values, values_steps)
+
+
+def loop_of(problem: AttentionProblem, scores: str, values: str) -> str:
+    """`Cost.loop`: how both products are computed. Torch's take another kernel for few rows, and another, up to four
+    times slower, for rows of P that do not begin at multiples of 16 bytes."""
+    if scores == "hopper":
+        return ""
+    rows = ""
+    if values == "library" and problem.seqlen_q * problem.num_heads_q <= 16 * problem.num_heads_kv:
+        rows = " few rows"
+    elif values == "library" and problem.seqlen_k * DTYPE_BYTES[problem.dtype] % 16:
+        rows = " odd"
+    return f"{scores} {values}{rows}"

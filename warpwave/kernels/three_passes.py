@@ -354,7 +354,7 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 def cost(
     problem: AttentionProblem, *, block_m: int, block_n: int, columns: int, step: int, width: int, smem_bytes: int,
     threads: int, registers: tuple[int, int] = (0, 0), bytes_of_pair: tuple[float, float] = (0.0, 0.0),
-    rows_of_warp: int = 1,
+    split: Callable[[int], int] = lambda elements: 0,
 ) -> Cost:  # fmt: skip
     """What the three passes move and compute: whole tiles, padding included.
 
@@ -367,7 +367,7 @@ def cost(
         threads: of a block of the products.
         registers: of a thread of each product, beside what it holds of a tile.
         bytes_of_pair: that multiply-adds read from shared memory or L1 for a query, a key and a column, by product.
-        rows_of_warp: queries of a warp, where a warp of which none is there reads nothing.
+        split: of elements of operands, how many conversions to parts they take.
     """
     size, heads = DTYPE_BYTES[problem.dtype], problem.batch * problem.num_heads_q
     column_tiles = -(-problem.head_dim_v // columns)
@@ -382,15 +382,14 @@ def cost(
     beside += 0 if problem.bias_shape is None else DTYPE_BYTES[problem.bias_dtype or problem.dtype]
     rows = problem.rows * problem.num_heads_q
 
-    def inside(tile: int, of: int = 1) -> float:
-        """The share of the rows of all tiles that a sequence has, `of` rows standing and falling together. Behind its
-        end tiles compute, and neither read nor write."""
-        there = sum(-(-q // of) * of for q, _ in problem.items())
+    def inside(tile: int) -> float:
+        """The share of the rows of all tiles that a sequence has. Behind its end tiles compute, and nothing new is
+        read or written."""
+        there = sum(q for q, _ in problem.items())
         return there / max(1, sum(-(-q // tile) * tile for q, _ in problem.items()))
 
     written, covered = int(scored * inside(block_m)), int(covered * inside(softmax_rows))
     p_read = int(summed * column_tiles * block_m * 4 * inside(block_m))
-    of_warps = inside(block_m, rows_of_warp)
     score = Cost(
         blocks=heads * row_tiles * -(-problem.seqlen_k // block_n),
         flops=2 * scored * width,
@@ -402,7 +401,8 @@ def cost(
         scratch_bytes=4 * written,
         threads=threads,
         registers=registers[0] and registers[0] + block_m * block_n // threads,
-        operand_bytes=int(scored * width * bytes_of_pair[0] * of_warps),
+        operand_bytes=int(scored * width * bytes_of_pair[0]),
+        conversions=split(score_tiles * (block_m + block_n) * width),
     )
     softmax = Cost(
         blocks=heads * -(-problem.seqlen_q // SOFTMAX_ROWS),
@@ -428,7 +428,8 @@ def cost(
         scratch_bytes=p_read,
         threads=threads,
         registers=registers[1] and registers[1] + block_m * columns // threads,
-        operand_bytes=int(summed * block_m * column_tiles * columns * bytes_of_pair[1] * of_warps),
+        operand_bytes=int(summed * block_m * column_tiles * columns * bytes_of_pair[1]),
+        conversions=split(summed * column_tiles * (block_m + columns)),
     )
     parts = (score, softmax, sum_values)
     return Cost(

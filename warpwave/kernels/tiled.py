@@ -26,7 +26,7 @@ from warpwave import precision
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels import three_passes
 from warpwave.kernels.arguments import dot_precision, padded
-from warpwave.kernels.cost import Cost
+from warpwave.kernels.cost import Cost, conversions
 from warpwave.kernels.primitives import (
     band_edges,
     load_tile,
@@ -316,10 +316,15 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """What the three launches move and compute: whole tiles, each read once for each tile it is multiplied with."""
     block_d = _block_d(problem, config)
+
+    def split(elements: int) -> int:
+        return conversions(problem, gpu, elements, config.block_m, config.num_warps)
+
     return three_passes.cost(
         problem, block_m=config.block_m, block_n=config.block_n, columns=_columns(problem, config), step=config.block_k,
         width=-(-problem.head_dim // block_d) * block_d, smem_bytes=smem_bytes(problem, gpu, config),
         threads=config.num_warps * gpu.warp_size, registers=(30, 62),
+        split=split,
     )  # fmt: skip
 
 

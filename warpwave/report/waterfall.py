@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from warpwave.ladder import LOSSES
 from warpwave.losses import REMEDIES, Losses
-from warpwave.model import LOSSES
 from warpwave.recorded_time import losses_of
 from warpwave.report.figures import figure, percent
 from warpwave.report.machines import Machine

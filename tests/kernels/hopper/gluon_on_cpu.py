@@ -216,6 +216,16 @@ class Barriers:
         return self, int(i)
 
 
+def settled(m: Tensor, lead: Tensor, top: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`softmax.settle`, by whole rows: what a thread keeps of its lead where no score rises is at most the row's."""
+    top = top.amax(1, keepdim=True).expand_as(top)
+    leads = fused_multiply_add(top, scale, -m)
+    rises = leads > 4.0
+    m_new = torch.where(rises, top * scale, m)
+    alpha = torch.where(rises, torch.exp2(m - m_new), 1.0)
+    return m_new, alpha, torch.where(rises, 0.0, torch.fmax(lead, leads))
+
+
 def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None = None) -> dict[str, Any]:
     """The device functions of modules as plain functions for one block, by module and name; `own` stands in for more of
     their names."""
@@ -264,6 +274,7 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         "block_barrier": lambda: None,
         "exp2": torch.exp2,
         "rescale": lambda acc, alpha: acc * alpha,
+        "settle": settled,
         "add_up": lambda acc, alpha, large, small: acc * alpha + (large + number(small)),
         "number": number,
         "hide": hidden,

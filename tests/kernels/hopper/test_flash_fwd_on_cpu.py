@@ -186,11 +186,17 @@ def test_the_lead_of_a_row_is_the_exponent_of_its_largest_probability(scale: flo
     scores = (300 * torch.randn(3, 64, 64, generator=torch.Generator().manual_seed(0))).as_subclass(gluon_on_cpu.Value)
     m_i = torch.full((64,), -torch.inf).as_subclass(gluon_on_cpu.Value)
     lead, sums = torch.zeros_like(m_i), torch.zeros(64, 8).as_subclass(gluon_on_cpu.Value)
+    own = [torch.zeros(64, 4).as_subclass(gluon_on_cpu.Value) + x for x in (-torch.inf, 0.0, 0.0)]  # of threads
     lagging = 0
     for tile in (scores[0], scores[0] + 2, scores[0] + 3, scores[1], scores[1] + 1, scores[2], scores[2] + 1):
         before = lead
         shift, alpha, m_i, lead = of_softmax.new_maximum(tile, scale, m_i, lead, True)
         p, sums = of_softmax.probabilities(tile, scale, shift, alpha, sums, 64)
+        own[0], own_alpha, own[1] = of_softmax.settled_maximum(tile, scale, own[0], own[1])
+        own_p, own[2] = of_softmax.own_probabilities(tile, scale, own[0], own_alpha, own[2], True)
+        assert torch.equal(own_p, p) and torch.equal(of_softmax.of_rows(own[0], p), m_i)
+        assert torch.equal(of_softmax.of_rows(own[1], p), lead)
+        torch.testing.assert_close(own[2].sum(1), sums.sum(1))
         leads = lead > before  # this tile has the largest score, and the maximum stays behind it
         lagging += int(leads.sum())
         # torch's exp2 of a vector and of its last few elements differ by a bit.

@@ -28,7 +28,7 @@ import torch
 from warpwave import launch, precision
 from warpwave.errors import UnsupportedProblem
 from warpwave.hardware.gpu import Gpu, current_gpu
-from warpwave.kernels import arguments, mask_bits, scale_ahead, split_ahead
+from warpwave.kernels import arguments, mask_bits, scale_ahead, scratch, split_ahead
 from warpwave.kernels.hopper import host, launcher, roles, scheduler
 from warpwave.kernels.hopper.compat import fence_async_shared, gl, jit, mbarrier
 from warpwave.kernels.hopper.flash_fwd_claims import cost, outrun, why_not
@@ -44,6 +44,7 @@ from warpwave.kernels.hopper.flash_fwd_configs import (
     query_tiles,
     registers,
     smem_bytes,
+    values_first,
 )
 from warpwave.kernels.hopper.mask_bias import Beside, is_added
 from warpwave.kernels.hopper.parts import FREE_BARRIERS, ROWS, Ring, ring_init
@@ -66,7 +67,7 @@ __all__ = [
 NAME = "hopper/flash_fwd"
 NEEDS_GPU = True
 SKIPS_HIDDEN_TILES = True  # what a boolean mask hides from all queries of a block
-BIAS_SOURCE = 5 + 8  # behind q, k, v, out and the counter: of the pointers, the last (launcher.MapPlan.source)
+BIAS_SOURCE = 4 + 8  # behind q, k, v and out: of the pointers, the last (launcher.MapPlan.source)
 
 
 # Device code ----------------------------------------------------------------------------------------------------------
@@ -314,19 +315,26 @@ def bind(
     *before, spec = _specify_16_bits(problem, current_gpu(out.device), first, out, lse, config)
     pack = launch.bind(before[0]) if before else None
     launch_kernel = launcher.bind(spec, plans, (first.q, first.k, first.v, out))
-    words_size = None if pack is None else mask_bits.packed(problem).size
+    make_words = arguments.maker((mask_bits.packed(problem).size if before else 0,), torch.int32, out.device)
 
     def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
-        q, k, v, mask, bias, *others = mappable(operands)
+        q, k, v, _, _, *others = operands
         out, lse = allocate()
-        words = None
-        if words_size is not None and pack is not None:
-            words = torch.empty(words_size, dtype=torch.int32, device=q.device)
-            pack(mask, words)
-        launch_kernel((q, k, v, out), (out, lse, *others, None, words, bias))
+        launch_kernel(q, k, v, out, out, lse, *others)
         return out, lse
 
-    return run
+    def run_beside(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+        q, k, v, mask, bias, *others = operands
+        out, lse = allocate()
+        words = None
+        if pack is not None:
+            words = make_words()
+            pack(mask, words)
+        launch_kernel(q, k, v, out, out, lse, *others, None, words, bias)
+        return out, lse
+
+    beside = pack is not None or operands.bias is not None
+    return arguments.behind(mappable, run_beside if beside else run)
 
 
 def _mappable(problem: AttentionProblem, operands: Operands) -> Callable[[Operands], Operands]:
@@ -345,39 +353,43 @@ def _bind_split(
     straight: Callable[[Operands], Operands],
 ) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
     """`bind` for float32: q, k and v are split into a workspace, whatever their strides, and tensor maps describe that.
-    Each call has its own, so that calls on two streams, or in a graph and beside it, share nothing."""
+    Each stream and each graph has its own (scratch.py)."""
     out, lse = allocate()
     ahead, attend, parts, plans = _specify_parts(problem, current_gpu(out.device), operands, out, lse, config)
     before = [launch.bind(spec) for spec in ahead]
     launch_kernel = launcher.bind(attend, plans, (*parts, out))
-    # One element each, broadcast, to allocate like them (arguments.allocator).
-    with torch.inference_mode(False):
-        likes = [part.new_empty(1).expand(part.shape) for part in parts]
-        numbers_like = [out.new_empty(1).expand(n) for n in scale_ahead.workspace_floats(problem)]
-    contiguous = torch.contiguous_format
+    parts_needed = [(part.shape, part.dtype) for part in parts]
+    numbers_needed = [((many,), torch.float32) for many in scale_ahead.workspace_floats(problem)]
 
-    def run_split(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
-        operands = straight(operands)
-        out, lse = allocate()
-        q, k, v = [torch.empty_like(like, memory_format=contiguous) for like in likes]
-        before[0](operands.q, operands.k, operands.v, q, k, v)
-        launch_kernel((q, k, v, out), (out, lse, *operands[5:], None, None, None))
-        return out, lse
+    if parts[0].dtype == torch.bfloat16:
+        memory, split = scratch.memory(parts_needed, out.device), before[0]
+
+        def run_split(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+            q, k, v, _, _, *others = operands
+            out, lse = allocate()
+            q_parts, k_parts, v_parts = memory()
+            split(q, k, v, q_parts, k_parts, v_parts)
+            launch_kernel(q_parts, k_parts, v_parts, out, out, lse, *others)
+            return out, lse
+
+        return arguments.behind(straight, run_split)
+
+    memory, scale, find_maxima = scratch.memory([*parts_needed, *numbers_needed], out.device), before[-1], before[0]
+    in_two = len(before) == 2
 
     def run_scaled(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
-        operands = straight(operands)
+        q, k, v, _, _, slopes, sinks, offsets_q, offsets_k = operands
         out, lse = allocate()
-        q, k, v = [torch.empty_like(like, memory_format=contiguous) for like in likes]
-        inverses = maxima = torch.empty_like(numbers_like[0], memory_format=contiguous)
-        sources = (*operands[:3], *operands[7:])
-        if len(before) == 2:
-            maxima = torch.empty_like(numbers_like[1], memory_format=contiguous)
-            before[0](*sources[1:], maxima)
-        before[-1](*sources, q, k, v, inverses, maxima)
-        launch_kernel((q, k, v, out), (out, lse, *operands[5:], inverses, None, None))
+        q_parts, k_parts, v_parts, inverses, maxima = memory()
+        if in_two:
+            find_maxima(k, v, offsets_q, offsets_k, maxima)
+        else:
+            maxima = inverses  # nobody reads them
+        scale(q, k, v, offsets_q, offsets_k, q_parts, k_parts, v_parts, inverses, maxima)
+        launch_kernel(q_parts, k_parts, v_parts, out, out, lse, slopes, sinks, offsets_q, offsets_k, inverses)
         return out, lse
 
-    return run_split if parts[0].dtype == torch.bfloat16 else run_scaled
+    return arguments.behind(straight, run_scaled)
 
 
 def _plans(
@@ -527,17 +539,9 @@ def _scalars(
         *host.of_schedule(problem, operands, tiles, 1, config.block_m, 2 * parts),
         scale,
         softcap,
-        *_word_strides(problem),
+        *mask_bits.strides(problem),
         *arguments.broadcast_strides(operands.bias)[:3],
     ]
-
-
-def _word_strides(problem: AttentionProblem) -> tuple[int, ...]:
-    """Strides of the words and flags of a mask as the kernel takes them; zeros where there is none."""
-    if problem.mask_shape is None:
-        return (0,) * 8
-    packed = mask_bits.packed(problem)
-    return (*packed.word_strides, packed.flags_begin, *packed.flag_strides)
 
 
 def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[str, int | bool]:
@@ -550,7 +554,7 @@ def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[st
         "STAGES": config.num_stages,
         "NAMED_BARRIERS": config.blocks_per_sm > 1,
         "OWN_OUT": problem.dtype == "float32" or own_out(problem, config),
-        "VALUES_FIRST": config.groups == 3,
+        "VALUES_FIRST": values_first(problem, config),
         "PARTS": parts,
         "HEAD_DIM_V": problem.head_dim_v if problem.dtype == "float32" else 0,
         **arguments.band_constants(problem),

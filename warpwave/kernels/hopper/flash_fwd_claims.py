@@ -8,7 +8,7 @@ from dataclasses import replace
 from warpwave import precision
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels import mask_bits, scale_ahead
-from warpwave.kernels.cost import Cost, walk
+from warpwave.kernels.cost import Cost, launch_order, walk
 from warpwave.kernels.hopper.flash_fwd_configs import (
     ABLE,
     NUM_SMS,
@@ -97,7 +97,11 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     size = DTYPE_BYTES[problem.dtype]
     width, width_v = sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
     visited = tiles(problem, config)
-    scores = visited * config.block_m * config.block_n
+    # A warpgroup whose rows all lie behind the end of the sequence passes over its tiles.
+    of_groups = config.block_m // config.groups
+    busy = sum(-(-q // of_groups) for q, _ in problem.items())
+    busy_share = busy / max(1, config.groups * sum(-(-q // config.block_m) for q, _ in problem.items()))
+    scores = int(visited * config.block_m * config.block_n * busy_share)
     rows = problem.rows * problem.num_heads_q
     q_bytes, k_bytes = size * problem.head_dim, size * (problem.head_dim + problem.head_dim_v)
     workspace = split_reads = 0
@@ -134,10 +138,10 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         items=max(1, of_tiles.items),
         steps=visited,
         longest=max(1, of_tiles.longest),
-        unsorted=problem.packed,
+        order=launch_order(problem, config.block_m, config.block_n) if problem.packed else (),
         cut=of_tiles.cut,
         threads=128 * (config.groups + 1),
-        chains=config.groups,
+        chains=max(1, round(config.groups * busy_share)),
         blocks_per_sm=config.blocks_per_sm,
         loop=_loop(problem, width_v, num_parts(problem, gpu)),
     )

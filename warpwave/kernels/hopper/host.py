@@ -20,8 +20,8 @@ def mappable(problem: AttentionProblem, operands: Operands) -> Callable[[Operand
     """What makes operands of this layout such that tensor maps can describe them: what they cannot is copied."""
     straight = arguments.straightener(operands)
     copied = [name for name in ("q", "k", "v") if not launcher.has_map(getattr(operands, name))]
-    if not copied and straight(operands) is operands:
-        return lambda operands: operands
+    if not copied and straight is arguments.as_it_is:
+        return arguments.as_it_is
 
     def made(operands: Operands) -> Operands:
         aligned = {n: getattr(operands, n).clone(memory_format=torch.contiguous_format) for n in copied}

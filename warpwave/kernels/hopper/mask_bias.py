@@ -331,6 +331,12 @@ def has_masked_steps(place, rules):
 
 
 @constexpr_function
+def has_bias_tiles(place):
+    """Whether a bias came with K, which warps read for themselves."""
+    return is_added(place) and place.beside.bias == "cells"
+
+
+@constexpr_function
 def _hide_asm(n):
     # A thread holds two rows, in turns of two columns: element i is of row i / 2 % 2, its bit 2 (i / 4) + i % 2.
     shown = (1 << (n // 2)) - 1

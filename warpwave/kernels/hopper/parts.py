@@ -87,13 +87,34 @@ def hand_back(ring, n):
 
     An mbarrier.arrive is one thread's, so that the compiler puts a barrier of the whole group before it and another
     before the next use of shared memory. `bar.arrive` is every thread's own. With three blocks an SM that is worth
-    5 %; with one block it costs 1 to 5 %, for ptxas then orders the softmax worse.
+    5 %; with one block it costs 1 to 5 %, for ptxas then orders the softmax worse. Where nothing but wgmma read the
+    tile, `hand_back_multiplied` needs no such barriers.
     """
     if ring.named == 0:
         mbarrier.arrive(ring.empty.index(n % ring.stages), count=1)
     else:
         barrier = gl.full([128], ring.named + n % ring.stages, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
         named_barrier("arrive", barrier)
+
+
+@jit
+def hand_back_multiplied(ring, n):
+    """`hand_back` of a tile that wgmma alone has read, behind the wait for its products.
+
+    They are the whole group's, so the thread that arrives speaks for all. It arrives by `mbarrier.expect` of no bytes,
+    which is an arrival like any other, but one that the compiler puts no barriers around: of four barriers of the group
+    a tile one is left. Alone worth 0 to 1 % (head_dim 64), and what the steps of softmax.py gain was measured with it.
+    """
+    if ring.named == 0:
+        arrive_alone(ring.empty.index(n % ring.stages))
+    else:
+        hand_back(ring, n)
+
+
+@jit
+def arrive_alone(barrier):
+    """One thread's arrival, with no barrier of the group before it or behind it."""
+    mbarrier.expect(barrier, 0)
 
 
 @jit
@@ -175,15 +196,6 @@ def wait_for(pending):
     else:
         acc = warpgroup_mma_wait(0, deps=[pending[0], pending[1], pending[2]])
     return acc
-
-
-@jit
-def rescaled(acc, alpha):
-    """Every piece of the accumulator times alpha, [64]."""
-    scaled = ()
-    for i in gl.static_range(len(acc)):
-        scaled = scaled + (rescale(acc[i], like(alpha, acc[i])),)
-    return scaled
 
 
 @jit

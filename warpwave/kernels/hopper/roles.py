@@ -19,6 +19,7 @@ from warpwave.kernels.hopper.compat import (
 from warpwave.kernels.hopper.mask_bias import (
     aligned,
     bytes_beside,
+    has_bias_tiles,
     has_masked_steps,
     hide_by_position,
     is_added,
@@ -38,14 +39,15 @@ from warpwave.kernels.hopper.parts import (
     LOG2_E,
     ROWS,
     accumulator_layout,
+    arrive_alone,
     drain,
     first_column,
     hand_back,
+    hand_back_multiplied,
     like,
     load_tile,
     matrix,
     operand,
-    rescaled,
     scores_async,
     tile_bytes,
     values_async,
@@ -57,10 +59,12 @@ from warpwave.kernels.hopper.rows import store_out, zero_values
 from warpwave.kernels.hopper.serial import serial_tiles, too_wide_to_overlap
 from warpwave.kernels.hopper.softmax import (
     natural_lse,
-    new_maximum,
-    partial_sums,
-    probabilities,
+    of_rows,
+    own_maxima,
+    own_probabilities,
+    rescaled,
     rounding_of_the_largest,
+    settled_maximum,
     with_sink,
 )
 from warpwave.kernels.hopper.split_float32 import (
@@ -257,27 +261,38 @@ def step(
     pending = values_async(p, v_ring, n, acc)
     ahead = read_bias(ahead, place, k_ring, n + 1, rules)
     x = warpgroup_mma_wait(len(pending), deps=[scores])
-    hand_back(k_ring, n + 1)
+    hand_back_keys(k_ring, n + 1, place)
     release(q_empty, GROUP, is_last, rules)
     x, scale = scores_in_bits(x, ahead, tile, place, keys, rules, False)
     if rules.HAS_LOW and not is_masked(place):  # noqa: SIM102 (known when compiled, and the other is not)
         if (tile < whole_begin) | (tile >= whole_end):
             x = hide_by_position(x, tile, place, keys, rules)
-    shift, alpha, m_i, lead = new_maximum(x, scale, m_i, lead, has_masked_steps(place, rules))
-    if not rules.VALUES_FIRST:
-        p32, l_i = probabilities(x, scale, shift, alpha, l_i, rules.BLOCK_N)
-        # The spin loop of this wait ends the basic block. Without it ptxas hoists the wgmma wait below above the
-        # exponentials, and the product of P and V overlaps nothing (tests/compile hold the order).
+    m_i, alpha, lead = settled_maximum(x, scale, m_i, lead)
+    if rules.VALUES_FIRST:
+        # With the rescale before them, exponentials and the conversions of what they give are one basic block, and
+        # ptxas puts the latter between the former: 3 % at head_dim 64.
         wait_full(v_ring, n + 1)
         acc = wait_for(pending)
-        hand_back(v_ring, n)
+        hand_back_multiplied(v_ring, n)
+        acc = rescaled(acc, alpha)
+        p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, has_masked_steps(place, rules))
     else:
-        # Three groups keep the tensor cores busy by themselves, and what each gives back early the others use.
+        # Here it keeps ptxas from hoisting the wait for wgmma above the exponentials (tests/compile hold the order).
+        p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, has_masked_steps(place, rules))
         wait_full(v_ring, n + 1)
         acc = wait_for(pending)
-        hand_back(v_ring, n)
-        p32, l_i = probabilities(x, scale, shift, alpha, l_i, rules.BLOCK_N)
-    return operand(p32, v_ring), m_i, lead, l_i, rescaled(acc, alpha)
+        hand_back_multiplied(v_ring, n)
+        acc = rescaled(acc, alpha)
+    return operand(p32, v_ring), m_i, lead, l_i, acc
+
+
+@jit
+def hand_back_keys(k_ring, n, place):
+    """Hands back a tile of K, and the bias that came with it."""
+    if has_bias_tiles(place):
+        hand_back(k_ring, n)
+    else:
+        hand_back_multiplied(k_ring, n)
 
 
 @jit
@@ -286,7 +301,7 @@ def release(q_empty, GROUP: gl.constexpr, is_last, rules):
     loads during what is left of this one. Against behind the last softmax worth 2 to 6 % at 16 x 1024."""
     if rules.OWN_OUT:  # noqa: SIM102 (known when compiled, and the other is not)
         if is_last:
-            mbarrier.arrive(q_empty.index(GROUP), count=1)
+            arrive_alone(q_empty.index(GROUP))
 
 
 @jit
@@ -297,7 +312,7 @@ def edge_scores(q, k_ring, n, tile, place, keys, rules):
     scores = scores_async(q, k_ring, n, zero_accumulator(rules.BLOCK_N))
     ahead = read_bias(ahead, place, k_ring, n, rules)
     x = warpgroup_mma_wait(0, deps=[scores])
-    hand_back(k_ring, n)
+    hand_back_keys(k_ring, n, place)
     return scores_in_bits(x, ahead, tile, place, keys, rules, True)
 
 
@@ -316,13 +331,23 @@ def edge_step(q, k_ring, v_ring, n, m_i, lead, l_i, acc, tile, place, keys, rule
     """Tile n, one after another: a tile's worth of registers for the mask leaves no room to overlap two tiles."""
     without_unseen(v_ring, n, tile, place, keys, rules)
     x, scale = edge_scores(q, k_ring, n, tile, place, keys, rules)
-    shift, alpha, m_i, lead = new_maximum(x, scale, m_i, lead, True)
-    p32, l_i = probabilities(x, scale, shift, alpha, l_i, rules.BLOCK_N)
+    m_i, alpha, lead = settled_maximum(x, scale, m_i, lead)
     acc = rescaled(acc, alpha)
+    p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, True)
     wait_values(v_ring, n, tile, keys, rules)
     acc = wait_for(values_async(operand(p32, v_ring), v_ring, n, acc))
-    hand_back(v_ring, n)
+    hand_back_multiplied(v_ring, n)
     return m_i, lead, l_i, acc
+
+
+@jit
+def first_state(v_ring, BLOCK_N: gl.constexpr):
+    """Maximum, lead and sums of threads, and the accumulator, before the first tile."""
+    nothing = own_maxima(zero_accumulator(BLOCK_N), BLOCK_N)
+    acc = ()
+    for i in gl.static_range(len(v_ring.pieces)):
+        acc = acc + (zero_accumulator(v_ring.pieces[i].shape[-1]),)
+    return nothing - float("inf"), nothing, nothing, acc
 
 
 @jit
@@ -332,12 +357,7 @@ def overlapped_tiles(
     """All key tiles of 64 queries, [begin, end), the last first: of those that every query sees, or with a window of
     all, two at a time are worked on. Returns the softmax's state and the number of the next tile of the rings."""
     # Tiles at the diagonal and the ragged end. Of the last, the product with V is left under way.
-    m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, accumulator_layout(rules.BLOCK_N)))
-    lead = gl.zeros_like(m_i)
-    l_i = partial_sums(zero_accumulator(rules.BLOCK_N), rules.BLOCK_N)
-    acc = ()
-    for i in gl.static_range(len(v_ring.pieces)):
-        acc = acc + (zero_accumulator(v_ring.pieces[i].shape[-1]),)
+    m_i, lead, l_i, acc = first_state(v_ring, rules.BLOCK_N)
     tile = end - 1
     last = whole_end  # the tile whose product with V is left under way
     if rules.HAS_LOW:
@@ -354,8 +374,8 @@ def overlapped_tiles(
     is_last = tile == begin
     x, scale = edge_scores(q, k_ring, n, tile, place, keys, rules)
     release(q_empty, GROUP, is_last, rules)
-    shift, alpha, m_i, lead = new_maximum(x, scale, m_i, lead, True)
-    p32, l_i = probabilities(x, scale, shift, alpha, l_i, rules.BLOCK_N)
+    m_i, alpha, lead = settled_maximum(x, scale, m_i, lead)
+    p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, True)
     if (rules.HAS_HIGH and not rules.HAS_LOW) or is_added(place):
         acc = rescaled(acc, alpha)
     p = operand(p32, v_ring)
@@ -374,19 +394,13 @@ def overlapped_tiles(
     acc = wait_for(pending)
     tma.store_wait(0)  # the buffer for out is free again; the hand-back's barrier tells it to the other warps
     hand_back(v_ring, n)
-    n += 1
-    return n, m_i, lead, l_i, acc
+    return n + 1, of_rows(m_i, x), of_rows(lead, x), l_i, acc
 
 
 @jit
 def masked_tiles(q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, begin, end, work, place, keys, rules):
     """`overlapped_tiles` of a call with a mask: of [begin, end) the tiles that it shows to the block, one at least."""
-    m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, accumulator_layout(rules.BLOCK_N)))
-    lead = gl.zeros_like(m_i)
-    l_i = partial_sums(zero_accumulator(rules.BLOCK_N), rules.BLOCK_N)
-    acc = ()
-    for i in gl.static_range(len(v_ring.pieces)):
-        acc = acc + (zero_accumulator(v_ring.pieces[i].shape[-1]),)
+    m_i, lead, l_i, acc = first_state(v_ring, rules.BLOCK_N)
     beside = place.beside
     bits = scheduler.shown_last(place.box, place.message)
     word, _ = word_of(end - 1, keys, rules)
@@ -401,8 +415,8 @@ def masked_tiles(q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, begin, end,
     without_unseen(v_ring, n, tile, place, keys, rules)
     x, scale = edge_scores(q, k_ring, n, tile, place, keys, rules)
     release(q_empty, GROUP, following < begin, rules)
-    shift, alpha, m_i, lead = new_maximum(x, scale, m_i, lead, True)
-    p32, l_i = probabilities(x, scale, shift, alpha, l_i, rules.BLOCK_N)
+    m_i, alpha, lead = settled_maximum(x, scale, m_i, lead)
+    p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, True)
     acc = rescaled(acc, alpha)
     p = operand(p32, v_ring)
     wait_values(v_ring, n, tile, keys, rules)
@@ -418,7 +432,7 @@ def masked_tiles(q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, begin, end,
     acc = wait_for(pending)
     tma.store_wait(0)  # the buffer for out is free again; the hand-back's barrier tells it to the other warps
     hand_back(v_ring, n)
-    return n + 1, m_i, lead, l_i, acc
+    return n + 1, of_rows(m_i, x), of_rows(lead, x), l_i, acc
 
 
 @jit

@@ -1,0 +1,195 @@
+"""Decoding with large heads: how near the time of a step comes to that of reading the cache once.
+
+    python benchmarks/decode_large_heads.py [--rounds 9] [--only TEXT] [--seconds 60] [--out RECORD.jsonl]
+
+One query a sequence, bfloat16, 16 query heads: of 512 elements on 4 heads of keys, and of 576 on one latent whose first
+512 columns are the values, one tensor; contiguous, and in pages of 64 and 16 tokens that lie in no order. Each result
+is checked against the float64 oracle first. Times are of CUDA graphs whose calls cycle through as many sets of inputs
+as keep L2 cold. Prints TB/s of keys and values read once, the share of the card's data sheet, and the share of what
+`torch.sum` reads of a GiB between the rounds; and whether that is 85 % from batch 16 on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import warpwave
+from warpwave.bench.correctness import Sample
+from warpwave.bench.inputs import make_operands
+from warpwave.explanation import explain
+from warpwave.hardware import catalog
+from warpwave.hardware.gpu import current_gpu
+from warpwave.problem import AttentionProblem, CachedOperands, Operands
+
+COLD_BYTES = 250e6  # that calls cycle through: four times an H200's L2
+GOAL, FROM_BATCH = 0.85, 16
+
+
+class Point(NamedTuple):
+    """One kind of step: (head_dim, head_dim_v, kv heads), batch, cached tokens, tokens of a page or 0."""
+
+    dims: tuple[int, int, int]
+    batch: int
+    cached: int
+    page_size: int
+
+    @property
+    def latent(self) -> bool:
+        return self.dims[0] != self.dims[1]
+
+    def __str__(self) -> str:
+        head_dim, head_dim_v, heads = self.dims
+        what = f"{head_dim}/{head_dim_v}, one tensor" if self.latent else f"{head_dim} on {heads}"
+        return f"{what}, {self.batch} x {self.cached}" + (f", pages of {self.page_size}" if self.page_size else "")
+
+    @property
+    def problem(self) -> AttentionProblem:
+        head_dim, head_dim_v, heads = self.dims
+        return AttentionProblem(
+            batch=self.batch, seqlen_q=1, seqlen_k=self.cached, num_heads_q=16, num_heads_kv=heads, head_dim=head_dim,
+            head_dim_v=head_dim_v, dtype="bfloat16", softmax_scale=head_dim**-0.5, page_size=self.page_size,
+        )  # fmt: skip
+
+    @property
+    def cache_bytes(self) -> int:
+        head_dim, head_dim_v, heads = self.dims
+        return 2 * self.batch * self.cached * heads * (head_dim if self.latent else head_dim + head_dim_v)
+
+
+WIDE, LATENT = (512, 512, 4), (576, 512, 1)
+# What must be shown first: the clock may end the run.
+POINTS = [
+    *(Point(LATENT, 16, s, page) for s in (65536, 4096) for page in (0, 64)),
+    *(Point(WIDE, 16, s, page) for s in (16384, 4096) for page in (0, 64)),
+    *(Point(LATENT, 64, s, page) for s in (16384, 4096) for page in (0, 64)),
+    *(Point(WIDE, 64, s, 0) for s in (16384, 4096)),
+    *(Point(dims, 16, 16384, 16) for dims in (LATENT, WIDE)),
+    *(Point(dims, 1, s, 0) for dims in (LATENT, WIDE) for s in (65536, 4096)),
+]
+
+
+def operands_of(point: Point, device: torch.device, seed: int) -> Any:
+    """Inputs; of a latent v is a view of k."""
+    made = make_operands(point.problem, device, seed=seed)
+    return made._replace(v=made.k[..., : point.problem.head_dim_v]) if point.latent else made
+
+
+def call_of(operands: Operands | CachedOperands, kernel: str = "auto") -> Callable[[], Tensor]:
+    """The step through the public door."""
+    if isinstance(operands, CachedOperands):
+        layer = warpwave.CacheLayer(operands.k, operands.v, operands.page_table, operands.seqused_k)
+        return lambda: warpwave.attention_with_kv_cache(operands.q, layer, kernel=kernel)
+    return lambda: warpwave.attention(operands.q, operands.k, operands.v, kernel=kernel)
+
+
+def graph_of(calls: list[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
+    """All calls, one after another, captured."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def medians(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Median us of each call, in turn."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            times[name].append(1000 * begin.elapsed_time(end))
+    return {name: sorted(samples)[rounds // 2] for name, samples in times.items()}
+
+
+def measure(point: Point, read: Callable[[], Any], read_bytes: int, rounds: int, sheet_tbs: float) -> dict[str, Any]:
+    """Time and shares of one kind of step.
+
+    Raises:
+        RuntimeError: its result is wrong.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    sets = max(1, min(16, -(-int(COLD_BYTES) // point.cache_bytes)))
+    operands = [operands_of(point, device, seed) for seed in range(sets)]
+    verdict = Sample(point.problem, operands[0]).judge(call_of(operands[0])())
+    if not verdict.passed:
+        raise RuntimeError(f"{point} is wrong: {verdict.reason}")
+    calls = [call_of(x) for x in operands]
+    graph = graph_of(calls)
+    us = medians({"step": graph.replay, "read": read}, rounds)
+    step_us = us["step"] / sets
+    tbs, read_tbs = point.cache_bytes / step_us / 1e6, read_bytes / us["read"] / 1e6
+    plain = replace(point.problem, page_size=0) if not point.page_size else point.problem
+    chosen = explain(plain, gpu=current_gpu(device)).kernel
+    return {
+        "case": str(point), "kernel": chosen, "us": step_us, "tbs": tbs, "of_data_sheet": tbs / sheet_tbs,
+        "of_reading": tbs / read_tbs, "read_tbs": read_tbs, "sets": sets, "error_of_model": verdict.rms_error,
+    }  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measures the points in the order of the list, as far as the seconds go; 1 if one is wrong or misses the goal."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--out", type=Path)
+    a = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("it times a GPU, and there is none")
+        return 2
+    gpu = current_gpu(torch.device("cuda", torch.cuda.current_device()))
+    sheet = catalog.data_sheet(gpu)
+    if sheet is None:
+        print(f"the catalogue knows no memory bandwidth of {gpu.name}")
+        return 2
+    big = torch.empty(1 << 27, dtype=torch.int64, device="cuda")
+    total = torch.zeros((), dtype=torch.int64, device="cuda")
+    read = graph_of([lambda: torch.sum(big, 0, out=total)]).replay
+    begin, code = time.monotonic(), 0
+    for point in POINTS:
+        if a.only not in str(point):
+            continue
+        if time.monotonic() - begin > a.seconds:
+            print(f"out of time before {point}")
+            break
+        try:
+            found = measure(point, read, 8 * big.numel(), a.rounds, sheet.bandwidth_gbps / 1000)
+        except RuntimeError as error:
+            print(error, flush=True)
+            code = 1
+            continue
+        missed = point.batch >= FROM_BATCH and found["of_data_sheet"] < GOAL
+        code = 1 if missed else code
+        print(
+            f"{point}: {found['kernel']} {found['us']:.1f} us, {found['tbs']:.2f} TB/s, {found['of_data_sheet']:.3f} "
+            f"of the data sheet, {found['of_reading']:.3f} of reading" + (", missed" if missed else ""),
+            flush=True,
+        )
+        if a.out is not None:
+            with a.out.open("a") as record:
+                record.write(json.dumps(found | {"gpu": gpu.name, "torch": torch.__version__}) + "\n")
+        torch.cuda.empty_cache()
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

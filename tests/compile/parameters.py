@@ -1,0 +1,73 @@
+"""Compiles what it is told on standard input and prints each launch's parameters twice: bytes of each as driver.py lays
+them out, and as the compiled kernel has them. A process of its own, as worker.py."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+from warpwave import compiled, dispatch, driver
+from warpwave.hardware.gpu import Gpu
+from warpwave.launch import Launch
+from warpwave.problem import AttentionProblem
+
+RUN = SimpleNamespace(global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False, launch_pdl=False)
+
+
+def laid_out(spec: Launch, kernel: Any) -> list[int]:
+    """Bytes of each parameter as a bound launcher would lay them out."""
+    values: list[Any] = []
+    for tensor in spec.tensors:
+        address = driver.Address(1)
+        values.append((tensor, address) if hasattr(tensor, "block_shape") else address)
+    shape = SimpleNamespace(function=0, src=kernel.src, metadata=kernel.metadata)
+    launches = driver.launches(shape, RUN, 0, 1, [*values, *spec.scalars, *spec.constants.values()])
+    assert launches is not None, "the driver is not asked"
+    sizes = []
+    for parameter in launches.parameters:
+        if isinstance(parameter, int):
+            sizes.append(8)
+        else:
+            sizes.append(struct.calcsize(parameter[0]) if isinstance(parameter[0], str) else 128)
+    return sizes
+
+
+def in_ptx(ptx: str) -> list[int]:
+    """Bytes of each parameter of the kernel."""
+    entry = ptx[ptx.index(".entry") :]
+    entry = entry[: entry.index(")\n")]
+    sizes = []
+    for line in entry.splitlines():
+        if found := re.search(r"\.param \.align \d+ \.b8 \S+\[(\d+)\]", line):
+            sizes.append(int(found.group(1)))
+        elif found := re.search(r"\.param \.[a-z](\d+)", line):
+            sizes.append(int(found.group(1)) // 8)
+    return sizes
+
+
+def main() -> None:
+    # There is no driver here, and nothing is launched.
+    driver.__dict__.update(start_call=lambda: lambda *_: 0)
+    driver.__dict__.update(_encoder=lambda meta, plan: lambda address: None)
+    kernels = {module.NAME: module for module in dispatch.KERNELS}
+    gpu = Gpu.for_arch("sm_90")
+    for line in sys.stdin:
+        job = json.loads(line)
+        problem, kernel = AttentionProblem(**job["problem"]), kernels[job["kernel"]]
+        config = kernel.configs(problem, gpu)[0]
+        operands = compiled.operands_without_memory(problem)
+        out = operands.q.new_empty((*operands.q.shape[:-1], problem.head_dim_v))
+        specified = kernel.specify(problem, gpu, operands, out, None, config)
+        found = []
+        for spec in (specified,) if isinstance(specified, Launch) else specified:
+            binary = compiled._compile(spec, gpu)
+            found.append((laid_out(spec, binary), in_ptx(binary.asm["ptx"])))
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""Kernels that Triton compiled, started by a call of the CUDA driver's.
+
+Triton's own launcher takes every argument of a kernel at every call, some sixty Python objects with the compile-time
+constants, and reads them one by one, which costs more than to launch. Here they are laid out in memory once for the
+stream and the addresses that a launch meets, and `cuLaunchKernelEx` (CUDA driver API, "Execution Control") is told
+where. What lies there is never written again, so threads share it.
+
+The call is public; which parameters a compiled kernel has is Triton's affair: those of its signature that are no
+compile-time constants, a tensor map followed by its shape and strides, and two pointers to scratch memory at the end.
+So this serves the versions that were read; other kernels start through Triton (warpwave.launch).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, Protocol
+
+from warpwave.kernels.triton_or_stub import triton
+
+READ_VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
+MAX_PREPARED = 1024  # launches of one plan remembered; a model meets one or two for each of its layers
+
+# (config, function, parameters, None) -> 0, or an error: addresses of a `_Config`, of the loaded kernel, and of an
+# array of the addresses of its parameters.
+Start = Callable[[int, int, int, None], int]
+Key = tuple[int, ...]  # the stream, then addresses
+Prepared = tuple[int, int, Any]  # what `Start` takes of a launch, and the memory that it lies in
+
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID: may begin while the launch before it ends
+_FORMATS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d"}
+_MAP_OFFSET = 128  # of the 128 bytes of a tensor map in Triton's object for it, which is aligned to as many
+
+
+class TensorMap(Protocol):
+    """How a tensor map sees a tensor.
+
+    Attributes:
+        source: which of a launch's arguments it describes, by number.
+        shape, strides: of at most five axes, strides in elements; nothing outside `shape` is read or written.
+        block: what one copy moves.
+    """
+
+    @property
+    def source(self) -> int: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def strides(self) -> tuple[int, ...]: ...
+    def descriptor(self, tensor: Any) -> Any:
+        """Triton's own object, for compiling and for its public call."""
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int * 16))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("smem_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+@cache
+def library() -> Any:
+    """The driver's library, None where there is none. Python's lock is released in its calls: a launch waits where a
+    thousand are ahead of it."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+@cache
+def start_call() -> Start | None:
+    """`cuLaunchKernelEx`, None where there is none."""
+    call = getattr(library(), "cuLaunchKernelEx", None)
+    if call is not None:
+        call.argtypes = (ctypes.c_void_p,) * 4
+        call.restype = ctypes.c_int
+    return call
+
+
+def attach(index: int) -> None:
+    """Gives this thread the device's context, which a thread that has called nothing of CUDA's yet is without, if it
+    has none: torch would do so at its first launch, but memory may come from its cache."""
+    cuda, context, device = library(), ctypes.c_void_p(), ctypes.c_int()
+    if cuda is None or cuda.cuCtxGetCurrent(ctypes.byref(context)) or context.value is not None:
+        return
+    found = cuda.cuDeviceGet(ctypes.byref(device), index)
+    if not (found or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)):
+        cuda.cuCtxSetCurrent(context)
+
+
+class Launches:
+    """The launches of one compiled kernel on one grid, each prepared when its addresses first come.
+
+    Attributes:
+        function: the loaded kernel, as `Start` takes it.
+        parameters: what each of its parameters takes.
+        prepared: by stream and addresses, what it takes besides.
+    """
+
+    def __init__(
+        self, index: int, function: int, config: tuple[int, int, int, bool], parameters: Sequence[Any]
+    ) -> None:
+        """Lays out what never changes.
+
+        Args:
+            index: of the device.
+            function: the loaded kernel.
+            config: grid, threads of a block, bytes of shared memory, whether it may begin before the launch ahead of it
+                in its stream has ended.
+            parameters: one each: a `(format, value)` of the struct module's, or the place of an address in the keys,
+                or a `(encode, place)` whose `encode(address)` gives Triton's object for a tensor map.
+        """
+        self.function, self.parameters = function, parameters
+        self.prepared: dict[Key, Prepared] = {}
+        self._index, self._config = index, config
+        self._configs: dict[int, _Config] = {}
+        # Parameters that never change lie in slots of 8 bytes; the others are known when addresses are.
+        fixed = [p if isinstance(p, tuple) and isinstance(p[0], str) else ("Q", 0) for p in parameters]
+        packed = b"".join(struct.pack(f"<{kind}", value).ljust(8, b"\0") for kind, value in fixed)
+        self._fixed = ctypes.create_string_buffer(packed, max(8, len(packed)))
+        first = ctypes.addressof(self._fixed)
+        self._at = [first + 8 * i for i in range(len(parameters))]
+        self._pointers = [(i, p) for i, p in enumerate(parameters) if isinstance(p, int)]
+        self._maps = [(i, *p) for i, p in enumerate(parameters) if isinstance(p, tuple) and callable(p[0])]
+        self._places = [*self._pointers, *((i, place) for i, _, place in self._maps)]
+        # A key, then where each parameter is.
+        self._key_bytes = 8 * (1 + max((p for _, p in self._places), default=0))
+        self._layout = struct.Struct(f"<{self._key_bytes // 8 + len(parameters)}Q")
+        self._memory = ctypes.c_char * self._layout.size
+
+    def prepare(self, key: Key) -> Prepared:
+        """Lays a launch out in memory: the key's stream, and its addresses where the parameters take them."""
+        attach(self._index)  # without a context the driver encodes no map
+        at, memory = self._at.copy(), self._memory()
+        first = ctypes.addressof(memory)
+        for i, place in self._pointers:
+            at[i] = first + 8 * place
+        maps = []
+        for i, encode, place in self._maps:
+            found = encode(key[place])
+            at[i] = id(found) + _MAP_OFFSET
+            maps.append(found)
+        self._layout.pack_into(memory, 0, *key, *at)
+        config = self._configured(key[0])
+        if len(self.prepared) >= MAX_PREPARED:
+            self.prepared.clear()
+        prepared = ctypes.addressof(config), first + self._key_bytes, (config, memory, maps)
+        self.prepared[key] = prepared
+        return prepared
+
+    def _configured(self, stream: int) -> _Config:
+        found = self._configs.get(stream)
+        if found is None:
+            grid, threads, smem_bytes, ahead = self._config
+            found = _Config((grid, 1, 1), (threads, 1, 1), smem_bytes, stream)
+            if ahead:
+                attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION)
+                attribute.value[0] = 1
+                found.attributes, found.num_attributes = ctypes.pointer(attribute), 1
+            self._configs[stream] = found
+        return found
+
+
+def launches(compiled: Any, run: Any, index: int, grid: int, values: Sequence[Any]) -> Launches | None:
+    """A compiled kernel's launches on a grid; None where this Triton is not known, or does more for this kernel than to
+    launch it.
+
+    Args:
+        compiled: Triton's compiled kernel, its module loaded.
+        run: its `run`.
+        index: of its device.
+        values: what each parameter of its signature takes: a number, the place of an address in the launches' keys, as
+            an `Address`, or a `(TensorMap, Address)`; what a compile-time constant or an absent pointer takes does not
+            matter.
+    """
+    metadata, signature = compiled.metadata, compiled.src.signature
+    if not passes_on(run) or getattr(metadata, "num_ctas", 1) != 1 or run.launch_cooperative_grid:
+        return None
+    if grid < 1 or metadata.shared > 228 * 1024 or len(signature) != len(values):
+        return None
+    parameters: list[Any] = []
+    encoders = iter(getattr(metadata, "tensordesc_meta", None) or ())
+    for kind, value in zip(signature.values(), values, strict=True):
+        if kind == "constexpr":
+            continue
+        if isinstance(value, Address):
+            parameters.append(value.place)
+        elif isinstance(kind, str) and kind.startswith("tensordesc"):
+            plan, address = value
+            if (encode := _encoder(next(encoders, None), plan)) is None:
+                return None
+            parameters.append((encode, address.place))
+            parameters += [("i", size) for size in plan.shape] + [("q", stride) for stride in plan.strides]
+        elif kind in _FORMATS:
+            parameters.append((_FORMATS[kind], value))
+        else:
+            return None
+    threads = metadata.num_warps * 32
+    ahead = bool(run.launch_pdl)
+    scratch = [("Q", 0), ("Q", 0)]
+    return Launches(index, compiled.function, (grid, threads, metadata.shared, ahead), [*parameters, *scratch])
+
+
+class Address:
+    """Stands for the address at a place in the launches' keys."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+
+def passes_on(run: Any) -> bool:
+    """Whether `run` does nothing but to launch, in a Triton that is known: no memory to allocate, no sanitizer's
+    arguments to add."""
+    import torch
+
+    wants = [getattr(run, name, True) for name in ("global_scratch_size", "profile_scratch_size")]
+    wants.append(getattr(run, "gsan_enabled", False))
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return version in READ_VERSIONS and torch.version.hip is None and start_call() is not None and not any(wants)
+
+
+def _encoder(meta: Any, plan: TensorMap) -> Callable[[int], Any] | None:
+    """How to encode a map of what lies at an address; None where this Triton hides it."""
+    utils = triton.runtime.driver.active.utils
+    fill = getattr(utils, "fill_tma_descriptor_tiled", None) or getattr(utils, "fill_tma_descriptor", None)
+    if fill is None or not meta or meta.get("fp4_padded"):
+        return None
+    from triton.backends.nvidia import driver
+
+    holds_map = getattr(driver, "PyCUtensorMap", None)
+    if holds_map is None or holds_map.__basicsize__ != 2 * _MAP_OFFSET:
+        return None
+    swizzle, size, block = meta["swizzle"], meta["elem_size"], meta["block_size"]
+    dtype, shape, strides = driver.TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], plan.shape, plan.strides
+    return lambda address: fill(address, swizzle, size, dtype, block, shape, strides, 0)

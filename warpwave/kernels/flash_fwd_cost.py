@@ -1,0 +1,92 @@
+"""What `flash_fwd` moves and computes for one problem."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from warpwave.hardware.gpu import Gpu
+from warpwave.kernels.arguments import dot_precision, padded
+from warpwave.kernels.cost import Cost, conversions, launch_order, walk
+from warpwave.kernels.flash_fwd_configs import Config, bytes_per_score, smem_bytes
+from warpwave.kernels.split_ahead import PARTS
+from warpwave.problem import DTYPE_BYTES, AttentionProblem
+
+
+def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
+    """What one launch moves and computes: whole tiles, padding included; K and V once for each query tile. Split ahead,
+    also what the first launch reads, and the parts that it writes."""
+    size = DTYPE_BYTES[problem.dtype]
+    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    visited, longest, items, cut = walk(problem, config.block_m, config.block_n)
+    scores = visited * config.block_m * config.block_n
+    rows = problem.rows * problem.num_heads_q
+    arithmetic = dot_precision(problem, gpu)
+    workspace = split_reads = 0
+    key_bytes = size * (problem.head_dim + problem.head_dim_v)
+    if config.split_ahead and arithmetic in PARTS:
+        keys = (problem.total_k if problem.packed else problem.batch * problem.seqlen_k) * problem.num_heads_kv
+        split_reads, key_bytes = keys * key_bytes, 2 * PARTS[arithmetic] * (block_d + block_dv)
+        workspace = keys * key_bytes
+    key_reads = visited * config.block_n * key_bytes
+    multiply_adds = problem.dtype == "float32" and arithmetic == "ieee"
+    split = scores + visited * config.block_n * (block_d + block_dv)  # elements of P, K and V, where in the loop
+    out_bytes = rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0))
+    reads = size * rows * problem.head_dim + key_reads + scores * bytes_per_score(problem)
+    attend = Cost(
+        blocks=-(-problem.seqlen_q // config.block_m) * problem.num_heads_q * problem.batch,
+        flops=2 * scores * (block_d + block_dv),
+        exponentials=scores,
+        read_bytes=reads,
+        write_bytes=out_bytes,
+        smem_bytes=smem_bytes(problem, gpu, config),
+        scratch_bytes=key_reads if workspace else 0,
+        steps=visited,
+        longest=longest,
+        # Under a mask the longest come first.
+        order=launch_order(problem, config.block_m, config.block_n) if problem.packed and not problem.has_band else (),
+        cut=cut,
+        items=items,  # blocks behind the end of a packed sequence have nothing to do
+        smem_margin=size * config.block_m * config.block_n // 2 + 1024 if size == 2 and gpu.vendor == "nvidia" else 0,
+        loop="" if not multiply_adds else "wide multiply-adds" if block_d >= 128 else "multiply-adds",
+        threads=config.num_warps * gpu.warp_size,
+        registers=_registers(problem, gpu, config),
+        # Two warpgroups of Hopper's have 64 rows each, and wait for each other where tiles arrive alone.
+        chains=2 if gpu.capability == 90 and size == 2 and (config.block_m, config.num_warps) == (128, 8) else 1,
+        operand_bytes=_operand_bytes(problem, config, visited) if multiply_adds else 0,
+        conversions=conversions(problem, gpu, scores if workspace else split, config.block_m, config.num_warps),
+    )
+    if not workspace:
+        return attend
+    return replace(
+        attend,
+        read_bytes=reads + split_reads,
+        write_bytes=out_bytes + workspace,
+        workspace_bytes=workspace,
+        scratch_bytes=key_reads + workspace,
+        launches=2,
+        parts=(Cost(0, 0, 0, split_reads, workspace, scratch_bytes=workspace), attend),
+    )
+
+
+def _registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
+    """About what a thread holds: output and scores of its rows in float32, probabilities, and some forty besides."""
+    threads = max(1, config.num_warps * gpu.warp_size)
+    elements = config.block_m * (padded(problem.head_dim_v) + config.block_n * 3 // 2)
+    if problem.dtype == "float32" and dot_precision(problem, gpu) == "ieee":
+        # Multiply-adds hold operands too, and a tile that nothing keeps in flight passes through registers.
+        loaded = config.block_n * (padded(problem.head_dim) + padded(problem.head_dim_v))
+        elements += 44 * threads + (loaded if config.num_stages == 1 else 0)
+    elif problem.dtype == "float32" and config.block_m < 64:  # every warp holds the parts of all rows of Q
+        elements += threads * (40 + 3 * config.block_m * padded(problem.head_dim) // (2 * gpu.warp_size))
+    return min(gpu.registers_per_thread or 255, 40 + elements // threads)
+
+
+def _operand_bytes(problem: AttentionProblem, config: Config, visited: int) -> int:
+    """What multiply-adds read from shared memory: a thread with n elements of a tile, as square as may be, reads two
+    operands of sqrt(n) for each n of them."""
+    threads, total = config.num_warps * 32, 0.0
+    for columns, length in ((config.block_n, padded(problem.head_dim)), (padded(problem.head_dim_v), config.block_n)):
+        elements = config.block_m * columns
+        total += elements * length * 4 * 2 / math.sqrt(max(1, elements // threads))
+    return int(visited * total)

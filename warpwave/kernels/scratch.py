@@ -1,0 +1,90 @@
+"""Memory for what the launches of one call leave to the next of them. Host code alone.
+
+Calls of one thread on one stream follow one another, so they use the same memory: a buffer, made once and grown. The
+launches of two threads may come in turns, on one stream too: each has its own. A CUDA graph may be replayed on any
+stream, beside any call: its launches get memory of the graph's pool.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from warpwave.kernels.arguments import maker
+
+LARGEST = 32 << 20  # bytes kept for a stream; more is allocated for each call, and torch keeps it
+Need = tuple[Sequence[int], torch.dtype]  # a shape and its dtype
+
+
+class _Kept(threading.local):
+    """What a thread keeps, by something and the stream; freed with the thread."""
+
+    def __init__(self) -> None:
+        self.by_stream: dict[Any, Any] = {}
+
+
+_buffers = _Kept()
+
+
+def buffer(device: torch.device, stream: int, size: int) -> torch.Tensor:
+    """At least `size` bytes for this thread's launches on this stream."""
+    buffers = _buffers.by_stream
+    found: torch.Tensor | None = buffers.get((device.index, stream))
+    if found is None or found.numel() < size:
+        # The old buffer, which launches may still use, goes back to its stream and is reused behind them.
+        found = torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8, device=device)
+        buffers[device.index, stream] = found
+    return found
+
+
+def memory(
+    needs: Sequence[Need],
+    device: torch.device,
+    finish: Callable[[tuple[torch.Tensor, ...], int | None], Any] | None = None,
+) -> Callable[[], Any]:
+    """Returns `tensors()`, to be called once for each call of the launches: a contiguous tensor for each need.
+
+    Args:
+        finish: what to make of the tensors for a stream, or for a graph that is being captured (None); kept with them.
+    """
+    makers = [maker(shape, dtype, device) for shape, dtype in needs]
+
+    def made(stream: int | None) -> Any:
+        tensors = tuple([make() for make in makers])
+        return tensors if finish is None else finish(tensors, stream)
+
+    if device.type != "cuda":
+        return lambda: made(0)
+    # Whoever has torch fill what is not initialised gets it filled, for each call.
+    keep = not torch.are_deterministic_algorithms_enabled()
+    capturing, current_stream = torch.cuda.is_current_stream_capturing, torch._C._cuda_getCurrentRawStream
+    index = device.index
+    ends, end = [], 0
+    for shape, dtype in needs:
+        size = math.prod(shape) * dtype.itemsize
+        ends.append((end, end + size))
+        end += -(-size // 256) * 256  # what lies behind it is as well aligned as torch's own
+    kept = _Kept()
+
+    def tensors() -> Any:
+        if capturing():
+            return made(None)
+        stream = current_stream(index)
+        found = kept.by_stream.get(stream)
+        if found is not None:
+            return found
+        if end > LARGEST or not keep:
+            return made(stream)
+        whole = buffer(device, stream, end)
+        parts = tuple(
+            whole[first:last].view(dtype).view(*shape)
+            for (first, last), (shape, dtype) in zip(ends, needs, strict=True)
+        )
+        found = kept.by_stream[stream] = parts if finish is None else finish(parts, stream)
+        return found
+
+    return tensors

@@ -1,0 +1,478 @@
+"""The steps from the bound of a call to its predicted time, and the equations of each.
+
+`Ladder` is one prediction under way: padding, waves over SMs, the resources of a loop and of the whole card, bytes at
+each level of memory. `docs/model.md` has the equations. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from warpwave.calibration import Machine, constant_of
+from warpwave.hardware.catalog import DataSheet
+from warpwave.hardware.gpu import KIB, Gpu
+from warpwave.hardware.occupancy import occupancy
+from warpwave.kernels.cost import Cost
+from warpwave.problem import AttentionProblem
+from warpwave.roofline import FLOAT32_PATHS, Path, data_sheet_rates, fastest, product_path, roofline
+
+# What is lost between the bound and a time, in the order in which the ladder climbs: name -> what it is.
+LOSSES: dict[str, str] = {
+    "clocks": "what power, clocks and instruction order leave of the data sheet's rates",
+    "head padding": "products over columns that pad head_dim to what the tiles are made of",
+    "hidden pairs": "pairs of edge tiles that the mask hides, computed all the same",
+    "ragged tiles": "rows and keys beyond the end of a sequence, in its last tiles",
+    "separate passes": "passes that wait for each other, and cannot overlap products with exponentials",
+    "idle SMs": "SMs without a block, and the last wave",
+    "traffic": "tiles read again through L2 and memory, where that takes longer than computing",
+    "softmax": "exponentials and arithmetic on scores that products do not hide",
+    "latency": "steps that wait for each other, with too few streams of instructions an SM to fill the wait",
+    "fill": "first loads and last stores of each tile of queries",
+    "launches": "launching, and the first wave",
+}
+STEP = {name: place for place, name in enumerate(LOSSES)}
+ALL = len(LOSSES)
+SMOOTH = 8.0  # exponent with which "as long as the longer of two" is rounded at the corner
+CONVERSION_OPS = 4  # instructions of a part of an operand: 3.4 to 4.3 more in float32 than in bfloat16, on sm_90
+TRIP_US = 0.5  # to L2 and back, or to memory
+EMPTY_US = 0.7  # of a block that finds itself behind the end of its sequence: a launch, a load from L2 and the exit
+MOST_SIMULATED = 40  # rounds of blocks, beyond which their order no longer matters
+SMEM_SLACK = 1.05  # kernels state an upper bound on shared memory, up to this much above what compiles
+L2_SHARE = 0.8  # of L2 that a working set can hold before lines fall out
+SCALAR_KERNELS = ("naive",)  # whose products run on the plain float32 units, whatever the dtype
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one level of memory, and how often the same bytes cross it.
+
+    Attributes:
+        level: `"L2"`, `"memory"`, `"registers"`, `"shared memory"`.
+        bytes: that cross it; of registers and shared memory, that a block holds.
+        redundancy: over the compulsory bytes; 1 is the least. Of registers and shared memory, the share taken.
+        working_set: what has to stay in it for that.
+        capacity: what it holds.
+    """
+
+    level: str
+    bytes: float
+    redundancy: float
+    working_set: float
+    capacity: float
+
+
+@dataclass(frozen=True)
+class _Padding:
+    """How many times as many products as visible pairs need: by columns, by hidden pairs, by ends of sequences."""
+
+    heads: float
+    hidden: float
+    ragged: float
+
+
+class Ladder:
+    """One prediction under way."""
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        kernel: Any,
+        config: Any,
+        gpu: Gpu,
+        cost: Cost,
+        where: Machine,
+        hot: bool,
+        without: str = "",
+        graph: bool = False,
+    ) -> None:
+        self.problem, self.cost, self.gpu, self.where, self.hot = problem, cost, gpu, where, hot
+        self.without, self.graph = without, graph
+        self.flops, self.exponentials, self.least = problem.flops, problem.exponentials, problem.compulsory_bytes
+        self.path = path_of(problem, kernel, gpu, where.sheet)
+        self.padding = _padding(problem, kernel, config, gpu, cost)
+        self.resident = blocks_per_sm(cost, gpu)
+        parts = cost.parts or (cost,)
+        if without:
+            parts = tuple(_ablated(part, problem, without) for part in parts)
+        self._late: dict[Cost, float] = {}
+        self.launches = max(cost.launches, sum(part.launches for part in parts))
+        # (how often it is launched, one launch, its blocks an SM)
+        self.parts = tuple((part.launches, _of_one_launch(part), blocks_per_sm(part, gpu)[0]) for part in parts)
+        self.bound = roofline(problem, data_sheet_rates(where.sheet), gpu=gpu, hot=hot).time_us
+        items = cost.items or cost.blocks
+        self.waves = items / (where.sheet.num_sms * self.resident[0]) if items else 0.0
+
+    def ladder(self) -> dict[str, float]:
+        """Time after each loss; never falls, for every step takes an idealisation away."""
+        times = {"bound": self.bound}
+        least = self.bound if not self.without else 0.0
+        for name, place in STEP.items():
+            whole = place < STEP["separate passes"]  # which knows of nothing left out
+            least = max(least, 0.0 if self.without and whole else self._time(place))
+            times[name] = least
+        return times
+
+    def time_us(self) -> float:
+        """The top of the ladder alone, for who asks a thousand times: a later step that shortens an earlier one's time
+        is not seen."""
+        return max(self.bound, self._time(STEP["ragged tiles"]), self._time(STEP["launches"]))
+
+    def _time(self, step: int) -> float:
+        if step < STEP["separate passes"]:
+            return self._whole(step)
+        time = sum(launches * self._launch(part, slots, step) for launches, part, slots in self.parts)
+        if step < STEP["launches"]:
+            return time
+        time += self.launches * (self.where.launch_us + self.where.constants.start_us)
+        return time if self.graph else max(time, self.launches * self.where.constants.host_us)
+
+    def _whole(self, step: int) -> float:
+        """As one pass over as much of the padding as `step` counts, on the whole card."""
+        p = self.padding
+        heads = p.heads if step >= STEP["head padding"] else 1.0
+        pairs = p.hidden if step >= STEP["hidden pairs"] else 1.0
+        pairs *= p.ragged if step >= STEP["ragged tiles"] else 1.0
+        return max(
+            self._products_us(self.flops * heads * pairs),
+            self._power_us(self.flops, self.exponentials),
+            self._exponentials_us(self.exponentials * pairs),
+            self._memory_us(self._least_bytes()),
+        )
+
+    def _launch(self, cost: Cost, slots: int, step: int) -> float:
+        """One launch: its SMs, and what all of them share."""
+        products, exponentials = self._products_us(cost.flops), self._exponentials_us(cost.exponentials)
+        if self.without == "exponentials":
+            exponentials = 0.0
+        resources = [products, exponentials, self._operands_us(cost.operand_bytes)]
+        busy = max(resources)
+        if step >= STEP["softmax"]:
+            resources.append(self._arithmetic_us(cost.exponentials, cost.conversions))
+            busy = max(resources)
+            busy += self.where.constants.exposed * (sum(resources) - busy)
+        from_l2 = cost.read_bytes / (self.where.sheet.num_sms * self._drawn_by_an_sm)
+        alone = sum(resources) + from_l2 + self._arithmetic_us(0, cost.conversions)  # they wait for each other, too
+        if step >= STEP["latency"]:
+            busy = _longer(busy, from_l2)
+        busy = max(busy, self._power_of(cost))
+        time = self._on_sms(cost, slots, busy, alone, step)
+        shared = [self._memory_us(self._memory_bytes(cost, step))]
+        if step >= STEP["traffic"]:
+            drawn = self.where.l2_gbps * self.where.constants.l2
+            shared.append((cost.read_bytes + cost.write_bytes) / (drawn * 1e3))
+        if step >= STEP["fill"] and cost.steps:  # no byte moves before the first blocks have begun
+            shared.append(max(shared) + self.where.constants.fill_us)
+        if step >= STEP["latency"]:
+            return _longer(time, max(shared))
+        return max(time, *shared)
+
+    def _power_of(self, cost: Cost) -> float:
+        """Of a launch: its share of what the call needs; padding multiplies zeros, which draws little."""
+        return self._power_us(
+            self.flops * cost.flops / max(1, self.cost.flops),
+            self.exponentials * cost.exponentials / max(1, self.cost.exponentials),
+        )
+
+    def _on_sms(self, cost: Cost, slots: int, busy: float, alone: float, step: int) -> float:
+        """Time on the SMs of work that keeps the whole card busy for `busy` us.
+
+        Args:
+            slots: blocks that share an SM.
+            alone: the same with nothing hidden behind anything, as one stream of instructions sees it.
+        """
+        sms, constants = self.where.sheet.num_sms, self.where.constants
+        items = cost.items or cost.blocks
+        if step < STEP["idle SMs"] or not items:
+            return busy
+        resident = max(1, min(slots, -(-items // sms)))
+        steps: float = cost.steps or items
+        mean = steps / items
+        one = busy * sms / steps  # of one step of one block, an SM to itself
+        stream = alone * sms / steps / cost.chains + constants.step_us * (cost.steps > 0)
+
+        def together(blocks: int) -> float:
+            """A step of each of `blocks` blocks on one SM."""
+            return _longer(blocks * one, stream) if step >= STEP["latency"] else blocks * one
+
+        fill = cost.trips * TRIP_US if step >= STEP["fill"] else 0.0
+        empty = 0.0
+        if step >= STEP["fill"] and cost.steps:
+            empty = EMPTY_US * max(0, cost.blocks - items) / (sms * slots)
+            fill = constants.fill_us + cost.write_bytes / items / self._drawn_by_an_sm
+        even = not self.problem.has_band and not self.problem.packed
+        if even or cost.longest <= mean:
+            edges = constants.edge_steps * cost.cut / items if step >= STEP["softmax"] else 0.0
+            whole, rest = divmod(items, sms * resident)
+            time = whole * ((mean + edges) * together(resident) + fill)
+            return time + empty + ((mean + edges) * together(-(-rest // sms)) + fill if rest else 0.0)
+        # Blocks of unequal length fill each other's gaps, but for the longest of them.
+        longest = float(cost.longest)
+        if step >= STEP["softmax"] and cost.steps:
+            edges = constants.edge_steps * cost.cut / items
+            mean, longest = mean + edges, longest + edges
+        rounds = items / (sms * resident)
+        alone = longest * together(1)
+        if items > sms:  # it has company as long as most blocks last
+            alone += mean * (together(resident) - together(1))
+        # Blocks that come head by head: a long one may begin last, in less and less company.
+        tail = 0.0
+        if rounds > 1 and self._of_order(cost, slots) > 0:
+            tail = self._of_order(cost, slots) * mean * (together(resident) + together(1)) / 2
+        return empty + max(rounds * (mean * together(resident) + fill) + tail, alone + fill)
+
+    def _of_order(self, cost: Cost, slots: int) -> float:
+        """How much longer the blocks of a launch take in the order in which they come than evenly spread, in steps of
+        their mean."""
+        if cost not in self._late:
+            self._late[cost] = lateness(cost.order, self.where.sheet.num_sms * slots)
+        return self._late[cost]
+
+    # Resources, of the whole card -------------------------------------------------------------------------------------
+
+    @property
+    def _clock_ghz(self) -> float:
+        return self.where.sheet.boost_clock_mhz * 1e-3
+
+    @property
+    def _drawn_by_an_sm(self) -> float:
+        """Bytes a us between one SM and L2."""
+        return self.where.constants.smem_bytes_per_clock * self._clock_ghz * 1e3
+
+    def _products_us(self, flops: float) -> float:
+        share = self.where.constants.of_path(self.path.name, self.path.products)
+        return flops / (self.path.useful_tflops * share * 1e6)
+
+    def _power_us(self, flops: float, scores: float) -> float:
+        """What the power limit allows of 16-bit products and their softmax."""
+        if constant_of(self.path.name, 1) != "bfloat16":
+            return 0.0
+        drawn = self.path.products * flops + self.where.constants.power_of_score * scores
+        items, sms = self.cost.items or self.cost.blocks, self.where.sheet.num_sms
+        drawing = min(1.0, items / sms) if items else 1.0  # fewer busy SMs draw less, and run at full clocks
+        return drawing * drawn / (self.path.tflops * self.where.constants.power * 1e6)
+
+    def _exponentials_us(self, count: float) -> float:
+        rate = self.where.sheet.exponentials_gops
+        if rate is None:  # MI355X: as many a clock as its forerunners
+            rate = self.where.sheet.num_sms * 16 * self._clock_ghz
+        share = 0.95 if self.where.calibration is None else self.where.calibration.exponentials
+        return count / (rate * share * 1e3)
+
+    def _arithmetic_us(self, scores: float, conversions: float) -> float:
+        lanes = self.where.sheet.num_sms * 128 if self.gpu.vendor == "nvidia" else self.where.sheet.num_sms * 64
+        operations = scores * self.where.constants.softmax_ops + conversions * CONVERSION_OPS
+        return operations / (lanes * self._clock_ghz * 1e3)
+
+    def _operands_us(self, size: float) -> float:
+        """What multiply-adds read from shared memory, 128 bytes a clock; they share the slots in which both issue."""
+        if not size:
+            return 0.0
+        share = self.where.constants.of_path(self.path.name, self.path.products)
+        return size / (self.where.sheet.num_sms * 128 * self._clock_ghz * share * 1e3)
+
+    def _memory_us(self, size: float) -> float:
+        return size / (self.where.memory_gbps * 1e3)
+
+    # Bytes ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _l2_bytes(self) -> int:
+        return self.where.sheet.l2_bytes + self.where.sheet.last_level_cache_bytes
+
+    def _least_bytes(self) -> float:
+        if not self.hot:
+            return self.least
+        # What is read again and again in the same order pushes itself out, the sooner as both halves of L2 keep some of
+        # the same lines: of 34 MB all was there (H200, 60 MiB), of 67 MB nothing.
+        filled = self.least / self._l2_bytes
+        return self.least * min(1.0, max(0.0, (filled - 0.6) / 0.4))
+
+    def _memory_bytes(self, cost: Cost, step: int) -> float:
+        """Across the memory bus in one launch: what is new to the card, and what fell out of L2."""
+        share = cost.read_bytes / max(1, self.cost.read_bytes)
+        least = self._least_bytes() * share
+        if step < STEP["traffic"]:
+            return least
+        asked = cost.read_bytes + cost.write_bytes - cost.scratch_bytes
+        again = max(0.0, asked - self.least * share)
+        missed = _missing(self.working_set, self._l2_bytes * L2_SHARE)
+        scratch = _missing(self.cost.workspace_bytes, self._l2_bytes)
+        return least + again * missed + cost.scratch_bytes * scratch
+
+    @functools.cached_property
+    def working_set(self) -> float:
+        """K and V of the heads that blocks work on at once: what L2 must keep so that each is read from memory once.
+        Nothing where all blocks that read a head run together: they walk its keys at one pace."""
+        problem = self.problem
+        size = 4 if problem.dtype == "float32" else 2
+        of_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * size
+        heads = max(1, problem.batch * problem.num_heads_q)
+        items = max(1, self.cost.items or self.cost.blocks)
+        slots = self.where.sheet.num_sms * self.resident[0]
+        if items * problem.num_heads_q <= slots * heads * problem.num_heads_kv:
+            return 0.0
+        at_once = min(items, self.where.sheet.num_sms * self.resident[0]) / max(1.0, items / heads)
+        group = problem.num_heads_q / problem.num_heads_kv
+        return of_head * max(1.0, at_once / group)
+
+    def traffic(self) -> list[Traffic]:
+        """Redundancy of each level, and how full it is."""
+        cost, sheet, least = self.cost, self.where.sheet, max(1, self.least)
+        parts = cost.parts or (cost,)
+        memory = sum(self._memory_bytes(part, ALL) for part in parts)
+        moved = cost.read_bytes + cost.write_bytes
+        found = [
+            Traffic("L2", moved, moved / least, self.working_set + cost.workspace_bytes, self._l2_bytes),
+            Traffic("memory", memory, memory / least, 0.0, sheet.memory_gb * 1e9),
+        ]
+        if cost.smem_bytes:
+            each, of = cost.smem_bytes, sheet.smem_per_block_bytes
+            found.append(Traffic("shared memory", each, each / of, each * self.resident[0], sheet.smem_per_sm_bytes))
+        if cost.registers and cost.threads:
+            each, of = 4 * cost.registers * cost.threads, 4 * sheet.registers_per_sm
+            found.append(Traffic("registers", each, each / of, each * self.resident[0], of))
+        return found
+
+
+# What `ablation` leaves out of a loop, one at a time.
+ABLATIONS: dict[str, str] = {
+    "exponentials": "no exponentials: scores less their maximum go into the second product",
+    "values": "no second product, and with it no reads of V",
+    "loads": "K and V pinned to one tile, which L1 and L2 hold",
+    "mask": "no mask: hidden pairs of edge tiles count",
+    "store": "no store of the output",
+}
+
+
+def lateness(order: Sequence[tuple[tuple[int, ...], int]], slots: int) -> float:
+    """By how many times the mean of its lengths a schedule lasts longer than work over slots.
+
+    Args:
+        order: `Cost.order`: each block begins on the slot that is free first.
+        slots: blocks that run together.
+    """
+    items = sum(len(lengths) * times for lengths, times in order)
+    work = sum(sum(lengths) * times for lengths, times in order)
+    if not work or items > MOST_SIMULATED * slots:
+        return 0.0
+    free = [0] * slots
+    for lengths, times in order:
+        for _ in range(times):
+            for length in lengths:
+                if length:
+                    heapq.heapreplace(free, free[0] + length)
+    there = sum(length > 0 for lengths, times in order for length in lengths for _ in range(times))
+    return (max(free) - work / slots) * there / work
+
+
+SHARED_OUT = (  # of a `Cost`, what launches of the same have a share of each
+    "blocks", "flops", "exponentials", "read_bytes", "write_bytes", "items", "steps", "cut", "scratch_bytes",
+    "operand_bytes", "conversions",
+)  # fmt: skip
+
+
+def _of_one_launch(cost: Cost) -> Cost:
+    """Of a part that is launched several times, one after another, the share of one."""
+    if cost.launches < 2:
+        return cost
+    return replace(cost, launches=1, **{name: -(-getattr(cost, name) // cost.launches) for name in SHARED_OUT})
+
+
+def _ablated(cost: Cost, problem: AttentionProblem, without: str) -> Cost:
+    """The cost without one resource. Exponentials are left out by the caller."""
+    keys = problem.head_dim / (problem.head_dim + problem.head_dim_v)
+    if without == "values":
+        return replace(cost, flops=int(cost.flops * keys), read_bytes=int(cost.read_bytes * keys))
+    if without == "loads":
+        return replace(cost, read_bytes=0)
+    if without == "mask":
+        return replace(cost, cut=0)
+    return replace(cost, write_bytes=0) if without == "store" else cost
+
+
+def path_of(problem: AttentionProblem, kernel: Any, gpu: Gpu, sheet: DataSheet) -> Path:
+    """How a kernel computes its products on a card."""
+    from warpwave.advice import computed_in
+
+    rates = data_sheet_rates(sheet)
+    if kernel.NAME in SCALAR_KERNELS:
+        paths: Mapping[str, int] = {"float32": 1}
+    elif problem.dtype == "float32":
+        paths = FLOAT32_PATHS.get(computed_in(kernel, problem, gpu), FLOAT32_PATHS["ieee"])
+    else:
+        paths = {problem.dtype: 1}
+    found = fastest(paths, rates) or product_path(problem, rates)
+    assert found is not None  # every data sheet states float32
+    return found
+
+
+def blocks_per_sm(cost: Cost, gpu: Gpu) -> tuple[int, str]:
+    """How many blocks of a launch share an SM, and what allows no more."""
+    if cost.blocks_per_sm:
+        return cost.blocks_per_sm, "launch"
+    threads = cost.threads or 128
+    smem = cost.smem_bytes - cost.smem_margin
+    if not cost.smem_margin and smem > KIB:
+        smem = int(smem / SMEM_SLACK)
+    fits = occupancy(
+        gpu,
+        registers=cost.registers or 64,
+        accumulators=0,
+        num_warps=max(1, threads // gpu.warp_size),
+        smem_bytes=min(smem, gpu.smem_per_block_bytes),
+    )
+    if fits is None:
+        return 1, "nothing known"
+    return max(1, fits.blocks), fits.limit
+
+
+def _padding(problem: AttentionProblem, kernel: Any, config: Any, gpu: Gpu, cost: Cost) -> _Padding:
+    """Splits the products a kernel computes over those a call needs, by asking its `cost` about simpler calls."""
+    if not cost.flops:
+        return _Padding(1.0, 1.0, 1.0)
+    whole = replace(
+        problem,
+        batch=1,
+        seqlen_q=1536,  # a multiple of every block of queries and keys
+        seqlen_k=1536,
+        num_heads_q=1,
+        num_heads_kv=1,
+        causal=None,
+        window_size=(-1, -1),
+        mask_shape=None,
+        mask_visible_pairs=None,
+        bias_shape=None,
+        packed=False,
+        total_q=0,
+        total_k=0,
+        lengths=None,
+        page_size=0,
+    )
+    heads = max(1.0, kernel.cost(whole, gpu, config).flops / whole.flops)
+    total = max(1.0, cost.flops / (problem.flops * heads))
+    if not problem.has_band:
+        if problem.mask_visible_pairs is None:
+            return _Padding(heads, 1.0, total)
+        shown = replace(problem, mask_visible_pairs=None).visible_pairs / max(1, problem.visible_pairs)
+        return _Padding(heads, min(total, shown), max(1.0, total / shown))
+    bare = replace(problem, causal=None, window_size=(-1, -1), mask_shape=None, mask_visible_pairs=None)
+    ragged = min(total, max(1.0, kernel.cost(bare, gpu, config).flops / (bare.flops * heads)))
+    return _Padding(heads, total / ragged, ragged)
+
+
+def _missing(wanted: float, capacity: float) -> float:
+    """The share of re-reads that a cache does not serve: none while all fits, and what does not fit beyond."""
+    return 0.0 if wanted <= capacity or not wanted else 1 - capacity / wanted
+
+
+def _longer(a: float, b: float) -> float:
+    """The longer of two times that overlap, with a rounded corner: where both are alike neither hides the other."""
+    if min(a, b) <= 0:
+        return max(a, b)
+    most = max(a, b)
+    return most * math.pow((a / most) ** SMOOTH + (b / most) ** SMOOTH, 1 / SMOOTH)
