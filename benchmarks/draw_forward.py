@@ -123,7 +123,7 @@ def timed(cases: Sequence[Case], record: Path, rounds: int) -> list[Measurement]
     print(f"compiled in {time.monotonic() - began:.0f} s", file=sys.stderr)
     device = torch.device("cuda", torch.cuda.current_device())
     writer = RecordWriter(record, environment.describe(device))
-    settings = Settings(device=device, modes=("events",), rounds=rounds, host=False)
+    settings = Settings(device=device, rounds=rounds, host=False)
     measured: list[Measurement] = []
     for case in cases:
         found = measure(case, "drawn", contenders(("auto",), PEERS), settings)

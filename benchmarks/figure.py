@@ -20,8 +20,12 @@ from warpwave.bench.records import Measurement, read_records
 from warpwave.bench.timing import paired_ratio
 
 OURS = "warpwave auto"
-PEERS = {"sdpa_flash": "SDPA flash", "sdpa_cudnn": "SDPA cuDNN", "sdpa_efficient": "SDPA efficient"}
-COLOURS = {OURS: "#1f6f8b", "sdpa_flash": "#e0a458", "sdpa_cudnn": "#8a8d91", "sdpa_efficient": "#c9cbce"}
+PEERS = {
+    "sdpa_cudnn": ("SDPA cuDNN", "#8a8d91"),
+    "flash_attention_4": ("FlashAttention-4", "#b5616a"),
+    "sdpa_flash": ("SDPA flash", "#e0a458"),
+    "sdpa_efficient": ("SDPA efficient", "#c9cbce"),
+}
 
 
 def by_case(measurements: list[Measurement]) -> dict[str, dict[str, Measurement]]:
@@ -33,18 +37,23 @@ def by_case(measurements: list[Measurement]) -> dict[str, dict[str, Measurement]
     return cases
 
 
+def peers_of(cases: dict[str, dict[str, Measurement]]) -> list[str]:
+    """The peers that the record has a time of."""
+    return [peer for peer in PEERS if any(peer in found for found in cases.values())]
+
+
 def draw(cases: dict[str, dict[str, Measurement]], title: str, path: Path) -> None:
     """Grouped bars of TFLOP/s, full and causal side by side."""
     plt.rcParams.update({"font.size": 9, "svg.hashsalt": "warpwave", "svg.fonttype": "path"})
+    contenders = {OURS: ("warpwave", "#1f6f8b")} | {peer: PEERS[peer] for peer in peers_of(cases)}
     figure, (full, causal) = plt.subplots(1, 2, figsize=(9, 4.2), sharey=True, layout="constrained")
     for axes, heading in ((full, "full"), (causal, "causal")):
         names = [name for name in cases if name.endswith("causal") == (heading == "causal")]
-        width = 0.8 / (1 + len(PEERS))
-        for i, contender in enumerate((OURS, *PEERS)):
+        width = 0.8 / len(contenders)
+        for i, (contender, (label, colour)) in enumerate(contenders.items()):
             heights = [cases[name][contender].tflops if contender in cases[name] else 0 for name in names]
-            places = [x + (i - 1.5) * width for x in range(len(names))]
-            label = "warpwave" if contender == OURS else PEERS[contender]
-            axes.bar(places, heights, width, label=label, color=COLOURS[contender])
+            places = [x + (i - (len(contenders) - 1) / 2) * width for x in range(len(names))]
+            axes.bar(places, heights, width, label=label, color=colour)
         axes.set_xticks(range(len(names)), [_tick(name) for name in names], fontsize=8)
         axes.set_title(heading, fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
@@ -64,17 +73,16 @@ def _tick(case: str) -> str:
 
 def table(cases: dict[str, dict[str, Measurement]]) -> str:
     """A Markdown table: our TFLOP/s and how many times as fast we are as each peer, by paired rounds."""
+    peers = peers_of(cases)
     lines = [
-        "| head_dim, batch x seqlen | warpwave TFLOP/s | "
-        + " | ".join(f"x {label}" for label in PEERS.values())
-        + " |",
-        "| --- " * (2 + len(PEERS)) + "|",
+        f"| head_dim, batch x seqlen | warpwave TFLOP/s | {' | '.join(f'x {PEERS[peer][0]}' for peer in peers)} |",
+        "| --- " * (2 + len(peers)) + "|",
     ]
-    ratios: dict[str, list[float]] = {peer: [] for peer in PEERS}
+    ratios: dict[str, list[float]] = {peer: [] for peer in peers}
     for name, found in cases.items():
         ours = found[OURS]
         cells = []
-        for peer in PEERS:
+        for peer in peers:
             if peer not in found or ours.timing is None or (theirs := found[peer].timing) is None:
                 cells.append("-")
                 continue

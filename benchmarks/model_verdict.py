@@ -119,8 +119,12 @@ def predictions(suite: str, card: str = "h200") -> dict[str, Any]:
             if min(one["predicted_us"] for one in of_case) < GRAPH_BELOW_US:
                 break
         points += of_case
-    files = sorted({file for files in shipped.sources.values() for file in files})
+    files = _fitted_to(shipped)
     return {"suite": suite, "card": card, "calibrated": shipped.date, "fitted_to": files, "points": points}
+
+
+def _fitted_to(of: Calibration) -> list[str]:
+    return sorted({file for key, files in of.sources.items() if key != "judged" for file in files})
 
 
 def judge(record: Path) -> dict[str, Any]:
@@ -139,7 +143,7 @@ def judge(record: Path) -> dict[str, Any]:
     if sheet is None or not points:
         raise NoVerdict(f"{record.name} has no times of our kernels on a GPU that the catalogue knows")
     gpu, shipped = gpu_of(sheet), calibrations()[sheet.key]
-    calibrated, fitted_to = shipped.date, sorted({file for files in shipped.sources.values() for file in files})
+    calibrated, fitted_to = shipped.date, _fitted_to(shipped)
     before = record.with_name(record.stem + PREDICTED)
     written_before: dict[tuple[str, str], dict[str, Any]] | None = None
     if before.is_file():

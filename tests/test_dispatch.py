@@ -9,7 +9,7 @@ import pytest
 from warpwave import dispatch, explain
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.hardware.gpu import ARCHS, CPU, INTERPRETER, Gpu
-from warpwave.kernels import eager, flash_fwd, three_kernel, torch_sdpa
+from warpwave.kernels import eager, flash_fwd, torch_sdpa
 from warpwave.problem import AttentionProblem, Causal
 
 H200 = Gpu.for_arch("sm_90")
@@ -99,8 +99,7 @@ def test_what_a_kernel_is_outrun_on_it_still_runs_when_asked_by_name() -> None:
     assert "hopper/flash_fwd is passed over: at most 512 keys" in str(explain(longer, gpu=H200))
 
 
-def test_gradients_that_take_nothing_of_the_forward_leave_it_to_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(three_kernel, "GRADIENTS_BEYOND", 0)
+def test_gradients_that_take_nothing_of_the_forward_leave_it_to_the_fastest() -> None:
     trained = replace(PROBLEM, seqlen_q=4096, seqlen_k=4096, window_size=(1023, 0), requires_grad=True)
     forward, gradients = dispatch.forward_of(trained, H200)
     assert gradients == "three_kernel" and forward == replace(trained, requires_grad=False, return_lse=True)

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from warpwave.compiled import operands_without_memory
 from warpwave.errors import InvalidInput
 from warpwave.hardware.gpu import ARCHS, CPU, INTERPRETER, Gpu
-from warpwave.kernels import three_kernel, three_kernel_configs, three_kernel_gradients
+from warpwave.kernels import three_kernel, three_kernel_configs, three_kernel_gradients, three_kernel_library
 from warpwave.kernels.three_kernel_configs import library_cannot
 from warpwave.kernels.three_kernel_plan import Config, allocate_workspace, least_bytes, pieces, plan, workspace_bytes
 from warpwave.kernels.three_kernel_softmax import UNSPECIALISED
-from warpwave.problem import AttentionProblem, Causal
+from warpwave.problem import AttentionProblem, Causal, Operands
 
 PROBLEM = AttentionProblem(
     batch=2, seqlen_q=300, seqlen_k=290, num_heads_q=4, num_heads_kv=2, head_dim=1024, head_dim_v=512,
@@ -240,12 +240,11 @@ def test_what_it_refuses() -> None:
     assert "scores of 128 queries of one head would take 1.5 GiB of memory, and it takes 1 at most" in reason
 
 
-def test_auto_leaves_gradients_to_eager_where_they_were_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(three_kernel, "GRADIENTS_BEYOND", 256)
+def test_auto_leaves_gradients_to_eager_where_they_were_not_measured() -> None:
     wide = replace(PROBLEM, requires_grad=True)
-    assert three_kernel.outrun(wide, H200) == [] == three_kernel.outrun(replace(PROBLEM, head_dim=64), H200)
-    for problem, gpu in ((replace(wide, head_dim=256, head_dim_v=256), H200), (wide, Gpu.for_arch("sm_80"))):
-        assert "timed on an H200 beyond head_dim 256" in three_kernel.outrun(problem, gpu)[0]
+    for problem in (wide, replace(wide, head_dim=64, head_dim_v=64), PROBLEM):
+        assert three_kernel.outrun(problem, H200) == []
+    assert "timed on an H200 alone" in three_kernel.outrun(wide, Gpu.for_arch("sm_80"))[0]
     (reason,) = three_kernel.outrun(replace(wide, softcap=1.0), H200)
     assert reason == "three_kernel's gradients know nothing of softcap: eager's would serve, after a second forward"
 
@@ -329,3 +328,19 @@ def test_explain_says_how_a_call_is_cut() -> None:
     )
     assert tiles == "by tiles of 128 x 256 a chunk is 256 of scores and 128 of out, for 132 SMs"
     assert sums == "sums in 1 piece a chunk, 4096 rows x 1024 x 4 bytes = 16.8 MB at the most"
+
+
+def test_operands_spread_far_are_copied_for_torchs_products() -> None:
+    shape, far = (2, 300, 4, 64), 2**31 // 299 + 8
+    dense = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    spread = torch.empty_strided(shape, (far * 300, far, 64, 1), dtype=torch.bfloat16, device="meta")
+    large = torch.empty((2, 2**15, 16, 4096), dtype=torch.bfloat16, device="meta")  # past 2^31, but without gaps
+    operands = Operands(dense, spread, large)
+
+    def straight(operands: Operands) -> Operands:
+        return operands
+
+    near = three_kernel_library.brought_near(straight, operands)(operands)
+    assert near.k.is_contiguous() and not spread.is_contiguous()
+    assert near.q is dense and near.v is large
+    assert three_kernel_library.brought_near(straight, Operands(dense, dense, large)) is straight

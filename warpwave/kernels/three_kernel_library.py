@@ -4,7 +4,7 @@
 
 One call takes the heads of one batch item, all its query rows of the chunk and all keys that some of them sees. Query
 heads that share a kv head are one call for each kv head, whose matrix all of them read where it stands. No operand is
-copied. Host code alone.
+copied but one spread over more than 2^31 elements. Host code alone.
 
 Bound: tensor cores.
 """
@@ -12,13 +12,13 @@ Bound: tensor cores.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from warpwave.kernels.three_kernel_plan import Chunk, Piece
-from warpwave.problem import DTYPE_BYTES, AttentionProblem
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
 
 
 @contextlib.contextmanager
@@ -35,6 +35,24 @@ def products_in(arithmetic: str) -> Iterator[None]:
         yield
     finally:
         matmul.fp32_precision = before
+
+
+def brought_near(straight: Callable[[Operands], Operands], first: Operands) -> Callable[[Operands], Operands]:
+    """`straight`, then q, k and v copied where they are spread over 2^31 elements and more, with gaps between: cuBLAS
+    has other kernels for those, with other bits."""
+    far = [name for name in ("q", "k", "v") if _is_far(getattr(first, name))]
+    if not far:
+        return straight
+
+    def near(operands: Operands) -> Operands:
+        return straight(operands)._replace(**{name: getattr(operands, name).contiguous() for name in far})
+
+    return near
+
+
+def _is_far(t: torch.Tensor) -> bool:
+    reach = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    return reach > max(2**31, t.numel())
 
 
 def multiply_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
