@@ -1,6 +1,6 @@
 """Decoding with large heads: how near the time of a step comes to that of reading the cache once.
 
-    python benchmarks/decode_large_heads.py [--rounds 9] [--only TEXT] [--seconds 60] [--out RECORD.jsonl]
+    python -m benchmarks.decode_large_heads [--rounds 9] [--only TEXT] [--seconds 60] [--out RECORD.jsonl]
 
 One query a sequence, bfloat16, 16 query heads: of 512 elements on 4 heads of keys, and of 576 on one latent whose first
 512 columns are the values, one tensor; contiguous, and in pages of 64 and 16 tokens that lie in no order. Each result
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 import warpwave
+from benchmarks.two_head_sizes import medians
 from warpwave.bench.correctness import Sample
 from warpwave.bench.inputs import make_operands
 from warpwave.explanation import explain
@@ -106,20 +107,6 @@ def graph_of(calls: list[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def medians(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median us of each call, in turn."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            call()
-            end.record()
-            end.synchronize()
-            times[name].append(1000 * begin.elapsed_time(end))
-    return {name: sorted(samples)[rounds // 2] for name, samples in times.items()}
-
-
 def measure(point: Point, read: Callable[[], Any], read_bytes: int, rounds: int, sheet_tbs: float) -> dict[str, Any]:
     """Time and shares of one kind of step.
 
@@ -134,7 +121,7 @@ def measure(point: Point, read: Callable[[], Any], read_bytes: int, rounds: int,
         raise RuntimeError(f"{point} is wrong: {verdict.reason}")
     calls = [call_of(x) for x in operands]
     graph = graph_of(calls)
-    us = medians({"step": graph.replay, "read": read}, rounds)
+    us = {name: 1000 * ms for name, ms in medians({"step": graph.replay, "read": read}, rounds).items()}
     step_us = us["step"] / sets
     tbs, read_tbs = point.cache_bytes / step_us / 1e6, read_bytes / us["read"] / 1e6
     plain = replace(point.problem, page_size=0) if not point.page_size else point.problem

@@ -378,13 +378,13 @@ OTHERS = [
         "a guard region was written",
     ),
     Mutant(
-        "cells beyond a sequence's used length attended to", SPLIT,
-        "seqlen_k = tl.minimum(tl.maximum(tl.load(seqused_k_ptr + row), 0), seqlen_k)", "seqlen_k = seqlen_k * 1",
+        "cells beyond a sequence's used length attended to", "kernels/paged_keys.py",
+        "used = tl.minimum(tl.maximum(tl.load(seqused_k_ptr + row), 0), seqlen_k)", "used = seqlen_k * 1",
         "test_paged.py::test_count", "16-none-split_kv", "torch.equal",
     ),
     Mutant(
-        "the page table of another row", SPLIT,
-        "page_table_ptr += row * stride_table", "page_table_ptr += batch * stride_table",
+        "the page table of another row", "kernels/paged_keys.py",
+        "return page_table_ptr + row * stride_table, used", "return page_table_ptr + batch * stride_table, used",
         "test_paged.py::test_retrieval", "16-split_kv", "torch.equal",
     ),
     Mutant(

@@ -6,6 +6,7 @@ keys are a share of those the rows see, in pages of a pool or one behind another
 
 from __future__ import annotations
 
+from warpwave.kernels.paged_keys import cached_sequence, pages_of
 from warpwave.kernels.partials import (
     await_launch_before,
     inverse_sum,
@@ -39,17 +40,6 @@ UNSPECIALISED = [
     *("stride_alibi_h", "stride_table", "seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads_kv", "window_left"),
     *("window_right", "num_splits", "first_key", "num_pages", "num_rows", "lse_rows"),
 ]
-
-
-@jit
-def _pages_of(page_table_ptr, key_tile, keys, inside, num_pages, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The pages that hold a tile's keys, [BLOCK_N], or the one page that holds them all. A page id that is none is
-    clamped: what lies there is not what was meant, but it is inside the tensor."""
-    if PAGE_SIZE % BLOCK_N == 0:
-        pages = tl.load(page_table_ptr + key_tile // PAGE_SIZE)
-    else:
-        pages = tl.load(page_table_ptr + keys // PAGE_SIZE, mask=inside, other=0)
-    return tl.minimum(tl.maximum(pages, 0), num_pages - 1).to(tl.int64)
 
 
 @jit
@@ -235,12 +225,9 @@ def split_kv_kernel(
     k_ptr += kv_head * stride_kh
     v_ptr += kv_head * stride_vh
     if PAGE_SIZE > 0:
-        row = batch
-        if HAS_ROWS:
-            row = tl.minimum(tl.maximum(tl.load(rows_ptr + batch), 0), num_rows - 1).to(tl.int64)
-        # Clamped, so that a length beyond the table's reads no page id behind it.
-        seqlen_k = tl.minimum(tl.maximum(tl.load(seqused_k_ptr + row), 0), seqlen_k)
-        page_table_ptr += row * stride_table
+        page_table_ptr, seqlen_k = cached_sequence(
+            page_table_ptr, seqused_k_ptr, rows_ptr, batch, stride_table, seqlen_k, num_rows, HAS_ROWS
+        )
     elif IS_VARLEN:
         k_begin, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)
         k_ptr += k_begin * stride_kn
@@ -334,7 +321,7 @@ def split_kv_kernel(
             # Keys that no query of the tile sees are not read: NaN there must have no effect.
             key_inside = (keys >= key_begin) & (keys < end)
             if PAGE_SIZE > 0:
-                pages = _pages_of(page_table_ptr, key_tile, keys, key_inside, num_pages, PAGE_SIZE, BLOCK_N)
+                pages = pages_of(page_table_ptr, key_tile, keys, key_inside, num_pages, PAGE_SIZE, BLOCK_N)
             if BY_MAP and section == 1:
                 if PAGE_SIZE > 0:
                     map_outer, map_row = pages.to(tl.int32), key_tile % PAGE_SIZE
