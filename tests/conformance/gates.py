@@ -67,6 +67,10 @@ MAXIMUM_FLOOR, RMS_FLOOR, ROW_FLOOR = 1e-6, 1e-7, 1e-6  # in units of max |R|
 # unit of the largest logit. And where a sink leads, an error common to a row's logits does not cancel: then out may be
 # as far off as the LSE.
 LOGIT_SHARE = 2.0**-24
+# A logit is itself a sum, of head_dim terms: in order and of one sign (all logits near -40) its partial sums' roundings
+# add up to a deviation of sqrt(head_dim) / 3 roundings of the whole. A row that two keys share passes it on, one draw,
+# to its result, whatever M's own order drew. B3 allows three such deviations.
+SUM_SHARE = 2.0**-24  # of the row, for each unit of sqrt(head_dim) * largest logit
 # In bf16x3 the logits themselves are off by what M leaves out, 2^-22 of the largest one in the RMS; and a row that two
 # keys share passes on half of that, whatever M drew for it. B3 allows four such deviations and a half.
 REMAINDER_SHARE = 2.0**-20
@@ -226,6 +230,8 @@ def _judge(
     rms_limit = max(c.rms, RMS_SMALL) if small else c.rms
     floor = RMS_FLOOR * largest + logit_share * _rms(exact).item() + UNDERFLOW
     gates.append(_gate(f"B2 RMS of {name}", _rms(e_got), _rms(e_model), rms_limit, floor))
+    if _arithmetic(problem) in ("float32", "bf16x3"):
+        logit_share = max(logit_share, SUM_SHARE * math.sqrt(problem.head_dim) * largest_logit)
     if _arithmetic(problem) == "bf16x3":
         logit_share = max(logit_share, REMAINDER_SHARE * largest_logit)
     if not small and name != "dbias":  # whose rows are keys
