@@ -1,10 +1,12 @@
-"""Draws where the kernels for wide heads cross, from records of `warpwave bench large_head_dim`, and prints the table.
+"""Draws where the kernels for wide heads cross, from records of `warpwave bench`, and prints the table.
 
     python benchmarks/large_heads.py benchmarks/records/RECORD.jsonl docs/img/large_head_dim.svg
+    python benchmarks/large_heads.py benchmarks/records/RECORD.jsonl docs/img/large_head_queries.svg --over seqlen_q
 
-One panel for full calls and one for causal, at the seqlen with the most widths: median device time against head_dim,
-both logarithmic, over what the fastest contender needs at each, so that what binds is not read as the size of the work.
-A contender that was refused at a width has no point there; one that was not accurate enough is drawn hollow.
+From the suite `large_head_dim` one panel for full calls and one for causal, at the seqlen with the most widths: median
+device time against head_dim. From `large_head_crossover` one panel for each number of keys: time against queries. Both
+axes are logarithmic, and times are over what the fastest contender needs at each, so that what binds is not read as the
+size of the work. A contender that was refused has no point there; one that was not accurate enough is drawn hollow.
 """
 
 from __future__ import annotations
@@ -24,9 +26,12 @@ from warpwave.bench.records import Measurement, read_records
 COLOURS = ("#1f6f8b", "#e0a458", "#6a994e", "#8a5a83", "#c1121f", "#8a8d91", "#2f3e46", "#b08968", "#577590")
 
 
-def chosen(measurements: Iterable[Measurement]) -> dict[bool, dict[str, dict[int, Measurement]]]:
-    """causal -> contender -> head_dim -> its measurement, of 16-bit calls at the seqlen that most widths were timed at;
-    those with a time alone."""
+Panels = dict[str, dict[str, dict[int, Measurement]]]  # title -> contender -> place on the axis -> its measurement
+
+
+def by_width(measurements: Iterable[Measurement]) -> Panels:
+    """Over head_dim, full and causal, of 16-bit calls at the seqlen that most widths were timed at; those with a time
+    alone."""
     timed = [m for m in measurements if m.timing is not None and m.problem.dtype != "float32" and not m.is_yardstick]
     widths: dict[int, set[int]] = collections.defaultdict(set)
     for m in timed:
@@ -34,16 +39,31 @@ def chosen(measurements: Iterable[Measurement]) -> dict[bool, dict[str, dict[int
     if not widths:
         return {}
     seqlen = max(widths, key=lambda length: (len(widths[length]), -length))
-    found: dict[bool, dict[str, dict[int, Measurement]]] = {}
+    found: Panels = {"full": {}, "causal": {}}
     for m in timed:
         if m.problem.seqlen_k == seqlen:
-            of_mask = found.setdefault(m.problem.causal is not None, {})
+            of_mask = found["full" if m.problem.causal is None else "causal"]
             of_mask.setdefault(m.contender, {})[m.problem.head_dim] = m
     return found
 
 
+def by_queries(measurements: Iterable[Measurement]) -> Panels:
+    """Over seqlen_q, for each number of keys; those with a time alone."""
+    found: Panels = {}
+    for m in sorted((m for m in measurements if m.timing is not None), key=lambda m: m.problem.seqlen_k):
+        of_keys = found.setdefault(f"{m.problem.seqlen_k:,} keys", {})
+        of_keys.setdefault(m.contender, {})[m.problem.seqlen_q] = m
+    return found
+
+
+OVER = {
+    "head_dim": ("large_head_dim", by_width, "head_dim"),
+    "seqlen_q": ("large_head_crossover", by_queries, "queries a sequence"),
+}
+
+
 def crossovers(of_contenders: dict[str, dict[int, Measurement]]) -> list[tuple[int, str, float]]:
-    """For each width, the fastest accurate contender and its time in us."""
+    """For each place, the fastest accurate contender and its time in us."""
     best: dict[int, tuple[str, float]] = {}
     for contender, of_width in of_contenders.items():
         for width, m in of_width.items():
@@ -54,57 +74,53 @@ def crossovers(of_contenders: dict[str, dict[int, Measurement]]) -> list[tuple[i
     return [(width, *best[width]) for width in sorted(best)]
 
 
-def draw(found: dict[bool, dict[str, dict[int, Measurement]]], title: str, path: Path) -> None:
-    """Both panels."""
+def draw(found: Panels, title: str, label: str, path: Path) -> None:
+    """All panels."""
     plt.rcParams.update({"font.size": 9, "svg.hashsalt": "warpwave", "svg.fonttype": "path"})
-    figure, panels = plt.subplots(1, 2, figsize=(9, 4.2), sharey=True, layout="constrained")
-    names = list(dict.fromkeys(name for of_mask in found.values() for name in of_mask))
+    figure, panels = plt.subplots(1, len(found), figsize=(9, 4.2), sharey=True, layout="constrained", squeeze=False)
+    names = list(dict.fromkeys(name for of_panel in found.values() for name in of_panel))
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
-    for axes, causal in zip(panels, (False, True), strict=True):
-        of_contenders = found.get(causal, {})
-        best = {width: us for width, _, us in crossovers(of_contenders)}
-        for name, of_width in of_contenders.items():
-            points = [(w, m) for w, m in sorted(of_width.items()) if w in best and m.timing is not None]
-            ratios = [m.timing.median_us / best[w] for w, m in points if m.timing is not None]
-            axes.plot([w for w, _ in points], ratios, color=colours[name], linewidth=1.2, label=name)
-            for (width, m), ratio in zip(points, ratios, strict=True):
+    for axes, (heading, of_contenders) in zip(panels[0], found.items(), strict=True):
+        best = {place: us for place, _, us in crossovers(of_contenders)}
+        for name, of_place in of_contenders.items():
+            points = [(x, m) for x, m in sorted(of_place.items()) if x in best and m.timing is not None]
+            ratios = [m.timing.median_us / best[x] for x, m in points if m.timing is not None]
+            axes.plot([x for x, _ in points], ratios, color=colours[name], linewidth=1.2, label=name)
+            for (x, m), ratio in zip(points, ratios, strict=True):
                 right = m.verdict is not None and m.verdict.passed
-                axes.plot(
-                    width, ratio, "o", color=colours[name], markerfacecolor=None if right else "white", markersize=4
-                )
+                axes.plot(x, ratio, "o", color=colours[name], markerfacecolor=None if right else "white", markersize=4)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
         ticks = sorted(best)
-        axes.set_xticks(ticks, [str(width) for width in ticks], fontsize=8, rotation=45)
+        axes.set_xticks(ticks, [str(x) for x in ticks], fontsize=8, rotation=45)
         axes.minorticks_off()
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.set_title("causal" if causal else "full", fontsize=10)
-        axes.set_xlabel("head_dim")
+        axes.set_title(heading, fontsize=10)
+        axes.set_xlabel(label)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(linewidth=0.4, alpha=0.6)
         axes.set_axisbelow(True)
-    panels[0].set_ylabel("time, in units of the fastest accurate one")
+    panels[0][0].set_ylabel("time, in units of the fastest accurate one")
     figure.suptitle(title, fontsize=9)
-    handles = {h.get_label(): h for axes in panels for h in axes.get_legend_handles_labels()[0]}
+    handles = {h.get_label(): h for axes in panels[0] for h in axes.get_legend_handles_labels()[0]}
     figure.legend(handles.values(), handles.keys(), frameon=False, ncols=4, loc="outside lower center")
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 
 
-def table(found: dict[bool, dict[str, dict[int, Measurement]]]) -> str:
-    """Markdown: TFLOP/s of every contender at every width, those not accurate enough in brackets."""
-    names = list(dict.fromkeys(name for of_mask in found.values() for name in of_mask))
-    lines = [f"| head_dim | {' | '.join(names)} |", "| --- " * (1 + len(names)) + "|"]
-    for causal, of_contenders in sorted(found.items()):
-        widths = sorted({width for of_width in of_contenders.values() for width in of_width})
-        for width in widths:
+def table(found: Panels, label: str) -> str:
+    """Markdown: TFLOP/s of every contender at every place, those not accurate enough in brackets."""
+    names = list(dict.fromkeys(name for of_panel in found.values() for name in of_panel))
+    lines = [f"| {label} | {' | '.join(names)} |", "| --- " * (1 + len(names)) + "|"]
+    for heading, of_contenders in found.items():
+        for place in sorted({place for of_place in of_contenders.values() for place in of_place}):
             cells = []
             for name in names:
-                m = of_contenders.get(name, {}).get(width)
+                m = of_contenders.get(name, {}).get(place)
                 right = m is not None and m.verdict is not None and m.verdict.passed
                 rate = "-" if m is None or m.tflops is None else f"{m.tflops:.0f}"
                 cells.append(rate if right or m is None else f"({rate})")
-            lines.append(f"| {width}{', causal' if causal else ''} | {' | '.join(cells)} |")
+            lines.append(f"| {place}, {heading} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -113,23 +129,29 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--over", choices=OVER, default="head_dim")
     a = parser.parse_args(arguments)
+    suite, choose, label = OVER[a.over]
     records = read_records(a.record)
-    found = chosen(m for _, m in records.measurements if m.suite == "large_head_dim")
-    if not found:
-        parser.error(f"{a.record} has no times of the suite large_head_dim")
+    found = choose(m for _, m in records.measurements if m.suite == suite)
+    if not any(found.values()):
+        parser.error(f"{a.record} has no times of the suite {suite}")
     environment = next(iter(records.environments.values()))
-    problem = next(iter(next(iter(next(iter(found.values())).values())).values())).problem
-    title = (
-        f"batch {problem.batch}, {problem.num_heads_q} heads, {problem.seqlen_q} queries x {problem.seqlen_k} keys, "
-        f"{problem.dtype}\n{environment['gpu']['name']}, torch {environment['torch']}, Triton "
-        f"{environment['triton']}, {environment['date'][:10]}"
+    problem = next(
+        m.problem for of_panel in found.values() for of_place in of_panel.values() for m in of_place.values()
     )
-    draw(found, title, a.out)
-    print(table(found))
-    for causal, of_contenders in sorted(found.items()):
-        for width, name, us in crossovers(of_contenders):
-            print(f"fastest at {width}{', causal' if causal else ''}: {name}, {us:.0f} us")
+    shape = f"{problem.seqlen_q} queries x {problem.seqlen_k} keys"
+    title = (
+        f"batch {problem.batch}, {problem.num_heads_q} heads, "
+        f"{shape if a.over == 'head_dim' else f'head_dim {problem.head_dim}'}, {problem.dtype}\n"
+        f"{environment['gpu']['name']}, torch {environment['torch']}, Triton {environment['triton']}, "
+        f"{environment['date'][:10]}"
+    )
+    draw(found, title, label, a.out)
+    print(table(found, label))
+    for heading, of_contenders in found.items():
+        for place, name, us in crossovers(of_contenders):
+            print(f"fastest at {place}, {heading}: {name}, {us:.1f} us")
     return 0
 
 

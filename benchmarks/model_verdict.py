@@ -1,6 +1,6 @@
 """Judges predicted times on a record of a grid, keeps what was predicted, and writes the verdicts into docs/model.md.
 
-    python -m benchmarks.model_verdict --predict model_grid_3 --out GRID-predicted.json    before it is measured
+    python -m benchmarks.model_verdict --predict model_grid_4 --out GRID-predicted.json    before it is measured
     python -m benchmarks.model_verdict --judge benchmarks/records/GRID.jsonl    writes GRID-judged.json beside it
     python -m benchmarks.model_verdict                                          writes the tables of docs/model.md
 
@@ -87,10 +87,9 @@ def predictions(suite: str, card: str = "h200") -> dict[str, Any]:
     """Every point of a suite with its time as predicted now, by the config that the kernel chooses.
 
     As `bench` measures: where the fastest kernel of a case takes less than 50 us a CUDA graph replays all of them, and
-    their inputs stay in L2.
+    their inputs stay in L2. Which it will be is measured, so that both are predicted.
     """
     from warpwave import dispatch
-    from warpwave.bench.meters import GRAPH_BELOW_US
     from warpwave.bench.workloads import load_suite
     from warpwave.hardware.catalog import resolve
     from warpwave.model import predict
@@ -102,12 +101,11 @@ def predictions(suite: str, card: str = "h200") -> dict[str, Any]:
         able = [kernels[k] for k in case.kernels or found.kernels if not kernels[k].why_not(case.problem, gpu)]
         configs = {kernel.NAME: kernel.configs(case.problem, gpu)[0] for kernel in able}
         for graph in (True, False):
-            of_case = []
             for kernel in able:
                 config, hot = configs[kernel.NAME], graph or case.hot is True
                 p = predict(case.problem, kernel, config, gpu, hot=hot, graph=graph)
                 assert p is not None
-                of_case.append(
+                points.append(
                     {
                         "case": case.name,
                         "kernel": kernel.NAME,
@@ -116,9 +114,6 @@ def predictions(suite: str, card: str = "h200") -> dict[str, Any]:
                         "predicted_us": float(f"{p.time_us:.5g}"),
                     }
                 )
-            if min(one["predicted_us"] for one in of_case) < GRAPH_BELOW_US:
-                break
-        points += of_case
     files = _fitted_to(shipped)
     return {"suite": suite, "card": card, "calibrated": shipped.date, "fitted_to": files, "points": points}
 
@@ -145,16 +140,17 @@ def judge(record: Path) -> dict[str, Any]:
     gpu, shipped = gpu_of(sheet), calibrations()[sheet.key]
     calibrated, fitted_to = shipped.date, _fitted_to(shipped)
     before = record.with_name(record.stem + PREDICTED)
-    written_before: dict[tuple[str, str], dict[str, Any]] | None = None
+    written_before: dict[tuple[str, str, bool], dict[str, Any]] | None = None
     if before.is_file():
         data = json.loads(before.read_text(encoding="utf-8"))
         calibrated, fitted_to = data["calibrated"], data["fitted_to"]
-        written_before = {(one["case"], one["kernel"]): one for one in data["points"]}
+        written_before = {(one["case"], one["kernel"], one["graph"]): one for one in data["points"]}
 
     def predicted_us(point: Any, case: str) -> float:
         if written_before is None:
             return float(f"{calibrate_model._ratio(point, gpu, None) * point.time_us:.5g}")
-        one = written_before.get((case, point.kernel.NAME))
+        ways = [written_before.get((case, point.kernel.NAME, graph)) for graph in (point.graph, not point.graph)]
+        one = next((way for way in ways if way is not None), None)  # the third grid's have one
         if one is None or one["config"] != asdict(point.config):
             raise NoVerdict(f"{before.name} has no prediction of {case} by {point.kernel.NAME}, {point.config}")
         return float(one["predicted_us"])

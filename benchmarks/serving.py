@@ -1,9 +1,10 @@
-"""What serving costs and saves beside the attention itself: batch invariance, shared prefixes, host time.
+"""What serving costs and saves beside the attention itself: pages, batch invariance, shared prefixes, host time.
 
-    PYTHONPATH=. python benchmarks/serving.py [--device cuda] [--rounds 7]
+    PYTHONPATH=. python benchmarks/serving.py [--device cuda] [--rounds 9]
 
 Device times are taken in CUDA graphs, all variants of a line interleaved, and ratios within each round; host times are
-those of an eager call. 32 query and 8 kv heads of 128 in bfloat16, one query a sequence, pages of 16 and 64. Every
+those of an eager call. 32 query and 8 kv heads of 128 in bfloat16, one query a sequence, pages of 16 and 64, and for
+what pages cost of 16 to 256, in no order, beside the same keys in one tensor. Every
 variant's result is held against the plain call's before anything is timed.
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from warpwave import CacheLayer, attention_with_kv_cache
+from warpwave import CacheLayer, attention, attention_with_kv_cache
 from warpwave.bench.inputs import make_operands
 from warpwave.bench.timing import Samples, host_time_interleaved, paired_ratio, time_interleaved
 from warpwave.bench.workloads import default_scale
@@ -23,6 +24,8 @@ from warpwave.problem import AttentionProblem
 
 CLOSE = 5e-3  # relative difference of two bfloat16 results summed in another order, as Euclidean norms
 SHAPES: tuple[tuple[int, int], ...] = ((1, 1024), (1, 8192), (16, 4096), (64, 8192))
+PAGED: tuple[tuple[int, int], ...] = ((1, 1024), (1, 8192), (1, 65536), (4, 4096), (16, 4096), (64, 8192), (128, 2048))
+PAGE_SIZES = (16, 32, 64, 128, 256)
 PREFIX = (64, 4352, 4096)  # requests, their tokens, those they share
 
 Call = Callable[[], torch.Tensor]
@@ -36,9 +39,9 @@ def decode(batch: int, seqlen_k: int, page_size: int) -> AttentionProblem:
     )  # fmt: skip
 
 
-def on_cache(operands: Any, **options: Any) -> Call:
-    """The public call on operands as `make_operands` lays them out."""
-    layer = CacheLayer(operands.k, operands.v, operands.page_table, operands.seqused_k)
+def on_cache(operands: Any, layer: CacheLayer | None = None, **options: Any) -> Call:
+    """The public call on operands as `make_operands` lays them out, or on their queries and this cache."""
+    layer = layer or CacheLayer(operands.k, operands.v, operands.page_table, operands.seqused_k)
     return lambda: attention_with_kv_cache(operands.q, layer, **options)
 
 
@@ -66,6 +69,25 @@ def versus(name: str, times: dict[str, Samples]) -> str:
     return (
         f"{name:<44} {plain} {a.median_us:9.2f} us   {other} {b.median_us:9.2f} us   {100 * (ratio.median - 1):+6.1f} %"
     )
+
+
+def pages(batch: int, seqlen_k: int, device: torch.device, rounds: int) -> str:
+    """What the same keys and values cost from pages, round by round, against one tensor."""
+    dense = make_operands(decode(batch, seqlen_k, 0), device)
+    calls: dict[str, Call] = {"contiguous": lambda: attention(dense.q, dense.k, dense.v)}
+    for size in (size for size in PAGE_SIZES if seqlen_k % size == 0):
+        count = batch * seqlen_k // size
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(size)).to(device)
+        k, v = (torch.empty_like(x).view(count, size, *x.shape[2:]) for x in (dense.k, dense.v))
+        k[order], v[order] = dense.k.view(k.shape), dense.v.view(v.shape)
+        table = order.view(batch, -1).to(torch.int32)
+        used = torch.full((batch,), seqlen_k, dtype=torch.int32, device=device)
+        calls[str(size)] = on_cache(dense._replace(k=k, v=v), CacheLayer(k, v, table, used))
+    times = device_times(calls, device, rounds)
+    plain = times.pop("contiguous")
+    cost = {size: paired_ratio(t, plain) for size, t in times.items()}
+    each = "   ".join(f"{s} {t.median_us:.2f} us {100 * (cost[s].median - 1):+.1f} %" for s, t in times.items())
+    return f"pages of, {batch} x {seqlen_k}: contiguous {plain.median_us:.2f} us   {each}"
 
 
 def invariance(batch: int, seqlen_k: int, device: torch.device, rounds: int) -> str:
@@ -105,16 +127,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--small", action="store_true", help="short caches, to see that everything runs")
     chosen = parser.parse_args(arguments)
     if chosen.rounds < 1:
         parser.error("--rounds must be at least 1")
     device, shared = torch.device(chosen.device), PREFIX
-    shapes = SHAPES
+    shapes, paged = SHAPES, PAGED
     if chosen.small:
-        shapes, shared = ((2, 64),), (2, 192, 128)
+        shapes, paged, shared = ((2, 64),), ((2, 64),), (2, 192, 128)
     with torch.no_grad():
+        for batch, seqlen_k in paged:
+            print(pages(batch, seqlen_k, device, chosen.rounds), flush=True)
         for batch, seqlen_k in shapes:
             print(invariance(batch, seqlen_k, device, chosen.rounds), flush=True)
         print(prefix(*shared, device, chosen.rounds), flush=True)

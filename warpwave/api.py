@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from warpwave import cached_calls, ops
+from warpwave import cached_calls, derivatives, ops
 from warpwave.checks import Options, check_are_tensors, check_packed_lengths, describe_call, spell_precision
 from warpwave.errors import InvalidInput, InvalidType
 from warpwave.kv_cache import CacheLayer, PagedKVCache, Rotary
@@ -81,7 +81,8 @@ def attention(
     Note:
         Scores, softmax and sums are float32; with 16-bit inputs the un-normalised probabilities are rounded to the
         inputs' dtype before the second product. Forward results are repeatable bit for bit. First derivatives of out
-        and lse exist with respect to q, k, v, bias, alibi_slopes and sinks.
+        and lse exist with respect to q, k, v, bias, alibi_slopes and sinks, in reverse mode: `backward`,
+        `torch.func.grad`, `vjp` and `jacrev`.
         Dao, "FlashAttention-2" (2023); Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
 
     Example:
@@ -214,7 +215,7 @@ def attention_with_kv_cache(
             (`PagedKVCache.fork`, `PagedKVCache.shared_prefix`), before all queries: read once for the batch.
         checked: look at lengths, rows and page ids first, which waits for the device, and raise InvalidInput naming
             the first wrong index. Unchecked, wrong ones give unspecified values but stay inside the tensors.
-        kernel: `"auto"`, `"split_kv"` or `"eager"`.
+        kernel: `"auto"`, `"split_kv"`, `"large_head_dim"` or `"eager"`.
 
     The other arguments are those of `attention`.
 
@@ -267,6 +268,8 @@ def attention_with_kv_cache(
     if run is not None and not (writes or checked):
         out, lse = run(operands)
         return (out, lse) if return_lse else out
+    if derivatives.has_tangents(operands):
+        raise InvalidInput("attention_with_kv_cache has no derivatives, and an argument carries a tangent")
     serving = cached_calls.Serving(num_splits, batch_invariant, shared_prefix)
     key = ops.plan_key(operands, full) if run is None else None
     run = cached_calls.find_plan(key) if run is None else run
@@ -338,7 +341,7 @@ def _call(operands: Operands, said: tuple[Any, ...]) -> tuple[torch.Tensor, torc
             and its config.
     """
     *options, _, kernel, config = said
-    if ops.is_eager() and (key := ops.plan_key(operands, said)) is not None:
+    if derivatives.is_eager() and (key := ops.plan_key(operands, said)) is not None:
         try:
             run = ops.find_plan(key)
         except TypeError:  # a list, say, has no hash; the operator takes what can be read from it
@@ -348,6 +351,9 @@ def _call(operands: Operands, said: tuple[Any, ...]) -> tuple[torch.Tensor, torc
             ops.remember(operands, said, run)
             return run(operands)
     check_are_tensors(operands)
-    chosen = (*_options(operands, *options), kernel, ops.encode_config(config))
-    out, lse = torch.ops.warpwave.attention(*operands, *chosen)
+    chosen, encoded = _options(operands, *options), ops.encode_config(config)
+    if not derivatives.is_compiling() and derivatives.is_transformed():
+        out, lse = derivatives.transformed(*operands, *chosen._replace(needs_grad=True), kernel, encoded)
+    else:
+        out, lse = torch.ops.warpwave.attention(*operands, *chosen, kernel, encoded)
     return out, lse

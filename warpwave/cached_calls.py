@@ -154,7 +154,7 @@ def choose(
     choice = dispatch.choose(problem, gpu, kernel, config)
     if choice.kernel is split_kv and problem.batch_invariant and not choice.config.pieces:
         raise InvalidInput("batch_invariant=True needs a config with pieces: equal shares depend on the batch")
-    if choice.kernel is split_kv and serving.num_splits is not None:
+    if serving.num_splits is not None and hasattr(choice.config, "num_splits"):
         return choice._replace(config=replace(choice.config, num_splits=serving.num_splits), config_source="given")
     return choice
 

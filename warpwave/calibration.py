@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -228,9 +228,16 @@ def machine(sheet: DataSheet, kernel: str, loop: str = "", calibration: Calibrat
     """
     calibration = calibration or calibrations().get(sheet.key)
     known = {} if calibration is None else calibration.kernels
-    key = key_of(kernel, loop)
-    constants = known.get(key, known.get(kernel, UNCALIBRATED))
-    return Machine(sheet, constants, calibration, key in known or kernel in known)
+    key = nearest(known, key_of(kernel, loop))
+    return Machine(sheet, known.get(key, UNCALIBRATED), calibration, key in known)
+
+
+def nearest(known: Container[str], key: str) -> str:
+    """The key itself where it is known, or that of the loop, and at last the kernel, that it is a kind of:
+    `"split_kv few rows"` for `"split_kv few rows pages"`. The kernel where none is."""
+    while key not in known and " " in key:
+        key = key.rpartition(" ")[0]
+    return key
 
 
 def key_of(kernel: str, loop: str) -> str:

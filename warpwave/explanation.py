@@ -19,6 +19,7 @@ from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.fast_paths import FastPath, nearest, positional_band
 from warpwave.hardware import catalog, measure
 from warpwave.hardware.gpu import Gpu, current_gpu
+from warpwave.kernels import three_kernel, three_kernel_gradient_memory, three_kernel_gradients
 from warpwave.kernels.cost import Cost
 from warpwave.losses import Losses, split
 from warpwave.model import Prediction, predict
@@ -37,6 +38,8 @@ class Memory:
         out, lse: the outputs; a kernel may make lse though nobody asked.
         workspace: beside the outputs, gone when the call returns.
         exact: whether these are the very sizes asked of the allocator, or an estimate.
+        gradients: those of q, k, v and sinks, where three_kernel makes them; else 0.
+        backward: what its backward takes beside them at the most.
     """
 
     inputs: int
@@ -44,6 +47,8 @@ class Memory:
     lse: int
     workspace: int
     exact: bool
+    gradients: int = 0
+    backward: int = 0
 
     @property
     def peak(self) -> int:
@@ -200,6 +205,7 @@ def explain(
         found = find_time(record, problem, gpu, kernel)
         measured_us, kernel, hot, clock_mhz = found.time_us, found.kernel, found.hot, found.clock_mhz
         config = found.config if config is None else config
+    asked = problem
     problem, gradients = dispatch.forward_of(problem, gpu, kernel)
     reasons = dispatch.reasons_against(problem, gpu)
     bounds, measured, missing = _rooflines(problem, gpu)
@@ -252,7 +258,7 @@ def explain(
         cost,
         bounds,
         measured,
-        _memory(problem, module, cost, copied),
+        _with_backward(_memory(problem, module, cost, copied), asked, gradients or module.NAME, gpu),
         tuple(fast_paths),
         tuple(recommendations(replace(call, prediction=prediction, alternatives_us=alternatives))),
         missing,
@@ -333,6 +339,15 @@ def _memory(problem: AttentionProblem, kernel: Any, cost: Cost, copied: int) -> 
     ours = bool(kernel.NEEDS_GPU)  # what is made of torch's operations has their intermediates too
     lse = 4 * rows if p.return_lse or p.requires_grad else 0
     return Memory(inputs, rows * p.head_dim_v * size, lse, cost.workspace_bytes + copied, ours)
+
+
+def _with_backward(memory: Memory, problem: AttentionProblem, kernel: str, gpu: Gpu) -> Memory:
+    """With the backward's, where three_kernel's own makes the gradients; eager's are made of torch's operations."""
+    if not problem.requires_grad or kernel != three_kernel.NAME or three_kernel_gradients.why_not(problem, gpu):
+        return memory
+    gradients = three_kernel_gradient_memory.gradient_bytes(problem)
+    backward = three_kernel_gradient_memory.peak_bytes(problem) - gradients
+    return replace(memory, gradients=gradients, backward=backward)
 
 
 def _layout(operands: Operands, kernel: Any) -> tuple[tuple[str, ...], int]:

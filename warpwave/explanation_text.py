@@ -259,6 +259,11 @@ def _memory(said: Explanation) -> Iterator[str]:
     yield f"  peak     {how} {byte(memory.peak)} more: {', '.join(parts)}" + (
         "" if memory.workspace else "; no workspace"
     )
+    if memory.gradients:
+        yield (
+            f"  backward {byte(memory.gradients)} of gradients, and at the most {byte(memory.backward)} of workspace "
+            "beside them"
+        )
     have = said.gpu.memory_bytes
     if have and memory.inputs + memory.peak > have:
         yield f"  too much {byte(memory.inputs + memory.peak)} in all, and the device has {byte(have)}"

@@ -39,10 +39,16 @@ STEP = {name: place for place, name in enumerate(LOSSES)}
 ALL = len(LOSSES)
 SMOOTH = 8.0  # exponent with which "as long as the longer of two" is rounded at the corner
 CONVERSION_OPS = 4  # instructions of a part of an operand: 3.4 to 4.3 more in float32 than in bfloat16, on sm_90
+FAR_US = 0.5  # to memory, beside the way to L2
 TRIP_US = 0.5  # to L2 and back, or to memory
 EMPTY_US = 0.7  # of a block that finds itself behind the end of its sequence: a launch, a load from L2 and the exit
+AHEAD = 0.3  # of launching and the first wave, what a launch saves that begins while the one before it ends
 MOST_SIMULATED = 40  # rounds of blocks, beyond which their order no longer matters
 SMEM_SLACK = 1.05  # kernels state an upper bound on shared memory, up to this much above what compiles
+WRITTEN_BACK = 0.45  # of L2, lines that a flush by writing leaves to be written back, when a call wants their place
+FLUSH_US = 75.0  # how long `bench`'s flush of 256 MiB lasts
+EVENTS_US = 2.0  # between two events, beside the call, where no graph replays it
+KEPT, GONE = 0.65, 0.8  # of L2, what inputs may fill to be found there by the next call, and from when none is
 L2_SHARE = 0.8  # of L2 that a working set can hold before lines fall out
 SCALAR_KERNELS = ("naive",)  # whose products run on the plain float32 units, whatever the dtype
 
@@ -100,6 +106,9 @@ class Ladder:
         if without:
             parts = tuple(_ablated(part, problem, without) for part in parts)
         self._late: dict[Cost, float] = {}
+        self.flushed = not (hot or graph)  # as `bench` times long calls
+        # In a graph every launch has one before it; else the flush, or the caller's own work, lets none begin early.
+        self.ahead = sum(part.launches for i, part in enumerate(parts) if part.ahead and (graph or i))
         self.launches = max(cost.launches, sum(part.launches for part in parts))
         # (how often it is launched, one launch, its blocks an SM)
         self.parts = tuple((part.launches, _of_one_launch(part), blocks_per_sm(part, gpu)[0]) for part in parts)
@@ -128,8 +137,11 @@ class Ladder:
         time = sum(launches * self._launch(part, slots, step) for launches, part, slots in self.parts)
         if step < STEP["launches"]:
             return time
-        time += self.launches * (self.where.launch_us + self.where.constants.start_us)
-        return time if self.graph else max(time, self.launches * self.where.constants.host_us)
+        time += (self.launches - AHEAD * self.ahead) * (self.where.launch_us + self.where.constants.start_us)
+        if self.graph:
+            return time
+        ahead = FLUSH_US * self.flushed  # the host launches while the flush before runs
+        return max(time + EVENTS_US * self.flushed, self.launches * self.where.constants.host_us - ahead)
 
     def _whole(self, step: int) -> float:
         """As one pass over as much of the padding as `step` counts, on the whole card."""
@@ -161,7 +173,8 @@ class Ladder:
             busy = _longer(busy, from_l2)
         busy = max(busy, self._power_of(cost))
         time = self._on_sms(cost, slots, busy, alone, step)
-        shared = [self._memory_us(self._memory_bytes(cost, step))]
+        across = self._memory_bytes(cost, step)
+        shared = [self._memory_us(across + self._written_back(cost, across, step))]
         if step >= STEP["traffic"]:
             drawn = self.where.l2_gbps * self.where.constants.l2
             shared.append((cost.read_bytes + cost.write_bytes) / (drawn * 1e3))
@@ -193,37 +206,43 @@ class Ladder:
         steps: float = cost.steps or items
         mean = steps / items
         one = busy * sms / steps  # of one step of one block, an SM to itself
-        stream = alone * sms / steps / cost.chains + constants.step_us * (cost.steps > 0)
+        stream = alone * sms / steps / cost.chains + constants.step_us * (cost.steps > 0) + self._far_us(cost)
 
         def together(blocks: int) -> float:
             """A step of each of `blocks` blocks on one SM."""
             return _longer(blocks * one, stream) if step >= STEP["latency"] else blocks * one
 
+        def masked(blocks: int) -> float:
+            """What a masked step of each adds: arithmetic, which hides in waiting."""
+            return blocks * one
+
         fill = cost.trips * TRIP_US if step >= STEP["fill"] else 0.0
-        empty = 0.0
+        empty = cost.block_us * -(-items // sms) if step >= STEP["fill"] else 0.0
         if step >= STEP["fill"] and cost.steps:
             empty = EMPTY_US * max(0, cost.blocks - items) / (sms * slots)
+            empty += fill  # once: what the next tile waits for hides behind this one
             fill = constants.fill_us + cost.write_bytes / items / self._drawn_by_an_sm
         even = not self.problem.has_band and not self.problem.packed
         if even or cost.longest <= mean:
             edges = constants.edge_steps * cost.cut / items if step >= STEP["softmax"] else 0.0
             whole, rest = divmod(items, sms * resident)
-            time = whole * ((mean + edges) * together(resident) + fill)
-            return time + empty + ((mean + edges) * together(-(-rest // sms)) + fill if rest else 0.0)
+            time = whole * (mean * together(resident) + edges * masked(resident) + fill)
+            last = -(-rest // sms)
+            return time + empty + (mean * together(last) + edges * masked(last) + fill if rest else 0.0)
         # Blocks of unequal length fill each other's gaps, but for the longest of them.
-        longest = float(cost.longest)
+        longest, edges = float(cost.longest), 0.0
         if step >= STEP["softmax"] and cost.steps:
             edges = constants.edge_steps * cost.cut / items
-            mean, longest = mean + edges, longest + edges
         rounds = items / (sms * resident)
-        alone = longest * together(1)
+        alone = longest * together(1) + edges * masked(1)
         if items > sms:  # it has company as long as most blocks last
-            alone += mean * (together(resident) - together(1))
+            alone += mean * (together(resident) - together(1)) + edges * (masked(resident) - masked(1))
         # Blocks that come head by head: a long one may begin last, in less and less company.
         tail = 0.0
         if rounds > 1 and self._of_order(cost, slots) > 0:
             tail = self._of_order(cost, slots) * mean * (together(resident) + together(1)) / 2
-        return empty + max(rounds * (mean * together(resident) + fill) + tail, alone + fill)
+        walk = mean * together(resident) + edges * masked(resident)
+        return empty + max(rounds * (walk + fill) + tail, alone + fill)
 
     def _of_order(self, cost: Cost, slots: int) -> float:
         """How much longer the blocks of a launch take in the order in which they come than evenly spread, in steps of
@@ -288,9 +307,9 @@ class Ladder:
         if not self.hot:
             return self.least
         # What is read again and again in the same order pushes itself out, the sooner as both halves of L2 keep some of
-        # the same lines: of 34 MB all was there (H200, 60 MiB), of 67 MB nothing.
+        # the same lines: of 43 MB nearly all was there (H200, 60 MiB), of 50 MB nothing.
         filled = self.least / self._l2_bytes
-        return self.least * min(1.0, max(0.0, (filled - 0.6) / 0.4))
+        return self.least * min(1.0, max(0.0, (filled - KEPT) / (GONE - KEPT)))
 
     def _memory_bytes(self, cost: Cost, step: int) -> float:
         """Across the memory bus in one launch: what is new to the card, and what fell out of L2."""
@@ -303,6 +322,17 @@ class Ladder:
         missed = _missing(self.working_set, self._l2_bytes * L2_SHARE)
         scratch = _missing(self.cost.workspace_bytes, self._l2_bytes)
         return least + again * missed + cost.scratch_bytes * scratch
+
+    def _written_back(self, cost: Cost, across: float, step: int) -> float:
+        """Bytes that a flush of L2 left there to be written, before what crosses the bus has room."""
+        if not self.flushed or step < STEP["traffic"]:
+            return 0.0
+        share = cost.read_bytes / max(1, self.cost.read_bytes)
+        return min(across, share * WRITTEN_BACK * self._l2_bytes)
+
+    def _far_us(self, cost: Cost) -> float:
+        """Of a step, what keys that come from memory take longer than those in L2."""
+        return FAR_US * cost.far * self._least_bytes() / max(1, self.least)
 
     @functools.cached_property
     def working_set(self) -> float:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from warpwave import driver
+from warpwave import driver, kernel_keys
 from warpwave.errors import UnsupportedProblem
 from warpwave.kernels.triton_or_stub import INTERPRETED, triton
 
@@ -239,6 +239,7 @@ def compile_once(spec: Launch, device: torch.device) -> Any:
         RuntimeError: the kernel is not compiled yet and a CUDA graph is being captured.
     """
     kernel, _, tensors, scalars, constants, options = spec
+    remembered = kernel_keys.recall(kernel)
     key = variant(spec, device)
     first_time = key not in _compiled
     if first_time and torch.cuda.is_current_stream_capturing():
@@ -248,6 +249,8 @@ def compile_once(spec: Launch, device: torch.device) -> Any:
         )
     start = time.perf_counter()
     compiled = kernel.warmup(*tensors, *scalars, **constants, **options, grid=(1,))
+    if not remembered:
+        kernel_keys.keep(kernel)
     if first_time:
         _compiled.add(key)
         log.info("compiled %s in %.2f s", kernel.__name__, time.perf_counter() - start)

@@ -8,7 +8,6 @@ looks up what it did the last time the same call was made: nothing is checked or
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import logging
 import threading
@@ -16,12 +15,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
-from warpwave import dispatch, guards
+from warpwave import derivatives, dispatch, guards
 from warpwave.checks import Options, describe_call
+from warpwave.derivatives import absent, dispatch_modes, is_compiling, is_grad_enabled
 from warpwave.errors import InvalidType
 from warpwave.hardware.gpu import Gpu, current_gpu
-from warpwave.kernels import eager, flash_fwd
+from warpwave.kernels import flash_fwd
 from warpwave.problem import AttentionProblem, Operands
 
 log = logging.getLogger("warpwave")
@@ -70,23 +71,14 @@ def find_plan(key: tuple[Any, ...]) -> Run | None:
     return _plans.get(key)
 
 
-def is_eager() -> bool:
-    """Whether nothing stands between a call and its kernel: no tracing, no mode, no transform."""
-    return not (is_compiling() or dispatch_modes() or transforms() is not None)
-
-
-is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
-dispatch_modes, transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
-
-
 def recall(operands: tuple[Any, ...], said: tuple[Any, ...]) -> Run | None:
     """The plan of a call that was `remember`ed: `plan_key` and `find_plan` at a fraction of their cost. None where
     there is none, for anything unusual, and where the call is not eager.
 
     First the plan of the last call that said the same is tried, then those for tensors of these shapes.
     """
-    if is_compiling() or dispatch_modes():  # a transform torch's guard notices by itself
-        return None
+    if is_compiling() or dispatch_modes() or forward_ad._current_level >= 0:
+        return None  # a transform torch's guard notices by itself
     try:
         place, tensors = _place(operands, said)
         same, run = _last[place]
@@ -151,20 +143,24 @@ def make_plan(
     """Checks the call, chooses and compiles its kernel, and keeps the plan under the key; with gradients, unless torch
     `dispatched` the call and sees to them."""
     with _planning:
-        run = _plan(operands, options, kernel, config)
-        if options.needs_grad and not dispatched:
-            run = _with_gradients(run, options, kernel)
+        run = _plan(operands, options, kernel, config, dispatched)
         while len(_plans) >= MAX_PLANS:
             del _plans[next(iter(_plans))]
         _plans[key] = run
     return run
 
 
-def _plan(operands: Operands, options: Options, kernel: str, config: Any) -> Run:
-    problem = describe_call(operands, options)
-    device = operands.q.device
-    gpu = current_gpu(device)
-    problem, _ = dispatch.forward_of(problem, gpu, kernel)
+def _plan(operands: Operands, options: Options, kernel: str, config: Any, dispatched: bool) -> Run:
+    whole = describe_call(operands, options)
+    gpu = current_gpu(operands.q.device)
+    problem, others = dispatch.forward_of(whole, gpu, kernel)
+    if others and not dispatched:  # the operator returns lse beside every gradient; nobody else asks for it
+        problem = dataclasses.replace(problem, return_lse=options.return_lse)
+    run = _bind(problem, gpu, operands, kernel, config)
+    return derivatives.Plan(run, whole, gpu, options, kernel) if options.needs_grad and not dispatched else run
+
+
+def _bind(problem: AttentionProblem, gpu: Gpu, operands: Operands, kernel: str, config: Any) -> Run:
     choice = dispatch.choose(problem, gpu, kernel, config)
     if kernel == "auto" and not choice.kernel.NEEDS_GPU:
         _say_once(problem, gpu, choice.kernel.NAME)
@@ -230,7 +226,26 @@ _OPTIONS = (
 )
 _NUM_TENSORS, _NUM_OPTIONS = len(Operands._fields), len(Options._fields)
 
-_library = torch.library.Library("warpwave", "DEF")
+
+class _Library(torch.library.Library):
+    """torch's, with gradients that refuse tangents: torch.library knows no forward mode, and would lose them."""
+
+    def impl(self, op_name: Any, fn: Any, dispatch_key: Any = "", **options: Any) -> Any:
+        """As torch's."""
+        if dispatch_key == "Autograd" and options.get("with_keyset"):
+            fn = _refusing_tangents(fn)
+        return super().impl(op_name, fn, dispatch_key, **options)
+
+
+def _refusing_tangents(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def refusing(keyset: Any, *arguments: Any, **named: Any) -> Any:
+        derivatives.refuse_tangents(arguments)
+        return kernel(keyset, *arguments, **named)
+
+    return refusing
+
+
+_library = _Library("warpwave", "DEF")
 _library.define(f"attention({_TENSORS}, {_OPTIONS}, str kernel, str config) -> (Tensor, Tensor)")
 _library.define(
     f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, {_TENSORS}, {_OPTIONS}, "
@@ -242,7 +257,7 @@ def _attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     operands, options = _split(arguments)
     kernel, config = arguments[-2:]
     out, lse = attend(operands, options, kernel, _decode_config(kernel, config))
-    return out, _absent(operands.q) if lse is None else lse
+    return out, absent(operands.q) if lse is None else lse
 
 
 def _attention_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -251,14 +266,8 @@ def _attention_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     q = operands.q
     out = q.new_empty((*q.shape[:-1], operands.v.shape[-1]))
     if not (options.return_lse or options.needs_grad):
-        return out, _absent(q)
+        return out, absent(q)
     return out, q.new_empty(lse_shape(operands.cu_seqlens_q is not None, q), dtype=torch.float32)
-
-
-@functools.lru_cache(MAX_PLANS)
-def _chosen(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> Any:
-    """The kernel of a call with gradients: to choose and configure one takes milliseconds, in every step anew."""
-    return dispatch.choose(problem, gpu, kernel).kernel
 
 
 def _attention_backward(
@@ -267,18 +276,9 @@ def _attention_backward(
     operands, options = _split(rest)
     problem, gpu = describe_call(operands, options), current_gpu(out.device)
     # torch leaves a last argument out that is its default, as graphs do that were kept from before there was one.
-    module = _chosen(problem, gpu, *rest[_NUM_TENSORS + _NUM_OPTIONS :])
-    grads: Sequence[torch.Tensor | None]
-    if hasattr(module, "gradients") and not module.gradients_why_not(problem, gpu):
-        grads = module.gradients(problem, gpu, operands, dout, dlse, wanted)
-    else:
-        config = eager.configs(problem, gpu)[0]
-        if module is not eager:
-            # Its gradients take P and delta from lse and out. These must come from the very products that its scores
-            # do, or what should cancel leaves the other kernel's rounding, times the values.
-            out, lse = eager.forward(problem, operands, config)
-        grads = eager.backward(problem, operands, config, out, lse, dout, dlse, wanted)
-    return tuple(_absent(out) if g is None else g for g in grads)
+    module = derivatives.module_of(problem, gpu, *rest[_NUM_TENSORS + _NUM_OPTIONS :])
+    grads = derivatives.gradients(module, problem, gpu, operands, (out, lse), dout, dlse, wanted)
+    return tuple(absent(out) if g is None else g for g in grads)
 
 
 def _attention_backward_fake(
@@ -286,71 +286,11 @@ def _attention_backward_fake(
 ) -> tuple[torch.Tensor, ...]:
     operands, _ = _split(rest)
     sources = (*operands[:3], *operands[4:7])
-    return tuple(t.new_empty(t.shape) if want else _absent(out) for t, want in zip(sources, wanted, strict=True))
+    return tuple(t.new_empty(t.shape) if want else absent(out) for t, want in zip(sources, wanted, strict=True))
 
 
 def _split(arguments: tuple[Any, ...]) -> tuple[Operands, Options]:
     return Operands(*arguments[:_NUM_TENSORS]), Options(*arguments[_NUM_TENSORS : _NUM_TENSORS + _NUM_OPTIONS])
-
-
-def _absent(like: torch.Tensor) -> torch.Tensor:
-    """Stands for None: an operator's results cannot be optional."""
-    return like.new_empty((0,), dtype=torch.float32)
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    _save(ctx, inputs[:_NUM_TENSORS], output, inputs[_NUM_TENSORS : _NUM_TENSORS + _NUM_OPTIONS], inputs[-2])
-
-
-def _save(ctx: Any, tensors: tuple[Any, ...], output: Any, options: tuple[Any, ...], kernel: str) -> None:
-    ctx.save_for_backward(*tensors, *output)
-    ctx.options, ctx.kernel = options, kernel
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    *tensors, out, lse = ctx.saved_tensors
-    results: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
-    differentiable = (0, 1, 2, 4, 5, 6)  # q k v bias alibi_slopes sinks
-    wanted = [ctx.needs_input_grad[i] for i in differentiable]
-    if dout is None and dlse is None:
-        return tuple(results)
-    if dout is None:
-        dout = torch.zeros_like(out)
-    grads = torch.ops.warpwave.attention_backward(dout, dlse, out, lse, wanted, *tensors, *ctx.options, ctx.kernel)
-    for i, want, grad in zip(differentiable, wanted, grads, strict=True):
-        results[i] = grad if want else None
-    return tuple(results)
-
-
-class _Attention(torch.autograd.Function):
-    """The operator's gradient for eager calls, which by-pass the operator: that takes torch ten times as long."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the tensors of a call, its plan, options and kernel: (out, lse or a stand-in)."""
-        *tensors, run, options, kernel = arguments
-        out, lse = run(tuple.__new__(Operands, tensors))
-        lse = _absent(out) if lse is None else lse
-        _save(ctx, tuple(tensors), (out, lse), options, kernel)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
-        """As the operator's."""
-        return _differentiate(ctx, *grads)
-
-
-# What `Function.apply` comes to where no transform is active, which whoever takes a plan has made sure of.
-_apply = super(torch.autograd.Function, _Attention).apply
-
-
-def _with_gradients(run: Run, options: Options, kernel: str) -> Run:
-    return lambda operands: _apply(*operands, run, options, kernel)
-
-
-def _no_second_derivative(ctx: Any, *grads: Any) -> None:
-    raise RuntimeError("warpwave.attention has first derivatives only; its gradient cannot be differentiated again")
 
 
 for _key in ("CPU", "CUDA"):
@@ -358,5 +298,7 @@ for _key in ("CPU", "CUDA"):
     _library.impl("attention_backward", _attention_backward, _key)
 torch.library.register_fake("warpwave::attention", _attention_fake, lib=_library)
 torch.library.register_fake("warpwave::attention_backward", _attention_backward_fake, lib=_library)
-torch.library.register_autograd("warpwave::attention", _differentiate, setup_context=_save_for_backward, lib=_library)
-torch.library.register_autograd("warpwave::attention_backward", _no_second_derivative, lib=_library)
+torch.library.register_autograd(
+    "warpwave::attention", derivatives.differentiate, setup_context=derivatives.save, lib=_library
+)
+torch.library.register_autograd("warpwave::attention_backward", derivatives.no_second_derivative, lib=_library)

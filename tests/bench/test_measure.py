@@ -42,6 +42,32 @@ def raises(error: BaseException) -> Peer:
     return prepare
 
 
+def test_calls_with_gradients_keep_what_a_backward_takes() -> None:
+    """Ours and torch's; a peer that has none refuses."""
+    trained = replace(CASE, problem=replace(CASE.problem, requires_grad=True), goal=None)
+    field = contenders(("auto",), ("sdpa_default", "flex_attention"))
+    called: list[bool] = []
+
+    def watched(prepare: Peer) -> Peer:
+        def prepared(problem: AttentionProblem, operands: Operands) -> Prepared:
+            found = prepare(problem, operands)
+
+            def call() -> Any:
+                out = found.call()
+                called.append(out.requires_grad)
+                return out
+
+            return replace(found, call=call)
+
+        return prepared
+
+    results = measure(trained, "s", {name: watched(prepare) for name, prepare in field.items()}, CPU)
+    refused = {m.contender: m.refusal for m in results if m.refusal}
+    assert list(refused) == ["flex_attention"] and "gradients" in refused["flex_attention"]
+    assert all(m.verdict is not None and m.verdict.passed and m.timing for m in results if not m.refusal)
+    assert called and all(called)
+
+
 def test_whatever_a_peer_does_the_others_are_timed() -> None:
     def hangs(problem: AttentionProblem, operands: Operands) -> NoReturn:
         while True:

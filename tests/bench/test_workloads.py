@@ -73,6 +73,8 @@ def test_precisions_are_cases_of_their_own() -> None:
         ({**ROW, "window_size": 3}, r"window_size must be \[left, right\]"),
         ({**ROW, "mask": "some"}, "mask must be one of padding, random, got 'some'"),
         ({**ROW, "hot": 1}, "hot must be true or false, got 1"),
+        ({**ROW, "gradients": "all"}, "gradients must be true or false, got 'all'"),
+        ({**ROW, "gradients": True, "page_size": 16}, "a paged cache takes no mask and no bias, and has no gradients"),
         ({**ROW, "goal": 0}, "goal must be above 0, got 0"),
         ({**ROW, "goal": {"speed": 2}}, "goal must be a number above 0 or { over_launch_us = number }"),
         ({**ROW, "num_heads_kv": 3}, "num_heads_q must be a multiple of num_heads_kv, got 2 and 3"),
@@ -178,6 +180,9 @@ def test_options_of_a_case() -> None:
     p = case.problem
     assert (p.window_size, p.softcap, p.has_sinks, p.alibi_shape) == ((5, 0), 3.0, True, (2,))
     assert (p.mask_shape, p.bias_shape, p.bias_dtype) == ((1, 1, 8, 8), (1, 2, 8, 8), "float32")
+    trained, plain = parse({**ROW, "gradients": [True, False]}).cases
+    assert (trained.name, trained.problem.requires_grad) == (f"{plain.name} gradients", True)
+    assert not plain.problem.requires_grad
     windows = parse({**ROW, "window_size": [[5, 0], [-1, 3]]}).cases
     assert [c.problem.window_size for c in windows] == [(5, 0), (-1, 3)]
     assert [c.hot for c in parse({**ROW, "hot": [True, False]}).cases] == [True, False]

@@ -38,16 +38,18 @@ MEASURED = [
 
 
 def test_points_are_of_one_seqlen_and_have_a_time() -> None:
-    found = large_heads.chosen(MEASURED)
-    assert list(found) == [False]
-    assert {name: sorted(of_width) for name, of_width in found[False].items()} == {
+    found = large_heads.by_width(MEASURED)
+    assert list(found) == ["full", "causal"] and not found["causal"]
+    assert {name: sorted(of_width) for name, of_width in found["full"].items()} == {
         "warpwave a": [512, 1024], "warpwave b": [512, 1024], "peer": [1024],
     }  # fmt: skip
 
 
 def test_the_crossover_is_between_accurate_contenders() -> None:
-    (of_contenders,) = large_heads.chosen(MEASURED).values()
-    assert large_heads.crossovers(of_contenders) == [(512, "warpwave a", 10.0), (1024, "warpwave b", 40.0)]
+    assert large_heads.crossovers(large_heads.by_width(MEASURED)["full"]) == [
+        (512, "warpwave a", 10.0),
+        (1024, "warpwave b", 40.0),
+    ]
 
 
 def test_a_record_becomes_a_figure_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,7 +60,7 @@ def test_a_record_becomes_a_figure_and_a_table(tmp_path: Path, capsys: pytest.Ca
     large_heads.main([str(record), str(figure)])
     assert figure.read_text().startswith("<?xml")
     printed = capsys.readouterr().out
-    assert "fastest at 1024: warpwave b, 40 us" in printed
+    assert "fastest at 1024, full: warpwave b, 40.0 us" in printed
     row = next(line for line in printed.splitlines() if line.startswith("| 1024"))
     assert "(" in row.split("|")[4], "a peer that is not accurate enough stands in brackets"
 
@@ -69,3 +71,22 @@ def test_a_record_of_something_else_is_an_error(tmp_path: Path, capsys: pytest.C
     with pytest.raises(SystemExit) as stop:
         large_heads.main([str(record), str(tmp_path / "figure.svg")])
     assert stop.value.code == 2 and "no times of the suite large_head_dim" in capsys.readouterr().err
+
+
+def test_a_panel_for_each_number_of_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "record.jsonl"
+    writer = RecordWriter(record, ENVIRONMENT)
+    for case in load_suite("large_head_crossover").cases:
+        for kernel, us in (("large_head_dim", 1.0 + case.problem.seqlen_q), ("three_kernel", 40.0)):
+            timing = Samples((us,), "events", 1, 1, True)
+            writer.write(
+                Measurement(
+                    suite="large_head_crossover", case=case.name, problem=case.problem, contender=kernel,
+                    verdict=PASSED, timing=timing,
+                )
+            )  # fmt: skip
+    assert large_heads.main([str(record), str(tmp_path / "figure.svg"), "--over", "seqlen_q"]) == 0
+    printed = capsys.readouterr().out
+    for keys in ("512", "2,048", "8,192"):
+        assert f"fastest at 32, {keys} keys: large_head_dim, 33.0 us" in printed
+        assert f"fastest at 64, {keys} keys: three_kernel, 40.0 us" in printed

@@ -16,7 +16,7 @@ from benchmarks.model_verdict import DOC, ROOT, Judged, NoVerdict, judge, kind_o
 from warpwave import dispatch
 from warpwave.bench.records import read_records
 from warpwave.bench.workloads import load_suite
-from warpwave.recorded_time import config_of
+from warpwave.recorded_time import config_of, in_graph
 
 RECORD = ROOT / "benchmarks" / "records" / "2026-11-21-h200-scale-blocks.jsonl"
 
@@ -46,7 +46,7 @@ def test_a_verdict_is_counted_over_all_points_and_shows_the_worst() -> None:
 def test_every_case_of_the_grids_has_its_kind() -> None:
     kinds = {
         kind_of(case.problem)
-        for name in ("model_grid", "model_grid_2", "model_grid_3")
+        for name in ("model_grid", "model_grid_2", "model_grid_3", "model_grid_4")
         for case in load_suite(name).cases
     }
     assert kinds == {
@@ -83,19 +83,21 @@ def test_predictions_written_before_are_the_ones_judged(tmp_path: Path) -> None:
     record = tmp_path / "grid.jsonl"
     record.write_text(RECORD.read_text(encoding="utf-8"), encoding="utf-8")
     before = judge(record)
-    data = predictions("model_grid_3")
-    assert len(data["points"]) >= 70 and "2026-11-22-h200-model-grid-3.jsonl" not in data["fitted_to"]
-    by_case: dict[str, set[bool]] = {}
+    data = predictions("model_grid_4")
+    ways: dict[tuple[str, str], set[bool]] = {}
     for point in data["points"]:
-        by_case.setdefault(point["case"], set()).add(point["graph"])
+        ways.setdefault((point["case"], point["kernel"]), set()).add(point["graph"])
         assert point["predicted_us"] > 0
-    assert all(len(modes) == 1 for modes in by_case.values()), "a case is timed in one mode"
+    assert len(ways) >= 70
+    assert all(modes == {True, False} for modes in ways.values()), "which way it is timed is not known before"
     kernels = {kernel.NAME: kernel for kernel in dispatch.KERNELS}
     said: list[dict[str, Any]] = []
     for _, m in read_records(record).measurements:
         if m.is_ours and m.timing is not None:
             config = asdict(config_of(kernels[m.kernel], m.config or {}))
-            said.append({"case": m.case, "kernel": m.kernel, "config": config, "predicted_us": 7.0})
+            graph = in_graph(m)
+            said.append({"case": m.case, "kernel": m.kernel, "config": config, "graph": graph, "predicted_us": 7.0})
+            said.append({"case": m.case, "kernel": m.kernel, "config": config, "graph": not graph, "predicted_us": 8.0})
     beside = tmp_path / "grid-predicted.json"
     beside.write_text(json.dumps(data | {"points": said}), encoding="utf-8")
     judged = judge(record)

@@ -1,4 +1,4 @@
-"""The script that measures batch invariance, shared prefixes and host time: all of it runs, and a wrong one stops."""
+"""The script that measures pages, batch invariance, shared prefixes and host time: all of it runs; wrong ones stop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from benchmarks import serving
 
 def test_every_line_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     serving.main(["--device", "cuda" if torch.cuda.is_available() else "cpu", "--rounds", "1", "--small"])
-    invariance, prefix, host = capsys.readouterr().out.splitlines()
+    pages, invariance, prefix, host = capsys.readouterr().out.splitlines()
+    assert pages.startswith("pages of, 2 x 64: contiguous") and all(f"   {n} " in pages for n in (16, 32, 64))
     assert invariance.startswith("batch invariance, 2 x 64") and "batch-invariant" in invariance
     assert prefix.startswith("2 requests share 128 of 192 tokens")
     assert host.startswith("host time, 2 x 64: SDPA") and "and writing to it" in host

@@ -13,20 +13,31 @@ from tests.compile.test_targets import compile_all, job
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
 
 # Bytes of local memory a thread may take, by (head_dim, feature), in 16-bit types up to head_dim 256 with Triton 3.6 to
-# 3.9: a tile's coordinates, kept across the loops over keys and hardly touched in one that overlaps. Only 3.9 spills at
-# (112, "causal") and (256, "plain"), 32 bytes, (80, "packed"), 104, and more than 128 at (256, "alibi"), 168. What is
-# not listed takes none.
+# 3.8: a tile's coordinates, kept across the loops over keys and hardly touched in one that overlaps. What is not listed
+# takes none. 3.9, whose assembler is another, spills more at the edges (`spill_bound`).
 SPILL_BOUNDS = {
     **{(64, feature): 64 for feature in ("window", "alibi", "packed")},
+    **{(head_dim, "packed"): 64 for head_dim in (112, 128, 192)},
     **{(256, feature): 128 for feature in ("causal", "window", "packed")},
     (80, "packed"): 128,
     (112, "causal"): 64,
     (256, "plain"): 64,
     (256, "alibi"): 192,
     # Beside the loop that overlaps: with 3.6 to 3.9 at most 48 up to head_dim 128, 80 at 192, 312 at 256.
-    **{(head_dim, feature): 64 for head_dim in (64, 112, 128) for feature in ("mask", "bias")},
+    **{(head_dim, feature): 64 for head_dim in (64, 80, 96, 112, 128) for feature in ("mask", "bias")},
     **{(head_dim, feature): bound for head_dim, bound in ((192, 128), (256, 384)) for feature in ("mask", "bias")},
 }
+
+
+def spill_bound(head_dim: int, feature: str) -> int:
+    """With 3.9 up to 72 bytes where others take none, 168 at (256, "alibi"), and at (96, "packed") and (112, "packed")
+    368: none in a loop that overlaps."""
+    bound = SPILL_BOUNDS.get((head_dim, feature), 0)
+    if not pytest.importorskip("triton").__version__.startswith("3.9."):
+        return bound
+    return max(bound, 384 if feature == "packed" and head_dim in (96, 112) else 80)
+
+
 FEATURES = ("plain", "causal", "window", "alibi", "packed", "mask", "bias")
 SAMPLE = [(64, "causal"), (128, "plain"), (128, "causal"), (256, "causal"), (80, "packed"), (128, "mask"), (64, "bias")]
 FULL = [(head_dim, feature) for head_dim in (64, 96, 112, 128, 192, 256) for feature in FEATURES]
@@ -53,7 +64,7 @@ def hopper_job(head_dim: int, feature: str, precision: str = "") -> dict[str, An
 def check(head_dim: int, feature: str, facts: dict[str, Any]) -> None:
     what, instructions = f"head_dim {head_dim} {feature} {facts['config']}", facts["instructions"]
     assert facts["smem_bytes"] <= facts["smem_bound"] <= facts["smem_limit"], what
-    assert facts["spill_bytes"] <= SPILL_BOUNDS.get((head_dim, feature), 0), f"{what}: {facts['spill_bytes']} spilled"
+    assert facts["spill_bytes"] <= spill_bound(head_dim, feature), f"{what}: {facts['spill_bytes']} spilled"
     assert instructions.get("HGMMA", 0) > 0, f"{what}: no wgmma"
     assert instructions.get("UTMALDG", 0) > 0, f"{what}: K and V do not come by TMA"
     assert instructions.get("UTMASTG", 0) > 0, f"{what}: out does not leave by TMA"
@@ -64,6 +75,25 @@ def check(head_dim: int, feature: str, facts: dict[str, Any]) -> None:
 def test_sample(head_dim: int, feature: str) -> None:
     (facts,) = compile_all([hopper_job(head_dim, feature)])
     check(head_dim, feature, facts)
+
+
+# What large calls from head_dim 65 to 128 take: three warpgroups, 160 registers a thread.
+OF_192 = {"block_m": 192, "block_n": 64, "num_stages": 4}
+SAMPLE_OF_192 = [(128, "window")]
+FULL_OF_192 = [(d, f) for d in (80, 96, 112) for f in ("plain", "causal", "window", "alibi")] + [(128, "alibi")]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "feature"), [*SAMPLE_OF_192, *(pytest.param(*p, marks=pytest.mark.full) for p in FULL_OF_192)]
+)
+def test_tiles_of_192_queries(head_dim: int, feature: str) -> None:
+    (facts,) = compile_all([hopper_job(head_dim, feature) | {"listing": True, "config": OF_192}])
+    assert facts["smem_bytes"] <= facts["smem_bound"] <= facts["smem_limit"]
+    assert facts["spill_bytes"] <= 80
+    products = head_dim // 16
+    overlapped = [loop for loop in loops_over_keys(facts["listing"]) if re.fullmatch(r"H+[^H]+", loop)]
+    assert any(loop.count("H") >= products + OF_192["block_n"] // 16 for loop in overlapped), what(facts)
+    assert not any("S" in loop for loop in overlapped), what(facts)
 
 
 @pytest.mark.full
@@ -184,7 +214,7 @@ def test_conversions_hide_between_exponentials(head_dim: int, feature: str) -> N
     large = hopper_job(head_dim, feature) | {"listing": True}
     large["problem"] |= {"seqlen_q": 4096, "seqlen_k": 4096, "batch": 4, "num_heads_q": 32, "num_heads_kv": 32}
     (facts,) = compile_all([large])
-    assert facts["config"]["block_m"] == (192 if head_dim == 64 else 128)
+    assert facts["config"]["block_m"] == 192
     most = 1 if pytest.importorskip("triton").__version__.startswith("3.6.") else 3
     products = head_dim // 16 + facts["config"]["block_n"] // 16
     found = 0

@@ -129,6 +129,27 @@ def test_hoppers_own_launches(feature: str) -> None:
     assert 256 < scores["instructions"]["MUFU.EX2"] < 300, "a tile of 128 scores a thread, in two warpgroups"
 
 
+BY_MAP = {"block_m": 16, "block_n": 64, "block_d": 64, "v_parts": 1, "num_splits": 16, "q_resident": True,
+          "num_warps": 4, "num_stages": 2, "by_map": True}  # fmt: skip
+
+
+@pytest.mark.parametrize("page_size", [0, 64])
+def test_latents_on_hopper(page_size: int) -> None:
+    """A box of K serves both products: 9 for scores and 8 for values, of 4 instructions each; q and K come by TMA; two
+    blocks of 256 threads have a multiprocessor's registers and shared memory."""
+    point = job("sm_90", "large_head_dim", "bfloat16", 576, "decode, latent")
+    point["problem"] |= {"page_size": page_size}
+    (facts,) = compile_all([point | {"config": BY_MAP}])
+    attend, merge = facts["launches"]
+    assert attend["name"] == "latent_decode_kernel"
+    assert attend["spill_bytes"] == merge["spill_bytes"] == 0
+    assert attend["registers"] <= 128 and attend["num_warps"] == 8
+    assert 2 * (attend["smem_bytes"] + 1024) <= 228 * 1024
+    instructions = attend["instructions"]
+    assert instructions["HGMMA"] == 4 * (9 + 8) and instructions["UTMALDG"] == 9 + 9
+    assert instructions.get("USETMAXREG", 0) > 0
+
+
 def test_the_softmax_moves_whole_vectors() -> None:
     """A row of 2,048 scores: four loads of 16 bytes a thread, and two stores beside the row's two numbers."""
     point = job("sm_90", "three_kernel", "bfloat16", 1024, "plain") | {"own_products": False}

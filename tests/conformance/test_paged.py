@@ -32,7 +32,7 @@ SPLITS = {
     "more than tiles": replace(TILE, num_splits=9),
     "pieces": replace(TILE, num_splits=2, pieces=5),
     "three, last block merges": replace(TILE, num_splits=3, merge="last_block"),
-    "two, by tensor maps": replace(TILE, num_splits=2, by_map=True),
+    "two in several turns, by tensor maps": replace(TILE, block_n=16, num_splits=2, by_map=True),
     "two, two kv heads a tile": replace(TILE, num_splits=2, kv_heads=2),
     "three, two kv heads a tile, by tensor maps": replace(TILE, block_n=16, num_splits=3, kv_heads=2, by_map=True),
     "auto": None,

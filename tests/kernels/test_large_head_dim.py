@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from warpwave import cached_calls
 from warpwave.hardware.gpu import ARCHS, CPU, INTERPRETER, Gpu
 from warpwave.kernels import large_head_dim
 from warpwave.kernels.large_head_dim import Config, piece_of
@@ -69,18 +70,23 @@ def test_hidden_tiles_cost_nothing() -> None:
 
 
 def test_splits_fill_the_gpu_once() -> None:
-    """16 query heads of one kv head are one tile: at batch 1 each multiprocessor takes two shares of the keys, for two
-    blocks lie beside one another, and a batch that fills the GPU is not split. Of rows twice as wide it holds one."""
+    """16 query heads of one kv head are one tile: each multiprocessor takes two shares of the keys, for two blocks lie
+    beside one another, or one where shares would be many and short, and a batch that fills the GPU is not split. Of
+    rows twice as wide it holds one."""
     splits = {b: large_head_dim.configs(replace(DECODE, batch=b), H200)[0].num_splits for b in (1, 16, 64, 132, 264)}
-    assert splits == {1: 264, 16: 16, 64: 4, 132: 2, 264: 1}
+    assert splits == {1: 132, 16: 16, 64: 4, 132: 2, 264: 1}
+    short = replace(DECODE, seqlen_k=4096)
+    splits = {b: large_head_dim.configs(replace(short, batch=b), H200)[0].num_splits for b in (1, 8, 16, 32, 64)}
+    assert splits == {1: 32, 8: 16, 16: 8, 32: 8, 64: 4}
+    assert large_head_dim.configs(replace(DECODE, seqlen_k=16_384), H200)[0].num_splits == 67
     wide = replace(DECODE, head_dim=1024, head_dim_v=1024)
     assert large_head_dim.configs(replace(wide, batch=16), H200)[0].num_splits == 4, "512 columns of v a block"
     assert large_head_dim.configs(replace(DECODE, seqlen_k=100), H200)[0].num_splits == 1
     same = {large_head_dim.configs(replace(DECODE, batch=b, batch_invariant=True), H200)[0].num_splits for b in (1, 64)}
     assert len(same) == 1
     cost = large_head_dim.cost(DECODE, H200, large_head_dim.configs(DECODE, H200)[0])
-    assert cost.workspace_bytes == 264 * 16 * (512 + 2) * 4
-    assert [part.blocks for part in cost.parts] == [264, 16]
+    assert cost.workspace_bytes == 132 * 16 * (512 + 2) * 4
+    assert [part.blocks for part in cost.parts] == [132, 16]
 
 
 def test_a_step_of_decoding_reads_keys_once() -> None:
@@ -126,3 +132,24 @@ def test_the_default_fits_every_gpu(arch: str, dtype: str, change: dict[str, Any
     assert chosen not in others and len(set(others)) == len(others)
     for config in (chosen, *others):
         assert large_head_dim.smem_bytes(problem, gpu, config) <= gpu.smem_per_block_bytes
+
+
+def test_a_cached_call_takes_the_splits_it_is_given() -> None:
+    """num_splits is the door's, whichever kernel reads the cache."""
+    problem = AttentionProblem(batch=16, seqlen_q=1, seqlen_k=4096, num_heads_q=16, num_heads_kv=1, head_dim=576,
+                               head_dim_v=512, dtype="bfloat16", softmax_scale=0.04, page_size=64)  # fmt: skip
+    gpu = Gpu.for_arch("sm_90")
+    given = cached_calls.choose(problem, gpu, cached_calls.Serving(num_splits=3))
+    assert given.kernel is large_head_dim and given.config.num_splits == 3 and given.config_source == "given"
+    assert cached_calls.choose(problem, gpu, cached_calls.Serving()).config.num_splits > 3
+
+
+def test_the_default_of_latents_is_of_latents_alone() -> None:
+    """By maps where the widths are a latent's; its other default serves a v that is no part of k."""
+    config = large_head_dim.configs(DECODE, H200)[0]
+    assert config.by_map and not large_head_dim.configs(replace(DECODE, head_dim_v=576), H200)[0].by_map
+    assert not large_head_dim.configs(replace(DECODE, seqlen_q=2), H200)[0].by_map
+    short = replace(DECODE, batch=16, seqlen_k=4096)
+    apart = large_head_dim._by_pointers(short, H200, large_head_dim.configs(short, H200)[0])
+    assert not apart.by_map and apart.num_splits == 16
+    assert large_head_dim._by_pointers(short, H200, replace(config, num_splits=3)).num_splits == 3

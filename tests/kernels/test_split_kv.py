@@ -155,17 +155,21 @@ def test_invariant_configs_know_nothing_of_the_batch(batch: int, page_size: int,
     ("change", "tiling"),
     [
         ({"batch": 16}, (128, 4, 3)),
-        ({"batch": 64, "page_size": 128}, (128, 4, 5)),
-        ({"batch": 64, "page_size": 64}, (64, 4, 7)),
+        ({"batch": 64, "page_size": 128}, (128, 4, 3)),
+        ({"batch": 64, "page_size": 64}, (64, 4, 4)),
         ({}, (64, 2, 3)),  # few tiles, split over all SMs
-        ({"seqlen_k": 1024}, (128, 4, 3)),  # a tile for each SM
-        ({"batch": 4, "seqlen_k": 4096, "page_size": 64}, (64, 2, 5)),
-        ({"batch": 200, "seqlen_k": 1000, "page_size": 64}, (64, 4, 7)),
+        ({"seqlen_k": 1024}, (128, 4, 2)),  # a tile of keys for each share
+        ({"batch": 12, "seqlen_k": 2048}, (64, 2, 3)),  # 96 tiles of rows, or 48, or 160, leave SMs idle
+        ({"batch": 6, "seqlen_k": 4096, "page_size": 64}, (64, 2, 3)),
+        ({"batch": 20, "seqlen_k": 1024}, (64, 2, 3)),
+        ({"batch": 8}, (128, 4, 3)),  # in two shares 64 do not
+        ({"batch": 4, "seqlen_k": 4096, "page_size": 64}, (64, 2, 3)),
+        ({"batch": 200, "seqlen_k": 1000, "page_size": 64}, (64, 4, 4)),
         ({"batch": 16, "head_dim": 256, "head_dim_v": 256}, (64, 4, 3)),
-        ({"seqlen_q": 500, "page_size": 64}, (64, 4, 5)),
+        ({"seqlen_q": 500, "page_size": 64}, (64, 4, 3)),
         ({"batch": 16, "window_size": (4000, 0)}, (128, 4, 3)),
-        ({"batch": 64, "page_size": 16}, (16, 4, 7)),  # of four kv heads
-        ({"batch": 128, "seqlen_k": 2048, "page_size": 32}, (32, 4, 7)),  # of two
+        ({"batch": 64, "page_size": 16}, (16, 4, 4)),  # of four kv heads
+        ({"batch": 128, "seqlen_k": 2048, "page_size": 32}, (32, 4, 4)),  # of two
     ],
 )
 def test_tensor_maps_by_default(change: dict[str, Any], tiling: tuple[int, int, int]) -> None:
@@ -212,20 +216,57 @@ def test_short_prompts_walk_their_keys_in_one_step(batch: int, heads: int, keys:
     assert (config.block_m, config.block_n) == tile and config.num_splits == 1 and config.launched_ahead
     for change in ({"batch_invariant": True}, {"head_dim": 128}, {"packed": True, "total_q": 9, "total_k": 9}):
         other = split_kv.configs(replace(prompt, **change), H200)[0]
-        assert (other.block_m, other.num_stages) == (64, 3)
+        assert (other.block_m, other.block_n) == (64, 64)
 
 
-def test_launches_from_pages_begin_ahead_where_maps_bring_them() -> None:
+def test_launches_of_few_rows_begin_ahead_from_pages_too() -> None:
     chunk = {"seqlen_q": 500, "page_size": 64}
-    for change, ahead in (({"page_size": 64}, True), ({"page_size": 16}, False), (chunk, False)):
+    for change, ahead in (({"page_size": 64}, True), ({"page_size": 16}, True), (chunk, False)):
         assert split_kv.configs(replace(DECODE, **change), H200)[0].launched_ahead == ahead  # type: ignore[arg-type]
+
+
+def test_queries_come_beside_keys_where_a_share_has_one_step() -> None:
+    """As many shares as tiles of keys, whatever brings them; not where a loop would ask for the queries again."""
+    config = Config(16, 64, 4, 2, num_splits=16)
+    for change, one in (
+        ({}, True),
+        ({"seqlen_k": 1025}, False),
+        ({"page_size": 16}, True),
+        ({"dtype": "float32"}, False),
+    ):
+        assert split_kv_configs.one_step(replace(DECODE, **{"seqlen_k": 1024} | change), config) == one
+    for other in (replace(config, num_stages=1), replace(config, pieces=16), replace(config, kv_heads=2)):
+        assert not split_kv_configs.one_step(replace(DECODE, seqlen_k=1024), other)
+
+
+@pytest.mark.parametrize(
+    ("change", "tile"),
+    [
+        ({"seqlen_k": 1024, "page_size": 16}, (32, 2, 2, 32)),  # each step a block
+        ({"seqlen_k": 1024, "page_size": 64}, (32, 2, 2, 32)),
+        ({"seqlen_k": 1024, "page_size": 128}, (128, 4, 2, 8)),
+        ({"seqlen_k": 1100, "page_size": 16}, (64, 4, 2, 18)),  # too many steps for that, each still a block
+        ({"seqlen_k": 8192, "page_size": 16}, (64, 4, 2, 32)),
+        ({"seqlen_k": 65536, "page_size": 16}, (64, 4, 3, 32)),
+    ],
+)
+def test_short_caches_in_pages(change: dict[str, Any], tile: tuple[int, int, int, int]) -> None:
+    config = split_kv.configs(replace(DECODE, **change), H200)[0]
+    assert (config.block_n, config.num_warps, config.num_stages, config.num_splits) == tile and config.launched_ahead
+
+
+def test_launches_whose_blocks_would_go_unevenly_wait() -> None:
+    """256 blocks, of which an SM runs three; not where a merge lies between launches, nor where they come in waves."""
+    for batch, keys, ahead in ((32, 3000, False), (12, 2048, True), (128, 2000, True), (16, 4096, True)):
+        config = split_kv.configs(replace(DECODE, batch=batch, seqlen_k=keys, page_size=16, num_heads_kv=8), H200)[0]
+        assert config.launched_ahead == ahead, batch
 
 
 def test_blocks_by_maps_end_together() -> None:
     """Nine in ten of the blocks that keep memory busy are enough: 128 tiles for 132 SMs are not split (64 x 8,192 keys
     by four kv heads a tile: 485 us by one share, 491 by two), nor 64 into more than two (8 x 8,192: 66.4 by two, 68.0
     by four)."""
-    four = Config(16, 16, 4, 7, kv_heads=4, by_map=True)
+    four = Config(16, 16, 4, 4, kv_heads=4, by_map=True)
     for batch, shares in ((64, 1), (128, 1)):
         problem = replace(DECODE, batch=batch, page_size=16)
         assert split_kv_configs.with_splits(problem, H200, four).num_splits == shares
@@ -302,7 +343,7 @@ def test_explain_prints_the_splits_and_their_reason() -> None:
     said = explain(replace(DECODE, page_size=16), gpu=H200)
     assert said.kernel == "split_kv" and list(said.reasons) == ["split_kv", "large_head_dim", "eager"]
     text = " ".join(str(said).split())
-    assert f"config keys in {said.config.num_splits} shares: 8 tiles of rows for 264 places on 132 SMs" in text
+    assert f"config keys in {said.config.num_splits} shares: 8 tiles of rows for 396 places on 132 SMs" in text
     assert "cache in pages of 16" in text
     given = explain(DECODE, gpu=H200, kernel="split_kv", config=Config(16, 64, 4, 2, 3))
     assert "keys in 3 shares, as asked" in " ".join(str(given).split())

@@ -270,8 +270,8 @@ OTHERS = [
         "test_edges.py::test_scale_zero_is_uniform_over_what_is_visible", "eager", "FAIL",
     ),
     Mutant(
-        "gradient of the LSE dropped", "ops.py",
-        "attention_backward(dout, dlse, out,", "attention_backward(dout, None, out,",
+        "gradient of the LSE dropped", "derivatives.py",
+        "out, lse, dout, dlse, wanted)", "out, lse, dout, None, wanted)",
         "test_gradients.py::test_lse_alone_in_the_loss", "eager", "FAIL",
     ),
     Mutant(
@@ -285,7 +285,7 @@ OTHERS = [
         "test_gradients.py::test_gradients_of_empty_calls", "eager and True and 5", "Tensor-likes",
     ),
     Mutant(
-        "second derivative is silently none", "ops.py",
+        "second derivative is silently none", "derivatives.py",
         '    raise RuntimeError("warpwave.attention has first', '    raise RuntimeError("has',
         "test_gradients.py::test_second_derivative_is_refused", "eager", "first derivatives only",
     ),
@@ -393,10 +393,19 @@ OTHERS = [
         "test_paged.py::test_retrieval", "16-split_kv", "torch.equal",
     ),
     Mutant(
-        "keys that do not divide into the shares lost", SPLIT,
-        "tl.cdiv(tl.cdiv(tl.maximum(key_end - first, 0), BLOCK_N), num_splits) * BLOCK_N",
-        "tl.cdiv(tl.maximum(key_end - first, 0), BLOCK_N) // num_splits * BLOCK_N",
-        "test_paged.py::test_count", "16-none-split_kv", "torch.equal",
+        "a tile of keys in each turn of the shares lost", SPLIT,
+        "stride = num_splits * BLOCK_N", "stride = num_splits * BLOCK_N + BLOCK_N",
+        "test_paged.py::test_page_sizes_and_splits", "16-two", "FAIL",
+    ),
+    Mutant(
+        "pages of the tile before", SPLIT,
+        "page_table_ptr, key_tile + stride, columns", "page_table_ptr, key_tile, columns",
+        "test_paged.py::test_retrieval", "16-split_kv", "torch.equal",
+    ),
+    Mutant(
+        "the last keys of a cache, which no map may bring, left out", SPLIT,
+        "first_tile = tl.where(mine, map_end, end)", "first_tile = end",
+        "test_paged.py::test_page_sizes_and_splits", "maps", "FAIL",
     ),
     Mutant(
         "query heads of a group taken in turn", SPLIT,
@@ -467,7 +476,7 @@ OTHERS = [
     ),
     Mutant(
         "a tensor map brings keys that no query sees", SPLIT,
-        "map_begin = tl.maximum(begin, tl.cdiv(key_begin, BLOCK_N) * BLOCK_N)", "map_begin = begin",
+        "map_begin = tl.cdiv(key_begin, BLOCK_N) * BLOCK_N", "map_begin = key_begin // BLOCK_N * BLOCK_N",
         "test_tensor_maps.py::test_values_that_no_row_sees_are_not_read", "", "isnan",
     ),
     Mutant(
@@ -550,6 +559,11 @@ OTHERS = [
         "../test_ops.py::test_a_call_known_without_gradients_has_them_all_the_same", "no_grad", "assert",
     ),
     Mutant(
+        "a tangent lost", "derivatives.py",
+        ".tangent is not None for t", ".tangent is NotImplemented for t",
+        "../test_derivatives.py::test_tangents_are_refused_and_never_lost", "jvp", "DID NOT RAISE",
+    ),
+    Mutant(
         "a graph's launches share the stream's counter", "launch.py",
         "if counter is None or capturing():", "if counter is None:",
         "../test_driver.py::test_a_counter_is_the_streams_own_or_the_graphs", "", "assert",
@@ -618,6 +632,11 @@ HOPPER_MASKS = [
         "Hopper: a block whose output is not finite not brought again", "kernels/hopper/roles.py",
         "            if not fine:", "            if row_first < 0:",
         f"{ON_CPU}test_masks_and_biases_on_a_cpu", "causal and 64", "torch.equal",
+    ),
+    Mutant(
+        "Hopper: what is left of the heads is the last group", "kernels/hopper/scheduler.py",
+        "later = s.num_tiles - 1 - t", "later = t",
+        "../kernels/hopper/test_scheduler.py::test_every_block_comes_once", "", "assert",
     ),
     Mutant(
         "Hopper: tiles skipped by another block's flags", "kernels/hopper/mask_bias.py",
@@ -725,9 +744,24 @@ LARGE_HEADS = [
         "test_large_heads.py::test_keys_split_over_blocks", "plain and True", "FAIL",
     ),
     Mutant(
-        "k read for any v of its layout", "kernels/large_head_dim.py",
+        "k read for any v of its layout", "kernels/large_head_dim_latent.py",
         "        and k.data_ptr() == v.data_ptr()\n", "",
         "test_large_heads.py::test_one_tensor_for_k_and_v", "1", "bits(",
+    ),
+    Mutant(
+        "keys beside a latent's visible ones not zeroed", "kernels/hopper/latent.py",
+        "zero_unseen(ring, n, share.begin - key, share.end - key, V_BOXES)", "n += 0",
+        "../kernels/hopper/test_latent.py::test_what_lies_beside_the_keys_has_no_effect", "", "torch.equal",
+    ),
+    Mutant(
+        "a latent's sums not rescaled", "kernels/hopper/latent.py",
+        "acc[i] * alpha[None, :], is_async=True", "acc[i], is_async=True",
+        "../kernels/hopper/test_latent.py::test_the_protocol_on_a_cpu", "plain", "FAIL",
+    ),
+    Mutant(
+        "shares of a latent's keys overlap", "kernels/hopper/latent.py",
+        "first = (tile + tiles * split // num_splits) * KEYS", "first = tile * KEYS",
+        "../kernels/hopper/test_latent.py::test_the_protocol_on_a_cpu", "plain and 3", "FAIL",
     ),
     Mutant(
         "heads that see different keys share tiles", "kernels/large_head_dim.py",

@@ -136,15 +136,46 @@ def test_the_error_is_in_units_of_the_rounding_model() -> None:
     assert "at most 1.07 times" in " ".join(is_it_right(results(pair())))
 
 
-def test_ceilings_that_are_passed_are_called_in_question(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measured_ceiling_that_a_call_passes_is_raised_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Ceilings(
         gpu="a CPU", arch="cpu", date="2026-01-01T00:00:00", product_tflops={"float32": 0.001}, environment=CPU
     )
     monkeypatch.setattr(measure, "load", lambda gpu: slow)
-    result = only(pair(), environment=CPU)
+    (machine,) = machines([source(pair(400.0, 500.0) + pair(900.0, 800.0, case="slower"), CPU)])
+    known = rates_of(machine)
+    reached = problem().flops / 400e6  # TFLOP/s of the fastest call: what was 0.001 is that now, and no share is cut
+    assert known.rates[0].product_tflops["float32"] == pytest.approx(reached)
+    first, second = case_results(machine, known.rates)
+    assert "100\u202f% of the speed that the products allow" in first.sentence
+    assert f"{400 / 900 * 100:.0f}\u202f% of the speed that the products allow" in second.sentence
+    (said,) = known.passed
+    assert "measured 2026-01-01: 0.001000 TFLOP/s" in said
+    assert "flash_fwd" in said
+    assert 'in "d128 4x4096 causal"' in said
+
+
+def test_what_the_data_sheet_does_not_allow_has_no_share() -> None:
+    least = problem().flops / 989e6
+    (machine,) = machines([source(pair(least / 1.5, 2 * least))])
+    known = rates_of(machine)
+    result = case_results(machine, known.rates)[0]
     assert "allow" not in result.sentence
-    assert "measured 2026-01-01 rate of the products" in result.sentence
-    assert "takes them anew" in " ".join(what_bounds_it([result]))
+    text = " ".join([*what_bounds_it([result]), *known.passed])
+    assert "where the data sheet allows" in text
+    assert "it has no share" in text
+    assert "150" not in text
+
+
+def test_an_inaccurate_contender_raises_no_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    ceilings = Ceilings(
+        gpu="NVIDIA H200", arch="sm_90", date="2026-01-01", product_tflops={"bfloat16": 500.0}, environment=H200
+    )
+    monkeypatch.setattr(measure, "load", lambda gpu: ceilings)
+    sloppy = measurement("sloppy", problem().flops / 800e6, verdict=WRONG)
+    (machine,) = machines([source([*pair(1000.0, 1200.0), sloppy])])
+    known = rates_of(machine)
+    assert known.rates[1].product_tflops["bfloat16"] == 500.0
+    assert known.passed == ()
 
 
 def test_another_cpus_ceilings_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,8 @@ def make_operands(problem: AttentionProblem, device: torch.device | str, *, seed
     q = normal(*rows_q, problem.num_heads_q, problem.head_dim)
     k = normal(*rows_k, problem.num_heads_kv, problem.head_dim)
     v = normal(*rows_k, problem.num_heads_kv, problem.head_dim_v)
+    for tensor in (q, k, v):
+        tensor.requires_grad_(problem.requires_grad)
     if problem.page_size:
         return _in_pages(problem, q, k, v, generator, device)
     return Operands(

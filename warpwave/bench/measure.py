@@ -76,7 +76,8 @@ def measure(
     """
     device = settings.device
     sets = _input_sets(case, device)
-    sample = Sample(case.problem, sets[0], seed=SEED)
+    operands = type(sets[0])(*(None if t is None else t.detach() for t in sets[0]))
+    sample = Sample(case.problem, operands, seed=SEED)
     results: dict[str, Measurement] = {}
     ready: dict[str, _Ready] = {}
     for name, prepare in contenders.items():
@@ -120,7 +121,7 @@ def _check(
     try:
         with time_limit(settings.peer_timeout_s):
             prepared = [prepare(m.problem, operands) for operands in sets]
-            verdict = sample.judge(prepared[0].to_out(prepared[0].call()))
+            verdict = sample.judge(prepared[0].to_out(prepared[0].call()).detach())
             peak = _peak_memory(prepared[0], settings.device)
     except PeerUnavailable as unavailable:
         return dataclasses.replace(m, refusal=str(unavailable)), None

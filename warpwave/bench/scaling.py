@@ -237,6 +237,11 @@ def _flat_cause(flat: Sequence[Point], num_sms: int) -> str:
     return "idle SMs" if grows and num_sms and flat[0].blocks < num_sms else "launch"
 
 
+def _share(part: float) -> str:
+    """Of a rate that was measured; a call that goes faster has shown that rate to be too low, and is no share of it."""
+    return f"{part:.0%}" if part <= 1 else "more than all"
+
+
 def _end_cause(
     pts: Sequence[Point],
     steps: Sequence[float],
@@ -256,8 +261,8 @@ def _end_cause(
     memory = gbps / level if level else 0.0
     products = tflops / peak_tflops if peak_tflops else 0.0
     reached = f"{figure(tflops)} TFLOP/s"
-    reached += f", {products:.0%} of the rate" if peak_tflops else ""
-    reached += f"; {figure(gbps)} GB/s" + (" out of L2" if in_l2 else "") + (f", {memory:.0%}" if memory else "")
+    reached += f", {_share(products)} of the rate" if peak_tflops else ""
+    reached += f"; {figure(gbps)} GB/s" + (" out of L2" if in_l2 else "") + (f", {_share(memory)}" if memory else "")
     of_work = power_law([p.size for p in pts[-2:]], [p.flops for p in pts[-2:]]).exponent
     if steps[-1] > of_work + STEEP:
         return "cache", f"the last step grows ^{steps[-1]:.2f} where the work grows ^{of_work:.2f}; {reached}"

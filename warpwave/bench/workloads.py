@@ -16,6 +16,7 @@ follows from the rest (`num_heads_kv` from `num_heads_q`, `seqlen_k` from `seqle
     lengths         of packed sequences, in place of batch and seqlen: a number, or [queries, keys] where they differ
     softcap, softmax_scale, precision
     sinks, alibi, bias      true: one value a head, one slope a head, a full (num_heads_q, seqlen_q, seqlen_k)
+    gradients       true: q, k and v want gradients, so that calls keep what a backward takes; the forward is timed
     page_size       keys and values lie in a paged cache, in pages of so many tokens (a power of two), shuffled
     mask            "padding": keys behind each sequence's own length are hidden; "random": every second pair
     hot             true: one set of inputs, which stays in L2 where it fits; false: L2 is cold at every call;
@@ -46,7 +47,7 @@ SUITES = Path(__file__).parent / "suites"
 REQUIRED = ("num_heads_q", "head_dim", "dtype")
 DENSE = ("batch", "seqlen_q")
 SIZES = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")
-SWITCHES = ("sinks", "alibi", "bias", "hot")
+SWITCHES = ("sinks", "alibi", "bias", "gradients", "hot")
 SCORES = ("causal", "window_size", "softcap", "softmax_scale", "precision", "mask")
 OPTIONS = (*SCORES, "lengths", "page_size", *SWITCHES, "goal", "kernels")
 KEYS = (*SIZES, "dtype", *OPTIONS)
@@ -165,6 +166,8 @@ def case_name(problem: AttentionProblem, hot: bool | None = None) -> str:
         parts.append(f"{_mask_kind(problem)}-mask")
     if problem.bias_shape is not None:
         parts.append("bias")
+    if problem.requires_grad:
+        parts.append("gradients")
     if problem.page_size:
         parts.append(f"page{problem.page_size}")
     if problem.softmax_scale != default_scale(problem.head_dim):
@@ -289,8 +292,9 @@ def _problem(fields: dict[str, Any], where: str) -> AttentionProblem:
     page_size = fields.get("page_size", 0)
     if "page_size" in fields and (type(page_size) is not int or page_size < 1 or page_size & (page_size - 1)):
         raise SuiteError(f"{where}: page_size must be a power of two, got {page_size!r}")
-    if page_size and (mask is not None or fields.get("bias", False)):
-        raise SuiteError(f"{where}: a paged cache takes no mask and no bias")
+    gradients = fields.get("gradients", False)
+    if page_size and (mask is not None or fields.get("bias", False) or gradients):
+        raise SuiteError(f"{where}: a paged cache takes no mask and no bias, and has no gradients")
     mask_shapes = {"padding": (batch, 1, 1, seqlen_k), "random": (1, 1, seqlen_q, seqlen_k), None: None}
     bias = fields.get("bias", False)
     problem = AttentionProblem(
@@ -317,6 +321,7 @@ def _problem(fields: dict[str, Any], where: str) -> AttentionProblem:
         total_q=0 if lengths is None else sum(q for q, _ in lengths),
         total_k=0 if lengths is None else sum(k for _, k in lengths),
         lengths=lengths,
+        requires_grad=gradients,
         page_size=page_size,
     )
     return _with_padding_counted(problem) if mask == "padding" else problem

@@ -58,7 +58,8 @@ def _say(line: str) -> None:
 
 
 def table(ceilings: Ceilings, sheet: DataSheet | None) -> str:
-    """Measured figures, the data sheet's beside them, and the share reached."""
+    """Measured figures, the data sheet's beside them, and the share reached; none of what went beyond its data sheet,
+    whose rate then is no ceiling of this card."""
     lines = [f"{ceilings.gpu} ({ceilings.arch}), {ceilings.date}"]
     if sheet is None and ceilings.arch != "cpu":
         lines.append("the catalogue has no data sheet of this card")
@@ -67,7 +68,7 @@ def table(ceilings: Ceilings, sheet: DataSheet | None) -> str:
         if value is None:
             continue
         said = "" if stated is None else f"{_figure(stated)} {unit}"
-        share = "" if stated is None else f"{value / stated:.0%}"
+        share = "" if stated is None else f"{value / stated:.0%}" if value <= stated else "beyond"
         lines.append(f"{name:28}{f'{_figure(value)} {unit}':>18}{said:>18}{share:>8}".rstrip())
     readings = ceilings.environment.get("snapshots", {})
     seen = [(when, reading) for when, reading in readings.items() if reading]

@@ -35,13 +35,16 @@ class Cost:
         order: of items that differ and do not come longest first: sequence by sequence, the steps of those that come
             one after the other, and how often that repeats (`launch_order`).
         cut: of `steps`, those whose scores are masked: an edge of the mask or the end of the keys passes through.
-        trips: of a block without steps, loads and stores that wait for one another.
+        trips: loads and stores that wait for one another: of a block without steps; else before the first one.
+        far: of a step, the share of the longer way to memory that it waits for, few tiles of keys being on their way.
+        block_us: of an SM for each block without steps, where they are many and small.
         threads: of a block.
         registers: of a thread, as estimated before compiling.
         chains: independent instruction streams of a block, that hide each other's latency.
         blocks_per_sm: as the kernel launches them; 0: as many as fit.
         scratch_bytes: of `read_bytes` and `write_bytes`, those of the workspace.
         launches: kernels launched, one after another.
+        ahead: whether they begin while the launch before them in the stream still ends.
         parts: the same of each launch, where they differ.
     """
 
@@ -62,12 +65,15 @@ class Cost:
     order: tuple[tuple[tuple[int, ...], int], ...] = ()
     cut: int = 0
     trips: int = 0
+    far: float = 0.0
+    block_us: float = 0.0
     threads: int = 0
     registers: int = 0
     chains: int = 1
     blocks_per_sm: int = 0
     scratch_bytes: int = 0
     launches: int = 1
+    ahead: bool = False
     parts: tuple[Cost, ...] = ()
 
 
@@ -85,6 +91,33 @@ def conversions(problem: AttentionProblem, gpu: Gpu, elements: int, block_m: int
     parts = PARTS.get(precision.arithmetic(problem, gpu), 0) if problem.dtype == "float32" else 0
     once = gpu.capability in (90, 100, 103) and block_m >= 64
     return parts * elements * (1 if once else max(1, num_warps // 2))
+
+
+def merging(rows: int, parts: int, read_bytes: int, write_bytes: int, ahead: bool = False) -> Cost:
+    """Of the launch that merges partial results (`partials.merge_partials_kernel`), a block for each row of each head.
+    Blocks so small are a matter of an SM's time for each, whatever they read: by 512 to 12,288 rows of 2 to 8 parts on
+    an H200."""
+    return Cost(
+        blocks=rows,
+        flops=0,
+        exponentials=rows * parts,
+        read_bytes=read_bytes,
+        write_bytes=write_bytes,
+        threads=64,
+        registers=32,
+        scratch_bytes=read_bytes,
+        trips=1,
+        block_us=0.03 + 0.035 * parts,
+        ahead=ahead,
+    )
+
+
+ODD_ROWS = "odd rows"
+
+
+def odd_rows(problem: AttentionProblem) -> bool:
+    """Whether rows of a 16-bit tensor do not all begin at multiples of 32 bytes, so that pointers load less at once."""
+    return problem.dtype != "float32" and bool(problem.head_dim % 16 or problem.head_dim_v % 16)
 
 
 class Walk(NamedTuple):

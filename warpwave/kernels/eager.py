@@ -468,7 +468,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         write_bytes=sum(part.write_bytes for part in parts),
         workspace_bytes=workspace,
         scratch_bytes=sum(part.scratch_bytes for part in parts),
-        loop="few rows" if problem.seqlen_q <= 16 else "",
+        loop="few rows" if problem.seqlen_q <= 16 else "float32" if problem.dtype == "float32" else "",
         launches=sum(part.launches for part in parts),
         parts=parts,
     )

@@ -209,12 +209,16 @@ def flash_fwd_kernel(
     num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
     if HAS_HIGH:
-        # Longest first, so that the last to start are the shortest: over all heads whose K and V fit L2 together.
-        group = pid // (num_tiles * heads_in_l2)
-        place = pid % (num_tiles * heads_in_l2)
-        heads = tl.minimum(tl.num_programs(0) // num_tiles - group * heads_in_l2, heads_in_l2)
+        # Longest first, so that the last to start are the shortest: over all heads whose K and V fit L2 together. What
+        # is left of the heads is the first group: as the last, its longest tiles would start when all else has ended.
+        all_heads = tl.num_programs(0) // num_tiles
+        missing = tl.cdiv(all_heads, heads_in_l2) * heads_in_l2 - all_heads  # in the first group
+        group = (pid // num_tiles + missing) // heads_in_l2
+        first = tl.maximum(group * heads_in_l2 - missing, 0)
+        heads = (group + 1) * heads_in_l2 - missing - first
+        place = pid - first * num_tiles
         tile = num_tiles - 1 - place // heads
-        batch_head = group * heads_in_l2 + place % heads
+        batch_head = first + place % heads
     else:
         tile = pid % num_tiles
         batch_head = pid // num_tiles

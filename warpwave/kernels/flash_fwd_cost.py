@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels.arguments import dot_precision, padded
-from warpwave.kernels.cost import Cost, conversions, launch_order, walk
+from warpwave.kernels.cost import ODD_ROWS, Cost, conversions, launch_order, odd_rows, walk
 from warpwave.kernels.flash_fwd_configs import Config, bytes_per_score, smem_bytes
 from warpwave.kernels.split_ahead import PARTS
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
@@ -48,7 +48,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         cut=cut,
         items=items,  # blocks behind the end of a packed sequence have nothing to do
         smem_margin=size * config.block_m * config.block_n // 2 + 1024 if size == 2 and gpu.vendor == "nvidia" else 0,
-        loop="" if not multiply_adds else "wide multiply-adds" if block_d >= 128 else "multiply-adds",
+        loop=_loop(problem, block_d, multiply_adds),
         threads=config.num_warps * gpu.warp_size,
         registers=_registers(problem, gpu, config),
         # Two warpgroups of Hopper's have 64 rows each, and wait for each other where tiles arrive alone.
@@ -90,3 +90,13 @@ def _operand_bytes(problem: AttentionProblem, config: Config, visited: int) -> i
         elements = config.block_m * columns
         total += elements * length * 4 * 2 / math.sqrt(max(1, elements // threads))
     return int(visited * total)
+
+
+def _loop(problem: AttentionProblem, block_d: int, multiply_adds: bool) -> str:
+    """`Cost.loop`: multiply-adds, by head_dim; tiles of 256 columns, of eight warps; rows that do not begin at
+    multiples of 32 bytes, of which loads are narrower."""
+    if multiply_adds:
+        return "wide multiply-adds" if block_d >= 128 else "multiply-adds"
+    if problem.dtype != "float32" and block_d > 128:
+        return "wide"
+    return ODD_ROWS if odd_rows(problem) else ""

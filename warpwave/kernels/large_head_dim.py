@@ -26,6 +26,7 @@ import torch
 
 from warpwave import launch, precision
 from warpwave.hardware.gpu import Gpu, current_gpu
+from warpwave.kernels import large_head_dim_latent as latent
 from warpwave.kernels import partials
 from warpwave.kernels.arguments import (
     allocator,
@@ -41,7 +42,7 @@ from warpwave.kernels.arguments import (
     token_strides,
     window,
 )
-from warpwave.kernels.cost import Cost, conversions, launch_order, walk
+from warpwave.kernels.cost import ODD_ROWS, Cost, conversions, launch_order, merging, odd_rows, walk
 from warpwave.kernels.large_head_dim_device import large_head_dim_kernel
 from warpwave.kernels.triton_or_stub import NO_TRITON
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands
@@ -65,6 +66,8 @@ class Config:
             time with those of v; else pieces of q and k are read together, time and again, which takes little room.
         num_warps: warps of a program, a power of two.
         num_stages: steps in flight.
+        by_map: on Hopper, a step of decoding on a latent by tensor maps and wgmma (hopper/latent.py), whose tiles and
+            warps are its own. Where v turns out to be no part of k, or maps cannot describe a tensor, as without it.
     """
 
     block_m: int
@@ -75,6 +78,7 @@ class Config:
     q_resident: bool
     num_warps: int
     num_stages: int
+    by_map: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("block_m", 16), ("block_n", 16), ("block_d", 16), ("num_warps", 1)):
@@ -94,24 +98,26 @@ def bind(
 ) -> Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]:
     """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, lse None unless asked for."""
     allocate, straight, device = allocator(problem, operands.q), straightener(operands), operands.q.device
-    gpu, split = current_gpu(device), config.num_splits > 1
-    bound: dict[bool, list[Callable[..., None]]] = {}
+    gpu = current_gpu(device)
+    bound: dict[bool, tuple[int, list[Callable[..., None]]]] = {}
 
-    def launchers(operands: Any) -> list[Callable[..., None]]:
+    def launchers(operands: Any) -> tuple[int, list[Callable[..., None]]]:
         # Whether k and v are one tensor is no part of their layout, so it is asked at every call.
-        one_tensor = _one_tensor(operands)
+        one_tensor = latent.is_one_tensor(operands)
         if one_tensor not in bound:
-            launches = specify(problem, gpu, straight(operands), *allocate(), config)
-            bound[one_tensor] = [launch.bind(spec) for spec in launches]
+            given = straight(operands)
+            taken = config if latent.takes(problem, gpu, given) else _by_pointers(problem, gpu, config)
+            launches = _specify(problem, gpu, given, *allocate(), taken)
+            bound[one_tensor] = taken.num_splits, [launch.bind(spec, takes) for spec, takes in launches]
         return bound[one_tensor]
 
     launchers(operands)
 
     def run(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         operands = straight(operands)
-        attend, *merge = launchers(operands)
+        num_splits, (attend, *merge) = launchers(operands)
         out, lse = allocate()
-        acc, state = partials.allocate(problem, config.num_splits, device) if split else (None, None)
+        acc, state = partials.allocate(problem, num_splits, device) if num_splits > 1 else (None, None)
         attend(*operands[:3], out, lse, acc, state, *_beyond(operands))
         for launch_merge in merge:
             launch_merge(acc, state, out, lse, operands.sinks)
@@ -124,11 +130,22 @@ def specify(
     problem: AttentionProblem, gpu: Gpu, operands: Any, out: torch.Tensor, lse: torch.Tensor | None, config: Config
 ) -> tuple[launch.Launch, ...]:
     """The launch, and that of the merge where keys are split, from tensors that may be without memory."""
+    return tuple(spec for spec, _ in _specify(problem, gpu, operands, out, lse, config))
+
+
+def _specify(
+    problem: AttentionProblem, gpu: Gpu, operands: Any, out: torch.Tensor, lse: torch.Tensor | None, config: Config
+) -> list[tuple[launch.Launch, latent.Takes]]:
+    """Each launch, and what its tensors are among the arguments it is given, None where they are these."""
     acc = state = None
-    merge: tuple[launch.Launch, ...] = ()
+    by_map, merge = config.by_map and latent.takes(problem, gpu, operands), list[tuple[launch.Launch, latent.Takes]]()
     if config.num_splits > 1:
         acc, state = partials.allocate(problem, config.num_splits, out.device)
-        merge = (_merge(problem, config, acc, state, out, lse, operands.sinks),)
+        specify_merge = latent.specify_merge if by_map else _merge
+        merge = [(specify_merge(problem, config.num_splits, acc, state, out, lse, operands.sinks), None)]
+    if by_map:
+        arguments = (*operands[:3], out, lse, acc, state, *_beyond(operands))
+        return [latent.specify(problem, gpu, operands, arguments, config.num_splits), *merge]
     heads = _heads_together(problem)
     units = problem.num_heads_q // heads
     attend = launch.Launch(
@@ -162,14 +179,14 @@ def specify(
         # so that the largest probability is exactly 1.
         options={"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False},
     )
-    return (attend, *merge)
+    return [(attend, None), *merge]
 
 
 def _merge(
-    problem: AttentionProblem, config: Config, acc: Any, state: Any, out: Any, lse: Any, sinks: Any
+    problem: AttentionProblem, num_splits: int, acc: Any, state: Any, out: Any, lse: Any, sinks: Any
 ) -> launch.Launch:
     """The merge, with as many warps as a row of this width leaves registers for."""
-    spec = partials.specify_merge(problem, config.num_splits, acc, state, out, lse, sinks)
+    spec = partials.specify_merge(problem, num_splits, acc, state, out, lse, sinks)
     width = padded(problem.head_dim_v)
     return spec._replace(options=dict(spec.options) | {"num_warps": min(8, max(4, width // 128))})
 
@@ -191,7 +208,7 @@ def _constants(
 ) -> dict[str, int | bool | str]:
     """The compile-time arguments of the kernel, by name."""
     block_v, v_pieces = _columns(problem, config)
-    in_k = _one_tensor(operands) and config.q_resident and config.v_parts == 1 and block_v == config.block_d
+    in_k = latent.is_one_tensor(operands) and config.q_resident and config.v_parts == 1 and block_v == config.block_d
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
@@ -214,18 +231,6 @@ def _constants(
         "PRECISION": dot_precision(problem, gpu),
         "IS_NVIDIA": gpu.vendor == "nvidia",
     }
-
-
-def _one_tensor(operands: Any) -> bool:
-    """Whether v is the first columns of k, as in a latent cache."""
-    k, v = operands.k, operands.v
-    return bool(
-        k.device.type != "meta"
-        and k.data_ptr() == v.data_ptr()
-        and k.stride() == v.stride()
-        and v.shape[-1] <= k.shape[-1]
-        and k.numel()
-    )
 
 
 def _heads_together(problem: AttentionProblem) -> int:
@@ -325,6 +330,8 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """An upper bound on the shared memory of one block, which tests hold against what every target compiles to."""
+    if config.by_map and not latent.cannot(problem, gpu):
+        return latent.smem_bytes(problem, gpu)
     size = DTYPE_BYTES[problem.dtype]
     block_v, v_pieces = _columns(problem, config)
     columns, width = block_v * v_pieces, -(-problem.head_dim // config.block_d) * config.block_d
@@ -337,11 +344,8 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
         # Products of few rows take their operands from registers: what they were loaded from is free for the next step.
         stages = max(1, config.num_stages - 1)
     if config.q_resident:
-        return (
-            size * (split * config.block_m * width + stages * split * config.block_n * (width + columns))
-            + scores
-            + 1024
-        )
+        elements = config.block_m * width + stages * config.block_n * (width + columns)
+        return size * split * elements + scores + 1024
     pieces = stages * split * (config.block_m + config.block_n) * config.block_d
     return size * (pieces + split * config.block_n * columns) + scores + 1024
 
@@ -373,8 +377,9 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     out_bytes = rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0))
     workspace = partials.workspace_bytes(problem, config.num_splits) if config.num_splits > 1 else 0
     multiply_adds = " multiply-adds" if size == 4 and dot_precision(problem, gpu) == "ieee" else ""
-    # Without q resident a step waits for V, and for each piece of q and k.
-    waits = 1 if config.q_resident else 1 + width // config.block_d
+    # Without q resident a step waits for V and each piece of q and k, of which all stages but one are on their way.
+    waits = 1 if config.q_resident else -(-(1 + width // config.block_d) // max(1, config.num_stages - 1))
+    float32 = multiply_adds or (" float32" if size == 4 else "")
     split = config.block_n * (width + columns // config.v_parts) + config.block_m * config.block_n
     split += 0 if config.q_resident else config.block_m * width
     main = Cost(
@@ -390,19 +395,23 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         steps=visited * config.v_parts * waits,
         longest=-(-longest // config.num_splits) * waits,
         threads=config.num_warps * gpu.warp_size,
-        # In float32, parts of operands on their way or what multiply-adds read.
-        registers=min(gpu.registers_per_thread or 255, _registers(problem, gpu, config) + (64 if size == 4 else 0)),
+        # In float32, parts of operands on their way.
+        registers=min(
+            gpu.registers_per_thread or 255,
+            _registers(problem, gpu, config) + (64 if size == 4 and not multiply_adds else 0),
+        ),
         scratch_bytes=workspace,
         smem_margin=4 * config.block_m * config.block_n + 1024,
         order=launch_order(problem, config.block_m, config.block_n, heads, config.num_splits * config.v_parts, True),
-        loop=f"pieces{multiply_adds}" if not config.q_resident else "few rows" if config.block_m <= 32 else "",
+        loop=_loop(problem, config, float32),
         conversions=conversions(problem, gpu, visited * config.v_parts * split, config.block_m, config.num_warps),
         cut=of_tiles.cut * config.v_parts,
         items=of_tiles.items * config.v_parts * config.num_splits,
+        far=1 / max(1, config.num_stages - 1) if config.block_m <= 32 else 0.0,
     )
     if not workspace:
         return main
-    merge = Cost(rows, 0, rows * config.num_splits, workspace, out_bytes, threads=64, scratch_bytes=workspace, trips=3)
+    merge = merging(rows, config.num_splits, workspace, out_bytes)
     return replace(
         main,
         blocks=main.blocks + rows,
@@ -413,6 +422,15 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         launches=2,
         parts=(replace(main, workspace_bytes=0), merge),
     )
+
+
+def _loop(problem: AttentionProblem, config: Config, float32: str) -> str:
+    """`Cost.loop`: Q in pieces, by arithmetic; few rows; and rows of which pointers load less at once."""
+    if not config.q_resident:
+        return f"pieces{float32}"
+    if config.block_m <= 32:
+        return "few rows"
+    return ODD_ROWS if odd_rows(problem) else ""
 
 
 def _visited(problem: AttentionProblem, config: Config, heads: int) -> tuple[int, int]:
@@ -510,8 +528,17 @@ def _v_parts(problem: AttentionProblem, gpu: Gpu) -> int:
     return -(-problem.head_dim_v // most)
 
 
-def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
-    """By compile facts: the widest tile that spills on no target (tests/compile). Not measured yet."""
+def _by_pointers(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
+    """What serves in a config's place where v is no part of k: the default of such calls for the default of latents."""
+    if config.by_map and config == _default(problem, gpu):
+        return _default(problem, gpu, by_map=False)
+    return replace(config, by_map=False)
+
+
+def _default(problem: AttentionProblem, gpu: Gpu, by_map: bool = True) -> Config:
+    """By compile facts: the widest tile that spills on no target (tests/compile); on Hopper as measured."""
+    if by_map and latent.is_latent(problem) and not latent.cannot(problem, gpu):
+        return Config(16, 64, 64, 1, latent.num_splits(problem, gpu), True, 4, 2, True)
     rows, parts = problem.seqlen_q * _heads_together(problem), _v_parts(problem, gpu)
     rdna = gpu.vendor == "amd" and not gpu.arch.startswith("gfx9")
     wide = gpu.vendor != "amd" and gpu.smem_per_block_bytes >= 160 * 1024
@@ -525,7 +552,7 @@ def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
     elif rows <= 16:
         # One row of K and V is read for 16 rows at most: what counts is how many bytes are under way.
         config = Config(16, 32 if wide else 16, _block_d(problem, 64), parts, 1, problem.head_dim <= 1024, 4, 2)
-        if _takes_longer_tiles(problem, gpu):
+        if latent.takes_longer_tiles(problem, gpu):
             config = replace(config, block_n=64)
     elif gpu.vendor == "amd":
         config = Config(64, 32, _block_d(problem, 64), parts, 1, False, 4, 2)
@@ -557,21 +584,6 @@ def _beside(problem: AttentionProblem) -> bool:
     return problem.packed or problem.mask_shape is not None or problem.bias_shape is not None
 
 
-def _is_latent(problem: AttentionProblem) -> bool:
-    """Whether v is likely to be part of k, by the widths: one head of keys, wider than its values."""
-    return problem.num_heads_kv == 1 and problem.head_dim_v < problem.head_dim
-
-
-def _takes_longer_tiles(problem: AttentionProblem, gpu: Gpu) -> bool:
-    """Whether a step of decoding walks a latent 64 keys at a time: what is read of q from shared memory is half of that
-    for 32. 4.16 TB/s of the 4.26 that torch.sum reads where 32 keys made 3.18 in two blocks a multiprocessor and 3.97
-    in four, 4.06 and 3.97 from pages of 64 (H200, 576/512, 16 sequences of 65,536 keys). Not where shares would be
-    fewer than the GPU has places for."""
-    places = 2 * (gpu.num_sms or FILLED)
-    shares = max(1, problem.batch) * (problem.seqlen_k // 128)
-    return gpu.capability == 90 and _is_latent(problem) and problem.head_dim <= 640 and shares >= places
-
-
 def _blocks_of_sm(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """Blocks of a few rows that a multiprocessor of Hopper runs at once: two, where shared memory holds both.
     One asks for a tile of keys while it multiplies none: 128 blocks read 3.3 to 3.6 TB/s of an H200's 4.8, 256 blocks
@@ -580,7 +592,7 @@ def _blocks_of_sm(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
         return 1
     block_v, v_pieces = _columns(problem, config)
     width = -(-problem.head_dim // config.block_d) * config.block_d
-    values = 0 if _is_latent(problem) else block_v * v_pieces  # which of a latent are part of its tile
+    values = 0 if latent.is_latent(problem) else block_v * v_pieces  # which of a latent are part of its tile
     tiles = max(1, config.num_stages - 1) * config.block_n * (width + values)
     taken = DTYPE_BYTES[problem.dtype] * (config.block_m * width + tiles) + 4096
     return 2 if 2 * taken <= gpu.smem_per_block_bytes else 1

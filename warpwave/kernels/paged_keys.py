@@ -22,10 +22,22 @@ def cached_sequence(page_table_ptr, seqused_k_ptr, rows_ptr, batch, stride_table
 
 
 @jit
+def page_ids(page_table_ptr, key_tile, keys, inside, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What the table says of the pages that hold a tile's keys, [BLOCK_N], or of the one page that holds them all."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        ids = tl.load(page_table_ptr + key_tile // PAGE_SIZE)
+    else:
+        ids = tl.load(page_table_ptr + keys // PAGE_SIZE, mask=inside, other=0)
+    return ids
+
+
+@jit
+def pages_named(ids, num_pages):
+    """The pages that ids name, as 64-bit numbers."""
+    return tl.minimum(tl.maximum(ids, 0), num_pages - 1).to(tl.int64)
+
+
+@jit
 def pages_of(page_table_ptr, key_tile, keys, inside, num_pages, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """The pages that hold a tile's keys, [BLOCK_N], or the one page that holds them all."""
-    if PAGE_SIZE % BLOCK_N == 0:
-        pages = tl.load(page_table_ptr + key_tile // PAGE_SIZE)
-    else:
-        pages = tl.load(page_table_ptr + keys // PAGE_SIZE, mask=inside, other=0)
-    return tl.minimum(tl.maximum(pages, 0), num_pages - 1).to(tl.int64)
+    return pages_named(page_ids(page_table_ptr, key_tile, keys, inside, PAGE_SIZE, BLOCK_N), num_pages)

@@ -41,6 +41,18 @@ def await_launch_before():
 
 
 @jit
+def await_launch_before_knowing(value, others):
+    """`await_launch_before` behind the arithmetic that gave a program its place, which waits for nobody: the compiler
+    would put it behind the wait. Returns `value`; neither number is negative."""
+    value = tl.inline_asm_elementwise(
+        "{ .reg .pred known; setp.ge.s32 known, $2, 0; @known griddepcontrol.wait; mov.u32 $0, $1; }",
+        "=r,r,r", [value, value | others], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    tl.extra.cuda.gdc_launch_dependents()
+    return value
+
+
+@jit
 def join(m_i, l_i, m_other, l_other):
     """The state of two parts as one: their new maximum and sum, and what scales the accumulator of either."""
     m_new = tl.maximum(m_i, m_other)

@@ -41,7 +41,7 @@ from warpwave.kernels.arguments import (
     token_strides,
     window,
 )
-from warpwave.kernels.cost import PARTS, Cost, conversions, launch_order, walk
+from warpwave.kernels.cost import PARTS, Cost, conversions, launch_order, merging, walk
 from warpwave.kernels.split_kv_configs import (
     UNKNOWN_SMS,
     Config,
@@ -53,10 +53,14 @@ from warpwave.kernels.split_kv_configs import (
     fitting,
     head_groups,
     may_be_launched_ahead,
+    may_map,
     merge_rows,
     num_parts,
+    one_step,
+    scattered,
     smallest_smem_bytes,
     smem_bytes,
+    smem_expected,
     steps_over_keys,
     tile_heads,
     tiles,
@@ -300,6 +304,7 @@ def _constants(
         "IS_NVIDIA": gpu.vendor == "nvidia",
         "LAUNCHED_AHEAD": _launched_ahead(gpu, config),
         "BY_MAP": by_map,
+        "ONE_STEP": one_step(problem, config),
     }
 
 
@@ -429,22 +434,14 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
             config.block_m,
             config.num_warps,
         ),
-        smem_margin=(size * columns(config) + 8 * config.num_warps) * config.block_m + 1024 if size == 2 else 0,
+        smem_margin=_smem_margin(problem, gpu, config),
+        ahead=config.launched_ahead,
     )
     if parts == 1:
         return attend
     if not by_kernel:
         return replace(attend, read_bytes=attend.read_bytes + scratch)
-    merge = Cost(
-        rows,
-        0,
-        rows * parts,
-        scratch,
-        outputs,
-        threads=2 * gpu.warp_size,
-        scratch_bytes=scratch,
-        trips=5 if rows > 4 * (gpu.num_sms or 132) else 1,  # few rows are merged while the last parts are written
-    )
+    merge = merging(rows, parts, scratch, outputs, ahead=config.launched_ahead)
     return replace(
         attend,
         exponentials=attend.exponentials + merge.exponentials,
@@ -461,21 +458,33 @@ def _loop(problem: AttentionProblem, gpu: Gpu, config: Config) -> str:
     if config.block_m > 32:
         return ""
     if problem.dtype != "float32":
-        return "few rows"
+        ways = {"pages": scattered(problem, config), "maps": config.by_map and may_map(problem, gpu, config)}
+        return " ".join(["few rows", *(name for name, there in ways.items() if there)])
     if dot_precision(problem, gpu) != "ieee":
         return "few rows float32"
     return f"few rows {'wide ' if padded(problem.head_dim) >= 128 else ''}multiply-adds"
 
 
+def _smem_margin(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
+    """What `smem_bytes` promises beyond what sm_90 compiles to."""
+    if problem.dtype == "float32":
+        return 0
+    if config.block_m < 64:
+        return max(0, smem_bytes(problem, gpu, config) - smem_expected(problem, config))
+    return (2 * columns(config) + 8 * config.num_warps) * config.block_m + 1024
+
+
 def _registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """About what a thread holds: output and scores of its rows in float32, probabilities, and some forty besides."""
+    """About what a thread holds: output and scores of its rows in float32, probabilities, and some sixty besides; more
+    where keys come by maps or pages to tiles of few rows (sm_90, compiled)."""
     threads = max(1, config.num_warps * gpu.warp_size)
     elements = config.block_m * (padded(problem.head_dim_v) + columns(config) * 3 // 2)
     if problem.dtype == "float32" and dot_precision(problem, gpu) != "ieee" and config.block_m < 64:
         # Every warp holds the parts of all rows of Q, and those of keys on their way.
         parts = PARTS[dot_precision(problem, gpu)]
         elements += threads * (40 + parts * config.block_m * padded(problem.head_dim) // (2 * gpu.warp_size))
-    return min(gpu.registers_per_thread or 255, 40 + elements // threads)
+    beside = 40 if problem.dtype == "float32" else 60 if config.block_m > 32 else 85
+    return min(gpu.registers_per_thread or 255, beside + elements // threads)
 
 
 def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:

@@ -74,8 +74,8 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     q = size * config.block_m * block_d
     p = size * config.block_m * columns(config)
     kv = size * columns(config) * (block_d + block_dv)
-    # Page ids and what is loaded by them are in flight as well; barriers and reductions over warps take the rest.
-    more = 1024 + (16 * columns(config) * config.num_stages if problem.page_size else 0)
+    # Page ids of the next tile change layout; barriers and reductions over warps take the rest.
+    more = 1024 + (16 * columns(config) if problem.page_size else 0)
     more += 8 * config.block_m * config.num_warps
     if config.pieces:  # whose accumulators are stored inside the loop, and are laid out for that in shared memory
         more += 4 * config.block_m * block_dv
@@ -88,9 +88,7 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
         return max(q, max(1, config.num_stages - 1) * kv) + p + more
     if problem.dtype == "float32" and arithmetic != "ieee":
         return q + p + config.num_stages * kv + max(q, kv) + more  # the parts of an operand stand side by side
-    # What is read by way of a page id waits for it, so that two stages come to one tile in flight.
-    in_flight = max(2, (config.num_stages + 1) // 2) if problem.page_size else config.num_stages
-    return q + p + in_flight * kv + more
+    return q + p + config.num_stages * kv + more
 
 
 def bytes_per_score(problem: AttentionProblem) -> int:
@@ -124,6 +122,12 @@ def num_parts(config: Config) -> int:
     return config.pieces or config.num_splits
 
 
+def one_step(problem: AttentionProblem, config: Config) -> bool:
+    """Whether a share has one tile of keys at the most, so that Q can be asked for with it, and once."""
+    alone = config.pieces == 0 and config.kv_heads == 1 and problem.dtype != "float32"
+    return alone and config.num_stages > 1 and -(-problem.seqlen_k // config.block_n) <= config.num_splits
+
+
 def steps_over_keys(problem: AttentionProblem, config: Config) -> tuple[int, int]:
     """(steps over keys of all tiles of rows, those of the longest) before the keys are split."""
     group = tile_heads(problem, config)
@@ -155,7 +159,7 @@ def merge_rows(problem: AttentionProblem, config: Config) -> int:
 
 UNKNOWN_SMS = 132  # where no device was asked: an H100's and an H200's
 # What follows was fitted to an H200's times on 2026-11-21 (docs/serving.md).
-MOST_BLOCKS_PER_SM = 3  # of four warps; two where a tile's keys lie in several pages, whose addresses take registers
+MOST_BLOCKS_PER_SM = 3  # of four warps
 SATURATING_BLOCKS = 2  # of them an SM needs, each with some 64 KB in flight, for memory to be busy
 START_STEPS = 3  # a block begins, and fills its pipeline, in about as long as so many steps take
 HIDDEN_START_STEPS = 0.5  # what is left of that where other blocks of the SM keep memory busy meanwhile
@@ -173,7 +177,9 @@ INVARIANT_PIECES = {True: 32, False: 4}
 # By tensor maps, whose copies take no registers, and which one block of large tiles keeps in flight for its SM.
 MAPPED_BYTES = 128 * 1024  # in flight an SM, for memory to be busy
 MAPPED_STEP_BYTES = 64 * 1024  # of an SM, what takes as long as a step of pointers' saturating blocks
-MAPPED_ENOUGH = 0.9  # of the saturating blocks keep memory as busy as all of them
+# Of the saturating blocks so many keep memory as busy as all of them; where few tiles of rows are cut in many shares,
+# and where there are more, of two warps each: 192 blocks were ahead of 240 and 288 for 48 and 96 tiles.
+MAPPED_ENOUGH, MAPPED_ENOUGH_SMALL = 0.9, 0.75
 MAPPED_START_STEPS = 1.2
 MAPPED_HIDDEN_START_STEPS = 0.1
 
@@ -188,7 +194,8 @@ class Pace(NamedTuple):
     drift: float
     merge: float
     parts_per_step: float
-    together: bool  # whether blocks that run at once end at once, however many an SM has: memory alone sets their pace
+    together: float  # above 0 where blocks that run at once end at once, as memory alone sets their pace: how many of
+    # the saturating ones are enough for it
 
 
 class Splits(NamedTuple):
@@ -214,20 +221,22 @@ def scattered(problem: AttentionProblem, config: Config) -> bool:
 
 def blocks_per_sm(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """Blocks that an SM runs at once: what registers allow, and shared memory."""
-    by_registers = 2 if scattered(problem, config) or config.block_m > 32 else MOST_BLOCKS_PER_SM
-    in_flight = config.num_stages - 1 if config.block_m < 64 else config.num_stages
-    if problem.page_size:
-        in_flight = config.num_stages // 2 if config.block_m < 64 else (config.num_stages + 1) // 2
-    needed = columns(config) * (padded(problem.head_dim) + padded(problem.head_dim_v)) * max(1, in_flight)
-    needed += config.block_m * (padded(problem.head_dim) + columns(config))
-    needed = DTYPE_BYTES[problem.dtype] * needed + 1024
+    by_registers = 2 if config.block_m > 32 else MOST_BLOCKS_PER_SM
+    needed = smem_expected(problem, config)
     return max(1, min(by_registers * 4 // config.num_warps, gpu.smem_per_block_bytes // needed))
 
 
-def tiles_in_flight(problem: AttentionProblem, config: Config) -> int:
-    """Tiles of K and V that a block by tensor maps has asked for: what is read by way of a page id waits for it, so
-    that two stages come to one tile."""
-    return max(1, (config.num_stages - 1) // 2 if problem.page_size else config.num_stages - 1)
+def smem_expected(problem: AttentionProblem, config: Config) -> int:
+    """About what 16-bit tiles take of shared memory: tiles in flight, Q and probabilities (compiled for sm_90)."""
+    in_flight = config.num_stages - 1 if config.block_m < 64 else config.num_stages
+    needed = columns(config) * (padded(problem.head_dim) + padded(problem.head_dim_v)) * max(1, in_flight)
+    needed += config.block_m * (padded(problem.head_dim) + columns(config))
+    return DTYPE_BYTES[problem.dtype] * needed + 1024
+
+
+def tiles_in_flight(config: Config) -> int:
+    """Tiles of K and V that a block by tensor maps has asked for."""
+    return max(1, config.num_stages - 1)
 
 
 def pace(problem: AttentionProblem, gpu: Gpu, config: Config) -> Pace:
@@ -238,14 +247,15 @@ def pace(problem: AttentionProblem, gpu: Gpu, config: Config) -> Pace:
         more = SCATTERED_START_STEPS if scattered(problem, config) and config.block_m < 64 else 0
         return Pace(
             sms * blocks, sms * min(blocks, SATURATING_BLOCKS), START_STEPS + more, HIDDEN_START_STEPS + more, DRIFT,
-            MERGE_STEPS, PARTS_PER_STEP, False,
+            MERGE_STEPS, PARTS_PER_STEP, 0.0,
         )  # fmt: skip
     tile = columns(config) * (padded(problem.head_dim) + padded(problem.head_dim_v)) * DTYPE_BYTES[problem.dtype]
-    saturating = min(blocks, max(1, round(MAPPED_BYTES / (tile * tiles_in_flight(problem, config)))))
+    saturating = min(blocks, max(1, round(MAPPED_BYTES / (tile * tiles_in_flight(config)))))
     step = saturating * tile / MAPPED_STEP_BYTES
+    many = config.num_warps == 2 and blocks_with_rows(problem, config) > FEW * sms
     return Pace(
         sms * blocks, sms * saturating, MAPPED_START_STEPS / step, MAPPED_HIDDEN_START_STEPS / step, 0.0,
-        MERGE_STEPS / step, PARTS_PER_STEP, True,
+        MERGE_STEPS / step, PARTS_PER_STEP, MAPPED_ENOUGH_SMALL if many else MAPPED_ENOUGH,
     )  # fmt: skip
 
 
@@ -269,7 +279,7 @@ def choose_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Splits
         walk = -(-longest // s)
         waves, rest = divmod(blocks * s, places)
         if together:
-            first = min(max(blocks * s, MAPPED_ENOUGH * saturating), places)
+            first = min(max(blocks * s, together * saturating), places)
             total = first / saturating * (walk + start)
         else:
             first = min(-(-blocks * s // sms) * sms, places)  # an SM that has one more is the last to end
@@ -306,7 +316,7 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     tiling = _default(problem, gpu)
     while smem_bytes(problem, gpu, tiling) > gpu.smem_per_block_bytes:
         tiling = _smaller(tiling)
-    default = with_splits(problem, gpu, tiling)
+    default = _shallow(problem, gpu, with_splits(problem, gpu, tiling))
     others = []
     if default.num_splits > 1 and not default.pieces:
         others = [replace(default, merge=merge) for merge in MERGES if merge != default.merge]
@@ -315,6 +325,23 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     others += [replace(default, num_splits=n) for n in (1, 2, 3, 2 * default.num_splits)]
     others += [with_splits(problem, gpu, c) for c in fit]
     return list(dict.fromkeys([default, *others]))
+
+
+FEW_STEPS = 4
+
+
+def _shallow(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
+    """The config with fewer tiles in flight where shares have too few steps to fill them, on Hopper, where measured.
+
+    One step: 1 x 1,024 keys 3.92 us by two stages, 4.07 by three; a prompt of 512 3.97 and 4.09. A few from pages by
+    pointers: 1 x 8,192 keys in pages of 16 11.2 us, 12.5.
+    """
+    steps = -(-steps_over_keys(problem, config)[1] // config.num_splits)
+    few = one_step(problem, config) or (scattered(problem, config) and config.block_m < 64 and steps <= FEW_STEPS)
+    if not few or config.num_stages <= 2 or config.pieces or gpu.vendor != "nvidia" or gpu.capability != 90:
+        return config
+    shallow = replace(config, num_stages=2)
+    return shallow if with_splits(problem, gpu, shallow) == shallow else config
 
 
 def _smaller(config: Config) -> Config:
@@ -343,7 +370,7 @@ def _tilings(problem: AttentionProblem) -> list[Config]:
         Config(block_m, block_n, 4, num_stages)
         for block_m in (16, 32, 64)
         for block_n in (16, 32, 64, 128)
-        for num_stages in ((1, 2, 3, 5, 7) if problem.page_size else (1, 2, 3, 4))
+        for num_stages in (1, 2, 3, 4)
     ]
 
 
@@ -364,8 +391,8 @@ def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
         roomy = gpu.vendor == "nvidia" and gpu.capability in (90, 100, 103)  # whose products leave registers free
         config = Config(64, (64, 64 if roomy else 32, 32)[bucket], 4, 3 if roomy and bucket < 2 else 2)
     else:
-        # As many tiles in flight either way: see smem_bytes. Of 15 tilings none was faster by more than 3 %.
-        config = Config(block_m, (64, 64, 32)[bucket], 4, 5 if problem.page_size else 3)
+        # Of 15 tilings none was faster by more than 3 %.
+        config = Config(block_m, (64, 64, 32)[bucket], 4, 3)
     if gpu.vendor == "amd":
         config = replace(config, num_stages=min(2, config.num_stages))
         if gpu.arch.startswith("gfx1"):
@@ -374,11 +401,47 @@ def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
         config = replace(config, block_m=min(config.block_m, (64, 64, 32)[bucket]))
         config = replace(config, block_n=max(16, config.block_n // 2), num_stages=min(2, config.num_stages))
     if gpu.vendor == "nvidia" and gpu.capability == 90:  # where they were measured
-        config = _short_prompt(problem, gpu, _mapped(problem, gpu, config))
-    # Worth 4 to 6 % of decode from a cold cache, a seventh of a small prefill, and up to 4 % from pages by maps; from
-    # pages by pointers it cost up to a tenth, a chunk beside decode 1 %.
-    ahead = not problem.page_size or (config.by_map and config.block_m < 64)
-    return replace(config, launched_ahead=may_be_launched_ahead(gpu) and ahead)
+        config = _short_cache(problem, gpu, _short_prompt(problem, gpu, _mapped(problem, gpu, config)))
+    ahead = may_be_launched_ahead(gpu) and _gains_ahead(problem, gpu, config)
+    return replace(config, launched_ahead=ahead)
+
+
+def _gains_ahead(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
+    """Whether a launch that begins ahead was found faster: 4 to 6 % of decode from a cold cache, a seventh of a small
+    prefill, 1 to 8 % from pages. It cost a chunk beside decode from pages 1 %; and 32 x 3,000 keys in pages of 16, of
+    which every block runs at once and no merge lies between, 26 %: blocks go where those before them ended first, three
+    to one SM and one to another."""
+    if not problem.page_size:
+        return True
+    if config.block_m >= 64:
+        return False
+    blocks, sms = blocks_with_rows(problem, config), gpu.num_sms or UNKNOWN_SMS
+    uneven = sms < blocks <= sms * blocks_per_sm(problem, gpu, config)
+    return config.by_map or not uneven or with_splits(problem, gpu, config).num_splits > 1
+
+
+def _short_cache(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
+    """A short cache in pages of less than 128 as shares of one step of 32 keys, by pointers, where all run at once.
+
+    1 x 1,024 keys in pages of 64 took 4.4 us so, 5.0 by 64 keys and 5.7 by maps; of 16 4.7 to 5.1, 5.1 and 6.3.
+    """
+    tile = replace(config, block_n=32, num_warps=2, num_stages=2, by_map=False, kv_heads=1)
+    shares = blocks_with_rows(problem, tile) * -(-problem.seqlen_k // 32)
+    measured = (
+        config.block_m == 16
+        and 0 < problem.page_size < 128
+        and problem.dtype != "float32"
+        and 128 < padded(problem.head_dim) + padded(problem.head_dim_v) <= 256
+        and problem.mask_shape is None
+        and problem.bias_shape is None
+        and not problem.batch_invariant
+        and not problem.packed
+        and shares <= 2 * (gpu.num_sms or UNKNOWN_SMS)
+    )
+    if not measured:
+        return config
+    split = with_splits(problem, gpu, tile)
+    return tile if one_step(problem, split) else config
 
 
 SHORT = 128  # keys that one step walks
@@ -407,6 +470,7 @@ def _short_prompt(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config
 
 
 FEW = 1 / 4  # tiles of rows for each SM
+FULL = 0.9  # of the SMs have a block, of one wave
 FEW_KEYS = 60  # for each of two blocks an SM: fewer are a matter of latency
 MOSTLY_EDGES = 2048  # keys that a tile of rows sees through a window
 
@@ -422,14 +486,14 @@ def _mapped(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
     """
     wide = padded(problem.head_dim) + padded(problem.head_dim_v)
     if config.block_m == 64:  # dense prompts were not compared; 185 us by pointers and 138 for a chunk beside decode
-        mapped = replace(config, num_stages=5, by_map=True)
+        mapped = replace(config, num_stages=3, by_map=True)
         return mapped if problem.page_size and wide <= 256 and may_map(problem, gpu, mapped) else config
     block_n = 128 if wide <= 256 else 64
     sms, tiles_of_rows = gpu.num_sms or UNKNOWN_SMS, blocks_with_rows(problem, config)
     if problem.page_size:
         block_n = min(block_n, problem.page_size)
     if 16 <= block_n < 64:
-        mapped = replace(config, block_n=block_n, kv_heads=64 // block_n, num_stages=7, by_map=True)
+        mapped = replace(config, block_n=block_n, kv_heads=64 // block_n, num_stages=4, by_map=True)
         fits = problem.num_heads_kv % mapped.kv_heads == 0 and tiles(problem, mapped) == 1 and 128 < wide <= 256
         fits = fits and may_map(problem, gpu, mapped) and not problem.batch_invariant and problem.window_size[0] < 0
         return mapped if fits and with_splits(problem, gpu, mapped).num_splits == 1 else config
@@ -438,13 +502,23 @@ def _mapped(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
     seen = steps_over_keys(problem, config)[1] * config.block_n
     if problem.window_size[0] >= 0 and seen < MOSTLY_EDGES:  # which maps cannot bring
         return config
-    few = tiles_of_rows <= FEW * sms and tiles_of_rows * seen >= 2 * sms * FEW_KEYS
+    few = tiles_of_rows <= FEW * sms or (_leaves_sms_idle(tiles_of_rows, sms) and 128 < wide)
+    few = few and tiles_of_rows * seen >= 2 * sms * FEW_KEYS
     if few and wide <= 256 and not problem.batch_invariant:  # wider rows do not fit two warps' registers
         stages, mapped = 3, replace(config, block_n=min(block_n, 64), num_warps=2)
     else:
         stages, mapped = (3 if block_n * wide > 64 * 256 else 4), replace(config, block_n=block_n)
-    mapped = replace(mapped, num_stages=2 * stages - 1 if problem.page_size else stages, by_map=True)
+    mapped = replace(mapped, num_stages=stages, by_map=True)
     return mapped if may_map(problem, gpu, mapped) else config
+
+
+def _leaves_sms_idle(tiles_of_rows: int, sms: int) -> bool:
+    """Whether no number of shares gives nearly every SM one block and none two. Smaller blocks, of which an SM runs
+    three, took 27.5 us then where blocks of one an SM took 30.2 (12 x 2,048 keys), 27.4 and 31.1 (6 x 4,096), 22.3 and
+    27.9 (20 x 1,024)."""
+    if tiles_of_rows > sms:
+        return tiles_of_rows <= 1.5 * sms
+    return all(tiles_of_rows * n < FULL * sms for n in range(1, sms // tiles_of_rows + 1))
 
 
 def may_be_launched_ahead(gpu: Gpu) -> bool:

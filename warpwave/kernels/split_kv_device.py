@@ -6,9 +6,9 @@ keys are a share of those the rows see, in pages of a pool or one behind another
 
 from __future__ import annotations
 
-from warpwave.kernels.paged_keys import cached_sequence, pages_of
+from warpwave.kernels.paged_keys import cached_sequence, page_ids, pages_named
 from warpwave.kernels.partials import (
-    await_launch_before,
+    await_launch_before_knowing,
     inverse_sum,
     join,
     lse_of,
@@ -43,16 +43,6 @@ UNSPECIALISED = [
 
 
 @jit
-def _share(key_begin, key_end, split, num_splits, BLOCK_N: tl.constexpr):
-    """Begin and end of one share of the keys from key_begin to key_end; begin is a multiple of BLOCK_N, so that a tile
-    holds the same keys however many shares there are."""
-    first = key_begin // BLOCK_N * BLOCK_N
-    keys = tl.cdiv(tl.cdiv(tl.maximum(key_end - first, 0), BLOCK_N), num_splits) * BLOCK_N
-    begin = first + split * keys
-    return begin, tl.minimum(begin + keys, key_end)
-
-
-@jit
 def _pieces(key_begin, key_end, split, num_splits, PIECES: tl.constexpr, BLOCK_N: tl.constexpr):
     """Where the pieces of the keys from key_begin to key_end begin, the keys of each, how many there are, and begin and
     end of the share that this block walks, whole pieces: what a piece is follows from the keys alone."""
@@ -79,6 +69,13 @@ def _store_part(
     tl.store(acc_ptr + offsets, acc, mask=in_range[:, None] & (dims_v < HEAD_DIM_V)[None, :])
     tl.store(state_ptr + 2 * part * rows_heads + row_head, m_i, mask=in_range)
     tl.store(state_ptr + (2 * part + 1) * rows_heads + row_head, l_i, mask=in_range)
+
+
+@jit
+def _ids_of(page_table_ptr, key_tile, cells, capacity, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """`page_ids` of a tile that may end, or lie, behind the keys there are: those of cells that the table has."""
+    keys, last = key_tile + cells, tl.maximum(capacity, 1) - 1
+    return page_ids(page_table_ptr, tl.minimum(key_tile, last), keys, keys < capacity, PAGE_SIZE, BLOCK_N)
 
 
 @jit
@@ -181,6 +178,7 @@ def split_kv_kernel(
     IS_NVIDIA: tl.constexpr,
     LAUNCHED_AHEAD: tl.constexpr,
     BY_MAP: tl.constexpr,
+    ONE_STEP: tl.constexpr,
 ):
     """One share of the keys of one tile of rows. The rows of a tile, then kv heads, then shares are neighbours in the
     grid, which has one dimension, for 65,535 is the limit of the others.
@@ -189,8 +187,6 @@ def split_kv_kernel(
     which each row keeps its own head's. Products of few rows are mostly padding, so that this costs nothing, and what
     lies side by side in memory, the heads of a token, is asked for together.
     """
-    if LAUNCHED_AHEAD:
-        await_launch_before()
     # Where this program works -----------------------------------------------------------------------------------------
     TILE_HEADS: tl.constexpr = GROUP_SIZE * KV_HEADS  # query heads whose rows a tile holds
     COLUMNS: tl.constexpr = BLOCK_N * KV_HEADS  # of a tile's scores
@@ -198,9 +194,15 @@ def split_kv_kernel(
     groups = num_heads_kv // KV_HEADS
     pid = tl.program_id(0)
     tile = pid % num_tiles
-    kv_head = (pid // num_tiles % groups).to(tl.int64) * KV_HEADS  # the first
-    split = pid // (num_tiles * groups) % num_splits
-    batch = (pid // (num_tiles * groups) // num_splits).to(tl.int64)
+    group = pid // num_tiles % groups
+    split = pid // (num_tiles * groups) % num_splits if IN_PARTS else 0
+    batch = pid // (num_tiles * groups)
+    if IN_PARTS:
+        batch = batch // num_splits
+    if LAUNCHED_AHEAD:
+        batch = await_launch_before_knowing(batch, tile | group | split)
+    batch = batch.to(tl.int64)
+    kv_head = group.to(tl.int64) * KV_HEADS  # the first
     first_row = batch * seqlen_q  # counted over all sequences: rows of out lie one behind another
     # Strides come in units, as flash_fwd's do: the compiler then sees that rows are 16-byte aligned. Those of pages are
     # multiplied by what is in them as they come, 32 bits by 32.
@@ -224,6 +226,7 @@ def split_kv_kernel(
     stride_vh = tl.cast(stride_vh, tl.int64) * STRIDE_UNIT
     k_ptr += kv_head * stride_kh
     v_ptr += kv_head * stride_vh
+    capacity = seqlen_k
     if PAGE_SIZE > 0:
         page_table_ptr, seqlen_k = cached_sequence(
             page_table_ptr, seqused_k_ptr, rows_ptr, batch, stride_table, seqlen_k, num_rows, HAS_ROWS
@@ -256,16 +259,21 @@ def split_kv_kernel(
     row_head = (first_row + queries) * num_heads_q + heads  # [BLOCK_M], where out holds the row
     if PIECES > 0:
         first, piece_keys, used, begin, end = _pieces(key_begin, key_end, split, num_splits, PIECES, BLOCK_N)
+        stride = BLOCK_N
     else:
-        begin, end = _share(key_begin, key_end, split, num_splits, BLOCK_N)
+        # Shares take tiles in turn: where one begins then does not wait for the length of a cached sequence. Tiles are
+        # multiples of BLOCK_N, so that each holds the same keys however many shares there are.
+        begin, end = key_begin // BLOCK_N * BLOCK_N + split * BLOCK_N, key_end
+        stride = num_splits * BLOCK_N
 
     # The state of the online softmax ----------------------------------------------------------------------------------
     dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, BLOCK_DV)
     in_range = queries < seqlen_q
-    q = tile_pointers(q_ptr, queries, dims, stride_qm, stride_qd) + (heads * stride_qh)[:, None]
-    q = load_tile(q, queries, dims, 0, seqlen_q, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    q = operand(q, PRECISION, IS_NVIDIA)
+    q_tile = tile_pointers(q_ptr, queries, dims, stride_qm, stride_qd) + (heads * stride_qh)[:, None]
+    if not ONE_STEP:
+        q = load_tile(q_tile, queries, dims, 0, seqlen_q, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_M, BLOCK_D]
+        q = operand(q, PRECISION, IS_NVIDIA)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -283,19 +291,23 @@ def split_kv_kernel(
     # end, where a dense sequence ends too. What tiles at the edges hold is loaded by pointers, key by key.
     # With several kv heads once more, where a result is not finite: values of one head may not be, and other heads'
     # rows multiply them by 0. Then the heads' keys are walked one head behind the other.
-    map_begin, map_end = begin, end
+    map_begin, map_end, map_first = begin, end, begin
     if BY_MAP:
-        map_begin = tl.maximum(begin, tl.cdiv(key_begin, BLOCK_N) * BLOCK_N)
+        map_begin = tl.cdiv(key_begin, BLOCK_N) * BLOCK_N
         map_end = end // BLOCK_N * BLOCK_N
         if PAGE_SIZE == 0 and not IS_VARLEN:
             map_end = tl.where(end == seqlen_k, end, map_end)
-        map_end = tl.maximum(map_begin, map_end)
+        map_first = tl.where(begin < map_begin, begin + stride, begin)
+    if PAGE_SIZE > 0:
+        # Asked for a step ahead of the keys they name, so that these wait for no table; and for no length either.
+        # What is computed of them is computed a step later, for whoever computes waits.
+        ids = _ids_of(page_table_ptr, begin, columns // KV_HEADS, capacity, PAGE_SIZE, BLOCK_N)
     ALONE: tl.constexpr = 3 if BY_MAP else 1
     for section in tl.static_range(ALONE + 1 if KV_HEADS > 1 else ALONE):
         first_tile, tiles_end = begin, end
         if section == ALONE:
             doubtful = tl.max(tl.max((tl.abs(acc) < float("inf")).to(tl.int32) ^ 1, 1), 0) != 0
-            walked_keys = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N) * BLOCK_N
+            walked_keys = tl.cdiv(tl.maximum(end - begin, 0), stride) * stride
             tiles_end = tl.where(doubtful, begin + walked_keys * KV_HEADS, begin)
             acc = tl.where(doubtful, 0.0, acc)
             m_i = tl.where(doubtful, float("-inf"), m_i)
@@ -303,12 +315,13 @@ def split_kv_kernel(
         elif BY_MAP and section == 0:
             tiles_end = tl.minimum(map_begin, end)
         elif BY_MAP and section == 1:
-            first_tile, tiles_end = map_begin, map_end
+            first_tile, tiles_end = map_first, map_end
         elif BY_MAP:
-            first_tile = map_end
+            mine = (map_end >= tl.maximum(map_begin, begin)) & ((map_end - begin) % stride == 0)
+            first_tile = tl.where(mine, map_end, end)
         # A pipeline of edges would wait for tiles that do not come: there is one of a kind.
         for walked in tl.range(
-            first_tile, tiles_end, BLOCK_N, num_stages=1 if section == ALONE or (BY_MAP and section != 1) else None
+            first_tile, tiles_end, stride, num_stages=1 if section == ALONE or (BY_MAP and section != 1) else None
         ):
             if section == ALONE:
                 key_tile = begin + (walked - begin) % walked_keys
@@ -320,8 +333,12 @@ def split_kv_kernel(
                 key_heads = columns % KV_HEADS
             # Keys that no query of the tile sees are not read: NaN there must have no effect.
             key_inside = (keys >= key_begin) & (keys < end)
-            if PAGE_SIZE > 0:
-                pages = pages_of(page_table_ptr, key_tile, keys, key_inside, num_pages, PAGE_SIZE, BLOCK_N)
+            if PAGE_SIZE > 0 and section == ALONE:
+                there = _ids_of(page_table_ptr, key_tile, tl.arange(0, BLOCK_N), capacity, PAGE_SIZE, BLOCK_N)
+                pages = pages_named(there, num_pages)
+            elif PAGE_SIZE > 0:
+                pages = pages_named(ids, num_pages)
+                ids = _ids_of(page_table_ptr, key_tile + stride, columns // KV_HEADS, capacity, PAGE_SIZE, BLOCK_N)
             if BY_MAP and section == 1:
                 if PAGE_SIZE > 0:
                     map_outer, map_row = pages.to(tl.int32), key_tile % PAGE_SIZE
@@ -350,6 +367,11 @@ def split_kv_kernel(
             if BY_MAP and section != 1:  # asked for at once: no pipeline hides the one behind the other
                 v = v_ptr + (v_offsets[:, None] + dims_v.to(tl.int64)[None, :] * stride_vd)
                 v = load_tile(v, keys, dims_v, key_begin, end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
+            if ONE_STEP:
+                # Asked for beside K, not before it. The mask, of keys, keeps the compiler from taking it out again.
+                asking = tl.where(key_tile < end, seqlen_q, 0)
+                q = load_tile(q_tile, queries, dims, 0, asking, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_M, BLOCK_D]
+                q = operand(q, PRECISION, IS_NVIDIA)
             k = transposed(operand(k, PRECISION, IS_NVIDIA), PRECISION)
             scores = product(q, k, None, PRECISION)  # [BLOCK_M, COLUMNS]
 

@@ -204,7 +204,7 @@ def tiles_of(chunks: Sequence[Chunk], problem: AttentionProblem) -> Tiles:
 
 def loop_of(problem: AttentionProblem, scores: str, values: str) -> str:
     """`Cost.loop`: how both products are computed. Torch's take another kernel for few rows, and another, up to four
-    times slower, for rows of P that do not begin at multiples of 16 bytes."""
+    times slower, for rows of P that do not begin at multiples of 16 bytes; heads of 64 fill half of a tile."""
     if scores == "hopper":
         return ""
     rows = ""
@@ -212,4 +212,8 @@ def loop_of(problem: AttentionProblem, scores: str, values: str) -> str:
         rows = " few rows"
     elif values == "library" and problem.seqlen_k * DTYPE_BYTES[problem.dtype] % 16:
         rows = " odd"
+    elif values == "library" and problem.head_dim_v <= 64:
+        rows = " narrow"
+    elif values == "triton" and problem.dtype == "float32":
+        rows = " float32"
     return f"{scores} {values}{rows}"

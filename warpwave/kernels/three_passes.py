@@ -31,7 +31,7 @@ from warpwave.kernels.arguments import (
     token_strides,
     window,
 )
-from warpwave.kernels.cost import Cost, visited_tiles, walk
+from warpwave.kernels.cost import ODD_ROWS, Cost, odd_rows, visited_tiles, walk
 from warpwave.kernels.primitives import (
     LN_2,
     LOG2_E,
@@ -441,6 +441,7 @@ def cost(
         smem_bytes=smem_bytes,
         workspace_bytes=scores_bytes(problem) + 4 * heads * problem.seqlen_q,
         scratch_bytes=sum(part.scratch_bytes for part in parts),
+        loop="one query" if problem.seqlen_q == 1 else ODD_ROWS if odd_rows(problem) else "",
         launches=3,
         parts=parts,
     )

@@ -119,7 +119,7 @@ def section(machine: Machine, *, shorten: bool = False) -> MachineSection:
     known = rates_of(machine)
     cases = case_results(machine, known.rates)
     lost = falls(cases, machine)
-    bounds_answer = what_bounds_it(cases) or ["Not known here.", *known.notes]
+    bounds_answer = [*what_bounds_it(cases), *known.passed] or ["Not known here.", *known.notes]
     return MachineSection(
         name=machine.name,
         provenance=provenance(machine),

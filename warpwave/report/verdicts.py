@@ -16,7 +16,6 @@ from warpwave.report.figures import NO_BREAK, count, duration, figure, interval,
 from warpwave.report.machines import Machine
 from warpwave.roofline import Rates, Roofline
 
-PASSED = 1.03  # share of a ceiling beyond which it was none: what two measurements of one thing differ by is less
 Word = Literal["FASTER", "SAME", "SLOWER", "UNCLEAR", "NO PEER", "NOT TIMED"]
 
 
@@ -100,8 +99,6 @@ class CaseResult:
         reached, resource = share(self.ours, line.binding), line.binding.resource
         if reached is None:
             return None
-        if reached > PASSED:
-            return f"{percent(reached)} of the {line.rates.name} rate of {resource_name(resource)}"
         return f"{percent(reached)} of the speed that {allowance(resource)}"
 
     def speed_against(self, m: Measurement) -> Ratio | None:
@@ -248,11 +245,6 @@ def what_bounds_it(cases: Sequence[CaseResult]) -> list[str]:
     for name, shares in reached.items():
         parts = [f"{_range(found)} of what {allowance(resource)}" for resource, found in shares.items()]
         sentences.append(f"{_capital(_by(name))}, ours reaches {listed(parts)}.")
-        if max(max(found) for found in shares.values()) > PASSED:
-            sentences.append(
-                "More than 100 % says that these rates were taken while the machine was busy or hot: "
-                '"warpwave roof" takes them anew.'
-            )
     return sentences
 
 

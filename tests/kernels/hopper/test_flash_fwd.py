@@ -97,6 +97,30 @@ def test_configs_check_themselves(changes: dict[str, int]) -> None:
         flash_fwd.Config(**({"block_m": 64, "block_n": 64, "num_stages": 2} | changes))
 
 
+LARGE = replace(PROBLEM, seqlen_q=4096, seqlen_k=4096, batch=4, num_heads_q=16)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, (192, 64)),
+        ({"causal": Causal()}, (192, 64)),
+        ({"window_size": (1024, 0)}, (192, 64)),
+        ({"head_dim": 96, "head_dim_v": 96}, (192, 64)),
+        # Rows of three pieces, masks and float32 are no faster so.
+        ({"head_dim": 112, "head_dim_v": 112}, (128, 128)),
+        ({"mask_shape": (1, 1, 4096, 4096)}, (128, 128)),
+        ({"dtype": "float32", "precision": "tf32"}, (128, 128)),
+        # 192 queries do not go round: one tile an SM, or none at all.
+        ({"seqlen_q": 128, "batch": 1}, (128, 128)),
+        ({"batch": 0}, (192, 64)),
+    ],
+)
+def test_blocks_of_192_queries_where_they_go_round(change: dict[str, Any], expected: tuple[int, int]) -> None:
+    config = flash_fwd.configs(replace(LARGE, **change), H200)[0]
+    assert (config.block_m, config.block_n) == expected
+
+
 def test_a_bias_is_copied_only_where_no_map_describes_it() -> None:
     """What is the same along an axis is described once; rows of an odd number of elements are copied to even ones."""
     as_is = flash_fwd._bias_for_maps

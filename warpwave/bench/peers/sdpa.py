@@ -20,7 +20,7 @@ MATH_SCORE_BYTES = 4 << 30  # the largest scores in memory that are worth waitin
 
 def sdpa(backend: SDPBackend | None, problem: AttentionProblem, operands: Operands) -> Prepared:
     """`torch.nn.functional.scaled_dot_product_attention`, one backend forced, or left to choose."""
-    refuse_features(problem)
+    refuse_features(problem, ("gradients",))
     causal = problem.causal
     if causal is not None and causal.alignment == "bottom_right" and problem.seqlen_q != problem.seqlen_k:
         raise PeerUnavailable(
@@ -37,7 +37,8 @@ def sdpa(backend: SDPBackend | None, problem: AttentionProblem, operands: Operan
     # Flash and efficient attention work on (batch, seqlen, heads, dim) inside, so a view of ours is what they like.
     # cuDNN takes any strides and math multiplies per head: each head contiguous, as torch's users have it.
     views = backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
-    q, k, v = (x.transpose(1, 2) if views else x.transpose(1, 2).contiguous() for x in operands[:3])
+    heads = (x.detach().transpose(1, 2) for x in operands[:3])
+    q, k, v = ((x if views else x.contiguous()).requires_grad_(problem.requires_grad) for x in heads)
     attend = partial(
         scaled_dot_product_attention,
         q,

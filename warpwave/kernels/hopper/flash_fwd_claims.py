@@ -140,6 +140,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         longest=max(1, of_tiles.longest),
         order=launch_order(problem, config.block_m, config.block_n) if problem.packed else (),
         cut=of_tiles.cut,
+        trips=5 if problem.packed else 0,  # offsets of sequences, then those of the tile's own, in each role
         threads=128 * (config.groups + 1),
         chains=max(1, round(config.groups * busy_share)),
         blocks_per_sm=config.blocks_per_sm,

@@ -120,8 +120,10 @@ def values_first(problem: AttentionProblem, config: Config) -> bool:
     """Whether a step waits for the product with V before its exponentials, not behind them. Conversions then hide
     between exponentials: 1.09 times as fast at head_dim 128, 1 x 16384, 1.07 at 80, 1.06 in a window of 1,024. At 256,
     where the product is several times as long as the exponentials, 0.98 times, and 0.95 times with a bias for each
-    score."""
-    return config.groups > 1 and sum(pieces(problem.head_dim_v)) <= 128 and not has_bias_cells(problem)
+    score. Of blocks of one warpgroup 1.02 times where three share an SM (head_dim 64, 16 x 1024, causal)."""
+    if config.groups == 1 and (config.blocks_per_sm < 3 or problem.dtype == "float32"):
+        return False
+    return sum(pieces(problem.head_dim_v)) <= 128 and not has_bias_cells(problem)
 
 
 # Which ----------------------------------------------------------------------------------------------------------------
@@ -214,7 +216,7 @@ def _default(problem: AttentionProblem, gpu: Gpu, width: int) -> Config:
     if width > 128:
         return Config(128, 64, 2)
     if width > 64:
-        return Config(128, 128, 2)
+        return _default_of_128(problem, gpu, width)
     if problem.has_band and _reach(problem) <= SHORT_KEYS:
         # Blocks of 64 queries waste less at the diagonal and idle less at the end: 1.23 times as fast as 192 queries at
         # 16 x 1024, 1.04 at 8 x 2048, but 0.98 at 5 x 3072, 0.97 at 4 x 4096 and 0.88 at 1 x 16384. With a window of
@@ -226,6 +228,20 @@ def _default(problem: AttentionProblem, gpu: Gpu, width: int) -> Config:
         # 1.5. At 1.14, 16 x 1024, they are 1.03 times as fast.
         return Config(64, 128, 2, 2)
     return Config(192, 128, 3)
+
+
+def _default_of_128(problem: AttentionProblem, gpu: Gpu, width: int) -> Config:
+    """From head_dim 65 to 128."""
+    plain = problem.dtype != "float32" and not problem.packed and problem.mask_shape is problem.bias_shape is None
+    num_sms = gpu.num_sms or NUM_SMS
+    # Of rows on the busiest SM with 192 queries, by those with 128: 1.125 at 16 x 1024, 1.03 at 4 x 4096 and 1 x 16384.
+    more = _rows_per_sm(problem, 192, num_sms) / max(1, _rows_per_sm(problem, 128, num_sms))
+    if plain and len(pieces(width)) < 3 and more <= (1.13 if width > 96 else 1.06):
+        # Three warpgroups hide each other's softmax, and a third less of K and V comes from L2. At head_dim 128 1.07
+        # times as fast as 128 queries at 1 x 16384 and 4 x 4096, 1.035 at 16 x 1024; causal 1.07, 1.04, 1.01; in
+        # windows 1.06 to 1.08. At 80 and 96 1.02 to 1.03, at 112 0.99 to 1.015, with a random mask 0.96.
+        return Config(192, 64, 4)
+    return Config(128, 128, 2)
 
 
 def _reach(problem: AttentionProblem) -> int:

@@ -263,12 +263,15 @@ def is_work(work, BLOCK_M: gl.constexpr, IS_VARLEN: gl.constexpr):
 @jit
 def dense_tile(s, t, HAS_HIGH: gl.constexpr):
     """With a mask that makes later tiles longer, longest first within groups of heads whose K and V fit L2 together;
-    against all heads at once that took causal 16 x 1024 at head_dim 128 from 320 to 378 TFLOP/s."""
+    against all heads at once that took causal 16 x 1024 at head_dim 128 from 320 to 378 TFLOP/s. Groups are counted
+    from the last tile back, so that what is left of the heads is the first group: as the last, its longest tiles would
+    begin when most SMs have nothing left to do, 1.18 times as long at 10 heads in groups of 3, 75 tiles each."""
     if HAS_HIGH:
-        group = t // (s.heads_in_l2 * s.tiles_per_head)
-        place = t - group * (s.heads_in_l2 * s.tiles_per_head)
+        later = s.num_tiles - 1 - t
+        group = later // (s.heads_in_l2 * s.tiles_per_head)
+        place = later - group * (s.heads_in_l2 * s.tiles_per_head)
         heads = gl.minimum(s.heads_in_l2, s.batch * s.num_heads - group * s.heads_in_l2)
-        tile = s.tiles_per_head - 1 - place // heads
+        tile = place // heads
         batch_head = group * s.heads_in_l2 + place % heads
     else:
         tile = t % s.tiles_per_head

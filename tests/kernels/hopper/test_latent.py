@@ -1,0 +1,223 @@
+"""large_head_dim's launch for latents on Hopper: its protocol on a CPU, what it refuses, what it compiles to. On a GPU:
+tests/conformance/test_large_heads.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conformance import cases
+from tests.conformance.cases import PLAIN
+from tests.conformance.datasets import Data
+from tests.conformance.gates import forward_references, judge_forward
+from tests.kernels.hopper import gluon_on_cpu
+from warpwave import launch
+from warpwave.hardware.gpu import Gpu
+from warpwave.kernels import large_head_dim_latent as latent
+from warpwave.kernels import partials
+from warpwave.kernels.triton_or_stub import NO_TRITON
+from warpwave.problem import AttentionProblem, CachedOperands, Operands
+
+H200 = replace(Gpu.for_arch("sm_90"), num_sms=3)
+triton_only = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
+LATENT = replace(PLAIN, dtype="bfloat16", dims=(136, 72), heads=(4, 1), batch=2, lengths=(1, 300))
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "all heads": {"heads": (16, 1), "dims": (192, 128), "lengths": (1, 64)},
+    "more shares than tiles": {"lengths": (1, 65), "sinks": True},
+    "causal": {"causal": "bottom_right", "sinks": True, "dtype": "float16"},
+    "top-left causal": {"causal": "top_left"},
+    "window": {"window": (100, 0), "dims": (72, 72)},
+    "window that shows nothing": {"window": (5, 0), "causal": "top_left", "sinks": True},
+    "one key": {"lengths": (1, 1)},
+}
+
+
+DEEPSEEK = AttentionProblem(batch=16, seqlen_q=1, seqlen_k=4096, num_heads_q=16, num_heads_kv=1, head_dim=576,
+                            head_dim_v=512, dtype="bfloat16", softmax_scale=0.04)  # fmt: skip
+
+
+def in_pages(call: cases.Call, page_size: int, used: list[int]) -> tuple[AttentionProblem, CachedOperands]:
+    """The call's keys in pages that lie in no order, of which sequence b has `used[b]`, NaN wherever no key is."""
+    k = call.operands.k
+    batch, length, _, width = k.shape
+    pages = -(-length // page_size)
+    order = torch.randperm(batch * pages + 3, generator=torch.Generator().manual_seed(0))
+    table = order[: batch * pages].view(batch, pages).to(torch.int32)
+    pool = torch.full((len(order), page_size, 1, width), torch.nan, dtype=k.dtype)
+    for b in range(batch):
+        for key in range(used[b]):
+            pool[table[b, key // page_size], key % page_size] = k[b, key]
+    problem = replace(call.problem, page_size=page_size)
+    cached = CachedOperands(call.operands.q, pool, pool[..., : problem.head_dim_v], page_table=table,
+                            seqused_k=torch.tensor(used, dtype=torch.int32), sinks=call.operands.sinks)  # fmt: skip
+    return problem, cached
+
+
+def on_cpu(problem: AttentionProblem, operands: Any, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse by the source of the roles, and the merge as Triton's interpreter runs it."""
+    from warpwave.kernels.hopper import large_head_dim_roles, parts, rows
+    from warpwave.kernels.hopper import latent as device
+
+    modules = {m.__name__: m for m in (device, large_head_dim_roles, parts, rows)}
+    q = operands.q
+    out = torch.full((*q.shape[:-1], problem.head_dim_v), torch.nan, dtype=q.dtype)
+    lse = torch.full((problem.batch, problem.num_heads_q, 1), torch.nan)
+    acc, state = partials.allocate(problem, num_splits, "cpu") if num_splits > 1 else (None, None)
+    for tensor in (acc, state):
+        if tensor is not None:
+            tensor.fill_(torch.nan)
+    arguments = (*operands[:3], out, lse, acc, state, *operands[3:], *[None] * (12 - len(operands)))
+    spec, takes = latent.specify(problem, H200, operands, arguments, num_splits)
+    assert takes is not None
+    maps = [take for take in takes if isinstance(take, latent.MapPlan)]
+    described = []
+    for plan in maps:
+        source = arguments[plan.source]
+        described.append(gluon_on_cpu.Map(source.as_strided(plan.shape, plan.strides), list(plan.block)))
+    pointers = [arguments[number] for number in takes if isinstance(number, int)]
+    of_out, of_lse, of_acc, of_state, of_sinks, table, used, of_rows = (
+        None if t is None else gluon_on_cpu.Pointer(t.reshape(-1) if t.is_contiguous() else t.view(-1))
+        for t in pointers
+    )
+    seqlen_k, heads, _, rows_heads, left, right, stride_table, num_pages, num_rows, scale = spec.scalars
+    c = spec.constants
+    boxes, v_boxes = latent.boxes(problem), -(-problem.head_dim_v // 64)
+    for program in range(spec.grid):
+        block = gluon_on_cpu.Block(torch.tensor(program), torch.tensor(spec.grid))  # type: ignore[arg-type]
+        roles = gluon_on_cpu.functions(modules, block)[device.__name__]
+        q_tiles, q_full = block.tile([boxes, *described[0].block_type.shape], q.dtype), block.barriers(1, 1)
+        stages = c["STAGES"]
+        boxes_of_ring = block.tile([stages, 1, 1, 64, 64], q.dtype)
+        ring = roles.Chunks(boxes_of_ring, block.barriers(stages, 1), block.barriers(stages, 1), stages)
+        share = roles.share_of(
+            used, of_rows, seqlen_k, num_splits, left, right, num_rows, problem.page_size, c["HAS_ROWS"],
+            c["HAS_LOW"], c["HAS_HIGH"], c["TOP_LEFT"],
+        )  # fmt: skip
+        consumer = partial(
+            roles.consumer, of_out, of_lse, of_acc, of_state, of_sinks, heads, rows_heads, scale, q_tiles, q_full, ring,
+            block.tile([64, 16], q.dtype), share, boxes, v_boxes, problem.head_dim_v, c["SPLIT"], c["HAS_SINKS"],
+            c["WRITE_LSE"],
+        )  # fmt: skip
+        producer = partial(
+            roles.producer, *described, q_tiles, q_full, ring, table, stride_table, num_pages, share,
+            problem.page_size, min(64, problem.page_size or 64), boxes,
+        )  # fmt: skip
+        gluon_on_cpu.run_roles([consumer, producer])
+    if num_splits > 1:
+        merge = latent.specify_merge(problem, num_splits, acc, state, out, lse, operands.sinks)
+        merge = merge._replace(constants=dict(merge.constants) | {"LAUNCHED_AHEAD": False})
+        launch.bind(merge)(*merge.tensors)
+    return out, lse
+
+
+def of_latent(features: dict[str, Any], data: Data) -> cases.Call:
+    """A call whose v is the first columns of its k."""
+    call = cases.build(replace(LATENT, **features), data, torch.device("cpu"))
+    k = call.operands.k
+    return call._replace(operands=call.operands._replace(v=k[..., : call.problem.head_dim_v]))
+
+
+@triton_only
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize(("features", "data"), [(f, "sharp" if i % 2 else "normal") for i, f in enumerate(CALLS)])
+def test_the_protocol_on_a_cpu(features: str, data: Data, num_splits: int) -> None:
+    """The source of the roles, every step and barrier where the kernel has it, NaN in memory that nobody wrote."""
+    call = of_latent(CALLS[features], data)
+    problem = replace(call.problem, return_lse=True)
+    assert not latent.cannot(problem, H200)
+    out, lse = on_cpu(problem, call.operands, num_splits)
+    verdict = judge_forward(problem, forward_references(problem, call.operands), out, lse)
+    assert verdict.passed, str(verdict)
+
+
+@triton_only
+@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+def test_pages_that_lie_in_no_order(page_size: int, num_splits: int) -> None:
+    """The latent's bits from pages are those of the same keys side by side; a sequence may have none."""
+    call = of_latent({"lengths": (1, 300), "batch": 3, "sinks": True}, "normal")
+    used = [300, 0, 77]
+    problem, cached = in_pages(call, page_size, used)
+    problem = replace(problem, return_lse=True)
+    out, lse = on_cpu(problem, cached, num_splits)
+    for b, length in enumerate(used):
+        alone = call.operands._replace(**{n: getattr(call.operands, n)[b : b + 1] for n in ("q", "k", "v")})
+        if length == 0:
+            assert torch.equal(out[b], torch.zeros_like(out[b]))
+            continue
+        alone = alone._replace(k=alone.k[:, :length], v=alone.v[:, :length])
+        one = replace(call.problem, batch=1, seqlen_k=length, return_lse=True)
+        expected, of_lse = on_cpu(one, alone, num_splits)
+        assert torch.equal(out[b], expected[0]), b
+        assert torch.equal(lse[b], of_lse[0]), b
+
+
+@triton_only
+def test_what_lies_beside_the_keys_has_no_effect() -> None:
+    """NaN in keys before a window, and in values of keys that nobody sees, in the same step as seen ones."""
+    call = of_latent({"window": (100, 0)}, "normal")
+    problem = replace(call.problem, return_lse=True)
+    clean = on_cpu(problem, call.operands, 2)
+    call.operands.k[:, :199] = torch.nan
+    assert all(torch.equal(a, b) for a, b in zip(on_cpu(problem, call.operands, 2), clean, strict=True))
+
+
+@triton_only
+def test_shares_are_even() -> None:
+    """Every step of 64 keys is one share's, and no share has two more than another."""
+    from warpwave.kernels.hopper import large_head_dim_roles, parts, rows
+    from warpwave.kernels.hopper import latent as device
+
+    modules = {m.__name__: m for m in (device, large_head_dim_roles, parts, rows)}
+    for length, splits in ((1, 3), (64, 1), (640, 3), (4096, 16), (4100, 16), (128, 5)):
+        ends, sizes = [0], []
+        for split in range(splits):
+            block = gluon_on_cpu.Block(torch.tensor(splits + split), torch.tensor(2 * splits))  # type: ignore[arg-type]
+            roles = gluon_on_cpu.functions(modules, block)[device.__name__]
+            share = roles.share_of(None, None, length, splits, 0, 0, 0, 0, False, False, False, False)
+            assert share.batch == 1 and int(share.first) == ends[-1]
+            ends.append(int(share.last))
+            sizes.append((int(share.last) - int(share.first)) // 64)
+        assert ends[-1] == -(-length // 64) * 64
+        assert max(sizes) - min(sizes) <= 1
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"dtype": "float32"}, "float32"),
+    ({"seqlen_q": 2}, "several queries"),
+    ({"num_heads_q": 32}, "more than 16 query heads"),
+    ({"num_heads_q": 16, "num_heads_kv": 2}, "several heads of keys"),
+    ({"softcap": 30.0}, "softcap"),
+    ({"page_size": 8}, "pages of 8"),
+    ({"head_dim": 580}, "head_dim 580"),
+    ({"head_dim": 1024}, "does not fit"),
+    ({"head_dim": 512, "head_dim_v": 576}, "values wider than keys"),
+]
+
+
+@pytest.mark.parametrize(("changes", "text"), REFUSED, ids=[text for _, text in REFUSED])
+def test_what_it_refuses(changes: dict[str, Any], text: str) -> None:
+    assert not latent.cannot(DEEPSEEK, H200)
+    assert any(text in reason for reason in latent.cannot(replace(DEEPSEEK, **changes), H200))
+
+
+def test_another_gpu_and_another_v_take_the_portable_launch() -> None:
+    assert latent.cannot(DEEPSEEK, Gpu.for_arch("sm_100"))
+    k = torch.zeros(16, 64, 1, 576, dtype=torch.bfloat16)
+    q = torch.zeros(16, 1, 16, 576, dtype=torch.bfloat16)
+    one = Operands(q, k, k[..., :512])
+    assert latent.takes(DEEPSEEK, H200, one)
+    assert not latent.takes(DEEPSEEK, H200, one._replace(v=k.clone()[..., :512]))
+    assert not latent.takes(DEEPSEEK, H200, one._replace(q=q.flatten()[:-1].new_zeros(q.numel() + 1)[1:].view(q.shape)))
+
+
+def test_two_blocks_share_a_multiprocessor() -> None:
+    for head_dim, head_dim_v in ((576, 512), (640, 640), (320, 256), (72, 40)):
+        problem = replace(DEEPSEEK, head_dim=head_dim, head_dim_v=head_dim_v)
+        assert latent.stages(problem, H200) >= latent.boxes(problem)
+        assert 2 * (latent.smem_bytes(problem, H200) + 1024) <= H200.smem_per_block_bytes + 1024

@@ -1,0 +1,148 @@
+"""Kernels' cache keys remembered on disk: Triton's own, and never one of other sources or other values."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import warpwave.kernels
+from warpwave import kernel_keys
+from warpwave.kernels.triton_or_stub import NO_TRITON
+
+pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON))
+
+# In processes of their own: Triton's interpreter, which the suite needs on a machine without a GPU, makes no keys.
+KEEP = """
+from warpwave import kernel_keys
+from warpwave.kernels.flash_fwd import flash_fwd_kernel as kernel
+assert not kernel_keys.recall(kernel), "nothing is there yet"
+key = kernel.cache_key
+kernel_keys.keep(kernel)
+print(key, len(kernel.used_global_vals))
+"""
+RECALL = """
+import sys
+from pathlib import Path
+from warpwave import kernel_keys, kernels
+from warpwave.kernels import primitives
+from warpwave.kernels.flash_fwd import flash_fwd_kernel as kernel
+
+assert kernel_keys.recall(kernel) and kernel_keys.recall(kernel)
+remembered, values = kernel.hash, dict(kernel.used_global_vals)
+kernel.hash = None
+assert kernel.cache_key == remembered, "not what Triton makes"
+assert kernel.used_global_vals.keys() == values.keys()
+
+def forgotten():
+    kernel.hash = None
+    return not kernel_keys.recall(kernel) and kernel.hash is None
+
+path = kernel_keys._path(kernel)
+(_, name), (value, scope) = next(((None, n), v) for (n, _), v in values.items())
+scope[name] = type(value)(12345)
+assert forgotten(), "another value of a global"
+scope[name] = value
+assert not forgotten()
+text = path.read_text()
+for broken in ("", "{", "[]", "{}", text.replace("warpwave.kernels", "warpwave.gone")):
+    path.write_text(broken)
+    assert forgotten(), broken
+path.write_text(text)
+assert not forgotten()
+changed = Path(sys.argv[1])
+(changed / "one.py").write_text("x = 1")
+kernel_keys.SOURCES = changed
+kernels.IMPORTED_AT += 100
+kernel_keys.sources.cache_clear()
+assert forgotten(), "other sources"
+kernel.cache_key
+kernel_keys.keep(kernel)
+assert not forgotten()
+(changed / "one.py").write_text("x = 2")
+kernel_keys.sources.cache_clear()
+assert forgotten(), "a change that no size shows"
+print("good")
+"""
+# A source is edited when the process has imported it, or replaced by one with an old date.
+EDITED = """
+import os
+import sys
+from pathlib import Path
+from warpwave import kernel_keys
+from warpwave.kernels import primitives
+from warpwave.kernels.flash_fwd import flash_fwd_kernel as kernel
+
+source, how = Path(primitives.__file__), sys.argv[1]
+assert str(source).startswith(sys.argv[2])
+text = source.read_text() + "\\n# edited\\n"
+if how == "edited":
+    source.write_text(text)
+elif how == "replaced":
+    (source.parent / "other").write_text(text)
+    os.utime(source.parent / "other", (1e9, 1e9))
+    os.replace(source.parent / "other", source)
+print(kernel_keys.recall(kernel), len(kernel.cache_key))
+kernel_keys.keep(kernel)
+"""
+
+
+def run(code: str, cache: Path, *arguments: str, root: str = str(Path(warpwave.__file__).parents[1])) -> str:
+    search = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"TRITON_CACHE_DIR": str(cache), "TRITON_INTERPRET": "0", "PYTHONPATH": search}
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_a_key_is_remembered_for_the_same_sources_and_values_alone(tmp_path: Path) -> None:
+    key, values = run(KEEP, tmp_path / "cache").split()
+    assert len(key) == 64 and int(values) > 0
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    assert run(RECALL, tmp_path / "cache", str(sources)) == "good\n"
+
+
+def test_a_process_whose_sources_changed_since_keeps_and_takes_no_key(tmp_path: Path) -> None:
+    """It would keep the key of what it imported under the digest of what lies there now."""
+    package, cache = tmp_path / "copy" / "warpwave", tmp_path / "cache"
+    shutil.copytree(Path(warpwave.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    for how in ("untouched", "edited", "replaced", "untouched"):
+        time.sleep(1.1)  # younger sources are nobody's
+        assert run(EDITED, cache, how, str(package), root=str(package.parent)).split() == ["False", "64"], how
+    assert len(list(cache.rglob("*.json"))) == 2, "of the first sources and of the last"
+    assert run(EDITED, cache, "untouched", str(package), root=str(package.parent)).split() == ["True", "64"]
+
+
+def test_another_triton_is_left_alone(tmp_path: Path) -> None:
+    class Kernel:
+        fn = run
+        cache_key = "k"
+
+    kernel = Kernel()
+    kernel_keys.keep(kernel)
+    assert not kernel_keys.recall(kernel) and vars(kernel) == {}
+
+
+def test_a_cache_that_cannot_be_written_does_no_harm(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("no folder")
+    assert len(run(KEEP, blocked).split()[0]) == 64
+
+
+def test_all_device_code_is_among_the_sources() -> None:
+    """A function from elsewhere could change without the digest."""
+    for module in pkgutil.walk_packages(warpwave.kernels.__path__, "warpwave.kernels."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            function: Any = getattr(value, "fn", None)
+            if hasattr(value, "fn") and hasattr(function, "__module__") and type(value).__module__.startswith("triton"):
+                assert function.__module__.startswith(("warpwave.kernels.", "triton.")), f"{module.name}.{name}"

@@ -1,0 +1,307 @@
+"""Derivatives of attention for calls that by-pass the operator, and for torch.func's transforms.
+
+torch.library gives the operator a gradient of its own, which takes torch ten times as long as a thin
+`torch.autograd.Function`: eager calls go through that. What a backward needs to know of its call was found when the
+call was planned, so nothing is described or chosen twice. A backward that something looks at (a mode, a tracer,
+another derivative) goes through the operator `warpwave::attention_backward`.
+
+Only first derivatives in reverse mode exist; whoever asks for others is told so.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from warpwave import dispatch
+from warpwave.checks import Options
+from warpwave.errors import UnsupportedProblem
+from warpwave.hardware.gpu import Gpu
+from warpwave.kernels import eager
+from warpwave.problem import AttentionProblem, Operands
+
+Run = Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]
+DIFFERENTIABLE = (0, 1, 2, 4, 5, 6)  # q k v bias alibi_slopes sinks, among the operands
+_NUM_TENSORS, _NUM_OPTIONS = len(Operands._fields), len(Options._fields)
+
+is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+dispatch_modes, transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+is_batched = torch._C._functorch.is_legacy_batchedtensor
+
+
+def is_eager() -> bool:
+    """Whether nothing stands between a call and its kernel: no tracing, no mode, no transform, no tangents."""
+    return not (is_compiling() or dispatch_modes() or forward_ad._current_level >= 0 or transforms() is not None)
+
+
+# What a gradient is computed by ---------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(4096)
+def module_of(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> Any:
+    """The kernel of a call with gradients: to choose and configure one takes milliseconds, in every step anew."""
+    return dispatch.choose(problem, gpu, kernel).kernel
+
+
+def has_own(module: Any, problem: AttentionProblem, gpu: Gpu) -> bool:
+    """Whether the kernel has gradients, which take nothing of the forward; eager's serve the others."""
+    return hasattr(module, "gradients") and not module.gradients_why_not(problem, gpu)
+
+
+def gradients(
+    module: Any,
+    problem: AttentionProblem,
+    gpu: Gpu,
+    operands: Operands,
+    results: Sequence[torch.Tensor | None],
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    wanted: Sequence[bool],
+) -> Sequence[torch.Tensor | None]:
+    """The gradients of sum(out * dout) + sum(lse * dlse) by the `DIFFERENTIABLE` operands, None where not wanted.
+
+    Args:
+        module: of `module_of`.
+        results: out and lse, which eager's gradients take where its forward made them.
+    """
+    if has_own(module, problem, gpu):
+        own: Sequence[torch.Tensor | None] = module.gradients(problem, gpu, operands, dout, dlse, wanted)
+        return own
+    config = eager.configs(problem, gpu)[0]
+    if module is not eager:
+        # Its gradients take P and delta from lse and out. These must come from the very products that its scores
+        # do, or what should cancel leaves the other kernel's rounding, times the values.
+        results = eager.forward(problem, operands, config)
+    out, lse = results
+    assert out is not None and lse is not None
+    return eager.backward(problem, operands, config, out, lse, dout, dlse, wanted)
+
+
+def absent(like: torch.Tensor) -> torch.Tensor:
+    """Stands for None: an operator's results cannot be optional."""
+    return like.new_empty((0,), dtype=torch.float32)
+
+
+# Eager calls ----------------------------------------------------------------------------------------------------------
+
+
+class Plan:
+    """What an eager call with gradients runs, and what its backward has to know."""
+
+    def __init__(self, run: Run, problem: AttentionProblem, gpu: Gpu, options: Options, kernel: str) -> None:
+        self.run, self.problem, self.gpu, self.options, self.kernel = run, problem, gpu, options, kernel
+        self.module = module_of(problem, gpu, kernel)
+        self.keeps_results = self.module is eager  # whose gradients take what its forward returned
+        self.apply = _apply_both if options.return_lse else _apply_out
+
+    def __call__(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(out, lse), differentiable; lse None unless it is asked for."""
+        returned = self.apply(self, *operands)
+        return returned if self.options.return_lse else (returned, None)
+
+    def forward(self, ctx: Any, tensors: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Runs the call, and keeps what its backward takes."""
+        results = self.run(tuple.__new__(Operands, tensors))
+        ctx.plan = self
+        if self.keeps_results:
+            ctx.save_for_backward(*tensors, *results)
+        else:
+            ctx.save_for_backward(*tensors)
+        return results
+
+    def backward(self, ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+        """What `torch.autograd.Function.backward` returns for (plan, *operands)."""
+        tensors = ctx.saved_tensors
+        operands, results = tensors[:_NUM_TENSORS], tensors[_NUM_TENSORS:] or (None, None)
+        needs = ctx.needs_input_grad
+        wanted = [needs[1 + i] for i in DIFFERENTIABLE]
+        q, v = operands[0], operands[2]
+        if dout is None:
+            if dlse is None:
+                return (None,) * len(needs)
+            dout = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+        if is_grad_enabled() or not is_eager() or not _are_plain((dout, *operands)):
+            out, lse = (absent(q) if t is None else t for t in results)
+            found: Sequence[Any] = operator_gradients(dout, dlse, out, lse, wanted, operands, self.options, self.kernel)
+        else:
+            given = tuple.__new__(Operands, operands)
+            found = gradients(self.module, self.problem, self.gpu, given, results, dout, dlse, wanted)
+        dq, dk, dv, dbias, dslopes, dsinks = found
+        return None, dq, dk, dv, None, dbias, dslopes, dsinks, None, None
+
+
+def _are_plain(tensors: Sequence[Any]) -> bool:
+    """Whether no hook on what was saved, nor the layer behind, brought a tensor of another kind; `is_grads_batched`
+    brings batches of gradients that say of themselves that they are ordinary tensors."""
+    return all(
+        t is None or type(t) is torch.nn.Parameter or (type(t) is torch.Tensor and not is_batched(t)) for t in tensors
+    )
+
+
+class _Out(torch.autograd.Function):
+    """out of a call. A Function that returns a tensor less is 2 us faster."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, *tensors: Any) -> torch.Tensor:
+        return plan.forward(ctx, tensors)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        plan: Plan = ctx.plan
+        return plan.backward(ctx, grads[0], None)
+
+
+class _Both(torch.autograd.Function):
+    """out and lse of a call."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, *tensors: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ctx.set_materialize_grads(False)
+        return plan.forward(ctx, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        plan: Plan = ctx.plan
+        return plan.backward(ctx, *grads)
+
+
+# What `Function.apply` comes to where no transform is active, which whoever takes a plan has made sure of.
+_apply_out = super(torch.autograd.Function, _Out).apply
+_apply_both = super(torch.autograd.Function, _Both).apply
+
+
+# The operator, and transforms of it -----------------------------------------------------------------------------------
+
+
+def operator_gradients(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    wanted: Sequence[bool],
+    tensors: Sequence[Any],
+    options: Sequence[Any],
+    kernel: str,
+) -> list[torch.Tensor | None]:
+    """`warpwave::attention_backward`, with None for what is not wanted."""
+    found = torch.ops.warpwave.attention_backward(dout, dlse, out, lse, list(wanted), *tensors, *options, kernel)
+    return [grad if want else None for want, grad in zip(wanted, found, strict=True)]
+
+
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """The operator's `setup_context`."""
+    ctx.save_for_backward(*inputs[:_NUM_TENSORS], *output)
+    ctx.options, ctx.kernel = inputs[_NUM_TENSORS : _NUM_TENSORS + _NUM_OPTIONS], inputs[-2]
+    ctx.set_materialize_grads(False)
+
+
+def differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """The operator's `backward`."""
+    return _differentiate(ctx, dout, dlse, operator_gradients)
+
+
+def _differentiate(
+    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, compute: Callable[..., Any]
+) -> tuple[torch.Tensor | None, ...]:
+    *tensors, out, lse = ctx.saved_tensors
+    results: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
+    wanted = [ctx.needs_input_grad[i] for i in DIFFERENTIABLE]
+    if dout is None and dlse is None:
+        return tuple(results)
+    if dout is None:
+        dout = torch.zeros_like(out)
+    grads = compute(dout, dlse, out, lse, wanted, tensors, ctx.options, ctx.kernel)
+    for i, want, grad in zip(DIFFERENTIABLE, wanted, grads, strict=True):
+        results[i] = grad if want else None
+    return tuple(results)
+
+
+def no_second_derivative(ctx: Any, *grads: Any) -> None:
+    """The backward of the backward."""
+    raise RuntimeError("warpwave.attention has first derivatives only; its gradient cannot be differentiated again")
+
+
+def refuse_tangents(tensors: Sequence[Any]) -> None:
+    """Raises UnsupportedProblem where one of them carries a tangent, which would be lost without a word."""
+    if has_tangents(tensors):
+        no_forward_mode()
+
+
+def has_tangents(tensors: Sequence[Any]) -> bool:
+    """Whether one of them carries a tangent, and forward mode is not switched off."""
+    if forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
+        return False
+    return any(isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def no_forward_mode() -> None:
+    """Raises UnsupportedProblem: what a tangent meets."""
+    raise UnsupportedProblem(
+        "attention has no forward-mode derivatives (torch.func.jvp, jacfwd and hessian; torch.autograd.forward_ad)",
+        {},
+        "reverse mode: backward(), torch.func.grad, vjp and jacrev",
+    )
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func that differentiates is active, for which Functions of eager calls are not
+    made."""
+    kinds = torch._C._functorch.TransformType
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(interpreter.key() == kinds.Grad for interpreter in stack)
+
+
+class _Transformed(torch.autograd.Function):
+    """The operator as torch.func's transforms take a Function: theirs is not the one that torch.library makes."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = torch.ops.warpwave.attention(*inputs)
+        return out, lse
+
+    setup_context = staticmethod(save)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
+        dout, dlse = grads
+        return _differentiate(ctx, dout, dlse, _transformed_gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        no_forward_mode()
+
+
+class _TransformedGradients(torch.autograd.Function):
+    """Its backward, which has none."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
+        dout, dlse, out, lse, wanted, *rest = inputs
+        return tuple(torch.ops.warpwave.attention_backward(dout, dlse, out, lse, list(wanted), *rest))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    backward = staticmethod(no_second_derivative)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        no_forward_mode()
+
+
+def _transformed_gradients(
+    dout: Any, dlse: Any, out: Any, lse: Any, wanted: Sequence[bool], tensors: Any, options: Any, kernel: str
+) -> Any:
+    return _TransformedGradients.apply(dout, dlse, out, lse, tuple(wanted), *tensors, *options, kernel)
+
+
+transformed = _Transformed.apply  # of the operator's inputs: (out, lse)
