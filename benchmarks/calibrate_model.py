@@ -49,7 +49,7 @@ RECORDS, SHIPPED = ROOT / "benchmarks" / "records", ROOT / "warpwave" / "report"
 # Fitted to is every record of the H200 there is, but for the newest grid, which judges, and for those of another kind
 # (`NOT_POINTS`) or of kernels that have been rewritten since (`ANOTHER_BEFORE`, and sweeps of flash_fwd's configs).
 GRID = "model-grid-4"
-NOT_POINTS = ("cliff", "peers-against-gates", "decode-large-heads", "two-head-sizes")
+NOT_POINTS = ("cliff", "peers-against-gates")
 LOGS = (
     "hopper-flash-fwd-tuning",
     "three-kernel-products",
@@ -62,10 +62,16 @@ LOGS = (
 def _records(card: str = "h200") -> tuple[list[Path], list[Path]]:
     """(to fit to, to judge on), every record of a card in the repository."""
     found = sorted((*RECORDS.glob(f"*-{card}-*.jsonl"), *SHIPPED.glob(f"*-{card}-*.jsonl")))
-    found = [path for path in found if not path.stem.endswith(NOT_POINTS)]
+    found = [path for path in found if not path.stem.endswith(NOT_POINTS) and _is_of_bench(path)]
     logs = [path for name in LOGS for path in sorted(RECORDS.glob(f"*-{card}-{name}.log"))]
     judging = [path for path in found if path.stem.endswith(GRID)]
     return [*(path for path in found if path not in judging), *logs], judging
+
+
+def _is_of_bench(path: Path) -> bool:
+    """Other programs of this folder write JSON lines too."""
+    with path.open(encoding="utf-8") as lines:
+        return '"schema_version"' in lines.readline()
 
 
 # (kernel, dtype or "one query") -> what was measured before is of another kernel. hopper/flash_fwd multiplied float32

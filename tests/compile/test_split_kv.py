@@ -66,6 +66,7 @@ SAMPLED_FEATURES = tuple(FEATURES)[:5]
 # is not listed takes none.
 SPILL_BOUNDS = {
     ("nvidia", "decode, one token a page"): 20,  # sm_120's 16; none elsewhere
+    ("nvidia", "decode, head_dim 64"): 10,  # sm_80's 8; none elsewhere
     ("nvidia", "prefill, head_dim 256"): 240,
     ("nvidia", "prefill, packed and paged"): 32,
     ("rdna", "prefill, head_dim 256"): 256,
