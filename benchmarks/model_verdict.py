@@ -128,13 +128,13 @@ def judge(record: Path) -> dict[str, Any]:
     Raises:
         NoVerdict: the record has no time of ours, or one that the predictions beside it do not have.
     """
-    from benchmarks import calibrate_model
+    from benchmarks import calibrate_model, calibration_points
     from warpwave.hardware.catalog import find, gpu_of
 
     environment = next(iter(read_records(record).environments.values()), {})
     name = str((environment.get("gpu") or {}).get("name", ""))
     sheet = find(name.split()[-1].lower()) if name else None
-    points = calibrate_model.points(record)
+    points = calibration_points.points(record)
     if sheet is None or not points:
         raise NoVerdict(f"{record.name} has no times of our kernels on a GPU that the catalogue knows")
     gpu, shipped = gpu_of(sheet), calibrations()[sheet.key]

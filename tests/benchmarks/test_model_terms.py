@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.calibrate_model import _problem
+from benchmarks.calibration_points import problem_of
 from warpwave.calibration import UNCALIBRATED, calibrations, machine, nearest
 from warpwave.hardware.catalog import find, gpu_of
 from warpwave.hardware.gpu import Gpu
@@ -24,7 +24,7 @@ WHERE = machine(SHEET, "split_kv", "few rows")
 
 
 def decode(**changes: Any) -> AttentionProblem:
-    problem = _problem(128, 16, 4000, 16, "bfloat16", None)
+    problem = problem_of(128, 16, 4000, 16, "bfloat16", None)
     return replace(problem, seqlen_q=1, num_heads_kv=2, page_size=64, **changes)
 
 
@@ -39,7 +39,7 @@ def test_a_call_behind_a_flush_pays_for_what_the_flush_wrote() -> None:
     events, graph = time_us(decode(), split_kv), time_us(decode(), split_kv, graph=True)
     assert 5 < events - graph < 13
     # What arithmetic binds hides it, all but the events themselves.
-    long = _problem(128, 4, 4096, 16, "bfloat16", Causal())
+    long = problem_of(128, 4, 4096, 16, "bfloat16", Causal())
     assert time_us(long, flash_fwd) - time_us(long, flash_fwd, graph=True) == pytest.approx(EVENTS_US, abs=0.5)
 
 
@@ -77,7 +77,7 @@ def test_rows_that_are_no_multiple_of_32_bytes_have_a_loop_of_their_own() -> Non
     for kernel in (flash_fwd, large_head_dim, tiled):
         loops = []
         for head_dim in (72, 80):
-            problem = _problem(head_dim, 2, 1000, 8, "bfloat16", None)
+            problem = problem_of(head_dim, 2, 1000, 8, "bfloat16", None)
             loops.append(kernel.cost(problem, H200, kernel.configs(problem, H200)[0]).loop)
         assert loops[0] == ODD_ROWS and loops[1] == "", kernel.NAME
 

@@ -252,12 +252,12 @@ def test_auto_leaves_gradients_to_eager_where_they_were_not_measured() -> None:
 def test_gradients_multiply_whole_groups_together() -> None:
     """Heads from within a group to within another, over two batch items: each once, whole groups in one run."""
     grouped = replace(PROBLEM, batch=2, num_heads_q=12, num_heads_kv=4)
-    runs = list(three_kernel_gradients._runs(grouped, 1, 23))
+    runs = list(three_kernel_gradients.runs_of_heads(grouped, 1, 23))
     assert runs == [(0, 1, 1, 2), (0, 3, 3, 3), (1, 0, 3, 3), (1, 9, 1, 2)]
     heads = [batch * 12 + head + i for batch, head, kv_heads, members in runs for i in range(kv_heads * members)]
     assert heads == list(range(1, 23))
     alone = replace(PROBLEM, batch=2, num_heads_q=4, num_heads_kv=4)
-    assert list(three_kernel_gradients._runs(alone, 0, 8)) == [(0, 0, 4, 1), (1, 0, 4, 1)]
+    assert list(three_kernel_gradients.runs_of_heads(alone, 0, 8)) == [(0, 0, 4, 1), (1, 0, 4, 1)]
 
 
 def test_every_chunk_is_one_variant() -> None:

@@ -211,3 +211,25 @@ def cut_tiles(
     behind = max(0, end - max(begin, whole))
     before = 0 if low is None else max(0, min(end, -(-(row_last + low) // block_n)) - begin)
     return min(end - begin, behind + before)
+
+
+def tiles_of_heads(problem: AttentionProblem, block_m: int, block_n: int, heads: int) -> tuple[int, int]:
+    """(tile of rows, tile of keys) pairs of all units of `heads` query heads in which position hides not everything,
+    and the most that one tile of rows has. A tile of rows spans `block_m / heads` queries."""
+    total = longest = 0
+    counted: dict[tuple[int, int], tuple[int, int]] = {}
+    for item in problem.items():
+        if item not in counted:
+            seqlen_q, seqlen_k = item
+            low, high = problem.band(seqlen_q, seqlen_k)
+            hidden = low is not None and high is not None and low > high
+            counts = [0]
+            for line in range(0, 0 if hidden else seqlen_q * heads, block_m):
+                row_last = min((line + block_m - 1) // heads, seqlen_q - 1)
+                begin = 0 if low is None else max(0, line // heads + low) // block_n
+                end = seqlen_k if high is None else min(seqlen_k, row_last + high + 1)
+                counts.append(max(0, -(-end // block_n) - begin))
+            counted[item] = sum(counts), max(counts)
+        total += counted[item][0]
+        longest = max(longest, counted[item][1])
+    return total * (problem.num_heads_q // heads), longest

@@ -42,7 +42,7 @@ from warpwave.kernels.arguments import (
     token_strides,
     window,
 )
-from warpwave.kernels.cost import ODD_ROWS, Cost, conversions, launch_order, merging, odd_rows, walk
+from warpwave.kernels.cost import ODD_ROWS, Cost, conversions, launch_order, merging, odd_rows, tiles_of_heads, walk
 from warpwave.kernels.large_head_dim_device import large_head_dim_kernel
 from warpwave.kernels.triton_or_stub import NO_TRITON
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands
@@ -366,7 +366,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     size, heads = DTYPE_BYTES[problem.dtype], _heads_together(problem)
     block_v, v_pieces = _columns(problem, config)
     columns, width = block_v * v_pieces * config.v_parts, -(-problem.head_dim // config.block_d) * config.block_d
-    visited, longest = _visited(problem, config, heads)
+    visited, longest = tiles_of_heads(problem, config.block_m, config.block_n, heads)
     of_tiles = walk(problem, config.block_m, config.block_n, heads)
     scores = visited * config.block_m * config.block_n * config.v_parts
     rows = problem.rows * problem.num_heads_q
@@ -431,28 +431,6 @@ def _loop(problem: AttentionProblem, config: Config, float32: str) -> str:
     if config.block_m <= 32:
         return "few rows"
     return ODD_ROWS if odd_rows(problem) else ""
-
-
-def _visited(problem: AttentionProblem, config: Config, heads: int) -> tuple[int, int]:
-    """(tile of rows, tile of keys) pairs of all units of heads in which position hides not everything, and the most
-    that one tile of rows has. A tile of rows spans `block_m / heads` queries."""
-    total = longest = 0
-    counted: dict[tuple[int, int], tuple[int, int]] = {}
-    for item in problem.items():
-        if item not in counted:
-            seqlen_q, seqlen_k = item
-            low, high = problem.band(seqlen_q, seqlen_k)
-            hidden = low is not None and high is not None and low > high
-            counts = [0]
-            for line in range(0, 0 if hidden else seqlen_q * heads, config.block_m):
-                row_last = min((line + config.block_m - 1) // heads, seqlen_q - 1)
-                begin = 0 if low is None else max(0, line // heads + low) // config.block_n
-                end = seqlen_k if high is None else min(seqlen_k, row_last + high + 1)
-                counts.append(max(0, -(-end // config.block_n) - begin))
-            counted[item] = sum(counts), max(counts)
-        total += counted[item][0]
-        longest = max(longest, counted[item][1])
-    return total * (problem.num_heads_q // heads), longest
 
 
 # Configs --------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from warpwave.kernels.three_kernel_gradients import WHOLE_ROW, _cut, _runs
+from warpwave.kernels.three_kernel_gradients import WHOLE_ROW, plan_of, runs_of_heads
 from warpwave.kernels.three_kernel_plan import Chunk
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
@@ -37,7 +37,7 @@ def _of_sinks(problem: AttentionProblem) -> int:
 def _in_chunks(problem: AttentionProblem) -> int:
     """Of `three_kernel_gradients.backward`: its buffers, float32 sums, dq and a number a row all the while; copies of
     the rows of a chunk, and the last of them until the end; the float32 rows of dq of a part, or the sums rounded."""
-    cut, size = _cut(problem), DTYPE_BYTES[problem.dtype]
+    cut, size = plan_of(problem), DTYPE_BYTES[problem.dtype]
     scores = cut.heads * cut.rows * cut.width
     buffers = 2 * 4 * scores + (2 * size * scores if cut.width > WHOLE_ROW and size != 4 else 0)
     sums = 4 * problem.batch * problem.seqlen_k * problem.num_heads_kv * (problem.head_dim + problem.head_dim_v)
@@ -58,15 +58,12 @@ def _in_chunks(problem: AttentionProblem) -> int:
 
 def _copied(problem: AttentionProblem, chunk: Chunk) -> int:
     """Copies of a chunk's rows of q and the upstream gradient."""
-    runs = _runs(problem, chunk.first_head, chunk.first_head + chunk.heads)
+    runs = runs_of_heads(problem, chunk.first_head, chunk.first_head + chunk.heads)
     heads = sum(kv_heads * members for _, _, kv_heads, members in runs if members > 1 and chunk.rows > 1)
     return heads * chunk.rows * _row_bytes(problem)
 
 
 def _rows_of_dq(problem: AttentionProblem, chunk: Chunk) -> int:
     """dq of the largest part of a chunk, in float32."""
-    runs = _runs(problem, chunk.first_head, chunk.first_head + chunk.heads)
+    runs = runs_of_heads(problem, chunk.first_head, chunk.first_head + chunk.heads)
     return 4 * max(kv_heads * members for _, _, kv_heads, members in runs) * chunk.rows * problem.head_dim
-
-
-__all__ = ["gradient_bytes", "peak_bytes"]

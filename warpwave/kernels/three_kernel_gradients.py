@@ -255,7 +255,7 @@ class _Memory:
         return _Buffers(*wide, *(short or (t.view(self.dtype) for t in wide)))  # of 16 bits, half of each row
 
 
-def _cut(problem: AttentionProblem) -> Plan:
+def plan_of(problem: AttentionProblem) -> Plan:
     """The forward's chunks, of scores alone."""
     block_m = 64
     width = -(-problem.seqlen_k // 128) * 128
@@ -284,7 +284,7 @@ def backward(
     sinks = None if operands.sinks is None else operands.sinks.contiguous()
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):
         return _of_nothing(operands, dlse, wanted)
-    cut = _cut(problem)
+    cut = plan_of(problem)
     memory = _Memory(problem, cut, q.device)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if wanted[0] else None
     dk, dv = (
@@ -336,7 +336,7 @@ def _of_unseen(
     rows = slice(chunk.row_begin, chunk.row_begin + chunk.rows)
     heads = slice(chunk.first_head, chunk.first_head + chunk.heads)
     if dq is not None:
-        for batch, head, kv_heads, members in _runs(problem, heads.start, heads.stop):
+        for batch, head, kv_heads, members in runs_of_heads(problem, heads.start, heads.stop):
             dq[batch, rows, head : head + kv_heads * members] = 0.0
     if sinks is None:
         return
@@ -368,7 +368,7 @@ class _Part(NamedTuple):
     buffers: _Buffers
 
 
-def _runs(problem: AttentionProblem, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+def runs_of_heads(problem: AttentionProblem, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
     """(batch item, query head, kv heads, members) of heads counted over the batch: whole groups of one batch item
     together, and what is left of a group alone."""
     group = problem.num_heads_q // problem.num_heads_kv
@@ -390,7 +390,7 @@ def _parts(
     of_keys = slice(chunk.key_begin, chunk.key_end)
     of_rows = slice(chunk.row_begin, chunk.row_begin + chunk.rows)
     columns = slice(chunk.key_begin - chunk.key_base, chunk.key_end - chunk.key_base)
-    for batch, head, kv_heads, members in _runs(problem, chunk.first_head, chunk.first_head + chunk.heads):
+    for batch, head, kv_heads, members in runs_of_heads(problem, chunk.first_head, chunk.first_head + chunk.heads):
         of_q, of_kv = slice(head, head + kv_heads * members), slice(head // group, head // group + kv_heads)
         q_rows, dout_rows = (
             t[batch, of_rows, of_q].transpose(0, 1).reshape(kv_heads, -1, t.shape[-1]) for t in (q, dout)

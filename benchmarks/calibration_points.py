@@ -1,0 +1,254 @@
+"""Measured points for `benchmarks.calibrate_model`, from records and from the logs of sweeps.
+
+`.jsonl` files are what `warpwave bench --out` writes. `.log` files are the H200's three older formats: lines of
+`head_dim batch seqlen mask 64x64w4s3:354 ...` in TFLOP/s (sweeps of flash_fwd; marked `B` where a variant that was not
+kept stands beside), the tuning log of hopper/flash_fwd, ratios to cuDNN, and three_kernel's sweep of ways.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from warpwave import dispatch
+from warpwave.bench.records import read_records
+from warpwave.hardware.gpu import Gpu
+from warpwave.kernels import flash_fwd, three_kernel
+from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
+from warpwave.kernels.hopper import large_head_dim as hopper_large_head_dim
+from warpwave.problem import AttentionProblem, Causal
+from warpwave.recorded_time import config_of, in_graph, is_hot
+
+# (kernel, dtype or "one query") -> what was measured before is of another kernel. hopper/flash_fwd multiplied float32
+# as bfloat16 parts, and does as float16; of large_head_dim one query keeps twice as many blocks an SM.
+ANOTHER_BEFORE = {
+    ("hopper/flash_fwd", "float32"): "2026-11-21T22:00",
+    ("hopper/flash_fwd", "bfloat16"): "2026-11-21T15:30",
+    ("flash_fwd", "float32"): "2026-11-21T15:30",
+    ("large_head_dim", "one query"): "2026-11-21T23:00",
+}
+# Of that loop: new over old time, by the head_dim up to which, for calls longer than `SHORT_US`; shorter ones gained
+# half as much.
+REWRITTEN, FASTER, SHORT_US = "2026-11-22T01:48", {64: 0.92, 128: 0.93, 512: 0.985}, 40.0
+NEAR_BEST = 1.3  # configs of a sweep slower than its problem's best by more are not fitted to: nobody runs them
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement.
+
+    Attributes:
+        kernel, config, problem: what ran.
+        time_us: median.
+        hot: whether the same inputs were read again and again, L2 not flushed.
+        name: for people.
+        graph: whether a CUDA graph replayed the calls.
+    """
+
+    kernel: Any
+    config: Any
+    problem: AttentionProblem
+    time_us: float
+    hot: bool
+    name: str
+    graph: bool = False
+
+
+def points(path: Path) -> list[Point]:
+    """Every measurement of ours in a file, of any of its formats."""
+    if path.suffix == ".jsonl":
+        return list(_of_records(path))
+    lines = path.read_text(encoding="utf-8").splitlines()
+    if "three-kernel" in path.name:
+        return list(_of_three_kernel(lines))
+    if "hopper-large" in path.name:
+        return list(_of_hopper_large(lines))
+    if "float32-fp16" in path.name:
+        return list(_of_float32(lines))
+    if "tiles-of-192" in path.name:
+        return list(_of_tiles(lines))
+    return list(_of_tuning(lines) if "hopper" in path.name else _of_sweep(lines, path.name))
+
+
+def near_best(points: Sequence[Point]) -> list[Point]:
+    """Without the configs that nobody would run."""
+    best: dict[tuple[str, str], float] = {}
+    for point in points:
+        key = (point.kernel.NAME, point.problem.cache_key())
+        best[key] = min(best.get(key, point.time_us), point.time_us)
+    return [p for p in points if p.time_us <= NEAR_BEST * best[p.kernel.NAME, p.problem.cache_key()]]
+
+
+def _of_records(path: Path) -> Iterator[Point]:
+    kernels, records = {kernel.NAME: kernel for kernel in dispatch.KERNELS}, read_records(path)
+    for environment, m in records.measurements:
+        if not m.is_ours or m.timing is None or m.kernel not in kernels or m.config is None or m.mode == "eager":
+            continue
+        kernel, date = kernels[m.kernel], str(records.environments[environment].get("date", ""))
+        what = "one query" if m.problem.seqlen_q == 1 else m.problem.dtype
+        if date < ANOTHER_BEFORE.get((kernel.NAME, what), ""):
+            continue
+        config, name = config_of(kernel, m.config), f"{m.case} {m.kernel}"
+        us = m.timing.median_us * _since(m.kernel, m.problem, date, m.timing.median_us)
+        yield Point(kernel, config, m.problem, us, is_hot(m), name, in_graph(m))
+
+
+def _since(kernel: str, problem: AttentionProblem, date: str, us: float) -> float:
+    """What has become of a time since: hopper/flash_fwd's overlapping loop was rewritten, and old and new stood beside
+    each other in one process (records/2026-11-22-h200-hopper-softmax-of-threads.log)."""
+    if kernel != "hopper/flash_fwd" or problem.dtype == "float32" or date > REWRITTEN or problem.head_dim > 256:
+        return 1.0
+    ratio = next(ratio for width, ratio in FASTER.items() if max(problem.head_dim, problem.head_dim_v) <= width)
+    return ratio if us > SHORT_US else (1 + ratio) / 2
+
+
+def _of_sweep(lines: Sequence[str], name: str) -> Iterator[Point]:
+    """TFLOP/s of each config, inputs that do not fit L2 twice; sweep 1's 16-bit lines are of an older loop."""
+    for line in lines:
+        if found := re.match(r"fp32 (\d+) (\[.*\])$", line):
+            head_dim = int(found[1])
+            for row in ast.literal_eval(found[2]):
+                if row[0] in ("ieee", "tf32x3", "tf32") and len(row) == 6:
+                    problem = problem_of(head_dim, 4, 2048, 16, "float32", None, row[0])
+                    config = flash_fwd.Config(*row[1:5])
+                    us = problem.flops / row[5] * 1e-6
+                    yield Point(flash_fwd, config, problem, us, False, f"{row[0]} d{head_dim} {row[1:5]}")
+        if "sweep-1" in name or not (found := re.match(r"(\d+) (\d+) (\d+) (full|causal) (.*)$", line)):
+            continue
+        head_dim, batch, seqlen, causal = int(found[1]), int(found[2]), int(found[3]), found[4] == "causal"
+        problem = problem_of(head_dim, batch, seqlen, 2048 // head_dim, "bfloat16", Causal() if causal else None)
+        counted = 4 * batch * seqlen * seqlen * 2048 * (0.5 if causal else 1.0)  # how the sweep counted
+        for tile in found[5].split():
+            if m := re.match(r"B(\d+)x(\d+)w(\d)s(\d):(\d+)$", tile):
+                block_m, block_n, num_warps, num_stages = (int(m[i]) for i in range(1, 5))
+                config = flash_fwd.Config(block_m, block_n, num_warps, num_stages)
+                us = counted / int(m[5]) * 1e-6
+                yield Point(flash_fwd, config, problem, us, False, f"d{head_dim} {batch}x{seqlen} {found[4]} {tile}")
+
+
+def _of_three_kernel(lines: Sequence[str]) -> Iterator[Point]:
+    """The default way of whole calls: 16 heads, one workspace for the call."""
+    for line in lines:
+        if found := re.match(r"new d(\d+) (\d+) (full|causal): hopper ([\d.]+) us", line):
+            causal = Causal() if found[3] == "causal" else None
+            problem = problem_of(int(found[1]), 1, int(found[2]), 16, "bfloat16", causal)
+            config = three_kernel.configs(problem, replace(Gpu.for_arch("sm_90"), num_sms=132))[0]
+            name = f"d{found[1]} {found[2]} {found[3]} three_kernel"
+            yield Point(three_kernel, config, problem, float(found[4]), False, name)
+
+
+def _of_hopper_large(lines: Sequence[str]) -> Iterator[Point]:
+    """Of hopper/large_head_dim as it is now, the last section: scores ahead of the products, and behind."""
+    last = max(i for i, line in enumerate(lines) if line.startswith("#"))
+    for line in lines[last:]:
+        if found := re.match(r"time (\d+)x(\d+) (full|causal) +1(a?): (\d+) TFLOP/s", line):
+            causal = Causal() if found[3] == "causal" else None
+            problem = problem_of(int(found[2]), 1, int(found[1]), 16, "bfloat16", causal)
+            config = hopper_large_head_dim.configs(problem, replace(Gpu.for_arch("sm_90"), num_sms=132))[0]
+            config = replace(config, scores_ahead=bool(found[4]))
+            us = problem.flops / int(found[5]) * 1e-6
+            name = f"d{found[2]} 1x{found[1]} {found[3]} hopper/large_head_dim"
+            yield Point(hopper_large_head_dim, config, problem, us, False, name)
+
+
+def _of_float32(lines: Sequence[str]) -> Iterator[Point]:
+    """Arithmetics and configs of hopper/flash_fwd in float32: long calls, and short ones that a graph replayed. The
+    host is in the times of those between, which stay out."""
+    made: tuple[int, int, int, int, Causal | None] | None = None
+    for line in lines:
+        if found := re.match(r"== ieee d(\d+) (\d+)x(\d+) h(\d+), ", line):  # flash_fwd's multiply-adds
+            head_dim, batch, seqlen, heads = (int(found[i]) for i in range(1, 5))
+            problem = problem_of(head_dim, batch, seqlen, heads, "float32", None, "ieee")
+            for m, n, warps, stages, us in re.findall(r"(\d+)x(\d+)x(\d)x(\d) (\d+)", line):
+                plain = flash_fwd.Config(int(m), int(n), int(warps), int(stages))
+                said = f"d{head_dim} {batch}x{seqlen} h{heads} ieee flash_fwd"
+                yield Point(flash_fwd, plain, problem, float(us), False, said)
+        graph = line.startswith("== graph")
+        if found := re.match(r"== (?:graph )?d(\d+) (\d+)x(\d+) h(\d+)(?: (full|causal):| us:)", line):
+            head_dim, batch, seqlen, heads = (int(found[i]) for i in range(1, 5))
+            made = (head_dim, batch, seqlen, heads, Causal() if found[5] == "causal" else None)
+        elif line.startswith("=="):
+            made = None
+        if made is None or (not graph and made[1] * made[2] < 4096):
+            continue
+        for name, *tile, us in re.findall(r"(fp16x1|fp16x3|bf16x6) (\d+)x(\d+)x(\d)x(\d)\*?\s+([\d.]+)", line):
+            head_dim, batch, seqlen, heads, causal = made
+            problem = problem_of(head_dim, batch, seqlen, heads, "float32", causal, name)
+            config = hopper_flash_fwd.Config(*map(int, tile))
+            said = f"d{head_dim} {batch}x{seqlen} h{heads} {name} hopper/flash_fwd"
+            yield Point(hopper_flash_fwd, config, problem, float(us), graph, said, graph)
+
+
+def _of_tiles(lines: Sequence[str]) -> Iterator[Point]:
+    """us of configs beside each other, at head_dim 65 to 128; masks and windows left out."""
+    for line in lines:
+        found = re.match(r"d(\d+) (\d+)x(\d+)x(\d+) (full|causal)( fp16)?  rows", line)
+        if not found or not 64 < int(found[1]) <= 128:
+            continue
+        head_dim, batch, seqlen, heads = (int(found[i]) for i in range(1, 5))
+        causal = Causal() if found[5] == "causal" else None
+        problem = problem_of(head_dim, batch, seqlen, heads, "float16" if found[6] else "bfloat16", causal)
+        for m, n, stages, us in re.findall(r"(\d+)x(\d+)s(\d) (\d+)us", line):
+            config = hopper_flash_fwd.Config(int(m), int(n), int(stages), 1)
+            said = f"d{head_dim} {batch}x{seqlen} h{heads} {found[5]} {m}x{n}"
+            yield Point(hopper_flash_fwd, config, problem, float(us), False, said)
+
+
+def _of_tuning(lines: Sequence[str]) -> Iterator[Point]:
+    """Until the part that tells of an earlier version: cuDNN's TFLOP/s times the ratio; and tiny calls in us."""
+    named = {"192": (192, 128, 3, 1), "64x3": (64, 64, 3, 3), "64x2": (64, 128, 2, 2)}
+    for line in lines:
+        if line.startswith("# earlier"):
+            return
+        if found := re.match(r"tiny (\d+) (\d+) (\d+) (\d+) (\{.*\})$", line):
+            batch, seqlen, heads, head_dim = (int(found[i]) for i in range(1, 5))
+            problem = problem_of(head_dim, batch, seqlen, heads, "float16", None)
+            for key, kernel in (("hopper", hopper_flash_fwd), ("portable", flash_fwd)):
+                gpu = Gpu.for_arch("sm_90")
+                config = kernel.configs(problem, replace(gpu, num_sms=132))[0]
+                us = float(ast.literal_eval(found[5])[key])
+                yield Point(kernel, config, problem, us, True, f"tiny {batch}x{seqlen} h{heads} d{head_dim} {key}")
+            continue
+        found = re.match(r"\s*(\d+)\s+(\d+)x(\d+)\s+(full|causal)\s+cudnn (\d+) \| (.*)$", line)
+        if not found:
+            continue
+        head_dim, batch, seqlen, causal = int(found[1]), int(found[2]), int(found[3]), found[4] == "causal"
+        problem = problem_of(head_dim, batch, seqlen, 2048 // head_dim, "bfloat16", Causal() if causal else None)
+        counted = 4 * batch * seqlen * seqlen * 2048 * (0.5 if causal else 1.0)
+        for label, ratio in re.findall(r"(\w+) ([\d.]+)", found[6]):
+            if label == "auto":  # the default of that time
+                config = hopper_flash_fwd.Config(128, 128, 2, 1)
+                if head_dim != 128:
+                    config = hopper_flash_fwd.configs(problem, replace(Gpu.for_arch("sm_90"), num_sms=132))[0]
+            elif label in named and head_dim == 64:
+                config = hopper_flash_fwd.Config(*named[label])
+            else:  # tiles of 128 queries: the log does not say how many keys
+                continue
+            us = counted / (int(found[5]) * float(ratio)) * 1e-6
+            us *= _since("hopper/flash_fwd", problem, "2026-11-21", us)
+            yield Point(
+                hopper_flash_fwd, config, problem, us, False, f"d{head_dim} {batch}x{seqlen} {found[4]} {label}"
+            )
+
+
+def problem_of(
+    head_dim: int, batch: int, seqlen: int, heads: int, dtype: str, causal: Causal | None, precision: str = "default"
+) -> AttentionProblem:
+    """A dense problem whose queries and keys are as many, of heads that are not grouped."""
+    return AttentionProblem(
+        batch=batch,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen,
+        num_heads_q=heads,
+        num_heads_kv=heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        dtype=dtype,
+        softmax_scale=head_dim**-0.5,
+        causal=causal,
+        precision=precision,
+    )
