@@ -91,6 +91,11 @@ TABLE = (
         ("top-left mask aligned to the last key", "stale cache key: a call's options left out"),
     ),
     Row(
+        "every tile of rows once, whatever heads the groups that share L2 leave over",
+        (EDGES + "test_heads_left_over_by_groups_that_share_l2",),
+        ("heads that groups leave over are not counted",),
+    ),
+    Row(
         "window: inclusive on both sides, counted from the last key, -1 unlimited",
         (EDGES + "test_window_is_inclusive_and_follows_the_last_key", "test_probes.py::test_support"),
         ("window's left edge exclusive",),

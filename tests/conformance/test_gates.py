@@ -22,18 +22,23 @@ each_data_set = pytest.mark.parametrize("data", DATA_SETS)
 
 
 @functools.lru_cache(maxsize=4)  # the kernels of one case run one after the other
-def built(case: Case, data: Data) -> tuple[Call, ForwardReferences]:
-    call = cases.build(case, data, DEVICE)
-    return call, forward_references(call.problem, call.operands)
+def built(case: Case, data: Data) -> Call:
+    return cases.build(case, data, DEVICE)
+
+
+@functools.lru_cache(maxsize=4)
+def references_of(case: Case, data: Data) -> ForwardReferences:
+    call = built(case, data)
+    return forward_references(call.problem, call.operands)
 
 
 def check(kernel: str, case: Case, data: Data, request: pytest.FixtureRequest, config: Any = None) -> None:
-    call, references = built(case, data)
+    call = built(case, data)
     if harness.refuses(kernel, call, request):
         return
     out, lse = harness.run(kernel, call, config)
     assert (lse is not None) == case.lse
-    verdict = judge_forward(call.problem, references, out, lse)
+    verdict = judge_forward(call.problem, references_of(case, data), out, lse)
     assert verdict.passed, f"{kernel} on {case}, {data}: {verdict}"
 
 

@@ -408,6 +408,11 @@ OTHERS = [
         "test_paged.py::test_page_sizes_and_splits", "maps", "FAIL",
     ),
     Mutant(
+        "heads that groups leave over are not counted", "kernels/flash_fwd.py",
+        "tile = num_tiles - 1 - place // heads\n", "tile = num_tiles - 1 - place // heads_in_l2\n",
+        "test_edges.py::test_heads_left_over_by_groups_that_share_l2", "flash_fwd-3 and not hopper", "gates fail",
+    ),
+    Mutant(
         "query heads of a group taken in turn", SPLIT,
         "heads = kv_head * GROUP_SIZE + tile_rows % TILE_HEADS  # [BLOCK_M]",
         "heads = kv_head + tile_rows % TILE_HEADS * num_heads_kv",
