@@ -13,6 +13,8 @@ from collections.abc import Iterable
 import pytest
 import torch
 
+from tests.conformance.datasets import DATA_SETS
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -20,6 +22,8 @@ if not torch.cuda.is_available():
 # them run in `make test-full`, and on a GPU. An interpreted call takes tiled half a second and naive more than one. No
 # multiples of 3, so that the sample meets all three data sets.
 SAMPLED = {"tiled": 25, "naive": 50, "split_kv": 100, "large_head_dim": 100, "three_kernel": 100}
+# Products of rounded parts take the interpreter seconds: each case of the grid meets one of the data sets, in turn.
+IN_TURN = ("float32:tf32", "float32:tf32x3", "float32:bf16x3", "float32:bf16x6")
 MAX_SKIPPED = 0.05  # of a kernel's tests; more means that the suite no longer says what it seems to say
 
 
@@ -58,6 +62,13 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
                 if seen[kernel] % SAMPLED[kernel]:
                     item.add_marker(pytest.mark.full)
                 seen[kernel] += 1
+            case = parameters.get("case")
+            if item.name.startswith("test_case_grid") and kernel == "flash_fwd" and case.dtype in IN_TURN:
+                # The data sets of a case come one after another.
+                nth, data = divmod(seen["in turn"], len(DATA_SETS))
+                if data != nth % len(DATA_SETS) and not torch.cuda.is_available():
+                    item.add_marker(pytest.mark.full)
+                seen["in turn"] += 1
 
 
 class KernelAccount:

@@ -49,8 +49,8 @@ PROBLEM = AttentionProblem(
         ({}, CPU, "torch_sdpa"),
         ({}, INTERPRETER, "torch_sdpa"),
         ({"softcap": 5.0}, CPU, "eager"),
-        ({"mask_shape": (1, 1, 128, 128)}, CPU, "eager"),
-        ({"causal": Causal(), "seqlen_q": 64}, CPU, "eager"),
+        ({"mask_shape": (1, 1, 128, 128)}, CPU, "torch_sdpa"),
+        ({"causal": Causal(), "seqlen_q": 64}, CPU, "torch_sdpa"),
         ({"causal": Causal("top_left"), "seqlen_q": 64}, CPU, "torch_sdpa"),
         ({"return_lse": True}, CPU, "eager"),
         ({"requires_grad": True}, Gpu.for_arch("sm_80"), "eager"),
@@ -170,8 +170,8 @@ def test_kernels_have_the_anatomy_the_dispatcher_documents() -> None:
 
 def test_torch_sdpa_names_each_difference() -> None:
     problem = replace(
-        PROBLEM, causal=Causal(), seqlen_q=64, softcap=1.0, has_sinks=True, window_size=(1, 1), return_lse=True
+        PROBLEM, softcap=1.0, has_sinks=True, window_size=(1, 1), seqlen_q=8192, seqlen_k=8192, return_lse=True
     )
     text = "\n".join(torch_sdpa.why_not(problem, CPU))
-    for word in ("lse", "first key", "window_size", "softcap", "sinks"):
+    for word in ("lse", "mask of 8,192 x 8,192", "softcap", "sinks"):
         assert word in text

@@ -1,14 +1,23 @@
-"""torch's own scaled_dot_product_attention, on the CPU, for the calls it computes exactly as we define them.
+"""torch's own scaled_dot_product_attention, on the CPU, for the calls it computes as we define them.
 
 torch's CPU kernel is a vectorised FlashAttention and several times faster than our tile-by-tile torch operations.
-What it does not have, or does differently, is refused here: it returns no log-sum-exp, knows no softcap, sinks,
-windows or ALiBi, aligns a causal mask to the first key, and lets a NaN behind a boolean mask through.
+What it does otherwise is settled around it:
+
+    packed sequences   one call each.
+    masks              a pair may be hidden by a boolean mask, by a bias of minus infinity and by position at once;
+                       torch takes one mask. Its own causal mask, aligned to the first key, it takes by name.
+    NaN and Inf        torch adds minus infinity to a hidden score and multiplies the values of hidden keys by 0: both
+                       let NaN and Inf through. Where something is hidden and q, k and v do not rule them out, eager
+                       computes the call.
+
+It returns no log-sum-exp and knows no softcap, sinks or ALiBi: those are refused.
 
 Bound: the CPU's vector units.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,12 +25,17 @@ import torch
 import torch.nn.functional as F
 
 from warpwave import precision
-from warpwave.hardware.gpu import Gpu
+from warpwave.hardware.gpu import Gpu, current_gpu
+from warpwave.kernels import eager
 from warpwave.kernels.cost import Cost
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.problem import AttentionProblem, Band, Operands
 
 NAME = "torch_sdpa"
 NEEDS_GPU = False
+# Pairs of a sequence for which a mask by position is made, a byte each and four in torch: beyond, eager skips what such
+# a mask hides and keeps nothing of its size.
+MOST_PAIRS = 2**24
+LARGEST_SCORE = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -33,16 +47,85 @@ def bind(
     problem: AttentionProblem, operands: Operands, config: Config
 ) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
     """Returns `run(operands) -> (out, None)`."""
-    causal, scale = problem.causal is not None, problem.softmax_scale
-    grouped = problem.num_heads_q != problem.num_heads_kv
+    by_position = problem.causal is not None or problem.window_size != (-1, -1)
+    if not problem.packed:  # whose lengths the host may not know
+        lengths = (problem.seqlen_q, problem.seqlen_k)
+        by_position = by_position and _hides(problem.band(*lengths), *lengths)
+    hides = by_position or problem.mask_shape is not None or problem.bias_shape is not None
 
     def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
-        q, k, v = (t.transpose(1, 2) for t in operands[:3])
         with torch.no_grad():
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
-        return out.transpose(1, 2).contiguous(), None
+            if hides and not _is_tame(problem, operands):
+                tiles = eager.configs(problem, current_gpu(operands.q.device))[0]
+                return eager.forward(problem, operands, tiles)[0], None
+            if not problem.packed:
+                return _attend(problem, *operands[:5]), None
+            q, k, v = operands[:3]
+            out = q.new_empty((*q.shape[:-1], problem.head_dim_v))
+            ends = zip(operands.cu_seqlens_q.tolist(), operands.cu_seqlens_k.tolist(), strict=True)
+            begin_q, begin_k = next(ends)
+            for end_q, end_k in ends:
+                rows, keys = slice(begin_q, end_q), slice(begin_k, end_k)
+                out[rows] = _attend(problem, q[None, rows], k[None, keys], v[None, keys], None, None)[0]
+                begin_q, begin_k = end_q, end_k
+            return out, None
 
     return run
+
+
+def _hides(band: Band, seqlen_q: int, seqlen_k: int) -> bool:
+    """Whether a positional mask hides a pair of a sequence."""
+    return (band.low is not None and band.low > 1 - seqlen_q) or (band.high is not None and band.high < seqlen_k - 1)
+
+
+def _is_tame(problem: AttentionProblem, operands: Operands) -> bool:
+    """Whether all of v is finite, and no element of q and k so large, or NaN, that a score might not be."""
+    if 0 in (operands.q.numel(), operands.k.numel()):
+        return True
+    q, k, v = (max(-float(low), float(high)) for low, high in (t.aminmax() for t in operands[:3]))
+    return v < math.inf and q * k * problem.head_dim * max(1.0, problem.softmax_scale) < LARGEST_SCORE
+
+
+def _attend(
+    problem: AttentionProblem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Sequences of one length, (batch, seqlen, heads, width)."""
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    if 0 in (seqlen_q, seqlen_k):
+        return q.new_zeros((*q.shape[:-1], problem.head_dim_v))
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    band = problem.band(seqlen_q, seqlen_k)
+    shown = mask
+    causal = band == Band(None, 0) and mask is None and bias is None
+    if _hides(band, seqlen_q, seqlen_k) and not causal:
+        of_band = _shown(band, seqlen_q, seqlen_k, q.device)
+        shown = of_band if shown is None else shown & of_band
+    added = shown
+    if bias is not None:
+        added = bias if shown is None else bias.masked_fill(~shown, -math.inf)
+    if added is not None:
+        added = added.expand(-1, -1, seqlen_q, seqlen_k)
+    grouped = problem.num_heads_q != problem.num_heads_kv
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=added, is_causal=causal, scale=problem.softmax_scale, enable_gqa=grouped
+    )
+    return out.transpose(1, 2).contiguous()
+
+
+def _shown(band: Band, seqlen_q: int, seqlen_k: int, device: torch.device) -> torch.Tensor:
+    """(1, 1, seqlen_q, seqlen_k), True where a positional mask shows a pair."""
+    distance = torch.arange(seqlen_k, device=device) - torch.arange(seqlen_q, device=device)[:, None]
+    shown = torch.ones_like(distance, dtype=torch.bool)
+    if band.low is not None:
+        shown &= distance >= band.low
+    if band.high is not None:
+        shown &= distance <= band.high
+    return shown[None, None]
 
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
@@ -54,24 +137,18 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         reasons.append("its gradients are not wired up; eager's are")
     if problem.return_lse:
         reasons.append("torch returns no lse")
-    if problem.packed:
-        reasons.append("packed sequences would have to be padded")
-    if (
-        problem.causal is not None
-        and problem.causal.alignment == "bottom_right"
-        and problem.seqlen_q != problem.seqlen_k
-    ):
-        reasons.append("torch aligns a causal mask to the first key")
+    for seqlen_q, seqlen_k in set(problem.items()):
+        band = problem.band(seqlen_q, seqlen_k)
+        if _hides(band, seqlen_q, seqlen_k) and band != Band(None, 0) and seqlen_q * seqlen_k > MOST_PAIRS:
+            reasons.append(f"torch would need a mask of {seqlen_q:,} x {seqlen_k:,}, and computes what it hides")
+            break
     for name, present in (
-        ("window_size", problem.window_size != (-1, -1)),
         ("softcap", problem.softcap > 0),
         ("sinks", problem.has_sinks),
         ("alibi_slopes", problem.alibi_shape is not None),
     ):
         if present:
             reasons.append(f"torch has no {name}")
-    if problem.mask_shape is not None or problem.bias_shape is not None:
-        reasons.append("behind a mask or bias, torch lets the NaN of a key that no query sees reach the output")
     return reasons
 
 
