@@ -23,6 +23,16 @@ def warpwave(*arguments: str, python: tuple[str, ...] = ()) -> subprocess.Comple
     )
 
 
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """The same in this process, which has torch: (exit code, stdout, stderr). Whatever is no exit is raised."""
+    monkeypatch.setattr(sys, "argv", ["warpwave", *arguments])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    printed = capsys.readouterr()
+    assert isinstance(end.value.code, int)
+    return end.value.code, printed.out, printed.err
+
+
 def test_help_is_quick_and_plain() -> None:
     times = []
     for _ in range(5):
@@ -60,27 +70,29 @@ def test_explain_names_the_kernel_and_the_reasons() -> None:
     done = warpwave("explain", "--gpu", "sm_90", "--causal")
     assert done.returncode == 0, done.stderr
     assert "flash_fwd" in done.stdout
+    assert "h100, h100-pcie, h200" in done.stdout
     assert "\x1b" not in done.stdout
 
 
-def test_explain_json_is_the_same_in_data() -> None:
+def test_explain_json_is_the_same_in_data(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--batch", "2", "--seqlen-q", "100", "--seqlen-k", "300", "--heads", "8", "--heads-kv", "2"]
-    done = warpwave(
-        "explain", "--gpu", "sm_90", "--json", "--head-dim", "64", "--dtype", "fp16", "--window", "15,0", *sizes
-    )
-    explanation = json.loads(done.stdout)
+    call = ["--head-dim", "64", "--dtype", "fp16", "--window", "15,0", *sizes]
+    code, out, _ = here(monkeypatch, capsys, "explain", "--gpu", "sm_90", "--json", *call)
+    explanation = json.loads(out)
+    assert code == 0
     assert explanation["kernel"].endswith("flash_fwd")
     assert explanation["problem"]["num_heads_kv"] == 2
     assert explanation["flops"] == 2 * 8 * 100 * 16 * 2 * 128  # 16 keys a query, two products of width 64
 
 
-def test_explain_has_bounds_for_a_card_that_is_not_here() -> None:
-    done = warpwave("explain", "--gpu", "H200", "--json")
-    explanation = json.loads(done.stdout)
+def test_explain_has_bounds_for_a_card_that_is_not_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = here(monkeypatch, capsys, "explain", "--gpu", "H200", "--json")
+    explanation = json.loads(out)
     assert explanation["bounds"]["rates"]["name"] == "data sheet"
     assert explanation["binding"] == "tensor cores"
     assert explanation["least_us"] == pytest.approx(explanation["flops"] / 989.4e6)
-    assert "h100, h100-pcie, h200" in warpwave("explain", "--gpu", "sm_90").stdout
 
 
 def test_explain_is_quick() -> None:
@@ -118,21 +130,25 @@ def test_roof_measures_keeps_and_shows(tmp_path: Path, monkeypatch: pytest.Monke
     [
         (["--device", "abacus"], "'abacus' is not a device"),
         (["--device", "cuda:77"], "torch sees no GPU 77"),
-        (["--device", "cpu", "--out", "/no/such/folder/roof.json"], "there is no folder /no/such/folder"),
+        (["--device", "cpu", "--out", "/no/such/folder/roof.json"], "there is no directory /no/such/folder"),
+        (["--device", "cpu", "--out", __file__], "is no file of `warpwave roof`"),
     ],
 )
-def test_a_mistake_with_roof_is_one_sentence(arguments: list[str], said: str) -> None:
-    done = warpwave("roof", *arguments)
-    assert done.returncode == 2 and done.stdout == ""
-    assert said in done.stderr and "Traceback" not in done.stderr
+def test_a_mistake_with_roof_is_one_sentence(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = here(monkeypatch, capsys, "roof", *arguments)
+    assert code == 2 and out == ""
+    assert said in err and "measuring" not in err
 
 
-def test_explain_describes_this_machine_by_default() -> None:
-    done = warpwave(
-        "explain", "--dtype", "fp32", "--seqlen-q", "64", "--alibi", "--sinks", "--softcap", "20", "--grad", "--lse"
-    )
-    assert done.returncode == 0, done.stderr
-    assert "eager" in done.stdout
+def test_explain_describes_this_machine_by_default(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ["--dtype", "fp32", "--seqlen-q", "64", "--alibi", "--sinks", "--softcap", "20", "--grad", "--lse"]
+    code, out, err = here(monkeypatch, capsys, "explain", *call)
+    assert code == 0, err
+    assert "eager" in out
 
 
 @pytest.mark.parametrize(
@@ -150,33 +166,42 @@ def test_explain_describes_this_machine_by_default() -> None:
         (["--batch", "-1"], "--batch"),
         (["--heads", "many"], "--heads"),
         (["--seqlen-q", "1" + "0" * 18], "no tensor can have"),
+        (["--seqlen-q", "1" + "0" * 22], "no tensor can have"),
+        (["--seqlen-q", "1" + "0" * 13], "q would take 40,960.0 TB, more than any GPU has"),
         (["--hats", "16"], "No such option"),
+        (["--gpu", "h200", "--measured-us", "inf"], "must be above 0 us and finite, got inf"),
+        (["--gpu", "h200", "--record", "none.jsonl"], "none.jsonl cannot be read: No such file or directory"),
+        (["--gpu", "h200", "--ablate", "--measured-us", "9"], "--ablate takes no --measured-us"),
+        (["--gpu", "h200", "--ablate", "--kernel", "tiled"], "--ablate takes no --kernel"),
+        (["--from-table", "case_report_0", "--gpu", "h100"], "--from-table takes no --gpu"),
+        (["--from-table", "case_report_0", "--seqlen-q", "64"], "--from-table takes no --seqlen-q"),
     ],
 )
-def test_a_mistake_is_one_sentence_and_exit_code_2(arguments: list[str], said: str) -> None:
-    done = warpwave("explain", *arguments)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_mistake_is_one_sentence_and_exit_code_2(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = here(monkeypatch, capsys, "explain", *arguments)
+    assert code == 2
+    assert out == ""
+    assert said in err
 
 
-def test_an_unknown_suite_is_said_plainly() -> None:
-    done = warpwave("bench", "no-such-suite")
-    assert done.returncode == 2
-    assert "no-such-suite" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_an_unknown_suite_is_said_plainly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = here(monkeypatch, capsys, "bench", "no-such-suite")
+    assert code == 2
+    assert "no-such-suite" in err
 
 
 @pytest.mark.parametrize("device", ["abacus", "cuda"])
-def test_the_demo_refuses_a_device_that_is_not_there(device: str) -> None:
+def test_the_demo_refuses_a_device_that_is_not_there(
+    device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import torch
 
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    done = warpwave("demo", "--device", device)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
+    code, _, err = here(monkeypatch, capsys, "demo", "--device", device)
+    assert code == 2 and "--device" in err
 
 
 @pytest.mark.parametrize("code", [0, 1])
@@ -192,6 +217,14 @@ def test_report_writes_the_shipped_record(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"Markdown: {tmp_path / 'r.md'}\nreport: {tmp_path / 'r.html'}\n"
     assert "not on this machine" in (tmp_path / "r.html").read_text()
+
+
+def test_a_terminal_without_utf_8_is_served() -> None:
+    command = [sys.executable, "-m", "warpwave", "report", "--markdown", "-"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, timeout=120, check=False, env=environment)
+    assert done.returncode == 0, done.stderr.decode()
+    assert b" % of what the tensor cores allow" in done.stdout and b"?%" not in done.stdout
 
 
 def test_report_of_what_is_not_there_is_one_sentence(tmp_path: Path) -> None:

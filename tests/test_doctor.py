@@ -217,17 +217,6 @@ def test_the_bundle_is_whole_and_holds_no_secret(tmp_path: Path) -> None:
     assert path.read_text() == before
 
 
-def test_a_file_is_written_over_by_force_only(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    bundle.write_whole(path, "first", force=False)
-    with pytest.raises(FileExistsError):
-        bundle.write_whole(path, "second", force=False)
-    assert path.read_text() == "first"
-    bundle.write_whole(path, "third", force=True)
-    assert path.read_text() == "third"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_recent_kernels_come_newest_first(tmp_path: Path) -> None:
     for i, name in enumerate(("old", "new")):
         (tmp_path / name).mkdir()

@@ -292,6 +292,8 @@ def test_what_does_not_fit_is_exit_code_1() -> None:
         (["--diff", "no.json", "neither.json"], "there is no file no.json"),
         (["flash_fwd", "--arch", "sm_90", "--diff", "default", "default"], "nothing to compare"),
         (["flash_fwd", "--arch", "sm_90", "--diff", "default"], "--diff"),
+        (["flash_fwd", "--arch", "sm_90", "--save", __file__], "--save: "),
+        (["flash_fwd", "--arch", "sm_90", "--config", "block_m=64,block_m=128"], "block_m is given twice"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(

@@ -8,7 +8,6 @@ import pkgutil
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -72,26 +71,82 @@ kernel_keys.sources.cache_clear()
 assert forgotten(), "a change that no size shows"
 print("good")
 """
-# A source is edited when the process has imported it, or replaced by one with an old date.
+# Sources are edited, or replaced by such with an old date, when the process has imported them.
 EDITED = """
 import os
 import sys
 from pathlib import Path
-from warpwave import kernel_keys
+from warpwave import kernel_keys, kernels
 from warpwave.kernels import primitives
 from warpwave.kernels.flash_fwd import flash_fwd_kernel as kernel
 
-source, how = Path(primitives.__file__), sys.argv[1]
-assert str(source).startswith(sys.argv[2])
-text = source.read_text() + "\\n# edited\\n"
-if how == "edited":
-    source.write_text(text)
-elif how == "replaced":
-    (source.parent / "other").write_text(text)
-    os.utime(source.parent / "other", (1e9, 1e9))
-    os.replace(source.parent / "other", source)
-print(kernel_keys.recall(kernel), len(kernel.cache_key))
-kernel_keys.keep(kernel)
+source, cache = Path(primitives.__file__), Path(sys.argv[2])
+assert str(source).startswith(sys.argv[1])
+
+def recalled():
+    kernel.hash = None
+    kernel_keys.sources.cache_clear()
+    return kernel_keys.recall(kernel)
+
+def kept():
+    assert len(kernel.cache_key) == 64
+    kernel_keys.keep(kernel)
+    return len(list(cache.rglob("*.json")))
+
+kernels.IMPORTED_AT = max(path.stat().st_ctime for path in kernel_keys.SOURCES.rglob("*.py"))
+assert not recalled() and kept() == 0, "written as the process began: it may have read others"
+kernels.IMPORTED_AT += 1.01
+assert not recalled() and kept() == 1 and recalled()
+text = source.read_text()
+source.write_text(text + "# edited\\n")
+assert not recalled() and kept() == 1, "the old key under the new digest"
+source.write_text(text)
+assert not recalled() and kept() == 1, "nobody knows what was read"
+other = source.with_suffix(".other")
+other.write_text(text + "# replaced\\n")
+os.utime(other, (1e9, 1e9))
+os.replace(other, source)
+assert not recalled() and kept() == 1, "an old date"
+kernels.IMPORTED_AT += 1000  # as of a process that begins now
+assert not recalled() and kept() == 2 and recalled(), "other sources have a key of their own"
+print("good")
+"""
+PTXAS = """
+import os
+import subprocess
+from pathlib import Path
+from warpwave import kernel_keys
+from warpwave.kernels.triton_or_stub import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend, get_ptxas_version
+from triton.knobs import NvidiaTool
+
+def key():
+    return CUDABackend(GPUTarget("cuda", 90, 32)).hash()
+
+def forget():
+    get_ptxas_version.cache_clear()
+    NvidiaTool.from_path.cache_clear()
+
+assert not kernel_keys.recall_ptxas(90), "nothing is there yet"
+asked = key()
+kernel_keys.keep_ptxas(90)
+forget()
+ask, subprocess.check_output = subprocess.check_output, None
+assert kernel_keys.recall_ptxas(90) and key() == asked, "what Triton is told, it would have been answered"
+assert not kernel_keys.recall_ptxas(80) and not vars(triton.knobs.nvidia)
+forget()
+os.environ["TRITON_PTXAS_PATH"] = "/another/ptxas"
+assert not kernel_keys.recall_ptxas(90)
+del os.environ["TRITON_PTXAS_PATH"]
+path = kernel_keys._path_of_ptxas(90)
+text, tool = path.read_text(), kernel_keys._tools()[0]
+for other in ("", "{}", text.replace(str(tool[1]), str(tool[1] + 1)), text.replace(str(tool[3]), str(tool[3] + 1))):
+    path.write_text(other)
+    assert other != text and not kernel_keys.recall_ptxas(90), other
+subprocess.check_output = ask
+assert key() == asked and not vars(triton.knobs.nvidia)
+print("good")
 """
 
 
@@ -116,11 +171,11 @@ def test_a_process_whose_sources_changed_since_keeps_and_takes_no_key(tmp_path: 
     """It would keep the key of what it imported under the digest of what lies there now."""
     package, cache = tmp_path / "copy" / "warpwave", tmp_path / "cache"
     shutil.copytree(Path(warpwave.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    for how in ("untouched", "edited", "replaced", "untouched"):
-        time.sleep(1.1)  # younger sources are nobody's
-        assert run(EDITED, cache, how, str(package), root=str(package.parent)).split() == ["False", "64"], how
-    assert len(list(cache.rglob("*.json"))) == 2, "of the first sources and of the last"
-    assert run(EDITED, cache, "untouched", str(package), root=str(package.parent)).split() == ["True", "64"]
+    assert run(EDITED, cache, str(package), str(cache), root=str(package.parent)) == "good\n"
+
+
+def test_what_ptxas_says_is_remembered_of_the_same_program_alone(tmp_path: Path) -> None:
+    assert run(PTXAS, tmp_path) == "good\n"
 
 
 def test_another_triton_is_left_alone(tmp_path: Path) -> None:

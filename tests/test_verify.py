@@ -273,7 +273,7 @@ def test_a_wrong_result_is_exit_code_1(
     ("arguments", "said"),
     [
         (["--kernel", "nonsense"], "no kernel is called 'nonsense'"),
-        (["--out", "file/record.jsonl"], "record cannot be written"),  # a folder that is a file
+        (["--out", "file/record.jsonl"], "there is no directory"),  # a folder that is a file
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(

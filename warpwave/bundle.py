@@ -8,14 +8,12 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warpwave.errors import InvalidInput
+from warpwave.output_files import CannotWrite, check_output, write_whole
 
 if TYPE_CHECKING:
     from warpwave.doctor_facts import Facts
@@ -38,8 +36,12 @@ def write(path: Path, doctor: Mapping[str, Any], facts: Facts, *, force: bool) -
     """Writes the bundle, whole or not at all.
 
     Raises:
-        InvalidInput: the file exists and `force` was not given, or it cannot be written.
+        CannotWrite: the file exists and `force` was not given, or it cannot be written.
     """
+    there_already = CannotWrite(f"{path} is there already; give --force to write over it, or another name")
+    if path.is_file() and not force:
+        raise there_already
+    check_output(path, is_ours=lambda _: True, what="bug report")
     contents = {
         "kind": "warpwave bug report",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -52,33 +54,11 @@ def write(path: Path, doctor: Mapping[str, Any], facts: Facts, *, force: bool) -
     }
     text = json.dumps(without_home(contents, str(Path.home())), indent=1, default=str) + "\n"
     try:
-        write_whole(path, text, force=force)
+        write_whole(path, text, replace=force)
     except FileExistsError:
-        raise InvalidInput(f"{path} is there already; give --force to write over it, or another name") from None
+        raise there_already from None
     except OSError as error:
-        raise InvalidInput(f"{path} cannot be written: {error.strerror}") from None
-
-
-def write_whole(path: Path, text: str, *, force: bool) -> None:
-    """Writes a file by another one beside it, so that nobody ever sees half of it.
-
-    Raises:
-        FileExistsError: it exists and `force` is off.
-        OSError: it cannot be written.
-    """
-    if path.exists() and not force:
-        raise FileExistsError(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        if force:
-            os.replace(temporary, path)
-        else:
-            os.link(temporary, path)  # which, unlike a rename, fails where somebody else was faster
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+        raise CannotWrite(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 def without_home(value: Any, home: str) -> Any:

@@ -7,11 +7,14 @@ asked for ends in one sentence on stderr and exit code 2; a check that fails end
 from __future__ import annotations
 
 import atexit
+import codecs
 import errno
 import gc
+import io
 import os
 import signal
 import sys
+import unicodedata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -48,6 +51,10 @@ def main() -> None:
     if hasattr(signal, "SIGPIPE"):  # not on Windows
         # A reader that has seen enough (`| head`) ends the command as it ends any other, without a word.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    codecs.register_error("warpwave.plain", _plain)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", "utf8"):
+            stream.reconfigure(errors="warpwave.plain")  # a narrow space must not end a command in a traceback
     try:
         app(prog_name="warpwave")
     except (InvalidInput, InvalidType, UnsupportedProblem) as error:
@@ -59,6 +66,14 @@ def main() -> None:
         print(f"warpwave: the output could not be written: {error.strerror}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the flush at the end fails, and says so, once more
         sys.exit(2)
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    """What stands for characters that a terminal's encoding lacks: what they are variants of, or question marks."""
+    assert isinstance(error, UnicodeEncodeError)
+    lacking = error.object[error.start : error.end]
+    plain = (unicodedata.normalize("NFKD", x).encode("ascii", "ignore").decode() or "?" for x in lacking)
+    return "".join(plain), error.end
 
 
 def _exit_code(ended: SystemExit) -> int:
@@ -124,6 +139,7 @@ def demo(
 @app.command()
 @describes_a_call
 def explain(
+    context: typer.Context,
     problem: AttentionProblem | None,
     gpu: Annotated[
         str | None,
@@ -156,15 +172,29 @@ def explain(
     takes, and why not another kernel.
     """
     if from_table is not None:
+        _takes_no(context, "--from-table", _given(context) - {"from_table", "as_json"})
         from warpwave.tables.text import run
 
         print(run(from_table, as_json))
         return
     assert problem is not None  # call_options describes it wherever there is no table
     if ablate:
+        _takes_no(context, "--ablate", _given(context) & {"kernel", "measured_us", "record", "hot"})
         _print_ablations(problem, gpu, as_json)
         return
     _print_explanation(problem, gpu, kernel, measured_us, record, hot, as_json)
+
+
+def _given(context: typer.Context) -> set[str]:
+    """Names of the options that the command line has."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+
+
+def _takes_no(context: typer.Context, option: str, others: set[str]) -> None:
+    """Refuses options that would go unheard beside another."""
+    if names := [parameter.opts[0] for parameter in context.command.params if parameter.name in others]:
+        raise typer.BadParameter(f"{option} takes no {', '.join(names)}")
 
 
 def _print_ablations(problem: AttentionProblem, name: str | None, as_json: bool) -> None:

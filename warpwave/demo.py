@@ -31,11 +31,13 @@ from warpwave.bench.records import OURS, Measurement, RecordError, Records, envi
 from warpwave.bench.table import Table, print_table
 from warpwave.bench.timing import CaptureFailed, Samples, time_interleaved
 from warpwave.hardware.gpu import current_gpu
+from warpwave.output_files import CannotWrite
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.report import command
 from warpwave.report.content import Report, report
 from warpwave.report.intake import shipped_source
 from warpwave.report.machines import Source
+from warpwave.report.page import TooLarge
 
 # Two to four sentences on each of eight subjects, so that every one has a neighbour in meaning.
 SENTENCES = (
@@ -483,7 +485,7 @@ def run(device_name: str | None = None, out: Path | None = None) -> int:
     out = Path(command.DEFAULT_NAME) if out is None else out
     try:
         command.check_writable(out)
-    except command.ReportError as error:
+    except CannotWrite as error:
         print(f"warpwave: {error}", file=sys.stderr)
         return 2
     device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -508,7 +510,7 @@ def run(device_name: str | None = None, out: Path | None = None) -> int:
         told = sources(measurements, device)
         print_summary(report(told))
         print(f"The report: {command.write_page(told, out)}")
-    except (RecordError, command.ReportError) as error:
+    except (RecordError, TooLarge, CannotWrite) as error:
         print(f"warpwave: {error}", file=sys.stderr)
         return 2 if all_right else 1
     print("Every check passed." if all_right else "A check FAILED: see the tables above.")

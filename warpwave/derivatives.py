@@ -92,20 +92,25 @@ def absent(like: torch.Tensor) -> torch.Tensor:
 class Plan:
     """What an eager call with gradients runs, and what its backward has to know."""
 
-    def __init__(self, run: Run, problem: AttentionProblem, gpu: Gpu, options: Options, kernel: str) -> None:
+    def __init__(
+        self, run: Run, problem: AttentionProblem, gpu: Gpu, options: Options, kernel: str, operands: Operands
+    ) -> None:
         self.run, self.problem, self.gpu, self.options, self.kernel = run, problem, gpu, options, kernel
+        # What is absent behind the last operand is not passed through torch, which looks at each.
+        self.count = max(i for i, t in enumerate(operands) if t is not None) + 1
+        self.absent = (None,) * (_NUM_TENSORS - self.count)
         self.module = module_of(problem, gpu, kernel)
         self.keeps_results = self.module is eager  # whose gradients take what its forward returned
         self.apply = _apply_both if options.return_lse else _apply_out
 
     def __call__(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(out, lse), differentiable; lse None unless it is asked for."""
-        returned = self.apply(self, *operands)
+        returned = self.apply(self, *operands[: self.count])
         return returned if self.options.return_lse else (returned, None)
 
     def forward(self, ctx: Any, tensors: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Runs the call, and keeps what its backward takes."""
-        results = self.run(tuple.__new__(Operands, tensors))
+        results = self.run(tuple.__new__(Operands, tensors + self.absent))
         ctx.plan = self
         if self.keeps_results:
             ctx.save_for_backward(*tensors, *results)
@@ -115,14 +120,14 @@ class Plan:
 
     def backward(self, ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
         """What `torch.autograd.Function.backward` returns for (plan, *operands)."""
-        tensors = ctx.saved_tensors
-        operands, results = tensors[:_NUM_TENSORS], tensors[_NUM_TENSORS:] or (None, None)
-        needs = ctx.needs_input_grad
-        wanted = [needs[1 + i] for i in DIFFERENTIABLE]
+        saved, count = ctx.saved_tensors, self.count
+        operands, results = saved[:count] + self.absent, saved[count:] or (None, None)
+        needs = ctx.needs_input_grad[1:] + self.absent
+        wanted = [bool(needs[i]) for i in DIFFERENTIABLE]
         q, v = operands[0], operands[2]
         if dout is None:
             if dlse is None:
-                return (None,) * len(needs)
+                return (None,) * (1 + count)
             dout = q.new_zeros((*q.shape[:-1], v.shape[-1]))
         if is_grad_enabled() or not is_eager() or not _are_plain((dout, *operands)):
             out, lse = (absent(q) if t is None else t for t in results)
@@ -131,7 +136,7 @@ class Plan:
             given = tuple.__new__(Operands, operands)
             found = gradients(self.module, self.problem, self.gpu, given, results, dout, dlse, wanted)
         dq, dk, dv, dbias, dslopes, dsinks = found
-        return None, dq, dk, dv, None, dbias, dslopes, dsinks, None, None
+        return (None, dq, dk, dv, None, dbias, dslopes, dsinks, None, None)[: 1 + count]
 
 
 def _are_plain(tensors: Sequence[Any]) -> bool:

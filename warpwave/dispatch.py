@@ -10,6 +10,7 @@ A kernel is a module of `warpwave.kernels` with
                                                threshold in closed form with what was measured; only "auto" asks
     cost(problem, gpu, config) -> Cost         what it moves and computes
     configs(problem, gpu) -> list[Config]      the default first, then the search space
+    default(problem, gpu) -> Config            optional: the first of them alone, where the others take time to list
     bind(problem, operands, config)            -> run(operands) -> (out, lse or None)
     gradients, gradients_why_not               optional: gradients that take nothing of the forward, and why not
 
@@ -102,7 +103,7 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
                 reasons_against(problem, gpu),
                 "a larger budget, or precision='default'",
             )
-        return Choice(module, module.configs(problem, gpu)[0], "default")
+        return Choice(module, default_config(module, problem, gpu), "default")
     if kernel not in by_name:
         raise InvalidInput(f"kernel is {kernel!r}; it must be 'auto' or one of {', '.join(map(repr, by_name))}")
     module = by_name[kernel]
@@ -116,10 +117,15 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
             _nearest(problem, gpu),
         )
     if config is None:
-        return Choice(module, module.configs(problem, gpu)[0], "default")
+        return Choice(module, default_config(module, problem, gpu), "default")
     if not isinstance(config, module.Config):
         raise InvalidType(f"config is a {type(config).__name__}; kernel {kernel!r} takes {module.__name__}.Config")
     return Choice(module, config, "given")
+
+
+def default_config(module: Any, problem: AttentionProblem, gpu: Gpu) -> Any:
+    """The config with which a kernel runs a problem that it takes, where nobody names another."""
+    return module.default(problem, gpu) if hasattr(module, "default") else module.configs(problem, gpu)[0]
 
 
 def forward_of(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> tuple[AttentionProblem, str]:

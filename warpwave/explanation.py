@@ -283,7 +283,7 @@ def _alternatives(problem: AttentionProblem, gpu: Gpu, chosen: Any, hot: bool) -
     found = {}
     for kernel in dispatch.kernels_for(problem):
         if kernel is not chosen and kernel.NEEDS_GPU and not kernel.why_not(problem, gpu):
-            other = predict(problem, kernel, kernel.configs(problem, gpu)[0], gpu, hot=hot)
+            other = predict(problem, kernel, dispatch.default_config(kernel, problem, gpu), gpu, hot=hot)
             if other is not None:
                 found[kernel.NAME] = other.time_us
     return found

@@ -267,7 +267,10 @@ def parse_config(text: str, default: Any) -> Any:
     names = [field.name for field in fields(default)]
     known = f"; its fields are {', '.join(names)}" if names else "; it has no fields"
     if "=" in text:
-        given = dict(part.partition("=")[::2] for part in re.split(r"[,\s]+", text.strip()))
+        pairs = [part.partition("=")[::2] for part in re.split(r"[,\s]+", text.strip())]
+        given = dict(pairs)
+        if twice := [name for name in given if sum(name == other for other, _ in pairs) > 1]:
+            raise InvalidInput(f"config {text!r}: {twice[0]} is given twice")
         for name in given:
             if name not in names:
                 close = difflib.get_close_matches(name, names, n=1)

@@ -69,7 +69,10 @@ def run(problem: AttentionProblem, request: Request) -> int:
         for gpu in gpus:
             _check_they_differ(configs(gpu))
     if request.save is not None:
-        request.save.mkdir(parents=True, exist_ok=True)
+        try:
+            request.save.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidInput(f"--save: {request.save} cannot be made: {error.strerror or error}") from None
     inspection = inspect(kernel, problem, gpus, configs, save=request.save, on_done=_progress())
     if request.diff is not None:
         differences = [d for gpu in gpus for d in _config_differences(inspection.findings, gpu, configs(gpu))]

@@ -6,6 +6,9 @@ sources of warpwave's kernels, from Triton and Python, and from the values of th
 is part of what a remembered key is found by, or is compared before it is used; what cannot be compared is not
 remembered. A process whose sources changed since it read them neither keeps a key nor takes one. Triton's own sources
 are in the key that Triton makes of this one.
+
+What ptxas says of its version is part of that key too, and Triton starts it twice in each process to ask. Its words are
+remembered as well, by the size and times of the program that said them.
 """
 
 from __future__ import annotations
@@ -75,11 +78,62 @@ def keep(kernel: Any) -> None:
         ]
         if any(" at 0x" in text or not module.startswith(_OURS) for module, _, text in values):
             return
-        path = _path(kernel)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump({"key": kernel.cache_key, "values": values}, file)
-        os.replace(file.name, path)
+        _write(_path(kernel), {"key": kernel.cache_key, "values": values})
+
+
+def recall_ptxas(arch: int) -> bool:
+    """Tells Triton what its ptxas says of itself, if that is remembered of the same program. Whether it was.
+
+    Args:
+        arch: as Triton counts them: 90.
+    """
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
+        kept = json.loads(_path_of_ptxas(arch).read_text(encoding="utf-8"))
+        if kept["tools"] == _tools() and isinstance(kept["says"], str):
+            from triton.backends.nvidia.compiler import get_ptxas_version
+
+            # Triton keeps what the first question was answered, and this is how it lets itself be told.
+            settings = vars(triton.knobs.nvidia)
+            settings["mock_ptx_version"] = kept["says"]
+            try:
+                get_ptxas_version(arch)
+            finally:
+                settings.pop("mock_ptx_version", None)
+            return True
+    return False
+
+
+def keep_ptxas(arch: int) -> None:
+    """Remembers what ptxas told Triton."""
+    with contextlib.suppress(OSError, TypeError, AttributeError, ImportError):
+        tools = _tools()
+        from triton.backends.nvidia.compiler import get_ptxas_version
+
+        _write(_path_of_ptxas(arch), {"tools": tools, "says": get_ptxas_version(arch)})
+
+
+def _tools() -> list[list[Any]]:
+    """The programs that Triton comes with, as the file system knows them.
+
+    Raises:
+        AttributeError: others are to be used.
+    """
+    if vars(triton.knobs.nvidia) or any(name.startswith(("TRITON_PTXAS", "TRITON_MOCK")) for name in os.environ):
+        raise AttributeError("ptxas")
+    found = sorted((Path(triton.__file__).parent / "backends" / "nvidia" / "bin").glob("ptxas*"))
+    stats = [(str(path), path.stat()) for path in found]
+    return [[path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino] for path, stat in stats]
+
+
+def _path_of_ptxas(arch: int) -> Path:
+    return Path(triton.knobs.cache.dir) / FOLDER / f"ptxas-{triton.__version__}-{arch}.json"
+
+
+def _write(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        json.dump(content, file)
+    os.replace(file.name, path)
 
 
 def _path(kernel: Any) -> Path:

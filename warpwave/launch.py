@@ -123,6 +123,29 @@ def _taken(take: Take, arguments: Sequence[torch.Tensor | None], counters: Count
     return take.descriptor(arguments[take.source])
 
 
+class Prepared(NamedTuple):
+    """What a launcher starts, for others that start it themselves (series.py); its attribute `prepared`.
+
+    Attributes:
+        device: its index.
+        launches: by stream and addresses.
+        numbers: of its arguments whose addresses count, in order.
+        counters: where the counter comes from whose address stands behind them, if there is one.
+    """
+
+    device: int
+    launches: driver.Launches
+    numbers: Sequence[int]
+    counters: Counters | None
+
+    def of(self, stream: int, addresses: Sequence[int]) -> tuple[int, driver.Prepared]:
+        """The loaded kernel, and what `driver.Start` takes besides. Not while the stream is being captured."""
+        key = (stream, *addresses)
+        if self.counters is not None:
+            key += (self.counters.get(stream).data_ptr(),)
+        return self.launches.function, self.launches.prepared.get(key) or self.launches.prepare(key)
+
+
 # A function for each number of arguments: to gather the addresses of any number costs three times what it does to name
 # them (2.5 and 0.8 us for four of eleven).
 _LAUNCH = """
@@ -173,6 +196,7 @@ def _prepared(
     }
     exec(source, scope)
     launcher: Launcher = scope["launch"]
+    launcher.prepared = Prepared(index, launches, numbers, counters)  # type: ignore[attr-defined]
     return launcher
 
 
@@ -248,7 +272,11 @@ def compile_once(spec: Launch, device: torch.device) -> Any:
             "call once before the capture to warm it up"
         )
     start = time.perf_counter()
+    target = triton.runtime.driver.active.get_current_target()
+    ask = not _compiled and target.backend == "cuda" and not kernel_keys.recall_ptxas(target.arch)
     compiled = kernel.warmup(*tensors, *scalars, **constants, **options, grid=(1,))
+    if ask:
+        kernel_keys.keep_ptxas(target.arch)
     if not remembered:
         kernel_keys.keep(kernel)
     if first_time:

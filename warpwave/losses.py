@@ -110,8 +110,8 @@ def split(
     Raises:
         InvalidInput: the time is shorter than anything can take.
     """
-    if not measured_us > 0:
-        raise InvalidInput(f"a measured time must be above 0 us, got {measured_us}")
+    if not 0 < measured_us < float("inf"):
+        raise InvalidInput(f"a measured time must be above 0 us and finite, got {measured_us}")
     if measured_us < prediction.bound_us:
         raise InvalidInput(
             f"{us(measured_us)} is less than the {us(prediction.bound_us)} that no implementation of this call can "

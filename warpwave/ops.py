@@ -157,7 +157,9 @@ def _plan(operands: Operands, options: Options, kernel: str, config: Any, dispat
     if others and not dispatched:  # the operator returns lse beside every gradient; nobody else asks for it
         problem = dataclasses.replace(problem, return_lse=options.return_lse)
     run = _bind(problem, gpu, operands, kernel, config)
-    return derivatives.Plan(run, whole, gpu, options, kernel) if options.needs_grad and not dispatched else run
+    if dispatched or not options.needs_grad:
+        return run
+    return derivatives.Plan(run, whole, gpu, options, kernel, operands)
 
 
 def _bind(problem: AttentionProblem, gpu: Gpu, operands: Operands, kernel: str, config: Any) -> Run:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
@@ -201,6 +202,12 @@ class AttentionProblem:
             for b in range(self.batch):
                 yield (_share(self.total_q, self.batch, b), _share(self.total_k, self.batch, b))
 
+    def counted_items(self) -> dict[tuple[int, int], int]:
+        """`items`, each once, with how many sequences have these lengths."""
+        if self.packed:
+            return Counter(self.items())
+        return {(self.seqlen_q, self.seqlen_k): self.batch} if self.batch else {}
+
     @property
     def pairs_are_exact(self) -> bool:
         """False where lengths or a boolean mask live on the device, uncounted: then the figures below are estimates."""
@@ -288,9 +295,7 @@ class AttentionProblem:
         return self.flops / max(1, self.compulsory_bytes)
 
     def _sum_over_items(self, count: Any) -> int:
-        if not self.packed:  # all sequences are alike
-            return self.batch * count(self.seqlen_q, self.seqlen_k)
-        return sum(count(sq, sk) for sq, sk in self.items())
+        return sum(times * count(sq, sk) for (sq, sk), times in self.counted_items().items())
 
     # Names -----------------------------------------------------------------------------------------------------------
 

@@ -67,9 +67,11 @@ def find(path: Path, problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") 
     module = next((k for k in dispatch.KERNELS if found.kernel == k.NAME), None)
     if module is None:
         raise InvalidInput(f"{path}: {found.kernel} is no kernel of this version")
-    return RecordedTime(
-        found.timing.median_us, found.kernel, config_of(module, found.config), is_hot(found), clock_mhz(found)
-    )
+    try:
+        config = config_of(module, found.config)
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(f"{path}: {found.case}: no config of {found.kernel}: {error}") from None
+    return RecordedTime(found.timing.median_us, found.kernel, config, is_hot(found), clock_mhz(found))
 
 
 def losses_of(m: Measurement, gpu: Gpu) -> Losses | None:

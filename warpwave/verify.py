@@ -340,12 +340,12 @@ def run(*, device_name: str | None, out: Path | None, kernels: Sequence[str], as
     gpu = current_gpu(device)
     modules = _modules(kernels, gpu)
     path = out or default_out(gpu)
-    if path.exists():
+    if path.is_file():
         raise InvalidInput(f"{path} is there already; name another file with --out")
     try:
         writer = RecordWriter(path, environment.describe(device))
-    except (OSError, RecordError) as error:
-        raise InvalidInput(f"the record cannot be written to {path}: {error}") from None
+    except RecordError as error:
+        raise InvalidInput(str(error)) from None
 
     say = _quiet if as_json else print
     outcome = Outcome(gpu)
@@ -367,6 +367,8 @@ def run(*, device_name: str | None, out: Path | None, kernels: Sequence[str], as
             writer.write(measurement)
     except Broken as error:
         outcome.broken = str(error)
+    except RecordError as error:
+        raise InvalidInput(str(error)) from None
     seconds = time.monotonic() - started
     if as_json:
         print(json.dumps(as_data(outcome, path, seconds), indent=1))

@@ -128,6 +128,16 @@ def test_modes_and_methods_do_not_mix(tmp_path: Path) -> None:
     assert comparison.only_a == ("one (graph)", "two (graph)")
 
 
+def test_a_record_of_nothing_measured_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write(tmp_path / "a.jsonl", run_of(OLD, 1))
+    lines = a.read_text().splitlines()
+    timed = json.loads(lines[1])
+    timed["timing"]["samples_us"][0] = 0.0
+    (tmp_path / "b.jsonl").write_text("\n".join([lines[0], json.dumps(timed)]) + "\n")
+    assert main(str(a), str(tmp_path / "b.jsonl")) == 2
+    assert "b.jsonl:2: warpwave auto on one: timing has a sample that is no time" in capsys.readouterr().err
+
+
 def test_unclear_can_fail(tmp_path: Path) -> None:
     few = [replace(m, timing=replace(m.timing, samples_us=m.timing.samples_us[:3])) for m in run_of(OLD, 1) if m.timing]
     a = write(tmp_path / "a.jsonl", few)

@@ -1,4 +1,5 @@
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -114,7 +115,7 @@ def test_a_malformed_line_is_named(tmp_path: Path, spoil: Callable[[Any], Any], 
 
 
 def test_files_that_are_no_records(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="No such file"):
+    with pytest.raises(RecordError, match=r"none\.jsonl cannot be read: No such file or directory"):
         read_records(tmp_path / "none.jsonl")
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(RecordError, match="the file is empty"):
@@ -127,6 +128,29 @@ def test_a_cut_off_file_is_not_appended_to(tmp_path: Path) -> None:
     path.write_text(path.read_text()[:-20])
     with pytest.raises(RecordError, match="last line was cut off"):
         RecordWriter(path, ENVIRONMENT)
+
+
+def test_what_is_no_record_is_not_appended_to(tmp_path: Path) -> None:
+    thesis = tmp_path / "thesis.md"
+    thesis.write_text("# Attention\n")
+    with pytest.raises(RecordError, match=r"is there already and is no record"):
+        RecordWriter(thesis, ENVIRONMENT)
+    assert thesis.read_text() == "# Attention\n"
+    with pytest.raises(RecordError, match="is a directory"):
+        RecordWriter(tmp_path, ENVIRONMENT)
+    with pytest.raises(RecordError, match="there is no directory"):
+        RecordWriter(thesis / "r.jsonl", ENVIRONMENT)
+
+
+def test_a_disk_that_is_full_is_an_error_of_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = RecordWriter(tmp_path / "r.jsonl", ENVIRONMENT)
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(RecordError, match=r"r\.jsonl cannot be written: No space left on device"):
+        writer.write(MEASUREMENT)
 
 
 def test_a_record_of_version_1_reads_as_it_was_meant(tmp_path: Path) -> None:

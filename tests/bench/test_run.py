@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from warpwave.bench import contenders, measure, run
-from warpwave.bench.records import read_records
+from warpwave.bench.records import RecordError, read_records
 from warpwave.bench.run import main
 from warpwave.bench.workloads import load_suite
 
@@ -102,6 +102,17 @@ def test_ctrl_c_keeps_what_is_written_and_resume_goes_on(
     assert [m.case for _, m in read_records(path).measurements] == names
     assert main("quick", out=path, rounds=1, device="cpu", peers=("none",), resume=True) == 0
     assert len(read_records(path).measurements) == len(names)
+
+
+def test_a_disk_that_fills_ends_the_run_in_a_sentence(
+    one_case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise RecordError("r.jsonl cannot be written: No space left on device")
+
+    monkeypatch.setattr(run.RecordWriter, "write", full)
+    assert main(one_case, out=tmp_path / "r.jsonl", rounds=1, device="cpu", peers=("none",)) == 2
+    assert "No space left on device; 0 of 1 cases are done" in capsys.readouterr().err
 
 
 def test_a_lost_device_ends_the_run_and_is_known_to_the_next(

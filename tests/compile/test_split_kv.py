@@ -123,20 +123,18 @@ def test_keys_are_copied_asynchronously_on_nvidia() -> None:
 def test_tensor_maps_bring_keys() -> None:
     """All of them where a dense sequence ends with its tensor; what lies at edges also by pointers."""
     config = {"block_m": 16, "block_n": 64, "num_warps": 4, "num_stages": 3, "by_map": True}
-    for arch, name in (
-        ("sm_90", "decode"),
-        ("sm_90", "decode, large pages"),
-        ("sm_100", "decode"),
-        ("sm_120", "decode"),
-    ):
-        (facts,) = compile_all([job(arch, name, **config)])
+    mapped = [("sm_90", "decode"), ("sm_90", "decode, large pages"), ("sm_100", "decode"), ("sm_120", "decode")]
+    unserved = ("decode, mask", "decode, paged", "decode, float32")  # which maps cannot serve
+    several = config | {"block_n": 16, "num_stages": 4, "kv_heads": 2}
+    jobs = [job(arch, name, **config) for arch, name in mapped] + [job("sm_90", "decode, paged", **several)]
+    jobs += [job("sm_90", name, **(config | {"block_n": 32})) for name in unserved]
+    found = compile_all(jobs)  # in one process, whose start takes longer than a kernel does
+    for (arch, name), facts in zip(mapped, found, strict=False):
         assert facts["instructions"]["UTMALDG"] >= 4 and facts["spill_bytes"] <= 16, (arch, name, facts)
         assert facts["smem_bytes"] <= facts["smem_bound"] and matrix_instructions(facts["instructions"], arch) > 0
-    several = config | {"block_n": 16, "num_stages": 4, "kv_heads": 2}
-    (facts,) = compile_all([job("sm_90", "decode, paged", **several)])
+    facts = found[len(mapped)]
     assert facts["instructions"]["UTMALDG"] >= 4 and facts["spill_bytes"] == 0, "heads of a page in one copy"
-    for name in ("decode, mask", "decode, paged", "decode, float32"):  # which maps cannot serve
-        (facts,) = compile_all([job("sm_90", name, **(config | {"block_n": 32}))])
+    for name, facts in zip(unserved, found[len(mapped) + 1 :], strict=True):
         assert "UTMALDG" not in facts["instructions"], name
 
 
@@ -177,8 +175,9 @@ def test_every_feature_compiles(arch: str) -> None:
 def test_launches_ahead_wait_for_the_one_before() -> None:
     """What begins before the launch in front of it has ended must not read what that writes."""
     config = {"block_m": 16, "block_n": 64, "num_warps": 4, "num_stages": 2, "num_splits": 4, "launched_ahead": True}
-    for name, ahead in (("decode", True), ("decode, paged", False)):
-        (facts,) = compile_all([job("sm_90", name, **(config | {"launched_ahead": ahead}))])
+    cases = (("decode", True), ("decode, paged", False))
+    found = compile_all([job("sm_90", name, **(config | {"launched_ahead": ahead})) for name, ahead in cases])
+    for (name, ahead), facts in zip(cases, found, strict=True):
         assert all(("ACQBULK" in launch["instructions"]) == ahead for launch in facts["launches"]), name
 
 

@@ -7,10 +7,13 @@ listed in SPILL_BOUNDS with what it may take, so that a change of kernel or comp
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -71,18 +74,37 @@ def job(arch: str, dtype: str, head_dim: int, feature: str) -> dict[str, Any]:
     return {"kernel": "flash_fwd", "arch": arch, "problem": problem | FEATURES[feature]}
 
 
+@functools.cache
+def workers() -> list[subprocess.Popen[str]]:
+    """The process that compiles for all tests of this one: to start one takes longer than most kernels do."""
+    found: list[subprocess.Popen[str]] = []
+    atexit.register(lambda: [process.kill() for process in found])
+    return found
+
+
 def compile_all(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.compile.worker"],
-        input="\n".join(map(json.dumps, jobs)),
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=550,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    return [json.loads(line) for line in result.stdout.splitlines()]
+    """What tests/compile/worker.py says of each job."""
+    if not workers():
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        command, pipe = [sys.executable, "-m", "tests.compile.worker"], subprocess.PIPE
+        workers().append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment))
+    (process,) = workers()
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    late = threading.Timer(550, process.kill)
+    late.start()
+    found = []
+    try:
+        for one in jobs:
+            process.stdin.write(json.dumps(one) + "\n")
+            process.stdin.flush()
+            found.append(json.loads(process.stdout.readline()))
+    except (OSError, ValueError):
+        workers().clear()
+        process.kill()
+        raise AssertionError(f"{one}: {process.stderr.read()[-2000:]}") from None
+    finally:
+        late.cancel()
+    return found
 
 
 def family(arch: str) -> str:

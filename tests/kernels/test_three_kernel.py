@@ -196,10 +196,12 @@ def test_hopper_takes_two_blocks_a_multiprocessor_and_leaves_what_does_not_fill_
     cut = plan(long, config)
     assert config.scores == "hopper" and config.workspace_bytes <= 600_000_000
     assert cut.heads * cut.rows // 128 >= 1.9 * H200.num_sms, "256 blocks: heads are whole"
-    one_tile = replace(call, seqlen_q=128, seqlen_k=256, head_dim_v=256)
-    last_round = replace(one_tile, num_heads_q=140, num_heads_kv=140)  # two rounds of tiles, the second nearly empty
-    part_empty = replace(call, seqlen_q=70, num_heads_q=512, num_heads_kv=512)
-    for problem in (last_round, part_empty, replace(call, head_dim=1004), replace(call, window_size=(100, 0))):
+    few = replace(call, head_dim=512, head_dim_v=512, seqlen_q=64)  # of two rounds each is half empty
+    for problem in (few, replace(few, seqlen_q=128, seqlen_k=512)):
+        assert three_kernel.configs(problem, H200)[0].scores == "library"
+    for problem in (replace(few, seqlen_q=256), replace(few, num_heads_kv=4), replace(few, batch=4)):
+        assert three_kernel.configs(problem, H200)[0].scores == "hopper"
+    for problem in (replace(call, head_dim=1004), replace(call, window_size=(100, 0))):
         assert three_kernel.configs(problem, H200)[0].scores == "library"
 
 
@@ -301,7 +303,7 @@ def test_pieces_cover_a_chunk_once_and_fit_what_was_allocated(
     problem = replace(PROBLEM, head_dim_v=width, num_heads_q=all_heads, num_heads_kv=all_heads, batch=1, seqlen_q=300)
     config = replace(CONFIG, scores="library", values="library", sums_bytes=room, workspace_bytes=1 << 22)
     cut = plan(problem, config)
-    sums = allocate_workspace(problem, config, cut, torch.device("meta"))["sums"]
+    sums = allocate_workspace(problem, config, cut, torch.device("meta")).sums
     heads, rows = min(heads, cut.heads), min(rows, cut.rows)
     found = pieces(problem, config, heads, rows)
     cells = [

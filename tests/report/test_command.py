@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from tests.report.samples import pair, write
+from warpwave.output_files import CannotWrite
 from warpwave.report import command, page
-from warpwave.report.command import ReportError, check_writable, main, save
+from warpwave.report.command import check_writable, main, save
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ def test_a_full_disk_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(ReportError, match="No space left on device"):
+    with pytest.raises(CannotWrite, match="No space left on device"):
         save(old, "Made by warpwave, after\n")
     assert old.read_text() == "Made by warpwave, before\n"
     assert [p.name for p in tmp_path.iterdir()] == ["r.md"]
@@ -161,6 +162,16 @@ def put(*keys: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (1, put("gpu_before", value="warm")),
         (1, put("gpu_after", value={"power_w": "much"})),
         (1, put("peak_memory_bytes", value="big")),
+        (1, put("config", value="64x64")),
+        (1, put("config", value={"num_stages": 1e308})),
+        (1, put("timing", "method", value={})),
+        (1, put("timing", "input_sets", value="many")),
+        (1, put("problem", "precision", value="tf64")),
+        (1, put("problem", "requires_grad", value={})),
+        (1, put("problem", "mask_visible_pairs", value=1e308)),
+        (1, put("problem", "num_heads_q", value=10**30)),
+        (1, put("gpu_before", value={"throttle": [[1]]})),
+        (1, put("goal", value={"ratio": None, "over_launch_us": None})),
         (0, put("environment", value="here")),
         (0, put("environment", "gpu", value="H200")),
         (0, put("environment", "gpu", "memory_bytes", value="141 GB")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from warpwave.cli import app
 from warpwave.errors import InvalidInput
 from warpwave.tables.parse import TableError, load, parse
+from warpwave.tables.rules import diagnose
 from warpwave.tables.text import run
 
 TEMPLATE = Path(__file__).parents[2] / "docs" / "table-template.toml"
@@ -52,12 +54,40 @@ def test_columns_describe_calls_and_series() -> None:
         ({"tables": [{"columns": ["time_ms"], "rows": [[-1]]}]}, "above 0"),
         ({"tables": [{"columns": ["time_ms"], "rows": [["fast"]]}]}, "above 0"),
         ({"tables": [{"columns": "time_ms", "rows": [[1]]}]}, "list of names"),
+        ({"tables": [{"columns": ["time_ms"], "rows": [[float("inf")]]}]}, "above 0"),
+        ({"tables": [{"columns": ["time_ms"], "rows": [[1]], "per_head": "no"}]}, "per_head must be true or false"),
+        ({"call": {"dtype": ["float16"]}}, "dtype must be one of"),
+        ({"call": {"heads": 10**25}}, "positive whole number"),
+        ({"kernels": {"theirs": {"launch_heads": 256}}}, "launch_heads must be one, all"),
+        ({"device": {"bandwidth_gbps": 0}}, "bandwidth_gbps must be a number above 0"),
+        ({"parts": {"QK": float("nan")}}, "QK must be a number above 0"),
+        ({"title": 7}, "title must be text"),
         ({"claims": [{"less": 0.1}]}, "each with what it says"),
     ],
 )
 def test_a_mistake_is_named(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(TableError, match=words.replace("?", r"\?")):
         parse(_table(**changes), source="here")
+
+
+@pytest.mark.parametrize(
+    ("claim", "words"),
+    [
+        ({"grid_dimensions": float("inf")}, "cannot convert float infinity"),
+        ({"part": "QK", "part_us": 0}, "0 is no number above 0"),
+        ({"less": 0.1, "of": [1, 2]}, "of is [1, 2]; it must be one of time_us, tflops"),
+        ({"times_faster": [0, 2], "of": ["PyTorch", "theirs"]}, "0 is no number above 0"),
+    ],
+)
+def test_a_claim_that_makes_no_sense_is_named(claim: dict[str, Any], words: str) -> None:
+    with pytest.raises(TableError, match=re.escape(f"the claim 'so' cannot be read: {words}")):
+        diagnose(parse(_table(claims=[{"says": "so", **claim}]), source="here"))
+
+
+def test_a_row_that_leaves_its_size_out_is_no_point_of_a_law() -> None:
+    rows = [[64, 1.0], [128, 2.0], ["-", 3.0], [256, 4.0], [512, 8.0]]
+    table = {"columns": ["seqlen", "time_ms"], "rows": rows}
+    assert any("seqlen" in f.text for f in diagnose(parse(_table(tables=[table]), source="here")))
 
 
 def test_a_claim_of_no_known_kind_is_refused(tmp_path: Path) -> None:

@@ -114,7 +114,8 @@ def load_run(spec: str) -> Run:
     records = read_records(path)
     chosen = {key: e for key, e in records.environments.items() if not ref or _refers(ref, key, e)}
     if not chosen:
-        known = dict.fromkeys(str(e["code"].get("commit") or key)[:12] for key, e in records.environments.items())
+        codes = {key: e.get("code") or {} for key, e in records.environments.items()}
+        known = dict.fromkeys(str(code.get("commit") or key)[:12] for key, code in codes.items())
         raise CompareError(f"{path} has nothing of {ref!r}; it has {', '.join(known)}")
     latest = {
         ((m.case, m.mode), m.contender): (environment, m)

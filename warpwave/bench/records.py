@@ -9,6 +9,7 @@ Derived figures (TFLOP/s, GB/s) are stored for readers without this package and 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -18,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from warpwave.bench.correctness import Verdict
+from warpwave.bench.faults import faults_of_environment, faults_of_measurement
 from warpwave.bench.goals import Goal
 from warpwave.bench.timing import Samples
+from warpwave.output_files import CannotWrite, check_output
 from warpwave.problem import AttentionProblem, Causal
 
 SCHEMA_VERSION = 2
@@ -162,16 +165,23 @@ class RecordWriter:
     """Appends one run's measurements to a file, under that run's environment.
 
     Raises:
-        RecordError: the file ends in the middle of a line, so that appending would spoil two records; or a line could
-            not be written whole.
+        RecordError: something else is there; the file ends in the middle of a line, so that appending would spoil two
+            records; or a line could not be written whole.
     """
 
     def __init__(self, path: Path, environment: Mapping[str, Any]) -> None:
         self._path = path
         self._environment_id = environment_id(environment)
-        if path.exists() and path.stat().st_size and not _ends_with_newline(path):
-            raise RecordError(f"{path}: its last line was cut off; remove that line, or write to another file")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with contextlib.suppress(FileExistsError):  # a file; what follows says so
+                path.parent.mkdir(parents=True, exist_ok=True)
+            check_output(path, is_ours=_may_be_appended_to, what="record of `warpwave bench`")
+            if path.exists() and path.stat().st_size and not _ends_with_newline(path):
+                raise RecordError(f"{path}: its last line was cut off; remove that line, or write to another file")
+        except CannotWrite as error:
+            raise RecordError(str(error)) from error
+        except OSError as error:
+            raise RecordError(f"{path} cannot be written: {error.strerror or error}") from error
         self._append(environment_line(environment))
 
     def write(self, measurement: Measurement) -> None:
@@ -179,11 +189,14 @@ class RecordWriter:
 
     def _append(self, line: str) -> None:
         data = line.encode() + b"\n"
-        file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            written = os.write(file, data)  # one write in append mode: lines of two writers never mix
-        finally:
-            os.close(file)
+            file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                written = os.write(file, data)  # one write in append mode: lines of two writers never mix
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise RecordError(f"{self._path} cannot be written: {error.strerror or error}") from error
         if written != len(data):
             raise RecordError(f"{self._path}: only part of a record could be written; is the disk full?")
 
@@ -207,13 +220,16 @@ def read_records(path: Path) -> Records:
     """Everything in a record file.
 
     Raises:
-        RecordError: the file cannot be read, or a line is not a record; the message names the line and the fault.
+        RecordError: the file cannot be read, or a line is not a record of something measured; the message names the
+            line and the fault.
     """
     records = Records({}, [])
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecordError(f"{path}: {error}") from error
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise RecordError(f"{path} is no record: {error}") from error
     if not lines:
         raise RecordError(f"{path}: the file is empty")
     for number, line in enumerate(lines, start=1):
@@ -237,11 +253,16 @@ def _read_line(line: str, records: Records) -> None:
         raise ValueError(f"schema_version is {record['schema_version']!r}; this version reads {known}")
     kind = record["kind"]
     if kind == "environment":
+        for fault in faults_of_environment(record["environment"]):
+            raise ValueError(fault)
         records.environments[record["id"]] = record["environment"]
     elif kind == "measurement":
         if record["environment_id"] not in records.environments:
             raise ValueError(f"no environment {record['environment_id']!r} above this measurement")
-        records.measurements.append((record["environment_id"], Measurement.from_dict(record)))
+        measurement = Measurement.from_dict(record)
+        for fault in faults_of_measurement(measurement):
+            raise ValueError(f"{measurement.contender} on {measurement.case}: {fault}")
+        records.measurements.append((record["environment_id"], measurement))
     else:
         raise ValueError(f"kind is {kind!r}; it must be 'environment' or 'measurement'")
 
@@ -265,6 +286,13 @@ def _tuples(value: Any) -> Any:
 def _samples(data: Mapping[str, Any]) -> Samples:
     values = {f.name: data[f.name] for f in fields(Samples) if f.name in data or f.name != "input_sets"}
     return Samples(**{**values, "samples_us": tuple(float(x) for x in values["samples_us"])})
+
+
+def _may_be_appended_to(path: Path) -> bool:
+    """Whether a file is empty or begins as records do."""
+    with path.open("rb") as file:
+        first = file.readline(1 << 20)
+    return not first or b'"schema_version"' in first
 
 
 def _ends_with_newline(path: Path) -> bool:

@@ -33,7 +33,8 @@ def finished_cases(path: Path, suite: str, modes: Sequence[str], environment: Ma
 def _identity(environment: Mapping[str, Any]) -> tuple[Any, ...]:
     gpu, cpu = environment.get("gpu") or {}, environment.get("cpu") or {}
     device = gpu.get("name") or cpu.get("model")
-    return (environment["code"].get("source_sha256"), environment.get("torch"), environment.get("device"), device)
+    code = environment.get("code") or {}
+    return (code.get("source_sha256"), environment.get("torch"), environment.get("device"), device)
 
 
 class Journal:

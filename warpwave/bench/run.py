@@ -140,6 +140,10 @@ def main(
         progress.clear()
         print(_cut_off(str(lost), finished, len(cases), out), file=sys.stderr)
         code = DEVICE_LOST
+    except RecordError as error:  # the disk is full, say; what was measured is printed at least
+        progress.clear()
+        print(_cut_off(str(error), finished, len(cases), out), file=sys.stderr)
+        code = 2
     if not json_output:
         for table in summary_tables(measured):
             print_table(table)

@@ -15,6 +15,7 @@ from warpwave.hardware import measure
 from warpwave.hardware.catalog import DataSheet, data_sheet
 from warpwave.hardware.gpu import CPU, current_gpu
 from warpwave.hardware.measure import Ceilings
+from warpwave.output_files import CannotWrite, check_output
 
 
 def run(device: str | None, out: Path | None, as_json: bool) -> int:
@@ -25,12 +26,12 @@ def run(device: str | None, out: Path | None, as_json: bool) -> int:
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
         raise InvalidInput(f"{device!r} is not a device; use cpu or cuda")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise InvalidInput(f"torch sees no GPU {index or 0} here; use --device cpu")
-    if out is not None and not out.parent.is_dir():
-        raise InvalidInput(f"{out} cannot be written: there is no folder {out.parent}")
+    if out is not None:
+        check_output(out, is_ours=_is_ours, what="file of `warpwave roof`")
     try:
         ceilings = measure.measure(device, say=_say)
     except torch.OutOfMemoryError:
@@ -42,7 +43,7 @@ def run(device: str | None, out: Path | None, as_json: bool) -> int:
         try:
             measure.write(ceilings, out)
         except OSError as error:
-            raise InvalidInput(f"{out} cannot be written: {error.strerror}") from None
+            raise CannotWrite(f"{out} cannot be written: {error.strerror}") from None
     try:
         kept = f"kept in {measure.store(ceilings)}"
     except OSError as error:
@@ -51,6 +52,15 @@ def run(device: str | None, out: Path | None, as_json: bool) -> int:
     print(json.dumps(asdict(ceilings), indent=2) if as_json else table(ceilings, data_sheet(gpu)))
     print(kept, file=sys.stderr if as_json else sys.stdout)
     return 0
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file holds ceilings, which newer ones may replace."""
+    try:
+        measure.read(path)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _say(line: str) -> None:

@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import re
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from warpwave.hardware.gpu import CPU, Gpu, current_gpu
 from warpwave.kernels.probes import empty_kernel, exponentials_kernel, read_kernel
 from warpwave.kernels.triton_or_stub import INTERPRETED, NO_TRITON
+from warpwave.output_files import write_whole
 
 if TYPE_CHECKING:
     import torch
@@ -367,14 +367,7 @@ def write(ceilings: Ceilings, path: Path) -> None:
         OSError: the file cannot be written.
     """
     text = json.dumps({"schema": SCHEMA, **asdict(ceilings)}, indent=2)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_whole(path, text + "\n")
 
 
 def read(path: Path) -> Ceilings:

@@ -145,15 +145,10 @@ def walk(problem: AttentionProblem, block_m: int, block_n: int, heads: int = 1) 
     """What tiles of such sizes visit of a problem. Where a tile holds rows of several heads, they stand side by side:
     it spans `block_m / heads` queries."""
     tiles = longest = items = cut = 0
-    counted: dict[tuple[int, int], Walk] = {}
-    for seqlen_q, seqlen_k in problem.items():
-        if (seqlen_q, seqlen_k) not in counted:
-            counts, edges = _of_sequence(problem, block_m, block_n, heads, seqlen_q, seqlen_k)
-            longest_here = max(counts, default=0)
-            counted[seqlen_q, seqlen_k] = Walk(sum(counts), longest_here, sum(count > 0 for count in counts), edges)
-        of_one = counted[seqlen_q, seqlen_k]
-        tiles, longest = tiles + of_one.tiles, max(longest, of_one.longest)
-        items, cut = items + of_one.items, cut + of_one.cut
+    for (seqlen_q, seqlen_k), times in problem.counted_items().items():
+        counts, edges = _of_sequence(problem, block_m, block_n, heads, seqlen_q, seqlen_k)
+        tiles, longest = tiles + times * sum(counts), max(longest, max(counts, default=0))
+        items, cut = items + times * sum(count > 0 for count in counts), cut + times * edges
     units = problem.num_heads_q // heads
     return Walk(tiles * units, longest, items * units, cut * units)
 
@@ -217,19 +212,15 @@ def tiles_of_heads(problem: AttentionProblem, block_m: int, block_n: int, heads:
     """(tile of rows, tile of keys) pairs of all units of `heads` query heads in which position hides not everything,
     and the most that one tile of rows has. A tile of rows spans `block_m / heads` queries."""
     total = longest = 0
-    counted: dict[tuple[int, int], tuple[int, int]] = {}
-    for item in problem.items():
-        if item not in counted:
-            seqlen_q, seqlen_k = item
-            low, high = problem.band(seqlen_q, seqlen_k)
-            hidden = low is not None and high is not None and low > high
-            counts = [0]
-            for line in range(0, 0 if hidden else seqlen_q * heads, block_m):
-                row_last = min((line + block_m - 1) // heads, seqlen_q - 1)
-                begin = 0 if low is None else max(0, line // heads + low) // block_n
-                end = seqlen_k if high is None else min(seqlen_k, row_last + high + 1)
-                counts.append(max(0, -(-end // block_n) - begin))
-            counted[item] = sum(counts), max(counts)
-        total += counted[item][0]
-        longest = max(longest, counted[item][1])
+    for (seqlen_q, seqlen_k), times in problem.counted_items().items():
+        low, high = problem.band(seqlen_q, seqlen_k)
+        hidden = low is not None and high is not None and low > high
+        counts = [0]
+        for line in range(0, 0 if hidden else seqlen_q * heads, block_m):
+            row_last = min((line + block_m - 1) // heads, seqlen_q - 1)
+            begin = 0 if low is None else max(0, line // heads + low) // block_n
+            end = seqlen_k if high is None else min(seqlen_k, row_last + high + 1)
+            counts.append(max(0, -(-end // block_n) - begin))
+        total += times * sum(counts)
+        longest = max(longest, *counts)
     return total * (problem.num_heads_q // heads), longest

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -413,7 +412,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """What the operations move, each one a launch: products, what walks all scores of a tile, and what a tile and a
     block of rows need beside."""
     scores = tile_reads = tiles = blocks = cut = cut_tiles = acc_rows = 0
-    for (seqlen_q, seqlen_k), times in Counter(problem.items()).items():
+    for (seqlen_q, seqlen_k), times in problem.counted_items().items():
         band = problem.band(seqlen_q, seqlen_k)
         each = times if problem.packed else 1  # a dense call's sequences go together
         for block in _row_blocks(seqlen_q, config.block_m):

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from warpwave import launch, precision
+from warpwave import launch, precision, series
 from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels import partials, scratch, tensor_maps
 from warpwave.kernels.arguments import (
@@ -50,6 +50,7 @@ from warpwave.kernels.split_kv_configs import (
     choose_splits,
     columns,
     configs,
+    default,
     fitting,
     head_groups,
     may_be_launched_ahead,
@@ -73,7 +74,9 @@ NAME = "split_kv"
 NEEDS_GPU = True
 MAX_HEAD_DIM = 256
 
-__all__ = ["Config", "bind", "bind_with_prefix", "configs", "cost", "notes", "outrun", "smem_bytes", "why_not"]
+__all__ = [
+    *("Config", "bind", "bind_with_prefix", "configs", "cost", "default", "notes", "outrun", "smem_bytes", "why_not")
+]
 
 
 # Host -----------------------------------------------------------------------------------------------------------------
@@ -89,25 +92,37 @@ def bind(problem: AttentionProblem, operands: Any, config: Config) -> Run:
     workspace = _workspace(problem, config, device)
     specs = specify(problem, gpu, straight(operands), *allocate(), config, workspace())
     attend = tensor_maps.bind(specs[0], tensor_maps.plans(problem, gpu, straight(operands), config))
-    merge = [launch.bind(spec) for spec in specs[1:]]
+    merge: list[launch.Launcher] = [launch.bind(spec) for spec in specs[1:]]
+    assert len(merge) == (num_parts(config) > 1 and config.merge == "kernel")
 
     def run(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         q, k, v, *others = operands
         out, lse = allocate()
         acc, state, arrived = workspace()
         attend(q, k, v, out, lse, acc, state, arrived, *others)
+        if merge:
+            merge[0](acc, state, out, lse, others[SINKS])
         return out, lse
 
-    def run_and_merge(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    # In 16 bits the host is fast enough with two launches, and a graph would delay a full queue (series.py).
+    if not merge or problem.dtype != "float32":
+        return behind(straight, run)
+    between = series.Between("acc state", partials.needs(problem, num_parts(config)), device)
+    others = " ".join(operands._fields[3:])
+    attend_and_merge = series.bind(
+        f"q k v out lse {others}",
+        between,
+        (attend, f"q k v out lse acc state None {others}"),
+        (merge[0], "acc state out lse sinks"),
+    )
+
+    def run_as_one(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         q, k, v, *others = operands
         out, lse = allocate()
-        acc, state, _ = workspace()
-        attend(q, k, v, out, lse, acc, state, None, *others)
-        merge[0](acc, state, out, lse, others[SINKS])
+        attend_and_merge(q, k, v, out, lse, *others)
         return out, lse
 
-    assert len(merge) == (num_parts(config) > 1 and config.merge == "kernel")
-    return behind(straight, run_and_merge if merge else run)
+    return behind(straight, run_as_one)
 
 
 def bind_with_prefix(
@@ -370,13 +385,16 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         return []
     if problem.seqlen_q <= FEW_QUERIES and problem.seqlen_k > FEWEST_KEYS:
         return []
-    configured = configs(problem, gpu)
-    if configured and _tiny(problem, gpu, configured[0]):
-        return []
     asked = f"{problem.seqlen_q} queries and {problem.seqlen_k} keys a sequence"
-    if not KEYS[0] <= problem.seqlen_k <= KEYS[1]:
-        return [f"{asked}; ahead at {FEW_QUERIES} queries or fewer, and at {KEYS[0]} to {KEYS[1]} keys"]
-    shares = configured[0].num_splits if configured else 1
+    outside = [f"{asked}; ahead at {FEW_QUERIES} queries or fewer, and at {KEYS[0]} to {KEYS[1]} keys"]
+    if not (TINY[0] <= problem.seqlen_k <= TINY[1] or KEYS[0] <= problem.seqlen_k <= KEYS[1]):
+        return outside  # for every long prompt: no config is asked for
+    config = default(problem, gpu)
+    if config is not None and _tiny(problem, gpu, config):
+        return []
+    if problem.seqlen_k < KEYS[0]:
+        return outside
+    shares = 1 if config is None else config.num_splits
     fewest = FEWEST_SPLITS_FLOAT32 if problem.dtype == "float32" else FEWEST_SPLITS
     if shares >= fewest:
         return []

@@ -132,20 +132,20 @@ def steps_over_keys(problem: AttentionProblem, config: Config) -> tuple[int, int
     """(steps over keys of all tiles of rows, those of the longest) before the keys are split."""
     group = tile_heads(problem, config)
     total = longest = 0
-    counted: dict[tuple[int, int], tuple[int, int]] = {}
-    for seqlen_q, seqlen_k in problem.items():
-        if (seqlen_q, seqlen_k) not in counted:
-            low, high = problem.band(seqlen_q, seqlen_k)
-            steps = []
-            for row in range(0, seqlen_q * group, config.block_m):
-                last = min((row + config.block_m - 1) // group, seqlen_q - 1)
-                first_key = 0 if low is None else max(0, row // group + low)
-                end = seqlen_k if high is None else min(seqlen_k, last + high + 1)
-                hidden = low is not None and high is not None and low > high
-                steps.append(0 if hidden else max(0, -(-end // config.block_n) - first_key // config.block_n))
-            counted[seqlen_q, seqlen_k] = (sum(steps), max(steps, default=0))
-        total += counted[seqlen_q, seqlen_k][0]
-        longest = max(longest, counted[seqlen_q, seqlen_k][1])
+    for (seqlen_q, seqlen_k), times in problem.counted_items().items():
+        low, high = problem.band(seqlen_q, seqlen_k)
+        rows = range(0, seqlen_q * group, config.block_m)
+        if low is None and high is None:  # every tile sees all keys
+            steps = -(-seqlen_k // config.block_n)
+            total, longest = total + times * len(rows) * steps, max(longest, steps if rows else 0)
+            continue
+        hidden = low is not None and high is not None and low > high
+        for row in () if hidden else rows:
+            last = min((row + config.block_m - 1) // group, seqlen_q - 1)
+            first_key = 0 if low is None else max(0, row // group + low)
+            end = seqlen_k if high is None else min(seqlen_k, last + high + 1)
+            steps = max(0, -(-end // config.block_n) - first_key // config.block_n)
+            total, longest = total + times * steps, max(longest, steps)
     return total * head_groups(problem, config), longest
 
 
@@ -310,21 +310,27 @@ def with_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
 
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     """The default first, then every other tiling that fits the GPU's shared memory, and other splits of the default."""
-    fit = fitting(problem, gpu)
-    if not fit:
+    first = default(problem, gpu)
+    if first is None:
         return []
+    others = []
+    if first.num_splits > 1 and not first.pieces:
+        others = [replace(first, merge=merge) for merge in MERGES if merge != first.merge]
+    if problem.batch_invariant:  # another tile has other bits
+        return [first, *others]
+    others += [replace(first, num_splits=n) for n in (1, 2, 3, 2 * first.num_splits)]
+    others += [with_splits(problem, gpu, c) for c in fitting(problem, gpu)]
+    return list(dict.fromkeys([first, *others]))
+
+
+def default(problem: AttentionProblem, gpu: Gpu) -> Config | None:
+    """The first of `configs`, by itself; None where there are none."""
+    if not fitting(problem, gpu):
+        return None
     tiling = _default(problem, gpu)
     while smem_bytes(problem, gpu, tiling) > gpu.smem_per_block_bytes:
         tiling = _smaller(tiling)
-    default = _shallow(problem, gpu, with_splits(problem, gpu, tiling))
-    others = []
-    if default.num_splits > 1 and not default.pieces:
-        others = [replace(default, merge=merge) for merge in MERGES if merge != default.merge]
-    if problem.batch_invariant:  # another tile has other bits
-        return [default, *others]
-    others += [replace(default, num_splits=n) for n in (1, 2, 3, 2 * default.num_splits)]
-    others += [with_splits(problem, gpu, c) for c in fit]
-    return list(dict.fromkeys([default, *others]))
+    return _shallow(problem, gpu, with_splits(problem, gpu, tiling))
 
 
 FEW_STEPS = 4

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave import launch, precision
+from warpwave import launch, precision, series
 from warpwave.errors import UnsupportedProblem
 from warpwave.hardware.gpu import Gpu, current_gpu
-from warpwave.kernels import three_kernel_hopper
+from warpwave.kernels import scratch, three_kernel_hopper
 from warpwave.kernels import three_kernel_library as library
 from warpwave.kernels.arguments import (
     allocator,
@@ -66,9 +66,12 @@ from warpwave.kernels.three_kernel_plan import (
     Chunk,
     Config,
     Plan,
+    Workspace,
     allocate_workspace,
     in_place,
     least_bytes,
+    named,
+    needs,
     normalises,
     pieces,
     plan,
@@ -116,11 +119,28 @@ def bind(
         InvalidInput: the config's workspace does not hold one tile of queries.
         UnsupportedProblem: the config asks torch for a product it cannot compute.
     """
-    make, run_stage = _stages(problem, operands, config)
+    parts = _bind(problem, operands, config)
+    straight, allocate, setting, between = parts.straight, parts.allocate, parts.setting, parts.between
+    if "library" in (config.scores, config.values):
+        workspace = scratch.memory(between.needs, between.device, lambda tensors, _: between.made(tensors))
+
+        def run_with_torch(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+            operands = straight(operands)
+            out, lse = allocate()
+            left = workspace()
+            with torch.no_grad(), setting():
+                for calls in parts.chunks:
+                    _run_stages(STAGES, problem, calls, operands, out, lse, left)
+            return out, lse
+
+        return run_with_torch
+    chunks = [series.bind(GIVEN, between, *calls.steps.values()) for calls in parts.chunks]
 
     def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
-        out, lse, workspace = make()
-        run_stage(STAGES, operands, out, lse, workspace)
+        operands = straight(operands)
+        out, lse = allocate()
+        for launch_chunk in chunks:
+            launch_chunk(*operands, out, lse)
         return out, lse
 
     return run
@@ -129,31 +149,56 @@ def bind(
 def stage_calls(problem: AttentionProblem, operands: Operands, config: Config) -> dict[str, Callable[[], None]]:
     """Each stage of a call alone, over all chunks in one workspace, to be timed. In order, for one chunk, they are the
     call. A stage that the config has none of is left out."""
-    make, run_stage = _stages(problem, operands, config)
-    out, lse, workspace = make()
-    run_stage(STAGES, operands, out, lse, workspace)
+    parts = _bind(problem, operands, config)
+    out, lse = parts.allocate()
+    workspace = allocate_workspace(problem, config, plan(problem, config), operands.q.device)
+
+    def run(stages: Sequence[str], operands: Operands, out: torch.Tensor, lse: Any, workspace: Workspace) -> None:
+        with torch.no_grad(), parts.setting():
+            for calls in parts.chunks:
+                _run_stages(stages, problem, calls, parts.straight(operands), out, lse, workspace)
+
+    run(STAGES, operands, out, lse, workspace)
     within = config.scores == "fused" or config.values == "online"  # another stage has the softmax
     there = [stage for stage in STAGES if stage != "softmax" or not within]
-    return {stage: partial(run_stage, (stage,), operands, out, lse, workspace) for stage in there}
+    return {stage: partial(run, (stage,), operands, out, lse, workspace) for stage in there}
 
 
 STAGES = ("scores", "softmax", "values")
+# What a chunk's launches are given, and what they leave to one another.
+GIVEN, LEFT = " ".join((*Operands._fields, "out", "lse")), " ".join(Workspace._fields)
 
 
 class ChunkCalls(NamedTuple):
-    """What computes one chunk, in order. An own launch is None where torch or an epilogue does its work."""
+    """What computes one chunk. A stage without a launch is torch's, or an epilogue's."""
 
     chunk: Chunk
-    score: Callable[..., None] | None
+    steps: dict[str, series.Step]  # by stage, in order
+    launches: dict[str, Callable[..., None]]  # the same, of all that a chunk has
     score_products: list[library.Product]
-    softmax: Callable[..., None] | None
-    sum_values: Callable[..., None] | None
     # Of each piece of torch's second product: its calls, and the launch that scales the sums where they are sums.
     value_products: list[tuple[list[library.Product], Callable[..., None] | None]]
 
 
-def _stages(problem: AttentionProblem, operands: Operands, config: Config) -> tuple[Callable[..., Any], ...]:
-    """`make() -> (out, lse, workspace)` and `run_stage(which stages, operands, out, lse, workspace)`, all compiled."""
+class Bound(NamedTuple):
+    """A call, compiled.
+
+    Attributes:
+        straight: operands as the launches take them.
+        allocate: (out, lse).
+        between: what a chunk's launches leave to one another.
+        setting: in which torch's products are made.
+        chunks: in order.
+    """
+
+    straight: Callable[[Operands], Operands]
+    allocate: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
+    between: series.Between
+    setting: Callable[[], Any]
+    chunks: list[ChunkCalls]
+
+
+def _bind(problem: AttentionProblem, operands: Operands, config: Config) -> Bound:
     problem = _with_lse(problem)
     device, gpu = operands.q.device, current_gpu(operands.q.device)
     if reasons := _cannot(problem, gpu, config):
@@ -162,95 +207,101 @@ def _stages(problem: AttentionProblem, operands: Operands, config: Config) -> tu
             f"kernel {NAME!r} cannot run {problem.describe()} with {config}", {NAME: reasons}, f"config={choice}"
         )
     cut = plan(problem, config)
-    hopper = config.scores == "hopper"
     allocate = allocator(problem, operands.q)
     by_torch = "library" in (config.scores, config.values)
-    straight = host.mappable(problem, operands) if hopper else straightener(operands)
+    straight = host.mappable(problem, operands) if config.scores == "hopper" else straightener(operands)
     if by_torch:
         straight = library.brought_near(straight, operands)
-
-    def make() -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]:
-        return (*allocate(), allocate_workspace(problem, config, cut, device))
-
     with torch.no_grad():
-        out, lse, workspace = make()
+        out, lse = allocate()
+        workspace = allocate_workspace(problem, config, cut, device)
         calls = list(_calls(problem, gpu, straight(operands), out, lse, config, cut, workspace))
-    del out, lse, workspace
-    arithmetic = dot_precision(problem, gpu)
+    between = series.Between(LEFT, needs(problem, config, cut), device, partial(named, problem, config, cut))
     # Of 16-bit operands products are exact: no setting of the process changes them.
-    setting = partial(library.products_in, arithmetic) if by_torch and problem.dtype == "float32" else None
+    arithmetic = dot_precision(problem, gpu)
+    settings = by_torch and problem.dtype == "float32"
+    setting = partial(library.products_in, arithmetic) if settings else contextlib.nullcontext
+    return Bound(straight, allocate, between, setting, calls)
 
-    def run_stage(
-        stages: Sequence[str],
-        operands: Operands,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        workspace: dict[str, Any],
-    ) -> None:
-        q, k, v, mask, bias, slopes, sinks, *ends = straight(operands)
-        names = ("scores", "p", "row_scale", "sums", "tile_max", "tile_sum")
-        raw, p, row_scale, sums, *states = (workspace[name] for name in names)
-        top, lowered = workspace["tile_top"], workspace["lowered"]
-        with torch.no_grad(), setting() if setting is not None else contextlib.nullcontext():
-            for chunk, score, score_products, softmax, sum_values, value_products in calls:
-                if hopper:
-                    assert score is not None and softmax is not None and sum_values is not None
-                    if "scores" in stages:
-                        score(q, k, p, states[0], top, states[1])
-                    if "softmax" in stages:
-                        softmax(p, states[0], top, states[1], lowered, row_scale, lse, sinks)
-                    if "values" in stages:
-                        sum_values(p, v, out, top, lowered, row_scale)
-                    continue
-                if "scores" in stages and score is not None:
-                    score(q, k, p if raw is None else raw, *states, mask, bias, slopes, *ends)
-                elif "scores" in stages:
-                    library.multiply(score_products, q, k, raw)
-                if "softmax" in stages and softmax is not None:
-                    softmax(raw, p, row_scale, lse, mask, bias, slopes, sinks, *ends)
-                if "values" not in stages:
-                    continue
-                if sum_values is not None and config.values == "online":
-                    sum_values(raw, v, out, lse, mask, bias, slopes, sinks, *ends)
-                elif sum_values is not None:
-                    sum_values(p, row_scale, *states, v, out, lse, sinks, *ends)
-                elif chunk.nothing_to_see:
-                    library.zero(problem, chunk, out)
-                for products, scale in value_products:
-                    library.multiply(products, p, v, out if sums is None else sums)
-                    if scale is not None:
-                        scale(sums, row_scale, out)
 
-    return make, run_stage
+def _run_stages(
+    stages: Sequence[str],
+    problem: AttentionProblem,
+    calls: ChunkCalls,
+    operands: Operands,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    workspace: Workspace,
+) -> None:
+    chunk, _, launches, score_products, value_products = calls
+    for stage in stages:
+        if stage in launches:
+            launches[stage](*operands, out, lse, *workspace)
+        elif stage == "scores":
+            assert workspace.scores is not None
+            library.multiply(score_products, operands.q, operands.k, workspace.scores)
+        elif stage == "values" and chunk.nothing_to_see:
+            library.zero(problem, chunk, out)
+        elif stage == "values":
+            assert workspace.p is not None
+            into = out if workspace.sums is None else workspace.sums
+            for products, scale in value_products:
+                library.multiply(products, workspace.p, operands.v, into)
+                if scale is not None:
+                    scale(workspace.sums, workspace.row_scale, out)
 
 
 def _calls(problem: AttentionProblem, gpu: Gpu, operands: Operands, out: Any, lse: Any, config: Config, cut: Plan,
-           workspace: dict[str, Any]) -> Iterator[ChunkCalls]:  # fmt: skip
+           workspace: Workspace) -> Iterator[ChunkCalls]:  # fmt: skip
     """Everything compiled, and torch's calls as views that only want a pointer."""
+    q, k, v = operands[:3]
+
+    def with_steps(chunk: Chunk, steps: dict[str, series.Step], *products: Any) -> ChunkCalls:
+        launches = {stage: series.in_turn(f"{GIVEN} {LEFT}", step) for stage, step in steps.items()}
+        return ChunkCalls(chunk, steps, launches, *products)
+
     if config.scores == "hopper":
         for chunk in cut.chunks:
-            first, between, second = three_kernel_hopper.bind(problem, gpu, operands, out, lse, cut, chunk, workspace)
-            yield ChunkCalls(chunk, first, [], between, second, [])
+            bound = three_kernel_hopper.bind(problem, gpu, operands, out, lse, cut, chunk, workspace)
+            yield with_steps(chunk, dict(zip(STAGES, bound, strict=True)), [], [])
         return
-    q, k, v = operands[:3]
     of_launches = _launches(problem, gpu, operands, out, lse, config, cut, workspace)
-    p = workspace["p"]
+    p = workspace.p
+    taken = _names_of_launches(config)
     for chunk, specs in zip(cut.chunks, of_launches, strict=True):
-        score, softmax, sum_values, scales = (
-            *(None if spec is None else launch.bind(spec) for spec in specs[:3]),
-            [launch.bind(spec) for spec in specs[3]],
-        )
+        steps = {
+            stage: (launch.bind(spec), taken[stage])
+            for stage, spec in zip(STAGES, specs[:3], strict=True)
+            if spec is not None
+        }
+        scales = [launch.bind(spec) for spec in specs[3]]
         score_products: list[library.Product] = []
         value_products: list[tuple[list[library.Product], Callable[..., None] | None]] = []
         if config.scores == "library":
-            score_products = library.score_products(problem, chunk, q, k, workspace["scores"].stride()[1:3])
+            assert workspace.scores is not None
+            score_products = library.score_products(problem, chunk, q, k, workspace.scores.stride()[1:3])
         if config.values == "library" and not chunk.nothing_to_see:
-            strides, into_sums = p.stride()[-3:-1], workspace["sums"] is not None
+            assert p is not None
+            strides, into_sums = p.stride()[-3:-1], workspace.sums is not None
             parts = pieces(problem, config, chunk.heads, chunk.rows)
             for i, piece in enumerate(parts):
                 products = library.value_products(problem, chunk, piece, v, out, strides, into_sums)
                 value_products.append((products, scales[i] if into_sums else None))
-        yield ChunkCalls(chunk, score, score_products, softmax, sum_values, value_products)
+        yield with_steps(chunk, steps, score_products, value_products)
+
+
+def _names_of_launches(config: Config) -> dict[str, str]:
+    """What each stage's launch takes of a chunk's, in the kernel's order."""
+    raw = "p" if config.scores == "fused" else "scores"
+    beside, ends = "mask bias alibi_slopes", "cu_seqlens_q cu_seqlens_k"
+    values = f"p row_scale tile_max tile_sum v out lse sinks {ends}"
+    if config.values == "online":
+        values = f"scores v out lse {beside} sinks {ends}"
+    return {
+        "scores": f"q k {raw} tile_max tile_sum {beside} {ends}",
+        "softmax": f"scores p row_scale lse {beside} sinks {ends}",
+        "values": values,
+    }
 
 
 def _with_lse(problem: AttentionProblem) -> AttentionProblem:
@@ -301,7 +352,7 @@ def _launches(
     lse: torch.Tensor | None,
     config: Config,
     cut: Plan,
-    workspace: dict[str, Any],
+    workspace: Workspace,
 ) -> Iterator[Launches]:
     """First product, softmax, second product, and scaling of each piece of its sums, of each chunk; None for what torch
     computes or an epilogue does."""
@@ -311,11 +362,11 @@ def _launches(
     of_sinks = {"HAS_SINKS": features.pop("HAS_SINKS")}
     hides = {"MAY_HIDE_KEYS": may_hide_keys(problem)}
     arithmetic = {"PRECISION": dot_precision(problem, gpu), "IS_NVIDIA": gpu.vendor == "nvidia"}
-    raw, p = workspace["scores"], workspace["p"]
+    raw, p = workspace.scores, workspace.p
     strides = (cut.rows * cut.width, cut.width)  # of a head and a row of the workspace
     split = (cut.heads * cut.rows * cut.width,)
     online = config.values == "online"
-    p_strides = () if online else p.stride()[-3:-1]
+    p_strides = () if p is None else p.stride()[-3:-1]
     # Where launches are most of the time, each begins while the one before it ends.
     ahead = gpu.capability >= 90 and (online or config.split_d > 1)
     begins = {"launch_pdl": True} if ahead else {}
@@ -335,7 +386,7 @@ def _launches(
             score = launch.Launch(
                 kernel=chunk_scores_kernel,
                 grid=chunk.heads * tiles_m * tiles_n * config.split_d,
-                tensors=(q, k, p if fused else raw, workspace["tile_max"], workspace["tile_sum"], mask, bias, slopes,
+                tensors=(q, k, p if fused else raw, workspace.tile_max, workspace.tile_sum, mask, bias, slopes,
                          *ends),
                 scalars=[*token_strides(problem, q), *token_strides(problem, k), *beside, *strides, *split, *lengths,
                          *group, *window(problem), *where, tiles_m, tiles_n, *scale],
@@ -351,7 +402,7 @@ def _launches(
             softmax = launch.Launch(
                 kernel=chunk_softmax_kernel,
                 grid=chunk.heads * tiles,
-                tensors=(raw, p, workspace["row_scale"], lse, mask, bias, slopes, sinks, *ends),
+                tensors=(raw, p, workspace.row_scale, lse, mask, bias, slopes, sinks, *ends),
                 scalars=[*lse_strides(problem), *beside, *strides, *split, *p_strides, *lengths, *window(problem),
                          *where, tiles,
                          max(together, config.softmax_rows), *scale],
@@ -379,7 +430,7 @@ def _launches(
             sum_values = launch.Launch(
                 kernel=chunk_values_kernel,
                 grid=chunk.heads * tiles_m * -(-problem.head_dim_v // block_v),
-                tensors=(p, workspace["row_scale"], workspace["tile_max"], workspace["tile_sum"], v, out, lse, sinks,
+                tensors=(p, workspace.row_scale, workspace.tile_max, workspace.tile_sum, v, out, lse, sinks,
                          *ends),
                 scalars=[*token_strides(problem, v), *token_strides(problem, out)[:-1], *lse_strides(problem),
                          *p_strides, *lengths, *group, *window(problem), *where, tiles_m, tiles_n],
@@ -390,13 +441,13 @@ def _launches(
                 options=options | begins,
             )  # fmt: skip
         scales = []
-        if workspace["sums"] is not None and not chunk.nothing_to_see:
+        if workspace.sums is not None and not chunk.nothing_to_see:
             columns = min(1024, padded(problem.head_dim_v))
             scales = [
                 launch.Launch(
                     kernel=chunk_scale_kernel,
                     grid=piece.heads * piece.rows * -(-problem.head_dim_v // columns),
-                    tensors=(workspace["sums"], workspace["row_scale"], out),
+                    tensors=(workspace.sums, workspace.row_scale, out),
                     scalars=[*token_strides(problem, out)[:-1], cut.rows, problem.num_heads_q,
                              chunk.first_head + piece.first_head, chunk.row_begin + piece.row_begin, piece.rows,
                              piece.first_head * cut.rows + piece.row_begin],

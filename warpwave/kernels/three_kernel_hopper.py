@@ -4,18 +4,17 @@ maps and arguments, and what they cannot. Host code alone."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from warpwave import launch
+from warpwave import launch, series
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels.arguments import lse_strides
 from warpwave.kernels.hopper import host, launcher
 from warpwave.kernels.hopper.launcher import MapPlan
 from warpwave.kernels.hopper.products import hopper_scores_kernel, hopper_values_kernel
-from warpwave.kernels.three_kernel_plan import Chunk, Plan, key_tiles_before
+from warpwave.kernels.three_kernel_plan import Chunk, Plan, Workspace, key_tiles_before
 from warpwave.kernels.three_kernel_statistics import MOST_TILES, ROWS, chunk_statistics_kernel
 from warpwave.kernels.triton_or_stub import NO_TRITON
 from warpwave.problem import AttentionProblem, Operands
@@ -74,12 +73,13 @@ class Described(NamedTuple):
 
 def launches(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, out: Any, lse: Any, cut: Plan, chunk: Chunk,
-    workspace: dict[str, Any], *, described: bool = True,
+    workspace: Workspace, *, described: bool = True,
 ) -> tuple[Described, Described, Described]:  # fmt: skip
     """Scores, statistics and values of a chunk. A test that runs them without Triton's compiler wants no maps."""
     q, k, v = operands[:3]
-    names = ("p", "tile_max", "tile_top", "tile_sum", "lowered", "row_scale")
-    p, reference, top, sums, lowered, row_scale = (workspace[name] for name in names)
+    p, reference, top, sums = workspace.p, workspace.tile_max, workspace.tile_top, workspace.tile_sum
+    lowered, row_scale = workspace.lowered, workspace.row_scale
+    assert p is not None
     band = problem.band(problem.seqlen_q, problem.seqlen_k)
     high = FAR if band.high is None else band.high
     keys_end = host.keys_end(problem)
@@ -152,16 +152,11 @@ def launches(
     )
 
 
-def bind(*arguments: Any) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
-    """`scores(q, k, p, tile_max, tile_top, tile_sum)`, `statistics(p, tile_max, tile_top, tile_sum, lowered,
-    row_scale, lse, sinks)` and `values(p, v, out, tile_top, lowered, row_scale)`, compiled."""
+def bind(*arguments: Any) -> tuple[series.Step, series.Step, series.Step]:
+    """The launches, compiled, each with the names of what it takes."""
     of_scores, of_statistics, of_values = launches(*arguments)
-    score, sum_values = launcher.bind(*of_scores), launcher.bind(*of_values)
-
-    def scores(q: Any, k: Any, p: Any, *pointers: Any) -> None:
-        score(q, k, p, p, *pointers)
-
-    def values(p: Any, v: Any, out: Any, *pointers: Any) -> None:
-        sum_values(p, v, p, out, *pointers)
-
-    return scores, launch.bind(of_statistics.launch), values
+    return (
+        (launcher.bind(*of_scores), "q k p p tile_max tile_top tile_sum"),
+        (launch.bind(of_statistics.launch), "p tile_max tile_top tile_sum lowered row_scale lse sinks"),
+        (launcher.bind(*of_values), "p v p out tile_top lowered row_scale"),
+    )

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from warpwave.errors import InvalidInput
+from warpwave.kernels import scratch
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 PRODUCTS = ("library", "triton", "hopper", "online")
@@ -289,17 +291,38 @@ def workspace_bytes(problem: AttentionProblem, config: Config) -> int:
     return _chunk_bytes(problem, config, cut.heads, cut.rows)
 
 
-def allocate_workspace(problem: AttentionProblem, config: Config, cut: Plan, device: torch.device) -> dict[str, Any]:
-    """The tensors of a chunk, p being scores where it takes their place; None for what is not there."""
-    made: dict[str, Any] = dict.fromkeys(
-        ("scores", "p", "row_scale", "tile_max", "tile_top", "tile_sum", "lowered", "sums")
-    )
-    for name, (shape, dtype) in _sizes(problem, config, cut.heads, cut.rows).items():
-        made[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-    if made["p"] is None and config.values != "online":
+class Workspace(NamedTuple):
+    """What the launches of a chunk leave to one another; None for what is not there."""
+
+    scores: torch.Tensor | None = None
+    p: torch.Tensor | None = None
+    row_scale: torch.Tensor | None = None
+    tile_max: torch.Tensor | None = None
+    tile_top: torch.Tensor | None = None
+    tile_sum: torch.Tensor | None = None
+    lowered: torch.Tensor | None = None
+    sums: torch.Tensor | None = None
+
+
+def needs(problem: AttentionProblem, config: Config, cut: Plan) -> list[scratch.Need]:
+    """Shapes and dtypes of the tensors in memory."""
+    sizes = _sizes(problem, config, cut.heads, cut.rows).values()
+    return [(shape, getattr(torch, dtype)) for shape, dtype in sizes]
+
+
+def named(problem: AttentionProblem, config: Config, cut: Plan, tensors: Iterable[torch.Tensor]) -> Workspace:
+    """The workspace in tensors such as it `needs`."""
+    made = Workspace(**dict(zip(_sizes(problem, config, cut.heads, cut.rows), tensors, strict=True)))
+    if made.p is None and made.scores is not None and config.values != "online":
         # In 16 bits a row of P is the first half of the row of scores it was.
-        made["p"] = made["scores"][0].view(getattr(torch, problem.dtype))
+        made = made._replace(p=made.scores[0].view(getattr(torch, problem.dtype)))
     return made
+
+
+def allocate_workspace(problem: AttentionProblem, config: Config, cut: Plan, device: torch.device) -> Workspace:
+    """One of its own."""
+    tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in needs(problem, config, cut)]
+    return named(problem, config, cut, tensors)
 
 
 def least_bytes(problem: AttentionProblem, config: Config) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from warpwave.bench.records import RecordError
+from warpwave.output_files import CannotWrite, check_output, write_whole
 from warpwave.report.content import report
 from warpwave.report.intake import given, shipped_source
 from warpwave.report.machines import Source
@@ -15,10 +15,6 @@ from warpwave.report.markdown import MADE_BY, markdown
 from warpwave.report.page import GENERATOR, TooLarge, html
 
 DEFAULT_NAME = "report.html"
-
-
-class ReportError(ValueError):
-    """The report cannot be made or written. The message says why and what to do."""
 
 
 def main(paths: Sequence[Path], *, out: Path | None = None, markdown_out: Path | None = None) -> int:
@@ -43,7 +39,7 @@ def main(paths: Sequence[Path], *, out: Path | None = None, markdown_out: Path |
             print(f"Markdown: {markdown_out}")
         if out is not None:
             print(f"report: {write_page(sources, out)}", file=sys.stderr if markdown_out == Path("-") else sys.stdout)
-    except (RecordError, ReportError) as error:
+    except (RecordError, TooLarge, CannotWrite) as error:
         print(f"warpwave: {error}", file=sys.stderr)
         return 2
     return 0
@@ -56,13 +52,10 @@ def write_page(sources: Sequence[Source], path: Path) -> Path:
         where it is, in full.
 
     Raises:
-        ReportError: it would be too large, or cannot be written there.
+        TooLarge: it would be.
+        CannotWrite: it cannot be written there.
     """
-    try:
-        page = html(sources)
-    except TooLarge as error:
-        raise ReportError(str(error)) from error
-    save(path, page)
+    save(path, html(sources))
     return path.resolve()
 
 
@@ -70,17 +63,9 @@ def check_writable(path: Path) -> None:
     """Says before a long run what `save` would say after it.
 
     Raises:
-        ReportError: nothing can be written there.
+        CannotWrite: nothing can be written there.
     """
-    if path.is_dir():
-        raise ReportError(f"{path} is a directory; name a file in it")
-    if path.exists() and not is_ours(path):
-        raise ReportError(f"{path} is there already and is no report of warpwave; name another file, or remove it")
-    folder = path.resolve().parent
-    if not folder.is_dir():
-        raise ReportError(f"{path} cannot be written: there is no directory {folder}")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ReportError(f"{path} cannot be written: no permission to write in {folder}; name another file")
+    check_output(path, is_ours=is_ours, what="report of warpwave")
 
 
 def is_ours(path: Path) -> bool:
@@ -93,19 +78,13 @@ def is_ours(path: Path) -> bool:
 
 
 def save(path: Path, content: str) -> None:
-    """Writes a file whole or not at all: another is written beside it and takes its name.
+    """Writes a file whole or not at all.
 
     Raises:
-        ReportError: it cannot be written, or something is there that is no report.
+        CannotWrite: it cannot be written, or something is there that is no report.
     """
     check_writable(path)
-    target = path.resolve()  # of a link, the file it stands for
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        try:
-            part.write_text(content, encoding="utf-8")
-            os.replace(part, target)
-        finally:
-            part.unlink(missing_ok=True)
+        write_whole(path, content)
     except OSError as error:
-        raise ReportError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise CannotWrite(f"{path} cannot be written: {error.strerror or error}") from error

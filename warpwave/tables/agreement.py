@@ -121,7 +121,8 @@ def scaling(document: Document) -> Iterator[Finding]:
     for (table, series), rows in groups(document).items():
         sizes = varying(rows)
         axis = next((s for s in ("seqlen", "head_dim") if s in sizes), None)
-        known = [(float(getattr(r.call, axis)), time_us(r) or 0.0, r) for r in rows if time_us(r)] if axis else []
+        sized = [r for r in rows if axis and getattr(r.call, axis) is not None]
+        known = [(float(getattr(r.call, axis or "")), time_us(r) or 0.0, r) for r in sized if time_us(r)]
         known = [k for k in known if all(getattr(k[2].call, s) == usual(rows, s) for s in sizes if s != axis)]
         if len(known) < 3 or len({k[0] for k in known}) < 3:
             continue

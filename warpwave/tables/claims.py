@@ -8,7 +8,7 @@ from typing import Any
 from warpwave.roofline import byte
 from warpwave.tables.busy import grid, in_words, plateau
 from warpwave.tables.facts import AGREE, BINDS, Finding, blocks, loads_of_a_key, tensor_bytes, time_us
-from warpwave.tables.parse import Document, TableError
+from warpwave.tables.parse import LEAST, MEASURED, MOST, Document, TableError
 
 Claim = Mapping[str, Any]
 
@@ -26,9 +26,16 @@ def claims(document: Document) -> list[Finding]:
             raise TableError(f"the claim {claim['says']!r} must have one of {', '.join(KINDS)}")
         try:
             found += KINDS[kind](document, claim)
-        except (TypeError, KeyError, ValueError) as error:
+        except (TypeError, KeyError, ValueError, OverflowError) as error:
             raise TableError(f"the claim {claim['says']!r} cannot be read: {error}") from None
     return found
+
+
+def _number(value: Any) -> float:
+    """A figure of a claim."""
+    if not LEAST <= float(value) <= MOST:
+        raise ValueError(f"{value!r} is no number above 0")
+    return float(value)
 
 
 def _said(claim: Claim, answer: str, arithmetic: str, series: str = "") -> Finding:
@@ -36,7 +43,7 @@ def _said(claim: Claim, answer: str, arithmetic: str, series: str = "") -> Findi
 
 
 def _bandwidth(document: Document, claim: Claim) -> Iterator[Finding]:
-    rate, have = float(claim["bandwidth_gbps"]), document.device.bandwidth_gbps
+    rate, have = _number(claim["bandwidth_gbps"]), document.device.bandwidth_gbps
     if have is None:
         return
     share = rate / have
@@ -82,7 +89,7 @@ def _not_idle(document: Document, claim: Claim) -> Iterator[Finding]:
 
 
 def _growth(document: Document, claim: Claim) -> Iterator[Finding]:
-    data, time = float(claim["data_factor"]), float(claim["time_factor"])
+    data, time = _number(claim["data_factor"]), _number(claim["time_factor"])
     work = data * data
     yield _said(
         claim,
@@ -129,7 +136,7 @@ def _loads(document: Document, claim: Claim) -> Iterator[Finding]:
 
 
 def _part(document: Document, claim: Claim) -> Iterator[Finding]:
-    name, value = str(claim["part"]), float(claim["part_us"])
+    name, value = str(claim["part"]), _number(claim["part_us"])
     known = document.parts.get(name)
     if known is not None and abs(known / value - 1) > AGREE:
         yield Finding(
@@ -141,17 +148,19 @@ def _part(document: Document, claim: Claim) -> Iterator[Finding]:
 
 
 def _less(document: Document, claim: Claim) -> Iterator[Finding]:
-    rows = [row for row in document.rows if getattr(row, str(claim["of"])) is not None]
+    if claim["of"] not in MEASURED or claim["of"] == "time_ms":  # which rows have in us
+        raise ValueError(f"of is {claim['of']!r}; it must be one of {', '.join(m for m in MEASURED if m != 'time_ms')}")
+    rows = [row for row in document.rows if getattr(row, claim["of"]) is not None]
     if len(rows) < 2:
         return
-    first, second = (float(getattr(row, str(claim["of"]))) for row in rows[:2])
-    less, said = 1 - first / second, float(claim["less"])
+    first, second = (float(getattr(row, claim["of"])) for row in rows[:2])
+    less, said = 1 - first / second, _number(claim["less"])
     if abs(less - said) > AGREE / 2:
         yield _said(claim, f"it is {less:.0%} less, not {said:.0%}", f"{first:g} / {second:g} = {first / second:.3f}")
 
 
 def _faster(document: Document, claim: Claim) -> Iterator[Finding]:
-    low, high = (float(x) for x in claim["times_faster"])
+    low, high = (_number(x) for x in claim["times_faster"])
     slow, fast = (str(x) for x in claim["of"])
     found = []
     for row in document.rows:

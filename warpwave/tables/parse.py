@@ -15,6 +15,7 @@ CASES = Path(__file__).with_name("cases")
 OURS = "theirs"  # the series of a column that names none
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4}
 GRIDS = ("query tiles", "heads", "output tiles")
+LEAST, MOST = 1e-9, 1e15  # of a figure or size in any unit of the format
 MEASURED = ("time_us", "time_ms", "tflops", "tokens_per_s", "memory_mb")
 
 
@@ -199,6 +200,9 @@ def parse(data: Mapping[str, Any], *, source: str) -> Document:
     for key in ("title", "tables"):
         if key not in data:
             raise TableError(f"{source}: {key} must be given")
+    for key in ("title", "source"):
+        if not isinstance(data.get(key, ""), str):
+            raise TableError(f"{source}: {key} must be text, got {data[key]!r}")
     if not isinstance(data["tables"], list) or not data["tables"]:
         raise TableError(f"{source}: tables must be a list of at least one [[tables]]")
     call = _make(Call, data.get("call", {}), Call(), f"{source}: [call]")
@@ -268,6 +272,8 @@ def _rows(table: Mapping[str, Any], call: Call, kernels: Mapping[str, Kernel], w
         raise TableError(f"{where}: columns must be a list of names")
     if not isinstance(lines, list) or not lines:
         raise TableError(f"{where}: rows must be a list of rows")
+    if not isinstance(table.get("per_head", False), bool):
+        raise TableError(f"{where}: per_head must be true or false, got {table['per_head']!r}")
     default = str(table.get("series", OURS))
     own = _make(Call, table.get("call", {}), call, f"{where}: call")
     given_kernel = _table(table.get("kernel", {}), f"{where}: kernel")
@@ -285,7 +291,7 @@ def _rows(table: Mapping[str, Any], call: Call, kernels: Mapping[str, Kernel], w
             if value == "" or (isinstance(value, str) and value.strip() == "-"):
                 continue  # nobody measured it
             if plain in MEASURED:
-                if type(value) not in (int, float) or value <= 0:
+                if type(value) not in (int, float) or not LEAST <= value <= MOST:
                     raise TableError(f'{at}: {column} must be a number above 0, or "-" for none, got {value!r}')
                 figures.setdefault(owner, {})[plain] = value
             elif plain in _names(Call):
@@ -336,7 +342,7 @@ def _make(kind: type, values: Any, base: Any, where: str) -> Any:
     values = dict(_table(values, where))
     _check(values, _names(kind), where)
     for key, value in values.items():
-        if key == "dtype" and value not in DTYPES:
+        if key == "dtype" and value not in list(DTYPES):  # a list, for a value may be one, which no dict can look up
             raise TableError(f"{where}: dtype must be one of {', '.join(DTYPES)}, got {value!r}")
         if key == "grid" and value not in GRIDS:
             raise TableError(f"{where}: grid must be one of {', '.join(GRIDS)}, got {value!r}")
@@ -344,14 +350,17 @@ def _make(kind: type, values: Any, base: Any, where: str) -> Any:
             raise TableError(f"{where}: unit must be scalar or matrix, got {value!r}")
         if key == "scores" and value not in ("chip", "memory"):
             raise TableError(f"{where}: scores must be chip or memory, got {value!r}")
+        if key == "launch_heads" and value not in ("one", "all", ""):
+            raise TableError(f'{where}: launch_heads must be one, all, or "" where nobody says, got {value!r}')
         if key in ("dtype", "grid", "unit", "scores", "launch_heads"):
             continue
         if key in ("causal", "is_peer"):
             if not isinstance(value, bool):
                 raise TableError(f"{where}: {key} must be true or false, got {value!r}")
         elif key == "max_difference":
-            _numbers({key: value}, where)
-        elif type(value) is not int or value < 1:
+            if value != 0:
+                _numbers({key: value}, where)
+        elif type(value) is not int or not 1 <= value <= MOST:
             raise TableError(f"{where}: {key} must be a positive whole number, got {value!r}")
     return replace(base, **values)
 
@@ -368,8 +377,8 @@ def _table(value: Any, where: str) -> Mapping[str, Any]:
 
 def _numbers(values: Any, where: str) -> dict[str, float]:
     for key, value in _table(values, where).items():
-        if type(value) not in (int, float) or value < 0:
-            raise TableError(f"{where}: {key} must be a number, got {value!r}")
+        if type(value) not in (int, float) or not LEAST <= value <= MOST:
+            raise TableError(f"{where}: {key} must be a number above 0, got {value!r}")
     return {key: float(value) for key, value in values.items()}
 
 

@@ -169,6 +169,8 @@ class Language(types.SimpleNamespace):
         self.sum = lambda x, axis: x.sum(axis)
         self.reshape = lambda x, shape: x.reshape(shape)
         self.broadcast = torch.broadcast_tensors
+        self.permute = lambda x, order: x.permute(*order)
+        self.split = lambda x: x.unbind(-1)
 
     def load(self, pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
         offsets = torch.as_tensor(pointer.offsets)

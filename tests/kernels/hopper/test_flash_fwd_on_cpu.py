@@ -104,7 +104,9 @@ def on_cpu(
                 stages, 0, parts,
             ))  # fmt: skip
         q_tiles = buffers(block, maps[0], groups * parts)
-        out_tiles = buffers(block, maps[3], groups) if constants["OWN_OUT"] and maps[3] else q_tiles
+        out_tiles = q_tiles
+        if constants["OWN_OUT"] and maps[3]:  # of two halves there is one buffer
+            out_tiles = buffers(block, maps[3][: len(maps[2])], groups)
         q_full, q_empty = block.barriers(groups, 1), block.barriers(groups, 1)
         beside: Any = ()
         if operands.mask is not None or operands.bias is not None:

@@ -49,10 +49,10 @@ def on_cpu(problem: AttentionProblem, operands: Operands, config: Config) -> tup
     lse = torch.full((problem.batch, problem.num_heads_q, problem.seqlen_q), torch.nan)
     cut = plan(problem, config)
     workspace = allocate_workspace(problem, config, cut, q.device)
-    for tensor in workspace.values():
+    for tensor in workspace:
         if tensor is not None:
             tensor.fill_(torch.nan)
-    by_address = {t.data_ptr(): t for t in (*operands[:3], out, workspace["p"])}
+    by_address = {t.data_ptr(): t for t in (*operands[:3], out, workspace.p)}
     for chunk in cut.chunks:
         for launched, maps, sources in three_kernel_hopper.launches(
             problem, H200, operands, out, lse, cut, chunk, workspace, described=False

@@ -25,10 +25,10 @@ from collections.abc import Callable
 
 import torch
 
-from warpwave import launch, precision
+from warpwave import launch, precision, series
 from warpwave.errors import UnsupportedProblem
 from warpwave.hardware.gpu import Gpu, current_gpu
-from warpwave.kernels import arguments, mask_bits, scale_ahead, scratch, split_ahead
+from warpwave.kernels import arguments, mask_bits, scale_ahead, split_ahead
 from warpwave.kernels.hopper import host, launcher, roles, scheduler
 from warpwave.kernels.hopper.compat import fence_async_shared, gl, jit, mbarrier
 from warpwave.kernels.hopper.flash_fwd_claims import cost, outrun, why_not
@@ -39,7 +39,8 @@ from warpwave.kernels.hopper.flash_fwd_configs import (
     Config,
     configs,
     num_parts,
-    own_out,
+    out_columns,
+    out_pieces,
     pieces,
     query_tiles,
     registers,
@@ -244,7 +245,10 @@ def hopper_flash_fwd_kernel(
         v_ring = Ring(_buffers(v_maps, STAGES * PARTS), v_full, _barriers(STAGES), STAGES, 0, PARTS)
     out_tiles = q_tiles
     if OWN_OUT and HEAD_DIM_V == 0:
-        out_tiles = _buffers(out_maps, GROUPS)
+        if len(out_maps) > len(v_maps):  # half of out at a time
+            out_tiles = _buffers((out_maps[0],), GROUPS)
+        else:
+            out_tiles = _buffers(out_maps, GROUPS)
     # Every barrier allocated is used. The memory of one that is not would be handed out again as scratch, with a
     # barrier's bits in it: the first tile drawn was then garbage in 5 % of launches.
     q_full = _barriers(GROUPS)
@@ -356,40 +360,30 @@ def _bind_split(
     Each stream and each graph has its own (scratch.py)."""
     out, lse = allocate()
     ahead, attend, parts, plans = _specify_parts(problem, current_gpu(out.device), operands, out, lse, config)
-    before = [launch.bind(spec) for spec in ahead]
+    before: list[launch.Launcher] = [launch.bind(spec) for spec in ahead]
     launch_kernel = launcher.bind(attend, plans, (*parts, out))
     parts_needed = [(part.shape, part.dtype) for part in parts]
-    numbers_needed = [((many,), torch.float32) for many in scale_ahead.workspace_floats(problem)]
-
+    names = "q k v mask bias slopes sinks offsets_q offsets_k out lse"
+    attended = "q_parts k_parts v_parts out out lse slopes sinks offsets_q offsets_k"
     if parts[0].dtype == torch.bfloat16:
-        memory, split = scratch.memory(parts_needed, out.device), before[0]
+        between = series.Between("q_parts k_parts v_parts", parts_needed, out.device)
+        split = (before[0], "q k v q_parts k_parts v_parts")
+        launch_all = series.bind(names, between, split, (launch_kernel, attended))
+    else:
+        numbers_needed = [((many,), torch.float32) for many in scale_ahead.workspace_floats(problem)]
+        needs = [*parts_needed, *numbers_needed]
+        between = series.Between("q_parts k_parts v_parts inverses maxima", needs, out.device)
+        maxima = "maxima" if len(before) == 2 else "inverses"  # which then nobody reads as maxima
+        find_maxima = [(step, "k v offsets_q offsets_k maxima") for step in before[:-1]]
+        scale = (before[-1], f"q k v offsets_q offsets_k q_parts k_parts v_parts inverses {maxima}")
+        launch_all = series.bind(names, between, *find_maxima, scale, (launch_kernel, f"{attended} inverses"))
 
-        def run_split(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
-            q, k, v, _, _, *others = operands
-            out, lse = allocate()
-            q_parts, k_parts, v_parts = memory()
-            split(q, k, v, q_parts, k_parts, v_parts)
-            launch_kernel(q_parts, k_parts, v_parts, out, out, lse, *others)
-            return out, lse
-
-        return arguments.behind(straight, run_split)
-
-    memory, scale, find_maxima = scratch.memory([*parts_needed, *numbers_needed], out.device), before[-1], before[0]
-    in_two = len(before) == 2
-
-    def run_scaled(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
-        q, k, v, _, _, slopes, sinks, offsets_q, offsets_k = operands
+    def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         out, lse = allocate()
-        q_parts, k_parts, v_parts, inverses, maxima = memory()
-        if in_two:
-            find_maxima(k, v, offsets_q, offsets_k, maxima)
-        else:
-            maxima = inverses  # nobody reads them
-        scale(q, k, v, offsets_q, offsets_k, q_parts, k_parts, v_parts, inverses, maxima)
-        launch_kernel(q_parts, k_parts, v_parts, out, out, lse, slopes, sinks, offsets_q, offsets_k, inverses)
+        launch_all(*operands, out, lse)
         return out, lse
 
-    return arguments.behind(straight, run_scaled)
+    return arguments.behind(straight, run)
 
 
 def _plans(
@@ -401,7 +395,8 @@ def _plans(
     for source, tensor in enumerate((*operands[:3], out)):
         rows = host.keys_end(problem) if source in (1, 2) else None
         shape, strides = host.seen(tensor, problem.packed, rows)
-        plans += _pieces_of(source, shape, strides, config)
+        parts = out_pieces(problem, config) if source == 3 else pieces(shape[-1])
+        plans += _pieces_of(source, shape, strides, config, parts)
     return [*plans, _bias_plan(operands.bias, config)]
 
 
@@ -423,16 +418,16 @@ def _plans_of_parts(
         batch, heads, rows, width = tensor.shape
         if source > 0 and not problem.packed:
             rows = max(1, host.keys_end(problem))
-        plans += _pieces_of(source, (batch, heads, rows, width), tensor.stride(), config)
+        plans += _pieces_of(source, (batch, heads, rows, width), tensor.stride(), config, pieces(width))
     return [*plans, *[None] * (MAX_PIECES + 1)]  # out and the bias have none
 
 
 def _pieces_of(
-    source: int, shape: tuple[int, ...], strides: tuple[int, ...], config: Config
+    source: int, shape: tuple[int, ...], strides: tuple[int, ...], config: Config, widths: tuple[int, ...]
 ) -> list[launcher.MapPlan | None]:
     """A tensor's maps, one for each piece of its width."""
     of_tile = config.block_n if source in (1, 2) else ROWS.value
-    parts = [launcher.MapPlan(source, shape, strides, (1, 1, of_tile, part)) for part in pieces(shape[-1])]
+    parts = [launcher.MapPlan(source, shape, strides, (1, 1, of_tile, width)) for width in widths]
     return [*parts, *[None] * (MAX_PIECES - len(parts))]
 
 
@@ -553,7 +548,7 @@ def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[st
         "BLOCK_N": config.block_n,
         "STAGES": config.num_stages,
         "NAMED_BARRIERS": config.blocks_per_sm > 1,
-        "OWN_OUT": problem.dtype == "float32" or own_out(problem, config),
+        "OWN_OUT": problem.dtype == "float32" or out_columns(problem, config) > 0,
         "VALUES_FIRST": values_first(problem, config),
         "PARTS": parts,
         "HEAD_DIM_V": problem.head_dim_v if problem.dtype == "float32" else 0,

@@ -86,23 +86,32 @@ def registers(config: Config) -> tuple[int, int]:
     return {1: (240, 24), 2: (240, 24), 3: (160, 32)}[config.groups]
 
 
-def own_out(problem: AttentionProblem, config: Config) -> bool:
-    """Whether out has shared memory of its own, so that the next block's Q loads while the last product runs; else it
-    takes Q's. Worth 10 % at 16 x 1024 (head_dim 128), and at 256 there is no room."""
+def out_pieces(problem: AttentionProblem, config: Config) -> tuple[int, ...]:
+    """The pieces that a row of out is stored in: those of a row of V, or, one half after the other, two."""
+    of_values = pieces(problem.head_dim_v)
+    return (128, 128) if out_columns(problem, config) == 128 and of_values == (256,) else of_values
+
+
+def out_columns(problem: AttentionProblem, config: Config) -> int:
+    """How many columns of out have shared memory of their own, so that the next block's Q loads while the last product
+    runs: all of them, half of 256, or none, where out takes Q's. Worth 10 % at 16 x 1024 (head_dim 128)."""
     limit = SMEM_PER_SM // config.blocks_per_sm - 1024
-    return pieces(problem.head_dim) != pieces(problem.head_dim_v) or _smem(problem, config, True) <= limit
+    width = sum(pieces(problem.head_dim_v))
+    if pieces(problem.head_dim) != pieces(problem.head_dim_v) or _smem(problem, config, width) <= limit:
+        return width
+    return 128 if pieces(problem.head_dim_v) == (256,) and _smem(problem, config, 128) <= limit else 0
 
 
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """An upper bound on the shared memory of one block, which tests hold against what every config compiles to."""
     if problem.dtype == "float32":
-        return _smem(problem, config, False, max(1, num_parts(problem, gpu)))
-    return _smem(problem, config, own_out(problem, config))
+        return _smem(problem, config, 0, max(1, num_parts(problem, gpu)))
+    return _smem(problem, config, out_columns(problem, config))
 
 
-def _smem(problem: AttentionProblem, config: Config, own_out: bool, parts: int = 1) -> int:
+def _smem(problem: AttentionProblem, config: Config, out_columns: int, parts: int = 1) -> int:
     width, width_v = sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
-    elements = config.block_m * (width + own_out * width_v) + config.num_stages * config.block_n * (width + width_v)
+    elements = config.block_m * (width + out_columns) + config.num_stages * config.block_n * (width + width_v)
     beside = config.num_stages * config.block_m * config.block_n * _bias_bytes(problem)
     return 2 * parts * elements + beside + 2048  # the last for barriers and reductions
 

@@ -1,7 +1,7 @@
 """Rows behind the end of a packed sequence: V's are zeroed in shared memory, and those of out are not stored."""
 
-from warpwave.kernels.hopper.compat import constexpr_function, fence_async_shared, gl, jit, tma_store
-from warpwave.kernels.hopper.parts import ROWS, first_column, matrix
+from warpwave.kernels.hopper.compat import constexpr_function, fence_async_shared, gl, jit, tma, tma_store
+from warpwave.kernels.hopper.parts import ROWS, accumulator_layout, first_column, matrix
 
 
 @constexpr_function
@@ -35,23 +35,40 @@ def zero_rows(x, rows_used):
 @jit
 def store_out(out, out_maps, out_tiles, out_ptr, work, row, num_heads, GROUP: gl.constexpr, rules):
     """The output tile through shared memory: by TMA, which stops at the tensor's end; where a packed sequence ends
-    inside the tile, by masked stores, for behind it lie another sequence's rows."""
-    for i in gl.static_range(len(out_maps)):
-        matrix(out_tiles[i].index(GROUP)).store(out[i].to(out_maps[i].dtype))
-    fence_async_shared()
-    rows_left = work.seqlen_q - row
-    for i in gl.static_range(len(out_maps)):
-        if rules.IS_VARLEN:
-            if rows_left >= ROWS:
-                place = [0, work.head, work.q_begin + row, first_column(out_maps, i)]
-                tma_store(out_maps[i], place, out_tiles[i].index(GROUP))
-            else:
-                store_rows(
-                    matrix(out_tiles[i].index(GROUP)), out_ptr, work.q_begin + row, rows_left, work.head, num_heads,
-                    out_maps[i].shape[3].to(gl.int64), first_column(out_maps, i),
-                )  # fmt: skip
+    inside the tile, by masked stores, for behind it lie another sequence's rows. Where there is room for half of its
+    columns, one half after the other."""
+    if len(out_maps) > len(out):
+        layout: gl.constexpr = accumulator_layout(out[0].shape[1] // 2)
+        halves = gl.split(gl.permute(gl.reshape(out[0], [ROWS, 2, out[0].shape[1] // 2]), (0, 2, 1)))
+        for i in gl.static_range(2):
+            if i == 1:
+                tma.store_wait(0)  # the compiler's barrier before the next store to the buffer tells the other warps
+            half = gl.convert_layout(halves[i], layout, assert_trivial=True)
+            matrix(out_tiles[0].index(GROUP)).store(half.to(out_maps[i].dtype))
+            fence_async_shared()
+            store_piece(out_tiles[0].index(GROUP), i, out_maps, out_ptr, work, row, num_heads, rules)
+    else:
+        for i in gl.static_range(len(out_maps)):
+            matrix(out_tiles[i].index(GROUP)).store(out[i].to(out_maps[i].dtype))
+        fence_async_shared()
+        for i in gl.static_range(len(out_maps)):
+            store_piece(out_tiles[i].index(GROUP), i, out_maps, out_ptr, work, row, num_heads, rules)
+
+
+@jit
+def store_piece(tile, I: gl.constexpr, out_maps, out_ptr, work, row, num_heads, rules):
+    """Piece I of the output, from shared memory."""
+    if rules.IS_VARLEN:
+        rows_left = work.seqlen_q - row
+        if rows_left >= ROWS:
+            tma_store(out_maps[I], [0, work.head, work.q_begin + row, first_column(out_maps, I)], tile)
         else:
-            tma_store(out_maps[i], [work.batch, work.head, row, first_column(out_maps, i)], out_tiles[i].index(GROUP))
+            store_rows(
+                matrix(tile), out_ptr, work.q_begin + row, rows_left, work.head, num_heads,
+                out_maps[I].shape[3].to(gl.int64), first_column(out_maps, I),
+            )  # fmt: skip
+    else:
+        tma_store(out_maps[I], [work.batch, work.head, row, first_column(out_maps, I)], tile)
 
 
 @jit
