@@ -4,6 +4,7 @@
     python -m benchmarks.calibrate_model --check            judge the calibration that ships, write nothing
     python -m benchmarks.calibrate_model --only split_kv    fit one kernel, keep the others' constants
     python -m benchmarks.calibrate_model --rejudge          keep its constants, judge them again, write the error bars
+    python -m benchmarks.calibrate_model --card h100 --constants-of h200 --judge grid.jsonl    the same chip: judge
     python -m benchmarks.calibrate_model --card b200 --fit sweep.jsonl --judge other.jsonl --ceilings roof.json
 
 Points to fit and points to judge come from different files. Constants are fitted kernel by kernel to the logarithm of
@@ -37,7 +38,7 @@ ROOT = Path(__file__).parent.parent
 RECORDS, SHIPPED = ROOT / "benchmarks" / "records", ROOT / "warpwave" / "report" / "shipped"
 # Fitted to is every record of the H200 there is, but for the newest grid, which judges, and for those of another kind
 # (`NOT_POINTS`) or of kernels that have been rewritten since (`ANOTHER_BEFORE`, and sweeps of flash_fwd's configs).
-GRID = "model-grid-4"
+GRID = "model-grid-5"
 NOT_POINTS = ("cliff", "peers-against-gates")
 LOGS = (
     "hopper-flash-fwd-tuning",
@@ -82,12 +83,15 @@ def main() -> int:
     )
     parser.add_argument("--only", nargs="+", default=[], help="fit these kernels or loops; the others' constants stay")
     parser.add_argument("--quick", action="store_true", help="do not predict kernels by the others' constants")
+    parser.add_argument("--constants-of", metavar="CARD", help="take that card's constants, its chip being the same")
     parser.add_argument("--out", type=Path, help="default: the package's own file of this card")
     asked = parser.parse_args()
     sheet = find(asked.card)
     if sheet is None:
         parser.error(f"the catalogue has no card {asked.card!r}")
     gpu = gpu_of(sheet)
+    if asked.constants_of is not None and (asked.constants_of not in calibration.calibrations() or not asked.judge):
+        parser.error("--constants-of names a card with a calibration, and --judge a record to judge its constants on")
     fit_files, judge_files = _records(asked.card)
     asked.fit = fit_files if asked.fit is None else asked.fit
     asked.judge = judge_files if asked.judge is None else asked.judge
@@ -99,6 +103,16 @@ def main() -> int:
         _print_judgement("judged", judged, gpu, None)
         return 0
     out = asked.out or calibration.FOLDER / f"{sheet.key}.json"
+    if asked.constants_of is not None:
+        lender = calibration.calibrations()[asked.constants_of]
+        sources = {"judged": tuple(path.name for path in asked.judge)}
+        taken = replace(
+            lender, gpu=sheet.key, sources=sources, kernels={}, cross_validated={}, kernels_left_out={},
+            uncalibrated=None, constants_of=lender.gpu,
+        )  # fmt: skip
+        by_kernel = _print_judgement("judged, not fitted to", judged, gpu, taken)
+        calibration.write(replace(taken, residuals=by_kernel), out)
+        return 0
     if asked.rejudge:
         shipped = calibration.calibrations()[sheet.key]
         sources = {**shipped.sources, "judged": tuple(path.name for path in asked.judge)}

@@ -1,18 +1,19 @@
 """Draws the grids that predictions are judged on, each by its seed, and writes them as bench suites.
 
-    python -m benchmarks.draw_model_grid            writes warpwave/bench/suites/model_grid.toml, _2, _3 and _4
+    python -m benchmarks.draw_model_grid            writes warpwave/bench/suites/model_grid.toml, _2, ..., _5
     python -m benchmarks.draw_model_grid --check    exit code 1 if a suite is not what its seed draws
 
 A grid is committed before it is measured, and once measured it is something to fit to: the next one judges. On the
 first every kernel is timed on every case it takes; on the second each case names a few, drawn so that all kernels have
 about as many points, and takes about a minute and a half:
 
-    warpwave bench model_grid_4 --peer none --rounds 5 --out grid.jsonl
+    warpwave bench model_grid_5 --peer none --rounds 5 --out grid.jsonl
     python -m benchmarks.calibrate_model --check --judge grid.jsonl
 
 The third is drawn by a seed that nobody chose, the first eight digits of the commit before it; its sizes are none of
 those that anything was fitted to, a cache in pages is among them, and its cases come in a drawn order, so that a clock
-that ends it early leaves out nothing in particular. The fourth is drawn as the third was, by the commit before it.
+that ends it early leaves out nothing in particular. The fourth and fifth are drawn as the third was, each by the
+commit before it.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class Grid:
 FIRST = Grid("model_grid", 20261121, each=4)
 SEED_OF_THIRD = 0xF6C9F18C  # of commit f6c9f18c2abc2f736446e2041008978162622b81
 SEED_OF_FOURTH = 0x6161E227  # of commit 6161e227cadec783c9665e1b593174f4611b28ea
+SEED_OF_FIFTH = 0xD14CCCCD  # of commit d14ccccd0bcbecabd9f9fab394b9ab1e6bc859e0
 SECOND = Grid(
     "model_grid_2", 20261122, each=2, kernels=(*KERNELS, "hopper/large_head_dim"), of_a_case=(5, 4), others=(FIRST,)
 )
@@ -392,7 +394,8 @@ THIRD = Grid(
     shuffled=True,
 )
 FOURTH = replace(THIRD, name="model_grid_4", seed=SEED_OF_FOURTH, others=(FIRST, SECOND, THIRD))
-GRIDS = (FIRST, SECOND, THIRD, FOURTH)
+FIFTH = replace(THIRD, name="model_grid_5", seed=SEED_OF_FIFTH, others=(FIRST, SECOND, THIRD, FOURTH))
+GRIDS = (FIRST, SECOND, THIRD, FOURTH, FIFTH)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -119,7 +119,8 @@ def predictions(suite: str, card: str = "h200") -> dict[str, Any]:
 
 
 def _fitted_to(of: Calibration) -> list[str]:
-    return sorted({file for key, files in of.sources.items() if key != "judged" for file in files})
+    lender = calibrations().get(of.constants_of, of)
+    return sorted({file for key, files in lender.sources.items() if key != "judged" for file in files})
 
 
 def judge(record: Path) -> dict[str, Any]:
@@ -133,7 +134,7 @@ def judge(record: Path) -> dict[str, Any]:
 
     environment = next(iter(read_records(record).environments.values()), {})
     name = str((environment.get("gpu") or {}).get("name", ""))
-    sheet = find(name.split()[-1].lower()) if name else None
+    sheet = next((known for word in name.split() if (known := find(word.lower()))), None)
     points = calibration_points.points(record)
     if sheet is None or not points:
         raise NoVerdict(f"{record.name} has no times of our kernels on a GPU that the catalogue knows")

@@ -13,6 +13,7 @@ import json
 import re
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +23,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.compile import test_hopper, test_ladder, test_large_head_dim, test_targets  # noqa: E402
+from tests.compile import (  # noqa: E402
+    test_hopper,
+    test_hopper_large_head_dim,
+    test_ladder,
+    test_large_head_dim,
+    test_split_kv,
+    test_targets,
+)
 from tests.conformance import cases  # noqa: E402
 from warpwave import dispatch  # noqa: E402
 from warpwave.hardware.gpu import ARCHS, CPU, INTERPRETER, Gpu  # noqa: E402
@@ -65,7 +73,7 @@ class Run:
 
     Args:
         gpu, arch, date, torch, triton, record: as docs/support.toml has them.
-        passed: kernel -> tests passed, of those of which none failed.
+        passed: kernel -> tests passed, over all parts of the log, of those of which none failed.
     """
 
     gpu: str
@@ -84,7 +92,11 @@ def runs() -> tuple[Run, ...]:
     for entry in tomllib.loads(FACTS.read_text(encoding="utf-8"))["run"]:
         log = (ROOT / entry["record"]).read_text(encoding="utf-8")
         lines = re.findall(r"^(\S+): attempted \d+, passed (\d+), refused as documented \d+, failed (\d+)", log, re.M)
-        passed = {name: int(n) for name, n, failed in lines if int(n) and not int(failed)}
+        passed: Counter[str] = Counter()
+        for name, n, _ in lines:
+            passed[name] += int(n)
+        wrong = {name for name, _, failed in lines if int(failed)}
+        passed = Counter({name: n for name, n in passed.items() if n and name not in wrong})
         fields = {name: str(entry[name]) for name in ("gpu", "arch", "date", "torch", "triton", "record")}
         found.append(Run(**fields, passed=passed))
     return tuple(found)
@@ -108,8 +120,29 @@ def compiled_points() -> frozenset[tuple[str, str, int, str]]:
     # For sm_90, as its record.
     points |= {("hopper/flash_fwd", "bfloat16", *point) for point in (*test_hopper.FULL, *test_hopper.FULL_OF_WIDE)}
     points |= {("hopper/flash_fwd", "float32", width, feature) for _, width, feature in test_hopper.FULL_OF_PARTS}
+    points |= {
+        ("hopper/large_head_dim", "bfloat16", width, feature)
+        for name, feature, _ in test_hopper_large_head_dim.FULL
+        for width in {*test_hopper_large_head_dim.WIDTHS[name]}
+    }
+    points |= _points_of_split_kv()
     points |= {(r["kernel"], r["dtype"], r["head_dim"], r["feature"]) for r in compile_records()}
     return frozenset(points)
+
+
+def _points_of_split_kv() -> set[tuple[str, str, int, str]]:
+    """Those of its calls on dense or packed keys that have one feature at the most."""
+    of_field = {"causal": "causal", "window_size": "window", "mask_shape": "mask", "bias_shape": "bias"}
+    of_field |= {"alibi_shape": "alibi", "softcap": "softcap and sinks", "has_sinks": "softcap and sinks"}
+    of_field |= {"packed": "packed"}
+    found = set()
+    for changes in (*test_split_kv.CASES.values(), *test_split_kv.FEATURES.values()):
+        features = {of_field[field] for field in changes if field in of_field}
+        head_dim = changes.get("head_dim", 128)
+        one_width = changes.get("head_dim_v", 128) == head_dim
+        if one_width and len(features) < 2 and not {"page_size", "precision", "batch_invariant"} & changes.keys():
+            found.add(("split_kv", changes.get("dtype", "bfloat16"), head_dim, *(features or {"plain"})))
+    return found
 
 
 @cache
@@ -122,7 +155,7 @@ def compiled_archs(kernel: str) -> frozenset[str]:
 @cache
 def _in_tests() -> frozenset[str]:
     in_grids = (*test_ladder.FULL, *test_large_head_dim.FULL)
-    return frozenset({"flash_fwd", *(kernel for kernel, *_ in in_grids)})
+    return frozenset({"flash_fwd", "split_kv", *(kernel for kernel, *_ in in_grids)})
 
 
 def problem(dtype: str = "bfloat16", dims: tuple[int, int] = (128, 128), **change: Any) -> AttentionProblem:
@@ -273,14 +306,21 @@ def _in_words(kernel: Any, gpu: Gpu) -> str:
     """The furthest that a kernel got on a device, with any call."""
     if gpu.is_cpu:
         return "interpreted by the tests" if gpu is INTERPRETER else "run by the tests"
-    for run in runs():
-        if run.arch == gpu.arch and kernel.NAME in run.passed:
-            return f"run on {run.gpu}, {run.date}"
+    there = [run for run in runs() if run.arch == gpu.arch and kernel.NAME in run.passed]
+    if there:
+        cards = dict.fromkeys(run.gpu for run in there)
+        return f"run on {' and '.join(cards)}, {max(run.date for run in there)}"
     if gpu.arch in compiled_archs(kernel.NAME):
         recorded = (r for r in compile_records() if (r["kernel"], r["arch"]) == (kernel.NAME, gpu.arch))
         versions = ", ".join(sorted({r["triton"] for r in recorded}))
         return f"compiled, never run (Triton {versions})" if versions else "compiled, never run"
     return "accepted, never tried" if hasattr(kernel, "specify") else "torch's operations, never tried"
+
+
+def _cards_of_archs() -> dict[str, str]:
+    """Architecture -> the cards of it that something was run on."""
+    archs = dict.fromkeys(run.arch for run in runs())
+    return {arch: ", ".join(dict.fromkeys(run.gpu for run in runs() if run.arch == arch)) for arch in archs}
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -297,10 +337,11 @@ def page() -> str:
         "Made by `PYTHONPATH=. python benchmarks/support_matrix.py` from each kernel's own `why_not`, the grids of\n"
         "tests/compile and tests/conformance, and the records in docs/support.toml; a test holds the page to them.",
         "**Kernels for AMD GPUs are compiled and inspected, and have never been run.** The same is true of every\n"
-        f"NVIDIA architecture but {', '.join(dict.fromkeys(f'{run.arch} ({run.gpu})' for run in runs()))}.",
+        f"NVIDIA architecture but {', '.join(f'{arch} ({cards})' for arch, cards in _cards_of_archs().items())}.",
         markdown(["architecture", *names], overview()),
         "In the tables below:",
-        f"- `{RUN}`: run there, held to the accuracy gates and exact probes of tests/conformance;\n"
+        f"- `{RUN}`: run there, held to the accuracy gates and exact probes of tests/conformance, of whose grid the\n"
+        "  runs named below took samples;\n"
         f"- `{INTERPRETED}`: run there in Triton's interpreter: the kernel's logic, without compiler and GPU;\n"
         f"- `{COMPILED}`: compiled by tests/compile, held to bounds on registers and shared memory, never run;\n"
         f"- `{ACCEPTED}`: accepted by the kernel, and tried by no test just so;\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -30,7 +31,9 @@ PROBLEM = AttentionProblem(
     ("change", "gpu", "expected"),
     [
         ({}, H200, "split_kv"),  # one wave of blocks, which begin ahead of the end of the launch before
-        ({"seqlen_q": 192, "seqlen_k": 192}, H200, "flash_fwd"),  # short enough for lighter blocks
+        ({"seqlen_q": 192, "seqlen_k": 192}, H200, "split_kv"),  # 24 tiles of rows, whose launch begins ahead
+        ({"seqlen_q": 192, "seqlen_k": 200}, H200, "flash_fwd"),  # short enough for lighter blocks
+        ({"seqlen_q": 30, "seqlen_k": 30}, H200, "split_kv"),
         ({"seqlen_k": 1025}, H200, "hopper/flash_fwd"),
         ({"seqlen_k": 513}, H200, "split_kv"),  # 16 tiles of rows for 132 SMs
         ({"seqlen_k": 513, "batch": 9}, H200, "hopper/flash_fwd"),
@@ -91,7 +94,7 @@ def test_every_problem_has_a_kernel_with_a_config(gpu: Gpu, dtype: str, head_dim
 
 def test_what_a_kernel_is_outrun_on_it_still_runs_when_asked_by_name() -> None:
     assert dispatch.choose(PROBLEM, H200, "hopper/flash_fwd").kernel.NAME == "hopper/flash_fwd"
-    longer = replace(PROBLEM, seqlen_q=192, seqlen_k=192)
+    longer = replace(PROBLEM, seqlen_q=192, seqlen_k=200)
     assert list(dispatch.passed_over(longer, H200)) == ["split_kv", "hopper/flash_fwd"]
     assert dispatch.passed_over(replace(PROBLEM, seqlen_k=513), H200) == {}
     ieee = replace(PROBLEM, dtype="float32", precision="ieee")
@@ -120,6 +123,8 @@ def test_a_named_kernel_runs_or_raises_with_its_reasons() -> None:
     text = str(caught.value)
     assert "head_dim is 320" in text and "head_dim_v is 300" in text and "gradients" in text
     assert "kernel='three_kernel'" in text, "the nearest choice is named"
+    handed_on = pickle.loads(pickle.dumps(caught.value))  # as a worker process does
+    assert (str(handed_on), handed_on.reasons) == (text, caught.value.reasons)
 
 
 def test_a_gpu_kernel_for_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

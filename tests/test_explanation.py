@@ -247,6 +247,41 @@ def test_a_call_without_fault_is_told_so() -> None:
     assert said.fast_paths == ()
 
 
+@pytest.mark.parametrize("lengths", [{"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [128, 512])
+def test_a_call_without_work_is_advised_nothing(head_dim: int, dtype: str, lengths: dict[str, int]) -> None:
+    said = on(
+        "h200", head_dim=head_dim, head_dim_v=head_dim, dtype=dtype, **({"seqlen_q": 64, "seqlen_k": 64} | lengths)
+    )
+    assert said.advice == ("Nothing: no query sees a key, so there is no work in this call.",)
+    assert str(said)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dtype": "float7"}, "dtype is 'float7'"),
+        ({"batch": -1}, "batch is -1"),
+        ({"seqlen_k": 1.5}, r"seqlen_k is 1\.5"),
+        ({"num_heads_kv": 3}, "k has 3 heads"),
+        ({"precision": "tf64"}, "precision is 'tf64'"),
+        ({"causal": True}, "causal is True; in a problem it must be a Causal"),
+    ],
+)
+def test_a_problem_that_no_call_has_is_refused(changes: dict[str, Any], said: str) -> None:
+    problem = replace(PLAIN, **changes)
+    with pytest.raises((warpwave.InvalidInput, warpwave.InvalidType), match=said):
+        warpwave.explain(problem, gpu=resolve("h200"))
+    with pytest.raises((warpwave.InvalidInput, warpwave.InvalidType), match=said):
+        warpwave.warmup([problem], "cpu")
+
+
+def test_options_beside_a_problem_are_not_ignored() -> None:
+    with pytest.raises(warpwave.InvalidInput, match="has all options of its call"):
+        warpwave.explain(PLAIN, gpu=resolve("h200"), causal=True)
+
+
 def test_idle_sms_are_counted() -> None:
     said = warpwave.explain(
         replace(PLAIN, batch=1, num_heads_q=2, num_heads_kv=2, seqlen_q=256), gpu=resolve("h200"), kernel="flash_fwd"

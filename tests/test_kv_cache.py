@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from typing import Any
 
@@ -108,6 +109,7 @@ def test_out_of_pages_changes_nothing() -> None:
     with pytest.raises(OutOfPages, match="4 pages are needed and 2 of the cache's 12 are free") as error:
         cache.append([b, a], tokens(2, 10, 2, 8), tokens(2, 10, 2, 8))
     assert (error.value.needed, error.value.free) == (4, 2) and isinstance(error.value, RuntimeError)
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
     assert state(cache) == before
     with pytest.raises(OutOfPages):
         attention_with_kv_cache(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -80,11 +81,17 @@ def test_direct_and_dispatched_calls_agree(case: str) -> None:
         torch.testing.assert_close(through_torch[1], lse, rtol=0, atol=0)
 
 
-def test_full_graph_compiles_forward_and_backward() -> None:
+def plain_loss_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return warpwave.attention(q, k, v).square().sum()
+
+
+@pytest.mark.parametrize("loss", [loss_of, plain_loss_of])
+def test_full_graph_compiles_forward_and_backward(loss: Callable[..., torch.Tensor]) -> None:
+    """The plain call too: inductor takes its backward with arguments by name, and none may be called `kernel` there."""
     plain = qkv()
     compiled = [t.clone().requires_grad_() for t in plain]
-    torch.compile(loss_of, fullgraph=True)(*compiled).backward()
-    loss_of(*(t.requires_grad_() for t in plain)).backward()
+    torch.compile(loss, fullgraph=True)(*compiled).backward()
+    loss(*(t.requires_grad_() for t in plain)).backward()
     for a, b in zip(plain, compiled, strict=True):
         torch.testing.assert_close(a.grad, b.grad)
 
@@ -163,6 +170,19 @@ def test_a_plan_found_again_forgives_nothing() -> None:
         assert not torch.allclose(causal, windowed)
         with pytest.raises(warpwave.InvalidType, match="config is a list"):
             warpwave.attention(q, k, v, kernel="eager", config=[64, 64])
+
+
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_without_sizes_or_memory_are_refused_behind_a_known_call(which: int) -> None:
+    """torch's guard, asked about a nested tensor, ends the process."""
+    for _ in range(2):
+        warpwave.attention(*qkv())
+    for odd in (torch.nested.nested_tensor(list(qkv()[which])), qkv()[which].to_sparse()):
+        operands = [*qkv()]
+        operands[which] = odd
+        with pytest.raises(warpwave.InvalidType, match=f"{'qkv'[which]} is a (nested|sparse)"):
+            warpwave.attention(*operands)
 
 
 def forget() -> None:

@@ -186,3 +186,8 @@ def test_flash_fwd_has_a_config_for_every_name(name: str, head_dim: int, arch: s
     assert chosen not in others
     ahead = {config.split_ahead for config in (chosen, *others)}
     assert ahead == ({False, True} if precision.arithmetic(problem, gpu).startswith("bf16") else {False})
+
+
+def test_a_budget_where_a_kernel_has_no_arithmetic_is_a_reason() -> None:
+    assert hopper.why_not(budget_of(1e-12), CPU)
+    assert precision.why_not(budget_of(1e-2), CPU, ("fp16x1",)) == [f"it has no float32 arithmetic on {CPU.name}"]

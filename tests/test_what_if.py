@@ -36,7 +36,7 @@ def test_each_card_has_a_bar_and_says_what_was_validated() -> None:
     for row in rows:
         p = row.prediction
         assert p is not None and row.bounds.time_us <= p.low_us < p.time_us < p.high_us
-    assert [row.card for row in rows if row.prediction and row.prediction.points] == ["h200"]
+    assert [row.card for row in rows if row.prediction and row.prediction.points] == ["h100", "h200"]
     said = text(PROBLEM, rows)
     assert "validated  h200" in said and "never validated" in said
     slow, fast = (next(r.prediction for r in rows if r.card == c) for c in ("rtx3060", "h100"))

@@ -90,6 +90,8 @@ SURE = float("inf")
 
 def recommendations(call: Call) -> list[str]:
     """At most three sentences, the one that lowers a bound the furthest first; one that says so where nothing would."""
+    if call.problem.visible_pairs == 0:
+        return ["Nothing: no query sees a key, so there is no work in this call."]
     found = [*_mask(call), *_layout(call), *_other_kernel(call)]
     if call.bounds is not None and call.bounds.binding is not None and not call.gpu.is_cpu:
         found += [advice for rule in RULES for advice in rule(call, call.bounds, call.bounds.rates)]
@@ -407,8 +409,6 @@ def _nothing(call: Call) -> str:
     if call.bounds is None or call.bounds.of_problem.binding is None:
         return "Nothing that follows without the rates of a card."
     binding = call.bounds.of_problem.binding
-    if binding.time_us == 0:
-        return "Nothing: there is no work in this call."
     if call.prediction is not None:
         factor, name = max((f, name) for name, f in call.prediction.factors.items() if name != "clocks")
         if factor > 1.2:

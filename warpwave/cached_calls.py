@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from warpwave import dispatch, ops
-from warpwave.checks import Options, check_cache_contents, describe_cached_call
+from warpwave.checks import Options, check_cache_contents, check_problem, describe_cached_call
 from warpwave.errors import InvalidInput, UnsupportedProblem
 from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels import append_kv, split_kv
@@ -249,6 +249,7 @@ def warmup(problems: Iterable[AttentionProblem], device: torch.device | str = "c
     device, made = torch.device(device), 0
     kernel, config = options.get("kernel", "auto"), options.get("config")
     for problem in problems:
+        check_problem(problem)
         gpu = current_gpu(device)
         serving = Serving(options.get("num_splits"), problem.batch_invariant)
         if problem.page_size:

@@ -110,6 +110,7 @@ class Calibration:
         cross_validated: kernel -> on points left out of a fit, group by group.
         kernels_left_out: kernel -> on its points, by constants fitted to all other kernels together.
         uncalibrated: how far `UNCALIBRATED` is from the same points: the error bar where there is no calibration.
+        constants_of: key of the card whose `kernels` it takes, the chip being the same; it has none of its own then.
     """
 
     gpu: str
@@ -124,6 +125,7 @@ class Calibration:
     cross_validated: Mapping[str, Residuals]
     uncalibrated: Residuals | None = None
     kernels_left_out: Mapping[str, Residuals] = field(default_factory=dict)
+    constants_of: str = ""
 
 
 def residuals(ratios: list[float]) -> Residuals:
@@ -157,6 +159,7 @@ def read(path: Path) -> Calibration:
         if data.pop("schema", None) != SCHEMA:
             raise ValueError(f"schema is not {SCHEMA!r}")
         data.setdefault("kernels_left_out", {})
+        data.setdefault("constants_of", "")
         for name in ("residuals", "cross_validated", "kernels_left_out"):
             data[name] = {key: Residuals(**values) for key, values in data[name].items()}
         data["kernels"] = {key: Constants(**values) for key, values in data["kernels"].items()}
@@ -227,7 +230,10 @@ def machine(sheet: DataSheet, kernel: str, loop: str = "", calibration: Calibrat
         calibration: of the card; the one that comes with the package if None.
     """
     calibration = calibration or calibrations().get(sheet.key)
-    known = {} if calibration is None else calibration.kernels
+    known: Mapping[str, Constants] = {}
+    if calibration is not None:
+        lender = calibrations().get(calibration.constants_of)
+        known = calibration.kernels if lender is None else lender.kernels
     key = nearest(known, key_of(kernel, loop))
     return Machine(sheet, known.get(key, UNCALIBRATED), calibration, key in known)
 

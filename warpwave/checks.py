@@ -36,6 +36,7 @@ CACHED = {
     "seqused_k": "cache_rows",
 }
 SCORES = "batch num_heads_q seqlen_q seqlen_k"
+LARGEST = torch.finfo(torch.float32).max  # of what scores are multiplied by: beyond, it is infinite where they are
 PRECISION_NAMES = ", ".join(map(repr, PRECISIONS))
 
 
@@ -303,6 +304,34 @@ def check_are_tensors(operands: Operands | CachedOperands) -> None:
         needed = name in ("q", "k", "v", "page_table", "seqused_k")
         if not isinstance(tensor, torch.Tensor) and (tensor is not None or needed):
             raise InvalidType(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+        if isinstance(tensor, torch.Tensor) and not is_plain(tensor):
+            found = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise InvalidType(
+                f"{name} is a {found} tensor; it must be a plain strided one, to_dense() or, of sequences of their own "
+                "lengths, packed for attention_varlen"
+            )
+
+
+def check_problem(problem: AttentionProblem) -> None:
+    """Raises InvalidInput or InvalidType where a problem that somebody wrote down is none that a call can have."""
+    if not isinstance(problem, AttentionProblem):
+        raise InvalidType(f"problem is a {type(problem).__name__}; it must be an AttentionProblem")
+    for name in ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v"):
+        size = getattr(problem, name)
+        if not isinstance(size, int) or size < 0:
+            raise InvalidInput(f"{name} is {size!r}; it must be a whole number, not negative")
+    if problem.dtype not in DTYPE_NAMES.values():
+        raise InvalidInput(f"dtype is {problem.dtype!r}; it must be one of {', '.join(DTYPE_NAMES.values())}")
+    if problem.precision not in PRECISIONS:
+        raise InvalidInput(f"precision is {problem.precision!r}; it must be one of {PRECISION_NAMES}")
+    if not (problem.causal is None or isinstance(problem.causal, Causal)):
+        raise InvalidType(f"causal is {problem.causal!r}; in a problem it must be a Causal, or None")
+    _check_heads(problem.num_heads_q, problem.num_heads_kv, problem.head_dim, problem.head_dim_v)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has one storage that strides lead through."""
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _check_types(operands: Operands | CachedOperands) -> None:
@@ -364,12 +393,15 @@ def _check_packed(operands: Operands, size: dict[str, int], options: Options) ->
 
 
 def _check_scalars(options: Options, scale: float) -> None:
-    if not (math.isfinite(scale) and scale >= 0):
+    for name, value in (("softmax_scale", scale), ("softcap", options.softcap)):
+        if isinstance(value, str | bytes | Sequence):
+            raise InvalidType(f"{name} is {value!r}; it must be a number")
+    if not 0 <= scale <= LARGEST:
         raise InvalidInput(
             f"softmax_scale is {scale}; it must be finite and not negative (negate q instead: the maximum of scores "
             "times a negative scale is no maximum)"
         )
-    if not (math.isfinite(options.softcap) and options.softcap >= 0):
+    if not 0 <= options.softcap <= LARGEST:
         raise InvalidInput(f"softcap is {options.softcap}; it must be finite and not negative, 0 for none")
     if options.window_left < -1 or options.window_right < -1:
         raise InvalidInput(

@@ -12,10 +12,11 @@ So this serves the versions that were read; other kernels start through Triton (
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -109,10 +110,10 @@ _capturing = threading.Lock()
 class Graph(int):
     """An executable CUDA graph, destroyed with the last that holds it; one that runs is freed behind its end."""
 
-    destroy: Callable[[ctypes.c_void_p], int]  # the driver's
+    destroy: Callable[[Graph], None]
 
     def __del__(self) -> None:
-        self.destroy(ctypes.c_void_p(self))
+        self.destroy(self)
 
 
 def graph(index: int, starts: Sequence[tuple[int, Prepared]]) -> Graph | None:
@@ -126,12 +127,10 @@ def graph(index: int, starts: Sequence[tuple[int, Prepared]]) -> Graph | None:
     """
     cuda, start, stream = library(), start_call(), _capturing_stream(index)
     assert start is not None
-    graph, made, mode = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int(_RELAXED)
-    # Another thread's capture may forbid what is done here to all that do not say that it is none of theirs.
-    if stream is None or cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)):
+    if stream is None:
         return None
-    _capturing.acquire()  # there is one such stream
-    try:
+    captured, made = ctypes.c_void_p(), ctypes.c_void_p()
+    with _capturing, _beside_captures(cuda):  # there is one such stream
         failed = cuda.cuStreamBeginCapture_v2(ctypes.c_void_p(stream), _RELAXED)
         if failed:
             return None
@@ -139,17 +138,30 @@ def graph(index: int, starts: Sequence[tuple[int, Prepared]]) -> Graph | None:
             here = _Config.from_buffer_copy(config)
             here.stream = stream
             failed = failed or start(ctypes.addressof(here), function, parameters, None)
-        failed = cuda.cuStreamEndCapture(ctypes.c_void_p(stream), ctypes.byref(graph)) or failed
-        failed = failed or cuda.cuGraphInstantiateWithFlags(ctypes.byref(made), graph, ctypes.c_ulonglong(0))
-        if graph.value is not None:
-            cuda.cuGraphDestroy(graph)
-        if failed or made.value is None:
-            return None
-        found = Graph(made.value)
-        found.destroy = cuda.cuGraphExecDestroy
-        return found
+        failed = cuda.cuStreamEndCapture(ctypes.c_void_p(stream), ctypes.byref(captured)) or failed
+        failed = failed or cuda.cuGraphInstantiateWithFlags(ctypes.byref(made), captured, ctypes.c_ulonglong(0))
+        if captured.value is not None:
+            cuda.cuGraphDestroy(captured)
+    if failed or made.value is None:
+        return None
+
+    def destroy(graph: Graph) -> None:
+        with _beside_captures(cuda):
+            cuda.cuGraphExecDestroy(ctypes.c_void_p(graph))
+
+    found = Graph(made.value)
+    found.destroy = destroy
+    return found
+
+
+@contextlib.contextmanager
+def _beside_captures(cuda: Any) -> Iterator[None]:
+    """What this thread does has nothing to do with any capture that goes on, and shall not end it."""
+    mode = ctypes.c_int(_RELAXED)
+    cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        yield
     finally:
-        _capturing.release()
         cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class InvalidInput(ValueError):
@@ -23,10 +24,14 @@ class OutOfPages(RuntimeError):
 
     def __init__(self, needed: int, free: int, num_pages: int) -> None:
         self.needed, self.free = needed, free
+        self._said = (needed, free, num_pages)
         super().__init__(
             f"{needed} pages are needed and {free} of the cache's {num_pages} are free: free sequences, evict what no "
             "window sees, or make the cache with more pages"
         )
+
+    def __reduce__(self) -> Any:
+        return type(self), self._said
 
 
 class UnsupportedProblem(NotImplementedError):
@@ -38,9 +43,13 @@ class UnsupportedProblem(NotImplementedError):
 
     def __init__(self, headline: str, reasons: Mapping[str, Sequence[str]], nearest: str = "") -> None:
         self.reasons = {name: list(why) for name, why in reasons.items()}
+        self._said = (headline, self.reasons, nearest)
         lines = [headline]
         for name, why in self.reasons.items():
             lines += [f"  {name}: {reason}" for reason in why]
         if nearest:
             lines.append(f"Nearest supported choice: {nearest}")
         super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> Any:  # how worker processes hand an error on; by default from the message alone
+        return type(self), self._said

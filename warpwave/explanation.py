@@ -14,7 +14,7 @@ from warpwave import dispatch
 from warpwave.accuracy import Accuracy
 from warpwave.advice import Call, computed_in, recommendations
 from warpwave.api import _options
-from warpwave.checks import describe_call
+from warpwave.checks import check_problem, describe_call
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.fast_paths import FastPath, nearest, positional_band
 from warpwave.hardware import catalog, measure
@@ -186,7 +186,12 @@ def explain(
     copied = 0
     operands: Operands | None = None
     if isinstance(q, AttentionProblem):
+        tensors = (k, v, mask, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, window_size, softmax_scale)
+        options_of_call = (causal, softcap, precision, max_seqlen_q, max_seqlen_k, return_lse)
+        if any(x is not None for x in tensors) or options_of_call != (False, 0.0, "default", 0, 0, False):
+            raise InvalidInput("an AttentionProblem was given, which has all options of its call: change them there")
         problem = q
+        check_problem(problem)
         gpu = gpu or current_gpu(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     else:
         operands = Operands(q, k, v, mask, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k)

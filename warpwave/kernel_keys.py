@@ -39,13 +39,16 @@ def sources() -> str:
         OSError: a source cannot be read, or may not be what this process imported.
     """
     digest = hashlib.sha256(f"{triton.__version__} {sys.version}".encode())
-    for path in sorted(SOURCES.rglob("*.py")):
-        source = path.read_bytes()
-        found = path.stat()
+    top = str(SOURCES)
+    paths = [os.path.join(at, name) for at, _, names in os.walk(top) for name in names if name.endswith(".py")]
+    for path in sorted(paths):
+        with open(path, "rb") as file:
+            source = file.read()
+            found = os.fstat(file.fileno())
         # When an inode changed nobody can set back; file systems count time in steps of some milliseconds.
         if max(found.st_mtime, found.st_ctime) > kernels.IMPORTED_AT - 1.0:
             raise OSError(f"{path} is younger than this process")
-        digest.update(f"{path.relative_to(SOURCES)} {len(source)} ".encode())
+        digest.update(f"{path[len(top) :]} {len(source)} ".encode())
         digest.update(source)
     return digest.hexdigest()[:32]
 

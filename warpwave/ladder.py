@@ -39,7 +39,7 @@ STEP = {name: place for place, name in enumerate(LOSSES)}
 ALL = len(LOSSES)
 SMOOTH = 8.0  # exponent with which "as long as the longer of two" is rounded at the corner
 CONVERSION_OPS = 4  # instructions of a part of an operand: 3.4 to 4.3 more in float32 than in bfloat16, on sm_90
-FAR_US = 0.5  # to memory, beside the way to L2
+FAR_US = 0.45  # to memory, beside the way to L2
 TRIP_US = 0.5  # to L2 and back, or to memory
 EMPTY_US = 0.7  # of a block that finds itself behind the end of its sequence: a launch, a load from L2 and the exit
 AHEAD = 0.3  # of launching and the first wave, what a launch saves that begins while the one before it ends
@@ -47,7 +47,7 @@ MOST_SIMULATED = 40  # rounds of blocks, beyond which their order no longer matt
 SMEM_SLACK = 1.05  # kernels state an upper bound on shared memory, up to this much above what compiles
 WRITTEN_BACK = 0.45  # of L2, lines that a flush by writing leaves to be written back, when a call wants their place
 FLUSH_US = 75.0  # how long `bench`'s flush of 256 MiB lasts
-EVENTS_US = 2.0  # between two events, beside the call, where no graph replays it
+EVENTS_US = 4.0  # between two events, beside the call, where no graph replays it
 KEPT, GONE = 0.65, 0.8  # of L2, what inputs may fill to be found there by the next call, and from when none is
 L2_SHARE = 0.8  # of L2 that a working set can hold before lines fall out
 SCALAR_KERNELS = ("naive",)  # whose products run on the plain float32 units, whatever the dtype
@@ -106,6 +106,7 @@ class Ladder:
         if without:
             parts = tuple(_ablated(part, problem, without) for part in parts)
         self._late: dict[Cost, float] = {}
+        self._companies: dict[Cost, tuple[tuple[int, ...], ...]] = {}
         self.flushed = not (hot or graph)  # as `bench` times long calls
         # In a graph every launch has one before it; else the flush, or the caller's own work, lets none begin early.
         self.ahead = sum(part.launches for i, part in enumerate(parts) if part.ahead and (graph or i))
@@ -173,6 +174,10 @@ class Ladder:
             busy = _longer(busy, from_l2)
         busy = max(busy, self._power_of(cost))
         time = self._on_sms(cost, slots, busy, alone, step)
+        if step >= STEP["fill"] and cost.block_us:
+            # Small blocks take an SM longer to begin than to do their work, and only the last one's trips are seen.
+            begun = cost.block_us * -(-cost.blocks // self.where.sheet.num_sms)
+            time = _longer(time, begun) + cost.trips * TRIP_US
         across = self._memory_bytes(cost, step)
         shared = [self._memory_us(across + self._written_back(cost, across, step))]
         if step >= STEP["traffic"]:
@@ -216,8 +221,9 @@ class Ladder:
             """What a masked step of each adds: arithmetic, which hides in waiting."""
             return blocks * one
 
-        fill = cost.trips * TRIP_US if step >= STEP["fill"] else 0.0
-        empty = cost.block_us * -(-items // sms) if step >= STEP["fill"] else 0.0
+        empty, fill = 0.0, cost.trips * TRIP_US if step >= STEP["fill"] else 0.0
+        if cost.block_us:  # see _launch
+            fill = 0.0
         if step >= STEP["fill"] and cost.steps:
             empty = EMPTY_US * max(0, cost.blocks - items) / (sms * slots)
             empty += fill  # once: what the next tile waits for hides behind this one
@@ -242,6 +248,14 @@ class Ladder:
         if rounds > 1 and self._of_order(cost, slots) > 0:
             tail = self._of_order(cost, slots) * mean * (together(resident) + together(1)) / 2
         walk = mean * together(resident) + edges * masked(resident)
+        if companies := self._companies_of(cost, slots):
+            longest /= max(company[0] for company in companies)  # steps of a tile
+            times = [together(blocks) * longest for blocks in range(1, len(max(companies, key=len)) + 1)]
+            alone = max(
+                sum((a - b) * of for a, b, of in zip(company, (*company[1:], 0), times, strict=False))
+                + edges * masked(len(company))
+                for company in companies
+            )
         return empty + max(rounds * (walk + fill) + tail, alone + fill)
 
     def _of_order(self, cost: Cost, slots: int) -> float:
@@ -250,6 +264,11 @@ class Ladder:
         if cost not in self._late:
             self._late[cost] = lateness(cost.order, self.where.sheet.num_sms * slots)
         return self._late[cost]
+
+    def _companies_of(self, cost: Cost, slots: int) -> tuple[tuple[int, ...], ...]:
+        if cost not in self._companies:
+            self._companies[cost] = companies(cost.order, cost.blocks, self.where.sheet.num_sms, slots)
+        return self._companies[cost]
 
     # Resources, of the whole card -------------------------------------------------------------------------------------
 
@@ -398,6 +417,32 @@ def lateness(order: Sequence[tuple[tuple[int, ...], int]], slots: int) -> float:
                     heapq.heapreplace(free, free[0] + length)
     there = sum(length > 0 for lengths, times in order for length in lengths for _ in range(times))
     return (max(free) - work / slots) * there / work
+
+
+def companies(
+    order: Sequence[tuple[tuple[int, ...], int]], blocks: int, sms: int, slots: int
+) -> tuple[tuple[int, ...], ...]:
+    """The lengths of blocks that share an SM, longest first, SM by SM, each company once: of blocks that all begin at
+    once, one after another on each SM in turn, those behind the end of a sequence too. Nothing where they do not fit,
+    or their order is not known.
+
+    Args:
+        order: `Cost.order`.
+        blocks: `Cost.blocks`, those without work included.
+        slots: blocks that an SM holds.
+    """
+    heads = sum(times for _, times in order)
+    if not heads or blocks > sms * slots:
+        return ()
+    found: list[list[int]] = [[] for _ in range(sms)]
+    place, width = 0, blocks // heads
+    for lengths, times in order:
+        for _ in range(times):
+            for i, length in enumerate(lengths):
+                if length:
+                    found[(place + i) % sms].append(length)
+            place += max(width, len(lengths))
+    return tuple(dict.fromkeys(tuple(sorted(one, reverse=True)) for one in found if one))
 
 
 SHARED_OUT = (  # of a `Cost`, what launches of the same have a share of each

@@ -18,7 +18,7 @@ import torch
 from torch.autograd import forward_ad
 
 from warpwave import derivatives, dispatch, guards
-from warpwave.checks import Options, describe_call
+from warpwave.checks import Options, describe_call, is_plain
 from warpwave.derivatives import absent, dispatch_modes, is_compiling, is_grad_enabled
 from warpwave.errors import InvalidType
 from warpwave.hardware.gpu import Gpu, current_gpu
@@ -59,7 +59,7 @@ def plan_key(operands: tuple[Any, ...], said: tuple[Any, ...], dispatched: bool 
     for t in operands:
         if t is None:
             key.append(None)
-        elif not (type(t) is _Tensor or type(t) is _Parameter or dispatched):
+        elif not (type(t) is _Tensor or type(t) is _Parameter or dispatched) or not is_plain(t):
             return None
         else:
             key += (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15, grad and t.requires_grad)
@@ -81,16 +81,18 @@ def recall(operands: tuple[Any, ...], said: tuple[Any, ...]) -> Run | None:
         return None  # a transform torch's guard notices by itself
     try:
         place, tensors = _place(operands, said)
+        bits = 0
+        for tensor in tensors:
+            if tensor.is_nested:  # has no sizes, for want of which torch's guard ends the process
+                return None
+            bits |= tensor.data_ptr()
         same, run = _last[place]
         if not same(*tensors):
             same, run = _elsewhere(place, tensors)
             _last[place] = (same, run)
-        bits = 0
-        for tensor in tensors:
-            bits |= tensor.data_ptr()
         return None if bits & guards.UNALIGNED else run
-    except (AttributeError, KeyError, TypeError):  # no plan, no tensor, or no hash: whoever checks the call says so
-        return None
+    except (AttributeError, KeyError, TypeError, RuntimeError):
+        return None  # no plan, no tensor, no hash, or no memory: whoever checks the call says so
 
 
 def _elsewhere(place: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> tuple[guards.Check, Run]:
@@ -248,10 +250,10 @@ def _refusing_tangents(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _library = _Library("warpwave", "DEF")
-_library.define(f"attention({_TENSORS}, {_OPTIONS}, str kernel, str config) -> (Tensor, Tensor)")
+_library.define(f"attention({_TENSORS}, {_OPTIONS}, str kernel_name, str config) -> (Tensor, Tensor)")
 _library.define(
     f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, {_TENSORS}, {_OPTIONS}, "
-    "str kernel='auto') -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "str kernel_name='auto') -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 

@@ -199,7 +199,7 @@ def arithmetic(problem: AttentionProblem, gpu: Gpu, able: Iterable[str] = PORTAB
     if problem.dtype != "float32":
         return "ieee"
     if problem.error_budget is not None:
-        return cheapest(problem, gpu, able) or most_accurate(problem, gpu, able)
+        return cheapest(problem, gpu, able) or most_accurate(problem, gpu, able) or "ieee"
     name = target(gpu).default if problem.precision == "default" else problem.precision
     return standing_for(name, gpu, able)
 
@@ -241,9 +241,9 @@ def cheapest(problem: AttentionProblem, gpu: Gpu, able: Iterable[str] = PORTABLE
     return min(found, key=lambda n: (costs[n], n == "ieee", promised_error(n, problem)), default=None)
 
 
-def most_accurate(problem: AttentionProblem, gpu: Gpu, able: Iterable[str] = PORTABLE) -> str:
-    """The arithmetic of a device with the smallest promised error."""
-    return min((n for n in able if n in target(gpu).costs), key=lambda n: promised_error(n, problem))
+def most_accurate(problem: AttentionProblem, gpu: Gpu, able: Iterable[str] = PORTABLE) -> str | None:
+    """The arithmetic of a device with the smallest promised error; None where it has none of them."""
+    return min((n for n in able if n in target(gpu).costs), key=lambda n: promised_error(n, problem), default=None)
 
 
 def why_not(problem: AttentionProblem, gpu: Gpu, able: Iterable[str] = PORTABLE) -> list[str]:
@@ -251,6 +251,8 @@ def why_not(problem: AttentionProblem, gpu: Gpu, able: Iterable[str] = PORTABLE)
     if problem.dtype != "float32" or problem.error_budget is None or cheapest(problem, gpu, able):
         return []
     best = most_accurate(problem, gpu, able)
+    if best is None:
+        return [f"it has no float32 arithmetic on {gpu.name}"]
     return [
         f"no float32 arithmetic it has on {gpu.name} keeps a relative error of {problem.error_budget:g}: the smallest "
         f"it promises for this call is {promised_error(best, problem):.2g}, by {best}"

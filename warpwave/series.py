@@ -24,7 +24,9 @@ from warpwave.kernels.triton_or_stub import triton
 
 # A graph takes 45 to 62 us to make, and a call without one 5 to 10 more: both are the same after so many calls.
 MADE_AFTER = 8
-MAX_GRAPHS = 256  # for one memory; a model meets one or two addresses for each of its layers
+# For one memory, 0.1 MB of the device's each; a model meets one or two addresses for each of its layers. To exchange
+# them would take longer than they spare: where more are wanted, all are made anew after so many calls without one.
+MAX_GRAPHS, ANEW_AFTER = 128, 1 << 16
 MAX_COUNTED = 4096
 
 # A launcher, and the names of what it takes, in its order; None for what is absent.
@@ -147,9 +149,16 @@ class Graphs:
         self.made: dict[tuple[int, ...], driver.Graph] = {}
         self._stream, self._steps, self._addressed, self._between = stream, steps, addressed, between
         self._met: dict[tuple[int, ...], int] = {}
+        self._missed = 0
 
     def meet(self, key: tuple[int, ...]) -> None:
         """Counts that launches were started one by one, and makes their graph once that has come to cost as much."""
+        if len(self.made) >= MAX_GRAPHS:
+            self._missed += 1
+            if self._missed < ANEW_AFTER:
+                return
+            self.made.clear()
+            self._missed = 0
         count = self._met.pop(key, 0) + 1
         if count < MADE_AFTER:
             if len(self._met) >= MAX_COUNTED:
@@ -160,6 +169,4 @@ class Graphs:
         launches = [step.of(self._stream, [addresses[name] for name in names]) for step, names in self._steps]
         graph = driver.graph(self._steps[0][0].device, launches)
         if graph is not None:
-            while len(self.made) >= MAX_GRAPHS:
-                del self.made[next(iter(self.made))]
             self.made[key] = graph

@@ -32,7 +32,7 @@ def _data(ratios: list[float], **changes: object) -> dict[str, object]:
 def test_the_tables_of_the_document_are_what_their_files_say() -> None:
     document = DOC.read_text(encoding="utf-8")
     assert written(document) == document, "run python -m benchmarks.model_verdict"
-    assert document.count("<!-- judged in") == 4 and "<!-- fit of h200 -->" in document
+    assert document.count("<!-- judged in") == 6 and "<!-- fit of h200 -->" in document
 
 
 def test_a_verdict_is_counted_over_all_points_and_shows_the_worst() -> None:
@@ -46,7 +46,7 @@ def test_a_verdict_is_counted_over_all_points_and_shows_the_worst() -> None:
 def test_every_case_of_the_grids_has_its_kind() -> None:
     kinds = {
         kind_of(case.problem)
-        for name in ("model_grid", "model_grid_2", "model_grid_3", "model_grid_4")
+        for name in ("model_grid", "model_grid_2", "model_grid_3", "model_grid_4", "model_grid_5")
         for case in load_suite(name).cases
     }
     assert kinds == {

@@ -30,7 +30,7 @@ SPILL_BOUNDS = {
 
 
 def spill_bound(head_dim: int, feature: str) -> int:
-    """With 3.9 up to 72 bytes where others take none, 168 at (256, "alibi"), and at (96, "packed") and (112, "packed")
+    """With 3.9 up to 72 bytes where others take none, 176 at (256, "alibi"), and at (96, "packed") and (112, "packed")
     368: none in a loop that overlaps."""
     bound = SPILL_BOUNDS.get((head_dim, feature), 0)
     if not pytest.importorskip("triton").__version__.startswith("3.9."):
@@ -200,7 +200,7 @@ def test_loops_over_keys_are_found() -> None:
 def test_the_wait_for_values_stays_behind_the_exponentials(feature: str) -> None:
     """Above head_dim 128: the second wait of the loop, for P V, comes after most of the tile's 32 exponentials."""
     (facts,) = compile_all([hopper_job(256, feature) | {"listing": True}])
-    overlapped = [loop for loop in loops_over_keys(facts["listing"]) if loop.startswith("H" * 20 + "W")]
+    overlapped = [loop for loop in loops_over_keys(facts["listing"]) if re.fullmatch("H" * 20 + "W[^H]+", loop)]
     assert len(overlapped) >= 1, "no loop issues both products before it waits"
     for loop in overlapped:
         assert "S" not in loop, f"the loop spills: {loop}"

@@ -153,7 +153,8 @@ def compile_features(arch: str, names: tuple[str, ...]) -> None:
         one | {"config": facts["config"] | {"num_splits": 3, "merge": merge}}
         for one, facts in zip(jobs, found, strict=True)
         for merge in ("kernel", "last_block")
-        if not facts["config"]["pieces"] and (facts["config"]["num_splits"] == 1 or facts["config"]["merge"] != merge)
+        if not (facts["config"]["pieces"] or facts["config"]["roles"])
+        and (facts["config"]["num_splits"] == 1 or facts["config"]["merge"] != merge)
     ]
     for one, facts in zip((*jobs, *others), (*found, *compile_all(others)), strict=True):
         what = f"{arch} {one['problem']} {facts['config']}"

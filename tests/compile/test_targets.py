@@ -8,7 +8,6 @@ listed in SPILL_BOUNDS with what it may take, so that a change of kernel or comp
 from __future__ import annotations
 
 import atexit
-import functools
 import json
 import os
 import subprocess
@@ -74,34 +73,41 @@ def job(arch: str, dtype: str, head_dim: int, feature: str) -> dict[str, Any]:
     return {"kernel": "flash_fwd", "arch": arch, "problem": problem | FEATURES[feature]}
 
 
-@functools.cache
-def workers() -> list[subprocess.Popen[str]]:
+_workers: list[subprocess.Popen[str]] = []  # one, or none yet
+
+
+def worker() -> subprocess.Popen[str]:
     """The process that compiles for all tests of this one: to start one takes longer than most kernels do."""
-    found: list[subprocess.Popen[str]] = []
-    atexit.register(lambda: [process.kill() for process in found])
-    return found
+    if not _workers:
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        command, pipe = [sys.executable, "-m", "tests.compile.worker"], subprocess.PIPE
+        process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment
+        )
+        atexit.register(process.kill)
+        _workers.append(process)
+    return _workers[0]
 
 
 def compile_all(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What tests/compile/worker.py says of each job."""
-    if not workers():
-        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        command, pipe = [sys.executable, "-m", "tests.compile.worker"], subprocess.PIPE
-        workers().append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment))
-    (process,) = workers()
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    process = worker()
+    assert process.stdin is not None and process.stdout is not None
     late = threading.Timer(550, process.kill)
     late.start()
-    found = []
+    found, said = [], ""
     try:
         for one in jobs:
             process.stdin.write(json.dumps(one) + "\n")
             process.stdin.flush()
-            found.append(json.loads(process.stdout.readline()))
-    except (OSError, ValueError):
-        workers().clear()
-        process.kill()
-        raise AssertionError(f"{one}: {process.stderr.read()[-2000:]}") from None
+            while not (line := process.stdout.readline()).startswith("{"):  # a warning, or a traceback
+                said += line
+                if not line:
+                    raise OSError
+            found.append(json.loads(line))
+    except OSError:
+        _workers.clear()
+        pytest.fail(f"the compiler ended at {one}: {said[-2000:]}")
     finally:
         late.cancel()
     return found

@@ -28,6 +28,7 @@ from warpwave.kernels import (
     three_kernel_configs,
     three_kernel_gradient_memory,
     three_kernel_gradients,
+    three_kernel_launches,
 )
 from warpwave.kernels.three_kernel_plan import least_bytes, pieces, plan
 
@@ -314,7 +315,7 @@ def test_values_of_one_step(dtype: str, features: str) -> None:
     case = replace(PLAIN, dtype=dtype, dims=(72, 40), lengths=(37, 30), heads=(2, 1), sinks=True, alibi="heads")
     call = cases.build(replace(case, **changes), "sharp", DEVICE)
     config = replace(SMALL, block_m=64, block_n=32, block_k=32, split_d=2, softmax_rows=16)
-    assert three_kernel._is_one_step(call.problem, config, plan(call.problem, config).width)
+    assert three_kernel_launches.is_one_step(call.problem, config, plan(call.problem, config).width)
     assert_gates("three_kernel", call, config)
     results = [bits(*harness.run("three_kernel", call, config)) for _ in range(300 if ON_GPU else 1)]
     assert all(result == results[0] for result in results)

@@ -154,22 +154,25 @@ def test_invariant_configs_know_nothing_of_the_batch(batch: int, page_size: int,
 @pytest.mark.parametrize(
     ("change", "tiling"),
     [
-        ({"batch": 16}, (128, 4, 3)),
+        ({"batch": 16}, (64, 4, 3)),  # by roles, an SM for nearly every tile of rows
+        ({"batch": 48}, (128, 4, 3)),
+        ({"batch": 128, "seqlen_k": 2048, "page_size": 16}, (16, 4, 4)),  # of four kv heads
+        ({"batch": 64, "page_size": 32}, (32, 4, 4)),  # of two
         ({"batch": 64, "page_size": 128}, (128, 4, 3)),
         ({"batch": 64, "page_size": 64}, (64, 4, 4)),
         ({}, (64, 2, 3)),  # few tiles, split over all SMs
         ({"seqlen_k": 1024}, (128, 4, 2)),  # a tile of keys for each share
-        ({"batch": 12, "seqlen_k": 2048}, (64, 2, 3)),  # 96 tiles of rows, or 48, or 160, leave SMs idle
+        ({"batch": 12, "seqlen_k": 2048}, (64, 4, 3)),
+        ({"batch": 12, "seqlen_k": 900}, (64, 2, 3)),  # 96 tiles of rows, or 48, leave SMs idle
         ({"batch": 6, "seqlen_k": 4096, "page_size": 64}, (64, 2, 3)),
-        ({"batch": 20, "seqlen_k": 1024}, (64, 2, 3)),
+        ({"batch": 20, "seqlen_k": 1024}, (64, 4, 2)),
         ({"batch": 8}, (128, 4, 3)),  # in two shares 64 do not
         ({"batch": 4, "seqlen_k": 4096, "page_size": 64}, (64, 2, 3)),
         ({"batch": 200, "seqlen_k": 1000, "page_size": 64}, (64, 4, 4)),
         ({"batch": 16, "head_dim": 256, "head_dim_v": 256}, (64, 4, 3)),
         ({"seqlen_q": 500, "page_size": 64}, (64, 4, 3)),
-        ({"batch": 16, "window_size": (4000, 0)}, (128, 4, 3)),
-        ({"batch": 64, "page_size": 16}, (16, 4, 4)),  # of four kv heads
-        ({"batch": 128, "seqlen_k": 2048, "page_size": 32}, (32, 4, 4)),  # of two
+        ({"batch": 16, "window_size": (4000, 0)}, (64, 4, 3)),
+        ({"batch": 48, "window_size": (4000, 0)}, (128, 4, 3)),
     ],
 )
 def test_tensor_maps_by_default(change: dict[str, Any], tiling: tuple[int, int, int]) -> None:
@@ -184,10 +187,9 @@ def test_tensor_maps_by_default(change: dict[str, Any], tiling: tuple[int, int, 
 @pytest.mark.parametrize(
     "change",
     [
-        {"dtype": "float32"}, {"page_size": 1}, {"page_size": 16}, {"page_size": 32},
-        {"page_size": 16, "batch": 16, "seqlen_k": 4096},  # where keys had to be split
-        {"page_size": 16, "batch": 16, "num_heads_kv": 2}, {"page_size": 16, "batch": 64, "seqlen_q": 3},
-        {"page_size": 16, "batch": 64, "batch_invariant": True}, {"page_size": 16, "batch": 64, "num_heads_q": 64},
+        {"dtype": "float32"}, {"page_size": 1}, {"page_size": 16, "alibi_shape": (32,)},
+        {"page_size": 32, "batch": 16, "seqlen_q": 5}, {"page_size": 16, "head_dim": 36},
+        {"page_size": 16, "batch": 64, "batch_invariant": True},
         {"mask_shape": (1, 1, 1, 8192)}, {"head_dim": 36},
         {"bias_shape": (1, 1, 1, 1)}, {"seqlen_q": 500}, {"window_size": (500, 0)},
     ],
@@ -197,12 +199,43 @@ def test_pointers_where_maps_cannot_serve_or_were_not_ahead(change: dict[str, An
 
 
 @pytest.mark.parametrize(
+    ("change", "tile"),
+    [
+        ({"batch": 16, "seqlen_k": 4096}, (64, 3, 1)),  # a block for nearly every SM
+        ({"batch": 4, "seqlen_k": 4096}, (64, 2, 4)),
+        ({"batch": 3}, (64, 2, 5)),
+        ({}, (64, 2, 32)),  # two blocks an SM of few tiles
+        ({"seqlen_k": 65536}, (64, 2, 32)),
+        ({"batch": 12, "seqlen_k": 2048}, (64, 3, 1)),
+        ({"batch": 20, "seqlen_k": 1024}, (64, 2, 1)),  # some SMs have two, smaller ones
+        ({"batch": 32, "seqlen_k": 3000}, (64, 3, 1)),
+        ({"seqlen_k": 1024}, (128, 1, 8)),  # shares of one step, or two
+        ({"seqlen_k": 2048}, (128, 1, 8)),
+        ({"batch": 16, "seqlen_k": 4096, "num_heads_kv": 2, "window_size": (100, 0)}, (128, 1, 1)),
+        ({"batch": 16, "seqlen_k": 4096, "seqlen_q": 4}, (64, 3, 1)),
+        ({"batch": 4, "seqlen_k": 4096, "head_dim": 64, "head_dim_v": 64}, (64, 4, 4)),
+    ],
+)
+@pytest.mark.parametrize("page_size", [16, 32])
+def test_small_pages_come_by_roles(change: dict[str, Any], tile: tuple[int, int, int], page_size: int) -> None:
+    problem = replace(DECODE, page_size=page_size, **change)
+    config = split_kv.configs(problem, H200)[0]
+    assert config.roles and (config.block_n, config.num_stages, config.num_splits) == tile and config.launched_ahead
+    assert split_kv.smem_bytes(problem, H200, config) <= H200.smem_per_block_bytes
+    for other in (replace(Gpu.for_arch("sm_80"), num_sms=108), Gpu.for_arch("sm_100"), Gpu.for_arch("gfx942")):
+        assert not split_kv.configs(problem, other)[0].roles, "not measured there"
+
+
+@pytest.mark.parametrize(
     ("batch", "heads", "keys", "tile"),
     [
         (1, 1, 128, (16, 128)),
         (4, 4, 128, (16, 128)),
         (8, 4, 128, (64, 128)),
         (1, 1, 64, (16, 64)),
+        (1, 1, 30, (16, 32)),
+        (16, 16, 30, (32, 32)),
+        (1, 1, 4, (16, 16)),
         (40, 8, 50, (64, 64)),
     ],
 )
@@ -216,7 +249,7 @@ def test_short_prompts_walk_their_keys_in_one_step(batch: int, heads: int, keys:
     assert (config.block_m, config.block_n) == tile and config.num_splits == 1 and config.launched_ahead
     for change in ({"batch_invariant": True}, {"head_dim": 128}, {"packed": True, "total_q": 9, "total_k": 9}):
         other = split_kv.configs(replace(prompt, **change), H200)[0]
-        assert (other.block_m, other.block_n) == (64, 64)
+        assert (other.block_m, other.block_n) == (64, 64) or keys <= 32
 
 
 def test_launches_of_few_rows_begin_ahead_from_pages_too() -> None:
@@ -242,12 +275,12 @@ def test_queries_come_beside_keys_where_a_share_has_one_step() -> None:
 @pytest.mark.parametrize(
     ("change", "tile"),
     [
-        ({"seqlen_k": 1024, "page_size": 16}, (32, 2, 2, 32)),  # each step a block
-        ({"seqlen_k": 1024, "page_size": 64}, (32, 2, 2, 32)),
+        ({"seqlen_k": 1024, "page_size": 64}, (32, 2, 2, 32)),  # each step a block
         ({"seqlen_k": 1024, "page_size": 128}, (128, 4, 2, 8)),
-        ({"seqlen_k": 1100, "page_size": 16}, (64, 4, 2, 18)),  # too many steps for that, each still a block
-        ({"seqlen_k": 8192, "page_size": 16}, (64, 4, 2, 32)),
-        ({"seqlen_k": 65536, "page_size": 16}, (64, 4, 3, 32)),
+        ({"seqlen_k": 1024, "page_size": 16, "alibi_shape": (32,)}, (32, 2, 2, 32)),
+        ({"seqlen_k": 1100, "page_size": 16, "alibi_shape": (32,)}, (64, 4, 2, 18)),  # too many steps for that
+        ({"seqlen_k": 8192, "page_size": 16, "alibi_shape": (32,)}, (64, 4, 2, 32)),
+        ({"seqlen_k": 65536, "page_size": 16, "alibi_shape": (32,)}, (64, 4, 3, 32)),
     ],
 )
 def test_short_caches_in_pages(change: dict[str, Any], tile: tuple[int, int, int, int]) -> None:
@@ -258,8 +291,8 @@ def test_short_caches_in_pages(change: dict[str, Any], tile: tuple[int, int, int
 def test_launches_whose_blocks_would_go_unevenly_wait() -> None:
     """256 blocks, of which an SM runs three; not where a merge lies between launches, nor where they come in waves."""
     for batch, keys, ahead in ((32, 3000, False), (12, 2048, True), (128, 2000, True), (16, 4096, True)):
-        config = split_kv.configs(replace(DECODE, batch=batch, seqlen_k=keys, page_size=16, num_heads_kv=8), H200)[0]
-        assert config.launched_ahead == ahead, batch
+        problem = replace(DECODE, batch=batch, seqlen_k=keys, page_size=16, alibi_shape=(32,))  # by pointers
+        assert split_kv.configs(problem, H200)[0].launched_ahead == ahead, batch
 
 
 def test_blocks_by_maps_end_together() -> None:

@@ -98,3 +98,13 @@ def test_long_windows_are_left_to_who_skips_what_they_hide() -> None:
     long = replace(call.problem, seqlen_q=8192, seqlen_k=8192)
     assert any("mask of 8,192 x 8,192" in reason for reason in torch_sdpa.why_not(long, CPU))
     assert not torch_sdpa.why_not(replace(long, window_size=(-1, -1), causal=Causal("top_left")), CPU)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_query_that_is_not_finite_makes_no_zeros(bad: float) -> None:
+    """torch's kernel takes a row of NaN scores for one that sees nothing, at some lengths."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 4, 2, 8) for _ in range(3))
+    q[0, 1, 0, 3] = bad
+    rows = attention(q, k, v, kernel="torch_sdpa").isnan().all(-1)
+    assert rows[0, 1, 0] and rows.sum() == 1

@@ -281,7 +281,7 @@ OTHERS = [
     ),
     Mutant(
         "torch's CPU kernel is given NaN behind a mask", "kernels/torch_sdpa.py",
-        "if hides and not _is_tame(problem, operands):", "if hides and False:",
+        "_is_tame(problem, operands) if hides", "True if hides",
         "../kernels/test_torch_sdpa.py::test_what_nobody_sees_may_hold_anything", "", "not close",
     ),
     Mutant(
@@ -306,7 +306,7 @@ OTHERS = [
     ),
     Mutant(
         "an infinite scale let through", "checks.py",
-        "math.isfinite(scale) and scale >= 0", "scale >= 0",
+        "0 <= scale <= LARGEST", "0 <= scale",
         "test_bad_input.py::test_wrong_value", "scale", "a kernel was bound",
     ),
     Mutant(
@@ -579,6 +579,21 @@ OTHERS = [
         "../test_driver.py::test_a_counter_is_the_streams_own_or_the_graphs", "", "assert",
     ),
     Mutant(
+        "a graph that the driver refuses is taken as started", "series.py",
+        "elif start(graph, stream):", "elif start(graph, stream) < 0:",
+        "../test_series.py::test_a_capture_a_profiler_and_a_refusal_have_kernels_one_by_one", "", "assert",
+    ),
+    Mutant(
+        "graphs make room for each other all the time", "series.py",
+        "if self._missed < ANEW_AFTER:", "if self._missed < 1:",
+        "../test_series.py::test_graphs_stay_bounded_and_are_destroyed", "", "assert",
+    ),
+    Mutant(
+        "launches run while their graph is made", "driver.py",
+        "            here.stream = stream\n", "            here.stream = here.stream\n",
+        "../test_series.py::test_what_comes_again_starts_as_one", "", "assert",
+    ),
+    Mutant(
         "compiles while a graph is captured", "launch.py",
         "if first_time and torch.cuda.is_current_stream_capturing():", "if False:",
         "test_gpu.py::test_compiling_during_capture_is_refused_and_the_capture_survives", "", "", needs_gpu=True,
@@ -772,6 +787,16 @@ LARGE_HEADS = [
         "shares of a latent's keys overlap", "kernels/hopper/latent.py",
         "first = (tile + tiles * split // num_splits) * KEYS", "first = tile * KEYS",
         "../kernels/hopper/test_latent.py::test_the_protocol_on_a_cpu", "plain and 3", "FAIL",
+    ),
+    Mutant(
+        "pages of a tile copied over one another", "kernels/hopper/few_rows.py",
+        "box.slice(i * COPY, COPY, dim=2)", "box.slice(0, COPY, dim=2)",
+        "../kernels/hopper/test_few_rows.py::test_the_protocol_on_a_cpu", "pages and 16 and not long", "FAIL",
+    ),
+    Mutant(
+        "ids of the first step's pages for all steps", "kernels/hopper/few_rows.py",
+        "lanes == n % STEPS * PAGES + i", "lanes == i",
+        "../kernels/hopper/test_few_rows.py::test_the_protocol_on_a_cpu", "pages and 32", "FAIL",
     ),
     Mutant(
         "heads that see different keys share tiles", "kernels/large_head_dim.py",

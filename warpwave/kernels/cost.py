@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -93,6 +94,10 @@ def conversions(problem: AttentionProblem, gpu: Gpu, elements: int, block_m: int
     return parts * elements * (1 if once else max(1, num_warps // 2))
 
 
+# Of an SM for each warp of many small blocks, whatever they do: 0.080 to 0.083 by blocks of 1, 2 and 4 warps (H200).
+WARP_US = 0.08
+
+
 def merging(rows: int, parts: int, read_bytes: int, write_bytes: int, ahead: bool = False) -> Cost:
     """Of the launch that merges partial results (`partials.merge_partials_kernel`), a block for each row of each head.
     Blocks so small are a matter of an SM's time for each, whatever they read: by 512 to 12,288 rows of 2 to 8 parts on
@@ -107,7 +112,7 @@ def merging(rows: int, parts: int, read_bytes: int, write_bytes: int, ahead: boo
         registers=32,
         scratch_bytes=read_bytes,
         trips=1,
-        block_us=0.03 + 0.035 * parts,
+        block_us=max(2 * WARP_US, 0.05 + 0.035 * parts),
         ahead=ahead,
     )
 
@@ -118,6 +123,12 @@ ODD_ROWS = "odd rows"
 def odd_rows(problem: AttentionProblem) -> bool:
     """Whether rows of a 16-bit tensor do not all begin at multiples of 32 bytes, so that pointers load less at once."""
     return problem.dtype != "float32" and bool(problem.head_dim % 16 or problem.head_dim_v % 16)
+
+
+def waits_for_memory(num_stages: int) -> float:
+    """`Cost.far` of a loop that loads a tile of keys behind another: with two stages each step waits (0.3 to 0.5 us on
+    an H200, by head sizes of 128 to 1024), with three hardly any."""
+    return 1 / max(1, num_stages - 1) ** 2
 
 
 class Walk(NamedTuple):
@@ -224,3 +235,18 @@ def tiles_of_heads(problem: AttentionProblem, block_m: int, block_n: int, heads:
         total += times * sum(counts)
         longest = max(longest, *counts)
     return total * (problem.num_heads_q // heads), longest
+
+
+LINE_BYTES = 128
+
+
+def line_bytes(row_bytes: int) -> int:
+    """Bytes of the whole lines of L2 that TMA asks for to copy a row in boxes of 128 bytes, where rows follow one
+    another: the mean over where a row may begin. A line that two boxes meet is asked for twice."""
+    step = math.gcd(row_bytes, LINE_BYTES)
+    lines = 0
+    for offset in range(0, LINE_BYTES, step):
+        for begin in range(offset, offset + row_bytes, LINE_BYTES):
+            end = min(begin + LINE_BYTES, offset + row_bytes)
+            lines += (end - 1) // LINE_BYTES - begin // LINE_BYTES + 1
+    return lines * step

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels.arguments import dot_precision, padded
-from warpwave.kernels.cost import ODD_ROWS, Cost, conversions, launch_order, odd_rows, walk
+from warpwave.kernels.cost import ODD_ROWS, Cost, conversions, launch_order, odd_rows, waits_for_memory, walk
 from warpwave.kernels.flash_fwd_configs import Config, bytes_per_score, smem_bytes
 from warpwave.kernels.split_ahead import PARTS
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
@@ -46,6 +46,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         # Under a mask the longest come first.
         order=launch_order(problem, config.block_m, config.block_n) if problem.packed and not problem.has_band else (),
         cut=cut,
+        far=waits_for_memory(config.num_stages),
         items=items,  # blocks behind the end of a packed sequence have nothing to do
         smem_margin=size * config.block_m * config.block_n // 2 + 1024 if size == 2 and gpu.vendor == "nvidia" else 0,
         loop=_loop(problem, block_d, multiply_adds),

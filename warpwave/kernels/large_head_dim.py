@@ -18,6 +18,7 @@ bounds the rows that share what is read of K and V. It adds to split_kv heads of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +28,7 @@ import torch
 from warpwave import launch, precision
 from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels import large_head_dim_latent as latent
-from warpwave.kernels import partials
+from warpwave.kernels import partials, wide_heads
 from warpwave.kernels.arguments import (
     allocator,
     band_constants,
@@ -42,7 +43,17 @@ from warpwave.kernels.arguments import (
     token_strides,
     window,
 )
-from warpwave.kernels.cost import ODD_ROWS, Cost, conversions, launch_order, merging, odd_rows, tiles_of_heads, walk
+from warpwave.kernels.cost import (
+    ODD_ROWS,
+    Cost,
+    conversions,
+    launch_order,
+    merging,
+    odd_rows,
+    tiles_of_heads,
+    waits_for_memory,
+    walk,
+)
 from warpwave.kernels.large_head_dim_device import large_head_dim_kernel
 from warpwave.kernels.triton_or_stub import NO_TRITON
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands
@@ -305,13 +316,23 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 
 def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Why three_kernel is the faster one, of calls that it takes. On NVIDIA: unless few queries read many keys, or
-    sequences are packed, which its fastest products do not take. Elsewhere, by arithmetic: where columns of v are
-    shared out, every part computes all scores anew."""
+    """Why three_kernel is the faster one, of calls that it takes. On NVIDIA: unless few queries read many keys (on
+    Hopper by what either takes, where its own launches compute the call), or sequences are packed, which its fastest
+    products do not take. Elsewhere, by arithmetic: where columns of v are shared out, every part computes all scores
+    anew."""
     if problem.page_size or problem.batch_invariant or max(problem.head_dim, problem.head_dim_v) <= 256:
         return []  # or another kernel serves first
     if gpu.vendor == "nvidia":
-        if problem.packed or (problem.seqlen_q <= FEW_QUERIES and problem.seqlen_k > FEW_KEYS):
+        few = problem.seqlen_q <= FEW_QUERIES
+        if few and (three := wide_heads.hopper_us(problem, gpu)) < math.inf:
+            fused, three = wide_heads.fused_us(problem), min(three, wide_heads.torch_us(problem, gpu))
+            if three >= fused:
+                return []
+            return [
+                f"{problem.seqlen_q} queries of {problem.batch * problem.num_heads_q} heads on {problem.seqlen_k:,} "
+                f"keys take it about {fused:.0f} us beside a launch's, and three_kernel {three:.0f} (wide_heads.py)"
+            ]
+        if problem.packed or (few and problem.seqlen_k > FEW_KEYS):
             return []
         return [
             f"seqlen_q is {problem.seqlen_q}: for more than {FEW_QUERIES} queries, or no more than {FEW_KEYS} keys, "
@@ -407,7 +428,8 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         conversions=conversions(problem, gpu, visited * config.v_parts * split, config.block_m, config.num_warps),
         cut=of_tiles.cut * config.v_parts,
         items=of_tiles.items * config.v_parts * config.num_splits,
-        far=1 / max(1, config.num_stages - 1) if config.block_m <= 32 else 0.0,
+        # In pieces q comes with k, from L2.
+        far=waits_for_memory(config.num_stages) * (1.0 if config.q_resident else 0.6),
     )
     if not workspace:
         return main

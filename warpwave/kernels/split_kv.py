@@ -28,6 +28,7 @@ import torch
 from warpwave import launch, precision, series
 from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels import partials, scratch, tensor_maps
+from warpwave.kernels import split_kv_few_rows as few_rows
 from warpwave.kernels.arguments import (
     allocator,
     band_constants,
@@ -41,7 +42,7 @@ from warpwave.kernels.arguments import (
     token_strides,
     window,
 )
-from warpwave.kernels.cost import PARTS, Cost, conversions, launch_order, merging, walk
+from warpwave.kernels.cost import PARTS, Cost, conversions, launch_order, merging, waits_for_memory, walk
 from warpwave.kernels.split_kv_configs import (
     UNKNOWN_SMS,
     Config,
@@ -89,9 +90,10 @@ def bind(problem: AttentionProblem, operands: Any, config: Config) -> Run:
     """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, lse None unless asked for."""
     allocate, straight = allocator(problem, operands.q), straightener(operands)
     gpu, device = current_gpu(operands.q.device), operands.q.device
+    config = _served(problem, gpu, straight(operands), config)
     workspace = _workspace(problem, config, device)
     specs = specify(problem, gpu, straight(operands), *allocate(), config, workspace())
-    attend = tensor_maps.bind(specs[0], tensor_maps.plans(problem, gpu, straight(operands), config))
+    attend = _bound(specs[0], problem, gpu, straight(operands), config)
     merge: list[launch.Launcher] = [launch.bind(spec) for spec in specs[1:]]
     assert len(merge) == (num_parts(config) > 1 and config.merge == "kernel")
 
@@ -135,12 +137,12 @@ def bind_with_prefix(
     """
     gpu, device = current_gpu(operands.q.device), operands.q.device
     allocate, straight = allocator(problem, operands.q), straightener(operands)
-    behind = replace(config, merge="kernel")
+    behind = replace(_served(problem, gpu, straight(operands), config), merge="kernel")
     prefix = replace(
         problem, batch=1, seqlen_q=problem.rows, seqlen_k=shared_prefix, packed=False, total_q=0, total_k=0,
         causal=None, window_size=(-1, -1), has_sinks=False, return_lse=False,
     )  # fmt: skip
-    before = configs(prefix, gpu)[0]
+    before = _served(prefix, gpu, straight(operands), configs(prefix, gpu)[0])
     parts_before, parts_behind = num_parts(before), num_parts(behind)
 
     def first_of(operands: Any) -> CachedOperands:
@@ -161,13 +163,13 @@ def bind_with_prefix(
     operands = straight(operands)
     first = first_of(operands)
     launchers = [
-        tensor_maps.bind(
-            specify(prefix, gpu, first, out, None, before, space_before)[0],
-            tensor_maps.plans(prefix, gpu, first, before),
-        ),
-        tensor_maps.bind(
+        _bound(specify(prefix, gpu, first, out, None, before, space_before)[0], prefix, gpu, first, before),
+        _bound(
             specify(problem, gpu, operands, out, lse, behind, space_behind, shared_prefix)[0],
-            tensor_maps.plans(problem, gpu, operands, behind),
+            problem,
+            gpu,
+            operands,
+            behind,
         ),
         launch.bind(partials.specify_merge(problem, parts_before + parts_behind, acc, state, out, lse, operands.sinks)),
     ]
@@ -182,6 +184,21 @@ def bind_with_prefix(
         return out, lse
 
     return run
+
+
+def _served(problem: AttentionProblem, gpu: Gpu, operands: Any, config: Config) -> Config:
+    """The config, or by pointers what it would do by roles, where no tensor map can describe K or V."""
+    if not config.roles or few_rows.takes(problem, gpu, operands):
+        return config
+    narrow = problem.dtype != "float32" and padded(problem.head_dim) + padded(problem.head_dim_v) <= 256
+    return replace(config, roles=False, by_map=False, block_n=64 if narrow else 32, num_stages=2)
+
+
+def _bound(spec: launch.Launch, problem: AttentionProblem, gpu: Gpu, operands: Any, config: Config) -> launch.Launcher:
+    """The launcher of the first of `specify`'s launches, which takes `_tensors`."""
+    if config.roles:
+        return launch.bind(spec, (*few_rows.plans(problem, operands, config), *few_rows.POINTERS))
+    return tensor_maps.bind(spec, tensor_maps.plans(problem, gpu, operands, config))
 
 
 def _workspace(
@@ -219,26 +236,31 @@ def specify(
     """
     if problem.num_heads_kv % config.kv_heads:
         raise ValueError(f"kv_heads is {config.kv_heads}; it must divide the call's {problem.num_heads_kv} kv heads")
+    config = _served(problem, gpu, operands, config)
     workspace = workspace or _workspace(problem, config, out.device)()
     acc, state, arrived = workspace
     merge_here = config.num_splits > 1 and config.merge == "last_block"
     ahead = _launched_ahead(gpu, config)
-    plans = tensor_maps.plans(problem, gpu, operands, config)
-    maps = [plan.descriptor(tensor) for plan, tensor in zip(plans, operands[1:3], strict=False)] or [None, None]
-    attend = launch.Launch(
-        kernel=split_kv_kernel,
-        grid=tiles(problem, config) * head_groups(problem, config) * config.num_splits * problem.batch,
-        tensors=(*_tensors(operands, out, lse, acc, state, arrived), *maps),
-        scalars=_scalars(problem, operands, config, first_key),
-        constants=_constants(problem, gpu, operands, config, acc is not None, merge_here, bool(plans)),
-        # As flash_fwd: without fused multiply-adds in float32, the largest probability is exactly 1.
-        options={
-            "num_warps": config.num_warps,
-            "num_stages": config.num_stages,
-            "enable_fp_fusion": problem.dtype != "float32",
-            **({"launch_pdl": True} if ahead else {}),
-        },
-    )
+    arguments = _tensors(operands, out, lse, acc, state, arrived)
+    if config.roles:
+        attend = few_rows.specify(problem, gpu, operands, arguments, config, first_key)
+    else:
+        plans = tensor_maps.plans(problem, gpu, operands, config)
+        maps = [plan.descriptor(tensor) for plan, tensor in zip(plans, operands[1:3], strict=False)] or [None, None]
+        attend = launch.Launch(
+            kernel=split_kv_kernel,
+            grid=tiles(problem, config) * head_groups(problem, config) * config.num_splits * problem.batch,
+            tensors=(*arguments, *maps),
+            scalars=_scalars(problem, operands, config, first_key),
+            constants=_constants(problem, gpu, operands, config, acc is not None, merge_here, bool(plans)),
+            # As flash_fwd: without fused multiply-adds in float32, the largest probability is exactly 1.
+            options={
+                "num_warps": config.num_warps,
+                "num_stages": config.num_stages,
+                "enable_fp_fusion": problem.dtype != "float32",
+                **({"launch_pdl": True} if ahead else {}),
+            },
+        )
     if acc is None or state is None or merge_here:
         return (attend,)
     parts, sparse = num_parts(config), config.pieces > 0
@@ -364,7 +386,7 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 FEW_QUERIES = 16  # of a sequence: a tile of queries would be mostly empty
 FEWEST_KEYS = 64  # one tile of keys: nothing to split, and nothing that must be read at speed
 KEYS = (256, 1024)  # of a prompt, the fewest and the most that were found worth it
-TINY = (64, 128)  # keys of a prompt, the fewest and the most, whose tiles of rows all run at once
+TINY = (1, 128)  # keys of a prompt, the fewest and the most, whose tiles of rows all run at once
 # Shares with which prefill gains: where there are fewer, tiles of queries nearly fill the GPU by themselves. In float32
 # smaller tiles lose more against a kernel that makes parts ahead; measured with 16.
 FEWEST_SPLITS, FEWEST_SPLITS_FLOAT32 = 4, 8
@@ -379,7 +401,8 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     all keys, and launches begin ahead of the end of those before them; else 0.89 to 0.95. In float32, one head of 512
     takes 11.2 us by default, 8.1 as tf32 and 11.6 as ieee; by hopper/flash_fwd, which makes parts first, 14.6 and 10.2,
     by flash_fwd 26.5, 20.9 and 110.
-    Longer prompts were not compared.
+    One head of 4, 16, 32 and 48 1.24, 1.38, 1.48 and 1.83 us, by flash_fwd 2.17, 2.45, 2.50 and 2.55. Longer prompts
+    were not compared.
     """
     if problem.page_size:  # nobody else reads pages on a GPU
         return []
@@ -387,13 +410,13 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         return []
     asked = f"{problem.seqlen_q} queries and {problem.seqlen_k} keys a sequence"
     outside = [f"{asked}; ahead at {FEW_QUERIES} queries or fewer, and at {KEYS[0]} to {KEYS[1]} keys"]
-    if not (TINY[0] <= problem.seqlen_k <= TINY[1] or KEYS[0] <= problem.seqlen_k <= KEYS[1]):
+    if not TINY[0] <= problem.seqlen_k <= KEYS[1]:
         return outside  # for every long prompt: no config is asked for
     config = default(problem, gpu)
     if config is not None and _tiny(problem, gpu, config):
         return []
     if problem.seqlen_k < KEYS[0]:
-        return outside
+        return [] if config is not None and _between(problem, gpu, config) else outside
     shares = 1 if config is None else config.num_splits
     fewest = FEWEST_SPLITS_FLOAT32 if problem.dtype == "float32" else FEWEST_SPLITS
     if shares >= fewest:
@@ -401,10 +424,28 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     return [f"{asked} would be read in {shares} shares; from {fewest} on they pay for their merge"]
 
 
+def _between(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
+    """Whether a prompt of more keys than one step walks and fewer than are split is so small that what counts is how
+    soon its launch begins: one head of 160, 192 and 224 keys 1.12 to 1.21 times as fast as by flash_fwd, 32 heads 1.12,
+    64 heads 1.08, 128 heads 0.91; 16 heads of 128 columns 1.08 (H200, 2026-11-22)."""
+    return (
+        TINY[1] < problem.seqlen_k == problem.seqlen_q
+        and problem.dtype != "float32"
+        and max(padded(problem.head_dim), padded(problem.head_dim_v)) <= 128
+        and problem.mask_shape is None
+        and problem.bias_shape is None
+        and not problem.packed
+        and gpu.capability == 90
+        and _launched_ahead(gpu, config)
+        and blocks_with_rows(problem, config) <= 1.5 * (gpu.num_sms or UNKNOWN_SMS)
+    )
+
+
 def _tiny(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     """Whether a prompt is so short that what counts is how soon its one wave of blocks begins, as far as measured."""
     return (
-        FEW_QUERIES < problem.seqlen_q <= problem.seqlen_k
+        problem.seqlen_q <= problem.seqlen_k
+        and (problem.seqlen_q > FEW_QUERIES or problem.seqlen_q == problem.seqlen_k)
         and TINY[0] <= problem.seqlen_k <= TINY[1]
         and problem.dtype != "float32"
         and max(padded(problem.head_dim), padded(problem.head_dim_v)) <= 64
@@ -438,11 +479,12 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         workspace_bytes=scratch,
         steps=steps,
         longest=-(-longest // config.num_splits),
-        threads=config.num_warps * gpu.warp_size,
+        threads=few_rows.THREADS if config.roles else config.num_warps * gpu.warp_size,
         registers=_registers(problem, gpu, config),
         scratch_bytes=scratch if by_kernel else 2 * scratch,
         order=launch_order(problem, config.block_m, config.block_n, tile_heads(problem, config), config.num_splits),
         cut=of_tiles.cut,
+        far=waits_for_memory(config.num_stages) if config.block_m > 32 or size == 4 else 0.0,
         loop=_loop(problem, gpu, config),
         items=of_tiles.items * config.num_splits,
         conversions=conversions(
@@ -472,9 +514,12 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
 
 
 def _loop(problem: AttentionProblem, gpu: Gpu, config: Config) -> str:
-    """`Cost.loop`: that of few rows, which float32 has to itself; multiply-adds also by head_dim, as in flash_fwd."""
+    """`Cost.loop`: tiles of 256 columns; few rows, which float32 has to itself; multiply-adds also by head_dim, as in
+    flash_fwd."""
     if config.block_m > 32:
-        return ""
+        return "wide" if padded(problem.head_dim_v) > 128 else ""
+    if config.roles:
+        return "few rows maps"
     if problem.dtype != "float32":
         ways = {"pages": scattered(problem, config), "maps": config.by_map and may_map(problem, gpu, config)}
         return " ".join(["few rows", *(name for name, there in ways.items() if there)])
@@ -495,6 +540,8 @@ def _smem_margin(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 def _registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """About what a thread holds: output and scores of its rows in float32, probabilities, and some sixty besides; more
     where keys come by maps or pages to tiles of few rows (sm_90, compiled)."""
+    if config.roles:
+        return few_rows.registers(problem, gpu, config)
     threads = max(1, config.num_warps * gpu.warp_size)
     elements = config.block_m * (padded(problem.head_dim_v) + columns(config) * 3 // 2)
     if problem.dtype == "float32" and dot_precision(problem, gpu) != "ieee" and config.block_m < 64:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from warpwave.hardware.gpu import Gpu
+from warpwave.kernels import split_kv_few_rows as few_rows
 from warpwave.kernels.arguments import dot_precision, padded
 from warpwave.kernels.triton_or_stub import INTERPRETED
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
@@ -33,6 +34,8 @@ class Config:
             their keys, neighbours in memory, are asked for together, and their scores come of one product, which at
             few rows is padding otherwise.
         launched_ahead: begin while the launch before in the stream still ends, and wait in the kernel (sm_90 or newer).
+        roles: on Hopper, of up to 16 rows: one warp brings keys by tensor maps, a copy for each page of 16 keys or
+            more, and a warpgroup multiplies them (hopper/few_rows.py). `num_stages` tiles of K and of V are in flight.
     """
 
     block_m: int
@@ -45,6 +48,7 @@ class Config:
     launched_ahead: bool = False
     by_map: bool = False
     kv_heads: int = 1
+    roles: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("block_m", 16), ("block_n", 16), ("num_warps", 1), ("kv_heads", 1)):
@@ -62,6 +66,12 @@ class Config:
             raise ValueError(f"kv_heads is {self.kv_heads} with pieces = {self.pieces}; pieces are of one kv head")
         if self.pieces and self.merge != "kernel":
             raise ValueError(f"merge is {self.merge!r} with pieces = {self.pieces}; 'kernel' alone merges pieces")
+        has = (self.block_m, self.num_warps, self.kv_heads, self.pieces, self.merge, self.by_map)
+        if self.roles and (has != (few_rows.ROWS, 4, 1, 0, "kernel", True) or not 64 <= self.block_n <= 256):
+            raise ValueError(
+                f"{self} has roles; they are of tiles of {few_rows.ROWS} x 64, 128 or 256 on 4 warps, by_map, of one "
+                "kv head, without pieces, merged by 'kernel'"
+            )
 
 
 # Sizes ----------------------------------------------------------------------------------------------------------------
@@ -69,6 +79,8 @@ class Config:
 
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """An upper bound on the shared memory of one block, which tests hold against what every target compiles to."""
+    if config.roles:
+        return few_rows.smem_bytes(problem, config.block_n, config.num_stages)
     size, arithmetic = DTYPE_BYTES[problem.dtype], dot_precision(problem, gpu)
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     q = size * config.block_m * block_d
@@ -124,7 +136,7 @@ def num_parts(config: Config) -> int:
 
 def one_step(problem: AttentionProblem, config: Config) -> bool:
     """Whether a share has one tile of keys at the most, so that Q can be asked for with it, and once."""
-    alone = config.pieces == 0 and config.kv_heads == 1 and problem.dtype != "float32"
+    alone = config.pieces == 0 and config.kv_heads == 1 and not config.roles and problem.dtype != "float32"
     return alone and config.num_stages > 1 and -(-problem.seqlen_k // config.block_n) <= config.num_splits
 
 
@@ -221,6 +233,8 @@ def scattered(problem: AttentionProblem, config: Config) -> bool:
 
 def blocks_per_sm(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """Blocks that an SM runs at once: what registers allow, and shared memory."""
+    if config.roles:
+        return few_rows.blocks_per_sm(problem, gpu, config)
     by_registers = 2 if config.block_m > 32 else MOST_BLOCKS_PER_SM
     needed = smem_expected(problem, config)
     return max(1, min(by_registers * 4 // config.num_warps, gpu.smem_per_block_bytes // needed))
@@ -228,6 +242,8 @@ def blocks_per_sm(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 
 def smem_expected(problem: AttentionProblem, config: Config) -> int:
     """About what 16-bit tiles take of shared memory: tiles in flight, Q and probabilities (compiled for sm_90)."""
+    if config.roles:
+        return few_rows.smem_bytes(problem, config.block_n, config.num_stages)
     in_flight = config.num_stages - 1 if config.block_m < 64 else config.num_stages
     needed = columns(config) * (padded(problem.head_dim) + padded(problem.head_dim_v)) * max(1, in_flight)
     needed += config.block_m * (padded(problem.head_dim) + columns(config))
@@ -236,7 +252,7 @@ def smem_expected(problem: AttentionProblem, config: Config) -> int:
 
 def tiles_in_flight(config: Config) -> int:
     """Tiles of K and V that a block by tensor maps has asked for."""
-    return max(1, config.num_stages - 1)
+    return config.num_stages if config.roles else max(1, config.num_stages - 1)
 
 
 def pace(problem: AttentionProblem, gpu: Gpu, config: Config) -> Pace:
@@ -274,6 +290,13 @@ def choose_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Splits
     blocks, sms = blocks_with_rows(problem, config), gpu.num_sms or UNKNOWN_SMS
     places, saturating, start, hidden_start, drift, merge, parts_per_step, together = pace(problem, gpu, config)
     longest = max(1, steps_over_keys(problem, config)[1])
+    if config.roles:
+        shares = few_rows.shares(blocks, longest, config.block_n, sms)
+        return Splits(
+            shares,
+            f"{blocks} tiles of rows for {places} places on {sms} SMs, {longest} steps of {config.block_n} keys each: "
+            f"{blocks * shares} blocks, of which an SM's one keeps memory nearly busy",
+        )
 
     def steps(s: int) -> float:
         walk = -(-longest // s)
@@ -314,7 +337,7 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     if first is None:
         return []
     others = []
-    if first.num_splits > 1 and not first.pieces:
+    if first.num_splits > 1 and not (first.pieces or first.roles):
         others = [replace(first, merge=merge) for merge in MERGES if merge != first.merge]
     if problem.batch_invariant:  # another tile has other bits
         return [first, *others]
@@ -344,6 +367,8 @@ def _shallow(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
     """
     steps = -(-steps_over_keys(problem, config)[1] // config.num_splits)
     few = one_step(problem, config) or (scattered(problem, config) and config.block_m < 64 and steps <= FEW_STEPS)
+    if config.roles:
+        return config
     if not few or config.num_stages <= 2 or config.pieces or gpu.vendor != "nvidia" or gpu.capability != 90:
         return config
     shallow = replace(config, num_stages=2)
@@ -431,6 +456,8 @@ def _short_cache(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
 
     1 x 1,024 keys in pages of 64 took 4.4 us so, 5.0 by 64 keys and 5.7 by maps; of 16 4.7 to 5.1, 5.1 and 6.3.
     """
+    if config.roles:
+        return config
     tile = replace(config, block_n=32, num_warps=2, num_stages=2, by_map=False, kv_heads=1)
     shares = blocks_with_rows(problem, tile) * -(-problem.seqlen_k // 32)
     measured = (
@@ -457,10 +484,11 @@ def _short_prompt(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config
     """All keys of a dense prompt in one step, by tiles of 16 rows where all of them run at once; else as it is.
 
     Where a call takes 2 to 3 us, one head of 128 queries took 2.37 us so and 2.72 by 64 x 64 in two steps, 16 heads
-    2.73 and 2.84, 32 heads (by 64 x 128) 2.86 and 2.92, one head of 64 2.15 and 2.19.
+    2.73 and 2.84, 32 heads (by 64 x 128) 2.86 and 2.92, one head of 64 2.15 and 2.19; of 32 1.48 by 16 x 32 and 1.71 by
+    16 x 64, of 4 1.24 by 16 x 16.
     """
     measured = (
-        config.block_m == 64
+        (config.block_m == 64 or problem.seqlen_q == problem.seqlen_k)
         and problem.seqlen_k <= SHORT
         and max(padded(problem.head_dim), padded(problem.head_dim_v)) <= 64
         and problem.dtype != "float32"
@@ -470,7 +498,8 @@ def _short_prompt(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config
     )
     if not measured:
         return config
-    whole = replace(config, block_n=64 if problem.seqlen_k <= 64 else 128, num_stages=2)
+    block_n = max(16, 1 << (max(1, problem.seqlen_k) - 1).bit_length())
+    whole = replace(config, block_n=block_n, num_warps=4, num_stages=2, by_map=False, kv_heads=1)
     narrow = replace(whole, block_m=16)
     return narrow if blocks_with_rows(problem, narrow) <= (gpu.num_sms or UNKNOWN_SMS) else whole
 
@@ -498,6 +527,10 @@ def _mapped(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
     sms, tiles_of_rows = gpu.num_sms or UNKNOWN_SMS, blocks_with_rows(problem, config)
     if problem.page_size:
         block_n = min(block_n, problem.page_size)
+    keys = steps_over_keys(problem, config)[1] * config.block_n
+    roles = few_rows.tiling(problem, gpu, tiles_of_rows, keys)
+    if roles is not None:
+        return Config(*roles, by_map=True, roles=True)
     if 16 <= block_n < 64:
         mapped = replace(config, block_n=block_n, kv_heads=64 // block_n, num_stages=4, by_map=True)
         fits = problem.num_heads_kv % mapped.kv_heads == 0 and tiles(problem, mapped) == 1 and 128 < wide <= 256
@@ -542,7 +575,7 @@ def may_map(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
         and problem.dtype != "float32"
         and problem.mask_shape is None
         and problem.bias_shape is None
-        and problem.page_size % config.block_n == 0
+        and (config.roles or problem.page_size % config.block_n == 0)
         and problem.head_dim % 8 == 0
         and problem.head_dim_v % 8 == 0
         and config.block_n <= 256

@@ -28,40 +28,32 @@ import torch
 from warpwave import launch, precision, series
 from warpwave.errors import UnsupportedProblem
 from warpwave.hardware.gpu import Gpu, current_gpu
-from warpwave.kernels import scratch, three_kernel_hopper
+from warpwave.kernels import scratch, three_kernel_hopper, three_kernel_launches
 from warpwave.kernels import three_kernel_library as library
 from warpwave.kernels.arguments import (
     allocator,
-    band_constants,
-    broadcast_strides,
     dot_precision,
-    feature_constants,
-    lse_strides,
-    padded,
-    slope_strides,
     straightener,
-    token_strides,
-    window,
 )
-from warpwave.kernels.cost import Cost, conversions, visited_tiles
+from warpwave.kernels.cost import WARP_US, Cost, conversions, visited_tiles
 from warpwave.kernels.flash_fwd_configs import bytes_per_score
 from warpwave.kernels.hopper import host
 from warpwave.kernels.three_kernel_configs import (
+    FILLED,
     MAX_WORKSPACE_BYTES,
     block_k_of,
     block_v_of,
     configs,
+    default,
     library_cannot,
-    may_hide_keys,
     smallest_tile,
     smem_bytes,
     with_workspace,
 )
-from warpwave.kernels.three_kernel_device import chunk_scores_kernel, chunk_values_kernel
 from warpwave.kernels.three_kernel_gradients import backward as gradients
 from warpwave.kernels.three_kernel_gradients import why_not as gradients_why_not
-from warpwave.kernels.three_kernel_library import loop_of, runs_of_heads, tiles_of
-from warpwave.kernels.three_kernel_online import chunk_online_kernel
+from warpwave.kernels.three_kernel_launches import scale_warps, scaled_columns
+from warpwave.kernels.three_kernel_library import is_odd, loop_of, runs_of_heads, tiles_of
 from warpwave.kernels.three_kernel_plan import (
     Chunk,
     Config,
@@ -72,14 +64,12 @@ from warpwave.kernels.three_kernel_plan import (
     least_bytes,
     named,
     needs,
-    normalises,
     pieces,
     plan,
     up,
     whole_rows,
     workspace_bytes,
 )
-from warpwave.kernels.three_kernel_softmax import chunk_scale_kernel, chunk_softmax_kernel
 from warpwave.kernels.triton_or_stub import NO_TRITON
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
 
@@ -91,6 +81,7 @@ __all__ = [
     "bind",
     "configs",
     "cost",
+    "default",
     "gradients",
     "gradients_why_not",
     "notes",
@@ -265,9 +256,9 @@ def _calls(problem: AttentionProblem, gpu: Gpu, operands: Operands, out: Any, ls
             bound = three_kernel_hopper.bind(problem, gpu, operands, out, lse, cut, chunk, workspace)
             yield with_steps(chunk, dict(zip(STAGES, bound, strict=True)), [], [])
         return
-    of_launches = _launches(problem, gpu, operands, out, lse, config, cut, workspace)
+    of_launches = three_kernel_launches.launches(problem, gpu, operands, out, lse, config, cut, workspace)
     p = workspace.p
-    taken = _names_of_launches(config)
+    taken = three_kernel_launches.names_taken(config)
     for chunk, specs in zip(cut.chunks, of_launches, strict=True):
         steps = {
             stage: (launch.bind(spec), taken[stage])
@@ -288,20 +279,6 @@ def _calls(problem: AttentionProblem, gpu: Gpu, operands: Operands, out: Any, ls
                 products = library.value_products(problem, chunk, piece, v, out, strides, into_sums)
                 value_products.append((products, scales[i] if into_sums else None))
         yield with_steps(chunk, steps, score_products, value_products)
-
-
-def _names_of_launches(config: Config) -> dict[str, str]:
-    """What each stage's launch takes of a chunk's, in the kernel's order."""
-    raw = "p" if config.scores == "fused" else "scores"
-    beside, ends = "mask bias alibi_slopes", "cu_seqlens_q cu_seqlens_k"
-    values = f"p row_scale tile_max tile_sum v out lse sinks {ends}"
-    if config.values == "online":
-        values = f"scores v out lse {beside} sinks {ends}"
-    return {
-        "scores": f"q k {raw} tile_max tile_sum {beside} {ends}",
-        "softmax": f"scores p row_scale lse {beside} sinks {ends}",
-        "values": values,
-    }
 
 
 def _with_lse(problem: AttentionProblem) -> AttentionProblem:
@@ -331,132 +308,8 @@ def specify(
     if config.scores == "hopper":
         of_chunk = three_kernel_hopper.launches(problem, gpu, operands, out, lse, cut, cut.chunks[0], workspace)
         return tuple(described.launch for described in of_chunk)
-    *first, scales = next(_launches(problem, gpu, operands, out, lse, config, cut, workspace))
+    *first, scales = next(three_kernel_launches.launches(problem, gpu, operands, out, lse, config, cut, workspace))
     return tuple(spec for spec in (*first, *scales[:1]) if spec is not None)
-
-
-def _is_one_step(problem: AttentionProblem, config: Config, width: int) -> bool:
-    """Whether values of a tile of rows are one step of the second product, which is not fused, that may come early."""
-    steps_alone = config.scores == "triton" and config.split_d > 1 and width <= config.block_k
-    return steps_alone and not problem.packed and not may_hide_keys(problem)
-
-
-Launches = tuple[launch.Launch | None, launch.Launch | None, launch.Launch | None, list[launch.Launch]]
-
-
-def _launches(
-    problem: AttentionProblem,
-    gpu: Gpu,
-    operands: Operands,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    config: Config,
-    cut: Plan,
-    workspace: Workspace,
-) -> Iterator[Launches]:
-    """First product, softmax, second product, and scaling of each piece of its sums, of each chunk; None for what torch
-    computes or an epilogue does."""
-    q, k, v, mask, bias, slopes, sinks, *ends = operands
-    fused, band, varlen = config.scores == "fused", band_constants(problem), {"IS_VARLEN": problem.packed}
-    features = feature_constants(problem)
-    of_sinks = {"HAS_SINKS": features.pop("HAS_SINKS")}
-    hides = {"MAY_HIDE_KEYS": may_hide_keys(problem)}
-    arithmetic = {"PRECISION": dot_precision(problem, gpu), "IS_NVIDIA": gpu.vendor == "nvidia"}
-    raw, p = workspace.scores, workspace.p
-    strides = (cut.rows * cut.width, cut.width)  # of a head and a row of the workspace
-    split = (cut.heads * cut.rows * cut.width,)
-    online = config.values == "online"
-    p_strides = () if p is None else p.stride()[-3:-1]
-    # Where launches are most of the time, each begins while the one before it ends.
-    ahead = gpu.capability >= 90 and (online or config.split_d > 1)
-    begins = {"launch_pdl": True} if ahead else {}
-    lengths = (problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k, problem.num_heads_q)
-    group, scale = (problem.num_heads_q // problem.num_heads_kv,), (problem.softmax_scale, problem.softcap)
-    beside = (*broadcast_strides(mask), *broadcast_strides(bias), *slope_strides(slopes))
-    # No fused multiply-adds: a score must be the same number where it is the maximum and where that is subtracted, so
-    # that the largest probability is exactly 1.
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
-    block_k, block_v = block_k_of(problem, config), block_v_of(problem, config)
-    for chunk in cut.chunks:
-        where = (chunk.first_head, chunk.row_begin, chunk.rows, chunk.key_base)
-        tiles_m = -(-chunk.rows // config.block_m)
-        tiles_n = cut.width // config.block_n
-        score = softmax = sum_values = None
-        if config.scores != "library":
-            score = launch.Launch(
-                kernel=chunk_scores_kernel,
-                grid=chunk.heads * tiles_m * tiles_n * config.split_d,
-                tensors=(q, k, p if fused else raw, workspace.tile_max, workspace.tile_sum, mask, bias, slopes,
-                         *ends),
-                scalars=[*token_strides(problem, q), *token_strides(problem, k), *beside, *strides, *split, *lengths,
-                         *group, *window(problem), *where, tiles_m, tiles_n, *scale],
-                constants={"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": block_k,
-                           "HEAD_DIM": problem.head_dim, "SPLIT_D": config.split_d, "FUSED": fused, **hides, **band,
-                           **features, **varlen, "LAUNCHED_AHEAD": ahead, **arithmetic},
-                options=options | begins,
-            )  # fmt: skip
-        if not (fused or online):
-            tiles = -(-chunk.rows // config.softmax_rows)
-            # torch's second product reads all that any row of the chunk sees; ours, what one of a tile does.
-            together = up(chunk.rows, config.softmax_rows) if config.values == "library" else config.block_m
-            softmax = launch.Launch(
-                kernel=chunk_softmax_kernel,
-                grid=chunk.heads * tiles,
-                tensors=(raw, p, workspace.row_scale, lse, mask, bias, slopes, sinks, *ends),
-                scalars=[*lse_strides(problem), *beside, *strides, *split, *p_strides, *lengths, *window(problem),
-                         *where, tiles,
-                         max(together, config.softmax_rows), *scale],
-                constants={"ROWS": config.softmax_rows, "KEYS": config.softmax_keys, "SPLIT_D": config.split_d,
-                           "WHOLE": whole_rows(config, cut.width), "NORMALISE": normalises(problem, config),
-                           **hides, **band, **features, **of_sinks, **varlen, "WRITE_LSE": problem.return_lse,
-                           "LAUNCHED_AHEAD": ahead},
-                options={"num_warps": config.softmax_warps, "num_stages": 1, "enable_fp_fusion": False, **begins},
-            )  # fmt: skip
-        if online:
-            tiles = -(-chunk.rows // config.softmax_rows)
-            sum_values = launch.Launch(
-                kernel=chunk_online_kernel,
-                grid=chunk.heads * tiles * -(-problem.head_dim_v // block_v),
-                tensors=(raw, v, out, lse, mask, bias, slopes, sinks, *ends),
-                scalars=[*token_strides(problem, v), *token_strides(problem, out)[:-1], *lse_strides(problem), *beside,
-                         *strides, *split, *lengths, *group, *window(problem), *where, tiles, *scale],
-                constants={"ROWS": config.softmax_rows, "KEYS": config.softmax_keys, "BLOCK_V": block_v,
-                           "HEAD_DIM_V": problem.head_dim_v, "SPLIT_D": config.split_d, **hides, **band, **features,
-                           **of_sinks, **varlen, "WRITE_LSE": problem.return_lse, "LAUNCHED_AHEAD": ahead,
-                           **arithmetic},
-                options={"num_warps": config.softmax_warps, "num_stages": 1, "enable_fp_fusion": False, **begins},
-            )  # fmt: skip
-        if config.values == "triton":
-            sum_values = launch.Launch(
-                kernel=chunk_values_kernel,
-                grid=chunk.heads * tiles_m * -(-problem.head_dim_v // block_v),
-                tensors=(p, workspace.row_scale, workspace.tile_max, workspace.tile_sum, v, out, lse, sinks,
-                         *ends),
-                scalars=[*token_strides(problem, v), *token_strides(problem, out)[:-1], *lse_strides(problem),
-                         *p_strides, *lengths, *group, *window(problem), *where, tiles_m, tiles_n],
-                constants={"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
-                           "BLOCK_V": block_v, "HEAD_DIM_V": problem.head_dim_v, "FUSED": fused,
-                           "ONE_STEP": _is_one_step(problem, config, cut.width), **hides, **band, **of_sinks, **varlen,
-                           "WRITE_LSE": problem.return_lse, "LAUNCHED_AHEAD": ahead, **arithmetic},
-                options=options | begins,
-            )  # fmt: skip
-        scales = []
-        if workspace.sums is not None and not chunk.nothing_to_see:
-            columns = min(1024, padded(problem.head_dim_v))
-            scales = [
-                launch.Launch(
-                    kernel=chunk_scale_kernel,
-                    grid=piece.heads * piece.rows * -(-problem.head_dim_v // columns),
-                    tensors=(workspace.sums, workspace.row_scale, out),
-                    scalars=[*token_strides(problem, out)[:-1], cut.rows, problem.num_heads_q,
-                             chunk.first_head + piece.first_head, chunk.row_begin + piece.row_begin, piece.rows,
-                             piece.first_head * cut.rows + piece.row_begin],
-                    constants={"HEAD_DIM_V": problem.head_dim_v, "COLUMNS": columns},
-                    options={"num_warps": max(1, columns // 256), "num_stages": 1, "enable_fp_fusion": False},
-                )
-                for piece in pieces(problem, config, chunk.heads, chunk.rows)
-            ]  # fmt: skip
-        yield score, softmax, sum_values, scales
 
 
 # What it can run and what it costs ------------------------------------------------------------------------------------
@@ -557,7 +410,9 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     beside = bytes_per_score(problem)
     out_bytes = rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0))
     written = scored * (p_bytes if fused else 4 * config.split_d)
-    by_torch = tiles_of(cut.chunks, problem)
+    asked = cut.chunks if "library" in (config.scores, config.values) else ()
+    by_torch = tiles_of(problem, config, asked, gpu.num_sms or FILLED, is_odd(problem))
+    at_once = 0 if is_odd(problem) else 1  # cuBLAS's tiles have an SM to themselves
     operands = (tiles * (m + n) if config.scores != "library" else library * 2 // 128) * problem.head_dim * size
     row_tiles = sum(chunk.heads * -(-chunk.rows // m) for chunk in cut.chunks)
     score = Cost(
@@ -571,6 +426,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         items=by_torch.scores if config.scores == "library" else tiles * config.split_d,
         steps=by_torch.scores_steps if config.scores == "library" else tiles,
         threads=config.num_warps * gpu.warp_size,
+        blocks_per_sm=at_once if config.scores == "library" else 0,
         launches=runs if config.scores == "library" else chunks,
         conversions=split(0 if config.scores == "library" else tiles * (m + n) * up(problem.head_dim, block_k)),
     )
@@ -593,7 +449,8 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         smem_bytes=1024,
         scratch_bytes=summed * (4 * sweeps * config.split_d + p_bytes),
         threads=config.softmax_warps * gpu.warp_size,
-        trips=4,
+        trips=1,
+        block_us=WARP_US * config.softmax_warps,
         launches=chunks,
     )
     p_read = summed * p_bytes * (-(-problem.head_dim_v // 128) if config.values == "library" else columns)
@@ -603,15 +460,16 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         blocks=0 if config.values == "library" else row_tiles * columns,
         flops=2 * summed * (problem.head_dim_v if config.values == "library" else columns * block_v),
         exponentials=0,
-        read_bytes=p_read + summed // m * problem.head_dim_v * size + sums // 2,
-        write_bytes=out_bytes + sums // 2,
+        read_bytes=p_read + summed // m * problem.head_dim_v * size,
+        write_bytes=sums // 2 or out_bytes,
         smem_bytes=smem_bytes(problem, gpu, config),
-        scratch_bytes=p_read + sums,
+        scratch_bytes=p_read + sums // 2,
         items=by_torch.values if config.values == "library" else 0,
         steps=by_torch.values_steps if config.values == "library" else tiles * columns,
         longest=0 if config.values == "library" else key_tiles,
         threads=config.num_warps * gpu.warp_size,
-        launches=(max(runs, scalings) if config.values == "library" else chunks) + scalings,
+        blocks_per_sm=at_once if config.values == "library" else 0,
+        launches=by_torch.values_launches if config.values == "library" else chunks,
         conversions=split(0 if config.values == "library" else summed * columns + tiles * n * columns * block_v),
     )
     if config.values == "online":
@@ -632,6 +490,21 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         parts = (score, sum_values)
     else:
         parts = (score, softmax, sum_values)
+    if sums:
+        scaled = scaled_columns(problem)
+        scaling = Cost(
+            blocks=rows * -(-problem.head_dim_v // scaled),
+            flops=0,
+            exponentials=0,
+            read_bytes=sums // 2,
+            write_bytes=out_bytes,
+            scratch_bytes=sums // 2,
+            threads=gpu.warp_size * scale_warps(scaled),
+            trips=1,
+            block_us=WARP_US * scale_warps(scaled),
+            launches=scalings,
+        )
+        parts = (*parts, scaling)
     return Cost(
         blocks=sum(part.blocks for part in parts),
         flops=sum(part.flops for part in parts),

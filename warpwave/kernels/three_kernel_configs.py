@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from warpwave.hardware.gpu import Gpu
-from warpwave.kernels import three_kernel_hopper
+from warpwave.kernels import three_kernel_hopper, wide_heads
 from warpwave.kernels.arguments import dot_precision, padded, split_operand
 from warpwave.kernels.three_kernel_plan import Config, least_bytes
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
@@ -83,12 +83,6 @@ SUMS_BYTES = 32 * 1024**2  # of float32 sums, which are scaled in L2: 622, 733, 
 # where four fit this bound they may, so that what is left over is less. What 128, 256 and 512 MiB hold: two blocks
 # each on 132 multiprocessors up to 1,970, 3,940 and 7,880 keys.
 HOPPER_BYTES = 512 * 1024**2
-# What a call takes on an H200 beside what both ways cost alike, us: by Hopper's launches for a multiprocessor's rounds of
-# tiles of 128 x 256, by the columns that a tile sums over; by torch's products for what a multiprocessor's share would
-# be in such columns, whole or not, for K and V, of which each product reads all at once, and for every product beyond
-# one a launch, since query heads that share a kv head are a product of their own. Fits 25 calls of 64 to 512 queries
-# within 15 % where heads are not shared, within a third where they are (head_dim 512 to 1024, 512 to 8,192 keys).
-HOPPER_US_A_COLUMN, TORCH_US_A_COLUMN, TORCH_BYTES_A_US, TORCH_US_A_PRODUCT = 0.0122, 0.0175, 4.5e6, 4.0
 MOST_SHARES = 32  # of head_dim, which the softmax sums up
 ONLINE_ROWS, ONLINE_COLUMNS = 16, 64  # queries and columns of v of a tile of the second launch with the softmax
 WIDE_STEPS_FROM = 2048  # head_dim
@@ -104,17 +98,17 @@ FLOPS_A_BYTE = 100
 
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     """The default first, then every other candidate that fits the GPU's shared memory and that torch can compute."""
-    default = _default(problem, gpu)
+    first = default(problem, gpu)
     others = [
-        with_workspace(problem, gpu, replace(default, scores=scores, values=values, split_d=1, **tile, **softmax))
+        with_workspace(problem, gpu, replace(first, scores=scores, values=values, split_d=1, **tile, **softmax))
         for scores, values in (("fused", "triton"), ("triton", "triton"), ("library", "triton"), ("library", "library"))
         for tile in _space(problem, gpu)
         for softmax in _softmax_space(problem)[: 1 if scores == "fused" else None]
     ]
     whole = {"block_m": 128, "block_n": 256, "split_d": 1}
-    hopper = with_workspace(problem, gpu, replace(default, scores="hopper", values="hopper", **whole))
+    hopper = with_workspace(problem, gpu, replace(first, scores="hopper", values="hopper", **whole))
     others.insert(0, hopper)
-    return [default, *(c for c in dict.fromkeys(others) if c != default and _fits(problem, gpu, c))]
+    return [first, *(c for c in dict.fromkeys(others) if c != first and _fits(problem, gpu, c))]
 
 
 def _softmax_space(problem: AttentionProblem) -> list[dict[str, int]]:
@@ -163,32 +157,24 @@ def with_workspace(problem: AttentionProblem, gpu: Gpu, config: Config) -> Confi
     return replace(config, workspace_bytes=min(wanted, max(limit, least_bytes(problem, config))))
 
 
-def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
+def default(problem: AttentionProblem, gpu: Gpu) -> Config:
     """Hopper's launches where they are the fastest, torch's products wherever else it can compute them, and ours."""
     config = smallest_tile(problem, gpu)
-    if _by_hopper(problem, gpu):
+    if wide_heads.hopper_us(problem, gpu) <= wide_heads.torch_us(problem, gpu):
         hopper = replace(config, scores="hopper", values="hopper", block_m=128, block_n=256)
         return with_workspace(problem, gpu, hopper)
     blocks = problem.batch * problem.num_heads_q * -(-problem.seqlen_q // config.block_m)
     blocks *= -(-problem.seqlen_k // config.block_n)
     share = (2 if gpu.vendor == "interpreter" else gpu.num_sms or FILLED) // max(1, blocks)
     sharing = max(1, min(share, problem.head_dim // (2 * block_k_of(problem, config)), MOST_SHARES))
-    by_torch = _by_torch(problem, gpu, config)
-    if sharing > 1 and not (_torch_shares_sums(problem, gpu) and by_torch.scores == "library"):
+    if sharing > 1:
         # Few scores of long sums: blocks share head_dim, two steps each at the least.
         if gpu.capability == 90 and problem.dtype == "float32" and _takes_wide_steps(problem, gpu):
             config = replace(config, block_k=64, num_stages=2)
         config = _online(problem, gpu, config) or _of_wide_tiles(problem, gpu, replace(config, split_d=sharing))
     else:
-        config = by_torch
+        config = _by_torch(problem, gpu, config)
     return with_workspace(problem, gpu, config)
-
-
-def _torch_shares_sums(problem: AttentionProblem, gpu: Gpu) -> bool:
-    """Whether torch has products for few scores of long sums that are faster than blocks of ours that share head_dim:
-    16.7, 18.7 and 23.8 us where 27.3, 25.5 and 29.2 at 128, 192 and 256 queries on 512 keys (H200, head_dim 512, 16
-    heads in bfloat16). Its float32 was not asked."""
-    return gpu.capability == 90 and problem.dtype != "float32"
 
 
 def _takes_wide_steps(problem: AttentionProblem, gpu: Gpu) -> bool:
@@ -207,7 +193,7 @@ def _online(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config | Non
     sms, rows = gpu.num_sms or FILLED, problem.batch * problem.num_heads_q * -(-problem.seqlen_q // ONLINE_ROWS)
     if padded(-(-problem.head_dim_v * rows // sms)) > ONLINE_COLUMNS:
         return None
-    shares = min(sms // (problem.batch * problem.num_heads_q), problem.head_dim // config.block_k, MOST_SHARES)
+    shares = min(sms // max(1, problem.batch * problem.num_heads_q), problem.head_dim // config.block_k, MOST_SHARES)
     return replace(
         config, values="online", split_d=max(1, shares), block_v=ONLINE_COLUMNS, softmax_rows=ONLINE_ROWS,
         softmax_keys=64, softmax_warps=4 if dot_precision(problem, gpu) in CHEAP else 8,
@@ -223,24 +209,6 @@ def _of_wide_tiles(problem: AttentionProblem, gpu: Gpu, config: Config) -> Confi
     wide = replace(config, block_v=128)
     fits = smem_bytes(problem, gpu, wide) <= gpu.smem_per_block_bytes
     return wide if tiles > 2 * (gpu.num_sms or FILLED) and fits else config
-
-
-def _by_hopper(problem: AttentionProblem, gpu: Gpu) -> bool:
-    """Whether Hopper's own launches can compute a call, and sooner than torch's products would."""
-    if three_kernel_hopper.cannot(problem, gpu) or not (problem.seqlen_q and problem.seqlen_k and problem.batch):
-        return False
-    sms, (block_m, block_n, _) = gpu.num_sms or FILLED, three_kernel_hopper.TILE
-    key_tiles, columns = -(-problem.seqlen_k // block_n), -(-problem.head_dim_v // block_n)
-    heads = problem.batch * problem.num_heads_q
-    blocks = heads * -(-problem.seqlen_q // block_m)
-    rounds = -(-blocks * key_tiles // sms) * problem.head_dim + -(-blocks * columns // sms) * key_tiles * block_n
-    share = heads * problem.seqlen_q * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
-    share /= sms * block_m * block_n
-    kv_heads = problem.batch * problem.num_heads_kv
-    kv_bytes = kv_heads * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype]
-    products = problem.batch if problem.num_heads_q == problem.num_heads_kv else kv_heads
-    by_torch = TORCH_US_A_COLUMN * share + kv_bytes / TORCH_BYTES_A_US + TORCH_US_A_PRODUCT * 2 * (products - 1)
-    return HOPPER_US_A_COLUMN * rounds <= by_torch
 
 
 def own_products(problem: AttentionProblem, gpu: Gpu) -> Config:

@@ -12,12 +12,13 @@ Bound: tensor cores.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from warpwave.kernels.three_kernel_plan import Chunk, Piece
+from warpwave.kernels.three_kernel_plan import Chunk, Piece, pieces
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
 
 
@@ -181,25 +182,58 @@ def multiply(products: list[Product], a: torch.Tensor, b: torch.Tensor, out: tor
         multiply_into(product.out.of(out), product.a.of(a), product.b.of(b))
 
 
+# How cuBLAS tiles, by the names and grids of what it launched on an H200.
+LARGEST_TILE = 192 * 192
+ODD_TILE = 64  # where rows do not begin at multiples of 16 bytes: older kernels
+STEP_OF_TILE = 64  # of what is summed over
+
+
 class Tiles(NamedTuple):
-    """Tiles of torch's products, and what they walk: it does not say how it tiles, and 128 x 128 by 64 is assumed."""
+    """Tiles of torch's products, over all launches, and the steps that they walk."""
 
     scores: int
     scores_steps: int
     values: int
     values_steps: int
+    values_launches: int
 
 
-def tiles_of(chunks: Sequence[Chunk], problem: AttentionProblem) -> Tiles:
-    """Those of all chunks' products."""
-    scores = values = values_steps = 0
-    for chunk in chunks:
-        keys = max(0, chunk.key_end - chunk.key_begin)
-        row_tiles = chunk.heads * -(-chunk.rows // 128)
-        scores += row_tiles * -(-keys // 128)
-        values += row_tiles * -(-problem.head_dim_v // 128)
-        values_steps += row_tiles * -(-problem.head_dim_v // 128) * -(-keys // 64)
-    return Tiles(scores, scores * -(-problem.head_dim // 64), values, values_steps)
+def tiles_of(problem: AttentionProblem, config: Any, chunks: Sequence[Chunk], sms: int, odd: bool) -> Tiles:
+    """Those of all chunks' products, one launch for each run of heads."""
+    scores = scores_steps = values = values_steps = launches = 0
+    # Chunks that begin at the same head of a batch item take the same runs of heads.
+    alike = Counter(
+        (chunk.first_head % problem.num_heads_q, chunk.heads, chunk.rows, chunk.key_end - chunk.key_begin)
+        for chunk in chunks
+        if not chunk.nothing_to_see
+    )
+    for (first_head, heads_of_chunk, rows, keys), times in alike.items():
+        for *_, heads in runs_of_heads(problem, first_head, first_head + heads_of_chunk):
+            tiles = times * tiles_of_product(heads, rows, keys, sms, odd)
+            scores, scores_steps = scores + tiles, scores_steps + tiles * -(-problem.head_dim // STEP_OF_TILE)
+        for piece in pieces(problem, config, heads_of_chunk, rows):
+            first = first_head + piece.first_head
+            for *_, heads in runs_of_heads(problem, first, first + piece.heads):
+                tiles = times * tiles_of_product(heads, piece.rows, problem.head_dim_v, sms, odd)
+                values, values_steps = values + tiles, values_steps + tiles * -(-keys // STEP_OF_TILE)
+                launches += times
+    return Tiles(scores, scores_steps, values, values_steps, launches)
+
+
+def tiles_of_product(heads: int, rows: int, columns: int, sms: int, odd: bool) -> int:
+    """Tiles of one product for each head: of a size, out of dozens (64 x 8 to 256 x 128 were seen), of which each SM
+    has one, or as many as the next. Where rows do not begin at multiples of 16 bytes there is no such choice."""
+    if odd:
+        return heads * -(-rows // ODD_TILE) * -(-columns // ODD_TILE)
+    most = heads * min(-(-rows // 64) * -(-columns // 8), -(-rows // 8) * -(-columns // 64))
+    rounds = -(-heads * rows * columns // (sms * LARGEST_TILE))
+    return min(most, sms * max(1, rounds))
+
+
+def is_odd(problem: AttentionProblem) -> bool:
+    """Whether rows of K, P or V do not begin at multiples of 16 bytes."""
+    size = DTYPE_BYTES[problem.dtype]
+    return any(width * size % 16 for width in (problem.seqlen_k, problem.head_dim, problem.head_dim_v))
 
 
 def loop_of(problem: AttentionProblem, scores: str, values: str) -> str:
@@ -208,12 +242,10 @@ def loop_of(problem: AttentionProblem, scores: str, values: str) -> str:
     if scores == "hopper":
         return ""
     rows = ""
-    if values == "library" and problem.seqlen_q * problem.num_heads_q <= 16 * problem.num_heads_kv:
+    if problem.dtype == "float32":
+        rows = " float32" if values in ("triton", "library") else ""
+    elif values == "library" and problem.seqlen_q * problem.num_heads_q <= 16 * problem.num_heads_kv:
         rows = " few rows"
-    elif values == "library" and problem.seqlen_k * DTYPE_BYTES[problem.dtype] % 16:
+    elif values == "library" and is_odd(problem):
         rows = " odd"
-    elif values == "library" and problem.head_dim_v <= 64:
-        rows = " narrow"
-    elif values == "triton" and problem.dtype == "float32":
-        rows = " float32"
     return f"{scores} {values}{rows}"

@@ -166,7 +166,8 @@ def plan(problem: AttentionProblem, config: Config) -> Plan:
     heads = max(
         1, bisect_right(range(1, all_heads + 1), config.workspace_bytes, key=partial(_bytes_of, problem, config, rows))
     )
-    heads = -(-all_heads // -(-all_heads // heads))  # chunks alike, rather than a small one last
+    many = max(1, -(-all_heads // heads))  # of an empty batch none
+    heads = max(1, -(-all_heads // many))  # chunks alike, rather than a small one last
     chunks = []
     for first_head in range(0, all_heads, heads):
         for row_begin in range(0, problem.seqlen_q, rows):

@@ -412,6 +412,8 @@ def cost(
         write_bytes=4 * covered + rows * (4 + (4 if problem.return_lse else 0)),
         smem_bytes=SOFTMAX_SMEM_BYTES,
         scratch_bytes=12 * covered,
+        # One block a head, which walks its keys one tile after another; more blocks hide each other's waits.
+        trips=-(-problem.seqlen_k // SOFTMAX_KEYS) if problem.seqlen_q <= SOFTMAX_ROWS else 0,
     )
     sum_values = Cost(
         blocks=heads * row_tiles * column_tiles,

@@ -7,8 +7,8 @@ What it does otherwise is settled around it:
     masks              a pair may be hidden by a boolean mask, by a bias of minus infinity and by position at once;
                        torch takes one mask. Its own causal mask, aligned to the first key, it takes by name.
     NaN and Inf        torch adds minus infinity to a hidden score and multiplies the values of hidden keys by 0: both
-                       let NaN and Inf through. Where something is hidden and q, k and v do not rule them out, eager
-                       computes the call.
+                       let NaN and Inf through; and of a row of q that holds one it makes zeros at some lengths. Where
+                       q, or where something is hidden k and v, do not rule them out, eager computes the call.
 
 It returns no log-sum-exp and knows no softcap, sinks or ALiBi: those are refused.
 
@@ -55,7 +55,7 @@ def bind(
 
     def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         with torch.no_grad():
-            if hides and not _is_tame(problem, operands):
+            if not (_is_tame(problem, operands) if hides else _is_finite(operands.q)):
                 tiles = eager.configs(problem, current_gpu(operands.q.device))[0]
                 return eager.forward(problem, operands, tiles)[0], None
             if not problem.packed:
@@ -78,9 +78,14 @@ def _hides(band: Band, seqlen_q: int, seqlen_k: int) -> bool:
     return (band.low is not None and band.low > 1 - seqlen_q) or (band.high is not None and band.high < seqlen_k - 1)
 
 
+def _is_finite(q: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinite."""
+    return not q.numel() or q.is_meta or all(math.isfinite(end) for end in q.aminmax())
+
+
 def _is_tame(problem: AttentionProblem, operands: Operands) -> bool:
     """Whether all of v is finite, and no element of q and k so large, or NaN, that a score might not be."""
-    if 0 in (operands.q.numel(), operands.k.numel()):
+    if 0 in (operands.q.numel(), operands.k.numel()) or operands.q.is_meta:
         return True
     q, k, v = (max(-float(low), float(high)) for low, high in (t.aminmax() for t in operands[:3]))
     return v < math.inf and q * k * problem.head_dim * max(1.0, problem.softmax_scale) < LARGEST_SCORE

@@ -14,7 +14,7 @@ from warpwave import UnsupportedProblem, attention, attention_varlen, launch
 from warpwave.compiled import operands_without_memory
 from warpwave.hardware.gpu import CPU, Gpu, current_gpu
 from warpwave.kernels import scale_ahead, split_ahead
-from warpwave.kernels.hopper import flash_fwd, flash_fwd_claims
+from warpwave.kernels.hopper import flash_fwd, flash_fwd_claims, flash_fwd_configs
 from warpwave.kernels.triton_or_stub import NO_TRITON
 from warpwave.problem import AttentionProblem, Causal, Operands
 
@@ -119,6 +119,32 @@ LARGE = replace(PROBLEM, seqlen_q=4096, seqlen_k=4096, batch=4, num_heads_q=16)
 def test_blocks_of_192_queries_where_they_go_round(change: dict[str, Any], expected: tuple[int, int]) -> None:
     config = flash_fwd.configs(replace(LARGE, **change), H200)[0]
     assert (config.block_m, config.block_n) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "columns", "in_registers"),
+    [
+        ({}, 128, 128),
+        ({"causal": Causal()}, 128, 128),
+        ({"head_dim": 248, "head_dim_v": 240}, 128, 128),
+        ({"window_size": (99, 0)}, 128, 0),
+        ({"softcap": 5.0}, 128, 0),
+        ({"bias_shape": (1, 4, 4096, 4096), "bias_dtype": "bfloat16"}, 0, 0),
+        ({"head_dim_v": 128}, 128, 0),
+        ({"head_dim": 192, "head_dim_v": 192}, 192, 0),
+        ({"head_dim": 320, "head_dim_v": 320}, 0, 0),
+    ],
+)
+def test_what_out_and_queries_have_of_an_sm_at_head_dim_256(
+    change: dict[str, Any], columns: int, in_registers: int
+) -> None:
+    given = {"head_dim": 256, "head_dim_v": 256, "seqlen_q": 4096, "seqlen_k": 4096} | change
+    problem = replace(PROBLEM, batch=4, num_heads_q=4, num_heads_kv=4, **given)
+    config = flash_fwd.configs(problem, H200)[0]
+    assert flash_fwd_configs.out_columns(problem, config) == columns
+    assert sum(flash_fwd_configs.out_pieces(problem, config)) == sum(flash_fwd.pieces(problem.head_dim_v))
+    assert flash_fwd_configs.q_in_registers(problem, config) == in_registers
+    assert flash_fwd.smem_bytes(problem, H200, config) + 1024 <= flash_fwd_configs.SMEM_PER_SM
 
 
 def test_a_bias_is_copied_only_where_no_map_describes_it() -> None:

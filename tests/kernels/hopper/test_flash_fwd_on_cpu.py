@@ -92,6 +92,7 @@ def on_cpu(
             scale, softcap_log2, left, right, groups, block_n,
             *(constants[n] for n in ("HAS_LOW", "HAS_HIGH", "TOP_LEFT", "HAS_ALIBI", "HAS_SOFTCAP", "HAS_SINKS")),
             *(constants[n] for n in ("IS_VARLEN", "WRITE_LSE", "OWN_OUT", "VALUES_FIRST", "PARTS", "HEAD_DIM_V")),
+            flash_fwd_configs.q_in_registers(problem, config),
         )  # fmt: skip
         schedule = schedule_names.Schedule(
             pointer(counter), num_tiles, heads, group, batch, per_head, in_l2, seqlen_q, seqlen_k, total_q, total_k,
@@ -165,6 +166,7 @@ KINDS: dict[str, tuple[str, tuple[int, int], flash_fwd.Config]] = {
     "fp16x1, three groups": ("float32:tf32", (40, 59), flash_fwd.Config(192, 128, 2)),
     "16 bits, overlapped": ("float16", (64, 80), flash_fwd.Config(128, 64, 2)),
     "16 bits, serial": ("float16", (64, 352), flash_fwd.Config(128, 32, 2)),
+    "16 bits, Q in registers, out by halves": ("bfloat16", (256, 256), flash_fwd.Config(128, 64, 2)),
 }
 
 

@@ -52,6 +52,7 @@ def on_cpu(problem: AttentionProblem, operands: Operands, config: Config) -> tup
     for tensor in workspace:
         if tensor is not None:
             tensor.fill_(torch.nan)
+    assert workspace.p is not None
     by_address = {t.data_ptr(): t for t in (*operands[:3], out, workspace.p)}
     for chunk in cut.chunks:
         for launched, maps, sources in three_kernel_hopper.launches(

@@ -30,7 +30,7 @@ from warpwave.errors import UnsupportedProblem
 from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels import arguments, mask_bits, scale_ahead, split_ahead
 from warpwave.kernels.hopper import host, launcher, roles, scheduler
-from warpwave.kernels.hopper.compat import fence_async_shared, gl, jit, mbarrier
+from warpwave.kernels.hopper.compat import Q_FITS_REGISTERS, fence_async_shared, gl, jit, mbarrier
 from warpwave.kernels.hopper.flash_fwd_claims import cost, outrun, why_not
 from warpwave.kernels.hopper.flash_fwd_configs import (
     ABLE,
@@ -42,6 +42,7 @@ from warpwave.kernels.hopper.flash_fwd_configs import (
     out_columns,
     out_pieces,
     pieces,
+    q_in_registers,
     query_tiles,
     registers,
     smem_bytes,
@@ -181,6 +182,7 @@ def hopper_flash_fwd_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
     HAS_MASK: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr,
     BIAS: gl.constexpr,
 ):
     """Tiles of 64 * GROUPS queries of one head, as many as the counter gives.
@@ -196,7 +198,7 @@ def hopper_flash_fwd_kernel(
         out_maps = _present(out_map, out_map_2, out_map_3)
     rules = Rules(
         scale, softcap_log2, window_left, window_right, GROUPS, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
-        HAS_SOFTCAP, HAS_SINKS, IS_VARLEN, WRITE_LSE, OWN_OUT, VALUES_FIRST, PARTS, HEAD_DIM_V,
+        HAS_SOFTCAP, HAS_SINKS, IS_VARLEN, WRITE_LSE, OWN_OUT, VALUES_FIRST, PARTS, HEAD_DIM_V, Q_IN_REGISTERS,
     )  # fmt: skip
     # Tuples and aggregates hold no None: the counter stands for pointers that are absent and that nobody reads.
     if not IS_VARLEN and HEAD_DIM_V == 0:
@@ -561,6 +563,7 @@ def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[st
         "CONSUMER_REGISTERS": consumer,
         "PRODUCER_REGISTERS": producer,
         "HAS_MASK": features["HAS_MASK"],
+        "Q_IN_REGISTERS": q_in_registers(problem, config) if Q_FITS_REGISTERS else 0,
     }
 
 

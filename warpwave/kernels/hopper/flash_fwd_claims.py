@@ -8,7 +8,7 @@ from dataclasses import replace
 from warpwave import precision
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels import mask_bits, scale_ahead
-from warpwave.kernels.cost import Cost, launch_order, walk
+from warpwave.kernels.cost import ODD_ROWS, Cost, launch_order, line_bytes, odd_rows, walk
 from warpwave.kernels.hopper.flash_fwd_configs import (
     ABLE,
     NUM_SMS,
@@ -119,6 +119,8 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
             if many_maxima:
                 launches = 3
                 split_reads += keys * size * (problem.head_dim + problem.head_dim_v)
+    if size == 2:  # as TMA copies them: of 80 columns as long as of 176
+        k_bytes = line_bytes(size * problem.head_dim) + line_bytes(size * problem.head_dim_v)
     reads = rows * q_bytes + visited * config.block_n * k_bytes
     if problem.mask_shape is not None:  # a launch before packs the mask into bits
         split_reads, workspace, launches = math.prod(problem.mask_shape), 4 * mask_bits.packed(problem).size, 2
@@ -142,7 +144,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         cut=of_tiles.cut,
         trips=5 if problem.packed else 0,  # offsets of sequences, then those of the tile's own, in each role
         threads=128 * (config.groups + 1),
-        chains=max(1, round(config.groups * busy_share)),
+        chains=1 if _in_step(problem, gpu, config) else max(1, round(config.groups * busy_share)),
         blocks_per_sm=config.blocks_per_sm,
         loop=_loop(problem, width_v, num_parts(problem, gpu)),
     )
@@ -159,9 +161,21 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     )
 
 
+def _in_step(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
+    """Whether three warpgroups multiply together and take exponentials together, not by turns: of one tile a block, at
+    head sizes where both take as long. They begin together, and what sets them apart are the tiles that follow (H200: 7
+    to 20 steps of 1.8 us each, where long runs of tiles take 1.3)."""
+    tiles = query_tiles(problem, config)
+    return config.groups == 3 and problem.head_dim <= 64 and tiles <= (gpu.num_sms or NUM_SMS) * config.blocks_per_sm
+
+
 def _loop(problem: AttentionProblem, width_v: int, parts: int) -> str:
     """Which of the loops over tiles: that of several parts, of tiles one after another, or of tiles that overlap, which
-    float32 as one part has to itself."""
+    float32 as one part has to itself, scores that a mask or bias is read for, rows of odd sizes."""
     if problem.dtype == "float32":
         return "parts" if parts > 1 else "one part"
+    if problem.mask_shape is not None or problem.bias_shape is not None:
+        return "cells"
+    if odd_rows(problem):
+        return ODD_ROWS
     return "serial" if width_v > 320 else ""

@@ -25,7 +25,7 @@ from warpwave import launch
 from warpwave.errors import UnsupportedProblem
 from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels import arguments
-from warpwave.kernels.cost import Cost, walk
+from warpwave.kernels.cost import Cost, line_bytes, walk
 from warpwave.kernels.hopper import host, launcher, scheduler
 from warpwave.kernels.hopper import large_head_dim_roles as roles
 from warpwave.kernels.hopper.compat import fence_async_shared, gl, jit, mbarrier
@@ -433,12 +433,13 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     width_v = _v_chunks(problem, config.v_parts) * CHUNK
     visited, longest = _tiles(problem)
     scores = visited * config.v_parts * BLOCK_M * BLOCK_N
-    columns = config.v_parts * problem.head_dim + problem.head_dim_v  # of K and V read for each visited pair
+    # Of K and V, for each visited pair, in whole lines.
+    of_keys = config.v_parts * line_bytes(size * problem.head_dim) + line_bytes(size * problem.head_dim_v)
     return Cost(
         blocks=min(_query_tiles(problem, config), gpu.num_sms or host.NUM_SMS),
         flops=2 * scores * (width_k + width_v),
         exponentials=scores,
-        read_bytes=size * (rows * config.v_parts * problem.head_dim + visited * BLOCK_N * columns),
+        read_bytes=size * rows * config.v_parts * problem.head_dim + visited * BLOCK_N * of_keys,
         write_bytes=rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0)),
         smem_bytes=smem_bytes(problem, gpu, config),
         items=_query_tiles(problem, config),

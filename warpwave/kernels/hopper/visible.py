@@ -28,6 +28,7 @@ class Rules:
     VALUES_FIRST: gl.constexpr
     PARTS: gl.constexpr  # of a float32 operand: 1 or 2 of float16, 3 of bfloat16; 1 for 16-bit types
     HEAD_DIM_V: gl.constexpr  # in float32; 0 for 16-bit types
+    Q_IN_REGISTERS: gl.constexpr  # columns
 
     @constexpr_function
     def __init__(
@@ -50,6 +51,7 @@ class Rules:
         VALUES_FIRST,
         PARTS,
         HEAD_DIM_V,
+        Q_IN_REGISTERS=0,
     ):
         self.scale = scale
         self.softcap_log2 = softcap_log2
@@ -69,6 +71,7 @@ class Rules:
         self.VALUES_FIRST = gl.constexpr(VALUES_FIRST)
         self.PARTS = gl.constexpr(PARTS)
         self.HEAD_DIM_V = gl.constexpr(HEAD_DIM_V)
+        self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
 
 
 @aggregate

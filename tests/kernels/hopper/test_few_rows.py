@@ -1,0 +1,226 @@
+"""split_kv's launch of roles for few rows on Hopper: its protocol on a CPU, what it refuses, what it compiles to. On a
+GPU: tests/conformance/test_few_rows.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.compile.test_targets import compile_all
+from tests.conformance import cases
+from tests.conformance.cases import PLAIN
+from tests.conformance.gates import forward_references, judge_forward
+from tests.kernels.hopper import gluon_on_cpu
+from warpwave import launch
+from warpwave.hardware.gpu import Gpu
+from warpwave.kernels import partials, split_kv
+from warpwave.kernels import split_kv_few_rows as few_rows
+from warpwave.kernels.triton_or_stub import NO_TRITON
+from warpwave.problem import AttentionProblem, CachedOperands
+
+H200 = replace(Gpu.for_arch("sm_90"), num_sms=132)
+triton_only = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
+BASE = replace(PLAIN, dtype="bfloat16", dims=(72, 72), heads=(4, 2), batch=2, lengths=(1, 200))
+# A call, keys of a page, keys of a tile, shares.
+CALLS: dict[str, tuple[dict[str, Any], int, int, int]] = {
+    "contiguous": ({}, 0, 64, 1),
+    "pages of 16": ({"sinks": True}, 16, 64, 3),
+    "pages of 16, long tiles": ({"lengths": (2, 200), "causal": "bottom_right"}, 16, 128, 1),
+    "pages of 32": ({"heads": (16, 1), "dims": (64, 128)}, 32, 64, 2),
+    "a page a tile": ({"lengths": (3, 150), "causal": "top_left", "dtype": "float16"}, 64, 64, 2),
+    "a part of a page": ({"softcap": 20.0, "heads": (3, 1)}, 256, 64, 2),
+    "window": ({"lengths": (4, 200), "window": (70, 0), "sinks": True}, 16, 64, 2),
+    "window of contiguous keys": ({"lengths": (2, 200), "window": (70, 3)}, 0, 128, 2),
+    "window that shows nothing": ({"window": (5, 0), "causal": "top_left", "sinks": True}, 16, 64, 1),
+    "more shares than tiles": ({"lengths": (1, 65)}, 16, 64, 5),
+    "one key": ({"lengths": (1, 1)}, 16, 64, 1),
+}
+
+
+def in_pages(call: cases.Call, page_size: int, used: list[int]) -> tuple[AttentionProblem, CachedOperands]:
+    """The call's keys and values in pages that lie in no order, of which sequence b has `used[b]`, NaN wherever no key
+    is, and page ids far outside the pool where there is no page."""
+    k, v = call.operands.k, call.operands.v
+    batch, length, heads, _ = k.shape
+    pages = -(-length // page_size)
+    order = torch.randperm(batch * pages + 3, generator=torch.Generator().manual_seed(0))
+    table = order[: batch * pages].view(batch, pages).to(torch.int32)
+    of_k, of_v = (torch.full((len(order), page_size, heads, x.shape[-1]), torch.nan, dtype=x.dtype) for x in (k, v))
+    for b in range(batch):
+        at = torch.arange(used[b])
+        for pool, x in ((of_k, k), (of_v, v)):
+            pool[table[b, at // page_size].long(), at % page_size] = x[b, : used[b]]
+        table[b, -(-used[b] // page_size) :] = 2**30
+    seqused = torch.tensor(used, dtype=torch.int32)
+    cached = CachedOperands(call.operands.q, of_k, of_v, page_table=table, seqused_k=seqused, sinks=call.operands.sinks)
+    return replace(call.problem, page_size=page_size), cached
+
+
+def on_cpu(problem: AttentionProblem, operands: Any, config: split_kv.Config) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse by the source of the roles, and the merge as Triton's interpreter runs it."""
+    from warpwave.kernels.hopper import few_rows as device
+    from warpwave.kernels.hopper import parts, rows
+
+    modules = {m.__name__: m for m in (device, parts, rows)}
+    q, keys, stages = operands.q, config.block_n, config.num_stages
+    out = torch.full((*q.shape[:-1], problem.head_dim_v), torch.nan, dtype=q.dtype)
+    lse = torch.full((problem.batch, problem.num_heads_q, problem.seqlen_q), torch.nan)
+    acc, state = partials.allocate(problem, config.num_splits, "cpu") if config.num_splits > 1 else (None, None)
+    for tensor in (acc, state):
+        if tensor is not None:
+            tensor.fill_(torch.nan)
+    arguments = (*operands[:3], out, lse, acc, state, None, *operands[3:], *[None] * (12 - len(operands)))
+    spec = few_rows.specify(problem, H200, operands, arguments, config, 0)
+    described = [
+        gluon_on_cpu.Map(arguments[plan.source].as_strided(plan.shape, plan.strides), list(plan.block))
+        for plan in few_rows.plans(problem, operands, config)
+    ]
+    given = [arguments[number] for number in few_rows.POINTERS]
+    pointers: list[Any] = [None if t is None else gluon_on_cpu.Pointer(t.reshape(-1)) for t in given]
+    of_q, of_out, of_lse, of_acc, of_state, of_sinks, table, used, of_rows = pointers
+    (
+        stride_b, stride_m, stride_h, seqlen_q, seqlen_k, heads_kv, splits, rows_heads, left, right, first_key,
+        stride_table, num_pages, num_rows, scale, softcap,
+    ) = spec.scalars  # fmt: skip
+    c = spec.constants
+    boxes, v_boxes = -(-problem.head_dim // 64), -(-problem.head_dim_v // 64)
+    for program in range(spec.grid):
+        block = gluon_on_cpu.Block(torch.tensor(program), torch.tensor(spec.grid))  # type: ignore[arg-type]
+        roles = gluon_on_cpu.functions(modules, block)[device.__name__]
+        rings = [
+            roles.Tiles(
+                block.tile([stages * n, 1, 1, keys, 64], q.dtype), block.barriers(stages, 1), block.barriers(stages, 1),
+                stages, n,
+            )
+            for n in (boxes, v_boxes)
+        ]  # fmt: skip
+        pid = torch.tensor(program)
+        batch = pid // (heads_kv * splits)
+        call = roles.Call(
+            batch, pid % heads_kv, pid // heads_kv % splits, splits, seqlen_q, torch.tensor(seqlen_k), left, right,
+            first_key, num_rows,
+        )  # fmt: skip
+        edges = (c["HAS_LOW"], c["HAS_HIGH"], c["TOP_LEFT"])
+        consumer = partial(
+            roles.consumer, of_q + batch * stride_b, of_out, of_lse, of_acc, of_state, of_sinks, used, of_rows,
+            stride_m, stride_h, rows_heads, heads_kv, scale, softcap, block.tile([boxes, 16, 64], q.dtype), *rings,
+            block.tile([keys, 16], q.dtype), call, keys, problem.head_dim, problem.head_dim_v, c["GROUP"],
+            problem.page_size, c["HAS_ROWS"], *edges, c["SPLIT"], c["HAS_SINKS"], c["HAS_SOFTCAP"], c["WRITE_LSE"],
+            False,
+        )  # fmt: skip
+        producer = partial(
+            roles.producer, *described, *rings, table, used, of_rows, stride_table, num_pages, call, keys,
+            described[0].block_type.shape[2], problem.page_size, c["HAS_ROWS"], *edges, False,
+        )  # fmt: skip
+        gluon_on_cpu.run_roles([consumer, producer])
+    if config.num_splits > 1:
+        merge = partials.specify_merge(problem, config.num_splits, acc, state, out, lse, operands.sinks)  # type: ignore[arg-type]
+        launch.bind(merge)(*merge.tensors)
+    return out, lse
+
+
+@triton_only
+@pytest.mark.parametrize("name", CALLS)
+def test_the_protocol_on_a_cpu(name: str) -> None:
+    """The source of the roles, every step and barrier where the kernel has it, NaN in memory that nobody wrote; where
+    keys lie in pages the second sequence is shorter."""
+    features, page_size, keys, splits = CALLS[name]
+    call = cases.build(replace(BASE, **features), "sharp" if splits > 1 else "normal", torch.device("cpu"))
+    problem, operands = replace(call.problem, return_lse=True), call.operands
+    config = split_kv.Config(16, keys, 4, 2, splits, by_map=True, roles=True)
+    if not page_size:
+        verdict = judge_forward(problem, forward_references(problem, operands), *on_cpu(problem, operands, config))
+        assert verdict.passed, str(verdict)
+        return
+    length = problem.seqlen_k
+    used = [length, max(problem.seqlen_q, length - 37)]
+    cached, pages = in_pages(call._replace(problem=problem), page_size, used)
+    assert not few_rows.cannot(cached, H200)
+    out, lse = on_cpu(cached, pages, config)
+    for b in range(2):
+        alone = replace(problem, batch=1, seqlen_k=used[b])
+        of_alone = operands._replace(
+            q=operands.q[b : b + 1], k=operands.k[b : b + 1, : used[b]], v=operands.v[b : b + 1, : used[b]]
+        )
+        verdict = judge_forward(alone, forward_references(alone, of_alone), out[b : b + 1], lse[b : b + 1])
+        assert verdict.passed, f"sequence {b}: {verdict}"
+
+
+DECODE = AttentionProblem(
+    batch=16, seqlen_q=1, seqlen_k=4096, num_heads_q=32, num_heads_kv=8, head_dim=128, head_dim_v=128, dtype="bfloat16",
+    softmax_scale=0.1, page_size=16,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"dtype": "float32"}, "float32"),
+        ({"seqlen_q": 5}, "20 queries"),
+        ({"packed": True, "total_q": 16}, "packed"),
+        ({"mask_shape": (1, 1, 1, 4096)}, "a mask"),
+        ({"bias_shape": (1, 1, 1, 4096)}, "a bias"),
+        ({"alibi_shape": (32,)}, "ALiBi"),
+        ({"batch_invariant": True}, "pieces"),
+        ({"page_size": 1}, "pages of 1"),
+        ({"head_dim": 100}, "head_dim 100"),
+        ({"head_dim_v": 264}, "head_dim_v 264"),
+    ],
+)
+def test_what_it_refuses(change: dict[str, Any], said: str) -> None:
+    (reason,) = few_rows.cannot(replace(DECODE, **change), H200)
+    assert said in reason
+    assert few_rows.cannot(DECODE, Gpu.for_arch("sm_100")) and not few_rows.cannot(DECODE, H200)
+
+
+def test_configs_with_roles_check_themselves() -> None:
+    config = split_kv.Config(16, 64, 4, 2, 3, by_map=True, roles=True)
+    for change in ({"block_m": 32}, {"block_n": 32}, {"num_warps": 2}, {"by_map": False}, {"merge": "last_block"}):
+        with pytest.raises(ValueError, match="has roles"):
+            replace(config, **change)
+
+
+@pytest.mark.parametrize("keys", [64, 128])
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_rings_fill_a_multiprocessor(keys: int, blocks: int) -> None:
+    stages = few_rows.stages(DECODE, H200, keys, blocks)
+    config = split_kv.Config(16, keys, 4, max(1, stages), by_map=True, roles=True)
+    assert stages == {64: (6, 3, 2), 128: (3, 1, 1)}[keys][blocks - 1]
+    per_sm = few_rows.blocks_per_sm(DECODE, H200, config)
+    assert per_sm == min(blocks, 3 if keys == 64 else 2)
+    one_more = few_rows.smem_bytes(DECODE, keys, stages + 1)
+    assert blocks * (one_more + 1024) > H200.smem_per_block_bytes + 1024
+    assert few_rows.registers(DECODE, H200, config) * few_rows.THREADS * per_sm <= 65536
+
+
+@triton_only
+def test_it_compiles_without_spills_and_by_tensor_maps() -> None:
+    """With and without each of its features; on as many registers as it asks for."""
+    problem = {
+        "batch": 16, "seqlen_q": 1, "seqlen_k": 4096, "num_heads_q": 32, "num_heads_kv": 8, "head_dim": 128,
+        "head_dim_v": 128, "dtype": "bfloat16", "softmax_scale": 0.1, "page_size": 16,
+    }  # fmt: skip
+    everything = {
+        "seqlen_q": 4, "causal": "bottom_right", "window_size": (500, -1), "softcap": 30.0, "has_sinks": True,
+        "return_lse": True, "dtype": "float16",
+    }  # fmt: skip
+    cases = (
+        (everything, 64, 2, 1), ({"head_dim": 72, "head_dim_v": 40, "page_size": 0}, 128, 1, 4),
+        ({"head_dim": 256, "head_dim_v": 256, "page_size": 64}, 64, 3, 2),
+    )  # fmt: skip
+    config = {"block_m": 16, "num_warps": 4, "launched_ahead": True, "by_map": True, "roles": True}
+    jobs = [
+        {"kernel": "split_kv", "arch": "sm_90", "problem": problem | change}
+        | {"config": config | {"block_n": keys, "num_stages": stages, "num_splits": splits}}
+        for change, keys, stages, splits in cases
+    ]
+    for (*_, splits), facts in zip(cases, compile_all(jobs), strict=True):
+        attend, *merge = facts["launches"]
+        assert len(merge) == (splits > 1) and attend["name"] == "few_rows_kernel"
+        assert attend["spill_bytes"] == 0 and attend["smem_bytes"] <= facts["smem_bound"] <= facts["smem_limit"]
+        found = attend["instructions"]
+        assert found["UTMALDG"] >= 2 and "ACQBULK" in found and any(name.startswith("HGMMA") for name in found)

@@ -1,0 +1,508 @@
+"""Few queries a sequence on Hopper, pages of any size among them: keys by TMA, a copy for each page, and wgmma.
+
+    S^T = K Q^T;   P^T = 2^(S^T - m);   out^T = alpha * out^T + V^T P^T
+
+A step of decoding has no more rows than the query heads of a kv head and few queries make, 16, and wgmma takes 64: so
+keys, and then columns of v, are the rows of its products, and queries the columns. Both products read shared memory as
+TMA left it. A program owns one share of the keys of one kv head of one sequence, whose steps are dealt out in turn: one
+warp asks for pages and keeps two rings full, a warpgroup multiplies. The copy of a page goes to its place in the tile
+and all copies of a tile arrive at one barrier, so that a tile of many pages costs its reader what one page does.
+
+    barrier      says                       arrivals              waits
+    ring.full    a tile of K, or V, came    TMA, by its bytes     warpgroup
+    ring.empty   the tile was read          warpgroup             producer
+
+Dao et al., "Flash-Decoding for long-context inference" (2023); pages as in Kwon et al., "Efficient memory management
+for large language model serving with PagedAttention" (2023).
+
+Bound: memory, `2 * (head_dim + head_dim_v)` bytes a key of a kv head.
+"""
+
+# No postponed annotations here: an aggregate's fields are checked against its annotations.
+
+from warpwave.kernels.hopper.compat import (
+    aggregate,
+    block_barrier,
+    constexpr_function,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from warpwave.kernels.hopper.parts import (
+    LN_2,
+    LOG2_E,
+    accumulator_layout,
+    arrive_alone,
+    exp2,
+    matrix,
+    tanh,
+    tile_bytes,
+    wait_full,
+)
+from warpwave.kernels.hopper.rows import row_vectors
+
+BOX = gl.constexpr(64)  # columns of a box: 128 bytes, a line of swizzled shared memory
+ROWS = gl.constexpr(16)  # queries of all heads of a program, of which some may not be there
+UNSPECIALISED = [
+    *("stride_qb", "stride_qm", "stride_qh", "seqlen_q", "seqlen_k", "num_heads_kv", "num_splits", "rows_heads"),
+    *("window_left", "window_right", "first_key", "stride_table", "num_pages", "num_rows"),
+]
+
+
+@aggregate
+class Tiles:
+    """A ring of tiles of K or V, each of `boxes` boxes [keys, 64 columns], and their barriers. Tile n, counted over the
+    whole launch, lies in stage n % stages."""
+
+    memory: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    stages: gl.constexpr
+    boxes: gl.constexpr
+
+    @constexpr_function
+    def __init__(self, memory, full, empty, stages, boxes):
+        self.memory = memory
+        self.full = full
+        self.empty = empty
+        self.stages = gl.constexpr(stages)
+        self.boxes = gl.constexpr(boxes)
+
+
+@aggregate
+class Call:
+    """What a program must know of the call.
+
+    Args:
+        batch, head, split: of which sequence, which kv head, and which share of its keys.
+    """
+
+    batch: gl.tensor
+    head: gl.tensor
+    split: gl.tensor
+    num_splits: gl.tensor
+    seqlen_q: gl.tensor
+    capacity: gl.tensor
+    window_left: gl.tensor
+    window_right: gl.tensor
+    first_key: gl.tensor
+    num_rows: gl.tensor
+
+    @constexpr_function
+    def __init__(
+        self, batch, head, split, num_splits, seqlen_q, capacity, window_left, window_right, first_key, num_rows
+    ):
+        self.batch = batch
+        self.head = head
+        self.split = split
+        self.num_splits = num_splits
+        self.seqlen_q = seqlen_q
+        self.capacity = capacity
+        self.window_left = window_left
+        self.window_right = window_right
+        self.first_key = first_key
+        self.num_rows = num_rows
+
+
+@constexpr_function
+def _asm(what):
+    return f"griddepcontrol.{what}; mov.b32 $0, $1;"
+
+
+@jit
+def neighbour(WHAT: gl.constexpr, THREADS: gl.constexpr = 128):
+    """Programmatic dependent launch: `wait` until the launch before has ended and what it wrote is there, for this one
+    may begin while that one runs; or let the next begin, `launch_dependents`. Each role waits for itself, so that they
+    have begun when the wait ends."""
+    one = gl.full([THREADS], 0, gl.int32, gl.BlockedLayout([1], [32], [THREADS // 32], [0]))
+    gl.inline_asm_elementwise(_asm(WHAT), "=r,r", [one], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@jit
+def table_row_of(rows_ptr, call, HAS_ROWS: gl.constexpr):
+    """The row of the page table; what is none is clamped to one."""
+    row = call.batch
+    if HAS_ROWS:
+        row = gl.minimum(gl.maximum(gl.load(rows_ptr + call.batch), 0), call.num_rows - 1).to(gl.int32)
+    return row
+
+
+@jit
+def length_of(seqused_k_ptr, table_row, call, PAGE_SIZE: gl.constexpr):
+    """Keys of the sequence, no more than the table has."""
+    length = call.capacity
+    if PAGE_SIZE > 0:
+        length = gl.minimum(gl.maximum(gl.load(seqused_k_ptr + table_row), 0), length).to(gl.int32)
+    return length
+
+
+@jit
+def band(call, length, TOP_LEFT: gl.constexpr):
+    """(low, high): query i sees keys i + low to i + high. As primitives.band_edges."""
+    offset = length - call.seqlen_q
+    low = offset - call.window_left
+    high = offset + call.window_right
+    if TOP_LEFT:
+        high = gl.minimum(high, 0)
+    return low, high
+
+
+@jit
+def keys_of(call, length, KEYS: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, TOP_LEFT: gl.constexpr):
+    """(first, begin, end): this share's first step, and the keys that any query of the program sees."""
+    low, high = band(call, length, TOP_LEFT)
+    begin = call.first_key
+    end = length
+    if HAS_LOW:
+        begin = gl.maximum(begin, low)
+    if HAS_HIGH:
+        end = gl.minimum(end, call.seqlen_q + high)
+    if HAS_LOW and HAS_HIGH:
+        # A window that begins behind the diagonal (top-left causal) shows nothing at all.
+        end = gl.where(low > high, 0, end)
+    return (begin // KEYS + call.split) * KEYS, begin, end
+
+
+@jit
+def page_ids(page_table_ptr, key, stride, capacity, PAGE_SIZE: gl.constexpr, PAGES: gl.constexpr, COPY: gl.constexpr):
+    """[32], of one warp: the ids of the PAGES pages, COPY keys of each, of as many steps as that makes, `stride` keys
+    apart; 0 of those that the table does not name. On their way: who computes with them waits for them."""
+    lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    at = key + lanes // PAGES * stride + lanes % PAGES * COPY
+    return gl.load(page_table_ptr + at // PAGE_SIZE, mask=at < capacity, other=0)
+
+
+@jit
+def load_tile(ring, tensor_map, n, pools, head, row, COPY: gl.constexpr, KEYS: gl.constexpr):
+    """Tile n of a ring as soon as its stage is free: COPY keys of each of `pools`, batch items or pages."""
+    stage = n % ring.stages
+    full = ring.full.index(stage)
+    mbarrier.wait(ring.empty.index(stage), ((n // ring.stages) & 1) ^ 1)
+    mbarrier.expect(full, KEYS // COPY * ring.boxes * tile_bytes((tensor_map,)))
+    for i in gl.static_range(KEYS // COPY):
+        for j in gl.static_range(ring.boxes):
+            box = ring.memory.index(stage * ring.boxes + j)
+            tma_load(tensor_map, [pools[i], head, row, j * BOX], full, box.slice(i * COPY, COPY, dim=2))
+
+
+@jit
+def producer(
+    k_map, v_map, k_ring, v_ring, page_table_ptr, seqused_k_ptr, rows_ptr, stride_table, num_pages, call,
+    KEYS: gl.constexpr, COPY: gl.constexpr, PAGE_SIZE: gl.constexpr, HAS_ROWS: gl.constexpr, HAS_LOW: gl.constexpr,
+    HAS_HIGH: gl.constexpr, TOP_LEFT: gl.constexpr, LAUNCHED_AHEAD: gl.constexpr,
+):  # fmt: skip
+    """Loads the share's keys and values, tile after tile. A lane holds one page id; the next 32 are asked for while
+    these are used, for where all of memory is busy an answer takes as long as what is in flight: several steps."""
+    stride = call.num_splits * KEYS
+    PAGES: gl.constexpr = KEYS // COPY  # of a step
+    STEPS: gl.constexpr = 32 // PAGES
+    lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    if LAUNCHED_AHEAD:
+        neighbour("wait", 32)
+    table_row = table_row_of(rows_ptr, call, HAS_ROWS)
+    if PAGE_SIZE > 0:
+        page_table_ptr += table_row.to(gl.int64) * stride_table
+        if not HAS_LOW:  # else where the share begins follows from the length
+            key = (call.first_key // KEYS + call.split) * KEYS
+            ids = page_ids(page_table_ptr, key, stride, call.capacity, PAGE_SIZE, PAGES, COPY)
+            more = page_ids(page_table_ptr, key + STEPS * stride, stride, call.capacity, PAGE_SIZE, PAGES, COPY)
+    length = length_of(seqused_k_ptr, table_row, call, PAGE_SIZE)
+    first, _, end = keys_of(call, length, KEYS, HAS_LOW, HAS_HIGH, TOP_LEFT)
+    if PAGE_SIZE > 0 and HAS_LOW:
+        ids = page_ids(page_table_ptr, first, stride, call.capacity, PAGE_SIZE, PAGES, COPY)
+        more = page_ids(page_table_ptr, first + STEPS * stride, stride, call.capacity, PAGE_SIZE, PAGES, COPY)
+    for n in range(gl.cdiv(gl.maximum(end - first, 0), stride)):
+        key = first + n * stride
+        if PAGE_SIZE > 0:
+            pools = ()
+            for i in gl.static_range(PAGES):
+                mine = gl.sum(gl.where(lanes == n % STEPS * PAGES + i, ids, 0), axis=0)
+                pools = pools + (gl.minimum(gl.maximum(mine, 0), num_pages - 1).to(gl.int32),)
+            row = key % PAGE_SIZE  # 0 where several pages make a tile
+            if n % STEPS == STEPS - 1:
+                ids = more
+                more = page_ids(
+                    page_table_ptr, key + (STEPS + 1) * stride, stride, call.capacity, PAGE_SIZE, PAGES, COPY
+                )
+        else:
+            pools = (call.batch,)
+            row = key
+        load_tile(k_ring, k_map, n, pools, call.head, row, COPY, KEYS)
+        load_tile(v_ring, v_map, n, pools, call.head, row, COPY, KEYS)
+
+
+@jit
+def tile_box(ring, n, j):
+    """Box j of tile n, [keys, 64]."""
+    return matrix(ring.memory.index(n % ring.stages * ring.boxes + j))
+
+
+@jit
+def hand_back(ring, n):
+    """The warpgroup is done with tile n, which nothing but its products read since it last met; as
+    parts.hand_back_multiplied."""
+    arrive_alone(ring.empty.index(n % ring.stages))
+
+
+@jit
+def zero_unseen(ring, n, begin, end, KEYS: gl.constexpr):
+    """Zeroes a tile's keys before `begin` and from `end` on: a probability of 0 times a NaN is NaN."""
+    layout: gl.constexpr = row_vectors(BOX)
+    for j in gl.static_range(ring.boxes):
+        for first in gl.static_range(0, KEYS, 16):  # few rows at a time, for the sake of registers
+            rows = tile_box(ring, n, j).slice(first, 16, dim=0)
+            keys = first + gl.arange(0, 16, gl.SliceLayout(1, layout))
+            values = rows.load(layout)
+            seen = (keys >= begin) & (keys < end)
+            rows.store(gl.where(seen[:, None], values, gl.zeros_like(values)))
+    fence_async_shared()
+    block_barrier()
+
+
+@jit
+def store_queries(
+    q_ptr, q_tiles, stride_qm, stride_qh, call, BOXES: gl.constexpr, HEAD_DIM: gl.constexpr, GROUP: gl.constexpr
+):
+    """q of the program's rows to shared memory, zeros where there are none."""
+    layout: gl.constexpr = row_vectors(BOX)
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, BOX, gl.SliceLayout(0, layout))
+    of_rows = rows // GROUP * stride_qm + (call.head * GROUP + rows % GROUP) * stride_qh
+    inside = rows < call.seqlen_q * GROUP
+    for j in gl.static_range(BOXES):
+        there = inside[:, None] & (j * BOX + columns < HEAD_DIM)[None, :]
+        q = gl.load(q_ptr + (of_rows[:, None] + (j * BOX + columns)[None, :]), mask=there, other=0.0)
+        q_tiles.index(j).store(q)
+    fence_async_shared()
+    block_barrier()
+
+
+@jit
+def scores_of(q_tiles, ring, n, KEYS: gl.constexpr):
+    """K Q^T of one step, [keys, rows]."""
+    x = gl.zeros([KEYS, ROWS], gl.float32, accumulator_layout(ROWS))
+    wait_full(ring, n)
+    for j in gl.static_range(ring.boxes):
+        q = q_tiles.index(j).permute((1, 0))
+        x = warpgroup_mma(tile_box(ring, n, j), q, x, use_acc=j > 0, is_async=True)
+    x = warpgroup_mma_wait(0, deps=[x])
+    hand_back(ring, n)
+    return x
+
+
+@jit
+def add_values(p_tile, ring, n, acc, alpha):
+    """alpha * acc + V^T P^T of one step: an accumulator [64 columns, rows] a box."""
+    under_way = ()
+    for j in gl.static_range(ring.boxes):
+        v = tile_box(ring, n, j).permute((1, 0))
+        under_way = under_way + (warpgroup_mma(v, p_tile, acc[j] * alpha[None, :], is_async=True),)
+    done = ()
+    for j in gl.static_range(ring.boxes):
+        done = done + (warpgroup_mma_wait(ring.boxes - 1 - j, deps=[under_way[j]]),)
+    hand_back(ring, n)
+    return done
+
+
+@jit
+def consumer(
+    q_ptr, out_ptr, lse_ptr, acc_ptr, state_ptr, sinks_ptr, seqused_k_ptr, rows_ptr, stride_qm, stride_qh, rows_heads,
+    num_heads_kv, scale, softcap, q_tiles, k_ring, v_ring, p_tile, call,
+    KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    HAS_ROWS: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, TOP_LEFT: gl.constexpr, SPLIT: gl.constexpr,
+    HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, WRITE_LSE: gl.constexpr,
+    LAUNCHED_AHEAD: gl.constexpr,
+):  # fmt: skip
+    """The share's state of all rows, or their output where no other share has keys."""
+    layout: gl.constexpr = accumulator_layout(ROWS)
+    by_key: gl.constexpr = gl.SliceLayout(1, layout)
+    by_row: gl.constexpr = gl.SliceLayout(0, layout)
+    if LAUNCHED_AHEAD:
+        neighbour("wait")
+        neighbour("launch_dependents")
+    length = length_of(seqused_k_ptr, table_row_of(rows_ptr, call, HAS_ROWS), call, PAGE_SIZE)
+    store_queries(q_ptr, q_tiles, stride_qm, stride_qh, call, k_ring.boxes, HEAD_DIM, GROUP)
+    low, high = band(call, length, TOP_LEFT)
+    first, begin, end = keys_of(call, length, KEYS, HAS_LOW, HAS_HIGH, TOP_LEFT)
+    whole_begin = begin
+    whole_end = end
+    if HAS_LOW:
+        whole_begin = gl.maximum(begin, call.seqlen_q - 1 + low)
+    if HAS_HIGH:
+        whole_end = gl.minimum(end, high + 1)
+    rows = gl.arange(0, ROWS, by_row)
+    queries = rows // GROUP
+    acc = ()
+    for _ in gl.static_range(v_ring.boxes):
+        acc = acc + (gl.zeros([BOX, ROWS], gl.float32, layout),)
+    m_i = gl.full([ROWS], float("-inf"), gl.float32, by_row)
+    l_i = gl.zeros([KEYS, ROWS], gl.float32, layout)  # of a thread's own keys
+    stride = call.num_splits * KEYS
+    for n in range(gl.cdiv(gl.maximum(end - first, 0), stride)):
+        key = first + n * stride
+        x = scores_of(q_tiles, k_ring, n, KEYS)
+        if HAS_SOFTCAP:
+            x = softcap * tanh(x * scale)
+        else:
+            x = x * scale
+        if (key < whole_begin) | (key + KEYS > whole_end):
+            keys = key + gl.arange(0, KEYS, by_key)
+            visible = ((keys >= begin) & (keys < end))[:, None] & (rows >= 0)[None, :]
+            if HAS_LOW:
+                visible = visible & (keys[:, None] >= (queries + low)[None, :])
+            if HAS_HIGH:
+                visible = visible & (keys[:, None] <= (queries + high)[None, :])
+            x = gl.where(visible, x, float("-inf"))
+        m_new = gl.maximum(m_i, gl.max(x, axis=0))
+        shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = exp2(m_i - shift)
+        p = exp2(x - shift[None, :])
+        l_i = l_i * alpha[None, :] + p
+        m_i = m_new
+        p_tile.store(p.to(p_tile.dtype))
+        wait_full(v_ring, n)
+        if (key < begin) | (key + KEYS > end):
+            zero_unseen(v_ring, n, begin - key, end - key, KEYS)
+        fence_async_shared()
+        block_barrier()
+        acc = add_values(p_tile, v_ring, n, acc, alpha)
+
+    num_heads = num_heads_kv * GROUP
+    inside = queries < call.seqlen_q
+    heads = call.head * GROUP + rows % GROUP
+    l_row = gl.sum(l_i, axis=0)
+    of_row = ((call.batch * call.seqlen_q + queries).to(gl.int64) * num_heads) + heads
+    columns = gl.arange(0, BOX, by_key)
+    factor = gl.full([ROWS], 1.0, gl.float32, by_row)
+    if SPLIT:
+        of_part = call.split.to(gl.int64) * rows_heads
+        gl.store(state_ptr + (2 * of_part + of_row), m_i, mask=inside)
+        gl.store(state_ptr + (2 * of_part + rows_heads + of_row), l_row, mask=inside)
+        to = acc_ptr + (of_part + of_row) * HEAD_DIM_V
+    else:
+        if HAS_SINKS:
+            # One more key, whose value is zero.
+            sink = gl.load(sinks_ptr + heads, mask=inside, other=0.0) * LOG2_E
+            m_new = gl.maximum(m_i, sink)
+            shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+            factor = exp2(m_i - shift)
+            l_row = l_row * factor + exp2(sink - shift)
+            m_i = m_new
+        factor = factor / gl.where(l_row == 0.0, 1.0, l_row)
+        if WRITE_LSE:
+            lse = gl.where(l_row == 0.0, float("-inf"), (m_i + gl.log2(l_row)) * LN_2)
+            at = (call.batch.to(gl.int64) * num_heads + heads) * call.seqlen_q + queries
+            gl.store(lse_ptr + at, lse, mask=inside)
+        to = out_ptr + of_row * HEAD_DIM_V
+    for j in gl.static_range(v_ring.boxes):
+        there = inside[None, :] & (j * BOX + columns < HEAD_DIM_V)[:, None]
+        x = acc[j] * factor[None, :]
+        gl.store(to[None, :] + (j * BOX + columns)[:, None], x.to(to.dtype.element_ty), mask=there)
+
+
+@jit(do_not_specialize=UNSPECIALISED)
+def few_rows_kernel(
+    k_map,
+    v_map,
+    q_ptr,
+    out_ptr,
+    lse_ptr,
+    acc_ptr,
+    state_ptr,
+    sinks_ptr,
+    page_table_ptr,
+    seqused_k_ptr,
+    rows_ptr,
+    stride_qb,
+    stride_qm,
+    stride_qh,
+    seqlen_q,
+    seqlen_k,
+    num_heads_kv,
+    num_splits,
+    rows_heads,
+    window_left,
+    window_right,
+    first_key,
+    stride_table,
+    num_pages,
+    num_rows,
+    scale,
+    softcap,
+    KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+    SPLIT: gl.constexpr,
+    HAS_LOW: gl.constexpr,
+    HAS_HIGH: gl.constexpr,
+    TOP_LEFT: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    HAS_ROWS: gl.constexpr,
+    WRITE_LSE: gl.constexpr,
+    LAUNCHED_AHEAD: gl.constexpr,
+):
+    """One share of the keys of one sequence and kv head, for up to 16 rows: the queries of the heads that read it.
+
+    Maps are of (batch or page, head, key, column). `scale` makes bits of raw scores, or with a cap what its tanh takes;
+    `softcap` then is in bits. Partial results lie as partials.py has them: acc (split, sequence and query, head,
+    column), state (split, 2, sequence and query, head).
+    """
+    BOXES: gl.constexpr = (HEAD_DIM + BOX - 1) // BOX
+    V_BOXES: gl.constexpr = (HEAD_DIM_V + BOX - 1) // BOX
+    COPY: gl.constexpr = k_map.block_type.shape[2]  # keys of a page in a tile, or all of its keys
+    k_tiles = gl.allocate_shared_memory(k_map.dtype, [STAGES * BOXES, 1, 1, KEYS, BOX], k_map.layout)
+    v_tiles = gl.allocate_shared_memory(k_map.dtype, [STAGES * V_BOXES, 1, 1, KEYS, BOX], v_map.layout)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    q_tiles = gl.allocate_shared_memory(k_map.dtype, [BOXES, ROWS, BOX], q_layout)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
+    p_tile = gl.allocate_shared_memory(k_map.dtype, [KEYS, ROWS], p_layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=1)
+    fence_async_shared()
+    k_ring = Tiles(k_tiles, k_full, k_empty, STAGES, BOXES)
+    v_ring = Tiles(v_tiles, v_full, v_empty, STAGES, V_BOXES)
+    pid = gl.program_id(0)
+    head = pid % num_heads_kv
+    split = pid // num_heads_kv % num_splits
+    batch = pid // (num_heads_kv * num_splits)
+    call = Call(
+        batch, head, split, num_splits, seqlen_q, seqlen_k, window_left, window_right, first_key, num_rows
+    )  # fmt: skip
+    q_ptr += batch.to(gl.int64) * stride_qb
+    gl.warp_specialize(
+        [
+            (
+                consumer,
+                (
+                    q_ptr, out_ptr, lse_ptr, acc_ptr, state_ptr, sinks_ptr, seqused_k_ptr, rows_ptr, stride_qm,
+                    stride_qh, rows_heads, num_heads_kv, scale, softcap, q_tiles, k_ring, v_ring, p_tile, call,
+                    KEYS, HEAD_DIM, HEAD_DIM_V, GROUP, PAGE_SIZE, HAS_ROWS, HAS_LOW, HAS_HIGH, TOP_LEFT, SPLIT,
+                    HAS_SINKS, HAS_SOFTCAP, WRITE_LSE, LAUNCHED_AHEAD,
+                ),
+            ),
+            (
+                producer,
+                (
+                    k_map, v_map, k_ring, v_ring, page_table_ptr, seqused_k_ptr, rows_ptr, stride_table, num_pages,
+                    call, KEYS, COPY, PAGE_SIZE, HAS_ROWS, HAS_LOW, HAS_HIGH, TOP_LEFT, LAUNCHED_AHEAD,
+                ),
+            ),
+        ],
+        [1],
+        [56],
+    )  # fmt: skip
