@@ -257,6 +257,10 @@ def config_name(config: dict[str, Any]) -> str:
     return "x".join(str(int(value) if isinstance(value, bool) else value) for value in values) or "default"
 
 
+MOST = {"num_warps": 32, "num_stages": 32}  # of a block's warps, by CUDA; of its loads under way, far more than fit
+MOST_OF_A_TILE = 4096  # rows or columns
+
+
 def parse_config(text: str, default: Any) -> Any:
     """A config from text: every value in order (`128x64x8x3`; a switch left out at the end is off), or some by name on
     top of the default (`num_stages=2`).
@@ -283,7 +287,12 @@ def parse_config(text: str, default: Any) -> Any:
             raise InvalidInput(f"config {text!r} has {len(values)} values and this kernel's has {needed}{known}")
         given = dict.fromkeys(names[needed:], "0") | dict(zip(names, values, strict=False))
     try:
-        return replace(default, **{name: _like(getattr(default, name), value) for name, value in given.items()})
+        wanted = {name: _like(getattr(default, name), value) for name, value in given.items()}
+        for name, value in wanted.items():
+            most = MOST_OF_A_TILE if name.startswith("block_") else MOST.get(name)
+            if most is not None and value > most:  # nothing could run it, and compiling it might not end
+                raise ValueError(f"{name} is {value}; it can be {most:,} at most")
+        return replace(default, **wanted)
     except ValueError as error:
         raise InvalidInput(f"config {text!r}: {error}") from None
 

@@ -18,7 +18,6 @@ bounds the rows that share what is read of K and V. It adds to split_kv heads of
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -316,22 +315,15 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 
 def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Why three_kernel is the faster one, of calls that it takes. On NVIDIA: unless few queries read many keys (on
-    Hopper by what either takes, where its own launches compute the call), or sequences are packed, which its fastest
-    products do not take. Elsewhere, by arithmetic: where columns of v are shared out, every part computes all scores
-    anew."""
+    """Why three_kernel is the faster one, of calls that it takes. On NVIDIA: unless few queries read many keys, or
+    sequences are packed, which its fastest products do not take. Elsewhere, by arithmetic: where columns of v are
+    shared out, every part computes all scores anew."""
     if problem.page_size or problem.batch_invariant or max(problem.head_dim, problem.head_dim_v) <= 256:
         return []  # or another kernel serves first
     if gpu.vendor == "nvidia":
         few = problem.seqlen_q <= FEW_QUERIES
-        if few and (three := wide_heads.hopper_us(problem, gpu)) < math.inf:
-            fused, three = wide_heads.fused_us(problem), min(three, wide_heads.torch_us(problem, gpu))
-            if three >= fused:
-                return []
-            return [
-                f"{problem.seqlen_q} queries of {problem.batch * problem.num_heads_q} heads on {problem.seqlen_k:,} "
-                f"keys take it about {fused:.0f} us beside a launch's, and three_kernel {three:.0f} (wide_heads.py)"
-            ]
+        if few and wide_heads.are_known(problem, gpu):
+            return wide_heads.why_not_fused(problem, gpu)
         if problem.packed or (few and problem.seqlen_k > FEW_KEYS):
             return []
         return [

@@ -401,7 +401,7 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     all keys, and launches begin ahead of the end of those before them; else 0.89 to 0.95. In float32, one head of 512
     takes 11.2 us by default, 8.1 as tf32 and 11.6 as ieee; by hopper/flash_fwd, which makes parts first, 14.6 and 10.2,
     by flash_fwd 26.5, 20.9 and 110.
-    One head of 4, 16, 32 and 48 1.24, 1.38, 1.48 and 1.83 us, by flash_fwd 2.17, 2.45, 2.50 and 2.55. Longer prompts
+    One head of 4, 16, 32 and 48 1.24, 1.38, 1.48 and 1.83 us, by flash_fwd 2.13, 2.43, 2.47 and 2.53. Longer prompts
     were not compared.
     """
     if problem.page_size:  # nobody else reads pages on a GPU

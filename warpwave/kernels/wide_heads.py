@@ -55,6 +55,22 @@ def fused_us(problem: AttentionProblem) -> float:
     return max(2 * pairs * (problem.head_dim + problem.head_dim_v) / FUSED_FLOPS_A_US, _reading_us(problem))
 
 
+def are_known(problem: AttentionProblem, gpu: Gpu) -> bool:
+    """Whether these estimates are for a call: one that three_kernel's own launches can compute."""
+    return hopper_us(problem, gpu) < math.inf
+
+
+def why_not_fused(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Why three_kernel is faster than large_head_dim, if it is, of calls that are known here."""
+    fused, three = fused_us(problem), min(hopper_us(problem, gpu), torch_us(problem, gpu))
+    if three >= fused:
+        return []
+    return [
+        f"{problem.seqlen_q} queries of {problem.batch * problem.num_heads_q} heads on {problem.seqlen_k:,} keys take "
+        f"it about {fused:.0f} us beside a launch's, and three_kernel {three:.0f} (kernels/wide_heads.py)"
+    ]
+
+
 def _reading_us(problem: AttentionProblem) -> float:
     width = (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype]
     return problem.batch * problem.num_heads_kv * problem.seqlen_k * width / BYTES_A_US
