@@ -196,6 +196,21 @@ def test_loops_over_keys_are_found() -> None:
     assert loops_over_keys(listing) == ["HE"]
 
 
+def test_one_half_of_the_output_is_gone_before_the_other_takes_its_place() -> None:
+    """One thread waits until TMA has read a buffer, then a barrier of the group tells the others, then they write. The
+    barrier is none of the source's: the compiler puts it there."""
+    events = {"cp.async.bulk.tensor": "T", "cp.async.bulk.wait_group": "W", "bar.sync": "B", "stmatrix": "S"}
+    (facts,) = compile_all([hopper_job(256, "causal") | {"ptx": True}])
+    order = ""
+    for line in facts["ptx"].splitlines():
+        event = next((letter for name, letter in events.items() if name in line), "")
+        order += event if event != "T" or ".global.shared" in line else ""  # the copies that come are loads
+    order = re.sub(r"(.)\1+", r"\1", order)
+    behind = re.findall(r"T[^S]*(?=S)", order)
+    assert len(behind) >= 3, order  # two halves of two warpgroups
+    assert all(re.search("WB$", between) for between in behind), order
+
+
 @pytest.mark.parametrize("feature", ["plain"])
 def test_the_wait_for_values_stays_behind_the_exponentials(feature: str) -> None:
     """Above head_dim 128: the second wait of the loop, for P V, comes after most of the tile's 32 exponentials."""

@@ -40,6 +40,8 @@ def main() -> None:
         }
         if job.get("listing"):
             facts["listing"] = results[-1].texts["sass"]
+        if job.get("ptx"):
+            facts["ptx"] = results[-1].texts["ptx"]
         print(json.dumps(facts), flush=True)
 
 

@@ -142,7 +142,7 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         reasons.append("its gradients are not wired up; eager's are")
     if problem.return_lse:
         reasons.append("torch returns no lse")
-    for seqlen_q, seqlen_k in set(problem.items()):
+    for seqlen_q, seqlen_k in problem.counted_items():
         band = problem.band(seqlen_q, seqlen_k)
         if _hides(band, seqlen_q, seqlen_k) and band != Band(None, 0) and seqlen_q * seqlen_k > MOST_PAIRS:
             reasons.append(f"torch would need a mask of {seqlen_q:,} x {seqlen_k:,}, and computes what it hides")

@@ -37,11 +37,12 @@ from warpwave.kernels.hopper.parts import (
     LOG2_E,
     accumulator_layout,
     arrive_alone,
-    exp2,
     matrix,
+    softmax_of_columns,
     tanh,
     tile_bytes,
     wait_full,
+    with_sink,
 )
 from warpwave.kernels.hopper.rows import row_vectors
 
@@ -357,12 +358,7 @@ def consumer(
             if HAS_HIGH:
                 visible = visible & (keys[:, None] <= (queries + high)[None, :])
             x = gl.where(visible, x, float("-inf"))
-        m_new = gl.maximum(m_i, gl.max(x, axis=0))
-        shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = exp2(m_i - shift)
-        p = exp2(x - shift[None, :])
-        l_i = l_i * alpha[None, :] + p
-        m_i = m_new
+        p, alpha, m_i, l_i = softmax_of_columns(x, m_i, l_i)
         p_tile.store(p.to(p_tile.dtype))
         wait_full(v_ring, n)
         if (key < begin) | (key + KEYS > end):
@@ -385,13 +381,8 @@ def consumer(
         to = acc_ptr + (of_part + of_row) * HEAD_DIM_V
     else:
         if HAS_SINKS:
-            # One more key, whose value is zero.
             sink = gl.load(sinks_ptr + heads, mask=inside, other=0.0) * LOG2_E
-            m_new = gl.maximum(m_i, sink)
-            shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-            factor = exp2(m_i - shift)
-            l_row = l_row * factor + exp2(sink - shift)
-            m_i = m_new
+            factor, m_i, l_row = with_sink(sink, m_i, l_row)
         factor = factor / gl.where(l_row == 0.0, 1.0, l_row)
         if WRITE_LSE:
             lse = gl.where(l_row == 0.0, float("-inf"), (m_i + gl.log2(l_row)) * LN_2)

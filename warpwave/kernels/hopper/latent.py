@@ -34,7 +34,16 @@ from warpwave.kernels.hopper.compat import (
     warpgroup_mma_wait,
 )
 from warpwave.kernels.hopper.large_head_dim_roles import Chunks, chunk, hand_back
-from warpwave.kernels.hopper.parts import LN_2, LOG2_E, accumulator_layout, exp2, matrix, tile_bytes, wait_full
+from warpwave.kernels.hopper.parts import (
+    LN_2,
+    LOG2_E,
+    accumulator_layout,
+    matrix,
+    softmax_of_columns,
+    tile_bytes,
+    wait_full,
+    with_sink,
+)
 from warpwave.kernels.hopper.rows import row_vectors
 
 KEYS = gl.constexpr(64)  # of a box and of a step
@@ -248,12 +257,7 @@ def consumer(
             keys = key + gl.arange(0, KEYS, by_key)
             visible = (keys >= share.begin) & (keys < share.end)
             x = gl.where(visible[:, None], x, float("-inf"))
-        m_new = gl.maximum(m_i, gl.max(x, axis=0))
-        shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = exp2(m_i - shift)
-        p = exp2(x - shift[None, :])
-        l_i = l_i * alpha[None, :] + p
-        m_i = m_new
+        p, alpha, m_i, l_i = softmax_of_columns(x, m_i, l_i)
         p_tile.store(p.to(p_tile.dtype))
         fence_async_shared()
         block_barrier()
@@ -275,13 +279,8 @@ def consumer(
     else:
         factor = gl.full([HEADS], 1.0, gl.float32, by_head)
         if HAS_SINKS:
-            # One more key, whose value is zero.
             sink = gl.load(sinks_ptr + heads, mask=inside, other=0.0) * LOG2_E
-            m_new = gl.maximum(m_i, sink)
-            shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-            factor = exp2(m_i - shift)
-            l_row = l_row * factor + exp2(sink - shift)
-            m_i = m_new
+            factor, m_i, l_row = with_sink(sink, m_i, l_row)
         factor = factor / gl.where(l_row == 0.0, 1.0, l_row)
         if WRITE_LSE:
             lse = gl.where(l_row == 0.0, float("-inf"), (m_i + gl.log2(l_row)) * LN_2)

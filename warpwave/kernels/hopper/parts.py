@@ -294,3 +294,23 @@ def rescale(acc, alpha):
         is_pure=False,
         pack=each,
     )
+
+
+@jit
+def softmax_of_columns(x, m_i, l_i):
+    """(p, alpha, m_i, l_i) of a step whose scores are [keys, queries]: what the state before is to be multiplied by,
+    and the state behind. The sums l_i, [keys, queries], are of a thread's own keys."""
+    m_new = gl.maximum(m_i, gl.max(x, axis=0))
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = exp2(m_i - shift)
+    p = exp2(x - shift[None, :])
+    return p, alpha, m_new, l_i * alpha[None, :] + p
+
+
+@jit
+def with_sink(sink, m_i, l_i):
+    """(factor, m_i, l_i) of a state to which one more key comes, whose score is the sink and whose value is zero."""
+    m_new = gl.maximum(m_i, sink)
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+    factor = exp2(m_i - shift)
+    return factor, m_new, l_i * factor + exp2(sink - shift)
