@@ -3,13 +3,14 @@
 PYTHON ?= python3
 VENV   ?= .venv
 SETUP  ?=
+DRAWN  ?=
 RUN    := $(VENV)/bin/python -m
 BOOT   := $(PYTHON) bootstrap.py --venv $(VENV) $(SETUP)
 # One core a worker: torch would otherwise start as many threads in each as there are cores.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 8
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-gpu lint clean
+.PHONY: help setup demo test test-full test-gpu test-drawn lint clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +33,10 @@ test-full: ## The full matrix of cases and compile targets
 test-gpu: ## What only a GPU can show, on the GPU of this machine
 	@$(BOOT) --need test
 	$(PYTEST) -m gpu
+
+test-drawn: ## Calls drawn from all that kernels claim, held against float64, for five minutes (DRAWN="--minutes 1")
+	@$(BOOT) --need test
+	$(RUN) tests.conformance.drawn $(DRAWN)
 
 lint: ## Format, lint and type checks
 	@$(BOOT) --need lint

@@ -37,6 +37,7 @@ from warpwave.bench.timing import time_modes
 from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels import three_kernel
 from warpwave.kernels.three_kernel_plan import Config
+from warpwave.output_files import write_whole
 from warpwave.problem import AttentionProblem
 
 BYTES_A_SCORE = {"fused": 2, "triton": 4}  # by who computes the scores
@@ -145,6 +146,8 @@ def main(arguments: list[str] | None = None) -> int:
         lines = [json.loads(line) for line in a.read.read_text(encoding="utf-8").splitlines()]
         print("\n".join(summary(lines, next(line["l2_bytes"] for line in lines if line["kind"] == "environment"))))
         return 0
+    if a.out is not None and a.out.exists():
+        parser.error(f"{a.out} is there already; name another file")
     if not torch.cuda.is_available():
         print("there is no GPU here to time three_kernel on", file=sys.stderr)
         return 2
@@ -156,7 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
             lines += measure(experiment, heads, seqlen, device, a.rounds)
             if a.out is not None:
                 text = "".join(json.dumps(line, default=str) + "\n" for line in lines)
-                a.out.write_text(text, encoding="utf-8")
+                write_whole(a.out, text)
     print("\n".join(summary(lines, l2_bytes)))
     return 0
 

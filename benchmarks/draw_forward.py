@@ -73,9 +73,12 @@ def main() -> int:
         if git.returncode:
             parser.error(f"this is no git checkout; give --seed. {git.stderr.strip()}")
         seed = git.stdout.strip()
-    asked.out.write_text(suite(seed), encoding="utf-8")
+    drawn = suite(seed)
+    if asked.out.exists() and asked.out.read_text(encoding="utf-8") != drawn:
+        parser.error(f"{asked.out} is there already and is another suite; name another file")
+    asked.out.write_text(drawn, encoding="utf-8")
     if asked.time is not None:
-        cases = parse_suite("drawn", tomllib.loads(suite(seed)), source=str(asked.out)).cases
+        cases = parse_suite("drawn", tomllib.loads(drawn), source=str(asked.out)).cases
         measured = timed(cases, asked.time, asked.rounds)
         for table in summary_tables(measured):
             print_table(table)

@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--arithmetic", choices=ARITHMETICS, nargs="+", default=list(ARITHMETICS))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    with arguments.out.open("w") as file:
+    with arguments.out.open("x") as file:  # a new file, never over another
         for row in measure(arguments.arithmetic, HEAD_DIMS, SIZES, arguments.seeds):
             file.write(json.dumps(row) + "\n")
             file.flush()

@@ -65,7 +65,7 @@ def measure(case: cases.Case, data: Any, contender: str, call_peer: Callable[...
 def main() -> None:
     """Writes the lines."""
     plain = cases.Case(lengths=(1024, 1024), heads=(4, 4), batch=2)
-    with open(sys.argv[1], "w", encoding="utf-8") as out:
+    with open(sys.argv[1], "x", encoding="utf-8") as out:  # a new file, never over another
         for dtype in ("float16", "bfloat16", "float32:default"):
             contenders: dict[str, Any] = {"flash_fwd": None}
             contenders |= {name: call for name, (call, dtypes) in PEERS.items() if dtype in dtypes}

@@ -121,7 +121,7 @@ class Soak:
             self.cache.truncate(row, length)
             del self.held[row][length:]
         else:
-            self.cache.evict(self.chance.choice(rows), self.window + SLACK)
+            self.cache.evict(self.chance.choice(rows), self.window, max_truncate=SLACK)
         self.happened[kind] += 1
 
     def end(self, row: int) -> None:

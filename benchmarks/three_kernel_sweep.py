@@ -178,7 +178,9 @@ def main(arguments: list[str] | None = None) -> int:
         head_dim=a.head_dim, head_dim_v=a.head_dim, dtype=a.dtype, softmax_scale=a.head_dim**-0.5,
         precision=a.precision, causal=Causal() if a.causal else None,
     )  # fmt: skip
-    record = None if a.out is None else a.out.open("w", encoding="utf-8")
+    if a.out is not None and a.out.exists():
+        parser.error(f"{a.out} is there already; name another file")
+    record = None if a.out is None else a.out.open("x", encoding="utf-8")
     try:
         if record is not None:
             about = {"kind": "environment", **environment.describe(device)}

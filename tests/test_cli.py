@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -231,3 +232,115 @@ def test_report_of_what_is_not_there_is_one_sentence(tmp_path: Path) -> None:
     done = warpwave("report", str(tmp_path / "none.jsonl"), "--out", str(tmp_path / "r.html"))
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("warpwave: ") and done.stderr.count("\n") == 1
+
+
+# What a hostile shell does --------------------------------------------------------------------------------------------
+
+
+def shell(command: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    """A line of shell, W standing for the command."""
+    line = command.replace("W ", f"{shlex.quote(sys.executable)} -m warpwave ")
+    known = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    known |= {"PYTHONPATH": str(Path(cli.__file__).parents[1]), **environment}
+    return subprocess.run(["sh", "-c", line], capture_output=True, timeout=120, check=False, cwd=cwd, env=known)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell of Windows closes no streams")
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        ("W --version >&-", 2, "warpwave: the output could not be written: standard output is closed\n"),
+        ("W doctor >&-", 2, "warpwave: the output could not be written: standard output is closed\n"),
+        ("W doctor >&- 2>&-", 2, ""),
+        ("W --version 2>&-", 0, ""),
+        ("W nonsense 2>&-", 2, ""),
+        ("W --help >/dev/full", 2, "warpwave: the output could not be written: No space left on device\n"),
+        ("W --version >/dev/full", 2, "warpwave: the output could not be written: No space left on device\n"),
+        ("W report none.jsonl 2>/dev/full", 2, ""),
+        ("W nonsense 2>/dev/full", 2, ""),
+        ("W --version <&- | head -0", 0, ""),
+        ("COLUMNS=1 NO_COLOR=1 TERM=dumb W --version", 0, ""),
+    ],
+)
+def test_streams_that_are_closed_or_full(command: str, code: int, said: str) -> None:
+    if "/dev/full" in command and not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full here")
+    done = shell(command)
+    assert (done.returncode, done.stderr.decode()) == (code, said)
+
+
+@pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="file names are UTF-8 there")
+def test_names_that_are_not_utf_8_and_names_that_are_controls(tmp_path: Path) -> None:
+    from warpwave.report import shipped
+
+    record = shipped.paths()[0].read_bytes()
+    for name in (b"b\xff.jsonl", b"e\x1b[31m\n.jsonl"):
+        Path(os.fsdecode(bytes(tmp_path) + b"/" + name)).write_bytes(record)
+    done = shell("W report b*.jsonl e*.jsonl --out b*.jsonl --markdown -", tmp_path)
+    assert done.returncode == 2 and b"is there already" in done.stderr
+    done = shell("W report b*.jsonl e*.jsonl --out r.html --markdown -", tmp_path)
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"from b\\\\xff.jsonl, e\\\\x1b[31m\\\\x0a.jsonl" in done.stdout and b"\x1b" not in done.stdout
+    written = (tmp_path / "r.html").read_text()
+    assert "e\\x1b[31m\\x0a.jsonl" in written and "\x1b" not in written
+    done = shell("W compare none*.jsonl b*.jsonl", tmp_path)
+    assert done.returncode == 2 and b"\x1b" not in done.stderr and b"Traceback" not in done.stderr
+
+
+def test_a_table_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from warpwave.report import shipped
+
+    for width in ("1", "20", "80"):
+        monkeypatch.setenv("COLUMNS", width)
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        arguments = ("--contender", "warpwave auto", "--contender", "sdpa_default", "--fail-on", "never")
+        code, _, err = here(monkeypatch, capsys, "compare", str(shipped.paths()[-1]), *arguments)
+        assert (code, err) == (0, "")
+
+
+def test_a_user_without_a_home_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a container's, whose user identifier the system has no entry for."""
+
+    def nobody(self: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "expanduser", nobody)
+    code, out, _ = here(monkeypatch, capsys, "explain", "--gpu", "cpu", "--seqlen-q", "64")
+    assert code == 0 and out.startswith("call")
+
+
+@pytest.mark.parametrize("gpu", ["cpu", "h200"])
+def test_an_error_budget_that_nothing_keeps_is_said_in_few_lines(
+    gpu: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ("--dtype", "fp32", "--precision", "1e-12")
+    code, out, err = here(monkeypatch, capsys, "explain", "--gpu", gpu, *call)
+    assert code == 2 and out == "" and len(err.splitlines()) <= 3
+    assert "keeps a relative error of 1e-12" in err and "a larger budget" in err
+
+
+def test_a_long_call_with_gradients_is_explained_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = time.perf_counter()
+    code, out, _ = here(monkeypatch, capsys, "explain", "--gpu", "cpu", "--seqlen-q", "100000000", "--grad", "--causal")
+    assert code == 0 and "kernel     eager" in out
+    assert time.perf_counter() - started < 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--batch", "1000000000", "--seqlen-q", "0"], "batch is 1,000,000,000; a call can have 1,048,576 sequences"),
+        (["--seqlen-q", "200000000", "--heads", "1"], "seqlen_q is 200,000,000; a sequence can have 134,217,728"),
+        (["--seqlen-q", "100000", "--seqlen-k", "10000000", "--bias"], "bias would take 64.0 TB"),
+    ],
+)
+def test_a_call_that_nobody_could_count_is_refused(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = here(monkeypatch, capsys, "explain", *arguments)
+    assert code == 2 and said in err

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,7 @@ from warpwave import dispatch, explain
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.hardware.gpu import ARCHS, CPU, INTERPRETER, Gpu
 from warpwave.kernels import eager, flash_fwd, torch_sdpa
-from warpwave.problem import AttentionProblem, Causal
+from warpwave.problem import PRECISIONS, AttentionProblem, Causal
 
 H200 = Gpu.for_arch("sm_90")
 PROBLEM = AttentionProblem(
@@ -180,3 +182,109 @@ def test_torch_sdpa_names_each_difference() -> None:
     text = "\n".join(torch_sdpa.why_not(problem, CPU))
     for word in ("lse", "mask of 8,192 x 8,192", "softcap", "sinks"):
         assert word in text
+
+
+WIDTHS = (
+    1,
+    8,
+    16,
+    40,
+    64,
+    65,
+    80,
+    96,
+    128,
+    160,
+    192,
+    224,
+    225,
+    232,
+    240,
+    256,
+    257,
+    320,
+    384,
+    512,
+    576,
+    640,
+    1024,
+    8192,
+)
+LENGTHS = (0, 1, 2, 7, 16, 64, 65, 128, 300, 512, 1024, 2048, 16384)
+
+
+def drawn_problem(rng: random.Random) -> AttentionProblem:
+    """Any problem that a call can have, by its sizes and features."""
+    head_dim, other = rng.choice(WIDTHS), rng.choice(WIDTHS)
+    seqlen_q, seqlen_k, batch = rng.choice(LENGTHS), rng.choice(LENGTHS), rng.choice((1, 2, 5, 64))
+    heads_kv, dtype, kind = rng.choice((1, 2, 8)), rng.choice(("float16", "bfloat16", "float32")), rng.random()
+    heads = heads_kv * rng.choice((1, 2, 3, 8, 16))
+    more: dict[str, Any] = {}
+    if kind < 0.6:
+        shapes = [(1, 1, seqlen_q, seqlen_k), (batch, heads, seqlen_q, seqlen_k), (1, heads, 1, seqlen_k)]
+        if rng.random() < 0.4:
+            more["mask_shape"] = rng.choice(shapes)
+        if rng.random() < 0.4:
+            more |= {"bias_shape": rng.choice(shapes), "bias_dtype": rng.choice((dtype, "float32"))}
+    elif kind < 0.8:
+        more |= {"packed": True, "total_q": batch * seqlen_q, "total_k": batch * seqlen_k}
+    else:
+        more |= {"page_size": rng.choice((1, 16, 48, 64, 256)), "batch_invariant": rng.random() < 0.3}
+    if rng.random() < 0.5:
+        more["causal"] = Causal(rng.choice(("bottom_right", "top_left")))
+    if rng.random() < 0.3:
+        more["window_size"] = (rng.choice((-1, 0, 40, 1024)), rng.choice((-1, 0, 5)))
+    if rng.random() < 0.2:
+        more["softcap"] = 15.0
+    if dtype == "float32":
+        budget = rng.random() < 0.2
+        more |= {"error_budget": 10 ** rng.uniform(-9, -1)} if budget else {"precision": rng.choice(PRECISIONS)}
+    return AttentionProblem(
+        batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads_q=heads, num_heads_kv=heads_kv, head_dim=head_dim,
+        head_dim_v=head_dim if rng.random() < 0.5 else other, dtype=dtype, softmax_scale=0.1,
+        alibi_shape=(heads,) if rng.random() < 0.2 else None, has_sinks=rng.random() < 0.2,
+        return_lse=rng.random() < 0.5, requires_grad="page_size" not in more and rng.random() < 0.2, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_what_a_kernel_claims_it_has_a_config_for(arch: str) -> None:
+    """Of every card, whether or not it is known how many multiprocessors it has; and `auto` runs or says why not."""
+    rng = random.Random(arch)
+    unknown = Gpu.for_arch(arch)
+    for gpu in (unknown, replace(unknown, num_sms=132, memory_bytes=80 << 30)):
+        for _ in range(40):
+            problem = drawn_problem(rng)
+            for module in dispatch.kernels_for(problem):
+                if not module.why_not(problem, gpu):
+                    config = dispatch.default_config(module, problem, gpu)
+                    assert isinstance(config, module.Config), f"{module.NAME} on {arch}: {problem.describe()}"
+            try:
+                dispatch.choose(problem, gpu)
+            except UnsupportedProblem as refusal:
+                assert problem.error_budget is not None, refusal
+
+
+@pytest.mark.parametrize(
+    ("arch", "change"),
+    [
+        ("sm_90", {"head_dim": 256, "head_dim_v": 240, "bias_shape": (2, 4, 128, 128), "bias_dtype": "float32"}),
+        ("sm_86", {"dtype": "float32", "precision": "bf16x6", "head_dim": 224, "head_dim_v": 65,
+                   "mask_shape": (2, 4, 128, 128)}),
+    ],
+)  # fmt: skip
+def test_problems_that_once_had_no_config(arch: str, change: dict[str, Any]) -> None:
+    gpu, problem = Gpu.for_arch(arch), replace(PROBLEM, seqlen_q=128, **change)
+    claims = {module.NAME for module in dispatch.KERNELS if not module.why_not(problem, gpu)}
+    assert "flash_fwd" in claims and "hopper/flash_fwd" not in claims
+    for module in dispatch.KERNELS:
+        if module.NAME in claims:
+            assert isinstance(dispatch.default_config(module, problem, gpu), module.Config)
+
+
+def test_a_budget_that_nothing_keeps_is_said_in_one_line() -> None:
+    problem = replace(PROBLEM, dtype="float32", error_budget=1e-9)
+    with pytest.raises(UnsupportedProblem) as refusal:
+        dispatch.choose(problem, H200)
+    said = str(refusal.value).splitlines()
+    assert len(said) == 3 and "1e-09" in said[1] and "smallest it promises" in said[1]

@@ -217,6 +217,16 @@ def test_the_bundle_is_whole_and_holds_no_secret(tmp_path: Path) -> None:
     assert path.read_text() == before
 
 
+def test_a_long_name_stands_apart_from_what_is_said_of_it() -> None:
+    kernels = {"hopper/large_head_dim": ["it needs a GPU"], "eager": []}
+    lines = doctor.report(
+        replace(CPU_ONLY, kernels=kernels), [Check("a name longer than any", "ok", "found")]
+    ).splitlines()
+    assert "  hopper/large_head_dim  cannot: it needs a GPU" in lines
+    assert "  eager                  can run it" in lines
+    assert "ok  a name longer than any  found" in lines
+
+
 def test_recent_kernels_come_newest_first(tmp_path: Path) -> None:
     for i, name in enumerate(("old", "new")):
         (tmp_path / name).mkdir()
@@ -224,7 +234,8 @@ def test_recent_kernels_come_newest_first(tmp_path: Path) -> None:
         note.write_text(json.dumps({"name": name, "num_warps": 4, "child_paths": {"x": "/home/somebody"}}))
         os.utime(note, (i, i))
         (tmp_path / name / f"__grp__{name}.json").write_text("{}")
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "broken.json").write_text("{")
+    for name, text in (("broken", "{"), ("list", '["name"]'), ("deep", "[" * 100_000)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.json").write_text(text)
     assert bundle.recent_kernels(tmp_path) == [{"name": "new", "num_warps": 4}, {"name": "old", "num_warps": 4}]
     assert bundle.recent_kernels(tmp_path / "nowhere") == []

@@ -158,7 +158,7 @@ def test_an_inspection_survives_its_file() -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": "inspection"}', '{"kind": "other", "schema_version": 1}'])
 def test_another_file_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"missing|Expecting|indices|holds"):
+    with pytest.raises(ValueError, match=r"missing|Expecting|it must be"):
         Inspection.from_json(text)
 
 
@@ -249,6 +249,14 @@ def test_the_command_compiles_writes_and_compares(tmp_path: Path) -> None:
     assert amd["groups"]["matrix"] > 0
     assert {path.suffix for path in stages.iterdir()} == {".ttir", ".ttgir", ".llir", ".ptx", ".sass", ".amdgcn"}
     assert "HGMMA" in next(stages.glob("*.sass")).read_text()
+
+    theirs = next(stages.glob("*.ttgir"))
+    assert run(*arguments).returncode == 0, "the same text again is no loss"
+    theirs.write_text("notes\n")
+    refused = run(*arguments)
+    assert refused.returncode == 2
+    assert f"{theirs.name} is there already and is no ttgir of the same text; name another file" in refused.stderr
+    assert theirs.read_text() == "notes\n"
 
     file = tmp_path / "a.json"
     file.write_text(done.stdout)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from warpwave import (
     PagedKVCache,
     Rotary,
     UnsupportedProblem,
+    attention,
     attention_with_kv_cache,
     cached_calls,
     warmup,
@@ -60,6 +63,22 @@ def state(cache: PagedKVCache) -> tuple[Any, ...]:
     return books, list(cache._free), list(cache._references), [t.nan_to_num(7.0).tolist() for t in device]
 
 
+def visible(cache: PagedKVCache) -> tuple[Any, ...]:
+    """The books, and what the device shows of them: lengths, page ids and tokens that are not evicted."""
+    books = [None if s is None else (s.length, list(s.pages), s.evicted) for s in cache._sequences]
+    shown = []
+    for row in cache.rows:
+        table = cache.page_table[row, : len(cache.pages(row))].tolist()
+        live = [t.tolist() for t in read(cache, row, first_live(cache, row))]
+        shown.append((int(cache.seqused_k[row]), table, live))
+    return books, list(cache._free), list(cache._references), shown
+
+
+def first_live(cache: PagedKVCache, row: int) -> int:
+    """The first token of a row that was not evicted."""
+    return cache.pages(row).count(-1) * cache.page_size
+
+
 def check_books(cache: PagedKVCache) -> None:
     """References are what the sequences hold, the rest is free, and the device knows the same."""
     held = [0] * cache.num_pages
@@ -70,6 +89,7 @@ def check_books(cache: PagedKVCache) -> None:
             continue
         assert len(sequence.pages) == -(-length // cache.page_size)
         assert cache.page_table[row, : len(sequence.pages)].tolist() == sequence.pages
+        assert [page == -1 for page in sequence.pages] == [i < sequence.evicted for i in range(len(sequence.pages))]
         for page in sequence.pages:
             if page != -1:
                 held[page] += 1
@@ -202,6 +222,118 @@ def test_truncate_and_evict() -> None:
         attention_with_kv_cache(q, cache, rows=[a], checked=True)
 
 
+def test_a_fork_of_evicted_tokens_frees_no_page_of_another() -> None:
+    """Such a fork counted page -1, which is the last page: another request's page became free while in use."""
+    cache = make(num_pages=6, page_size=16, max_batch=5, max_seqlen=96)
+    a = cache.add()
+    append(cache, a, 64)
+    x = cache.add()
+    append(cache, x, 32, seed=2)
+    y = cache.fork(x)
+    cache.evict([a], 0)
+    before = visible(cache)
+    with pytest.raises(InvalidInput, match="length is 20; the tokens of row 0 before 64 were evicted") as refusal:
+        cache.fork(a, 20)
+    assert "length must be 0 or from 64 to 64" in str(refusal.value)
+    assert visible(cache) == before
+    check_books(cache)
+    whole, empty = cache.fork(a), cache.fork(a, 0)
+    assert cache.pages(whole) == [-1] * 4 and cache.pages(empty) == []
+    cache.extend([empty, whole], [1, 1])
+    cache.free([x, whole, empty, a])
+    check_books(cache)
+    assert torch.equal(read(cache, y)[0], tokens(1, 32, 2, 8, seed=2)[0])
+
+
+@pytest.mark.parametrize("cut", ["truncate", "fork"])
+def test_a_sequence_is_cut_only_as_far_as_its_window_is_there(cut: str) -> None:
+    """After eviction for a window of 8 the next query of a shorter sequence would see keys that are gone."""
+
+    def shortened(cache: PagedKVCache, row: int, length: int) -> int:
+        if cut == "fork":
+            return cache.fork(row, length)
+        cache.truncate(row, length)
+        return row
+
+    cache = make()
+    row = cache.add()
+    k, v = append(cache, row, 30)
+    assert cache.evict(row, 8) == 5, "the token at 30 sees keys from 22, in the sixth page"
+    before = visible(cache)
+    for length in (25, 27, 20, 1):
+        with pytest.raises(InvalidInput, match=f"length is {length}; the tokens of row 0 before 20 were evicted for a"):
+            shortened(cache, row, length)
+        assert visible(cache) == before
+    row = shortened(cache, row, 28)
+    q = tokens(1, 1, 2, 8, seed=7)
+    out = attention_with_kv_cache(q, cache, rows=[row], k_new=q, v_new=q, window_size=(8, 0), checked=True)
+    keys, values = (torch.cat([t[20:28], q[0]])[None] for t in (k, v))
+    torch.testing.assert_close(out, attention(q, keys, values))
+    check_books(cache)
+    row = shortened(cache, row, 0)
+    append(cache, row, 3)
+    assert cache.pages(row)[0] != -1, "a sequence cut to nothing begins anew"
+
+
+def test_tokens_that_may_be_taken_back_keep_their_window() -> None:
+    cache = make()
+    row = cache.add()
+    k, v = append(cache, row, 30)
+    assert cache.evict(row, 8, max_truncate=7) == 3, "the token at 23 sees keys from 15, in the fourth page"
+    for length in (26, 23):
+        cache.truncate(row, length)
+        q = tokens(1, 1, 2, 8, seed=length)
+        out = attention_with_kv_cache(q, cache, rows=[row], k_new=q, v_new=q, window_size=(8, 0), checked=True)
+        keys, values = (torch.cat([t[length - 8 : length], q[0]])[None] for t in (k, v))
+        torch.testing.assert_close(out, attention(q, keys, values))
+    with pytest.raises(InvalidInput, match="from 20 to 24"):
+        cache.truncate(row, 19)
+
+
+def test_a_window_that_reaches_into_evicted_tokens_is_refused() -> None:
+    cache = make()
+    row = cache.add()
+    append(cache, row, 30)
+    cache.evict(row, 4)
+    before = visible(cache)
+    with pytest.raises(InvalidInput, match="window_left is 8; the tokens of row 0 before 24 were evicted, so the next"):
+        cache.evict(row, 8)
+    with pytest.raises(InvalidInput, match="max_truncate is -1"):
+        cache.evict(row, 4, max_truncate=-1)
+    assert visible(cache) == before
+    assert cache.evict(row, 6) == 0
+    append(cache, row, 2)
+    cache.evict(row, 8)
+    check_books(cache)
+
+
+def test_a_checked_append_looks_at_the_pages_that_the_call_will_find() -> None:
+    """Pages that the appended queries' window does not reach may be evicted."""
+    cache = make()
+    row = cache.add()
+    append(cache, row, 16)
+    assert cache.evict(row, 4) == 3
+    new = tokens(1, 5, 2, 8)
+    out = attention_with_kv_cache(
+        new, cache, rows=[row], k_new=new, v_new=new, causal=True, window_size=(4, 0), checked=True
+    )
+    assert torch.equal(out, attention_with_kv_cache(new, cache, rows=[row], causal=True, window_size=(4, 0)))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_copy_is_a_cache_of_its_own(copied: Any) -> None:
+    cache = make()
+    row = cache.add()
+    append(cache, row, 6)
+    before = visible(cache)
+    other = copied(cache)
+    assert visible(other) == before
+    append(other, row, 5)
+    check_books(other)
+    assert other.layer.page_table is other.page_table and other.layer.seqused_k is other.seqused_k
+    assert visible(cache) == before
+
+
 def test_tables_never_move() -> None:
     cache = make()
     addresses = [t.data_ptr() for t in (cache.page_table, cache.seqused_k, cache.k, cache.v)]
@@ -228,6 +360,31 @@ def test_tables_never_move() -> None:
         (InvalidInput, "rows has shape", lambda c: c.append([0], tokens(2, 1, 2, 8), tokens(2, 1, 2, 8))),
         (InvalidInput, "v_new has shape", lambda c: c.append([0], tokens(1, 2, 2, 8), tokens(1, 1, 2, 8))),
         (InvalidType, "k_new is a list", lambda c: c.append([0], [1], tokens(1, 1, 2, 8))),
+        (InvalidType, "length is 0.0; it must be an integer", lambda c: c.fork(0, 0.0)),
+        (InvalidType, "length is True", lambda c: c.truncate(0, True)),
+        (InvalidType, "a row is True", lambda c: c.fork(True)),
+        (InvalidType, "a row is False", lambda c: c.index([False])),
+        (InvalidType, "a row is a Tensor", lambda c: c.free(torch.tensor([0]))),
+        (InvalidType, "rows is None; it must be a sequence", lambda c: c.extend(None)),
+        (InvalidType, r"counts\[0\] is 1.5; it must be an integer", lambda c: c.extend([0], [1.5])),
+        (InvalidType, "counts is 1.5", lambda c: c.extend([0], 1.5)),
+        (InvalidType, "counts is True", lambda c: c.extend([0], True)),
+        (InvalidType, "window_left is 2.0", lambda c: c.evict(0, 2.0)),
+        (InvalidType, "max_truncate is '1'", lambda c: c.evict(0, 2, "1")),
+        (InvalidType, "rotary is a tuple", lambda c: c.append(
+            [0], tokens(1, 1, 2, 8), tokens(1, 1, 2, 8), rotary=(1, 2))),
+        (InvalidInput, "counts sums to 2; it must sum to 3", lambda c: c.append(
+            [0], tokens(3, 2, 8), tokens(3, 2, 8), counts=[2])),
+        (InvalidInput, r"counts\[0\] is -3; it must be at least 0", lambda c: c.append(
+            [0], tokens(3, 2, 8), tokens(3, 2, 8), counts=[-3])),
+        (InvalidInput, "cu_seqlens was given without counts", lambda c: c.append(
+            [0], tokens(3, 2, 8), tokens(3, 2, 8), cu_seqlens=torch.zeros(2))),
+        (InvalidType, "cu_seqlens is torch.int64", lambda c: c.append(
+            [0], tokens(3, 2, 8), tokens(3, 2, 8), cu_seqlens=torch.tensor([0, 3], device=DEVICE), counts=[3])),
+        (InvalidInput, r"cu_seqlens has shape \(3,\) for 1 rows", lambda c: c.append(
+            [0], tokens(3, 2, 8), tokens(3, 2, 8), cu_seqlens=torch.zeros(3).int(), counts=[3])),
+        (InvalidType, "k_new is no plain strided tensor", lambda c: c.append(
+            [0], tokens(1, 1, 2, 8).to_sparse(), tokens(1, 1, 2, 8))),
     ],
 )  # fmt: skip
 def test_bad_input(error: type[Exception], words: str, call: Any) -> None:
@@ -252,6 +409,27 @@ def test_bad_input(error: type[Exception], words: str, call: Any) -> None:
 def test_bad_sizes(changes: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         make(**changes)
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    sizes = {name: np.int64(size) for name, size in SIZES.items() if isinstance(size, int)}
+    cache = make(**sizes)
+    row: Any = np.uint8(cache.add())
+    numbers: Any = np.array([9, 1, 6, 8, 3, 2], dtype=np.int16)
+    cache.extend([row], numbers[:1])
+    cache.extend(np.array([row]), numbers[1])  # type: ignore[arg-type]
+    child = cache.fork(row, numbers[2])
+    cache.truncate(row, numbers[3])
+    assert cache.evict(row, numbers[4]) == 0 and cache.pages(row)[0] == -1
+    assert cache.lengths == {0: 8, child: 6}
+    q = tokens(1, 1, 2, 8)
+    whole = attention_with_kv_cache(q, cache, rows=[1], num_splits=2, max_seqlen_k=12)
+    rows: Any = np.array([1])
+    again = attention_with_kv_cache(q, cache, rows=rows, num_splits=numbers[5], max_seqlen_k=2 * numbers[2])
+    assert torch.equal(whole.nan_to_num(), again.nan_to_num())
+    cache.free(rows - 1)
+    cache.free(rows)
+    check_books(cache)
 
 
 def test_rows_on_the_host_are_checked() -> None:
@@ -439,7 +617,7 @@ def test_soak(request: pytest.FixtureRequest) -> None:
                 cache.free(row := chance.choice(rows))
                 del model[row]
             elif action == "evict":
-                cache.evict(chance.choice(rows), 12)
+                cache.evict(chance.choice(rows), 7, max_truncate=6)
             else:
                 row = chance.choice(rows)
                 n = chance.randint(max(0, len(model[row]) - 6), len(model[row]))

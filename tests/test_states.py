@@ -74,6 +74,28 @@ def test_halves_keep_their_dtype() -> None:
     torch.testing.assert_close(out, whole[0], atol=2e-2, rtol=2e-2)
 
 
+def test_a_part_without_keys_has_gradient_zero_whatever_it_holds() -> None:
+    """A part that saw no key may hold NaN; its lse, minus infinity, gets gradient 0 and the others theirs."""
+    outs = [torch.randn(1, 5, 2, 8, requires_grad=True) for _ in range(3)]
+    lses = [torch.randn(1, 2, 5) for _ in range(3)]
+    lses[1][:] = -torch.inf
+    lses[2][:, :, 3] = -torch.inf
+    lses = [lse.requires_grad_() for lse in lses]
+    with torch.no_grad():
+        outs[1][:] = torch.nan
+        outs[2][:, 3] = torch.nan
+    out, lse = merge_states(outs, lses)
+    (out.sum() + lse.sum()).backward()
+    for tensor in (*outs, *lses):
+        assert tensor.grad is not None and tensor.grad.isfinite().all()
+    assert lses[1].grad.eq(0).all() and outs[1].grad.eq(0).all()  # type: ignore[union-attr]
+
+    kept = [t.detach().clone().requires_grad_() for t in (outs[0], lses[0])]
+    alone, alone_lse = merge_states([kept[0]], [kept[1]])
+    (alone.sum() + alone_lse.sum()).backward()
+    torch.testing.assert_close(outs[0].grad[:, 3], kept[0].grad[:, 3])  # type: ignore[index]
+
+
 def test_gradients_reach_every_part() -> None:
     """Through the merge of two halves, the gradients of the whole."""
     _, _, (q, k, v) = parts_of(1)

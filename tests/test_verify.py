@@ -255,6 +255,31 @@ def test_the_command_writes_a_record_and_never_over_one(
     assert data["record"].startswith("warpwave-verify-")
 
 
+def test_every_kernel_of_a_cpu_passes_every_check(tmp_path: Path) -> None:
+    """The command itself, whole, as somebody runs it in a fresh clone."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "warpwave", "verify", "--device", "cpu", "--out", str(tmp_path / "r.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "FAIL" not in done.stdout and "checks passed on CPU" in done.stdout
+    checked = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("pass")}
+    assert checked == {module.NAME for module in dispatch.KERNELS if not module.NEEDS_GPU}
+    assert {m.kernel for _, m in read_records(tmp_path / "r.jsonl").measurements} == checked
+
+
+def test_a_line_of_the_longest_names_stands_in_its_columns() -> None:
+    """Names and checks are all known before the first line is printed."""
+    names = [module.NAME for module in dispatch.KERNELS]
+    lines = [verify.describe_line(Line(name, "float32 plain", True, "exact")) for name in names]
+    assert len({line.index("float32 plain") for line in lines}) == len({line.index("exact") for line in lines}) == 1
+    assert "hopper/large_head_dim  float32" in "\n".join(lines)
+
+
+def test_nothing_checked_is_no_success() -> None:
+    assert not Outcome(CPU).passed and verify.verdict(Outcome(CPU)).startswith("FAILED: no kernel ran any check")
+
+
 def test_a_wrong_result_is_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -43,6 +43,15 @@ def test_each_card_has_a_bar_and_says_what_was_validated() -> None:
     assert slow is not None and fast is not None and slow.time_us > 10 * fast.time_us
 
 
+def test_no_two_cells_of_the_table_touch() -> None:
+    rows = what_if(PROBLEM, cards("all"))
+    _, _, header, *lines = text(PROBLEM, rows).splitlines()
+    begin = header.index("kernel")
+    for row, line in zip(rows, lines, strict=False):
+        assert line.startswith(f"{row.card} * " if row.prediction and not row.prediction.points else f"{row.card} ")
+        assert line[begin - 2 : begin] == "  " and line[begin:].split()[0] == (row.kernel or "-")
+
+
 def test_a_card_that_no_kernel_of_ours_serves_is_not_given_a_time_of_one() -> None:
     rows = what_if(PROBLEM, cards("t4"), kernel="auto")
     assert rows[0].kernel != "flash_fwd"

@@ -23,6 +23,7 @@ from warpwave.launch import Launch
 from warpwave.model import predict
 from warpwave.problem import AttentionProblem
 from warpwave.roofline import us
+from warpwave.terminal import columns
 
 AGREES = 1.5  # measured and predicted change, up or down
 SAME = 1.02  # a change by less is none
@@ -85,12 +86,13 @@ class Ablations:
         whole = "" if self.whole_us is None else f"{us(self.whole_us)} measured"
         predicted = "" if self.predicted_us is None else f"{us(self.predicted_us)} predicted"
         lines += [f"whole      {', '.join(filter(None, (whole, predicted)))}", ""]
-        lines.append(f"{'without':14}{'measured x':>12}{'predicted x':>13}{'':12}what is left out")
+        rows = [("without", "measured x", "predicted x", "", "what is left out")]
         for a in self.found:
             measured = "-" if a.measured is None else f"{a.measured:.3f}"
             said = "-" if a.predicted is None else f"{a.predicted:.3f}"
             verdict = {None: "", True: "agrees", False: "DISAGREES"}[a.agrees]
-            lines.append(f"{a.name:14}{measured:>12}{said:>13}  {verdict:10}{ABLATIONS[a.name]}")
+            rows.append((a.name, measured, said, verdict, ABLATIONS[a.name]))
+        lines += columns(rows, right=(1, 2))
         lines += ["", "x: the whole kernel's time over the time without; 1 is a resource that something else hides."]
         if self.whole_us is None:
             lines.append("Nothing was timed: that takes a GPU, this one.")

@@ -11,9 +11,20 @@ from typing import Any
 import torch
 
 from warpwave import cached_calls, derivatives, ops
-from warpwave.checks import Options, check_are_tensors, check_packed_lengths, describe_call, spell_precision
-from warpwave.errors import InvalidInput, InvalidType
-from warpwave.kv_cache import CacheLayer, PagedKVCache, Rotary
+from warpwave.checks import (
+    Options,
+    as_bool,
+    as_float,
+    as_int,
+    as_window,
+    check_are_tensors,
+    check_packed_lengths,
+    describe_call,
+    settled,
+    spell_precision,
+)
+from warpwave.errors import InvalidType
+from warpwave.kv_cache import CacheLayer, PagedKVCache, Rotary, integers
 from warpwave.problem import CachedOperands, Causal, Operands
 
 _new: Any = tuple.__new__  # of a named tuple: a third of what its own constructor takes
@@ -53,7 +64,9 @@ def attention(
         window_size: (left, right): query i sees keys from `i + seqlen_k - seqlen_q - left` to
             `i + seqlen_k - seqlen_q + right`, both included; -1 is unlimited.
         mask: bool, True = visible, broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k).
-        bias: added to the scores, in the dtype of q or float32, broadcastable likewise; -inf hides a pair.
+        bias: added to the scores, in the dtype of q or float32, broadcastable likewise. -inf hides a pair; a finite
+            bias does not, so a row of nothing but `finfo.min` is the mean of its values. Magnitudes above 2.35e38 count
+            as 2.35e38.
         alibi_slopes: float32, (num_heads_q,) or (batch, num_heads_q).
         softcap: 0 for none.
         sinks: float32, (num_heads_q,): one more logit a head in the denominator, natural-log and unscaled.
@@ -92,7 +105,14 @@ def attention(
         torch.Size([2, 128, 4, 64])
     """
     operands = _new(Operands, (q, k, v, mask, bias, alibi_slopes, sinks, None, None))
-    # True and 1 are equal, and only one of them is a causal.
+    if not (
+        window_size is None
+        and softcap.__class__ is float
+        and (softmax_scale is None or softmax_scale.__class__ is float)
+        and return_lse.__class__ is bool
+    ):
+        window_size, softcap, softmax_scale, return_lse = _scalars(window_size, softcap, softmax_scale, return_lse)
+    # 1 == True, so what was said includes the type of causal.
     said = (causal, window_size, softcap, softmax_scale, precision, return_lse, 0, 0, causal.__class__, kernel, config)
     run = ops.recall(operands, said)
     out, lse = _call(operands, said) if run is None else run(operands)
@@ -139,6 +159,8 @@ def attention_varlen(
         lse: if asked for: (num_heads_q, total_q).
     """
     operands = _new(Operands, (q, k, v, None, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k))
+    window_size, softcap, softmax_scale, return_lse = _scalars(window_size, softcap, softmax_scale, return_lse)
+    max_seqlen_q, max_seqlen_k = as_int("max_seqlen_q", max_seqlen_q), as_int("max_seqlen_k", max_seqlen_k)
     said = (
         causal, window_size, softcap, softmax_scale, precision, return_lse, max_seqlen_q, max_seqlen_k,
         causal.__class__, kernel, config,
@@ -183,14 +205,15 @@ def attention_with_kv_cache(
     return_lse: bool = False,
 ) -> Any:
     """Attention of the last tokens of each sequence to all its tokens in a paged cache: decode, chunked prefill, and
-    batches that mix the two. No gradients.
+    batches that mix the two. No gradients: where an argument requires one, `backward` on a result raises an error.
 
     A sequence's queries are its last tokens: query i of seqlen_q stands at position `seqused_k - seqlen_q + i`, and
     masks count from there as in `attention`.
 
     With `k_new` and `v_new` these are written first. To a `PagedKVCache` they are appended: pages are taken, lengths
-    advanced, all of it or nothing. In a `CacheLayer` they are written into the last cells of each sequence, whose
-    length has been advanced before (`PagedKVCache.extend`): so for models of several layers, and in CUDA graphs.
+    advanced, all of it or, if the call raises an error, nothing. In a `CacheLayer` they are written into the last cells
+    of each sequence, whose length has been advanced before (`PagedKVCache.extend`): so for models of several layers,
+    and in CUDA graphs. The cache stores values; it takes no part in autograd.
 
     Args:
         q: (batch, seqlen_q, num_heads_q, head_dim), the dtype of the cache; or packed with `cu_seqlens_q`,
@@ -200,9 +223,12 @@ def attention_with_kv_cache(
             sequence b if None. Integers where k_new is appended to a `PagedKVCache`.
         k_new: keys of the queries' tokens, (batch, seqlen_q, num_heads_kv, head_dim), packed as q is.
         v_new: their values, (batch, seqlen_q, num_heads_kv, head_dim_v).
-        rotary: rotates q, and k_new where given, to the tokens' positions.
+        rotary: rotates q, and k_new where given, to the tokens' positions. Its table must reach the longest sequence:
+            this is an error where the host knows the lengths, and otherwise with `checked`; unchecked, positions beyond
+            the table take its last angle.
         cu_seqlens_q: int32, (batch + 1,): sequence b is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of q.
-        seqlens_q: the same lengths as host integers; needed to append packed tokens to a `PagedKVCache`.
+        seqlens_q: the same lengths as host integers; needed to append packed tokens to a `PagedKVCache`. There they
+            decide alone which tokens belong to which sequence, and the contents of cu_seqlens_q are not used.
         max_seqlen_q: the most queries of a sequence, with cu_seqlens_q; the largest of seqlens_q if None.
         max_seqlen_k: the longest sequence that may come, in tokens; what the page table holds if None. It shapes the
             launch: for graphs leave it at the capacity, for the bounds of a batch known to be short give a multiple of
@@ -213,8 +239,9 @@ def attention_with_kv_cache(
             others. Packed and dense calls are two kinds, each invariant in itself.
         shared_prefix: tokens at the beginning of every sequence that are the same tokens in the same pages
             (`PagedKVCache.fork`, `PagedKVCache.shared_prefix`), before all queries: read once for the batch.
-        checked: look at lengths, rows and page ids first, which waits for the device, and raise InvalidInput naming
-            the first wrong index. Unchecked, wrong ones give unspecified values but stay inside the tensors.
+        checked: look at offsets, lengths, rows and page ids first, which waits for the device, and raise InvalidInput
+            naming the first wrong index; offsets that disagree with seqlens_q are wrong. Unchecked, wrong ones give
+            unspecified values but stay inside the tensors.
         kernel: `"auto"`, `"split_kv"`, `"large_head_dim"` or `"eager"`.
 
     The other arguments are those of `attention`.
@@ -233,67 +260,63 @@ def attention_with_kv_cache(
     """
     if not isinstance(q, torch.Tensor):
         raise InvalidType(f"q is a {type(q).__name__}; it must be a torch.Tensor")
-    layer, index = cache, rows
-    if isinstance(cache, PagedKVCache):
-        layer = cache.layer
-        if rows is None:
-            first = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-            rows = range(first) if k_new is not None else None
-    elif not isinstance(cache, CacheLayer):
-        raise InvalidType(f"cache is a {type(cache).__name__}; it must be a warpwave.PagedKVCache or CacheLayer")
-    assert isinstance(layer, CacheLayer)
+    layer, index = cached_calls.layer_of(cache), rows
     if rows is not None and not isinstance(rows, torch.Tensor):
-        if isinstance(cache, PagedKVCache):
-            index = cache.index(rows) if index is not None else None
-        else:
-            index = torch.tensor(list(rows), dtype=torch.int32).to(layer.k.device)
-    if seqlens_q is not None and cu_seqlens_q is None:
-        raise InvalidInput("seqlens_q was given without cu_seqlens_q; packed queries need both")
-    if max_seqlen_q is None and cu_seqlens_q is not None:
-        if seqlens_q is None:
-            raise InvalidInput("cu_seqlens_q was given without max_seqlen_q; give it or seqlens_q, as host integers")
-        max_seqlen_q = max(seqlens_q, default=0)
+        rows = rows if rows.__class__ in (list, tuple) else integers("rows", rows, "a row")
+        index = cached_calls.index_of(cache, rows)
+    if not (
+        window_size is max_seqlen_q is max_seqlen_k is num_splits is None
+        and softcap.__class__ is float
+        and (softmax_scale is None or softmax_scale.__class__ is float)
+        and return_lse.__class__ is batch_invariant.__class__ is bool
+        and shared_prefix.__class__ is int
+    ):
+        window_size, softcap, softmax_scale, return_lse = _scalars(window_size, softcap, softmax_scale, return_lse)
+        batch_invariant = as_bool("batch_invariant", batch_invariant)
+        shared_prefix = as_int("shared_prefix", shared_prefix)
+        max_seqlen_q = None if max_seqlen_q is None else as_int("max_seqlen_q", max_seqlen_q)
+        max_seqlen_k = None if max_seqlen_k is None else as_int("max_seqlen_k", max_seqlen_k)
+        num_splits = None if num_splits is None else as_int("num_splits", num_splits)
+    lengths = None if seqlens_q is None else integers("seqlens_q", seqlens_q)
+    longest = cached_calls.longest_query(q, cu_seqlens_q, lengths, max_seqlen_q)
     operands = _new(
         CachedOperands,
         (q, layer.k, layer.v, None, None, alibi_slopes, sinks, cu_seqlens_q, None, layer.page_table, layer.seqused_k,
          index),
     )  # fmt: skip
-    said = (
-        causal, window_size, softcap, softmax_scale, precision, return_lse, max_seqlen_q or 0, max_seqlen_k or 0,
-    )  # fmt: skip
-    # True and 1 are equal, and only one of them is a causal. Rotated queries lie in a tensor of their own.
+    said = (causal, window_size, softcap, softmax_scale, precision, return_lse, longest, max_seqlen_k or 0)
+    # 1 == True, so what was said includes the type of causal. Rotated queries lie in a tensor of their own.
     full = (said, causal.__class__, num_splits, batch_invariant, shared_prefix, kernel, config, rotary is None)
     recalled = run = ops.recall(operands, full)
     writes = k_new is not None or v_new is not None or rotary is not None
     if run is not None and not (writes or checked):
         out, lse = run(operands)
         return (out, lse) if return_lse else out
-    if derivatives.has_tangents(operands):
-        raise InvalidInput("attention_with_kv_cache has no derivatives, and an argument carries a tangent")
+    given = (*operands, k_new, v_new, *(rotary if isinstance(rotary, Rotary) else ()))
+    cached_calls.check_transforms(given)
+    wanting = cached_calls.wanting_gradients(given)
     serving = cached_calls.Serving(num_splits, batch_invariant, shared_prefix)
+    if q.is_neg():
+        operands = operands._replace(q=q.resolve_neg())
     key = ops.plan_key(operands, full) if run is None else None
     run = cached_calls.find_plan(key) if run is None else run
     if run is None or checked:
         options = _options(operands, *said)
-        if options.needs_grad:
-            raise InvalidInput("attention_with_kv_cache computes no gradients; call it under torch.no_grad()")
         cached_calls.check(operands, options, serving)
-    commit = None
+    new = cached_calls.NewTokens(operands)
     if writes:
-        if isinstance(cache, PagedKVCache) and k_new is not None and isinstance(rows, torch.Tensor):
-            raise InvalidType("rows is a tensor; appending k_new to a PagedKVCache takes the rows as integers")
-        longest = q.shape[1] if max_seqlen_q is None else max_seqlen_q
-        commit, operands = cached_calls.prepare_new(cache, operands, longest, rows, k_new, v_new, rotary, seqlens_q)
+        new = cached_calls.prepare_new(cache, operands, longest, rows, k_new, v_new, rotary, lengths)
     if checked:
-        appended = isinstance(cache, PagedKVCache) and k_new is not None
-        cached_calls.check_contents(operands, options, serving, appended)
+        cached_calls.check_contents(operands, new, options, serving, lengths, rotary)
+    operands = new.operands
     if run is None:
         run = cached_calls.make_plan(key, operands, options, serving, kernel, config)
-    if recalled is None and key is not None:
+    if recalled is None and key is not None and not wanting:
         cached_calls.remember(operands, full, run)
-    if commit is not None:
-        commit()  # the last that can fail, and the first that changes anything
-    out, lse = run(operands)
+    with new.written():  # nothing has changed before; if a kernel fails, nothing was appended
+        out, lse = run(operands)
+    if wanting:
+        out, lse = cached_calls.refusing_gradients((out, lse), wanting)
     return (out, lse) if return_lse else out
 
 
@@ -316,20 +339,20 @@ def _options(
         alignment = causal.alignment
     else:
         raise InvalidType(f"causal is {causal!r}; it must be True, False or a warpwave.Causal")
-    left, right = (-1, -1) if window_size is None else _window(window_size)
+    left, right = as_window(window_size)
     needs_grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in operands)
     lengths, how = (max_seqlen_q, max_seqlen_k), spell_precision(precision)
     return Options(*lengths, alignment, left, right, softcap, softmax_scale, how, return_lse, needs_grad)
 
 
-def _window(window_size: tuple[int, int]) -> tuple[int, int]:
-    try:
-        left, right = window_size
-    except (TypeError, ValueError):
-        raise InvalidType(f"window_size is {window_size!r}; it must be (left, right), -1 for unlimited") from None
-    if not (isinstance(left, int) and isinstance(right, int)):
-        raise InvalidType(f"window_size is {window_size!r}; both sides must be integers")
-    return left, right
+def _scalars(
+    window_size: tuple[int, int] | None, softcap: float, softmax_scale: float | None, return_lse: bool
+) -> tuple[tuple[int, int] | None, float, float | None, bool]:
+    """Returns the scalars of a call in their own types. A plan is found by equality, and 1, 1.0, True and Fraction(1)
+    are equal: before a look-up each value has one spelling, or is refused."""
+    window = None if window_size is None else as_window(window_size)
+    scale = None if softmax_scale is None else as_float("softmax_scale", softmax_scale)
+    return window, as_float("softcap", softcap), scale, as_bool("return_lse", return_lse)
 
 
 def _call(operands: Operands, said: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -341,6 +364,8 @@ def _call(operands: Operands, said: tuple[Any, ...]) -> tuple[torch.Tensor, torc
             and its config.
     """
     *options, _, kernel, config = said
+    if not derivatives.is_compiling():
+        operands = settled(operands)
     if derivatives.is_eager() and (key := ops.plan_key(operands, said)) is not None:
         try:
             run = ops.find_plan(key)

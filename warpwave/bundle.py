@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warpwave.output_files import CannotWrite, check_output, write_whole
+from warpwave.input_files import Unreadable, read_json
+from warpwave.output_files import CannotWrite, Kind, check_output, write_output
 
 if TYPE_CHECKING:
     from warpwave.doctor_facts import Facts
@@ -28,6 +30,7 @@ KEPT_VARIABLES = (
     *("TORCH_LOGS", "LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_NUM_THREADS", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX"),
     *("WARPWAVE_DEVICE", "WARPWAVE_COMMIT", "LANG", "LC_ALL"),
 )
+BUNDLE = Kind("bug report", lambda _: True)  # --force is what allows to write over a file, whatever it holds
 RECENT_KERNELS = 10
 KEPT_METADATA = ("name", "target", "num_warps", "num_stages", "num_ctas", "shared", "tmem_size", "maxnreg", "hash")
 
@@ -38,10 +41,9 @@ def write(path: Path, doctor: Mapping[str, Any], facts: Facts, *, force: bool) -
     Raises:
         CannotWrite: the file exists and `force` was not given, or it cannot be written.
     """
-    there_already = CannotWrite(f"{path} is there already; give --force to write over it, or another name")
-    if path.is_file() and not force:
-        raise there_already
-    check_output(path, is_ours=lambda _: True, what="bug report")
+    check_output(path, BUNDLE)
+    if path.exists() and not force:
+        raise CannotWrite(f"{path} is there already; give --force to write over it, or another name")
     contents = {
         "kind": "warpwave bug report",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -52,13 +54,8 @@ def write(path: Path, doctor: Mapping[str, Any], facts: Facts, *, force: bool) -
         "explain": _or_error(_explanation),
         "recent_kernels": recent_kernels(Path(facts.cache)),
     }
-    text = json.dumps(without_home(contents, str(Path.home())), indent=1, default=str) + "\n"
-    try:
-        write_whole(path, text, replace=force)
-    except FileExistsError:
-        raise there_already from None
-    except OSError as error:
-        raise CannotWrite(f"{path} cannot be written: {error.strerror or error}") from None
+    text = json.dumps(without_home(contents, os.path.expanduser("~")), indent=1, default=str) + "\n"
+    write_output(path, text, BUNDLE, replace=force)
 
 
 def without_home(value: Any, home: str) -> Any:
@@ -81,9 +78,10 @@ def recent_kernels(cache: Path) -> list[dict[str, Any]]:
         return []
     kernels = []
     for path in notes:
-        with contextlib.suppress(OSError, ValueError):
-            noted = json.loads(path.read_text(encoding="utf-8"))
-            kernels.append({name: noted[name] for name in KEPT_METADATA if name in noted})
+        with contextlib.suppress(Unreadable):
+            noted = read_json(path)
+            if isinstance(noted, dict):  # a file of Triton's, of any version
+                kernels.append({name: noted[name] for name in KEPT_METADATA if name in noted})
     return kernels
 
 

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 
-from warpwave import dispatch, ops
+from warpwave import derivatives, dispatch, ops
+from warpwave.bounded import Bounded
 from warpwave.checks import Options, check_cache_contents, check_problem, describe_cached_call
-from warpwave.errors import InvalidInput, UnsupportedProblem
+from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels import append_kv, split_kv
-from warpwave.kv_cache import CacheLayer, PagedKVCache, Rotary, new_tokens
+from warpwave.kv_cache import CacheLayer, PagedKVCache, Rotary, check_counts, check_positions, integers, new_tokens
 from warpwave.problem import AttentionProblem, CachedOperands
 
-MAX_PLANS = 4096
 Run = Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]
-_plans: dict[tuple[Any, ...], Run] = {}
+_plans: Bounded[tuple[Any, ...], Run] = Bounded(4096)
 _said: set[str] = set()
 log = logging.getLogger("warpwave")
 
@@ -72,47 +74,111 @@ def make_plan(
     except TypeError:
         return run
     if key is not None:
-        while len(_plans) >= MAX_PLANS:
-            del _plans[next(iter(_plans))]
-        _plans[key] = run
+        _plans.put(key, run)
     return run
+
+
+def layer_of(cache: Any) -> CacheLayer:
+    """Returns the layer that a call reads.
+
+    Raises:
+        InvalidInput, InvalidType: the argument is no cache, or a cache of several layers.
+    """
+    if isinstance(cache, PagedKVCache):
+        return cache.layer
+    if isinstance(cache, CacheLayer):
+        return cache
+    raise InvalidType(f"cache is a {type(cache).__name__}; it must be a warpwave.PagedKVCache or CacheLayer")
+
+
+def index_of(cache: PagedKVCache | CacheLayer, rows: Sequence[int]) -> torch.Tensor:
+    """Returns rows that a caller gave as integers as int32 on the cache's device."""
+    if isinstance(cache, PagedKVCache):
+        return cache.index(rows)
+    rows = integers("rows", rows, "a row")
+    if not isinstance(cache.page_table, torch.Tensor):
+        raise InvalidType(f"page_table is a {type(cache.page_table).__name__}; it must be a torch.Tensor")
+    count = len(cache.page_table) if cache.page_table.dim() else 0
+    for i, row in enumerate(rows):
+        if not 0 <= row < count:
+            raise InvalidInput(f"rows[{i}] is {row}; the cache has {count} rows")
+    return torch.tensor(rows, dtype=torch.int32).to(cache.page_table.device)
+
+
+def longest_query(q: torch.Tensor, cu_seqlens_q: Any, seqlens_q: list[int] | None, max_seqlen_q: int | None) -> int:
+    """Returns the most queries of a sequence; 0 where they are not packed, for then their shape says it.
+
+    Raises:
+        InvalidInput, InvalidType: the arguments do not say it, or contradict each other.
+    """
+    if cu_seqlens_q is None:
+        if seqlens_q is not None:
+            raise InvalidInput("seqlens_q was given without cu_seqlens_q; packed queries need both")
+        return max_seqlen_q or 0
+    if seqlens_q is None:
+        if max_seqlen_q is None:
+            raise InvalidInput("cu_seqlens_q was given without max_seqlen_q; give it or seqlens_q, as host integers")
+        return max_seqlen_q
+    if not isinstance(cu_seqlens_q, torch.Tensor):
+        raise InvalidType(f"cu_seqlens_q is a {type(cu_seqlens_q).__name__}; it must be a torch.Tensor")
+    if cu_seqlens_q.dim() == 1 and len(seqlens_q) != len(cu_seqlens_q) - 1:
+        raise InvalidInput(
+            f"seqlens_q has {len(seqlens_q)} lengths and cu_seqlens_q {len(cu_seqlens_q)} offsets; it must have one "
+            "offset more than lengths"
+        )
+    check_counts("seqlens_q", seqlens_q, len(q) if q.dim() else 0, "q", max_seqlen_q)
+    return max(seqlens_q, default=0) if max_seqlen_q is None else max_seqlen_q
 
 
 def check(operands: CachedOperands, options: Options, serving: Serving) -> AttentionProblem:
     """The problem that a call describes, or an error that names the argument; before anything is written."""
     problem = describe_cached_call(operands, options, serving.batch_invariant)
-    if not isinstance(serving.shared_prefix, int) or serving.shared_prefix < 0:
-        raise InvalidInput(f"shared_prefix is {serving.shared_prefix!r}; it must be a number of tokens, 0 for none")
+    if serving.shared_prefix < 0:
+        raise InvalidInput(f"shared_prefix is {serving.shared_prefix}; it must be a number of tokens, 0 for none")
     if serving.num_splits is not None:
-        if not isinstance(serving.num_splits, int) or serving.num_splits < 1:
-            raise InvalidInput(f"num_splits is {serving.num_splits!r}; it must be an integer, at least 1, or None")
+        if serving.num_splits < 1:
+            raise InvalidInput(f"num_splits is {serving.num_splits}; it must be at least 1, or None")
         if serving.batch_invariant:
             raise InvalidInput("num_splits was given with batch_invariant=True, which splits by a sequence's length")
     return problem
 
 
-def check_contents(operands: CachedOperands, options: Options, serving: Serving, appended: bool) -> None:
-    """What `checked=True` asks for: lengths, rows, page ids and the prefix, as they are on the device; before the
-    queries' own tokens are there, where they will be `appended`."""
-    problem = describe_cached_call(operands, options, serving.batch_invariant)
-    check_cache_contents(problem, operands)
-    if serving.shared_prefix:
-        _check_prefix(problem, operands, serving.shared_prefix, appended)
+class NewTokens(NamedTuple):
+    """What a call writes before it attends, checked and compiled, but not done yet.
+
+    Attributes:
+        operands: those of the call, with queries that will have been rotated; where tokens are appended to a
+            `PagedKVCache`, with offsets made from the host's lengths.
+        written: a context manager: writes, runs its body, and lets a `PagedKVCache` keep its books afterwards. If the
+            body raises, nothing was appended.
+        tables: returns the page table and the lengths that the call will find; None for the present ones.
+    """
+
+    operands: Any
+    written: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    tables: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
 def prepare_new(
     cache: PagedKVCache | CacheLayer,
     operands: CachedOperands,
     max_seqlen_q: int,
-    rows: Any,
+    rows: Sequence[int] | torch.Tensor | None,
     k_new: torch.Tensor | None,
     v_new: torch.Tensor | None,
     rotary: Rotary | None,
-    seqlens_q: Sequence[int] | None,
-) -> tuple[Callable[[], None], CachedOperands]:
-    """(commit, operands): what writes a call's new tokens and rotates its queries, compiled and checked but not yet
-    done, and the operands with the queries that it will have rotated."""
+    seqlens_q: list[int] | None,
+) -> NewTokens:
+    """Checks and compiles what writes a call's new tokens and rotates its queries.
+
+    What is appended to a `PagedKVCache` follows from numbers on the host alone, `seqlens_q` where tokens are packed, so
+    that the device's tokens always are those of the books. In a `CacheLayer` the offsets on the device say which cells
+    are written, clamped to the tensors.
+    """
     q = operands.q
+    for name, tensor in (("k_new", k_new), ("v_new", v_new)):
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise InvalidType(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
     if k_new is not None:
         leading = q.shape[:-2]
         if k_new.shape[: len(leading)] != leading:
@@ -120,29 +186,126 @@ def prepare_new(
                 f"k_new has shape {tuple(k_new.shape)} and q {tuple(q.shape)}; they must have the same tokens, "
                 f"{tuple(leading)}"
             )
+    packed = operands.cu_seqlens_q is not None
+    batch = len(operands.cu_seqlens_q) - 1 if packed else len(q)
     if isinstance(cache, PagedKVCache) and k_new is not None and v_new is not None:
-        if operands.cu_seqlens_q is not None and seqlens_q is None:
+        if isinstance(rows, torch.Tensor):
+            raise InvalidType("rows is a tensor; appending k_new to a PagedKVCache takes the rows as integers")
+        if packed and seqlens_q is None:
             raise InvalidInput("packed k_new is appended by lengths on the host: give seqlens_q beside cu_seqlens_q")
-        books, appended = cache, list(rows)
-        write, new, counts = books.prepare_append(
-            books.layer, appended, k_new, v_new, q=q, cu_seqlens=operands.cu_seqlens_q, counts=seqlens_q, rotary=rotary
+        append = cache.prepare_append(
+            cache.layer,
+            list(range(batch)) if rows is None else integers("rows", rows, "a row"),
+            k_new,
+            v_new,
+            q=q,
+            counts=seqlens_q if packed else None,
+            name="seqlens_q",
+            rotary=rotary,
+        )
+        if packed:
+            operands = operands._replace(cu_seqlens_q=append.new.cu_seqlens)
+        if rotary is not None:
+            operands = operands._replace(q=append.new.q_out)
+        return NewTokens(operands, append.applied, append.tables)
+
+    layer = layer_of(cache)
+    new = new_tokens(layer, k_new, v_new, q=q, rows=operands.rows, cu_seqlens=operands.cu_seqlens_q, rotary=rotary)
+    if rotary is not None and isinstance(cache, PagedKVCache) and not isinstance(rows, torch.Tensor):
+        lengths = cache.lengths
+        check_positions(rotary, max((lengths.get(r, 0) for r in (range(batch) if rows is None else rows)), default=0))
+    write = append_kv.prepare(new, max_seqlen_q, rotary is not None and rotary.interleaved)
+
+    @contextlib.contextmanager
+    def written() -> Iterator[None]:
+        write(new)
+        yield
+
+    return NewTokens(operands if rotary is None else operands._replace(q=new.q_out), written)
+
+
+def check_contents(
+    operands: CachedOperands,
+    new: NewTokens,
+    options: Options,
+    serving: Serving,
+    seqlens_q: list[int] | None,
+    rotary: Rotary | None,
+) -> None:
+    """What `checked=True` stands for: compares offsets with the lengths on the host, and looks at lengths, rows, page
+    ids, positions and the prefix on the device.
+
+    Args:
+        operands: the caller's.
+        new: what will be written before.
+
+    Raises:
+        InvalidInput: naming the first index that is wrong.
+    """
+    if new.tables is not None:
+        page_table, seqused_k = new.tables()
+        operands = operands._replace(page_table=page_table, seqused_k=seqused_k)
+    if seqlens_q is not None:
+        offsets = list(accumulate(seqlens_q, initial=0))
+        for i, (got, said) in enumerate(zip(operands.cu_seqlens_q.tolist(), offsets, strict=True)):
+            if got != said:
+                raise InvalidInput(
+                    f"cu_seqlens_q[{i}] is {got}; by seqlens_q it must be {said}, the sum of the first {i} lengths"
+                )
+    problem = describe_cached_call(operands, options, serving.batch_invariant)
+    check_cache_contents(problem, operands)
+    rows = range(problem.batch) if operands.rows is None else operands.rows.tolist()
+    used = operands.seqused_k.tolist()
+    if rotary is not None:
+        check_positions(rotary, max((used[row] for row in rows), default=0))
+    if serving.shared_prefix:
+        _check_prefix(problem, operands, serving.shared_prefix)
+
+
+def wanting_gradients(arguments: Iterable[Any]) -> list[torch.Tensor]:
+    """Returns the tensors that a backward pass would reach through a call's results."""
+    if not torch.is_grad_enabled():
+        return []
+    return [t for t in arguments if isinstance(t, torch.Tensor) and t.requires_grad]
+
+
+def check_transforms(arguments: Sequence[Any]) -> None:
+    """Raises InvalidInput where a transform of torch.func, or forward mode, would have to see through the call."""
+    if derivatives.has_tangents(arguments):
+        raise InvalidInput("attention_with_kv_cache has no derivatives, and an argument carries a tangent")
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    if derivatives.transforms() is not None and any(isinstance(t, torch.Tensor) and is_wrapped(t) for t in arguments):
+        raise InvalidInput(
+            "attention_with_kv_cache computes no gradients and has no batching rule: a transform of torch.func (grad, "
+            "vjp, vmap) cannot see through it"
         )
 
-        def commit() -> None:
-            books.extend(appended, counts)
-            write(new)
 
-    else:
-        layer = cache.layer if isinstance(cache, PagedKVCache) else cache
-        cu_seqlens = operands.cu_seqlens_q
-        new = new_tokens(layer, k_new, v_new, q=q, rows=operands.rows, cu_seqlens=cu_seqlens, rotary=rotary)
-        interleaved = rotary is not None and rotary.interleaved
-        write = append_kv.prepare(new, max_seqlen_q, interleaved)
+class _WithoutGradients(torch.autograd.Function):
+    """Results of a call as functions of tensors that require a gradient, which nothing computes."""
 
-        def commit() -> None:
-            write(new)
+    @staticmethod
+    def forward(
+        ctx: Any, results: tuple[torch.Tensor, torch.Tensor | None], *wanting: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return results
 
-    return commit, operands if rotary is None else operands._replace(q=new.q_out)
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> None:
+        raise UnsupportedProblem(
+            "attention_with_kv_cache computes no gradients; backward reached one of its results",
+            {},
+            "attention or attention_varlen, which have gradients; or torch.no_grad() around the call",
+        )
+
+
+def refusing_gradients(
+    results: tuple[torch.Tensor, torch.Tensor | None], wanting: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns (out, lse) such that a backward pass from them to tensors that require a gradient raises an error, where
+    it would otherwise lose the gradient without a word."""
+    out, lse = _WithoutGradients.apply(results, *wanting)
+    return out, lse
 
 
 def choose(
@@ -206,7 +369,7 @@ def prefix_refusals(problem: AttentionProblem, shared_prefix: int) -> list[str]:
     return reasons
 
 
-def _check_prefix(problem: AttentionProblem, operands: CachedOperands, shared_prefix: int, appended: bool) -> None:
+def _check_prefix(problem: AttentionProblem, operands: CachedOperands, shared_prefix: int) -> None:
     """Raises InvalidInput naming the first sequence whose beginning is not the first one's, page by page, or that is
     too short for queries behind the prefix."""
     rows = list(range(problem.batch)) if operands.rows is None else operands.rows.tolist()
@@ -217,8 +380,7 @@ def _check_prefix(problem: AttentionProblem, operands: CachedOperands, shared_pr
     pages = -(-shared_prefix // problem.page_size)
     table = operands.page_table[:, :pages].tolist()
     for row, seqlen_q in zip(rows, seqlens_q, strict=True):
-        before = used[row] if appended else used[row] - seqlen_q  # tokens before the queries
-        if before < shared_prefix - 1:
+        if used[row] - seqlen_q < shared_prefix - 1:
             raise InvalidInput(
                 f"row {row} has {used[row]} tokens, {seqlen_q} of them queries; shared_prefix={shared_prefix} must lie "
                 "before them"

@@ -22,7 +22,6 @@ DTYPES = {
     "float32": "float32",
     "fp32": "float32",
 }
-LARGEST_BYTES = 1 << 39  # of q, k or v: the largest card of the catalogue has 288 GB
 
 
 def describes_a_call(command: Callable[..., None]) -> Callable[..., None]:
@@ -99,6 +98,8 @@ def _describe(
     import torch
 
     from warpwave.checks import Options, describe_call, spell_precision
+    from warpwave.errors import InvalidInput
+    from warpwave.limits import check_size
     from warpwave.problem import Operands
 
     def tensor(*shape: int, dtype: str = DTYPES[dtype]) -> torch.Tensor:
@@ -107,20 +108,14 @@ def _describe(
         except (RuntimeError, TypeError):  # what torch says of sizes whose product, or one of which, passes 64 bits
             raise typer.BadParameter(f"no tensor can have {' x '.join(map(str, shape))} elements") from None
 
-    def operand(name: str, *shape: int) -> torch.Tensor:
-        found = tensor(*shape)
-        if found.nbytes > LARGEST_BYTES:  # tiles are counted one by one, which would not end either
-            raise typer.BadParameter(f"{name} would take {found.nbytes / 1e12:,.1f} TB, more than any GPU has")
-        return found
-
     keys, kv_heads = seqlen_q if seqlen_k is None else seqlen_k, heads if heads_kv is None else heads_kv
     rows_q, rows_k = ((batch * seqlen_q,), (batch * keys,)) if packed else ((batch, seqlen_q), (batch, keys))
     offsets = tensor(batch + 1, dtype="int32") if packed else None
     problem = describe_call(
         Operands(
-            q=operand("q", *rows_q, heads, head_dim),
-            k=operand("k", *rows_k, kv_heads, head_dim),
-            v=operand("v", *rows_k, kv_heads, head_dim if head_dim_v is None else head_dim_v),
+            q=tensor(*rows_q, heads, head_dim),
+            k=tensor(*rows_k, kv_heads, head_dim),
+            v=tensor(*rows_k, kv_heads, head_dim if head_dim_v is None else head_dim_v),
             mask=tensor(1, 1, seqlen_q, keys, dtype="bool") if mask else None,
             bias=tensor(1, heads, seqlen_q, keys, dtype="float32") if bias else None,
             alibi_slopes=tensor(heads, dtype="float32") if alibi else None,
@@ -140,6 +135,10 @@ def _describe(
             needs_grad=grad,
         ),
     )
+    try:
+        check_size(problem)
+    except InvalidInput as error:
+        raise typer.BadParameter(str(error)) from None
     return replace(problem, lengths=((seqlen_q, keys),) * batch) if packed else problem
 
 

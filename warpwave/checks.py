@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -37,6 +39,7 @@ CACHED = {
 }
 SCORES = "batch num_heads_q seqlen_q seqlen_k"
 LARGEST = torch.finfo(torch.float32).max  # of what scores are multiplied by: beyond, it is infinite where they are
+SMALLEST = torch.finfo(torch.float32).tiny
 PRECISION_NAMES = ", ".join(map(repr, PRECISIONS))
 
 
@@ -221,8 +224,11 @@ def check_cache_contents(problem: AttentionProblem, operands: CachedOperands) ->
 
 
 def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
-    """The caller's scale, or 1/sqrt of the caller's head_dim (never of a padded one)."""
-    return softmax_scale if softmax_scale is not None else (1.0 / math.sqrt(head_dim) if head_dim else 1.0)
+    """Returns the caller's scale, or 1/sqrt of the caller's head_dim (never of a padded one). A scale that float32
+    holds only as a denormal number is 0, as it is on a GPU that flushes these."""
+    if softmax_scale is None:
+        return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
+    return 0.0 if 0 < softmax_scale < SMALLEST else softmax_scale
 
 
 def bind_axes(
@@ -305,11 +311,13 @@ def check_are_tensors(operands: Operands | CachedOperands) -> None:
         if not isinstance(tensor, torch.Tensor) and (tensor is not None or needed):
             raise InvalidType(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
         if isinstance(tensor, torch.Tensor) and not is_plain(tensor):
-            found = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-            raise InvalidType(
-                f"{name} is a {found} tensor; it must be a plain strided one, to_dense() or, of sequences of their own "
-                "lengths, packed for attention_varlen"
-            )
+            if tensor.is_nested:
+                found, remedy = "nested", "pack its sequences for attention_varlen"
+            elif tensor.layout is not torch.strided:
+                found, remedy = str(tensor.layout).removeprefix("torch."), f"pass {name}.to_dense()"
+            else:
+                found, remedy = "lazily negated", f"pass {name}.resolve_neg()"
+            raise InvalidType(f"{name} is a {found} tensor; it must be a plain strided one: {remedy}")
 
 
 def check_problem(problem: AttentionProblem) -> None:
@@ -330,8 +338,31 @@ def check_problem(problem: AttentionProblem) -> None:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has one storage that strides lead through."""
-    return tensor.layout is torch.strided and not tensor.is_nested
+    """Returns whether a tensor's elements are what its strides lead to in one storage."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    return torch.compiler.is_compiling() or not tensor.is_neg()  # whose graphs hold no lazily negated tensor
+
+
+def settled(operands: Operands) -> Operands:
+    """Returns the operands of a call as kernels take them.
+
+    Views that torch negates lazily (`x.conj().imag`) are resolved. Under autocast, q, k and v of different dtypes are
+    cast to the autocast dtype, as torch casts the operands of its own attention; operands of one dtype keep it.
+    """
+    lazy = {n: t.resolve_neg() for n, t in zip(operands._fields, operands, strict=True) if _is_lazy(t)}
+    operands = operands._replace(**lazy)
+    vectors = operands[:3]
+    if all(isinstance(t, torch.Tensor) for t in vectors) and len({t.dtype for t in vectors}) > 1:
+        kind = operands.q.device.type
+        if torch.is_autocast_enabled(kind) and all(t.dtype in DTYPE_NAMES for t in vectors):
+            q, k, v = (t.to(torch.get_autocast_dtype(kind)) for t in vectors)
+            operands = operands._replace(q=q, k=k, v=v)
+    return operands
+
+
+def _is_lazy(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and not tensor.is_nested and tensor.is_neg()
 
 
 def _check_types(operands: Operands | CachedOperands) -> None:
@@ -392,10 +423,68 @@ def _check_packed(operands: Operands, size: dict[str, int], options: Options) ->
             raise InvalidInput(f"max_seqlen_{side} is {longest}; it must be at least 0")
 
 
+def as_float(name: str, value: Any) -> Any:
+    """Returns a number as a float; a symbolic number of torch.compile as it is.
+
+    Raises:
+        InvalidType: the value is a tensor, a bool, or no real number.
+    """
+    if value.__class__ is float or isinstance(value, torch.SymFloat | torch.SymInt):
+        return value
+    if isinstance(value, torch.Tensor):
+        raise InvalidType(
+            f"{name} is a {type(value).__name__}; it must be a Python number. A tensor's gradient would be lost: "
+            "multiply q by the tensor instead"
+        )
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise InvalidType(f"{name} is {value!r}; it must be a number")
+    return float(value)
+
+
+def as_int(name: str, value: Any) -> Any:
+    """Returns an integer, NumPy's included, as an int; a symbolic one of torch.compile as it is.
+
+    Raises:
+        InvalidType: the value is a tensor, a bool, or no integer.
+    """
+    if value.__class__ is int or isinstance(value, torch.SymInt):
+        return value
+    try:
+        if isinstance(value, bool | torch.Tensor):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        found = f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)
+        raise InvalidType(f"{name} is {found}; it must be an integer") from None
+
+
+def as_window(window_size: Any) -> tuple[Any, Any]:
+    """Returns both sides of a window, (-1, -1) for None.
+
+    Raises:
+        InvalidType: the value is not a pair of integers.
+    """
+    if window_size is None:
+        return (-1, -1)
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise InvalidType(f"window_size is {window_size!r}; it must be (left, right), -1 for unlimited") from None
+    return as_int("the left side of window_size", left), as_int("the right side of window_size", right)
+
+
+def as_bool(name: str, value: Any) -> bool:
+    """Returns a bool, NumPy's included, as a bool.
+
+    Raises:
+        InvalidType: the value is anything else.
+    """
+    if value.__class__ is not bool and type(value).__name__ != "bool":  # NumPy's class has that name too
+        raise InvalidType(f"{name} is {value!r}; it must be True or False")
+    return bool(value)
+
+
 def _check_scalars(options: Options, scale: float) -> None:
-    for name, value in (("softmax_scale", scale), ("softcap", options.softcap)):
-        if isinstance(value, str | bytes | Sequence):
-            raise InvalidType(f"{name} is {value!r}; it must be a number")
     if not 0 <= scale <= LARGEST:
         raise InvalidInput(
             f"softmax_scale is {scale}; it must be finite and not negative (negate q instead: the maximum of scores "

@@ -7,14 +7,10 @@ asked for ends in one sentence on stderr and exit code 2; a check that fails end
 from __future__ import annotations
 
 import atexit
-import codecs
-import errno
 import gc
-import io
 import os
 import signal
 import sys
-import unicodedata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -22,6 +18,7 @@ import typer
 
 from warpwave.call_options import describes_a_call
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
+from warpwave.terminal import OutputLost, complain, discard_output, prepare_streams, say
 
 if TYPE_CHECKING:
     from warpwave.problem import AttentionProblem
@@ -51,36 +48,32 @@ def main() -> None:
     if hasattr(signal, "SIGPIPE"):  # not on Windows
         # A reader that has seen enough (`| head`) ends the command as it ends any other, without a word.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    codecs.register_error("warpwave.plain", _plain)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", "utf8"):
-            stream.reconfigure(errors="warpwave.plain")  # a narrow space must not end a command in a traceback
     try:
+        prepare_streams()
         app(prog_name="warpwave")
     except (InvalidInput, InvalidType, UnsupportedProblem) as error:
-        print(f"warpwave: {error}", file=sys.stderr)
+        complain(error)
         sys.exit(2)
+    except OutputLost as lost:
+        _give_up(str(lost))
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.filename is not None:  # not of a stream that is open already, which typer prints help and usage to
             raise
-        print(f"warpwave: the output could not be written: {error.strerror}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the flush at the end fails, and says so, once more
-        sys.exit(2)
+        _give_up(error.strerror or str(error))
 
 
-def _plain(error: UnicodeError) -> tuple[str, int]:
-    """What stands for characters that a terminal's encoding lacks: what they are variants of, or question marks."""
-    assert isinstance(error, UnicodeEncodeError)
-    lacking = error.object[error.start : error.end]
-    plain = (unicodedata.normalize("NFKD", x).encode("ascii", "ignore").decode() or "?" for x in lacking)
-    return "".join(plain), error.end
+def _give_up(why: str) -> NoReturn:
+    """Ends a command whose output nobody can read."""
+    complain(f"the output could not be written: {why}")
+    discard_output()
+    sys.exit(2)
 
 
 def _exit_code(ended: SystemExit) -> int:
     """What the shell is told. Python prints an argument that is no number, and exits with 1."""
     if ended.code is None or isinstance(ended.code, int):
         return ended.code or 0
-    print(ended.code, file=sys.stderr)
+    say(ended.code, to=sys.stderr)
     return 1
 
 
@@ -88,11 +81,11 @@ def _exit(code: int) -> NoReturn:
     """Ends the process as `sys.exit` does, but for taking torch's modules apart, which needs a third of a second."""
     atexit._run_exitfuncs()
     try:
-        sys.stdout.flush()
-    except OSError as error:
-        print(f"warpwave: the output could not be written: {error.strerror}", file=sys.stderr)
+        say(end="", flush=True)
+    except OutputLost as lost:
+        complain(f"the output could not be written: {lost}")
         code = 2
-    sys.stderr.flush()
+    say(end="", to=sys.stderr, flush=True)
     os._exit(code)
 
 
@@ -100,7 +93,7 @@ def _show_version(asked: bool) -> None:
     if asked:
         from warpwave import __version__
 
-        print(f"warpwave {__version__}")
+        say(f"warpwave {__version__}")
         raise typer.Exit
 
 
@@ -175,7 +168,7 @@ def explain(
         _takes_no(context, "--from-table", _given(context) - {"from_table", "as_json"})
         from warpwave.tables.text import run
 
-        print(run(from_table, as_json))
+        say(run(from_table, as_json))
         return
     assert problem is not None  # call_options describes it wherever there is no table
     if ablate:
@@ -209,7 +202,7 @@ def _print_ablations(problem: AttentionProblem, name: str | None, as_json: bool)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--gpu") from None
     found = ablate(problem, gpu)
-    print(json.dumps(asdict(found), indent=2) if as_json else found)
+    say(json.dumps(asdict(found), indent=2) if as_json else found)
 
 
 def _print_explanation(
@@ -234,14 +227,14 @@ def _print_explanation(
         if measured_us is not None or record is not None:
             raise typer.BadParameter("a measured time is of one card; name that card alone", param_hint="--gpu")
         rows = what_if.what_if(problem, what_if.cards(name), kernel=kernel, hot=hot)
-        print(json.dumps([asdict(row) for row in rows], indent=2) if as_json else what_if.text(problem, rows))
+        say(json.dumps([asdict(row) for row in rows], indent=2) if as_json else what_if.text(problem, rows))
         return
     try:
         gpu = None if name is None else resolve(name)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--gpu") from None
     explanation = warpwave.explain(problem, gpu=gpu, kernel=kernel, measured_us=measured_us, record=record, hot=hot)
-    print(json.dumps(explanation.to_dict(), indent=2) if as_json else explanation)
+    say(json.dumps(explanation.to_dict(), indent=2) if as_json else explanation)
 
 
 @app.command()
@@ -282,7 +275,7 @@ def inspect_(
         tuple[str, str] | None, typer.Option(metavar="A B", help="Two configs, or two files that --json wrote.")
     ] = None,
     save: Annotated[
-        Path | None, typer.Option(help="Write the compiler's stages, SASS included, to this folder.")
+        Path | None, typer.Option(help="Write the compiler's stages, SASS included, to this folder; over no others.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -376,7 +369,8 @@ def bench(
 ) -> None:
     """Time our kernels against their peers, each checked first.
 
-    Ctrl-C keeps what is written; the same command with --resume goes on from there.
+    Ctrl-C and SIGTERM keep what is written; the same command with --resume goes on from there. Exit code 1 if a kernel
+    of ours has no time on a case, now or in the part that --resume left out.
     """
     from warpwave.bench.run import main as run
 
@@ -431,7 +425,7 @@ def report(
 ) -> None:
     """Write a record as one HTML file to read: verdicts, roofline, tables, environment.
 
-    The file needs no network and no script. A file that is not a report is never written over.
+    The file needs no network and no script. A file that is not a report, or was edited since, is never written over.
     """
     from warpwave.report.command import main as run
 

@@ -170,6 +170,28 @@ def worst(facts: Sequence[CompileFacts]) -> CompileFacts:
     )
 
 
+def mixed_descriptors(ptx: str) -> dict[str, list[str]]:
+    """Returns the addresses in shared memory that matrix descriptors of more than one layout start from.
+
+    A descriptor of wgmma is an address with its layout in the upper 32 bits, `address | layout` or `address + constant`.
+    From one address and two layouts ptxas 12.8, which Triton 3.6 and 3.7 ship, computes some of the descriptors from
+    registers that nothing has written (docs/notes/descriptors.md). Kernels of ours give tiles that share a buffer one
+    layout; `arguments.tile_widths` is how.
+
+    Args:
+        ptx: of one kernel, for sm_90.
+
+    Returns:
+        Register of the address -> upper halves of its descriptors, in hexadecimal; empty where all is well.
+    """
+    taken = set(re.findall(r"%rd\d+", " ".join(re.findall(r"wgmma\.mma_async.*", ptx))))
+    layouts: dict[str, set[int]] = {}
+    for descriptor, address, constant in re.findall(r"(?:or\.b64|add\.s64)\s+(%rd\d+), (%rd\d+), (-?\d+);", ptx):
+        if descriptor in taken:
+            layouts.setdefault(address, set()).add((int(constant) & (2**64 - 1)) >> 32)
+    return {address: sorted(map(hex, found)) for address, found in layouts.items() if len(found) > 1}
+
+
 def toolchain(gpu: Gpu) -> dict[str, str]:
     """What made the code: Triton's version, and the assembler's where it has one of its own."""
     versions = {"triton": triton.__version__}

@@ -38,6 +38,7 @@ from warpwave.report.content import Report, report
 from warpwave.report.intake import shipped_source
 from warpwave.report.machines import Source
 from warpwave.report.page import TooLarge
+from warpwave.terminal import columns, complain, say
 
 # Two to four sentences on each of eight subjects, so that every one has a neighbour in meaning.
 SENTENCES = (
@@ -227,7 +228,7 @@ def embed_and_compare(device: torch.device, dtype: torch.dtype) -> tuple[bool, l
 
     layers, heads, head_dim = bert.num_layers, bert.num_heads, caught_padded[0].q.shape[-1]
     tokens, filling = len(packed.token_ids), (~padded.is_token).double().mean().item()
-    print(
+    say(
         f"\n{len(SENTENCES)} sentences of {min(map(len, sentences))} to {packed.max_seqlen} tokens through "
         f"all-MiniLM-L6-v2 ({layers} layers of {heads} heads x {head_dim}, {_short(dtype)}):\n"
         f"padded to {tuple(padded.token_ids.shape)}, {filling:.0%} of it filling, or {tokens} tokens packed\n"
@@ -259,11 +260,13 @@ def embed_and_compare(device: torch.device, dtype: torch.dtype) -> tuple[bool, l
 def show_neighbours(embeddings: Tensor) -> None:
     """The nearest other sentence of a few, so that a person sees the embeddings mean something."""
     similarity = (embeddings @ embeddings.T).fill_diagonal_(-1)
-    print("Nearest sentences by the packed embeddings, with their cosine")
+    say("Nearest sentences by the packed embeddings, with their cosine")
+    rows = []
     for i in SHOWN_NEIGHBOURS:
         score, j = similarity[i].max(dim=0)
-        print(f"  {_clip(SENTENCES[i], 50):50}  {score.item():.2f}  {_clip(SENTENCES[int(j)], 52)}")
-    print()
+        rows.append((_clip(SENTENCES[i], 50), f"{score.item():.2f}", _clip(SENTENCES[int(j)], 52)))
+    say("\n".join(columns(rows, indent="  ")))
+    say()
 
 
 # Kernels on one input ------------------------------------------------------------------------------------------------
@@ -466,10 +469,10 @@ def sources(measurements: Sequence[Measurement], device: torch.device) -> list[S
 def print_summary(content: Report) -> None:
     """The first screen of the report: whose numbers, and the three answers."""
     for section in content.sections:
-        print(f"{section.name}: {section.provenance}")
-        for question, sentences in section.answers:
-            print(f"  {question:16} {' '.join(sentences)}")
-        print()
+        say(f"{section.name}: {section.provenance}")
+        rows = [(question, " ".join(sentences)) for question, sentences in section.answers]
+        say("\n".join(columns(rows, indent="  ")))
+        say()
 
 
 def run(device_name: str | None = None, out: Path | None = None) -> int:
@@ -486,19 +489,19 @@ def run(device_name: str | None = None, out: Path | None = None) -> int:
     try:
         command.check_writable(out)
     except CannotWrite as error:
-        print(f"warpwave: {error}", file=sys.stderr)
+        complain(error)
         return 2
     device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
     gpu = current_gpu(device)
     dtype = torch.float32 if gpu.is_cpu else torch.float16
-    print(f"warpwave {warpwave.__version__} on {gpu.name} ({gpu.arch}), torch {torch.__version__}")
+    say(f"warpwave {warpwave.__version__} on {gpu.name} ({gpu.arch}), torch {torch.__version__}")
     measurements: list[Measurement] = []
     with torch.inference_mode():
         try:
             all_right, cases = embed_and_compare(device, dtype)
         except demo_model.ModelMissing as error:
-            print(f"\nNo sentence model here: {error}. Random q, k, v stand in for its layers'.")
-            print("To get it: python3 bootstrap.py --force\n")
+            say(f"\nNo sentence model here: {error}. Random q, k, v stand in for its layers'.")
+            say("To get it: python3 bootstrap.py --force\n")
             all_right, cases = True, [small_random_case(device, dtype)]
         for case in cases + ([] if gpu.vendor == "interpreter" else random_cases(device)):
             comparison = compare(case, device)
@@ -509,9 +512,9 @@ def run(device_name: str | None = None, out: Path | None = None) -> int:
     try:
         told = sources(measurements, device)
         print_summary(report(told))
-        print(f"The report: {command.write_page(told, out)}")
+        say(f"The report: {command.write_page(told, out)}")
     except (RecordError, TooLarge, CannotWrite) as error:
-        print(f"warpwave: {error}", file=sys.stderr)
+        complain(error)
         return 2 if all_right else 1
-    print("Every check passed." if all_right else "A check FAILED: see the tables above.")
+    say("Every check passed." if all_right else "A check FAILED: see the tables above.")
     return 0 if all_right else 1

@@ -68,6 +68,7 @@ def gradients(
         module: of `module_of`.
         results: out and lse, which eager's gradients take where its forward made them.
     """
+    dout, dlse = dout.resolve_neg(), None if dlse is None else dlse.resolve_neg()
     if has_own(module, problem, gpu):
         own: Sequence[torch.Tensor | None] = module.gradients(problem, gpu, operands, dout, dlse, wanted)
         return own

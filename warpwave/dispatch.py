@@ -97,10 +97,10 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
             and not _outrun(m, problem, gpu)
         )
         module = next(able, None)
-        if module is None:  # an error budget is all that eager refuses
+        if module is None:  # an error budget is all that eager refuses, and its products are the most accurate
             raise UnsupportedProblem(
                 f"no kernel can run {problem.describe()} on {gpu.name}",
-                reasons_against(problem, gpu),
+                {eager.NAME: eager.why_not(problem, gpu)},
                 "a larger budget, or precision='default'",
             )
         return Choice(module, default_config(module, problem, gpu), "default")

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import warpwave
 from warpwave.doctor_facts import OPTIONAL, Card, Facts, look
+from warpwave.terminal import columns, say
 
 Status = Literal["ok", "warning", "problem"]
 
@@ -324,15 +325,20 @@ def _covered(arch: str, built_for: Iterable[str]) -> bool:
 def report(facts: Facts, checks: Iterable[Check]) -> str:
     """What a person reads."""
     lines = [f"warpwave {warpwave.__version__} in {Path(warpwave.__file__).resolve().parent}", platform.platform(), ""]
+    rows: list[tuple[str, ...]] = []
     for check in checks:
-        lines.append(f"{check.status:<8} {check.name:<15} {check.found}")
+        rows.append((check.status, check.name, check.found))
         if check.cure:
-            lines.append(f"{'':<8} {'cure:':>15} {check.cure}")
+            rows.append(("", "cure:", check.cure))
+    lines += columns(rows)
     if facts.kernels is not None:
         able = [name for name, reasons in facts.kernels.items() if not reasons]
         lines += ["", f"A plain causal call is served here by {able[0] if able else 'nothing'}."]
-        for name, reasons in facts.kernels.items():
-            lines.append(f"  {name:<18}" + ("can run it" if not reasons else f"cannot: {'; '.join(reasons)}"))
+        answers = (
+            (name, "can run it" if not reasons else f"cannot: {'; '.join(reasons)}")
+            for name, reasons in facts.kernels.items()
+        )
+        lines += columns(list(answers), indent="  ")
     return "\n".join([*lines, "", summary(checks)])
 
 
@@ -375,10 +381,10 @@ def run(*, as_json: bool, bundle: Path | None, force: bool) -> int:
     facts = look()
     checks = examine(facts)
     data = as_data(facts, checks)
-    print(json.dumps(data, indent=1) if as_json else report(facts, checks))
+    say(json.dumps(data, indent=1) if as_json else report(facts, checks))
     if bundle is not None:
         from warpwave.bundle import write
 
         write(bundle, data, facts, force=force)
-        print(f"wrote {bundle}", file=sys.stderr)
+        say(f"wrote {bundle}", to=sys.stderr)
     return 1 if data["problems"] else 0

@@ -199,7 +199,7 @@ def _cache_folder(environment: Mapping[str, str]) -> Path:
     """Where Triton keeps compiled kernels, by its own rules."""
     if folder := environment.get("TRITON_CACHE_DIR"):
         return Path(folder)
-    return Path(environment.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
+    return Path(environment.get("TRITON_HOME") or os.path.expanduser("~")) / ".triton" / "cache"
 
 
 def _try_to_write(folder: Path) -> tuple[str, int | None]:

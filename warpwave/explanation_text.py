@@ -12,6 +12,7 @@ from warpwave.ladder import LOSSES
 from warpwave.losses import recommendation
 from warpwave.problem import DTYPE_BYTES
 from warpwave.roofline import Bound, Roofline, byte, figure, flop, us
+from warpwave.terminal import columns
 
 if TYPE_CHECKING:
     from warpwave.accuracy import Accuracy
@@ -192,11 +193,13 @@ def _predicted(said: Explanation) -> Iterator[str]:
         yield from _steps([(name, f, p.times_us[name]) for name, f in p.factors.items()], p.bound_us)
 
 
-def _steps(steps: list[tuple[str, float, float]], bound_us: float) -> Iterator[str]:
-    yield f"  {'bound':18}{us(bound_us):>12}"
-    for name, factor, after in steps:
-        if factor >= 1.005 or name == "remainder":
-            yield f"  {name:18}{us(after):>12}  x {factor:.3f}  {LOSSES.get(name, 'what the model did not foresee')}"
+def _steps(steps: list[tuple[str, float, float]], bound_us: float) -> list[str]:
+    shown = [step for step in steps if step[1] >= 1.005 or step[0] == "remainder"]
+    rows = [
+        (name, us(after), f"x {factor:.3f}", LOSSES.get(name, "what the model did not foresee"))
+        for name, factor, after in shown
+    ]
+    return columns([("bound", us(bound_us)), *rows], right=(1,), indent="  ")
 
 
 def _losses(said: Explanation) -> Iterator[str]:
@@ -218,25 +221,15 @@ def _losses(said: Explanation) -> Iterator[str]:
 def _table(said: Explanation, of_kernel: bool) -> Iterator[str]:
     """One line a resource: its time by each set of rates, the longest marked, and the arithmetic of the first."""
     sets = [known for known in (said.bounds, said.measured) if known is not None]
-    columns = [{b.resource: b for b in known.bounds if b.of_kernel == of_kernel} for known in sets]
-    names = list(dict.fromkeys(name for column in columns for name in column))
+    by_set = [{b.resource: b for b in known.bounds if b.of_kernel == of_kernel} for known in sets]
+    names = list(dict.fromkeys(name for of_set in by_set for name in of_set))
     if not names:
         return
-    widths = [max(14, len(known.rates.name) + 2) for known in sets]
-    wide = max(len(name) for name in names) + 2
-    yield (
-        "  "
-        + " " * wide
-        + "".join(f"{known.rates.name:<{w}}" for known, w in zip(sets, widths, strict=True))
-        + "arithmetic"
-    )
+    rows = [("", *(known.rates.name for known in sets), "arithmetic")]
     for name in names:
-        cells = "".join(
-            f"{_cell(column.get(name), known, of_kernel):<{w}}"
-            for column, known, w in zip(columns, sets, widths, strict=True)
-        )
-        first = next(column[name] for column in columns if name in column)
-        yield f"  {name:<{wide}}{cells}{first.arithmetic}"
+        cells = (_cell(of_set.get(name), known, of_kernel) for of_set, known in zip(by_set, sets, strict=True))
+        rows.append((name, *cells, next(of_set[name] for of_set in by_set if name in of_set).arithmetic))
+    yield from columns(rows, indent="  ")
 
 
 def _cell(bound: Bound | None, known: Roofline, of_kernel: bool) -> str:

@@ -23,7 +23,11 @@ from warpwave.compiled import CannotCompile, CompileFacts, compile_launches, too
 from warpwave.errors import InvalidInput, UnsupportedProblem
 from warpwave.hardware.gpu import Gpu
 from warpwave.hardware.occupancy import Occupancy, occupancy
+from warpwave.input_files import parse_json
+from warpwave.output_files import Kind, write_output
 from warpwave.problem import AttentionProblem
+from warpwave.schema import Anything, Flag, Integer, ListOf, MapOf, Number, OneOf, OrNone, Table, Text, check
+from warpwave.terminal import printable
 
 SCHEMA_VERSION = 1
 
@@ -60,6 +64,51 @@ GROUPS: dict[str, re.Pattern[str]] = {
     }.items()
 }
 OTHER = "other"  # addresses, predicates, moves, branches
+
+
+# What `Inspection.to_json` writes, and `--diff` reads.
+_WORD, _COUNT = Text(500), Integer(0, 1 << 53)
+_FACTS = Table(
+    required={
+        "name": _WORD,
+        "arch": _WORD,
+        **dict.fromkeys(("registers", "accumulators", "spill_bytes", "smem_bytes", "num_warps"), _COUNT),
+        "instructions": MapOf(_COUNT, 100_000),
+        "compile_s": Number(0, 1e9),
+        "cached": Flag(),
+    }
+)
+_OCCUPANCY = Table(
+    required={
+        "unit": _WORD,
+        "limit": _WORD,
+        **dict.fromkeys(("blocks", "by_registers", "by_smem", "by_warps", "warps", "max_warps"), _COUNT),
+    }
+)
+_FINDING = Table(
+    required={
+        "kernel": _WORD,
+        "arch": _WORD,
+        "config": MapOf(Anything()),
+        "is_default": Flag(),
+        "smem_limit_bytes": _COUNT,
+        "register_limit": _COUNT,
+        "facts": OrNone(_FACTS),
+        "occupancy": OrNone(_OCCUPANCY),
+        "groups": MapOf(_COUNT),
+        "error": Text(100_000),
+    }
+)
+INSPECTION = Table(
+    required={
+        "schema_version": OneOf((SCHEMA_VERSION,)),
+        "kind": OneOf(("inspection",)),
+        "problem": Text(10_000),
+        "warpwave": _WORD,
+        "tools": MapOf(MapOf(_WORD)),
+        "findings": ListOf(_FINDING, 0, 100_000),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -122,19 +171,11 @@ class Inspection:
         """The inverse of `to_json`.
 
         Raises:
-            ValueError: the text is not what `to_json` writes; the message says how it differs.
+            Unreadable, Mismatch: the text is not what `to_json` writes; the message says how it differs.
         """
-        try:
-            data = json.loads(text)
-            if data["kind"] != "inspection" or data["schema_version"] != SCHEMA_VERSION:
-                raise ValueError(f"it holds {data['kind']!r}, version {data['schema_version']!r}")
-            findings = tuple(_finding(item) for item in data["findings"])
-            tools = {str(arch): dict(versions) for arch, versions in data["tools"].items()}
-            return cls(str(data["problem"]), str(data["warpwave"]), tools, findings)
-        except KeyError as error:
-            raise ValueError(f"{error} is missing") from None
-        except (TypeError, AttributeError) as error:
-            raise ValueError(str(error)) from None
+        data = parse_json(text)
+        check(INSPECTION, data)
+        return cls(data["problem"], data["warpwave"], data["tools"], tuple(map(_finding, data["findings"])))
 
 
 def _finding_data(f: Finding) -> dict[str, Any]:
@@ -144,9 +185,9 @@ def _finding_data(f: Finding) -> dict[str, Any]:
 
 
 def _finding(data: dict[str, Any]) -> Finding:
-    values = {field.name: data[field.name] for field in fields(Finding)}
+    values = dict(data)
     if values["facts"] is not None:
-        facts = {field.name: values["facts"][field.name] for field in fields(CompileFacts)}
+        facts = values["facts"]
         values["facts"] = CompileFacts(**{**facts, "instructions": Counter(facts["instructions"])})
     if values["occupancy"] is not None:
         values["occupancy"] = Occupancy(**values["occupancy"])
@@ -219,7 +260,7 @@ def _inspect_one(
         raise
     except Exception as error:  # the compiler's own, of many types: one config must not end the inspection of others
         lines = str(error).strip().splitlines() or [""]
-        return [replace(nothing, error=f"{type(error).__name__}: {lines[0]}")]
+        return [replace(nothing, error=f"{type(error).__name__}: {printable(lines[0])}")]
     findings = []
     for facts, texts in launches:
         fitting = occupancy(
@@ -233,8 +274,14 @@ def _inspect_one(
         if save is not None:
             name = "-".join([gpu.arch, kernel.NAME.replace("/", "-"), facts.name, config_name(asdict(config))])
             for stage, text in texts.items():
-                (save / f"{name}.{stage}").write_text(text)
+                write_output(save / f"{name}.{stage}", text, Kind(f"{stage} of the same text", _holds(text)))
     return findings
+
+
+def _holds(text: str) -> Callable[[Path], bool]:
+    """Whether a file has this text already, so that writing it again changes nothing."""
+    content = text.encode()
+    return lambda path: path.stat().st_size == len(content) and path.read_bytes() == content
 
 
 def group(instructions: Counter[str]) -> dict[str, int]:

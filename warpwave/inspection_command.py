@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from warpwave.bench.table import plain, print_table
 from warpwave.compiled import CannotCompile
 from warpwave.errors import InvalidInput
 from warpwave.hardware.gpu import Gpu
+from warpwave.input_files import Unreadable, read_text
 from warpwave.inspection import Finding, Inspection, config_name, inspect, parse_config
 from warpwave.inspection_text import (
     Difference,
@@ -27,6 +29,8 @@ from warpwave.inspection_text import (
     table,
 )
 from warpwave.problem import AttentionProblem
+from warpwave.schema import Mismatch
+from warpwave.terminal import say
 
 
 @dataclass(frozen=True)
@@ -77,22 +81,22 @@ def run(problem: AttentionProblem, request: Request) -> int:
     if request.diff is not None:
         differences = [d for gpu in gpus for d in _config_differences(inspection.findings, gpu, configs(gpu))]
         if request.as_json:
-            print(_differences_json(differences))
+            say(_differences_json(differences))
         else:
-            print(f"{inspection.problem}\n{describe_tools(inspection)}\n")
-            print("\n\n".join(map(describe_difference, differences)))
+            say(f"{inspection.problem}\n{describe_tools(inspection)}\n")
+            say("\n\n".join(map(describe_difference, differences)))
     elif request.as_json:
-        print(inspection.to_json())
+        say(inspection.to_json())
     else:
-        print(f"call  {inspection.problem}\nby    {describe_tools(inspection)}\n")
+        say(f"call  {inspection.problem}\nby    {describe_tools(inspection)}\n")
         if len(inspection.findings) <= 3:
-            print("\n\n".join(map(describe, inspection.findings)))
+            say("\n\n".join(map(describe, inspection.findings)))
         elif sys.stdout.isatty():
             print_table(table(inspection.findings))
         else:
-            print(plain(table(inspection.findings)), end="")
+            say(plain(table(inspection.findings)), end="")
         if request.save is not None:
-            print(f"\nsaved to {request.save}")
+            say(f"\nsaved to {request.save}")
     return 0 if all(f.fits for f in inspection.findings) else 1
 
 
@@ -109,10 +113,10 @@ def _check_they_differ(configs: Sequence[Any]) -> None:
 def _files(names: tuple[str, str]) -> tuple[Path, Path] | None:
     """Both as files, where either looks like one."""
     paths = Path(names[0]), Path(names[1])
-    if not any(path.suffix == ".json" or path.exists() for path in paths):
+    if not any(path.suffix == ".json" or os.path.exists(path) for path in paths):
         return None
     for path in paths:
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise InvalidInput(f"--diff: there is no file {path}; give two files of `inspect --json`, or two configs")
     return paths
 
@@ -121,22 +125,20 @@ def _print_file_differences(before: Path, after: Path, *, as_json: bool) -> int:
     loaded = []
     for path in (before, after):
         try:
-            loaded.append(Inspection.from_json(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
+            loaded.append(Inspection.from_json(read_text(path)))
+        except (Unreadable, Mismatch) as error:
             raise InvalidInput(f"{path} is no file of `warpwave inspect --json`: {error}") from None
     old, new = loaded
     differences = compare(old.findings, new.findings)
     if as_json:
-        print(_differences_json(differences))
+        say(_differences_json(differences))
         return 0
     for letter, inspection, path in (("A", old, before), ("B", new, after)):
-        print(
-            f"{letter}  {path}: warpwave {inspection.warpwave}, {describe_tools(inspection)}\n   {inspection.problem}"
-        )
+        say(f"{letter}  {path}: warpwave {inspection.warpwave}, {describe_tools(inspection)}\n   {inspection.problem}")
     if old.problem != new.problem:
-        print("   the calls differ, so the code may for that reason alone")
-    print()
-    print("\n\n".join(map(describe_difference, differences)))
+        say("   the calls differ, so the code may for that reason alone")
+    say()
+    say("\n\n".join(map(describe_difference, differences)))
     return 0
 
 
@@ -190,9 +192,9 @@ def _progress() -> Callable[[int, int], None] | None:
         return None
     started = time.monotonic()
 
-    def say(done: int, of: int) -> None:
+    def tell(done: int, of: int) -> None:
         if of > 3:
             end = "\r" if done < of else "\r\033[K"
-            print(f"compiled {done} of {of}, {time.monotonic() - started:.0f} s", end=end, file=sys.stderr, flush=True)
+            say(f"compiled {done} of {of}, {time.monotonic() - started:.0f} s", end=end, to=sys.stderr, flush=True)
 
-    return say
+    return tell

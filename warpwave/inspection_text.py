@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from warpwave.bench.table import Table
 from warpwave.inspection import Finding, Inspection, config_name, group
+from warpwave.terminal import columns
 
 SHOWN_OPCODES = 12  # of a difference
 
@@ -37,8 +38,8 @@ def describe(finding: Finding) -> str:
         )
     total = sum(finding.groups.values())
     lines.append(f"  instructions   {total:,} in the listing, loops not unrolled")
-    for name, count in finding.groups.items():
-        lines.append(f"    {name:<24}{count:>6}  {_opcodes_of(name, facts.instructions)}")
+    groups = [(name, str(n), _opcodes_of(name, facts.instructions)) for name, n in finding.groups.items()]
+    lines += columns(groups, right=(1,), indent="    ")
     lines.append(f"  compiled       in {facts.compile_s:.2f} s" + (" (from Triton's cache)" if facts.cached else ""))
     return "\n".join(lines)
 
@@ -178,10 +179,8 @@ def describe_difference(difference: Difference) -> str:
         return difference.title
     if not difference.changed and not difference.opcodes:
         return f"{difference.title}: no difference"
-    width = max(map(len, difference.changed), default=0)
-    lines = [difference.title]
-    for name, (a, b) in difference.changed.items():
-        lines.append(f"  {name:<{width}}  {_shown(a)} -> {_shown(b)}{_delta(a, b)}")
+    changes = [(name, f"{_shown(a)} -> {_shown(b)}{_delta(a, b)}") for name, (a, b) in difference.changed.items()]
+    lines = [difference.title, *columns(changes, indent="  ")]
     moved = list(difference.opcodes.items())
     if moved:
         shown = ", ".join(f"{opcode} {a} -> {b}" for opcode, (a, b) in moved[:SHOWN_OPCODES])

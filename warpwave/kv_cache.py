@@ -1,26 +1,67 @@
-"""`PagedKVCache`: keys and values of many sequences in pages of one pool, and the tables that say which page is whose.
+"""`PagedKVCache`: keys and values of many sequences in pages of one pool, and the tables that map pages to sequences.
 
 Kwon et al., "Efficient memory management for large language model serving with PagedAttention" (2023). The host keeps
-the books: which pages are free, whose they are and how long each sequence is, so that nothing here waits for the
+the books: which pages are free, which sequence holds them, and how long each sequence is. So nothing here waits for the
 device. The device has copies of what kernels read, the page table and the lengths, in tensors that never move: a CUDA
 graph captured once sees every later change.
+
+Every method checks its arguments, then changes the device, then changes the books. The device's tables change in one
+operation, and the books change by assignments that cannot fail, so an error leaves both as they were.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 
-from warpwave.checks import DTYPE_NAMES, bind_axes, check_offsets
+from warpwave.bounded import Bounded
+from warpwave.checks import DTYPE_NAMES, as_int, bind_axes, is_plain
 from warpwave.errors import InvalidInput, InvalidType, OutOfPages
 from warpwave.kernels import append_kv
 
 EVICTED = -1  # stands in a page table for a page that was given back
 MAX_INDICES = 256  # row tensors kept for calls that name the same rows again
+ALIGNMENT = 64  # int32 numbers in 256 bytes: kernels are compiled for addresses that are multiples of 16
+
+
+def integers(name: str, values: Any, each: str = "") -> list[int]:
+    """Returns the numbers of a sequence on the host as a list of ints.
+
+    Args:
+        name: the argument, for messages.
+        values: a sequence of integers.
+        each: what messages call one number; `name[i]` if empty.
+
+    Raises:
+        InvalidType: the values are no sequence, or one of them is no integer.
+    """
+    try:
+        listed = list(values)
+    except TypeError:
+        raise InvalidType(f"{name} is {values!r}; it must be a sequence of integers") from None
+    if {*map(type, listed)} <= {int}:  # a fifth of what the loop takes
+        return listed
+    return [as_int(each or f"{name}[{i}]", v) for i, v in enumerate(listed)]
+
+
+def integer_or_integers(name: str, value: Any, each: str = "") -> int | list[int]:
+    """Returns one number as an int, or the numbers of a sequence as a list, as `as_int` and `integers` do."""
+    if isinstance(value, Iterable):
+        return integers(name, value, each)
+    number: int = as_int(each or name, value)
+    return number
+
+
+def _one_or_many(rows: Any) -> list[int]:
+    """Returns one row, or the rows of a sequence, as a list."""
+    listed = integer_or_integers("rows", rows, "a row")
+    return [listed] if isinstance(listed, int) else listed
 
 
 class Rotary(NamedTuple):
@@ -67,17 +108,44 @@ class CacheLayer:
     seqused_k: torch.Tensor
 
 
-@dataclass
+@dataclass(eq=False)
 class _Sequence:
     """One row's books.
 
     Attributes:
         length: tokens.
-        pages: page ids in order, `EVICTED` for those given back.
+        pages: page ids in order; the first `evicted` of them are `EVICTED`.
+        evicted: pages that were given back. Their tokens lie before the window of every later query.
+        window_left: the window of `evict`, which later queries keep to; without meaning while `evicted` is 0.
     """
 
     length: int = 0
     pages: list[int] = field(default_factory=list)
+    evicted: int = 0
+    window_left: int = 0
+
+
+class _Growth(NamedTuple):
+    """The new tokens of some sequences: what changes in the books, and the tensors that change the device.
+
+    Attributes:
+        num_pages: pages that leave the stack of free pages.
+        replaced: (sequence, its last page, the free page that becomes its copy) where another sequence has that page.
+        ends: (sequence, its new length, its new pages).
+        cells: places in the device's tables that change, int64.
+        after, before: the numbers of these places after the growth, and those that undo it, int32.
+        copies: int64 (2, pages): pages to copy, and where to; None for no page.
+        offsets: int32 (sequences + 1,): where each sequence's new tokens begin in a pack of them.
+    """
+
+    num_pages: int
+    replaced: list[tuple[_Sequence, int, int]]
+    ends: list[tuple[_Sequence, int, list[int]]]
+    cells: torch.Tensor
+    after: torch.Tensor
+    before: torch.Tensor
+    copies: torch.Tensor | None
+    offsets: torch.Tensor
 
 
 class PagedKVCache:
@@ -107,6 +175,11 @@ class PagedKVCache:
     Raises:
         InvalidInput, InvalidType: a size or dtype that no cache can have.
 
+    Note:
+        A method that raises has changed nothing: neither the books nor the device's tables nor a token. A cache works
+        inside and outside of `torch.inference_mode`, wherever it was made, and its pools never require a gradient.
+        Methods that change a cache must not run in two threads at the same time.
+
     Example:
         >>> import torch, warpwave
         >>> cache = warpwave.PagedKVCache(num_pages=8, page_size=16, num_heads_kv=2, head_dim=64, max_batch=4,
@@ -133,37 +206,62 @@ class PagedKVCache:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cuda",
     ) -> None:
-        head_dim_v = head_dim if head_dim_v is None else head_dim_v
         sizes = {
-            "num_pages": num_pages, "page_size": page_size, "num_heads_kv": num_heads_kv, "head_dim": head_dim,
-            "head_dim_v": head_dim_v, "num_layers": num_layers, "max_batch": max_batch, "max_seqlen": max_seqlen,
+            name: as_int(name, size)
+            for name, size in {
+                "num_pages": num_pages, "page_size": page_size, "num_heads_kv": num_heads_kv, "head_dim": head_dim,
+                "head_dim_v": head_dim if head_dim_v is None else head_dim_v, "num_layers": num_layers,
+                "max_batch": max_batch, "max_seqlen": max_seqlen,
+            }.items()
         }  # fmt: skip
         for name, size in sizes.items():
-            if not isinstance(size, int) or isinstance(size, bool):
-                raise InvalidType(f"{name} is {size!r}; it must be an integer")
             if size < 1:
                 raise InvalidInput(f"{name} is {size}; it must be at least 1")
+        num_pages, page_size, num_heads_kv, head_dim, head_dim_v, num_layers, max_batch, max_seqlen = sizes.values()
         if page_size & (page_size - 1):
             raise InvalidInput(f"page_size is {page_size}; it must be a power of two: 1, 16, 32, 64, 128 or 256")
         if dtype not in DTYPE_NAMES:
             raise InvalidType(f"dtype is {dtype}; it must be one of {', '.join(map(str, DTYPE_NAMES))}")
         self.num_pages, self.page_size, self.max_batch, self.max_seqlen = num_pages, page_size, max_batch, max_seqlen
-        self.page_table = torch.zeros(max_batch, -(-max_seqlen // page_size), dtype=torch.int32, device=device)
-        self.seqused_k = torch.zeros(max_batch, dtype=torch.int32, device=device)
-        self.device = self.page_table.device
-        self.layers = tuple(
-            CacheLayer(
-                torch.empty(num_pages, page_size, num_heads_kv, head_dim, dtype=dtype, device=device),
-                torch.empty(num_pages, page_size, num_heads_kv, head_dim_v, dtype=dtype, device=device),
-                self.page_table,
-                self.seqused_k,
-            )
-            for _ in range(num_layers)
-        )
+        self._columns = -(-max_seqlen // page_size)
+        # The page table and the lengths lie in one tensor, so that one operation changes both or raises.
+        self._lengths_at = -(-max_batch * self._columns // ALIGNMENT) * ALIGNMENT
+        with torch.inference_mode(False):  # else only inference mode could change these tensors
+            self._tables = torch.zeros(self._lengths_at + max_batch, dtype=torch.int32, device=device)
+            self._pools = [
+                tuple(
+                    torch.empty(num_pages, page_size, num_heads_kv, width, dtype=dtype, device=device)
+                    for width in (head_dim, head_dim_v)
+                )
+                for _ in range(num_layers)
+            ]
         self._sequences: list[_Sequence | None] = [None] * max_batch
         self._free = list(range(num_pages - 1, -1, -1))  # a stack: the page freed last is taken first
         self._references = [0] * num_pages
-        self._indices: dict[tuple[int, ...], torch.Tensor] = {}
+        self._make_views()
+
+    def _make_views(self) -> None:
+        """Sets what follows from the tensors: the views of the tables, and the layers."""
+        with torch.inference_mode(False):
+            self.page_table, self.seqused_k = self._views(self._tables)
+        self.device = self._tables.device
+        self.layers = tuple(CacheLayer(k, v, self.page_table, self.seqused_k) for k, v in self._pools)
+        self._indices: Bounded[tuple[int, ...], torch.Tensor] = Bounded(MAX_INDICES)
+
+    def _views(self, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the page table and the lengths that lie in a tensor like `_tables`."""
+        return tables[: self.max_batch * self._columns].view(self.max_batch, -1), tables[self._lengths_at :]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("page_table", "seqused_k", "layers", "_indices")  # pickle would make them copies
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._make_views()
 
     # What there is ---------------------------------------------------------------------------------------------------
 
@@ -216,23 +314,20 @@ class PagedKVCache:
         return min(common * self.page_size, *(s.length for s in sequences), self.max_seqlen)
 
     def index(self, rows: Sequence[int]) -> torch.Tensor:
-        """The rows as int32 on the cache's device; the same tensor for the same rows, as long as they are asked for."""
-        key = tuple(rows)
-        found = self._indices.pop(key, None)
+        """Returns the rows as int32 on the cache's device: the same tensor for the same rows, while they are in use."""
+        key = tuple(integers("rows", rows, "a row"))
+        found = self._indices.get(key)
         if found is None:
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     "rows are a list and a CUDA graph is being captured: pass cache.index(rows), made before that"
                 )
             for row in key:
-                if not isinstance(row, int) or isinstance(row, bool):
-                    raise InvalidType(f"a row is {row!r}; rows are integers, as add() returns them")
                 if not 0 <= row < self.max_batch:
                     raise InvalidInput(f"row {row} is none of the cache's {self.max_batch} rows")
-            found = torch.tensor(key, dtype=torch.int32).to(self.device)
-        self._indices[key] = found  # the latest last
-        while len(self._indices) > MAX_INDICES:
-            del self._indices[next(iter(self._indices))]
+            with torch.inference_mode(False):
+                found = torch.tensor(key, dtype=torch.int32).to(self.device)
+        self._indices.put(key, found)
         return found
 
     # Sequences come and go -------------------------------------------------------------------------------------------
@@ -243,87 +338,115 @@ class PagedKVCache:
         Raises:
             InvalidInput: all rows hold sequences.
         """
-        for row, sequence in enumerate(self._sequences):
-            if sequence is None:
-                self._sequences[row] = _Sequence()
-                return row
-        raise InvalidInput(f"all {self.max_batch} rows of the cache hold sequences; free one, or raise max_batch")
+        row = self._free_row()
+        self._sequences[row] = _Sequence()
+        return row
 
     def fork(self, row: int, length: int | None = None) -> int:
-        """Begins a sequence that shares the first `length` tokens of another (all of them if None): no page is copied
-        until one of the two writes into it. Returns the new row.
+        """Begins a sequence that shares the first `length` tokens of another sequence, all of them if None. No page is
+        copied until one of the two sequences writes into it. Returns the new row.
+
+        The new sequence has lost the tokens that the other one has lost to `evict`, and keeps to the same window.
 
         Raises:
-            InvalidInput: the other has fewer tokens, or all rows hold sequences.
+            InvalidInput: the other sequence has fewer tokens, or the new sequence would need evicted tokens, or all
+                rows hold sequences.
+            InvalidType: row or length is no integer.
         """
+        row = as_int("a row", row)
         parent = self._of(row)
-        length = parent.length if length is None else length
+        length = parent.length if length is None else as_int("length", length)
         if not 0 <= length <= parent.length:
             raise InvalidInput(f"length is {length}; the sequence of row {row} has {parent.length} tokens to share")
+        self._refuse_evicted(row, parent, length)
         self._refuse_capture("fork")
-        child = self.add()
+        child = self._free_row()
         pages = parent.pages[: -(-length // self.page_size)]
+        self._publish([(child, column, page) for column, page in enumerate(pages)], [(child, length)])
         for page in pages:
             if page != EVICTED:
                 self._references[page] += 1
-        self._sequences[child] = _Sequence(length, pages)
-        self._publish([(child, column, page) for column, page in enumerate(pages)], [child])
+        self._sequences[child] = _Sequence(length, pages, parent.evicted if length else 0, parent.window_left)
         return child
 
     def free(self, rows: Sequence[int] | int) -> None:
-        """Ends sequences. Pages that nobody else shares are free again."""
-        rows = [rows] if isinstance(rows, int) else list(rows)
-        sequences = self._distinct(rows)
+        """Ends sequences. Pages that no other sequence shares are free again."""
+        listed = _one_or_many(rows)
+        sequences = self._distinct(listed)
         self._refuse_capture("free")
-        for row, sequence in zip(rows, sequences, strict=True):
+        self._publish([], [(row, 0) for row in listed])
+        for row, sequence in zip(listed, sequences, strict=True):
             self._give_back(sequence.pages)
             self._sequences[row] = None
-        self._publish([], rows)
 
     def truncate(self, row: int, length: int) -> None:
         """Takes back the last tokens of a sequence, as when drafted tokens are refused, and the pages that held
         them.
 
         Raises:
-            InvalidInput: the sequence is shorter than that, or what would be its end was evicted.
+            InvalidInput: the sequence is shorter than that, or queries behind the remaining tokens would need tokens
+                that were evicted.
+            InvalidType: row or length is no integer.
         """
+        row, length = as_int("a row", row), as_int("length", length)
         sequence = self._of(row)
         if not 0 <= length <= sequence.length:
             raise InvalidInput(f"length is {length}; the sequence of row {row} has {sequence.length} tokens")
-        kept = -(-length // self.page_size)
-        if kept and sequence.pages[kept - 1] == EVICTED:
-            raise InvalidInput(f"length is {length}; those tokens of row {row} were evicted")
+        self._refuse_evicted(row, sequence, length)
         self._refuse_capture("truncate")
+        self._publish([], [(row, length)])
+        kept = -(-length // self.page_size)
         self._give_back(sequence.pages[kept:])
         del sequence.pages[kept:]
-        sequence.length = length
-        self._publish([], [row])
+        sequence.length, sequence.evicted = length, min(sequence.evicted, kept)
 
-    def evict(self, rows: Sequence[int] | int, window_left: int) -> int:
+    def evict(self, rows: Sequence[int] | int, window_left: int, max_truncate: int = 0) -> int:
         """Gives back the pages that no later query sees through a sliding window (window_left, ...). Positions and
         lengths stay what they are.
 
         Args:
             window_left: keys that a query sees before its own position: the next token of a sequence of n tokens sees
-                keys from `n - window_left`.
+                keys from `n - window_left`. Later queries must keep to this window.
+            max_truncate: the most tokens that `truncate`, or a `fork` of a part, may take off the present length later:
+                keys from `n - max_truncate - window_left` are kept.
 
         Returns:
             How many pages became free.
+
+        Raises:
+            InvalidInput: a number is negative, or the window needs tokens that an earlier call evicted.
+            InvalidType: a row or a number is no integer.
         """
-        rows = [rows] if isinstance(rows, int) else list(rows)
-        sequences = self._distinct(rows)
+        listed = _one_or_many(rows)
+        sequences = self._distinct(listed)
+        window_left, max_truncate = as_int("window_left", window_left), as_int("max_truncate", max_truncate)
         if window_left < 0:
             raise InvalidInput(f"window_left is {window_left}; it must be at least 0: without a window all is seen")
+        if max_truncate < 0:
+            raise InvalidInput(f"max_truncate is {max_truncate}; it must be at least 0")
+        behind = []  # pages of each sequence that end before the window
+        for row, sequence in zip(listed, sequences, strict=True):
+            first = sequence.evicted * self.page_size
+            if max(0, sequence.length - window_left) < first:
+                raise InvalidInput(
+                    f"window_left is {window_left}; the tokens of row {row} before {first} were evicted, so the next "
+                    f"of its {sequence.length} tokens can see at most {sequence.length - first} keys before it"
+                )
+            kept = max(0, sequence.length - max_truncate - window_left)
+            behind.append(max(sequence.evicted, kept // self.page_size))
         self._refuse_capture("evict")
-        before, changes = len(self._free), []
-        for row, sequence in zip(rows, sequences, strict=True):
-            behind = max(0, sequence.length - window_left) // self.page_size
-            for column in range(min(behind, len(sequence.pages))):
-                if sequence.pages[column] != EVICTED:
-                    self._give_back([sequence.pages[column]])
-                    sequence.pages[column] = EVICTED
-                    changes.append((row, column, EVICTED))
+        changes = [
+            (row, column, EVICTED)
+            for row, sequence, end in zip(listed, sequences, behind, strict=True)
+            for column in range(sequence.evicted, end)
+        ]
         self._publish(changes, [])
+        before = len(self._free)
+        for sequence, end in zip(sequences, behind, strict=True):
+            for column in range(sequence.evicted, end):
+                self._give_back([sequence.pages[column]])
+                sequence.pages[column] = EVICTED
+            sequence.evicted, sequence.window_left = end, window_left
         return len(self._free) - before
 
     # Tokens come -----------------------------------------------------------------------------------------------------
@@ -341,46 +464,13 @@ class PagedKVCache:
         Raises:
             OutOfPages: too few pages are free.
             InvalidInput: a row without a sequence or named twice, or a sequence longer than max_seqlen.
+            InvalidType: a row or a count is no integer.
             RuntimeError: a CUDA graph is being captured.
         """
-        rows = list(rows)
-        counts = [counts] * len(rows) if isinstance(counts, int) else list(counts)
-        self._check_extension(rows, counts)
-        references = Counter[int]()
-        copies: list[tuple[int, int]] = []  # row, page that others share and it would write into
-        needed = 0
-        for row, count in zip(rows, counts, strict=True):
-            sequence = self._of(row)
-            needed += max(0, -(-(sequence.length + count) // self.page_size) - len(sequence.pages))
-            if count and sequence.length % self.page_size:
-                page = sequence.pages[-1]
-                if self._references[page] - references[page] > 1:
-                    references[page] += 1
-                    copies.append((row, page))
-        needed += len(copies)
-        if needed > len(self._free):
-            raise OutOfPages(needed, len(self._free), self.num_pages)
-
-        changes = []
-        new_pages = []
-        for row, page in copies:
-            sequence = self._of(row)
-            self._references[page] -= 1
-            new_pages.append(self._take())
-            sequence.pages[-1] = new_pages[-1]
-            changes.append((row, len(sequence.pages) - 1, new_pages[-1]))
-        for row, count in zip(rows, counts, strict=True):
-            sequence = self._of(row)
-            sequence.length += count
-            while len(sequence.pages) * self.page_size < sequence.length:
-                sequence.pages.append(self._take())
-                changes.append((row, len(sequence.pages) - 1, sequence.pages[-1]))
-        if copies:
-            from_to = torch.tensor([[page for _, page in copies], new_pages]).to(self.device)
-            for layer in self.layers:
-                for pool in (layer.k, layer.v):
-                    pool[from_to[1]] = pool[from_to[0]]
-        self._publish(changes, rows)
+        listed, numbers = integers("rows", rows, "a row"), integer_or_integers("counts", counts)
+        numbers = [numbers] * len(listed) if isinstance(numbers, int) else numbers
+        with self._grown(self._growth(listed, self._check_growth(listed, numbers), numbers)):
+            pass
 
     def append(
         self,
@@ -396,72 +486,129 @@ class PagedKVCache:
 
         Args:
             rows: which sequences.
-            k_new: (len(rows), seqlen, num_heads_kv, head_dim), or packed (total, num_heads_kv, head_dim).
+            k_new: (len(rows), seqlen, num_heads_kv, head_dim), or packed (total, num_heads_kv, head_dim). A gradient is
+                not passed on: the cache stores the values alone.
             v_new: the same of V.
-            cu_seqlens: int32 (len(rows) + 1,) where tokens are packed.
-            counts: the same as lengths on the host, where they are packed: new tokens of each sequence.
+            cu_seqlens: int32 (len(rows) + 1,), the offsets of `counts` on the device. Only its shape and dtype are
+                looked at: `counts` decides which tokens go to which row.
+            counts: new tokens of each sequence, where they are packed.
             rotary: rotates k_new to the tokens' positions first.
 
         Raises:
             OutOfPages, InvalidInput, InvalidType, RuntimeError: as `extend`, and where a tensor does not fit.
         """
-        write, new, counts = self.prepare_append(
-            self.layer, rows, k_new, v_new, cu_seqlens=cu_seqlens, counts=counts, rotary=rotary
-        )
-        self.extend(rows, counts)
-        write(new)
+        if cu_seqlens is not None and counts is None:
+            raise InvalidInput("cu_seqlens was given without counts, the same lengths on the host")
+        listed = integers("rows", rows, "a row")
+        if cu_seqlens is not None:
+            check_offsets_tensor("cu_seqlens", cu_seqlens, len(listed))
+        numbers = None if counts is None else integers("counts", counts)
+        with self.prepare_append(self.layer, listed, k_new, v_new, counts=numbers, rotary=rotary).applied():
+            pass
 
     def prepare_append(
         self,
         layer: CacheLayer,
-        rows: Sequence[int],
+        rows: list[int],
         k_new: torch.Tensor,
         v_new: torch.Tensor,
         *,
         q: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        counts: Sequence[int] | None = None,
+        counts: list[int] | None = None,
+        name: str = "counts",
         rotary: Rotary | None = None,
-    ) -> tuple[Any, append_kv.New, list[int]]:
-        """Checks and compiles an append: (write, its argument, new tokens of each row). Nothing has changed yet."""
-        rows = list(rows)
-        for name, tensor in (("k_new", k_new), ("v_new", v_new)):
+    ) -> Append:
+        """Checks and compiles an append. Nothing has changed yet.
+
+        Args:
+            q: queries to rotate along with k_new.
+            counts: new tokens of each row where k_new is packed, else None.
+            name: what messages call `counts`.
+        """
+        for what, tensor in (("k_new", k_new), ("v_new", v_new)):
             if not isinstance(tensor, torch.Tensor):
-                raise InvalidType(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
-        if cu_seqlens is not None:
-            if counts is None:
-                raise InvalidInput("cu_seqlens was given without counts, the same lengths on the host")
-            check_offsets("cu_seqlens_q", [0, *torch.tensor(counts).cumsum(0).tolist()], k_new.shape[0], max(counts))
-        counts = [k_new.shape[1]] * len(rows) if counts is None else list(counts)
-        self._check_extension(rows, counts)
-        new = new_tokens(layer, k_new, v_new, q=q, rows=self.index(rows), cu_seqlens=cu_seqlens, rotary=rotary)
+                raise InvalidType(f"{what} is a {type(tensor).__name__}; it must be a torch.Tensor")
+        packed = counts is not None
+        if counts is not None:
+            check_counts(name, counts, len(k_new) if k_new.dim() else 0, "k_new")
+        else:
+            counts = [k_new.shape[1] if k_new.dim() > 1 else 0] * len(rows)
+        sequences = self._check_growth(rows, counts)
+        new = new_tokens(layer, k_new, v_new, q=q, rows=self.index(rows), packed=packed, rotary=rotary)
         if rotary is not None:
-            longest = max((self._of(row).length + n for row, n in zip(rows, counts, strict=True)), default=0)
-            if longest > len(rotary.cos):
-                raise InvalidInput(
-                    f"rotary has angles for {len(rotary.cos)} positions and a sequence would have {longest} tokens"
-                )
+            ends = (sequence.length + count for sequence, count in zip(sequences, counts, strict=True))
+            check_positions(rotary, max(ends, default=0))
+        growth = self._growth(rows, sequences, counts)
+        if packed:
+            new = new._replace(cu_seqlens=growth.offsets)
         interleaved = rotary is not None and rotary.interleaved
-        return append_kv.prepare(new, max(counts, default=0), interleaved), new, counts
+        return Append(self, growth, new, append_kv.prepare(new, max(counts, default=0), interleaved))
 
     # Books -----------------------------------------------------------------------------------------------------------
 
     def _of(self, row: int) -> _Sequence:
-        if not isinstance(row, int) or isinstance(row, bool):
-            raise InvalidType(f"a row is {row!r}; rows are integers, as add() returns them")
+        if row.__class__ is not int:
+            row = as_int("a row", row)
         sequence = self._sequences[row] if 0 <= row < self.max_batch else None
         if sequence is None:
             raise InvalidInput(f"row {row} holds no sequence; rows that do are {self.rows}")
         return sequence
 
     def _distinct(self, rows: list[int]) -> list[_Sequence]:
+        """Returns the sequences of rows, each of which may be named once."""
         sequences = [self._of(row) for row in rows]
-        for row, n in Counter(rows).items():
-            if n > 1:
-                raise InvalidInput(f"row {row} is named {n} times; each row once")
+        if len(set(rows)) < len(rows):
+            row, n = Counter(rows).most_common(1)[0]
+            raise InvalidInput(f"row {row} is named {n} times; each row once")
         return sequences
 
-    def _check_extension(self, rows: list[int], counts: list[int]) -> None:
+    def _free_row(self) -> int:
+        for row, sequence in enumerate(self._sequences):
+            if sequence is None:
+                return row
+        raise InvalidInput(f"all {self.max_batch} rows of the cache hold sequences; free one, or raise max_batch")
+
+    def _refuse_capture(self, what: str) -> None:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"PagedKVCache.{what} keeps its books on the host, which a CUDA graph cannot capture: call it before "
+                "the replay, and capture attention_with_kv_cache on cache.layers[i]"
+            )
+
+    def _refuse_evicted(self, row: int, sequence: _Sequence, length: int) -> None:
+        """Raises InvalidInput where queries behind the first `length` tokens would need a token that was evicted.
+
+        A query at position p sees keys from `p - window_left`. So a sequence that lost its tokens before `first` may be
+        cut to `first + window_left` tokens, which also keeps the page that the next token is written to, or to none.
+        """
+        first = sequence.evicted * self.page_size
+        shortest = first + sequence.window_left if first else 0
+        if 0 < length < shortest:
+            raise InvalidInput(
+                f"length is {length}; the tokens of row {row} before {first} were evicted for a window of "
+                f"{sequence.window_left} keys: length must be 0 or from {shortest} to {sequence.length}. "
+                "evict(..., max_truncate=n) keeps the tokens that truncating by n needs"
+            )
+
+    def _give_back(self, pages: Sequence[int]) -> None:
+        for page in reversed(pages):
+            if page == EVICTED:
+                continue
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                self._free.append(page)
+
+    def _publish(self, pages: Sequence[tuple[int, int, int]], lengths: Sequence[tuple[int, int]]) -> None:
+        """Writes (row, column, page) and (row, length) to the device's tables: in stream order, behind the kernels that
+        still read the old ones. All of it is written, or with an error nothing."""
+        cells = [row * self._columns + column for row, column, _ in pages] + [self._lengths_at + r for r, _ in lengths]
+        if cells:
+            sent = torch.tensor([*cells, *(p for _, _, p in pages), *(n for _, n in lengths)], dtype=torch.int64)
+            sent = sent.to(self.device)
+            self._tables[sent[: len(cells)]] = sent[len(cells) :].to(torch.int32)
+
+    def _check_growth(self, rows: list[int], counts: list[int]) -> list[_Sequence]:
+        """Checks that rows can grow by so many tokens, if there are pages for them, and returns their sequences."""
         sequences = self._distinct(rows)
         if len(counts) != len(rows):
             raise InvalidInput(f"counts has {len(counts)} numbers for {len(rows)} rows")
@@ -474,41 +621,136 @@ class PagedKVCache:
                     f"max_seqlen is {self.max_seqlen}"
                 )
         self._refuse_capture("extend")
+        return sequences
 
-    def _refuse_capture(self, what: str) -> None:
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"PagedKVCache.{what} keeps its books on the host, which a CUDA graph cannot capture: call it before "
-                "the replay, and capture attention_with_kv_cache on cache.layers[i]"
-            )
+    def _growth(self, rows: list[int], sequences: list[_Sequence], counts: list[int]) -> _Growth:
+        """Finds pages for new tokens and prepares what changes. Nothing has changed yet."""
+        size, references = self.page_size, Counter[int]()
+        shared = []  # (row, sequence, its last page), where others share the page and it would write into it
+        needed = 0
+        for row, sequence, count in zip(rows, sequences, counts, strict=True):
+            needed += -(-(sequence.length + count) // size) - len(sequence.pages)
+            if count and sequence.length % size:
+                page = sequence.pages[-1]
+                if self._references[page] - references[page] > 1:
+                    references[page] += 1
+                    shared.append((row, sequence, page))
+        needed += len(shared)
+        if needed > len(self._free):
+            raise OutOfPages(needed, len(self._free), self.num_pages)
 
-    def _take(self) -> int:
-        page = self._free.pop()
-        self._references[page] = 1
-        return page
+        taken = reversed(self._free[len(self._free) - needed :])
+        replaced = [(sequence, page, next(taken)) for _, sequence, page in shared]
+        # Places in the device's tables, their numbers afterwards, and those that undo the growth.
+        cells = [row * self._columns + len(sequence.pages) - 1 for row, sequence, _ in shared]
+        old, new = [page for _, page, _ in replaced], [page for _, _, page in replaced]
+        after, before = list(new), list(old)
+        ends = []
+        for row, sequence, count in zip(rows, sequences, counts, strict=True):
+            end, columns = sequence.length + count, len(sequence.pages)
+            pages = [next(taken) for _ in range(columns * size, end, size)] if end > columns * size else []
+            if pages:
+                first = row * self._columns + columns
+                cells += range(first, first + len(pages))
+                after += pages
+                before += [EVICTED] * len(pages)
+            ends.append((sequence, end, pages))
+        cells += [self._lengths_at + row for row in rows]
+        after += [end for _, end, _ in ends]
+        before += [sequence.length for sequence in sequences]
 
-    def _give_back(self, pages: Sequence[int]) -> None:
-        for page in reversed(pages):
-            if page == EVICTED:
-                continue
-            self._references[page] -= 1
-            if self._references[page] == 0:
-                self._free.append(page)
+        # One transfer. The offsets come first, where their address is a multiple of 16.
+        offsets = list(accumulate(counts, initial=0))
+        sent = torch.tensor([*offsets, *after, *before, *cells, *old, *new], dtype=torch.int64).to(self.device)
+        parts = sent.split([len(offsets) + 2 * len(cells), len(cells), 2 * len(old)])
+        numbers = parts[0].to(torch.int32).split([len(offsets), len(cells), len(cells)])
+        copies = parts[2].view(2, -1) if old else None
+        return _Growth(needed, replaced, ends, parts[1], numbers[1], numbers[2], copies, numbers[0])
 
-    def _publish(self, changes: Sequence[tuple[int, int, int]], rows: Sequence[int]) -> None:
-        """Brings (row, column, page) of the table, and the lengths of rows, to the device: in stream order, behind
-        the kernels that still read the old ones."""
-        lengths = [0 if (s := self._sequences[row]) is None else s.length for row in rows]
-        numbers = [number for change in changes for number in change]
-        if not (numbers or lengths):
-            return
-        sent = torch.tensor([*numbers, *rows, *lengths], dtype=torch.int64).to(self.device)
-        if changes:
-            row, column, page = sent[: len(numbers)].view(-1, 3).unbind(1)
-            self.page_table[row, column] = page.to(torch.int32)
-        if rows:
-            row, length = sent[len(numbers) :].view(2, -1)
-            self.seqused_k[row] = length.to(torch.int32)
+    @contextlib.contextmanager
+    def _grown(self, growth: _Growth) -> Iterator[None]:
+        """Grows sequences around a body, which runs on the device's new tables. The books follow after it. Where the
+        body raises, the device's tables return to what they were, and its writes lie in cells that no sequence has."""
+        if growth.copies is not None:
+            old, new = growth.copies
+            for pool in (pool for pools in self._pools for pool in pools):
+                pool[new] = pool[old]
+        self._tables[growth.cells] = growth.after
+        try:
+            yield
+        except BaseException:
+            self._tables[growth.cells] = growth.before
+            raise
+        del self._free[len(self._free) - growth.num_pages :]
+        for sequence, old_page, new_page in growth.replaced:
+            self._references[old_page] -= 1
+            self._references[new_page] = 1
+            sequence.pages[-1] = new_page
+        for sequence, end, pages in growth.ends:
+            for page in pages:
+                self._references[page] = 1
+            sequence.pages += pages
+            sequence.length = end
+
+
+@dataclass(frozen=True, eq=False)
+class Append:
+    """An append that has been checked and compiled.
+
+    Attributes:
+        cache: where to.
+        growth: the books and tables of it.
+        new: the new tokens.
+        write: writes them, once the device's tables have their cells.
+    """
+
+    cache: PagedKVCache
+    growth: _Growth
+    new: append_kv.New
+    write: Callable[[append_kv.New], None]
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Appends around a body, which sees the new tokens on the device. Where the body raises, nothing has
+        happened."""
+        with self.cache._grown(self.growth):
+            self.write(self.new)
+            yield
+
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns copies of the page table and the lengths, as they will be."""
+        tables = self.cache._tables.clone()
+        tables[self.growth.cells] = self.growth.after
+        return self.cache._views(tables)
+
+
+def check_counts(name: str, counts: list[int], total: int, of: str, longest: int | None = None) -> None:
+    """Raises InvalidInput where the lengths of packed sequences, host integers, do not make up a packed tensor.
+
+    Args:
+        name: the argument.
+        counts: tokens of each sequence.
+        total: tokens of the packed tensor.
+        of: the packed tensor, for messages.
+        longest: max_seqlen_q, if it was given.
+    """
+    for i, count in enumerate(counts):
+        if count < 0:
+            raise InvalidInput(f"{name}[{i}] is {count}; it must be at least 0")
+        if longest is not None and count > longest:
+            raise InvalidInput(f"{name}[{i}] is {count}; max_seqlen_q is {longest}, and must be at least as much")
+    if sum(counts) != total:
+        raise InvalidInput(f"{name} sums to {sum(counts)}; it must sum to {total}, the tokens of {of}")
+
+
+def check_offsets_tensor(name: str, offsets: Any, batch: int) -> None:
+    """Raises InvalidInput or InvalidType where offsets of packed sequences are no int32 (batch + 1,)."""
+    if not isinstance(offsets, torch.Tensor):
+        raise InvalidType(f"{name} is a {type(offsets).__name__}; it must be a torch.Tensor")
+    if offsets.dtype != torch.int32:
+        raise InvalidType(f"{name} is {offsets.dtype}; it must be torch.int32")
+    if offsets.dim() != 1 or len(offsets) != batch + 1:
+        raise InvalidInput(f"{name} has shape {tuple(offsets.shape)} for {batch} rows; it must be ({batch + 1},)")
 
 
 def new_tokens(
@@ -519,9 +761,14 @@ def new_tokens(
     q: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    packed: bool = False,
     rotary: Rotary | None = None,
 ) -> append_kv.New:
     """Checks new tokens against a cache and describes their launch; q, where given, is rotated too, to a new tensor.
+
+    Args:
+        cu_seqlens: offsets of packed tokens on the device.
+        packed: whether the tokens are packed though the offsets come later.
 
     Raises:
         InvalidInput, InvalidType: naming the argument that does not fit.
@@ -529,7 +776,8 @@ def new_tokens(
     axes: dict[str, tuple[int, str]] = {}
     bind_axes("the cache's k", layer.k, "num_pages page_size num_heads_kv head_dim", axes)
     bind_axes("the cache's v", layer.v, "num_pages page_size num_heads_kv head_dim_v", axes)
-    leading = "total" if cu_seqlens is not None else "batch seqlen"
+    packed = packed or cu_seqlens is not None
+    leading = "total" if packed else "batch seqlen"
     if (k_new is None) != (v_new is None):
         raise InvalidInput("k_new and v_new come together: one of them is None")
     tensors = {
@@ -541,41 +789,54 @@ def new_tokens(
             continue
         if not isinstance(tensor, torch.Tensor):
             raise InvalidType(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            raise InvalidType(f"{name} is no plain strided tensor; it must be one, as to_dense() returns it")
         if tensor.dtype != layer.k.dtype:
             raise InvalidType(f"{name} is {tensor.dtype} and the cache {layer.k.dtype}; they must share one dtype")
         if tensor.device != layer.k.device:
             raise InvalidInput(f"{name} is on {tensor.device} and the cache on {layer.k.device}")
         bind_axes(name, tensor, pattern, axes)
-    if rows is not None and cu_seqlens is None:
+    if rows is not None and not packed:
         bind_axes("rows", rows, "batch", axes)
     if cu_seqlens is not None:
-        if cu_seqlens.dtype != torch.int32:
-            raise InvalidType(f"cu_seqlens is {cu_seqlens.dtype}; it must be torch.int32")
-        if rows is not None and len(cu_seqlens) != len(rows) + 1:
-            raise InvalidInput(f"cu_seqlens has {len(cu_seqlens)} offsets for {len(rows)} rows; it must have one more")
+        check_offsets_tensor("cu_seqlens", cu_seqlens, len(cu_seqlens) - 1 if rows is None else len(rows))
     if rotary is not None:
         _check_rotary(rotary, layer)
+    else:
+        q = None
+    # Kernels read memory as it is, and torch may have put off a change of sign.
+    k_new, v_new, q = (None if t is None else t.resolve_neg() for t in (k_new, v_new, q))
     return append_kv.New(
         k_new,
         v_new,
-        q if rotary is not None else None,
-        None if q is None or rotary is None else torch.empty(q.shape, dtype=q.dtype, device=q.device),
+        q,
+        None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device),
         layer.k,
         layer.v,
         layer.page_table,
         layer.seqused_k,
         rows,
-        cu_seqlens,
+        None if cu_seqlens is None else cu_seqlens.contiguous(),
         None if rotary is None else rotary.cos,
         None if rotary is None else rotary.sin,
     )
 
 
+def check_positions(rotary: Rotary, longest: int) -> None:
+    """Raises InvalidInput where a sequence of `longest` tokens has positions beyond the table of angles."""
+    if longest > len(rotary.cos):
+        raise InvalidInput(
+            f"rotary has angles for {len(rotary.cos)} positions and a sequence would have {longest} tokens"
+        )
+
+
 def _check_rotary(rotary: Rotary, layer: CacheLayer) -> None:
+    if not isinstance(rotary, Rotary):
+        raise InvalidType(f"rotary is a {type(rotary).__name__}; it must be a warpwave.Rotary")
     axes: dict[str, tuple[int, str]] = {}
     for name in ("cos", "sin"):
         tensor = getattr(rotary, name)
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
+        if not isinstance(tensor, torch.Tensor) or not is_plain(tensor) or tensor.dtype != torch.float32:
             raise InvalidType(f"rotary.{name} is {getattr(tensor, 'dtype', type(tensor).__name__)}; it must be float32")
         if tensor.device != layer.k.device:
             raise InvalidInput(f"rotary.{name} is on {tensor.device} and the cache on {layer.k.device}")

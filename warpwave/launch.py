@@ -9,6 +9,7 @@ the CUDA driver to start what was prepared for these (driver.py).
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -21,6 +22,7 @@ from warpwave.kernels.triton_or_stub import INTERPRETED, triton
 
 log = logging.getLogger("warpwave")
 
+_interpreter = threading.Lock()  # Triton's interpreter keeps its program in globals: two threads crash the process
 _compiled: set[tuple[Any, ...]] = set()  # variants compiled in this process, for the check during graph capture
 
 
@@ -84,7 +86,12 @@ def bind(spec: Launch, takes: Sequence[Take] | None = None, counters: Counters |
         kernel[(grid,)](*taken, *scalars, **constants, **options)
 
     if INTERPRETED:
-        return public
+
+        def in_interpreter(*arguments: torch.Tensor | None) -> None:
+            with _interpreter:
+                public(*arguments)
+
+        return in_interpreter
     device = next(getattr(t, "base", t) for t in tensors if t is not None).device
     compiled, run = loaded(spec, device)
 

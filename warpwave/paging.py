@@ -1,5 +1,5 @@
-"""Calls on a paged cache as the packed calls they are: what has no page tables of its own (eager, the references, the
-checks of contents) reads them so, by gathering the pages on the host's word of the lengths."""
+"""Calls on a paged cache as packed calls: a kernel without page tables of its own (eager) gathers the pages of each
+sequence. Also what the host does with numbers that it reads from the device: it clamps them before it uses them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,22 @@ import torch
 from warpwave.problem import AttentionProblem, CachedOperands, Operands
 
 
+def offsets_within(cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
+    """Returns offsets of packed sequences as int64 that begin at 0, end at `total` and do not decrease.
+
+    Valid offsets come back as they are. Others, over the whole range of int32, become valid ones, so that nothing that
+    follows allocates by them or leaves the tensors.
+    """
+    offsets = cu_seqlens.long().clamp(0, total).cummax(0).values
+    offsets[-1] = total
+    offsets[0] = 0  # the last one too where there is no sequence
+    return offsets
+
+
 def as_packed(problem: AttentionProblem, operands: CachedOperands) -> tuple[AttentionProblem, Operands]:
     """The same call with the keys and values of each sequence gathered and packed. Waits for the device.
 
-    Lengths and page ids that are none are clamped, as the kernels do.
+    Offsets, rows, lengths and page ids may be any int32: the packed call is a valid one.
 
     Raises:
         RuntimeError: a CUDA graph is being captured, which cannot record what the host reads.
@@ -26,7 +38,7 @@ def as_packed(problem: AttentionProblem, operands: CachedOperands) -> tuple[Atte
     rows = torch.arange(problem.batch, device=q.device)
     if operands.rows is not None:
         rows = operands.rows.long().clamp(0, len(operands.page_table) - 1)
-    lengths = operands.seqused_k[rows].clamp(0, capacity)
+    lengths = operands.seqused_k[rows].long().clamp(0, capacity)
     keys, values = [k.new_empty(0, *k.shape[2:])], [v.new_empty(0, *v.shape[2:])]
     for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
         positions = torch.arange(length, device=q.device)
@@ -34,8 +46,9 @@ def as_packed(problem: AttentionProblem, operands: CachedOperands) -> tuple[Atte
         keys.append(k[pages, positions % page_size])
         values.append(v[pages, positions % page_size])
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    cu_seqlens_q = operands.cu_seqlens_q
-    if not problem.packed:
+    if problem.packed:
+        cu_seqlens_q = offsets_within(operands.cu_seqlens_q, len(q)).to(torch.int32)
+    else:
         cu_seqlens_q = torch.arange(problem.batch + 1, device=q.device, dtype=torch.int32) * problem.seqlen_q
         q = q.flatten(0, 1)
     packed = replace(

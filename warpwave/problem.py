@@ -18,6 +18,9 @@ DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 
 # What each means: warpwave.precision.
 PRECISIONS = ("default", "ieee", "tf32x3", "tf32", "bf16x6", "bf16x3", "fp16x3", "fp16x1")
 
+# A finite bias of larger magnitude counts as this: scores are computed in units of log2, where float32 would overflow.
+LARGEST_BIAS = 2.35e38
+
 Alignment = Literal["bottom_right", "top_left"]
 
 

@@ -16,13 +16,13 @@ Written to be read: one sequence at a time, all its heads at once, scores in mem
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.kernels.torch_products import keeps_float32
+from warpwave.problem import LARGEST_BIAS, AttentionProblem, Operands
 
 CHUNK_ELEMENTS = 1 << 25  # of float64 scores held at once: 256 MiB
 
@@ -183,7 +183,7 @@ def _lse_at(lse: Tensor, seq: _Sequence) -> Tensor:
 
 def _products(problem: AttentionProblem, seq: _Sequence, rows: slice) -> Tensor:
     """Scaled products of some query rows with all keys, in the dtype of q: [num_heads_q, rows, seqlen_k]."""
-    return seq.q[:, rows] @ seq.k.transpose(1, 2) * problem.softmax_scale
+    return _product(seq.q[:, rows], seq.k.transpose(1, 2)) * problem.softmax_scale
 
 
 def _logits(problem: AttentionProblem, seq: _Sequence, rows: slice, scores: Tensor) -> Tensor:
@@ -194,7 +194,10 @@ def _logits(problem: AttentionProblem, seq: _Sequence, rows: slice, scores: Tens
     if problem.softcap:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
     if seq.bias is not None:
-        scores = scores + (seq.bias if seq.bias.shape[1] == 1 else seq.bias[:, rows]).to(dtype)
+        bias = seq.bias if seq.bias.shape[1] == 1 else seq.bias[:, rows]
+        bound = min(LARGEST_BIAS, torch.finfo(bias.dtype).max)
+        bias = torch.where(bias.isinf(), bias, bias.clamp(-bound, bound))
+        scores = scores + bias.to(dtype)
     if seq.slopes is not None:
         distance = (i + seqlen_k - seqlen_q - j).abs()
         scores = scores - (seq.slopes[:, None, None] * distance).to(dtype)
@@ -214,19 +217,18 @@ def _naive_sequence(problem: AttentionProblem, seq: _Sequence) -> tuple[Tensor, 
     """Out [num_heads_q, seqlen_q, head_dim_v] and lse [num_heads_q, seqlen_q] in the input type."""
     round_operand = _operand_rounding(problem) or _keep
     seq = seq._replace(q=round_operand(seq.q), k=round_operand(seq.k), v=round_operand(seq.v))
-    with _ieee_float32_products():
-        scores = _logits(problem, seq, slice(None), _products(problem, seq, slice(None)))
-        if seq.sinks is not None:
-            column = seq.sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
-            scores = torch.cat([scores, column], dim=-1)
-        if scores.shape[-1] == 0:
-            return scores @ seq.v, scores.new_full(scores.shape[:-1], -torch.inf)
-        # A row that sees nothing has no softmax; any finite scores do, since its result is replaced.
-        empty = (scores == -torch.inf).all(-1, keepdim=True)
-        scores = scores.masked_fill(empty, 0.0)
-        p = torch.softmax(scores, dim=-1)[..., : seq.k.shape[1]]
-        out = (round_operand(p) @ seq.v).masked_fill(empty, 0.0)
-        lse = torch.logsumexp(scores, dim=-1).masked_fill(empty.squeeze(-1), -torch.inf)
+    scores = _logits(problem, seq, slice(None), _products(problem, seq, slice(None)))
+    if seq.sinks is not None:
+        column = seq.sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    if scores.shape[-1] == 0:
+        return scores @ seq.v, scores.new_full(scores.shape[:-1], -torch.inf)
+    # A row that sees nothing has no softmax; any finite scores do, since its result is replaced.
+    empty = (scores == -torch.inf).all(-1, keepdim=True)
+    scores = scores.masked_fill(empty, 0.0)
+    p = torch.softmax(scores, dim=-1)[..., : seq.k.shape[1]]
+    out = _product(round_operand(p), seq.v).masked_fill(empty, 0.0)
+    lse = torch.logsumexp(scores, dim=-1).masked_fill(empty.squeeze(-1), -torch.inf)
     return out, lse
 
 
@@ -244,11 +246,15 @@ def _forward(problem: AttentionProblem, operands: Operands, round_operand: Round
             s = _logits(problem, seq, rows, products)
             m = s.amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
             empty = m == -torch.inf
-            p = torch.exp(s - m.masked_fill(empty, 0.0)[..., None])
-            lse_rows = (m + torch.log(p.sum(-1))).masked_fill(empty, -torch.inf)
+            shift = m.masked_fill(empty, 0.0)
+            p = torch.exp(s - shift[..., None])
+            total = p.sum(-1)
+            lse_rows = (m + torch.log(total)).masked_fill(empty, -torch.inf)
             if seq.sinks is not None:
+                total = total + torch.exp(seq.sinks[:, None] - shift)
                 lse_rows = torch.logaddexp(lse_rows, seq.sinks[:, None])
-            inverse = torch.exp(m - lse_rows).masked_fill(empty, 0.0)  # 1 / the sum of p and the sink
+            # Not by the LSE, in which a sum beside a maximum like `finfo.min` is lost.
+            inverse = (1 / total).masked_fill(empty, 0.0)
             out[seq.q_at][rows] = (round_p(p) @ seq.v * inverse[..., None]).transpose(0, 1)
             _lse_at(lse, seq)[:, rows] = lse_rows
             if s.numel():
@@ -367,12 +373,8 @@ def _gradients_of(tensors: list[Tensor | None]) -> Gradients:
     return Gradients(dq, dk, dv, *others)
 
 
-@contextmanager
-def _ieee_float32_products() -> Iterator[None]:
-    """No reference may use TF32, whatever the caller allows torch to do."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b: no reference may use TF32, whatever the process allows torch to do."""
+    if a.dtype == torch.float32 and not keeps_float32(a.device):
+        return (a.double() @ b.double()).float()
+    return a @ b

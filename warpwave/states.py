@@ -55,7 +55,9 @@ def merge_states(
     out = torch.zeros(outs[0].shape, dtype=torch.float32, device=outs[0].device)
     for weight, part in zip(weights, outs, strict=True):
         by_row = _as_rows(weight, packed)
-        out = out + torch.where(by_row == 0, 0.0, by_row * part.float())
+        # A part without weight is left out of the product, not of its result: its NaN would reach the weight's
+        # gradient as 0 * NaN.
+        out = out + by_row * torch.where(by_row == 0, 0.0, part.float())
     out = out / _as_rows(torch.where(total == 0, 1.0, total), packed)
     merged = torch.where(total == 0, -torch.inf, shift + torch.log(torch.where(total == 0, 1.0, total)))
     return out.to(outs[0].dtype), merged

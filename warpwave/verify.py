@@ -26,18 +26,19 @@ from typing import Any
 import torch
 
 import warpwave
-from warpwave import dispatch
+from warpwave import dispatch, terminal
 from warpwave.bench import environment
 from warpwave.bench.correctness import Sample, Verdict
 from warpwave.bench.inputs import call_arguments, make_operands
 from warpwave.bench.records import Measurement, RecordError, Records, RecordWriter
-from warpwave.bench.timing import CaptureFailed, Ratio, Samples, paired_ratio, time_interleaved
+from warpwave.bench.timing import CaptureFailed, Ratio, Samples, ratio_if_paired, time_interleaved
 from warpwave.bench.unpaired import unpaired_ratio
 from warpwave.bench.workloads import case_name
 from warpwave.errors import InvalidInput
 from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.problem import AttentionProblem
 from warpwave.selfcheck import FEATURES_OF_DTYPE, PROBES, SEED, gates, probe_problem, problem_of
+from warpwave.terminal import in_columns
 
 ROUNDS = 6  # the fewest that give an interval
 MOST_TIMED = 12  # cases of the shipped records, as many of each suite
@@ -105,6 +106,11 @@ class Outcome:
     @property
     def wrong(self) -> list[Line]:
         return [line for line in self.lines if not line.passed]
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was checked, to the end, and nothing was wrong."""
+        return bool(self.lines) and not self.wrong and not self.broken
 
 
 # Everything -----------------------------------------------------------------------------------------------------------
@@ -231,7 +237,7 @@ def shipped_cases(records: Records, gpu_name: str) -> list[tuple[Measurement, Me
             continue
         if ours.mode != "auto" or ours.timing.input_sets != 1 or ours.problem.requires_grad:
             continue
-        date = str(same[key]["date"])
+        date = str(same[key].get("date", ""))
         if ours.problem in found and found[ours.problem][0] >= date:
             continue
         sdpa = next(
@@ -294,13 +300,9 @@ def time_again(
     if theirs is not None and "sdpa" in timings:
         measured.append(replace(theirs, timing=timings["sdpa"], gpu_before=before, gpu_after=after))
     assert ours.timing is not None  # shipped_cases takes none without
-    then = None if sdpa is None or sdpa.timing is None else _paired(sdpa.timing, ours.timing)
-    now = _paired(timings["sdpa"], timings["ours"]) if "sdpa" in timings else None
+    then = None if sdpa is None or sdpa.timing is None else ratio_if_paired(sdpa.timing, ours.timing)
+    now = ratio_if_paired(timings["sdpa"], timings["ours"]) if "sdpa" in timings else None
     return Speed(case_name(problem), timings["ours"], ours.timing, now, then), measured, ""
-
-
-def _paired(a: Samples, b: Samples) -> Ratio | None:
-    return paired_ratio(a, b) if len(a.samples_us) == len(b.samples_us) and a.method == b.method else None
 
 
 def describe_speed(speed: Speed) -> str:
@@ -340,14 +342,14 @@ def run(*, device_name: str | None, out: Path | None, kernels: Sequence[str], as
     gpu = current_gpu(device)
     modules = _modules(kernels, gpu)
     path = out or default_out(gpu)
-    if path.is_file():
+    if os.path.isfile(path):
         raise InvalidInput(f"{path} is there already; name another file with --out")
     try:
         writer = RecordWriter(path, environment.describe(device))
     except RecordError as error:
         raise InvalidInput(str(error)) from None
 
-    say = _quiet if as_json else print
+    say: Callable[[str], None] = _quiet if as_json else terminal.say
     outcome = Outcome(gpu)
     say(f"warpwave {warpwave.__version__} on {gpu.name} ({gpu.arch}), torch {torch.__version__}")
     try:
@@ -371,10 +373,10 @@ def run(*, device_name: str | None, out: Path | None, kernels: Sequence[str], as
         raise InvalidInput(str(error)) from None
     seconds = time.monotonic() - started
     if as_json:
-        print(json.dumps(as_data(outcome, path, seconds), indent=1))
+        terminal.say(json.dumps(as_data(outcome, path, seconds), indent=1))
     else:
-        print(f"\n{verdict(outcome)}\nIt took {seconds:.0f} s; the record is {path}.")
-    return 1 if outcome.wrong or outcome.broken else 0
+        terminal.say(f"\n{verdict(outcome)}\nIt took {seconds:.0f} s; the record is {path}.")
+    return 0 if outcome.passed else 1
 
 
 def _quiet(text: str) -> None:
@@ -441,13 +443,21 @@ def _compare_with_record(
 
 def describe_line(line: Line) -> str:
     """One line of text."""
-    return f"{'pass' if line.passed else 'FAIL'}  {line.kernel:<18}  {line.what:<38}  {line.detail}"
+    return in_columns(("pass" if line.passed else "FAIL", line.kernel, line.what, line.detail), _widths())
 
 
 def describe_refusals(kernel: str, refused: dict[str, list[str]]) -> str:
     """What a kernel does not claim, each reason once."""
     reasons = dict.fromkeys(reason for found in refused.values() for reason in found)
-    return f"      {kernel:<18}  refuses {len(refused)} of the sample: {'; '.join(reasons)}"
+    return in_columns(("", kernel, f"refuses {len(refused)} of the sample: {'; '.join(reasons)}"), _widths())
+
+
+def _widths() -> tuple[int, int, int, int]:
+    """Of the columns, wide enough for every kernel and check: lines are printed as results come."""
+    checks = [f"{dtype} {feature}" for dtype, features in FEATURES_OF_DTYPE.items() for feature in features]
+    checks += [f"{probe}, {feature}" for probe, (_, features, _) in PROBES.items() for feature in features]
+    names = (module.NAME for module in dispatch.KERNELS)
+    return len("pass"), max(map(len, names)), max(map(len, checks), default=0), 0
 
 
 def verdict(outcome: Outcome) -> str:
@@ -461,6 +471,8 @@ def verdict(outcome: Outcome) -> str:
             f"FAILED: {len(wrong)} of {_counted(total, 'check')} found wrong results of {names}: do not use "
             f"{'it' if ',' not in names else 'them'} here, and please report it with `warpwave doctor --bundle FILE`."
         )
+    if not outcome.lines:
+        return f"FAILED: no kernel ran any check on {outcome.gpu.name}."
     where = f"on {outcome.gpu.name}"
     if outcome.gpu.vendor == "interpreter":
         where = "in Triton's interpreter, which says nothing of a GPU"
@@ -491,7 +503,7 @@ def as_data(outcome: Outcome, path: Path, seconds: float) -> dict[str, Any]:
     return {
         "warpwave": warpwave.__version__,
         "gpu": asdict(outcome.gpu),
-        "passed": not outcome.wrong and not outcome.broken,
+        "passed": outcome.passed,
         "verdict": verdict(outcome),
         "checks": [asdict(line) for line in outcome.lines],
         "refused": outcome.refused,

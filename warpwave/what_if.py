@@ -12,6 +12,7 @@ from warpwave.hardware.catalog import DataSheet, catalog, data_sheet, find, gpu_
 from warpwave.model import Prediction, predict
 from warpwave.problem import AttentionProblem
 from warpwave.roofline import Roofline, data_sheet_rates, figure, roofline, us
+from warpwave.terminal import columns
 
 
 @dataclass(frozen=True)
@@ -80,27 +81,22 @@ def what_if(
 def text(problem: AttentionProblem, rows: Sequence[Row]) -> str:
     """A line a card, and below what the error bars rest on."""
     lines = [f"call       {problem.describe()}", ""]
-    lines.append(
-        f"{'card':15}{'kernel':20}{'predicted':>12}{'nine in ten':>22}{'TFLOP/s':>9}{'bound':>12}  {'binds':16}most "
-        "lost by"
-    )
+    cells = [("card", "kernel", "predicted", "nine in ten", "TFLOP/s", "bound", "binds", "most lost by")]
     for row in rows:
         least, binding = us(row.bounds.time_us), row.bounds.binding
         binds = "" if binding is None else binding.resource
         if row.prediction is None:
             why = "no kernel serves it" if row.refusal else "no work, or not modelled"
-            lines.append(f"{row.card:15}{row.kernel or '-':20}{'-':>12}{why:>22}{'':9}{least:>12}  {binds}")
+            cells.append((row.card, row.kernel or "-", "-", why, "", least, binds, ""))
             continue
         p = row.prediction
         span = f"{us(p.low_us)} to {us(p.high_us)}".replace(" us to", " to")
         most = max(p.factors, key=p.factors.__getitem__)
         rate = figure(problem.flops / p.time_us * 1e-6)
         star = "" if p.points else " *"
-        lines.append(
-            f"{row.card + star:15}{row.kernel:20}{us(p.time_us):>12}{span:>22}{rate:>9}{least:>12}  {binds:16}"
-            f"{most} ({p.factors[most]:.2f} x)"
-        )
-    lines.append("")
+        lost = f"{most} ({p.factors[most]:.2f} x)"
+        cells.append((row.card + star, row.kernel, us(p.time_us), span, rate, least, binds, lost))
+    lines += [*columns(cells, right=(2, 3, 4, 5)), ""]
     validated = [row for row in rows if row.prediction is not None and row.prediction.points]
     for row in validated:
         assert row.prediction is not None

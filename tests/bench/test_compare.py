@@ -1,5 +1,6 @@
 import json
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,7 @@ def test_a_record_of_nothing_measured_is_a_sentence(tmp_path: Path, capsys: pyte
     timed["timing"]["samples_us"][0] = 0.0
     (tmp_path / "b.jsonl").write_text("\n".join([lines[0], json.dumps(timed)]) + "\n")
     assert main(str(a), str(tmp_path / "b.jsonl")) == 2
-    assert "b.jsonl:2: warpwave auto on one: timing has a sample that is no time" in capsys.readouterr().err
+    assert "b.jsonl:2: timing.samples_us[0] is 0.0; it must be a number from" in capsys.readouterr().err
 
 
 def test_unclear_can_fail(tmp_path: Path) -> None:
@@ -144,6 +145,40 @@ def test_unclear_can_fail(tmp_path: Path) -> None:
     b = write(tmp_path / "b.jsonl", few, date="later")
     assert main(str(a), str(b)) == 0
     assert main(str(a), str(b), fail_on="unclear") == 1
+
+
+def test_nothing_compared_is_no_success(tmp_path: Path) -> None:
+    refused = [replace(m, timing=None, host=None, refusal="not here") for m in run_of(OLD, 1)]
+    a = write(tmp_path / "a.jsonl", refused)
+    b = write(tmp_path / "b.jsonl", refused, date="later")
+    assert main(str(a), str(b)) == main(str(a), str(b), fail_on="unclear") == 1
+    assert main(str(a), str(b), fail_on="never") == 0
+
+
+def test_peers_with_other_rounds_are_no_common_peers(tmp_path: Path) -> None:
+    """As where a record was cut together: there is no round to divide by."""
+
+    def cut(m: Measurement, rounds: int) -> Measurement:
+        return m if m.timing is None else replace(m, timing=replace(m.timing, samples_us=m.timing.samples_us[:rounds]))
+
+    whole = run_of(OLD, 1)
+    a = write(tmp_path / "a.jsonl", whole)
+    b = write(tmp_path / "b.jsonl", [m if m.is_ours else cut(m, 4) for m in whole], date="later")
+    (first, *_) = compare(load_run(str(a)), load_run(str(b))).cases
+    assert first.how == "as measured: no common peer" and first.ratio is not None
+
+
+def test_many_rounds_compare_in_no_time(tmp_path: Path) -> None:
+    long = [
+        replace(m, timing=replace(m.timing, samples_us=tuple(100 + i % 7 for i in range(1000))))
+        for m in run_of(OLD, 1)[:1]
+        if m.timing
+    ]
+    a = write(tmp_path / "a.jsonl", long)
+    b = write(tmp_path / "b.jsonl", long, date="later")
+    started = time.perf_counter()
+    assert main(str(a), str(b)) == 0
+    assert time.perf_counter() - started < 10
 
 
 @pytest.mark.parametrize(

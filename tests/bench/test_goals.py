@@ -58,6 +58,11 @@ def test_what_a_run_cannot_tell() -> None:
     m = replace(m, timing=Samples((1.0,) * 9, "host clock", 20, 1, False))
     assert judge(m, [m, PEER]).reason == "goals are for GPUs"
     assert judge(ours([2.0] * 9), [ours([2.0] * 9)]).reason == "no peer could be timed"
+    longer = replace(PEER, timing=Samples((110.0,) * 10, "events", 20, 1, True))
+    assert judge(ours([2.0] * 9), [longer]).reason == "its rounds and the best peer's do not pair"
+    launch, empty = Goal(over_launch_us=2.0), replace(longer, contender="yardstick empty_kernel", verdict=None)
+    verdict = judge(ours([2.0] * 9, launch), [empty])
+    assert verdict.met is True and verdict.ratio is None
     assert judge(replace(m, goal=None), [PEER]).met is None
 
 

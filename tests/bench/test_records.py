@@ -93,14 +93,20 @@ def test_no_speed_without_a_right_result() -> None:
     ("spoil", "message"),
     [
         (lambda r: "{", r"r\.jsonl:2: not JSON: .*column 2"),
-        (lambda r: "[1]", r"r\.jsonl:2: a record must be a JSON object, got '\[1\]'"),
+        (lambda r: "[1]", r"r\.jsonl:2: it is \[1\]; it must be a table"),
         (lambda r: {**r, "schema_version": 3}, "schema_version is 3; this version reads 1 and 2"),
-        (lambda r: {**r, "kind": "note"}, "kind is 'note'; it must be 'environment' or 'measurement'"),
+        (lambda r: {**r, "kind": "note"}, "kind is 'note'; it must be one of 'environment', 'measurement'"),
         (lambda r: {**r, "environment_id": "x"}, "no environment 'x' above this measurement"),
         (lambda r: {k: v for k, v in r.items() if k != "problem"}, "'problem' is missing"),
-        (lambda r: {**r, "problem": {**r["problem"], "heads": 3}}, "unexpected keyword argument 'heads'"),
+        (
+            lambda r: {**r, "problem": {**r["problem"], "heads": 3}},
+            "problem has an entry 'heads', which this version",
+        ),
         (lambda r: {**r, "problem": 3}, r"r\.jsonl:2: "),
-        (lambda r: {**r, "timing": {**r["timing"], "samples_us": ["fast"]}}, "could not convert string to float"),
+        (
+            lambda r: {**r, "timing": {**r["timing"], "samples_us": ["fast"]}},
+            r"samples_us\[0\] is 'fast'; it must be a number",
+        ),
         (lambda r: {**r, "verdict": None}, "no time is recorded"),
     ],
 )
@@ -140,6 +146,37 @@ def test_what_is_no_record_is_not_appended_to(tmp_path: Path) -> None:
         RecordWriter(tmp_path, ENVIRONMENT)
     with pytest.raises(RecordError, match="there is no directory"):
         RecordWriter(thesis / "r.jsonl", ENVIRONMENT)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        '{"schema_version": "1.4.0", "id": "CVE-2026-1", "affected": []}',  # an OSV record
+        '{"schema_version": 2, "kind": "environment", "id": "x"}',
+        '{"schema_version": 2, "kind": "environment", "id": "x", "environment": {}, "mine": 1}',
+        '# {"schema_version": 2, "kind": "environment", "id": "x", "environment": {}}',
+        "[" * 5000,
+    ],
+)
+def test_only_what_begins_as_a_record_is_appended_to(first: str, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs.json"
+    theirs.write_text(first + "\n")
+    with pytest.raises(RecordError, match="is there already and is no record"):
+        RecordWriter(theirs, ENVIRONMENT)
+    assert theirs.read_text() == first + "\n"
+
+
+def test_what_could_not_be_read_is_neither_appended_to_nor_written(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    write(path, MEASUREMENT)
+    whole = path.read_text()
+    path.write_text(whole + "my remark\n")
+    with pytest.raises(RecordError, match=r"r\.jsonl:3: not JSON"):
+        RecordWriter(path, ENVIRONMENT)
+    path.write_text(whole)
+    with pytest.raises(RecordError, match=r"could not be read back: case is .*; it must be one line of"):
+        RecordWriter(path, ENVIRONMENT).write(replace(MEASUREMENT, case="two\nlines"))
+    assert len(read_records(path).measurements) == 1
 
 
 def test_a_disk_that_is_full_is_an_error_of_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,3 +1,5 @@
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -6,22 +8,22 @@ import pytest
 from tests.bench.test_compare import ENVIRONMENT, write
 from tests.bench.test_table import measured
 from warpwave.bench.records import RecordError
-from warpwave.bench.resume import Journal, finished_cases
+from warpwave.bench.resume import STOPPING, Journal, finished_cases
 
 
 def test_what_the_same_code_measured_on_the_same_card_is_finished(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", [measured("warpwave auto", 1.0, "one"), measured("p", 1.0, "two")])
-    assert finished_cases(path, "s", ("auto",), {**ENVIRONMENT, "date": "later"}) == {"one", "two"}
-    assert finished_cases(path, "other", ("auto",), ENVIRONMENT) == set()
-    assert finished_cases(path, "s", ("auto", "eager"), ENVIRONMENT) == set()
+    assert finished_cases(path, "s", ("auto",), {**ENVIRONMENT, "date": "later"}).keys() == {"one", "two"}
+    assert finished_cases(path, "other", ("auto",), ENVIRONMENT) == {}
+    assert finished_cases(path, "s", ("auto", "eager"), ENVIRONMENT) == {}
     changes: list[dict[str, Any]] = [
         {"code": {"source_sha256": "ffff"}},
         {"gpu": {"name": "NVIDIA H100"}},
         {"torch": "2.12.0"},
     ]
     for change in changes:
-        assert finished_cases(path, "s", ("auto",), {**ENVIRONMENT, **change}) == set()
-    assert finished_cases(tmp_path / "none.jsonl", "s", ("auto",), ENVIRONMENT) == set()
+        assert finished_cases(path, "s", ("auto",), {**ENVIRONMENT, **change}) == {}
+    assert finished_cases(tmp_path / "none.jsonl", "s", ("auto",), ENVIRONMENT) == {}
 
 
 def test_whoever_ended_the_process_is_left_out_the_next_time(tmp_path: Path) -> None:
@@ -49,6 +51,55 @@ def test_a_fresh_run_forgets(tmp_path: Path) -> None:
 
 
 def test_a_damaged_journal_is_named(tmp_path: Path) -> None:
-    (tmp_path / "r.jsonl.underway").write_text("[[1]]")
-    with pytest.raises(RecordError, match=r"r\.jsonl\.underway: .*; remove it to go on"):
+    journal = Journal(tmp_path / "r.jsonl", resume=False)
+    journal.about_to("one", "p")
+    path = tmp_path / "r.jsonl.underway"
+    path.write_text(path.read_text() + '{"case": 7}\n')
+    with pytest.raises(RecordError, match=r"r\.jsonl\.underway: 'contender' is missing; remove it to go on"):
         Journal(tmp_path / "r.jsonl", resume=True)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_file_of_the_journals_name_that_is_none_is_left_alone(resume: bool, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl.underway"
+    path.write_text('notes: {"kind": "warpwave bench journal", "schema_version": 1}\n')
+    with pytest.raises(RecordError, match="is there already and is no journal of `warpwave bench`"):
+        Journal(tmp_path / "r.jsonl", resume=resume)
+    assert path.read_text().startswith("notes")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows ends a process in another way")
+@pytest.mark.parametrize("number", [*STOPPING, signal.SIGALRM])
+def test_who_ran_when_the_process_was_told_to_stop_is_not_to_blame(number: int, tmp_path: Path) -> None:
+    """The C handler notes the signal, although Python runs no more before the process is killed. The signal of a time
+    limit stops nothing."""
+    records = tmp_path / "r.jsonl"
+    child = os.fork()
+    if child == 0:
+        for handled in (number, signal.SIGALRM):
+            signal.signal(handled, lambda *_: None)
+        journal = Journal(records, resume=False)
+        with journal.noting_signals():
+            journal.about_to("one", "p")
+            os.kill(os.getpid(), signal.SIGALRM)
+            journal.about_to("two", "q")
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    resumed = Journal(records, resume=True)
+    assert list(resumed.skip("two")) == (["q"] if number == signal.SIGALRM else [])
+    assert resumed.skip("one") == {}
+
+
+def test_what_ended_an_earlier_run_outlives_one_that_is_stopped(tmp_path: Path) -> None:
+    records = tmp_path / "r.jsonl"
+    Journal(records, resume=False).about_to("one", "p")
+    second = Journal(records, resume=True)
+    second.about_to("two", "q")
+    second.stop()
+    assert [list(Journal(records, resume=True).skip(case)) for case in ("one", "two")] == [["p"], []]
+    fresh = Journal(records, resume=False)
+    fresh.about_to("one", "p")
+    fresh.stop()
+    assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,8 @@
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +11,11 @@ import torch
 
 from warpwave.bench import contenders, measure, run
 from warpwave.bench.records import RecordError, read_records
+from warpwave.bench.resume import Journal
 from warpwave.bench.run import main
 from warpwave.bench.workloads import load_suite
 
+ROOT = str(Path(run.__file__).parents[2])
 ONE_CASE = """
 description = "d"
 cases = [{ batch = 1, seqlen_q = 40, num_heads_q = 4, num_heads_kv = 2, head_dim = 16, dtype = "float32", causal = true,
@@ -104,6 +110,74 @@ def test_ctrl_c_keeps_what_is_written_and_resume_goes_on(
     assert len(read_records(path).measurements) == len(names)
 
 
+SIGNALLED = """
+import os, sys
+from warpwave.bench import contenders
+from warpwave.bench.run import main
+
+def ours(kernel, problem, operands):
+    # As a library that takes whatever is raised for a failure of its own: the signal is seen all the same.
+    try:
+        os.kill(os.getpid(), int(sys.argv[2]))
+    except BaseException:
+        raise RuntimeError("no luck") from None
+
+contenders.ours = ours
+sys.exit(main(sys.argv[1], out=__import__("pathlib").Path("r.jsonl"), rounds=1, device="cpu", peers=("sdpa_math",)))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_run_that_is_told_to_stop_blames_nobody(
+    number: signal.Signals, one_case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [sys.executable, "-c", SIGNALLED, one_case, str(int(number))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": ROOT})
+    assert done.returncode == 128 + number, done.stderr
+    assert f"warpwave: stopped by {number.name}; 0 of 1 cases are done and in r.jsonl" in done.stderr
+    assert "Traceback" not in done.stderr
+    monkeypatch.chdir(tmp_path)
+    assert not Path("r.jsonl.underway").exists()
+    assert main(one_case, out=Path("r.jsonl"), rounds=1, device="cpu", peers=("sdpa_math",), resume=True) == 0
+    assert all(m.timing is not None for _, m in read_records(Path("r.jsonl")).measurements)
+
+
+def test_the_exit_code_counts_what_an_earlier_run_could_not_time(
+    one_case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A crash of ours stays in the record, and no later run with nothing left to do makes a success of it."""
+    path = tmp_path / "r.jsonl"
+    (case,) = load_suite(one_case).cases
+    Journal(path, resume=False).about_to(case.name, "warpwave auto")  # and here the process dies
+    for _ in range(2):
+        assert main(one_case, out=path, rounds=1, device="cpu", peers=("none",), resume=True) == 1
+    assert "1 of 1 cases are in" in capsys.readouterr().err
+    ((_, m),) = read_records(path).measurements
+    assert m.refusal == "it ended the process the last time"
+
+
+def test_inputs_that_do_not_fit_are_a_refusal(
+    one_case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "_memory_bytes", lambda device: 1000)
+    path = tmp_path / "r.jsonl"
+    assert main(one_case, out=path, rounds=1, device="cpu", peers=("sdpa_math",)) == 1
+    said = "its inputs take 0.0 GB and cpu memory is 0.0 GB"
+    assert said in capsys.readouterr().out
+    assert [m.refusal for _, m in read_records(path).measurements] == [said] * 2
+
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory\x1b[31m\nand a trace")
+
+    monkeypatch.undo()
+    monkeypatch.setattr(measure, "make_operands", full)
+    assert main(one_case, out=None, rounds=1, device="cpu", peers=("none",)) == 1
+    assert (
+        "its inputs could not be made: DefaultCPUAllocator: can't allocate memory\\x1b[31m\n" in capsys.readouterr().out
+    )
+
+
 def test_a_disk_that_fills_ends_the_run_in_a_sentence(
     one_case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +222,12 @@ def test_part_of_a_suite(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ({"suite": "nothing"}, "there is no suite 'nothing'; give one of "),
         ({"rounds": 0}, "rounds must be at least 1, got 0"),
+        ({"rounds": 1001}, "rounds must be at most 1,000, got 1001"),
+        ({"peer_timeout_s": float("inf")}, "--peer-timeout is inf; it is a number of seconds up to 1,000,000"),
+        ({"peer_timeout_s": float("nan")}, "--peer-timeout is nan; it is a number of seconds up to 1,000,000"),
+        ({"peer_timeout_s": -1.0}, "--peer-timeout is -1; it is a number of seconds up to 1,000,000, and 0 is no"),
+        ({"out": Path(".")}, ". is a directory; name a file in it"),
+        ({"out": Path("."), "resume": True}, ". is a directory; name a file in it"),
         ({"kernels": ("flash",)}, "unknown kernel flash; known are auto, "),
         ({"peers": ("fa5",)}, "unknown peer fa5; known are sdpa_default, "),
         ({"modes": ("fast",)}, "unknown mode fast; known are auto, eager, graph, streams"),

@@ -3,8 +3,19 @@ import random
 
 import pytest
 
+from warpwave.bench import unpaired
 from warpwave.bench.timing import Ratio
 from warpwave.bench.unpaired import Spread, _interval_rank, _rank_sum_counts, outcome, student_t, unpaired_ratio
+
+
+@pytest.mark.parametrize(("n", "m"), [(50, 50), (40, 60), (10, 240), (9, 277), (6, 400), (4, 620)])
+def test_many_orders_are_told_by_the_normal_distribution(n: int, m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the safe side, and by hardly more than a hundredth of the pairs' number."""
+    monkeypatch.setattr(unpaired, "MOST_COUNTED", n * m)
+    counted = _interval_rank(n, m, 0.95)
+    monkeypatch.setattr(unpaired, "MOST_COUNTED", 0)
+    told = _interval_rank(n, m, 0.95)
+    assert counted is not None and told is not None and counted - 0.01 * n * m < told <= counted
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (2, 3), (4, 4), (5, 3)])

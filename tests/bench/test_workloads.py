@@ -1,3 +1,4 @@
+import time
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,62 @@ def test_precisions_are_cases_of_their_own() -> None:
 def test_a_mistake_in_a_case_is_named(case: Any, message: str) -> None:
     with pytest.raises(SuiteError, match=message):
         parse(case)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ({**ROW, "batch": []}, r"cases\[0\]: batch is an empty list; give at least one value, or leave it out"),
+        ({**ROW, "mask": []}, "mask is an empty list"),
+        ({**ROW, "batch": 10**15}, "batch must be at most 2,147,483,647, got 1000000000000000"),
+        ({**ROW, "batch": 10**5000}, "batch must be at most 2,147,483,647, got too large to be shown"),
+        ({**ROW, "batch": 2_000_000}, "batch is 2,000,000; a call can have 1,048,576 sequences at most"),
+        ({**ROW, "seqlen_q": 200_000_000}, "seqlen_q is 200,000,000; a sequence can have 134,217,728 tokens at most"),
+        ({**ROW, "batch": 1000, "seqlen_q": 100_000_000}, "q would take 3.2 TB, more than any GPU has"),
+        ({**ROW, "seqlen_q": 1_000_000, "mask": "random"}, "mask would take 1.0 TB, more than any GPU has"),
+        ({**ROW, "softmax_scale": 10**400}, "softmax_scale must be a finite number >= 0"),
+        ({**ROW, "softcap": float("inf")}, "softcap must be a finite number >= 0, got inf"),
+        ({**ROW, "precision": 1e-320}, "or a relative error between 0 and 1"),
+        ({**ROW, "precision": {}}, "precision must be one of"),
+        ({**ROW, "window_size": [10**20, 0]}, r"window_size must be \[left, right\], whole numbers from -1"),
+        ({**ROW, "page_size": 2**62}, "page_size must be a power of two"),
+        ({**ROW, "goal": {}}, "goal must be a number above 0 or"),
+        ({**ROW, "goal": {"ratio": []}}, "goal must be above 0, got"),
+        ({**ROW, "goal": float("inf")}, "goal must be above 0, got inf"),
+        ({**ROW, "dtype": "\x1b[31m"}, r"got '\\x1b\[31m'"),
+        ({"num_heads_q": 2, "head_dim": 4, "dtype": "float32", "lengths": [10**12]}, "each of lengths must be"),
+    ],
+)  # fmt: skip
+def test_what_no_machine_could_measure_is_named_before_it_is_tried(case: Any, message: str) -> None:
+    with pytest.raises(SuiteError, match=message):
+        parse(case)
+
+
+def test_cases_are_counted_before_they_are_made() -> None:
+    """Three lists of 399 values stand for more cases than anybody can wait for, with --only as without."""
+    long = list(range(1, 400))
+    suite = {"description": "d", "cases": [ROW, {**ROW, "batch": long, "seqlen_q": long, "head_dim": long}]}
+    for only in ("", "no such case"):
+        started = time.perf_counter()
+        with pytest.raises(SuiteError, match=r"its lists stand for 63,521,200 cases; a suite can have 10,000 at most"):
+            parse_suite("s", suite, source="s.toml", only=only)
+        assert time.perf_counter() - started < 1
+
+
+def test_only_the_cases_that_are_asked_for_are_kept() -> None:
+    suite = {"description": "d", "cases": [{**ROW, "batch": list(range(1, 2001))}]}
+    (case,) = parse_suite("s", suite, source="s.toml", only=" 1234x8 ").cases
+    assert case.problem.batch == 1234
+    with pytest.raises(SuiteError, match="no case of s has '9999x' in its name; the first is 'd4 1x8 h2 fp32'"):
+        parse_suite("s", suite, source="s.toml", only="9999x")
+
+
+def test_a_suite_whose_name_no_record_can_hold(tmp_path: Path) -> None:
+    for name in ("e\x1b[31m.toml", "b\udcff.toml"):
+        with pytest.raises(SuiteError, match="has characters that cannot be shown; rename it"):
+            load_suite(str(tmp_path / name))
+    with pytest.raises(SuiteError, match="cannot be read: File name too long"):
+        load_suite("x" * 300 + ".toml")
 
 
 def test_a_mistake_in_a_suite_is_named(tmp_path: Path) -> None:

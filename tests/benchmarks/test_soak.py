@@ -39,7 +39,7 @@ def test_everything_happens() -> None:
 
 def test_pages_given_back_too_early_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     evict = PagedKVCache.evict
-    monkeypatch.setattr(PagedKVCache, "evict", lambda self, rows, window: evict(self, rows, 0))
+    monkeypatch.setattr(PagedKVCache, "evict", lambda self, rows, window, max_truncate: evict(self, rows, 0))
     with pytest.raises(SystemExit, match=r"step \d+: row \d of \d+ tokens is .* off, more than"):
         run(400)
 
@@ -51,7 +51,7 @@ def test_a_shared_page_written_by_one_is_found(monkeypatch: pytest.MonkeyPatch) 
         assert parent is not None and length is not None
         pages = parent.pages[: -(-length // self.page_size)]
         self._sequences[child] = type(parent)(length, pages)
-        self._publish([(child, column, page) for column, page in enumerate(pages)], [child])
+        self._publish([(child, column, page) for column, page in enumerate(pages)], [(child, length)])
         return child
 
     monkeypatch.setattr(PagedKVCache, "fork", fork_that_counts_nothing)
@@ -61,7 +61,7 @@ def test_a_shared_page_written_by_one_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_table_that_is_not_the_hosts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     publish = PagedKVCache._publish
-    monkeypatch.setattr(PagedKVCache, "_publish", lambda self, changes, rows: publish(self, changes[1:], rows))
+    monkeypatch.setattr(PagedKVCache, "_publish", lambda self, pages, lengths: publish(self, pages[1:], lengths))
     with pytest.raises(SystemExit, match=r"step \d+: "):
         run(100)
 

@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict, replace
 
 from warpwave import dispatch
-from warpwave.compiled import compile_launches, worst
+from warpwave.compiled import compile_launches, mixed_descriptors, worst
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels import three_kernel_configs
 from warpwave.problem import AttentionProblem, Causal
@@ -42,6 +42,8 @@ def main() -> None:
             facts["listing"] = results[-1].texts["sass"]
         if job.get("ptx"):
             facts["ptx"] = results[-1].texts["ptx"]
+        if job["arch"] == "sm_90":
+            facts["mixed_descriptors"] = [mixed_descriptors(result.texts["ptx"]) for result in results]
         print(json.dumps(facts), flush=True)
 
 

@@ -190,7 +190,7 @@ def _one_buffer(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
     """Views of one projection's output: each token's q, k and v side by side."""
     tokens = max(q.shape[-3], k.shape[-3])
     widths = [x.shape[-2] * x.shape[-1] for x in (q, k, v)]
-    buffer = q.new_zeros(*q.shape[:-3], tokens, sum(widths))
+    buffer = q.new_full((*q.shape[:-3], tokens, sum(widths)), math.nan)
     views = []
     for x, part in zip((q, k, v), buffer.split(widths, dim=-1), strict=True):
         view = part[..., : x.shape[-3], :].unflatten(-1, x.shape[-2:])
@@ -199,15 +199,16 @@ def _one_buffer(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def _every_other(x: Tensor) -> Tensor:
-    buffer = x.new_zeros(*x.shape[:-1], 2 * x.shape[-1])
+    buffer = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), math.nan)
     return buffer[..., ::2].copy_(x)
 
 
 def _shifted(x: Tensor) -> Tensor:
-    buffer = x.new_zeros(x.numel() + 1)
+    buffer = x.new_full((x.numel() + 1,), math.nan)
     return buffer[1:].view(x.shape).copy_(x)
 
 
+# Memory beside a view holds NaN.
 LAYOUTS: dict[str, Layout] = {
     "bshd": lambda q, k, v: (q, k, v),
     "bhsd": lambda q, k, v: (_heads_first(q), _heads_first(k), _heads_first(v)),

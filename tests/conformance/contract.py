@@ -20,7 +20,7 @@ class Row(NamedTuple):
 EDGES = "test_edges.py::"
 BAD = "test_bad_input.py::"
 GRADIENTS = "test_gradients.py::"
-GPU = "test_gpu.py::"
+GPU, CONTEXTS = "test_gpu.py::", "test_contexts.py::"
 PAGED, PAGED_BAD = "test_paged.py::", "test_paged_bad_input.py::"
 CACHE, STATES = "../test_kv_cache.py::", "../test_states.py::"
 
@@ -86,6 +86,14 @@ TABLE = (
         ("bias of -inf is a large negative number", "bias of +inf is a large number"),
     ),
     Row(
+        "a finite bias hides nothing, the lowest number included, and takes the row where it is the largest",
+        (
+            EDGES + "test_the_lowest_number_as_a_bias_shows_its_pair",
+            EDGES + "test_the_largest_number_as_a_bias_takes_the_row",
+        ),
+        ("the lowest number as a bias overflows",),
+    ),
+    Row(
         "causal with unequal lengths: bottom-right; top-left by name",
         (EDGES + "test_causal_alignment", EDGES + "test_causal_true_is_bottom_right"),
         ("top-left mask aligned to the last key", "stale cache key: a call's options left out"),
@@ -112,8 +120,8 @@ TABLE = (
     ),
     Row(
         "scale 0: uniform over the visible keys",
-        (EDGES + "test_scale_zero_is_uniform_over_what_is_visible",),
-        ("scale 0 is 0 times -inf", "a scale of 0 is no scale"),
+        (EDGES + "test_scale_zero_is_uniform_over_what_is_visible", EDGES + "test_a_scale_of_nothing_leaves_no_nan"),
+        ("scale 0 is 0 times -inf", "a scale of 0 is no scale", "a scale of 0 multiplies torch's causal mask"),
     ),
     Row(
         "GQA: query head h reads kv head h // group",
@@ -177,14 +185,39 @@ TABLE = (
         ("an infinite scale let through",),
     ),
     Row(
+        "numbers that are equal are one call, whatever their types; what is no number is refused even if it is equal",
+        (
+            BAD + "test_equal_numbers_of_other_types_are_one_call",
+            BAD + "test_a_known_call_forgives_no_type",
+            BAD + "test_what_a_call_says_has_one_type",
+        ),
+        ("a bool is a number", "equal numbers of other types keep their type"),
+    ),
+    Row(
+        "what is around a call, autocast or the process's settings, changes no bit",
+        (
+            CONTEXTS + "test_autocast_changes_no_bit",
+            CONTEXTS + "test_autocast_changes_no_gradient",
+            CONTEXTS + "test_float32_keeps_its_bits_whatever_the_process_allows",
+            CONTEXTS + "test_which_settings_keep_float32",
+            CONTEXTS + "test_threads_never_meet_a_changed_setting",
+        ),
+        ("autocast reaches torch's products", "float32 products follow the process's setting"),
+    ),
+    Row(
         "valid but unsupported here: NotImplementedError with every reason and what would run",
         (BAD + "test_a_refusal_lists_every_reason_and_what_would_run", "test_gates.py::test_case_grid"),
         ("a refusal names one reason",),
     ),
     Row(
         "contents of cu_seqlens: named when checked, memory-safe when not",
-        (BAD + "test_wrong_contents_when_checked", BAD + "test_wrong_contents_unchecked_stay_inside_the_tensors"),
         (
+            BAD + "test_wrong_contents_when_checked",
+            BAD + "test_wrong_contents_unchecked_stay_inside_the_tensors",
+            BAD + "test_any_numbers_as_offsets_stay_inside_the_tensors",
+        ),
+        (
+            "a packed sequence may end before it begins",
             "sequences longer than the longest let through",
             "offsets beyond the last query not clamped",
             "scores of a sequence longer than the longest written into the next head's",

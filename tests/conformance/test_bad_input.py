@@ -6,19 +6,22 @@ The tests hold no bare assert of the package to be there: the last one runs them
 from __future__ import annotations
 
 import contextlib
+import fractions
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.conformance.harness import DEVICE, KERNELS, ON_GPU, each_kernel
 from tests.conformance.test_poison import Guards
-from warpwave import InvalidInput, InvalidType, UnsupportedProblem, attention, attention_varlen
+from warpwave import InvalidInput, InvalidType, UnsupportedProblem, attention, attention_varlen, ops
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,9 +75,22 @@ WRONG_TYPE: list[Row] = [
     ("offsets are None", lambda: packed(cu_seqlens_k=None), ["cu_seqlens_k", "None", "int32"]),
     ("causal is a word", lambda: dense(causal="bottom_right"), ["causal", "'bottom_right'", "Causal"]),
     ("window is a number", lambda: dense(window_size=5), ["window_size", "5", "left, right"]),
-    ("window of floats", lambda: dense(window_size=(1.0, 2)), ["window_size", "integers"]),
+    ("window of floats", lambda: dense(window_size=(1.0, 2)), ["window_size", "1.0", "integer"]),
+    ("window of bools", lambda: dense(window_size=(True, 2)), ["window_size", "True", "integer"]),
     ("sparse q", lambda: dense(q=ones(2, 5, 4, 16).to_sparse()), ["q is a sparse_coo tensor", "strided"]),
     ("scale in words", lambda: dense(softmax_scale="0.125"), ["softmax_scale", "'0.125'", "number"]),
+    (
+        "scale is a parameter",
+        lambda: dense(softmax_scale=torch.nn.Parameter(ones())),
+        ["softmax_scale", "Parameter", "q"],
+    ),
+    ("scale is a list", lambda: dense(softmax_scale=[1.0]), ["softmax_scale", "[1.0]", "number"]),
+    ("softcap is None", lambda: dense(softcap=None), ["softcap", "None", "number"]),
+    ("softcap is a bool", lambda: dense(softcap=True), ["softcap", "True", "number"]),
+    ("longest sequence is a float", lambda: packed(max_seqlen_q=7.0), ["max_seqlen_q", "7.0", "integer"]),
+    ("longest sequence is None", lambda: packed(max_seqlen_k=None), ["max_seqlen_k", "None", "integer"]),
+    ("longest sequence is a tensor", lambda: packed(max_seqlen_k=offsets(5)[0]), ["max_seqlen_k", "Tensor", "integer"]),
+    ("return_lse is a number", lambda: dense(return_lse=1), ["return_lse", "1", "True or False"]),
     ("config of nobody", lambda: dense(kernel="eager", config=3), ["config", "int", "eager"]),
 ]
 WRONG_VALUE: list[Row] = [
@@ -163,6 +179,62 @@ def test_a_good_call_is_not_refused() -> None:
     call(packed(checked=True))
 
 
+SPELLINGS: list[tuple[str, Any, Any]] = [
+    ("softmax_scale", 0.25, [fractions.Fraction(1, 4), np.float32(0.25), np.float64(0.25)]),
+    ("softcap", 1.0, [1, np.int64(1), np.float32(1.0), fractions.Fraction(1)]),
+    ("window_size", (3, 0), [[3, 0], (np.int64(3), np.int32(0))]),
+    ("max_seqlen_q", 7, [np.int64(7), np.int32(7)]),
+    ("return_lse", True, [np.bool_(True)]),
+]
+
+
+@each_kernel
+@pytest.mark.parametrize("first", ["usual", "unusual"])
+@pytest.mark.parametrize(("name", "usual", "others"), SPELLINGS, ids=[row[0] for row in SPELLINGS])
+def test_equal_numbers_of_other_types_are_one_call(
+    name: str, usual: Any, others: Any, first: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever comes first, all are served alike: a plan is found by equality."""
+    monkeypatch.setattr(ops, "_plans", {})
+    monkeypatch.setattr(ops, "_recent", {})
+    monkeypatch.setattr(ops, "_last", {})
+    make = packed if name == "max_seqlen_q" else dense
+    spellings = [usual, *others] if first == "usual" else [*others, usual]
+    for value in spellings:
+        with contextlib.suppress(UnsupportedProblem):
+            call(make(**{"return_lse": kernel != "torch_sdpa", name: value}) | {"kernel": kernel})
+
+
+def test_what_a_call_says_has_one_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a plan is found by holds floats, ints and bools of Python, however they were given."""
+    seen: list[Any] = []
+    monkeypatch.setattr(ops, "recall", lambda operands, said: seen.append(said))
+    call(dense(softcap=np.float32(1), softmax_scale=fractions.Fraction(1, 4), window_size=[np.int64(3), 0]))
+    call(packed(max_seqlen_q=np.int64(7), return_lse=np.bool_(True)))
+    wrong = [x for said in seen for x in (*said[2:4], *(said[1] or ())) if type(x) not in (float, int, type(None))]
+    if wrong or type(seen[0][2]) is not float or type(seen[0][3]) is not float or type(seen[1][6]) is not int:
+        pytest.fail(f"{wrong} in {seen}: each must be a float or an int of Python")
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        (dense(softcap=1.0), {"softcap": True}),
+        (dense(return_lse=True), {"return_lse": 1}),
+        (packed(), {"max_seqlen_q": 7.0}),
+        (dense(window_size=(1, 0)), {"window_size": (True, False)}),
+        (dense(causal=True), {"causal": 1}),
+    ],
+    ids=str,
+)
+def test_a_known_call_forgives_no_type(good: dict[str, Any], bad: dict[str, Any]) -> None:
+    for _ in range(2):
+        call(dict(good))
+    with pytest.raises(InvalidType, match=next(iter(bad))):
+        call(good | bad)
+    call(dict(good))
+
+
 def test_errors_are_the_ones_python_users_catch() -> None:
     if not (issubclass(InvalidType, TypeError) and issubclass(InvalidInput, ValueError)):
         pytest.fail("InvalidType must be a TypeError and InvalidInput a ValueError")
@@ -209,6 +281,30 @@ def test_wrong_contents_unchecked_stay_inside_the_tensors(
     guards.assert_intact()
 
 
+ODD_OFFSETS = (-(2**31), -(2**31) + 1, -1, 0, 1, 2, 9, 10, 11, 12, 13, 64, 2**16, 2**31 - 2, 2**31 - 1)
+
+
+@each_kernel
+def test_any_numbers_as_offsets_stay_inside_the_tensors(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offsets drawn from all 32-bit numbers, among them the ends, where a difference of two wraps."""
+    rng = random.Random(kernel)
+    pairs: list[list[int]] = [[2**31 - 1, -(2**31), 3, 10], [7, -(2**31), 0, 10], [-(2**31), 2**31 - 1, 0, 10]]
+    few = 4 if kernel in ("naive", "tiled") and not ON_GPU else 25
+    drawn = [[rng.choice(ODD_OFFSETS) if rng.random() < 0.8 else rng.randint(-(2**31), 2**31 - 1) for _ in range(4)]
+             for _ in range(2 * few)]  # fmt: skip
+    guards = Guards()
+    guards.watch(monkeypatch)
+    for of_q, of_k in zip(pairs + drawn[:few], pairs[::-1] + drawn[few:], strict=True):
+        arguments = packed(cu_seqlens_q=offsets(*of_q), cu_seqlens_k=offsets(*of_k))
+        arguments = {n: guards.place(x) if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
+        with contextlib.suppress(UnsupportedProblem):
+            call(arguments | {"kernel": kernel})
+        if ON_GPU:
+            torch.cuda.synchronize()
+        guards.assert_intact()
+        guards.buffers.clear()
+
+
 @pytest.mark.skipif(ON_GPU, reason="needs a machine without a GPU")
 def test_a_gpu_kernel_by_name_without_a_gpu_names_found_and_needed() -> None:
     """In a fresh process, since this one interprets Triton kernels."""
@@ -248,7 +344,8 @@ def test_all_of_this_holds_without_assertions() -> None:
         "-p",
         "no:xdist",
         "-k",
-        "not unchecked and not by_name_without",  # which refuse nothing, or ask a process of their own
+        # Without those that refuse nothing, or ask a process of their own.
+        "not unchecked and not by_name_without and not any_numbers and not equal_numbers",
         __file__,
         str(Path(__file__).with_name("test_paged_bad_input.py")),
     ]

@@ -268,6 +268,41 @@ def test_plus_infinity_in_bias_is_nan_in_its_row(kernel: str, request: pytest.Fi
     assert bits(out[~row]) == bits(clean[~row])
 
 
+@each_kernel
+@pytest.mark.parametrize(
+    ("dtype", "bias_dtype"),
+    [("float16", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32:ieee", "float32")],
+)
+def test_the_lowest_number_as_a_bias_shows_its_pair(
+    dtype: str, bias_dtype: str, kernel: str, request: pytest.FixtureRequest
+) -> None:
+    """`finfo.min`, the usual stand-in for minus infinity, gives a row of nothing else the mean of its values, as in
+    torch; beside other biases it takes a key out, and minus infinity still hides."""
+    call = cases.build(replace(SMALL, dtype=dtype, lengths=(70, 130)), "normal", DEVICE)
+    stored = getattr(torch, bias_dtype)
+    lowest = torch.finfo(stored).min
+    bias = torch.randn(2, 2, 70, 130, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE).to(stored)
+    bias[0, 0, 3], bias[0, 1, 5, 7:], bias[1, 0, 9, 20:] = lowest, lowest, lowest
+    bias[1, 1, 11], bias[1, 1, 11, 60] = -math.inf, lowest
+    biased = with_bias(call, bias)
+    if harness.refuses(kernel, biased, request):
+        return
+    out, _ = assert_gates(kernel, biased)
+    mean = call.operands.v[0, :, 0].double().mean(0)
+    torch.testing.assert_close(out[0, 3, 0].double(), mean, rtol=1e-2, atol=1e-3)
+    assert torch.equal(out[1, 11, 1], call.operands.v[1, 60, 0])
+
+
+@each_kernel
+def test_the_largest_number_as_a_bias_takes_the_row(kernel: str, request: pytest.FixtureRequest) -> None:
+    call = cases.build(replace(SMALL, bias="full"), "normal", DEVICE)
+    if harness.refuses(kernel, call, request):
+        return
+    call.operands.bias[1, 0, 5, 3] = torch.finfo(torch.float32).max
+    out, _ = harness.run(kernel, call)
+    assert torch.equal(out[1, 5, 0], call.operands.v[1, 3, 0])
+
+
 # Conventions ----------------------------------------------------------------------------------------------------------
 
 
@@ -383,6 +418,18 @@ def test_default_scale_is_of_the_callers_head_dim(head_dim: int, kernel: str, re
     explicit = call._replace(options=call.options | {"softmax_scale": 1 / math.sqrt(head_dim)})
     assert bits(harness.run(kernel, call)[0]) == bits(harness.run(kernel, explicit)[0])
     assert_gates(kernel, call)
+
+
+@each_kernel
+@pytest.mark.parametrize("scale", [0.0, 1e-42, 1e-45])
+@pytest.mark.parametrize("features", [{"causal": "bottom_right"}, {"causal": "top_left", "packed": True}], ids=str)
+def test_a_scale_of_nothing_leaves_no_nan(
+    features: dict[str, Any], scale: float, kernel: str, request: pytest.FixtureRequest
+) -> None:
+    """Without an lse, which some kernels do not have."""
+    call = cases.build(replace(SMALL, scale=scale, lse=False, **features), "normal", DEVICE)
+    if not harness.refuses(kernel, call, request):
+        assert_gates(kernel, call)
 
 
 @each_kernel

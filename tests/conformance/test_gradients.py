@@ -87,6 +87,37 @@ def test_gates(case: Case, data: Data, kernel: str, request: pytest.FixtureReque
     assert verdict.passed, f"{kernel} on {case}, {data}: {verdict}"
 
 
+BLIND: dict[str, dict[str, Any]] = {
+    "more queries than keys": {"causal": "bottom_right", "lengths": (70, 37)},
+    "window beyond the keys": {"causal": "top_left", "window": (3, -1), "lengths": (37, 70)},
+    "mask": {"mask": "rows", "lengths": (70, 70)},
+    "packed": {"packed": True, "batch": 3, "causal": "bottom_right", "lengths": (70, 37)},
+}
+
+
+@each_kernel
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("poisoned", ["q", "dout"])
+@pytest.mark.parametrize("blind", BLIND)
+def test_rows_that_see_nothing_pass_no_nan_on(
+    blind: str, poisoned: str, sinks: bool, kernel: str, request: pytest.FixtureRequest
+) -> None:
+    """NaN in a row of q that sees no key, as of padding, or in what arrives there, has no effect on any gradient."""
+    case = replace(PLAIN, dtype="float32:ieee", dims=(16, 24), heads=(4, 2), sinks=sinks, lse=False, **BLIND[blind])
+    call = cases.build(case, "normal", DEVICE)
+    if refuses(kernel, call, request):
+        return
+    seen = [shown.any(-1).T for shown in harness.visible(call)]  # [rows, heads] each
+    unseen = ~(torch.cat(seen) if call.problem.packed else torch.stack(seen))
+    assert unseen.any()
+    dout, _ = upstream(call)
+    expected = differentiate(kernel, call, dout)
+    q, dout_with_nan = call.operands.q.clone(), dout.clone()
+    (q if poisoned == "q" else dout_with_nan)[unseen] = torch.nan
+    got = differentiate(kernel, call._replace(operands=call.operands._replace(q=q)), dout_with_nan)
+    assert bits(*got) == bits(*expected)
+
+
 CASE = replace(PLAIN, dims=(40, 64), heads=(4, 2), batch=2, lengths=(67, 90), bias="heads", alibi="heads", sinks=True)
 
 

@@ -57,6 +57,26 @@ def test_layouts_equal_contiguous(
 
 
 @each_kernel
+@pytest.mark.parametrize("name", ["q", "k", "v", "all"])
+def test_lazily_negated_views_equal_their_values(name: str, kernel: str, request: pytest.FixtureRequest) -> None:
+    """The imaginary part of a conjugate is a view that torch negates when it reads."""
+    call = cases.build(replace(CASE, dtype="float32:ieee"), "normal", DEVICE)
+    if harness.refuses(kernel, call, request):
+        return
+    names = ("q", "k", "v") if name == "all" else (name,)
+    lazy = {
+        n: torch.complex(torch.zeros_like(x), -x).conj().imag
+        for n in names
+        if (x := getattr(call.operands, n)) is not None
+    }
+    assert all(x.is_neg() for x in lazy.values())
+    harness.run(kernel, call)  # a plan for the same layouts may be there already
+    assert_bit_equal(
+        kernel, substitute(call, **{n: x.resolve_neg() for n, x in lazy.items()}), substitute(call, **lazy)
+    )
+
+
+@each_kernel
 @pytest.mark.parametrize("features", [{"mask": "full", "bias": "full"}, {"packed": True, "batch": 5}], ids=str)
 def test_other_operands_may_be_strided(features: dict[str, Any], kernel: str, request: pytest.FixtureRequest) -> None:
     call = cases.build(replace(CASE, alibi="batch", sinks=True, **features), "normal", DEVICE)

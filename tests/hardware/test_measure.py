@@ -20,7 +20,7 @@ from warpwave.hardware import measure
 from warpwave.hardware.catalog import find, gpu_of
 from warpwave.hardware.ceilings_table import table
 from warpwave.hardware.gpu import CPU, Gpu
-from warpwave.hardware.measure import Ceilings, cache_file, load, read, shipped, store, write
+from warpwave.hardware.measure import Ceilings, cache_file, load, read, shipped, store, text
 from warpwave.kernels.triton_or_stub import INTERPRETED
 
 H200 = gpu_of(find("h200"))  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ def test_a_file_that_cannot_be_read_is_named_and_ignored(caplog: pytest.LogCaptu
 def test_shipped_ceilings_are_of_the_very_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "SHIPPED", tmp_path)
     assert shipped(H200) is None
-    write(CEILINGS, tmp_path / "h200.json")
+    (tmp_path / "h200.json").write_text(text(CEILINGS))
     assert shipped(H200) == CEILINGS
     assert shipped(replace(H200, name="NVIDIA H100 80GB HBM3")) is None
 
@@ -136,9 +136,9 @@ def test_a_damaged_shipped_file_is_named_and_ignored(
 ) -> None:
     monkeypatch.setattr(measure, "SHIPPED", tmp_path)
     (tmp_path / "a.json").write_text('{"gpu": 7}')
-    write(CEILINGS, tmp_path / "b.json")
+    (tmp_path / "b.json").write_text(text(CEILINGS))
     assert shipped(H200) == CEILINGS
-    assert "a.json is ignored" in caplog.text
+    assert "a.json is no file of ceilings" in caplog.text
 
 
 def test_every_shipped_file_is_readable_and_below_the_data_sheet() -> None:

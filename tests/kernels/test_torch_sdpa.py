@@ -108,3 +108,15 @@ def test_a_query_that_is_not_finite_makes_no_zeros(bad: float) -> None:
     q[0, 1, 0, 3] = bad
     rows = attention(q, k, v, kernel="torch_sdpa").isnan().all(-1)
     assert rows[0, 1, 0] and rows.sum() == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("seqlen_k", [1, 4, 70])
+def test_a_key_that_is_not_finite_makes_no_zeros(seqlen_k: int, bad: float) -> None:
+    """Nothing is hidden, and a score that is NaN makes its row NaN, as eager has it."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, 2, 8) for n in (4, seqlen_k, seqlen_k))
+    k[0, 0, 1, 3] = bad
+    out, expected = (attention(q, k, v, kernel=kernel) for kernel in ("torch_sdpa", "eager"))
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert not math.isnan(bad) or out[0, :, 1].isnan().all()

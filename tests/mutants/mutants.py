@@ -125,8 +125,8 @@ OTHERS = [
     Mutant(
         "Inf times a remainder of nothing", PRIMITIVES,
         """    if IN_INTERPRETER:
-        x = tl.where(x == x, x, -3.4028234663852886e38)
-    return tl.maximum(x, -3.4028234663852886e38)""", "    return x + 0.0",
+        x = tl.where(x == x, x, -LARGEST)
+    return tl.maximum(x, -LARGEST)""", "    return x + 0.0",
         "test_precision.py::test_inf_stays_inf", "bf16x3", "Inf did not stay Inf",
     ),
     Mutant(
@@ -173,19 +173,20 @@ OTHERS = [
         "test_pairs.py::test_keys_that_no_query_sees_may_hold_anything", "window-bfloat16-nan-flash_fwd", "bits(",
     ),
     Mutant(
-        "hidden by bias only as far as the number goes", FLASH,
-        'tl.where(bias == float("-inf"), float("-inf"), scores + bias * LOG2_E)', "scores + bias * LOG2_E",
+        "hidden by bias only as far as the number goes", PRIMITIVES,
+        'return tl.where(bias == float("-inf"), float("-inf"), scores + bias * LOG2_E)',
+        "return scores + bias * LOG2_E",
         "test_pairs.py::test_keys_that_no_query_sees_may_hold_anything", "bias-bfloat16-nan-flash_fwd", "bits(",
     ),
     Mutant(
-        "bias of -inf is a large negative number", FLASH,
-        'tl.where(bias == float("-inf"), float("-inf"), scores + bias * LOG2_E)',
-        "scores + tl.maximum(bias, -1e4) * LOG2_E",
+        "bias of -inf is a large negative number", PRIMITIVES,
+        'return tl.where(bias == float("-inf"), float("-inf"), scores + bias * LOG2_E)',
+        "return scores + tl.maximum(bias, -1e4) * LOG2_E",
         "test_edges.py::test_minus_infinity_in_bias_hides", "flash_fwd and float16", "FAIL",
     ),
     Mutant(
-        "bias of +inf is a large number", FLASH,
-        "scores + bias * LOG2_E", "scores + tl.minimum(bias, 1e30) * LOG2_E",
+        "bias of +inf is a large number", PRIMITIVES,
+        'tl.where(tl.abs(bias) < float("inf"), bounded, bias)', 'tl.where(bias > float("-inf"), bounded, bias)',
         "test_edges.py::test_plus_infinity_in_bias_is_nan_in_its_row", "flash_fwd", "isnan",
     ),
     Mutant(
@@ -246,7 +247,8 @@ OTHERS = [
     ),
     Mutant(
         "an empty sequence sees one key", FLASH,
-        "total_k) - k_begin", "total_k) - k_begin + (tl.load(cu_seqlens_k_ptr + batch + 1) == k_begin)",
+        "k_begin, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)",
+        "k_begin, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k); seqlen_k += seqlen_k == 0",
         "test_edges.py::test_empty_sequences_among_packed_ones", "flash_fwd", "eq(0)",
     ),
     Mutant(
@@ -266,7 +268,7 @@ OTHERS = [
     ),
     Mutant(
         "a scale of 0 is no scale", "checks.py",
-        "return softmax_scale if softmax_scale is not None else", "return softmax_scale if softmax_scale else",
+        "if softmax_scale is None:", "if not softmax_scale:",
         "test_edges.py::test_scale_zero_is_uniform_over_what_is_visible", "eager", "FAIL",
     ),
     Mutant(
@@ -281,7 +283,7 @@ OTHERS = [
     ),
     Mutant(
         "torch's CPU kernel is given NaN behind a mask", "kernels/torch_sdpa.py",
-        "_is_tame(problem, operands) if hides", "True if hides",
+        "not _is_tame(problem, operands, hides)", "not (hides or _is_tame(problem, operands, hides))",
         "../kernels/test_torch_sdpa.py::test_what_nobody_sees_may_hold_anything", "", "not close",
     ),
     Mutant(
@@ -315,8 +317,9 @@ OTHERS = [
         "test_bad_input.py::test_wrong_contents_when_checked", "longest", "a kernel was bound",
     ),
     Mutant(
-        "offsets beyond the last query not clamped", FLASH,
-        "tl.minimum(tl.load(cu_seqlens_q_ptr + batch + 1), total_q)", "tl.load(cu_seqlens_q_ptr + batch + 1)",
+        "offsets beyond the last query not clamped", PRIMITIVES,
+        "tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + item + 1), begin), total)",
+        "tl.maximum(tl.load(cu_seqlens_ptr + item + 1), begin)",
         "test_bad_input.py::test_wrong_contents_unchecked_stay_inside_the_tensors", "flash_fwd and beyond",
         "a guard region was written",
     ),
@@ -378,7 +381,7 @@ OTHERS = [
     ),
     Mutant(
         "scores of a sequence longer than the longest written into the next head's", PRIMITIVES,
-        "return begin.to(tl.int64), tl.minimum(length, longest)", "return begin.to(tl.int64), length",
+        "return begin.to(tl.int64), tl.minimum(end - begin, longest)", "return begin.to(tl.int64), end - begin",
         "test_bad_input.py::test_wrong_contents_unchecked_stay_inside_the_tensors", "tiled",
         "a guard region was written",
     ),
@@ -824,8 +827,8 @@ LARGE_HEADS = [
         "test_large_heads.py::test_gradients_of_wide_heads", "float16 and plain", "FAIL",
     ),
     Mutant(
-        "three_kernel's gradients: a later chunk replaces what the keys were given", "kernels/three_kernel_library.py",
-        "total += a.float() @ b.float()", "total.copy_(a.float() @ b.float())",
+        "three_kernel's gradients: a later chunk replaces what the keys were given", "kernels/torch_products.py",
+        "total += product(a, b)", "total.copy_(product(a, b))",
         "test_large_heads.py::test_gradients_of_wide_heads", "bfloat16 and causal", "FAIL",
     ),
     Mutant(
@@ -860,4 +863,204 @@ LARGE_HEADS = [
     ),
 ]  # fmt: skip
 
-MUTANTS = NAMED + OTHERS + HOPPER_FLOAT32 + HOPPER_MASKS + HOPPER + LARGE_HEADS
+# What held-back tests and a red team found, each put back.
+FOUND = [
+    Mutant(
+        "tiles of K and V of two swizzles share a buffer", "kernels/arguments.py",
+        "if gpu.capability == 90 and block_m >= WGMMA_ROWS:", "if gpu.capability == 0 and block_m >= WGMMA_ROWS:",
+        "../compile/test_descriptors.py::test_one_layout_for_each_address", "flash_fwd and 33", "mixed_descriptors",
+    ),
+    Mutant(
+        "autocast reaches torch's products", "kernels/torch_products.py",
+        'torch.autocast(device.type, enabled=False) if device.type in ("cpu", "cuda") else contextlib.nullcontext()',
+        "contextlib.nullcontext()",
+        "test_contexts.py::test_autocast_changes_no_bit", "eager and bfloat16-float32", "bits(",
+    ),
+    Mutant(
+        "float32 products follow the process's setting", "kernels/torch_products.py",
+        'return chosen == "ieee"', "return True",
+        "test_contexts.py::test_which_settings_keep_float32", "", "keeps_float32",
+    ),
+    Mutant(
+        "a packed sequence may end before it begins", "kernels/primitives.py",
+        "tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + item + 1), begin), total)",
+        "tl.minimum(tl.load(cu_seqlens_ptr + item + 1), total)",
+        "test_bad_input.py::test_any_numbers_as_offsets_stay_inside_the_tensors", "three_kernel", "guard",
+    ),
+    Mutant(
+        "a bool is a number", "checks.py",
+        "if isinstance(value, bool) or not isinstance(value, numbers.Real):", "if not isinstance(value, numbers.Real):",
+        "test_bad_input.py::test_a_known_call_forgives_no_type", "softcap", "DID NOT RAISE",
+    ),
+    Mutant(
+        "equal numbers of other types keep their type", "checks.py",
+        "    return float(value)", "    return value if value else 0.0",
+        "test_bad_input.py::test_what_a_call_says_has_one_type", "", "float",
+    ),
+    Mutant(
+        "a kernel claims what it has no config for", "kernels/hopper/flash_fwd_claims.py",
+        "if not reasons and default(problem, gpu) is None:", "if reasons and default(problem, gpu) is None:",
+        "../test_dispatch.py::test_problems_that_once_had_no_config", "sm_90", "claims",
+    ),
+    Mutant(
+        "a scale of 0 multiplies torch's causal mask", "kernels/torch_sdpa.py",
+        " and problem.softmax_scale > 0", "",
+        "test_edges.py::test_a_scale_of_nothing_leaves_no_nan", "torch_sdpa", "FAIL",
+    ),
+    Mutant(
+        "keys that are not finite left to torch where nothing is hidden", "kernels/torch_sdpa.py",
+        "if rounds or not _is_tame(problem, operands, hides):",
+        "if rounds or not _is_tame(problem, operands, hides) and hides:",
+        "../kernels/test_torch_sdpa.py::test_a_key_that_is_not_finite_makes_no_zeros", "nan", "isnan",
+    ),
+    Mutant(
+        "the sign of a lazily negated view is lost", "checks.py",
+        "lazy = {n: t.resolve_neg()", "lazy = {n: torch._neg_view(t)",
+        "test_pairs.py::test_lazily_negated_views_equal_their_values", "flash_fwd and q", "bits(",
+    ),
+    Mutant(
+        "the lowest number as a bias overflows", "kernels/primitives.py",
+        'bias = tl.where(tl.abs(bias) < float("inf"), bounded, bias)',
+        'bias = tl.where(tl.abs(bounded) < float("inf"), bias, bias)',
+        "test_edges.py::test_the_lowest_number_as_a_bias_shows_its_pair", "flash_fwd and ieee", "FAIL C LSE",
+    ),
+    Mutant(
+        "gradients: NaN of a row that sees nothing is multiplied by 0", "kernels/eager.py",
+        "torch.where((scores != NEG_INF).any(-1)[..., None], t", "torch.where((scores != 1.0).any(-1)[..., None], t",
+        "test_gradients.py::test_rows_that_see_nothing_pass_no_nan_on", "eager and mask", "bits(",
+    ),
+    Mutant(
+        "three_kernel's gradients: rows that see nothing stay in their chunk", "kernels/three_kernel_gradients.py",
+        "first = chunk.row_begin if high is None else min(max(chunk.row_begin, -high), end)", "first = chunk.row_begin",
+        "test_gradients.py::test_rows_that_see_nothing_pass_no_nan_on", "three_kernel and more", "bits(",
+    ),
+    Mutant(
+        "gradients: the derivative of a capped score that is hidden", "kernels/eager.py",
+        "ds = torch.where(scores == NEG_INF, 0.0, ds * (1 - squashed * squashed))",
+        "ds = ds * (1 - squashed * squashed)",
+        "test_drawn.py::test_what_was_wrong_once", "eager", "nan",
+    ),
+    Mutant(
+        "merging: NaN of a part without keys reaches the gradient of its lse", "states.py",
+        "out = out + by_row * torch.where(by_row == 0, 0.0, part.float())",
+        "out = out + torch.where(by_row == 0, 0.0, by_row * part.float())",
+        "../test_states.py::test_a_part_without_keys_has_gradient_zero_whatever_it_holds", "", "isfinite",
+    ),
+]  # fmt: skip
+
+# What a paged cache did wrong, and what calls on one must refuse or leave alone.
+CACHE = [
+    Mutant(
+        "a fork of evicted tokens let through", "kv_cache.py",
+        "        self._refuse_evicted(row, parent, length)\n", "",
+        "../test_kv_cache.py::test_a_fork_of_evicted_tokens_frees_no_page_of_another", "", "DID NOT RAISE",
+    ),
+    Mutant(
+        "a sequence truncated into evicted tokens", "kv_cache.py",
+        "        self._refuse_evicted(row, sequence, length)\n", "",
+        "../test_kv_cache.py::test_a_sequence_is_cut_only_as_far_as_its_window_is_there", "truncate", "DID NOT RAISE",
+    ),
+    Mutant(
+        "the window before the end of a truncated sequence not counted", "kv_cache.py",
+        "shortest = first + sequence.window_left if first else 0", "shortest = first + 1 if first else 0",
+        "../test_kv_cache.py::test_a_sequence_is_cut_only_as_far_as_its_window_is_there", "fork", "DID NOT RAISE",
+    ),
+    Mutant(
+        "pages evicted that truncation was promised", "kv_cache.py",
+        "kept = max(0, sequence.length - max_truncate - window_left)", "kept = max(0, sequence.length - window_left)",
+        "../test_kv_cache.py::test_tokens_that_may_be_taken_back_keep_their_window", "", "the token at 23",
+    ),
+    Mutant(
+        "a fork counts no page", "kv_cache.py",
+        "            if page != EVICTED:\n                self._references[page] += 1\n",
+        "            if page != EVICTED:\n                self._references[page] += 0\n",
+        "../test_kv_cache.py::test_forks_share_pages_until_one_writes", "7", "assert",
+    ),
+    Mutant(
+        "seqlens_q not compared with cu_seqlens_q", "cached_calls.py",
+        "            if got != said:\n", "            if got < said:\n",
+        "../test_cached_calls.py::test_lengths_on_the_host_say_what_is_appended", "another and torch", "DID NOT RAISE",
+    ),
+    Mutant(
+        "queries of an append follow the offsets on the device", "cached_calls.py",
+        "operands = operands._replace(cu_seqlens_q=append.new.cu_seqlens)", "operands = operands._replace()",
+        "../test_cached_calls.py::test_lengths_on_the_host_say_what_is_appended", "another and torch",
+        "torch.equal(out, expected)",
+    ),
+    Mutant(
+        "books changed before the device", "kv_cache.py",
+        """        self._publish([], [(row, 0) for row in listed])
+        for row, sequence in zip(listed, sequences, strict=True):
+            self._give_back(sequence.pages)
+            self._sequences[row] = None
+""",
+        """        for row, sequence in zip(listed, sequences, strict=True):
+            self._give_back(sequence.pages)
+            self._sequences[row] = None
+        self._publish([], [(row, 0) for row in listed])
+""",
+        "../test_kv_cache_errors.py::test_whichever_operation_fails_nothing_has_changed", "free", "has changed",
+    ),
+    Mutant(
+        "a failed append leaves the lengths on the device advanced", "kv_cache.py",
+        "            self._tables[growth.cells] = growth.before\n", "",
+        "../test_kv_cache_errors.py::test_whichever_operation_fails_nothing_has_changed", "append and not packed",
+        "has changed",
+    ),
+    Mutant(
+        "a cache made in inference mode works nowhere else", "kv_cache.py",
+        "with torch.inference_mode(False):  # else only", "with torch.enable_grad():  # else only",
+        "../test_kv_cache_errors.py::test_another_thread_than_the_one_that_made_it_in_inference_mode", "",
+        "Inplace update to inference tensor",
+    ),
+    Mutant(
+        "appended tokens join the graph", "kernels/append_kv.py",
+        "@torch.inference_mode()  # writes", "@torch.enable_grad()  # writes",
+        "../test_kv_cache_errors.py::test_the_pool_stays_out_of_every_graph", "False", "requires_grad",
+    ),
+    Mutant(
+        "a gradient through the cache lost without a word", "api.py",
+        "    if wanting:\n", "    if wanting and not return_lse:\n",
+        "../test_kv_cache_errors.py::test_backward_says_that_there_is_no_gradient", "k_new", "requires_grad",
+    ),
+    Mutant(
+        "a plan of a call without gradients serves a call with them", "api.py",
+        "if recalled is None and key is not None and not wanting:", "if recalled is None and key is not None:",
+        "../test_kv_cache_errors.py::test_backward_says_that_there_is_no_gradient", "q", "requires_grad",
+    ),
+    Mutant(
+        "offsets beyond the last token size what is allocated", "paging.py",
+        "cu_seqlens.long().clamp(0, total).cummax(0).values", "cu_seqlens.long().cummax(0).values",
+        "../test_cached_calls.py::test_any_offsets_become_offsets", "", "assert",
+    ),
+    Mutant(
+        "a gathered cache keeps the offsets it was given", "paging.py",
+        "offsets_within(operands.cu_seqlens_q, len(q)).to(torch.int32)", "operands.cu_seqlens_q.clone()",
+        "../test_cached_calls.py::test_sizes_follow_tensors_and_not_their_contents", "", "seen.elements <= allowed",
+    ),
+    Mutant(
+        "queries of a cached call that end before they begin have a length", "kernels/primitives.py",
+        "tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + item + 1), begin), total)",
+        "tl.minimum(tl.load(cu_seqlens_ptr + item + 1), total)",
+        "test_paged_bad_input.py::test_any_numbers_unchecked_stay_inside_the_tensors", "split_kv-False",
+        "a guard region was written",
+    ),
+    Mutant(
+        "queries beyond the table of angles let through", "cached_calls.py",
+        "check_positions(rotary, max((used[row] for row in rows), default=0))", "check_positions(rotary, 0)",
+        "../test_cached_calls.py::test_queries_beyond_the_table_of_angles_are_refused", "", "DID NOT RAISE",
+    ),
+    Mutant(
+        "threads drop one plan twice", "bounded.py",
+        "with self._lock:", "with threading.Lock():",
+        "../test_bounded.py::test_threads_that_put_more_than_is_kept", "", "errors == []",
+    ),
+    Mutant(
+        "new keys that torch has not negated yet", "kv_cache.py",
+        "None if t is None else t.resolve_neg() for t in (k_new, v_new, q)",
+        "None if t is None else t for t in (k_new, v_new, q)",
+        "../test_cached_calls.py::test_signs_that_torch_has_put_off", "kernel", "torch.equal",
+    ),
+]  # fmt: skip
+
+MUTANTS = NAMED + OTHERS + HOPPER_FLOAT32 + HOPPER_MASKS + HOPPER + LARGE_HEADS + FOUND + CACHE

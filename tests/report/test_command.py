@@ -96,18 +96,57 @@ def test_no_permission(
 
 def test_a_full_disk_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = tmp_path / "r.md"
-    save(old, "Made by warpwave, before\n")
+    save(old, "before\n")
+    before = old.read_text()
 
-    def full(self: Path, content: str, encoding: str) -> int:
-        with self.open("w") as file:
+    def full(self: Path, content: bytes) -> int:
+        with self.open("wb") as file:
             file.write(content[:5])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(CannotWrite, match="No space left on device"):
-        save(old, "Made by warpwave, after\n")
-    assert old.read_text() == "Made by warpwave, before\n"
+        save(old, "after\n")
+    assert old.read_text() == before
     assert [p.name for p in tmp_path.iterdir()] == ["r.md"]
+
+
+@pytest.mark.parametrize("name", ["r.html", "r.md"])
+def test_a_report_that_somebody_edited_is_theirs(
+    record: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As are notes into which one was pasted, whole, at their beginning or at their end."""
+    path = tmp_path / name
+    where: dict[str, Any] = {"out": path} if name == "r.html" else {"markdown_out": path}
+    assert main([record], **where) == 0
+    written = path.read_text()
+    for theirs in (written + "My own remark.\n", "# My notes\n" + written, written.replace("H200", "H100", 1)):
+        path.write_text(theirs)
+        capsys.readouterr()
+        assert main([record], **where) == 2
+        assert "is no report of warpwave, or was edited since; name another file" in says(capsys)
+        assert path.read_text() == theirs
+    path.write_text(written)
+    assert main([record], **where) == 0
+
+
+@pytest.mark.parametrize("spelling", ["r.md", "./r.md", "link.md"])
+def test_the_page_and_the_markdown_are_two_files(
+    spelling: str, record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link.md").symlink_to("r.md")
+    assert main([record], out=Path("r.md"), markdown_out=Path(spelling)) == 2
+    assert "are one file; name two" in says(capsys)
+    assert not (tmp_path / "r.md").exists()
+
+
+def test_nothing_is_written_where_one_of_two_cannot_be(
+    record: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([record], out=tmp_path / "no" / "r.html", markdown_out=tmp_path / "r.md") == 2
+    assert "there is no directory" in says(capsys)
+    assert not (tmp_path / "r.md").exists()
 
 
 def test_a_page_that_is_too_large(

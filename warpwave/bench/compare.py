@@ -11,6 +11,7 @@ compared as they are, and it is said.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,9 +94,14 @@ class Comparison:
     spread: Spread
 
     def failed(self, fail_on: str) -> bool:
-        """Whether something is as bad as `fail_on`: "slower" (or no longer timed), "unclear" (or slower), "never"."""
-        bad = {"slower": ("SLOWER", "LOST"), "unclear": ("SLOWER", "LOST", "UNCLEAR"), "never": ()}[fail_on]
-        return any(c.outcome in bad for c in self.cases)
+        """Whether something is as bad as `fail_on`: "slower" (or no longer timed), "unclear" (or slower), "never".
+
+        A comparison in which no case has two times that compare has shown nothing, and fails too.
+        """
+        if fail_on == "never":
+            return False
+        bad = {"slower": ("SLOWER", "LOST"), "unclear": ("SLOWER", "LOST", "UNCLEAR")}[fail_on]
+        return any(c.outcome in bad for c in self.cases) or all(c.ratio is None for c in self.cases)
 
 
 def load_run(spec: str) -> Run:
@@ -106,10 +112,10 @@ def load_run(spec: str) -> Run:
         RecordError: the file cannot be read.
     """
     path, ref = Path(spec), ""
-    if not path.exists() and "@" in spec:
+    if not os.path.exists(path) and "@" in spec:
         name, _, ref = spec.rpartition("@")
         path = Path(name)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise CompareError(f"there is no record file {path}")
     records = read_records(path)
     chosen = {key: e for key, e in records.environments.items() if not ref or _refers(ref, key, e)}
@@ -205,7 +211,11 @@ def _compare_case(a: Run, b: Run, key: Key, name_a: str, name_b: str, margin: fl
         ratio = paired_ratio(in_a.timing, in_b.timing)
         return result(ratio, outcome(ratio, margin), "paired within rounds")
     times_a, times_b = list(in_a.timing.samples_us), list(in_b.timing.samples_us)
-    peers = _common_peers(a, b, key, (environment_a, environment_b))
+    peers = [
+        pair
+        for pair in _common_peers(a, b, key, (environment_a, environment_b))
+        if [len(peer.samples_us) for peer in pair] == [len(times_a), len(times_b)]  # a round of one is a round of all
+    ]
     if not peers:
         changed = _changed(a, b, environment_a, environment_b)
         how = f"as measured: {', '.join(changed)} differ" if changed else "as measured: no common peer"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 
 from warpwave.bench.compare import CompareError, Comparison, RecordError, compare, load_run
 from warpwave.bench.table import Table, print_table
+from warpwave.terminal import complain, say
 
 FAIL_ON = ("slower", "unclear", "never")
 
@@ -43,10 +43,10 @@ def main(
         run_a = load_run(a)
         comparison = compare(run_a, run_a if b is None or b == a else load_run(b), contenders, margin)
     except (CompareError, RecordError, OSError) as error:
-        print(f"warpwave: {error}", file=sys.stderr)
+        complain(error)
         return 2
     if json_output:
-        print(json.dumps({**asdict(comparison), "margin": margin}, indent=2))
+        say(json.dumps({**asdict(comparison), "margin": margin}, indent=2))
     else:
         print_table(comparison_table(comparison, margin))
     return 1 if comparison.failed(fail_on) else 0

@@ -65,7 +65,7 @@ def judge(contender: Measurement, measurements: Sequence[Measurement]) -> GoalVe
         contender: whose goal it is.
         measurements: everything measured on its case, in its mode and its run.
     """
-    from warpwave.bench.timing import paired_ratio
+    from warpwave.bench.timing import ratio_if_paired
 
     goal = contender.goal
     if goal is None:
@@ -81,11 +81,13 @@ def judge(contender: Measurement, measurements: Sequence[Measurement]) -> GoalVe
         if empty is None or empty.timing is None:
             return GoalVerdict(None, "no empty kernel was timed")
         allowed = empty.timing.median_us + goal.over_launch_us
-        ratio = paired_ratio(empty.timing, contender.timing)
+        ratio = ratio_if_paired(empty.timing, contender.timing)
         return GoalVerdict(contender.timing.median_us <= allowed, "", ratio, empty.contender)
     peer = best_peer(measurements)
     if peer is None or peer.timing is None or goal.ratio is None:
         return GoalVerdict(None, "no peer could be timed")
-    ratio = paired_ratio(peer.timing, contender.timing)
+    ratio = ratio_if_paired(peer.timing, contender.timing)
+    if ratio is None:
+        return GoalVerdict(None, "its rounds and the best peer's do not pair")
     met = ratio.median >= goal.ratio and ratio.low95 is not None and ratio.low95 >= goal.ratio - SLACK
     return GoalVerdict(met, "", ratio, peer.contender)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from warpwave.bench.workloads import default_scale, padded_length
-from warpwave.problem import AttentionProblem, CachedOperands, Operands
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands, Operands
 
 MOST_INPUT_SETS = 64
 CACHES_FILLED = 4  # inputs that are to be cold cycle through this many times L2's size
@@ -105,6 +105,19 @@ def call_arguments(problem: AttentionProblem, operands: Operands | CachedOperand
     if problem.error_budget is not None:
         arguments["precision"] = problem.error_budget
     return arguments
+
+
+def operand_bytes(problem: AttentionProblem) -> int:
+    """Bytes of one set of inputs, its largest tensors: q, k, v, and a mask or a bias."""
+    size = DTYPE_BYTES[problem.dtype]
+    rows_k = problem.total_k if problem.packed else problem.batch * problem.seqlen_k
+    total = problem.rows * problem.num_heads_q * problem.head_dim * size
+    total += rows_k * problem.num_heads_kv * (problem.head_dim + problem.head_dim_v) * size
+    if problem.mask_shape is not None:
+        total += math.prod(problem.mask_shape) * DTYPE_BYTES["float32"]  # it is drawn as numbers, then compared
+    if problem.bias_shape is not None:
+        total += math.prod(problem.bias_shape) * DTYPE_BYTES[problem.bias_dtype or problem.dtype]
+    return total
 
 
 def sets_for_cold_cache(problem: AttentionProblem, l2_bytes: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,12 +12,13 @@ import torch
 from warpwave.bench import environment
 from warpwave.bench.contenders import EMPTY_KERNEL, TimeLimit, empty_kernel, time_limit
 from warpwave.bench.correctness import Sample
-from warpwave.bench.inputs import make_operands, sets_for_cold_cache
+from warpwave.bench.inputs import make_operands, operand_bytes, sets_for_cold_cache
 from warpwave.bench.peers import Peer, PeerUnavailable, Prepared
 from warpwave.bench.records import Measurement
 from warpwave.bench.timing import CaptureFailed, Samples, host_time_interleaved, time_modes
 from warpwave.bench.workloads import Case
 from warpwave.problem import Operands
+from warpwave.terminal import printable
 
 SEED = 0
 
@@ -74,15 +76,8 @@ def measure(
     Raises:
         DeviceLost: a contender left the GPU unusable.
     """
-    device = settings.device
-    sets = _input_sets(case, device)
-    operands = type(sets[0])(*(None if t is None else t.detach() for t in sets[0]))
-    sample = Sample(case.problem, operands, seed=SEED)
-    results: dict[str, Measurement] = {}
-    ready: dict[str, _Ready] = {}
-    for name, prepare in contenders.items():
-        say(f"checking {name}")
-        m = Measurement(
+    untried = {
+        name: Measurement(
             suite=suite,
             case=case.name,
             problem=case.problem,
@@ -91,6 +86,18 @@ def measure(
             mode=settings.modes[0],
             goal=case.goal,
         )
+        for name in contenders
+    }
+    say("making inputs")
+    try:
+        sets, sample = _inputs(case, settings.device)
+    except CannotMake as error:
+        return [dataclasses.replace(m, refusal=str(error)) for m in untried.values()]
+    results: dict[str, Measurement] = {}
+    ready: dict[str, _Ready] = {}
+    for name, prepare in contenders.items():
+        say(f"checking {name}")
+        m = untried[name]
         if skip and name in skip:
             results[name] = dataclasses.replace(m, refusal=skip[name])
             continue
@@ -106,12 +113,45 @@ def measure(
     return _time(case, results, ready, settings, say)
 
 
-def _input_sets(case: Case, device: torch.device) -> list[Operands]:
+class CannotMake(RuntimeError):
+    """The inputs of a case do not fit the device."""
+
+
+def _inputs(case: Case, device: torch.device) -> tuple[list[Operands], Sample]:
+    """Every set of inputs of a case, and what their results are judged by.
+
+    Raises:
+        CannotMake: they do not fit.
+    """
     count = 1
     if case.hot is False and device.type == "cuda":
         l2_bytes = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
         count = sets_for_cold_cache(case.problem, l2_bytes)
-    return [make_operands(case.problem, device, seed=SEED + i) for i in range(count)]
+    needed, room = count * operand_bytes(case.problem), _memory_bytes(device)
+    if room is not None and needed > room:
+        # Where memory is promised before it is there, the system would end the process instead of refusing.
+        raise CannotMake(f"its inputs take {needed / 1e9:,.1f} GB and {device.type} memory is {room / 1e9:,.1f} GB")
+    try:
+        sets = [make_operands(case.problem, device, seed=SEED + i) for i in range(count)]
+        operands = type(sets[0])(*(None if t is None else t.detach() for t in sets[0]))
+        return sets, Sample(case.problem, operands, seed=SEED)
+    except (RuntimeError, MemoryError) as error:
+        raise CannotMake(f"its inputs could not be made: {_first_line(error)}") from error
+
+
+def _memory_bytes(device: torch.device) -> int | None:
+    """Of the device; None where the system does not tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # Windows, and systems without these names
+        return None
+
+
+def _first_line(error: BaseException) -> str:
+    """What an error says, short enough for a table. It is a library's, and may hold anything."""
+    return printable((str(error).strip().splitlines() or [""])[0])[:1000]
 
 
 def _check(
@@ -124,12 +164,12 @@ def _check(
             verdict = sample.judge(prepared[0].to_out(prepared[0].call()).detach())
             peak = _peak_memory(prepared[0], settings.device)
     except PeerUnavailable as unavailable:
-        return dataclasses.replace(m, refusal=str(unavailable)), None
+        return dataclasses.replace(m, refusal=_first_line(unavailable)), None
     except TimeLimit:
         reason = f"not ready after {settings.peer_timeout_s:g} s"
         return dataclasses.replace(m, refusal=reason), None
     except Exception as error:  # somebody else's compiler: whatever it raises must not end the run
-        reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        reason = f"{type(error).__name__}: {_first_line(error)}"
         _still_usable(settings.device, m, reason)
         return dataclasses.replace(m, refusal=reason), None
     first = prepared[0]

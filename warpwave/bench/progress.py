@@ -6,10 +6,13 @@ with host timings.
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable
 from typing import TextIO
+
+from warpwave.terminal import printable, say
 
 BAR_WIDTH = 20
 CLEAR_LINE = "\r\033[K"
@@ -37,7 +40,7 @@ class Progress:
             self.say("")
         else:
             left = self._left()
-            print(f"{self._done + 1}/{self._total} {case}{f' ({left})' if left else ''}", file=self._stream, flush=True)
+            say(f"{self._done + 1}/{self._total} {case}{f' ({left})' if left else ''}", to=self._stream, flush=True)
 
     def say(self, detail: str) -> None:
         """What is under way in it: seen on a terminal alone."""
@@ -46,8 +49,9 @@ class Progress:
         filled = BAR_WIDTH * self._done // max(1, self._total)
         bar = "#" * filled + "." * (BAR_WIDTH - filled)
         parts = [f"[{bar}] {self._done + 1}/{self._total} {self._case}", detail, self._left()]
-        line = ", ".join(part for part in parts if part)
-        print(f"{CLEAR_LINE}{line}", end="", file=self._stream, flush=True)
+        line = printable(", ".join(part for part in parts if part))
+        # A line that the terminal breaks in two could not be cleared.
+        self._write(CLEAR_LINE + line[: shutil.get_terminal_size().columns - 1])
 
     def finish(self) -> None:
         """The case is done."""
@@ -57,7 +61,10 @@ class Progress:
     def clear(self) -> None:
         """Leave the line empty for what is printed next."""
         if self._terminal:
-            print(CLEAR_LINE, end="", file=self._stream, flush=True)
+            self._write(CLEAR_LINE)
+
+    def _write(self, controls: str) -> None:
+        say(end=controls, to=self._stream, flush=True)
 
     def _left(self) -> str:
         if self._done == 0:

@@ -5,6 +5,7 @@ environment it was made in by id. Nothing is ever rewritten: a line is appended 
 leaves every finished measurement whole.
 
 Derived figures (TFLOP/s, GB/s) are stored for readers without this package and always follow from the samples.
+`record_schema` declares what a line may hold; nothing is appended that could not be read back.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from warpwave.bench.correctness import Verdict
-from warpwave.bench.faults import faults_of_environment, faults_of_measurement
 from warpwave.bench.goals import Goal
+from warpwave.bench.record_schema import ENVIRONMENT_LINE, LINE, MEASUREMENT_LINE, READABLE_VERSIONS, problem_of
 from warpwave.bench.timing import Samples
-from warpwave.output_files import CannotWrite, check_output
-from warpwave.problem import AttentionProblem, Causal
+from warpwave.input_files import Unreadable, parse_json, read_text
+from warpwave.output_files import CannotWrite, Kind, check_output
+from warpwave.problem import AttentionProblem
+from warpwave.schema import Mismatch, Table, check, quoted
 
 SCHEMA_VERSION = 2
 OURS = "warpwave "  # how the names of our own contenders begin
 YARDSTICK = "yardstick "  # and of what is timed beside them and is no attention
-READABLE_VERSIONS = (1, 2)
-ADDED_IN_VERSION_2 = ("mode", "peak_memory_bytes", "goal")  # what a version 1 record leaves out has its default there
+LONGEST_LINE = 1 << 20  # of an environment; they have some 2 KB
 
 
 class RecordError(ValueError):
@@ -138,19 +140,24 @@ class Measurement:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Measurement:
-        """The inverse of `to_dict`.
+        """The inverse of `to_dict`, for data that `MEASUREMENT_LINE` allows.
 
         Raises:
-            KeyError, TypeError, ValueError: data is not what `to_dict` makes.
+            Mismatch: each figure is allowed, and together they are no measurement.
         """
-        values = {f.name: data[f.name] for f in fields(cls) if f.name in data or f.name not in ADDED_IN_VERSION_2}
-        values["problem"] = _problem(values["problem"])
+        values = {f.name: data[f.name] for f in fields(cls) if f.name in data}  # what is not there has its default
+        values["problem"] = problem_of(values["problem"])
         values["verdict"] = None if values["verdict"] is None else Verdict(**values["verdict"])
         for part in ("timing", "host"):
             values[part] = None if values[part] is None else _samples(values[part])
         if values.get("goal") is not None:
             values["goal"] = Goal(**values["goal"])
-        return cls(**values)
+            if (values["goal"].ratio is None) == (values["goal"].over_launch_us is None):
+                raise Mismatch("goal must have a ratio or an over_launch_us, and not both")
+        try:
+            return cls(**values)
+        except ValueError as error:
+            raise Mismatch(str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -170,18 +177,9 @@ class RecordWriter:
     """
 
     def __init__(self, path: Path, environment: Mapping[str, Any]) -> None:
+        check_appendable(path)
         self._path = path
         self._environment_id = environment_id(environment)
-        try:
-            with contextlib.suppress(FileExistsError):  # a file; what follows says so
-                path.parent.mkdir(parents=True, exist_ok=True)
-            check_output(path, is_ours=_may_be_appended_to, what="record of `warpwave bench`")
-            if path.exists() and path.stat().st_size and not _ends_with_newline(path):
-                raise RecordError(f"{path}: its last line was cut off; remove that line, or write to another file")
-        except CannotWrite as error:
-            raise RecordError(str(error)) from error
-        except OSError as error:
-            raise RecordError(f"{path} cannot be written: {error.strerror or error}") from error
         self._append(environment_line(environment))
 
     def write(self, measurement: Measurement) -> None:
@@ -201,14 +199,44 @@ class RecordWriter:
             raise RecordError(f"{self._path}: only part of a record could be written; is the disk full?")
 
 
+def check_appendable(path: Path) -> None:
+    """Makes the file's directory where there is none, and refuses a file that records must not be appended to.
+
+    Raises:
+        RecordError: the message says why.
+    """
+    try:
+        with contextlib.suppress(FileExistsError):  # a file; what follows says so
+            path.parent.mkdir(parents=True, exist_ok=True)
+        check_output(path, RECORD)
+        if path.exists() and path.stat().st_size:
+            if not _ends_with_newline(path):
+                raise RecordError(f"{path}: its last line was cut off; remove that line, or write to another file")
+            read_records(path)  # what is appended to a damaged file would be read by nobody
+    except CannotWrite as error:
+        raise RecordError(str(error)) from error
+    except OSError as error:
+        raise RecordError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
 def environment_line(environment: Mapping[str, Any]) -> str:
-    """The record of an environment, as it stands in a file."""
-    return _line({"kind": "environment", "id": environment_id(environment), "environment": dict(environment)})
+    """The record of an environment, as it stands in a file.
+
+    Raises:
+        RecordError: it could not be read back.
+    """
+    record = {"kind": "environment", "id": environment_id(environment), "environment": dict(environment)}
+    return _line(record, ENVIRONMENT_LINE)
 
 
 def measurement_line(environment_id: str, measurement: Measurement) -> str:
-    """The record of a measurement, as it stands in a file."""
-    return _line({"kind": "measurement", "environment_id": environment_id, **measurement.to_dict()})
+    """The record of a measurement, as it stands in a file.
+
+    Raises:
+        RecordError: it could not be read back.
+    """
+    record = {"kind": "measurement", "environment_id": environment_id, **measurement.to_dict()}
+    return _line(record, MEASUREMENT_LINE)
 
 
 def environment_id(environment: Mapping[str, Any]) -> str:
@@ -225,74 +253,63 @@ def read_records(path: Path) -> Records:
     """
     records = Records({}, [])
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise RecordError(f"{path} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise RecordError(f"{path} is no record: {error}") from error
-    if not lines:
+        text = read_text(path)
+    except Unreadable as error:
+        raise RecordError(str(error)) from error
+    if not text:
         raise RecordError(f"{path}: the file is empty")
-    for number, line in enumerate(lines, start=1):
+    # By line feeds alone: other breaks, such as U+2028, may stand inside a text of JSON.
+    for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
         try:
             _read_line(line, records)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
-            raise RecordError(f"{path}:{number}: {what}") from error
+        except (Unreadable, Mismatch) as error:
+            raise RecordError(f"{path}:{number}: {error}") from error
     return records
 
 
 def _read_line(line: str, records: Records) -> None:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"a record must be a JSON object, got {line[:40]!r}")
-    if record["schema_version"] not in READABLE_VERSIONS:
+    record = parse_json(line)
+    if isinstance(record, dict) and (version := record.get("schema_version", "")) not in ("", *READABLE_VERSIONS):
         known = " and ".join(map(str, READABLE_VERSIONS))
-        raise ValueError(f"schema_version is {record['schema_version']!r}; this version reads {known}")
-    kind = record["kind"]
-    if kind == "environment":
-        for fault in faults_of_environment(record["environment"]):
-            raise ValueError(fault)
+        raise Mismatch(f"schema_version is {quoted(version)}; this version reads {known}")
+    check(LINE, record)
+    if record["kind"] == "environment":
+        check(ENVIRONMENT_LINE, record)
         records.environments[record["id"]] = record["environment"]
-    elif kind == "measurement":
-        if record["environment_id"] not in records.environments:
-            raise ValueError(f"no environment {record['environment_id']!r} above this measurement")
-        measurement = Measurement.from_dict(record)
-        for fault in faults_of_measurement(measurement):
-            raise ValueError(f"{measurement.contender} on {measurement.case}: {fault}")
-        records.measurements.append((record["environment_id"], measurement))
-    else:
-        raise ValueError(f"kind is {kind!r}; it must be 'environment' or 'measurement'")
+        return
+    check(MEASUREMENT_LINE, record)
+    if record["environment_id"] not in records.environments:
+        raise Mismatch(f"no environment {record['environment_id']!r} above this measurement")
+    measurement = Measurement.from_dict(record)
+    records.measurements.append((record["environment_id"], measurement))
 
 
-def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps({"schema_version": SCHEMA_VERSION, **record}, allow_nan=False)
-
-
-def _problem(data: Mapping[str, Any]) -> AttentionProblem:
-    # JSON has no tuples: every list of a problem was one.
-    values = {key: _tuples(value) for key, value in data.items()}
-    if values["causal"] is not None:
-        values["causal"] = Causal(**values["causal"])
-    return AttentionProblem(**values)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+def _line(record: Mapping[str, Any], schema: Table) -> str:
+    line = json.dumps({"schema_version": SCHEMA_VERSION, **record})
+    try:
+        check(schema, json.loads(line))
+    except Mismatch as error:
+        raise RecordError(f"this could not be read back: {error}") from error
+    return line
 
 
 def _samples(data: Mapping[str, Any]) -> Samples:
-    values = {f.name: data[f.name] for f in fields(Samples) if f.name in data or f.name != "input_sets"}
+    values = {f.name: data[f.name] for f in fields(Samples) if f.name in data}
     return Samples(**{**values, "samples_us": tuple(float(x) for x in values["samples_us"])})
 
 
-def _may_be_appended_to(path: Path) -> bool:
-    """Whether a file is empty or begins as records do."""
+def _is_record(path: Path) -> bool:
+    """Whether a file begins as records do: with an environment, whole."""
     with path.open("rb") as file:
-        first = file.readline(1 << 20)
-    return not first or b'"schema_version"' in first
+        first = file.readline(LONGEST_LINE)
+    try:
+        check(ENVIRONMENT_LINE, parse_json(first.decode()))
+    except (Unreadable, Mismatch, UnicodeDecodeError):
+        return False
+    return True
+
+
+RECORD = Kind("record of `warpwave bench`", _is_record)
 
 
 def _ends_with_newline(path: Path) -> bool:

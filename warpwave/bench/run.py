@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 
@@ -16,29 +20,42 @@ from warpwave.bench.measure import DeviceLost, Settings, measure
 from warpwave.bench.meters import MODES
 from warpwave.bench.peers import PEERS
 from warpwave.bench.progress import Progress
+from warpwave.bench.record_schema import MOST_ROUNDS
 from warpwave.bench.records import (
     Measurement,
     RecordError,
     RecordWriter,
+    check_appendable,
     environment_id,
     environment_line,
     measurement_line,
 )
-from warpwave.bench.resume import Journal, finished_cases
+from warpwave.bench.resume import STOPPING, Journal, finished_cases
 from warpwave.bench.table import case_tables, print_table, summary_tables
-from warpwave.bench.workloads import Case, Suite, SuiteError, load_suite
+from warpwave.bench.workloads import Case, Suite, SuiteError, load_suite, matching
 from warpwave.dispatch import KERNELS
 from warpwave.hardware.catalog import data_sheet
 from warpwave.hardware.gpu import current_gpu
 from warpwave.hardware.measure import load, shipped
 from warpwave.kernels.triton_or_stub import INTERPRETED
 from warpwave.roofline import data_sheet_rates, measured_rates
+from warpwave.terminal import complain, say
 
-INTERRUPTED, DEVICE_LOST = 130, 3  # exit codes; 130 is what a shell has for a program ended by Ctrl-C
+DEVICE_LOST = 3  # exit code
+STOPPED = 128  # exit code, less the signal's number: what a shell has for a program that a signal ended
+LONGEST_TIMEOUT_S = 1e6  # eleven days; a timer takes no number of any size
 
 
 class UsageError(ValueError):
     """Something was asked for that this benchmark or this machine cannot do."""
+
+
+class Stopped(BaseException):
+    """A signal asked the process to stop. No `Exception`, which a library might take for an error of its own."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number
 
 
 @dataclass(frozen=True)
@@ -84,79 +101,121 @@ def main(
         scale: one of `scaling.AXES`: time that experiment in place of a suite, and say what its exponents mean.
 
     Returns:
-        The process's exit code: 0; 1 where a kernel of ours could not run a case or was wrong; 2 where the request
-        makes no sense; 3 where a contender left the GPU unusable; 130 after Ctrl-C. Whatever was measured is written.
+        The process's exit code: 0 where every kernel of ours has a time on every case, counting the cases that `out`
+        held before; 1 where one could not run a case or was wrong; 2 where the request makes no sense; 3 where a
+        contender left the GPU unusable; 128 and the number of the signal that stopped it, 130 for Ctrl-C. Whatever was
+        measured is written.
     """
     try:
         chosen = _experiment(suite, scale, device)
         request = _check_request(chosen, rounds, kernels, peers, modes, only, resume, out, peer_timeout_s, device)
+        if out is not None:
+            check_appendable(out)
         facts = environment.describe(request.settings.device)
-        done = finished_cases(out, request.suite.name, request.settings.modes, facts) if resume and out else set[str]()
+        held = finished_cases(out, request.suite.name, request.settings.modes, facts) if resume and out else {}
+        done = {case.name: held[case.name] for case in request.cases if case.name in held}
         journal = Journal(out, resume=resume)
         cases = [case for case in request.cases if case.name not in done]
         writer = RecordWriter(out, facts) if out is not None and cases else None
-    except (UsageError, SuiteError, RecordError, OSError) as error:
-        print(f"warpwave: {error}", file=sys.stderr)
+    except (UsageError, SuiteError, RecordError) as error:
+        complain(error)
         return 2
 
     if done:
-        print(f"{len(done)} of {len(request.cases)} cases are in {out} already", file=sys.stderr)
+        say(f"{len(done)} of {len(request.cases)} cases are in {out} already", to=sys.stderr)
     if json_output:
-        print(environment_line(facts))
+        say(environment_line(facts))
     measured: list[Measurement] = []
     progress = Progress(len(cases))
     finished, code = 0, 0
     try:
-        for case in cases:
-            progress.begin(case.name)
-            results = measure(
-                case,
-                request.suite.name,
-                contenders(case.kernels or request.kernels, request.peers),
-                request.settings,
-                skip=journal.skip(case.name),
-                about_to=lambda contender, case=case: journal.about_to(case.name, contender),  # type: ignore[misc]
-                say=progress.say,
-            )
-            for m in results:
-                if writer is not None:
-                    writer.write(m)
-                if json_output:
-                    print(measurement_line(environment_id(facts), m), flush=True)
-            measured += results
-            finished += 1
-            progress.finish()
-            if not json_output:
-                for table in case_tables(results):
-                    print_table(table)
-            _free(request.settings.device)
-        journal.close()
-    except KeyboardInterrupt:
+        with _stoppable() as check_stopped, journal.noting_signals():
+            for case in cases:
+
+                def about_to(contender: str, case: str = case.name) -> None:
+                    check_stopped()
+                    journal.about_to(case, contender)
+
+                progress.begin(case.name)
+                results = measure(
+                    case,
+                    request.suite.name,
+                    contenders(case.kernels or request.kernels, request.peers),
+                    request.settings,
+                    skip=journal.skip(case.name),
+                    about_to=about_to,
+                    say=progress.say,
+                )
+                for m in results:
+                    if writer is not None:
+                        writer.write(m)
+                    if json_output:
+                        say(measurement_line(environment_id(facts), m), flush=True)
+                measured += results
+                finished += 1
+                progress.finish()
+                if not json_output:
+                    for table in case_tables(results):
+                        print_table(table)
+                _free(request.settings.device)
+            journal.close()
+    except (KeyboardInterrupt, Stopped) as stop:
         progress.clear()
-        journal.close()
-        print(_cut_off("interrupted", finished, len(cases), out), file=sys.stderr)
-        code = INTERRUPTED
+        journal.stop()
+        complain(_cut_off(str(stop) or "interrupted", finished, len(cases), out))
+        code = STOPPED + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)
     except DeviceLost as lost:  # the journal stays: it names who did it
         progress.clear()
-        print(_cut_off(str(lost), finished, len(cases), out), file=sys.stderr)
+        complain(_cut_off(str(lost), finished, len(cases), out))
         code = DEVICE_LOST
     except RecordError as error:  # the disk is full, say; what was measured is printed at least
         progress.clear()
-        print(_cut_off(str(error), finished, len(cases), out), file=sys.stderr)
+        complain(_cut_off(str(error), finished, len(cases), out))
         code = 2
     if not json_output:
         for table in summary_tables(measured):
             print_table(table)
     if scale is not None and code == 0:
         _say_scaling(scale, measured, request.settings.device, json_output)
-    return code or (1 if any(m.is_ours and m.timing is None for m in measured) else 0)
+    of_ours = [m for m in (*(m for found in done.values() for m in found), *measured) if m.is_ours]
+    return code or (1 if any(m.timing is None for m in of_ours) or not of_ours else 0)
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[Any]:
+    """Inside the block a signal that asks the process to stop raises `Stopped`, once; the next one ends the process.
+
+    Yields a function that raises it again where a library swallowed it.
+    """
+    seen: list[int] = []
+    before: dict[int, Any] = {}
+
+    def stop(number: int, _: Any) -> NoReturn:
+        signal.signal(number, before[number])
+        seen.append(number)
+        raise Stopped(number)
+
+    def check_stopped() -> None:
+        if seen:
+            raise Stopped(seen[0])
+
+    if threading.current_thread() is threading.main_thread():
+        for number in STOPPING:
+            # Ctrl-C raises KeyboardInterrupt already, and what the caller has ignored (nohup) stays ignored.
+            if signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, stop)
+    try:
+        yield check_stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _cut_off(what: str, finished: int, total: int, out: Path | None) -> str:
     kept = f"{finished} of {total} cases are done"
     if out is None:
-        return f"warpwave: {what}; {kept}"
-    return f"warpwave: {what}; {kept} and in {out}; the same command with --resume goes on from there"
+        return f"{what}; {kept}"
+    return f"{what}; {kept} and in {out}; the same command with --resume goes on from there"
 
 
 def _experiment(suite: str | None, scale: str | None, device: torch.device | str | None) -> str | Suite:
@@ -180,11 +239,11 @@ def _say_scaling(axis: str, measured: Sequence[Measurement], device: torch.devic
     found = scaling.judged(axis, measured, gpu, rates)
     if json_output:
         for one in found:
-            print(json.dumps({"kind": "scaling", **asdict(one), "sentence": one.sentence}))
+            say(json.dumps({"kind": "scaling", **asdict(one), "sentence": one.sentence}))
     elif found:
         print_table(scaling.table(found))
     else:
-        print("too few sizes were timed to fit an exponent", file=sys.stderr)
+        complain("too few sizes were timed to fit an exponent")
 
 
 def _check_request(
@@ -202,14 +261,20 @@ def _check_request(
     where = _device(device)
     if rounds < 1:
         raise UsageError(f"rounds must be at least 1, got {rounds}")
+    if rounds > MOST_ROUNDS:
+        raise UsageError(f"rounds must be at most {MOST_ROUNDS:,}, got {rounds}")
     if resume and out is None:
         raise UsageError("--resume goes on in a record file; name it with --out")
-    chosen = load_suite(suite) if isinstance(suite, str) else suite
+    if peer_timeout_s is not None and not 0 <= peer_timeout_s <= LONGEST_TIMEOUT_S:  # which NaN is not either
+        raise UsageError(
+            f"--peer-timeout is {peer_timeout_s:g}; it is a number of seconds up to {LONGEST_TIMEOUT_S:,.0f}, and 0 is "
+            "no limit"
+        )
+    chosen = load_suite(suite, only) if isinstance(suite, str) else suite
     cases = tuple(
-        replace(case, kernels=() if kernels else _kernels(case.kernels)) for case in chosen.cases if only in case.name
+        replace(case, kernels=() if kernels else _kernels(case.kernels))
+        for case in matching(chosen.cases, only, chosen.name)
     )
-    if not cases:
-        raise UsageError(f"no case of {chosen.name} has {only!r} in its name; the first is {chosen.cases[0].name!r}")
     return _Request(
         suite=chosen,
         cases=cases,
@@ -246,7 +311,7 @@ def _kernels(names: tuple[str, ...]) -> tuple[str, ...]:
 def _peers(names: tuple[str, ...]) -> tuple[str, ...]:
     if not names:
         return tuple(PEERS)
-    if names == ("none",):
+    if set(names) == {"none"}:
         return ()
     if unknown := [name for name in names if name not in PEERS]:
         raise UsageError(f"unknown peer {', '.join(unknown)}; known are {', '.join(PEERS)}, or none")

@@ -11,6 +11,7 @@ from typing import Literal
 from warpwave.bench.goals import best_peer, judge
 from warpwave.bench.records import OURS, Measurement
 from warpwave.bench.timing import Ratio, Samples, paired_ratio
+from warpwave.terminal import OutputLost, columns, printable, say
 
 __all__ = ["OURS", "Table", "case_table", "case_tables", "plain", "print_table", "summary_tables"]
 
@@ -102,7 +103,7 @@ def summary_tables(measurements: Sequence[Measurement]) -> list[Table]:
 def print_table(table: Table) -> None:
     """To standard output: drawn by rich on a terminal, plain columns elsewhere."""
     if not sys.stdout.isatty():
-        print(plain(table))
+        say(plain(table))
         return
     from rich import box
     from rich.console import Console
@@ -111,28 +112,26 @@ def print_table(table: Table) -> None:
 
     console = Console()
     table = _fitted(table, console.width)
-    drawn = RichTable(title=Text(table.title), title_justify="left", box=box.SIMPLE_HEAD)
+    drawn = RichTable(title=Text(printable(table.title)), title_justify="left", box=box.SIMPLE_HEAD)
     for column in range(len(table.header)):
         justify: Literal["left", "right"] = "right" if _is_numeric(table, column) else "left"
-        drawn.add_column(Text(table.header[column]), justify=justify, overflow="fold")
+        drawn.add_column(Text(printable(table.header[column])), justify=justify, overflow="fold")
     for row in table.rows:
-        drawn.add_row(*(Text(cell) for cell in row))
-    console.print(drawn)
-    for note in table.notes:
-        console.print(Text(f"  {note}"))
+        drawn.add_row(*(Text(printable(cell)) for cell in row))
+    try:
+        console.print(drawn)
+        for note in table.notes:
+            console.print(Text(f"  {printable(note)}"))
+    except OSError as error:
+        raise OutputLost(error.strerror or str(error)) from error
 
 
 def plain(table: Table) -> str:
     """The table in aligned columns, without colour or lines."""
-    columns = range(len(table.header))
     lines = [table.header, *table.rows] if table.rows else []
-    widths = [max((len(line[c]) for line in lines), default=0) for c in columns]
-    text = [table.title]
-    for line in lines:
-        cells = [line[c].rjust(widths[c]) if _is_numeric(table, c) else line[c].ljust(widths[c]) for c in columns]
-        text.append("  " + "  ".join(cells).rstrip())
-    text += [f"  {note}" for note in table.notes]
-    return "\n".join(text) + "\n"
+    right = [c for c in range(len(table.header)) if _is_numeric(table, c)]
+    notes = [f"  {printable(note)}" for note in table.notes]
+    return "\n".join([printable(table.title), *columns(lines, right=right, indent="  "), *notes]) + "\n"
 
 
 def _fitted(table: Table, width: int) -> Table:

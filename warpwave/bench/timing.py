@@ -44,6 +44,7 @@ __all__ = [
     "host_time_interleaved",
     "host_time_us",
     "paired_ratio",
+    "ratio_if_paired",
     "time_interleaved",
     "time_modes",
 ]
@@ -206,6 +207,13 @@ def paired_ratio(a: Samples, b: Samples) -> Ratio:
     if rank is None:
         return Ratio(median(ratios), None, None)
     return Ratio(median(ratios), ratios[rank], ratios[-1 - rank])
+
+
+def ratio_if_paired(a: Samples, b: Samples) -> Ratio | None:
+    """`paired_ratio`, or None where the two did not take turns: no pair of times was taken together."""
+    if len(a.samples_us) != len(b.samples_us) or a.method != b.method:
+        return None
+    return paired_ratio(a, b)
 
 
 def _interval_rank(n: int, confidence: float = 0.95) -> int | None:

@@ -33,15 +33,20 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
-import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from warpwave.bench.goals import Goal
 from warpwave.bench.meters import MODES
+from warpwave.bench.record_schema import BUDGET, FACTOR, PAGE_SIZE, SCALE, WINDOW
+from warpwave.errors import InvalidInput
+from warpwave.input_files import Unreadable, read_toml
+from warpwave.limits import MOST_TOKENS, check_size
 from warpwave.problem import PRECISIONS, AttentionProblem, Causal
+from warpwave.schema import fits, quoted
+from warpwave.terminal import printable
 
 SUITES = Path(__file__).parent / "suites"
 REQUIRED = ("num_heads_q", "head_dim", "dtype")
@@ -53,6 +58,7 @@ OPTIONS = (*SCORES, "lengths", "page_size", *SWITCHES, "goal", "kernels")
 KEYS = (*SIZES, "dtype", *OPTIONS)
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 MASKS = ("padding", "random")
+MOST_CASES = 10_000  # of a suite: a week of measuring
 CAUSAL = {
     False: None,
     True: Causal(),
@@ -100,43 +106,63 @@ def suite_names() -> list[str]:
     return sorted(path.stem for path in SUITES.glob("*.toml"))
 
 
-def load_suite(suite: str) -> Suite:
+def load_suite(suite: str, only: str = "") -> Suite:
     """A suite by its name, or by the path of a TOML file.
 
+    Args:
+        suite: the name or the path.
+        only: keep the cases alone that have this in their name.
+
     Raises:
-        SuiteError: no such suite, or the first mistake in its file, with the file, the case and what is allowed.
+        SuiteError: no such suite, no such case, or the first mistake in its file, with the file, the case and what is
+            allowed.
     """
-    path = Path(suite) if suite.endswith(".toml") else SUITES / f"{suite}.toml"
-    if not path.is_file():
-        known = ", ".join(suite_names())
-        raise SuiteError(f"there is no suite {suite!r}; give one of {known}, or the path of a .toml file")
+    if suite not in (known := suite_names()) and not suite.endswith(".toml"):
+        raise SuiteError(
+            f"there is no suite {quoted(suite)}; give one of {', '.join(known)}, or the path of a .toml file"
+        )
+    path = SUITES / f"{suite}.toml" if suite in known else Path(suite)
+    if printable(path.stem) != path.stem:  # it goes into records, which hold nothing else
+        raise SuiteError(f"the file's name {quoted(path.stem)} has characters that cannot be shown; rename it")
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SuiteError(f"{path.name} is not TOML: {error}") from error
-    return parse_suite(path.stem, data, source=path.name)
+        data = read_toml(path)
+    except Unreadable as error:
+        raise SuiteError(str(error)) from error
+    return parse_suite(path.stem, data, source=path.name, only=only)
 
 
-def parse_suite(name: str, data: Mapping[str, Any], *, source: str) -> Suite:
-    """A suite from parsed TOML; `source` is what errors call it."""
+def parse_suite(name: str, data: Mapping[str, Any], *, source: str, only: str = "") -> Suite:
+    """A suite from parsed TOML; `source` is what errors call it, `only` as in `load_suite`."""
     _check_keys(data, ("description", "cases"), ("description", "cases", "modes", "kernels"), source)
     if not isinstance(data["description"], str):
-        raise SuiteError(f"{source}: description must be a string, got {data['description']!r}")
+        raise SuiteError(f"{source}: description must be a string, got {quoted(data['description'])}")
     modes = data.get("modes", ["auto"])
     if not isinstance(modes, list) or not modes or any(mode not in MODES for mode in modes):
-        raise SuiteError(f"{source}: modes must be a list of {', '.join(MODES)}, got {modes!r}")
+        raise SuiteError(f"{source}: modes must be a list of {', '.join(MODES)}, got {quoted(modes)}")
     kernels = _names(data.get("kernels", ["auto"]), source)
     if not isinstance(data["cases"], list) or not data["cases"]:
         raise SuiteError(f"{source}: cases must be a list of at least one table")
-    cases: dict[str, Case] = {}
-    for index, entry in enumerate(data["cases"]):
-        where = f"{source}: cases[{index}]"
-        for fields in _expand(entry, where):
-            case = _case(fields, where)
-            if case.name in cases:
-                raise SuiteError(f"{where}: the case {case.name!r} is there already")
-            cases[case.name] = case
-    return Suite(name, data["description"], tuple(cases.values()), tuple(modes), kernels)
+    axes = [_axes(entry, f"{source}: cases[{index}]") for index, entry in enumerate(data["cases"])]
+    count = sum(math.prod(map(len, of_entry.values())) for of_entry in axes)
+    if count > MOST_CASES:
+        raise SuiteError(f"{source}: its lists stand for {count:,} cases; a suite can have {MOST_CASES:,} at most")
+    return Suite(name, data["description"], matching(_cases(axes, source), only, name), tuple(modes), kernels)
+
+
+def matching(cases: Iterable[Case], only: str, suite: str) -> tuple[Case, ...]:
+    """The cases that have `only` in their name.
+
+    Raises:
+        SuiteError: none has.
+    """
+    first, found = "", []
+    for case in cases:
+        first = first or case.name
+        if only in case.name:
+            found.append(case)
+    if not found:
+        raise SuiteError(f"no case of {suite} has {quoted(only)} in its name; the first is {first!r}")
+    return tuple(found)
 
 
 def case_name(problem: AttentionProblem, hot: bool | None = None) -> str:
@@ -199,13 +225,29 @@ def _mask_kind(problem: AttentionProblem) -> str:
 # Reading a case -------------------------------------------------------------------------------------------------------
 
 
-def _expand(entry: Any, where: str) -> Iterator[dict[str, Any]]:
+def _axes(entry: Any, where: str) -> dict[str, list[Any]]:
+    """Key -> the values that it stands for, each of which makes cases of its own."""
     if not isinstance(entry, dict):
-        raise SuiteError(f"{where} must be a table, got {entry!r}")
+        raise SuiteError(f"{where} must be a table, got {quoted(entry)}")
     _check_keys(entry, REQUIRED if "lengths" in entry else (*DENSE, *REQUIRED), KEYS, where)
-    values = [_values(key, value) for key, value in entry.items()]
-    for combination in itertools.product(*values):
-        yield dict(zip(entry, combination, strict=True))
+    axes = {key: _values(key, value) for key, value in entry.items()}
+    for key, values in axes.items():
+        if not values:
+            raise SuiteError(f"{where}: {key} is an empty list; give at least one value, or leave it out")
+    return axes
+
+
+def _cases(axes: Iterable[dict[str, list[Any]]], source: str) -> Iterator[Case]:
+    """Every case of a suite, in order, made when it is asked for."""
+    names: set[str] = set()
+    for index, of_entry in enumerate(axes):
+        where = f"{source}: cases[{index}]"
+        for combination in itertools.product(*of_entry.values()):
+            case = _case(dict(zip(of_entry, combination, strict=True)), where)
+            if case.name in names:
+                raise SuiteError(f"{where}: the case {case.name!r} is there already")
+            names.add(case.name)
+            yield case
 
 
 def _values(key: str, value: Any) -> list[Any]:
@@ -225,7 +267,7 @@ def _values(key: str, value: Any) -> list[Any]:
 def _case(fields: dict[str, Any], where: str) -> Case:
     for key in SWITCHES:
         if not isinstance(fields.get(key, False), bool):
-            raise SuiteError(f"{where}: {key} must be true or false, got {fields[key]!r}")
+            raise SuiteError(f"{where}: {key} must be true or false, got {quoted(fields[key])}")
     problem = _problem(fields, where)
     hot = fields.get("hot")
     kernels = _names(fields["kernels"], where) if "kernels" in fields else ()
@@ -234,7 +276,7 @@ def _case(fields: dict[str, Any], where: str) -> Case:
 
 def _names(value: Any, where: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not value or any(not isinstance(name, str) for name in value):
-        raise SuiteError(f"{where}: kernels must be a list of names, got {value!r}")
+        raise SuiteError(f"{where}: kernels must be a list of names, got {quoted(value)}")
     return tuple(value)
 
 
@@ -242,10 +284,13 @@ def _goal(value: Any, where: str) -> Goal | None:
     if value is None:
         return None
     table = value if isinstance(value, dict) else {"ratio": value}
-    if list(table) not in (["ratio"], ["over_launch_us"]) or not _is_number(figure := next(iter(table.values()))):
-        raise SuiteError(f"{where}: goal must be a number above 0 or {{ over_launch_us = number }}, got {value!r}")
-    if figure <= 0:
-        raise SuiteError(f"{where}: goal must be above 0, got {value!r}")
+    if list(table) not in (["ratio"], ["over_launch_us"]):
+        raise SuiteError(
+            f"{where}: goal must be a number above 0 or {{ over_launch_us = number }}, got {quoted(value)}"
+        )
+    figure = next(iter(table.values()))
+    if not fits(FACTOR, figure):
+        raise SuiteError(f"{where}: goal must be above 0, got {quoted(value)}; it is {FACTOR}")
     return Goal(**{name: float(figure) for name in table})
 
 
@@ -253,7 +298,9 @@ def _problem(fields: dict[str, Any], where: str) -> AttentionProblem:
     for key in SIZES:
         value = fields.get(key, 1)
         if type(value) is not int or value < 1:  # a bool is an int to isinstance
-            raise SuiteError(f"{where}: {key} must be a positive integer, got {value!r}")
+            raise SuiteError(f"{where}: {key} must be a positive integer, got {quoted(value)}")
+        if value > MOST_TOKENS:
+            raise SuiteError(f"{where}: {key} must be at most {MOST_TOKENS:,}, got {quoted(value)}")
     lengths = _lengths(fields, where)
     if lengths is None:
         batch, seqlen_q, seqlen_k = fields["batch"], fields["seqlen_q"], fields.get("seqlen_k", fields["seqlen_q"])
@@ -261,24 +308,24 @@ def _problem(fields: dict[str, Any], where: str) -> AttentionProblem:
         batch, seqlen_q, seqlen_k = len(lengths), max(q for q, _ in lengths), max(k for _, k in lengths)
     causal = fields.get("causal", False)
     if not isinstance(causal, bool | str) or causal not in CAUSAL:
-        raise SuiteError(f"{where}: causal must be true, false, 'bottom_right' or 'top_left', got {causal!r}")
+        raise SuiteError(f"{where}: causal must be true, false, 'bottom_right' or 'top_left', got {quoted(causal)}")
     if not isinstance(fields["dtype"], str) or fields["dtype"] not in DTYPES:
-        raise SuiteError(f"{where}: dtype must be one of {', '.join(DTYPES)}, got {fields['dtype']!r}")
+        raise SuiteError(f"{where}: dtype must be one of {', '.join(DTYPES)}, got {quoted(fields['dtype'])}")
     window = fields.get("window_size", [-1, -1])
-    if not isinstance(window, list) or len(window) != 2 or any(type(x) is not int or x < -1 for x in window):
-        raise SuiteError(f"{where}: window_size must be [left, right], whole numbers from -1, got {window!r}")
+    if not fits(WINDOW, window):
+        raise SuiteError(f"{where}: window_size must be [left, right], whole numbers from -1, got {quoted(window)}")
     scale = fields.get("softmax_scale", default_scale(fields["head_dim"]))
     softcap = fields.get("softcap", 0.0)
     for key, value in (("softmax_scale", scale), ("softcap", softcap)):
-        if not _is_number(value) or value < 0:
-            raise SuiteError(f"{where}: {key} must be a finite number >= 0, got {value!r}")
+        if not fits(SCALE, value):
+            raise SuiteError(f"{where}: {key} must be a finite number >= 0, got {quoted(value)}")
     precision = fields.get("precision", "default")
-    budget = precision if _is_number(precision) and 0 < precision < 1 else None
+    budget = precision if fits(BUDGET, precision) and precision < 1 else None
     named = budget is None
     if (named and precision not in PRECISIONS) or (precision != "default" and fields["dtype"] != "float32"):
         raise SuiteError(
             f"{where}: precision must be one of {', '.join(PRECISIONS)}, or a relative error between 0 and 1, and is "
-            f"for float32, got {precision!r}"
+            f"for float32, got {quoted(precision)}"
         )
     heads_q = fields["num_heads_q"]
     heads_kv = fields.get("num_heads_kv", heads_q)
@@ -286,12 +333,12 @@ def _problem(fields: dict[str, Any], where: str) -> AttentionProblem:
         raise SuiteError(f"{where}: num_heads_q must be a multiple of num_heads_kv, got {heads_q} and {heads_kv}")
     mask = fields.get("mask")
     if mask is not None and mask not in MASKS:
-        raise SuiteError(f"{where}: mask must be one of {', '.join(MASKS)}, got {mask!r}")
+        raise SuiteError(f"{where}: mask must be one of {', '.join(MASKS)}, got {quoted(mask)}")
     if lengths is not None and (mask is not None or fields.get("bias", False)):
         raise SuiteError(f"{where}: packed sequences take no mask and no bias")
     page_size = fields.get("page_size", 0)
-    if "page_size" in fields and (type(page_size) is not int or page_size < 1 or page_size & (page_size - 1)):
-        raise SuiteError(f"{where}: page_size must be a power of two, got {page_size!r}")
+    if "page_size" in fields and (not fits(PAGE_SIZE, page_size) or page_size.bit_count() != 1):
+        raise SuiteError(f"{where}: page_size must be a power of two, got {quoted(page_size)}")
     gradients = fields.get("gradients", False)
     if page_size and (mask is not None or fields.get("bias", False) or gradients):
         raise SuiteError(f"{where}: a paged cache takes no mask and no bias, and has no gradients")
@@ -324,6 +371,10 @@ def _problem(fields: dict[str, Any], where: str) -> AttentionProblem:
         requires_grad=gradients,
         page_size=page_size,
     )
+    try:
+        check_size(problem)
+    except InvalidInput as error:
+        raise SuiteError(f"{where}: {error}") from None
     return _with_padding_counted(problem) if mask == "padding" else problem
 
 
@@ -335,12 +386,12 @@ def _lengths(fields: dict[str, Any], where: str) -> tuple[tuple[int, int], ...] 
             raise SuiteError(f"{where}: {key} follows from lengths; leave it out")
     entries = fields["lengths"]
     if not isinstance(entries, list) or not entries:
-        raise SuiteError(f"{where}: lengths must be a list of at least one length, got {entries!r}")
+        raise SuiteError(f"{where}: lengths must be a list of at least one length, got {quoted(entries)}")
     pairs = [entry if isinstance(entry, list) else [entry, entry] for entry in entries]
     for entry, pair in zip(entries, pairs, strict=True):
-        if len(pair) != 2 or any(type(x) is not int or x < 1 for x in pair):
+        if len(pair) != 2 or any(type(x) is not int or not 1 <= x <= MOST_TOKENS for x in pair):
             raise SuiteError(
-                f"{where}: each of lengths must be a positive integer or [queries, keys] of such, got {entry!r}"
+                f"{where}: each of lengths must be a positive integer or [queries, keys] of such, got {quoted(entry)}"
             )
     return tuple((q, k) for q, k in pairs)
 
@@ -352,16 +403,12 @@ def _with_padding_counted(problem: AttentionProblem) -> AttentionProblem:
     return replace(problem, mask_visible_pairs=shown * problem.num_heads_q)
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
 def _check_keys(table: Mapping[str, Any], required: tuple[str, ...], allowed: tuple[str, ...], where: str) -> None:
     for key in table:
         if key not in allowed:
             close = difflib.get_close_matches(key, allowed, n=1)
             hint = f"did you mean {close[0]}?" if close else f"allowed are {', '.join(allowed)}"
-            raise SuiteError(f"{where}: unknown key {key!r}; {hint}")
+            raise SuiteError(f"{where}: unknown key {quoted(key)}; {hint}")
     missing = [key for key in required if key not in table]
     if missing:
         raise SuiteError(f"{where}: {', '.join(missing)} must be given")

@@ -15,7 +15,9 @@ from warpwave.hardware import measure
 from warpwave.hardware.catalog import DataSheet, data_sheet
 from warpwave.hardware.gpu import CPU, current_gpu
 from warpwave.hardware.measure import Ceilings
-from warpwave.output_files import CannotWrite, check_output
+from warpwave.input_files import Unreadable
+from warpwave.output_files import Kind, check_output, write_output
+from warpwave.terminal import columns, say
 
 
 def run(device: str | None, out: Path | None, as_json: bool) -> int:
@@ -31,7 +33,7 @@ def run(device: str | None, out: Path | None, as_json: bool) -> int:
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise InvalidInput(f"torch sees no GPU {index or 0} here; use --device cpu")
     if out is not None:
-        check_output(out, is_ours=_is_ours, what="file of `warpwave roof`")
+        check_output(out, CEILINGS)
     try:
         ceilings = measure.measure(device, say=_say)
     except torch.OutOfMemoryError:
@@ -40,17 +42,14 @@ def run(device: str | None, out: Path | None, as_json: bool) -> int:
             f"{free >> 20} of the GPU's {total >> 20} MiB are free, too little to measure with; end what holds the rest"
         ) from None
     if out is not None:
-        try:
-            measure.write(ceilings, out)
-        except OSError as error:
-            raise CannotWrite(f"{out} cannot be written: {error.strerror}") from None
+        write_output(out, measure.text(ceilings), CEILINGS)
     try:
         kept = f"kept in {measure.store(ceilings)}"
     except OSError as error:
         kept = f"not kept, for the cache cannot be written: {error}"
     gpu = current_gpu(torch.device(device)) if kind == "cuda" else CPU
-    print(json.dumps(asdict(ceilings), indent=2) if as_json else table(ceilings, data_sheet(gpu)))
-    print(kept, file=sys.stderr if as_json else sys.stdout)
+    say(json.dumps(asdict(ceilings), indent=2) if as_json else table(ceilings, data_sheet(gpu)))
+    say(kept, to=sys.stderr if as_json else sys.stdout)
     return 0
 
 
@@ -58,13 +57,16 @@ def _is_ours(path: Path) -> bool:
     """Whether a file holds ceilings, which newer ones may replace."""
     try:
         measure.read(path)
-    except (OSError, ValueError):
+    except Unreadable:
         return False
     return True
 
 
+CEILINGS = Kind("file of `warpwave roof`", _is_ours)
+
+
 def _say(line: str) -> None:
-    print(f"measuring {line} ...", file=sys.stderr)
+    say(f"measuring {line} ...", to=sys.stderr)
 
 
 def table(ceilings: Ceilings, sheet: DataSheet | None) -> str:
@@ -73,22 +75,23 @@ def table(ceilings: Ceilings, sheet: DataSheet | None) -> str:
     lines = [f"{ceilings.gpu} ({ceilings.arch}), {ceilings.date}"]
     if sheet is None and ceilings.arch != "cpu":
         lines.append("the catalogue has no data sheet of this card")
-    lines.append(f"\n{'':28}{'measured':>18}{'data sheet':>18}{'share':>8}")
+    rows = [("", "measured", "data sheet", "share")]
     for name, value, stated, unit in _rows(ceilings, sheet):
         if value is None:
             continue
         said = "" if stated is None else f"{_figure(stated)} {unit}"
         share = "" if stated is None else f"{value / stated:.0%}" if value <= stated else "beyond"
-        lines.append(f"{name:28}{f'{_figure(value)} {unit}':>18}{said:>18}{share:>8}".rstrip())
+        rows.append((name, f"{_figure(value)} {unit}", said, share))
+    lines += ["", *columns(rows, right=(1, 2, 3))]
     readings = ceilings.environment.get("snapshots", {})
     seen = [(when, reading) for when, reading in readings.items() if reading]
     if seen:
-        lines.append(f"\n{'':28}{'SM clock':>12}{'power':>12}{'temperature':>14}  held back by")
-    for when, reading in sorted(seen, key=lambda item: ("before", "sustained", "after").index(item[0])):
-        cells = [_reading(reading.get(key), unit) for key, unit in (("sm_mhz", "MHz"), ("power_w", "W"))]
-        temperature = _reading(reading.get("temperature_c"), "C")
-        causes = ", ".join(reading.get("throttle") or []) or "-"
-        lines.append(f"{when:28}{cells[0]:>12}{cells[1]:>12}{temperature:>14}  {causes}")
+        cells = [("", "SM clock", "power", "temperature", "held back by")]
+        for when, reading in sorted(seen, key=lambda item: ("before", "sustained", "after").index(item[0])):
+            units = (("sm_mhz", "MHz"), ("power_w", "W"), ("temperature_c", "C"))
+            figures = (_reading(reading.get(key), unit) for key, unit in units)
+            cells.append((when, *figures, ", ".join(reading.get("throttle") or []) or "-"))
+        lines += ["", *columns(cells, right=(1, 2, 3))]
     return "\n".join(lines)
 
 

@@ -16,14 +16,18 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from warpwave.bench.environment_schema import ENVIRONMENT, READING, WORD
 from warpwave.hardware.gpu import CPU, Gpu, current_gpu
+from warpwave.input_files import Unreadable, read_json
 from warpwave.kernels.probes import empty_kernel, exponentials_kernel, read_kernel
 from warpwave.kernels.triton_or_stub import INTERPRETED, NO_TRITON
 from warpwave.output_files import write_whole
+from warpwave.schema import Integer, MapOf, Mismatch, Number, OneOf, OrNone, Table, check
+from warpwave.terminal import printable
 
 if TYPE_CHECKING:
     import torch
@@ -356,59 +360,54 @@ def store(ceilings: Ceilings) -> Path:
     """
     path = cache_file(ceilings.gpu, ceilings.arch)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write(ceilings, path)
+    write_whole(path, text(ceilings))
     return path
 
 
-def write(ceilings: Ceilings, path: Path) -> None:
-    """Writes ceilings as JSON. Whoever reads the file meanwhile sees the old one or the new one, never a part.
+def text(ceilings: Ceilings) -> str:
+    """Ceilings as the JSON that `read` reads."""
+    return json.dumps({"schema": SCHEMA, **asdict(ceilings)}, indent=2) + "\n"
 
-    Raises:
-        OSError: the file cannot be written.
-    """
-    text = json.dumps({"schema": SCHEMA, **asdict(ceilings)}, indent=2)
-    write_whole(path, text + "\n")
+
+RATE, RATES = OrNone(Number(1e-9, 1e12)), MapOf(Number(1e-9, 1e12))
+_SNAPSHOTS = Table(optional=dict.fromkeys(("before", "sustained", "after"), OrNone(READING)))
+_ENVIRONMENT = replace(
+    ENVIRONMENT,
+    optional={**ENVIRONMENT.optional, "snapshots": _SNAPSHOTS, "product_sizes": MapOf(Integer(1, 1 << 20))},
+)
+_CEILINGS = Table(
+    required={"schema": OneOf((SCHEMA,)), "gpu": WORD, "arch": WORD, "date": WORD, "environment": _ENVIRONMENT},
+    optional={
+        **dict.fromkeys(("copy_gbps", "read_gbps", "l2_gbps", "exponentials_gops", "launch_us", "host_call_us"), RATE),
+        **dict.fromkeys(("product_tflops", "sustained_tflops"), RATES),
+    },
+)
 
 
 def read(path: Path) -> Ceilings:
-    """What `write` wrote.
+    """What `text` makes, from a file.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not a file of ceilings; the message says why.
+        Unreadable: the file cannot be read, or is not a file of ceilings; the message names it and says why.
     """
+    data = read_json(path)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"it is not JSON: {error}") from None
-    if not isinstance(data, dict) or data.pop("schema", None) != SCHEMA:
-        raise ValueError(f"its schema is not {SCHEMA!r}")
-    for name, kind in (("gpu", str), ("arch", str), ("date", str), ("environment", dict)):
-        if not isinstance(data.get(name), kind):
-            raise ValueError(f"{name} is missing or no {kind.__name__}")
-    if unknown := data.keys() - {f.name for f in fields(Ceilings)}:
-        raise ValueError(f"it has {', '.join(sorted(unknown))}, which ceilings do not have")
-    rates = [(f.name, data.get(f.name)) for f in fields(Ceilings) if f.name.endswith(("_gbps", "_gops", "_us"))]
-    for name in ("product_tflops", "sustained_tflops"):
-        if not isinstance(data.setdefault(name, {}), dict):
-            raise ValueError(f"{name} is no table")
-        rates += [(f"{name}.{path}", rate) for path, rate in data[name].items()]
-    for name, rate in rates:
-        if rate is not None and not (isinstance(rate, (int, float)) and 0 < rate < float("inf")):
-            raise ValueError(f"{name} is {rate!r}; a rate is a positive number")
-    return Ceilings(**data)
+        check(_CEILINGS, data)
+    except Mismatch as error:
+        raise Unreadable(f"{path} is no file of ceilings: {error}") from None
+    return Ceilings(**{name: value for name, value in data.items() if name != "schema"})
 
 
 def load(gpu: Gpu) -> Ceilings | None:
     """The ceilings kept for a device on this machine, or None. A file that is damaged is named and ignored."""
     name = _device_name(gpu)
-    path = cache_file(name, gpu.arch)
     try:
+        path = cache_file(name, gpu.arch)
+        if not path.exists():
+            return None
         ceilings = read(path)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        log.warning("%s is ignored: %s; `warpwave roof` writes it anew", path, error)
+    except (OSError, Unreadable) as error:
+        log.warning("kept ceilings are ignored: %s; `warpwave roof` writes them anew", printable(str(error)))
         return None
     if (ceilings.gpu, ceilings.arch) != (name, gpu.arch):
         log.warning("%s is ignored: it is of %s and not of %s", path, ceilings.gpu, name)
@@ -421,8 +420,8 @@ def shipped(gpu: Gpu) -> Ceilings | None:
     for path in sorted(SHIPPED.glob("*.json")):
         try:
             ceilings = read(path)
-        except (OSError, ValueError) as error:
-            log.warning("%s is ignored: %s; the installation of warpwave is damaged", path, error)
+        except Unreadable as error:
+            log.warning("%s; the installation of warpwave is damaged", printable(str(error)))
             continue
         if (ceilings.gpu, ceilings.arch) == (gpu.name, gpu.arch):
             return ceilings
@@ -430,10 +429,17 @@ def shipped(gpu: Gpu) -> Ceilings | None:
 
 
 def cache_file(name: str, arch: str) -> Path:
-    """Where the ceilings of a device are kept."""
+    """Where the ceilings of a device are kept.
+
+    Raises:
+        OSError: the user has no home directory, and XDG_CACHE_HOME names no other place.
+    """
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     slug = re.sub(r"[^a-z0-9]+", "-", f"{arch} {name}".lower()).strip("-")
-    return Path(base).expanduser() / "warpwave" / "ceilings" / f"{slug}.json"
+    try:
+        return Path(base).expanduser() / "warpwave" / "ceilings" / f"{slug}.json"
+    except RuntimeError as error:  # a user identifier that the system has no entry for, as in some containers
+        raise OSError(f"{error}; XDG_CACHE_HOME names another place") from None
 
 
 def _device_name(gpu: Gpu) -> str:

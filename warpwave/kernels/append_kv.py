@@ -9,6 +9,9 @@ turn by the angle of the token's position,
 Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021). Angles are applied in float32 and the
 result is rounded once. The last tokens of each sequence are the new ones: lengths were advanced before.
 
+Offsets, rows, lengths and page ids come from the device and may be any int32. What they name is clamped or left out:
+every load and store stays inside its tensor.
+
 Bound: launch latency at decode, where it moves some kilobytes; memory at prefill. Where Triton is not, `write_torch`
 does the same with torch's indexing.
 """
@@ -21,9 +24,11 @@ from typing import Any, NamedTuple
 import torch
 
 from warpwave import launch
+from warpwave.bounded import Bounded
 from warpwave.kernels.arguments import padded
 from warpwave.kernels.primitives import packed_sequence, rounded
 from warpwave.kernels.triton_or_stub import INTERPRETED, NO_TRITON, jit, tl
+from warpwave.paging import offsets_within
 
 UNSPECIALISED = [
     *("stride_kb", "stride_km", "stride_kh", "stride_vb", "stride_vm", "stride_vh", "stride_qb", "stride_qm"),
@@ -173,7 +178,8 @@ def append_kv_kernel(
     row = batch
     if HAS_ROWS:
         row = tl.minimum(tl.maximum(tl.load(rows_ptr + batch), 0), num_rows - 1).to(tl.int64)
-    position = tl.load(seqused_k_ptr + row) - seqlen + token
+    # 64 bits, in which no length is too small to subtract from.
+    position = tl.load(seqused_k_ptr + row).to(tl.int64) - seqlen + token
     at = first + token  # in memory, from the sequence's or the pack's begin
     # A table of angles that ends too early is read at its last row: not what was meant, but inside the tensor.
     angle = tl.minimum(tl.maximum(position, 0), angles - 1)
@@ -195,7 +201,7 @@ def append_kv_kernel(
             page = tl.load(page_table_ptr + row * stride_table + page_place, mask=there, other=-1)
             there = there & (page >= 0) & (page < num_pages)
             page = page.to(tl.int64)
-            cell = (position % PAGE_SIZE).to(tl.int64)
+            cell = position % PAGE_SIZE
             x = k_ptr + batch_in_memory * stride_kb + at * stride_km + head * stride_kh
             x = _head(x, stride_kd, cos_ptr, sin_ptr, angle, dims, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
             out = k_pages_ptr + page * stride_kp + cell * stride_kt + head * stride_ks + dims.to(tl.int64) * stride_ke
@@ -216,7 +222,8 @@ def specify(new: New, max_seqlen: int, interleaved: bool) -> launch.Launch:
     tokens = new.k if new.k is not None else new.q
     packed = new.cu_seqlens is not None
     batch = len(new.cu_seqlens) - 1 if packed else tokens.shape[0]
-    seqlen = max_seqlen if packed else tokens.shape[1]
+    # No sequence has more tokens than the pack; a larger max_seqlen would launch programs without one.
+    seqlen = min(max_seqlen, tokens.shape[0]) if packed else tokens.shape[1]
     heads_kv = 0 if new.k is None else new.k.shape[-2]
     heads_q = 0 if new.q is None else new.q.shape[-2]
     strides: list[int] = []
@@ -258,8 +265,7 @@ def specify(new: New, max_seqlen: int, interleaved: bool) -> launch.Launch:
     )
 
 
-_launchers: dict[tuple[Any, ...], Any] = {}
-MAX_LAUNCHERS = 256
+_launchers: Bounded[tuple[Any, ...], Any] = Bounded(256)
 
 
 def prepare(new: New, max_seqlen: int = 0, interleaved: bool = False) -> Callable[[New], None]:
@@ -279,30 +285,28 @@ def prepare(new: New, max_seqlen: int = 0, interleaved: bool = False) -> Callabl
         if spec.grid == 0:
             return lambda new: None
         launcher = launch.bind(spec)
-        while len(_launchers) >= MAX_LAUNCHERS:
-            del _launchers[next(iter(_launchers))]
-        _launchers[key] = launcher
+        _launchers.put(key, launcher)
     return lambda new: launcher(*new)
 
 
+@torch.inference_mode()  # writes pools of either mode, and records no gradient
 def write_torch(new: New, interleaved: bool = False) -> None:
-    """Writes by torch's indexing; reads the lengths on the host, which waits for the device."""
+    """Writes by torch's indexing. Waits for the device."""
     tokens = new.k if new.k is not None else new.q
     device = tokens.device
     parts = {name: getattr(new, name) for name in ("k", "v", "q", "q_out")}
     if new.cu_seqlens is not None:
-        counts = new.cu_seqlens.diff().tolist()
+        offsets = offsets_within(new.cu_seqlens, len(tokens))
     else:
-        counts = [tokens.shape[1]] * tokens.shape[0]
+        offsets = torch.arange(len(tokens) + 1, device=device) * tokens.shape[1]
         parts = {name: None if t is None else t.flatten(0, 1) for name, t in parts.items()}
-    rows = list(range(len(counts))) if new.rows is None else new.rows.tolist()
-    used = new.seqused_k.tolist()
-    row_of = torch.tensor([row for row, n in zip(rows, counts, strict=True) for _ in range(n)], device=device)
-    position = torch.tensor(
-        [p for row, n in zip(rows, counts, strict=True) for p in range(used[row] - n, used[row])], device=device
-    )
-    if not len(position):
+    counts = offsets.diff()
+    sequence = torch.repeat_interleave(torch.arange(len(counts), device=device), counts)  # of each token
+    if not len(sequence):
         return
+    row = sequence if new.rows is None else new.rows.long().clamp(0, len(new.page_table) - 1)[sequence]
+    nth = torch.arange(len(sequence), device=device) - offsets[sequence]
+    position = new.seqused_k[row].long() - counts[sequence] + nth
     if new.q is not None:
         parts["q_out"].copy_(rotated(parts["q"], position, new.cos, new.sin, interleaved))
     if new.k is not None:
@@ -310,7 +314,7 @@ def write_torch(new: New, interleaved: bool = False) -> None:
         column, cell = position // page_size, position % page_size
         # Nothing is written where a length or a page id is none.
         there = (position >= 0) & (column < columns)
-        pages = new.page_table[row_of, column.clamp(0, columns - 1)].long()
+        pages = new.page_table[row, column.clamp(0, columns - 1)].long()
         there &= (pages >= 0) & (pages < len(new.k_pages))
         keys = rotated(parts["k"], position, new.cos, new.sin, interleaved)
         new.k_pages[pages[there], cell[there]] = keys[there]

@@ -24,6 +24,25 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
+WGMMA_ROWS = 64  # of a tile: products of fewer rows take their operands from registers
+SWIZZLE_WIDTH = 64  # 16-bit elements of a row of 128 bytes, the widest swizzle of shared memory
+
+
+def tile_widths(problem: AttentionProblem, gpu: Gpu, block_m: int) -> tuple[int, int]:
+    """Returns the widths of a tile of K and of a tile of V beside `block_m` queries, in elements.
+
+    On Hopper both tiles get the same swizzle of shared memory. Where tiles of two swizzles share a buffer, their matrix
+    descriptors are one address plus two different constants. ptxas 12.8, which Triton 3.6 and 3.7 ship, then computes
+    the second descriptor from registers that nothing has written, and the product reads arbitrary shared memory
+    (docs/notes/descriptors.md).
+    """
+    width, width_v = padded(problem.head_dim), padded(problem.head_dim_v)
+    if gpu.capability == 90 and block_m >= WGMMA_ROWS:
+        least = min(SWIZZLE_WIDTH, max(width, width_v))
+        width, width_v = max(width, least), max(width_v, least)
+    return width, width_v
+
+
 def dot_precision(problem: AttentionProblem, gpu: Gpu) -> str:
     """How float32 products are computed there: "ieee", "tf32", "tf32x3", "bf16x3" or "bf16x6" (warpwave.precision)."""
     return precision.arithmetic(problem, gpu)

@@ -16,19 +16,21 @@ the host, which waits for the device.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from warpwave import precision
 from warpwave.hardware.gpu import Gpu, current_gpu
-from warpwave.kernels.cost import Cost
+from warpwave.kernels.eager_cost import cost
+from warpwave.kernels.torch_products import plainly, product
 from warpwave.paging import as_cached, as_packed, one_by_one
-from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band, Operands
+from warpwave.problem import LARGEST_BIAS, AttentionProblem, Band, Operands
+
+__all__ = ["Config", "Gradients", "backward", "bind", "configs", "cost", "forward", "why_not"]
 
 NAME = "eager"
 NEEDS_GPU = False
@@ -145,29 +147,6 @@ def _row_blocks(seqlen_q: int, block_m: int) -> Iterator[slice]:
 # Scores ---------------------------------------------------------------------------------------------------------------
 
 
-def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """A product accumulated and returned in float32. A GPU takes 16-bit operands as they are; a CPU would round the
-    result to 16 bits, so its operands are up-cast."""
-    if a.is_cuda and a.dtype != torch.float32:
-        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-        a = a.expand(*batch, *a.shape[-2:]).reshape(-1, *a.shape[-2:])
-        b = b.expand(*batch, *b.shape[-2:]).reshape(-1, *b.shape[-2:])
-        return torch.bmm(a, b, out_dtype=torch.float32).unflatten(0, batch)
-    return a.float() @ b.float()
-
-
-@contextlib.contextmanager
-def _products_in(precision: str) -> Iterator[None]:
-    """Float32 products in float32, whatever the process allows elsewhere, unless the caller asked for tf32."""
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "tf32" if precision == "tf32" else "ieee"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
-
-
 def _scores(
     problem: AttentionProblem, views: _Views, tile: _Tile, band: Band
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -175,7 +154,7 @@ def _scores(
     with a softcap, the tanh they are made of."""
     # One product for all the query heads of a kv head.
     q = views.q[..., tile.rows, :].flatten(2, 3)
-    scores = _matmul(q, views.k[..., tile.keys, :].transpose(-1, -2)) * problem.softmax_scale
+    scores = product(q, views.k[..., tile.keys, :].transpose(-1, -2)) * problem.softmax_scale
     scores = scores.unflatten(2, (views.groups[1], -1))
     squashed = None
     if problem.softcap:
@@ -183,6 +162,7 @@ def _scores(
         scores = squashed * problem.softcap
     if views.bias is not None:
         bias = tile.of(views.bias).float()
+        bias = torch.where(bias.isinf(), bias, bias.clamp(-LARGEST_BIAS, LARGEST_BIAS))
         # -inf hides the pair, whatever the score: NaN + -inf would be NaN.
         scores = torch.where(bias == NEG_INF, bias, scores + bias)
     if views.slopes is not None:
@@ -216,10 +196,22 @@ def _without_unseen(t: torch.Tensor, tile: _Tile, scores: torch.Tensor, problem:
     """Rows of K or V for each query head (batch, kv, group, keys, width), zero where no row of that head sees the key:
     its probability is 0, and 0 * NaN would leak a NaN that nothing may see."""
     t = t[..., tile.keys, :][:, :, None]
-    if not tile.cut and problem.mask_shape is None and problem.bias_shape is None:
+    if not _hides(tile, problem):
         return t
     seen = (scores != NEG_INF).any(-2)[..., None]
     return torch.where(seen, t, torch.zeros((), dtype=t.dtype, device=t.device))
+
+
+def _without_blind(t: torch.Tensor, tile: _Tile, scores: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:
+    """Rows of Q or dout, zero where a row sees no key of the tile: what a NaN there is multiplied by is 0."""
+    if not _hides(tile, problem):
+        return t
+    return torch.where((scores != NEG_INF).any(-1)[..., None], t, torch.zeros((), dtype=t.dtype, device=t.device))
+
+
+def _hides(tile: _Tile, problem: AttentionProblem) -> bool:
+    """Whether some pair of the tile may be hidden."""
+    return tile.cut or problem.mask_shape is not None or problem.bias_shape is not None
 
 
 def _operand(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -236,7 +228,7 @@ def forward(problem: AttentionProblem, operands: Operands, config: Config) -> tu
     rows = (problem.total_q,) if problem.packed else (problem.batch, problem.seqlen_q)
     out = torch.empty((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device=q.device)
     lse = torch.empty((*rows[:-1], problem.num_heads_q, rows[-1]), dtype=torch.float32, device=q.device)
-    with _products_in(problem.precision):
+    with plainly(q.device):
         for part in _parts(problem, operands):
             views = _Views(problem, operands, part)
             out_rows, lse_rows = views.rows(out, part.tokens_q), views.rows_of_lse(lse, part.tokens_q)
@@ -262,7 +254,7 @@ def _attend(
         alpha = torch.exp(m - shift)
         total = total * alpha + p.sum(-1)
         v = _without_unseen(views.v, tile, scores, problem)
-        acc = acc * alpha[..., None] + _matmul(_operand(p, v), v)
+        acc = acc * alpha[..., None] + product(_operand(p, v), v)
         m = m_new
     if views.sinks is not None:
         # One more key, whose value is zero. It comes last: as the first maximum it would push the probabilities of
@@ -312,7 +304,7 @@ def backward(
         )
     )
     grad_operands = Operands(sums.q, sums.k, sums.v, None, sums.bias, sums.alibi_slopes, sums.sinks)
-    with _products_in(problem.precision):
+    with plainly(operands.q.device):
         for part in _parts(problem, operands):
             views = _Views(problem, operands, part)
             grads = _Views(problem, grad_operands, part)  # views of the sums: adding to them adds to the sums
@@ -338,34 +330,37 @@ def _attend_backward(
 ) -> None:
     """Adds what one block of rows gives to every gradient."""
     out, dout, lse = out[..., block, :], dout[..., block, :], lse[..., block]
-    delta = (dout.float() * out.float()).sum(-1)
+    # A row that sees nothing has out 0 whatever arrives at it, NaN included.
+    delta = torch.where(out == 0, 0.0, dout.float() * out.float()).sum(-1)
     if dlse is not None:
         delta = delta - dlse[..., block]
     shift = torch.where(lse == NEG_INF, 0.0, lse)  # a row that saw nothing has only probabilities exp(-inf) = 0
     if grads.sinks is not None and views.sinks is not None:
         grads.sinks -= (torch.exp(views.sinks - shift) * delta).sum((0, -1), keepdim=True)
 
-    q_heads, dout_heads = views.q[..., block, :].flatten(2, 3), dout.flatten(2, 3)
     for tile in _tiles(band, block, views.k.shape[-2], block_n):
         scores, squashed = _scores(problem, views, tile, band)
         p = torch.exp(scores - shift[..., None])
+        q_heads, dout_heads = (
+            _without_blind(t, tile, scores, problem).flatten(2, 3) for t in (views.q[..., block, :], dout)
+        )
         if grads.v is not None:
-            grads.v[..., tile.keys, :] += _matmul(_operand(p, dout).flatten(2, 3).transpose(-1, -2), dout_heads)
-        dp = _matmul(dout_heads, views.v[..., tile.keys, :].transpose(-1, -2)).unflatten(2, p.shape[2:4])
+            grads.v[..., tile.keys, :] += product(_operand(p, dout).flatten(2, 3).transpose(-1, -2), dout_heads)
+        dp = product(dout_heads, views.v[..., tile.keys, :].transpose(-1, -2)).unflatten(2, p.shape[2:4])
         ds = torch.where(scores == NEG_INF, 0.0, p * (dp - delta[..., None]))
         if grads.bias is not None:
             part = tile.of(grads.bias)
             part += ds.sum_to_size(part.shape)
         if grads.slopes is not None:
             grads.slopes -= (ds * _alibi_distance(views, tile)).sum_to_size(grads.slopes.shape)
-        if squashed is not None:
-            ds = ds * (1 - squashed * squashed)
+        if squashed is not None:  # NaN where a hidden score is
+            ds = torch.where(scores == NEG_INF, 0.0, ds * (1 - squashed * squashed))
         # The scale comes after the products: before, it would push a small ds out of the range of 16 bits.
         if grads.q is not None:
             k = _without_unseen(views.k, tile, scores, problem)
-            grads.q[..., block, :] += _matmul(_operand(ds, k), k) * problem.softmax_scale
+            grads.q[..., block, :] += product(_operand(ds, k), k) * problem.softmax_scale
         if grads.k is not None:
-            dk = _matmul(_operand(ds, q_heads).flatten(2, 3).transpose(-1, -2), q_heads)
+            dk = product(_operand(ds, q_heads).flatten(2, 3).transpose(-1, -2), q_heads)
             grads.k[..., tile.keys, :] += dk * problem.softmax_scale
 
 
@@ -380,24 +375,30 @@ def bind(
 
     def run(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         lse: torch.Tensor | None
-        with torch.no_grad():
-            if problem.page_size:
-                packed, gathered = as_packed(problem, operands)
-                if problem.batch_invariant:
-                    # Each alone, in tiles and memory of its own: tiles follow the batch, and a CPU's products the
-                    # alignment of their operands.
-                    gpu = current_gpu(gathered.q.device)
-                    each = [forward(*one, configs(one[0], gpu)[0]) for one in one_by_one(packed, gathered)]
-                    out = torch.cat([out for out, _ in each])
-                    lse = torch.cat([lse for _, lse in each], dim=1)
-                else:
-                    out, lse = forward(packed, gathered, config)
-                out, lse = as_cached(problem, out, lse)
-            else:
-                out, lse = forward(problem, operands, config)
+        if problem.page_size:
+            with torch.no_grad():
+                out, lse = _forward_on_cache(problem, operands, config)
+        else:
+            out, lse = forward(problem, operands, config)
         return out, lse if keep_lse else None
 
     return run
+
+
+def _forward_on_cache(
+    problem: AttentionProblem, operands: Any, config: Config
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    packed, gathered = as_packed(problem, operands)
+    if problem.batch_invariant:
+        # Each alone, in tiles and memory of its own: tiles follow the batch, and a CPU's products the alignment of
+        # their operands.
+        gpu = current_gpu(gathered.q.device)
+        each = [forward(*one, configs(one[0], gpu)[0]) for one in one_by_one(packed, gathered)]
+        out = torch.cat([out for out, _ in each])
+        lse = torch.cat([lse for _, lse in each], dim=1)
+    else:
+        out, lse = forward(packed, gathered, config)
+    return as_cached(problem, out, lse)
 
 
 # What it can run and what it costs ------------------------------------------------------------------------------------
@@ -406,79 +407,6 @@ def bind(
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Empty, for it runs everything everywhere; only a budget may be less than torch's float32 products keep."""
     return precision.why_not(problem, gpu, ("ieee",))
-
-
-def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """What the operations move, each one a launch: products, what walks all scores of a tile, and what a tile and a
-    block of rows need beside."""
-    scores = tile_reads = tiles = blocks = cut = cut_tiles = acc_rows = 0
-    for (seqlen_q, seqlen_k), times in problem.counted_items().items():
-        band = problem.band(seqlen_q, seqlen_k)
-        each = times if problem.packed else 1  # a dense call's sequences go together
-        for block in _row_blocks(seqlen_q, config.block_m):
-            blocks += each
-            for tile in _tiles(band, block, seqlen_k, config.block_n):
-                rows_of_tile, keys = block.stop - block.start, tile.keys.stop - tile.keys.start
-                tiles, cut_tiles = tiles + each, cut_tiles + each * tile.cut
-                of_tile = times * rows_of_tile * keys * problem.num_heads_q
-                scores, cut = scores + of_tile, cut + of_tile * tile.cut
-                acc_rows += times * rows_of_tile * problem.num_heads_q
-                tile_reads += times * keys * problem.num_heads_kv
-    size, rows = DTYPE_BYTES[problem.dtype], problem.rows * problem.num_heads_q
-    width, width_v, group = problem.head_dim, problem.head_dim_v, problem.num_heads_q // problem.num_heads_kv
-    workspace = 3 * 4 * min(scores, problem.batch * problem.num_heads_q * config.block_m * config.block_n)
-    operands = size * (acc_rows * width + tile_reads * (width + group * width_v))
-    # A product wants its batch in one stride: heads of several sequences, and V of a group, are copied.
-    copies = 2 * (problem.batch > 1 and not problem.packed) + (group > 1 or (problem.batch > 1 and not problem.packed))
-    products = Cost(
-        blocks=0,
-        flops=2 * scores * (width + width_v),
-        exponentials=0,
-        read_bytes=operands * (2 if copies else 1) + size * scores,
-        write_bytes=4 * scores + 4 * acc_rows * width_v + (operands if copies else 0),
-        scratch_bytes=(4 + size) * scores,
-        launches=(2 + copies) * tiles,
-    )
-    # Scale, maximum, less the maximum, exponential, sum, 16 bits; at an edge fill, compare and search as well.
-    narrow = size < 4
-    passes = Cost(
-        blocks=0,
-        flops=0,
-        exponentials=scores,
-        read_bytes=(24 if narrow else 20) * scores + 14 * cut,
-        write_bytes=(14 if narrow else 12) * scores + 9 * cut,
-        launches=(5 + narrow) * tiles + (PASSES_OF_EDGE + 2 * (problem.window_size[0] >= 0)) * cut_tiles,
-    )
-    passes = replace(passes, scratch_bytes=passes.read_bytes + passes.write_bytes)
-    beside = Cost(
-        blocks=0,
-        flops=0,
-        exponentials=0,
-        read_bytes=12 * acc_rows * width_v + 14 * rows * width_v,
-        write_bytes=8 * acc_rows * width_v + 8 * rows * width_v + 4 * rows,
-        launches=STEPS_OF_TILE * tiles + STEPS_OF_BLOCK * blocks,
-    )
-    parts = (products, passes, beside)
-    return Cost(
-        blocks=0,
-        flops=products.flops,
-        exponentials=scores,
-        read_bytes=sum(part.read_bytes for part in parts),
-        write_bytes=sum(part.write_bytes for part in parts),
-        workspace_bytes=workspace,
-        scratch_bytes=sum(part.scratch_bytes for part in parts),
-        loop="few rows" if problem.seqlen_q <= 16 else "float32" if problem.dtype == "float32" else "",
-        launches=sum(part.launches for part in parts),
-        parts=parts,
-    )
-
-
-# Launches of torch's beside products and what walks all scores of a tile: maximum, shift (compare and select), rescale
-# (subtract, exponential), total and out (each multiply and add).
-STEPS_OF_TILE = 9
-STEPS_OF_BLOCK = 12  # three sums begun; out and log-sum-exp finished, rounded and stored
-# Two ranges, one less the other, what is hidden (begin, compare, join); copy, fill, compare and any; V without it.
-PASSES_OF_EDGE = 12
 
 
 # Configs --------------------------------------------------------------------------------------------------------------

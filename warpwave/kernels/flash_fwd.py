@@ -33,9 +33,9 @@ from warpwave.kernels.arguments import (
     feature_constants,
     lse_strides,
     maker,
-    padded,
     slope_strides,
     straightener,
+    tile_widths,
     token_strides,
     window,
 )
@@ -44,11 +44,13 @@ from warpwave.kernels.flash_fwd_cost import cost
 from warpwave.kernels.primitives import (
     LN_2,
     LOG2_E,
+    add_bias,
     band_visible,
     load_parts,
     load_tile,
     only_rows,
     operand,
+    packed_sequence,
     product,
     rounded,
     softmax_step,
@@ -227,17 +229,14 @@ def flash_fwd_kernel(
     kv_head = head // group_size
 
     if IS_VARLEN:
-        # Clamped, so that offsets that are no offsets still read and write inside the tensors.
-        q_begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_q_ptr + batch), 0), total_q)
-        k_begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_k_ptr + batch), 0), total_k)
-        seqlen_q = tl.minimum(tl.load(cu_seqlens_q_ptr + batch + 1), total_q) - q_begin
-        seqlen_k = tl.minimum(tl.load(cu_seqlens_k_ptr + batch + 1), total_k) - k_begin
+        q_begin, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
+        k_begin, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)
         if tile * BLOCK_M >= seqlen_q:
             return
-        q_ptr += q_begin.to(tl.int64) * stride_qm
-        k_ptr += k_begin.to(tl.int64) * stride_kn
-        v_ptr += k_begin.to(tl.int64) * stride_vn
-        out_ptr += q_begin.to(tl.int64) * stride_om
+        q_ptr += q_begin * stride_qm
+        k_ptr += k_begin * stride_kn
+        v_ptr += k_begin * stride_vn
+        out_ptr += q_begin * stride_om
         if WRITE_LSE:
             lse_ptr += q_begin
     q_ptr += batch * stride_qb + head * stride_qh
@@ -312,8 +311,7 @@ def flash_fwd_kernel(
         if HAS_BIAS:
             offsets = rows.to(tl.int64)[:, None] * stride_bias_m + keys.to(tl.int64)[None, :] * stride_bias_n
             bias = tl.load(bias_ptr + offsets, mask=inside, other=float("-inf")).to(tl.float32)  # [BLOCK_M, BLOCK_N]
-            # -inf hides the pair, whatever the score: NaN + -inf would be NaN.
-            scores = tl.where(bias == float("-inf"), float("-inf"), scores + bias * LOG2_E)
+            scores = add_bias(scores, bias)
         if HAS_ALIBI:
             distance = tl.abs(rows[:, None] + last_key_offset - keys[None, :])
             scores -= slope_log2 * distance.to(tl.float32)
@@ -421,7 +419,7 @@ def specify(
     arithmetic = dot_precision(problem, gpu)
     if not (config.split_ahead and arithmetic in PARTS):
         return _specify(problem, gpu, operands, out, lse, replace(config, split_ahead=False))
-    split, k, v = split_ahead.specify(problem, gpu, operands, out.device)
+    split, k, v = split_ahead.specify(problem, gpu, operands, tile_widths(problem, gpu, config.block_m), out.device)
     # What the kernel takes for K and V: the first parts, which the others follow at a fixed distance.
     first_k, first_v = (parts[0].transpose(-3, -2) for parts in (k, v))
     operands = operands._replace(k=first_k, v=first_v)
@@ -496,14 +494,15 @@ def stride_unit(operands: Operands, out: torch.Tensor) -> int:
 
 def _constants(problem: AttentionProblem, gpu: Gpu, config: Config, unit: int) -> dict[str, int | bool | str]:
     """The compile-time arguments of the kernel, by name."""
+    block_d, block_dv = tile_widths(problem, gpu, config.block_m)
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "STRIDE_UNIT": unit,
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_D": padded(problem.head_dim),
-        "BLOCK_DV": padded(problem.head_dim_v),
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
         **band_constants(problem),
         **feature_constants(problem),
         "IS_VARLEN": problem.packed,

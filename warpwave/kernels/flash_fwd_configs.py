@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from warpwave.hardware.gpu import Gpu
-from warpwave.kernels.arguments import dot_precision, padded
+from warpwave.kernels.arguments import dot_precision, padded, tile_widths
 from warpwave.kernels.split_ahead import PARTS
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
@@ -47,7 +47,7 @@ class Config:
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """An upper bound on the shared memory of one block, which tests hold against what every target compiles to."""
     size, arithmetic = DTYPE_BYTES[problem.dtype], dot_precision(problem, gpu)
-    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    block_d, block_dv = tile_widths(problem, gpu, config.block_m)
     if arithmetic in PARTS:
         return _smem_bytes_of_parts(problem, gpu, config, 2 * PARTS[arithmetic])
     q = size * config.block_m * block_d
@@ -72,7 +72,7 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 def _smem_bytes_of_parts(problem: AttentionProblem, gpu: Gpu, config: Config, size: int) -> int:
     """`smem_bytes` where an element becomes parts of `size` bytes together: float32 tiles arrive, and the matrix unit
     takes their parts, which stand beside them; or parts arrive, and nothing stands beside."""
-    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    block_d, block_dv = tile_widths(problem, gpu, config.block_m)
     q, p = config.block_m * block_d, config.block_m * config.block_n
     k, v = config.block_n * block_d, config.block_n * block_dv
     stages = config.num_stages if gpu.vendor == "nvidia" or gpu.arch == "gfx950" else max(1, config.num_stages - 1)
@@ -104,17 +104,24 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
         return []
     default = _default(problem, gpu)
     while default not in candidates:
-        default = _smaller(default)
+        smaller = _smaller(default)
+        if smaller is None:  # what fits is not smaller in this order: with operands split ahead, say
+            default = candidates[-1]
+            break
+        default = smaller
     return [default, *(c for c in candidates if c != default)]
 
 
-def _smaller(config: Config) -> Config:
-    """The next config to try where one does not fit: fewer tiles in flight, then fewer keys, then fewer queries."""
+def _smaller(config: Config) -> Config | None:
+    """The next config to try where one does not fit: fewer tiles in flight, then fewer keys, then fewer queries; None
+    after the smallest."""
     if config.num_stages > 1:
         return replace(config, num_stages=config.num_stages - 1)
     if config.block_n > 16:
         return replace(config, block_n=config.block_n // 2)
-    return replace(config, block_m=config.block_m // 2, num_warps=4)
+    if config.block_m > 16:
+        return replace(config, block_m=config.block_m // 2, num_warps=4)
+    return None
 
 
 def fitting(problem: AttentionProblem, gpu: Gpu) -> list[Config]:

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from warpwave.hardware.gpu import Gpu
-from warpwave.kernels.arguments import dot_precision, padded
+from warpwave.kernels.arguments import dot_precision, padded, tile_widths
 from warpwave.kernels.cost import ODD_ROWS, Cost, conversions, launch_order, odd_rows, waits_for_memory, walk
 from warpwave.kernels.flash_fwd_configs import Config, bytes_per_score, smem_bytes
 from warpwave.kernels.split_ahead import PARTS
@@ -17,7 +17,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """What one launch moves and computes: whole tiles, padding included; K and V once for each query tile. Split ahead,
     also what the first launch reads, and the parts that it writes."""
     size = DTYPE_BYTES[problem.dtype]
-    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    block_d, block_dv = tile_widths(problem, gpu, config.block_m)
     visited, longest, items, cut = walk(problem, config.block_m, config.block_n)
     scores = visited * config.block_m * config.block_n
     rows = problem.rows * problem.num_heads_q

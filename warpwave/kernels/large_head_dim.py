@@ -29,6 +29,8 @@ from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels import large_head_dim_latent as latent
 from warpwave.kernels import partials, wide_heads
 from warpwave.kernels.arguments import (
+    SWIZZLE_WIDTH,
+    WGMMA_ROWS,
     allocator,
     band_constants,
     broadcast_strides,
@@ -68,7 +70,8 @@ class Config:
     Args:
         block_m: rows a program owns, a row being one query of one head; a power of two, at least 16.
         block_n: keys a step walks, a power of two, at least 16.
-        block_d: elements of head_dim a product sums over, a power of two, at least 16.
+        block_d: elements of head_dim a product sums over, a power of two, at least 16; at least 64 beside 64 rows, so
+            that all tiles of Hopper's matrix unit have one swizzle (`arguments.tile_widths` says why).
         v_parts: programs that share the columns of v. Each computes all scores anew, so a second one adds
             `head_dim / (head_dim + head_dim_v)` of the work and halves the accumulator.
         num_splits: programs that share the keys.
@@ -98,6 +101,11 @@ class Config:
         for name in ("v_parts", "num_splits", "num_stages"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.block_m >= WGMMA_ROWS and self.block_d < SWIZZLE_WIDTH:
+            raise ValueError(
+                f"block_d is {self.block_d} beside block_m {self.block_m}; from {WGMMA_ROWS} rows on it must be at "
+                f"least {SWIZZLE_WIDTH}"
+            )
 
 
 # Host -----------------------------------------------------------------------------------------------------------------
@@ -263,6 +271,8 @@ def _columns(problem: AttentionProblem, config: Config) -> tuple[int, int]:
     """(width of a piece of v, pieces) of a program: those of q and k where they do, for v may be the same tensor."""
     width = -(-problem.head_dim_v // config.v_parts)
     piece = min(padded(width), config.block_d if config.q_resident else piece_of(width, 512))
+    if config.block_m >= WGMMA_ROWS:
+        piece = max(piece, SWIZZLE_WIDTH)
     return piece, -(-width // piece)
 
 
@@ -483,9 +493,9 @@ def _smaller(config: Config) -> Config:
         return replace(config, q_resident=False, block_d=min(64, config.block_d))
     if config.block_n > 16:
         return replace(config, block_n=config.block_n // 2)
-    if config.block_d > 16:
-        return replace(config, block_d=config.block_d // 2)
-    return replace(config, block_m=16)
+    if config.block_m > 16:
+        return replace(config, block_m=16)
+    return replace(config, block_d=max(16, config.block_d // 2))
 
 
 def _space(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
@@ -496,7 +506,7 @@ def _space(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
         Config(block_m, block_n, block_d, v_parts, default.num_splits, q_resident, num_warps, num_stages)
         for block_m in (16, 32, 64, 128)
         for block_n in (16, 32, 64)
-        for q_resident, block_d in ((True, _block_d(problem, 128)), (False, _block_d(problem, 64)))
+        for q_resident, block_d in ((True, _block_d(problem, block_m, 128)), (False, _block_d(problem, block_m, 64)))
         for v_parts in dict.fromkeys((parts, 2 * parts if problem.head_dim_v > 128 * parts else parts))
         for num_warps in (4, 8)
         for num_stages in (1, 2, 3)
@@ -508,8 +518,9 @@ def _space(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     return [c for c in candidates if _registers(problem, gpu, c) <= limit]
 
 
-def _block_d(problem: AttentionProblem, most: int) -> int:
-    return min(padded(problem.head_dim), piece_of(problem.head_dim, most))
+def _block_d(problem: AttentionProblem, block_m: int, most: int) -> int:
+    piece = piece_of(problem.head_dim, most)
+    return piece if block_m >= WGMMA_ROWS else min(padded(problem.head_dim), piece)
 
 
 def _v_parts(problem: AttentionProblem, gpu: Gpu) -> int:
@@ -535,7 +546,7 @@ def _default(problem: AttentionProblem, gpu: Gpu, by_map: bool = True) -> Config
     rdna = gpu.vendor == "amd" and not gpu.arch.startswith("gfx9")
     wide = gpu.vendor != "amd" and gpu.smem_per_block_bytes >= 160 * 1024
     if gpu.vendor == "interpreter":  # which runs one program after another: the fewer the better
-        config = Config(64, 64, _block_d(problem, 128), parts, 1, problem.head_dim <= 512, 4, 1)
+        config = Config(64, 64, _block_d(problem, 64, 128), parts, 1, problem.head_dim <= 512, 4, 1)
     elif problem.dtype == "float32":
         stages = 1 if gpu.vendor == "amd" or dot_precision(problem, gpu) == "ieee" else 2
         config = Config(16 if rows <= 16 else 32, 16, 32, parts, 1, False, 8, stages)
@@ -543,15 +554,15 @@ def _default(problem: AttentionProblem, gpu: Gpu, by_map: bool = True) -> Config
         config = Config(16 if rows <= 16 else 32, 16, 32, parts, 1, False, 8, 1)
     elif rows <= 16:
         # One row of K and V is read for 16 rows at most: what counts is how many bytes are under way.
-        config = Config(16, 32 if wide else 16, _block_d(problem, 64), parts, 1, problem.head_dim <= 1024, 4, 2)
+        config = Config(16, 32 if wide else 16, _block_d(problem, 16, 64), parts, 1, problem.head_dim <= 1024, 4, 2)
         if latent.takes_longer_tiles(problem, gpu):
             config = replace(config, block_n=64)
     elif gpu.vendor == "amd":
-        config = Config(64, 32, _block_d(problem, 64), parts, 1, False, 4, 2)
+        config = Config(64, 32, _block_d(problem, 64, 64), parts, 1, False, 4, 2)
     else:
-        config = Config(64, 32, _block_d(problem, 128), parts, 1, True, 8, 2)
+        config = Config(64, 32, _block_d(problem, 64, 128), parts, 1, True, 8, 2)
         if gpu.capability != 90 or not _fits(problem, gpu, config):
-            config = replace(config, q_resident=False, block_d=_block_d(problem, 64))
+            config = replace(config, q_resident=False, block_d=_block_d(problem, 64, 64))
             whole = problem.head_dim % 64 == 0 and problem.head_dim_v % 256 == 0
             if gpu.capability == 90 and whole and not _beside(problem):
                 # 128 rows share what is read, for 256 columns a program: 2.4 ms at head_dim 1024 where 64 rows of 512

@@ -11,10 +11,13 @@ once at the end.
 
 from __future__ import annotations
 
+from warpwave import problem
 from warpwave.kernels.triton_or_stub import INTERPRETED, jit, tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+LARGEST = tl.constexpr(3.4028234663852886e38)  # float32's
+LARGEST_BIAS = tl.constexpr(problem.LARGEST_BIAS)
 # The interpreter computes in numpy, which has no bfloat16: its products are silently wrong and its conversion cuts
 # digits off. There, every tile is up-cast as it is loaded, which changes no value, and rounded by hand as it is stored.
 IN_INTERPRETER = tl.constexpr(INTERPRETED)
@@ -50,6 +53,19 @@ def rounded(x, DTYPE: tl.constexpr):
 
 
 @jit
+def add_bias(scores, bias):
+    """Scores in bits plus a bias in natural units, float32 both; minus infinity where the bias is, whatever the score:
+    NaN + -inf would be NaN.
+
+    Any finite bias shows its pair. `finfo.min`, the usual stand-in for minus infinity, would overflow to it in bits,
+    and a row of nothing else would be 0 in place of the mean of its values: hence the bounds.
+    """
+    bounded = tl.minimum(tl.maximum(bias, -LARGEST_BIAS), LARGEST_BIAS)
+    bias = tl.where(tl.abs(bias) < float("inf"), bounded, bias)
+    return tl.where(bias == float("-inf"), float("-inf"), scores + bias * LOG2_E)
+
+
+@jit
 def band_visible(rows, keys, low, high, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr):
     """Where `low <= key - row <= high`: causal and windowed visibility of a tile, [BLOCK_M, BLOCK_N]."""
     distance = keys[None, :] - rows[:, None]
@@ -63,11 +79,11 @@ def band_visible(rows, keys, low, high, HAS_LOW: tl.constexpr, HAS_HIGH: tl.cons
 
 @jit
 def packed_sequence(cu_seqlens_ptr, item, longest, total):
-    """Where a packed sequence begins, and its length. Clamped, so that offsets that are no offsets, and lengths beyond
-    the longest, still read and write inside the tensors."""
+    """Where a packed sequence begins, and its length, 0 to `longest`. Both ends are clamped before they are subtracted,
+    so that any 32-bit numbers in place of offsets still read and write inside the tensors."""
     begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + item), 0), total)
-    length = tl.minimum(tl.load(cu_seqlens_ptr + item + 1), total) - begin
-    return begin.to(tl.int64), tl.minimum(length, longest)
+    end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + item + 1), begin), total)
+    return begin.to(tl.int64), tl.minimum(end - begin, longest)
 
 
 @jit
@@ -232,8 +248,8 @@ def number(x):
     """x, and float32's most negative number for NaN: to add it to Inf or NaN changes neither. One instruction, for a
     maximum of a number and NaN is the number on a GPU; the interpreter's is NaN."""
     if IN_INTERPRETER:
-        x = tl.where(x == x, x, -3.4028234663852886e38)
-    return tl.maximum(x, -3.4028234663852886e38)
+        x = tl.where(x == x, x, -LARGEST)
+    return tl.maximum(x, -LARGEST)
 
 
 @jit

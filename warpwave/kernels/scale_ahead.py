@@ -48,7 +48,7 @@ def _begin_and_length(cu_seqlens_ptr, item, seqlen, total, PACKED: tl.constexpr)
     """Of sequence `item`, in a packed tensor clamped to it: offsets that are no offsets still read inside."""
     if PACKED:
         begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + item), 0), total)
-        length = tl.maximum(tl.minimum(tl.load(cu_seqlens_ptr + item + 1), total) - begin, 0)
+        length = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + item + 1), begin), total) - begin
     else:
         begin = 0
         length = seqlen

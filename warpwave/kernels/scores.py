@@ -9,7 +9,7 @@ one number a block.
 
 from __future__ import annotations
 
-from warpwave.kernels.primitives import LOG2_E, band_visible, tanh
+from warpwave.kernels.primitives import LOG2_E, add_bias, band_visible, tanh
 from warpwave.kernels.triton_or_stub import jit, tl
 
 
@@ -59,8 +59,7 @@ def score_bits(
     if HAS_BIAS:
         bias = bias_rows[:, None] + keys.to(tl.int64)[None, :] * stride_bias_n
         bias = tl.load(bias, mask=inside, other=float("-inf")).to(tl.float32)  # [BLOCK_M, BLOCK_N]
-        # -inf hides the pair, whatever the score: NaN + -inf would be NaN.
-        scores = tl.where(bias == float("-inf"), float("-inf"), scores + bias * LOG2_E)
+        scores = add_bias(scores, bias)
     if HAS_ALIBI:
         distance = tl.abs(rows[:, None] + key_offset - keys[None, :])
         scores -= slopes_log2[:, None] * distance.to(tl.float32)

@@ -166,14 +166,13 @@ def operand_strides(problem: AttentionProblem, tensors: tuple[torch.Tensor, ...]
 
 
 def specify(
-    problem: AttentionProblem, gpu: Gpu, operands: Operands, device: torch.device
+    problem: AttentionProblem, gpu: Gpu, operands: Operands, widths: tuple[int, int], device: torch.device
 ) -> tuple[launch.Launch, torch.Tensor, torch.Tensor]:
     """The launch, and where it leaves K and V: bfloat16 (parts, batch, num_heads_kv, seqlen_k, width), packed (parts,
-    num_heads_kv, total_k, width), width head_dim padded to a power of two."""
+    num_heads_kv, total_k, width), `widths` of K and of V, powers of two that head_dim and head_dim_v are padded to."""
     arithmetic = dot_precision(problem, gpu)
     *outer, tokens, heads, _ = operands.k.shape
     rows = (*outer, heads, tokens)
-    widths = padded(problem.head_dim), padded(problem.head_dim_v)
     k, v = (torch.empty((PARTS[arithmetic], *rows, width), dtype=torch.bfloat16, device=device) for width in widths)
     strides, unit = operand_strides(problem, (operands.k, operands.v))
     split = launch.Launch(

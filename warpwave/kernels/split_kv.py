@@ -39,6 +39,7 @@ from warpwave.kernels.arguments import (
     padded,
     slope_strides,
     straightener,
+    tile_widths,
     token_strides,
     window,
 )
@@ -312,7 +313,7 @@ def _constants(
     by_map: bool,
 ) -> dict[str, int | bool | str]:
     """The compile-time arguments of the kernel, by name."""
-    block_dv = padded(problem.head_dim_v)
+    block_d, block_dv = tile_widths(problem, gpu, config.block_m)
     merged = max(1, min(32, MERGED_PER_WARP * config.num_warps // (merge_rows(problem, config) * block_dv)))
     return {
         "BLOCK_M": config.block_m,
@@ -322,7 +323,7 @@ def _constants(
         "STRIDE_UNIT": stride_unit(operands),
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_D": padded(problem.head_dim),
+        "BLOCK_D": block_d,
         "BLOCK_DV": block_dv,
         **band_constants(problem),
         **feature_constants(problem),

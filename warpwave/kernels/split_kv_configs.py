@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels import split_kv_few_rows as few_rows
-from warpwave.kernels.arguments import dot_precision, padded
+from warpwave.kernels.arguments import dot_precision, padded, tile_widths
 from warpwave.kernels.triton_or_stub import INTERPRETED
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
@@ -82,7 +82,7 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     if config.roles:
         return few_rows.smem_bytes(problem, config.block_n, config.num_stages)
     size, arithmetic = DTYPE_BYTES[problem.dtype], dot_precision(problem, gpu)
-    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    block_d, block_dv = tile_widths(problem, gpu, config.block_m)
     q = size * config.block_m * block_d
     p = size * config.block_m * columns(config)
     kv = size * columns(config) * (block_d + block_dv)

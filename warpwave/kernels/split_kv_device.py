@@ -18,6 +18,7 @@ from warpwave.kernels.partials import (
 from warpwave.kernels.primitives import (
     IN_INTERPRETER,
     LOG2_E,
+    add_bias,
     band_edges,
     band_visible,
     load_tile,
@@ -388,8 +389,7 @@ def split_kv_kernel(
                 bias_rows = batch * stride_bias_b + heads * stride_bias_h + queries.to(tl.int64) * stride_bias_m
                 bias = bias_ptr + (bias_rows[:, None] + keys.to(tl.int64)[None, :] * stride_bias_n)
                 bias = tl.load(bias, mask=inside, other=float("-inf")).to(tl.float32)  # [BLOCK_M, COLUMNS]
-                # -inf hides the pair, whatever the score: NaN + -inf would be NaN.
-                scores = tl.where(bias == float("-inf"), float("-inf"), scores + bias * LOG2_E)
+                scores = add_bias(scores, bias)
             if HAS_ALIBI:
                 distance = tl.abs(queries[:, None] + (seqlen_k - seqlen_q) - keys[None, :])
                 scores -= slope_log2[:, None] * distance.to(tl.float32)

@@ -13,7 +13,7 @@ import torch
 
 from warpwave import launch
 from warpwave.hardware.gpu import Gpu
-from warpwave.kernels.arguments import padded
+from warpwave.kernels.arguments import tile_widths
 from warpwave.kernels.hopper.launcher import has_map
 from warpwave.kernels.split_kv_configs import Config, may_map
 from warpwave.problem import AttentionProblem
@@ -44,16 +44,17 @@ def plans(problem: AttentionProblem, gpu: Gpu, operands: Any, config: Config) ->
     """The maps of K and V, in that order; none where the config asks for none or nothing can be mapped."""
     if not config.by_map or not may_map(problem, gpu, config) or not all(map(has_map, operands[1:3])):
         return ()
-    return tuple(_plan(problem, source, operands[source], config) for source in (1, 2))
+    widths = tile_widths(problem, gpu, config.block_m)
+    return tuple(_plan(problem, source, operands[source], config, width) for source, width in enumerate(widths, 1))
 
 
-def _plan(problem: AttentionProblem, source: int, tensor: torch.Tensor, config: Config) -> Plan:
+def _plan(problem: AttentionProblem, source: int, tensor: torch.Tensor, config: Config, block_width: int) -> Plan:
     if problem.packed and not problem.page_size:
         tensor = tensor[None]
     outer, rows, heads, width = tensor.shape
     strides = tensor.stride()
     outer_stride = strides[1] if problem.packed and not problem.page_size else strides[0]  # of one, any stride will do
-    block = (1, config.block_n, config.kv_heads, padded(width))
+    block = (1, config.block_n, config.kv_heads, block_width)
     return Plan(source, (outer, rows, heads, width), (outer_stride, strides[1], strides[2], 1), block)
 
 

@@ -17,7 +17,6 @@ and torch's products.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,7 +31,6 @@ from warpwave.kernels import scratch, three_kernel_hopper, three_kernel_launches
 from warpwave.kernels import three_kernel_library as library
 from warpwave.kernels.arguments import (
     allocator,
-    dot_precision,
     straightener,
 )
 from warpwave.kernels.cost import WARP_US, Cost, conversions, visited_tiles
@@ -70,6 +68,7 @@ from warpwave.kernels.three_kernel_plan import (
     whole_rows,
     workspace_bytes,
 )
+from warpwave.kernels.torch_products import plainly
 from warpwave.kernels.triton_or_stub import NO_TRITON
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
 
@@ -111,7 +110,7 @@ def bind(
         UnsupportedProblem: the config asks torch for a product it cannot compute.
     """
     parts = _bind(problem, operands, config)
-    straight, allocate, setting, between = parts.straight, parts.allocate, parts.setting, parts.between
+    straight, allocate, between = parts.straight, parts.allocate, parts.between
     if "library" in (config.scores, config.values):
         workspace = scratch.memory(between.needs, between.device, lambda tensors, _: between.made(tensors))
 
@@ -119,7 +118,7 @@ def bind(
             operands = straight(operands)
             out, lse = allocate()
             left = workspace()
-            with torch.no_grad(), setting():
+            with plainly(out.device):
                 for calls in parts.chunks:
                     _run_stages(STAGES, problem, calls, operands, out, lse, left)
             return out, lse
@@ -145,7 +144,7 @@ def stage_calls(problem: AttentionProblem, operands: Operands, config: Config) -
     workspace = allocate_workspace(problem, config, plan(problem, config), operands.q.device)
 
     def run(stages: Sequence[str], operands: Operands, out: torch.Tensor, lse: Any, workspace: Workspace) -> None:
-        with torch.no_grad(), parts.setting():
+        with plainly(out.device):
             for calls in parts.chunks:
                 _run_stages(stages, problem, calls, parts.straight(operands), out, lse, workspace)
 
@@ -178,14 +177,12 @@ class Bound(NamedTuple):
         straight: operands as the launches take them.
         allocate: (out, lse).
         between: what a chunk's launches leave to one another.
-        setting: in which torch's products are made.
         chunks: in order.
     """
 
     straight: Callable[[Operands], Operands]
     allocate: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
     between: series.Between
-    setting: Callable[[], Any]
     chunks: list[ChunkCalls]
 
 
@@ -208,11 +205,7 @@ def _bind(problem: AttentionProblem, operands: Operands, config: Config) -> Boun
         workspace = allocate_workspace(problem, config, cut, device)
         calls = list(_calls(problem, gpu, straight(operands), out, lse, config, cut, workspace))
     between = series.Between(LEFT, needs(problem, config, cut), device, partial(named, problem, config, cut))
-    # Of 16-bit operands products are exact: no setting of the process changes them.
-    arithmetic = dot_precision(problem, gpu)
-    settings = by_torch and problem.dtype == "float32"
-    setting = partial(library.products_in, arithmetic) if settings else contextlib.nullcontext
-    return Bound(straight, allocate, between, setting, calls)
+    return Bound(straight, allocate, between, calls)
 
 
 def _run_stages(

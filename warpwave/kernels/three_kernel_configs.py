@@ -36,8 +36,8 @@ def library_cannot(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[
     asked = "library" in (config.scores, config.values)
     if asked and problem.packed:
         reasons.append("only the device knows where packed sequences begin; products are ours, not the library's")
-    if asked and problem.dtype == "float32" and arithmetic not in ("ieee", "tf32"):
-        reasons.append(f"the library has no products in {arithmetic!r}; products are ours, or precision is 'ieee'")
+    if asked and problem.dtype == "float32" and arithmetic != "ieee":
+        reasons.append(f"the library's float32 products are 'ieee', not {arithmetic!r}: those are ours")
     if config.values == "library" and may_hide_keys(problem):
         reasons.append("the library multiplies values that a mask or bias hides by 0, and NaN there would leak")
     return reasons

@@ -14,18 +14,15 @@ Bound: tensor cores; at head_dim in the hundreds the traffic of the scores, 8 by
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from warpwave import launch
 from warpwave.hardware.gpu import Gpu
-from warpwave.kernels import three_kernel_library as library
-from warpwave.kernels.arguments import band_constants, dot_precision, padded, window
+from warpwave.kernels.arguments import band_constants, padded, window
 from warpwave.kernels.partials import inverse_sum, join
 from warpwave.kernels.primitives import (
     LOG2_E,
@@ -38,6 +35,7 @@ from warpwave.kernels.primitives import (
 )
 from warpwave.kernels.three_kernel_plan import Chunk, Config, Plan, plan
 from warpwave.kernels.three_kernel_softmax import LINE, UNSPECIALISED, whole_lines
+from warpwave.kernels.torch_products import add_product, plainly, product_into
 from warpwave.kernels.triton_or_stub import INTERPRETED, jit, tl
 from warpwave.problem import AttentionProblem, Operands
 
@@ -264,6 +262,19 @@ def plan_of(problem: AttentionProblem) -> Plan:
     return plan(problem, config)
 
 
+def by_sight(problem: AttentionProblem, chunk: Chunk) -> Iterator[Chunk]:
+    """Yields the chunk in parts: rows that see no key, rows that see one, and again rows that see none. What rows that
+    see nothing are multiplied by is 0, which a NaN in q or dout would turn into a NaN of dk or dv."""
+    low, high = problem.band(problem.seqlen_q, problem.seqlen_k)
+    end = chunk.row_begin + chunk.rows
+    first = chunk.row_begin if high is None else min(max(chunk.row_begin, -high), end)
+    last = end if low is None else max(min(end, problem.seqlen_k - low), first)
+    for begin, stop in ((chunk.row_begin, first), (first, last), (last, end)):
+        if begin < stop:
+            key_end = chunk.key_end if (begin, stop) == (first, last) else chunk.key_begin
+            yield chunk._replace(row_begin=begin, rows=stop - begin, key_end=key_end)
+
+
 def backward(
     problem: AttentionProblem,
     gpu: Gpu,
@@ -297,18 +308,16 @@ def backward(
     dout = dout.to(q.dtype)
     if dout.stride(-1) != 1 or 0 in dout.stride():
         dout = dout.contiguous()
-    arithmetic = "tf32" if dot_precision(problem, gpu) == "tf32" else "ieee"
-    setting = partial(library.products_in, arithmetic) if q.dtype == torch.float32 else contextlib.nullcontext
-    with torch.no_grad(), setting():
-        for chunk in cut.chunks:
+    with plainly(q.device):
+        for chunk in [part for whole in cut.chunks for part in by_sight(problem, whole)]:
             if chunk.nothing_to_see:
                 _of_unseen(problem, chunk, sinks, dlse, of_sinks, dq)
                 continue
             buffers = memory.of(chunk)
             parts = list(_parts(problem, chunk, buffers, q, k, v, dout))
             for part in parts:
-                library.multiply_into(part.buffers.scores, part.q, part.k.transpose(1, 2))
-                library.multiply_into(part.buffers.dp, part.dout, part.v.transpose(1, 2))
+                product_into(part.buffers.scores, part.q, part.k.transpose(1, 2))
+                product_into(part.buffers.dp, part.dout, part.v.transpose(1, 2))
             _between(problem, chunk, cut, buffers, sinks, dlse, of_sinks)
             for part in parts:
                 _accumulate(problem, chunk, part, dq, dk, dv)
@@ -443,7 +452,7 @@ def _accumulate(problem: AttentionProblem, chunk: Chunk, part: _Part, dq: Any, d
     p, ds = part.buffers.p, part.buffers.ds
     if dq is not None:
         rows = torch.empty(part.q.shape, dtype=torch.float32, device=dq.device)
-        library.multiply_into(rows, ds, part.k)
+        product_into(rows, ds, part.k)
         rows = rows.view(part.kv_heads * part.members, chunk.rows, -1).transpose(0, 1)
         heads = slice(part.head, part.head + part.kv_heads * part.members)
         into = dq[part.batch, chunk.row_begin : chunk.row_begin + chunk.rows, heads]
@@ -451,7 +460,7 @@ def _accumulate(problem: AttentionProblem, chunk: Chunk, part: _Part, dq: Any, d
     for total, pairs, rows in ((dv, p, part.dout), (dk, ds, part.q)):
         if total is not None:
             into = total[part.batch, of_keys, part.kv_head : part.kv_head + part.kv_heads].transpose(0, 1)
-            library.add_product(into, pairs.transpose(1, 2), rows)
+            add_product(into, pairs.transpose(1, 2), rows)
 
 
 def _scaled(total: torch.Tensor | None, scale: float, dtype: torch.dtype) -> torch.Tensor | None:

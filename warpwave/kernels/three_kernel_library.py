@@ -11,7 +11,6 @@ Bound: tensor cores.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,23 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from warpwave.kernels.three_kernel_plan import Chunk, Piece, pieces
+from warpwave.kernels.torch_products import product_into
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
-
-
-@contextlib.contextmanager
-def products_in(arithmetic: str) -> Iterator[None]:
-    """torch's float32 products in the precision asked for, whatever the process allows elsewhere.
-
-    torch has no argument for it: the process's setting is changed and set back around the calls, which returns before
-    they run. Another thread that multiplies in between may meet it.
-    """
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "tf32" if arithmetic == "tf32" else "ieee"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
 
 
 def brought_near(straight: Callable[[Operands], Operands], first: Operands) -> Callable[[Operands], Operands]:
@@ -54,26 +38,6 @@ def brought_near(straight: Callable[[Operands], Operands], first: Operands) -> C
 def _is_far(t: torch.Tensor) -> bool:
     reach = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
     return reach > max(2**31, t.numel())
-
-
-def multiply_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """out = a b for each head, accumulated in float32; out is float32 unless a and b are of its dtype."""
-    if not a.is_cuda:
-        out.copy_(a.float() @ b.float())
-    elif a.dtype != torch.float32:
-        torch.bmm(a, b, out_dtype=torch.float32, out=out)
-    else:
-        torch.bmm(a, b, out=out)
-
-
-def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a b for each head, total float32."""
-    if not a.is_cuda:
-        total += a.float() @ b.float()
-    elif a.dtype != torch.float32:
-        torch.baddbmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        torch.baddbmm(total, a, b, out=total)
 
 
 class View(NamedTuple):
@@ -179,7 +143,7 @@ def zero(problem: AttentionProblem, chunk: Chunk, out: torch.Tensor) -> None:
 def multiply(products: list[Product], a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     """The calls, one after another."""
     for product in products:
-        multiply_into(product.out.of(out), product.a.of(a), product.b.of(b))
+        product_into(product.out.of(out), product.a.of(a), product.b.of(b))
 
 
 # How cuBLAS tiles, by the names and grids of what it launched on an H200.

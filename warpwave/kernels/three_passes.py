@@ -35,6 +35,7 @@ from warpwave.kernels.cost import ODD_ROWS, Cost, odd_rows, visited_tiles, walk
 from warpwave.kernels.primitives import (
     LN_2,
     LOG2_E,
+    add_bias,
     band_edges,
     band_visible,
     packed_sequence,
@@ -164,8 +165,7 @@ def softmax_rows_kernel(
             if HAS_BIAS:
                 offsets = rows.to(tl.int64)[:, None] * stride_bias_m + keys.to(tl.int64)[None, :] * stride_bias_n
                 bias = tl.load(bias_ptr + offsets, mask=inside, other=float("-inf")).to(tl.float32)  # [ROWS, KEYS]
-                # -inf hides the pair, whatever the score: NaN + -inf would be NaN.
-                scores = tl.where(bias == float("-inf"), float("-inf"), scores + bias * LOG2_E)
+                scores = add_bias(scores, bias)
             if HAS_ALIBI:
                 distance = tl.abs(rows[:, None] + (seqlen_k - seqlen_q) - keys[None, :])
                 scores -= slope_log2 * distance.to(tl.float32)

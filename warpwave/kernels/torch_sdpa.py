@@ -3,12 +3,17 @@
 torch's CPU kernel is a vectorised FlashAttention and several times faster than our tile-by-tile torch operations.
 What it does otherwise is settled around it:
 
+    autocast           is off, here as for every kernel of torch's operations: out has the dtype of q.
+    float32 settings   where the process lets float32 products drop bits, eager computes the call.
+    scale              torch multiplies the causal mask's minus infinity by the scale: beside a scale of 0 the mask is
+                       explicit.
+
     packed sequences   one call each.
     masks              a pair may be hidden by a boolean mask, by a bias of minus infinity and by position at once;
                        torch takes one mask. Its own causal mask, aligned to the first key, it takes by name.
     NaN and Inf        torch adds minus infinity to a hidden score and multiplies the values of hidden keys by 0: both
-                       let NaN and Inf through; and of a row of q that holds one it makes zeros at some lengths. Where
-                       q, or where something is hidden k and v, do not rule them out, eager computes the call.
+                       let NaN and Inf through; and a row whose scores hold one is 0 at some lengths. Where q and k, or
+                       where something is hidden also v, do not rule them out, eager computes the call.
 
 It returns no log-sum-exp and knows no softcap, sinks or ALiBi: those are refused.
 
@@ -22,12 +27,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from warpwave import precision
 from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels import eager
 from warpwave.kernels.cost import Cost
+from warpwave.kernels.torch_products import keeps_float32, plainly
 from warpwave.problem import AttentionProblem, Band, Operands
 
 NAME = "torch_sdpa"
@@ -36,6 +41,8 @@ NEEDS_GPU = False
 # a mask hides and keeps nothing of its size.
 MOST_PAIRS = 2**24
 LARGEST_SCORE = torch.finfo(torch.float32).max
+# The operator, not torch.nn.functional's name, which others may have replaced by a function that calls us.
+_scaled_dot_product_attention = torch.ops.aten.scaled_dot_product_attention.default
 
 
 @dataclass(frozen=True)
@@ -54,9 +61,11 @@ def bind(
     hides = by_position or problem.mask_shape is not None or problem.bias_shape is not None
 
     def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
-        with torch.no_grad():
-            if not (_is_tame(problem, operands) if hides else _is_finite(operands.q)):
-                tiles = eager.configs(problem, current_gpu(operands.q.device))[0]
+        device = operands.q.device
+        with plainly(device):
+            rounds = problem.dtype == "float32" and not keeps_float32(device)
+            if rounds or not _is_tame(problem, operands, hides):
+                tiles = eager.configs(problem, current_gpu(device))[0]
                 return eager.forward(problem, operands, tiles)[0], None
             if not problem.packed:
                 return _attend(problem, *operands[:5]), None
@@ -78,17 +87,13 @@ def _hides(band: Band, seqlen_q: int, seqlen_k: int) -> bool:
     return (band.low is not None and band.low > 1 - seqlen_q) or (band.high is not None and band.high < seqlen_k - 1)
 
 
-def _is_finite(q: torch.Tensor) -> bool:
-    """Whether no element is NaN or infinite."""
-    return not q.numel() or q.is_meta or all(math.isfinite(end) for end in q.aminmax())
-
-
-def _is_tame(problem: AttentionProblem, operands: Operands) -> bool:
-    """Whether all of v is finite, and no element of q and k so large, or NaN, that a score might not be."""
+def _is_tame(problem: AttentionProblem, operands: Operands, hides: bool) -> bool:
+    """Returns whether no element of q and k is so large, or NaN, that a score might not be finite; and where the call
+    `hides` pairs, whether all of v is finite."""
     if 0 in (operands.q.numel(), operands.k.numel()) or operands.q.is_meta:
         return True
-    q, k, v = (max(-float(low), float(high)) for low, high in (t.aminmax() for t in operands[:3]))
-    return v < math.inf and q * k * problem.head_dim * max(1.0, problem.softmax_scale) < LARGEST_SCORE
+    q, k, *v = (max(-float(low), float(high)) for low, high in (t.aminmax() for t in operands[: 3 if hides else 2]))
+    return max(v, default=0.0) < math.inf and q * k * problem.head_dim * max(1.0, problem.softmax_scale) < LARGEST_SCORE
 
 
 def _attend(
@@ -106,7 +111,7 @@ def _attend(
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     band = problem.band(seqlen_q, seqlen_k)
     shown = mask
-    causal = band == Band(None, 0) and mask is None and bias is None
+    causal = band == Band(None, 0) and mask is None and bias is None and problem.softmax_scale > 0
     if _hides(band, seqlen_q, seqlen_k) and not causal:
         of_band = _shown(band, seqlen_q, seqlen_k, q.device)
         shown = of_band if shown is None else shown & of_band
@@ -116,9 +121,7 @@ def _attend(
     if added is not None:
         added = added.expand(-1, -1, seqlen_q, seqlen_k)
     grouped = problem.num_heads_q != problem.num_heads_kv
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=added, is_causal=causal, scale=problem.softmax_scale, enable_gqa=grouped
-    )
+    out = _scaled_dot_product_attention(q, k, v, added, 0.0, causal, scale=problem.softmax_scale, enable_gqa=grouped)
     return out.transpose(1, 2).contiguous()
 
 

@@ -1,4 +1,4 @@
-"""`warpwave report`: reads records, writes the page. Nothing is overwritten that is not a report."""
+"""`warpwave report`: reads records, writes the page. A file is replaced only if it is a report as it was written."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from warpwave.bench.records import RecordError
-from warpwave.output_files import CannotWrite, check_output, write_whole
+from warpwave.output_files import CannotWrite, Kind, check_different, check_output, is_sealed, sealed, write_output
 from warpwave.report.content import report
 from warpwave.report.intake import given, shipped_source
 from warpwave.report.machines import Source
-from warpwave.report.markdown import MADE_BY, markdown
-from warpwave.report.page import GENERATOR, TooLarge, html
+from warpwave.report.markdown import markdown
+from warpwave.report.page import TooLarge, html
+from warpwave.terminal import complain, say
 
 DEFAULT_NAME = "report.html"
+REPORT = Kind("report of warpwave, or was edited since", is_sealed)
+STANDARD_OUTPUT = Path("-")
 
 
 def main(paths: Sequence[Path], *, out: Path | None = None, markdown_out: Path | None = None) -> int:
@@ -28,19 +31,25 @@ def main(paths: Sequence[Path], *, out: Path | None = None, markdown_out: Path |
     Returns:
         The process's exit code: 0, or 2 where a record is damaged or a file cannot be written.
     """
+    if out is None and markdown_out is None:
+        out = Path(DEFAULT_NAME)
+    to_stdout = markdown_out == STANDARD_OUTPUT
     try:
+        if out is not None and markdown_out is not None and not to_stdout:
+            check_different(out, markdown_out)
+        for path in (out, None if to_stdout else markdown_out):
+            if path is not None:
+                check_writable(path)
         sources = given(paths) if paths else [shipped_source()]
-        if out is None and markdown_out is None:
-            out = Path(DEFAULT_NAME)
-        if markdown_out == Path("-"):
-            print(markdown(report(sources)), end="")
+        if to_stdout:
+            say(markdown(report(sources)), end="")
         elif markdown_out is not None:
             save(markdown_out, markdown(report(sources)))
-            print(f"Markdown: {markdown_out}")
+            say(f"Markdown: {markdown_out}")
         if out is not None:
-            print(f"report: {write_page(sources, out)}", file=sys.stderr if markdown_out == Path("-") else sys.stdout)
+            say(f"report: {write_page(sources, out)}", to=sys.stderr if to_stdout else None)
     except (RecordError, TooLarge, CannotWrite) as error:
-        print(f"warpwave: {error}", file=sys.stderr)
+        complain(error)
         return 2
     return 0
 
@@ -65,26 +74,13 @@ def check_writable(path: Path) -> None:
     Raises:
         CannotWrite: nothing can be written there.
     """
-    check_output(path, is_ours=is_ours, what="report of warpwave")
-
-
-def is_ours(path: Path) -> bool:
-    """Whether a file is an earlier report, HTML or Markdown, which may be replaced. An empty file is nobody's."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return False
-    return not content or any(mark.encode() in content for mark in (f'content="{GENERATOR}"', MADE_BY))
+    check_output(path, REPORT)
 
 
 def save(path: Path, content: str) -> None:
-    """Writes a file whole or not at all.
+    """Writes a report whole or not at all, with the seal by which the next one may replace it.
 
     Raises:
-        CannotWrite: it cannot be written, or something is there that is no report.
+        CannotWrite: it cannot be written, or something is there that is no report as it was written.
     """
-    check_writable(path)
-    try:
-        write_whole(path, content)
-    except OSError as error:
-        raise CannotWrite(f"{path} cannot be written: {error.strerror or error}") from error
+    write_output(path, sealed(content), REPORT)

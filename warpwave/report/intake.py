@@ -8,6 +8,7 @@ from pathlib import Path
 from warpwave.bench.records import read_records
 from warpwave.report import shipped
 from warpwave.report.machines import Source
+from warpwave.terminal import printable
 
 
 def given(paths: Sequence[Path]) -> list[Source]:
@@ -16,7 +17,7 @@ def given(paths: Sequence[Path]) -> list[Source]:
     Raises:
         RecordError: a file cannot be read, or a line of it is not a record of something measured.
     """
-    return [Source(read_records(path), "given", (path.name,)) for path in dict.fromkeys(paths)]
+    return [Source(read_records(path), "given", (printable(path.name),)) for path in dict.fromkeys(paths)]
 
 
 def shipped_source() -> Source:

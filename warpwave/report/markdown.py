@@ -6,8 +6,7 @@ import re
 from collections.abc import Sequence
 
 from warpwave.report.content import Column, MachineSection, Report, Table
-
-MADE_BY = "Made by warpwave"  # a file with this line is ours to overwrite
+from warpwave.terminal import printable
 
 
 def markdown(content: Report) -> str:
@@ -17,8 +16,10 @@ def markdown(content: Report) -> str:
         lines += ["The record holds no measurement.", ""]
     for section in content.sections:
         lines += _section(section)
-    origin = f" from {', '.join(code(name) for name in content.files)}" if content.files else ""
-    lines.append(f"{MADE_BY} {content.version}{origin}. Every figure follows from the raw samples of the records.")
+    origin = f" from {', '.join(text(name) for name in content.files)}" if content.files else ""
+    lines.append(
+        f"Made by warpwave {content.version}{origin}. Every figure follows from the raw samples of the records."
+    )
     return "\n".join(lines) + "\n"
 
 
@@ -44,7 +45,7 @@ def _section(s: MachineSection) -> list[str]:
             lines += _table(table)
     lines += ["### Environment", ""]
     lines += _rows([Column("what", False), Column("value", False)], [list(fact) for fact in s.environment])
-    lines += ["### To reproduce", "", *(f"    {command}" for command in s.reproduce), ""]
+    lines += ["### To reproduce", "", *(f"    {text(command)}" for command in s.reproduce), ""]
     lines += [line for note in s.reproduce_notes for line in (text(note), "")]
     return lines
 
@@ -56,7 +57,7 @@ def _table(table: Table) -> list[str]:
     if any(group.heading for group in table.groups):
         columns = [Column("case", False), *table.columns]
         lines += _rows(columns, [[group.heading, *row] for group in table.groups for row in group.rows])
-        lines += [f"- {code(group.heading)}: {text(group.remark)}" for group in table.groups]
+        lines += [f"- {text(group.heading)}: {text(group.remark)}" for group in table.groups]
         return [*lines, ""]
     return lines + _rows(table.columns, [list(row) for group in table.groups for row in group.rows])
 
@@ -69,13 +70,13 @@ def _rows(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[str]
     return [*lines, *(f"| {' | '.join(text(cell) for cell in row)} |" for row in rows), ""]
 
 
+# What Markdown acts on. A bracket makes a link with what follows it alone, an underscore emphasis at the edge of a word
+# alone.
+SPECIAL = re.compile(r"[\\`*|~]|\](?=[(\[:])|(?<!\w)_|_(?!\w)")
+
+
 def text(words: str) -> str:
-    """A record's words on one line, none of them taken for Markdown or HTML."""
-    words = re.sub(r"\s*[\r\n]+\s*", " ", words)
-    # A bracket makes a link with what follows it alone, an underscore emphasis at the edge of a word alone.
-    return re.sub(r"[\\`*|<>&]|\](?=[(\[:])|(?<!\w)_|_(?!\w)", r"\\\g<0>", words)
-
-
-def code(words: str) -> str:
-    """As it is, in the type of code."""
-    return f"`{words.replace('`', chr(39)).replace(chr(10), ' ')}`"
+    """Words of a record on one line, none of them taken for Markdown or HTML. Everything that others wrote goes through
+    this function."""
+    escaped = printable(words).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return SPECIAL.sub(r"\\\g<0>", escaped)

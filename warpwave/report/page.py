@@ -18,7 +18,6 @@ from warpwave.report.svg import Scale
 from warpwave.report.verdicts import CaseResult
 from warpwave.report.waterfall import shown
 
-GENERATOR = "warpwave report"  # a file with this mark is ours to overwrite
 LARGEST_BYTES = 500_000
 HERE = Path(__file__).parent
 
@@ -56,7 +55,6 @@ def render(content: Report) -> str:
     )
     return environment.get_template("template.html").render(
         report=content,
-        generator=GENERATOR,
         style=Markup((HERE / "style.css").read_text(encoding="utf-8")),  # ours, not a record's
         table_class=table_class,
         is_ours=lambda name: name.startswith("warpwave "),

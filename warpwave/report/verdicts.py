@@ -9,7 +9,7 @@ from typing import Literal
 
 from warpwave.bench.goals import GoalVerdict, best_peer, judge
 from warpwave.bench.records import OURS, Measurement
-from warpwave.bench.timing import Ratio, Samples, paired_ratio
+from warpwave.bench.timing import Ratio, Samples, ratio_if_paired
 from warpwave.bench.unpaired import outcome
 from warpwave.report.bounds import bounds, share, telling
 from warpwave.report.figures import NO_BREAK, count, duration, figure, interval, listed, percent
@@ -108,12 +108,7 @@ class CaseResult:
 
 def speed(ours: Measurement, other: Measurement) -> Ratio | None:
     """How many times as fast as `other` ours is; None where one has no time or their rounds do not pair."""
-    if ours.timing is None or other.timing is None:
-        return None
-    try:
-        return paired_ratio(other.timing, ours.timing)
-    except ValueError:  # other numbers of rounds, or other methods: no pair of times was taken together
-        return None
+    return None if ours.timing is None or other.timing is None else ratio_if_paired(other.timing, ours.timing)
 
 
 def case_results(machine: Machine, rates: Sequence[Rates]) -> list[CaseResult]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from warpwave.roofline import byte
+from warpwave.schema import quoted
 from warpwave.tables.busy import grid, in_words, plateau
 from warpwave.tables.facts import AGREE, BINDS, Finding, blocks, loads_of_a_key, tensor_bytes, time_us
 from warpwave.tables.parse import LEAST, MEASURED, MOST, Document, TableError
@@ -23,18 +24,18 @@ def claims(document: Document) -> list[Finding]:
     for claim in document.claims:
         kind = next((key for key in KINDS if key in claim), None)
         if kind is None:
-            raise TableError(f"the claim {claim['says']!r} must have one of {', '.join(KINDS)}")
+            raise TableError(f"the claim {quoted(claim['says'])} must have one of {', '.join(KINDS)}")
         try:
             found += KINDS[kind](document, claim)
         except (TypeError, KeyError, ValueError, OverflowError) as error:
-            raise TableError(f"the claim {claim['says']!r} cannot be read: {error}") from None
+            raise TableError(f"the claim {quoted(claim['says'])} cannot be read: {error}") from None
     return found
 
 
 def _number(value: Any) -> float:
     """A figure of a claim."""
     if not LEAST <= float(value) <= MOST:
-        raise ValueError(f"{value!r} is no number above 0")
+        raise ValueError(f"{quoted(value)} is no number above 0")
     return float(value)
 
 
@@ -149,7 +150,8 @@ def _part(document: Document, claim: Claim) -> Iterator[Finding]:
 
 def _less(document: Document, claim: Claim) -> Iterator[Finding]:
     if claim["of"] not in MEASURED or claim["of"] == "time_ms":  # which rows have in us
-        raise ValueError(f"of is {claim['of']!r}; it must be one of {', '.join(m for m in MEASURED if m != 'time_ms')}")
+        known = ", ".join(m for m in MEASURED if m != "time_ms")
+        raise ValueError(f"of is {quoted(claim['of'])}; it must be one of {known}")
     rows = [row for row in document.rows if getattr(row, claim["of"]) is not None]
     if len(rows) < 2:
         return

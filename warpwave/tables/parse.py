@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import difflib
-import tomllib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from warpwave.hardware.catalog import catalog, find
+from warpwave.input_files import Unreadable, read_toml
+from warpwave.schema import quoted
 
 CASES = Path(__file__).with_name("cases")
 OURS = "theirs"  # the series of a column that names none
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4}
 GRIDS = ("query tiles", "heads", "output tiles")
 LEAST, MOST = 1e-9, 1e15  # of a figure or size in any unit of the format
+MOST_SMS = 100_000
 MEASURED = ("time_us", "time_ms", "tflops", "tokens_per_s", "memory_mb")
 
 
@@ -173,17 +176,11 @@ def load(name: str | Path) -> Document:
     Raises:
         TableError: there is no such file, or its first mistake.
     """
-    path = Path(name)
-    if not path.is_file() and (CASES / f"{name}.toml").is_file():
-        path = CASES / f"{name}.toml"
-    if not path.is_file():
-        raise TableError(f"there is no table file {name}; give a path, or one of {', '.join(names())}")
+    path = CASES / f"{name}.toml" if name in names() and not os.path.isfile(name) else Path(name)
     try:
-        return parse(tomllib.loads(path.read_text(encoding="utf-8")), source=path.name)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise TableError(f"{path.name} is not TOML: {error}") from None
-    except OSError as error:
-        raise TableError(f"{path.name} cannot be read: {error.strerror}") from None
+        return parse(read_toml(path), source=path.name)
+    except Unreadable as error:
+        raise TableError(f"{error}; give the path of a table, or one of {', '.join(names())}") from None
 
 
 TOP = ("title", "source", "gpu", "device", "call", "kernels", "tables", "claims", "parts")
@@ -202,7 +199,7 @@ def parse(data: Mapping[str, Any], *, source: str) -> Document:
             raise TableError(f"{source}: {key} must be given")
     for key in ("title", "source"):
         if not isinstance(data.get(key, ""), str):
-            raise TableError(f"{source}: {key} must be text, got {data[key]!r}")
+            raise TableError(f"{source}: {key} must be text, got {quoted(data[key])}")
     if not isinstance(data["tables"], list) or not data["tables"]:
         raise TableError(f"{source}: tables must be a list of at least one [[tables]]")
     call = _make(Call, data.get("call", {}), Call(), f"{source}: [call]")
@@ -234,7 +231,7 @@ def _device(data: Mapping[str, Any], source: str) -> Device:
     if (gpu := data.get("gpu")) is not None:
         sheet = find(str(gpu))
         if sheet is None:
-            raise TableError(f"{source}: gpu {gpu!r} is not in the catalogue; known are {', '.join(catalog())}")
+            raise TableError(f"{source}: gpu {quoted(gpu)} is not in the catalogue; known are {', '.join(catalog())}")
         peaks = sheet.peak_tflops
         base = Device(
             name=sheet.name,
@@ -250,8 +247,8 @@ def _device(data: Mapping[str, Any], source: str) -> Device:
         base = replace(base, name=str(given["name"]))
     if (sms := given.get("num_sms")) is not None:
         pair = sms if isinstance(sms, list) else [sms, sms]
-        if len(pair) != 2 or any(type(n) is not int or n < 1 for n in pair) or pair[0] > pair[1]:
-            raise TableError(f"{source}: num_sms must be a positive whole number or [least, most], got {sms!r}")
+        if len(pair) != 2 or any(type(n) is not int or not 1 <= n <= MOST_SMS for n in pair) or pair[0] > pair[1]:
+            raise TableError(f"{source}: num_sms must be a positive whole number or [least, most], got {quoted(sms)}")
         base = replace(base, num_sms=(pair[0], pair[1]))
     numbers = _numbers({k: given[k] for k in ("bandwidth_gbps", "l2_mb", "smem_per_sm_kb") if k in given}, source)
     if "bandwidth_gbps" in numbers:
@@ -273,7 +270,7 @@ def _rows(table: Mapping[str, Any], call: Call, kernels: Mapping[str, Kernel], w
     if not isinstance(lines, list) or not lines:
         raise TableError(f"{where}: rows must be a list of rows")
     if not isinstance(table.get("per_head", False), bool):
-        raise TableError(f"{where}: per_head must be true or false, got {table['per_head']!r}")
+        raise TableError(f"{where}: per_head must be true or false, got {quoted(table['per_head'])}")
     default = str(table.get("series", OURS))
     own = _make(Call, table.get("call", {}), call, f"{where}: call")
     given_kernel = _table(table.get("kernel", {}), f"{where}: kernel")
@@ -281,7 +278,7 @@ def _rows(table: Mapping[str, Any], call: Call, kernels: Mapping[str, Kernel], w
     for number, line in enumerate(lines):
         at = f"{where}: rows[{number}]"
         if not isinstance(line, list) or len(line) != len(columns):
-            raise TableError(f"{at} must have {len(columns)} figures, one a column, got {line!r}")
+            raise TableError(f"{at} must have {len(columns)} figures, one a column, got {quoted(line)}")
         calls: dict[str, Any] = {}
         codes: dict[str, Any] = {}
         figures: dict[str, dict[str, float]] = {}
@@ -292,7 +289,7 @@ def _rows(table: Mapping[str, Any], call: Call, kernels: Mapping[str, Kernel], w
                 continue  # nobody measured it
             if plain in MEASURED:
                 if type(value) not in (int, float) or not LEAST <= value <= MOST:
-                    raise TableError(f'{at}: {column} must be a number above 0, or "-" for none, got {value!r}')
+                    raise TableError(f'{at}: {column} must be a number above 0, or "-" for none, got {quoted(value)}')
                 figures.setdefault(owner, {})[plain] = value
             elif plain in _names(Call):
                 calls[plain] = value
@@ -304,7 +301,7 @@ def _rows(table: Mapping[str, Any], call: Call, kernels: Mapping[str, Kernel], w
                 saving = str(value) if plain == "launch_saving" else saving
             else:
                 known = (*MEASURED, *_names(Call), *_names(Kernel), "series", "label", "launch_saving")
-                raise TableError(f"{at}: unknown column {column!r}; {_hint(plain, known)}")
+                raise TableError(f"{at}: unknown column {quoted(column)}; {_hint(plain, known)}")
         varied = {**calls, **codes}
         for owner, values in figures.items():
             who = owner or series
@@ -343,25 +340,25 @@ def _make(kind: type, values: Any, base: Any, where: str) -> Any:
     _check(values, _names(kind), where)
     for key, value in values.items():
         if key == "dtype" and value not in list(DTYPES):  # a list, for a value may be one, which no dict can look up
-            raise TableError(f"{where}: dtype must be one of {', '.join(DTYPES)}, got {value!r}")
+            raise TableError(f"{where}: dtype must be one of {', '.join(DTYPES)}, got {quoted(value)}")
         if key == "grid" and value not in GRIDS:
-            raise TableError(f"{where}: grid must be one of {', '.join(GRIDS)}, got {value!r}")
+            raise TableError(f"{where}: grid must be one of {', '.join(GRIDS)}, got {quoted(value)}")
         if key == "unit" and value not in ("scalar", "matrix"):
-            raise TableError(f"{where}: unit must be scalar or matrix, got {value!r}")
+            raise TableError(f"{where}: unit must be scalar or matrix, got {quoted(value)}")
         if key == "scores" and value not in ("chip", "memory"):
-            raise TableError(f"{where}: scores must be chip or memory, got {value!r}")
+            raise TableError(f"{where}: scores must be chip or memory, got {quoted(value)}")
         if key == "launch_heads" and value not in ("one", "all", ""):
-            raise TableError(f'{where}: launch_heads must be one, all, or "" where nobody says, got {value!r}')
+            raise TableError(f'{where}: launch_heads must be one, all, or "" where nobody says, got {quoted(value)}')
         if key in ("dtype", "grid", "unit", "scores", "launch_heads"):
             continue
         if key in ("causal", "is_peer"):
             if not isinstance(value, bool):
-                raise TableError(f"{where}: {key} must be true or false, got {value!r}")
+                raise TableError(f"{where}: {key} must be true or false, got {quoted(value)}")
         elif key == "max_difference":
             if value != 0:
                 _numbers({key: value}, where)
         elif type(value) is not int or not 1 <= value <= MOST:
-            raise TableError(f"{where}: {key} must be a positive whole number, got {value!r}")
+            raise TableError(f"{where}: {key} must be a positive whole number, got {quoted(value)}")
     return replace(base, **values)
 
 
@@ -371,21 +368,21 @@ def _names(kind: type) -> tuple[str, ...]:
 
 def _table(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise TableError(f"{where} must be a table, got {value!r}")
+        raise TableError(f"{where} must be a table, got {quoted(value)}")
     return value
 
 
 def _numbers(values: Any, where: str) -> dict[str, float]:
     for key, value in _table(values, where).items():
         if type(value) not in (int, float) or not LEAST <= value <= MOST:
-            raise TableError(f"{where}: {key} must be a number above 0, got {value!r}")
+            raise TableError(f"{where}: {key} must be a number above 0, got {quoted(value)}")
     return {key: float(value) for key, value in values.items()}
 
 
 def _check(table: Mapping[str, Any], allowed: tuple[str, ...], where: str) -> None:
     for key in table:
         if key not in allowed:
-            raise TableError(f"{where}: unknown key {key!r}; {_hint(key, allowed)}")
+            raise TableError(f"{where}: unknown key {quoted(key)}; {_hint(key, allowed)}")
 
 
 def _hint(key: str, allowed: tuple[str, ...]) -> str:

@@ -12,6 +12,7 @@ from warpwave.errors import InvalidInput
 from warpwave.tables.facts import Finding
 from warpwave.tables.parse import Document, TableError, load
 from warpwave.tables.rules import KINDS, diagnose, notes
+from warpwave.terminal import printable
 
 WIDTH = 110
 
@@ -36,12 +37,12 @@ def run(name: str | Path, as_json: bool) -> str:
 def text(document: Document, findings: list[Finding]) -> str:
     """Sections, each finding with its arithmetic below."""
     device = document.device
-    lines = [f"table      {document.title}", f"source     {document.source}"]
+    lines = [f"table      {printable(document.title)}", f"source     {printable(document.source)}"]
     sms = ""
     if device.num_sms is not None:
         low, high = device.num_sms
         sms = f", {low if low == high else f'{low} to {high}'} {device.unit_name}s"
-    lines.append(f"device     {device.name}{sms}")
+    lines.append(f"device     {printable(device.name)}{sms}")
     causes = [f for f in findings if f.is_cause]
     wrong = [f for f in findings if f.kind in ("contradiction", "not comparable", "unverified") and not f.is_cause]
     claims = [f for f in findings if f.kind == "claim"]

@@ -441,6 +441,7 @@ def specify(
     if problem.dtype == "float32":
         ahead, attend, _, _ = _specify_parts(problem, gpu, operands, out, lse, config)
         return (*ahead, attend)
+    operands = operands._replace(bias=_bias_for_maps(operands.bias))
     *before, attend = _specify_16_bits(problem, gpu, operands, out, lse, config)
     return (*before, attend) if before else attend
 

@@ -14,6 +14,7 @@ from warpwave.kernels.hopper.flash_fwd_configs import (
     NUM_SMS,
     PARTS,
     Config,
+    default,
     has_bias_cells,
     num_parts,
     pieces,
@@ -52,6 +53,8 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
             reasons.append(f"it takes a {name} in 16-bit types alone")
         elif shape is not None and max(problem.head_dim, problem.head_dim_v) > 256:
             reasons.append(f"it takes a {name} up to head_dim 256: beyond, registers do not suffice")
+    if not reasons and default(problem, gpu) is None:
+        reasons.append("no tile fits shared memory and registers beside its share of the bias")
     return reasons
 
 

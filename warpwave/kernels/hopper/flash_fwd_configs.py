@@ -150,14 +150,19 @@ def values_first(problem: AttentionProblem, config: Config) -> bool:
 
 
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """The default first, then every other candidate that fits the GPU's shared memory and registers."""
-    parts = num_parts(problem, gpu)
+    """The default first, then every other candidate that fits the GPU's shared memory and registers; empty where none
+    fits."""
+    parts, first = num_parts(problem, gpu), default(problem, gpu)
     fitting = [c for c in _space(problem, parts) if _fits(problem, gpu, c)]
-    default = next((c for c in _defaults(problem, gpu) if _fits_shared_memory(problem, gpu, c)), None)
-    default = default or fitting[0]
     if parts > 1:  # one stage only where no other fits
         fitting = [c for c in fitting if c.num_stages > 1 or replace(c, num_stages=2) not in fitting]
-    return [default, *(c for c in fitting if c != default)]
+    return [] if first is None else [first, *(c for c in fitting if c != first)]
+
+
+def default(problem: AttentionProblem, gpu: Gpu) -> Config | None:
+    """The config with which a problem runs where nobody names another; None where none fits."""
+    measured = next((c for c in _defaults(problem, gpu) if _fits_shared_memory(problem, gpu, c)), None)
+    return measured or next((c for c in _space(problem, num_parts(problem, gpu)) if _fits(problem, gpu, c)), None)
 
 
 def _space(problem: AttentionProblem, parts: int) -> list[Config]:

@@ -7,10 +7,13 @@ A value that no query of a block sees must have no effect, and V goes from memor
 probability of 0 times NaN is NaN. So a block whose output is finite is right; one whose output is not finite says so
 instead of storing it, and the producer brings the same block again, carefully: there the rows of V that none of its
 queries sees are zeroed in shared memory first. Where all values are finite that costs a sum over the output.
+
+A block comes again as well when a bias puts all scores of a row far from 0 (`is_far`).
 """
 
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
 
+from warpwave import problem
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.compat import (
     aggregate,
@@ -35,6 +38,11 @@ from warpwave.kernels.hopper.rows import row_vectors
 from warpwave.kernels.hopper.softmax import in_bits
 from warpwave.kernels.hopper.visible import Keys
 
+LARGEST_BIAS = gl.constexpr(problem.LARGEST_BIAS)
+# The careful levels of a pass over a block (scheduler.py): 0 for the first.
+HIDING = gl.constexpr(1)  # values that no query of the block sees are made 0, and a bias of -inf hides any score
+FAR = gl.constexpr(2)  # and scores are in bits before their maximum is taken
+FAR_BITS = gl.constexpr(2.0**16)  # rounding there is 2^-8 bits: it changes a probability by less than 16 bits do
 TILE_KEYS = gl.constexpr(128)  # keys that four words of a row stand for (mask_bits.py)
 
 
@@ -235,11 +243,12 @@ def bias_of_tile(bias, beside, ring, n, GROUP: gl.constexpr, rules):
 
 @jit
 def scores_in_bits(scores, ahead, tile, place, keys, rules, AT_EDGE: gl.constexpr):
-    """`softmax.in_bits` of a call with mask or bias: the same arithmetic at edges as elsewhere, so that a block brought
-    again has the same bits.
+    """`softmax.in_bits` of a call with mask or bias. The first pass over a block and one that only hides values have the
+    same arithmetic in all tiles, so that a block brought again has the same bits.
 
     What is added is added in natural units where there is a bias, so that the factor that makes bits of a sum rides in
-    the softmax's fused multiply-add. A scale of 0 does not come here (0 * -inf): the host makes it the smallest.
+    the softmax's fused multiply-add: 2 to 13 % against adding it in bits. A pass for rows far from 0 adds it in bits.
+    A scale of 0 does not come here (0 * -inf): the host makes it the smallest.
     """
     if not is_added(place):
         return in_bits(scores, tile, place, keys, rules, AT_EDGE)
@@ -256,16 +265,27 @@ def scores_in_bits(scores, ahead, tile, place, keys, rules, AT_EDGE: gl.constexp
             scale = 1.0
         if beside.bias != "":
             bias = bias.to(gl.float32)
-            scores = multiply_add(scores, scale, bias, not rules.HAS_SOFTCAP)
+            to_bits = LOG2_E
             if AT_EDGE:
-                # -inf hides the pair, whatever the score: NaN + -inf would be NaN. Elsewhere that is found by its
-                # output, which is not finite, and the block comes again, all of it as at an edge.
+                in_bits_here = scheduler.careful_level(place.box, place.message) == FAR
+                unit = gl.where(in_bits_here, LOG2_E, 1.0)
+                to_bits = gl.where(in_bits_here, 1.0, LOG2_E)
+                # A finite bias shows its pair: bits must not overflow (primitives.add_bias).
+                bounded = gl.minimum(gl.maximum(bias, -LARGEST_BIAS), LARGEST_BIAS)
+                bounded = gl.where(gl.abs(bias) < float("inf"), bounded, bias)
+                scores = multiply_add(scores, scale * unit, bounded * unit, True)
+                # -inf hides the pair, whatever the score: NaN + -inf would be NaN. Elsewhere either is found by the
+                # output (`level_wanted`), and the block comes again, all of it as at an edge.
                 scores = gl.where(bias == float("-inf"), float("-inf"), scores)
-            scale = LOG2_E
+            else:
+                scores = multiply_add(scores, scale, bias, not rules.HAS_SOFTCAP)
+            scale = to_bits
         if rules.HAS_ALIBI:
             slope = -place.slope_log2
             if beside.bias != "":
                 slope = slope * LN_2
+                if AT_EDGE:
+                    slope = slope * unit
             own_key = rows + (place.offset - key_first)
             distance = gl.abs(columns[None, :] - own_key[:, None]).to(gl.float32)
             if beside.bias != "":
@@ -414,12 +434,31 @@ def shown_before(tile, word, bits, begin, work, keys, beside, rules, WARPS: gl.c
 
 
 @jit
-def is_finite(acc):
-    """Whether all of an accumulator's pieces are."""
-    total = gl.sum(acc[0] * 0.0, axis=1)
-    for i in gl.static_range(1, len(acc)):
-        total += gl.convert_layout(gl.sum(acc[i] * 0.0, axis=1), total.type.layout)
-    return gl.max((total != 0.0).to(gl.int32), axis=0) == 0  # a sum of 0 and NaN is NaN
+def is_far(m_i):
+    """Which rows have a maximum so far from 0, in bits, that to round it matters: the softmax rounds a maximum to bits
+    and scores not, and of a row of biases near -1e9 they would differ by tens of bits."""
+    return (gl.abs(m_i) >= FAR_BITS) & (m_i != float("-inf"))
+
+
+@jit
+def level_wanted(out, doubtful_rows, far, level, beside):
+    """The careful level that a block must be brought again at, 0 if its output is right as it is.
+
+    Args:
+        out: the output. One that is not finite may have met values that no query sees.
+        doubtful_rows: [64] rows that saw nothing: with a bias they may have met one that overflows in bits.
+        far: [64] `is_far`.
+        level: that of this pass.
+    """
+    total = gl.sum(out[0] * 0.0, axis=1)
+    for i in gl.static_range(1, len(out)):
+        total += gl.convert_layout(gl.sum(out[i] * 0.0, axis=1), total.type.layout)
+    wanted = gl.where(total != 0.0, HIDING, 0)  # a sum of 0 and NaN is NaN
+    if beside.bias != "":
+        of_rows = gl.where(far, FAR, gl.where(doubtful_rows, HIDING, 0))
+        wanted = gl.maximum(wanted, gl.convert_layout(of_rows, total.type.layout))
+    wanted = gl.max(wanted, axis=0)
+    return gl.where(wanted > level, wanted, 0)
 
 
 @jit

@@ -23,8 +23,9 @@ from warpwave.kernels.hopper.mask_bias import (
     has_masked_steps,
     hide_by_position,
     is_added,
-    is_finite,
+    is_far,
     is_masked,
+    level_wanted,
     load_bias,
     read_ahead,
     read_bias,
@@ -98,9 +99,11 @@ def producer(q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, b
         work = scheduler.tile_of(schedule, tile, ROWS * rules.GROUPS, rules.HAS_HIGH, rules.IS_VARLEN)
         is_work = scheduler.is_work(work, ROWS * rules.GROUPS, rules.IS_VARLEN)
         if is_added(beside):
-            careful = (known < messages - 1) | ((known < messages) & (t >= schedule.num_tiles))
-            if careful:
-                is_work, tile, batch, head = scheduler.asked_again(box, known)
+            level = gl.to_tensor(0)
+            answers = (known < messages - 1) | ((known < messages) & (t >= schedule.num_tiles))
+            if answers:
+                level, tile, batch, head = scheduler.asked_again(box, known)
+                is_work = level != 0
                 zero = gl.to_tensor(0)
                 work = scheduler.Work(tile, batch, head, zero, schedule.seqlen_q, zero, schedule.seqlen_k)
                 known += 1
@@ -109,7 +112,7 @@ def producer(q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, b
                 bits = gl.to_tensor(0)
                 if is_masked(beside):
                     bits = last_tiles_shown(work, beside, rules)
-                scheduler.post_how(box, messages, careful, bits)
+                scheduler.post_how(box, messages, level, bits)
             scheduler.post(box, messages, work, rules.IS_VARLEN)
             kv_head = work.head // schedule.group_size
             if is_masked(beside):
@@ -124,7 +127,7 @@ def producer(q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, b
                 )  # fmt: skip
             messages += 1
         if is_added(beside):
-            if not careful:
+            if not answers:
                 t = scheduler.draw(schedule.counter_ptr, t, schedule.num_tiles)
         else:
             t = scheduler.draw(schedule.counter_ptr, t, schedule.num_tiles)
@@ -509,6 +512,7 @@ def consumer(
         if rules.PARTS == 1:
             l_out = l_row + rounding_of_the_largest(lead, v_ring.pieces[0].dtype)
         factor = gl.full([ROWS], 1.0, gl.float32, row_layout)
+        far = is_far(m_i)  # the sink's logit is not the bias's doing
         if rules.HAS_SINKS:
             m_i, l_row, l_out, factor = with_sink(m_i, l_row, l_out, gl.load(sinks_ptr + work.head) * LOG2_E)
         # A row that saw no key has sum 0, or saw its sink alone: its output is 0, whatever its tile held.
@@ -532,11 +536,11 @@ def consumer(
         if is_float32(rules):
             store_float32(out, v_ring, out_ptr, work, row_first, num_heads, rules)
         elif is_added(beside):
-            fine = is_finite(out) | scheduler.is_careful(box, messages)
-            if (row_first < work.seqlen_q) & fine:
+            wanted = level_wanted(out, saw_nothing, far, scheduler.careful_level(box, messages), beside)
+            if (row_first < work.seqlen_q) & (wanted == 0):
                 store_out(out, out_maps, out_tiles, out_ptr, work, row_first, num_heads, GROUP, rules)
-            if not fine:
-                scheduler.ask_again(box, messages)
+            if wanted != 0:
+                scheduler.ask_again(box, messages, wanted)
         elif row_first < work.seqlen_q:
             store_out(out, out_maps, out_tiles, out_ptr, work, row_first, num_heads, GROUP, rules)
         if not rules.OWN_OUT:

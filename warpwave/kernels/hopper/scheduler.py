@@ -24,8 +24,8 @@ K_BEGIN = gl.constexpr(5)
 SEQLEN_K = gl.constexpr(6)
 WORDS = gl.constexpr(7)
 NO_MORE = gl.constexpr(-1)
-# Behind both messages, where a block may be brought again (mask_bias.py): of each, whether it is that, and whether its
-# consumers ask for it.
+# Behind both messages, where a block may be brought again (mask_bias.py): of each, how carefully it is to be done, and
+# how carefully its consumers ask for it once more, 0 if they do not.
 CAREFUL = gl.constexpr(0)
 AGAIN = gl.constexpr(1)
 SHOWN = gl.constexpr(2)  # and which of the last tiles of keys some query of the block sees
@@ -177,19 +177,25 @@ def words_of(repeats):
 
 
 @jit
-def post_how(box, n, careful, shown):
-    """Beside message n, before it is posted, in a place that is known to be free: whether it is a block brought again,
-    and a word of `mask_bias.tiles_shown`."""
+def post_how(box, n, level, shown):
+    """Beside message n, before it is posted, in a place that is known to be free: its careful level, and a word of
+    `mask_bias.tiles_shown`."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    _repeat_word(box, n, CAREFUL).store(gl.full([1], gl.where(careful, 1, 0), gl.int32, layout))
+    _repeat_word(box, n, CAREFUL).store(gl.full([1], level, gl.int32, layout))
     _repeat_word(box, n, AGAIN).store(gl.full([1], 0, gl.int32, layout))
     _repeat_word(box, n, SHOWN).store(gl.full([1], shown, gl.int32, layout))
 
 
 @jit
+def careful_level(box, n):
+    """How carefully the block of message n is to be done: 0 unless it is brought again."""
+    return gl.max(_repeat_word(box, n, CAREFUL).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+
+
+@jit
 def is_careful(box, n):
     """Whether message n is of a block brought again."""
-    return gl.max(_repeat_word(box, n, CAREFUL).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0) != 0
+    return careful_level(box, n) != 0
 
 
 @jit
@@ -199,18 +205,19 @@ def shown_last(box, n):
 
 
 @jit
-def ask_again(box, n):
-    """A consumer wants the block of message n once more, carefully."""
-    _repeat_word(box, n, AGAIN).store(gl.full([1], 1, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+def ask_again(box, n, level):
+    """A consumer wants the block of message n once more, at a higher level. Of two that ask at once either is heard:
+    the other finds on that pass that it must ask again."""
+    _repeat_word(box, n, AGAIN).store(gl.full([1], level, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
 
 
 @jit
 def asked_again(box, n):
-    """The producer's side: waits until all consumers have discarded message n. Whether one of them asked, and the tile,
-    batch and head of the message."""
+    """The producer's side: waits until all consumers have discarded message n. The level that one of them asked for, 0
+    if none did, and the tile, batch and head of the message."""
     mbarrier.wait(box.empty.index(n & 1), (n >> 1) & 1)
-    again = _value(_repeat_word(box, n, AGAIN)) != 0
-    return again, _value(_word(box, n, TILE)), _value(_word(box, n, BATCH)), _value(_word(box, n, HEAD))
+    level = _value(_repeat_word(box, n, AGAIN))
+    return level, _value(_word(box, n, TILE)), _value(_word(box, n, BATCH)), _value(_word(box, n, HEAD))
 
 
 @jit
@@ -299,7 +306,8 @@ def packed_tile(s, t, BLOCK_M: gl.constexpr):
     b = gl.maximum(before - 1, 0)
     q_begin = gl.minimum(gl.maximum(gl.load(s.cu_seqlens_q_ptr + b), 0), s.total_q)
     k_begin = gl.minimum(gl.maximum(gl.load(s.cu_seqlens_k_ptr + b), 0), s.total_k)
-    seqlen_q = gl.minimum(gl.load(s.cu_seqlens_q_ptr + b + 1), s.total_q) - q_begin
-    seqlen_k = gl.maximum(gl.minimum(gl.load(s.cu_seqlens_k_ptr + b + 1), s.total_k) - k_begin, 0)
+    # Both ends are clamped before they are subtracted, which must not wrap.
+    seqlen_q = gl.minimum(gl.maximum(gl.load(s.cu_seqlens_q_ptr + b + 1), q_begin), s.total_q) - q_begin
+    seqlen_k = gl.minimum(gl.maximum(gl.load(s.cu_seqlens_k_ptr + b + 1), k_begin), s.total_k) - k_begin
     tile = place - (q_begin // BLOCK_M + b)
     return Work(tile, b, t % s.num_heads, q_begin, seqlen_q, k_begin, seqlen_k)

@@ -1,0 +1,71 @@
+"""No kernel gives ptxas 12.8 the code that it gets wrong: matrix descriptors of two layouts from one address.
+
+The fault was seen on an H200 with Triton 3.6.0: results off by up to 4 times their norm, from run to run, and illegal
+memory accesses, wherever V came through registers (an odd stride, a mask) in rows of another swizzle than K's.
+docs/notes/descriptors.md has the instructions.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from tests.compile.test_targets import FEATURES, compile_all, job
+from warpwave.compiled import mixed_descriptors
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
+
+# What ptxas 12.8 turned into reads of two registers that nothing had written: K's descriptor, then V's.
+WRONG = """
+    or.b64  %rd430, %rd380, 4611686293305294848;
+    add.s64 %rd432, %rd380, 4611686293305294850;
+    or.b64  %rd449, %rd380, -4611685949707911168;
+    add.s64 %rd450, %rd380, -4611685949707911136;
+    wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r1}, %rd429, %rd430, 0, 1, 1, 0, 0;
+    wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r1}, %rd431, %rd432, 1, 1, 1, 0, 0;
+    wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%r2}, {%r3}, %rd449, 1, 1, 1, 1;
+    wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%r2}, {%r3}, %rd450, 1, 1, 1, 1;
+"""
+
+
+def test_the_pattern_is_found_where_it_is() -> None:
+    assert mixed_descriptors(WRONG) == {"%rd380": ["0x40000040", "0xc0000010"]}
+    one_layout = WRONG.replace("-4611685949707911168", "4611686293305294852")
+    assert mixed_descriptors(one_layout.replace("-4611685949707911136", "4611686293305294854")) == {}
+
+
+def one_job(name: str, dims: tuple[int, int], dtype: str = "bfloat16", feature: str = "causal") -> dict[str, Any]:
+    made = job("sm_90", dtype, dims[0], feature) | {"kernel": name}
+    made["problem"] |= {"head_dim": dims[0], "head_dim_v": dims[1]}
+    return made
+
+
+def check(jobs: list[dict[str, Any]]) -> None:
+    for made, facts in zip(jobs, compile_all(jobs), strict=True):
+        assert not any(facts["mixed_descriptors"]), (made, facts["config"], facts["mixed_descriptors"])
+
+
+# (head_dim, head_dim_v) whose rows have other swizzles, with strides that cp.async takes for K alone, and for neither.
+SAMPLE = [
+    *(("flash_fwd", dims) for dims in ((33, 16), (40, 9), (16, 65))),
+    ("split_kv", (33, 16)),
+    ("large_head_dim", (33, 16)),
+]
+WIDTHS = (1, 16, 17, 24, 32, 33, 40, 64, 65, 129, 256)
+
+
+@pytest.mark.parametrize(("name", "dims"), SAMPLE, ids=str)
+def test_one_layout_for_each_address(name: str, dims: tuple[int, int]) -> None:
+    check([one_job(name, dims)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("name", ["flash_fwd", "split_kv", "large_head_dim", "tiled"])
+def test_one_layout_for_each_address_in_full(name: str, dtype: str, feature: str) -> None:
+    widths = WIDTHS if name in ("flash_fwd", "split_kv") else (*WIDTHS, 300)
+    points = [(d, dv) for d in widths for dv in widths]
+    check([one_job(name, dims, dtype, feature) for dims in points[::3]])

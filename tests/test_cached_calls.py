@@ -1,0 +1,225 @@
+"""`attention_with_kv_cache` and the numbers that its callers give: on the host, on the device, and both of them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.test_kv_cache import DEVICE, append, check_books, make, read, tokens, visible
+from warpwave import InvalidInput, PagedKVCache, Rotary, attention_with_kv_cache, cached_calls
+from warpwave.bounded import Bounded
+from warpwave.kernels import append_kv
+from warpwave.kv_cache import new_tokens
+from warpwave.paging import offsets_within
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+WRITERS = {"kernel": True, "torch": False}
+each_writer = pytest.mark.parametrize("by_kernel", WRITERS.values(), ids=WRITERS)
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def two_rows() -> PagedKVCache:
+    """Rows of 6 and 9 tokens; row 2 shares the pages of row 1. Cells that nobody wrote hold 0."""
+    cache = make(num_pages=20)
+    cache.k.zero_()
+    cache.v.zero_()
+    append(cache, cache.add(), 6, seed=1)
+    append(cache, cache.add(), 9, seed=3)
+    cache.fork(1)
+    return cache
+
+
+# Lengths on the host and offsets on the device ------------------------------------------------------------------------
+
+DISAGREEING = {
+    "another length": ((0, 2, 3), "cu_seqlens_q[1] is 2; by seqlens_q it must be 1"),
+    "beyond the end": ((0, 4, 3), "cu_seqlens_q[1] is 4"),
+    "a late begin": ((1, 1, 3), "cu_seqlens_q[0] is 1"),
+    "an early end": ((0, 1, 2), "cu_seqlens_q[2] is 2; by seqlens_q it must be 3"),
+    "negative": ((0, INT_MIN, 3), f"cu_seqlens_q[1] is {INT_MIN}"),
+    "far away": ((0, 1, INT_MAX), f"cu_seqlens_q[2] is {INT_MAX}"),
+    "garbage": ((INT_MAX, INT_MIN, -1), f"cu_seqlens_q[0] is {INT_MAX}"),
+}
+
+
+@each_writer
+@pytest.mark.parametrize(("offsets", "words"), DISAGREEING.values(), ids=DISAGREEING)
+def test_lengths_on_the_host_say_what_is_appended(
+    offsets: tuple[int, ...], words: str, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offsets that disagree wrote keys into other rows and cells, or raised after the lengths had advanced."""
+    monkeypatch.setattr(append_kv, "INTERPRETED", by_kernel and append_kv.INTERPRETED)
+    cache, new = two_rows(), tokens(3, 2, 8, seed=7)
+    rotary = Rotary.of(8, 40, device=DEVICE)
+    call: dict[str, Any] = {"rows": [0, 1], "k_new": new, "v_new": -new, "seqlens_q": [1, 2], "rotary": rotary}
+    before = visible(cache)
+    with pytest.raises(InvalidInput) as refusal:
+        attention_with_kv_cache(new, cache, **call, cu_seqlens_q=ints(*offsets), checked=True)
+    assert words in str(refusal.value)
+    assert visible(cache) == before
+
+    out = attention_with_kv_cache(new, cache, **call, cu_seqlens_q=ints(*offsets))
+    right = two_rows()
+    expected = attention_with_kv_cache(new, right, **call, cu_seqlens_q=ints(0, 1, 3), checked=True)
+    assert visible(cache) == visible(right)
+    assert torch.equal(out, expected)
+    check_books(cache)
+
+
+def test_the_offsets_of_an_append_are_not_looked_at() -> None:
+    cache, new = make(), tokens(5, 2, 8)
+    rows = [cache.add(), cache.add()]
+    cache.append(rows, new, -new, cu_seqlens=ints(INT_MAX, INT_MIN, 7), counts=[2, 3])
+    cache.append(rows, new, -new, counts=[4, 1])
+    assert torch.equal(read(cache, rows[0])[0], new[[0, 1, 0, 1, 2, 3]])
+    assert torch.equal(read(cache, rows[1])[1], -new[[2, 3, 4, 4]])
+
+
+def test_sizes_follow_tensors_and_not_their_contents() -> None:
+    """A crafted offset made a list of 2^31 numbers."""
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                self.elements = max(self.elements, out.numel())
+            return out
+
+    cache, new = two_rows(), tokens(3, 2, 8)
+    allowed = cache.k.numel()
+    calls: list[dict[str, Any]] = [
+        {"cu_seqlens_q": ints(0, 1, 5_000)},
+        {"cu_seqlens_q": ints(-5_000, 1, 3)},
+        {"cu_seqlens_q": ints(0, 1, 3), "rows": ints(-7, 5_000)},
+    ]
+    for contents in calls:
+        seen = Largest()
+        with seen:
+            append_kv.write_torch(
+                new_tokens(cache.layer, new, new, rows=contents.get("rows"), cu_seqlens=contents["cu_seqlens_q"])
+            )
+            attention_with_kv_cache(new, cache.layer, max_seqlen_q=3, kernel="eager", batch_invariant=True, **contents)
+        assert seen.elements <= allowed, contents
+
+
+@pytest.mark.parametrize(
+    "offsets", [(0, 2, 5), (0, 0, 5), (INT_MIN, INT_MAX, 5), (5, 4, 3), (INT_MAX, INT_MIN, 0), (7,)]
+)
+def test_any_offsets_become_offsets(offsets: tuple[int, ...]) -> None:
+    total = 5 if len(offsets) > 1 else 0
+    within = offsets_within(ints(*offsets), total).tolist()
+    assert within[0] == 0 and within[-1] == total and within == sorted(within)
+    assert offsets[0] != 0 or within == list(offsets)
+
+
+@each_writer
+def test_offsets_may_have_any_stride(by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel read what lies between them."""
+    monkeypatch.setattr(append_kv, "INTERPRETED", by_kernel and append_kv.INTERPRETED)
+    new, found = tokens(3, 2, 8, seed=7), []
+    for offsets in (ints(0, 1, 3), ints(0, 9, 1, 9, 3, 9)[::2]):
+        cache = two_rows()
+        cache.extend([0, 1], [1, 2])
+        out = attention_with_kv_cache(
+            new, cache.layer, rows=cache.index([0, 1]), k_new=new, v_new=new, cu_seqlens_q=offsets, max_seqlen_q=2
+        )
+        found.append((out, visible(cache)))
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+
+
+# Rotation -------------------------------------------------------------------------------------------------------------
+
+
+def test_queries_beyond_the_table_of_angles_are_refused() -> None:
+    """They were rotated by the last angle."""
+    cache, q = two_rows(), tokens(1, 1, 2, 8)
+    short, enough = Rotary.of(8, 8, device=DEVICE), Rotary.of(8, 9, device=DEVICE)
+    words = "rotary has angles for 8 positions and a sequence would have 9 tokens"
+    beyond: list[dict[str, Any]] = [
+        {"rows": [1]},
+        {"rows": None, "q": tokens(2, 1, 2, 8)},
+        {"rows": ints(1), "checked": True},
+        {"rows": ints(1), "checked": True, "cache": cache.layer},
+        {"rows": ints(1), "checked": True, "cache": cache.layer, "k_new": q, "v_new": q},
+    ]
+    for changes in beyond:
+        call: dict[str, Any] = {"q": q, "cache": cache, "rotary": short} | changes
+        with pytest.raises(InvalidInput, match=words):
+            attention_with_kv_cache(**call)
+    attention_with_kv_cache(q, cache, rows=[0], rotary=short)
+    attention_with_kv_cache(q, cache, rows=[1], rotary=enough)
+    attention_with_kv_cache(q, cache.layer, rows=ints(1), rotary=enough, checked=True)
+
+
+# Tensors as torch has them --------------------------------------------------------------------------------------------
+
+
+@each_writer
+def test_signs_that_torch_has_put_off(by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A view like `x.conj().imag` is negated as it is read; kernels read memory."""
+    monkeypatch.setattr(append_kv, "INTERPRETED", by_kernel and append_kv.INTERPRETED)
+    x = tokens(1, 3, 2, 8)
+    lazy, plain = torch._neg_view(x), -x
+    assert lazy.is_neg()
+    found = []
+    for t in (lazy, plain):
+        cache = two_rows()
+        rotary = Rotary.of(8, 40, device=DEVICE)
+        out = attention_with_kv_cache(t, cache, rows=[0], k_new=t, v_new=t, rotary=rotary)
+        cache.append([0], t, t)
+        found.append((out, attention_with_kv_cache(t, cache, rows=[0]), *read(cache, 0)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+# Plans ----------------------------------------------------------------------------------------------------------------
+
+
+def test_threads_that_make_more_plans_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, q = two_rows(), tokens(1, 1, 2, 8)
+    monkeypatch.setattr(cached_calls, "_plans", Bounded(2))
+    errors: list[BaseException] = []
+
+    def work(first: int) -> None:
+        try:
+            for n in range(first, first + 40):
+                attention_with_kv_cache(q, cache.layer, max_seqlen_k=9 + n, rows=cache.index([n % 3]))
+        except BaseException as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(40 * i,)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert errors == []
+    assert len(cached_calls._plans) == 2
+
+
+def test_a_refused_number_does_not_serve_its_equal() -> None:
+    cache, q = two_rows(), tokens(1, 1, 2, 8)
+    for name, wrong, right in (
+        ("num_splits", True, 1), ("num_splits", 2.0, 2), ("max_seqlen_k", 16.0, 16), ("shared_prefix", False, 0),
+        ("softcap", True, 1.0), ("return_lse", 1, True), ("batch_invariant", 1, True), ("max_seqlen_q", 1.0, 1),
+    ):  # fmt: skip
+        for value in (wrong, right, right, wrong):
+            call: dict[str, Any] = {"q": q, "cache": cache, "rows": [0], name: value}
+            if value is wrong:
+                with pytest.raises(TypeError, match=name):
+                    attention_with_kv_cache(**call)
+            else:
+                attention_with_kv_cache(**call)

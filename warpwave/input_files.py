@@ -1,0 +1,112 @@
+"""Files that commands read: their text within bounds, and the plain data in it. Every reader of the workbench begins
+here and goes on with a schema (`warpwave.schema`).
+
+A file may come from anybody. Its size and its nesting are bounded before anything walks it, and whatever is wrong with
+it ends in `Unreadable`, one sentence.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+LARGEST_BYTES = 64 << 20  # a year of measurements is a tenth of it; /dev/zero never ends
+DEEPEST = 20  # lists and tables within each other; no format of ours has more than 6
+
+
+class Unreadable(ValueError):
+    """A file or a line that is not what it must be. The message is a sentence, or continues one that names the file."""
+
+
+def read_text(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        Unreadable: there is no such file, or it is too large or no UTF-8.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(LARGEST_BYTES + 1)
+    except OSError as error:
+        raise Unreadable(f"{path} cannot be read: {error.strerror or error}") from None
+    if len(content) > LARGEST_BYTES:
+        raise Unreadable(f"{path} is larger than {LARGEST_BYTES >> 20} MiB, which no file of this kind is")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Unreadable(f"{path} is no UTF-8 text: byte {error.start:,} is {content[error.start]:#04x}") from None
+
+
+def read_json(path: Path) -> Any:
+    """The plain data of a JSON file.
+
+    Raises:
+        Unreadable: it cannot be read, or is not JSON.
+    """
+    return _named(path, parse_json, read_text(path))
+
+
+def read_toml(path: Path) -> Any:
+    """The plain data of a TOML file.
+
+    Raises:
+        Unreadable: it cannot be read, or is not TOML.
+    """
+    return _named(path, parse_toml, read_text(path))
+
+
+def _named(path: Path, parse: Any, text: str) -> Any:
+    try:
+        return parse(text)
+    except Unreadable as error:
+        raise Unreadable(f"{path} is {error}") from None
+
+
+def parse_json(text: str) -> Any:
+    """The plain data that a text of JSON spells.
+
+    Raises:
+        Unreadable: it is not JSON, or nested too deeply.
+    """
+    try:
+        data = json.loads(text)
+    except RecursionError:
+        raise Unreadable(_TOO_DEEP) from None
+    except ValueError as error:
+        raise Unreadable(f"not JSON: {error}") from None
+    _check_depth(data)
+    return data
+
+
+def parse_toml(text: str) -> Any:
+    """The plain data that a text of TOML spells.
+
+    Raises:
+        Unreadable: it is not TOML, or nested too deeply.
+    """
+    try:
+        data = tomllib.loads(text)
+    except RecursionError:
+        raise Unreadable(_TOO_DEEP) from None
+    except ValueError as error:
+        raise Unreadable(f"not TOML: {error}") from None
+    _check_depth(data)
+    return data
+
+
+_TOO_DEEP = f"nested more than {DEEPEST} deep"
+
+
+def _check_depth(data: Any) -> None:
+    level = [data]
+    for _ in range(DEEPEST + 1):
+        level = [child for item in level if isinstance(item, dict | list) for child in _children(item)]
+        if not level:
+            return
+    raise Unreadable(_TOO_DEEP)
+
+
+def _children(item: dict[str, Any] | list[Any]) -> Any:
+    return item.values() if isinstance(item, dict) else item

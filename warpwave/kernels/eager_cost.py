@@ -1,0 +1,179 @@
+"""What `eager` moves and computes for one problem.
+
+Its tiles are counted without walking them. Where no edge of the mask begins or ends to matter, the counts of a block of
+rows repeat from period to period but for a constant step, for each is the floor of an expression linear in the block's
+first row: blocks between two such places are an arithmetic progression for each place in the period. So a call of 10^8
+tokens takes no longer than one of 10^4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from warpwave.hardware.gpu import Gpu
+from warpwave.kernels.cost import Cost
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band
+
+if TYPE_CHECKING:
+    from warpwave.kernels.eager import Config
+
+# Launches of torch's beside products and what walks all scores of a tile: maximum, shift (compare and select), rescale
+# (subtract, exponential), total and out (each multiply and add).
+STEPS_OF_TILE = 9
+STEPS_OF_BLOCK = 12  # three sums begun; out and log-sum-exp finished, rounded and stored
+# Two ranges, one less the other, what is hidden (begin, compare, join); copy, fill, compare and any; V without it.
+PASSES_OF_EDGE = 12
+
+
+class Tiles(NamedTuple):
+    """The tiles of some blocks of rows, over one head of one sequence.
+
+    Attributes:
+        blocks: blocks of rows.
+        tiles: (block of rows, tile of keys) pairs in which position hides not everything.
+        cut: of `tiles`, those in which it hides something.
+        keys: of all tiles, a key counted once in each.
+        rows: the same for rows.
+        scores: rows times keys, of all tiles.
+        cut_scores: of `scores`, those of cut tiles.
+    """
+
+    blocks: int = 0
+    tiles: int = 0
+    cut: int = 0
+    keys: int = 0
+    rows: int = 0
+    scores: int = 0
+    cut_scores: int = 0
+
+
+def tiles_of_sequence(band: Band, seqlen_q: int, seqlen_k: int, block_m: int, block_n: int) -> Tiles:
+    """Counts the tiles of one sequence.
+
+    Args:
+        band: what position shows, as in `AttentionProblem.band`.
+        seqlen_q, seqlen_k: its queries and keys.
+        block_m, block_n: queries and keys of a tile.
+    """
+    full, rest = divmod(seqlen_q, block_m)
+    total = [0] * len(Tiles._fields)
+    if rest:
+        total = list(_of_block(band, full * block_m, rest, seqlen_k, block_n))
+    period = block_n // math.gcd(block_m, block_n)
+    for begin, end in _regular_runs(band, full, seqlen_k, block_m, block_n):
+        for first in range(begin, min(end, begin + period)):
+            times = -(-(end - first) // period)
+            counts = _of_block(band, first * block_m, block_m, seqlen_k, block_n)
+            then = counts if times == 1 else _of_block(band, (first + period) * block_m, block_m, seqlen_k, block_n)
+            for i, (a, b) in enumerate(zip(counts, then, strict=True)):
+                total[i] += times * a + (b - a) * (times * (times - 1) // 2)
+    return Tiles(*total)
+
+
+def _regular_runs(band: Band, blocks: int, seqlen_k: int, block_m: int, block_n: int) -> Iterator[tuple[int, int]]:
+    """Splits the full blocks of rows into runs (first, end) within which counts grow regularly: where an edge of the
+    mask begins or ends to matter, blocks stand alone."""
+    low, high = band
+    rows: list[int] = []  # a block's first row, where an expression of `_of_block` changes sign
+    if low is not None:
+        widest = -(-(block_m - 1) // block_n) * block_n  # keys of the tiles that a lower edge cuts
+        rows += (-low, 1 - block_m - low, seqlen_k - low, seqlen_k - low - widest)
+    if high is not None:
+        rows += (-high - block_m, -high - 1, seqlen_k - high - block_m, seqlen_k - high - 1)
+    alone = {block for row in rows for block in range(row // block_m - 1, row // block_m + 2)}
+    begin = 0
+    for block in sorted(block for block in alone if 0 <= block < blocks):
+        if begin < block:
+            yield begin, block
+        yield block, block + 1
+        begin = block + 1
+    if begin < blocks:
+        yield begin, blocks
+
+
+def _of_block(band: Band, first: int, rows: int, seqlen_k: int, block_n: int) -> Tiles:
+    """Counts the tiles of the block of rows that begins at row `first`."""
+    low, high = band
+    if low is not None and high is not None and low > high:
+        return Tiles(blocks=1)
+    begin = 0 if low is None else max(0, first + low)
+    end = seqlen_k if high is None else min(seqlen_k, first + rows + high)
+    keys = max(0, end - begin)
+    tiles = -(-keys // block_n)
+    # The first tiles are cut by the lower edge, down to where the last row's begins; the last ones by the upper edge,
+    # from where the first row's ends. Those between show every pair.
+    cut_low = 0 if low is None else max(0, -(-(first + rows - 1 + low - begin) // block_n))
+    shown = seqlen_k if high is None else first + high + 1
+    before_high = tiles if end <= shown else max(0, (shown - begin) // block_n)
+    whole = max(0, before_high - cut_low)
+    whole_keys = whole * block_n
+    if whole and before_high == tiles:  # the last tile may be short
+        whole_keys -= tiles * block_n - keys
+    return Tiles(1, tiles, tiles - whole, keys, rows * tiles, rows * keys, rows * (keys - whole_keys))
+
+
+def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
+    """What the operations move, each one a launch: products, what walks all scores of a tile, and what a tile and a
+    block of rows need beside."""
+    scores = tile_reads = tiles = blocks = cut = cut_tiles = acc_rows = 0
+    for (seqlen_q, seqlen_k), times in problem.counted_items().items():
+        band = problem.band(seqlen_q, seqlen_k)
+        each = times if problem.packed else 1  # a dense call's sequences go together
+        found = tiles_of_sequence(band, seqlen_q, seqlen_k, config.block_m, config.block_n)
+        blocks += each * found.blocks
+        tiles += each * found.tiles
+        cut_tiles += each * found.cut
+        scores += times * problem.num_heads_q * found.scores
+        cut += times * problem.num_heads_q * found.cut_scores
+        acc_rows += times * problem.num_heads_q * found.rows
+        tile_reads += times * problem.num_heads_kv * found.keys
+    size, rows = DTYPE_BYTES[problem.dtype], problem.rows * problem.num_heads_q
+    width, width_v, group = problem.head_dim, problem.head_dim_v, problem.num_heads_q // problem.num_heads_kv
+    workspace = 3 * 4 * min(scores, problem.batch * problem.num_heads_q * config.block_m * config.block_n)
+    operands = size * (acc_rows * width + tile_reads * (width + group * width_v))
+    # A product wants its batch in one stride: heads of several sequences, and V of a group, are copied.
+    copies = 2 * (problem.batch > 1 and not problem.packed) + (group > 1 or (problem.batch > 1 and not problem.packed))
+    products = Cost(
+        blocks=0,
+        flops=2 * scores * (width + width_v),
+        exponentials=0,
+        read_bytes=operands * (2 if copies else 1) + size * scores,
+        write_bytes=4 * scores + 4 * acc_rows * width_v + (operands if copies else 0),
+        scratch_bytes=(4 + size) * scores,
+        launches=(2 + copies) * tiles,
+    )
+    # Scale, maximum, less the maximum, exponential, sum, 16 bits; at an edge fill, compare and search as well.
+    narrow = size < 4
+    passes = Cost(
+        blocks=0,
+        flops=0,
+        exponentials=scores,
+        read_bytes=(24 if narrow else 20) * scores + 14 * cut,
+        write_bytes=(14 if narrow else 12) * scores + 9 * cut,
+        launches=(5 + narrow) * tiles + (PASSES_OF_EDGE + 2 * (problem.window_size[0] >= 0)) * cut_tiles,
+    )
+    passes = replace(passes, scratch_bytes=passes.read_bytes + passes.write_bytes)
+    beside = Cost(
+        blocks=0,
+        flops=0,
+        exponentials=0,
+        read_bytes=12 * acc_rows * width_v + 14 * rows * width_v,
+        write_bytes=8 * acc_rows * width_v + 8 * rows * width_v + 4 * rows,
+        launches=STEPS_OF_TILE * tiles + STEPS_OF_BLOCK * blocks,
+    )
+    parts = (products, passes, beside)
+    return Cost(
+        blocks=0,
+        flops=products.flops,
+        exponentials=scores,
+        read_bytes=sum(part.read_bytes for part in parts),
+        write_bytes=sum(part.write_bytes for part in parts),
+        workspace_bytes=workspace,
+        scratch_bytes=sum(part.scratch_bytes for part in parts),
+        loop="few rows" if problem.seqlen_q <= 16 else "float32" if problem.dtype == "float32" else "",
+        launches=sum(part.launches for part in parts),
+        parts=parts,
+    )
