@@ -265,7 +265,8 @@ def attention_with_kv_cache(
         rows = rows if rows.__class__ in (list, tuple) else integers("rows", rows, "a row")
         index = cached_calls.index_of(cache, rows)
     if not (
-        window_size is max_seqlen_q is max_seqlen_k is num_splits is None
+        window_size is None
+        and max_seqlen_q is max_seqlen_k is num_splits is None
         and softcap.__class__ is float
         and (softmax_scale is None or softmax_scale.__class__ is float)
         and return_lse.__class__ is batch_invariant.__class__ is bool

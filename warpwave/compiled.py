@@ -173,7 +173,7 @@ def worst(facts: Sequence[CompileFacts]) -> CompileFacts:
 def mixed_descriptors(ptx: str) -> dict[str, list[str]]:
     """Returns the addresses in shared memory that matrix descriptors of more than one layout start from.
 
-    A descriptor of wgmma is an address with its layout in the upper 32 bits, `address | layout` or `address + constant`.
+    A descriptor of wgmma is an address with its layout in the upper 32 bits, combined by `or` or `+`.
     From one address and two layouts ptxas 12.8, which Triton 3.6 and 3.7 ship, computes some of the descriptors from
     registers that nothing has written (docs/notes/descriptors.md). Kernels of ours give tiles that share a buffer one
     layout; `arguments.tile_widths` is how.

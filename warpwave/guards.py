@@ -51,8 +51,8 @@ def tensor_guards() -> Any:
         with torch.inference_mode(False), torch.enable_grad():  # where the first call may not be
             x, y, z = (torch.zeros(2, 4, 2, 8, device="cpu") for _ in range(3))
             same = _guard(TensorGuards, x, y, z)
-            others = (y[:1], y[:, :2], y.transpose(1, 2).contiguous().transpose(1, 2), y.half(), y.to("meta"))
-            others = (*others, torch._neg_view(y))
+            others = [y[:1], y[:, :2], y.transpose(1, 2).contiguous().transpose(1, 2), y.half(), y.to("meta")]
+            others += [torch._neg_view(y)]
             wanting = torch.zeros(2, 4, 2, 8, device="cpu", requires_grad=True)
             reliable = same(y, x, z) and not any(same(x, other, z) for other in (*others, wanting))
     except Exception:  # of another torch: whatever it is, calls are found without

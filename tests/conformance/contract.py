@@ -23,6 +23,7 @@ GRADIENTS = "test_gradients.py::"
 GPU, CONTEXTS = "test_gpu.py::", "test_contexts.py::"
 PAGED, PAGED_BAD = "test_paged.py::", "test_paged_bad_input.py::"
 CACHE, STATES = "../test_kv_cache.py::", "../test_states.py::"
+CACHE_ERRORS, CALLS = "../test_kv_cache_errors.py::", "../test_cached_calls.py::"
 
 TABLE = (
     # Edge cases and the expected behaviour
@@ -281,5 +282,69 @@ TABLE = (
         "merging of partial results: natural LSE, any number of parts; an lse of a wrong shape or dtype is an error",
         (STATES + "test_parts_merge_to_the_whole", STATES + "test_bad_input"),
         ("merging of partial results in base two", "lse of another dtype let through"),
+    ),
+    Row(
+        "evicted tokens: no fork, truncation or window that would need them; no page is freed while in use",
+        (
+            CACHE + "test_a_fork_of_evicted_tokens_frees_no_page_of_another",
+            CACHE + "test_a_sequence_is_cut_only_as_far_as_its_window_is_there",
+            CACHE + "test_tokens_that_may_be_taken_back_keep_their_window",
+            CACHE + "test_forks_share_pages_until_one_writes",
+            "../test_kv_cache_model.py::test_the_cache_is_what_lists_of_tokens_say",
+        ),
+        (
+            "a fork of evicted tokens let through",
+            "a sequence truncated into evicted tokens",
+            "the window before the end of a truncated sequence not counted",
+            "pages evicted that truncation was promised",
+            "a fork counts no page",
+        ),
+    ),
+    Row(
+        "a call on a cache that fails has changed nothing, in any mode of torch",
+        (
+            CACHE_ERRORS + "test_whichever_operation_fails_nothing_has_changed",
+            CACHE_ERRORS + "test_another_thread_than_the_one_that_made_it_in_inference_mode",
+        ),
+        (
+            "books changed before the device",
+            "a failed append leaves the lengths on the device advanced",
+            "a cache made in inference mode works nowhere else",
+        ),
+    ),
+    Row(
+        "lengths on the host decide what is appended; checked compares them with the offsets",
+        (CALLS + "test_lengths_on_the_host_say_what_is_appended",),
+        ("seqlens_q not compared with cu_seqlens_q", "queries of an append follow the offsets on the device"),
+    ),
+    Row(
+        "a cache takes no part in autograd: the pool stays out, backward on a result raises",
+        (
+            CACHE_ERRORS + "test_the_pool_stays_out_of_every_graph",
+            CACHE_ERRORS + "test_backward_says_that_there_is_no_gradient",
+        ),
+        (
+            "appended tokens join the graph",
+            "a gradient through the cache lost without a word",
+            "a plan of a call without gradients serves a call with them",
+        ),
+    ),
+    Row(
+        "numbers on the device over the whole int32 range: every access inside its tensor, sizes follow tensors",
+        (
+            PAGED_BAD + "test_any_numbers_unchecked_stay_inside_the_tensors",
+            CALLS + "test_any_offsets_become_offsets",
+            CALLS + "test_sizes_follow_tensors_and_not_their_contents",
+        ),
+        (
+            "queries of a cached call that end before they begin have a length",
+            "offsets beyond the last token size what is allocated",
+            "a gathered cache keeps the offsets it was given",
+        ),
+    ),
+    Row(
+        "positions beyond a table of angles: an error where the host knows the lengths, or when checked",
+        (CALLS + "test_queries_beyond_the_table_of_angles_are_refused",),
+        ("queries beyond the table of angles let through",),
     ),
 )

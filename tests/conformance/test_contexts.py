@@ -105,6 +105,9 @@ def rounded_products(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "tf32":
         backends.cuda.matmul.fp32_precision = backends.mkldnn.matmul.fp32_precision = "tf32"
     elif request.param == "all tf32":
+        backends.cuda.matmul.fp32_precision = backends.mkldnn.matmul.fp32_precision = (
+            "none"  # goes before all backends'
+        )
         backends.fp32_precision = "tf32"
     else:
         torch.set_float32_matmul_precision("medium")

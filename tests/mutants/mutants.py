@@ -658,7 +658,7 @@ HOPPER_MASKS = [
     ),
     Mutant(
         "Hopper: a block whose output is not finite not brought again", "kernels/hopper/roles.py",
-        "            if not fine:", "            if row_first < 0:",
+        "            if wanted != 0:", "            if row_first < 0:",
         f"{ON_CPU}test_masks_and_biases_on_a_cpu", "causal and 64", "torch.equal",
     ),
     Mutant(
@@ -878,7 +878,7 @@ FOUND = [
     ),
     Mutant(
         "float32 products follow the process's setting", "kernels/torch_products.py",
-        'return chosen == "ieee"', "return True",
+        '"ieee") == "ieee"', '"ieee") != ""',
         "test_contexts.py::test_which_settings_keep_float32", "", "keeps_float32",
     ),
     Mutant(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -26,14 +27,13 @@ def plainly(device: torch.device) -> Iterator[None]:
 
 def keeps_float32(device: torch.device) -> bool:
     """Returns whether torch's float32 products keep all bits of their operands under the process's settings."""
-    backends = torch.backends
-    if device.type == "cuda":
-        settings = (backends.cuda.matmul.fp32_precision, backends.cudnn.fp32_precision)
-    else:
-        settings = (backends.mkldnn.matmul.fp32_precision, backends.mkldnn.fp32_precision)
+    backends: Any = torch.backends
+    backend = backends.cuda.matmul, backends.cudnn
+    if device.type != "cuda":
+        backend = backends.mkldnn.matmul, backends.mkldnn
     # The setting of an operation goes before its backend's, and that before all backends'.
-    chosen = next((s for s in (*settings, backends.fp32_precision) if s != "none"), "ieee")
-    return chosen == "ieee"
+    settings = (setting.fp32_precision for setting in (*backend, backends))
+    return next((chosen for chosen in settings if chosen != "none"), "ieee") == "ieee"
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

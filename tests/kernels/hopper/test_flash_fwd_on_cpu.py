@@ -277,7 +277,9 @@ def test_tiles_that_a_mask_hides_are_not_visited(causal: str, config: flash_fwd.
 @pytest.mark.parametrize("config", [flash_fwd.Config(128, 64, 2), flash_fwd.Config(192, 128, 3)], ids=str)
 @pytest.mark.parametrize("lowest", [torch.finfo(torch.float32).min, -3e37, -1e9, torch.finfo(torch.float32).max])
 def test_rows_of_one_bias_far_from_the_scores(lowest: float, config: flash_fwd.Config) -> None:
-    """Each is the mean of its values, whatever the number that stands for minus infinity; others keep their bits."""
+    """Each is the mean of its values, whatever the number that stands for minus infinity.
+
+    Rows of the same block are computed in bits then: they stay as they were but for rounding."""
     call = cases.build(replace(SHORT, bias="full"), "normal", CPU)
     bias = call.operands.bias.float().masked_fill(call.operands.bias == -math.inf, 0.0)
     problem = replace(call.problem, bias_dtype="float32")
@@ -289,8 +291,9 @@ def test_rows_of_one_bias_far_from_the_scores(lowest: float, config: flash_fwd.C
     rows[0, 3, 0] = rows[0, 70:90, 1] = True
     mean = call.operands.v[0, :, 0].double().mean(0)
     torch.testing.assert_close(out[rows].double(), mean.expand(int(rows.sum()), -1), rtol=1e-3, atol=1e-4)
-    assert torch.equal(out[~rows], expected[~rows])
-    assert torch.equal(lse.transpose(1, 2)[~rows], expected_lse.transpose(1, 2)[~rows])
+    torch.testing.assert_close(out[~rows], expected[~rows], rtol=2e-3, atol=1e-4)
+    lse, expected_lse = lse.transpose(1, 2)[~rows], expected_lse.transpose(1, 2)[~rows]
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(math.inf, "float16"), (math.nan, "float32")])
@@ -306,7 +309,7 @@ def test_a_bias_that_is_not_finite_spoils_its_row_alone(value: float, dtype: str
     row = torch.zeros(out.shape[:-1], dtype=torch.bool)
     row[0, 70, 1] = True
     assert torch.equal(out.isnan().all(-1), row)
-    assert torch.equal(out[~row], clean[~row])
+    torch.testing.assert_close(out[~row], clean[~row], rtol=2e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("data", ["sharp", "low"])

@@ -8,7 +8,8 @@ probability of 0 times NaN is NaN. So a block whose output is finite is right; o
 instead of storing it, and the producer brings the same block again, carefully: there the rows of V that none of its
 queries sees are zeroed in shared memory first. Where all values are finite that costs a sum over the output.
 
-A block comes again as well when a bias puts all scores of a row far from 0 (`is_far`).
+A block is also brought again when a bias moves all scores of a row far from 0 (`is_far`). Its other rows are then
+computed in bits too, and may differ by rounding from those of a block without such a row.
 """
 
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
@@ -243,12 +244,12 @@ def bias_of_tile(bias, beside, ring, n, GROUP: gl.constexpr, rules):
 
 @jit
 def scores_in_bits(scores, ahead, tile, place, keys, rules, AT_EDGE: gl.constexpr):
-    """`softmax.in_bits` of a call with mask or bias. The first pass over a block and one that only hides values have the
-    same arithmetic in all tiles, so that a block brought again has the same bits.
+    """Returns what `softmax.in_bits` does, for a call with mask or bias.
 
-    What is added is added in natural units where there is a bias, so that the factor that makes bits of a sum rides in
-    the softmax's fused multiply-add: 2 to 13 % against adding it in bits. A pass for rows far from 0 adds it in bits.
-    A scale of 0 does not come here (0 * -inf): the host makes it the smallest.
+    The first pass over a block and a pass that only hides values compute alike in all tiles, so that a block brought
+    again has the same bits. A bias is added in natural units: the factor to bits is then part of the softmax's fused
+    multiply-add, 2 to 13 % faster than a bias added in bits. A pass at level FAR adds it in bits. The scale is never 0
+    here (0 * -inf): the host passes the smallest float32 instead.
     """
     if not is_added(place):
         return in_bits(scores, tile, place, keys, rules, AT_EDGE)
