@@ -4,7 +4,8 @@
     B1  maximum     max e(a) <= c * max e(M) + 1e-6 * max |R|
     B2  RMS         rms e(a) <= c * rms e(M) + 1e-7 * max |R|
     B3  row         rms e(a) of each row <= c * max(rms e(M) of that row, median over rows) + 1e-6 * max |R|; backward,
-                    rms e(N) of that row / 2 is a third unit, and the floor is 4e-6
+                    rms e(N) of that row / 2 is a third unit, and the floor is 4e-6; c is doubled for rows of fewer than
+                    8 columns
     C   LSE         |lse - lse_R| <= 1e-5 + 2e-6 * max visible |logit|, and -inf exactly where R has it; precision
                     "tf32" adds c (of B1) * max |lse_M - lse_R|
 

@@ -248,8 +248,8 @@ def scores_in_bits(scores, ahead, tile, place, keys, rules, AT_EDGE: gl.constexp
 
     The first pass over a block and a pass that only hides values compute alike in all tiles, so that a block brought
     again has the same bits. A bias is added in natural units: the factor to bits is then part of the softmax's fused
-    multiply-add, 2 to 13 % faster than a bias added in bits. A pass at level FAR adds it in bits. The scale is never 0
-    here (0 * -inf): the host passes the smallest float32 instead.
+    multiply-add. A pass at level FAR adds it in bits. The scale is never 0 here (0 * -inf): the host passes the smallest
+    float32 instead.
     """
     if not is_added(place):
         return in_bits(scores, tile, place, keys, rules, AT_EDGE)
