@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from warpwave.bounded import Bounded
+from warpwave.runtime.bounded import Bounded
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from warpwave import driver, launch
+from warpwave.runtime import driver, launch
 
 
 class Started(NamedTuple):

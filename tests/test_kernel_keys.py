@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import warpwave.kernels
-from warpwave import kernel_keys
-from warpwave.kernels.triton_or_stub import NO_TRITON
+from warpwave.runtime import kernel_keys
+from warpwave.runtime.triton_or_stub import NO_TRITON
 
 pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON))
 

@@ -14,9 +14,10 @@ import torch
 
 import warpwave
 from tests.test_driver import Counters, Device, Driver, bound, device, known
-from warpwave import driver, launch, series
 from warpwave.hardware.gpu import current_gpu
-from warpwave.kernels import scratch, three_kernel_configs
+from warpwave.kernels import three_kernel_configs
+from warpwave.runtime import driver, launch, scratch
+from warpwave.runtime import graphs as series
 
 __all__ = ["device", "known"]  # fixtures
 OURS = 77  # the stream on which graphs are captured

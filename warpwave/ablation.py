@@ -17,12 +17,12 @@ import torch
 from warpwave.errors import InvalidInput
 from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels import flash_fwd
-from warpwave.kernels.triton_or_stub import INTERPRETED
 from warpwave.ladder import ABLATIONS
-from warpwave.launch import Launch
 from warpwave.model import predict
 from warpwave.problem import AttentionProblem
 from warpwave.roofline import us
+from warpwave.runtime.launch import Launch
+from warpwave.runtime.triton_or_stub import INTERPRETED
 from warpwave.terminal import columns
 
 AGREES = 1.5  # measured and predicted change, up or down
@@ -163,9 +163,9 @@ def _timed(problem: AttentionProblem, config: Any, rounds: int) -> dict[str, flo
     """Variant -> median us, all of them interleaved."""
     from dataclasses import replace
 
-    from warpwave import launch
     from warpwave.bench.inputs import make_operands
     from warpwave.bench.timing import time_interleaved
+    from warpwave.runtime import launch
 
     problem = replace(problem, return_lse=False)
     device = torch.device("cuda")

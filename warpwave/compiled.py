@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 
 from warpwave.hardware.gpu import Gpu
-from warpwave.kernels.triton_or_stub import INTERPRETED, NO_TRITON, triton
-from warpwave.launch import Launch
 from warpwave.problem import AttentionProblem, CachedOperands, Operands
+from warpwave.runtime.launch import Launch
+from warpwave.runtime.triton_or_stub import INTERPRETED, NO_TRITON, triton
 
 _POINTERS = {
     torch.float16: "*fp16",

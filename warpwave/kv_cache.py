@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave.bounded import Bounded
 from warpwave.checks import DTYPE_NAMES, as_int, bind_axes, is_plain
 from warpwave.errors import InvalidInput, InvalidType, OutOfPages
 from warpwave.kernels import append_kv
+from warpwave.runtime.bounded import Bounded
 
 EVICTED = -1  # stands in a page table for a page that was given back
 MAX_INDICES = 256  # row tensors kept for calls that name the same rows again

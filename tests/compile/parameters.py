@@ -10,10 +10,11 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from warpwave import compiled, dispatch, driver
+from warpwave import compiled, dispatch
 from warpwave.hardware.gpu import Gpu
-from warpwave.launch import Launch
 from warpwave.problem import AttentionProblem
+from warpwave.runtime import driver
+from warpwave.runtime.launch import Launch
 
 RUN = SimpleNamespace(global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False, launch_pdl=False)
 

@@ -174,8 +174,8 @@ def test_lengths_and_causality_do_not_recompile() -> None:
     from warpwave.compiled import operands_without_memory
     from warpwave.hardware.gpu import Gpu
     from warpwave.kernels import flash_fwd
-    from warpwave.launch import Launch
     from warpwave.problem import AttentionProblem, Causal
+    from warpwave.runtime.launch import Launch
 
     gpu = Gpu.for_arch("sm_90")
     fields = job("sm_90", "bfloat16", 128, "plain")["problem"]

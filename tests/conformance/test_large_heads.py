@@ -23,7 +23,6 @@ from warpwave import attention
 from warpwave.kernels import (
     large_head_dim,
     large_head_dim_latent,
-    scratch,
     three_kernel,
     three_kernel_configs,
     three_kernel_gradient_memory,
@@ -31,6 +30,7 @@ from warpwave.kernels import (
     three_kernel_launches,
 )
 from warpwave.kernels.three_kernel_plan import least_bytes, pieces, plan
+from warpwave.runtime import scratch
 
 MODULES: dict[str, Any] = {"large_head_dim": large_head_dim, "three_kernel": three_kernel}
 each_module = pytest.mark.parametrize("name", MODULES)

@@ -21,7 +21,7 @@ from warpwave.hardware.catalog import find, gpu_of
 from warpwave.hardware.ceilings_table import table
 from warpwave.hardware.gpu import CPU, Gpu
 from warpwave.hardware.measure import Ceilings, cache_file, load, read, shipped, store, text
-from warpwave.kernels.triton_or_stub import INTERPRETED
+from warpwave.runtime.triton_or_stub import INTERPRETED
 
 H200 = gpu_of(find("h200"))  # type: ignore[arg-type]
 CEILINGS = Ceilings(

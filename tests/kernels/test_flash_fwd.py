@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from warpwave.hardware.gpu import ARCHS, Gpu
 from warpwave.kernels import flash_fwd, flash_fwd_configs
 from warpwave.kernels.cost import visited_tiles
-from warpwave.launch import Launch
 from warpwave.problem import AttentionProblem, Causal
+from warpwave.runtime.launch import Launch
 
 PROBLEM = AttentionProblem(
     batch=2, seqlen_q=300, seqlen_k=300, num_heads_q=4, num_heads_kv=2, head_dim=80, head_dim_v=64,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from warpwave import launch
 from warpwave.kernels import mask_bits
-from warpwave.kernels.triton_or_stub import NO_TRITON
 from warpwave.problem import AttentionProblem, Causal
+from warpwave.runtime import launch
+from warpwave.runtime.triton_or_stub import NO_TRITON
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # interpreted on a CPU
 PROBLEM = AttentionProblem(

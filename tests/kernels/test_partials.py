@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from warpwave import launch
 from warpwave.kernels import partials
 from warpwave.problem import AttentionProblem
+from warpwave.runtime import launch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

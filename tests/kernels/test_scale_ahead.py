@@ -13,12 +13,12 @@ from torch import Tensor
 from tests.conformance import cases
 from tests.conformance.cases import PLAIN, Call
 from tests.conformance.harness import by_sequence
-from warpwave import launch
 from warpwave.hardware.gpu import current_gpu
 from warpwave.kernels import scale_ahead, split_ahead
 from warpwave.kernels.hopper import flash_fwd
-from warpwave.kernels.triton_or_stub import NO_TRITON
 from warpwave.problem import AttentionProblem, Operands
+from warpwave.runtime import launch
+from warpwave.runtime.triton_or_stub import NO_TRITON
 
 pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from warpwave.kernels import scratch
+from warpwave.runtime import scratch
 
 NEEDS = [((2, 3), torch.float32), ((5,), torch.float16), ((0,), torch.float32), ((4, 4), torch.int32)]
 

@@ -577,27 +577,27 @@ OTHERS = [
         "../test_derivatives.py::test_tangents_are_refused_and_never_lost", "jvp", "DID NOT RAISE",
     ),
     Mutant(
-        "a graph's launches share the stream's counter", "launch.py",
+        "a graph's launches share the stream's counter", "runtime/launch.py",
         "if counter is None or capturing():", "if counter is None:",
         "../test_driver.py::test_a_counter_is_the_streams_own_or_the_graphs", "", "assert",
     ),
     Mutant(
-        "a graph that the driver refuses is taken as started", "series.py",
+        "a graph that the driver refuses is taken as started", "runtime/graphs.py",
         "elif start(graph, stream):", "elif start(graph, stream) < 0:",
         "../test_series.py::test_a_capture_a_profiler_and_a_refusal_have_kernels_one_by_one", "", "assert",
     ),
     Mutant(
-        "graphs make room for each other all the time", "series.py",
+        "graphs make room for each other all the time", "runtime/graphs.py",
         "if self._missed < ANEW_AFTER:", "if self._missed < 1:",
         "../test_series.py::test_graphs_stay_bounded_and_are_destroyed", "", "assert",
     ),
     Mutant(
-        "launches run while their graph is made", "driver.py",
+        "launches run while their graph is made", "runtime/driver.py",
         "            here.stream = stream\n", "            here.stream = here.stream\n",
         "../test_series.py::test_what_comes_again_starts_as_one", "", "assert",
     ),
     Mutant(
-        "compiles while a graph is captured", "launch.py",
+        "compiles while a graph is captured", "runtime/launch.py",
         "if first_time and torch.cuda.is_current_stream_capturing():", "if False:",
         "test_gpu.py::test_compiling_during_capture_is_refused_and_the_capture_survives", "", "", needs_gpu=True,
     ),
@@ -1051,7 +1051,7 @@ CACHE = [
         "../test_cached_calls.py::test_queries_beyond_the_table_of_angles_are_refused", "", "DID NOT RAISE",
     ),
     Mutant(
-        "threads drop one plan twice", "bounded.py",
+        "threads drop one plan twice", "runtime/bounded.py",
         "with self._lock:", "with threading.Lock():",
         "../test_bounded.py::test_threads_that_put_more_than_is_kept", "", "errors == []",
     ),

@@ -37,8 +37,8 @@ from warpwave.dispatch import KERNELS
 from warpwave.hardware.catalog import data_sheet
 from warpwave.hardware.gpu import current_gpu
 from warpwave.hardware.measure import load, shipped
-from warpwave.kernels.triton_or_stub import INTERPRETED
 from warpwave.roofline import data_sheet_rates, measured_rates
+from warpwave.runtime.triton_or_stub import INTERPRETED
 from warpwave.terminal import complain, say
 
 DEVICE_LOST = 3  # exit code

@@ -90,7 +90,7 @@ INTERPRETER = Gpu("Triton interpreter", "interpreter", "cpu", 227 * KIB, 255, 0,
 def current_gpu(device: torch.device) -> Gpu:
     """The description of the device a tensor lives on."""
     if device.type != "cuda":
-        from warpwave.kernels.triton_or_stub import INTERPRETED
+        from warpwave.runtime.triton_or_stub import INTERPRETED
 
         return INTERPRETER if INTERPRETED else CPU
     import torch

@@ -24,8 +24,8 @@ from warpwave.bench.environment_schema import ENVIRONMENT, READING, WORD
 from warpwave.hardware.gpu import CPU, Gpu, current_gpu
 from warpwave.input_files import Unreadable, read_json
 from warpwave.kernels.probes import empty_kernel, exponentials_kernel, read_kernel
-from warpwave.kernels.triton_or_stub import INTERPRETED, NO_TRITON
 from warpwave.output_files import write_whole
+from warpwave.runtime.triton_or_stub import INTERPRETED, NO_TRITON
 from warpwave.schema import Integer, MapOf, Mismatch, Number, OneOf, OrNone, Table, check
 from warpwave.terminal import printable
 
@@ -267,8 +267,8 @@ def _l2_reader(device: torch.device) -> tuple[Call, int] | None:
 def _triton_figures(device: torch.device, gpu: Gpu, say: Callable[[str], None]) -> dict[str, Any]:
     import torch
 
-    from warpwave import launch
     from warpwave.bench.timing import host_time_us
+    from warpwave.runtime import launch
 
     figures: dict[str, Any] = {}
     say("L2")

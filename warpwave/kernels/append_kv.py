@@ -23,12 +23,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave import launch
-from warpwave.bounded import Bounded
 from warpwave.kernels.arguments import padded
 from warpwave.kernels.primitives import packed_sequence, rounded
-from warpwave.kernels.triton_or_stub import INTERPRETED, NO_TRITON, jit, tl
 from warpwave.paging import offsets_within
+from warpwave.runtime import launch
+from warpwave.runtime.bounded import Bounded
+from warpwave.runtime.triton_or_stub import (
+    INTERPRETED,
+    NO_TRITON,
+    jit,
+    tl,
+)
 
 UNSPECIALISED = [
     *("stride_kb", "stride_km", "stride_kh", "stride_vb", "stride_vm", "stride_vh", "stride_qb", "stride_qm"),

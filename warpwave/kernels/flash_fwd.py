@@ -21,7 +21,7 @@ from dataclasses import replace
 
 import torch
 
-from warpwave import launch, precision
+from warpwave import precision
 from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels import split_ahead
 from warpwave.kernels.arguments import (
@@ -59,8 +59,9 @@ from warpwave.kernels.primitives import (
     transposed,
 )
 from warpwave.kernels.split_ahead import PARTS
-from warpwave.kernels.triton_or_stub import NO_TRITON, jit, tl
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
+from warpwave.runtime import launch
+from warpwave.runtime.triton_or_stub import NO_TRITON, jit, tl
 
 __all__ = ["Config", "bind", "configs", "cost", "flash_fwd_kernel", "smem_bytes", "specify", "why_not"]
 

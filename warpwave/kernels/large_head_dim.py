@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from warpwave import launch, precision
+from warpwave import precision
 from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels import large_head_dim_latent as latent
 from warpwave.kernels import partials, wide_heads
@@ -56,8 +56,9 @@ from warpwave.kernels.cost import (
     walk,
 )
 from warpwave.kernels.large_head_dim_device import large_head_dim_kernel
-from warpwave.kernels.triton_or_stub import NO_TRITON
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands
+from warpwave.runtime import launch
+from warpwave.runtime.triton_or_stub import NO_TRITON
 
 NAME = "large_head_dim"
 NEEDS_GPU = True

@@ -20,7 +20,7 @@ from warpwave.kernels.primitives import (
     visible_keys,
 )
 from warpwave.kernels.scores import score_bits, without_unseen
-from warpwave.kernels.triton_or_stub import jit, tl
+from warpwave.runtime.triton_or_stub import jit, tl
 
 UNSPECIALISED = [
     *("stride_lb", "stride_lh", "stride_mask_b", "stride_mask_h", "stride_bias_b", "stride_bias_h", "stride_alibi_b"),

@@ -7,14 +7,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from warpwave import launch
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels import partials
 from warpwave.kernels.arguments import band_constants, window
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.latent import latent_decode_kernel
-from warpwave.kernels.hopper.launcher import MapPlan, has_map
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands
+from warpwave.runtime import launch
+from warpwave.runtime.tensor_maps import MapPlan, has_map
 
 KEYS, BOX, HEADS = 64, 64, 16  # of a step, columns of a box, query heads of a program
 MOST_STAGES = 16

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import torch
 
-from warpwave import launch
 from warpwave.kernels.arguments import broadcast_strides
 from warpwave.kernels.primitives import band_visible
-from warpwave.kernels.triton_or_stub import jit, tl
 from warpwave.problem import AttentionProblem
+from warpwave.runtime import launch
+from warpwave.runtime.triton_or_stub import jit, tl
 
 TILE_KEYS = 128  # keys that four words of a row stand for
 BLOCK_ROWS = 64  # those that share a flag: a consumer warpgroup's

@@ -29,8 +29,8 @@ from warpwave.kernels import three_passes
 from warpwave.kernels.cost import Cost
 from warpwave.kernels.primitives import band_edges, packed_sequence, rounded, visible_keys
 from warpwave.kernels.three_passes import HIDDEN, UNSPECIALISED, Launches, Product
-from warpwave.kernels.triton_or_stub import jit, tl
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
+from warpwave.runtime.triton_or_stub import jit, tl
 
 NAME = "naive"
 NEEDS_GPU = True

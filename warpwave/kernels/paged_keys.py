@@ -6,7 +6,7 @@ Kwon et al., "Efficient memory management for large language model serving with 
 
 from __future__ import annotations
 
-from warpwave.kernels.triton_or_stub import jit, tl
+from warpwave.runtime.triton_or_stub import jit, tl
 
 
 @jit

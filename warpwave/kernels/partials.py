@@ -20,12 +20,12 @@ from typing import NamedTuple
 
 import torch
 
-from warpwave.kernels import scratch
 from warpwave.kernels.arguments import padded
 from warpwave.kernels.primitives import LN_2, LOG2_E, rounded
-from warpwave.kernels.triton_or_stub import jit, tl
-from warpwave.launch import Launch
 from warpwave.problem import AttentionProblem
+from warpwave.runtime import scratch
+from warpwave.runtime.launch import Launch
+from warpwave.runtime.triton_or_stub import jit, tl
 
 LOADED_AT_ONCE = 4096  # elements that a merging block asks for together at the most: their latencies overlap
 UNSPECIALISED = ["rows_heads", "num_heads_q", "num_parts", "lse_rows"]

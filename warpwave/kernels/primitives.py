@@ -12,7 +12,7 @@ once at the end.
 from __future__ import annotations
 
 from warpwave import problem
-from warpwave.kernels.triton_or_stub import INTERPRETED, jit, tl
+from warpwave.runtime.triton_or_stub import INTERPRETED, jit, tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)

@@ -7,7 +7,7 @@ attention; `hardware.measure` times them.
 
 from __future__ import annotations
 
-from warpwave.kernels.triton_or_stub import jit, tl
+from warpwave.runtime.triton_or_stub import jit, tl
 
 
 @jit(do_not_specialize=["passes"])

@@ -19,14 +19,14 @@ from typing import NamedTuple
 
 import torch
 
-from warpwave import launch
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels import arguments
 from warpwave.kernels.arguments import padded
 from warpwave.kernels.primitives import IN_INTERPRETER
 from warpwave.kernels.split_ahead import operand_strides
-from warpwave.kernels.triton_or_stub import INTERPRETED, jit, tl
 from warpwave.problem import AttentionProblem, Operands
+from warpwave.runtime import launch
+from warpwave.runtime.triton_or_stub import INTERPRETED, jit, tl
 
 PARTS = {"fp16x1": 1, "fp16x3": 2}  # of an operand
 LARGEST_EXPONENT = tl.constexpr(14)  # of a scaled magnitude: 2^15 and what a sum rounds up to stay below 65,504

@@ -10,7 +10,7 @@ one number a block.
 from __future__ import annotations
 
 from warpwave.kernels.primitives import LOG2_E, add_bias, band_visible, tanh
-from warpwave.kernels.triton_or_stub import jit, tl
+from warpwave.runtime.triton_or_stub import jit, tl
 
 
 @jit

@@ -12,12 +12,12 @@ import math
 
 import torch
 
-from warpwave import launch
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels.arguments import dot_precision, padded, token_strides
 from warpwave.kernels.primitives import operand
-from warpwave.kernels.triton_or_stub import jit, tl
 from warpwave.problem import AttentionProblem, Operands
+from warpwave.runtime import launch
+from warpwave.runtime.triton_or_stub import jit, tl
 
 PARTS = {"bf16x3": 2, "bf16x6": 3}  # of an operand, where products are of bfloat16
 SPLIT_UNSPECIALISED = [

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from warpwave import launch, precision, series
+from warpwave import precision
 from warpwave.hardware.gpu import Gpu, current_gpu
-from warpwave.kernels import partials, scratch, tensor_maps
+from warpwave.kernels import partials, tensor_maps
 from warpwave.kernels import split_kv_few_rows as few_rows
 from warpwave.kernels.arguments import (
     allocator,
@@ -69,8 +69,10 @@ from warpwave.kernels.split_kv_configs import (
     tiles,
 )
 from warpwave.kernels.split_kv_device import split_kv_kernel
-from warpwave.kernels.triton_or_stub import NO_TRITON
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands
+from warpwave.runtime import graphs as series
+from warpwave.runtime import launch, scratch
+from warpwave.runtime.triton_or_stub import NO_TRITON
 
 NAME = "split_kv"
 NEEDS_GPU = True

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels import split_kv_few_rows as few_rows
 from warpwave.kernels.arguments import dot_precision, padded, tile_widths
-from warpwave.kernels.triton_or_stub import INTERPRETED
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
+from warpwave.runtime.triton_or_stub import INTERPRETED
 
 MERGES = ("kernel", "last_block")
 

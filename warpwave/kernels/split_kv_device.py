@@ -32,7 +32,7 @@ from warpwave.kernels.primitives import (
     transposed,
     visible_keys,
 )
-from warpwave.kernels.triton_or_stub import jit, tl
+from warpwave.runtime.triton_or_stub import jit, tl
 
 # Arguments the compiler must not specialise on, or new lengths would compile again.
 UNSPECIALISED = [

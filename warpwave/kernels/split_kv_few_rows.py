@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from warpwave import launch
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels.arguments import band_constants, padded, window
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.few_rows import few_rows_kernel
-from warpwave.kernels.hopper.launcher import MapPlan, has_map
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands
+from warpwave.runtime import launch
+from warpwave.runtime.tensor_maps import MapPlan, has_map
 
 if TYPE_CHECKING:
     from warpwave.kernels.split_kv_configs import Config

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave import launch
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels.arguments import tile_widths
-from warpwave.kernels.hopper.launcher import has_map
 from warpwave.kernels.split_kv_configs import Config, may_map
 from warpwave.problem import AttentionProblem
+from warpwave.runtime import launch
+from warpwave.runtime.tensor_maps import has_map
 
 
 class Plan(NamedTuple):

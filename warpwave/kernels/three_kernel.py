@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave import launch, precision, series
+from warpwave import precision
 from warpwave.errors import UnsupportedProblem
 from warpwave.hardware.gpu import Gpu, current_gpu
-from warpwave.kernels import scratch, three_kernel_hopper, three_kernel_launches
+from warpwave.kernels import three_kernel_hopper, three_kernel_launches
 from warpwave.kernels import three_kernel_library as library
 from warpwave.kernels.arguments import (
     allocator,
@@ -69,8 +69,10 @@ from warpwave.kernels.three_kernel_plan import (
     workspace_bytes,
 )
 from warpwave.kernels.torch_products import plainly
-from warpwave.kernels.triton_or_stub import NO_TRITON
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
+from warpwave.runtime import graphs as series
+from warpwave.runtime import launch, scratch
+from warpwave.runtime.triton_or_stub import NO_TRITON
 
 __all__ = [
     "NAME",

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave import launch
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels.arguments import band_constants, padded, window
 from warpwave.kernels.partials import inverse_sum, join
@@ -36,8 +35,9 @@ from warpwave.kernels.primitives import (
 from warpwave.kernels.three_kernel_plan import Chunk, Config, Plan, plan
 from warpwave.kernels.three_kernel_softmax import LINE, UNSPECIALISED, whole_lines
 from warpwave.kernels.torch_products import add_product, plainly, product_into
-from warpwave.kernels.triton_or_stub import INTERPRETED, jit, tl
 from warpwave.problem import AttentionProblem, Operands
+from warpwave.runtime import launch
+from warpwave.runtime.triton_or_stub import INTERPRETED, jit, tl
 
 WHOLE_ROW = 8192  # keys of the longest row whose S and dP a block keeps in registers
 MOST_BOUND = 4096  # launches kept

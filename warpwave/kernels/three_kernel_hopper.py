@@ -8,16 +8,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave import launch, series
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels.arguments import lse_strides
-from warpwave.kernels.hopper import host, launcher
-from warpwave.kernels.hopper.launcher import MapPlan
+from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.products import hopper_scores_kernel, hopper_values_kernel
 from warpwave.kernels.three_kernel_plan import Chunk, Plan, Workspace, key_tiles_before
 from warpwave.kernels.three_kernel_statistics import MOST_TILES, ROWS, chunk_statistics_kernel
-from warpwave.kernels.triton_or_stub import NO_TRITON
 from warpwave.problem import AttentionProblem, Operands
+from warpwave.runtime import graphs as series
+from warpwave.runtime import launch
+from warpwave.runtime import tensor_maps as launcher
+from warpwave.runtime.tensor_maps import MapPlan
+from warpwave.runtime.triton_or_stub import NO_TRITON
 
 TILE = (128, 256, 64)  # queries; keys, or columns of v; what a step sums over
 PIECE = 64  # columns of a tile that leave together

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import torch
 
-from warpwave import launch
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels.arguments import (
     band_constants,
@@ -25,6 +24,7 @@ from warpwave.kernels.three_kernel_online import chunk_online_kernel
 from warpwave.kernels.three_kernel_plan import Config, Plan, Workspace, normalises, pieces, up, whole_rows
 from warpwave.kernels.three_kernel_softmax import chunk_scale_kernel, chunk_softmax_kernel
 from warpwave.problem import AttentionProblem, Operands
+from warpwave.runtime import launch
 
 Launches = tuple[launch.Launch | None, launch.Launch | None, launch.Launch | None, list[launch.Launch]]
 

@@ -25,7 +25,7 @@ from warpwave.kernels.primitives import (
 )
 from warpwave.kernels.scores import without_unseen
 from warpwave.kernels.three_kernel_softmax import LINE, UNSPECIALISED, scores_of_tile, whole_lines
-from warpwave.kernels.triton_or_stub import jit, tl
+from warpwave.runtime.triton_or_stub import jit, tl
 
 
 @jit(do_not_specialize=UNSPECIALISED)

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 
 from warpwave.errors import InvalidInput
-from warpwave.kernels import scratch
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
+from warpwave.runtime import scratch
 
 PRODUCTS = ("library", "triton", "hopper", "online")
 

@@ -22,7 +22,7 @@ from warpwave.kernels.primitives import (
     visible_keys,
 )
 from warpwave.kernels.scores import score_bits
-from warpwave.kernels.triton_or_stub import jit, tl
+from warpwave.runtime.triton_or_stub import jit, tl
 
 HIDDEN = tl.constexpr(-1.0)  # stands in P for a hidden pair where a mask or bias may hide a value from everybody
 LINE = tl.constexpr(16)  # scores of a line: rows begin and ranges end at whole ones, so that 16 bytes move a thread

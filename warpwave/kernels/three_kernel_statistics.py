@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from warpwave.kernels.partials import await_launch_before, inverse_sum, join, lse_of
 from warpwave.kernels.primitives import LOG2_E, rounded
-from warpwave.kernels.triton_or_stub import jit, tl
+from warpwave.runtime.triton_or_stub import jit, tl
 
 ROWS = 64  # of a program: what a warpgroup of the second product multiplies
 MOST_TILES = 32  # that are read together

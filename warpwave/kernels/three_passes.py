@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave import launch
 from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels.arguments import (
     allocator,
@@ -42,8 +41,9 @@ from warpwave.kernels.primitives import (
     tanh,
     visible_keys,
 )
-from warpwave.kernels.triton_or_stub import NO_TRITON, jit, tl
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
+from warpwave.runtime import launch
+from warpwave.runtime.triton_or_stub import NO_TRITON, jit, tl
 
 HIDDEN = tl.constexpr(-1.0)  # stands in P for a pair that is hidden, whose value must have no effect even if it is NaN
 SOFTMAX_ROWS, SOFTMAX_KEYS = 16, 128  # a tile of the softmax: 8 scores a thread, and rows of 512 bytes

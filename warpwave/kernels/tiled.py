@@ -39,8 +39,8 @@ from warpwave.kernels.primitives import (
     visible_keys,
 )
 from warpwave.kernels.three_passes import HIDDEN, UNSPECIALISED, Launches, Product, whole_lines
-from warpwave.kernels.triton_or_stub import jit, tl
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
+from warpwave.runtime.triton_or_stub import jit, tl
 
 NAME = "tiled"
 NEEDS_GPU = True

@@ -15,12 +15,12 @@ from tests.conformance import cases
 from tests.conformance.cases import PLAIN
 from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
-from warpwave import launch
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels import partials, split_kv
 from warpwave.kernels import split_kv_few_rows as few_rows
-from warpwave.kernels.triton_or_stub import NO_TRITON
 from warpwave.problem import AttentionProblem, CachedOperands
+from warpwave.runtime import launch
+from warpwave.runtime.triton_or_stub import NO_TRITON
 
 H200 = replace(Gpu.for_arch("sm_90"), num_sms=132)
 triton_only = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")

@@ -16,13 +16,15 @@ from tests.conformance.cases import PLAIN
 from tests.conformance.datasets import Data
 from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
-from warpwave import launch, precision
+from warpwave import precision
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels import mask_bits, scale_ahead, split_ahead
-from warpwave.kernels.hopper import flash_fwd, flash_fwd_configs, launcher
-from warpwave.kernels.triton_or_stub import NO_TRITON
+from warpwave.kernels.hopper import flash_fwd, flash_fwd_configs
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.reference import oracle
+from warpwave.runtime import launch
+from warpwave.runtime import tensor_maps as launcher
+from warpwave.runtime.triton_or_stub import NO_TRITON
 
 H200 = Gpu.for_arch("sm_90")
 CPU = torch.device("cpu")

@@ -15,12 +15,12 @@ from tests.conformance.cases import PLAIN
 from tests.conformance.datasets import Data
 from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
-from warpwave import launch
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels import large_head_dim_latent as latent
 from warpwave.kernels import partials
-from warpwave.kernels.triton_or_stub import NO_TRITON
 from warpwave.problem import AttentionProblem, CachedOperands, Operands
+from warpwave.runtime import launch
+from warpwave.runtime.triton_or_stub import NO_TRITON
 
 H200 = replace(Gpu.for_arch("sm_90"), num_sms=3)
 triton_only = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")

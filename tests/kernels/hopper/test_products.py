@@ -18,11 +18,11 @@ from tests.conformance.cases import PLAIN
 from tests.conformance.datasets import Data
 from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
-from warpwave import launch
 from warpwave.hardware.gpu import Gpu
 from warpwave.kernels import three_kernel_hopper
 from warpwave.kernels.three_kernel_plan import Config, allocate_workspace, key_tiles_before, least_bytes, plan
 from warpwave.problem import AttentionProblem, Operands
+from warpwave.runtime import launch
 
 H200 = replace(Gpu.for_arch("sm_90"), num_sms=3)
 CONFIG = Config("hopper", "hopper", 128, 256, 64, 256, 8, 3, 1, 1, 64, 4, 1 << 26)

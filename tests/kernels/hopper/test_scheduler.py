@@ -7,7 +7,7 @@ import heapq
 import pytest
 
 from tests.kernels.hopper import gluon_on_cpu
-from warpwave.kernels.triton_or_stub import NO_TRITON
+from warpwave.runtime.triton_or_stub import NO_TRITON
 
 pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
 SMS = 132

@@ -20,18 +20,6 @@ Bound: memory, `2 * (head_dim + head_dim_v)` bytes a key of a kv head.
 
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
 
-from warpwave.kernels.hopper.compat import (
-    aggregate,
-    block_barrier,
-    constexpr_function,
-    fence_async_shared,
-    gl,
-    jit,
-    mbarrier,
-    tma_load,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 from warpwave.kernels.hopper.parts import (
     LN_2,
     LOG2_E,
@@ -45,6 +33,18 @@ from warpwave.kernels.hopper.parts import (
     with_sink,
 )
 from warpwave.kernels.hopper.rows import row_vectors
+from warpwave.runtime.gluon_or_stub import (
+    aggregate,
+    block_barrier,
+    constexpr_function,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 BOX = gl.constexpr(64)  # columns of a box: 128 bytes, a line of swizzled shared memory
 ROWS = gl.constexpr(16)  # queries of all heads of a program, of which some may not be there

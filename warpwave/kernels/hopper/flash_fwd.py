@@ -25,12 +25,11 @@ from collections.abc import Callable
 
 import torch
 
-from warpwave import launch, precision, series
+from warpwave import precision
 from warpwave.errors import UnsupportedProblem
 from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels import arguments, mask_bits, scale_ahead, split_ahead
-from warpwave.kernels.hopper import host, launcher, roles, scheduler
-from warpwave.kernels.hopper.compat import Q_FITS_REGISTERS, fence_async_shared, gl, jit, mbarrier
+from warpwave.kernels.hopper import host, roles, scheduler
 from warpwave.kernels.hopper.flash_fwd_claims import cost, outrun, why_not
 from warpwave.kernels.hopper.flash_fwd_configs import (
     ABLE,
@@ -52,6 +51,16 @@ from warpwave.kernels.hopper.mask_bias import Beside, is_added
 from warpwave.kernels.hopper.parts import FREE_BARRIERS, ROWS, Ring, ring_init
 from warpwave.kernels.hopper.visible import Rules
 from warpwave.problem import AttentionProblem, Operands
+from warpwave.runtime import graphs as series
+from warpwave.runtime import launch
+from warpwave.runtime import tensor_maps as launcher
+from warpwave.runtime.gluon_or_stub import (
+    Q_FITS_REGISTERS,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+)
 
 __all__ = [
     "Config",

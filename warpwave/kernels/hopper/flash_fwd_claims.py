@@ -21,8 +21,8 @@ from warpwave.kernels.hopper.flash_fwd_configs import (
     query_tiles,
     smem_bytes,
 )
-from warpwave.kernels.triton_or_stub import NO_TRITON
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
+from warpwave.runtime.triton_or_stub import NO_TRITON
 
 MAX_HEAD_DIM = {"float16": 384, "bfloat16": 384, "float32": 256}
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 from warpwave.kernels import arguments
-from warpwave.kernels.hopper import launcher
 from warpwave.problem import AttentionProblem, Operands
+from warpwave.runtime import tensor_maps as launcher
 
 NUM_SMS = 132  # of an H100 or H200 SXM, where no device is asked
 L2_BYTES = 32 * 1024 * 1024  # K and V of the heads that run together under a causal mask

@@ -21,17 +21,23 @@ from dataclasses import dataclass
 
 import torch
 
-from warpwave import launch
 from warpwave.errors import UnsupportedProblem
 from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels import arguments
 from warpwave.kernels.cost import Cost, line_bytes, walk
-from warpwave.kernels.hopper import host, launcher, scheduler
+from warpwave.kernels.hopper import host, scheduler
 from warpwave.kernels.hopper import large_head_dim_roles as roles
-from warpwave.kernels.hopper.compat import fence_async_shared, gl, jit, mbarrier
 from warpwave.kernels.hopper.visible import Rules
-from warpwave.kernels.triton_or_stub import NO_TRITON
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
+from warpwave.runtime import launch
+from warpwave.runtime import tensor_maps as launcher
+from warpwave.runtime.gluon_or_stub import (
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+)
+from warpwave.runtime.triton_or_stub import NO_TRITON
 
 NAME = "hopper/large_head_dim"
 NEEDS_GPU = True

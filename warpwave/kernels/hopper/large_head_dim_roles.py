@@ -29,17 +29,6 @@ each of its writers before the barrier that announces it.
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
 
 from warpwave.kernels.hopper import scheduler
-from warpwave.kernels.hopper.compat import (
-    aggregate,
-    constexpr_function,
-    fence_async_shared,
-    gl,
-    jit,
-    mbarrier,
-    tma_load,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 from warpwave.kernels.hopper.parts import (
     LOG2_E,
     ROWS,
@@ -61,6 +50,17 @@ from warpwave.kernels.hopper.softmax import (
     with_sink,
 )
 from warpwave.kernels.hopper.visible import Place, keys_of_sequence, tiles_of_block
+from warpwave.runtime.gluon_or_stub import (
+    aggregate,
+    constexpr_function,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 CHUNK = gl.constexpr(128)  # columns of a chunk: two panels of 128 bytes, the widest that TMA swizzles
 KEYS = gl.constexpr(64)  # of a chunk, and of a step

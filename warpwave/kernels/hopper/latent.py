@@ -21,18 +21,6 @@ do meanwhile, and shared memory is written once and read twice, half of its time
 
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
 
-from warpwave.kernels.hopper.compat import (
-    aggregate,
-    block_barrier,
-    constexpr_function,
-    fence_async_shared,
-    gl,
-    jit,
-    mbarrier,
-    tma_load,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 from warpwave.kernels.hopper.large_head_dim_roles import Chunks, chunk, hand_back
 from warpwave.kernels.hopper.parts import (
     LN_2,
@@ -45,6 +33,18 @@ from warpwave.kernels.hopper.parts import (
     with_sink,
 )
 from warpwave.kernels.hopper.rows import row_vectors
+from warpwave.runtime.gluon_or_stub import (
+    aggregate,
+    block_barrier,
+    constexpr_function,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 KEYS = gl.constexpr(64)  # of a box and of a step
 BOX = gl.constexpr(64)  # columns of a box: 128 bytes, a line of swizzled shared memory

@@ -16,14 +16,6 @@ computed in bits too, and may differ by rounding from those of a block without s
 
 from warpwave import problem
 from warpwave.kernels.hopper import scheduler
-from warpwave.kernels.hopper.compat import (
-    aggregate,
-    constexpr_function,
-    fence_async_shared,
-    gl,
-    jit,
-    tma_load,
-)
 from warpwave.kernels.hopper.parts import (
     LN_2,
     LOG2_E,
@@ -38,6 +30,14 @@ from warpwave.kernels.hopper.parts import (
 from warpwave.kernels.hopper.rows import row_vectors
 from warpwave.kernels.hopper.softmax import in_bits
 from warpwave.kernels.hopper.visible import Keys
+from warpwave.runtime.gluon_or_stub import (
+    aggregate,
+    constexpr_function,
+    fence_async_shared,
+    gl,
+    jit,
+    tma_load,
+)
 
 LARGEST_BIAS = gl.constexpr(problem.LARGEST_BIAS)
 # The careful levels of a pass over a block (scheduler.py): 0 for the first.

@@ -11,7 +11,7 @@ piece.
 
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
 
-from warpwave.kernels.hopper.compat import (
+from warpwave.runtime.gluon_or_stub import (
     aggregate,
     constexpr_function,
     gl,

@@ -20,7 +20,10 @@ Bound: tensor cores and L2, 85 FLOP for each byte of operands.
 
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
 
-from warpwave.kernels.hopper.compat import (
+from warpwave.kernels.hopper.parts import ROWS, accumulator_layout, exp2, like, matrix
+from warpwave.kernels.hopper.product_tiles import BLOCK_M, BLOCK_N, Chunk, place_scores, place_values, value_turns
+from warpwave.kernels.hopper.split_float32 import wait_for_launch_before
+from warpwave.runtime.gluon_or_stub import (
     aggregate,
     block_barrier,
     constexpr_function,
@@ -34,9 +37,6 @@ from warpwave.kernels.hopper.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from warpwave.kernels.hopper.parts import ROWS, accumulator_layout, exp2, like, matrix
-from warpwave.kernels.hopper.product_tiles import BLOCK_M, BLOCK_N, Chunk, place_scores, place_values, value_turns
-from warpwave.kernels.hopper.split_float32 import wait_for_launch_before
 
 BLOCK_K = gl.constexpr(64)  # of head_dim or keys that a step sums over: 128 bytes, a line of swizzled shared memory
 STAGES = gl.constexpr(4)

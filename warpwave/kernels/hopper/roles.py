@@ -8,14 +8,6 @@ those that hide everything are left out.
 """
 
 from warpwave.kernels.hopper import scheduler
-from warpwave.kernels.hopper.compat import (
-    gl,
-    jit,
-    mbarrier,
-    tma,
-    tma_load,
-    warpgroup_mma_wait,
-)
 from warpwave.kernels.hopper.mask_bias import (
     aligned,
     bytes_beside,
@@ -78,6 +70,14 @@ from warpwave.kernels.hopper.split_float32 import (
     wait_for_launch_before,
 )
 from warpwave.kernels.hopper.visible import Place, keys_of_sequence, place_of_group, tiles_of_block
+from warpwave.runtime.gluon_or_stub import (
+    gl,
+    jit,
+    mbarrier,
+    tma,
+    tma_load,
+    warpgroup_mma_wait,
+)
 
 # The producer ---------------------------------------------------------------------------------------------------------
 

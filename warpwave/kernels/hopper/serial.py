@@ -4,7 +4,6 @@ There an output tile alone takes 176 registers of a thread and more, and what ov
 made ptxas wait for every single wgmma. The other warpgroup's products hide the softmax instead.
 """
 
-from warpwave.kernels.hopper.compat import constexpr_function, gl, jit, warpgroup_mma, warpgroup_mma_wait
 from warpwave.kernels.hopper.parts import (
     ROWS,
     accumulator_layout,
@@ -18,6 +17,13 @@ from warpwave.kernels.hopper.parts import (
 )
 from warpwave.kernels.hopper.rows import zero_values
 from warpwave.kernels.hopper.softmax import in_bits, new_maximum, partial_sums, probabilities
+from warpwave.runtime.gluon_or_stub import (
+    constexpr_function,
+    gl,
+    jit,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 
 @constexpr_function

@@ -5,8 +5,8 @@ Its state is there in two forms. Where tiles come one after another, maximum and
 asks the others only when its own scores rise: `settled_maximum`, `own_probabilities`.
 """
 
-from warpwave.kernels.hopper.compat import constexpr_function, gl, jit
 from warpwave.kernels.hopper.parts import LN_2, ROWS, exp2, multiply_add, rescale, tanh
+from warpwave.runtime.gluon_or_stub import constexpr_function, gl, jit
 
 # How far, in bits, a row's maximum may lag behind its largest score before the accumulator is rescaled: probabilities
 # reach 2^4. Random scores of one variance hardly ever rise by 4 bits after the first tile.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from warpwave.kernels.triton_or_stub import NO_TRITON, tl
+from warpwave.runtime.triton_or_stub import NO_TRITON, tl
 
 if NO_TRITON is None:
     from triton.experimental import gluon

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave import driver, launch
-from warpwave.kernels import scratch
-from warpwave.kernels.triton_or_stub import triton
+from warpwave.runtime import driver, launch, scratch
+from warpwave.runtime.triton_or_stub import triton
 
 # A graph takes 45 to 62 us to make, and a call without one 5 to 10 more: both are the same after so many calls.
 MADE_AFTER = 8

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from warpwave import kernels
-from warpwave.kernels.triton_or_stub import triton
+from warpwave.runtime.triton_or_stub import triton
 
 FOLDER = "warpwave-keys"  # in Triton's cache
 SOURCES = Path(__file__).parent / "kernels"  # where all device code is

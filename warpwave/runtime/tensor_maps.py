@@ -2,7 +2,7 @@
 
 A tensor map tells the copy engine where a tensor lies and what a copy moves (CUDA programming guide, "Tensor Memory
 Access"). Triton's own call path encodes those of every call anew, 80 to 100 us for four tensors; a bound launcher
-(warpwave.launch) encodes each once for an address.
+(warpwave.runtime.launch) encodes each once for an address.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave import launch
-from warpwave.kernels.hopper.compat import TensorDescriptor, gl
+from warpwave.runtime import launch
+from warpwave.runtime.gluon_or_stub import TensorDescriptor, gl
 
 
 class MapPlan(NamedTuple):

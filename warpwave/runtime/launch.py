@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from warpwave import driver, kernel_keys
 from warpwave.errors import UnsupportedProblem
-from warpwave.kernels.triton_or_stub import INTERPRETED, triton
+from warpwave.runtime import driver, kernel_keys
+from warpwave.runtime.triton_or_stub import INTERPRETED, triton
 
 log = logging.getLogger("warpwave")
 

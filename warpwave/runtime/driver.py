@@ -7,7 +7,7 @@ where. What lies there is never written again, so threads share it.
 
 The call is public; which parameters a compiled kernel has is Triton's affair: those of its signature that are no
 compile-time constants, a tensor map followed by its shape and strides, and two pointers to scratch memory at the end.
-So this serves the versions that were read; other kernels start through Triton (warpwave.launch).
+So this serves the versions that were read; other kernels start through Triton (warpwave.runtime.launch).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, Protocol
 
-from warpwave.kernels.triton_or_stub import triton
+from warpwave.runtime.triton_or_stub import triton
 
 READ_VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
 MAX_PREPARED = 1024  # launches of one plan remembered; a model meets one or two for each of its layers

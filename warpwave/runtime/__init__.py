@@ -1,0 +1,1 @@
+"""How a kernel starts: launches, the CUDA driver, graphs, tensor maps, scratch memory."""
