@@ -13,19 +13,7 @@ from warpwave.checks import check_problem
 from warpwave.errors import InvalidInput, InvalidType
 from warpwave.limits import MOST_TOKENS, check_size
 from warpwave.problem import PRECISIONS, AttentionProblem, Causal
-from warpwave.schema import (
-    Anything,
-    Flag,
-    Integer,
-    ListOf,
-    MapOf,
-    Mismatch,
-    Number,
-    OneOf,
-    OrNone,
-    Table,
-    Text,
-)
+from warpwave.schema import Anything, Flag, Integer, ListOf, MapOf, Mismatch, Number, OneOf, OrNone, Table, Text
 
 READABLE_VERSIONS = (1, 2)
 

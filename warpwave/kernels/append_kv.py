@@ -28,12 +28,7 @@ from warpwave.kernels.primitives import packed_sequence, rounded
 from warpwave.paging import offsets_within
 from warpwave.runtime import launch
 from warpwave.runtime.bounded import Bounded
-from warpwave.runtime.triton_or_stub import (
-    INTERPRETED,
-    NO_TRITON,
-    jit,
-    tl,
-)
+from warpwave.runtime.triton_or_stub import INTERPRETED, NO_TRITON, jit, tl
 
 UNSPECIALISED = [
     *("stride_kb", "stride_km", "stride_kh", "stride_vb", "stride_vm", "stride_vh", "stride_qb", "stride_qm"),

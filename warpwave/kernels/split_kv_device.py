@@ -7,14 +7,7 @@ keys are a share of those the rows see, in pages of a pool or one behind another
 from __future__ import annotations
 
 from warpwave.kernels.paged_keys import cached_sequence, page_ids, pages_named
-from warpwave.kernels.partials import (
-    await_launch_before_knowing,
-    inverse_sum,
-    join,
-    lse_of,
-    lse_offset,
-    parts_of_rows,
-)
+from warpwave.kernels.partials import await_launch_before_knowing, inverse_sum, join, lse_of, lse_offset, parts_of_rows
 from warpwave.kernels.primitives import (
     IN_INTERPRETER,
     LOG2_E,

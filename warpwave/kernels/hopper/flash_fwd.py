@@ -54,13 +54,7 @@ from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import graphs as series
 from warpwave.runtime import launch
 from warpwave.runtime import tensor_maps as launcher
-from warpwave.runtime.gluon_or_stub import (
-    Q_FITS_REGISTERS,
-    fence_async_shared,
-    gl,
-    jit,
-    mbarrier,
-)
+from warpwave.runtime.gluon_or_stub import Q_FITS_REGISTERS, fence_async_shared, gl, jit, mbarrier
 
 __all__ = [
     "Config",

@@ -31,12 +31,7 @@ from warpwave.kernels.hopper.visible import Rules
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
 from warpwave.runtime import launch
 from warpwave.runtime import tensor_maps as launcher
-from warpwave.runtime.gluon_or_stub import (
-    fence_async_shared,
-    gl,
-    jit,
-    mbarrier,
-)
+from warpwave.runtime.gluon_or_stub import fence_async_shared, gl, jit, mbarrier
 from warpwave.runtime.triton_or_stub import NO_TRITON
 
 NAME = "hopper/large_head_dim"

@@ -29,16 +29,7 @@ each of its writers before the barrier that announces it.
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
 
 from warpwave.kernels.hopper import scheduler
-from warpwave.kernels.hopper.parts import (
-    LOG2_E,
-    ROWS,
-    accumulator_layout,
-    like,
-    matrix,
-    rescale,
-    tile_bytes,
-    wait_full,
-)
+from warpwave.kernels.hopper.parts import LOG2_E, ROWS, accumulator_layout, like, matrix, rescale, tile_bytes, wait_full
 from warpwave.kernels.hopper.rows import zero_rows
 from warpwave.kernels.hopper.softmax import (
     in_bits,

@@ -30,14 +30,7 @@ from warpwave.kernels.hopper.parts import (
 from warpwave.kernels.hopper.rows import row_vectors
 from warpwave.kernels.hopper.softmax import in_bits
 from warpwave.kernels.hopper.visible import Keys
-from warpwave.runtime.gluon_or_stub import (
-    aggregate,
-    constexpr_function,
-    fence_async_shared,
-    gl,
-    jit,
-    tma_load,
-)
+from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, fence_async_shared, gl, jit, tma_load
 
 LARGEST_BIAS = gl.constexpr(problem.LARGEST_BIAS)
 # The careful levels of a pass over a block (scheduler.py): 0 for the first.
@@ -248,8 +241,8 @@ def scores_in_bits(scores, ahead, tile, place, keys, rules, AT_EDGE: gl.constexp
 
     The first pass over a block and a pass that only hides values compute alike in all tiles, so that a block brought
     again has the same bits. A bias is added in natural units: the factor to bits is then part of the softmax's fused
-    multiply-add. A pass at level FAR adds it in bits. The scale is never 0 here (0 * -inf): the host passes the smallest
-    float32 instead.
+    multiply-add. A pass at level FAR adds it in bits. The scale is never 0 here (0 * -inf): the host passes the
+    smallest float32 instead.
     """
     if not is_added(place):
         return in_bits(scores, tile, place, keys, rules, AT_EDGE)

@@ -8,12 +8,7 @@ Bound: a few divisions an item, while products run.
 
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
 
-from warpwave.runtime.gluon_or_stub import (
-    aggregate,
-    constexpr_function,
-    gl,
-    jit,
-)
+from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit
 
 BLOCK_M = gl.constexpr(128)  # queries of a tile, 64 for each of two warpgroups
 BLOCK_N = gl.constexpr(256)  # keys of a tile of scores, and columns of v of a tile of out

@@ -70,14 +70,7 @@ from warpwave.kernels.hopper.split_float32 import (
     wait_for_launch_before,
 )
 from warpwave.kernels.hopper.visible import Place, keys_of_sequence, place_of_group, tiles_of_block
-from warpwave.runtime.gluon_or_stub import (
-    gl,
-    jit,
-    mbarrier,
-    tma,
-    tma_load,
-    warpgroup_mma_wait,
-)
+from warpwave.runtime.gluon_or_stub import gl, jit, mbarrier, tma, tma_load, warpgroup_mma_wait
 
 # The producer ---------------------------------------------------------------------------------------------------------
 

@@ -1,14 +1,7 @@
 """Rows behind the end of a packed sequence: V's are zeroed in shared memory, and those of out are not stored."""
 
 from warpwave.kernels.hopper.parts import ROWS, accumulator_layout, first_column, matrix
-from warpwave.runtime.gluon_or_stub import (
-    constexpr_function,
-    fence_async_shared,
-    gl,
-    jit,
-    tma,
-    tma_store,
-)
+from warpwave.runtime.gluon_or_stub import constexpr_function, fence_async_shared, gl, jit, tma, tma_store
 
 
 @constexpr_function

@@ -12,13 +12,7 @@ one that got the last number puts 0 back.
 
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
 
-from warpwave.runtime.gluon_or_stub import (
-    aggregate,
-    constexpr_function,
-    gl,
-    jit,
-    mbarrier,
-)
+from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit, mbarrier
 
 # The words of a message about a tile, in shared memory.
 TILE = gl.constexpr(0)

@@ -17,13 +17,7 @@ from warpwave.kernels.hopper.parts import (
 )
 from warpwave.kernels.hopper.rows import zero_values
 from warpwave.kernels.hopper.softmax import in_bits, new_maximum, partial_sums, probabilities
-from warpwave.runtime.gluon_or_stub import (
-    constexpr_function,
-    gl,
-    jit,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from warpwave.runtime.gluon_or_stub import constexpr_function, gl, jit, warpgroup_mma, warpgroup_mma_wait
 
 
 @constexpr_function

@@ -16,26 +16,12 @@ One tile comes after another, nothing of a group overlaps: a tile's products tak
 the other group's products hide it. Probabilities and values are multiplied in slices of the columns, for registers.
 """
 
-from warpwave.kernels.hopper.parts import (
-    ROWS,
-    accumulator_layout,
-    hand_back,
-    like,
-    matrix,
-    wait_full,
-    zero_accumulator,
-)
+from warpwave.kernels.hopper.parts import ROWS, accumulator_layout, hand_back, like, matrix, wait_full, zero_accumulator
 from warpwave.kernels.hopper.rows import zero_values
 from warpwave.kernels.hopper.serial import unseen_zero
 from warpwave.kernels.hopper.softmax import in_bits, new_maximum, partial_sums, probabilities
 from warpwave.kernels.hopper.visible import Rules
-from warpwave.runtime.gluon_or_stub import (
-    constexpr_function,
-    gl,
-    jit,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from warpwave.runtime.gluon_or_stub import constexpr_function, gl, jit, warpgroup_mma, warpgroup_mma_wait
 
 # Scales ---------------------------------------------------------------------------------------------------------------
 

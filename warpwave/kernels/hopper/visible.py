@@ -3,12 +3,7 @@
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
 
 from warpwave.kernels.hopper.parts import ROWS
-from warpwave.runtime.gluon_or_stub import (
-    aggregate,
-    constexpr_function,
-    gl,
-    jit,
-)
+from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit
 
 
 @aggregate
