@@ -29,9 +29,9 @@ import numpy as np
 from benchmarks.calibration_points import Point, near_best, points
 from warpwave import calibration, dispatch, model
 from warpwave.calibration import UNCALIBRATED, Calibration, Constants, Residuals, residuals
+from warpwave.gpu import Gpu
 from warpwave.hardware import measure
 from warpwave.hardware.catalog import DataSheet, data_sheet, find, gpu_of
-from warpwave.hardware.gpu import Gpu
 from warpwave.ladder import path_of
 
 ROOT = Path(__file__).parent.parent

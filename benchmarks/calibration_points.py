@@ -16,7 +16,7 @@ from typing import Any
 
 from warpwave import dispatch
 from warpwave.bench.records import read_records
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.kernels import flash_fwd, three_kernel
 from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
 from warpwave.kernels.hopper import large_head_dim as hopper_large_head_dim

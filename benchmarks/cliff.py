@@ -34,7 +34,7 @@ from warpwave.bench import environment
 from warpwave.bench.correctness import Sample
 from warpwave.bench.inputs import make_operands
 from warpwave.bench.timing import time_modes
-from warpwave.hardware.gpu import Gpu, current_gpu
+from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import three_kernel
 from warpwave.kernels.three_kernel_plan import Config
 from warpwave.output_files import write_whole

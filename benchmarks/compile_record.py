@@ -19,7 +19,7 @@ from typing import Any
 from tests.compile.test_targets import FEATURES, TARGETS
 from warpwave import dispatch
 from warpwave.compiled import compile_launches, toolchain
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.inspection import group
 from warpwave.problem import AttentionProblem, Causal
 

@@ -28,8 +28,8 @@ from benchmarks.two_head_sizes import medians
 from warpwave.bench.correctness import Sample
 from warpwave.bench.inputs import make_operands
 from warpwave.explanation import explain
+from warpwave.gpu import current_gpu
 from warpwave.hardware import catalog
-from warpwave.hardware.gpu import current_gpu
 from warpwave.problem import AttentionProblem, CachedOperands, Operands
 
 COLD_BYTES = 250e6  # that calls cycle through: four times an H200's L2

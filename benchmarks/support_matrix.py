@@ -33,7 +33,7 @@ from tests.compile import (  # noqa: E402
 )
 from tests.conformance import cases  # noqa: E402
 from warpwave import dispatch  # noqa: E402
-from warpwave.hardware.gpu import ARCHS, CPU, INTERPRETER, Gpu  # noqa: E402
+from warpwave.gpu import ARCHS, CPU, INTERPRETER, Gpu  # noqa: E402
 from warpwave.problem import AttentionProblem, Causal  # noqa: E402
 
 PAGE = ROOT / "docs" / "support.md"

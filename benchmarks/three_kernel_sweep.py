@@ -28,7 +28,7 @@ from warpwave.bench.correctness import Sample
 from warpwave.bench.inputs import make_operands
 from warpwave.bench.timing import Samples, time_modes
 from warpwave.errors import UnsupportedProblem
-from warpwave.hardware.gpu import Gpu, current_gpu
+from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import three_kernel, three_kernel_configs
 from warpwave.kernels.three_kernel import STAGES
 from warpwave.kernels.three_kernel_plan import Config

@@ -16,7 +16,7 @@ from warpwave import demo, demo_model
 from warpwave.bench.correctness import Verdict
 from warpwave.bench.records import Measurement
 from warpwave.bench.timing import Samples
-from warpwave.hardware.gpu import CPU as CPU_GPU
+from warpwave.gpu import CPU as CPU_GPU
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.report import shipped
 

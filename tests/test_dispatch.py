@@ -11,7 +11,7 @@ import pytest
 
 from warpwave import dispatch, explain
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
-from warpwave.hardware.gpu import ARCHS, CPU, INTERPRETER, Gpu
+from warpwave.gpu import ARCHS, CPU, INTERPRETER, Gpu
 from warpwave.kernels import eager, flash_fwd, torch_sdpa
 from warpwave.problem import PRECISIONS, AttentionProblem, Causal
 

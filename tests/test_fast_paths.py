@@ -11,7 +11,7 @@ import torch
 
 from warpwave import dispatch
 from warpwave.fast_paths import as_positional, nearest, positional_band
-from warpwave.hardware.gpu import CPU, Gpu
+from warpwave.gpu import CPU, Gpu
 from warpwave.kernels import eager, flash_fwd
 from warpwave.problem import AttentionProblem, Band, Causal
 

@@ -16,7 +16,7 @@ import pytest
 from warpwave import cli, compiled, inspection, inspection_command, inspection_text
 from warpwave.compiled import CannotCompile, CompileFacts
 from warpwave.errors import InvalidInput
-from warpwave.hardware.gpu import ARCHS, Gpu
+from warpwave.gpu import ARCHS, Gpu
 from warpwave.hardware.occupancy import MULTIPROCESSORS, occupancy
 from warpwave.inspection import Finding, Inspection
 from warpwave.kernels import eager, flash_fwd

@@ -65,7 +65,7 @@ def test_every_card_is_predicted_and_none_is_faster_than_its_bound(card: str) ->
 
 
 def test_a_cpu_and_a_call_without_work_have_no_prediction() -> None:
-    from warpwave.hardware.gpu import CPU
+    from warpwave.gpu import CPU
 
     assert predict(_problem(), flash_fwd, flash_fwd.Config(64, 64, 4, 3), CPU) is None
     nothing = _problem(causal=Causal("top_left"), seqlen_k=0)

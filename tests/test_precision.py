@@ -12,8 +12,8 @@ import pytest
 from benchmarks.float32_error import relative_errors
 from tests.conformance.datasets import DATA_SETS, Data
 from warpwave import precision
+from warpwave.gpu import ARCHS, CPU, INTERPRETER, Gpu
 from warpwave.hardware import catalog
-from warpwave.hardware.gpu import ARCHS, CPU, INTERPRETER, Gpu
 from warpwave.kernels import flash_fwd
 from warpwave.kernels.hopper import flash_fwd as hopper
 from warpwave.problem import PRECISIONS, AttentionProblem

@@ -9,8 +9,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from warpwave.gpu import CPU, Gpu
 from warpwave.hardware.catalog import catalog, find, gpu_of
-from warpwave.hardware.gpu import CPU, Gpu
 from warpwave.hardware.measure import Ceilings
 from warpwave.kernels import flash_fwd
 from warpwave.kernels.cost import Cost

@@ -14,7 +14,7 @@ import torch
 
 import warpwave
 from tests.test_driver import Counters, Device, Driver, bound, device, known
-from warpwave.hardware.gpu import current_gpu
+from warpwave.gpu import current_gpu
 from warpwave.kernels import three_kernel_configs
 from warpwave.runtime import driver, launch, scratch
 from warpwave.runtime import graphs as series

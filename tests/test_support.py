@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import support_matrix
 from warpwave import dispatch
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.kernels import eager, flash_fwd
 from warpwave.problem import AttentionProblem
 

@@ -13,8 +13,8 @@ import torch
 from warpwave import testing
 from warpwave.bench.timing import Samples
 from warpwave.errors import InvalidInput
+from warpwave.gpu import Gpu, current_gpu
 from warpwave.hardware import catalog
-from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.problem import AttentionProblem
 from warpwave.roofline import data_sheet_rates, roofline
 

@@ -20,7 +20,7 @@ from warpwave import cli, dispatch, selfcheck, verify
 from warpwave.bench.correctness import Verdict
 from warpwave.bench.records import Measurement, Records, read_records
 from warpwave.bench.timing import Method, Samples
-from warpwave.hardware.gpu import CPU, Gpu
+from warpwave.gpu import CPU, Gpu
 from warpwave.kernels import eager
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.verify import Line, Outcome, Speed

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from warpwave.errors import UnsupportedProblem as UnsupportedProblem
     from warpwave.explanation import Explanation as Explanation
     from warpwave.explanation import explain as explain
-    from warpwave.hardware.gpu import Gpu as Gpu
+    from warpwave.gpu import Gpu as Gpu
     from warpwave.kv_cache import CacheLayer as CacheLayer
     from warpwave.kv_cache import PagedKVCache as PagedKVCache
     from warpwave.kv_cache import Rotary as Rotary
@@ -45,7 +45,7 @@ _HOME = {
     "Explanation": "warpwave.explanation",
     "AttentionProblem": "warpwave.problem",
     "Causal": "warpwave.problem",
-    "Gpu": "warpwave.hardware.gpu",
+    "Gpu": "warpwave.gpu",
     "InvalidInput": "warpwave.errors",
     "InvalidType": "warpwave.errors",
     "OutOfPages": "warpwave.errors",

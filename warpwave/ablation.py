@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from warpwave.errors import InvalidInput
-from warpwave.hardware.gpu import Gpu, current_gpu
+from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import flash_fwd
 from warpwave.ladder import ABLATIONS
 from warpwave.model import predict

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from warpwave import precision
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem, Operands
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from warpwave.fast_paths import as_positional
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.kernels.cost import Cost
 from warpwave.ladder import LOSSES
 from warpwave.model import Prediction

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from warpwave import cached_calls, derivatives, ops
+from warpwave import autograd as derivatives
+from warpwave import cached_calls, ops
 from warpwave.checks import (
     Options,
     as_bool,

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave import derivatives, dispatch, ops
+from warpwave import autograd as derivatives
+from warpwave import dispatch, ops
 from warpwave.checks import Options, check_cache_contents, check_problem, describe_cached_call
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
-from warpwave.hardware.gpu import Gpu, current_gpu
+from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import append_kv, split_kv
 from warpwave.kv_cache import CacheLayer, PagedKVCache, Rotary, check_counts, check_positions, integers, new_tokens
 from warpwave.problem import AttentionProblem, CachedOperands

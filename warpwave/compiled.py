@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem, CachedOperands, Operands
 from warpwave.runtime.launch import Launch
 from warpwave.runtime.triton_or_stub import INTERPRETED, NO_TRITON, triton

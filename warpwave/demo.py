@@ -30,7 +30,7 @@ from warpwave.bench.correctness import Verdict
 from warpwave.bench.records import OURS, Measurement, RecordError, Records, environment_id
 from warpwave.bench.table import Table, print_table
 from warpwave.bench.timing import CaptureFailed, Samples, time_interleaved
-from warpwave.hardware.gpu import current_gpu
+from warpwave.gpu import current_gpu
 from warpwave.output_files import CannotWrite
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.report import command

@@ -150,7 +150,7 @@ def _ask_torch(versions: Mapping[str, str]) -> dict[str, Any]:
 
     asked: dict[str, Any] = {"cuda": torch.version.cuda, "hip": torch.version.hip}
     if torch.cuda.is_available():
-        from warpwave.hardware.gpu import current_gpu
+        from warpwave.gpu import current_gpu
 
         gpus = [current_gpu(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
         asked["gpus"] = tuple((gpu.name, gpu.arch) for gpu in gpus)
@@ -165,7 +165,7 @@ def _ask_torch(versions: Mapping[str, str]) -> dict[str, Any]:
 def _kernels() -> dict[str, list[str]]:
     """Kernel -> why it cannot run a plain causal call on this machine."""
     from warpwave.dispatch import reasons_against
-    from warpwave.hardware.gpu import current_gpu
+    from warpwave.gpu import current_gpu
 
     return reasons_against(typical_problem(), current_gpu(this_device()))
 

@@ -17,8 +17,8 @@ from warpwave.api import _options
 from warpwave.checks import check_problem, describe_call
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.fast_paths import FastPath, nearest, positional_band
+from warpwave.gpu import Gpu, current_gpu
 from warpwave.hardware import catalog, measure
-from warpwave.hardware.gpu import Gpu, current_gpu
 from warpwave.kernels import three_kernel, three_kernel_gradient_memory, three_kernel_gradients
 from warpwave.kernels.cost import Cost
 from warpwave.losses import Losses, split

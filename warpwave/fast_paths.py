@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem, Band, Causal
 
 LARGEST_MASK = 1 << 27  # cells looked at: more would take longer than `explain` may

@@ -21,7 +21,7 @@ from typing import Any
 import warpwave
 from warpwave.compiled import CannotCompile, CompileFacts, compile_launches, toolchain
 from warpwave.errors import InvalidInput, UnsupportedProblem
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.hardware.occupancy import Occupancy, occupancy
 from warpwave.input_files import parse_json
 from warpwave.output_files import Kind, write_output

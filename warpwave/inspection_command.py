@@ -16,7 +16,7 @@ from warpwave import dispatch
 from warpwave.bench.table import plain, print_table
 from warpwave.compiled import CannotCompile
 from warpwave.errors import InvalidInput
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.input_files import Unreadable, read_text
 from warpwave.inspection import Finding, Inspection, config_name, inspect, parse_config
 from warpwave.inspection_text import (
@@ -179,7 +179,7 @@ def _target(arch: str) -> Gpu:
 def _this_gpu() -> Gpu:
     import torch
 
-    from warpwave.hardware.gpu import current_gpu
+    from warpwave.gpu import current_gpu
 
     if not torch.cuda.is_available():
         raise InvalidInput("torch sees no GPU here: name the target, --arch sm_90 or --arch gfx942")

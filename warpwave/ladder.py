@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from warpwave.calibration import Machine, constant_of
+from warpwave.gpu import KIB, Gpu
 from warpwave.hardware.catalog import DataSheet
-from warpwave.hardware.gpu import KIB, Gpu
 from warpwave.hardware.occupancy import occupancy
 from warpwave.kernels.cost import Cost
 from warpwave.problem import AttentionProblem

@@ -17,8 +17,8 @@ from itertools import pairwise
 from typing import Any
 
 from warpwave.calibration import Machine, machine, worst_uncalibrated
+from warpwave.gpu import Gpu
 from warpwave.hardware.catalog import DataSheet, data_sheet
-from warpwave.hardware.gpu import Gpu
 from warpwave.ladder import Ladder, Traffic
 from warpwave.problem import AttentionProblem
 

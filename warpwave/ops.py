@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from warpwave import derivatives, dispatch, guards
+from warpwave import autograd as derivatives
+from warpwave import dispatch, guards
+from warpwave.autograd import absent, dispatch_modes, is_compiling, is_grad_enabled
 from warpwave.checks import Options, describe_call, is_plain
-from warpwave.derivatives import absent, dispatch_modes, is_compiling, is_grad_enabled
 from warpwave.errors import InvalidType
-from warpwave.hardware.gpu import Gpu, current_gpu
+from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import flash_fwd
 from warpwave.problem import AttentionProblem, Operands
 

@@ -10,8 +10,8 @@ from typing import Any
 from warpwave import dispatch
 from warpwave.bench.records import Measurement, RecordError, read_records
 from warpwave.errors import InvalidInput
+from warpwave.gpu import Gpu
 from warpwave.hardware.catalog import data_sheet
-from warpwave.hardware.gpu import Gpu
 from warpwave.losses import Losses, split
 from warpwave.model import predict
 from warpwave.problem import AttentionProblem

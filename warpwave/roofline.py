@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from warpwave import precision as arithmetics
+from warpwave.gpu import Gpu
 from warpwave.hardware.catalog import DataSheet
-from warpwave.hardware.gpu import Gpu
 from warpwave.hardware.measure import Ceilings
 from warpwave.kernels.cost import Cost
 from warpwave.problem import DTYPE_BYTES, AttentionProblem

@@ -21,7 +21,7 @@ import warpwave
 from warpwave.bench.correctness import Sample, Verdict
 from warpwave.bench.inputs import call_arguments, make_operands
 from warpwave.bench.workloads import default_scale
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem, Causal, Operands
 
 SEED = 0

@@ -35,7 +35,7 @@ from warpwave.bench.timing import CaptureFailed, Ratio, Samples, ratio_if_paired
 from warpwave.bench.unpaired import unpaired_ratio
 from warpwave.bench.workloads import case_name
 from warpwave.errors import InvalidInput
-from warpwave.hardware.gpu import Gpu, current_gpu
+from warpwave.gpu import Gpu, current_gpu
 from warpwave.problem import AttentionProblem
 from warpwave.selfcheck import FEATURES_OF_DTYPE, PROBES, SEED, gates, probe_problem, problem_of
 from warpwave.terminal import in_columns

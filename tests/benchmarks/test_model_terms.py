@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.calibration_points import problem_of
 from warpwave.calibration import UNCALIBRATED, calibrations, machine, nearest
+from warpwave.gpu import Gpu
 from warpwave.hardware.catalog import find, gpu_of
-from warpwave.hardware.gpu import Gpu
 from warpwave.kernels import flash_fwd, large_head_dim, split_kv, three_kernel, tiled
 from warpwave.kernels.cost import ODD_ROWS, WARP_US, line_bytes, merging, waits_for_memory
 from warpwave.kernels.three_kernel_library import tiles_of_product

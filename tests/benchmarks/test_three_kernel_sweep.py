@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import three_kernel_sweep as sweep
 from warpwave.bench.inputs import make_operands
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.kernels import three_kernel
 from warpwave.kernels.three_kernel_plan import Config
 from warpwave.problem import AttentionProblem

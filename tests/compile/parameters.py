@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from warpwave import compiled, dispatch
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem
 from warpwave.runtime import driver
 from warpwave.runtime.launch import Launch

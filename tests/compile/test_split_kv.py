@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.compile.test_targets import TARGETS, compile_all, family, matrix_instructions
-from warpwave.hardware.gpu import ARCHS
+from warpwave.gpu import ARCHS
 
 CASES: dict[str, dict[str, Any]] = {
     "decode": {},
@@ -187,7 +187,7 @@ def test_append_compiles() -> None:
     code = (
         "import itertools, torch\n"
         "from warpwave.compiled import compile_launch\n"
-        "from warpwave.hardware.gpu import Gpu\n"
+        "from warpwave.gpu import Gpu\n"
         "from warpwave.kernels import append_kv as a\n"
         "e = lambda *s, d=torch.bfloat16: torch.empty(s, dtype=d, device='meta')\n"
         "i, f = torch.int32, torch.float32\n"

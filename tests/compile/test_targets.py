@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from warpwave.hardware.gpu import ARCHS
+from warpwave.gpu import ARCHS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
 
@@ -172,7 +172,7 @@ def test_hopper_uses_its_own_matrix_instruction() -> None:
 def test_lengths_and_causality_do_not_recompile() -> None:
     """A causal mask and a window to the right of 0 are one variant, and no length is baked into the code."""
     from warpwave.compiled import operands_without_memory
-    from warpwave.hardware.gpu import Gpu
+    from warpwave.gpu import Gpu
     from warpwave.kernels import flash_fwd
     from warpwave.problem import AttentionProblem, Causal
     from warpwave.runtime.launch import Launch
@@ -244,7 +244,7 @@ def test_triton_for_amd_takes_the_products_that_the_table_gives_it() -> None:
     from triton.backends.amd.compiler import HIPBackend
     from triton.backends.compiler import GPUTarget
 
-    from warpwave.hardware.gpu import Gpu
+    from warpwave.gpu import Gpu
     from warpwave.precision import target
 
     for arch in (arch for arch in TARGETS if arch.startswith("gfx9")):

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.conformance import cases
 from tests.conformance.cases import Call, Case
 from warpwave import UnsupportedProblem, attention, attention_varlen, dispatch
-from warpwave.hardware.gpu import current_gpu
+from warpwave.gpu import current_gpu
 from warpwave.problem import AttentionProblem, Operands
 
 ON_GPU = torch.cuda.is_available()

@@ -16,7 +16,7 @@ from tests.conformance.cases import PLAIN, Call, Case
 from tests.conformance.datasets import DATA_SETS, Data
 from tests.conformance.gates import ForwardReferences, forward_references, judge_forward
 from tests.conformance.harness import DEVICE, GPU, GRID, KERNELS, each_kernel
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 
 each_data_set = pytest.mark.parametrize("data", DATA_SETS)
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from warpwave.gpu import ARCHS, CPU, Gpu
 from warpwave.hardware.catalog import PATHS, DataSheet, catalog, data_sheet, find, gpu_of, of_arch, resolve
-from warpwave.hardware.gpu import ARCHS, CPU, Gpu
 
 SHEETS = list(catalog().values())
 WANTED = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from warpwave.hardware.gpu import ARCHS, CPU, Gpu, current_gpu
+from warpwave.gpu import ARCHS, CPU, Gpu, current_gpu
 
 
 @pytest.mark.parametrize("arch", ARCHS)

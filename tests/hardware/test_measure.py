@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from warpwave.bench.timing import Samples
+from warpwave.gpu import CPU, Gpu
 from warpwave.hardware import measure
 from warpwave.hardware.catalog import find, gpu_of
 from warpwave.hardware.ceilings_table import table
-from warpwave.hardware.gpu import CPU, Gpu
 from warpwave.hardware.measure import Ceilings, cache_file, load, read, shipped, store, text
 from warpwave.runtime.triton_or_stub import INTERPRETED
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import warpwave
-from warpwave.hardware.gpu import CPU
+from warpwave.gpu import CPU
 from warpwave.kernels import eager
 from warpwave.problem import AttentionProblem
 

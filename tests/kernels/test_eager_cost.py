@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warpwave.hardware.gpu import CPU
+from warpwave.gpu import CPU
 from warpwave.kernels import eager, eager_cost
 from warpwave.kernels.eager_cost import Tiles, tiles_of_sequence
 from warpwave.problem import AttentionProblem, Band, Causal

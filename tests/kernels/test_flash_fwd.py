@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warpwave.hardware.gpu import ARCHS, Gpu
+from warpwave.gpu import ARCHS, Gpu
 from warpwave.kernels import flash_fwd, flash_fwd_configs
 from warpwave.kernels.cost import visited_tiles
 from warpwave.problem import AttentionProblem, Causal

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from warpwave import cached_calls
-from warpwave.hardware.gpu import ARCHS, CPU, INTERPRETER, Gpu
+from warpwave.gpu import ARCHS, CPU, INTERPRETER, Gpu
 from warpwave.kernels import large_head_dim
 from warpwave.kernels.large_head_dim import Config, piece_of
 from warpwave.problem import AttentionProblem, Causal

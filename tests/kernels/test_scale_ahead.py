@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.conformance import cases
 from tests.conformance.cases import PLAIN, Call
 from tests.conformance.harness import by_sequence
-from warpwave.hardware.gpu import current_gpu
+from warpwave.gpu import current_gpu
 from warpwave.kernels import scale_ahead, split_ahead
 from warpwave.kernels.hopper import flash_fwd
 from warpwave.problem import AttentionProblem, Operands

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from warpwave import attention, explain
-from warpwave.hardware.gpu import ARCHS, Gpu
+from warpwave.gpu import ARCHS, Gpu
 from warpwave.kernels import split_kv, split_kv_configs
 from warpwave.kernels.split_kv import Config
 from warpwave.problem import AttentionProblem, Causal

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from warpwave.compiled import operands_without_memory
 from warpwave.errors import InvalidInput
-from warpwave.hardware.gpu import ARCHS, CPU, INTERPRETER, Gpu
+from warpwave.gpu import ARCHS, CPU, INTERPRETER, Gpu
 from warpwave.kernels import (
     three_kernel,
     three_kernel_configs,

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from warpwave.explanation import explain
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.kernels import three_kernel_gradient_memory, three_kernel_gradients
 from warpwave.problem import AttentionProblem, Causal, Operands
 from warpwave.runtime import launch

@@ -9,7 +9,7 @@ import pytest
 
 from warpwave import dispatch
 from warpwave.compiled import operands_without_memory
-from warpwave.hardware.gpu import ARCHS, CPU, INTERPRETER, Gpu
+from warpwave.gpu import ARCHS, CPU, INTERPRETER, Gpu
 from warpwave.kernels import naive, three_passes, tiled
 from warpwave.problem import AttentionProblem, Causal
 

@@ -14,7 +14,7 @@ from tests.conformance.cases import Case
 from tests.conformance.datasets import DATA_SETS, Data
 from tests.conformance.gates import forward_references, judge_forward
 from warpwave import attention
-from warpwave.hardware.gpu import CPU
+from warpwave.gpu import CPU
 from warpwave.kernels import eager, torch_sdpa
 from warpwave.problem import Causal
 

@@ -272,7 +272,7 @@ OTHERS = [
         "test_edges.py::test_scale_zero_is_uniform_over_what_is_visible", "eager", "FAIL",
     ),
     Mutant(
-        "gradient of the LSE dropped", "derivatives.py",
+        "gradient of the LSE dropped", "autograd.py",
         "out, lse, dout, dlse, wanted)", "out, lse, dout, None, wanted)",
         "test_gradients.py::test_lse_alone_in_the_loss", "eager", "FAIL",
     ),
@@ -292,7 +292,7 @@ OTHERS = [
         "test_gradients.py::test_gradients_of_empty_calls", "eager and True and 5", "Tensor-likes",
     ),
     Mutant(
-        "second derivative is silently none", "derivatives.py",
+        "second derivative is silently none", "autograd.py",
         '    raise RuntimeError("warpwave.attention has first', '    raise RuntimeError("has',
         "test_gradients.py::test_second_derivative_is_refused", "eager", "first derivatives only",
     ),
@@ -572,7 +572,7 @@ OTHERS = [
         "../test_ops.py::test_a_call_known_without_gradients_has_them_all_the_same", "no_grad", "assert",
     ),
     Mutant(
-        "a tangent lost", "derivatives.py",
+        "a tangent lost", "autograd.py",
         ".tangent is not None for t", ".tangent is NotImplemented for t",
         "../test_derivatives.py::test_tangents_are_refused_and_never_lost", "jvp", "DID NOT RAISE",
     ),

@@ -24,7 +24,7 @@ from warpwave import (
 from warpwave.bench.inputs import call_arguments
 from warpwave.bench.peers import PEERS, Peer, PeerUnavailable, Prepared
 from warpwave.bench.records import OURS, YARDSTICK
-from warpwave.hardware.gpu import current_gpu
+from warpwave.gpu import current_gpu
 from warpwave.problem import AttentionProblem, CachedOperands, Operands
 from warpwave.runtime.triton_or_stub import NO_TRITON, jit, tl
 

@@ -34,8 +34,8 @@ from warpwave.bench.resume import STOPPING, Journal, finished_cases
 from warpwave.bench.table import case_tables, print_table, summary_tables
 from warpwave.bench.workloads import Case, Suite, SuiteError, load_suite, matching
 from warpwave.dispatch import KERNELS
+from warpwave.gpu import current_gpu
 from warpwave.hardware.catalog import data_sheet
-from warpwave.hardware.gpu import current_gpu
 from warpwave.hardware.measure import load, shipped
 from warpwave.roofline import data_sheet_rates, measured_rates
 from warpwave.runtime.triton_or_stub import INTERPRETED

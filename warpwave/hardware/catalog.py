@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from warpwave.hardware.gpu import ARCHS, CPU, Gpu
+from warpwave.gpu import ARCHS, CPU, Gpu
 
 FILE = Path(__file__).with_name("catalog.toml")
 # How products are computed, slowest last. Accumulation is in float32 throughout; "float32" is the plain floating-point

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from warpwave.errors import InvalidInput
+from warpwave.gpu import CPU, current_gpu
 from warpwave.hardware import measure
 from warpwave.hardware.catalog import DataSheet, data_sheet
-from warpwave.hardware.gpu import CPU, current_gpu
 from warpwave.hardware.measure import Ceilings
 from warpwave.input_files import Unreadable
 from warpwave.output_files import Kind, check_output, write_output

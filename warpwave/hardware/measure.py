@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from warpwave.bench.environment_schema import ENVIRONMENT, READING, WORD
-from warpwave.hardware.gpu import CPU, Gpu, current_gpu
+from warpwave.gpu import CPU, Gpu, current_gpu
 from warpwave.input_files import Unreadable, read_json
 from warpwave.kernels.probes import empty_kernel, exponentials_kernel, read_kernel
 from warpwave.output_files import write_whole

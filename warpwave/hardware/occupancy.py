@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from warpwave.hardware.gpu import KIB, Gpu
+from warpwave.gpu import KIB, Gpu
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from warpwave import precision
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem, Operands
 
 # (sizes, strides, dtype) -> memory on the current CUDA device, as the code that torch compiles asks for it.

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from warpwave import precision
-from warpwave.hardware.gpu import Gpu, current_gpu
+from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels.eager_cost import cost
 from warpwave.kernels.torch_products import plainly, product
 from warpwave.paging import as_cached, as_packed, one_by_one

@@ -22,7 +22,7 @@ from dataclasses import replace
 import torch
 
 from warpwave import precision
-from warpwave.hardware.gpu import Gpu, current_gpu
+from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import split_ahead
 from warpwave.kernels.arguments import (
     allocator,

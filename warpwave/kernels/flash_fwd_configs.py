@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import dot_precision, padded, tile_widths
 from warpwave.kernels.split_ahead import PARTS
 from warpwave.problem import DTYPE_BYTES, AttentionProblem

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import dot_precision, padded, tile_widths
 from warpwave.kernels.cost import ODD_ROWS, Cost, conversions, launch_order, odd_rows, waits_for_memory, walk
 from warpwave.kernels.flash_fwd_configs import Config, bytes_per_score, smem_bytes

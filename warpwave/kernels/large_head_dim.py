@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from warpwave import precision
-from warpwave.hardware.gpu import Gpu, current_gpu
+from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import large_head_dim_latent as latent
 from warpwave.kernels import partials, wide_heads
 from warpwave.kernels.arguments import (

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.kernels import partials
 from warpwave.kernels.arguments import band_constants, window
 from warpwave.kernels.hopper import host

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from warpwave import precision
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.kernels import three_passes
 from warpwave.kernels.cost import Cost
 from warpwave.kernels.primitives import band_edges, packed_sequence, rounded, visible_keys

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.kernels import arguments
 from warpwave.kernels.arguments import padded
 from warpwave.kernels.primitives import IN_INTERPRETER

@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import dot_precision, padded, token_strides
 from warpwave.kernels.primitives import operand
 from warpwave.problem import AttentionProblem, Operands

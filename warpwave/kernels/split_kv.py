@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from warpwave import precision
-from warpwave.hardware.gpu import Gpu, current_gpu
+from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import partials, tensor_maps
 from warpwave.kernels import split_kv_few_rows as few_rows
 from warpwave.kernels.arguments import (

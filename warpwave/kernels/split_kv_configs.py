@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.kernels import split_kv_few_rows as few_rows
 from warpwave.kernels.arguments import dot_precision, padded, tile_widths
 from warpwave.problem import DTYPE_BYTES, AttentionProblem

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import tile_widths
 from warpwave.kernels.split_kv_configs import Config, may_map
 from warpwave.problem import AttentionProblem

@@ -26,7 +26,7 @@ import torch
 
 from warpwave import precision
 from warpwave.errors import UnsupportedProblem
-from warpwave.hardware.gpu import Gpu, current_gpu
+from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import three_kernel_hopper, three_kernel_launches
 from warpwave.kernels import three_kernel_library as library
 from warpwave.kernels.arguments import allocator, straightener

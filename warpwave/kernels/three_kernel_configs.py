@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.kernels import three_kernel_hopper, wide_heads
 from warpwave.kernels.arguments import dot_precision, padded, split_operand
 from warpwave.kernels.three_kernel_plan import Config, least_bytes

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import band_constants, padded, window
 from warpwave.kernels.partials import inverse_sum, join
 from warpwave.kernels.primitives import (

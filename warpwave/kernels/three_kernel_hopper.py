@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import lse_strides
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.products import hopper_scores_kernel, hopper_values_kernel

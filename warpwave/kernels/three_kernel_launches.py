@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import (
     band_constants,
     broadcast_strides,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave.hardware.gpu import Gpu, current_gpu
+from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels.arguments import (
     allocator,
     band_constants,

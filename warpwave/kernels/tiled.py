@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from warpwave import precision
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.kernels import three_passes
 from warpwave.kernels.arguments import dot_precision, padded
 from warpwave.kernels.cost import Cost, conversions

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 
 from warpwave import precision
-from warpwave.hardware.gpu import Gpu, current_gpu
+from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import eager
 from warpwave.kernels.cost import Cost
 from warpwave.kernels.torch_products import keeps_float32, plainly

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.kernels import three_kernel_hopper
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 

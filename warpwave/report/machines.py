@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from warpwave.bench.records import Measurement, Records
-from warpwave.hardware.gpu import ARCHS, CPU, Gpu
+from warpwave.gpu import ARCHS, CPU, Gpu
 
 Origin = Literal["given", "here", "shipped"]
 

@@ -15,7 +15,7 @@ from tests.conformance import cases
 from tests.conformance.cases import PLAIN
 from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.kernels import partials, split_kv
 from warpwave.kernels import split_kv_few_rows as few_rows
 from warpwave.problem import AttentionProblem, CachedOperands

@@ -12,7 +12,7 @@ import torch
 
 from warpwave import UnsupportedProblem, attention, attention_varlen
 from warpwave.compiled import operands_without_memory
-from warpwave.hardware.gpu import CPU, Gpu, current_gpu
+from warpwave.gpu import CPU, Gpu, current_gpu
 from warpwave.kernels import scale_ahead, split_ahead
 from warpwave.kernels.hopper import flash_fwd, flash_fwd_claims, flash_fwd_configs
 from warpwave.problem import AttentionProblem, Causal, Operands

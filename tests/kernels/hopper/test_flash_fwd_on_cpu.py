@@ -17,7 +17,7 @@ from tests.conformance.datasets import Data
 from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
 from warpwave import precision
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.kernels import mask_bits, scale_ahead, split_ahead
 from warpwave.kernels.hopper import flash_fwd, flash_fwd_configs
 from warpwave.problem import AttentionProblem, Operands

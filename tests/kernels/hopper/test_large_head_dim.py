@@ -16,7 +16,7 @@ from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
 from warpwave import UnsupportedProblem, attention
 from warpwave.compiled import operands_without_memory
-from warpwave.hardware.gpu import CPU, Gpu
+from warpwave.gpu import CPU, Gpu
 from warpwave.kernels.hopper import large_head_dim
 from warpwave.problem import AttentionProblem, Causal, Operands
 

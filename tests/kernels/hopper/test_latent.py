@@ -15,7 +15,7 @@ from tests.conformance.cases import PLAIN
 from tests.conformance.datasets import Data
 from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.kernels import large_head_dim_latent as latent
 from warpwave.kernels import partials
 from warpwave.problem import AttentionProblem, CachedOperands, Operands

@@ -18,7 +18,7 @@ from tests.conformance.cases import PLAIN
 from tests.conformance.datasets import Data
 from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.kernels import three_kernel_hopper
 from warpwave.kernels.three_kernel_plan import Config, allocate_workspace, key_tiles_before, least_bytes, plan
 from warpwave.problem import AttentionProblem, Operands

@@ -27,7 +27,7 @@ import torch
 
 from warpwave import precision
 from warpwave.errors import UnsupportedProblem
-from warpwave.hardware.gpu import Gpu, current_gpu
+from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import arguments, mask_bits, scale_ahead, split_ahead
 from warpwave.kernels.hopper import host, roles, scheduler
 from warpwave.kernels.hopper.flash_fwd_claims import cost, outrun, why_not

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from warpwave import precision
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.kernels import mask_bits, scale_ahead
 from warpwave.kernels.cost import ODD_ROWS, Cost, launch_order, line_bytes, odd_rows, walk
 from warpwave.kernels.hopper.flash_fwd_configs import (

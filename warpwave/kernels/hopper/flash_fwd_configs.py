@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from warpwave import precision
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.kernels import scale_ahead
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from warpwave.errors import UnsupportedProblem
-from warpwave.hardware.gpu import Gpu, current_gpu
+from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import arguments
 from warpwave.kernels.cost import Cost, line_bytes, walk
 from warpwave.kernels.hopper import host, scheduler

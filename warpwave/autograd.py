@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from warpwave import dispatch
 from warpwave.checks import Options
 from warpwave.errors import UnsupportedProblem
-from warpwave.hardware.gpu import Gpu
+from warpwave.gpu import Gpu
 from warpwave.kernels import eager
 from warpwave.problem import AttentionProblem, Operands
 
