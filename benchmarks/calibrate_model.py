@@ -30,9 +30,9 @@ from benchmarks.calibration_points import Point, near_best, points
 from warpwave import calibration, dispatch, model
 from warpwave.calibration import UNCALIBRATED, Calibration, Constants, Residuals, residuals
 from warpwave.gpu import Gpu
-from warpwave.hardware import measure
-from warpwave.hardware.catalog import DataSheet, data_sheet, find, gpu_of
 from warpwave.ladder import path_of
+from warpwave.workbench.hardware import measure
+from warpwave.workbench.hardware.catalog import DataSheet, data_sheet, find, gpu_of
 
 ROOT = Path(__file__).parent.parent
 RECORDS, SHIPPED = ROOT / "benchmarks" / "records", ROOT / "warpwave" / "report" / "shipped"

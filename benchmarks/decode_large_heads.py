@@ -29,8 +29,8 @@ from warpwave.bench.correctness import Sample
 from warpwave.bench.inputs import make_operands
 from warpwave.explanation import explain
 from warpwave.gpu import current_gpu
-from warpwave.hardware import catalog
 from warpwave.problem import AttentionProblem, CachedOperands, Operands
+from warpwave.workbench.hardware import catalog
 
 COLD_BYTES = 250e6  # that calls cycle through: four times an H200's L2
 CALLS = 8  # of a graph, at the least

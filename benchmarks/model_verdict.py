@@ -1,8 +1,8 @@
-"""Judges predicted times on a record of a grid, keeps what was predicted, and writes the verdicts into docs/model.md.
+"""Judges predicted times on a record of a grid, keeps what was predicted, and writes the verdicts into docs/notes/model.md.
 
     python -m benchmarks.model_verdict --predict model_grid_4 --out GRID-predicted.json    before it is measured
     python -m benchmarks.model_verdict --judge benchmarks/records/GRID.jsonl    writes GRID-judged.json beside it
-    python -m benchmarks.model_verdict                                          writes the tables of docs/model.md
+    python -m benchmarks.model_verdict                                          writes the tables of docs/notes/model.md
 
 A verdict is of the predictions that were written before, where a record has a file of them beside it
 (GRID-predicted.json), and else of the calibration that shipped when it was made. So predictions are kept in a file, and
@@ -27,7 +27,7 @@ from warpwave.calibration import Calibration, Residuals, calibrations, residuals
 from warpwave.problem import AttentionProblem
 
 ROOT = Path(__file__).resolve().parents[1]
-DOC = ROOT / "docs" / "model.md"
+DOC = ROOT / "docs" / "notes" / "model.md"
 SUFFIX, PREDICTED = "-judged.json", "-predicted.json"
 SECTION = re.compile(r"(<!-- judged in (?P<file>\S+) -->\n)(?P<body>.*?)(<!-- end of judged -->)", re.DOTALL)
 FITTED = re.compile(r"(<!-- fit of (?P<card>\S+) -->\n)(?P<body>.*?)(<!-- end of fit -->)", re.DOTALL)
@@ -91,8 +91,8 @@ def predictions(suite: str, card: str = "h200") -> dict[str, Any]:
     """
     from warpwave import dispatch
     from warpwave.bench.workloads import load_suite
-    from warpwave.hardware.catalog import resolve
     from warpwave.model import predict
+    from warpwave.workbench.hardware.catalog import resolve
 
     gpu, found, shipped = resolve(card), load_suite(suite), calibrations()[card]
     kernels = {kernel.NAME: kernel for kernel in dispatch.KERNELS}
@@ -130,7 +130,7 @@ def judge(record: Path) -> dict[str, Any]:
         NoVerdict: the record has no time of ours, or one that the predictions beside it do not have.
     """
     from benchmarks import calibrate_model, calibration_points
-    from warpwave.hardware.catalog import find, gpu_of
+    from warpwave.workbench.hardware.catalog import find, gpu_of
 
     environment = next(iter(read_records(record).environments.values()), {})
     name = str((environment.get("gpu") or {}).get("name", ""))

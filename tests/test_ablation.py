@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 from warpwave.ablation import AGREES, Ablation, ablate, predicted
 from warpwave.cli import app
 from warpwave.errors import InvalidInput
-from warpwave.hardware.catalog import resolve
 from warpwave.kernels import flash_fwd
 from warpwave.ladder import ABLATIONS
 from warpwave.problem import AttentionProblem, Causal
+from warpwave.workbench.hardware.catalog import resolve
 
 H200 = resolve("h200")
 

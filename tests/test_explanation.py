@@ -16,10 +16,10 @@ import torch
 import warpwave
 from warpwave import AttentionProblem, Explanation, Gpu, dispatch
 from warpwave.advice import MOST
-from warpwave.hardware import measure
-from warpwave.hardware.catalog import catalog, resolve
-from warpwave.hardware.measure import Ceilings
 from warpwave.problem import Causal
+from warpwave.workbench.hardware import measure
+from warpwave.workbench.hardware.catalog import catalog, resolve
+from warpwave.workbench.hardware.measure import Ceilings
 
 PLAIN = AttentionProblem(
     batch=4, seqlen_q=4096, seqlen_k=4096, num_heads_q=16, num_heads_kv=16, head_dim=128, head_dim_v=128,

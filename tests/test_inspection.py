@@ -17,9 +17,9 @@ from warpwave import cli, compiled, inspection, inspection_command, inspection_t
 from warpwave.compiled import CannotCompile, CompileFacts
 from warpwave.errors import InvalidInput
 from warpwave.gpu import ARCHS, Gpu
-from warpwave.hardware.occupancy import MULTIPROCESSORS, occupancy
 from warpwave.inspection import Finding, Inspection
 from warpwave.kernels import eager, flash_fwd
+from warpwave.workbench.hardware.occupancy import MULTIPROCESSORS, occupancy
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
 DEFAULT = flash_fwd.Config(64, 64, 4, 3)

@@ -17,7 +17,6 @@ from warpwave.bench.records import read_records
 from warpwave.cli import app
 from warpwave.errors import InvalidInput
 from warpwave.explanation import explain
-from warpwave.hardware.catalog import catalog, resolve
 from warpwave.ladder import LOSSES
 from warpwave.losses import REMEDIES, Losses, recommendation, split
 from warpwave.model import predict
@@ -25,6 +24,7 @@ from warpwave.problem import AttentionProblem
 from warpwave.recorded_time import clock_mhz, config_of, in_graph, is_hot
 from warpwave.report import shipped
 from warpwave.roofline import data_sheet_rates, roofline
+from warpwave.workbench.hardware.catalog import catalog, resolve
 
 H200, SHEET = resolve("h200"), catalog()["h200"]
 

@@ -14,7 +14,6 @@ from warpwave import dispatch
 from warpwave.bench.records import read_records
 from warpwave.bench.workloads import load_suite
 from warpwave.calibration import FOLDER, Constants, calibrations, constant_of, read, residuals, write
-from warpwave.hardware.catalog import catalog, gpu_of, resolve
 from warpwave.kernels import flash_fwd, large_head_dim, naive, split_kv, tiled
 from warpwave.kernels.cost import Cost, launch_order, walk
 from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
@@ -23,6 +22,7 @@ from warpwave.model import Prediction, predict
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.recorded_time import config_of
 from warpwave.report import shipped
+from warpwave.workbench.hardware.catalog import catalog, gpu_of, resolve
 
 H200 = resolve("h200")
 CARDS = [key for key in catalog() if key != "t4"]

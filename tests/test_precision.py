@@ -13,10 +13,10 @@ from benchmarks.float32_error import relative_errors
 from tests.conformance.datasets import DATA_SETS, Data
 from warpwave import precision
 from warpwave.gpu import ARCHS, CPU, INTERPRETER, Gpu
-from warpwave.hardware import catalog
 from warpwave.kernels import flash_fwd
 from warpwave.kernels.hopper import flash_fwd as hopper
 from warpwave.problem import PRECISIONS, AttentionProblem
+from warpwave.workbench.hardware import catalog
 
 RECORD = Path(__file__).parents[1] / "benchmarks" / "records" / "2026-11-21-float32-emulation.jsonl"
 PLAIN = AttentionProblem(

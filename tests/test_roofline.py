@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given
 
 from warpwave.gpu import CPU, Gpu
-from warpwave.hardware.catalog import catalog, find, gpu_of
-from warpwave.hardware.measure import Ceilings
 from warpwave.kernels import flash_fwd
 from warpwave.kernels.cost import Cost
 from warpwave.problem import AttentionProblem, Causal
@@ -28,6 +26,8 @@ from warpwave.roofline import (
     roofline,
     us,
 )
+from warpwave.workbench.hardware.catalog import catalog, find, gpu_of
+from warpwave.workbench.hardware.measure import Ceilings
 
 PLAIN = AttentionProblem(
     batch=1, seqlen_q=16384, seqlen_k=16384, num_heads_q=16, num_heads_kv=16, head_dim=128, head_dim_v=128,

@@ -14,9 +14,9 @@ from warpwave import testing
 from warpwave.bench.timing import Samples
 from warpwave.errors import InvalidInput
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.hardware import catalog
 from warpwave.problem import AttentionProblem
 from warpwave.roofline import data_sheet_rates, roofline
+from warpwave.workbench.hardware import catalog
 
 PROBLEM = AttentionProblem(
     batch=1,

@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from warpwave.cli import app
 from warpwave.errors import InvalidInput
-from warpwave.hardware.catalog import catalog
 from warpwave.problem import AttentionProblem
 from warpwave.what_if import cards, text, what_if
+from warpwave.workbench.hardware.catalog import catalog
 
 PROBLEM = AttentionProblem(
     batch=1, seqlen_q=4096, seqlen_k=4096, num_heads_q=16, num_heads_kv=16, head_dim=128, head_dim_v=128,

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from warpwave.hardware.catalog import DataSheet
+from warpwave.workbench.hardware.catalog import DataSheet
 
 FOLDER = Path(__file__).with_name("calibrated")
 SCHEMA = "warpwave calibration 1"

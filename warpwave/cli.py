@@ -195,7 +195,7 @@ def _print_ablations(problem: AttentionProblem, name: str | None, as_json: bool)
     from dataclasses import asdict
 
     from warpwave.ablation import ablate
-    from warpwave.hardware.catalog import resolve
+    from warpwave.workbench.hardware.catalog import resolve
 
     try:
         gpu = None if name is None else resolve(name)
@@ -217,7 +217,7 @@ def _print_explanation(
     import json
 
     import warpwave
-    from warpwave.hardware.catalog import resolve
+    from warpwave.workbench.hardware.catalog import resolve
 
     if name is not None and ("," in name or name.lower() == "all"):
         from dataclasses import asdict
@@ -248,7 +248,7 @@ def roof(
     Half a minute on a GPU, ten seconds on a CPU. The figures are kept with their date, shown beside the card's data
     sheet, and `explain` uses them from then on.
     """
-    from warpwave.hardware.ceilings_table import run
+    from warpwave.workbench.hardware.ceilings_table import run
 
     raise typer.Exit(run(device, out, as_json))
 

@@ -22,12 +22,12 @@ import warpwave
 from warpwave.compiled import CannotCompile, CompileFacts, compile_launches, toolchain
 from warpwave.errors import InvalidInput, UnsupportedProblem
 from warpwave.gpu import Gpu
-from warpwave.hardware.occupancy import Occupancy, occupancy
 from warpwave.input_files import parse_json
 from warpwave.output_files import Kind, write_output
 from warpwave.problem import AttentionProblem
 from warpwave.schema import Anything, Flag, Integer, ListOf, MapOf, Number, OneOf, OrNone, Table, Text, check
 from warpwave.terminal import printable
+from warpwave.workbench.hardware.occupancy import Occupancy, occupancy
 
 SCHEMA_VERSION = 1
 

@@ -165,7 +165,7 @@ def _kernel(name: str) -> Any:
 
 
 def _target(arch: str) -> Gpu:
-    from warpwave.hardware import catalog
+    from warpwave.workbench.hardware import catalog
 
     try:
         gpu = catalog.resolve(arch)

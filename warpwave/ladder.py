@@ -15,11 +15,11 @@ from typing import Any
 
 from warpwave.calibration import Machine, constant_of
 from warpwave.gpu import KIB, Gpu
-from warpwave.hardware.catalog import DataSheet
-from warpwave.hardware.occupancy import occupancy
 from warpwave.kernels.cost import Cost
 from warpwave.problem import AttentionProblem
 from warpwave.roofline import FLOAT32_PATHS, Path, data_sheet_rates, fastest, product_path, roofline
+from warpwave.workbench.hardware.catalog import DataSheet
+from warpwave.workbench.hardware.occupancy import occupancy
 
 # What is lost between the bound and a time, in the order in which the ladder climbs: name -> what it is.
 LOSSES: dict[str, str] = {

@@ -18,9 +18,9 @@ from typing import Any
 
 from warpwave.calibration import Machine, machine, worst_uncalibrated
 from warpwave.gpu import Gpu
-from warpwave.hardware.catalog import DataSheet, data_sheet
 from warpwave.ladder import Ladder, Traffic
 from warpwave.problem import AttentionProblem
+from warpwave.workbench.hardware.catalog import DataSheet, data_sheet
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from warpwave import precision as arithmetics
 from warpwave.gpu import Gpu
-from warpwave.hardware.catalog import DataSheet
-from warpwave.hardware.measure import Ceilings
 from warpwave.kernels.cost import Cost
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
+from warpwave.workbench.hardware.catalog import DataSheet
+from warpwave.workbench.hardware.measure import Ceilings
 
 FLOAT32_UNITS = "float32"  # the path that is no matrix instruction
 # The units that can take each arithmetic, and how many of their products it makes of one float32 product.

@@ -25,9 +25,9 @@ from warpwave.bench.inputs import make_operands
 from warpwave.bench.timing import CaptureFailed, Samples, paired_ratio, time_interleaved
 from warpwave.errors import InvalidInput
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.hardware import catalog
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.roofline import Roofline, data_sheet_rates, roofline
+from warpwave.workbench.hardware import catalog
 
 ROUNDS = 11
 

@@ -20,9 +20,9 @@ from warpwave.bench.goals import Goal
 from warpwave.bench.records import RecordError, read_records
 from warpwave.bench.resume import finished_cases
 from warpwave.errors import InvalidInput
-from warpwave.hardware.catalog import resolve
 from warpwave.recorded_time import find
 from warpwave.report.command import main as report
+from warpwave.workbench.hardware.catalog import resolve
 
 ODD: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 1 << 31, 1 << 62, 10**30, 10**300, -(10**300), 1e-320, 1e308, -0.0, 0.5,

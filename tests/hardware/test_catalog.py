@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from warpwave.gpu import ARCHS, CPU, Gpu
-from warpwave.hardware.catalog import PATHS, DataSheet, catalog, data_sheet, find, gpu_of, of_arch, resolve
+from warpwave.workbench.hardware.catalog import PATHS, DataSheet, catalog, data_sheet, find, gpu_of, of_arch, resolve
 
 SHEETS = list(catalog().values())
 WANTED = {

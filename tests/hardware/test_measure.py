@@ -17,11 +17,11 @@ import torch
 
 from warpwave.bench.timing import Samples
 from warpwave.gpu import CPU, Gpu
-from warpwave.hardware import measure
-from warpwave.hardware.catalog import find, gpu_of
-from warpwave.hardware.ceilings_table import table
-from warpwave.hardware.measure import Ceilings, cache_file, load, read, shipped, store, text
 from warpwave.runtime.triton_or_stub import INTERPRETED
+from warpwave.workbench.hardware import measure
+from warpwave.workbench.hardware.catalog import find, gpu_of
+from warpwave.workbench.hardware.ceilings_table import table
+from warpwave.workbench.hardware.measure import Ceilings, cache_file, load, read, shipped, store, text
 
 H200 = gpu_of(find("h200"))  # type: ignore[arg-type]
 CEILINGS = Ceilings(
@@ -276,7 +276,7 @@ def test_what_is_read_from_l2_fits_it(
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter (TRITON_INTERPRET=1) or a GPU")
 def test_exponentials_are_computed_one_after_the_other() -> None:
-    from warpwave.kernels.probes import exponentials_kernel
+    from warpwave.workbench.hardware.probes import exponentials_kernel
 
     out = torch.empty(128)
     exponentials_kernel[(2,)](out, 5, BLOCK=64)
@@ -314,7 +314,7 @@ def test_the_table_has_the_share_of_the_data_sheet() -> None:
 def test_a_cache_that_cannot_be_written_loses_no_figures(
     cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from warpwave.hardware import ceilings_table
+    from warpwave.workbench.hardware import ceilings_table
 
     (cache / "warpwave").write_text("a file where a folder should be")
     monkeypatch.setattr(measure, "measure", lambda device, say: CEILINGS)

@@ -9,11 +9,11 @@ import pytest
 from tests.report.samples import CPU, H200, RIGHT, WRONG, measurement, pair, problem, samples, source
 from warpwave.bench.goals import Goal
 from warpwave.bench.records import Measurement
-from warpwave.hardware import measure
-from warpwave.hardware.measure import Ceilings
 from warpwave.report.bounds import rates_of
 from warpwave.report.machines import machines
 from warpwave.report.verdicts import CaseResult, case_results, how_fast, is_it_right, what_bounds_it
+from warpwave.workbench.hardware import measure
+from warpwave.workbench.hardware.measure import Ceilings
 
 
 def results(measurements: list[Measurement], **options: Any) -> list[CaseResult]:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from warpwave import roofline
 from warpwave.bench.records import Measurement
-from warpwave.hardware import catalog, measure
-from warpwave.hardware.measure import Ceilings
 from warpwave.report.figures import duration, figure
 from warpwave.report.machines import Machine
 from warpwave.roofline import Bound, Rates, Roofline
+from warpwave.workbench.hardware import catalog, measure
+from warpwave.workbench.hardware.measure import Ceilings
 
 ROUNDING = 1e-6  # by which a share may pass 1 where a rate was raised to what it is the share of
 
