@@ -1,4 +1,4 @@
-"""Writes the measured part of docs/ladder.md from a record of `warpwave bench ladder`.
+"""Writes the measured part of docs/kernels/ladder.md from a record of `warpwave bench ladder`.
 
     PYTHONPATH=. python benchmarks/ladder.py benchmarks/records/RECORD.jsonl
 
@@ -16,7 +16,7 @@ from warpwave.bench.records import Measurement, Records, read_records
 from warpwave.bench.timing import paired_ratio
 
 ROOT = Path(__file__).resolve().parents[1]
-DOC = ROOT / "docs" / "ladder.md"
+DOC = ROOT / "docs" / "kernels" / "ladder.md"
 SUITE = "ladder"
 RUNGS = ("naive", "tiled", "flash_fwd", "hopper/flash_fwd")
 # The opening marker names the record, so that a test can make the section again.

@@ -1,4 +1,4 @@
-"""Judges predicted times on a record of a grid, keeps what was predicted, and writes the verdicts into docs/notes/model.md.
+"""Judges predicted times on a record of a grid, keeps what was predicted, and writes verdicts to docs/notes/model.md.
 
     python -m benchmarks.model_verdict --predict model_grid_4 --out GRID-predicted.json    before it is measured
     python -m benchmarks.model_verdict --judge benchmarks/records/GRID.jsonl    writes GRID-judged.json beside it
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from warpwave.bench.records import read_records
-from warpwave.calibration import Calibration, Residuals, calibrations, residuals
+from warpwave.workbench.model.calibration import (Calibration, Residuals, calibrations, residuals)
 from warpwave.problem import AttentionProblem
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -91,7 +91,7 @@ def predictions(suite: str, card: str = "h200") -> dict[str, Any]:
     """
     from warpwave import dispatch
     from warpwave.bench.workloads import load_suite
-    from warpwave.model import predict
+    from warpwave.workbench.model.predict import (predict)
     from warpwave.workbench.hardware.catalog import resolve
 
     gpu, found, shipped = resolve(card), load_suite(suite), calibrations()[card]
