@@ -1,4 +1,4 @@
-"""Fits the constants of `warpwave.model` for one card to records, judges them on others, and writes the calibration.
+"""Fits the constants of `warpwave.workbench.model.predict` for one card to records, judges them on others, and writes the calibration.
 
     python -m benchmarks.calibrate_model                    refit the H200 from the records of this repository
     python -m benchmarks.calibrate_model --check            judge the calibration that ships, write nothing
@@ -27,12 +27,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.calibration_points import Point, near_best, points
-from warpwave import calibration, dispatch, model
-from warpwave.calibration import UNCALIBRATED, Calibration, Constants, Residuals, residuals
+from warpwave import dispatch
 from warpwave.gpu import Gpu
-from warpwave.ladder import path_of
 from warpwave.workbench.hardware import measure
 from warpwave.workbench.hardware.catalog import DataSheet, data_sheet, find, gpu_of
+from warpwave.workbench.model import calibration
+from warpwave.workbench.model import predict as model
+from warpwave.workbench.model.calibration import UNCALIBRATED, Calibration, Constants, Residuals, residuals
+from warpwave.workbench.model.steps import path_of
 
 ROOT = Path(__file__).parent.parent
 RECORDS, SHIPPED = ROOT / "benchmarks" / "records", ROOT / "warpwave" / "report" / "shipped"

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from warpwave.bench.records import read_records
-from warpwave.workbench.model.calibration import (Calibration, Residuals, calibrations, residuals)
 from warpwave.problem import AttentionProblem
+from warpwave.workbench.model.calibration import Calibration, Residuals, calibrations, residuals
 
 ROOT = Path(__file__).resolve().parents[1]
 DOC = ROOT / "docs" / "notes" / "model.md"
@@ -91,8 +91,8 @@ def predictions(suite: str, card: str = "h200") -> dict[str, Any]:
     """
     from warpwave import dispatch
     from warpwave.bench.workloads import load_suite
-    from warpwave.workbench.model.predict import (predict)
     from warpwave.workbench.hardware.catalog import resolve
+    from warpwave.workbench.model.predict import predict
 
     gpu, found, shipped = resolve(card), load_suite(suite), calibrations()[card]
     kernels = {kernel.NAME: kernel for kernel in dispatch.KERNELS}

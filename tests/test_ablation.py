@@ -14,13 +14,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from warpwave.ablation import AGREES, Ablation, ablate, predicted
 from warpwave.cli import app
 from warpwave.errors import InvalidInput
 from warpwave.kernels import flash_fwd
-from warpwave.ladder import ABLATIONS
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.hardware.catalog import resolve
+from warpwave.workbench.model.ablation import AGREES, Ablation, ablate, predicted
+from warpwave.workbench.model.steps import ABLATIONS
 
 H200 = resolve("h200")
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from warpwave.fitting import line, power_law
+from warpwave.workbench.model.fitting import line, power_law
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 2.0, 3.1])

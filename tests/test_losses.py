@@ -17,14 +17,14 @@ from warpwave.bench.records import read_records
 from warpwave.cli import app
 from warpwave.errors import InvalidInput
 from warpwave.explanation import explain
-from warpwave.ladder import LOSSES
-from warpwave.losses import REMEDIES, Losses, recommendation, split
-from warpwave.model import predict
 from warpwave.problem import AttentionProblem
 from warpwave.recorded_time import clock_mhz, config_of, in_graph, is_hot
 from warpwave.report import shipped
-from warpwave.roofline import data_sheet_rates, roofline
 from warpwave.workbench.hardware.catalog import catalog, resolve
+from warpwave.workbench.model.losses import REMEDIES, Losses, recommendation, split
+from warpwave.workbench.model.predict import predict
+from warpwave.workbench.model.roofline import data_sheet_rates, roofline
+from warpwave.workbench.model.steps import LOSSES
 
 H200, SHEET = resolve("h200"), catalog()["h200"]
 

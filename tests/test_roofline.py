@@ -13,7 +13,9 @@ from warpwave.gpu import CPU, Gpu
 from warpwave.kernels import flash_fwd
 from warpwave.kernels.cost import Cost
 from warpwave.problem import AttentionProblem, Causal
-from warpwave.roofline import (
+from warpwave.workbench.hardware.catalog import catalog, find, gpu_of
+from warpwave.workbench.hardware.measure import Ceilings
+from warpwave.workbench.model.roofline import (
     PER_US,
     Rates,
     busy_share,
@@ -26,8 +28,6 @@ from warpwave.roofline import (
     roofline,
     us,
 )
-from warpwave.workbench.hardware.catalog import catalog, find, gpu_of
-from warpwave.workbench.hardware.measure import Ceilings
 
 PLAIN = AttentionProblem(
     batch=1, seqlen_q=16384, seqlen_k=16384, num_heads_q=16, num_heads_kv=16, head_dim=128, head_dim_v=128,

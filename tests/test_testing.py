@@ -15,8 +15,8 @@ from warpwave.bench.timing import Samples
 from warpwave.errors import InvalidInput
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.problem import AttentionProblem
-from warpwave.roofline import data_sheet_rates, roofline
 from warpwave.workbench.hardware import catalog
+from warpwave.workbench.model.roofline import data_sheet_rates, roofline
 
 PROBLEM = AttentionProblem(
     batch=1,

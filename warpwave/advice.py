@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 from warpwave.fast_paths import as_positional
 from warpwave.gpu import Gpu
 from warpwave.kernels.cost import Cost
-from warpwave.ladder import LOSSES
-from warpwave.model import Prediction
 from warpwave.precision import ARITHMETICS, PORTABLE, arithmetic
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band
-from warpwave.roofline import (
+from warpwave.workbench.model.predict import Prediction
+from warpwave.workbench.model.roofline import (
     FLOAT32_PATHS,
     Bound,
     Path,
@@ -31,6 +30,7 @@ from warpwave.roofline import (
     roofline,
     us,
 )
+from warpwave.workbench.model.steps import LOSSES
 
 FAR = 1.6  # as far as predictions of what was never measured are off in one call of ten
 NOTICEABLE = 1.05  # a bound that falls by less is not worth a sentence

@@ -194,8 +194,8 @@ def _print_ablations(problem: AttentionProblem, name: str | None, as_json: bool)
     import json
     from dataclasses import asdict
 
-    from warpwave.ablation import ablate
     from warpwave.workbench.hardware.catalog import resolve
+    from warpwave.workbench.model.ablation import ablate
 
     try:
         gpu = None if name is None else resolve(name)

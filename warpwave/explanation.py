@@ -20,11 +20,11 @@ from warpwave.fast_paths import FastPath, nearest, positional_band
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import three_kernel, three_kernel_gradient_memory, three_kernel_gradients
 from warpwave.kernels.cost import Cost
-from warpwave.losses import Losses, split
-from warpwave.model import Prediction, predict
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band, Causal, Operands
-from warpwave.roofline import Rates, Roofline, byte, data_sheet_rates, measured_rates, roofline
 from warpwave.workbench.hardware import catalog, measure
+from warpwave.workbench.model.losses import Losses, split
+from warpwave.workbench.model.predict import Prediction, predict
+from warpwave.workbench.model.roofline import Rates, Roofline, byte, data_sheet_rates, measured_rates, roofline
 
 LOAD_BYTES = 16  # what a thread loads at once, where addresses are multiples of it
 

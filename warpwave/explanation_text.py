@@ -8,16 +8,16 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from warpwave.ladder import LOSSES
-from warpwave.losses import recommendation
 from warpwave.problem import DTYPE_BYTES
-from warpwave.roofline import Bound, Roofline, byte, figure, flop, us
 from warpwave.terminal import columns
+from warpwave.workbench.model.losses import recommendation
+from warpwave.workbench.model.roofline import Bound, Roofline, byte, figure, flop, us
+from warpwave.workbench.model.steps import LOSSES
 
 if TYPE_CHECKING:
     from warpwave.accuracy import Accuracy
     from warpwave.explanation import Explanation
-    from warpwave.model import Prediction
+    from warpwave.workbench.model.predict import Prediction
 
 WIDTH = 110
 

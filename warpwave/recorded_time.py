@@ -11,11 +11,11 @@ from warpwave import dispatch
 from warpwave.bench.records import Measurement, RecordError, read_records
 from warpwave.errors import InvalidInput
 from warpwave.gpu import Gpu
-from warpwave.losses import Losses, split
-from warpwave.model import predict
 from warpwave.problem import AttentionProblem
-from warpwave.roofline import data_sheet_rates, roofline
 from warpwave.workbench.hardware.catalog import data_sheet
+from warpwave.workbench.model.losses import Losses, split
+from warpwave.workbench.model.predict import predict
+from warpwave.workbench.model.roofline import data_sheet_rates, roofline
 
 
 @dataclass(frozen=True)

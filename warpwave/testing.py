@@ -26,8 +26,8 @@ from warpwave.bench.timing import CaptureFailed, Samples, paired_ratio, time_int
 from warpwave.errors import InvalidInput
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.problem import AttentionProblem, Operands
-from warpwave.roofline import Roofline, data_sheet_rates, roofline
 from warpwave.workbench.hardware import catalog
+from warpwave.workbench.model.roofline import Roofline, data_sheet_rates, roofline
 
 ROUNDS = 11
 

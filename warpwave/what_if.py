@@ -8,11 +8,11 @@ from typing import Any
 
 from warpwave import dispatch
 from warpwave.errors import InvalidInput, UnsupportedProblem
-from warpwave.model import Prediction, predict
 from warpwave.problem import AttentionProblem
-from warpwave.roofline import Roofline, data_sheet_rates, figure, roofline, us
 from warpwave.terminal import columns
 from warpwave.workbench.hardware.catalog import DataSheet, catalog, data_sheet, find, gpu_of
+from warpwave.workbench.model.predict import Prediction, predict
+from warpwave.workbench.model.roofline import Roofline, data_sheet_rates, figure, roofline, us
 
 
 @dataclass(frozen=True)

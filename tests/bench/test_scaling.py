@@ -15,9 +15,9 @@ from warpwave.bench.run import main
 from warpwave.bench.scaling import AXES, CAUSES, Point, judge, suite, table
 from warpwave.cli import app
 from warpwave.kernels import flash_fwd
-from warpwave.model import predict
-from warpwave.roofline import data_sheet_rates
 from warpwave.workbench.hardware.catalog import catalog, resolve
+from warpwave.workbench.model.predict import predict
+from warpwave.workbench.model.roofline import data_sheet_rates
 
 SHEET = catalog()["h200"]
 RATES, SMS, PEAK = data_sheet_rates(SHEET), SHEET.num_sms, SHEET.peak_tflops["bfloat16"]

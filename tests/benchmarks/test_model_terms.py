@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from benchmarks.calibration_points import problem_of
-from warpwave.calibration import UNCALIBRATED, calibrations, machine, nearest
 from warpwave.gpu import Gpu
 from warpwave.kernels import flash_fwd, large_head_dim, split_kv, three_kernel, tiled
 from warpwave.kernels.cost import ODD_ROWS, WARP_US, line_bytes, merging, waits_for_memory
 from warpwave.kernels.three_kernel_library import tiles_of_product
-from warpwave.ladder import EVENTS_US, FAR_US, Ladder, companies
-from warpwave.model import predict
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.hardware.catalog import find, gpu_of
+from warpwave.workbench.model.calibration import UNCALIBRATED, calibrations, machine, nearest
+from warpwave.workbench.model.predict import predict
+from warpwave.workbench.model.steps import EVENTS_US, FAR_US, Ladder, companies
 
 _found = find("h200")
 assert _found is not None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.report.samples import CPU, measurement, source
-from warpwave.losses import REMEDIES
 from warpwave.report import shipped
 from warpwave.report.content import report, section
 from warpwave.report.machines import Source, machines
 from warpwave.report.markdown import markdown
 from warpwave.report.page import html
 from warpwave.report.waterfall import NAMES, note, shown
+from warpwave.workbench.model.losses import REMEDIES
 
 SHIPPED = Source(shipped.records(), "shipped")
 

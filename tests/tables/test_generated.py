@@ -8,11 +8,11 @@ import pytest
 
 from tests.tables.generated import CAUSES, table
 from warpwave.kernels import flash_fwd
-from warpwave.model import predict
 from warpwave.problem import AttentionProblem
 from warpwave.tables.parse import Document, parse
 from warpwave.tables.rules import diagnose, main_cause
 from warpwave.workbench.hardware.catalog import catalog, gpu_of
+from warpwave.workbench.model.predict import predict
 
 PLANTED = [(cause, seed) for cause in CAUSES for seed in range(4)]
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from warpwave.bench.records import Measurement
-from warpwave.losses import Losses
 from warpwave.workbench.hardware.catalog import find, gpu_of
+from warpwave.workbench.model.losses import Losses
 
 LEAST = 1.02  # a term that moved by less did not
 

@@ -35,11 +35,11 @@ from warpwave.bench.table import case_tables, print_table, summary_tables
 from warpwave.bench.workloads import Case, Suite, SuiteError, load_suite, matching
 from warpwave.dispatch import KERNELS
 from warpwave.gpu import current_gpu
-from warpwave.roofline import data_sheet_rates, measured_rates
 from warpwave.runtime.triton_or_stub import INTERPRETED
 from warpwave.terminal import complain, say
 from warpwave.workbench.hardware.catalog import data_sheet
 from warpwave.workbench.hardware.measure import load, shipped
+from warpwave.workbench.model.roofline import data_sheet_rates, measured_rates
 
 DEVICE_LOST = 3  # exit code
 STOPPED = 128  # exit code, less the signal's number: what a shell has for a program that a signal ended

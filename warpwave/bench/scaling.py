@@ -20,9 +20,9 @@ from typing import Any
 from warpwave.bench.records import Measurement
 from warpwave.bench.table import Table
 from warpwave.bench.workloads import Case, Suite, case_name
-from warpwave.fitting import PowerLaw, line, power_law
 from warpwave.problem import AttentionProblem
-from warpwave.roofline import Rates, figure, product_path, us
+from warpwave.workbench.model.fitting import PowerLaw, line, power_law
+from warpwave.workbench.model.roofline import Rates, figure, product_path, us
 
 AXES = ("blocks", "seqlen", "head_dim", "batch")
 FLAT = 0.25  # an exponent below this is no growth

@@ -24,7 +24,7 @@ class Cost:
         smem_bytes: shared memory one block needs, an upper bound before compiling; 0 where the kernel uses none.
         workspace_bytes: device memory allocated beside the outputs.
 
-    What follows is for `warpwave.model`; 0 where a kernel does not say.
+    What follows is for `warpwave.workbench.model.predict`; 0 where a kernel does not say.
         loop: which of a kernel's loops it is, where there are several: each has constants of its own.
         smem_margin: of `smem_bytes`, what is there for the compiler to take and mostly is not taken.
         operand_bytes: read from shared memory by multiply-adds; operands of matrix units are not counted.

@@ -199,7 +199,7 @@ def flash_fwd_kernel(
     """One tile of queries of one head.
 
     The grid has one dimension, for 65,535 is the limit of the others. Neighbouring programs share K and V through L2.
-    ABLATE is empty but for `warpwave.ablation`, which leaves one resource out to time what it costs: results are wrong.
+    ABLATE is empty but for `warpwave.workbench.model.ablation`, which leaves one resource out to time what it costs: results are wrong.
     """
     # Strides come in units: the compiler, which tells only multiples of 16 by itself, then sees that rows of 40 or 80
     # elements are 16-byte aligned, without which they are read one element at a time.

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from warpwave import roofline
 from warpwave.bench.records import Measurement
 from warpwave.report.figures import duration, figure
 from warpwave.report.machines import Machine
-from warpwave.roofline import Bound, Rates, Roofline
 from warpwave.workbench.hardware import catalog, measure
 from warpwave.workbench.hardware.measure import Ceilings
+from warpwave.workbench.model import roofline
+from warpwave.workbench.model.roofline import Bound, Rates, Roofline
 
 ROUNDING = 1e-6  # by which a share may pass 1 where a rate was raised to what it is the share of
 

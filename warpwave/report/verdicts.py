@@ -14,7 +14,7 @@ from warpwave.bench.unpaired import outcome
 from warpwave.report.bounds import bounds, share, telling
 from warpwave.report.figures import NO_BREAK, count, duration, figure, interval, listed, percent
 from warpwave.report.machines import Machine
-from warpwave.roofline import Rates, Roofline
+from warpwave.workbench.model.roofline import Rates, Roofline
 
 Word = Literal["FASTER", "SAME", "SLOWER", "UNCLEAR", "NO PEER", "NOT TIMED"]
 

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from warpwave.ladder import LOSSES
-from warpwave.losses import REMEDIES, Losses
 from warpwave.recorded_time import losses_of
 from warpwave.report.figures import figure, percent
 from warpwave.report.machines import Machine
 from warpwave.report.verdicts import CaseResult
+from warpwave.workbench.model.losses import REMEDIES, Losses
+from warpwave.workbench.model.steps import LOSSES
 
 NAMES = (*LOSSES, "remainder")
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from warpwave.fitting import power_law
-from warpwave.roofline import figure, flop, us
 from warpwave.tables.facts import AGREE, Finding, blocks, flops, groups, peak_tflops, spread, time_us, varying
 from warpwave.tables.parse import Document, Row
+from warpwave.workbench.model.fitting import power_law
+from warpwave.workbench.model.roofline import figure, flop, us
 
 
 def comparable(document: Document) -> Iterator[Finding]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from warpwave.fitting import line
-from warpwave.roofline import byte, figure, flop, us
 from warpwave.tables.facts import (
     BINDS,
     Finding,
@@ -22,6 +20,8 @@ from warpwave.tables.facts import (
     varying,
 )
 from warpwave.tables.parse import Device, Document, Row
+from warpwave.workbench.model.fitting import line
+from warpwave.workbench.model.roofline import byte, figure, flop, us
 
 FLAT = 1.08  # times within this factor are the same
 MOST_LAUNCH_US = 40.0  # a time above this is no launch

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from warpwave.roofline import byte
 from warpwave.schema import quoted
 from warpwave.tables.busy import grid, in_words, plateau
 from warpwave.tables.facts import AGREE, BINDS, Finding, blocks, loads_of_a_key, tensor_bytes, time_us
 from warpwave.tables.parse import LEAST, MEASURED, MOST, Document, TableError
+from warpwave.workbench.model.roofline import byte
 
 Claim = Mapping[str, Any]
 

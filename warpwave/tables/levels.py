@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from warpwave.roofline import byte, figure, us
 from warpwave.tables.busy import own_groups
 from warpwave.tables.facts import (
     Finding,
@@ -18,6 +17,7 @@ from warpwave.tables.facts import (
     time_us,
 )
 from warpwave.tables.parse import DTYPES, Document, Row
+from warpwave.workbench.model.roofline import byte, figure, us
 
 
 def caches(document: Document) -> Iterator[Finding]:

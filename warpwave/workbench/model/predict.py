@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from warpwave.calibration import Machine, machine, worst_uncalibrated
 from warpwave.gpu import Gpu
-from warpwave.ladder import Ladder, Traffic
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.hardware.catalog import DataSheet, data_sheet
+from warpwave.workbench.model.calibration import Machine, machine, worst_uncalibrated
+from warpwave.workbench.model.steps import Ladder, Traffic
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from warpwave.errors import InvalidInput
-from warpwave.ladder import LOSSES
-from warpwave.model import Prediction
-from warpwave.roofline import Roofline, us
 from warpwave.workbench.hardware.catalog import DataSheet
+from warpwave.workbench.model.predict import Prediction
+from warpwave.workbench.model.roofline import Roofline, us
+from warpwave.workbench.model.steps import LOSSES
 
 NOTICEABLE = 1.02  # a loss by less is not named
 

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from warpwave.calibration import Machine, constant_of
 from warpwave.gpu import KIB, Gpu
 from warpwave.kernels.cost import Cost
 from warpwave.problem import AttentionProblem
-from warpwave.roofline import FLOAT32_PATHS, Path, data_sheet_rates, fastest, product_path, roofline
 from warpwave.workbench.hardware.catalog import DataSheet
 from warpwave.workbench.hardware.occupancy import occupancy
+from warpwave.workbench.model.calibration import Machine, constant_of
+from warpwave.workbench.model.roofline import FLOAT32_PATHS, Path, data_sheet_rates, fastest, product_path, roofline
 
 # What is lost between the bound and a time, in the order in which the ladder climbs: name -> what it is.
 LOSSES: dict[str, str] = {

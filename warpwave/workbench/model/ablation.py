@@ -17,13 +17,13 @@ import torch
 from warpwave.errors import InvalidInput
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import flash_fwd
-from warpwave.ladder import ABLATIONS
-from warpwave.model import predict
 from warpwave.problem import AttentionProblem
-from warpwave.roofline import us
 from warpwave.runtime.launch import Launch
 from warpwave.runtime.triton_or_stub import INTERPRETED
 from warpwave.terminal import columns
+from warpwave.workbench.model.predict import predict
+from warpwave.workbench.model.roofline import us
+from warpwave.workbench.model.steps import ABLATIONS
 
 AGREES = 1.5  # measured and predicted change, up or down
 SAME = 1.02  # a change by less is none

@@ -1,0 +1,1 @@
+"""Bounds, predicted times and losses of a call."""
