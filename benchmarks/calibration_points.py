@@ -21,7 +21,7 @@ from warpwave.kernels import flash_fwd, three_kernel
 from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
 from warpwave.kernels.hopper import large_head_dim as hopper_large_head_dim
 from warpwave.problem import AttentionProblem, Causal
-from warpwave.recorded_time import config_of, in_graph, is_hot
+from warpwave.workbench.explain.recorded_time import config_of, in_graph, is_hot
 
 # (kernel, dtype or "one query") -> what was measured before is of another kernel. hopper/flash_fwd multiplied float32
 # as bfloat16 parts, and does as float16; of large_head_dim one query keeps twice as many blocks an SM.

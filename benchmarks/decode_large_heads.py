@@ -27,9 +27,9 @@ import warpwave
 from benchmarks.two_head_sizes import medians
 from warpwave.bench.correctness import Sample
 from warpwave.bench.inputs import make_operands
-from warpwave.explanation import explain
 from warpwave.gpu import current_gpu
 from warpwave.problem import AttentionProblem, CachedOperands, Operands
+from warpwave.workbench.explain.explanation import explain
 from warpwave.workbench.hardware import catalog
 
 COLD_BYTES = 250e6  # that calls cycle through: four times an H200's L2

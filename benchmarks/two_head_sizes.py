@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import warpwave
-from warpwave.explanation import explain
+from warpwave.workbench.explain.explanation import explain
 
 WINDOW = 1024
 Attend = Callable[[Tensor, Tensor, Tensor, bool], Tensor]

@@ -15,8 +15,8 @@ import torch
 
 import warpwave
 from warpwave import AttentionProblem, Explanation, Gpu, dispatch
-from warpwave.advice import MOST
 from warpwave.problem import Causal
+from warpwave.workbench.explain.advice import MOST
 from warpwave.workbench.hardware import measure
 from warpwave.workbench.hardware.catalog import catalog, resolve
 from warpwave.workbench.hardware.measure import Ceilings

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from warpwave import dispatch
-from warpwave.fast_paths import as_positional, nearest, positional_band
 from warpwave.gpu import CPU, Gpu
 from warpwave.kernels import eager, flash_fwd
 from warpwave.problem import AttentionProblem, Band, Causal
+from warpwave.workbench.explain.near_misses import as_positional, nearest, positional_band
 
 SM_90 = Gpu.for_arch("sm_90")
 PLAIN = AttentionProblem(

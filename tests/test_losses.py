@@ -16,10 +16,10 @@ from warpwave import dispatch
 from warpwave.bench.records import read_records
 from warpwave.cli import app
 from warpwave.errors import InvalidInput
-from warpwave.explanation import explain
 from warpwave.problem import AttentionProblem
-from warpwave.recorded_time import clock_mhz, config_of, in_graph, is_hot
 from warpwave.report import shipped
+from warpwave.workbench.explain.explanation import explain
+from warpwave.workbench.explain.recorded_time import clock_mhz, config_of, in_graph, is_hot
 from warpwave.workbench.hardware.catalog import catalog, resolve
 from warpwave.workbench.model.losses import REMEDIES, Losses, recommendation, split
 from warpwave.workbench.model.predict import predict

@@ -17,8 +17,8 @@ from warpwave.kernels import flash_fwd, large_head_dim, naive, split_kv, tiled
 from warpwave.kernels.cost import Cost, launch_order, walk
 from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
 from warpwave.problem import AttentionProblem, Causal
-from warpwave.recorded_time import config_of
 from warpwave.report import shipped
+from warpwave.workbench.explain.recorded_time import config_of
 from warpwave.workbench.hardware.catalog import catalog, gpu_of, resolve
 from warpwave.workbench.model.calibration import FOLDER, Constants, calibrations, constant_of, read, residuals, write
 from warpwave.workbench.model.predict import Prediction, predict

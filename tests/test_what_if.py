@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from warpwave.cli import app
 from warpwave.errors import InvalidInput
 from warpwave.problem import AttentionProblem
-from warpwave.what_if import cards, text, what_if
+from warpwave.workbench.explain.other_cards import cards, text, what_if
 from warpwave.workbench.hardware.catalog import catalog
 
 PROBLEM = AttentionProblem(

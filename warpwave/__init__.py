@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from warpwave.errors import InvalidType as InvalidType
     from warpwave.errors import OutOfPages as OutOfPages
     from warpwave.errors import UnsupportedProblem as UnsupportedProblem
-    from warpwave.explanation import Explanation as Explanation
-    from warpwave.explanation import explain as explain
     from warpwave.gpu import Gpu as Gpu
     from warpwave.kv_cache import CacheLayer as CacheLayer
     from warpwave.kv_cache import PagedKVCache as PagedKVCache
@@ -29,6 +27,8 @@ if TYPE_CHECKING:
     from warpwave.problem import AttentionProblem as AttentionProblem
     from warpwave.problem import Causal as Causal
     from warpwave.states import merge_states as merge_states
+    from warpwave.workbench.explain.explanation import Explanation as Explanation
+    from warpwave.workbench.explain.explanation import explain as explain
 
 __version__ = "0.1.0"
 
@@ -41,8 +41,8 @@ _HOME = {
     "PagedKVCache": "warpwave.kv_cache",
     "CacheLayer": "warpwave.kv_cache",
     "Rotary": "warpwave.kv_cache",
-    "explain": "warpwave.explanation",
-    "Explanation": "warpwave.explanation",
+    "explain": "warpwave.workbench.explain.explanation",
+    "Explanation": "warpwave.workbench.explain.explanation",
     "AttentionProblem": "warpwave.problem",
     "Causal": "warpwave.problem",
     "Gpu": "warpwave.gpu",

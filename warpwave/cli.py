@@ -222,7 +222,7 @@ def _print_explanation(
     if name is not None and ("," in name or name.lower() == "all"):
         from dataclasses import asdict
 
-        from warpwave import what_if
+        from warpwave.workbench.explain import other_cards as what_if
 
         if measured_us is not None or record is not None:
             raise typer.BadParameter("a measured time is of one card; name that card alone", param_hint="--gpu")

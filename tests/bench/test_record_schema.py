@@ -20,8 +20,8 @@ from warpwave.bench.goals import Goal
 from warpwave.bench.records import RecordError, read_records
 from warpwave.bench.resume import finished_cases
 from warpwave.errors import InvalidInput
-from warpwave.recorded_time import find
 from warpwave.report.command import main as report
+from warpwave.workbench.explain.recorded_time import find
 from warpwave.workbench.hardware.catalog import resolve
 
 ODD: tuple[Any, ...] = (

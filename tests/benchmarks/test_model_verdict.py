@@ -16,7 +16,7 @@ from benchmarks.model_verdict import DOC, ROOT, Judged, NoVerdict, judge, kind_o
 from warpwave import dispatch
 from warpwave.bench.records import read_records
 from warpwave.bench.workloads import load_suite
-from warpwave.recorded_time import config_of, in_graph
+from warpwave.workbench.explain.recorded_time import config_of, in_graph
 
 RECORD = ROOT / "benchmarks" / "records" / "2026-11-21-h200-scale-blocks.jsonl"
 

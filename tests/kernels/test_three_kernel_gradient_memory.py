@@ -12,11 +12,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from warpwave.explanation import explain
 from warpwave.gpu import Gpu
 from warpwave.kernels import three_kernel_gradient_memory, three_kernel_gradients
 from warpwave.problem import AttentionProblem, Causal, Operands
 from warpwave.runtime import launch
+from warpwave.workbench.explain.explanation import explain
 
 H200 = Gpu.for_arch("sm_90")
 

@@ -41,7 +41,7 @@ def moved(a: Measurement, b: Measurement, environment_a: Mapping[str, Any], envi
 
 
 def _losses(m: Measurement, environment: Mapping[str, Any]) -> Losses | None:
-    from warpwave.recorded_time import losses_of
+    from warpwave.workbench.explain.recorded_time import losses_of
 
     sheet = find(str((environment.get("gpu") or {}).get("name") or ""))
     return None if sheet is None else losses_of(m, gpu_of(sheet))

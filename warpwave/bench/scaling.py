@@ -172,7 +172,7 @@ def size_of(axis: str, problem: AttentionProblem) -> float:
 def points(axis: str, measurements: Sequence[Measurement], gpu: Any = None) -> dict[str, list[Point]]:
     """Contender -> its points by size; what was not timed is left out."""
     from warpwave import dispatch
-    from warpwave.recorded_time import config_of
+    from warpwave.workbench.explain.recorded_time import config_of
 
     kernels = {kernel.NAME: kernel for kernel in dispatch.KERNELS}
     found: dict[str, list[Point]] = {}

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from warpwave.recorded_time import losses_of
 from warpwave.report.figures import figure, percent
 from warpwave.report.machines import Machine
 from warpwave.report.verdicts import CaseResult
+from warpwave.workbench.explain.recorded_time import losses_of
 from warpwave.workbench.model.losses import REMEDIES, Losses
 from warpwave.workbench.model.steps import LOSSES
 

@@ -472,7 +472,7 @@ def _ablated(cost: Cost, problem: AttentionProblem, without: str) -> Cost:
 
 def path_of(problem: AttentionProblem, kernel: Any, gpu: Gpu, sheet: DataSheet) -> Path:
     """How a kernel computes its products on a card."""
-    from warpwave.advice import computed_in
+    from warpwave.workbench.explain.advice import computed_in
 
     rates = data_sheet_rates(sheet)
     if kernel.NAME in SCALAR_KERNELS:

@@ -15,8 +15,8 @@ from warpwave.workbench.model.roofline import Bound, Roofline, byte, figure, flo
 from warpwave.workbench.model.steps import LOSSES
 
 if TYPE_CHECKING:
-    from warpwave.accuracy import Accuracy
-    from warpwave.explanation import Explanation
+    from warpwave.workbench.explain.accuracy import Accuracy
+    from warpwave.workbench.explain.explanation import Explanation
     from warpwave.workbench.model.predict import Prediction
 
 WIDTH = 110

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
-from warpwave.fast_paths import as_positional
 from warpwave.gpu import Gpu
 from warpwave.kernels.cost import Cost
 from warpwave.precision import ARITHMETICS, PORTABLE, arithmetic
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band
+from warpwave.workbench.explain.near_misses import as_positional
 from warpwave.workbench.model.predict import Prediction
 from warpwave.workbench.model.roofline import (
     FLOAT32_PATHS,

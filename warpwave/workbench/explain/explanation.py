@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from warpwave import accuracy as accuracies
 from warpwave import dispatch
-from warpwave.accuracy import Accuracy
-from warpwave.advice import Call, computed_in, recommendations
 from warpwave.api import _options
 from warpwave.checks import check_problem, describe_call
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
-from warpwave.fast_paths import FastPath, nearest, positional_band
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import three_kernel, three_kernel_gradient_memory, three_kernel_gradients
 from warpwave.kernels.cost import Cost
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band, Causal, Operands
+from warpwave.workbench.explain import accuracy as accuracies
+from warpwave.workbench.explain.accuracy import Accuracy
+from warpwave.workbench.explain.advice import Call, computed_in, recommendations
+from warpwave.workbench.explain.near_misses import FastPath, nearest, positional_band
 from warpwave.workbench.hardware import catalog, measure
 from warpwave.workbench.model.losses import Losses, split
 from warpwave.workbench.model.predict import Prediction, predict
@@ -131,7 +131,7 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        from warpwave.explanation_text import text
+        from warpwave.workbench.explain.text import text
 
         return text(self)
 
@@ -203,7 +203,7 @@ def explain(
             mask_band = positional_band(mask, problem.seqlen_q, problem.seqlen_k)
     clock_mhz: float | None = None
     if record is not None:
-        from warpwave.recorded_time import find as find_time
+        from warpwave.workbench.explain.recorded_time import find as find_time
 
         if measured_us is not None:
             raise InvalidInput("give a measured time or a record of it, not both")
