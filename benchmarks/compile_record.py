@@ -18,10 +18,10 @@ from typing import Any
 
 from tests.compile.test_targets import FEATURES, TARGETS
 from warpwave import dispatch
-from warpwave.compiled import compile_launches, toolchain
 from warpwave.gpu import Gpu
-from warpwave.inspection import group
 from warpwave.problem import AttentionProblem, Causal
+from warpwave.workbench.inspect.compiled import compile_launches, toolchain
+from warpwave.workbench.inspect.inspection import group
 
 SAMPLE = [("bfloat16", 128, "causal")]
 

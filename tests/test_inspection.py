@@ -13,13 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from warpwave import cli, compiled, inspection, inspection_command, inspection_text
-from warpwave.compiled import CannotCompile, CompileFacts
+from warpwave import cli
 from warpwave.errors import InvalidInput
 from warpwave.gpu import ARCHS, Gpu
-from warpwave.inspection import Finding, Inspection
 from warpwave.kernels import eager, flash_fwd
 from warpwave.workbench.hardware.occupancy import MULTIPROCESSORS, occupancy
+from warpwave.workbench.inspect import command as inspection_command
+from warpwave.workbench.inspect import compiled, inspection
+from warpwave.workbench.inspect import text as inspection_text
+from warpwave.workbench.inspect.compiled import CannotCompile, CompileFacts
+from warpwave.workbench.inspect.inspection import Finding, Inspection
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
 DEFAULT = flash_fwd.Config(64, 64, 4, 3)

@@ -427,7 +427,7 @@ def warmup(problems: Iterable[AttentionProblem], device: torch.device | str = "c
 
 def blank_operands(problem: AttentionProblem, device: torch.device) -> Any:
     """Operands of a problem, contiguous and with memory of no particular content; a pool has one page."""
-    from warpwave.compiled import operands_without_memory
+    from warpwave.workbench.inspect.compiled import operands_without_memory
 
     return type(operands := operands_without_memory(problem))(
         *(None if t is None else torch.empty(t.shape, dtype=t.dtype, device=device) for t in operands)

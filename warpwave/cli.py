@@ -284,8 +284,8 @@ def inspect_(
     Registers, spills, shared memory, blocks a multiprocessor and the instruction mix. Exit code 1 if a config does not
     compile or does not fit.
     """
-    from warpwave import inspection_command
-    from warpwave.compiled import CannotCompile
+    from warpwave.workbench.inspect import command as inspection_command
+    from warpwave.workbench.inspect.compiled import CannotCompile
 
     request = inspection_command.Request(kernel, arch or (), config or (), all_configs, diff, save, as_json)
     try:

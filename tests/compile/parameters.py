@@ -10,11 +10,12 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from warpwave import compiled, dispatch
+from warpwave import dispatch
 from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem
 from warpwave.runtime import driver
 from warpwave.runtime.launch import Launch
+from warpwave.workbench.inspect import compiled
 
 RUN = SimpleNamespace(global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False, launch_pdl=False)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.compile.test_targets import FEATURES, compile_all, job
-from warpwave.compiled import mixed_descriptors
+from warpwave.workbench.inspect.compiled import mixed_descriptors
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
 

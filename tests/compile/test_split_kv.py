@@ -186,7 +186,7 @@ def test_append_compiles() -> None:
     """With new keys, with queries to rotate, with both; packed or not, rows named or not, rotated or not."""
     code = (
         "import itertools, torch\n"
-        "from warpwave.compiled import compile_launch\n"
+        "from warpwave.workbench.inspect.compiled import compile_launch\n"
         "from warpwave.gpu import Gpu\n"
         "from warpwave.kernels import append_kv as a\n"
         "e = lambda *s, d=torch.bfloat16: torch.empty(s, dtype=d, device='meta')\n"

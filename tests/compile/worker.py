@@ -8,10 +8,10 @@ import sys
 from dataclasses import asdict, replace
 
 from warpwave import dispatch
-from warpwave.compiled import compile_launches, mixed_descriptors, worst
 from warpwave.gpu import Gpu
 from warpwave.kernels import three_kernel_configs
 from warpwave.problem import AttentionProblem, Causal
+from warpwave.workbench.inspect.compiled import compile_launches, mixed_descriptors, worst
 
 
 def main() -> None:

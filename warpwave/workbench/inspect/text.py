@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from warpwave.bench.table import Table
-from warpwave.inspection import Finding, Inspection, config_name, group
 from warpwave.terminal import columns
+from warpwave.workbench.inspect.inspection import Finding, Inspection, config_name, group
 
 SHOWN_OPCODES = 12  # of a difference
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import warpwave
-from warpwave.compiled import CannotCompile, CompileFacts, compile_launches, toolchain
 from warpwave.errors import InvalidInput, UnsupportedProblem
 from warpwave.gpu import Gpu
 from warpwave.input_files import parse_json
@@ -28,6 +27,7 @@ from warpwave.problem import AttentionProblem
 from warpwave.schema import Anything, Flag, Integer, ListOf, MapOf, Number, OneOf, OrNone, Table, Text, check
 from warpwave.terminal import printable
 from warpwave.workbench.hardware.occupancy import Occupancy, occupancy
+from warpwave.workbench.inspect.compiled import CannotCompile, CompileFacts, compile_launches, toolchain
 
 SCHEMA_VERSION = 1
 

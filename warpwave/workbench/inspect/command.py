@@ -14,12 +14,15 @@ from typing import Any
 
 from warpwave import dispatch
 from warpwave.bench.table import plain, print_table
-from warpwave.compiled import CannotCompile
 from warpwave.errors import InvalidInput
 from warpwave.gpu import Gpu
 from warpwave.input_files import Unreadable, read_text
-from warpwave.inspection import Finding, Inspection, config_name, inspect, parse_config
-from warpwave.inspection_text import (
+from warpwave.problem import AttentionProblem
+from warpwave.schema import Mismatch
+from warpwave.terminal import say
+from warpwave.workbench.inspect.compiled import CannotCompile
+from warpwave.workbench.inspect.inspection import Finding, Inspection, config_name, inspect, parse_config
+from warpwave.workbench.inspect.text import (
     Difference,
     compare,
     compare_configs,
@@ -28,9 +31,6 @@ from warpwave.inspection_text import (
     describe_tools,
     table,
 )
-from warpwave.problem import AttentionProblem
-from warpwave.schema import Mismatch
-from warpwave.terminal import say
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""`warpwave inspect`: what a kernel compiles to."""
