@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from warpwave import bundle, doctor, doctor_facts
-from warpwave.doctor import Check
-from warpwave.doctor_facts import Card, Facts
+from warpwave.workbench.doctor import bundle, doctor
+from warpwave.workbench.doctor import facts as doctor_facts
+from warpwave.workbench.doctor.doctor import Check
+from warpwave.workbench.doctor.facts import Card, Facts
 
 H200 = Card("NVIDIA H200", "580.159.04", False, 143_771.0, 500.0, 0, 33.0, 120.0, 700.0)
 SOUND = Facts(

@@ -306,7 +306,7 @@ def doctor(
 
     Exit code 1 if there is a problem.
     """
-    from warpwave.doctor import run
+    from warpwave.workbench.doctor.doctor import run
 
     raise typer.Exit(run(as_json=as_json, bundle=bundle, force=force))
 

@@ -18,7 +18,7 @@ from warpwave.input_files import Unreadable, read_json
 from warpwave.output_files import CannotWrite, Kind, check_output, write_output
 
 if TYPE_CHECKING:
-    from warpwave.doctor_facts import Facts
+    from warpwave.workbench.doctor.facts import Facts
 
 # By name or, with a star, by how the name begins. Whatever else is set stays out of the file.
 KEPT_VARIABLES = (
@@ -95,13 +95,13 @@ def _or_error(ask: Any) -> Any:
 
 def _code() -> Any:
     from warpwave.bench import environment
-    from warpwave.doctor_facts import this_device
+    from warpwave.workbench.doctor.facts import this_device
 
     return environment.describe(this_device())
 
 
 def _explanation() -> str:
     import warpwave
-    from warpwave.doctor_facts import typical_problem
+    from warpwave.workbench.doctor.facts import typical_problem
 
     return str(warpwave.explain(typical_problem()))

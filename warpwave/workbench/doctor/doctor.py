@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import warpwave
-from warpwave.doctor_facts import OPTIONAL, Card, Facts, look
 from warpwave.terminal import columns, say
+from warpwave.workbench.doctor.facts import OPTIONAL, Card, Facts, look
 
 Status = Literal["ok", "warning", "problem"]
 
@@ -383,7 +383,7 @@ def run(*, as_json: bool, bundle: Path | None, force: bool) -> int:
     data = as_data(facts, checks)
     say(json.dumps(data, indent=1) if as_json else report(facts, checks))
     if bundle is not None:
-        from warpwave.bundle import write
+        from warpwave.workbench.doctor.bundle import write
 
         write(bundle, data, facts, force=force)
         say(f"wrote {bundle}", to=sys.stderr)

@@ -1,0 +1,1 @@
+"""`warpwave doctor`: what this machine can do."""
