@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from warpwave import reference
 from warpwave.problem import AttentionProblem, Causal, Operands
+from warpwave.workbench.verify import reference
 
 BATCH, SEQLEN_Q, SEQLEN_K, HEADS, HEADS_KV, HEAD_DIM, HEAD_DIM_V = 2, 5, 7, 4, 2, 8, 6
 

@@ -16,14 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from warpwave import cli, dispatch, selfcheck, verify
+from warpwave import cli, dispatch
 from warpwave.bench.correctness import Verdict
 from warpwave.bench.records import Measurement, Records, read_records
 from warpwave.bench.timing import Method, Samples
 from warpwave.gpu import CPU, Gpu
 from warpwave.kernels import eager
 from warpwave.problem import AttentionProblem, Operands
-from warpwave.verify import Line, Outcome, Speed
+from warpwave.workbench.verify import selfcheck, verify
+from warpwave.workbench.verify.verify import Line, Outcome, Speed
 
 ROOT = Path(verify.__file__).parents[1]
 DEVICE = torch.device("cpu")

@@ -331,7 +331,7 @@ def verify(
         raise typer.BadParameter(f"{device!r} is not a device; use cpu or cuda", param_hint="--device")
     if device == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no GPU here; use --device cpu", param_hint="--device")
-    from warpwave.verify import run
+    from warpwave.workbench.verify.verify import run
 
     raise typer.Exit(run(device_name=device, out=out, kernels=kernel or (), as_json=as_json))
 

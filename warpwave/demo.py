@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import warpwave
-from warpwave import demo_model, reference
+from warpwave import demo_model
 from warpwave.bench import environment
 from warpwave.bench.correctness import Verdict
 from warpwave.bench.records import OURS, Measurement, RecordError, Records, environment_id
@@ -39,6 +39,7 @@ from warpwave.report.intake import shipped_source
 from warpwave.report.machines import Source
 from warpwave.report.page import TooLarge
 from warpwave.terminal import columns, complain, say
+from warpwave.workbench.verify import reference
 
 # Two to four sentences on each of eight subjects, so that every one has a neighbour in meaning.
 SENTENCES = (

@@ -6,7 +6,7 @@ import torch
 from warpwave.bench.correctness import Sample
 from warpwave.bench.inputs import make_operands
 from warpwave.problem import AttentionProblem, Causal
-from warpwave.reference import oracle
+from warpwave.workbench.verify.reference import oracle
 
 PROBLEM = AttentionProblem(
     batch=3,

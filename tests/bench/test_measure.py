@@ -12,7 +12,7 @@ from warpwave.bench.peers import Peer, PeerUnavailable, Prepared
 from warpwave.bench.timing import CaptureFailed
 from warpwave.bench.workloads import Case, parse_suite
 from warpwave.problem import AttentionProblem, Operands
-from warpwave.reference import oracle
+from warpwave.workbench.verify.reference import oracle
 
 CASE: Case = parse_suite(
     "s",

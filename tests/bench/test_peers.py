@@ -11,7 +11,7 @@ from torch import Tensor
 from warpwave.bench.inputs import make_operands
 from warpwave.bench.peers import MATH_SCORE_BYTES, PEERS, PeerUnavailable, ffpa, flash_attention_4, flex, three_calls
 from warpwave.problem import AttentionProblem, Causal, Operands
-from warpwave.reference import oracle
+from warpwave.workbench.verify.reference import oracle
 
 PROBLEM = AttentionProblem(
     batch=2,

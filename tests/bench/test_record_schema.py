@@ -14,7 +14,6 @@ import pytest
 from markdown_it import MarkdownIt
 
 from tests.report.samples import measurement, pair, problem, write
-from warpwave import verify
 from warpwave.bench.comparison_text import main as compare
 from warpwave.bench.goals import Goal
 from warpwave.bench.records import RecordError, read_records
@@ -23,6 +22,7 @@ from warpwave.errors import InvalidInput
 from warpwave.report.command import main as report
 from warpwave.workbench.explain.recorded_time import find
 from warpwave.workbench.hardware.catalog import resolve
+from warpwave.workbench.verify import verify
 
 ODD: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 1 << 31, 1 << 62, 10**30, 10**300, -(10**300), 1e-320, 1e308, -0.0, 0.5,

@@ -20,9 +20,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from warpwave import reference
 from warpwave.problem import AttentionProblem, Operands
-from warpwave.reference import Forward, Gradients
+from warpwave.workbench.verify import reference
+from warpwave.workbench.verify.reference import Forward, Gradients
 
 Direction = Literal["forward", "backward"]
 

@@ -18,8 +18,8 @@ from tests.conformance.datasets import DATA_SETS, Data
 from tests.conformance.gates import backward_references, judge_backward
 from tests.conformance.harness import DEVICE, ON_GPU, bits, each_kernel
 from tests.conformance.test_probes import retrieval
-from warpwave import reference
-from warpwave.reference import Gradients
+from warpwave.workbench.verify import reference
+from warpwave.workbench.verify.reference import Gradients
 
 NAMES = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
 

@@ -17,8 +17,8 @@ from tests.conformance.harness import DEVICE, GPU
 from tests.conformance.harness import KERNELS as KERNELS_BY_NAME
 from warpwave import InvalidInput, InvalidType, UnsupportedProblem, attention, explain, precision
 from warpwave.kernels import flash_fwd
-from warpwave.reference import oracle
 from warpwave.workbench.explain.advice import computed_in
+from warpwave.workbench.verify.reference import oracle
 
 BUDGETS = (1e-2, 1e-4, 1e-6)
 SPLIT = ("tf32x3", "bf16x3", "bf16x6", *(("fp16x1", "fp16x3") if harness.ON_GPU else ()))

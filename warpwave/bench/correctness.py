@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from warpwave.problem import AttentionProblem, Operands
-from warpwave.reference import oracle, rounding_model
+from warpwave.workbench.verify.reference import oracle, rounding_model
 
 SAMPLED_BATCHES, SAMPLED_HEADS, SAMPLED_ROWS = 2, 4, 64
 # How far beyond the model's error an output may be: in its largest element, and in the root of the mean square. In

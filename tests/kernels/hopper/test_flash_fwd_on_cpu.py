@@ -21,10 +21,10 @@ from warpwave.gpu import Gpu
 from warpwave.kernels import mask_bits, scale_ahead, split_ahead
 from warpwave.kernels.hopper import flash_fwd, flash_fwd_configs
 from warpwave.problem import AttentionProblem, Operands
-from warpwave.reference import oracle
 from warpwave.runtime import launch
 from warpwave.runtime import tensor_maps as launcher
 from warpwave.runtime.triton_or_stub import NO_TRITON
+from warpwave.workbench.verify.reference import oracle
 
 H200 = Gpu.for_arch("sm_90")
 CPU = torch.device("cpu")

@@ -37,8 +37,8 @@ from warpwave.bench.workloads import case_name
 from warpwave.errors import InvalidInput
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.problem import AttentionProblem
-from warpwave.selfcheck import FEATURES_OF_DTYPE, PROBES, SEED, gates, probe_problem, problem_of
 from warpwave.terminal import in_columns
+from warpwave.workbench.verify.selfcheck import FEATURES_OF_DTYPE, PROBES, SEED, gates, probe_problem, problem_of
 
 ROUNDS = 6  # the fewest that give an interval
 MOST_TIMED = 12  # cases of the shipped records, as many of each suite

@@ -1,0 +1,1 @@
+"""`warpwave verify`: whether this machine computes what it should."""
