@@ -207,7 +207,7 @@ def test_the_demo_refuses_a_device_that_is_not_there(
 
 @pytest.mark.parametrize("code", [0, 1])
 def test_the_exit_code_is_the_verdict_of_the_checks(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    from warpwave import demo
+    from warpwave.workbench.demo import demo
 
     monkeypatch.setattr(demo, "run", lambda device, out: code)
     assert CliRunner().invoke(cli.app, ["demo"]).exit_code == code

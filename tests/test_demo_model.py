@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import warpwave
-from warpwave import demo_model
-from warpwave.demo_model import AttentionFunction, Bert, ModelMissing, pack, pad
+from warpwave.workbench.demo import sentence_model as demo_model
+from warpwave.workbench.demo.sentence_model import AttentionFunction, Bert, ModelMissing, pack, pad
 
 CPU = torch.device("cpu")
 VOCABULARY, HIDDEN, HEADS, WIDE, LAYERS, LONGEST = 50, 24, 3, 40, 2, 16

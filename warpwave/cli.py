@@ -124,7 +124,7 @@ def demo(
         raise typer.BadParameter(f"{device!r} is not a device; use cpu or cuda", param_hint="--device")
     if device == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no GPU here; use --device cpu", param_hint="--device")
-    from warpwave.demo import run
+    from warpwave.workbench.demo.demo import run
 
     raise typer.Exit(run(device, out))
 

@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import warpwave
-from warpwave import demo_model
 from warpwave.bench import environment
 from warpwave.bench.correctness import Verdict
 from warpwave.bench.records import OURS, Measurement, RecordError, Records, environment_id
@@ -39,6 +38,7 @@ from warpwave.report.intake import shipped_source
 from warpwave.report.machines import Source
 from warpwave.report.page import TooLarge
 from warpwave.terminal import columns, complain, say
+from warpwave.workbench.demo import sentence_model as demo_model
 from warpwave.workbench.verify import reference
 
 # Two to four sentences on each of eight subjects, so that every one has a neighbour in meaning.
@@ -414,7 +414,11 @@ def check_in_interpreter(device: torch.device) -> bool:
     """
     if device.type != "cpu" or importlib.util.find_spec("triton") is None:
         return True
-    command = [sys.executable, "-c", "import warpwave.demo as demo; raise SystemExit(demo.run_interpreted())"]
+    command = [
+        sys.executable,
+        "-c",
+        "import warpwave.workbench.demo.demo as demo; raise SystemExit(demo.run_interpreted())",
+    ]
     sys.stdout.flush()  # what is printed so far comes before what that process prints
     return subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, check=False).returncode == 0
 

@@ -1,0 +1,1 @@
+"""`warpwave demo`: a sentence encoder under our attention and torch's."""
