@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave.bench import environment
-from warpwave.bench.contenders import contenders
-from warpwave.bench.measure import Settings, measure
-from warpwave.bench.peers import PEERS
-from warpwave.bench.records import Measurement, RecordWriter
-from warpwave.bench.resume import finished_cases
-from warpwave.bench.table import case_tables, print_table, summary_tables
-from warpwave.bench.workloads import Case, load_suite
+from warpwave.workbench.bench import environment
+from warpwave.workbench.bench.contenders import contenders
+from warpwave.workbench.bench.measure import Settings, measure
+from warpwave.workbench.bench.peers import PEERS
+from warpwave.workbench.bench.records import Measurement, RecordWriter
+from warpwave.workbench.bench.resume import finished_cases
+from warpwave.workbench.bench.table import case_tables, print_table, summary_tables
+from warpwave.workbench.bench.workloads import Case, load_suite
 
 
 class Turn(NamedTuple):

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from warpwave import dispatch
-from warpwave.bench.records import read_records
 from warpwave.gpu import Gpu
 from warpwave.kernels import flash_fwd, three_kernel
 from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
 from warpwave.kernels.hopper import large_head_dim as hopper_large_head_dim
 from warpwave.problem import AttentionProblem, Causal
+from warpwave.workbench.bench.records import read_records
 from warpwave.workbench.explain.recorded_time import config_of, in_graph, is_hot
 
 # (kernel, dtype or "one query") -> what was measured before is of another kernel. hopper/flash_fwd multiplied float32

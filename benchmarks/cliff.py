@@ -30,15 +30,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from warpwave.bench import environment
-from warpwave.bench.correctness import Sample
-from warpwave.bench.inputs import make_operands
-from warpwave.bench.timing import time_modes
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import three_kernel
 from warpwave.kernels.three_kernel_plan import Config
 from warpwave.output_files import write_whole
 from warpwave.problem import AttentionProblem
+from warpwave.workbench.bench import environment
+from warpwave.workbench.bench.correctness import Sample
+from warpwave.workbench.bench.inputs import make_operands
+from warpwave.workbench.bench.timing import time_modes
 
 BYTES_A_SCORE = {"fused": 2, "triton": 4}  # by who computes the scores
 HEADS = 16

@@ -25,10 +25,10 @@ from torch import Tensor
 
 import warpwave
 from benchmarks.two_head_sizes import medians
-from warpwave.bench.correctness import Sample
-from warpwave.bench.inputs import make_operands
 from warpwave.gpu import current_gpu
 from warpwave.problem import AttentionProblem, CachedOperands, Operands
+from warpwave.workbench.bench.correctness import Sample
+from warpwave.workbench.bench.inputs import make_operands
 from warpwave.workbench.explain.explanation import explain
 from warpwave.workbench.hardware import catalog
 

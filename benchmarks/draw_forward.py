@@ -32,15 +32,15 @@ from typing import Any
 import torch
 
 from benchmarks.draw_model_grid import toml_line
-from warpwave.bench import environment
-from warpwave.bench.contenders import contenders
-from warpwave.bench.goals import best_peer
-from warpwave.bench.inputs import make_operands
-from warpwave.bench.measure import Settings, measure
-from warpwave.bench.records import Measurement, RecordWriter, read_records
-from warpwave.bench.table import print_table, summary_tables
-from warpwave.bench.timing import paired_ratio
-from warpwave.bench.workloads import Case, parse_suite
+from warpwave.workbench.bench import environment
+from warpwave.workbench.bench.contenders import contenders
+from warpwave.workbench.bench.goals import best_peer
+from warpwave.workbench.bench.inputs import make_operands
+from warpwave.workbench.bench.measure import Settings, measure
+from warpwave.workbench.bench.records import Measurement, RecordWriter, read_records
+from warpwave.workbench.bench.table import print_table, summary_tables
+from warpwave.workbench.bench.timing import paired_ratio
+from warpwave.workbench.bench.workloads import Case, parse_suite
 
 SHAPES = 40
 LENGTHS = (1024, 16384)

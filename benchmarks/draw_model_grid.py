@@ -1,6 +1,6 @@
 """Draws the grids that predictions are judged on, each by its seed, and writes them as bench suites.
 
-    python -m benchmarks.draw_model_grid            writes warpwave/bench/suites/model_grid.toml, _2, ..., _5
+    python -m benchmarks.draw_model_grid            writes warpwave/workbench/bench/suites/model_grid.toml, _2, ..., _5
     python -m benchmarks.draw_model_grid --check    exit code 1 if a suite is not what its seed draws
 
 A grid is committed before it is measured, and once measured it is something to fit to: the next one judges. On the

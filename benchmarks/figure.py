@@ -16,8 +16,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from warpwave.bench.records import Measurement, read_records
-from warpwave.bench.timing import paired_ratio
+from warpwave.workbench.bench.records import Measurement, read_records
+from warpwave.workbench.bench.timing import paired_ratio
 
 OURS = "warpwave auto"
 PEERS = {

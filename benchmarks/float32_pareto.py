@@ -17,7 +17,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from warpwave.bench.records import Measurement, Records, read_records
+from warpwave.workbench.bench.records import Measurement, Records, read_records
 
 OURS, REFERENCE = "warpwave auto", "sdpa_default"
 PEERS = {"sdpa_math": "SDPA math", "flex_attention": "FlexAttention", "three_calls": "three torch calls"}

@@ -17,10 +17,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from warpwave import attention
-from warpwave.bench.correctness import Sample
-from warpwave.bench.inputs import make_operands
 from warpwave.kernels.flash_fwd import Config
 from warpwave.problem import AttentionProblem
+from warpwave.workbench.bench.correctness import Sample
+from warpwave.workbench.bench.inputs import make_operands
 
 SHAPES = {64: ((4, 2048, 16), (1, 512, 1)), 128: ((4, 2048, 16),), 256: ((2, 1024, 8),)}
 AHEAD = True  # K and V split by a launch of their own

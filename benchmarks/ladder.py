@@ -12,8 +12,8 @@ import argparse
 import re
 from pathlib import Path
 
-from warpwave.bench.records import Measurement, Records, read_records
-from warpwave.bench.timing import paired_ratio
+from warpwave.workbench.bench.records import Measurement, Records, read_records
+from warpwave.workbench.bench.timing import paired_ratio
 
 ROOT = Path(__file__).resolve().parents[1]
 DOC = ROOT / "docs" / "kernels" / "ladder.md"

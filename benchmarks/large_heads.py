@@ -21,7 +21,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from warpwave.bench.records import Measurement, read_records
+from warpwave.workbench.bench.records import Measurement, read_records
 
 COLOURS = ("#1f6f8b", "#e0a458", "#6a994e", "#8a5a83", "#c1121f", "#8a8d91", "#2f3e46", "#b08968", "#577590")
 

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from warpwave.bench.records import read_records
 from warpwave.problem import AttentionProblem
+from warpwave.workbench.bench.records import read_records
 from warpwave.workbench.model.calibration import Calibration, Residuals, calibrations, residuals
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -90,7 +90,7 @@ def predictions(suite: str, card: str = "h200") -> dict[str, Any]:
     their inputs stay in L2. Which it will be is measured, so that both are predicted.
     """
     from warpwave import dispatch
-    from warpwave.bench.workloads import load_suite
+    from warpwave.workbench.bench.workloads import load_suite
     from warpwave.workbench.hardware.catalog import resolve
     from warpwave.workbench.model.predict import predict
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from warpwave import CacheLayer, attention, attention_with_kv_cache
-from warpwave.bench.inputs import make_operands
-from warpwave.bench.timing import Samples, host_time_interleaved, paired_ratio, time_interleaved
-from warpwave.bench.workloads import default_scale
 from warpwave.problem import AttentionProblem
+from warpwave.workbench.bench.inputs import make_operands
+from warpwave.workbench.bench.timing import Samples, host_time_interleaved, paired_ratio, time_interleaved
+from warpwave.workbench.bench.workloads import default_scale
 
 CLOSE = 5e-3  # relative difference of two bfloat16 results summed in another order, as Euclidean norms
 SHAPES: tuple[tuple[int, int], ...] = ((1, 1024), (1, 8192), (16, 4096), (64, 8192))

@@ -23,16 +23,16 @@ from typing import Any, TextIO
 
 import torch
 
-from warpwave.bench import environment
-from warpwave.bench.correctness import Sample
-from warpwave.bench.inputs import make_operands
-from warpwave.bench.timing import Samples, time_modes
 from warpwave.errors import UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import three_kernel, three_kernel_configs
 from warpwave.kernels.three_kernel import STAGES
 from warpwave.kernels.three_kernel_plan import Config
 from warpwave.problem import AttentionProblem, Causal
+from warpwave.workbench.bench import environment
+from warpwave.workbench.bench.correctness import Sample
+from warpwave.workbench.bench.inputs import make_operands
+from warpwave.workbench.bench.timing import Samples, time_modes
 
 # Queries, keys and the sum's step of a tile, as the report writes them, and warps of ours for it.
 REPORTED = ((64, 128, 64, 4), (64, 64, 32, 4), (64, 128, 32, 4), (128, 256, 64, 8))

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from benchmarks import bench_apart
-from warpwave.bench import environment
-from warpwave.bench.contenders import contenders
-from warpwave.bench.records import RecordWriter, read_records
-from warpwave.bench.workloads import load_suite
+from warpwave.workbench.bench import environment
+from warpwave.workbench.bench.contenders import contenders
+from warpwave.workbench.bench.records import RecordWriter, read_records
+from warpwave.workbench.bench.workloads import load_suite
 
 SUITE = """
 description = "small"

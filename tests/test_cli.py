@@ -271,7 +271,7 @@ def test_streams_that_are_closed_or_full(command: str, code: int, said: str) -> 
 
 @pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="file names are UTF-8 there")
 def test_names_that_are_not_utf_8_and_names_that_are_controls(tmp_path: Path) -> None:
-    from warpwave.report import shipped
+    from warpwave.workbench.report import shipped
 
     record = shipped.paths()[0].read_bytes()
     for name in (b"b\xff.jsonl", b"e\x1b[31m\n.jsonl"):
@@ -288,7 +288,7 @@ def test_names_that_are_not_utf_8_and_names_that_are_controls(tmp_path: Path) ->
 
 
 def test_a_table_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from warpwave.report import shipped
+    from warpwave.workbench.report import shipped
 
     for width in ("1", "20", "80"):
         monkeypatch.setenv("COLUMNS", width)

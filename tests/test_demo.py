@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 import warpwave
-from warpwave.bench.correctness import Verdict
-from warpwave.bench.records import Measurement
-from warpwave.bench.timing import Samples
 from warpwave.gpu import CPU as CPU_GPU
 from warpwave.problem import AttentionProblem, Operands
-from warpwave.report import shipped
+from warpwave.workbench.bench.correctness import Verdict
+from warpwave.workbench.bench.records import Measurement
+from warpwave.workbench.bench.timing import Samples
 from warpwave.workbench.demo import demo
 from warpwave.workbench.demo import sentence_model as demo_model
+from warpwave.workbench.report import shipped
 
 CPU = torch.device("cpu")
 

@@ -13,11 +13,10 @@ from typer.testing import CliRunner
 
 import warpwave
 from warpwave import dispatch
-from warpwave.bench.records import read_records
 from warpwave.cli import app
 from warpwave.errors import InvalidInput
 from warpwave.problem import AttentionProblem
-from warpwave.report import shipped
+from warpwave.workbench.bench.records import read_records
 from warpwave.workbench.explain.explanation import explain
 from warpwave.workbench.explain.recorded_time import clock_mhz, config_of, in_graph, is_hot
 from warpwave.workbench.hardware.catalog import catalog, resolve
@@ -25,6 +24,7 @@ from warpwave.workbench.model.losses import REMEDIES, Losses, recommendation, sp
 from warpwave.workbench.model.predict import predict
 from warpwave.workbench.model.roofline import data_sheet_rates, roofline
 from warpwave.workbench.model.steps import LOSSES
+from warpwave.workbench.report import shipped
 
 H200, SHEET = resolve("h200"), catalog()["h200"]
 

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 from warpwave import dispatch
-from warpwave.bench.records import read_records
-from warpwave.bench.workloads import load_suite
 from warpwave.kernels import flash_fwd, large_head_dim, naive, split_kv, tiled
 from warpwave.kernels.cost import Cost, launch_order, walk
 from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
 from warpwave.problem import AttentionProblem, Causal
-from warpwave.report import shipped
+from warpwave.workbench.bench.records import read_records
+from warpwave.workbench.bench.workloads import load_suite
 from warpwave.workbench.explain.recorded_time import config_of
 from warpwave.workbench.hardware.catalog import catalog, gpu_of, resolve
 from warpwave.workbench.model.calibration import FOLDER, Constants, calibrations, constant_of, read, residuals, write
 from warpwave.workbench.model.predict import Prediction, predict
 from warpwave.workbench.model.steps import LOSSES, _padding, blocks_per_sm, lateness
+from warpwave.workbench.report import shipped
 
 H200 = resolve("h200")
 CARDS = [key for key in catalog() if key != "t4"]

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from warpwave import testing
-from warpwave.bench.timing import Samples
 from warpwave.errors import InvalidInput
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.problem import AttentionProblem
+from warpwave.workbench.bench.timing import Samples
 from warpwave.workbench.hardware import catalog
 from warpwave.workbench.model.roofline import data_sheet_rates, roofline
 

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from warpwave import cli, dispatch
-from warpwave.bench.correctness import Verdict
-from warpwave.bench.records import Measurement, Records, read_records
-from warpwave.bench.timing import Method, Samples
 from warpwave.gpu import CPU, Gpu
 from warpwave.kernels import eager
 from warpwave.problem import AttentionProblem, Operands
+from warpwave.workbench.bench.correctness import Verdict
+from warpwave.workbench.bench.records import Measurement, Records, read_records
+from warpwave.workbench.bench.timing import Method, Samples
 from warpwave.workbench.verify import selfcheck, verify
 from warpwave.workbench.verify.verify import Line, Outcome, Speed
 

@@ -166,7 +166,7 @@ def explain(
     """
     if from_table is not None:
         _takes_no(context, "--from-table", _given(context) - {"from_table", "as_json"})
-        from warpwave.tables.text import run
+        from warpwave.workbench.diagnose.text import run
 
         say(run(from_table, as_json))
         return
@@ -339,7 +339,7 @@ def verify(
 @app.command()
 def bench(
     suite: Annotated[
-        str | None, typer.Argument(help="Name of a suite in warpwave/bench/suites, or a path to one.")
+        str | None, typer.Argument(help="Name of a suite in warpwave/workbench/bench/suites, or a path to one.")
     ] = None,
     scale: Annotated[
         str | None,
@@ -372,7 +372,7 @@ def bench(
     Ctrl-C and SIGTERM keep what is written; the same command with --resume goes on from there. Exit code 1 if a kernel
     of ours has no time on a case, now or in the part that --resume left out.
     """
-    from warpwave.bench.run import main as run
+    from warpwave.workbench.bench.run import main as run
 
     raise typer.Exit(
         run(
@@ -405,7 +405,7 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Hold one run against another: what is FASTER, SLOWER, the SAME, or UNCLEAR."""
-    from warpwave.bench.comparison_text import main as run
+    from warpwave.workbench.bench.comparison_text import main as run
 
     raise typer.Exit(run(a, b, contenders=contender or (), margin=margin, fail_on=fail_on, json_output=as_json))
 
@@ -427,6 +427,6 @@ def report(
 
     The file needs no network and no script. A file that is not a report, or was edited since, is never written over.
     """
-    from warpwave.report.command import main as run
+    from warpwave.workbench.report.command import main as run
 
     raise typer.Exit(run(records or (), out=out, markdown_out=markdown))

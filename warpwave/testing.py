@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 import warpwave
-from warpwave.bench.correctness import Sample
-from warpwave.bench.inputs import make_operands
-from warpwave.bench.timing import CaptureFailed, Samples, paired_ratio, time_interleaved
 from warpwave.errors import InvalidInput
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.problem import AttentionProblem, Operands
+from warpwave.workbench.bench.correctness import Sample
+from warpwave.workbench.bench.inputs import make_operands
+from warpwave.workbench.bench.timing import CaptureFailed, Samples, paired_ratio, time_interleaved
 from warpwave.workbench.hardware import catalog
 from warpwave.workbench.model.roofline import Roofline, data_sheet_rates, roofline
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.bench.test_table import measured, refused
-from warpwave.bench.compare import CompareError, compare, load_run
-from warpwave.bench.comparison_text import main
-from warpwave.bench.records import Measurement, RecordWriter
-from warpwave.bench.timing import Samples
+from warpwave.workbench.bench.compare import CompareError, compare, load_run
+from warpwave.workbench.bench.comparison_text import main
+from warpwave.workbench.bench.records import Measurement, RecordWriter
+from warpwave.workbench.bench.timing import Samples
 
 ENVIRONMENT: dict[str, Any] = {
     "date": "2026-11-21",

@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from warpwave.bench.correctness import Sample
-from warpwave.bench.inputs import make_operands
 from warpwave.problem import AttentionProblem, Causal
+from warpwave.workbench.bench.correctness import Sample
+from warpwave.workbench.bench.inputs import make_operands
 from warpwave.workbench.verify.reference import oracle
 
 PROBLEM = AttentionProblem(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from warpwave.bench import environment
+from warpwave.workbench.bench import environment
 
 
 def test_the_cpu_is_described_in_plain_data() -> None:

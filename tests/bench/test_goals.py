@@ -3,10 +3,10 @@ from dataclasses import replace
 import pytest
 
 from tests.bench.test_table import PROBLEM, measured, refused
-from warpwave.bench.correctness import Verdict
-from warpwave.bench.goals import Goal, best_peer, judge
-from warpwave.bench.records import Measurement
-from warpwave.bench.timing import Samples
+from warpwave.workbench.bench.correctness import Verdict
+from warpwave.workbench.bench.goals import Goal, best_peer, judge
+from warpwave.workbench.bench.records import Measurement
+from warpwave.workbench.bench.timing import Samples
 
 PEER = measured("peer", 110.0)
 

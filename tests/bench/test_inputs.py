@@ -5,10 +5,10 @@ import torch
 
 import warpwave
 from tests.bench.test_workloads import ROW, parse
-from warpwave.bench.correctness import Sample
-from warpwave.bench.inputs import MOST_INPUT_SETS, call_arguments, make_operands, sets_for_cold_cache
-from warpwave.bench.workloads import SuiteError
 from warpwave.problem import AttentionProblem
+from warpwave.workbench.bench.correctness import Sample
+from warpwave.workbench.bench.inputs import MOST_INPUT_SETS, call_arguments, make_operands, sets_for_cold_cache
+from warpwave.workbench.bench.workloads import SuiteError
 
 PACKED = {"lengths": [7, [3, 12], 1, 100], "num_heads_q": 4, "head_dim": 16, "dtype": "float32"}
 DENSE = {"batch": 3, "seqlen_q": 40, "seqlen_k": 90, "num_heads_q": 4, "head_dim": 16, "dtype": "float32"}
@@ -96,7 +96,7 @@ def test_enough_sets_to_leave_the_cache_cold() -> None:
 @pytest.mark.parametrize("case", [DENSE, PACKED], ids=["dense", "packed"])
 def test_a_paged_cache_is_called_as_its_users_do_and_judged(case: dict[str, Any], page_size: int) -> None:
     """The pages hold what the dense call reads, so both get the same result, which passes; another fails."""
-    from warpwave.bench.contenders import ours
+    from warpwave.workbench.bench.contenders import ours
 
     problem = problem_of({**case, "causal": True, "page_size": page_size})
     assert problem.page_size == page_size

@@ -5,13 +5,13 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from warpwave.bench import measure as module
-from warpwave.bench.contenders import TimeLimit, contenders, time_limit
-from warpwave.bench.measure import Settings, measure
-from warpwave.bench.peers import Peer, PeerUnavailable, Prepared
-from warpwave.bench.timing import CaptureFailed
-from warpwave.bench.workloads import Case, parse_suite
 from warpwave.problem import AttentionProblem, Operands
+from warpwave.workbench.bench import measure as module
+from warpwave.workbench.bench.contenders import TimeLimit, contenders, time_limit
+from warpwave.workbench.bench.measure import Settings, measure
+from warpwave.workbench.bench.peers import Peer, PeerUnavailable, Prepared
+from warpwave.workbench.bench.timing import CaptureFailed
+from warpwave.workbench.bench.workloads import Case, parse_suite
 from warpwave.workbench.verify.reference import oracle
 
 CASE: Case = parse_suite(

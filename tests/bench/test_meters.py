@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from warpwave.bench import meters
-from warpwave.bench.meters import CaptureFailed, device_meters
+from warpwave.workbench.bench import meters
+from warpwave.workbench.bench.meters import CaptureFailed, device_meters
 
 LAUNCH_US = 3.0  # what starting a graph costs
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from warpwave.bench.compare import compare, load_run
-from warpwave.bench.comparison_text import comparison_table
-from warpwave.bench.moved import moved
-from warpwave.bench.records import Measurement, read_records
-from warpwave.bench.timing import Samples
-from warpwave.report import shipped
+from warpwave.workbench.bench.compare import compare, load_run
+from warpwave.workbench.bench.comparison_text import comparison_table
+from warpwave.workbench.bench.moved import moved
+from warpwave.workbench.bench.records import Measurement, read_records
+from warpwave.workbench.bench.timing import Samples
+from warpwave.workbench.report import shipped
 
 FORWARD = Path(str(next(path for path in shipped.paths() if "forward" in path.name)))
 LADDER = Path(__file__).parents[2] / "benchmarks" / "records" / "2026-11-21-h200-ladder.jsonl"

@@ -8,9 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from warpwave.bench.inputs import make_operands
-from warpwave.bench.peers import MATH_SCORE_BYTES, PEERS, PeerUnavailable, ffpa, flash_attention_4, flex, three_calls
 from warpwave.problem import AttentionProblem, Causal, Operands
+from warpwave.workbench.bench.inputs import make_operands
+from warpwave.workbench.bench.peers import (
+    MATH_SCORE_BYTES,
+    PEERS,
+    PeerUnavailable,
+    ffpa,
+    flash_attention_4,
+    flex,
+    three_calls,
+)
 from warpwave.workbench.verify.reference import oracle
 
 PROBLEM = AttentionProblem(

@@ -1,6 +1,6 @@
 import io
 
-from warpwave.bench.progress import Progress
+from warpwave.workbench.bench.progress import Progress
 
 
 class Terminal(io.StringIO):

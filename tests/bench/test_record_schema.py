@@ -14,14 +14,14 @@ import pytest
 from markdown_it import MarkdownIt
 
 from tests.report.samples import measurement, pair, problem, write
-from warpwave.bench.comparison_text import main as compare
-from warpwave.bench.goals import Goal
-from warpwave.bench.records import RecordError, read_records
-from warpwave.bench.resume import finished_cases
 from warpwave.errors import InvalidInput
-from warpwave.report.command import main as report
+from warpwave.workbench.bench.comparison_text import main as compare
+from warpwave.workbench.bench.goals import Goal
+from warpwave.workbench.bench.records import RecordError, read_records
+from warpwave.workbench.bench.resume import finished_cases
 from warpwave.workbench.explain.recorded_time import find
 from warpwave.workbench.hardware.catalog import resolve
+from warpwave.workbench.report.command import main as report
 from warpwave.workbench.verify import verify
 
 ODD: tuple[Any, ...] = (
@@ -173,7 +173,10 @@ def test_what_is_wrong_is_named_by_its_place(
 
 def test_every_record_of_the_repository_is_read() -> None:
     root = Path(verify.__file__).parents[1]
-    paths = [*(root / "benchmarks" / "records").glob("*.jsonl"), *(root / "warpwave/report/shipped").glob("*.jsonl")]
+    paths = [
+        *(root / "benchmarks" / "records").glob("*.jsonl"),
+        *(root / "warpwave/workbench/report/shipped").glob("*.jsonl"),
+    ]
     read = [path for path in paths if '"schema_version"' in path.open().readline()]
     assert len(read) > 50
     assert all(read_records(path).environments for path in read)

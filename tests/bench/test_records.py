@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from warpwave.bench.correctness import Verdict
-from warpwave.bench.goals import Goal
-from warpwave.bench.records import Measurement, RecordError, RecordWriter, environment_id, read_records
-from warpwave.bench.timing import Samples
 from warpwave.problem import AttentionProblem, Causal
+from warpwave.workbench.bench.correctness import Verdict
+from warpwave.workbench.bench.goals import Goal
+from warpwave.workbench.bench.records import Measurement, RecordError, RecordWriter, environment_id, read_records
+from warpwave.workbench.bench.timing import Samples
 
 PROBLEM = AttentionProblem(
     batch=2,

@@ -7,8 +7,8 @@ import pytest
 
 from tests.bench.test_compare import ENVIRONMENT, write
 from tests.bench.test_table import measured
-from warpwave.bench.records import RecordError
-from warpwave.bench.resume import STOPPING, Journal, finished_cases
+from warpwave.workbench.bench.records import RecordError
+from warpwave.workbench.bench.resume import STOPPING, Journal, finished_cases
 
 
 def test_what_the_same_code_measured_on_the_same_card_is_finished(tmp_path: Path) -> None:

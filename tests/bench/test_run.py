@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from warpwave.bench import contenders, measure, run
-from warpwave.bench.records import RecordError, read_records
-from warpwave.bench.resume import Journal
-from warpwave.bench.run import main
-from warpwave.bench.workloads import load_suite
+from warpwave.workbench.bench import contenders, measure, run
+from warpwave.workbench.bench.records import RecordError, read_records
+from warpwave.workbench.bench.resume import Journal
+from warpwave.workbench.bench.run import main
+from warpwave.workbench.bench.workloads import load_suite
 
 ROOT = str(Path(run.__file__).parents[2])
 ONE_CASE = """

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from warpwave.bench.correctness import Verdict
-from warpwave.bench.goals import Goal
-from warpwave.bench.records import Measurement
-from warpwave.bench.table import case_table, case_tables, plain, print_table, summary_tables
-from warpwave.bench.timing import Samples
 from warpwave.problem import AttentionProblem
+from warpwave.workbench.bench.correctness import Verdict
+from warpwave.workbench.bench.goals import Goal
+from warpwave.workbench.bench.records import Measurement
+from warpwave.workbench.bench.table import case_table, case_tables, plain, print_table, summary_tables
+from warpwave.workbench.bench.timing import Samples
 
 PROBLEM = AttentionProblem(
     batch=1,

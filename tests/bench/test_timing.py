@@ -9,14 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from warpwave.bench import meters
-from warpwave.bench.timing import (
-    Samples,
-    _interval_rank,
-    host_time_us,
-    paired_ratio,
-    time_interleaved,
-)
+from warpwave.workbench.bench import meters
+from warpwave.workbench.bench.timing import Samples, _interval_rank, host_time_us, paired_ratio, time_interleaved
 
 
 def samples(*times_us: float, method: str = "events") -> Samples:

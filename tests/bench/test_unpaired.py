@@ -3,9 +3,16 @@ import random
 
 import pytest
 
-from warpwave.bench import unpaired
-from warpwave.bench.timing import Ratio
-from warpwave.bench.unpaired import Spread, _interval_rank, _rank_sum_counts, outcome, student_t, unpaired_ratio
+from warpwave.workbench.bench import unpaired
+from warpwave.workbench.bench.timing import Ratio
+from warpwave.workbench.bench.unpaired import (
+    Spread,
+    _interval_rank,
+    _rank_sum_counts,
+    outcome,
+    student_t,
+    unpaired_ratio,
+)
 
 
 @pytest.mark.parametrize(("n", "m"), [(50, 50), (40, 60), (10, 240), (9, 277), (6, 400), (4, 620)])

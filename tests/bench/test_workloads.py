@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from warpwave.bench.goals import Goal
-from warpwave.bench.inputs import make_operands
-from warpwave.bench.workloads import SuiteError, load_suite, parse_suite, suite_names
 from warpwave.problem import Causal
+from warpwave.workbench.bench.goals import Goal
+from warpwave.workbench.bench.inputs import make_operands
+from warpwave.workbench.bench.workloads import SuiteError, load_suite, parse_suite, suite_names
 
 ROW = {"batch": 1, "seqlen_q": 8, "num_heads_q": 2, "head_dim": 4, "dtype": "float32"}
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.draw_forward import LENGTHS, SHAPES, WIDTH, mean_over_best_peer, suite, verdict
-from warpwave.bench.records import read_records
-from warpwave.bench.timing import Samples
-from warpwave.bench.workloads import parse_suite
+from warpwave.workbench.bench.records import read_records
+from warpwave.workbench.bench.timing import Samples
+from warpwave.workbench.bench.workloads import parse_suite
 
 A, B = "0" * 40, "f" * 40
 

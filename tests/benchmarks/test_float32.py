@@ -9,12 +9,12 @@ import torch
 
 from benchmarks import float32_error, float32_pareto, float32_sweep
 from warpwave import precision
-from warpwave.bench.records import read_records
-from warpwave.bench.workloads import load_suite
 from warpwave.gpu import Gpu
 from warpwave.kernels import flash_fwd
 from warpwave.kernels.hopper import flash_fwd as hopper
 from warpwave.problem import AttentionProblem
+from warpwave.workbench.bench.records import read_records
+from warpwave.workbench.bench.workloads import load_suite
 
 RECORD = Path(__file__).parents[2] / "warpwave" / "report" / "shipped" / "2026-11-22-h200-float32.jsonl"
 

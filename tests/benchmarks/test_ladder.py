@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from benchmarks import ladder
-from warpwave.bench.correctness import Verdict
-from warpwave.bench.records import Measurement, RecordWriter
-from warpwave.bench.timing import Samples
-from warpwave.bench.workloads import load_suite
 from warpwave.problem import AttentionProblem
+from warpwave.workbench.bench.correctness import Verdict
+from warpwave.workbench.bench.records import Measurement, RecordWriter
+from warpwave.workbench.bench.timing import Samples
+from warpwave.workbench.bench.workloads import load_suite
 
 ENVIRONMENT = {
     "date": "2026-11-21T11:04:04+00:00",

@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks import large_heads
 from tests.benchmarks.test_ladder import ENVIRONMENT, PASSED
-from warpwave.bench.records import Measurement, RecordWriter
-from warpwave.bench.timing import Samples
-from warpwave.bench.workloads import load_suite
+from warpwave.workbench.bench.records import Measurement, RecordWriter
+from warpwave.workbench.bench.timing import Samples
+from warpwave.workbench.bench.workloads import load_suite
 
 PROBLEMS = {case.name: case.problem for case in load_suite("large_head_dim").cases}
 AT_512 = next(p for p in PROBLEMS.values() if p.head_dim == 512 and p.seqlen_k == 2048 and p.causal is None)

@@ -14,8 +14,8 @@ import pytest
 from benchmarks import model_verdict
 from benchmarks.model_verdict import DOC, ROOT, Judged, NoVerdict, judge, kind_of, predictions, tables, written
 from warpwave import dispatch
-from warpwave.bench.records import read_records
-from warpwave.bench.workloads import load_suite
+from warpwave.workbench.bench.records import read_records
+from warpwave.workbench.bench.workloads import load_suite
 from warpwave.workbench.explain.recorded_time import config_of, in_graph
 
 RECORD = ROOT / "benchmarks" / "records" / "2026-11-21-h200-scale-blocks.jsonl"

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from benchmarks import three_kernel_sweep as sweep
-from warpwave.bench.inputs import make_operands
 from warpwave.gpu import Gpu
 from warpwave.kernels import three_kernel
 from warpwave.kernels.three_kernel_plan import Config
 from warpwave.problem import AttentionProblem
+from warpwave.workbench.bench.inputs import make_operands
 
 REPORT = AttentionProblem(
     batch=1, seqlen_q=1024, seqlen_k=1024, num_heads_q=16, num_heads_kv=16, head_dim=64, head_dim_v=64,

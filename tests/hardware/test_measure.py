@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from warpwave.bench.timing import Samples
 from warpwave.gpu import CPU, Gpu
 from warpwave.runtime.triton_or_stub import INTERPRETED
+from warpwave.workbench.bench.timing import Samples
 from warpwave.workbench.hardware import measure
 from warpwave.workbench.hardware.catalog import find, gpu_of
 from warpwave.workbench.hardware.ceilings_table import table

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from warpwave.bench.correctness import Verdict
-from warpwave.bench.records import Measurement, Records, RecordWriter, environment_id
-from warpwave.bench.timing import Samples
 from warpwave.problem import AttentionProblem, Causal
-from warpwave.report.machines import Source
+from warpwave.workbench.bench.correctness import Verdict
+from warpwave.workbench.bench.records import Measurement, Records, RecordWriter, environment_id
+from warpwave.workbench.bench.timing import Samples
+from warpwave.workbench.report.machines import Source
 
 H200: dict[str, Any] = {
     "date": "2026-01-02T03:04:05+00:00",

@@ -12,8 +12,8 @@ import pytest
 
 from tests.report.samples import pair, write
 from warpwave.output_files import CannotWrite
-from warpwave.report import command, page
-from warpwave.report.command import check_writable, main, save
+from warpwave.workbench.report import command, page
+from warpwave.workbench.report.command import check_writable, main, save
 
 
 @pytest.fixture

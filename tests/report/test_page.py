@@ -12,13 +12,13 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.report.samples import CPU, H200, measurement, pair, problem, samples, source
-from warpwave.bench.records import Measurement, Records
-from warpwave.report import page as page_module
-from warpwave.report import shipped
-from warpwave.report.content import report
-from warpwave.report.machines import Source
-from warpwave.report.markdown import markdown
-from warpwave.report.page import LARGEST_BYTES, TooLarge, html
+from warpwave.workbench.bench.records import Measurement, Records
+from warpwave.workbench.report import page as page_module
+from warpwave.workbench.report import shipped
+from warpwave.workbench.report.content import report
+from warpwave.workbench.report.machines import Source
+from warpwave.workbench.report.markdown import markdown
+from warpwave.workbench.report.page import LARGEST_BYTES, TooLarge, html
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from tests.report.samples import CPU, H200, RIGHT, WRONG, measurement, pair, problem, samples, source
-from warpwave.bench.goals import Goal
-from warpwave.bench.records import Measurement
-from warpwave.report.bounds import rates_of
-from warpwave.report.machines import machines
-from warpwave.report.verdicts import CaseResult, case_results, how_fast, is_it_right, what_bounds_it
+from warpwave.workbench.bench.goals import Goal
+from warpwave.workbench.bench.records import Measurement
 from warpwave.workbench.hardware import measure
 from warpwave.workbench.hardware.measure import Ceilings
+from warpwave.workbench.report.bounds import rates_of
+from warpwave.workbench.report.machines import machines
+from warpwave.workbench.report.verdicts import CaseResult, case_results, how_fast, is_it_right, what_bounds_it
 
 
 def results(measurements: list[Measurement], **options: Any) -> list[CaseResult]:

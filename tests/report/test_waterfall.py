@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.report.samples import CPU, measurement, source
-from warpwave.report import shipped
-from warpwave.report.content import report, section
-from warpwave.report.machines import Source, machines
-from warpwave.report.markdown import markdown
-from warpwave.report.page import html
-from warpwave.report.waterfall import NAMES, note, shown
 from warpwave.workbench.model.losses import REMEDIES
+from warpwave.workbench.report import shipped
+from warpwave.workbench.report.content import report, section
+from warpwave.workbench.report.machines import Source, machines
+from warpwave.workbench.report.markdown import markdown
+from warpwave.workbench.report.page import html
+from warpwave.workbench.report.waterfall import NAMES, note, shown
 
 SHIPPED = Source(shipped.records(), "shipped")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from warpwave.tables.facts import blocks, flops, memory_bytes, peak_tflops
-from warpwave.tables.parse import Document, Row, parse
+from warpwave.workbench.diagnose.facts import blocks, flops, memory_bytes, peak_tflops
+from warpwave.workbench.diagnose.parse import Document, Row, parse
 from warpwave.workbench.hardware.catalog import catalog
 
 CARDS = ("t4", "a100-80gb", "l4", "rtx3090", "h100", "h200", "mi210", "mi300x")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from warpwave.tables.parse import CASES, Document, load, names, parse
-from warpwave.tables.rules import diagnose, main_cause, notes
+from warpwave.workbench.diagnose.parse import CASES, Document, load, names, parse
+from warpwave.workbench.diagnose.rules import diagnose, main_cause, notes
 
 
 def _data(number: int) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import pytest
 from tests.tables.generated import CAUSES, table
 from warpwave.kernels import flash_fwd
 from warpwave.problem import AttentionProblem
-from warpwave.tables.parse import Document, parse
-from warpwave.tables.rules import diagnose, main_cause
+from warpwave.workbench.diagnose.parse import Document, parse
+from warpwave.workbench.diagnose.rules import diagnose, main_cause
 from warpwave.workbench.hardware.catalog import catalog, gpu_of
 from warpwave.workbench.model.predict import predict
 

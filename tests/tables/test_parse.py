@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from warpwave.cli import app
 from warpwave.errors import InvalidInput
-from warpwave.tables.parse import TableError, load, parse
-from warpwave.tables.rules import diagnose
-from warpwave.tables.text import run
+from warpwave.workbench.diagnose.parse import TableError, load, parse
+from warpwave.workbench.diagnose.rules import diagnose
+from warpwave.workbench.diagnose.text import run
 
 TEMPLATE = Path(__file__).parents[2] / "docs" / "table-template.toml"
 

@@ -94,7 +94,7 @@ def _or_error(ask: Any) -> Any:
 
 
 def _code() -> Any:
-    from warpwave.bench import environment
+    from warpwave.workbench.bench import environment
     from warpwave.workbench.doctor.facts import this_device
 
     return environment.describe(this_device())

@@ -70,7 +70,7 @@ def of_call(
 
 
 def _measure(problem: AttentionProblem, kernel: Any, config: Any, operands: Operands) -> tuple[float, int]:
-    from warpwave.bench.correctness import Sample
+    from warpwave.workbench.bench.correctness import Sample
 
     sample = Sample(problem, operands)
     with torch.no_grad():

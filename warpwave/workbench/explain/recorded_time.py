@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from warpwave import dispatch
-from warpwave.bench.records import Measurement, RecordError, read_records
 from warpwave.errors import InvalidInput
 from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem
+from warpwave.workbench.bench.records import Measurement, RecordError, read_records
 from warpwave.workbench.hardware.catalog import data_sheet
 from warpwave.workbench.model.losses import Losses, split
 from warpwave.workbench.model.predict import predict

@@ -20,19 +20,19 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warpwave.bench.environment_schema import ENVIRONMENT, READING, WORD
 from warpwave.gpu import CPU, Gpu, current_gpu
 from warpwave.input_files import Unreadable, read_json
 from warpwave.output_files import write_whole
 from warpwave.runtime.triton_or_stub import INTERPRETED, NO_TRITON
 from warpwave.schema import Integer, MapOf, Mismatch, Number, OneOf, OrNone, Table, check
 from warpwave.terminal import printable
+from warpwave.workbench.bench.environment_schema import ENVIRONMENT, READING, WORD
 from warpwave.workbench.hardware.probes import empty_kernel, exponentials_kernel, read_kernel
 
 if TYPE_CHECKING:
     import torch
 
-    from warpwave.bench.timing import Call, Samples
+    from warpwave.workbench.bench.timing import Call, Samples
 
 log = logging.getLogger("warpwave")
 
@@ -103,7 +103,7 @@ def measure(device: torch.device | str, say: Callable[[str], None] = lambda line
     """
     import torch
 
-    from warpwave.bench import environment
+    from warpwave.workbench.bench import environment
 
     device = torch.device(device)
     if device.type == "cuda":
@@ -126,7 +126,7 @@ def measure(device: torch.device | str, say: Callable[[str], None] = lambda line
 def _measure_gpu(device: torch.device, say: Callable[[str], None], snapshots: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    from warpwave.bench import environment
+    from warpwave.workbench.bench import environment
 
     gpu = current_gpu(device)
     figures: dict[str, Any] = {"product_tflops": {}, "sustained_tflops": {}, "product_sizes": {}}
@@ -267,8 +267,8 @@ def _l2_reader(device: torch.device) -> tuple[Call, int] | None:
 def _triton_figures(device: torch.device, gpu: Gpu, say: Callable[[str], None]) -> dict[str, Any]:
     import torch
 
-    from warpwave.bench.timing import host_time_us
     from warpwave.runtime import launch
+    from warpwave.workbench.bench.timing import host_time_us
 
     figures: dict[str, Any] = {}
     say("L2")
@@ -332,7 +332,7 @@ def _time(
     flush_l2: bool = True,
     on_round: Callable[[int], None] | None = None,
 ) -> Samples:
-    from warpwave.bench.timing import time_interleaved
+    from warpwave.workbench.bench.timing import time_interleaved
 
     return time_interleaved(
         {"call": call},
@@ -448,6 +448,6 @@ def _device_name(gpu: Gpu) -> str:
         return gpu.name
     import torch
 
-    from warpwave.bench.environment import cpu_model
+    from warpwave.workbench.bench.environment import cpu_model
 
     return f"{cpu_model() or 'CPU'}, {torch.get_num_threads()} threads"

@@ -163,9 +163,9 @@ def _timed(problem: AttentionProblem, config: Any, rounds: int) -> dict[str, flo
     """Variant -> median us, all of them interleaved."""
     from dataclasses import replace
 
-    from warpwave.bench.inputs import make_operands
-    from warpwave.bench.timing import time_interleaved
     from warpwave.runtime import launch
+    from warpwave.workbench.bench.inputs import make_operands
+    from warpwave.workbench.bench.timing import time_interleaved
 
     problem = replace(problem, return_lse=False)
     device = torch.device("cuda")

@@ -18,11 +18,11 @@ import torch.utils.deterministic
 from torch import Tensor
 
 import warpwave
-from warpwave.bench.correctness import Sample, Verdict
-from warpwave.bench.inputs import call_arguments, make_operands
-from warpwave.bench.workloads import default_scale
 from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem, Causal, Operands
+from warpwave.workbench.bench.correctness import Sample, Verdict
+from warpwave.workbench.bench.inputs import call_arguments, make_operands
+from warpwave.workbench.bench.workloads import default_scale
 
 SEED = 0
 

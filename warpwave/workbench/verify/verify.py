@@ -27,17 +27,17 @@ import torch
 
 import warpwave
 from warpwave import dispatch, terminal
-from warpwave.bench import environment
-from warpwave.bench.correctness import Sample, Verdict
-from warpwave.bench.inputs import call_arguments, make_operands
-from warpwave.bench.records import Measurement, RecordError, Records, RecordWriter
-from warpwave.bench.timing import CaptureFailed, Ratio, Samples, ratio_if_paired, time_interleaved
-from warpwave.bench.unpaired import unpaired_ratio
-from warpwave.bench.workloads import case_name
 from warpwave.errors import InvalidInput
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.problem import AttentionProblem
 from warpwave.terminal import in_columns
+from warpwave.workbench.bench import environment
+from warpwave.workbench.bench.correctness import Sample, Verdict
+from warpwave.workbench.bench.inputs import call_arguments, make_operands
+from warpwave.workbench.bench.records import Measurement, RecordError, Records, RecordWriter
+from warpwave.workbench.bench.timing import CaptureFailed, Ratio, Samples, ratio_if_paired, time_interleaved
+from warpwave.workbench.bench.unpaired import unpaired_ratio
+from warpwave.workbench.bench.workloads import case_name
 from warpwave.workbench.verify.selfcheck import FEATURES_OF_DTYPE, PROBES, SEED, gates, probe_problem, problem_of
 
 ROUNDS = 6  # the fewest that give an interval
@@ -263,7 +263,7 @@ def time_again(
     ours: Measurement, sdpa: Measurement | None, device: torch.device
 ) -> tuple[Speed | None, list[Measurement], str]:
     """(the case timed again, its records, why it could not be timed)."""
-    from warpwave.bench.peers import PEERS, PeerUnavailable
+    from warpwave.workbench.bench.peers import PEERS, PeerUnavailable
 
     problem = ours.problem
     operands = make_operands(problem, device, seed=ours.seed)
@@ -401,7 +401,7 @@ def _modules(kernels: Sequence[str], gpu: Gpu) -> list[Any]:
 
 
 def _cases_of_record(outcome: Outcome, device: torch.device) -> list[tuple[Measurement, Measurement | None]]:
-    from warpwave.report import shipped
+    from warpwave.workbench.report import shipped
 
     if device.type != "cuda":
         outcome.no_speed = "nothing was measured on a GPU"

@@ -1,0 +1,116 @@
+"""Who takes part: our kernels through the public call, the peers, and what is timed beside them as a yardstick."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from warpwave import (
+    CacheLayer,
+    InvalidInput,
+    InvalidType,
+    UnsupportedProblem,
+    attention,
+    attention_varlen,
+    attention_with_kv_cache,
+    explain,
+)
+from warpwave.gpu import current_gpu
+from warpwave.problem import AttentionProblem, CachedOperands, Operands
+from warpwave.runtime.triton_or_stub import NO_TRITON, jit, tl
+from warpwave.workbench.bench.inputs import call_arguments
+from warpwave.workbench.bench.peers import PEERS, Peer, PeerUnavailable, Prepared
+from warpwave.workbench.bench.records import OURS, YARDSTICK
+
+EMPTY_KERNEL = YARDSTICK + "empty_kernel"
+
+
+class TimeLimit(BaseException):
+    """Preparing took too long. No `Exception`, which a library in the middle of a compilation might swallow."""
+
+
+def contenders(kernels: Sequence[str], peers: Sequence[str]) -> dict[str, Peer]:
+    """Our kernels and the peers named, in that order, by the names they have in tables and records."""
+    return {OURS + kernel: partial(ours, kernel) for kernel in kernels} | {name: PEERS[name] for name in peers}
+
+
+def ours(kernel: str, problem: AttentionProblem, operands: Operands | CachedOperands) -> Prepared:
+    """Our own contender: the public call, as a user writes it."""
+    options = {"kernel": kernel, **call_arguments(problem, operands)}
+    function: Any
+    tensors: tuple[Any, ...]
+    if isinstance(operands, CachedOperands):
+        function = attention_with_kv_cache
+        tensors = (operands.q, CacheLayer(operands.k, operands.v, operands.page_table, operands.seqused_k))
+    else:
+        function, tensors = attention_varlen if problem.packed else attention, operands[:3]
+    # Without return_lse the public call returns a tensor, which its type does not say.
+    call = cast(Callable[[], Tensor], partial(function, *tensors, **options))
+    try:
+        call()
+        if problem.page_size:
+            explanation = explain(problem, kernel=kernel, gpu=current_gpu(operands.q.device))
+        else:
+            explanation = explain(*tensors, **options)
+    except UnsupportedProblem as error:
+        raise PeerUnavailable("; ".join(error.reasons.get(kernel, [])) or str(error)) from error
+    except (InvalidType, InvalidInput) as error:  # a GPU kernel for CPU tensors, or one that reads no cache
+        raise PeerUnavailable(f"{type(error).__name__}: {error}") from error
+    return Prepared(
+        call,
+        to_out=lambda out: out,
+        kernel=explanation.kernel or "",
+        eager=True,
+        config=dataclasses.asdict(explanation.config),
+    )
+
+
+def empty_kernel(device: torch.device) -> Callable[[], object]:
+    """A launch of a Triton kernel that does nothing: what no call can be faster than.
+
+    Raises:
+        PeerUnavailable: there is no GPU, or no Triton.
+    """
+    if device.type == "cpu":
+        raise PeerUnavailable("there is nothing to launch on a CPU")
+    if NO_TRITON is not None:
+        raise PeerUnavailable(NO_TRITON)
+    word = torch.zeros(1, dtype=torch.int32, device=device)  # where it lies is where the kernel runs
+    return lambda: _does_nothing[(1,)](word)
+
+
+@jit
+def _does_nothing(word_ptr: tl.tensor) -> None:
+    pass
+
+
+@contextmanager
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """Raise `TimeLimit` inside the block once it has run for `seconds`; no limit outside the main thread or on Windows.
+
+    The signal is seen when Python runs next: one call into compiled code is not cut off, a tuner's loop over many is.
+    """
+    import signal
+    import threading
+
+    usable = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
+    if seconds is None or not usable:
+        yield
+        return
+
+    def expired(*_: Any) -> NoReturn:
+        raise TimeLimit
+
+    before = signal.signal(signal.SIGALRM, expired)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

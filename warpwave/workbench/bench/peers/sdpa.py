@@ -1,0 +1,123 @@
+"""torch's own attention: `scaled_dot_product_attention`, a backend forced or left to choose, and `varlen_attn`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from warpwave.problem import AttentionProblem, Operands
+from warpwave.workbench.bench.peers.peer import PeerUnavailable, Prepared, refuse_cpu, refuse_features
+
+MATH_SCORE_BYTES = 4 << 30  # the largest scores in memory that are worth waiting for
+
+
+def sdpa(backend: SDPBackend | None, problem: AttentionProblem, operands: Operands) -> Prepared:
+    """`torch.nn.functional.scaled_dot_product_attention`, one backend forced, or left to choose."""
+    refuse_features(problem, ("gradients",))
+    causal = problem.causal
+    if causal is not None and causal.alignment == "bottom_right" and problem.seqlen_q != problem.seqlen_k:
+        raise PeerUnavailable(
+            f"its causal mask is aligned to the first key, ours to the last: they differ at seqlen "
+            f"{problem.seqlen_q} x {problem.seqlen_k}"
+        )
+    if backend in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        refuse_cpu(operands)
+    if backend is SDPBackend.MATH:
+        score_bytes = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_k * 4
+        if score_bytes > MATH_SCORE_BYTES:
+            raise PeerUnavailable(f"its scores in memory would take {score_bytes / 2**30:.1f} GiB")
+
+    # Flash and efficient attention work on (batch, seqlen, heads, dim) inside, so a view of ours is what they like.
+    # cuDNN takes any strides and math multiplies per head: each head contiguous, as torch's users have it.
+    views = backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+    heads = (x.detach().transpose(1, 2) for x in operands[:3])
+    q, k, v = ((x if views else x.contiguous()).requires_grad_(problem.requires_grad) for x in heads)
+    attend = partial(
+        scaled_dot_product_attention,
+        q,
+        k,
+        v,
+        is_causal=problem.causal is not None,
+        scale=problem.softmax_scale,
+        enable_gqa=problem.num_heads_q != problem.num_heads_kv,
+    )
+
+    def forced(backend: SDPBackend) -> Tensor:
+        with sdpa_kernel(backend):
+            return attend()
+
+    call = attend if backend is None else partial(forced, backend)
+    return Prepared(
+        call,
+        to_out=lambda out: out.transpose(1, 2),
+        kernel=_operator_behind(call),
+        eager=backend is None,  # a user who forces a backend does so once for many calls, not in each
+    )
+
+
+def varlen(problem: AttentionProblem, operands: Operands) -> Prepared:
+    """`torch.nn.attention.varlen.varlen_attn`: packed sequences, on torch's FlashAttention."""
+    if not problem.packed:
+        raise PeerUnavailable("it is for packed sequences")
+    refuse_features(problem, ("packed sequences", "a sliding window"))
+    refuse_cpu(operands)
+    if problem.causal is not None and problem.window_size != (-1, -1):
+        raise PeerUnavailable("it takes a causal mask or a window")
+    if problem.causal is not None and problem.causal.alignment == "top_left" and not _square(problem):
+        raise PeerUnavailable("its causal mask is aligned to the last key")
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"scale": problem.softmax_scale}
+    options["window_size"] = problem.window_size if problem.causal is None else (-1, 0)
+    if problem.num_heads_q != problem.num_heads_kv:
+        options["enable_gqa"] = True
+    call = partial(
+        varlen_attn,
+        *operands[:3],
+        operands.cu_seqlens_q,
+        operands.cu_seqlens_k,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        **options,
+    )
+    try:
+        call()
+    except TypeError as error:  # torch 2.10 takes no scale or window, 2.11 no grouped heads
+        raise PeerUnavailable(f"this torch's varlen_attn cannot say it: {str(error).splitlines()[0]}") from error
+    return Prepared(call, to_out=lambda out: out, kernel="varlen_attn", eager=True)
+
+
+def _square(problem: AttentionProblem) -> bool:
+    return all(seqlen_q == seqlen_k for seqlen_q, seqlen_k in problem.items())
+
+
+def _operator_behind(call: Callable[[], Any]) -> str:
+    """Run once; returns the name of the operator that ran. A backend that refuses says why in warnings, then raises."""
+    with warnings.catch_warnings(record=True) as caught, _Operators() as operators:
+        warnings.simplefilter("always")
+        try:
+            call()
+        except RuntimeError as error:
+            reasons = [str(w.message).partition("(Triggered internally")[0].strip() for w in caught]
+            reasons = [r for r in reasons if not r.endswith("because:")]  # headings of the reasons that follow
+            raise PeerUnavailable("; ".join(reasons) or str(error).splitlines()[0]) from error
+    return operators.attention or "math"
+
+
+class _Operators(TorchDispatchMode):
+    """Sees which attention operator SDPA turned into. torch offers no public question for its choice of backend."""
+
+    attention = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if "attention" in name:
+            self.attention = name.removeprefix("_scaled_dot_product_")
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,324 @@
+"""Measurements on disk: JSON Lines, one self-contained measurement a line, every raw sample kept.
+
+A file begins with an environment record, and each run that appends to it adds its own; a measurement names the
+environment it was made in by id. Nothing is ever rewritten: a line is appended by one write, so a run that is cut off
+leaves every finished measurement whole.
+
+Derived figures (TFLOP/s, GB/s) are stored for readers without this package and always follow from the samples.
+`record_schema` declares what a line may hold; nothing is appended that could not be read back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from warpwave.input_files import Unreadable, parse_json, read_text
+from warpwave.output_files import CannotWrite, Kind, check_output
+from warpwave.problem import AttentionProblem
+from warpwave.schema import Mismatch, Table, check, quoted
+from warpwave.workbench.bench.correctness import Verdict
+from warpwave.workbench.bench.goals import Goal
+from warpwave.workbench.bench.record_schema import (
+    ENVIRONMENT_LINE,
+    LINE,
+    MEASUREMENT_LINE,
+    READABLE_VERSIONS,
+    problem_of,
+)
+from warpwave.workbench.bench.timing import Samples
+
+SCHEMA_VERSION = 2
+OURS = "warpwave "  # how the names of our own contenders begin
+YARDSTICK = "yardstick "  # and of what is timed beside them and is no attention
+LONGEST_LINE = 1 << 20  # of an environment; they have some 2 KB
+
+
+class RecordError(ValueError):
+    """A record file that cannot be read, or must not be appended to. The message names file and line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One contender on one case.
+
+    Attributes:
+        suite, case: where the problem came from.
+        problem: what was computed.
+        contender: `"warpwave auto"`, or the peer's name, or `"yardstick empty_kernel"`.
+        kernel: which kernel of ours ran, or which operator of the peer's; empty where it does not say.
+        config: the kernel's config as plain data, or None.
+        seed: of the inputs.
+        verdict: correctness on this very problem; None where nothing ran.
+        refusal: why there is no timing, else empty. A wrong result of ours is a refusal.
+        timing: as its mode has it. A peer may have one beside a verdict that failed: it is not accurate enough, and
+            whoever compares must say so.
+        host: host time of an eager call, where it means something.
+        gpu_before, gpu_after: clocks, power and temperature around the case's rounds.
+        mode: what the timing is of: one of `timing.MODES`.
+        peak_memory_bytes: most device memory allocated during one call, above what lay there before it: output and
+            workspaces, not the inputs. None where nobody measured it.
+        goal: what the case's suite holds our contenders against, or None.
+    """
+
+    suite: str
+    case: str
+    problem: AttentionProblem
+    contender: str
+    kernel: str = ""
+    config: dict[str, Any] | None = None
+    seed: int = 0
+    verdict: Verdict | None = None
+    refusal: str = ""
+    timing: Samples | None = None
+    host: Samples | None = None
+    gpu_before: dict[str, Any] | None = None
+    gpu_after: dict[str, Any] | None = None
+    mode: str = "auto"
+    peak_memory_bytes: int | None = None
+    goal: Goal | None = None
+
+    def __post_init__(self) -> None:
+        checked = self.verdict is not None and (self.verdict.passed or not self.is_ours)
+        if self.timing is not None and not checked and not self.is_yardstick:
+            raise ValueError(f"{self.contender} on {self.case}: no time is recorded for a result not known to be right")
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether a kernel of this package made it."""
+        return self.contender.startswith(OURS)
+
+    @property
+    def is_yardstick(self) -> bool:
+        """Whether it is no attention at all."""
+        return self.contender.startswith(YARDSTICK)
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether it is another implementation of the same call."""
+        return not self.is_ours and not self.is_yardstick
+
+    @property
+    def inaccurate(self) -> bool:
+        """Whether it was timed although its result missed the gates."""
+        return self.timing is not None and self.verdict is not None and not self.verdict.passed
+
+    @property
+    def tflops(self) -> float | None:
+        """10^12 operations a second over visible pairs."""
+        if self.timing is None or self.is_yardstick:
+            return None
+        return self.problem.flops / self.timing.median_us * 1e-6
+
+    @property
+    def bandwidth_gbps(self) -> float | None:
+        """10^9 compulsory bytes a second: what the memory at least delivered."""
+        if self.timing is None or self.is_yardstick:
+            return None
+        return self.problem.compulsory_bytes / self.timing.median_us * 1e-3
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Query tokens a second, over the whole batch."""
+        if self.timing is None or self.is_yardstick:
+            return None
+        return self.problem.rows / self.timing.median_us * 1e6
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, derived figures included."""
+        data = asdict(self)
+        for part in ("timing", "host"):
+            samples = getattr(self, part)
+            if samples is not None:
+                data[part]["median_us"] = samples.median_us
+        derived = {
+            "tflops": self.tflops,
+            "bandwidth_gbps": self.bandwidth_gbps,
+            "tokens_per_s": self.tokens_per_s,
+        }
+        return data | derived
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Measurement:
+        """The inverse of `to_dict`, for data that `MEASUREMENT_LINE` allows.
+
+        Raises:
+            Mismatch: each figure is allowed, and together they are no measurement.
+        """
+        values = {f.name: data[f.name] for f in fields(cls) if f.name in data}  # what is not there has its default
+        values["problem"] = problem_of(values["problem"])
+        values["verdict"] = None if values["verdict"] is None else Verdict(**values["verdict"])
+        for part in ("timing", "host"):
+            values[part] = None if values[part] is None else _samples(values[part])
+        if values.get("goal") is not None:
+            values["goal"] = Goal(**values["goal"])
+            if (values["goal"].ratio is None) == (values["goal"].over_launch_us is None):
+                raise Mismatch("goal must have a ratio or an over_launch_us, and not both")
+        try:
+            return cls(**values)
+        except ValueError as error:
+            raise Mismatch(str(error)) from None
+
+
+@dataclass(frozen=True)
+class Records:
+    """What a file holds: measurements in order, each with the id of its environment."""
+
+    environments: dict[str, dict[str, Any]]
+    measurements: list[tuple[str, Measurement]]
+
+
+class RecordWriter:
+    """Appends one run's measurements to a file, under that run's environment.
+
+    Raises:
+        RecordError: something else is there; the file ends in the middle of a line, so that appending would spoil two
+            records; or a line could not be written whole.
+    """
+
+    def __init__(self, path: Path, environment: Mapping[str, Any]) -> None:
+        check_appendable(path)
+        self._path = path
+        self._environment_id = environment_id(environment)
+        self._append(environment_line(environment))
+
+    def write(self, measurement: Measurement) -> None:
+        self._append(measurement_line(self._environment_id, measurement))
+
+    def _append(self, line: str) -> None:
+        data = line.encode() + b"\n"
+        try:
+            file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                written = os.write(file, data)  # one write in append mode: lines of two writers never mix
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise RecordError(f"{self._path} cannot be written: {error.strerror or error}") from error
+        if written != len(data):
+            raise RecordError(f"{self._path}: only part of a record could be written; is the disk full?")
+
+
+def check_appendable(path: Path) -> None:
+    """Makes the file's directory where there is none, and refuses a file that records must not be appended to.
+
+    Raises:
+        RecordError: the message says why.
+    """
+    try:
+        with contextlib.suppress(FileExistsError):  # a file; what follows says so
+            path.parent.mkdir(parents=True, exist_ok=True)
+        check_output(path, RECORD)
+        if path.exists() and path.stat().st_size:
+            if not _ends_with_newline(path):
+                raise RecordError(f"{path}: its last line was cut off; remove that line, or write to another file")
+            read_records(path)  # what is appended to a damaged file would be read by nobody
+    except CannotWrite as error:
+        raise RecordError(str(error)) from error
+    except OSError as error:
+        raise RecordError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def environment_line(environment: Mapping[str, Any]) -> str:
+    """The record of an environment, as it stands in a file.
+
+    Raises:
+        RecordError: it could not be read back.
+    """
+    record = {"kind": "environment", "id": environment_id(environment), "environment": dict(environment)}
+    return _line(record, ENVIRONMENT_LINE)
+
+
+def measurement_line(environment_id: str, measurement: Measurement) -> str:
+    """The record of a measurement, as it stands in a file.
+
+    Raises:
+        RecordError: it could not be read back.
+    """
+    record = {"kind": "measurement", "environment_id": environment_id, **measurement.to_dict()}
+    return _line(record, MEASUREMENT_LINE)
+
+
+def environment_id(environment: Mapping[str, Any]) -> str:
+    """A short name of an environment; its date makes it differ from run to run."""
+    return hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def read_records(path: Path) -> Records:
+    """Everything in a record file.
+
+    Raises:
+        RecordError: the file cannot be read, or a line is not a record of something measured; the message names the
+            line and the fault.
+    """
+    records = Records({}, [])
+    try:
+        text = read_text(path)
+    except Unreadable as error:
+        raise RecordError(str(error)) from error
+    if not text:
+        raise RecordError(f"{path}: the file is empty")
+    # By line feeds alone: other breaks, such as U+2028, may stand inside a text of JSON.
+    for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
+        try:
+            _read_line(line, records)
+        except (Unreadable, Mismatch) as error:
+            raise RecordError(f"{path}:{number}: {error}") from error
+    return records
+
+
+def _read_line(line: str, records: Records) -> None:
+    record = parse_json(line)
+    if isinstance(record, dict) and (version := record.get("schema_version", "")) not in ("", *READABLE_VERSIONS):
+        known = " and ".join(map(str, READABLE_VERSIONS))
+        raise Mismatch(f"schema_version is {quoted(version)}; this version reads {known}")
+    check(LINE, record)
+    if record["kind"] == "environment":
+        check(ENVIRONMENT_LINE, record)
+        records.environments[record["id"]] = record["environment"]
+        return
+    check(MEASUREMENT_LINE, record)
+    if record["environment_id"] not in records.environments:
+        raise Mismatch(f"no environment {record['environment_id']!r} above this measurement")
+    measurement = Measurement.from_dict(record)
+    records.measurements.append((record["environment_id"], measurement))
+
+
+def _line(record: Mapping[str, Any], schema: Table) -> str:
+    line = json.dumps({"schema_version": SCHEMA_VERSION, **record})
+    try:
+        check(schema, json.loads(line))
+    except Mismatch as error:
+        raise RecordError(f"this could not be read back: {error}") from error
+    return line
+
+
+def _samples(data: Mapping[str, Any]) -> Samples:
+    values = {f.name: data[f.name] for f in fields(Samples) if f.name in data}
+    return Samples(**{**values, "samples_us": tuple(float(x) for x in values["samples_us"])})
+
+
+def _is_record(path: Path) -> bool:
+    """Whether a file begins as records do: with an environment, whole."""
+    with path.open("rb") as file:
+        first = file.readline(LONGEST_LINE)
+    try:
+        check(ENVIRONMENT_LINE, parse_json(first.decode()))
+    except (Unreadable, Mismatch, UnicodeDecodeError):
+        return False
+    return True
+
+
+RECORD = Kind("record of `warpwave bench`", _is_record)
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"

@@ -1,0 +1,186 @@
+"""What a row of a table computes, moves and occupies: arithmetic on its call, its grid and its card."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from warpwave.workbench.diagnose.parse import DTYPES, Call, Device, Document, Kernel, Row
+
+HALF_A_DIGIT = 0.5
+AGREE = 0.06  # relative difference of two figures for one thing, beside their rounding
+BINDS = 0.5  # share of a rate from which on a resource is what binds
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing the numbers say.
+
+    Attributes:
+        kind: what it is about, one of `rules.KINDS`.
+        text: the sentence.
+        arithmetic: the figures it follows from, checkable by hand.
+        series: whose rows; empty where it is about several.
+        factor: how much time it explains, 1 where it explains none.
+        is_cause: whether it says why the series is slow.
+        of_author: whether it answers what the author says.
+    """
+
+    kind: str
+    text: str
+    arithmetic: str
+    series: str = ""
+    factor: float = 1.0
+    is_cause: bool = False
+    of_author: bool = False
+
+
+def flops(call: Call) -> float | None:
+    """Of both products; None where a size is missing."""
+    pairs = visible_pairs(call)
+    return None if pairs is None or call.head_dim is None else 4.0 * pairs * call.head_dim
+
+
+def visible_pairs(call: Call) -> float | None:
+    """Over all heads and sequences; a causal mask aligned to the last key."""
+    if call.heads is None or call.seqlen is None:
+        return None
+    keys = call.seqlen_k or call.seqlen
+    pairs = call.seqlen * keys
+    if call.causal:
+        hidden = min(call.seqlen, keys)
+        pairs -= hidden * (hidden - 1) // 2
+    return float(call.batch * call.heads * pairs)
+
+
+def tensor_bytes(call: Call) -> float | None:
+    """q, k, v and out, each once."""
+    if call.heads is None or call.seqlen is None or call.head_dim is None:
+        return None
+    keys, size = call.seqlen_k or call.seqlen, DTYPES[call.dtype]
+    heads_kv = call.heads_kv or call.heads
+    return float(2 * call.batch * call.head_dim * size * (call.heads * call.seqlen + heads_kv * keys))
+
+
+def score_bytes(call: Call, kernel: Kernel) -> float | None:
+    """Of a matrix of all scores."""
+    if call.heads is None or call.seqlen is None:
+        return None
+    return float(kernel.score_bytes * call.batch * call.heads * call.seqlen * (call.seqlen_k or call.seqlen))
+
+
+def kv_bytes_of_head(call: Call) -> float | None:
+    """K and V that a block walks."""
+    if call.seqlen is None or call.head_dim is None:
+        return None
+    return 2.0 * (call.seqlen_k or call.seqlen) * call.head_dim * DTYPES[call.dtype]
+
+
+def blocks(row: Row, heads: int | None = None) -> int | None:
+    """Of the launch that has most; None where it does not follow from what is given.
+
+    Args:
+        heads: as many heads a launch, in place of the call's batch times heads.
+    """
+    call, kernel = row.call, row.kernel
+    if kernel.blocks is not None and heads is None:
+        return kernel.blocks
+    count = heads if heads is not None else None if call.heads is None else call.batch * call.heads
+    if count is None or kernel.is_peer:
+        return None
+    if kernel.grid == "heads":
+        return count
+    if call.seqlen is None or kernel.block_m is None:
+        return None
+    tiles = -(-call.seqlen // kernel.block_m)
+    if kernel.grid == "output tiles":
+        if kernel.block_n is None:
+            return None
+        tiles *= -(-(call.seqlen_k or call.seqlen) // kernel.block_n)
+    return count * tiles
+
+
+def steps_of_block(row: Row) -> int | None:
+    """Tiles of keys that a block walks one after another; of a grid of heads, over all its tiles of queries."""
+    call, kernel = row.call, row.kernel
+    if call.seqlen is None or kernel.grid == "output tiles" or kernel.block_n is None:
+        return None
+    steps = -(-(call.seqlen_k or call.seqlen) // kernel.block_n)
+    if kernel.grid == "heads":
+        steps *= -(-call.seqlen // (kernel.block_m or 1))
+    return steps
+
+
+def rounds(count: int, device: Device) -> int | None:
+    """Rounds of blocks over the SMs, one block an SM at a time."""
+    return None if device.num_sms is None else -(-count // device.num_sms[1])
+
+
+def time_us(row: Row) -> float | None:
+    """Of the whole call."""
+    if row.time_us is None:
+        return None
+    heads = row.call.batch * (row.call.heads or 1)
+    return row.time_us * heads if row.per_head else row.time_us
+
+
+def peak_tflops(row: Row, device: Device) -> float | None:
+    """What the unit the row's products run on could do at most."""
+    if row.kernel.unit == "scalar":
+        return device.tflops.get("scalar")
+    if row.call.dtype == "float32":
+        return device.tflops.get("tf32", device.tflops.get("float32_matrix", device.tflops.get("scalar")))
+    return device.tflops.get(row.call.dtype, device.tflops.get("scalar"))
+
+
+def loads_of_a_key(row: Row) -> int | None:
+    """How many blocks of one head read each key."""
+    call, kernel = row.call, row.kernel
+    if call.seqlen is None or kernel.is_peer or kernel.block_m is None:
+        return None
+    return -(-call.seqlen // kernel.block_m)
+
+
+def loaded_bytes(row: Row) -> float | None:
+    """What the kernel asks of L2: K and V once for each tile of queries, scores in memory written and read twice."""
+    kv, least, loads = kv_bytes_of_head(row.call), tensor_bytes(row.call), loads_of_a_key(row)
+    if kv is None or least is None or row.call.heads is None:
+        return least
+    again = kv * (max(1, loads or 1) - 1) * row.call.batch * row.call.heads
+    scores = score_bytes(row.call, row.kernel) if row.kernel.scores == "memory" else 0.0
+    return least + again + 4 * (scores or 0.0)
+
+
+def memory_bytes(row: Row, device: Device) -> float | None:
+    """What has to cross the memory bus: re-reads and scores only as far as L2 does not hold them."""
+    least, asked, kv = tensor_bytes(row.call), loaded_bytes(row), kv_bytes_of_head(row.call)
+    if least is None or asked is None or device.l2_bytes is None or kv is None:
+        return least
+    scores = (score_bytes(row.call, row.kernel) or 0.0) if row.kernel.scores == "memory" else 0.0
+    again = asked - least - 4 * scores
+    return least + again * _missing(kv, device.l2_bytes) + 4 * scores * _missing(scores, device.l2_bytes)
+
+
+def _missing(wanted: float, capacity: float) -> float:
+    return 0.0 if wanted <= capacity else 1 - capacity / wanted
+
+
+def spread(row: Row, *figures: str) -> float:
+    """How far off a product of figures may be by their rounding alone: 0.1 is 10 %."""
+    return sum(HALF_A_DIGIT * 10.0 ** (1 - row.digits.get(name, 3)) for name in figures)
+
+
+def groups(document: Document) -> dict[tuple[str, str], list[Row]]:
+    """Rows of one table and series, in order."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in document.rows:
+        found.setdefault((row.table, row.series), []).append(row)
+    return found
+
+
+SIZES = ("batch", "heads", "heads_kv", "seqlen", "seqlen_k", "head_dim", "dtype", "causal")
+
+
+def varying(rows: Sequence[Row]) -> list[str]:
+    """The sizes of the call that differ between rows."""
+    return [name for name in SIZES if len({getattr(row.call, name) for row in rows}) > 1]

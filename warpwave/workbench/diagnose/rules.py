@@ -1,0 +1,113 @@
+"""Every rule, in order, and the diagnosis they make together.
+
+A rule is a function of the document, and each finding has its arithmetic. No rule knows a file or project; a rule
+speaks only where all it needs is given. What follows from
+knowledge of other software and not from figures is in `notes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from warpwave.workbench.diagnose.agreement import (
+    amounts,
+    comparable,
+    parts,
+    peaks,
+    ratios,
+    scaling,
+    slow_peers,
+    unverified,
+)
+from warpwave.workbench.diagnose.busy import binding, constant, grid, launches, plateau, threads, tile_sweep
+from warpwave.workbench.diagnose.claims import claims
+from warpwave.workbench.diagnose.facts import Finding
+from warpwave.workbench.diagnose.levels import caches, intensities, memory_figures, rereads, scores, with_heads
+from warpwave.workbench.diagnose.parse import Document
+
+KINDS = {
+    "not comparable": "rows that differ in more than their column says",
+    "contradiction": "figures that cannot both be right",
+    "idle SMs": "multiprocessors without a block",
+    "waves": "a last round of blocks that fills the card in part",
+    "grid fills": "blocks enough for every multiprocessor",
+    "idle threads": "threads of a block that do not compute",
+    "memory": "bandwidth of device memory",
+    "arithmetic": "the rate of the unit that multiplies",
+    "launch": "a cost that no size changes",
+    "latency": "a loop that waits: no unit is busy",
+    "working set": "what the caches hold",
+    "shared memory": "shared memory used of available",
+    "intensity": "operations a byte, product by product",
+    "re-reads": "bytes loaded more often than needed",
+    "scaling": "growth that does not fit the algorithm",
+    "scores in memory": "scores that live in L2, or no longer fit it",
+    "share of peak": "how near to the card's rate",
+    "peer": "what a peer's figures say",
+    "figure explained": "where a figure comes from",
+    "unverified": "what was not checked",
+    "claim": "what the author concluded",
+}
+RULES: tuple[Callable[[Document], Iterator[Finding]], ...] = (
+    comparable,
+    amounts,
+    ratios,
+    parts,
+    grid,
+    plateau,
+    threads,
+    binding,
+    constant,
+    caches,
+    intensities,
+    rereads,
+    scores,
+    memory_figures,
+    scaling,
+    tile_sweep,
+    launches,
+    peaks,
+    slow_peers,
+    unverified,
+)
+
+
+def diagnose(document: Document) -> list[Finding]:
+    """Everything the numbers say, causes of slowness first and the largest of them first."""
+    document = with_heads(document)
+    found = [finding for rule in RULES for finding in rule(document)]
+    found += claims(document)
+    unique = list({(f.kind, f.series, f.text): f for f in found}.values())
+    return sorted(unique, key=lambda f: (not f.is_cause, -f.factor if f.is_cause else 0.0, list(KINDS).index(f.kind)))
+
+
+def main_cause(document: Document, series: str) -> Finding | None:
+    """Of why a series is slow, what explains most; None where nothing does."""
+    causes = [f for f in diagnose(document) if f.is_cause and f.series == series]
+    return max(causes, key=lambda f: f.factor, default=None)
+
+
+# Knowledge, not arithmetic --------------------------------------------------------------------------------------------
+
+
+def notes(document: Document) -> list[str]:
+    """What is known of the software in the table beside its figures, said apart from them."""
+    found = []
+    torch = [row for row in document.rows if any(name in row.series.lower() for name in ("torch", "sdpa"))]
+    if any(row.call.head_dim and row.call.head_dim % 8 for row in torch):
+        found.append(
+            "PyTorch's fused kernels take head sizes that are a multiple of 8; others go through padding or its "
+            "op-by-op path."
+        )
+    if any(row.call.dtype == "float32" and row.kernel.unit == "matrix" for row in torch) and document.device.has_tf32:
+        found.append(
+            "PyTorch's float32 attention multiplies split tf32 operands on tensor cores: another unit than a scalar "
+            "kernel's, "
+            "with another ceiling."
+        )
+    series = {row.series.lower() for row in document.rows}
+    if any("sdpa" in name or "pytorch" in name for name in series) and any(
+        "flashattention-3" in name for name in series
+    ):
+        found.append("SDPA does not use FlashAttention-3 unless it is activated, so the two are different kernels.")
+    return found

@@ -1,0 +1,429 @@
+"""Every fact of a report as plain data, in the order it is told. The HTML page and the Markdown both read this."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import warpwave
+from warpwave.workbench.bench.records import Measurement
+from warpwave.workbench.bench.timing import Samples
+from warpwave.workbench.report.bounds import MachineRates, rates_of, share
+from warpwave.workbench.report.curves import Family, RooflineData, contenders, families, roofline_data
+from warpwave.workbench.report.figures import NARROW_SPACE, NO_FIGURE, count, figure, interval, listed, percent, span
+from warpwave.workbench.report.machines import Machine, Source, machines
+from warpwave.workbench.report.verdicts import CaseResult, case_results, how_fast, is_it_right, what_bounds_it
+from warpwave.workbench.report.waterfall import COLUMNS, Fall, falls, note, rows
+
+
+@dataclass(frozen=True)
+class Column:
+    """A table's column; figures stand to the right."""
+
+    name: str
+    is_figure: bool = True
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows that belong together, under a heading and a remark; the heading is empty where all rows are one group."""
+
+    heading: str
+    remark: str
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text."""
+
+    title: str
+    note: str
+    columns: Sequence[Column]
+    groups: Sequence[Group]
+
+    @property
+    def rows(self) -> int:
+        return sum(len(group.rows) for group in self.groups)
+
+
+@dataclass(frozen=True)
+class MachineSection:
+    """All that is told of one machine.
+
+    Attributes:
+        name: the device's.
+        provenance: whose numbers these are, and from when.
+        is_shipped: the numbers came with the package.
+        answers: question -> sentences: the first screen.
+        cases: with verdicts.
+        contenders: in the order of colours.
+        roofline, families: for the plots.
+        bounds: a table of what bounds each case, with the arithmetic; None where no rate is known.
+        rates_notes: what is not known of the machine's speed; and the sources of what is.
+        tables: measurements, then host time and memory where they were measured.
+        untimed: contender, reason, and the cases.
+        environment: label -> value.
+        reproduce: commands.
+        reproduce_notes: what else it takes.
+        falls: from the bound to what was measured, for the waterfalls.
+    """
+
+    name: str
+    provenance: str
+    is_shipped: bool
+    answers: Sequence[tuple[str, Sequence[str]]]
+    cases: Sequence[CaseResult]
+    contenders: Sequence[str]
+    roofline: RooflineData
+    families: Sequence[Family]
+    bounds: Table | None
+    rates_notes: Sequence[str]
+    tables: Sequence[Table]
+    untimed: Table | None
+    environment: Sequence[tuple[str, str]]
+    reproduce: Sequence[str]
+    reproduce_notes: Sequence[str]
+    falls: Sequence[Fall] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """The whole of it."""
+
+    title: str
+    version: str
+    sections: Sequence[MachineSection]
+    files: Sequence[str]
+
+
+def report(sources: Sequence[Source], *, shorten: bool = False) -> Report:
+    """All facts of all sources.
+
+    Args:
+        sources: in the order to tell them.
+        shorten: keep ours and the best peer alone under the roofline and in the table of measurements, for a page that
+            must stay small.
+    """
+    found = machines(sources)
+    names = list(dict.fromkeys(machine.name for machine in found))
+    title = f"Attention on {listed(names)}" if names else "No measurements"
+    files = [name for source in sources for name in source.names]
+    return Report(title, warpwave.__version__, [section(machine, shorten=shorten) for machine in found], files)
+
+
+def section(machine: Machine, *, shorten: bool = False) -> MachineSection:
+    """The facts of one machine."""
+    known = rates_of(machine)
+    cases = case_results(machine, known.rates)
+    lost = falls(cases, machine)
+    bounds_answer = [*what_bounds_it(cases), *known.passed] or ["Not known here.", *known.notes]
+    return MachineSection(
+        name=machine.name,
+        provenance=provenance(machine),
+        is_shipped=machine.source.origin == "shipped",
+        answers=[
+            ("How fast is it?", how_fast(cases) or ["No kernel of ours was timed."]),
+            ("Is it right?", is_it_right(cases)),
+            ("What bounds it?", bounds_answer),
+        ],
+        cases=cases,
+        contenders=contenders(cases),
+        roofline=roofline_data(cases, shorten=shorten),
+        families=families(cases),
+        bounds=bounds_table(cases),
+        rates_notes=_rates_notes(known),
+        tables=[
+            t
+            for t in (
+                losses_table(lost),
+                measurements_table(cases, shorten=shorten),
+                matrix("Host time of an eager call, in µs", HOST_NOTE, cases, _host_us),
+                matrix("Peak memory of one call above its inputs, in MB", MEMORY_NOTE, cases, _peak_mb),
+            )
+            if t is not None
+        ],
+        untimed=untimed_table(cases),
+        environment=environment_facts(machine),
+        reproduce=commands(machine),
+        reproduce_notes=reproduce_notes(machine),
+        falls=lost,
+    )
+
+
+def provenance(machine: Machine) -> str:
+    """Whose numbers these are."""
+    when = f" on {listed(machine.dates)}" if machine.dates else ""
+    if machine.source.origin == "here":
+        return f"This machine's own numbers, measured{when}."
+    if machine.source.origin == "shipped":
+        return f"Measured on an {machine.name}{when}, not on this machine: a record that comes with warpwave."
+    files = f" Read from {listed(machine.source.names)}." if machine.source.names else ""
+    return f"Measured{when}.{files}"
+
+
+def _rates_notes(known: MachineRates) -> list[str]:
+    notes = list(known.notes)
+    if known.sources:
+        notes.append(f"Data sheet: {'; '.join(known.sources)}.")
+    return notes
+
+
+# Tables --------------------------------------------------------------------------------------------------------------
+
+HOST_NOTE = "Until the call returns, the device left to catch up: what the processor pays."
+MEMORY_NOTE = "Allocated during the call, its output included. 1 MB is 10⁶ bytes."
+
+
+def losses_table(found: Sequence[Fall]) -> Table | None:
+    """Where the time of each case of ours went."""
+    if not found:
+        return None
+    words = ("case", "kernel", "lost by", "first to change")
+    columns = [Column(name, name not in words) for name in COLUMNS]
+    return Table("Where the time went", note(found), columns, [Group("", "", rows(found))])
+
+
+def measurements_table(cases: Sequence[CaseResult], *, shorten: bool = False) -> Table | None:
+    """Every contender that has a time, case by case."""
+    rates = list(dict.fromkeys(line.rates.name for case in cases for line in case.rooflines))
+    columns = [
+        Column("contender", False),
+        Column("ran", False),
+        Column("µs"),
+        Column("TFLOP/s"),
+        Column("GB/s"),
+        Column("Mtoken/s"),
+        *(Column(f"of the {name} bound") for name in rates),
+        Column("error"),
+        Column("ours is x as fast [95 %]"),
+    ]
+    groups = []
+    for case in cases:
+        shown = [m for m in case.timed if not shorten or m in (case.ours, case.best)]
+        if shown:
+            heading = Group(case.name, how_timed(case), [_row(m, case, rates) for m in shown])
+            groups.append(heading)
+    if not groups:
+        return None
+    note = (
+        "Times are medians over rounds. TFLOP/s count the two products over visible pairs, GB/s the compulsory bytes, "
+        "tokens the queries. Error is the RMS distance from float64 in units of the rounding model's: 1 is what "
+        "rounding alone costs; what misses the gates is called inaccurate and stands in no plot. The last column is "
+        "the median of the paired ratios: above 1 ours is the faster."
+    )
+    if shorten:
+        note += " Shortened to ours and the best peer of each case: with all contenders the page would be too large."
+    return Table("All measurements", note, columns, groups)
+
+
+def _row(m: Measurement, case: CaseResult, rates: Sequence[str]) -> list[str]:
+    assert m.timing is not None  # callers pass what was timed
+    ratio = case.speed_against(m)
+    against = "" if m is case.ours else NO_FIGURE if ratio is None else f"{ratio.median:.2f} {interval(ratio)}"
+    shares = []
+    for name in rates:
+        line = next((r for r in case.rooflines if r.rates.name == name), None)
+        bound = None if line is None or m.is_yardstick else line.binding
+        shares.append(NO_FIGURE if bound is None else percent(share(m, bound)))
+    error = None if m.verdict is None else m.verdict.error_ratio
+    return [
+        f"{m.contender} (inaccurate)" if m.inaccurate else m.contender,
+        m.kernel or NO_FIGURE,
+        figure(m.timing.median_us, 4),
+        figure(m.tflops),
+        figure(m.bandwidth_gbps),
+        figure(None if m.tokens_per_s is None else m.tokens_per_s * 1e-6),
+        *shares,
+        NO_FIGURE if error is None else f"{error:.2f}",
+        against,
+    ]
+
+
+def how_timed(case: CaseResult) -> str:
+    """The problem and the method, in a line."""
+    timing = case.timed[0].timing
+    assert timing is not None  # `timed` is what has a time
+    return f"{case.timed[0].problem.describe()}; {method(timing)}"
+
+
+def method(timing: Samples) -> str:
+    """How times were taken."""
+    how = {
+        "graph": "inside a CUDA graph",
+        "streams": "inside a CUDA graph, on two streams",
+        "eager": "eager calls back to back",
+        "events": "CUDA events",
+    }
+    sets = "" if timing.input_sets == 1 else f", {timing.input_sets} sets of inputs in turn"
+    cache = ", L2 flushed" if timing.l2_flushed else ", L2 warm" if timing.method != "host clock" and not sets else ""
+    rounds = len(timing.samples_us)
+    return f"{how.get(timing.method, timing.method)}{sets}{cache}, {count(rounds, 'round')}"
+
+
+def bounds_table(cases: Sequence[CaseResult]) -> Table | None:
+    """What each case cannot beat, with the arithmetic to check by hand."""
+    columns = [
+        Column("case", False),
+        Column("rates", False),
+        Column("bound by", False),
+        Column("least µs"),
+        Column("arithmetic", False),
+    ]
+    rows = [
+        [case.name, line.rates.name, line.binding.resource, figure(line.time_us), line.binding.arithmetic]
+        for case in cases
+        for line in case.rooflines
+        if line.binding is not None
+    ]
+    if not rows:
+        return None
+    note = "The longest of the bounds on products, exponentials, memory and launch; no implementation can beat it."
+    return Table("Bounds", note, columns, [Group("", "", rows)])
+
+
+def matrix(
+    title: str, note: str, cases: Sequence[CaseResult], value: Callable[[Measurement], float | None]
+) -> Table | None:
+    """A figure of every contender in every case; None where nobody has it."""
+    found: list[tuple[str, dict[str, float]]] = []
+    for case in cases:
+        values = {m.contender: x for m in case.timed if (x := value(m)) is not None}
+        if values:
+            found.append((case.name, values))
+    if not found:
+        return None
+    names = list(dict.fromkeys(name for _, values in found for name in values))
+    rows = [[case, *(figure(values.get(name)) for name in names)] for case, values in found]
+    return Table(title, note, [Column("case", False), *map(Column, names)], [Group("", "", rows)])
+
+
+def _host_us(m: Measurement) -> float | None:
+    return None if m.host is None else m.host.median_us
+
+
+def _peak_mb(m: Measurement) -> float | None:
+    return None if m.peak_memory_bytes is None else m.peak_memory_bytes * 1e-6
+
+
+def untimed_table(cases: Sequence[CaseResult]) -> Table | None:
+    """Who has no time and why; a reason given in many cases is told once."""
+    where: dict[tuple[str, str], list[str]] = {}
+    for case in cases:
+        for m in case.measurements:
+            if m.timing is None:
+                where.setdefault((m.contender, m.refusal or "no reason is recorded"), []).append(case.name)
+    if not where:
+        return None
+    rows = [
+        [name, reason, "all cases" if 1 < len(found) == len(cases) else "; ".join(found)]
+        for (name, reason), found in where.items()
+    ]
+    columns = [Column("contender", False), Column("why", False), Column("where", False)]
+    return Table("Not timed", "What was wrong, unavailable or refused has no time.", columns, [Group("", "", rows)])
+
+
+# Environment ---------------------------------------------------------------------------------------------------------
+
+
+def environment_facts(machine: Machine) -> list[tuple[str, str]]:
+    """Where and with what it was measured; what a record leaves out is left out here."""
+    e = machine.environment
+    gpu, cpu, code = (dict(e.get(key) or {}) for key in ("gpu", "cpu", "code"))
+    memory, limit = gpu.get("memory_bytes"), gpu.get("power_limit_w")
+    l2 = gpu.get("l2_bytes")
+    commit = code.get("commit")
+    facts = [
+        ("Date", ", ".join(run.date.replace("T", " ").replace("+00:00", " UTC") for run in machine.runs if run.date)),
+        ("GPU", str(gpu.get("name") or "")),
+        ("SMs or CUs", str(gpu.get("sm_count") or "")),
+        ("Device memory", f"{figure(memory * 1e-9)}{NARROW_SPACE}GB" if memory else ""),
+        ("L2", f"{l2 / 2**20:g}{NARROW_SPACE}MiB" if l2 else ""),
+        ("Driver", str(gpu.get("driver") or "")),
+        ("Power limit", f"{limit:g}{NARROW_SPACE}W" if limit else ""),
+        *_readings(machine),
+        ("CPU", str(cpu.get("model") or "")),
+        ("Cores", str(cpu.get("cores") or "")),
+        ("Threads of torch", str(cpu.get("torch_threads") or "")),
+        ("Platform", str(e.get("platform") or "")),
+        ("Python", str(e.get("python") or "")),
+        ("torch", str(e.get("torch") or "")),
+        ("Triton", str(e.get("triton") or "")),
+        ("CUDA", str(e.get("cuda") or "")),
+        ("ROCm", str(e.get("hip") or "")),
+        ("cuDNN", str(e.get("cudnn") or "")),
+        *((str(name), str(version)) for name, version in (e.get("peers") or {}).items()),
+        ("Commit", f"{commit}{', with changes' if code.get('dirty') else ''}" if commit else ""),
+        ("Sources", f"SHA-256 {code['source_sha256']}" if code.get("source_sha256") else ""),
+    ]
+    return [(label, value) for label, value in facts if value]
+
+
+def _readings(machine: Machine) -> list[tuple[str, str]]:
+    """Clocks, power and temperature around the cases, as ranges, and what held the clocks down."""
+    before = [m.gpu_before for run in machine.runs for m in run.measurements if m.gpu_before]
+    after = [m.gpu_after for run in machine.runs for m in run.measurements if m.gpu_after]
+
+    def values(readings: Sequence[dict[str, Any]], key: str) -> list[float]:
+        return [float(r[key]) for r in readings if r.get(key) is not None]
+
+    facts = []
+    for label, key, unit in (
+        ("SM clock", "sm_mhz", "MHz"),
+        ("Memory clock", "memory_mhz", "MHz"),
+        ("Power", "power_w", "W"),
+        ("Temperature", "temperature_c", "°C"),
+    ):
+        pair = (span(values(before, key), unit), span(values(after, key), unit))
+        if any(pair):
+            facts.append((label, f"{pair[0]} before, {pair[1]} after each case's rounds"))
+    if before or after:
+        held = {reason for r in [*before, *after] for reason in r.get("throttle") or ()}
+        facts.append(("Throttling", listed(sorted(held)) if held else "none seen"))
+    return facts
+
+
+# How to do it again --------------------------------------------------------------------------------------------------
+
+
+def commands(machine: Machine) -> list[str]:
+    """The commands that measure the same again."""
+    if machine.source.command:
+        return [machine.source.command]
+    found: dict[str, None] = {}
+    for run in machine.runs:
+        for suite in dict.fromkeys(m.suite for m in run.measurements):
+            part = [m for m in run.measurements if m.suite == suite]
+            rounds = max((len(m.timing.samples_us) for m in part if m.timing is not None), default=0)
+            kernels = list(dict.fromkeys(m.contender.split(" ", 1)[1] for m in part if m.is_ours))
+            command = f"warpwave bench {_argument(suite)}"
+            if rounds:
+                command += f" --rounds {rounds}"
+            if kernels != ["auto"]:
+                command += "".join(f" --kernel {_argument(kernel)}" for kernel in kernels)
+            if machine.is_cpu:
+                command += " --device cpu"
+            found[f"{command} --out RECORD.jsonl"] = None
+    return [*found, "warpwave report RECORD.jsonl"]
+
+
+def _argument(word: str) -> str:
+    """A record's word as a shell takes it, on one line."""
+    return shlex.quote(" ".join(word.split()))
+
+
+def reproduce_notes(machine: Machine) -> list[str]:
+    """What else it takes to get the same figures."""
+    code = machine.environment.get("code") or {}
+    where = f"commit {code['commit']}" if code.get("commit") else None
+    if where is None and code.get("source_sha256"):
+        where = f"the sources whose SHA-256 begins {code['source_sha256']} (the record names no commit)"
+    notes = [] if where is None else [f"With {where}."]
+    if not machine.is_cpu:
+        notes.append(
+            "Cards of one model differ, and so does one card cool and hot: ratios carry over to another card better "
+            "than times do."
+        )
+    return notes

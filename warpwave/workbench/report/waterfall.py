@@ -1,0 +1,134 @@
+"""Where the time of each case went: the losses of our measurement, as a waterfall and a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from warpwave.workbench.explain.recorded_time import losses_of
+from warpwave.workbench.model.losses import REMEDIES, Losses
+from warpwave.workbench.model.steps import LOSSES
+from warpwave.workbench.report.figures import figure, percent
+from warpwave.workbench.report.machines import Machine
+from warpwave.workbench.report.verdicts import CaseResult
+
+NAMES = (*LOSSES, "remainder")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A loss on the common axis.
+
+    Attributes:
+        name: of the loss.
+        number: its place in `NAMES`, for its colour.
+        start, wide: in percent of the axis; the axis is the logarithm of time over bound, so that factors are lengths.
+        title: the figures.
+    """
+
+    name: str
+    number: int
+    start: float
+    wide: float
+    title: str
+
+
+@dataclass(frozen=True)
+class Fall:
+    """One case: from the bound to what was measured.
+
+    Attributes:
+        case: its name.
+        kernel: what ran.
+        losses: in full.
+        segments: those that show.
+    """
+
+    case: str
+    kernel: str
+    losses: Losses
+    segments: tuple[Segment, ...]
+
+
+def _of(case: CaseResult, machine: Machine) -> Losses | None:
+    return None if case.ours is None else losses_of(case.ours, machine.gpu)
+
+
+def falls(cases: Sequence[CaseResult], machine: Machine) -> list[Fall]:
+    """Every case that can be split, on one axis."""
+    found = [(case, losses) for case in cases if (losses := _of(case, machine)) is not None]
+    if not found:
+        return []
+    # A factor above 32 would leave no room for the others: the axis ends there, and the figures say the rest.
+    longest = min(
+        math.log(32), max(math.log(max(x.after_us for x in losses.losses) / losses.bound_us) for _, losses in found)
+    )
+    made = []
+    for case, losses in found:
+        segments = []
+        for number, loss in enumerate(losses.losses):
+            begin, end = sorted(math.log(t / losses.bound_us) / longest * 100 for t in (loss.before_us, loss.after_us))
+            begin, end = min(begin, 100.0), min(end, 100.0)
+            if end - begin >= 0.3:
+                factor = f"{loss.name} x {loss.factor:.2f}: {figure(loss.before_us)} to {figure(loss.after_us)} µs"
+                segments.append(Segment(loss.name, number, begin, end - begin, factor))
+        assert case.ours is not None
+        made.append(Fall(case.name, case.ours.kernel, losses, tuple(segments)))
+    return made
+
+
+def shown(found: Sequence[Fall]) -> list[tuple[int, str]]:
+    """The losses that some case shows: number and name, for the legend."""
+    there = {segment.number for fall in found for segment in fall.segments}
+    return [(number, name) for number, name in enumerate(NAMES) if number in there]
+
+
+COLUMNS = (
+    "case",
+    "kernel",
+    "µs",
+    "bound µs",
+    "x",
+    "lost by",
+    "remainder",
+    "of data sheet",
+    "power-matched",
+    "first to change",
+)
+NOTE = (
+    "Measured over bound is the product of the factors and the remainder, exactly. Factors are the model's: what "
+    "each costs "
+    "on the way from the data sheet's bound; the remainder is what it did not foresee. Power-matched is the bound at "
+    "the "
+    "clock read after the case's rounds. No share passes 100 %."
+)
+
+
+def rows(found: Sequence[Fall]) -> list[list[str]]:
+    """The table's cells, by `COLUMNS`."""
+    cells = []
+    for fall in found:
+        named = [f"{loss.name} {loss.factor:.2f}" for loss in fall.losses.noticeable[:-1]]
+        sheet, power = fall.losses.yardsticks
+        cells.append(
+            [
+                fall.case,
+                fall.kernel,
+                figure(fall.losses.measured_us, 4),
+                figure(fall.losses.bound_us, 4),
+                f"{fall.losses.ratio:.2f}",
+                " x ".join(named) or "-",
+                f"{fall.losses.remainder:.2f}",
+                percent(sheet.share),
+                percent(power.share),
+                "-" if fall.losses.largest is None else fall.losses.largest.name,
+            ]
+        )
+    return cells
+
+
+def note(found: Sequence[Fall]) -> str:
+    """What the table says, and what removes the ceilings that are first to change: no promised factor."""
+    largest = dict.fromkeys(fall.losses.largest.name for fall in found if fall.losses.largest is not None)
+    return " ".join([NOTE, *(f"{name[0].upper()}{name[1:]}: {REMEDIES[name]}." for name in largest)])
