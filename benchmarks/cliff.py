@@ -33,12 +33,12 @@ import torch
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import three_kernel
 from warpwave.kernels.three_kernel_plan import Config
-from warpwave.output_files import write_whole
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench import environment
 from warpwave.workbench.bench.correctness import Sample
 from warpwave.workbench.bench.inputs import make_operands
 from warpwave.workbench.bench.timing import time_modes
+from warpwave.workbench.output_files import write_whole
 
 BYTES_A_SCORE = {"fused": 2, "triton": 4}  # by who computes the scores
 HEADS = 16

@@ -14,10 +14,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from warpwave.cli import app
 from warpwave.errors import InvalidInput
 from warpwave.kernels import flash_fwd
 from warpwave.problem import AttentionProblem, Causal
+from warpwave.workbench.cli import app
 from warpwave.workbench.hardware.catalog import resolve
 from warpwave.workbench.model.ablation import AGREES, Ablation, ablate, predicted
 from warpwave.workbench.model.steps import ABLATIONS

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from warpwave import cli
+from warpwave.workbench import cli
 
 
 def warpwave(*arguments: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from warpwave import input_files
-from warpwave.input_files import DEEPEST, Unreadable, parse_json, parse_toml, read_json, read_text, read_toml
-from warpwave.schema import (
+from warpwave.workbench import input_files
+from warpwave.workbench.input_files import DEEPEST, Unreadable, parse_json, parse_toml, read_json, read_text, read_toml
+from warpwave.workbench.schema import (
     Anything,
     Flag,
     Integer,

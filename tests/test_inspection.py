@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from warpwave import cli
 from warpwave.errors import InvalidInput
 from warpwave.gpu import ARCHS, Gpu
 from warpwave.kernels import eager, flash_fwd
+from warpwave.workbench import cli
 from warpwave.workbench.hardware.occupancy import MULTIPROCESSORS, occupancy
 from warpwave.workbench.inspect import command as inspection_command
 from warpwave.workbench.inspect import compiled, inspection

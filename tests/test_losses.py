@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 import warpwave
 from warpwave import dispatch
-from warpwave.cli import app
 from warpwave.errors import InvalidInput
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench.records import read_records
+from warpwave.workbench.cli import app
 from warpwave.workbench.explain.explanation import explain
 from warpwave.workbench.explain.recorded_time import clock_mhz, config_of, in_graph, is_hot
 from warpwave.workbench.hardware.catalog import catalog, resolve

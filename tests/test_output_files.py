@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from warpwave.output_files import CannotWrite, Kind, check_output, is_sealed, sealed, write_output, write_whole
+from warpwave.workbench.output_files import (
+    CannotWrite,
+    Kind,
+    check_output,
+    is_sealed,
+    sealed,
+    write_output,
+    write_whole,
+)
 
 
 def test_a_file_is_replaced_only_where_it_may_be(tmp_path: Path) -> None:

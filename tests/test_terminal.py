@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import warpwave
-from warpwave.terminal import GAP, OutputLost, columns, complain, in_columns, printable, say
+from warpwave.workbench.terminal import GAP, OutputLost, columns, complain, in_columns, printable, say
 
 
 @pytest.mark.parametrize(

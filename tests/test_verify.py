@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from warpwave import cli, dispatch
+from warpwave import dispatch
 from warpwave.gpu import CPU, Gpu
 from warpwave.kernels import eager
 from warpwave.problem import AttentionProblem, Operands
+from warpwave.workbench import cli
 from warpwave.workbench.bench.correctness import Verdict
 from warpwave.workbench.bench.records import Measurement, Records, read_records
 from warpwave.workbench.bench.timing import Method, Samples

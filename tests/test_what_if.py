@@ -7,9 +7,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from warpwave.cli import app
 from warpwave.errors import InvalidInput
 from warpwave.problem import AttentionProblem
+from warpwave.workbench.cli import app
 from warpwave.workbench.explain.other_cards import cards, text, what_if
 from warpwave.workbench.hardware.catalog import catalog
 

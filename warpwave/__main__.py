@@ -1,5 +1,5 @@
 """`python -m warpwave`: the same commands as `warpwave`."""
 
-from warpwave.cli import command
+from warpwave.workbench.cli import command
 
 command()

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from warpwave.cli import app
 from warpwave.kernels import flash_fwd
 from warpwave.workbench.bench.records import read_records
 from warpwave.workbench.bench.run import main
 from warpwave.workbench.bench.scaling import AXES, CAUSES, Point, judge, suite, table
+from warpwave.workbench.cli import app
 from warpwave.workbench.hardware.catalog import catalog, resolve
 from warpwave.workbench.model.predict import predict
 from warpwave.workbench.model.roofline import data_sheet_rates

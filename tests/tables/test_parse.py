@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from warpwave.cli import app
 from warpwave.errors import InvalidInput
+from warpwave.workbench.cli import app
 from warpwave.workbench.diagnose.parse import TableError, load, parse
 from warpwave.workbench.diagnose.rules import diagnose
 from warpwave.workbench.diagnose.text import run

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from warpwave.terminal import complain, say
 from warpwave.workbench.bench.compare import CompareError, Comparison, RecordError, compare, load_run
 from warpwave.workbench.bench.table import Table, print_table
+from warpwave.workbench.terminal import complain, say
 
 FAIL_ON = ("slower", "unclear", "never")
 

@@ -4,7 +4,7 @@ the card's readings around it. Figures that only people read may be of any form,
 
 from __future__ import annotations
 
-from warpwave.schema import Anything, Flag, Integer, ListOf, MapOf, Number, OrNone, Table, Text
+from warpwave.workbench.schema import Anything, Flag, Integer, ListOf, MapOf, Number, OrNone, Table, Text
 
 WORD = Text(500)
 COUNT, BYTES = Integer(1, 1 << 40), Integer(0, 1 << 60)

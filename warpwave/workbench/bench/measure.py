@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from warpwave.problem import Operands
-from warpwave.terminal import printable
 from warpwave.workbench.bench import environment
 from warpwave.workbench.bench.contenders import EMPTY_KERNEL, TimeLimit, empty_kernel, time_limit
 from warpwave.workbench.bench.correctness import Sample
@@ -19,6 +18,7 @@ from warpwave.workbench.bench.peers import Peer, PeerUnavailable, Prepared
 from warpwave.workbench.bench.records import Measurement
 from warpwave.workbench.bench.timing import CaptureFailed, Samples, host_time_interleaved, time_modes
 from warpwave.workbench.bench.workloads import Case
+from warpwave.workbench.terminal import printable
 
 SEED = 0
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from warpwave.terminal import printable, say
+from warpwave.workbench.terminal import printable, say
 
 BAR_WIDTH = 20
 CLEAR_LINE = "\r\033[K"

@@ -9,11 +9,23 @@ from typing import Any, get_args
 
 from warpwave.checks import check_problem
 from warpwave.errors import InvalidInput, InvalidType
-from warpwave.limits import MOST_TOKENS, check_size
 from warpwave.problem import PRECISIONS, AttentionProblem, Causal
-from warpwave.schema import Anything, Flag, Integer, ListOf, MapOf, Mismatch, Number, OneOf, OrNone, Table, Text
 from warpwave.workbench.bench.environment_schema import BYTES, COUNT, ENVIRONMENT, READING, WORD
 from warpwave.workbench.bench.meters import MODES, Method
+from warpwave.workbench.limits import MOST_TOKENS, check_size
+from warpwave.workbench.schema import (
+    Anything,
+    Flag,
+    Integer,
+    ListOf,
+    MapOf,
+    Mismatch,
+    Number,
+    OneOf,
+    OrNone,
+    Table,
+    Text,
+)
 
 READABLE_VERSIONS = (1, 2)
 

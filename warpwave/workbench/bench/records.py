@@ -19,10 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from warpwave.input_files import Unreadable, parse_json, read_text
-from warpwave.output_files import CannotWrite, Kind, check_output
 from warpwave.problem import AttentionProblem
-from warpwave.schema import Mismatch, Table, check, quoted
 from warpwave.workbench.bench.correctness import Verdict
 from warpwave.workbench.bench.goals import Goal
 from warpwave.workbench.bench.record_schema import (
@@ -33,6 +30,9 @@ from warpwave.workbench.bench.record_schema import (
     problem_of,
 )
 from warpwave.workbench.bench.timing import Samples
+from warpwave.workbench.input_files import Unreadable, parse_json, read_text
+from warpwave.workbench.output_files import CannotWrite, Kind, check_output
+from warpwave.workbench.schema import Mismatch, Table, check, quoted
 
 SCHEMA_VERSION = 2
 OURS = "warpwave "  # how the names of our own contenders begin

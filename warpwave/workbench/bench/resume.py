@@ -17,11 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from warpwave.input_files import Unreadable, parse_json, read_text
-from warpwave.output_files import CannotWrite, Kind, check_output
-from warpwave.schema import Mismatch, OneOf, Table, check
 from warpwave.workbench.bench.record_schema import WORD
 from warpwave.workbench.bench.records import Measurement, RecordError, read_records
+from warpwave.workbench.input_files import Unreadable, parse_json, read_text
+from warpwave.workbench.output_files import CannotWrite, Kind, check_output
+from warpwave.workbench.schema import Mismatch, OneOf, Table, check
 
 SUFFIX = ".underway"
 # What asks a process to stop: Ctrl-C, `kill` and a batch system's time limit, a terminal that was closed.

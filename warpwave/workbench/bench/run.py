@@ -17,7 +17,6 @@ import torch
 from warpwave.dispatch import KERNELS
 from warpwave.gpu import current_gpu
 from warpwave.runtime.triton_or_stub import INTERPRETED
-from warpwave.terminal import complain, say
 from warpwave.workbench.bench import environment, scaling
 from warpwave.workbench.bench.contenders import contenders
 from warpwave.workbench.bench.measure import DeviceLost, Settings, measure
@@ -40,6 +39,7 @@ from warpwave.workbench.bench.workloads import Case, Suite, SuiteError, load_sui
 from warpwave.workbench.hardware.catalog import data_sheet
 from warpwave.workbench.hardware.measure import load, shipped
 from warpwave.workbench.model.roofline import data_sheet_rates, measured_rates
+from warpwave.workbench.terminal import complain, say
 
 DEVICE_LOST = 3  # exit code
 STOPPED = 128  # exit code, less the signal's number: what a shell has for a program that a signal ended

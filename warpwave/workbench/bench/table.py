@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from statistics import geometric_mean
 from typing import Literal
 
-from warpwave.terminal import OutputLost, columns, printable, say
 from warpwave.workbench.bench.goals import best_peer, judge
 from warpwave.workbench.bench.records import OURS, Measurement
 from warpwave.workbench.bench.timing import Ratio, Samples, paired_ratio
+from warpwave.workbench.terminal import OutputLost, columns, printable, say
 
 __all__ = ["OURS", "Table", "case_table", "case_tables", "plain", "print_table", "summary_tables"]
 

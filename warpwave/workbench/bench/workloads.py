@@ -39,14 +39,14 @@ from pathlib import Path
 from typing import Any
 
 from warpwave.errors import InvalidInput
-from warpwave.input_files import Unreadable, read_toml
-from warpwave.limits import MOST_TOKENS, check_size
 from warpwave.problem import PRECISIONS, AttentionProblem, Causal
-from warpwave.schema import fits, quoted
-from warpwave.terminal import printable
 from warpwave.workbench.bench.goals import Goal
 from warpwave.workbench.bench.meters import MODES
 from warpwave.workbench.bench.record_schema import BUDGET, FACTOR, PAGE_SIZE, SCALE, WINDOW
+from warpwave.workbench.input_files import Unreadable, read_toml
+from warpwave.workbench.limits import MOST_TOKENS, check_size
+from warpwave.workbench.schema import fits, quoted
+from warpwave.workbench.terminal import printable
 
 SUITES = Path(__file__).parent / "suites"
 REQUIRED = ("num_heads_q", "head_dim", "dtype")

@@ -25,20 +25,20 @@ from torch import Tensor
 
 import warpwave
 from warpwave.gpu import current_gpu
-from warpwave.output_files import CannotWrite
 from warpwave.problem import AttentionProblem, Operands
-from warpwave.terminal import columns, complain, say
 from warpwave.workbench.bench import environment
 from warpwave.workbench.bench.correctness import Verdict
 from warpwave.workbench.bench.records import OURS, Measurement, RecordError, Records, environment_id
 from warpwave.workbench.bench.table import Table, print_table
 from warpwave.workbench.bench.timing import CaptureFailed, Samples, time_interleaved
 from warpwave.workbench.demo import sentence_model as demo_model
+from warpwave.workbench.output_files import CannotWrite
 from warpwave.workbench.report import command
 from warpwave.workbench.report.content import Report, report
 from warpwave.workbench.report.intake import shipped_source
 from warpwave.workbench.report.machines import Source
 from warpwave.workbench.report.page import TooLarge
+from warpwave.workbench.terminal import columns, complain, say
 from warpwave.workbench.verify import reference
 
 # Two to four sentences on each of eight subjects, so that every one has a neighbour in meaning.

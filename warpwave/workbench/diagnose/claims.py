@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from warpwave.schema import quoted
 from warpwave.workbench.diagnose.busy import grid, in_words, plateau
 from warpwave.workbench.diagnose.facts import AGREE, BINDS, Finding, blocks, loads_of_a_key, tensor_bytes, time_us
 from warpwave.workbench.diagnose.parse import LEAST, MEASURED, MOST, Document, TableError
 from warpwave.workbench.model.roofline import byte
+from warpwave.workbench.schema import quoted
 
 Claim = Mapping[str, Any]
 

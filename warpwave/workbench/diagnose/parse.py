@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from warpwave.input_files import Unreadable, read_toml
-from warpwave.schema import quoted
 from warpwave.workbench.hardware.catalog import catalog, find
+from warpwave.workbench.input_files import Unreadable, read_toml
+from warpwave.workbench.schema import quoted
 
 CASES = Path(__file__).with_name("cases")
 OURS = "theirs"  # the series of a column that names none

@@ -9,10 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from warpwave.errors import InvalidInput
-from warpwave.terminal import printable
 from warpwave.workbench.diagnose.facts import Finding
 from warpwave.workbench.diagnose.parse import Document, TableError, load
 from warpwave.workbench.diagnose.rules import KINDS, diagnose, notes
+from warpwave.workbench.terminal import printable
 
 WIDTH = 110
 

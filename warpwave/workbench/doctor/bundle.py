@@ -14,8 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warpwave.input_files import Unreadable, read_json
-from warpwave.output_files import CannotWrite, Kind, check_output, write_output
+from warpwave.workbench.input_files import Unreadable, read_json
+from warpwave.workbench.output_files import CannotWrite, Kind, check_output, write_output
 
 if TYPE_CHECKING:
     from warpwave.workbench.doctor.facts import Facts

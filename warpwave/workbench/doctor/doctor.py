@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import warpwave
-from warpwave.terminal import columns, say
 from warpwave.workbench.doctor.facts import OPTIONAL, Card, Facts, look
+from warpwave.workbench.terminal import columns, say
 
 Status = Literal["ok", "warning", "problem"]
 

@@ -9,10 +9,10 @@ from typing import Any
 from warpwave import dispatch
 from warpwave.errors import InvalidInput, UnsupportedProblem
 from warpwave.problem import AttentionProblem
-from warpwave.terminal import columns
 from warpwave.workbench.hardware.catalog import DataSheet, catalog, data_sheet, find, gpu_of
 from warpwave.workbench.model.predict import Prediction, predict
 from warpwave.workbench.model.roofline import Roofline, data_sheet_rates, figure, roofline, us
+from warpwave.workbench.terminal import columns
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from warpwave.problem import DTYPE_BYTES
-from warpwave.terminal import columns
 from warpwave.workbench.model.losses import recommendation
 from warpwave.workbench.model.roofline import Bound, Roofline, byte, figure, flop, us
 from warpwave.workbench.model.steps import LOSSES
+from warpwave.workbench.terminal import columns
 
 if TYPE_CHECKING:
     from warpwave.workbench.explain.accuracy import Accuracy

@@ -12,12 +12,12 @@ import torch
 
 from warpwave.errors import InvalidInput
 from warpwave.gpu import CPU, current_gpu
-from warpwave.input_files import Unreadable
-from warpwave.output_files import Kind, check_output, write_output
-from warpwave.terminal import columns, say
 from warpwave.workbench.hardware import measure
 from warpwave.workbench.hardware.catalog import DataSheet, data_sheet
 from warpwave.workbench.hardware.measure import Ceilings
+from warpwave.workbench.input_files import Unreadable
+from warpwave.workbench.output_files import Kind, check_output, write_output
+from warpwave.workbench.terminal import columns, say
 
 
 def run(device: str | None, out: Path | None, as_json: bool) -> int:

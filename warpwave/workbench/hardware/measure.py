@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from warpwave.gpu import CPU, Gpu, current_gpu
-from warpwave.input_files import Unreadable, read_json
-from warpwave.output_files import write_whole
 from warpwave.runtime.triton_or_stub import INTERPRETED, NO_TRITON
-from warpwave.schema import Integer, MapOf, Mismatch, Number, OneOf, OrNone, Table, check
-from warpwave.terminal import printable
 from warpwave.workbench.bench.environment_schema import ENVIRONMENT, READING, WORD
 from warpwave.workbench.hardware.probes import empty_kernel, exponentials_kernel, read_kernel
+from warpwave.workbench.input_files import Unreadable, read_json
+from warpwave.workbench.output_files import write_whole
+from warpwave.workbench.schema import Integer, MapOf, Mismatch, Number, OneOf, OrNone, Table, check
+from warpwave.workbench.terminal import printable
 
 if TYPE_CHECKING:
     import torch

@@ -15,11 +15,9 @@ from typing import Any
 from warpwave import dispatch
 from warpwave.errors import InvalidInput
 from warpwave.gpu import Gpu
-from warpwave.input_files import Unreadable, read_text
 from warpwave.problem import AttentionProblem
-from warpwave.schema import Mismatch
-from warpwave.terminal import say
 from warpwave.workbench.bench.table import plain, print_table
+from warpwave.workbench.input_files import Unreadable, read_text
 from warpwave.workbench.inspect.compiled import CannotCompile
 from warpwave.workbench.inspect.inspection import Finding, Inspection, config_name, inspect, parse_config
 from warpwave.workbench.inspect.text import (
@@ -31,6 +29,8 @@ from warpwave.workbench.inspect.text import (
     describe_tools,
     table,
 )
+from warpwave.workbench.schema import Mismatch
+from warpwave.workbench.terminal import say
 
 
 @dataclass(frozen=True)

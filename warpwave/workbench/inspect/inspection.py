@@ -21,13 +21,13 @@ from typing import Any
 import warpwave
 from warpwave.errors import InvalidInput, UnsupportedProblem
 from warpwave.gpu import Gpu
-from warpwave.input_files import parse_json
-from warpwave.output_files import Kind, write_output
 from warpwave.problem import AttentionProblem
-from warpwave.schema import Anything, Flag, Integer, ListOf, MapOf, Number, OneOf, OrNone, Table, Text, check
-from warpwave.terminal import printable
 from warpwave.workbench.hardware.occupancy import Occupancy, occupancy
+from warpwave.workbench.input_files import parse_json
 from warpwave.workbench.inspect.compiled import CannotCompile, CompileFacts, compile_launches, toolchain
+from warpwave.workbench.output_files import Kind, write_output
+from warpwave.workbench.schema import Anything, Flag, Integer, ListOf, MapOf, Number, OneOf, OrNone, Table, Text, check
+from warpwave.workbench.terminal import printable
 
 SCHEMA_VERSION = 1
 

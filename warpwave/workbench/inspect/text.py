@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from warpwave.terminal import columns
 from warpwave.workbench.bench.table import Table
 from warpwave.workbench.inspect.inspection import Finding, Inspection, config_name, group
+from warpwave.workbench.terminal import columns
 
 SHOWN_OPCODES = 12  # of a difference
 

@@ -20,10 +20,10 @@ from warpwave.kernels import flash_fwd
 from warpwave.problem import AttentionProblem
 from warpwave.runtime.launch import Launch
 from warpwave.runtime.triton_or_stub import INTERPRETED
-from warpwave.terminal import columns
 from warpwave.workbench.model.predict import predict
 from warpwave.workbench.model.roofline import us
 from warpwave.workbench.model.steps import ABLATIONS
+from warpwave.workbench.terminal import columns
 
 AGREES = 1.5  # measured and predicted change, up or down
 SAME = 1.02  # a change by less is none

@@ -6,14 +6,22 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from warpwave.output_files import CannotWrite, Kind, check_different, check_output, is_sealed, sealed, write_output
-from warpwave.terminal import complain, say
 from warpwave.workbench.bench.records import RecordError
+from warpwave.workbench.output_files import (
+    CannotWrite,
+    Kind,
+    check_different,
+    check_output,
+    is_sealed,
+    sealed,
+    write_output,
+)
 from warpwave.workbench.report.content import report
 from warpwave.workbench.report.intake import given, shipped_source
 from warpwave.workbench.report.machines import Source
 from warpwave.workbench.report.markdown import markdown
 from warpwave.workbench.report.page import TooLarge, html
+from warpwave.workbench.terminal import complain, say
 
 DEFAULT_NAME = "report.html"
 REPORT = Kind("report of warpwave, or was edited since", is_sealed)

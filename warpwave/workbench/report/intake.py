@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from warpwave.terminal import printable
 from warpwave.workbench.bench.records import read_records
 from warpwave.workbench.report import shipped
 from warpwave.workbench.report.machines import Source
+from warpwave.workbench.terminal import printable
 
 
 def given(paths: Sequence[Path]) -> list[Source]:

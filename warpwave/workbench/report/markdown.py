@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from warpwave.terminal import printable
 from warpwave.workbench.report.content import Column, MachineSection, Report, Table
+from warpwave.workbench.terminal import printable
 
 
 def markdown(content: Report) -> str:

@@ -26,11 +26,11 @@ from typing import Any
 import torch
 
 import warpwave
-from warpwave import dispatch, terminal
+from warpwave import dispatch
 from warpwave.errors import InvalidInput
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.problem import AttentionProblem
-from warpwave.terminal import in_columns
+from warpwave.workbench import terminal
 from warpwave.workbench.bench import environment
 from warpwave.workbench.bench.correctness import Sample, Verdict
 from warpwave.workbench.bench.inputs import call_arguments, make_operands
@@ -38,6 +38,7 @@ from warpwave.workbench.bench.records import Measurement, RecordError, Records, 
 from warpwave.workbench.bench.timing import CaptureFailed, Ratio, Samples, ratio_if_paired, time_interleaved
 from warpwave.workbench.bench.unpaired import unpaired_ratio
 from warpwave.workbench.bench.workloads import case_name
+from warpwave.workbench.terminal import in_columns
 from warpwave.workbench.verify.selfcheck import FEATURES_OF_DTYPE, PROBES, SEED, gates, probe_problem, problem_of
 
 ROUNDS = 6  # the fewest that give an interval

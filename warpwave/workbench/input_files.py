@@ -1,5 +1,5 @@
 """Files that commands read: their text within bounds, and the plain data in it. Every reader of the workbench begins
-here and goes on with a schema (`warpwave.schema`).
+here and goes on with a schema (`warpwave.workbench.schema`).
 
 A file may come from anybody. Its size and its nesting are bounded before anything walks it, and whatever is wrong with
 it ends in `Unreadable`, one sentence.

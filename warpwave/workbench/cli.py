@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from warpwave.call_options import describes_a_call
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
-from warpwave.terminal import OutputLost, complain, discard_output, prepare_streams, say
+from warpwave.workbench.call_options import describes_a_call
+from warpwave.workbench.terminal import OutputLost, complain, discard_output, prepare_streams, say
 
 if TYPE_CHECKING:
     from warpwave.problem import AttentionProblem

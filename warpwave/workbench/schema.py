@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from warpwave.terminal import printable
+from warpwave.workbench.terminal import printable
 
 SHOWN = 60  # characters of a value in a message
 

@@ -99,8 +99,8 @@ def _describe(
 
     from warpwave.checks import Options, describe_call, spell_precision
     from warpwave.errors import InvalidInput
-    from warpwave.limits import check_size
     from warpwave.problem import Operands
+    from warpwave.workbench.limits import check_size
 
     def tensor(*shape: int, dtype: str = DTYPES[dtype]) -> torch.Tensor:
         try:

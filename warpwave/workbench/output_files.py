@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from warpwave.errors import InvalidInput
-from warpwave.input_files import LARGEST_BYTES
+from warpwave.workbench.input_files import LARGEST_BYTES
 
 SEAL = "<!-- Written by warpwave. SHA-256 of the text above: {} -->\n"  # a comment in HTML and in Markdown
 _SEALED = re.compile("([0-9a-f]{64})".join(map(re.escape, SEAL.split("{}"))).encode() + rb"\Z")
