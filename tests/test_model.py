@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from warpwave import dispatch
-from warpwave.kernels import flash_fwd, large_head_dim, naive, split_kv, tiled
+from warpwave.kernels import flash_fwd, large_head_dim, split_kv
 from warpwave.kernels.cost import Cost, launch_order, walk
 from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
+from warpwave.kernels.ladder import naive, tiled
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.bench.records import read_records
 from warpwave.workbench.bench.workloads import load_suite

@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import Gpu
-from warpwave.kernels import eager, flash_fwd, large_head_dim, naive, split_kv, three_kernel, tiled, torch_sdpa
+from warpwave.kernels import eager, flash_fwd, large_head_dim, split_kv, three_kernel, torch_sdpa
 from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
 from warpwave.kernels.hopper import large_head_dim as hopper_large_head_dim
+from warpwave.kernels.ladder import naive, tiled
 from warpwave.problem import AttentionProblem
 
 # In the order of preference. Every problem has a kernel, because eager runs everything; what stands behind it, "auto"

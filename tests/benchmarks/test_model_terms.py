@@ -9,8 +9,9 @@ import pytest
 
 from benchmarks.calibration_points import problem_of
 from warpwave.gpu import Gpu
-from warpwave.kernels import flash_fwd, large_head_dim, split_kv, three_kernel, tiled
+from warpwave.kernels import flash_fwd, large_head_dim, split_kv, three_kernel
 from warpwave.kernels.cost import ODD_ROWS, WARP_US, line_bytes, merging, waits_for_memory
+from warpwave.kernels.ladder import tiled
 from warpwave.kernels.three_kernel_library import tiles_of_product
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.hardware.catalog import find, gpu_of

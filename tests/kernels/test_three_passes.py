@@ -9,7 +9,7 @@ import pytest
 
 from warpwave import dispatch
 from warpwave.gpu import ARCHS, CPU, INTERPRETER, Gpu
-from warpwave.kernels import naive, three_passes, tiled
+from warpwave.kernels.ladder import naive, three_passes, tiled
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.inspect.compiled import operands_without_memory
 

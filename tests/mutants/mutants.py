@@ -33,7 +33,7 @@ class Mutant(NamedTuple):
 
 FLASH, PRIMITIVES, EAGER = "kernels/flash_fwd.py", "kernels/primitives.py", "kernels/eager.py"
 SPLIT, PARTIALS = "kernels/split_kv_device.py", "kernels/partials.py"
-NAIVE, TILED, PASSES = "kernels/naive.py", "kernels/tiled.py", "kernels/three_passes.py"
+NAIVE, TILED, PASSES = "kernels/ladder/naive.py", "kernels/ladder/tiled.py", "kernels/ladder/three_passes.py"
 LARGE, THREE = "kernels/large_head_dim_device.py", "kernels/three_kernel_device.py"
 STORE = "tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=inside)"
 HIDE = 'scores = tl.where(visible, scores * scale_left, float("-inf"))'

@@ -24,9 +24,10 @@ import torch
 
 from warpwave import precision
 from warpwave.gpu import Gpu
-from warpwave.kernels import three_passes
 from warpwave.kernels.arguments import dot_precision, padded
 from warpwave.kernels.cost import Cost, conversions
+from warpwave.kernels.ladder import three_passes
+from warpwave.kernels.ladder.three_passes import HIDDEN, UNSPECIALISED, Launches, Product, whole_lines
 from warpwave.kernels.primitives import (
     band_edges,
     load_tile,
@@ -38,7 +39,6 @@ from warpwave.kernels.primitives import (
     transposed,
     visible_keys,
 )
-from warpwave.kernels.three_passes import HIDDEN, UNSPECIALISED, Launches, Product, whole_lines
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
 from warpwave.runtime.triton_or_stub import jit, tl
 

@@ -25,10 +25,10 @@ import torch
 
 from warpwave import precision
 from warpwave.gpu import Gpu
-from warpwave.kernels import three_passes
 from warpwave.kernels.cost import Cost
+from warpwave.kernels.ladder import three_passes
+from warpwave.kernels.ladder.three_passes import HIDDEN, UNSPECIALISED, Launches, Product
 from warpwave.kernels.primitives import band_edges, packed_sequence, rounded, visible_keys
-from warpwave.kernels.three_passes import HIDDEN, UNSPECIALISED, Launches, Product
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
 from warpwave.runtime.triton_or_stub import jit, tl
 
