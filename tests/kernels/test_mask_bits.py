@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from warpwave.kernels import mask_bits
+from warpwave.kernels.prepass import mask_bits
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import NO_TRITON

@@ -14,8 +14,8 @@ from tests.conformance import cases
 from tests.conformance.cases import PLAIN, Call
 from tests.conformance.harness import by_sequence
 from warpwave.gpu import current_gpu
-from warpwave.kernels import scale_ahead, split_ahead
 from warpwave.kernels.hopper import flash_fwd
+from warpwave.kernels.prepass import scale_ahead, split_ahead
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import NO_TRITON

@@ -616,18 +616,18 @@ HOPPER_FLOAT32 = [
         "../kernels/hopper/test_flash_fwd_on_cpu.py::test_the_protocol_on_a_cpu", "full and fp16x1", "gates fail",
     ),
     Mutant(
-        "float32 on Hopper: a scale that keys count for which no query sees", "kernels/scale_ahead.py",
+        "float32 on Hopper: a scale that keys count for which no query sees", "kernels/prepass/scale_ahead.py",
         "high_row = tl.maximum(tl.minimum(high_row, length_q + high), low_row)",
         "high_row = tl.maximum(high_row, low_row)",
         "../kernels/test_scale_ahead.py::test_what_nobody_sees_has_no_say", "top_left", "nothing was garbage",
     ),
     Mutant(
-        "float32 on Hopper: Inf counts towards a scale", "kernels/scale_ahead.py",
+        "float32 on Hopper: Inf counts towards a scale", "kernels/prepass/scale_ahead.py",
         'tl.where(magnitudes < float("inf"), magnitudes, 0.0)', "tl.where(magnitudes == magnitudes, magnitudes, 0.0)",
         "../kernels/test_scale_ahead.py::test_nan_and_inf_stay_and_do_not_count", "", "assert False",
     ),
     Mutant(
-        "float32 on Hopper: the second part of an operand left out", "kernels/scale_ahead.py",
+        "float32 on Hopper: the second part of an operand left out", "kernels/prepass/scale_ahead.py",
         "return part, x - part.to(tl.float32)", "return part, x - x",
         "../kernels/test_scale_ahead.py::test_parts_and_scales", "full and fp16x3", "assert",
     ),
@@ -642,7 +642,7 @@ HOPPER_FLOAT32 = [
         "../kernels/hopper/test_flash_fwd_on_cpu.py::test_the_protocol_on_a_cpu", "full and bf16x6", "gates fail",
     ),
     Mutant(
-        "float32 on Hopper: parts of a head written over the next head's", "kernels/split_ahead.py",
+        "float32 on Hopper: parts of a head written over the next head's", "kernels/prepass/split_ahead.py",
         "(batch_head * rows_of_head + token) * ROW", "(batch_head * rows_of_part + token) * ROW",
         "../kernels/hopper/test_flash_fwd.py::test_parts_add_up_to_the_operands", "", "assert",
     ),
@@ -682,7 +682,7 @@ HOPPER_MASKS = [
         f"{ON_CPU}test_keys_of_a_window_are_counted_on_a_cpu", "60 and 64", "torch.equal",
     ),
     Mutant(
-        "bits of a mask in another order", "kernels/mask_bits.py",
+        "bits of a mask in another order", "kernels/prepass/mask_bits.py",
         "columns // 8 * 2 + columns % 2", "columns // 8 + columns % 2 * 16",
         "../kernels/test_mask_bits.py::test_every_cell_has_its_bit", "", "torch.equal",
     ),

@@ -23,7 +23,6 @@ import torch
 
 from warpwave import precision
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import split_ahead
 from warpwave.kernels.arguments import (
     allocator,
     band_constants,
@@ -41,6 +40,8 @@ from warpwave.kernels.arguments import (
 )
 from warpwave.kernels.flash_fwd_configs import Config, configs, fitting, smem_bytes, space
 from warpwave.kernels.flash_fwd_cost import cost
+from warpwave.kernels.prepass import split_ahead
+from warpwave.kernels.prepass.split_ahead import PARTS
 from warpwave.kernels.primitives import (
     LN_2,
     LOG2_E,
@@ -58,7 +59,6 @@ from warpwave.kernels.primitives import (
     tile_pointers,
     transposed,
 )
-from warpwave.kernels.split_ahead import PARTS
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import NO_TRITON, jit, tl

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import dot_precision, padded, tile_widths
-from warpwave.kernels.split_ahead import PARTS
+from warpwave.kernels.prepass.split_ahead import PARTS
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 WGMMA_OR_TCGEN05 = (90, 100, 103)  # compute capabilities whose matrix unit reads operands from shared memory

@@ -12,8 +12,8 @@ import torch
 
 from warpwave import UnsupportedProblem, attention, attention_varlen
 from warpwave.gpu import CPU, Gpu, current_gpu
-from warpwave.kernels import scale_ahead, split_ahead
 from warpwave.kernels.hopper import flash_fwd, flash_fwd_claims, flash_fwd_configs
+from warpwave.kernels.prepass import scale_ahead, split_ahead
 from warpwave.problem import AttentionProblem, Causal, Operands
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import NO_TRITON

@@ -18,8 +18,8 @@ from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
 from warpwave import precision
 from warpwave.gpu import Gpu
-from warpwave.kernels import mask_bits, scale_ahead, split_ahead
 from warpwave.kernels.hopper import flash_fwd, flash_fwd_configs
+from warpwave.kernels.prepass import mask_bits, scale_ahead, split_ahead
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch
 from warpwave.runtime import tensor_maps as launcher

@@ -28,7 +28,7 @@ import torch
 from warpwave import precision
 from warpwave.errors import UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import arguments, mask_bits, scale_ahead, split_ahead
+from warpwave.kernels import arguments
 from warpwave.kernels.hopper import host, roles, scheduler
 from warpwave.kernels.hopper.flash_fwd_claims import cost, outrun, why_not
 from warpwave.kernels.hopper.flash_fwd_configs import (
@@ -50,6 +50,7 @@ from warpwave.kernels.hopper.flash_fwd_configs import (
 from warpwave.kernels.hopper.mask_bias import Beside, is_added
 from warpwave.kernels.hopper.parts import FREE_BARRIERS, ROWS, Ring, ring_init
 from warpwave.kernels.hopper.visible import Rules
+from warpwave.kernels.prepass import mask_bits, scale_ahead, split_ahead
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import graphs as series
 from warpwave.runtime import launch

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from warpwave import precision
 from warpwave.gpu import Gpu
-from warpwave.kernels import mask_bits, scale_ahead
 from warpwave.kernels.cost import ODD_ROWS, Cost, launch_order, line_bytes, odd_rows, walk
 from warpwave.kernels.hopper.flash_fwd_configs import (
     ABLE,
@@ -21,6 +20,7 @@ from warpwave.kernels.hopper.flash_fwd_configs import (
     query_tiles,
     smem_bytes,
 )
+from warpwave.kernels.prepass import mask_bits, scale_ahead
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.runtime.triton_or_stub import NO_TRITON
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from warpwave import precision
 from warpwave.gpu import Gpu
-from warpwave.kernels import scale_ahead
+from warpwave.kernels.prepass import scale_ahead
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 MAX_PIECES = 3

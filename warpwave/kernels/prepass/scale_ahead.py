@@ -22,8 +22,8 @@ import torch
 from warpwave.gpu import Gpu
 from warpwave.kernels import arguments
 from warpwave.kernels.arguments import padded
+from warpwave.kernels.prepass.split_ahead import operand_strides
 from warpwave.kernels.primitives import IN_INTERPRETER
-from warpwave.kernels.split_ahead import operand_strides
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import INTERPRETED, jit, tl

@@ -1,0 +1,1 @@
+"""Kernels that prepare operands before a forward: mask bits, scaled and split float32 parts."""
