@@ -10,7 +10,7 @@ BOOT   := $(PYTHON) bootstrap.py --venv $(VENV) $(SETUP)
 PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 8
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-gpu test-drawn lint clean
+.PHONY: help setup demo test test-full test-gpu test-drawn lint docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,10 @@ lint: ## Format, lint and type checks
 	$(RUN) ruff format --check
 	$(RUN) mypy
 
+docs: ## The documentation as a site, in site/; every warning is an error
+	@$(BOOT) --need docs
+	$(RUN) mkdocs build --strict --quiet
+
 clean: ## Remove the environment and every cache
-	rm -rf $(VENV) .pytest_cache .hypothesis .mypy_cache .ruff_cache dist
+	rm -rf $(VENV) .pytest_cache .hypothesis .mypy_cache .ruff_cache dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
