@@ -212,7 +212,7 @@ def tables(data: dict[str, Any]) -> str:
 def fit_table(of: Calibration) -> str:
     """Of each loop, how well points were predicted that its fit had not seen; and how well round constants do."""
     lines = [
-        f"{of.gpu.upper()}, {of.date} (`warpwave/calibrated/{of.gpu}.json`):",
+        f"{of.gpu.upper()}, {of.date} (`warpwave/workbench/model/calibrated/{of.gpu}.json`):",
         "",
         "| left out of the fit, problem by problem | points | median error | within 20 % | nine in ten within |",
         "| --- | ---: | ---: | ---: | ---: |",
