@@ -16,7 +16,7 @@ from tests.conformance.harness import DEVICE, GPU, bits
 from tests.conformance.paged import PagedCase
 from warpwave import attention
 from warpwave.kernels import split_kv
-from warpwave.kernels import split_kv_few_rows as few_rows
+from warpwave.kernels.split_kv import few_rows_host as few_rows
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,8 @@ from tests.conformance.gates import forward_references, judge_forward
 from tests.conformance.harness import DEVICE, ON_GPU
 from tests.conformance.paged import PagedCase
 from warpwave import Causal, attention, attention_varlen
-from warpwave.kernels import split_kv, tensor_maps
+from warpwave.kernels import split_kv
+from warpwave.kernels.split_kv import tensor_maps
 
 MAPS = split_kv.Config(16, 32, 4, 2, by_map=True)
 CONFIGS = {

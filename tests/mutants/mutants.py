@@ -32,7 +32,7 @@ class Mutant(NamedTuple):
 
 
 FLASH, PRIMITIVES, EAGER = "kernels/flash_fwd.py", "kernels/primitives.py", "kernels/eager.py"
-SPLIT, PARTIALS = "kernels/split_kv_device.py", "kernels/partials.py"
+SPLIT, PARTIALS = "kernels/split_kv/device.py", "kernels/partials.py"
 NAIVE, TILED, PASSES = "kernels/ladder/naive.py", "kernels/ladder/tiled.py", "kernels/ladder/three_passes.py"
 LARGE, THREE = "kernels/large_head_dim_device.py", "kernels/three_kernel_device.py"
 STORE = "tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=inside)"
@@ -792,12 +792,12 @@ LARGE_HEADS = [
         "../kernels/hopper/test_latent.py::test_the_protocol_on_a_cpu", "plain and 3", "FAIL",
     ),
     Mutant(
-        "pages of a tile copied over one another", "kernels/hopper/few_rows.py",
+        "pages of a tile copied over one another", "kernels/split_kv/few_rows_device.py",
         "box.slice(i * COPY, COPY, dim=2)", "box.slice(0, COPY, dim=2)",
         "../kernels/hopper/test_few_rows.py::test_the_protocol_on_a_cpu", "pages and 16 and not long", "FAIL",
     ),
     Mutant(
-        "ids of the first step's pages for all steps", "kernels/hopper/few_rows.py",
+        "ids of the first step's pages for all steps", "kernels/split_kv/few_rows_device.py",
         "lanes == n % STEPS * PAGES + i", "lanes == i",
         "../kernels/hopper/test_few_rows.py::test_the_protocol_on_a_cpu", "pages and 32", "FAIL",
     ),

@@ -17,7 +17,7 @@ from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
 from warpwave.gpu import Gpu
 from warpwave.kernels import partials, split_kv
-from warpwave.kernels import split_kv_few_rows as few_rows
+from warpwave.kernels.split_kv import few_rows_host as few_rows
 from warpwave.problem import AttentionProblem, CachedOperands
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import NO_TRITON
@@ -62,8 +62,8 @@ def in_pages(call: cases.Call, page_size: int, used: list[int]) -> tuple[Attenti
 
 def on_cpu(problem: AttentionProblem, operands: Any, config: split_kv.Config) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse by the source of the roles, and the merge as Triton's interpreter runs it."""
-    from warpwave.kernels.hopper import few_rows as device
     from warpwave.kernels.hopper import parts, rows
+    from warpwave.kernels.split_kv import few_rows_device as device
 
     modules = {m.__name__: m for m in (device, parts, rows)}
     q, keys, stages = operands.q, config.block_n, config.num_stages

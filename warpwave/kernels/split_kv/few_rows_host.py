@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import band_constants, padded, window
 from warpwave.kernels.hopper import host
-from warpwave.kernels.hopper.few_rows import few_rows_kernel
+from warpwave.kernels.split_kv.few_rows_device import few_rows_kernel
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands
 from warpwave.runtime import launch
 from warpwave.runtime.tensor_maps import MapPlan, has_map
 
 if TYPE_CHECKING:
-    from warpwave.kernels.split_kv_configs import Config
+    from warpwave.kernels.split_kv.configs import Config
 
 ROWS, KEYS, BOX = 16, 64, 64  # queries of all heads of a program; fewest keys of a tile; columns that one copy moves
 WIDEST = 256

@@ -27,8 +27,7 @@ import torch
 
 from warpwave import precision
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import partials, tensor_maps
-from warpwave.kernels import split_kv_few_rows as few_rows
+from warpwave.kernels import partials
 from warpwave.kernels.arguments import (
     allocator,
     band_constants,
@@ -44,7 +43,9 @@ from warpwave.kernels.arguments import (
     window,
 )
 from warpwave.kernels.cost import PARTS, Cost, conversions, launch_order, merging, waits_for_memory, walk
-from warpwave.kernels.split_kv_configs import (
+from warpwave.kernels.split_kv import few_rows_host as few_rows
+from warpwave.kernels.split_kv import tensor_maps
+from warpwave.kernels.split_kv.configs import (
     UNKNOWN_SMS,
     Config,
     blocks_with_rows,
@@ -68,7 +69,7 @@ from warpwave.kernels.split_kv_configs import (
     tile_heads,
     tiles,
 )
-from warpwave.kernels.split_kv_device import split_kv_kernel
+from warpwave.kernels.split_kv.device import split_kv_kernel
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands
 from warpwave.runtime import graphs as series
 from warpwave.runtime import launch, scratch

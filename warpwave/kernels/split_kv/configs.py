@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from warpwave.gpu import Gpu
-from warpwave.kernels import split_kv_few_rows as few_rows
 from warpwave.kernels.arguments import dot_precision, padded, tile_widths
+from warpwave.kernels.split_kv import few_rows_host as few_rows
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.runtime.triton_or_stub import INTERPRETED
 
