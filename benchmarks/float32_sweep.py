@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from warpwave import attention
-from warpwave.kernels.flash_fwd import Config
+from warpwave.kernels.flash_fwd.kernel import Config
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench.correctness import Sample
 from warpwave.workbench.bench.inputs import make_operands

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON))
 # In processes of their own: Triton's interpreter, which the suite needs on a machine without a GPU, makes no keys.
 KEEP = """
 from warpwave import kernel_keys
-from warpwave.kernels.flash_fwd import flash_fwd_kernel as kernel
+from warpwave.kernels.flash_fwd.kernel import flash_fwd_kernel as kernel
 assert not kernel_keys.recall(kernel), "nothing is there yet"
 key = kernel.cache_key
 kernel_keys.keep(kernel)
@@ -33,7 +33,7 @@ import sys
 from pathlib import Path
 from warpwave import kernel_keys, kernels
 from warpwave.kernels import primitives
-from warpwave.kernels.flash_fwd import flash_fwd_kernel as kernel
+from warpwave.kernels.flash_fwd.kernel import flash_fwd_kernel as kernel
 
 assert kernel_keys.recall(kernel) and kernel_keys.recall(kernel)
 remembered, values = kernel.hash, dict(kernel.used_global_vals)
@@ -78,7 +78,7 @@ import sys
 from pathlib import Path
 from warpwave import kernel_keys, kernels
 from warpwave.kernels import primitives
-from warpwave.kernels.flash_fwd import flash_fwd_kernel as kernel
+from warpwave.kernels.flash_fwd.kernel import flash_fwd_kernel as kernel
 
 source, cache = Path(primitives.__file__), Path(sys.argv[2])
 assert str(source).startswith(sys.argv[1])

@@ -14,7 +14,7 @@ from tests.conformance import cases, harness
 from tests.conformance.cases import PLAIN, Call, Case, W
 from tests.conformance.gates import forward_references, judge_forward
 from tests.conformance.harness import DEVICE, bits, each_kernel
-from warpwave.kernels import flash_fwd
+from warpwave.kernels.flash_fwd import kernel as flash_fwd
 from warpwave.kernels.hopper import host
 from warpwave.problem import Causal
 

@@ -31,7 +31,7 @@ class Mutant(NamedTuple):
     needs_gpu: bool = False
 
 
-FLASH, PRIMITIVES, EAGER = "kernels/flash_fwd.py", "kernels/primitives.py", "kernels/eager.py"
+FLASH, PRIMITIVES, EAGER = "kernels/flash_fwd/kernel.py", "kernels/primitives.py", "kernels/eager.py"
 SPLIT, PARTIALS = "kernels/split_kv/device.py", "kernels/partials.py"
 NAIVE, TILED, PASSES = "kernels/ladder/naive.py", "kernels/ladder/tiled.py", "kernels/ladder/three_passes.py"
 LARGE, THREE = "kernels/large_head_dim_device.py", "kernels/three_kernel_device.py"
@@ -416,7 +416,7 @@ OTHERS = [
         "test_paged.py::test_page_sizes_and_splits", "maps", "FAIL",
     ),
     Mutant(
-        "heads that groups leave over are not counted", "kernels/flash_fwd.py",
+        "heads that groups leave over are not counted", "kernels/flash_fwd/kernel.py",
         "tile = num_tiles - 1 - place // heads\n", "tile = num_tiles - 1 - place // heads_in_l2\n",
         "test_edges.py::test_heads_left_over_by_groups_that_share_l2", "flash_fwd-3 and not hopper", "gates fail",
     ),

@@ -31,7 +31,7 @@ from warpwave.kernels import three_kernel_hopper, three_kernel_launches
 from warpwave.kernels import three_kernel_library as library
 from warpwave.kernels.arguments import allocator, straightener
 from warpwave.kernels.cost import WARP_US, Cost, conversions, visited_tiles
-from warpwave.kernels.flash_fwd_configs import bytes_per_score
+from warpwave.kernels.flash_fwd.configs import bytes_per_score
 from warpwave.kernels.hopper import host
 from warpwave.kernels.three_kernel_configs import (
     FILLED,
