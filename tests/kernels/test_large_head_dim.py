@@ -9,8 +9,8 @@ import pytest
 
 from warpwave import cached_calls
 from warpwave.gpu import ARCHS, CPU, INTERPRETER, Gpu
-from warpwave.kernels import large_head_dim
-from warpwave.kernels.large_head_dim import Config, piece_of
+from warpwave.kernels.large_head_dim import host as large_head_dim
+from warpwave.kernels.large_head_dim.host import Config, piece_of
 from warpwave.problem import AttentionProblem, Causal
 
 PROBLEM = AttentionProblem(

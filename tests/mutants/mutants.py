@@ -34,7 +34,7 @@ class Mutant(NamedTuple):
 FLASH, PRIMITIVES, EAGER = "kernels/flash_fwd/kernel.py", "kernels/primitives.py", "kernels/eager.py"
 SPLIT, PARTIALS = "kernels/split_kv/device.py", "kernels/partials.py"
 NAIVE, TILED, PASSES = "kernels/ladder/naive.py", "kernels/ladder/tiled.py", "kernels/ladder/three_passes.py"
-LARGE, THREE = "kernels/large_head_dim_device.py", "kernels/three_kernel_device.py"
+LARGE, THREE = "kernels/large_head_dim/device.py", "kernels/three_kernel_device.py"
 STORE = "tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=inside)"
 HIDE = 'scores = tl.where(visible, scores * scale_left, float("-inf"))'
 
@@ -772,22 +772,22 @@ LARGE_HEADS = [
         "test_large_heads.py::test_keys_split_over_blocks", "plain and True", "FAIL",
     ),
     Mutant(
-        "k read for any v of its layout", "kernels/large_head_dim_latent.py",
+        "k read for any v of its layout", "kernels/large_head_dim/latent_host.py",
         "        and k.data_ptr() == v.data_ptr()\n", "",
         "test_large_heads.py::test_one_tensor_for_k_and_v", "1", "bits(",
     ),
     Mutant(
-        "keys beside a latent's visible ones not zeroed", "kernels/hopper/latent.py",
+        "keys beside a latent's visible ones not zeroed", "kernels/large_head_dim/latent_device.py",
         "zero_unseen(ring, n, share.begin - key, share.end - key, V_BOXES)", "n += 0",
         "../kernels/hopper/test_latent.py::test_what_lies_beside_the_keys_has_no_effect", "", "torch.equal",
     ),
     Mutant(
-        "a latent's sums not rescaled", "kernels/hopper/latent.py",
+        "a latent's sums not rescaled", "kernels/large_head_dim/latent_device.py",
         "acc[i] * alpha[None, :], is_async=True", "acc[i], is_async=True",
         "../kernels/hopper/test_latent.py::test_the_protocol_on_a_cpu", "plain", "FAIL",
     ),
     Mutant(
-        "shares of a latent's keys overlap", "kernels/hopper/latent.py",
+        "shares of a latent's keys overlap", "kernels/large_head_dim/latent_device.py",
         "first = (tile + tiles * split // num_splits) * KEYS", "first = tile * KEYS",
         "../kernels/hopper/test_latent.py::test_the_protocol_on_a_cpu", "plain and 3", "FAIL",
     ),
@@ -802,7 +802,7 @@ LARGE_HEADS = [
         "../kernels/hopper/test_few_rows.py::test_the_protocol_on_a_cpu", "pages and 32", "FAIL",
     ),
     Mutant(
-        "heads that see different keys share tiles", "kernels/large_head_dim.py",
+        "heads that see different keys share tiles", "kernels/large_head_dim/host.py",
         "if shape is not None and shape[1] > 1:", "if shape is not None and shape[1] > 10**6:",
         "test_large_heads.py::test_a_mask_of_its_own_keeps_a_head_to_itself", "", "bits(",
     ),

@@ -16,8 +16,8 @@ from tests.conformance.datasets import Data
 from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
 from warpwave.gpu import Gpu
-from warpwave.kernels import large_head_dim_latent as latent
 from warpwave.kernels import partials
+from warpwave.kernels.large_head_dim import latent_host as latent
 from warpwave.problem import AttentionProblem, CachedOperands, Operands
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import NO_TRITON
@@ -61,7 +61,7 @@ def in_pages(call: cases.Call, page_size: int, used: list[int]) -> tuple[Attenti
 def on_cpu(problem: AttentionProblem, operands: Any, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse by the source of the roles, and the merge as Triton's interpreter runs it."""
     from warpwave.kernels.hopper import large_head_dim_roles, parts, rows
-    from warpwave.kernels.hopper import latent as device
+    from warpwave.kernels.large_head_dim import latent_device as device
 
     modules = {m.__name__: m for m in (device, large_head_dim_roles, parts, rows)}
     q = operands.q
@@ -171,7 +171,7 @@ def test_what_lies_beside_the_keys_has_no_effect() -> None:
 def test_shares_are_even() -> None:
     """Every step of 64 keys is one share's, and no share has two more than another."""
     from warpwave.kernels.hopper import large_head_dim_roles, parts, rows
-    from warpwave.kernels.hopper import latent as device
+    from warpwave.kernels.large_head_dim import latent_device as device
 
     modules = {m.__name__: m for m in (device, large_head_dim_roles, parts, rows)}
     for length, splits in ((1, 3), (64, 1), (640, 3), (4096, 16), (4100, 16), (128, 5)):

@@ -11,7 +11,7 @@ from warpwave.gpu import Gpu
 from warpwave.kernels import partials
 from warpwave.kernels.arguments import band_constants, window
 from warpwave.kernels.hopper import host
-from warpwave.kernels.hopper.latent import latent_decode_kernel
+from warpwave.kernels.large_head_dim.latent_device import latent_decode_kernel
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands
 from warpwave.runtime import launch
 from warpwave.runtime.tensor_maps import MapPlan, has_map

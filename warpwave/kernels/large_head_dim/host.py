@@ -26,7 +26,6 @@ import torch
 
 from warpwave import precision
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import large_head_dim_latent as latent
 from warpwave.kernels import partials, wide_heads
 from warpwave.kernels.arguments import (
     SWIZZLE_WIDTH,
@@ -55,7 +54,8 @@ from warpwave.kernels.cost import (
     waits_for_memory,
     walk,
 )
-from warpwave.kernels.large_head_dim_device import large_head_dim_kernel
+from warpwave.kernels.large_head_dim import latent_host as latent
+from warpwave.kernels.large_head_dim.device import large_head_dim_kernel
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import NO_TRITON
