@@ -31,8 +31,8 @@ import numpy as np
 import torch
 
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import three_kernel
-from warpwave.kernels.three_kernel_plan import Config
+from warpwave.kernels.three_kernel import host as three_kernel
+from warpwave.kernels.three_kernel.plan import Config
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench import environment
 from warpwave.workbench.bench.correctness import Sample

@@ -25,9 +25,10 @@ import torch
 
 from warpwave.errors import UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import three_kernel, three_kernel_configs
-from warpwave.kernels.three_kernel import STAGES
-from warpwave.kernels.three_kernel_plan import Config
+from warpwave.kernels.three_kernel import configs as three_kernel_configs
+from warpwave.kernels.three_kernel import host as three_kernel
+from warpwave.kernels.three_kernel.host import STAGES
+from warpwave.kernels.three_kernel.plan import Config
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.bench import environment
 from warpwave.workbench.bench.correctness import Sample

@@ -12,7 +12,7 @@ from warpwave.gpu import Gpu
 from warpwave.kernels import flash_fwd, large_head_dim, split_kv, three_kernel
 from warpwave.kernels.cost import ODD_ROWS, WARP_US, line_bytes, merging, waits_for_memory
 from warpwave.kernels.ladder import tiled
-from warpwave.kernels.three_kernel_library import tiles_of_product
+from warpwave.kernels.three_kernel.library import tiles_of_product
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.hardware.catalog import find, gpu_of
 from warpwave.workbench.model.calibration import UNCALIBRATED, calibrations, machine, nearest

@@ -11,8 +11,8 @@ import torch
 
 from benchmarks import three_kernel_sweep as sweep
 from warpwave.gpu import Gpu
-from warpwave.kernels import three_kernel
-from warpwave.kernels.three_kernel_plan import Config
+from warpwave.kernels.three_kernel import host as three_kernel
+from warpwave.kernels.three_kernel.plan import Config
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench.inputs import make_operands
 

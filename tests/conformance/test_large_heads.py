@@ -20,16 +20,14 @@ from tests.conformance.harness import DEVICE, GPU, ON_GPU, bits
 from tests.conformance.test_gradients import differentiate, upstream
 from tests.conformance.test_probes import check_count, check_retrieval, check_support
 from warpwave import attention
-from warpwave.kernels import (
-    three_kernel,
-    three_kernel_configs,
-    three_kernel_gradient_memory,
-    three_kernel_gradients,
-    three_kernel_launches,
-)
+from warpwave.kernels import three_kernel
 from warpwave.kernels.large_head_dim import host as large_head_dim
 from warpwave.kernels.large_head_dim import latent_host as large_head_dim_latent
-from warpwave.kernels.three_kernel_plan import least_bytes, pieces, plan
+from warpwave.kernels.three_kernel import configs as three_kernel_configs
+from warpwave.kernels.three_kernel import gradient_memory as three_kernel_gradient_memory
+from warpwave.kernels.three_kernel import gradients as three_kernel_gradients
+from warpwave.kernels.three_kernel import launches as three_kernel_launches
+from warpwave.kernels.three_kernel.plan import least_bytes, pieces, plan
 from warpwave.runtime import scratch
 
 MODULES: dict[str, Any] = {"large_head_dim": large_head_dim, "three_kernel": three_kernel}

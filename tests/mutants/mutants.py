@@ -34,7 +34,7 @@ class Mutant(NamedTuple):
 FLASH, PRIMITIVES, EAGER = "kernels/flash_fwd/kernel.py", "kernels/primitives.py", "kernels/eager.py"
 SPLIT, PARTIALS = "kernels/split_kv/device.py", "kernels/partials.py"
 NAIVE, TILED, PASSES = "kernels/ladder/naive.py", "kernels/ladder/tiled.py", "kernels/ladder/three_passes.py"
-LARGE, THREE = "kernels/large_head_dim/device.py", "kernels/three_kernel_device.py"
+LARGE, THREE = "kernels/large_head_dim/device.py", "kernels/three_kernel/device.py"
 STORE = "tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=inside)"
 HIDE = 'scores = tl.where(visible, scores * scale_left, float("-inf"))'
 
@@ -812,17 +812,17 @@ LARGE_HEADS = [
         "test_large_heads.py::test_every_way_in_chunks", "fused and plain", "FAIL",
     ),
     Mutant(
-        "scores of the first share of head_dim alone", "kernels/three_kernel_softmax.py",
+        "scores of the first share of head_dim alone", "kernels/three_kernel/softmax.py",
         "for share in tl.static_range(1, SPLIT_D):", "for share in tl.static_range(1, 1):",
         "test_large_heads.py::test_every_way_in_chunks", "shared and plain", "FAIL",
     ),
     Mutant(
-        "one head more than the workspace was allowed", "kernels/three_kernel_plan.py",
+        "one head more than the workspace was allowed", "kernels/three_kernel/plan.py",
         "config.workspace_bytes, key=", "2 * config.workspace_bytes, key=",
         "test_large_heads.py::test_the_workspace_is_what_was_said", "float16-ours", "workspace_bytes",
     ),
     Mutant(
-        "three_kernel's gradients: delta of un-normalised probabilities", "kernels/three_kernel_gradients.py",
+        "three_kernel's gradients: delta of un-normalised probabilities", "kernels/three_kernel/gradients.py",
         "delta = delta * scale\n", "delta = delta * 1.0\n",
         "test_large_heads.py::test_gradients_of_wide_heads", "float16 and plain", "FAIL",
     ),
@@ -832,32 +832,32 @@ LARGE_HEADS = [
         "test_large_heads.py::test_gradients_of_wide_heads", "bfloat16 and causal", "FAIL",
     ),
     Mutant(
-        "sums of later rows scaled by the factors of the first", "kernels/three_kernel_softmax.py",
+        "sums of later rows scaled by the factors of the first", "kernels/three_kernel/softmax.py",
         "stride_rh + rows_before + row)", "stride_rh + row)",
         "test_large_heads.py::test_sums_in_pieces_of_rows", "", "FAIL",
     ),
     Mutant(
-        "scores read up to what the first row of a tile sees", "kernels/three_kernel_softmax.py",
+        "scores read up to what the first row of a tile sees", "kernels/three_kernel/softmax.py",
         "own_end = visible_keys(first_row, last_row,", "own_end = visible_keys(first_row, first_row,",
         "test_large_heads.py::test_every_width", "640-float32 and three_kernel", "FAIL",
     ),
     Mutant(
-        "softmax within the second launch: what was summed is not rescaled", "kernels/three_kernel_online.py",
+        "softmax within the second launch: what was summed is not rescaled", "kernels/three_kernel/online.py",
         "acc * alpha[:, None]", "acc",
         "test_large_heads.py::test_every_way_in_chunks", "online", "FAIL",
     ),
     Mutant(
-        "three_kernel on Hopper: P of tiles below their rows' reference not lowered", "kernels/hopper/products.py",
+        "three_kernel on Hopper: P of tiles below their rows' reference not lowered", "kernels/three_kernel/hopper_products.py",
         "if is_lowered != 0.0:", "if is_lowered > 1.0:",
         "../kernels/hopper/test_products.py::test_tiles_with_references_of_their_own", "", "FAIL",
     ),
     Mutant(
-        "three_kernel on Hopper: sums of tiles added whatever their references", "kernels/three_kernel_statistics.py",
+        "three_kernel on Hopper: sums of tiles added whatever their references", "kernels/three_kernel/statistics.py",
         "tl.sum(sums * factor, 0)", "tl.sum(sums, 0)",
         "../kernels/hopper/test_products.py::test_tiles_with_references_of_their_own", "", "FAIL",
     ),
     Mutant(
-        "three_kernel on Hopper: tiles below the diagonal of another block", "kernels/hopper/product_tiles.py",
+        "three_kernel on Hopper: tiles below the diagonal of another block", "kernels/three_kernel/hopper_tiles.py",
         "block = root + 1 - chunk.diagonal", "block = root - chunk.diagonal",
         "../kernels/hopper/test_products.py::test_every_tile_is_dealt_out_once", "", "assert",
     ),
@@ -930,7 +930,7 @@ FOUND = [
         "test_gradients.py::test_rows_that_see_nothing_pass_no_nan_on", "eager and mask", "bits(",
     ),
     Mutant(
-        "three_kernel's gradients: rows that see nothing stay in their chunk", "kernels/three_kernel_gradients.py",
+        "three_kernel's gradients: rows that see nothing stay in their chunk", "kernels/three_kernel/gradients.py",
         "first = chunk.row_begin if high is None else min(max(chunk.row_begin, -high), end)", "first = chunk.row_begin",
         "test_gradients.py::test_rows_that_see_nothing_pass_no_nan_on", "three_kernel and more", "bits(",
     ),

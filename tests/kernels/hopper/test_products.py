@@ -19,8 +19,8 @@ from tests.conformance.datasets import Data
 from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
 from warpwave.gpu import Gpu
-from warpwave.kernels import three_kernel_hopper
-from warpwave.kernels.three_kernel_plan import Config, allocate_workspace, key_tiles_before, least_bytes, plan
+from warpwave.kernels.three_kernel import hopper_host as three_kernel_hopper
+from warpwave.kernels.three_kernel.plan import Config, allocate_workspace, key_tiles_before, least_bytes, plan
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch
 
@@ -41,7 +41,9 @@ CALLS: dict[str, dict[str, Any]] = {
 
 def on_cpu(problem: AttentionProblem, operands: Operands, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse by the source of both products' roles, and the statistics as Triton's interpreter runs them."""
-    from warpwave.kernels.hopper import parts, product_tiles, products, softmax
+    from warpwave.kernels.hopper import parts, softmax
+    from warpwave.kernels.three_kernel import hopper_products as products
+    from warpwave.kernels.three_kernel import hopper_tiles as product_tiles
 
     modules = {m.__name__: m for m in (products, product_tiles, parts, softmax)}
     q = operands.q
@@ -147,7 +149,7 @@ def test_float16(data: Data) -> None:
 @triton_only
 def test_every_tile_is_dealt_out_once() -> None:
     """Of scores those that some row sees and no other, and of out all; with as many tiles of keys as its rows see."""
-    from warpwave.kernels.hopper import product_tiles
+    from warpwave.kernels.three_kernel import hopper_tiles as product_tiles
 
     modules = {product_tiles.__name__: product_tiles}
     block_m, block_n, _ = three_kernel_hopper.TILE

@@ -26,7 +26,7 @@ import torch
 
 from warpwave import precision
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import partials, wide_heads
+from warpwave.kernels import partials
 from warpwave.kernels.arguments import (
     SWIZZLE_WIDTH,
     WGMMA_ROWS,
@@ -56,6 +56,7 @@ from warpwave.kernels.cost import (
 )
 from warpwave.kernels.large_head_dim import latent_host as latent
 from warpwave.kernels.large_head_dim.device import large_head_dim_kernel
+from warpwave.kernels.three_kernel import estimates as wide_heads
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import NO_TRITON

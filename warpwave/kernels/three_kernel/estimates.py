@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 
 from warpwave.gpu import Gpu
-from warpwave.kernels import three_kernel_hopper
+from warpwave.kernels.three_kernel import hopper_host as three_kernel_hopper
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 FILLED = 132  # multiprocessors where nobody knows how many there are

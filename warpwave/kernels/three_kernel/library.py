@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave.kernels.three_kernel_plan import Chunk, Piece, pieces
+from warpwave.kernels.three_kernel.plan import Chunk, Piece, pieces
 from warpwave.kernels.torch_products import product_into
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
 

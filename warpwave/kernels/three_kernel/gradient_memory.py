@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from warpwave.kernels.three_kernel_gradients import WHOLE_ROW, plan_of, runs_of_heads
-from warpwave.kernels.three_kernel_plan import Chunk
+from warpwave.kernels.three_kernel.gradients import WHOLE_ROW, plan_of, runs_of_heads
+from warpwave.kernels.three_kernel.plan import Chunk
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 

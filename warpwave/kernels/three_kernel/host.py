@@ -27,13 +27,14 @@ import torch
 from warpwave import precision
 from warpwave.errors import UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import three_kernel_hopper, three_kernel_launches
-from warpwave.kernels import three_kernel_library as library
 from warpwave.kernels.arguments import allocator, straightener
 from warpwave.kernels.cost import WARP_US, Cost, conversions, visited_tiles
 from warpwave.kernels.flash_fwd.configs import bytes_per_score
 from warpwave.kernels.hopper import host
-from warpwave.kernels.three_kernel_configs import (
+from warpwave.kernels.three_kernel import hopper_host as three_kernel_hopper
+from warpwave.kernels.three_kernel import launches as three_kernel_launches
+from warpwave.kernels.three_kernel import library
+from warpwave.kernels.three_kernel.configs import (
     FILLED,
     MAX_WORKSPACE_BYTES,
     block_k_of,
@@ -45,11 +46,11 @@ from warpwave.kernels.three_kernel_configs import (
     smem_bytes,
     with_workspace,
 )
-from warpwave.kernels.three_kernel_gradients import backward as gradients
-from warpwave.kernels.three_kernel_gradients import why_not as gradients_why_not
-from warpwave.kernels.three_kernel_launches import scale_warps, scaled_columns
-from warpwave.kernels.three_kernel_library import is_odd, loop_of, runs_of_heads, tiles_of
-from warpwave.kernels.three_kernel_plan import (
+from warpwave.kernels.three_kernel.gradients import backward as gradients
+from warpwave.kernels.three_kernel.gradients import why_not as gradients_why_not
+from warpwave.kernels.three_kernel.launches import scale_warps, scaled_columns
+from warpwave.kernels.three_kernel.library import is_odd, loop_of, runs_of_heads, tiles_of
+from warpwave.kernels.three_kernel.plan import (
     Chunk,
     Config,
     Plan,

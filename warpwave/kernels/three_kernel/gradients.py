@@ -32,8 +32,8 @@ from warpwave.kernels.primitives import (
     tile_pointers,
     visible_keys,
 )
-from warpwave.kernels.three_kernel_plan import Chunk, Config, Plan, plan
-from warpwave.kernels.three_kernel_softmax import LINE, UNSPECIALISED, whole_lines
+from warpwave.kernels.three_kernel.plan import Chunk, Config, Plan, plan
+from warpwave.kernels.three_kernel.softmax import LINE, UNSPECIALISED, whole_lines
 from warpwave.kernels.torch_products import add_product, plainly, product_into
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from warpwave.gpu import Gpu
-from warpwave.kernels import three_kernel_hopper, wide_heads
 from warpwave.kernels.arguments import dot_precision, padded, split_operand
-from warpwave.kernels.three_kernel_plan import Config, least_bytes
+from warpwave.kernels.three_kernel import estimates as wide_heads
+from warpwave.kernels.three_kernel import hopper_host as three_kernel_hopper
+from warpwave.kernels.three_kernel.plan import Config, least_bytes
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 MAX_WORKSPACE_BYTES = 1024**3

@@ -21,8 +21,8 @@ Bound: tensor cores and L2, 85 FLOP for each byte of operands.
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
 
 from warpwave.kernels.hopper.parts import ROWS, accumulator_layout, exp2, like, matrix
-from warpwave.kernels.hopper.product_tiles import BLOCK_M, BLOCK_N, Chunk, place_scores, place_values, value_turns
 from warpwave.kernels.hopper.split_float32 import wait_for_launch_before
+from warpwave.kernels.three_kernel.hopper_tiles import BLOCK_M, BLOCK_N, Chunk, place_scores, place_values, value_turns
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
     block_barrier,

@@ -11,9 +11,9 @@ import torch
 from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import lse_strides
 from warpwave.kernels.hopper import host
-from warpwave.kernels.hopper.products import hopper_scores_kernel, hopper_values_kernel
-from warpwave.kernels.three_kernel_plan import Chunk, Plan, Workspace, key_tiles_before
-from warpwave.kernels.three_kernel_statistics import MOST_TILES, ROWS, chunk_statistics_kernel
+from warpwave.kernels.three_kernel.hopper_products import hopper_scores_kernel, hopper_values_kernel
+from warpwave.kernels.three_kernel.plan import Chunk, Plan, Workspace, key_tiles_before
+from warpwave.kernels.three_kernel.statistics import MOST_TILES, ROWS, chunk_statistics_kernel
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import graphs as series
 from warpwave.runtime import launch

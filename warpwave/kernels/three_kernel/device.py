@@ -25,7 +25,7 @@ from warpwave.kernels.primitives import (
     visible_keys,
 )
 from warpwave.kernels.scores import score_bits
-from warpwave.kernels.three_kernel_softmax import HIDDEN, LINE, UNSPECIALISED, whole_lines
+from warpwave.kernels.three_kernel.softmax import HIDDEN, LINE, UNSPECIALISED, whole_lines
 from warpwave.runtime.triton_or_stub import jit, tl
 
 TILES_TOGETHER = tl.constexpr(8)  # rows of tiles that run together and share what they read through L2

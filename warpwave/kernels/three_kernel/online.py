@@ -24,7 +24,7 @@ from warpwave.kernels.primitives import (
     visible_keys,
 )
 from warpwave.kernels.scores import without_unseen
-from warpwave.kernels.three_kernel_softmax import LINE, UNSPECIALISED, scores_of_tile, whole_lines
+from warpwave.kernels.three_kernel.softmax import LINE, UNSPECIALISED, scores_of_tile, whole_lines
 from warpwave.runtime.triton_or_stub import jit, tl
 
 
