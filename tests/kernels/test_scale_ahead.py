@@ -14,7 +14,7 @@ from tests.conformance import cases
 from tests.conformance.cases import PLAIN, Call
 from tests.conformance.harness import by_sequence
 from warpwave.gpu import current_gpu
-from warpwave.kernels.hopper import flash_fwd
+from warpwave.kernels.hopper.flash_fwd import kernel as flash_fwd
 from warpwave.kernels.prepass import scale_ahead, split_ahead
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch

@@ -637,7 +637,7 @@ HOPPER_FLOAT32 = [
         "../kernels/hopper/test_flash_fwd_on_cpu.py::test_the_protocol_on_a_cpu", "full and bf16x6", "gates fail",
     ),
     Mutant(
-        "float32 on Hopper: parts of another head", "kernels/hopper/roles.py",
+        "float32 on Hopper: parts of another head", "kernels/hopper/flash_fwd/roles.py",
         "work.head * rules.PARTS + part", "work.head + part",
         "../kernels/hopper/test_flash_fwd_on_cpu.py::test_the_protocol_on_a_cpu", "full and bf16x6", "gates fail",
     ),
@@ -652,12 +652,12 @@ HOPPER_FLOAT32 = [
 ON_CPU = "../kernels/hopper/test_flash_fwd_on_cpu.py::"
 HOPPER_MASKS = [
     Mutant(
-        "Hopper: values that a mask hides from all not zeroed", "kernels/hopper/mask_bias.py",
+        "Hopper: values that a mask hides from all not zeroed", "kernels/hopper/flash_fwd/mask_bias.py",
         "index(n % v_ring.stages)), seen)", "index(n % v_ring.stages)), seen + 1)",
         f"{ON_CPU}test_masks_and_biases_on_a_cpu", "mask- and 64", "torch.equal",
     ),
     Mutant(
-        "Hopper: a block whose output is not finite not brought again", "kernels/hopper/roles.py",
+        "Hopper: a block whose output is not finite not brought again", "kernels/hopper/flash_fwd/roles.py",
         "            if wanted != 0:", "            if row_first < 0:",
         f"{ON_CPU}test_masks_and_biases_on_a_cpu", "causal and 64", "torch.equal",
     ),
@@ -667,17 +667,17 @@ HOPPER_MASKS = [
         "../kernels/hopper/test_scheduler.py::test_every_block_comes_once", "", "assert",
     ),
     Mutant(
-        "Hopper: tiles skipped by another block's flags", "kernels/hopper/mask_bias.py",
+        "Hopper: tiles skipped by another block's flags", "kernels/hopper/flash_fwd/mask_bias.py",
         "work.tile * rules.GROUPS + g, (work.seqlen_q", "work.tile + 0 * g, (work.seqlen_q",
         f"{ON_CPU}test_tiles_that_a_mask_hides_are_not_visited", "128", "gates fail",
     ),
     Mutant(
-        "Hopper: a bias of other queries", "kernels/hopper/mask_bias.py",
+        "Hopper: a bias of other queries", "kernels/hopper/flash_fwd/mask_bias.py",
         "(work.tile * rules.GROUPS + g) * ROWS, key]", "work.tile * ROWS + g * ROWS, key]",
         f"{ON_CPU}test_masks_and_biases_on_a_cpu", "causal and 64", "gates fail",
     ),
     Mutant(
-        "Hopper: a window one key too short", "kernels/hopper/mask_bias.py",
+        "Hopper: a window one key too short", "kernels/hopper/flash_fwd/mask_bias.py",
         "~bits_below((rows + (keys.low - key_first))", "~bits_below((rows + (keys.low + 1 - key_first))",
         f"{ON_CPU}test_keys_of_a_window_are_counted_on_a_cpu", "60 and 64", "torch.equal",
     ),
@@ -717,7 +717,7 @@ HOPPER = [
         "test_gates.py::test_case_grid", "hopper and sharp", "FAIL", needs_gpu=True,
     ),
     Mutant(
-        "Hopper: wrong head map", "kernels/hopper/roles.py",
+        "Hopper: wrong head map", "kernels/hopper/flash_fwd/roles.py",
         "kv_head = work.head // schedule.group_size",
         "kv_head = work.head % (schedule.num_heads // schedule.group_size)",
         "test_probes.py::test_retrieval_across_heads", "hopper and 6", "torch.equal", needs_gpu=True,
@@ -733,7 +733,7 @@ HOPPER = [
         "test_gates.py::test_case_grid", "hopper and sharp", "FAIL", needs_gpu=True,
     ),
     Mutant(
-        "Hopper: values behind a packed sequence not zeroed", "kernels/hopper/roles.py",
+        "Hopper: values behind a packed sequence not zeroed", "kernels/hopper/flash_fwd/roles.py",
         "if rows_used < rules.BLOCK_N:", "if rows_used < -rules.BLOCK_N:",
         "test_pairs.py::test_other_batch_items_may_hold_nan", "hopper", "bits(", needs_gpu=True,
     ),
@@ -743,7 +743,7 @@ HOPPER = [
         "test_pairs.py::test_packed_equals_single_calls", "hopper", "bits(", needs_gpu=True,
     ),
     Mutant(
-        "Hopper: both rows of a thread hidden by the first's bits", "kernels/hopper/mask_bias.py",
+        "Hopper: both rows of a thread hidden by the first's bits", "kernels/hopper/flash_fwd/mask_bias.py",
         "and.b32 t, ${2 * n + (i & 2)}", "and.b32 t, ${2 * n + 0 * i}",
         "test_probes.py::test_count", "hopper and mask", "torch.equal", needs_gpu=True,
     ),
@@ -898,7 +898,7 @@ FOUND = [
         "test_bad_input.py::test_what_a_call_says_has_one_type", "", "float",
     ),
     Mutant(
-        "a kernel claims what it has no config for", "kernels/hopper/flash_fwd_claims.py",
+        "a kernel claims what it has no config for", "kernels/hopper/flash_fwd/claims.py",
         "if not reasons and default(problem, gpu) is None:", "if reasons and default(problem, gpu) is None:",
         "../test_dispatch.py::test_problems_that_once_had_no_config", "sm_90", "claims",
     ),

@@ -18,7 +18,8 @@ from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
 from warpwave import precision
 from warpwave.gpu import Gpu
-from warpwave.kernels.hopper import flash_fwd, flash_fwd_configs
+from warpwave.kernels.hopper.flash_fwd import configs as flash_fwd_configs
+from warpwave.kernels.hopper.flash_fwd import kernel as flash_fwd
 from warpwave.kernels.prepass import mask_bits, scale_ahead, split_ahead
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch
@@ -38,8 +39,9 @@ def on_cpu(
     maps_of_keys: list[gluon_on_cpu.Map] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out and lse by the source of the kernel's roles, one block after another; appends the maps of K and V."""
-    from warpwave.kernels.hopper import mask_bias, roles, rows, scheduler, serial, softmax, split_float32, visible
     from warpwave.kernels.hopper import parts as device_parts
+    from warpwave.kernels.hopper import rows, scheduler, serial, softmax, split_float32, visible
+    from warpwave.kernels.hopper.flash_fwd import mask_bias, roles
 
     used = (roles, serial, split_float32, device_parts, rows, scheduler, softmax, visible, mask_bias)
     modules = {m.__name__: m for m in used}

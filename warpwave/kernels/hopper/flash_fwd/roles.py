@@ -8,7 +8,7 @@ those that hide everything are left out.
 """
 
 from warpwave.kernels.hopper import scheduler
-from warpwave.kernels.hopper.mask_bias import (
+from warpwave.kernels.hopper.flash_fwd.mask_bias import (
     aligned,
     bytes_beside,
     has_bias_tiles,

@@ -29,9 +29,10 @@ from warpwave import precision
 from warpwave.errors import UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import arguments
-from warpwave.kernels.hopper import host, roles, scheduler
-from warpwave.kernels.hopper.flash_fwd_claims import cost, outrun, why_not
-from warpwave.kernels.hopper.flash_fwd_configs import (
+from warpwave.kernels.hopper import host, scheduler
+from warpwave.kernels.hopper.flash_fwd import roles
+from warpwave.kernels.hopper.flash_fwd.claims import cost, outrun, why_not
+from warpwave.kernels.hopper.flash_fwd.configs import (
     ABLE,
     MAX_PIECES,
     NUM_SMS,
@@ -47,7 +48,7 @@ from warpwave.kernels.hopper.flash_fwd_configs import (
     smem_bytes,
     values_first,
 )
-from warpwave.kernels.hopper.mask_bias import Beside, is_added
+from warpwave.kernels.hopper.flash_fwd.mask_bias import Beside, is_added
 from warpwave.kernels.hopper.parts import FREE_BARRIERS, ROWS, Ring, ring_init
 from warpwave.kernels.hopper.visible import Rules
 from warpwave.kernels.prepass import mask_bits, scale_ahead, split_ahead
