@@ -16,7 +16,7 @@ from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
 from warpwave import UnsupportedProblem, attention
 from warpwave.gpu import CPU, Gpu
-from warpwave.kernels.hopper import large_head_dim
+from warpwave.kernels.hopper.large_head_dim import kernel as large_head_dim
 from warpwave.problem import AttentionProblem, Causal, Operands
 from warpwave.workbench.inspect.compiled import operands_without_memory
 
@@ -35,7 +35,8 @@ def on_cpu(
     problem: AttentionProblem, operands: Operands, config: large_head_dim.Config
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse by the source of the kernel's roles, one block after another."""
-    from warpwave.kernels.hopper import large_head_dim_roles, parts, rows, scheduler, softmax, visible
+    from warpwave.kernels.hopper import parts, rows, scheduler, softmax, visible
+    from warpwave.kernels.hopper.large_head_dim import roles as large_head_dim_roles
 
     modules = {m.__name__: m for m in (large_head_dim_roles, parts, rows, scheduler, softmax, visible)}
     q = operands.q

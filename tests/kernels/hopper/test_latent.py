@@ -60,7 +60,8 @@ def in_pages(call: cases.Call, page_size: int, used: list[int]) -> tuple[Attenti
 
 def on_cpu(problem: AttentionProblem, operands: Any, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse by the source of the roles, and the merge as Triton's interpreter runs it."""
-    from warpwave.kernels.hopper import large_head_dim_roles, parts, rows
+    from warpwave.kernels.hopper import parts, rows
+    from warpwave.kernels.hopper.large_head_dim import roles as large_head_dim_roles
     from warpwave.kernels.large_head_dim import latent_device as device
 
     modules = {m.__name__: m for m in (device, large_head_dim_roles, parts, rows)}
@@ -170,7 +171,8 @@ def test_what_lies_beside_the_keys_has_no_effect() -> None:
 @triton_only
 def test_shares_are_even() -> None:
     """Every step of 64 keys is one share's, and no share has two more than another."""
-    from warpwave.kernels.hopper import large_head_dim_roles, parts, rows
+    from warpwave.kernels.hopper import parts, rows
+    from warpwave.kernels.hopper.large_head_dim import roles as large_head_dim_roles
     from warpwave.kernels.large_head_dim import latent_device as device
 
     modules = {m.__name__: m for m in (device, large_head_dim_roles, parts, rows)}

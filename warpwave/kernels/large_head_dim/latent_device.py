@@ -21,7 +21,7 @@ do meanwhile, and shared memory is written once and read twice, half of its time
 
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
 
-from warpwave.kernels.hopper.large_head_dim_roles import Chunks, chunk, hand_back
+from warpwave.kernels.hopper.large_head_dim.roles import Chunks, chunk, hand_back
 from warpwave.kernels.hopper.parts import (
     LN_2,
     LOG2_E,

@@ -26,7 +26,7 @@ from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import arguments
 from warpwave.kernels.cost import Cost, line_bytes, walk
 from warpwave.kernels.hopper import host, scheduler
-from warpwave.kernels.hopper import large_head_dim_roles as roles
+from warpwave.kernels.hopper.large_head_dim import roles
 from warpwave.kernels.hopper.visible import Rules
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
 from warpwave.runtime import launch
