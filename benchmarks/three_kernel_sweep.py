@@ -25,7 +25,7 @@ import torch
 
 from warpwave.errors import UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels.three_kernel import configs as three_kernel_configs
+from warpwave.kernels.three_kernel import config as three_kernel_configs
 from warpwave.kernels.three_kernel import host as three_kernel
 from warpwave.kernels.three_kernel.host import STAGES
 from warpwave.kernels.three_kernel.plan import Config

@@ -15,7 +15,7 @@ import torch
 import warpwave
 from tests.test_driver import Counters, Device, Driver, bound, device, known
 from warpwave.gpu import current_gpu
-from warpwave.kernels.three_kernel import configs as three_kernel_configs
+from warpwave.kernels.three_kernel import config as three_kernel_configs
 from warpwave.runtime import driver, launch, scratch
 from warpwave.runtime import graphs as series
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 
 from warpwave import dispatch
 from warpwave.gpu import Gpu
-from warpwave.kernels.three_kernel import configs as three_kernel_configs
+from warpwave.kernels.three_kernel import config as three_kernel_configs
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.inspect.compiled import compile_launches, mixed_descriptors, worst
 

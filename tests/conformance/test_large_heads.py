@@ -23,9 +23,9 @@ from warpwave import attention
 from warpwave.kernels import three_kernel
 from warpwave.kernels.large_head_dim import host as large_head_dim
 from warpwave.kernels.large_head_dim import latent_host as large_head_dim_latent
-from warpwave.kernels.three_kernel import configs as three_kernel_configs
-from warpwave.kernels.three_kernel import gradient_memory as three_kernel_gradient_memory
-from warpwave.kernels.three_kernel import gradients as three_kernel_gradients
+from warpwave.kernels.three_kernel import backward as three_kernel_gradients
+from warpwave.kernels.three_kernel import backward_memory as three_kernel_gradient_memory
+from warpwave.kernels.three_kernel import config as three_kernel_configs
 from warpwave.kernels.three_kernel import launches as three_kernel_launches
 from warpwave.kernels.three_kernel.plan import least_bytes, pieces, plan
 from warpwave.runtime import scratch

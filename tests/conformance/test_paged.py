@@ -19,7 +19,7 @@ from tests.conformance.paged import PagedCase
 from tests.conformance.test_poison import Guards
 from warpwave import CacheLayer, PagedKVCache, UnsupportedProblem, attention, attention_with_kv_cache, merge_states
 from warpwave.kernels import partials, split_kv
-from warpwave.kernels.split_kv import configs as split_kv_configs
+from warpwave.kernels.split_kv import config as split_kv_configs
 
 PAGE_SIZES = (1, 16, 32, 64, 128, 256)
 READERS = ("split_kv", "large_head_dim", "eager")

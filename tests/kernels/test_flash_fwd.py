@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from warpwave.gpu import ARCHS, Gpu
 from warpwave.kernels import flash_fwd
 from warpwave.kernels.cost import visited_tiles
-from warpwave.kernels.flash_fwd import configs as flash_fwd_configs
+from warpwave.kernels.flash_fwd import config as flash_fwd_configs
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.runtime.launch import Launch
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from warpwave import attention, explain
 from warpwave.gpu import ARCHS, Gpu
 from warpwave.kernels import split_kv
-from warpwave.kernels.split_kv import configs as split_kv_configs
+from warpwave.kernels.split_kv import config as split_kv_configs
 from warpwave.kernels.split_kv.host import Config
 from warpwave.problem import AttentionProblem, Causal
 

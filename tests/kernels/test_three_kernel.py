@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from warpwave.errors import InvalidInput
 from warpwave.gpu import ARCHS, CPU, INTERPRETER, Gpu
-from warpwave.kernels.three_kernel import configs as three_kernel_configs
-from warpwave.kernels.three_kernel import gradients as three_kernel_gradients
+from warpwave.kernels.three_kernel import backward as three_kernel_gradients
+from warpwave.kernels.three_kernel import config as three_kernel_configs
 from warpwave.kernels.three_kernel import host as three_kernel
 from warpwave.kernels.three_kernel import launches as three_kernel_launches
 from warpwave.kernels.three_kernel import library as three_kernel_library
-from warpwave.kernels.three_kernel.configs import library_cannot
+from warpwave.kernels.three_kernel.config import library_cannot
 from warpwave.kernels.three_kernel.plan import Config, allocate_workspace, least_bytes, pieces, plan, workspace_bytes
 from warpwave.kernels.three_kernel.softmax import UNSPECIALISED
 from warpwave.problem import AttentionProblem, Causal, Operands

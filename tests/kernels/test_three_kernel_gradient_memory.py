@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from warpwave.gpu import Gpu
-from warpwave.kernels.three_kernel import gradient_memory as three_kernel_gradient_memory
-from warpwave.kernels.three_kernel import gradients as three_kernel_gradients
+from warpwave.kernels.three_kernel import backward as three_kernel_gradients
+from warpwave.kernels.three_kernel import backward_memory as three_kernel_gradient_memory
 from warpwave.problem import AttentionProblem, Causal, Operands
 from warpwave.runtime import launch
 from warpwave.workbench.explain.explanation import explain

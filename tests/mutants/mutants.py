@@ -822,7 +822,7 @@ LARGE_HEADS = [
         "test_large_heads.py::test_the_workspace_is_what_was_said", "float16-ours", "workspace_bytes",
     ),
     Mutant(
-        "three_kernel's gradients: delta of un-normalised probabilities", "kernels/three_kernel/gradients.py",
+        "three_kernel's gradients: delta of un-normalised probabilities", "kernels/three_kernel/backward.py",
         "delta = delta * scale\n", "delta = delta * 1.0\n",
         "test_large_heads.py::test_gradients_of_wide_heads", "float16 and plain", "FAIL",
     ),
@@ -930,7 +930,7 @@ FOUND = [
         "test_gradients.py::test_rows_that_see_nothing_pass_no_nan_on", "eager and mask", "bits(",
     ),
     Mutant(
-        "three_kernel's gradients: rows that see nothing stay in their chunk", "kernels/three_kernel/gradients.py",
+        "three_kernel's gradients: rows that see nothing stay in their chunk", "kernels/three_kernel/backward.py",
         "first = chunk.row_begin if high is None else min(max(chunk.row_begin, -high), end)", "first = chunk.row_begin",
         "test_gradients.py::test_rows_that_see_nothing_pass_no_nan_on", "three_kernel and more", "bits(",
     ),

@@ -13,7 +13,7 @@ import torch
 from warpwave import UnsupportedProblem, attention, attention_varlen
 from warpwave.gpu import CPU, Gpu, current_gpu
 from warpwave.kernels.hopper.flash_fwd import claims as flash_fwd_claims
-from warpwave.kernels.hopper.flash_fwd import configs as flash_fwd_configs
+from warpwave.kernels.hopper.flash_fwd import config as flash_fwd_configs
 from warpwave.kernels.hopper.flash_fwd import kernel as flash_fwd
 from warpwave.kernels.prepass import scale_ahead, split_ahead
 from warpwave.problem import AttentionProblem, Causal, Operands

@@ -18,7 +18,7 @@ from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
 from warpwave import precision
 from warpwave.gpu import Gpu
-from warpwave.kernels.hopper.flash_fwd import configs as flash_fwd_configs
+from warpwave.kernels.hopper.flash_fwd import config as flash_fwd_configs
 from warpwave.kernels.hopper.flash_fwd import kernel as flash_fwd
 from warpwave.kernels.prepass import mask_bits, scale_ahead, split_ahead
 from warpwave.problem import AttentionProblem, Operands

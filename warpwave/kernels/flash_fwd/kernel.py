@@ -38,8 +38,8 @@ from warpwave.kernels.arguments import (
     token_strides,
     window,
 )
-from warpwave.kernels.flash_fwd.configs import Config, configs, fitting, smem_bytes, space
-from warpwave.kernels.flash_fwd.cost import cost
+from warpwave.kernels.flash_fwd.config import Config, configs, fitting, smem_bytes, space
+from warpwave.kernels.flash_fwd.costs import cost
 from warpwave.kernels.prepass import split_ahead
 from warpwave.kernels.prepass.split_ahead import PARTS
 from warpwave.kernels.primitives import (

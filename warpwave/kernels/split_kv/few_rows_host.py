@@ -15,7 +15,7 @@ from warpwave.runtime import launch
 from warpwave.runtime.tensor_maps import MapPlan, has_map
 
 if TYPE_CHECKING:
-    from warpwave.kernels.split_kv.configs import Config
+    from warpwave.kernels.split_kv.config import Config
 
 ROWS, KEYS, BOX = 16, 64, 64  # queries of all heads of a program; fewest keys of a tile; columns that one copy moves
 WIDEST = 256

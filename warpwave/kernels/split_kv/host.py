@@ -45,7 +45,7 @@ from warpwave.kernels.arguments import (
 from warpwave.kernels.cost import PARTS, Cost, conversions, launch_order, merging, waits_for_memory, walk
 from warpwave.kernels.split_kv import few_rows_host as few_rows
 from warpwave.kernels.split_kv import tensor_maps
-from warpwave.kernels.split_kv.configs import (
+from warpwave.kernels.split_kv.config import (
     UNKNOWN_SMS,
     Config,
     blocks_with_rows,

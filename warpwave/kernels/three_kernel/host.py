@@ -29,12 +29,14 @@ from warpwave.errors import UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels.arguments import allocator, straightener
 from warpwave.kernels.cost import WARP_US, Cost, conversions, visited_tiles
-from warpwave.kernels.flash_fwd.configs import bytes_per_score
+from warpwave.kernels.flash_fwd.config import bytes_per_score
 from warpwave.kernels.hopper import host
 from warpwave.kernels.three_kernel import hopper_host as three_kernel_hopper
 from warpwave.kernels.three_kernel import launches as three_kernel_launches
 from warpwave.kernels.three_kernel import library
-from warpwave.kernels.three_kernel.configs import (
+from warpwave.kernels.three_kernel.backward import backward as gradients
+from warpwave.kernels.three_kernel.backward import why_not as gradients_why_not
+from warpwave.kernels.three_kernel.config import (
     FILLED,
     MAX_WORKSPACE_BYTES,
     block_k_of,
@@ -46,8 +48,6 @@ from warpwave.kernels.three_kernel.configs import (
     smem_bytes,
     with_workspace,
 )
-from warpwave.kernels.three_kernel.gradients import backward as gradients
-from warpwave.kernels.three_kernel.gradients import why_not as gradients_why_not
 from warpwave.kernels.three_kernel.launches import scale_warps, scaled_columns
 from warpwave.kernels.three_kernel.library import is_odd, loop_of, runs_of_heads, tiles_of
 from warpwave.kernels.three_kernel.plan import (

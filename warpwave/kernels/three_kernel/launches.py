@@ -18,7 +18,7 @@ from warpwave.kernels.arguments import (
     token_strides,
     window,
 )
-from warpwave.kernels.three_kernel.configs import block_k_of, block_v_of, may_hide_keys
+from warpwave.kernels.three_kernel.config import block_k_of, block_v_of, may_hide_keys
 from warpwave.kernels.three_kernel.device import chunk_scores_kernel, chunk_values_kernel
 from warpwave.kernels.three_kernel.online import chunk_online_kernel
 from warpwave.kernels.three_kernel.plan import Config, Plan, Workspace, normalises, pieces, up, whole_rows

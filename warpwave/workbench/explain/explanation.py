@@ -16,8 +16,8 @@ from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import three_kernel
 from warpwave.kernels.cost import Cost
-from warpwave.kernels.three_kernel import gradient_memory as three_kernel_gradient_memory
-from warpwave.kernels.three_kernel import gradients as three_kernel_gradients
+from warpwave.kernels.three_kernel import backward as three_kernel_gradients
+from warpwave.kernels.three_kernel import backward_memory as three_kernel_gradient_memory
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band, Causal, Operands
 from warpwave.workbench.explain import accuracy as accuracies
 from warpwave.workbench.explain.accuracy import Accuracy

@@ -8,7 +8,7 @@ from dataclasses import replace
 from warpwave import precision
 from warpwave.gpu import Gpu
 from warpwave.kernels.cost import ODD_ROWS, Cost, launch_order, line_bytes, odd_rows, walk
-from warpwave.kernels.hopper.flash_fwd.configs import (
+from warpwave.kernels.hopper.flash_fwd.config import (
     ABLE,
     NUM_SMS,
     PARTS,

@@ -32,7 +32,7 @@ from warpwave.kernels import arguments
 from warpwave.kernels.hopper import host, scheduler
 from warpwave.kernels.hopper.flash_fwd import roles
 from warpwave.kernels.hopper.flash_fwd.claims import cost, outrun, why_not
-from warpwave.kernels.hopper.flash_fwd.configs import (
+from warpwave.kernels.hopper.flash_fwd.config import (
     ABLE,
     MAX_PIECES,
     NUM_SMS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from warpwave.kernels.three_kernel.gradients import WHOLE_ROW, plan_of, runs_of_heads
+from warpwave.kernels.three_kernel.backward import WHOLE_ROW, plan_of, runs_of_heads
 from warpwave.kernels.three_kernel.plan import Chunk
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
