@@ -1,3 +1,33 @@
 """`split_kv`: keys split over thread blocks, for decode, paged caches and prompts of few rows."""
 
-from warpwave.kernels.split_kv.host import (Config as Config, NAME as NAME, NEEDS_GPU as NEEDS_GPU, bind as bind, bind_with_prefix as bind_with_prefix, configs as configs, cost as cost, default as default, notes as notes, outrun as outrun, smem_bytes as smem_bytes, specify as specify, why_not as why_not)
+from warpwave.kernels.split_kv.host import (
+    NAME,
+    NEEDS_GPU,
+    Config,
+    bind,
+    bind_with_prefix,
+    configs,
+    cost,
+    default,
+    notes,
+    outrun,
+    smem_bytes,
+    specify,
+    why_not,
+)
+
+__all__ = [
+    "NAME",
+    "NEEDS_GPU",
+    "Config",
+    "bind",
+    "bind_with_prefix",
+    "configs",
+    "cost",
+    "default",
+    "notes",
+    "outrun",
+    "smem_bytes",
+    "specify",
+    "why_not",
+]
