@@ -1,4 +1,4 @@
-"""Fits the constants of `warpwave.workbench.model.predict` for one card to records, judges them on others, and writes the calibration.
+"""Fits the model's constants for one card to records, judges them on others, and writes the calibration.
 
     python -m benchmarks.calibrate_model                    refit the H200 from the records of this repository
     python -m benchmarks.calibrate_model --check            judge the calibration that ships, write nothing

@@ -118,7 +118,7 @@ def test_a_fault_in_the_triton_kernel_is_caught_in_the_interpreter(tmp_path: Pat
     code = """
 import torch
 from warpwave import selfcheck, verify
-from warpwave.hardware.gpu import INTERPRETER
+from warpwave.gpu import INTERPRETER
 from warpwave.kernels import flash_fwd
 outcome = verify.Outcome(INTERPRETER)
 verify.FEATURES_OF_DTYPE = {}

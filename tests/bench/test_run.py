@@ -112,8 +112,8 @@ def test_ctrl_c_keeps_what_is_written_and_resume_goes_on(
 
 SIGNALLED = """
 import os, sys
-from warpwave.bench import contenders
-from warpwave.bench.run import main
+from warpwave.workbench.bench import contenders
+from warpwave.workbench.bench.run import main
 
 def ours(kernel, problem, operands):
     # As a library that takes whatever is raised for a failure of its own: the signal is seen all the same.

@@ -164,7 +164,7 @@ def test_a_call_that_cannot_be_captured_is_named() -> None:
     """In a process of its own: a broken capture leaves torch's default random generator unusable behind it."""
     script = """
 import torch
-from warpwave.bench.timing import CaptureFailed, time_interleaved
+from warpwave.workbench.bench.timing import CaptureFailed, time_interleaved
 x = torch.randn(64, device="cuda")
 try:
     time_interleaved({"adder": lambda: x + x, "reader": lambda: x.sum().item()}, device="cuda", rounds=1)

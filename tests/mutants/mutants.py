@@ -847,7 +847,8 @@ LARGE_HEADS = [
         "test_large_heads.py::test_every_way_in_chunks", "online", "FAIL",
     ),
     Mutant(
-        "three_kernel on Hopper: P of tiles below their rows' reference not lowered", "kernels/three_kernel/hopper_products.py",
+        "three_kernel on Hopper: P of tiles below their rows' reference not lowered",
+        "kernels/three_kernel/hopper_products.py",
         "if is_lowered != 0.0:", "if is_lowered > 1.0:",
         "../kernels/hopper/test_products.py::test_tiles_with_references_of_their_own", "", "FAIL",
     ),

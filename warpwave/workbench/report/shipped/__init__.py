@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from warpwave.bench.records import Records, read_records
+from warpwave.workbench.bench.records import Records, read_records
 
 FOLDER = Path(__file__).parent
 
