@@ -22,9 +22,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from warpwave import OutOfPages, PagedKVCache, Rotary, attention, attention_with_kv_cache, warmup
-from warpwave.kernels.append_kv import rotated
-from warpwave.problem import AttentionProblem, Causal
+from warpwave import (
+    AttentionProblem,
+    Causal,
+    OutOfPages,
+    PagedKVCache,
+    Rotary,
+    attention,
+    attention_with_kv_cache,
+    warmup,
+)
 
 BYTES = 256  # the vocabulary: text is its UTF-8 bytes
 SYSTEM_PROMPT = "The Python Language Reference, a topic as pydoc prints it.\n\n"
@@ -100,16 +107,18 @@ class Decoder(nn.Module):
         return hidden @ self.embedding.weight.T
 
 
+def rotated(x: Tensor, rotary: Rotary) -> Tensor:
+    """Returns x, (batch, seqlen, heads, head_dim), rotated to positions 0, 1, ... as calls on a cache rotate it."""
+    cos, sin = (table[: x.shape[1], None] for table in (rotary.cos, rotary.sin))  # [seqlen, 1, head_dim / 2]
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
 def plain_attention(rotary: Rotary) -> Attend:
     """Causal attention over whole sequences, (batch, seqlen, heads, head_dim), with gradients and without a cache."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        at = torch.arange(q.shape[1], device=q.device).repeat(q.shape[0])
-        q, k = (
-            rotated(t.flatten(0, 1), at, rotary.cos, rotary.sin, rotary.interleaved).unflatten(0, t.shape[:2])
-            for t in (q, k)
-        )
-        out: Tensor = attention(q, k, v, causal=True)
+        out: Tensor = attention(rotated(q, rotary), rotated(k, rotary), v, causal=True)
         return out
 
     return attend
