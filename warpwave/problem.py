@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, wraps
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1}
 # What each means: warpwave.precision.
@@ -176,6 +177,16 @@ class AttentionProblem:
     page_size: int = 0
     batch_invariant: bool = False
     error_budget: float | None = None
+
+    @cached_property
+    def kind(self) -> tuple[Any, ...]:
+        """Every field but the sizes that differ from one call of a model to its next: `SIZES`, and how long the axes of
+        a mask or bias are that are not broadcast. Rules that read nothing else are evaluated once a kind (`by_kind`).
+        """
+        fields = self.__dict__
+        shapes = [shape and tuple([n == 1 for n in shape]) for shape in (self.mask_shape, self.bias_shape)]
+        alibi = self.alibi_shape and len(self.alibi_shape)
+        return (*[fields[name] for name in _FIELDS_OF_KIND], *shapes, alibi)
 
     # What the mask shows ---------------------------------------------------------------------------------------------
 
@@ -347,6 +358,56 @@ class AttentionProblem:
         if self.requires_grad:
             parts.append("with gradients")
         return ", ".join(parts)
+
+
+SIZES = ("batch", "seqlen_q", "seqlen_k", "total_q", "total_k", "lengths", "mask_visible_pairs")
+_FIELDS_OF_KIND = tuple(
+    field.name
+    for field in fields(AttentionProblem)
+    if field.name not in (*SIZES, "mask_shape", "bias_shape", "alibi_shape")
+)
+MAX_KINDS = 4096
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def by_kind(rule: Callable[Concatenate[AttentionProblem, P], R]) -> Callable[Concatenate[AttentionProblem, P], R]:
+    """Evaluates a rule once for each kind of problem, so that a new length costs a look-up.
+
+    Args:
+        rule: a function of a problem and of hashable arguments that reads no size. It gets a problem whose `SIZES` are
+            None, so that a rule which computes with one raises, and whose mask and bias have axes of 1 or 2.
+
+    Returns:
+        The same function. Callers must not change what it returns.
+    """
+    found: dict[tuple[Any, ...], R] = {}
+
+    @wraps(rule)
+    def of_kind(problem: AttentionProblem, *rest: P.args, **named: P.kwargs) -> R:
+        key = (problem.kind, *rest, *named.items())
+        try:
+            return found[key]
+        except KeyError:
+            if len(found) >= MAX_KINDS:
+                found.clear()
+            return found.setdefault(key, rule(_without_sizes(problem), *rest, **named))
+
+    return of_kind
+
+
+def _without_sizes(problem: AttentionProblem) -> AttentionProblem:
+    def shape(of: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        return None if of is None else tuple(1 if n == 1 else 2 for n in of)
+
+    return replace(
+        problem,
+        **dict.fromkeys(SIZES),  # type: ignore[arg-type]
+        mask_shape=shape(problem.mask_shape),
+        bias_shape=shape(problem.bias_shape),
+        alibi_shape=shape(problem.alibi_shape),
+    )
 
 
 def _share(total: int, parts: int, index: int) -> int:

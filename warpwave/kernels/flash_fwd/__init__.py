@@ -1,5 +1,6 @@
 """`flash_fwd`: the portable one-pass forward, head_dim up to 256."""
 
+from warpwave.kernels.flash_fwd.config import default
 from warpwave.kernels.flash_fwd.kernel import NAME, NEEDS_GPU, Config, bind, configs, cost, smem_bytes, specify, why_not
 
-__all__ = ["NAME", "NEEDS_GPU", "Config", "bind", "configs", "cost", "smem_bytes", "specify", "why_not"]
+__all__ = ["NAME", "NEEDS_GPU", "Config", "bind", "configs", "cost", "default", "smem_bytes", "specify", "why_not"]

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import dot_precision, padded, tile_widths
+from warpwave.kernels.cost import bytes_per_score
 from warpwave.kernels.prepass.split_ahead import PARTS
-from warpwave.problem import DTYPE_BYTES, AttentionProblem
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
 WGMMA_OR_TCGEN05 = (90, 100, 103)  # compute capabilities whose matrix unit reads operands from shared memory
 
@@ -88,28 +89,24 @@ def _smem_bytes_of_parts(problem: AttentionProblem, gpu: Gpu, config: Config, si
     return max(size * q, stages * arriving * 17 // 16 + beside) + size * p
 
 
-def bytes_per_score(problem: AttentionProblem) -> int:
-    """What a score reads of mask and bias."""
-    mask = 0 if problem.mask_shape is None else 1
-    return mask + (0 if problem.bias_shape is None else DTYPE_BYTES[problem.bias_dtype or problem.dtype])
-
-
 # Which ----------------------------------------------------------------------------------------------------------------
 
 
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     """The default first, then every other candidate that fits the GPU's shared memory."""
+    first = default(problem, gpu)
+    return [] if first is None else [first, *(c for c in fitting(problem, gpu) if c != first)]
+
+
+def default(problem: AttentionProblem, gpu: Gpu) -> Config | None:
+    """The config with which a problem runs where nobody names another; None where none fits."""
     candidates = fitting(problem, gpu)
     if not candidates:
-        return []
-    default = _default(problem, gpu)
-    while default not in candidates:
-        smaller = _smaller(default)
-        if smaller is None:  # what fits is not smaller in this order: with operands split ahead, say
-            default = candidates[-1]
-            break
-        default = smaller
-    return [default, *(c for c in candidates if c != default)]
+        return None
+    config: Config | None = _default(problem, gpu)
+    while config is not None and config not in candidates:
+        config = _smaller(config)
+    return config or candidates[-1]  # what fits is not smaller in this order: with operands split ahead, say
 
 
 def _smaller(config: Config) -> Config | None:
@@ -124,6 +121,7 @@ def _smaller(config: Config) -> Config | None:
     return None
 
 
+@by_kind
 def fitting(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     """The candidates that fit the GPU's shared memory, less those it computes wrongly or slowly."""
     ways = (False, True) if dot_precision(problem, gpu) in PARTS else (False,)

@@ -7,8 +7,17 @@ from dataclasses import replace
 
 from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import dot_precision, padded, tile_widths
-from warpwave.kernels.cost import ODD_ROWS, Cost, conversions, launch_order, odd_rows, waits_for_memory, walk
-from warpwave.kernels.flash_fwd.config import Config, bytes_per_score, smem_bytes
+from warpwave.kernels.cost import (
+    ODD_ROWS,
+    Cost,
+    bytes_per_score,
+    conversions,
+    launch_order,
+    odd_rows,
+    waits_for_memory,
+    walk,
+)
+from warpwave.kernels.flash_fwd.config import Config, smem_bytes
 from warpwave.kernels.prepass.split_ahead import PARTS
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 

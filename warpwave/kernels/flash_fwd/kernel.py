@@ -59,7 +59,7 @@ from warpwave.kernels.primitives import (
     tile_pointers,
     transposed,
 )
-from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands, by_kind
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import NO_TRITON, jit, tl
 
@@ -518,6 +518,7 @@ def _constants(problem: AttentionProblem, gpu: Gpu, config: Config, unit: int) -
 # What it can run and what it costs ------------------------------------------------------------------------------------
 
 
+@by_kind
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Every reason this kernel cannot run the problem there; empty when it can."""
     reasons = []

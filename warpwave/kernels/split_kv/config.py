@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import dot_precision, padded, tile_widths
+from warpwave.kernels.cost import bytes_per_score
 from warpwave.kernels.split_kv import few_rows_host as few_rows
-from warpwave.problem import DTYPE_BYTES, AttentionProblem
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 from warpwave.runtime.triton_or_stub import INTERPRETED
 
 MERGES = ("kernel", "last_block")
@@ -77,6 +78,7 @@ class Config:
 # Sizes ----------------------------------------------------------------------------------------------------------------
 
 
+@by_kind
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """An upper bound on the shared memory of one block, which tests hold against what every target compiles to."""
     if config.roles:
@@ -101,12 +103,6 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     if problem.dtype == "float32" and arithmetic != "ieee":
         return q + p + config.num_stages * kv + max(q, kv) + more  # the parts of an operand stand side by side
     return q + p + config.num_stages * kv + more
-
-
-def bytes_per_score(problem: AttentionProblem) -> int:
-    """What a score reads of mask and bias."""
-    mask = 0 if problem.mask_shape is None else 1
-    return mask + (0 if problem.bias_shape is None else DTYPE_BYTES[problem.bias_dtype or problem.dtype])
 
 
 def columns(config: Config) -> int:
@@ -384,6 +380,7 @@ def _smaller(config: Config) -> Config:
     return replace(config, block_m=config.block_m // 2)
 
 
+@by_kind
 def fitting(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     """Tilings that the GPU's shared memory holds."""
     return [c for c in _tilings(problem) if smem_bytes(problem, gpu, c) <= gpu.smem_per_block_bytes]

@@ -42,14 +42,22 @@ from warpwave.kernels.arguments import (
     token_strides,
     window,
 )
-from warpwave.kernels.cost import PARTS, Cost, conversions, launch_order, merging, waits_for_memory, walk
+from warpwave.kernels.cost import (
+    PARTS,
+    Cost,
+    bytes_per_score,
+    conversions,
+    launch_order,
+    merging,
+    waits_for_memory,
+    walk,
+)
 from warpwave.kernels.split_kv import few_rows_host as few_rows
 from warpwave.kernels.split_kv import tensor_maps
 from warpwave.kernels.split_kv.config import (
     UNKNOWN_SMS,
     Config,
     blocks_with_rows,
-    bytes_per_score,
     choose_splits,
     columns,
     configs,
@@ -70,7 +78,7 @@ from warpwave.kernels.split_kv.config import (
     tiles,
 )
 from warpwave.kernels.split_kv.device import split_kv_kernel
-from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands, by_kind
 from warpwave.runtime import graphs as series
 from warpwave.runtime import launch, scratch
 from warpwave.runtime.triton_or_stub import NO_TRITON
@@ -359,6 +367,7 @@ MERGED_PER_WARP = 2048  # elements of accumulators that a warp of a merging bloc
 # What it can run and what it costs ------------------------------------------------------------------------------------
 
 
+@by_kind
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Every reason this kernel cannot run the problem there; empty when it can."""
     reasons = []

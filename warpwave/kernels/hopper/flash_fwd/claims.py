@@ -21,7 +21,7 @@ from warpwave.kernels.hopper.flash_fwd.config import (
     smem_bytes,
 )
 from warpwave.kernels.prepass import mask_bits, scale_ahead
-from warpwave.problem import DTYPE_BYTES, AttentionProblem
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 from warpwave.runtime.triton_or_stub import NO_TRITON
 
 MAX_HEAD_DIM = {"float16": 384, "bfloat16": 384, "float32": 256}
@@ -29,6 +29,15 @@ MAX_HEAD_DIM = {"float16": 384, "bfloat16": 384, "float32": 256}
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Every reason this kernel cannot run the problem there; empty when it can."""
+    reasons = _why_not_kind(problem, gpu)
+    if not reasons and default(problem, gpu) is None:
+        return ["no tile fits shared memory and registers beside its share of the bias"]
+    return reasons
+
+
+@by_kind
+def _why_not_kind(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """`why_not` by the rules that read no length."""
     reasons = []
     if NO_TRITON is not None:
         reasons.append(NO_TRITON)
@@ -53,8 +62,6 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
             reasons.append(f"it takes a {name} in 16-bit types alone")
         elif shape is not None and max(problem.head_dim, problem.head_dim_v) > 256:
             reasons.append(f"it takes a {name} up to head_dim 256: beyond, registers do not suffice")
-    if not reasons and default(problem, gpu) is None:
-        reasons.append("no tile fits shared memory and registers beside its share of the bias")
     return reasons
 
 

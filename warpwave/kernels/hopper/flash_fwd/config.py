@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from warpwave import precision
 from warpwave.gpu import Gpu
 from warpwave.kernels.prepass import scale_ahead
-from warpwave.problem import DTYPE_BYTES, AttentionProblem
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
 MAX_PIECES = 3
 NUM_SMS = 132  # of an H100 or H200 SXM, where no device is asked
@@ -113,6 +113,7 @@ def q_in_registers(problem: AttentionProblem, config: Config) -> int:
     return 128 if wide and bare and (config.block_m, config.block_n) == (128, 64) else 0
 
 
+@by_kind
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """An upper bound on the shared memory of one block, which tests hold against what every config compiles to."""
     if problem.dtype == "float32":
@@ -184,6 +185,7 @@ def _fits_shared_memory(problem: AttentionProblem, gpu: Gpu, config: Config) -> 
     return config.blocks_per_sm * (smem_bytes(problem, gpu, config) + 1024) <= SMEM_PER_SM
 
 
+@by_kind
 def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     """Shared memory of all blocks of an SM, and a consumer thread's registers: scores, probabilities, accumulator."""
     if not _fits_shared_memory(problem, gpu, config):

@@ -54,7 +54,7 @@ from warpwave.kernels.hopper.visible import Rules
 from warpwave.kernels.prepass import mask_bits, scale_ahead, split_ahead
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import graphs as series
-from warpwave.runtime import launch
+from warpwave.runtime import launch, scratch
 from warpwave.runtime import tensor_maps as launcher
 from warpwave.runtime.gluon_or_stub import Q_FITS_REGISTERS, fence_async_shared, gl, jit, mbarrier
 
@@ -326,7 +326,7 @@ def bind(
     *before, spec = _specify_16_bits(problem, current_gpu(out.device), first, out, lse, config)
     pack = launch.bind(before[0]) if before else None
     launch_kernel = launcher.bind(spec, plans, (first.q, first.k, first.v, out))
-    make_words = arguments.maker((mask_bits.packed(problem).size if before else 0,), torch.int32, out.device)
+    make_words = scratch.maker((mask_bits.packed(problem).size if before else 0,), torch.int32, out.device)
 
     def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         q, k, v, _, _, *others = operands
