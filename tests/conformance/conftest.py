@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from warpwave.kernels import arguments
+from warpwave.runtime import scratch
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
-    monkeypatch.setattr(arguments, "empty_strided", poisoned(arguments.empty_strided))
+    monkeypatch.setattr(scratch, "empty_strided", poisoned(scratch.empty_strided))
 
 
 def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -17,8 +17,8 @@ from torch import Tensor
 from tests.conformance import cases, harness
 from tests.conformance.cases import PLAIN, Call, Case, W
 from tests.conformance.harness import DEVICE, bits, each_kernel
-from warpwave.kernels import arguments
 from warpwave.problem import Operands
+from warpwave.runtime import scratch
 
 GUARD_BYTES = 4096
 PATTERN = 0xA5  # reads as a small negative number in every float type, so a value taken from a guard shows too
@@ -45,7 +45,7 @@ class Guards:
         """Has what kernels allocate lie between guards as well."""
         for name in ("empty", "empty_like"):
             patch.setattr(torch, name, functools.partial(self._placed, getattr(torch, name)))
-        patch.setattr(arguments, "empty_strided", functools.partial(self._placed, arguments.empty_strided))
+        patch.setattr(scratch, "empty_strided", functools.partial(self._placed, scratch.empty_strided))
 
     def _placed(self, allocate: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         return self.place(allocate(*args, **kwargs))

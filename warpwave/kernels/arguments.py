@@ -5,7 +5,7 @@ Every kernel takes a dense and a packed call alike: a packed tensor is one whose
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,9 +13,8 @@ import torch
 from warpwave import precision
 from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem, Operands
+from warpwave.runtime.scratch import maker
 
-# (sizes, strides, dtype) -> memory on the current CUDA device, as the code that torch compiles asks for it.
-empty_strided: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cuda", None)
 UNLIMITED = 2**30  # a window side larger than any sequence, small enough that adding a length does not overflow
 
 
@@ -120,30 +119,6 @@ def allocator(problem: AttentionProblem, q: torch.Tensor) -> Callable[[], tuple[
         return lambda: (make_out(), None)
     make_lse = maker((*rows[:-1], problem.num_heads_q, rows[-1]), torch.float32, q.device)
     return lambda: (make_out(), make_lse())
-
-
-def maker(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], torch.Tensor]:
-    """Returns `make()`, which allocates a contiguous tensor: to say its shape, dtype and device takes torch 3.0 us a
-    call, to allocate like another tensor 1.9, to allocate as the code that torch compiles does, 1.1."""
-    # One element, broadcast, to allocate like.
-    with torch.inference_mode(False):
-        like = torch.empty(1, dtype=dtype, device=device).expand(*shape)
-    contiguous = torch.contiguous_format
-
-    def make() -> torch.Tensor:
-        return torch.empty_like(like, memory_format=contiguous)
-
-    # Whoever has torch fill what is not initialised gets it filled.
-    if empty_strided is None or device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
-        return make
-    sizes, strides, index = tuple(shape), make().stride(), device.index
-    current_device = torch._C._cuda_getDevice
-
-    def make_here() -> torch.Tensor:
-        made: torch.Tensor = empty_strided(sizes, strides, dtype) if current_device() == index else make()
-        return made
-
-    return make_here
 
 
 def straightener(operands: Operands) -> Callable[[Operands], Operands]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from warpwave import precision
 from warpwave.gpu import Gpu
-from warpwave.problem import AttentionProblem
+from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,12 @@ def merging(rows: int, parts: int, read_bytes: int, write_bytes: int, ahead: boo
 
 
 ODD_ROWS = "odd rows"
+
+
+def bytes_per_score(problem: AttentionProblem) -> int:
+    """Returns the bytes of mask and bias that a kernel reads for each score."""
+    mask = 0 if problem.mask_shape is None else 1
+    return mask + (0 if problem.bias_shape is None else DTYPE_BYTES[problem.bias_dtype or problem.dtype])
 
 
 def odd_rows(problem: AttentionProblem) -> bool:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from warpwave.kernels.arguments import maker
-
+# Allocates (sizes, strides, dtype) on the current CUDA device; the code that torch compiles calls the same function.
+empty_strided: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cuda", None)
 LARGEST = 32 << 20  # bytes kept for a stream; more is allocated for each call, and torch keeps it
 Need = tuple[Sequence[int], torch.dtype]  # a shape and its dtype
 
@@ -39,6 +39,32 @@ def buffer(device: torch.device, stream: int, size: int) -> torch.Tensor:
         found = torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8, device=device)
         buffers[device.index, stream] = found
     return found
+
+
+def maker(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], torch.Tensor]:
+    """Returns `make()`, which allocates a contiguous tensor.
+
+    A call costs 1.1 us on the host with `empty_strided`, 1.9 us with `torch.empty_like`, and 3.0 us with `torch.empty`.
+    """
+    # The template is one element, broadcast, so that it needs no memory.
+    with torch.inference_mode(False):
+        like = torch.empty(1, dtype=dtype, device=device).expand(*shape)
+    contiguous = torch.contiguous_format
+
+    def make() -> torch.Tensor:
+        return torch.empty_like(like, memory_format=contiguous)
+
+    # In deterministic mode torch fills new memory, which `empty_strided` does not do.
+    if empty_strided is None or device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
+        return make
+    sizes, strides, index = tuple(shape), make().stride(), device.index
+    current_device = torch._C._cuda_getDevice
+
+    def make_here() -> torch.Tensor:
+        made: torch.Tensor = empty_strided(sizes, strides, dtype) if current_device() == index else make()
+        return made
+
+    return make_here
 
 
 def memory(

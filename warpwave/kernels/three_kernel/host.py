@@ -28,8 +28,7 @@ from warpwave import precision
 from warpwave.errors import UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels.arguments import allocator, straightener
-from warpwave.kernels.cost import WARP_US, Cost, conversions, visited_tiles
-from warpwave.kernels.flash_fwd.config import bytes_per_score
+from warpwave.kernels.cost import WARP_US, Cost, bytes_per_score, conversions, visited_tiles
 from warpwave.kernels.hopper import host
 from warpwave.kernels.three_kernel import hopper_host as three_kernel_hopper
 from warpwave.kernels.three_kernel import launches as three_kernel_launches

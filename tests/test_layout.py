@@ -1,0 +1,180 @@
+"""What may import what: the rooms of the package, checked on the source of every module."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "warpwave"
+MAX_ROOT_MODULES = 16
+FAMILIES = (
+    "kernels.flash_fwd",
+    "kernels.hopper.flash_fwd",
+    "kernels.hopper.large_head_dim",
+    "kernels.ladder",
+    "kernels.large_head_dim",
+    "kernels.prepass",
+    "kernels.split_kv",
+    "kernels.three_kernel",
+)
+
+# Each list must be exact: a test fails when a module needs an exception that is not here, and when one is not needed.
+# (module, imported module): reason.
+USES_THE_WORKBENCH = {
+    ("__main__", "workbench.cli"): "`python -m warpwave` is the command",
+    ("cached_calls", "workbench.inspect.compiled"): "`blank_operands`; it moves to plans.py",
+    ("testing", "workbench.bench.correctness"): "`assert_reaches` is the public door to the workbench's timer",
+    ("testing", "workbench.bench.inputs"): "as above",
+    ("testing", "workbench.bench.timing"): "as above",
+    ("testing", "workbench.hardware.catalog"): "as above",
+    ("testing", "workbench.model.roofline"): "as above",
+}
+# (family, imported family): reason.
+USES_ANOTHER_FAMILY = {
+    ("kernels.flash_fwd", "kernels.prepass"): "splitting float32 keys and values is the first launch of this forward",
+    ("kernels.hopper.flash_fwd", "kernels.prepass"): "scaling q, and packing the mask into bits, precede this forward",
+    ("kernels.large_head_dim", "kernels.hopper.large_head_dim"): "the kernel of latent caches uses its rings of chunks",
+    ("kernels.large_head_dim", "kernels.three_kernel"): "`slower_because` compares its time with three_kernel's",
+}
+# (module of runtime/, imported kernel module): reason.
+RUNTIME_USES_KERNELS = {
+    ("runtime.kernel_keys", "kernels"): "it finds the package's kernels by their folder",
+}
+
+
+class Import(NamedTuple):
+    """One import of a module of the package by another; names are relative to `warpwave`."""
+
+    by: str
+    of: str
+    when: str  # "module", "function", or "types" for type checkers only
+
+
+def name_of(path: Path) -> str:
+    """Returns the dotted name of a module relative to the package, "" for the package itself."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def imported(statement: ast.AST) -> Iterator[str]:
+    """Yields the modules of the package that an import statement names."""
+    if isinstance(statement, ast.Import):
+        names = [alias.name for alias in statement.names]
+    elif isinstance(statement, ast.ImportFrom):
+        assert statement.level == 0, "imports are absolute"
+        full = [f"{statement.module}.{alias.name}" for alias in statement.names]
+        names = [name if name.removeprefix("warpwave.") in MODULES else statement.module or "" for name in full]
+    else:
+        return
+    for name in dict.fromkeys(names):
+        if name == "warpwave" or name.startswith("warpwave."):
+            yield name.removeprefix("warpwave").removeprefix(".")
+
+
+def imports(module: str) -> Iterator[Import]:
+    """Yields every import of a module, those inside functions included."""
+
+    def walk(node: ast.AST, when: str) -> Iterator[Import]:
+        for name in imported(node):
+            yield Import(module, name, when)
+        for child in ast.iter_child_nodes(node):
+            inner = when
+            if isinstance(child, ast.FunctionDef | ast.Lambda):
+                inner = "function"
+            elif isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+                inner = "types"
+            yield from walk(child, inner)
+
+    yield from walk(ast.parse(MODULES[module].read_text()), "module")
+
+
+IMPORTS = [found for module in MODULES for found in imports(module)]
+
+
+def is_in(module: str, room: str) -> bool:
+    return module == room or module.startswith(f"{room}.")
+
+
+def family(module: str) -> str:
+    """Returns the kernel family of a module, "" outside of the families."""
+    return next((name for name in FAMILIES if is_in(module, name)), "")
+
+
+def test_imports_are_seen_at_every_depth() -> None:
+    """Otherwise an empty list of imports would pass every test below."""
+    assert Import("api", "checks", "module") in IMPORTS
+    assert Import("testing", "", "module") in IMPORTS
+    assert Import("workbench.cli", "workbench.bench.run", "function") in IMPORTS
+    assert Import("", "workbench.explain.explanation", "types") in IMPORTS
+    assert len(IMPORTS) > 500
+
+
+def test_only_the_listed_modules_import_the_workbench() -> None:
+    used = {
+        (i.by, i.of)
+        for i in IMPORTS
+        if is_in(i.of, "workbench") and not is_in(i.by, "workbench") and not (i.by == "" and i.when == "types")
+    }
+    assert used == set(USES_THE_WORKBENCH)
+
+
+def test_runtime_imports_no_kernel() -> None:
+    used = {(i.by, i.of) for i in IMPORTS if is_in(i.by, "runtime") and is_in(i.of, "kernels")}
+    assert used == set(RUNTIME_USES_KERNELS)
+
+
+def test_no_kernel_family_imports_another() -> None:
+    pairs = {(family(i.by), family(i.of)) for i in IMPORTS}
+    assert {(a, b) for a, b in pairs if a and b and a != b} == set(USES_ANOTHER_FAMILY)
+
+
+def test_what_families_share_imports_none_of_them() -> None:
+    shared = [i for i in IMPORTS if is_in(i.by, "kernels") and not family(i.by)]
+    assert not [i for i in shared if family(i.of)]
+
+
+def test_kernels_know_neither_dispatch_nor_the_doors() -> None:
+    above = ("api", "ops", "plans", "dispatch", "autograd")
+    assert not [i for i in IMPORTS if i.by.startswith(("kernels", "runtime")) and i.of in above]
+
+
+def test_every_family_is_a_folder_of_the_package() -> None:
+    folders = {name_of(path) for path in ROOT.glob("kernels/**/__init__.py")}
+    assert folders == {"kernels", "kernels.hopper", *FAMILIES}
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Of imports that run when a module is imported; a package's `__init__` counts like any module."""
+    arrows: dict[str, set[str]] = {module: set() for module in MODULES}
+    for i in IMPORTS:
+        if i.when == "module" and i.by != i.of:
+            arrows[i.by].add(i.of)
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"circle: {' -> '.join((*path[path.index(module) :], module))}"
+        if module not in done:
+            for other in sorted(arrows[module]):
+                visit(other, (*path, module))
+            done.add(module)
+
+    for module in MODULES:
+        visit(module, ())
+
+
+def test_the_root_holds_few_modules() -> None:
+    here = [path.name for path in ROOT.glob("*.py") if path.name != "__init__.py"]
+    assert len(here) <= MAX_ROOT_MODULES, sorted(here)
+
+
+@pytest.mark.parametrize("room", ["kernels", "runtime", "workbench"])
+def test_every_room_says_what_it_holds(room: str) -> None:
+    for path in (ROOT / room).rglob("__init__.py"):
+        assert ast.get_docstring(ast.parse(path.read_text())), path
