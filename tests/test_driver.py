@@ -6,6 +6,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -92,6 +93,7 @@ class Map(NamedTuple):
     source: int
     shape: tuple[int, ...] = (2, 3)
     strides: tuple[int, ...] = (3, 1)
+    block: tuple[int, ...] = (2, 3)
 
     def descriptor(self, tensor: Any) -> Any:
         return ("map of", tensor.data_ptr())
@@ -104,6 +106,11 @@ def compiled(signature: dict[str, str], **metadata: Any) -> Any:
         src=SimpleNamespace(signature=signature),
         metadata=SimpleNamespace(**{"num_warps": 4, "shared": 2048, "num_ctas": 1} | metadata),
     )
+
+
+def launches_of(kernel: Any, run: Any, index: int, grid: int, values: Any) -> driver.Launches | None:
+    layout = driver.layout(kernel, run, values)
+    return None if layout is None else layout.launches(index, grid, values)
 
 
 @pytest.fixture
@@ -129,7 +136,7 @@ VALUES = [driver.Address(1), driver.Address(2), None, -7, 1 << 40, 0.125, 64]
 
 
 def test_parameters_are_laid_out_as_the_signature_says(known: Driver) -> None:
-    launches = driver.launches(compiled(SIGNATURE), Run(), 0, 5, VALUES)
+    launches = launches_of(compiled(SIGNATURE), Run(), 0, 5, VALUES)
     assert launches is not None
     known.num_parameters = 7
     config, parameters, kept = launches.prepare((11, 1024, 2048))
@@ -140,7 +147,7 @@ def test_parameters_are_laid_out_as_the_signature_says(known: Driver) -> None:
 
 
 def test_an_early_launch_says_so(known: Driver) -> None:
-    launches = driver.launches(compiled(SIGNATURE), Run(launch_pdl=True), 0, 5, VALUES)
+    launches = launches_of(compiled(SIGNATURE), Run(launch_pdl=True), 0, 5, VALUES)
     assert launches is not None
     known.start(*launches.prepare((0, 1, 2))[:1], launches.function, launches.prepare((0, 1, 2))[1], None)
     assert known.started[0].attributes == ((6, 1),)
@@ -151,17 +158,17 @@ def test_a_map_lies_where_triton_s_object_has_it_and_is_encoded_once(
 ) -> None:
     encoded: list[Any] = []
 
-    def encoder(meta: Any, plan: Any) -> Callable[[int], Any]:
-        def encode(address: int) -> bytes:
+    def encoder(meta: Any) -> Any:
+        def encode(plan: Any, address: int) -> bytes:
             encoded.append((meta, plan, address))
             return bytes(300)
 
-        return encode
+        return lambda plan: partial(encode, plan)
 
     monkeypatch.setattr(driver, "_encoder", encoder)
     signature = {"m": "tensordesc<fp16[2, 3]>", "x": "*fp16"}
     values = [(Map(0), driver.Address(1)), driver.Address(2)]
-    launches = driver.launches(compiled(signature, tensordesc_meta=["how"]), Run(), 0, 1, values)
+    launches = launches_of(compiled(signature, tensordesc_meta=["how"]), Run(), 0, 1, values)
     assert launches is not None
     found = launches.prepare((0, 64, 128))
     known.num_parameters = 8
@@ -188,17 +195,16 @@ def test_what_the_driver_is_not_asked(
     what: str, run: dict[str, Any], metadata: dict[str, Any], version: str, known: Driver, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(driver.triton, "__version__", version, raising=False)
-    assert driver.launches(compiled(SIGNATURE, **metadata), Run(**run), 0, 5, VALUES) is None
+    assert launches_of(compiled(SIGNATURE, **metadata), Run(**run), 0, 5, VALUES) is None
 
 
-def test_an_empty_grid_and_an_unknown_type_are_left_to_triton(known: Driver) -> None:
-    assert driver.launches(compiled(SIGNATURE), Run(), 0, 0, VALUES) is None
-    assert driver.launches(compiled(SIGNATURE | {"n": "fp8"}), Run(), 0, 5, VALUES) is None
+def test_an_unknown_type_is_left_to_triton(known: Driver) -> None:
+    assert launches_of(compiled(SIGNATURE | {"n": "fp8"}), Run(), 0, 5, VALUES) is None
 
 
 def test_prepared_launches_stay_bounded(known: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "MAX_PREPARED", 8)
-    launches = driver.launches(compiled(SIGNATURE), Run(), 0, 5, VALUES)
+    launches = launches_of(compiled(SIGNATURE), Run(), 0, 5, VALUES)
     assert launches is not None
     for i in range(50):
         launches.prepare((0, i, i))
@@ -250,11 +256,13 @@ def bound(device: Device, monkeypatch: Any, takes: Any, tensors: Any, kinds: lis
     """A launcher of a kernel with these tensors, the number 7, and a constant."""
 
     class Kernel:
+        params = (SimpleNamespace(do_not_specialize=True),) * (len(tensors) + 1)
+
         def __getitem__(self, grid: Any) -> Callable[..., None]:
             return lambda *args, **kwargs: device.public.append(args)
 
     signature = {**{f"t{i}": kind for i, kind in enumerate(kinds)}, "n": "i32", "B": "constexpr"}
-    monkeypatch.setattr(launch, "loaded", lambda spec, device: (compiled(signature), Run()))
+    monkeypatch.setattr(launch, "_load", lambda spec, device: (compiled(signature), Run()))
     spec = launch.Launch(Kernel(), 4, tensors, [7], {"B": 1}, {})
     return launch.bind(spec, takes, counters)
 
@@ -331,7 +339,7 @@ def test_an_unknown_triton_starts_kernels_itself(
     start(x, None, y)
     assert len(called) == 1 and device.public[0][0] is x
     device.index = None
-    by_map = bound(device, monkeypatch, (Map(0), 1), (SimpleNamespace(base=x), y), ["tensordesc<fp32[2, 3]>", "*fp32"])
+    by_map = bound(device, monkeypatch, (Map(0), 1), (launch.Mapped(Map(0), x), y), ["tensordesc<fp32[2, 3]>", "*fp32"])
     by_map(x, y)
     assert len(called) == 1 and device.public[1][0] == ("map of", x.data_ptr())
 
@@ -343,11 +351,15 @@ def test_maps_see_the_arguments_they_name(device: Device, known: Driver, monkeyp
         seen.append(address)
         return bytes(300)
 
-    monkeypatch.setattr(driver, "_encoder", lambda meta, plan: encode)
+    monkeypatch.setattr(driver, "_encoder", lambda meta: lambda plan: encode)
     x, y, z = (torch.zeros(4) for _ in range(3))
     takes = (Map(1), None, 2)
     start = bound(
-        device, monkeypatch, takes, (SimpleNamespace(base=x), None, y), ["tensordesc<fp32[2, 3]>", "constexpr", "*fp32"]
+        device,
+        monkeypatch,
+        takes,
+        (launch.Mapped(Map(0), x), None, y),
+        ["tensordesc<fp32[2, 3]>", "constexpr", "*fp32"],
     )
     known.num_parameters = 9
     start(x, y, z)
@@ -360,7 +372,7 @@ def test_maps_see_the_arguments_they_name(device: Device, known: Driver, monkeyp
 
 
 def test_a_thread_without_a_context_gets_the_devices_before_anything_is_encoded(known: Driver) -> None:
-    launches = driver.launches(compiled(SIGNATURE), Run(), 1, 5, VALUES)
+    launches = launches_of(compiled(SIGNATURE), Run(), 1, 5, VALUES)
     assert launches is not None
     launches.prepare((0, 1, 2))
     assert known.attached == []

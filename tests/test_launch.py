@@ -53,10 +53,10 @@ def test_a_config_that_does_not_fit_is_refused_in_words() -> None:
 def test_a_new_length_compiles_nothing() -> None:
     """Lengths in the code, or in the alignment of a batch stride, would stall a server at every new request."""
     warpwave.attention(*qkv("cuda", seqlen=40), causal=True, return_lse=True, kernel="flash_fwd", config=CONFIG)
-    compiled = set(launch._compiled)
+    compiled = len(launch._variants)
     for seqlen in (1, 33, 48, 1000):
         warpwave.attention(*qkv("cuda", seqlen=seqlen), causal=True, return_lse=True, kernel="flash_fwd", config=CONFIG)
-    assert launch._compiled == compiled
+    assert len(launch._variants) == compiled
 
 
 @pytest.mark.gpu

@@ -268,7 +268,7 @@ def test_where_no_graph_can_be_made_launches_go_on(
 def test_an_unknown_triton_starts_kernels_itself(
     device: Device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "launches", lambda *args: None)
+    monkeypatch.setattr(driver, "layout", lambda *args: None)
     ran: list[Any] = []
     monkeypatch.setattr(launch, "_by_run", lambda *args: lambda *given: ran.append(given))
     start, (x, z) = two(device, monkeypatch), tensors(2)

@@ -14,7 +14,7 @@ from warpwave import dispatch
 from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem
 from warpwave.runtime import driver
-from warpwave.runtime.launch import Launch
+from warpwave.runtime.launch import Launch, Mapped
 from warpwave.workbench.inspect import compiled
 
 RUN = SimpleNamespace(global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False, launch_pdl=False)
@@ -25,16 +25,14 @@ def laid_out(spec: Launch, kernel: Any) -> list[int]:
     values: list[Any] = []
     for tensor in spec.tensors:
         address = driver.Address(1)
-        values.append((tensor, address) if hasattr(tensor, "block_shape") else address)
+        values.append((tensor.plan, address) if isinstance(tensor, Mapped) else address)
     shape = SimpleNamespace(function=0, src=kernel.src, metadata=kernel.metadata)
-    launches = driver.launches(shape, RUN, 0, 1, [*values, *spec.scalars, *spec.constants.values()])
-    assert launches is not None, "the driver is not asked"
-    sizes = []
-    for parameter in launches.parameters:
-        if isinstance(parameter, int):
-            sizes.append(8)
-        else:
-            sizes.append(struct.calcsize(parameter[0]) if isinstance(parameter[0], str) else 128)
+    layout = driver.layout(shape, RUN, [*values, *spec.scalars, *spec.constants.values()])
+    assert layout is not None, "the driver is not asked"
+    assert layout.launches(0, 1, [*values, *spec.scalars])
+    sizes = [struct.calcsize(kind) if kind else 8 for kind in layout.kinds]
+    for parameter, _, _ in layout.maps:
+        sizes[parameter] = 128
     return sizes
 
 
@@ -54,7 +52,7 @@ def in_ptx(ptx: str) -> list[int]:
 def main() -> None:
     # There is no driver here, and nothing is launched.
     driver.__dict__.update(start_call=lambda: lambda *_: 0)
-    driver.__dict__.update(_encoder=lambda meta, plan: lambda address: None)
+    driver.__dict__.update(_encoder=lambda meta: lambda plan: lambda address: None)
     kernels = {module.NAME: module for module in dispatch.KERNELS}
     gpu = Gpu.for_arch("sm_90")
     for line in sys.stdin:

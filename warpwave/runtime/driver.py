@@ -53,6 +53,8 @@ class TensorMap(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def strides(self) -> tuple[int, ...]: ...
+    @property
+    def block(self) -> tuple[int, ...]: ...
     def descriptor(self, tensor: Any) -> Any:
         """Triton's own object, for compiling and for its public call."""
 
@@ -184,72 +186,139 @@ def attach(index: int) -> None:
         cuda.cuCtxSetCurrent(context)
 
 
+class Layout:
+    """Where the parameters of one compiled kernel lie: what its launches on any sizes have in common.
+
+    Each parameter has a slot of 8 bytes; those of addresses and tensor maps stay empty, for what they point to is known
+    at a launch.
+
+    Attributes:
+        function: the loaded kernel, as `Start` takes it.
+        kinds: of each parameter, Triton's own included: a number's format of the struct module, "" for an address.
+        pointers: which parameters are addresses, and the place of each in the keys.
+        maps: which are tensor maps, the place of what each describes, and how to encode it.
+    """
+
+    def __init__(self, function: int, threads: int, smem_bytes: int, ahead: bool) -> None:
+        """Of no parameters yet.
+
+        Args:
+            function: the loaded kernel.
+            threads: of a block.
+            smem_bytes: shared memory of a block.
+            ahead: whether it may begin before the launch ahead of it in its stream has ended.
+        """
+        self.function, self.threads, self.smem_bytes, self.ahead = function, threads, smem_bytes, ahead
+        self.pointers: list[tuple[int, int]] = []  # (parameter, place of its address in the keys)
+        self.maps: list[tuple[int, int, Callable[[TensorMap], Callable[[int], Any]]]] = []
+        self.kinds: list[str] = []
+        self._taken: list[tuple[int, bool]] = []  # which values are numbers, in order, and whether of a tensor map
+
+    def add_pointer(self, place: int) -> None:
+        """Adds a parameter that is an address."""
+        self.pointers.append((len(self.kinds), place))
+        self.kinds.append("")
+
+    def add_number(self, value: int, kind: str) -> None:
+        """Adds the number that is `values[value]`."""
+        self._taken.append((value, False))
+        self.kinds.append(kind)
+
+    def add_map(self, value: int, plan: TensorMap, place: int, encode: Any) -> None:
+        """Adds the tensor map that is `values[value]`; its shape and strides follow it as numbers."""
+        self.maps.append((len(self.kinds), place, encode))
+        self._taken.append((value, True))
+        self.kinds += ["", *"i" * len(plan.shape), *"q" * len(plan.strides)]
+
+    def done(self) -> Layout:
+        """Closes the list: Triton adds two pointers to scratch memory, which these kernels do not use."""
+        self.kinds += "QQ"
+        slots = (f"{kind}{8 - struct.calcsize(kind)}x" if kind else "8x" for kind in self.kinds)
+        self._packed = struct.Struct("<" + "".join(slots))
+        places = [*(place for _, place in self.pointers), *(place for _, place, _ in self.maps)]
+        # A prepared launch: its key, then where each parameter is.
+        self.key_bytes = 8 * (1 + max(places, default=0))
+        self.of_launch = struct.Struct(f"<{self.key_bytes // 8 + len(self.kinds)}Q")
+        self.memory = ctypes.c_char * self.of_launch.size
+        self.slots = [8 * i for i in range(len(self.kinds))]
+        return self
+
+    def launches(self, index: int, grid: int, values: Sequence[Any]) -> Launches:
+        """Returns the kernel's launches on a grid, with these numbers and tensor maps."""
+        numbers: list[Any] = []
+        encoders = []
+        for i, is_map in self._taken:
+            if is_map:
+                plan = values[i][0]
+                numbers += plan.shape
+                numbers += plan.strides
+                encoders.append(plan)
+            else:
+                numbers.append(values[i])
+        packed = self._packed.pack(*numbers, 0, 0)
+        maps = [(i, place, encode(plan)) for (i, place, encode), plan in zip(self.maps, encoders, strict=True)]
+        return Launches(self, index, grid, packed, maps)
+
+
 class Launches:
     """The launches of one compiled kernel on one grid, each prepared when its addresses first come.
 
     Attributes:
         function: the loaded kernel, as `Start` takes it.
-        parameters: what each of its parameters takes.
         prepared: by stream and addresses, what it takes besides.
     """
 
     def __init__(
-        self, index: int, function: int, config: tuple[int, int, int, bool], parameters: Sequence[Any]
+        self,
+        layout: Layout,
+        index: int,
+        grid: int,
+        packed: bytes,
+        maps: Sequence[tuple[int, int, Callable[[int], Any]]],
     ) -> None:
         """Lays out what never changes.
 
         Args:
+            layout: the kernel's.
             index: of the device.
-            function: the loaded kernel.
-            config: grid, threads of a block, bytes of shared memory, whether it may begin before the launch ahead of it
-                in its stream has ended.
-            parameters: one each: a `(format, value)` of the struct module's, or the place of an address in the keys,
-                or a `(encode, place)` whose `encode(address)` gives Triton's object for a tensor map.
+            grid: number of thread blocks.
+            packed: the numbers, in their slots.
+            maps: parameter, place of its address, and `encode(address)`, which gives Triton's object for a tensor map.
         """
-        self.function, self.parameters = function, parameters
+        self.function = layout.function
         self.prepared: dict[Key, Prepared] = {}
-        self._index, self._config = index, config
+        self._layout, self._index, self._grid, self._maps = layout, index, grid, maps
         self._configs: dict[int, _Config] = {}
-        # Parameters that never change lie in slots of 8 bytes; the others are known when addresses are.
-        fixed = [p if isinstance(p, tuple) and isinstance(p[0], str) else ("Q", 0) for p in parameters]
-        packed = b"".join(struct.pack(f"<{kind}", value).ljust(8, b"\0") for kind, value in fixed)
-        self._fixed = ctypes.create_string_buffer(packed, max(8, len(packed)))
-        first = ctypes.addressof(self._fixed)
-        self._at = [first + 8 * i for i in range(len(parameters))]
-        self._pointers = [(i, p) for i, p in enumerate(parameters) if isinstance(p, int)]
-        self._maps = [(i, *p) for i, p in enumerate(parameters) if isinstance(p, tuple) and callable(p[0])]
-        self._places = [*self._pointers, *((i, place) for i, _, place in self._maps)]
-        # A key, then where each parameter is.
-        self._key_bytes = 8 * (1 + max((p for _, p in self._places), default=0))
-        self._layout = struct.Struct(f"<{self._key_bytes // 8 + len(parameters)}Q")
-        self._memory = ctypes.c_char * self._layout.size
+        self._fixed = ctypes.create_string_buffer(packed, len(packed))
 
     def prepare(self, key: Key) -> Prepared:
         """Lays a launch out in memory: the key's stream, and its addresses where the parameters take them."""
         attach(self._index)  # without a context the driver encodes no map
-        at, memory = self._at.copy(), self._memory()
-        first = ctypes.addressof(memory)
-        for i, place in self._pointers:
+        layout = self._layout
+        memory = layout.memory()
+        first, fixed = ctypes.addressof(memory), ctypes.addressof(self._fixed)
+        at = [fixed + slot for slot in layout.slots]
+        for i, place in layout.pointers:
             at[i] = first + 8 * place
         maps = []
-        for i, encode, place in self._maps:
+        for i, place, encode in self._maps:
             found = encode(key[place])
             at[i] = id(found) + _MAP_OFFSET
             maps.append(found)
-        self._layout.pack_into(memory, 0, *key, *at)
+        layout.of_launch.pack_into(memory, 0, *key, *at)
         config = self._configured(key[0])
         if len(self.prepared) >= MAX_PREPARED:
             self.prepared.clear()
-        prepared = ctypes.addressof(config), first + self._key_bytes, (config, memory, maps)
+        prepared = ctypes.addressof(config), first + layout.key_bytes, (config, memory, maps)
         self.prepared[key] = prepared
         return prepared
 
     def _configured(self, stream: int) -> _Config:
         found = self._configs.get(stream)
         if found is None:
-            grid, threads, smem_bytes, ahead = self._config
-            found = _Config((grid, 1, 1), (threads, 1, 1), smem_bytes, stream)
-            if ahead:
+            layout = self._layout
+            found = _Config((self._grid, 1, 1), (layout.threads, 1, 1), layout.smem_bytes, stream)
+            if layout.ahead:
                 attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION)
                 attribute.value[0] = 1
                 found.attributes, found.num_attributes = ctypes.pointer(attribute), 1
@@ -257,14 +326,12 @@ class Launches:
         return found
 
 
-def launches(compiled: Any, run: Any, index: int, grid: int, values: Sequence[Any]) -> Launches | None:
-    """A compiled kernel's launches on a grid; None where this Triton is not known, or does more for this kernel than to
-    launch it.
+def layout(compiled: Any, run: Any, values: Sequence[Any]) -> Layout | None:
+    """A compiled kernel's layout; None where this Triton is not known, or does more for this kernel than to launch it.
 
     Args:
         compiled: Triton's compiled kernel, its module loaded.
         run: its `run`.
-        index: of its device.
         values: what each parameter of its signature takes: a number, the place of an address in the launches' keys, as
             an `Address`, or a `(TensorMap, Address)`; what a compile-time constant or an absent pointer takes does not
             matter.
@@ -272,29 +339,25 @@ def launches(compiled: Any, run: Any, index: int, grid: int, values: Sequence[An
     metadata, signature = compiled.metadata, compiled.src.signature
     if not passes_on(run) or getattr(metadata, "num_ctas", 1) != 1 or run.launch_cooperative_grid:
         return None
-    if grid < 1 or metadata.shared > 228 * 1024 or len(signature) != len(values):
+    if metadata.shared > 228 * 1024 or len(signature) != len(values):
         return None
-    parameters: list[Any] = []
+    made = Layout(compiled.function, metadata.num_warps * 32, metadata.shared, bool(run.launch_pdl))
     encoders = iter(getattr(metadata, "tensordesc_meta", None) or ())
-    for kind, value in zip(signature.values(), values, strict=True):
+    for i, (kind, value) in enumerate(zip(signature.values(), values, strict=True)):
         if kind == "constexpr":
             continue
         if isinstance(value, Address):
-            parameters.append(value.place)
+            made.add_pointer(value.place)
         elif isinstance(kind, str) and kind.startswith("tensordesc"):
             plan, address = value
-            if (encode := _encoder(next(encoders, None), plan)) is None:
+            if (encode := _encoder(next(encoders, None))) is None:
                 return None
-            parameters.append((encode, address.place))
-            parameters += [("i", size) for size in plan.shape] + [("q", stride) for stride in plan.strides]
+            made.add_map(i, plan, address.place, encode)
         elif kind in _FORMATS:
-            parameters.append((_FORMATS[kind], value))
+            made.add_number(i, _FORMATS[kind])
         else:
             return None
-    threads = metadata.num_warps * 32
-    ahead = bool(run.launch_pdl)
-    scratch = [("Q", 0), ("Q", 0)]
-    return Launches(index, compiled.function, (grid, threads, metadata.shared, ahead), [*parameters, *scratch])
+    return made.done()
 
 
 class Address:
@@ -315,8 +378,8 @@ def passes_on(run: Any) -> bool:
     return version in READ_VERSIONS and torch.version.hip is None and start_call() is not None and not any(wants)
 
 
-def _encoder(meta: Any, plan: TensorMap) -> Callable[[int], Any] | None:
-    """How to encode a map of what lies at an address; None where this Triton hides it."""
+def _encoder(meta: Any) -> Callable[[TensorMap], Callable[[int], Any]] | None:
+    """How to encode maps of one kind of what lies at an address; None where this Triton hides it."""
     utils = triton.runtime.driver.active.utils
     fill = getattr(utils, "fill_tma_descriptor_tiled", None) or getattr(utils, "fill_tma_descriptor", None)
     if fill is None or not meta or meta.get("fp4_padded"):
@@ -327,5 +390,5 @@ def _encoder(meta: Any, plan: TensorMap) -> Callable[[int], Any] | None:
     if holds_map is None or holds_map.__basicsize__ != 2 * _MAP_OFFSET:
         return None
     swizzle, size, block = meta["swizzle"], meta["elem_size"], meta["block_size"]
-    dtype, shape, strides = driver.TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], plan.shape, plan.strides
-    return lambda address: fill(address, swizzle, size, dtype, block, shape, strides, 0)
+    dtype = driver.TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
+    return lambda plan: lambda address: fill(address, swizzle, size, dtype, block, plan.shape, plan.strides, 0)

@@ -75,7 +75,7 @@ def in_turn(names: str, *steps: Step) -> Callable[..., None]:
     """One launcher for several, which starts one after another, each on those of its arguments that it takes."""
     calls = [f"step{i}({', '.join(taken.split())})" for i, (_, taken) in enumerate(steps)]
     scope: dict[str, Any] = {f"step{i}": step for i, (step, _) in enumerate(steps)}
-    exec(_IN_TURN.format(every=", ".join(names.split()), calls="\n    ".join(calls)), scope)
+    exec(launch.code_of(_IN_TURN.format(every=", ".join(names.split()), calls="\n    ".join(calls))), scope)
     launcher: Callable[..., None] = scope["in_turn"]
     return launcher
 
@@ -119,7 +119,7 @@ def bind(names: str, between: Between, *steps: Step) -> Callable[..., None]:
     }
     if addressed:
         scope |= {"hook": triton.knobs.runtime.launch_enter_hook, "current_device": torch._C._cuda_getDevice}
-    exec((_AS_ONE if addressed else _ONE_BY_ONE).format(given=", ".join(given), key=key), scope)
+    exec(launch.code_of((_AS_ONE if addressed else _ONE_BY_ONE).format(given=", ".join(given), key=key)), scope)
     launcher: Callable[..., None] = scope["launch"]
     return launcher
 

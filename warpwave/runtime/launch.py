@@ -8,9 +8,11 @@ the CUDA driver to start what was prepared for these (driver.py).
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -18,12 +20,14 @@ import torch
 
 from warpwave.errors import UnsupportedProblem
 from warpwave.runtime import driver, kernel_keys
+from warpwave.runtime.bounded import Bounded
 from warpwave.runtime.triton_or_stub import INTERPRETED, triton
 
 log = logging.getLogger("warpwave")
 
 _interpreter = threading.Lock()  # Triton's interpreter keeps its program in globals: two threads crash the process
-_compiled: set[tuple[Any, ...]] = set()  # variants compiled in this process, for the check during graph capture
+MAX_VARIANTS = 4096
+_variants: Bounded[tuple[Any, ...], Variant] = Bounded(MAX_VARIANTS)
 
 
 class Launch(NamedTuple):
@@ -32,7 +36,7 @@ class Launch(NamedTuple):
     Args:
         kernel: a `triton.jit` function whose parameters are tensors, then scalars, then compile-time constants.
         grid: number of programs, at most 2^31 - 1.
-        tensors: the pointer arguments, in order, None where absent; tensor descriptors for kernels that copy by TMA.
+        tensors: the pointer arguments, in order, None where absent; a `Mapped` where the kernel copies by TMA.
         scalars: the run-time sizes, strides and floats, in order.
         constants: the compile-time constants, in order, by name.
         options: num_warps, num_stages, enable_fp_fusion.
@@ -40,10 +44,21 @@ class Launch(NamedTuple):
 
     kernel: Any
     grid: int
-    tensors: Sequence[torch.Tensor | None]
+    tensors: Sequence[torch.Tensor | Mapped | None]
     scalars: Sequence[int | float]
     constants: Mapping[str, Any]
     options: Mapping[str, Any]
+
+    def pointers(self) -> list[Any]:
+        """The tensors as Triton takes them: a tensor descriptor for each `Mapped`."""
+        return [t.plan.descriptor(t.base) if isinstance(t, Mapped) else t for t in self.tensors]
+
+
+class Mapped(NamedTuple):
+    """A tensor as a kernel gets it by TMA. Its descriptor takes 15 us to make and is needed to compile only."""
+
+    plan: driver.TensorMap
+    base: torch.Tensor
 
 
 class Counters(Protocol):
@@ -93,30 +108,24 @@ def bind(spec: Launch, takes: Sequence[Take] | None = None, counters: Counters |
 
         return in_interpreter
     device = next(getattr(t, "base", t) for t in tensors if t is not None).device
-    compiled, run = loaded(spec, device)
+    variant = variant_of(spec, given, device)
 
     def on_device(*arguments: torch.Tensor | None) -> None:
         with torch.cuda.device(device.index):
             driver.attach(device.index)
             public(*arguments)
 
-    numbers = sorted({n for n in map(_number, given) if n is not None})
-    # The key of a launch: its stream, the addresses of the arguments that there are, the counter's.
-    places = {number: driver.Address(1 + i) for i, number in enumerate(numbers)}
-    values: list[Any] = []
-    for take in given:
-        address = places.get(_number(take), driver.Address(1 + len(numbers)))  # type: ignore[arg-type]
-        values.append(address if take is None or isinstance(take, int | str) else (take, address))
-    launches = driver.launches(compiled, run, device.index, grid, [*values, *scalars, *constants.values()])
-    if launches is not None:
-        return _prepared(launches, device.index, numbers, counters if COUNTER in given else None, on_device)
+    if variant.layout is not None and grid > 0:
+        values = [(take,) if isinstance(take, tuple) else None for take in given]
+        launches = variant.layout.launches(device.index, grid, [*values, *scalars])
+        return _prepared(launches, device.index, variant.numbers, counters if COUNTER in given else None, on_device)
     if any(take is not None and not isinstance(take, int) for take in given):
         return on_device
-    return _by_run(spec, given, compiled, run, device.index, on_device)
+    return _by_run(spec, given, variant.compiled, variant.run, device.index, on_device)
 
 
 def _number(take: Take) -> int | None:
-    """Which argument it is or describes."""
+    """Returns the number of the argument that a parameter takes or describes."""
     return take if take is None or isinstance(take, int) else None if isinstance(take, str) else take.source
 
 
@@ -151,6 +160,12 @@ class Prepared(NamedTuple):
         if self.counters is not None:
             key += (self.counters.get(stream).data_ptr(),)
         return self.launches.function, self.launches.prepared.get(key) or self.launches.prepare(key)
+
+
+@functools.cache
+def code_of(source: str) -> types.CodeType:
+    """Returns the code of a generated function. There is one source for each number of arguments, not one a plan."""
+    return compile(source, "<launch>", "exec")
 
 
 # A function for each number of arguments: to gather the addresses of any number costs three times what it does to name
@@ -201,7 +216,7 @@ def _prepared(
         "function": launches.function,
         "start": driver.start_call(),
     }
-    exec(source, scope)
+    exec(code_of(source), scope)
     launcher: Launcher = scope["launch"]
     launcher.prepared = Prepared(index, launches, numbers, counters)  # type: ignore[attr-defined]
     return launcher
@@ -224,15 +239,49 @@ def _by_run(spec: Launch, takes: Sequence[Take], compiled: Any, run: Any, index:
     return launch
 
 
-def loaded(spec: Launch, device: torch.device) -> tuple[Any, Any]:
-    """What `compile_once` returns, its module loaded, and its `run`.
+class Variant(NamedTuple):
+    """What launches of different sizes share.
+
+    Attributes:
+        compiled: Triton's compiled kernel, its module loaded.
+        run: its `run`.
+        layout: of its parameters; None where Triton's own launcher starts it.
+        numbers: of the launcher's arguments whose addresses count, in order.
+    """
+
+    compiled: Any
+    run: Any
+    layout: driver.Layout | None
+    numbers: Sequence[int]
+
+
+def variant_of(spec: Launch, takes: Sequence[Take], device: torch.device) -> Variant:
+    """Returns the variant of a launch, compiled when it first comes.
 
     Raises:
         RuntimeError: the kernel is not compiled yet and a CUDA graph is being captured.
         UnsupportedProblem: the compiled kernel needs more shared memory than the GPU has.
     """
+    key = _key_of(spec, takes, device)
+    found = _variants.get(key)
+    if found is None:
+        compiled, run = _load(spec, device)
+        numbers = sorted({n for n in map(_number, takes) if n is not None})
+        # The key of a launch: its stream, the addresses of the arguments that there are, the counter's.
+        places = {number: driver.Address(1 + i) for i, number in enumerate(numbers)}
+        values: list[Any] = []
+        for take in takes:
+            address = places.get(_number(take), driver.Address(1 + len(numbers)))  # type: ignore[arg-type]
+            values.append((take, address) if isinstance(take, tuple) else address)
+        layout = driver.layout(compiled, run, [*values, *spec.scalars, *spec.constants.values()])
+        found = Variant(compiled, run, layout, numbers)
+        _variants.put(key, found)
+    return found
+
+
+def _load(spec: Launch, device: torch.device) -> tuple[Any, Any]:
     with torch.cuda.device(device):
-        compiled = compile_once(spec, device)
+        compiled = _compile(spec)
         try:
             return compiled, compiled.run  # loads the module
         except triton.runtime.errors.OutOfResources as error:
@@ -244,49 +293,42 @@ def loaded(spec: Launch, device: torch.device) -> tuple[Any, Any]:
             ) from None
 
 
-def variant(spec: Launch, device: torch.device) -> tuple[Any, ...]:
-    """What Triton compiles anew for: launches of one variant share their machine code."""
+def _key_of(spec: Launch, takes: Sequence[Take], device: torch.device) -> tuple[Any, ...]:
+    """Returns what Triton compiles anew for, and which arguments the parameters take."""
     kernel, _, tensors, scalars, constants, options = spec
     classes: list[Any] = [_class_of(t) for t in tensors]
     for parameter, value in zip(kernel.params[len(tensors) :], scalars, strict=False):
         if isinstance(value, int):
             wide = not -(2**31) <= value < 2**31
             classes.append(wide if parameter.do_not_specialize else (wide, value == 1, value % 16 == 0))
-    return (kernel, device.index, *classes, *constants.items(), *options.items())
+    sources = tuple([take.source + 1000 if isinstance(take, tuple) else take for take in takes])
+    return (kernel, device.index, sources, *classes, *constants.items(), *options.items())
 
 
 def _class_of(tensor: Any) -> Any:
     if tensor is None:
         return None
-    if hasattr(tensor, "block_shape"):  # a tensor descriptor, which is always aligned
-        return (tensor.base.dtype, tuple(tensor.block_shape), repr(getattr(tensor, "layout", None)))
+    if isinstance(tensor, Mapped):  # a tensor descriptor, which is always aligned
+        return (tensor.base.dtype, tensor.plan.block)
     return (tensor.dtype, tensor.data_ptr() % 16 == 0)
 
 
-def compile_once(spec: Launch, device: torch.device) -> Any:
-    """Triton's compiled kernel for a launch, from its caches where it has one.
-
-    Raises:
-        RuntimeError: the kernel is not compiled yet and a CUDA graph is being captured.
-    """
-    kernel, _, tensors, scalars, constants, options = spec
+def _compile(spec: Launch) -> Any:
+    """Returns Triton's compiled kernel for a launch, from its caches where it has one."""
+    kernel, _, _, scalars, constants, options = spec
     remembered = kernel_keys.recall(kernel)
-    key = variant(spec, device)
-    first_time = key not in _compiled
-    if first_time and torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{kernel.__name__} is not compiled for this call yet and a CUDA graph is being captured: make the same "
             "call once before the capture to warm it up"
         )
     start = time.perf_counter()
     target = triton.runtime.driver.active.get_current_target()
-    ask = not _compiled and target.backend == "cuda" and not kernel_keys.recall_ptxas(target.arch)
-    compiled = kernel.warmup(*tensors, *scalars, **constants, **options, grid=(1,))
+    ask = not len(_variants) and target.backend == "cuda" and not kernel_keys.recall_ptxas(target.arch)
+    compiled = kernel.warmup(*spec.pointers(), *scalars, **constants, **options, grid=(1,))
     if ask:
         kernel_keys.keep_ptxas(target.arch)
     if not remembered:
         kernel_keys.keep(kernel)
-    if first_time:
-        _compiled.add(key)
-        log.info("compiled %s in %.2f s", kernel.__name__, time.perf_counter() - start)
+    log.info("compiled %s in %.2f s", kernel.__name__, time.perf_counter() - start)
     return compiled

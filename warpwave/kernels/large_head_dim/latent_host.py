@@ -104,7 +104,7 @@ def specify(
         kernel=latent_decode_kernel,
         grid=problem.batch * num_splits,
         tensors=(
-            *(plan.descriptor(arguments[plan.source]) for plan in maps),
+            *(launch.Mapped(plan, arguments[plan.source]) for plan in maps),
             *(arguments[number] for number in (*POINTERS, *OTHERS)),
         ),
         scalars=[

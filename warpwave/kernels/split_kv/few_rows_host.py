@@ -143,7 +143,7 @@ def specify(
         kernel=few_rows_kernel,
         grid=problem.batch * problem.num_heads_kv * config.num_splits,
         tensors=(
-            *(plan.descriptor(arguments[plan.source]) for plan in maps),
+            *(launch.Mapped(plan, arguments[plan.source]) for plan in maps),
             *(arguments[number] for number in POINTERS),
         ),
         scalars=[

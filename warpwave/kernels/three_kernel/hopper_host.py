@@ -100,7 +100,7 @@ def launches(
     row_end = chunk.row_begin + chunk.rows
 
     def described_by(maps: list[MapPlan | None], of: tuple[torch.Tensor, ...]) -> list[Any]:
-        return [plan.descriptor(of[plan.source]) if described else plan for plan in maps if plan is not None]
+        return [launch.Mapped(plan, of[plan.source]) if described else plan for plan in maps if plan is not None]
 
     def scalars(columns: int, together: int) -> list[int]:
         return [chunk.first_head, chunk.row_begin, row_end, problem.num_heads_q, group, chunk.heads, blocks, columns,

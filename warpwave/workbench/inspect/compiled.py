@@ -220,7 +220,7 @@ def _compile(spec: Launch, gpu: Gpu) -> Any:
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], Any] = {}
-    values = (*spec.tensors, *spec.scalars, *spec.constants.values())
+    values = (*spec.pointers(), *spec.scalars, *spec.constants.values())
     divisible = [["tt.divisibility", 16]]
     for i, (parameter, value) in enumerate(zip(kernel.params, values, strict=True)):
         # The rules by which Triton specialises a launch.

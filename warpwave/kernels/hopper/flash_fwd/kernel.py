@@ -511,7 +511,7 @@ def _specify(
     out = sources[-1]
     out_ptr = out if problem.packed or problem.dtype == "float32" else None
     tensors = {**dict(enumerate(sources)), BIAS_SOURCE: operands.bias}
-    descriptors = [None if plan is None else plan.descriptor(tensors[plan.source]) for plan in plans]
+    descriptors = [None if plan is None else launch.Mapped(plan, tensors[plan.source]) for plan in plans]
     tiles = query_tiles(problem, config)
     sms = gpu.num_sms or NUM_SMS
     return launch.Launch(

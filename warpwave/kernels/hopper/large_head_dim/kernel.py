@@ -261,7 +261,7 @@ def specify(
             "another v_parts, more num_stages or no scores_ahead",
         )
     sources = operands[:3]
-    descriptors = [plan.descriptor(sources[plan.source]) for plan in _plans(problem, operands) if plan is not None]
+    descriptors = [launch.Mapped(plan, sources[plan.source]) for plan in _plans(problem, operands) if plan is not None]
     tiles = _query_tiles(problem, config)
     return launch.Launch(
         kernel=hopper_large_head_dim_kernel,
