@@ -19,23 +19,23 @@ setup: ## Make the environment in .venv, with a torch for this machine
 	@$(BOOT)
 
 demo: ## A real transformer through our attention and torch's: same answers, times side by side (a minute)
-	@$(BOOT)
+	@$(BOOT) --need workbench
 	@$(RUN) warpwave demo
 
 test: ## What every change has to pass; needs no GPU (under 15 minutes on two cores)
-	@$(BOOT) --need test
+	@$(BOOT) --need workbench --need test
 	$(PYTEST)
 
 test-full: ## The full matrix of cases and compile targets
-	@$(BOOT) --need test
+	@$(BOOT) --need workbench --need test
 	$(PYTEST) -m ""
 
 test-gpu: ## What only a GPU can show, on the GPU of this machine
-	@$(BOOT) --need test
+	@$(BOOT) --need workbench --need test
 	$(PYTEST) -m gpu
 
 test-drawn: ## Calls drawn from all that kernels claim, held against float64, for five minutes (DRAWN="--minutes 1")
-	@$(BOOT) --need test
+	@$(BOOT) --need workbench --need test
 	$(RUN) tests.conformance.drawn $(DRAWN)
 
 lint: ## Format, lint and type checks

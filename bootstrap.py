@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 10)
-EXTRAS = ("demo", "test", "lint", "plots", "docs")
+EXTRAS = ("workbench", "demo", "test", "lint", "docs")
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 ROCM_INDEX = "https://download.pytorch.org/whl/rocm7.2"  # the ROCm that torch 2.13.0 is built for
@@ -219,10 +219,10 @@ def held_versions(found: dict) -> list[str]:
 
 
 def requirements(pyproject: str, found: dict) -> dict[str, list[str]]:
-    """Requirements of the project ("core") and of each extra, less torch, which is settled before.
+    """Requirements of the project ("core") and of each extra, without torch, which is installed before.
 
-    Triton is left out too where it imports under another package's name, as in PyTorch's ROCm builds: installing
-    `triton` over it would overwrite its files.
+    A line that names another extra of the project is dropped, because every extra is installed. Triton is dropped where
+    it imports under another package's name, as in PyTorch's ROCm builds: installing `triton` would overwrite its files.
     """
     import tomllib  # here, so that an older Python reaches its own error message
 
@@ -230,7 +230,7 @@ def requirements(pyproject: str, found: dict) -> dict[str, list[str]]:
     settled = {"torch"} | ({"triton"} if found.get("triton") and not found["triton_dist"] else set())
     core = [line for line in project["dependencies"] if _name(line) not in settled]
     extras = project["optional-dependencies"]
-    return {"core": core} | {name: extras[name] for name in EXTRAS}
+    return {"core": core} | {name: [line for line in extras[name] if _name(line) != project["name"]] for name in EXTRAS}
 
 
 def _name(requirement: str) -> str:

@@ -1,13 +1,13 @@
 """Draws the grids that predictions are judged on, each by its seed, and writes them as bench suites.
 
-    python -m benchmarks.draw_model_grid            writes warpwave/workbench/bench/suites/model_grid.toml, _2, ..., _5
+    python -m benchmarks.draw_model_grid            writes benchmarks/suites/model_grid.toml, _2, ..., _5
     python -m benchmarks.draw_model_grid --check    exit code 1 if a suite is not what its seed draws
 
 A grid is committed before it is measured, and once measured it is something to fit to: the next one judges. On the
 first every kernel is timed on every case it takes; on the second each case names a few, drawn so that all kernels have
 about as many points, and takes about a minute and a half:
 
-    warpwave bench model_grid_5 --peer none --rounds 5 --out grid.jsonl
+    warpwave bench benchmarks/suites/model_grid_5.toml --peer none --rounds 5 --out grid.jsonl
     python -m benchmarks.calibrate_model --check --judge grid.jsonl
 
 The third is drawn by a seed that nobody chose, the first eight digits of the commit before it; its sizes are none of
@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-SUITES = Path(__file__).parent.parent / "warpwave" / "bench" / "suites"
+SUITES = Path(__file__).with_name("suites")
 MOST_SCORES = 16 * 4096 * 4096  # so that the kernels that keep scores take their turn, and not the whole hour
 DESCRIPTION = (
     "the grid that predicted times are judged on, drawn by benchmarks/draw_model_grid.py before it was measured: "

@@ -1,6 +1,6 @@
 """Judges predicted times on a record of a grid, keeps what was predicted, and writes verdicts to docs/notes/model.md.
 
-    python -m benchmarks.model_verdict --predict model_grid_4 --out GRID-predicted.json    before it is measured
+    python -m benchmarks.model_verdict --predict SUITE.toml --out GRID-predicted.json    before it is measured
     python -m benchmarks.model_verdict --judge benchmarks/records/GRID.jsonl    writes GRID-judged.json beside it
     python -m benchmarks.model_verdict                                          writes the tables of docs/notes/model.md
 
@@ -83,7 +83,7 @@ def kind_of(problem: AttentionProblem) -> str:
     return "causal" if problem.causal is not None else "full"
 
 
-def predictions(suite: str, card: str = "h200") -> dict[str, Any]:
+def predictions(suite: str | Path, card: str = "h200") -> dict[str, Any]:
     """Every point of a suite with its time as predicted now, by the config that the kernel chooses.
 
     As `bench` measures: where the fastest kernel of a case takes less than 50 us a CUDA graph replays all of them, and
@@ -115,7 +115,7 @@ def predictions(suite: str, card: str = "h200") -> dict[str, Any]:
                     }
                 )
     files = _fitted_to(shipped)
-    return {"suite": suite, "card": card, "calibrated": shipped.date, "fitted_to": files, "points": points}
+    return {"suite": found.name, "card": card, "calibrated": shipped.date, "fitted_to": files, "points": points}
 
 
 def _fitted_to(of: Calibration) -> list[str]:
@@ -272,7 +272,7 @@ def main() -> int:
     """The command. Returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--judge", type=Path, metavar="RECORD", help="a record of a grid, not judged yet")
-    parser.add_argument("--predict", metavar="SUITE", help="write what is predicted for a grid to --out")
+    parser.add_argument("--predict", metavar="SUITE", help="write what is predicted for a suite file to --out")
     parser.add_argument("--out", type=Path, metavar="FILE", help="of --predict: named as the record will be")
     asked = parser.parse_args()
     if (asked.predict is None) != (asked.out is None):

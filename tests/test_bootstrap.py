@@ -172,8 +172,8 @@ def test_the_digest_sees_every_part_and_their_borders() -> None:
 def test_stamp(tmp_path: Path) -> None:
     stamp = Stamp(tmp_path / "stamp", "x")
     assert stamp.missing() is None
-    stamp.write(["plots"])
-    assert stamp.missing() == ["plots"]
+    stamp.write(["docs"])
+    assert stamp.missing() == ["docs"]
     assert Stamp(stamp.path, "y").missing() is None
     stamp.path.write_text('{"dig')
     assert stamp.missing() is None

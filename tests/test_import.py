@@ -71,3 +71,26 @@ torch.testing.assert_close(warpwave.attention(q, q, q), expected)
 print(warpwave.explain(q, q, q).reasons["flash_fwd"])
 """
     assert "Triton is not installed" in run_python(code)
+
+
+MISSING = "import sys\nfor name in ('typer', 'rich', 'jinja2', 'matplotlib', 'numpy'): sys.modules[name] = None\n"
+
+
+def test_attention_and_explain_need_no_package_of_the_workbench() -> None:
+    code = f"""{MISSING}
+import warnings
+warnings.simplefilter("ignore")  # torch warns that it finds no numpy
+import torch, warpwave, warpwave.testing
+q = torch.randn(1, 5, 2, 16)
+assert warpwave.attention(q, q, q).shape == q.shape
+print(warpwave.explain(q, q, q))
+"""
+    assert "torch_sdpa" in run_python(code)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["explain"]])
+def test_the_command_names_the_extra_that_it_lacks(arguments: list[str]) -> None:
+    code = f"{MISSING}import runpy; sys.argv[1:] = {arguments}; runpy.run_module('warpwave', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "typer" in done.stderr and "warpwave[workbench]" in done.stderr

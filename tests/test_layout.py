@@ -25,7 +25,7 @@ FAMILIES = (
 # Each list must be exact: a test fails when a module needs an exception that is not here, and when one is not needed.
 # (module, imported module): reason.
 USES_THE_WORKBENCH = {
-    ("__main__", "workbench.cli"): "`python -m warpwave` is the command",
+    ("__main__", "workbench.entry"): "`python -m warpwave` is the command",
     ("cached_calls", "workbench.inspect.compiled"): "`blank_operands`; it moves to plans.py",
     ("testing", "workbench.bench.correctness"): "`assert_reaches` is the public door to the workbench's timer",
     ("testing", "workbench.bench.inputs"): "as above",
@@ -178,3 +178,23 @@ def test_the_root_holds_few_modules() -> None:
 def test_every_room_says_what_it_holds(room: str) -> None:
     for path in (ROOT / room).rglob("__init__.py"):
         assert ast.get_docstring(ast.parse(path.read_text())), path
+
+
+def test_the_wheel_carries_no_test_data() -> None:
+    """The wheel holds every file of the package, so data of tests and of calibrations stays outside of it."""
+    allowed = {
+        "workbench/bench/suites": {".toml"},
+        "workbench/diagnose/cases": {".toml"},
+        "workbench/hardware": {".toml"},
+        "workbench/hardware/measured": {".json"},
+        "workbench/model/calibrated": {".json"},
+        "workbench/report": {".css", ".html"},
+        "workbench/report/shipped": {".jsonl"},
+    }
+    files = [path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    data = [path for path in files if path.suffix != ".py" and path.suffix not in allowed.get(str(path.parent), ())]
+    assert [str(path) for path in data] == ["py.typed"]
+    assert not [
+        path for path in files if path.name.startswith(("model_grid", "case_report")) and "suites" in path.parts
+    ]
+    assert sum((ROOT / path).stat().st_size for path in files) < 3 << 20

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.draw_model_grid import FIRST, GRIDS, suite
 from warpwave import dispatch
 from warpwave.kernels import flash_fwd, large_head_dim, split_kv
 from warpwave.kernels.cost import Cost, launch_order, walk
@@ -46,7 +47,7 @@ def _predict(problem: AttentionProblem, kernel: Any = flash_fwd, config: Any = N
 
 @pytest.mark.parametrize("kernel", [k for k in dispatch.KERNELS if k.NEEDS_GPU], ids=lambda k: str(k.NAME))
 def test_the_ladder_climbs_and_its_factors_make_the_ratio(kernel: Any) -> None:
-    cases = [c.problem for c in load_suite("model_grid").cases if not kernel.why_not(c.problem, H200)]
+    cases = [c.problem for c in load_suite(FIRST.path).cases if not kernel.why_not(c.problem, H200)]
     for problem in cases:
         p = predict(problem, kernel, kernel.configs(problem, H200)[0], H200)
         assert p is not None
@@ -225,12 +226,10 @@ def test_residuals_by_hand() -> None:
 
 
 def test_the_suites_that_judge_are_what_their_seeds_draw() -> None:
-    from benchmarks.draw_model_grid import GRIDS, suite
-
     names: set[str] = set()
     for grid in GRIDS:
         assert grid.path.read_text(encoding="utf-8") == suite(grid)
-        found = load_suite(grid.name)
+        found = load_suite(grid.path)
         kernels = {k.NAME: k for k in dispatch.KERNELS}
         points = [
             (name, case.problem)

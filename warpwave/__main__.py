@@ -1,5 +1,5 @@
 """`python -m warpwave`: the same commands as `warpwave`."""
 
-from warpwave.workbench.cli import command
+from warpwave.workbench.entry import command
 
 command()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import model_verdict
+from benchmarks.draw_model_grid import SUITES
 from benchmarks.model_verdict import DOC, ROOT, Judged, NoVerdict, judge, kind_of, predictions, tables, written
 from warpwave import dispatch
 from warpwave.workbench.bench.records import read_records
@@ -47,7 +48,7 @@ def test_every_case_of_the_grids_has_its_kind() -> None:
     kinds = {
         kind_of(case.problem)
         for name in ("model_grid", "model_grid_2", "model_grid_3", "model_grid_4", "model_grid_5")
-        for case in load_suite(name).cases
+        for case in load_suite(SUITES / f"{name}.toml").cases
     }
     assert kinds == {
         "packed", "float32", "one query", "very wide heads", "window", "odd sizes", "GQA", "under-filled", "causal",
@@ -83,7 +84,7 @@ def test_predictions_written_before_are_the_ones_judged(tmp_path: Path) -> None:
     record = tmp_path / "grid.jsonl"
     record.write_text(RECORD.read_text(encoding="utf-8"), encoding="utf-8")
     before = judge(record)
-    data = predictions("model_grid_4")
+    data = predictions(SUITES / "model_grid_4.toml")
     ways: dict[tuple[str, str], set[bool]] = {}
     for point in data["points"]:
         ways.setdefault((point["case"], point["kernel"]), set()).add(point["graph"])

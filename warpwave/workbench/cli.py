@@ -18,6 +18,7 @@ import typer
 
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.workbench.call_options import describes_a_call
+from warpwave.workbench.entry import is_of_the_extra, what_to_install
 from warpwave.workbench.terminal import OutputLost, complain, discard_output, prepare_streams, say
 
 if TYPE_CHECKING:
@@ -53,6 +54,11 @@ def main() -> None:
         app(prog_name="warpwave")
     except (InvalidInput, InvalidType, UnsupportedProblem) as error:
         complain(error)
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        if not is_of_the_extra(error):
+            raise
+        complain(what_to_install(error))
         sys.exit(2)
     except OutputLost as lost:
         _give_up(str(lost))

@@ -106,8 +106,8 @@ def suite_names() -> list[str]:
     return sorted(path.stem for path in SUITES.glob("*.toml"))
 
 
-def load_suite(suite: str, only: str = "") -> Suite:
-    """A suite by its name, or by the path of a TOML file.
+def load_suite(suite: str | Path, only: str = "") -> Suite:
+    """Loads a suite by its name, or from the path of a TOML file.
 
     Args:
         suite: the name or the path.
@@ -117,6 +117,7 @@ def load_suite(suite: str, only: str = "") -> Suite:
         SuiteError: no such suite, no such case, or the first mistake in its file, with the file, the case and what is
             allowed.
     """
+    suite = str(suite)
     if suite not in (known := suite_names()) and not suite.endswith(".toml"):
         raise SuiteError(
             f"there is no suite {quoted(suite)}; give one of {', '.join(known)}, or the path of a .toml file"

@@ -193,12 +193,13 @@ def check_compiler(f: Facts) -> Check | None:
 
 
 def check_numpy(f: Facts) -> Check:
-    """numpy, which Triton's interpreter imports and does not require."""
+    """Checks numpy, which Triton's interpreter imports without requiring it."""
     if "numpy" in f.errors:
         return Check("numpy", "problem", f"does not import: {f.errors['numpy']}", "pip install --force-reinstall numpy")
     version = f.versions.get("numpy")
     if version is None:
-        return Check("numpy", "problem", "not installed: Triton's interpreter ends in an error", "pip install numpy")
+        text = "not installed; only Triton's interpreter (TRITON_INTERPRET=1, and `warpwave demo` on a CPU) needs it"
+        return Check("numpy", "warning", text, "pip install 'warpwave[workbench]'")
     if _numbers(f.versions.get("triton", "99"))[:2] == (3, 6) and _numbers(version)[:2] >= (2, 4):
         text = f"{version}: the interpreter of Triton 3.6 breaks on loops with numpy 2.4 and newer"
         return Check("numpy", "warning", text, "pip install 'numpy<2.4', or a newer Triton")
