@@ -90,7 +90,7 @@ def check(name: str, arch: str, facts: dict[str, Any]) -> None:
     assert facts["registers"] <= ARCHS[arch][2], what
     bound = SPILL_BOUNDS.get((family(arch), name), 0)
     assert facts["spill_bytes"] <= bound, f"{what}: {facts['spill_bytes']} bytes spilled, the bound is {bound}"
-    merges = max(facts["config"]["num_splits"], facts["config"]["pieces"]) > 1 and facts["config"]["merge"] == "kernel"
+    merges = max(facts["config"]["num_splits"], facts["config"]["pieces"]) > 1
     assert len(facts["launches"]) == (2 if merges else 1)
     if "float32" not in name:
         assert matrix_instructions(facts["instructions"], arch) > 0, f"{what}: no matrix instruction"
@@ -138,23 +138,14 @@ def test_tensor_maps_bring_keys() -> None:
         assert "UTMALDG" not in facts["instructions"], name
 
 
-def test_the_last_block_merges_in_the_same_launch() -> None:
-    config = {"block_m": 16, "block_n": 64, "num_warps": 4, "num_stages": 2, "num_splits": 4, "merge": "last_block"}
-    (facts,) = compile_all([job("sm_90", "decode", **config)])
-    assert len(facts["launches"]) == 1 and facts["spill_bytes"] == 0
-    assert any(name.startswith(("ATOM", "RED")) for name in facts["instructions"])
-
-
 def compile_features(arch: str, names: tuple[str, ...]) -> None:
-    """By the default config and, where keys split, by the other way of merging."""
+    """Compiles each by the default config and, where that one does not split the keys, with three splits."""
     jobs = [job(arch, name) for name in names]
     found = compile_all(jobs)
     others = [
-        one | {"config": facts["config"] | {"num_splits": 3, "merge": merge}}
+        one | {"config": facts["config"] | {"num_splits": 3}}
         for one, facts in zip(jobs, found, strict=True)
-        for merge in ("kernel", "last_block")
-        if not (facts["config"]["pieces"] or facts["config"]["roles"])
-        and (facts["config"]["num_splits"] == 1 or facts["config"]["merge"] != merge)
+        if facts["config"]["num_splits"] == 1 and not (facts["config"]["pieces"] or facts["config"]["roles"])
     ]
     for one, facts in zip((*jobs, *others), (*found, *compile_all(others)), strict=True):
         what = f"{arch} {one['problem']} {facts['config']}"

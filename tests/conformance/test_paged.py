@@ -18,8 +18,7 @@ from tests.conformance.harness import DEVICE, GPU, ON_GPU, bits
 from tests.conformance.paged import PagedCase
 from tests.conformance.test_poison import Guards
 from warpwave import CacheLayer, PagedKVCache, UnsupportedProblem, attention, attention_with_kv_cache, merge_states
-from warpwave.kernels import partials, split_kv
-from warpwave.kernels.split_kv import config as split_kv_configs
+from warpwave.kernels import split_kv
 
 PAGE_SIZES = (1, 16, 32, 64, 128, 256)
 READERS = ("split_kv", "large_head_dim", "eager")
@@ -32,7 +31,6 @@ SPLITS = {
     "three": replace(TILE, num_splits=3),
     "more than tiles": replace(TILE, num_splits=9),
     "pieces": replace(TILE, num_splits=2, pieces=5),
-    "three, last block merges": replace(TILE, num_splits=3, merge="last_block"),
     "two in several turns, by tensor maps": replace(TILE, block_n=16, num_splits=2, by_map=True),
     "two, two kv heads a tile": replace(TILE, num_splits=2, kv_heads=2),
     "three, two kv heads a tile, by tensor maps": replace(TILE, block_n=16, num_splits=3, kv_heads=2, by_map=True),
@@ -81,11 +79,6 @@ def check(reader: str, case: PagedCase, data: Any = "normal", **more: Any) -> No
 def test_page_sizes_and_splits(page_size: int, splits: str) -> None:
     case = PagedCase(page_size, lengths=SEVERAL, causal="bottom_right", sinks=True)
     check("split_kv", case, "sharp", config=SPLITS[splits])
-
-
-def test_the_last_block_merges_more_than_it_loads_at_once() -> None:
-    config = split_kv.Config(16, 16, 1, 1, num_splits=6, merge="last_block")
-    check("split_kv", PagedCase(16, dims=(64, 64), lengths=SEVERAL, sinks=True), config=config)
 
 
 @each_reader
@@ -447,15 +440,14 @@ def test_every_cell_is_written_and_no_input(case: PagedCase, splits: str, monkey
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("launched_ahead", [False, True])
-@pytest.mark.parametrize("merge", split_kv_configs.MERGES)
-def test_replay_sees_changed_lengths_and_tables(merge: str, launched_ahead: bool, page_size: int) -> None:
+def test_replay_sees_changed_lengths_and_tables(launched_ahead: bool, page_size: int) -> None:
     """A decode step captured once, append and all; sequences grow, end and begin between replays."""
     cache = PagedKVCache(
         num_pages=64, page_size=page_size, num_heads_kv=2, head_dim=64, max_batch=4, max_seqlen=256, device=DEVICE
     )
     layer = cache.layers[0]
     q, k, v = (torch.zeros(4, 1, heads, 64, dtype=torch.bfloat16, device=DEVICE) for heads in (8, 2, 2))
-    config = split_kv.Config(16, 64, 4, 2, 3, 0, merge, launched_ahead, by_map=page_size == 64)
+    config = split_kv.Config(16, 64, 4, 2, 3, 0, launched_ahead, by_map=page_size == 64)
 
     def step() -> torch.Tensor:
         return attention_with_kv_cache(q, layer, k_new=k, v_new=v, kernel="split_kv", config=config)
@@ -484,9 +476,9 @@ def test_replay_sees_changed_lengths_and_tables(merge: str, launched_ahead: bool
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("launched_ahead", [False, True])
-def test_counters_of_streams_and_graphs_are_their_own(launched_ahead: bool) -> None:
-    """Launches whose last block merges, of several sizes, on two streams at once and in two graphs beside them."""
-    config = split_kv.Config(16, 64, 4, 3, 7, 0, "last_block", launched_ahead)
+def test_partial_results_of_streams_and_graphs_are_their_own(launched_ahead: bool) -> None:
+    """Calls of several sizes run on two streams at once, and in two graphs beside them."""
+    config = split_kv.Config(16, 64, 4, 3, 7, 0, launched_ahead)
     g = torch.Generator(DEVICE).manual_seed(0)
     calls = []
     for batch in (1, 40, 3):
@@ -511,9 +503,6 @@ def test_counters_of_streams_and_graphs_are_their_own(launched_ahead: bool) -> N
         torch.cuda.synchronize()
         for outs in (*found, *(outs for _, outs in graphs)):
             assert [bits(out) for out in outs] == expected
-    for kept in partials._kept.values():
-        counters = [*kept.counters.values(), *(() if kept.for_graphs is None else (kept.for_graphs,))]
-        assert counters and not any(counter.any() for counter in counters), "a counter was left dirty"
 
 
 @pytest.mark.gpu

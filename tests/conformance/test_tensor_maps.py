@@ -22,7 +22,6 @@ MAPS = split_kv.Config(16, 32, 4, 2, by_map=True)
 CONFIGS = {
     "one": MAPS,
     "three": replace(MAPS, num_splits=3),
-    "two, last block merges": replace(MAPS, num_splits=2, merge="last_block"),
     "pieces": replace(MAPS, num_splits=2, pieces=5),
     "two, two kv heads a tile": replace(MAPS, block_n=16, num_splits=2, kv_heads=2),
 }

@@ -46,18 +46,3 @@ def test_parts_become_one(num_parts: int, head_dim_v: int, batch_invariant: bool
     torch.testing.assert_close(out[0].double(), expected, atol=2e-6, rtol=2e-6)
     logs = (top + total.log2()) * math.log(2)
     torch.testing.assert_close(lse[0].double(), logs.T, atol=1e-5, rtol=1e-6)
-
-
-def test_counters_of_captured_launches_are_shared_by_address_alone() -> None:
-    """Launches that torch gives the same memory follow one another; no others may count in the same place."""
-    kept = partials._Kept(torch.device("cpu"))
-    assert not kept.arrived_in_graph(512, 3).any(), "before the first launch outside a graph: zeroed by the graph"
-    kept.for_graphs = torch.zeros(10, dtype=torch.int32)
-    kept.CAPTURED = 10
-    a, b, again, larger = (kept.arrived_in_graph(*args) for args in ((512, 3), (1024, 3), (512, 2), (512, 4)))
-    assert again.data_ptr() == a.data_ptr() and len({x.data_ptr() for x in (a, b, larger)}) == 3
-    for x in (a, b, larger):
-        x += 1
-    assert kept.for_graphs.tolist() == [1] * 10, "neither more nor less than was asked for, and nothing twice"
-    none_left = kept.arrived_in_graph(2048, 1)
-    assert none_left.tolist() == [0] and 2048 not in kept.of_address

@@ -34,10 +34,8 @@ H200 = replace(Gpu.for_arch("sm_90"), num_sms=132)
         ({"num_splits": 0}, "num_splits is 0; it must be at least 1"),
         ({"pieces": 3, "num_splits": 4}, "pieces is 3; it must be 0, or at least 2 and num_splits = 4"),
         ({"pieces": 1}, "pieces is 1"),
-        ({"pieces": 4, "merge": "last_block"}, "merge is 'last_block' with pieces = 4; 'kernel' alone merges pieces"),
         ({"kv_heads": 3}, "kv_heads is 3; it must be a power of two"),
         ({"kv_heads": 2, "pieces": 4}, "kv_heads is 2 with pieces = 4; pieces are of one kv head"),
-        ({"merge": "atomics"}, "merge is 'atomics'; it must be one of 'kernel', 'last_block'"),
     ],
 )
 def test_a_config_checks_itself(fields: dict[str, Any], text: str) -> None:
@@ -83,14 +81,6 @@ def test_tiles_of_short_sequences_in_a_pack_are_not_counted_as_full() -> None:
     assert config.block_m == 64
     reason = split_kv_configs.choose_splits(packed, H200, config).reason
     assert reason.startswith(f"{8 * (575 * 4 // 64 + 64)} tiles of rows")
-
-
-def test_rows_that_fill_part_of_a_tile_are_merged_alone() -> None:
-    config = Config(16, 64, 4, 3, num_splits=4, merge="last_block")
-    assert split_kv_configs.merge_rows(DECODE, config) == 4
-    assert split_kv_configs.merge_rows(replace(DECODE, seqlen_q=3), config) == 16
-    assert split_kv_configs.merge_rows(replace(DECODE, seqlen_q=100), config) == 16
-    assert split_kv_configs.merge_rows(replace(DECODE, num_heads_kv=32), config) == 1
 
 
 def test_splits_of_under_filled_prefill() -> None:
@@ -369,7 +359,7 @@ def test_kv_heads_that_share_tiles_are_counted_together() -> None:
     assert costs[0].blocks == 16 * 8 * 2 and costs[1].blocks == 16 * 2 * 2
     assert costs[0].read_bytes == costs[1].read_bytes and costs[0].steps == costs[1].steps
     assert split_kv.smem_bytes(DECODE, H200, one) == split_kv.smem_bytes(DECODE, H200, four)
-    assert split_kv_configs.merge_rows(DECODE, four) == 16 and split_kv_configs.tiles(DECODE, four) == 1
+    assert split_kv_configs.tiles(DECODE, four) == 1
 
 
 def test_explain_prints_the_splits_and_their_reason() -> None:

@@ -442,14 +442,9 @@ OTHERS = [
         "test_paged.py::test_a_shared_prefix_is_read_once", "False", "FAIL C LSE",
     ),
     Mutant(
-        "the last block merges what it loads later as if maxima were equal", SPLIT,
-        "acc = acc * scale[:, None] + some * scale_some[:, None]", "acc = acc * scale[:, None] + some",
-        "test_paged.py::test_the_last_block_merges_more_than_it_loads_at_once", "", "FAIL B2 RMS of out",
-    ),
-    Mutant(
-        "the last block leaves out the first share", SPLIT,
-        "row_head, in_range, 0, num_splits", "row_head, in_range, 1, num_splits",
-        "test_paged.py::test_page_sizes_and_splits", "16 and three and last", "FAIL C LSE",
+        "the merge leaves out the first part", PARTIALS,
+        "only, 0, num_parts", "only, 1, num_parts",
+        "../kernels/test_partials.py::test_parts_become_one", "70", "Tensor-likes are not close",
     ),
     Mutant(
         "parts loaded later merged as if maxima were equal", PARTIALS,

@@ -16,7 +16,6 @@ Bound: memory. Each part of a row is `4 * (head_dim_v + 2)` bytes written and re
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
@@ -85,7 +84,6 @@ def parts_of_rows(
     acc_ptr,
     state_ptr,
     row_head,
-    in_range,
     first,
     num_parts,
     rows_heads,
@@ -100,7 +98,7 @@ def parts_of_rows(
     Where many are empty (SPARSE) their states come first, and accumulators of those that are not.
     """
     parts = first + tl.arange(0, PARTS)
-    there = (parts < num_parts)[:, None] & in_range[None, :]  # [PARTS, ROWS]
+    there = (parts < num_parts)[:, None]  # [PARTS, 1]
     at = parts.to(tl.int64)[:, None] * rows_heads + row_head[None, :]
     at_state = at + parts.to(tl.int64)[:, None] * rows_heads
     m = tl.load(state_ptr + at_state, mask=there, other=float("-inf"), cache_modifier=".cg")
@@ -148,13 +146,11 @@ def merge_partials_kernel(
     rows_heads = tl.cast(rows_heads, tl.int64)
     dims = tl.arange(0, BLOCK_DV)
     only = row_head + tl.arange(0, 1)
-    m_i, l_i, acc = parts_of_rows(
-        acc_ptr, state_ptr, only, only >= 0, 0, num_parts, rows_heads, dims, HEAD_DIM_V, PARTS, SPARSE
-    )
+    m_i, l_i, acc = parts_of_rows(acc_ptr, state_ptr, only, 0, num_parts, rows_heads, dims, HEAD_DIM_V, PARTS, SPARSE)
     if not AT_ONCE:
         for first in range(PARTS, num_parts, PARTS):
             m, l, some = parts_of_rows(
-                acc_ptr, state_ptr, only, only >= 0, first, num_parts, rows_heads, dims, HEAD_DIM_V, PARTS, SPARSE
+                acc_ptr, state_ptr, only, first, num_parts, rows_heads, dims, HEAD_DIM_V, PARTS, SPARSE
             )
             m_i, l_i, scale, scale_some = join(m_i, l_i, m, l)
             acc = acc * scale[:, None] + some * scale_some[:, None]
@@ -173,26 +169,16 @@ def merge_partials_kernel(
         tl.store(lse_ptr + offset + tl.arange(0, 1), lse_of(m_i, l_i))
 
 
-class Workspace(NamedTuple):
-    """What parts leave for whoever merges them.
-
-    Attributes:
-        acc: float32 (num_parts, rows, num_heads_q, head_dim_v).
-        state: float32 (num_parts, 2, rows, num_heads_q), maxima then sums.
-        arrived: int32, how many blocks of each tile have arrived, 0 between launches; None where a second launch
-            merges.
-    """
-
-    acc: torch.Tensor | None
-    state: torch.Tensor | None
-    arrived: torch.Tensor | None
+# acc, float32 (num_parts, rows, num_heads_q, head_dim_v), and state, float32 (num_parts, 2, rows, num_heads_q) with
+# maxima before sums; None and None where there is one part, which needs no merge.
+Workspace = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def allocate(
     problem: AttentionProblem, num_parts: int, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """acc and state of a `Workspace`, from torch's allocator at every call, so that they belong to the stream, and
-    under capture to the graph, that uses them."""
+    """Allocates the acc and state of a `Workspace` anew, so that they belong to the stream that uses them, or to the
+    graph that is being captured."""
     acc, state = (torch.empty(shape, dtype=dtype, device=device) for shape, dtype in needs(problem, num_parts))
     return acc, state
 
@@ -203,81 +189,11 @@ def needs(problem: AttentionProblem, num_parts: int) -> list[scratch.Need]:
     return [((num_parts, *shape, problem.head_dim_v), torch.float32), ((num_parts, 2, *shape), torch.float32)]
 
 
-class _Kept:
-    """Counters on one device: some for each stream, where calls follow one another, and some for launches in CUDA
-    graphs, whose replays may come on any stream.
-
-    Counters are 0 between launches: the block that arrives last puts back the 0 (a launch that dies half-way takes the
-    CUDA context with it, and the counters too).
-    """
-
-    CAPTURED = 1 << 18
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.counters: dict[int, torch.Tensor] = {}
-        self.for_graphs: torch.Tensor | None = None
-        self.of_address: dict[int, torch.Tensor] = {}
-        self.taken = 0
-
-    def arrived(self, stream: int, tiles: int) -> torch.Tensor:
-        """Counters for a launch on this stream."""
-        if self.for_graphs is None:
-            with torch.cuda.device(self.device):
-                self.for_graphs = torch.zeros(self.CAPTURED, dtype=torch.int32, device=self.device)
-                torch.cuda.current_stream(self.device).synchronize()  # 0 before any other stream counts
-        found = self.counters.get(stream)
-        if found is None or found.numel() < tiles:
-            found = torch.zeros(max(4096, 1 << (tiles - 1).bit_length()), dtype=torch.int32, device=self.device)
-            self.counters[stream] = found
-        return found
-
-    def arrived_in_graph(self, address: int, tiles: int) -> torch.Tensor:
-        """Counters for a launch that is being captured and whose accumulators lie at this address: launches that torch
-        gives the same memory never run together. Zeroed by the graph, a node of it, where none are left, or none were
-        made, for inside a capture no memory is made 0."""
-        found = self.of_address.get(address)
-        if found is None or found.numel() < tiles:
-            if self.for_graphs is None or self.taken + tiles > self.CAPTURED:
-                return torch.zeros(tiles, dtype=torch.int32, device=self.device)
-            found = self.of_address[address] = self.for_graphs[self.taken : self.taken + tiles]
-            self.taken += tiles
-        return found
-
-
-_kept: dict[int, _Kept] = {}
-
-
-def workspaces(
-    problem: AttentionProblem, num_parts: int, tiles: int, device: torch.device | str
-) -> Callable[[], Workspace]:
-    """Returns `workspace()`, to be called once for each launch: the stream's, made once, or the captured graph's own.
-
-    Args:
-        tiles: how many counters the launch needs; 0 for none.
-    """
+def workspaces(problem: AttentionProblem, num_parts: int, device: torch.device | str) -> Callable[[], Workspace]:
+    """Returns `workspace()`, to be called once for each launch; its memory is reused on one stream (scratch.py)."""
     if num_parts == 1:
-        nothing = Workspace(None, None, None)
-        return lambda: nothing
-    device = torch.device(device)
-
-    def finish(tensors: tuple[torch.Tensor, ...], stream: int | None) -> Workspace:
-        acc, state = tensors
-        if not tiles:
-            return Workspace(acc, state, None)
-        if device.type != "cuda":
-            return Workspace(acc, state, torch.zeros(tiles, dtype=torch.int32, device=device))
-        kept = _kept_on(torch.cuda.current_device() if device.index is None else device.index)
-        arrived = kept.arrived_in_graph(acc.data_ptr(), tiles) if stream is None else kept.arrived(stream, tiles)
-        return Workspace(acc, state, arrived)
-
-    return scratch.memory(needs(problem, num_parts), device, finish)
-
-
-def _kept_on(index: int) -> _Kept:
-    if index not in _kept:
-        _kept[index] = _Kept(torch.device("cuda", index))
-    return _kept[index]
+        return lambda: (None, None)
+    return scratch.memory(needs(problem, num_parts), torch.device(device))
 
 
 def workspace_bytes(problem: AttentionProblem, num_parts: int) -> int:

@@ -73,7 +73,7 @@ def on_cpu(problem: AttentionProblem, operands: Any, config: split_kv.Config) ->
     for tensor in (acc, state):
         if tensor is not None:
             tensor.fill_(torch.nan)
-    arguments = (*operands[:3], out, lse, acc, state, None, *operands[3:], *[None] * (12 - len(operands)))
+    arguments = (*operands[:3], out, lse, acc, state, *operands[3:], *[None] * (12 - len(operands)))
     spec = few_rows.specify(problem, H200, operands, arguments, config, 0)
     described = [
         gluon_on_cpu.Map(arguments[plan.source].as_strided(plan.shape, plan.strides), list(plan.block))
@@ -179,7 +179,7 @@ def test_what_it_refuses(change: dict[str, Any], said: str) -> None:
 
 def test_configs_with_roles_check_themselves() -> None:
     config = split_kv.Config(16, 64, 4, 2, 3, by_map=True, roles=True)
-    for change in ({"block_m": 32}, {"block_n": 32}, {"num_warps": 2}, {"by_map": False}, {"merge": "last_block"}):
+    for change in ({"block_m": 32}, {"block_n": 32}, {"num_warps": 2}, {"by_map": False}):
         with pytest.raises(ValueError, match="has roles"):
             replace(config, **change)
 

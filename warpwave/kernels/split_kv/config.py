@@ -12,8 +12,6 @@ from warpwave.kernels.split_kv import few_rows_host as few_rows
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 from warpwave.runtime.triton_or_stub import INTERPRETED
 
-MERGES = ("kernel", "last_block")
-
 
 @dataclass(frozen=True)
 class Config:
@@ -28,7 +26,6 @@ class Config:
         pieces: partial results of a tile of rows, 0 for one a share. Else its keys are cut into at most so many pieces
             of equal length, shares are whole pieces, and each piece leaves its own result: sums, and bits, then do not
             depend on how many shares there are.
-        merge: `"kernel"`: a second launch merges; `"last_block"`: the last block of a tile to arrive does.
         by_map: K and V come by tensor maps (TMA, sm_90 or newer, 16 bits) where a tile lies in one page; tiles at the
             edges of what is seen, and tensors that no map can describe, by pointers.
         kv_heads: kv heads whose rows and keys a tile holds side by side, a power of two that divides those there are:
@@ -45,7 +42,6 @@ class Config:
     num_stages: int
     num_splits: int = 1
     pieces: int = 0
-    merge: str = "kernel"
     launched_ahead: bool = False
     by_map: bool = False
     kv_heads: int = 1
@@ -61,17 +57,13 @@ class Config:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.pieces < 0 or (self.pieces and self.pieces < max(2, self.num_splits)):
             raise ValueError(f"pieces is {self.pieces}; it must be 0, or at least 2 and num_splits = {self.num_splits}")
-        if self.merge not in MERGES:
-            raise ValueError(f"merge is {self.merge!r}; it must be one of {', '.join(map(repr, MERGES))}")
         if self.pieces and self.kv_heads > 1:
             raise ValueError(f"kv_heads is {self.kv_heads} with pieces = {self.pieces}; pieces are of one kv head")
-        if self.pieces and self.merge != "kernel":
-            raise ValueError(f"merge is {self.merge!r} with pieces = {self.pieces}; 'kernel' alone merges pieces")
-        has = (self.block_m, self.num_warps, self.kv_heads, self.pieces, self.merge, self.by_map)
-        if self.roles and (has != (few_rows.ROWS, 4, 1, 0, "kernel", True) or not 64 <= self.block_n <= 256):
+        has = (self.block_m, self.num_warps, self.kv_heads, self.pieces, self.by_map)
+        if self.roles and (has != (few_rows.ROWS, 4, 1, 0, True) or not 64 <= self.block_n <= 256):
             raise ValueError(
                 f"{self} has roles; they are of tiles of {few_rows.ROWS} x 64, 128 or 256 on 4 warps, by_map, of one "
-                "kv head, without pieces, merged by 'kernel'"
+                "kv head, without pieces"
             )
 
 
@@ -155,12 +147,6 @@ def steps_over_keys(problem: AttentionProblem, config: Config) -> tuple[int, int
             steps = max(0, -(-end // config.block_n) - first_key // config.block_n)
             total, longest = total + times * steps, max(longest, steps)
     return total * head_groups(problem, config), longest
-
-
-def merge_rows(problem: AttentionProblem, config: Config) -> int:
-    """Rows that the last block of a tile merges: the tile's, less its padding where all rows there are fill a part."""
-    rows = problem.seqlen_q * tile_heads(problem, config)
-    return min(config.block_m, 1 << (max(1, rows) - 1).bit_length())
 
 
 # Splits ---------------------------------------------------------------------------------------------------------------
@@ -332,12 +318,9 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     first = default(problem, gpu)
     if first is None:
         return []
-    others = []
-    if first.num_splits > 1 and not (first.pieces or first.roles):
-        others = [replace(first, merge=merge) for merge in MERGES if merge != first.merge]
     if problem.batch_invariant:  # another tile has other bits
-        return [first, *others]
-    others += [replace(first, num_splits=n) for n in (1, 2, 3, 2 * first.num_splits)]
+        return [first]
+    others = [replace(first, num_splits=n) for n in (1, 2, 3, 2 * first.num_splits)]
     others += [with_splits(problem, gpu, c) for c in fitting(problem, gpu)]
     return list(dict.fromkeys([first, *others]))
 

@@ -1,4 +1,4 @@
-"""Device code of `split_kv`: one share of the keys of one tile of rows, and the merge by the block that arrives last.
+"""Device code of `split_kv`: one share of the keys of one tile of rows.
 
 The loop is `flash_fwd`'s. What differs is where rows and keys lie: rows are queries of all heads that read one kv head,
 keys are a share of those the rows see, in pages of a pool or one behind another.
@@ -7,7 +7,7 @@ keys are a share of those the rows see, in pages of a pool or one behind another
 from __future__ import annotations
 
 from warpwave.kernels.paged_keys import cached_sequence, page_ids, pages_named
-from warpwave.kernels.partials import await_launch_before_knowing, inverse_sum, join, lse_of, lse_offset, parts_of_rows
+from warpwave.kernels.partials import await_launch_before_knowing, inverse_sum, join, lse_of, lse_offset
 from warpwave.kernels.primitives import (
     IN_INTERPRETER,
     LOG2_E,
@@ -91,7 +91,6 @@ def split_kv_kernel(
     lse_ptr,
     acc_ptr,
     state_ptr,
-    arrived_ptr,
     mask_ptr,
     bias_ptr,
     alibi_slopes_ptr,
@@ -163,10 +162,6 @@ def split_kv_kernel(
     HAS_ROWS: tl.constexpr,
     IN_PARTS: tl.constexpr,
     PIECES: tl.constexpr,
-    MERGE_HERE: tl.constexpr,
-    MERGE_ROWS: tl.constexpr,
-    MERGE_PARTS: tl.constexpr,
-    MERGE_AT_ONCE: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
@@ -436,33 +431,7 @@ def split_kv_kernel(
     elif IN_PARTS:
         # A share without keys too: whoever merges then needs no state before it may ask for accumulators.
         _store_part(acc_ptr, state_ptr, split, acc, m_i, l_i, rows_heads, row_head, in_range, dims_v, HEAD_DIM_V)
-    if MERGE_HERE:
-        # The last block of the tile to arrive merges, always in the order of the shares.
-        tl.debug_barrier()
-        arrived_ptr += (batch * num_heads_kv + kv_head) * num_tiles + tile
-        if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") != num_splits - 1:
-            return
-        tl.store(arrived_ptr, 0)  # for the next launch that counts here
-        if MERGE_ROWS < BLOCK_M:
-            # All rows there are: the others of the tile are padding.
-            tile_rows = tl.arange(0, MERGE_ROWS)
-            queries = tile_rows // TILE_HEADS
-            heads = kv_head * GROUP_SIZE + tile_rows % TILE_HEADS
-            in_range = queries < seqlen_q
-            row_head = (first_row + queries) * num_heads_q + heads
-            inside = in_range[:, None] & (dims_v < HEAD_DIM_V)[None, :]
-        m_i, l_i, acc = parts_of_rows(
-            acc_ptr, state_ptr, row_head, in_range, 0, num_splits, rows_heads, dims_v, HEAD_DIM_V, MERGE_PARTS, False
-        )
-        if not MERGE_AT_ONCE:
-            for first in range(MERGE_PARTS, num_splits, MERGE_PARTS):
-                m, l, some = parts_of_rows(
-                    acc_ptr, state_ptr, row_head, in_range, first, num_splits, rows_heads, dims_v, HEAD_DIM_V,
-                    MERGE_PARTS, False,
-                )  # fmt: skip
-                m_i, l_i, scale, scale_some = join(m_i, l_i, m, l)
-                acc = acc * scale[:, None] + some * scale_some[:, None]
-    if MERGE_HERE or not IN_PARTS:
+    if not IN_PARTS:
         if HAS_SINKS:
             # One more key, whose value is zero. It comes last: as the first maximum it would push the probabilities of
             # lower scores out of the range of 16 bits.

@@ -21,9 +21,9 @@ ROWS, KEYS, BOX = 16, 64, 64  # queries of all heads of a program; fewest keys o
 WIDEST = 256
 MOST_BLOCKS_PER_SM = 3  # whose registers leave the warpgroup what it needs
 THREADS = 256  # of a block: a warpgroup, and one that holds the warp which loads
-# Which of split_kv's arguments (q, k, v, out, lse, acc, state, arrived, what operands have behind v) the pointers are.
+# Which of split_kv's arguments (q, k, v, out, lse, acc, state, the operands behind v) the pointers are, by number.
 TABLES = ("sinks", "page_table", "seqused_k", "rows")
-POINTERS = (0, 3, 4, 5, 6, *(CachedOperands._fields.index(name) + 5 for name in TABLES))
+POINTERS = (0, 3, 4, 5, 6, *(CachedOperands._fields.index(name) + 4 for name in TABLES))
 
 
 def cannot(problem: AttentionProblem, gpu: Gpu) -> list[str]:
@@ -134,7 +134,7 @@ def tiling(problem: AttentionProblem, gpu: Gpu, tiles: int, keys_seen: int) -> t
 def specify(
     problem: AttentionProblem, gpu: Gpu, operands: Any, arguments: Sequence[Any], config: Config, first_key: int
 ) -> launch.Launch:
-    """The launch. `arguments` are split_kv's: q, k, v, out, lse, acc, state, arrived, what operands have behind v."""
+    """Returns the launch. `arguments` are split_kv's: q, k, v, out, lse, acc, state, then the operands behind v."""
     q, k, page_size = operands.q, operands.k, problem.page_size
     maps = plans(problem, operands, config)
     table = arguments[POINTERS[-3]]

@@ -2,8 +2,7 @@
 
 A program owns a tile of rows of one kv head and one share of their keys, and keeps the online softmax of `flash_fwd`
 over it. The rows are the queries of all the heads that read the kv head, side by side, so that K and V are read once
-for the group. What the shares leave is merged in a fixed order (partials.py), by a second small kernel or by the block
-that arrives last.
+for the group. A second small kernel merges the partial results of the shares in a fixed order (partials.py).
 
     rows m = query * group + head in group;   S = softmax_scale * Q K^T, then softcap, bias, ALiBi, mask
     share s: keys s * n to (s + 1) * n of those its rows see, n from `choose_splits`
@@ -66,7 +65,6 @@ from warpwave.kernels.split_kv.config import (
     head_groups,
     may_be_launched_ahead,
     may_map,
-    merge_rows,
     num_parts,
     one_step,
     scattered,
@@ -103,17 +101,17 @@ def bind(problem: AttentionProblem, operands: Any, config: Config) -> Run:
     allocate, straight = allocator(problem, operands.q), straightener(operands)
     gpu, device = current_gpu(operands.q.device), operands.q.device
     config = _served(problem, gpu, straight(operands), config)
-    workspace = _workspace(problem, config, device)
+    workspace = partials.workspaces(problem, num_parts(config), device)
     specs = specify(problem, gpu, straight(operands), *allocate(), config, workspace())
     attend = _bound(specs[0], problem, gpu, straight(operands), config)
     merge: list[launch.Launcher] = [launch.bind(spec) for spec in specs[1:]]
-    assert len(merge) == (num_parts(config) > 1 and config.merge == "kernel")
+    assert len(merge) == (num_parts(config) > 1)
 
     def run(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         q, k, v, *others = operands
         out, lse = allocate()
-        acc, state, arrived = workspace()
-        attend(q, k, v, out, lse, acc, state, arrived, *others)
+        acc, state = workspace()
+        attend(q, k, v, out, lse, acc, state, *others)
         if merge:
             merge[0](acc, state, out, lse, others[SINKS])
         return out, lse
@@ -126,7 +124,7 @@ def bind(problem: AttentionProblem, operands: Any, config: Config) -> Run:
     attend_and_merge = series.bind(
         f"q k v out lse {others}",
         between,
-        (attend, f"q k v out lse acc state None {others}"),
+        (attend, f"q k v out lse acc state {others}"),
         (merge[0], "acc state out lse sinks"),
     )
 
@@ -149,7 +147,7 @@ def bind_with_prefix(
     """
     gpu, device = current_gpu(operands.q.device), operands.q.device
     allocate, straight = allocator(problem, operands.q), straightener(operands)
-    behind = replace(_served(problem, gpu, straight(operands), config), merge="kernel")
+    behind = _served(problem, gpu, straight(operands), config)
     prefix = replace(
         problem, batch=1, seqlen_q=problem.rows, seqlen_k=shared_prefix, packed=False, total_q=0, total_k=0,
         causal=None, window_size=(-1, -1), has_sinks=False, return_lse=False,
@@ -166,7 +164,7 @@ def bind_with_prefix(
     def divided(tensors: tuple[torch.Tensor, ...], _: int | None) -> tuple[Any, ...]:
         acc, state = tensors
         before, behind = slice(parts_before), slice(parts_before, None)
-        first, second = (partials.Workspace(acc[part], state[part], None) for part in (before, behind))
+        first, second = ((acc[part], state[part]) for part in (before, behind))
         return acc, state, first, second
 
     workspaces = scratch.memory(partials.needs(problem, parts_before + parts_behind), device, divided)
@@ -213,19 +211,10 @@ def _bound(spec: launch.Launch, problem: AttentionProblem, gpu: Gpu, operands: A
     return tensor_maps.bind(spec, tensor_maps.plans(problem, gpu, operands, config))
 
 
-def _workspace(
-    problem: AttentionProblem, config: Config, device: torch.device | str
-) -> Callable[[], partials.Workspace]:
-    counters = tiles(problem, config) * problem.num_heads_kv * problem.batch if config.merge == "last_block" else 0
-    return partials.workspaces(problem, num_parts(config), counters, device)
-
-
-def _tensors(
-    operands: Any, out: torch.Tensor, lse: Any, acc: Any, state: Any, arrived: Any
-) -> tuple[torch.Tensor | None, ...]:
+def _tensors(operands: Any, out: torch.Tensor, lse: Any, acc: Any, state: Any) -> tuple[torch.Tensor | None, ...]:
     """In the kernel's order; a dense or packed call has no tables."""
     tables = operands[9:] if len(operands) > 9 else (None, None, None)
-    return (*operands[:3], out, lse, acc, state, arrived, *operands[3:9], *tables)
+    return (*operands[:3], out, lse, acc, state, *operands[3:9], *tables)
 
 
 def specify(
@@ -249,11 +238,9 @@ def specify(
     if problem.num_heads_kv % config.kv_heads:
         raise ValueError(f"kv_heads is {config.kv_heads}; it must divide the call's {problem.num_heads_kv} kv heads")
     config = _served(problem, gpu, operands, config)
-    workspace = workspace or _workspace(problem, config, out.device)()
-    acc, state, arrived = workspace
-    merge_here = config.num_splits > 1 and config.merge == "last_block"
+    acc, state = workspace or partials.workspaces(problem, num_parts(config), out.device)()
     ahead = _launched_ahead(gpu, config)
-    arguments = _tensors(operands, out, lse, acc, state, arrived)
+    arguments = _tensors(operands, out, lse, acc, state)
     if config.roles:
         attend = few_rows.specify(problem, gpu, operands, arguments, config, first_key)
     else:
@@ -264,7 +251,7 @@ def specify(
             grid=tiles(problem, config) * head_groups(problem, config) * config.num_splits * problem.batch,
             tensors=(*arguments, *maps),
             scalars=_scalars(problem, operands, config, first_key),
-            constants=_constants(problem, gpu, operands, config, acc is not None, merge_here, bool(plans)),
+            constants=_constants(problem, gpu, operands, config, acc is not None, bool(plans)),
             # As flash_fwd: without fused multiply-adds in float32, the largest probability is exactly 1.
             options={
                 "num_warps": config.num_warps,
@@ -273,7 +260,7 @@ def specify(
                 **({"launch_pdl": True} if ahead else {}),
             },
         )
-    if acc is None or state is None or merge_here:
+    if acc is None or state is None:
         return (attend,)
     parts, sparse = num_parts(config), config.pieces > 0
     return (attend, partials.specify_merge(problem, parts, acc, state, out, lse, operands.sinks, ahead, sparse))
@@ -320,12 +307,10 @@ def _constants(
     operands: Any,
     config: Config,
     in_parts: bool,
-    merge_here: bool,
     by_map: bool,
 ) -> dict[str, int | bool | str]:
     """The compile-time arguments of the kernel, by name."""
     block_d, block_dv = tile_widths(problem, gpu, config.block_m)
-    merged = max(1, min(32, MERGED_PER_WARP * config.num_warps // (merge_rows(problem, config) * block_dv)))
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
@@ -344,10 +329,6 @@ def _constants(
         "HAS_ROWS": getattr(operands, "rows", None) is not None,
         "IN_PARTS": in_parts,
         "PIECES": config.pieces,
-        "MERGE_HERE": merge_here,
-        "MERGE_ROWS": merge_rows(problem, config),
-        "MERGE_PARTS": merged,
-        "MERGE_AT_ONCE": config.num_splits <= merged,
         "WRITE_LSE": problem.return_lse,
         "PRECISION": dot_precision(problem, gpu),
         "IS_NVIDIA": gpu.vendor == "nvidia",
@@ -359,9 +340,6 @@ def _constants(
 
 def _launched_ahead(gpu: Gpu, config: Config) -> bool:
     return config.launched_ahead and may_be_launched_ahead(gpu)
-
-
-MERGED_PER_WARP = 2048  # elements of accumulators that a warp of a merging block loads together, 64 a thread
 
 
 # What it can run and what it costs ------------------------------------------------------------------------------------
@@ -479,7 +457,6 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     rows = problem.rows * problem.num_heads_q
     outputs = rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0))
     scratch = partials.workspace_bytes(problem, parts) if parts > 1 else 0
-    by_kernel = parts > 1 and config.merge == "kernel"
     keys_read = steps * columns(config) * (problem.head_dim + problem.head_dim_v) * size
     table = 8 * steps * (config.block_n // min(problem.page_size, config.block_n)) if problem.page_size else 0
     attend = Cost(
@@ -487,14 +464,14 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         flops=2 * scores * (padded(problem.head_dim) + padded(problem.head_dim_v)),
         exponentials=scores,
         read_bytes=rows * problem.head_dim * size + keys_read + table + scores * bytes_per_score(problem),
-        write_bytes=scratch if by_kernel else outputs + scratch,
+        write_bytes=scratch if parts > 1 else outputs,
         smem_bytes=smem_bytes(problem, gpu, config),
         workspace_bytes=scratch,
         steps=steps,
         longest=-(-longest // config.num_splits),
         threads=few_rows.THREADS if config.roles else config.num_warps * gpu.warp_size,
         registers=_registers(problem, gpu, config),
-        scratch_bytes=scratch if by_kernel else 2 * scratch,
+        scratch_bytes=scratch,
         order=launch_order(problem, config.block_m, config.block_n, tile_heads(problem, config), config.num_splits),
         cut=of_tiles.cut,
         far=waits_for_memory(config.num_stages) if config.block_m > 32 or size == 4 else 0.0,
@@ -512,8 +489,6 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     )
     if parts == 1:
         return attend
-    if not by_kernel:
-        return replace(attend, read_bytes=attend.read_bytes + scratch)
     merge = merging(rows, parts, scratch, outputs, ahead=config.launched_ahead)
     return replace(
         attend,
