@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from warpwave.errors import UnsupportedProblem
-from warpwave.runtime import driver, kernel_keys
+from warpwave.runtime import driver
 from warpwave.runtime.bounded import Bounded
 from warpwave.runtime.triton_or_stub import INTERPRETED, triton
 
@@ -316,19 +316,12 @@ def _class_of(tensor: Any) -> Any:
 def _compile(spec: Launch) -> Any:
     """Returns Triton's compiled kernel for a launch, from its caches where it has one."""
     kernel, _, _, scalars, constants, options = spec
-    remembered = kernel_keys.recall(kernel)
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{kernel.__name__} is not compiled for this call yet and a CUDA graph is being captured: make the same "
             "call once before the capture to warm it up"
         )
     start = time.perf_counter()
-    target = triton.runtime.driver.active.get_current_target()
-    ask = not len(_variants) and target.backend == "cuda" and not kernel_keys.recall_ptxas(target.arch)
     compiled = kernel.warmup(*spec.pointers(), *scalars, **constants, **options, grid=(1,))
-    if ask:
-        kernel_keys.keep_ptxas(target.arch)
-    if not remembered:
-        kernel_keys.keep(kernel)
     log.info("compiled %s in %.2f s", kernel.__name__, time.perf_counter() - start)
     return compiled
