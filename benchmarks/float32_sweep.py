@@ -2,8 +2,9 @@
 
     PYTHONPATH=. python benchmarks/float32_sweep.py [--arithmetic bf16x6] [--head-dim 64] > RECORD.log
 
-The candidates compile without spills, or with few, and leave room for two blocks an SM where the tile allows it (docs/
-float32.md). Each is compared with float64 on sampled rows before it is timed; medians of 9 rounds, SDPA in each.
+The candidates compile with few spills or none, and leave room for two blocks an SM where the tile allows it
+(docs/notes/float32.md). Each is compared with float64 on sampled rows before it is timed; medians of 9 rounds, SDPA in
+each.
 """
 
 from __future__ import annotations

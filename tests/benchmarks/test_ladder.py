@@ -1,4 +1,4 @@
-"""docs/ladder.md holds what benchmarks/ladder.py makes of its record, and the script makes the right thing."""
+"""docs/kernels/ladder.md holds what benchmarks/ladder.py makes of its record, and the script makes the right thing."""
 
 from __future__ import annotations
 

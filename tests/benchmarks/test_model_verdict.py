@@ -1,4 +1,4 @@
-"""The tables of docs/model.md are what their files say, and a verdict is made once and counted right."""
+"""The tables of docs/notes/model.md are what their files say, and a verdict is made once and counted right."""
 
 from __future__ import annotations
 
