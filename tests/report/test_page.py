@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import shutil
+import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,6 +22,7 @@ from warpwave.workbench.report.content import report
 from warpwave.workbench.report.machines import Source
 from warpwave.workbench.report.markdown import markdown
 from warpwave.workbench.report.page import LARGEST_BYTES, TooLarge, html
+from warpwave.workbench.report.waterfall import COLUMNS
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
@@ -295,3 +299,73 @@ def test_every_table_row_of_markdown_has_its_columns(shipped_page: str) -> None:
             assert cells == columns, line
         else:
             columns = cells
+
+
+def test_the_contents_lead_to_every_part_and_details_are_collapsed(shipped_page: str) -> None:
+    checker = check(shipped_page)
+    links = re.findall(r'href="#([^"]+)"', shipped_page)
+    assert len(links) > 20 and set(links) <= set(checker.ids)
+    assert shipped_page.count("<main>") == 1 and shipped_page.count("<h1>") == 1
+    for title in ("All measurements", "Where the time went", "Bounds", "Environment"):
+        (details, *_) = re.findall(rf"<details([^>]*)>\s*<summary><h3>{title}</h3>", shipped_page)
+        assert details == "", f"{title} is open"
+
+
+def test_headings_skip_no_level_and_no_two_regions_share_a_name(shipped_page: str) -> None:
+    levels = [int(level) for level in re.findall(r"<h([1-6])[ >]", shipped_page)]
+    assert levels[0] == 1 and all(b <= a + 1 for a, b in itertools.pairwise(levels))
+    regions = re.findall(r'role="region" aria-label="([^"]+)"', shipped_page)
+    assert regions and len(regions) == len(set(regions))
+    assert shipped_page.count("<pre ") == shipped_page.count('<pre tabindex="0"')
+
+
+def test_machines_of_one_name_are_told_apart_by_their_suites(shipped_page: str) -> None:
+    headings = re.findall(r"<article[^>]*>\s*<h2>(.*?)</h2>", shipped_page)
+    assert len(headings) > 1 and len(headings) == len(set(headings))
+
+
+def test_the_column_that_says_what_to_change_comes_before_the_shares() -> None:
+    names = list(COLUMNS)
+    assert names.index("first to change") < names.index("lost by") < names.index("of data sheet")
+
+
+def test_cases_without_a_time_for_one_reason_share_a_row() -> None:
+    refused = [measurement(us=None, refusal="checked, not timed", case=f"case {i}") for i in range(30)]
+    words = text(html([source(refused)]))
+    assert "30 cases" in words and "1-30" in words
+    assert words.count("checked, not timed") <= 2  # in the list, and in the table of what was not timed
+    assert all(f"case {i}" in words for i in range(30))
+
+
+def test_a_raised_ceiling_is_not_dated_as_measured() -> None:
+    (section, *_) = report([Source(shipped.records(), "shipped")]).sections
+    raised = {c.rates for c in section.roofline.ceilings if c.rates != "data sheet"}
+    assert any("went beyond it" in sentence for _, sentences in section.answers for sentence in sentences)
+    assert raised and all(name.endswith("or here") for name in raised)
+
+
+def test_each_mark_of_ours_is_hollow_and_numbered_where_there_is_room(shipped_page: str) -> None:
+    drawing = re.findall(r'<svg class="wide".*?</svg>', shipped_page, flags=re.DOTALL)[0]
+    (section, *_) = report([Source(shipped.records(), "shipped")]).sections
+    ours = [p for p in section.roofline.points if p.contender == "warpwave auto"]
+    assert drawing.count(" hollow") == len(ours)
+    labels = {int(n) for n in re.findall(r'text-anchor="middle">(\d+)</text>', drawing)}
+    assert len(labels & set(range(1, len(section.cases) + 1))) > 5
+
+
+MEASURE = """<script>addEventListener("load", () => {
+  for (const d of document.querySelectorAll("details")) d.open = true;
+  const wide = [...document.querySelectorAll(".scroll")].filter((s) => s.scrollWidth > s.clientWidth);
+  const page = document.documentElement;
+  document.body.dataset.wide = [page.scrollWidth > page.clientWidth, ...wide.map((s) => s.ariaLabel)].join("|");
+});</script>"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here to lay the page out")
+def test_no_table_scrolls_at_1280_pixels(shipped_page: str, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(re.sub(r"<meta http-equiv[^>]*>", "", shipped_page).replace("</body>", MEASURE + "</body>"))
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1280,900"]
+    command += ["--virtual-time-budget=5000", f"--user-data-dir={tmp_path}", "--dump-dom", file.as_uri()]
+    laid_out = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert re.findall(r'<body data-wide="([^"]*)"', laid_out) == ["false"]

@@ -96,11 +96,13 @@ def _raised(rates: Rates, machine: Machine) -> tuple[Rates, list[str]]:
         assert after is not None
         what = resource if not path else f"{resource} ({path})"
         old, new = (_rate(bound) for bound in (before, after))
+        who = m.contender if m.is_peer else m.kernel or m.contender
         said.append(
             f"Ceiling of {what}, {measured.name}: {old}. "
-            f'{m.kernel or m.contender} went beyond it in "{m.case}": {new}, which is the ceiling here.'
+            f'{who} went beyond it in "{m.case}": {new}, which is the ceiling here.'
         )
-    return rates, said
+    # A raised rate was not measured on the date that the set is named by.
+    return replace(rates, name=f"{measured.name} or here") if said else rates, said
 
 
 def _of(rates: Rates) -> Callable[[str], float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import warpwave
@@ -55,6 +55,7 @@ class MachineSection:
 
     Attributes:
         name: the device's.
+        heading: the name, and the suites where another section has the same name.
         provenance: whose numbers these are, and from when.
         is_shipped: the numbers came with the package.
         answers: question -> sentences: the first screen.
@@ -87,6 +88,8 @@ class MachineSection:
     reproduce: Sequence[str]
     reproduce_notes: Sequence[str]
     falls: Sequence[Fall] = ()
+    suites: Sequence[str] = ()
+    heading: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,14 @@ def report(sources: Sequence[Source], *, shorten: bool = False) -> Report:
     names = list(dict.fromkeys(machine.name for machine in found))
     title = f"Attention on {listed(names)}" if names else "No measurements"
     files = [name for source in sources for name in source.names]
-    return Report(title, warpwave.__version__, [section(machine, shorten=shorten) for machine in found], files)
+    sections = [section(machine, shorten=shorten) for machine in found]
+    return Report(title, warpwave.__version__, [_headed(s, sections) for s in sections], files)
+
+
+def _headed(section: MachineSection, sections: Sequence[MachineSection]) -> MachineSection:
+    """The section with a heading that no other section has, as far as its suites tell it from them."""
+    alone = sum(s.name == section.name for s in sections) == 1
+    return replace(section, heading=section.name if alone else f"{section.name}: {listed(section.suites)}")
 
 
 def section(machine: Machine, *, shorten: bool = False) -> MachineSection:
@@ -150,6 +160,7 @@ def section(machine: Machine, *, shorten: bool = False) -> MachineSection:
         reproduce=commands(machine),
         reproduce_notes=reproduce_notes(machine),
         falls=lost,
+        suites=list(dict.fromkeys(case.timing_group[1] for case in cases)),
     )
 
 
@@ -196,7 +207,7 @@ def measurements_table(cases: Sequence[CaseResult], *, shorten: bool = False) ->
         Column("TFLOP/s"),
         Column("GB/s"),
         Column("Mtoken/s"),
-        *(Column(f"of the {name} bound") for name in rates),
+        *(Column(f"share of bound, {name}") for name in rates),
         Column("error"),
         Column("ours is x as fast [95 %]"),
     ]

@@ -24,7 +24,7 @@ def markdown(content: Report) -> str:
 
 
 def _section(s: MachineSection) -> list[str]:
-    lines = [f"## {text(s.name)}", "", text(s.provenance), ""]
+    lines = [f"## {text(s.heading or s.name)}", "", text(s.provenance), ""]
     for question, sentences in s.answers:
         lines.append(f"- **{question}** {text(' '.join(sentences))}")
     lines += ["", "### Case by case", ""]

@@ -1,8 +1,9 @@
-"""The report as one HTML file: no script, no network, readable on paper and in either theme."""
+"""The report as one HTML file: no script, no network, readable on paper, in a light and in a dark theme."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +12,17 @@ import jinja2
 from markupsafe import Markup
 
 from warpwave.workbench.report import plots
-from warpwave.workbench.report.content import Report, Table, report
+from warpwave.workbench.report.content import MachineSection, Report, Table, report
 from warpwave.workbench.report.curves import Ceiling, Family, RooflineData
 from warpwave.workbench.report.machines import Source
 from warpwave.workbench.report.svg import Scale
-from warpwave.workbench.report.verdicts import CaseResult
+from warpwave.workbench.report.verdicts import CaseResult, how_fast
 from warpwave.workbench.report.waterfall import shown
 
 LARGEST_BYTES = 500_000
+SHORT_GROUP = 6  # cases; a longer group is collapsed
+ALIKE = 3  # cases without a time for one reason that share a row of the list
+WRAPPED = ("arithmetic", "first to change", "lost by", "where", "why")  # columns whose text may break
 HERE = Path(__file__).parent
 
 
@@ -59,9 +63,12 @@ def render(content: Report) -> str:
         table_class=table_class,
         is_ours=lambda name: name.startswith("warpwave "),
         verdict_axis=VerdictAxis,
+        parts=parts,
+        case_groups=case_groups,
+        case_numbers=case_numbers,
         roofline=lambda *args, **kwargs: Markup(plots.roofline(*args, **kwargs)),
         family=lambda *args, **kwargs: Markup(plots.family(*args, **kwargs)),
-        key=lambda series: Markup(plots.key(series)),
+        key=lambda *args, **kwargs: Markup(plots.key(*args, **kwargs)),
         ceilings_by=ceilings_by,
         highest=highest,
         shown=shown,
@@ -69,14 +76,117 @@ def render(content: Report) -> str:
 
 
 def table_class(table: Table) -> str:
-    """Classes that say which columns hold text: one letter a column, not one a cell."""
-    text = [f"t{i}" for i, column in enumerate(table.columns, start=1) if not column.is_figure]
-    names = [column.name for column in table.columns]
-    if "arithmetic" in names:
-        text.append("arithmetic")
-    if "why" in names or "lost by" in names:
-        text.append("wrap")
-    return " ".join(text)
+    """Returns the classes of a table: t1, t2, ... for columns of text, w1, w2, ... for columns whose text may wrap."""
+    columns = list(enumerate(table.columns, start=1))
+    text = [f"t{i}" for i, column in columns if not column.is_figure]
+    return " ".join(text + [f"w{i}" for i, column in columns if column.name in WRAPPED])
+
+
+# Parts ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a machine's section: an entry of the contents.
+
+    Attributes:
+        name: the end of its anchor; unique in the section.
+        title: its heading.
+        remark: what its summary says beside the heading.
+        table: the table it holds, or None.
+    """
+
+    name: str
+    title: str
+    remark: str = ""
+    table: Table | None = None
+
+
+def parts(section: MachineSection) -> list[Part]:
+    """Returns the parts of a machine's section, in the order of the page."""
+    found = [Part("cases", "Case by case")]
+    if section.roofline.points:
+        found.append(Part("roofline", "Roofline" if section.roofline.ceilings else "Speed by intensity"))
+    elif section.rates_notes:
+        found.append(Part("rates", "Rates of this machine"))
+    if section.families:
+        found.append(Part("length", "Over length", f"{len(section.families)} panels"))
+    if section.falls:
+        found.append(Part("falls", "From the bound to the clock", f"{len(section.falls)} cases"))
+    for table in (*section.tables, section.bounds, section.untimed):
+        if table is not None:
+            name = re.sub(r"[^a-z]+", "-", table.title.lower()).strip("-")
+            found.append(Part(name, table.title, f"{table.rows} rows", table))
+    return [*found, Part("environment", "Environment"), Part("reproduce", "To reproduce")]
+
+
+@dataclass(frozen=True)
+class Untimed:
+    """Cases that have no time of ours for the same reason."""
+
+    numbers: str
+    cases: Sequence[str]
+    sentence: str
+
+
+@dataclass(frozen=True)
+class CaseGroup:
+    """The cases of one suite in one mode.
+
+    Attributes:
+        title: the suite, and the mode if it is not the default.
+        summary: what came of them, in a line.
+        cases: number and result of each case that has a row of its own.
+        untimed: the other cases, which have no time for a reason that several of them share.
+        is_short: whether the list is open when the page is.
+    """
+
+    title: str
+    summary: str
+    cases: Sequence[tuple[int, CaseResult]]
+    untimed: Sequence[Untimed]
+    is_short: bool
+
+
+def case_groups(cases: Sequence[CaseResult]) -> list[CaseGroup]:
+    """Returns the cases suite by suite, numbered through."""
+    groups: dict[tuple[str, str], list[tuple[int, CaseResult]]] = {}
+    for number, case in enumerate(cases, start=1):
+        groups.setdefault(case.timing_group[1:], []).append((number, case))
+    found = []
+    for (suite, mode), members in groups.items():
+        alike: dict[str, list[tuple[int, CaseResult]]] = {}
+        for number, case in members:
+            if case.word == "NOT TIMED":
+                alike.setdefault(case.reason, []).append((number, case))
+        together = [numbered for numbered in alike.values() if len(numbered) >= ALIKE]
+        hidden = {number for numbered in together for number, _ in numbered}
+        title = suite or "cases"
+        found.append(
+            CaseGroup(
+                title=f"{title} ({mode})" if mode not in ("auto", "") else title,
+                summary=" ".join([f"{len(members)} cases." if len(members) > 1 else "1 case.", *_summary(members)]),
+                cases=[(number, case) for number, case in members if number not in hidden],
+                untimed=[_untimed(numbered) for numbered in together],
+                is_short=len(members) - len(hidden) <= SHORT_GROUP,
+            )
+        )
+    return found
+
+
+def _summary(members: Sequence[tuple[int, CaseResult]]) -> list[str]:
+    """Returns the first sentences of what came of a group."""
+    return how_fast([case for _, case in members])[:2]
+
+
+def _untimed(numbered: Sequence[tuple[int, CaseResult]]) -> Untimed:
+    first, last = numbered[0][0], numbered[-1][0]
+    return Untimed(f"{first}-{last}", [case.name for _, case in numbered], f"No time: {numbered[0][1].reason}.")
+
+
+def case_numbers(cases: Sequence[CaseResult]) -> dict[str, int]:
+    """Returns the number of each case, by name."""
+    return {case.name: number for number, case in enumerate(cases, start=1)}
 
 
 def ceilings_by(data: RooflineData) -> list[tuple[str, list[Ceiling]]]:

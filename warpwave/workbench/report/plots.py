@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from warpwave.workbench.bench.records import OURS
 from warpwave.workbench.report.curves import Ceiling, Family, RooflineData
 from warpwave.workbench.report.figures import figure, tick
 from warpwave.workbench.report.svg import Scale, Svg, dash, line_class, linear_ticks, log_ticks, mark_class, mark_path
@@ -24,17 +25,26 @@ class Frame:
     bottom: float
 
 
-def roofline(data: RooflineData, order: Sequence[str], *, name: str, narrow: bool = False) -> str:
-    """Points under their ceilings, both axes logarithmic.
+def roofline(
+    data: RooflineData,
+    order: Sequence[str],
+    *,
+    name: str,
+    narrow: bool = False,
+    numbers: Mapping[str, int] | None = None,
+) -> str:
+    """Draws points under their ceilings, both axes logarithmic.
 
     Args:
         data: what to draw; without points there is nothing to draw and the result is empty.
         order: contenders, in the order of colours and shapes.
         name: unique on the page.
         narrow: for a phone: fewer units across, so that letters keep their size, and figures alone on the lines.
+        numbers: the number of each case, written beside our mark where there is room.
     """
     if not data.points:
         return ""
+    numbers = numbers or {}
     width, height, margin = (380, 400, 10) if narrow else (980, 470, 225 if data.ceilings else 10)
     x_low, x_high, y_low, y_high = _ranges(data)
     y_ticks = log_ticks(y_low, y_high, most=10)
@@ -52,15 +62,38 @@ def roofline(data: RooflineData, order: Sequence[str], *, name: str, narrow: boo
     svg.text((frame.left + frame.right) / 2, height - 8, "FLOP for each compulsory byte", anchor="middle")
     svg.text(13, (frame.top + frame.bottom) / 2, "TFLOP/s", anchor="middle", turn=-90)
     slopes = _draw_ceilings(svg, data.ceilings, x, y, frame, narrow=narrow)
-    for contender in reversed(order):  # ours last, on top
-        series = order.index(contender)
+    for contender in reversed(order):  # ours last, and hollow, so that a peer's mark under ours is seen
+        series, ours = order.index(contender), contender.startswith(OURS)
         for point in data.points:
             if point.contender == contender:
                 told = "" if narrow else f"{contender}, {point.case}: {figure(point.tflops)} TFLOP/s"
-                svg.mark(x(point.intensity), y(point.tflops), series, 5 if series == 0 else 3.8, told)
+                size = 5.2 if ours else 3.8
+                svg.mark(x(point.intensity), y(point.tflops), series, size, told, hollow=ours)
+    if not narrow:
+        _number_points(svg, data, order, numbers, x, y, frame)
     for label in slopes:  # over the marks: a name must be read, and a mark has neighbours
         label()
     return str(svg)
+
+
+def _number_points(
+    svg: Svg, data: RooflineData, order: Sequence[str], numbers: Mapping[str, int], x: Scale, y: Scale, frame: Frame
+) -> None:
+    """Writes the number of its case beside each mark of our first contender, where no mark and no number is near."""
+    first = next((name for name in order if name.startswith(OURS)), None)
+    taken = [(x(p.intensity), y(p.tflops), 5.0, 5.0) for p in data.points]  # center, half width, half height
+    for point in data.points:
+        if point.contender != first or point.case not in numbers:
+            continue
+        label = str(numbers[point.case])
+        half = len(label) * CHARACTER / 2
+        for dx, dy in ((8 + half, 0), (-8 - half, 0), (0, -13), (0, 13)):
+            at_x, at_y = x(point.intensity) + dx, y(point.tflops) + dy
+            inside = frame.left + half < at_x < frame.right - half and frame.top + 6 < at_y < frame.bottom - 6
+            if inside and not any(abs(at_x - a) < half + w and abs(at_y - b) < 6 + h for a, b, w, h in taken):
+                svg.text(at_x, at_y + 4, label, "label", anchor="middle")
+                taken.append((at_x, at_y, half, 6.0))
+                break
 
 
 def _ranges(data: RooflineData) -> tuple[float, float, float, float]:
@@ -172,11 +205,11 @@ def family(family: Family, order: Sequence[str], *, highest: float, name: str) -
     return str(svg)
 
 
-def key(series: int) -> str:
-    """A contender's line and mark, for the legend."""
+def key(series: int, hollow: bool = False) -> str:
+    """Draws a contender's line and mark, for the legend."""
     dashed = f' stroke-dasharray="{dash(series)}"' if dash(series) else ""
     return (
         '<svg class="key" viewBox="0 0 34 12" aria-hidden="true">'
         f'<line class="{line_class(series)}" x1="1" y1="6" x2="33" y2="6"{dashed}/>'
-        f'<path class="{mark_class(series)}" d="{mark_path(17, 6, series, 4)}"/></svg>'
+        f'<path class="{mark_class(series, hollow)}" d="{mark_path(17, 6, series, 4)}"/></svg>'
     )

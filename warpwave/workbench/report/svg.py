@@ -51,18 +51,20 @@ class Svg:
         turned = f' transform="rotate({number(turn)} {number(x)} {number(y)})"' if turn else ""
         self._parts.append(f'<text{cls} x="{number(x)}" y="{number(y)}"{anchored}{turned}>{escape(text)}</text>')
 
-    def mark(self, x: float, y: float, series: int, size: float, title: str = "") -> None:
+    def mark(self, x: float, y: float, series: int, size: float, title: str = "", hollow: bool = False) -> None:
         """A contender's mark: colour and shape say the same, for those who see few colours."""
         told = f"<title>{escape(title)}</title>" if title else ""
-        self._parts.append(f'<path class="{mark_class(series)}" d="{mark_path(x, y, series, size)}">{told}</path>')
+        self._parts.append(
+            f'<path class="{mark_class(series, hollow)}" d="{mark_path(x, y, series, size)}">{told}</path>'
+        )
 
     def __str__(self) -> str:
         return "".join(self._parts) + "</svg>"
 
 
-def mark_class(series: int) -> str:
-    """The class that colours a contender's mark."""
-    return f"m s{series % SERIES}"
+def mark_class(series: int, hollow: bool = False) -> str:
+    """Returns the classes that color a contender's mark."""
+    return f"m s{series % SERIES}{' hollow' if hollow else ''}"
 
 
 def line_class(series: int) -> str:

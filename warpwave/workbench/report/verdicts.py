@@ -56,12 +56,19 @@ class CaseResult:
         return "UNCLEAR" if self.ratio is None else outcome(self.ratio)
 
     @property
+    def reason(self) -> str:
+        """Why ours has no time; empty if it has one."""
+        if self.ours is None:
+            return "no kernel of ours was measured"
+        return "" if self.ours.timing is not None else self.ours.refusal or "no reason is recorded"
+
+    @property
     def sentence(self) -> str:
-        """The verdict, spelt out."""
+        """The verdict as a sentence."""
         if self.ours is None:
             return f"No kernel of ours was measured; {_fastest(self.best)}."
         if self.ours.timing is None:
-            return f"{our_name(self.ours)} has no time: {self.ours.refusal or 'no reason is recorded'}."
+            return f"{our_name(self.ours)} has no time: {self.reason}."
         took = f"{our_name(self.ours)} takes {duration(self.ours.timing.median_us)}"
         if (reached := self.reached()) is not None:
             took += f", {reached}"

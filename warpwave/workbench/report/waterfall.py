@@ -90,11 +90,11 @@ COLUMNS = (
     "µs",
     "bound µs",
     "x",
+    "first to change",
     "lost by",
     "remainder",
     "of data sheet",
     "power-matched",
-    "first to change",
 )
 NOTE = (
     "Measured over bound is the product of the factors and the remainder, exactly. Factors are the model's: what "
@@ -118,11 +118,11 @@ def rows(found: Sequence[Fall]) -> list[list[str]]:
                 figure(fall.losses.measured_us, 4),
                 figure(fall.losses.bound_us, 4),
                 f"{fall.losses.ratio:.2f}",
+                "-" if fall.losses.largest is None else fall.losses.largest.name,
                 " x ".join(named) or "-",
                 f"{fall.losses.remainder:.2f}",
                 percent(sheet.share),
                 percent(power.share),
-                "-" if fall.losses.largest is None else fall.losses.largest.name,
             ]
         )
     return cells
