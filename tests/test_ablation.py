@@ -1,4 +1,4 @@
-"""Ablations: each switch takes out of the compiled code what it says, and the model says what that would save."""
+"""Ablations: each edit takes out of the compiled code what it says, and the model says what that would save."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from warpwave.kernels import flash_fwd
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.cli import app
 from warpwave.workbench.hardware.catalog import resolve
-from warpwave.workbench.model.ablation import AGREES, Ablation, ablate, predicted
+from warpwave.workbench.model.ablation import AGREES, EDITS, SOURCE, Ablation, ablate, predicted
 from warpwave.workbench.model.steps import ABLATIONS
 
 H200 = resolve("h200")
@@ -61,8 +61,15 @@ def _compiled(*names: str) -> dict[str, tuple[int, Counter[str]]]:
     return {name: (smem, Counter(count)) for name, smem, count in map(json.loads, done.stdout.splitlines())}
 
 
+def test_each_edit_changes_one_place_of_the_source() -> None:
+    text = SOURCE.read_text()
+    assert EDITS.keys() == ABLATIONS.keys()
+    for name, (old, _) in EDITS.items():
+        assert text.count(old) == 1, name
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
-def test_switches_take_the_exponentials_and_the_second_product_out_of_the_code() -> None:
+def test_edits_take_the_exponentials_and_the_second_product_out_of_the_code() -> None:
     facts = _compiled("", "exponentials", "values")
     (smem, whole), (_, without), (less_smem, no_values) = (facts[n] for n in ("", "exponentials", "values"))
     assert without["MUFU.EX2"] < whole["MUFU.EX2"] / 4 and without["HGMMA"] == whole["HGMMA"]
@@ -71,7 +78,7 @@ def test_switches_take_the_exponentials_and_the_second_product_out_of_the_code()
 
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
-def test_switches_keep_the_products_and_take_out_mask_loads_and_store() -> None:
+def test_edits_keep_the_products_and_take_out_mask_loads_and_store() -> None:
     facts = {name: count for name, (_, count) in _compiled("", "mask", "loads", "store").items()}
     assert facts["mask"]["FSEL"] < facts[""]["FSEL"] / 2
     assert facts["loads"]["LDGSTS"] == facts[""]["LDGSTS"]  # the same loads, of one tile

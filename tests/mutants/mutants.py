@@ -593,7 +593,7 @@ OTHERS = [
     ),
     Mutant(
         "compiles while a graph is captured", "runtime/launch.py",
-        "if first_time and torch.cuda.is_current_stream_capturing():", "if False:",
+        "if torch.cuda.is_current_stream_capturing():", "if False:",
         "test_gpu.py::test_compiling_during_capture_is_refused_and_the_capture_survives", "", "", needs_gpu=True,
     ),
 ]  # fmt: skip

@@ -194,12 +194,10 @@ def flash_fwd_kernel(
     PRECISION: tl.constexpr,
     SPLIT_AHEAD: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
-    ABLATE: tl.constexpr,
 ):
     """One tile of queries of one head.
 
     The grid has one dimension, for 65,535 is the limit of the others. Neighbouring programs share K and V through L2.
-    ABLATE is empty but for `warpwave.workbench.model.ablation`, which leaves one resource out to time what it costs: results are wrong.
     """
     # Strides come in units: the compiler, which tells only multiples of 16 by itself, then sees that rows of 40 or 80
     # elements are 16-byte aligned, without which they are read one element at a time.
@@ -284,10 +282,6 @@ def flash_fwd_kernel(
         at_edge = (key_tile < whole_begin) | (key_tile >= whole_end)
         keys = key_tile + first_keys
         tile_offset = tl.cast(key_tile, tl.int64)
-        if ABLATE == "loads":
-            tile_offset = tile_offset * 0
-        if ABLATE == "mask":
-            at_edge = False
         # Keys that no query of the tile sees are not read: NaN there must have no effect.
         k = k_pointers + tile_offset * stride_kn
         if SPLIT_AHEAD:
@@ -325,14 +319,7 @@ def flash_fwd_kernel(
             shown = tl.load(mask_ptr + offsets, mask=inside, other=0)  # [BLOCK_M, BLOCK_N]
             scores = tl.where(shown != 0, scores, float("-inf"))
 
-        if ABLATE == "exponentials":
-            m_new = tl.maximum(m_i, tl.max(scores, 1) * scale_left)
-            p = scores * scale_left - m_new[:, None]
-            alpha = tl.math.exp2(m_i - m_new)
-            l_i = l_i * alpha + tl.sum(p, 1)
-            m_i = m_new
-        else:
-            p, alpha, m_i, l_i = softmax_step(scores, scale_left, m_i, l_i)
+        p, alpha, m_i, l_i = softmax_step(scores, scale_left, m_i, l_i)
         v = v_pointers + tile_offset * stride_vn
         if SPLIT_AHEAD:
             v = load_parts(v, stride_vp, keys, dims_v, key_begin, key_end, PRECISION)  # [BLOCK_N, BLOCK_DV], each
@@ -348,10 +335,7 @@ def flash_fwd_kernel(
             p = p.to(v.dtype)
             v = operand(v, PRECISION, IS_NVIDIA)
         p = operand(p, PRECISION, IS_NVIDIA)
-        if ABLATE == "values":
-            acc = acc * alpha[:, None]
-        else:
-            acc = product(p, v, acc * alpha[:, None], PRECISION)  # [BLOCK_M, BLOCK_DV]
+        acc = product(p, v, acc * alpha[:, None], PRECISION)  # [BLOCK_M, BLOCK_DV]
 
     if HAS_SINKS:
         # One more key, whose value is zero. It comes last: as the first maximum it would push the probabilities of
@@ -367,8 +351,6 @@ def flash_fwd_kernel(
     out = acc * tl.math.div_rn(1.0, tl.where(l_i == 0.0, 1.0, l_i))[:, None]
     offsets = rows.to(tl.int64)[:, None] * stride_om + dims_v[None, :]
     inside = (rows < seqlen_q)[:, None] & (dims_v < HEAD_DIM_V)[None, :]
-    if ABLATE == "store":
-        inside = inside & (l_i < 0.0)[:, None]  # a sum is never negative, which the compiler does not know
     tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=inside)
     if WRITE_LSE:
         lse = tl.where(l_i == 0.0, float("-inf"), (m_i + tl.math.log2(l_i)) * LN_2)
@@ -511,7 +493,6 @@ def _constants(problem: AttentionProblem, gpu: Gpu, config: Config, unit: int) -
         "PRECISION": dot_precision(problem, gpu),
         "SPLIT_AHEAD": config.split_ahead,
         "IS_NVIDIA": gpu.vendor == "nvidia",
-        "ABLATE": "",
     }
 
 

@@ -1,15 +1,20 @@
 """What each resource of flash_fwd's loop costs, where no counter may be read: the loop without it, timed.
 
-The kernel has one body; compile-time switches leave out its exponentials, second product, reads of K and V, mask or
-store (`ladder.ABLATIONS`). The results are wrong and thrown away. What the time falls by is the marginal cost
-of the resource: nothing, where something else hides it. The model's prediction of the same stands beside it.
+Each ablation is the kernel compiled from an edited copy of its source (`EDITS`): without its exponentials, its second
+product, its reads of K and V, its mask or its store (`steps.ABLATIONS`). The results are wrong and thrown away. The
+time that an ablation saves is the marginal cost of the resource; it is nothing where another resource hides it. The
+model's prediction stands beside it.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,13 +33,31 @@ from warpwave.workbench.terminal import columns
 AGREES = 1.5  # measured and predicted change, up or down
 SAME = 1.02  # a change by less is none
 
+SOURCE = Path(flash_fwd.__file__).with_name("kernel.py")
+# Ablation -> (text, which occurs in the kernel's source exactly once, and what replaces it).
+EDITS: dict[str, tuple[str, str]] = {
+    "exponentials": (
+        "        p, alpha, m_i, l_i = softmax_step(scores, scale_left, m_i, l_i)\n",
+        "        m_new = tl.maximum(m_i, tl.max(scores, 1) * scale_left)\n"
+        "        p = scores * scale_left - m_new[:, None]\n"
+        "        alpha = tl.math.exp2(m_i - m_new)\n"
+        "        l_i = l_i * alpha + tl.sum(p, 1)\n"
+        "        m_i = m_new\n",
+    ),
+    "values": ("acc = product(p, v, acc * alpha[:, None], PRECISION)", "acc = acc * alpha[:, None]"),
+    "loads": ("tile_offset = tl.cast(key_tile, tl.int64)", "tile_offset = tl.cast(key_tile, tl.int64) * 0"),
+    "mask": ("at_edge = (key_tile < whole_begin) | (key_tile >= whole_end)", "at_edge = False"),
+    # A sum is never negative, which the compiler cannot prove.
+    "store": ("element_ty), mask=inside)", "element_ty), mask=inside & (l_i < 0.0)[:, None])"),
+}
+
 
 @dataclass(frozen=True)
 class Ablation:
     """One thing left out.
 
     Attributes:
-        name: a key of `ladder.ABLATIONS`.
+        name: a key of `steps.ABLATIONS`.
         predicted, measured: time of the whole kernel over the time without: 1.3 is a resource that costs 30 %; None
             where nobody predicted or measured it.
         measured_us: without it.
@@ -156,7 +179,24 @@ def variants(problem: AttentionProblem, gpu: Gpu, operands: Any, out: torch.Tens
     spec = flash_fwd.specify(problem, gpu, operands, out, lse, config)
     if isinstance(spec, tuple) and not isinstance(spec, Launch):
         raise InvalidInput("this call splits K and V in a launch before; ablate one whose precision needs no split")
-    return {name: spec._replace(constants={**spec.constants, "ABLATE": name}) for name in ("", *ABLATIONS)}
+    return {"": spec} | {name: spec._replace(kernel=kernel_without(name)) for name in ABLATIONS}
+
+
+@functools.cache
+def kernel_without(name: str) -> Any:
+    """Returns `flash_fwd_kernel` compiled from its source with one of `EDITS`.
+
+    Triton reads a kernel's source from its file when the module is imported; the file is not needed afterwards.
+    """
+    text = SOURCE.read_text(encoding="utf-8").replace(*EDITS[name])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"flash_fwd_without_{name}.py"
+        path.write_text(text, encoding="utf-8")
+        specification = importlib.util.spec_from_file_location(path.stem, path)
+        assert specification is not None and specification.loader is not None
+        module = importlib.util.module_from_spec(specification)
+        specification.loader.exec_module(module)
+    return module.flash_fwd_kernel
 
 
 def _timed(problem: AttentionProblem, config: Any, rounds: int) -> dict[str, float]:
