@@ -37,7 +37,8 @@ COMPILE = """
 import json, sys, torch
 from tests.test_ablation import H200, _problem
 from warpwave.ablation import variants
-from warpwave.workbench.inspect.compiled import compile_launch, operands_without_memory
+from warpwave.cached_calls import operands_without_memory
+from warpwave.workbench.inspect.compiled import compile_launch
 from warpwave.kernels import flash_fwd
 problem = _problem()
 operands = operands_without_memory(problem)

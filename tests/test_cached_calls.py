@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.test_kv_cache import DEVICE, append, check_books, make, read, tokens, visible
-from warpwave import InvalidInput, PagedKVCache, Rotary, attention_with_kv_cache, cached_calls
+from warpwave import InvalidInput, PagedKVCache, Rotary, attention_with_kv_cache, plans
 from warpwave.kernels import append_kv
 from warpwave.kv_cache import new_tokens
 from warpwave.paging import offsets_within
@@ -186,7 +186,7 @@ def test_signs_that_torch_has_put_off(by_kernel: bool, monkeypatch: pytest.Monke
 
 def test_threads_that_make_more_plans_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, q = two_rows(), tokens(1, 1, 2, 8)
-    monkeypatch.setattr(cached_calls, "_plans", Bounded(2))
+    monkeypatch.setattr(plans, "_plans", Bounded(2))
     errors: list[BaseException] = []
 
     def work(first: int) -> None:
@@ -207,7 +207,7 @@ def test_threads_that_make_more_plans_than_are_kept(monkeypatch: pytest.MonkeyPa
     finally:
         sys.setswitchinterval(interval)
     assert errors == []
-    assert len(cached_calls._plans) == 2
+    assert len(plans._plans) == 2
 
 
 def test_a_refused_number_does_not_serve_its_equal() -> None:

@@ -20,7 +20,7 @@ from warpwave import (
     UnsupportedProblem,
     attention,
     attention_with_kv_cache,
-    cached_calls,
+    plans,
     warmup,
 )
 from warpwave.kernels import append_kv
@@ -562,7 +562,7 @@ def test_calls_made_before_are_recalled(monkeypatch: pytest.MonkeyPatch) -> None
     unaligned = torch.cat([torch.zeros(1, device=DEVICE), q.flatten()])[1:].view(q.shape)
     assert call(unaligned).equal(first)
     with monkeypatch.context() as patch:
-        patch.setattr(cached_calls.ops, "plan_key", lambda *_: pytest.fail("the call was described again"))
+        patch.setattr(plans, "plan_key", lambda *_: pytest.fail("the call was described again"))
         assert call().equal(first)
         assert not call(layer=1).equal(first)
         others: list[dict[str, Any]] = [

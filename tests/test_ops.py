@@ -10,9 +10,10 @@ import torch
 from torch.library import opcheck
 
 import warpwave
-from warpwave import guards, ops
+from warpwave import ops, plans
 from warpwave.checks import Options
 from warpwave.problem import Operands
+from warpwave.runtime.bounded import Bounded
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -132,10 +133,10 @@ def test_modes_see_the_call() -> None:
 
 
 def test_plans_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "MAX_PLANS", 8)
+    monkeypatch.setattr(plans, "_plans", Bounded(8))
     for seqlen in range(1, 40):
         warpwave.attention(*qkv(batch=1, seqlen=seqlen, heads=1))
-    assert len(ops._plans) <= 8
+    assert len(plans._plans) <= 8
 
 
 def test_a_plan_is_not_used_for_another_call() -> None:
@@ -187,22 +188,22 @@ def test_tensors_without_sizes_or_memory_are_refused_behind_a_known_call(which: 
 
 def forget() -> None:
     """Which calls were made before, their plans apart."""
-    ops._recent.clear()
-    ops._last.clear()
+    plans._recent.clear()
+    plans._last.clear()
 
 
 @pytest.fixture
 def recalled(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each call was recalled, without reading its tensors' layouts one by one."""
     seen: list[bool] = []
-    recall = ops.recall
+    recall = plans.recall
 
     def watch(*arguments: Any) -> Any:
         run = recall(*arguments)
         seen.append(run is not None)
         return run
 
-    monkeypatch.setattr(ops, "recall", watch)
+    monkeypatch.setattr(plans, "recall", watch)
     forget()
     return seen
 
@@ -211,7 +212,7 @@ def test_a_call_is_recalled_only_for_tensors_laid_out_alike(recalled: list[bool]
     q, k, v = qkv()
     expected = warpwave.attention(q, k, v)
     torch.testing.assert_close(warpwave.attention(q.clone(), k, v), expected, rtol=0, atol=0)
-    assert recalled == [False, guards.guard(q, k, v) is not None]
+    assert recalled == [False, plans.guard(q, k, v) is not None]
     shifted = torch.cat([torch.zeros(1), q.flatten()])[1:].view(q.shape)  # 4 bytes off
     others = {
         "strides": (q, k.transpose(1, 2).contiguous().transpose(1, 2), v),
@@ -262,12 +263,12 @@ def test_calls_with_more_tensors_are_recalled_as_well(what: str, recalled: list[
         return call(scale)
 
     first, second = call(1.0), call(2.0)
-    assert recalled == [False, guards.guard(q) is not None]
+    assert recalled == [False, plans.guard(q) is not None]
     torch.testing.assert_close(first, fresh(1.0), rtol=0, atol=0)
     torch.testing.assert_close(second, fresh(2.0), rtol=0, atol=0)
     recalled.clear()
     assert call(1.0) is not warpwave.attention(q, k, v)
-    assert recalled == [guards.guard(q) is not None, False], "a call without these tensors is another one"
+    assert recalled == [plans.guard(q) is not None, False], "a call without these tensors is another one"
 
 
 def test_no_mode_is_by_passed_once_a_call_is_known() -> None:
@@ -289,21 +290,21 @@ def test_no_mode_is_by_passed_once_a_call_is_known() -> None:
 
 
 def test_recalled_plans_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "MAX_PLANS", 8)
+    monkeypatch.setattr(plans, "_recent", Bounded(8))
     forget()
     for seqlen in range(1, 20):
         warpwave.attention(*qkv(batch=1, seqlen=seqlen, heads=1))
     q, k, v = qkv()
-    for stride in range(1, 2 * ops.MOST_LAYOUTS):  # of one shape
+    for stride in range(1, 2 * plans.MOST_LAYOUTS):  # of one shape
         warpwave.attention(q, k, torch.randn(*v.shape, stride)[..., 0])
-    assert len(ops._recent) <= 8
-    assert max(map(len, ops._recent.values())) <= ops.MOST_LAYOUTS
+    assert len(plans._recent) <= 8
+    assert max(map(len, plans._recent._entries.values())) <= plans.MOST_LAYOUTS
 
 
 def test_without_a_guard_of_torch_s_calls_are_found_all_the_same(
     monkeypatch: pytest.MonkeyPatch, recalled: list[bool]
 ) -> None:
-    monkeypatch.setattr(guards, "tensor_guards", lambda: None)
+    monkeypatch.setattr(plans, "tensor_guards", lambda: None)
     q, k, v = qkv()
     torch.testing.assert_close(warpwave.attention(q, k, v), warpwave.attention(q, k, v), rtol=0, atol=0)
     assert recalled == [False, False]
@@ -313,7 +314,7 @@ def test_sixteen_threads_start_cold_together() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     inputs = [qkv(seqlen=17 + i % 4) for i in range(16)]
-    ops._plans.clear()
+    plans._plans.clear()
     with ThreadPoolExecutor(16) as pool:
         outs = list(pool.map(lambda qkv: warpwave.attention(*qkv, causal=True), inputs))
     for (q, k, v), out in zip(inputs, outs, strict=True):
@@ -328,7 +329,7 @@ def test_calls_of_several_shapes_are_each_recalled(recalled: list[bool]) -> None
     for _ in range(2):
         for three, out in zip(shapes, expected, strict=True):
             torch.testing.assert_close(warpwave.attention(*three), out, rtol=0, atol=0)
-    assert recalled == [guards.guard(*shapes[0]) is not None] * 6
+    assert recalled == [plans.guard(*shapes[0]) is not None] * 6
 
 
 GRADIENTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
@@ -368,12 +369,12 @@ def test_eager_gradients_are_the_operators(case: str, with_lse: bool, recalled: 
     for _ in range(2):
         for a, b in zip(gradients(False), expected, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
-    assert recalled == [False, guards.guard(q) is not None]
+    assert recalled == [False, plans.guard(q) is not None]
 
 
 def test_who_wants_gradients_is_part_of_what_is_recalled(recalled: list[bool]) -> None:
     q, k, v = qkv(seqlen=9)
-    known = guards.guard(q) is not None
+    known = plans.guard(q) is not None
     wanting = q.clone().requires_grad_()
     for _ in range(2):
         assert warpwave.attention(wanting, k, v).requires_grad
@@ -400,7 +401,7 @@ def test_a_call_known_without_gradients_has_them_all_the_same(first: str, recall
     for mode in (first, first, second, second, first):
         with modes[mode]():
             assert warpwave.attention(q, k, v).requires_grad == (mode == "enable_grad")
-    known = guards.guard(q) is not None
+    known = plans.guard(q) is not None
     assert recalled == [False, known, False, known, known]
 
 

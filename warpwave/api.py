@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from warpwave import autograd as derivatives
-from warpwave import cached_calls, ops
+from warpwave import autograd, cached_calls, ops, plans
 from warpwave.checks import (
     Options,
     as_bool,
@@ -115,7 +114,7 @@ def attention(
         window_size, softcap, softmax_scale, return_lse = _scalars(window_size, softcap, softmax_scale, return_lse)
     # 1 == True, so what was said includes the type of causal.
     said = (causal, window_size, softcap, softmax_scale, precision, return_lse, 0, 0, causal.__class__, kernel, config)
-    run = ops.recall(operands, said)
+    run = plans.recall(operands, said)
     out, lse = _call(operands, said) if run is None else run(operands)
     return (out, lse) if return_lse else out
 
@@ -173,7 +172,7 @@ def attention_varlen(
         options = _options(operands, *said[:8])
         describe_call(operands, options)
         check_packed_lengths(operands, options)
-    run = ops.recall(operands, said)
+    run = plans.recall(operands, said)
     out, lse = _call(operands, said) if run is None else run(operands)
     return (out, lse) if return_lse else out
 
@@ -289,7 +288,7 @@ def attention_with_kv_cache(
     said = (causal, window_size, softcap, softmax_scale, precision, return_lse, longest, max_seqlen_k or 0)
     # 1 == True, so what was said includes the type of causal. Rotated queries lie in a tensor of their own.
     full = (said, causal.__class__, num_splits, batch_invariant, shared_prefix, kernel, config, rotary is None)
-    recalled = run = ops.recall(operands, full)
+    run = plans.recall(operands, full)
     writes = k_new is not None or v_new is not None or rotary is not None
     if run is not None and not (writes or checked):
         out, lse = run(operands)
@@ -300,9 +299,9 @@ def attention_with_kv_cache(
     serving = cached_calls.Serving(num_splits, batch_invariant, shared_prefix)
     if q.is_neg():
         operands = operands._replace(q=q.resolve_neg())
-    key = ops.plan_key(operands, full) if run is None else None
-    run = cached_calls.find_plan(key) if run is None else run
-    if run is None or checked:
+    key = plans.plan_key(operands, full) if run is None else None
+    known = run or plans.find(key)
+    if known is None or checked:
         options = _options(operands, *said)
         cached_calls.check(operands, options, serving)
     new = cached_calls.NewTokens(operands)
@@ -312,9 +311,10 @@ def attention_with_kv_cache(
         cached_calls.check_contents(operands, new, options, serving, lengths, rotary)
     operands = new.operands
     if run is None:
-        run = cached_calls.make_plan(key, operands, options, serving, kernel, config)
-    if recalled is None and key is not None and not wanting:
-        cached_calls.remember(operands, full, run)
+        attended = operands
+        run = known or plans.planned(key, lambda: cached_calls.make_plan(attended, options, serving, kernel, config))
+        if key is not None and not wanting:
+            plans.remember(operands, full, run)
     with new.written():  # nothing has changed before; if a kernel fails, nothing was appended
         out, lse = run(operands)
     if wanting:
@@ -366,21 +366,16 @@ def _call(operands: Operands, said: tuple[Any, ...]) -> tuple[torch.Tensor, torc
             and its config.
     """
     *options, _, kernel, config = said
-    if not derivatives.is_compiling():
+    if not autograd.is_compiling():
         operands = settled(operands)
-    if derivatives.is_eager() and (key := ops.plan_key(operands, said)) is not None:
-        try:
-            run = ops.find_plan(key)
-        except TypeError:  # a list, say, has no hash; the operator takes what can be read from it
-            pass
-        else:
-            run = run or ops.make_plan(key, operands, _options(operands, *options), kernel, config)
-            ops.remember(operands, said, run)
-            return run(operands)
+    if autograd.is_eager() and (key := plans.plan_key(operands, said)) is not None:
+        run = plans.planned(key, lambda: ops.make_plan(operands, _options(operands, *options), kernel, config))
+        plans.remember(operands, said, run)
+        return run(operands)
     check_are_tensors(operands)
     chosen, encoded = _options(operands, *options), ops.encode_config(config)
-    if not derivatives.is_compiling() and derivatives.is_transformed():
-        out, lse = derivatives.transformed(*operands, *chosen._replace(needs_grad=True), kernel, encoded)
+    if not autograd.is_compiling() and autograd.is_transformed():
+        out, lse = autograd.transformed(*operands, *chosen._replace(needs_grad=True), kernel, encoded)
     else:
         out, lse = torch.ops.warpwave.attention(*operands, *chosen, kernel, encoded)
     return out, lse

@@ -1,13 +1,11 @@
 """Calls on a paged cache: what `attention_with_kv_cache` does behind its arguments, and `warmup`.
 
-As in ops.py, a call that was made before skips checks and choices: its plan, a bound kernel, is found by what the
-plan may rely on. Lengths and page tables are no part of that, so they change without a new plan.
+Lengths and page tables are contents of tensors, on which no plan relies: they change without a new plan.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,20 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave import autograd as derivatives
-from warpwave import dispatch, ops
+from warpwave import autograd, dispatch
 from warpwave.checks import Options, check_cache_contents, check_problem, describe_cached_call
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import append_kv, split_kv
 from warpwave.kv_cache import CacheLayer, PagedKVCache, Rotary, check_counts, check_positions, integers, new_tokens
-from warpwave.problem import AttentionProblem, CachedOperands
-from warpwave.runtime.bounded import Bounded
-
-Run = Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]
-_plans: Bounded[tuple[Any, ...], Run] = Bounded(4096)
-_said: set[str] = set()
-log = logging.getLogger("warpwave")
+from warpwave.plans import Run, tell_once, without_keys
+from warpwave.problem import AttentionProblem, CachedOperands, Operands
 
 
 class Serving(NamedTuple):
@@ -44,39 +36,6 @@ class Serving(NamedTuple):
     num_splits: int | None = None
     batch_invariant: bool = False
     shared_prefix: int = 0
-
-
-def find_plan(key: tuple[Any, ...] | None) -> Run | None:
-    """The plan kept under a key of `ops.plan_key`."""
-    try:
-        return _plans.get(key) if key is not None else None
-    except TypeError:  # a window given as a list, say, has no hash
-        return None
-
-
-def remember(operands: CachedOperands, said: tuple[Any, ...], run: Run) -> None:
-    """Lets `ops.recall` find a plan."""
-    with contextlib.suppress(TypeError):  # a window given as a list, say, has no hash
-        ops.remember(operands, said, run)
-
-
-def make_plan(
-    key: tuple[Any, ...] | None,
-    operands: CachedOperands,
-    options: Options,
-    serving: Serving,
-    kernel: str,
-    config: Any,
-) -> Run:
-    """Chooses and compiles the kernel of a call, and keeps the plan under the key, if it has one."""
-    run = _plan(operands, options, serving, kernel, config)
-    try:
-        hash(key)
-    except TypeError:
-        return run
-    if key is not None:
-        _plans.put(key, run)
-    return run
 
 
 def layer_of(cache: Any) -> CacheLayer:
@@ -272,10 +231,10 @@ def wanting_gradients(arguments: Iterable[Any]) -> list[torch.Tensor]:
 
 def check_transforms(arguments: Sequence[Any]) -> None:
     """Raises InvalidInput where a transform of torch.func, or forward mode, would have to see through the call."""
-    if derivatives.has_tangents(arguments):
+    if autograd.has_tangents(arguments):
         raise InvalidInput("attention_with_kv_cache has no derivatives, and an argument carries a tangent")
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    if derivatives.transforms() is not None and any(isinstance(t, torch.Tensor) and is_wrapped(t) for t in arguments):
+    if autograd.transforms() is not None and any(isinstance(t, torch.Tensor) and is_wrapped(t) for t in arguments):
         raise InvalidInput(
             "attention_with_kv_cache computes no gradients and has no batching rule: a transform of torch.func (grad, "
             "vjp, vmap) cannot see through it"
@@ -323,12 +282,13 @@ def choose(
     return choice
 
 
-def _plan(operands: CachedOperands, options: Options, serving: Serving, kernel: str, config: Any) -> Run:
+def make_plan(operands: CachedOperands, options: Options, serving: Serving, kernel: str, config: Any) -> Run:
+    """Chooses, configures and compiles the kernel of a call that was checked."""
     problem = describe_cached_call(operands, options, serving.batch_invariant)
     gpu = current_gpu(operands.q.device)
     choice = choose(problem, gpu, serving, kernel, config)
     if kernel == "auto" and not choice.kernel.NEEDS_GPU:
-        _say_once(problem, gpu, choice.kernel.NAME)
+        tell_once(problem, gpu, choice.kernel.NAME, split_kv)
     prefix = serving.shared_prefix
     if prefix:
         reasons = prefix_refusals(problem, prefix)
@@ -339,19 +299,11 @@ def _plan(operands: CachedOperands, options: Options, serving: Serving, kernel: 
                 "the same call without shared_prefix",
             )
     if problem.rows == 0 or problem.batch == 0:
-        return lambda operands: ops.without_keys(problem, operands)
+        return lambda operands: without_keys(problem, operands)
     if prefix and choice.kernel is split_kv:
         return split_kv.bind_with_prefix(problem, operands, choice.config, prefix)
     run: Run = choice.kernel.bind(problem, operands, choice.config)
     return run
-
-
-def _say_once(problem: AttentionProblem, gpu: Gpu, name: str) -> None:
-    """That no GPU kernel serves, and why: once for CPU tensors, once for each reason on a GPU."""
-    reason = "tensors on the CPU" if gpu.is_cpu else "; ".join(split_kv.why_not(problem, gpu))
-    if reason not in _said:
-        _said.add(reason)
-        log.warning("attention on a cache is served by %s, not %s: %s", name, split_kv.NAME, reason)
 
 
 def prefix_refusals(problem: AttentionProblem, shared_prefix: int) -> list[str]:
@@ -426,9 +378,45 @@ def warmup(problems: Iterable[AttentionProblem], device: torch.device | str = "c
 
 
 def blank_operands(problem: AttentionProblem, device: torch.device) -> Any:
-    """Operands of a problem, contiguous and with memory of no particular content; a pool has one page."""
-    from warpwave.workbench.inspect.compiled import operands_without_memory
-
+    """Returns operands of a problem, contiguous and with memory of unspecified content; a pool has one page."""
     return type(operands := operands_without_memory(problem))(
         *(None if t is None else torch.empty(t.shape, dtype=t.dtype, device=device) for t in operands)
+    )
+
+
+def operands_without_memory(problem: AttentionProblem) -> Any:
+    """Returns contiguous operands of a problem on device "meta", without storage. A pool has one page."""
+
+    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    p, dtype = problem, getattr(torch, problem.dtype)
+    rows = (p.total_q,) if p.packed else (p.batch, p.seqlen_q)
+    keys = (p.total_k,) if p.packed else (p.batch, p.seqlen_k)
+    offsets = empty(p.batch + 1, dtype=torch.int32) if p.packed else None
+    if p.page_size:
+        return CachedOperands(
+            empty(*rows, p.num_heads_q, p.head_dim, dtype=dtype),
+            empty(1, p.page_size, p.num_heads_kv, p.head_dim, dtype=dtype),
+            empty(1, p.page_size, p.num_heads_kv, p.head_dim_v, dtype=dtype),
+            None,
+            None,
+            None if p.alibi_shape is None else empty(*p.alibi_shape, dtype=torch.float32),
+            empty(p.num_heads_q, dtype=torch.float32) if p.has_sinks else None,
+            offsets,
+            None,
+            empty(p.batch, -(-p.seqlen_k // p.page_size), dtype=torch.int32),
+            empty(p.batch, dtype=torch.int32),
+            empty(p.batch, dtype=torch.int32),
+        )
+    return Operands(
+        empty(*rows, p.num_heads_q, p.head_dim, dtype=dtype),
+        empty(*keys, p.num_heads_kv, p.head_dim, dtype=dtype),
+        empty(*keys, p.num_heads_kv, p.head_dim_v, dtype=dtype),
+        None if p.mask_shape is None else empty(*p.mask_shape, dtype=torch.bool),
+        None if p.bias_shape is None else empty(*p.bias_shape, dtype=getattr(torch, p.bias_dtype or p.dtype)),
+        None if p.alibi_shape is None else empty(*p.alibi_shape, dtype=torch.float32),
+        empty(p.num_heads_q, dtype=torch.float32) if p.has_sinks else None,
+        offsets,
+        offsets,
     )

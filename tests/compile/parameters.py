@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from warpwave import dispatch
+from warpwave.cached_calls import operands_without_memory
 from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem
 from warpwave.runtime import driver
@@ -59,7 +60,7 @@ def main() -> None:
         job = json.loads(line)
         problem, kernel = AttentionProblem(**job["problem"]), kernels[job["kernel"]]
         config = kernel.configs(problem, gpu)[0]
-        operands = compiled.operands_without_memory(problem)
+        operands = operands_without_memory(problem)
         out = operands.q.new_empty((*operands.q.shape[:-1], problem.head_dim_v))
         specified = kernel.specify(problem, gpu, operands, out, None, config)
         found = []

@@ -171,11 +171,11 @@ def test_hopper_uses_its_own_matrix_instruction() -> None:
 
 def test_lengths_and_causality_do_not_recompile() -> None:
     """A causal mask and a window to the right of 0 are one variant, and no length is baked into the code."""
+    from warpwave.cached_calls import operands_without_memory
     from warpwave.gpu import Gpu
     from warpwave.kernels import flash_fwd
     from warpwave.problem import AttentionProblem, Causal
     from warpwave.runtime.launch import Launch
-    from warpwave.workbench.inspect.compiled import operands_without_memory
 
     gpu = Gpu.for_arch("sm_90")
     fields = job("sm_90", "bfloat16", 128, "plain")["problem"]

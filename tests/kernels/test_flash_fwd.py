@@ -92,7 +92,7 @@ def test_splitting_ahead_costs_a_launch_and_its_parts(arithmetic: str, parts: in
 
 
 def _specified(problem: AttentionProblem, config: flash_fwd.Config) -> Any:
-    from warpwave.workbench.inspect.compiled import operands_without_memory
+    from warpwave.cached_calls import operands_without_memory
 
     operands = operands_without_memory(problem)
     return flash_fwd.specify(problem, H200, operands, operands.q, None, config)
@@ -123,7 +123,7 @@ def test_a_gpu_without_room_is_refused_with_the_figures() -> None:
 @pytest.mark.parametrize("window", [(-1, -1), (2**62, 2**62)])
 def test_no_argument_wraps(seqlen_k: int, window: tuple[int, int]) -> None:
     """What the kernel multiplies or adds in 32 bits: program ids, and positions with a window's sides."""
-    from warpwave.workbench.inspect.compiled import operands_without_memory
+    from warpwave.cached_calls import operands_without_memory
 
     problem = replace(
         PROBLEM, batch=1, seqlen_q=2**20, seqlen_k=seqlen_k, head_dim=1, head_dim_v=1, causal=Causal("top_left"),

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from warpwave.cached_calls import operands_without_memory
 from warpwave.errors import InvalidInput
 from warpwave.gpu import ARCHS, CPU, INTERPRETER, Gpu
 from warpwave.kernels.three_kernel import backward as three_kernel_gradients
@@ -22,7 +23,6 @@ from warpwave.kernels.three_kernel.config import library_cannot
 from warpwave.kernels.three_kernel.plan import Config, allocate_workspace, least_bytes, pieces, plan, workspace_bytes
 from warpwave.kernels.three_kernel.softmax import UNSPECIALISED
 from warpwave.problem import AttentionProblem, Causal, Operands
-from warpwave.workbench.inspect.compiled import operands_without_memory
 
 PROBLEM = AttentionProblem(
     batch=2, seqlen_q=300, seqlen_k=290, num_heads_q=4, num_heads_kv=2, head_dim=1024, head_dim_v=512,

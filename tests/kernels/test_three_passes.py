@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from warpwave import dispatch
+from warpwave.cached_calls import operands_without_memory
 from warpwave.gpu import ARCHS, CPU, INTERPRETER, Gpu
 from warpwave.kernels.ladder import naive, three_passes, tiled
 from warpwave.problem import AttentionProblem, Causal
-from warpwave.workbench.inspect.compiled import operands_without_memory
 
 PROBLEM = AttentionProblem(
     batch=2, seqlen_q=300, seqlen_k=290, num_heads_q=4, num_heads_kv=2, head_dim=80, head_dim_v=64,

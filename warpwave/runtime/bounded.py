@@ -28,6 +28,11 @@ class Bounded(Generic[K, V]):
         """Returns the entry of a key, or None."""
         return self._entries.get(key)
 
+    def clear(self) -> None:
+        """Drops all entries."""
+        with self._lock:
+            self._entries.clear()
+
     def put(self, key: K, value: V) -> None:
         """Stores an entry as the latest one."""
         with self._lock:

@@ -44,7 +44,7 @@ class Launch(NamedTuple):
 
     kernel: Any
     grid: int
-    tensors: Sequence[torch.Tensor | Mapped | None]
+    tensors: Sequence[Any]  # of torch.Tensor, Mapped or None
     scalars: Sequence[int | float]
     constants: Mapping[str, Any]
     options: Mapping[str, Any]

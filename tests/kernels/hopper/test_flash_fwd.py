@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from warpwave import UnsupportedProblem, attention, attention_varlen
+from warpwave.cached_calls import operands_without_memory
 from warpwave.gpu import CPU, Gpu, current_gpu
 from warpwave.kernels.hopper.flash_fwd import claims as flash_fwd_claims
 from warpwave.kernels.hopper.flash_fwd import config as flash_fwd_configs
@@ -19,7 +20,6 @@ from warpwave.kernels.prepass import scale_ahead, split_ahead
 from warpwave.problem import AttentionProblem, Causal, Operands
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import NO_TRITON
-from warpwave.workbench.inspect.compiled import operands_without_memory
 
 H200 = Gpu.for_arch("sm_90")
 PROBLEM = AttentionProblem(

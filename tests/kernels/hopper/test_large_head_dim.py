@@ -15,10 +15,10 @@ from tests.conformance.cases import PLAIN
 from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
 from warpwave import UnsupportedProblem, attention
+from warpwave.cached_calls import operands_without_memory
 from warpwave.gpu import CPU, Gpu
 from warpwave.kernels.hopper.large_head_dim import kernel as large_head_dim
 from warpwave.problem import AttentionProblem, Causal, Operands
-from warpwave.workbench.inspect.compiled import operands_without_memory
 
 H200 = Gpu.for_arch("sm_90")
 PROBLEM = AttentionProblem(

@@ -245,7 +245,10 @@ def specify(
         attend = few_rows.specify(problem, gpu, operands, arguments, config, first_key)
     else:
         plans = tensor_maps.plans(problem, gpu, operands, config)
-        maps = [launch.Mapped(plan, tensor) for plan, tensor in zip(plans, operands[1:3], strict=False)] or [None, None]
+        maps: list[Any] = [launch.Mapped(plan, tensor) for plan, tensor in zip(plans, operands[1:3], strict=False)] or [
+            None,
+            None,
+        ]
         attend = launch.Launch(
             kernel=split_kv_kernel,
             grid=tiles(problem, config) * head_groups(problem, config) * config.num_splits * problem.batch,

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from warpwave.cached_calls import operands_without_memory
 from warpwave.gpu import Gpu
-from warpwave.problem import AttentionProblem, CachedOperands, Operands
+from warpwave.problem import AttentionProblem
 from warpwave.runtime.launch import Launch
 from warpwave.runtime.triton_or_stub import INTERPRETED, NO_TRITON, triton
 
@@ -80,44 +81,6 @@ class Compiled(NamedTuple):
 
     facts: CompileFacts
     texts: dict[str, str]
-
-
-def operands_without_memory(problem: AttentionProblem) -> Any:
-    """Contiguous operands of a problem on device "meta": shapes and strides, no storage. A cache has one page."""
-
-    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    p, dtype = problem, getattr(torch, problem.dtype)
-    rows = (p.total_q,) if p.packed else (p.batch, p.seqlen_q)
-    keys = (p.total_k,) if p.packed else (p.batch, p.seqlen_k)
-    offsets = empty(p.batch + 1, dtype=torch.int32) if p.packed else None
-    if p.page_size:
-        return CachedOperands(
-            empty(*rows, p.num_heads_q, p.head_dim, dtype=dtype),
-            empty(1, p.page_size, p.num_heads_kv, p.head_dim, dtype=dtype),
-            empty(1, p.page_size, p.num_heads_kv, p.head_dim_v, dtype=dtype),
-            None,
-            None,
-            None if p.alibi_shape is None else empty(*p.alibi_shape, dtype=torch.float32),
-            empty(p.num_heads_q, dtype=torch.float32) if p.has_sinks else None,
-            offsets,
-            None,
-            empty(p.batch, -(-p.seqlen_k // p.page_size), dtype=torch.int32),
-            empty(p.batch, dtype=torch.int32),
-            empty(p.batch, dtype=torch.int32),
-        )
-    return Operands(
-        empty(*rows, p.num_heads_q, p.head_dim, dtype=dtype),
-        empty(*keys, p.num_heads_kv, p.head_dim, dtype=dtype),
-        empty(*keys, p.num_heads_kv, p.head_dim_v, dtype=dtype),
-        None if p.mask_shape is None else empty(*p.mask_shape, dtype=torch.bool),
-        None if p.bias_shape is None else empty(*p.bias_shape, dtype=getattr(torch, p.bias_dtype or p.dtype)),
-        None if p.alibi_shape is None else empty(*p.alibi_shape, dtype=torch.float32),
-        empty(p.num_heads_q, dtype=torch.float32) if p.has_sinks else None,
-        offsets,
-        offsets,
-    )
 
 
 def compile_launches(kernel: Any, problem: AttentionProblem, gpu: Gpu, config: Any) -> tuple[Compiled, ...]:
