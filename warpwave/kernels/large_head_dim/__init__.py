@@ -1,6 +1,7 @@
 """`large_head_dim`: one pass with head_dim in pieces, for head_dim above 256 and latent caches."""
 
 from warpwave.kernels.large_head_dim.host import (
+    MEANT_FROM,
     NAME,
     NEEDS_GPU,
     Config,
@@ -13,4 +14,16 @@ from warpwave.kernels.large_head_dim.host import (
     why_not,
 )
 
-__all__ = ["NAME", "NEEDS_GPU", "Config", "bind", "configs", "cost", "outrun", "smem_bytes", "specify", "why_not"]
+__all__ = [
+    "MEANT_FROM",
+    "NAME",
+    "NEEDS_GPU",
+    "Config",
+    "bind",
+    "configs",
+    "cost",
+    "outrun",
+    "smem_bytes",
+    "specify",
+    "why_not",
+]

@@ -1,6 +1,7 @@
 """`three_kernel`: scores, softmax and values as separate kernels, for very large heads; and gradients."""
 
 from warpwave.kernels.three_kernel.host import (
+    MEANT_FROM,
     NAME,
     NEEDS_GPU,
     Config,
@@ -18,6 +19,7 @@ from warpwave.kernels.three_kernel.host import (
 )
 
 __all__ = [
+    "MEANT_FROM",
     "NAME",
     "NEEDS_GPU",
     "Config",

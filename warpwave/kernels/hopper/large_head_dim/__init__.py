@@ -1,6 +1,7 @@
 """`hopper/large_head_dim`: one pass over wide heads by two consumer warpgroups, in Gluon."""
 
 from warpwave.kernels.hopper.large_head_dim.kernel import (
+    MEANT_FROM,
     NAME,
     NEEDS_GPU,
     Config,
@@ -13,4 +14,16 @@ from warpwave.kernels.hopper.large_head_dim.kernel import (
     why_not,
 )
 
-__all__ = ["NAME", "NEEDS_GPU", "Config", "bind", "configs", "cost", "outrun", "smem_bytes", "specify", "why_not"]
+__all__ = [
+    "MEANT_FROM",
+    "NAME",
+    "NEEDS_GPU",
+    "Config",
+    "bind",
+    "configs",
+    "cost",
+    "outrun",
+    "smem_bytes",
+    "specify",
+    "why_not",
+]
