@@ -14,7 +14,7 @@ from typing import Any
 
 log = logging.getLogger("mkdocs.plugins.site_links")
 
-LINK = re.compile(r"(?<!!)\[(?P<text>[^\]\n]+)\]\((?P<target>\.\.?/[^)\s#]+)(?:#[^)\s]*)?\)")
+LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<target>\.\.?/[^)\s#]+)(?:#[^)\s]*)?\)")
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:

@@ -26,7 +26,7 @@ NO_PROSE = ("|", "![", "    ")  # tables, images, indented code
 README_WORDS = 700
 MAX_COLUMNS = 120
 
-LINK = re.compile(r"\[[^\]\n]*\]\((?P<target>[^)\s]+)\)")
+LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 GENERATED = re.compile(r"^<!-- (?!end).*?^<!-- end.*?-->", re.MULTILINE | re.DOTALL)
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
