@@ -17,8 +17,7 @@ from warpwave.problem import AttentionProblem, Operands
 from warpwave.workbench.bench.correctness import Verdict
 from warpwave.workbench.bench.records import Measurement
 from warpwave.workbench.bench.timing import Samples
-from warpwave.workbench.demo import demo
-from warpwave.workbench.demo import sentence_model as demo_model
+from warpwave.workbench.demo import demo, sentence_model
 from warpwave.workbench.report import shipped
 
 CPU = torch.device("cpu")
@@ -104,7 +103,7 @@ def test_a_wrong_result_fails_and_is_not_timed(
 
 
 def no_model() -> None:
-    raise demo_model.ModelMissing("the package x is not installed")
+    raise sentence_model.ModelMissing("the package x is not installed")
 
 
 RIGHT = Verdict(True, "", 1e-7, 2e-7, 1e-7, 2e-7, 8)
@@ -123,10 +122,10 @@ PROBLEM = AttentionProblem(
 
 
 @pytest.fixture
-def quick_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[bool], int]:
+def quick_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
     """The demo without its minute of measuring: runs it in an empty folder, with a result that is right or wrong."""
 
-    def run(right: bool) -> int:
+    def run(right: bool, verbose: bool = False) -> int:
         timing = Samples((1234.5, 1234.5), "host clock", 3, 1, False)
         peer = Measurement(
             suite="demo", case="a case", problem=PROBLEM, contender=demo.BASELINE, verdict=RIGHT, timing=timing
@@ -138,10 +137,12 @@ def quick_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[boo
             verdict=RIGHT if right else WRONG,
             timing=timing if right else None,
         )
-        monkeypatch.setattr(demo_model, "load", no_model)
-        monkeypatch.setattr(demo, "check_in_interpreter", lambda device: True)
-        monkeypatch.setattr(demo, "compare", lambda case, device: demo.Comparison("a case", [peer, ours], []))
-        return demo.run("cpu")
+        monkeypatch.setattr(sentence_model, "load", no_model)
+        monkeypatch.setattr(demo, "check_in_interpreter", lambda device: demo.Interpreted(True, "the interpreter"))
+        monkeypatch.setattr(
+            demo, "compare", lambda case, device: demo.Comparison("a case", [peer, ours], ["not flash_fwd: a reason"])
+        )
+        return demo.run("cpu", verbose=verbose)
 
     monkeypatch.chdir(tmp_path)
     return run
@@ -149,25 +150,44 @@ def quick_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[boo
 
 @pytest.mark.parametrize(("right", "code"), [(True, 0), (False, 1)])
 def test_without_the_model_it_says_so_and_goes_on(
-    quick_demo: Callable[[bool], int], capsys: pytest.CaptureFixture[str], right: bool, code: int
+    quick_demo: Callable[..., int], capsys: pytest.CaptureFixture[str], right: bool, code: int
 ) -> None:
     assert quick_demo(right) == code
     printed = capsys.readouterr().out
     assert "the package x is not installed" in printed
-    assert ("FAILED" in printed) == (not right)
+    assert printed.startswith("PASS" if right else "FAILED")
+    assert ("eager on a case" in printed.splitlines()[0]) == (not right)
+
+
+def test_it_prints_the_verdict_first_and_the_page_last_in_few_lines(
+    quick_demo: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert quick_demo(True) == 0
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert lines[0].startswith("PASS") and len(lines) <= demo.MAX_LINES
+    assert lines[-1] == f"The report: {Path('report.html').resolve()}"
+    assert "not flash_fwd: a reason" not in printed.out
+    Path("report.html").unlink()
+    assert quick_demo(True, verbose=True) == 0
+    verbose = capsys.readouterr().out.splitlines()
+    assert verbose[0] == lines[0] and verbose[-1] == lines[-1]
+    assert any("not flash_fwd: a reason" in line for line in verbose) and "the interpreter" in verbose
 
 
 def test_without_a_gpu_it_ends_with_a_report_of_its_own_numbers_beside_the_h200s(
-    quick_demo: Callable[[bool], int], capsys: pytest.CaptureFixture[str]
+    quick_demo: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert quick_demo(True) == 0
     printed = capsys.readouterr().out
     page = Path("report.html")
     assert f"The report: {page.resolve()}\n" in printed
     measured = min(environment["date"] for environment in shipped.records().environments.values())[:10]
-    for text in (printed, page.read_text()):
-        assert "This machine's own numbers" in text or "This machine&#39;s own numbers" in text
-        assert f"Measured on an NVIDIA H200 on {measured}, not on this machine" in text
+    assert "(here)" in printed
+    assert "NVIDIA H200" in printed and "not this machine" in printed
+    text = page.read_text()
+    assert "This machine&#39;s own numbers" in text
+    assert f"Measured on an NVIDIA H200 on {measured}, not on this machine" in text
     own, *others = page.read_text().split("<article")[1:]  # of the shipped records, one article a version measured
     assert "1,235" in own or "1,234" in own
     assert "warpwave demo" in own
@@ -176,7 +196,7 @@ def test_without_a_gpu_it_ends_with_a_report_of_its_own_numbers_beside_the_h200s
 
 
 def test_a_report_that_cannot_be_written_is_said_before_anything_is_run(
-    quick_demo: Callable[[bool], int], capsys: pytest.CaptureFixture[str]
+    quick_demo: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("report.html").write_text("mine")
     assert quick_demo(True) == 2
@@ -187,11 +207,20 @@ def test_a_report_that_cannot_be_written_is_said_before_anything_is_run(
 
 
 def test_the_real_model_agrees(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip(demo_model.PACKAGE, reason="the demo's model is not installed")
+    pytest.importorskip(sentence_model.PACKAGE, reason="the demo's model is not installed")
     with torch.inference_mode():
-        right, cases = demo.embed_and_compare(CPU, torch.float32)
-    assert right
-    assert [len(case.operands) for case in cases] == [6, 6]
-    printed = capsys.readouterr().out
-    assert "Sentence embeddings" in printed
-    assert "\x1b" not in printed
+        embedded = demo.embed_and_compare(CPU, torch.float32)
+    assert not embedded.wrong
+    assert [len(case.operands) for case in embedded.cases] == [6, 6]
+    assert [row[-1] for row in embedded.table.rows] == ["baseline", "pass", "pass"]
+    comparison = demo.Comparison("the 6 layers' q, k, v, packed", [ours("eager")] * 3, [], "us a layer")
+    outcome = demo.Outcome("CPU", embedded, "", [comparison] * 4, demo.Interpreted(True, ""))
+    machines = 5  # at most, with the shipped records; and the verdict, a blank line, and where the report is
+    assert len(outcome.lines()) + machines + 4 <= demo.MAX_LINES
+    assert capsys.readouterr().out == ""
+
+
+def ours(kernel: str) -> Measurement:
+    return Measurement(
+        suite="demo", case="a case", problem=PROBLEM, contender="warpwave auto", kernel=kernel, verdict=RIGHT
+    )

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import warpwave
-from warpwave.workbench.demo import sentence_model as demo_model
+from warpwave.workbench.demo import sentence_model
 from warpwave.workbench.demo.sentence_model import AttentionFunction, Bert, ModelMissing, pack, pad
 
 CPU = torch.device("cpu")
@@ -128,8 +128,8 @@ def test_layouts() -> None:
     assert packed.token_ids.tolist() == padded.token_ids[padded.is_token].tolist()
 
 
-@pytest.mark.parametrize("package", ["safetensors.torch", "tokenizers", demo_model.PACKAGE])
+@pytest.mark.parametrize("package", ["safetensors.torch", "tokenizers", sentence_model.PACKAGE])
 def test_a_missing_package_is_said(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ModelMissing, match=package.split(".")[0]):
-        demo_model.load()
+        sentence_model.load()

@@ -118,11 +118,14 @@ def demo(
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the report goes, one HTML file.")] = Path(
         "report.html"
     ),
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also print every table, and why each other kernel did not run.")
+    ] = False,
 ) -> None:
-    """Compare our attention with torch's inside a real transformer.
+    """Compare warpwave's attention with torch's inside a real transformer.
 
-    The answers have to be the same; the times stand side by side, and in a report at the end. Without a GPU that
-    report shows an H200's record beside the CPU's own numbers. A file that is not a report is never written over.
+    The verdict is printed first, then the checks and times in short, then where the report is. Without a GPU, the
+    report shows an H200's record beside the CPU's own numbers. A file that is not a report is never overwritten.
     """
     import torch
 
@@ -132,7 +135,7 @@ def demo(
         raise typer.BadParameter("torch sees no GPU here; use --device cpu", param_hint="--device")
     from warpwave.workbench.demo.demo import run
 
-    raise typer.Exit(run(device, out))
+    raise typer.Exit(run(device, out, verbose))
 
 
 @app.command()

@@ -2,12 +2,15 @@
 
 Two dozen sentences go through a six-layer sentence encoder with either attention, padded and packed. The embeddings
 have to agree with torch's and with float64. Then each kernel that can run here is checked and timed on the q, k and v
-those layers really made, and on two larger shapes. Nothing is timed that has not been found correct on the same inputs.
+of those layers, and on two larger shapes. A kernel is timed only if its result on the same inputs is correct.
+
+The demo prints its verdict first, in at most 30 lines; `-v` adds every table with its reasons.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 import os
 import subprocess
@@ -17,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -28,13 +32,15 @@ from warpwave.gpu import current_gpu
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.workbench.bench import environment
 from warpwave.workbench.bench.correctness import Verdict
+from warpwave.workbench.bench.progress import Progress
 from warpwave.workbench.bench.records import OURS, Measurement, RecordError, Records, environment_id
 from warpwave.workbench.bench.table import Table, print_table
 from warpwave.workbench.bench.timing import CaptureFailed, Samples, time_interleaved
-from warpwave.workbench.demo import sentence_model as demo_model
+from warpwave.workbench.demo import sentence_model
 from warpwave.workbench.output_files import CannotWrite
 from warpwave.workbench.report import command
 from warpwave.workbench.report.content import Report, report
+from warpwave.workbench.report.figures import listed
 from warpwave.workbench.report.intake import shipped_source
 from warpwave.workbench.report.machines import Source
 from warpwave.workbench.report.page import TooLarge
@@ -73,13 +79,14 @@ SENTENCES = (
     "bought their first home.",
     "Bread costs more.",
 )
-SHOWN_NEIGHBOURS = (0, 4, 7, 10, 13, 19)
+SHOWN_NEIGHBORS = (0, 4, 7, 10, 13, 19)
 
 BASELINE = "torch SDPA"
 ERROR_FACTOR = 2.0  # a result may be this many times as far from float64 as torch's own
 ROUNDS = 6  # the fewest that give an interval
 SAMPLE_S = 0.01  # of each contender's turn: the whole demo has to end within a minute on two cores
 INTERPRETED = "the interpreter's speed says nothing about any kernel"
+MAX_LINES = 30  # without -v
 
 
 @dataclass(frozen=True)
@@ -97,8 +104,8 @@ class Case:
     title: str
     operands: Sequence[Operands]
     causal: bool = False
-    packed: demo_model.Packed | None = None
-    padded: tuple[demo_model.Padded, Sequence[Operands]] | None = None
+    packed: sentence_model.Packed | None = None
+    padded: tuple[sentence_model.Padded, Sequence[Operands]] | None = None
 
     def ours(self, kernel: str) -> list[Tensor]:
         door = warpwave.attention if self.packed is None else warpwave.attention_varlen
@@ -172,7 +179,7 @@ def _first_of_large(x: Tensor) -> Tensor:
     return x[:1, :, :1] if _is_large(x) else x
 
 
-def _packed_arguments(packed: demo_model.Packed) -> dict[str, Any]:
+def _packed_arguments(packed: sentence_model.Packed) -> dict[str, Any]:
     return {
         "cu_seqlens_q": packed.cu_seqlens,
         "cu_seqlens_k": packed.cu_seqlens,
@@ -184,7 +191,7 @@ def _packed_arguments(packed: demo_model.Packed) -> dict[str, Any]:
 # Sentences through the model -----------------------------------------------------------------------------------------
 
 
-def sdpa_attention(mask: Tensor | None) -> demo_model.AttentionFunction:
+def sdpa_attention(mask: Tensor | None) -> sentence_model.AttentionFunction:
     """torch's attention in our layout."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -194,16 +201,31 @@ def sdpa_attention(mask: Tensor | None) -> demo_model.AttentionFunction:
     return attention
 
 
-def embed_and_compare(device: torch.device, dtype: torch.dtype) -> tuple[bool, list[Case]]:
-    """Embed the sentences with torch's attention and with ours, and compare.
+@dataclass(frozen=True)
+class Embedded:
+    """The sentences' embeddings by torch's attention and by ours.
 
-    Returns:
-        whether every embedding is right, and the layers' own q, k, v as cases to time.
+    Attributes:
+        wrong: the contenders whose embeddings are wrong.
+        introduction: what went through the model.
+        table: a row for each contender.
+        neighbors: the nearest sentence of a few sentences, so that a person sees that the embeddings mean something.
+        cases: the layers' own q, k, v, to be timed.
     """
-    loaded, tokenize = demo_model.load()
+
+    wrong: Sequence[str]
+    introduction: str
+    table: Table
+    neighbors: str
+    cases: Sequence[Case]
+
+
+def embed_and_compare(device: torch.device, dtype: torch.dtype) -> Embedded:
+    """Embeds the sentences with torch's attention and with ours, and compares the embeddings."""
+    loaded, tokenize = sentence_model.load()
     bert = loaded.to(device, dtype)
     sentences = tokenize(SENTENCES)
-    padded, packed = demo_model.pad(sentences, device), demo_model.pack(sentences, device)
+    padded, packed = sentence_model.pad(sentences, device), sentence_model.pack(sentences, device)
     caught_padded: list[Operands] = []
     caught_packed: list[Operands] = []
 
@@ -215,7 +237,7 @@ def embed_and_compare(device: torch.device, dtype: torch.dtype) -> tuple[bool, l
         caught_packed.append(Operands(q, k, v, cu_seqlens_q=packed.cu_seqlens, cu_seqlens_k=packed.cu_seqlens))
         return warpwave.attention_varlen(q, k, v, **_packed_arguments(packed))
 
-    def embed(model: demo_model.Bert, batch: Any, attention: demo_model.AttentionFunction) -> Tensor:
+    def embed(model: sentence_model.Bert, batch: Any, attention: sentence_model.AttentionFunction) -> Tensor:
         return batch.pool(model.forward(batch.token_ids, batch.positions, attention)).double()
 
     torchs = sdpa_attention(padded.key_mask)
@@ -229,45 +251,42 @@ def embed_and_compare(device: torch.device, dtype: torch.dtype) -> tuple[bool, l
 
     layers, heads, head_dim = bert.num_layers, bert.num_heads, caught_padded[0].q.shape[-1]
     tokens, filling = len(packed.token_ids), (~padded.is_token).double().mean().item()
-    say(
-        f"\n{len(SENTENCES)} sentences of {min(map(len, sentences))} to {packed.max_seqlen} tokens through "
-        f"all-MiniLM-L6-v2 ({layers} layers of {heads} heads x {head_dim}, {_short(dtype)}):\n"
-        f"padded to {tuple(padded.token_ids.shape)}, {filling:.0%} of it filling, or {tokens} tokens packed\n"
+    introduction = (
+        f"{len(SENTENCES)} sentences of {min(map(len, sentences))} to {packed.max_seqlen} tokens through "
+        f"all-MiniLM-L6-v2 ({layers} layers, {heads} heads x {head_dim}, {_short(dtype)}),\n"
+        f"padded to {tuple(padded.token_ids.shape)}, {filling:.0%} of it padding, or packed into {tokens} tokens"
     )
     baseline_error = (baseline - exact).abs().max().item()
     limit = ERROR_FACTOR * baseline_error + torch.finfo(dtype).eps
     rows: list[tuple[str, ...]] = []
-    all_right = True
+    wrong = []
     for name, embedding in runs.items():
         error = (embedding - exact).abs().max().item()
         right = error <= limit
-        all_right &= right
+        if not right:
+            wrong.append(name)
         difference = (embedding - baseline).abs().max().item()
         cosine = F.cosine_similarity(embedding, baseline).min().item()
         verdict = "baseline" if embedding is baseline else "pass" if right else "FAIL"
         rows.append((name, f"{difference:.1e}", f"{cosine:.7f}", f"{error:.1e}", verdict))
-    columns = ("embeddings by", "max diff to torch", "least cosine to torch", "max error to float64", "verdict")
+    header = ("embeddings by", "max diff to torch", "least cosine to torch", "max error to float64", "verdict")
     rule = f"pass: error at most {ERROR_FACTOR:g} x torch's, plus one rounding step of {_short(dtype)}"
-    print_table(Table("Sentence embeddings", columns, rows, (rule,)))
-    show_neighbours(runs["warpwave.attention_varlen, packed"])
-
     cases = [
         Case(f"the {layers} layers' q, k, v, padded", caught_padded),
         Case(f"the {layers} layers' q, k, v, packed", caught_packed, packed=packed, padded=(padded, caught_padded)),
     ]
-    return all_right, cases
+    table = Table("Sentence embeddings", header, rows, (rule,))
+    return Embedded(wrong, introduction, table, neighbors(runs["warpwave.attention_varlen, packed"]), cases)
 
 
-def show_neighbours(embeddings: Tensor) -> None:
-    """The nearest other sentence of a few, so that a person sees the embeddings mean something."""
+def neighbors(embeddings: Tensor) -> str:
+    """Returns the nearest other sentence of a few sentences, a line for each."""
     similarity = (embeddings @ embeddings.T).fill_diagonal_(-1)
-    say("Nearest sentences by the packed embeddings, with their cosine")
     rows = []
-    for i in SHOWN_NEIGHBOURS:
+    for i in SHOWN_NEIGHBORS:
         score, j = similarity[i].max(dim=0)
         rows.append((_clip(SENTENCES[i], 50), f"{score.item():.2f}", _clip(SENTENCES[int(j)], 52)))
-    say("\n".join(columns(rows, indent="  ")))
-    say()
+    return "\n".join(["Nearest sentences by the packed embeddings, with their cosine", *columns(rows, indent="  ")])
 
 
 # Kernels on one input ------------------------------------------------------------------------------------------------
@@ -300,25 +319,48 @@ def small_random_case(device: torch.device, dtype: torch.dtype) -> Case:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came of one case.
+    """The results of one case.
 
     Attributes:
-        title: the case's.
+        title: of the case.
         measurements: torch's first, then every kernel that can run the case; times are of one layer's call.
-        notes: what a reader has to know besides.
+        notes: which kernel `auto` chose, and why every other kernel did not run.
+        unit: of the times.
     """
 
     title: str
     measurements: Sequence[Measurement]
     notes: Sequence[str]
+    unit: str = "us"
+
+    @property
+    def wrong(self) -> list[str]:
+        """The kernels whose results are wrong."""
+        return [m.kernel or m.contender for m in self.measurements if m.verdict is None or not m.verdict.passed]
 
     @property
     def right(self) -> bool:
-        """Whether no kernel was wrong."""
-        return all(m.verdict is not None and m.verdict.passed for m in self.measurements)
+        """Whether every result is right."""
+        return not self.wrong
+
+    @property
+    def auto(self) -> Measurement | None:
+        """The measurement of the kernel that `auto` chooses; None if it could not be measured."""
+        return next((m for m in self.measurements if m.contender == f"{OURS}auto"), None)
+
+    def summary(self) -> tuple[str, ...]:
+        """Returns the cells of the case in the short table: torch's time, ours, the ratio, and the verdict."""
+        baseline, auto = self.measurements[0].timing, self.auto
+        times = ["", "", ""]
+        if auto is not None and auto.timing is not None and baseline is not None:
+            ratio = baseline.median_us / auto.timing.median_us
+            times = [f"{baseline.median_us:,.1f}", f"{auto.timing.median_us:,.1f}", f"{ratio:.2f}"]
+        checked = sum(m.contender.startswith(OURS) for m in self.measurements)
+        verdict = f"FAIL: {', '.join(self.wrong)}" if self.wrong else f"{checked} of {checked} kernels pass"
+        return (self.title, "" if auto is None else auto.kernel, *times, self.unit, verdict)
 
     def table(self, unit: str) -> Table:
-        """For the terminal."""
+        """Returns the table of every kernel, with the reasons of those that did not run."""
         baseline = self.measurements[0].timing
         how = "" if baseline is None else f" ({baseline.method}, median of {len(baseline.samples_us)} rounds)"
         columns = ("kernel", "max error", "verdict", unit, "speed / torch's")
@@ -381,7 +423,7 @@ def compare(case: Case, device: torch.device) -> Comparison:
                 gpu_after=after if name in times else None,
             )
         )
-    return Comparison(case.title, measurements, notes)
+    return Comparison(case.title, measurements, notes, "us a layer" if len(case.operands) > 1 else "us")
 
 
 def _a_layer(timing: Samples, layers: int) -> Samples:
@@ -407,25 +449,34 @@ def time_contenders(
             contenders = {name: call for name, call in contenders.items() if name != error.name}
 
 
-def check_in_interpreter(device: torch.device) -> bool:
-    """Without a GPU, the GPU kernel's own code still runs, in Triton's interpreter.
+@dataclass(frozen=True)
+class Interpreted:
+    """What came of a kernel's own code in Triton's interpreter: whether it is right, and the table as text."""
 
-    In a process of its own: Triton decides on its interpreter while it is imported.
+    right: bool
+    text: str
+
+
+def check_in_interpreter(device: torch.device) -> Interpreted | None:
+    """Without a GPU, runs the GPU kernel's own code in Triton's interpreter; returns None where that is not possible.
+
+    It runs in another process, because Triton chooses between compiler and interpreter when it is imported.
     """
-    if device.type != "cpu" or importlib.util.find_spec("triton") is None:
-        return True
+    if device.type != "cpu" or any(importlib.util.find_spec(name) is None for name in ("triton", "numpy")):
+        return None
     command = [
         sys.executable,
         "-c",
-        "import warpwave.workbench.demo.demo as demo; raise SystemExit(demo.run_interpreted())",
+        "from warpwave.workbench.demo import demo; raise SystemExit(demo.run_interpreted())",
     ]
-    sys.stdout.flush()  # what is printed so far comes before what that process prints
-    return subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, check=False).returncode == 0
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return Interpreted(done.returncode == 0, f"{done.stdout}{done.stderr if done.returncode else ''}".rstrip())
 
 
 def run_interpreted() -> int:
-    """What the process of `check_in_interpreter` does."""
-    # numpy's word on rows that a mask hides: minus infinity and NaN are meant where they come up there.
+    """The work of the process that `check_in_interpreter` starts."""
+    # numpy warns of rows that a mask hides; minus infinity and NaN are intended there.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.runtime.interpreter")
     device = torch.device("cpu")
     with torch.inference_mode():
@@ -438,10 +489,10 @@ def interpreted_case(device: torch.device) -> Case:
     """Little enough for an interpreter: the first layer's q, k, v of three sentences."""
     title = "flash_fwd's own code in Triton's interpreter"
     try:
-        bert, tokenize = demo_model.load()
-    except demo_model.ModelMissing:
+        bert, tokenize = sentence_model.load()
+    except sentence_model.ModelMissing:
         return Case(f"{title}: random q, k, v", [Operands(*torch.randn(3, 3, 30, 12, 32).unbind())])
-    padded = demo_model.pad(tokenize(SENTENCES[:3]), device)
+    padded = sentence_model.pad(tokenize(SENTENCES[:3]), device)
     caught: list[Operands] = []
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -471,24 +522,123 @@ def sources(measurements: Sequence[Measurement], device: torch.device) -> list[S
     return [own, shipped_source()] if device.type == "cpu" else [own]
 
 
-def print_summary(content: Report) -> None:
-    """The first screen of the report: whose numbers, and the three answers."""
-    for section in content.sections:
-        say(f"{section.name}: {section.provenance}")
-        rows = [(question, " ".join(sentences)) for question, sentences in section.answers]
-        say("\n".join(columns(rows, indent="  ")))
-        say()
+def verdict(wrong: Sequence[str], checks: int) -> str:
+    """Returns the first line of the demo: whether every result is right."""
+    if wrong:
+        return f"FAILED: {len(wrong)} of {checks} checks found wrong results: {'; '.join(wrong)}."
+    return f"PASS: all {checks} checks agree with torch's attention and with float64."
 
 
-def run(device_name: str | None = None, out: Path | None = None) -> int:
-    """The whole demo.
+def speeds(content: Report) -> list[str]:
+    """Returns a line for each machine: whose numbers these are, and how fast ours is by suite."""
+    by_machine: dict[tuple[bool, str], list[str]] = {}
+    for s in content.sections:
+        ratios = [case.ratio.median for case in s.cases if case.ratio is not None]
+        if ratios:
+            said = (
+                f"{geometric_mean(ratios):.2f} ({listed(s.suites)})"
+                if s.is_shipped
+                else f"{geometric_mean(ratios):.2f}"
+            )
+            by_machine.setdefault((s.is_shipped, s.name), []).append(said)
+    lines = []
+    for (is_shipped, name), means in by_machine.items():
+        whose = f"{name} (a record that comes with warpwave, not this machine)" if is_shipped else f"{name} (here)"
+        peer = "the best peer" if is_shipped else "torch SDPA"
+        lines.append(f"{whose}: {', '.join(means)} times as fast as {peer}, geometric mean")
+    return lines
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that the demo found, before it is printed."""
+
+    device: str
+    embedded: Embedded | None
+    missing: str
+    comparisons: Sequence[Comparison]
+    interpreted: Interpreted | None
+
+    @property
+    def wrong(self) -> list[str]:
+        """Every result that is wrong, and where."""
+        found = [] if self.embedded is None else [f"embeddings by {name}" for name in self.embedded.wrong]
+        found += [f"{name} on {c.title}" for c in self.comparisons for name in c.wrong]
+        if self.interpreted is not None and not self.interpreted.right:
+            found.append("flash_fwd in Triton's interpreter")
+        return found
+
+    @property
+    def checks(self) -> int:
+        """How many results of ours were checked."""
+        embedded = 0 if self.embedded is None else len(self.embedded.table.rows) - 1
+        kernels = sum(m.contender.startswith(OURS) for c in self.comparisons for m in c.measurements)
+        return embedded + kernels + (self.interpreted is not None)
+
+    def lines(self) -> list[str]:
+        """The checks in short, below the verdict."""
+        lines = [f"warpwave {warpwave.__version__} on {self.device}, torch {torch.__version__}"]
+        if all(c.auto is not None and c.auto.kernel == "torch_sdpa" for c in self.comparisons):
+            lines.append("Here auto runs torch's own kernel, so a ratio near 1 is expected.")
+        lines.append("")
+        if self.embedded is None:
+            lines += [f"No sentence model here: {self.missing}. Random q, k, v stand in for its layers'."]
+            lines += ["To get the model: python3 bootstrap.py --force"]
+        else:
+            rows = [self.embedded.table.header, *self.embedded.table.rows]
+            lines += [*self.embedded.introduction.split("\n"), *columns(rows, right=(1, 2, 3), indent="  ")]
+        header = ("attention on", "auto runs", "torch SDPA", "ours", "x as fast", "unit", "results")
+        lines += ["", *columns([header, *(c.summary() for c in self.comparisons)], right=(2, 3, 4), indent="  ")]
+        if self.interpreted is not None:
+            said = "right" if self.interpreted.right else "WRONG"
+            lines.append(f"  flash_fwd's own code in Triton's interpreter is {said} on the first layer's q, k, v")
+        return lines
+
+    def details(self) -> None:
+        """Prints every table with its reasons."""
+        if self.embedded is not None:
+            print_table(self.embedded.table)
+            say(f"{self.embedded.neighbors}\n")
+        for comparison in self.comparisons:
+            print_table(comparison.table(comparison.unit))
+        if self.interpreted is not None:
+            say(f"{self.interpreted.text}\n")
+
+
+def measure(device: torch.device) -> Outcome:
+    """Runs every check and every timing of the demo."""
+    gpu = current_gpu(device)
+    dtype = torch.float32 if gpu.is_cpu else torch.float16
+    embedded, missing = None, ""
+    with torch.inference_mode():
+        try:
+            embedded = embed_and_compare(device, dtype)
+            cases = [*embedded.cases]
+        except sentence_model.ModelMissing as error:
+            missing, cases = str(error), [small_random_case(device, dtype)]
+        cases += [] if gpu.vendor == "interpreter" else random_cases(device)
+        comparisons = []
+        progress = Progress(len(cases)) if sys.stderr.isatty() else None
+        for case in cases:
+            if progress is not None:
+                progress.begin(case.title)
+                progress.say("")
+            comparisons.append(compare(case, device))
+            if progress is not None:
+                progress.finish()
+    return Outcome(f"{gpu.name} ({gpu.arch})", embedded, missing, comparisons, check_in_interpreter(device))
+
+
+def run(device_name: str | None = None, out: Path | None = None, verbose: bool = False) -> int:
+    """Runs the whole demo and prints the verdict, the checks in short, and where the report is.
 
     Args:
         device_name: `"cpu"` or `"cuda"`; None is the GPU if there is one.
         out: where the report goes; None is `report.html` in the current directory.
+        verbose: also print every table, and why each kernel did not run.
 
     Returns:
-        The exit code: 1 if a check failed, 2 if the report cannot be written, which is said before anything is run.
+        The exit code: 1 if a check failed; 2 if the report cannot be written, which is checked before anything runs.
     """
     out = Path(command.DEFAULT_NAME) if out is None else out
     try:
@@ -497,29 +647,22 @@ def run(device_name: str | None = None, out: Path | None = None) -> int:
         complain(error)
         return 2
     device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    gpu = current_gpu(device)
-    dtype = torch.float32 if gpu.is_cpu else torch.float16
-    say(f"warpwave {warpwave.__version__} on {gpu.name} ({gpu.arch}), torch {torch.__version__}")
-    measurements: list[Measurement] = []
-    with torch.inference_mode():
-        try:
-            all_right, cases = embed_and_compare(device, dtype)
-        except demo_model.ModelMissing as error:
-            say(f"\nNo sentence model here: {error}. Random q, k, v stand in for its layers'.")
-            say("To get it: python3 bootstrap.py --force\n")
-            all_right, cases = True, [small_random_case(device, dtype)]
-        for case in cases + ([] if gpu.vendor == "interpreter" else random_cases(device)):
-            comparison = compare(case, device)
-            all_right &= comparison.right
-            measurements += comparison.measurements
-            print_table(comparison.table("us a layer" if len(case.operands) > 1 else "us"))
-    all_right &= check_in_interpreter(device)
+    if not verbose:
+        # The table below names the kernel that ran, so the library need not warn that it is not the GPU's.
+        logging.getLogger("warpwave").setLevel(logging.ERROR)
+    outcome = measure(device)
+    say(verdict(outcome.wrong, outcome.checks))
     try:
-        told = sources(measurements, device)
-        print_summary(report(told))
-        say(f"The report: {command.write_page(told, out)}")
+        told = sources([m for c in outcome.comparisons for m in c.measurements], device)
+        content = report(told)
+        say("\n".join([*speeds(content), *outcome.lines()]))
+        if verbose:
+            say()
+            outcome.details()
+        else:
+            say("  why each other kernel did not run: warpwave demo -v")
+        say(f"\nThe report: {command.write_page(told, out)}")
     except (RecordError, TooLarge, CannotWrite) as error:
         complain(error)
-        return 2 if all_right else 1
-    say("Every check passed." if all_right else "A check FAILED: see the tables above.")
-    return 0 if all_right else 1
+        return 1 if outcome.wrong else 2
+    return 1 if outcome.wrong else 0
