@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from warpwave import precision
 from warpwave.gpu import Gpu
-from warpwave.problem import DTYPE_BYTES, AttentionProblem
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band
 
 
 @dataclass(frozen=True)
@@ -158,52 +159,127 @@ def visited_tiles(problem: AttentionProblem, block_m: int, block_n: int) -> int:
     return walk(problem, block_m, block_n).tiles
 
 
-def walk(problem: AttentionProblem, block_m: int, block_n: int, heads: int = 1) -> Walk:
-    """What tiles of such sizes visit of a problem. Where a tile holds rows of several heads, they stand side by side:
-    it spans `block_m / heads` queries."""
+def walk(problem: AttentionProblem, block_m: int, block_n: int, heads: int = 1, from_first: bool = False) -> Walk:
+    """Counts what tiles of some size visit.
+
+    The rows of a tile of queries are counted in lines: `heads` heads stand side by side, so that a tile spans
+    `block_m / heads` queries. Tiles are not walked one by one. Away from where an edge of the mask enters or leaves the
+    keys, the counts of every `period`-th tile of queries are an arithmetic progression, because each count is the floor
+    of an expression that is linear in the tile's first row. 10^8 tokens take no longer than 10^4.
+
+    Args:
+        heads: heads whose rows a tile holds.
+        from_first: whether tiles of keys begin at the first key that any query sees, and each tile of queries visits
+            one at least, as in Hopper's kernels (`visible.tiles_of_block`); else they begin at key 0.
+    """
     tiles = longest = items = cut = 0
     for (seqlen_q, seqlen_k), times in problem.counted_items().items():
-        counts, edges = _of_sequence(problem, block_m, block_n, heads, seqlen_q, seqlen_k)
-        tiles, longest = tiles + times * sum(counts), max(longest, max(counts, default=0))
-        items, cut = items + times * sum(count > 0 for count in counts), cut + times * edges
+        sequence = _Sequence(problem.band(seqlen_q, seqlen_k), seqlen_q, seqlen_k, block_m, block_n, heads, from_first)
+        for first, last, length in progressions(sequence.tiles(), sequence.period(), sequence.irregular()):
+            (count, edges), (last_count, last_edges) = sequence.visited(first), sequence.visited(last)
+            tiles += times * (length * (count + last_count) // 2)
+            cut += times * (length * (edges + last_edges) // 2)
+            items += times * length * (count > 0)
+            longest = max(longest, count, last_count)
     units = problem.num_heads_q // heads
     return Walk(tiles * units, longest, items * units, cut * units)
+
+
+MOST_ORDERED = 1 << 17  # blocks; the model simulates fewer (steps.lateness)
 
 
 def launch_order(
     problem: AttentionProblem, block_m: int, block_n: int, heads: int = 1, splits: int = 1, last_first: bool = False
 ) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """`Cost.order` of blocks that come sequence by sequence, head by head, tile by tile.
+    """Returns `Cost.order` of blocks that come sequence by sequence, head by head, tile by tile.
+
+    It is empty if there are more than `MOST_ORDERED` blocks.
 
     Args:
         heads: as in `walk`.
-        splits: shares of the keys, each a block.
+        splits: splits of the keys, each a block.
         last_first: whether the last queries come first.
     """
+    units = problem.num_heads_q // heads * splits
+    if units * problem.rows * heads > MOST_ORDERED * block_m:
+        return ()
     found: dict[tuple[int, int], tuple[int, ...]] = {}
     for seqlen_q, seqlen_k in problem.items():
         if (seqlen_q, seqlen_k) not in found:
-            counts, _ = _of_sequence(problem, block_m, block_n, heads, seqlen_q, seqlen_k)
-            shares = [-(-count // splits) for count in (reversed(counts) if last_first else counts)]
-            found[seqlen_q, seqlen_k] = tuple(shares)
-    return tuple((found[item], problem.num_heads_q // heads * splits) for item in problem.items())
+            sequence = _Sequence(problem.band(seqlen_q, seqlen_k), seqlen_q, seqlen_k, block_m, block_n, heads)
+            tiles = range(sequence.tiles())
+            steps = [-(-sequence.visited(i)[0] // splits) for i in (reversed(tiles) if last_first else tiles)]
+            found[seqlen_q, seqlen_k] = tuple(steps)
+    return tuple((found[item], units) for item in problem.items())
 
 
-def _of_sequence(
-    problem: AttentionProblem, block_m: int, block_n: int, heads: int, seqlen_q: int, seqlen_k: int
-) -> tuple[list[int], int]:
-    """(key tiles that each tile of queries of a head visits, those of them that are masked)."""
-    low, high = problem.band(seqlen_q, seqlen_k)
-    if low is not None and high is not None and low > high:
-        return [], 0
-    counts, edges = [], 0
-    for line in range(0, seqlen_q * heads, block_m):
-        row_begin, row_last = line // heads, min((line + block_m - 1) // heads, seqlen_q - 1)
-        begin = 0 if low is None else max(0, row_begin + low) // block_n
-        end = seqlen_k if high is None else min(seqlen_k, row_last + high + 1)
-        counts.append(max(0, -(-end // block_n) - begin))
-        edges += cut_tiles((low, high), (row_begin, row_last), (begin, begin + counts[-1]), block_n, seqlen_k)
-    return counts, edges
+def progressions(tiles: int, period: int, irregular: Iterable[range]) -> Iterator[tuple[int, int, int]]:
+    """Yields (first, last, length) of arithmetic progressions of tile numbers, with a common difference of `period`,
+    that cover every tile once; a tile of an irregular range has a progression to itself."""
+    begin = 0
+    alone = {tile for some in irregular for tile in range(max(0, some.start), min(tiles, some.stop))}
+    for end in (*sorted(alone), tiles):
+        for first in range(begin, min(end, begin + period)):
+            length = -(-(end - first) // period)
+            yield first, first + (length - 1) * period, length
+        if end < tiles:
+            yield end, end, 1
+        begin = end + 1
+
+
+class _Sequence(NamedTuple):
+    """The tiles of one head, or group of heads, of one sequence; the fields are `walk`'s arguments."""
+
+    band: Band
+    seqlen_q: int
+    seqlen_k: int
+    block_m: int
+    block_n: int
+    heads: int
+    from_first: bool = False
+
+    def tiles(self) -> int:
+        """Returns the number of tiles of queries; 0 where the band shows no pair at all."""
+        low, high = self.band
+        if low is not None and high is not None and low > high and not self.from_first:
+            return 0
+        return -(-self.seqlen_q * self.heads // self.block_m)
+
+    def period(self) -> int:
+        """Returns the number of tiles after which first rows differ by a multiple of `block_n`."""
+        if self.band == (None, None):
+            return 1
+        lines = self.block_n * self.heads
+        return lines // math.gcd(self.block_m, lines)
+
+    def irregular(self) -> list[range]:
+        """Returns the tiles of queries near which an edge of the band meets the first or the last key, and the last."""
+        low, high = self.band
+        rows = []
+        if low is not None:
+            rows += [-low, self.seqlen_k - low]
+        if high is not None:
+            rows += [-high, self.seqlen_k - high]
+        span = -(-self.block_m // self.heads)
+        around = 2 * self.block_n + 2 * span
+        last = self.tiles() - 1
+        zones = [
+            range((row - around) * self.heads // self.block_m, (row + around) * self.heads // self.block_m + 1)
+            for row in rows
+        ]
+        return [*zones, range(last, last + 1)]
+
+    def visited(self, tile: int) -> tuple[int, int]:
+        """Returns the number of key tiles that a tile of queries visits, and of those that are masked."""
+        low, high = self.band
+        line = tile * self.block_m
+        row_begin, row_last = line // self.heads, min((line + self.block_m - 1) // self.heads, self.seqlen_q - 1)
+        origin = min(max(low, 0), self.seqlen_k) if self.from_first and low is not None else 0
+        begin = 0 if low is None else max(0, row_begin + low - origin) // self.block_n
+        end = self.seqlen_k if high is None else min(self.seqlen_k, row_last + high + 1)
+        count = max(int(self.from_first), -(-(end - origin) // self.block_n) - begin)
+        cut = cut_tiles(self.band, (row_begin, row_last), (begin, begin + count), self.block_n, self.seqlen_k)
+        return count, cut
 
 
 def cut_tiles(
@@ -223,24 +299,6 @@ def cut_tiles(
     behind = max(0, end - max(begin, whole))
     before = 0 if low is None else max(0, min(end, -(-(row_last + low) // block_n)) - begin)
     return min(end - begin, behind + before)
-
-
-def tiles_of_heads(problem: AttentionProblem, block_m: int, block_n: int, heads: int) -> tuple[int, int]:
-    """(tile of rows, tile of keys) pairs of all units of `heads` query heads in which position hides not everything,
-    and the most that one tile of rows has. A tile of rows spans `block_m / heads` queries."""
-    total = longest = 0
-    for (seqlen_q, seqlen_k), times in problem.counted_items().items():
-        low, high = problem.band(seqlen_q, seqlen_k)
-        hidden = low is not None and high is not None and low > high
-        counts = [0]
-        for line in range(0, 0 if hidden else seqlen_q * heads, block_m):
-            row_last = min((line + block_m - 1) // heads, seqlen_q - 1)
-            begin = 0 if low is None else max(0, line // heads + low) // block_n
-            end = seqlen_k if high is None else min(seqlen_k, row_last + high + 1)
-            counts.append(max(0, -(-end // block_n) - begin))
-        total += times * sum(counts)
-        longest = max(longest, *counts)
-    return total * (problem.num_heads_q // heads), longest
 
 
 LINE_BYTES = 128

@@ -1,20 +1,17 @@
 """What `eager` moves and computes for one problem.
 
-Its tiles are counted without walking them. Where no edge of the mask begins or ends to matter, the counts of a block of
-rows repeat from period to period but for a constant step, for each is the floor of an expression linear in the block's
-first row: blocks between two such places are an arithmetic progression for each place in the period. So a call of 10^8
-tokens takes no longer than one of 10^4.
+Its tiles are counted by arithmetic progressions, as `cost.walk` counts those of the kernels. They differ from those: a
+block of rows begins its tiles of keys at the first key that it sees.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from warpwave.gpu import Gpu
-from warpwave.kernels.cost import Cost
+from warpwave.kernels.cost import Cost, progressions
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band
 
 if TYPE_CHECKING:
@@ -63,19 +60,15 @@ def tiles_of_sequence(band: Band, seqlen_q: int, seqlen_k: int, block_m: int, bl
     if rest:
         total = list(_of_block(band, full * block_m, rest, seqlen_k, block_n))
     period = block_n // math.gcd(block_m, block_n)
-    for begin, end in _regular_runs(band, full, seqlen_k, block_m, block_n):
-        for first in range(begin, min(end, begin + period)):
-            times = -(-(end - first) // period)
-            counts = _of_block(band, first * block_m, block_m, seqlen_k, block_n)
-            then = counts if times == 1 else _of_block(band, (first + period) * block_m, block_m, seqlen_k, block_n)
-            for i, (a, b) in enumerate(zip(counts, then, strict=True)):
-                total[i] += times * a + (b - a) * (times * (times - 1) // 2)
+    for first, last, length in progressions(full, period, _irregular(band, seqlen_k, block_m, block_n)):
+        begin, end = (_of_block(band, block * block_m, block_m, seqlen_k, block_n) for block in (first, last))
+        for i, (a, b) in enumerate(zip(begin, end, strict=True)):
+            total[i] += length * (a + b) // 2
     return Tiles(*total)
 
 
-def _regular_runs(band: Band, blocks: int, seqlen_k: int, block_m: int, block_n: int) -> Iterator[tuple[int, int]]:
-    """Splits the full blocks of rows into runs (first, end) within which counts grow regularly: where an edge of the
-    mask begins or ends to matter, blocks stand alone."""
+def _irregular(band: Band, seqlen_k: int, block_m: int, block_n: int) -> list[range]:
+    """Returns the blocks of rows near which an edge of the mask begins or ends to matter."""
     low, high = band
     rows: list[int] = []  # a block's first row, where an expression of `_of_block` changes sign
     if low is not None:
@@ -83,15 +76,7 @@ def _regular_runs(band: Band, blocks: int, seqlen_k: int, block_m: int, block_n:
         rows += (-low, 1 - block_m - low, seqlen_k - low, seqlen_k - low - widest)
     if high is not None:
         rows += (-high - block_m, -high - 1, seqlen_k - high - block_m, seqlen_k - high - 1)
-    alone = {block for row in rows for block in range(row // block_m - 1, row // block_m + 2)}
-    begin = 0
-    for block in sorted(block for block in alone if 0 <= block < blocks):
-        if begin < block:
-            yield begin, block
-        yield block, block + 1
-        begin = block + 1
-    if begin < blocks:
-        yield begin, blocks
+    return [range(row // block_m - 1, row // block_m + 2) for row in rows]
 
 
 def _of_block(band: Band, first: int, rows: int, seqlen_k: int, block_n: int) -> Tiles:

@@ -13,7 +13,7 @@ import torch
 from warpwave import UnsupportedProblem, attention, attention_varlen
 from warpwave.cached_calls import operands_without_memory
 from warpwave.gpu import CPU, Gpu, current_gpu
-from warpwave.kernels.hopper.flash_fwd import claims as flash_fwd_claims
+from warpwave.kernels.cost import walk
 from warpwave.kernels.hopper.flash_fwd import config as flash_fwd_configs
 from warpwave.kernels.hopper.flash_fwd import kernel as flash_fwd
 from warpwave.kernels.prepass import scale_ahead, split_ahead
@@ -239,13 +239,16 @@ def test_parts_add_up_to_the_operands(packed: bool, arithmetic: str) -> None:
 
 
 def test_tiles_are_those_that_some_query_sees() -> None:
-    config = flash_fwd.Config(64, 64, 2)
     one_head = replace(PROBLEM, batch=1, num_heads_q=1, num_heads_kv=1, seqlen_q=256, seqlen_k=256)
-    assert flash_fwd_claims.tiles(one_head, config) == 16
-    assert flash_fwd_claims.tiles(replace(one_head, causal=Causal()), config) == 10
-    assert flash_fwd_claims.tiles(replace(one_head, window_size=(0, 0)), config) == 4
+
+    def tiles(**changes: Any) -> int:
+        return walk(replace(one_head, **changes), 64, 64, from_first=True).tiles
+
+    assert tiles() == 16
+    assert tiles(causal=Causal()) == 10
+    assert tiles(window_size=(0, 0)) == 4
     # Rows that see nothing get one tile, all masked.
-    assert flash_fwd_claims.tiles(replace(one_head, causal=Causal(), seqlen_k=64), config) == 4
+    assert tiles(causal=Causal(), seqlen_k=64) == 4
 
 
 # Races ----------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from warpwave import UnsupportedProblem, attention
 from warpwave.cached_calls import operands_without_memory
 from warpwave.gpu import CPU, Gpu
 from warpwave.kernels.hopper.large_head_dim import kernel as large_head_dim
-from warpwave.problem import AttentionProblem, Causal, Operands
+from warpwave.problem import AttentionProblem, Operands
 
 H200 = Gpu.for_arch("sm_90")
 PROBLEM = AttentionProblem(
@@ -204,14 +204,6 @@ def test_refuses_a_config_that_cannot_run() -> None:
     operands = operands_without_memory(problem)
     with pytest.raises(UnsupportedProblem, match="cannot run"):
         large_head_dim.specify(problem, H200, operands, operands.q, None, large_head_dim.Config(1, 7))
-
-
-def test_tiles_are_those_that_some_query_sees() -> None:
-    one_head = replace(PROBLEM, num_heads_q=1, seqlen_q=256, seqlen_k=256)
-    assert large_head_dim._tiles(one_head) == (16, 4)
-    assert large_head_dim._tiles(replace(one_head, causal=Causal())) == (10, 4)
-    # Rows that see nothing get one tile, all masked.
-    assert large_head_dim._tiles(replace(one_head, causal=Causal(), seqlen_k=64)) == (4, 1)
 
 
 def test_parts_of_the_columns_compute_scores_anew() -> None:

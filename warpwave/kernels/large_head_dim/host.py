@@ -50,7 +50,6 @@ from warpwave.kernels.cost import (
     launch_order,
     merging,
     odd_rows,
-    tiles_of_heads,
     waits_for_memory,
     walk,
 )
@@ -391,8 +390,8 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     size, heads = DTYPE_BYTES[problem.dtype], _heads_together(problem)
     block_v, v_pieces = _columns(problem, config)
     columns, width = block_v * v_pieces * config.v_parts, -(-problem.head_dim // config.block_d) * config.block_d
-    visited, longest = tiles_of_heads(problem, config.block_m, config.block_n, heads)
     of_tiles = walk(problem, config.block_m, config.block_n, heads)
+    visited, longest = of_tiles.tiles, of_tiles.longest
     scores = visited * config.block_m * config.block_n * config.v_parts
     rows = problem.rows * problem.num_heads_q
     resident = rows if config.q_resident else visited * config.block_m

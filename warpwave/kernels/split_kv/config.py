@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import dot_precision, padded, tile_widths
-from warpwave.kernels.cost import bytes_per_score
+from warpwave.kernels.cost import Walk, bytes_per_score, walk
 from warpwave.kernels.split_kv import few_rows_host as few_rows
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 from warpwave.runtime.triton_or_stub import INTERPRETED
@@ -128,25 +128,9 @@ def one_step(problem: AttentionProblem, config: Config) -> bool:
     return alone and config.num_stages > 1 and -(-problem.seqlen_k // config.block_n) <= config.num_splits
 
 
-def steps_over_keys(problem: AttentionProblem, config: Config) -> tuple[int, int]:
-    """(steps over keys of all tiles of rows, those of the longest) before the keys are split."""
-    group = tile_heads(problem, config)
-    total = longest = 0
-    for (seqlen_q, seqlen_k), times in problem.counted_items().items():
-        low, high = problem.band(seqlen_q, seqlen_k)
-        rows = range(0, seqlen_q * group, config.block_m)
-        if low is None and high is None:  # every tile sees all keys
-            steps = -(-seqlen_k // config.block_n)
-            total, longest = total + times * len(rows) * steps, max(longest, steps if rows else 0)
-            continue
-        hidden = low is not None and high is not None and low > high
-        for row in () if hidden else rows:
-            last = min((row + config.block_m - 1) // group, seqlen_q - 1)
-            first_key = 0 if low is None else max(0, row // group + low)
-            end = seqlen_k if high is None else min(seqlen_k, last + high + 1)
-            steps = max(0, -(-end // config.block_n) - first_key // config.block_n)
-            total, longest = total + times * steps, max(longest, steps)
-    return total * head_groups(problem, config), longest
+def steps_over_keys(problem: AttentionProblem, config: Config) -> Walk:
+    """Counts the steps over keys of all tiles of rows, before the keys are split."""
+    return walk(problem, config.block_m, config.block_n, tile_heads(problem, config))
 
 
 # Splits ---------------------------------------------------------------------------------------------------------------
@@ -271,7 +255,7 @@ def choose_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Splits
     """
     blocks, sms = blocks_with_rows(problem, config), gpu.num_sms or UNKNOWN_SMS
     places, saturating, start, hidden_start, drift, merge, parts_per_step, together = pace(problem, gpu, config)
-    longest = max(1, steps_over_keys(problem, config)[1])
+    longest = max(1, steps_over_keys(problem, config).longest)
     if config.roles:
         shares = few_rows.shares(blocks, longest, config.block_n, sms)
         return Splits(
@@ -281,17 +265,17 @@ def choose_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Splits
         )
 
     def steps(s: int) -> float:
-        walk = -(-longest // s)
+        each = -(-longest // s)
         waves, rest = divmod(blocks * s, places)
         if together:
             first = min(max(blocks * s, together * saturating), places)
-            total = first / saturating * (walk + start)
+            total = first / saturating * (each + start)
         else:
             first = min(-(-blocks * s // sms) * sms, places)  # an SM that has one more is the last to end
-            total = max(1.0, first / saturating) * (walk + start)
-        total += max(0, blocks * s - places) / saturating * (walk + hidden_start)
+            total = max(1.0, first / saturating) * (each + start)
+        total += max(0, blocks * s - places) / saturating * (each + hidden_start)
         if waves and rest:
-            total += (UNEVEN / waves * max(0, saturating - rest) / saturating + drift) * walk
+            total += (UNEVEN / waves * max(0, saturating - rest) / saturating + drift) * each
         return total + (merge + (config.pieces or s) / parts_per_step if s > 1 or config.pieces else 0)
 
     best = min(range(1, min(config.pieces or MAX_SPLITS, longest) + 1), key=steps)
@@ -344,7 +328,7 @@ def _shallow(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
     One step: 1 x 1,024 keys 3.92 us by two stages, 4.07 by three; a prompt of 512 3.97 and 4.09. A few from pages by
     pointers: 1 x 8,192 keys in pages of 16 11.2 us, 12.5.
     """
-    steps = -(-steps_over_keys(problem, config)[1] // config.num_splits)
+    steps = -(-steps_over_keys(problem, config).longest // config.num_splits)
     few = one_step(problem, config) or (scattered(problem, config) and config.block_m < 64 and steps <= FEW_STEPS)
     if config.roles:
         return config
@@ -507,7 +491,7 @@ def _mapped(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
     sms, tiles_of_rows = gpu.num_sms or UNKNOWN_SMS, blocks_with_rows(problem, config)
     if problem.page_size:
         block_n = min(block_n, problem.page_size)
-    keys = steps_over_keys(problem, config)[1] * config.block_n
+    keys = steps_over_keys(problem, config).longest * config.block_n
     roles = few_rows.tiling(problem, gpu, tiles_of_rows, keys)
     if roles is not None:
         return Config(*roles, by_map=True, roles=True)
@@ -518,7 +502,7 @@ def _mapped(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
         return mapped if fits and with_splits(problem, gpu, mapped).num_splits == 1 else config
     if block_n < 64:
         return config
-    seen = steps_over_keys(problem, config)[1] * config.block_n
+    seen = steps_over_keys(problem, config).longest * config.block_n
     if problem.window_size[0] >= 0 and seen < MOSTLY_EDGES:  # which maps cannot bring
         return config
     few = tiles_of_rows <= FEW * sms or (_leaves_sms_idle(tiles_of_rows, sms) and 128 < wide)

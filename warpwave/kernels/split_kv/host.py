@@ -49,7 +49,6 @@ from warpwave.kernels.cost import (
     launch_order,
     merging,
     waits_for_memory,
-    walk,
 )
 from warpwave.kernels.split_kv import few_rows_host as few_rows
 from warpwave.kernels.split_kv import tensor_maps
@@ -454,8 +453,8 @@ def _tiny(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """Whole tiles, padding included; K and V once for each tile of rows; parts written and read where keys split."""
     size, parts = DTYPE_BYTES[problem.dtype], num_parts(config)
-    steps, longest = steps_over_keys(problem, config)
-    of_tiles = walk(problem, config.block_m, config.block_n, tile_heads(problem, config))
+    of_tiles = steps_over_keys(problem, config)
+    steps, longest = of_tiles.tiles, of_tiles.longest
     scores = steps * config.block_m * columns(config)
     rows = problem.rows * problem.num_heads_q
     outputs = rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0))

@@ -80,33 +80,12 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     ]
 
 
-def tiles(problem: AttentionProblem, config: Config) -> int:
-    """(query tile, key tile) pairs visited, over all heads and sequences: `visible.tiles_of_block` on the host."""
-    total = 0
-    counted: dict[tuple[int, int], int] = {}
-    for seqlen_q, seqlen_k in problem.items():
-        if (seqlen_q, seqlen_k) not in counted:
-            low, high = problem.band(seqlen_q, seqlen_k)
-            keys_begin = 0 if low is None else min(max(low, 0), seqlen_k)
-            keys_end = seqlen_k if high is None else max(min(seqlen_k, seqlen_q + high), keys_begin)
-            count = 0
-            for row_first in range(0, seqlen_q, config.block_m):
-                row_last = min(row_first + config.block_m, seqlen_q) - 1
-                first = keys_begin if low is None else max(keys_begin, row_first + low)
-                last = keys_end if high is None else min(keys_end, row_last + high + 1)
-                begin = (first - keys_begin) // config.block_n
-                count += max(1, -(-max(0, last - keys_begin) // config.block_n) - begin)
-            counted[seqlen_q, seqlen_k] = count
-        total += counted[seqlen_q, seqlen_k]
-    return total * problem.num_heads_q
-
-
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """What one launch moves and computes: whole tiles, padding included; K and V once for each query tile. In float32
     also what the launch before reads, and the parts that it writes."""
     size = DTYPE_BYTES[problem.dtype]
     width, width_v = sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
-    visited = tiles(problem, config)
+    visited = walk(problem, config.block_m, config.block_n, from_first=True).tiles
     # A warpgroup whose rows all lie behind the end of the sequence passes over its tiles.
     of_groups = config.block_m // config.groups
     busy = sum(-(-q // of_groups) for q, _ in problem.items())

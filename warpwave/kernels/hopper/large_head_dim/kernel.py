@@ -403,36 +403,12 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     return size * (chunks * BLOCK_N * CHUNK + 2 * BLOCK_M * BLOCK_N) + 2048
 
 
-def _tiles(problem: AttentionProblem) -> tuple[int, int]:
-    """(query tile, key tile) pairs visited over all heads and sequences, and the most of one query tile:
-    `visible.tiles_of_block` on the host."""
-    total = longest = 0
-    counted: dict[tuple[int, int], tuple[int, int]] = {}
-    for item in problem.items():
-        if item not in counted:
-            seqlen_q, seqlen_k = item
-            low, high = problem.band(seqlen_q, seqlen_k)
-            keys_begin = 0 if low is None else min(max(low, 0), seqlen_k)
-            keys_end = seqlen_k if high is None else max(min(seqlen_k, seqlen_q + high), keys_begin)
-            counts = [0]
-            for row_first in range(0, seqlen_q, BLOCK_M):
-                row_last = min(row_first + BLOCK_M, seqlen_q) - 1
-                first = keys_begin if low is None else max(keys_begin, row_first + low)
-                last = keys_end if high is None else min(keys_end, row_last + high + 1)
-                begin = (first - keys_begin) // BLOCK_N
-                counts.append(max(1, -(-max(0, last - keys_begin) // BLOCK_N) - begin))
-            counted[item] = sum(counts), max(counts)
-        total += counted[item][0]
-        longest = max(longest, counted[item][1])
-    return total * problem.num_heads_q, longest
-
-
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """What one launch moves and computes: whole tiles, padding included; K for each part of the columns of V."""
     size, rows = DTYPE_BYTES[problem.dtype], problem.rows * problem.num_heads_q
     width_k = -(-problem.head_dim // 64) * 64
     width_v = _v_chunks(problem, config.v_parts) * CHUNK
-    visited, longest = _tiles(problem)
+    visited, longest, *_ = walk(problem, BLOCK_M, BLOCK_N, from_first=True)
     scores = visited * config.v_parts * BLOCK_M * BLOCK_N
     # Of K and V, for each visited pair, in whole lines.
     of_keys = config.v_parts * line_bytes(size * problem.head_dim) + line_bytes(size * problem.head_dim_v)
