@@ -20,8 +20,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(
     [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/records/README.md"]
 )
-# Generated pages and sections have the lines of their generators.
-FREE_LINES = (DOCS / "support.md", ROOT / "benchmarks" / "records" / "README.md")
+FREE_LINES = (ROOT / "benchmarks" / "records" / "README.md",)
 NO_PROSE = ("|", "![", "    ")  # tables, images, indented code
 README_WORDS = 700
 MAX_COLUMNS = 120
@@ -62,7 +61,7 @@ def test_readme_names_the_two_commands_that_set_up_everything() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_lines_are_short(page: Path) -> None:
     if page in FREE_LINES:
-        pytest.skip("generated, or a list of records")
+        pytest.skip("a list of records")
     text = GENERATED.sub("", FENCE.sub("", page.read_text()))
     long = [line for line in text.splitlines() if len(line) > MAX_COLUMNS and not line.startswith((*NO_PROSE, "  |"))]
     assert not long, f"{name(page)}: more than {MAX_COLUMNS} columns: {long[0]}"
@@ -112,7 +111,7 @@ def test_figures_name_records_that_exist() -> None:
 
 
 def test_the_table_of_kernels_is_the_order_of_the_dispatcher() -> None:
-    """Ladder rungs run only by name, and the page says so below its table."""
+    """Steps rungs run only by name, and the page says so below its table."""
     rows = re.findall(r"^\| `([\w/]+)` \|", (DOCS / "guide" / "choosing.md").read_text(), re.MULTILINE)
     assert rows == [kernel.NAME for kernel in dispatch.KERNELS if kernel.NAME not in ("tiled", "naive")]
 
