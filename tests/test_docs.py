@@ -111,7 +111,7 @@ def test_figures_name_records_that_exist() -> None:
 
 
 def test_the_table_of_kernels_is_the_order_of_the_dispatcher() -> None:
-    """Steps rungs run only by name, and the page says so below its table."""
+    """Ladder rungs run only by name, and the page says so below its table."""
     rows = re.findall(r"^\| `([\w/]+)` \|", (DOCS / "guide" / "choosing.md").read_text(), re.MULTILINE)
     assert rows == [kernel.NAME for kernel in dispatch.KERNELS if kernel.NAME not in ("tiled", "naive")]
 
@@ -132,13 +132,10 @@ def test_code_names_pages_that_exist() -> None:
 
 # Pages that moved while modules moved. An entry goes when no source names the old path.
 MOVED = {
-    "docs/model.md": "docs/workbench/model.md",
     "docs/ladder.md": "docs/kernels/ladder.md",
-    "docs/tables.md": "docs/workbench/diagnose.md",
     "docs/serving.md": "docs/notes/serving.md",
     "docs/hopper.md": "docs/notes/hopper.md",
     "docs/hopper_large_head_dim.md": "docs/notes/hopper_large_head_dim.md",
-    "docs/large_head_dim.md": "docs/notes/large_head_dim.md",
     "docs/roofline.md": "docs/workbench/roofline.md",
     "docs/float32.md": "docs/guide/precision.md",
 }
