@@ -31,8 +31,7 @@ from warpwave import dispatch
 from warpwave.gpu import Gpu
 from warpwave.workbench.hardware import measure
 from warpwave.workbench.hardware.catalog import DataSheet, data_sheet, find, gpu_of
-from warpwave.workbench.model import calibration
-from warpwave.workbench.model import predict as model
+from warpwave.workbench.model import calibration, predict
 from warpwave.workbench.model.calibration import UNCALIBRATED, Calibration, Constants, Residuals, residuals
 from warpwave.workbench.model.steps import path_of
 
@@ -342,7 +341,7 @@ def _sheet(gpu: Gpu) -> DataSheet:
 def _timer(point: Point, gpu: Gpu) -> Callable[[calibration.Machine], float]:
     kernel = _cached(point.kernel.NAME)
     begin = calibration.machine(_sheet(gpu), kernel.NAME)
-    return model.timer(point.problem, kernel, point.config, gpu, begin, hot=point.hot, graph=point.graph)
+    return predict.timer(point.problem, kernel, point.config, gpu, begin, hot=point.hot, graph=point.graph)
 
 
 class _Cached:

@@ -244,7 +244,7 @@ def advice(said: Explanation) -> str:
 def test_a_call_without_fault_is_told_so() -> None:
     said = on("h200")
     assert len(said.advice) == 1 and said.advice[0].startswith("Nothing about the call")
-    assert said.fast_paths == ()
+    assert said.near_misses == ()
 
 
 @pytest.mark.parametrize("lengths", [{"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}])
@@ -397,7 +397,7 @@ def test_a_copy_made_of_a_strided_mask_is_workspace() -> None:
 
 def test_the_nearest_fast_path_is_said_first() -> None:
     said = on("h200", head_dim=59, head_dim_v=59, requires_grad=True, softcap=1.0)
-    assert said.kernel == "eager" and said.fast_paths
+    assert said.kernel == "eager" and said.near_misses
     text = str(said)
     assert text.index("would serve this call") < text.index(said.advice[0][:20])
 
@@ -436,7 +436,7 @@ def test_explanations_are_plain_frozen_data() -> None:
     said = on("h200")
     with pytest.raises(dataclasses.FrozenInstanceError):
         said.kernel = "another"  # type: ignore[misc]
-    assert {"bounds", "measured", "memory", "advice", "fast_paths", "binding"} <= said.to_dict().keys()
+    assert {"bounds", "measured", "memory", "advice", "near_misses", "binding"} <= said.to_dict().keys()
 
 
 def test_float32_on_hopper_is_split_from_where_it_lies() -> None:

@@ -26,7 +26,6 @@ FAMILIES = (
 # (module, imported module): reason.
 USES_THE_WORKBENCH = {
     ("__main__", "workbench.entry"): "`python -m warpwave` is the command",
-    ("cached_calls", "workbench.inspect.compiled"): "`blank_operands`; it moves to plans.py",
     ("testing", "workbench.bench.correctness"): "`assert_reaches` is the public door to the workbench's timer",
     ("testing", "workbench.bench.inputs"): "as above",
     ("testing", "workbench.bench.timing"): "as above",
@@ -193,3 +192,21 @@ def test_the_wheel_carries_no_test_data() -> None:
         path for path in files if path.name.startswith(("model_grid", "case_report")) and "suites" in path.parts
     ]
     assert sum((ROOT / path).stat().st_size for path in files) < 3 << 20
+
+
+def test_a_family_lists_everything_that_is_asked_of_a_kernel() -> None:
+    """A name that `__init__` forgets is absent for `getattr(kernel, name, default)`, without an error."""
+    from warpwave import dispatch
+
+    optional = {"ABLE", "MEANT_FROM", "SKIPS_HIDDEN_TILES", "choose_splits", "default", "gradients", "notes", "outrun"}
+    for kernel in dispatch.KERNELS:
+        home = kernel.__name__.removeprefix("warpwave.")
+        for module, path in MODULES.items():
+            if module.startswith(f"{home}.") and not module.endswith("config"):
+                tree = ast.parse(path.read_text())
+                defined = {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
+                defined |= {
+                    t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)
+                }
+                missing = {name for name in defined & optional if not hasattr(kernel, name)}
+                assert not missing, f"{kernel.NAME}: {module} defines {missing}, which its package does not list"

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from warpwave.errors import InvalidInput
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.cli import app
-from warpwave.workbench.explain.other_cards import cards, text, what_if
+from warpwave.workbench.explain.other_cards import cards, explain_on, text
 from warpwave.workbench.hardware.catalog import catalog
 
 PROBLEM = AttentionProblem(
@@ -31,7 +31,7 @@ def test_cards_by_name_prefix_and_all() -> None:
 
 
 def test_each_card_has_a_bar_and_says_what_was_validated() -> None:
-    rows = what_if(PROBLEM, cards(ASKED))
+    rows = explain_on(PROBLEM, cards(ASKED))
     assert all(row.prediction is not None for row in rows)
     for row in rows:
         p = row.prediction
@@ -44,7 +44,7 @@ def test_each_card_has_a_bar_and_says_what_was_validated() -> None:
 
 
 def test_no_two_cells_of_the_table_touch() -> None:
-    rows = what_if(PROBLEM, cards("all"))
+    rows = explain_on(PROBLEM, cards("all"))
     _, _, header, *lines = text(PROBLEM, rows).splitlines()
     begin = header.index("kernel")
     for row, line in zip(rows, lines, strict=False):
@@ -53,9 +53,9 @@ def test_no_two_cells_of_the_table_touch() -> None:
 
 
 def test_a_card_that_no_kernel_of_ours_serves_is_not_given_a_time_of_one() -> None:
-    rows = what_if(PROBLEM, cards("t4"), kernel="auto")
+    rows = explain_on(PROBLEM, cards("t4"), kernel="auto")
     assert rows[0].kernel != "flash_fwd"
-    refused = what_if(PROBLEM, cards("l4"), kernel="hopper/flash_fwd")
+    refused = explain_on(PROBLEM, cards("l4"), kernel="hopper/flash_fwd")
     assert refused[0].prediction is None and "sm_90" in refused[0].refusal
     assert "no kernel serves it" in text(PROBLEM, refused)
 

@@ -17,7 +17,7 @@ from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.hardware.catalog import find, gpu_of
 from warpwave.workbench.model.calibration import UNCALIBRATED, calibrations, machine, nearest
 from warpwave.workbench.model.predict import predict
-from warpwave.workbench.model.steps import EVENTS_US, FAR_US, Ladder, companies
+from warpwave.workbench.model.steps import EVENTS_US, FAR_US, Steps, companies
 
 _found = find("h200")
 assert _found is not None
@@ -57,7 +57,7 @@ def test_merging_grows_with_rows_and_parts_and_hardly_with_bytes() -> None:
     def us(rows: int, parts: int, size: int) -> float:
         tiny = replace(decode(), batch=1, seqlen_k=64)  # whose own bound is below any merge
         cost = merging(rows, parts, size, size)
-        walk = Ladder(tiny, split_kv, split_kv.configs(tiny, H200)[0], H200, cost, WHERE, True, graph=True)
+        walk = Steps(tiny, split_kv, split_kv.configs(tiny, H200)[0], H200, cost, WHERE, True, graph=True)
         return walk.time_us()
 
     first = us(1_320, 2, 10_000)
@@ -103,7 +103,7 @@ def test_small_blocks_take_their_sm_as_long_as_they_take_to_begin() -> None:
     config = next(c for c in three_kernel.configs(problem, H200) if c.scores == c.values == "library")
     cost = three_kernel.cost(problem, H200, config)
     where = replace(WHERE, constants=UNCALIBRATED)
-    walk = Ladder(problem, three_kernel, config, H200, cost, where, True, graph=True)
+    walk = Steps(problem, three_kernel, config, H200, cost, where, True, graph=True)
     softmax, scaling = (walk._launch(part, slots, 99) for _, part, slots in (walk.parts[1], walk.parts[3]))
     assert config.softmax_rows == 1
     assert softmax == pytest.approx(config.softmax_warps * WARP_US * 18_432 / 132, rel=0.2)

@@ -1,4 +1,4 @@
-"""`split_kv` by warps with roles (hopper/few_rows.py), forced: every page size, edge and feature it serves, through the
+"""`split_kv` by warps with roles (kernels/split_kv/few_rows_device.py), forced: every page size, edge and feature it serves, through the
 public door. Elsewhere than on Hopper the same configs run by pointers."""
 
 from __future__ import annotations

@@ -160,7 +160,9 @@ def explain(
     hot: Annotated[bool, typer.Option("--hot", help="The same tensors were used by the call before.")] = False,
     from_table: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Somebody's table of times (docs/tables.md): what its own numbers say."),
+        typer.Option(
+            metavar="FILE", help="Somebody's table of times (docs/workbench/diagnose.md): what its own numbers say."
+        ),
     ] = None,
     ablate: Annotated[
         bool, typer.Option("--ablate", help="What each resource of flash_fwd's loop costs; timed where there is a GPU.")
@@ -231,12 +233,12 @@ def _print_explanation(
     if name is not None and ("," in name or name.lower() == "all"):
         from dataclasses import asdict
 
-        from warpwave.workbench.explain import other_cards as what_if
+        from warpwave.workbench.explain import other_cards
 
         if measured_us is not None or record is not None:
             raise typer.BadParameter("a measured time is of one card; name that card alone", param_hint="--gpu")
-        rows = what_if.what_if(problem, what_if.cards(name), kernel=kernel, hot=hot)
-        say(json.dumps([asdict(row) for row in rows], indent=2) if as_json else what_if.text(problem, rows))
+        rows = other_cards.explain_on(problem, other_cards.cards(name), kernel=kernel, hot=hot)
+        say(json.dumps([asdict(row) for row in rows], indent=2) if as_json else other_cards.text(problem, rows))
         return
     try:
         gpu = None if name is None else resolve(name)

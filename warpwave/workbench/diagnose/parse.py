@@ -1,4 +1,4 @@
-"""The format of a table of measurements, and its reader. docs/tables.md describes it for people."""
+"""The format of a table of measurements, and its reader. docs/workbench/diagnose.md describes it for people."""
 
 from __future__ import annotations
 

@@ -16,13 +16,12 @@ from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import three_kernel
 from warpwave.kernels.cost import Cost
-from warpwave.kernels.three_kernel import backward as three_kernel_gradients
-from warpwave.kernels.three_kernel import backward_memory as three_kernel_gradient_memory
+from warpwave.kernels.three_kernel import backward, backward_memory
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band, Causal, Operands
-from warpwave.workbench.explain import accuracy as accuracies
+from warpwave.workbench.explain import accuracy
 from warpwave.workbench.explain.accuracy import Accuracy
 from warpwave.workbench.explain.advice import Call, computed_in, recommendations
-from warpwave.workbench.explain.near_misses import FastPath, nearest, positional_band
+from warpwave.workbench.explain.near_misses import NearMiss, nearest, positional_band
 from warpwave.workbench.hardware import catalog, measure
 from warpwave.workbench.model.losses import Losses, split
 from warpwave.workbench.model.predict import Prediction, predict
@@ -74,7 +73,7 @@ class Explanation:
             the catalogue has no such card.
         measured: the same by what was measured, `warpwave roof`; None where nothing was.
         memory: of the call; None without a kernel.
-        fast_paths: what would let kernels further ahead serve the call.
+        near_misses: what would let kernels further ahead serve the call.
         advice: what to change, the first sentence first.
         rates_missing: why `bounds` and `measured` are None, else empty.
         passed_over: kernel name -> why "auto" leaves the call to a later kernel though that one could run it.
@@ -95,7 +94,7 @@ class Explanation:
     bounds: Roofline | None = None
     measured: Roofline | None = None
     memory: Memory | None = None
-    fast_paths: tuple[FastPath, ...] = ()
+    near_misses: tuple[NearMiss, ...] = ()
     advice: tuple[str, ...] = ()
     rates_missing: str = ""
     passed_over: dict[str, list[str]] = field(default_factory=dict)
@@ -205,11 +204,11 @@ def explain(
             mask_band = positional_band(mask, problem.seqlen_q, problem.seqlen_k)
     clock_mhz: float | None = None
     if record is not None:
-        from warpwave.workbench.explain.recorded_time import find as find_time
+        from warpwave.workbench.explain import recorded_time
 
         if measured_us is not None:
             raise InvalidInput("give a measured time or a record of it, not both")
-        found = find_time(record, problem, gpu, kernel)
+        found = recorded_time.find(record, problem, gpu, kernel)
         measured_us, kernel, hot, clock_mhz = found.time_us, found.kernel, found.hot, found.clock_mhz
         config = found.config if config is None else config
     asked = problem
@@ -231,7 +230,7 @@ def explain(
             None,
             bounds,
             measured,
-            fast_paths=tuple(nearest(problem, gpu, [_module(kernel)], mask_band)),
+            near_misses=tuple(nearest(problem, gpu, [_module(kernel)], mask_band)),
             rates_missing=missing,
             passed_over=dispatch.passed_over(problem, gpu),
         )
@@ -241,7 +240,7 @@ def explain(
     cost = module.cost(problem, gpu, choice.config)
     bounds, measured, missing = _rooflines(problem, gpu, module, cost)
     launch = None if measured is None else measured.rates.launch_us
-    fast_paths = nearest(problem, gpu, _ahead(module, problem), mask_band)
+    near_misses = nearest(problem, gpu, _ahead(module, problem), mask_band)
     known = bounds or measured
     call = Call(problem, gpu, module, choice.config, cost, known, launch, mask_band, layout)
     prediction = predict(problem, module, choice.config, gpu, hot=hot)
@@ -266,14 +265,14 @@ def explain(
         bounds,
         measured,
         _with_backward(_memory(problem, module, cost, copied), asked, gradients or module.NAME, gpu),
-        tuple(fast_paths),
+        tuple(near_misses),
         tuple(recommendations(replace(call, prediction=prediction, alternatives_us=alternatives))),
         missing,
         passed_over=dispatch.passed_over(problem, gpu),
         alternatives_us=alternatives,
         prediction=prediction,
         losses=losses,
-        accuracy=accuracies.of_call(
+        accuracy=accuracy.of_call(
             problem,
             gpu,
             module,
@@ -349,12 +348,11 @@ def _memory(problem: AttentionProblem, kernel: Any, cost: Cost, copied: int) -> 
 
 
 def _with_backward(memory: Memory, problem: AttentionProblem, kernel: str, gpu: Gpu) -> Memory:
-    """With the backward's, where three_kernel's own makes the gradients; eager's are made of torch's operations."""
-    if not problem.requires_grad or kernel != three_kernel.NAME or three_kernel_gradients.why_not(problem, gpu):
+    """Adds the memory of the backward if three_kernel computes the gradients; eager leaves them to torch's autograd."""
+    if not problem.requires_grad or kernel != three_kernel.NAME or backward.why_not(problem, gpu):
         return memory
-    gradients = three_kernel_gradient_memory.gradient_bytes(problem)
-    backward = three_kernel_gradient_memory.peak_bytes(problem) - gradients
-    return replace(memory, gradients=gradients, backward=backward)
+    gradients = backward_memory.gradient_bytes(problem)
+    return replace(memory, gradients=gradients, backward=backward_memory.peak_bytes(problem) - gradients)
 
 
 def _layout(operands: Operands, kernel: Any) -> tuple[tuple[str, ...], int]:

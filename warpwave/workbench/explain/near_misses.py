@@ -20,7 +20,7 @@ LARGEST_MASK = 1 << 27  # cells looked at: more would take longer than `explain`
 
 
 @dataclass(frozen=True)
-class FastPath:
+class NearMiss:
     """A kernel ahead of the one that serves a call, and what would let it.
 
     Attributes:
@@ -40,7 +40,7 @@ class _Edit(NamedTuple):
     change: str
 
 
-def nearest(problem: AttentionProblem, gpu: Gpu, ahead: list[Any], mask_band: Band | None = None) -> list[FastPath]:
+def nearest(problem: AttentionProblem, gpu: Gpu, ahead: list[Any], mask_band: Band | None = None) -> list[NearMiss]:
     """For each kernel in `ahead` that refuses the call, the smallest change it would accept, if one of ours does."""
     paths = []
     for kernel in ahead:
@@ -52,7 +52,7 @@ def nearest(problem: AttentionProblem, gpu: Gpu, ahead: list[Any], mask_band: Ba
         for edited in _edits(problem, mask_band):
             if not kernel.why_not(edited.problem, place or gpu) and not _outrun(kernel, edited.problem, place or gpu):
                 changes = tuple(text for text in (on if place else "", edited.change) if text)
-                paths.append(FastPath(kernel.NAME, changes))
+                paths.append(NearMiss(kernel.NAME, changes))
                 break
     return paths
 

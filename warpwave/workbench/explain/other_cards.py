@@ -60,7 +60,7 @@ def _by_prefix(name: str) -> DataSheet | None:
     return alike[-1] if alike else None
 
 
-def what_if(
+def explain_on(
     problem: AttentionProblem, sheets: Sequence[DataSheet], *, kernel: str = "auto", hot: bool = False
 ) -> list[Row]:
     """The call on each card, by the kernel that would serve it there."""

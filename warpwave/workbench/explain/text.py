@@ -196,7 +196,7 @@ def _predicted(said: Explanation) -> Iterator[str]:
 def _steps(steps: list[tuple[str, float, float]], bound_us: float) -> list[str]:
     shown = [step for step in steps if step[1] >= 1.005 or step[0] == "remainder"]
     rows = [
-        (name, us(after), f"x {factor:.3f}", LOSSES.get(name, "what the model did not foresee"))
+        (name, us(after), f"x {factor:.3f}", LOSSES.get(name, "what the model did not predict"))
         for name, factor, after in shown
     ]
     return columns([("bound", us(bound_us)), *rows], right=(1,), indent="  ")
@@ -283,7 +283,7 @@ def _others(said: Explanation) -> Iterator[str]:
 def _changes(said: Explanation) -> Iterator[str]:
     advice = list(said.advice)
     paths = []
-    for path in said.fast_paths:
+    for path in said.near_misses:
         # One change said twice is said once, with its figures.
         change = path.changes[0][0].upper() + path.changes[0][1:]
         same = [i for i, sentence in enumerate(advice) if len(path.changes) == 1 and sentence.startswith(change)]

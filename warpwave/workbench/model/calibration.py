@@ -24,7 +24,7 @@ L2_BYTES_PER_CLOCK = 32  # of an SM, where nobody states or measured L2: 8.4 of 
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """How a kernel's inner loop uses the units of an SM. `docs/model.md` has the equations they stand in.
+    """How a kernel's inner loop uses the units of an SM. `docs/workbench/model.md` has the equations they stand in.
 
     Attributes:
         matrix: path of products -> share of the data sheet's rate that a loop with nothing else in it reaches; float16

@@ -1,9 +1,9 @@
-"""A measured time split into named losses: measured / bound = the product of their factors x a remainder, exactly.
+"""Splits a measured time into named losses: measured / bound is exactly the product of their factors and a remainder.
 
-The factors are the steps of `model`'s ladder, so each is what the model says that step costs; the remainder is what the
-model did not foresee: above 1 the call was slower than predicted, below 1 faster. Shares are taken of two yardsticks:
-the data sheet's bound, which nothing beats, and the same at the clock the card ran at, for a card under its power limit
-runs no faster. Neither share passes 100 %.
+The factors are the steps of the model, so each factor is the model's cost of that step. The remainder is what the model
+did not predict: above 1 the call was slower than predicted, below 1 it was faster. A measurement is compared with two
+yardsticks: the bound by the data sheet, and the same bound at the clock that the card ran at, because a card at its
+power limit runs no faster. Neither share exceeds 100 %.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Loss:
     """One step from the bound to the measurement.
 
     Attributes:
-        name: a key of `ladder.LOSSES`, or `"remainder"`.
-        factor: what it multiplies the time by.
-        before_us, after_us: the time without it and with it, all losses above it counted.
-        meaning: what it is.
+        name: a key of `steps.LOSSES`, or `"remainder"`.
+        factor: the ratio of `after_us` to `before_us`.
+        before_us, after_us: the time without and with this loss; earlier losses are included in both.
+        meaning: the loss in words.
     """
 
     name: str
@@ -39,13 +39,13 @@ class Loss:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """What a measurement is held against.
+    """A time that a measurement is compared with.
 
     Attributes:
         name: `"data sheet"`, `"power-matched"`.
         least_us: the time it allows.
         share: `least_us` over the measured time, at most 1.
-        note: how it comes about.
+        note: how the time was obtained.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Losses:
 
     Attributes:
         measured_us, bound_us: its ends.
-        losses: every step in order, those of factor 1 too; the remainder last.
+        losses: every step in order, including factors of 1; the remainder is last.
         yardsticks: the data sheet's, and the power-matched one.
     """
 
@@ -80,12 +80,12 @@ class Losses:
 
     @property
     def noticeable(self) -> list[Loss]:
-        """Those worth a line, the remainder always."""
+        """The losses of at least 2 %, and the remainder."""
         return [loss for loss in self.losses[:-1] if loss.factor >= NOTICEABLE] + [self.losses[-1]]
 
     @property
     def largest(self) -> Loss | None:
-        """What costs most of what a grid, tile or loop can change; the clocks where nothing else costs anything."""
+        """The largest loss that a grid, tile or loop can change; the clocks if there is no other loss."""
         named = [loss for loss in self.losses[:-1] if loss.factor >= NOTICEABLE]
         return max(named, key=lambda loss: (loss.name != "clocks", loss.factor), default=None)
 
@@ -98,26 +98,25 @@ def split(
     *,
     clock_mhz: float | None = None,
 ) -> Losses:
-    """The losses of a measurement of what was predicted.
+    """Splits a measured time into the losses of a prediction.
 
     Args:
         measured_us: device time of the call.
         prediction: of the same call, kernel and config, with L2 as warm as when it was measured.
         sheet: of the card.
         bounds: by the data sheet, for the power-matched yardstick.
-        clock_mhz: SM clock while it ran, where somebody read it.
+        clock_mhz: SM clock while it ran; None if it was not read.
 
     Raises:
-        InvalidInput: the time is shorter than anything can take.
+        InvalidInput: the time is shorter than the bound, or not a positive number.
     """
     if not 0 < measured_us < float("inf"):
-        raise InvalidInput(f"a measured time must be above 0 us and finite, got {measured_us}")
+        raise InvalidInput(f"the measured time is {measured_us} us; it must be above 0 and finite")
     if measured_us < prediction.bound_us:
         raise InvalidInput(
-            f"{us(measured_us)} is less than the {us(prediction.bound_us)} that no implementation of this call can "
-            "beat on "
-            f"{sheet.name}: the time is of another call, of part of it, in another unit, or of inputs that lay in L2 "
-            "(--hot)"
+            f"the measured time is {us(measured_us)}; on {sheet.name} no implementation of this call takes less than "
+            f"{us(prediction.bound_us)}. Check that the time is of the whole call, of this call and in us; if its "
+            "inputs stayed in L2, pass --hot"
         )
     losses = []
     before = prediction.bound_us
@@ -125,9 +124,9 @@ def split(
         after = prediction.times_us[name]
         losses.append(Loss(name, after / before, before, after, meaning))
         before = after
-    losses.append(Loss("remainder", measured_us / before, before, measured_us, "what the model did not foresee"))
+    losses.append(Loss("remainder", measured_us / before, before, measured_us, "what the model did not predict"))
     yardsticks = (
-        Yardstick("data sheet", prediction.bound_us, prediction.bound_us / measured_us, "nothing beats it"),
+        Yardstick("data sheet", prediction.bound_us, prediction.bound_us / measured_us, "no implementation is faster"),
         _power_matched(measured_us, prediction, sheet, bounds, clock_mhz),
     )
     return Losses(measured_us, prediction.bound_us, tuple(losses), yardsticks)
@@ -136,7 +135,7 @@ def split(
 def _power_matched(
     measured_us: float, prediction: Prediction, sheet: DataSheet, bounds: Roofline | None, clock_mhz: float | None
 ) -> Yardstick:
-    """The bound with products and exponentials at the clock that power allowed."""
+    """Returns the bound with products and exponentials at the clock that the power limit allowed."""
     if clock_mhz and bounds is not None:
         of_products = sheet.tensor_clock_mhz or sheet.boost_clock_mhz
         times = [prediction.bound_us]
@@ -147,40 +146,35 @@ def _power_matched(
                 times.append(bound.time_us * max(1.0, sheet.boost_clock_mhz / clock_mhz))
         least, note = max(times), f"the data sheet's rates at {clock_mhz:.0f} MHz, the clock read right after it ran"
     else:
-        least, note = prediction.times_us["clocks"], "what such a loop sustains on this card, by its calibration"
-    if least > measured_us:  # then the clock was higher while it ran, or the loop better than any calibrated
-        least, note = measured_us, f"{note}; it did as well as that or better"
+        least, note = (
+            prediction.times_us["clocks"],
+            "what such a loop sustains on this card, by calibration",
+        )
+    if least > measured_us:  # the clock was higher while it ran, or the loop is better than any that was calibrated
+        least, note = measured_us, f"{note}; the call was at least as fast"
     return Yardstick("power-matched", least, least / measured_us, note)
 
 
 REMEDIES: dict[str, str] = {
-    "head padding": "a head_dim that the tiles are made of, or tiles in smaller powers of two, removes the ceiling "
-    "of the "
-    "padded products",
-    "hidden pairs": "smaller tiles at the mask's edge remove the ceiling of products over hidden pairs",
-    "ragged tiles": "a block_m or block_n that divides the lengths, or several query heads in one tile, removes the "
-    "ceiling of products over empty rows",
-    "separate passes": "one fused pass removes the sum of ceilings: products, softmax and scores then overlap",
-    "idle SMs": "more blocks (smaller block_m, keys split over blocks, more heads or sequences in a call) remove the "
-    "ceiling "
-    "of SMs without work",
-    "traffic": "tiles shared by more queries, or an order of blocks whose K and V stay in L2, remove the ceiling of "
-    "re-reads",
-    "softmax": "a loop that computes one tile's scores while another's products run removes the ceiling of "
-    "exponentials "
-    "in series",
-    "latency": "more blocks or warpgroups an SM, or more tiles in flight, remove the ceiling of steps that wait",
-    "fill": "blocks that stay and draw several tiles, their first loads under the last tile's products, remove the "
-    "ceiling "
-    "of filling",
-    "launches": "more work in one launch, or a CUDA graph, removes the ceiling of launching",
-    "clocks": "less power an operation (fewer operands through registers, fewer rescales) raises the clock: the one "
-    "ceiling here that no grid or tile moves",
+    "head padding": "a head_dim equal to a tile's width, or narrower tiles, removes the products over padding",
+    "hidden pairs": "smaller tiles at the mask's edge remove products over hidden pairs",
+    "ragged tiles": "a block_m or block_n that divides the lengths, or several query heads in one tile, removes "
+    "products over empty rows",
+    "separate passes": "one fused pass lets products, softmax and score traffic overlap",
+    "idle SMs": "more blocks give every SM work: a smaller block_m, keys split over blocks, or more heads or sequences "
+    "in a call",
+    "traffic": "tiles shared by more queries, or an order of blocks that keeps K and V in L2, reduce re-reads",
+    "softmax": "a loop that overlaps one tile's softmax with another tile's products hides the exponentials",
+    "latency": "more blocks or warpgroups per SM, or more tiles in flight, hide the latency",
+    "fill": "persistent blocks that load the next tile under the products of the current one hide the fill",
+    "launches": "more work in one launch, or a CUDA graph, reduces the cost of launches",
+    "clocks": "less power per operation (fewer operands through registers, fewer rescales) raises the clock; no "
+    "grid or tile changes it",
 }
 
 
 def recommendation(loss: Loss) -> str:
-    """What removes a loss, with the ceiling it stands under: figures of the model, no promised speed-up."""
+    """Returns how to reduce a loss, with the model's figures; it promises no speed-up."""
     remedy = REMEDIES.get(loss.name)
     if remedy is None:
         return ""

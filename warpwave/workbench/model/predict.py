@@ -1,12 +1,12 @@
-"""Predicted time of one call by one kernel: its bound, and what is added on the way from the bound to the clock.
+"""Predicts the time of one call by one kernel, in named steps from the bound to the time.
 
-The model walks from the bound of `roofline` to a time in named steps (`ladder.LOSSES`), each of which takes one
-idealisation away: the clock under load, padding, hidden pairs, idle SMs, traffic, exponentials that nothing hides,
-latency, filling, launching. The time after the last step is the prediction, and the ratio of two neighbouring times is
-what that step costs: `losses.py` holds a measurement against the same ladder.
+The model starts at the bound of `roofline`. Each step (`steps.LOSSES`) removes one idealization: the clock under load,
+padding, hidden pairs, idle SMs, traffic, exposed exponentials, latency, pipeline fill, launches. The time after the
+last step is the prediction. The ratio of two neighboring times is the cost of a step; `losses.py` compares a
+measurement with the same steps.
 
-Everything about a kernel comes from its own `cost`; constants that no shape tells come from `calibration.py`.
-`docs/model.md` has the equations, what is not modelled, and how far predictions were off. Imports no torch.
+Everything about a kernel comes from its own `cost`. Constants that do not follow from shapes come from
+`calibration.py`. `docs/workbench/model.md` has the equations, limits and errors of the model. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.hardware.catalog import DataSheet, data_sheet
 from warpwave.workbench.model.calibration import Machine, machine, worst_uncalibrated
-from warpwave.workbench.model.steps import Ladder, Traffic
+from warpwave.workbench.model.steps import Steps, Traffic
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,16 @@ class Prediction:
     Attributes:
         kernel: its name.
         gpu: key of the data sheet.
-        time_us: predicted, on the device, the host left out.
-        low_us, high_us: nine in ten calls lay within, where the model was checked.
-        times_us: loss -> the time with it and all before it; begins with `"bound"`, ends at `time_us`.
-        waves: rounds of blocks over the card, the last counted by what it fills.
-        blocks_per_sm: that run together.
-        limit: what allows no more of them: `"shared memory"`, ..., `"launch"` where the kernel asks for no more,
-            `"grid"` where there are no more.
-        traffic: by level.
-        validated: what the error bar rests on, in words.
-        points: measurements on this very card and kernel behind it; 0 is none.
+        time_us: predicted time on the device, without the host.
+        low_us, high_us: the interval that held nine in ten measured calls when the model was checked.
+        times_us: loss -> the time with this loss and all before it; begins with `"bound"`, ends at `time_us`.
+        waves: rounds of blocks over the card; the last one counts by the part of the card that it fills.
+        blocks_per_sm: blocks that are resident on an SM.
+        limit: what limits them: `"shared memory"`, ..., `"launch"` if the kernel asks for no more, `"grid"` if the
+            grid has no more.
+        traffic: bytes at each level of memory.
+        validated: what the error bar is based on, in words.
+        points: number of measurements on this card and kernel behind it; 0 if there are none.
     """
 
     kernel: str
@@ -61,7 +61,7 @@ class Prediction:
 
     @property
     def factors(self) -> dict[str, float]:
-        """Loss -> the ratio it costs; their product is `time_us` over the bound, exactly."""
+        """Loss -> the factor it costs. The product of all factors is exactly `time_us` over the bound."""
         names = list(self.times_us)
         return {name: self.times_us[name] / self.times_us[before] for before, name in pairwise(names)}
 
@@ -80,18 +80,18 @@ def predict(
     of: Machine | None = None,
     without: str = "",
 ) -> Prediction | None:
-    """The time of a call, or None where the card has no data sheet or the call no work.
+    """Predicts the time of a call; returns None if the card has no data sheet or the call has no work.
 
     Args:
         problem: the call.
         kernel, config: the module that serves it and one of its configs.
-        gpu: where.
+        gpu: the device.
         hot: the same tensors were used by the call before.
-        graph: a CUDA graph replays the call, so that nobody waits for the host.
+        graph: a CUDA graph replays the call, so the host adds no time.
         sheet: the card's data sheet; looked up if None.
         registers, smem_bytes: of the compiled kernel, in place of what its `cost` estimates.
         of: the card with other constants, for fitting them.
-        without: one of `ladder.ABLATIONS`: the time if the kernel's loop left that out.
+        without: one of `steps.ABLATIONS`: predicts the time of a loop without that resource.
     """
     sheet = sheet or data_sheet(gpu)
     if sheet is None or gpu.is_cpu or problem.flops == 0:
@@ -100,8 +100,8 @@ def predict(
     where = of or machine(sheet, kernel.NAME, cost.loop)
     if registers is not None or smem_bytes is not None:
         cost = replace(cost, registers=registers or cost.registers, smem_bytes=smem_bytes or cost.smem_bytes)
-    walk = Ladder(problem, kernel, config, gpu, cost, where, hot, without, graph)
-    times = walk.ladder()
+    steps = Steps(problem, kernel, config, gpu, cost, where, hot, without, graph)
+    times = steps.times()
     time_us = times["launches"]
     low, high, words, points = _bar(where, kernel.NAME, time_us, times["bound"])
     return Prediction(
@@ -111,10 +111,10 @@ def predict(
         low,
         high,
         times,
-        walk.waves,
-        walk.resident[0],
-        walk.resident[1],
-        tuple(walk.traffic()),
+        steps.waves,
+        steps.resident[0],
+        steps.resident[1],
+        tuple(steps.traffic()),
         words,
         points,
     )
@@ -123,19 +123,21 @@ def predict(
 def timer(
     problem: AttentionProblem, kernel: Any, config: Any, gpu: Gpu, of: Machine, *, hot: bool, graph: bool
 ) -> Callable[[Machine], float]:
-    """The time of a call as a function of the card's constants, for fitting them: what no constant changes is computed
-    once. The arguments are those of `predict`."""
-    walk = Ladder(problem, kernel, config, gpu, kernel.cost(problem, gpu, config), of, hot, "", graph)
+    """Returns the time of a call as a function of the card's constants, for fitting them.
+
+    Whatever does not depend on the constants is computed once. The arguments are those of `predict`.
+    """
+    steps = Steps(problem, kernel, config, gpu, kernel.cost(problem, gpu, config), of, hot, "", graph)
 
     def time_us(where: Machine) -> float:
-        walk.where = where
-        return walk.time_us()
+        steps.where = where
+        return steps.time_us()
 
     return time_us
 
 
 def _bar(where: Machine, kernel: str, time_us: float, bound_us: float) -> tuple[float, float, str, int]:
-    """Error bar, and what it rests on. Nothing is faster than the bound."""
+    """Returns the error bar, in words what it is based on, and its number of points. The bound limits it from below."""
     name = where.sheet.name
     if where.calibration is not None and kernel in where.calibration.residuals:
         known = where.calibration.residuals[kernel]

@@ -1,7 +1,7 @@
-"""The steps from the bound of a call to its predicted time, and the equations of each.
+"""The steps from the bound of a call to its predicted time, and the equations of each step.
 
-`Ladder` is one prediction under way: padding, waves over SMs, the resources of a loop and of the whole card, bytes at
-each level of memory. `docs/model.md` has the equations. Imports no torch.
+`Steps` holds one prediction: padding, waves over SMs, the resources of a loop and of the whole card, and the bytes at
+each level of memory. `docs/workbench/model.md` has the equations. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from warpwave.workbench.hardware.occupancy import occupancy
 from warpwave.workbench.model.calibration import Machine, constant_of
 from warpwave.workbench.model.roofline import FLOAT32_PATHS, Path, data_sheet_rates, fastest, product_path, roofline
 
-# What is lost between the bound and a time, in the order in which the ladder climbs: name -> what it is.
+# The losses between the bound and the predicted time, in the order of the steps: name -> meaning.
 LOSSES: dict[str, str] = {
     "clocks": "what power, clocks and instruction order leave of the data sheet's rates",
     "head padding": "products over columns that pad head_dim to what the tiles are made of",
@@ -81,8 +81,8 @@ class _Padding:
     ragged: float
 
 
-class Ladder:
-    """One prediction under way."""
+class Steps:
+    """One prediction of the time of a call."""
 
     def __init__(
         self,
@@ -117,8 +117,8 @@ class Ladder:
         items = cost.items or cost.blocks
         self.waves = items / (where.sheet.num_sms * self.resident[0]) if items else 0.0
 
-    def ladder(self) -> dict[str, float]:
-        """Time after each loss; never falls, for every step takes an idealisation away."""
+    def times(self) -> dict[str, float]:
+        """Returns the time after each loss. Times never fall, because every step removes an idealization."""
         times = {"bound": self.bound}
         least = self.bound if not self.without else 0.0
         for name, place in STEP.items():
@@ -128,8 +128,10 @@ class Ladder:
         return times
 
     def time_us(self) -> float:
-        """The top of the ladder alone, for who asks a thousand times: a later step that shortens an earlier one's time
-        is not seen."""
+        """Returns the time after the last step, for fits that need it thousands of times.
+
+        It ignores a later step that would shorten the time of an earlier one.
+        """
         return max(self.bound, self._time(STEP["ragged tiles"]), self._time(STEP["launches"]))
 
     def _time(self, step: int) -> float:

@@ -1,9 +1,10 @@
 """`hopper/flash_fwd`: the warp-specialized forward for Hopper, in Gluon."""
 
-from warpwave.kernels.hopper.flash_fwd.config import default
+from warpwave.kernels.hopper.flash_fwd.config import ABLE, default
 from warpwave.kernels.hopper.flash_fwd.kernel import (
     NAME,
     NEEDS_GPU,
+    SKIPS_HIDDEN_TILES,
     Config,
     bind,
     configs,
@@ -15,8 +16,10 @@ from warpwave.kernels.hopper.flash_fwd.kernel import (
 )
 
 __all__ = [
+    "ABLE",
     "NAME",
     "NEEDS_GPU",
+    "SKIPS_HIDDEN_TILES",
     "Config",
     "bind",
     "configs",
