@@ -34,7 +34,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "window both sides, sinks": {"window_size": (33, 5), "sinks": True},
     "softcap, ALiBi": {"softcap": 9.0, "alibi": True},
 }
-Launched = list[tuple[tensor_maps.Plan, ...]]
+Launched = list[tuple[tensor_maps.MapPlan, ...]]
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import torch
 
 from warpwave.kernels import arguments
 from warpwave.problem import AttentionProblem, Operands
-from warpwave.runtime import tensor_maps as launcher
+from warpwave.runtime.counters import counters_of
+from warpwave.runtime.tensor_maps import has_map
 
 NUM_SMS = 132  # of an H100 or H200 SXM, where no device is asked
 L2_BYTES = 32 * 1024 * 1024  # K and V of the heads that run together under a causal mask
@@ -19,7 +20,7 @@ LOG2_E = 1.4426950408889634
 def mappable(problem: AttentionProblem, operands: Operands) -> Callable[[Operands], Operands]:
     """What makes operands of this layout such that tensor maps can describe them: what they cannot is copied."""
     straight = arguments.straightener(operands)
-    copied = [name for name in ("q", "k", "v") if not launcher.has_map(getattr(operands, name))]
+    copied = [name for name in ("q", "k", "v") if not has_map(getattr(operands, name))]
     if not copied and straight is arguments.as_it_is:
         return arguments.as_it_is
 
@@ -48,10 +49,10 @@ def keys_end(problem: AttentionProblem) -> int:
 
 
 def counter(out: torch.Tensor) -> torch.Tensor:
-    """A tile counter to compile with; `launcher.bind` takes the stream's own at each launch."""
+    """A tile counter to compile with; `tensor_maps.bind` takes the stream's own at each launch."""
     if out.device.type != "cuda":
         return torch.empty(1, dtype=torch.int32, device="meta")
-    return launcher.counters(out.device).for_graphs
+    return counters_of(out.device).for_graphs
 
 
 def score_units(problem: AttentionProblem) -> tuple[float, float]:
