@@ -127,18 +127,7 @@ def test_code_names_pages_that_exist() -> None:
     sources = [path for room in ("warpwave", "tests", "benchmarks", "examples") for path in (ROOT / room).rglob("*.py")]
     for path in [*sources, *(ROOT / "warpwave").rglob("*.toml")]:
         for page in re.findall(r"\bdocs/[\w/-]+\.(?:md|toml)", path.read_text()):
-            assert (ROOT / page).exists() or page in MOVED, f"{name(path)} names {page}, which does not exist"
-
-
-# Pages that moved while modules moved. An entry goes when no source names the old path.
-MOVED = {
-    "docs/ladder.md": "docs/kernels/ladder.md",
-    "docs/serving.md": "docs/notes/serving.md",
-    "docs/hopper.md": "docs/notes/hopper.md",
-    "docs/hopper_large_head_dim.md": "docs/notes/hopper_large_head_dim.md",
-    "docs/roofline.md": "docs/workbench/roofline.md",
-    "docs/float32.md": "docs/guide/precision.md",
-}
+            assert (ROOT / page).exists(), f"{name(path)} names {page}, which does not exist"
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

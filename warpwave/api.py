@@ -75,7 +75,7 @@ def attention(
             float32 accuracy), `"bf16x3"` (16 bits of each operand), `"tf32"` or `"fp16x1"` (11 bits), or `"default"`:
             the fastest known to be as accurate as torch's own. What a device or kernel does not have, the cheapest as
             accurate stands for. Or a number: the relative error that out may have, as |out - exact| / |exact| in
-            Euclidean norms, for which the cheapest of them is taken that keeps it (docs/float32.md).
+            Euclidean norms, for which the cheapest of them is taken that keeps it (docs/guide/precision.md).
         kernel: `"auto"`, or the name of the kernel that must run the call; `warpwave.explain` lists them.
         config: a `Config` of the kernel named.
         return_lse: also return the log-sum-exp.

@@ -7,6 +7,7 @@ no message blames the wrong one. Nothing here looks at the contents of a tensor,
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import numbers
@@ -36,6 +37,12 @@ CACHED = {
     "v": "num_pages page_size num_heads_kv head_dim_v",
     "page_table": "cache_rows pages_of_a_row",
     "seqused_k": "cache_rows",
+}
+DTYPES = {  # a bias has the dtype of q, or float32
+    "mask": torch.bool,
+    "alibi_slopes": torch.float32,
+    "sinks": torch.float32,
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "page_table", "seqused_k", "rows"), torch.int32),
 }
 SCORES = "batch num_heads_q seqlen_q seqlen_k"
 LARGEST = torch.finfo(torch.float32).max  # of what scores are multiplied by: beyond, it is infinite where they are
@@ -246,22 +253,25 @@ def bind_axes(
     Raises:
         InvalidInput: naming the argument, its shape, and what was expected.
     """
-    names = pattern.split()
-    shape = tuple(tensor.shape)
-    wanted = f"({', '.join(names)}{',' if len(names) == 1 else ''})"
+    names = _split(pattern)
+    shape = tensor.shape
     if len(shape) != len(names):
-        raise InvalidInput(f"{name} has shape {shape}, {len(shape)} axes; it must have {len(names)}: {wanted}")
+        raise InvalidInput(f"{name} has shape {tuple(shape)}, {len(shape)} axes; it must have {len(names)}: {_text(names)}")
     for axis, size in zip(names, shape, strict=True):
-        if axis not in axes:
-            axes[axis] = (size, name)
-            continue
-        known, source = axes[axis]
+        known, source = axes.setdefault(axis, (size, name))
         if size != known and not (broadcast and size == 1):
             allowed = f"{known} or 1" if broadcast else f"{known}"
             raise InvalidInput(
-                f"{name} has shape {shape}, so its {axis} is {size}; {source} has {axis} {known}, and {name} must be "
-                f"{wanted} with {axis} {allowed}"
+                f"{name} has shape {tuple(shape)}, so its {axis} is {size}; {source} has {axis} {known}, and {name} must be "
+                f"{_text(names)} with {axis} {allowed}"
             )
+
+
+_split = functools.cache(str.split)
+
+
+def _text(names: Sequence[str]) -> str:
+    return f"({', '.join(names)}{',' if len(names) == 1 else ''})"
 
 
 def check_packed_lengths(operands: Operands, options: Options) -> None:
@@ -350,8 +360,8 @@ def settled(operands: Operands) -> Operands:
     Views that torch negates lazily (`x.conj().imag`) are resolved. Under autocast, q, k and v of different dtypes are
     cast to the autocast dtype, as torch casts the operands of its own attention; operands of one dtype keep it.
     """
-    lazy = {n: t.resolve_neg() for n, t in zip(operands._fields, operands, strict=True) if _is_lazy(t)}
-    operands = operands._replace(**lazy)
+    if any(map(_is_lazy, operands)):
+        operands = Operands(*[t.resolve_neg() if _is_lazy(t) else t for t in operands])
     vectors = operands[:3]
     if all(isinstance(t, torch.Tensor) for t in vectors) and len({t.dtype for t in vectors}) > 1:
         kind = operands.q.device.type
@@ -368,8 +378,9 @@ def _is_lazy(tensor: Any) -> bool:
 def _check_types(operands: Operands | CachedOperands) -> None:
     check_are_tensors(operands)
     q = operands.q
+    device = q.device
     for name, tensor in zip(operands._fields, operands, strict=True):
-        if tensor is not None and tensor.device != q.device:
+        if tensor is not None and tensor.device != device:
             raise InvalidInput(f"{name} is on {tensor.device} and q on {q.device}; all tensors must share one device")
     if q.dtype not in DTYPE_NAMES:
         raise InvalidType(f"q is {q.dtype}; it must be one of {', '.join(map(str, DTYPE_NAMES))}")
@@ -377,20 +388,11 @@ def _check_types(operands: Operands | CachedOperands) -> None:
         dtype = getattr(operands, name).dtype
         if dtype != q.dtype:
             raise InvalidType(f"{name} is {dtype} and q is {q.dtype}; q, k and v must share one dtype")
-    allowed: dict[str, Sequence[torch.dtype]] = {
-        "mask": (torch.bool,),
-        "bias": tuple(dict.fromkeys((q.dtype, torch.float32))),
-        "alibi_slopes": (torch.float32,),
-        "sinks": (torch.float32,),
-        "cu_seqlens_q": (torch.int32,),
-        "cu_seqlens_k": (torch.int32,),
-        "page_table": (torch.int32,),
-        "seqused_k": (torch.int32,),
-        "rows": (torch.int32,),
-    }
-    for name, dtypes in allowed.items():
-        tensor = getattr(operands, name, None)
-        if tensor is not None and tensor.dtype not in dtypes:
+    for name, tensor in zip(operands._fields[3:], operands[3:], strict=True):
+        if tensor is None:
+            continue
+        dtypes = tuple(dict.fromkeys((q.dtype, torch.float32))) if name == "bias" else (DTYPES[name],)
+        if tensor.dtype not in dtypes:
             hint = "; an additive mask goes in bias=" if name == "mask" and tensor.is_floating_point() else ""
             raise InvalidType(f"{name} is {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}{hint}")
 

@@ -31,7 +31,7 @@ from warpwave.kernels.ladder import naive, tiled
 from warpwave.problem import AttentionProblem
 
 # In the order of preference. Every problem has a kernel, because eager runs everything; what stands behind it, "auto"
-# never takes: rungs of the ladder (docs/ladder.md), which keep a workspace as large as all scores.
+# never takes: rungs of the ladder (docs/kernels/ladder.md), which keep a workspace as large as all scores.
 KERNELS: tuple[Any, ...] = (
     *(split_kv, hopper_flash_fwd, flash_fwd, hopper_large_head_dim, large_head_dim, three_kernel, torch_sdpa, eager),
     *(tiled, naive),

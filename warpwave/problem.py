@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, wraps
+from functools import wraps
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1}
@@ -178,15 +178,20 @@ class AttentionProblem:
     batch_invariant: bool = False
     error_budget: float | None = None
 
-    @cached_property
-    def kind(self) -> tuple[Any, ...]:
-        """Every field but the sizes that differ from one call of a model to its next: `SIZES`, and how long the axes of
-        a mask or bias are that are not broadcast. Rules that read nothing else are evaluated once a kind (`by_kind`).
+    @property
+    def kind(self) -> object:
+        """The same object for problems that differ in sizes alone: in `SIZES`, and in how long those axes of a mask or
+        bias are that are not broadcast. Rules that read nothing else are evaluated once a kind (`by_kind`).
         """
         fields = self.__dict__
-        shapes = [shape and tuple([n == 1 for n in shape]) for shape in (self.mask_shape, self.bias_shape)]
-        alibi = self.alibi_shape and len(self.alibi_shape)
-        return (*[fields[name] for name in _FIELDS_OF_KIND], *shapes, alibi)
+        found = fields.get("_kind")
+        if found is None:
+            shapes = [shape and tuple([n == 1 for n in shape]) for shape in (self.mask_shape, self.bias_shape)]
+            alibi = self.alibi_shape and len(self.alibi_shape)
+            alignment = self.causal and self.causal.alignment
+            key = (*[fields[name] for name in _FIELDS_OF_KIND], alignment, *shapes, alibi)
+            found = fields["_kind"] = _kinds.setdefault(key, object())
+        return found
 
     # What the mask shows ---------------------------------------------------------------------------------------------
 
@@ -364,9 +369,10 @@ SIZES = ("batch", "seqlen_q", "seqlen_k", "total_q", "total_k", "lengths", "mask
 _FIELDS_OF_KIND = tuple(
     field.name
     for field in fields(AttentionProblem)
-    if field.name not in (*SIZES, "mask_shape", "bias_shape", "alibi_shape")
+    if field.name not in (*SIZES, "causal", "mask_shape", "bias_shape", "alibi_shape")
 )
-MAX_KINDS = 4096
+_kinds: dict[tuple[Any, ...], object] = {}
+MAX_RULINGS = 4096  # of one rule
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -386,11 +392,13 @@ def by_kind(rule: Callable[Concatenate[AttentionProblem, P], R]) -> Callable[Con
 
     @wraps(rule)
     def of_kind(problem: AttentionProblem, *rest: P.args, **named: P.kwargs) -> R:
+        if problem.error_budget is not None:  # whose promise depends on the number of keys
+            return rule(problem, *rest, **named)
         key = (problem.kind, *rest, *named.items())
         try:
             return found[key]
         except KeyError:
-            if len(found) >= MAX_KINDS:
+            if len(found) >= MAX_RULINGS:
                 found.clear()
             return found.setdefault(key, rule(_without_sizes(problem), *rest, **named))
 

@@ -49,35 +49,46 @@ class Between(NamedTuple):
 
 
 _IN_TURN = """
-def in_turn({every}):
-    {calls}
+def make({steps}):
+    def in_turn({every}):
+        {calls}
+
+    return in_turn
 """
 _ONE_BY_ONE = """
-def launch({given}):
-    in_turn({given}, *memory()[0])
+def make(in_turn, memory):
+    def launch({given}):
+        in_turn({given}, *memory()[0])
+
+    return launch
 """
 _AS_ONE = """
-def launch({given}):
-    between, stream, made, meet = memory()
-    if stream is None or current_device() != index or hook.calls:
-        return in_turn({given}, *between)
-    key = {key},
-    graph = made.get(key)
-    if graph is None:
-        in_turn({given}, *between)
-        meet(key)
-    elif start(graph, stream):
-        in_turn({given}, *between)
+def make(in_turn, memory, index, start, hook, current_device):
+    def launch({given}):
+        between, stream, made, meet = memory()
+        if stream is None or current_device() != index or hook.calls:
+            return in_turn({given}, *between)
+        key = {key},
+        graph = made.get(key)
+        if graph is None:
+            in_turn({given}, *between)
+            meet(key)
+        elif start(graph, stream):
+            in_turn({given}, *between)
+
+    return launch
 """
 
 
 def in_turn(names: str, *steps: Step) -> Callable[..., None]:
     """One launcher for several, which starts one after another, each on those of its arguments that it takes."""
     calls = [f"step{i}({', '.join(taken.split())})" for i, (_, taken) in enumerate(steps)]
-    scope: dict[str, Any] = {f"step{i}": step for i, (step, _) in enumerate(steps)}
-    exec(launch.code_of(_IN_TURN.format(every=", ".join(names.split()), calls="\n    ".join(calls))), scope)
-    launcher: Callable[..., None] = scope["in_turn"]
-    return launcher
+    source = _IN_TURN.format(
+        steps=", ".join(f"step{i}" for i in range(len(steps))),
+        every=", ".join(names.split()),
+        calls="\n        ".join(calls),
+    )
+    return launch.generated(source)(*[step for step, _ in steps])
 
 
 def bind(names: str, between: Between, *steps: Step) -> Callable[..., None]:
@@ -110,18 +121,19 @@ def bind(names: str, between: Between, *steps: Step) -> Callable[..., None]:
         graphs = Graphs(stream, list(zip(prepared, taken_by, strict=True)), addressed, addresses)
         return made, stream, graphs.made, graphs.meet
 
+    one_by_one = in_turn(f"{names} {between.names}", *steps)
+    memory = scratch.memory(between.needs, between.device, with_graphs)
+    if not addressed:
+        return launch.generated(_ONE_BY_ONE.format(given=", ".join(given)))(one_by_one, memory)
     key = ", ".join(f"{name}.data_ptr()" for name in addressed)
-    scope: dict[str, Any] = {
-        "in_turn": in_turn(f"{names} {between.names}", *steps),
-        "memory": scratch.memory(between.needs, between.device, with_graphs),
-        "index": between.device.index,
-        "start": start,
-    }
-    if addressed:
-        scope |= {"hook": triton.knobs.runtime.launch_enter_hook, "current_device": torch._C._cuda_getDevice}
-    exec(launch.code_of((_AS_ONE if addressed else _ONE_BY_ONE).format(given=", ".join(given), key=key)), scope)
-    launcher: Callable[..., None] = scope["launch"]
-    return launcher
+    return launch.generated(_AS_ONE.format(given=", ".join(given), key=key))(
+        one_by_one,
+        memory,
+        between.device.index,
+        start,
+        triton.knobs.runtime.launch_enter_hook,
+        torch._C._cuda_getDevice,
+    )
 
 
 class Graphs:

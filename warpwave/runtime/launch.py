@@ -12,7 +12,6 @@ import functools
 import logging
 import threading
 import time
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -163,27 +162,36 @@ class Prepared(NamedTuple):
 
 
 @functools.cache
-def code_of(source: str) -> types.CodeType:
-    """Returns the code of a generated function. There is one source for each number of arguments, not one a plan."""
-    return compile(source, "<launch>", "exec")
+def generated(source: str) -> Callable[..., Callable[..., None]]:
+    """Returns the function `make` that a source defines. There is one source for each number of arguments, not one a
+    plan: a plan's launcher is a closure that `make` returns."""
+    scope: dict[str, Any] = {}
+    exec(source, scope)
+    made: Callable[..., Callable[..., None]] = scope["make"]
+    return made
 
 
 # A function for each number of arguments: to gather the addresses of any number costs three times what it does to name
 # them (2.5 and 0.8 us for four of eleven).
 _LAUNCH = """
-def launch({parameters}):
-    if current_device() != index or hook.calls:
-        return elsewhere({names})
-    stream = current_stream(index)
-    {counter}
-    key = ({key},)
-    config, parameters, kept = prepared.get(key) or prepare(key)
-    if start(config, function, parameters, None):
-        elsewhere({names})
+def make(elsewhere, index, hook, current_device, current_stream, capturing, counters, of_stream, launches, start):
+    prepared, prepare, function = launches.prepared, launches.prepare, launches.function
+
+    def launch({parameters}):
+        if current_device() != index or hook.calls:
+            return elsewhere({names})
+        stream = current_stream(index)
+        {counter}
+        key = ({key},)
+        config, parameters, kept = prepared.get(key) or prepare(key)
+        if start(config, function, parameters, None):
+            elsewhere({names})
+
+    return launch
 """
 _COUNTER = """counter = of_stream.get(stream)
-    if counter is None or capturing():
-        counter = counters.get(stream)"""
+        if counter is None or capturing():
+            counter = counters.get(stream)"""
 
 
 def _prepared(
@@ -202,22 +210,18 @@ def _prepared(
         counter="" if counters is None else _COUNTER,
         key=", ".join(key),
     )
-    scope = {
-        "elsewhere": elsewhere,
-        "index": index,
-        "hook": triton.knobs.runtime.launch_enter_hook,
-        "current_device": torch._C._cuda_getDevice,
-        "current_stream": torch._C._cuda_getCurrentRawStream,
-        "capturing": torch.cuda.is_current_stream_capturing,
-        "counters": counters,
-        "of_stream": None if counters is None else counters.of_stream,
-        "prepared": launches.prepared,
-        "prepare": launches.prepare,
-        "function": launches.function,
-        "start": driver.start_call(),
-    }
-    exec(code_of(source), scope)
-    launcher: Launcher = scope["launch"]
+    launcher: Launcher = generated(source)(
+        elsewhere,
+        index,
+        triton.knobs.runtime.launch_enter_hook,
+        torch._C._cuda_getDevice,
+        torch._C._cuda_getCurrentRawStream,
+        torch.cuda.is_current_stream_capturing,
+        counters,
+        None if counters is None else counters.of_stream,
+        launches,
+        driver.start_call(),
+    )
     launcher.prepared = Prepared(index, launches, numbers, counters)  # type: ignore[attr-defined]
     return launcher
 

@@ -7,7 +7,9 @@ stream, beside any call: its launches get memory of the graph's pool.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,25 +48,28 @@ def maker(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Cal
 
     A call costs 1.1 us on the host with `empty_strided`, 1.9 us with `torch.empty_like`, and 3.0 us with `torch.empty`.
     """
-    # The template is one element, broadcast, so that it needs no memory.
-    with torch.inference_mode(False):
-        like = torch.empty(1, dtype=dtype, device=device).expand(*shape)
-    contiguous = torch.contiguous_format
-
-    def make() -> torch.Tensor:
-        return torch.empty_like(like, memory_format=contiguous)
-
+    sizes = tuple(shape)
     # In deterministic mode torch fills new memory, which `empty_strided` does not do.
     if empty_strided is None or device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
-        return make
-    sizes, strides, index = tuple(shape), make().stride(), device.index
-    current_device = torch._C._cuda_getDevice
+        return _by_template(sizes, dtype, device)
+    strides = tuple(itertools.accumulate((max(1, size) for size in sizes[:0:-1]), operator.mul, initial=1))[::-1]
+    current_device, index = torch._C._cuda_getDevice, device.index
 
-    def make_here() -> torch.Tensor:
-        made: torch.Tensor = empty_strided(sizes, strides, dtype) if current_device() == index else make()
-        return made
+    def make() -> torch.Tensor:
+        if current_device() == index:
+            made: torch.Tensor = empty_strided(sizes, strides, dtype)
+            return made
+        return torch.empty(sizes, dtype=dtype, device=device)
 
-    return make_here
+    return make
+
+
+def _by_template(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], torch.Tensor]:
+    # The template is one element, broadcast, so that it needs no memory.
+    with torch.inference_mode(False):
+        like = torch.empty(1, dtype=dtype, device=device).expand(*sizes)
+    contiguous = torch.contiguous_format
+    return lambda: torch.empty_like(like, memory_format=contiguous)
 
 
 def memory(

@@ -136,7 +136,7 @@ def steps_over_keys(problem: AttentionProblem, config: Config) -> Walk:
 # Splits ---------------------------------------------------------------------------------------------------------------
 
 UNKNOWN_SMS = 132  # where no device was asked: an H100's and an H200's
-# What follows was fitted to an H200's times on 2026-11-21 (docs/serving.md).
+# What follows was fitted to an H200's times on 2026-11-21 (docs/notes/serving.md).
 MOST_BLOCKS_PER_SM = 3  # of four warps
 SATURATING_BLOCKS = 2  # of them an SM needs, each with some 64 KB in flight, for memory to be busy
 START_STEPS = 3  # a block begins, and fills its pipeline, in about as long as so many steps take

@@ -5,7 +5,7 @@ compulsory bytes); given a kernel's `cost`, more bounds follow for that kernel a
 traffic). Resources work at the same time, so the longest bound counts, and not their sum: Williams, Waterman &
 Patterson, "Roofline: An Insightful Visual Performance Model for Multicore Architectures" (2009).
 
-`docs/roofline.md` says what each bound means, where its rate comes from, and what is not modelled.
+`docs/workbench/roofline.md` says what each bound means, where its rate comes from, and what is not modelled.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 from warpwave import precision
 from warpwave.gpu import Gpu
@@ -52,6 +53,7 @@ class Config:
         return self.block_m // 64
 
 
+@cache
 def pieces(head_dim: int) -> tuple[int, ...]:
     """The powers of two a row of this width is made of, widest first: 80 = 64 + 16. Widths that are no sum of three
     such powers from 16 up are padded with zeros, which the copy engine supplies."""
@@ -92,6 +94,7 @@ def out_pieces(problem: AttentionProblem, config: Config) -> tuple[int, ...]:
     return (128, 128) if out_columns(problem, config) == 128 and of_values == (256,) else of_values
 
 
+@by_kind
 def out_columns(problem: AttentionProblem, config: Config) -> int:
     """How many columns of out have shared memory of their own, so that the next block's Q loads while the last product
     runs: all of them, half of 256, or none, where out takes Q's. Worth 10 % at 16 x 1024 (head_dim 128)."""
@@ -102,6 +105,7 @@ def out_columns(problem: AttentionProblem, config: Config) -> int:
     return 128 if pieces(problem.head_dim_v) == (256,) and _smem(problem, config, 128) <= limit else 0
 
 
+@by_kind
 def q_in_registers(problem: AttentionProblem, config: Config) -> int:
     """How many columns of Q consumers keep in registers, half of 256 or none. The product of scores then reads 96 bytes
     of shared memory a clock instead of 128, all that there are: 1.004 to 1.009 times as fast at 16 x 1024 to 1 x 16384,
@@ -154,16 +158,22 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     """The default first, then every other candidate that fits the GPU's shared memory and registers; empty where none
     fits."""
     parts, first = num_parts(problem, gpu), default(problem, gpu)
-    fitting = [c for c in _space(problem, parts) if _fits(problem, gpu, c)]
+    found = fitting(problem, gpu)
     if parts > 1:  # one stage only where no other fits
-        fitting = [c for c in fitting if c.num_stages > 1 or replace(c, num_stages=2) not in fitting]
-    return [] if first is None else [first, *(c for c in fitting if c != first)]
+        found = [c for c in found if c.num_stages > 1 or replace(c, num_stages=2) not in found]
+    return [] if first is None else [first, *(c for c in found if c != first)]
 
 
 def default(problem: AttentionProblem, gpu: Gpu) -> Config | None:
     """The config with which a problem runs where nobody names another; None where none fits."""
     measured = next((c for c in _defaults(problem, gpu) if _fits_shared_memory(problem, gpu, c)), None)
-    return measured or next((c for c in _space(problem, num_parts(problem, gpu)) if _fits(problem, gpu, c)), None)
+    return measured or next(iter(fitting(problem, gpu)), None)
+
+
+@by_kind
+def fitting(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
+    """The candidates that fit the GPU's shared memory and registers."""
+    return [c for c in _space(problem, num_parts(problem, gpu)) if _fits(problem, gpu, c)]
 
 
 def _space(problem: AttentionProblem, parts: int) -> list[Config]:
@@ -181,11 +191,11 @@ def _width(problem: AttentionProblem) -> int:
     return max(sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v)))
 
 
+@by_kind
 def _fits_shared_memory(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     return config.blocks_per_sm * (smem_bytes(problem, gpu, config) + 1024) <= SMEM_PER_SM
 
 
-@by_kind
 def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     """Shared memory of all blocks of an SM, and a consumer thread's registers: scores, probabilities, accumulator."""
     if not _fits_shared_memory(problem, gpu, config):
@@ -201,7 +211,7 @@ def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
 
 def _defaults(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     """By head_dim, mask, keys, and work per SM, the first that fits; figures are ratios of time on an H200
-    (docs/hopper.md)."""
+    (docs/notes/hopper.md)."""
     width, parts = _width(problem), num_parts(problem, gpu)
     if parts > 1:
         return _defaults_of_parts(problem, gpu, width, parts)

@@ -16,7 +16,7 @@ Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and 
 
 Bound: tensor cores under the power limit from head_dim 128 on and in float32, exponentials and instruction issue at 64,
 launch latency when the grid does not fill the GPU. It adds to flash_fwd everything that Hopper has of its own; what was
-tried and what each part gained is in docs/hopper.md.
+tried and what each part gained is in docs/notes/hopper.md.
 """
 
 from __future__ import annotations
@@ -323,7 +323,7 @@ def bind(
     first = mappable(operands)
     out, lse = allocate()
     plans = _plans(problem, config, first, out)
-    *before, spec = _specify_16_bits(problem, current_gpu(out.device), first, out, lse, config)
+    *before, spec = _specify_16_bits(problem, current_gpu(out.device), first, out, lse, config, plans)
     pack = launch.bind(before[0]) if before else None
     launch_kernel = launcher.bind(spec, plans, (first.q, first.k, first.v, out))
     make_words = scratch.maker((mask_bits.packed(problem).size if before else 0,), torch.int32, out.device)
@@ -447,12 +447,19 @@ def specify(
         ahead, attend, _, _ = _specify_parts(problem, gpu, operands, out, lse, config)
         return (*ahead, attend)
     operands = operands._replace(bias=_bias_for_maps(operands.bias))
-    *before, attend = _specify_16_bits(problem, gpu, operands, out, lse, config)
+    plans = _plans(problem, config, operands, out)
+    *before, attend = _specify_16_bits(problem, gpu, operands, out, lse, config, plans)
     return (*before, attend) if before else attend
 
 
 def _specify_16_bits(
-    problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
+    problem: AttentionProblem,
+    gpu: Gpu,
+    operands: Operands,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    config: Config,
+    plans: list[launcher.MapPlan | None],
 ) -> tuple[launch.Launch, ...]:
     """The launch, behind that which packs a boolean mask where there is one."""
     _refuse_one_stage(problem, config)
@@ -461,7 +468,6 @@ def _specify_16_bits(
     if operands.mask is not None:
         words = torch.empty(mask_bits.packed(problem).size, dtype=torch.int32, device=out.device)
         before = [mask_bits.specify(problem, operands.mask, words)]
-    plans = _plans(problem, config, operands, out)
     attend = _specify(problem, gpu, operands, sources, plans, lse, config, 1, words=words)
     return (*before, attend)
 

@@ -11,7 +11,7 @@ The online softmax is that of hopper/flash_fwd: its maximum lags, so that the ac
 
 Bound: K and V from L2. 64 queries are 64 FLOP for each byte of K and V, and the tensor cores want about 100; shared
 memory, which every operand is read from, is next. It adds to hopper/flash_fwd that no operand need fit a tile; what was
-tried is in docs/hopper_large_head_dim.md.
+tried is in docs/notes/hopper_large_head_dim.md.
 """
 
 from __future__ import annotations
@@ -446,7 +446,7 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
 
 def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
     """As much under way as fits, no score computed twice, and scores ahead where K's ring holds a tile: 588 against 502
-    TFLOP/s at 8192 x 512 full, 557 against 510 causal (docs/hopper_large_head_dim.md)."""
+    TFLOP/s at 8192 x 512 full, 557 against 510 causal (docs/notes/hopper_large_head_dim.md)."""
     stages = max(n for n in range(2, MAX_STAGES + 1) if smem_bytes(problem, gpu, Config(1, n)) <= SMEM_PER_BLOCK)
     behind = Config(-(-problem.head_dim_v // MAX_COLUMNS), stages)
     ahead = Config(behind.v_parts, stages, True)
