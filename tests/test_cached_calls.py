@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.test_kv_cache import DEVICE, append, check_books, make, read, tokens, visible
 from warpwave import InvalidInput, PagedKVCache, Rotary, attention_with_kv_cache, plans
 from warpwave.kernels import append_kv
+from warpwave.kernels.paging import offsets_within
 from warpwave.kv_cache import new_tokens
-from warpwave.paging import offsets_within
 from warpwave.runtime.bounded import Bounded
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1

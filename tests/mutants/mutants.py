@@ -1025,12 +1025,12 @@ CACHE = [
         "../test_kv_cache_errors.py::test_backward_says_that_there_is_no_gradient", "q", "requires_grad",
     ),
     Mutant(
-        "offsets beyond the last token size what is allocated", "paging.py",
+        "offsets beyond the last token size what is allocated", "kernels/paging.py",
         "cu_seqlens.long().clamp(0, total).cummax(0).values", "cu_seqlens.long().cummax(0).values",
         "../test_cached_calls.py::test_any_offsets_become_offsets", "", "assert",
     ),
     Mutant(
-        "a gathered cache keeps the offsets it was given", "paging.py",
+        "a gathered cache keeps the offsets it was given", "kernels/paging.py",
         "offsets_within(operands.cu_seqlens_q, len(q)).to(torch.int32)", "operands.cu_seqlens_q.clone()",
         "../test_cached_calls.py::test_sizes_follow_tensors_and_not_their_contents", "", "seen.elements <= allowed",
     ),

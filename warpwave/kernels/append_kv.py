@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 
 from warpwave.kernels.arguments import padded
+from warpwave.kernels.paging import offsets_within
 from warpwave.kernels.primitives import packed_sequence, rounded
-from warpwave.paging import offsets_within
 from warpwave.runtime import launch
 from warpwave.runtime.bounded import Bounded
 from warpwave.runtime.triton_or_stub import INTERPRETED, NO_TRITON, jit, tl

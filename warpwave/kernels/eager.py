@@ -26,8 +26,8 @@ import torch
 from warpwave import precision
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels.eager_cost import cost
+from warpwave.kernels.paging import as_cached, as_packed, one_by_one
 from warpwave.kernels.torch_products import plainly, product
-from warpwave.paging import as_cached, as_packed, one_by_one
 from warpwave.problem import LARGEST_BIAS, AttentionProblem, Band, Operands
 
 __all__ = ["Config", "Gradients", "backward", "bind", "configs", "cost", "forward", "why_not"]
