@@ -170,7 +170,7 @@ def test_explain_describes_this_machine_by_default(
         (["--seqlen-q", "1" + "0" * 22], "no tensor can have"),
         (["--seqlen-q", "1" + "0" * 13], "q would take 40,960.0 TB, more than any GPU has"),
         (["--hats", "16"], "No such option"),
-        (["--gpu", "h200", "--measured-us", "inf"], "must be above 0 us and finite, got inf"),
+        (["--gpu", "h200", "--measured-us", "inf"], "the measured time is inf us"),
         (["--gpu", "h200", "--record", "none.jsonl"], "none.jsonl cannot be read: No such file or directory"),
         (["--gpu", "h200", "--ablate", "--measured-us", "9"], "--ablate takes no --measured-us"),
         (["--gpu", "h200", "--ablate", "--kernel", "tiled"], "--ablate takes no --kernel"),
@@ -185,6 +185,14 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
     assert code == 2
     assert out == ""
     assert said in err
+
+
+def test_bench_without_a_suite_lists_the_suites(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = here(monkeypatch, capsys, "bench")
+    assert code == 2
+    assert all(f"\n  {name} " in out for name in ("forward", "decode", "quick"))
 
 
 def test_an_unknown_suite_is_said_plainly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,7 +217,7 @@ def test_the_demo_refuses_a_device_that_is_not_there(
 def test_the_exit_code_is_the_verdict_of_the_checks(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     from warpwave.workbench.demo import demo
 
-    monkeypatch.setattr(demo, "run", lambda device, out: code)
+    monkeypatch.setattr(demo, "run", lambda device, out, verbose: code)
     assert CliRunner().invoke(cli.app, ["demo"]).exit_code == code
 
 
@@ -241,7 +249,7 @@ def shell(command: str, cwd: Path | None = None, **environment: str) -> subproce
     """A line of shell, W standing for the command."""
     line = command.replace("W ", f"{shlex.quote(sys.executable)} -m warpwave ")
     known = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    known |= {"PYTHONPATH": str(Path(cli.__file__).parents[1]), **environment}
+    known |= {"PYTHONPATH": str(Path(cli.__file__).parents[2]), **environment}
     return subprocess.run(["sh", "-c", line], capture_output=True, timeout=120, check=False, cwd=cwd, env=known)
 
 

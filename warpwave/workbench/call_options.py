@@ -1,4 +1,4 @@
-"""The command-line options that describe an attention call, for every command that takes one.
+"""Command-line options that describe an attention call, for every command that takes one.
 
 Only typer is imported before a command runs, as in cli.py.
 """
@@ -25,9 +25,9 @@ DTYPES = {
 
 
 def describes_a_call(command: Callable[..., None]) -> Callable[..., None]:
-    """Puts these options behind a command's own; the command gets the problem they describe as its argument `problem`.
+    """Adds the options of a call to a command, which gets the described problem as its argument `problem`.
 
-    Its parameters must be annotated, its own options with typer's.
+    The command's parameters must be annotated, its own options with typer's annotations.
     """
     own, call = _parameters(command), _parameters(_describe)
     del own["problem"]
@@ -37,7 +37,7 @@ def describes_a_call(command: Callable[..., None]) -> Callable[..., None]:
         # A table of measurements describes its own calls, and needs no torch.
         command(problem=None if given.get("from_table") else _describe(**described), **given)
 
-    # Which is what typer reads the options from.
+    # typer reads the options from the signature.
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own.values(), *call.values())]
     with_a_call.__name__, with_a_call.__doc__ = command.__name__, command.__doc__
     with_a_call.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -46,7 +46,7 @@ def describes_a_call(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Parameters with their annotations evaluated, but for what is imported for type checkers alone."""
+    """Returns the parameters, with typer's annotations evaluated; others may name what only type checkers import."""
 
     def evaluated(parameter: inspect.Parameter) -> inspect.Parameter:
         if "typer." not in parameter.annotation:
@@ -57,37 +57,45 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _describe(
-    batch: Annotated[int, typer.Option(min=0, help="Sequences.")] = 1,
-    seqlen_q: Annotated[int, typer.Option(min=0, help="Queries in each sequence.")] = 4096,
-    seqlen_k: Annotated[int | None, typer.Option(min=0, help="Keys in each sequence. Default: seqlen-q.")] = None,
-    heads: Annotated[int, typer.Option(min=0, help="Query heads.")] = 16,
-    heads_kv: Annotated[int | None, typer.Option(min=0, help="Key and value heads. Default: heads.")] = None,
-    head_dim: Annotated[int, typer.Option(min=0, help="Width of q and k.")] = 128,
-    head_dim_v: Annotated[int | None, typer.Option(min=0, help="Width of v and out. Default: head-dim.")] = None,
+    batch: Annotated[int, typer.Option(min=0, help="Number of sequences.")] = 1,
+    seqlen_q: Annotated[int, typer.Option(min=0, help="Queries per sequence.")] = 4096,
+    seqlen_k: Annotated[int | None, typer.Option(min=0, help="Keys per sequence. Default: seqlen-q.")] = None,
+    heads: Annotated[int, typer.Option(min=0, help="Number of query heads.")] = 16,
+    heads_kv: Annotated[int | None, typer.Option(min=0, help="Number of key and value heads. Default: heads.")] = None,
+    head_dim: Annotated[int, typer.Option(min=0, help="Head dimension of q and k.")] = 128,
+    head_dim_v: Annotated[
+        int | None, typer.Option(min=0, help="Head dimension of v and out. Default: head-dim.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float16 (fp16), bfloat16 (bf16) or float32 (fp32).")] = "bfloat16",
-    causal: Annotated[bool, typer.Option("--causal", help="Causal mask, aligned to the last key.")] = False,
+    causal: Annotated[
+        bool, typer.Option("--causal", help="Causal mask, aligned to the last key (bottom right).")
+    ] = False,
     causal_top_left: Annotated[
-        bool, typer.Option("--causal-top-left", help="Causal mask, aligned to the first key, as torch's is_causal.")
+        bool, typer.Option("--causal-top-left", help="Causal mask, aligned to the first key, like torch's is_causal.")
     ] = False,
     window: Annotated[
-        str, typer.Option(metavar="LEFT,RIGHT", help="Sliding window: keys seen before and after; -1 is unlimited.")
+        str, typer.Option(metavar="LEFT,RIGHT", help="Sliding window: visible keys before and after; -1 is unlimited.")
     ] = "-1,-1",
-    mask: Annotated[bool, typer.Option("--mask", help="A boolean mask, one for each query and key.")] = False,
-    bias: Annotated[bool, typer.Option("--bias", help="A float32 bias, one for each head, query and key.")] = False,
+    mask: Annotated[bool, typer.Option("--mask", help="Boolean mask over queries and keys.")] = False,
+    bias: Annotated[bool, typer.Option("--bias", help="float32 bias over heads, queries and keys.")] = False,
     packed: Annotated[
-        bool, typer.Option("--packed", help="Packed sequences, as attention_varlen takes them, all of one length.")
+        bool, typer.Option("--packed", help="Packed sequences of equal length, as attention_varlen takes them.")
     ] = False,
-    softcap: Annotated[float, typer.Option(help="Scores become softcap * tanh(score / softcap); 0 is off.")] = 0.0,
-    sinks: Annotated[bool, typer.Option("--sinks", help="One more logit a head in the denominator.")] = False,
-    alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi slopes, one a head.")] = False,
-    lse: Annotated[bool, typer.Option("--lse", help="Return the log-sum-exp as well.")] = False,
-    grad: Annotated[bool, typer.Option("--grad", help="Gradients will be asked for.")] = False,
+    softcap: Annotated[float, typer.Option(help="Replace scores by softcap * tanh(score / softcap); 0 is off.")] = 0.0,
+    sinks: Annotated[
+        bool, typer.Option("--sinks", help="Attention sinks: one extra logit per head in the denominator.")
+    ] = False,
+    alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi with one slope per head.")] = False,
+    lse: Annotated[bool, typer.Option("--lse", help="Also return the log-sum-exp.")] = False,
+    grad: Annotated[bool, typer.Option("--grad", help="The inputs require gradients.")] = False,
     precision: Annotated[
         str,
-        typer.Option(help="For float32: default, ieee, tf32(x3), bf16x3, bf16x6, fp16x1, fp16x3, or an error: 1e-4."),
+        typer.Option(
+            help="For float32: default, ieee, tf32(x3), bf16x3, bf16x6, fp16x1, fp16x3, or an error budget: 1e-4."
+        ),
     ] = "default",
 ) -> AttentionProblem:
-    """The problem, through the same checks as a real call, on tensors without storage."""
+    """Returns the problem. It passes the same checks as a real call, on tensors without storage."""
     if dtype not in DTYPES:
         raise typer.BadParameter(f"{dtype!r} is not a dtype; use {', '.join(DTYPES)}", param_hint="--dtype")
     if causal and causal_top_left:
@@ -105,7 +113,7 @@ def _describe(
     def tensor(*shape: int, dtype: str = DTYPES[dtype]) -> torch.Tensor:
         try:
             return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-        except (RuntimeError, TypeError):  # what torch says of sizes whose product, or one of which, passes 64 bits
+        except (RuntimeError, TypeError):  # torch's errors for sizes beyond 64 bits
             raise typer.BadParameter(f"no tensor can have {' x '.join(map(str, shape))} elements") from None
 
     keys, kv_heads = seqlen_q if seqlen_k is None else seqlen_k, heads if heads_kv is None else heads_kv

@@ -1,7 +1,7 @@
 """The `warpwave` command.
 
-Only typer is imported before a command runs: torch takes seconds, and `--help` should not. A mistake in what the user
-asked for ends in one sentence on stderr and exit code 2; a check that fails ends in exit code 1.
+Only typer is imported before a command runs, because importing torch takes seconds. A mistake in the command line ends
+with one sentence on stderr and exit code 2. A check that fails ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from warpwave.problem import AttentionProblem
 
 app = typer.Typer(
-    help="Exact attention on GPUs, and what it costs.",
-    add_completion=False,
+    help="Exact attention on GPUs: explain, measure, verify and compare calls.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -34,8 +33,8 @@ app = typer.Typer(
 
 
 def command() -> NoReturn:
-    """Entry point of the console script: `main`, and an exit without delay."""
-    gc.set_threshold(100_000)  # torch's import makes a million objects that stay, and walking them again takes 0.2 s
+    """Runs `main` and ends the process without delay. It is the entry point of the console script."""
+    gc.set_threshold(100_000)  # importing torch makes a million lasting objects; walking them again takes 0.2 s
     code = 0
     try:
         main()
@@ -45,9 +44,9 @@ def command() -> NoReturn:
 
 
 def main() -> None:
-    """The command, its arguments from `sys.argv`. Ends with SystemExit."""
+    """Runs the command with the arguments of `sys.argv`. Ends with SystemExit."""
     if hasattr(signal, "SIGPIPE"):  # not on Windows
-        # A reader that has seen enough (`| head`) ends the command as it ends any other, without a word.
+        # A reader that closes the pipe (`| head`) ends the command silently, like any other command.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         prepare_streams()
@@ -63,20 +62,20 @@ def main() -> None:
     except OutputLost as lost:
         _give_up(str(lost))
     except OSError as error:
-        if error.filename is not None:  # not of a stream that is open already, which typer prints help and usage to
+        if error.filename is not None:  # typer prints help and usage to streams, whose errors name no file
             raise
         _give_up(error.strerror or str(error))
 
 
 def _give_up(why: str) -> NoReturn:
-    """Ends a command whose output nobody can read."""
+    """Ends a command whose output cannot be written."""
     complain(f"the output could not be written: {why}")
     discard_output()
     sys.exit(2)
 
 
 def _exit_code(ended: SystemExit) -> int:
-    """What the shell is told. Python prints an argument that is no number, and exits with 1."""
+    """Returns the exit code. Like Python, it prints an argument that is not a number and returns 1."""
     if ended.code is None or isinstance(ended.code, int):
         return ended.code or 0
     say(ended.code, to=sys.stderr)
@@ -84,7 +83,7 @@ def _exit_code(ended: SystemExit) -> int:
 
 
 def _exit(code: int) -> NoReturn:
-    """Ends the process as `sys.exit` does, but for taking torch's modules apart, which needs a third of a second."""
+    """Ends the process like `sys.exit`, without tearing down torch's modules, which takes a third of a second."""
     atexit._run_exitfuncs()
     try:
         say(end="", flush=True)
@@ -115,7 +114,7 @@ def _options(
 @app.command()
 def demo(
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the report goes, one HTML file.")] = Path(
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Write the report, one HTML file, here.")] = Path(
         "report.html"
     ),
     verbose: Annotated[
@@ -147,33 +146,32 @@ def explain(
         str | None,
         typer.Option(
             metavar="GPU",
-            help="A card (h200, mi300x, ...), sm_90, gfx942, cpu; several with commas, or all. Default: this machine.",
+            help="h200, mi300x, sm_90, gfx942 or cpu; several separated by commas, or all. Default: this machine.",
         ),
     ] = None,
-    kernel: Annotated[str, typer.Option(help="flash_fwd, hopper/flash_fwd, ...: explain this one.")] = "auto",
+    kernel: Annotated[str, typer.Option(help="Explain this kernel: flash_fwd, hopper/flash_fwd, ...")] = "auto",
     measured_us: Annotated[
-        float | None, typer.Option(metavar="US", help="What the call took: split into losses from the bound up.")
+        float | None, typer.Option(metavar="US", help="Measured time of the call; it is split into losses.")
     ] = None,
     record: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A record of bench: take the call's time from there.")
+        Path | None, typer.Option(metavar="FILE", help="Take the call's time from this record of bench.")
     ] = None,
-    hot: Annotated[bool, typer.Option("--hot", help="The same tensors were used by the call before.")] = False,
+    hot: Annotated[bool, typer.Option("--hot", help="Assume that the previous call used the same tensors.")] = False,
     from_table: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE", help="Somebody's table of times (docs/workbench/diagnose.md): what its own numbers say."
-        ),
+        typer.Option(metavar="FILE", help="Diagnose a table of times instead (docs/workbench/diagnose.md)."),
     ] = None,
     ablate: Annotated[
-        bool, typer.Option("--ablate", help="What each resource of flash_fwd's loop costs; timed where there is a GPU.")
+        bool,
+        typer.Option("--ablate", help="Show what each resource of flash_fwd's loop costs; timed if there is a GPU."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say which kernel serves a call, what binds it, how long it takes, and what to change.
+    """Explain which kernel serves a call, what bounds it, how long it takes, and what to change.
 
-    The call is described by its shapes and options; nothing is run. Printed are the least times by the card's data
-    sheet and by what `roof` measured, with their arithmetic, the predicted time and where it is lost, the memory it
-    takes, and why not another kernel.
+    Shapes and options describe the call; nothing is run. The output has the lower bounds by the card's data sheet and
+    by the ceilings that `roof` measured, the predicted time and its losses, the memory, and the reason why each other
+    kernel does not serve the call.
     """
     if from_table is not None:
         _takes_no(context, "--from-table", _given(context) - {"from_table", "as_json"})
@@ -190,13 +188,13 @@ def explain(
 
 
 def _given(context: typer.Context) -> set[str]:
-    """Names of the options that the command line has."""
+    """Returns the names of the options that were given on the command line."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
 
 
 def _takes_no(context: typer.Context, option: str, others: set[str]) -> None:
-    """Refuses options that would go unheard beside another."""
+    """Refuses options that another option makes meaningless."""
     if names := [parameter.opts[0] for parameter in context.command.params if parameter.name in others]:
         raise typer.BadParameter(f"{option} takes no {', '.join(names)}")
 
@@ -236,7 +234,7 @@ def _print_explanation(
         from warpwave.workbench.explain import other_cards
 
         if measured_us is not None or record is not None:
-            raise typer.BadParameter("a measured time is of one card; name that card alone", param_hint="--gpu")
+            raise typer.BadParameter("a measured time belongs to one card; name only that card", param_hint="--gpu")
         rows = other_cards.explain_on(problem, other_cards.cards(name), kernel=kernel, hot=hot)
         say(json.dumps([asdict(row) for row in rows], indent=2) if as_json else other_cards.text(problem, rows))
         return
@@ -251,13 +249,13 @@ def _print_explanation(
 @app.command()
 def roof(
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Also write the figures, JSON, to this file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the ceilings to this file, as JSON.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure this machine's ceilings: bandwidth, products, exponentials, launches.
+    """Measure this machine's ceilings: memory bandwidth, products, exponentials, launches.
 
-    Half a minute on a GPU, ten seconds on a CPU. The figures are kept with their date, shown beside the card's data
-    sheet, and `explain` uses them from then on.
+    This takes half a minute on a GPU and ten seconds on a CPU. The ceilings are stored with their date and shown beside
+    the card's data sheet. `explain` uses them from then on.
     """
     from warpwave.workbench.hardware.ceilings_table import run
 
@@ -273,7 +271,7 @@ def inspect_(
     ] = None,
     arch: Annotated[
         list[str] | None,
-        typer.Option(metavar="ARCH", help="Target: sm_90, gfx942, h200, ...; repeat for more. Default: this GPU."),
+        typer.Option(metavar="ARCH", help="Target: sm_90, gfx942, h200, ...; repeatable. Default: this GPU."),
     ] = None,
     config: Annotated[
         list[str] | None,
@@ -281,19 +279,21 @@ def inspect_(
             metavar="CONFIG", help="128x64x8x3 (every value), block_m=128,num_stages=3, or default; repeatable."
         ),
     ] = None,
-    all_configs: Annotated[bool, typer.Option("--all-configs", help="Every config the kernel may choose.")] = False,
+    all_configs: Annotated[
+        bool, typer.Option("--all-configs", help="Inspect every config that the kernel may choose.")
+    ] = False,
     diff: Annotated[
-        tuple[str, str] | None, typer.Option(metavar="A B", help="Two configs, or two files that --json wrote.")
+        tuple[str, str] | None, typer.Option(metavar="A B", help="Compare two configs, or two files written by --json.")
     ] = None,
     save: Annotated[
-        Path | None, typer.Option(help="Write the compiler's stages, SASS included, to this folder; over no others.")
+        Path | None, typer.Option(help="Write the compiler's stages, including SASS, to this new folder.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what a kernel compiles to for a target. No GPU is needed.
+    """Compile a kernel for a target and show what the compiler made of it. No GPU is needed.
 
-    Registers, spills, shared memory, blocks a multiprocessor and the instruction mix. Exit code 1 if a config does not
-    compile or does not fit.
+    The output has registers, spills, shared memory, resident blocks per multiprocessor, and the instruction mix. Exit
+    code 1 if a config does not compile or does not fit.
     """
     from warpwave.workbench.inspect import command as inspection_command
     from warpwave.workbench.inspect.compiled import CannotCompile
@@ -309,11 +309,11 @@ def inspect_(
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     bundle: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write a file for a bug report; nothing secret is in it.")
+        Path | None, typer.Option(metavar="FILE", help="Also write a file for a bug report; it contains no secrets.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Let --bundle write over an existing file.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Let --bundle overwrite an existing file.")] = False,
 ) -> None:
-    """Say what this machine and installation can do, with a cure for each problem.
+    """Check this machine and installation, and suggest a fix for each problem.
 
     Exit code 1 if there is a problem.
     """
@@ -327,14 +327,14 @@ def verify(
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Where the record goes. Default: a new file named by card and time."),
+        typer.Option(metavar="FILE", help="Write the record here. Default: a new file named by card and time."),
     ] = None,
-    kernel: Annotated[list[str] | None, typer.Option(help="Check this kernel alone; repeat for more.")] = None,
+    kernel: Annotated[list[str] | None, typer.Option(help="Check only this kernel; repeatable.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check that attention is right on this machine, and as fast as recorded.
+    """Check that attention is correct on this machine, and as fast as recorded.
 
-    Two minutes on a GPU. Exit code 1 if a result is wrong.
+    This takes two minutes on a GPU. Exit code 1 if a result is wrong.
     """
     import torch
 
@@ -350,39 +350,44 @@ def verify(
 @app.command()
 def bench(
     suite: Annotated[
-        str | None, typer.Argument(help="Name of a suite in warpwave/workbench/bench/suites, or a path to one.")
+        str | None, typer.Argument(help="Name of a suite (without one, bench lists them), or the path of a .toml file.")
     ] = None,
     scale: Annotated[
         str | None,
         typer.Option(
-            metavar="AXIS", help="In place of a suite: let blocks, seqlen, head_dim or batch grow, and say why."
+            metavar="AXIS", help="Instead of a suite: scale blocks, seqlen, head_dim or batch, and explain the times."
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Append the records, JSON Lines, to this file.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Times each contender takes its turn; 6 for intervals.")] = 9,
+    out: Annotated[Path | None, typer.Option(help="Append the records to this file, as JSON Lines.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of timing; an interval needs at least 6.")] = 9,
     mode: Annotated[
         list[str] | None,
-        typer.Option(help="auto, eager, graph or streams; repeat for more. Default: the suite's."),
+        typer.Option(help="auto, eager, graph or streams; repeatable. Default: the suite's."),
     ] = None,
     kernel: Annotated[
-        list[str] | None, typer.Option(help="Kernel of ours to measure; repeat for more. Default: the suite's.")
+        list[str] | None, typer.Option(help="Kernel of warpwave to measure; repeatable. Default: the suite's.")
     ] = None,
     peer: Annotated[
-        list[str] | None, typer.Option(help="Peer to measure, or none; repeat for more. Default: all there are.")
+        list[str] | None, typer.Option(help="Peer to measure, or none; repeatable. Default: all available.")
     ] = None,
-    only: Annotated[str, typer.Option(metavar="TEXT", help="The cases alone that have this in their name.")] = "",
-    resume: Annotated[bool, typer.Option("--resume", help="Leave out the cases that --out holds already.")] = False,
+    only: Annotated[str, typer.Option(metavar="TEXT", help="Measure only cases whose name contains this text.")] = "",
+    resume: Annotated[bool, typer.Option("--resume", help="Skip the cases that --out already holds.")] = False,
     peer_timeout: Annotated[
-        float, typer.Option(min=0, help="Seconds a contender may take to get ready on a case; 0 for no limit.")
+        float, typer.Option(min=0, help="Seconds that a contender may take to prepare a case; 0 means no limit.")
     ] = 120.0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records instead of tables.")] = False,
 ) -> None:
-    """Time our kernels against their peers, each checked first.
+    """Time warpwave's kernels against their peers. Every result is checked first.
 
-    Ctrl-C and SIGTERM keep what is written; the same command with --resume goes on from there. Exit code 1 if a kernel
-    of ours has no time on a case, now or in the part that --resume left out.
+    Records that are written survive Ctrl-C and SIGTERM; the same command with --resume continues there. Exit code 1 if
+    a kernel of warpwave has no time for a case, including the cases that --resume skipped.
     """
+    if suite is None and scale is None:
+        from warpwave.workbench.bench.workloads import suite_list
+
+        say(suite_list())
+        raise typer.Exit(2)
     from warpwave.workbench.bench.run import main as run
 
     raise typer.Exit(
@@ -405,17 +410,19 @@ def bench(
 
 @app.command()
 def compare(
-    a: Annotated[str, typer.Argument(metavar="A", help="Record file of bench, or FILE@COMMIT for part of one.")],
-    b: Annotated[str | None, typer.Argument(metavar="[B]", help="The same. Default: A, for two contenders.")] = None,
+    a: Annotated[str, typer.Argument(metavar="A", help="Record file of bench, or FILE@COMMIT for one commit of it.")],
+    b: Annotated[
+        str | None, typer.Argument(metavar="[B]", help="Another one. Default: A, to compare two of its contenders.")
+    ] = None,
     contender: Annotated[
         list[str] | None,
-        typer.Option(help="Whom to compare; twice, the second in B with the first in A. Default: our kernels."),
+        typer.Option(help="Contender to compare; the second, if given, is the one in B. Default: warpwave's kernels."),
     ] = None,
-    margin: Annotated[float, typer.Option(help="How far from 1 a ratio may be and still count as the same.")] = 0.02,
-    fail_on: Annotated[str, typer.Option(help="Exit code 1 if anything is: slower, unclear; or never.")] = "slower",
+    margin: Annotated[float, typer.Option(help="Largest distance of a ratio from 1 that counts as SAME.")] = 0.02,
+    fail_on: Annotated[str, typer.Option(help="Exit code 1 if any case is slower or unclear; or never.")] = "slower",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Hold one run against another: what is FASTER, SLOWER, the SAME, or UNCLEAR."""
+    """Compare two runs: which cases are FASTER, SLOWER, the SAME, or UNCLEAR."""
     from warpwave.workbench.bench.comparison_text import main as run
 
     raise typer.Exit(run(a, b, contenders=contender or (), margin=margin, fail_on=fail_on, json_output=as_json))
@@ -425,18 +432,22 @@ def compare(
 def report(
     records: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RECORD]...", help="Files of bench, verify. Default: the H200's, shipped."),
+        typer.Argument(
+            metavar="[RECORD]...",
+            help="Record files of bench or verify. Default: the H200 records that come with warpwave.",
+        ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The page. Default: report.html, or none with --markdown.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the page here. Default: report.html, or no page with --markdown."),
     ] = None,
     markdown: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The same facts as Markdown; - is standard output.")
+        Path | None, typer.Option(metavar="FILE", help="Write the same facts as Markdown here; - is standard output.")
     ] = None,
 ) -> None:
-    """Write a record as one HTML file to read: verdicts, roofline, tables, environment.
+    """Write records as one HTML page: verdicts, roofline, tables, environment.
 
-    The file needs no network and no script. A file that is not a report, or was edited since, is never written over.
+    The page needs no network and no script. A file that is not a report, or that was edited, is never overwritten.
     """
     from warpwave.workbench.report.command import main as run
 

@@ -46,7 +46,7 @@ from warpwave.workbench.bench.record_schema import BUDGET, FACTOR, PAGE_SIZE, SC
 from warpwave.workbench.input_files import Unreadable, read_toml
 from warpwave.workbench.limits import MOST_TOKENS, check_size
 from warpwave.workbench.schema import fits, quoted
-from warpwave.workbench.terminal import printable
+from warpwave.workbench.terminal import columns, printable
 
 SUITES = Path(__file__).parent / "suites"
 REQUIRED = ("num_heads_q", "head_dim", "dtype")
@@ -102,8 +102,14 @@ class Suite:
 
 
 def suite_names() -> list[str]:
-    """The suites that come with the package."""
+    """Returns the names of the suites that come with the package."""
     return sorted(path.stem for path in SUITES.glob("*.toml"))
+
+
+def suite_list() -> str:
+    """Returns the suites that come with the package with their descriptions, a line each."""
+    rows = [(name, str(read_toml(SUITES / f"{name}.toml").get("description", ""))) for name in suite_names()]
+    return "\n".join(["Name one of these suites, or the path of a .toml file:", *columns(rows, indent="  ")])
 
 
 def load_suite(suite: str | Path, only: str = "") -> Suite:
