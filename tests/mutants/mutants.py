@@ -329,7 +329,7 @@ OTHERS = [
         "test_bad_input.py::test_a_refusal_lists_every_reason_and_what_would_run", "", "not in",
     ),
     Mutant(
-        "CPU tensors launched on a GPU kernel", FLASH,
+        "CPU tensors launched on a GPU kernel", "kernels/reasons.py",
         'if gpu.vendor == "cpu":', 'if gpu.vendor == "none":',
         "test_bad_input.py::test_a_gpu_kernel_by_name_without_a_gpu_names_found_and_needed", "", "not in",
     ),

@@ -19,13 +19,14 @@ from warpwave.cached_calls import operands_without_memory
 from warpwave.gpu import CPU, Gpu
 from warpwave.kernels.hopper.large_head_dim import kernel as large_head_dim
 from warpwave.problem import AttentionProblem, Operands
+from warpwave.runtime.triton_or_stub import NO_TRITON
 
 H200 = Gpu.for_arch("sm_90")
 PROBLEM = AttentionProblem(
     batch=1, seqlen_q=150, seqlen_k=210, num_heads_q=2, num_heads_kv=1, head_dim=512, head_dim_v=512,
     dtype="bfloat16", softmax_scale=0.05, return_lse=True,
 )  # fmt: skip
-triton_only = pytest.mark.skipif(large_head_dim.NO_TRITON is not None, reason="Triton is published for Linux only")
+triton_only = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
 
 
 # The protocol, on a CPU -----------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import torch
 
 from warpwave import precision
 from warpwave.gpu import Gpu, current_gpu
+from warpwave.kernels import reasons
 from warpwave.kernels.arguments import (
     allocator,
     band_constants,
@@ -61,7 +62,7 @@ from warpwave.kernels.primitives import (
 )
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands, by_kind
 from warpwave.runtime import launch
-from warpwave.runtime.triton_or_stub import NO_TRITON, jit, tl
+from warpwave.runtime.triton_or_stub import jit, tl
 
 __all__ = ["Config", "bind", "configs", "cost", "flash_fwd_kernel", "smem_bytes", "specify", "why_not"]
 
@@ -502,25 +503,10 @@ def _constants(problem: AttentionProblem, gpu: Gpu, config: Config, unit: int) -
 @by_kind
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Every reason this kernel cannot run the problem there; empty when it can."""
-    reasons = []
-    if NO_TRITON is not None:
-        reasons.append(NO_TRITON)
-    if gpu.vendor == "cpu":
-        reasons.append(
-            "found tensors on the CPU; it needs an NVIDIA GPU of compute capability 8.0 or newer, or an AMD one"
-        )
-    if gpu.vendor == "nvidia" and gpu.capability < 80:
-        reasons.append(f"found {gpu.name} ({gpu.arch}); it needs sm_80 or newer: Triton has no matrix path before")
-    if problem.requires_grad:
-        reasons.append("it computes no gradients; call under torch.no_grad() if none are needed")
-    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if size > MAX_HEAD_DIM:
-            reasons.append(f"{name} is {size}; a row of K or V must fit one tile, {MAX_HEAD_DIM} at most")
-    reasons += precision.why_not(problem, gpu)
-    if not reasons and not fitting(problem, gpu):
+    found = [*reasons.of_device(gpu), *reasons.of_gradients(problem)]
+    found += reasons.of_widths(problem, MAX_HEAD_DIM, f"a row of K or V must fit one tile, {MAX_HEAD_DIM} at most")
+    found += precision.why_not(problem, gpu)
+    if not found and not fitting(problem, gpu):
         needed = min(smem_bytes(problem, gpu, config) for config in space())
-        reasons.append(
-            f"its smallest tile needs {needed / 1024:.0f} KiB of shared memory and {gpu.name} has "
-            f"{gpu.smem_per_block_bytes / 1024:.0f} for a block"
-        )
-    return reasons
+        found.append(reasons.of_shared_memory(needed, gpu))
+    return found

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from warpwave.gpu import Gpu, current_gpu
+from warpwave.kernels import reasons
 from warpwave.kernels.arguments import (
     allocator,
     band_constants,
@@ -43,7 +44,7 @@ from warpwave.kernels.primitives import (
 )
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
 from warpwave.runtime import launch
-from warpwave.runtime.triton_or_stub import NO_TRITON, jit, tl
+from warpwave.runtime.triton_or_stub import jit, tl
 
 HIDDEN = tl.constexpr(-1.0)  # stands in P for a pair that is hidden, whose value must have no effect even if it is NaN
 SOFTMAX_ROWS, SOFTMAX_KEYS = 16, 128  # a tile of the softmax: 8 scores a thread, and rows of 512 bytes
@@ -335,20 +336,17 @@ def specify(
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Every reason that keeping scores in memory gives."""
-    reasons = []
-    if NO_TRITON is not None:
-        reasons.append(NO_TRITON)
+    found = reasons.of_triton()
     if gpu.vendor == "cpu":
-        reasons.append("found tensors on the CPU; it needs an NVIDIA or AMD GPU")
-    if problem.requires_grad:
-        reasons.append("it computes no gradients; call under torch.no_grad() if none are needed")
+        found.append("found tensors on the CPU; it needs an NVIDIA or AMD GPU")
+    found += reasons.of_gradients(problem)
     needed, limit = scores_bytes(problem), min(MAX_SCORES_BYTES, gpu.memory_bytes or MAX_SCORES_BYTES)
     if needed > limit:
-        reasons.append(
+        found.append(
             f"its scores would take {needed / 1024**3:.1f} GiB of memory, and it takes {limit / 1024**3:.1f} at most "
             f"on {gpu.name}; use flash_fwd, which keeps none, or fewer heads or sequences a call"
         )
-    return reasons
+    return found
 
 
 def cost(

@@ -24,6 +24,7 @@ import torch
 
 from warpwave import precision
 from warpwave.gpu import Gpu
+from warpwave.kernels import reasons
 from warpwave.kernels.arguments import dot_precision, padded
 from warpwave.kernels.cost import Cost, conversions
 from warpwave.kernels.ladder import three_passes
@@ -288,17 +289,11 @@ def _block_d(problem: AttentionProblem, config: Config) -> int:
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Every reason this kernel cannot run the problem there; empty when it can."""
-    reasons = three_passes.why_not(problem, gpu)
-    if gpu.vendor == "nvidia" and gpu.capability < 80:
-        reasons.append(f"found {gpu.name} ({gpu.arch}); it needs sm_80 or newer: Triton has no matrix path before")
-    reasons += precision.why_not(problem, gpu)
-    if not reasons and not _fitting(problem, gpu):
+    found = three_passes.why_not(problem, gpu) + reasons.of_matrix_unit(gpu) + precision.why_not(problem, gpu)
+    if not found and not _fitting(problem, gpu):
         needed = min(smem_bytes(problem, gpu, config) for config in _space())
-        reasons.append(
-            f"its smallest tile needs {needed / 1024:.0f} KiB of shared memory and {gpu.name} has "
-            f"{gpu.smem_per_block_bytes / 1024:.0f} for a block"
-        )
-    return reasons
+        found.append(reasons.of_shared_memory(needed, gpu))
+    return found
 
 
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:

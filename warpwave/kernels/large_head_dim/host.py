@@ -26,7 +26,7 @@ import torch
 
 from warpwave import precision
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import partials
+from warpwave.kernels import partials, reasons
 from warpwave.kernels.arguments import (
     SWIZZLE_WIDTH,
     WGMMA_ROWS,
@@ -58,7 +58,6 @@ from warpwave.kernels.large_head_dim.device import large_head_dim_kernel
 from warpwave.kernels.three_kernel import estimates as wide_heads
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands
 from warpwave.runtime import launch
-from warpwave.runtime.triton_or_stub import NO_TRITON
 
 NAME = "large_head_dim"
 NEEDS_GPU = True
@@ -301,28 +300,16 @@ FLOPS_A_SCORE_IN_MEMORY = 1000
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Every reason this kernel cannot run the problem there; empty when it can."""
-    reasons = []
-    if NO_TRITON is not None:
-        reasons.append(NO_TRITON)
-    if gpu.vendor == "cpu":
-        reasons.append(
-            "found tensors on the CPU; it needs an NVIDIA GPU of compute capability 8.0 or newer, or an AMD one"
-        )
-    if gpu.vendor == "nvidia" and gpu.capability < 80:
-        reasons.append(f"found {gpu.name} ({gpu.arch}); it needs sm_80 or newer: Triton has no matrix path before")
-    if problem.requires_grad:
-        reasons.append("it computes no gradients; use three_kernel or eager, which do")
-    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if size > MAX_HEAD_DIM:
-            reasons.append(f"{name} is {size}; it takes {MAX_HEAD_DIM} at most: use three_kernel or eager")
-    if problem.page_size & (problem.page_size - 1):
-        reasons.append(f"page_size is {problem.page_size}; its pages are powers of two, so that no address is divided")
+    found = reasons.of_device(gpu)
+    found += reasons.of_gradients(problem, "it computes no gradients; use three_kernel or eager, which do")
+    found += reasons.of_widths(problem, MAX_HEAD_DIM, f"it takes {MAX_HEAD_DIM} at most: use three_kernel or eager")
+    found += reasons.of_pages(problem)
     if problem.page_size and problem.packed and problem.batch_invariant:
-        reasons.append("how keys are split follows from the longest of packed sequences: batch_invariant is not kept")
-    reasons += precision.why_not(problem, gpu)
-    if not reasons and not configs(problem, gpu):
-        reasons.append(f"no tile of it fits the {gpu.smem_per_block_bytes / 1024:.0f} KiB of shared memory of a block")
-    return reasons
+        found.append("how keys are split follows from the longest of packed sequences: batch_invariant is not kept")
+    found += precision.why_not(problem, gpu)
+    if not found and not configs(problem, gpu):
+        found.append(f"no tile of it fits the {gpu.smem_per_block_bytes / 1024:.0f} KiB of shared memory of a block")
+    return found
 
 
 def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:

@@ -26,7 +26,7 @@ import torch
 
 from warpwave import precision
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import partials
+from warpwave.kernels import partials, reasons
 from warpwave.kernels.arguments import (
     allocator,
     band_constants,
@@ -78,7 +78,6 @@ from warpwave.kernels.split_kv.device import split_kv_kernel
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands, by_kind
 from warpwave.runtime import graphs as series
 from warpwave.runtime import launch, scratch
-from warpwave.runtime.triton_or_stub import NO_TRITON
 
 NAME = "split_kv"
 NEEDS_GPU = True
@@ -350,30 +349,13 @@ def _launched_ahead(gpu: Gpu, config: Config) -> bool:
 @by_kind
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Every reason this kernel cannot run the problem there; empty when it can."""
-    reasons = []
-    if NO_TRITON is not None:
-        reasons.append(NO_TRITON)
-    if gpu.vendor == "cpu":
-        reasons.append(
-            "found tensors on the CPU; it needs an NVIDIA GPU of compute capability 8.0 or newer, or an AMD one"
-        )
-    if gpu.vendor == "nvidia" and gpu.capability < 80:
-        reasons.append(f"found {gpu.name} ({gpu.arch}); it needs sm_80 or newer: Triton has no matrix path before")
-    if problem.requires_grad:
-        reasons.append("it computes no gradients; call under torch.no_grad() if none are needed")
-    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if size > MAX_HEAD_DIM:
-            reasons.append(f"{name} is {size}; a row of K or V must fit one tile, {MAX_HEAD_DIM} at most")
-    if problem.page_size & (problem.page_size - 1):
-        reasons.append(f"page_size is {problem.page_size}; its pages are powers of two, so that no address is divided")
-    reasons += precision.why_not(problem, gpu)
-    if not reasons and not fitting(problem, gpu):
-        needed = smallest_smem_bytes(problem, gpu)
-        reasons.append(
-            f"its smallest tile needs {needed / 1024:.0f} KiB of shared memory and {gpu.name} has "
-            f"{gpu.smem_per_block_bytes / 1024:.0f} for a block"
-        )
-    return reasons
+    found = [*reasons.of_device(gpu), *reasons.of_gradients(problem)]
+    found += reasons.of_widths(problem, MAX_HEAD_DIM, f"a row of K or V must fit one tile, {MAX_HEAD_DIM} at most")
+    found += reasons.of_pages(problem)
+    found += precision.why_not(problem, gpu)
+    if not found and not fitting(problem, gpu):
+        found.append(reasons.of_shared_memory(smallest_smem_bytes(problem, gpu), gpu))
+    return found
 
 
 FEW_QUERIES = 16  # of a sequence: a tile of queries would be mostly empty

@@ -27,6 +27,7 @@ import torch
 from warpwave import precision
 from warpwave.errors import UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
+from warpwave.kernels import reasons
 from warpwave.kernels.arguments import allocator, straightener
 from warpwave.kernels.cost import WARP_US, Cost, bytes_per_score, conversions, visited_tiles
 from warpwave.kernels.hopper import host
@@ -69,7 +70,6 @@ from warpwave.kernels.torch_products import plainly
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
 from warpwave.runtime import graphs as series
 from warpwave.runtime import launch, scratch
-from warpwave.runtime.triton_or_stub import NO_TRITON
 
 __all__ = [
     "NAME",
@@ -309,31 +309,17 @@ def specify(
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Every reason this kernel cannot run the problem there; empty when it can."""
-    reasons = []
-    if NO_TRITON is not None:
-        reasons.append(NO_TRITON)
-    if gpu.vendor == "cpu":
-        reasons.append(
-            "found tensors on the CPU; it needs an NVIDIA GPU of compute capability 8.0 or newer, or an AMD one"
-        )
-    if gpu.vendor == "nvidia" and gpu.capability < 80:
-        reasons.append(f"found {gpu.name} ({gpu.arch}); it needs sm_80 or newer: Triton has no matrix path before")
+    found = reasons.of_device(gpu)
     if problem.page_size:
-        reasons.append("it reads no paged cache")
+        found.append("it reads no paged cache")
     if problem.batch_invariant:
-        reasons.append(
-            "how its products are cut follows from the batch: sums for another batch may run in another order"
-        )
-    reasons += precision.why_not(problem, gpu)
-    if reasons:
-        return reasons
+        found.append("how its products are cut follows from the batch: sums for another batch may run in another order")
+    found += precision.why_not(problem, gpu)
+    if found:
+        return found
     config = smallest_tile(problem, gpu)
     if smem_bytes(problem, gpu, config) > gpu.smem_per_block_bytes:
-        needed = smem_bytes(problem, gpu, config) / 1024
-        return [
-            f"its smallest tile needs {needed:.0f} KiB of shared memory and {gpu.name} has "
-            f"{gpu.smem_per_block_bytes / 1024:.0f} for a block"
-        ]
+        return [reasons.of_shared_memory(smem_bytes(problem, gpu, config), gpu)]
     if (least := least_bytes(problem, config)) > MAX_WORKSPACE_BYTES:
         return [
             f"scores of {config.block_m} queries of one head would take {least / 1024**3:.1f} GiB of memory, and it "

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from warpwave import precision
 from warpwave.gpu import Gpu
+from warpwave.kernels import reasons
 from warpwave.kernels.cost import ODD_ROWS, Cost, launch_order, line_bytes, odd_rows, walk
 from warpwave.kernels.hopper.flash_fwd.config import (
     ABLE,
@@ -22,7 +23,6 @@ from warpwave.kernels.hopper.flash_fwd.config import (
 )
 from warpwave.kernels.prepass import mask_bits, scale_ahead
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
-from warpwave.runtime.triton_or_stub import NO_TRITON
 
 MAX_HEAD_DIM = {"float16": 384, "bfloat16": 384, "float32": 256}
 
@@ -38,31 +38,26 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 @by_kind
 def _why_not_kind(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """`why_not` by the rules that read no length."""
-    reasons = []
-    if NO_TRITON is not None:
-        reasons.append(NO_TRITON)
-    if gpu.arch != "sm_90":
-        reasons.append(f"found {gpu.name} ({gpu.arch}); it needs an NVIDIA Hopper GPU (sm_90)")
+    found = reasons.of_hopper(gpu)
     if problem.dtype == "float32":
         if gpu.arch == "sm_90" and num_parts(problem, gpu) == 0:
-            reasons.append(f"precision is {problem.precision!r}; its products of float32 are {', '.join(ABLE)}")
-        reasons += precision.why_not(problem, gpu, ABLE)
-    if problem.requires_grad:
-        reasons.append("it computes no gradients; call under torch.no_grad() if none are needed")
+            found.append(f"precision is {problem.precision!r}; its products of float32 are {', '.join(ABLE)}")
+        found += precision.why_not(problem, gpu, ABLE)
+    found += reasons.of_gradients(problem)
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size > MAX_HEAD_DIM[problem.dtype]:
-            reasons.append(
+            found.append(
                 f"{name} is {size}; rows of K and V must fit a tile and of out the registers: "
                 f"{MAX_HEAD_DIM[problem.dtype]} at most in {problem.dtype}"
             )
         if size % 8 and problem.dtype != "float32":
-            reasons.append(f"{name} is {size}; rows copied by TMA are a multiple of 16 bytes, so it must be one of 8")
+            found.append(f"{name} is {size}; rows copied by TMA are a multiple of 16 bytes, so it must be one of 8")
     for name, shape in (("boolean mask", problem.mask_shape), ("bias", problem.bias_shape)):
         if shape is not None and problem.dtype == "float32":
-            reasons.append(f"it takes a {name} in 16-bit types alone")
+            found.append(f"it takes a {name} in 16-bit types alone")
         elif shape is not None and max(problem.head_dim, problem.head_dim_v) > 256:
-            reasons.append(f"it takes a {name} up to head_dim 256: beyond, registers do not suffice")
-    return reasons
+            found.append(f"it takes a {name} up to head_dim 256: beyond, registers do not suffice")
+    return found
 
 
 def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:

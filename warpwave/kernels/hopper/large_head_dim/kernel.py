@@ -23,7 +23,7 @@ import torch
 
 from warpwave.errors import UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import arguments
+from warpwave.kernels import arguments, reasons
 from warpwave.kernels.cost import Cost, line_bytes, walk
 from warpwave.kernels.hopper import host, scheduler
 from warpwave.kernels.hopper.large_head_dim import roles
@@ -32,7 +32,6 @@ from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
 from warpwave.runtime import launch
 from warpwave.runtime import tensor_maps as launcher
 from warpwave.runtime.gluon_or_stub import fence_async_shared, gl, jit, mbarrier
-from warpwave.runtime.triton_or_stub import NO_TRITON
 
 NAME = "hopper/large_head_dim"
 NEEDS_GPU = True
@@ -350,30 +349,25 @@ MASK_REASON = "it takes no {} yet: values that no query sees must have no effect
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Every reason this kernel cannot run the problem there; empty when it can."""
-    reasons = []
-    if NO_TRITON is not None:
-        reasons.append(NO_TRITON)
-    if gpu.arch != "sm_90":
-        reasons.append(f"found {gpu.name} ({gpu.arch}); it needs an NVIDIA Hopper GPU (sm_90)")
+    found = reasons.of_hopper(gpu)
     if problem.dtype not in ("float16", "bfloat16"):
-        reasons.append(f"dtype is {problem.dtype}; it takes float16 and bfloat16")
-    if problem.requires_grad:
-        reasons.append("it computes no gradients; call under torch.no_grad() if none are needed")
+        found.append(f"dtype is {problem.dtype}; it takes float16 and bfloat16")
+    found += reasons.of_gradients(problem)
     for name, size, most in (
         ("head_dim", problem.head_dim, MAX_HEAD_DIM),
         ("head_dim_v", problem.head_dim_v, MAX_HEAD_DIM_V),
     ):
         if size > most:
-            reasons.append(f"{name} is {size}; it takes {most} at most: use three_kernel, large_head_dim or eager")
+            found.append(f"{name} is {size}; it takes {most} at most: use three_kernel, large_head_dim or eager")
         if size % 8:
-            reasons.append(f"{name} is {size}; rows copied by TMA are a multiple of 16 bytes, so it must be one of 8")
+            found.append(f"{name} is {size}; rows copied by TMA are a multiple of 16 bytes, so it must be one of 8")
     if problem.page_size:
-        reasons.append("it reads no paged cache")
+        found.append("it reads no paged cache")
     if problem.mask_shape is not None:
-        reasons.append(MASK_REASON.format("boolean mask"))
+        found.append(MASK_REASON.format("boolean mask"))
     if problem.bias_shape is not None:
-        reasons.append(MASK_REASON.format("bias"))
-    return reasons
+        found.append(MASK_REASON.format("bias"))
+    return found
 
 
 FEW_QUERIES = 64

@@ -1,0 +1,64 @@
+"""Reasons that several kernels have for not running a problem: the pieces of their `why_not`."""
+
+from __future__ import annotations
+
+from warpwave.gpu import Gpu
+from warpwave.problem import AttentionProblem
+from warpwave.runtime.triton_or_stub import NO_TRITON
+
+NO_GRADIENTS = "it computes no gradients; call under torch.no_grad() if none are needed"
+
+
+def of_triton() -> list[str]:
+    """Returns why no Triton kernel can be compiled in this environment."""
+    return [] if NO_TRITON is None else [NO_TRITON]
+
+
+def of_device(gpu: Gpu) -> list[str]:
+    """Returns why a portable kernel that multiplies by the matrix unit cannot run on a device."""
+    reasons = of_triton()
+    if gpu.vendor == "cpu":
+        reasons.append(
+            "found tensors on the CPU; it needs an NVIDIA GPU of compute capability 8.0 or newer, or an AMD one"
+        )
+    return reasons + of_matrix_unit(gpu)
+
+
+def of_matrix_unit(gpu: Gpu) -> list[str]:
+    """Returns why Triton cannot use a GPU's matrix unit."""
+    if gpu.vendor == "nvidia" and gpu.capability < 80:
+        return [f"found {gpu.name} ({gpu.arch}); it needs sm_80 or newer: Triton has no matrix path before"]
+    return []
+
+
+def of_hopper(gpu: Gpu) -> list[str]:
+    """Returns why a Gluon kernel for Hopper cannot run on a device."""
+    if gpu.arch == "sm_90":
+        return of_triton()
+    return [*of_triton(), f"found {gpu.name} ({gpu.arch}); it needs an NVIDIA Hopper GPU (sm_90)"]
+
+
+def of_gradients(problem: AttentionProblem, reason: str = NO_GRADIENTS) -> list[str]:
+    """Returns the reason of a kernel without gradients if the call wants them."""
+    return [reason] if problem.requires_grad else []
+
+
+def of_widths(problem: AttentionProblem, most: int, why: str) -> list[str]:
+    """Returns, for each head size above `most`, what it is and why it is too wide."""
+    widths = (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v))
+    return [f"{name} is {size}; {why}" for name, size in widths if size > most]
+
+
+def of_pages(problem: AttentionProblem) -> list[str]:
+    """Returns why a kernel that finds a token's page by shifts and masks cannot read the cache."""
+    if problem.page_size & (problem.page_size - 1):
+        return [f"page_size is {problem.page_size}; its pages are powers of two, so that no address is divided"]
+    return []
+
+
+def of_shared_memory(needed: int, gpu: Gpu) -> str:
+    """Returns the sentence for a kernel whose smallest tile needs more bytes of shared memory than a block has."""
+    return (
+        f"its smallest tile needs {needed / 1024:.0f} KiB of shared memory and {gpu.name} has "
+        f"{gpu.smem_per_block_bytes / 1024:.0f} for a block"
+    )
