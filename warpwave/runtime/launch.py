@@ -13,13 +13,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from warpwave.errors import UnsupportedProblem
 from warpwave.runtime import driver
 from warpwave.runtime.bounded import Bounded
+from warpwave.runtime.counters import Counters
 from warpwave.runtime.triton_or_stub import INTERPRETED, triton
 
 log = logging.getLogger("warpwave")
@@ -58,15 +59,6 @@ class Mapped(NamedTuple):
 
     plan: driver.TensorMap
     base: torch.Tensor
-
-
-class Counters(Protocol):
-    """Memory that is zero before a launch and after it."""
-
-    of_stream: dict[int, torch.Tensor]
-
-    def get(self, stream: int) -> torch.Tensor:
-        """That of a stream, or of the CUDA graph that is being captured on it."""
 
 
 COUNTER = "counter"

@@ -22,8 +22,7 @@ from warpwave.kernels.hopper.flash_fwd import config as flash_fwd_configs
 from warpwave.kernels.hopper.flash_fwd import kernel as flash_fwd
 from warpwave.kernels.prepass import mask_bits, scale_ahead, split_ahead
 from warpwave.problem import AttentionProblem, Operands
-from warpwave.runtime import launch
-from warpwave.runtime import tensor_maps as launcher
+from warpwave.runtime import launch, tensor_maps
 from warpwave.runtime.triton_or_stub import NO_TRITON
 from warpwave.workbench.verify.reference import oracle
 
@@ -143,7 +142,7 @@ def on_cpu(
     return out, lse
 
 
-def map_of(plan: launcher.MapPlan, sources: tuple[Tensor, ...]) -> gluon_on_cpu.Map:
+def map_of(plan: tensor_maps.MapPlan, sources: tuple[Tensor, ...]) -> gluon_on_cpu.Map:
     made: Any = gluon_on_cpu.Map(sources[plan.source].as_strided(plan.shape, plan.strides), list(plan.block))
     made.shape = [torch.tensor(n) for n in plan.shape]
     return made

@@ -16,8 +16,7 @@ from warpwave.kernels.three_kernel.plan import Chunk, Plan, Workspace, key_tiles
 from warpwave.kernels.three_kernel.statistics import MOST_TILES, ROWS, chunk_statistics_kernel
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import graphs as series
-from warpwave.runtime import launch
-from warpwave.runtime import tensor_maps as launcher
+from warpwave.runtime import launch, tensor_maps
 from warpwave.runtime.tensor_maps import MapPlan
 from warpwave.runtime.triton_or_stub import NO_TRITON
 
@@ -158,7 +157,7 @@ def bind(*arguments: Any) -> tuple[series.Step, series.Step, series.Step]:
     """The launches, compiled, each with the names of what it takes."""
     of_scores, of_statistics, of_values = launches(*arguments)
     return (
-        (launcher.bind(*of_scores), "q k p p tile_max tile_top tile_sum"),
+        (tensor_maps.bind(*of_scores), "q k p p tile_max tile_top tile_sum"),
         (launch.bind(of_statistics.launch), "p tile_max tile_top tile_sum lowered row_scale lse sinks"),
-        (launcher.bind(*of_values), "p v p out tile_top lowered row_scale"),
+        (tensor_maps.bind(*of_values), "p v p out tile_top lowered row_scale"),
     )

@@ -54,8 +54,7 @@ from warpwave.kernels.hopper.visible import Rules
 from warpwave.kernels.prepass import mask_bits, scale_ahead, split_ahead
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import graphs as series
-from warpwave.runtime import launch, scratch
-from warpwave.runtime import tensor_maps as launcher
+from warpwave.runtime import launch, scratch, tensor_maps
 from warpwave.runtime.gluon_or_stub import Q_FITS_REGISTERS, fence_async_shared, gl, jit, mbarrier
 
 __all__ = [
@@ -74,7 +73,7 @@ __all__ = [
 NAME = "hopper/flash_fwd"
 NEEDS_GPU = True
 SKIPS_HIDDEN_TILES = True  # what a boolean mask hides from all queries of a block
-BIAS_SOURCE = 4 + 8  # behind q, k, v and out: of the pointers, the last (launcher.MapPlan.source)
+BIAS_SOURCE = 4 + 8  # behind q, k, v and out: of the pointers, the last (tensor_maps.MapPlan.source)
 
 
 # Device code ----------------------------------------------------------------------------------------------------------
@@ -325,7 +324,7 @@ def bind(
     plans = _plans(problem, config, first, out)
     *before, spec = _specify_16_bits(problem, current_gpu(out.device), first, out, lse, config, plans)
     pack = launch.bind(before[0]) if before else None
-    launch_kernel = launcher.bind(spec, plans, (first.q, first.k, first.v, out))
+    launch_kernel = tensor_maps.bind(spec, plans, (first.q, first.k, first.v, out))
     make_words = scratch.maker((mask_bits.packed(problem).size if before else 0,), torch.int32, out.device)
 
     def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -368,7 +367,7 @@ def _bind_split(
     out, lse = allocate()
     ahead, attend, parts, plans = _specify_parts(problem, current_gpu(out.device), operands, out, lse, config)
     before: list[launch.Launcher] = [launch.bind(spec) for spec in ahead]
-    launch_kernel = launcher.bind(attend, plans, (*parts, out))
+    launch_kernel = tensor_maps.bind(attend, plans, (*parts, out))
     parts_needed = [(part.shape, part.dtype) for part in parts]
     names = "q k v mask bias slopes sinks offsets_q offsets_k out lse"
     attended = "q_parts k_parts v_parts out out lse slopes sinks offsets_q offsets_k"
@@ -395,10 +394,10 @@ def _bind_split(
 
 def _plans(
     problem: AttentionProblem, config: Config, operands: Operands, out: torch.Tensor
-) -> list[launcher.MapPlan | None]:
+) -> list[tensor_maps.MapPlan | None]:
     """The tensor maps of q, k, v and out, MAX_PIECES each, and the bias's. K and V end with the last key that a query
     sees."""
-    plans: list[launcher.MapPlan | None] = []
+    plans: list[tensor_maps.MapPlan | None] = []
     for source, tensor in enumerate((*operands[:3], out)):
         rows = host.keys_end(problem) if source in (1, 2) else None
         shape, strides = host.seen(tensor, problem.packed, rows)
@@ -407,20 +406,20 @@ def _plans(
     return [*plans, _bias_plan(operands.bias, config)]
 
 
-def _bias_plan(bias: torch.Tensor | None, config: Config) -> launcher.MapPlan | None:
+def _bias_plan(bias: torch.Tensor | None, config: Config) -> tensor_maps.MapPlan | None:
     """The tensor map of a bias with one number for each score."""
     if bias is None or _bias_kind(bias) != "cells":
         return None
     # The stride of an axis of one index is any that a map can have.
     strides = tuple(bias.stride(2) if size == 1 else bias.stride(axis) for axis, size in enumerate(bias.shape))
-    return launcher.MapPlan(BIAS_SOURCE, tuple(bias.shape), strides, (1, 1, ROWS.value, config.block_n))
+    return tensor_maps.MapPlan(BIAS_SOURCE, tuple(bias.shape), strides, (1, 1, ROWS.value, config.block_n))
 
 
 def _plans_of_parts(
     problem: AttentionProblem, config: Config, parts: tuple[torch.Tensor, ...]
-) -> list[launcher.MapPlan | None]:
+) -> list[tensor_maps.MapPlan | None]:
     """The same of q, k and v in parts (`split_ahead.part_shapes`); out has none."""
-    plans: list[launcher.MapPlan | None] = []
+    plans: list[tensor_maps.MapPlan | None] = []
     for source, tensor in enumerate(parts):
         batch, heads, rows, width = tensor.shape
         if source > 0 and not problem.packed:
@@ -431,10 +430,10 @@ def _plans_of_parts(
 
 def _pieces_of(
     source: int, shape: tuple[int, ...], strides: tuple[int, ...], config: Config, widths: tuple[int, ...]
-) -> list[launcher.MapPlan | None]:
+) -> list[tensor_maps.MapPlan | None]:
     """A tensor's maps, one for each piece of its width."""
     of_tile = config.block_n if source in (1, 2) else ROWS.value
-    parts = [launcher.MapPlan(source, shape, strides, (1, 1, of_tile, width)) for width in widths]
+    parts = [tensor_maps.MapPlan(source, shape, strides, (1, 1, of_tile, width)) for width in widths]
     return [*parts, *[None] * (MAX_PIECES - len(parts))]
 
 
@@ -459,7 +458,7 @@ def _specify_16_bits(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     config: Config,
-    plans: list[launcher.MapPlan | None],
+    plans: list[tensor_maps.MapPlan | None],
 ) -> tuple[launch.Launch, ...]:
     """The launch, behind that which packs a boolean mask where there is one."""
     _refuse_one_stage(problem, config)
@@ -483,7 +482,7 @@ def _refuse_one_stage(problem: AttentionProblem, config: Config) -> None:
 
 def _specify_parts(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
-) -> tuple[list[launch.Launch], launch.Launch, tuple[torch.Tensor, ...], list[launcher.MapPlan | None]]:
+) -> tuple[list[launch.Launch], launch.Launch, tuple[torch.Tensor, ...], list[tensor_maps.MapPlan | None]]:
     """The launches that make parts of q, k and v, the launch that attends, the parts between them, and their maps."""
     widths = sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
     arithmetic, count, inverses = precision.arithmetic(problem, gpu, ABLE), num_parts(problem, gpu), None
@@ -506,7 +505,7 @@ def _specify(
     gpu: Gpu,
     operands: Operands,
     sources: tuple[torch.Tensor, ...],
-    plans: list[launcher.MapPlan | None],
+    plans: list[tensor_maps.MapPlan | None],
     lse: torch.Tensor | None,
     config: Config,
     parts: int,
@@ -595,7 +594,7 @@ def _bias_for_maps(bias: torch.Tensor | None) -> torch.Tensor | None:
     for axis in (0, 1):
         if bias.stride(axis) == 0:
             bias = bias.narrow(axis, 0, 1)
-    if launcher.has_map(bias[0, 0]) and all(
+    if tensor_maps.has_map(bias[0, 0]) and all(
         bias.stride(axis) * bias.element_size() % 16 == 0 for axis in (0, 1) if bias.shape[axis] > 1
     ):
         return bias

@@ -29,8 +29,7 @@ from warpwave.kernels.hopper import host, scheduler
 from warpwave.kernels.hopper.large_head_dim import roles
 from warpwave.kernels.hopper.visible import Rules
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
-from warpwave.runtime import launch
-from warpwave.runtime import tensor_maps as launcher
+from warpwave.runtime import launch, tensor_maps
 from warpwave.runtime.gluon_or_stub import fence_async_shared, gl, jit, mbarrier
 
 NAME = "hopper/large_head_dim"
@@ -229,7 +228,7 @@ def bind(
     first = mappable(operands)
     out, lse = allocate()
     spec = specify(problem, current_gpu(out.device), first, out, lse, config)
-    launch_kernel = launcher.bind(spec, _plans(problem, first), (first.q, first.k, first.v, out))
+    launch_kernel = tensor_maps.bind(spec, _plans(problem, first), (first.q, first.k, first.v, out))
 
     def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         q, k, v, _, _, *others = operands
@@ -240,12 +239,12 @@ def bind(
     return arguments.behind(mappable, run)
 
 
-def _plans(problem: AttentionProblem, operands: Operands) -> list[launcher.MapPlan | None]:
+def _plans(problem: AttentionProblem, operands: Operands) -> list[tensor_maps.MapPlan | None]:
     """The tensor maps of q, k and v. Those of k and v end with the last key that a query sees."""
-    plans: list[launcher.MapPlan | None] = []
+    plans: list[tensor_maps.MapPlan | None] = []
     for source, tensor in enumerate(operands[:3]):
         shape, strides = host.seen(tensor, problem.packed, host.keys_end(problem) if source else None)
-        plans.append(launcher.MapPlan(source, shape, strides, (1, 1, BLOCK_N, CHUNK)))
+        plans.append(tensor_maps.MapPlan(source, shape, strides, (1, 1, BLOCK_N, CHUNK)))
     return plans
 
 
