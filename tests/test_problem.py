@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warpwave.problem import AttentionProblem, Band, Causal
+from warpwave import dispatch
+from warpwave.gpu import Gpu
+from warpwave.problem import SIZES, AttentionProblem, Band, Causal, by_kind
 
 LENGTH = st.integers(0, 9)
 EDGE = st.none() | st.integers(-11, 11)
@@ -265,3 +267,58 @@ def test_describe_names_what_is_out_of_the_ordinary(options: dict[str, Any], wor
 def test_causal_refuses_an_unknown_corner() -> None:
     with pytest.raises(ValueError, match="must be 'bottom_right' or 'top_left'"):
         Causal("diagonal")  # type: ignore[arg-type]
+
+
+# Kinds ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_kind_leaves_sizes_out_and_nothing_else() -> None:
+    for name, value in CHANGED.items():
+        assert (replace(PLAIN, **{name: value}).kind is PLAIN.kind) == (name in SIZES), name
+    masks = [replace(PLAIN, mask_shape=shape) for shape in ((2, 1, 5, 7), (3, 1, 9, 8), (2, 4, 5, 7), (2, 1, 1, 7))]
+    assert masks[0].kind is masks[1].kind and len({m.kind for m in masks}) == 3
+
+
+def test_a_rule_is_evaluated_once_a_kind() -> None:
+    seen = []
+
+    @by_kind
+    def rule(problem: AttentionProblem, factor: int) -> int:
+        seen.append(factor)
+        return factor * problem.head_dim
+
+    for seqlen in range(1, 20):
+        assert rule(replace(PLAIN, seqlen_q=seqlen, batch=seqlen), 3) == 24
+    assert seen == [3]
+    assert rule(replace(PLAIN, head_dim=16), 3) == 48 and rule(PLAIN, 4) == 32
+
+
+@pytest.mark.parametrize("size", ["batch", "seqlen_q", "seqlen_k", "total_q", "total_k"])
+def test_a_rule_that_computes_with_a_size_raises(size: str) -> None:
+    @by_kind
+    def rule(problem: AttentionProblem) -> bool:
+        return bool(getattr(problem, size) > 100)
+
+    with pytest.raises(TypeError):
+        rule(PLAIN)
+
+
+def test_with_an_error_budget_rules_may_read_sizes() -> None:
+    @by_kind
+    def rule(problem: AttentionProblem) -> int:
+        return problem.seqlen_k
+
+    for seqlen in (7, 8):
+        assert rule(replace(PLAIN, dtype="float32", error_budget=1e-3, seqlen_k=seqlen)) == seqlen
+
+
+@pytest.mark.parametrize(
+    "kernel", [m for m in dispatch.KERNELS if hasattr(m.why_not, "__wrapped__")], ids=lambda m: m.NAME
+)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
+def test_rules_of_kernels_say_the_same_of_every_length(kernel: Any, arch: str) -> None:
+    gpu = Gpu.for_arch(arch)
+    for kind in ({}, {"dtype": "float32"}, {"head_dim": 300}, {"requires_grad": True}, {"page_size": 48}):
+        for sizes in ({}, {"batch": 1, "seqlen_q": 1}, {"seqlen_q": 70_000, "seqlen_k": 90_000}):
+            problem = replace(PLAIN, **kind, **sizes)
+            assert kernel.why_not(problem, gpu) == kernel.why_not.__wrapped__(problem, gpu)

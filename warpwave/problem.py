@@ -394,7 +394,7 @@ def by_kind(rule: Callable[Concatenate[AttentionProblem, P], R]) -> Callable[Con
     def of_kind(problem: AttentionProblem, *rest: P.args, **named: P.kwargs) -> R:
         if problem.error_budget is not None:  # whose promise depends on the number of keys
             return rule(problem, *rest, **named)
-        key = (problem.kind, *rest, *named.items())
+        key = (problem.__dict__.get("_kind") or problem.kind, *rest, *named.items())
         try:
             return found[key]
         except KeyError:

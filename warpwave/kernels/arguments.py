@@ -12,7 +12,7 @@ import torch
 
 from warpwave import precision
 from warpwave.gpu import Gpu
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.problem import AttentionProblem, Operands, by_kind
 from warpwave.runtime.scratch import maker
 
 UNLIMITED = 2**30  # a window side larger than any sequence, small enough that adding a length does not overflow
@@ -27,6 +27,7 @@ WGMMA_ROWS = 64  # of a tile: products of fewer rows take their operands from re
 SWIZZLE_WIDTH = 64  # 16-bit elements of a row of 128 bytes, the widest swizzle of shared memory
 
 
+@by_kind
 def tile_widths(problem: AttentionProblem, gpu: Gpu, block_m: int) -> tuple[int, int]:
     """Returns the widths of a tile of K and of a tile of V beside `block_m` queries, in elements.
 
@@ -42,6 +43,7 @@ def tile_widths(problem: AttentionProblem, gpu: Gpu, block_m: int) -> tuple[int,
     return width, width_v
 
 
+@by_kind
 def dot_precision(problem: AttentionProblem, gpu: Gpu) -> str:
     """How float32 products are computed there: "ieee", "tf32", "tf32x3", "bf16x3" or "bf16x6" (warpwave.precision)."""
     return precision.arithmetic(problem, gpu)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import dot_precision, padded, tile_widths
@@ -137,6 +138,7 @@ def _uses_tensor_cores(problem: AttentionProblem, gpu: Gpu) -> bool:
     return problem.dtype != "float32" or dot_precision(problem, gpu) != "ieee"
 
 
+@cache
 def space(split_ahead: tuple[bool, ...] = (False,)) -> list[Config]:
     """Every candidate."""
     return [
