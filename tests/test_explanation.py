@@ -52,7 +52,7 @@ def test_it_names_the_kernel_the_call_takes_and_every_other_reason() -> None:
     assert list(said.reasons) == KERNEL_NAMES
     text = str(said)
     assert re.search(r"^kernel +torch_sdpa", text, re.MULTILINE)
-    assert re.search(r"could too, behind torch_sdpa: eager", text)
+    assert re.search(r"able, after torch_sdpa: eager", text)
 
 
 def test_flops_and_bytes_are_the_problem_s() -> None:
@@ -189,7 +189,7 @@ def test_measured_rates_stand_beside_the_data_sheet(tmp_path: Path, monkeypatch:
 
 def test_a_tiny_call_is_not_said_to_be_bound_by_nanoseconds_of_memory() -> None:
     text = str(on("h200", batch=1, seqlen_q=4, seqlen_k=4, num_heads_q=1, num_heads_kv=1))
-    assert "the launch takes longer than that" in " ".join(text.split())
+    assert "the launch takes longer" in " ".join(text.split())
 
 
 @pytest.mark.parametrize("name", ["sm_90", "cpu"])
@@ -254,7 +254,7 @@ def test_a_call_without_work_is_advised_nothing(head_dim: int, dtype: str, lengt
     said = on(
         "h200", head_dim=head_dim, head_dim_v=head_dim, dtype=dtype, **({"seqlen_q": 64, "seqlen_k": 64} | lengths)
     )
-    assert said.advice == ("Nothing: no query sees a key, so there is no work in this call.",)
+    assert said.advice == ("Nothing: no key is visible to any query, so this call has no work.",)
     assert str(said)
 
 
@@ -278,7 +278,7 @@ def test_a_problem_that_no_call_has_is_refused(changes: dict[str, Any], said: st
 
 
 def test_options_beside_a_problem_are_not_ignored() -> None:
-    with pytest.raises(warpwave.InvalidInput, match="has all options of its call"):
+    with pytest.raises(warpwave.InvalidInput, match="AttentionProblem"):
         warpwave.explain(PLAIN, gpu=resolve("h200"), causal=True)
 
 
@@ -331,18 +331,18 @@ def test_memory_bound_calls_hear_of_bytes() -> None:
 
 
 def test_exponentials_are_named_at_small_heads() -> None:
-    assert "so one up to" in advice(on("h200", head_dim=32, head_dim_v=32))
+    assert "so a head_dim up to" in advice(on("h200", head_dim=32, head_dim_v=32))
 
 
 def test_a_mask_that_is_causal_is_replaced() -> None:
     q, k, v = tensors(64, 64)
     mask = torch.ones(64, 64, dtype=torch.bool).tril()[None, None]
     said = warpwave.explain(q, k, v, mask=mask, gpu=resolve("h200"), kernel="flash_fwd")
-    assert said.advice[0].startswith("Pass causal=True in place of the mask, which is just that: 4.096 kB less to read")
+    assert said.advice[0].startswith("Pass causal=True instead of the mask") and "4.096 kB" in said.advice[0]
     q32, k32, v32 = tensors(1100, 1100)
     long = torch.ones(1100, 1100, dtype=torch.bool).tril()[None, None]
     hopper = " ".join(str(warpwave.explain(q32, k32, v32, mask=long, gpu=resolve("h200"))).split())
-    assert hopper.count("ass causal=True in place of the mask") == 1
+    assert hopper.count("ass causal=True instead of the mask") == 1
     assert "hopper/flash_fwd would then serve it." in hopper
     nothing = warpwave.explain(q, k, v, mask=torch.ones_like(mask), gpu=resolve("h200"))
     assert "rop the mask: it hides nothing" in str(nothing)

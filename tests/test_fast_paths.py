@@ -41,7 +41,7 @@ def test_a_kernel_that_takes_the_call_has_no_path() -> None:
 
 
 def test_each_refusal_has_its_change() -> None:
-    assert changes(requires_grad=True) == [("call under torch.no_grad() if no gradient is needed",)]
+    assert changes(requires_grad=True) == [("call under torch.no_grad() if gradients are not needed",)]
     ((padding,),) = changes(head_dim=59, head_dim_v=59)
     assert padding == (
         "pad q and k with zeros from head_dim 59 to 64, pad v from 59 to 64 and cut the output back, "
@@ -145,7 +145,7 @@ def test_a_mask_that_hides_nothing_is_dropped() -> None:
     causal = replace(PLAIN, causal=Causal())
     both = replace(causal, mask_shape=(1, 1, 64, 96), mask_visible_pairs=causal.visible_pairs)
     changed = as_positional(both, Band(None, 32))
-    assert changed is not None and changed[0] == causal and "that position does not" in changed[1]
+    assert changed is not None and changed[0] == causal and "beyond the positional mask" in changed[1]
 
 
 def test_what_position_cannot_say_stays_a_mask() -> None:

@@ -1,7 +1,7 @@
-"""How accurate a float32 call is: what computes it, what that promises, and what it keeps on this call's own rows.
+"""The accuracy of a float32 call, for `explain`: its arithmetic, the promised error, and the error on sampled rows.
 
-For `explain`. The promise is that of warpwave.precision; it is made for inputs no sharper than the conformance suite's,
-and only a measurement can say whether a call's own inputs are.
+The promise is that of warpwave.precision. It holds for inputs with at most the spread of the conformance suite's; only
+a measurement shows the error for other inputs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Accuracy:
 
     Attributes:
         asked: the name or the budget that the call gave.
-        arithmetic: what computes the products, a key of `precision.ARITHMETICS`.
-        description: what that multiplies, in words.
-        promised: the error it promises for the call.
-        others: the other arithmetics of the device and what they promise, the cheapest first.
-        note: what the device's family is like.
-        measured: the error on sampled rows of the call's own tensors; None where it was not run.
-        rows: how many were sampled, over all batches and heads.
+        arithmetic: the arithmetic of the products, a key of `precision.ARITHMETICS`.
+        description: the arithmetic in words.
+        promised: the promised error for the call.
+        others: the other arithmetics of the device and their promised errors, cheapest first.
+        note: about the device's family.
+        measured: the error on sampled rows of the call's own tensors; None if the call was not run.
+        rows: number of sampled rows, over all batches and heads.
     """
 
     asked: str
@@ -44,11 +44,11 @@ class Accuracy:
 def of_call(
     problem: AttentionProblem, gpu: Gpu, kernel: Any, config: Any, arithmetic: str, operands: Operands | None
 ) -> Accuracy | None:
-    """The accuracy of a call by the kernel that serves it; None for 16-bit inputs. With a budget and tensors at hand
-    the call is run once, and rows of it are compared.
+    """Returns the accuracy of a call by the kernel that serves it; None for 16-bit inputs. A call with a budget and
+    tensors is run once, and sampled rows are compared.
 
     Args:
-        operands: the tensors, or None where there are none or the kernel would run on another device than theirs.
+        operands: the tensors; None if there are none, or if they are on another device than the kernel.
     """
     if problem.dtype != "float32":
         return None

@@ -1,7 +1,7 @@
-"""What to change about a call: sentences that follow from its bounds, each with the arithmetic, for `explain`.
+"""What to change about a call, for `explain`: sentences that follow from its bounds, each with its arithmetic.
 
-A recommendation names the bound that falls, from what to what; where a figure depends on what nobody measured, it says
-what to time. No factor is assumed.
+A recommendation names the bound that falls, from which value to which. If a figure depends on something that was not
+measured, the sentence says what to time. No factor is assumed.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from warpwave.workbench.model.roofline import (
 )
 from warpwave.workbench.model.steps import LOSSES
 
-FAR = 1.6  # as far as predictions of what was never measured are off in one call of ten
-NOTICEABLE = 1.05  # a bound that falls by less is not worth a sentence
+FAR = 1.6  # predictions of unmeasured calls are off by more in one call of ten
+NOTICEABLE = 1.05  # a bound that falls by less gets no sentence
 MOST = 3  # sentences: a reader acts on the first
-FEW_BLOCKS = 4  # a SM: above this, the last one to finish costs little
+FEW_BLOCKS = 4  # per SM; with more, the last block to finish costs little
 
 
 @dataclass(frozen=True)
 class Call:
-    """All that is known of a call when advice is given.
+    """What is known about a call when advice is given.
 
     Attributes:
         problem, gpu: the call, and where it runs.
-        kernel, config, cost: what serves it: the module, its config, and its cost.
-        bounds: by the data sheet, or where there is none as measured; the kernel's own bounds included. None where
-            nothing is known of the device's rates.
-        launch_us: measured time of a launch, None where nobody measured it.
-        mask_band: the positional mask that the boolean mask is equal to; None where it is none, or not looked at.
-        layout: phrases about strides that cost something.
-        prediction: of this kernel's time; None where there is no model of the card.
-        alternatives_us: kernel name -> predicted time of the others that could run the call.
+        kernel, config, cost: the module that serves it, its config, and its cost.
+        bounds: by the data sheet, or without one as measured; includes the kernel's own bounds. None if the device's
+            rates are unknown.
+        launch_us: measured time of a launch; None if it was not measured.
+        mask_band: the positional mask that equals the boolean mask; None if there is none, or it was not examined.
+        layout: phrases about strides that cost time.
+        prediction: of this kernel's time; None if there is no model of the card.
+        alternatives_us: kernel name -> predicted time, for the other kernels that could run the call.
     """
 
     problem: AttentionProblem
@@ -67,21 +67,21 @@ class Call:
     alternatives_us: Mapping[str, float] = field(default_factory=dict)
 
     def least_us(self, problem: AttentionProblem, config: Any) -> float:
-        """The least time of a changed call, or of this one by another config, by the same rates."""
+        """Returns the lower bound of a changed call, or of this call with another config, at the same rates."""
         assert self.bounds is not None
         cost, precision = self.kernel.cost(problem, self.gpu, config), computed_in(self.kernel, problem, self.gpu)
         return roofline(problem, self.bounds.rates, gpu=self.gpu, cost=cost, precision=precision).time_us
 
 
 def computed_in(kernel: Any, problem: AttentionProblem, gpu: Gpu) -> str:
-    """How a kernel computes float32 products: ours as it takes the precision, torch's in float32 unless it is tf32."""
+    """Returns the arithmetic of a kernel's float32 products. Torch's use float32 unless asked for tf32."""
     if kernel.NEEDS_GPU:
         return arithmetic(problem, gpu, getattr(kernel, "ABLE", PORTABLE))
     return "tf32" if problem.precision == "tf32" else "ieee"
 
 
 class _Advice(NamedTuple):
-    saves_us: float  # SURE for what costs nothing to change and keeps every bit of the answer
+    saves_us: float  # SURE for a change that costs nothing and keeps the result
     text: str
 
 
@@ -89,9 +89,9 @@ SURE = float("inf")
 
 
 def recommendations(call: Call) -> list[str]:
-    """At most three sentences, the one that lowers a bound the furthest first; one that says so where nothing would."""
+    """Returns at most three sentences, the largest gain first; one sentence if no change would help."""
     if call.problem.visible_pairs == 0:
-        return ["Nothing: no query sees a key, so there is no work in this call."]
+        return ["Nothing: no key is visible to any query, so this call has no work."]
     found = [*_mask(call), *_layout(call), *_other_kernel(call)]
     if call.bounds is not None and call.bounds.binding is not None and not call.gpu.is_cpu:
         found += [advice for rule in RULES for advice in rule(call, call.bounds, call.bounds.rates)]
@@ -103,7 +103,7 @@ def recommendations(call: Call) -> list[str]:
 
 
 def _wasteful_tiles(bounds: Roofline) -> Bound | None:
-    """The bound of the tiles, where it is noticeably above what the call itself needs."""
+    """Returns the bound of the tiles if it is noticeably above the bound of the call itself."""
     tiles = bounds.of("tiles")
     return tiles if tiles is not None and tiles.time_us > NOTICEABLE * bounds.of_problem.time_us else None
 
@@ -113,13 +113,11 @@ def _grid(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advice]:
     if tiles is None or not 0 < blocks < FEW_BLOCKS * sms or not _starved(call, rates):
         return
     if blocks < sms:
-        text = (
-            f"The grid has {blocks} block{'s' if blocks > 1 else ''}, so {sms - blocks} of {sms} SMs have nothing to do"
-        )
+        text = f"The grid has {blocks} block{'s' if blocks > 1 else ''}, so {sms - blocks} of {sms} SMs are idle"
     else:
-        text = f"{blocks} blocks on {sms} SMs: the busiest computes {-(-blocks // sms)}, the mean is {blocks / sms:.2f}"
+        text = f"{blocks} blocks on {sms} SMs: the busiest has {-(-blocks // sms)}, the mean is {blocks / sms:.2f}"
     least = bounds.of_problem.time_us
-    text += f", and {call.kernel.NAME} cannot take less than {us(bounds.time_us)} where the card could do {us(least)}."
+    text += f", and {call.kernel.NAME} takes at least {us(bounds.time_us)}, while the card's bound is {us(least)}."
     options = [(call.least_us(call.problem, config), config) for config in call.kernel.configs(call.problem, call.gpu)]
     best_us, config = min(options, key=lambda option: option[0])
     if best_us * NOTICEABLE < bounds.time_us:
@@ -130,12 +128,12 @@ def _grid(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advice]:
         text += f" Time Config({values}) of {where}: {more:,} blocks{wastes}, at least {us(best_us)}."
         yield _Advice(bounds.time_us - best_us, text)
     else:
-        text += f" A larger batch or more heads in one call fill it{_divides_keys(call)}."
+        text += f" A larger batch or more heads in one call fill the card{_divides_keys(call)}."
         yield _Advice(bounds.time_us - least, text)
 
 
 def _divides_keys(call: Call) -> str:
-    """The kernel that fills the card by dividing the keys of a head, as a phrase."""
+    """Returns a phrase that names the kernel which splits the keys of a head over blocks; empty if none can."""
     from warpwave import dispatch
 
     for kernel in dispatch.KERNELS:
@@ -144,12 +142,12 @@ def _divides_keys(call: Call) -> str:
             and hasattr(kernel, "choose_splits")
             and not kernel.why_not(call.problem, call.gpu)
         ):
-            return f'; kernel="{kernel.NAME}" divides the keys of a head over blocks'
+            return f'; kernel="{kernel.NAME}" splits the keys of a head over blocks'
     return ""
 
 
 def _starved(call: Call, rates: Rates) -> bool:
-    """Whether the number of blocks alone leaves SMs without work for a noticeable part of the time."""
+    """Whether the number of blocks leaves SMs idle for a noticeable part of the time."""
     share, _ = busy_share(call.problem, rates.num_sms, call.cost.blocks)
     return share * NOTICEABLE < 1
 
@@ -165,14 +163,14 @@ def _head_padding(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advic
         f"{call.kernel.NAME} computes head_dim {problem.head_dim} as {widths[0]}"
         + (f" and head_dim_v {problem.head_dim_v} as {widths[1]}" if problem.head_dim_v != problem.head_dim else "")
         + f": {computed} / {useful} = {computed / useful:.3g} x the products, {us(saves)} of {us(tiles.time_us)}. "
-        f"A model with head_dim {widths[0] // 2} or {widths[0]} wastes none; this call cannot avoid it.",
+        f"A model with head_dim {widths[0] // 2} or {widths[0]} has no padding; this call cannot avoid it.",
     )
 
 
 def _computed_widths(call: Call) -> tuple[int, int]:
-    """The largest head sizes whose products cost the kernel no more than these: what it pads them to."""
+    """Returns the head dimensions that the kernel pads to: the largest that cost it no more products."""
     p = call.problem
-    # Of a small call, for neither lengths nor masks have a say in it, and costs are counted tile by tile.
+    # A small call is enough, because lengths and masks do not matter here, and costs are counted tile by tile.
     small = AttentionProblem(
         batch=1,
         seqlen_q=256,
@@ -218,18 +216,18 @@ def _whole_tiles(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advice
             text += " More queries in one call, or a smaller block_m, waste less."
     elif problem.mask_shape is not None:
         if getattr(call.kernel, "SKIPS_HIDDEN_TILES", False):
-            text += " at the most: tiles that the mask hides from a whole block are skipped, which is not counted here."
+            text += " at most: tiles that the mask hides from a whole block are skipped, which is not counted here."
         else:
-            text += ": a boolean mask spares no tile, whatever it hides."
+            text += ": the kernel skips no tile because of a boolean mask."
     elif problem.has_band:
-        text += ": the mask's edge cuts through them. Smaller tiles waste less and are slower for each pair: time some."
+        text += ": the mask's edge cuts through tiles. Smaller tiles waste less but are slower per pair; time some."
     else:
-        text += ": the last of a sequence is part empty. Time a smaller block_m or block_n."
+        text += ": the last tile of a sequence is partly empty. Time a smaller block_m or block_n."
     yield _Advice(saves, text)
 
 
 def _shares_tiles(call: Call) -> str:
-    """The kernel that computes least of those that pack more of the call into a tile, as a phrase."""
+    """Returns a phrase that names the kernel with the least padding in its tiles."""
     from warpwave import dispatch
 
     least, name = call.cost.flops / 1.5, ""
@@ -242,7 +240,7 @@ def _shares_tiles(call: Call) -> str:
 
 
 def _other_kernel(call: Call) -> Iterator[_Advice]:
-    """A kernel that `auto` does not take, and that would be faster by more than predictions are off."""
+    """Yields a kernel that `auto` does not choose and that is predicted to be faster by more than the usual error."""
     if call.prediction is None or not call.alternatives_us:
         return
     name, other_us = min(call.alternatives_us.items(), key=lambda item: item[1])
@@ -250,7 +248,7 @@ def _other_kernel(call: Call) -> Iterator[_Advice]:
         yield _Advice(
             call.prediction.time_us - other_us,
             f'kernel="{name}" is predicted to take {us(other_us)} where {call.kernel.NAME} takes '
-            f'{us(call.prediction.time_us)}; "auto" takes it for no such call, because none was measured: time both.',
+            f'{us(call.prediction.time_us)}. No such call was measured, so "auto" does not choose it; time both.',
         )
 
 
@@ -264,11 +262,11 @@ def _mask(call: Call) -> Iterator[_Advice]:
     changed = as_positional(problem, call.mask_band)
     if changed is None and not problem.pairs_are_exact:
         skips = getattr(call.kernel, "SKIPS_HIDDEN_TILES", False)
-        spared = "only tiles that it hides from a whole block of queries" if skips else "no tile"
+        skipped = "only tiles that it hides from a whole block of queries" if skips else "no tile"
         yield _Advice(
             0.0,
-            f"The boolean mask is read in full, and spares the kernel {spared}. If it is causal or a window, say so by "
-            "causal= or window_size= instead: hidden tiles are then not visited at all.",
+            f"The boolean mask is read in full, and the kernel skips {skipped}. If it is causal or a window, pass "
+            "causal= or window_size= instead: the kernel then skips every hidden tile.",
         )
     if changed is None:
         return
@@ -291,12 +289,12 @@ def _precision(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advice]:
     now = fastest(FLOAT32_PATHS[used], rates)
     if problem.dtype != "float32" or tiles is None or binding is None or now is None:
         return
-    if tiles.time_us < binding.time_us:  # the work's own products may take as long
+    if tiles.time_us < binding.time_us:
         return
     allowed = now
     for name in ("ieee", "tf32"):
         changed = replace(problem, precision=name, error_budget=None)
-        taken = computed_in(call.kernel, changed, call.gpu)  # a name may be served by another arithmetic
+        taken = computed_in(call.kernel, changed, call.gpu)  # another arithmetic may serve this name
         path = fastest(FLOAT32_PATHS[taken], rates)
         if path is None or path.useful_tflops < NOTICEABLE * allowed.useful_tflops:
             continue
@@ -315,7 +313,7 @@ def _precision(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advice]:
     if half is not None and half.useful_tflops > NOTICEABLE * now.useful_tflops:
         saves = tiles.time_us * (1 - now.useful_tflops / half.useful_tflops)
         yield _Advice(
-            saves / 2,  # behind what changes no dtype
+            saves / 2,  # ranks after changes that keep the dtype
             f"{half.name} inputs, if they are accurate enough, allow {_rate(half)} where {used} allows {_rate(now)}: "
             f"products of {us(tiles.time_us - saves)} instead of {us(tiles.time_us)}.",
         )
@@ -344,16 +342,16 @@ def _memory(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advice]:
         queries = int(problem.seqlen_q * binding.time_us / products.time_us)
         text += (
             f": reading them takes {us(binding.time_us)} and the products {us(products.time_us)}, so up to {queries:,} "
-            f"queries a sequence in one call would take no longer than {problem.seqlen_q}"
+            f"queries per sequence in one call would take no longer than {problem.seqlen_q}"
         )
     else:
         text += (
-            f". {figure(problem.intensity)} FLOP a byte are fewer than the {figure(balance)} "
-            "at which products begin to bind; longer sequences have more, in proportion"
+            f". The call has {figure(problem.intensity)} FLOP per byte; products bind from {figure(balance)} on, which "
+            "longer sequences reach"
         )
     text += "."
     if problem.num_heads_q == problem.num_heads_kv > 1:
-        text += " Query heads that share kv heads (GQA) divide these bytes by the size of a group."
+        text += " Query heads that share kv heads (GQA) divide these bytes by the group size."
     elif problem.dtype == "float32":
         text += f" In 16 bits they would be {byte(kv / 2)} instead of {byte(kv)}."
     yield _Advice(0.0, text)
@@ -367,10 +365,10 @@ def _exponentials(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advic
     width = int((call.problem.head_dim + call.problem.head_dim_v) / 2 * binding.time_us / products.time_us)
     yield _Advice(
         0.0,
-        f"Exponentials bind, {us(binding.time_us)} against {us(products.time_us)} of products: each pair takes one, "
-        "whatever head_dim is"
-        + (f", so one up to {width} costs no more" if width > call.problem.head_dim else "")
-        + ". Fewer, wider heads do the same products with fewer of them.",
+        f"Exponentials bind, {us(binding.time_us)} against {us(products.time_us)} of products: each pair needs one, "
+        "for any head_dim"
+        + (f", so a head_dim up to {width} costs no more" if width > call.problem.head_dim else "")
+        + ". Fewer, wider heads need fewer exponentials for the same products.",
     )
 
 
@@ -379,8 +377,8 @@ def _launch(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advice]:
     if call.launch_us is not None and work < call.launch_us:
         yield _Advice(
             call.launch_us - work,
-            f"The work takes {us(work)} at the least and a launch {us(call.launch_us)} (measured): put more into one "
-            "call (a larger batch, or attention_varlen), and replay a CUDA graph so that nothing waits for the host.",
+            f"The work takes at least {us(work)}, and a launch takes {us(call.launch_us)} (measured): put more "
+            "work into one call (a larger batch, or attention_varlen), and replay a CUDA graph to avoid host time.",
         )
 
 
@@ -407,18 +405,18 @@ def _nothing(call: Call) -> str:
     if call.gpu.is_cpu:
         return "Nothing about the call, on a CPU."
     if call.bounds is None or call.bounds.of_problem.binding is None:
-        return "Nothing that follows without the rates of a card."
+        return "Nothing: the rates of the card are unknown."
     binding = call.bounds.of_problem.binding
     if call.prediction is not None:
         factor, name = max((f, name) for name, f in call.prediction.factors.items() if name != "clocks")
         if factor > 1.2:
             return (
-                "No bound falls by a change of the call. Of the time above the bound, the model lays most to "
-                f"{name}, x {factor:.2f}: {LOSSES[name]}. Another config of the kernel may lose less there: "
-                f"`warpwave bench` times them."
+                "No change of the call lowers a bound. By the model, the largest loss above the bound is "
+                f"{name}, x {factor:.2f}: {LOSSES[name]}. Another config of the kernel may lose less; "
+                f"`warpwave bench` times configs."
             )
     return (
-        "Nothing about the call: the grid fills the card and the tiles waste little. What is left is less work (a "
-        "causal mask or a window, where the model allows one), or a card with more "
+        "Nothing about the call: the grid fills the card, and the tiles waste little. What remains is less work (a "
+        "causal mask or a window, if the model allows one), or a card with more "
         f"{MORE.get(binding.resource, binding.resource)}."
     )

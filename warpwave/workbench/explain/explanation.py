@@ -1,4 +1,4 @@
-"""`explain`: which kernel serves a call, what binds it, what it takes at the least, and what to change."""
+"""`explain`: which kernel serves a call, what bounds its time, and what to change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from warpwave.workbench.model.losses import Losses, split
 from warpwave.workbench.model.predict import Prediction, predict
 from warpwave.workbench.model.roofline import Rates, Roofline, byte, data_sheet_rates, measured_rates, roofline
 
-LOAD_BYTES = 16  # what a thread loads at once, where addresses are multiples of it
+LOAD_BYTES = 16  # that a thread loads at once from addresses that are multiples of 16
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Memory:
     """Device memory of one call, in bytes, known before anything is allocated.
 
     Attributes:
-        inputs: q, k, v and the other tensors, as they are.
-        out, lse: the outputs; a kernel may make lse though nobody asked.
-        workspace: beside the outputs, gone when the call returns.
-        exact: whether these are the very sizes asked of the allocator, or an estimate.
-        gradients: those of q, k, v and sinks, where three_kernel makes them; else 0.
-        backward: what its backward takes beside them at the most.
+        inputs: q, k, v and the other tensors.
+        out, lse: the outputs; a kernel may write lse although the call does not return it.
+        workspace: temporary memory, freed when the call returns.
+        exact: whether these are the sizes of the allocations, or an estimate.
+        gradients: of q, k, v and sinks if three_kernel computes them; else 0.
+        backward: the largest workspace of its backward.
     """
 
     inputs: int
@@ -53,35 +53,35 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Above the inputs, while the call runs."""
+        """The largest memory above the inputs while the call runs."""
         return self.out + self.lse + self.workspace
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What would run a call, what bounds it, and what to change.
+    """Which kernel would run a call, what bounds its time, and what to change.
 
     Attributes:
         problem: the call.
-        gpu: where it would run.
-        kernel: the kernel that serves it, or None where the one asked for cannot.
+        gpu: the device.
+        kernel: the kernel that serves the call; None if the requested kernel cannot.
         config: its config.
         config_source: `"default"` or `"given"`.
-        reasons: kernel name -> why it cannot run the call, in the order of preference; empty for those that can.
-        cost: what the kernel moves and computes, tiles and padding included; None without a kernel.
-        bounds: the least time of the call by the card's data sheet, with the kernel's own bounds behind; None where
-            the catalogue has no such card.
-        measured: the same by what was measured, `warpwave roof`; None where nothing was.
+        reasons: kernel name -> why it cannot run the call, in the order of preference; empty for kernels that can.
+        cost: what the kernel moves and computes, including tiles and padding; None without a kernel.
+        bounds: the lower bounds by the card's data sheet, followed by the kernel's own; None if the catalog has no
+            such card.
+        measured: the same by the ceilings that `warpwave roof` measured; None if there are none.
         memory: of the call; None without a kernel.
-        near_misses: what would let kernels further ahead serve the call.
-        advice: what to change, the first sentence first.
-        rates_missing: why `bounds` and `measured` are None, else empty.
-        passed_over: kernel name -> why "auto" leaves the call to a later kernel though that one could run it.
-        alternatives_us: kernel name -> predicted time, of the other kernels that could run the call.
+        near_misses: small changes with which a preferred kernel would serve the call.
+        advice: what to change, most useful first.
+        rates_missing: why `bounds` and `measured` are None; else empty.
+        passed_over: kernel name -> why "auto" prefers a later kernel although this one could run the call.
+        alternatives_us: kernel name -> predicted time, for the other kernels that could run the call.
         prediction: the time on the device, step by step from the bound; None without a data sheet or a kernel.
-        losses: a measured time split into the same steps; None where no time was given.
+        losses: a measured time split into the same steps; None if no time was given.
         accuracy: of a float32 call: how products are computed, and the error of out; None for 16-bit inputs.
-        gradients: the kernel whose gradients come behind a forward that is another's, which all else is about; else "".
+        gradients: the kernel that computes the gradients if it is not the kernel of the forward; else "".
     """
 
     problem: AttentionProblem
@@ -106,21 +106,21 @@ class Explanation:
 
     @property
     def flops(self) -> int:
-        """Of the two products over visible pairs."""
+        """FLOP of the two products over visible pairs."""
         return self.problem.flops
 
     @property
     def compulsory_bytes(self) -> int:
-        """Each needed input read once, each output written once."""
+        """Bytes of reading each needed input once and writing each output once."""
         return self.problem.compulsory_bytes
 
     @property
     def roofline(self) -> Roofline | None:
-        """By the data sheet, or where there is none as measured."""
+        """The bounds by the data sheet; without one, the bounds as measured."""
         return self.bounds or self.measured
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, with the figures that follow."""
+        """Returns plain data for JSON, including derived figures."""
         known, data = self.roofline, asdict(self)
         binding = None if known is None else known.binding
         return data | {
@@ -163,24 +163,26 @@ def explain(
     record: Path | None = None,
     hot: bool = False,
 ) -> Explanation:
-    """Says what a call would run, what bounds it and what to change, without running it; but for a float32 call with an
-    error budget and tensors, which is run once to measure its error on sampled rows.
+    """Explains which kernel a call would run, what bounds its time, and what to change.
+
+    The call is not run, with one exception: a float32 call with an error budget and tensors runs once, to measure its
+    error on sampled rows.
 
     Args:
-        q: the call's first tensor, followed by its other arguments just as `attention` or `attention_varlen` takes
-            them; or an `AttentionProblem`, for a call that needs no tensors. Boolean masks and packed offsets are
-            read, so that pairs are counted exactly; that waits for the device.
-        gpu: the device to explain for; that of the tensors, or for a problem this machine's, if None.
+        q: the call's first tensor, followed by the other arguments of `attention` or `attention_varlen`; or an
+            `AttentionProblem`, which needs no tensors. Boolean masks and packed offsets are read to count pairs
+            exactly, which waits for the device.
+        gpu: the device to explain for. None is the device of the tensors, or this machine's for a problem.
         measured_us: device time of the call, to be split into losses.
-        record: a file of `warpwave bench`: the call's time, kernel and config are taken from there.
-        hot: the call before used the same tensors, so that what fits L2 need not be read from memory.
+        record: a file of `warpwave bench` with the call's time, kernel and config.
+        hot: assume that the previous call used the same tensors, so that data that fits L2 is not read from memory.
 
     Returns:
         An `Explanation`; `print` it, or read its fields.
 
     Raises:
-        InvalidInput, InvalidType: as the call itself would; a measured time that is shorter than the bound, or a record
-            without this call. What the call would refuse as unsupported is explained.
+        InvalidInput, InvalidType: the call itself would raise it, the measured time is shorter than the bound, or the
+            record lacks this call. A call that would raise `UnsupportedProblem` is explained.
     """
     mask_band: Band | None = None
     layout: tuple[str, ...] = ()
@@ -190,7 +192,7 @@ def explain(
         tensors = (k, v, mask, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, window_size, softmax_scale)
         options_of_call = (causal, softcap, precision, max_seqlen_q, max_seqlen_k, return_lse)
         if any(x is not None for x in tensors) or options_of_call != (False, 0.0, "default", 0, 0, False):
-            raise InvalidInput("an AttentionProblem was given, which has all options of its call: change them there")
+            raise InvalidInput("q is an AttentionProblem, which holds all options of its call; change them there")
         problem = q
         check_problem(problem)
         gpu = gpu or current_gpu(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -207,7 +209,7 @@ def explain(
         from warpwave.workbench.explain import recorded_time
 
         if measured_us is not None:
-            raise InvalidInput("give a measured time or a record of it, not both")
+            raise InvalidInput("give measured_us or record, not both")
         found = recorded_time.find(record, problem, gpu, kernel)
         measured_us, kernel, hot, clock_mhz = found.time_us, found.kernel, found.hot, found.clock_mhz
         config = found.config if config is None else config
@@ -244,14 +246,19 @@ def explain(
     known = bounds or measured
     call = Call(problem, gpu, module, choice.config, cost, known, launch, mask_band, layout)
     prediction = predict(problem, module, choice.config, gpu, hot=hot)
+    if prediction is not None and measured is not None:
+        # The interval starts at no less than the measured bound, as long as the prediction itself is above it.
+        least = min(measured.time_us, prediction.time_us)
+        prediction = replace(prediction, low_us=max(prediction.low_us, least))
     alternatives = _alternatives(problem, gpu, module, hot)
     losses = None
     if measured_us is not None:
         sheet = catalog.data_sheet(gpu)
         if prediction is None or sheet is None:
             raise InvalidInput(
-                f"a measured time is split by the model of the card it was taken on, and there is none of {gpu.name}"
-                + ("" if problem.flops else ", nor is there work in this call")
+                f"a measured time needs a model of its card, and {gpu.name} has none"
+                if problem.flops
+                else "a measured time needs work to be split by, and this call has none"
             )
         losses = split(measured_us, prediction, sheet, bounds, clock_mhz=clock_mhz)
     return Explanation(
@@ -285,7 +292,7 @@ def explain(
 
 
 def _alternatives(problem: AttentionProblem, gpu: Gpu, chosen: Any, hot: bool) -> dict[str, float]:
-    """Predicted times of the other GPU kernels that could run the call, each by its default config."""
+    """Returns the predicted times of the other GPU kernels that could run the call, with their default configs."""
     found = {}
     for kernel in dispatch.kernels_for(problem):
         if kernel is not chosen and kernel.NEEDS_GPU and not kernel.why_not(problem, gpu):
@@ -307,7 +314,7 @@ def _ahead(module: Any, problem: AttentionProblem) -> list[Any]:
 def _rooflines(
     problem: AttentionProblem, gpu: Gpu, kernel: Any = None, cost: Cost | None = None
 ) -> tuple[Roofline | None, Roofline | None, str]:
-    """By the data sheet, as measured, and why there is neither."""
+    """Returns the bounds by the data sheet, the bounds as measured, and why both are missing."""
     precision = None if kernel is None else computed_in(kernel, problem, gpu)
 
     def by(rates: Rates) -> Roofline:
@@ -324,13 +331,13 @@ def _rooflines(
     if bounds is not None or measured is not None:
         return bounds, measured, ""
     if gpu.is_cpu:
-        missing = "nothing is known of this CPU's rates: `warpwave roof --device cpu` measures them in ten seconds"
+        missing = "the rates of this CPU are unknown; `warpwave roof --device cpu` measures them in ten seconds"
     elif gpu.name == gpu.arch:
         cards = ", ".join(sheet.key for sheet in catalog.of_arch(gpu.arch))
-        named = f"; name a card for bounds in time: {cards}" if cards else ""
+        named = f"; for bounds in time name a card: {cards}" if cards else ""
         missing = f"{gpu.arch} is an architecture, not a card{named}"
     else:
-        missing = f"the catalogue has no {gpu.name}: `warpwave roof` measures what it reaches, in half a minute"
+        missing = f"the catalog has no {gpu.name}; `warpwave roof` measures its ceilings in half a minute"
     return None, None, missing
 
 
@@ -342,7 +349,7 @@ def _memory(problem: AttentionProblem, kernel: Any, cost: Cost, copied: int) -> 
     for shape, cell in ((p.mask_shape, 1), (p.bias_shape, DTYPE_BYTES[p.bias_dtype or p.dtype]), (p.alibi_shape, 4)):
         inputs += 0 if shape is None else math.prod(shape) * cell
     inputs += 4 * p.num_heads_q * p.has_sinks + 8 * (p.batch + 1) * p.packed
-    ours = bool(kernel.NEEDS_GPU)  # what is made of torch's operations has their intermediates too
+    ours = bool(kernel.NEEDS_GPU)  # torch's operations also allocate intermediates
     lse = 4 * rows if p.return_lse or p.requires_grad else 0
     return Memory(inputs, rows * p.head_dim_v * size, lse, cost.workspace_bytes + copied, ours)
 
@@ -356,7 +363,7 @@ def _with_backward(memory: Memory, problem: AttentionProblem, kernel: str, gpu: 
 
 
 def _layout(operands: Operands, kernel: Any) -> tuple[tuple[str, ...], int]:
-    """Strides that cost something, as sentences; and the bytes of the copies that the kernel makes because of them."""
+    """Returns notes about strides that cost time, and the bytes of the copies that they cause."""
     strided: list[str] = []
     ragged: list[str] = []
     shifted: list[str] = []
@@ -368,8 +375,8 @@ def _layout(operands: Operands, kernel: Any) -> tuple[tuple[str, ...], int]:
             strided.append(name)
         elif any(stride * size % LOAD_BYTES for stride, n in zip(outer, tensor.shape, strict=False) if n > 1):
             (ragged if tensor.shape[-1] * size % LOAD_BYTES else shifted).append(name)
-    # Tensor maps describe no such tensor, so the kernels that copy tiles by them copy the tensor first; what is split
-    # into parts, float32, goes through a workspace in any case.
+    # No TMA descriptor describes such a tensor, so the kernels that use TMA copy the tensor first. float32 tensors are
+    # split into parts in a workspace anyway.
     maps = kernel.NAME.startswith("hopper/") and operands.q.dtype != torch.float32
     copied = sum(_bytes(getattr(operands, name)) for name in (*strided, *shifted)) if maps else 0
     by_copy = f"every call copies them first, {byte(copied)}" if maps else ""
@@ -386,8 +393,8 @@ def _layout(operands: Operands, kernel: Any) -> tuple[tuple[str, ...], int]:
         width, size = tensor.shape[-1], tensor.element_size()
         padded = -(-width * size // LOAD_BYTES) * LOAD_BYTES // size
         notes.append(
-            f"{_names(ragged)} with rows of {width} x {size} = {width * size} bytes, no multiple of {LOAD_BYTES}: they "
-            f"are read in pieces. Pad head_dim to {padded} with zeros, with softmax_scale given"
+            f"{_names(ragged)} with rows of {width} x {size} = {width * size} bytes, not a multiple of {LOAD_BYTES}: "
+            f"they are read in pieces. Pad head_dim to {padded} with zeros, with softmax_scale given"
         )
     if shifted:
         notes.append(
@@ -413,7 +420,7 @@ def _names(names: list[str]) -> str:
 
 
 def _counted(problem: AttentionProblem, operands: Operands) -> AttentionProblem:
-    """The problem with what only the tensors' contents tell: packed lengths, and the pairs a boolean mask shows."""
+    """Adds packed lengths, and the pairs that a boolean mask shows, which only the tensors' contents tell."""
     if problem.packed:
         lengths = [offsets.diff().tolist() for offsets in operands[7:9]]
         return replace(problem, lengths=tuple(zip(*lengths, strict=True)))

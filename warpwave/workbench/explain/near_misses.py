@@ -1,7 +1,7 @@
-"""Which kernel ahead of the one that serves a call would take it after a small change, and what that change is.
+"""Finds small changes with which a preferred kernel would serve a call.
 
-A kernel's own `why_not` is asked about the changed call, so what it accepts is stated nowhere else. Changes keep the
-answer, or the part of it that somebody needs: gradients off, zeros padded on, a boolean mask said as what it is.
+The changed call goes through the kernel's own `why_not`, so no rule is stated twice. A change keeps the result, or the
+part of it that is needed: no gradients, zero padding, or a positional mask instead of a boolean one.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem, Band, Causal
 
-LARGEST_MASK = 1 << 27  # cells looked at: more would take longer than `explain` may
+LARGEST_MASK = 1 << 27  # cells that are examined; more would take too long for `explain`
 
 
 @dataclass(frozen=True)
 class NearMiss:
-    """A kernel ahead of the one that serves a call, and what would let it.
+    """A kernel that is preferred to the one that serves a call, and what would let it serve the call.
 
     Attributes:
         kernel: its name.
-        changes: what to change, each a phrase; all of them together.
+        changes: phrases; all of them are needed.
     """
 
     kernel: str
@@ -41,13 +41,13 @@ class _Edit(NamedTuple):
 
 
 def nearest(problem: AttentionProblem, gpu: Gpu, ahead: list[Any], mask_band: Band | None = None) -> list[NearMiss]:
-    """For each kernel in `ahead` that refuses the call, the smallest change it would accept, if one of ours does."""
+    """Returns, for each kernel in `ahead` that refuses the call, the smallest known change that it would accept."""
     paths = []
     for kernel in ahead:
         if not kernel.why_not(problem, gpu):
             continue
         place = None
-        if gpu.is_cpu and kernel.NEEDS_GPU:  # asked about the GPU that most of its kind run on
+        if gpu.is_cpu and kernel.NEEDS_GPU:  # stands for the GPUs that the kernel runs on
             place, on = Gpu.for_arch("sm_90"), "move q, k and v to a GPU (.cuda())"
         for edited in _edits(problem, mask_band):
             if not kernel.why_not(edited.problem, place or gpu) and not _outrun(kernel, edited.problem, place or gpu):
@@ -58,15 +58,14 @@ def nearest(problem: AttentionProblem, gpu: Gpu, ahead: list[Any], mask_band: Ba
 
 
 def _outrun(kernel: Any, problem: AttentionProblem, gpu: Gpu) -> bool:
-    """Whether "auto" would leave the changed call to another kernel all the same: narrow heads, too, that a kernel for
-    wide ones could run."""
+    """Whether "auto" would still prefer another kernel for the changed call."""
     if max(problem.head_dim, problem.head_dim_v) < getattr(kernel, "MEANT_FROM", 0):
         return True
     return hasattr(kernel, "outrun") and bool(kernel.outrun(problem, gpu))
 
 
 def _edits(problem: AttentionProblem, mask_band: Band | None) -> Iterator[_Edit]:
-    """Changed calls with the same answer (or the part of it that is needed), fewest changes first."""
+    """Yields changed calls with the same result (or the needed part of it), fewest changes first."""
     makers = [_without_grad, _without_mask_of(mask_band), _without_lse, _with_other_precision]
     makers += [_padded_to(multiple) for multiple in (8, 16, 32, 64, 128)]
     yield _Edit(problem, "")
@@ -87,12 +86,12 @@ def _edits(problem: AttentionProblem, mask_band: Band | None) -> Iterator[_Edit]
 def _without_grad(problem: AttentionProblem) -> _Edit | None:
     if not problem.requires_grad:
         return None
-    return _Edit(replace(problem, requires_grad=False), "call under torch.no_grad() if no gradient is needed")
+    return _Edit(replace(problem, requires_grad=False), "call under torch.no_grad() if gradients are not needed")
 
 
 def _without_lse(problem: AttentionProblem) -> _Edit | None:
     return (
-        _Edit(replace(problem, return_lse=False), "drop return_lse if nobody reads it") if problem.return_lse else None
+        _Edit(replace(problem, return_lse=False), "drop return_lse if lse is not used") if problem.return_lse else None
     )
 
 
@@ -130,8 +129,8 @@ def _padded_to(multiple: int) -> Callable[[AttentionProblem], _Edit | None]:
 
 
 def positional_band(mask: torch.Tensor, seqlen_q: int, seqlen_k: int) -> Band | None:
-    """The band a boolean mask is equal to, for every batch and head alike; None where it is none, or too large to look
-    at. Reads the mask, which waits for its device.
+    """Returns the band that equals a boolean mask for every batch and head; None if there is none or the mask is too
+    large. Reads the mask, which waits for its device.
 
     Args:
         mask: (batch, num_heads_q, seqlen_q, seqlen_k), axes of size 1 broadcast.
@@ -158,8 +157,8 @@ def positional_band(mask: torch.Tensor, seqlen_q: int, seqlen_k: int) -> Band | 
 
 
 def as_positional(problem: AttentionProblem, band: Band | None) -> tuple[AttentionProblem, str] | None:
-    """The call without its boolean mask, and how to write that; None where position cannot say what the mask says, or
-    nothing is known of the mask.
+    """Returns the call without its boolean mask, and how to write it; None if no positional mask equals the mask, or
+    the mask was not examined.
 
     Args:
         band: what the mask is equal to, from `positional_band`.
@@ -168,18 +167,18 @@ def as_positional(problem: AttentionProblem, band: Band | None) -> tuple[Attenti
         return None
     without = replace(problem, mask_shape=None, mask_visible_pairs=None)
     if problem.mask_visible_pairs == without.visible_pairs:
-        return without, "drop the mask: it hides nothing" + (" that position does not" if problem.has_band else "")
+        return without, "drop the mask: it hides nothing" + (" beyond the positional mask" if problem.has_band else "")
     if band is None or problem.has_band:
         return None
     offset = problem.seqlen_k - problem.seqlen_q
     low, high = band
     if low is None and high == offset:
-        return replace(without, causal=Causal()), "pass causal=True in place of the mask, which is just that"
+        return replace(without, causal=Causal()), "pass causal=True instead of the mask, which is equal to it"
     if low is None and high == 0:
         changed = replace(without, causal=Causal("top_left"))
-        return changed, 'pass causal=Causal("top_left") in place of the mask, which is just that'
+        return changed, 'pass causal=Causal("top_left") instead of the mask, which is equal to it'
     left, right = -1 if low is None else offset - low, -1 if high is None else high - offset
     if left < -1 or right < -1 or (low is not None and left < 0) or (high is not None and right < 0):
         return None
     changed = replace(without, window_size=(left, right))
-    return changed, f"pass window_size=({left}, {right}) in place of the mask, which is just that"
+    return changed, f"pass window_size=({left}, {right}) instead of the mask, which is equal to it"

@@ -47,7 +47,7 @@ def cards(names: str) -> list[DataSheet]:
     for name in filter(None, (part.strip() for part in names.split(","))):
         sheet = find(name) or _by_prefix(name)
         if sheet is None:
-            raise InvalidInput(f"GPU {name!r} is not in the catalogue; known are {', '.join(catalog())}")
+            raise InvalidInput(f"GPU {name!r} is not in the catalog; known are {', '.join(catalog())}")
         found.append(sheet)
     if not found:
         raise InvalidInput(f"{names!r} names no card; known are {', '.join(catalog())}")
@@ -55,7 +55,7 @@ def cards(names: str) -> list[DataSheet]:
 
 
 def _by_prefix(name: str) -> DataSheet | None:
-    """A name that several sheets share, as a100 does: the last of its sheets that is no PCIe board."""
+    """Returns the last sheet of a name that several sheets share, such as a100, leaving out PCIe boards."""
     alike = [s for s in catalog().values() if s.key.startswith(f"{name.lower()}-") and not s.key.endswith("pcie")]
     return alike[-1] if alike else None
 
@@ -63,7 +63,7 @@ def _by_prefix(name: str) -> DataSheet | None:
 def explain_on(
     problem: AttentionProblem, sheets: Sequence[DataSheet], *, kernel: str = "auto", hot: bool = False
 ) -> list[Row]:
-    """The call on each card, by the kernel that would serve it there."""
+    """Explains the call on each card, with the kernel that would serve it there."""
     rows = []
     for sheet in sheets:
         gpu = gpu_of(sheet)
@@ -79,14 +79,14 @@ def explain_on(
 
 
 def text(problem: AttentionProblem, rows: Sequence[Row]) -> str:
-    """A line a card, and below what the error bars rest on."""
+    """Returns a line per card, followed by what the error bars are based on."""
     lines = [f"call       {problem.describe()}", ""]
     cells = [("card", "kernel", "predicted", "nine in ten", "TFLOP/s", "bound", "binds", "most lost by")]
     for row in rows:
         least, binding = us(row.bounds.time_us), row.bounds.binding
         binds = "" if binding is None else binding.resource
         if row.prediction is None:
-            why = "no kernel serves it" if row.refusal else "no work, or not modelled"
+            why = "no kernel serves it" if row.refusal else "no work, or no model"
             cells.append((row.card, row.kernel or "-", "-", why, "", least, binds, ""))
             continue
         p = row.prediction
@@ -105,5 +105,5 @@ def text(problem: AttentionProblem, rows: Sequence[Row]) -> str:
     if others:
         assert others[0].prediction is not None
         lines.append(f"* {others[0].prediction.validated}: {', '.join(row.card for row in others)}")
-    lines.append("Bounds are by the data sheets; a kernel is the one that warpwave would choose on that card.")
+    lines.append("Bounds follow from the data sheets. The kernel is the one that warpwave would choose on the card.")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Times from records of `warpwave bench`: the one of a call, and the losses of any."""
+"""Times from records of `warpwave bench`: the time of a call, and the losses of a measurement."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RecordedTime:
         time_us: median.
         kernel, config: what ran.
         hot: whether the inputs could lie in L2.
-        clock_mhz: SM clock read after it ran; None where nobody read it.
+        clock_mhz: SM clock read after it ran; None if it was not read.
     """
 
     time_us: float
@@ -37,7 +37,7 @@ class RecordedTime:
 
 
 def find(path: Path, problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> RecordedTime:
-    """The last measurement of a call on a card.
+    """Returns the last measurement of a call on a card.
 
     Raises:
         InvalidInput: the file is no record, or holds no time of ours of this call on this card; the message says which
@@ -66,17 +66,17 @@ def find(path: Path, problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") 
     assert found.timing is not None and found.config is not None
     module = next((k for k in dispatch.KERNELS if found.kernel == k.NAME), None)
     if module is None:
-        raise InvalidInput(f"{path}: {found.kernel} is no kernel of this version")
+        raise InvalidInput(f"{path}: {found.kernel} is not a kernel of this version")
     try:
         config = config_of(module, found.config)
     except (TypeError, ValueError) as error:
-        raise InvalidInput(f"{path}: {found.case}: no config of {found.kernel}: {error}") from None
+        raise InvalidInput(f"{path}: {found.case}: not a config of {found.kernel}: {error}") from None
     return RecordedTime(found.timing.median_us, found.kernel, config, is_hot(found), clock_mhz(found))
 
 
 def losses_of(m: Measurement, gpu: Gpu) -> Losses | None:
-    """A measurement of ours split; None where it is not ours, has no device time, its card no data sheet, or its kernel
-    or config is of another version."""
+    """Splits a measurement of ours into losses; returns None if it has no device time, its card has no data sheet, or
+    its kernel or config belongs to another version."""
     if m.timing is None or not m.is_ours or m.config is None or gpu.is_cpu or m.mode == "eager":
         return None
     kernel = next((k for k in dispatch.KERNELS if m.kernel == k.NAME), None)
@@ -95,17 +95,17 @@ def losses_of(m: Measurement, gpu: Gpu) -> Losses | None:
 
 
 def config_of(kernel: Any, recorded: Mapping[str, Any]) -> Any:
-    """A config as a record has it, less what the kernel has lost since; what it has gained stands at its default.
+    """Returns the config of a record. Fields that the kernel no longer has are dropped; new ones have their defaults.
 
     Raises:
-        TypeError, ValueError: it is none here.
+        TypeError, ValueError: the kernel has no such config.
     """
     known = {field.name for field in fields(kernel.Config)}
     return kernel.Config(**{key: value for key, value in recorded.items() if key in known})
 
 
 def in_graph(m: Measurement) -> bool:
-    """Whether a CUDA graph replayed the calls, so that no time of the host is in theirs."""
+    """Whether a CUDA graph replayed the calls, so that their times exclude the host."""
     return m.timing is not None and m.timing.method in ("graph", "streams")
 
 
@@ -115,7 +115,7 @@ def is_hot(m: Measurement) -> bool:
 
 
 def clock_mhz(m: Measurement) -> float | None:
-    """SM clock read right after the case's rounds."""
+    """Returns the SM clock read right after the case's rounds."""
     clock = (m.gpu_after or {}).get("sm_mhz")
     return None if clock is None else float(clock)
 
@@ -125,5 +125,5 @@ def _card(environment: dict[str, Any]) -> str:
 
 
 def _shape(problem: AttentionProblem) -> AttentionProblem:
-    """What makes two calls the same work: outputs nobody times are left out."""
+    """Returns the problem without outputs that the time does not depend on, so that equal work compares equal."""
     return replace(problem, return_lse=False, softmax_scale=1.0)

@@ -1,4 +1,4 @@
-"""An explanation as text, for a reader who has seen nothing else: sections in one order, figures with arithmetic."""
+"""An explanation as text: sections in a fixed order, figures with their arithmetic."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDTH = 110
 
 
 def text(said: Explanation) -> str:
-    """The sections, those with nothing in them left out."""
+    """Returns the text; empty sections are left out."""
     sections = (
         list(_head(said)),
         list(_work(said)),
@@ -50,7 +50,7 @@ def _head(said: Explanation) -> Iterator[str]:
         values = ", ".join(f"{name}={value}" for name, value in dataclasses.asdict(said.config).items())
         yield f"kernel     {said.kernel}" + (f", {values} ({said.config_source})" if values else "")
         if said.gradients:
-            yield f"gradients  {said.gradients}'s, which take nothing of the forward"
+            yield f"gradients  {said.gradients}, which needs no result of the forward"
         for note in _notes(said):
             yield from _wrapped(note, "config     ")
     yield from _wrapped(_verdict(said), "bound by   ")
@@ -61,16 +61,16 @@ def _head(said: Explanation) -> Iterator[str]:
 
 
 def _foreseen(p: Prediction) -> str:
-    """The predicted time against the bound, and the largest steps between them."""
+    """Returns the predicted time, its ratio to the bound, and the largest steps between them."""
     largest = sorted(((f, name) for name, f in p.factors.items() if f >= 1.05), reverse=True)[:2]
     most = " and ".join(f"{name} (x {factor:.2f})" for factor, name in largest)
-    return f"{us(p.time_us)}, {p.time_us / p.bound_us:.3g} x the work's bound" + (
-        f"; most of it {most}" if most else ""
+    return f"{us(p.time_us)}, {p.time_us / p.bound_us:.3g} x the bound of the work" + (
+        f"; the largest losses are {most}" if most else ""
     )
 
 
 def _notes(said: Explanation) -> list[str]:
-    """What the kernel says of its config: `notes(problem, gpu, config)`, where it has that."""
+    """Returns the kernel's notes about its config, from its `notes(problem, gpu, config)` if it has one."""
     from warpwave import dispatch
 
     kernel = next(kernel for kernel in dispatch.KERNELS if kernel.NAME == said.kernel)
@@ -80,32 +80,32 @@ def _notes(said: Explanation) -> list[str]:
 
 def _accuracy(accuracy: Accuracy) -> str:
     text = f"precision {accuracy.asked}: {accuracy.arithmetic}, {accuracy.description}; relative error of out at most "
-    text += f"{accuracy.promised:.2g}, on logits no wilder than those of 3 x normal inputs"
+    text += f"{accuracy.promised:.2g}, for inputs with up to 3 x the spread of normal ones"
     if accuracy.measured is not None:
         text += f"; {accuracy.measured:.2g} measured on {accuracy.rows} rows of these tensors"
     others = ", ".join(f"{name} {error:.2g}" for name, error in accuracy.others)
-    return f"{text}. {f'Others, the cheapest first: {others}. ' if others else ''}{accuracy.note}"
+    return f"{text}. {f'Other modes, cheapest first: {others}. ' if others else ''}{accuracy.note}"
 
 
 def _verdict(said: Explanation) -> str:
     known = said.roofline
     if known is None or known.binding is None:
-        return said.rates_missing or "nothing: no rate of this device is known"
+        return said.rates_missing or "unknown: no rate of this device is known"
     least = known.of_problem
     binding = least.binding
     assert binding is not None
     if said.flops == 0:
-        return "nothing: no query sees a key"
+        return "nothing: no key is visible to any query"
     any_ = "no implementation with this accuracy" if said.problem.dtype == "float32" else "no implementation"
     sentence = f"{binding.resource}: {any_} takes less than {us(binding.time_us)} ({known.rates.name})"
     sentence += f", {_rate_allowed(said, binding.time_us)}"
     launch = None if said.measured is None else said.measured.of("launch")
     if launch is not None and launch.time_us > known.time_us:
-        return f"the launch: {us(launch.time_us)} (measured), while all the work needs {us(known.time_us)} at the least"
+        return f"the launch: {us(launch.time_us)} (measured); the work itself needs at least {us(known.time_us)}"
     if launch is None and least.time_us < 1 and not said.gpu.is_cpu:
-        return f"{sentence}; the launch takes longer than that, which no data sheet states and `warpwave roof` measures"
+        return f"{sentence}; the launch takes longer (`warpwave roof` measures it, no data sheet states it)"
     if said.kernel is not None and known.time_us > 1.05 * least.time_us:
-        sentence += f"; {said.kernel} not less than {us(known.time_us)}, see below"
+        sentence += f"; {said.kernel} takes at least {us(known.time_us)}, see below"
     return sentence
 
 
@@ -116,10 +116,10 @@ def _rate_allowed(said: Explanation, time_us: float) -> str:
 
 def _work(said: Explanation) -> Iterator[str]:
     problem, size = said.problem, DTYPE_BYTES[said.problem.dtype]
-    estimated = "" if problem.pairs_are_exact else " (estimated: the mask or the lengths are on the device)"
+    estimated = "" if problem.pairs_are_exact else " (estimated: the mask or the lengths were not read)"
     everything = problem.num_heads_q * sum(sq * sk for sq, sk in problem.items())
     pairs, rows, keys = problem.visible_pairs, problem.rows * problem.num_heads_q, problem.keys_needed
-    yield "WORK       the least that any implementation does"
+    yield "WORK       the minimum for any implementation"
     yield f"  pairs    {pairs:,} of {everything:,} (query, key) pairs are visible{estimated}"
     for name, operands, width in (("QK^T", "q and k", problem.head_dim), ("PV", "v and out", problem.head_dim_v)):
         moved = (rows + keys) * width * size
@@ -134,13 +134,13 @@ def _work(said: Explanation) -> Iterator[str]:
             rate = products.rate * problem.flops / products.amount
             memory = known.rates.memory_gbps
             balance = f"{figure(rate * 1e3 / memory)} FLOP a byte = {figure(rate)} TFLOP/s / {figure(memory)} GB/s"
-            yield f"  balance  {balance}; with fewer, memory binds before the products do"
+            yield f"  balance  {balance}; below that, memory binds before the products do"
 
 
 def _bounds(said: Explanation) -> Iterator[str]:
     if said.roofline is None or not said.roofline.bounds:
         return
-    yield "AT LEAST   by any implementation; resources work at the same time, so the longest counts, not the sum"
+    yield "AT LEAST   for any implementation; resources work at the same time, so the longest time is the bound"
     yield from _table(said, of_kernel=False)
 
 
@@ -148,7 +148,7 @@ def _kernel(said: Explanation) -> Iterator[str]:
     cost = said.cost
     if cost is None or said.kernel is None:
         return
-    yield f"KERNEL     {said.kernel}, by what it computes and moves"
+    yield f"KERNEL     {said.kernel}: what it computes and moves"
     yield from _table(said, of_kernel=True)
     if cost.blocks:
         sms = said.gpu.num_sms
@@ -158,19 +158,19 @@ def _kernel(said: Explanation) -> Iterator[str]:
     moved = cost.read_bytes + cost.write_bytes
     yield (
         f"  work     {flop(cost.flops)} computed, {cost.flops / max(1, said.flops):,.3g} x the work; "
-        f"{byte(moved)} read and written through the caches, {moved / max(1, said.compulsory_bytes):,.3g} x what "
-        "must be"
+        f"{byte(moved)} read and written through the caches, {moved / max(1, said.compulsory_bytes):,.3g} x the "
+        "minimum"
     )
 
 
 def _predicted(said: Explanation) -> Iterator[str]:
-    """The time, its error bar, and each step of the way from the bound that costs something."""
+    """Yields the time, its error bar, and each step from the bound that costs something."""
     p = said.prediction
     if p is None:
         return
-    yield "PREDICTED  time on the device, and what is added on the way from the bound"
+    yield "PREDICTED  time on the device, and the losses between the bound and this time"
     rate = f"{figure(said.flops / p.time_us * 1e-6)} TFLOP/s"
-    yield f"  time     {us(p.time_us)}, {rate}; nine in ten calls lie within {us(p.low_us)} and {us(p.high_us)}"
+    yield f"  time     {us(p.time_us)}, {rate}; nine in ten calls take between {us(p.low_us)} and {us(p.high_us)}"
     yield from _wrapped(p.validated, "  basis    ")
     if p.waves:
         yield (
@@ -179,12 +179,12 @@ def _predicted(said: Explanation) -> Iterator[str]:
         )
     for t in p.traffic:
         if t.level == "memory":
-            yield f"  memory   {byte(t.bytes)} cross the bus, {t.redundancy:.3g} x what must"
+            yield f"  memory   {byte(t.bytes)} from and to memory, {t.redundancy:.3g} x the minimum"
         elif t.level == "L2":
             fits = "fits" if t.working_set <= t.capacity else "does not fit"
             yield (
-                f"  L2       {byte(t.bytes)} asked, {t.redundancy:.3g} x what must; {byte(t.working_set)} in use at "
-                f"once {fits} {byte(t.capacity)}"
+                f"  L2       {byte(t.bytes)} requested, {t.redundancy:.3g} x the minimum; the working set of "
+                f"{byte(t.working_set)} {fits} {byte(t.capacity)}"
             )
         else:
             label = {"shared memory": "smem", "registers": "regs"}[t.level]
@@ -203,11 +203,11 @@ def _steps(steps: list[tuple[str, float, float]], bound_us: float) -> list[str]:
 
 
 def _losses(said: Explanation) -> Iterator[str]:
-    """A measurement, split."""
+    """Yields a measured time, split into losses."""
     split = said.losses
     if split is None:
         return
-    yield f"LOSSES     measured {us(split.measured_us)} = {split.ratio:.3g} x the bound: the product of these, exactly"
+    yield f"LOSSES     measured {us(split.measured_us)} = {split.ratio:.3g} x the bound, the product of these factors"
     yield from _steps([(loss.name, loss.factor, loss.after_us) for loss in split.losses], split.bound_us)
     for yardstick in split.yardsticks:
         yield from _wrapped(
@@ -219,7 +219,7 @@ def _losses(said: Explanation) -> Iterator[str]:
 
 
 def _table(said: Explanation, of_kernel: bool) -> Iterator[str]:
-    """One line a resource: its time by each set of rates, the longest marked, and the arithmetic of the first."""
+    """Yields a line per resource: its time by each set of rates (the longest marked), and the arithmetic."""
     sets = [known for known in (said.bounds, said.measured) if known is not None]
     by_set = [{b.resource: b for b in known.bounds if b.of_kernel == of_kernel} for known in sets]
     names = list(dict.fromkeys(name for of_set in by_set for name in of_set))
@@ -253,10 +253,7 @@ def _memory(said: Explanation) -> Iterator[str]:
         "" if memory.workspace else "; no workspace"
     )
     if memory.gradients:
-        yield (
-            f"  backward {byte(memory.gradients)} of gradients, and at the most {byte(memory.backward)} of workspace "
-            "beside them"
-        )
+        yield (f"  backward {byte(memory.gradients)} of gradients, and at most {byte(memory.backward)} of workspace")
     have = said.gpu.memory_bytes
     if have and memory.inputs + memory.peak > have:
         yield f"  too much {byte(memory.inputs + memory.peak)} in all, and the device has {byte(have)}"
@@ -266,15 +263,15 @@ def _others(said: Explanation) -> Iterator[str]:
     refused = [f"  not {name}: {reason}" for name, why in said.reasons.items() for reason in why]
     able = [name for name, why in said.reasons.items() if not why]
     if refused or len(able) > 1 or (able and said.kernel is None):
-        yield "OTHERS     in the order in which they are asked"
+        yield "OTHERS     in the order of preference"
         yield from refused
     place = able.index(said.kernel) if said.kernel in able else 0
-    for names, where in ((able[:place], "ahead of"), (able[place + (said.kernel is not None) :], "behind")):
+    for names, where in ((able[:place], "before"), (able[place + (said.kernel is not None) :], "after")):
         if names:
-            position = "" if said.kernel is None else f" too, {where} {said.kernel}"
+            position = "" if said.kernel is None else f", {where} {said.kernel}"
             times = said.alternatives_us
             listed = ", ".join(f"{name} ({us(times[name])} predicted)" if name in times else name for name in names)
-            yield from _wrapped(listed, f"  could{position}: ")
+            yield from _wrapped(listed, f"  able{position}: ")
     for name, why in said.passed_over.items():
         if name != said.kernel:
             yield from _wrapped("; ".join(why), f"  {name} is passed over: ")
@@ -284,7 +281,7 @@ def _changes(said: Explanation) -> Iterator[str]:
     advice = list(said.advice)
     paths = []
     for path in said.near_misses:
-        # One change said twice is said once, with its figures.
+        # A change that is both a near miss and advice is printed once, with its figures.
         change = path.changes[0][0].upper() + path.changes[0][1:]
         same = [i for i, sentence in enumerate(advice) if len(path.changes) == 1 and sentence.startswith(change)]
         if same:
