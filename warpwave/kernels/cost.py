@@ -185,7 +185,7 @@ def walk(problem: AttentionProblem, block_m: int, block_n: int, heads: int = 1, 
     return Walk(tiles * units, longest, items * units, cut * units)
 
 
-MOST_ORDERED = 1 << 17  # blocks; the model simulates fewer (steps.lateness)
+MOST_ORDERED = 1 << 18  # blocks; the model simulates fewer (steps.lateness)
 
 
 def launch_order(
