@@ -256,7 +256,7 @@ def bound(device: Device, monkeypatch: Any, takes: Any, tensors: Any, kinds: lis
     """A launcher of a kernel with these tensors, the number 7, and a constant."""
 
     class Kernel:
-        params = (SimpleNamespace(do_not_specialize=True),) * (len(tensors) + 1)
+        params = (SimpleNamespace(do_not_specialize=True, is_constexpr=False),) * (len(tensors) + 1)
 
         def __getitem__(self, grid: Any) -> Callable[..., None]:
             return lambda *args, **kwargs: device.public.append(args)

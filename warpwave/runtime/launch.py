@@ -60,6 +60,10 @@ class Mapped(NamedTuple):
     plan: driver.TensorMap
     base: torch.Tensor
 
+    def variant(self) -> tuple[Any, ...]:
+        """What Triton compiles anew for: an address is always aligned."""
+        return self.base.dtype, self.plan.block
+
 
 COUNTER = "counter"
 # What a tensor among a kernel's parameters is: the launcher's argument of that number, a tensor map of one, the
@@ -186,23 +190,27 @@ _COUNTER = """counter = of_stream.get(stream)
             counter = counters.get(stream)"""
 
 
+@functools.cache
+def _maker(numbers: tuple[int, ...], counted: bool) -> Callable[..., Callable[..., None]]:
+    """Returns what makes launchers that take the addresses of these arguments, and a counter's."""
+    names = [f"a{i}" for i in range(numbers[-1] + 1)]
+    key = ["stream", *(f"a{i}.data_ptr()" for i in numbers), *(["counter.data_ptr()"] if counted else [])]
+    return generated(
+        _LAUNCH.format(
+            parameters=", ".join([*names, "*absent"]),
+            names=", ".join(names),
+            counter=_COUNTER if counted else "",
+            key=", ".join(key),
+        )
+    )
+
+
 def _prepared(
     launches: driver.Launches, index: int, numbers: Sequence[int], counters: Counters | None, elsewhere: Launcher
 ) -> Launcher:
     """A launcher that starts prepared launches, and leaves to Triton's public call what it does not serve: another
     device is current, a profiler listens to launches, or the driver says no, as to a thread that has no context yet."""
-    count = numbers[-1] + 1
-    names = [f"a{i}" for i in range(count)]
-    key = ["stream", *(f"a{i}.data_ptr()" for i in numbers)]
-    if counters is not None:
-        key.append("counter.data_ptr()")
-    source = _LAUNCH.format(
-        parameters=", ".join([*names, "*absent"]),
-        names=", ".join(names),
-        counter="" if counters is None else _COUNTER,
-        key=", ".join(key),
-    )
-    launcher: Launcher = generated(source)(
+    launcher: Launcher = _maker(tuple(numbers), counters is not None)(
         elsewhere,
         index,
         triton.knobs.runtime.launch_enter_hook,
@@ -292,21 +300,21 @@ def _load(spec: Launch, device: torch.device) -> tuple[Any, Any]:
 def _key_of(spec: Launch, takes: Sequence[Take], device: torch.device) -> tuple[Any, ...]:
     """Returns what Triton compiles anew for, and which arguments the parameters take."""
     kernel, _, tensors, scalars, constants, options = spec
-    classes: list[Any] = [_class_of(t) for t in tensors]
-    for parameter, value in zip(kernel.params[len(tensors) :], scalars, strict=False):
-        if isinstance(value, int):
-            wide = not -(2**31) <= value < 2**31
-            classes.append(wide if parameter.do_not_specialize else (wide, value == 1, value % 16 == 0))
-    sources = tuple([take.source + 1000 if isinstance(take, tuple) else take for take in takes])
-    return (kernel, device.index, sources, *classes, *constants.items(), *options.items())
+    classes = [
+        t if t is None else t.variant() if t.__class__ is Mapped else (t.dtype, not t.data_ptr() & 15) for t in tensors
+    ]
+    numbers = [not -(2**31) <= value < 2**31 for value in scalars if value.__class__ is int]
+    values = [scalars[i] for i in _specialized(kernel, len(tensors))]
+    kinds = [(value == 1, value % 16 == 0) for value in values if value.__class__ is int]
+    sources = [take.source + 1000 if isinstance(take, tuple) else take for take in takes]
+    return (kernel, device.index, *sources, *classes, *numbers, *kinds, *constants.items(), *options.items())
 
 
-def _class_of(tensor: Any) -> Any:
-    if tensor is None:
-        return None
-    if isinstance(tensor, Mapped):  # a tensor descriptor, which is always aligned
-        return (tensor.base.dtype, tensor.plan.block)
-    return (tensor.dtype, tensor.data_ptr() % 16 == 0)
+@functools.cache
+def _specialized(kernel: Any, num_tensors: int) -> tuple[int, ...]:
+    """Returns which of a kernel's scalars Triton compiles anew for where they are 1 or a multiple of 16."""
+    scalars = (p for p in kernel.params[num_tensors:] if not p.is_constexpr)
+    return tuple(i for i, parameter in enumerate(scalars) if not parameter.do_not_specialize)
 
 
 def _compile(spec: Launch) -> Any:
