@@ -1,5 +1,8 @@
-"""`split_kv` by warps with roles (kernels/split_kv/few_rows_device.py), forced: every page size, edge and feature it serves, through the
-public door. Elsewhere than on Hopper the same configs run by pointers."""
+"""Forces `split_kv` to use its warp-specialized kernel (kernels/split_kv/few_rows_device.py), through the public API.
+
+The tests cover every page size, edge and feature that it serves. On other devices than Hopper the same configs load
+through pointers.
+"""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
+from warpwave.workbench.terminal import complain
+
 EXTRA = ("jinja2", "numpy", "rich", "typer")
 INSTALL = "pip install 'warpwave[workbench]'"
 
@@ -20,7 +22,7 @@ def command() -> NoReturn:
     except ModuleNotFoundError as error:
         if not is_of_the_extra(error):
             raise
-        print(f"warpwave: {what_to_install(error)}", file=sys.stderr)
+        complain(what_to_install(error))
         sys.exit(2)
     run()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench.test_table import measured, refused
+from tests.workbench.bench.test_table import measured, refused
 from warpwave.workbench.bench.compare import CompareError, compare, load_run
 from warpwave.workbench.bench.comparison_text import main
 from warpwave.workbench.bench.records import Measurement, RecordWriter

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.bench.test_table import PROBLEM, measured, refused
+from tests.workbench.bench.test_table import PROBLEM, measured, refused
 from warpwave.workbench.bench.correctness import Verdict
 from warpwave.workbench.bench.goals import Goal, best_peer, judge
 from warpwave.workbench.bench.records import Measurement

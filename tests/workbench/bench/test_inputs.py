@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import warpwave
-from tests.bench.test_workloads import ROW, parse
+from tests.workbench.bench.test_workloads import ROW, parse
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench.correctness import Sample
 from warpwave.workbench.bench.inputs import MOST_INPUT_SETS, call_arguments, make_operands, sets_for_cold_cache

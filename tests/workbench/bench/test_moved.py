@@ -13,7 +13,7 @@ from warpwave.workbench.bench.timing import Samples
 from warpwave.workbench.report import shipped
 
 FORWARD = Path(str(next(path for path in shipped.paths() if "forward" in path.name)))
-LADDER = Path(__file__).parents[2] / "benchmarks" / "records" / "2026-11-21-h200-ladder.jsonl"
+LADDER = Path(__file__).parents[3] / "benchmarks" / "records" / "2026-11-21-h200-ladder.jsonl"
 CARD = {"gpu": {"name": "NVIDIA H200"}}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from markdown_it import MarkdownIt
 
-from tests.report.samples import measurement, pair, problem, write
+from tests.workbench.report.samples import measurement, pair, problem, write
 from warpwave.errors import InvalidInput
 from warpwave.workbench.bench.comparison_text import main as compare
 from warpwave.workbench.bench.goals import Goal
@@ -172,7 +172,7 @@ def test_what_is_wrong_is_named_by_its_place(
 
 
 def test_every_record_of_the_repository_is_read() -> None:
-    root = Path(verify.__file__).parents[1]
+    root = Path(verify.__file__).parents[3]
     paths = [
         *(root / "benchmarks" / "records").glob("*.jsonl"),
         *(root / "warpwave/workbench/report/shipped").glob("*.jsonl"),

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.bench.test_compare import ENVIRONMENT, write
-from tests.bench.test_table import measured
+from tests.workbench.bench.test_compare import ENVIRONMENT, write
+from tests.workbench.bench.test_table import measured
 from warpwave.workbench.bench.records import RecordError
 from warpwave.workbench.bench.resume import STOPPING, Journal, finished_cases
 

@@ -15,7 +15,7 @@ from warpwave.workbench.bench.resume import Journal
 from warpwave.workbench.bench.run import main
 from warpwave.workbench.bench.workloads import load_suite
 
-ROOT = str(Path(run.__file__).parents[2])
+ROOT = str(Path(run.__file__).parents[3])
 ONE_CASE = """
 description = "d"
 cases = [{ batch = 1, seqlen_q = 40, num_heads_q = 4, num_heads_kv = 2, head_dim = 16, dtype = "float32", causal = true,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.tables.generated import CAUSES, table
+from tests.workbench.diagnose.generated import CAUSES, table
 from warpwave.kernels import flash_fwd
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.diagnose.parse import Document, parse

@@ -16,7 +16,7 @@ from warpwave.workbench.diagnose.parse import TableError, load, parse
 from warpwave.workbench.diagnose.rules import diagnose
 from warpwave.workbench.diagnose.text import run
 
-TEMPLATE = Path(__file__).parents[2] / "docs" / "table-template.toml"
+TEMPLATE = Path(__file__).parents[3] / "docs" / "table-template.toml"
 
 
 def _table(**changes: Any) -> dict[str, Any]:

@@ -35,8 +35,8 @@ def _problem(**changes: Any) -> AttentionProblem:
 
 COMPILE = """
 import json, sys, torch
-from tests.test_ablation import H200, _problem
-from warpwave.ablation import variants
+from tests.workbench.model.test_ablation import H200, _problem
+from warpwave.workbench.model.ablation import variants
 from warpwave.cached_calls import operands_without_memory
 from warpwave.workbench.inspect.compiled import compile_launch
 from warpwave.kernels import flash_fwd
@@ -55,7 +55,7 @@ for name in sys.argv[1:]:
 def _compiled(*names: str) -> dict[str, tuple[int, Counter[str]]]:
     """Variant -> shared memory and instructions; in a process of its own, where the interpreter is off."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[3]
     command = [sys.executable, "-c", COMPILE, *names]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root)
     assert done.returncode == 0, done.stderr[-2000:]

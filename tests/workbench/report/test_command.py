@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.report.samples import pair, write
+from tests.workbench.report.samples import pair, write
 from warpwave.workbench.output_files import CannotWrite
 from warpwave.workbench.report import command, page
 from warpwave.workbench.report.command import check_writable, main, save

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.report.samples import CPU, H200, measurement, pair, problem, samples, source
+from tests.workbench.report.samples import CPU, H200, measurement, pair, problem, samples, source
 from warpwave.workbench.bench.records import Measurement, Records
 from warpwave.workbench.report import page as page_module
 from warpwave.workbench.report import shipped

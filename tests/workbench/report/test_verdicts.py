@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.report.samples import CPU, H200, RIGHT, WRONG, measurement, pair, problem, samples, source
+from tests.workbench.report.samples import CPU, H200, RIGHT, WRONG, measurement, pair, problem, samples, source
 from warpwave.workbench.bench.goals import Goal
 from warpwave.workbench.bench.records import Measurement
 from warpwave.workbench.hardware import measure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.report.samples import CPU, measurement, source
+from tests.workbench.report.samples import CPU, measurement, source
 from warpwave.workbench.model.losses import REMEDIES
 from warpwave.workbench.report import shipped
 from warpwave.workbench.report.content import report, section

@@ -27,7 +27,7 @@ from warpwave.workbench.bench.timing import Method, Samples
 from warpwave.workbench.verify import selfcheck, verify
 from warpwave.workbench.verify.verify import Line, Outcome, Speed
 
-ROOT = Path(verify.__file__).parents[1]
+ROOT = Path(verify.__file__).parents[3]
 DEVICE = torch.device("cpu")
 
 
@@ -111,13 +111,13 @@ def test_the_sound_kernel_passes_what_the_faulty_ones_fail(monkeypatch: pytest.M
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU, where the interpreter is on")
 def test_a_fault_in_the_triton_kernel_is_caught_in_the_interpreter(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "warpwave", tmp_path / "warpwave", ignore=shutil.ignore_patterns("__pycache__"))
-    source = tmp_path / "warpwave" / "kernels" / "flash_fwd.py"
+    source = tmp_path / "warpwave" / "kernels" / "flash_fwd" / "kernel.py"
     text = source.read_text()
     assert text.count("low = last_key_offset - window_left") == 1
     source.write_text(text.replace("low = last_key_offset - window_left", "low = last_key_offset - window_left + 1"))
     code = """
 import torch
-from warpwave import selfcheck, verify
+from warpwave.workbench.verify import selfcheck, verify
 from warpwave.gpu import INTERPRETER
 from warpwave.kernels import flash_fwd
 outcome = verify.Outcome(INTERPRETER)
@@ -334,7 +334,7 @@ def test_what_fails_to_compile_ahead_stops_nothing(tmp_path: Path) -> None:
     script = tmp_path / "ahead.py"
     script.write_text("""
 import os, signal, torch
-from warpwave import selfcheck, verify
+from warpwave.workbench.verify import selfcheck, verify
 def killed(job, device):
     if job[0] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
