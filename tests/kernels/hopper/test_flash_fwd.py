@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from warpwave import UnsupportedProblem, attention, attention_varlen
+from warpwave import UnsupportedProblem, attention, attention_varlen, explain
 from warpwave.cached_calls import operands_without_memory
 from warpwave.gpu import CPU, Gpu, current_gpu
 from warpwave.kernels.cost import walk
@@ -327,3 +328,22 @@ def test_a_captured_launch_shares_its_counter_with_nobody(dtype: torch.dtype) ->
     torch.cuda.synchronize()
     assert torch.equal(eager, expected)
     assert torch.equal(captured, expected)
+
+
+@pytest.mark.parametrize(
+    "rules", [flash_fwd_configs.RULES, flash_fwd_configs.RULES_OF_PARTS], ids=["one part", "parts"]
+)
+def test_every_row_of_the_tables_has_a_record(rules: Any) -> None:
+    records = Path(__file__).parents[3] / "benchmarks" / "records"
+    for rule in rules:
+        assert rule.configs and rule.gain and (records / rule.record).is_file(), rule.where
+    assert len({rule.where for rule in rules}) == len(rules)
+
+
+def test_explain_prints_the_row_that_decided() -> None:
+    problem = replace(PROBLEM, head_dim=64, head_dim_v=64, seqlen_q=1024, seqlen_k=1024, causal=Causal())
+    (said,) = flash_fwd_configs.notes(problem, H200, flash_fwd_configs.default(problem, H200))
+    assert "at most 2,048 keys a query" in said and flash_fwd_configs.MASKS in said
+    assert said in " ".join(str(explain(problem, gpu=H200)).split())
+    (said,) = flash_fwd_configs.notes(problem, H200, flash_fwd_configs.Config(128, 128, 2))
+    assert "another config" in said

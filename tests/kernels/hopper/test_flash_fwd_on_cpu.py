@@ -74,7 +74,7 @@ def on_cpu(
     maps = [[map_of(p, sources) for p in plans[i : i + 3] if p is not None] for i in range(0, 12, 3)]
     if maps_of_keys is not None:
         maps_of_keys += [*maps[1], *maps[2]]
-    tiles = flash_fwd.query_tiles(problem, config)
+    tiles = flash_fwd.query_tiles(problem, config.block_m)
     (
         slope_stride, lse_b, lse_h, num_tiles, heads, group, batch, per_head, in_l2, seqlen_q, seqlen_k, total_q,
         total_k, left, right, scale, softcap_log2, *line_strides,

@@ -25,6 +25,7 @@ __all__ = [
     "configs",
     "cost",
     "default",
+    "notes",
     "outrun",
     "smem_bytes",
     "specify",

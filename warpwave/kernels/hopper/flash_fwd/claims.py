@@ -30,7 +30,9 @@ MAX_HEAD_DIM = {"float16": 384, "bfloat16": 384, "float32": 256}
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Every reason this kernel cannot run the problem there; empty when it can."""
     reasons = _why_not_kind(problem, gpu)
-    if not reasons and has_bias_cells(problem) and default(problem, gpu) is None:  # without a bias some tile always fits
+    if (
+        not reasons and has_bias_cells(problem) and default(problem, gpu) is None
+    ):  # without a bias some tile always fits
         return ["no tile fits shared memory and registers beside its share of the bias"]
     return reasons
 
@@ -113,7 +115,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         reads += scores * DTYPE_BYTES[problem.bias_dtype or problem.dtype]
     of_tiles = walk(problem, config.block_m, config.block_n)
     attend = Cost(
-        blocks=min(query_tiles(problem, config), (gpu.num_sms or NUM_SMS) * config.blocks_per_sm),
+        blocks=min(query_tiles(problem, config.block_m), (gpu.num_sms or NUM_SMS) * config.blocks_per_sm),
         flops=2 * scores * (width + width_v),
         exponentials=scores,
         read_bytes=reads,
@@ -149,7 +151,7 @@ def _in_step(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     """Whether three warpgroups multiply together and take exponentials together, not by turns: of one tile a block, at
     head sizes where both take as long. They begin together, and what sets them apart are the tiles that follow (H200: 7
     to 20 steps of 1.8 us each, where long runs of tiles take 1.3)."""
-    tiles = query_tiles(problem, config)
+    tiles = query_tiles(problem, config.block_m)
     return config.groups == 3 and problem.head_dim <= 64 and tiles <= (gpu.num_sms or NUM_SMS) * config.blocks_per_sm
 
 

@@ -8,6 +8,7 @@ from functools import cache
 from warpwave import precision
 from warpwave.gpu import Gpu
 from warpwave.kernels.prepass import scale_ahead
+from warpwave.kernels.rules import Rule, deciding, note
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
 MAX_PIECES = 3
@@ -72,11 +73,11 @@ def num_parts(problem: AttentionProblem, gpu: Gpu) -> int:
     return PARTS.get(precision.arithmetic(problem, gpu, ABLE), 0)
 
 
-def query_tiles(problem: AttentionProblem, config: Config) -> int:
-    """Places of tiles in the schedule, over all heads and sequences."""
+def query_tiles(problem: AttentionProblem, block_m: int) -> int:
+    """Returns how many tiles of queries the schedule has, over all heads and sequences."""
     if problem.packed:
-        return (problem.total_q // config.block_m + problem.batch) * problem.num_heads_q
-    return -(-problem.seqlen_q // config.block_m) * problem.num_heads_q * problem.batch
+        return (problem.total_q // block_m + problem.batch) * problem.num_heads_q
+    return -(-problem.seqlen_q // block_m) * problem.num_heads_q * problem.batch
 
 
 # What one takes of an SM ----------------------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
 
 def default(problem: AttentionProblem, gpu: Gpu) -> Config | None:
     """The config with which a problem runs where nobody names another; None where none fits."""
-    measured = next((c for c in _defaults(problem, gpu) if _fits_shared_memory(problem, gpu, c)), None)
+    measured = next((c for c in rule_of(problem, gpu).configs if _fits_shared_memory(problem, gpu, c)), None)
     return measured or next(iter(fitting(problem, gpu)), None)
 
 
@@ -209,84 +210,196 @@ def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     return needed <= {1: 240, 2: 200, 3: 136}[config.blocks_per_sm] and needed <= registers(config)[0]
 
 
-def _defaults(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """By head_dim, mask, keys, and work per SM, the first that fits; figures are ratios of time on an H200
-    (docs/notes/hopper.md)."""
-    width, parts = _width(problem), num_parts(problem, gpu)
-    if parts > 1:
-        return _defaults_of_parts(problem, gpu, width, parts)
-    one_wave = query_tiles(problem, Config(128, 64, 2)) <= (gpu.num_sms or NUM_SMS)
-    if problem.dtype == "float32" and 128 < width and problem.has_band and one_wave:
-        # One wave of blocks is as long as its longest: tf32 at head_dim 256, causal, 2 x 8 heads x 1024, 128 queries
-        # take 1.34 times as long.
-        return [Config(64, 64, 2)]
-    if width > 256:
-        return [Config(128, 32, 2), Config(64, 32, 2)]
-    if has_bias_cells(problem):
-        # 4 x 4096, a bias in bfloat16 for each score: head_dim 64 1.13 times as fast as with 64 keys a step; 128 level
-        # with two blocks of 64 queries an SM. In float32 three stages leave no room for out: 0.97.
-        if width <= 64:
-            return [Config(128, 128, 2), Config(128, 64, 2)]
-        return [Config(128, 64, 3 if _bias_bytes(problem) == 2 else 2), Config(128, 64, 2)]
-    return [_default(problem, gpu, width)]
+class Call:
+    """What the rows of `RULES` read of a call. Sizes are computed when a row asks for them."""
+
+    def __init__(self, problem: AttentionProblem, gpu: Gpu) -> None:
+        self.problem, self.num_sms = problem, gpu.num_sms or NUM_SMS
+        self.width = max(sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v)))
+        self.parts = num_parts(problem, gpu)
+        self.bias_bytes = _bias_bytes(problem)
+
+    def rows_per_sm(self, block_m: int) -> int:
+        """Queries that the busiest SM works on, all blocks being as long."""
+        return -(-query_tiles(self.problem, block_m) // self.num_sms) * block_m
+
+    @property
+    def is_one_wave(self) -> bool:
+        """Whether blocks of 128 queries all run at once."""
+        return query_tiles(self.problem, 128) <= self.num_sms
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether blocks of 128 queries leave the busiest SM a fifth more queries than blocks of 64."""
+        return self.rows_per_sm(128) > 1.2 * self.rows_per_sm(64)
+
+    @property
+    def reach(self) -> int:
+        """The most keys that a query sees, by position."""
+        seqlen_k = self.problem.seqlen_k
+        low, high = self.problem.band(self.problem.seqlen_q, seqlen_k)
+        return seqlen_k if low is None or high is None else max(0, min(seqlen_k, high - low + 1))
+
+    @property
+    def is_short_causal(self) -> bool:
+        """Whether position hides keys and no query sees more than 2,048."""
+        return self.problem.has_band and self.reach <= SHORT_KEYS
+
+    @property
+    def is_plain(self) -> bool:
+        """Dense, 16 bits, without mask or bias."""
+        p = self.problem
+        return p.dtype != "float32" and not p.packed and p.mask_shape is p.bias_shape is None
+
+    @property
+    def suits_192(self) -> bool:
+        """Whether blocks of 192 queries leave the busiest SM about as many as blocks of 128. Measured ratios: 1.125 at
+        16 x 1024, 1.03 at 4 x 4096 and 1 x 16384."""
+        more = self.rows_per_sm(192) / max(1, self.rows_per_sm(128))
+        return len(pieces(self.width)) < 3 and more <= (1.13 if self.width > 96 else 1.06)
 
 
-def _defaults_of_parts(problem: AttentionProblem, gpu: Gpu, width: int, parts: int) -> list[Config]:
-    """64 keys a step and two warpgroups, as far as shared memory goes: with 32 keys a key takes 1.2 times as long, for
-    then every product reads more of Q than of K; a second stage gains nothing (head_dim 64 and 128)."""
-    num_sms = gpu.num_sms or NUM_SMS
-    few = _rows_per_sm(problem, 128, num_sms) > 1.2 * _rows_per_sm(problem, 64, num_sms)
-    if width <= 64:
-        if few or (parts == 3 and problem.has_band and problem.seqlen_k <= SHORT_KEYS):
-            # bf16x6, 128 queries in one block take 1.35 times as long at 1 head x 512, 1.04 times causal at 4 x 2048.
-            return [Config(64, 64, 1, 2) if parts == 3 else Config(64, 64, 2, 2)]
-        # Two parts, 64 keys a step take 1.11 times as long at 4 x 2048, 1.15 times at 1 x 8192.
-        return [Config(128, 64, 2) if parts == 3 else Config(128, 128, 2)]
-    if few:
-        return [Config(64, 64, 2), Config(64, 64, 1), Config(64, 32, 1)]
-    if width > 128 and parts == 3:
-        return [Config(64, 64, 1), Config(64, 32, 1)]
-    return [Config(128, 64, 2), Config(128, 64, 1), Config(64, 64, 1)]
+TUNING = "2026-11-21-h200-hopper-flash-fwd-tuning.log"
+MASKS = "2026-11-21-h200-hopper-masks-windows.log"
+WIDE = "2026-11-21-h200-hopper-float32-parts.log"
+HALVES = "2026-11-21-h200-hopper-float32-halves.log"
+OF_192 = "2026-11-22-h200-hopper-tiles-of-192.log"
+
+# 16 bits, and float32 in one part. Ratios of time on an H200.
+RULES: tuple[Rule[Config], ...] = (
+    Rule(
+        "float32, head_dim above 128, a causal mask or window, one wave of blocks",
+        lambda c: c.problem.dtype == "float32" and c.width > 128 and c.problem.has_band and c.is_one_wave,
+        (Config(64, 64, 2),),
+        "a wave is as long as its longest block: 128 queries take 1.34 times as long (2 x 8 heads x 1024, tf32)",
+        HALVES,
+    ),
+    Rule(
+        "head_dim above 256",
+        lambda c: c.width > 256,
+        (Config(128, 32, 2), Config(64, 32, 2)),
+        "64 queries take 1.3 to 1.4 times as long",
+        WIDE,
+    ),
+    Rule(
+        "a bias for each score, head_dim up to 64",
+        lambda c: c.bias_bytes and c.width <= 64,
+        (Config(128, 128, 2), Config(128, 64, 2)),
+        "1.13 times as fast as 64 keys a step (4 x 4096, bfloat16 bias)",
+        MASKS,
+    ),
+    Rule(
+        "a 16-bit bias for each score",
+        lambda c: c.bias_bytes == 2,
+        (Config(128, 64, 3), Config(128, 64, 2)),
+        "level with two blocks of 64 queries an SM (4 x 4096, head_dim 128)",
+        MASKS,
+    ),
+    Rule(
+        "a float32 bias for each score",
+        lambda c: c.bias_bytes == 4,
+        (Config(128, 64, 2),),
+        "three stages leave no shared memory for out: 0.97 times as fast",
+        MASKS,
+    ),
+    Rule(
+        "head_dim 129 to 256",
+        lambda c: c.width > 128,
+        (Config(128, 64, 2),),
+        "the widest tile whose accumulators fit registers",
+        TUNING,
+    ),
+    Rule(
+        "head_dim 65 to 128, dense, no mask or bias, and blocks of 192 queries go round",
+        lambda c: c.width > 64 and c.is_plain and c.suits_192,
+        (Config(192, 64, 4),),
+        "1.07 times as fast as 128 queries at 1 x 16384 and 4 x 4096, 1.035 at 16 x 1024; causal 1.07, 1.04, 1.01; in "
+        "windows 1.06 to 1.08; with a random mask 0.96",
+        OF_192,
+    ),
+    Rule("head_dim 65 to 128", lambda c: c.width > 64, (Config(128, 128, 2),), "the fastest of a sweep", TUNING),
+    Rule(
+        "head_dim up to 64, a causal mask or window, at most 2,048 keys a query",
+        lambda c: c.is_short_causal,
+        (Config(64, 64, 3, 3),),
+        "less waste at the diagonal: 1.23 x as fast as 192 queries at 16 x 1024, 1.04 at 8 x 2048, 0.98 at 5 x 3072, "
+        "0.88 at 1 x 16384; in a window of 1,024 1.09, of 4,096 0.96",
+        MASKS,
+    ),
+    Rule(
+        "head_dim up to 64, too few blocks of 192 queries to go round",
+        lambda c: c.rows_per_sm(192) > 1.2 * c.rows_per_sm(64),
+        (Config(64, 128, 2, 2),),
+        "1.3 times as fast as 192 queries at 1 x 1024 with 32 heads, a ratio of 1.5; at 1.14, 16 x 1024, 0.97",
+        TUNING,
+    ),
+    Rule("head_dim up to 64", lambda c: True, (Config(192, 128, 3),), "the fastest of a sweep", TUNING),
+)
+# float32 in two or three parts: 64 keys a step and two warpgroups as far as shared memory goes. With 32 keys a key is
+# 1.2 times as slow, because every product then reads more of Q than of K. A second stage gains nothing.
+RULES_OF_PARTS: tuple[Rule[Config], ...] = (
+    Rule(
+        "three parts, head_dim up to 64, uneven blocks of 128 queries or a short causal mask",
+        lambda c: c.width <= 64 and c.parts == 3 and (c.is_uneven or _is_short_band(c)),
+        (Config(64, 64, 1, 2),),
+        "128 queries take 1.35 times as long at 1 head x 512, 1.04 causal at 4 x 2048",
+        WIDE,
+    ),
+    Rule(
+        "two parts, head_dim up to 64, uneven blocks of 128 queries",
+        lambda c: c.width <= 64 and c.is_uneven,
+        (Config(64, 64, 2, 2),),
+        "as for three parts",
+        HALVES,
+    ),
+    Rule(
+        "three parts, head_dim up to 64",
+        lambda c: c.width <= 64 and c.parts == 3,
+        (Config(128, 64, 2),),
+        "the fastest of a sweep",
+        WIDE,
+    ),
+    Rule(
+        "two parts, head_dim up to 64",
+        lambda c: c.width <= 64,
+        (Config(128, 128, 2),),
+        "64 keys a step take 1.11 times as long at 4 x 2048, 1.15 at 1 x 8192",
+        HALVES,
+    ),
+    Rule(
+        "head_dim above 64, uneven blocks of 128 queries",
+        lambda c: c.is_uneven,
+        (Config(64, 64, 2), Config(64, 64, 1), Config(64, 32, 1)),
+        "the largest of these that fits",
+        HALVES,
+    ),
+    Rule(
+        "three parts, head_dim above 128",
+        lambda c: c.width > 128 and c.parts == 3,
+        (Config(64, 64, 1), Config(64, 32, 1)),
+        "the largest of these that fits",
+        WIDE,
+    ),
+    Rule(
+        "head_dim above 64",
+        lambda c: True,
+        (Config(128, 64, 2), Config(128, 64, 1), Config(64, 64, 1)),
+        "the largest of these that fits",
+        HALVES,
+    ),
+)
 
 
-def _default(problem: AttentionProblem, gpu: Gpu, width: int) -> Config:
-    if width > 128:
-        return Config(128, 64, 2)
-    if width > 64:
-        return _default_of_128(problem, gpu, width)
-    if problem.has_band and _reach(problem) <= SHORT_KEYS:
-        # Blocks of 64 queries waste less at the diagonal and idle less at the end: 1.23 times as fast as 192 queries at
-        # 16 x 1024, 1.04 at 8 x 2048, but 0.98 at 5 x 3072, 0.97 at 4 x 4096 and 0.88 at 1 x 16384. With a window of
-        # 1,024 of 16,384 keys 1.09 times, of 4,096 0.96 times.
-        return Config(64, 64, 3, 3)
-    num_sms = gpu.num_sms or NUM_SMS
-    if _rows_per_sm(problem, 192, num_sms) > 1.2 * _rows_per_sm(problem, 64, num_sms):
-        # Too few blocks of 192 to go round: 1 x 1024 with 32 heads takes 1.3 times as long with them; the ratio is
-        # 1.5. At 1.14, 16 x 1024, they are 1.03 times as fast.
-        return Config(64, 128, 2, 2)
-    return Config(192, 128, 3)
+def _is_short_band(call: Call) -> bool:
+    return call.problem.has_band and call.problem.seqlen_k <= SHORT_KEYS
 
 
-def _default_of_128(problem: AttentionProblem, gpu: Gpu, width: int) -> Config:
-    """From head_dim 65 to 128."""
-    plain = problem.dtype != "float32" and not problem.packed and problem.mask_shape is problem.bias_shape is None
-    num_sms = gpu.num_sms or NUM_SMS
-    # Of rows on the busiest SM with 192 queries, by those with 128: 1.125 at 16 x 1024, 1.03 at 4 x 4096 and 1 x 16384.
-    more = _rows_per_sm(problem, 192, num_sms) / max(1, _rows_per_sm(problem, 128, num_sms))
-    if plain and len(pieces(width)) < 3 and more <= (1.13 if width > 96 else 1.06):
-        # Three warpgroups hide each other's softmax, and a third less of K and V comes from L2. At head_dim 128 1.07
-        # times as fast as 128 queries at 1 x 16384 and 4 x 4096, 1.035 at 16 x 1024; causal 1.07, 1.04, 1.01; in
-        # windows 1.06 to 1.08. At 80 and 96 1.02 to 1.03, at 112 0.99 to 1.015, with a random mask 0.96.
-        return Config(192, 64, 4)
-    return Config(128, 128, 2)
+def rule_of(problem: AttentionProblem, gpu: Gpu) -> Rule[Config]:
+    """Returns the row that chooses the default config."""
+    call = Call(problem, gpu)
+    return deciding(RULES_OF_PARTS if call.parts > 1 else RULES, call)
 
 
-def _reach(problem: AttentionProblem) -> int:
-    """Keys that a query sees at the most, by position."""
-    low, high = problem.band(problem.seqlen_q, problem.seqlen_k)
-    return problem.seqlen_k if low is None or high is None else max(0, min(problem.seqlen_k, high - low + 1))
-
-
-def _rows_per_sm(problem: AttentionProblem, block_m: int, num_sms: int) -> int:
-    """Queries that the busiest SM works on, all blocks being as long."""
-    return -(-query_tiles(problem, Config(block_m, 64, 2)) // num_sms) * block_m
+def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
+    """Returns what `explain` says of a config: the row that chose it."""
+    return [note(rule_of(problem, gpu), config)]

@@ -517,7 +517,7 @@ def _specify(
     out_ptr = out if problem.packed or problem.dtype == "float32" else None
     tensors = {**dict(enumerate(sources)), BIAS_SOURCE: operands.bias}
     descriptors = [None if plan is None else launch.Mapped(plan, tensors[plan.source]) for plan in plans]
-    tiles = query_tiles(problem, config)
+    tiles = query_tiles(problem, config.block_m)
     sms = gpu.num_sms or NUM_SMS
     return launch.Launch(
         kernel=hopper_flash_fwd_kernel,

@@ -1,0 +1,41 @@
+"""Tables of configs: a family's choice of a default config as rows of condition, choice, measured gain and record.
+
+The first row whose condition holds decides, and its first config that fits the GPU is the default. `explain` prints
+the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+C = TypeVar("C")
+
+
+class Rule(NamedTuple, Generic[C]):
+    """One row.
+
+    Attributes:
+        where: the condition in words, as `explain` prints it.
+        holds: whether it holds, of the family's view of a call.
+        configs: the choice; the next one serves where one does not fit.
+        gain: what was measured, and against what.
+        record: file of benchmarks/records that has the measurement; "" where the code was compiled and inspected only.
+    """
+
+    where: str
+    holds: Callable[[Any], bool]
+    configs: Sequence[C]
+    gain: str
+    record: str = ""
+
+
+def deciding(rules: Sequence[Rule[C]], call: Any) -> Rule[C]:
+    """Returns the first rule that holds. The last row of a table holds for every call."""
+    return next(rule for rule in rules if rule.holds(call))
+
+
+def note(rule: Rule[Any], config: Any) -> str:
+    """Returns the row that decided, in one sentence; of a config that is not in the row, that it is another."""
+    chosen = "" if config in rule.configs else "; the table would choose another config"
+    return f"config by rule: {rule.where}: {rule.gain}" + (f" ({rule.record})" if rule.record else "") + chosen
