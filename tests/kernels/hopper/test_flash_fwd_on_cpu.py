@@ -127,16 +127,17 @@ def on_cpu(
         words = block.tile([2 * 7 + 6 * (beside != ()), 1], torch.int64)
         box = schedule_names.Mailbox(words, block.barriers(2, 1), block.barriers(2, groups))
         slopes, sinks = (absent if x is None else pointer(x.flatten()) for x in operands[5:7])
-        of_consumer = (
+        roles_names = names[roles.__name__]
+        of_consumer = roles_names.Consumer(
             maps[3], pointer(out.view(-1)), pointer(lse.view(-1)), slopes, sinks, pointer(inverses),
             pointer(inverses) + batch * 2 * (heads // group), slope_stride,
             lse_b, lse_h, heads, group, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, *rings, box, rules,
             beside,
         )  # fmt: skip
-        roles_names = names[roles.__name__]
+        of_producer = roles_names.Producer(*maps[:3], q_tiles, q_full, q_empty, *rings, box, schedule, rules, beside)
         gluon_on_cpu.run_roles([
-            partial(roles_names.producer, *maps[:3], q_tiles, q_full, q_empty, *rings, box, schedule, rules, beside),
-            *(partial(roles_names.consumer, g, *of_consumer) for g in range(groups)),
+            partial(roles_names.producer, of_producer),
+            *(partial(roles_names.consumer, g, of_consumer) for g in range(groups)),
         ])  # fmt: skip
     assert counter.item() == 0, "the tile counter was not put back"
     return out, lse

@@ -272,24 +272,26 @@ def hopper_flash_fwd_kernel(
         mbarrier.init(box.empty.index(i), count=GROUPS)
     fence_async_shared()
 
-    of_producer = (q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, box, schedule, rules, beside)
-    of_consumer = (
+    of_producer = roles.Producer(
+        q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, box, schedule, rules, beside
+    )
+    of_consumer = roles.Consumer(
         out_maps, out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, inverses_ptr, q_inverses_ptr, stride_alibi_b,
         stride_lb, stride_lh, num_heads, group_size, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, k_ring,
         v_ring, box, rules, beside,
     )  # fmt: skip
     if GROUPS == 1:
         gl.warp_specialize(
-            [(roles.consumer, (0,) + of_consumer), (roles.producer, of_producer)],
+            [(roles.consumer, (0, of_consumer)), (roles.producer, (of_producer,))],
             [1],
             [PRODUCER_REGISTERS],
         )
     elif GROUPS == 2:
         gl.warp_specialize(
             [
-                (roles.consumer, (0,) + of_consumer),
-                (roles.consumer, (1,) + of_consumer),
-                (roles.producer, of_producer),
+                (roles.consumer, (0, of_consumer)),
+                (roles.consumer, (1, of_consumer)),
+                (roles.producer, (of_producer,)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -297,10 +299,10 @@ def hopper_flash_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (roles.consumer, (0,) + of_consumer),
-                (roles.consumer, (1,) + of_consumer),
-                (roles.consumer, (2,) + of_consumer),
-                (roles.producer, of_producer),
+                (roles.consumer, (0, of_consumer)),
+                (roles.consumer, (1, of_consumer)),
+                (roles.consumer, (2, of_consumer)),
+                (roles.producer, (of_producer,)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -31,6 +31,7 @@ from warpwave.kernels.hopper.flash_fwd.mask_bias import (
 from warpwave.kernels.hopper.parts import (
     LOG2_E,
     ROWS,
+    Ring,
     accumulator_layout,
     arrive_alone,
     drain,
@@ -69,16 +70,71 @@ from warpwave.kernels.hopper.split_float32 import (
     store_float32,
     wait_for_launch_before,
 )
-from warpwave.kernels.hopper.visible import Place, keys_of_sequence, place_of_group, tiles_of_block
-from warpwave.runtime.gluon_or_stub import gl, jit, mbarrier, tma, tma_load, warpgroup_mma_wait
+from warpwave.kernels.hopper.visible import Place, Rules, keys_of_sequence, place_of_group, tiles_of_block
+from warpwave.runtime.gluon_or_stub import (
+    aggregate,
+    constexpr_function,
+    gl,
+    jit,
+    mbarrier,
+    tma,
+    tma_load,
+    warpgroup_mma_wait,
+)
 
 # The producer ---------------------------------------------------------------------------------------------------------
 
 
+@aggregate
+class Producer:
+    """What the producer works with.
+
+    Args:
+        q_maps, k_maps, v_maps: the tensor maps of the pieces of a tile's width.
+        q_tiles, q_full, q_empty: where a block's queries go, and their barriers.
+        k_ring, v_ring, box: the rings that it fills, and its messages to the consumers.
+        beside: `mask_bias.Beside`, or () without a mask or bias.
+    """
+
+    q_maps: gl.tuple
+    k_maps: gl.tuple
+    v_maps: gl.tuple
+    q_tiles: gl.tuple
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    k_ring: Ring
+    v_ring: Ring
+    box: scheduler.Mailbox
+    schedule: scheduler.Schedule
+    rules: Rules
+    beside: object
+
+    @constexpr_function
+    def __init__(
+        self, q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, box, schedule, rules, beside
+    ):  # fmt: skip
+        self.q_maps = q_maps
+        self.k_maps = k_maps
+        self.v_maps = v_maps
+        self.q_tiles = q_tiles
+        self.q_full = q_full
+        self.q_empty = q_empty
+        self.k_ring = k_ring
+        self.v_ring = v_ring
+        self.box = box
+        self.schedule = schedule
+        self.rules = rules
+        self.beside = beside
+
+
 @jit
-def producer(q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, box, schedule, rules, beside):
+def producer(role):
     """Draws tiles of queries and loads what they need. With a mask or bias also those again whose consumers ask
     for it (mask_bias.py): a message is overwritten only when what became of it is known."""
+    box = role.box
+    schedule = role.schedule
+    rules = role.rules
+    beside = role.beside
     if is_scaled(rules):
         wait_for_launch_before(32)
     n = 0  # tiles of K and V loaded so far
@@ -109,23 +165,17 @@ def producer(q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, b
             scheduler.post(box, messages, work, rules.IS_VARLEN)
             kv_head = work.head // schedule.group_size
             if is_masked(beside):
-                n = load_masked_block(
-                    q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, work, kv_head, n, messages,
-                    rules, beside, bits,
-                )  # fmt: skip
+                n = load_masked_block(role, work, kv_head, n, messages, bits)
             else:
-                n = load_block(
-                    q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, work, kv_head, n, messages,
-                    rules, beside,
-                )  # fmt: skip
+                n = load_block(role, work, kv_head, n, messages)
             messages += 1
         if is_added(beside):
             if not answers:
                 t = scheduler.draw(schedule.counter_ptr, t, schedule.num_tiles)
         else:
             t = scheduler.draw(schedule.counter_ptr, t, schedule.num_tiles)
-    drain(k_ring, n)
-    drain(v_ring, n)
+    drain(role.k_ring, n)
+    drain(role.v_ring, n)
     zero = gl.to_tensor(0)
     scheduler.post(
         box,
@@ -145,12 +195,11 @@ def is_more(t, num_tiles, known, messages, beside):
 
 
 @jit
-def load_block(
-    q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, work, kv_head, n, messages, rules,
-    beside,
-):  # fmt: skip
+def load_block(role, work, kv_head, n, messages):
     """Loads what a block of queries needs, K one tile ahead of V where two tiles overlap; returns the number of the
     next tile of K and V."""
+    rules = role.rules
+    beside = role.beside
     keys = keys_of_sequence(work, rules)
     if is_added(beside):
         keys = aligned(keys)
@@ -160,31 +209,32 @@ def load_block(
         batch = 0
     row = work.q_begin + work.tile * ROWS * rules.GROUPS
     key = work.k_begin + keys.begin
-    load_keys(k_ring, k_maps, n, work, batch, kv_head, key + (end - 1) * rules.BLOCK_N, beside, rules)
-    load_queries(q_maps, q_tiles, q_full, q_empty, batch, work, row, messages, rules)
+    load_keys(role.k_ring, role.k_maps, n, work, batch, kv_head, key + (end - 1) * rules.BLOCK_N, beside, rules)
+    load_queries(role, batch, work, row, messages)
     for j in range(1, end - begin):
         before = key + (end - 1 - j) * rules.BLOCK_N
         if rules.PARTS == 1:
-            load_keys(k_ring, k_maps, n + 1, work, batch, kv_head, before, beside, rules)
-            load_tile(v_ring, v_maps, n, batch, kv_head, before + rules.BLOCK_N)
+            load_keys(role.k_ring, role.k_maps, n + 1, work, batch, kv_head, before, beside, rules)
+            load_tile(role.v_ring, role.v_maps, n, batch, kv_head, before + rules.BLOCK_N)
         else:  # in the order in which they are used: a ring may have a single stage
-            load_tile(v_ring, v_maps, n, batch, kv_head, before + rules.BLOCK_N)
-            load_keys(k_ring, k_maps, n + 1, work, batch, kv_head, before, beside, rules)
+            load_tile(role.v_ring, role.v_maps, n, batch, kv_head, before + rules.BLOCK_N)
+            load_keys(role.k_ring, role.k_maps, n + 1, work, batch, kv_head, before, beside, rules)
         n += 1
-    load_tile(v_ring, v_maps, n, batch, kv_head, key + begin * rules.BLOCK_N)
+    load_tile(role.v_ring, role.v_maps, n, batch, kv_head, key + begin * rules.BLOCK_N)
     return n + 1
 
 
 @jit
-def load_queries(q_maps, q_tiles, q_full, q_empty, batch, work, row, messages, rules):
+def load_queries(role, batch, work, row, messages):
     """A block's queries, when those of the block before are done with."""
+    rules = role.rules
     for g in gl.static_range(rules.GROUPS):
-        mbarrier.wait(q_empty.index(g), (messages & 1) ^ 1)
-        mbarrier.expect(q_full.index(g), tile_bytes(q_maps) * rules.PARTS)
+        mbarrier.wait(role.q_empty.index(g), (messages & 1) ^ 1)
+        mbarrier.expect(role.q_full.index(g), tile_bytes(role.q_maps) * rules.PARTS)
         for part in gl.static_range(rules.PARTS):
-            for i in gl.static_range(len(q_maps)):
-                place = [batch, work.head * rules.PARTS + part, row + g * ROWS, first_column(q_maps, i)]
-                tma_load(q_maps[i], place, q_full.index(g), q_tiles[i].index(g * rules.PARTS + part))
+            for i in gl.static_range(len(role.q_maps)):
+                place = [batch, work.head * rules.PARTS + part, row + g * ROWS, first_column(role.q_maps, i)]
+                tma_load(role.q_maps[i], place, role.q_full.index(g), role.q_tiles[i].index(g * rules.PARTS + part))
 
 
 @jit
@@ -197,29 +247,28 @@ def last_tiles_shown(work, beside, rules):
 
 
 @jit
-def load_masked_block(
-    q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, work, kv_head, n, messages, rules, beside,
-    bits,
-):  # fmt: skip
+def load_masked_block(role, work, kv_head, n, messages, bits):
     """`load_block` of a call with a mask: the tiles that it shows, one at least."""
+    rules = role.rules
+    beside = role.beside
     keys = aligned(keys_of_sequence(work, rules))
     begin, end = tiles_of_block(keys, work, rules)
     word, _ = word_of(end - 1, keys, rules)
     tile, word, bits = shown_before(end, word, bits, begin, work, keys, beside, rules, 1)
     tile = gl.maximum(tile, begin)
     key = keys.begin + tile * rules.BLOCK_N
-    load_keys(k_ring, k_maps, n, work, work.batch, kv_head, key, beside, rules)
+    load_keys(role.k_ring, role.k_maps, n, work, work.batch, kv_head, key, beside, rules)
     row = work.tile * ROWS * rules.GROUPS
-    load_queries(q_maps, q_tiles, q_full, q_empty, work.batch, work, row, messages, rules)
+    load_queries(role, work.batch, work, row, messages)
     tile, word, bits = shown_before(tile, word, bits, begin, work, keys, beside, rules, 1)
     while tile >= begin:
         before = keys.begin + tile * rules.BLOCK_N
-        load_keys(k_ring, k_maps, n + 1, work, work.batch, kv_head, before, beside, rules)
-        load_tile(v_ring, v_maps, n, work.batch, kv_head, key)
+        load_keys(role.k_ring, role.k_maps, n + 1, work, work.batch, kv_head, before, beside, rules)
+        load_tile(role.v_ring, role.v_maps, n, work.batch, kv_head, key)
         key = before
         n += 1
         tile, word, bits = shown_before(tile, word, bits, begin, work, keys, beside, rules, 1)
-    load_tile(v_ring, v_maps, n, work.batch, kv_head, key)
+    load_tile(role.v_ring, role.v_maps, n, work.batch, kv_head, key)
     return n + 1
 
 
@@ -431,13 +480,85 @@ def masked_tiles(q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, begin, end,
     return n + 1, of_rows(m_i, x), of_rows(lead, x), l_i, acc
 
 
+@aggregate
+class Consumer:
+    """What a consumer works with; absent pointers are the counter's, which nobody reads.
+
+    Args:
+        out_maps, out_tiles, out_ptr: where out goes by TMA, through which buffers, and in float32 its address.
+        lse_ptr, stride_lb, stride_lh: the log-sum-exp, and its strides along batches and heads.
+        alibi_slopes_ptr, stride_alibi_b, sinks_ptr: ALiBi slopes with their stride along batches, and sinks.
+        inverses_ptr, q_inverses_ptr: what undoes the scales of float32 operands, of K and V and of Q.
+        q_tiles, q_full, q_empty: the queries of a block and their barriers.
+        k_ring, v_ring, box: the rings that the producer fills, and its messages.
+        beside: `mask_bias.Beside`, or () without a mask or bias.
+    """
+
+    out_maps: gl.tuple
+    out_ptr: gl.tensor
+    lse_ptr: gl.tensor
+    alibi_slopes_ptr: gl.tensor
+    sinks_ptr: gl.tensor
+    inverses_ptr: gl.tensor
+    q_inverses_ptr: gl.tensor
+    stride_alibi_b: gl.tensor
+    stride_lb: gl.tensor
+    stride_lh: gl.tensor
+    num_heads: gl.tensor
+    group_size: gl.tensor
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    q_tiles: gl.tuple
+    out_tiles: gl.tuple
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    k_ring: Ring
+    v_ring: Ring
+    box: scheduler.Mailbox
+    rules: Rules
+    beside: object
+
+    @constexpr_function
+    def __init__(
+        self, out_maps, out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, inverses_ptr, q_inverses_ptr, stride_alibi_b,
+        stride_lb, stride_lh, num_heads, group_size, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, k_ring,
+        v_ring, box, rules, beside,
+    ):  # fmt: skip
+        self.out_maps = out_maps
+        self.out_ptr = out_ptr
+        self.lse_ptr = lse_ptr
+        self.alibi_slopes_ptr = alibi_slopes_ptr
+        self.sinks_ptr = sinks_ptr
+        self.inverses_ptr = inverses_ptr
+        self.q_inverses_ptr = q_inverses_ptr
+        self.stride_alibi_b = stride_alibi_b
+        self.stride_lb = stride_lb
+        self.stride_lh = stride_lh
+        self.num_heads = num_heads
+        self.group_size = group_size
+        self.seqlen_q = seqlen_q
+        self.seqlen_k = seqlen_k
+        self.q_tiles = q_tiles
+        self.out_tiles = out_tiles
+        self.q_full = q_full
+        self.q_empty = q_empty
+        self.k_ring = k_ring
+        self.v_ring = v_ring
+        self.box = box
+        self.rules = rules
+        self.beside = beside
+
+
 @jit
-def consumer(
-    GROUP: gl.constexpr, out_maps, out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, inverses_ptr, q_inverses_ptr,
-    stride_alibi_b, stride_lb, stride_lh, num_heads, group_size, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full,
-    q_empty, k_ring, v_ring, box, rules, beside,
-):  # fmt: skip
-    """Attention of 64 queries after another: the GROUP-th 64 of each block the producer announces."""
+def consumer(GROUP: gl.constexpr, role):
+    """Computes attention of 64 queries after another: the GROUP-th 64 of each block that the producer announces."""
+    q_tiles = role.q_tiles
+    q_empty = role.q_empty
+    k_ring = role.k_ring
+    v_ring = role.v_ring
+    box = role.box
+    rules = role.rules
+    beside = role.beside
     BLOCK_N: gl.constexpr = rules.BLOCK_N
     scores_layout: gl.constexpr = accumulator_layout(BLOCK_N)
     row_layout: gl.constexpr = gl.SliceLayout(1, scores_layout)
@@ -446,7 +567,7 @@ def consumer(
     n = 0  # tiles of K and V met so far
     messages = 0
     scheduler.wait_posted(box, messages)
-    work = scheduler.read(box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+    work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN)
     while work.tile != scheduler.NO_MORE:
         keys = keys_of_sequence(work, rules)
         if is_added(beside):
@@ -454,7 +575,7 @@ def consumer(
         block_begin, block_end = tiles_of_block(keys, work, rules)
         place, begin, whole_begin, whole_end, end = place_of_group(work, keys, block_begin, block_end, GROUP, rules)
         if rules.HAS_ALIBI:
-            slope = gl.load(alibi_slopes_ptr + work.batch * stride_alibi_b + work.head)
+            slope = gl.load(role.alibi_slopes_ptr + work.batch * role.stride_alibi_b + work.head)
             place = Place(place.row_first, place.offset, slope * LOG2_E)
         if is_added(beside):
             place = with_lines(place, beside, work, box, messages, GROUP, rules)
@@ -466,9 +587,11 @@ def consumer(
                 whole_end = begin
         of_head = rules
         if is_scaled(rules):
-            of_head = scaled_rules(inverses_ptr, q_inverses_ptr, work, GROUP, num_heads, group_size, rules)
+            of_head = scaled_rules(
+                role.inverses_ptr, role.q_inverses_ptr, work, GROUP, role.num_heads, role.group_size, rules
+            )
         n = skip(k_ring, v_ring, n, block_end - end)
-        mbarrier.wait(q_full.index(GROUP), messages & 1)
+        mbarrier.wait(role.q_full.index(GROUP), messages & 1)
         q = ()
         for i in gl.static_range(len(q_tiles)):
             q = q + (matrix(q_tiles[i].index(GROUP)),)
@@ -498,7 +621,7 @@ def consumer(
             )
         n = skip(k_ring, v_ring, n, begin - block_begin)
 
-        work = scheduler.read(box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+        work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN)
         row_first = (work.tile * rules.GROUPS + GROUP) * ROWS
         l_row = gl.convert_layout(gl.sum(l_i, axis=1), row_layout)
         l_out = l_row
@@ -507,7 +630,7 @@ def consumer(
         factor = gl.full([ROWS], 1.0, gl.float32, row_layout)
         far = is_far(m_i)  # the sink's logit is not the bias's doing
         if rules.HAS_SINKS:
-            m_i, l_row, l_out, factor = with_sink(m_i, l_row, l_out, gl.load(sinks_ptr + work.head) * LOG2_E)
+            m_i, l_row, l_out, factor = with_sink(m_i, l_row, l_out, gl.load(role.sinks_ptr + work.head) * LOG2_E)
         # A row that saw no key has sum 0, or saw its sink alone: its output is 0, whatever its tile held.
         saw_nothing = l_row == 0.0
         if rules.HAS_SINKS:
@@ -515,32 +638,34 @@ def consumer(
         factor = factor / gl.where(l_row == 0.0, 1.0, l_out)
         inverse = 1.0
         if is_scaled(rules):
-            inverse = inverse_of_values(inverses_ptr, work, num_heads, group_size, rules.PARTS)
+            inverse = inverse_of_values(role.inverses_ptr, work, role.num_heads, role.group_size, rules.PARTS)
         out = ()
         for i in gl.static_range(len(acc)):
             out = out + (gl.where(like(saw_nothing, acc[i]), 0.0, acc[i] * like(factor, acc[i]) * inverse),)
         if rules.WRITE_LSE:
             rows = row_first + gl.arange(0, ROWS, row_layout)
             lse = natural_lse(m_i, l_row)
-            first = work.head.to(gl.int64) * stride_lh + work.q_begin
+            first = work.head.to(gl.int64) * role.stride_lh + work.q_begin
             if not rules.IS_VARLEN:
-                first += work.batch.to(gl.int64) * stride_lb
-            gl.store(lse_ptr + first + rows, lse, mask=rows < work.seqlen_q)
+                first += work.batch.to(gl.int64) * role.stride_lb
+            gl.store(role.lse_ptr + first + rows, lse, mask=rows < work.seqlen_q)
         if is_float32(rules):
-            store_float32(out, v_ring, out_ptr, work, row_first, num_heads, rules)
+            store_float32(out, v_ring, role.out_ptr, work, row_first, role.num_heads, rules)
         elif is_added(beside):
             wanted = level_wanted(out, saw_nothing, far, scheduler.careful_level(box, messages), beside)
             if (row_first < work.seqlen_q) & (wanted == 0):
-                store_out(out, out_maps, out_tiles, out_ptr, work, row_first, num_heads, GROUP, rules)
+                store_out(
+                    out, role.out_maps, role.out_tiles, role.out_ptr, work, row_first, role.num_heads, GROUP, rules
+                )
             if wanted != 0:
                 scheduler.ask_again(box, messages, wanted)
         elif row_first < work.seqlen_q:
-            store_out(out, out_maps, out_tiles, out_ptr, work, row_first, num_heads, GROUP, rules)
+            store_out(out, role.out_maps, role.out_tiles, role.out_ptr, work, row_first, role.num_heads, GROUP, rules)
         if not rules.OWN_OUT:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(GROUP), count=1)
         scheduler.discard(box, messages)
         messages += 1
         scheduler.wait_posted(box, messages)
-        work = scheduler.read(box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+        work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN)
     tma.store_wait(0)
