@@ -256,7 +256,9 @@ def bind_axes(
     names = _split(pattern)
     shape = tensor.shape
     if len(shape) != len(names):
-        raise InvalidInput(f"{name} has shape {tuple(shape)}, {len(shape)} axes; it must have {len(names)}: {_text(names)}")
+        raise InvalidInput(
+            f"{name} has shape {tuple(shape)}, {len(shape)} axes; it must have {len(names)}: {_text(names)}"
+        )
     for axis, size in zip(names, shape, strict=True):
         known, source = axes.setdefault(axis, (size, name))
         if size != known and not (broadcast and size == 1):

@@ -1,6 +1,6 @@
 """`hopper/flash_fwd`: the warp-specialized forward for Hopper, in Gluon."""
 
-from warpwave.kernels.hopper.flash_fwd.config import ABLE, default
+from warpwave.kernels.hopper.flash_fwd.config import ABLE, default, notes
 from warpwave.kernels.hopper.flash_fwd.kernel import (
     NAME,
     NEEDS_GPU,
