@@ -36,7 +36,7 @@ from warpwave.workbench.model.calibration import UNCALIBRATED, Calibration, Cons
 from warpwave.workbench.model.steps import path_of
 
 ROOT = Path(__file__).parent.parent
-RECORDS, SHIPPED = ROOT / "benchmarks" / "records", ROOT / "warpwave" / "report" / "shipped"
+RECORDS, SHIPPED = ROOT / "benchmarks" / "records", ROOT / "warpwave" / "workbench" / "report" / "shipped"
 # Fitted to is every record of the H200 there is, but for the newest grid, which judges, and for those of another kind
 # (`NOT_POINTS`) or of kernels that have been rewritten since (`ANOTHER_BEFORE`, and sweeps of flash_fwd's configs).
 GRID = "model-grid-5"

@@ -16,7 +16,7 @@ from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench.records import read_records
 from warpwave.workbench.bench.workloads import load_suite
 
-RECORD = Path(__file__).parents[2] / "warpwave" / "report" / "shipped" / "2026-11-22-h200-float32.jsonl"
+RECORD = Path(__file__).parents[2] / "warpwave" / "workbench" / "report" / "shipped" / "2026-11-22-h200-float32.jsonl"
 
 
 def test_points_are_in_units_of_sdpa_and_the_best_are_marked() -> None:

@@ -1,4 +1,4 @@
-"""Run a suite: measure its cases one by one, print and record each as soon as it is done."""
+"""Runs a suite: measures its cases one by one, and prints and records each when it is done."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Stopped(BaseException):
 
 @dataclass(frozen=True)
 class _Request:
-    """What was asked for, checked; a case that names kernels does so because nobody asked for others."""
+    """The checked request. A case keeps its own kernels only if the command line named none."""
 
     suite: Suite
     cases: tuple[Case, ...]
@@ -84,19 +84,19 @@ def main(
     device: torch.device | str | None = None,
     scale: str | None = None,
 ) -> int:
-    """Measure a suite and print what came of it.
+    """Measures a suite and prints the results.
 
     Args:
         suite: name of a suite of the package, or path of a `.toml` file; None where `scale` is given.
         out: file the records are appended to, or None.
-        rounds: times every contender takes its turn; at least 6 for confidence intervals, 9 for a goal's verdict.
+        rounds: rounds of timing; at least 6 for confidence intervals, 9 for a goal's verdict.
         json_output: print the records, one JSON object a line, in place of tables.
         kernels: our kernels to measure, as `attention(kernel=...)` takes them; the suite's if none.
         peers: names of peers to measure beside them; all if none, and no one for `"none"`.
         modes: modes of timing; the suite's if none.
-        only: measure the cases alone whose names contain this.
-        resume: leave out what `out` holds already.
-        peer_timeout_s: how long a contender may take to get ready on a case; None is for ever.
+        only: measure only cases whose names contain this text.
+        resume: skip the cases that `out` already holds.
+        peer_timeout_s: seconds that a contender may take to prepare a case; None means no limit.
         device: where; None is the current GPU, or the CPU where there is none.
         scale: one of `scaling.AXES`: time that experiment in place of a suite, and say what its exponents mean.
 
@@ -215,13 +215,13 @@ def _cut_off(what: str, finished: int, total: int, out: Path | None) -> str:
     kept = f"{finished} of {total} cases are done"
     if out is None:
         return f"{what}; {kept}"
-    return f"{what}; {kept} and in {out}; the same command with --resume goes on from there"
+    return f"{what}; {kept} and in {out}; the same command with --resume continues there"
 
 
 def _experiment(suite: str | None, scale: str | None, device: torch.device | str | None) -> str | Suite:
     """The suite's name, or the cases of a scaling experiment for the device that will time them."""
     if (suite is None) == (scale is None):
-        raise UsageError("name a suite, or give --scale in its place")
+        raise UsageError("name a suite, or give --scale instead")
     if suite is not None:
         return suite
     if scale not in scaling.AXES:
@@ -260,11 +260,11 @@ def _check_request(
 ) -> _Request:
     where = _device(device)
     if rounds < 1:
-        raise UsageError(f"rounds must be at least 1, got {rounds}")
+        raise UsageError(f"rounds is {rounds}; it must be at least 1")
     if rounds > MOST_ROUNDS:
-        raise UsageError(f"rounds must be at most {MOST_ROUNDS:,}, got {rounds}")
+        raise UsageError(f"rounds is {rounds}; it must be at most {MOST_ROUNDS:,}")
     if resume and out is None:
-        raise UsageError("--resume goes on in a record file; name it with --out")
+        raise UsageError("--resume continues a record file; name it with --out")
     if peer_timeout_s is not None and not 0 <= peer_timeout_s <= LONGEST_TIMEOUT_S:  # which NaN is not either
         raise UsageError(
             f"--peer-timeout is {peer_timeout_s:g}; it is a number of seconds up to {LONGEST_TIMEOUT_S:,.0f}, and 0 is "

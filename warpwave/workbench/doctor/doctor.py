@@ -1,4 +1,4 @@
-"""`warpwave doctor`: what this machine and installation can do, and a cure for each thing that stands in the way.
+"""`warpwave doctor`: checks this machine and installation, and suggests a fix for each problem.
 
 Every check is a function of the facts (doctor_facts.py), and nothing is changed, compiled or launched. It runs where
 torch or Triton are missing or broken, for those are what it is asked about.
@@ -44,7 +44,7 @@ INFLUENTIAL = {
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at.
+    """The result of one check.
 
     Args:
         name: what.
@@ -63,7 +63,7 @@ class Check:
 
 
 def check_python(f: Facts) -> Check:
-    """The running Python."""
+    """Checks the running Python."""
     found = ".".join(map(str, f.python))
     if f.python[:2] < OLDEST_PYTHON:
         needed = ".".join(map(str, OLDEST_PYTHON))
@@ -72,7 +72,7 @@ def check_python(f: Facts) -> Check:
 
 
 def check_torch(f: Facts) -> Check:
-    """torch, and whether its build is the one for this machine."""
+    """Checks torch, and whether its build fits this machine."""
     if "torch" in f.errors:
         return Check("torch", "problem", f"does not import: {f.errors['torch']}", "pip install --force-reinstall torch")
     version = f.versions.get("torch")
@@ -92,7 +92,7 @@ def check_torch(f: Facts) -> Check:
 
 
 def check_driver(f: Facts) -> Check | None:
-    """The NVIDIA driver against torch's CUDA."""
+    """Checks the NVIDIA driver against torch's CUDA version."""
     if not f.cards:
         return None
     driver = f.cards[0].driver
@@ -110,7 +110,7 @@ def check_driver(f: Facts) -> Check | None:
 
 
 def check_gpu(f: Facts) -> Check:
-    """Whether torch sees a GPU that the kernels run on."""
+    """Checks whether torch sees a GPU that the kernels support."""
     if f.gpus:
         found = ", ".join(f"{name} ({arch})" for name, arch in f.gpus)
         arch = f.gpus[0][1]
@@ -135,7 +135,7 @@ def check_gpu(f: Facts) -> Check:
 
 
 def check_gpu_state(f: Facts) -> list[Check]:
-    """What disturbs measurements: slices, neighbours, little memory, throttling."""
+    """Checks for conditions that disturb measurements: MIG slices, other processes, little memory, throttling."""
     checks = []
     for card in f.cards or ():
         if card.mig:
@@ -159,7 +159,7 @@ def check_gpu_state(f: Facts) -> list[Check]:
 
 
 def check_triton(f: Facts) -> Check:
-    """Triton's version."""
+    """Checks Triton's version."""
     if f.platform != "linux":
         return Check("Triton", "ok", "published for Linux only; the other kernels serve here")
     if "triton" in f.errors:
@@ -177,7 +177,7 @@ def check_triton(f: Facts) -> Check:
 
 
 def check_compiler(f: Facts) -> Check | None:
-    """The C compiler with which Triton builds its launcher."""
+    """Checks the C compiler that Triton builds its launcher with."""
     if f.platform != "linux" or "triton" not in f.versions:
         return None
     needed: Status = "problem" if f.has_gpu else "warning"
@@ -207,7 +207,7 @@ def check_numpy(f: Facts) -> Check:
 
 
 def check_interpreter(f: Facts) -> Check | None:
-    """Whether Triton's interpreter replaces the compiler."""
+    """Checks whether Triton's interpreter replaces the compiler."""
     value = f.environment.get("TRITON_INTERPRET", "")
     if value.lower() not in ("1", "true", "yes", "on", "y"):
         return None
@@ -216,7 +216,7 @@ def check_interpreter(f: Facts) -> Check | None:
 
 
 def check_cache(f: Facts) -> Check | None:
-    """The folder Triton keeps compiled kernels in."""
+    """Checks the folder of Triton's compiled kernels."""
     if "triton" not in f.versions:
         return None
     cure = "export TRITON_CACHE_DIR=DIR, a folder of yours on a disk with room"
@@ -229,7 +229,7 @@ def check_cache(f: Facts) -> Check | None:
 
 
 def check_assembler(f: Facts) -> Check | None:
-    """ptxas, which Triton brings along."""
+    """Checks ptxas, which comes with Triton."""
     if "triton" not in f.versions or f.hip is not None:
         return None
     if not f.assembler:
@@ -239,7 +239,7 @@ def check_assembler(f: Facts) -> Check | None:
 
 
 def check_installations(f: Facts) -> list[Check]:
-    """Two installations of one thing, of which nobody knows which is imported."""
+    """Checks for packages that are installed twice, where it is unclear which one is imported."""
     return [
         Check("installations", "problem", f"{name} is installed twice: {', '.join(folders)}", f"pip uninstall {name}")
         for name, folders in f.installations.items()
@@ -248,7 +248,7 @@ def check_installations(f: Facts) -> list[Check]:
 
 
 def check_influences(f: Facts) -> list[Check]:
-    """Variables that change results or times."""
+    """Checks environment variables that change results or times."""
     return [
         Check("environment", "warning", f"{name}={f.environment[name]}: {what}", f"unset {name}")
         for name, what in INFLUENTIAL.items()
@@ -257,7 +257,7 @@ def check_influences(f: Facts) -> list[Check]:
 
 
 def check_optional(f: Facts) -> Check:
-    """Parts that are nice to have. Their absence is nothing wrong."""
+    """Lists missing optional packages. Their absence is not a problem."""
     if not f.absent:
         return Check("optional parts", "ok", "all there")
     text = "; ".join(f"{module} ({OPTIONAL[module][0]}: {OPTIONAL[module][1]})" for module in f.absent)
@@ -283,7 +283,7 @@ CHECKS: tuple[Callable[[Facts], Check | list[Check] | None], ...] = (
 
 
 def examine(facts: Facts) -> list[Check]:
-    """Every check that applies, in order."""
+    """Runs every check that applies, in order."""
     found: list[Check] = []
     for check in CHECKS:
         result = check(facts)
@@ -300,7 +300,7 @@ def _names(cards: Iterable[Card]) -> str:
 
 
 def _index(driver: str, below: int = 99) -> str:
-    """PyTorch's own index with the newest CUDA build that a driver runs."""
+    """Returns PyTorch's index with the newest CUDA build that a driver supports."""
     fitting = [major for major in PYTORCH_BUILDS if major < below and _numbers(driver)[0] >= OLDEST_DRIVER[major]]
     return f"https://download.pytorch.org/whl/{PYTORCH_BUILDS[max(fitting, default=min(PYTORCH_BUILDS))]}"
 
@@ -324,13 +324,13 @@ def _covered(arch: str, built_for: Iterable[str]) -> bool:
 
 
 def report(facts: Facts, checks: Iterable[Check]) -> str:
-    """What a person reads."""
+    """Returns the report as text."""
     lines = [f"warpwave {warpwave.__version__} in {Path(warpwave.__file__).resolve().parent}", platform.platform(), ""]
     rows: list[tuple[str, ...]] = []
     for check in checks:
         rows.append((check.status, check.name, check.found))
         if check.cure:
-            rows.append(("", "cure:", check.cure))
+            rows.append(("", "fix:", check.cure))
     lines += columns(rows)
     if facts.kernels is not None:
         able = [name for name, reasons in facts.kernels.items() if not reasons]
@@ -344,21 +344,21 @@ def report(facts: Facts, checks: Iterable[Check]) -> str:
 
 
 def summary(checks: Iterable[Check]) -> str:
-    """One sentence."""
+    """Returns the result in one sentence."""
     problems = [c.name for c in checks if c.status == "problem"]
     warnings = [c.name for c in checks if c.status == "warning"]
     if not problems and not warnings:
-        return "Nothing is wrong."
+        return "No problems found."
     parts = [
         f"{len(names)} {what}{'s' if len(names) > 1 else ''} ({', '.join(dict.fromkeys(names))})"
         for what, names in (("problem", problems), ("warning", warnings))
         if names
     ]
-    return f"{' and '.join(parts)}: each has its cure above."
+    return f"{' and '.join(parts)}: each has its fix above."
 
 
 def as_data(facts: Facts, checks: Iterable[Check]) -> dict[str, Any]:
-    """The same for `--json`: nothing of the environment but what a check says of it."""
+    """Returns the report as data for `--json`; of the environment it holds only what a check mentions."""
     return {
         "warpwave": warpwave.__version__,
         "platform": platform.platform(),
@@ -374,7 +374,7 @@ def as_data(facts: Facts, checks: Iterable[Check]) -> dict[str, Any]:
 
 
 def run(*, as_json: bool, bundle: Path | None, force: bool) -> int:
-    """The whole command. Returns the exit code: 1 where something does not work.
+    """Runs the command. Returns the exit code: 1 if there is a problem.
 
     Raises:
         InvalidInput: the bundle's file exists, or cannot be written.

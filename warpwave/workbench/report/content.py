@@ -1,4 +1,4 @@
-"""Every fact of a report as plain data, in the order it is told. The HTML page and the Markdown both read this."""
+"""The contents of a report as plain data, in the order of the page. The HTML page and the Markdown both use it."""
 
 from __future__ import annotations
 
@@ -184,8 +184,8 @@ def _rates_notes(known: MachineRates) -> list[str]:
 
 # Tables --------------------------------------------------------------------------------------------------------------
 
-HOST_NOTE = "Until the call returns, the device left to catch up: what the processor pays."
-MEMORY_NOTE = "Allocated during the call, its output included. 1 MB is 10⁶ bytes."
+HOST_NOTE = "Time until the call returns on the host; the device may still be working."
+MEMORY_NOTE = "Allocated during the call, including its output. 1 MB is 10⁶ bytes."
 
 
 def losses_table(found: Sequence[Fall]) -> Table | None:
@@ -220,13 +220,13 @@ def measurements_table(cases: Sequence[CaseResult], *, shorten: bool = False) ->
     if not groups:
         return None
     note = (
-        "Times are medians over rounds. TFLOP/s count the two products over visible pairs, GB/s the compulsory bytes, "
-        "tokens the queries. Error is the RMS distance from float64 in units of the rounding model's: 1 is what "
-        "rounding alone costs; what misses the gates is called inaccurate and stands in no plot. The last column is "
-        "the median of the paired ratios: above 1 ours is the faster."
+        "Times are medians over rounds. TFLOP/s counts the two products over visible pairs, GB/s the compulsory bytes, "
+        "tokens the queries. Error is the RMS distance from float64 in units of the rounding model's error: 1 is the "
+        "cost of rounding alone. A contender that misses the accuracy gates is marked inaccurate and left out of the "
+        "plots. The last column is the median of the paired ratios; above 1, ours is faster."
     )
     if shorten:
-        note += " Shortened to ours and the best peer of each case: with all contenders the page would be too large."
+        note += " Shortened to ours and the best peer of each case, because the page would otherwise be too large."
     return Table("All measurements", note, columns, groups)
 
 
@@ -291,7 +291,7 @@ def bounds_table(cases: Sequence[CaseResult]) -> Table | None:
     ]
     if not rows:
         return None
-    note = "The longest of the bounds on products, exponentials, memory and launch; no implementation can beat it."
+    note = "The longest of the bounds by products, exponentials, memory and launch. No implementation is faster."
     return Table("Bounds", note, columns, [Group("", "", rows)])
 
 
@@ -333,7 +333,9 @@ def untimed_table(cases: Sequence[CaseResult]) -> Table | None:
         for (name, reason), found in where.items()
     ]
     columns = [Column("contender", False), Column("why", False), Column("where", False)]
-    return Table("Not timed", "What was wrong, unavailable or refused has no time.", columns, [Group("", "", rows)])
+    return Table(
+        "Not timed", "A contender that was wrong, unavailable or refused has no time.", columns, [Group("", "", rows)]
+    )
 
 
 # Environment ---------------------------------------------------------------------------------------------------------
@@ -434,7 +436,7 @@ def reproduce_notes(machine: Machine) -> list[str]:
     notes = [] if where is None else [f"With {where}."]
     if not machine.is_cpu:
         notes.append(
-            "Cards of one model differ, and so does one card cool and hot: ratios carry over to another card better "
-            "than times do."
+            "Cards of one model differ, and a card differs with its temperature. Ratios carry over to another card "
+            "better than times."
         )
     return notes

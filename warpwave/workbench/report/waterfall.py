@@ -1,4 +1,4 @@
-"""Where the time of each case went: the losses of our measurement, as a waterfall and a table."""
+"""The losses of each case of ours, as a waterfall and as a table."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _of(case: CaseResult, machine: Machine) -> Losses | None:
 
 
 def falls(cases: Sequence[CaseResult], machine: Machine) -> list[Fall]:
-    """Every case that can be split, on one axis."""
+    """Returns every case whose time can be split into losses, on a common axis."""
     found = [(case, losses) for case in cases if (losses := _of(case, machine)) is not None]
     if not found:
         return []
@@ -79,7 +79,7 @@ def falls(cases: Sequence[CaseResult], machine: Machine) -> list[Fall]:
 
 
 def shown(found: Sequence[Fall]) -> list[tuple[int, str]]:
-    """The losses that some case shows: number and name, for the legend."""
+    """Returns number and name of the losses that any case shows, for the legend."""
     there = {segment.number for fall in found for segment in fall.segments}
     return [(number, name) for number, name in enumerate(NAMES) if number in there]
 
@@ -97,16 +97,14 @@ COLUMNS = (
     "power-matched",
 )
 NOTE = (
-    "Measured over bound is the product of the factors and the remainder, exactly. Factors are the model's: what "
-    "each costs "
-    "on the way from the data sheet's bound; the remainder is what it did not foresee. Power-matched is the bound at "
-    "the "
-    "clock read after the case's rounds. No share passes 100 %."
+    "Measured time over bound is exactly the product of the factors and the remainder. The factors are the model's "
+    "losses between the data sheet's bound and the predicted time; the remainder is what the model did not predict. "
+    "Power-matched is the bound at the clock that was read after the case's rounds. No share exceeds 100 %."
 )
 
 
 def rows(found: Sequence[Fall]) -> list[list[str]]:
-    """The table's cells, by `COLUMNS`."""
+    """Returns the cells of the table, in the order of `COLUMNS`."""
     cells = []
     for fall in found:
         named = [f"{loss.name} {loss.factor:.2f}" for loss in fall.losses.noticeable[:-1]]
@@ -129,6 +127,6 @@ def rows(found: Sequence[Fall]) -> list[list[str]]:
 
 
 def note(found: Sequence[Fall]) -> str:
-    """What the table says, and what removes the ceilings that are first to change: no promised factor."""
+    """Returns the note of the table, and how to reduce the largest losses."""
     largest = dict.fromkeys(fall.losses.largest.name for fall in found if fall.losses.largest is not None)
     return " ".join([NOTE, *(f"{name[0].upper()}{name[1:]}: {REMEDIES[name]}." for name in largest)])

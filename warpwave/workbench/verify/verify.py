@@ -1,9 +1,9 @@
-"""`warpwave verify`: is attention right on this machine, and as fast as it was where the package was measured?
+"""`warpwave verify`: checks that attention is correct on this machine, and as fast as in the shipped records.
 
-Every kernel that runs here is asked for a sample of everything it claims. Outputs are held against float64, and exact
-probes, whose results are known without arithmetic, find what rounding would hide: a key too many, a lost tile, a cell
-read that nobody may read. On a card that a shipped record knows, the record's cases are timed again beside torch's
-SDPA. What was found is written to a file to share.
+Every kernel that runs here computes a sample of every feature that it supports. Outputs are compared with float64.
+Exact probes, whose results are known without arithmetic, find errors that rounding would hide: an extra key, a lost
+tile, a read outside of a tensor. If a shipped record is of this card, its cases are timed again beside torch's SDPA.
+The results are written to a file that can be shared.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from warpwave.workbench.terminal import in_columns
 from warpwave.workbench.verify.selfcheck import FEATURES_OF_DTYPE, PROBES, SEED, gates, probe_problem, problem_of
 
 ROUNDS = 6  # the fewest that give an interval
-MOST_TIMED = 12  # cases of the shipped records, as many of each suite
-LAST_TIMED = 105.0  # seconds after which no further case is timed: the command is to end within two minutes
+MOST_TIMED = 12  # cases of the shipped records, the same number of each suite
+LAST_TIMED = 105.0  # seconds; no case is started later, so that the command ends within two minutes
 MOST_COMPILERS = 12  # each with a CUDA context of its own, half a gigabyte of the GPU's memory
 SLOWER_THAN_CARDS_DIFFER = 0.85  # cards of one kind, and one card hot and cool, differ by 10 to 15 %
 
@@ -53,10 +53,10 @@ class Line:
     """One line of the verdict.
 
     Args:
-        kernel: whom it is about.
+        kernel: its name.
         what: dtype and feature, or the probe.
-        passed: whether it held.
-        detail: the error in units of the rounding model's, or what is wrong.
+        passed: whether the check passed.
+        detail: the error in units of the rounding model's error, or what is wrong.
     """
 
     kernel: str
@@ -84,18 +84,18 @@ class Speed:
 
     @property
     def ratio(self) -> Ratio:
-        """How many times as fast as the record; below 1 is slower."""
+        """The speed here over the speed in the record; below 1 is slower."""
         return unpaired_ratio(self.then.samples_us, self.now.samples_us)
 
     @property
     def is_slow(self) -> bool:
-        """Whether it is slower than cards of one kind differ."""
+        """Whether it is slower than the usual difference between cards of one model."""
         return self.ratio.high95 is not None and self.ratio.high95 < SLOWER_THAN_CARDS_DIFFER
 
 
 @dataclass
 class Outcome:
-    """Everything found."""
+    """All results of the command."""
 
     gpu: Gpu
     lines: list[Line] = field(default_factory=list)
@@ -110,7 +110,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether something was checked, to the end, and nothing was wrong."""
+        """Whether every check ran and passed."""
         return bool(self.lines) and not self.wrong and not self.broken
 
 
@@ -118,11 +118,11 @@ class Outcome:
 
 
 class Broken(RuntimeError):
-    """The GPU's context is lost: nothing can run in this process any more."""
+    """The GPU's context is lost, so this process cannot run anything on it."""
 
 
 def check_kernel(module: Any, outcome: Outcome, device: torch.device, say: Callable[[Line], None]) -> list[Measurement]:
-    """Everything one kernel claims of the sample. Returns the verdicts as records."""
+    """Checks one kernel on every case of the sample that it supports. Returns the verdicts as records."""
     name, gpu = module.NAME, outcome.gpu
     refused = outcome.refused.setdefault(name, {})
     measured = []
