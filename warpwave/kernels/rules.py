@@ -38,4 +38,4 @@ def deciding(rules: Sequence[Rule[C]], call: Any) -> Rule[C]:
 def note(rule: Rule[Any], config: Any) -> str:
     """Returns the row that decided, in one sentence; of a config that is not in the row, that it is another."""
     chosen = "" if config in rule.configs else "; the table would choose another config"
-    return f"config by rule: {rule.where}: {rule.gain}" + (f" ({rule.record})" if rule.record else "") + chosen
+    return f"{rule.where}: {rule.gain}" + (f" ({rule.record})" if rule.record else "") + chosen
