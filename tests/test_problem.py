@@ -318,7 +318,15 @@ def test_with_an_error_budget_rules_may_read_sizes() -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
 def test_rules_of_kernels_say_the_same_of_every_length(kernel: Any, arch: str) -> None:
     gpu = Gpu.for_arch(arch)
-    for kind in ({}, {"dtype": "float32"}, {"head_dim": 300}, {"requires_grad": True}, {"page_size": 48}):
-        for sizes in ({}, {"batch": 1, "seqlen_q": 1}, {"seqlen_q": 70_000, "seqlen_k": 90_000}):
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"dtype": "float32"},
+        {"head_dim": 300},
+        {"requires_grad": True},
+        {"page_size": 48},
+    ]
+    others: list[dict[str, Any]] = [{}, {"batch": 1, "seqlen_q": 1}, {"seqlen_q": 70_000, "seqlen_k": 90_000}]
+    for kind in kinds:
+        for sizes in others:
             problem = replace(PLAIN, **kind, **sizes)
             assert kernel.why_not(problem, gpu) == kernel.why_not.__wrapped__(problem, gpu)

@@ -342,7 +342,9 @@ def test_every_row_of_the_tables_has_a_record(rules: Any) -> None:
 
 def test_explain_prints_the_row_that_decided() -> None:
     problem = replace(PROBLEM, batch=16, head_dim=64, head_dim_v=64, seqlen_q=1024, seqlen_k=1024, causal=Causal())
-    (said,) = flash_fwd_configs.notes(problem, H200, flash_fwd_configs.default(problem, H200))
+    config = flash_fwd_configs.default(problem, H200)
+    assert config is not None
+    (said,) = flash_fwd_configs.notes(problem, H200, config)
     assert "at most 2,048 keys a query" in said and flash_fwd_configs.MASKS in said
     assert "at most 2,048 keys a query" in " ".join(str(explain(problem, gpu=H200)).split())
     (said,) = flash_fwd_configs.notes(problem, H200, flash_fwd_configs.Config(128, 128, 2))

@@ -30,9 +30,8 @@ MAX_HEAD_DIM = {"float16": 384, "bfloat16": 384, "float32": 256}
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Every reason this kernel cannot run the problem there; empty when it can."""
     reasons = _why_not_kind(problem, gpu)
-    if (
-        not reasons and has_bias_cells(problem) and default(problem, gpu) is None
-    ):  # without a bias some tile always fits
+    # Without a bias for each score some tile always fits.
+    if not reasons and has_bias_cells(problem) and default(problem, gpu) is None:
         return ["no tile fits shared memory and registers beside its share of the bias"]
     return reasons
 
