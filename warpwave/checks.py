@@ -264,8 +264,8 @@ def bind_axes(
         if size != known and not (broadcast and size == 1):
             allowed = f"{known} or 1" if broadcast else f"{known}"
             raise InvalidInput(
-                f"{name} has shape {tuple(shape)}, so its {axis} is {size}; {source} has {axis} {known}, and {name} must be "
-                f"{_text(names)} with {axis} {allowed}"
+                f"{name} has shape {tuple(shape)}, so its {axis} is {size}; {source} has {axis} {known}, and {name} "
+                f"must be {_text(names)} with {axis} {allowed}"
             )
 
 

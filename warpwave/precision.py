@@ -8,8 +8,8 @@ a few:
     x = x0 + x1 (+ x2);   x y ~ x0 y0 + (x0 y1 + x1 y0) (+ x1 y1 + x0 y2 + x2 y0)
 
 Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations"
-(2019); Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores" (2022). docs/notes/float32.md derives the
-figures and shows what was measured.
+(2019); Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores" (2022). docs/notes/float32.md
+derives the figures and shows what was measured.
 
 The error that is promised is |out - exact| / |exact|, Euclidean norms over the whole of out, exact computed in float64
 from the same inputs. It holds for inputs no sharper than the conformance suite's: logits of standard deviation 9, or

@@ -1,4 +1,7 @@
-"""`flash_fwd`: the portable one-pass forward, head_dim up to 256."""
+"""`flash_fwd`: the portable one-pass forward, head_dim up to 256.
+
+Bound: tensor cores for long sequences, exponentials at head_dim 64 and below, launch latency for small grids.
+"""
 
 from warpwave.kernels.flash_fwd.config import default
 from warpwave.kernels.flash_fwd.kernel import NAME, NEEDS_GPU, Config, bind, configs, cost, smem_bytes, specify, why_not

@@ -1,4 +1,7 @@
-"""`large_head_dim`: one pass with head_dim in pieces, for head_dim above 256 and latent caches."""
+"""`large_head_dim`: one pass with head_dim in pieces, for head_dim above 256 and latent caches.
+
+Bound: L2 and shared memory (host.py).
+"""
 
 from warpwave.kernels.large_head_dim.host import (
     MEANT_FROM,

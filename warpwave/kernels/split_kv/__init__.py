@@ -1,4 +1,7 @@
-"""`split_kv`: keys split over thread blocks, for decode, paged caches and prompts of few rows."""
+"""`split_kv`: keys split over thread blocks, for decode, paged caches and prompts of few rows.
+
+Bound: memory at decode, latency where the cache is short (host.py).
+"""
 
 from warpwave.kernels.split_kv.host import (
     NAME,

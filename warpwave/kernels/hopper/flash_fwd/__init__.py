@@ -1,4 +1,7 @@
-"""`hopper/flash_fwd`: the warp-specialized forward for Hopper, in Gluon."""
+"""`hopper/flash_fwd`: the warp-specialized forward for Hopper, in Gluon.
+
+Bound: tensor cores from head_dim 128 on, exponentials and instruction issue at 64 (kernel.py).
+"""
 
 from warpwave.kernels.hopper.flash_fwd.config import ABLE, default, notes
 from warpwave.kernels.hopper.flash_fwd.kernel import (
