@@ -21,7 +21,8 @@ import torch
 
 from tests.conformance.harness import DEVICE, KERNELS, ON_GPU, each_kernel
 from tests.conformance.test_poison import Guards
-from warpwave import InvalidInput, InvalidType, UnsupportedProblem, attention, attention_varlen, ops
+from warpwave import InvalidInput, InvalidType, UnsupportedProblem, attention, attention_varlen, plans
+from warpwave.runtime.bounded import Bounded
 
 ROOT = Path(__file__).parents[2]
 
@@ -195,9 +196,9 @@ def test_equal_numbers_of_other_types_are_one_call(
     name: str, usual: Any, others: Any, first: str, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever comes first, all are served alike: a plan is found by equality."""
-    monkeypatch.setattr(ops, "_plans", {})
-    monkeypatch.setattr(ops, "_recent", {})
-    monkeypatch.setattr(ops, "_last", {})
+    monkeypatch.setattr(plans, "_plans", Bounded(64))
+    monkeypatch.setattr(plans, "_recent", Bounded(64))
+    monkeypatch.setattr(plans, "_last", Bounded(64))
     make = packed if name == "max_seqlen_q" else dense
     spellings = [usual, *others] if first == "usual" else [*others, usual]
     for value in spellings:
@@ -208,7 +209,7 @@ def test_equal_numbers_of_other_types_are_one_call(
 def test_what_a_call_says_has_one_type(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a plan is found by holds floats, ints and bools of Python, however they were given."""
     seen: list[Any] = []
-    monkeypatch.setattr(ops, "recall", lambda operands, said: seen.append(said))
+    monkeypatch.setattr(plans, "recall", lambda operands, said: seen.append(said))
     call(dense(softcap=np.float32(1), softmax_scale=fractions.Fraction(1, 4), window_size=[np.int64(3), 0]))
     call(packed(max_seqlen_q=np.int64(7), return_lse=np.bool_(True)))
     wrong = [x for said in seen for x in (*said[2:4], *(said[1] or ())) if type(x) not in (float, int, type(None))]
