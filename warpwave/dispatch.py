@@ -1,20 +1,21 @@
-"""Which kernel serves a problem: the first of `KERNELS` that can run it and that no later one outruns.
+"""Chooses the kernel of a problem: the first of `KERNELS` that can run it, unless a later one is known to be faster.
 
-A kernel is a module of `warpwave.kernels` with
+A kernel is a module or package of `warpwave.kernels` with
 
-    NAME                                       its path there: "flash_fwd"
-    NEEDS_GPU                                  whether CPU tensors are none of its business
-    Config                                     a frozen dataclass that checks itself
-    why_not(problem, gpu) -> list[str]         every reason it cannot run the problem; empty when it can
-    outrun(problem, gpu) -> list[str]          optional: why a later kernel is faster though this one could run it, a
-                                               threshold in closed form with what was measured; only "auto" asks
-    cost(problem, gpu, config) -> Cost         what it moves and computes
+    NAME                                       its name: "flash_fwd"
+    NEEDS_GPU                                  whether it refuses CPU tensors
+    Config                                     a frozen dataclass that checks its values
+    why_not(problem, gpu) -> list[str]         every reason it cannot run the problem; empty if it can
+    outrun(problem, gpu) -> list[str]          optional: why a later kernel is faster although this one can run the
+                                               problem: thresholds in closed form, with measurements; read for "auto"
+    cost(problem, gpu, config) -> Cost         bytes moved and operations computed
     configs(problem, gpu) -> list[Config]      the default first, then the search space
-    default(problem, gpu) -> Config            optional: the first of them alone, where the others take time to list
+    default(problem, gpu) -> Config            optional: the first of `configs`, without listing the others
+    notes(problem, gpu, config) -> list[str]   optional: what `explain` prints about a config
     bind(problem, operands, config)            -> run(operands) -> (out, lse or None)
-    gradients, gradients_why_not               optional: gradients that take nothing of the forward, and why not
+    gradients, gradients_why_not               optional: gradients that need no result of the forward, and why not
 
-Errors, `explain`, and the support matrix in the docs all read these; nothing about a kernel is stated elsewhere.
+Errors, `explain`, and the support matrix in the docs read these. Nothing about a kernel is stated elsewhere.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from warpwave.kernels.hopper import large_head_dim as hopper_large_head_dim
 from warpwave.kernels.ladder import naive, tiled
 from warpwave.problem import AttentionProblem
 
-# In the order of preference. Every problem has a kernel, because eager runs everything; what stands behind it, "auto"
-# never takes: rungs of the ladder (docs/kernels/ladder.md), which keep a workspace as large as all scores.
+# In order of preference. Every problem has a kernel, because eager runs everything. "auto" never takes those behind
+# eager: rungs of the ladder (docs/kernels/ladder.md), which keep a workspace as large as all scores.
 KERNELS: tuple[Any, ...] = (
     *(split_kv, hopper_flash_fwd, flash_fwd, hopper_large_head_dim, large_head_dim, three_kernel, torch_sdpa, eager),
     *(tiled, naive),
 )
-# Those that read a paged cache.
+# The kernels that read a paged cache.
 CACHE_KERNELS: tuple[Any, ...] = (split_kv, large_head_dim, eager)
 
 
 def kernels_for(problem: AttentionProblem) -> tuple[Any, ...]:
-    """The kernels among which one is chosen, in the order of preference."""
+    """Returns the kernels among which one is chosen, in order of preference."""
     return CACHE_KERNELS if problem.page_size else KERNELS
 
 
@@ -54,12 +55,12 @@ class Choice(NamedTuple):
 
 
 def reasons_against(problem: AttentionProblem, gpu: Gpu) -> dict[str, list[str]]:
-    """Kernel name -> why it cannot run the problem, in the order of preference; empty lists can."""
+    """Returns kernel name -> why it cannot run the problem, in order of preference; an empty list if it can."""
     return {kernel.NAME: kernel.why_not(problem, gpu) for kernel in kernels_for(problem)}
 
 
 def passed_over(problem: AttentionProblem, gpu: Gpu) -> dict[str, list[str]]:
-    """Kernel name -> why `auto` leaves a problem to a later kernel which this one could run; only those that do."""
+    """Returns kernel name -> why `auto` leaves the problem to a later kernel, for kernels that could run it."""
     found = {
         kernel.NAME: _outrun(kernel, problem, gpu)
         for kernel in kernels_for(problem)
@@ -74,7 +75,7 @@ def _outrun(kernel: Any, problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 
 def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: Any = None) -> Choice:
-    """The kernel that will run the problem.
+    """Returns the kernel that will run the problem, and its config.
 
     Args:
         kernel: `"auto"`, or a kernel's name: that one runs or the call raises; it never falls back.
@@ -89,7 +90,7 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
     if kernel == "auto":
         if config is not None:
             raise InvalidInput("config was given with kernel='auto'; name the kernel the config is for")
-        # `interpreter` is for tests that name a kernel; nobody is served by it.
+        # "auto" never uses Triton's interpreter: it is for tests that name a kernel.
         able = (
             m
             for m in kernels_for(problem)
@@ -98,7 +99,7 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
             and not _outrun(m, problem, gpu)
         )
         module = next(able, None)
-        if module is None:  # an error budget is all that eager refuses, and its products are the most accurate
+        if module is None:  # eager refuses error budgets alone, and no kernel's products are more accurate
             raise UnsupportedProblem(
                 f"no kernel can run {problem.describe()} on {gpu.name}",
                 {eager.NAME: eager.why_not(problem, gpu)},
@@ -125,15 +126,15 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
 
 
 def default_config(module: Any, problem: AttentionProblem, gpu: Gpu) -> Any:
-    """The config with which a kernel runs a problem that it takes, where nobody names another."""
+    """Returns the config with which a kernel runs a problem that it accepts, if the caller names no other."""
     return module.default(problem, gpu) if hasattr(module, "default") else module.configs(problem, gpu)[0]
 
 
 def forward_of(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> tuple[AttentionProblem, str]:
-    """What the forward of a call is, and whose gradients come behind it, "" where they are those of its own kernel.
+    """Returns the problem of a call's forward, and the kernel that computes its gradients: "" for the forward's own.
 
-    Gradients that take nothing of the forward, neither out nor the log-sum-exp, leave it to whichever kernel is the
-    fastest for a call without them.
+    If the gradients need no result of the forward, neither out nor the log-sum-exp, the forward runs on the fastest
+    kernel for a call without gradients.
     """
     if kernel != "auto" or not problem.requires_grad:
         return problem, ""
