@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from warpwave import dispatch
 from warpwave.gpu import Gpu
 from warpwave.kernels.three_kernel import config as three_kernel_configs
+from warpwave.kernels.three_kernel import host as three_kernel
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.inspect.compiled import compile_launches, mixed_descriptors, worst
 
@@ -29,7 +30,7 @@ def main() -> None:
         if job.get("own_products"):
             config = three_kernel_configs.own_products(problem, gpu)
         if "changes" in job:
-            config = kernel.with_workspace(problem, gpu, replace(config, **job["changes"]))
+            config = three_kernel.with_workspace(problem, gpu, replace(config, **job["changes"]))
         results = compile_launches(kernel, problem, gpu, config)
         launches = [compiled.facts for compiled in results]
         facts = vars(worst(launches)) | {

@@ -103,6 +103,6 @@ def test_explain_states_it() -> None:
         gradients = three_kernel_gradient_memory.gradient_bytes(p)
         assert said.memory.gradients == gradients == 2 * 2 * 2048 * 4 * 4 * p.head_dim - 2 * 2 * 2048 * 4 * p.head_dim
         assert said.memory.backward == three_kernel_gradient_memory.peak_bytes(p) - gradients
-        assert "of workspace beside them" in str(said)
+        assert "of workspace" in str(said)
     by_eager = explain(problem(softcap=30.0), gpu=H200).memory
     assert by_eager is not None and by_eager.gradients == by_eager.backward == 0
