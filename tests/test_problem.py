@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warpwave import dispatch
+from warpwave import problem as problem_module
 from warpwave.gpu import Gpu
 from warpwave.problem import SIZES, AttentionProblem, Band, Causal, by_kind
 
@@ -274,7 +275,8 @@ def test_causal_refuses_an_unknown_corner() -> None:
 
 def test_a_kind_leaves_sizes_out_and_nothing_else() -> None:
     for name, value in CHANGED.items():
-        assert (replace(PLAIN, **{name: value}).kind is PLAIN.kind) == (name in SIZES), name
+        assert (replace(PLAIN, **{name: value}).kind is PLAIN.kind) == (name in (*SIZES, "softmax_scale")), name
+    assert replace(PLAIN, softcap=1.0).kind is replace(PLAIN, softcap=2.0).kind
     masks = [replace(PLAIN, mask_shape=shape) for shape in ((2, 1, 5, 7), (3, 1, 9, 8), (2, 4, 5, 7), (2, 1, 1, 7))]
     assert masks[0].kind is masks[1].kind and len({m.kind for m in masks}) == 3
 
@@ -291,6 +293,13 @@ def test_a_rule_is_evaluated_once_a_kind() -> None:
         assert rule(replace(PLAIN, seqlen_q=seqlen, batch=seqlen), 3) == 24
     assert seen == [3]
     assert rule(replace(PLAIN, head_dim=16), 3) == 48 and rule(PLAIN, 4) == 32
+
+
+def test_kinds_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(problem_module, "MAX_KINDS", 8)
+    for head_dim in range(1, 40):
+        assert replace(PLAIN, head_dim=head_dim).kind
+    assert len(problem_module._kinds) <= 8
 
 
 @pytest.mark.parametrize("size", ["batch", "seqlen_q", "seqlen_k", "total_q", "total_k"])

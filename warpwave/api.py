@@ -309,12 +309,12 @@ def attention_with_kv_cache(
         new = cached_calls.prepare_new(cache, operands, longest, rows, k_new, v_new, rotary, lengths)
     if checked:
         cached_calls.check_contents(operands, new, options, serving, lengths, rotary)
-    operands = new.operands
+    asked, operands = operands, new.operands  # which differ where queries are rotated; `recall` sees the caller's
     if run is None:
         attended = operands
         run = known or plans.planned(key, lambda: cached_calls.make_plan(attended, options, serving, kernel, config))
         if key is not None and not wanting:
-            plans.remember(operands, full, run)
+            plans.remember(asked, full, run)
     with new.written():  # nothing has changed before; if a kernel fails, nothing was appended
         out, lse = run(operands)
     if wanting:

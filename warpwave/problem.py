@@ -180,8 +180,9 @@ class AttentionProblem:
 
     @property
     def kind(self) -> object:
-        """The same object for problems that differ in sizes alone: in `SIZES`, and in how long those axes of a mask or
-        bias are that are not broadcast. Rules that read nothing else are evaluated once a kind (`by_kind`).
+        """The same object for problems that differ only in `SIZES`, in the scale, in how large a softcap is, and in how
+        long those axes of a mask or bias are that are not broadcast. Rules that read nothing of these are evaluated
+        once a kind (`by_kind`).
         """
         fields = self.__dict__
         found = fields.get("_kind")
@@ -189,7 +190,9 @@ class AttentionProblem:
             shapes = [shape and tuple([n == 1 for n in shape]) for shape in (self.mask_shape, self.bias_shape)]
             alibi = self.alibi_shape and len(self.alibi_shape)
             alignment = self.causal and self.causal.alignment
-            key = (*[fields[name] for name in _FIELDS_OF_KIND], alignment, *shapes, alibi)
+            key = (*[fields[name] for name in _FIELDS_OF_KIND], alignment, self.softcap > 0, *shapes, alibi)
+            if len(_kinds) >= MAX_KINDS:
+                _kinds.clear()
             found = fields["_kind"] = _kinds.setdefault(key, object())
         return found
 
@@ -369,9 +372,10 @@ SIZES = ("batch", "seqlen_q", "seqlen_k", "total_q", "total_k", "lengths", "mask
 _FIELDS_OF_KIND = tuple(
     field.name
     for field in fields(AttentionProblem)
-    if field.name not in (*SIZES, "causal", "mask_shape", "bias_shape", "alibi_shape")
+    if field.name not in (*SIZES, "causal", "softmax_scale", "softcap", "mask_shape", "bias_shape", "alibi_shape")
 )
 _kinds: dict[tuple[Any, ...], object] = {}
+MAX_KINDS = 4096
 MAX_RULINGS = 4096  # of one rule
 
 P = ParamSpec("P")
@@ -382,8 +386,9 @@ def by_kind(rule: Callable[Concatenate[AttentionProblem, P], R]) -> Callable[Con
     """Evaluates a rule once for each kind of problem, so that a new length costs a look-up.
 
     Args:
-        rule: a function of a problem and of hashable arguments that reads no size. It gets a problem whose `SIZES` are
-            None, so that a rule which computes with one raises, and whose mask and bias have axes of 1 or 2.
+        rule: a function of a problem and of hashable arguments that reads no size. It gets a problem whose `SIZES` and
+            scale are None, so that a rule which computes with one raises, whose softcap is 0 or 1, and whose mask and
+            bias have axes of 1 or 2.
 
     Returns:
         The same function. Callers must not change what it returns.
@@ -411,7 +416,8 @@ def _without_sizes(problem: AttentionProblem) -> AttentionProblem:
 
     return replace(
         problem,
-        **dict.fromkeys(SIZES),  # type: ignore[arg-type]
+        **dict.fromkeys((*SIZES, "softmax_scale")),  # type: ignore[arg-type]
+        softcap=float(problem.softcap > 0),
         mask_shape=shape(problem.mask_shape),
         bias_shape=shape(problem.bias_shape),
         alibi_shape=shape(problem.alibi_shape),

@@ -40,6 +40,11 @@ def counters_of(device: torch.device) -> Counters:
     """Returns the device's tile counters, made on first use."""
     index = device.index
     if index not in _counters:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "the device's tile counters are not made yet and a CUDA graph is being captured: make the same call "
+                "once before the capture to warm it up"
+            )
         with torch.cuda.device(device):
             _counters[index] = Counters(device)
     return _counters[index]
