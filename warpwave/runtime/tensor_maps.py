@@ -22,12 +22,13 @@ class MapPlan(NamedTuple):
 
     Args:
         source: the number of the launcher's argument that it describes.
-        shape: four sizes; (batch, heads, rows, columns) in Gluon kernels, (batch or page, rows, heads, columns) in
+        shape: sizes: (batch, heads, rows, columns) of tensors in Gluon kernels, (batch or page, rows, heads, columns) in
             `split_kv`. A copy reads zeros behind them and writes nothing there.
         strides: of the same axes, in elements.
         block: what one copy moves.
         has_layout: whether the descriptor states the layout of shared memory, as it must for Gluon kernels; for others
             Triton's compiler chooses it.
+        is_swizzled: whether a Gluon kernel's shared memory is swizzled as wgmma reads it; if not, rows lie as they are.
     """
 
     source: int
@@ -35,6 +36,7 @@ class MapPlan(NamedTuple):
     strides: tuple[int, ...]
     block: tuple[int, ...]
     has_layout: bool = True
+    is_swizzled: bool = True
 
     def descriptor(self, tensor: torch.Tensor) -> Any:
         """Returns Triton's own object, for compiling, the interpreter and the public call."""
@@ -44,7 +46,10 @@ class MapPlan(NamedTuple):
 
             return WithoutLayout(*described)
         dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[tensor.dtype]
-        return TensorDescriptor(*described, gl.NVMMASharedLayout.get_default_for(list(self.block), dtype))
+        layout = gl.NVMMASharedLayout.get_default_for(list(self.block), dtype)
+        if not self.is_swizzled:
+            layout = gl.NVMMASharedLayout(0, 8 * tensor.element_size(), len(self.block))
+        return TensorDescriptor(*described, layout)
 
 
 def has_map(tensor: torch.Tensor) -> bool:

@@ -122,9 +122,9 @@ def _write(box, n, WORD: gl.constexpr, value):
 
 
 @jit
-def _read(box, n, WORD: gl.constexpr):
+def _read(box, n, WORD: gl.constexpr, WARPS: gl.constexpr):
     word = box.words.index((n & 1) * WORDS + WORD)
-    return gl.max(word.load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+    return gl.max(word.load(gl.BlockedLayout([1], [32], [WARPS], [0])), axis=0)
 
 
 @jit
@@ -149,18 +149,19 @@ def wait_posted(box, n):
 
 
 @jit
-def read(box, n, seqlen_q, seqlen_k, IS_VARLEN: gl.constexpr):
-    """Message n. To read it again is cheaper than to keep what it says in registers through a loop over keys."""
-    tile = _read(box, n, TILE)
-    batch = _read(box, n, BATCH)
-    head = _read(box, n, HEAD)
+def read(box, n, seqlen_q, seqlen_k, IS_VARLEN: gl.constexpr, WARPS: gl.constexpr = 4):
+    """Message n, for a role of WARPS warps. To read it again is cheaper than to keep what it says in registers through
+    a loop over keys."""
+    tile = _read(box, n, TILE, WARPS)
+    batch = _read(box, n, BATCH, WARPS)
+    head = _read(box, n, HEAD, WARPS)
     q_begin = gl.to_tensor(0)
     k_begin = gl.to_tensor(0)
     if IS_VARLEN:
-        q_begin = _read(box, n, Q_BEGIN)
-        seqlen_q = _read(box, n, SEQLEN_Q)
-        k_begin = _read(box, n, K_BEGIN)
-        seqlen_k = _read(box, n, SEQLEN_K)
+        q_begin = _read(box, n, Q_BEGIN, WARPS)
+        seqlen_q = _read(box, n, SEQLEN_Q, WARPS)
+        k_begin = _read(box, n, K_BEGIN, WARPS)
+        seqlen_k = _read(box, n, SEQLEN_K, WARPS)
     return Work(tile, batch, head, q_begin, seqlen_q, k_begin, seqlen_k)
 
 
