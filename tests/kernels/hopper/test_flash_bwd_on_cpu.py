@@ -62,7 +62,7 @@ SHORT = replace(PLAIN, lengths=(150, 330), heads=(2, 1), lse=True)
 CALLS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": "bottom_right", "sinks": True},
-    "more queries than keys": {"causal": "bottom_right", "lengths": (330, 150), "heads": (2, 2)},
+    "more queries than keys": {"causal": "bottom_right", "lengths": (330, 150), "heads": (2, 2), "sinks": True},
     "top left": {"causal": "top_left", "lengths": (210, 70)},
     "window": {"window": (60, 5), "alibi": "heads", "softcap": 15.0},
     "window beyond the keys": {"causal": "top_left", "window": (3, -1), "lengths": (37, 170)},
@@ -84,4 +84,3 @@ def test_the_protocol_on_a_cpu(features: str, dims: tuple[int, int]) -> None:
     references = backward_references(call.problem, call.operands, dout, dlse)
     verdict = judge_backward(call.problem, references, on_cpu(call, dout, dlse))
     assert verdict.passed, str(verdict)
-

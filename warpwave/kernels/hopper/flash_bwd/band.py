@@ -106,19 +106,23 @@ class Span:
     Args:
         begin, end: all of them; none if end <= begin.
         whole_begin, whole_end: those that need no mask.
+        rotation: at which of these the walk begins. Blocks of one head that run together begin at different tiles, so
+            that they do not add to the same rows of dQ at the same time.
     """
 
     begin: gl.tensor
     end: gl.tensor
     whole_begin: gl.tensor
     whole_end: gl.tensor
+    rotation: gl.tensor
 
     @constexpr_function
-    def __init__(self, begin, end, whole_begin, whole_end):
+    def __init__(self, begin, end, whole_begin, whole_end, rotation):
         self.begin = begin
         self.end = end
         self.whole_begin = whole_begin
         self.whole_end = whole_end
+        self.rotation = rotation
 
 
 @jit
@@ -146,7 +150,10 @@ def query_span(band, key_first, rules):
         whole_end = gl.maximum(gl.minimum(whole_end, ragged), whole_begin)
     # Where the keys end within the block, every tile is cut.
     whole_end = gl.where(key_last < band.k_end, whole_end, whole_begin)
-    return Span(begin, end, whole_begin, whole_end)
+    rotation = gl.to_tensor(0)
+    if not (rules.HAS_HIGH or rules.HAS_LOW):
+        rotation = key_first // rules.BLOCK_M
+    return Span(begin, end, whole_begin, whole_end, rotation)
 
 
 @jit
@@ -161,7 +168,8 @@ def tile_at(span, i):
     left = span.whole_begin - span.begin
     cut = num_cut(span)
     tile = gl.where(i < left, span.begin + i, span.whole_end + i - left)
-    return gl.where(i < cut, tile, span.whole_begin + i - cut)
+    whole = (i - cut + span.rotation) % gl.maximum(span.whole_end - span.whole_begin, 1)
+    return gl.where(i < cut, tile, span.whole_begin + whole)
 
 
 @jit

@@ -49,6 +49,7 @@ from warpwave.runtime.gluon_or_stub import (
     tma,
     tma_add,
     tma_load,
+    tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -364,8 +365,11 @@ def step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP: gl.constexp
 
 @aggregate
 class Results:
-    """Where dK and dV go, with strides of batch, head and row, and what dK is multiplied by; ALiBi's slopes."""
+    """Where dK and dV go: tensor maps, addresses, and strides of batch, head and row. What dK is multiplied by. ALiBi's
+    slopes."""
 
+    dk_map: object
+    dv_map: object
     dk_ptr: gl.tensor
     dv_ptr: gl.tensor
     strides_dk: gl.tuple
@@ -375,7 +379,11 @@ class Results:
     stride_alibi_b: gl.tensor
 
     @constexpr_function
-    def __init__(self, dk_ptr, dv_ptr, strides_dk, strides_dv, softmax_scale, alibi_slopes_ptr, stride_alibi_b):
+    def __init__(
+        self, dk_map, dv_map, dk_ptr, dv_ptr, strides_dk, strides_dv, softmax_scale, alibi_slopes_ptr, stride_alibi_b
+    ):  # fmt: skip
+        self.dk_map = dk_map
+        self.dv_map = dv_map
         self.dk_ptr = dk_ptr
         self.dv_ptr = dv_ptr
         self.strides_dk = strides_dk
@@ -383,6 +391,33 @@ class Results:
         self.softmax_scale = softmax_scale
         self.alibi_slopes_ptr = alibi_slopes_ptr
         self.stride_alibi_b = stride_alibi_b
+
+
+@jit
+def store_result(
+    x, result_map, ptr, strides, tiles, work, GROUP: gl.constexpr, WIDTH: gl.constexpr, rules
+):  # fmt: skip
+    """Stores dK or dV of a group's 64 keys: by TMA through a buffer of dS; where a packed sequence ends inside, row by
+    row, for behind it lies another."""
+    band = band_of(work, rules)
+    key = work.k_begin + band.k_begin + work.tile * rules.BLOCK_N + GROUP * GROUP_KEYS
+    key_end = work.k_begin + band.k_end
+    batch = work.batch
+    is_inside = True
+    if rules.IS_VARLEN:
+        batch = gl.to_tensor(0)
+        is_inside = key + GROUP_KEYS <= key_end
+    if is_inside:
+        staged = tiles.ds.index(GROUP)._reinterpret(
+            result_map.dtype, result_map.block_type.shape, result_map.layout
+        )  # fmt: skip
+        tma.store_wait(0)  # the compiler's barrier before the next store to the buffer tells the other warps
+        matrix(staged).store(x.to(result_map.dtype))
+        fence_async_shared()
+        tma_store(result_map, [batch, work.head, key, 0], staged)
+    else:
+        stride_b, stride_h, stride_n = strides
+        store_rows(x, ptr, stride_b, stride_h, stride_n, batch, work.head, key, key_end, WIDTH)
 
 
 @jit
@@ -412,6 +447,8 @@ def consumer(
         mbarrier.wait(tiles.full, messages & 1)
         if rules.IS_VARLEN:
             zero_keys_behind(tiles, work, rules)
+        tma.store_wait(0)
+        meet()  # the results of the block before have left the buffers of dS
         for h in range(heads.group_size):
             # To read the message again is cheaper than to keep what it says in registers through the loops.
             work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
@@ -426,28 +463,21 @@ def consumer(
                 row_first = band.q_begin + tile_at(span, i) * rules.BLOCK_M
                 dk, dv = step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP, True, rules)
                 n += 1
-            for m in range(span.whole_begin, span.whole_end):
-                row_first = band.q_begin + m * rules.BLOCK_M
+            for i in range(num_cut(span), span.end - span.begin):
+                row_first = band.q_begin + tile_at(span, i) * rules.BLOCK_M
                 dk, dv = step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP, False, rules)
                 n += 1
         mbarrier.arrive(tiles.empty, count=1)
         work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
         scheduler.discard(tiles.box, messages)
-        band = band_of(work, rules)
-        key = work.k_begin + band.k_begin + work.tile * rules.BLOCK_N + GROUP * GROUP_KEYS
-        key_end = work.k_begin + band.k_end
-        batch = work.batch
-        if rules.IS_VARLEN:
-            batch = gl.to_tensor(0)
-        dk_b, dk_h, dk_n = results.strides_dk
-        dv_b, dv_h, dv_n = results.strides_dv
-        store_rows(
-            dk * results.softmax_scale, results.dk_ptr, dk_b, dk_h, dk_n, batch, work.head, key, key_end, HEAD_DIM
-        )
-        store_rows(dv, results.dv_ptr, dv_b, dv_h, dv_n, batch, work.head, key, key_end, HEAD_DIM_V)
+        meet()  # the other group's last dQ has read what this one puts its results over
+        store_result(dv, results.dv_map, results.dv_ptr, results.strides_dv, tiles, work, GROUP, HEAD_DIM_V, rules)
+        dk = dk * results.softmax_scale
+        store_result(dk, results.dk_map, results.dk_ptr, results.strides_dk, tiles, work, GROUP, HEAD_DIM, rules)
         messages += 1
         scheduler.wait_posted(tiles.box, messages)
         work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+    tma.store_wait(0)
 
 
 # The kernel -----------------------------------------------------------------------------------------------------------
@@ -468,6 +498,8 @@ def joint_kernel(
     lse_map,
     delta_map,
     dq_map,
+    dk_map,
+    dv_map,
     dk_ptr,
     dv_ptr,
     alibi_slopes_ptr,
@@ -575,7 +607,7 @@ def joint_kernel(
         mbarrier.init(box.empty.index(i), count=READERS)
     fence_async_shared()
     results = Results(
-        dk_ptr, dv_ptr, (stride_dk_b, stride_dk_h, stride_dk_n), (stride_dv_b, stride_dv_h, stride_dv_n), softmax_scale,
+        dk_map, dv_map, dk_ptr, dv_ptr, (stride_dk_b, stride_dk_h, stride_dk_n), (stride_dv_b, stride_dv_h, stride_dv_n), softmax_scale,
         alibi_slopes_ptr, stride_alibi_b,
     )  # fmt: skip
     gl.warp_specialize(

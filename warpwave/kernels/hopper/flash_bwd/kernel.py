@@ -110,7 +110,7 @@ def bind(
         statistics(
             results[0], dout, results[1], dlse, sinks, offsets_q, offsets_k, lse_log2, delta, dq_sums, of_sinks
         )  # fmt: skip
-        attend(q, k, v, dout, lse_log2, delta, dq_sums, dk, dv, slopes, offsets_q, offsets_k)
+        attend(q, k, v, dout, lse_log2, delta, dq_sums, dk, dv, dk, dv, slopes, offsets_q, offsets_k)
         finish(dq_sums, dq, offsets_q, offsets_k)
         dsinks = None
         if wanted[5] and of_sinks is not None:
@@ -153,7 +153,7 @@ def specify(
     out, lse = results
     dq, dk, dv = grads
     lse_log2, delta, dq_sums, of_sinks = workspace
-    sources = (*operands[:3], dout, lse_log2, delta, dq_sums)
+    sources = (*operands[:3], dout, lse_log2, delta, dq_sums, dk, dv)
     plans = _plans(problem, config, sources)
     offsets = (operands.cu_seqlens_q, operands.cu_seqlens_k)
     band = arguments.band_constants(problem)
@@ -220,6 +220,9 @@ def _plans(problem: AttentionProblem, config: Config, sources: Sequence[torch.Te
     plans.append(
         tensor_maps.MapPlan(6, tuple(sums.shape), tuple(sums.stride()), (lines, sums.shape[1]), is_swizzled=False)
     )
+    for source, tensor in enumerate(sources[7:], 7):
+        shape, strides = host.seen(tensor, problem.packed, host.keys_end(problem))
+        plans.append(tensor_maps.MapPlan(source, shape, strides, (1, 1, joint.GROUP_KEYS.value, width(problem))))
     return plans
 
 

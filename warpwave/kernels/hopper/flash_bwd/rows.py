@@ -55,7 +55,8 @@ def _place(
     TOP_LEFT: tl.constexpr,
     IS_VARLEN: tl.constexpr,
 ):
-    """Returns the first row of a sequence, and of tile `place` the first query of the sequence and the queries' end."""
+    """Returns where tile `place` lies: the first row and the queries of its sequence, which of them see a key, as
+    [q_begin, q_end), and the tile's number in the sequence, negative where it is none's."""
     begin = 0
     tile = place
     if IS_VARLEN:
@@ -78,10 +79,8 @@ def _place(
             high = tl.minimum(high, 0)
         q_begin = tl.minimum(tl.maximum(-high, 0), seqlen_q)
     if HAS_LOW:
-        q_end = tl.maximum(tl.minimum(q_end, seqlen_k - (seqlen_k - seqlen_q - window_left)), q_begin)
-    # A packed tile before the sequence's first belongs to none.
-    q_begin = tl.where(tile < 0, q_end, q_begin + tl.maximum(tile, 0) * BLOCK_M)
-    return begin, q_begin, q_end
+        q_end = tl.maximum(tl.minimum(q_end, seqlen_q + window_left), q_begin)
+    return begin, seqlen_q, q_begin, q_end, tile
 
 
 @jit(do_not_specialize=UNSPECIALISED)
@@ -138,12 +137,13 @@ def statistics_kernel(
     batch_head = (tl.program_id(0) // num_tiles).to(tl.int64)
     head = batch_head % num_heads
     item = batch_head // num_heads
-    begin, first, q_end = _place(
+    begin, num_queries, q_begin, q_end, tile = _place(
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, place, seqlen_q, seqlen_k, total_q, total_k, batch, window_left,
         window_right, BLOCK_M, HAS_LOW, HAS_HIGH, TOP_LEFT, IS_VARLEN,
     )  # fmt: skip
+    first = q_begin + tile * BLOCK_M
     lanes = tl.arange(0, BLOCK_M)
-    inside = first + lanes < q_end
+    inside = (first + lanes < q_end) & (tile >= 0)
     rows = (begin + first + lanes).to(tl.int64)
     dims = tl.arange(0, WIDTH_V)
     cells = inside[:, None] & (dims < HEAD_DIM_V)[None, :]
@@ -166,6 +166,11 @@ def statistics_kernel(
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head)
         of_sink = tl.where(sees, -tl.exp(sink - tl.where(sees, lse, 0.0)) * delta, 0.0)
+        if dlse_ptr is not None:  # of a row that sees nothing, the log-sum-exp is the sink's logit
+            others = tile * BLOCK_M + lanes
+            unseen = (others >= 0) & (others < num_queries) & ((others < q_begin) | (others >= q_end))
+            beside = (begin + others).to(tl.int64) * stride_dlm
+            of_sink += tl.load(dlse_ptr + item * stride_dlb + head * stride_dlh + beside, mask=unseen, other=0.0)
         tl.store(of_sinks_ptr + batch_head * num_tiles + place, tl.sum(of_sink, 0))
     if dq_sums_ptr is not None:
         cells_of_tile = tl.arange(0, BLOCK_M * WIDTH)
@@ -206,10 +211,11 @@ def finish_dq_kernel(
     batch_head = (tl.program_id(0) // num_tiles).to(tl.int64)
     head = batch_head % num_heads
     item = batch_head // num_heads
-    begin, first, q_end = _place(
+    begin, _, q_begin, q_end, tile = _place(
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, place, seqlen_q, seqlen_k, total_q, total_k, batch, window_left,
         window_right, BLOCK_M, HAS_LOW, HAS_HIGH, TOP_LEFT, IS_VARLEN,
     )  # fmt: skip
+    first = tl.where(tile < 0, q_end, q_begin + tile * BLOCK_M)
     # Two groups of 64 x 64: side by side in a tile of 64 queries, one below the other in a tile of 128.
     UPRIGHT: tl.constexpr = BLOCK_M // 64
     ACROSS: tl.constexpr = WIDTH // 64
