@@ -56,6 +56,7 @@ from warpwave.runtime.gluon_or_stub import (
 
 GROUPS = gl.constexpr(2)
 GROUP_KEYS = gl.constexpr(64)
+COLUMNS = gl.constexpr(64)  # of dK and dV that one copy stores: as wide as a swizzle
 LINE = gl.constexpr(128)  # float32 of a line of dQ's sums
 READERS = gl.constexpr(3)  # of a message: two consumers and the warp that adds dQ
 
@@ -67,7 +68,8 @@ class Tiles:
     Args:
         keys, values: K and V of the block's 128 keys; `full` says that they came, `empty` that they may be replaced.
         queries, dout: rings of Q with the log-sum-exp, and of dO with delta.
-        ds: dS of a tile, [2, keys, queries]: two, so that one barrier a tile is enough.
+        ds: dS in parts of 64 keys x 64 queries (`ds_part`): of two tiles, so that one barrier a tile is enough. dK and
+            dV leave through it.
         dq: each group's share of a tile's dQ, [2, lines, LINE] float32, with its barriers.
         box: messages of the producer.
     """
@@ -227,6 +229,23 @@ def put_dq(share, tiles, GROUP: gl.constexpr, n):
 
 
 @jit
+def ds_part(tiles, stage, GROUP: gl.constexpr, HALF: gl.constexpr, rules):
+    """Returns where dS of a group's keys and the HALF-th 64 queries of a tile lies."""
+    return tiles.ds.index((stage * 2 + GROUP) * (rules.BLOCK_M // 64) + HALF)
+
+
+@jit
+def dq_async(zero, keys, tiles, n, HALF: gl.constexpr, rules):
+    """Starts dQ of the HALF-th 64 queries of a tile, with the columns that keys has: dS of both groups."""
+    dq = zero
+    for group in gl.static_range(GROUPS):
+        ds = matrix(ds_part(tiles, n % 2, group, HALF, rules)).permute((1, 0))
+        of_group = keys.slice(group * GROUP_KEYS, GROUP_KEYS, dim=0)
+        dq = warpgroup_mma(ds, of_group, dq, use_acc=group > 0, is_async=True)
+    return dq
+
+
+@jit
 def as_operand(x, dtype: gl.constexpr, WIDTH: gl.constexpr):
     """Returns x, [64, queries], as the register operand of a product with an accumulator of WIDTH columns."""
     layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(WIDTH), k_width=2)
@@ -274,13 +293,11 @@ def wide_step(
     delta = statistics_of(tiles.dout, n, 0, BLOCK_M, across)
     y = warpgroup_mma_wait(1, deps=[dp])
     ds = gradient_of_scores(p, cap, y, delta[None, :], band, row_first, key_first, IS_CUT, rules).to(dtype)
-    both = tiles.ds.index(n % 2)
-    both.slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0).store(ds)
+    matrix(ds_part(tiles, n % 2, GROUP, 0, rules)).store(ds)
     fence_async_shared()
     meet()
-    share = zero_accumulator(WIDTH // 2)
     half = keys.slice(GROUP * (WIDTH // 2), WIDTH // 2, dim=1)
-    dq = warpgroup_mma(both.permute((1, 0)), half, share, use_acc=False, is_async=True)
+    dq = dq_async(zero_accumulator(WIDTH // 2), half, tiles, n, 0, rules)
     dk_next = warpgroup_mma(as_operand(ds, dtype, WIDTH), q, dk, is_async=True)
     dv = warpgroup_mma_wait(2, deps=[dv_next])
     arrive_alone(stage_do)
@@ -329,19 +346,15 @@ def narrow_step(
     y0 = warpgroup_mma_wait(2, deps=[dp0])
     delta0 = statistics_of(tiles.dout, n, 0, HALF, across)
     ds0 = gradient_of_scores(p0, cap0, y0, delta0[None, :], band, row_first, key_first, IS_CUT, rules).to(dtype)
-    both = tiles.ds.index(n % 2)
-    own = both.slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0)
-    own.slice(0, HALF, dim=1).store(ds0)
+    matrix(ds_part(tiles, n % 2, GROUP, 0, rules)).store(ds0)
     dv_next = warpgroup_mma(as_operand(p1, dtype, WIDTH), do1, dv_next, is_async=True)
     y1 = warpgroup_mma_wait(2, deps=[dp1])
     delta1 = statistics_of(tiles.dout, n, HALF, HALF, across)
     ds1 = gradient_of_scores(p1, cap1, y1, delta1[None, :], band, row_first + HALF, key_first, IS_CUT, rules).to(dtype)
-    own.slice(HALF, HALF, dim=1).store(ds1)
+    matrix(ds_part(tiles, n % 2, GROUP, 1, rules)).store(ds1)
     fence_async_shared()
     meet()
-    share = zero_accumulator(WIDTH)
-    of_group = both.slice(GROUP * HALF, HALF, dim=1).permute((1, 0))
-    dq = warpgroup_mma(of_group, keys, share, use_acc=False, is_async=True)
+    dq = dq_async(zero_accumulator(WIDTH), keys, tiles, n, GROUP, rules)
     dk_next = warpgroup_mma(as_operand(ds0, dtype, WIDTH), q0, dk, is_async=True)
     dk_next = warpgroup_mma(as_operand(ds1, dtype, WIDTH), q1, dk_next, is_async=True)
     dv = warpgroup_mma_wait(3, deps=[dv_next])
@@ -397,27 +410,35 @@ class Results:
 def store_result(
     x, result_map, ptr, strides, tiles, work, GROUP: gl.constexpr, WIDTH: gl.constexpr, rules
 ):  # fmt: skip
-    """Stores dK or dV of a group's 64 keys: by TMA through a buffer of dS; where a packed sequence ends inside, row by
+    """Stores dK or dV of a group's 64 keys: by TMA through parts of dS; where a packed sequence ends inside, row by
     row, for behind it lies another."""
     band = band_of(work, rules)
     key = work.k_begin + band.k_begin + work.tile * rules.BLOCK_N + GROUP * GROUP_KEYS
     key_end = work.k_begin + band.k_end
-    batch = work.batch
-    is_inside = True
     if rules.IS_VARLEN:
-        batch = gl.to_tensor(0)
-        is_inside = key + GROUP_KEYS <= key_end
-    if is_inside:
-        staged = tiles.ds.index(GROUP)._reinterpret(
-            result_map.dtype, result_map.block_type.shape, result_map.layout
-        )  # fmt: skip
-        tma.store_wait(0)  # the compiler's barrier before the next store to the buffer tells the other warps
-        matrix(staged).store(x.to(result_map.dtype))
-        fence_async_shared()
-        tma_store(result_map, [batch, work.head, key, 0], staged)
+        if key + GROUP_KEYS <= key_end:
+            store_by_map(x, result_map, tiles, 0, work.head, key, GROUP, rules)
+        else:
+            stride_b, stride_h, stride_n = strides
+            store_rows(x, ptr, stride_b, stride_h, stride_n, gl.to_tensor(0), work.head, key, key_end, WIDTH)
     else:
-        stride_b, stride_h, stride_n = strides
-        store_rows(x, ptr, stride_b, stride_h, stride_n, batch, work.head, key, key_end, WIDTH)
+        store_by_map(x, result_map, tiles, work.batch, work.head, key, GROUP, rules)
+
+
+@jit
+def store_by_map(x, result_map, tiles, batch, head, key, GROUP: gl.constexpr, rules):
+    """Stores 64 rows by TMA, which stops at the tensor's end."""
+    if x.shape[1] == COLUMNS:
+        parts = (x,)
+    else:
+        parts = gl.split(gl.permute(gl.reshape(x, [GROUP_KEYS, 2, COLUMNS]), (0, 2, 1)))
+    tma.store_wait(0)  # the compiler's barrier before the next store to the buffer tells the other warps
+    for i in gl.static_range(len(parts)):
+        part = gl.convert_layout(parts[i], accumulator_layout(COLUMNS), assert_trivial=True)
+        matrix(ds_part(tiles, i, GROUP, 0, rules)).store(part.to(result_map.dtype))
+    fence_async_shared()
+    for i in gl.static_range(len(parts)):
+        tma_store(result_map, [batch, head, key, i * COLUMNS], ds_part(tiles, i, GROUP, 0, rules))
 
 
 @jit
@@ -590,7 +611,7 @@ def joint_kernel(
         gl.allocate_shared_memory(gl.int64, [1], barriers),
         queries,
         dout,
-        gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2)),
+        gl.allocate_shared_memory(dtype, [BLOCK_M // 16, 1, 1, 64, 64], gl.NVMMASharedLayout(128, 16, 4)),
         gl.allocate_shared_memory(gl.float32, [GROUPS] + dq_map.block_type.shape, dq_map.layout),
         gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barriers),
         gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barriers),

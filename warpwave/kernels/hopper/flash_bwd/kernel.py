@@ -222,7 +222,7 @@ def _plans(problem: AttentionProblem, config: Config, sources: Sequence[torch.Te
     )
     for source, tensor in enumerate(sources[7:], 7):
         shape, strides = host.seen(tensor, problem.packed, host.keys_end(problem))
-        plans.append(tensor_maps.MapPlan(source, shape, strides, (1, 1, joint.GROUP_KEYS.value, width(problem))))
+        plans.append(tensor_maps.MapPlan(source, shape, strides, (1, 1, joint.GROUP_KEYS.value, joint.COLUMNS.value)))
     return plans
 
 
