@@ -22,6 +22,7 @@ WIDEST = 256
 MOST_BLOCKS_PER_SM = 3  # whose registers leave the warpgroup what it needs
 THREADS = 256  # of a block: a warpgroup, and one that holds the warp which loads
 # Which of split_kv's arguments (q, k, v, out, lse, acc, state, the operands behind v) the pointers are, by number.
+ACC = 5
 TABLES = ("sinks", "page_table", "seqused_k", "rows")
 POINTERS = (0, 3, 4, 5, 6, *(CachedOperands._fields.index(name) + 4 for name in TABLES))
 
@@ -138,7 +139,7 @@ def specify(
     q, k, page_size = operands.q, operands.k, problem.page_size
     maps = plans(problem, operands, config)
     table = arguments[POINTERS[-3]]
-    split = config.num_splits > 1
+    split = arguments[ACC] is not None  # a single part too, where another launch attends to the other keys
     return launch.Launch(
         kernel=few_rows_kernel,
         grid=problem.batch * problem.num_heads_kv * config.num_splits,
