@@ -37,9 +37,7 @@ LARGEST_BIAS = gl.constexpr(problem.LARGEST_BIAS)
 # Careful levels of a pass over a block (../scheduler.py); the first pass has level 0.
 HIDING = gl.constexpr(1)  # zeroes the values that no query of the block sees, and a bias of -inf hides any score
 FAR = gl.constexpr(2)  # also converts scores to bits before their maximum is taken
-FAR_BITS = gl.constexpr(
-    2.0**16
-)  # rounding there is 2^-8 bits, which changes a probability by less than 16-bit rounding
+FAR_BITS = gl.constexpr(2.0**16)  # rounding there is 2^-8 bits: it changes a probability by less than 16 bits do
 TILE_KEYS = gl.constexpr(128)  # keys covered by four words of a row (prepass/mask_bits.py)
 
 

@@ -16,8 +16,8 @@ tile of keys (probabilities, and the factor for the previous sum), and a last on
     ring.full    a chunk has arrived                         TMA, by its bytes            its reader
     ring.empty   a chunk was read                            its reader                   producer
     q_full       Q has arrived                               TMA, by its bytes            scores
-    q_empty      the queries have their last scores           scores                       producer
-    barrier      says                                        arrivals                     waits
+    q_empty      the queries have their last scores          scores                       producer
+    p_full       a message was written                       scores                       both of values
     p_empty      a message was read                          2: both of values            scores
     box.full     a tile of queries was drawn                 producer                     all three
     box.empty    all know which                              3: all three                 producer
