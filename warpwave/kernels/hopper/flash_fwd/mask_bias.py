@@ -46,15 +46,15 @@ class Beside:
     """Mask and bias of a call.
 
     Args:
-            words_ptr, word_strides: the packed mask (prepass/mask_bits.py) and its strides. flag_strides: offset of the
-            flags, and their strides along batches, heads and 64 rows. bias_ptr, bias_strides: the bias, and its strides
-            along batches, heads and queries; the stride along keys is 1
-                or 0. Strides along broadcast axes are 0.
-            maps, tiles: if each score has its own bias, its tensor map and its tiles of 64 queries in shared memory:
-                the stages of the ring of K times the groups. They are loaded with K.
-            has_mask: whether there is a mask. bias: "" without a bias; "cells" for one per score; "keys" if it is the
-            same for all queries, "rows" if it is
-                the same for all keys.
+        words_ptr, word_strides: the packed mask (prepass/mask_bits.py) and its strides.
+        flag_strides: offset of the flags, and their strides along batches, heads and 64 rows.
+        bias_ptr, bias_strides: the bias, and its strides along batches, heads and queries; the stride along keys is 1
+            or 0. Strides along broadcast axes are 0.
+        maps, tiles: if each score has its own bias, its tensor map and its tiles of 64 queries in shared memory: the
+            stages of the ring of K times the groups. They are loaded with K.
+        has_mask: whether there is a mask.
+        bias: "" without a bias; "cells" for one per score; "keys" if it is the same for all queries, "rows" if it is
+            the same for all keys.
     """
 
     words_ptr: gl.tensor
