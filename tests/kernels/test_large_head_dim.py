@@ -125,7 +125,7 @@ def test_what_it_refuses() -> None:
     invariant = replace(PROBLEM, page_size=16, packed=True, batch_invariant=True, total_q=PROBLEM.batch)
     assert any("batch_invariant is not kept" in r for r in large_head_dim.why_not(invariant, H200))
     (reason,) = large_head_dim.why_not(replace(PROBLEM, head_dim=8193), H200)
-    assert "head_dim is 8193; it takes 8192 at most" in reason
+    assert "head_dim is 8193; it must be at most 8192" in reason
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -423,8 +423,8 @@ def _specify(
     stride_kp: int = 0,
     stride_vp: int = 0,
 ) -> launch.Launch:
-    """Returns the launch of `flash_fwd_kernel`. If K and V were split ahead, `stride_kp` and `stride_vp` are the distances of their
-    parts, in units of 16 elements."""
+    """Returns the launch of `flash_fwd_kernel`. If K and V were split ahead, `stride_kp` and `stride_vp` are the
+    distances of their parts, in units of 16 elements."""
     return launch.Launch(
         kernel=flash_fwd_kernel,
         grid=-(-problem.seqlen_q // config.block_m) * problem.num_heads_q * problem.batch,
