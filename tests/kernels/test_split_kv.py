@@ -35,7 +35,7 @@ H200 = replace(Gpu.for_arch("sm_90"), num_sms=132)
         ({"pieces": 3, "num_splits": 4}, "pieces is 3; it must be 0, or at least 2 and num_splits = 4"),
         ({"pieces": 1}, "pieces is 1"),
         ({"kv_heads": 3}, "kv_heads is 3; it must be a power of two"),
-        ({"kv_heads": 2, "pieces": 4}, "kv_heads is 2 with pieces = 4; pieces are of one kv head"),
+        ({"kv_heads": 2, "pieces": 4}, "kv_heads is 2 with pieces = 4; pieces need kv_heads = 1"),
     ],
 )
 def test_a_config_checks_itself(fields: dict[str, Any], text: str) -> None:

@@ -71,9 +71,7 @@ def new_maximum(scores, scale, m_i, lead, MAYBE_EMPTY: gl.constexpr):
     of_tile = multiply_add(top, scale, -m_i, True)
     rises = of_tile > LAG
     m_new = gl.where(rises, top * scale, m_i)
-    lead = gl.where(
-        rises, 0.0, gl.maximum(lead, of_tile)
-    )  # of_tile is NaN, which gl.maximum ignores, if nothing was seen
+    lead = gl.where(rises, 0.0, gl.maximum(lead, of_tile))  # of_tile is NaN, which maximum ignores, if nothing was seen
     shift = m_new
     if MAYBE_EMPTY:
         # A row that saw nothing keeps the maximum minus infinity; only the subtracted value becomes 0. Its sum is
