@@ -93,9 +93,8 @@ def below_diagonal(chunk, item, all_tiles):
     head = item // all_tiles
     rest = item % all_tiles
     single = gl.minimum(chunk.blocks, gl.maximum(2 - chunk.diagonal, 0))  # blocks with one tile, before those with more
-    whole = gl.minimum(
-        chunk.blocks, gl.maximum(2 * chunk.key_tiles - chunk.diagonal, single)
-    )  # the first that sees all
+    # Blocks before the first one that sees all tiles.
+    whole = gl.minimum(chunk.blocks, gl.maximum(2 * chunk.key_tiles - chunk.diagonal, single))
     begin = chunk.diagonal + single - 1
     end = chunk.diagonal + whole - 1
     before_whole = single + (end * end >> 2) - (begin * begin >> 2)
