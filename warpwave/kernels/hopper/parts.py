@@ -88,7 +88,8 @@ def hand_back(ring, n):
     mbarrier.arrive is executed by one thread, so the compiler inserts a group-wide barrier before it and another before
     the next use of shared memory. `bar.arrive` is executed by every thread. With three blocks an SM that is worth 5 %;
     with one block it costs 1 to 5 %, because ptxas then schedules the softmax worse. If only wgmma read the tile,
-    `hand_back_multiplied` needs no such barriers."""
+    `hand_back_multiplied` needs no such barriers.
+    """
     if ring.named == 0:
         mbarrier.arrive(ring.empty.index(n % ring.stages), count=1)
     else:
@@ -102,7 +103,8 @@ def hand_back_multiplied(ring, n):
 
     The products belong to the whole group, so one thread can arrive for all. It arrives by `mbarrier.expect` with 0
     bytes, an ordinary arrival around which the compiler inserts no barriers: of four group-wide barriers per tile, one
-    remains. Alone this is worth 0 to 1 % (head_dim 64); the gains of softmax.py's steps were measured with it."""
+    remains. Alone this is worth 0 to 1 % (head_dim 64); the gains of softmax.py's steps were measured with it.
+    """
     if ring.named == 0:
         arrive_alone(ring.empty.index(n % ring.stages))
     else:
@@ -281,7 +283,8 @@ def rescale(acc, alpha):
     """Returns acc [64, width] times alpha [64, 1]; a warp skips the multiplication if all factors of its rows are 1.
 
     The maximum of a row settles after a few tiles, so nearly every tile is skipped. At head_dim 256 that saves 128 of
-    410 instructions per tile (measured: +5 to +8 % there, +2 to +4 % at 128)."""
+    410 instructions per tile (measured: +5 to +8 % there, +2 to +4 % at 128).
+    """
     each: gl.constexpr = acc.shape[1] // 2
     return gl.inline_asm_elementwise(
         _rescale_asm(each),

@@ -39,7 +39,8 @@ def store_out(out, out_maps, out_tiles, out_ptr, work, row, num_heads, GROUP: gl
 
     It is stored by TMA, which stops at the tensor's end. If a packed sequence ends inside the tile, masked stores are
     used instead, because another sequence's rows follow. If the buffer holds half of the columns, the halves are stored
-    in turn."""
+    in turn.
+    """
     if len(out_maps) > len(out):
         layout: gl.constexpr = accumulator_layout(out[0].shape[1] // 2)
         halves = gl.split(gl.permute(gl.reshape(out[0], [ROWS, 2, out[0].shape[1] // 2]), (0, 2, 1)))

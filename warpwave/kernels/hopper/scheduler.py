@@ -275,7 +275,8 @@ def dense_tile(s, t, HAS_HIGH: gl.constexpr):
     If the mask makes later tiles longer, the order is longest first within groups of heads whose K and V together fit
     L2. Compared with one group of all heads, that took causal 16 x 1024 at head_dim 128 from 320 to 378 TFLOP/s. Groups
     are counted back from the last tile, so the incomplete group is the first. As the last, its longest tiles would
-    start when most SMs have nothing left to do: 1.18 times as long at 10 heads in groups of 3, 75 tiles each."""
+    start when most SMs have nothing left to do: 1.18 times as long at 10 heads in groups of 3, 75 tiles each.
+    """
     if HAS_HIGH:
         later = s.num_tiles - 1 - t
         group = later // (s.heads_in_l2 * s.tiles_per_head)
@@ -297,7 +298,8 @@ def packed_tile(s, t, BLOCK_M: gl.constexpr):
 
     Sequence b owns the slots from `cu_seqlens_q[b] // BLOCK_M + b` on: at least as many as it has tiles, and at most
     one more. A slot thus determines its sequence without a sum over earlier sequences, and the host needs no lengths.
-    Offsets are clamped, so invalid offsets still read and write inside the tensors."""
+    Offsets are clamped, so invalid offsets still read and write inside the tensors.
+    """
     place = s.num_tiles // s.num_heads - 1 - t // s.num_heads
     lanes = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
     before = gl.to_tensor(0)

@@ -31,7 +31,8 @@ def unseen_zero(n):
     """Returns 0 in a form the compiler cannot fold.
 
     wgmma takes two registers for each 16 columns of a tile in shared memory. For a tile at a fixed address, such as Q,
-    the compiler would compute them once before the loop over keys and keep them, in local memory if there are many."""
+    the compiler would compute them once before the loop over keys and keep them, in local memory if there are many.
+    """
     return n >> 30
 
 

@@ -18,7 +18,8 @@ def in_bits(scores, tile, place, keys, rules, AT_EDGE: gl.constexpr):
     """Returns the scores of one tile for the softmax, and the remaining factor.
 
     In tiles that need neither mask nor position, the scale is part of the softmax's fused multiply-add. In other tiles
-    it is applied here, because 0 * -inf, with a scale of 0, would be NaN."""
+    it is applied here, because 0 * -inf, with a scale of 0, would be NaN.
+    """
     layout: gl.constexpr = scores.type.layout
     scale = rules.scale
     if rules.HAS_SOFTCAP:
@@ -205,7 +206,8 @@ def rounding_of_the_largest(lead, DTYPE: gl.constexpr):
     times the rounding model's. Dividing by a sum with the same error cancels it; 1.6 times remain. The lead must equal
     the exponent of the probability exactly. If they differed by one rounding, a probability near the midpoint of two
     16-bit numbers would be taken as rounded the other way, and the error would double (3.9 times, one row in some
-    thirty thousand)."""
+    thirty thousand).
+    """
     largest = exp2(lead)
     return largest.to(DTYPE).to(gl.float32) - largest
 

@@ -221,7 +221,8 @@ def chunks(pieces, PARTS):
     """Returns the columns of a tile's pieces that are summed in one go: (piece, first column within it, width, group).
 
     With two parts a group is 128 columns: the truncation in longer tensor-core sums would exceed what the parts leave
-    out. Three parts leave out less, and their longer sums were more accurate than those of torch's own kernel."""
+    out. Three parts leave out less, and their longer sums were more accurate than those of torch's own kernel.
+    """
     in_group = 128 if int(PARTS) == 2 else 256
     found, column = [], 0
     for i, piece in enumerate(pieces):

@@ -264,7 +264,8 @@ def _bytes_of_pair(problem: AttentionProblem, gpu: Gpu, config: Config) -> tuple
 
     The cache reads a word from each of 32 banks a clock. The lanes of a warp hold adjacent keys and read as many rows
     of K. Rows a multiple of 128 bytes apart share a bank and are read one after another, as are rows of Q. V and P take
-    one clock each."""
+    one clock each.
+    """
     lanes = min(gpu.warp_size, config.block_n)
     row_bytes = DTYPE_BYTES[problem.dtype] * problem.num_heads_kv * problem.head_dim
     ways = -(-lanes // (128 // math.gcd(128, row_bytes)))

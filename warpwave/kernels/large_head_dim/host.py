@@ -321,7 +321,8 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
     On NVIDIA it is, unless few queries read many keys, or sequences are packed, which its fastest products do not
     support. On other GPUs this is decided by arithmetic: if programs divide the columns of v, each recomputes all
-    scores."""
+    scores.
+    """
     if problem.page_size or problem.batch_invariant or max(problem.head_dim, problem.head_dim_v) <= 256:
         return []  # or another kernel runs first
     if gpu.vendor == "nvidia":
@@ -589,7 +590,8 @@ def _blocks_of_sm(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """Returns how many blocks of a few rows a Hopper multiprocessor runs at once: two if shared memory holds both.
 
     While one block waits for a tile of keys, the other multiplies: 128 blocks read 3.3 to 3.6 TB/s of an H200's 4.8,
-    256 blocks 4.4 to 4.5 (head_dim 512, 16 heads on 4)."""
+    256 blocks 4.4 to 4.5 (head_dim 512, 16 heads on 4).
+    """
     if gpu.capability != 90 or config.block_m > 16 or not config.q_resident:
         return 1
     block_v, v_pieces = _columns(problem, config)

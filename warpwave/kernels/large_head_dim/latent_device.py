@@ -345,7 +345,8 @@ def latent_decode_kernel(
 
     Maps have the axes (batch, 1, head, column) and (batch or page, 1, key, column). `scale` converts raw scores to
     bits. Partial results have the layout of partials.py: acc (split, sequence, head, column), state (split, 2,
-    sequence, head)."""
+    sequence, head).
+    """
     BOXES: gl.constexpr = (HEAD_DIM + BOX - 1) // BOX
     V_BOXES: gl.constexpr = (HEAD_DIM_V + BOX - 1) // BOX
     q_tiles = gl.allocate_shared_memory(q_map.dtype, [BOXES] + q_map.block_type.shape, q_map.layout)

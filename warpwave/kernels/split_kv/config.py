@@ -335,7 +335,8 @@ def _shallow(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
     measured).
 
     One step: 1 x 1,024 keys 3.92 us with two stages, 4.07 with three; a prompt of 512 3.97 and 4.09. A few steps from
-    pages by pointers: 1 x 8,192 keys in pages of 16 11.2 us and 12.5."""
+    pages by pointers: 1 x 8,192 keys in pages of 16 11.2 us and 12.5.
+    """
     steps = -(-steps_over_keys(problem, config).longest // config.num_splits)
     few = one_step(problem, config) or (scattered(problem, config) and config.block_m < 64 and steps <= FEW_STEPS)
     if config.roles:
@@ -415,7 +416,8 @@ def _gains_ahead(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     It gained 4 to 6 % in decode from a cold cache, one seventh in a small prefill, and 1 to 8 % from pages. It cost 1 %
     in a chunk batched with decode from pages. It cost 26 % at 32 x 3,000 keys in pages of 16, where all blocks run at
     once without a merge between launches: blocks go where the preceding blocks ended first, three to one SM and one to
-    another."""
+    another.
+    """
     if not problem.page_size:
         return True
     if config.block_m >= 64:
@@ -430,7 +432,8 @@ def _short_cache(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
     run at once.
 
     1 x 1,024 keys in pages of 64 took 4.4 us this way, 5.0 with 64 keys and 5.7 by maps; in pages of 16 4.7 to 5.1, 5.1
-    and 6.3."""
+    and 6.3.
+    """
     if config.roles:
         return config
     tile = replace(config, block_n=32, num_warps=2, num_stages=2, by_map=False, kv_heads=1)
@@ -461,7 +464,8 @@ def _short_prompt(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config
 
     For calls of 2 to 3 us: one head of 128 queries took 2.37 us this way and 2.72 with 64 x 64 in two steps, 16 heads
     2.73 and 2.84, 32 heads (with 64 x 128) 2.86 and 2.92, one head of 64 2.15 and 2.19; of 32 1.48 with 16 x 32 and
-    1.71 with 16 x 64, of 4 1.24 with 16 x 16."""
+    1.71 with 16 x 64, of 4 1.24 with 16 x 16.
+    """
     measured = (
         (config.block_m == 64 or problem.seqlen_q == problem.seqlen_k)
         and problem.seqlen_k <= SHORT
@@ -493,7 +497,8 @@ def _mapped(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
     keys in 487, and 16 x 4,096 in 63.6 and 64.2. If few tiles are split over all SMs, smaller blocks of two warps were
     faster: 1 x 4,096 keys 6.6 us against 7.8, 4 x 4,096 20.0 against 21.3, 1 x 65,536 65.4 against 66.2. Pages of 16 of
     four heads at once were read in 247.7 us, by pointers in 252.9 (128 x 2,048; twice). They were level at 64 x 8,192
-    (485 and 492, then 495 and 492), and 1 to 5 % slower if keys had to be split."""
+    (485 and 492, then 495 and 492), and 1 to 5 % slower if keys had to be split.
+    """
     wide = padded(problem.head_dim) + padded(problem.head_dim_v)
     if config.block_m == 64:  # dense prompts were not compared; a chunk with decode: 185 us by pointers, 138 by maps
         mapped = replace(config, num_stages=3, by_map=True)
@@ -530,7 +535,8 @@ def _leaves_sms_idle(tiles_of_rows: int, sms: int) -> bool:
     """Returns whether no number of splits gives nearly every SM one block and none two.
 
     Smaller blocks, of which an SM runs three, then took 27.5 us and one block per SM took 30.2 (12 x 2,048 keys), 27.4
-    and 31.1 (6 x 4,096), 22.3 and 27.9 (20 x 1,024)."""
+    and 31.1 (6 x 4,096), 22.3 and 27.9 (20 x 1,024).
+    """
     if tiles_of_rows > sms:
         return tiles_of_rows <= 1.5 * sms
     return all(tiles_of_rows * n < FULL * sms for n in range(1, sms // tiles_of_rows + 1))

@@ -174,7 +174,8 @@ def split_kv_kernel(
 
     A tile may hold the rows of several kv heads, and their keys. Its scores then cover every row and every key, and
     each row keeps only its own head's scores. Products of few rows are mostly padding, so this costs nothing, and data
-    adjacent in memory, the heads of a token, is loaded together."""
+    adjacent in memory, the heads of a token, is loaded together.
+    """
     # Position of this program -----------------------------------------------------------------------------------------
     TILE_HEADS: tl.constexpr = GROUP_SIZE * KV_HEADS  # query heads whose rows a tile holds
     COLUMNS: tl.constexpr = BLOCK_N * KV_HEADS  # columns of a tile's scores

@@ -446,7 +446,8 @@ def few_rows_kernel(
 
     Maps have the axes (batch or page, head, key, column). `scale` converts raw scores to bits, or with a softcap to the
     argument of its tanh; `softcap` is then in bits. Partial results have the layout of partials.py: acc (split,
-    sequence and query, head, column), state (split, 2, sequence and query, head)."""
+    sequence and query, head, column), state (split, 2, sequence and query, head).
+    """
     BOXES: gl.constexpr = (HEAD_DIM + BOX - 1) // BOX
     V_BOXES: gl.constexpr = (HEAD_DIM_V + BOX - 1) // BOX
     COPY: gl.constexpr = k_map.block_type.shape[2]  # keys of a page in a tile, or all of the tile's keys

@@ -381,7 +381,8 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     and 2.53. Longer prompts were not compared.
 
     In float32, one head of 512 takes 11.2 us by default, 8.1 as tf32 and 11.6 as ieee; with hopper/flash_fwd, which
-    makes parts first, 14.6 and 10.2; with flash_fwd 26.5, 20.9 and 110."""
+    makes parts first, 14.6 and 10.2; with flash_fwd 26.5, 20.9 and 110.
+    """
     if problem.page_size:  # no other GPU kernel reads pages
         return []
     if problem.seqlen_q <= FEW_QUERIES and problem.seqlen_k > FEWEST_KEYS:
@@ -406,7 +407,8 @@ def _between(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     """Returns whether a prompt, longer than one step and too short to split, is bound by how soon its launch starts.
 
     Measured: one head of 160, 192 and 224 keys 1.12 to 1.21 times as fast as with flash_fwd, 32 heads 1.12, 64 heads
-    1.08, 128 heads 0.91; 16 heads of 128 columns 1.08 (H200, 2026-11-22)."""
+    1.08, 128 heads 0.91; 16 heads of 128 columns 1.08 (H200, 2026-11-22).
+    """
     return (
         TINY[1] < problem.seqlen_k == problem.seqlen_q
         and problem.dtype != "float32"

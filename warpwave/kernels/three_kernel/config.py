@@ -242,7 +242,8 @@ def _fuses(problem: AttentionProblem, gpu: Gpu, block_n: int) -> bool:
 
     Before Hopper, and on sm_120, products of 128 x 128 leave no registers for it; a mask or bias takes too many on
     every GPU. On Hopper it needs tiles of 128 x 128 instead of 128 x 256, which read one element of q, k and v per
-    score in 128 less."""
+    score in 128 less.
+    """
     roomy = gpu.capability in (90, 100, 103) or gpu.vendor != "nvidia"
     flops = FUSED_FLOPS_A_COLUMN * problem.head_dim_v / block_n
     if gpu.capability == 90:

@@ -193,7 +193,8 @@ def quantum_of(dtype):
     """Returns the bits between references, and the amount added to a score before it is rounded down to a reference.
 
     The largest probability of a row in a tile lies within a quantum, so the dtype's range limits the quantum: bfloat16
-    has the same accuracy at all exponents, and float16 ends at 2^16 and is most accurate from 2^-14 on."""
+    has the same accuracy at all exponents, and float16 ends at 2^16 and is most accurate from 2^-14 on.
+    """
     return (64.0, 32.0) if dtype == gl.bfloat16 else (14.0, 0.0)
 
 
@@ -278,7 +279,8 @@ def hopper_scores_kernel(
     Maps have the axes (batch, head, row, column); P's batch is 1 and its heads and rows are the chunk's. `scale`
     converts raw scores to bits and must not be 0. A row sees the keys up to itself plus `high`, limited by seqlen_k;
     `all_tiles` tiles of a head are seen by some row. Per-tile values are (heads, key_tiles, chunk_rows), in float32:
-    the reference in bits, and relative to it the largest probability and the sum."""
+    the reference in bits, and relative to it the largest probability and the sum.
+    """
     chunk = Chunk(
         first_head, row_begin, row_end, num_heads, group_size, heads, blocks, columns, together, diagonal, key_tiles
     )  # fmt: skip

@@ -67,7 +67,8 @@ def raster(chunk, item, HAS_HIGH: gl.constexpr):
     """Returns (head of the chunk, block of rows, column) of an item of all heads' blocks x columns.
 
     `together` blocks are traversed column by column, because blocks that share rows or columns share them in L2. If
-    later blocks see more keys, they come first, for all heads, before any earlier blocks."""
+    later blocks see more keys, they come first, for all heads, before any earlier blocks.
+    """
     span = chunk.heads if HAS_HIGH else 1  # heads that are traversed together
     of_span = chunk.blocks * chunk.columns * span
     rest = item % of_span

@@ -188,7 +188,8 @@ def tiles_of_product(heads: int, rows: int, columns: int, sms: int, odd: bool) -
     """Returns the tiles of one product, with one matrix per head.
 
     cuBLAS chooses a size out of dozens (64 x 8 to 256 x 128 were seen) such that each SM has one tile, or the same
-    number. If rows do not start at multiples of 16 bytes there is no such choice."""
+    number. If rows do not start at multiples of 16 bytes there is no such choice.
+    """
     if odd:
         return heads * -(-rows // ODD_TILE) * -(-columns // ODD_TILE)
     most = heads * min(-(-rows // 64) * -(-columns // 8), -(-rows // 8) * -(-columns // 64))

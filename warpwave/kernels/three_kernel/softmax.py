@@ -304,7 +304,8 @@ def chunk_scale_kernel(
     """Computes columns of one row of the output: the sums of torch's second product times the row's factor.
 
     The sums of `chunk_rows` queries of some heads are contiguous. `row_scale` points to those heads' factors,
-    `stride_rh` apart, the first `rows_before` of which belong to preceding queries."""
+    `stride_rh` apart, the first `rows_before` of which belong to preceding queries.
+    """
     tiles: tl.constexpr = (HEAD_DIM_V + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(0) % tiles
     line = (tl.program_id(0) // tiles).to(tl.int64)

@@ -152,7 +152,8 @@ def values_first(problem: AttentionProblem, config: Config) -> bool:
     Conversions then overlap with exponentials: 1.09 times as fast at head_dim 128, 1 x 16384, 1.07 at 80, 1.06 with a
     window of 1,024. At 256 the product takes several times as long as the exponentials: 0.98 times, and 0.95 times with
     a bias for each score. With blocks of one warpgroup, 1.02 times if three share an SM (head_dim 64, 16 x 1024,
-    causal)."""
+    causal).
+    """
     if config.groups == 1 and (config.blocks_per_sm < 3 or problem.dtype == "float32"):
         return False
     return sum(pieces(problem.head_dim_v)) <= 128 and not has_bias_cells(problem)

@@ -246,7 +246,8 @@ def scores_in_bits(scores, ahead, tile, place, keys, rules, AT_EDGE: gl.constexp
     The first pass over a block and a pass that only hides values compute all tiles alike, so that a repeated block has
     the same bits. The bias is added in natural units, and the factor to bits is then part of the softmax's fused
     multiply-add. A pass at level FAR adds the bias in bits. The scale is never 0 here (0 * -inf): the host passes the
-    smallest float32 instead."""
+    smallest float32 instead.
+    """
     if not is_added(place):
         return in_bits(scores, tile, place, keys, rules, AT_EDGE)
     else:
@@ -319,7 +320,8 @@ def hide_by_position(scores, tile, place, keys, rules):
     """Sets scores to minus infinity where position hides them, for a tile that does not pass the last key.
 
     Words are made quickly from two limits a row; applying them costs a select per score, and nothing in a warp whose
-    rows see the whole tile."""
+    rows see the whole tile.
+    """
     layout: gl.constexpr = beside_an_accumulator(zero_accumulator(rules.BLOCK_N)).type.layout
     of_words: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, layout))
     rows = place.row_first + gl.arange(0, ROWS, gl.SliceLayout(1, of_words))

@@ -142,7 +142,8 @@ def hopper_large_head_dim_kernel(
     """Processes tiles of 64 queries of one head and V_CHUNKS * 128 columns of out until the counter is exhausted.
 
     Tensor maps have the axes (batch, head, row, column) and copy chunks. The scheduler counts each part of the columns
-    of V as a head: head h, part p is its head h * PARTS + p."""
+    of V as a head: head h, part p is its head h * PARTS + p.
+    """
     rules = Rules(
         scale, softcap_log2, window_left, window_right, 1, roles.KEYS, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
         HAS_SOFTCAP, HAS_SINKS, IS_VARLEN, WRITE_LSE, False, False, 1, 0,
