@@ -1,6 +1,6 @@
-"""Gluon where Triton has it, under one set of names: what Triton 3.6 to 3.9 call differently, and nothing else.
+"""Gluon, if Triton has it, under one set of names: covers only what Triton 3.6 to 3.9 name differently.
 
-Without Triton every name is a stub, as in `triton_or_stub`, so that a kernel's claims and costs can be asked anywhere.
+Without Triton every name is a stub, as in `triton_or_stub`, so that a kernel's claims and costs are available anywhere.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if NO_TRITON is None:
     tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
     tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
     block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-    # What comes with 3.9 spills in loops over keys where half of Q stays in registers (flash_fwd_configs.py).
+    # The functions of 3.9 spill in loops over keys if half of Q stays in registers (hopper/flash_fwd/config.py).
     Q_FITS_REGISTERS = not hasattr(tma, "async_load")
     constexpr_function = gluon.constexpr_function
     jit: Any = gluon.jit
