@@ -152,23 +152,23 @@ class PagedKVCache:
     """Keys and values of up to `max_batch` sequences, in pages that are taken as the sequences grow.
 
     A sequence is a row of the page table, from `add` or `fork` to `free`. `extend` takes pages and advances lengths;
-    `append` does that and writes the new tokens of a one-layer cache. Sequences of equal beginning share pages, and a
-    shared page is copied when one of its sequences writes into it.
+    `append` does that and writes the new tokens of a one-layer cache. Sequences with the same beginning
+    can share pages, and a shared page is copied when one of its sequences writes into it.
 
     Args:
         num_pages: pages of the pool, for all sequences together.
         page_size: tokens of a page, a power of two: 1, 16, 32, 64, 128, 256. Small pages waste less at the ends of
             sequences, large ones take fewer table look-ups.
-        num_heads_kv, head_dim: of K; V has the same heads.
-        head_dim_v: of V; head_dim if None.
-        num_layers: layers that share the tables; each has pools of its own.
+        num_heads_kv, head_dim: heads and head size of K; V has the same heads.
+        head_dim_v: head size of V; head_dim if None.
+        num_layers: layers that share the tables; each has its own pools.
         max_batch: rows of the page table.
         max_seqlen: tokens of the longest sequence; the table has `ceil(max_seqlen / page_size)` columns.
         dtype: float16, bfloat16 or float32.
-        device: where the pools and tables live.
+        device: device of the pools and tables.
 
     Attributes:
-        layers: a `CacheLayer` each, whose tensors never move.
+        layers: one `CacheLayer` per layer, whose tensors never move.
         page_table: int32 (max_batch, pages of a row), on the device.
         seqused_k: int32 (max_batch,), on the device; 0 for rows without a sequence.
 
@@ -176,9 +176,9 @@ class PagedKVCache:
         InvalidInput, InvalidType: a size or dtype that no cache can have.
 
     Note:
-        A method that raises has changed nothing: neither the books nor the device's tables nor a token. A cache works
-        inside and outside of `torch.inference_mode`, wherever it was made, and its pools never require a gradient.
-        Methods that change a cache must not run in two threads at the same time.
+        A method that raises changes nothing: neither the host's records nor the device's tables nor a token. A cache
+        works inside and outside of `torch.inference_mode`, in whichever mode it was created, and its pools never
+        require a gradient. Methods that change a cache must not run in two threads at the same time.
 
     Example:
         >>> import torch, warpwave
@@ -294,7 +294,7 @@ class PagedKVCache:
 
     @property
     def lengths(self) -> dict[int, int]:
-        """Row -> tokens of its sequence."""
+        """The number of tokens of each row's sequence, by row."""
         return {row: s.length for row, s in enumerate(self._sequences) if s is not None}
 
     def pages(self, row: int) -> list[int]:

@@ -39,7 +39,7 @@ def make_plan(operands: Operands, options: Options, kernel: str, config: Any, di
     whole = describe_call(operands, options)
     gpu = current_gpu(operands.q.device)
     problem, others = dispatch.forward_of(whole, gpu, kernel)
-    if others and not dispatched:  # the operator returns lse beside every gradient; eager calls return it on request
+    if others and not dispatched:  # the operator returns lse with every gradient; eager calls return it on request
         problem = dataclasses.replace(problem, return_lse=options.return_lse)
     run = _bind(problem, gpu, operands, kernel, config)
     if dispatched or not options.needs_grad:

@@ -199,7 +199,7 @@ def workspaces(problem: AttentionProblem, num_parts: int, device: torch.device |
 
 
 def workspace_bytes(problem: AttentionProblem, num_parts: int) -> int:
-    """Of `allocate`."""
+    """Returns the bytes that `allocate` allocates."""
     return 4 * num_parts * problem.rows * problem.num_heads_q * (problem.head_dim_v + 2)
 
 

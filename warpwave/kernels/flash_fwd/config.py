@@ -140,7 +140,7 @@ def _uses_tensor_cores(problem: AttentionProblem, gpu: Gpu) -> bool:
 
 @cache
 def space(split_ahead: tuple[bool, ...] = (False,)) -> list[Config]:
-    """Every candidate."""
+    """Returns every candidate."""
     return [
         Config(block_m, block_n, num_warps, num_stages, ahead)
         for ahead in split_ahead

@@ -217,7 +217,7 @@ def operand(p, v_ring):
 
 @jit
 def zero_accumulator(WIDTH: gl.constexpr):
-    """[64, WIDTH] of zeros."""
+    """Returns [64, WIDTH] of zeros."""
     return gl.zeros([ROWS, WIDTH], gl.float32, accumulator_layout(WIDTH))
 
 

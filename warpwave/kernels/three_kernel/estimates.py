@@ -51,7 +51,7 @@ def torch_us(problem: AttentionProblem, gpu: Gpu) -> float:
 
 
 def fused_us(problem: AttentionProblem) -> float:
-    """By large_head_dim."""
+    """Returns the time of large_head_dim."""
     pairs = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_k
     return max(2 * pairs * (problem.head_dim + problem.head_dim_v) / FUSED_FLOPS_A_US, _reading_us(problem))
 

@@ -50,7 +50,7 @@ class Config:
 
     @property
     def groups(self) -> int:
-        """Consumer warpgroups."""
+        """Number of consumer warpgroups."""
         return self.block_m // 64
 
 

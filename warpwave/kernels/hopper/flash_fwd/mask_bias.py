@@ -37,7 +37,8 @@ LARGEST_BIAS = gl.constexpr(problem.LARGEST_BIAS)
 # Careful levels of a pass over a block (../scheduler.py); the first pass has level 0.
 HIDING = gl.constexpr(1)  # zeroes the values that no query of the block sees, and a bias of -inf hides any score
 FAR = gl.constexpr(2)  # also converts scores to bits before their maximum is taken
-FAR_BITS = gl.constexpr(2.0**16)  # rounding there is 2^-8 bits: it changes a probability by less than 16 bits do
+# At this magnitude scores round to 2^-8 bits, which changes a probability by less than 16-bit rounding does.
+FAR_BITS = gl.constexpr(2.0**16)
 TILE_KEYS = gl.constexpr(128)  # keys covered by four words of a row (prepass/mask_bits.py)
 
 
@@ -467,7 +468,7 @@ def level_wanted(out, doubtful_rows, far, level, beside):
 
 @jit
 def without_unseen(v_ring, n, tile, place, keys, rules):
-    """In a repeated block, waits for the values of tile n and zeroes those that no query of the block sees. Every
+    """Zeroes, in a repeated block, the values of tile n that no query of the block sees, after waiting for them. Every
     consumer does so itself; they write the same values."""
     if is_added(place):  # noqa: SIM102 (known when compiled, and the other is not)
         if scheduler.is_careful(place.box, place.message):

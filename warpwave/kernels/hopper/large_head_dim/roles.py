@@ -113,7 +113,7 @@ class Widths:
 
 @jit
 def zero_accumulator(WIDTH: gl.constexpr):
-    """[64, WIDTH] of zeros."""
+    """Returns [64, WIDTH] of zeros."""
     return gl.zeros([ROWS, WIDTH], gl.float32, accumulator_layout(WIDTH))
 
 
