@@ -226,7 +226,7 @@ class PagedKVCache:
         self._columns = -(-max_seqlen // page_size)
         # The page table and the lengths are in one tensor, so that one operation changes both or raises.
         self._lengths_at = -(-max_batch * self._columns // ALIGNMENT) * ALIGNMENT
-        with torch.inference_mode(False):  # otherwise only inference mode could change these tensors
+        with torch.inference_mode(False):  # else only inference mode could change these tensors
             self._tables = torch.zeros(self._lengths_at + max_batch, dtype=torch.int32, device=device)
             self._pools = [
                 tuple(
