@@ -36,7 +36,7 @@ def library_cannot(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[
     reasons, arithmetic = [], dot_precision(problem, gpu)
     asked = "library" in (config.scores, config.values)
     if asked and problem.packed:
-        reasons.append("only the device knows where packed sequences begin; 'library' products need that on the host")
+        reasons.append("only the device knows where packed sequences begin; use 'triton' products for those")
     if asked and problem.dtype == "float32" and arithmetic != "ieee":
         reasons.append(f"the library's float32 products are 'ieee', not {arithmetic!r}: use 'triton' for those")
     if config.values == "library" and may_hide_keys(problem):
