@@ -10,7 +10,7 @@ V = TypeVar("V")
 
 
 class Bounded(Generic[K, V]):
-    """A dict that holds at most `limit` entries; `put` drops those that were put longest ago.
+    """A dict of at most `limit` entries; `put` drops the oldest ones.
 
     Args:
         limit: the most entries.
@@ -19,7 +19,7 @@ class Bounded(Generic[K, V]):
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._entries: dict[K, V] = {}
-        self._lock = threading.Lock()  # a dict cannot be walked in one thread while another one changes it
+        self._lock = threading.Lock()  # a dict must not change in one thread while another one iterates over it
 
     def __len__(self) -> int:
         return len(self._entries)

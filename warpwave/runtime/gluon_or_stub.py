@@ -1,6 +1,6 @@
-"""Gluon where Triton has it, under one set of names: what Triton 3.6 to 3.9 call differently, and nothing else.
+"""Gluon, if Triton has it, under one set of names: covers only what Triton 3.6 to 3.9 name differently.
 
-Without Triton every name is a stub, as in `triton_or_stub`, so that a kernel's claims and costs can be asked anywhere.
+Without Triton every name is a stub, as in `triton_or_stub`, so that a kernel's claims and costs are available anywhere.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if NO_TRITON is None:
             add = _core.ir.DESCRIPTOR_REDUCE_KIND.ADD
             _semantic.builder.create_async_tma_reduce(add, desc.handle, coord, src.handle)
 
-    # What comes with 3.9 spills in loops over keys where half of Q stays in registers (flash_fwd_configs.py).
+    # The functions of 3.9 spill in loops over keys if half of Q stays in registers (hopper/flash_fwd/config.py).
     Q_FITS_REGISTERS = not hasattr(tma, "async_load")
     constexpr_function = gluon.constexpr_function
     jit: Any = gluon.jit

@@ -135,7 +135,7 @@ def _taken(take: Take, arguments: Sequence[torch.Tensor | None], counters: Count
 
 
 class Prepared(NamedTuple):
-    """What a launcher starts, for others that start it themselves (series.py); its attribute `prepared`.
+    """What a launcher starts, for others that start it themselves (graphs.py); its attribute `prepared`.
 
     Attributes:
         device: its index.
