@@ -18,7 +18,7 @@ import torch
 
 from warpwave import dispatch
 from warpwave.gpu import CPU, Gpu
-from warpwave.kernels import eager
+from warpwave.kernels import eager, torch_sdpa
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.workbench import cli
 from warpwave.workbench.bench.correctness import Verdict
@@ -106,6 +106,16 @@ def test_the_sound_kernel_passes_what_the_faulty_ones_fail(monkeypatch: pytest.M
     assert outcome.wrong == []
     assert len(records) == 2
     assert all(m.verdict is not None and m.verdict.passed for m in records)
+
+
+def test_torch_sdpa_passes_the_probes_although_it_hands_nan_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "FEATURES_OF_DTYPE", {"float32": ("plain", "mask")})
+    outcome = checked(torch_sdpa, monkeypatch)
+    assert outcome.wrong == []
+    assert [line.what for line in outcome.lines if line.what.startswith("poisoned")] == [
+        "poisoned keys, hidden keys",
+        "poisoned keys, hidden keys, mask",
+    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU, where the interpreter is on")

@@ -129,7 +129,7 @@ def main(
     progress = Progress(len(cases))
     finished, code = 0, 0
     try:
-        with _stoppable() as check_stopped, journal.noting_signals():
+        with _stoppable() as check_stopped, journal.noting_signals(), progress.logging_apart():
             for case in cases:
 
                 def about_to(contender: str, case: str = case.name) -> None:

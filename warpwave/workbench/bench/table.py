@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -101,7 +102,10 @@ def summary_tables(measurements: Sequence[Measurement]) -> list[Table]:
 
 
 def print_table(table: Table) -> None:
-    """To standard output: drawn by rich on a terminal, plain columns elsewhere."""
+    """Prints a table to standard output: drawn by rich on a terminal, in plain columns elsewhere.
+
+    With NO_COLOR set to any text, rich draws without escape sequences.
+    """
     if not sys.stdout.isatty():
         say(plain(table))
         return
@@ -110,7 +114,7 @@ def print_table(table: Table) -> None:
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    console = Console()
+    console = Console(color_system=None if os.environ.get("NO_COLOR") else "auto")
     table = _fitted(table, console.width)
     drawn = RichTable(title=Text(printable(table.title)), title_justify="left", box=box.SIMPLE_HEAD)
     for column in range(len(table.header)):

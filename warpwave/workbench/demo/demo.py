@@ -9,6 +9,7 @@ The demo prints its verdict first, in at most 30 lines; `-v` adds every table wi
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import math
@@ -619,13 +620,14 @@ def measure(device: torch.device) -> Outcome:
         cases += [] if gpu.vendor == "interpreter" else random_cases(device)
         comparisons = []
         progress = Progress(len(cases)) if sys.stderr.isatty() else None
-        for case in cases:
-            if progress is not None:
-                progress.begin(case.title)
-                progress.say("")
-            comparisons.append(compare(case, device))
-            if progress is not None:
-                progress.finish()
+        with contextlib.nullcontext() if progress is None else progress.logging_apart():
+            for case in cases:
+                if progress is not None:
+                    progress.begin(case.title)
+                    progress.say("")
+                comparisons.append(compare(case, device))
+                if progress is not None:
+                    progress.finish()
     return Outcome(f"{gpu.name} ({gpu.arch})", embedded, missing, comparisons, check_in_interpreter(device))
 
 
