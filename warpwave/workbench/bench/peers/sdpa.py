@@ -90,9 +90,7 @@ def varlen(problem: AttentionProblem, operands: Operands) -> Prepared:
     try:
         call()
     except TypeError as error:  # torch 2.10 takes no scale or window, 2.11 no grouped heads
-        raise PeerUnavailable(
-            f"this torch's varlen_attn does not support the call: {str(error).splitlines()[0]}"
-        ) from error
+        raise PeerUnavailable(f"this varlen_attn does not support the call: {str(error).splitlines()[0]}") from error
     return Prepared(call, to_out=lambda out: out, kernel="varlen_attn", eager=True)
 
 
@@ -101,7 +99,7 @@ def _square(problem: AttentionProblem) -> bool:
 
 
 def _operator_behind(call: Callable[[], Any]) -> str:
-    """Runs the call once and returns the operator that ran. A backend that refuses warns with the reasons, then raises."""
+    """Runs the call once and returns the operator that ran. A backend that refuses warns with reasons, then raises."""
     with warnings.catch_warnings(record=True) as caught, _Operators() as operators:
         warnings.simplefilter("always")
         try:
