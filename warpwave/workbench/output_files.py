@@ -53,7 +53,7 @@ def check_output(path: Path, kind: Kind) -> None:
         if path.exists() and not path.is_file():  # a device or a pipe: a rename would put a file in its place
             raise CannotWrite(f"{path} is no regular file; name another")
         if path.exists() and path.stat().st_size and not kind.is_ours(path):
-            raise CannotWrite(f"{path} is there already and is no {kind.what}; name another file, or remove it")
+            raise CannotWrite(f"{path} already exists and is not a {kind.what}; name another file, or remove it")
         target = _target(path)
         folder = target.parent
         if target.is_symlink():
@@ -86,7 +86,7 @@ def write_output(path: Path, text: str, kind: Kind, *, replace: bool = True) -> 
     try:
         write_whole(path, text, replace=replace)
     except FileExistsError:
-        raise CannotWrite(f"{path} is there already; name another file, or remove it") from None
+        raise CannotWrite(f"{path} already exists; name another file, or remove it") from None
     except OSError as error:
         raise _cannot(path, error) from None
 

@@ -63,7 +63,7 @@ def test_a_damaged_journal_is_named(tmp_path: Path) -> None:
 def test_a_file_of_the_journals_name_that_is_none_is_left_alone(resume: bool, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl.underway"
     path.write_text('notes: {"kind": "warpwave bench journal", "schema_version": 1}\n')
-    with pytest.raises(RecordError, match="is there already and is no journal of `warpwave bench`"):
+    with pytest.raises(RecordError, match="already exists and is not a journal of `warpwave bench`"):
         Journal(tmp_path / "r.jsonl", resume=resume)
     assert path.read_text().startswith("notes")
 

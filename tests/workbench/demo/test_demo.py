@@ -202,7 +202,7 @@ def test_a_report_that_cannot_be_written_is_said_before_anything_is_run(
     assert quick_demo(True) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith("warpwave: report.html is there already")
+    assert printed.err.startswith("warpwave: report.html already exists")
     assert Path("report.html").read_text() == "mine"
 
 

@@ -252,7 +252,7 @@ def _cases(axes: Iterable[dict[str, list[Any]]], source: str) -> Iterator[Case]:
         for combination in itertools.product(*of_entry.values()):
             case = _case(dict(zip(of_entry, combination, strict=True)), where)
             if case.name in names:
-                raise SuiteError(f"{where}: the case {case.name!r} is there already")
+                raise SuiteError(f"{where}: the case {case.name!r} appears twice")
             names.add(case.name)
             yield case
 

@@ -43,7 +43,7 @@ def write(path: Path, doctor: Mapping[str, Any], facts: Facts, *, force: bool) -
     """
     check_output(path, BUNDLE)
     if path.exists() and not force:
-        raise CannotWrite(f"{path} is there already; give --force to write over it, or another name")
+        raise CannotWrite(f"{path} already exists; give --force to write over it, or another name")
     contents = {
         "kind": "warpwave bug report",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
