@@ -132,7 +132,7 @@ def test_roof_measures_keeps_and_shows(tmp_path: Path, monkeypatch: pytest.Monke
         (["--device", "abacus"], "'abacus' is not a device"),
         (["--device", "cuda:77"], "torch sees no GPU 77"),
         (["--device", "cpu", "--out", "/no/such/folder/roof.json"], "there is no directory /no/such/folder"),
-        (["--device", "cpu", "--out", __file__], "is no file of `warpwave roof`"),
+        (["--device", "cpu", "--out", __file__], "is not a file of `warpwave roof`"),
     ],
 )
 def test_a_mistake_with_roof_is_one_sentence(
