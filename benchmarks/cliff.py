@@ -4,8 +4,8 @@
     PYTHONPATH=. python -m benchmarks.cliff --read benchmarks/records/FILE.jsonl
 
 Scores are kept in two ways: as 16-bit probabilities from the first product's epilogue (2 bytes per score), and as
-float32 scores that probabilities overwrite (4 bytes). The cliff is predicted before the measurement, at the length where
-all scores fill L2,
+float32 scores that probabilities overwrite (4 bytes). Before the measurement, the cliff is predicted at the length
+where all scores fill L2:
 
     seqlen = sqrt(bytes of L2 / (bytes a score x heads x batch)).
 
