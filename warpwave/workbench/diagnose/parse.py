@@ -348,7 +348,7 @@ def _make(kind: type, values: Any, base: Any, where: str) -> Any:
         if key == "scores" and value not in ("chip", "memory"):
             raise TableError(f"{where}: scores must be chip or memory, got {quoted(value)}")
         if key == "launch_heads" and value not in ("one", "all", ""):
-            raise TableError(f'{where}: launch_heads must be one, all, or "" where nobody says, got {quoted(value)}')
+            raise TableError(f'{where}: launch_heads must be one, all, or "" if unknown, got {quoted(value)}')
         if key in ("dtype", "grid", "unit", "scores", "launch_heads"):
             continue
         if key in ("causal", "is_peer"):
