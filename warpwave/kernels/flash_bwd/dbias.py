@@ -94,6 +94,7 @@ def flash_bwd_dbias_kernel(
     IS_VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
+    LSE_IN_BITS: tl.constexpr,
     PER_QUERY: tl.constexpr,
     PER_KEY: tl.constexpr,
 ):
@@ -178,7 +179,7 @@ def flash_bwd_dbias_kernel(
             )  # [BLOCK_M, BLOCK_DV]  # fmt: skip
             q = operand(q, PRECISION, IS_NVIDIA)
             dout = operand(dout, PRECISION, IS_NVIDIA)
-            lse_log2 = load_lse_log2(lse_ptr + line, rows, 0, seqlen_q)  # [BLOCK_M]
+            lse_log2 = load_lse_log2(lse_ptr + line, rows, 0, seqlen_q, LSE_IN_BITS)  # [BLOCK_M]
             delta = load_rows(delta_ptr + line, rows, 0, seqlen_q, 0.0)  # [BLOCK_M]
             for key_tile in range(
                 tl.maximum(first, own_key_begin), tl.minimum(key_end, own_key_end), BLOCK_N
@@ -206,7 +207,7 @@ def flash_bwd_dbias_kernel(
                 )  # fmt: skip
                 p = probabilities(scores, scale, lse_log2[:, None], True)
                 dp = product(dout, v, None, PRECISION)  # [BLOCK_M, BLOCK_N]
-                acc += score_gradient(p, dp, delta[:, None], scores, at_edge, True)
+                acc += score_gradient(p, dp, delta[:, None], at_edge, True)
 
     # Tiles that share a cell of the bias lie in the same place of acc, or in a row or column of it.
     rows = tile_m * BLOCK_M + first_rows

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from warpwave.kernels.flash_bwd.dq import UNSPECIALISED
 from warpwave.kernels.flash_bwd.tiles import (
+    any_of,
     load_lse_log2,
     load_rows,
     probabilities,
@@ -112,6 +113,7 @@ def flash_bwd_dkv_kernel(
     IS_VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
+    LSE_IN_BITS: tl.constexpr,
     WRITE_DK: tl.constexpr,
     WRITE_DV: tl.constexpr,
 ):
@@ -196,7 +198,7 @@ def flash_bwd_dkv_kernel(
             dout = load_tile(
                 dout, rows, dims_v, row_begin, row_end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV
             )  # [BLOCK_M, BLOCK_DV]
-            lse_log2 = load_lse_log2(lse_ptr + line, rows, row_begin, row_end)  # [BLOCK_M]
+            lse_log2 = load_lse_log2(lse_ptr + line, rows, row_begin, row_end, LSE_IN_BITS)  # [BLOCK_M]
             q_parts = operand(q, PRECISION, IS_NVIDIA)
             raw = product(k, transposed(q_parts, PRECISION), None, PRECISION)  # [BLOCK_N, BLOCK_M]
             inside = (keys < seqlen_k)[:, None] & (rows < row_end)[None, :]
@@ -208,7 +210,7 @@ def flash_bwd_dkv_kernel(
             p = probabilities(scores, scale, lse_log2[None, :], HAS_MASK or HAS_BIAS)
             if HAS_MASK or HAS_BIAS:
                 # A query that sees no key of the tile must have no effect, and 0 * NaN would be one.
-                sees = (tl.max((scores != float("-inf")).to(tl.int32), 0) != 0)[:, None]  # [BLOCK_M, 1]
+                sees = any_of(p, 0)[:, None]  # [BLOCK_M, 1]
                 q_parts = operand(tl.where(sees, q, 0.0), PRECISION, IS_NVIDIA)
                 dout = tl.where(sees, dout, 0.0)
             dout_parts = operand(dout, PRECISION, IS_NVIDIA)
@@ -217,8 +219,8 @@ def flash_bwd_dkv_kernel(
             if WRITE_DK:
                 delta = load_rows(delta_ptr + line, rows, row_begin, row_end, 0.0)  # [BLOCK_M]
                 dp = product(v, transposed(dout_parts, PRECISION), None, PRECISION)  # [BLOCK_N, BLOCK_M]
-                ds = score_gradient(p, dp, delta[None, :], scores, at_edge, HAS_MASK or HAS_BIAS)
-                ds = through_softcap(ds, derivative, scores, HAS_SOFTCAP)
+                ds = score_gradient(p, dp, delta[None, :], at_edge, HAS_MASK or HAS_BIAS)
+                ds = through_softcap(ds, derivative, p, HAS_SOFTCAP)
                 dk = product(operand(ds.to(q.dtype), PRECISION, IS_NVIDIA), q_parts, dk, PRECISION)
 
     if WRITE_DK:

@@ -5,11 +5,17 @@ A block owns BLOCK_M queries of one head and walks the keys that they see. Befor
     delta = rowsum(dO * out) - dlse
 
 from the rows it holds anyway and stores it for the launches behind, so no launch of its own reads out and dO for it.
+
+In float32 it walks the keys twice. The first walk takes the log-sum-exp and delta = rowsum(P * dP) - dlse from the very
+products that P and dS are made of: what they have in common then cancels to rounding, whichever kernel computed out.
+Made from a rounded out and log-sum-exp, gradients of rows that one key leads are off by that rounding, times the values.
 """
 
 from __future__ import annotations
 
 from warpwave.kernels.flash_bwd.tiles import (
+    any_of,
+    infinite_if_blind,
     load_lse_log2,
     load_rows,
     probabilities,
@@ -27,6 +33,7 @@ from warpwave.kernels.primitives import (
     packed_sequence,
     product,
     rounded,
+    softmax_step,
     tile_pointers,
     transposed,
 )
@@ -58,6 +65,7 @@ def flash_bwd_dq_kernel(
     out_ptr,
     dlse_ptr,
     sinks_ptr,
+    own_lse_ptr,
     dq_ptr,
     of_slopes_ptr,
     of_sinks_ptr,
@@ -121,13 +129,16 @@ def flash_bwd_dq_kernel(
     IS_VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
+    OWN_STATISTICS: tl.constexpr,
     HAS_DLSE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     WRITE_DQ: tl.constexpr,
     WRITE_DSLOPES: tl.constexpr,
     WRITE_DSINKS: tl.constexpr,
 ):
     """delta and dq of one tile of queries of one head; its part of the gradients of the head's slope and sink.
 
+    With OWN_STATISTICS also the log-sum-exp in bits, and neither out nor the forward's log-sum-exp is read.
     `of_slopes` and `of_sinks` take one number a block, (batch, num_heads_q, tiles).
     """
     stride_qb, stride_qm, stride_qh = in_elements(stride_qb, stride_qm, stride_qh, STRIDE_UNIT)
@@ -161,8 +172,11 @@ def flash_bwd_dq_kernel(
         v_ptr += k_begin * stride_vn
         dout_ptr += q_begin * stride_dom
         out_ptr += q_begin * stride_om
-        lse_ptr += q_begin
         delta_ptr += q_begin
+        if OWN_STATISTICS:
+            own_lse_ptr += q_begin
+        else:
+            lse_ptr += q_begin
         if HAS_DLSE:
             dlse_ptr += q_begin
         if WRITE_DQ:
@@ -191,31 +205,34 @@ def flash_bwd_dq_kernel(
 
     dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, BLOCK_DV)
+    q = tile_pointers(q_ptr, rows, dims, stride_qm, stride_qd)
+    q = load_tile(q, rows, dims, 0, seqlen_q, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_M, BLOCK_D]
     dout = tile_pointers(dout_ptr, rows, dims_v, stride_dom, 1)
     dout = load_tile(dout, rows, dims_v, 0, seqlen_q, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
-    out = tile_pointers(out_ptr, rows, dims_v, stride_om, 1)
-    out = load_tile(out, rows, dims_v, 0, seqlen_q, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
-    # The output of a row that sees nothing is 0 whatever arrives at it, NaN included.
-    delta = tl.sum(tl.where(out == 0.0, 0.0, dout.to(tl.float32) * out.to(tl.float32)), 1)  # [BLOCK_M]
-    if HAS_DLSE:
-        delta -= load_rows(dlse_ptr + line, rows, 0, seqlen_q, 0.0)
-    tl.store(delta_ptr + line + rows, delta, mask=rows < seqlen_q)
-    lse_log2 = load_lse_log2(lse_ptr + line, rows, 0, seqlen_q)  # [BLOCK_M]
-    if WRITE_DSINKS:
-        # The value of a sink is 0, so its dP is 0 too.
-        p_sink = tl.math.exp2(tl.load(sinks_ptr + head) * LOG2_E - lse_log2)
-        tl.store(of_sinks_ptr + part, -tl.sum(tl.where(lse_log2 == float("inf"), 0.0, p_sink * delta), 0))
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    delta = tl.zeros([BLOCK_M], tl.float32)
+    lse_log2 = m_i
+    if not OWN_STATISTICS:
+        out = tile_pointers(out_ptr, rows, dims_v, stride_om, 1)
+        out = load_tile(out, rows, dims_v, 0, seqlen_q, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
+        # The output of a row that sees nothing is 0 whatever arrives at it, NaN included.
+        delta = tl.sum(tl.where(out == 0.0, 0.0, dout.to(tl.float32) * out.to(tl.float32)), 1)  # [BLOCK_M]
+        lse_log2 = load_lse_log2(lse_ptr + line, rows, 0, seqlen_q, False)  # [BLOCK_M]
+        if HAS_DLSE:
+            delta -= load_rows(dlse_ptr + line, rows, 0, seqlen_q, 0.0)
+    sink_log2 = float("-inf")
+    if HAS_SINKS:
+        sink_log2 = tl.load(sinks_ptr + head) * LOG2_E
 
-    if WRITE_DQ or WRITE_DSLOPES:
-        q = tile_pointers(q_ptr, rows, dims, stride_qm, stride_qd)
-        q = load_tile(q, rows, dims, 0, seqlen_q, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_M, BLOCK_D]
-        q = operand(q, PRECISION, IS_NVIDIA)
-        dout = operand(dout, PRECISION, IS_NVIDIA)
-        first_keys = tl.arange(0, BLOCK_N)
-        k_pointers = tile_pointers(k_ptr, first_keys, dims, stride_kn, stride_kd)
-        v_pointers = tile_pointers(v_ptr, first_keys, dims_v, stride_vn, stride_vd)
-        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        of_slope = tl.zeros([BLOCK_M], tl.float32)
+    q = operand(q, PRECISION, IS_NVIDIA)
+    dout = operand(dout, PRECISION, IS_NVIDIA)
+    first_keys = tl.arange(0, BLOCK_N)
+    k_pointers = tile_pointers(k_ptr, first_keys, dims, stride_kn, stride_kd)
+    v_pointers = tile_pointers(v_ptr, first_keys, dims_v, stride_vn, stride_vd)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    of_slope = tl.zeros([BLOCK_M], tl.float32)
+    for WALK in tl.static_range(0 if OWN_STATISTICS else 1, 2 if WRITE_DQ or WRITE_DSLOPES else 1):
         for key_tile in range(first, key_end, BLOCK_N):
             at_edge = (key_tile < whole_begin) | (key_tile >= whole_end)
             keys = key_tile + first_keys
@@ -234,24 +251,43 @@ def flash_bwd_dq_kernel(
                 stride_mask_m, stride_mask_n, bias_ptr, stride_bias_m, stride_bias_n, slope_log2, softmax_scale,
                 softcap, HAS_LOW, HAS_HIGH, HAS_MASK, HAS_BIAS, HAS_ALIBI, HAS_SOFTCAP,
             )  # fmt: skip
-            p = probabilities(scores, scale, lse_log2[:, None], HAS_MASK or HAS_BIAS)
             dp = product(dout, transposed(v_parts, PRECISION), None, PRECISION)  # [BLOCK_M, BLOCK_N]
-            ds = score_gradient(p, dp, delta[:, None], scores, at_edge, HAS_MASK or HAS_BIAS)
-            if WRITE_DSLOPES:
-                distance = tl.abs(rows[:, None] + (seqlen_k - seqlen_q) - keys[None, :]).to(tl.float32)
-                of_slope -= tl.sum(ds * distance, 1)
-            if WRITE_DQ:
-                ds = through_softcap(ds, derivative, scores, HAS_SOFTCAP)
-                if HAS_MASK or HAS_BIAS:
-                    # A key that no query of the tile sees must have no effect, and 0 * NaN would be one.
-                    seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
-                    k_parts = operand(tl.where((seen != 0)[:, None], k, 0.0), PRECISION, IS_NVIDIA)
-                dq = product(operand(ds.to(k.dtype), PRECISION, IS_NVIDIA), k_parts, dq, PRECISION)
-        if WRITE_DSLOPES:
-            tl.store(of_slopes_ptr + part, tl.sum(of_slope, 0))
-        if WRITE_DQ:
-            # The scale comes after the products: before, it would push a small ds out of the range of 16 bits.
-            dq_ptr += batch * stride_dqb + head * stride_dqh
-            offsets = rows.to(tl.int64)[:, None] * stride_dqm + dims[None, :]
-            inside = (rows < seqlen_q)[:, None] & (dims < HEAD_DIM)[None, :]
-            tl.store(dq_ptr + offsets, rounded(dq * softmax_scale, dq_ptr.dtype.element_ty), mask=inside)
+            if WALK == 0:
+                p, alpha, m_i, l_i = softmax_step(scores, scale, m_i, l_i)
+                delta = delta * alpha + tl.sum(score_gradient(p, dp, 0.0, at_edge, HAS_MASK or HAS_BIAS), 1)
+            else:
+                p = probabilities(scores, scale, lse_log2[:, None], HAS_MASK or HAS_BIAS)
+                ds = score_gradient(p, dp, delta[:, None], at_edge, HAS_MASK or HAS_BIAS)
+                if WRITE_DSLOPES:
+                    distance = tl.abs(rows[:, None] + (seqlen_k - seqlen_q) - keys[None, :]).to(tl.float32)
+                    of_slope -= tl.sum(ds * distance, 1)
+                if WRITE_DQ:
+                    ds = through_softcap(ds, derivative, p, HAS_SOFTCAP)
+                    if HAS_MASK or HAS_BIAS:
+                        # A key that no query of the tile sees must have no effect, and 0 * NaN would be one.
+                        k_parts = operand(tl.where(any_of(p, 0)[:, None], k, 0.0), PRECISION, IS_NVIDIA)
+                    dq = product(operand(ds.to(k.dtype), PRECISION, IS_NVIDIA), k_parts, dq, PRECISION)
+        if WALK == 0:
+            m_all = tl.maximum(m_i, sink_log2)
+            m_shift = tl.where(m_all == float("-inf"), 0.0, m_all)
+            alpha = tl.math.exp2(m_i - m_shift)
+            l_i = l_i * alpha + tl.math.exp2(sink_log2 - m_shift)
+            delta = delta * alpha * tl.math.div_rn(1.0, tl.where(l_i == 0.0, 1.0, l_i))
+            if HAS_DLSE:
+                delta -= load_rows(dlse_ptr + line, rows, 0, seqlen_q, 0.0)
+            lse_log2 = infinite_if_blind(m_all + tl.math.log2(l_i))
+            tl.store(own_lse_ptr + line + rows, lse_log2, mask=rows < seqlen_q)
+
+    tl.store(delta_ptr + line + rows, delta, mask=rows < seqlen_q)
+    if WRITE_DSINKS:
+        # The value of a sink is 0, so its dP is 0 too. A row that sees nothing may have NaN in delta.
+        p_sink = tl.math.exp2(sink_log2 - lse_log2)
+        tl.store(of_sinks_ptr + part, -tl.sum(tl.where(p_sink == 0.0, 0.0, p_sink * delta), 0))
+    if WRITE_DSLOPES:
+        tl.store(of_slopes_ptr + part, tl.sum(of_slope, 0))
+    if WRITE_DQ:
+        # The scale comes after the products: before, it would push a small ds out of the range of 16 bits.
+        dq_ptr += batch * stride_dqb + head * stride_dqh
+        offsets = rows.to(tl.int64)[:, None] * stride_dqm + dims[None, :]
+        inside = (rows < seqlen_q)[:, None] & (dims < HEAD_DIM)[None, :]
+        tl.store(dq_ptr + offsets, rounded(dq * softmax_scale, dq_ptr.dtype.element_ty), mask=inside)

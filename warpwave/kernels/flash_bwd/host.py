@@ -59,6 +59,7 @@ class Outputs(NamedTuple):
     Attributes:
         dq, dk, dv, dbias: gradients, contiguous.
         delta: of each row, as lse.
+        lse_log2: of each row in bits, where the launches take the log-sum-exp from their own products.
         of_slopes, of_sinks: what each tile of queries adds to a gradient, float32 (batch, num_heads_q, tiles).
     """
 
@@ -67,6 +68,7 @@ class Outputs(NamedTuple):
     dv: Any = None
     dbias: Any = None
     delta: Any = None
+    lse_log2: Any = None
     of_slopes: Any = None
     of_sinks: Any = None
 
@@ -159,8 +161,12 @@ def _allocator(
     rows = (problem.total_q,) if problem.packed else (problem.batch, problem.seqlen_q)
     of_heads = (problem.batch, problem.num_heads_q, -(-problem.seqlen_q // config.dq.block_m))
     shapes: dict[str, Sequence[int]] = {}
-    if _needs_delta(wanted):
-        shapes["delta"] = (*rows[:-1], problem.num_heads_q, rows[-1])
+    of_rows = (*rows[:-1], problem.num_heads_q, rows[-1])
+    own_statistics = problem.dtype == "float32"
+    if own_statistics or any(want for i, want in enumerate(wanted) if i != 2):
+        shapes["delta"] = of_rows  # which dv alone does not depend on
+    if own_statistics:
+        shapes["lse_log2"] = of_rows
     shapes |= {name: of_heads for name, want in zip(("of_slopes", "of_sinks"), wanted[4:], strict=True) if want}
     workspace = scratch.memory([(shape, torch.float32) for shape in shapes.values()], device)
 
@@ -169,11 +175,6 @@ def _allocator(
         return Outputs(*gradients, **dict(zip(shapes, workspace(), strict=True)))
 
     return allocate
-
-
-def _needs_delta(wanted: Sequence[bool]) -> bool:
-    """Whether a gradient depends on more than P and dO, as dv does."""
-    return any(want for i, want in enumerate(wanted) if i != 2)
 
 
 def _gradients(operands: Operands, outputs: Outputs, wanted: Sequence[bool]) -> Gradients:
@@ -205,7 +206,7 @@ def specify(
         results: out and lse. The last stride of out and dout is 1; lse and dlse are contiguous.
         outputs: what is wanted; its gradients are contiguous.
     """
-    (out, _), (dq, dk, dv, dbias, delta, of_slopes, of_sinks) = results, outputs
+    (out, _), (dq, dk, dv, dbias, delta, lse_log2, of_slopes, of_sinks) = results, outputs
     tensors = iter(_tensors(operands, results, dout, dlse, outputs))
     unit = stride_unit(operands, out, dout, outputs)
 
@@ -243,6 +244,7 @@ def specify(
             },
         )
 
+    own = lse_log2 is not None
     launches = []
     if delta is not None:
         tile = config.dq
@@ -252,7 +254,7 @@ def specify(
             one(
                 flash_bwd_dq_kernel, blocks, tile, tile.block_m,
                 [*strides, *in_units(out, dq), *lengths, *rest],
-                {"HAS_DLSE": dlse is not None, **{name: t is not None for name, t in written.items()}},
+                {"OWN_STATISTICS": own, "HAS_DLSE": dlse is not None, "HAS_SINKS": problem.has_sinks, **{name: t is not None for name, t in written.items()}},
             )
         )  # fmt: skip
     if dk is not None or dv is not None:
@@ -262,7 +264,7 @@ def specify(
             one(
                 flash_bwd_dkv_kernel, blocks, tile, tile.block_n,
                 [*strides, *in_units(dk, dv), *lengths, *rest],
-                {"WRITE_DK": dk is not None, "WRITE_DV": dv is not None},
+                {"LSE_IN_BITS": own, "WRITE_DK": dk is not None, "WRITE_DV": dv is not None},
             )
         )  # fmt: skip
     if dbias is not None:
@@ -274,7 +276,7 @@ def specify(
             one(
                 flash_bwd_dbias_kernel, blocks, tile, tile.block_m,
                 [*strides, *lengths, problem.batch, bias_batch, bias_heads, *rest],
-                {"PER_QUERY": per_query, "PER_KEY": per_key},
+                {"LSE_IN_BITS": own, "PER_QUERY": per_query, "PER_KEY": per_key},
             )
         )  # fmt: skip
     return tuple(launches)
@@ -285,15 +287,16 @@ def _tensors(
 ) -> list[tuple[Any, ...]]:
     """The pointer arguments of each launch, in the kernels' order."""
     q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k = operands
-    (out, lse), (dq, dk, dv, dbias, delta, of_slopes, of_sinks) = results, outputs
-    shared = (q, k, v, mask, bias, slopes, cu_seqlens_q, cu_seqlens_k, dout, lse, delta)
+    (out, lse), (dq, dk, dv, dbias, delta, lse_log2, of_slopes, of_sinks) = results, outputs
+    shared = (q, k, v, mask, bias, slopes, cu_seqlens_q, cu_seqlens_k, dout)
+    of_rows = (lse if lse_log2 is None else lse_log2, delta)
     found: list[tuple[Any, ...]] = []
     if delta is not None:
-        found.append((*shared, out, dlse, sinks, dq, of_slopes, of_sinks))
+        found.append((*shared, lse, delta, out, dlse, sinks, lse_log2, dq, of_slopes, of_sinks))
     if dk is not None or dv is not None:
-        found.append((*shared, dk, dv))
+        found.append((*shared, *of_rows, dk, dv))
     if dbias is not None:
-        found.append((*shared, dbias))
+        found.append((*shared, *of_rows, dbias))
     return found
 
 

@@ -17,11 +17,18 @@ def load_rows(pointers, rows, row_begin, row_end, other):
 
 
 @jit
-def load_lse_log2(pointers, rows, row_begin, row_end):
-    """The log-sum-exp of rows in bits. It is plus infinity for a row that sees nothing or does not exist: then
-    `exp2(score - lse)` is 0, and `-inf - -inf` is never computed."""
+def load_lse_log2(pointers, rows, row_begin, row_end, IN_BITS: tl.constexpr):
+    """The log-sum-exp of rows in bits; plus infinity for a row that sees nothing or does not exist."""
     lse = load_rows(pointers, rows, row_begin, row_end, float("-inf"))
-    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
+    if not IN_BITS:
+        lse = lse * LOG2_E
+    return infinite_if_blind(lse)
+
+
+@jit
+def infinite_if_blind(lse_log2):
+    """Plus infinity in place of minus infinity: then `exp2(score - lse)` is 0, and `-inf - -inf` is never computed."""
+    return tl.where(lse_log2 == float("-inf"), float("inf"), lse_log2)
 
 
 @jit
@@ -110,20 +117,26 @@ def probabilities(scores, scale, lse_log2, MAY_HIDE: tl.constexpr):
 
 
 @jit
-def score_gradient(p, dp, delta, scores, at_edge, MAY_HIDE: tl.constexpr):
-    """dS = P * (dP - delta), 0 where hidden: dP or delta may be NaN there, and 0 * NaN would be NaN."""
+def score_gradient(p, dp, delta, at_edge, MAY_HIDE: tl.constexpr):
+    """dS = P * (dP - delta), 0 where P is: dP or delta of a hidden pair may be NaN, and 0 * NaN would be NaN."""
     ds = p * (dp - delta)
     if MAY_HIDE:
-        ds = tl.where(scores == float("-inf"), 0.0, ds)
+        ds = tl.where(p == 0.0, 0.0, ds)
     else:
         if at_edge:
-            ds = tl.where(scores == float("-inf"), 0.0, ds)
+            ds = tl.where(p == 0.0, 0.0, ds)
     return ds
 
 
 @jit
-def through_softcap(ds, derivative, scores, HAS_SOFTCAP: tl.constexpr):
+def through_softcap(ds, derivative, p, HAS_SOFTCAP: tl.constexpr):
     """The gradient of `softmax_scale * q . k`. The derivative of a hidden score may be NaN."""
     if HAS_SOFTCAP:
-        ds = tl.where(scores == float("-inf"), 0.0, ds * derivative)
+        ds = tl.where(p == 0.0, 0.0, ds * derivative)
     return ds
+
+
+@jit
+def any_of(p, AXIS: tl.constexpr):
+    """Whether a row or a column of P has an entry that is not 0, NaN included."""
+    return tl.max((p != 0.0).to(tl.int32), AXIS) != 0
