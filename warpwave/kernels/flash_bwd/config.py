@@ -43,10 +43,12 @@ class Config:
     Args:
         dq: of the launch that owns `block_m` queries and walks keys; the launch of the bias has the same tile.
         dkv: of the launch that owns `block_n` keys and walks queries.
+        split_dkv: whether dk and dv take a launch each: one product more, and half the accumulators of a thread.
     """
 
     dq: Tile
     dkv: Tile
+    split_dkv: bool = False
 
 
 # Shared memory --------------------------------------------------------------------------------------------------------
@@ -83,7 +85,7 @@ def default(problem: AttentionProblem, gpu: Gpu) -> Config | None:
     """The config with which a problem runs where nobody names another; None where none fits."""
     table = _default(problem, gpu)
     tiles = [_fitted(problem, gpu, tile, owns) for tile, owns in ((table.dq, False), (table.dkv, True))]
-    return None if tiles[0] is None or tiles[1] is None else Config(tiles[0], tiles[1])
+    return None if tiles[0] is None or tiles[1] is None else Config(tiles[0], tiles[1], table.split_dkv)
 
 
 def _fitted(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool) -> Tile | None:
@@ -143,9 +145,9 @@ def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
         )[bucket]
     if gpu.capability in (90, 100, 103):
         return (
-            Config(Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
-            Config(Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
-            Config(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+            Config(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
+            Config(Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
+            Config(Tile(128, 32, 8, 2), Tile(32, 128, 8, 2), True),
         )[bucket]
     return (
         Config(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),

@@ -109,7 +109,7 @@ def bind(problem: AttentionProblem, gpu: Gpu, operands: Operands, wanted: Sequen
             specs = specify(problem, gpu, straightened, (out, lse), dout, dlse, outputs, config)
             launchers = [launch.bind(spec) for spec in specs]
             bound.put(key, launchers)
-        tensors = _tensors(straightened, (out, lse), dout, dlse, outputs)
+        tensors = _tensors(straightened, (out, lse), dout, dlse, outputs, config)
         for launcher, taken in zip(launchers, tensors, strict=True):
             launcher(*taken)
         return _gradients(operands, outputs, wanted)
@@ -207,7 +207,7 @@ def specify(
         outputs: what is wanted; its gradients are contiguous.
     """
     (out, _), (dq, dk, dv, dbias, delta, lse_log2, of_slopes, of_sinks) = results, outputs
-    tensors = iter(_tensors(operands, results, dout, dlse, outputs))
+    tensors = iter(_tensors(operands, results, dout, dlse, outputs, config))
     unit = stride_unit(operands, out, dout, outputs)
 
     def in_units(*rows: torch.Tensor | None) -> list[int]:
@@ -257,7 +257,7 @@ def specify(
                 {"OWN_STATISTICS": own, "HAS_DLSE": dlse is not None, "HAS_SINKS": problem.has_sinks, **{name: t is not None for name, t in written.items()}},
             )
         )  # fmt: skip
-    if dk is not None or dv is not None:
+    for dk, dv in _launches_of_keys(config, dk, dv):
         tile = config.dkv
         blocks = -(-problem.seqlen_k // tile.block_n) * problem.num_heads_kv * problem.batch
         launches.append(
@@ -283,7 +283,12 @@ def specify(
 
 
 def _tensors(
-    operands: Operands, results: Results, dout: torch.Tensor, dlse: torch.Tensor | None, outputs: Outputs
+    operands: Operands,
+    results: Results,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    outputs: Outputs,
+    config: Config,
 ) -> list[tuple[Any, ...]]:
     """The pointer arguments of each launch, in the kernels' order."""
     q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k = operands
@@ -293,11 +298,16 @@ def _tensors(
     found: list[tuple[Any, ...]] = []
     if delta is not None:
         found.append((*shared, lse, delta, out, dlse, sinks, lse_log2, dq, of_slopes, of_sinks))
-    if dk is not None or dv is not None:
-        found.append((*shared, *of_rows, dk, dv))
+    found += ((*shared, *of_rows, dk, dv) for dk, dv in _launches_of_keys(config, dk, dv))
     if dbias is not None:
         found.append((*shared, *of_rows, dbias))
     return found
+
+
+def _launches_of_keys(config: Config, dk: Any, dv: Any) -> list[tuple[Any, Any]]:
+    """What each launch that owns keys writes of (dk, dv)."""
+    each = [(dk, None), (None, dv)] if config.split_dkv else [(dk, dv)]
+    return [(dk, dv) for dk, dv in each if dk is not None or dv is not None]
 
 
 def stride_unit(operands: Operands, out: torch.Tensor, dout: torch.Tensor, outputs: Outputs) -> int:
