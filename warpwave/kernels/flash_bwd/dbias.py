@@ -181,9 +181,7 @@ def flash_bwd_dbias_kernel(
             dout = operand(dout, PRECISION, IS_NVIDIA)
             lse_log2 = load_lse_log2(lse_ptr + line, rows, 0, seqlen_q, LSE_IN_BITS)  # [BLOCK_M]
             delta = load_rows(delta_ptr + line, rows, 0, seqlen_q, 0.0)  # [BLOCK_M]
-            for key_tile in range(
-                tl.maximum(first, own_key_begin), tl.minimum(key_end, own_key_end), BLOCK_N
-            ):
+            for key_tile in range(tl.maximum(first, own_key_begin), tl.minimum(key_end, own_key_end), BLOCK_N):
                 at_edge = (key_tile < whole_begin) | (key_tile >= whole_end)
                 keys = key_tile + first_keys
                 tile_offset = tl.cast(key_tile, tl.int64)

@@ -6,9 +6,10 @@ A block owns BLOCK_M queries of one head and walks the keys that they see. Befor
 
 from the rows it holds anyway and stores it for the launches behind, so no launch of its own reads out and dO for it.
 
-In float32 it walks the keys twice. The first walk takes the log-sum-exp and delta = rowsum(P * dP) - dlse from the very
-products that P and dS are made of: what they have in common then cancels to rounding, whichever kernel computed out.
-Made from a rounded out and log-sum-exp, gradients of rows that one key leads are off by that rounding, times the values.
+In float32 it walks the keys twice. The first walk takes the log-sum-exp and delta = rowsum(P * dP) - dlse from the
+very products that P and dS are made of: what they have in common then cancels to rounding, whichever kernel computed
+out. Made from a rounded out and log-sum-exp, gradients of rows that one key leads are off by that rounding, times the
+values.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ UNSPECIALISED = [
 ]
 
 
-@jit(do_not_specialize=[*UNSPECIALISED, "stride_ob", "stride_om", "stride_oh", "stride_dqb", "stride_dqm", "stride_dqh"])
+@jit(
+    do_not_specialize=[*UNSPECIALISED, "stride_ob", "stride_om", "stride_oh", "stride_dqb", "stride_dqm", "stride_dqh"]
+)
 def flash_bwd_dq_kernel(
     q_ptr,
     k_ptr,

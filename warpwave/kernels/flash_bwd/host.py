@@ -1,4 +1,4 @@
-"""Gradients of exact attention by recomputation, portable Triton: every GPU that Triton compiles for, head_dim up to 256.
+"""Gradients of exact attention by recomputation, portable Triton: every target of Triton, head_dim up to 256.
 
 Nothing of the forward is kept but out and the log-sum-exp. One launch owns queries and walks keys, one owns keys and
 walks queries; each computes the probabilities of a tile again.
@@ -84,9 +84,9 @@ def bind(problem: AttentionProblem, gpu: Gpu, operands: Operands, wanted: Sequen
         wanted: which gradients: of q, k, v, bias, alibi_slopes and sinks.
 
     Returns:
-        `run(operands, results, dout, dlse)`: the gradients of sum(out * dout) + sum(lse * dlse), each contiguous, in the
-        shape and dtype of its operand, None where not wanted. `results` are out and lse of any exact forward kernel;
-        out and dout have any strides. It compiles for a layout of out and dout when that first comes.
+        `run(operands, results, dout, dlse)`: the gradients of sum(out * dout) + sum(lse * dlse), each contiguous, in
+        the shape and dtype of its operand, None where not wanted. `results` are out and lse of any exact forward
+        kernel; out and dout have any strides. It compiles for a layout of out and dout when that first comes.
     """
     wanted = [want and t is not None for want, t in zip(wanted, _differentiable(operands), strict=True)]
     if _is_empty(problem):
@@ -95,9 +95,7 @@ def bind(problem: AttentionProblem, gpu: Gpu, operands: Operands, wanted: Sequen
     allocate = _allocator(problem, operands, wanted, config)
     bound: Bounded[tuple[Any, ...], list[launch.Launcher]] = Bounded(MAX_LAYOUTS)
 
-    def run(
-        operands: Operands, results: Results, dout: torch.Tensor, dlse: torch.Tensor | None
-    ) -> Gradients:
+    def run(operands: Operands, results: Results, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
         straightened, (out, lse) = straight(operands), results
         out, dout = _with_unit_stride(out), _with_unit_stride(dout.to(out.dtype))
         lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
@@ -250,21 +248,22 @@ def specify(
         tile = config.dq
         blocks = -(-problem.seqlen_q // tile.block_m) * problem.num_heads_q * problem.batch
         written = {"WRITE_DQ": dq, "WRITE_DSLOPES": of_slopes, "WRITE_DSINKS": of_sinks}
+        statistics = {"OWN_STATISTICS": own, "HAS_DLSE": dlse is not None, "HAS_SINKS": problem.has_sinks}
         launches.append(
             one(
                 flash_bwd_dq_kernel, blocks, tile, tile.block_m,
                 [*strides, *in_units(out, dq), *lengths, *rest],
-                {"OWN_STATISTICS": own, "HAS_DLSE": dlse is not None, "HAS_SINKS": problem.has_sinks, **{name: t is not None for name, t in written.items()}},
+                {**statistics, **{name: t is not None for name, t in written.items()}},
             )
         )  # fmt: skip
-    for dk, dv in _launches_of_keys(config, dk, dv):
+    for own_dk, own_dv in _launches_of_keys(config, dk, dv):
         tile = config.dkv
         blocks = -(-problem.seqlen_k // tile.block_n) * problem.num_heads_kv * problem.batch
         launches.append(
             one(
                 flash_bwd_dkv_kernel, blocks, tile, tile.block_n,
-                [*strides, *in_units(dk, dv), *lengths, *rest],
-                {"LSE_IN_BITS": own, "WRITE_DK": dk is not None, "WRITE_DV": dv is not None},
+                [*strides, *in_units(own_dk, own_dv), *lengths, *rest],
+                {"LSE_IN_BITS": own, "WRITE_DK": own_dk is not None, "WRITE_DV": own_dv is not None},
             )
         )  # fmt: skip
     if dbias is not None:
@@ -298,7 +297,7 @@ def _tensors(
     found: list[tuple[Any, ...]] = []
     if delta is not None:
         found.append((*shared, lse, delta, out, dlse, sinks, lse_log2, dq, of_slopes, of_sinks))
-    found += ((*shared, *of_rows, dk, dv) for dk, dv in _launches_of_keys(config, dk, dv))
+    found += ((*shared, *of_rows, *pair) for pair in _launches_of_keys(config, dk, dv))
     if dbias is not None:
         found.append((*shared, *of_rows, dbias))
     return found
@@ -307,7 +306,7 @@ def _tensors(
 def _launches_of_keys(config: Config, dk: Any, dv: Any) -> list[tuple[Any, Any]]:
     """What each launch that owns keys writes of (dk, dv)."""
     each = [(dk, None), (None, dv)] if config.split_dkv else [(dk, dv)]
-    return [(dk, dv) for dk, dv in each if dk is not None or dv is not None]
+    return [pair for pair in each if pair != (None, None)]
 
 
 def stride_unit(operands: Operands, out: torch.Tensor, dout: torch.Tensor, outputs: Outputs) -> int:
@@ -316,9 +315,7 @@ def stride_unit(operands: Operands, out: torch.Tensor, dout: torch.Tensor, outpu
     return math.gcd(16, *(stride for tensor in tensors for stride in tensor.stride()[:-1]))
 
 
-def _constants(
-    problem: AttentionProblem, gpu: Gpu, tile: Tile, owned: int, unit: int
-) -> dict[str, int | bool | str]:
+def _constants(problem: AttentionProblem, gpu: Gpu, tile: Tile, owned: int, unit: int) -> dict[str, int | bool | str]:
     """The compile-time arguments that all kernels have, by name."""
     block_d, block_dv = tile_widths(problem, gpu, owned)
     features = feature_constants(problem)
