@@ -35,7 +35,7 @@ GRID: dict[str, Any] = {
     **cases.FEATURES,
     "dims": ((16, 16), (17, 33)),
     "lengths": ((20, 70), (40, 33)),
-    "heads": ((1, 1), (4, 2)),
+    "heads": ((1, 1), (2, 1)),
     "batch": (1, 2),
     "window": ((-1, -1), (20, 0), (W, W)),
     "alibi": ("", "heads"),
@@ -292,8 +292,8 @@ def test_any_numbers_as_offsets_stay_inside_the_tensors(monkeypatch: pytest.Monk
         cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
         operands = call.operands._replace(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens.flip(0))
         placed = Operands(*(None if t is None else guards.place(t) for t in operands))
-        out, lse, *arrived = (guards.place(t) for t in (*results, dout, dlse))
-        differentiate(call._replace(operands=placed), *arrived, results=(out, lse))
+        given = [guards.place(t) for t in (*results, dout, dlse)]
+        differentiate(call._replace(operands=placed), given[2], given[3], results=(given[0], given[1]))
         guards.assert_intact()
         guards.buffers.clear()
 

@@ -38,8 +38,14 @@ def test_a_tile_checks_itself(fields: tuple[int, int, int, int], text: str) -> N
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
 def test_every_gpu_has_a_default_that_fits(arch: str, dtype: str, head_dim: int) -> None:
     gpu = Gpu.for_arch(arch)
-    for change in ({}, {"mask_shape": (2, 1, 300, 290)}):
-        problem = replace(PROBLEM, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim, **change)
+    for mask_shape in (None, (2, 1, 300, 290)):
+        problem = replace(PROBLEM, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim, mask_shape=mask_shape)
+        if mask_shape and (dtype, head_dim) == ("float32", 256) and gpu.vendor == "nvidia" and gpu.capability not in (
+            80, 87, 90, 100, 103,
+        ):  # fmt: skip
+            (reason,) = flash_bwd.why_not(problem, gpu)
+            assert "has 99 for a block" in reason
+            continue
         assert flash_bwd.why_not(problem, gpu) == []
         chosen, *others = flash_bwd.configs(problem, gpu)
         assert chosen == flash_bwd.default(problem, gpu)
