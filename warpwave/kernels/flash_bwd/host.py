@@ -14,6 +14,7 @@ Bound: tensor cores for long sequences, exponentials at head_dim 64 and below, l
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -150,12 +151,15 @@ def _allocator(
     problem: AttentionProblem, operands: Operands, wanted: Sequence[bool], config: Config
 ) -> Callable[[], Outputs]:
     """Returns `allocate()`. Gradients of packed tokens begin as zeros: some may belong to no sequence."""
-    q, device = operands.q, operands.q.device
-    zeros: Callable[[torch.Tensor], torch.Tensor] = lambda t: torch.zeros(t.shape, dtype=t.dtype, device=device)  # noqa: E731
-    makers = [
-        None if not want else (lambda t=t: zeros(t)) if problem.packed else scratch.maker(t.shape, t.dtype, device)
-        for t, want in zip((q, operands.k, operands.v, operands.bias), wanted, strict=False)
-    ]
+    device = operands.q.device
+
+    def maker(t: torch.Tensor) -> Callable[[], torch.Tensor]:
+        if problem.packed:
+            return functools.partial(torch.zeros, t.shape, dtype=t.dtype, device=device)
+        return scratch.maker(t.shape, t.dtype, device)
+
+    sources = (*operands[:3], operands.bias)
+    makers = [maker(t) if want else None for t, want in zip(sources, wanted, strict=False)]
     rows = (problem.total_q,) if problem.packed else (problem.batch, problem.seqlen_q)
     of_heads = (problem.batch, problem.num_heads_q, -(-problem.seqlen_q // config.dq.block_m))
     shapes: dict[str, Sequence[int]] = {}
