@@ -27,7 +27,6 @@ from warpwave.kernels import reasons
 from warpwave.kernels.arguments import (
     band_constants,
     broadcast_strides,
-    dot_precision,
     feature_constants,
     lse_strides,
     slope_strides,
@@ -36,7 +35,7 @@ from warpwave.kernels.arguments import (
     token_strides,
     window,
 )
-from warpwave.kernels.flash_bwd.config import Config, Tile, default, smem_bytes, space
+from warpwave.kernels.flash_bwd.config import Config, Tile, arithmetic_of, default, smem_bytes, space
 from warpwave.kernels.flash_bwd.dbias import flash_bwd_dbias_kernel
 from warpwave.kernels.flash_bwd.dkv import flash_bwd_dkv_kernel
 from warpwave.kernels.flash_bwd.dq import flash_bwd_dq_kernel
@@ -335,7 +334,7 @@ def _constants(problem: AttentionProblem, gpu: Gpu, tile: Tile, owned: int, unit
         **band_constants(problem),
         **features,
         "IS_VARLEN": problem.packed,
-        "PRECISION": dot_precision(problem, gpu),
+        "PRECISION": arithmetic_of(problem, gpu),
         "IS_NVIDIA": gpu.vendor == "nvidia",
     }
 
