@@ -115,6 +115,47 @@ def visible_keys(row_begin, row_last, seqlen_k, low, high, HAS_LOW: tl.constexpr
 
 
 @jit
+def key_ranges(
+    row_begin, row_last, seqlen_k, low, high, BLOCK_N: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr
+):
+    """Where the keys of a query tile begin and end, and which tiles in between every query sees whole.
+
+    Returns:
+        key_begin, key_end: keys outside are seen by no query of the tile.
+        first: key_begin rounded down to a tile.
+        whole_begin, whole_end: tiles between them need no mask.
+    """
+    key_begin = 0
+    key_end = seqlen_k
+    whole_begin = 0
+    whole_end = seqlen_k
+    if HAS_LOW:
+        key_begin = tl.maximum(row_begin + low, 0)
+        whole_begin = tl.maximum(row_last + low, 0)
+    if HAS_HIGH:
+        key_end = tl.minimum(key_end, row_last + high + 1)
+        whole_end = tl.minimum(whole_end, row_begin + high + 1)
+    if HAS_LOW and HAS_HIGH:
+        # A window that begins behind the diagonal (top-left causal) shows nothing at all.
+        key_end = tl.where(low > high, 0, key_end)
+    first = key_begin // BLOCK_N * BLOCK_N
+    last = tl.cdiv(tl.maximum(key_end, 0), BLOCK_N) * BLOCK_N
+    whole_begin = tl.minimum(tl.cdiv(whole_begin, BLOCK_N) * BLOCK_N, tl.maximum(first, last))
+    whole_end = tl.maximum(tl.maximum(whole_end, 0) // BLOCK_N * BLOCK_N, whole_begin)
+    return key_begin, key_end, first, whole_begin, whole_end
+
+
+@jit
+def in_elements(stride_batch, stride_row, stride_head, UNIT: tl.constexpr):
+    """64-bit, for a stride in elements may pass 2^31 where it did not in units."""
+    return (
+        tl.cast(stride_batch, tl.int64) * UNIT,
+        tl.cast(stride_row, tl.int64) * UNIT,
+        tl.cast(stride_head, tl.int64) * UNIT,
+    )
+
+
+@jit
 def tanh(x):
     """Computes tanh to a relative 2^-22: by exponentials, and by its series where `1 - exp(-2|x|)` would cancel."""
     z = tl.math.exp2(tl.abs(x) * (-2.0 * LOG2_E))

@@ -48,6 +48,8 @@ from warpwave.kernels.primitives import (
     LOG2_E,
     add_bias,
     band_visible,
+    in_elements,
+    key_ranges,
     load_parts,
     load_tile,
     only_rows,
@@ -79,47 +81,6 @@ UNSPECIALISED = [
 ]
 
 # Device code ----------------------------------------------------------------------------------------------------------
-
-
-@jit
-def _key_ranges(
-    row_begin, row_last, seqlen_k, low, high, BLOCK_N: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr
-):
-    """Returns the range of keys of a query tile, and the tiles in it that every query sees entirely.
-
-    Returns:
-        key_begin, key_end: no query of the tile sees keys outside this range.
-        first: key_begin rounded down to a tile.
-        whole_begin, whole_end: tiles between them need no mask.
-    """
-    key_begin = 0
-    key_end = seqlen_k
-    whole_begin = 0
-    whole_end = seqlen_k
-    if HAS_LOW:
-        key_begin = tl.maximum(row_begin + low, 0)
-        whole_begin = tl.maximum(row_last + low, 0)
-    if HAS_HIGH:
-        key_end = tl.minimum(key_end, row_last + high + 1)
-        whole_end = tl.minimum(whole_end, row_begin + high + 1)
-    if HAS_LOW and HAS_HIGH:
-        # A window that begins past the diagonal (top-left causal) shows nothing at all.
-        key_end = tl.where(low > high, 0, key_end)
-    first = key_begin // BLOCK_N * BLOCK_N
-    last = tl.cdiv(tl.maximum(key_end, 0), BLOCK_N) * BLOCK_N
-    whole_begin = tl.minimum(tl.cdiv(whole_begin, BLOCK_N) * BLOCK_N, tl.maximum(first, last))
-    whole_end = tl.maximum(tl.maximum(whole_end, 0) // BLOCK_N * BLOCK_N, whole_begin)
-    return key_begin, key_end, first, whole_begin, whole_end
-
-
-@jit
-def _in_elements(stride_batch, stride_row, stride_head, UNIT: tl.constexpr):
-    """Returns strides in elements, 64-bit: a stride may exceed 2^31 elements although it did not exceed 2^31 units."""
-    return (
-        tl.cast(stride_batch, tl.int64) * UNIT,
-        tl.cast(stride_row, tl.int64) * UNIT,
-        tl.cast(stride_head, tl.int64) * UNIT,
-    )
 
 
 @jit(do_not_specialize=UNSPECIALISED)
@@ -202,10 +163,10 @@ def flash_fwd_kernel(
     """
     # Strides come in units. The compiler only recognizes multiples of 16, and the units let it see that rows of 40 or
     # 80 elements are 16-byte aligned. Otherwise they are read one element at a time.
-    stride_qb, stride_qm, stride_qh = _in_elements(stride_qb, stride_qm, stride_qh, STRIDE_UNIT)
-    stride_kb, stride_kn, stride_kh = _in_elements(stride_kb, stride_kn, stride_kh, STRIDE_UNIT)
-    stride_vb, stride_vn, stride_vh = _in_elements(stride_vb, stride_vn, stride_vh, STRIDE_UNIT)
-    stride_ob, stride_om, stride_oh = _in_elements(stride_ob, stride_om, stride_oh, STRIDE_UNIT)
+    stride_qb, stride_qm, stride_qh = in_elements(stride_qb, stride_qm, stride_qh, STRIDE_UNIT)
+    stride_kb, stride_kn, stride_kh = in_elements(stride_kb, stride_kn, stride_kh, STRIDE_UNIT)
+    stride_vb, stride_vn, stride_vh = in_elements(stride_vb, stride_vn, stride_vh, STRIDE_UNIT)
+    stride_ob, stride_om, stride_oh = in_elements(stride_ob, stride_om, stride_oh, STRIDE_UNIT)
 
     # Position of this program -----------------------------------------------------------------------------------------
     num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
@@ -259,7 +220,7 @@ def flash_fwd_kernel(
     row_begin = tile * BLOCK_M
     rows = row_begin + tl.arange(0, BLOCK_M)
     row_last = tl.minimum(row_begin + BLOCK_M, seqlen_q) - 1
-    key_begin, key_end, first, whole_begin, whole_end = _key_ranges(
+    key_begin, key_end, first, whole_begin, whole_end = key_ranges(
         row_begin, row_last, seqlen_k, low, high, BLOCK_N, HAS_LOW, HAS_HIGH
     )
 
