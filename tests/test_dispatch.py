@@ -104,18 +104,23 @@ def test_what_a_kernel_is_outrun_on_it_still_runs_when_asked_by_name() -> None:
     assert "hopper/flash_fwd is passed over: at most 512 keys" in str(explain(longer, gpu=H200))
 
 
-def test_gradients_that_take_nothing_of_the_forward_leave_it_to_the_fastest() -> None:
+def test_gradients_of_their_own_kernel_leave_the_forward_to_the_fastest() -> None:
     trained = replace(PROBLEM, seqlen_q=4096, seqlen_k=4096, window_size=(1023, 0), requires_grad=True)
-    forward, gradients = dispatch.forward_of(trained, H200)
-    assert gradients == "three_kernel" and forward == replace(trained, requires_grad=False, return_lse=True)
+    forward = replace(trained, requires_grad=False, return_lse=True)
+    assert dispatch.forward_of(trained, H200) == (forward, "hopper/flash_bwd")
     assert dispatch.choose(forward, H200).kernel.NAME == "hopper/flash_fwd"
     said = explain(trained, gpu=H200)
-    assert (said.kernel, said.gradients) == ("hopper/flash_fwd", "three_kernel")
-    assert "gradients  three_kernel" in str(said)
-    assert dispatch.forward_of(trained, H200, "three_kernel") == (trained, ""), "by name it is all that kernel's"
-    for other in (replace(trained, softcap=5.0), forward):
-        assert dispatch.forward_of(other, H200) == (other, "")
+    assert (said.kernel, said.gradients) == ("hopper/flash_fwd", "hopper/flash_bwd")
+    assert "gradients  hopper/flash_bwd" in str(said)
+    by_name = {"flash_fwd": (forward, "hopper/flash_bwd"), "three_kernel": (trained, ""), "eager": (trained, "")}
+    assert {name: dispatch.forward_of(trained, H200, name) for name in by_name} == by_name
+    odd = replace(trained, head_dim=60)
+    assert dispatch.forward_of(odd, H200)[1] == "flash_bwd", "no multiple of 16 bytes for TMA"
+    wide = replace(trained, head_dim=320, head_dim_v=320)
+    assert dispatch.forward_of(wide, H200)[1] == "three_kernel"
+    assert dispatch.forward_of(replace(wide, softcap=5.0), H200)[1] == ""
     assert dispatch.forward_of(trained, CPU) == (trained, ""), "eager's gradients take the statistics of its forward"
+    assert dispatch.forward_of(forward, H200) == (forward, "")
 
 
 def test_a_named_kernel_runs_or_raises_with_its_reasons() -> None:

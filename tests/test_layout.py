@@ -14,6 +14,7 @@ MAX_ROOT_MODULES = 16
 FAMILIES = (
     "kernels.flash_bwd",
     "kernels.flash_fwd",
+    "kernels.hopper.flash_bwd",
     "kernels.hopper.flash_fwd",
     "kernels.hopper.large_head_dim",
     "kernels.ladder",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from warpwave.problem import AttentionProblem, Operands
 
 Run = Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]
 DIFFERENTIABLE = (0, 1, 2, 4, 5, 6)  # q k v bias alibi_slopes sinks, among the operands
+DIFFERENTIABLE_NAMES = tuple(Operands._fields[i] for i in DIFFERENTIABLE)
 _NUM_TENSORS, _NUM_OPTIONS = len(Operands._fields), len(Options._fields)
 
 is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
@@ -43,43 +45,52 @@ def is_eager() -> bool:
 
 @functools.lru_cache(4096)
 def module_of(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> Any:
-    """The kernel of a call with gradients: to choose and configure one takes milliseconds, in every step anew."""
+    """Returns the kernel of a call with gradients: choosing one in every step would take milliseconds."""
     return dispatch.choose(problem, gpu, kernel).kernel
 
 
-def has_own(module: Any, problem: AttentionProblem, gpu: Gpu) -> bool:
-    """Whether the kernel has gradients, which take nothing of the forward; eager's serve the others."""
-    return hasattr(module, "gradients") and not module.gradients_why_not(problem, gpu)
+Gradients = Sequence[torch.Tensor | None]
+Compute = Callable[[Operands, Any, torch.Tensor, torch.Tensor | None], Gradients]
 
 
-def gradients(
-    module: Any,
-    problem: AttentionProblem,
-    gpu: Gpu,
-    operands: Operands,
-    results: Sequence[torch.Tensor | None],
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    wanted: Sequence[bool],
-) -> Sequence[torch.Tensor | None]:
-    """The gradients of sum(out * dout) + sum(lse * dlse) by the `DIFFERENTIABLE` operands, None where not wanted.
+def bind_gradients(
+    problem: AttentionProblem, gpu: Gpu, operands: Operands, wanted: Sequence[bool], kernel: str
+) -> Compute:
+    """Returns `compute(operands, (out, lse), dout, dlse)`, the gradients of sum(out * dout) + sum(lse * dlse) by the
+    `DIFFERENTIABLE` operands, None where not wanted.
 
     Args:
-        module: of `module_of`.
-        results: out and lse, which eager's gradients take where its forward made them.
+        problem: of the call, with gradients.
+        operands: tensors of the layout that `compute` takes.
+        kernel: of the forward, as the caller named it. out and lse are its results; None where it keeps none.
     """
-    dout, dlse = dout.resolve_neg(), None if dlse is None else dlse.resolve_neg()
-    if has_own(module, problem, gpu):
-        own: Sequence[torch.Tensor | None] = module.gradients(problem, gpu, operands, dout, dlse, wanted)
-        return own
-    config = eager.configs(problem, gpu)[0]
-    if module is not eager:
-        # Its gradients take P and delta from lse and out. These must come from the very products that its scores
-        # do, or what should cancel leaves the other kernel's rounding, times the values.
-        results = eager.forward(problem, operands, config)
-    out, lse = results
-    assert out is not None and lse is not None
-    return eager.backward(problem, operands, config, out, lse, dout, dlse, wanted)
+    names = {name for name, want in zip(DIFFERENTIABLE_NAMES, wanted, strict=True) if want}
+    for module in dispatch.gradient_kernels(problem, gpu, kernel):
+        if names <= set(module.GRADIENTS) and (module.IS_DETERMINISTIC or not is_deterministic()):
+            forward = replace(problem, requires_grad=False, return_lse=True)
+            bound: Compute = module.bind(forward, gpu, operands, wanted, module.default(forward, gpu))
+            return bound
+    own = module_of(problem, gpu, kernel)
+
+    def compute(operands: Operands, results: Any, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
+        if hasattr(own, "gradients") and not own.gradients_why_not(problem, gpu):
+            of_kernel: Gradients = own.gradients(problem, gpu, operands, dout, dlse, wanted)
+            return of_kernel
+        config = eager.configs(problem, gpu)[0]
+        if own is not eager:
+            # eager's gradients take P and delta from lse and out. These must come from the very products that its
+            # scores do, or what should cancel leaves the other kernel's rounding, times the values.
+            results = eager.forward(problem, operands, config)
+        out, lse = results
+        assert out is not None and lse is not None
+        return eager.backward(problem, operands, config, out, lse, dout, dlse, wanted)
+
+    return compute
+
+
+def is_deterministic() -> bool:
+    """Returns whether torch asks for results that repeat bit for bit."""
+    return torch.are_deterministic_algorithms_enabled()
 
 
 def absent(like: torch.Tensor) -> torch.Tensor:
@@ -100,8 +111,11 @@ class Plan:
         # What is absent behind the last operand is not passed through torch, which looks at each.
         self.count = max(i for i, t in enumerate(operands) if t is not None) + 1
         self.absent = (None,) * (_NUM_TENSORS - self.count)
-        self.module = module_of(problem, gpu, kernel)
-        self.keeps_results = self.module is eager  # whose gradients take what its forward returned
+        # eager's gradients, and those of kernels of their own, take what the forward returned.
+        self.keeps_results = bool(dispatch.gradient_kernels(problem, gpu, kernel)) or (
+            module_of(problem, gpu, kernel) is eager
+        )
+        self.bound: dict[tuple[bool, ...], Compute] = {}
         self.apply = _apply_both if options.return_lse else _apply_out
 
     def __call__(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -135,7 +149,12 @@ class Plan:
             found: Sequence[Any] = operator_gradients(dout, dlse, out, lse, wanted, operands, self.options, self.kernel)
         else:
             given = tuple.__new__(Operands, operands)
-            found = gradients(self.module, self.problem, self.gpu, given, results, dout, dlse, wanted)
+            key = (is_deterministic(), *wanted)
+            compute = self.bound.get(key)
+            if compute is None:
+                compute = bind_gradients(self.problem, self.gpu, given, wanted, self.kernel)
+                self.bound[key] = compute
+            found = compute(given, results, dout.resolve_neg(), None if dlse is None else dlse.resolve_neg())
         dq, dk, dv, dbias, dslopes, dsinks = found
         return (None, dq, dk, dv, None, dbias, dslopes, dsinks, None, None)[: 1 + count]
 

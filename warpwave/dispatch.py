@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import Gpu
-from warpwave.kernels import eager, flash_fwd, large_head_dim, split_kv, three_kernel, torch_sdpa
+from warpwave.kernels import eager, flash_bwd, flash_fwd, large_head_dim, split_kv, three_kernel, torch_sdpa
+from warpwave.kernels.hopper import flash_bwd as hopper_flash_bwd
 from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
 from warpwave.kernels.hopper import large_head_dim as hopper_large_head_dim
 from warpwave.kernels.ladder import naive, tiled
@@ -37,6 +38,12 @@ KERNELS: tuple[Any, ...] = (
     *(split_kv, hopper_flash_fwd, flash_fwd, hopper_large_head_dim, large_head_dim, three_kernel, torch_sdpa, eager),
     *(tiled, naive),
 )
+# Gradients from out and the log-sum-exp of any forward kernel, in order of preference. A module of these has NAME,
+# GRADIENTS (of which operands), IS_DETERMINISTIC, why_not, configs, default and cost as above, and
+#     bind(problem, gpu, operands, wanted, config) -> run(operands, (out, lse), dout, dlse) -> gradients
+# The kernels that they do not serve compute their own: three_kernel, eager and torch_sdpa.
+GRADIENT_KERNELS: tuple[Any, ...] = (hopper_flash_bwd, flash_bwd)
+OWN_GRADIENTS = (three_kernel.NAME, torch_sdpa.NAME, eager.NAME)
 # The kernels that read a paged cache.
 CACHE_KERNELS: tuple[Any, ...] = (split_kv, large_head_dim, eager)
 
@@ -130,13 +137,28 @@ def default_config(module: Any, problem: AttentionProblem, gpu: Gpu) -> Any:
     return module.default(problem, gpu) if hasattr(module, "default") else module.configs(problem, gpu)[0]
 
 
+def gradient_kernels(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> list[Any]:
+    """Returns those of `GRADIENT_KERNELS` that can compute the gradients of a call, in order of preference.
+
+    Args:
+        kernel: of the forward, as in `choose`. "auto" does not use Triton's interpreter.
+    """
+    if kernel in OWN_GRADIENTS or (kernel == "auto" and gpu.vendor == "interpreter") or problem.page_size:
+        return []
+    return [module for module in GRADIENT_KERNELS if not module.why_not(problem, gpu)]
+
+
 def forward_of(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> tuple[AttentionProblem, str]:
     """Returns the problem of a call's forward, and the kernel that computes its gradients: "" for the forward's own.
 
-    If the gradients need no result of the forward, neither out nor the log-sum-exp, the forward runs on the fastest
-    kernel for a call without gradients.
+    If another kernel computes the gradients, the forward runs on the fastest kernel for a call without gradients.
     """
-    if kernel != "auto" or not problem.requires_grad:
+    if not problem.requires_grad:
+        return problem, ""
+    able = gradient_kernels(problem, gpu, kernel)
+    if able:
+        return replace(problem, requires_grad=False, return_lse=True), able[0].NAME
+    if kernel != "auto":
         return problem, ""
     chosen = choose(problem, gpu).kernel
     if not hasattr(chosen, "gradients") or chosen.gradients_why_not(problem, gpu):

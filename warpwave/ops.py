@@ -39,7 +39,8 @@ def make_plan(operands: Operands, options: Options, kernel: str, config: Any, di
     whole = describe_call(operands, options)
     gpu = current_gpu(operands.q.device)
     problem, others = dispatch.forward_of(whole, gpu, kernel)
-    if others and not dispatched:  # the operator returns lse with every gradient; eager calls return it on request
+    # The operator returns lse with every gradient. Eager calls need it on request, or where the gradients take it.
+    if others and not dispatched and not dispatch.gradient_kernels(whole, gpu, kernel):
         problem = dataclasses.replace(problem, return_lse=options.return_lse)
     run = _bind(problem, gpu, operands, kernel, config)
     if dispatched or not options.needs_grad:
@@ -138,10 +139,17 @@ def _attention_backward(
     dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, wanted: list[bool], *rest: Any
 ) -> tuple[torch.Tensor, ...]:
     operands, options = _split(rest)
-    problem, gpu = describe_call(operands, options), current_gpu(out.device)
     # torch omits a last argument that equals its default, also in graphs saved before that argument existed.
-    module = autograd.module_of(problem, gpu, *rest[_NUM_TENSORS + _NUM_OPTIONS :])
-    grads = autograd.gradients(module, problem, gpu, operands, (out, lse), dout, dlse, wanted)
+    kernel = "auto" if len(rest) == _NUM_TENSORS + _NUM_OPTIONS else rest[-1]
+    said = ("gradients", options, kernel, *wanted, autograd.is_deterministic())
+
+    def bind() -> Any:
+        problem, gpu = describe_call(operands, options), current_gpu(out.device)
+        return autograd.bind_gradients(problem, gpu, operands, wanted, kernel)
+
+    compute: Any = planned(plan_key(operands, said, dispatched=True), bind)
+    dout, dlse = dout.resolve_neg(), None if dlse is None else dlse.resolve_neg()
+    grads = compute(operands, (out, lse), dout, dlse)
     return tuple(absent(out) if g is None else g for g in grads)
 
 

@@ -51,7 +51,7 @@ def run(kernel: str, call: Call, config: Any = None) -> tuple[Tensor, Tensor | N
 
 def refuses(kernel: str, call: Call, request: pytest.FixtureRequest) -> bool:
     """Whether the kernel refuses the call. A refusal is checked against the contract and counted."""
-    reasons = KERNELS[kernel].why_not(call.problem, GPU)
+    reasons = KERNELS[kernel].why_not(dispatch.forward_of(call.problem, GPU, kernel)[0], GPU)
     if not reasons:
         return False
     with pytest.raises(UnsupportedProblem) as refusal:

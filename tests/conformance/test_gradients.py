@@ -1,6 +1,6 @@
-"""Gradients: gates, exact probes, and what autograd asks for.
+"""Gradients: gates, exact probes, and what autograd asks for, by the kernel of the forward.
 
-A kernel without gradients must say so; today eager alone has them.
+hopper/flash_fwd and flash_fwd stand for all kernels whose gradients come from hopper/flash_bwd and flash_bwd.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from tests.conformance import cases, harness
 from tests.conformance.cases import FEATURES, PLAIN, Call, Case, W
 from tests.conformance.datasets import DATA_SETS, Data
 from tests.conformance.gates import backward_references, judge_backward
-from tests.conformance.harness import DEVICE, ON_GPU, bits, each_kernel
+from tests.conformance.harness import DEVICE, ON_GPU, bits
 from tests.conformance.test_probes import retrieval
 from warpwave.workbench.verify import reference
 from warpwave.workbench.verify.reference import Gradients
 
+FORWARDS = ("hopper/flash_fwd", "flash_fwd", "three_kernel", "torch_sdpa", "eager")
+each_kernel = pytest.mark.parametrize("kernel", FORWARDS)
 NAMES = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
 
 # Where a query sees a single key, dq and dk are differences that cancel to 0 and have no scale to hold their rounding
@@ -74,9 +76,17 @@ def upstream(call: Call) -> tuple[Tensor, Tensor | None]:
     return dout, dlse if call.problem.return_lse else None
 
 
-@each_kernel
-@pytest.mark.parametrize("data", DATA_SETS)
-@pytest.mark.parametrize("case", cases.pairwise(GRID) + SCALES, ids=str)
+# Interpreted gradients take seconds: on a CPU flash_fwd gets a sample, and the grids of tests/kernels/flash_bwd.
+GATES = [
+    (case, data, kernel)
+    for kernel in FORWARDS
+    for i, case in enumerate(cases.pairwise(GRID) + SCALES)
+    for data in DATA_SETS
+    if ON_GPU or kernel != "flash_fwd" or (i % 8 == 0 and data == "normal")
+]
+
+
+@pytest.mark.parametrize(("case", "data", "kernel"), GATES, ids=str)
 def test_gates(case: Case, data: Data, kernel: str, request: pytest.FixtureRequest) -> None:
     call = cases.build(case, data, DEVICE)
     if refuses(kernel, call, request):

@@ -180,7 +180,7 @@ def test_what_it_refuses(change: dict[str, Any], said: str) -> None:
 def test_one_part_of_two_launches_is_left_to_the_merge() -> None:
     """Where another launch attends to a shared prefix, a launch that splits nothing writes a part, not the output."""
     call = cases.build(replace(BASE, lengths=(1, 200), sinks=True), "normal", torch.device("cpu"))
-    config = replace(split_kv.default(call.problem, H200), roles=True, num_splits=1)
+    config = replace(split_kv.configs(call.problem, H200)[0], roles=True, num_splits=1)
     out = torch.empty_like(call.operands.q)
     space = partials.allocate(call.problem, 1, "cpu")
     alone, *_ = split_kv.specify(call.problem, H200, call.operands, out, None, config)

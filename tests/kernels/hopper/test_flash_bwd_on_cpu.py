@@ -55,7 +55,8 @@ def on_cpu(call: Call, dout: Tensor, dlse: Tensor | None) -> Gradients:
     launch.bind(specified.finish)(*specified.finish.tensors)
     of_sinks = workspace.of_sinks
     dsinks = None if of_sinks is None else of_sinks.view(-1, problem.num_heads_q, of_sinks.shape[1]).sum((0, 2))
-    return Gradients(*grads, None, None, dsinks)
+    dq, dk, dv = grads
+    return Gradients(dq, dk, dv, dsinks=dsinks)
 
 
 SHORT = replace(PLAIN, lengths=(150, 330), heads=(2, 1), lse=True)

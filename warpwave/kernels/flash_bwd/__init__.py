@@ -5,9 +5,19 @@ Bound: tensor cores for long sequences, exponentials at head_dim 64 and below, l
 
 from warpwave.kernels.flash_bwd.config import Config, Tile, configs, default, smem_bytes
 from warpwave.kernels.flash_bwd.costs import cost
-from warpwave.kernels.flash_bwd.host import NAME, NEEDS_GPU, bind, specify, why_not
+from warpwave.kernels.flash_bwd.host import (
+    GRADIENTS,
+    IS_DETERMINISTIC,
+    NAME,
+    NEEDS_GPU,
+    bind,
+    specify,
+    why_not,
+)
 
 __all__ = [
+    "GRADIENTS",
+    "IS_DETERMINISTIC",
     "NAME",
     "NEEDS_GPU",
     "Config",

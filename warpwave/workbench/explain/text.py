@@ -50,7 +50,7 @@ def _head(said: Explanation) -> Iterator[str]:
         values = ", ".join(f"{name}={value}" for name, value in dataclasses.asdict(said.config).items())
         yield f"kernel     {said.kernel}" + (f", {values} ({said.config_source})" if values else "")
         if said.gradients:
-            yield f"gradients  {said.gradients}, which needs no result of the forward"
+            yield f"gradients  {said.gradients}"
         for note in _notes(said):
             yield from _wrapped(note, "config     ")
     yield from _wrapped(_verdict(said), "bound by   ")

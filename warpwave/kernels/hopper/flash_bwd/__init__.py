@@ -2,15 +2,30 @@
 
 from warpwave.kernels.hopper.flash_bwd.kernel import (
     GRADIENTS,
+    IS_DETERMINISTIC,
     NAME,
     NEEDS_GPU,
     Config,
     bind,
     configs,
     cost,
+    default,
     smem_bytes,
     specify,
     why_not,
 )
 
-__all__ = ["GRADIENTS", "NAME", "NEEDS_GPU", "Config", "bind", "configs", "cost", "smem_bytes", "specify", "why_not"]
+__all__ = [
+    "GRADIENTS",
+    "IS_DETERMINISTIC",
+    "NAME",
+    "NEEDS_GPU",
+    "Config",
+    "bind",
+    "configs",
+    "cost",
+    "default",
+    "smem_bytes",
+    "specify",
+    "why_not",
+]

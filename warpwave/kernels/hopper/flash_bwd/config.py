@@ -10,8 +10,7 @@ from warpwave.kernels.cost import Cost, walk
 from warpwave.kernels.hopper.host import NUM_SMS
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
-JOINT_HEAD_DIM = 128  # above it, dQ, dK and dV of a tile do not fit the registers of two warpgroups
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 128  # above it, dQ, dK and dV of a tile do not fit the registers of two warpgroups
 NARROW = 64
 BLOCK_N = 128
 
@@ -36,9 +35,8 @@ class Config:
 
 
 def width(problem: AttentionProblem) -> int:
-    """Returns the columns of a tile: head_dim and head_dim_v padded to 64, 128 or 256 with zeros by the copy engine."""
-    widest = max(problem.head_dim, problem.head_dim_v)
-    return NARROW if widest <= NARROW else JOINT_HEAD_DIM if widest <= JOINT_HEAD_DIM else MAX_HEAD_DIM
+    """Returns the columns of a tile: head_dim and head_dim_v padded to 64 or 128 with zeros by the copy engine."""
+    return NARROW if max(problem.head_dim, problem.head_dim_v) <= NARROW else MAX_HEAD_DIM
 
 
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
@@ -46,12 +44,19 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     return [Config(128 if width(problem) == NARROW else 64, 2)]
 
 
+def default(problem: AttentionProblem, gpu: Gpu) -> Config:
+    """Returns the config with which gradients are computed."""
+    return configs(problem, gpu)[0]
+
+
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns every reason the kernel cannot compute the problem's gradients there; empty when it can."""
     found = reasons.of_hopper(gpu)
     if problem.dtype == "float32":
         found.append("dtype is float32; it multiplies float16 and bfloat16")
-    found += reasons.of_widths(problem, MAX_HEAD_DIM, f"dK and dV must fit the registers, {MAX_HEAD_DIM} at most")
+    found += reasons.of_widths(problem, MAX_HEAD_DIM, f"dQ, dK and dV must fit the registers, {MAX_HEAD_DIM} at most")
+    if 0 in (problem.rows, problem.batch, problem.total_k if problem.packed else problem.seqlen_k):
+        found.append("there are no queries or no keys, so nothing to launch")
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size % 8:
             found.append(f"{name} is {size}; rows copied by TMA are a multiple of 16 bytes, so it must be one of 8")

@@ -627,10 +627,11 @@ def joint_kernel(
         mbarrier.init(box.full.index(i), count=1)
         mbarrier.init(box.empty.index(i), count=READERS)
     fence_async_shared()
+    strides_dk = (stride_dk_b, stride_dk_h, stride_dk_n)
+    strides_dv = (stride_dv_b, stride_dv_h, stride_dv_n)
     results = Results(
-        dk_map, dv_map, dk_ptr, dv_ptr, (stride_dk_b, stride_dk_h, stride_dk_n), (stride_dv_b, stride_dv_h, stride_dv_n), softmax_scale,
-        alibi_slopes_ptr, stride_alibi_b,
-    )  # fmt: skip
+        dk_map, dv_map, dk_ptr, dv_ptr, strides_dk, strides_dv, softmax_scale, alibi_slopes_ptr, stride_alibi_b
+    )
     gl.warp_specialize(
         [
             (consumer, (0, results, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),

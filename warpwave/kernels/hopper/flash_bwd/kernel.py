@@ -11,16 +11,29 @@ from warpwave.gpu import Gpu
 from warpwave.kernels import arguments
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_bwd import joint, rows
-from warpwave.kernels.hopper.flash_bwd.config import BLOCK_N, Config, configs, cost, smem_bytes, why_not, width
+from warpwave.kernels.hopper.flash_bwd.config import BLOCK_N, Config, configs, cost, default, smem_bytes, why_not, width
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch, tensor_maps
 from warpwave.runtime.scratch import maker
 
-__all__ = ["GRADIENTS", "NAME", "Config", "bind", "configs", "cost", "smem_bytes", "specify", "why_not"]
+__all__ = [
+    "GRADIENTS",
+    "IS_DETERMINISTIC",
+    "NAME",
+    "Config",
+    "bind",
+    "configs",
+    "cost",
+    "default",
+    "smem_bytes",
+    "specify",
+    "why_not",
+]
 
 NAME = "hopper/flash_bwd"
 NEEDS_GPU = True
 GRADIENTS = ("q", "k", "v", "sinks")  # of which operands
+IS_DETERMINISTIC = False  # blocks add to dQ as they come; each dK and dV is one block's
 
 Results = tuple[torch.Tensor, torch.Tensor]
 

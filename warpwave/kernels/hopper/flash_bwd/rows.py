@@ -1,9 +1,9 @@
 """The launches before and behind Hopper's backward, on rows of queries: statistics, and dQ from its float32 sums.
 
-Statistics of a row, float32: its log-sum-exp in bits, +inf where the row sees nothing, and delta = rowsum(dO * O) - dLSE.
-They lie in whole tiles, so that TMA copies them: row r of tile t of a sequence is query `q_begin + t * BLOCK_M + r`,
-where q_begin is the first query that sees a key (band.Band). In a packed call, tiles of sequence b begin at tile
-`cu_seqlens_q[b] // BLOCK_M + b`, as in `scheduler.packed_tile`.
+Statistics of a row, float32: its log-sum-exp in bits, +inf where the row sees nothing, and
+delta = rowsum(dO * O) - dLSE. They lie in whole tiles, so that TMA copies them: row r of tile t of a sequence is query
+`q_begin + t * BLOCK_M + r`, where q_begin is the first query that sees a key (band.Band). In a packed call, tiles of
+sequence b begin at tile `cu_seqlens_q[b] // BLOCK_M + b`, as in `scheduler.packed_tile`.
 
 Bound: memory.
 """

@@ -60,7 +60,7 @@ def wait_rows(stream, n, rows_used, BLOCK_M: gl.constexpr, IS_VARLEN: gl.constex
     """Waits for tile n. Zeroes its rows from `rows_used` on, which belong to the next packed sequence."""
     stage = n % stream.stages
     mbarrier.wait(stream.full.index(stage), (n // stream.stages) & 1)
-    if IS_VARLEN:
+    if IS_VARLEN:  # noqa: SIM102 (known when compiled, and the other is not)
         if rows_used < BLOCK_M:
             zero_tail(matrix(stream.tiles.index(stage)), rows_used, BLOCK_M)
 
