@@ -62,8 +62,7 @@ def peer_backward(name: str, q: Any, k: Any, v: Any, dout: Any, causal: bool) ->
     leaves = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
     try:
         with sdpa_kernel(PEERS[name]):
-            gqa = q.shape[2] != k.shape[2]
-            out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=gqa)
+            out = torch.nn.functional.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=causal)
         torch.autograd.grad(out, leaves, dout.transpose(1, 2), retain_graph=True)
     except RuntimeError:
         return None
@@ -98,15 +97,11 @@ def backward_row(head_dim: int, batch: int, seqlen: int, causal: bool, rounds: i
     times = paired(steps, rounds)
     median = {n: statistics.median(t) for n, t in times.items()}
     best = min(median[n] for n in median if n in PEERS)
-    row = {"case": f"{head_dim}, {batch} x {seqlen}, {'causal' if causal else 'full'}", "ms": times, "errors": errors}
-    row |= {"tflops": {n: flops / t / 1e9 for n, t in median.items()}, "ratio": {n: best / median[n] for n in ours}}
-    print(
-        row["case"],
-        {n: round(x) for n, x in row["tflops"].items()},
-        {n: round(x, 3) for n, x in row["ratio"].items()},
-        flush=True,
-    )  # type: ignore[attr-defined]
-    return row
+    case = f"{head_dim}, {batch} x {seqlen}, {'causal' if causal else 'full'}"
+    tflops = {n: flops / t / 1e9 for n, t in median.items()}
+    ratio = {n: best / median[n] for n in ours}
+    print(case, {n: round(x) for n, x in tflops.items()}, {n: round(x, 3) for n, x in ratio.items()}, flush=True)
+    return {"case": case, "ms": times, "errors": errors, "tflops": tflops, "ratio": ratio}
 
 
 def largest_error(ours: Any, theirs: Any) -> float:
@@ -132,8 +127,8 @@ def whole_steps(rounds: int) -> list[dict[str, Any]]:
             return torch.autograd.grad(warpwave.attention(q, k, v, causal=True), (q, k, v), dout)
 
         def sdpa(q: Any = q, k: Any = k, v: Any = v, dout: Any = dout) -> Any:
-            heads_first = (x.transpose(1, 2) for x in (q, k, v))
-            out = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+            a, b, c = (x.transpose(1, 2) for x in (q, k, v))
+            out = torch.nn.functional.scaled_dot_product_attention(a, b, c, is_causal=True, enable_gqa=True)
             return torch.autograd.grad(out.transpose(1, 2), (q, k, v), dout)
 
         steps: dict[str, Step] = {"warpwave": ours, "sdpa": sdpa}
