@@ -3,8 +3,9 @@
 A plan is `run(operands) -> (out, lse)`, a bound kernel. It may rely on what the caller said, and on the shapes,
 strides, dtypes, devices and 16-byte alignment of the tensors; never on their contents. Two look-ups find it:
 
-- `recall` compares layouts by torch's own guard, in one call into C++: 1 to 2 us;
-- `plan_key` spells the layouts out as a tuple: 5 us, for the first call after `recall` has missed.
+- `recall` compares layouts by torch's own guard, in one call into C++: 1.5 to 2.0 us on an H200's host
+  (benchmarks/records/2026-11-22-h200-host-steps.log);
+- `plan_key` spells the layouts out as a tuple, for the first call after `recall` has missed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ log = logging.getLogger("warpwave")
 Run = Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]
 Check = Callable[..., bool]
 
-# Enough for a model's layers at many lengths. A plan takes some 10 KB, and a tenth of a millisecond to make again.
+# Enough for a model's layers at many lengths.
 MAX_PLANS = 1024
 MOST_LAYOUTS = 4  # of tensors of the same shapes
 UNALIGNED = 15  # bits of an address that are 0 at a multiple of 16

@@ -1,4 +1,4 @@
-"""`Bounded`: a dict that forgets its oldest entry, safe to use from several threads."""
+"""`Bounded`: a dict that evicts the least recently used entry, safe to use from several threads."""
 
 from __future__ import annotations
 
@@ -9,8 +9,18 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
+class _Entry(Generic[V]):
+    __slots__ = ("used", "value")
+
+    def __init__(self, value: V, used: int) -> None:
+        self.value, self.used = value, used
+
+
 class Bounded(Generic[K, V]):
-    """A dict that holds at most `limit` entries; `put` drops those that were put longest ago.
+    """A dict that holds at most `limit` entries; `put` evicts the least recently used one (LRU).
+
+    Time is counted in calls of `put`, so that `get` takes no lock and hashes its key once. `put` sorts the entries by
+    their last use once for many evictions, and skips those that were used after that.
 
     Args:
         limit: the most entries.
@@ -18,7 +28,9 @@ class Bounded(Generic[K, V]):
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._entries: dict[K, V] = {}
+        self._entries: dict[K, _Entry[V]] = {}
+        self._puts = 0
+        self._oldest: list[tuple[K, int]] = []  # when they were used last, the oldest at the end
         self._lock = threading.Lock()  # a dict cannot be walked in one thread while another one changes it
 
     def __len__(self) -> int:
@@ -26,17 +38,33 @@ class Bounded(Generic[K, V]):
 
     def get(self, key: K) -> V | None:
         """Returns the entry of a key, or None."""
-        return self._entries.get(key)
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        entry.used = self._puts
+        return entry.value
 
     def clear(self) -> None:
         """Drops all entries."""
         with self._lock:
             self._entries.clear()
+            self._oldest.clear()
 
     def put(self, key: K, value: V) -> None:
         """Stores an entry as the latest one."""
         with self._lock:
             self._entries.pop(key, None)
-            self._entries[key] = value
-            while len(self._entries) > self.limit:
-                del self._entries[next(iter(self._entries))]
+            while len(self._entries) >= self.limit:
+                self._evict()
+            self._puts += 1
+            self._entries[key] = _Entry(value, self._puts)
+
+    def _evict(self) -> None:
+        """Drops the entry at the end of `_oldest`, unless it was used meanwhile."""
+        if not self._oldest:
+            used = sorted(((key, entry.used) for key, entry in self._entries.items()), key=lambda each: each[1])
+            self._oldest = used[len(used) // 2 :: -1]
+        key, used_last = self._oldest.pop()
+        entry = self._entries.get(key)
+        if entry is not None and entry.used == used_last:
+            del self._entries[key]

@@ -306,9 +306,10 @@ class Launches:
             at[i] = id(found) + _MAP_OFFSET
             maps.append(found)
         layout.of_launch.pack_into(memory, 0, *key, *at)
-        config = self._configured(key[0])
         if len(self.prepared) >= MAX_PREPARED:
             self.prepared.clear()
+            self._configs.clear()  # launches that are under way hold theirs
+        config = self._configured(key[0])
         prepared = ctypes.addressof(config), first + layout.key_bytes, (config, memory, maps)
         self.prepared[key] = prepared
         return prepared

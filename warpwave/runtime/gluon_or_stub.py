@@ -26,7 +26,7 @@ if NO_TRITON is None:
     tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
     tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
     block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-    # What comes with 3.9 spills in loops over keys where half of Q stays in registers (flash_fwd_configs.py).
+    # What comes with 3.9 spills in loops over keys where half of Q stays in registers (hopper/flash_fwd/config.py).
     Q_FITS_REGISTERS = not hasattr(tma, "async_load")
     constexpr_function = gluon.constexpr_function
     jit: Any = gluon.jit

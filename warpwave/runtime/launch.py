@@ -55,7 +55,7 @@ class Launch(NamedTuple):
 
 
 class Mapped(NamedTuple):
-    """A tensor as a kernel gets it by TMA. Its descriptor takes 15 us to make and is needed to compile only."""
+    """A tensor as a kernel gets it by TMA. Its descriptor is slow to make and is needed to compile only."""
 
     plan: driver.TensorMap
     base: torch.Tensor
@@ -135,7 +135,7 @@ def _taken(take: Take, arguments: Sequence[torch.Tensor | None], counters: Count
 
 
 class Prepared(NamedTuple):
-    """What a launcher starts, for others that start it themselves (series.py); its attribute `prepared`.
+    """What a launcher starts, for others that start it themselves (graphs.py); its attribute `prepared`.
 
     Attributes:
         device: its index.

@@ -11,6 +11,7 @@ import itertools
 import math
 import operator
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,14 +33,22 @@ class _Kept(threading.local):
 _buffers = _Kept()
 
 
-def buffer(device: torch.device, stream: int, size: int) -> torch.Tensor:
-    """At least `size` bytes for this thread's launches on this stream."""
+def buffer(device: torch.device, stream: int, size: int, user: _Kept | None = None) -> torch.Tensor:
+    """At least `size` bytes for this thread's launches on this stream.
+
+    Args:
+        user: keeps parts of the buffer by the stream. They are dropped when the buffer is outgrown.
+    """
     buffers = _buffers.by_stream
-    found: torch.Tensor | None = buffers.get((device.index, stream))
+    found, users = buffers.get((device.index, stream)) or (None, ())
     if found is None or found.numel() < size:
+        for other in users:
+            other.by_stream.pop(stream, None)
         # The old buffer, which launches may still use, goes back to its stream and is reused behind them.
-        found = torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8, device=device)
-        buffers[device.index, stream] = found
+        found, users = torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8, device=device), weakref.WeakSet()
+        buffers[device.index, stream] = found, users
+    if user is not None:
+        users.add(user)
     return found
 
 
@@ -110,7 +119,7 @@ def memory(
             return found
         if end > LARGEST or not keep:
             return made(stream)
-        whole = buffer(device, stream, end)
+        whole = buffer(device, stream, end, kept)
         parts = tuple(
             whole[first:last].view(dtype).view(*shape)
             for (first, last), (shape, dtype) in zip(ends, needs, strict=True)

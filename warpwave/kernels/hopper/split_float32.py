@@ -2,9 +2,9 @@
 
     x = x0 + x1 (+ x2);   x y ~ x0 y0 + (x0 y1 + x1 y0) (+ x1 y1 + x0 y2 + x2 y0)
 
-Two parts are float16, of operands that are scaled by a power of two for each head (scale_ahead.py); three are
-bfloat16, which need no scale (split_ahead.py). A single part, scaled float16, takes the way of 16-bit types (roles.py),
-and shares with the others what is here of scales and of out.
+Two parts are float16, of operands that are scaled by a power of two for each head (prepass/scale_ahead.py); three
+are bfloat16, which need no scale (prepass/split_ahead.py). A single part, scaled float16, takes the way of 16-bit types
+(flash_fwd/roles.py), and shares with the others what is here of scales and of out.
 
 Q, K and V come as tiles of parts, one behind another in a ring's stage; probabilities are split in the registers they
 are in. Of every product the small ones and the one of the largest parts have an accumulator each, fresh for every tile,

@@ -79,7 +79,7 @@ class Config:
             time with those of v; else pieces of q and k are read together, time and again, which takes little room.
         num_warps: warps of a program, a power of two.
         num_stages: steps in flight.
-        by_map: on Hopper, a step of decoding on a latent by tensor maps and wgmma (hopper/latent.py), whose tiles and
+        by_map: on Hopper, a step of decoding on a latent by tensor maps and wgmma (latent_device.py), whose tiles and
             warps are its own. Where v turns out to be no part of k, or maps cannot describe a tensor, as without it.
     """
 

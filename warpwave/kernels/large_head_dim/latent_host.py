@@ -1,4 +1,4 @@
-"""large_head_dim's launch for a step of decoding on a latent cache on Hopper (hopper/latent.py): its maps, arguments,
+"""large_head_dim's launch for a step of decoding on a latent cache on Hopper (latent_device.py): its maps, arguments,
 and what it cannot. Host code alone."""
 
 from __future__ import annotations

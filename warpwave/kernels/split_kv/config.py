@@ -33,7 +33,7 @@ class Config:
             few rows is padding otherwise.
         launched_ahead: begin while the launch before in the stream still ends, and wait in the kernel (sm_90 or newer).
         roles: on Hopper, of up to 16 rows: one warp brings keys by tensor maps, a copy for each page of 16 keys or
-            more, and a warpgroup multiplies them (hopper/few_rows.py). `num_stages` tiles of K and of V are in flight.
+            more, and a warpgroup multiplies them (few_rows_device.py). `num_stages` tiles of K and of V are in flight.
     """
 
     block_m: int
@@ -360,7 +360,7 @@ def smallest_smem_bytes(problem: AttentionProblem, gpu: Gpu) -> int:
 
 def _tilings(problem: AttentionProblem) -> list[Config]:
     # Eight warps on 64 rows or fewer split the keys of a product between them, which is slow on Hopper, and at 64x16
-    # in tf32 Triton 3.6 computes wrong products (kernels/flash_fwd.py): four, then, everywhere.
+    # in tf32 Triton 3.6 computes wrong products (kernels/flash_fwd/config.py): four, then, everywhere.
     return [
         Config(block_m, block_n, 4, num_stages)
         for block_m in (16, 32, 64)

@@ -1,4 +1,4 @@
-"""split_kv's launch for few rows on Hopper, whose warps have roles (hopper/few_rows.py): its maps, its arguments, what
+"""split_kv's launch for few rows on Hopper, whose warps have roles (few_rows_device.py): its maps, its arguments, what
 it takes of a multiprocessor, and what it cannot. Host code alone."""
 
 from __future__ import annotations

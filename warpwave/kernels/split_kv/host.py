@@ -114,7 +114,7 @@ def bind(problem: AttentionProblem, operands: Any, config: Config) -> Run:
             merge[0](acc, state, out, lse, others[SINKS])
         return out, lse
 
-    # In 16 bits the host is fast enough with two launches, and a graph would delay a full queue (series.py).
+    # In 16 bits the host is fast enough with two launches, and a graph would delay a full queue (graphs.py).
     if not merge or problem.dtype != "float32":
         return behind(straight, run)
     between = series.Between("acc state", partials.needs(problem, num_parts(config)), device)

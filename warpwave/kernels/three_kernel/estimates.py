@@ -2,7 +2,7 @@
 
 Microseconds of an H200, beside some 8 that all of them take, fitted to 62 calls of 16 to 384 queries on 512 to 16,384
 keys at head_dim 512 to 1024 in CUDA graphs (benchmarks/records, 2026-11-22-h200-large-heads-few-queries.log). They are
-near enough to choose by, and no model of a call's time: that is model.py.
+near enough to choose by, and no model of a call's time: that is workbench/model.
 
     hopper   three_kernel's own launches: rounds of tiles of 128 x 256, each for the columns that it sums over.
     torch    three_kernel by torch's products: whatever their tiles, an even share of the work, all of K and V, which
@@ -67,7 +67,7 @@ def why_not_fused(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         return []
     return [
         f"{problem.seqlen_q} queries of {problem.batch * problem.num_heads_q} heads on {problem.seqlen_k:,} keys take "
-        f"it about {fused:.0f} us beside a launch's, and three_kernel {three:.0f} (kernels/wide_heads.py)"
+        f"it about {fused:.0f} us beside a launch's, and three_kernel {three:.0f} (three_kernel/estimates.py)"
     ]
 
 

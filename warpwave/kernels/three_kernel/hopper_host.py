@@ -1,4 +1,4 @@
-"""three_kernel's launches on Hopper: two products (hopper/products.py) and the statistics of rows between them. Their
+"""three_kernel's launches on Hopper: two products (hopper_products.py) and the statistics of rows between them. Their
 maps and arguments, and what they cannot. Host code alone."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`warpwave doctor`: checks this machine and installation, and suggests a fix for each problem.
 
-Every check is a function of the facts (doctor_facts.py), and nothing is changed, compiled or launched. It runs where
+Every check is a function of the facts (facts.py), and nothing is changed, compiled or launched. It runs where
 torch or Triton are missing or broken, for those are what it is asked about.
 """
 

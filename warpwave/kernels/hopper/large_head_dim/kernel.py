@@ -2,7 +2,7 @@
 
 The accumulator of 64 queries and 512 columns is half of the registers of an SM, so a block has 64 queries and shares
 the columns out: one warpgroup computes scores and softmax, two multiply the probabilities by half of V's columns each.
-A producer warp keeps one ring of chunks of K and V full (large_head_dim_roles.py, which has the protocol). Blocks stay
+A producer warp keeps one ring of chunks of K and V full (roles.py, which has the protocol). Blocks stay
 on their SM and draw tiles of queries from a counter, longest first (scheduler.py).
 
     S = softmax_scale * Q K^T, then softcap, ALiBi, mask;   out = softmax(S) V;   lse = log(sum(exp(S)))
