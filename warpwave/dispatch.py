@@ -13,6 +13,8 @@ A kernel is a module or package of `warpwave.kernels` with
     default(problem, gpu) -> Config            optional: the first of `configs`, without listing the others
     notes(problem, gpu, config) -> list[str]   optional: what `explain` prints about a config
     bind(problem, operands, config)            -> run(operands) -> (out, lse or None)
+    Binder()                                   optional: `bind` for calls that differ in lengths and batch strides only;
+                                               keeps what does not depend on these
     gradients, gradients_why_not               optional: gradients that need no result of the forward, and why not
 
 Errors, `explain`, and the support matrix in the docs read these. Nothing about a kernel is stated elsewhere.
@@ -128,6 +130,19 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
 def default_config(module: Any, problem: AttentionProblem, gpu: Gpu) -> Any:
     """Returns the config with which a kernel runs a problem that it accepts, if the caller names no other."""
     return module.default(problem, gpu) if hasattr(module, "default") else module.configs(problem, gpu)[0]
+
+
+def bind(choice: Choice, problem: AttentionProblem, operands: Any, binders: dict[str, Any]) -> Any:
+    """Binds a kernel to a call.
+
+    Args:
+        binders: kernel name -> its binder, for all calls of one class; filled here.
+    """
+    module = choice.kernel
+    binder = binders.get(module.NAME)
+    if binder is None:
+        binder = binders[module.NAME] = module.Binder() if hasattr(module, "Binder") else module.bind
+    return binder(problem, operands, choice.config)
 
 
 def forward_of(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> tuple[AttentionProblem, str]:

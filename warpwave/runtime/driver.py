@@ -240,6 +240,7 @@ class Layout:
         self.key_bytes = 8 * (1 + max(places, default=0))
         self.of_launch = struct.Struct(f"<{self.key_bytes // 8 + len(self.kinds)}Q")
         self.memory = ctypes.c_char * self.of_launch.size
+        self.numbers = ctypes.c_char * self._packed.size
         self.slots = [8 * i for i in range(len(self.kinds))]
         return self
 
@@ -252,9 +253,9 @@ class Layout:
                 plan = values[i][0]
                 numbers += plan.shape
                 numbers += plan.strides
-                encoders.append(plan)
+                encoders += (plan,)
             else:
-                numbers.append(values[i])
+                numbers += (values[i],)
         packed = self._packed.pack(*numbers, 0, 0)
         maps = [(i, place, encode(plan)) for (i, place, encode), plan in zip(self.maps, encoders, strict=True)]
         return Launches(self, index, grid, packed, maps)
@@ -289,7 +290,7 @@ class Launches:
         self.prepared: dict[Key, Prepared] = {}
         self._layout, self._index, self._grid, self._maps = layout, index, grid, maps
         self._configs: dict[int, _Config] = {}
-        self._fixed = ctypes.create_string_buffer(packed, len(packed))
+        self._fixed = layout.numbers.from_buffer_copy(packed)
 
     def prepare(self, key: Key) -> Prepared:
         """Lays a launch out in memory: the key's stream, and its addresses where the parameters take them."""
@@ -304,7 +305,7 @@ class Launches:
         for i, place, encode in self._maps:
             found = encode(key[place])
             at[i] = id(found) + _MAP_OFFSET
-            maps.append(found)
+            maps += (found,)
         layout.of_launch.pack_into(memory, 0, *key, *at)
         if len(self.prepared) >= MAX_PREPARED:
             self.prepared.clear()

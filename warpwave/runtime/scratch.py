@@ -7,9 +7,7 @@ stream, beside any call: its launches get memory of the graph's pool.
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -61,7 +59,10 @@ def maker(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Cal
     # In deterministic mode torch fills new memory, which `empty_strided` does not do.
     if empty_strided is None or device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
         return _by_template(sizes, dtype, device)
-    strides = tuple(itertools.accumulate((max(1, size) for size in sizes[:0:-1]), operator.mul, initial=1))[::-1]
+    strides: tuple[int, ...] = ()
+    for size in sizes[:0:-1]:
+        strides = ((size or 1) * (strides[0] if strides else 1), *strides)
+    strides = (*strides, 1)[: len(sizes)]
     current_device, index = torch._C._cuda_getDevice, device.index
 
     def make() -> torch.Tensor:

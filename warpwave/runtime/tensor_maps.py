@@ -65,5 +65,12 @@ def bind(spec: launch.Launch, maps: Sequence[MapPlan | None], sources: Sequence[
     Args:
         sources: the first arguments of the launcher, for maps to describe; the spec's other tensors follow as they are.
     """
+    return family(spec, maps, sources).first()
+
+
+def family(
+    spec: launch.Launch, maps: Sequence[MapPlan | None], sources: Sequence[torch.Tensor]
+) -> launch.Family:
+    """Returns the family of the launch that `bind` takes."""
     pointers = range(len(sources), len(sources) + len(spec.tensors) - len(maps) - 1)
-    return launch.bind(spec, (*maps, *pointers, launch.COUNTER), counters_of(sources[0].device))
+    return launch.Family(spec, (*maps, *pointers, launch.COUNTER), counters_of(sources[0].device))

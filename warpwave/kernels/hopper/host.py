@@ -34,12 +34,12 @@ def mappable(problem: AttentionProblem, operands: Operands) -> Callable[[Operand
 def seen(tensor: torch.Tensor, packed: bool, rows: int | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides of a (batch, seqlen, head, width) or packed (total, head, width) tensor as maps count them:
     batch, head, row, column. Of a dense one no more than `rows` rows, 1 at least."""
+    stride = tensor.stride()
     if packed:
         total, heads, width = tensor.shape
-        return (1, heads, total, width), (tensor.stride(0), tensor.stride(1), tensor.stride(0), 1)
+        return (1, heads, total, width), (stride[0], stride[1], stride[0], 1)
     batch, length, heads, width = tensor.shape
-    strides = (tensor.stride(0), tensor.stride(2), tensor.stride(1), 1)
-    return (batch, heads, length if rows is None else max(1, rows), width), strides
+    return (batch, heads, length if rows is None else max(1, rows), width), (stride[0], stride[2], stride[1], 1)
 
 
 def keys_end(problem: AttentionProblem) -> int:

@@ -8,6 +8,7 @@ from warpwave.kernels.hopper.flash_fwd.kernel import (
     NAME,
     NEEDS_GPU,
     SKIPS_HIDDEN_TILES,
+    Binder,
     Config,
     bind,
     configs,
@@ -20,6 +21,7 @@ from warpwave.kernels.hopper.flash_fwd.kernel import (
 
 __all__ = [
     "ABLE",
+    "Binder",
     "NAME",
     "NEEDS_GPU",
     "SKIPS_HIDDEN_TILES",
