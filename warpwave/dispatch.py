@@ -88,7 +88,6 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
         InvalidType: the config is another kernel's, or a GPU kernel was asked for CPU tensors beside a usable GPU.
         UnsupportedProblem: the kernel asked for cannot run the problem; carries its reasons.
     """
-    by_name = {module.NAME: module for module in kernels_for(problem)}
     if kernel == "auto":
         if config is not None:
             raise InvalidInput("config was given with kernel='auto'; name the kernel the config is for")
@@ -108,6 +107,7 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
                 "a larger budget, or precision='default'",
             )
         return Choice(module, default_config(module, problem, gpu), "default")
+    by_name = {module.NAME: module for module in kernels_for(problem)}
     if kernel not in by_name:
         raise InvalidInput(f"kernel is {kernel!r}; it must be 'auto' or one of {', '.join(map(repr, by_name))}")
     module = by_name[kernel]

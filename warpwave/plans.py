@@ -147,8 +147,9 @@ def recall(operands: tuple[Any, ...], said: tuple[Any, ...], longest: tuple[int,
         return None  # no tensor, no hash, or no memory: the checks of the call report it
     key = _sizes(found, tensors, longest)
     known = _plans.get(key) or _of_length(found, key, operands, tensors, longest)
-    if known is None or known.same is None:
+    if known is None:
         return None
+    assert known.same is not None
     _last.put(place, (longest, known.same, known.run))
     return known.run
 
@@ -160,7 +161,7 @@ def _of_length(
     with _planning:
         known = _plans.get(key)  # another thread may have been first
         if known is None and (run := found.planner(operands, longest)) is not None:
-            known = Known(run, guard(*tensors))
+            known = Known(run, _guard(tensor_guards(), *tensors))
             _plans.put(key, known)
     return known
 

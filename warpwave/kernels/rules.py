@@ -35,6 +35,25 @@ def deciding(rules: Sequence[Rule[C]], call: Any) -> Rule[C]:
     return next(rule for rule in rules if rule.holds(call))
 
 
+def undecided(rules: Sequence[Rule[C]], call: Any) -> list[Rule[C]]:
+    """Returns the rules of which sizes decide: without those that do not hold for any, and those behind one that holds
+    for all.
+
+    Args:
+        call: the family's view of a call without sizes. A condition that computes with one raises TypeError.
+    """
+    found = []
+    for rule in rules:
+        try:
+            if not rule.holds(call):
+                continue
+        except TypeError:
+            found.append(rule)
+            continue
+        return [*found, rule]
+    return found
+
+
 def note(rule: Rule[Any], config: Any) -> str:
     """Returns the row that decided, in one sentence; of a config that is not in the row, that it is another."""
     chosen = "" if config in rule.configs else "; the table would choose another config"

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import threading
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 K = TypeVar("K")
 V = TypeVar("V")
-
-
-class _Entry(Generic[V]):
-    __slots__ = ("used", "value")
-
-    def __init__(self, value: V, used: int) -> None:
-        self.value, self.used = value, used
 
 
 class Bounded(Generic[K, V]):
@@ -28,7 +21,7 @@ class Bounded(Generic[K, V]):
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._entries: dict[K, _Entry[V]] = {}
+        self._entries: dict[K, list[Any]] = {}  # [value, when it was used last]
         self._puts = 0
         self._oldest: list[tuple[K, int]] = []  # when they were used last, the oldest at the end
         self._lock = threading.Lock()  # a dict cannot be walked in one thread while another one changes it
@@ -41,8 +34,9 @@ class Bounded(Generic[K, V]):
         entry = self._entries.get(key)
         if entry is None:
             return None
-        entry.used = self._puts
-        return entry.value
+        entry[1] = self._puts
+        value: V = entry[0]
+        return value
 
     def clear(self) -> None:
         """Drops all entries."""
@@ -57,14 +51,14 @@ class Bounded(Generic[K, V]):
             while len(self._entries) >= self.limit:
                 self._evict()
             self._puts += 1
-            self._entries[key] = _Entry(value, self._puts)
+            self._entries[key] = [value, self._puts]
 
     def _evict(self) -> None:
         """Drops the entry at the end of `_oldest`, unless it was used meanwhile."""
         if not self._oldest:
-            used = sorted(((key, entry.used) for key, entry in self._entries.items()), key=lambda each: each[1])
+            used = sorted(((key, entry[1]) for key, entry in self._entries.items()), key=lambda each: each[1])
             self._oldest = used[len(used) // 2 :: -1]
         key, used_last = self._oldest.pop()
         entry = self._entries.get(key)
-        if entry is not None and entry.used == used_last:
+        if entry is not None and entry[1] == used_last:
             del self._entries[key]

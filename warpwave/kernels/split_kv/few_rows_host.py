@@ -10,7 +10,7 @@ from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import band_constants, padded, window
 from warpwave.kernels.hopper import host
 from warpwave.kernels.split_kv.few_rows_device import few_rows_kernel
-from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands, by_kind
 from warpwave.runtime import launch
 from warpwave.runtime.tensor_maps import MapPlan, has_map
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 ROWS, KEYS, BOX = 16, 64, 64  # queries of all heads of a program; fewest keys of a tile; columns that one copy moves
 WIDEST = 256
+UNKNOWN = "the launch for few rows knows nothing of"
 MOST_BLOCKS_PER_SM = 3  # whose registers leave the warpgroup what it needs
 THREADS = 256  # of a block: a warpgroup, and one that holds the warp which loads
 # Which of split_kv's arguments (q, k, v, out, lse, acc, state, the operands behind v) the pointers are, by number.
@@ -29,10 +30,17 @@ POINTERS = (0, 3, 4, 5, 6, *(CachedOperands._fields.index(name) + 4 for name in 
 def cannot(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Why this launch cannot compute a problem there."""
     rows = problem.seqlen_q * problem.num_heads_q // max(1, problem.num_heads_kv)
+    if rows > ROWS:
+        return [f"{UNKNOWN} {rows} queries of the heads of a kv head", *_cannot_kind(problem, gpu)]
+    return _cannot_kind(problem, gpu)
+
+
+@by_kind
+def _cannot_kind(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """`cannot` as far as it reads no length."""
     there = {
         f"a GPU of {gpu.arch}": gpu.vendor != "nvidia" or gpu.capability != 90,
         "float32": DTYPE_BYTES[problem.dtype] != 2,
-        f"{rows} queries of the heads of a kv head": rows > ROWS,
         "packed sequences": problem.packed,
         "a mask": problem.mask_shape is not None,
         "a bias": problem.bias_shape is not None,
@@ -42,7 +50,7 @@ def cannot(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         f"head_dim {problem.head_dim}": problem.head_dim % 8 != 0 or problem.head_dim > WIDEST,
         f"head_dim_v {problem.head_dim_v}": problem.head_dim_v % 8 != 0 or problem.head_dim_v > WIDEST,
     }
-    return [f"the launch for few rows knows nothing of {name}" for name, is_there in there.items() if is_there]
+    return [f"{UNKNOWN} {name}" for name, is_there in there.items() if is_there]
 
 
 def takes(problem: AttentionProblem, gpu: Gpu, operands: Any) -> bool:
@@ -63,6 +71,7 @@ def smem_bytes(problem: AttentionProblem, keys: int, stages: int) -> int:
     return 2 * keys * BOX * stages * _boxes(problem) + q + 2 * keys * ROWS + 2048
 
 
+@by_kind
 def stages(problem: AttentionProblem, gpu: Gpu, keys: int, blocks: int) -> int:
     """Tiles of each ring: as many as so many blocks of a multiprocessor have room for, each with 1 KiB that CUDA
     keeps; 0 where they have not."""
@@ -71,6 +80,7 @@ def stages(problem: AttentionProblem, gpu: Gpu, keys: int, blocks: int) -> int:
     return max(0, (room - beside) // (smem_bytes(problem, keys, 1) - beside))
 
 
+@by_kind
 def blocks_per_sm(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """Blocks that a multiprocessor runs at once, by shared memory and by registers, of which longer tiles take more."""
     needed = smem_bytes(problem, config.block_n, config.num_stages) + 1024
