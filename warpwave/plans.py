@@ -205,7 +205,7 @@ def _lengths(operands: tuple[Any, ...]) -> list[int]:
     """Returns how many of the first axes of each tensor that was given differ within a class: batch and length of q, k
     and v, tokens where they are packed; all axes of offsets and tables. Pools of pages, and calls with a mask or a
     bias, have none."""
-    q, k, v, mask, bias, _, _, offsets_q, offsets_k, *paging = operands
+    q, k, _, mask, bias, _, _, offsets_q, offsets_k, *paging = operands
     if mask is not None or bias is not None:
         return [0 for t in operands if t is not None]
     keys = 0 if paging else k.dim() - 2

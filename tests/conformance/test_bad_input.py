@@ -197,7 +197,7 @@ def test_equal_numbers_of_other_types_are_one_call(
 ) -> None:
     """Whichever comes first, all are served alike: a plan is found by equality."""
     monkeypatch.setattr(plans, "_plans", Bounded(64))
-    monkeypatch.setattr(plans, "_recent", Bounded(64))
+    monkeypatch.setattr(plans, "_classes", Bounded(64))
     monkeypatch.setattr(plans, "_last", Bounded(64))
     make = packed if name == "max_seqlen_q" else dense
     spellings = [usual, *others] if first == "usual" else [*others, usual]

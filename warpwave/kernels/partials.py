@@ -227,7 +227,7 @@ def specify_merge(
         kernel=merge_partials_kernel,
         grid=problem.rows * problem.num_heads_q,
         tensors=(acc, state, out, lse, sinks),
-        scalars=[problem.rows * problem.num_heads_q, problem.num_heads_q, num_parts, lse_rows(problem)],
+        scalars=merge_scalars(problem, num_parts),
         constants={
             "HEAD_DIM_V": problem.head_dim_v,
             "BLOCK_DV": padded(problem.head_dim_v),
@@ -245,3 +245,8 @@ def specify_merge(
             **({"launch_pdl": True} if launched_ahead else {}),
         },
     )
+
+
+def merge_scalars(problem: AttentionProblem, num_parts: int) -> list[int]:
+    """Returns the run-time arguments of `specify_merge`'s launch."""
+    return [problem.rows * problem.num_heads_q, problem.num_heads_q, num_parts, lse_rows(problem)]

@@ -247,7 +247,7 @@ class Layout:
     def launches(self, index: int, grid: int, values: Sequence[Any]) -> Launches:
         """Returns the kernel's launches on a grid, with these numbers and tensor maps."""
         numbers: list[Any] = []
-        encoders = []
+        encoders: list[TensorMap] = []
         for i, is_map in self._taken:
             if is_map:
                 plan = values[i][0]
@@ -301,7 +301,7 @@ class Launches:
         at = [fixed + slot for slot in layout.slots]
         for i, place in layout.pointers:
             at[i] = first + 8 * place
-        maps = []
+        maps: list[Any] = []
         for i, place, encode in self._maps:
             found = encode(key[place])
             at[i] = id(found) + _MAP_OFFSET

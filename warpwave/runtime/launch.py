@@ -97,9 +97,7 @@ class Family:
         spec, takes, counters: one of these launches, as `bind` takes it.
     """
 
-    def __init__(
-        self, spec: Launch, takes: Sequence[Take] | None = None, counters: Counters | None = None
-    ) -> None:
+    def __init__(self, spec: Launch, takes: Sequence[Take] | None = None, counters: Counters | None = None) -> None:
         kernel, _, tensors, scalars, self._constants, self._options = spec
         given: Sequence[Take] = range(len(tensors)) if takes is None else takes
         self._given = [take if tensor is not None else None for take, tensor in zip(given, tensors, strict=True)]
@@ -107,7 +105,8 @@ class Family:
         self._kernel, self._counters, self._counted = kernel, counters, COUNTER in self._given
         self._by_run = all(take is None or isinstance(take, int) for take in self._given)
         self._device = next(getattr(t, "base", t) for t in tensors if t is not None).device
-        self._specialized = [i for i in _specialized(kernel, len(tensors)) if scalars[i].__class__ is int]
+        specialized = () if INTERPRETED else _specialized(kernel, len(tensors))
+        self._specialized = [i for i in specialized if scalars[i].__class__ is int]
         self._variants: dict[tuple[Any, ...], Variant] = {}
         self._spec: Launch | None = spec  # until `first`: a family keeps no tensors
 

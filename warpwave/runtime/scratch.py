@@ -38,12 +38,14 @@ def buffer(device: torch.device, stream: int, size: int, user: _Kept | None = No
         user: keeps parts of the buffer by the stream. They are dropped when the buffer is outgrown.
     """
     buffers = _buffers.by_stream
-    found, users = buffers.get((device.index, stream)) or (None, ())
+    users: Any
+    found, users = buffers.get((device.index, stream)) or (None, None)
     if found is None or found.numel() < size:
-        for other in users:
+        for other in users or ():
             other.by_stream.pop(stream, None)
         # The old buffer, which launches may still use, goes back to its stream and is reused behind them.
-        found, users = torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8, device=device), weakref.WeakSet()
+        found = torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8, device=device)
+        users = weakref.WeakSet()
         buffers[device.index, stream] = found, users
     if user is not None:
         users.add(user)
@@ -92,9 +94,11 @@ def memory(
     Args:
         finish: what to make of the tensors for a stream, or for a graph that is being captured (None); kept with them.
     """
-    makers = [maker(shape, dtype, device) for shape, dtype in needs]
+    makers: list[Callable[[], torch.Tensor]] = []  # most calls need none
 
     def made(stream: int | None) -> Any:
+        if len(makers) < len(needs):
+            makers[:] = [maker(shape, dtype, device) for shape, dtype in needs]
         tensors = tuple([make() for make in makers])
         return tensors if finish is None else finish(tensors, stream)
 

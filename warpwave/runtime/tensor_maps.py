@@ -68,9 +68,7 @@ def bind(spec: launch.Launch, maps: Sequence[MapPlan | None], sources: Sequence[
     return family(spec, maps, sources).first()
 
 
-def family(
-    spec: launch.Launch, maps: Sequence[MapPlan | None], sources: Sequence[torch.Tensor]
-) -> launch.Family:
+def family(spec: launch.Launch, maps: Sequence[MapPlan | None], sources: Sequence[torch.Tensor]) -> launch.Family:
     """Returns the family of the launch that `bind` takes."""
     pointers = range(len(sources), len(sources) + len(spec.tensors) - len(maps) - 1)
     return launch.Family(spec, (*maps, *pointers, launch.COUNTER), counters_of(sources[0].device))

@@ -272,15 +272,13 @@ def choose_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Splits
     """
     shares, blocks, longest, of = _chosen(problem, gpu, config)
     sms = gpu.num_sms or UNKNOWN_SMS
-    reason = f"{blocks} tiles of rows for {of.places} places on {sms} SMs, {longest} steps of {config.block_n} keys each: "
-    if config.roles:
-        return Splits(
-            shares, f"{reason}{blocks * shares} blocks, of which an SM's one keeps memory nearly busy"
-        )
-    reason += (
-        f"about {_steps(shares, config.pieces, blocks, longest, sms, of):.0f} steps from begin to end, starts and merge "
-        "counted"
+    reason = (
+        f"{blocks} tiles of rows for {of.places} places on {sms} SMs, {longest} steps of {config.block_n} keys each: "
     )
+    if config.roles:
+        return Splits(shares, f"{reason}{blocks * shares} blocks, of which an SM's one keeps memory nearly busy")
+    steps = _steps(shares, config.pieces, blocks, longest, sms, of)
+    reason += f"about {steps:.0f} steps from begin to end, starts and merge counted"
     alone = f"; with one share, {_steps(1, config.pieces, blocks, longest, sms, of):.0f}" if shares > 1 else ""
     return Splits(shares, reason + alone)
 

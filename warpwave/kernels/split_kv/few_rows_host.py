@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import band_constants, padded, window
 from warpwave.kernels.hopper import host
@@ -147,27 +149,15 @@ def specify(
     """Returns the launch. `arguments` are split_kv's: q, k, v, out, lse, acc, state, then the operands behind v."""
     q, k, page_size = operands.q, operands.k, problem.page_size
     maps = plans(problem, operands, config)
-    table = arguments[POINTERS[-3]]
     split = config.num_splits > 1
     return launch.Launch(
         kernel=few_rows_kernel,
-        grid=problem.batch * problem.num_heads_kv * config.num_splits,
+        grid=grid(problem, config),
         tensors=(
             *(launch.Mapped(plan, arguments[plan.source]) for plan in maps),
             *(arguments[number] for number in POINTERS),
         ),
-        scalars=[
-            *q.stride()[:3],
-            problem.seqlen_q,
-            problem.seqlen_k,
-            problem.num_heads_kv,
-            config.num_splits,
-            problem.rows * problem.num_heads_q,
-            *window(problem),
-            first_key,
-            *((0, 0, 0) if table is None else (table.stride(0), k.shape[0], table.shape[0])),
-            *host.score_units(problem),
-        ],
+        scalars=scalars(problem, q, k, arguments[POINTERS[-3]], config, first_key),
         constants={
             "KEYS": config.block_n,
             "STAGES": config.num_stages,
@@ -191,3 +181,26 @@ def specify(
             **({"launch_pdl": True} if config.launched_ahead else {}),
         },
     )
+
+
+def grid(problem: AttentionProblem, config: Config) -> int:
+    """Returns the number of programs: one for each share of the keys of each kv head of each sequence."""
+    return problem.batch * problem.num_heads_kv * config.num_splits
+
+
+def scalars(
+    problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor, table: Any, config: Config, first_key: int
+) -> list[int | float]:
+    """Returns the run-time arguments behind the pointers, in the kernel's order."""
+    return [
+        *q.stride()[:3],
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.num_heads_kv,
+        config.num_splits,
+        problem.rows * problem.num_heads_q,
+        *window(problem),
+        first_key,
+        *((0, 0, 0) if table is None else (table.stride(0), k.shape[0], table.shape[0])),
+        *host.score_units(problem),
+    ]

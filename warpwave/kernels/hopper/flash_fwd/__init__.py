@@ -21,10 +21,10 @@ from warpwave.kernels.hopper.flash_fwd.kernel import (
 
 __all__ = [
     "ABLE",
-    "Binder",
     "NAME",
     "NEEDS_GPU",
     "SKIPS_HIDDEN_TILES",
+    "Binder",
     "Config",
     "bind",
     "configs",

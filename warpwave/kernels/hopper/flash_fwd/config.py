@@ -180,9 +180,7 @@ def _candidates(problem: AttentionProblem, gpu: Gpu) -> list[tuple[Rule[Config],
     other = next(iter(fitting(problem, gpu)), None)
     call = Call(problem, gpu)
     rules = undecided(RULES_OF_PARTS if call.parts > 1 else RULES, call)
-    return [
-        (rule, next((c for c in rule.configs if _fits_shared_memory(problem, gpu, c)), other)) for rule in rules
-    ]
+    return [(rule, next((c for c in rule.configs if _fits_shared_memory(problem, gpu, c)), other)) for rule in rules]
 
 
 @by_kind

@@ -340,8 +340,10 @@ class _OfClass(NamedTuple):
 
 
 class Binder:
-    """`bind` for the calls of one class (dispatch.py). In 16 bits, without mask, bias or copies, a call of a known config
-    takes its sizes and tensor maps alone."""
+    """`bind` for the calls of one class (dispatch.py).
+
+    In 16 bits, without a mask, bias or copies, a call of a known config takes its sizes and tensor maps alone.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Config, _OfClass] = {}
@@ -400,9 +402,7 @@ def _running(
     return run
 
 
-def _launcher(
-    problem: AttentionProblem, operands: Operands, config: Config, known: _OfClass
-) -> launch.Launcher | None:
+def _launcher(problem: AttentionProblem, operands: Operands, config: Config, known: _OfClass) -> launch.Launcher | None:
     """The launcher of another call of a known class, None where its batch strides rule tensor maps out."""
     packed = problem.packed
     rows = None if packed else host.keys_end(problem)
