@@ -393,19 +393,24 @@ def by_kind(rule: Callable[Concatenate[AttentionProblem, P], R]) -> Callable[Con
     Returns:
         The same function. Callers must not change what it returns.
     """
-    found: dict[tuple[Any, ...], R] = {}
+    # Kind and arguments -> ruling, and the arguments. These are found by identity, because a dataclass is hashed by
+    # Python code; kept, so that no other object gets their addresses.
+    found: dict[tuple[Any, ...], tuple[R, Any]] = {}
 
     @wraps(rule)
     def of_kind(problem: AttentionProblem, *rest: P.args, **named: P.kwargs) -> R:
         if problem.error_budget is not None:  # whose promise depends on the number of keys
             return rule(problem, *rest, **named)
-        key = (problem.__dict__.get("_kind") or problem.kind, *rest, *named.items())
+        fields = problem.__dict__
+        key = (fields["_kind"] if "_kind" in fields else problem.kind, *map(id, rest))
+        if named:
+            key += (*named.items(),)
         try:
-            return found[key]
+            return found[key][0]
         except KeyError:
             if len(found) >= MAX_RULINGS:
                 found.clear()
-            return found.setdefault(key, rule(_without_sizes(problem), *rest, **named))
+            return found.setdefault(key, (rule(_without_sizes(problem), *rest, **named), rest))[0]
 
     return of_kind
 

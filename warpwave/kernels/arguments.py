@@ -6,6 +6,7 @@ Every kernel takes a dense and a packed call alike: a packed tensor is one whose
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from warpwave.runtime.scratch import maker
 UNLIMITED = 2**30  # a window side larger than any sequence, small enough that adding a length does not overflow
 
 
+@cache
 def padded(head_dim: int) -> int:
     """Tiles are powers of two, and 16 is the least that a matrix instruction takes."""
     return max(16, 1 << (head_dim - 1).bit_length())

@@ -212,7 +212,8 @@ class Layout:
         self.pointers: list[tuple[int, int]] = []  # (parameter, place of its address in the keys)
         self.maps: list[tuple[int, int, Callable[[TensorMap], Callable[[int], Any]]]] = []
         self.kinds: list[str] = []
-        self._taken: list[tuple[int, bool]] = []  # which values are numbers, in order, and whether of a tensor map
+        self._mapped: list[int] = []  # which values are tensor maps, in order
+        self._numbers: list[int] = []  # which values are numbers, in order
 
     def add_pointer(self, place: int) -> None:
         """Adds a parameter that is an address."""
@@ -221,13 +222,14 @@ class Layout:
 
     def add_number(self, value: int, kind: str) -> None:
         """Adds the number that is `values[value]`."""
-        self._taken.append((value, False))
+        self._numbers.append(value)
         self.kinds.append(kind)
 
     def add_map(self, value: int, plan: TensorMap, place: int, encode: Any) -> None:
         """Adds the tensor map that is `values[value]`; its shape and strides follow it as numbers."""
         self.maps.append((len(self.kinds), place, encode))
-        self._taken.append((value, True))
+        assert not self._numbers, "a kernel's tensors come before its numbers"
+        self._mapped.append(value)
         self.kinds += ["", *"i" * len(plan.shape), *"q" * len(plan.strides)]
 
     def done(self) -> Layout:
@@ -241,23 +243,17 @@ class Layout:
         self.of_launch = struct.Struct(f"<{self.key_bytes // 8 + len(self.kinds)}Q")
         self.memory = ctypes.c_char * self.of_launch.size
         self.numbers = ctypes.c_char * self._packed.size
-        self.slots = [8 * i for i in range(len(self.kinds))]
         return self
 
     def launches(self, index: int, grid: int, values: Sequence[Any]) -> Launches:
         """Returns the kernel's launches on a grid, with these numbers and tensor maps."""
+        plans = [values[i][0] for i in self._mapped]
         numbers: list[Any] = []
-        encoders: list[TensorMap] = []
-        for i, is_map in self._taken:
-            if is_map:
-                plan = values[i][0]
-                numbers += plan.shape
-                numbers += plan.strides
-                encoders += (plan,)
-            else:
-                numbers += (values[i],)
-        packed = self._packed.pack(*numbers, 0, 0)
-        maps = [(i, place, encode(plan)) for (i, place, encode), plan in zip(self.maps, encoders, strict=True)]
+        for plan in plans:
+            numbers += plan.shape
+            numbers += plan.strides
+        packed = self._packed.pack(*numbers, *[values[i] for i in self._numbers], 0, 0)
+        maps = [(i, place, encode(plan)) for (i, place, encode), plan in zip(self.maps, plans, strict=True)]
         return Launches(self, index, grid, packed, maps)
 
 
@@ -298,7 +294,7 @@ class Launches:
         layout = self._layout
         memory = layout.memory()
         first, fixed = ctypes.addressof(memory), ctypes.addressof(self._fixed)
-        at = [fixed + slot for slot in layout.slots]
+        at = list(range(fixed, fixed + 8 * len(layout.kinds), 8))
         for i, place in layout.pointers:
             at[i] = first + 8 * place
         maps: list[Any] = []

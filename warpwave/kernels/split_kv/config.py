@@ -549,7 +549,7 @@ def _mapped(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
     keys = longest_steps(problem, config) * config.block_n
     roles = few_rows.tiling(problem, gpu, tiles_of_rows, keys)
     if roles is not None:
-        return Config(*roles, by_map=True, roles=True)
+        return _with_roles(*roles)
     if 16 <= block_n < 64:
         mapped = changed(config, block_n=block_n, kv_heads=64 // block_n, num_stages=4, by_map=True)
         fits = problem.num_heads_kv % mapped.kv_heads == 0 and tiles(problem, mapped) == 1 and 128 < wide <= 256
@@ -568,6 +568,11 @@ def _mapped(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
         stages, mapped = (3 if block_n * wide > 64 * 256 else 4), changed(config, block_n=block_n)
     mapped = changed(mapped, num_stages=stages, by_map=True)
     return mapped if may_map(problem, gpu, mapped) else config
+
+
+@lru_cache(4096)
+def _with_roles(block_m: int, block_n: int, num_warps: int, num_stages: int) -> Config:
+    return Config(block_m, block_n, num_warps, num_stages, by_map=True, roles=True)
 
 
 def _leaves_sms_idle(tiles_of_rows: int, sms: int) -> bool:
