@@ -2,10 +2,10 @@
 
     PYTHONPATH=. python3 -m benchmarks.new_lengths [--lengths 1000] [--memory 10000] [--out RECORD.json]
 
-Each case calls attention once at each of many lengths: dense, packed, and one token of each sequence on caches whose
-page tables differ in width. A call is timed on the host, from the call to its return, with an idle GPU. Prints, as JSON,
-microseconds of a call at a new length (median, mean, 90th percentile) and of the same call again, the kernels, and the
-resident memory of the process in MiB while `--memory` more lengths are called.
+Each case calls attention at each of many lengths: dense, packed, and one token of each sequence on caches whose page
+tables differ in width. A call is timed on the host, from the call to its return, with an idle GPU. Prints, as JSON,
+microseconds of a call at a new length (median, mean, 90th percentile) and of the same call again; and the resident
+memory of the process in MiB while `--memory` more lengths are called.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def packed(seqlen: int) -> Call:
     """Causal prefill of four packed sequences, the longest of half the tokens."""
     q, k, v = (torch.empty(seqlen, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda") for _ in range(3))
     offsets = torch.tensor([0, seqlen // 2, 3 * seqlen // 4, seqlen, seqlen], dtype=torch.int32, device="cuda")
-    longest = {"max_seqlen_q": seqlen // 2, "max_seqlen_k": seqlen // 2}
+    half = seqlen // 2
     return lambda: warpwave.attention_varlen(
-        q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True, **longest
+        q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=half, max_seqlen_k=half, causal=True
     )
 
 
@@ -76,7 +76,8 @@ CASES: dict[str, Callable[[int], Call]] = {
 
 def measure(make: Callable[[int], Call], lengths: list[int]) -> dict[str, Any]:
     """Returns host times of the first and the second call at each length, in us."""
-    first, second = [], []
+    first: list[float] = []
+    second: list[float] = []
     for length in lengths:
         call = make(length)
         torch.cuda.synchronize()
@@ -107,6 +108,7 @@ def memory(make: Callable[[int], Call], lengths: list[int], rounds: int = 10) ->
 
 
 def main() -> None:
+    """Prints the record, and writes it where asked."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--lengths", type=int, default=1000)
     parser.add_argument("--memory", type=int, default=10_000)

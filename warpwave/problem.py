@@ -401,8 +401,7 @@ def by_kind(rule: Callable[Concatenate[AttentionProblem, P], R]) -> Callable[Con
     def of_kind(problem: AttentionProblem, *rest: P.args, **named: P.kwargs) -> R:
         if problem.error_budget is not None:  # whose promise depends on the number of keys
             return rule(problem, *rest, **named)
-        fields = problem.__dict__
-        key = (fields["_kind"] if "_kind" in fields else problem.kind, *map(id, rest))
+        key = (problem.__dict__.get("_kind") or problem.kind, *map(id, rest))
         if named:
             key += (*named.items(),)
         try:

@@ -122,8 +122,13 @@ class Family:
 
     def _bits(self, scalars: Sequence[int | float]) -> tuple[Any, ...]:
         """Returns what Triton compiles anew for, of the scalars."""
-        wide = [not -(2**31) <= value < 2**31 for value in scalars if value.__class__ is int]
-        return (*wide, *[(scalars[i] == 1, scalars[i] % 16 == 0) for i in self._specialized])
+        bits: tuple[Any, ...] = ()
+        for i, value in enumerate(scalars):
+            if value.__class__ is int and not -(2**31) <= value < 2**31:
+                bits += (i,)
+        for i in self._specialized:
+            bits += (scalars[i] == 1, scalars[i] % 16 == 0)
+        return bits
 
     def launcher(
         self, grid: int, scalars: Sequence[int | float], maps: Sequence[driver.TensorMap] = ()

@@ -125,10 +125,8 @@ def memory(
         if end > LARGEST or not keep:
             return made(stream)
         whole = buffer(device, stream, end, kept)
-        parts = tuple(
-            whole[first:last].view(dtype).view(*shape)
-            for (first, last), (shape, dtype) in zip(ends, needs, strict=True)
-        )
+        views = zip(ends, needs, strict=True)
+        parts = tuple([whole[first:last].view(dtype).view(*shape) for (first, last), (shape, dtype) in views])
         found = kept.by_stream[stream] = parts if finish is None else finish(parts, stream)
         return found
 

@@ -57,6 +57,7 @@ from warpwave.kernels.split_kv.config import (
     UNKNOWN_SMS,
     Config,
     blocks_with_rows,
+    changed,
     choose_splits,
     columns,
     configs,
@@ -84,7 +85,7 @@ from warpwave.runtime.tensor_maps import MapPlan
 NAME = "split_kv"
 NEEDS_GPU = True
 MAX_HEAD_DIM = 256
-MAX_KNOWN = 256  # configs of one class; a number of splits is part of one
+MAX_KNOWN = 256  # tilings of one class
 
 __all__ = [
     *(
@@ -141,17 +142,22 @@ class Binder:
     def __call__(self, problem: AttentionProblem, operands: Any, config: Config) -> Run:
         """As `bind`."""
         allocate, device = allocator(problem, operands.q), operands.q.device
-        # What else of sizes is compiled in, or decides which launch takes the call.
-        key = (config, one_step(problem, config), config.roles and problem.seqlen_q)
+        # The number of splits is a run-time argument, except for what follows from it here. One query more may rule a
+        # launch by roles out.
+        parts = num_parts(config)
+        merging = None if parts == 1 else partials.loads(problem, parts)
+        alike = changed(config, num_splits=1)
+        key = (alike, merging, one_step(problem, config), config.roles and problem.seqlen_q)
         known = self._known.get(key)
         if known is not None and _has_regular_batches(operands):
-            workspace = partials.workspaces(problem, num_parts(config), device)
+            workspace = partials.workspaces(problem, parts, device)
             attend, merge = _launchers(problem, operands, config, known)
             if attend is not None:
                 return _running(allocate, workspace, attend, merge)
         straight, gpu = straightener(operands), current_gpu(device)
         first = straight(operands)
-        config = _served(problem, gpu, first, config)
+        served = _served(problem, gpu, first, config)
+        is_as_asked, config = served is config, served
         workspace = partials.workspaces(problem, num_parts(config), device)
         specs = specify(problem, gpu, first, *allocate(), config, workspace())
         family, maps = _family(specs[0], problem, gpu, first, config)
@@ -160,7 +166,7 @@ class Binder:
         assert (merge is not None) == (num_parts(config) > 1)
         # In 16 bits the host is fast enough with two launches, and a graph would delay a full queue (graphs.py).
         if merge is None or problem.dtype != "float32":
-            if straight is as_it_is and config is key[0] and _has_regular_batches(operands):
+            if straight is as_it_is and is_as_asked and _has_regular_batches(operands):
                 if len(self._known) >= MAX_KNOWN:
                     self._known.clear()
                 self._known[key] = _OfClass(family, next(iter(families), None), maps, stride_unit(operands))
@@ -205,8 +211,10 @@ def _has_regular_batches(operands: Any) -> bool:
     """Whether batch strides, where a class leaves them open, rule out no tensor map and no `stride_unit`."""
     q, k, v = operands[:3]
     steps = [q.stride(0)] if len(operands) > 9 else [q.stride(0), k.stride(0), v.stride(0)]
-    regular = [step % 16 == 0 and 0 < step < 2**36 for step in steps]
-    return all(regular) and steps[-1] == steps[-2:][0]
+    for step in steps:
+        if step % 16 or not 0 < step < 2**36:
+            return False
+    return steps[-1] == steps[-2:][0]
 
 
 def _launchers(
