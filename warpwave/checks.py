@@ -207,11 +207,9 @@ def resized(problem: AttentionProblem, operands: Any, longest: tuple[int, ...]) 
     if not alike or batch < 0 or seqlen_q < 0 or (slopes is not None and slopes.dim() == 2 and len(slopes) != batch):
         return None
     # Not by `dataclasses.replace`, which takes as long as all of the above.
-    assert problem.kind  # kept beside the fields
     found: AttentionProblem = object.__new__(AttentionProblem)
-    found.__dict__.update(
-        problem.__dict__, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, total_q=total_q, total_k=total_k
-    )
+    sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "total_q": total_q, "total_k": total_k}
+    found.__dict__.update(problem.__dict__, **sizes, _kind=problem.kind)
     return found
 
 
