@@ -234,7 +234,8 @@ def test_torchs_deterministic_mode_is_part_of_a_call(card: Card) -> None:
 
 def test_memory_is_flat_over_many_lengths(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(card, "launched", Forgetful())
-    monkeypatch.setattr(plans, "_plans", Bounded(64))
+    for table in ("_plans", "_last"):
+        monkeypatch.setattr(plans, table, Bounded(64))
 
     def used(lengths: range) -> int:
         for length in lengths:

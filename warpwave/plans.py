@@ -43,9 +43,9 @@ UNALIGNED = 15  # bits of an address that are 0 at a multiple of 16
 
 # Key -> plan, and the check of its layouts where torch's guard has one. A key is `plan_key`'s, or a class with sizes.
 _plans: Bounded[tuple[Any, ...], Known] = Bounded(MAX_PLANS)
-# What was said and which tensors were given -> classes; and, of the last call, its longest sequences and its plan.
+# What was said and which tensors were given -> classes; and, with the longest sequences, the plan of the last call.
 _classes: Bounded[tuple[Any, ...], tuple[Class, ...]] = Bounded(MAX_PLANS)
-_last: Bounded[tuple[Any, ...], tuple[Any, Check, Run]] = Bounded(MAX_PLANS)
+_last: Bounded[tuple[Any, ...], tuple[Check, Run]] = Bounded(MAX_PLANS)
 _planning = threading.Lock()
 _told: set[str] = set()
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
@@ -66,10 +66,13 @@ class Class(NamedTuple):
     Attributes:
         same: the check of everything else about their tensors.
         planner: makes their plans.
+        sized, strided: which of the tensors differ in sizes, and which in the stride of the first axis.
     """
 
     same: Check
     planner: Planner
+    sized: Sequence[int]
+    strided: Sequence[int]
 
 
 def plan_key(operands: tuple[Any, ...], said: tuple[Any, ...], dispatched: bool = False) -> tuple[Any, ...] | None:
@@ -91,6 +94,13 @@ def plan_key(operands: tuple[Any, ...], said: tuple[Any, ...], dispatched: bool 
         else:
             key += (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & UNALIGNED, grad and t.requires_grad)
     return tuple(key)
+
+
+class _Exact:
+    """The planner of a class of one layout, whose plan is made elsewhere."""
+
+    def __call__(self, operands: Any, longest: tuple[int, ...]) -> None:
+        return None
 
 
 def planned(key: tuple[Any, ...] | None, make: Callable[[], Run]) -> Run:
@@ -135,9 +145,9 @@ def recall(operands: tuple[Any, ...], said: tuple[Any, ...], longest: tuple[int,
             bits |= tensor.data_ptr()
         if bits & UNALIGNED:
             return None
-        last = _last.get(place)
-        if last is not None and last[0] == longest and last[1](*tensors):
-            return last[2]
+        last = _last.get((place, longest))
+        if last is not None and last[0](*tensors):
+            return last[1]
         for found in _classes.get(place) or ():
             if found.same(*tensors):
                 break
@@ -150,7 +160,7 @@ def recall(operands: tuple[Any, ...], said: tuple[Any, ...], longest: tuple[int,
     if known is None:
         return None
     assert known.same is not None
-    _last.put(place, (longest, known.same, known.run))
+    _last.put((place, longest), (known.same, known.run))
     return known.run
 
 
@@ -186,19 +196,27 @@ def remember(
         found = next((each for each in known if each.same(*tensors)), None)
         if found is None:
             if planner is None:
-                found = Class(same, lambda operands, longest: None)
+                found = Class(same, _Exact(), (), ())
             else:
-                found = Class(_guard(tensor_guards(), *tensors, lengths=_lengths(operands)), planner())
+                lengths = _lengths(operands)
+                sized = tuple([i for i, count in enumerate(lengths) if count])
+                strided = tuple([i for i, count in enumerate(lengths) if count > 1])
+                found = Class(_guard(tensor_guards(), *tensors, lengths=lengths), planner(), sized, strided)
             _classes.put(place, (*known, found)[-MOST_LAYOUTS:])
         _plans.put(_sizes(found, tensors, longest), Known(run, same))
-        _last.put(place, (longest, same, run))
+        _last.put((place, longest), (same, run))
     except TypeError:
         return
 
 
 def _sizes(found: Class, tensors: Sequence[torch.Tensor], longest: tuple[int, ...]) -> tuple[Any, ...]:
     """Returns the key of a plan among those of a class."""
-    return (found, longest, *[t.shape for t in tensors], *[t.stride() for t in tensors])
+    return (
+        found.planner,
+        longest,
+        *[tensors[i].shape for i in found.sized],
+        *[tensors[i].stride(0) for i in found.strided],
+    )
 
 
 def _lengths(operands: tuple[Any, ...]) -> list[int]:
