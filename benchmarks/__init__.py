@@ -1,1 +1,1 @@
-"""Scripts that make what the documentation shows of records, and measurements that are no suite."""
+"""Scripts that turn records into figures and tables of the documentation, and measurements that are not suites."""

@@ -1,12 +1,12 @@
-"""A suite of `warpwave bench` whose contenders compile for long: a process for each case, timed one after another.
+"""Runs a suite of `warpwave bench` whose contenders compile slowly: one process per case, timed one after another.
 
     python -m benchmarks.bench_apart SUITE --out RECORD [--kernel auto] [--peer NAME]... [--rounds 9] [--only TEXT]
         [--prepare 90] [--peer-timeout 60] [--seconds 300] [--resume]
 
-All processes import, compile and check together; a process then waits for its turn, so that nothing else is on the GPU
-while a case's contenders are timed in rounds of turns, as `warpwave bench` times them. Cases that are not ready after
-`--prepare` seconds, or whose turn has not come after `--seconds`, are left to the same command with `--resume`. The
-host's part of a call is not timed. The record is of the same kind as `warpwave bench` writes.
+All processes import, compile and check in parallel. Each then waits for its turn, so that nothing else runs on the GPU
+while a case's contenders are timed in interleaved rounds, as in `warpwave bench`. Cases that are not ready after
+`--prepare` seconds, or whose turn has not come after `--seconds`, are left to the same command with `--resume`. Host
+time is not measured. The record has the format of `warpwave bench`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def prepare_and_time(
     case: Case, suite: str, kernels: Sequence[str], peers: Sequence[str], settings: Settings, ready: Any, go: Any,
     results: multiprocessing.connection.Connection,
 ) -> None:  # fmt: skip
-    """What a case's process does."""
+    """Runs in a case's process: prepares, waits for its turn, and times."""
 
     def about_to(contender: str) -> None:
         if not contender:  # all are prepared
@@ -60,7 +60,7 @@ def prepare_and_time(
 def start(
     cases: Sequence[Case], suite: str, kernels: Sequence[str], peers: Sequence[str], settings: Settings
 ) -> list[Turn]:
-    """A process for each case, all preparing."""
+    """Starts a process for each case; all prepare in parallel."""
     context = multiprocessing.get_context("spawn")
     turns = []
     for case in cases:
@@ -75,7 +75,7 @@ def start(
 
 
 def wait_ready(turns: Sequence[Turn], until: float) -> list[Turn]:
-    """Those that are ready by `until` (of `time.monotonic`); the others are ended, and named."""
+    """Returns the turns that are ready by `until` (of `time.monotonic`); the others are ended and reported."""
     while time.monotonic() < until and not all(t.ready.is_set() or not t.process.is_alive() for t in turns):
         time.sleep(0.1)
     ready = []
@@ -93,7 +93,7 @@ def wait_ready(turns: Sequence[Turn], until: float) -> list[Turn]:
 
 
 def take_turns(turns: Sequence[Turn], writer: RecordWriter, until: float) -> list[Measurement]:
-    """Each case's measurements, written as they come."""
+    """Times the cases in turn. Returns their measurements, which are also written one by one."""
     measured: list[Measurement] = []
     for turn in turns:
         left = until - time.monotonic()
@@ -120,7 +120,7 @@ def take_turns(turns: Sequence[Turn], writer: RecordWriter, until: float) -> lis
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures what the record does not hold yet; 1 if something is left over."""
+    """Measures the cases that the record lacks. Returns 1 if some are left."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite")
     parser.add_argument("--out", type=Path, required=True)

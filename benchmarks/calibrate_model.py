@@ -7,10 +7,10 @@
     python -m benchmarks.calibrate_model --card h100 --constants-of h200 --judge grid.jsonl    the same chip: judge
     python -m benchmarks.calibrate_model --card b200 --fit sweep.jsonl --judge other.jsonl --ceilings roof.json
 
-Points to fit and points to judge come from different files. Constants are fitted kernel by kernel to the logarithm of
-predicted over measured time, with a loss that grows as the error and not as its square beyond 20 %, and a weak pull
-towards `UNCALIBRATED`, so that what the points do not tell stays at a round number. Cross-validation leaves out whole
-problems, all their configs together. What files hold is read by `benchmarks.calibration_points`.
+Points to fit and points to judge come from different files. Constants are fitted per kernel to the logarithm of
+predicted over measured time. The loss is quadratic up to 20 % and linear beyond. A weak pull towards `UNCALIBRATED`
+keeps constants that the points do not determine at a round number. Cross-validation leaves out whole problems with all
+their configs. `benchmarks.calibration_points` reads the files.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from warpwave.workbench.model.steps import path_of
 
 ROOT = Path(__file__).parent.parent
 RECORDS, SHIPPED = ROOT / "benchmarks" / "records", ROOT / "warpwave" / "workbench" / "report" / "shipped"
-# Fitted to is every record of the H200 there is, but for the newest grid, which judges, and for those of another kind
-# (`NOT_POINTS`) or of kernels that have been rewritten since (`ANOTHER_BEFORE`, and sweeps of flash_fwd's configs).
+# The fit uses every record of the H200 except the newest grid, which judges, files of another kind (`NOT_POINTS`), and
+# records of kernels that have been rewritten since (`ANOTHER_BEFORE`, and sweeps of flash_fwd's configs).
 GRID = "model-grid-5"
 NOT_POINTS = ("cliff", "peers-against-gates")
 LOGS = (
@@ -51,7 +51,7 @@ LOGS = (
 
 
 def _records(card: str = "h200") -> tuple[list[Path], list[Path]]:
-    """(to fit to, to judge on), every record of a card in the repository."""
+    """Returns all records of a card in the repository: (those to fit, those to judge)."""
     found = sorted((*RECORDS.glob(f"*-{card}-*.jsonl"), *SHIPPED.glob(f"*-{card}-*.jsonl")))
     found = [path for path in found if not path.stem.endswith(NOT_POINTS) and _is_of_bench(path)]
     logs = [path for name in LOGS for path in sorted(RECORDS.glob(f"*-{card}-{name}.log"))]
@@ -60,19 +60,19 @@ def _records(card: str = "h200") -> tuple[list[Path], list[Path]]:
 
 
 def _is_of_bench(path: Path) -> bool:
-    """Other programs of this folder write JSON lines too."""
+    """Whether `warpwave bench` wrote the file; other programs of this folder write JSON lines too."""
     with path.open(encoding="utf-8") as lines:
         return '"schema_version"' in lines.readline()
 
 
 FOLDS = 6
-POOLED = 3  # of the points of many kernels together, every third is fitted to
-KNEE = 0.2  # log error beyond which a point counts by its error, no longer by its square
-PULL = 0.05  # of a constant that is off `UNCALIBRATED` by a factor e, in units of a point that is off by as much
+POOLED = 3  # a fit of many kernels together uses every third point
+KNEE = 0.2  # log error beyond which the loss is linear
+PULL = 0.05  # weight of a constant that is off `UNCALIBRATED` by a factor e, relative to a point that is as far off
 
 
 def main() -> int:
-    """The command. Returns its exit code."""
+    """Runs the command. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--card", default="h200", help="key of the data sheet")
     parser.add_argument("--fit", nargs="+", type=Path, help="default: the repository's records of the card")
@@ -143,7 +143,7 @@ def main() -> int:
     )
     kernels: dict[str, Constants] = {}
     crossed: dict[str, Residuals] = {}
-    # A kernel before its other loops, whose constants are pulled towards its own, and loops before kinds of them.
+    # Kernels come before their loops, which are pulled towards the kernel's constants, and loops before their variants.
     names = sorted(dict.fromkeys(_key(point, gpu) for point in fitting), key=lambda name: name.count(" "))
     before: Mapping[str, Residuals] = {}
     all_unseen: list[float] = []
@@ -195,18 +195,18 @@ FITTED = (
     "l2",
 )
 LENDER, BORROWERS = "flash_fwd", ("split_kv", "large_head_dim", "three_kernel")  # the same products in Triton
-# The host may be too slow for their launches.
+# The host may be too slow for the launches of these.
 MANY_LAUNCHES = ("eager", "three_kernel library library")
-HOST_US = 17.0  # a launch of torch's, by the host times of the first grid over the launches counted
-LEAST_POWER = 0.7  # what a good product sustains on a capped card: below, a fit would hide a slow loop behind the limit
-LIMITS = {"exposed": 0.95, "matrix": 0.97, "power": 0.97}  # a share is none above 1
-# Of plain reads' rate: a fit that goes below hides waits behind bytes. Torch's own kernels wait in ways not modelled.
+HOST_US = 17.0  # per launch of torch: host times of the first grid over the number of launches
+LEAST_POWER = 0.7  # a good product sustains this on a capped card; a lower fit would hide a slow loop
+LIMITS = {"exposed": 0.95, "matrix": 0.97, "power": 0.97}  # shares are at most 1
+# Relative to plain reads: a lower fit would hide waits. torch's own kernels wait in ways that are not modeled.
 LEAST_L2 = 0.6
-MOST_L2 = 1.5  # an SM's port to L2 is 64 bytes a clock: 16 TB/s on an H200, of which 8 were measured
+MOST_L2 = 1.5  # an SM's port to L2 is 64 bytes per clock: 16 TB/s on an H200, 8 measured
 
 
 def _with_borrowed(kernels: Mapping[str, Constants]) -> dict[str, Constants]:
-    """Where a kernel was not measured on a path, the share of the one that multiplies by the same code."""
+    """Adds shares for paths on which a kernel was not measured, from the kernel with the same product code."""
     lender = kernels.get(LENDER)
     if lender is None:
         return dict(kernels)
@@ -219,9 +219,9 @@ def _with_borrowed(kernels: Mapping[str, Constants]) -> dict[str, Constants]:
 def fit(
     points: Sequence[Point], gpu: Gpu, base: Calibration, begin: Constants | None = None, near: Constants = UNCALIBRATED
 ) -> Constants:
-    """The constants with the least loss over some points, by Levenberg and Marquardt's method on their logarithms, from
-    `begin`; from several places if None, for the loss has more than one valley. What the points do not tell stays with
-    `near`.
+    """Returns the constants with the smallest loss, by the Levenberg-Marquardt method on their logarithms. It starts at
+    `begin`, or at several places if None, because the loss has several minima. Constants that the points do not
+    determine stay at `near`.
     """
     host_us = HOST_US if _key(points[0], gpu).startswith(MANY_LAUNCHES) else 0.0
     begins = (
@@ -237,7 +237,7 @@ def fit(
 def _descend(
     points: Sequence[Point], gpu: Gpu, base: Calibration, begin: Constants, near: Constants
 ) -> tuple[Constants, float]:
-    """(constants, loss) of the valley that `begin` lies in."""
+    """Returns (constants, loss) of the local minimum that `begin` leads to."""
     paths = sorted({_path(point, gpu) for point in points})
     by_torch = _key(points[0], gpu).startswith(MANY_LAUNCHES)
     fitted = (*FITTED, "host_us") if begin.host_us else FITTED
@@ -286,7 +286,7 @@ def _descend(
 def _cross_validated(
     points: Sequence[Point], gpu: Gpu, base: Calibration, begin: Constants, near: Constants
 ) -> list[float]:
-    """Every point predicted by a fit that saw none of its problem, over measured; none where there is one problem."""
+    """Returns predicted over measured for each point, by a fit without its problem; empty with a single problem."""
     problems = sorted({point.problem.cache_key() for point in points})
     ratios: list[float] = []
     for fold in range(min(FOLDS, len(problems))):
@@ -301,8 +301,8 @@ def _cross_validated(
 
 
 def _kernels_left_out(points: Sequence[Point], gpu: Gpu, base: Calibration) -> dict[str, Residuals]:
-    """How well each kernel is predicted by one set of constants, fitted to all the others together: what to expect of a
-    kernel that nobody measured."""
+    """Returns the errors for each kernel, predicted with one set of constants fitted to all others. They are the errors
+    to expect for an unmeasured kernel."""
     found = {}
     for name in dict.fromkeys(point.kernel.NAME for point in points):
         others = [point for point in points if point.kernel.NAME != name][::POOLED]
@@ -315,7 +315,7 @@ def _kernels_left_out(points: Sequence[Point], gpu: Gpu, base: Calibration) -> d
 
 @functools.cache
 def _key(point: Point, gpu: Gpu) -> str:
-    """Whose constants a point tells of: its kernel's, or those of one of its loops."""
+    """Returns the key of the constants that a point belongs to: its kernel's, or those of one of its loops."""
     return calibration.key_of(point.kernel.NAME, _cached(point.kernel.NAME).cost(point.problem, gpu, point.config).loop)
 
 
@@ -325,7 +325,7 @@ def _path(point: Point, gpu: Gpu) -> str:
 
 
 def _ratio(point: Point, gpu: Gpu, calibrated: Calibration | None) -> float:
-    """Predicted over measured."""
+    """Returns predicted over measured time."""
     name, _, loop = _key(point, gpu).partition(" ")
     return _timer(point, gpu)(calibration.machine(_sheet(gpu), name, loop, calibrated)) / point.time_us
 
@@ -345,7 +345,7 @@ def _timer(point: Point, gpu: Gpu) -> Callable[[calibration.Machine], float]:
 
 
 class _Cached:
-    """A kernel whose costs are counted once: fitting asks for them a thousand times."""
+    """A kernel that caches its costs, because fitting evaluates them a thousand times."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -366,7 +366,7 @@ def _cached(name: str) -> _Cached:
 def _print_judgement(
     title: str, points: Sequence[Point], gpu: Gpu, calibrated: Calibration | None, brief: bool = False
 ) -> dict[str, Residuals]:
-    """Kernel by kernel, and the worst ten with their remainder; returns the residuals."""
+    """Prints the errors per kernel and the worst ten points. Returns the residuals."""
     if not points:
         print(f"{title}: no points")
         return {}

@@ -1,8 +1,8 @@
 """Measured points for `benchmarks.calibrate_model`, from records and from the logs of sweeps.
 
-`.jsonl` files are what `warpwave bench --out` writes. `.log` files are the H200's three older formats: lines of
-`head_dim batch seqlen mask 64x64w4s3:354 ...` in TFLOP/s (sweeps of flash_fwd; marked `B` where a variant that was not
-kept stands beside), the tuning log of hopper/flash_fwd, ratios to cuDNN, and three_kernel's sweep of ways.
+`.jsonl` files are records of `warpwave bench --out`. `.log` files have three older formats of the H200: lines of
+`head_dim batch seqlen mask 64x64w4s3:354 ...` in TFLOP/s (sweeps of flash_fwd; `B` marks a line with a variant that was
+not kept), the tuning log of hopper/flash_fwd with ratios to cuDNN, and three_kernel's sweep of product implementations.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.bench.records import read_records
 from warpwave.workbench.explain.recorded_time import config_of, in_graph, is_hot
 
-# (kernel, dtype or "one query") -> what was measured before is of another kernel. hopper/flash_fwd multiplied float32
-# as bfloat16 parts, and does as float16; of large_head_dim one query keeps twice as many blocks an SM.
+# (kernel, dtype or "one query") -> the date before which measurements are of an older kernel. hopper/flash_fwd used
+# bfloat16 parts for float32 and now uses float16; large_head_dim now has twice as many blocks per SM with one query.
 ANOTHER_BEFORE = {
     ("hopper/flash_fwd", "float32"): "2026-11-21T22:00",
     ("hopper/flash_fwd", "bfloat16"): "2026-11-21T15:30",
@@ -34,7 +34,7 @@ ANOTHER_BEFORE = {
 # Of that loop: new over old time, by the head_dim up to which, for calls longer than `SHORT_US`; shorter ones gained
 # half as much.
 REWRITTEN, FASTER, SHORT_US = "2026-11-22T01:48", {64: 0.92, 128: 0.93, 512: 0.985}, 40.0
-NEAR_BEST = 1.3  # configs of a sweep slower than its problem's best by more are not fitted to: nobody runs them
+NEAR_BEST = 1.3  # slower configs of a sweep, relative to the problem's best, are not fitted: nobody runs them
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Point:
     """One measurement.
 
     Attributes:
-        kernel, config, problem: what ran.
-        time_us: median.
-        hot: whether the same inputs were read again and again, L2 not flushed.
-        name: for people.
+        kernel, config, problem: the call.
+        time_us: median time.
+        hot: whether the same inputs were used repeatedly, without flushing L2.
+        name: a readable name.
         graph: whether a CUDA graph replayed the calls.
     """
 
@@ -59,7 +59,7 @@ class Point:
 
 
 def points(path: Path) -> list[Point]:
-    """Every measurement of ours in a file, of any of its formats."""
+    """Returns our measurements in a file of any of the formats."""
     if path.suffix == ".jsonl":
         return list(_of_records(path))
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -75,7 +75,7 @@ def points(path: Path) -> list[Point]:
 
 
 def near_best(points: Sequence[Point]) -> list[Point]:
-    """Without the configs that nobody would run."""
+    """Returns the points without configs that nobody would run."""
     best: dict[tuple[str, str], float] = {}
     for point in points:
         key = (point.kernel.NAME, point.problem.cache_key())
@@ -98,8 +98,8 @@ def _of_records(path: Path) -> Iterator[Point]:
 
 
 def _since(kernel: str, problem: AttentionProblem, date: str, us: float) -> float:
-    """What has become of a time since: hopper/flash_fwd's overlapping loop was rewritten, and old and new stood beside
-    each other in one process (records/2026-11-22-h200-hopper-softmax-of-threads.log)."""
+    """Converts a time to the present kernel. hopper/flash_fwd's overlapped loop was rewritten, and old and new were
+    timed in one process (records/2026-11-22-h200-hopper-softmax-of-threads.log)."""
     if kernel != "hopper/flash_fwd" or problem.dtype == "float32" or date > REWRITTEN or problem.head_dim > 256:
         return 1.0
     ratio = next(ratio for width, ratio in FASTER.items() if max(problem.head_dim, problem.head_dim_v) <= width)
@@ -107,7 +107,7 @@ def _since(kernel: str, problem: AttentionProblem, date: str, us: float) -> floa
 
 
 def _of_sweep(lines: Sequence[str], name: str) -> Iterator[Point]:
-    """TFLOP/s of each config, inputs that do not fit L2 twice; sweep 1's 16-bit lines are of an older loop."""
+    """Reads TFLOP/s per config, of inputs larger than half of L2; sweep 1's 16-bit lines are of an older loop."""
     for line in lines:
         if found := re.match(r"fp32 (\d+) (\[.*\])$", line):
             head_dim = int(found[1])
@@ -131,7 +131,7 @@ def _of_sweep(lines: Sequence[str], name: str) -> Iterator[Point]:
 
 
 def _of_three_kernel(lines: Sequence[str]) -> Iterator[Point]:
-    """The default way of whole calls: 16 heads, one workspace for the call."""
+    """Reads whole calls with the default products: 16 heads, one workspace per call."""
     for line in lines:
         if found := re.match(r"new d(\d+) (\d+) (full|causal): hopper ([\d.]+) us", line):
             causal = Causal() if found[3] == "causal" else None
@@ -142,7 +142,7 @@ def _of_three_kernel(lines: Sequence[str]) -> Iterator[Point]:
 
 
 def _of_hopper_large(lines: Sequence[str]) -> Iterator[Point]:
-    """Of hopper/large_head_dim as it is now, the last section: scores ahead of the products, and behind."""
+    """Reads the last section, which has the present hopper/large_head_dim: scores ahead of the products, and behind."""
     last = max(i for i, line in enumerate(lines) if line.startswith("#"))
     for line in lines[last:]:
         if found := re.match(r"time (\d+)x(\d+) (full|causal) +1(a?): (\d+) TFLOP/s", line):
@@ -156,8 +156,8 @@ def _of_hopper_large(lines: Sequence[str]) -> Iterator[Point]:
 
 
 def _of_float32(lines: Sequence[str]) -> Iterator[Point]:
-    """Arithmetics and configs of hopper/flash_fwd in float32: long calls, and short ones that a graph replayed. The
-    host is in the times of those between, which stay out."""
+    """Reads arithmetics and configs of hopper/flash_fwd in float32: long calls, and short calls in a graph. Calls in
+    between are left out, because their times include the host."""
     made: tuple[int, int, int, int, Causal | None] | None = None
     for line in lines:
         if found := re.match(r"== ieee d(\d+) (\d+)x(\d+) h(\d+), ", line):  # flash_fwd's multiply-adds
@@ -184,7 +184,7 @@ def _of_float32(lines: Sequence[str]) -> Iterator[Point]:
 
 
 def _of_tiles(lines: Sequence[str]) -> Iterator[Point]:
-    """us of configs beside each other, at head_dim 65 to 128; masks and windows left out."""
+    """Reads us of several configs at head_dim 65 to 128, without masks and windows."""
     for line in lines:
         found = re.match(r"d(\d+) (\d+)x(\d+)x(\d+) (full|causal)( fp16)?  rows", line)
         if not found or not 64 < int(found[1]) <= 128:
@@ -199,7 +199,7 @@ def _of_tiles(lines: Sequence[str]) -> Iterator[Point]:
 
 
 def _of_tuning(lines: Sequence[str]) -> Iterator[Point]:
-    """Until the part that tells of an earlier version: cuDNN's TFLOP/s times the ratio; and tiny calls in us."""
+    """Reads the log up to the part about an earlier version: cuDNN's TFLOP/s times the ratio, and tiny calls in us."""
     named = {"192": (192, 128, 3, 1), "64x3": (64, 64, 3, 3), "64x2": (64, 128, 2, 2)}
     for line in lines:
         if line.startswith("# earlier"):
@@ -220,13 +220,13 @@ def _of_tuning(lines: Sequence[str]) -> Iterator[Point]:
         problem = problem_of(head_dim, batch, seqlen, 2048 // head_dim, "bfloat16", Causal() if causal else None)
         counted = 4 * batch * seqlen * seqlen * 2048 * (0.5 if causal else 1.0)
         for label, ratio in re.findall(r"(\w+) ([\d.]+)", found[6]):
-            if label == "auto":  # the default of that time
+            if label == "auto":  # the default at that time
                 config = hopper_flash_fwd.Config(128, 128, 2, 1)
                 if head_dim != 128:
                     config = hopper_flash_fwd.configs(problem, replace(Gpu.for_arch("sm_90"), num_sms=132))[0]
             elif label in named and head_dim == 64:
                 config = hopper_flash_fwd.Config(*named[label])
-            else:  # tiles of 128 queries: the log does not say how many keys
+            else:  # tiles of 128 queries; the log does not give the number of keys
                 continue
             us = counted / (int(found[5]) * float(ratio)) * 1e-6
             us *= _since("hopper/flash_fwd", problem, "2026-11-21", us)
@@ -238,7 +238,7 @@ def _of_tuning(lines: Sequence[str]) -> Iterator[Point]:
 def problem_of(
     head_dim: int, batch: int, seqlen: int, heads: int, dtype: str, causal: Causal | None, precision: str = "default"
 ) -> AttentionProblem:
-    """A dense problem whose queries and keys are as many, of heads that are not grouped."""
+    """Returns a dense problem with equal numbers of queries and keys, and without grouped heads."""
     return AttentionProblem(
         batch=batch,
         seqlen_q=seqlen,

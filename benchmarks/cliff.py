@@ -1,18 +1,19 @@
-"""Where scores kept in memory leave L2: three_kernel unchunked, stage by stage, with scores that fit L2 and do not.
+"""Measures where scores in memory leave L2: three_kernel unchunked, stage by stage, below and above L2's size.
 
     PYTHONPATH=. python -m benchmarks.cliff --out benchmarks/records/FILE.jsonl
     PYTHONPATH=. python -m benchmarks.cliff --read benchmarks/records/FILE.jsonl
 
-Two ways of keeping scores: 16-bit probabilities by the first product's epilogue (2 bytes a score), and float32 scores
-that probabilities take the place of (4 bytes). The cliff is predicted before anything is measured: all scores fill L2,
+Scores are kept in two ways: as 16-bit probabilities from the first product's epilogue (2 bytes per score), and as
+float32 scores that probabilities overwrite (4 bytes). Before the measurement, the cliff is predicted at the length
+where all scores fill L2:
 
     seqlen = sqrt(bytes of L2 / (bytes a score x heads x batch)).
 
-Two experiments: 16 heads of a seqlen that grows, as a user would meet it, in which part-filled rounds of blocks speak
-as loud as any cliff; and heads of 512 queries and keys in multiples of 33, whose 132 tiles are whole rounds on 132
-multiprocessors, so that nothing but the bytes changes. Each stage's time a score is fitted with
-`a + b * (1 - capacity / bytes of scores)` beyond the capacity and `a` before it: the share that does not fit crosses
-the bus. A stage without a cliff has a `b` near zero.
+There are two experiments. In the first, 16 heads have a growing seqlen, as in practice; partly filled waves then have
+as large an effect as a cliff. In the second, heads of 512 queries and keys come in multiples of 33, whose 132 tiles are
+whole waves on 132 SMs, so that only the bytes change. Each stage's time per score is fitted with
+`a + b * (1 - capacity / bytes of scores)` beyond the capacity and with `a` before it: the share that does not fit
+crosses the bus. A stage without a cliff has a `b` near zero.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ UNCHUNKED = 1 << 32  # bytes of workspace
 
 
 def config_of(problem: AttentionProblem, gpu: Gpu, scores: str) -> Config:
-    """Our own three launches, all scores at once."""
+    """Returns the config of our own three launches, with all scores at once."""
     width = max(512, 1 << (problem.seqlen_k - 1).bit_length())
     return dataclasses.replace(
         three_kernel.configs(problem, gpu)[0],
@@ -71,7 +72,7 @@ def config_of(problem: AttentionProblem, gpu: Gpu, scores: str) -> Config:
 
 
 def measure(experiment: str, heads: int, seqlen: int, device: torch.device, rounds: int) -> list[dict[str, Any]]:
-    """One line for each way: us of the whole call and of each stage, every round's."""
+    """Returns one line for each way: us of the whole call and of each stage, for each round."""
     problem = AttentionProblem(
         batch=1, seqlen_q=seqlen, seqlen_k=seqlen, num_heads_q=heads, num_heads_kv=heads, head_dim=64, head_dim_v=64,
         dtype="float16", softmax_scale=0.125,
@@ -98,7 +99,7 @@ def measure(experiment: str, heads: int, seqlen: int, device: torch.device, roun
 
 
 def fit(score_bytes: Sequence[float], ps_a_score: Sequence[float]) -> tuple[float, float, float]:
-    """(capacity in bytes, b / a, root mean square error relative to a) of the least squares fit."""
+    """Returns (capacity in bytes, b / a, RMS error relative to a) of the least squares fit."""
     x, y = np.asarray(score_bytes, float), np.asarray(ps_a_score, float)
     found = []
     for capacity in np.geomspace(x[1], x[-2], 200):
@@ -110,7 +111,7 @@ def fit(score_bytes: Sequence[float], ps_a_score: Sequence[float]) -> tuple[floa
 
 
 def summary(lines: Iterable[dict[str, Any]], l2_bytes: int) -> list[str]:
-    """Each stage's times a score, and the capacity fitted to them beside L2's."""
+    """Returns each stage's times per score, and the fitted capacity next to that of L2."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for line in lines:
         if line.get("kind") == "cliff":
@@ -147,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(summary(lines, next(line["l2_bytes"] for line in lines if line["kind"] == "environment"))))
         return 0
     if a.out is not None and a.out.exists():
-        parser.error(f"{a.out} is there already; name another file")
+        parser.error(f"{a.out} already exists; name another file")
     if not torch.cuda.is_available():
         print("there is no GPU here to time three_kernel on", file=sys.stderr)
         return 2

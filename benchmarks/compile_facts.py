@@ -1,9 +1,9 @@
-"""Compile a fixed sample of every kernel, and compare what two versions of the source compile to.
+"""Compiles a fixed sample of every kernel, and compares the results of two versions of the source.
 
     PYTHONPATH=. python benchmarks/compile_facts.py record FACTS.json
     PYTHONPATH=. python benchmarks/compile_facts.py compare BEFORE.json AFTER.json
 
-A change that must leave device code as it was (a renaming, another order of parameters) passes if no launch of any
+A change that must not affect device code (a renaming, another order of parameters) passes if no launch of any
 variant has more registers, spills, shared memory or instructions than before, beyond 2 %. Both files must be made with
 the same Triton. No GPU is needed.
 """

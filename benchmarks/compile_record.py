@@ -1,8 +1,8 @@
-"""Compile a sample of every kernel for every target with the Triton of this environment, and record what came out.
+"""Compiles a sample of every kernel for every target with the Triton of this environment, and records the results.
 
     PYTHONPATH=. python benchmarks/compile_record.py benchmarks/records/RECORD.jsonl
 
-Appends a line for each launch. Run it in one environment for each version of Triton to have them in one file.
+It appends one line per launch. Run it in one environment per version of Triton to collect them in one file.
 """
 
 from __future__ import annotations

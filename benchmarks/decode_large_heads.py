@@ -1,13 +1,13 @@
-"""Decoding with large heads: how near the time of a step comes to that of reading the cache once.
+"""Compares the time of a decode step with large heads with the time to read the cache once.
 
     python -m benchmarks.decode_large_heads [--rounds 9] [--only TEXT] [--seconds 60] [--out RECORD.jsonl]
 
-One query a sequence, bfloat16, 16 query heads: of 512 elements on 4 heads of keys, and of 576 on one latent whose first
-512 columns are the values, one tensor; contiguous, and in pages of 64 and 16 tokens that lie in no order. Each result
-is checked against the float64 oracle first. Times are of CUDA graphs of eight calls and more, for a replay itself costs
-some microseconds; the calls cycle through as many sets of inputs as keep L2 cold. Prints TB/s of keys and values read
-once, the share of the card's data sheet, and the share of what `torch.sum` reads of a GiB between the rounds; and
-whether that is 85 % from batch 16 on.
+One query per sequence, bfloat16, 16 query heads: head_dim 512 on 4 kv heads, and head_dim 576 on one latent cache whose
+first 512 columns are the values; contiguous, and in shuffled pages of 64 and 16 tokens. Each result is first compared
+with the float64 oracle. Times are of CUDA graphs of eight calls or more, because a replay itself costs some
+microseconds; the calls use enough sets of inputs in turn to keep L2 cold. It prints TB/s of keys and values read once,
+as a share of the card's data sheet and of the rate at which `torch.sum` reads a GiB between the rounds, and whether the
+share is 85 % from batch 16 on.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Draws the shapes that show whether the forward's speed holds beside the rows of its table, from a commit's hash.
+"""Draws shapes from a commit's hash, to check whether the forward is as fast outside the rows of its table.
 
     python -m benchmarks.draw_forward OUT.toml                 40 shapes from the hash of HEAD
     python -m benchmarks.draw_forward OUT.toml --seed HASH     those of another commit
     python -m benchmarks.draw_forward OUT.toml --time RECORD.jsonl --beside FORWARD.jsonl
 
-The last times them beside cuDNN and FlashAttention-4, device time alone, and prints their geometric mean over the best
-peer, and that of FORWARD.jsonl, a record of the suite `forward`: the two are to agree within 5 %. It compiles in many
-processes before, so that on a machine with 16 cores it ends within 100 seconds. `warpwave bench OUT.toml` does
-the same and times the host as well, in ten minutes.
+The last command times them with cuDNN and FlashAttention-4, device time only. It prints the geometric mean over the
+best peer, and that of FORWARD.jsonl, a record of the suite `forward`; the two should agree within 5 %. It compiles in
+many processes first, so that it ends within 100 seconds on a machine with 16 cores. `warpwave bench OUT.toml` does the
+same in ten minutes, and also measures host time.
 
-Nobody can know the shapes while the kernels are written, so no rule can be made for them. Widths, masks and work are
-those of the suite `forward`; lengths, batches and heads are any.
+The shapes cannot be known while the kernels are written, so no rule can be fitted to them. Widths, masks and work are
+those of the suite `forward`; lengths, batches and heads are arbitrary.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ LENGTHS = (1024, 16384)
 WIDTH = (1024, 4096)  # heads * head_dim, 2048 in the suite `forward`
 TOKENS = (8192, 32768)
 PEERS = ("sdpa_cudnn", "flash_attention_4")
-FA4_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  # has it keep what it compiled, so that processes can share it
+FA4_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  # makes it cache compiled code, so that processes can share it
 
 
 def main() -> int:
-    """The command. Returns its exit code."""
+    """Runs the command. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the suite to write")
     parser.add_argument("--seed", help="a commit's hash; default: HEAD's")
@@ -75,7 +75,7 @@ def main() -> int:
         seed = git.stdout.strip()
     drawn = suite(seed)
     if asked.out.exists() and asked.out.read_text(encoding="utf-8") != drawn:
-        parser.error(f"{asked.out} is there already and is another suite; name another file")
+        parser.error(f"{asked.out} already exists and is another suite; name another file")
     asked.out.write_text(drawn, encoding="utf-8")
     if asked.time is not None:
         cases = parse_suite("drawn", tomllib.loads(drawn), source=str(asked.out)).cases
@@ -88,7 +88,7 @@ def main() -> int:
 
 
 def suite(seed: str) -> str:
-    """The suite as TOML."""
+    """Returns the suite as TOML."""
     draw = random.Random(seed)
     lines: list[str] = []
     while len(lines) < SHAPES:
@@ -119,7 +119,7 @@ def _shape(draw: random.Random) -> dict[str, Any]:
 
 
 def timed(cases: Sequence[Case], record: Path, rounds: int) -> list[Measurement]:
-    """Every case by `auto` and the peers, device time alone."""
+    """Times every case with `auto` and the peers, device time only."""
     os.environ[FA4_CACHE] = "1"
     began = time.monotonic()
     _compile(cases)
@@ -139,7 +139,7 @@ def timed(cases: Sequence[Case], record: Path, rounds: int) -> list[Measurement]
 
 
 def _compile(cases: Sequence[Case]) -> None:
-    """What the cases need, once each, in processes of their own: one compilation takes seconds, all the cores' time."""
+    """Compiles for all cases in parallel processes."""
     kinds = {(p.head_dim, p.dtype, p.causal is None): i for i, p in reversed(list(enumerate(c.problem for c in cases)))}
     jobs = [(cases[i], "flash_attention_4") for i in kinds.values()] + [(case, "warpwave auto") for case in cases]
     context = multiprocessing.get_context("spawn")
@@ -149,7 +149,7 @@ def _compile(cases: Sequence[Case]) -> None:
 
 
 def _prepare(case: Case, contender: str) -> None:
-    """Compiles for one case; what goes wrong shows again, and is said, where it is timed."""
+    """Compiles for one case. Errors are ignored here, because the timing reports them."""
     device = torch.device("cuda", torch.cuda.current_device())
     try:
         contenders(("auto",), PEERS)[contender](case.problem, make_operands(case.problem, device, seed=0))
@@ -159,7 +159,7 @@ def _prepare(case: Case, contender: str) -> None:
 
 
 def verdict(drawn: Sequence[Measurement], table: Sequence[Measurement]) -> str:
-    """Whether the drawn shapes keep up with those of the table."""
+    """Returns whether the drawn shapes are as fast as those of the table, as a sentence."""
     means = [mean_over_best_peer(found) for found in (drawn, table)]
     if None in means:
         return "no comparison: one of the two has no case with a peer"
@@ -169,7 +169,7 @@ def verdict(drawn: Sequence[Measurement], table: Sequence[Measurement]) -> str:
 
 
 def mean_over_best_peer(measurements: Sequence[Measurement]) -> float | None:
-    """Geometric mean of our speed over the best peer's, one case after another."""
+    """Returns the geometric mean of our speed relative to the best peer over all cases."""
     ratios = []
     for case in dict.fromkeys(m.case for m in measurements):
         found = [m for m in measurements if m.case == case]

@@ -1,19 +1,18 @@
-"""Draws the grids that predictions are judged on, each by its seed, and writes them as bench suites.
+"""Draws the grids that judge the predictions, each from its seed, and writes them as suites of bench.
 
     python -m benchmarks.draw_model_grid            writes benchmarks/suites/model_grid.toml, _2, ..., _5
     python -m benchmarks.draw_model_grid --check    exit code 1 if a suite is not what its seed draws
 
-A grid is committed before it is measured, and once measured it is something to fit to: the next one judges. On the
-first every kernel is timed on every case it takes; on the second each case names a few, drawn so that all kernels have
-about as many points, and takes about a minute and a half:
+A grid is committed before it is measured. Once it has judged, it is used for fitting, and the next grid judges. The
+first grid times every kernel on every case that it supports. In the second, each case names a few kernels, drawn so
+that all kernels have similar numbers of points; it takes about a minute and a half:
 
     warpwave bench benchmarks/suites/model_grid_5.toml --peer none --rounds 5 --out grid.jsonl
     python -m benchmarks.calibrate_model --check --judge grid.jsonl
 
-The third is drawn by a seed that nobody chose, the first eight digits of the commit before it; its sizes are none of
-those that anything was fitted to, a cache in pages is among them, and its cases come in a drawn order, so that a clock
-that ends it early leaves out nothing in particular. The fourth and fifth are drawn as the third was, each by the
-commit before it.
+The seed of the third is the first eight digits of the commit before it, so nobody chose it. Nothing was fitted to its
+sizes, it includes paged caches, and its cases are in a drawn order, so that a time limit leaves out no particular kind.
+The fourth and fifth are drawn like the third, each from the commit before it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 SUITES = Path(__file__).with_name("suites")
-MOST_SCORES = 16 * 4096 * 4096  # so that the kernels that keep scores take their turn, and not the whole hour
+MOST_SCORES = 16 * 4096 * 4096  # limits the time of kernels that keep scores in memory
 DESCRIPTION = (
     "the grid that predicted times are judged on, drawn by benchmarks/draw_model_grid.py before it was measured: "
     "plain, under-filled, GQA, packed, odd sizes, windows, causal, float16, float32, one query, "
@@ -51,15 +50,15 @@ class Grid:
     """One grid.
 
     Attributes:
-        name: of its suite.
-        seed: what draws it.
-        each: cases of a kind.
-        kernels: those of the suite.
-        of_a_case: how many kernels the first, second, ... case of a kind names; empty where all run on all.
-        others: grids that hold none of its cases.
-        kinds: of its cases; those of the first grids if empty.
-        most_scores: of a case, over all its heads.
-        shuffled: whether the cases come in a drawn order, in place of kind by kind.
+        name: name of its suite.
+        seed: the seed.
+        each: number of cases per kind.
+        kernels: kernels of the suite.
+        of_a_case: number of kernels that the first, second, ... case of a kind names; empty if all kernels run all.
+        others: grids whose cases it must not repeat.
+        kinds: kinds of its cases; empty for those of the first grids.
+        most_scores: limit of scores per case, over all heads.
+        shuffled: whether the cases come in a drawn order instead of by kind.
     """
 
     name: str
@@ -87,7 +86,7 @@ SECOND = Grid(
 
 
 def main() -> int:
-    """The command. Returns its exit code."""
+    """Runs the command. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with the suites that are there, write nothing")
     asked = parser.parse_args()
@@ -104,11 +103,11 @@ def main() -> int:
 
 
 def suite(grid: Grid) -> str:
-    """The suite as TOML."""
+    """Returns the suite as TOML."""
     points: Counter[str] = Counter()
     description = DESCRIPTION.replace("one query", "one query, pages") if grid.kinds else DESCRIPTION
     lines = [f'description = "{description}"', f"kernels = {_toml(grid.kernels)}", "cases = ["]
-    # Kernels are drawn apart from cases, so that neither depends on the other's number.
+    # Kernels are drawn separately from cases, so that neither depends on the number of the other.
     beside = random.Random(f"kernels {grid.seed}")
     found = []
     for index, case in enumerate(cases(grid)):
@@ -125,8 +124,8 @@ def suite(grid: Grid) -> str:
 
 
 def takes(kernel: str, case: Case) -> bool:
-    """Whether a kernel can be timed on a case. Said here and not asked of the kernel, which may come to take more: the
-    grid would be another one. `eager` reads packed lengths on the host, which no CUDA graph holds."""
+    """Whether a kernel can be timed on a case. The rule is stated here, because a kernel may later support more, which
+    would change the grid. `eager` reads packed lengths on the host, which a CUDA graph cannot capture."""
     width, float32 = case["head_dim"], case["dtype"] == "float32"
     if "page_size" in case:
         return kernel == "split_kv"
@@ -140,7 +139,7 @@ def takes(kernel: str, case: Case) -> bool:
 
 
 def cases(grid: Grid) -> list[Case]:
-    """Its cases, kind by kind."""
+    """Returns the cases of a grid, by kind."""
     draw = random.Random(grid.seed)
     found: list[Case] = []
     seen = {toml_line(case) for other in grid.others for case in cases(other)}
@@ -164,7 +163,7 @@ def cases(grid: Grid) -> list[Case]:
 
 
 def toml_line(case: Mapping[str, Any]) -> str:
-    """A case as a line of a suite's `cases`."""
+    """Returns a case as a line of a suite's `cases`."""
     return f"    {{ {', '.join(f'{key} = {_toml(value)}' for key, value in case.items())} }},"
 
 

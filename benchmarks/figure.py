@@ -29,7 +29,7 @@ PEERS = {
 
 
 def by_case(measurements: list[Measurement]) -> dict[str, dict[str, Measurement]]:
-    """Case name -> contender -> its measurement, in the record's order, those with a time alone."""
+    """Returns case name -> contender -> its timed measurement, in the record's order."""
     cases: dict[str, dict[str, Measurement]] = {}
     for m in measurements:
         if m.timing is not None:
@@ -38,12 +38,12 @@ def by_case(measurements: list[Measurement]) -> dict[str, dict[str, Measurement]
 
 
 def peers_of(cases: dict[str, dict[str, Measurement]]) -> list[str]:
-    """The peers that the record has a time of."""
+    """Returns the peers that have a time in the record."""
     return [peer for peer in PEERS if any(peer in found for found in cases.values())]
 
 
 def draw(cases: dict[str, dict[str, Measurement]], title: str, path: Path) -> None:
-    """Grouped bars of TFLOP/s, full and causal side by side."""
+    """Draws grouped bars of TFLOP/s, full and causal side by side."""
     plt.rcParams.update({"font.size": 9, "svg.hashsalt": "warpwave", "svg.fonttype": "path"})
     contenders = {OURS: ("warpwave", "#1f6f8b")} | {peer: PEERS[peer] for peer in peers_of(cases)}
     figure, (full, causal) = plt.subplots(1, 2, figsize=(9, 4.2), sharey=True, layout="constrained")
@@ -72,7 +72,7 @@ def _tick(case: str) -> str:
 
 
 def table(cases: dict[str, dict[str, Measurement]]) -> str:
-    """A Markdown table: our TFLOP/s and how many times as fast we are as each peer, by paired rounds."""
+    """Returns a Markdown table of our TFLOP/s and our speed relative to each peer, by paired rounds."""
     peers = peers_of(cases)
     lines = [
         f"| head_dim, batch x seqlen | warpwave TFLOP/s | {' | '.join(f'x {PEERS[peer][0]}' for peer in peers)} |",
@@ -99,7 +99,7 @@ def table(cases: dict[str, dict[str, Measurement]]) -> str:
 
 
 def main() -> None:
-    """Reads the two paths and does it."""
+    """Reads the two paths, draws the figure and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path)
     parser.add_argument("out", type=Path)

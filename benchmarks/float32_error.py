@@ -1,14 +1,14 @@
-"""Measures, by emulation on a CPU, how far each way of computing float32 products ends from the exact result.
+"""Emulates each arithmetic of float32 products on a CPU and measures its error.
 
     PYTHONPATH=. python benchmarks/float32_error.py --out benchmarks/records/RECORD.json
 
-A matrix unit is taken to multiply exactly, to add the products of one instruction exactly, and to cut the sum off at 24
-bits as it adds it to its accumulator: Fasi, Higham, Mikaitis and Pranesh, "Numerical behavior of NVIDIA tensor cores"
-(2021), with none of the extra bits that later units keep, so that what is emulated is no better than what is built.
-CUDA cores round each multiply-add to nearest. The softmax is that of `flash_fwd`: online, tiles of 64 keys. What only
-`hopper/flash_fwd` computes, products of scaled float16, is summed as it does it.
+The emulated matrix unit multiplies exactly, adds the products of one instruction exactly, and truncates the sum to 24
+bits when it adds it to its accumulator: Fasi, Higham, Mikaitis and Pranesh, "Numerical behavior of NVIDIA tensor cores"
+(2021). It has none of the extra bits of later units, so real hardware is at least as accurate. CUDA cores round each
+multiply-add to nearest. The softmax is that of `flash_fwd`: online, tiles of 64 keys. Products of scaled float16, which
+only `hopper/flash_fwd` computes, are summed in its order.
 
-The error is that of the promise (warpwave.precision): |out - exact| over |exact|, Euclidean norms of the whole output.
+The error is defined as in the promise (warpwave.precision): |out - exact| / |exact|, Euclidean norms of the output.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from warpwave.precision import ARITHMETICS
 
 BLOCK_N = 64
 HEAD_DIMS = (16, 64, 128, 256)
-# (independent problems, rows of each, keys): single rows, whose error is one draw, and many.
+# (independent problems, rows of each, keys): single rows, whose error is one draw, and many rows.
 SIZES = ((256, 1, 2), (256, 1, 8), (64, 1, 64), (8, 32, 64), (16, 1, 512), (2, 64, 512), (1, 64, 2048), (1, 16, 8192))
 LOG2_E = math.log2(math.e)
 FLOAT16_PARTS = {"fp16x1": 1, "fp16x3": 2}
-LIFTS = {"fp16x1": 1.0, "fp16x3": 2048.0}  # what probabilities are multiplied by before they become float16
+LIFTS = {"fp16x1": 1.0, "fp16x3": 2048.0}  # factor of probabilities before they become float16
 
 Round = Callable[[Tensor], Tensor]
 
 
 def nearest(x: Tensor) -> Tensor:
-    """float64 to the nearest float32, as float64."""
+    """Rounds float64 to the nearest float32, as float64."""
     return x.float().double()
 
 
 def cut(x: Tensor) -> Tensor:
-    """float64 to the float32 next towards zero, as float64."""
+    """Rounds float64 towards zero to a float32, as float64."""
     rounded = x.float()
     inner = torch.nextafter(rounded, torch.zeros_like(rounded))
     return torch.where(rounded.double().abs() > x.abs(), inner, rounded).double()
@@ -62,7 +62,7 @@ def _bfloat16(x: Tensor) -> Tensor:
 
 
 def parts(x: Tensor, arithmetic: str, scale: float | None = None) -> list[Tensor]:
-    """What `kernels.primitives.operand` makes of an operand, or `kernels.scale_ahead`, the largest part first.
+    """Returns the parts of an operand, as `kernels.primitives.operand` or `kernels.scale_ahead`, the largest first.
 
     Args:
         scale: of float16, for probabilities; None for the power of two that brings the largest magnitude to 2^14.
@@ -118,7 +118,7 @@ def product(a: Tensor, b: Tensor, acc: Tensor, arithmetic: str, scale: float | N
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, arithmetic: str) -> Tensor:
-    """out of q [..., rows, head_dim], k [..., keys, head_dim] and v [..., keys, head_dim_v]; float64."""
+    """Returns out for q [..., rows, head_dim], k [..., keys, head_dim] and v [..., keys, head_dim_v]; float64."""
     scale = nearest(torch.tensor(q.shape[-1] ** -0.5 * LOG2_E, dtype=torch.float64))
     m = q.new_full(q.shape[:-1], -math.inf)
     total, acc = torch.zeros_like(m), q.new_zeros(*q.shape[:-1], v.shape[-1])
@@ -138,7 +138,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, arithmetic: str) -> Tensor:
 def relative_errors(
     arithmetic: str, data: Data, head_dim: int, problems: int, rows: int, keys: int, seed: int
 ) -> Tensor:
-    """One error for each of `problems` independent calls on a data set of the contract."""
+    """Returns one error for each of `problems` independent calls on a data set of the contract."""
     g = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(problems, n, head_dim, generator=g) for n in (rows, keys, keys))
     fill(data, head_dim, q, k, v)
@@ -150,7 +150,7 @@ def relative_errors(
 def measure(
     arithmetics: Iterable[str], head_dims: tuple[int, ...], sizes: tuple[tuple[int, int, int], ...], seeds: int
 ) -> Iterator[dict[str, Any]]:
-    """One row a combination: the largest and the median error over all calls and seeds."""
+    """Returns one row per combination: the largest and the median error over all calls and seeds."""
     for arithmetic in arithmetics:
         for head_dim in head_dims:
             for problems, rows, keys in sizes:
@@ -165,14 +165,14 @@ def measure(
 
 
 def main() -> None:
-    """Writes one JSON object a line."""
+    """Writes one JSON object per line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--arithmetic", choices=ARITHMETICS, nargs="+", default=list(ARITHMETICS))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    with arguments.out.open("x") as file:  # a new file, never over another
+    with arguments.out.open("x") as file:  # never overwrites a file
         for row in measure(arguments.arithmetic, HEAD_DIMS, SIZES, arguments.seeds):
             file.write(json.dumps(row) + "\n")
             file.flush()

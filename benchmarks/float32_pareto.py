@@ -1,9 +1,9 @@
-"""Draws time against error of every way of computing a float32 call, from a record of `warpwave bench float32`.
+"""Draws time against error for every arithmetic of a float32 call, from a record of `warpwave bench float32`.
 
     PYTHONPATH=. python benchmarks/float32_pareto.py RECORD.jsonl docs/img/float32.svg [--case "d64 4x2048 h16 fp32"]
 
-Both axes are in units of SDPA's in the same run: left of 1 is faster, below 1 more accurate. What another point beats
-in both is drawn hollow; the line joins the rest.
+Both axes are relative to SDPA in the same run: left of 1 is faster, below 1 more accurate. Points that another point
+beats in both are hollow; a line joins the others.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class NoPareto(ValueError):
 
 @dataclass(frozen=True)
 class Point:
-    """One way of computing the call.
+    """One contender of the call.
 
     Attributes:
         name: the precision of ours, or the peer.
         time, error: in units of SDPA's.
-        ours: whether it is.
+        ours: whether it is a kernel of warpwave.
         best: whether no other point has less of one and no more of the other.
     """
 
@@ -46,7 +46,7 @@ class Point:
 
 
 def points(records: Records, case: str) -> list[Point]:
-    """Every measured way of computing the case, whatever its precision: ours by precision, each peer once."""
+    """Returns the measured contenders of the case: ours once per precision, each peer once."""
     measured: dict[str, tuple[Measurement, bool]] = {}
     reference = None
     for _, m in records.measurements:
@@ -80,7 +80,7 @@ def points(records: Records, case: str) -> list[Point]:
 
 
 def draw(found: list[Point], title: str, path: Path) -> None:
-    """One figure, the same bytes for the same points."""
+    """Draws the figure; equal points give equal bytes."""
     plt.rcParams.update({"font.size": 9, "svg.hashsalt": "warpwave", "svg.fonttype": "path"})
     figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
     best = [point for point in found if point.best]
@@ -102,7 +102,7 @@ def draw(found: list[Point], title: str, path: Path) -> None:
 
 
 def table(found: list[Point]) -> str:
-    """The same as a Markdown table."""
+    """Returns the points as a Markdown table."""
     lines = ["| | time / SDPA's | RMS error / SDPA's |", "| --- | --- | --- |"]
     return "\n".join(lines + [f"| {p.name}{' *' if p.best else ''} | {p.time:.3f} | {p.error:.3g} |" for p in found])
 

@@ -1,10 +1,9 @@
-"""Times the configs of `flash_fwd` that are worth timing for each float32 arithmetic, beside SDPA. Needs a GPU.
+"""Times candidate configs of `flash_fwd` for each float32 arithmetic, with SDPA as the peer. Needs a GPU.
 
     PYTHONPATH=. python benchmarks/float32_sweep.py [--arithmetic bf16x6] [--head-dim 64] > RECORD.log
 
-The candidates compile with few spills or none, and leave room for two blocks an SM where the tile allows it
-(docs/notes/float32.md). Each is compared with float64 on sampled rows before it is timed; medians of 9 rounds, SDPA in
-each.
+The candidates compile with few spills or none, and allow two blocks per SM if the tile does (docs/notes/float32.md).
+Each is compared with float64 on sampled rows before it is timed. Times are medians of 9 rounds with SDPA in each.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from warpwave.workbench.bench.correctness import Sample
 from warpwave.workbench.bench.inputs import make_operands
 
 SHAPES = {64: ((4, 2048, 16), (1, 512, 1)), 128: ((4, 2048, 16),), 256: ((2, 1024, 8),)}
-AHEAD = True  # K and V split by a launch of their own
+AHEAD = True  # K and V are split by a separate launch
 # For grids that leave SMs idle (1 head x 512): more, smaller tiles, on mma.sync.
 SMALL = (Config(32, 32, 4, 2), Config(16, 32, 4, 2), Config(32, 64, 4, 2), Config(16, 64, 4, 3))
 CANDIDATES: dict[tuple[str, int], tuple[Config, ...]] = {
@@ -70,7 +69,7 @@ def timed(call: Any) -> float:
 
 
 def main() -> None:
-    """Prints one JSON object a config."""
+    """Prints one JSON object per config."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arithmetic", action="append")
     parser.add_argument("--head-dim", type=int, action="append")

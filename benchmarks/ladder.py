@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python benchmarks/ladder.py benchmarks/records/RECORD.jsonl
 
-Every time is the median of the record's raw samples, every gain that of the paired rounds of two neighbouring rungs.
-A rung whose result was wrong, or that could not run, shows why instead of a time.
+Times are medians of the record's raw samples; gains are medians of the paired ratios of two neighboring rungs. A rung
+with a wrong result, or that could not run, shows the reason instead of a time.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ DTYPES = {
 
 
 class NoLadder(ValueError):
-    """The record holds nothing of the ladder, or the document has no place for it."""
+    """The record has no measurements of the ladder, or the document has no markers for it."""
 
 
 def by_rung(records: Records) -> dict[tuple[str, str], dict[int, dict[str, Measurement]]]:
-    """(dtype, precision) -> seqlen -> kernel -> its measurement. What `auto` took counts as the kernel that it took,
-    unless that was also asked for by name."""
+    """Returns (dtype, precision) -> seqlen -> kernel -> its measurement. A measurement of `auto` counts for the kernel
+    that it chose, unless that was also measured by name."""
     found: dict[tuple[str, str], dict[int, dict[str, Measurement]]] = {}
     for _, m in records.measurements:
         if m.suite == SUITE and m.is_ours:
@@ -53,7 +53,7 @@ def by_rung(records: Records) -> dict[tuple[str, str], dict[int, dict[str, Measu
 
 
 def cell(m: Measurement | None, before: Measurement | None) -> str:
-    """Time, gain over the rung before, rate, and peak memory; or why there is none."""
+    """Returns time, gain over the previous rung, rate and peak memory; or the reason why there is no time."""
     if m is None:
         return "-"
     if m.timing is None:
@@ -68,7 +68,7 @@ def cell(m: Measurement | None, before: Measurement | None) -> str:
 
 
 def tables(records: Records) -> str:
-    """A table for each dtype: a row a length, a column a rung."""
+    """Returns a table for each dtype, with one row per length and one column per rung."""
     blocks = []
     for key, by_seqlen in by_rung(records).items():
         rungs = [rung for rung in RUNGS if any(rung in found for found in by_seqlen.values())]
@@ -89,7 +89,7 @@ def tables(records: Records) -> str:
 
 
 def section(record: Path) -> str:
-    """What stands between the markers: where it was measured, and the tables."""
+    """Returns the text between the markers: the machine and the tables."""
     records = read_records(record)
     where = []
     for environment in records.environments.values():

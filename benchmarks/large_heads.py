@@ -3,10 +3,10 @@
     python benchmarks/large_heads.py benchmarks/records/RECORD.jsonl docs/img/large_head_dim.svg
     python benchmarks/large_heads.py benchmarks/records/RECORD.jsonl docs/img/large_head_queries.svg --over seqlen_q
 
-From the suite `large_head_dim` one panel for full calls and one for causal, at the seqlen with the most widths: median
-device time against head_dim. From `large_head_crossover` one panel for each number of keys: time against queries. Both
-axes are logarithmic, and times are over what the fastest contender needs at each, so that what binds is not read as the
-size of the work. A contender that was refused has no point there; one that was not accurate enough is drawn hollow.
+The suite `large_head_dim` gives one panel for full calls and one for causal, at the seqlen with the most widths: median
+device time against head_dim. `large_head_crossover` gives one panel for each number of keys: time against queries. Both
+axes are logarithmic, and times are relative to the fastest contender, which removes the size of the work. A contender
+that was refused has no point; one that was not accurate enough is hollow.
 """
 
 from __future__ import annotations

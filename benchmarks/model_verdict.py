@@ -1,13 +1,13 @@
-"""Judges predicted times on a record of a grid, keeps what was predicted, and writes verdicts to docs/notes/model.md.
+"""Judges predictions on a record of a grid, stores the predictions, and writes verdicts to docs/notes/model.md.
 
     python -m benchmarks.model_verdict --predict SUITE.toml --out GRID-predicted.json    before it is measured
     python -m benchmarks.model_verdict --judge benchmarks/records/GRID.jsonl    writes GRID-judged.json beside it
     python -m benchmarks.model_verdict                                          writes the tables of docs/notes/model.md
 
-A verdict is of the predictions that were written before, where a record has a file of them beside it
-(GRID-predicted.json), and else of the calibration that shipped when it was made. So predictions are kept in a file, and
-the tables made from that: another calibration later changes neither. Where a record's judgement is there already it is
-not made again. A third table, of how well the calibration that ships fits, is made from that.
+If a record has a file of predictions (GRID-predicted.json), the verdict is on those; otherwise it is on the calibration
+that ships at that time. Predictions are stored in a file and the tables are made from it, so a later calibration
+changes neither. An existing verdict is not made again. A third table, the fit of the shipped calibration, is made from
+the calibration.
 """
 
 from __future__ import annotations

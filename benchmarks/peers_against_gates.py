@@ -1,9 +1,9 @@
-"""How torch's own GPU kernels stand against the gates our kernels are held to, on the same inputs.
+"""Applies the accuracy gates of our kernels to torch's own GPU kernels, on the same inputs.
 
     PYTHONPATH=. python benchmarks/peers_against_gates.py OUT.jsonl
 
-For each backend, dtype, head_dim, data set and mask: the constant each gate would have needed (C: the share of what is
-allowed), a JSON line each. docs/accuracy.md cites the largest where a constant of ours departs from the contract.
+It writes one JSON line for each backend, dtype, head_dim, data set and mask: the constant that each gate would have
+needed (for C: the share of the allowed error). docs/accuracy.md cites the largest.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def measure(case: cases.Case, data: Any, contender: str, call_peer: Callable[...
 def main() -> None:
     """Writes the lines."""
     plain = cases.Case(lengths=(1024, 1024), heads=(4, 4), batch=2)
-    with open(sys.argv[1], "x", encoding="utf-8") as out:  # a new file, never over another
+    with open(sys.argv[1], "x", encoding="utf-8") as out:  # never overwrites a file
         for dtype in ("float16", "bfloat16", "float32:default"):
             contenders: dict[str, Any] = {"flash_fwd": None}
             contenders |= {name: call for name, (call, dtypes) in PEERS.items() if dtype in dtypes}

@@ -1,11 +1,11 @@
-"""What serving costs and saves beside the attention itself: pages, batch invariance, shared prefixes, host time.
+"""Measures the costs and gains of serving features: pages, batch invariance, shared prefixes, host time.
 
     PYTHONPATH=. python benchmarks/serving.py [--device cuda] [--rounds 9]
 
-Device times are taken in CUDA graphs, all variants of a line interleaved, and ratios within each round; host times are
-those of an eager call. 32 query and 8 kv heads of 128 in bfloat16, one query a sequence, pages of 16 and 64, and for
-what pages cost of 16 to 256, in no order, beside the same keys in one tensor. Every
-variant's result is held against the plain call's before anything is timed.
+Device times are taken in CUDA graphs with all variants of a line interleaved, and ratios within each round. Host times
+are those of an eager call. The calls have 32 query and 8 kv heads of 128 in bfloat16 and one query per sequence. Pages
+have 16 and 64 tokens; for the cost of pages, shuffled pages of 16 to 256 are compared with one contiguous tensor. Every
+variant's result is compared with the plain call's before anything is timed.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""A paged cache in use for a long time: sequences that come, grow, share pages, lose them and end, step after step.
+"""Tests a paged cache over a long time: sequences begin, grow, share pages, lose pages and end.
 
     PYTHONPATH=. python benchmarks/soak.py [--device cuda] [--steps 100000]
 
-Every step all sequences get a token, in one CUDA graph of append and attention through a sliding window that replays
-on other lengths and other page tables (without CUDA: in one eager call). Before it, now and then, one begins with a
-prompt, is forked, ended, cut short, or gives up the pages behind its window; where pages run out one has to end. A
-token's key and value follow from its number in a bank, so that the whole cache can be written down as numbers on the
-host: every so many steps one sequence's output is computed from them in float64 and held against what the step gave,
-and the cache's books against the numbers. What may not grow is memory, on the device and on the host.
+In every step all sequences get a token, in one CUDA graph of append and attention with a sliding window, which replays
+with changing lengths and page tables (without CUDA: in one eager call). Between steps, a sequence may begin with a
+prompt, be forked, ended or truncated, or free the pages that its window has passed; if pages run out, one must end. A
+token's key and value follow from its number in a bank, so the host describes the whole cache by numbers. At intervals,
+one sequence's output is computed from them in float64 and compared with the step's, and the cache's bookkeeping with
+the numbers. Memory must not grow, on the device or on the host.
 """
 
 from __future__ import annotations

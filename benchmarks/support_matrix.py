@@ -1,10 +1,10 @@
-"""Write docs/support.md: which kernel takes which call on which architecture, and how far that has been shown.
+"""Writes docs/support.md: which kernel supports which call on which architecture, and the evidence for it.
 
     PYTHONPATH=. python benchmarks/support_matrix.py            # write the page
     PYTHONPATH=. python benchmarks/support_matrix.py --check    # exit code 1 if the page is out of date
 
-What is accepted and why not comes from each kernel's own `why_not`; what is compiled, from the grids of tests/compile
-and the records of docs/support.toml; what is run, from the grid of tests/conformance and the logs named there.
+Each kernel's `why_not` gives what it accepts and the reasons otherwise. The grids of tests/compile and the records of
+docs/support.toml give what was compiled; the grid of tests/conformance and the logs named there give what was run.
 """
 
 from __future__ import annotations

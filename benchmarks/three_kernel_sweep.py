@@ -3,12 +3,12 @@
     PYTHONPATH=. python benchmarks/three_kernel_sweep.py --out benchmarks/records/FILE.jsonl
     PYTHONPATH=. python benchmarks/three_kernel_sweep.py --head-dim 1024 --seqlen 2048 --dtype bfloat16
 
-For each config: whether its result is right; the time of a whole call inside a replayed CUDA graph and called from
-Python; each stage alone inside a graph; and what is left of the whole, the gaps between stages. All configs and stages
-of one tile shape take turns in each round. Times are medians in microseconds for each head, hot: one set of inputs is
-read again and again, as the report did. A line of JSON for each config holds the raw samples.
+It reports for each config whether its result is right, the time of a whole call in a replayed CUDA graph and called
+from Python, the time of each stage alone in a graph, and the remainder, which is the gaps between stages. All configs
+and stages of one tile shape take turns in each round. Times are medians in microseconds per head, hot: the same inputs
+are used repeatedly, as in the report. One line of JSON per config has the raw samples.
 
-The report's softmax with 16 threads a block cannot be said in Triton, whose blocks are whole warps.
+Triton cannot express the report's softmax with 16 threads per block, because its blocks are whole warps.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
         precision=a.precision, causal=Causal() if a.causal else None,
     )  # fmt: skip
     if a.out is not None and a.out.exists():
-        parser.error(f"{a.out} is there already; name another file")
+        parser.error(f"{a.out} already exists; name another file")
     record = None if a.out is None else a.out.open("x", encoding="utf-8")
     try:
         if record is not None:

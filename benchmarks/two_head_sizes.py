@@ -1,11 +1,11 @@
-"""A model whose layers have two head sizes: which kernel serves each, and what forward and gradients take.
+"""Times a model whose layers have two head sizes, forward and with gradients, and names the kernel of each.
 
     python benchmarks/two_head_sizes.py [--seqlen 4096] [--layers 6] [--out RECORD.jsonl]
 
-Every sixth layer attends to all keys before it, 8 query heads of 512 elements on one of keys; the others within a
-window of 1,024 keys, 8 heads of 256 on four; bfloat16. The layers are attention between two projections alone.
-Beside ours: eager, and torch's scaled_dot_product_attention with a mask for the window. Prints the kernels as `explain`
-names them, median times of nine rounds in turn, and how far out and gradients lie from eager's in float32.
+Every sixth layer attends to all previous keys, with 8 query heads of 512 on one kv head; the others to a window of
+1,024 keys, with 8 heads of 256 on four; bfloat16. A layer is attention between two projections. The peers are eager,
+and torch's scaled_dot_product_attention with a mask for the window. It prints the kernels that `explain` names, median
+times of nine interleaved rounds, and the errors of out and gradients against eager's in float32.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which device the tests run on, and the account every run gives: what each kernel was asked and did, and how many of
-the seeded faults were caught.
+"""Selects the device of the tests, and prints a summary of every run: the tests of each kernel and their results, and
+how many of the seeded faults were caught.
 
-Without a GPU the Triton kernels run in Triton's interpreter, which has to be chosen before triton is imported.
+Without a GPU the Triton kernels run in Triton's interpreter, which must be selected before triton is imported.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
 
 
 class KernelAccount:
-    """Counts, for each kernel, the tests that ran with it, from what their reports carry (also under pytest-xdist)."""
+    """Counts the tests of each kernel from their reports, also under pytest-xdist."""
 
     def __init__(self) -> None:
         self.outcomes: dict[str, Counter[str]] = defaultdict(Counter)

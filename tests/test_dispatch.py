@@ -287,4 +287,4 @@ def test_a_budget_that_nothing_keeps_is_said_in_one_line() -> None:
     with pytest.raises(UnsupportedProblem) as refusal:
         dispatch.choose(problem, H200)
     said = str(refusal.value).splitlines()
-    assert len(said) == 3 and "1e-09" in said[1] and "smallest it promises" in said[1]
+    assert len(said) == 3 and "1e-09" in said[1] and "smallest promised error" in said[1]

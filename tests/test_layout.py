@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "warpwave"
 MAX_ROOT_MODULES = 16
 FAMILIES = (
+    "kernels.flash_bwd",
     "kernels.flash_fwd",
     "kernels.hopper.flash_fwd",
     "kernels.hopper.large_head_dim",

@@ -1,6 +1,6 @@
-"""The doors: `attention` for dense batches, `attention_varlen` for packed sequences, and `attention_with_kv_cache`.
+"""The public calls: `attention` for dense batches, `attention_varlen` for packed sequences, `attention_with_kv_cache`.
 
-They are typed to return Any: a tensor or, with `return_lse`, a pair. A union would make every typed caller narrow it.
+Their return type is Any: a tensor or, with `return_lse`, a pair. A union would make every typed caller narrow it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from warpwave.errors import InvalidType
 from warpwave.kv_cache import CacheLayer, PagedKVCache, Rotary, integers
 from warpwave.problem import CachedOperands, Causal, Operands
 
-_new: Any = tuple.__new__  # of a named tuple: a third of what its own constructor takes
+_new: Any = tuple.__new__  # builds a named tuple in a third of the time of its own constructor
 
 
 def attention(
@@ -48,7 +48,7 @@ def attention(
     config: Any = None,
     return_lse: bool = False,
 ) -> Any:
-    """Exact attention, `softmax(softmax_scale * q k^T + ...) v`, on any device.
+    """Computes exact attention, `softmax(softmax_scale * q k^T + ...) v`, on any device.
 
     The score of query i and key j is `softmax_scale * q_i.k_j`; then `softcap * tanh(score / softcap)`; then `+ bias`;
     then ALiBi, `- slope * |i + seqlen_k - seqlen_q - j|`; then the masks, all of which must show the pair. A query that
@@ -65,34 +65,34 @@ def attention(
             `i + seqlen_k - seqlen_q + right`, both included; -1 is unlimited.
         mask: bool, True = visible, broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k).
         bias: added to the scores, in the dtype of q or float32, broadcastable likewise. -inf hides a pair; a finite
-            bias does not, so a row of nothing but `finfo.min` is the mean of its values. Magnitudes above 2.35e38 count
-            as 2.35e38.
+            bias does not, so a row whose biases are all `finfo.min` gives the mean of its values. Magnitudes above
+            2.35e38 count as 2.35e38.
         alibi_slopes: float32, (num_heads_q,) or (batch, num_heads_q).
         softcap: 0 for none.
-        sinks: float32, (num_heads_q,): one more logit a head in the denominator, natural-log and unscaled.
+        sinks: float32, (num_heads_q,): one additional logit per head in the denominator, natural-log and unscaled.
         softmax_scale: not negative; 1/sqrt(head_dim) if None.
         precision: how float32 products are computed: `"ieee"`, `"tf32x3"`, `"fp16x3"` or `"bf16x6"` (split operands,
             float32 accuracy), `"bf16x3"` (16 bits of each operand), `"tf32"` or `"fp16x1"` (11 bits), or `"default"`:
-            the fastest known to be as accurate as torch's own. What a device or kernel does not have, the cheapest as
-            accurate stands for. Or a number: the relative error that out may have, as |out - exact| / |exact| in
-            Euclidean norms, for which the cheapest of them is taken that keeps it (docs/guide/precision.md).
+            the fastest known to be as accurate as torch's own. If a device or kernel lacks the named mode, the cheapest
+            mode that is at least as accurate is used. Or a number: the relative error that out may have, as |out -
+            exact| / |exact| in Euclidean norms; the cheapest mode that keeps it is used (docs/guide/precision.md).
         kernel: `"auto"`, or the name of the kernel that must run the call; `warpwave.explain` lists them.
         config: a `Config` of the kernel named.
         return_lse: also return the log-sum-exp.
 
     Returns:
         out: (batch, seqlen_q, num_heads_q, head_dim_v), contiguous, the dtype of q.
-        lse: if asked for: natural logarithm, float32, (batch, num_heads_q, seqlen_q), minus infinity for a query that
-            sees no key.
+        lse: if `return_lse`: natural logarithm, float32, (batch, num_heads_q, seqlen_q), minus infinity for a query
+            that sees no key.
 
     Raises:
         InvalidInput: (a ValueError) a shape or value no call can have; the message names the argument.
         InvalidType: (a TypeError) a type or dtype no call can have.
-        UnsupportedProblem: (a NotImplementedError) the kernel asked for cannot run this; carries every reason.
+        UnsupportedProblem: (a NotImplementedError) the requested kernel cannot run this; carries every reason.
         RuntimeError: the call must compile and a CUDA graph is being captured.
 
     Note:
-        Scores, softmax and sums are float32; with 16-bit inputs the un-normalised probabilities are rounded to the
+        Scores, softmax and sums are float32; with 16-bit inputs the unnormalized probabilities are rounded to the
         inputs' dtype before the second product. Forward results are repeatable bit for bit. First derivatives of out
         and lse exist with respect to q, k, v, bias, alibi_slopes and sinks, in reverse mode: `backward`,
         `torch.func.grad`, `vjp` and `jacrev`.
@@ -112,7 +112,7 @@ def attention(
         and return_lse.__class__ is bool
     ):
         window_size, softcap, softmax_scale, return_lse = _scalars(window_size, softcap, softmax_scale, return_lse)
-    # 1 == True, so what was said includes the type of causal.
+    # 1 == True, so the key includes the type of causal.
     said = (causal, window_size, softcap, softmax_scale, precision, return_lse, causal.__class__, kernel, config)
     run = plans.recall(operands, said)
     out, lse = _call(operands, said) if run is None else run(operands)
@@ -140,7 +140,7 @@ def attention_varlen(
     config: Any = None,
     return_lse: bool = False,
 ) -> Any:
-    """`attention` over sequences of different lengths, packed one behind the other.
+    """Computes `attention` over sequences of different lengths that are packed into one tensor.
 
     Args:
         q: (total_q, num_heads_q, head_dim).
@@ -149,14 +149,14 @@ def attention_varlen(
         cu_seqlens_q: int32, (batch + 1,): sequence b is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of q.
         cu_seqlens_k: the same for k and v.
         max_seqlen_q, max_seqlen_k: the longest sequences, as host integers.
-        checked: look at the contents of the offsets first, which waits for the device, and raise InvalidInput naming
+        checked: check the contents of the offsets first, which waits for the device, and raise InvalidInput naming
             the first wrong index. Unchecked, wrong offsets give unspecified values but stay inside the tensors.
 
     The other arguments, errors and notes are those of `attention`.
 
     Returns:
         out: (total_q, num_heads_q, head_dim_v).
-        lse: if asked for: (num_heads_q, total_q).
+        lse: if `return_lse`: (num_heads_q, total_q).
     """
     operands = _new(Operands, (q, k, v, None, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k))
     window_size, softcap, softmax_scale, return_lse = _scalars(window_size, softcap, softmax_scale, return_lse)
@@ -202,42 +202,43 @@ def attention_with_kv_cache(
     config: Any = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attention of the last tokens of each sequence to all its tokens in a paged cache: decode, chunked prefill, and
-    batches that mix the two. No gradients: where an argument requires one, `backward` on a result raises an error.
+    """Computes attention of the last tokens of each sequence to all its tokens in a paged cache: decode, chunked
+    prefill, and batches that mix the two. There are no gradients: if an argument requires one, `backward` on a result
+    raises.
 
-    A sequence's queries are its last tokens: query i of seqlen_q stands at position `seqused_k - seqlen_q + i`, and
-    masks count from there as in `attention`.
+    A sequence's queries are its last tokens: query i of seqlen_q is at position `seqused_k - seqlen_q + i`, and masks
+    count from there as in `attention`.
 
-    With `k_new` and `v_new` these are written first. To a `PagedKVCache` they are appended: pages are taken, lengths
-    advanced, all of it or, if the call raises an error, nothing. In a `CacheLayer` they are written into the last cells
-    of each sequence, whose length has been advanced before (`PagedKVCache.extend`): so for models of several layers,
-    and in CUDA graphs. The cache stores values; it takes no part in autograd.
+    `k_new` and `v_new`, if given, are written first. In a `PagedKVCache` they are appended: pages are taken and lengths
+    advanced; if the call raises an error, nothing changes. In a `CacheLayer` they are written into the last cells of
+    each sequence, whose length the caller has already advanced (`PagedKVCache.extend`). This is for models of several
+    layers, and for CUDA graphs. The cache stores values and takes no part in autograd.
 
     Args:
         q: (batch, seqlen_q, num_heads_q, head_dim), the dtype of the cache; or packed with `cu_seqlens_q`,
             (total_q, num_heads_q, head_dim), for sequences with different numbers of queries.
         cache: a `PagedKVCache` of one layer, or one layer's `CacheLayer`.
-        rows: which row of the cache each sequence of q is: integers, or int32 (batch,) on the device; row b for
-            sequence b if None. Integers where k_new is appended to a `PagedKVCache`.
-        k_new: keys of the queries' tokens, (batch, seqlen_q, num_heads_kv, head_dim), packed as q is.
+        rows: the row of the cache of each sequence of q: integers, or int32 (batch,) on the device; row b for sequence
+            b if None. Must be integers if k_new is appended to a `PagedKVCache`.
+        k_new: keys of the queries' tokens, (batch, seqlen_q, num_heads_kv, head_dim), packed if q is.
         v_new: their values, (batch, seqlen_q, num_heads_kv, head_dim_v).
-        rotary: rotates q, and k_new where given, to the tokens' positions. Its table must reach the longest sequence:
-            this is an error where the host knows the lengths, and otherwise with `checked`; unchecked, positions beyond
-            the table take its last angle.
+        rotary: rotates q, and k_new if given, to the tokens' positions. Its table must reach the longest sequence: a
+            shorter one is an error if the host knows the lengths, and otherwise with `checked`; unchecked, positions
+            past the table use its last angle.
         cu_seqlens_q: int32, (batch + 1,): sequence b is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of q.
-        seqlens_q: the same lengths as host integers; needed to append packed tokens to a `PagedKVCache`. There they
-            decide alone which tokens belong to which sequence, and the contents of cu_seqlens_q are not used.
+        seqlens_q: the same lengths as host integers; needed to append packed tokens to a `PagedKVCache`. In that case
+            they alone decide which tokens belong to which sequence, and the contents of cu_seqlens_q are not used.
         max_seqlen_q: the most queries of a sequence, with cu_seqlens_q; the largest of seqlens_q if None.
-        max_seqlen_k: the longest sequence that may come, in tokens; what the page table holds if None. It shapes the
-            launch: for graphs leave it at the capacity, for the bounds of a batch known to be short give a multiple of
-            some hundreds, since each value is another plan.
-        num_splits: into how many shares keys are split, over as many blocks; None for the closed form that
-            `warpwave.explain` prints. Kernels that split no keys take no notice.
-        batch_invariant: keys are split at fixed places, so that a sequence's result has the same bits alone and among
-            others. Packed and dense calls are two kinds, each invariant in itself.
+        max_seqlen_k: the longest sequence that may occur, in tokens; the capacity of the page table if None. It
+            determines the launch: for graphs leave it at the capacity; for a batch known to be short give a multiple of
+            some hundreds, because each value makes another plan.
+        num_splits: the number of splits of the keys, one block each; None for the closed form that `warpwave.explain`
+            prints. Kernels that split no keys ignore it.
+        batch_invariant: split keys at fixed places, so that a sequence's result has the same bits alone and in a batch.
+            Packed and dense calls differ from each other; each is invariant in itself.
         shared_prefix: tokens at the beginning of every sequence that are the same tokens in the same pages
             (`PagedKVCache.fork`, `PagedKVCache.shared_prefix`), before all queries: read once for the batch.
-        checked: look at offsets, lengths, rows and page ids first, which waits for the device, and raise InvalidInput
+        checked: check offsets, lengths, rows and page ids first, which waits for the device, and raise InvalidInput
             naming the first wrong index; offsets that disagree with seqlens_q are wrong. Unchecked, wrong ones give
             unspecified values but stay inside the tensors.
         kernel: `"auto"`, `"split_kv"`, `"large_head_dim"` or `"eager"`.
@@ -246,14 +247,14 @@ def attention_with_kv_cache(
 
     Returns:
         out: shaped as q, with head_dim_v.
-        lse: if asked for: natural logarithm, float32, (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q).
+        lse: if `return_lse`: natural logarithm, float32, (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q).
 
     Raises:
         InvalidInput, InvalidType, UnsupportedProblem, RuntimeError: as `attention`.
         OutOfPages: (a RuntimeError) the cache has too few free pages for k_new; nothing was changed.
 
     Note:
-        Numerics are those of `attention`; the parts that splits leave are merged in float32, in a fixed order.
+        Numerics are those of `attention`; partial results of splits are merged in float32, in a fixed order.
         Results are repeatable bit for bit. Under torch.compile the call is a break in the graph.
     """
     if not isinstance(q, torch.Tensor):
@@ -284,7 +285,7 @@ def attention_with_kv_cache(
     )  # fmt: skip
     longest = (cached_calls.longest_query(q, cu_seqlens_q, lengths, max_seqlen_q), max_seqlen_k or 0)
     said = (causal, window_size, softcap, softmax_scale, precision, return_lse)
-    # 1 == True, so what was said includes the type of causal. Rotated queries lie in a tensor of their own.
+    # 1 == True, so the key includes the type of causal. Rotated queries are in a separate tensor.
     full = (said, causal.__class__, num_splits, batch_invariant, shared_prefix, kernel, config, rotary is None)
     run = plans.recall(operands, full, longest)
     writes = k_new is not None or v_new is not None or rotary is not None
@@ -307,7 +308,7 @@ def attention_with_kv_cache(
         new = cached_calls.prepare_new(cache, operands, longest[0], rows, k_new, v_new, rotary, lengths)
     if checked:
         cached_calls.check_contents(operands, new, options, serving, lengths, rotary)
-    asked, operands = operands, new.operands  # which differ where queries are rotated; `recall` sees the caller's
+    asked, operands = operands, new.operands  # differ if queries are rotated; `recall` compares the caller's
     if run is None:
         attended = operands
 
@@ -352,8 +353,8 @@ def _options(
 def _scalars(
     window_size: tuple[int, int] | None, softcap: float, softmax_scale: float | None, return_lse: bool
 ) -> tuple[tuple[int, int] | None, float, float | None, bool]:
-    """Returns the scalars of a call in their own types. A plan is found by equality, and 1, 1.0, True and Fraction(1)
-    are equal: before a look-up each value has one spelling, or is refused."""
+    """Returns the scalars of a call in canonical types. A plan is found by equality, and 1, 1.0, True and Fraction(1)
+    are equal: before a look-up each value is converted to one spelling, or refused."""
     window = None if window_size is None else as_window(window_size)
     scale = None if softmax_scale is None else as_float("softmax_scale", softmax_scale)
     return window, as_float("softcap", softcap), scale, as_bool("return_lse", return_lse)
@@ -362,10 +363,11 @@ def _scalars(
 def _call(
     operands: Operands, said: tuple[Any, ...], longest: tuple[int, ...] = ()
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Runs a call that `plans.recall` does not know: by the plan of an equal call before, or by a new one.
+    """Runs a call that `plans.recall` did not find: with the plan made for an equal earlier call, and only without one
+    checks the arguments.
 
     Args:
-        said: the arguments of `_options` behind the operands, as the caller gave them; the class of causal; the kernel
+        said: the arguments of `_options` after the operands, as the caller gave them; the class of causal; the kernel
             and its config.
         longest: max_seqlen_q and max_seqlen_k of a packed call.
     """

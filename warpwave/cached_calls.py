@@ -1,6 +1,6 @@
-"""Calls on a paged cache: what `attention_with_kv_cache` does behind its arguments, and `warmup`.
+"""Calls on a paged cache: the implementation of `attention_with_kv_cache`, and `warmup`.
 
-Lengths and page tables are contents of tensors, on which no plan relies: they change without a new plan.
+Lengths and page tables are contents of tensors, which no plan depends on: they change without a new plan.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Serving(NamedTuple):
     """Options that only calls on a cache have.
 
     Attributes:
-        num_splits: shares of the keys, None for the closed form's.
-        batch_invariant: whether a sequence's bits may not depend on the batch.
-        shared_prefix: tokens at the beginning of every sequence that are the same, read once for all; 0 for none.
+        num_splits: number of splits of the keys, None for the closed form's.
+        batch_invariant: whether a sequence's bits must not depend on the batch.
+        shared_prefix: identical tokens at the beginning of every sequence, read once for all; 0 for none.
     """
 
     num_splits: int | None = None
@@ -42,7 +42,7 @@ def layer_of(cache: Any) -> CacheLayer:
     """Returns the layer that a call reads.
 
     Raises:
-        InvalidInput, InvalidType: the argument is no cache, or a cache of several layers.
+        InvalidInput, InvalidType: the argument is not a cache, or is a cache of several layers.
     """
     if isinstance(cache, PagedKVCache):
         return cache.layer
@@ -52,7 +52,7 @@ def layer_of(cache: Any) -> CacheLayer:
 
 
 def index_of(cache: PagedKVCache | CacheLayer, rows: Sequence[int]) -> torch.Tensor:
-    """Returns rows that a caller gave as integers as int32 on the cache's device."""
+    """Returns rows given as integers as int32 on the cache's device."""
     if isinstance(cache, PagedKVCache):
         return cache.index(rows)
     rows = integers("rows", rows, "a row")
@@ -66,10 +66,10 @@ def index_of(cache: PagedKVCache | CacheLayer, rows: Sequence[int]) -> torch.Ten
 
 
 def longest_query(q: torch.Tensor, cu_seqlens_q: Any, seqlens_q: list[int] | None, max_seqlen_q: int | None) -> int:
-    """Returns the most queries of a sequence; 0 where they are not packed, for then their shape says it.
+    """Returns the most queries of a sequence; 0 if they are not packed, because then their shape determines it.
 
     Raises:
-        InvalidInput, InvalidType: the arguments do not say it, or contradict each other.
+        InvalidInput, InvalidType: the arguments do not determine it, or contradict each other.
     """
     if cu_seqlens_q is None:
         if seqlens_q is not None:
@@ -91,7 +91,8 @@ def longest_query(q: torch.Tensor, cu_seqlens_q: Any, seqlens_q: list[int] | Non
 
 
 def check(operands: CachedOperands, options: Options, serving: Serving) -> AttentionProblem:
-    """The problem that a call describes, or an error that names the argument; before anything is written."""
+    """Returns the problem that a call describes, or raises an error that names the argument, before anything is
+    written."""
     problem = describe_cached_call(operands, options, serving.batch_invariant)
     if serving.shared_prefix < 0:
         raise InvalidInput(f"shared_prefix is {serving.shared_prefix}; it must be a number of tokens, 0 for none")
@@ -104,14 +105,14 @@ def check(operands: CachedOperands, options: Options, serving: Serving) -> Atten
 
 
 class NewTokens(NamedTuple):
-    """What a call writes before it attends, checked and compiled, but not done yet.
+    """The writes of a call before its attention, checked and compiled, but not done yet.
 
     Attributes:
-        operands: those of the call, with queries that will have been rotated; where tokens are appended to a
+        operands: the call's operands, with the queries that will have been rotated; if tokens are appended to a
             `PagedKVCache`, with offsets made from the host's lengths.
-        written: a context manager: writes, runs its body, and lets a `PagedKVCache` keep its books afterwards. If the
-            body raises, nothing was appended.
-        tables: returns the page table and the lengths that the call will find; None for the present ones.
+        written: a context manager: writes, runs its body, and then updates a `PagedKVCache`'s host records. If the body
+            raises, nothing was appended.
+        tables: returns the page table and the lengths that the call will see; None for the present ones.
     """
 
     operands: Any
@@ -129,11 +130,11 @@ def prepare_new(
     rotary: Rotary | None,
     seqlens_q: list[int] | None,
 ) -> NewTokens:
-    """Checks and compiles what writes a call's new tokens and rotates its queries.
+    """Checks and compiles the launch that writes a call's new tokens and rotates its queries.
 
-    What is appended to a `PagedKVCache` follows from numbers on the host alone, `seqlens_q` where tokens are packed, so
-    that the device's tokens always are those of the books. In a `CacheLayer` the offsets on the device say which cells
-    are written, clamped to the tensors.
+    The tokens appended to a `PagedKVCache` are determined by numbers on the host alone, `seqlens_q` if tokens are
+    packed, so that the device's tokens always match the host's records. In a `CacheLayer` the offsets on the device
+    determine which cells are written, clamped to the tensors.
     """
     q = operands.q
     for name, tensor in (("k_new", k_new), ("v_new", v_new)):
@@ -152,7 +153,7 @@ def prepare_new(
         if isinstance(rows, torch.Tensor):
             raise InvalidType("rows is a tensor; appending k_new to a PagedKVCache takes the rows as integers")
         if packed and seqlens_q is None:
-            raise InvalidInput("packed k_new is appended by lengths on the host: give seqlens_q beside cu_seqlens_q")
+            raise InvalidInput("packed k_new is appended by lengths on the host: also give seqlens_q")
         append = cache.prepare_append(
             cache.layer,
             list(range(batch)) if rows is None else integers("rows", rows, "a row"),
@@ -192,12 +193,12 @@ def check_contents(
     seqlens_q: list[int] | None,
     rotary: Rotary | None,
 ) -> None:
-    """What `checked=True` stands for: compares offsets with the lengths on the host, and looks at lengths, rows, page
-    ids, positions and the prefix on the device.
+    """Implements `checked=True`: compares offsets with the lengths on the host, and checks lengths, rows, page ids,
+    positions and the prefix on the device.
 
     Args:
         operands: the caller's.
-        new: what will be written before.
+        new: the tokens that will be written first.
 
     Raises:
         InvalidInput: naming the first index that is wrong.
@@ -230,7 +231,8 @@ def wanting_gradients(arguments: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def check_transforms(arguments: Sequence[Any]) -> None:
-    """Raises InvalidInput where a transform of torch.func, or forward mode, would have to see through the call."""
+    """Raises InvalidInput if a transform of torch.func, or forward mode, would have to differentiate or batch the
+    call."""
     if autograd.has_tangents(arguments):
         raise InvalidInput("attention_with_kv_cache has no derivatives, and an argument carries a tangent")
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -242,7 +244,7 @@ def check_transforms(arguments: Sequence[Any]) -> None:
 
 
 class _WithoutGradients(torch.autograd.Function):
-    """Results of a call as functions of tensors that require a gradient, which nothing computes."""
+    """Links a call's results to tensors that require a gradient; its backward raises."""
 
     @staticmethod
     def forward(
@@ -262,8 +264,8 @@ class _WithoutGradients(torch.autograd.Function):
 def refusing_gradients(
     results: tuple[torch.Tensor, torch.Tensor | None], wanting: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns (out, lse) such that a backward pass from them to tensors that require a gradient raises an error, where
-    it would otherwise lose the gradient without a word."""
+    """Returns (out, lse) such that a backward pass from them to tensors that require a gradient raises an error.
+    Otherwise the gradient would be lost silently."""
     out, lse = _WithoutGradients.apply(results, *wanting)
     return out, lse
 
@@ -271,12 +273,12 @@ def refusing_gradients(
 def choose(
     problem: AttentionProblem, gpu: Gpu, serving: Serving, kernel: str = "auto", config: Any = None
 ) -> dispatch.Choice:
-    """The kernel and config of a call on a cache, the number of splits as asked."""
+    """Returns the kernel and config of a call on a cache, with the requested number of splits."""
     if serving.num_splits is not None and config is not None:
-        raise InvalidInput("num_splits was given with a config, which has its own")
+        raise InvalidInput("num_splits was given with a config, which has its own num_splits")
     choice = dispatch.choose(problem, gpu, kernel, config)
     if choice.kernel is split_kv and problem.batch_invariant and not choice.config.pieces:
-        raise InvalidInput("batch_invariant=True needs a config with pieces: equal shares depend on the batch")
+        raise InvalidInput("batch_invariant=True needs a config with pieces: equal splits depend on the batch")
     if serving.num_splits is not None and hasattr(choice.config, "num_splits"):
         return choice._replace(config=replace(choice.config, num_splits=serving.num_splits), config_source="given")
     return choice
@@ -289,7 +291,7 @@ def make_plan(operands: CachedOperands, options: Options, serving: Serving, kern
 
 
 class Planner:
-    """Makes the plans of one class of calls (plans.py), as `ops.Planner`."""
+    """Makes the plans of one class of calls (plans.py), as `ops.Planner` does."""
 
     def __init__(self, options: Options, serving: Serving, kernel: str, config: Any) -> None:
         self.options, self.serving, self.kernel, self.config = options, serving, kernel, config
@@ -297,7 +299,7 @@ class Planner:
         self.binders: dict[str, Any] = {}
 
     def __call__(self, operands: CachedOperands, longest: tuple[int, ...]) -> Run | None:
-        """Returns the plan of a call, None where its sizes contradict each other."""
+        """Returns the plan of a call; None if its sizes contradict each other."""
         if self.problem is None:
             options = self.options._replace(max_seqlen_q=longest[0], max_seqlen_k=longest[1])
             self.problem = describe_cached_call(operands, options, self.serving.batch_invariant)
@@ -337,24 +339,24 @@ def _plan_of(
 
 
 def prefix_refusals(problem: AttentionProblem, shared_prefix: int) -> list[str]:
-    """Why a prefix that sequences share cannot be attended to once for all; empty where it can."""
+    """Returns why attention over a shared prefix cannot be computed once for all sequences; empty if it can."""
     reasons = []
     if not 0 < shared_prefix <= problem.seqlen_k:
-        reasons.append(f"shared_prefix is {shared_prefix}; sequences have {problem.seqlen_k} tokens at the most")
+        reasons.append(f"shared_prefix is {shared_prefix}; sequences have at most {problem.seqlen_k} tokens")
     if problem.window_size[0] >= 0:
-        reasons.append("a window shows each query another part of it")
+        reasons.append("a window shows each query another part of the prefix")
     if problem.alibi_shape is not None:
-        reasons.append("ALiBi's distances to it differ from sequence to sequence")
+        reasons.append("ALiBi's distances to the prefix differ from sequence to sequence")
     if problem.causal is not None and problem.causal.alignment == "top_left":
-        reasons.append("a causal mask aligned to the first key hides part of it")
+        reasons.append("a causal mask aligned to the first key hides part of the prefix")
     if problem.batch_invariant:
         reasons.append("batch_invariant: a tile would hold queries of several sequences")
     return reasons
 
 
 def _check_prefix(problem: AttentionProblem, operands: CachedOperands, shared_prefix: int) -> None:
-    """Raises InvalidInput naming the first sequence whose beginning is not the first one's, page by page, or that is
-    too short for queries behind the prefix."""
+    """Raises InvalidInput naming the first sequence whose beginning differs from the first sequence's, page by page, or
+    that is too short for queries after the prefix."""
     rows = list(range(problem.batch)) if operands.rows is None else operands.rows.tolist()
     used = operands.seqused_k.tolist()
     seqlens_q = [problem.seqlen_q] * problem.batch
@@ -373,19 +375,19 @@ def _check_prefix(problem: AttentionProblem, operands: CachedOperands, shared_pr
 
 
 def warmup(problems: Iterable[AttentionProblem], device: torch.device | str = "cuda", **options: Any) -> int:
-    """Compiles what calls will need, before requests come or a CUDA graph is captured.
+    """Compiles what calls will need, before requests arrive or a CUDA graph is captured.
 
     Args:
-        problems: of dense, packed or cached calls. Tensors are taken as contiguous; a cached problem's K and V lie in a
-            pool as `PagedKVCache` makes it, and its call names its rows.
-        device: where the calls will run.
-        options: `kernel`, `config`, and for cached problems `num_splits`, as the calls will have them.
+        problems: problems of dense, packed or cached calls. Tensors are assumed contiguous; K and V of a cached problem
+            are in a pool as `PagedKVCache` makes it, and its call names its rows.
+        device: device of the calls.
+        options: `kernel`, `config`, and for cached problems `num_splits`, with the calls' values.
 
     Returns:
         How many plans were made.
 
     Raises:
-        UnsupportedProblem: naming the problem that no kernel, or not the one asked for, can run.
+        UnsupportedProblem: naming the problem that no kernel, or not the requested one, can run.
         InvalidInput: an option that no call has.
     """
     unknown = options.keys() - {"kernel", "config", "num_splits"}

@@ -1,8 +1,8 @@
-"""From the arguments of a call to the `AttentionProblem` they describe, or to an error that names the argument.
+"""Converts the arguments of a call to the `AttentionProblem` they describe, or raises an error that names the argument.
 
-Shapes are declared once as patterns of axis names and checked by one function, so no argument is checked by hand and
-no message blames the wrong one. Nothing here looks at the contents of a tensor, except `check_packed_lengths`, which
-`checked=True` asks for.
+Shapes are declared once as patterns of axis names and checked by one function, so no argument is checked separately and
+no message blames the wrong one. Nothing here reads the contents of a tensor, except `check_packed_lengths`, which
+`checked=True` requests.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ DTYPES = {  # a bias has the dtype of q, or float32
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "page_table", "seqused_k", "rows"), torch.int32),
 }
 SCORES = "batch num_heads_q seqlen_q seqlen_k"
-LARGEST = torch.finfo(torch.float32).max  # of what scores are multiplied by: beyond, it is infinite where they are
+LARGEST = torch.finfo(torch.float32).max  # of the factors of scores: above, a factor would be infinite in float32
 SMALLEST = torch.finfo(torch.float32).tiny
 PRECISION_NAMES = ", ".join(map(repr, PRECISIONS))
 
 
 class Options(NamedTuple):
-    """Everything of a call that is not a tensor, in the order of the operator's schema."""
+    """All arguments of a call that are not tensors, in the order of the operator's schema."""
 
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
@@ -126,7 +126,8 @@ def describe_call(operands: Operands, options: Options) -> AttentionProblem:
 
 
 def describe_cached_call(operands: CachedOperands, options: Options, batch_invariant: bool = False) -> AttentionProblem:
-    """`describe_call` for a call on a paged cache; `options.max_seqlen_k` is 0 where the table's capacity is meant."""
+    """Checks a call on a paged cache and returns the problem it describes; `options.max_seqlen_k` is 0 for the table's
+    capacity."""
     _check_types(operands)
     packed = operands.cu_seqlens_q is not None
     axes: dict[str, tuple[int, str]] = {}
@@ -175,15 +176,15 @@ def describe_cached_call(operands: CachedOperands, options: Options, batch_invar
 
 
 def resized(problem: AttentionProblem, operands: Any, longest: tuple[int, ...]) -> AttentionProblem | None:
-    """Returns the problem of a call of the same class (plans.py) as another call, which was checked.
+    """Returns the problem of a call of the same class (plans.py) as a call that was checked.
 
     Args:
-        problem: the other call's, of `describe_call` or `describe_cached_call`.
-        operands: differ from the other call's in lengths and batch strides alone.
-        longest: `max_seqlen_q` and `max_seqlen_k` where the call is packed or cached.
+        problem: the checked call's, from `describe_call` or `describe_cached_call`.
+        operands: differ from the checked call's only in lengths and batch strides.
+        longest: `max_seqlen_q` and `max_seqlen_k` of a packed or cached call.
 
     Returns:
-        None where sizes contradict each other; the full check then raises the error.
+        None if sizes contradict each other; the full check then raises the error.
     """
     q, k, v, _, _, slopes, _, offsets_q, offsets_k, *paging = operands
     if offsets_q is None:
@@ -206,7 +207,7 @@ def resized(problem: AttentionProblem, operands: Any, longest: tuple[int, ...]) 
         alike = offsets_k.shape[0] == batch + 1 and total_k == v.shape[0] and seqlen_k >= 0
     if not alike or batch < 0 or seqlen_q < 0 or (slopes is not None and slopes.dim() == 2 and len(slopes) != batch):
         return None
-    # Not by `dataclasses.replace`, which takes as long as all of the above.
+    # `dataclasses.replace` would take as long as everything above.
     found: AttentionProblem = object.__new__(AttentionProblem)
     sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "total_q": total_q, "total_k": total_k}
     found.__dict__.update(problem.__dict__, **sizes, _kind=problem.kind)
@@ -237,7 +238,7 @@ def _check_tables(operands: CachedOperands, size: dict[str, int], options: Optio
 
 
 def check_cache_contents(problem: AttentionProblem, operands: CachedOperands) -> None:
-    """Looks at the contents of a cache's tables (this waits for the device) and refuses what would be read amiss.
+    """Reads a cache's tables (this waits for the device) and refuses contents that would be read incorrectly.
 
     Raises:
         InvalidInput: naming the first index that is wrong.
@@ -270,8 +271,8 @@ def check_cache_contents(problem: AttentionProblem, operands: CachedOperands) ->
 
 
 def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
-    """Returns the caller's scale, or 1/sqrt of the caller's head_dim (never of a padded one). A scale that float32
-    holds only as a denormal number is 0, as it is on a GPU that flushes these."""
+    """Returns the caller's scale, or 1/sqrt of the caller's head_dim (never of a padded one). A scale that is denormal
+    in float32 becomes 0, as on a GPU that flushes denormals."""
     if softmax_scale is None:
         return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
     return 0.0 if 0 < softmax_scale < SMALLEST else softmax_scale
@@ -280,7 +281,7 @@ def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
 def bind_axes(
     name: str, tensor: torch.Tensor, pattern: str, axes: dict[str, tuple[int, str]], *, broadcast: bool = False
 ) -> None:
-    """Checks a shape against a pattern of axis names and records the axes it meets first.
+    """Checks a shape against a pattern of axis names and records the axes that are new.
 
     Args:
         name: the argument's name, for the message.
@@ -316,7 +317,7 @@ def _text(names: Sequence[str]) -> str:
 
 
 def check_packed_lengths(operands: Operands, options: Options) -> None:
-    """Looks at the contents of cu_seqlens (this waits for the device) and refuses what would be read out of bounds.
+    """Reads the contents of cu_seqlens (this waits for the device) and refuses offsets that would read out of bounds.
 
     Raises:
         InvalidInput: naming the first index that is wrong.
@@ -329,12 +330,12 @@ def check_packed_lengths(operands: Operands, options: Options) -> None:
 
 
 def check_offsets(name: str, offsets: list[int], total: int, longest: int) -> None:
-    """Raises InvalidInput naming the first of the offsets of packed sequences that is wrong.
+    """Raises InvalidInput naming the first wrong offset of packed sequences.
 
     Args:
         name: `"cu_seqlens_q"` or `"cu_seqlens_k"`.
         offsets: batch + 1 of them.
-        total: tokens that are packed.
+        total: tokens of the packed tensor.
         longest: the most tokens a sequence may have.
     """
     if offsets[0] != 0:
@@ -356,7 +357,7 @@ def check_offsets(name: str, offsets: list[int], total: int, longest: int) -> No
 
 
 def check_are_tensors(operands: Operands | CachedOperands) -> None:
-    """Raises InvalidType naming the first operand that is no tensor; q, k, v and a cache's tables have to be given."""
+    """Raises InvalidType naming the first operand that is not a tensor; q, k, v and a cache's tables are required."""
     for name, tensor in zip(operands._fields, operands, strict=True):
         needed = name in ("q", "k", "v", "page_table", "seqused_k")
         if not isinstance(tensor, torch.Tensor) and (tensor is not None or needed):
@@ -372,7 +373,7 @@ def check_are_tensors(operands: Operands | CachedOperands) -> None:
 
 
 def check_problem(problem: AttentionProblem) -> None:
-    """Raises InvalidInput or InvalidType where a problem that somebody wrote down is none that a call can have."""
+    """Raises InvalidInput or InvalidType if a problem written by a caller is not one that a call can have."""
     if not isinstance(problem, AttentionProblem):
         raise InvalidType(f"problem is a {type(problem).__name__}; it must be an AttentionProblem")
     for name in ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v"):
@@ -389,14 +390,14 @@ def check_problem(problem: AttentionProblem) -> None:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor's elements are what its strides lead to in one storage."""
+    """Returns whether a tensor's elements are found by its strides in one storage."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return False
-    return torch.compiler.is_compiling() or not tensor.is_neg()  # whose graphs hold no lazily negated tensor
+    return torch.compiler.is_compiling() or not tensor.is_neg()  # compiled graphs have no lazily negated tensor
 
 
 def settled(operands: Operands) -> Operands:
-    """Returns the operands of a call as kernels take them.
+    """Returns the operands of a call in the form that kernels take.
 
     Views that torch negates lazily (`x.conj().imag`) are resolved. Under autocast, q, k and v of different dtypes are
     cast to the autocast dtype, as torch casts the operands of its own attention; operands of one dtype keep it.
@@ -467,10 +468,10 @@ def _check_packed(operands: Operands, size: dict[str, int], options: Options) ->
 
 
 def as_float(name: str, value: Any) -> Any:
-    """Returns a number as a float; a symbolic number of torch.compile as it is.
+    """Returns a number as a float; a symbolic number of torch.compile unchanged.
 
     Raises:
-        InvalidType: the value is a tensor, a bool, or no real number.
+        InvalidType: the value is a tensor, a bool, or not a real number.
     """
     if value.__class__ is float or isinstance(value, torch.SymFloat | torch.SymInt):
         return value
@@ -485,10 +486,10 @@ def as_float(name: str, value: Any) -> Any:
 
 
 def as_int(name: str, value: Any) -> Any:
-    """Returns an integer, NumPy's included, as an int; a symbolic one of torch.compile as it is.
+    """Returns an integer, NumPy's included, as an int; a symbolic one of torch.compile unchanged.
 
     Raises:
-        InvalidType: the value is a tensor, a bool, or no integer.
+        InvalidType: the value is a tensor, a bool, or not an integer.
     """
     if value.__class__ is int or isinstance(value, torch.SymInt):
         return value
@@ -522,7 +523,7 @@ def as_bool(name: str, value: Any) -> bool:
     Raises:
         InvalidType: the value is anything else.
     """
-    if value.__class__ is not bool and type(value).__name__ != "bool":  # NumPy's class has that name too
+    if value.__class__ is not bool and type(value).__name__ != "bool":  # NumPy's class has the same name
         raise InvalidType(f"{name} is {value!r}; it must be True or False")
     return bool(value)
 
@@ -543,11 +544,11 @@ def _check_scalars(options: Options, scale: float) -> None:
 
 
 def spell_precision(precision: str | float) -> str:
-    """What the caller gave for `precision`, checked, as `Options` and the operators' schema carry it: a budget as the
-    shortest text that is read back as the same number.
+    """Returns the caller's `precision`, checked, in the form of `Options` and the operators' schema: a budget is the
+    shortest text that parses to the same number.
 
     Raises:
-        InvalidInput: a name that is none, or a budget that is not between 0 and 1.
+        InvalidInput: an unknown name, or a budget that is not between 0 and 1.
         InvalidType: neither a name nor a number.
     """
     if isinstance(precision, str):
@@ -567,7 +568,8 @@ def spell_precision(precision: str | float) -> str:
 
 
 def _precision(options: Options, dtype: torch.dtype) -> dict[str, Any]:
-    """The fields of the problem that say how float32 products are computed; 16-bit inputs leave no choice."""
+    """Returns the fields of the problem that define how float32 products are computed; 16-bit inputs leave no
+    choice."""
     if options.precision in PRECISIONS:
         return {"precision": options.precision if dtype == torch.float32 else "default"}
     try:

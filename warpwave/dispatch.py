@@ -136,7 +136,7 @@ def bind(choice: Choice, problem: AttentionProblem, operands: Any, binders: dict
     """Binds a kernel to a call.
 
     Args:
-        binders: kernel name -> its binder, for all calls of one class; filled here.
+        binders: kernel name -> its binder, shared by all calls of one class; filled here.
     """
     module = choice.kernel
     binder = binders.get(module.NAME)

@@ -1,4 +1,4 @@
-"""The errors a caller can meet, each a subclass of the built-in that Python users already catch."""
+"""The errors that a caller can get, each a subclass of the built-in that Python users already catch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class InvalidType(TypeError):
 
 
 class OutOfPages(RuntimeError):
-    """A paged cache has too few free pages for what was to be appended. Nothing was changed.
+    """A paged cache has too few free pages for an append. Nothing was changed.
 
     Attributes:
         needed: pages that the call needs.
@@ -35,7 +35,7 @@ class OutOfPages(RuntimeError):
 
 
 class UnsupportedProblem(NotImplementedError):
-    """A valid call that the kernels asked for cannot run here.
+    """A valid call that the requested kernels cannot run on this device.
 
     Attributes:
         reasons: kernel name -> every reason that kernel gave.
@@ -51,5 +51,5 @@ class UnsupportedProblem(NotImplementedError):
             lines.append(f"Nearest supported choice: {nearest}")
         super().__init__("\n".join(lines))
 
-    def __reduce__(self) -> Any:  # how worker processes hand an error on; by default from the message alone
+    def __reduce__(self) -> Any:  # for worker processes; pickle would otherwise pass on only the message
         return type(self), self._said

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 KIB = 1024
 
 # Shared memory one block may use, and registers a thread may hold, per architecture.
-# NVIDIA: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability", less the 1 KiB a block
+# NVIDIA: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability", minus the 1 KiB per block
 # that the driver keeps. AMD: LDS per workgroup, from the CDNA and RDNA instruction set manuals; on CDNA a wave can
 # hold 256 vector and 256 accumulation registers a lane.
 ARCHS: dict[str, tuple[str, int, int]] = {
@@ -36,17 +36,17 @@ ARCHS: dict[str, tuple[str, int, int]] = {
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device, as far as choosing and describing kernels goes.
+    """The properties of a device that choosing and describing kernels needs.
 
     Args:
-        name: what the driver calls it, or the architecture where no device was asked.
+        name: the driver's name, or the architecture if no device was given.
         vendor: `"nvidia"`, `"amd"`, `"cpu"`, or `"interpreter"` for CPU tensors while Triton's interpreter is on.
         arch: `"sm_90"`, `"gfx942"`, `"cpu"`.
         smem_per_block_bytes: shared memory one block may use; 0 on a CPU.
         registers_per_thread: the most a thread may hold; 0 on a CPU.
-        num_sms: streaming multiprocessors or compute units, 0 where unknown.
+        num_sms: streaming multiprocessors or compute units, 0 if unknown.
         warp_size: lanes of a warp (a wave on AMD).
-        memory_bytes: of the device, 0 where unknown.
+        memory_bytes: memory of the device, 0 if unknown.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Gpu:
 
     @staticmethod
     def for_arch(arch: str) -> Gpu:
-        """The description of an architecture with no device at hand, for compiling and explaining.
+        """Returns the description of an architecture without a device, for compiling and explaining.
 
         Raises:
             ValueError: the architecture is not in `ARCHS`.
@@ -88,7 +88,7 @@ INTERPRETER = Gpu("Triton interpreter", "interpreter", "cpu", 227 * KIB, 255, 0,
 
 
 def current_gpu(device: torch.device) -> Gpu:
-    """The description of the device a tensor lives on."""
+    """Returns the description of the device a tensor is on."""
     if device.type != "cuda":
         from warpwave.runtime.triton_or_stub import INTERPRETED
 
@@ -109,8 +109,8 @@ def _cuda_gpu(index: int) -> Gpu:
     else:
         vendor, arch = "nvidia", f"sm_{props.major}{props.minor}"
         default_smem, registers = 99 * KIB, 255
-    # The driver's word counts where torch passes it on; the table serves the rest, and the smallest size of the
-    # vendor an architecture that the table does not know.
+    # The driver's value is used if torch reports it, else the table's; for an architecture that the table does not
+    # list, the vendor's smallest size.
     smem = getattr(props, "shared_memory_per_block_optin", 0) or ARCHS.get(arch, (vendor, default_smem, registers))[1]
     registers = ARCHS.get(arch, (vendor, smem, registers))[2]
     num_sms, memory = props.multi_processor_count, props.total_memory

@@ -1,12 +1,12 @@
-"""`PagedKVCache`: keys and values of many sequences in pages of one pool, and the tables that map pages to sequences.
+"""`PagedKVCache`: keys and values of many sequences in pages of one pool, and the tables that map sequences to pages.
 
-Kwon et al., "Efficient memory management for large language model serving with PagedAttention" (2023). The host keeps
-the books: which pages are free, which sequence holds them, and how long each sequence is. So nothing here waits for the
-device. The device has copies of what kernels read, the page table and the lengths, in tensors that never move: a CUDA
+Kwon et al., "Efficient memory management for large language model serving with PagedAttention" (2023). The host records
+which pages are free, which sequence holds each page, and how long each sequence is, so nothing here waits for the
+device. The device has copies of the page table and the lengths, which kernels read, in tensors that never move: a CUDA
 graph captured once sees every later change.
 
-Every method checks its arguments, then changes the device, then changes the books. The device's tables change in one
-operation, and the books change by assignments that cannot fail, so an error leaves both as they were.
+Every method checks its arguments, then changes the device, then changes the host's records. The device's tables change
+in one operation, and the records change by assignments that cannot fail, so an error leaves both unchanged.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from warpwave.errors import InvalidInput, InvalidType, OutOfPages
 from warpwave.kernels import append_kv
 from warpwave.runtime.bounded import Bounded
 
-EVICTED = -1  # stands in a page table for a page that was given back
-MAX_INDICES = 256  # row tensors kept for calls that name the same rows again
+EVICTED = -1  # marks a page in a page table that was given back
+MAX_INDICES = 256  # row tensors kept for repeated calls with the same rows
 ALIGNMENT = 64  # int32 numbers in 256 bytes: kernels are compiled for addresses that are multiples of 16
 
 
@@ -34,24 +34,24 @@ def integers(name: str, values: Any, each: str = "") -> list[int]:
     """Returns the numbers of a sequence on the host as a list of ints.
 
     Args:
-        name: the argument, for messages.
+        name: the argument's name, for messages.
         values: a sequence of integers.
-        each: what messages call one number; `name[i]` if empty.
+        each: name of one number in messages; `name[i]` if empty.
 
     Raises:
-        InvalidType: the values are no sequence, or one of them is no integer.
+        InvalidType: the values are not a sequence, or one of them is not an integer.
     """
     try:
         listed = list(values)
     except TypeError:
         raise InvalidType(f"{name} is {values!r}; it must be a sequence of integers") from None
-    if {*map(type, listed)} <= {int}:  # a fifth of what the loop takes
+    if {*map(type, listed)} <= {int}:  # a fifth of the loop's time
         return listed
     return [as_int(each or f"{name}[{i}]", v) for i, v in enumerate(listed)]
 
 
 def integer_or_integers(name: str, value: Any, each: str = "") -> int | list[int]:
-    """Returns one number as an int, or the numbers of a sequence as a list, as `as_int` and `integers` do."""
+    """Returns one number as an int, or the numbers of a sequence as a list, like `as_int` and `integers`."""
     if isinstance(value, Iterable):
         return integers(name, value, each)
     number: int = as_int(each or name, value)
@@ -65,11 +65,11 @@ def _one_or_many(rows: Any) -> list[int]:
 
 
 class Rotary(NamedTuple):
-    """Rotary position embedding: how far each pair of elements of a head turns at each position.
+    """Rotary position embedding: the angle of each pair of elements of a head at each position.
 
     Attributes:
-        cos, sin: float32 (positions, rotary_dim / 2), rotary_dim at most head_dim: elements beyond it do not turn.
-        interleaved: whether pairs are neighbours (2i, 2i + 1), or (i, i + rotary_dim / 2) as in GPT-NeoX and Llama.
+        cos, sin: float32 (positions, rotary_dim / 2), rotary_dim at most head_dim: elements past it are not rotated.
+        interleaved: whether pairs are adjacent (2i, 2i + 1), or (i, i + rotary_dim / 2) as in GPT-NeoX and Llama.
     """
 
     cos: torch.Tensor
@@ -84,7 +84,7 @@ class Rotary(NamedTuple):
         interleaved: bool = False,
         device: torch.device | str = "cpu",
     ) -> Rotary:
-        """The usual angles, `position * base^(-2i / rotary_dim)` (Su et al., "RoFormer", 2021)."""
+        """Returns the usual angles, `position * base^(-2i / rotary_dim)` (Su et al., "RoFormer", 2021)."""
         frequencies = base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
         angles = torch.arange(positions, dtype=torch.float64)[:, None] * frequencies
         return Rotary(angles.cos().float().to(device), angles.sin().float().to(device), interleaved)
@@ -92,14 +92,14 @@ class Rotary(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CacheLayer:
-    """The tensors of one layer's cache, as kernels read them: your own, or a layer of a `PagedKVCache`.
+    """The tensors of one layer's cache, as kernels read them: allocated by the caller, or a layer of a `PagedKVCache`.
 
     Args:
         k: (num_pages, page_size, num_heads_kv, head_dim).
         v: (num_pages, page_size, num_heads_kv, head_dim_v).
-        page_table: int32 (rows, pages_of_a_row): the page that holds tokens `i * page_size` to `(i + 1) * page_size`
-            of a row's sequence is `page_table[row, i]`.
-        seqused_k: int32 (rows,): how many tokens of each row are there.
+        page_table: int32 (rows, pages_of_a_row): `page_table[row, i]` is the page that holds tokens `i * page_size` to
+            `(i + 1) * page_size` of a row's sequence.
+        seqused_k: int32 (rows,): number of tokens of each row.
     """
 
     k: torch.Tensor
@@ -110,13 +110,13 @@ class CacheLayer:
 
 @dataclass(eq=False)
 class _Sequence:
-    """One row's books.
+    """The host's record of one row.
 
     Attributes:
         length: tokens.
         pages: page ids in order; the first `evicted` of them are `EVICTED`.
-        evicted: pages that were given back. Their tokens lie before the window of every later query.
-        window_left: the window of `evict`, which later queries keep to; without meaning while `evicted` is 0.
+        evicted: number of pages that were given back. Their tokens lie before the window of every later query.
+        window_left: the window of `evict`, which later queries must keep; meaningless while `evicted` is 0.
     """
 
     length: int = 0
@@ -126,16 +126,16 @@ class _Sequence:
 
 
 class _Growth(NamedTuple):
-    """The new tokens of some sequences: what changes in the books, and the tensors that change the device.
+    """The new tokens of some sequences: the changes to the host's records, and the tensors that change the device.
 
     Attributes:
-        num_pages: pages that leave the stack of free pages.
-        replaced: (sequence, its last page, the free page that becomes its copy) where another sequence has that page.
+        num_pages: pages taken from the stack of free pages.
+        replaced: (sequence, its last page, the free page that becomes its copy) if another sequence shares that page.
         ends: (sequence, its new length, its new pages).
-        cells: places in the device's tables that change, int64.
-        after, before: the numbers of these places after the growth, and those that undo it, int32.
-        copies: int64 (2, pages): pages to copy, and where to; None for no page.
-        offsets: int32 (sequences + 1,): where each sequence's new tokens begin in a pack of them.
+        cells: indices in the device's tables that change, int64.
+        after, before: the values at these indices after the growth, and those that undo it, int32.
+        copies: int64 (2, pages): source and destination pages; None for no page.
+        offsets: int32 (sequences + 1,): where each sequence's new tokens begin in a packed tensor.
     """
 
     num_pages: int
@@ -152,23 +152,23 @@ class PagedKVCache:
     """Keys and values of up to `max_batch` sequences, in pages that are taken as the sequences grow.
 
     A sequence is a row of the page table, from `add` or `fork` to `free`. `extend` takes pages and advances lengths;
-    `append` does that and writes the new tokens of a one-layer cache. Sequences of equal beginning share pages, and a
-    shared page is copied when one of its sequences writes into it.
+    `append` does that and writes the new tokens of a one-layer cache. Sequences with the same beginning
+    can share pages, and a shared page is copied when one of its sequences writes into it.
 
     Args:
         num_pages: pages of the pool, for all sequences together.
         page_size: tokens of a page, a power of two: 1, 16, 32, 64, 128, 256. Small pages waste less at the ends of
             sequences, large ones take fewer table look-ups.
-        num_heads_kv, head_dim: of K; V has the same heads.
-        head_dim_v: of V; head_dim if None.
-        num_layers: layers that share the tables; each has pools of its own.
+        num_heads_kv, head_dim: heads and head size of K; V has the same heads.
+        head_dim_v: head size of V; head_dim if None.
+        num_layers: layers that share the tables; each has its own pools.
         max_batch: rows of the page table.
         max_seqlen: tokens of the longest sequence; the table has `ceil(max_seqlen / page_size)` columns.
         dtype: float16, bfloat16 or float32.
-        device: where the pools and tables live.
+        device: device of the pools and tables.
 
     Attributes:
-        layers: a `CacheLayer` each, whose tensors never move.
+        layers: one `CacheLayer` per layer, whose tensors never move.
         page_table: int32 (max_batch, pages of a row), on the device.
         seqused_k: int32 (max_batch,), on the device; 0 for rows without a sequence.
 
@@ -176,9 +176,9 @@ class PagedKVCache:
         InvalidInput, InvalidType: a size or dtype that no cache can have.
 
     Note:
-        A method that raises has changed nothing: neither the books nor the device's tables nor a token. A cache works
-        inside and outside of `torch.inference_mode`, wherever it was made, and its pools never require a gradient.
-        Methods that change a cache must not run in two threads at the same time.
+        A method that raises changes nothing: neither the host's records nor the device's tables nor a token. A cache
+        works inside and outside of `torch.inference_mode`, in whichever mode it was created, and its pools never
+        require a gradient. Methods that change a cache must not run in two threads at the same time.
 
     Example:
         >>> import torch, warpwave
@@ -224,7 +224,7 @@ class PagedKVCache:
             raise InvalidType(f"dtype is {dtype}; it must be one of {', '.join(map(str, DTYPE_NAMES))}")
         self.num_pages, self.page_size, self.max_batch, self.max_seqlen = num_pages, page_size, max_batch, max_seqlen
         self._columns = -(-max_seqlen // page_size)
-        # The page table and the lengths lie in one tensor, so that one operation changes both or raises.
+        # The page table and the lengths are in one tensor, so that one operation changes both or raises.
         self._lengths_at = -(-max_batch * self._columns // ALIGNMENT) * ALIGNMENT
         with torch.inference_mode(False):  # else only inference mode could change these tensors
             self._tables = torch.zeros(self._lengths_at + max_batch, dtype=torch.int32, device=device)
@@ -241,7 +241,7 @@ class PagedKVCache:
         self._make_views()
 
     def _make_views(self) -> None:
-        """Sets what follows from the tensors: the views of the tables, and the layers."""
+        """Sets what is derived from the tensors: the views of the tables, and the layers."""
         with torch.inference_mode(False):
             self.page_table, self.seqused_k = self._views(self._tables)
         self.device = self._tables.device
@@ -249,25 +249,25 @@ class PagedKVCache:
         self._indices: Bounded[tuple[int, ...], torch.Tensor] = Bounded(MAX_INDICES)
 
     def _views(self, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the page table and the lengths that lie in a tensor like `_tables`."""
+        """Returns the page table and the lengths in a tensor like `_tables`."""
         return tables[: self.max_batch * self._columns].view(self.max_batch, -1), tables[self._lengths_at :]
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             name: value
             for name, value in vars(self).items()
-            if name not in ("page_table", "seqused_k", "layers", "_indices")  # pickle would make them copies
+            if name not in ("page_table", "seqused_k", "layers", "_indices")  # pickle would copy them
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._make_views()
 
-    # What there is ---------------------------------------------------------------------------------------------------
+    # Properties ------------------------------------------------------------------------------------------------------
 
     @property
     def layer(self) -> CacheLayer:
-        """The layer of a cache that has one."""
+        """The layer of a one-layer cache."""
         if len(self.layers) != 1:
             raise InvalidInput(f"the cache has {len(self.layers)} layers; pass one of them, cache.layers[i]")
         return self.layers[0]
@@ -284,7 +284,7 @@ class PagedKVCache:
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that no sequence has."""
+        """Number of pages that no sequence holds."""
         return len(self._free)
 
     @property
@@ -294,15 +294,15 @@ class PagedKVCache:
 
     @property
     def lengths(self) -> dict[int, int]:
-        """Row -> tokens of its sequence."""
+        """The number of tokens of each row's sequence, by row."""
         return {row: s.length for row, s in enumerate(self._sequences) if s is not None}
 
     def pages(self, row: int) -> list[int]:
-        """Page ids of a row's sequence in order, -1 for pages that were evicted."""
+        """Returns the page ids of a row's sequence in order, -1 for pages that were evicted."""
         return list(self._of(row).pages)
 
     def shared_prefix(self, rows: Sequence[int]) -> int:
-        """How many tokens these sequences share: those of the pages they have in common from the first on."""
+        """Returns how many tokens these sequences share: those of their common pages, from the first page on."""
         sequences = [self._of(row) for row in rows]
         if not sequences:
             return 0
@@ -320,17 +320,17 @@ class PagedKVCache:
         if found is None:
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    "rows are a list and a CUDA graph is being captured: pass cache.index(rows), made before that"
+                    "rows are a list and a CUDA graph is being captured: pass cache.index(rows), made beforehand"
                 )
             for row in key:
                 if not 0 <= row < self.max_batch:
-                    raise InvalidInput(f"row {row} is none of the cache's {self.max_batch} rows")
+                    raise InvalidInput(f"row {row} is not in the cache, which has {self.max_batch} rows")
             with torch.inference_mode(False):
                 found = torch.tensor(key, dtype=torch.int32).to(self.device)
         self._indices.put(key, found)
         return found
 
-    # Sequences come and go -------------------------------------------------------------------------------------------
+    # Adding and removing sequences -----------------------------------------------------------------------------------
 
     def add(self) -> int:
         """Begins an empty sequence and returns its row.
@@ -346,12 +346,12 @@ class PagedKVCache:
         """Begins a sequence that shares the first `length` tokens of another sequence, all of them if None. No page is
         copied until one of the two sequences writes into it. Returns the new row.
 
-        The new sequence has lost the tokens that the other one has lost to `evict`, and keeps to the same window.
+        Tokens that the other sequence lost to `evict` are missing in the new one too, which keeps the same window.
 
         Raises:
             InvalidInput: the other sequence has fewer tokens, or the new sequence would need evicted tokens, or all
                 rows hold sequences.
-            InvalidType: row or length is no integer.
+            InvalidType: row or length is not an integer.
         """
         row = as_int("a row", row)
         parent = self._of(row)
@@ -370,7 +370,7 @@ class PagedKVCache:
         return child
 
     def free(self, rows: Sequence[int] | int) -> None:
-        """Ends sequences. Pages that no other sequence shares are free again."""
+        """Ends sequences. Pages that no other sequence shares become free."""
         listed = _one_or_many(rows)
         sequences = self._distinct(listed)
         self._refuse_capture("free")
@@ -380,13 +380,13 @@ class PagedKVCache:
             self._sequences[row] = None
 
     def truncate(self, row: int, length: int) -> None:
-        """Takes back the last tokens of a sequence, as when drafted tokens are refused, and the pages that held
+        """Removes the last tokens of a sequence, for example when drafted tokens are rejected, and the pages that held
         them.
 
         Raises:
-            InvalidInput: the sequence is shorter than that, or queries behind the remaining tokens would need tokens
+            InvalidInput: the sequence is shorter than that, or queries after the remaining tokens would need tokens
                 that were evicted.
-            InvalidType: row or length is no integer.
+            InvalidType: row or length is not an integer.
         """
         row, length = as_int("a row", row), as_int("length", length)
         sequence = self._of(row)
@@ -402,20 +402,20 @@ class PagedKVCache:
 
     def evict(self, rows: Sequence[int] | int, window_left: int, max_truncate: int = 0) -> int:
         """Gives back the pages that no later query sees through a sliding window (window_left, ...). Positions and
-        lengths stay what they are.
+        lengths do not change.
 
         Args:
             window_left: keys that a query sees before its own position: the next token of a sequence of n tokens sees
                 keys from `n - window_left`. Later queries must keep to this window.
-            max_truncate: the most tokens that `truncate`, or a `fork` of a part, may take off the present length later:
-                keys from `n - max_truncate - window_left` are kept.
+            max_truncate: the most tokens that `truncate`, or a `fork` of a part, may later remove from the present
+                length: keys from `n - max_truncate - window_left` are kept.
 
         Returns:
             How many pages became free.
 
         Raises:
             InvalidInput: a number is negative, or the window needs tokens that an earlier call evicted.
-            InvalidType: a row or a number is no integer.
+            InvalidType: a row or a number is not an integer.
         """
         listed = _one_or_many(rows)
         sequences = self._distinct(listed)
@@ -449,14 +449,14 @@ class PagedKVCache:
             sequence.evicted, sequence.window_left = end, window_left
         return len(self._free) - before
 
-    # Tokens come -----------------------------------------------------------------------------------------------------
+    # Adding tokens ---------------------------------------------------------------------------------------------------
 
     def extend(self, rows: Sequence[int], counts: Sequence[int] | int = 1) -> None:
         """Takes the pages for new tokens of these sequences and advances their lengths, without writing the tokens.
 
-        For models of several layers: once a step, before each layer's `attention_with_kv_cache` writes its own new
-        keys and values into the last cells; and before the replay of a CUDA graph that does so. All of it happens or,
-        with an error, nothing.
+        Models of several layers call it once a step, before each layer's `attention_with_kv_cache` writes its own new
+        keys and values into the last cells, and before the replay of a CUDA graph that does so. On an error nothing
+        changes.
 
         Args:
             counts: new tokens of each sequence, or one number for all.
@@ -464,7 +464,7 @@ class PagedKVCache:
         Raises:
             OutOfPages: too few pages are free.
             InvalidInput: a row without a sequence or named twice, or a sequence longer than max_seqlen.
-            InvalidType: a row or a count is no integer.
+            InvalidType: a row or a count is not an integer.
             RuntimeError: a CUDA graph is being captured.
         """
         listed, numbers = integers("rows", rows, "a row"), integer_or_integers("counts", counts)
@@ -482,20 +482,20 @@ class PagedKVCache:
         counts: Sequence[int] | None = None,
         rotary: Rotary | None = None,
     ) -> None:
-        """Appends new tokens to sequences of a one-layer cache: all of them, or with an error nothing.
+        """Appends new tokens to sequences of a one-layer cache. On an error nothing is appended.
 
         Args:
-            rows: which sequences.
-            k_new: (len(rows), seqlen, num_heads_kv, head_dim), or packed (total, num_heads_kv, head_dim). A gradient is
-                not passed on: the cache stores the values alone.
-            v_new: the same of V.
+            rows: rows of the sequences.
+            k_new: (len(rows), seqlen, num_heads_kv, head_dim), or packed (total, num_heads_kv, head_dim). Gradients are
+                not propagated: the cache stores only the values.
+            v_new: the same for V.
             cu_seqlens: int32 (len(rows) + 1,), the offsets of `counts` on the device. Only its shape and dtype are
-                looked at: `counts` decides which tokens go to which row.
-            counts: new tokens of each sequence, where they are packed.
+                checked: `counts` decides which tokens go to which row.
+            counts: new tokens of each sequence, if they are packed.
             rotary: rotates k_new to the tokens' positions first.
 
         Raises:
-            OutOfPages, InvalidInput, InvalidType, RuntimeError: as `extend`, and where a tensor does not fit.
+            OutOfPages, InvalidInput, InvalidType, RuntimeError: as `extend`, and if a tensor does not fit.
         """
         if cu_seqlens is not None and counts is None:
             raise InvalidInput("cu_seqlens was given without counts, the same lengths on the host")
@@ -522,8 +522,8 @@ class PagedKVCache:
 
         Args:
             q: queries to rotate along with k_new.
-            counts: new tokens of each row where k_new is packed, else None.
-            name: what messages call `counts`.
+            counts: new tokens of each row if k_new is packed, else None.
+            name: the name of `counts` in messages.
         """
         for what, tensor in (("k_new", k_new), ("v_new", v_new)):
             if not isinstance(tensor, torch.Tensor):
@@ -544,7 +544,7 @@ class PagedKVCache:
         interleaved = rotary is not None and rotary.interleaved
         return Append(self, growth, new, append_kv.prepare(new, max(counts, default=0), interleaved))
 
-    # Books -----------------------------------------------------------------------------------------------------------
+    # Host records ----------------------------------------------------------------------------------------------------
 
     def _of(self, row: int) -> _Sequence:
         if row.__class__ is not int:
@@ -559,7 +559,7 @@ class PagedKVCache:
         sequences = [self._of(row) for row in rows]
         if len(set(rows)) < len(rows):
             row, n = Counter(rows).most_common(1)[0]
-            raise InvalidInput(f"row {row} is named {n} times; each row once")
+            raise InvalidInput(f"row {row} is named {n} times; each row may be named once")
         return sequences
 
     def _free_row(self) -> int:
@@ -571,15 +571,16 @@ class PagedKVCache:
     def _refuse_capture(self, what: str) -> None:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"PagedKVCache.{what} keeps its books on the host, which a CUDA graph cannot capture: call it before "
+                f"PagedKVCache.{what} changes records on the host, which a CUDA graph cannot capture: call it before "
                 "the replay, and capture attention_with_kv_cache on cache.layers[i]"
             )
 
     def _refuse_evicted(self, row: int, sequence: _Sequence, length: int) -> None:
-        """Raises InvalidInput where queries behind the first `length` tokens would need a token that was evicted.
+        """Raises InvalidInput if queries after the first `length` tokens would need a token that was evicted.
 
         A query at position p sees keys from `p - window_left`. So a sequence that lost its tokens before `first` may be
-        cut to `first + window_left` tokens, which also keeps the page that the next token is written to, or to none.
+        cut to no fewer than `first + window_left` tokens, which also keeps the page that the next token is written to,
+        or to 0 tokens.
         """
         first = sequence.evicted * self.page_size
         shortest = first + sequence.window_left if first else 0
@@ -599,8 +600,8 @@ class PagedKVCache:
                 self._free.append(page)
 
     def _publish(self, pages: Sequence[tuple[int, int, int]], lengths: Sequence[tuple[int, int]]) -> None:
-        """Writes (row, column, page) and (row, length) to the device's tables: in stream order, behind the kernels that
-        still read the old ones. All of it is written, or with an error nothing."""
+        """Writes (row, column, page) and (row, length) to the device's tables, in stream order, after the kernels that
+        still read the old ones. On an error nothing is written."""
         cells = [row * self._columns + column for row, column, _ in pages] + [self._lengths_at + r for r, _ in lengths]
         if cells:
             sent = torch.tensor([*cells, *(p for _, _, p in pages), *(n for _, n in lengths)], dtype=torch.int64)
@@ -608,7 +609,7 @@ class PagedKVCache:
             self._tables[sent[: len(cells)]] = sent[len(cells) :].to(torch.int32)
 
     def _check_growth(self, rows: list[int], counts: list[int]) -> list[_Sequence]:
-        """Checks that rows can grow by so many tokens, if there are pages for them, and returns their sequences."""
+        """Checks that rows can grow by these numbers of tokens, assuming free pages, and returns their sequences."""
         sequences = self._distinct(rows)
         if len(counts) != len(rows):
             raise InvalidInput(f"counts has {len(counts)} numbers for {len(rows)} rows")
@@ -624,9 +625,9 @@ class PagedKVCache:
         return sequences
 
     def _growth(self, rows: list[int], sequences: list[_Sequence], counts: list[int]) -> _Growth:
-        """Finds pages for new tokens and prepares what changes. Nothing has changed yet."""
+        """Finds pages for new tokens and prepares the changes. Nothing has changed yet."""
         size, references = self.page_size, Counter[int]()
-        shared = []  # (row, sequence, its last page), where others share the page and it would write into it
+        shared = []  # (row, sequence, its last page), if others share the page and it would write into it
         needed = 0
         for row, sequence, count in zip(rows, sequences, counts, strict=True):
             needed += -(-(sequence.length + count) // size) - len(sequence.pages)
@@ -641,7 +642,7 @@ class PagedKVCache:
 
         taken = reversed(self._free[len(self._free) - needed :])
         replaced = [(sequence, page, next(taken)) for _, sequence, page in shared]
-        # Places in the device's tables, their numbers afterwards, and those that undo the growth.
+        # Indices in the device's tables, their values afterward, and those that undo the growth.
         cells = [row * self._columns + len(sequence.pages) - 1 for row, sequence, _ in shared]
         old, new = [page for _, page, _ in replaced], [page for _, _, page in replaced]
         after, before = list(new), list(old)
@@ -659,7 +660,7 @@ class PagedKVCache:
         after += [end for _, end, _ in ends]
         before += [sequence.length for sequence in sequences]
 
-        # One transfer. The offsets come first, where their address is a multiple of 16.
+        # One transfer. The offsets come first, because their address must be a multiple of 16.
         offsets = list(accumulate(counts, initial=0))
         sent = torch.tensor([*offsets, *after, *before, *cells, *old, *new], dtype=torch.int64).to(self.device)
         parts = sent.split([len(offsets) + 2 * len(cells), len(cells), 2 * len(old)])
@@ -669,8 +670,8 @@ class PagedKVCache:
 
     @contextlib.contextmanager
     def _grown(self, growth: _Growth) -> Iterator[None]:
-        """Grows sequences around a body, which runs on the device's new tables. The books follow after it. Where the
-        body raises, the device's tables return to what they were, and its writes lie in cells that no sequence has."""
+        """Grows sequences around a body, which runs on the device's new tables. The host's records change after it. If
+        the body raises, the device's tables are restored, and its writes are in cells that no sequence has."""
         if growth.copies is not None:
             old, new = growth.copies
             for pool in (pool for pools in self._pools for pool in pools):
@@ -698,8 +699,8 @@ class Append:
     """An append that has been checked and compiled.
 
     Attributes:
-        cache: where to.
-        growth: the books and tables of it.
+        cache: the cache that it changes.
+        growth: its changes to host records and device tables.
         new: the new tokens.
         write: writes them, once the device's tables have their cells.
     """
@@ -711,40 +712,39 @@ class Append:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Appends around a body, which sees the new tokens on the device. Where the body raises, nothing has
-        happened."""
+        """Appends around a body, which sees the new tokens on the device. If the body raises, nothing is appended."""
         with self.cache._grown(self.growth):
             self.write(self.new)
             yield
 
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns copies of the page table and the lengths, as they will be."""
+        """Returns copies of the page table and the lengths as they will be after the append."""
         tables = self.cache._tables.clone()
         tables[self.growth.cells] = self.growth.after
         return self.cache._views(tables)
 
 
 def check_counts(name: str, counts: list[int], total: int, of: str, longest: int | None = None) -> None:
-    """Raises InvalidInput where the lengths of packed sequences, host integers, do not make up a packed tensor.
+    """Raises InvalidInput if the lengths of packed sequences, host integers, do not add up to a packed tensor.
 
     Args:
-        name: the argument.
+        name: the argument's name.
         counts: tokens of each sequence.
         total: tokens of the packed tensor.
-        of: the packed tensor, for messages.
+        of: the packed tensor's name, for messages.
         longest: max_seqlen_q, if it was given.
     """
     for i, count in enumerate(counts):
         if count < 0:
             raise InvalidInput(f"{name}[{i}] is {count}; it must be at least 0")
         if longest is not None and count > longest:
-            raise InvalidInput(f"{name}[{i}] is {count}; max_seqlen_q is {longest}, and must be at least as much")
+            raise InvalidInput(f"{name}[{i}] is {count}; max_seqlen_q is {longest}, and must be at least as large")
     if sum(counts) != total:
         raise InvalidInput(f"{name} sums to {sum(counts)}; it must sum to {total}, the tokens of {of}")
 
 
 def check_offsets_tensor(name: str, offsets: Any, batch: int) -> None:
-    """Raises InvalidInput or InvalidType where offsets of packed sequences are no int32 (batch + 1,)."""
+    """Raises InvalidInput or InvalidType if offsets of packed sequences are not int32 (batch + 1,)."""
     if not isinstance(offsets, torch.Tensor):
         raise InvalidType(f"{name} is a {type(offsets).__name__}; it must be a torch.Tensor")
     if offsets.dtype != torch.int32:
@@ -764,11 +764,11 @@ def new_tokens(
     packed: bool = False,
     rotary: Rotary | None = None,
 ) -> append_kv.New:
-    """Checks new tokens against a cache and describes their launch; q, where given, is rotated too, to a new tensor.
+    """Checks new tokens against a cache and describes their launch; q, if given, is also rotated, into a new tensor.
 
     Args:
         cu_seqlens: offsets of packed tokens on the device.
-        packed: whether the tokens are packed though the offsets come later.
+        packed: whether the tokens are packed although the offsets come later.
 
     Raises:
         InvalidInput, InvalidType: naming the argument that does not fit.
@@ -779,7 +779,7 @@ def new_tokens(
     packed = packed or cu_seqlens is not None
     leading = "total" if packed else "batch seqlen"
     if (k_new is None) != (v_new is None):
-        raise InvalidInput("k_new and v_new come together: one of them is None")
+        raise InvalidInput("k_new and v_new must be given together; one of them is None")
     tensors = {
         "k_new": (k_new, f"{leading} num_heads_kv head_dim"),
         "v_new": (v_new, f"{leading} num_heads_kv head_dim_v"),
@@ -804,7 +804,7 @@ def new_tokens(
         _check_rotary(rotary, layer)
     else:
         q = None
-    # Kernels read memory as it is, and torch may have put off a change of sign.
+    # Kernels read memory directly, but torch may have deferred a negation.
     k_new, v_new, q = (None if t is None else t.resolve_neg() for t in (k_new, v_new, q))
     return append_kv.New(
         k_new,
@@ -823,7 +823,7 @@ def new_tokens(
 
 
 def check_positions(rotary: Rotary, longest: int) -> None:
-    """Raises InvalidInput where a sequence of `longest` tokens has positions beyond the table of angles."""
+    """Raises InvalidInput if a sequence of `longest` tokens has positions past the table of angles."""
     if longest > len(rotary.cos):
         raise InvalidInput(
             f"rotary has angles for {len(rotary.cos)} positions and a sequence would have {longest} tokens"

@@ -1,5 +1,5 @@
-"""The torch operators `warpwave::attention` and `warpwave::attention_backward`, and how a dense or packed call is
-planned.
+"""The torch operators `warpwave::attention` and `warpwave::attention_backward`, and the planning of dense and packed
+calls.
 
 torch.compile, export and opcheck see one node with a schema, a fake implementation and a gradient. An eager call on
 plain tensors needs no dispatcher: api.py runs its plan directly (plans.py).
@@ -25,7 +25,7 @@ from warpwave.problem import AttentionProblem, Operands
 
 
 def attend(operands: Operands, options: Options, kernel: str, config: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Runs a call that torch has dispatched, by a plan made for an equal call before, or by a new one."""
+    """Runs a call that torch has dispatched, with a plan made for an equal earlier call or with a new one."""
     key = plan_key(operands, (options, kernel, config), dispatched=True)
     return planned(key, lambda: make_plan(operands, options, kernel, config, dispatched=True))(operands)
 
@@ -34,7 +34,7 @@ def make_plan(operands: Operands, options: Options, kernel: str, config: Any, di
     """Checks a call, and chooses, configures and compiles its kernel.
 
     Args:
-        dispatched: whether torch's dispatcher has seen the call and provides its gradients; else the plan does.
+        dispatched: whether torch's dispatcher has seen the call and provides its gradients; otherwise the plan does.
     """
     return _plan_of(describe_call(operands, options), operands, options, kernel, config, dispatched, {})
 
@@ -43,8 +43,8 @@ class Planner:
     """Makes the plans of one class of calls (plans.py).
 
     Args:
-        options: of one of the calls.
-        kernel, config: what the calls name.
+        options: the options of one of the calls.
+        kernel, config: the kernel and config that the calls name.
     """
 
     def __init__(self, options: Options, kernel: str, config: Any) -> None:
@@ -53,7 +53,7 @@ class Planner:
         self.binders: dict[str, Any] = {}
 
     def __call__(self, operands: Operands, longest: tuple[int, ...]) -> Run | None:
-        """Returns the plan of a call, None where its sizes contradict each other."""
+        """Returns the plan of a call; None if its sizes contradict each other."""
         options = self.options
         if longest:
             options = options._replace(max_seqlen_q=longest[0], max_seqlen_k=longest[1])
@@ -76,7 +76,7 @@ def _plan_of(
 ) -> Run:
     gpu = current_gpu(operands.q.device)
     problem, others = dispatch.forward_of(whole, gpu, kernel)
-    if others and not dispatched:  # the operator returns lse beside every gradient; eager calls return it on request
+    if others and not dispatched:  # the operator returns lse with every gradient; eager calls return it on request
         problem = dataclasses.replace(problem, return_lse=options.return_lse)
     run = _bind(problem, gpu, operands, kernel, config, binders)
     if dispatched or not options.needs_grad:
@@ -96,10 +96,10 @@ def _bind(
 
 
 def encode_config(config: Any) -> str:
-    """A config as the operator's schema carries it: JSON, empty for None.
+    """Returns a config in the form of the operator's schema: JSON, empty for None.
 
     Raises:
-        InvalidType: it is no config of any kernel.
+        InvalidType: it is not a config of any kernel.
     """
     if config is None:
         return ""
@@ -129,7 +129,8 @@ _NUM_TENSORS, _NUM_OPTIONS = len(Operands._fields), len(Options._fields)
 
 
 class _Library(torch.library.Library):
-    """torch's, with gradients that refuse tangents: torch.library knows no forward mode, and would lose them."""
+    """torch's library class, with gradients that refuse tangents: torch.library has no forward mode and would lose
+    them."""
 
     def impl(self, op_name: Any, fn: Any, dispatch_key: Any = "", **options: Any) -> Any:
         """As torch's."""
@@ -176,7 +177,7 @@ def _attention_backward(
 ) -> tuple[torch.Tensor, ...]:
     operands, options = _split(rest)
     problem, gpu = describe_call(operands, options), current_gpu(out.device)
-    # torch leaves a last argument out that is its default, as graphs do that were kept from before there was one.
+    # torch omits a last argument that equals its default, also in graphs saved before that argument existed.
     module = autograd.module_of(problem, gpu, *rest[_NUM_TENSORS + _NUM_OPTIONS :])
     grads = autograd.gradients(module, problem, gpu, operands, (out, lse), dout, dlse, wanted)
     return tuple(absent(out) if g is None else g for g in grads)

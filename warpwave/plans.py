@@ -4,7 +4,7 @@ A plan is `run(operands) -> (out, lse)`, a bound kernel. It may rely on what the
 strides, dtypes, devices and 16-byte alignment of the tensors; never on their contents.
 
 Calls that differ only in their lengths and batch strides are of one class. Its `Planner` keeps what does not depend on
-these, so that the plan of a new length takes a few numbers. Two look-ups find plans:
+these, so that only a few numbers are computed for a new length. Two look-ups find plans:
 
 - `recall` compares layouts by torch's own guard, in one call into C++: 1.5 to 2.0 us on an H200's host
   (benchmarks/records/2026-11-22-h200-host-steps.log). It makes the plan of a new length of a known class;
@@ -33,7 +33,7 @@ log = logging.getLogger("warpwave")
 
 Run = Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]
 Check = Callable[..., bool]
-# (operands, longest sequences) -> the plan of a call of one class, None where its sizes contradict each other.
+# (operands, longest sequences) -> the plan of a call of one class; None if its sizes contradict each other.
 Planner = Callable[[Any, tuple[int, ...]], Run | None]
 
 # Enough for a model's layers at many lengths.
@@ -41,20 +41,20 @@ MAX_PLANS = 1024
 MOST_LAYOUTS = 4  # of tensors of the same shapes
 UNALIGNED = 15  # bits of an address that are 0 at a multiple of 16
 
-# Key -> plan, and the check of its layouts where torch's guard has one. A key is `plan_key`'s, or a class with sizes.
+# Key -> plan and the check of its layouts. A key is that of `plan_key`, which needs no check, or a class with sizes.
 _plans: Bounded[tuple[Any, ...], Known] = Bounded(MAX_PLANS)
-# What was said and which tensors were given -> classes; and, with the longest sequences, the plan of the last call.
+# Options and present tensors -> classes; the same with the longest sequences -> the plan of the last call.
 _classes: Bounded[tuple[Any, ...], tuple[Class, ...]] = Bounded(MAX_PLANS)
 _last: Bounded[tuple[Any, ...], tuple[Check, Run]] = Bounded(MAX_PLANS)
 _planning = threading.Lock()
 _told: set[str] = set()
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
-# Whether torch shall fill new memory, which decides how a plan allocates.
+# Whether torch fills new memory. A plan allocates by the mode in which it was made.
 is_deterministic = torch._C._get_deterministic_algorithms
 
 
 class Known(NamedTuple):
-    """A plan, and the check of its layouts; None where it is found by `plan_key`."""
+    """A plan and the check of its layouts; the check is None if `plan_key` finds the plan."""
 
     run: Run
     same: Check | None
@@ -64,9 +64,9 @@ class Class(NamedTuple):
     """Calls that differ only in lengths and batch strides.
 
     Attributes:
-        same: the check of everything else about their tensors.
+        same: checks all other properties of their tensors.
         planner: makes their plans.
-        sized, strided: which of the tensors differ in sizes, and which in the stride of the first axis.
+        sized, strided: indices of the tensors that differ in sizes, and in the stride of the first axis.
     """
 
     same: Check
@@ -84,8 +84,7 @@ def plan_key(operands: tuple[Any, ...], said: tuple[Any, ...], dispatched: bool 
         dispatched: whether torch's dispatcher has seen the call, so that subclasses and gradients are its affair.
     """
     grad = not dispatched and is_grad_enabled()
-    key: list[Any] = [said]
-    key.append(is_deterministic())
+    key: list[Any] = [said, is_deterministic()]
     for t in operands:
         if t is None:
             key.append(None)
@@ -94,13 +93,6 @@ def plan_key(operands: tuple[Any, ...], said: tuple[Any, ...], dispatched: bool 
         else:
             key += (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & UNALIGNED, grad and t.requires_grad)
     return tuple(key)
-
-
-class _Exact:
-    """The planner of a class of one layout, whose plan is made elsewhere."""
-
-    def __call__(self, operands: Any, longest: tuple[int, ...]) -> None:
-        return None
 
 
 def planned(key: tuple[Any, ...] | None, make: Callable[[], Run]) -> Run:
@@ -126,13 +118,14 @@ def find(key: tuple[Any, ...] | None) -> Run | None:
 
 
 def recall(operands: tuple[Any, ...], said: tuple[Any, ...], longest: tuple[int, ...] = ()) -> Run | None:
-    """Returns the plan of a call of a class that was `remember`ed. None where there is none, for anything unusual, and
-    where the call is not eager.
+    """Returns the plan of a call whose class was `remember`ed. Returns None if there is none, for unusual arguments,
+    and if the call is not eager.
 
-    The plan of the last call that said the same is tried first, then those of its class. A new length gets its plan.
+    The plan of the last call with the same options is tried first, then those of its class. For a new length the plan
+    is made.
 
     Args:
-        longest: the longest sequences, where the caller says them.
+        longest: the longest sequences, if the caller passes them.
     """
     if is_compiling() or dispatch_modes() or forward_ad._current_level >= 0:
         return None  # torch's guard notices a transform by itself
@@ -167,7 +160,7 @@ def recall(operands: tuple[Any, ...], said: tuple[Any, ...], longest: tuple[int,
 def _of_length(
     found: Class, key: tuple[Any, ...], operands: Any, tensors: Sequence[torch.Tensor], longest: tuple[int, ...]
 ) -> Known | None:
-    """Makes and keeps the plan of a new length. None where its sizes contradict each other."""
+    """Makes and keeps the plan of a new length; returns None if its sizes contradict each other."""
     with _planning:
         known = _plans.get(key)  # another thread may have been first
         if known is None and (run := found.planner(operands, longest)) is not None:
@@ -186,7 +179,7 @@ def remember(
     """Lets `recall` find a plan, unless what was said has no hash.
 
     Args:
-        planner: returns what plans the calls of its class. If None, the class has these lengths alone.
+        planner: returns the planner of the call's class. If None, the class contains only this layout.
     """
     try:
         place, tensors = _place(operands, said)
@@ -196,7 +189,7 @@ def remember(
         found = next((each for each in known if each.same(*tensors)), None)
         if found is None:
             if planner is None:
-                found = Class(same, _Exact(), (), ())
+                found = Class(same, lambda operands, longest: None, (), ())
             else:
                 lengths = _lengths(operands)
                 sized = tuple([i for i, count in enumerate(lengths) if count])
@@ -220,9 +213,9 @@ def _sizes(found: Class, tensors: Sequence[torch.Tensor], longest: tuple[int, ..
 
 
 def _lengths(operands: tuple[Any, ...]) -> list[int]:
-    """Returns how many of the first axes of each tensor that was given differ within a class: batch and length of q, k
-    and v, tokens where they are packed; all axes of offsets and tables. Pools of pages, and calls with a mask or a
-    bias, have none."""
+    """Returns the number of leading axes of each present tensor that differ within a class: batch and length of dense
+    q, k and v, tokens of packed ones, and all axes of offsets and tables. It is 0 for pools of pages, and for every
+    tensor of a call with a mask or a bias."""
     q, k, _, mask, bias, _, _, offsets_q, offsets_k, *paging = operands
     if mask is not None or bias is not None:
         return [0 for t in operands if t is not None]
@@ -234,8 +227,8 @@ def _lengths(operands: tuple[Any, ...]) -> list[int]:
 
 
 def _place(operands: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[tuple[Any, ...], Sequence[torch.Tensor]]:
-    """Returns what was said, with torch's modes and which tensors were given; and the tensors. Those that
-    most calls have are found without a loop.
+    """Returns what was said, with torch's modes and which tensors were given; and the tensors. Those that most calls
+    have are found without a loop.
 
     Tensors are compared with `is` alone: `== None` on a tensor costs 17 us. torch's guard takes no tensor twice, and
     reads whether a tensor requires a gradient, not whether gradients are on.
@@ -284,10 +277,11 @@ def aligned(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def _guard(kind: Any, *tensors: torch.Tensor, lengths: Sequence[int] = ()) -> Check:
-    """`guard` of torch's class for it.
+    """Returns the check of torch's guard class `kind`.
 
     Args:
-        lengths: how many first axes of each tensor may have any size. All of these but the last may have any stride.
+        lengths: number of leading axes of each tensor that may have any size; all of them but the last may also have
+            any stride.
     """
     sizes: list[list[int | None]] = [list(t.shape) for t in tensors]
     strides: list[list[int | None]] = [list(t.stride()) for t in tensors]

@@ -1,19 +1,20 @@
-"""How float32 products are computed: every way there is, what it costs, how far off it ends, and which of them a
-`precision` means on which GPU. Kernels, checks, bounds and `explain` all read this one table.
+"""The arithmetics of float32 products: their cost, their error, and the one that a `precision` selects on each GPU.
+Kernels, checks, bounds and `explain` all read this one table.
 
 A matrix unit multiplies short numbers: tf32 and float16 have 11 significant bits, bfloat16 8, float32 24. A float32
-operand is either rounded to one short number, or split into a few that add up to more of it; then each product becomes
-a few:
+operand is either rounded to one short number, or split into a few whose sum approximates it better; then each product
+becomes a few:
 
     x = x0 + x1 (+ x2);   x y ~ x0 y0 + (x0 y1 + x1 y0) (+ x1 y1 + x0 y2 + x2 y0)
 
 Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations"
 (2019); Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores" (2022). docs/notes/float32.md
-derives the figures and shows what was measured.
+derives the figures and shows the measurements.
 
-The error that is promised is |out - exact| / |exact|, Euclidean norms over the whole of out, exact computed in float64
+The promised error is |out - exact| / |exact|, in Euclidean norms over the whole of out, with exact computed in float64
 from the same inputs. It holds for inputs no sharper than the conformance suite's: logits of standard deviation 9, or
-all near -40. Beyond, the error of a logit grows with the logit, and `explain` measures it on the call's own rows.
+all near -40. For sharper inputs, the error of a logit grows with the logit, and `explain` measures it on the call's own
+rows.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from warpwave.problem import AttentionProblem
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """One way of computing float32 products.
+    """One way to compute float32 products.
 
     Attributes:
-        name: as `precision` takes it.
+        name: its name in `precision`.
         description: what is multiplied, in words.
-        products: instructions' products for each product of the call.
-        units: the units that can take them, keys of `hardware.catalog.PATHS`.
-        significant_bits: of each operand, of float32's 24; in float16 down to 2^-28 of the largest magnitude of its
-            head (in two parts, 2^-17), which a power of two scales to the end of float16's range.
-        operand: relative error that rounding probabilities and values leaves in out.
-        logit, logit_per_dim: what errors of the logits add, flat and for each element of head_dim: sums over it are
-            rounded as they grow.
-        per_key, key_power: what summing over the keys adds: `per_key * keys ** key_power`.
+        products: matrix-unit products for each product of the call.
+        units: the units that can compute them, keys of `workbench.hardware.catalog.PATHS`.
+        significant_bits: of each operand, of float32's 24. In float16 they hold down to 2^-28 of the largest magnitude
+            of its head (in two parts, 2^-17), which a power of two scales to the end of float16's range.
+        operand: relative error of out from rounding probabilities and values.
+        logit, logit_per_dim: the additional error from the logits, constant and per element of head_dim: sums over it
+            are rounded as they grow.
+        per_key, key_power: the additional error from summing over the keys: `per_key * keys ** key_power`.
     """
 
     name: str
@@ -55,13 +56,13 @@ class Arithmetic:
     key_power: float = 1.0
 
 
-# Errors: upper bounds of the largest that emulation showed on the contract's data, calls of 16 rows and more
-# (benchmarks/float32_error.py, which takes tensor cores to truncate harder than those of an H200 were seen to; tests
-# hold the bounds to its record, benchmarks/records/2026-11-21-float32-emulation.jsonl).
+# Errors: upper bounds of the largest errors in emulation on the contract's data, calls of 16 rows and more
+# (benchmarks/float32_error.py, which assumes that tensor cores truncate more than an H200's were seen to; tests
+# compare the bounds with its record, benchmarks/records/2026-11-21-float32-emulation.jsonl).
 ARITHMETICS: dict[str, Arithmetic] = {
     a.name: a
     for a in (
-        # Probabilities times values run through one accumulator over all keys, which cuts each sum off.
+        # Probabilities times values are summed over all keys in one accumulator, which truncates each sum.
         Arithmetic("tf32", "one product of operands rounded to tf32", 1, ("tf32",), 11, 4e-4, 1.3e-3, 0.0, 1.2e-8),
         Arithmetic(
             "bf16x3", "three products of two bfloat16 parts each, x1 y1 left out", 3, ("bfloat16",), 16, 8e-6, 2.2e-5
@@ -73,7 +74,7 @@ ARITHMETICS: dict[str, Arithmetic] = {
             "bf16x6", "six products of three bfloat16 parts each, the three smallest left out", 6, ("bfloat16",), 24,
             1e-7, 4.2e-7, 2.2e-9, 1e-9, 0.5,
         ),
-        # As tf32, whose bits it has.
+        # Like tf32, which has as many bits.
         Arithmetic(
             "fp16x1", "one product of operands scaled by powers of two and rounded to float16", 1, ("float16",), 11,
             4e-4, 1.3e-3, 0.0, 1.2e-8,
@@ -92,16 +93,16 @@ ARITHMETICS: dict[str, Arithmetic] = {
 
 @dataclass(frozen=True)
 class Target:
-    """What float32 products are on one family of devices.
+    """The properties of float32 products on one family of devices.
 
     Attributes:
-        name: of the family, for people.
+        name: name of the family, for people.
         archs: prefixes of `Gpu.arch`, or vendors.
-        default: the fastest arithmetic whose error is no larger than that of torch's own kernel.
-        costs: arithmetic -> time of a product, in units of one 16-bit product, by the makers' rates; absent where the
-            device, or Triton's compiler for it, has none, or where one at least as accurate takes less time. What takes
-            the place of an absent one: `standing_for`.
-        note: why.
+        default: the fastest arithmetic whose error is at most that of torch's own kernel.
+        costs: arithmetic -> time of a product, in units of one 16-bit product, by the makers' rates. An arithmetic is
+            absent if the device, or Triton's compiler for it, lacks it, or if one at least as accurate takes less time.
+            `standing_for` gives its replacement.
+        note: the reason.
     """
 
     name: str
@@ -112,16 +113,16 @@ class Target:
 
 
 def _costs(tf32: float | None, ieee: float) -> dict[str, float]:
-    """By the cost of a tf32 product, None where there is none, and of a float32 one."""
+    """Returns the costs from the cost of a tf32 product, None if there is none, and of a float32 product."""
     costs = {} if tf32 is None else {"tf32": tf32, "tf32x3": 3 * tf32}
     return costs | {"bf16x3": 3.0, "bf16x6": 6.0, "ieee": ieee}
 
 
-# What kernels in Triton can compute, and all that a kernel is taken to if it does not say otherwise: every arithmetic
-# but those of float16, whose scales only `hopper/flash_fwd` finds.
+# The arithmetics that Triton kernels can compute, assumed for a kernel that does not state others: all except those of
+# float16, whose scales only `hopper/flash_fwd` computes.
 PORTABLE = tuple(name for name, a in ARITHMETICS.items() if a.units != ("float16",))
 
-# In the order in which they are asked.
+# The first entry that matches is used.
 TARGETS: tuple[Target, ...] = (
     Target(
         "Hopper", ("sm_90",), "fp16x3", {"fp16x1": 1.0, "fp16x3": 3.0, **_costs(None, 14.8)},
@@ -170,7 +171,7 @@ TARGETS: tuple[Target, ...] = (
         "other AMD GPUs", ("amd",), "ieee", {"ieee": 1.0},
         "nothing is known but that they have float32",
     ),
-    # Nothing is timed there, and every arithmetic is to be tried: those of Hopper, by their names.
+    # Nothing is timed there, and every arithmetic must be testable: those of Hopper, by their names.
     Target("Triton's interpreter", ("interpreter",), "ieee", _costs(2, 14.8), "tests"),
     Target(
         "CPU", ("cpu",), "ieee", {"ieee": 1.0},
@@ -178,23 +179,23 @@ TARGETS: tuple[Target, ...] = (
     ),
 )  # fmt: skip
 
-# Of a few rows the error is a few draws: single rows were seen almost five times as far off as many together.
+# The error of a few rows varies: single rows were almost five times as far off as many together.
 FEW_ROWS = 4.0
 
 
 def target(gpu: Gpu) -> Target:
-    """The row of the table a device is in."""
+    """Returns the row of the table for a device."""
     return next(t for t in TARGETS if gpu.vendor in t.archs or gpu.arch.startswith(t.archs))
 
 
 def arithmetic(problem: AttentionProblem, gpu: Gpu, able: Iterable[str] = PORTABLE) -> str:
-    """The name of the arithmetic that `problem.precision`, or the budget, means on a device: "ieee" for 16-bit inputs,
-    whose products need none.
+    """Returns the name of the arithmetic that `problem.precision`, or the budget, selects on a device: "ieee" for
+    16-bit inputs, whose products need none.
 
     Args:
-        able: what the kernel that asks can compute.
+        able: the arithmetics that the kernel can compute.
 
-    Where nothing keeps the budget it is the most accurate there is, which `why_not` refuses.
+    If nothing keeps the budget it is the most accurate one, which `why_not` refuses.
     """
     if problem.dtype != "float32":
         return "ieee"
@@ -205,8 +206,8 @@ def arithmetic(problem: AttentionProblem, gpu: Gpu, able: Iterable[str] = PORTAB
 
 
 def standing_for(name: str, gpu: Gpu, able: Iterable[str] = PORTABLE) -> str:
-    """A named arithmetic, or where a device or a kernel has none such the cheapest that is at least as accurate, of
-    several as cheap the most accurate."""
+    """Returns a named arithmetic. If a device or a kernel lacks it, returns the cheapest that is at least as accurate;
+    of several equally cheap ones, the most accurate."""
     bits = {a.name: a.significant_bits for a in ARITHMETICS.values()}
     costs = target(gpu).costs
     there = [n for n in able if n in costs]
@@ -217,37 +218,38 @@ def standing_for(name: str, gpu: Gpu, able: Iterable[str] = PORTABLE) -> str:
 
 
 def promised_error(name: str, problem: AttentionProblem) -> float:
-    """The relative error of out that an arithmetic keeps on a call (see this module's docstring for the norm)."""
+    """Returns the relative error of out that an arithmetic keeps on a call (see this module's docstring for the
+    norm)."""
     a = ARITHMETICS[name]
     keys = max(1, problem.seqlen_k)
     rows = max(1, problem.rows * problem.num_heads_q)
-    # By default logits have the spread that the data have; a larger scale spreads them, and their errors.
+    # By default logits have the spread of the data; a larger scale spreads them and their errors.
     spread = max(1.0, problem.softmax_scale * math.sqrt(problem.head_dim))
     error = a.operand + spread * (a.logit + a.logit_per_dim * problem.head_dim) + a.per_key * keys**a.key_power
     return error * (1 + FEW_ROWS / math.sqrt(rows))
 
 
 def keeping(problem: AttentionProblem, budget: float, able: Iterable[str] = PORTABLE) -> list[str]:
-    """Arithmetics that promise a call's error within a budget."""
+    """Returns the arithmetics that promise a call's error within a budget."""
     return [name for name in able if promised_error(name, problem) <= budget]
 
 
 def cheapest(problem: AttentionProblem, gpu: Gpu, able: Iterable[str] = PORTABLE) -> str | None:
-    """The cheapest arithmetic of a device that keeps the call's budget; None where there is none."""
+    """Returns the cheapest arithmetic of a device that keeps the call's budget; None if there is none."""
     assert problem.error_budget is not None
     costs = target(gpu).costs
-    # At equal cost the matrix unit, which leaves the others to the softmax; then the more accurate.
+    # At equal cost prefer the matrix unit, which leaves the other units to the softmax; then the more accurate one.
     found = [name for name in keeping(problem, problem.error_budget, able) if name in costs]
     return min(found, key=lambda n: (costs[n], n == "ieee", promised_error(n, problem)), default=None)
 
 
 def most_accurate(problem: AttentionProblem, gpu: Gpu, able: Iterable[str] = PORTABLE) -> str | None:
-    """The arithmetic of a device with the smallest promised error; None where it has none of them."""
+    """Returns the arithmetic of a device with the smallest promised error; None if the device has none of them."""
     return min((n for n in able if n in target(gpu).costs), key=lambda n: promised_error(n, problem), default=None)
 
 
 def why_not(problem: AttentionProblem, gpu: Gpu, able: Iterable[str] = PORTABLE) -> list[str]:
-    """Why a kernel that can compute `able` cannot keep the precision asked for there; empty where it can."""
+    """Returns why a kernel that can compute `able` cannot keep the requested precision on a GPU; empty if it can."""
     if problem.dtype != "float32" or problem.error_budget is None or cheapest(problem, gpu, able):
         return []
     best = most_accurate(problem, gpu, able)
@@ -255,13 +257,13 @@ def why_not(problem: AttentionProblem, gpu: Gpu, able: Iterable[str] = PORTABLE)
         return [f"it has no float32 arithmetic on {gpu.name}"]
     return [
         f"no float32 arithmetic it has on {gpu.name} keeps a relative error of {problem.error_budget:g}: the smallest "
-        f"it promises for this call is {promised_error(best, problem):.2g}, by {best}"
+        f"promised error for this call is {promised_error(best, problem):.2g}, by {best}"
     ]
 
 
 def as_accurate_as(problem: AttentionProblem) -> dict[str, int]:
-    """Unit -> the fewest of its products that any implementation needs for the precision asked for, on any device: what
-    bounds are made of."""
+    """Returns unit -> the fewest of its products that any implementation needs for the requested precision, on any
+    device. Bounds are computed from it."""
     if problem.error_budget is not None:
         names = keeping(problem, problem.error_budget, ARITHMETICS)
     elif problem.precision == "default":
@@ -273,7 +275,7 @@ def as_accurate_as(problem: AttentionProblem) -> dict[str, int]:
 
 
 def fewest(names: Iterable[str]) -> dict[str, int]:
-    """Unit -> the fewest products on it by any of these arithmetics."""
+    """Returns unit -> the fewest products on it by any of these arithmetics."""
     found: dict[str, int] = {}
     for name in names:
         for unit in ARITHMETICS[name].units:

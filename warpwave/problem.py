@@ -1,7 +1,7 @@
-"""`AttentionProblem`: what one attention call asks for, and every fact that follows from it alone.
+"""`AttentionProblem`: the description of one attention call, and every fact that follows from it alone.
 
-The dispatcher, the bounds, the benchmark, the tuner and the tests all speak of a call through this one noun. It knows
-shapes and options, never tensors, devices or kernels, and imports nothing of ours: what a *technique* adds (scores
+The dispatcher, the bounds, the benchmark, the tuner and the tests all describe a call by this class. It contains shapes
+and options, never tensors, devices or kernels, and imports nothing of this package. What a *technique* adds (scores
 written to memory, padding to a tile) is stated by that kernel's `cost`.
 """
 
@@ -16,10 +16,10 @@ from functools import wraps
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1}
-# What each means: warpwave.precision.
+# warpwave/precision.py defines them.
 PRECISIONS = ("default", "ieee", "tf32x3", "tf32", "bf16x6", "bf16x3", "fp16x3", "fp16x1")
 
-# A finite bias of larger magnitude counts as this: scores are computed in units of log2, where float32 would overflow.
+# A finite bias of larger magnitude is clamped to this: scores are in units of log2, where float32 would overflow.
 LARGEST_BIAS = 2.35e38
 
 Alignment = Literal["bottom_right", "top_left"]
@@ -56,7 +56,7 @@ class Operands(NamedTuple):
 
 
 class CachedOperands(NamedTuple):
-    """The tensors of one call on a paged cache: those of `Operands`, k and v being pools of pages, and the tables."""
+    """The tensors of one call on a paged cache: those of `Operands`, with k and v as pools of pages, and the tables."""
 
     q: Any
     k: Any
@@ -75,27 +75,27 @@ class CachedOperands(NamedTuple):
 class Band(NamedTuple):
     """The positional mask of one sequence: query i sees keys j with `low <= j - i <= high`; None is unlimited.
 
-    Causal masks of either alignment, sliding windows and both together are all of this form, which is why kernels
-    handle them with one comparison a side and can tell which key tiles are hidden, whole or cut by an edge.
+    Causal masks of either alignment, sliding windows and both together all have this form. Kernels therefore handle
+    them with one comparison per side and can tell which key tiles are hidden, fully visible, or cut by an edge.
     """
 
     low: int | None
     high: int | None
 
     def keys(self, i: int, seqlen_k: int) -> range:
-        """The keys that query i sees."""
+        """Returns the keys that query i sees."""
         first = 0 if self.low is None else max(0, i + self.low)
         last = seqlen_k - 1 if self.high is None else min(seqlen_k - 1, i + self.high)
         return range(first, max(first, last + 1))
 
     def pairs(self, seqlen_q: int, seqlen_k: int) -> int:
-        """How many (query, key) pairs are visible, in closed form."""
+        """Returns how many (query, key) pairs are visible, in closed form."""
         upper = seqlen_q * seqlen_k if self.high is None else _pairs_up_to(self.high, seqlen_q, seqlen_k)
         lower = 0 if self.low is None else _pairs_up_to(self.low - 1, seqlen_q, seqlen_k)
         return max(0, upper - lower)
 
     def keys_seen(self, seqlen_q: int, seqlen_k: int) -> int:
-        """How many keys at least one query sees. The visible ranges of neighbouring queries overlap or touch."""
+        """Returns how many keys at least one query sees. The visible ranges of adjacent queries overlap or touch."""
         if seqlen_q == 0 or (self.low is not None and self.high is not None and self.low > self.high):
             return 0
         first = 0 if self.low is None else max(0, self.low)
@@ -104,7 +104,7 @@ class Band(NamedTuple):
 
 
 def _pairs_up_to(diagonal: int, seqlen_q: int, seqlen_k: int) -> int:
-    """Number of pairs with j - i <= diagonal: the sum over i < seqlen_q of clamp(i + diagonal + 1, 0, seqlen_k)."""
+    """Counts the pairs with j - i <= diagonal: the sum over i < seqlen_q of clamp(i + diagonal + 1, 0, seqlen_k)."""
     first_row = min(max(0, -diagonal), seqlen_q)  # rows before it see nothing
     full_row = min(max(first_row, seqlen_k - diagonal - 1), seqlen_q)  # rows from it on see every key
     n = full_row - first_row
@@ -116,11 +116,11 @@ def _pairs_up_to(diagonal: int, seqlen_q: int, seqlen_k: int) -> int:
 class AttentionProblem:
     """One attention call: `out = softmax(mask(bias(softcap(softmax_scale * q k^T)))) v`, with all its options.
 
-    Frozen and hashable: two calls with the same problem are served by the same kernel and config.
+    Frozen and hashable: two calls with the same problem run the same kernel and config.
 
     Args:
         batch: number of sequences.
-        seqlen_q, seqlen_k: tokens a sequence; for packed calls the longest sequence (`max_seqlen_q`, `max_seqlen_k`).
+        seqlen_q, seqlen_k: tokens per sequence; for packed calls the longest sequence (`max_seqlen_q`, `max_seqlen_k`).
         num_heads_q, num_heads_kv: query head h reads key/value head `h // (num_heads_q // num_heads_kv)`.
         head_dim, head_dim_v: width of q and k, and of v and out.
         dtype: `"float16"`, `"bfloat16"` or `"float32"`, of q, k, v and out.
@@ -131,22 +131,22 @@ class AttentionProblem:
         bias_shape, bias_dtype: the same for the additive bias.
         alibi_shape: `(num_heads_q,)` or `(batch, num_heads_q)`, or None.
         softcap: scores become `softcap * tanh(score / softcap)`; 0 is off.
-        has_sinks: one extra logit a query head joins the denominator.
-        softmax_scale: resolved: 1/sqrt(head_dim) where the caller gave none.
+        has_sinks: one extra logit per query head joins the denominator.
+        softmax_scale: resolved: 1/sqrt(head_dim) if the caller gave none.
         precision: for float32 inputs, how products are computed: one of `PRECISIONS`.
         packed: variable lengths: q is (total_q, heads, head_dim), k and v (total_k, heads, head_dim).
-        total_q, total_k: tokens in the packed tensors; 0 when not packed.
-        lengths: the (seqlen_q, seqlen_k) of each packed sequence where the caller knows them on the host, else None.
+        total_q, total_k: tokens in the packed tensors; 0 if not packed.
+        lengths: the (seqlen_q, seqlen_k) of each packed sequence if the caller knows them on the host, else None.
         mask_visible_pairs: (query, key) pairs over all batches and query heads that both the boolean mask and the
-            positional masks show, where somebody counted them; None counts the boolean mask as showing everything.
+            positional masks show, if they were counted; None counts the boolean mask as showing everything.
         return_lse: whether the log-sum-exp is an output.
-        requires_grad: whether a gradient will be asked for.
-        page_size: tokens of a page where k and v are pools of pages, (num_pages, page_size, num_heads_kv, head_dim),
-            that a page table maps sequences to; 0 where they are not. `packed` then speaks of q alone, `seqlen_k` is
-            the longest sequence to be served and `total_k` is `batch * seqlen_k`.
+        requires_grad: whether a gradient will be computed.
+        page_size: tokens of a page if k and v are pools of pages, (num_pages, page_size, num_heads_kv, head_dim), that
+            a page table maps sequences to; otherwise 0. `packed` then refers to q alone, `seqlen_k` is the longest
+            sequence that may occur, and `total_k` is `batch * seqlen_k`.
         batch_invariant: whether a sequence's result must have the same bits whatever else is in the batch.
-        error_budget: for float32 inputs, the relative error that out may have, in place of a named `precision`, which
-            is then "default"; None where none was given.
+        error_budget: for float32 inputs, the relative error that out may have, instead of a named `precision`, which
+            is then "default"; None if none was given.
     """
 
     batch: int
@@ -180,10 +180,9 @@ class AttentionProblem:
 
     @property
     def kind(self) -> object:
-        """The same object for problems that differ only in `SIZES`, in the scale, in how large a softcap is, and in how
-        long those axes of a mask or bias are that are not broadcast. Rules that read nothing of these are evaluated
-        once a kind (`by_kind`).
-        """
+        """The same object for problems that differ only in `SIZES`, the scale, the size of a softcap, and the lengths
+        of those axes of a mask or bias that are not broadcast. Rules that read none of these are evaluated once per
+        kind (`by_kind`)."""
         fields = self.__dict__
         found = fields.get("_kind")
         if found is None:
@@ -196,7 +195,7 @@ class AttentionProblem:
             found = fields["_kind"] = _kinds.setdefault(key, object())
         return found
 
-    # What the mask shows ---------------------------------------------------------------------------------------------
+    # Visible pairs ---------------------------------------------------------------------------------------------------
 
     @property
     def has_band(self) -> bool:
@@ -204,7 +203,7 @@ class AttentionProblem:
         return self.causal is not None or self.window_size != (-1, -1)
 
     def band(self, seqlen_q: int, seqlen_k: int) -> Band:
-        """The positional mask of one sequence with these lengths."""
+        """Returns the positional mask of one sequence with these lengths."""
         last_key_offset = seqlen_k - seqlen_q
         left, right = self.window_size
         low = None if left < 0 else last_key_offset - left
@@ -215,7 +214,8 @@ class AttentionProblem:
         return Band(low, high)
 
     def items(self) -> Iterator[tuple[int, int]]:
-        """(seqlen_q, seqlen_k) of every sequence. Packed lengths the host does not know are taken as equal shares."""
+        """Yields (seqlen_q, seqlen_k) of every sequence. Packed lengths that the host does not know are assumed
+        equal."""
         if not self.packed:
             yield from [(self.seqlen_q, self.seqlen_k)] * self.batch
         elif self.lengths is not None:
@@ -225,34 +225,34 @@ class AttentionProblem:
                 yield (_share(self.total_q, self.batch, b), _share(self.total_k, self.batch, b))
 
     def counted_items(self) -> dict[tuple[int, int], int]:
-        """`items`, each once, with how many sequences have these lengths."""
+        """Returns each of `items` once, with the number of sequences that have these lengths."""
         if self.packed:
             return Counter(self.items())
         return {(self.seqlen_q, self.seqlen_k): self.batch} if self.batch else {}
 
     @property
     def pairs_are_exact(self) -> bool:
-        """False where lengths or a boolean mask live on the device, uncounted: then the figures below are estimates."""
+        """False if lengths or a boolean mask are on the device, uncounted: then the figures below are estimates."""
         lengths_known = not self.packed or self.lengths is not None
         return lengths_known and (self.mask_shape is None or self.mask_visible_pairs is not None)
 
     @property
     def visible_pairs(self) -> int:
-        """(query, key) pairs to compute, over all sequences and query heads, by the mask and nothing else."""
+        """Returns the (query, key) pairs to compute, over all sequences and query heads, by the masks alone."""
         if self.mask_visible_pairs is not None:
             return self.mask_visible_pairs
         return self.num_heads_q * self._sum_over_items(lambda sq, sk: self.band(sq, sk).pairs(sq, sk))
 
-    # What it costs at the least --------------------------------------------------------------------------------------
+    # Compulsory work -------------------------------------------------------------------------------------------------
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of the two products over visible pairs; softmax is not counted."""
+        """Returns the multiplications and additions of the two products over visible pairs; softmax is not counted."""
         return 2 * self.visible_pairs * (self.head_dim + self.head_dim_v)
 
     @property
     def exponentials(self) -> int:
-        """One for each visible pair, and one a row for a sink."""
+        """Returns the exponentials: one for each visible pair, and one per row for a sink."""
         return self.visible_pairs + (self.rows * self.num_heads_q if self.has_sinks else 0)
 
     @property
@@ -262,9 +262,9 @@ class AttentionProblem:
 
     @property
     def compulsory_bytes(self) -> int:
-        """Bytes any implementation must move through device memory: each needed input read once, each output
-        written once. Keys no query sees, cells of a mask or bias whose pair is hidden by position, and their broadcast
-        axes, cost nothing."""
+        """Returns the bytes that any implementation must move through device memory: each needed input read once, each
+        output written once. Not counted are keys that no query sees, cells of a mask or bias whose pair is hidden by
+        position, and their broadcast axes."""
         size = DTYPE_BYTES[self.dtype]
         elements = self.rows * self.num_heads_q * (self.head_dim + self.head_dim_v)
         elements += self.keys_needed * (self.head_dim + self.head_dim_v)
@@ -288,23 +288,24 @@ class AttentionProblem:
 
     @property
     def keys_needed(self) -> int:
-        """Rows of K, over all batches and kv heads, that some visible pair needs: at least as many as this."""
+        """Returns a lower bound of the rows of K, over all batches and kv heads, that some visible pair needs."""
         keys = self.num_heads_kv * self._sum_over_items(lambda sq, sk: self.band(sq, sk).keys_seen(sq, sk))
         if self.mask_visible_pairs is None:
             return keys
-        # Which keys a boolean mask hides from everybody is not known here; but a key is in one pair a row at the most.
+        # The keys that a boolean mask hides from all queries are unknown here, but a key is in at most one pair per
+        # row.
         pairs_a_key = max(1, self.seqlen_q * self.num_heads_q // self.num_heads_kv)
         return min(keys, -(-self.mask_visible_pairs // pairs_a_key))
 
     def _cells_needed(self, shape: tuple[int, ...]) -> int:
-        """Cells of a mask or bias whose pair the positional masks show, its size-1 axes read once."""
+        """Returns the cells of a mask or bias whose pair the positional masks show, with size-1 axes read once."""
         *outer, rows, keys = shape
         band = self.band(self.seqlen_q, self.seqlen_k)
         if rows > 1 and keys > 1:
             cells = band.pairs(self.seqlen_q, self.seqlen_k)
         elif keys > 1:
             cells = band.keys_seen(self.seqlen_q, self.seqlen_k)
-        elif rows > 1:  # rows that see a key are keys that a row sees, rows and keys exchanged
+        elif rows > 1:  # the rows that see a key are the keys that a row sees, with rows and keys exchanged
             low, high = (None if side is None else -side for side in band)
             cells = Band(high, low).keys_seen(self.seqlen_k, self.seqlen_q)
         else:
@@ -313,7 +314,7 @@ class AttentionProblem:
 
     @property
     def intensity(self) -> float:
-        """FLOPs for each compulsory byte."""
+        """Returns the FLOPs per compulsory byte."""
         return self.flops / max(1, self.compulsory_bytes)
 
     def _sum_over_items(self, count: Any) -> int:
@@ -322,12 +323,12 @@ class AttentionProblem:
     # Names -----------------------------------------------------------------------------------------------------------
 
     def cache_key(self) -> str:
-        """A short stable name of every field, equal for equal problems in any process and version of Python."""
+        """Returns a short stable name of all fields, equal for equal problems in any process and version of Python."""
         text = ";".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def describe(self) -> str:
-        """One line for people: sizes first, then whatever is out of the ordinary."""
+        """Returns one line for people: sizes first, then all unusual options."""
         heads = (
             f"{self.num_heads_q}"
             if self.num_heads_q == self.num_heads_kv
@@ -376,7 +377,7 @@ _FIELDS_OF_KIND = tuple(
 )
 _kinds: dict[tuple[Any, ...], object] = {}
 MAX_KINDS = 4096
-MAX_RULINGS = 4096  # of one rule
+MAX_RULINGS = 4096  # per rule
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -387,19 +388,19 @@ def by_kind(rule: Callable[Concatenate[AttentionProblem, P], R]) -> Callable[Con
 
     Args:
         rule: a function of a problem and of hashable arguments that reads no size. It gets a problem whose `SIZES` and
-            scale are None, so that a rule which computes with one raises, whose softcap is 0 or 1, and whose mask and
+            scale are None, so that a rule that computes with one raises; whose softcap is 0 or 1; and whose mask and
             bias have axes of 1 or 2.
 
     Returns:
         The same function. Callers must not change what it returns.
     """
-    # Kind and arguments -> ruling, and the arguments. These are found by identity, because a dataclass is hashed by
-    # Python code; kept, so that no other object gets their addresses.
+    # Kind and ids of the arguments -> result and arguments. Ids, because hashing a dataclass runs Python code. The
+    # arguments are kept so that no other object gets their ids.
     found: dict[tuple[Any, ...], tuple[R, Any]] = {}
 
     @wraps(rule)
     def of_kind(problem: AttentionProblem, *rest: P.args, **named: P.kwargs) -> R:
-        if problem.error_budget is not None:  # whose promise depends on the number of keys
+        if problem.error_budget is not None:  # its error depends on the number of keys
             return rule(problem, *rest, **named)
         key = (problem.__dict__.get("_kind") or problem.kind, *map(id, rest))
         if named:

@@ -1,4 +1,4 @@
-"""`merge_states`: attention over parts of the keys, made into attention over all of them."""
+"""`merge_states`: merges attention over parts of the keys into attention over all of them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from warpwave.errors import InvalidInput, InvalidType
 def merge_states(
     outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], *, packed: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merges any number of partial results, each of the same queries over keys of its own, into that of all the keys.
+    """Merges partial results, each of the same queries over different keys, into the result over all the keys.
 
     `out = sum(exp(lse_s - lse) * out_s)` with `lse = log(sum(exp(lse_s)))`. A part that saw no key of a row (lse minus
     infinity) adds nothing to it, whatever its out holds; a row that no part saw is 0 and minus infinity. Parts must not
-    overlap, and a sink belongs to one of them alone.
+    overlap, and a sink must be in only one of them.
 
     Args:
         outs: partial outputs, (batch, seqlen_q, num_heads_q, head_dim_v) each, or (total_q, num_heads_q, head_dim_v)
@@ -48,15 +48,15 @@ def merge_states(
     _check(outs, lses, packed)
     lse = torch.stack(lses)  # [parts, ...]
     largest = lse.amax(0)
-    # For rows that no part saw, and rows whose LSE is plus infinity, which are NaN.
+    # Covers rows that no part saw. Rows whose LSE is plus infinity give NaN.
     shift = torch.where(largest == -torch.inf, 0.0, largest).detach()
     weights = torch.exp(lse - shift)
     total = weights.sum(0)
     out = torch.zeros(outs[0].shape, dtype=torch.float32, device=outs[0].device)
     for weight, part in zip(weights, outs, strict=True):
         by_row = _as_rows(weight, packed)
-        # A part without weight is left out of the product, not of its result: its NaN would reach the weight's
-        # gradient as 0 * NaN.
+        # A part without weight is removed before the product, not after it: its NaN would reach the weight's gradient
+        # as 0 * NaN.
         out = out + by_row * torch.where(by_row == 0, 0.0, part.float())
     out = out / _as_rows(torch.where(total == 0, 1.0, total), packed)
     merged = torch.where(total == 0, -torch.inf, shift + torch.log(torch.where(total == 0, 1.0, total)))
@@ -64,7 +64,7 @@ def merge_states(
 
 
 def _as_rows(x: torch.Tensor, packed: bool) -> torch.Tensor:
-    """A tensor laid out like lse as one that broadcasts over out."""
+    """Returns a tensor in the layout of lse as one that broadcasts over out."""
     return (x.transpose(0, 1) if packed else x.transpose(1, 2))[..., None]
 
 

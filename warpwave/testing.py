@@ -1,4 +1,4 @@
-"""For your own test suite: attention must be right, and reach a share of what the device can do.
+"""Checks for test suites: attention must be correct and reach a fraction of the device's bound.
 
     from warpwave.testing import assert_reaches
 
@@ -7,7 +7,7 @@
         assert_reaches(0.4, q, k, v, causal=True)
 
 The bound is the roofline's: the time that the slowest of products, exponentials and memory needs at the rates of the
-card's data sheet. Nothing is imported from pytest until a test has to be skipped.
+GPU's data sheet. pytest is imported only when a test has to be skipped.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ ROUNDS = 11
 
 @dataclass(frozen=True)
 class Reached:
-    """What `assert_reaches` found.
+    """The result of `assert_reaches`.
 
     Args:
         fraction: the bound's time over the median of the rounds.
         low95, high95: the 95 % interval of the fraction, between order statistics of the rounds.
         samples: the times.
         bound: the roofline at the data sheet's rates.
-        arithmetic: all of it in words, a line each.
+        arithmetic: the whole computation in words, one step a line.
     """
 
     fraction: float
@@ -63,32 +63,32 @@ def assert_reaches(
     rounds: int = ROUNDS,
     **options: Any,
 ) -> Reached:
-    """Fails unless an attention call is right and reaches a fraction of its roofline bound.
+    """Fails unless an attention call is correct and reaches a fraction of its roofline bound.
 
     The result is compared with float64 first. Then the call is timed in rounds, and fails only if the upper end of the
-    95 % interval of the fraction is below what is demanded. A hiccup in a round does not fail it, nor does noise around
-    the demand: a call that reaches just what is demanded fails in less than one run of forty, one that reaches more in
-    fewer. A call that is reliably slower fails in every run.
+    95 % interval of the fraction is below the demand. A hiccup in a round does not fail it, nor does noise around the
+    demand: a call that just reaches the demand fails in less than one run of forty, and a faster call in fewer. A call
+    that is reliably slower fails in every run.
 
     Args:
-        fraction_of_bound: demanded share of the bound, above 0 and at most 1: 0.5 is half of what the card could do.
-        q, k, v: inputs on the GPU, as `warpwave.attention` takes them (or `attention_varlen`, with its arguments); and
+        fraction_of_bound: demanded fraction of the bound, above 0 and at most 1: 0.5 is half of what the GPU could do.
+        q, k, v: inputs on the GPU, as `warpwave.attention` takes them (or `attention_varlen`, with its arguments);
             `options` are its keyword arguments, `kernel` and `config` included.
-        call: another implementation, `call(q, k, v) -> out`, in the layout of `warpwave.attention`. Give `problem` with
-            it: inputs are made for it, and the call must compute all that it says.
+        call: another implementation, `call(q, k, v) -> out`, in the layout of `warpwave.attention`. It requires
+            `problem`: inputs are made for the problem, and the call must compute all of it.
         problem: the call as an `AttentionProblem`.
         rounds: at least 6.
 
     Returns:
-        What was found, so that a test may print it.
+        The result, so that a test may print it.
 
     Raises:
         AssertionError: the result is wrong, or too slow; the message holds the arithmetic.
         InvalidInput: the demand or the arguments make no sense.
 
     Note:
-        Skips the test, with the reason, where torch sees no GPU or the card has no data sheet. Times are device times
-        (CUDA graphs for short calls, events with L2 flushed for long ones), so the host's speed is left out.
+        Skips the test, with the reason, if torch sees no GPU or the GPU has no data sheet. Times are device times
+        (CUDA graphs for short calls, events with L2 flushed for long ones), so they exclude the host.
 
     Example:
         >>> def my_attention(q, k, v):  # (batch, seqlen, heads, head_dim)
@@ -122,7 +122,7 @@ def assert_reaches(
 
     if call is None:
         assert q is not None and k is not None and v is not None  # checked above
-        options.pop("return_lse", None)  # an output more, of which the bound knows nothing
+        options.pop("return_lse", None)  # an additional output that the bound does not include
         problem, operands, run = _ours(q, k, v, options)
     else:
         assert problem is not None  # checked above
@@ -146,13 +146,13 @@ def assert_reaches(
 
 
 def device_of(q: Tensor | None) -> torch.device:
-    """Where the call runs: where q lies, or on the current GPU."""
+    """Returns the device of the call: that of q, or the current GPU."""
     return torch.device("cuda") if q is None else q.device
 
 
 def evaluate(problem: AttentionProblem, samples: Samples, gpu: Gpu, sheet: catalog.DataSheet) -> Reached:
-    """The fraction of the bound that timed samples reach, with its arithmetic."""
-    # Inside a graph the same inputs are read again and again, and may stay in L2.
+    """Returns the fraction of the bound that timed samples reach, with its arithmetic."""
+    # Inside a graph the same inputs are read repeatedly, and may stay in L2.
     bound = roofline(problem, data_sheet_rates(sheet), gpu=gpu, hot=samples.method == "graph")
     if bound.binding is None:
         raise InvalidInput(f"no rate of {sheet.name} is known for {problem.describe()}")
@@ -175,7 +175,7 @@ def evaluate(problem: AttentionProblem, samples: Samples, gpu: Gpu, sheet: catal
 def _ours(
     q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
 ) -> tuple[AttentionProblem, Operands, Callable[[], Tensor]]:
-    """The call of ours: its problem, its operands, and the call."""
+    """Returns the problem and the operands of a call of this package, and the call."""
     packed = options.get("cu_seqlens_q") is not None
     door = warpwave.attention_varlen if packed else warpwave.attention
     q, k, v = (x.detach() for x in (q, k, v))

@@ -25,7 +25,7 @@ def test_a_case_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     suite, record = tmp_path / "small.toml", tmp_path / "record.jsonl"
     suite.write_text(SUITE)
     command = [str(suite), "--out", str(record), "--peer", "none", "--rounds", "2", "--device", "cpu"]
-    # One case is there already, as `warpwave bench` would have left it: every process that is spared is two seconds.
+    # One case already exists, as `warpwave bench` would have left it: every process that is spared is two seconds.
     cpu, kernels = torch.device("cpu"), ("eager", "torch_sdpa")
     (first,) = (case for case in load_suite(str(suite)).cases if "1x8 " in case.name)
     settings = bench_apart.Settings(cpu, ("auto",), 2, 60.0, host=False)

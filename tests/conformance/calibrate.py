@@ -1,9 +1,9 @@
-"""Measures what constants the gates need.
+"""Measures the constants that the gates need.
 
     python -m tests.conformance.calibrate --seeds 20 --out FILE
 
 For each kernel and dtype, over seeds x the three data sets x a sample of cases: the largest and the 99th percentile of
-the constant each gate would have needed. The table in gates.py is to be read beside the committed result of this.
+the constant that each gate would have needed. The committed result justifies the table in gates.py.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ GRADIENT_SAMPLE = [case for case in SAMPLE if case.lengths in LENGTHS[:2] and ca
 
 
 class Tally:
-    """The constants needed, by gate."""
+    """Returns the needed constants by gate."""
 
     def __init__(self) -> None:
         self.needed: dict[str, list[float]] = defaultdict(list)

@@ -1,7 +1,7 @@
-"""The case grid: what a gate case is, the values of each feature, and lists in which every two values meet.
+"""The case grid: the cases of the gates, the values of each feature, and lists that cover every pair of values.
 
-A `Case` is plain data. `build` turns it into the tensors and arguments of a call, the same for every kernel; which of
-them a kernel serves is the kernel's own claim (`why_not`), and the tests hold it to that.
+A `Case` is plain data. `build` turns it into the tensors and arguments of a call, which are the same for every kernel.
+Each kernel states which calls it supports (`why_not`), and the tests check that statement.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Case:
     lse: bool = True
 
     def __str__(self) -> str:
-        """The features out of the ordinary, for test ids."""
+        """Returns the features that differ from the plainest call, for test ids."""
         parts = [self.dtype, "x".join(map(str, self.lengths)), "d" + "x".join(map(str, dict.fromkeys(self.dims)))]
         parts += [f"h{'x'.join(map(str, self.heads))}", f"b{self.batch}"]
         for name in (
@@ -82,7 +82,7 @@ PLAIN = Case()
 
 
 class Call(NamedTuple):
-    """A case as tensors: the same call as a problem with operands, and as arguments of the public functions."""
+    """A case as tensors: the call as a problem with operands, and as arguments of the public functions."""
 
     problem: AttentionProblem
     operands: Operands
@@ -93,7 +93,7 @@ class Call(NamedTuple):
 
 
 def build(case: Case, data: Data, device: torch.device, seed: int = 0) -> Call:
-    """The tensors and arguments of a case, from a fixed seed."""
+    """Returns the tensors and arguments of a case, from a fixed seed."""
     g = torch.Generator(device).manual_seed(seed)
     dtype_name, _, precision = case.dtype.partition(":")
     dtype = getattr(torch, dtype_name)
@@ -172,7 +172,7 @@ def build(case: Case, data: Data, device: torch.device, seed: int = 0) -> Call:
 
 
 def packed_lengths(case: Case) -> list[Lengths]:
-    """Lengths of the packed sequences: the longest first, then one with no query, one with no key, and shorter ones."""
+    """Returns the lengths of the packed sequences: the longest, one without queries, one without keys, shorter ones."""
     seqlen_q, seqlen_k = case.lengths
     others = [(0, seqlen_k // 2), (seqlen_q // 2, 0), (seqlen_q // 3 + 1, seqlen_k // 2 + 1), (1, seqlen_k)]
     return [(seqlen_q, seqlen_k), *others][: case.batch]
@@ -182,12 +182,12 @@ Layout = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """The same values, each head contiguous: (batch, heads, seqlen, head_dim) in memory."""
+    """Returns the same values with each head contiguous: (batch, heads, seqlen, head_dim) in memory."""
     return x.transpose(-3, -2).contiguous().transpose(-3, -2)
 
 
 def _one_buffer(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of one projection's output: each token's q, k and v side by side."""
+    """Returns views of one projection's output, in which a token's q, k and v are adjacent."""
     tokens = max(q.shape[-3], k.shape[-3])
     widths = [x.shape[-2] * x.shape[-1] for x in (q, k, v)]
     buffer = q.new_full((*q.shape[:-3], tokens, sum(widths)), math.nan)
@@ -244,7 +244,7 @@ FEATURES: dict[str, Sequence[Any]] = {
 
 
 def windows(t: int) -> tuple[tuple[int, int], ...]:
-    """None, the narrowest, those around a tile of t keys, both sides, right side only."""
+    """Returns windows: none, the narrowest, around a tile of t keys, both sides, right side only."""
     return ((-1, -1), (0, 0), (1, 0), (t - 1, 0), (t, 0), (t + 1, 0), (W, W), (-1, 5))
 
 
@@ -288,8 +288,8 @@ WIDE_ROWS = _WITHOUT_MASKS | {
 
 
 def excluded(a: str, x: Any, b: str, y: Any) -> bool:
-    """Whether feature a at x and feature b at y make no call: packed calls take no mask and no bias, and have no
-    batch axis to broadcast."""
+    """Whether feature a at x excludes feature b at y: packed calls take no mask and no bias, and have no batch axis to
+    broadcast."""
     pair = {a: x, b: y}
     return pair.get("packed") is True and bool(
         pair.get("mask") or pair.get("bias") or pair.get("layout") == "one item for all"
@@ -300,7 +300,7 @@ Pair = tuple[str, Any, str, Any]
 
 
 def valid_pairs(features: Mapping[str, Sequence[Any]]) -> Iterator[Pair]:
-    """Every two values of different features that can meet."""
+    """Returns every valid pair of values of different features."""
     for a, b in itertools.combinations(features, 2):
         for x, y in itertools.product(features[a], features[b]):
             if not excluded(a, x, b, y):
@@ -308,7 +308,7 @@ def valid_pairs(features: Mapping[str, Sequence[Any]]) -> Iterator[Pair]:
 
 
 def pairwise(features: Mapping[str, Sequence[Any]]) -> list[Case]:
-    """Cases in which every valid pair of values meets: greedy and deterministic.
+    """Returns cases that cover every valid pair of values, by a greedy, deterministic search.
 
     Each case starts from the first pair that has not met yet; every other feature then takes the value that meets most
     new pairs with those already chosen, the least used one where several do.
@@ -336,13 +336,13 @@ def pairwise(features: Mapping[str, Sequence[Any]]) -> list[Case]:
 
 
 def singles(features: Mapping[str, Sequence[Any]]) -> list[Case]:
-    """Each value of each feature alone on a plain call, so that a failure names the feature."""
+    """Returns a plain call with each single value of each feature, so that a failure names the feature."""
     plain = replace(PLAIN, lengths=(113, 103), batch=2, heads=(2, 1))
     return [replace(plain, **{name: value}) for name, values in features.items() for value in values]
 
 
 def _ordered(features: Mapping[str, Sequence[Any]], a: str, x: Any, b: str, y: Any) -> Pair:
-    """The pair as `valid_pairs` names it: the feature that comes first in the mapping first."""
+    """Returns the pair in the order of `valid_pairs`: the feature that comes first in the mapping is first."""
     for name in features:
         if name == a:
             return (a, x, b, y)
@@ -352,7 +352,7 @@ def _ordered(features: Mapping[str, Sequence[Any]], a: str, x: Any, b: str, y: A
 
 
 def at_tile_edges(tile: int, dtype: str) -> list[Case]:
-    """Lengths around a tile's and two tiles' size, under each mask that decides which tiles are visited."""
+    """Returns lengths around the size of one tile and of two, with each mask that determines the visited tiles."""
     lengths = (tile - 1, tile, tile + 1, 2 * tile + 1)
     masks: tuple[dict[str, Any], ...] = (
         {},
@@ -369,7 +369,7 @@ LARGEST_TILE = 256  # larger ones are eager's, whose tiles are no more than slic
 
 
 def long() -> list[Case]:
-    """Lengths past 2^15 and 2^16, where a narrow index type would wrap, on either side."""
+    """Returns lengths past 2^15 and 2^16 for queries and for keys, where a narrow index type would wrap."""
     plain = replace(PLAIN, dtype="bfloat16", heads=(2, 1), lse=True)
     shapes = ((3, 33_000), (33_000, 3), (129, 65_537), (65_537, 129))
     masks: tuple[dict[str, Any], ...] = (

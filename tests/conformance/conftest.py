@@ -1,4 +1,4 @@
-"""Memory of the conformance tests: what nobody wrote holds NaN, and tests that need much of it take turns."""
+"""Memory of the conformance tests: uninitialized memory holds NaN, and tests that need much memory take turns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from warpwave.runtime import scratch
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every allocation torch leaves uninitialised is filled with NaN (the largest integer, for integers).
+    """Fills every uninitialized allocation of torch with NaN (integers: the largest value).
 
     torch has a switch for this (`torch.utils.deterministic.fill_uninitialized_memory`), but it comes with
     deterministic algorithms, which are not what users run.
@@ -39,7 +39,7 @@ def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 @pytest.fixture
 def much_memory() -> Iterator[None]:
-    """On a GPU, one test of many gigabytes at a time, whichever of pytest-xdist's processes it runs in.
+    """On a GPU, runs one test of many gigabytes at a time, over all of pytest-xdist's processes.
 
     On a CPU such tests take address space only.
     """

@@ -1,7 +1,7 @@
-"""The contract's rows of edge cases and bad input: which tests hold each of them, and which fault proves the tests.
+"""The contract's edge cases and bad input: the tests of each row, and the seeded faults that prove the tests.
 
-test_contract.py checks that the tests and the faults named here exist and that nothing in the two test files, and no
-fault of theirs, is without a row.
+test_contract.py checks that the named tests and faults exist, and that every test of the two files and every fault has
+a row.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """One promise: its words, the tests that hold it, and the seeded faults that turn them red."""
+    """One promise: its wording, its tests, and the seeded faults that make them fail."""
 
     promise: str
     tests: tuple[str, ...]

@@ -1,15 +1,15 @@
-"""Calls drawn from the whole space of what kernels claim, each held against float64.
+"""Checks random calls from the whole space that the kernels claim to support, against float64.
 
 A grid of chosen cases misses pairs of values that nobody thought of. Here types, widths, lengths, features, strides,
-pages, configs and gradients are drawn, a kernel that claims the call is drawn too, and its results are held to the
-contract: the gates, minus infinity and zeros where the reference has them, equal bits when the call is repeated, inputs
-left as they were. Seeds follow from the commit, so that each commit meets other calls and can be checked again.
+pages, configs, gradients, and a kernel that claims the call are drawn. The results must meet the contract: the gates,
+minus infinity and zeros where the reference has them, equal bits if the call is repeated, and unchanged inputs. Seeds
+follow from the commit, so each commit is tested with other calls, and a test can be repeated.
 
     python -m tests.conformance.drawn --minutes 5            many processes, because compiling takes most of the time
     python -m tests.conformance.drawn --calls 3000 --seed 7
     python -m tests.conformance.drawn --one 123456           one call again, as a failure prints it
 
-Four seeds in a row share what is compiled (widths, type, features, kernel) and differ in lengths, strides and data.
+Four successive seeds share the compiled code (widths, type, features, kernel) and differ in lengths, strides and data.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Drawn(NamedTuple):
 
 
 def draw(seed: int) -> Drawn:
-    """The call of a seed, for the device of this machine. A kernel is drawn from those that claim the call."""
+    """Returns the call of a seed for this machine's device. Its kernel is drawn from those that claim the call."""
     of_class, of_call = random.Random(f"class {seed // ALIKE}"), random.Random(f"call {seed}")
     if of_class.random() < 0.2:
         return _draw_paged(seed, of_class, of_call)
@@ -202,14 +202,14 @@ PACKED_LAYOUTS = tuple(name for name in cases.LAYOUTS if name != "one item for a
 
 
 def _able(problem: Any) -> list[Any]:
-    """The kernels that claim a call."""
+    """Returns the kernels that claim a call."""
     return [m for m in dispatch.kernels_for(problem) if not m.why_not(problem, GPU)]
 
 
 def _choose(
     problem: Any, able: Sequence[Any], by_name: bool, name: float, index: float, other_config: bool
 ) -> tuple[str, Any]:
-    """A kernel of those that claim the call, and one of its configs."""
+    """Draws a kernel of those that claim the call, and one of its configs."""
     if not ON_GPU:
         able = [m for m in able if m.NAME not in SLOW or name < 0.02]
         if name > INTERPRETED_SHARE:
@@ -273,7 +273,7 @@ def _draw_paged(seed: int, of_class: random.Random, of_call: random.Random) -> D
 
 
 def check(drawn: Drawn) -> str | None:
-    """Runs a drawn call; what is wrong with it, or None.
+    """Runs a drawn call. Returns the fault, or None.
 
     The rounding model's own error is one draw too. Where few numbers are compared it may be arbitrarily small, so a
     call that misses a gate with finite results is judged again on other data: what is wrong misses it each time.
@@ -330,7 +330,7 @@ def _relative(got: Tensor, exact: Tensor) -> float:
 
 
 def _unseen(call: cases.Call, lse: Tensor) -> Tensor:
-    """Which rows of out, (..., heads), see no key and no sink."""
+    """Returns which rows of out, (..., heads), see no key and no sink."""
     return (lse == -math.inf).transpose(-1, -2)
 
 
@@ -351,7 +351,7 @@ def _check_gradients(drawn: Drawn, given: cases.Call, call: cases.Call) -> str |
 
 
 def _with_hidden_nan(call: cases.Call) -> Any:
-    """The operands with NaN in the keys and values that no query sees."""
+    """Returns the operands with NaN in the keys and values that no query sees."""
     group = call.problem.num_heads_q // call.problem.num_heads_kv
     k, v = (_independent(t).clone() for t in call.operands[1:3])
     for shown, keys, values in zip(
@@ -374,7 +374,7 @@ def _by_keys(call: cases.Call, x: Tensor) -> list[Tensor]:
 
 
 def _far(operands: Any, name: str) -> Any:
-    """The operands with one of them beyond the first 2^31 elements of its storage."""
+    """Returns the operands, one of them beyond the first 2^31 elements of its storage."""
     tensor = getattr(operands, name)
     buffer = torch.empty(2**31 + 64 + tensor.numel(), dtype=tensor.dtype, device=tensor.device)
     place = buffer[2**31 + 16 : 2**31 + 16 + tensor.numel()].view(tensor.shape)
@@ -397,13 +397,13 @@ def _check_paged(drawn: Drawn, case: PagedCase, other_data: int) -> str | None:
 
 
 def problem_of(drawn: Drawn) -> Any:
-    """The problem of a drawn call."""
+    """Returns the problem of a drawn call."""
     build: Any = paged.build if isinstance(drawn.case, PagedCase) else cases.build
     return replace(build(drawn.case, drawn.data, torch.device("cpu")).problem, requires_grad=drawn.gradients)
 
 
 def repro(seed: int) -> str:
-    """Five lines that run one drawn call."""
+    """Returns five lines of code that run one drawn call."""
     interpret = [] if ON_GPU else ["import os; os.environ['TRITON_INTERPRET'] = '1'"]
     return "\n".join(
         [*interpret, "from tests.conformance import drawn", f"call = drawn.draw({seed})", "print(call)",
@@ -416,7 +416,7 @@ def repro(seed: int) -> str:
 
 @dataclass
 class Tally:
-    """What became of the calls: by kernel, and each failure with its seed."""
+    """Returns a summary of the calls: counts by kernel, and each failure with its seed."""
 
     calls: Counter[str]
     failures: list[tuple[int, str]]
@@ -424,7 +424,7 @@ class Tally:
 
 
 def seed_of_commit(commit: str | None = None) -> int:
-    """The first seed of a commit: HEAD's if None."""
+    """Returns the first seed of a commit; None is HEAD."""
     if commit is None:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
         commit = head.stdout.strip() or "0"
@@ -432,7 +432,7 @@ def seed_of_commit(commit: str | None = None) -> int:
 
 
 def attempt(seed: int) -> tuple[str, str | None]:
-    """(kernel, what is wrong or None) of one seed; an exception is what is wrong."""
+    """Returns (kernel, fault or None) of one seed; an exception is a fault."""
     try:
         drawn = draw(seed)
     except Exception:
@@ -448,7 +448,7 @@ def attempt(seed: int) -> tuple[str, str | None]:
 
 
 def _work(first: int, step: int, stop: float) -> None:
-    """A worker process: a line of JSON before and after each call."""
+    """Runs in a worker process: writes a line of JSON before and after each call."""
     group = first
     while time.time() < stop:
         for seed in range(group * ALIKE, (group + 1) * ALIKE):
@@ -463,8 +463,8 @@ def _work(first: int, step: int, stop: float) -> None:
 
 
 def run(first_seed: int, minutes: float, processes: int, calls: int | None) -> Tally:
-    """Draws and checks calls in many processes until time or calls run out. A process that dies is a failure of the
-    call it was at, and another takes its place."""
+    """Draws and checks calls in many processes until the time or the number of calls is reached. If a process dies, its
+    current call counts as a failure, and a new process replaces it."""
     tally, stop = Tally(Counter(), []), time.time() + 60 * minutes
     lines: queue.Queue[Any] = queue.Queue()
 
@@ -529,7 +529,7 @@ def _note(tally: Tally, said: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; the exit status is 1 if a call was wrong."""
+    """Runs the command. Returns the exit code: 1 if a call was wrong."""
     parser = argparse.ArgumentParser(description="Calls drawn from what kernels claim, held against float64.")
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--calls", type=int, help="stop after so many, whatever the time")
@@ -561,7 +561,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def some(calls: int) -> Iterator[int]:
-    """Seeds of the commit, for tests."""
+    """Returns seeds of the commit, for tests."""
     yield from range(seed_of_commit(), seed_of_commit() + calls)
 
 

@@ -1,4 +1,4 @@
-"""The accuracy gates: how far a kernel may be from R, in units of how far M and N are.
+"""The accuracy gates: the allowed error of a kernel against R, in units of the errors of M and N.
 
     A   peer rule   max e(a) <= c * max e(N) + 2 * (one output rounding), e(x) = |x - R|
     B1  maximum     max e(a) <= c * max e(M) + 1e-6 * max |R|
@@ -9,7 +9,7 @@
     C   LSE         |lse - lse_R| <= 1e-5 + 2e-6 * max visible |logit|, and -inf exactly where R has it; precision
                     "tf32" adds c (of B1) * max |lse_M - lse_R|
 
-The constants c are in `TABLE`, the only place of the test code that holds a tolerance.
+The constants c are in `TABLE`. No other place of the test code has a tolerance.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ LSE_ABSOLUTE, LSE_RELATIVE, LSE_HEAD_DIM = 1e-5, 2e-6, 256
 
 
 class Gate(NamedTuple):
-    """One gate's outcome.
+    """The outcome of one gate.
 
     Attributes:
         name: "B2 RMS of out".
@@ -109,7 +109,7 @@ class Gate(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The outcome of every gate that applies."""
+    """The outcomes of all gates that apply."""
 
     gates: tuple[Gate, ...]
 
@@ -144,7 +144,7 @@ def forward_references(problem: AttentionProblem, operands: Operands) -> Forward
 def judge_forward(
     problem: AttentionProblem, references: ForwardReferences, out: Tensor, lse: Tensor | None = None
 ) -> Verdict:
-    """Holds a kernel's out, and its lse where it has one, against the references."""
+    """Compares a kernel's out, and its lse if it has one, with the references."""
     exact, model, naive = references
     gates = _judge(problem, "forward", "out", exact.out, model.out, naive, out, exact.largest_logit)
     if lse is not None:
@@ -173,7 +173,7 @@ def backward_references(
 
 
 def judge_backward(problem: AttentionProblem, references: BackwardReferences, got: Gradients) -> Verdict:
-    """Holds a kernel's gradients against those of the references; those the kernel has not (None) are left out."""
+    """Compares a kernel's gradients with those of the references; gradients that are None are left out."""
     gates = []
     for name, r, m, n, a in zip(Gradients._fields, *references[:3], got, strict=True):
         if a is not None:
@@ -183,7 +183,7 @@ def judge_backward(problem: AttentionProblem, references: BackwardReferences, go
 
 
 def limits(problem: AttentionProblem, direction: Direction) -> Limits:
-    """The constants for this problem."""
+    """Returns the constants for a problem."""
     # Gradients are computed without splitting, so they are held to float32's row.
     arithmetic = _arithmetic(problem)
     found = TABLE[direction, "float32" if (direction, arithmetic) == ("backward", "bf16x3") else arithmetic]
@@ -268,7 +268,7 @@ def _lse_allowance(largest_logit: float) -> float:
 
 
 def _worst_distance(a: Tensor, b: Tensor) -> float:
-    """The largest |a - b|. Equal infinities have no distance; any other non-finite value is infinitely far."""
+    """Returns the largest |a - b|. Equal infinities have distance 0; any other non-finite value is infinitely far."""
     distance = torch.where(a == b, 0.0, (a - b).abs().nan_to_num(nan=math.inf))
     return distance.max().item() if distance.numel() else 0.0
 

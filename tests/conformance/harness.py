@@ -1,4 +1,4 @@
-"""What every conformance test shares: the device, the grid that fits it, and one way to call a kernel by name."""
+"""Shared by all conformance tests: the device, its grid of cases, and calls of a kernel by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LONG = 20_000 if ON_GPU else 1_300
 def attend(
     kernel: str, operands: Operands, options: dict[str, Any], problem: AttentionProblem, config: Any = None
 ) -> tuple[Tensor, Tensor | None]:
-    """out and lse (None unless asked for) of one call through the public door."""
+    """Returns out and lse (None unless requested) of one public call."""
     tensors: dict[str, Any] = {"alibi_slopes": operands.alibi_slopes, "sinks": operands.sinks}
     if problem.packed:
         tensors |= {"cu_seqlens_q": operands.cu_seqlens_q, "cu_seqlens_k": operands.cu_seqlens_k}
@@ -45,12 +45,12 @@ def attend(
 
 
 def run(kernel: str, call: Call, config: Any = None) -> tuple[Tensor, Tensor | None]:
-    """`attend` on the call as it was built."""
+    """Runs `attend` on a built call."""
     return attend(kernel, call.operands, call.options, call.problem, config)
 
 
 def refuses(kernel: str, call: Call, request: pytest.FixtureRequest) -> bool:
-    """Whether the kernel says it cannot run the call. If so, the refusal itself is held to the contract and counted."""
+    """Whether the kernel refuses the call. A refusal is checked against the contract and counted."""
     reasons = KERNELS[kernel].why_not(call.problem, GPU)
     if not reasons:
         return False
@@ -63,13 +63,13 @@ def refuses(kernel: str, call: Call, request: pytest.FixtureRequest) -> bool:
 
 
 def default_config(kernel: str, call: Call) -> Any:
-    """The config the kernel would choose for this call, to hold on to while the call varies."""
+    """Returns the kernel's default config for the call, to be kept while the call varies."""
     return KERNELS[kernel].configs(call.problem, GPU)[0]
 
 
 def configs_by_tile(kernel: str, case: Case) -> dict[int, Any]:
-    """Each tile size the kernel can pick for such a case, and the first of its configs that has it; of three_kernel's,
-    one of portable tiles, for torch's products have none, and neither they nor Hopper's take every call."""
+    """Returns each tile size that the kernel can use for a case, with its first config of that size. For three_kernel
+    the config is portable, because torch's products have no tiles, and neither they nor Hopper's support all calls."""
     module = KERNELS[kernel]
     problem = cases.build(case, "normal", torch.device("cpu")).problem
     found: dict[int, Any] = {}
@@ -84,13 +84,13 @@ def configs_by_tile(kernel: str, case: Case) -> dict[int, Any]:
 
 
 def bits(*tensors: Tensor | None) -> list[str]:
-    """A digest of each tensor's values: equal if and only if they are equal bit for bit, NaN and -0 included."""
+    """Returns a digest of each tensor's values, equal only for equal bits, including NaN and -0."""
     values = (t.detach().contiguous().cpu().view(torch.uint8).numpy() for t in tensors if t is not None)
     return [hashlib.sha256(v.tobytes()).hexdigest()[:16] for v in values]
 
 
 def visible(call: Call) -> list[Tensor]:
-    """Which query sees which key, from the words of the documentation: for each sequence, bool [heads, rows, keys]."""
+    """Returns the visible pairs by the documented definition: for each sequence, bool [heads, rows, keys]."""
     problem, operands = call.problem, call.operands
     if problem.packed:
         ends = zip(operands.cu_seqlens_q.diff().tolist(), operands.cu_seqlens_k.diff().tolist(), strict=True)
@@ -119,7 +119,7 @@ def visible(call: Call) -> list[Tensor]:
 
 
 def by_sequence(call: Call, x: Tensor) -> list[Tensor]:
-    """The sequences of a tensor laid out like q, k or v, each [tokens, heads, width]."""
+    """Returns the sequences of a tensor with the layout of q, k or v, each [tokens, heads, width]."""
     if not call.problem.packed:
         return list(x)
     cu_seqlens = call.operands.cu_seqlens_q if len(x) == call.problem.total_q else call.operands.cu_seqlens_k

@@ -1,4 +1,4 @@
-"""Calls on a paged cache for conformance tests: sequences of unequal length in shuffled pages, NaN everywhere else."""
+"""Calls on a paged cache for conformance tests: sequences of unequal length in shuffled pages, NaN elsewhere."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class PagedCall(NamedTuple):
 
 
 def build(case: PagedCase, data: Data, device: torch.device, seed: int = 0) -> PagedCall:
-    """The tensors of a case. Rows of the table are shuffled too; cells beyond a sequence's length hold NaN, and so do
-    pages that no sequence has; the table names pages far outside the pool where no token is."""
+    """Returns the tensors of a case. Rows of the table are shuffled too. Slots beyond a sequence's length and unused
+    pages hold NaN, and unused entries of the table name pages far outside the pool."""
     g = torch.Generator(device).manual_seed(seed)
     dtype_name, _, precision = case.dtype.partition(":")
     dtype = getattr(torch, dtype_name)
@@ -125,7 +125,7 @@ def build(case: PagedCase, data: Data, device: torch.device, seed: int = 0) -> P
 
 
 def run(kernel: str, call: PagedCall, **more: Any) -> tuple[Tensor, Tensor | None]:
-    """out and lse (None unless asked for) through the public door."""
+    """Returns out and lse (None unless requested) of a public call."""
     o = call.operands
     tensors: dict[str, Any] = {"alibi_slopes": o.alibi_slopes, "sinks": o.sinks, "rows": o.rows}
     if call.problem.packed:
@@ -135,7 +135,7 @@ def run(kernel: str, call: PagedCall, **more: Any) -> tuple[Tensor, Tensor | Non
 
 
 def visible(call: PagedCall) -> list[Tensor]:
-    """Which query sees which key, from the words of the documentation: bool [queries, keys] of each sequence."""
+    """Returns the visible pairs by the documented definition: bool [queries, keys] of each sequence."""
     problem, found = call.problem, []
     for b, keys in enumerate(call.keys):
         seqlen_q = problem.lengths[b][0] if problem.lengths else problem.seqlen_q
@@ -155,7 +155,7 @@ def visible(call: PagedCall) -> list[Tensor]:
 
 
 def by_sequence(call: PagedCall, x: Tensor) -> list[Tensor]:
-    """The sequences of a tensor laid out like q, each [queries, heads, width]."""
+    """Returns the sequences of a tensor with the layout of q, each [queries, heads, width]."""
     if call.problem.packed:
         return list(x.split([q for q, _ in call.problem.lengths or ()]))
     return list(x)

@@ -1,6 +1,6 @@
 """Bad input: every row of the contract's table is refused with the documented type, before anything is launched.
 
-The tests hold no bare assert of the package to be there: the last one runs them all again under `python -O`.
+The checks must not be assertions of the package: the last test runs all others again under `python -O`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The gates of bf16x3 beside its arithmetic, computed exactly: right ones hold, and one product too few does not pass.
+"""The gates of bf16x3, with its arithmetic computed exactly: three products pass, and two do not.
 
-The sums here are float64, so what is left is what the split itself costs: two bfloat16 parts of an operand, and of the
-four products of parts the largest three.
+The sums here are float64, so the only error is that of the split: two bfloat16 parts per operand, and the largest three
+of the four products of parts.
 """
 
 from __future__ import annotations

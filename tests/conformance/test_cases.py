@@ -1,4 +1,4 @@
-"""The case grid and the gates themselves: that every two values meet, and that a gate fails when it should."""
+"""Tests of the case grid and the gates: the grid covers every pair of values, and a gate fails when it should."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What is around a call has no say in it: autocast, the process's precision of products, functions others replaced,
-threads. And no call changes any of it."""
+"""The context of a call does not affect it: autocast, the process's precision of products, replaced functions, threads.
+And no call changes its context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of contract.py against the tests and the seeded faults that exist."""
+"""Compares the table of contract.py with the existing tests and seeded faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls drawn from what kernels claim: a few hundred of this commit's, and those that were wrong once."""
+"""Random calls that kernels claim to support: a few hundred of this commit's, and those that once failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The edge cases of the contract, one test or more a row; contract.py holds the list of rows."""
+"""The edge cases of the contract, with one or more tests per row of contract.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gates of float32 beside its arithmetic: products summed in order hold, and one part too few does not pass."""
+"""The gates of float32, with its arithmetic: products summed in order pass, and one part too few does not."""
 
 from __future__ import annotations
 

@@ -259,7 +259,7 @@ def test_batch_invariance(reader: str, dtype: str, packed: bool) -> None:
     o = call.operands
     assert o.rows is not None
     if reader == "large_head_dim" and packed:
-        with pytest.raises(UnsupportedProblem, match="batch_invariant is not kept"):
+        with pytest.raises(UnsupportedProblem, match="batch_invariant cannot be kept"):
             paged.run(reader, call, batch_invariant=True)
         return
     results = []

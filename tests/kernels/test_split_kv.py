@@ -35,7 +35,7 @@ H200 = replace(Gpu.for_arch("sm_90"), num_sms=132)
         ({"pieces": 3, "num_splits": 4}, "pieces is 3; it must be 0, or at least 2 and num_splits = 4"),
         ({"pieces": 1}, "pieces is 1"),
         ({"kv_heads": 3}, "kv_heads is 3; it must be a power of two"),
-        ({"kv_heads": 2, "pieces": 4}, "kv_heads is 2 with pieces = 4; pieces are of one kv head"),
+        ({"kv_heads": 2, "pieces": 4}, "kv_heads is 2 with pieces = 4; pieces need kv_heads = 1"),
     ],
 )
 def test_a_config_checks_itself(fields: dict[str, Any], text: str) -> None:
@@ -56,7 +56,9 @@ def test_splits_fill_the_gpu_and_no_more(batch: int, seqlen_k: int, least: int, 
     assert split_kv.cost(problem, H200, config).blocks == batch * 8 * config.num_splits
     places = 132 * split_kv_configs.blocks_per_sm(problem, H200, config)
     (note,) = split_kv.notes(problem, H200, config)
-    assert f"{batch * 8} tiles of rows for {places} places on 132 SMs" in note and str(config.num_splits) in note
+    assert (
+        f"{batch * 8} tiles of rows for {places} resident blocks on 132 SMs" in note and str(config.num_splits) in note
+    )
 
 
 def test_a_small_last_wave_is_split_away() -> None:
@@ -367,7 +369,7 @@ def test_explain_prints_the_splits_and_their_reason() -> None:
     said = explain(replace(DECODE, page_size=16), gpu=H200)
     assert said.kernel == "split_kv" and list(said.reasons) == ["split_kv", "large_head_dim", "eager"]
     text = " ".join(str(said).split())
-    assert f"config keys in {said.config.num_splits} shares: 8 tiles of rows for 396 places on 132 SMs" in text
+    assert f"config num_splits = {said.config.num_splits}: 8 tiles of rows for 396 resident blocks on 132 SMs" in text
     assert "cache in pages of 16" in text
     given = explain(DECODE, gpu=H200, kernel="split_kv", config=Config(16, 64, 4, 2, 3))
-    assert "keys in 3 shares, as asked" in " ".join(str(given).split())
+    assert "num_splits = 3, as given" in " ".join(str(given).split())

@@ -243,16 +243,16 @@ def test_what_it_refuses() -> None:
     assert any("found tensors on the CPU" in reason for reason in three_kernel.why_not(PROBLEM, CPU))
     assert any("no paged cache" in reason for reason in three_kernel.why_not(replace(PROBLEM, page_size=16), H200))
     (reason,) = three_kernel.why_not(replace(PROBLEM, seqlen_k=2**21), H200)
-    assert "scores of 128 queries of one head would take 1.5 GiB of memory, and it takes 1 at most" in reason
+    assert "scores of 128 queries of one head would take 1.5 GiB of memory; the limit is 1:" in reason
 
 
 def test_auto_leaves_gradients_to_eager_where_they_were_not_measured() -> None:
     wide = replace(PROBLEM, requires_grad=True)
     for problem in (wide, replace(wide, head_dim=64, head_dim_v=64), PROBLEM):
         assert three_kernel.outrun(problem, H200) == []
-    assert "timed on an H200 alone" in three_kernel.outrun(wide, Gpu.for_arch("sm_80"))[0]
+    assert "timed on an H200 only" in three_kernel.outrun(wide, Gpu.for_arch("sm_80"))[0]
     (reason,) = three_kernel.outrun(replace(wide, softcap=1.0), H200)
-    assert reason == "three_kernel's gradients know nothing of softcap: eager's would serve, after a second forward"
+    assert reason == "three_kernel's gradients do not support softcap: eager's would be used, after a second forward"
 
 
 def test_gradients_multiply_whole_groups_together() -> None:
@@ -334,7 +334,7 @@ def test_explain_says_how_a_call_is_cut() -> None:
         "8 chunks of 2 heads x 2048 queries: scores 2 x 2048 x 2048 x 4 bytes = 33.6 MB, P in their place"
     )
     assert tiles == "by tiles of 128 x 256 a chunk is 256 of scores and 128 of out, for 132 SMs"
-    assert sums == "sums in 1 piece a chunk, 4096 rows x 1024 x 4 bytes = 16.8 MB at the most"
+    assert sums == "sums in 1 piece a chunk, at most 4096 rows x 1024 x 4 bytes = 16.8 MB"
 
 
 def test_operands_spread_far_are_copied_for_torchs_products() -> None:

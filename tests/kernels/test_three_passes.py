@@ -78,11 +78,11 @@ def test_memory_for_scores_is_bounded(rung: Any) -> None:
     assert three_passes.scores_bytes(fits) == three_passes.MAX_SCORES_BYTES
     assert rung.why_not(fits, H200) == []
     (reason,) = rung.why_not(replace(fits, seqlen_q=16385), H200)
-    assert "its scores would take 16.0 GiB of memory, and it takes 16.0 at most" in reason
+    assert "its scores would take 16.0 GiB of memory; the limit is 16.0" in reason
     assert "use flash_fwd" in reason
     small = replace(H200, name="a small one", memory_bytes=8 * 1024**3)
     (reason,) = rung.why_not(fits, small)
-    assert "would take 16.0 GiB" in reason and "8.0 at most on a small one" in reason
+    assert "would take 16.0 GiB" in reason and "the limit is 8.0 on a small one" in reason
 
 
 @both

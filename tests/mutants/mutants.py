@@ -88,7 +88,7 @@ NAMED = [
     ),
     Mutant(
         "stale cache key: a call's options left out", "plans.py",
-        "key: list[Any] = [said]", "key: list[Any] = [said[0][-2:]]",
+        "key: list[Any] = [said, is", "key: list[Any] = [said[0][-2:], is",
         "test_edges.py::test_causal_alignment", "flash_fwd", "keys_seen",
     ),
     Mutant(

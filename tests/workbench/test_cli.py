@@ -132,7 +132,7 @@ def test_roof_measures_keeps_and_shows(tmp_path: Path, monkeypatch: pytest.Monke
         (["--device", "abacus"], "'abacus' is not a device"),
         (["--device", "cuda:77"], "torch sees no GPU 77"),
         (["--device", "cpu", "--out", "/no/such/folder/roof.json"], "there is no directory /no/such/folder"),
-        (["--device", "cpu", "--out", __file__], "is no file of `warpwave roof`"),
+        (["--device", "cpu", "--out", __file__], "is not a file of `warpwave roof`"),
     ],
 )
 def test_a_mistake_with_roof_is_one_sentence(
@@ -285,7 +285,7 @@ def test_names_that_are_not_utf_8_and_names_that_are_controls(tmp_path: Path) ->
     for name in (b"b\xff.jsonl", b"e\x1b[31m\n.jsonl"):
         Path(os.fsdecode(bytes(tmp_path) + b"/" + name)).write_bytes(record)
     done = shell("W report b*.jsonl e*.jsonl --out b*.jsonl --markdown -", tmp_path)
-    assert done.returncode == 2 and b"is there already" in done.stderr
+    assert done.returncode == 2 and b"already exists" in done.stderr
     done = shell("W report b*.jsonl e*.jsonl --out r.html --markdown -", tmp_path)
     assert done.returncode == 0, done.stderr.decode()
     assert b"from b\\\\xff.jsonl, e\\\\x1b[31m\\\\x0a.jsonl" in done.stdout and b"\x1b" not in done.stdout

@@ -48,7 +48,7 @@ def test_what_is_no_regular_file_is_neither_read_nor_replaced(tmp_path: Path) ->
 
 def test_somebody_elses_file_and_a_folder(tmp_path: Path) -> None:
     (tmp_path / "thesis").write_text("x")
-    with pytest.raises(CannotWrite, match="is there already and is no report of ours; name another file"):
+    with pytest.raises(CannotWrite, match="already exists and is not a report of ours; name another file"):
         check_output(tmp_path / "thesis", Kind("report of ours", lambda _: False))
     ours = Kind("report", lambda _: True)
     with pytest.raises(CannotWrite, match="is a directory"):

@@ -1,18 +1,18 @@
-"""Writing new keys and values into the pages of a cache, and rotating them and the queries on the way; portable Triton.
+"""Writes new keys and values into the pages of a cache, and rotates them and the queries; portable Triton.
 
 A program moves one head of one new token: to the cell of the cache that the page table names, or, for a head of q, to
-a tensor of its own. With rotary embeddings, pairs of elements (i, i + rotary_dim / 2), or (2i, 2i + 1) interleaved,
-turn by the angle of the token's position,
+a separate tensor. With rotary embeddings, pairs of elements (i, i + rotary_dim / 2), or (2i, 2i + 1) interleaved,
+are rotated by the angle of the token's position,
 
     x' = x * cos[position] - y * sin[position];   y' = y * cos[position] + x * sin[position]
 
 Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021). Angles are applied in float32 and the
-result is rounded once. The last tokens of each sequence are the new ones: lengths were advanced before.
+result is rounded once. The new tokens are the last ones of each sequence: the caller has advanced the lengths.
 
-Offsets, rows, lengths and page ids come from the device and may be any int32. What they name is clamped or left out:
-every load and store stays inside its tensor.
+Offsets, rows, lengths and page ids come from the device and may be any int32. They are clamped, or their writes are
+skipped: every load and store stays inside its tensor.
 
-Bound: launch latency at decode, where it moves some kilobytes; memory at prefill. Where Triton is not, `write_torch`
+Bound: launch latency at decode, where it moves some kilobytes; memory at prefill. Without Triton, `write_torch`
 does the same with torch's indexing.
 """
 
@@ -38,17 +38,17 @@ UNSPECIALISED = [
 
 
 class New(NamedTuple):
-    """What one launch writes, and where.
+    """The tensors of one launch.
 
     Attributes:
-        k, v: new tokens, (batch, seqlen, num_heads_kv, width), packed (total, num_heads_kv, width); None to rotate
-            queries alone.
-        q, q_out: queries to rotate, shaped alike with num_heads_q, and where to; None for none.
+        k, v: new tokens, (batch, seqlen, num_heads_kv, width), packed (total, num_heads_kv, width); None to rotate only
+            queries.
+        q, q_out: queries to rotate, of the same shape with num_heads_q, and their output; None for none.
         k_pages, v_pages: the pools, (num_pages, page_size, num_heads_kv, width).
         page_table: int32 (cache_rows, pages_of_a_row).
-        seqused_k: int32 (cache_rows,): lengths with the new tokens.
+        seqused_k: int32 (cache_rows,): lengths including the new tokens.
         rows: int32 (batch,): the cache's row of each sequence; None for 0, 1, 2 and so on.
-        cu_seqlens: int32 (batch + 1,) where tokens are packed.
+        cu_seqlens: int32 (batch + 1,) if tokens are packed.
         cos, sin: float32 (positions, rotary_dim / 2); None for no rotation.
     """
 
@@ -81,7 +81,7 @@ def _head(
     ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """One head of one token, [BLOCK], in float32; its first ROTARY_DIM elements rotated to a position."""
+    """Loads one head of one token, [BLOCK], in float32, with its first ROTARY_DIM elements rotated to a position."""
     elements = dims.to(tl.int64)
     x = tl.load(ptr + elements * stride_element, mask=dims < WIDTH, other=0.0).to(tl.float32)
     if ROTARY_DIM > 0:
@@ -158,7 +158,7 @@ def append_kv_kernel(
     HAS_KV: tl.constexpr,
     HAS_Q: tl.constexpr,
 ):
-    """One head of one new token: a kv head, both its key and its value, or a head of q.
+    """Processes one head of one new token: a kv head, both its key and its value, or a head of q.
 
     Bound: latency.
     """
@@ -178,13 +178,13 @@ def append_kv_kernel(
     row = batch
     if HAS_ROWS:
         row = tl.minimum(tl.maximum(tl.load(rows_ptr + batch), 0), num_rows - 1).to(tl.int64)
-    # 64 bits, in which no length is too small to subtract from.
+    # In 64 bits, so that the subtraction cannot overflow for any length.
     position = tl.load(seqused_k_ptr + row).to(tl.int64) - seqlen + token
-    at = first + token  # in memory, from the sequence's or the pack's begin
-    # A table of angles that ends too early is read at its last row: not what was meant, but inside the tensor.
+    at = first + token  # row in memory, from the begin of the sequence or the packed tensor
+    # Positions past the table of angles use its last row: a wrong angle, but a load inside the tensor.
     angle = tl.minimum(tl.maximum(position, 0), angles - 1)
     dims = tl.arange(0, BLOCK_D)
-    # What is absent is known when this is compiled: its branch would ask an absent pointer for its type.
+    # Absence is known at compile time: the branch must not be compiled, because an absent pointer has no element type.
     if HAS_Q:  # noqa: SIM102
         if head >= num_heads_kv:
             head_q = head - num_heads_kv
@@ -195,7 +195,7 @@ def append_kv_kernel(
             tl.store(out, rounded(x, q_out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
     if HAS_KV:  # noqa: SIM102
         if head < num_heads_kv:
-            # Nothing is written where a length or a page id is none.
+            # Nothing is written if a length or a page id is invalid.
             page_place = position // PAGE_SIZE
             there = (position >= 0) & (page_place < pages_of_a_row)
             page = tl.load(page_table_ptr + row * stride_table + page_place, mask=there, other=-1)
@@ -218,11 +218,11 @@ def append_kv_kernel(
 
 
 def specify(new: New, max_seqlen: int, interleaved: bool) -> launch.Launch:
-    """The launch. `max_seqlen` is the longest of the packed sequences; of no use where they are not packed."""
+    """Returns the launch. `max_seqlen` is the longest of the packed sequences; it is ignored if they are not packed."""
     tokens = new.k if new.k is not None else new.q
     packed = new.cu_seqlens is not None
     batch = len(new.cu_seqlens) - 1 if packed else tokens.shape[0]
-    # No sequence has more tokens than the pack; a larger max_seqlen would launch programs without one.
+    # No sequence has more tokens than the packed tensor; a larger max_seqlen would launch programs without a token.
     seqlen = min(max_seqlen, tokens.shape[0]) if packed else tokens.shape[1]
     heads_kv = 0 if new.k is None else new.k.shape[-2]
     heads_q = 0 if new.q is None else new.q.shape[-2]
@@ -269,11 +269,11 @@ _launchers: Bounded[tuple[Any, ...], Any] = Bounded(256)
 
 
 def prepare(new: New, max_seqlen: int = 0, interleaved: bool = False) -> Callable[[New], None]:
-    """Compiles for a layout, once, and returns `write(new)` for tensors of that layout: everything that can fail.
+    """Compiles for a layout, once, and returns `write(new)` for tensors of that layout. All failures happen here.
 
     Args:
         max_seqlen: the longest of the packed sequences.
-        interleaved: whether a rotation turns neighbouring elements.
+        interleaved: whether a rotation rotates adjacent elements.
     """
     if NO_TRITON is not None or not (new.k_pages.is_cuda or INTERPRETED):
         return lambda new: write_torch(new, interleaved)
@@ -291,7 +291,7 @@ def prepare(new: New, max_seqlen: int = 0, interleaved: bool = False) -> Callabl
 
 @torch.inference_mode()  # writes pools of either mode, and records no gradient
 def write_torch(new: New, interleaved: bool = False) -> None:
-    """Writes by torch's indexing. Waits for the device."""
+    """Writes with torch's indexing. Waits for the device."""
     tokens = new.k if new.k is not None else new.q
     device = tokens.device
     parts = {name: getattr(new, name) for name in ("k", "v", "q", "q_out")}
@@ -312,7 +312,7 @@ def write_torch(new: New, interleaved: bool = False) -> None:
     if new.k is not None:
         page_size, columns = new.k_pages.shape[1], new.page_table.shape[1]
         column, cell = position // page_size, position % page_size
-        # Nothing is written where a length or a page id is none.
+        # Nothing is written if a length or a page id is invalid.
         there = (position >= 0) & (column < columns)
         pages = new.page_table[row, column.clamp(0, columns - 1)].long()
         there &= (pages >= 0) & (pages < len(new.k_pages))
@@ -324,7 +324,7 @@ def write_torch(new: New, interleaved: bool = False) -> None:
 def rotated(
     x: torch.Tensor, position: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, interleaved: bool
 ) -> torch.Tensor:
-    """x, (tokens, heads, head_dim), with the first elements of each head rotated to the tokens' positions."""
+    """Returns x, (tokens, heads, head_dim), with the first elements of each head rotated to the tokens' positions."""
     if cos is None or sin is None:
         return x
     rotary_dim = 2 * cos.shape[1]

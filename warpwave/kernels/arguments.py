@@ -1,6 +1,6 @@
-"""How a call becomes a Triton kernel's arguments: strides, window, padding, precision, outputs. Host code alone.
+"""Converts a call to a Triton kernel's arguments: strides, window, padding, precision, outputs. Holds no device code.
 
-Every kernel takes a dense and a packed call alike: a packed tensor is one whose batch stride is 0.
+Every kernel treats a dense and a packed call alike: a packed tensor is one whose batch stride is 0.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ UNLIMITED = 2**30  # a window side larger than any sequence, small enough that a
 
 @cache
 def padded(head_dim: int) -> int:
-    """Tiles are powers of two, and 16 is the least that a matrix instruction takes."""
+    """Returns the tile width for head_dim: a power of two, at least 16, the minimum of a matrix instruction."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-WGMMA_ROWS = 64  # of a tile: products of fewer rows take their operands from registers
+WGMMA_ROWS = 64  # rows of a tile: products of fewer rows take their operands from registers
 SWIZZLE_WIDTH = 64  # 16-bit elements of a row of 128 bytes, the widest swizzle of shared memory
 
 
 @by_kind
 def tile_widths(problem: AttentionProblem, gpu: Gpu, block_m: int) -> tuple[int, int]:
-    """Returns the widths of a tile of K and of a tile of V beside `block_m` queries, in elements.
+    """Returns the widths, in elements, of a tile of K and of a tile of V for `block_m` queries.
 
-    On Hopper both tiles get the same swizzle of shared memory. Where tiles of two swizzles share a buffer, their matrix
+    On Hopper both tiles get the same swizzle of shared memory. If tiles of two swizzles share a buffer, their matrix
     descriptors are one address plus two different constants. ptxas 12.8, which Triton 3.6 and 3.7 ship, then computes
-    the second descriptor from registers that nothing has written, and the product reads arbitrary shared memory
+    the second descriptor from uninitialized registers, and the product reads arbitrary shared memory
     (docs/notes/descriptors.md).
     """
     width, width_v = padded(problem.head_dim), padded(problem.head_dim_v)
@@ -47,45 +47,47 @@ def tile_widths(problem: AttentionProblem, gpu: Gpu, block_m: int) -> tuple[int,
 
 @by_kind
 def dot_precision(problem: AttentionProblem, gpu: Gpu) -> str:
-    """How float32 products are computed there: "ieee", "tf32", "tf32x3", "bf16x3" or "bf16x6" (warpwave.precision)."""
+    """Returns the arithmetic of float32 products: "ieee", "tf32", "tf32x3", "bf16x3" or "bf16x6"
+    (warpwave.precision)."""
     return precision.arithmetic(problem, gpu)
 
 
 def split_operand(problem: AttentionProblem, gpu: Gpu) -> int:
-    """How often an operand of a float32 product stands in shared memory, at the most: itself, and what it is split in,
-    where the matrix unit takes that from shared memory. An mma instruction takes it from registers."""
+    """Returns the largest number of copies of a float32 operand in shared memory: itself, and its parts if the matrix
+    unit reads them from shared memory. An mma instruction reads them from registers."""
     if problem.dtype != "float32" or (gpu.vendor == "nvidia" and gpu.capability not in (90, 100, 103)):
         return 1
     return {"ieee": 1, "bf16x6": 3}.get(dot_precision(problem, gpu), 2)
 
 
 def token_strides(problem: AttentionProblem, tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides of q, k, v or out: (batch, token, head, element)."""
+    """Returns the strides of q, k, v or out: (batch, token, head, element)."""
     return (0, *tensor.stride()) if problem.packed else tensor.stride()
 
 
 def lse_strides(problem: AttentionProblem) -> tuple[int, int]:
-    """Strides of lse: (batch, head)."""
+    """Returns the strides of lse: (batch, head)."""
     rows = problem.total_q if problem.packed else problem.seqlen_q
     return (0, rows) if problem.packed else (problem.num_heads_q * rows, rows)
 
 
 def broadcast_strides(tensor: torch.Tensor | None) -> tuple[int, ...]:
-    """Strides of mask or bias: (batch, head, query, key), 0 along the axes that are broadcast."""
+    """Returns the strides of mask or bias: (batch, head, query, key), 0 along broadcast axes."""
     if tensor is None:
         return (0, 0, 0, 0)
     return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def slope_strides(slopes: torch.Tensor | None) -> tuple[int, ...]:
-    """Strides of ALiBi slopes: (batch, head)."""
+    """Returns the strides of ALiBi slopes: (batch, head)."""
     if slopes is None:
         return (0, 0)
     return (0, *slopes.stride()) if slopes.dim() == 1 else slopes.stride()
 
 
 def window(problem: AttentionProblem) -> tuple[int, int]:
-    """The window's sides, left and right. A causal mask aligned to the last key is one with nothing to the right."""
+    """Returns the window's sides, left and right. A causal mask aligned to the last key is a window with right side
+    0."""
     left, right = problem.window_size
     if problem.causal is not None and problem.causal.alignment == "bottom_right":
         right = 0
@@ -96,7 +98,7 @@ def window(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def band_constants(problem: AttentionProblem) -> dict[str, bool]:
-    """The compile-time side of the positional mask: which of its edges there are."""
+    """Returns the compile-time constants of the positional mask: which of its edges exist."""
     return {
         "HAS_LOW": problem.window_size[0] >= 0,
         "HAS_HIGH": problem.window_size[1] >= 0 or problem.causal is not None,
@@ -105,7 +107,7 @@ def band_constants(problem: AttentionProblem) -> dict[str, bool]:
 
 
 def feature_constants(problem: AttentionProblem) -> dict[str, bool]:
-    """The compile-time side of what is done to scores behind the product."""
+    """Returns the compile-time constants of the score transforms after the product."""
     return {
         "HAS_MASK": problem.mask_shape is not None,
         "HAS_BIAS": problem.bias_shape is not None,
@@ -116,7 +118,7 @@ def feature_constants(problem: AttentionProblem) -> dict[str, bool]:
 
 
 def allocator(problem: AttentionProblem, q: torch.Tensor) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Returns `allocate() -> (out, lse)`, lse None unless asked for, on the device of q."""
+    """Returns `allocate() -> (out, lse)` on the device of q; lse is None unless requested."""
     rows = (problem.total_q,) if problem.packed else (problem.batch, problem.seqlen_q)
     make_out = maker((*q.shape[:-1], problem.head_dim_v), q.dtype, q.device)
     if not problem.return_lse:
@@ -126,9 +128,9 @@ def allocator(problem: AttentionProblem, q: torch.Tensor) -> Callable[[], tuple[
 
 
 def straightener(operands: Operands) -> Callable[[Operands], Operands]:
-    """Returns `straight(operands)`: mask, bias, slopes and sinks with stride 1 (or 0, along a broadcast axis), so that
-    a layout is not one more variant of the kernel, with other bits. A tensor that is strided is copied, as it is:
-    broadcast axes stay broadcast."""
+    """Returns `straight(operands)`: mask, bias, slopes and sinks with stride 1 (or 0, along a broadcast axis).
+    Otherwise the layout would add kernel variants, with different bits. A strided tensor is copied; its broadcast axes
+    stay broadcast."""
     strided = [
         n for n in Operands._fields[3:] if (t := getattr(operands, n)) is not None and t.stride(-1) > 1 < t.shape[-1]
     ]
@@ -138,10 +140,11 @@ def straightener(operands: Operands) -> Callable[[Operands], Operands]:
 
 
 def as_it_is(operands: Any) -> Any:
-    """Nothing to change about operands."""
+    """Returns operands unchanged."""
     return operands
 
 
 def behind(change: Callable[[Any], Any], run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`run` of changed operands; where nothing changes, `run` itself, a call of a function less."""
+    """Returns a function that runs `run` on changed operands, or `run` itself if nothing changes, which saves a
+    call."""
     return run if change is as_it_is else lambda operands: run(change(operands))

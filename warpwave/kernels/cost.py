@@ -1,4 +1,4 @@
-"""`Cost`: what a kernel moves and computes for one problem, per resource, as its own file states it."""
+"""`Cost`: the bytes that a kernel moves and the operations that it computes for one problem, per resource."""
 
 from __future__ import annotations
 
@@ -22,32 +22,33 @@ class Cost:
         exponentials: over every tile computed.
         read_bytes: bytes requested from L2 or memory, each tile counted each time it is read.
         write_bytes: bytes written.
-        smem_bytes: shared memory one block needs, an upper bound before compiling; 0 where the kernel uses none.
-        workspace_bytes: device memory allocated beside the outputs.
+        smem_bytes: shared memory one block needs, an upper bound before compiling; 0 if the kernel uses none.
+        workspace_bytes: device memory allocated in addition to the outputs.
 
-    What follows is for `warpwave.workbench.model.predict`; 0 where a kernel does not say.
-        loop: which of a kernel's loops it is, where there are several: each has constants of its own.
-        smem_margin: of `smem_bytes`, what is there for the compiler to take and mostly is not taken.
+    The other fields are for `warpwave.workbench.model.predict`; 0 if a kernel does not state them.
+        loop: name of the loop, if a kernel has several; each has its own constants.
+        smem_margin: the part of `smem_bytes` that the compiler may use, but mostly does not.
         operand_bytes: read from shared memory by multiply-adds; operands of matrix units are not counted.
-        conversions: elements of operands that a loop turns into parts of float32 numbers, each part counted, and as
-            often as threads hold the same element.
-        items: tiles of the output that blocks work on, where a block draws several; 0: one a block.
-        steps: tiles of keys walked, over all blocks.
-        longest: steps of the item that walks most; 0: all items walk as many.
-        order: of items that differ and do not come longest first: sequence by sequence, the steps of those that come
-            one after the other, and how often that repeats (`launch_order`).
-        cut: of `steps`, those whose scores are masked: an edge of the mask or the end of the keys passes through.
-        trips: loads and stores that wait for one another: of a block without steps; else before the first one.
-        far: of a step, the share of the longer way to memory that it waits for, few tiles of keys being on their way.
-        block_us: of an SM for each block without steps, where they are many and small.
-        threads: of a block.
-        registers: of a thread, as estimated before compiling.
-        chains: independent instruction streams of a block, that hide each other's latency.
+        conversions: elements of operands that a loop converts to parts of float32 numbers; each part is counted, once
+            for every thread that holds the same element.
+        items: tiles of the output that blocks process, if a block draws several; 0: one a block.
+        steps: tiles of keys processed, over all blocks.
+        longest: steps of the longest item; 0: all items have the same number.
+        order: for items that differ and are not in longest-first order: for each sequence, the steps of consecutive
+            items, and how often that repeats (`launch_order`).
+        cut: the part of `steps` whose scores are masked, because an edge of the mask or the end of the keys cuts the
+        tile.
+        trips: dependent loads and stores: of a block without steps, or else before the first step.
+        far: fraction of the additional latency of memory that each step waits for, because few tiles are in flight.
+        block_us: time of an SM for each block without steps, if blocks are many and small.
+        threads: threads of a block.
+        registers: registers of a thread, as estimated before compiling.
+        chains: independent instruction streams of a block that hide each other's latency.
         blocks_per_sm: as the kernel launches them; 0: as many as fit.
-        scratch_bytes: of `read_bytes` and `write_bytes`, those of the workspace.
+        scratch_bytes: the part of `read_bytes` and `write_bytes` that accesses the workspace.
         launches: kernels launched, one after another.
-        ahead: whether they begin while the launch before them in the stream still ends.
-        parts: the same of each launch, where they differ.
+        ahead: whether they start while the preceding launch in the stream ends.
+        parts: the costs of the launches, if they differ.
     """
 
     blocks: int
@@ -79,30 +80,31 @@ class Cost:
     parts: tuple[Cost, ...] = ()
 
 
-# Parts of an operand, by what warpwave.precision calls the arithmetic; the others take operands as they are.
+# Parts of an operand, by the arithmetic's name in warpwave.precision; other arithmetic uses operands unchanged.
 PARTS = {"tf32": 1, "tf32x3": 2, "bf16x3": 2, "bf16x6": 3}
 
 
 def conversions(problem: AttentionProblem, gpu: Gpu, elements: int, block_m: int, num_warps: int) -> int:
-    """`Cost.conversions` of a loop that splits so many elements of operands, by tiles of `block_m` rows.
+    """Returns `Cost.conversions` of a loop that splits `elements` elements of operands, with tiles of `block_m` rows.
 
-    Hopper's and Blackwell's matrix units read the operands of 64 rows and more from shared memory; others take them
-    from registers, where warps that share rows or columns of a product hold the same ones: each is split by half of
-    them (F2FP counted on sm_90).
+    Hopper's and Blackwell's matrix units read the operands of 64 or more rows from shared memory. Others take them from
+    registers, where warps that share rows or columns of a product hold the same elements: each is split by half of them
+    (F2FP counted on sm_90).
     """
     parts = PARTS.get(precision.arithmetic(problem, gpu), 0) if problem.dtype == "float32" else 0
     once = gpu.capability in (90, 100, 103) and block_m >= 64
     return parts * elements * (1 if once else max(1, num_warps // 2))
 
 
-# Of an SM for each warp of many small blocks, whatever they do: 0.080 to 0.083 by blocks of 1, 2 and 4 warps (H200).
+# Time of an SM for each warp of many small blocks, whatever they do: 0.080 to 0.083 for blocks of 1, 2 and 4 warps
+# (H200).
 WARP_US = 0.08
 
 
 def merging(rows: int, parts: int, read_bytes: int, write_bytes: int, ahead: bool = False) -> Cost:
-    """Of the launch that merges partial results (`partials.merge_partials_kernel`), a block for each row of each head.
-    Blocks so small are a matter of an SM's time for each, whatever they read: by 512 to 12,288 rows of 2 to 8 parts on
-    an H200."""
+    """Returns the cost of the launch that merges partial results (`partials.merge_partials_kernel`), one block for each
+    row of each head. Blocks this small take a fixed time of an SM each, whatever they read: measured for 512 to 12,288
+    rows of 2 to 8 parts on an H200."""
     return Cost(
         blocks=rows,
         flops=0,
@@ -128,24 +130,25 @@ def bytes_per_score(problem: AttentionProblem) -> int:
 
 
 def odd_rows(problem: AttentionProblem) -> bool:
-    """Whether rows of a 16-bit tensor do not all begin at multiples of 32 bytes, so that pointers load less at once."""
+    """Returns whether some rows of a 16-bit tensor do not start at multiples of 32 bytes, so that pointer loads are
+    narrower."""
     return problem.dtype != "float32" and bool(problem.head_dim % 16 or problem.head_dim_v % 16)
 
 
 def waits_for_memory(num_stages: int) -> float:
-    """`Cost.far` of a loop that loads a tile of keys behind another: with two stages each step waits (0.3 to 0.5 us on
-    an H200, by head sizes of 128 to 1024), with three hardly any."""
+    """Returns `Cost.far` of a loop that prefetches tiles of keys: with two stages each step waits (0.3 to 0.5 us on an
+    H200, for head sizes of 128 to 1024), with three hardly any."""
     return 1 / max(1, num_stages - 1) ** 2
 
 
 class Walk(NamedTuple):
-    """What kernels visit of a problem, counted on the host.
+    """The tiles of a problem that kernels visit, counted on the host.
 
     Attributes:
-        tiles: (query tile, key tile) pairs in which position hides not everything, over all heads and sequences.
+        tiles: (query tile, key tile) pairs that position does not hide entirely, over all heads and sequences.
         longest: key tiles of the query tile that has most.
         items: query tiles that have any, over all heads and sequences.
-        cut: of the pairs, those in which position or the end of the keys hides something.
+        cut: the pairs in which position or the end of the keys hides something.
     """
 
     tiles: int
@@ -155,22 +158,23 @@ class Walk(NamedTuple):
 
 
 def visited_tiles(problem: AttentionProblem, block_m: int, block_n: int) -> int:
-    """(query tile, key tile) pairs in which position hides not everything, over all heads and sequences."""
+    """Returns the number of (query tile, key tile) pairs that position does not hide entirely, over all heads and
+    sequences."""
     return walk(problem, block_m, block_n).tiles
 
 
 def walk(problem: AttentionProblem, block_m: int, block_n: int, heads: int = 1, from_first: bool = False) -> Walk:
-    """Counts what tiles of some size visit.
+    """Counts the tiles that a tile shape visits.
 
-    The rows of a tile of queries are counted in lines: `heads` heads stand side by side, so that a tile spans
-    `block_m / heads` queries. Tiles are not walked one by one. Away from where an edge of the mask enters or leaves the
-    keys, the counts of every `period`-th tile of queries are an arithmetic progression, because each count is the floor
-    of an expression that is linear in the tile's first row. 10^8 tokens take no longer than 10^4.
+    The rows of a tile of queries are counted in lines: `heads` heads are adjacent, so that a tile spans `block_m /
+    heads` queries. Tiles are not enumerated. Except near the rows where an edge of the mask enters or leaves the keys,
+    the counts of every `period`-th tile of queries are an arithmetic progression, because each count is the floor of an
+    expression that is linear in the tile's first row. 10^8 tokens take no longer than 10^4.
 
     Args:
         heads: heads whose rows a tile holds.
-        from_first: whether tiles of keys begin at the first key that any query sees, and each tile of queries visits
-            one at least, as in Hopper's kernels (`visible.tiles_of_block`); else they begin at key 0.
+        from_first: whether tiles of keys begin at the first key that any query sees, and each tile of queries visits at
+            least one, as in Hopper's kernels (`visible.tiles_of_block`); otherwise they begin at key 0.
     """
     tiles = longest = items = cut = 0
     for (seqlen_q, seqlen_k), times in problem.counted_items().items():
@@ -239,7 +243,7 @@ class _Sequence(NamedTuple):
     from_first: bool = False
 
     def tiles(self) -> int:
-        """Returns the number of tiles of queries; 0 where the band shows no pair at all."""
+        """Returns the number of tiles of queries; 0 if the band shows no pair at all."""
         low, high = self.band
         if low is not None and high is not None and low > high and not self.from_first:
             return 0
@@ -285,14 +289,14 @@ class _Sequence(NamedTuple):
 def cut_tiles(
     band: tuple[int | None, int | None], rows: tuple[int, int], tiles: tuple[int, int], block_n: int, seqlen_k: int
 ) -> int:
-    """Of the key tiles that some queries visit, those that are masked.
+    """Returns how many of the key tiles that some queries visit are masked.
 
     Args:
         band: as in `AttentionProblem.band`.
         rows: the first query and the last.
-        tiles: the first key tile and the one behind the last.
+        tiles: the first key tile and the one after the last.
         block_n: keys of a tile.
-        seqlen_k: behind it lies no key.
+        seqlen_k: number of keys.
     """
     (low, high), (row_first, row_last), (begin, end) = band, rows, tiles
     whole = seqlen_k // block_n if high is None else min(seqlen_k, row_first + high + 1) // block_n
@@ -305,8 +309,8 @@ LINE_BYTES = 128
 
 
 def line_bytes(row_bytes: int) -> int:
-    """Bytes of the whole lines of L2 that TMA asks for to copy a row in boxes of 128 bytes, where rows follow one
-    another: the mean over where a row may begin. A line that two boxes meet is asked for twice."""
+    """Returns the bytes of the whole L2 lines that TMA requests to copy a row in boxes of 128 bytes, if rows are
+    contiguous: the mean over a row's possible alignments. A line that two boxes overlap is requested twice."""
     step = math.gcd(row_bytes, LINE_BYTES)
     lines = 0
     for offset in range(0, LINE_BYTES, step):

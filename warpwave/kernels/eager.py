@@ -1,15 +1,15 @@
 """Tiled attention in torch operations: any device, every feature, O(seqlen) memory, differentiable.
 
-The online softmax of `flash_fwd` over large tiles, one torch operation a step. The backward keeps nothing but out and
-the log-sum-exp and computes each tile's probabilities again:
+The online softmax of `flash_fwd` over large tiles, one torch operation per step. The backward keeps only out and the
+log-sum-exp, and recomputes each tile's probabilities:
 
     P = exp(S - lse);   dV = P^T dO;   dS = P * (dO V^T - delta);   dQ = dS K;   dK = dS^T Q
 
 with `delta = rowsum(dO * out) - dlse`, which also carries a gradient through the log-sum-exp (Dao et al.,
 "FlashAttention" (2022), appendix B.4). Every product accumulates in float32, and scores and probabilities stay
-float32 between the two products wherever the device can take them so.
+float32 between the two products if the device's products allow it.
 
-Bound: memory traffic of the score tiles, and on a GPU the launches of some ten operations a tile. It serves what no
+Bound: memory traffic of the score tiles, and on a GPU the launches of some ten operations a tile. It covers what no
 other kernel does: gradients, CPUs, head sizes above every kernel's limit. Packed calls read the sequence offsets on
 the host, which waits for the device.
 """
@@ -54,7 +54,7 @@ class Config:
 
 
 class _Part(NamedTuple):
-    """What is computed together: everything of a dense call, one sequence of a packed one."""
+    """A unit of computation: a whole dense call, or one sequence of a packed call."""
 
     batch: slice
     tokens_q: slice
@@ -71,7 +71,7 @@ def _parts(problem: AttentionProblem, operands: Operands) -> list[_Part]:
 
 
 class _Views:
-    """One part of the operands (or of their gradients), query heads grouped by the kv head they read.
+    """One part of the operands (or of their gradients), with query heads grouped by the kv head they read.
 
     q is (batch, num_heads_kv, group, seqlen_q, head_dim), k and v are (batch, num_heads_kv, seqlen_k, ...). Mask, bias
     and slopes broadcast to (batch, num_heads_kv, group, seqlen_q, seqlen_k), sinks to (batch, num_heads_kv, group, 1).
@@ -94,13 +94,13 @@ class _Views:
         self.sinks = None if sinks is None else sinks.view(1, *self.groups, 1)
 
     def rows(self, t: Any, tokens: slice) -> Any:
-        """A tensor laid out like q or out, as (batch, num_heads_kv, group, seqlen_q, width)."""
+        """Returns a tensor in the layout of q or out as (batch, num_heads_kv, group, seqlen_q, width)."""
         if t is None:
             return None
         return (t[None, tokens] if self.packed else t).transpose(1, 2).unflatten(1, self.groups)
 
     def rows_of_lse(self, t: Any, tokens: slice) -> Any:
-        """A tensor laid out like lse, as (batch, num_heads_kv, group, seqlen_q)."""
+        """Returns a tensor in the layout of lse as (batch, num_heads_kv, group, seqlen_q)."""
         if t is None:
             return None
         return (t[None, :, tokens] if self.packed else t).unflatten(1, self.groups)
@@ -120,13 +120,13 @@ class _Tile(NamedTuple):
     cut: bool  # whether the band hides some pair of the tile
 
     def of(self, t: torch.Tensor) -> torch.Tensor:
-        """The tile of a tensor whose last two axes are rows and keys, each of which may be broadcast."""
+        """Returns the tile of a tensor whose last two axes are rows and keys, each of which may be broadcast."""
         t = t if t.shape[-2] == 1 else t[..., self.rows, :]
         return t if t.shape[-1] == 1 else t[..., self.keys]
 
 
 def _tiles(band: Band, rows: slice, seqlen_k: int, block_n: int) -> Iterator[_Tile]:
-    """The key tiles that some row of the block sees."""
+    """Yields the key tiles that some row of the block sees."""
     low, high = band
     begin = 0 if low is None else max(0, rows.start + low)
     end = seqlen_k if high is None else min(seqlen_k, rows.stop + high)
@@ -150,8 +150,8 @@ def _row_blocks(seqlen_q: int, block_m: int) -> Iterator[slice]:
 def _scores(
     problem: AttentionProblem, views: _Views, tile: _Tile, band: Band
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scores of a tile in natural units, float32 (batch, kv, group, rows, keys), minus infinity where masked; and,
-    with a softcap, the tanh they are made of."""
+    """Returns the scores of a tile in natural units, float32 (batch, kv, group, rows, keys), minus infinity where
+    masked; and, with a softcap, the tanh from which they are computed."""
     # One product for all the query heads of a kv head.
     q = views.q[..., tile.rows, :].flatten(2, 3)
     scores = product(q, views.k[..., tile.keys, :].transpose(-1, -2)) * problem.softmax_scale
@@ -181,20 +181,20 @@ def _scores(
 
 
 def _distance(views: _Views, tile: _Tile) -> torch.Tensor:
-    """key - row, (rows, keys)."""
+    """Returns key - row, (rows, keys)."""
     device = views.q.device
     rows = torch.arange(tile.rows.start, tile.rows.stop, device=device)
     return torch.arange(tile.keys.start, tile.keys.stop, device=device) - rows[:, None]
 
 
 def _alibi_distance(views: _Views, tile: _Tile) -> torch.Tensor:
-    """How far a key is from its row, positions counted from the last key and the last row back."""
+    """Returns the distance between key and row, with positions counted back from the last key and the last row."""
     return (_distance(views, tile) - (views.k.shape[-2] - views.q.shape[-2])).abs()
 
 
 def _without_unseen(t: torch.Tensor, tile: _Tile, scores: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:
-    """Rows of K or V for each query head (batch, kv, group, keys, width), zero where no row of that head sees the key:
-    its probability is 0, and 0 * NaN would leak a NaN that nothing may see."""
+    """Returns rows of K or V for each query head (batch, kv, group, keys, width), zero if no row of that head sees the
+    key. Its probability is 0, but 0 * NaN would leak a hidden NaN."""
     t = t[..., tile.keys, :][:, :, None]
     if not _hides(tile, problem):
         return t
@@ -203,19 +203,19 @@ def _without_unseen(t: torch.Tensor, tile: _Tile, scores: torch.Tensor, problem:
 
 
 def _without_blind(t: torch.Tensor, tile: _Tile, scores: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:
-    """Rows of Q or dout, zero where a row sees no key of the tile: what a NaN there is multiplied by is 0."""
+    """Returns rows of Q or dout, zero if a row sees no key of the tile: a NaN there would be multiplied by 0."""
     if not _hides(tile, problem):
         return t
     return torch.where((scores != NEG_INF).any(-1)[..., None], t, torch.zeros((), dtype=t.dtype, device=t.device))
 
 
 def _hides(tile: _Tile, problem: AttentionProblem) -> bool:
-    """Whether some pair of the tile may be hidden."""
+    """Returns whether some pair of the tile may be hidden."""
     return tile.cut or problem.mask_shape is not None or problem.bias_shape is not None
 
 
 def _operand(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A float32 factor as the product's other operand wants it: 16 bits where the GPU takes 16-bit operands."""
+    """Returns a float32 factor in the dtype that the product needs: 16 bits if the GPU multiplies 16-bit operands."""
     return t.to(like.dtype) if like.is_cuda else t
 
 
@@ -223,7 +223,8 @@ def _operand(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def forward(problem: AttentionProblem, operands: Operands, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
-    """out like q with head_dim_v, and lse, float32 (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q)."""
+    """Returns out, like q with head_dim_v, and lse, float32 (batch, num_heads_q, seqlen_q), packed (num_heads_q,
+    total_q)."""
     q = operands.q
     rows = (problem.total_q,) if problem.packed else (problem.batch, problem.seqlen_q)
     out = torch.empty((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device=q.device)
@@ -241,7 +242,7 @@ def forward(problem: AttentionProblem, operands: Operands, config: Config) -> tu
 def _attend(
     problem: AttentionProblem, views: _Views, band: Band, block: slice, block_n: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of a block of rows."""
+    """Returns out and lse of a block of rows."""
     q = views.q[..., block, :]
     m = torch.full(q.shape[:-1], NEG_INF, dtype=torch.float32, device=q.device)
     total = torch.zeros_like(m)
@@ -257,8 +258,8 @@ def _attend(
         acc = acc * alpha[..., None] + product(_operand(p, v), v)
         m = m_new
     if views.sinks is not None:
-        # One more key, whose value is zero. It comes last: as the first maximum it would push the probabilities of
-        # lower scores out of the range of 16 bits.
+        # The sink is one more key, whose value is zero. It is added last: as the first maximum it would push the
+        # probabilities of lower scores out of the range of 16 bits.
         m_new = m.maximum(views.sinks)
         shift = torch.where(m_new == NEG_INF, 0.0, m_new)
         alpha = torch.exp(m - shift)
@@ -272,7 +273,7 @@ def _attend(
 
 
 class Gradients(NamedTuple):
-    """Of the operands that can have one; None where none was asked for."""
+    """Gradients of the operands that can have one; None for those not requested."""
 
     q: torch.Tensor | None
     k: torch.Tensor | None
@@ -292,7 +293,8 @@ def backward(
     dlse: torch.Tensor | None,
     wanted: Sequence[bool],
 ) -> Gradients:
-    """The gradients named by `wanted` (in the order of `Gradients`), each in the shape and dtype of its operand.
+    """Returns the gradients named by `wanted` (in the order of `Gradients`), each in the shape and dtype of its
+    operand.
 
     Deterministic: no atomics, sums in a fixed order.
     """
@@ -328,9 +330,9 @@ def _attend_backward(
     lse: torch.Tensor,
     dlse: torch.Tensor | None,
 ) -> None:
-    """Adds what one block of rows gives to every gradient."""
+    """Adds the contributions of one block of rows to every gradient."""
     out, dout, lse = out[..., block, :], dout[..., block, :], lse[..., block]
-    # A row that sees nothing has out 0 whatever arrives at it, NaN included.
+    # A row that sees nothing has out 0 whatever its upstream gradient is, NaN included.
     delta = torch.where(out == 0, 0.0, dout.float() * out.float()).sum(-1)
     if dlse is not None:
         delta = delta - dlse[..., block]
@@ -353,9 +355,9 @@ def _attend_backward(
             part += ds.sum_to_size(part.shape)
         if grads.slopes is not None:
             grads.slopes -= (ds * _alibi_distance(views, tile)).sum_to_size(grads.slopes.shape)
-        if squashed is not None:  # NaN where a hidden score is
+        if squashed is not None:  # NaN where a score is hidden
             ds = torch.where(scores == NEG_INF, 0.0, ds * (1 - squashed * squashed))
-        # The scale comes after the products: before, it would push a small ds out of the range of 16 bits.
+        # The scale is applied after the products: before, it would push a small ds out of the range of 16 bits.
         if grads.q is not None:
             k = _without_unseen(views.k, tile, scores, problem)
             grads.q[..., block, :] += product(_operand(ds, k), k) * problem.softmax_scale
@@ -370,7 +372,7 @@ def _attend_backward(
 def bind(
     problem: AttentionProblem, operands: Any, config: Config
 ) -> Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Returns `run(operands) -> (out, lse)`, lse None unless asked for or needed for gradients."""
+    """Returns `run(operands) -> (out, lse)`, where lse is None unless requested or needed for gradients."""
     keep_lse = problem.return_lse or problem.requires_grad
 
     def run(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -390,8 +392,8 @@ def _forward_on_cache(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     packed, gathered = as_packed(problem, operands)
     if problem.batch_invariant:
-        # Each alone, in tiles and memory of its own: tiles follow the batch, and a CPU's products the alignment of
-        # their operands.
+        # Sequences run one by one, in separate tiles and memory, because tile sizes depend on the batch, and a CPU's
+        # products depend on the alignment of their operands.
         gpu = current_gpu(gathered.q.device)
         each = [forward(*one, configs(one[0], gpu)[0]) for one in one_by_one(packed, gathered)]
         out = torch.cat([out for out, _ in each])
@@ -405,19 +407,20 @@ def _forward_on_cache(
 
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Empty, for it runs everything everywhere; only a budget may be less than torch's float32 products keep."""
+    """Returns [], because eager runs everything everywhere, unless error_budget is below the error of torch's float32
+    products."""
     return precision.why_not(problem, gpu, ("ieee",))
 
 
 # Configs --------------------------------------------------------------------------------------------------------------
 
-# Score elements of a tile, over all batches and heads: three float32 copies of it live at once. 4 Mi elements keep
+# Score elements of a tile, over all batches and heads; three float32 copies of it are live at once. 4 Mi elements keep
 # them in 48 MB, about the last-level cache of a large CPU and the L2 of a large GPU.
 TILE_ELEMENTS = 4 * 1024 * 1024
 
 
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """The default first: tiles of bounded size, so that memory grows with seqlen and not with its square."""
+    """Returns the default first: tiles of bounded size, so that memory grows with seqlen and not with its square."""
     heads = max(1, (1 if problem.packed else problem.batch) * problem.num_heads_q)
     side = 1 << (max(256, math.isqrt(TILE_ELEMENTS // heads)).bit_length() - 1)
     default = Config(min(side, 1024), min(2 * side, 2048))

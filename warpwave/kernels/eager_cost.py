@@ -1,7 +1,7 @@
-"""What `eager` moves and computes for one problem.
+"""The bytes that `eager` moves and the operations that it computes for one problem.
 
-Its tiles are counted by arithmetic progressions, as `cost.walk` counts those of the kernels. They differ from those: a
-block of rows begins its tiles of keys at the first key that it sees.
+Its tiles are counted by arithmetic progressions, as in `cost.walk`, with one difference: a block of rows begins its
+tiles of keys at the first key that it sees.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band
 if TYPE_CHECKING:
     from warpwave.kernels.eager import Config
 
-# Launches of torch's beside products and what walks all scores of a tile: maximum, shift (compare and select), rescale
+# torch launches per tile except products and passes over all its scores: maximum, shift (compare and select), rescale
 # (subtract, exponential), total and out (each multiply and add).
 STEPS_OF_TILE = 9
-STEPS_OF_BLOCK = 12  # three sums begun; out and log-sum-exp finished, rounded and stored
-# Two ranges, one less the other, what is hidden (begin, compare, join); copy, fill, compare and any; V without it.
+STEPS_OF_BLOCK = 12  # three sums initialized; out and log-sum-exp finished, rounded and stored
+# Two ranges and their difference, the hidden pairs (init, compare, join); copy, fill, compare and any; V without it.
 PASSES_OF_EDGE = 12
 
 
@@ -30,12 +30,12 @@ class Tiles(NamedTuple):
 
     Attributes:
         blocks: blocks of rows.
-        tiles: (block of rows, tile of keys) pairs in which position hides not everything.
-        cut: of `tiles`, those in which it hides something.
-        keys: of all tiles, a key counted once in each.
-        rows: the same for rows.
+        tiles: (block of rows, tile of keys) pairs that position does not hide entirely.
+        cut: the pairs among `tiles` in which it hides something.
+        keys: keys of all tiles, counted once in each tile.
+        rows: rows of all tiles, counted once in each tile.
         scores: rows times keys, of all tiles.
-        cut_scores: of `scores`, those of cut tiles.
+        cut_scores: those of cut tiles.
     """
 
     blocks: int = 0
@@ -51,9 +51,9 @@ def tiles_of_sequence(band: Band, seqlen_q: int, seqlen_k: int, block_m: int, bl
     """Counts the tiles of one sequence.
 
     Args:
-        band: what position shows, as in `AttentionProblem.band`.
-        seqlen_q, seqlen_k: its queries and keys.
-        block_m, block_n: queries and keys of a tile.
+            band: what position shows, as in `AttentionProblem.band`.
+            seqlen_q, seqlen_k: queries and keys of the sequence.
+            block_m, block_n: queries and keys of a tile.
     """
     full, rest = divmod(seqlen_q, block_m)
     total = [0] * len(Tiles._fields)
@@ -68,9 +68,9 @@ def tiles_of_sequence(band: Band, seqlen_q: int, seqlen_k: int, block_m: int, bl
 
 
 def _irregular(band: Band, seqlen_k: int, block_m: int, block_n: int) -> list[range]:
-    """Returns the blocks of rows near which an edge of the mask begins or ends to matter."""
+    """Returns the blocks of rows near which an edge of the mask starts or stops to have an effect."""
     low, high = band
-    rows: list[int] = []  # a block's first row, where an expression of `_of_block` changes sign
+    rows: list[int] = []  # the first rows of blocks at which an expression of `_of_block` changes sign
     if low is not None:
         widest = -(-(block_m - 1) // block_n) * block_n  # keys of the tiles that a lower edge cuts
         rows += (-low, 1 - block_m - low, seqlen_k - low, seqlen_k - low - widest)
@@ -88,8 +88,8 @@ def _of_block(band: Band, first: int, rows: int, seqlen_k: int, block_n: int) ->
     end = seqlen_k if high is None else min(seqlen_k, first + rows + high)
     keys = max(0, end - begin)
     tiles = -(-keys // block_n)
-    # The first tiles are cut by the lower edge, down to where the last row's begins; the last ones by the upper edge,
-    # from where the first row's ends. Those between show every pair.
+    # The lower edge cuts the first tiles, down to the begin of the last row's keys; the upper edge cuts the last ones,
+    # from the end of the first row's keys. The tiles in between show every pair.
     cut_low = 0 if low is None else max(0, -(-(first + rows - 1 + low - begin) // block_n))
     shown = seqlen_k if high is None else first + high + 1
     before_high = tiles if end <= shown else max(0, (shown - begin) // block_n)
@@ -101,12 +101,12 @@ def _of_block(band: Band, first: int, rows: int, seqlen_k: int, block_n: int) ->
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """What the operations move, each one a launch: products, what walks all scores of a tile, and what a tile and a
-    block of rows need beside."""
+    """Returns the cost of the operations, each one launch: products, passes over all scores of a tile, and additional
+    launches per tile and per block of rows."""
     scores = tile_reads = tiles = blocks = cut = cut_tiles = acc_rows = 0
     for (seqlen_q, seqlen_k), times in problem.counted_items().items():
         band = problem.band(seqlen_q, seqlen_k)
-        each = times if problem.packed else 1  # a dense call's sequences go together
+        each = times if problem.packed else 1  # a dense call processes its sequences together
         found = tiles_of_sequence(band, seqlen_q, seqlen_k, config.block_m, config.block_n)
         blocks += each * found.blocks
         tiles += each * found.tiles
@@ -119,7 +119,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     width, width_v, group = problem.head_dim, problem.head_dim_v, problem.num_heads_q // problem.num_heads_kv
     workspace = 3 * 4 * min(scores, problem.batch * problem.num_heads_q * config.block_m * config.block_n)
     operands = size * (acc_rows * width + tile_reads * (width + group * width_v))
-    # A product wants its batch in one stride: heads of several sequences, and V of a group, are copied.
+    # A product needs one batch stride: heads of several sequences, and V of a group, are copied.
     copies = 2 * (problem.batch > 1 and not problem.packed) + (group > 1 or (problem.batch > 1 and not problem.packed))
     products = Cost(
         blocks=0,
@@ -130,7 +130,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         scratch_bytes=(4 + size) * scores,
         launches=(2 + copies) * tiles,
     )
-    # Scale, maximum, less the maximum, exponential, sum, 16 bits; at an edge fill, compare and search as well.
+    # Scale, maximum, subtract the maximum, exponential, sum, 16 bits; at an edge also fill, compare and search.
     narrow = size < 4
     passes = Cost(
         blocks=0,

@@ -1,5 +1,5 @@
-"""Calls on a paged cache as packed calls: a kernel without page tables of its own (eager) gathers the pages of each
-sequence. Also what the host does with numbers that it reads from the device: it clamps them before it uses them."""
+"""Converts calls on a paged cache to packed calls for a kernel that reads no page tables (eager): the pages of each
+sequence are gathered. Also clamps numbers that the host reads from the device, before they are used."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from warpwave.problem import AttentionProblem, CachedOperands, Operands
 def offsets_within(cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
     """Returns offsets of packed sequences as int64 that begin at 0, end at `total` and do not decrease.
 
-    Valid offsets come back as they are. Others, over the whole range of int32, become valid ones, so that nothing that
-    follows allocates by them or leaves the tensors.
+    Valid offsets are returned unchanged. Others, over the whole range of int32, become valid, so that the code that
+    uses them neither allocates by invalid sizes nor leaves the tensors.
     """
     offsets = cu_seqlens.long().clamp(0, total).cummax(0).values
     offsets[-1] = total
-    offsets[0] = 0  # the last one too where there is no sequence
+    offsets[0] = 0  # needed if there is no sequence: the last one is then the first one
     return offsets
 
 
 def as_packed(problem: AttentionProblem, operands: CachedOperands) -> tuple[AttentionProblem, Operands]:
-    """The same call with the keys and values of each sequence gathered and packed. Waits for the device.
+    """Returns the same call with the keys and values of each sequence gathered and packed. Waits for the device.
 
-    Offsets, rows, lengths and page ids may be any int32: the packed call is a valid one.
+    Offsets, rows, lengths and page ids may be any int32; the packed call is always valid.
 
     Raises:
         RuntimeError: a CUDA graph is being captured, which cannot record what the host reads.
@@ -64,7 +64,7 @@ def as_packed(problem: AttentionProblem, operands: CachedOperands) -> tuple[Atte
 
 
 def one_by_one(problem: AttentionProblem, operands: Operands) -> Iterator[tuple[AttentionProblem, Operands]]:
-    """Each sequence of a packed call as a packed call of one, its tensors copied."""
+    """Yields each sequence of a packed call as a packed call of one sequence, its tensors copied."""
     at_q = at_k = 0
     for b, (seqlen_q, seqlen_k) in enumerate(problem.lengths or ()):
         q = operands.q[at_q : at_q + seqlen_q].clone()
@@ -84,7 +84,7 @@ def one_by_one(problem: AttentionProblem, operands: Operands) -> Iterator[tuple[
 def as_cached(
     problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What the packed call returned, in the shapes of the call on the cache that it stands for."""
+    """Returns the packed call's results in the shapes of the original call on the cache."""
     if problem.packed:
         return out, lse
     out = out.unflatten(0, (problem.batch, problem.seqlen_q))

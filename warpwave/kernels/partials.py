@@ -1,14 +1,14 @@
-"""Partial results of attention over parts of the keys, and how they become one. No kernel by itself.
+"""Partial results of attention over parts of the keys, and their merge. Holds no complete kernel.
 
-A part that saw some of a row's keys leaves what the online softmax keeps: the accumulator, un-normalised, and its
-maximum and sum. Parts merge as tiles do,
+A part that saw some of a row's keys stores the state of the online softmax: the unnormalized accumulator, its maximum
+and its sum. Parts merge as tiles do,
 
     m = max(m_s);   acc = sum(exp2(m_s - m) * acc_s);   l = sum(exp2(m_s - m) * l_s);   out = acc / l
 
-always in the order of the parts, whichever block finished first: results are repeatable, and no value is ever added
-by an atomic. Maxima are kept apart from sums because a log-sum-exp, rounded to float32, would carry an error of the
-size of the largest logit into every weight (Dao et al., "Flash-Decoding for long-context inference" (2023), merges by
-the log-sum-exp instead).
+always in the order of the parts, whichever block finished first. Results are repeatable, and no value is ever added by
+an atomic. Maxima are stored separately from sums: a log-sum-exp, rounded to float32, would carry an error proportional
+to the largest logit into every weight (Dao et al., "Flash-Decoding for long-context inference" (2023), merges by the
+log-sum-exp instead).
 
 Bound: memory. Each part of a row is `4 * (head_dim_v + 2)` bytes written and read once.
 """
@@ -26,23 +26,23 @@ from warpwave.runtime import scratch
 from warpwave.runtime.launch import Launch
 from warpwave.runtime.triton_or_stub import jit, tl
 
-LOADED_AT_ONCE = 4096  # elements that a merging block asks for together at the most: their latencies overlap
+LOADED_AT_ONCE = 4096  # most elements that a merging block loads together, so that their latencies overlap
 UNSPECIALISED = ["rows_heads", "num_heads_q", "num_parts", "lse_rows"]
 
 
 @jit
 def await_launch_before():
-    """For a launch that may begin while the one before it in its stream still ends ("programmatic dependent launch",
-    CUDA programming guide): waits until that one is over and what it wrote can be read, then lets the next begin.
-    Letting it begin before the wait made a row of launches of 64 blocks 1.6 times as slow."""
+    """Waits for the preceding launch in a launch that may start early ("programmatic dependent launch", CUDA
+    programming guide): waits until that launch has ended and its writes can be read, then lets the next launch start.
+    Starting the next launch before the wait made a series of launches of 64 blocks 1.6 times as slow."""
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
 
 
 @jit
 def await_launch_before_knowing(value, others):
-    """`await_launch_before` behind the arithmetic that gave a program its place, which waits for nobody: the compiler
-    would put it behind the wait. Returns `value`; neither number is negative."""
+    """Runs `await_launch_before` after the arithmetic that computes a program's position, which needs no wait.
+    Otherwise the compiler would move that arithmetic after the wait. Returns `value`; neither number is negative."""
     value = tl.inline_asm_elementwise(
         "{ .reg .pred known; setp.ge.s32 known, $2, 0; @known griddepcontrol.wait; mov.u32 $0, $1; }",
         "=r,r,r", [value, value | others], dtype=tl.int32, is_pure=False, pack=1,
@@ -53,7 +53,7 @@ def await_launch_before_knowing(value, others):
 
 @jit
 def join(m_i, l_i, m_other, l_other):
-    """The state of two parts as one: their new maximum and sum, and what scales the accumulator of either."""
+    """Returns the combined state of two parts: their maximum and sum, and the scale of each accumulator."""
     m_new = tl.maximum(m_i, m_other)
     m_shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # parts that saw no key
     scale = tl.math.exp2(m_i - m_shift)
@@ -63,19 +63,20 @@ def join(m_i, l_i, m_other, l_other):
 
 @jit
 def lse_of(m_i, l_i):
-    """Natural log-sum-exp of a row's state in base two; minus infinity where it saw no key."""
+    """Returns the natural log-sum-exp of a row's state in base two; minus infinity if it saw no key."""
     return tl.where(l_i == 0.0, float("-inf"), (m_i + tl.math.log2(l_i)) * LN_2)
 
 
 @jit
 def inverse_sum(l_i):
-    """What a row's accumulator is multiplied by in the end: a row that saw no key has sum 0, and its output is 0."""
+    """Returns the final factor of a row's accumulator. A row that saw no key has sum 0, and its output is 0."""
     return tl.math.div_rn(1.0, tl.where(l_i == 0.0, 1.0, l_i))
 
 
 @jit
 def lse_offset(row, head, num_heads_q, lse_rows):
-    """Where lse, (batch, num_heads_q, seqlen_q) or packed (num_heads_q, total_q), holds a row counted over all."""
+    """Returns the offset in lse, (batch, num_heads_q, seqlen_q) or packed (num_heads_q, total_q), of a row counted over
+    all sequences."""
     return (row // lse_rows * num_heads_q + head) * lse_rows + row % lse_rows
 
 
@@ -92,10 +93,10 @@ def parts_of_rows(
     PARTS: tl.constexpr,
     SPARSE: tl.constexpr,
 ):
-    """PARTS parts of some rows from the part `first` on, as one: (maximum, sum, accumulator).
+    """Returns PARTS parts of some rows, from the part `first` on, merged: (maximum, sum, accumulator).
 
-    All are asked for at once, so that their latencies overlap, and past L1, which does not see what other SMs wrote.
-    Where many are empty (SPARSE) their states come first, and accumulators of those that are not.
+    All are loaded at once, so that their latencies overlap, and bypass L1, which does not see other SMs' writes. If
+    many are empty (SPARSE), their states are loaded first, and then only the accumulators that are not empty.
     """
     parts = first + tl.arange(0, PARTS)
     there = (parts < num_parts)[:, None]  # [PARTS, 1]
@@ -111,7 +112,7 @@ def parts_of_rows(
     m_here = tl.max(m, 0)
     m_shift = tl.where(m_here == float("-inf"), 0.0, m_here)
     weight = tl.math.exp2(m - m_shift[None, :])  # 0 for a part that saw no key
-    # What such a part accumulated is 0 times a value it loaded beside those of other rows, which may be NaN.
+    # The accumulator of such a part is 0 times values that it loaded for other rows, which may be NaN.
     weighted = tl.where((l == 0.0)[:, :, None], 0.0, weight[:, :, None] * acc)
     return m_here, tl.sum(weight * l, 0), tl.sum(weighted, 0)
 
@@ -136,9 +137,9 @@ def merge_partials_kernel(
     WRITE_LSE: tl.constexpr,
     LAUNCHED_AHEAD: tl.constexpr,
 ):
-    """All parts of one row of one head, PARTS at a time, or at once.
+    """Merges all parts of one row of one head, PARTS at a time, or at once.
 
-    Bound: latency; the parts were written a moment ago and lie in L2.
+    Bound: latency; the parts were written a moment ago and are in L2.
     """
     if LAUNCHED_AHEAD:
         await_launch_before()
@@ -157,7 +158,7 @@ def merge_partials_kernel(
 
     head = row_head % num_heads_q
     if HAS_SINKS:
-        # One more key, whose value is zero.
+        # The sink is one more key, whose value is zero.
         sink_log2 = tl.load(sinks_ptr + head) * LOG2_E
         m_i, l_i, scale, _ = join(m_i, l_i, sink_log2, 1.0)
         acc = acc * scale[:, None]
@@ -170,7 +171,7 @@ def merge_partials_kernel(
 
 
 # acc, float32 (num_parts, rows, num_heads_q, head_dim_v), and state, float32 (num_parts, 2, rows, num_heads_q) with
-# maxima before sums; None and None where there is one part, which needs no merge.
+# maxima before sums; None and None if there is one part, which needs no merge.
 Workspace = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
@@ -184,25 +185,26 @@ def allocate(
 
 
 def needs(problem: AttentionProblem, num_parts: int) -> list[scratch.Need]:
-    """Shapes and dtypes of acc and state."""
+    """Returns the shapes and dtypes of acc and state."""
     shape = (problem.rows, problem.num_heads_q)
     return [((num_parts, *shape, problem.head_dim_v), torch.float32), ((num_parts, 2, *shape), torch.float32)]
 
 
 def workspaces(problem: AttentionProblem, num_parts: int, device: torch.device | str) -> Callable[[], Workspace]:
-    """Returns `workspace()`, to be called once for each launch; its memory is reused on one stream (scratch.py)."""
+    """Returns `workspace()`, to be called once for each launch; its memory is reused on one stream
+    (runtime/scratch.py)."""
     if num_parts == 1:
         return lambda: (None, None)
     return scratch.memory(needs(problem, num_parts), torch.device(device))
 
 
 def workspace_bytes(problem: AttentionProblem, num_parts: int) -> int:
-    """Of `allocate`."""
+    """Returns the bytes that `allocate` allocates."""
     return 4 * num_parts * problem.rows * problem.num_heads_q * (problem.head_dim_v + 2)
 
 
 def lse_rows(problem: AttentionProblem) -> int:
-    """Rows of lse that lie behind one another: those of a sequence, or all of them where they are packed."""
+    """Returns the number of consecutive rows of lse: those of a sequence, or all rows if sequences are packed."""
     return max(1, problem.total_q if problem.packed else problem.seqlen_q)
 
 
@@ -217,9 +219,9 @@ def specify_merge(
     launched_ahead: bool = False,
     sparse: bool = False,
 ) -> Launch:
-    """The launch that merges `num_parts` parts of every row.
+    """Returns the launch that merges `num_parts` parts of every row.
 
-    All of them are loaded at once where registers allow; where many may be empty (`sparse`) only those that are not.
+    All of them are loaded at once if registers allow; if many may be empty (`sparse`), only those that are not.
     """
     parts, at_once = loads(problem, num_parts)
     return Launch(

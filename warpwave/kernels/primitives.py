@@ -1,12 +1,12 @@
-"""The named parts device code is built from: tile loads, score transforms, and the online-softmax step.
+"""Building blocks of device code: tile loads, score transforms, and the online-softmax step.
 
-Everything here works in base two: a score in bits is `log2(e)` times the natural-log score, because the hardware's
-exponential is `exp2`. Names of base-two values end in `_log2`. Natural logarithms appear only at the edges: sinks as
-they are read, the log-sum-exp as it is written.
+All values here are in base two: a score in bits is `log2(e)` times the natural-log score, because the hardware's
+exponential is `exp2`. Names of base-two values end in `_log2`. Natural logarithms appear only at the edges: sinks when
+they are read, and the log-sum-exp when it is written.
 
 The online softmax is Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018), in the form of
-FlashAttention-2 (Dao 2023), algorithm 1: `acc` and `l_i` are kept relative to the running maximum `m_i` and divided
-once at the end.
+FlashAttention-2 (Dao 2023), algorithm 1: `acc` and `l_i` are relative to the running maximum `m_i` and divided once at
+the end.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from warpwave.runtime.triton_or_stub import INTERPRETED, jit, tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-LARGEST = tl.constexpr(3.4028234663852886e38)  # float32's
+LARGEST = tl.constexpr(3.4028234663852886e38)  # float32's largest number
 LARGEST_BIAS = tl.constexpr(problem.LARGEST_BIAS)
-# The interpreter computes in numpy, which has no bfloat16: its products are silently wrong and its conversion cuts
-# digits off. There, every tile is up-cast as it is loaded, which changes no value, and rounded by hand as it is stored.
+# The interpreter computes in numpy, which has no bfloat16: its products are silently wrong and its conversion
+# truncates. In the interpreter, every tile is up-cast when it is loaded, which is exact, and rounded explicitly when it
+# is stored.
 IN_INTERPRETER = tl.constexpr(INTERPRETED)
 
 
 @jit
 def tile_pointers(ptr, rows, columns, stride_row, stride_column):
-    """Pointers to `[rows[i], columns[j]]`. Indices are 64-bit before they meet a stride: in an ordinary cache, a row
-    times a stride passes 2^31."""
+    """Returns pointers to `[rows[i], columns[j]]`. Indices become 64-bit before the multiplication by a stride: in an
+    ordinary cache, a row times a stride exceeds 2^31."""
     return ptr + (rows.to(tl.int64)[:, None] * stride_row + columns.to(tl.int64)[None, :] * stride_column)
 
 
 @jit
 def load_tile(pointers, rows, columns, row_begin, row_end, num_columns, CHECK_COLUMNS: tl.constexpr):
-    """The tile behind `pointers`, zero outside `row_begin <= row < row_end` and `column < num_columns`."""
+    """Loads the tile at `pointers`, zero outside `row_begin <= row < row_end` and `column < num_columns`."""
     inside = ((rows >= row_begin) & (rows < row_end))[:, None]
     if CHECK_COLUMNS:
         inside = inside & (columns < num_columns)[None, :]
@@ -44,7 +45,7 @@ def load_tile(pointers, rows, columns, row_begin, row_end, num_columns, CHECK_CO
 
 @jit
 def rounded(x, DTYPE: tl.constexpr):
-    """float32 to the dtype of an output, to nearest even."""
+    """Rounds float32 to the dtype of an output, to nearest even."""
     if IN_INTERPRETER and DTYPE == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
@@ -54,11 +55,12 @@ def rounded(x, DTYPE: tl.constexpr):
 
 @jit
 def add_bias(scores, bias):
-    """Scores in bits plus a bias in natural units, float32 both; minus infinity where the bias is, whatever the score:
-    NaN + -inf would be NaN.
+    """Returns scores in bits plus a bias in natural units, both float32. The result is minus infinity where the bias
+    is, whatever the score: NaN + -inf would be NaN.
 
-    Any finite bias shows its pair. `finfo.min`, the usual stand-in for minus infinity, would overflow to it in bits,
-    and a row of nothing else would be 0 in place of the mean of its values: hence the bounds.
+    Any finite bias leaves its pair visible. `finfo.min`, the usual substitute for minus infinity, would overflow to it
+    in bits, and a row with only such biases would give 0 instead of the mean of its values. The bias is therefore
+    clamped.
     """
     bounded = tl.minimum(tl.maximum(bias, -LARGEST_BIAS), LARGEST_BIAS)
     bias = tl.where(tl.abs(bias) < float("inf"), bounded, bias)
@@ -67,7 +69,7 @@ def add_bias(scores, bias):
 
 @jit
 def band_visible(rows, keys, low, high, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr):
-    """Where `low <= key - row <= high`: causal and windowed visibility of a tile, [BLOCK_M, BLOCK_N]."""
+    """Returns where `low <= key - row <= high`: causal and windowed visibility of a tile, [BLOCK_M, BLOCK_N]."""
     distance = keys[None, :] - rows[:, None]
     visible = distance == distance
     if HAS_LOW:
@@ -79,8 +81,8 @@ def band_visible(rows, keys, low, high, HAS_LOW: tl.constexpr, HAS_HIGH: tl.cons
 
 @jit
 def packed_sequence(cu_seqlens_ptr, item, longest, total):
-    """Where a packed sequence begins, and its length, 0 to `longest`. Both ends are clamped before they are subtracted,
-    so that any 32-bit numbers in place of offsets still read and write inside the tensors."""
+    """Returns where a packed sequence begins, and its length, 0 to `longest`. Both ends are clamped before the
+    subtraction, so that any 32-bit numbers in place of offsets still read and write inside the tensors."""
     begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + item), 0), total)
     end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + item + 1), begin), total)
     return begin.to(tl.int64), tl.minimum(end - begin, longest)
@@ -88,7 +90,7 @@ def packed_sequence(cu_seqlens_ptr, item, longest, total):
 
 @jit
 def band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT: tl.constexpr):
-    """The band of visible keys, `low <= key - row <= high` (problem.Band)."""
+    """Returns the band of visible keys, `low <= key - row <= high` (problem.Band)."""
     low = seqlen_k - seqlen_q - window_left
     high = seqlen_k - seqlen_q + window_right
     if TOP_LEFT:
@@ -98,8 +100,8 @@ def band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT: tl.const
 
 @jit
 def visible_keys(row_begin, row_last, seqlen_k, low, high, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr):
-    """Begin and end of the keys that some row of `row_begin <= row <= row_last` sees by position; an empty range where
-    none does."""
+    """Returns begin and end of the keys that some row of `row_begin <= row <= row_last` sees by position; an empty
+    range if no row sees a key."""
     key_begin = 0
     key_end = seqlen_k
     if HAS_LOW:
@@ -107,14 +109,55 @@ def visible_keys(row_begin, row_last, seqlen_k, low, high, HAS_LOW: tl.constexpr
     if HAS_HIGH:
         key_end = tl.minimum(key_end, row_last + high + 1)
     if HAS_LOW and HAS_HIGH:
-        # A window that begins behind the diagonal (top-left causal) shows nothing at all.
+        # A window that begins past the diagonal (top-left causal) shows nothing at all.
         key_end = tl.where(low > high, 0, key_end)
     return key_begin, key_end
 
 
 @jit
+def key_ranges(
+    row_begin, row_last, seqlen_k, low, high, BLOCK_N: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr
+):
+    """Where the keys of a query tile begin and end, and which tiles in between every query sees whole.
+
+    Returns:
+        key_begin, key_end: keys outside are seen by no query of the tile.
+        first: key_begin rounded down to a tile.
+        whole_begin, whole_end: tiles between them need no mask.
+    """
+    key_begin = 0
+    key_end = seqlen_k
+    whole_begin = 0
+    whole_end = seqlen_k
+    if HAS_LOW:
+        key_begin = tl.maximum(row_begin + low, 0)
+        whole_begin = tl.maximum(row_last + low, 0)
+    if HAS_HIGH:
+        key_end = tl.minimum(key_end, row_last + high + 1)
+        whole_end = tl.minimum(whole_end, row_begin + high + 1)
+    if HAS_LOW and HAS_HIGH:
+        # A window that begins behind the diagonal (top-left causal) shows nothing at all.
+        key_end = tl.where(low > high, 0, key_end)
+    first = key_begin // BLOCK_N * BLOCK_N
+    last = tl.cdiv(tl.maximum(key_end, 0), BLOCK_N) * BLOCK_N
+    whole_begin = tl.minimum(tl.cdiv(whole_begin, BLOCK_N) * BLOCK_N, tl.maximum(first, last))
+    whole_end = tl.maximum(tl.maximum(whole_end, 0) // BLOCK_N * BLOCK_N, whole_begin)
+    return key_begin, key_end, first, whole_begin, whole_end
+
+
+@jit
+def in_elements(stride_batch, stride_row, stride_head, UNIT: tl.constexpr):
+    """64-bit, for a stride in elements may pass 2^31 where it did not in units."""
+    return (
+        tl.cast(stride_batch, tl.int64) * UNIT,
+        tl.cast(stride_row, tl.int64) * UNIT,
+        tl.cast(stride_head, tl.int64) * UNIT,
+    )
+
+
+@jit
 def tanh(x):
-    """tanh to a relative 2^-22: by exponentials, and by its series where `1 - exp(-2|x|)` would cancel."""
+    """Computes tanh to a relative 2^-22: by exponentials, and by its series where `1 - exp(-2|x|)` would cancel."""
     z = tl.math.exp2(tl.abs(x) * (-2.0 * LOG2_E))
     by_exp = (1.0 - z) / (1.0 + z)
     by_exp = tl.where(x < 0, -by_exp, by_exp)
@@ -125,19 +168,20 @@ def tanh(x):
 
 @jit
 def rounded_to_tf32(x):
-    """float32 to the nearest of 10 mantissa bits. The tensor core would cut the others off: twice the error, and a bias
-    towards zero that adds up wherever terms have one sign, as probabilities do."""
+    """Rounds float32 to the nearest number with 10 mantissa bits. The tensor core would truncate instead: twice the
+    error, and a bias toward zero that accumulates over terms of one sign, such as probabilities."""
     bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
     return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
 
 
 @jit
 def bfloat16_part(x, IS_NVIDIA: tl.constexpr):
-    """The bfloat16 nearest to x, 8 of its 24 bits, and what it leaves of x, exactly; NaN where x is not finite."""
+    """Returns the bfloat16 nearest to x, 8 of its 24 bits, and the exact remainder of x; NaN if x is not finite."""
     if IN_INTERPRETER:
         part = rounded(x, tl.bfloat16).to(tl.float32)
     elif IS_NVIDIA:
-        # Each number is met again as float32, so the compiler would convert them singly, at a quarter of the rate.
+        # The numbers are used again as float32, so the compiler would convert them one by one, at a quarter of the
+        # rate.
         part = tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
         )
@@ -148,7 +192,7 @@ def bfloat16_part(x, IS_NVIDIA: tl.constexpr):
 
 @jit
 def operand(x, PRECISION: tl.constexpr, IS_NVIDIA: tl.constexpr):
-    """What products of `PRECISION` take of an operand, a tuple of its parts, the largest first (warpwave.precision).
+    """Returns an operand of products of `PRECISION` as a tuple of its parts, the largest first (warpwave.precision).
 
     Two bfloat16 parts carry 16 bits of a float32 number, three all 24.
     """
@@ -172,8 +216,8 @@ def operand(x, PRECISION: tl.constexpr, IS_NVIDIA: tl.constexpr):
 
 @jit
 def load_parts(pointers, stride_part, rows, columns, row_begin, row_end, PRECISION: tl.constexpr):
-    """The parts of a tile that was split ahead, zero outside `row_begin <= row < row_end`; each `stride_part` times 16
-    elements behind the one before, so that the compiler sees that it is as well aligned."""
+    """Loads the parts of a tile that was split ahead, zero outside `row_begin <= row < row_end`. Consecutive parts are
+    `stride_part` times 16 elements apart, so that the compiler sees their alignment."""
     stride_part = tl.cast(stride_part, tl.int64) * 16
     high = load_tile(pointers, rows, columns, row_begin, row_end, 0, False)
     next_ = load_tile(pointers + stride_part, rows, columns, row_begin, row_end, 0, False)
@@ -186,7 +230,7 @@ def load_parts(pointers, stride_part, rows, columns, row_begin, row_end, PRECISI
 
 @jit
 def only_rows(parts, keep, PRECISION: tl.constexpr):
-    """The parts with zeros in the rows that are not kept."""
+    """Returns the parts with zeros in the rows that are not kept."""
     keep = keep[:, None]
     high, next_ = tl.where(keep, parts[0], 0.0), tl.where(keep, parts[1], 0.0)
     if PRECISION == "bf16x6":
@@ -198,7 +242,7 @@ def only_rows(parts, keep, PRECISION: tl.constexpr):
 
 @jit
 def transposed(parts, PRECISION: tl.constexpr):
-    """The parts of the transposed operand."""
+    """Returns the parts of the transposed operand."""
     if PRECISION == "bf16x3" or PRECISION == "tf32x3":
         return tl.trans(parts[0]), tl.trans(parts[1])
     elif PRECISION == "bf16x6":
@@ -209,13 +253,13 @@ def transposed(parts, PRECISION: tl.constexpr):
 
 @jit
 def product(a, b, acc, PRECISION: tl.constexpr):
-    """`acc + a b` of two operands in parts, or `a b` where acc is None, in float32.
+    """Returns `acc + a b` of two operands in parts, or `a b` if acc is None, in float32.
 
-    Products of parts are summed from the smallest to the largest, and acc comes last: a tensor core truncates what it
-    accumulates, so a sum that ran through it over all keys would end 1e-8 of itself off for each of them.
+    Products of parts are summed from the smallest to the largest, and acc is added last. A tensor core truncates what
+    it accumulates, so a sum kept in it over all keys would be off by 1e-8 of itself per key.
 
-    What float32 makes infinite must not become NaN. Where an operand is Inf, its remainder is NaN, and with it the sum
-    of the small products; but that of the largest parts says what float32 would, so `number` keeps it from harm.
+    An infinity in float32 must not become NaN. If an operand is Inf, its remainder is NaN, and so is the sum of the
+    small products. The product of the largest parts has the float32 result, and `number` protects it.
     """
     if PRECISION == "bf16x3":
         small = tl.dot(a[1], b[0])
@@ -245,8 +289,8 @@ def product(a, b, acc, PRECISION: tl.constexpr):
 
 @jit
 def number(x):
-    """x, and float32's most negative number for NaN: to add it to Inf or NaN changes neither. One instruction, for a
-    maximum of a number and NaN is the number on a GPU; the interpreter's is NaN."""
+    """Returns x, with NaN replaced by float32's most negative number: adding that to Inf or NaN changes neither. This
+    is one instruction, because on a GPU the maximum of a number and NaN is the number; in the interpreter it is NaN."""
     if IN_INTERPRETER:
         x = tl.where(x == x, x, -LARGEST)
     return tl.maximum(x, -LARGEST)
@@ -254,19 +298,19 @@ def number(x):
 
 @jit
 def softmax_step(scores, scale, m_i, l_i):
-    """One tile of the online softmax: un-normalised probabilities, the rescale of what was summed, the new state.
+    """Runs one tile of the online softmax; returns unnormalized probabilities, the rescale factor, and the new state.
 
-    A row that saw no key yet has the maximum minus infinity, and keeps it: only the subtraction uses 0 instead, for
-    `-inf - -inf` is NaN. (A maximum moved to 0 for good would flush later scores below -126 to zero.)
+    A row that saw no key yet has the maximum minus infinity, and keeps it. Only the subtraction uses 0 instead, because
+    `-inf - -inf` is NaN. (A maximum changed to 0 permanently would flush later scores below -126 to zero.)
 
     Args:
         scores: [BLOCK_M, BLOCK_N], minus infinity where masked.
-        scale: what makes bits of them, not negative.
+        scale: converts scores to bits; not negative.
         m_i, l_i: running maximum in bits, and sum, [BLOCK_M].
 
     Returns:
         p: exp2(scale * scores - new maximum), [BLOCK_M, BLOCK_N].
-        alpha: exp2(old maximum - new maximum), exactly 1 where the maximum did not move.
+        alpha: exp2(old maximum - new maximum), exactly 1 if the maximum did not change.
         m_new, l_new.
     """
     m_new = tl.maximum(m_i, tl.max(scores, 1) * scale)

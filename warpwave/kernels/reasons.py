@@ -1,4 +1,4 @@
-"""Reasons that several kernels have for not running a problem: the pieces of their `why_not`."""
+"""Reasons that several kernels have for not running a problem: the building blocks of their `why_not`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def of_gradients(problem: AttentionProblem, reason: str = NO_GRADIENTS) -> list[
 
 
 def of_widths(problem: AttentionProblem, most: int, why: str) -> list[str]:
-    """Returns, for each head size above `most`, what it is and why it is too wide."""
+    """Returns, for each head size above `most`, its value and why it is too large."""
     widths = (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v))
     return [f"{name} is {size}; {why}" for name, size in widths if size > most]
 
@@ -52,12 +52,12 @@ def of_widths(problem: AttentionProblem, most: int, why: str) -> list[str]:
 def of_pages(problem: AttentionProblem) -> list[str]:
     """Returns why a kernel that finds a token's page by shifts and masks cannot read the cache."""
     if problem.page_size & (problem.page_size - 1):
-        return [f"page_size is {problem.page_size}; its pages are powers of two, so that no address is divided"]
+        return [f"page_size is {problem.page_size}; it must be a power of two, so that no address needs a division"]
     return []
 
 
 def of_shared_memory(needed: int, gpu: Gpu) -> str:
-    """Returns the sentence for a kernel whose smallest tile needs more bytes of shared memory than a block has."""
+    """Returns the reason of a kernel whose smallest tile needs more bytes of shared memory than a block has."""
     return (
         f"its smallest tile needs {needed / 1024:.0f} KiB of shared memory and {gpu.name} has "
         f"{gpu.smem_per_block_bytes / 1024:.0f} for a block"

@@ -17,10 +17,10 @@ class Rule(NamedTuple, Generic[C]):
 
     Attributes:
         where: the condition in words, as `explain` prints it.
-        holds: whether it holds, of the family's view of a call.
-        configs: the choice; the next one serves where one does not fit.
-        gain: what was measured, and against what.
-        record: file of benchmarks/records that has the measurement; "" where the code was compiled and inspected only.
+        holds: evaluates the condition on the family's view of a call.
+        configs: the choice; if one does not fit, the next one is used.
+        gain: the measured gain and its baseline.
+        record: file of benchmarks/records with the measurement; "" if the code was only compiled and inspected.
     """
 
     where: str
@@ -36,11 +36,11 @@ def deciding(rules: Sequence[Rule[C]], call: Any) -> Rule[C]:
 
 
 def undecided(rules: Sequence[Rule[C]], call: Any) -> list[Rule[C]]:
-    """Returns the rules of which sizes decide: without those that do not hold for any, and those behind one that holds
-    for all.
+    """Returns the rules that depend on sizes, up to the first one that holds for all sizes; rules that hold for no size
+    are left out.
 
     Args:
-        call: the family's view of a call without sizes. A condition that computes with one raises TypeError.
+        call: the family's view of a call without sizes. A condition that computes with a size raises TypeError.
     """
     found = []
     for rule in rules:
@@ -55,6 +55,6 @@ def undecided(rules: Sequence[Rule[C]], call: Any) -> list[Rule[C]]:
 
 
 def note(rule: Rule[Any], config: Any) -> str:
-    """Returns the row that decided, in one sentence; of a config that is not in the row, that it is another."""
+    """Returns the row that decided, in one sentence, with a note if the config is not in the row."""
     chosen = "" if config in rule.configs else "; the table would choose another config"
     return f"{rule.where}: {rule.gain}" + (f" ({rule.record})" if rule.record else "") + chosen

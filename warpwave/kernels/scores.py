@@ -1,10 +1,10 @@
-"""What is done to raw scores before the softmax, for kernels whose rows may belong to several heads.
+"""Transforms of raw scores before the softmax, for kernels whose rows may belong to several heads.
 
     raw = q . k;   s = softmax_scale * raw, softcap, + bias, ALiBi;   -inf where the band, the mask or the bias hides
 
-A row is one query of one query head. Kernels that lay the query heads of a group behind one another, so that their keys
-are read once, give each row its own position, slope and line of mask and bias: hence vectors where other kernels have
-one number a block.
+A row is one query of one query head. Kernels that put the query heads of a group in one tile, so that their keys are
+read once, give each row its own position, slope, and line of mask and bias. These are therefore vectors, where other
+kernels have one number per block.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ def score_bits(
     HAS_ALIBI: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """Scores in bits, minus infinity where hidden.
+    """Returns scores in bits, minus infinity where hidden.
 
     They are scaled before anything is added or hidden: a scale of 0 is legal, and 0 * -inf is NaN.
 
     Args:
         raw: q . k, float32 [BLOCK_M, BLOCK_N].
         rows, keys: positions in the sequence, [BLOCK_M] and [BLOCK_N].
-        row_inside: which rows there are, [BLOCK_M].
-        key_end: the first key behind those there are.
-        key_offset: seqlen_k - seqlen_q, what ALiBi's distance counts from.
+        row_inside: which rows exist, [BLOCK_M].
+        key_end: the first key past the end.
+        key_offset: seqlen_k - seqlen_q, the origin of ALiBi's distance.
         low, high: the band, `low <= key - row <= high`.
-        mask_rows, bias_rows: pointers to key 0 of each row, [BLOCK_M], where there is such a tensor.
+        mask_rows, bias_rows: pointers to key 0 of each row, [BLOCK_M], if there is such a tensor.
         slopes_log2: ALiBi's, in bits, [BLOCK_M] or one.
     """
     if HAS_SOFTCAP:
@@ -72,6 +72,7 @@ def score_bits(
 
 @jit
 def without_unseen(v, scores):
-    """Values of keys that some row of the tile sees, zero for the others: 0 * NaN would leak what nobody may see."""
+    """Returns the values of keys that some row of the tile sees, zero for the others: 0 * NaN would leak hidden
+    values."""
     seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
     return tl.where((seen != 0)[:, None], v, 0.0)

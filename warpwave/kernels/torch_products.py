@@ -1,8 +1,8 @@
 """Matrix products by torch, accumulated in float32 whatever the process and the caller's contexts allow.
 
 Three settings outside a call change what torch computes: autocast casts operands to 16 bits, `fp32_precision` lets
-float32 products drop bits (TF32, or bfloat16 on a CPU), and grad mode records a graph. A kernel made of torch's
-operations runs under `plainly`. A float32 product that the process's setting would round is computed in float64: the
+float32 products drop bits (TF32, or bfloat16 on a CPU), and grad mode records a graph. A kernel of torch operations
+therefore runs under `plainly`. A float32 product that the process's setting would round is computed in float64: the
 setting is process-wide, and changing it, even for the length of a call, changes what other threads compute.
 """
 
@@ -17,7 +17,7 @@ import torch
 
 @contextlib.contextmanager
 def plainly(device: torch.device) -> Iterator[None]:
-    """Torch's operations without autograd and without autocast, in this thread."""
+    """Runs torch's operations without autograd and without autocast, in this thread."""
     autocast = (
         torch.autocast(device.type, enabled=False) if device.type in ("cpu", "cuda") else contextlib.nullcontext()
     )
@@ -31,14 +31,14 @@ def keeps_float32(device: torch.device) -> bool:
     backend = backends.cuda.matmul, backends.cudnn
     if device.type != "cuda":
         backend = backends.mkldnn.matmul, backends.mkldnn
-    # The setting of an operation goes before its backend's, and that before all backends'.
+    # The setting of an operation takes precedence over its backend's, and that over the setting of all backends.
     settings = (setting.fp32_precision for setting in (*backend, backends))
     return next((chosen for chosen in settings if chosen != "none"), "ieee") == "ieee"
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Returns `a @ b` in float32, batch axes broadcast. A GPU takes 16-bit operands as they are; a CPU would round the
-    result to 16 bits, so its operands are up-cast."""
+    """Returns `a @ b` in float32, with broadcast batch axes. A GPU takes 16-bit operands unchanged; a CPU would round
+    the result to 16 bits, so its operands are up-cast."""
     if a.is_cuda and a.dtype != torch.float32:
         batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         a = a.expand(*batch, *a.shape[-2:]).reshape(-1, *a.shape[-2:])
@@ -70,5 +70,5 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def _is_one_call(a: torch.Tensor) -> bool:
-    """Returns whether torch writes a product of such operands where it is wanted, in one call and in float32."""
+    """Returns whether torch can write the product of such operands into its destination in one call and in float32."""
     return a.is_cuda and (a.dtype != torch.float32 or keeps_float32(a.device))

@@ -1,21 +1,21 @@
-"""torch's own scaled_dot_product_attention, on the CPU, for the calls it computes as we define them.
+"""torch's own scaled_dot_product_attention, on the CPU, for the calls that it computes as we define them.
 
-torch's CPU kernel is a vectorised FlashAttention and several times faster than our tile-by-tile torch operations.
-What it does otherwise is settled around it:
+torch's CPU kernel is a vectorized FlashAttention and several times faster than our tile-by-tile torch operations.
+Differences in behavior are handled here:
 
-    autocast           is off, here as for every kernel of torch's operations: out has the dtype of q.
-    float32 settings   where the process lets float32 products drop bits, eager computes the call.
-    scale              torch multiplies the causal mask's minus infinity by the scale: beside a scale of 0 the mask is
+    autocast           is off, as for every kernel of torch operations: out has the dtype of q.
+    float32 settings   if the process lets float32 products drop bits, eager computes the call.
+    scale              torch multiplies the causal mask's minus infinity by the scale: with a scale of 0 the mask is
                        explicit.
 
     packed sequences   one call each.
-    masks              a pair may be hidden by a boolean mask, by a bias of minus infinity and by position at once;
-                       torch takes one mask. Its own causal mask, aligned to the first key, it takes by name.
+    masks              a boolean mask, a bias of minus infinity and position may hide a pair at once; torch takes one
+                       mask. Its own causal mask, aligned to the first key, is requested by is_causal.
     NaN and Inf        torch adds minus infinity to a hidden score and multiplies the values of hidden keys by 0: both
-                       let NaN and Inf through; and a row whose scores hold one is 0 at some lengths. Where q and k, or
-                       where something is hidden also v, do not rule them out, eager computes the call.
+                       let NaN and Inf through; and a row whose scores hold one is 0 at some lengths. Unless q and k,
+                       and also v if something is hidden, rule them out, eager computes the call.
 
-It returns no log-sum-exp and knows no softcap, sinks or ALiBi: those are refused.
+It returns no log-sum-exp and supports no softcap, sinks or ALiBi: those are refused.
 
 Bound: the CPU's vector units.
 """
@@ -37,17 +37,17 @@ from warpwave.problem import AttentionProblem, Band, Operands
 
 NAME = "torch_sdpa"
 NEEDS_GPU = False
-# Pairs of a sequence for which a mask by position is made, a byte each and four in torch: beyond, eager skips what such
-# a mask hides and keeps nothing of its size.
+# Most pairs of a sequence for which a positional mask is built, a byte each and four in torch. Above, eager skips what
+# such a mask hides and allocates nothing of its size.
 MOST_PAIRS = 2**24
 LARGEST_SCORE = torch.finfo(torch.float32).max
-# The operator, not torch.nn.functional's name, which others may have replaced by a function that calls us.
+# The operator, not torch.nn.functional's name, which others may have replaced by a function that calls this package.
 _scaled_dot_product_attention = torch.ops.aten.scaled_dot_product_attention.default
 
 
 @dataclass(frozen=True)
 class Config:
-    """Nothing to choose: torch picks its own tiles."""
+    """Empty: torch picks its own tiles."""
 
 
 def bind(
@@ -55,7 +55,7 @@ def bind(
 ) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
     """Returns `run(operands) -> (out, None)`."""
     by_position = problem.causal is not None or problem.window_size != (-1, -1)
-    if not problem.packed:  # whose lengths the host may not know
+    if not problem.packed:  # the host may not know packed lengths
         lengths = (problem.seqlen_q, problem.seqlen_k)
         by_position = by_position and _hides(problem.band(*lengths), *lengths)
     hides = by_position or problem.mask_shape is not None or problem.bias_shape is not None
@@ -83,13 +83,13 @@ def bind(
 
 
 def _hides(band: Band, seqlen_q: int, seqlen_k: int) -> bool:
-    """Whether a positional mask hides a pair of a sequence."""
+    """Returns whether a positional mask hides a pair of a sequence."""
     return (band.low is not None and band.low > 1 - seqlen_q) or (band.high is not None and band.high < seqlen_k - 1)
 
 
 def _is_tame(problem: AttentionProblem, operands: Operands, hides: bool) -> bool:
-    """Returns whether no element of q and k is so large, or NaN, that a score might not be finite; and where the call
-    `hides` pairs, whether all of v is finite."""
+    """Returns whether all elements of q and k are so small, and none NaN, that every score is finite; if the call
+    `hides` pairs, also whether all of v is finite."""
     if 0 in (operands.q.numel(), operands.k.numel()) or operands.q.is_meta:
         return True
     q, k, *v = (max(-float(low), float(high)) for low, high in (t.aminmax() for t in operands[: 3 if hides else 2]))
@@ -104,7 +104,7 @@ def _attend(
     mask: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Sequences of one length, (batch, seqlen, heads, width)."""
+    """Attends to sequences of one length, (batch, seqlen, heads, width)."""
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     if 0 in (seqlen_q, seqlen_k):
         return q.new_zeros((*q.shape[:-1], problem.head_dim_v))
@@ -126,7 +126,7 @@ def _attend(
 
 
 def _shown(band: Band, seqlen_q: int, seqlen_k: int, device: torch.device) -> torch.Tensor:
-    """(1, 1, seqlen_q, seqlen_k), True where a positional mask shows a pair."""
+    """Returns (1, 1, seqlen_q, seqlen_k), True where a positional mask shows a pair."""
     distance = torch.arange(seqlen_k, device=device) - torch.arange(seqlen_q, device=device)[:, None]
     shown = torch.ones_like(distance, dtype=torch.bool)
     if band.low is not None:
@@ -137,12 +137,12 @@ def _shown(band: Band, seqlen_q: int, seqlen_k: int, device: torch.device) -> to
 
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Every reason torch's CPU kernel would not compute what was asked."""
+    """Returns every reason torch's CPU kernel would not compute this call as defined."""
     reasons = precision.why_not(problem, gpu, ("ieee",))
     if not gpu.is_cpu:
-        reasons.append("it serves CPU tensors only")
+        reasons.append("it takes CPU tensors only")
     if problem.requires_grad:
-        reasons.append("its gradients are not wired up; eager's are")
+        reasons.append("its gradients are not implemented; eager's are")
     if problem.return_lse:
         reasons.append("torch returns no lse")
     for seqlen_q, seqlen_k in problem.counted_items():
@@ -161,10 +161,10 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """The work of the problem itself: torch does not say how it tiles."""
+    """Returns the work of the problem itself: torch does not state how it tiles."""
     return Cost(0, problem.flops, problem.exponentials, problem.compulsory_bytes, problem.rows * problem.num_heads_q)
 
 
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """The one there is."""
+    """Returns the only config."""
     return [Config()]

@@ -1,1 +1,1 @@
-"""How a kernel starts: launches, the CUDA driver, graphs, tensor maps, scratch memory."""
+"""The launch path of a kernel: launches, the CUDA driver, graphs, tensor maps, scratch memory."""

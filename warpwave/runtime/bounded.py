@@ -10,10 +10,10 @@ V = TypeVar("V")
 
 
 class Bounded(Generic[K, V]):
-    """A dict that holds at most `limit` entries; `put` evicts the least recently used one (LRU).
+    """A dict of at most `limit` entries; `put` evicts the least recently used one (LRU).
 
-    Time is counted in calls of `put`, so that `get` takes no lock and hashes its key once. `put` sorts the entries by
-    their last use once for many evictions, and skips those that were used after that.
+    Time is counted in calls of `put`, so `get` takes no lock and hashes its key once. `put` sorts the entries by their
+    last use once for many evictions, and skips those that were used since.
 
     Args:
         limit: the most entries.
@@ -21,10 +21,10 @@ class Bounded(Generic[K, V]):
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._entries: dict[K, list[Any]] = {}  # [value, when it was used last]
+        self._entries: dict[K, list[Any]] = {}  # [value, time of the last use]
         self._puts = 0
-        self._oldest: list[tuple[K, int]] = []  # when they were used last, the oldest at the end
-        self._lock = threading.Lock()  # a dict cannot be walked in one thread while another one changes it
+        self._oldest: list[tuple[K, int]] = []  # keys and times of the last use, the oldest at the end
+        self._lock = threading.Lock()  # a dict must not change in one thread while another one iterates over it
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -1,4 +1,4 @@
-"""Counters by which the blocks of a launch draw tiles. They are zero before each launch and after it."""
+"""Counters from which the blocks of a launch draw tiles. They are zero before and after each launch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 class Counters:
     """Tile counters of one device: one for each stream, and one for each launch that a CUDA graph captures.
 
-    A graph may be replayed on any stream beside any other work, so each of its launches has a counter to itself.
+    A graph may be replayed on any stream, concurrently with other work, so each of its launches has its own counter.
     """
 
     CAPTURED = 4096
@@ -26,7 +26,7 @@ class Counters:
             if self.taken < self.CAPTURED:
                 self.taken += 1
                 return self.for_graphs[self.taken - 1 : self.taken]
-            return torch.zeros(1, dtype=torch.int32, device=self.device)  # zeroed by the graph itself, at each replay
+            return torch.zeros(1, dtype=torch.int32, device=self.device)  # the graph itself zeroes it at each replay
         counter = self.of_stream.get(stream)
         if counter is None:
             counter = self.of_stream[stream] = torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -37,12 +37,12 @@ _counters: dict[int, Counters] = {}
 
 
 def counters_of(device: torch.device) -> Counters:
-    """Returns the device's tile counters, made on first use."""
+    """Returns the device's tile counters, created on first use."""
     index = device.index
     if index not in _counters:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "the device's tile counters are not made yet and a CUDA graph is being captured: make the same call "
+                "the device's tile counters do not exist yet and a CUDA graph is being captured: make the same call "
                 "once before the capture to warm it up"
             )
         with torch.cuda.device(device):

@@ -212,8 +212,8 @@ class Layout:
         self.pointers: list[tuple[int, int]] = []  # (parameter, place of its address in the keys)
         self.maps: list[tuple[int, int, Callable[[TensorMap], Callable[[int], Any]]]] = []
         self.kinds: list[str] = []
-        self._mapped: list[int] = []  # which values are tensor maps, in order
-        self._numbers: list[int] = []  # which values are numbers, in order
+        self._mapped: list[int] = []  # indices of the values that are tensor maps
+        self._numbers: list[int] = []  # indices of the values that are numbers
 
     def add_pointer(self, place: int) -> None:
         """Adds a parameter that is an address."""
@@ -305,7 +305,7 @@ class Launches:
         layout.of_launch.pack_into(memory, 0, *key, *at)
         if len(self.prepared) >= MAX_PREPARED:
             self.prepared.clear()
-            self._configs.clear()  # launches that are under way hold theirs
+            self._configs.clear()  # prepared launches in use keep their own
         config = self._configured(key[0])
         prepared = ctypes.addressof(config), first + layout.key_bytes, (config, memory, maps)
         self.prepared[key] = prepared

@@ -1,6 +1,6 @@
-"""Gluon where Triton has it, under one set of names: what Triton 3.6 to 3.9 call differently, and nothing else.
+"""Gluon, if Triton has it, under one set of names: covers only what Triton 3.6 to 3.9 name differently.
 
-Without Triton every name is a stub, as in `triton_or_stub`, so that a kernel's claims and costs can be asked anywhere.
+Without Triton every name is a stub, as in `triton_or_stub`, so that a kernel's claims and costs are available anywhere.
 """
 
 from __future__ import annotations
@@ -26,13 +26,25 @@ if NO_TRITON is None:
     tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
     tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
     block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-    # What comes with 3.9 spills in loops over keys where half of Q stays in registers (hopper/flash_fwd/config.py).
+    if hasattr(tma, "async_atomic_add"):  # from 3.8 on; the compiler has the instruction before
+        tma_add = tma.async_atomic_add
+    else:
+        from triton.experimental.gluon.language import _core
+
+        @_core.builtin
+        def tma_add(desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
+            """Adds a tile in shared memory to a tensor's by TMA; completes as a store does."""
+            coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+            add = _core.ir.DESCRIPTOR_REDUCE_KIND.ADD
+            _semantic.builder.create_async_tma_reduce(add, desc.handle, coord, src.handle)
+
+    # The functions of 3.9 spill in loops over keys if half of Q stays in registers (hopper/flash_fwd/config.py).
     Q_FITS_REGISTERS = not hasattr(tma, "async_load")
     constexpr_function = gluon.constexpr_function
     jit: Any = gluon.jit
 else:
     gluon = gl = mbarrier = tma = jit = constexpr_function = aggregate = tl
-    fence_async_shared = warpgroup_mma = warpgroup_mma_wait = tma_load = tma_store = TensorDescriptor = tl
+    fence_async_shared = warpgroup_mma = warpgroup_mma_wait = tma_add = tma_load = tma_store = TensorDescriptor = tl
     block_barrier = tl
     Q_FITS_REGISTERS = True
 
@@ -47,6 +59,7 @@ __all__ = [
     "jit",
     "mbarrier",
     "tma",
+    "tma_add",
     "tma_load",
     "tma_store",
     "warpgroup_mma",

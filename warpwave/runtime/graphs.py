@@ -1,14 +1,15 @@
-"""Launches that follow one another in a call, and what they leave to each other; started as one where they can be.
+"""Consecutive launches of a call, and the tensors they pass to one another; replayed as one CUDA graph if possible.
 
-To start a kernel takes the host 3 to 4 us; to start a CUDA graph of three, 2. So a call of several launches keeps a
-graph of them for operands and outputs whose addresses come again: torch's allocator gives a loop the same ones. A graph
-belongs to the memory that lies between its launches, which is one thread's and one stream's (scratch.py), and is found
-by all other addresses that its launches take. It is then nothing but what the driver would be told for these
-(driver.py), right whenever they come, whoever had the memory meanwhile; and no two calls start it at a time.
+Launching a kernel costs 3 to 4 us on the host; launching a CUDA graph of three costs 2. A call of several launches
+therefore keeps a graph of them for operands and outputs whose addresses recur: torch's allocator gives a loop the same
+addresses. A graph belongs to the memory between its launches, which belongs to one thread and one stream (scratch.py).
+It is looked up by all other addresses that its launches take. The graph replays exactly the launches that the driver
+would run for these addresses (driver.py). It is therefore correct at any time, even if the memory was used otherwise in
+between, and no two calls run it at a time.
 
-Inside somebody's capture, for memory that is not kept, and wherever launches are left to Triton, kernels start one by
-one. A graph begins when all before it in its stream has ended, where a kernel may be let begin a little earlier: in a
-full queue it costs the device 1 us.
+During a capture by the caller, for memory that is not kept, and if Triton does the launching, kernels are launched one
+by one. A graph starts when all preceding work in its stream has ended, but a kernel may start slightly earlier: in a
+full queue a graph costs the device 1 us.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ import torch
 from warpwave.runtime import driver, launch, scratch
 from warpwave.runtime.triton_or_stub import triton
 
-# A graph takes 45 to 62 us to make, and a call without one 5 to 10 more: both are the same after so many calls.
+# Creating a graph takes 45 to 62 us, and a call without one 5 to 10 more: after this many calls both cost the same.
 MADE_AFTER = 8
-# For one memory, 0.1 MB of the device's each; a model meets one or two addresses for each of its layers. To exchange
-# them would take longer than they spare: where more are wanted, all are made anew after so many calls without one.
+# Per memory, with 0.1 MB of device memory for each graph; a model has one or two addresses per layer. Replacing single
+# graphs would cost more than it saves: if more are needed, all are created anew after this many calls without one.
 MAX_GRAPHS, ANEW_AFTER = 128, 1 << 16
 MAX_COUNTED = 4096
 
-# A launcher, and the names of what it takes, in its order; None for what is absent.
+# A launcher, and the names of its arguments, in its order; None for absent ones.
 Step = tuple[launch.Launcher, str]
 
 
 class Between(NamedTuple):
-    """What the launches of a call leave to one another.
+    """The tensors that the launches of a call pass to one another.
 
     Attributes:
-        names: of the tensors: "q_parts k_parts".
+        names: names of the tensors: "q_parts k_parts".
         needs: their shapes and dtypes.
-        device: where.
-        made: what makes the tensors of those in memory, where some are views of others.
+        device: their device.
+        made: derives the tensors from those in memory, if some are views of others.
     """
 
     names: str
@@ -81,7 +82,7 @@ def make(in_turn, memory, index, start, hook, current_device):
 
 
 def in_turn(names: str, *steps: Step) -> Callable[..., None]:
-    """One launcher for several, which starts one after another, each on those of its arguments that it takes."""
+    """Returns one launcher for several, which runs them one after another, each on the arguments that it takes."""
     calls = [f"step{i}({', '.join(taken.split())})" for i, (_, taken) in enumerate(steps)]
     source = _IN_TURN.format(
         steps=", ".join(f"step{i}" for i in range(len(steps))),
@@ -92,12 +93,12 @@ def in_turn(names: str, *steps: Step) -> Callable[..., None]:
 
 
 def bind(names: str, between: Between, *steps: Step) -> Callable[..., None]:
-    """One launcher for several.
+    """Returns one launcher for several.
 
     Args:
-        names: of its arguments, tensors or None, in order: "q k out".
-        between: in memory that it gets by itself at each call.
-        steps: launchers of one device (`launch.bind`), in order, each with those it takes: `(split, "q k q_parts")`.
+        names: names of its arguments, tensors or None, in order: "q k out".
+        between: tensors in memory that the launcher gets at each call.
+        steps: launchers of one device (`launch.bind`), in order, each with its arguments: `(split, "q k q_parts")`.
 
     Returns:
         `launch(*arguments)`, which takes them all.
@@ -137,10 +138,10 @@ def bind(names: str, between: Between, *steps: Step) -> Callable[..., None]:
 
 
 class Graphs:
-    """The graphs of one series for one memory.
+    """The graphs of one series of launches for one memory.
 
     Attributes:
-        made: by the addresses of what the launches take besides.
+        made: graphs by the addresses of the launches' other arguments.
     """
 
     def __init__(
@@ -150,12 +151,12 @@ class Graphs:
         addressed: Sequence[str],
         between: Mapping[str, int],
     ) -> None:
-        """On a stream.
+        """Creates an empty table of graphs for a stream.
 
         Args:
-            steps: in order, each with the names of what it takes the addresses of.
-            addressed: names of what a key has the addresses of.
-            between: the addresses of the others.
+            steps: launches in order, each with the names of the arguments whose addresses it takes.
+            addressed: names of the arguments whose addresses form a key.
+            between: the addresses of the other arguments.
         """
         self.made: dict[tuple[int, ...], driver.Graph] = {}
         self._stream, self._steps, self._addressed, self._between = stream, steps, addressed, between
@@ -163,7 +164,8 @@ class Graphs:
         self._missed = 0
 
     def meet(self, key: tuple[int, ...]) -> None:
-        """Counts that launches were started one by one, and makes their graph once that has come to cost as much."""
+        """Counts a call that launched one by one, and creates its graph once those calls have cost as much as a
+        graph."""
         if len(self.made) >= MAX_GRAPHS:
             self._missed += 1
             if self._missed < ANEW_AFTER:

@@ -55,7 +55,7 @@ class Launch(NamedTuple):
 
 
 class Mapped(NamedTuple):
-    """A tensor as a kernel gets it by TMA. Its descriptor is slow to make and is needed to compile only."""
+    """A tensor as a kernel gets it by TMA. Its descriptor takes 15 us to make and is needed to compile only."""
 
     plan: driver.TensorMap
     base: torch.Tensor
@@ -111,7 +111,7 @@ class Family:
         self._spec: Launch | None = spec  # until `first`: a family keeps no tensors
 
     def first(self) -> Launcher:
-        """Returns the launcher of the launch that the family was made of, compiled when it first comes. Called once."""
+        """Compiles the launch that the family was made from and returns its launcher. Call it once."""
         spec, self._spec = self._spec, None
         assert spec is not None
         if not INTERPRETED:
@@ -121,7 +121,7 @@ class Family:
         return launcher
 
     def _bits(self, scalars: Sequence[int | float]) -> tuple[Any, ...]:
-        """Returns what Triton compiles anew for, of the scalars."""
+        """Returns the properties of the scalars for which Triton compiles anew."""
         bits: tuple[Any, ...] = ()
         for i, value in enumerate(scalars):
             if value.__class__ is int and not -(2**31) <= value < 2**31:
@@ -133,10 +133,10 @@ class Family:
     def launcher(
         self, grid: int, scalars: Sequence[int | float], maps: Sequence[driver.TensorMap] = ()
     ) -> Launcher | None:
-        """Returns the launcher of another launch, None where it takes a variant that is not compiled yet.
+        """Returns the launcher of another launch; None if its variant is not compiled yet.
 
         Args:
-            maps: its tensor maps, in order.
+            maps: the launch's tensor maps, in order.
         """
         kernel, counters, constants, options = self._kernel, self._counters, self._constants, self._options
         given = self._given.copy()
@@ -287,8 +287,8 @@ def _by_run(
     """A launcher that calls Triton's own with pointers in place of tensors: on AMD, and for what driver.py refuses.
 
     Args:
-        rest: behind the pointers. Triton's launcher takes every argument of the signature, compile-time ones included,
-            and ignores the latter.
+        rest: the arguments after the pointers. Triton's launcher takes every argument of the signature, including
+            compile-time ones, which it ignores.
     """
     function, metadata = compiled.function, compiled.packed_metadata
     current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice

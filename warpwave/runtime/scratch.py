@@ -35,7 +35,7 @@ def buffer(device: torch.device, stream: int, size: int, user: _Kept | None = No
     """At least `size` bytes for this thread's launches on this stream.
 
     Args:
-        user: keeps parts of the buffer by the stream. They are dropped when the buffer is outgrown.
+        user: keeps parts of the buffer by stream; they are dropped when a larger buffer replaces it.
     """
     buffers = _buffers.by_stream
     users: Any
@@ -94,7 +94,7 @@ def memory(
     Args:
         finish: what to make of the tensors for a stream, or for a graph that is being captured (None); kept with them.
     """
-    makers: list[Callable[[], torch.Tensor]] = []  # most calls need none
+    makers: list[Callable[[], torch.Tensor]] = []  # made on first use; most calls need none
 
     def made(stream: int | None) -> Any:
         if len(makers) < len(needs):

@@ -1,8 +1,8 @@
-"""How tensor maps see tensors, for kernels that copy by TMA.
+"""Tensor maps of tensors, for kernels that copy by TMA.
 
-A tensor map tells the copy engine where a tensor lies and what a copy moves (CUDA programming guide, "Tensor Memory
-Access"). Triton's own call path encodes those of every call anew, 80 to 100 us for four tensors; a bound launcher
-(warpwave.runtime.launch) encodes each once for an address.
+A tensor map tells the copy engine where a tensor is and what a copy moves (CUDA programming guide, "Tensor Memory
+Access"). Triton's own call path encodes the maps of every call anew, 80 to 100 us for four tensors; a bound launcher
+(warpwave.runtime.launch) encodes each map once per address.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from warpwave.runtime.gluon_or_stub import TensorDescriptor, gl
 
 
 class MapPlan(NamedTuple):
-    """How one tensor map sees a tensor.
+    """The layout of one tensor map.
 
     Args:
-        source: the number of the launcher's argument that it describes.
-        shape: four sizes; (batch, heads, rows, columns) in Gluon kernels, (batch or page, rows, heads, columns) in
-            `split_kv`. A copy reads zeros behind them and writes nothing there.
+        source: number of the launcher's argument that the map describes.
+        shape: sizes; (batch, heads, rows, columns) of tensors in Gluon kernels, (batch or page, rows, heads, columns) in
+            `split_kv`. A copy reads zeros past them and writes nothing there.
         strides: of the same axes, in elements.
-        block: what one copy moves.
-        has_layout: whether the descriptor states the layout of shared memory, as it must for Gluon kernels; for others
+        block: the elements that one copy moves.
+        has_layout: whether the descriptor states the layout of shared memory, as Gluon kernels require; for others
             Triton's compiler chooses it.
+        is_swizzled: whether a Gluon kernel's shared memory is swizzled as wgmma reads it; if not, rows lie as they are.
     """
 
     source: int
@@ -35,6 +36,7 @@ class MapPlan(NamedTuple):
     strides: tuple[int, ...]
     block: tuple[int, ...]
     has_layout: bool = True
+    is_swizzled: bool = True
 
     def descriptor(self, tensor: torch.Tensor) -> Any:
         """Returns Triton's own object, for compiling, the interpreter and the public call."""
@@ -44,11 +46,15 @@ class MapPlan(NamedTuple):
 
             return WithoutLayout(*described)
         dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[tensor.dtype]
-        return TensorDescriptor(*described, gl.NVMMASharedLayout.get_default_for(list(self.block), dtype))
+        layout = gl.NVMMASharedLayout.get_default_for(list(self.block), dtype)
+        if not self.is_swizzled:
+            layout = gl.NVMMASharedLayout(0, 8 * tensor.element_size(), len(self.block))
+        return TensorDescriptor(*described, layout)
 
 
 def has_map(tensor: torch.Tensor) -> bool:
-    """Whether a tensor map can describe a tensor: rows of stride 1, other strides and the base 16-byte multiples."""
+    """Returns whether a tensor map can describe a tensor: rows of stride 1, other strides and the base 16-byte
+    multiples."""
     *outer, inner = tensor.stride()
     size = tensor.element_size()
     if (inner != 1 and tensor.shape[-1] != 1) or tensor.data_ptr() % 16:
@@ -60,11 +66,11 @@ def has_map(tensor: torch.Tensor) -> bool:
 
 
 def bind(spec: launch.Launch, maps: Sequence[MapPlan | None], sources: Sequence[torch.Tensor]) -> launch.Launcher:
-    """`launch.bind` for a launch whose first `len(maps)` tensors are descriptors, None where `maps` is, and whose last
-    is the counter.
+    """Binds a launch whose first `len(maps)` tensors are descriptors, or None where `maps` has None, and whose last
+    tensor is the counter.
 
     Args:
-        sources: the first arguments of the launcher, for maps to describe; the spec's other tensors follow as they are.
+        sources: the first arguments of the launcher, which maps describe; the spec's other tensors follow unchanged.
     """
     return family(spec, maps, sources).first()
 

@@ -1,7 +1,7 @@
-"""Triton where it is installed; elsewhere names that let a kernel file be read but not launched.
+"""Triton if it is installed; otherwise names that let a kernel file be imported but not launched.
 
-Triton has no build for macOS and Windows, yet what a kernel can do, costs and how it is configured is stated in the
-kernel's own file and asked for on any machine.
+Triton has no build for macOS and Windows, but each kernel file states what the kernel can do, what it costs and how it
+is configured, and these must be available on any machine.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ try:
 
     jit = triton.jit
     _version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    # None, or why no kernel may be launched. Names and launchers changed on both sides of this range.
+    # None, or why no kernel may be launched. Names and launchers differ below and above this range.
     NO_TRITON = None if (3, 6) <= _version < (3, 10) else f"found Triton {triton.__version__}; it needs >= 3.6, < 3.10"
     INTERPRETED = NO_TRITON is None and bool(triton.knobs.runtime.interpret)
 except ImportError:
 
     class _Stub:
-        """Stands for any attribute of Triton in annotations and decorators."""
+        """Replaces any attribute of Triton in annotations and decorators."""
 
         def __getattr__(self, name: str) -> Any:
             return self

@@ -1,1 +1,1 @@
-"""What explains, measures and checks attention calls. Nothing outside of this package imports it."""
+"""The workbench: it explains, measures and checks attention calls. The library never imports it."""

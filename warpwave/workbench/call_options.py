@@ -25,7 +25,7 @@ DTYPES = {
 
 
 def describes_a_call(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the options of a call to a command, which gets the described problem as its argument `problem`.
+    """Adds the options of a call to a command. The command receives the problem as its argument `problem`.
 
     The command's parameters must be annotated, its own options with typer's annotations.
     """

@@ -1,8 +1,8 @@
-"""Files that commands read: their text within bounds, and the plain data in it. Every reader of the workbench begins
-here and goes on with a schema (`warpwave.workbench.schema`).
+"""Reads files of text, JSON and TOML. Every reader of the workbench uses these functions, and then checks the data with
+a schema (`warpwave.workbench.schema`).
 
-A file may come from anybody. Its size and its nesting are bounded before anything walks it, and whatever is wrong with
-it ends in `Unreadable`, one sentence.
+A file may come from anybody. Its size and its nesting are bounded before its data is used, and every fault raises
+`Unreadable` with a one-sentence message.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 LARGEST_BYTES = 64 << 20  # a year of measurements is a tenth of it; /dev/zero never ends
-DEEPEST = 20  # lists and tables within each other; no format of ours has more than 6
+DEEPEST = 20  # nesting of lists and tables; our formats need at most 6
 
 
 class Unreadable(ValueError):
-    """A file or a line that is not what it must be. The message is a sentence, or continues one that names the file."""
+    """A file or a line is invalid. The message is a sentence, or the end of one that begins with the file's name."""
 
 
 def read_text(path: Path) -> str:
-    """The text of a file.
+    """Returns the text of a file.
 
     Raises:
-        Unreadable: there is no such file, or it is too large or no UTF-8.
+        Unreadable: the file does not exist, is too large, or is not UTF-8.
     """
     try:
         with path.open("rb") as file:
@@ -40,19 +40,19 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """The plain data of a JSON file.
+    """Returns the data of a JSON file.
 
     Raises:
-        Unreadable: it cannot be read, or is not JSON.
+        Unreadable: the file cannot be read, or is not JSON.
     """
     return _named(path, parse_json, read_text(path))
 
 
 def read_toml(path: Path) -> Any:
-    """The plain data of a TOML file.
+    """Returns the data of a TOML file.
 
     Raises:
-        Unreadable: it cannot be read, or is not TOML.
+        Unreadable: the file cannot be read, or is not TOML.
     """
     return _named(path, parse_toml, read_text(path))
 
@@ -65,10 +65,10 @@ def _named(path: Path, parse: Any, text: str) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """The plain data that a text of JSON spells.
+    """Returns the data of a JSON text.
 
     Raises:
-        Unreadable: it is not JSON, or nested too deeply.
+        Unreadable: the text is not JSON, or nested too deeply.
     """
     try:
         data = json.loads(text)
@@ -81,10 +81,10 @@ def parse_json(text: str) -> Any:
 
 
 def parse_toml(text: str) -> Any:
-    """The plain data that a text of TOML spells.
+    """Returns the data of a TOML text.
 
     Raises:
-        Unreadable: it is not TOML, or nested too deeply.
+        Unreadable: the text is not TOML, or nested too deeply.
     """
     try:
         data = tomllib.loads(text)

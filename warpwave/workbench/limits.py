@@ -1,4 +1,4 @@
-"""The largest call that the workbench describes: beyond it no device holds the operands, nor a host the tiles."""
+"""Limits of the calls that the workbench describes. Larger calls exceed every device's memory or the host's time."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import math
 from warpwave.errors import InvalidInput
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
-LARGEST_BYTES = 1 << 39  # of one operand: the largest card of the catalog has 288 GB
-MOST_TOKENS = (1 << 31) - 1  # of q, and of k: offsets of packed sequences are 32-bit integers
-MOST_SEQUENCES = 1 << 20  # of a call: the host lists them
-LONGEST = 1 << 27  # tokens of one sequence: the host counts the tiles of each kernel, which takes it a minute
+LARGEST_BYTES = 1 << 39  # per operand; the largest card of the catalog has 288 GB
+MOST_TOKENS = (1 << 31) - 1  # of q, and of k; offsets of packed sequences are 32-bit integers
+MOST_SEQUENCES = 1 << 20  # per call; the host lists them
+LONGEST = 1 << 27  # tokens per sequence; the host takes a minute to count the tiles of each kernel
 
 
 def check_size(problem: AttentionProblem) -> None:
-    """Refuses a call that is too large to be described.
+    """Refuses a call that is too large.
 
     Raises:
-        InvalidInput: naming the operand or the size that is too large.
+        InvalidInput: the message names the operand or the size that is too large.
     """
     p = problem
     if p.batch > MOST_SEQUENCES:

@@ -1,8 +1,8 @@
-"""Files that commands write: what may be written over, and how nobody ever reads half of one.
+"""Writes the files of commands: never over a foreign file, and never in part.
 
-A command replaces or extends only what it wrote itself. It recognizes such a file by its structure: a record by its
+A command replaces or extends only files that it wrote. It recognizes such a file by its structure: a record by its
 first line, ceilings by their schema, a report by its last line, which holds a digest of everything above it. A file
-that quotes one of ours is not ours, and neither is a report that somebody has edited.
+that merely quotes one of these, or a report that was edited, is treated as foreign.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SEALED = re.compile("([0-9a-f]{64})".join(map(re.escape, SEAL.split("{}"))).enc
 
 
 class CannotWrite(InvalidInput):
-    """A file that cannot be written, or must not be. The message says why and what to do."""
+    """A file cannot be written, or must not be overwritten. The message gives the reason and the next step."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Kind:
     """A kind of file that a command writes.
 
     Attributes:
-        what: what such a file is called, as in "report of warpwave".
-        is_ours: whether the command wrote a file that is there, so that it may be replaced or extended.
+        what: its name in messages, as in "report of warpwave".
+        is_ours: whether the command wrote an existing file, so that the file may be replaced or extended.
     """
 
     what: str
@@ -42,10 +42,10 @@ class Kind:
 
 
 def check_output(path: Path, kind: Kind) -> None:
-    """Says before a long run what writing would say after it. An empty file is nobody's, and may be replaced.
+    """Checks before a long run that its output can be written. An empty file may be replaced.
 
     Raises:
-        CannotWrite: nothing can be written there, or something else is there.
+        CannotWrite: the path cannot be written, or holds a file of another kind.
     """
     try:
         if path.is_dir():
@@ -53,7 +53,7 @@ def check_output(path: Path, kind: Kind) -> None:
         if path.exists() and not path.is_file():  # a device or a pipe: a rename would put a file in its place
             raise CannotWrite(f"{path} is no regular file; name another")
         if path.exists() and path.stat().st_size and not kind.is_ours(path):
-            raise CannotWrite(f"{path} is there already and is no {kind.what}; name another file, or remove it")
+            raise CannotWrite(f"{path} already exists and is not a {kind.what}; name another file, or remove it")
         target = _target(path)
         folder = target.parent
         if target.is_symlink():
@@ -70,45 +70,45 @@ def check_different(a: Path, b: Path) -> None:
     """Refuses two outputs that would replace each other.
 
     Raises:
-        CannotWrite: both names are of one file.
+        CannotWrite: both paths lead to the same file.
     """
     if _target(a) == _target(b) or (a.exists() and b.exists() and a.samefile(b)):
         raise CannotWrite(f"{a} and {b} are one file; name two")
 
 
 def write_output(path: Path, text: str, kind: Kind, *, replace: bool = True) -> None:
-    """Writes a file whole or not at all, over nothing but a file of its kind.
+    """Writes a file atomically, and replaces only a file of the same kind.
 
     Raises:
-        CannotWrite: it cannot be written, something else is there, or it is there and is not to be replaced.
+        CannotWrite: the file cannot be written, is of another kind, or exists and `replace` is false.
     """
     check_output(path, kind)
     try:
         write_whole(path, text, replace=replace)
     except FileExistsError:
-        raise CannotWrite(f"{path} is there already; name another file, or remove it") from None
+        raise CannotWrite(f"{path} already exists; name another file, or remove it") from None
     except OSError as error:
         raise _cannot(path, error) from None
 
 
 def write_whole(path: Path, text: str, *, replace: bool = True) -> None:
-    """Writes a file whole or not at all: another is written beside it and takes its name.
+    """Writes a file atomically: a temporary file is written beside it and renamed.
 
     Args:
-        path: the file; of a link, the file it stands for.
+        path: the file; for a link, its target is written.
         text: its content, written as UTF-8.
-        replace: whether a file that is there is replaced. It keeps its permissions.
+        replace: whether an existing file is replaced. It keeps its permissions.
 
     Raises:
-        FileExistsError: it is there and is not to be replaced.
-        OSError: it cannot be written.
+        FileExistsError: the file exists and `replace` is false.
+        OSError: the file cannot be written.
     """
     target = _target(path)
     part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
         part.write_bytes(text.encode())
         if not replace:
-            os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL))  # fails where somebody else was faster
+            os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL))  # fails if another process was faster
         elif target.exists():
             shutil.copymode(target, part)
         os.replace(part, target)
@@ -118,7 +118,7 @@ def write_whole(path: Path, text: str, *, replace: bool = True) -> None:
 
 
 def _target(path: Path) -> Path:
-    """The file that a path stands for, links followed."""
+    """Returns the path with links resolved."""
     return Path(os.path.realpath(path))
 
 
@@ -130,12 +130,12 @@ def _cannot(path: Path, error: OSError) -> CannotWrite:
 
 
 def sealed(text: str) -> str:
-    """A text of HTML or Markdown, whole lines, with a last line by which `is_sealed` recognizes it."""
+    """Returns a text of whole lines, HTML or Markdown, with a last line by which `is_sealed` recognizes it."""
     return text + SEAL.format(hashlib.sha256(text.encode()).hexdigest())
 
 
 def is_sealed(path: Path) -> bool:
-    """Whether a file is a sealed text as it was written, to the last byte."""
+    """Whether a file is a sealed text, unchanged to the last byte."""
     with path.open("rb") as file:
         content = file.read(LARGEST_BYTES)
     found = _SEALED.search(content)

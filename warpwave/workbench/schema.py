@@ -1,8 +1,8 @@
-"""What plain data from a file may be: types, ranges and lengths, declared once for each format and checked before use.
+"""Schemas for data from files: types, ranges and lengths, declared once per format and checked before use.
 
-Data is what JSON and TOML make: None, bool, int, float, str, list and dict. `check` names the first value that does not
-fit by its place, with what it is and what is allowed: `timing.samples_us[3] is 'fast'; it must be a number from ...`.
-A format built of these classes accepts no value that the code behind it would meet with an error of its own.
+The data has the types of JSON and TOML: None, bool, int, float, str, list and dict. `check` reports the first value
+that does not fit: its place, the value, and what is allowed. For example:
+`timing.samples_us[3] is 'fast'; it must be a number from ...`. Code that reads checked data needs no further checks.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ SHOWN = 60  # characters of a value in a message
 
 
 class Mismatch(ValueError):
-    """A value that its schema does not allow. The message says where it stands, what it is and what is allowed."""
+    """A value does not fit its schema. The message gives its place, the value, and what is allowed."""
 
 
 class Schema(Protocol):
-    """What a value must be. `str` of it ends the sentence "it must be ..."."""
+    """The condition on a value. Its `str` completes the sentence "it must be ..."."""
 
     def check(self, value: Any, where: str) -> None:
-        """Raises Mismatch where the value is something else; `where` is what the message calls it."""
+        """Raises Mismatch if the value does not fit; the message calls the value `where`."""
 
 
 def check(schema: Schema, value: Any, where: str = "it") -> None:
     """Checks a value against a schema.
 
     Raises:
-        Mismatch: naming the first place that does not fit.
+        Mismatch: the message names the first place that does not fit.
     """
     schema.check(value, where)
 
 
 def fits(schema: Schema, value: Any) -> bool:
-    """Whether a value is what a schema allows."""
+    """Whether a value fits a schema."""
     try:
         schema.check(value, "it")
     except Mismatch:
@@ -47,10 +47,10 @@ def fits(schema: Schema, value: Any) -> bool:
 
 
 def quoted(value: Any) -> str:
-    """A value for a message: on one line, cut short."""
+    """Returns a value for a message: one line, shortened."""
     try:
         text = printable(repr(value))
-    except (ValueError, RecursionError):  # Python prints no number of 4,300 digits, and no endless nest of lists
+    except (ValueError, RecursionError):  # Python does not print numbers of 4,300 digits or deeply nested lists
         return "too large to be shown"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
@@ -124,7 +124,7 @@ class OneOf:
     values: Sequence[Any]
 
     def check(self, value: Any, where: str) -> None:
-        # By type too, for 1 equals True; and without hashing, for the value may be a list.
+        # Compares the types too, because 1 == True, and does not hash, because the value may be a list.
         if not any(type(value) is type(known) and value == known for known in self.values):
             _refuse(self, value, where)
 
@@ -134,7 +134,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class OrNone:
-    """A value that may be absent, spelled null."""
+    """A value that may be null."""
 
     schema: Schema
 
@@ -148,7 +148,7 @@ class OrNone:
 
 @dataclass(frozen=True)
 class ListOf:
-    """A list of values that are alike."""
+    """A list whose values share one schema."""
 
     item: Schema
     shortest: int
@@ -167,7 +167,7 @@ class ListOf:
 
 @dataclass(frozen=True)
 class MapOf:
-    """A table of values that are alike, by names of the writer's choice."""
+    """A table with free names, whose values share one schema."""
 
     item: Schema
     longest: int = 100
@@ -188,8 +188,8 @@ class Table:
     """A table of known entries.
 
     Attributes:
-        required, optional: name -> what the entry is.
-        others: what entries of any other name are; None if there may be none.
+        required, optional: name -> schema of the entry.
+        others: schema of entries with other names; None if they are not allowed.
     """
 
     required: Mapping[str, Schema] = field(default_factory=dict)
@@ -216,7 +216,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Anything:
-    """Plain data of any form, shown to people and not computed with: its texts and numbers are still bounded."""
+    """Data of any form that is only shown, never computed with. Its texts and numbers are still bounded."""
 
     def check(self, value: Any, where: str) -> None:
         if isinstance(value, list):

@@ -12,10 +12,13 @@ import inspect
 import threading
 import types
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from warpwave.runtime.launch import Launch, Mapped
 
 PATIENCE_S = 20.0  # a role that waits longer waits for ever
 
@@ -89,6 +92,9 @@ class Memory:
     def slice(self, start: int, length: int, dim: int = 0) -> Memory:
         return self._map(lambda x: x.narrow(dim, int(start), int(length)))
 
+    def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Memory:
+        return Memory(self.values.reshape(-1)[: torch.Size(shape).numel()].view(list(shape)), dtype)
+
     def load(self, layout: Any = None) -> Tensor:
         return self.values.clone().as_subclass(Value)
 
@@ -102,10 +108,11 @@ class Map:
     def __init__(self, tensor: Tensor, block: list[int]) -> None:
         self.tensor, self.dtype, self.layout = tensor, tensor.dtype, None
         self.rows_read: set[int] = set()  # the first of each block
+        self.adding = threading.Lock()
         self.block_type = types.SimpleNamespace(shape=block, nbytes=torch.Size(block).numel() * tensor.element_size())
 
     def read(self, place: Sequence[Any]) -> Tensor:
-        self.rows_read.add(int(place[2]))
+        self.rows_read.add(int(place[-2]))
         block = torch.zeros(self.block_type.shape, dtype=self.dtype)
         source, target = [], []
         for at, extent, size in zip(map(int, place), self.block_type.shape, self.tensor.shape, strict=True):
@@ -117,7 +124,7 @@ class Map:
         block[tuple(target)] = self.tensor[tuple(source)]
         return block
 
-    def write(self, place: Sequence[Any], block: Tensor) -> None:
+    def write(self, place: Sequence[Any], block: Tensor, add: bool = False) -> None:
         target, source = [], []
         for at, extent, size in zip(map(int, place), self.block_type.shape, self.tensor.shape, strict=True):
             begin, end = max(at, 0), min(at + extent, size)
@@ -125,7 +132,11 @@ class Map:
                 return
             target.append(slice(begin, end))
             source.append(slice(begin - at, end - at))
-        self.tensor[tuple(target)] = block[tuple(source)]
+        if add:
+            with self.adding:
+                self.tensor[tuple(target)] += block[tuple(source)]
+        else:
+            self.tensor[tuple(target)] = block[tuple(source)]
 
 
 class Pointer:
@@ -152,6 +163,7 @@ class Language(types.SimpleNamespace):
         self.constexpr = lambda x: x
         self.static_range = range
         self.to_tensor = torch.tensor
+        self.NVMMASharedLayout = self.SwizzledSharedLayout = lambda *a, **k: None
         self.SliceLayout = self.BlockedLayout = self.DotOperandLayout = lambda *a, **k: None
         self.NVMMADistributedLayout = lambda *a, **k: None
         self.full = lambda shape, value, dtype, layout=None: torch.full(shape, value, dtype=dtype).as_subclass(Value)
@@ -171,6 +183,17 @@ class Language(types.SimpleNamespace):
         self.broadcast = torch.broadcast_tensors
         self.permute = lambda x, order: x.permute(*order)
         self.split = lambda x: x.unbind(-1)
+
+    def allocate_shared_memory(self, dtype: Any, shape: Sequence[int], layout: Any) -> Any:
+        """Tiles that start as NaN, or as 99; or barriers that are not initialised."""
+        if layout == "barriers":
+            made = Barriers([Barrier() for _ in range(shape[0])])
+            return made if len(shape) > 1 else made.index(0)
+        return Memory(torch.full(list(shape), torch.nan if dtype.is_floating_point else 99, dtype=dtype), dtype)
+
+    def warp_specialize(self, roles: Sequence[Any], warps: Sequence[int], registers: Sequence[int]) -> None:
+        """Runs the roles, each in a thread of its own."""
+        run_roles([partial(role, *arguments) for role, arguments in roles])
 
     def load(self, pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
         offsets = torch.as_tensor(pointer.offsets)
@@ -265,9 +288,12 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
 
     stand_ins = {
         "gl": block.language,
-        "mbarrier": types.SimpleNamespace(init=init, arrive=arrive, expect=expect, wait=wait),
+        "mbarrier": types.SimpleNamespace(
+            init=init, arrive=arrive, expect=expect, wait=wait, MBarrierLayout=lambda: "barriers"
+        ),
         "tma_load": tma_load,
         "wait_full": wait_full,
+        "tma_add": lambda target, place, source: target.write(place, source.values, add=True),
         "tma_store": lambda target, place, source: target.write(place, source.values),
         "tma": types.SimpleNamespace(store_wait=lambda pending: None),
         "warpgroup_mma": product,
@@ -347,6 +373,33 @@ def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 def number(x: Tensor) -> Tensor:
     """A GPU's maximum of NaN and a number is the number."""
     return torch.fmax(x, torch.tensor(torch.finfo(torch.float32).min))
+
+
+def run_launch(spec: Launch, modules: Sequence[types.ModuleType], programs: int, own: dict[str, Any]) -> None:
+    """Runs a launch of a Gluon kernel by the kernel's own source, one of so many programs after another.
+
+    Args:
+        modules: those whose device functions it calls, its own among them.
+        own: what stands in for more of their names, made anew for each program by a call.
+    """
+    given: list[Any] = []
+    counter = torch.zeros(1, dtype=torch.int64)
+    for tensor in spec.tensors:
+        if isinstance(tensor, Mapped):
+            plan = tensor.plan
+            given.append(Map(tensor.base.as_strided(plan.shape, plan.strides), list(plan.block)))
+        else:
+            if tensor is not None and tensor.device.type == "meta":  # the tile counter
+                tensor = counter
+            given.append(None if tensor is None else Pointer(tensor.view(-1)))
+    given += [*map(torch.tensor, spec.scalars), *spec.constants.values()]
+    by_name = {m.__name__: m for m in modules}
+    for program in range(programs):
+        block = Block(program, programs)
+        names = functions(by_name, block, {name: make() for name, make in own.items()})
+        home = names[spec.kernel.fn.__module__]
+        getattr(home, spec.kernel.fn.__name__)(*given)
+    assert counter.item() == 0, "the tile counter was not put back"
 
 
 def run_roles(roles: Sequence[Callable[[], None]]) -> None:

@@ -177,6 +177,17 @@ def test_what_it_refuses(change: dict[str, Any], said: str) -> None:
     assert few_rows.cannot(DECODE, Gpu.for_arch("sm_100")) and not few_rows.cannot(DECODE, H200)
 
 
+def test_one_part_of_two_launches_is_left_to_the_merge() -> None:
+    """Where another launch attends to a shared prefix, a launch that splits nothing writes a part, not the output."""
+    call = cases.build(replace(BASE, lengths=(1, 200), sinks=True), "normal", torch.device("cpu"))
+    config = replace(split_kv.default(call.problem, H200), roles=True, num_splits=1)
+    out = torch.empty_like(call.operands.q)
+    space = partials.allocate(call.problem, 1, "cpu")
+    alone, *_ = split_kv.specify(call.problem, H200, call.operands, out, None, config)
+    part, *_ = split_kv.specify(call.problem, H200, call.operands, out, None, config, space, 64)
+    assert not alone.constants["SPLIT"] and part.constants["SPLIT"]
+
+
 def test_configs_with_roles_check_themselves() -> None:
     config = split_kv.Config(16, 64, 4, 2, 3, by_map=True, roles=True)
     for change in ({"block_m": 32}, {"block_n": 32}, {"num_warps": 2}, {"by_map": False}):

@@ -40,14 +40,14 @@ PROBLEM = AttentionProblem(
         ({}, CPU, "Hopper"),
         ({"dtype": "float32", "precision": "ieee"}, H200, "fp16x1, fp16x3, bf16x6"),
         ({"dtype": "float32", "error_budget": 1e-9}, H200, "relative error of 1e-09"),
-        ({"dtype": "float32", "head_dim": 264}, H200, "256 at most in float32"),
+        ({"dtype": "float32", "head_dim": 264}, H200, "at most 256 in float32"),
         ({"head_dim": 59}, H200, "head_dim is 59"),
         ({"head_dim_v": 392}, H200, "head_dim_v is 392"),
-        ({"mask_shape": (1, 1, 1000, 1000), "dtype": "float32"}, H200, "a boolean mask in 16-bit types alone"),
+        ({"mask_shape": (1, 1, 1000, 1000), "dtype": "float32"}, H200, "a boolean mask only in 16-bit types"),
         (
             {"bias_shape": (1, 1, 1, 1000), "bias_dtype": "float32", "head_dim_v": 264},
             H200,
-            "a bias up to head_dim 256",
+            "a bias only up to head_dim 256",
         ),
         ({"requires_grad": True}, H200, "gradients"),
     ],
@@ -172,7 +172,7 @@ def test_a_single_stage_is_for_several_parts() -> None:
     """In 16 bits K comes a tile ahead of V: with one stage each would wait for the other."""
     for problem in (PROBLEM, replace(PROBLEM, dtype="float32", precision="tf32")):
         operands = operands_without_memory(problem)
-        with pytest.raises(UnsupportedProblem, match="takes 2"):
+        with pytest.raises(UnsupportedProblem, match="num_stages is 1; it must be at least 2"):
             flash_fwd.specify(problem, H200, operands, operands.q, None, flash_fwd.Config(64, 64, 1))
     for precision, parts in (("default", 2), ("bf16x6", 3)):
         float32 = replace(PROBLEM, dtype="float32", precision=precision)

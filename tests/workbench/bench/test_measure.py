@@ -92,7 +92,7 @@ def test_whatever_a_peer_does_the_others_are_timed() -> None:
         "s",
         field,
         replace(CPU, peer_timeout_s=0.3),
-        skip={"skipped": "it ended the process the last time"},
+        skip={"skipped": "it ended the process last time"},
         about_to=told.append,
     )
     assert told == [*(name for name in field if name != "skipped"), ""]
@@ -104,7 +104,7 @@ def test_whatever_a_peer_does_the_others_are_timed() -> None:
     assert by_name["absent"].refusal == "not here"
     assert by_name["crashes"].refusal.startswith("KeyError: ")
     assert by_name["hangs"].refusal == "not ready after 0.3 s"
-    assert by_name["skipped"].refusal == "it ended the process the last time"
+    assert by_name["skipped"].refusal == "it ended the process last time"
     assert {m.goal for m in found} == {CASE.goal}
 
 

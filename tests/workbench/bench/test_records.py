@@ -139,7 +139,7 @@ def test_a_cut_off_file_is_not_appended_to(tmp_path: Path) -> None:
 def test_what_is_no_record_is_not_appended_to(tmp_path: Path) -> None:
     thesis = tmp_path / "thesis.md"
     thesis.write_text("# Attention\n")
-    with pytest.raises(RecordError, match=r"is there already and is no record"):
+    with pytest.raises(RecordError, match=r"already exists and is not a record"):
         RecordWriter(thesis, ENVIRONMENT)
     assert thesis.read_text() == "# Attention\n"
     with pytest.raises(RecordError, match="is a directory"):
@@ -161,7 +161,7 @@ def test_what_is_no_record_is_not_appended_to(tmp_path: Path) -> None:
 def test_only_what_begins_as_a_record_is_appended_to(first: str, tmp_path: Path) -> None:
     theirs = tmp_path / "theirs.json"
     theirs.write_text(first + "\n")
-    with pytest.raises(RecordError, match="is there already and is no record"):
+    with pytest.raises(RecordError, match="already exists and is not a record"):
         RecordWriter(theirs, ENVIRONMENT)
     assert theirs.read_text() == first + "\n"
 

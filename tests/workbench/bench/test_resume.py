@@ -32,7 +32,7 @@ def test_whoever_ended_the_process_is_left_out_the_next_time(tmp_path: Path) -> 
     first.about_to("one", "p")
     first.about_to("one", "q")  # and here the process dies
     second = Journal(records, resume=True)
-    assert second.skip("one") == {"q": "it ended the process the last time"} and second.skip("two") == {}
+    assert second.skip("one") == {"q": "it ended the process last time"} and second.skip("two") == {}
     second.about_to("one", "p")
     second.about_to("two", "r")
     third = Journal(records, resume=True)
@@ -63,7 +63,7 @@ def test_a_damaged_journal_is_named(tmp_path: Path) -> None:
 def test_a_file_of_the_journals_name_that_is_none_is_left_alone(resume: bool, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl.underway"
     path.write_text('notes: {"kind": "warpwave bench journal", "schema_version": 1}\n')
-    with pytest.raises(RecordError, match="is there already and is no journal of `warpwave bench`"):
+    with pytest.raises(RecordError, match="already exists and is not a journal of `warpwave bench`"):
         Journal(tmp_path / "r.jsonl", resume=resume)
     assert path.read_text().startswith("notes")
 

@@ -154,7 +154,7 @@ def test_the_exit_code_counts_what_an_earlier_run_could_not_time(
         assert main(one_case, out=path, rounds=1, device="cpu", peers=("none",), resume=True) == 1
     assert "1 of 1 cases are in" in capsys.readouterr().err
     ((_, m),) = read_records(path).measurements
-    assert m.refusal == "it ended the process the last time"
+    assert m.refusal == "it ended the process last time"
 
 
 def test_inputs_that_do_not_fit_are_a_refusal(
@@ -206,7 +206,7 @@ def test_a_lost_device_ends_the_run_and_is_known_to_the_next(
     assert "left the GPU unusable" in capsys.readouterr().err
     assert main(one_case, out=path, rounds=1, device="cpu", peers=("sdpa_math", "sdpa_flash"), resume=True) == 0
     by_name = {m.contender: m for _, m in read_records(path).measurements}
-    assert by_name["sdpa_math"].refusal == "it ended the process the last time"
+    assert by_name["sdpa_math"].refusal == "it ended the process last time"
     assert by_name["sdpa_flash"].timing is not None
 
 

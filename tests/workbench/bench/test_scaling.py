@@ -86,7 +86,7 @@ def test_a_constant_is_a_launch_and_not_idle_sms() -> None:
     points = [replace(p, blocks=1000) for p in _points("seqlen", _constant)]
     found = judge("seqlen", "planted", points, rates=RATES, peak_tflops=PEAK, num_sms=SMS)
     assert found is not None and found.end_cause == "launch" and found.turn is None
-    assert "cost that no size changes" in found.sentence
+    assert "fixed cost" in found.sentence
 
 
 def test_without_any_rate_the_exponent_alone_speaks() -> None:

@@ -89,6 +89,20 @@ def test_plain_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str], mo
     assert "─" in drawn and "0.950 [0.950, 0.950]" in drawn and "absent a, absent b: not here" in drawn
 
 
+def test_no_escape_sequences_where_colour_is_unwanted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    print_table(case_table(RESULTS))
+    assert "\x1b[" in capsys.readouterr().out
+    monkeypatch.setenv("NO_COLOR", "1")
+    print_table(case_table(RESULTS))
+    drawn = capsys.readouterr().out
+    assert "─" in drawn and "\x1b" not in drawn
+
+
 def test_a_narrow_terminal_gets_fewer_columns_and_whole_words(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

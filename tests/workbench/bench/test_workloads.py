@@ -147,7 +147,7 @@ def test_a_suite_whose_name_no_record_can_hold(tmp_path: Path) -> None:
 
 
 def test_a_mistake_in_a_suite_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SuiteError, match=r"cases\[1\]: the case 'd4 1x8 h2 fp32' is there already"):
+    with pytest.raises(SuiteError, match=r"cases\[1\]: the case 'd4 1x8 h2 fp32' appears twice"):
         parse(ROW, {**ROW, "causal": False})
     with pytest.raises(SuiteError, match="cases must be a list of at least one table"):
         parse()

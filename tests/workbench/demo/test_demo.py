@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,15 @@ from warpwave.workbench.demo import demo, sentence_model
 from warpwave.workbench.report import shipped
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """Restores the level of the library's log, which the command raises for its process."""
+    logger = logging.getLogger("warpwave")
+    before = logger.level
+    yield
+    logger.setLevel(before)
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +212,7 @@ def test_a_report_that_cannot_be_written_is_said_before_anything_is_run(
     assert quick_demo(True) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith("warpwave: report.html is there already")
+    assert printed.err.startswith("warpwave: report.html already exists")
     assert Path("report.html").read_text() == "mine"
 
 

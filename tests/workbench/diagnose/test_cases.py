@@ -47,7 +47,7 @@ EXPECTED = [
     (1, "peer", ("seqlen 4", "slow path")),
     # 2: 16 % of peak, not launches, both readings of the tile sweep, QK twice, rows left out, scores in L2, the cliff
     (2, "share of peak", ("162.7 TFLOP/s", "16.4")),
-    (2, "launch", ("launching is not it", "graph")),
+    (2, "launch", ("launching is not the cause", "graph")),
     (2, "idle SMs", ("heads one at a time", "32 blocks against 128", "at most 4 x of the 7.8 x", "1.9 x remain")),
     (2, "grid fills", ("heads in one launch", "the whole 7.8 x remains")),
     (2, "figure explained", ("heads were batched",)),

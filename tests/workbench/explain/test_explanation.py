@@ -323,6 +323,16 @@ def test_precision_is_advised_by_what_the_card_has() -> None:
     assert "bfloat16 inputs" in hopper
 
 
+@pytest.mark.parametrize("precision", ["tf32", "ieee", "default", 1e-3])
+@pytest.mark.parametrize("return_lse", [False, True])  # by torch_sdpa, and by eager
+def test_float32_products_on_a_cpu_are_float32(precision: str | float, return_lse: bool) -> None:
+    said = warpwave.explain(*tensors(), precision=precision, return_lse=return_lse)
+    assert said.kernel == ("eager" if return_lse else "torch_sdpa")
+    assert said.accuracy is not None and said.accuracy.arithmetic == "ieee"
+    if said.accuracy.measured is not None:
+        assert said.accuracy.measured <= said.accuracy.promised
+
+
 def test_memory_bound_calls_hear_of_bytes() -> None:
     said = advice(warpwave.explain(replace(PLAIN, seqlen_q=1, batch=64, num_heads_kv=4), gpu=resolve("h200")))
     assert "Memory binds, and k and v are 100% of the bytes" in said

@@ -258,7 +258,7 @@ def test_the_command_compiles_writes_and_compares(tmp_path: Path) -> None:
     theirs.write_text("notes\n")
     refused = run(*arguments)
     assert refused.returncode == 2
-    assert f"{theirs.name} is there already and is no ttgir of the same text; name another file" in refused.stderr
+    assert f"{theirs.name} already exists and is not a ttgir of the same text; name another file" in refused.stderr
     assert theirs.read_text() == "notes\n"
 
     file = tmp_path / "a.json"

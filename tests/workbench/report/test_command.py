@@ -75,7 +75,7 @@ def test_what_is_not_ours_is_not_written_over(
     mine.write_text("<p>my thesis</p>")
     where: dict[str, Any] = {"out": mine} if name == "report.html" else {"markdown_out": mine}
     assert main([record], **where) == 2
-    assert "is no report of warpwave" in says(capsys)
+    assert "is not a report of warpwave" in says(capsys)
     assert mine.read_text() == "<p>my thesis</p>"
 
 
@@ -124,7 +124,7 @@ def test_a_report_that_somebody_edited_is_theirs(
         path.write_text(theirs)
         capsys.readouterr()
         assert main([record], **where) == 2
-        assert "is no report of warpwave, or was edited since; name another file" in says(capsys)
+        assert "is not a report of warpwave, or was edited since; name another file" in says(capsys)
         assert path.read_text() == theirs
     path.write_text(written)
     assert main([record], **where) == 0

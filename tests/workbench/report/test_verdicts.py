@@ -162,7 +162,7 @@ def test_what_the_data_sheet_does_not_allow_has_no_share() -> None:
     assert "allow" not in result.sentence
     text = " ".join([*what_bounds_it([result]), *known.passed])
     assert "where the data sheet allows" in text
-    assert "it has no share" in text
+    assert "It has no share" in text
     assert "150" not in text
 
 

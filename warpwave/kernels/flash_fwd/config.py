@@ -1,4 +1,4 @@
-"""Configs of `flash_fwd`: what one is, how much shared memory it takes, and which is the default where."""
+"""Configs of `flash_fwd`: their values, their shared memory, and the choice of the default."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Config:
     """Tile shape and launch shape.
 
     Args:
-        block_m: queries a program owns, a power of two, at least 16.
-        block_n: keys a step walks, a power of two, at least 16.
+        block_m: queries of a program, a power of two, at least 16.
+        block_n: keys per step, a power of two, at least 16.
         num_warps: warps of a program, a power of two.
         num_stages: K/V tiles in flight.
-        split_ahead: whether a launch before this one splits K and V into the parts that products of bf16x3 and bf16x6
-            take, once for all queries. A tile then goes from memory to the matrix unit as it is, and not through the
-            registers of every block that needs it.
+        split_ahead: whether a preceding launch splits K and V into the parts for bf16x3 and bf16x6 products, once for
+            all queries. A tile then goes directly from memory to the matrix unit instead of through the registers of
+            every block that needs it.
     """
 
     block_m: int
@@ -47,7 +47,7 @@ class Config:
 
 
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """An upper bound on the shared memory of one block, which tests hold against what every target compiles to."""
+    """Returns an upper bound on the shared memory of one block; tests compare it with what every target compiles to."""
     size, arithmetic = DTYPE_BYTES[problem.dtype], dot_precision(problem, gpu)
     block_d, block_dv = tile_widths(problem, gpu, config.block_m)
     if arithmetic in PARTS:
@@ -58,22 +58,22 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     if problem.mask_shape is not None or problem.bias_shape is not None:
         score_bytes = bytes_per_score(problem)
         kv += config.block_m * config.block_n * score_bytes  # their tiles are in flight as well
-        p += size * config.block_n * block_dv  # V goes through registers to lose what nobody sees, and back
+        p += size * config.block_n * block_dv  # V goes through registers, which clear what no query sees, and back
     if gpu.arch == "gfx950":
-        # Copies go straight to shared memory (Triton 3.9), which keeps every tile in flight, rows padded.
+        # Loads are copied directly to shared memory (Triton 3.9), which holds every tile in flight, with padded rows.
         return max(q, config.num_stages * kv * 17 // 16) + p
     if gpu.vendor == "amd":
         return max(q, max(1, config.num_stages - 1) * kv) + p
     if arithmetic in ("tf32x3", "tf32"):
         if gpu.capability == 90:
-            return 2 * (q + p) + config.num_stages * kv  # an operand and its remainder stand side by side
+            return 2 * (q + p) + config.num_stages * kv  # an operand and its remainder coexist
         return q + config.num_stages * kv + max(q, kv) // 2
-    return q + p // 2 + config.num_stages * kv + 1024  # the last for barriers
+    return q + p // 2 + config.num_stages * kv + 1024  # 1024 for barriers
 
 
 def _smem_bytes_of_parts(problem: AttentionProblem, gpu: Gpu, config: Config, size: int) -> int:
-    """`smem_bytes` where an element becomes parts of `size` bytes together: float32 tiles arrive, and the matrix unit
-    takes their parts, which stand beside them; or parts arrive, and nothing stands beside."""
+    """Returns `smem_bytes` if an element becomes parts of `size` bytes in total. Either float32 tiles arrive, and their
+    parts, which the matrix unit takes, are stored in addition; or parts arrive, and nothing else is stored."""
     block_d, block_dv = tile_widths(problem, gpu, config.block_m)
     q, p = config.block_m * block_d, config.block_m * config.block_n
     k, v = config.block_n * block_d, config.block_n * block_dv
@@ -86,33 +86,33 @@ def _smem_bytes_of_parts(problem: AttentionProblem, gpu: Gpu, config: Config, si
     if gpu.vendor == "nvidia":
         scores = 0 if gpu.capability == 90 else max(size, 8) * p  # parts of p and, from Blackwell on, accumulators
         return max(size, 4) * q + stages * arriving + beside + scores + 1024
-    # Parts of p change hands as well, and q waits in the place of what has not arrived yet.
+    # Parts of p change layout too, and q is stored where tiles have not arrived yet.
     return max(size * q, stages * arriving * 17 // 16 + beside) + size * p
 
 
-# Which ----------------------------------------------------------------------------------------------------------------
+# Choice of a config ---------------------------------------------------------------------------------------------------
 
 
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """The default first, then every other candidate that fits the GPU's shared memory."""
+    """Returns the default first, then every other candidate that fits the GPU's shared memory."""
     first = default(problem, gpu)
     return [] if first is None else [first, *(c for c in fitting(problem, gpu) if c != first)]
 
 
 def default(problem: AttentionProblem, gpu: Gpu) -> Config | None:
-    """The config with which a problem runs where nobody names another; None where none fits."""
+    """Returns the config used when the caller names none; None if no config fits."""
     candidates = fitting(problem, gpu)
     if not candidates:
         return None
     config: Config | None = _default(problem, gpu)
     while config is not None and config not in candidates:
         config = _smaller(config)
-    return config or candidates[-1]  # what fits is not smaller in this order: with operands split ahead, say
+    return config or candidates[-1]  # the config that fits is not smaller in this order, for example with split_ahead
 
 
 def _smaller(config: Config) -> Config | None:
-    """The next config to try where one does not fit: fewer tiles in flight, then fewer keys, then fewer queries; None
-    after the smallest."""
+    """Returns the next config to try if one does not fit: fewer tiles in flight, then fewer keys, then fewer queries;
+    None after the smallest."""
     if config.num_stages > 1:
         return replace(config, num_stages=config.num_stages - 1)
     if config.block_n > 16:
@@ -124,7 +124,7 @@ def _smaller(config: Config) -> Config | None:
 
 @by_kind
 def fitting(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """The candidates that fit the GPU's shared memory, less those it computes wrongly or slowly."""
+    """Returns the candidates that fit the GPU's shared memory, except those that compute wrong results or are slow."""
     ways = (False, True) if dot_precision(problem, gpu) in PARTS else (False,)
     found = [c for c in space(ways) if smem_bytes(problem, gpu, c) <= gpu.smem_per_block_bytes]
     if gpu.capability == 90 and _uses_tensor_cores(problem, gpu):
@@ -140,7 +140,7 @@ def _uses_tensor_cores(problem: AttentionProblem, gpu: Gpu) -> bool:
 
 @cache
 def space(split_ahead: tuple[bool, ...] = (False,)) -> list[Config]:
-    """Every candidate."""
+    """Returns every candidate."""
     return [
         Config(block_m, block_n, num_warps, num_stages, ahead)
         for ahead in split_ahead
@@ -152,7 +152,7 @@ def space(split_ahead: tuple[bool, ...] = (False,)) -> list[Config]:
 
 
 def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
-    """The table's config, made smaller where a tile of mask or bias takes registers and shared memory too."""
+    """Returns the table's config, made smaller if a tile of mask or bias also takes registers and shared memory."""
     config = _default_without_mask(problem, gpu)
     if problem.mask_shape is None and problem.bias_shape is None:
         return config
@@ -160,13 +160,13 @@ def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
         return config if problem.dtype == "float32" else Config(32, 16, 4, 1)
     config = replace(config, num_stages=min(2, config.num_stages))
     if gpu.vendor == "nvidia" and gpu.capability != 90:
-        return replace(config, block_n=16)  # by registers (tests/compile): 32 keys spill at some head_dim of each
+        return replace(config, block_n=16)  # limited by registers (tests/compile): 32 keys spill at some head_dim
     return replace(config, block_n=max(16, config.block_n // 2))
 
 
 def _default_of_parts(gpu: Gpu, arithmetic: str, bucket: int) -> Config:
-    """What compiles with fewest spills, two blocks an SM where that leaves tiles of a size. Timed on an H200 alone:
-    bf16x6 takes 0.69, 0.59 and 0.69 times as long as tf32x3 at head_dim 64, 128 and 256."""
+    """Returns the config that compiles with fewest spills, with two blocks an SM if that leaves tiles large enough.
+    Timed on an H200 only: bf16x6 takes 0.69, 0.59 and 0.69 times as long as tf32x3 at head_dim 64, 128 and 256."""
     if gpu.vendor == "amd":
         return (Config(64, 32, 4, 1), Config(64, 16, 4, 1), Config(32, 16, 4, 1))[bucket]
     if gpu.capability == 90:
@@ -175,7 +175,7 @@ def _default_of_parts(gpu: Gpu, arithmetic: str, bucket: int) -> Config:
 
 
 def _leaves_sms_idle(problem: AttentionProblem, gpu: Gpu, block_m: int) -> bool:
-    """Whether tiles of so many queries are at most half as many as there are SMs."""
+    """Returns whether tiles of `block_m` queries are at most half as many as the SMs."""
     return 2 * -(-problem.seqlen_q // block_m) * problem.num_heads_q * problem.batch <= gpu.num_sms
 
 
@@ -188,8 +188,8 @@ def _width(problem: AttentionProblem) -> int:
 
 
 def _default_without_mask(problem: AttentionProblem, gpu: Gpu) -> Config:
-    """Where a factor stands, the fastest of a sweep on an H200 (benchmarks/records, sweeps 1 and 2); elsewhere the
-    widest tile that compiles without spills, or with fewest (tests/compile)."""
+    """Returns the fastest config of a sweep on an H200 (benchmarks/records, sweeps 1 and 2) where a factor is given
+    below; elsewhere the widest tile that compiles without spills, or with fewest (tests/compile)."""
     bucket = 0 if _width(problem) <= 64 else 1 if _width(problem) <= 128 else 2
     if problem.dtype == "float32":
         arithmetic = dot_precision(problem, gpu)
@@ -213,7 +213,7 @@ def _default_without_mask(problem: AttentionProblem, gpu: Gpu) -> Config:
         return (Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 32, 8, 2))[bucket]
     if gpu.capability not in WGMMA_OR_TCGEN05:
         return (Config(64, 64, 4, 3), Config(64, 32, 4, 2), Config(64, 32, 8, 2))[bucket]
-    # Four warps on 64 queries leave room for two blocks an SM, and one block's softmax hides behind the other's
+    # Four warps on 64 queries leave room for two blocks an SM, and one block's softmax overlaps with the other's
     # products: causal at head_dim 128, 128x64 on eight warps takes 1.13 times as long at 16 x 1024, 1.05 times at
     # 4 x 4096. At 256 the accumulator leaves no room for two, and 64x32 takes 1.16 times as long as 128x64.
     return (Config(64, 64, 4, 3), Config(64, 64, 4, 3), Config(128, 64, 8, 2))[bucket]

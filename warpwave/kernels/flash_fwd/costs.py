@@ -1,4 +1,4 @@
-"""What `flash_fwd` moves and computes for one problem."""
+"""The bytes that `flash_fwd` moves and the operations that it computes for one problem."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """What one launch moves and computes: whole tiles, padding included; K and V once for each query tile. Split ahead,
-    also what the first launch reads, and the parts that it writes."""
+    """Returns what one launch moves and computes: whole tiles, padding included; K and V once for each query tile. With
+    split_ahead, it includes what the first launch reads, and the parts that it writes."""
     size = DTYPE_BYTES[problem.dtype]
     block_d, block_dv = tile_widths(problem, gpu, config.block_m)
     visited, longest, items, cut = walk(problem, config.block_m, config.block_n)
@@ -39,7 +39,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         workspace = keys * key_bytes
     key_reads = visited * config.block_n * key_bytes
     multiply_adds = problem.dtype == "float32" and arithmetic == "ieee"
-    split = scores + visited * config.block_n * (block_d + block_dv)  # elements of P, K and V, where in the loop
+    split = scores + visited * config.block_n * (block_d + block_dv)  # elements of P, K and V split in the loop
     out_bytes = rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0))
     reads = size * rows * problem.head_dim + key_reads + scores * bytes_per_score(problem)
     attend = Cost(
@@ -56,12 +56,12 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         order=launch_order(problem, config.block_m, config.block_n) if problem.packed and not problem.has_band else (),
         cut=cut,
         far=waits_for_memory(config.num_stages),
-        items=items,  # blocks behind the end of a packed sequence have nothing to do
+        items=items,  # blocks past the end of a packed sequence have no work
         smem_margin=size * config.block_m * config.block_n // 2 + 1024 if size == 2 and gpu.vendor == "nvidia" else 0,
         loop=_loop(problem, block_d, multiply_adds),
         threads=config.num_warps * gpu.warp_size,
         registers=_registers(problem, gpu, config),
-        # Two warpgroups of Hopper's have 64 rows each, and wait for each other where tiles arrive alone.
+        # Two Hopper warpgroups have 64 rows each. If tiles arrive one at a time, they wait for each other.
         chains=2 if gpu.capability == 90 and size == 2 and (config.block_m, config.num_warps) == (128, 8) else 1,
         operand_bytes=_operand_bytes(problem, config, visited) if multiply_adds else 0,
         conversions=conversions(problem, gpu, scores if workspace else split, config.block_m, config.num_warps),
@@ -80,11 +80,12 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
 
 
 def _registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """About what a thread holds: output and scores of its rows in float32, probabilities, and some forty besides."""
+    """Returns approximately the registers of a thread: output and scores of its rows in float32, probabilities, and
+    some forty more."""
     threads = max(1, config.num_warps * gpu.warp_size)
     elements = config.block_m * (padded(problem.head_dim_v) + config.block_n * 3 // 2)
     if problem.dtype == "float32" and dot_precision(problem, gpu) == "ieee":
-        # Multiply-adds hold operands too, and a tile that nothing keeps in flight passes through registers.
+        # Multiply-adds hold operands too, and tiles that are not in flight pass through registers.
         loaded = config.block_n * (padded(problem.head_dim) + padded(problem.head_dim_v))
         elements += 44 * threads + (loaded if config.num_stages == 1 else 0)
     elif problem.dtype == "float32" and config.block_m < 64:  # every warp holds the parts of all rows of Q
@@ -93,8 +94,8 @@ def _registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 
 
 def _operand_bytes(problem: AttentionProblem, config: Config, visited: int) -> int:
-    """What multiply-adds read from shared memory: a thread with n elements of a tile, as square as may be, reads two
-    operands of sqrt(n) for each n of them."""
+    """Returns the bytes that multiply-adds read from shared memory: a thread with n elements of a roughly square tile
+    reads two operands of sqrt(n) each for every n multiply-adds."""
     threads, total = config.num_warps * 32, 0.0
     for columns, length in ((config.block_n, padded(problem.head_dim)), (padded(problem.head_dim_v), config.block_n)):
         elements = config.block_m * columns
@@ -103,8 +104,8 @@ def _operand_bytes(problem: AttentionProblem, config: Config, visited: int) -> i
 
 
 def _loop(problem: AttentionProblem, block_d: int, multiply_adds: bool) -> str:
-    """`Cost.loop`: multiply-adds, by head_dim; tiles of 256 columns, of eight warps; rows that do not begin at
-    multiples of 32 bytes, of which loads are narrower."""
+    """Returns `Cost.loop`: separate names for multiply-adds, by head_dim; for tiles of 256 columns, with eight warps;
+    and for rows that do not start at multiples of 32 bytes, whose loads are narrower."""
     if multiply_adds:
         return "wide multiply-adds" if block_d >= 128 else "multiply-adds"
     if problem.dtype != "float32" and block_d > 128:

@@ -1,15 +1,15 @@
 """FlashAttention forward in one pass, portable Triton: every GPU that Triton compiles for, head_dim up to 256.
 
-A program owns BLOCK_M queries of one head, walks the keys they see in tiles of BLOCK_N, and keeps the softmax
-running: scores never leave the chip, and memory traffic is that of q, k, v and out.
+A program owns BLOCK_M queries of one head, walks the keys they see in tiles of BLOCK_N, and maintains a running
+softmax. Scores never leave the chip, and memory traffic is that of q, k, v and out.
 
     S = softmax_scale * Q K^T, then softcap, bias, ALiBi, mask;   out = softmax(S) V;   lse = log(sum(exp(S)))
 
 Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), algorithm 1. The keys
-fall in three ranges: a masked one at the left edge of a window, one that every query of the tile sees, and a masked
+fall into three ranges: a masked one at the left edge of a window, one that every query of the tile sees, and a masked
 one at the diagonal or the ragged end. Only edge tiles pay for masks; hidden tiles are never visited.
 
-Bound: tensor cores for long sequences, exponentials at head_dim 64 and below, launch latency when the grid does not
+Bound: tensor cores for long sequences, exponentials at head_dim 64 and below, launch latency if the grid does not
 fill the GPU. It adds to the ladder's tiled kernel the online softmax, and with it O(seqlen) memory.
 """
 
@@ -48,6 +48,8 @@ from warpwave.kernels.primitives import (
     LOG2_E,
     add_bias,
     band_visible,
+    in_elements,
+    key_ranges,
     load_parts,
     load_tile,
     only_rows,
@@ -69,8 +71,8 @@ __all__ = ["Config", "bind", "configs", "cost", "flash_fwd_kernel", "smem_bytes"
 NAME = "flash_fwd"
 NEEDS_GPU = True
 MAX_HEAD_DIM = 256
-# Arguments the compiler must not specialise on, or new lengths would compile again: sizes, and every stride whose
-# alignment is in the unit it comes in or is of no use.
+# Arguments that the compiler must not specialize on; otherwise new lengths would recompile. These are sizes, and every
+# stride whose alignment is already in its unit or is not useful.
 UNSPECIALISED = [
     *("stride_qb", "stride_qm", "stride_qh", "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn"),
     *("stride_vh", "stride_ob", "stride_om", "stride_oh", "stride_lb", "stride_lh", "stride_mask_b", "stride_mask_h"),
@@ -79,47 +81,6 @@ UNSPECIALISED = [
 ]
 
 # Device code ----------------------------------------------------------------------------------------------------------
-
-
-@jit
-def _key_ranges(
-    row_begin, row_last, seqlen_k, low, high, BLOCK_N: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr
-):
-    """Where the keys of a query tile begin and end, and which tiles in between every query sees whole.
-
-    Returns:
-        key_begin, key_end: keys outside are seen by no query of the tile.
-        first: key_begin rounded down to a tile.
-        whole_begin, whole_end: tiles between them need no mask.
-    """
-    key_begin = 0
-    key_end = seqlen_k
-    whole_begin = 0
-    whole_end = seqlen_k
-    if HAS_LOW:
-        key_begin = tl.maximum(row_begin + low, 0)
-        whole_begin = tl.maximum(row_last + low, 0)
-    if HAS_HIGH:
-        key_end = tl.minimum(key_end, row_last + high + 1)
-        whole_end = tl.minimum(whole_end, row_begin + high + 1)
-    if HAS_LOW and HAS_HIGH:
-        # A window that begins behind the diagonal (top-left causal) shows nothing at all.
-        key_end = tl.where(low > high, 0, key_end)
-    first = key_begin // BLOCK_N * BLOCK_N
-    last = tl.cdiv(tl.maximum(key_end, 0), BLOCK_N) * BLOCK_N
-    whole_begin = tl.minimum(tl.cdiv(whole_begin, BLOCK_N) * BLOCK_N, tl.maximum(first, last))
-    whole_end = tl.maximum(tl.maximum(whole_end, 0) // BLOCK_N * BLOCK_N, whole_begin)
-    return key_begin, key_end, first, whole_begin, whole_end
-
-
-@jit
-def _in_elements(stride_batch, stride_row, stride_head, UNIT: tl.constexpr):
-    """64-bit, for a stride in elements may pass 2^31 where it did not in units."""
-    return (
-        tl.cast(stride_batch, tl.int64) * UNIT,
-        tl.cast(stride_row, tl.int64) * UNIT,
-        tl.cast(stride_head, tl.int64) * UNIT,
-    )
 
 
 @jit(do_not_specialize=UNSPECIALISED)
@@ -196,25 +157,25 @@ def flash_fwd_kernel(
     SPLIT_AHEAD: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
 ):
-    """One tile of queries of one head.
+    """Processes one tile of queries of one head.
 
-    The grid has one dimension, for 65,535 is the limit of the others. Neighbouring programs share K and V through L2.
+    The grid has one dimension because 65,535 is the limit of the others. Neighboring programs share K and V through L2.
     """
-    # Strides come in units: the compiler, which tells only multiples of 16 by itself, then sees that rows of 40 or 80
-    # elements are 16-byte aligned, without which they are read one element at a time.
-    stride_qb, stride_qm, stride_qh = _in_elements(stride_qb, stride_qm, stride_qh, STRIDE_UNIT)
-    stride_kb, stride_kn, stride_kh = _in_elements(stride_kb, stride_kn, stride_kh, STRIDE_UNIT)
-    stride_vb, stride_vn, stride_vh = _in_elements(stride_vb, stride_vn, stride_vh, STRIDE_UNIT)
-    stride_ob, stride_om, stride_oh = _in_elements(stride_ob, stride_om, stride_oh, STRIDE_UNIT)
+    # Strides come in units. The compiler only recognizes multiples of 16, and the units let it see that rows of 40 or
+    # 80 elements are 16-byte aligned. Otherwise they are read one element at a time.
+    stride_qb, stride_qm, stride_qh = in_elements(stride_qb, stride_qm, stride_qh, STRIDE_UNIT)
+    stride_kb, stride_kn, stride_kh = in_elements(stride_kb, stride_kn, stride_kh, STRIDE_UNIT)
+    stride_vb, stride_vn, stride_vh = in_elements(stride_vb, stride_vn, stride_vh, STRIDE_UNIT)
+    stride_ob, stride_om, stride_oh = in_elements(stride_ob, stride_om, stride_oh, STRIDE_UNIT)
 
-    # Where this program works -----------------------------------------------------------------------------------------
+    # Position of this program -----------------------------------------------------------------------------------------
     num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
     if HAS_HIGH:
-        # Longest first, so that the last to start are the shortest: over all heads whose K and V fit L2 together. What
-        # is left of the heads is the first group: as the last, its longest tiles would start when all else has ended.
+        # Longest first, so that the last to start are the shortest, over all heads whose K and V fit L2 together. The
+        # incomplete group of heads comes first: as the last, its longest tiles would start when all others have ended.
         all_heads = tl.num_programs(0) // num_tiles
-        missing = tl.cdiv(all_heads, heads_in_l2) * heads_in_l2 - all_heads  # in the first group
+        missing = tl.cdiv(all_heads, heads_in_l2) * heads_in_l2 - all_heads  # heads that the first group lacks
         group = (pid // num_tiles + missing) // heads_in_l2
         first = tl.maximum(group * heads_in_l2 - missing, 0)
         heads = (group + 1) * heads_in_l2 - missing - first
@@ -250,7 +211,7 @@ def flash_fwd_kernel(
     if HAS_BIAS:
         bias_ptr += batch * stride_bias_b + head * stride_bias_h
 
-    # The band of visible keys, low <= key - row <= high (problem.Band), and the ranges it cuts the keys into.
+    # The band of visible keys, low <= key - row <= high (problem.Band), and the ranges into which it cuts the keys.
     last_key_offset = seqlen_k - seqlen_q
     low = last_key_offset - window_left
     high = last_key_offset + window_right
@@ -259,11 +220,11 @@ def flash_fwd_kernel(
     row_begin = tile * BLOCK_M
     rows = row_begin + tl.arange(0, BLOCK_M)
     row_last = tl.minimum(row_begin + BLOCK_M, seqlen_q) - 1
-    key_begin, key_end, first, whole_begin, whole_end = _key_ranges(
+    key_begin, key_end, first, whole_begin, whole_end = key_ranges(
         row_begin, row_last, seqlen_k, low, high, BLOCK_N, HAS_LOW, HAS_HIGH
     )
 
-    # The state of the online softmax ----------------------------------------------------------------------------------
+    # State of the online softmax --------------------------------------------------------------------------------------
     dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, BLOCK_DV)
     q = tile_pointers(q_ptr, rows, dims, stride_qm, stride_qd)
@@ -293,9 +254,9 @@ def flash_fwd_kernel(
         k = transposed(k, PRECISION)
         scores = product(q, k, None, PRECISION)  # [BLOCK_M, BLOCK_N]
 
-        # What is left to multiply scores by, to make bits of them. Where something is added or hidden, that is done in
-        # bits: a scale of 0 is legal and 0 * -inf is NaN. Elsewhere the scale rides in the softmax's fused
-        # multiply-add, one instruction less for each score.
+        # The remaining factor that converts scores to bits. If anything is added or hidden, scores are converted first:
+        # a scale of 0 is legal and 0 * -inf is NaN. Otherwise the scale is part of the softmax's fused multiply-add,
+        # one instruction less for each score.
         scale_left = scale_log2
         if HAS_SOFTCAP:
             scores = softcap * tanh(scores * (softmax_scale / softcap)) * LOG2_E
@@ -330,7 +291,7 @@ def flash_fwd_kernel(
         else:
             v = load_tile(v, keys, dims_v, key_begin, key_end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
             if HAS_MASK or HAS_BIAS:
-                # A value that no query of the tile sees must have no effect, and 0 * NaN would be one.
+                # A value that no query of the tile sees must have no effect, but 0 * NaN is NaN.
                 seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
                 v = tl.where((seen != 0)[:, None], v, 0.0)
             p = p.to(v.dtype)
@@ -339,8 +300,8 @@ def flash_fwd_kernel(
         acc = product(p, v, acc * alpha[:, None], PRECISION)  # [BLOCK_M, BLOCK_DV]
 
     if HAS_SINKS:
-        # One more key, whose value is zero. It comes last: as the first maximum it would push the probabilities of
-        # lower scores out of the range of 16 bits.
+        # The sink is one more key, whose value is zero. It is added last: as the first maximum it would push the
+        # probabilities of lower scores out of the range of 16 bits.
         sink_log2 = tl.load(sinks_ptr + head) * LOG2_E
         m_new = tl.maximum(m_i, sink_log2)
         m_shift = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -360,13 +321,14 @@ def flash_fwd_kernel(
 
 # Host -----------------------------------------------------------------------------------------------------------------
 
-L2_BYTES = 16 * 1024 * 1024  # K and V of the heads that run together. On an H200, 4 to 32 MB differ by 3 %.
+L2_BYTES = 16 * 1024 * 1024  # for K and V of the heads that run together; on an H200, 4 to 32 MB differ by 3 %
 
 
 def bind(
     problem: AttentionProblem, operands: Operands, config: Config
 ) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, lse None unless asked for."""
+    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, where lse is None unless
+    requested."""
     allocate, straight = allocator(problem, operands.q), straightener(operands)
     specified = specify(problem, current_gpu(operands.q.device), straight(operands), *allocate(), config)
     if isinstance(specified, launch.Launch):
@@ -399,12 +361,13 @@ def bind(
 def specify(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
 ) -> launch.Launch | tuple[launch.Launch, launch.Launch]:
-    """The launch, or both, from tensors that may be without memory (device "meta") when only to be compiled."""
+    """Returns one or two launches from tensors, which may be without memory (device "meta") if they are only
+    compiled."""
     arithmetic = dot_precision(problem, gpu)
     if not (config.split_ahead and arithmetic in PARTS):
         return _specify(problem, gpu, operands, out, lse, replace(config, split_ahead=False))
     split, k, v = split_ahead.specify(problem, gpu, operands, tile_widths(problem, gpu, config.block_m), out.device)
-    # What the kernel takes for K and V: the first parts, which the others follow at a fixed distance.
+    # The kernel's K and V are the first parts; the other parts follow at a fixed distance.
     first_k, first_v = (parts[0].transpose(-3, -2) for parts in (k, v))
     operands = operands._replace(k=first_k, v=first_v)
     attend = _specify(problem, gpu, operands, out, lse, config, k.stride(0) // 16, v.stride(0) // 16)
@@ -421,16 +384,16 @@ def _specify(
     stride_kp: int = 0,
     stride_vp: int = 0,
 ) -> launch.Launch:
-    """The launch of `flash_fwd_kernel`; where K and V were split ahead, with the distance of their parts, in units of
-    16 elements."""
+    """Returns the launch of `flash_fwd_kernel`. If K and V were split ahead, `stride_kp` and `stride_vp` are the
+    distances of their parts, in units of 16 elements."""
     return launch.Launch(
         kernel=flash_fwd_kernel,
         grid=-(-problem.seqlen_q // config.block_m) * problem.num_heads_q * problem.batch,
         tensors=(*operands[:3], out, lse, *operands[3:]),
         scalars=_scalars(problem, operands, out, stride_kp, stride_vp),
         constants=_constants(problem, gpu, config, stride_unit(operands, out)),
-        # Fused multiply-adds are off in float32, where the maximum times the scale must round as each score times the
-        # scale does, so that the largest probability is exactly 1.
+        # Fused multiply-adds are off in float32: the maximum times the scale must round like each score times the
+        # scale, so that the largest probability is exactly 1.
         options={
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
@@ -442,7 +405,7 @@ def _specify(
 def _scalars(
     problem: AttentionProblem, operands: Operands, out: torch.Tensor, stride_kp: int, stride_vp: int
 ) -> list[int | float]:
-    """The run-time arguments behind the pointers, in the kernel's order."""
+    """Returns the run-time arguments after the pointers, in the kernel's order."""
     unit = stride_unit(operands, out)
     strides: list[int] = []
     for tensor in operands[:3]:
@@ -464,7 +427,7 @@ def _scalars(
         problem.num_heads_q,
         problem.num_heads_q // problem.num_heads_kv,
         *window(problem),
-        # No more heads than there are: tiles times heads is a program id, and must not wrap.
+        # At most the number of heads: tiles times heads is a program id, which must not overflow.
         min(problem.batch * problem.num_heads_q, max(1, L2_BYTES // max(1, kv_bytes))),
         problem.softmax_scale,
         problem.softcap,
@@ -472,12 +435,12 @@ def _scalars(
 
 
 def stride_unit(operands: Operands, out: torch.Tensor) -> int:
-    """The largest power of two, up to 16, that divides every stride between rows, heads and batches."""
+    """Returns the largest power of two, up to 16, that divides every stride between rows, heads and batches."""
     return math.gcd(16, *(stride for tensor in (*operands[:3], out) for stride in tensor.stride()[:-1]))
 
 
 def _constants(problem: AttentionProblem, gpu: Gpu, config: Config, unit: int) -> dict[str, int | bool | str]:
-    """The compile-time arguments of the kernel, by name."""
+    """Returns the compile-time arguments of the kernel, by name."""
     block_d, block_dv = tile_widths(problem, gpu, config.block_m)
     return {
         "BLOCK_M": config.block_m,
@@ -502,9 +465,9 @@ def _constants(problem: AttentionProblem, gpu: Gpu, config: Config, unit: int) -
 
 @by_kind
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Every reason this kernel cannot run the problem there; empty when it can."""
+    """Returns every reason this kernel cannot run the problem on this GPU; empty if it can."""
     found = [*reasons.of_device(gpu), *reasons.of_gradients(problem)]
-    found += reasons.of_widths(problem, MAX_HEAD_DIM, f"a row of K or V must fit one tile, {MAX_HEAD_DIM} at most")
+    found += reasons.of_widths(problem, MAX_HEAD_DIM, f"a row of K or V must fit one tile: at most {MAX_HEAD_DIM}")
     found += precision.why_not(problem, gpu)
     if not found and not fitting(problem, gpu):
         needed = min(smem_bytes(problem, gpu, config) for config in space())

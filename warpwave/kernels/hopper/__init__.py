@@ -1,1 +1,1 @@
-"""Kernels for NVIDIA Hopper (sm_90), written in Gluon: warp-specialised, with TMA and wgmma."""
+"""Kernels for NVIDIA Hopper (sm_90), written in Gluon: warp-specialized, with TMA and wgmma."""

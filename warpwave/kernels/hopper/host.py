@@ -1,5 +1,5 @@
-"""What the host code of Hopper's kernels shares: operands as tensor maps see them, and the run-time arguments that
-follow from a call. No kernel by itself."""
+"""Host code that the Hopper kernels share: operands as tensor maps describe them, and run-time arguments. Holds no
+kernel."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime.counters import counters_of
 from warpwave.runtime.tensor_maps import has_map
 
-NUM_SMS = 132  # of an H100 or H200 SXM, where no device is asked
-L2_BYTES = 32 * 1024 * 1024  # K and V of the heads that run together under a causal mask
+NUM_SMS = 132  # of an H100 or H200 SXM, used when no GPU is given
+L2_BYTES = 32 * 1024 * 1024  # for K and V of the heads that run together under a causal mask
 LOG2_E = 1.4426950408889634
 
 
 def mappable(problem: AttentionProblem, operands: Operands) -> Callable[[Operands], Operands]:
-    """What makes operands of this layout such that tensor maps can describe them: what they cannot is copied."""
+    """Returns a function that copies the operands of this layout that tensor maps cannot describe."""
     straight = arguments.straightener(operands)
     copied = [name for name in ("q", "k", "v") if not has_map(getattr(operands, name))]
     if not copied and straight is arguments.as_it_is:
@@ -32,8 +32,8 @@ def mappable(problem: AttentionProblem, operands: Operands) -> Callable[[Operand
 
 
 def seen(tensor: torch.Tensor, packed: bool, rows: int | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of a (batch, seqlen, head, width) or packed (total, head, width) tensor as maps count them:
-    batch, head, row, column. Of a dense one no more than `rows` rows, 1 at least."""
+    """Returns shape and strides of a (batch, seqlen, head, width) or packed (total, head, width) tensor in the axis
+    order of tensor maps: batch, head, row, column. A dense tensor is cut to `rows` rows, at least 1."""
     stride = tensor.stride()
     if packed:
         total, heads, width = tensor.shape
@@ -43,20 +43,21 @@ def seen(tensor: torch.Tensor, packed: bool, rows: int | None = None) -> tuple[t
 
 
 def keys_end(problem: AttentionProblem) -> int:
-    """Keys of a dense call up to the last that some query sees: behind it lies what must have no effect."""
+    """Returns the number of keys of a dense call up to the last one that some query sees. Keys after it must have no
+    effect."""
     high = problem.band(problem.seqlen_q, problem.seqlen_k).high
     return problem.seqlen_k if high is None else min(problem.seqlen_k, problem.seqlen_q + high)
 
 
 def counter(out: torch.Tensor) -> torch.Tensor:
-    """A tile counter to compile with; `tensor_maps.bind` takes the stream's own at each launch."""
+    """Returns a tile counter for compilation; `tensor_maps.bind` passes the stream's own counter at each launch."""
     if out.device.type != "cuda":
         return torch.empty(1, dtype=torch.int32, device="meta")
     return counters_of(out.device).for_graphs
 
 
 def score_units(problem: AttentionProblem) -> tuple[float, float]:
-    """By what raw scores are multiplied, and what a cap's tanh is: both make bits."""
+    """Returns the factor of raw scores and the factor of the softcap's tanh; both convert to bits."""
     if problem.softcap > 0:
         return problem.softmax_scale / problem.softcap, problem.softcap * LOG2_E
     return problem.softmax_scale * LOG2_E, 0.0
@@ -65,9 +66,9 @@ def score_units(problem: AttentionProblem) -> tuple[float, float]:
 def of_schedule(
     problem: AttentionProblem, operands: Operands, tiles: int, parts: int, block_m: int, size: int
 ) -> list[int]:
-    """The run-time arguments of a kernel that draws tiles of queries (scheduler.py), in its order: strides of ALiBi's
-    slopes and the log-sum-exp, the schedule, lengths and window. `parts` blocks share a head; an element has `size`
-    bytes."""
+    """Returns the run-time arguments of a kernel that draws tiles of queries (scheduler.py), in its order: strides of
+    ALiBi's slopes and of the log-sum-exp, the schedule, lengths and window. `parts` blocks share a head; an element has
+    `size` bytes."""
     group_size = problem.num_heads_q // problem.num_heads_kv
     heads = problem.num_heads_q * parts
     kv_bytes = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * size)
@@ -79,7 +80,7 @@ def of_schedule(
         group_size,
         problem.batch,
         -(-problem.seqlen_q // block_m),
-        # No more heads than there are: tiles times heads is a tile's number, and must not wrap.
+        # At most the number of heads: tiles times heads is a tile's number, which must not overflow.
         min(problem.batch * heads, max(1, L2_BYTES // kv_bytes) * group_size * parts),
         problem.seqlen_q,
         problem.seqlen_k,

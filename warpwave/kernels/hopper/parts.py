@@ -1,15 +1,15 @@
-"""The named parts Hopper kernels are built from: rings of tiles, named barriers, exponentials, the lazy rescale.
+"""Building blocks of Hopper kernels: rings of tiles, named barriers, exponentials, the lazy rescale.
 
-A ring is what a producer fills by TMA and consumers empty by wgmma: `stages` tiles, each with a barrier that says the
-tile has come and one that says nobody needs it any more. Tile `n` of a ring, counted over the whole launch, lies in
-stage `n % stages`, and the phase of its barriers is the parity of `n // stages`.
+A producer fills a ring by TMA, and consumers empty it by wgmma. A ring has `stages` tiles. Each tile has a barrier that
+signals its arrival and one that signals that it may be overwritten. Tile `n` of a ring, counted over the whole launch,
+is in stage `n % stages`, and the phase of its barriers is the parity of `n // stages`.
 
-A tile is as wide as head_dim, and shared memory and wgmma know powers of two. So a tile is a tuple of pieces, 80
-columns as 64 + 16: products over head_dim add their pieces up, products whose result is that wide give one result a
-piece.
+A tile is as wide as head_dim, but shared-memory layouts and wgmma need powers of two. A tile is therefore a tuple of
+pieces: 80 columns are 64 + 16. Products over head_dim sum over the pieces; products whose result has that width give
+one result per piece.
 """
 
-# No postponed annotations here: an aggregate's fields are checked against its annotations.
+# No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
@@ -24,7 +24,7 @@ from warpwave.runtime.gluon_or_stub import (
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
-ROWS = gl.constexpr(64)  # of a consumer warpgroup: what one wgmma takes
+ROWS = gl.constexpr(64)  # rows of a consumer warpgroup: the rows of one wgmma
 # Named barriers from 8 on are free: Triton 3.6 to 3.9 uses the lower ones for its warp groups.
 FREE_BARRIERS = gl.constexpr(8)
 
@@ -37,8 +37,8 @@ class Ring:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     stages: gl.constexpr
-    named: gl.constexpr  # the first of `stages` named barriers that stand for `empty`, or 0
-    parts: gl.constexpr  # of a float32 tile, one behind another in its stage; 1 for 16-bit types
+    named: gl.constexpr  # the first of `stages` named barriers that replace `empty`, or 0
+    parts: gl.constexpr  # parts of a float32 tile, consecutive in its stage; 1 for 16-bit types
 
     @constexpr_function
     def __init__(self, pieces, full, empty, stages, named, parts):
@@ -52,7 +52,7 @@ class Ring:
 
 @jit
 def ring_init(ring, CONSUMERS: gl.constexpr):
-    """Prepares the barriers; `CONSUMERS` hand each tile back."""
+    """Initializes the barriers; `CONSUMERS` hand each tile back."""
     for i in gl.static_range(ring.stages):
         mbarrier.init(ring.full.index(i), count=1)
         if ring.named == 0:
@@ -61,8 +61,8 @@ def ring_init(ring, CONSUMERS: gl.constexpr):
 
 @jit
 def load_tile(ring, maps, n, batch, head, row, MORE: gl.constexpr = 0):
-    """Tile n of the ring by TMA, as soon as its stage is free. What lies outside the tensor comes as zeros. Parts are
-    heads of the tensor, those of one head side by side. The tile is there when MORE bytes have come as well."""
+    """Loads tile n of the ring by TMA as soon as its stage is free. Elements outside the tensor are zeros. Parts are
+    heads of the tensor; those of one head are adjacent. The tile's barrier also waits for MORE bytes."""
     stage = n % ring.stages
     if ring.named == 0:
         mbarrier.wait(ring.empty.index(stage), ((n // ring.stages) & 1) ^ 1)
@@ -77,18 +77,18 @@ def load_tile(ring, maps, n, batch, head, row, MORE: gl.constexpr = 0):
 
 @jit
 def wait_full(ring, n):
-    """Waits until tile n has come."""
+    """Waits until tile n has arrived."""
     mbarrier.wait(ring.full.index(n % ring.stages), (n // ring.stages) & 1)
 
 
 @jit
 def hand_back(ring, n):
-    """A consumer is done with tile n.
+    """Hands tile n back; called by a consumer.
 
-    An mbarrier.arrive is one thread's, so that the compiler puts a barrier of the whole group before it and another
-    before the next use of shared memory. `bar.arrive` is every thread's own. With three blocks an SM that is worth
-    5 %; with one block it costs 1 to 5 %, for ptxas then orders the softmax worse. Where nothing but wgmma read the
-    tile, `hand_back_multiplied` needs no such barriers.
+    mbarrier.arrive is executed by one thread, so the compiler inserts a group-wide barrier before it and another before
+    the next use of shared memory. `bar.arrive` is executed by every thread. With three blocks an SM that is worth 5 %;
+    with one block it costs 1 to 5 %, because ptxas then schedules the softmax worse. If only wgmma read the tile,
+    `hand_back_multiplied` needs no such barriers.
     """
     if ring.named == 0:
         mbarrier.arrive(ring.empty.index(n % ring.stages), count=1)
@@ -99,11 +99,11 @@ def hand_back(ring, n):
 
 @jit
 def hand_back_multiplied(ring, n):
-    """`hand_back` of a tile that wgmma alone has read, behind the wait for its products.
+    """Hands back a tile that only wgmma has read, after the wait for its products.
 
-    They are the whole group's, so the thread that arrives speaks for all. It arrives by `mbarrier.expect` of no bytes,
-    which is an arrival like any other, but one that the compiler puts no barriers around: of four barriers of the group
-    a tile one is left. Alone worth 0 to 1 % (head_dim 64), and what the steps of softmax.py gain was measured with it.
+    The products belong to the whole group, so one thread can arrive for all. It arrives by `mbarrier.expect` with 0
+    bytes, an ordinary arrival around which the compiler inserts no barriers: of four group-wide barriers per tile, one
+    remains. Alone this is worth 0 to 1 % (head_dim 64); the gains of softmax.py's steps were measured with it.
     """
     if ring.named == 0:
         arrive_alone(ring.empty.index(n % ring.stages))
@@ -113,20 +113,20 @@ def hand_back_multiplied(ring, n):
 
 @jit
 def arrive_alone(barrier):
-    """One thread's arrival, with no barrier of the group before it or behind it."""
+    """Arrives with one thread, without a group-wide barrier before or after it."""
     mbarrier.expect(barrier, 0)
 
 
 @jit
 def take_back(ring, n):
-    """The producer's side of a hand-back through a named barrier."""
+    """Waits, as the producer, for a hand-back through a named barrier."""
     barrier = gl.full([32], ring.named + n % ring.stages, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     named_barrier("sync", barrier)
 
 
 @jit
 def drain(ring, n):
-    """Meets the last hand-backs, for a block must leave no arrival behind in a named barrier."""
+    """Waits for the last hand-backs: a block must not end with arrivals pending in a named barrier."""
     if ring.named > 0:
         for i in range(gl.maximum(n - ring.stages, 0), n):
             take_back(ring, i)
@@ -134,13 +134,13 @@ def drain(ring, n):
 
 @constexpr_function
 def tile_bytes(maps):
-    """Bytes of a tile, all its pieces together: what its barrier waits for."""
+    """Returns the bytes of a tile, all pieces together: the amount its barrier waits for."""
     return sum(m.block_type.nbytes for m in maps)
 
 
 @constexpr_function
 def first_column(maps, i):
-    """The column of the tensor at which piece i begins."""
+    """Returns the column of the tensor at which piece i starts."""
     return sum(m.block_type.shape[-1] for m in list(maps)[: int(i)])
 
 
@@ -149,26 +149,26 @@ def first_column(maps, i):
 
 @constexpr_function
 def accumulator_layout(width):
-    """How wgmma lays 64 rows of `width` float32 over a warpgroup."""
+    """Returns wgmma's layout of 64 rows of `width` float32 over a warpgroup."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, int(width), 16])
 
 
 @jit
 def like(per_row, x):
-    """[64] as a column beside the accumulator x."""
+    """Returns [64] as a column in the layout of the accumulator x."""
     return gl.convert_layout(per_row, gl.SliceLayout(1, x.type.layout))[:, None]
 
 
 @jit
 def matrix(piece):
-    """[1, 1, rows, width] as TMA fills it, as the matrix it is."""
+    """Returns TMA's [1, 1, rows, width] as a matrix."""
     return piece.reshape([piece.shape[-2], piece.shape[-1]])
 
 
 @jit
 def scores_async(q, k_ring, n, zero):
-    """Q K^T of tile n, [64, rows], one wgmma group a piece of head_dim. `zero` gives shape and layout. If q has one
-    more than K has pieces, the first half of its columns is there in registers too."""
+    """Starts Q K^T of tile n, [64, rows], one wgmma group for each piece of head_dim. `zero` gives shape and layout. If
+    q has one piece more than K, the first half of its columns is also in registers."""
     stage = n % k_ring.stages
     scores = zero
     if len(q) > len(k_ring.pieces):
@@ -186,7 +186,7 @@ def scores_async(q, k_ring, n, zero):
 
 @jit
 def values_async(p, v_ring, n, acc):
-    """acc + P V of tile n: one accumulator and one wgmma group a piece of head_dim_v."""
+    """Starts acc + P V of tile n: one accumulator and one wgmma group for each piece of head_dim_v."""
     stage = n % v_ring.stages
     out = ()
     for i in gl.static_range(len(v_ring.pieces)):
@@ -196,7 +196,7 @@ def values_async(p, v_ring, n, acc):
 
 @jit
 def wait_for(pending):
-    """The finished accumulators of all products under way."""
+    """Waits for all products in flight and returns their accumulators."""
     if len(pending) == 1:
         acc = (warpgroup_mma_wait(0, deps=[pending[0]]),)
     elif len(pending) == 2:
@@ -208,7 +208,7 @@ def wait_for(pending):
 
 @jit
 def operand(p, v_ring):
-    """Probabilities as the product with V takes them: rounded, in the registers they are in."""
+    """Returns probabilities as the operand of the product with V: rounded, in the same registers."""
     layout: gl.constexpr = gl.DotOperandLayout(
         operand_index=0, parent=accumulator_layout(v_ring.pieces[0].shape[-1]), k_width=2
     )
@@ -217,7 +217,7 @@ def operand(p, v_ring):
 
 @jit
 def zero_accumulator(WIDTH: gl.constexpr):
-    """[64, WIDTH] of zeros."""
+    """Returns [64, WIDTH] of zeros."""
     return gl.zeros([ROWS, WIDTH], gl.float32, accumulator_layout(WIDTH))
 
 
@@ -226,13 +226,13 @@ def zero_accumulator(WIDTH: gl.constexpr):
 
 @jit
 def exp2(x):
-    """One instruction. The library's exp2 also scales subnormal results, which no softmax needs."""
+    """Returns 2^x in one instruction. The library's exp2 also scales subnormal results, which softmax does not need."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @jit
 def multiply_add(x, factor, y, MULTIPLY: gl.constexpr):
-    """x * factor + y in one rounding, not only where the compiler sees fit; x + y if not MULTIPLY."""
+    """Returns x * factor + y, always with a single rounding; x + y if not MULTIPLY."""
     if MULTIPLY:
         x, y = gl.broadcast(x, y)
         return gl.fma(x, gl.full(x.shape, factor, gl.float32, x.type.layout), y)
@@ -242,7 +242,7 @@ def multiply_add(x, factor, y, MULTIPLY: gl.constexpr):
 
 @jit
 def tanh(x):
-    """As primitives.tanh: by exponentials, and by its series where `1 - exp(-2|x|)` would cancel."""
+    """Computes tanh like primitives.tanh: by exponentials, and by its series where `1 - exp(-2|x|)` would cancel."""
     z = exp2(gl.abs(x) * (-2.0 * LOG2_E))
     by_exp = (1.0 - z) / (1.0 + z)
     by_exp = gl.where(x < 0, -by_exp, by_exp)
@@ -258,14 +258,14 @@ def _named_barrier_asm(op):
 
 @jit
 def named_barrier(OP: gl.constexpr, barrier):
-    """`bar.sync` or `bar.arrive` of one consumer warpgroup and the producer warp, once a thread. `barrier` holds its
-    number for each thread. Invisible to the compiler's own placement of barriers."""
+    """Executes `bar.sync` or `bar.arrive` of one consumer warpgroup and the producer warp, once per thread. `barrier`
+    holds its number for each thread. The compiler does not account for it when it places its own barriers."""
     gl.inline_asm_elementwise(_named_barrier_asm(OP), "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @constexpr_function
 def _rescale_asm(n):
-    # A thread holds two rows of an accumulator, in turns of two columns: factors 0 and 2 are the two rows'.
+    # A thread holds two rows of an accumulator, alternating every two columns: factors 0 and 2 belong to the two rows.
     multiplies = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
     return (
         f"{{ .reg .pred p; setp.neu.f32 p, ${2 * n}, 0f3F800000; setp.neu.or.f32 p, ${2 * n + 2}, 0f3F800000, p; "
@@ -280,10 +280,10 @@ def _rescale_constraints(n):
 
 @jit
 def rescale(acc, alpha):
-    """acc [64, width] times alpha [64, 1], which a warp skips if every factor of its rows is 1.
+    """Returns acc [64, width] times alpha [64, 1]; a warp skips the multiplication if all factors of its rows are 1.
 
-    The maximum of a row settles after a few tiles, so nearly every tile is skipped: of 410 instructions a tile at
-    head_dim 256, 128 (measured +5 to +8 % there, +2 to +4 % at 128).
+    The maximum of a row settles after a few tiles, so nearly every tile is skipped. At head_dim 256 that saves 128 of
+    410 instructions per tile (measured: +5 to +8 % there, +2 to +4 % at 128).
     """
     each: gl.constexpr = acc.shape[1] // 2
     return gl.inline_asm_elementwise(
@@ -298,8 +298,8 @@ def rescale(acc, alpha):
 
 @jit
 def softmax_of_columns(x, m_i, l_i):
-    """(p, alpha, m_i, l_i) of a step whose scores are [keys, queries]: what the state before is to be multiplied by,
-    and the state behind. The sums l_i, [keys, queries], are of a thread's own keys."""
+    """Returns (p, alpha, m_i, l_i) for a step whose scores are [keys, queries]. alpha is the factor of the previous
+    state; m_i and l_i are the new state. The sums l_i, [keys, queries], cover only a thread's own keys."""
     m_new = gl.maximum(m_i, gl.max(x, axis=0))
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = exp2(m_i - shift)
@@ -309,7 +309,7 @@ def softmax_of_columns(x, m_i, l_i):
 
 @jit
 def with_sink(sink, m_i, l_i):
-    """(factor, m_i, l_i) of a state to which one more key comes, whose score is the sink and whose value is zero."""
+    """Returns (factor, m_i, l_i) of a state after adding one key whose score is the sink and whose value is zero."""
     m_new = gl.maximum(m_i, sink)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)
     factor = exp2(m_i - shift)

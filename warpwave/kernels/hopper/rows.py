@@ -1,4 +1,4 @@
-"""Rows behind the end of a packed sequence: V's are zeroed in shared memory, and those of out are not stored."""
+"""Rows past the end of a packed sequence: those of V are zeroed in shared memory, and those of out are not stored."""
 
 from warpwave.kernels.hopper.parts import ROWS, accumulator_layout, first_column, matrix
 from warpwave.runtime.gluon_or_stub import constexpr_function, fence_async_shared, gl, jit, tma, tma_store
@@ -6,18 +6,19 @@ from warpwave.runtime.gluon_or_stub import constexpr_function, fence_async_share
 
 @constexpr_function
 def row_vectors(width):
-    """A warpgroup's layout for [rows, width] that reads and writes rows in vectors of 16 bytes."""
+    """Returns a warpgroup's layout for [rows, width] with reads and writes of 16-byte vectors along rows."""
     return gl.BlockedLayout([1, 8], [256 // int(width), int(width) // 8], [4, 1], [1, 0])
 
 
 @jit
 def zero_values(v_ring, n, rows_used, BLOCK_N: gl.constexpr):
-    """Zeroes the rows of a V tile behind its sequence: a tensor map stops at the end of the packed tensor only, and
-    a probability of 0 times another sequence's NaN is NaN. Each consumer does it for itself; they write the same."""
+    """Zeroes the rows of a V tile past the end of its sequence. A tensor map stops only at the end of the packed
+    tensor, and a probability of 0 times another sequence's NaN is NaN. Every consumer does so itself; they write the
+    same values."""
     for i in gl.static_range(len(v_ring.pieces)):
         for part in gl.static_range(v_ring.parts):
             v = matrix(v_ring.pieces[i].index(n % v_ring.stages * v_ring.parts + part))
-            for first in gl.static_range(0, BLOCK_N, 16):  # few rows at a time, for the sake of registers
+            for first in gl.static_range(0, BLOCK_N, 16):  # few rows at a time, to limit registers
                 if first + 16 > rows_used:
                     zero_rows(v.slice(first, 16, dim=0), rows_used - first)
     fence_async_shared()
@@ -34,15 +35,18 @@ def zero_rows(x, rows_used):
 
 @jit
 def store_out(out, out_maps, out_tiles, out_ptr, work, row, num_heads, GROUP: gl.constexpr, rules):
-    """The output tile through shared memory: by TMA, which stops at the tensor's end; where a packed sequence ends
-    inside the tile, by masked stores, for behind it lie another sequence's rows. Where there is room for half of its
-    columns, one half after the other."""
+    """Stores the output tile through shared memory.
+
+    It is stored by TMA, which stops at the tensor's end. If a packed sequence ends inside the tile, masked stores are
+    used instead, because another sequence's rows follow. If the buffer holds half of the columns, the halves are stored
+    in turn.
+    """
     if len(out_maps) > len(out):
         layout: gl.constexpr = accumulator_layout(out[0].shape[1] // 2)
         halves = gl.split(gl.permute(gl.reshape(out[0], [ROWS, 2, out[0].shape[1] // 2]), (0, 2, 1)))
         for i in gl.static_range(2):
             if i == 1:
-                tma.store_wait(0)  # the compiler's barrier before the next store to the buffer tells the other warps
+                tma.store_wait(0)  # the compiler's barrier before the next store to the buffer informs the other warps
             half = gl.convert_layout(halves[i], layout, assert_trivial=True)
             matrix(out_tiles[0].index(GROUP)).store(half.to(out_maps[i].dtype))
             fence_async_shared()
@@ -57,7 +61,7 @@ def store_out(out, out_maps, out_tiles, out_ptr, work, row, num_heads, GROUP: gl
 
 @jit
 def store_piece(tile, I: gl.constexpr, out_maps, out_ptr, work, row, num_heads, rules):
-    """Piece I of the output, from shared memory."""
+    """Stores piece I of the output from shared memory."""
     if rules.IS_VARLEN:
         rows_left = work.seqlen_q - row
         if rows_left >= ROWS:
@@ -73,7 +77,8 @@ def store_piece(tile, I: gl.constexpr, out_maps, out_ptr, work, row, num_heads, 
 
 @jit
 def store_rows(x, out_ptr, row, rows_left, head, num_heads, head_dim_v, column):
-    """The first rows of a piece, to rows and columns of one head of a contiguous (total_q, num_heads, head_dim_v)."""
+    """Stores the first rows of a piece to one head of a contiguous (total_q, num_heads, head_dim_v), from `column`
+    on."""
     layout: gl.constexpr = row_vectors(x.shape[1])
     rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
     columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))

@@ -1,20 +1,20 @@
-"""Which tile of queries a program works on next: a persistent grid that takes tiles from a counter.
+"""The persistent tile scheduler: each program draws tiles of queries from a counter in memory.
 
-Programs are as many as run at once. Each begins with the tile of its own number; later ones it draws from a counter in
-memory, so that a program whose tile was short takes another sooner. The producer draws while its consumers still
-compute and hands them the tile through shared memory. Against a static order this is worth 10 % on long causal runs,
-against one tile a program 10 % at 16 x 1024.
+The grid has as many programs as run at once. Each program starts with the tile of its own number and draws later tiles
+from the counter, so a program that got a short tile draws the next one sooner. The producer draws while its consumers
+still compute, and passes them the tile through shared memory. This is worth 10 % over a static order on long causal
+runs, and 10 % over one tile per program at 16 x 1024.
 
-The counter is 0 before and after every launch: each tile beyond the first of a program is one draw, and each program
-draws once more to learn that there is none, so a launch of `num_tiles` tiles makes exactly `num_tiles` draws and the
-one that got the last number puts 0 back.
+The counter is 0 before and after every launch. Each tile beyond a program's first is one draw, and each program makes
+one more draw to learn that no tile is left. A launch of `num_tiles` tiles therefore makes exactly `num_tiles` draws,
+and the program that draws the last number resets the counter to 0.
 """
 
-# No postponed annotations here: an aggregate's fields are checked against its annotations.
+# No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit, mbarrier
 
-# The words of a message about a tile, in shared memory.
+# Words of a message about a tile, in shared memory.
 TILE = gl.constexpr(0)
 BATCH = gl.constexpr(1)
 HEAD = gl.constexpr(2)
@@ -24,17 +24,17 @@ K_BEGIN = gl.constexpr(5)
 SEQLEN_K = gl.constexpr(6)
 WORDS = gl.constexpr(7)
 NO_MORE = gl.constexpr(-1)
-# Behind both messages, where a block may be brought again (mask_bias.py): of each, how carefully it is to be done, and
-# how carefully its consumers ask for it once more, 0 if they do not.
+# These words follow both messages if blocks may be repeated (flash_fwd/mask_bias.py). For each message: its careful
+# level, and the level at which its consumers request a repeat, 0 for none.
 CAREFUL = gl.constexpr(0)
 AGAIN = gl.constexpr(1)
-SHOWN = gl.constexpr(2)  # and which of the last tiles of keys some query of the block sees
+SHOWN = gl.constexpr(2)  # also: which of the last tiles of keys some query of the block sees
 WORDS_OF_REPEATS = gl.constexpr(6)
 
 
 @aggregate
 class Mailbox:
-    """Two messages in turn: their words, and barriers that say one was written and is no longer needed."""
+    """Two alternating messages: their words, and barriers that signal that one was written or is no longer needed."""
 
     words: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -52,8 +52,8 @@ class Work:
     """One tile of queries.
 
     Args:
-        tile: which tile of the sequence, -1 when there is no more work.
-        batch, head: where it lies in a dense tensor; batch is 0 in a packed one.
+        tile: index of the tile in its sequence, -1 if no work is left.
+        batch, head: position in a dense tensor; batch is 0 in a packed one.
         q_begin, k_begin: first row of the sequence in a packed tensor, 0 in a dense one.
         seqlen_q, seqlen_k: lengths of the sequence.
     """
@@ -79,7 +79,7 @@ class Work:
 
 @aggregate
 class Schedule:
-    """What the tiles of a call are: see `dense_tile` and `packed_tile`."""
+    """The tiles of a call: see `dense_tile` and `packed_tile`."""
 
     counter_ptr: gl.tensor
     num_tiles: gl.tensor
@@ -122,14 +122,14 @@ def _write(box, n, WORD: gl.constexpr, value):
 
 
 @jit
-def _read(box, n, WORD: gl.constexpr):
+def _read(box, n, WORD: gl.constexpr, WARPS: gl.constexpr):
     word = box.words.index((n & 1) * WORDS + WORD)
-    return gl.max(word.load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+    return gl.max(word.load(gl.BlockedLayout([1], [32], [WARPS], [0])), axis=0)
 
 
 @jit
 def post(box, n, work, IS_VARLEN: gl.constexpr):
-    """Writes message n once nobody needs the one that lies there."""
+    """Writes message n once its slot is free."""
     mbarrier.wait(box.empty.index(n & 1), ((n >> 1) & 1) ^ 1)
     _write(box, n, TILE, work.tile)
     _write(box, n, BATCH, work.batch)
@@ -149,37 +149,38 @@ def wait_posted(box, n):
 
 
 @jit
-def read(box, n, seqlen_q, seqlen_k, IS_VARLEN: gl.constexpr):
-    """Message n. To read it again is cheaper than to keep what it says in registers through a loop over keys."""
-    tile = _read(box, n, TILE)
-    batch = _read(box, n, BATCH)
-    head = _read(box, n, HEAD)
+def read(box, n, seqlen_q, seqlen_k, IS_VARLEN: gl.constexpr, WARPS: gl.constexpr = 4):
+    """Returns the work of message n, for a role of WARPS warps. Reading it again is cheaper than keeping it in
+    registers through a loop over keys."""
+    tile = _read(box, n, TILE, WARPS)
+    batch = _read(box, n, BATCH, WARPS)
+    head = _read(box, n, HEAD, WARPS)
     q_begin = gl.to_tensor(0)
     k_begin = gl.to_tensor(0)
     if IS_VARLEN:
-        q_begin = _read(box, n, Q_BEGIN)
-        seqlen_q = _read(box, n, SEQLEN_Q)
-        k_begin = _read(box, n, K_BEGIN)
-        seqlen_k = _read(box, n, SEQLEN_K)
+        q_begin = _read(box, n, Q_BEGIN, WARPS)
+        seqlen_q = _read(box, n, SEQLEN_Q, WARPS)
+        k_begin = _read(box, n, K_BEGIN, WARPS)
+        seqlen_k = _read(box, n, SEQLEN_K, WARPS)
     return Work(tile, batch, head, q_begin, seqlen_q, k_begin, seqlen_k)
 
 
 @jit
 def discard(box, n):
-    """Says that message n was read."""
+    """Signals that message n was read."""
     mbarrier.arrive(box.empty.index(n & 1), count=1)
 
 
 @constexpr_function
 def words_of(repeats):
-    """Words of a mailbox, and whether blocks may be brought again."""
+    """Returns the number of words of a mailbox; blocks that may be repeated need more."""
     return 2 * int(WORDS) + (int(WORDS_OF_REPEATS) if repeats else 0)
 
 
 @jit
 def post_how(box, n, level, shown):
-    """Beside message n, before it is posted, in a place that is known to be free: its careful level, and a word of
-    `mask_bias.tiles_shown`."""
+    """Writes the careful level of message n and a word of `mask_bias.tiles_shown`, before the message is posted. The
+    slot must be known to be free."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     _repeat_word(box, n, CAREFUL).store(gl.full([1], level, gl.int32, layout))
     _repeat_word(box, n, AGAIN).store(gl.full([1], 0, gl.int32, layout))
@@ -188,33 +189,33 @@ def post_how(box, n, level, shown):
 
 @jit
 def careful_level(box, n):
-    """How carefully the block of message n is to be done: 0 unless it is brought again."""
+    """Returns the careful level of the block of message n: 0 unless it is repeated."""
     return gl.max(_repeat_word(box, n, CAREFUL).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
 
 
 @jit
 def is_careful(box, n):
-    """Whether message n is of a block brought again."""
+    """Returns whether message n announces a repeated block."""
     return careful_level(box, n) != 0
 
 
 @jit
 def shown_last(box, n):
-    """The word of `post_how`."""
+    """Returns the word of `tiles_shown` that `post_how` wrote."""
     return gl.max(_repeat_word(box, n, SHOWN).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
 
 
 @jit
 def ask_again(box, n, level):
-    """A consumer wants the block of message n once more, at a higher level. Of two that ask at once either is heard:
-    the other finds on that pass that it must ask again."""
+    """Requests, as a consumer, a repeat of the block of message n at a higher level. Of two requests at once, either
+    one takes effect; the other consumer finds on that pass that it must request another."""
     _repeat_word(box, n, AGAIN).store(gl.full([1], level, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
 
 
 @jit
 def asked_again(box, n):
-    """The producer's side: waits until all consumers have discarded message n. The level that one of them asked for, 0
-    if none did, and the tile, batch and head of the message."""
+    """Waits, as the producer, until all consumers have discarded message n. Returns the level that one of them
+    requested, 0 for none, and the tile, batch and head of the message."""
     mbarrier.wait(box.empty.index(n & 1), (n >> 1) & 1)
     level = _value(_repeat_word(box, n, AGAIN))
     return level, _value(_word(box, n, TILE)), _value(_word(box, n, BATCH)), _value(_word(box, n, HEAD))
@@ -232,13 +233,13 @@ def _repeat_word(box, n, WORD: gl.constexpr):
 
 @jit
 def _value(word):
-    """A word as the producer's one warp reads it."""
+    """Returns a word in the layout of the producer's single warp."""
     return gl.max(word.load(gl.BlockedLayout([1], [32], [1], [0])), axis=0)
 
 
 @jit
 def draw(counter_ptr, t, num_tiles):
-    """The number of the tile after t, `num_tiles` or more when there is none."""
+    """Returns the number of the tile after t; `num_tiles` or more if none is left."""
     step = gl.num_programs(0)
     following = num_tiles
     if step < num_tiles:
@@ -251,7 +252,7 @@ def draw(counter_ptr, t, num_tiles):
 
 @jit
 def tile_of(s, t, BLOCK_M: gl.constexpr, HAS_HIGH: gl.constexpr, IS_VARLEN: gl.constexpr):
-    """Tile t of the schedule; in a packed call it may be none (`is_work`)."""
+    """Returns tile t of the schedule; in a packed call it may be empty (`is_work`)."""
     if IS_VARLEN:
         return packed_tile(s, t, BLOCK_M)
     else:
@@ -260,7 +261,7 @@ def tile_of(s, t, BLOCK_M: gl.constexpr, HAS_HIGH: gl.constexpr, IS_VARLEN: gl.c
 
 @jit
 def is_work(work, BLOCK_M: gl.constexpr, IS_VARLEN: gl.constexpr):
-    """Whether the place holds queries: in a packed call it may hold none."""
+    """Returns whether the tile holds queries; in a packed call it may hold none."""
     if IS_VARLEN:
         return (work.tile >= 0) & (work.tile * BLOCK_M < work.seqlen_q)
     else:
@@ -269,10 +270,13 @@ def is_work(work, BLOCK_M: gl.constexpr, IS_VARLEN: gl.constexpr):
 
 @jit
 def dense_tile(s, t, HAS_HIGH: gl.constexpr):
-    """With a mask that makes later tiles longer, longest first within groups of heads whose K and V fit L2 together;
-    against all heads at once that took causal 16 x 1024 at head_dim 128 from 320 to 378 TFLOP/s. Groups are counted
-    from the last tile back, so that what is left of the heads is the first group: as the last, its longest tiles would
-    begin when most SMs have nothing left to do, 1.18 times as long at 10 heads in groups of 3, 75 tiles each."""
+    """Returns tile t of a dense call.
+
+    If the mask makes later tiles longer, the order is longest first within groups of heads whose K and V together fit
+    L2. Compared with one group of all heads, that took causal 16 x 1024 at head_dim 128 from 320 to 378 TFLOP/s. Groups
+    are counted back from the last tile, so the incomplete group is the first. As the last, its longest tiles would
+    start when most SMs have nothing left to do: 1.18 times as long at 10 heads in groups of 3, 75 tiles each.
+    """
     if HAS_HIGH:
         later = s.num_tiles - 1 - t
         group = later // (s.heads_in_l2 * s.tiles_per_head)
@@ -289,11 +293,12 @@ def dense_tile(s, t, HAS_HIGH: gl.constexpr):
 
 @jit
 def packed_tile(s, t, BLOCK_M: gl.constexpr):
-    """Last tiles of a sequence first; the rows of a tile may lie behind the sequence's end.
+    """Returns tile t of a packed call: the last tiles of a sequence first. Rows of a tile may lie past the sequence's
+    end.
 
-    Sequence b has the places from `cu_seqlens_q[b] // BLOCK_M + b` on: never fewer than it has tiles, and one more at
-    most, so that a place tells its sequence without a sum over those before, and without the host knowing a length.
-    Offsets are clamped, so that what are no offsets still reads and writes inside the tensors.
+    Sequence b owns the slots from `cu_seqlens_q[b] // BLOCK_M + b` on: at least as many as it has tiles, and at most
+    one more. A slot thus determines its sequence without a sum over earlier sequences, and the host needs no lengths.
+    Offsets are clamped, so invalid offsets still read and write inside the tensors.
     """
     place = s.num_tiles // s.num_heads - 1 - t // s.num_heads
     lanes = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
@@ -306,7 +311,7 @@ def packed_tile(s, t, BLOCK_M: gl.constexpr):
     b = gl.maximum(before - 1, 0)
     q_begin = gl.minimum(gl.maximum(gl.load(s.cu_seqlens_q_ptr + b), 0), s.total_q)
     k_begin = gl.minimum(gl.maximum(gl.load(s.cu_seqlens_k_ptr + b), 0), s.total_k)
-    # Both ends are clamped before they are subtracted, which must not wrap.
+    # Both ends are clamped before the subtraction, which must not overflow.
     seqlen_q = gl.minimum(gl.maximum(gl.load(s.cu_seqlens_q_ptr + b + 1), q_begin), s.total_q) - q_begin
     seqlen_k = gl.minimum(gl.maximum(gl.load(s.cu_seqlens_k_ptr + b + 1), k_begin), s.total_k) - k_begin
     tile = place - (q_begin // BLOCK_M + b)

@@ -1,7 +1,7 @@
-"""Key tiles one after another, for rows too wide to have two under way: head_dim_v above 320.
+"""Key tiles without overlap, for rows too wide to have two in flight: head_dim_v above 320.
 
-There an output tile alone takes 176 registers of a thread and more, and what overlapping two key tiles needs on top
-made ptxas wait for every single wgmma. The other warpgroup's products hide the softmax instead.
+An output tile then takes 176 or more registers a thread. With the additional registers for overlapping two key tiles,
+ptxas made every single wgmma wait. The other warpgroup's products hide the softmax instead.
 """
 
 from warpwave.kernels.hopper.parts import (
@@ -22,15 +22,17 @@ from warpwave.runtime.gluon_or_stub import constexpr_function, gl, jit, warpgrou
 
 @constexpr_function
 def too_wide_to_overlap(pieces):
-    """Whether a row of V, in these pieces, is."""
+    """Returns whether a row of V with these pieces is too wide."""
     return sum(piece.shape[-1] for piece in pieces) > 320
 
 
 @jit
 def unseen_zero(n):
-    """0, but the compiler does not know it. wgmma takes two registers for each 16 columns of a tile in shared memory;
-    of one that lies still, as Q does, they would be computed once, before the loop over keys, and kept, in local memory
-    where there are many."""
+    """Returns 0 in a form the compiler cannot fold.
+
+    wgmma takes two registers for each 16 columns of a tile in shared memory. For a tile at a fixed address, such as Q,
+    the compiler would compute them once before the loop over keys and keep them, in local memory if there are many.
+    """
     return n >> 30
 
 
@@ -39,7 +41,7 @@ def serial_step(
     q_tiles, GROUP: gl.constexpr, k_ring, v_ring, n, m_i, lead, l_i, acc, tile, place, keys, rules,
     AT_EDGE: gl.constexpr,
 ):  # fmt: skip
-    """Tile n of the rings, the `tile`-th of the sequence, masked where it is at an edge."""
+    """Processes tile n of the rings, the `tile`-th of the sequence, masked if it is at an edge."""
     wait_full(k_ring, n)
     scores = zero_accumulator(rules.BLOCK_N)
     for i in gl.static_range(len(k_ring.pieces)):
@@ -74,15 +76,15 @@ def serial_step(
 def serial_tiles(
     q_tiles, GROUP: gl.constexpr, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, rules
 ):  # fmt: skip
-    """All key tiles of 64 queries, [begin, end), the last first. Returns the softmax's state and the number of the next
-    tile of the rings."""
+    """Processes all key tiles [begin, end) of 64 queries, the last first. Returns the softmax state and the number of
+    the next tile of the rings."""
     m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, accumulator_layout(rules.BLOCK_N)))
     lead = gl.zeros_like(m_i)
     l_i = partial_sums(zero_accumulator(rules.BLOCK_N), rules.BLOCK_N)
     acc = ()
     for i in gl.static_range(len(v_ring.pieces)):
         acc = acc + (zero_accumulator(v_ring.pieces[i].shape[-1]),)
-    for i in range(end - whole_end):  # at the diagonal and the ragged end; one at least
+    for i in range(end - whole_end):  # at the diagonal and the ragged end; at least one
         m_i, lead, l_i, acc = serial_step(
             q_tiles, GROUP, k_ring, v_ring, n, m_i, lead, l_i, acc, end - 1 - i, place, keys, rules, True
         )

@@ -1,24 +1,24 @@
-"""The online softmax of a consumer warpgroup: scores in bits, a maximum that lags, sums that stay in their threads.
+"""The online softmax of a consumer warpgroup: scores in bits, a lagging maximum, and per-thread sums.
 
-Its state is there in two forms. Where tiles come one after another, maximum and lead are of rows, [64]: `new_maximum`,
-`probabilities`. Where two tiles overlap, each of the four threads that share a row keeps both for itself, [64, 4], and
-asks the others only when its own scores rise: `settled_maximum`, `own_probabilities`.
+Its state has two forms. If tiles are not overlapped, maximum and lead are per row, [64]: `new_maximum`,
+`probabilities`. If two tiles overlap, each of the four threads that share a row keeps its own copy, [64, 4], and
+communicates only when its own scores rise: `settled_maximum`, `own_probabilities`.
 """
 
 from warpwave.kernels.hopper.parts import LN_2, ROWS, exp2, multiply_add, rescale, tanh
 from warpwave.runtime.gluon_or_stub import constexpr_function, gl, jit
 
-# How far, in bits, a row's maximum may lag behind its largest score before the accumulator is rescaled: probabilities
-# reach 2^4. Random scores of one variance hardly ever rise by 4 bits after the first tile.
+# Maximum lag, in bits, of a row's maximum behind its largest score before the accumulator is rescaled: probabilities
+# reach 2^4. Random scores of one variance rarely rise by 4 bits after the first tile.
 LAG = gl.constexpr(4.0)
 
 
 @jit
 def in_bits(scores, tile, place, keys, rules, AT_EDGE: gl.constexpr):
-    """Scores of one tile as the softmax takes them, and what is left to multiply them by.
+    """Returns the scores of one tile for the softmax, and the remaining factor.
 
-    In tiles that need neither mask nor position the scale rides in the softmax's fused multiply-add. Elsewhere it is
-    applied here: 0 * -inf, with a scale of 0, would be NaN.
+    In tiles that need neither mask nor position, the scale is part of the softmax's fused multiply-add. In other tiles
+    it is applied here, because 0 * -inf, with a scale of 0, would be NaN.
     """
     layout: gl.constexpr = scores.type.layout
     scale = rules.scale
@@ -36,7 +36,7 @@ def in_bits(scores, tile, place, keys, rules, AT_EDGE: gl.constexpr):
             own_key = rows + (place.offset - key_first)
             scores = scores - place.slope_log2 * gl.abs(columns[None, :] - own_key[:, None]).to(gl.float32)
         if AT_EDGE:
-            # Two limits a row, so that a score costs a comparison with a constant each.
+            # Two limits per row: each score then costs a comparison with a constant.
             last = gl.full([ROWS], keys.end - 1 - key_first, gl.int32, gl.SliceLayout(1, layout))
             if rules.HAS_HIGH:
                 last = gl.minimum(last, rows + (keys.high - key_first))
@@ -50,33 +50,33 @@ def in_bits(scores, tile, place, keys, rules, AT_EDGE: gl.constexpr):
 
 @jit
 def partial_sums(p, BLOCK_N: gl.constexpr):
-    """Row sums that stay in their threads, [64, 8]: they are added across threads once, at the end."""
+    """Returns per-thread row sums, [64, 8]; they are added across threads once, at the end."""
     return gl.sum(gl.reshape(p, [ROWS, BLOCK_N // 8, 8]), axis=1)
 
 
 @jit
 def new_maximum(scores, scale, m_i, lead, MAYBE_EMPTY: gl.constexpr):
-    """The maximum of the online softmax, one that lags, in bits and rounded once: unless a row's largest score leads
-    its maximum m_i by more than LAG, the maximum stays and the factor of what was summed is exactly 1.
+    """Returns the lagging maximum of the online softmax, in bits and rounded once. Unless a row's largest score leads
+    its maximum m_i by more than LAG, the maximum stays and the factor of the previous sum is exactly 1.
 
     Args:
-        lead: by how many bits the row's largest score leads m_i, at least 0: the exponent of its probability, by the
-            multiply-add that makes that, for `rounding_of_the_largest`.
+        lead: by how many bits the row's largest score leads m_i, at least 0. It is the exponent of that score's
+            probability, from the same multiply-add, for `rounding_of_the_largest`.
 
     Returns:
-        shift: what to subtract from scores.
-        alpha: the factor of what was summed so far.
-        m_new, lead: the latter of m_new.
+        shift: the value to subtract from scores.
+        alpha: the factor of the previous sum.
+        m_new, lead: the new maximum, and the lead over it.
     """
     top = gl.max(scores, axis=1)
     of_tile = multiply_add(top, scale, -m_i, True)
     rises = of_tile > LAG
     m_new = gl.where(rises, top * scale, m_i)
-    lead = gl.where(rises, 0.0, gl.maximum(lead, of_tile))  # of_tile is NaN, which is no maximum, if nothing was seen
+    lead = gl.where(rises, 0.0, gl.maximum(lead, of_tile))  # of_tile is NaN, which maximum ignores, if nothing was seen
     shift = m_new
     if MAYBE_EMPTY:
-        # A row that saw nothing keeps the maximum minus infinity; only what is subtracted becomes 0. Nothing was summed
-        # for it, so that its factor need not be 0, and 1 spares the multiplication.
+        # A row that saw nothing keeps the maximum minus infinity; only the subtracted value becomes 0. Its sum is
+        # empty, so its factor need not be 0, and 1 saves the multiplication.
         shift = gl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = gl.where(m_i == float("-inf"), 1.0, exp2(m_i - shift))
     else:
@@ -86,25 +86,25 @@ def new_maximum(scores, scale, m_i, lead, MAYBE_EMPTY: gl.constexpr):
 
 @jit
 def probabilities(scores, scale, shift, alpha, l_i, BLOCK_N: gl.constexpr):
-    """Un-normalised, and the new sums."""
+    """Returns unnormalized probabilities and the new sums."""
     p = exp2(multiply_add(scores, scale, -shift[:, None], True))
     sums = partial_sums(p, BLOCK_N)
     return p, l_i * gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None] + sums
 
 
-# State of a thread ----------------------------------------------------------------------------------------------------
+# Per-thread state ----------------------------------------------------------------------------------------------------
 
 
 @jit
 def own_maxima(x, BLOCK_N: gl.constexpr):
-    """Of each row, the largest of what each of its four threads holds, [64, 4]: no thread asks another. By two chains
-    of dependent maxima a row, side by side, not one of 31: 1 to 2 %."""
+    """Returns, for each row, the maximum over each of its four threads' elements, [64, 4], without communication. Two
+    parallel chains of dependent maxima per row replace one of 31: 1 to 2 %."""
     return gl.max(gl.max(gl.reshape(x, [ROWS, BLOCK_N // 8, 4, 2]), axis=1), axis=2)
 
 
 @jit
 def beside_columns(own, x):
-    """What each thread holds for a row, [64, 4], beside what it holds of x."""
+    """Broadcasts per-thread row values, [64, 4], to the layout of x."""
     blocks: gl.constexpr = x.shape[1] // 8
     spread = gl.reshape(own, [ROWS, 1, 4, 1]).broadcast_to([ROWS, blocks, 4, 2])
     return gl.convert_layout(gl.reshape(spread, [ROWS, x.shape[1]]), x.type.layout, assert_trivial=True)
@@ -112,14 +112,14 @@ def beside_columns(own, x):
 
 @jit
 def of_rows(own, x):
-    """The largest of what a row's threads hold, [64], as rows of x are laid out."""
+    """Returns the maximum over a row's threads, [64], in the row layout of x."""
     return gl.convert_layout(gl.max(own, axis=1), gl.SliceLayout(1, x.type.layout))
 
 
 @constexpr_function
 def _settle_asm():
-    # Of two rows $0, $1 are the maxima m, $2, $3 alpha, $4, $5 lead, $10, $11 the largest scores the thread has, $12,
-    # $13 the scale. A row that stays has factor 1 also where its maximum is minus infinity.
+    # For two rows: $0, $1 are the maxima m, $2, $3 alpha, $4, $5 lead, $10, $11 the thread's largest scores, $12, $13
+    # the scale. A row whose maximum stays has factor 1, also if the maximum is minus infinity.
     unless_any_rises = (
         "neg.f32 n0, $0; neg.f32 n1, $1; fma.rn.f32 t0, $10, $12, n0; fma.rn.f32 t1, $11, $13, n1; "
         "mov.b32 $2, 0f3F800000; mov.b32 $3, 0f3F800000; "
@@ -147,7 +147,7 @@ def _settle_asm():
 
 @jit
 def settle(m, lead, top, scale):
-    """`settled_maximum` of two rows a thread."""
+    """Runs `settled_maximum` for two rows per thread."""
     return gl.inline_asm_elementwise(
         _settle_asm(),
         "=r,=r,=&r,=&r,=r,=r,0,1,4,5,r,r,r,r",
@@ -160,14 +160,14 @@ def settle(m, lead, top, scale):
 
 @jit
 def settled_maximum(scores, scale, m, lead):
-    """`new_maximum` by state of threads, [64, 4]: unless a score of its 16 rows leads its maximum by more than LAG, a
-    warp neither compares what the threads of a row found nor computes a factor, which is 1. Worth 6 to 7 % at head_dim
-    64, 1 % at 256.
+    """Computes `new_maximum` on per-thread state, [64, 4]. Unless a score of its 16 rows leads its maximum by more than
+    LAG, a warp neither compares values across the threads of a row nor computes a factor, which is 1. Worth 6 to 7 % at
+    head_dim 64, 1 % at 256.
 
     Returns:
-        m: the new maxima, alike in a row's threads.
-        alpha: the factor of what was summed so far.
-        lead: by how much the thread's own scores led, at least 0; a row's is the largest of its threads'.
+        m: the new maxima, equal in a row's threads.
+        alpha: the factor of the previous sum.
+        lead: the lead of the thread's own scores, at least 0; a row's lead is the maximum over its threads.
     """
     top = gl.convert_layout(own_maxima(scores, scores.shape[1]), m.type.layout, assert_trivial=True)
     return settle(m, lead, top, gl.full(top.shape, scale, gl.float32, top.type.layout))
@@ -175,7 +175,8 @@ def settled_maximum(scores, scale, m, lead):
 
 @jit
 def own_probabilities(scores, scale, m, alpha, l_i, MAYBE_EMPTY: gl.constexpr):
-    """`probabilities` by state of threads; the sums are [64, 4] too. A row that saw nothing has probabilities 0."""
+    """Computes `probabilities` on per-thread state; the sums are [64, 4] too. A row that saw nothing has probabilities
+    0."""
     shift = m
     if MAYBE_EMPTY:
         shift = gl.where(m == float("-inf"), 0.0, m)
@@ -186,7 +187,7 @@ def own_probabilities(scores, scale, m, alpha, l_i, MAYBE_EMPTY: gl.constexpr):
 
 @jit
 def rescaled(acc, alpha):
-    """Every piece of the accumulator times alpha, [64, 4]."""
+    """Returns every piece of the accumulator times alpha, [64, 4]."""
     scaled = ()
     for i in gl.static_range(len(acc)):
         scaled = scaled + (rescale(acc[i], beside_columns(alpha, acc[i])),)
@@ -198,13 +199,14 @@ def rescaled(acc, alpha):
 
 @jit
 def rounding_of_the_largest(lead, DTYPE: gl.constexpr):
-    """What 16 bits added to the largest probability of a row, to be added to the sum that out is divided by.
+    """Returns the rounding error of the largest probability of a row in 16 bits, to be added to the divisor of out.
 
-    Kept relative to the row's true maximum it would be exactly 1. With one that lags it is rounded, and where it
-    outweighs all others the output is off by as much: the worst row's error was 3 to 4 times the rounding model's, on
-    sharp data. Divided by a sum with the same error it cancels, and 1.6 times remain; from a lead that differs by one
-    rounding from the exponent of the probability itself, a probability near the middle of two numbers of 16 bits would
-    be taken to have gone the other way, and the error would double (3.9 times, one row in some thirty thousand).
+    Relative to the row's true maximum that probability would be exactly 1. With a lagging maximum it is rounded, and if
+    it outweighs all others, the output has the same relative error: on sharp data the worst row's error was 3 to 4
+    times the rounding model's. Dividing by a sum with the same error cancels it; 1.6 times remain. The lead must equal
+    the exponent of the probability exactly. If they differed by one rounding, a probability near the midpoint of two
+    16-bit numbers would be taken as rounded the other way, and the error would double (3.9 times, one row in some
+    thirty thousand).
     """
     largest = exp2(lead)
     return largest.to(DTYPE).to(gl.float32) - largest
@@ -212,12 +214,12 @@ def rounding_of_the_largest(lead, DTYPE: gl.constexpr):
 
 @jit
 def with_sink(m_i, l_row, l_out, sink_log2):
-    """The state of a row with one more key, whose value is zero, and the factor of what was summed. It comes last: as
-    the first maximum it would push the probabilities of lower scores out of the range of 16 bits.
+    """Returns the state of a row after one more key, whose value is zero, and the factor of the previous sum. The sink
+    is added last: as the first maximum it would push the probabilities of lower scores out of the range of 16 bits.
 
     Args:
         m_i: the row's maximum in bits.
-        l_row, l_out: its sum, and the sum that out is divided by.
+        l_row, l_out: the row's sum, and the divisor of out.
         sink_log2: the sink's logit in bits.
     """
     m_new = gl.maximum(m_i, sink_log2)
@@ -229,5 +231,5 @@ def with_sink(m_i, l_row, l_out, sink_log2):
 
 @jit
 def natural_lse(m_i, l_row):
-    """Natural log-sum-exp of a row's state in bits; minus infinity where it saw no key."""
+    """Returns the natural log-sum-exp of a row's state in bits; minus infinity if it saw no key."""
     return gl.where(l_row == 0.0, float("-inf"), (m_i + gl.log2(l_row)) * LN_2)

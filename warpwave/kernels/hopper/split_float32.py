@@ -1,19 +1,21 @@
-"""float32 by parts in the Hopper forward: products of operands that launches before have split.
+"""float32 by parts in the Hopper forward: products of operands that preceding launches have split.
 
     x = x0 + x1 (+ x2);   x y ~ x0 y0 + (x0 y1 + x1 y0) (+ x1 y1 + x0 y2 + x2 y0)
 
-Two parts are float16, of operands that are scaled by a power of two for each head (prepass/scale_ahead.py); three
-are bfloat16, which need no scale (prepass/split_ahead.py). A single part, scaled float16, takes the way of 16-bit types
-(flash_fwd/roles.py), and shares with the others what is here of scales and of out.
+Two parts are float16; the operands are scaled by a power of two per head (prepass/scale_ahead.py). Three parts are
+bfloat16, which needs no scale (prepass/split_ahead.py). A single part, scaled float16, uses the code of 16-bit types
+(flash_fwd/roles.py) and shares this file's handling of scales and of out.
 
-Q, K and V come as tiles of parts, one behind another in a ring's stage; probabilities are split in the registers they
-are in. Of every product the small ones and the one of the largest parts have an accumulator each, fresh for every tile,
-which plain float32 additions bring together: a tensor core cuts off what it accumulates, so a sum that stayed in it
-over all keys would end 1e-8 of itself off for each of them; and what float32 makes infinite must not become NaN, which
-it would where the remainder of an Inf, NaN, is added to the product that says what float32 would (`number`).
+Q, K and V arrive as tiles of parts, consecutive in a ring's stage; probabilities are split in their registers. The
+small products and the product of the largest parts have separate accumulators, fresh for every tile, and plain float32
+additions combine them. There are two reasons:
 
-One tile comes after another, nothing of a group overlaps: a tile's products take so much longer than its softmax that
-the other group's products hide it. Probabilities and values are multiplied in slices of the columns, for registers.
+- A tensor core truncates what it accumulates, so a sum kept in it over all keys would be off by 1e-8 of itself per key.
+- An infinity in float32 must not become NaN. The remainder of an Inf is NaN, which must not be added to the product
+  that holds the float32 result (`number`).
+
+Tiles are not overlapped within a group: a tile's products take so much longer than its softmax that the other group's
+products hide it. Probabilities and values are multiplied in slices of the columns, to limit registers.
 """
 
 from warpwave.kernels.hopper.parts import ROWS, accumulator_layout, hand_back, like, matrix, wait_full, zero_accumulator
@@ -25,26 +27,27 @@ from warpwave.runtime.gluon_or_stub import constexpr_function, gl, jit, warpgrou
 
 # Scales ---------------------------------------------------------------------------------------------------------------
 
-# Probabilities reach 2^4 (softmax.LAG). In two parts they are multiplied by 2^11, so that their second parts, and small
-# ones' first, are float16's normal numbers as far down as may be. A single part is rounded by more than that costs.
+# Probabilities reach 2^4 (softmax.LAG). With two parts they are multiplied by 2^11, which keeps their second parts, and
+# the first parts of small ones, normal float16 numbers as far down as possible. A single part does not need this: its
+# rounding error is larger.
 LIFT = gl.constexpr(2048.0)
 
 
 @constexpr_function
 def is_float32(rules):
-    """Whether out is float32, by however many parts."""
+    """Returns whether out is float32, whatever the number of parts."""
     return rules.HEAD_DIM_V > 0
 
 
 @constexpr_function
 def is_scaled(rules):
-    """Whether Q, K and V are scaled, in one or two parts of float16."""
+    """Returns whether Q, K and V are scaled, in one or two parts of float16."""
     return rules.HEAD_DIM_V > 0 and rules.PARTS < 3
 
 
 @jit
 def scaled_rules(inverses_ptr, q_inverses_ptr, work, GROUP: gl.constexpr, num_heads, group_size, rules):
-    """The rules for 64 queries of one head: their scale also undoes those of Q and K."""
+    """Returns the rules for 64 queries of one head; their scale also undoes the scales of Q and K."""
     tiles = gl.cdiv(work.seqlen_q, ROWS)
     tile = gl.minimum(work.tile * rules.GROUPS + GROUP, tiles - 1)
     if rules.IS_VARLEN:
@@ -53,7 +56,7 @@ def scaled_rules(inverses_ptr, q_inverses_ptr, work, GROUP: gl.constexpr, num_he
         number = (work.batch * num_heads + work.head) * tiles + tile
     of_key = inverses_ptr + (work.batch * (num_heads // group_size) + work.head // group_size) * 2
     inverse = gl.load(q_inverses_ptr + number) * gl.load(of_key)
-    # Where scores are beyond float32 anyway the factor need not be: 0 times Inf would make NaN of a score of 0.
+    # Clamp the factor where scores exceed float32 anyway: 0 times Inf would turn a score of 0 into NaN.
     scale = rules.scale * gl.minimum(gl.maximum(inverse, 1.1754943508222875e-38), 1.2676506002282294e30)
     return Rules(
         scale, rules.softcap_log2, rules.window_left, rules.window_right, rules.GROUPS, rules.BLOCK_N, rules.HAS_LOW,
@@ -64,8 +67,8 @@ def scaled_rules(inverses_ptr, q_inverses_ptr, work, GROUP: gl.constexpr, num_he
 
 @jit
 def inverse_of_values(inverses_ptr, work, num_heads, group_size, PARTS: gl.constexpr):
-    """What undoes the scale of V, and of probabilities."""
-    # Right behind that of K, whose load brought both.
+    """Returns the inverse scale of V and of probabilities."""
+    # It directly follows the inverse of K, whose load fetched both.
     inverse = gl.load(inverses_ptr + (work.batch * (num_heads // group_size) + work.head // group_size) * 2 + 1)
     if PARTS == 2:
         inverse = inverse * (1.0 / LIFT)
@@ -74,8 +77,8 @@ def inverse_of_values(inverses_ptr, work, num_heads, group_size, PARTS: gl.const
 
 @jit
 def wait_for_launch_before(THREADS: gl.constexpr):
-    """Until the launch before has ended and what it wrote is there: this one begins while that one runs (programmatic
-    dependent launch), so that barriers and maps are ready by then."""
+    """Waits until the preceding launch has ended and its writes are visible. This launch starts while that one runs
+    (programmatic dependent launch), so barriers and maps are ready by then."""
     one = gl.full([THREADS], 0, gl.int32, gl.BlockedLayout([1], [32], [THREADS // 32], [0]))
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [one], dtype=gl.int32, is_pure=False, pack=1
@@ -87,10 +90,10 @@ def wait_for_launch_before(THREADS: gl.constexpr):
 
 @constexpr_function
 def slices(pieces):
-    """Of a tile's pieces, by width: (piece, first column within it, width, first column of the tile).
+    """Returns slices of a tile's pieces: (piece, first column within it, width, first column of the tile).
 
-    As wide as registers allow: both sums of a slice's products are kept beside the accumulator of all columns. Where
-    ptxas runs out of them, it waits for every single wgmma, everywhere.
+    They are as wide as registers allow: both sums of a slice's products coexist with the accumulator of all columns. If
+    ptxas runs out of registers, it makes every single wgmma wait.
     """
     found, column = [], 0
     for i, piece in enumerate(pieces):
@@ -103,25 +106,25 @@ def slices(pieces):
 
 @constexpr_function
 def num_slices(pieces):
-    """How many slices there are."""
+    """Returns the number of slices."""
     return len(slices(pieces))
 
 
 @constexpr_function
 def slice_width(pieces, i):
-    """Columns of slice i."""
+    """Returns the columns of slice i."""
     return slices(pieces)[int(i)][2]
 
 
 @constexpr_function
 def slice_column(pieces, i):
-    """First column of slice i within the tile."""
+    """Returns the first column of slice i within the tile."""
     return slices(pieces)[int(i)][3]
 
 
 @jit
 def zero_slices(v_ring):
-    """An accumulator of zeros for every slice of V's columns."""
+    """Returns an accumulator of zeros for every slice of V's columns."""
     acc = ()
     for i in gl.static_range(num_slices(v_ring.pieces)):
         acc = acc + (zero_slice(v_ring, i),)
@@ -130,13 +133,13 @@ def zero_slices(v_ring):
 
 @jit
 def zero_slice(v_ring, i: gl.constexpr):
-    """Of slice i, an accumulator of zeros."""
+    """Returns an accumulator of zeros for slice i."""
     return zero_accumulator(slice_width(v_ring.pieces, i))
 
 
 @jit
 def values_slice(v_ring, tile, i: gl.constexpr):
-    """Slice i of the columns of a tile of V in shared memory, [keys, width]."""
+    """Returns slice i of the columns of a tile of V in shared memory, [keys, width]."""
     place: gl.constexpr = slices(v_ring.pieces)[i]
     piece = matrix(v_ring.pieces[place[0]].index(tile))
     if piece.shape[1] > place[2]:
@@ -149,14 +152,14 @@ def values_slice(v_ring, tile, i: gl.constexpr):
 
 @jit
 def number(x):
-    """x, and float32's most negative number for NaN: to add it to Inf or NaN changes neither."""
+    """Returns x, with NaN replaced by float32's most negative number: adding that to Inf or NaN changes neither."""
     return gl.maximum(x, -3.4028234663852886e38)
 
 
 @jit
 def scaled(x, scale):
-    """x * scale, rounded, and not part of a fused multiply-add: a row's largest probability is exactly 1, and where it
-    outweighs all others, out is its value to the bit."""
+    """Returns x * scale, rounded, never as part of a fused multiply-add. A row's largest probability is then exactly 1,
+    and if it outweighs all others, out equals its value bit for bit."""
     factor = gl.full(x.shape, scale, gl.float32, x.type.layout)
     return gl.inline_asm_elementwise(
         "mul.rn.f32 $0, $1, $2;", "=r,r,r", [x, factor], dtype=gl.float32, is_pure=True, pack=1
@@ -165,8 +168,8 @@ def scaled(x, scale):
 
 @jit
 def add_up(acc, alpha, large, small):
-    """acc * alpha + (large + number(small)), here and now: the compiler would put it off to the end of the tile, where
-    all slices' products would have to be kept till then."""
+    """Returns acc * alpha + (large + number(small)), computed immediately. The compiler would defer it to the end of
+    the tile and keep the products of all slices until then."""
     return gl.inline_asm_elementwise(
         "{ .reg .f32 t; max.f32 t, $4, 0fFF7FFFFF; add.rn.f32 t, t, $3; fma.rn.f32 $0, $1, $2, t; }",
         "=r,r,r,r,r",
@@ -179,8 +182,8 @@ def add_up(acc, alpha, large, small):
 
 @jit
 def bfloat16_part(x):
-    """The bfloat16 nearest to x, 8 of its 24 bits, and what it leaves of x, exactly. Two at a time by inline PTX: the
-    compiler would convert numbers that are met again as float32 singly, at a quarter of the rate."""
+    """Returns the bfloat16 nearest to x, 8 of its 24 bits, and the exact remainder of x. Inline PTX converts two at a
+    time: the compiler would convert numbers that are used again as float32 one by one, at a quarter of the rate."""
     part = gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
     )
@@ -189,7 +192,7 @@ def bfloat16_part(x):
 
 @jit
 def half_part(x):
-    """The same with the float16 nearest to x, 11 bits."""
+    """Returns the float16 nearest to x, 11 bits, and the exact remainder, by the same method."""
     part = gl.inline_asm_elementwise(
         "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
     )
@@ -198,7 +201,8 @@ def half_part(x):
 
 @jit
 def split_operand(p, PARTS: gl.constexpr):
-    """Probabilities as products with V take them: their parts, the largest first, in the registers they are in."""
+    """Returns the parts of probabilities as operands of the product with V, the largest first, in the same
+    registers."""
     layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(64), k_width=2)
     if PARTS == 2:
         p = p * LIFT
@@ -214,9 +218,11 @@ def split_operand(p, PARTS: gl.constexpr):
 
 @constexpr_function
 def chunks(pieces, PARTS):
-    """Of a tile's pieces, the columns that are summed in one go: (piece, first column within it, width, group). Of two
-    parts a group is 128 columns: what a tensor core cuts off of longer sums would be more than what the parts leave
-    out. Three parts leave out less, and their longer sums were closer than those of torch's own kernel."""
+    """Returns the columns of a tile's pieces that are summed in one go: (piece, first column within it, width, group).
+
+    With two parts a group is 128 columns: the truncation in longer tensor-core sums would exceed what the parts leave
+    out. Three parts leave out less, and their longer sums were more accurate than those of torch's own kernel.
+    """
     in_group = 128 if int(PARTS) == 2 else 256
     found, column = [], 0
     for i, piece in enumerate(pieces):
@@ -230,31 +236,31 @@ def chunks(pieces, PARTS):
 
 @constexpr_function
 def num_chunks(pieces, PARTS):
-    """How many `chunks` there are."""
+    """Returns the number of `chunks`."""
     return len(chunks(pieces, PARTS))
 
 
 @constexpr_function
 def group_of(pieces, PARTS, c):
-    """The group of chunk c."""
+    """Returns the group of chunk c."""
     return chunks(pieces, PARTS)[int(c)][3]
 
 
 @constexpr_function
 def begins_group(pieces, PARTS, c):
-    """Whether chunk c is the first of its group."""
+    """Returns whether chunk c is the first of its group."""
     return int(c) == 0 or chunks(pieces, PARTS)[int(c) - 1][3] != chunks(pieces, PARTS)[int(c)][3]
 
 
 @constexpr_function
 def num_groups(pieces, PARTS):
-    """How many groups of `chunks` there are."""
+    """Returns the number of groups of `chunks`."""
     return chunks(pieces, PARTS)[-1][3] + 1
 
 
 @jit
 def columns_of(tile, FIRST: gl.constexpr, WIDTH: gl.constexpr):
-    """WIDTH columns of a matrix in shared memory."""
+    """Returns WIDTH columns of a matrix in shared memory."""
     if tile.shape[1] > WIDTH:
         tile = tile.slice(FIRST, WIDTH, dim=1)
     return tile
@@ -262,7 +268,7 @@ def columns_of(tile, FIRST: gl.constexpr, WIDTH: gl.constexpr):
 
 @jit
 def large_scores(q_tiles, own, k_ring, tile, sums, GROUP: gl.constexpr, PARTS: gl.constexpr):
-    """Products of the largest parts, one group of columns, in `sums`, whatever that held; under way."""
+    """Starts the products of the largest parts for one group of columns; they overwrite `sums`."""
     for c in gl.static_range(num_chunks(k_ring.pieces, PARTS)):
         if group_of(k_ring.pieces, PARTS, c) == GROUP:
             sums = large_chunk(q_tiles, own, k_ring, tile, sums, c, PARTS)
@@ -271,7 +277,7 @@ def large_scores(q_tiles, own, k_ring, tile, sums, GROUP: gl.constexpr, PARTS: g
 
 @jit
 def large_chunk(q_tiles, own, k_ring, tile, sums, c: gl.constexpr, PARTS: gl.constexpr):
-    """The same of chunk c alone, which begins a sum where it is the first of its group."""
+    """Starts the same product for chunk c alone; the first chunk of a group begins a new sum."""
     chunk: gl.constexpr = chunks(k_ring.pieces, PARTS)[c]
     begins: gl.constexpr = begins_group(k_ring.pieces, PARTS, c)
     q = columns_of(matrix(q_tiles[chunk[0]].index(own)), chunk[1], chunk[2])
@@ -281,7 +287,7 @@ def large_chunk(q_tiles, own, k_ring, tile, sums, c: gl.constexpr, PARTS: gl.con
 
 @jit
 def split_scores(q_tiles, GROUP: gl.constexpr, k_ring, n, rules):
-    """Q K^T of tile n, [64, BLOCK_N]. The small products are summed from the smallest."""
+    """Returns Q K^T of tile n, [64, BLOCK_N]. The small products are summed first, from the smallest."""
     PARTS: gl.constexpr = rules.PARTS
     tile = n % k_ring.stages * PARTS + unseen_zero(n)
     own = GROUP * PARTS + unseen_zero(n)
@@ -304,7 +310,7 @@ def split_scores(q_tiles, GROUP: gl.constexpr, k_ring, n, rules):
 
 @jit
 def add_values(p, v_ring, n, acc, alpha, i: gl.constexpr, PARTS: gl.constexpr):
-    """acc * alpha + P V of tile n, slice i of its columns."""
+    """Returns acc * alpha + P V of tile n, for slice i of its columns."""
     tile = n % v_ring.stages * PARTS + unseen_zero(n)
     zero = zero_slice(v_ring, i)
     small = zero
@@ -322,7 +328,7 @@ def split_step(
     q_tiles, GROUP: gl.constexpr, k_ring, v_ring, n, m_i, lead, l_i, acc, tile, place, keys, rules,
     AT_EDGE: gl.constexpr,
 ):  # fmt: skip
-    """Tile n of the ring, the `tile`-th of the sequence, masked where it is at an edge."""
+    """Processes tile n of the ring, the `tile`-th of the sequence, masked if it is at an edge."""
     wait_full(k_ring, n)
     x = split_scores(q_tiles, GROUP, k_ring, n, rules)
     hand_back(k_ring, n)
@@ -341,8 +347,8 @@ def split_step(
     summed = ()
     for i in gl.static_range(len(acc)):
         if i > 0:
-            # Nothing to wait for: its spin loop ends the basic block. Without it ptxas starts the next slice's products
-            # before it adds up this one's, and spills both.
+            # This wait never blocks; its spin loop ends the basic block. Without it ptxas starts the next slice's
+            # products before it adds up this slice's, and spills both.
             wait_full(v_ring, n)
         summed = summed + (add_values(p, v_ring, n, acc[i], alpha, i, rules.PARTS),)
     hand_back(v_ring, n)
@@ -353,15 +359,15 @@ def split_step(
 def split_tiles(
     q_tiles, GROUP: gl.constexpr, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, rules
 ):  # fmt: skip
-    """All key tiles of 64 queries, [begin, end), the last first. Returns the softmax's state and the number of the next
-    tile of the rings."""
+    """Processes all key tiles [begin, end) of 64 queries, the last first. Returns the softmax state and the number of
+    the next tile of the rings."""
     m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, accumulator_layout(rules.BLOCK_N)))
     lead = gl.zeros_like(m_i)
     l_i = partial_sums(zero_accumulator(rules.BLOCK_N), rules.BLOCK_N)
     acc = zero_slices(v_ring)
-    at_edge = end - whole_end  # the diagonal and the ragged end, one tile at least
+    at_edge = end - whole_end  # the diagonal and the ragged end, at least one tile
     if num_slices(v_ring.pieces) > 2:
-        at_edge += unseen_zero(n)  # a loop that the compiler knows to run once it unrolls, and that code spills
+        at_edge += unseen_zero(n)  # if the compiler knows that the loop runs once, it unrolls it, and that code spills
     for i in range(at_edge):
         m_i, lead, l_i, acc = split_step(
             q_tiles, GROUP, k_ring, v_ring, n, m_i, lead, l_i, acc, end - 1 - i, place, keys, rules, True
@@ -383,9 +389,9 @@ def split_tiles(
 
 @jit
 def store_float32(out, v_ring, out_ptr, work, row_first, num_heads, rules):
-    """Rows of out straight from the accumulators, one for each slice or, where there is a single part, each piece, to a
-    contiguous (..., rows, num_heads, HEAD_DIM_V): a quad of threads fills a sector of 32 bytes. It needs no shared
-    memory, which parts fill, and no tensor map."""
+    """Stores rows of out directly from the accumulators to a contiguous (..., rows, num_heads, HEAD_DIM_V). There is
+    one accumulator per slice, or per piece with a single part. A quad of threads fills a sector of 32 bytes. This needs
+    no shared memory, which the parts fill, and no tensor map."""
     row = work.q_begin + row_first
     if not rules.IS_VARLEN:
         row = work.batch.to(gl.int64) * work.seqlen_q + row_first
@@ -398,7 +404,7 @@ def store_float32(out, v_ring, out_ptr, work, row_first, num_heads, rules):
 
 @constexpr_function
 def out_column(pieces, PARTS, i):
-    """First column of the i-th accumulator of out."""
+    """Returns the first column of the i-th accumulator of out."""
     if int(PARTS) == 1:
         return sum(piece.shape[-1] for piece in list(pieces)[: int(i)])
     return slice_column(pieces, i)
@@ -406,7 +412,7 @@ def out_column(pieces, PARTS, i):
 
 @jit
 def store_slice(x, out_ptr, row, rows_left, head, num_heads, HEAD_DIM_V: gl.constexpr, COLUMN: gl.constexpr):
-    """`store_float32` of the slice whose first column is COLUMN."""
+    """Stores the slice whose first column is COLUMN: see `store_float32`."""
     layout: gl.constexpr = x.type.layout
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     columns = COLUMN + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))

@@ -1,6 +1,6 @@
-"""Which keys 64 queries of the Hopper forward see: tiles that need a mask, tiles that need none, tiles to skip."""
+"""The keys that 64 queries of the Hopper forward see: tiles that need a mask, tiles that need none, tiles to skip."""
 
-# No postponed annotations here: an aggregate's fields are checked against its annotations.
+# No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
 from warpwave.kernels.hopper.parts import ROWS
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit
@@ -8,7 +8,7 @@ from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, ji
 
 @aggregate
 class Rules:
-    """The options of a call that are the same for all its tiles, compile-time ones in capitals."""
+    """The options of a call that are the same for all its tiles; compile-time options are in capitals."""
 
     scale: gl.tensor  # softmax_scale * log2(e); with softcap, softmax_scale / softcap
     softcap_log2: gl.tensor
@@ -28,7 +28,7 @@ class Rules:
     VALUES_FIRST: gl.constexpr
     PARTS: gl.constexpr  # of a float32 operand: 1 or 2 of float16, 3 of bfloat16; 1 for 16-bit types
     HEAD_DIM_V: gl.constexpr  # in float32; 0 for 16-bit types
-    Q_IN_REGISTERS: gl.constexpr  # columns
+    Q_IN_REGISTERS: gl.constexpr  # columns of Q in registers
 
     @constexpr_function
     def __init__(
@@ -93,7 +93,8 @@ class Keys:
 
 @jit
 def keys_of_sequence(work, rules):
-    """Tiles of keys start at `begin`: keys before it and from `end` on, which no query sees, are never multiplied."""
+    """Returns the visible keys of a sequence. Tiles of keys start at `begin`; keys before it, and from `end` on, are
+    seen by no query and are never multiplied."""
     offset = work.seqlen_k - work.seqlen_q
     low = offset - rules.window_left
     high = offset + rules.window_right
@@ -110,7 +111,7 @@ def keys_of_sequence(work, rules):
 
 @jit
 def tiles_seen(keys, row_first, row_last, rules):
-    """[begin, end) of the key tiles that rows row_first to row_last see something of; may be empty."""
+    """Returns [begin, end) of the key tiles of which rows row_first to row_last see some key; may be empty."""
     first = keys.begin
     last = keys.end
     if rules.HAS_LOW:
@@ -124,8 +125,8 @@ def tiles_seen(keys, row_first, row_last, rules):
 
 @jit
 def tiles_of_block(keys, work, rules):
-    """The key tiles that come for a block of queries: what its rows see, and one where they see nothing, so that every
-    block of queries is worked on alike; its scores are then all masked."""
+    """Returns the key tiles loaded for a block of queries: those that its rows see, or one fully masked tile if they
+    see nothing, so that all blocks run the same code."""
     row_first = work.tile * ROWS * rules.GROUPS
     row_last = gl.minimum(row_first + ROWS * rules.GROUPS, work.seqlen_q) - 1
     begin, end = tiles_seen(keys, row_first, row_last, rules)
@@ -135,7 +136,7 @@ def tiles_of_block(keys, work, rules):
 
 @aggregate
 class Place:
-    """Where 64 queries of one head are: the first one, what to add to a query to get its own key, and ALiBi's slope."""
+    """Position of 64 queries of one head: the first one, the offset from a query to its own key, and ALiBi's slope."""
 
     row_first: gl.tensor
     offset: gl.tensor
@@ -150,12 +151,12 @@ class Place:
 
 @jit
 def place_of_group(work, keys, block_begin, block_end, GROUP: gl.constexpr, rules):
-    """A consumer's queries, and the key tiles they see within those that come for the block.
+    """Returns a consumer's queries, and the key tiles they see among those loaded for the block.
 
     Returns:
         place.
-        begin, end: key tiles to work on, one at least.
-        whole_begin, whole_end: those between them need no mask. `end - 1` is left out, and gets one in any case.
+        begin, end: key tiles to process, at least one.
+        whole_begin, whole_end: the tiles among them that need no mask. `end - 1` is excluded and always masked.
     """
     row_first = (work.tile * rules.GROUPS + GROUP) * ROWS
     row_last = gl.minimum(row_first + ROWS, work.seqlen_q) - 1

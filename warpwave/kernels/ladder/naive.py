@@ -1,18 +1,19 @@
-"""The first attention kernel everybody writes: three passes, scores in memory, one thread an element.
+"""The naive attention kernel: three passes, scores in memory, one thread per element.
 
     S = Q K^T;   P = exp(S - max), row sums;   out = P V / sum        three launches, S and P in one float32 buffer
 
-A thread owns one score and multiplies its way along its query and its key, element by element, from memory; then one
-element of the output, along a row of P and a column of V. Nothing is shared: of a block's 16 x 16 threads, sixteen read
-the same key, each for its own query. What hardware forgives of that, the first-level cache does. No matrix unit takes
-part: products are float32 multiply-adds whatever the inputs' type, which is at least as accurate as any `precision`.
+In the first product a thread owns one score and multiplies its query by its key, element by element, from memory. In
+the second it owns one element of the output and multiplies a row of P by a column of V. Nothing is shared: of a block's
+16 x 16 threads, sixteen read the same key, each for its own query, and only the first-level cache absorbs the repeated
+reads. No matrix unit is used: products are float32 multiply-adds whatever the inputs' type, which is at least as
+accurate as any `precision`.
 
 The passes are those of the definition; written out as loops over memory they are Algorithm 0 of Dao et al.,
 "FlashAttention" (2022), section 2.2.
 
-Bound: load instructions. A multiply-add, 2 FLOP, costs two loads, so the load units are full at a sixteenth of what the
-arithmetic units could do, and the tensor cores are idle. What it teaches: correct is easy, and the rest of the
-ladder is about where operands come from.
+Bound: load instructions. A multiply-add, 2 FLOP, costs two loads, so the load units saturate at a sixteenth of the
+arithmetic units' peak, and the tensor cores are idle. The lesson: a correct kernel is easy, and the rest of the ladder
+is about where operands come from.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Config:
     Args:
         block_m: queries of a block, a power of two, at least 16.
         block_n: keys of a block (columns of v in the second product), a power of two, at least 16.
-        num_warps: warps of a block, a power of two; as many threads as elements give each thread one.
+        num_warps: warps of a block, a power of two; with as many threads as elements, each thread has one.
     """
 
     block_m: int
@@ -92,7 +93,7 @@ def naive_scores_kernel(
     TOP_LEFT: tl.constexpr,
     IS_VARLEN: tl.constexpr,
 ):
-    """Raw scores of BLOCK_M queries with BLOCK_N keys of one head, if by position one of them sees another."""
+    """Computes raw scores of BLOCK_M queries with BLOCK_N keys of one head, if by position one of them sees another."""
     num_tiles_m = tl.cdiv(seqlen_q, BLOCK_M)
     num_tiles_n = tl.cdiv(seqlen_k, BLOCK_N)
     tile_n = tl.program_id(0) % num_tiles_n
@@ -117,7 +118,7 @@ def naive_scores_kernel(
 
     rows = row_begin + tl.arange(0, BLOCK_M)
     keys = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Threads beyond the edge read the edge again, and what they compute is not stored.
+    # Threads beyond the edge read the edge again; their results are not stored.
     q_pointers = q_ptr + tl.minimum(rows, seqlen_q - 1).to(tl.int64) * stride_qm
     k_pointers = k_ptr + tl.minimum(keys, seqlen_k - 1).to(tl.int64) * stride_kn
     scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -163,7 +164,7 @@ def naive_values_kernel(
     TOP_LEFT: tl.constexpr,
     IS_VARLEN: tl.constexpr,
 ):
-    """BLOCK_N columns of the output of BLOCK_M queries of one head, over all keys that some of them sees."""
+    """Computes BLOCK_N columns of the output of BLOCK_M queries of one head, over all keys that some of them sees."""
     num_tiles_m = tl.cdiv(seqlen_q, BLOCK_M)
     num_tiles_n: tl.constexpr = (HEAD_DIM_V + BLOCK_N - 1) // BLOCK_N
     tile_n = tl.program_id(0) % num_tiles_n
@@ -189,7 +190,7 @@ def naive_values_kernel(
 
     rows = row_begin + tl.arange(0, BLOCK_M)
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Threads beyond the edge read the edge again, and what they compute is not stored.
+    # Threads beyond the edge read the edge again; their results are not stored.
     p_pointers = scores_ptr + (tl.minimum(rows, seqlen_q - 1).to(tl.int64) * stride_sm + key_begin)
     v_pointers = v_ptr + tl.minimum(columns, HEAD_DIM_V - 1).to(tl.int64) * stride_vd
     v_pointers += tl.cast(key_begin, tl.int64) * stride_vn
@@ -212,14 +213,16 @@ def naive_values_kernel(
 def bind(
     problem: AttentionProblem, operands: Operands, config: Config
 ) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, lse None unless asked for."""
+    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, where lse is None unless
+    requested."""
     return three_passes.bind(specify, problem, operands, config)
 
 
 def specify(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
 ) -> Launches:
-    """The three launches, from tensors that may be without memory (device "meta") when they are only to be compiled."""
+    """Returns the three launches from tensors, which may be without memory (device "meta") if they are only
+    compiled."""
     block = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
     score, sum_values = {**block, "HEAD_DIM": problem.head_dim}, {**block, "HEAD_DIM_V": problem.head_dim_v}
     options = {"num_warps": config.num_warps, "num_stages": 1}
@@ -236,19 +239,19 @@ def specify(
 
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Every reason this kernel cannot run the problem there; empty when it can. Nothing but the scores bounds it: it
-    needs no matrix unit, no shared memory, and no more of a row of q than one element at a time."""
+    """Returns every reason this kernel cannot run the problem on this GPU; empty if it can. Only the scores limit it:
+    it needs no matrix unit, no shared memory, and only one element of a row of q at a time."""
     return three_passes.why_not(problem, gpu) + precision.why_not(problem, gpu, ("ieee",))
 
 
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """An upper bound on the shared memory of one block: the products use none, the softmax to sum over warps."""
+    """Returns an upper bound on the shared memory of one block. Only the softmax uses it, to sum over warps."""
     return three_passes.SOFTMAX_SMEM_BYTES
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """What the three launches move and compute. Reads are those that pass the first-level cache, which serves what the
-    threads of a block read again: each query and key of a tile once."""
+    """Returns what the three launches move and compute. Reads are those that miss the first-level cache, which serves
+    repeated reads by the threads of a block: each query and key of a tile is counted once."""
     return three_passes.cost(
         problem, block_m=config.block_m, block_n=config.block_n, columns=config.block_n, step=1,
         width=problem.head_dim, smem_bytes=smem_bytes(problem, gpu, config),
@@ -257,9 +260,12 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
 
 
 def _bytes_of_pair(problem: AttentionProblem, gpu: Gpu, config: Config) -> tuple[float, float]:
-    """What the first-level cache is kept busy with for a query, a key and a column, in each product. It reads a word
-    from each of 32 banks a clock. The lanes of a warp hold keys side by side: of as many rows of K, those that lie a
-    multiple of 128 bytes apart share a bank and come one after another, as rows of Q do. V and P take a clock each."""
+    """Returns the bytes with which each product occupies the first-level cache for a query, a key and a column.
+
+    The cache reads a word from each of 32 banks a clock. The lanes of a warp hold adjacent keys and read as many rows
+    of K. Rows a multiple of 128 bytes apart share a bank and are read one after another, as are rows of Q. V and P take
+    one clock each.
+    """
     lanes = min(gpu.warp_size, config.block_n)
     row_bytes = DTYPE_BYTES[problem.dtype] * problem.num_heads_kv * problem.head_dim
     ways = -(-lanes // (128 // math.gcd(128, row_bytes)))
@@ -270,7 +276,7 @@ def _bytes_of_pair(problem: AttentionProblem, gpu: Gpu, config: Config) -> tuple
 
 
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """The default first: 16 x 16 threads, one element each, as the CUDA tutorials have it."""
+    """Returns the default first: 16 x 16 threads, one element each, as in the CUDA tutorials."""
     space = [Config(m, n, num_warps) for m in (16, 32, 64) for n in (16, 32, 64) for num_warps in (4, 8)]
     # Interpreted programs cost milliseconds each, whatever their size.
     default = Config(64, 64, 8) if gpu.vendor == "interpreter" else Config(16, 16, 256 // max(32, gpu.warp_size))

@@ -1,12 +1,12 @@
-"""Attention in three passes over scores kept in memory: what the kernels that do so share. No kernel by itself.
+"""Code shared by the kernels that compute attention in three passes over scores in memory. Holds no complete kernel.
 
     S = Q K^T            a product, the kernel's own: raw scores, float32
     P = exp(S' - max)    here, in place: S' is S scaled, capped, biased and masked; and the row sums
     out = P V / sum      a product, the kernel's own
 
-Everything that is done to a score is done in the second pass, so that the two products stay plain. P is left
-un-normalised: rounded to 16 bits for the second product it then carries the rounding of any flash kernel, where a
-normalised one would lose more. Scores stay float32: in 16 bits their own rounding would exceed all others together.
+All score transforms happen in the second pass, so the two products stay plain. P is left unnormalized. Rounded to 16
+bits for the second product, it then has the rounding error of any flash kernel; a normalized P would lose more. Scores
+stay float32: in 16 bits their own rounding would exceed all others together.
 
 Bound: memory. A score of 4 bytes is written, read, read and written again as a probability, and read: 20 bytes.
 """
@@ -46,16 +46,16 @@ from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import jit, tl
 
-HIDDEN = tl.constexpr(-1.0)  # stands in P for a pair that is hidden, whose value must have no effect even if it is NaN
+HIDDEN = tl.constexpr(-1.0)  # marks a hidden pair in P, whose value must have no effect even if it is NaN
 SOFTMAX_ROWS, SOFTMAX_KEYS = 16, 128  # a tile of the softmax: 8 scores a thread, and rows of 512 bytes
-LINE = tl.constexpr(16)  # scores of a line of 64 bytes; rows are whole lines, so that they are moved 16 bytes a thread
+LINE = tl.constexpr(16)  # scores of a line of 64 bytes; rows are whole lines, so that a thread moves 16 bytes
 UNSPECIALISED = [
     *("stride_lb", "stride_lh", "stride_mask_b", "stride_mask_h", "stride_bias_b", "stride_bias_h", "stride_alibi_b"),
     *("stride_alibi_h", "seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads_q", "group_size", "window_left"),
     "window_right",
 ]
 SOFTMAX_SMEM_BYTES = 1024  # to find maxima and sums over warps
-MAX_SCORES_BYTES = 16 * 1024**3  # 16 heads of 16,384 x 16,384. Beyond, memory is better spent otherwise
+MAX_SCORES_BYTES = 16 * 1024**3  # 16 heads of 16,384 x 16,384; more memory is better spent otherwise
 
 
 # Device code ----------------------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ MAX_SCORES_BYTES = 16 * 1024**3  # 16 heads of 16,384 x 16,384. Beyond, memory i
 
 @jit
 def whole_lines(key_begin, key_end):
-    """A range of keys, rounded outwards to whole lines of scores."""
+    """Returns a range of keys rounded outward to whole lines of scores."""
     return key_begin // LINE * LINE, tl.cdiv(tl.maximum(key_end, 0), LINE) * LINE
 
 
@@ -114,11 +114,11 @@ def softmax_rows_kernel(
     IS_VARLEN: tl.constexpr,
     WRITE_LSE: tl.constexpr,
 ):
-    """Raw scores to un-normalised probabilities, in place, for ROWS queries of one head; and what each row of P V is to
-    be multiplied by, to `row_scale`.
+    """Converts raw scores of ROWS queries of one head to unnormalized probabilities, in place, and writes the factor of
+    each row of P V to `row_scale`.
 
-    It covers the lines of the keys that some query of its RANGE_ROWS sees, which are those that the products' query
-    tiles cover. Of the raw scores, those that no product wrote are hidden by position, whatever the memory holds.
+    It covers the lines of the keys that some query of its RANGE_ROWS sees, which the products' query tiles cover. Raw
+    scores that no product wrote are hidden by position, whatever the memory holds.
     """
     num_tiles = tl.cdiv(seqlen_q, ROWS)
     tile = tl.program_id(0) % num_tiles
@@ -149,8 +149,8 @@ def softmax_rows_kernel(
 
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
-    # Two sweeps: the first finds the maximum, the second makes and sums probabilities. Both compute a score anew from
-    # the raw one, which is cheaper than to write it in between.
+    # Two sweeps: the first finds the maximum, the second computes and sums probabilities. Both recompute a score from
+    # the raw one, which is cheaper than storing it in between.
     for sweep in tl.static_range(2):
         m_shift = tl.where(m_i == float("-inf"), 0.0, m_i)  # for a row that sees no key
         for key_tile in range(line_begin, line_end, KEYS):
@@ -184,8 +184,8 @@ def softmax_rows_kernel(
 
     alpha = tl.full([ROWS], 1.0, tl.float32)
     if HAS_SINKS:
-        # One more key, whose value is zero. P stays relative to the maximum over keys: relative to a leading sink, low
-        # probabilities would leave the range of 16 bits.
+        # The sink is one more key, whose value is zero. P stays relative to the maximum over keys: relative to a
+        # dominant sink, low probabilities would leave the range of 16 bits.
         sink_log2 = tl.load(sinks_ptr + head) * LOG2_E
         m_new = tl.maximum(m_i, sink_log2)
         m_shift = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -206,9 +206,9 @@ class Product(NamedTuple):
     """One of a kernel's two products.
 
     Args:
-        kernel: of signature (tensors, strides of its two operands or of v and out, stride_sm, sizes, constants).
-        programs: of a head.
-        constants: its own, beside those of the band.
+        kernel: its signature is (tensors, strides of its two operands or of v and out, stride_sm, sizes, constants).
+        programs: programs per head.
+        constants: its own, in addition to those of the band.
         options: launch options.
     """
 
@@ -223,18 +223,19 @@ Specify = Callable[[AttentionProblem, Gpu, Operands, torch.Tensor, torch.Tensor 
 
 
 def score_row(problem: AttentionProblem) -> int:
-    """Elements from one row of scores to the next, whole lines."""
+    """Returns the elements from one row of scores to the next, in whole lines."""
     line = 16  # LINE
     return -(-problem.seqlen_k // line) * line
 
 
 def scores_bytes(problem: AttentionProblem) -> int:
-    """Of the scores: one row a query, head and sequence, packed sequences as long as the longest."""
+    """Returns the bytes of the scores: one row per query, head and sequence; packed sequences count as the longest."""
     return 4 * problem.batch * problem.num_heads_q * problem.seqlen_q * score_row(problem)
 
 
 def _workspace(problem: AttentionProblem, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """scores (batch, num_heads_q, seqlen_q, score_row) and row_scale (batch, num_heads_q, seqlen_q), float32."""
+    """Allocates scores (batch, num_heads_q, seqlen_q, score_row) and row_scale (batch, num_heads_q, seqlen_q),
+    float32."""
     rows = (problem.batch, problem.num_heads_q, problem.seqlen_q)
     scores = torch.empty((*rows, score_row(problem)), dtype=torch.float32, device=device)
     return scores, torch.empty(rows, dtype=torch.float32, device=device)
@@ -247,7 +248,7 @@ def bind(
     allocate, straight, device = allocator(problem, operands.q), straightener(operands), operands.q.device
     launches = specify(problem, current_gpu(device), straight(operands), *allocate(), config)
     score, softmax, sum_values = map(launch.bind, launches)
-    del launches  # and with it the workspace it was specified for
+    del launches  # frees the workspace it was specified for
 
     def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k = straight(operands)
@@ -271,7 +272,7 @@ def specify(
     score: Product,
     sum_values: Product,
 ) -> Launches:
-    """The launches, from tensors that may be without memory (device "meta") when they are only to be compiled.
+    """Returns the launches from tensors, which may be without memory (device "meta") if they are only compiled.
 
     Args:
         block_m: queries of a tile of the two products.
@@ -319,8 +320,8 @@ def specify(
             **varlen,
             "WRITE_LSE": problem.return_lse,
         },
-        # No fused multiply-adds: a score must be the same number where it is the maximum and where that is subtracted,
-        # so that the largest probability is exactly 1.
+        # No fused multiply-adds: a score must be the same number as the maximum and as the minuend, so that the largest
+        # probability is exactly 1.
         options={"num_warps": 8, "num_stages": 1, "enable_fp_fusion": False},
     )
     q_strides, k_strides, v_strides = (token_strides(problem, t) for t in (q, k, v))
@@ -335,7 +336,7 @@ def specify(
 
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Every reason that keeping scores in memory gives."""
+    """Returns every reason against keeping scores in memory."""
     found = reasons.of_triton()
     if gpu.vendor == "cpu":
         found.append("found tensors on the CPU; it needs an NVIDIA or AMD GPU")
@@ -343,8 +344,8 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     needed, limit = scores_bytes(problem), min(MAX_SCORES_BYTES, gpu.memory_bytes or MAX_SCORES_BYTES)
     if needed > limit:
         found.append(
-            f"its scores would take {needed / 1024**3:.1f} GiB of memory, and it takes {limit / 1024**3:.1f} at most "
-            f"on {gpu.name}; use flash_fwd, which keeps none, or fewer heads or sequences a call"
+            f"its scores would take {needed / 1024**3:.1f} GiB of memory; the limit is {limit / 1024**3:.1f} "
+            f"on {gpu.name}: use flash_fwd, which keeps none, or fewer heads or sequences a call"
         )
     return found
 
@@ -354,18 +355,19 @@ def cost(
     threads: int, registers: tuple[int, int] = (0, 0), bytes_of_pair: tuple[float, float] = (0.0, 0.0),
     split: Callable[[int], int] = lambda elements: 0,
 ) -> Cost:  # fmt: skip
-    """What the three passes move and compute: whole tiles, padding included.
+    """Returns what the three passes move and compute: whole tiles, padding included.
 
     Args:
         block_m, block_n: queries and keys of a tile of scores.
         columns: of v, of a tile of the output.
-        step: keys that the second product takes at a time.
+        step: keys per step of the second product.
         width: head_dim as the first product pads it.
         smem_bytes: of the product that needs more.
         threads: of a block of the products.
-        registers: of a thread of each product, beside what it holds of a tile.
-        bytes_of_pair: that multiply-adds read from shared memory or L1 for a query, a key and a column, by product.
-        split: of elements of operands, how many conversions to parts they take.
+        registers: of a thread of each product, in addition to its elements of a tile.
+        bytes_of_pair: bytes that multiply-adds read from shared memory or L1 for a query, a key and a column, by
+        product.
+        split: the number of conversions to parts for a number of elements of operands.
     """
     size, heads = DTYPE_BYTES[problem.dtype], problem.batch * problem.num_heads_q
     column_tiles = -(-problem.head_dim_v // columns)
@@ -375,14 +377,14 @@ def cost(
     sums = walk(problem, block_m, step)
     summed = sums.tiles * step  # keys, over all query tiles
     softmax_rows = max(SOFTMAX_ROWS, block_m)
-    covered = visited_tiles(problem, softmax_rows, 1) * softmax_rows  # tiles of one key: as wide as what is visible
+    covered = visited_tiles(problem, softmax_rows, 1) * softmax_rows  # tiles of one key: the exact visible width
     beside = 0 if problem.mask_shape is None else 1
     beside += 0 if problem.bias_shape is None else DTYPE_BYTES[problem.bias_dtype or problem.dtype]
     rows = problem.rows * problem.num_heads_q
 
     def inside(tile: int) -> float:
-        """The share of the rows of all tiles that a sequence has. Behind its end tiles compute, and nothing new is
-        read or written."""
+        """Returns the fraction of the rows of all tiles that a sequence has. Past its end tiles compute, but nothing
+        new is read or written."""
         there = sum(q for q, _ in problem.items())
         return there / max(1, sum(-(-q // tile) * tile for q, _ in problem.items()))
 
@@ -410,7 +412,7 @@ def cost(
         write_bytes=4 * covered + rows * (4 + (4 if problem.return_lse else 0)),
         smem_bytes=SOFTMAX_SMEM_BYTES,
         scratch_bytes=12 * covered,
-        # One block a head, which walks its keys one tile after another; more blocks hide each other's waits.
+        # One block per head processes its keys one tile after another; several blocks would hide each other's waits.
         trips=-(-problem.seqlen_k // SOFTMAX_KEYS) if problem.seqlen_q <= SOFTMAX_ROWS else 0,
     )
     sum_values = Cost(

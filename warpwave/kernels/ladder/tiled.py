@@ -2,17 +2,16 @@
 
     S = Q K^T;   P = exp(S - max), row sums;   out = P V / sum        three launches, S and P in one float32 buffer
 
-Each product is an ordinary matrix product of tiles: a block of threads fetches a tile of both operands into shared
-memory once, and the matrix unit takes from there what each thread of the naive kernel read for itself. So a key is read
-once for BLOCK_M queries, and the next tiles arrive while this one is multiplied. Tiles in which causality or the window
-hides everything are not computed, here as in naive; a tile that an edge cuts is computed whole and masked afterwards.
+Each product is an ordinary matrix product of tiles. A block of threads loads a tile of both operands into shared memory
+once, and the matrix unit reads from there what each thread of the naive kernel read for itself. A key is thus read once
+for BLOCK_M queries, and the next tiles arrive while this one is multiplied. As in naive, tiles that causality or the
+window hides entirely are not computed; a tile that an edge cuts is computed whole and masked afterward.
 
-Volkov & Demmel, "Benchmarking GPUs to tune dense linear algebra" (2008), is where tiles through shared memory come
-from; the passes are Algorithm 0 of Dao et al., "FlashAttention" (2022), section 2.2.
+Tiling through shared memory comes from Volkov & Demmel, "Benchmarking GPUs to tune dense linear algebra" (2008); the
+passes are Algorithm 0 of Dao et al., "FlashAttention" (2022), section 2.2.
 
-Bound: memory. With the products fast, what is left is the traffic of the scores: 20 bytes each, for 4 * head_dim FLOP.
-It adds to naive shared memory and the matrix unit; what it does not add is anything about the scores, which is what
-flash_fwd is for.
+Bound: memory. With fast products the traffic of the scores remains: 20 bytes each, for 4 * head_dim FLOP. It adds
+shared memory and the matrix unit to naive. It does not change how scores are stored; flash_fwd does.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ class Config:
     Args:
         block_m: queries of a tile, a power of two, at least 16.
         block_n: keys of a tile of scores, and columns of v of a tile of the output, a power of two, at least 16.
-        block_k: what a step sums over: elements of head_dim in the first product, keys in the second; a power of two,
-            at least 16.
+        block_k: elements that a step sums over: of head_dim in the first product, of keys in the second; a power of
+            two, at least 16.
         num_warps: warps of a block, a power of two.
         num_stages: steps in flight.
     """
@@ -113,7 +112,7 @@ def tiled_scores_kernel(
     TOP_LEFT: tl.constexpr,
     IS_VARLEN: tl.constexpr,
 ):
-    """Raw scores of BLOCK_M queries with BLOCK_N keys of one head, if by position one of them sees another."""
+    """Computes raw scores of BLOCK_M queries with BLOCK_N keys of one head, if by position one of them sees another."""
     num_tiles_m = tl.cdiv(seqlen_q, BLOCK_M)
     num_tiles_n = tl.cdiv(seqlen_k, BLOCK_N)
     tile_n = tl.program_id(0) % num_tiles_n
@@ -191,7 +190,7 @@ def tiled_values_kernel(
     TOP_LEFT: tl.constexpr,
     IS_VARLEN: tl.constexpr,
 ):
-    """BLOCK_N columns of the output of BLOCK_M queries of one head, over all keys that some of them sees."""
+    """Computes BLOCK_N columns of the output of BLOCK_M queries of one head, over all keys that some of them sees."""
     num_tiles_m = tl.cdiv(seqlen_q, BLOCK_M)
     num_tiles_n: tl.constexpr = (HEAD_DIM_V + BLOCK_N - 1) // BLOCK_N
     tile_n = tl.program_id(0) % num_tiles_n
@@ -227,7 +226,7 @@ def tiled_values_kernel(
         v = tile_pointers(v_ptr, keys, columns, stride_vn, stride_vd)
         v = load_tile(v, keys, columns, key_begin, key_end, HEAD_DIM_V, HEAD_DIM_V % BLOCK_N != 0)  # [BLOCK_K, BLOCK_N]
         if MAY_HIDE_KEYS:
-            # A value that no query of the tile sees must have no effect, and 0 * NaN would be one.
+            # A value that no query of the tile sees must have no effect, but 0 * NaN is NaN.
             seen = tl.max((p != HIDDEN).to(tl.int32), 0)  # [BLOCK_K]
             v = tl.where((seen != 0)[:, None], v, 0.0)
         p = tl.where(p == HIDDEN, 0.0, p)
@@ -245,14 +244,16 @@ def tiled_values_kernel(
 def bind(
     problem: AttentionProblem, operands: Operands, config: Config
 ) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, lse None unless asked for."""
+    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, where lse is None unless
+    requested."""
     return three_passes.bind(specify, problem, operands, config)
 
 
 def specify(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
 ) -> Launches:
-    """The three launches, from tensors that may be without memory (device "meta") when they are only to be compiled."""
+    """Returns the three launches from tensors, which may be without memory (device "meta") if they are only
+    compiled."""
     block_m, how = config.block_m, {"PRECISION": dot_precision(problem, gpu), "IS_NVIDIA": gpu.vendor == "nvidia"}
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     columns, block_d = _columns(problem, config), _block_d(problem, config)
@@ -275,12 +276,12 @@ def specify(
 
 
 def _columns(problem: AttentionProblem, config: Config) -> int:
-    """Columns of v of a tile of the output."""
+    """Returns the columns of v of a tile of the output."""
     return min(config.block_n, padded(problem.head_dim_v))
 
 
 def _block_d(problem: AttentionProblem, config: Config) -> int:
-    """Elements of head_dim of a step of the first product."""
+    """Returns the elements of head_dim per step of the first product."""
     return min(config.block_k, padded(problem.head_dim))
 
 
@@ -288,7 +289,7 @@ def _block_d(problem: AttentionProblem, config: Config) -> int:
 
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Every reason this kernel cannot run the problem there; empty when it can."""
+    """Returns every reason this kernel cannot run the problem on this GPU; empty if it can."""
     found = three_passes.why_not(problem, gpu) + reasons.of_matrix_unit(gpu) + precision.why_not(problem, gpu)
     if not found and not _fitting(problem, gpu):
         needed = min(smem_bytes(problem, gpu, config) for config in _space())
@@ -297,19 +298,19 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """An upper bound on the shared memory of one block, which tests hold against what every target compiles to."""
+    """Returns an upper bound on the shared memory of one block; tests compare it with what every target compiles to."""
     size = DTYPE_BYTES[problem.dtype]
     block_d, columns = _block_d(problem, config), _columns(problem, config)
     score = config.num_stages * size * (config.block_m + config.block_n) * block_d
-    score += size * config.block_m * block_d  # what precision makes of an operand in registers, and puts back
-    stored = 4 * config.block_m * config.block_n  # a tile of scores changes hands on its way to memory
+    score += size * config.block_m * block_d  # operands that `precision` converts in registers and stores again
+    stored = 4 * config.block_m * config.block_n  # a tile of scores changes layout on its way to memory
     sum_values = config.num_stages * config.block_k * (4 * config.block_m + size * columns)  # P comes in float32
-    sum_values += size * config.block_k * (config.block_m + columns)  # the same, and values that nobody sees
+    sum_values += size * config.block_k * (config.block_m + columns)  # the same, and values that no query sees
     return max(score, stored, sum_values) + 1024
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """What the three launches move and compute: whole tiles, each read once for each tile it is multiplied with."""
+    """Returns what the three launches move and compute: whole tiles, each read once per tile it is multiplied with."""
     block_d = _block_d(problem, config)
 
     def split(elements: int) -> int:
@@ -327,7 +328,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
 
 
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """The default first, then every other candidate that fits the GPU's shared memory."""
+    """Returns the default first, then every other candidate that fits the GPU's shared memory."""
     fitting = _fitting(problem, gpu)
     if not fitting:
         return []
@@ -340,7 +341,7 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
 def _fitting(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     fitting = [c for c in _space() if smem_bytes(problem, gpu, c) <= gpu.smem_per_block_bytes]
     if gpu.capability == 90:
-        # Two warpgroups on 64 queries split the keys of a wgmma between them, which flash_fwd found slow and, in tf32
+        # Two warpgroups on 64 queries split the keys of a wgmma between them. In flash_fwd this was slow and, in tf32
         # with Triton 3.6, wrong.
         fitting = [c for c in fitting if not (c.num_warps == 8 and c.block_m == 64)]
     return fitting
@@ -357,9 +358,12 @@ def _space() -> list[Config]:
 
 
 def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
-    """The widest tile of the usual shapes that fits and does not spill anywhere, gfx1100 at head_dim 256 apart
-    (tests/compile). AMD's 64 KB leave no room to hand 128 x 128 scores around; RDNA has no matrix unit for float32; and
-    operands split for tf32x3 take eight warps, where wgmma does not take one of them from shared memory."""
+    """Returns the widest tile of the usual shapes that fits and does not spill on any target except gfx1100 at head_dim
+    256 (tests/compile).
+
+    AMD's 64 KB leave no room to convert the layout of 128 x 128 scores, and RDNA has no matrix unit for float32.
+    Operands split for tf32x3 take eight warps unless wgmma reads one of them from shared memory.
+    """
     if gpu.vendor == "amd" and not gpu.arch.startswith("gfx9"):
         return Config(32, 32, 32, 8, 2) if problem.dtype == "float32" else Config(64, 64, 32, 8, 2)
     if gpu.vendor == "amd" or (problem.dtype == "float32" and gpu.capability == 90):

@@ -1,6 +1,6 @@
-"""Device code of large_head_dim: one tile of rows, head_dim in pieces, the columns of v in as many accumulators.
+"""Device code of large_head_dim: one tile of rows, head_dim in pieces, one accumulator for each piece of v's columns.
 
-Bound: L2 and shared memory; see large_head_dim.
+Bound: L2 and shared memory; see host.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ UNSPECIALISED = [
 
 @jit
 def _load_piece(row_pointers, rows, row_begin, row_end, first, stride_d, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK columns of some rows from column `first`, zero outside the rows and behind WIDTH, [rows, BLOCK]."""
+    """Loads BLOCK columns of some rows from column `first`; zero outside the rows and past WIDTH, [rows, BLOCK]."""
     columns = first + tl.arange(0, BLOCK)
     pointers = row_pointers[:, None] + columns.to(tl.int64)[None, :] * stride_d
     return load_tile(pointers, rows, columns, row_begin, row_end, WIDTH, WIDTH % BLOCK != 0)
@@ -124,22 +124,22 @@ def large_head_dim_kernel(
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
 ):
-    """One tile of rows, one part of the columns of v, one split of the keys.
+    """Processes one tile of rows, one part of the columns of v, one split of the keys.
 
-    A row is query `row // HEADS` of the head `row % HEADS` of its unit, HEADS query heads that read one kv head.
+    A row is query `row // HEADS` of head `row % HEADS` of its unit. A unit is HEADS query heads that read one kv head.
     """
-    # Where this program works -----------------------------------------------------------------------------------------
+    # Position of this program -----------------------------------------------------------------------------------------
     pieces: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
     num_tiles = tl.cdiv(seqlen_q * HEADS, BLOCK_M)
     pid = tl.program_id(0)
-    part = pid % V_PARTS  # neighbours read the same keys
+    part = pid % V_PARTS  # neighbors read the same keys
     split = pid // V_PARTS % num_splits
     pid = pid // V_PARTS // num_splits
-    tile = num_tiles - 1 - pid % num_tiles  # longest first where causal
+    tile = num_tiles - 1 - pid % num_tiles  # longest first if causal
     unit = (pid // num_tiles % num_units).to(tl.int64)
     batch = (pid // num_tiles // num_units).to(tl.int64)
     kv_head = unit * HEADS // group_size
-    first_row = batch * seqlen_q  # of all sequences, where a split leaves its state
+    first_row = batch * seqlen_q  # over all sequences: the row where a split stores its state
     if IS_VARLEN:
         q_begin, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
         if tile * BLOCK_M >= seqlen_q * HEADS:
@@ -190,7 +190,7 @@ def large_head_dim_kernel(
         first += split * tiles_a_split * BLOCK_N
         last = tl.minimum(first + tiles_a_split * BLOCK_N, key_end)
 
-    # The state of the online softmax ----------------------------------------------------------------------------------
+    # State of the online softmax --------------------------------------------------------------------------------------
     if Q_RESIDENT:
         q = ()
         for c in tl.static_range(pieces):
@@ -224,7 +224,7 @@ def large_head_dim_kernel(
                 if V_IN_K and c < V_PIECES:
                     values = values + (k,)  # type: ignore[assignment]  # [BLOCK_N, BLOCK_V]
         else:
-            # Values are asked for before the scores are summed, and arrive meanwhile.
+            # Values are requested before the scores are summed, so that the load overlaps.
             for j in tl.static_range(V_PIECES):
                 column = first_column + j * BLOCK_V
                 v = _load_piece(v_rows, keys, key_begin, key_end, column, stride_vd, HEAD_DIM_V, BLOCK_V)
@@ -256,7 +256,7 @@ def large_head_dim_kernel(
             new_accs = new_accs + (acc,)  # type: ignore[assignment]
         accs = new_accs
 
-    # What is left of it -----------------------------------------------------------------------------------------------
+    # Results ----------------------------------------------------------------------------------------------------------
     if SPLIT:
         slots = split * tl.cast(rows_heads, tl.int64) + (first_row + row_offsets) * (num_units * HEADS) + heads
         if part == 0:
@@ -264,12 +264,12 @@ def large_head_dim_kernel(
             tl.store(states, m_i, mask=row_inside)
             tl.store(states + rows_heads, l_i, mask=row_inside)
         out_rows = acc_ptr + slots * HEAD_DIM_V
-        row_inside = row_inside & (l_i != 0.0)  # the merge reads no other
+        row_inside = row_inside & (l_i != 0.0)  # the merge does not read the others
     else:
         scale = tl.full([BLOCK_M], 1.0, tl.float32)
         if HAS_SINKS:
-            # One more key, whose value is zero. It comes last: as the first maximum it would push the probabilities
-            # of lower scores out of the range of 16 bits.
+            # The sink is one more key, whose value is zero. It is added last: as the first maximum it would push the
+            # probabilities of lower scores out of the range of 16 bits.
             sink_log2 = tl.load(sinks_ptr + heads, mask=row_inside, other=0.0) * LOG2_E
             m_i, l_i, scale, _ = join(m_i, l_i, sink_log2, 1.0)
         scale = scale * inverse_sum(l_i)

@@ -1,19 +1,19 @@
-"""FlashAttention for large heads in portable Triton: head_dim above 256 in pieces, keys split where rows are few.
+"""FlashAttention for large heads in portable Triton: head_dim above 256 in pieces, keys split if rows are few.
 
 A program owns BLOCK_M rows and some or all columns of v. For each tile of keys it sums the scores over pieces of
-head_dim, takes one step of the online softmax, and adds to as many accumulators as it has pieces of v:
+head_dim, takes one step of the online softmax, and updates one accumulator for each piece of v:
 
     S = sum_c Q_c K_c^T;   P = softmax step of S;   acc_j = alpha * acc_j + P V_j;   out_j = acc_j / l
 
-The query heads that read one kv head lie behind one another in a tile, so that a decoding step reads K and V once for
-all of them; where v is the first columns of k, one tensor as in a latent cache, their tiles are read once for both
-products. Where few rows leave the GPU idle, keys are split over blocks, whose states partials.py merges.
+The query heads that read one kv head share a tile, so a decode step reads K and V once for all of them. If v is the
+first columns of k, one tensor as in a latent cache, their tiles are read once for both products. If few rows leave the
+GPU idle, keys are split over blocks, and kernels/partials.py merges their states.
 
 Dao, "FlashAttention-2" (2023), algorithm 1; Dao et al., "Flash-Decoding for long-context inference" (2023); latent
 caches are DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1.
 
-Bound: L2 and shared memory. The accumulator, BLOCK_M x head_dim_v float32, has to fit the registers of a block: that
-bounds the rows that share what is read of K and V. It adds to split_kv heads of any width.
+Bound: L2 and shared memory. The accumulator, BLOCK_M x head_dim_v float32, must fit the registers of a block. This
+limits the number of rows that share each read of K and V. It adds heads of any width to split_kv.
 """
 
 from __future__ import annotations
@@ -65,22 +65,23 @@ NEEDS_GPU = True
 
 @dataclass(frozen=True)
 class Config:
-    """Tile shape, how the columns of v and the keys are shared out, and launch shape.
+    """Tile shape, launch shape, and how programs divide the columns of v and the keys.
 
     Args:
-        block_m: rows a program owns, a row being one query of one head; a power of two, at least 16.
-        block_n: keys a step walks, a power of two, at least 16.
-        block_d: elements of head_dim a product sums over, a power of two, at least 16; at least 64 beside 64 rows, so
-            that all tiles of Hopper's matrix unit have one swizzle (`arguments.tile_widths` says why).
-        v_parts: programs that share the columns of v. Each computes all scores anew, so a second one adds
+        block_m: rows of a program, a row being one query of one head; a power of two, at least 16.
+        block_n: keys per step, a power of two, at least 16.
+        block_d: elements of head_dim that a product sums over, a power of two, at least 16; at least 64 with 64 or more
+            rows, so that all tiles of Hopper's matrix unit have one swizzle (reason: `arguments.tile_widths`).
+        v_parts: programs that divide the columns of v. Each recomputes all scores, so a second one adds
             `head_dim / (head_dim + head_dim_v)` of the work and halves the accumulator.
-        num_splits: programs that share the keys.
-        q_resident: whether q is read once and kept in shared memory (or registers), and pieces of k arrive ahead of
-            time with those of v; else pieces of q and k are read together, time and again, which takes little room.
+        num_splits: programs that divide the keys.
+        q_resident: whether q is read once and kept in shared memory (or registers), and pieces of k are prefetched with
+            those of v. Otherwise pieces of q and k are read together for every tile, which takes little memory.
         num_warps: warps of a program, a power of two.
         num_stages: steps in flight.
-        by_map: on Hopper, a step of decoding on a latent by tensor maps and wgmma (latent_device.py), whose tiles and
-            warps are its own. Where v turns out to be no part of k, or maps cannot describe a tensor, as without it.
+        by_map: on Hopper, run a decode step on a latent cache by tensor maps and wgmma (latent_device.py), which has
+            its own tiles and warps. If v turns out not to be part of k, or maps cannot describe a tensor, this has no
+            effect.
     """
 
     block_m: int
@@ -114,13 +115,14 @@ class Config:
 def bind(
     problem: AttentionProblem, operands: Any, config: Config
 ) -> Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, lse None unless asked for."""
+    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, where lse is None unless
+    requested."""
     allocate, straight, device = allocator(problem, operands.q), straightener(operands), operands.q.device
     gpu = current_gpu(device)
     bound: dict[bool, tuple[int, list[Callable[..., None]]]] = {}
 
     def launchers(operands: Any) -> tuple[int, list[Callable[..., None]]]:
-        # Whether k and v are one tensor is no part of their layout, so it is asked at every call.
+        # Whether k and v are one tensor is not part of their layout, so every call checks it.
         one_tensor = latent.is_one_tensor(operands)
         if one_tensor not in bound:
             given = straight(operands)
@@ -147,14 +149,15 @@ def bind(
 def specify(
     problem: AttentionProblem, gpu: Gpu, operands: Any, out: torch.Tensor, lse: torch.Tensor | None, config: Config
 ) -> tuple[launch.Launch, ...]:
-    """The launch, and that of the merge where keys are split, from tensors that may be without memory."""
+    """Returns the launch, and the merge if keys are split, from tensors that may be without memory."""
     return tuple(spec for spec, _ in _specify(problem, gpu, operands, out, lse, config))
 
 
 def _specify(
     problem: AttentionProblem, gpu: Gpu, operands: Any, out: torch.Tensor, lse: torch.Tensor | None, config: Config
 ) -> list[tuple[launch.Launch, latent.Takes]]:
-    """Each launch, and what its tensors are among the arguments it is given, None where they are these."""
+    """Returns each launch, and the positions of its tensors among the arguments it is given, None if they are the
+    same."""
     acc = state = None
     by_map, merge = config.by_map and latent.takes(problem, gpu, operands), list[tuple[launch.Launch, latent.Takes]]()
     if config.num_splits > 1:
@@ -172,7 +175,7 @@ def _specify(
         tensors=(*operands[:3], out, lse, acc, state, *_beyond(operands)),
         scalars=[
             *token_strides(problem, operands.q),
-            # Of a pool of pages: (page, token of it, head, element).
+            # Axes of a pool of pages: (page, token in the page, head, element).
             *(n for t in operands[1:3] for n in (t.stride() if problem.page_size else token_strides(problem, t))),
             *token_strides(problem, out)[:-1],
             *lse_strides(problem),
@@ -193,8 +196,8 @@ def _specify(
             problem.softcap,
         ],
         constants=_constants(problem, gpu, config, heads, operands),
-        # No fused multiply-adds: a score must be the same number where it is the maximum and where that is subtracted,
-        # so that the largest probability is exactly 1.
+        # No fused multiply-adds: a score must be the same number as the maximum and as the minuend, so that the largest
+        # probability is exactly 1.
         options={"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False},
     )
     return [(attend, None), *merge]
@@ -203,19 +206,19 @@ def _specify(
 def _merge(
     problem: AttentionProblem, num_splits: int, acc: Any, state: Any, out: Any, lse: Any, sinks: Any
 ) -> launch.Launch:
-    """The merge, with as many warps as a row of this width leaves registers for."""
+    """Returns the merge, with the number of warps that registers allow for a row of this width."""
     spec = partials.specify_merge(problem, num_splits, acc, state, out, lse, sinks)
     width = padded(problem.head_dim_v)
     return spec._replace(options=dict(spec.options) | {"num_warps": min(8, max(4, width // 128))})
 
 
 def _beyond(operands: Any) -> tuple[Any, ...]:
-    """The tensors beside q, k and v, with the tables of a cache where there is one."""
+    """Returns the tensors other than q, k and v, with the tables of a cache if there is one."""
     return (*operands[3:], *[None] * (len(CachedOperands._fields) - len(operands)))
 
 
 def _pages(problem: AttentionProblem, operands: Any) -> tuple[int, int, int]:
-    """Stride and rows of the page table, and pages of the pool; of no cache zeros."""
+    """Returns the stride and rows of the page table, and the pages of the pool; zeros without a cache."""
     if not problem.page_size:
         return (0, 0, 0)
     return (operands.page_table.stride(0), operands.k.shape[0], operands.page_table.shape[0])
@@ -224,7 +227,7 @@ def _pages(problem: AttentionProblem, operands: Any) -> tuple[int, int, int]:
 def _constants(
     problem: AttentionProblem, gpu: Gpu, config: Config, heads: int, operands: Any
 ) -> dict[str, int | bool | str]:
-    """The compile-time arguments of the kernel, by name."""
+    """Returns the compile-time arguments of the kernel, by name."""
     block_v, v_pieces = _columns(problem, config)
     in_k = latent.is_one_tensor(operands) and config.q_resident and config.v_parts == 1 and block_v == config.block_d
     return {
@@ -252,8 +255,8 @@ def _constants(
 
 
 def _heads_together(problem: AttentionProblem) -> int:
-    """Query heads whose rows share tiles: those that read one kv head, unless what they see may differ, for then a NaN
-    that one head sees would reach another."""
+    """Returns the query heads whose rows share tiles: those that read one kv head. If heads may see different keys it
+    is 1, because a NaN that one head sees would reach another."""
     for shape in (problem.mask_shape, problem.bias_shape):
         if shape is not None and shape[1] > 1:
             return 1
@@ -261,14 +264,15 @@ def _heads_together(problem: AttentionProblem) -> int:
 
 
 def piece_of(width: int, most: int) -> int:
-    """The power of two, from 64 to `most`, in whose multiples `width` leaves least over: 128 for 384 and 640, 64 for
-    320 and 576; the larger where two are alike."""
+    """Returns the power of two, from 64 to `most`, whose multiples waste least of `width`: 128 for 384 and 640, 64 for
+    320 and 576; the larger one if two are equal."""
     sizes = [size for size in (64, 128, 256, 512) if size <= most]
     return min(reversed(sizes), key=lambda size: -(-width // size) * size)
 
 
 def _columns(problem: AttentionProblem, config: Config) -> tuple[int, int]:
-    """(width of a piece of v, pieces) of a program: those of q and k where they do, for v may be the same tensor."""
+    """Returns (width of a piece of v, pieces) of a program: the width of q's and k's pieces if that fits, because v may
+    be the same tensor."""
     width = -(-problem.head_dim_v // config.v_parts)
     piece = min(padded(width), config.block_d if config.q_resident else piece_of(width, 512))
     if config.block_m >= WGMMA_ROWS:
@@ -277,7 +281,7 @@ def _columns(problem: AttentionProblem, config: Config) -> tuple[int, int]:
 
 
 def _row_tiles(problem: AttentionProblem, config: Config) -> int:
-    """Of one sequence, over all units of heads."""
+    """Returns the number of row tiles of one sequence, summed over all head groups."""
     heads = _heads_together(problem)
     return -(-problem.seqlen_q * heads // config.block_m) * (problem.num_heads_q // heads)
 
@@ -289,35 +293,38 @@ def _blocks(problem: AttentionProblem, config: Config) -> int:
 # What it can run and what it costs ------------------------------------------------------------------------------------
 
 MAX_HEAD_DIM = 8192
-MAX_COLUMNS = 512  # of v that a program keeps: 64 rows of them are half of the registers of an SM
-MEANT_FROM = 257  # head_dim: narrower heads it can run, but nobody need be told so
+MAX_COLUMNS = 512  # columns of v per program: for 64 rows they take half of the registers of an SM
+MEANT_FROM = 257  # head_dim: the kernel can run narrower heads, but does not advertise them
 FEW_QUERIES, FEW_KEYS = 64, 512
-# What three_kernel's scores in memory cost, in FLOP of the products: 10 bytes each (4 written, 4 read, 2 written and
-# read as P, which come from L2), at some 100 FLOP in the time of a byte: 800 TFLOP/s beside 8.0 TB/s of an H200's L2.
-# By arithmetic; NVIDIA's cards have a measured rule.
+# The cost of three_kernel's scores in memory, in FLOP of the products. Each score moves 10 bytes through L2 (4 written,
+# 4 read, 2 written and read as P), at some 100 FLOP in the time of a byte: 800 TFLOP/s and 8.0 TB/s of L2 on an H200.
+# This is arithmetic; NVIDIA GPUs have a measured rule.
 FLOPS_A_SCORE_IN_MEMORY = 1000
 
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Every reason this kernel cannot run the problem there; empty when it can."""
+    """Returns every reason this kernel cannot run the problem on this GPU; empty if it can."""
     found = reasons.of_device(gpu)
     found += reasons.of_gradients(problem, "it computes no gradients; use three_kernel or eager, which do")
-    found += reasons.of_widths(problem, MAX_HEAD_DIM, f"it takes {MAX_HEAD_DIM} at most: use three_kernel or eager")
+    found += reasons.of_widths(problem, MAX_HEAD_DIM, f"it must be at most {MAX_HEAD_DIM}: use three_kernel or eager")
     found += reasons.of_pages(problem)
     if problem.page_size and problem.packed and problem.batch_invariant:
-        found.append("how keys are split follows from the longest of packed sequences: batch_invariant is not kept")
+        found.append("keys are split by the longest of the packed sequences, so batch_invariant cannot be kept")
     found += precision.why_not(problem, gpu)
     if not found and not configs(problem, gpu):
-        found.append(f"no tile of it fits the {gpu.smem_per_block_bytes / 1024:.0f} KiB of shared memory of a block")
+        found.append(f"no tile fits the {gpu.smem_per_block_bytes / 1024:.0f} KiB of shared memory of a block")
     return found
 
 
 def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Why three_kernel is the faster one, of calls that it takes. On NVIDIA: unless few queries read many keys, or
-    sequences are packed, which its fastest products do not take. Elsewhere, by arithmetic: where columns of v are
-    shared out, every part computes all scores anew."""
+    """Returns why three_kernel is faster, for calls that it can run.
+
+    On NVIDIA it is, unless few queries read many keys, or sequences are packed, which its fastest products do not
+    support. On other GPUs this is decided by arithmetic: if programs divide the columns of v, each recomputes all
+    scores.
+    """
     if problem.page_size or problem.batch_invariant or max(problem.head_dim, problem.head_dim_v) <= 256:
-        return []  # or another kernel serves first
+        return []  # or another kernel runs first
     if gpu.vendor == "nvidia":
         few = problem.seqlen_q <= FEW_QUERIES
         if few and wide_heads.are_known(problem, gpu):
@@ -335,24 +342,24 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         return []
     return [
         f"head_dim_v {problem.head_dim_v} takes {parts} programs a tile, all computing the same scores: {anew} FLOP "
-        f"a score for nothing, and three_kernel's scores in memory cost the time of {FLOPS_A_SCORE_IN_MEMORY}"
+        f"a score more, and three_kernel's scores in memory cost the time of {FLOPS_A_SCORE_IN_MEMORY}"
     ]
 
 
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """An upper bound on the shared memory of one block, which tests hold against what every target compiles to."""
+    """Returns an upper bound on the shared memory of one block; tests compare it with what every target compiles to."""
     if config.by_map and not latent.cannot(problem, gpu):
         return latent.smem_bytes(problem, gpu)
     size = DTYPE_BYTES[problem.dtype]
     block_v, v_pieces = _columns(problem, config)
     columns, width = block_v * v_pieces, -(-problem.head_dim // config.block_d) * config.block_d
-    scores = 4 * config.block_m * config.block_n  # that change hands between warps, or as probabilities
+    scores = 4 * config.block_m * config.block_n  # exchanged between warps, or stored as probabilities
     if problem.mask_shape is not None or problem.bias_shape is not None:
         scores += config.num_stages * config.block_m * config.block_n * 5
     split = split_operand(problem, gpu)
     stages = max(1, config.num_stages - 1) if gpu.vendor == "amd" and gpu.arch != "gfx950" else config.num_stages
     if gpu.vendor == "nvidia" and config.q_resident and config.block_m < 64:
-        # Products of few rows take their operands from registers: what they were loaded from is free for the next step.
+        # Products of few rows take their operands from registers, so their buffers are free for the next step.
         stages = max(1, config.num_stages - 1)
     if config.q_resident:
         elements = config.block_m * width + stages * config.block_n * (width + columns)
@@ -362,7 +369,8 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 
 
 def _registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """About what a thread holds: accumulator and scores of its rows, values on their way, and some forty besides."""
+    """Returns approximately the registers of a thread: accumulator and scores of its rows, values in flight, and some
+    forty more."""
     threads = max(1, config.num_warps * gpu.warp_size)
     block_v, v_pieces = _columns(problem, config)
     elements = config.block_m * (block_v * v_pieces + 2 * config.block_n)
@@ -372,8 +380,8 @@ def _registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """What the launches move and compute: whole tiles, padding included; q too for each tile of keys where it is not
-    resident, k for each part of the columns of v."""
+    """Returns what the launches move and compute: whole tiles, padding included; q once for each tile of keys if it is
+    not resident, k once for each part of the columns of v."""
     size, heads = DTYPE_BYTES[problem.dtype], _heads_together(problem)
     block_v, v_pieces = _columns(problem, config)
     columns, width = block_v * v_pieces * config.v_parts, -(-problem.head_dim // config.block_d) * config.block_d
@@ -388,7 +396,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     out_bytes = rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0))
     workspace = partials.workspace_bytes(problem, config.num_splits) if config.num_splits > 1 else 0
     multiply_adds = " multiply-adds" if size == 4 and dot_precision(problem, gpu) == "ieee" else ""
-    # Without q resident a step waits for V and each piece of q and k, of which all stages but one are on their way.
+    # Without q resident a step waits for V and for each piece of q and k; all stages but one are in flight.
     waits = 1 if config.q_resident else -(-(1 + width // config.block_d) // max(1, config.num_stages - 1))
     float32 = multiply_adds or (" float32" if size == 4 else "")
     split = config.block_n * (width + columns // config.v_parts) + config.block_m * config.block_n
@@ -406,7 +414,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         steps=visited * config.v_parts * waits,
         longest=-(-longest // config.num_splits) * waits,
         threads=config.num_warps * gpu.warp_size,
-        # In float32, parts of operands on their way.
+        # In float32, parts of operands in flight.
         registers=min(
             gpu.registers_per_thread or 255,
             _registers(problem, gpu, config) + (64 if size == 4 and not multiply_adds else 0),
@@ -437,7 +445,8 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
 
 
 def _loop(problem: AttentionProblem, config: Config, float32: str) -> str:
-    """`Cost.loop`: Q in pieces, by arithmetic; few rows; and rows of which pointers load less at once."""
+    """Returns `Cost.loop`: separate names for Q in pieces, by arithmetic; for few rows; and for rows that pointers load
+    in narrower accesses."""
     if not config.q_resident:
         return f"pieces{float32}"
     if config.block_m <= 32:
@@ -447,13 +456,13 @@ def _loop(problem: AttentionProblem, config: Config, float32: str) -> str:
 
 # Configs --------------------------------------------------------------------------------------------------------------
 
-FILLED = 132  # blocks that keep a GPU busy where it is not known how many multiprocessors it has
+FILLED = 132  # blocks that fill a GPU whose number of multiprocessors is unknown
 TENSOR_MEMORY_COLUMNS = 512
-MAX_SPLITS_BYTES = 64 * 1024**2  # of states that await their merge: they should not leave L2
+MAX_SPLITS_BYTES = 64 * 1024**2  # bytes of states that await their merge: they should stay in L2
 
 
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """The default first, then every other candidate that fits the GPU's shared memory and registers."""
+    """Returns the default first, then every other candidate that fits the GPU's shared memory and registers."""
     fitting = [c for c in _space(problem, gpu) if _fits(problem, gpu, c)]
     default = _default(problem, gpu)
     while not _fits(problem, gpu, default):
@@ -466,7 +475,8 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
 
 def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     if gpu.capability in (100, 103) and config.q_resident and config.block_m >= 64:
-        # Accumulators and scores lie in tensor memory, whose columns are counted; beyond, no code is made.
+        # Accumulators and scores are in tensor memory, which has a fixed number of columns; above it, compilation
+        # fails.
         block_v, v_pieces = _columns(problem, config)
         if block_v * v_pieces + config.block_n > TENSOR_MEMORY_COLUMNS:
             return False
@@ -474,7 +484,7 @@ def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
 
 
 def _smaller(config: Config) -> Config:
-    """The next config to try where one does not fit."""
+    """Returns the next config to try if one does not fit."""
     if config.num_stages > 1:
         return replace(config, num_stages=config.num_stages - 1)
     if config.q_resident:
@@ -487,8 +497,8 @@ def _smaller(config: Config) -> Config:
 
 
 def _space(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """Two counts of programs that share the columns of v, both ways to read q, and the tiles whose registers do not
-    spill by the estimate. Splits are those of the default: they follow from the grid."""
+    """Returns configs with two values of v_parts, both ways to read q, and the tiles that do not spill by the register
+    estimate. num_splits is that of the default: it depends on the grid."""
     default, parts = _default(problem, gpu), _v_parts(problem, gpu)
     candidates = [
         Config(block_m, block_n, block_d, v_parts, default.num_splits, q_resident, num_warps, num_stages)
@@ -498,7 +508,7 @@ def _space(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
         for v_parts in dict.fromkeys((parts, 2 * parts if problem.head_dim_v > 128 * parts else parts))
         for num_warps in (4, 8)
         for num_stages in (1, 2, 3)
-        # Two warpgroups on 64 rows share the keys between them: 16 each are the fewest that were ever seen right.
+        # Two warpgroups on 64 rows divide the keys between them: 16 each are the fewest that gave correct results.
         if not (gpu.capability == 90 and (block_m, num_warps) == (64, 8) and block_n == 16)
         if not (gpu.capability == 90 and (block_m, num_warps) == (64, 8) and problem.dtype == "float32")
     ]
@@ -512,7 +522,7 @@ def _block_d(problem: AttentionProblem, block_m: int, most: int) -> int:
 
 
 def _v_parts(problem: AttentionProblem, gpu: Gpu) -> int:
-    """Programs that share the columns of v: as few as registers allow."""
+    """Returns the number of programs that divide the columns of v: as few as registers allow."""
     most = MAX_COLUMNS
     if gpu.vendor == "amd" and (not gpu.arch.startswith("gfx9") or problem.dtype == "float32"):
         most = MAX_COLUMNS // 2
@@ -520,20 +530,21 @@ def _v_parts(problem: AttentionProblem, gpu: Gpu) -> int:
 
 
 def _by_pointers(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
-    """What serves in a config's place where v is no part of k: the default of such calls for the default of latents."""
+    """Returns the replacement of a config if v is not part of k: for the default of latent caches, the default of other
+    calls."""
     if config.by_map and config == _default(problem, gpu):
         return _default(problem, gpu, by_map=False)
     return replace(config, by_map=False)
 
 
 def _default(problem: AttentionProblem, gpu: Gpu, by_map: bool = True) -> Config:
-    """By compile facts: the widest tile that spills on no target (tests/compile); on Hopper as measured."""
+    """Returns the widest tile that spills on no target (tests/compile); on Hopper the fastest one measured."""
     if by_map and latent.is_latent(problem) and not latent.cannot(problem, gpu):
         return Config(16, 64, 64, 1, latent.num_splits(problem, gpu), True, 4, 2, True)
     rows, parts = problem.seqlen_q * _heads_together(problem), _v_parts(problem, gpu)
     rdna = gpu.vendor == "amd" and not gpu.arch.startswith("gfx9")
     wide = gpu.vendor != "amd" and gpu.smem_per_block_bytes >= 160 * 1024
-    if gpu.vendor == "interpreter":  # which runs one program after another: the fewer the better
+    if gpu.vendor == "interpreter":  # runs one program after another: fewer are faster
         config = Config(64, 64, _block_d(problem, 64, 128), parts, 1, problem.head_dim <= 512, 4, 1)
     elif problem.dtype == "float32":
         stages = 1 if gpu.vendor == "amd" or dot_precision(problem, gpu) == "ieee" else 2
@@ -541,7 +552,7 @@ def _default(problem: AttentionProblem, gpu: Gpu, by_map: bool = True) -> Config
     elif rdna:
         config = Config(16 if rows <= 16 else 32, 16, 32, parts, 1, False, 8, 1)
     elif rows <= 16:
-        # One row of K and V is read for 16 rows at most: what counts is how many bytes are under way.
+        # K and V are read once for at most 16 rows, so the bytes in flight decide.
         config = Config(16, 32 if wide else 16, _block_d(problem, 16, 64), parts, 1, problem.head_dim <= 1024, 4, 2)
         if latent.takes_longer_tiles(problem, gpu):
             config = replace(config, block_n=64)
@@ -553,7 +564,7 @@ def _default(problem: AttentionProblem, gpu: Gpu, by_map: bool = True) -> Config
             config = replace(config, q_resident=False, block_d=_block_d(problem, 64, 64))
             whole = problem.head_dim % 64 == 0 and problem.head_dim_v % 256 == 0
             if gpu.capability == 90 and whole and not _beside(problem):
-                # 128 rows share what is read, for 256 columns a program: 2.4 ms at head_dim 1024 where 64 rows of 512
+                # 128 rows share each read, for 256 columns a program: 2.4 ms at head_dim 1024, where 64 rows of 512
                 # columns took 6.2 (H200, 2,048 queries, 16 heads).
                 config = replace(config, block_m=128, block_n=64, v_parts=-(-problem.head_dim_v // 256), num_stages=3)
         if gpu.capability != 90:
@@ -562,8 +573,8 @@ def _default(problem: AttentionProblem, gpu: Gpu, by_map: bool = True) -> Config
 
 
 def _lighter(problem: AttentionProblem, config: Config) -> Config:
-    """With fewer keys or rows where what comes beside a tile takes its registers: addresses of rows that are read one
-    element at a time, of many narrow pieces, of a mask or bias, of packed sequences."""
+    """Returns the config with fewer keys or rows if other data takes the tile's registers: addresses of rows that are
+    read one element at a time, of many narrow pieces, of a mask or bias, or of packed sequences."""
     if problem.head_dim % 8 or problem.head_dim_v % 8:
         return replace(config, block_m=32)
     ragged = problem.head_dim % 128 or -(-problem.head_dim_v // config.v_parts) % 128
@@ -571,27 +582,29 @@ def _lighter(problem: AttentionProblem, config: Config) -> Config:
 
 
 def _beside(problem: AttentionProblem) -> bool:
-    """Whether something beside a tile takes its registers."""
+    """Returns whether data other than the tile takes its registers."""
     return problem.packed or problem.mask_shape is not None or problem.bias_shape is not None
 
 
 def _blocks_of_sm(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """Blocks of a few rows that a multiprocessor of Hopper runs at once: two, where shared memory holds both.
-    One asks for a tile of keys while it multiplies none: 128 blocks read 3.3 to 3.6 TB/s of an H200's 4.8, 256 blocks
-    4.4 to 4.5 (head_dim 512, 16 heads on 4)."""
+    """Returns how many blocks of a few rows a Hopper multiprocessor runs at once: two if shared memory holds both.
+
+    While one block waits for a tile of keys, the other multiplies: 128 blocks read 3.3 to 3.6 TB/s of an H200's 4.8,
+    256 blocks 4.4 to 4.5 (head_dim 512, 16 heads on 4).
+    """
     if gpu.capability != 90 or config.block_m > 16 or not config.q_resident:
         return 1
     block_v, v_pieces = _columns(problem, config)
     width = -(-problem.head_dim // config.block_d) * config.block_d
-    values = 0 if latent.is_latent(problem) else block_v * v_pieces  # which of a latent are part of its tile
+    values = 0 if latent.is_latent(problem) else block_v * v_pieces  # in a latent cache they are part of the tile of k
     tiles = max(1, config.num_stages - 1) * config.block_n * (width + values)
     taken = DTYPE_BYTES[problem.dtype] * (config.block_m * width + tiles) + 4096
     return 2 if 2 * taken <= gpu.smem_per_block_bytes else 1
 
 
 def _num_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """So many that the grid fills the GPU once, each with two tiles of keys at the least. Where a result must not
-    depend on its neighbours in the batch, as many as for a sequence alone."""
+    """Returns the number of splits with which the grid fills the GPU once; each has at least two tiles of keys. If a
+    result must not depend on the rest of the batch, it is the number for a sequence alone."""
     others = 1 if problem.batch_invariant else max(1, problem.batch)
     blocks = _row_tiles(problem, config) * config.v_parts * others
     places = 2 if gpu.vendor == "interpreter" else (gpu.num_sms or FILLED) * _blocks_of_sm(problem, gpu, config)

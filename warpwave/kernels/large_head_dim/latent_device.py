@@ -2,24 +2,24 @@
 
     S^T = K Q^T;   P^T = 2^(S^T - m);   out^T = alpha * out^T + K[:, :head_dim_v]^T P^T
 
-A step of decoding has no more rows than heads, 16, and wgmma takes 64: so keys, and then columns of v, are the rows of
-its products, and queries the columns. Both products read the latent where TMA left it, as it is and transposed; q is
-read from shared memory once for 64 keys. A program owns one share of a sequence's keys: one warp keeps a ring of boxes,
-64 keys x 64 columns, full; a warpgroup multiplies them. Two programs share a multiprocessor: while one computes, the
-boxes of the other arrive.
+A decode step has at most 16 rows, one per head, and wgmma takes 64. The rows of the products are therefore keys, then
+columns of v, and queries are the columns. Both products read the latent in TMA's layout, once as stored and once
+transposed; q is read from shared memory once per 64 keys. A program owns one split of a sequence's keys. One warp keeps
+a ring of boxes, 64 keys x 64 columns, full, and a warpgroup multiplies them. Two programs share a multiprocessor: while
+one computes, the other's boxes arrive.
 
-    barrier      says                       arrivals              waits
-    q_full       q has come                 TMA, by its bytes     warpgroup
-    ring.full    a box has come             TMA, by its bytes     warpgroup
+    barrier      meaning                    arrivals              waits
+    q_full       q has arrived              TMA, by its bytes     warpgroup
+    ring.full    a box has arrived          TMA, by its bytes     warpgroup
     ring.empty   a box was read             warpgroup             producer
 
-Latent caches are DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1; shares of keys Dao et al., "Flash-Decoding" (2023).
+Latent caches are DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1; splits of keys Dao et al., "Flash-Decoding" (2023).
 
-Bound: memory, `2 * head_dim` bytes a key; 32 * (head_dim + head_dim_v) FLOP on them are a quarter of what tensor cores
-do meanwhile, and shared memory is written once and read twice, half of its time.
+Bound: memory, `2 * head_dim` bytes per key. The 32 * (head_dim + head_dim_v) FLOP per key are a quarter of what tensor
+cores do in that time. Shared memory is written once and read twice, half of its time.
 """
 
-# No postponed annotations here: an aggregate's fields are checked against its annotations.
+# No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
 from warpwave.kernels.hopper.large_head_dim.roles import Chunks, chunk, hand_back
 from warpwave.kernels.hopper.parts import (
@@ -46,9 +46,9 @@ from warpwave.runtime.gluon_or_stub import (
     warpgroup_mma_wait,
 )
 
-KEYS = gl.constexpr(64)  # of a box and of a step
+KEYS = gl.constexpr(64)  # keys of a box and of a step
 BOX = gl.constexpr(64)  # columns of a box: 128 bytes, a line of swizzled shared memory
-HEADS = gl.constexpr(16)  # query heads of a program, of which some may not be there
+HEADS = gl.constexpr(16)  # query heads of a program, padding included
 UNSPECIALISED = [
     *("seqlen_k", "num_heads", "num_splits", "rows_heads", "window_left", "window_right"),
     *("stride_table", "num_pages", "num_rows"),
@@ -60,11 +60,10 @@ class Share:
     """The keys of a program.
 
     Args:
-        batch, split: of which sequence, and which share of it.
-        table_row: row of the page table, where there is one.
-        first, last: steps begin at key `first` and end before `last`.
-        begin, end: keys that the query sees; those of other steps are not asked for, others of these steps count for
-            nothing.
+        batch, split: the sequence, and the split of its keys.
+        table_row: row of the page table, if there is one.
+        first, last: steps start at key `first` and end before `last`.
+        begin, end: keys that the query sees. Steps outside are not loaded; other keys of these steps are masked.
     """
 
     batch: gl.tensor
@@ -91,7 +90,7 @@ def share_of(
     seqused_k_ptr, rows_ptr, seqlen_k, num_splits, window_left, window_right, num_rows, PAGE_SIZE: gl.constexpr,
     HAS_ROWS: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, TOP_LEFT: gl.constexpr,
 ):  # fmt: skip
-    """This program's. The steps of a sequence are dealt out evenly; what is no length or row is clamped to one."""
+    """Returns this program's keys. The steps of a sequence are divided evenly; invalid lengths and rows are clamped."""
     pid = gl.program_id(0)
     split = pid % num_splits
     batch = pid // num_splits
@@ -100,7 +99,7 @@ def share_of(
         if HAS_ROWS:
             table_row = gl.minimum(gl.maximum(gl.load(rows_ptr + batch), 0), num_rows - 1).to(gl.int32)
         seqlen_k = gl.minimum(gl.maximum(gl.load(seqused_k_ptr + table_row), 0), seqlen_k).to(gl.int32)
-    # As primitives.band_edges has them for a query 0 of one.
+    # As in primitives.band_edges, for query 0 of one query.
     offset = seqlen_k - 1
     begin = offset * 0
     end = seqlen_k
@@ -121,7 +120,7 @@ def share_of(
 
 @jit
 def load_queries(q_map, q_tiles, q_full, batch, BOXES: gl.constexpr):
-    """q of all heads, in boxes of 16 heads x 64 columns."""
+    """Loads q of all heads, in boxes of 16 heads x 64 columns."""
     mbarrier.expect(q_full.index(0), BOXES * tile_bytes((q_map,)))
     for i in gl.static_range(BOXES):
         tma_load(q_map, [batch, 0, 0, i * BOX], q_full.index(0), q_tiles.index(i))
@@ -129,8 +128,8 @@ def load_queries(q_map, q_tiles, q_full, batch, BOXES: gl.constexpr):
 
 @jit
 def page_ids(page_table_ptr, key, end, PAGE_SIZE: gl.constexpr, ROWS: gl.constexpr):
-    """Of the pages that hold a step's keys, ROWS of them each; 0 of keys from `end` on, which the table need not name.
-    On their way."""
+    """Loads the ids of the pages that hold a step's keys, ROWS keys each. The id is 0 for keys from `end` on, which the
+    table need not contain. The load is asynchronous until the ids are used."""
     found = ()
     for i in gl.static_range(KEYS // ROWS):
         at = key + i * ROWS
@@ -140,7 +139,7 @@ def page_ids(page_table_ptr, key, end, PAGE_SIZE: gl.constexpr, ROWS: gl.constex
 
 @jit
 def load_box(ring, k_map, n, pools, row, column, ROWS: gl.constexpr):
-    """Box n of the ring, as soon as its stage is free: ROWS keys of each of `pools`, batch items or pages."""
+    """Loads box n of the ring as soon as its stage is free: ROWS keys of each of `pools`, batch items or pages."""
     stage = n % ring.stages
     full = ring.full.index(stage)
     box = ring.chunks.index(stage)
@@ -155,7 +154,7 @@ def producer(
     q_map, k_map, q_tiles, q_full, ring, page_table_ptr, stride_table, num_pages, share, PAGE_SIZE: gl.constexpr,
     ROWS: gl.constexpr, BOXES: gl.constexpr,
 ):  # fmt: skip
-    """Loads q, and then the share's keys, box after box. The pages of the next step are asked for a step ahead."""
+    """Loads q, then the split's keys, box after box. Page ids are loaded one step ahead."""
     if share.first < share.last:
         load_queries(q_map, q_tiles, q_full, share.batch, BOXES)
     if PAGE_SIZE > 0:
@@ -168,7 +167,7 @@ def producer(
             pools = ()
             for i in gl.static_range(KEYS // ROWS):
                 pools = pools + (gl.minimum(gl.maximum(pages[i], 0), num_pages - 1).to(gl.int32),)
-            row = key % PAGE_SIZE  # 0 where several pages make a box
+            row = key % PAGE_SIZE  # 0 if several pages make a box
             pages = page_ids(page_table_ptr, key + KEYS, end, PAGE_SIZE, ROWS)
         else:
             pools = (share.batch,)
@@ -184,7 +183,7 @@ def zero_unseen(ring, n, begin, end, BOXES: gl.constexpr):
     layout: gl.constexpr = row_vectors(BOX)
     for i in gl.static_range(BOXES):
         wait_full(ring, n + i)
-        for first in gl.static_range(0, KEYS, 16):  # few rows at a time, for the sake of registers
+        for first in gl.static_range(0, KEYS, 16):  # few rows at a time, to limit registers
             rows = chunk(ring, n + i).slice(first, 16, dim=0)
             keys = first + gl.arange(0, 16, gl.SliceLayout(1, layout))
             values = rows.load(layout)
@@ -196,8 +195,8 @@ def zero_unseen(ring, n, begin, end, BOXES: gl.constexpr):
 
 @jit
 def scores_of(q_tiles, ring, n, BOXES: gl.constexpr):
-    """K Q^T of one step, [64 keys, 16 heads], as two sums: tensor cores cut off what they add, always toward 0, and of
-    a sum half as long and half as large they cut off a quarter."""
+    """Returns K Q^T of one step, [64 keys, 16 heads], as two sums. Tensor cores truncate what they add toward 0; for a
+    sum half as long and half as large they truncate a quarter as much."""
     HALF: gl.constexpr = (BOXES + 1) // 2
     x = gl.zeros([KEYS, HEADS], gl.float32, accumulator_layout(HEADS))
     rest = gl.zeros([KEYS, HEADS], gl.float32, accumulator_layout(HEADS))
@@ -215,7 +214,8 @@ def scores_of(q_tiles, ring, n, BOXES: gl.constexpr):
 
 @jit
 def add_values(p_tile, ring, n, acc, alpha, V_BOXES: gl.constexpr):
-    """alpha * acc + V^T P^T of one step: an accumulator [64 columns, 16 heads] a box, which is handed back."""
+    """Returns alpha * acc + V^T P^T of one step: one accumulator [64 columns, 16 heads] for each box, which is handed
+    back."""
     under_way = ()
     for i in gl.static_range(V_BOXES):
         v = chunk(ring, n + i).permute((1, 0))
@@ -233,7 +233,7 @@ def consumer(
     BOXES: gl.constexpr, V_BOXES: gl.constexpr, HEAD_DIM_V: gl.constexpr, SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr,
     WRITE_LSE: gl.constexpr,
 ):  # fmt: skip
-    """The share's state of all heads, or their output where no other share has keys."""
+    """Computes the split's state of all heads, or their output if no other split has keys."""
     layout: gl.constexpr = accumulator_layout(HEADS)
     by_key: gl.constexpr = gl.SliceLayout(1, layout)
     by_head: gl.constexpr = gl.SliceLayout(0, layout)
@@ -241,7 +241,7 @@ def consumer(
     for _ in gl.static_range(V_BOXES):
         acc = acc + (gl.zeros([BOX, HEADS], gl.float32, layout),)
     m_i = gl.full([HEADS], float("-inf"), gl.float32, by_head)
-    l_i = gl.zeros([KEYS, HEADS], gl.float32, layout)  # of a thread's own keys
+    l_i = gl.zeros([KEYS, HEADS], gl.float32, layout)  # sums over a thread's own keys
     if share.first < share.last:
         mbarrier.wait(q_full.index(0), 0)
     n = 0
@@ -275,7 +275,7 @@ def consumer(
         gl.store(state_ptr + (2 * of_part + rows_heads + of_row), l_row, mask=inside)
         to = acc_ptr + (of_part + of_row) * HEAD_DIM_V
         factor = gl.full([HEADS], 1.0, gl.float32, by_head)
-        inside = inside & (l_row != 0.0)  # the merge reads no other
+        inside = inside & (l_row != 0.0)  # the merge does not read the others
     else:
         factor = gl.full([HEADS], 1.0, gl.float32, by_head)
         if HAS_SINKS:
@@ -294,8 +294,8 @@ def consumer(
 
 @jit
 def meet_neighbours(THREADS: gl.constexpr):
-    """Waits until the launch before has ended and what it wrote is there, for this one may begin while that one runs
-    (programmatic dependent launch); then lets the next begin."""
+    """Waits until the preceding launch has ended and its writes are visible, because this launch may start while that
+    one runs (programmatic dependent launch); then lets the next launch start."""
     one = gl.full([THREADS], 0, gl.int32, gl.BlockedLayout([1], [32], [THREADS // 32], [0]))
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;",
@@ -341,15 +341,16 @@ def latent_decode_kernel(
     HAS_ROWS: gl.constexpr,
     WRITE_LSE: gl.constexpr,
 ):
-    """One share of the keys of one sequence, for up to 16 query heads that read one head of keys.
+    """Processes one split of the keys of one sequence, for up to 16 query heads that read one kv head.
 
-    Maps are of (batch, 1, head, column) and of (batch or page, 1, key, column). `scale` makes bits of raw scores.
-    Partial results lie as partials.py has them: acc (split, sequence, head, column), state (split, 2, sequence, head).
+    Maps have the axes (batch, 1, head, column) and (batch or page, 1, key, column). `scale` converts raw scores to
+    bits. Partial results have the layout of partials.py: acc (split, sequence, head, column), state (split, 2,
+    sequence, head).
     """
     BOXES: gl.constexpr = (HEAD_DIM + BOX - 1) // BOX
     V_BOXES: gl.constexpr = (HEAD_DIM_V + BOX - 1) // BOX
     q_tiles = gl.allocate_shared_memory(q_map.dtype, [BOXES] + q_map.block_type.shape, q_map.layout)
-    ROWS: gl.constexpr = k_map.block_type.shape[2]  # of a page in a box, or all of it
+    ROWS: gl.constexpr = k_map.block_type.shape[2]  # keys of a page in a box, or all of the box's keys
     boxes = gl.allocate_shared_memory(k_map.dtype, [STAGES, 1, 1, KEYS, BOX], k_map.layout)
     p_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
     p_tile = gl.allocate_shared_memory(k_map.dtype, [KEYS, HEADS], p_layout)

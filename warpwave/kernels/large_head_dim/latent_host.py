@@ -1,5 +1,5 @@
-"""large_head_dim's launch for a step of decoding on a latent cache on Hopper (latent_device.py): its maps, arguments,
-and what it cannot. Host code alone."""
+"""large_head_dim's launch for a decode step on a latent cache on Hopper (latent_device.py): its tensor maps, arguments
+and limits. Holds no device code."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands
 from warpwave.runtime import launch
 from warpwave.runtime.tensor_maps import MapPlan, has_map
 
-KEYS, BOX, HEADS = 64, 64, 16  # of a step, columns of a box, query heads of a program
+KEYS, BOX, HEADS = 64, 64, 16  # keys of a step, columns of a box, query heads of a program
 MOST_STAGES = 16
 BLOCKS_OF_SM = 2
 Takes = Sequence[launch.Take] | None
-# Which of large_head_dim's arguments (q, k, v, out, lse, acc, state, what operands have behind v) the pointers are.
+# Positions of the pointers among large_head_dim's arguments (q, k, v, out, lse, acc, state, the operands after v).
 POINTERS = (3, 4, 5, 6)
 OTHERS = tuple(CachedOperands._fields.index(name) + 4 for name in ("sinks", "page_table", "seqused_k", "rows"))
 
 
 def cannot(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Why this launch cannot compute a problem there, whatever its v is."""
+    """Returns why this launch cannot compute a problem on this GPU, whatever its v is."""
     there = {
         f"a GPU of {gpu.arch}": gpu.capability != 90,
         "float32": DTYPE_BYTES[problem.dtype] != 2,
@@ -42,42 +42,42 @@ def cannot(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         f"head_dim {problem.head_dim}": problem.head_dim % 8 != 0,
         "values wider than keys": problem.head_dim_v > problem.head_dim,
     }
-    reasons = [f"the launch for latents knows nothing of {name}" for name, is_there in there.items() if is_there]
+    reasons = [f"the launch for latents does not support {name}" for name, is_there in there.items() if is_there]
     if not reasons and stages(problem, gpu) < boxes(problem):
         reasons.append(f"head_dim {problem.head_dim} does not fit half of a multiprocessor's shared memory")
     return reasons
 
 
 def boxes(problem: AttentionProblem) -> int:
-    """Of a step: what the ring must hold at least."""
+    """Returns the boxes of a step, which is the fewest that the ring must hold."""
     return -(-problem.head_dim // BOX)
 
 
 def _beside(problem: AttentionProblem) -> int:
-    """Bytes of q, probabilities, barriers and what reductions and Triton take."""
+    """Returns the bytes of q, probabilities and barriers, and the needs of reductions and Triton."""
     return 2 * HEADS * boxes(problem) * BOX + 2 * KEYS * HEADS + 2048
 
 
 def stages(problem: AttentionProblem, gpu: Gpu) -> int:
-    """Boxes of the ring: as many as two blocks of a multiprocessor have room for, each with 1 KiB that CUDA keeps."""
+    """Returns the boxes of the ring if two blocks share a multiprocessor's memory, each with 1 KiB that CUDA keeps."""
     room = (gpu.smem_per_block_bytes + 1024) // BLOCKS_OF_SM - 1024 - _beside(problem)
     return min(MOST_STAGES, room // (2 * KEYS * BOX))
 
 
 def smem_bytes(problem: AttentionProblem, gpu: Gpu) -> int:
-    """Of a block."""
+    """Returns the shared memory of a block."""
     return 2 * KEYS * BOX * stages(problem, gpu) + _beside(problem)
 
 
 def takes(problem: AttentionProblem, gpu: Gpu, operands: Any) -> bool:
-    """Whether this launch takes these operands. Tensors without memory stand for a latent's."""
+    """Returns whether this launch takes these operands. Tensors without memory are treated as a latent cache."""
     if cannot(problem, gpu) or not (has_map(operands.q) and has_map(operands.k)):
         return False
     return operands.k.device.type == "meta" or is_one_tensor(operands)
 
 
 def is_one_tensor(operands: Any) -> bool:
-    """Whether v is the first columns of k, as in a latent cache."""
+    """Returns whether v is the first columns of k, as in a latent cache."""
     k, v = operands.k, operands.v
     return bool(
         k.device.type != "meta"
@@ -91,10 +91,10 @@ def is_one_tensor(operands: Any) -> bool:
 def specify(
     problem: AttentionProblem, gpu: Gpu, operands: Any, arguments: tuple[Any, ...], num_splits: int
 ) -> tuple[launch.Launch, Takes]:
-    """The launch, and what each of its tensors is among large_head_dim's arguments: q, k, v, out, lse, acc, state, and
-    what operands have behind v."""
+    """Returns the launch, and the position of each of its tensors among large_head_dim's arguments: q, k, v, out, lse,
+    acc, state, and the operands after v."""
     q, k = operands.q, operands.k
-    # (batch or page, 1, head or key, column); of an axis of one, any stride will do.
+    # (batch or page, 1, head or key, column); an axis of size 1 may have any stride.
     of_q = (problem.batch, 1, problem.num_heads_q, problem.head_dim), (q.stride(0), q.stride(0), q.stride(2), 1)
     of_k = (k.shape[0], 1, k.shape[1], problem.head_dim), (k.stride(0), k.stride(0), k.stride(1), 1)
     rows = min(KEYS, problem.page_size or KEYS)
@@ -127,7 +127,7 @@ def specify(
             "HAS_ROWS": getattr(operands, "rows", None) is not None,
             "WRITE_LSE": problem.return_lse and num_splits == 1,
         },
-        # The largest probability is to be 1 exactly: a score is rounded before the maximum is subtracted.
+        # A score is rounded before the maximum is subtracted, so that the largest probability is exactly 1.
         options={
             "num_warps": 4,
             "enable_fp_fusion": False,
@@ -141,8 +141,8 @@ def specify(
 def specify_merge(
     problem: AttentionProblem, num_splits: int, acc: Any, state: Any, out: Any, lse: Any, sinks: Any
 ) -> launch.Launch:
-    """The merge. Behind short shares it begins while they end, which saves one to two microseconds; behind long ones it
-    would cost as many: 278.9 us and 281.6 at 16 x 65,536, 20.4 and 19.7 at 8 x 4,096 (H200, 576/512)."""
+    """Returns the merge. After short splits it starts while they end, which saves one to two microseconds. After long
+    ones that would cost as much: 278.9 us and 281.6 at 16 x 65,536, 20.4 and 19.7 at 8 x 4,096 (H200, 576/512)."""
     short = _tiles(problem) < SHORT * num_splits
     spec = partials.specify_merge(problem, num_splits, acc, state, out, lse, sinks, launched_ahead=short)
     return spec._replace(options=dict(spec.options) | {"num_warps": 4})
@@ -152,23 +152,26 @@ def specify_merge(
 
 
 def is_latent(problem: AttentionProblem) -> bool:
-    """Whether v is likely to be part of k, by the widths: one head of keys, wider than its values."""
+    """Returns whether v is likely to be part of k, by the widths: one kv head, wider than its values."""
     return problem.num_heads_kv == 1 and problem.head_dim_v < problem.head_dim
 
 
 def takes_longer_tiles(problem: AttentionProblem, gpu: Gpu) -> bool:
-    """Whether a step of decoding walks a latent 64 keys at a time: what is read of q from shared memory is half of that
-    for 32. 4.16 TB/s of the 4.26 that torch.sum reads where 32 keys made 3.18 in two blocks a multiprocessor and 3.97
-    in four, 4.06 and 3.97 from pages of 64 (H200, 576/512, 16 sequences of 65,536 keys). Not where shares would be
-    fewer than the GPU has places for."""
+    """Returns whether a decode step processes a latent 64 keys at a time, unless that leaves fewer splits than resident
+    blocks.
+
+    q is then read from shared memory half as often as with 32 keys: 4.16 TB/s of the 4.26 that torch.sum reads. 32 keys
+    gave 3.18 with two blocks per multiprocessor and 3.97 with four; from pages of 64, 4.06 and 3.97 (H200, 576/512, 16
+    sequences of 65,536 keys).
+    """
     places = 2 * (gpu.num_sms or host.NUM_SMS)
     shares = max(1, problem.batch) * (problem.seqlen_k // 128)
     return gpu.capability == 90 and is_latent(problem) and problem.head_dim <= 640 and shares >= places
 
 
-FEW_PARTS = 8  # that merge at once
-SHORT = 7  # tiles of a share: below, a second block a multiprocessor is not worth the parts it leaves
-PART_AGAINST_TILE = 18  # a part more to merge costs as much as an eighteenth of a tile more to walk
+FEW_PARTS = 8  # partial results that merge at once
+SHORT = 7  # tiles of a split: below, a second block per multiprocessor gains less than its partial results cost
+PART_AGAINST_TILE = 18  # merging one more partial result costs as much as an eighteenth of a tile
 
 
 def _tiles(problem: AttentionProblem) -> int:
@@ -176,12 +179,15 @@ def _tiles(problem: AttentionProblem) -> int:
 
 
 def num_splits(problem: AttentionProblem, gpu: Gpu) -> int:
-    """Shares of the keys that fill a GPU once with two blocks a multiprocessor, which read 1.1 times as fast as one; or
-    with one, where shares would be many and short, for what they leave is written, read and merged behind them; and no
-    more than make both together least. 16 x 4,096 keys 30.8 us by 8 shares and 32.6 by 16, 8 x 4,096 20.0 by 16 and
-    25.5 by 33, 1 x 65,536 40 by 132 and 63 by 264, 1 x 16,384 19.3 by 64 and 24.9 by 128; 16 x 65,536 291 by 16 and 318
-    by 8, 64 x 4,096 86.6 by 4 and 92.2 by 2 (H200, 576/512). Where a result must not depend on its neighbours in the
-    batch, as many as for a sequence alone."""
+    """Returns the number of splits that fills a GPU once with two blocks per multiprocessor, which read 1.1 times as
+    fast as one.
+
+    If splits would be many and short, it is one block per multiprocessor, because partial results are written, read and
+    merged afterwards. It never exceeds the number that minimizes the cost of both together. 16 x 4,096 keys take 30.8
+    us with 8 splits and 32.6 with 16, 8 x 4,096 20.0 with 16 and 25.5 with 33, 1 x 65,536 40 with 132 and 63 with 264,
+    1 x 16,384 19.3 with 64 and 24.9 with 128; 16 x 65,536 291 with 16 and 318 with 8, 64 x 4,096 86.6 with 4 and 92.2
+    with 2 (H200, 576/512). If a result must not depend on the rest of the batch, it is the number for a sequence alone.
+    """
     others = 1 if problem.batch_invariant else max(1, problem.batch)
     sms = gpu.num_sms or host.NUM_SMS
     tiles = _tiles(problem)

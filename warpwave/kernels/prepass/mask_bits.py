@@ -1,11 +1,12 @@
-"""A launch before `hopper/flash_fwd` that packs a boolean mask into bits, in the order in which wgmma's accumulators
-lie in threads, and says which tiles hide everything. What position hides is hidden in the bits as well.
+"""A launch before `hopper/flash_fwd` that packs a boolean mask into bits, in the thread order of wgmma's accumulators,
+and flags the tiles that are entirely hidden. The bits also contain what position hides.
 
-A thread of a warpgroup holds two columns out of every eight of each of its two rows. So the four threads that share
-a row find theirs in a word each: word q of a row holds columns `8 j + 2 q + c` of a tile of 128 keys, in bit `2 j + c`.
-A tile of 64 x 128 scores then costs a thread two loads of four bytes in place of 64 of one, and the tensor its eighth.
+A thread of a warpgroup holds two columns out of every eight of each of its two rows. Each of the four threads that
+share a row has one word: word q of a row holds columns `8 j + 2 q + c` of a tile of 128 keys, in bit `2 j + c`. A tile
+of 64 x 128 scores then costs a thread two loads of four bytes instead of 64 of one, and an eighth of the tensor's
+bytes.
 
-Bound: memory: a byte a cell is read, an eighth written; axes along which the mask is broadcast are packed once.
+Bound: memory: a byte per cell is read, an eighth written; axes along which the mask is broadcast are packed once.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import jit, tl
 
-TILE_KEYS = 128  # keys that four words of a row stand for
-BLOCK_ROWS = 64  # those that share a flag: a consumer warpgroup's
+TILE_KEYS = 128  # keys covered by four words of a row
+BLOCK_ROWS = 64  # rows that share a flag: those of a consumer warpgroup
 
 
 @jit(do_not_specialize=["num_heads", "num_rows", "row_blocks", "tiles", "flags_begin", "low", "high"])
@@ -45,8 +46,8 @@ def pack_mask_kernel(
     HAS_LOW: tl.constexpr,
     HAS_HIGH: tl.constexpr,
 ):
-    """Words of BLOCK_ROWS rows and TILE_KEYS keys of one head, and whether any of their bits is set. Keys behind the
-    last are hidden, and those that the band `low <= key - row <= high` hides.
+    """Packs the words of BLOCK_ROWS rows and TILE_KEYS keys of one head, and flags whether any bit is set. Keys past
+    the last one are hidden, and so are those outside the band `low <= key - row <= high`.
 
     Bound: memory.
     """
@@ -65,7 +66,7 @@ def pack_mask_kernel(
         shown = shown & band_visible(rows, keys, low, high, HAS_LOW, HAS_HIGH)
     bits = shown.to(tl.int32) << (columns // 8 * 2 + columns % 2)[None, :]
     bits = tl.reshape(bits, [BLOCK_ROWS, TILE_KEYS // 8, 4, 2])
-    words = tl.sum(tl.sum(bits, axis=3), axis=1)  # each bit once: the sum is their union
+    words = tl.sum(tl.sum(bits, axis=3), axis=1)  # each bit occurs once, so the sum is their union
     first = (batch_head * tiles + tile) * num_rows
     to = (first + rows)[:, None] * 4 + tl.arange(0, 4)[None, :]
     tl.store(words_ptr + to, words, mask=(rows < num_rows)[:, None])
@@ -74,14 +75,14 @@ def pack_mask_kernel(
 
 
 class Packed(NamedTuple):
-    """How a mask lies in memory: the words, (batch, heads, tiles, rows, 4), and behind them the flags, (batch, heads,
-    row blocks, tiles), int32, of the mask's batch and heads, and of its rows unless position hides something.
+    """The memory layout of a packed mask: words (batch, heads, tiles, rows, 4), followed by flags (batch, heads, row
+    blocks, tiles), int32. Batch and heads are the mask's; rows are too, unless position hides something.
 
     Args:
         size: words and flags, of 4 bytes.
-        flags_begin: where the flags begin.
+        flags_begin: offset of the flags.
         word_strides: batch, head, tile, row; 0 along broadcast axes.
-        flag_strides: batch, head, row block; the same.
+        flag_strides: batch, head, row block; 0 along broadcast axes.
     """
 
     batch: int
@@ -96,7 +97,7 @@ class Packed(NamedTuple):
 
 
 def packed(problem: AttentionProblem) -> Packed:
-    """How the problem's mask is packed."""
+    """Returns the layout of the problem's packed mask."""
     assert problem.mask_shape is not None
     batch, heads, rows, _ = problem.mask_shape
     rows = problem.seqlen_q if problem.has_band else rows
@@ -113,7 +114,7 @@ def packed(problem: AttentionProblem) -> Packed:
 
 
 def strides(problem: AttentionProblem) -> tuple[int, ...]:
-    """Strides of words and flags as `hopper/flash_fwd` takes them; zeros where there is no mask."""
+    """Returns the strides of words and flags in `hopper/flash_fwd`'s order; zeros if there is no mask."""
     if problem.mask_shape is None:
         return (0,) * 8
     p = packed(problem)
@@ -121,7 +122,7 @@ def strides(problem: AttentionProblem) -> tuple[int, ...]:
 
 
 def specify(problem: AttentionProblem, mask: torch.Tensor, words: torch.Tensor) -> launch.Launch:
-    """The launch that packs `mask` into `words`, of `packed(problem).size`."""
+    """Returns the launch that packs `mask` into `words`, of `packed(problem).size`."""
     p = packed(problem)
     low, high = problem.band(problem.seqlen_q, problem.seqlen_k)
     return launch.Launch(

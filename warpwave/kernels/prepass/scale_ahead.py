@@ -1,16 +1,16 @@
-"""Launches before `hopper/flash_fwd` in float32 that make float16 of Q, K and V: scaled by powers of two, in one part
-or in two.
+"""Launches before `hopper/flash_fwd` in float32 that convert Q, K and V to float16, scaled by powers of two, in one or
+two parts.
 
-float16 has the 11 significant bits of tf32, but only 30 binades of normal numbers. So K and V of each head of each
-sequence, and every 64 rows of Q, are multiplied by the power of two that brings their largest finite magnitude to
-[2^14, 2^15): what lies less than 2^28 below it keeps all bits, and what lies further down is off by 2^-39 of it at
-most. A second part holds what the first leaves out, rounded to 11 bits as well: Ootomo and Yokota, "Recovering single
-precision accuracy from Tensor Cores" (2022), whose parts are not scaled.
+float16 has the 11 significant bits of tf32, but only 30 binades of normal numbers. K and V of each head of each
+sequence, and every 64 rows of Q, are therefore multiplied by the power of two that brings their largest finite
+magnitude to [2^14, 2^15). Numbers less than 2^28 below it keep all bits; smaller ones are off by at most 2^-39 of it. A
+second part holds the remainder of the first, also rounded to 11 bits: Ootomo and Yokota, "Recovering single precision
+accuracy from Tensor Cores" (2022), whose parts are not scaled.
 
-Only rows in use count towards a scale: those of a sequence, and of K and V those that some query sees. NaN and Inf do
-not count, and stay what they are.
+Only rows in use determine a scale: those of a sequence, and of K and V those that some query sees. NaN and Inf are
+ignored, and stay what they are.
 
-Bound: memory: 4 bytes an element are read, of K and V twice, and 2 or 4 written.
+Bound: memory: 4 bytes per element are read, of K and V twice, and 2 or 4 written.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import INTERPRETED, jit, tl
 
-PARTS = {"fp16x1": 1, "fp16x3": 2}  # of an operand
-LARGEST_EXPONENT = tl.constexpr(14)  # of a scaled magnitude: 2^15 and what a sum rounds up to stay below 65,504
-# Of a scale: float32 holds its inverse, also with the factor of probabilities (hopper/split_float32.py).
+PARTS = {"fp16x1": 1, "fp16x3": 2}  # parts of an operand
+LARGEST_EXPONENT = tl.constexpr(14)  # of a scaled magnitude: 2^15 and the rounding of a sum stay below 65,504
+# Largest exponent of a scale: float32 holds its inverse, also times the factor of probabilities
+# (hopper/split_float32.py).
 MOST_SCALED = tl.constexpr(115)
-BLOCK_ROWS = tl.constexpr(64)  # of a tile; of Q, what a consumer of the forward takes, which has one scale
+BLOCK_ROWS = tl.constexpr(64)  # rows of a tile; for Q, those of a consumer of the forward, which have one scale
 UNSPECIALISED = [
     *("stride_qb", "stride_qn", "stride_qh", "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn"),
     *("stride_vh", "seqlen_q", "seqlen_k", "total_q", "total_k", "batch", "num_heads_q", "num_heads_kv", "tiles_q"),
@@ -45,7 +46,7 @@ UNSPECIALISED = [
 
 @jit
 def _begin_and_length(cu_seqlens_ptr, item, seqlen, total, PACKED: tl.constexpr):
-    """Of sequence `item`, in a packed tensor clamped to it: offsets that are no offsets still read inside."""
+    """Returns begin and length of sequence `item`, clamped to a packed tensor: invalid offsets still read inside it."""
     if PACKED:
         begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + item), 0), total)
         length = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + item + 1), begin), total) - begin
@@ -57,15 +58,15 @@ def _begin_and_length(cu_seqlens_ptr, item, seqlen, total, PACKED: tl.constexpr)
 
 @jit
 def _place(tile, cu_seqlens_ptr, heads, seqlen, total, batch, BLOCK_ROWS: tl.constexpr, PACKED: tl.constexpr):
-    """What tile number `tile` of an operand is.
+    """Returns what tile number `tile` of an operand is.
 
-    A packed sequence b has the places from `cu_seqlens[b] // BLOCK_ROWS + b` on (hopper/scheduler.py): as many as it
+    A packed sequence b owns the slots from `cu_seqlens[b] // BLOCK_ROWS + b` on (hopper/scheduler.py): as many as it
     has tiles, or one more.
 
     Returns:
         item, head: sequence (dense: batch item) and head.
-        first: its first row within the sequence, maybe behind the end.
-        number, step: the number of the head's first tile, and from one of its tiles to the next.
+        first: its first row within the sequence, possibly past the end.
+        number, step: the number of the head's first tile, and the distance between its tiles.
     """
     if PACKED:
         place = tile // heads
@@ -92,8 +93,8 @@ def _rows_in_use(
     item, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     IS_KEYS: tl.constexpr, PACKED: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, TOP_LEFT: tl.constexpr,
 ):  # fmt: skip
-    """Where a sequence begins, and which of its rows [low_row, high_row) count: of keys those that some query sees, as
-    hopper/visible.py has them."""
+    """Returns where a sequence begins, and its rows in use [low_row, high_row): for keys those that some query sees, as
+    in hopper/visible.py."""
     begin_q, length_q = _begin_and_length(cu_seqlens_q_ptr, item, seqlen_q, total_q, PACKED)
     if IS_KEYS:
         begin, length = _begin_and_length(cu_seqlens_k_ptr, item, seqlen_k, total_k, PACKED)
@@ -116,10 +117,10 @@ def _load_rows(
     x_ptr, item, head, begin, first, low_row, high_row, stride_b, stride_n, stride_h, stride_d, UNIT: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of one head from `first` on, zero outside the rows in use and behind WIDTH."""
+    """Loads ROWS rows of one head from `first` on, zero outside the rows in use and past WIDTH."""
     rows = first + tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
-    # Strides come in units: the compiler then sees that rows are aligned, and reads 16 bytes at a time.
+    # Strides come in units, so that the compiler sees that rows are aligned, and reads 16 bytes at a time.
     base = item.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
     offsets = (base + (begin + rows).to(tl.int64) * stride_n)[:, None] * UNIT + dims.to(tl.int64)[None, :] * stride_d
     inside = ((rows >= low_row) & (rows < high_row))[:, None] & (dims < WIDTH)[None, :]
@@ -128,7 +129,7 @@ def _load_rows(
 
 @jit
 def _largest(x):
-    """The largest finite magnitude of a tile."""
+    """Returns the largest finite magnitude of a tile."""
     magnitudes = tl.abs(x)
     return tl.max(tl.max(tl.where(magnitudes < float("inf"), magnitudes, 0.0), 1), 0)
 
@@ -140,9 +141,10 @@ def _power_of_two(exponent):
 
 @jit
 def _half_part(x, IS_NVIDIA: tl.constexpr):
-    """The float16 nearest to x, 11 of its 24 bits, and what it leaves of x; NaN where x is not finite."""
+    """Returns the float16 nearest to x, 11 of its 24 bits, and the remainder of x; NaN if x is not finite."""
     if IS_NVIDIA and not IN_INTERPRETER:
-        # Each number is met again as float32, so the compiler would convert them singly, at a quarter of the rate.
+        # The numbers are used again as float32, so the compiler would convert them one by one, at a quarter of the
+        # rate.
         part = tl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.float16, is_pure=True, pack=2
         )
@@ -158,7 +160,7 @@ def _maximum_of_tile(
     IS_KEYS: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
     PACKED: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, TOP_LEFT: tl.constexpr,
 ):  # fmt: skip
-    """The largest finite magnitude of one tile's rows in use."""
+    """Returns the largest finite magnitude of one tile's rows in use."""
     item, head, first, _, _ = _place(tile, own_cu_seqlens_ptr, heads, seqlen, total, batch, BLOCK_ROWS, PACKED)
     begin, low_row, high_row = _rows_in_use(
         item, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
@@ -180,9 +182,9 @@ def _scale_tile(
     OWN_ROWS: tl.constexpr, IS_NVIDIA: tl.constexpr, PACKED: tl.constexpr, HAS_LOW: tl.constexpr,
     HAS_HIGH: tl.constexpr, TOP_LEFT: tl.constexpr,
 ):  # fmt: skip
-    """One tile in parts: rows of ROW elements, zero behind WIDTH, the parts of a head side by side. A tile of Q has a
-    scale of its own and writes its inverse; that of a head of K or V is written by the tile with the first row in use.
-    Rows that are not in use are not written."""
+    """Writes one tile in parts: rows of ROW elements, zero past WIDTH, the parts of a head adjacent. A tile of Q has
+    its own scale and writes its inverse; the inverse of a head of K or V is written by the tile with the first row in
+    use. Rows not in use are not written."""
     item, head, first, number, step = _place(tile, own_cu_seqlens_ptr, heads, seqlen, total, batch, BLOCK_ROWS, PACKED)
     begin, low_row, high_row = _rows_in_use(
         item, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
@@ -265,7 +267,7 @@ def maxima_kernel(
     TOP_LEFT: tl.constexpr,
     LAUNCHED_AHEAD: tl.constexpr,
 ):
-    """The largest finite magnitude of every tile of K, then of V, one number a program."""
+    """Computes the largest finite magnitude of every tile of K, then of V, one number per program."""
     if LAUNCHED_AHEAD:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -337,12 +339,12 @@ def scale_kernel(
     TOP_LEFT: tl.constexpr,
     LAUNCHED_AHEAD: tl.constexpr,
 ):
-    """Q, K and V in scaled float16 parts, and the inverses of the scales: (sequence, num_heads_kv, 2), of k and v,
-    then one for each tile of Q. With OWN_MAXIMUM every program looks through all of its head."""
-    if LAUNCHED_AHEAD:  # the launch behind this one begins when all its programs have begun, and waits for their end
+    """Writes Q, K and V in scaled float16 parts, and the inverses of the scales: (sequence, num_heads_kv, 2), of k and
+    v, then one for each tile of Q. With OWN_MAXIMUM every program scans its whole head."""
+    if LAUNCHED_AHEAD:  # the next launch starts when all programs have started, and waits for their end
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # Backwards: what the launch before read last may still be in L2.
+    # In reverse order: the data that the preceding launch read last may still be in L2.
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     if pid < tiles_q:
         _scale_tile(
@@ -372,19 +374,19 @@ def scale_kernel(
 
 # Host -----------------------------------------------------------------------------------------------------------------
 
-# A launch for the maxima costs some 2 us. Instead every program may look through its whole head of K or V: as long as
-# that is this many bytes, and all of them together read no more than that many.
+# A separate launch for the maxima costs some 2 us. Instead every program may scan its whole head of K or V, if the head
+# has at most OWN_MAXIMUM_BYTES and all programs together read at most ALL_OWN_BYTES.
 OWN_MAXIMUM_BYTES, ALL_OWN_BYTES = 128 * 1024, 8 * 1024 * 1024
 
 
 class Scaling(NamedTuple):
-    """The launches that scale, in order, and where they leave what.
+    """The launches that scale, in order, and their output tensors.
 
     Args:
         launches: [maxima,] parts.
         parts: q, k and v, float16 (`split_ahead.part_shapes`).
         inverses: float32, flat: (sequences, num_heads_kv, 2), of k and v, then one for each tile of q.
-        maxima: float32 (2, tiles of k), None where no launch finds them.
+        maxima: float32 (2, tiles of k), None if no launch finds them.
     """
 
     launches: tuple[launch.Launch, ...]
@@ -394,7 +396,7 @@ class Scaling(NamedTuple):
 
 
 def num_tiles(problem: AttentionProblem) -> tuple[int, int]:
-    """Tiles of q, and of k or v."""
+    """Returns the numbers of tiles of q, and of k or v."""
     p, rows = problem, BLOCK_ROWS.value
     if p.packed:
         return (p.total_q // rows + p.batch) * p.num_heads_q, (p.total_k // rows + p.batch) * p.num_heads_kv
@@ -402,13 +404,13 @@ def num_tiles(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def own_maximum(problem: AttentionProblem) -> bool:
-    """Whether every program finds the maximum of its head by itself."""
+    """Returns whether every program finds the maximum of its head itself."""
     head_bytes = 4 * problem.seqlen_k * padded(max(problem.head_dim, problem.head_dim_v))
     return head_bytes <= OWN_MAXIMUM_BYTES and 2 * num_tiles(problem)[1] * head_bytes <= ALL_OWN_BYTES
 
 
 def workspace_floats(problem: AttentionProblem) -> tuple[int, int]:
-    """How many inverses there are, and how many maxima."""
+    """Returns the numbers of inverses and of maxima."""
     tiles_q, tiles_k = num_tiles(problem)
     return problem.batch * 2 * problem.num_heads_kv + tiles_q, 0 if own_maximum(problem) else 2 * tiles_k
 
@@ -416,10 +418,10 @@ def workspace_floats(problem: AttentionProblem) -> tuple[int, int]:
 def specify(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, arithmetic: str, shapes: tuple[tuple[int, ...], ...]
 ) -> Scaling:
-    """The launches that bring q, k and v to the float16 parts of an arithmetic.
+    """Returns the launches that convert q, k and v to the float16 parts of an arithmetic.
 
     Args:
-        shapes: of the parts (`split_ahead.part_shapes`): rows are multiples of 16 elements, zero behind head_dim.
+        shapes: of the parts (`split_ahead.part_shapes`): rows are multiples of 16 elements, zero past head_dim.
     """
     device = operands.q.device
     parts = tuple(torch.empty(shape, dtype=torch.float16, device=device) for shape in shapes)
@@ -436,7 +438,7 @@ def specify(
     widest = max(blocks.values())
     ahead = gpu.arch == "sm_90" and not INTERPRETED  # programmatic dependent launch
     band = {"PACKED": problem.packed, **arguments.band_constants(problem), "LAUNCHED_AHEAD": ahead}
-    # 32 elements a thread, and 64 where every program looks through its head, which it reads at once.
+    # 32 elements a thread, or 64 if every program scans its head, which it reads at once.
     options = {"num_warps": max(4, widest // 16), "num_stages": 1, "enable_fp_fusion": False}
     options |= {"launch_pdl": True} if ahead else {}
     launches = []
@@ -463,7 +465,7 @@ def specify(
         launch.Launch(
             kernel=scale_kernel,
             grid=tiles_q + 2 * tiles_k,
-            # No pointer may be absent that something is added to: the inverses stand for maxima that nobody reads.
+            # A pointer with arithmetic on it must not be absent: the inverses replace maxima that are never read.
             tensors=(*operands[:3], *cu_seqlens, *parts, inverses, inverses if maxima is None else maxima),
             scalars=[*strides, *lengths, problem.num_heads_q, problem.num_heads_kv, tiles_q, tiles_k, *window],
             constants=widths | of_parts | blocks | how | band,

@@ -1,9 +1,9 @@
-"""A launch before an attention kernel that splits float32 operands into the bfloat16 parts of its products, once for
-all: K and V for `flash_fwd`, Q as well for `hopper/flash_fwd`. float16 parts, which need a scale, are scale_ahead.py's.
+"""A launch before an attention kernel that splits float32 operands once into the bfloat16 parts of its products: K and
+V for `flash_fwd`, Q as well for `hopper/flash_fwd`. scale_ahead.py makes float16 parts, which need a scale.
 
-A tile then goes from memory to the matrix unit as it is, and not through the registers of every block that needs it.
+A tile then goes directly from memory to the matrix unit instead of through the registers of every block that needs it.
 
-Bound: memory: 4 bytes an element are read, and 4 or 6 written.
+Bound: memory: 4 bytes per element are read, and 4 or 6 written.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import jit, tl
 
-PARTS = {"bf16x3": 2, "bf16x6": 3}  # of an operand, where products are of bfloat16
+PARTS = {"bf16x3": 2, "bf16x6": 3}  # parts of an operand, if products are bfloat16
 SPLIT_UNSPECIALISED = [
     *("stride_qb", "stride_qn", "stride_qh", "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn"),
     *("stride_vh", "seqlen", "seqlen_q", "seqlen_k", "num_rows", "rows_q", "rows_k", "num_heads", "num_heads_q"),
     *("num_heads_kv", "tiles_q", "tiles_k"),
 ]
-SPLIT_ROWS = 32  # rows of an operand that a program splits
+SPLIT_ROWS = 32  # rows of an operand per program
 
 
 @jit
@@ -34,12 +34,12 @@ def _split_tile(
     rows_of_part, UNIT: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, IS_NVIDIA: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_ROWS rows of an operand, counted over heads and batches, in parts: rows of ROW elements, zero behind WIDTH,
-    `rows_of_head` of them from one head to the next and `rows_of_part` from one part to the next."""
+    """Splits BLOCK_ROWS rows of an operand, counted over heads and batches, into parts: rows of ROW elements, zero past
+    WIDTH, `rows_of_head` of them from one head to the next and `rows_of_part` from one part to the next."""
     rows = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     dims = tl.arange(0, BLOCK_D)
     batch_head, token = (rows // seqlen).to(tl.int64), (rows % seqlen).to(tl.int64)
-    # Strides come in units: the compiler then sees that rows are aligned, and reads 16 bytes at a time.
+    # Strides come in units, so that the compiler sees that rows are aligned, and reads 16 bytes at a time.
     begins = batch_head // num_heads * stride_b + batch_head % num_heads * stride_h + token * stride_n
     begins = begins[:, None] * UNIT + dims.to(tl.int64)[None, :] * stride_d
     there = (rows < num_rows)[:, None]
@@ -77,7 +77,8 @@ def split_kernel(
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
 ):
-    """Splits K and V, float32, into what products of PRECISION take: programs of even number K, the others V."""
+    """Splits float32 K and V into the parts for products of PRECISION. Programs with even numbers split K, the others
+    V."""
     tile = tl.program_id(0) // 2
     if tl.program_id(0) % 2 == 0:
         _split_tile(
@@ -131,8 +132,8 @@ def split_all_kernel(
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
 ):
-    """Splits Q, K and V, float32; the parts of a head lie side by side, as if they were heads. The first `tiles_q`
-    programs split Q, the next `tiles_k` K, the others V."""
+    """Splits float32 Q, K and V; the parts of a head are adjacent, like heads. The first `tiles_q` programs split Q,
+    the next `tiles_k` K, the others V."""
     pid = tl.program_id(0)
     if pid < tiles_q:
         _split_tile(
@@ -156,7 +157,8 @@ OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
 
 
 def operand_strides(problem: AttentionProblem, tensors: tuple[torch.Tensor, ...]) -> tuple[list[int], int]:
-    """Strides of the operands, all but those along head_dim in units; and the unit: what divides them, up to 4."""
+    """Returns the strides of the operands, in units except along head_dim; and the unit: their common divisor, up to
+    4."""
     unit = math.gcd(4, *(stride for tensor in tensors for stride in tensor.stride()[:-1]))
     strides: list[int] = []
     for tensor in tensors:
@@ -168,8 +170,9 @@ def operand_strides(problem: AttentionProblem, tensors: tuple[torch.Tensor, ...]
 def specify(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, widths: tuple[int, int], device: torch.device
 ) -> tuple[launch.Launch, torch.Tensor, torch.Tensor]:
-    """The launch, and where it leaves K and V: bfloat16 (parts, batch, num_heads_kv, seqlen_k, width), packed (parts,
-    num_heads_kv, total_k, width), `widths` of K and of V, powers of two that head_dim and head_dim_v are padded to."""
+    """Returns the launch, and the tensors for the parts of K and V: bfloat16 (parts, batch, num_heads_kv, seqlen_k,
+    width), packed (parts, num_heads_kv, total_k, width). `widths` of K and of V are powers of two, to which head_dim
+    and head_dim_v are padded."""
     arithmetic = dot_precision(problem, gpu)
     *outer, tokens, heads, _ = operands.k.shape
     rows = (*outer, heads, tokens)
@@ -191,8 +194,8 @@ def specify(
 
 
 def part_shapes(problem: AttentionProblem, parts: int, width: int, width_v: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes of q, k and v in so many parts each: (batch, num_heads * parts, seqlen, width), the parts of a head side
-    by side; packed (1, num_heads * parts, total, width)."""
+    """Returns the shapes of q, k and v in `parts` parts each: (batch, num_heads * parts, seqlen, width), with the parts
+    of a head adjacent; packed (1, num_heads * parts, total, width)."""
     p = problem
     batch, rows, keys = (1, p.total_q, p.total_k) if p.packed else (p.batch, p.seqlen_q, p.seqlen_k)
     q = (batch, p.num_heads_q * parts, rows, width)
@@ -202,8 +205,8 @@ def part_shapes(problem: AttentionProblem, parts: int, width: int, width_v: int)
 def specify_all(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, arithmetic: str, width: int, width_v: int
 ) -> tuple[launch.Launch, tuple[torch.Tensor, ...]]:
-    """The launch that splits q, k and v as an arithmetic takes them, and where it leaves them (`part_shapes`): in rows
-    of `width` and `width_v` elements, multiples of 16, zero behind head_dim and head_dim_v."""
+    """Returns the launch that splits q, k and v for an arithmetic, and its output tensors (`part_shapes`): rows of
+    `width` and `width_v` elements, multiples of 16, zero past head_dim and head_dim_v."""
     device = operands.q.device
     shapes = part_shapes(problem, PARTS[arithmetic], width, width_v)
     parts = tuple(torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes)

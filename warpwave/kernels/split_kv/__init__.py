@@ -1,6 +1,6 @@
 """`split_kv`: keys split over thread blocks, for decode, paged caches and prompts of few rows.
 
-Bound: memory at decode, latency where the cache is short (host.py).
+Bound: memory at decode, latency if the cache is short (host.py).
 """
 
 from warpwave.kernels.split_kv.host import (

@@ -1,7 +1,7 @@
-"""Device code of `split_kv`: one share of the keys of one tile of rows.
+"""Device code of `split_kv`: one split of the keys of one tile of rows.
 
-The loop is `flash_fwd`'s. What differs is where rows and keys lie: rows are queries of all heads that read one kv head,
-keys are a share of those the rows see, in pages of a pool or one behind another.
+The loop is `flash_fwd`'s. The layout of rows and keys differs. Rows are queries of all heads that read one kv head.
+Keys are one split of the keys that the rows see, in pages of a pool or contiguous.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from warpwave.kernels.primitives import (
 )
 from warpwave.runtime.triton_or_stub import jit, tl
 
-# Arguments the compiler must not specialise on, or new lengths would compile again.
+# Arguments that the compiler must not specialize on; otherwise new lengths would recompile.
 UNSPECIALISED = [
     *("stride_qb", "stride_qm", "stride_qh", "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn"),
     *("stride_vh", "stride_mask_b", "stride_mask_h", "stride_bias_b", "stride_bias_h", "stride_alibi_b"),
@@ -38,12 +38,12 @@ UNSPECIALISED = [
 
 @jit
 def _pieces(key_begin, key_end, split, num_splits, PIECES: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the pieces of the keys from key_begin to key_end begin, the keys of each, how many there are, and begin and
-    end of the share that this block walks, whole pieces: what a piece is follows from the keys alone."""
+    """Returns the start of the pieces of [key_begin, key_end), the keys of each, their number, and the range of keys of
+    this block's split, which is whole pieces. The pieces depend only on the keys."""
     first = key_begin // BLOCK_N * BLOCK_N
     seen = tl.maximum(key_end - first, 0)
     seen_tiles = tl.cdiv(seen, BLOCK_N)
-    # All pieces where each has 256 keys, half of them before: more would cost more to merge than to walk.
+    # Use all pieces once each has 256 keys, and half of them before: more would cost more to merge than they save.
     piece_tiles = tl.minimum(tl.cdiv(seen_tiles, tl.cdiv(PIECES, 2)), tl.cdiv(256, BLOCK_N))
     piece_tiles = tl.maximum(tl.maximum(tl.cdiv(seen_tiles, PIECES), piece_tiles), 1)
     piece_keys = piece_tiles * BLOCK_N
@@ -58,7 +58,7 @@ def _pieces(key_begin, key_end, split, num_splits, PIECES: tl.constexpr, BLOCK_N
 def _store_part(
     acc_ptr, state_ptr, part, acc, m_i, l_i, rows_heads, row_head, in_range, dims_v, HEAD_DIM_V: tl.constexpr
 ):  # fmt: skip
-    """What one part of the keys leaves of the rows, for whoever merges."""
+    """Stores the partial result of the rows over one part of the keys, for the merge."""
     offsets = (part * rows_heads + row_head)[:, None] * HEAD_DIM_V + dims_v[None, :]
     tl.store(acc_ptr + offsets, acc, mask=in_range[:, None] & (dims_v < HEAD_DIM_V)[None, :])
     tl.store(state_ptr + 2 * part * rows_heads + row_head, m_i, mask=in_range)
@@ -67,15 +67,15 @@ def _store_part(
 
 @jit
 def _ids_of(page_table_ptr, key_tile, cells, capacity, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """`page_ids` of a tile that may end, or lie, behind the keys there are: those of cells that the table has."""
+    """Returns `page_ids` of a tile that may extend past the last key, limited to the cells of the table."""
     keys, last = key_tile + cells, tl.maximum(capacity, 1) - 1
     return page_ids(page_table_ptr, tl.minimum(key_tile, last), keys, keys < capacity, PAGE_SIZE, BLOCK_N)
 
 
 @jit
 def _map_tile(map, outer, row, kv_head, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[ROWS, COLUMNS] of a tensor map (batch or page, row, head, column), heads of a row side by side; zero behind the
-    tensor's end."""
+    """Loads [ROWS, COLUMNS] from a tensor map (batch or page, row, head, column), heads of a row adjacent; zeros past
+    the tensor's end."""
     tile = map.load([outer, row, kv_head.to(tl.int32), 0]).reshape(ROWS, COLUMNS)
     if IN_INTERPRETER:
         tile = tile.to(tl.float32)
@@ -169,16 +169,16 @@ def split_kv_kernel(
     BY_MAP: tl.constexpr,
     ONE_STEP: tl.constexpr,
 ):
-    """One share of the keys of one tile of rows. The rows of a tile, then kv heads, then shares are neighbours in the
-    grid, which has one dimension, for 65,535 is the limit of the others.
+    """Processes one split of the keys of one tile of rows. The rows of a tile, then kv heads, then splits are adjacent
+    in the grid, which has one dimension because 65,535 is the limit of the others.
 
-    A tile may hold the rows of several kv heads, and their keys: its scores are those of every row and every key, of
-    which each row keeps its own head's. Products of few rows are mostly padding, so that this costs nothing, and what
-    lies side by side in memory, the heads of a token, is asked for together.
+    A tile may hold the rows of several kv heads, and their keys. Its scores then cover every row and every key, and
+    each row keeps only its own head's scores. Products of few rows are mostly padding, so this costs nothing, and data
+    adjacent in memory, the heads of a token, is loaded together.
     """
-    # Where this program works -----------------------------------------------------------------------------------------
+    # Position of this program -----------------------------------------------------------------------------------------
     TILE_HEADS: tl.constexpr = GROUP_SIZE * KV_HEADS  # query heads whose rows a tile holds
-    COLUMNS: tl.constexpr = BLOCK_N * KV_HEADS  # of a tile's scores
+    COLUMNS: tl.constexpr = BLOCK_N * KV_HEADS  # columns of a tile's scores
     num_tiles = tl.cdiv(seqlen_q * TILE_HEADS, BLOCK_M)
     groups = num_heads_kv // KV_HEADS
     pid = tl.program_id(0)
@@ -191,10 +191,10 @@ def split_kv_kernel(
     if LAUNCHED_AHEAD:
         batch = await_launch_before_knowing(batch, tile | group | split)
     batch = batch.to(tl.int64)
-    kv_head = group.to(tl.int64) * KV_HEADS  # the first
-    first_row = batch * seqlen_q  # counted over all sequences: rows of out lie one behind another
-    # Strides come in units, as flash_fwd's do: the compiler then sees that rows are 16-byte aligned. Those of pages are
-    # multiplied by what is in them as they come, 32 bits by 32.
+    kv_head = group.to(tl.int64) * KV_HEADS  # the first kv head
+    first_row = batch * seqlen_q  # counted over all sequences: rows of out are contiguous
+    # Strides come in units, as in flash_fwd, so that the compiler sees that rows are 16-byte aligned. Page strides are
+    # multiplied by their 32-bit factors as they are loaded.
     k_units = (tl.cast(stride_kb, tl.int64), tl.cast(stride_kn, tl.int64))
     v_units = (tl.cast(stride_vb, tl.int64), tl.cast(stride_vn, tl.int64))
     stride_kn = tl.cast(stride_kn, tl.int64) * STRIDE_UNIT
@@ -245,17 +245,17 @@ def split_kv_kernel(
         whole_end = tl.minimum(whole_end, query_begin + high + 1)
     num_heads_q = num_heads_kv * GROUP_SIZE
     rows_heads = tl.cast(total_q, tl.int64) * num_heads_q
-    row_head = (first_row + queries) * num_heads_q + heads  # [BLOCK_M], where out holds the row
+    row_head = (first_row + queries) * num_heads_q + heads  # the row's index in out
     if PIECES > 0:
         first, piece_keys, used, begin, end = _pieces(key_begin, key_end, split, num_splits, PIECES, BLOCK_N)
         stride = BLOCK_N
     else:
-        # Shares take tiles in turn: where one begins then does not wait for the length of a cached sequence. Tiles are
-        # multiples of BLOCK_N, so that each holds the same keys however many shares there are.
+        # Splits take tiles in turn, so a split's start does not depend on the length of a cached sequence. Tiles are
+        # multiples of BLOCK_N, so each holds the same keys for any number of splits.
         begin, end = key_begin // BLOCK_N * BLOCK_N + split * BLOCK_N, key_end
         stride = num_splits * BLOCK_N
 
-    # The state of the online softmax ----------------------------------------------------------------------------------
+    # State of the online softmax --------------------------------------------------------------------------------------
     dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, BLOCK_DV)
     in_range = queries < seqlen_q
@@ -271,15 +271,15 @@ def split_kv_kernel(
         slope_offsets = batch * stride_alibi_b + heads * stride_alibi_h
         slope_log2 = tl.load(alibi_slopes_ptr + slope_offsets) * LOG2_E  # [BLOCK_M]
 
-    # Scores are [BLOCK_M, COLUMNS], keys one behind another, and the tile's kv heads fastest.
+    # Scores are [BLOCK_M, COLUMNS]; the tile's kv heads vary fastest, then the keys.
     columns = tl.arange(0, COLUMNS)
     row_heads = tile_rows % TILE_HEADS // GROUP_SIZE
 
-    # One loop, three times where K and V come by tensor maps: a tile that begins with keys that nobody sees, tiles that
-    # maps bring, and a tile behind whose keys lie others'. A map masks nothing: it fills with zeros behind the tensor's
-    # end, where a dense sequence ends too. What tiles at the edges hold is loaded by pointers, key by key.
-    # With several kv heads once more, where a result is not finite: values of one head may not be, and other heads'
-    # rows multiply them by 0. Then the heads' keys are walked one head behind the other.
+    # One loop body, three sections with tensor maps: a first tile that begins with hidden keys, tiles loaded by maps,
+    # and a last tile that is followed by another sequence's keys. A map masks nothing: it fills with zeros past the
+    # tensor's end, where a dense sequence ends too. Edge tiles are loaded by pointers, key by key. With several kv
+    # heads there is one more section, used if a result is not finite: one head's values may be non-finite, and the
+    # other heads' rows multiply them by 0. It processes the heads' keys one head after the other.
     map_begin, map_end, map_first = begin, end, begin
     if BY_MAP:
         map_begin = tl.cdiv(key_begin, BLOCK_N) * BLOCK_N
@@ -288,8 +288,8 @@ def split_kv_kernel(
             map_end = tl.where(end == seqlen_k, end, map_end)
         map_first = tl.where(begin < map_begin, begin + stride, begin)
     if PAGE_SIZE > 0:
-        # Asked for a step ahead of the keys they name, so that these wait for no table; and for no length either.
-        # What is computed of them is computed a step later, for whoever computes waits.
+        # Load page ids one step ahead of their keys, so that the keys wait neither for the table nor for the length.
+        # Computing with the ids happens one step later, because it waits for the load.
         ids = _ids_of(page_table_ptr, begin, columns // KV_HEADS, capacity, PAGE_SIZE, BLOCK_N)
     ALONE: tl.constexpr = 3 if BY_MAP else 1
     for section in tl.static_range(ALONE + 1 if KV_HEADS > 1 else ALONE):
@@ -308,7 +308,7 @@ def split_kv_kernel(
         elif BY_MAP:
             mine = (map_end >= tl.maximum(map_begin, begin)) & ((map_end - begin) % stride == 0)
             first_tile = tl.where(mine, map_end, end)
-        # A pipeline of edges would wait for tiles that do not come: there is one of a kind.
+        # Edge sections have at most one tile, so a pipeline would wait for tiles that do not come.
         for walked in tl.range(
             first_tile, tiles_end, stride, num_stages=1 if section == ALONE or (BY_MAP and section != 1) else None
         ):
@@ -353,18 +353,19 @@ def split_kv_kernel(
             if not (BY_MAP and section == 1):
                 k = k_ptr + (k_offsets[:, None] + dims.to(tl.int64)[None, :] * stride_kd)
                 k = load_tile(k, keys, dims, key_begin, end, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_N, BLOCK_D]
-            if BY_MAP and section != 1:  # asked for at once: no pipeline hides the one behind the other
+            if BY_MAP and section != 1:  # loaded at once: no pipeline overlaps the two
                 v = v_ptr + (v_offsets[:, None] + dims_v.to(tl.int64)[None, :] * stride_vd)
                 v = load_tile(v, keys, dims_v, key_begin, end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
             if ONE_STEP:
-                # Asked for beside K, not before it. The mask, of keys, keeps the compiler from taking it out again.
+                # Load Q together with K, not before it. The mask, which depends on keys, keeps the compiler from
+                # hoisting it.
                 asking = tl.where(key_tile < end, seqlen_q, 0)
                 q = load_tile(q_tile, queries, dims, 0, asking, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_M, BLOCK_D]
                 q = operand(q, PRECISION, IS_NVIDIA)
             k = transposed(operand(k, PRECISION, IS_NVIDIA), PRECISION)
             scores = product(q, k, None, PRECISION)  # [BLOCK_M, COLUMNS]
 
-            # As in flash_fwd: the scale rides in the softmax where nothing is added or hidden.
+            # As in flash_fwd: the scale is part of the softmax's multiply-add if nothing is added or hidden.
             scale_left = scale_log2
             if HAS_SOFTCAP:
                 scores = softcap * tanh(scores * (softmax_scale / softcap)) * LOG2_E
@@ -401,7 +402,7 @@ def split_kv_kernel(
                 v = v_ptr + (v_offsets[:, None] + dims_v.to(tl.int64)[None, :] * stride_vd)
                 v = load_tile(v, keys, dims_v, key_begin, end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
             if HAS_MASK or HAS_BIAS:
-                # A value that no query of the tile sees must have no effect, and 0 * NaN would be one.
+                # A value that no query of the tile sees must have no effect, but 0 * NaN is NaN.
                 seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [COLUMNS]
                 v = tl.where((seen != 0)[:, None], v, 0.0)
             p = operand(p.to(v.dtype), PRECISION, IS_NVIDIA)
@@ -421,20 +422,20 @@ def split_kv_kernel(
                 m_i = tl.where(piece_ends, float("-inf"), m_i)
                 l_i = tl.where(piece_ends, 0.0, l_i)
 
-    # What is left of it -----------------------------------------------------------------------------------------------
+    # Results ----------------------------------------------------------------------------------------------------------
     inside = in_range[:, None] & (dims_v < HEAD_DIM_V)[None, :]
     if PIECES > 0:
-        # Parts that are no piece: all blocks of the tile have a few. Their accumulators have no weight.
+        # Unused parts: every block of the tile writes a few of them. Their accumulators have no weight.
         for part in range(used + split, PIECES, num_splits):
             tl.store(state_ptr + 2 * part * rows_heads + row_head, m_i, mask=in_range)
             tl.store(state_ptr + (2 * part + 1) * rows_heads + row_head, l_i, mask=in_range)
     elif IN_PARTS:
-        # A share without keys too: whoever merges then needs no state before it may ask for accumulators.
+        # A split without keys is stored too, so that the merge can load accumulators before it has the state.
         _store_part(acc_ptr, state_ptr, split, acc, m_i, l_i, rows_heads, row_head, in_range, dims_v, HEAD_DIM_V)
     if not IN_PARTS:
         if HAS_SINKS:
-            # One more key, whose value is zero. It comes last: as the first maximum it would push the probabilities of
-            # lower scores out of the range of 16 bits.
+            # The sink is one more key, whose value is zero. It is added last: as the first maximum it would push the
+            # probabilities of lower scores out of the range of 16 bits.
             sink_log2 = tl.load(sinks_ptr + heads) * LOG2_E
             m_i, l_i, scale, _ = join(m_i, l_i, sink_log2, 1.0)
             acc = acc * scale[:, None]

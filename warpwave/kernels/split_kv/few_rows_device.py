@@ -1,24 +1,24 @@
-"""Few queries a sequence on Hopper, pages of any size among them: keys by TMA, a copy for each page, and wgmma.
+"""Few queries a sequence on Hopper, with pages of any size: keys by TMA, one copy for each page, and wgmma.
 
     S^T = K Q^T;   P^T = 2^(S^T - m);   out^T = alpha * out^T + V^T P^T
 
-A step of decoding has no more rows than the query heads of a kv head and few queries make, 16, and wgmma takes 64: so
-keys, and then columns of v, are the rows of its products, and queries the columns. Both products read shared memory as
-TMA left it. A program owns one share of the keys of one kv head of one sequence, whose steps are dealt out in turn: one
-warp asks for pages and keeps two rings full, a warpgroup multiplies. The copy of a page goes to its place in the tile
-and all copies of a tile arrive at one barrier, so that a tile of many pages costs its reader what one page does.
+A decode step has at most 16 rows: the query heads of a kv head times few queries. wgmma takes 64 rows. The rows of the
+products are therefore keys, then columns of v, and queries are the columns. Both products read shared memory in TMA's
+layout. A program owns one split of the keys of one kv head of one sequence; steps are dealt to splits in turn. One warp
+loads page ids and keeps two rings full, and a warpgroup multiplies. Each page is copied to its place in the tile, and
+all copies of a tile arrive at one barrier, so a tile of many pages costs its reader the same as a tile of one page.
 
-    barrier      says                       arrivals              waits
-    ring.full    a tile of K, or V, came    TMA, by its bytes     warpgroup
-    ring.empty   the tile was read          warpgroup             producer
+    barrier      meaning                     arrivals              waits
+    ring.full    a tile of K, or V, arrived  TMA, by its bytes     warpgroup
+    ring.empty   the tile was read           warpgroup             producer
 
 Dao et al., "Flash-Decoding for long-context inference" (2023); pages as in Kwon et al., "Efficient memory management
 for large language model serving with PagedAttention" (2023).
 
-Bound: memory, `2 * (head_dim + head_dim_v)` bytes a key of a kv head.
+Bound: memory, `2 * (head_dim + head_dim_v)` bytes for each key of a kv head.
 """
 
-# No postponed annotations here: an aggregate's fields are checked against its annotations.
+# No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
 from warpwave.kernels.hopper.parts import (
     LN_2,
@@ -47,7 +47,7 @@ from warpwave.runtime.gluon_or_stub import (
 )
 
 BOX = gl.constexpr(64)  # columns of a box: 128 bytes, a line of swizzled shared memory
-ROWS = gl.constexpr(16)  # queries of all heads of a program, of which some may not be there
+ROWS = gl.constexpr(16)  # queries of all heads of a program, padding included
 UNSPECIALISED = [
     *("stride_qb", "stride_qm", "stride_qh", "seqlen_q", "seqlen_k", "num_heads_kv", "num_splits", "rows_heads"),
     *("window_left", "window_right", "first_key", "stride_table", "num_pages", "num_rows"),
@@ -57,7 +57,7 @@ UNSPECIALISED = [
 @aggregate
 class Tiles:
     """A ring of tiles of K or V, each of `boxes` boxes [keys, 64 columns], and their barriers. Tile n, counted over the
-    whole launch, lies in stage n % stages."""
+    whole launch, is in stage n % stages."""
 
     memory: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -76,10 +76,10 @@ class Tiles:
 
 @aggregate
 class Call:
-    """What a program must know of the call.
+    """The properties of a call that a program needs.
 
     Args:
-        batch, head, split: of which sequence, which kv head, and which share of its keys.
+        batch, head, split: the program's sequence, kv head, and split of the keys.
     """
 
     batch: gl.tensor
@@ -116,16 +116,16 @@ def _asm(what):
 
 @jit
 def neighbour(WHAT: gl.constexpr, THREADS: gl.constexpr = 128):
-    """Programmatic dependent launch: `wait` until the launch before has ended and what it wrote is there, for this one
-    may begin while that one runs; or let the next begin, `launch_dependents`. Each role waits for itself, so that they
-    have begun when the wait ends."""
+    """Runs a programmatic-dependent-launch instruction. `wait` blocks until the preceding launch has ended and its
+    writes are visible, because this launch may start while that one runs. `launch_dependents` lets the next launch
+    start. Every role waits for itself, so that all have started when the wait ends."""
     one = gl.full([THREADS], 0, gl.int32, gl.BlockedLayout([1], [32], [THREADS // 32], [0]))
     gl.inline_asm_elementwise(_asm(WHAT), "=r,r", [one], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @jit
 def table_row_of(rows_ptr, call, HAS_ROWS: gl.constexpr):
-    """The row of the page table; what is none is clamped to one."""
+    """Returns the row of the page table, clamped to a valid one."""
     row = call.batch
     if HAS_ROWS:
         row = gl.minimum(gl.maximum(gl.load(rows_ptr + call.batch), 0), call.num_rows - 1).to(gl.int32)
@@ -134,7 +134,7 @@ def table_row_of(rows_ptr, call, HAS_ROWS: gl.constexpr):
 
 @jit
 def length_of(seqused_k_ptr, table_row, call, PAGE_SIZE: gl.constexpr):
-    """Keys of the sequence, no more than the table has."""
+    """Returns the number of keys of the sequence, at most what the table holds."""
     length = call.capacity
     if PAGE_SIZE > 0:
         length = gl.minimum(gl.maximum(gl.load(seqused_k_ptr + table_row), 0), length).to(gl.int32)
@@ -143,7 +143,7 @@ def length_of(seqused_k_ptr, table_row, call, PAGE_SIZE: gl.constexpr):
 
 @jit
 def band(call, length, TOP_LEFT: gl.constexpr):
-    """(low, high): query i sees keys i + low to i + high. As primitives.band_edges."""
+    """Returns (low, high): query i sees keys i + low to i + high, as in primitives.band_edges."""
     offset = length - call.seqlen_q
     low = offset - call.window_left
     high = offset + call.window_right
@@ -154,7 +154,7 @@ def band(call, length, TOP_LEFT: gl.constexpr):
 
 @jit
 def keys_of(call, length, KEYS: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, TOP_LEFT: gl.constexpr):
-    """(first, begin, end): this share's first step, and the keys that any query of the program sees."""
+    """Returns (first, begin, end): this split's first step, and the keys that any query of the program sees."""
     low, high = band(call, length, TOP_LEFT)
     begin = call.first_key
     end = length
@@ -163,15 +163,16 @@ def keys_of(call, length, KEYS: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: g
     if HAS_HIGH:
         end = gl.minimum(end, call.seqlen_q + high)
     if HAS_LOW and HAS_HIGH:
-        # A window that begins behind the diagonal (top-left causal) shows nothing at all.
+        # A window that begins past the diagonal (top-left causal) shows nothing at all.
         end = gl.where(low > high, 0, end)
     return (begin // KEYS + call.split) * KEYS, begin, end
 
 
 @jit
 def page_ids(page_table_ptr, key, stride, capacity, PAGE_SIZE: gl.constexpr, PAGES: gl.constexpr, COPY: gl.constexpr):
-    """[32], of one warp: the ids of the PAGES pages, COPY keys of each, of as many steps as that makes, `stride` keys
-    apart; 0 of those that the table does not name. On their way: who computes with them waits for them."""
+    """Loads [32], in one warp: the ids of the PAGES pages of each step, COPY keys of each page, for as many steps as
+    fit; steps are `stride` keys apart. Ids that the table does not have are 0. The load is asynchronous until the ids
+    are used."""
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     at = key + lanes // PAGES * stride + lanes % PAGES * COPY
     return gl.load(page_table_ptr + at // PAGE_SIZE, mask=at < capacity, other=0)
@@ -179,7 +180,7 @@ def page_ids(page_table_ptr, key, stride, capacity, PAGE_SIZE: gl.constexpr, PAG
 
 @jit
 def load_tile(ring, tensor_map, n, pools, head, row, COPY: gl.constexpr, KEYS: gl.constexpr):
-    """Tile n of a ring as soon as its stage is free: COPY keys of each of `pools`, batch items or pages."""
+    """Loads tile n of a ring as soon as its stage is free: COPY keys of each of `pools`, batch items or pages."""
     stage = n % ring.stages
     full = ring.full.index(stage)
     mbarrier.wait(ring.empty.index(stage), ((n // ring.stages) & 1) ^ 1)
@@ -196,10 +197,10 @@ def producer(
     KEYS: gl.constexpr, COPY: gl.constexpr, PAGE_SIZE: gl.constexpr, HAS_ROWS: gl.constexpr, HAS_LOW: gl.constexpr,
     HAS_HIGH: gl.constexpr, TOP_LEFT: gl.constexpr, LAUNCHED_AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """Loads the share's keys and values, tile after tile. A lane holds one page id; the next 32 are asked for while
-    these are used, for where all of memory is busy an answer takes as long as what is in flight: several steps."""
+    """Loads the split's keys and values, tile after tile. Each lane holds one page id. The next 32 are loaded while
+    these are used, because a load from saturated memory takes as long as the data in flight: several steps."""
     stride = call.num_splits * KEYS
-    PAGES: gl.constexpr = KEYS // COPY  # of a step
+    PAGES: gl.constexpr = KEYS // COPY  # pages of a step
     STEPS: gl.constexpr = 32 // PAGES
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     if LAUNCHED_AHEAD:
@@ -207,7 +208,7 @@ def producer(
     table_row = table_row_of(rows_ptr, call, HAS_ROWS)
     if PAGE_SIZE > 0:
         page_table_ptr += table_row.to(gl.int64) * stride_table
-        if not HAS_LOW:  # else where the share begins follows from the length
+        if not HAS_LOW:  # otherwise the start of the split depends on the length
             key = (call.first_key // KEYS + call.split) * KEYS
             ids = page_ids(page_table_ptr, key, stride, call.capacity, PAGE_SIZE, PAGES, COPY)
             more = page_ids(page_table_ptr, key + STEPS * stride, stride, call.capacity, PAGE_SIZE, PAGES, COPY)
@@ -223,7 +224,7 @@ def producer(
             for i in gl.static_range(PAGES):
                 mine = gl.sum(gl.where(lanes == n % STEPS * PAGES + i, ids, 0), axis=0)
                 pools = pools + (gl.minimum(gl.maximum(mine, 0), num_pages - 1).to(gl.int32),)
-            row = key % PAGE_SIZE  # 0 where several pages make a tile
+            row = key % PAGE_SIZE  # 0 if several pages make a tile
             if n % STEPS == STEPS - 1:
                 ids = more
                 more = page_ids(
@@ -238,13 +239,13 @@ def producer(
 
 @jit
 def tile_box(ring, n, j):
-    """Box j of tile n, [keys, 64]."""
+    """Returns box j of tile n, [keys, 64]."""
     return matrix(ring.memory.index(n % ring.stages * ring.boxes + j))
 
 
 @jit
 def hand_back(ring, n):
-    """The warpgroup is done with tile n, which nothing but its products read since it last met; as
+    """Hands back tile n, which only the warpgroup's products have read since its last barrier; see
     parts.hand_back_multiplied."""
     arrive_alone(ring.empty.index(n % ring.stages))
 
@@ -254,7 +255,7 @@ def zero_unseen(ring, n, begin, end, KEYS: gl.constexpr):
     """Zeroes a tile's keys before `begin` and from `end` on: a probability of 0 times a NaN is NaN."""
     layout: gl.constexpr = row_vectors(BOX)
     for j in gl.static_range(ring.boxes):
-        for first in gl.static_range(0, KEYS, 16):  # few rows at a time, for the sake of registers
+        for first in gl.static_range(0, KEYS, 16):  # few rows at a time, to limit registers
             rows = tile_box(ring, n, j).slice(first, 16, dim=0)
             keys = first + gl.arange(0, 16, gl.SliceLayout(1, layout))
             values = rows.load(layout)
@@ -268,7 +269,7 @@ def zero_unseen(ring, n, begin, end, KEYS: gl.constexpr):
 def store_queries(
     q_ptr, q_tiles, stride_qm, stride_qh, call, BOXES: gl.constexpr, HEAD_DIM: gl.constexpr, GROUP: gl.constexpr
 ):
-    """q of the program's rows to shared memory, zeros where there are none."""
+    """Stores q of the program's rows to shared memory, with zeros for absent rows."""
     layout: gl.constexpr = row_vectors(BOX)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     columns = gl.arange(0, BOX, gl.SliceLayout(0, layout))
@@ -284,7 +285,7 @@ def store_queries(
 
 @jit
 def scores_of(q_tiles, ring, n, KEYS: gl.constexpr):
-    """K Q^T of one step, [keys, rows]."""
+    """Returns K Q^T of one step, [keys, rows]."""
     x = gl.zeros([KEYS, ROWS], gl.float32, accumulator_layout(ROWS))
     wait_full(ring, n)
     for j in gl.static_range(ring.boxes):
@@ -297,7 +298,7 @@ def scores_of(q_tiles, ring, n, KEYS: gl.constexpr):
 
 @jit
 def add_values(p_tile, ring, n, acc, alpha):
-    """alpha * acc + V^T P^T of one step: an accumulator [64 columns, rows] a box."""
+    """Returns alpha * acc + V^T P^T of one step: one accumulator [64 columns, rows] for each box."""
     under_way = ()
     for j in gl.static_range(ring.boxes):
         v = tile_box(ring, n, j).permute((1, 0))
@@ -318,7 +319,7 @@ def consumer(
     HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, WRITE_LSE: gl.constexpr,
     LAUNCHED_AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """The share's state of all rows, or their output where no other share has keys."""
+    """Computes the split's state of all rows, or their output if no other split has keys."""
     layout: gl.constexpr = accumulator_layout(ROWS)
     by_key: gl.constexpr = gl.SliceLayout(1, layout)
     by_row: gl.constexpr = gl.SliceLayout(0, layout)
@@ -341,7 +342,7 @@ def consumer(
     for _ in gl.static_range(v_ring.boxes):
         acc = acc + (gl.zeros([BOX, ROWS], gl.float32, layout),)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, by_row)
-    l_i = gl.zeros([KEYS, ROWS], gl.float32, layout)  # of a thread's own keys
+    l_i = gl.zeros([KEYS, ROWS], gl.float32, layout)  # sums over a thread's own keys
     stride = call.num_splits * KEYS
     for n in range(gl.cdiv(gl.maximum(end - first, 0), stride)):
         key = first + n * stride
@@ -440,15 +441,16 @@ def few_rows_kernel(
     WRITE_LSE: gl.constexpr,
     LAUNCHED_AHEAD: gl.constexpr,
 ):
-    """One share of the keys of one sequence and kv head, for up to 16 rows: the queries of the heads that read it.
+    """Processes one split of the keys of one sequence and kv head, for up to 16 rows: the queries of the heads that
+    read it.
 
-    Maps are of (batch or page, head, key, column). `scale` makes bits of raw scores, or with a cap what its tanh takes;
-    `softcap` then is in bits. Partial results lie as partials.py has them: acc (split, sequence and query, head,
-    column), state (split, 2, sequence and query, head).
+    Maps have the axes (batch or page, head, key, column). `scale` converts raw scores to bits, or with a softcap to the
+    argument of its tanh; `softcap` is then in bits. Partial results have the layout of partials.py: acc (split,
+    sequence and query, head, column), state (split, 2, sequence and query, head).
     """
     BOXES: gl.constexpr = (HEAD_DIM + BOX - 1) // BOX
     V_BOXES: gl.constexpr = (HEAD_DIM_V + BOX - 1) // BOX
-    COPY: gl.constexpr = k_map.block_type.shape[2]  # keys of a page in a tile, or all of its keys
+    COPY: gl.constexpr = k_map.block_type.shape[2]  # keys of a page in a tile, or all of the tile's keys
     k_tiles = gl.allocate_shared_memory(k_map.dtype, [STAGES * BOXES, 1, 1, KEYS, BOX], k_map.layout)
     v_tiles = gl.allocate_shared_memory(k_map.dtype, [STAGES * V_BOXES, 1, 1, KEYS, BOX], v_map.layout)
     q_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)

@@ -1,5 +1,5 @@
-"""split_kv's launch for few rows on Hopper, whose warps have roles (few_rows_device.py): its maps, its arguments, what
-it takes of a multiprocessor, and what it cannot. Host code alone."""
+"""split_kv's launch for few rows on Hopper, which is warp-specialized (few_rows_device.py): its tensor maps, arguments,
+SM resources and limits. Holds no device code."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from warpwave.runtime.tensor_maps import MapPlan, has_map
 if TYPE_CHECKING:
     from warpwave.kernels.split_kv.config import Config
 
-ROWS, KEYS, BOX = 16, 64, 64  # queries of all heads of a program; fewest keys of a tile; columns that one copy moves
+ROWS, KEYS, BOX = 16, 64, 64  # queries of all heads of a program; fewest keys of a tile; columns of one copy
 WIDEST = 256
-UNKNOWN = "the launch for few rows knows nothing of"
-MOST_BLOCKS_PER_SM = 3  # whose registers leave the warpgroup what it needs
-THREADS = 256  # of a block: a warpgroup, and one that holds the warp which loads
-# Which of split_kv's arguments (q, k, v, out, lse, acc, state, the operands behind v) the pointers are, by number.
+UNKNOWN = "the launch for few rows does not support"
+MOST_BLOCKS_PER_SM = 3  # more would leave the warpgroup too few registers
+THREADS = 256  # of a block: a warpgroup, and a second one that contains the warp that loads
+# Positions of the pointers among split_kv's arguments (q, k, v, out, lse, acc, state, the operands after v).
+ACC = 5
 TABLES = ("sinks", "page_table", "seqused_k", "rows")
 POINTERS = (0, 3, 4, 5, 6, *(CachedOperands._fields.index(name) + 4 for name in TABLES))
 
 
 def cannot(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Why this launch cannot compute a problem there."""
+    """Returns why this launch cannot compute a problem on this GPU."""
     rows = problem.seqlen_q * problem.num_heads_q // max(1, problem.num_heads_kv)
     if rows > ROWS:
         return [f"{UNKNOWN} {rows} queries of the heads of a kv head", *_cannot_kind(problem, gpu)]
@@ -39,7 +40,7 @@ def cannot(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 @by_kind
 def _cannot_kind(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """`cannot` as far as it reads no length."""
+    """Returns the reasons of `cannot` that do not depend on lengths."""
     there = {
         f"a GPU of {gpu.arch}": gpu.vendor != "nvidia" or gpu.capability != 90,
         "float32": DTYPE_BYTES[problem.dtype] != 2,
@@ -56,27 +57,28 @@ def _cannot_kind(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 
 def takes(problem: AttentionProblem, gpu: Gpu, operands: Any) -> bool:
-    """Whether this launch takes these operands."""
+    """Returns whether this launch takes these operands."""
     of_keys = operands[1:3]
     described = all(has_map(tensor) and tensor.numel() for tensor in of_keys)
     return described and not cannot(problem, gpu) and operands.q.stride(-1) == 1
 
 
 def _boxes(problem: AttentionProblem) -> int:
-    """Of K and V of one tile."""
+    """Returns the number of boxes of K and V in one tile."""
     return sum(-(-width // BOX) for width in (problem.head_dim, problem.head_dim_v))
 
 
 def smem_bytes(problem: AttentionProblem, keys: int, stages: int) -> int:
-    """Of a block: its rings, q, probabilities, and what barriers, reductions and Triton take."""
+    """Returns the shared memory of a block: rings, q, probabilities, and the needs of barriers, reductions and
+    Triton."""
     q = 2 * ROWS * BOX * -(-problem.head_dim // BOX)
     return 2 * keys * BOX * stages * _boxes(problem) + q + 2 * keys * ROWS + 2048
 
 
 @by_kind
 def stages(problem: AttentionProblem, gpu: Gpu, keys: int, blocks: int) -> int:
-    """Tiles of each ring: as many as so many blocks of a multiprocessor have room for, each with 1 KiB that CUDA
-    keeps; 0 where they have not."""
+    """Returns the tiles of each ring if `blocks` blocks share a multiprocessor's memory, each with 1 KiB that CUDA
+    keeps; 0 if they do not fit."""
     room = (gpu.smem_per_block_bytes + 1024) // blocks - 1024
     beside = smem_bytes(problem, keys, 0)
     return max(0, (room - beside) // (smem_bytes(problem, keys, 1) - beside))
@@ -84,36 +86,36 @@ def stages(problem: AttentionProblem, gpu: Gpu, keys: int, blocks: int) -> int:
 
 @by_kind
 def blocks_per_sm(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """Blocks that a multiprocessor runs at once, by shared memory and by registers, of which longer tiles take more."""
+    """Returns the blocks resident on a multiprocessor, by shared memory and by registers; longer tiles take more."""
     needed = smem_bytes(problem, config.block_n, config.num_stages) + 1024
     most = MOST_BLOCKS_PER_SM if config.block_n == KEYS else MOST_BLOCKS_PER_SM - 1
     return max(1, min(most, (gpu.smem_per_block_bytes + 1024) // needed))
 
 
 def registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """Of a thread, as the launch asks for them."""
+    """Returns the registers of a thread that the launch requests."""
     return min(255, 65536 // (THREADS * blocks_per_sm(problem, gpu, config)) // 8 * 8)
 
 
 def plans(problem: AttentionProblem, operands: Any, config: Config) -> tuple[MapPlan, MapPlan]:
-    """The maps of K and V: (batch or page, head, key, column), whose copies are 64 columns of a page's keys, or of a
-    tile's. They and `POINTERS` are what the launch's tensors are among split_kv's arguments."""
+    """Returns the maps of K and V: (batch or page, head, key, column), with copies of 64 columns of a page's or a
+    tile's keys. The maps and `POINTERS` select the launch's tensors among split_kv's arguments."""
     block = (1, 1, min(config.block_n, problem.page_size or config.block_n), BOX)
     of_k, of_v = (MapPlan(i, *host.seen(operands[i], packed=False), block) for i in (1, 2))
     return of_k, of_v
 
 
-# What was measured on an H200 (2026-11-22-h200-split-kv-roles.log), in tiles of rows for each multiprocessor: one has a
-# block of its own from ALONE on; two end with one wave up to FULL, of smaller blocks up to UNEVEN.
+# Measured on an H200 (2026-11-22-h200-split-kv-roles.log), in tiles of rows per multiprocessor: each tile has its own
+# block from ALONE on. Two blocks end in one wave up to FULL; smaller blocks do up to UNEVEN.
 ALONE, UNEVEN, FULL = 0.7, 1.5, 2.0
-FEW = 1 / 16  # so few that two blocks of their shares a multiprocessor end sooner than one
-LONG = 1024  # keys, the fewest that were measured where other ways had no small pages to read
-MOST_SHARES = 32  # that merge at once
+FEW = 1 / 16  # so few that two blocks of splits per multiprocessor end sooner than one
+LONG = 1024  # fewest keys that were measured against other launches without small pages
+MOST_SHARES = 32  # most splits that merge at once
 
 
 def shares(tiles: int, longest: int, keys: int, sms: int) -> int:
-    """Of the keys of each of so many tiles of rows, whose longest has so many steps: a block for each multiprocessor at
-    the most, two of few tiles, one for two where steps are long ones."""
+    """Returns the number of splits for `tiles` tiles of rows, the longest of which has `longest` steps. There is at
+    most one block per multiprocessor, two if tiles are few, and one for two multiprocessors if steps are long."""
     if keys > KEYS:
         most = sms // 2 // tiles
     else:
@@ -122,14 +124,14 @@ def shares(tiles: int, longest: int, keys: int, sms: int) -> int:
 
 
 def tiling(problem: AttentionProblem, gpu: Gpu, tiles: int, keys_seen: int) -> tuple[int, int, int, int] | None:
-    """Rows, keys, warps and stages of the tiling for `tiles` tiles of rows, None where this launch cannot serve or was
-    not found ahead.
+    """Returns rows, keys, warps and stages of the tiling for `tiles` tiles of rows; None if this launch cannot run the
+    problem or was not measured to be faster.
 
-    From pages of 16, on an H200: 16 x 4,096 keys 63.4 us in one share, 66.6 by pointers in two; 4 x 4,096 20.7 and
+    From pages of 16, on an H200: 16 x 4,096 keys 63.4 us with one split, 66.6 by pointers with two; 4 x 4,096 20.7 and
     21.8; 12 x 2,048 26.5 and 30.6; 20 x 1,024 22.3 and 30.1; 1 x 8,192 9.3 and 11.3; 1 x 65,536 65.7 and 66.7. Beyond
-    two tiles a multiprocessor several kv heads a tile are level or ahead (128 x 2,048: 243.8 us, and 246.9), as are
-    pointers at head_dim 64 (83.2 and 84.6) and 256. From larger pages and contiguous keys ahead where blocks are not
-    split: 32 x 3,000 89.6 us and 91.4, pages of 64 12 x 2,048 25.7 and 27.7.
+    two tiles per multiprocessor, several kv heads per tile are level or faster (128 x 2,048: 243.8 us, and 246.9), as
+    are pointers at head_dim 64 (83.2 and 84.6) and 256. From larger pages and contiguous keys this launch is faster if
+    blocks are not split: 32 x 3,000 89.6 us and 91.4, pages of 64 12 x 2,048 25.7 and 27.7.
     """
     sms = gpu.num_sms or host.NUM_SMS
     wide = padded(problem.head_dim) + padded(problem.head_dim_v)
@@ -138,7 +140,7 @@ def tiling(problem: AttentionProblem, gpu: Gpu, tiles: int, keys_seen: int) -> t
     if cannot(problem, gpu) or wide > 256 or tiles > FULL * sms or not (small or whole):
         return None
     keys, blocks = KEYS, 3 if tiles < ALONE * sms or sms < tiles <= UNEVEN * sms else 2
-    if tiles * -(-keys_seen // (2 * KEYS)) <= sms:  # shares of one or two steps
+    if tiles * -(-keys_seen // (2 * KEYS)) <= sms:  # splits of one or two steps
         keys, blocks = 2 * KEYS, 2
     return ROWS, keys, 4, stages(problem, gpu, keys, blocks)
 
@@ -146,10 +148,10 @@ def tiling(problem: AttentionProblem, gpu: Gpu, tiles: int, keys_seen: int) -> t
 def specify(
     problem: AttentionProblem, gpu: Gpu, operands: Any, arguments: Sequence[Any], config: Config, first_key: int
 ) -> launch.Launch:
-    """Returns the launch. `arguments` are split_kv's: q, k, v, out, lse, acc, state, then the operands behind v."""
+    """Returns the launch. `arguments` are split_kv's: q, k, v, out, lse, acc, state, then the operands after v."""
     q, k, page_size = operands.q, operands.k, problem.page_size
     maps = plans(problem, operands, config)
-    split = config.num_splits > 1
+    split = arguments[ACC] is not None  # a single part too, where another launch attends to the other keys
     return launch.Launch(
         kernel=few_rows_kernel,
         grid=grid(problem, config),
@@ -173,7 +175,7 @@ def specify(
             "WRITE_LSE": problem.return_lse and not split,
             "LAUNCHED_AHEAD": config.launched_ahead,
         },
-        # The largest probability is to be 1 exactly: a score is rounded before the maximum is subtracted.
+        # A score is rounded before the maximum is subtracted, so that the largest probability is exactly 1.
         options={
             "num_warps": 4,
             "enable_fp_fusion": False,
@@ -184,14 +186,14 @@ def specify(
 
 
 def grid(problem: AttentionProblem, config: Config) -> int:
-    """Returns the number of programs: one for each share of the keys of each kv head of each sequence."""
+    """Returns the number of programs: one for each split of the keys of each kv head of each sequence."""
     return problem.batch * problem.num_heads_kv * config.num_splits
 
 
 def scalars(
     problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor, table: Any, config: Config, first_key: int
 ) -> list[int | float]:
-    """Returns the run-time arguments behind the pointers, in the kernel's order."""
+    """Returns the run-time arguments after the pointers, in the kernel's order."""
     return [
         *q.stride()[:3],
         problem.seqlen_q,

@@ -1,18 +1,18 @@
 """Attention with the keys split over blocks, for few queries and long caches, contiguous or paged; portable Triton.
 
-A program owns a tile of rows of one kv head and one share of their keys, and keeps the online softmax of `flash_fwd`
-over it. The rows are the queries of all the heads that read the kv head, side by side, so that K and V are read once
-for the group. A second small kernel merges the partial results of the shares in a fixed order (partials.py).
+A program owns a tile of rows of one kv head and one split of their keys, and runs the online softmax of `flash_fwd`
+over it. The rows are the queries of all heads that read the kv head, so K and V are read once for the group. A second
+small kernel merges the partial results of the splits in a fixed order (kernels/partials.py).
 
     rows m = query * group + head in group;   S = softmax_scale * Q K^T, then softcap, bias, ALiBi, mask
-    share s: keys s * n to (s + 1) * n of those its rows see, n from `choose_splits`
+    split s: keys s * n to (s + 1) * n of those its rows see, n from `choose_splits`
 
 Dao et al., "Flash-Decoding for long-context inference" (2023); pages as in Kwon et al., "Efficient memory management
-for large language model serving with PagedAttention" (2023): tokens of a sequence lie in pages of one pool, and a table
-says in which. Keys that no row sees are not read, so a window skips pages.
+for large language model serving with PagedAttention" (2023): a sequence's tokens lie in pages of one pool, which a page
+table lists. Keys that no row sees are not read, so a window skips pages.
 
-Bound: memory, at one query a sequence: 2 * group FLOPs for each byte of K and V in 16 bits. Latency where the cache is
-short. It adds to the ladder's flash_fwd blocks enough to fill the GPU when queries alone do not.
+Bound: memory, at one query a sequence: 2 * group FLOPs for each byte of K and V in 16 bits. Latency if the cache is
+short. Unlike the ladder's flash_fwd it has enough blocks to fill the GPU even if queries alone do not.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ from warpwave.runtime.tensor_maps import MapPlan
 NAME = "split_kv"
 NEEDS_GPU = True
 MAX_HEAD_DIM = 256
-MAX_KNOWN = 256  # tilings of one class
+MAX_KNOWN = 256  # launches that a binder keeps
 
 __all__ = [
     *(
@@ -107,21 +107,22 @@ __all__ = [
 # Host -----------------------------------------------------------------------------------------------------------------
 
 Run = Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]
-SINKS = CachedOperands._fields.index("sinks") - 3  # behind q, k and v
+SINKS = CachedOperands._fields.index("sinks") - 3  # position after q, k and v
 
 
 def bind(problem: AttentionProblem, operands: Any, config: Config) -> Run:
-    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, lse None unless asked for."""
+    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, where lse is None unless
+    requested."""
     return Binder()(problem, operands, config)
 
 
 class _OfClass(NamedTuple):
-    """What launches of one class and config have in common.
+    """The common part of the launches of one class and config.
 
     Attributes:
-        attend, merge: the families of both launches; merge is None where keys are not split.
-        maps: of K and V.
-        unit: of `stride_unit`.
+        attend, merge: the families of both launches; merge is None if keys are not split.
+        maps: the tensor maps of K and V.
+        unit: the result of `stride_unit`.
     """
 
     attend: launch.Family
@@ -131,19 +132,19 @@ class _OfClass(NamedTuple):
 
 
 class Binder:
-    """`bind` for the calls of one class (dispatch.py).
+    """Binds the calls of one class (dispatch.py).
 
-    In 16 bits and without copies, a call of a known config takes its sizes and tensor maps alone.
+    In 16 bits without copies, a call with a known config computes only its sizes and tensor maps.
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], _OfClass] = {}
 
     def __call__(self, problem: AttentionProblem, operands: Any, config: Config) -> Run:
-        """As `bind`."""
+        """Binds as `bind` does."""
         allocate, device = allocator(problem, operands.q), operands.q.device
-        # The number of splits is a run-time argument, except for what follows from it here. One query more may rule a
-        # launch by roles out.
+        # The number of splits is a run-time argument, but these results of it are compiled in. Whether a launch with
+        # roles can run also depends on the number of queries.
         parts = num_parts(config)
         merging = None if parts == 1 else partials.loads(problem, parts)
         alike = changed(config, num_splits=1)
@@ -164,7 +165,7 @@ class Binder:
         families = [launch.Family(spec) for spec in specs[1:]]
         attend, merge = family.first(), next((each.first() for each in families), None)
         assert (merge is not None) == (num_parts(config) > 1)
-        # In 16 bits the host is fast enough with two launches, and a graph would delay a full queue (graphs.py).
+        # In 16 bits the host keeps up with two launches, and a graph would delay a full queue (runtime/graphs.py).
         if merge is None or problem.dtype != "float32":
             if straight is as_it_is and is_as_asked and _has_regular_batches(operands):
                 if len(self._known) >= MAX_KNOWN:
@@ -208,7 +209,8 @@ def _running(
 
 
 def _has_regular_batches(operands: Any) -> bool:
-    """Whether batch strides, where a class leaves them open, rule out no tensor map and no `stride_unit`."""
+    """Returns whether the batch strides, which differ within a class, fit tensor maps, any `stride_unit`, and a kernel
+    compiled for equal strides of K and V."""
     q, k, v = operands[:3]
     steps = [q.stride(0)] if len(operands) > 9 else [q.stride(0), k.stride(0), v.stride(0)]
     for step in steps:
@@ -220,7 +222,7 @@ def _has_regular_batches(operands: Any) -> bool:
 def _launchers(
     problem: AttentionProblem, operands: Any, config: Config, known: _OfClass
 ) -> tuple[launch.Launcher | None, launch.Launcher | None]:
-    """The launchers of another call of a known class, None where it takes a variant that is not compiled yet."""
+    """Returns the launchers of another call of a known class; None if its variant is not compiled yet."""
     maps = known.maps
     if config.roles:
         table = operands.page_table if problem.page_size else None
@@ -245,8 +247,8 @@ def _launchers(
 def bind_with_prefix(
     problem: AttentionProblem, operands: Any, config: Config, shared_prefix: int
 ) -> Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]:
-    """`bind` for sequences whose first `shared_prefix` tokens are the same: read once, as the keys of one sequence that
-    asks all the queries, and merged with what each sequence has behind them.
+    """Binds a call whose sequences share their first `shared_prefix` tokens. The prefix is read once, as the keys of
+    one sequence that has all the queries, and merged with the result over the rest of each sequence.
 
     Juravsky et al., "Hydragen: High-Throughput LLM Inference with Shared Prefixes" (2024).
     """
@@ -302,7 +304,7 @@ def bind_with_prefix(
 
 
 def _served(problem: AttentionProblem, gpu: Gpu, operands: Any, config: Config) -> Config:
-    """The config, or by pointers what it would do by roles, where no tensor map can describe K or V."""
+    """Returns the config, or its pointer equivalent if it has roles and no tensor map can describe K or V."""
     if not config.roles or few_rows.takes(problem, gpu, operands):
         return config
     narrow = problem.dtype != "float32" and padded(problem.head_dim) + padded(problem.head_dim_v) <= 256
@@ -312,7 +314,7 @@ def _served(problem: AttentionProblem, gpu: Gpu, operands: Any, config: Config) 
 def _family(
     spec: launch.Launch, problem: AttentionProblem, gpu: Gpu, operands: Any, config: Config
 ) -> tuple[launch.Family, Sequence[MapPlan]]:
-    """The family of the first of `specify`'s launches, whose launchers take `_tensors`; and its tensor maps."""
+    """Returns the family of the first of `specify`'s launches, whose launchers take `_tensors`, and its tensor maps."""
     if config.roles:
         maps: Sequence[MapPlan] = few_rows.plans(problem, operands, config)
         return launch.Family(spec, (*maps, *few_rows.POINTERS)), maps
@@ -321,12 +323,12 @@ def _family(
 
 
 def _bound(spec: launch.Launch, problem: AttentionProblem, gpu: Gpu, operands: Any, config: Config) -> launch.Launcher:
-    """The launcher of the first of `specify`'s launches."""
+    """Returns the launcher of the first of `specify`'s launches, which takes `_tensors`."""
     return _family(spec, problem, gpu, operands, config)[0].first()
 
 
 def _tensors(operands: Any, out: torch.Tensor, lse: Any, acc: Any, state: Any) -> tuple[torch.Tensor | None, ...]:
-    """In the kernel's order; a dense or packed call has no tables."""
+    """Returns the tensors in the kernel's order; a dense or packed call has no tables."""
     tables = operands[9:] if len(operands) > 9 else (None, None, None)
     return (*operands[:3], out, lse, acc, state, *operands[3:9], *tables)
 
@@ -341,10 +343,10 @@ def specify(
     workspace: partials.Workspace | None = None,
     first_key: int = 0,
 ) -> tuple[launch.Launch, ...]:
-    """The launches, from tensors that may be without memory (device "meta") when they are only to be compiled.
+    """Returns the launches from tensors, which may be without memory (device "meta") if they are only compiled.
 
     Args:
-        first_key: keys before it are left out: somebody else attends to them.
+        first_key: keys before it are left to another launch.
 
     Raises:
         ValueError: the config's kv heads do not divide the problem's.
@@ -369,7 +371,7 @@ def specify(
             tensors=(*arguments, *maps),
             scalars=_scalars(problem, operands, config, first_key),
             constants=_constants(problem, gpu, operands, config, acc is not None, bool(plans)),
-            # As flash_fwd: without fused multiply-adds in float32, the largest probability is exactly 1.
+            # As in flash_fwd: without fused multiply-adds in float32, the largest probability is exactly 1.
             options={
                 "num_warps": config.num_warps,
                 "num_stages": config.num_stages,
@@ -390,10 +392,10 @@ def _grid(problem: AttentionProblem, config: Config) -> int:
 def _scalars(
     problem: AttentionProblem, operands: Any, config: Config, first_key: int, unit: int | None = None
 ) -> list[int | float]:
-    """The run-time arguments behind the pointers, in the kernel's order.
+    """Returns the run-time arguments after the pointers, in the kernel's order.
 
     Args:
-        unit: of `stride_unit`, where it is known.
+        unit: the result of `stride_unit`, if it is known.
     """
     unit = stride_unit(operands) if unit is None else unit
     paged = isinstance(operands, CachedOperands)
@@ -424,7 +426,8 @@ def _scalars(
 
 
 def stride_unit(operands: Any) -> int:
-    """The largest power of two, up to 16, that divides every stride between rows, heads, and batches or pages."""
+    """Returns the largest power of two, up to 16, that divides every stride between rows, heads, and batches or
+    pages."""
     return math.gcd(16, *(stride for tensor in operands[:3] for stride in tensor.stride()[:-1]))
 
 
@@ -436,7 +439,7 @@ def _constants(
     in_parts: bool,
     by_map: bool,
 ) -> dict[str, int | bool | str]:
-    """The compile-time arguments of the kernel, by name."""
+    """Returns the compile-time arguments of the kernel, by name."""
     block_d, block_dv = tile_widths(problem, gpu, config.block_m)
     return {
         "BLOCK_M": config.block_m,
@@ -474,9 +477,9 @@ def _launched_ahead(gpu: Gpu, config: Config) -> bool:
 
 @by_kind
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Every reason this kernel cannot run the problem there; empty when it can."""
+    """Returns every reason this kernel cannot run the problem on this GPU; empty if it can."""
     found = [*reasons.of_device(gpu), *reasons.of_gradients(problem)]
-    found += reasons.of_widths(problem, MAX_HEAD_DIM, f"a row of K or V must fit one tile, {MAX_HEAD_DIM} at most")
+    found += reasons.of_widths(problem, MAX_HEAD_DIM, f"a row of K or V must fit one tile: at most {MAX_HEAD_DIM}")
     found += reasons.of_pages(problem)
     found += precision.why_not(problem, gpu)
     if not found and not fitting(problem, gpu):
@@ -485,34 +488,36 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 
 FEW_QUERIES = 16  # of a sequence: a tile of queries would be mostly empty
-FEWEST_KEYS = 64  # one tile of keys: nothing to split, and nothing that must be read at speed
-KEYS = (256, 1024)  # of a prompt, the fewest and the most that were found worth it
-TINY = (1, 128)  # keys of a prompt, the fewest and the most, whose tiles of rows all run at once
-# Shares with which prefill gains: where there are fewer, tiles of queries nearly fill the GPU by themselves. In float32
-# smaller tiles lose more against a kernel that makes parts ahead; measured with 16.
+FEWEST_KEYS = 64  # one tile of keys: nothing to split, and no bandwidth needed
+KEYS = (256, 1024)  # of a prompt: the fewest and the most at which splitting was measured to be faster
+TINY = (1, 128)  # of a prompt whose tiles of rows all run at once: the fewest and the most
+# Fewest splits with which prefill gains: with fewer, tiles of queries alone nearly fill the GPU. In float32 smaller
+# tiles lose more against a kernel that makes parts ahead; measured with 16.
 FEWEST_SPLITS, FEWEST_SPLITS_FLOAT32 = 4, 8
 
 
 def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Why kernels that give each tile of queries one block are faster; empty where `auto` should split keys instead.
+    """Returns why kernels with one block per tile of queries are faster; empty if `auto` should split keys instead.
 
-    Measured in CUDA graphs on an H200 (2026-11-21): decode 2.0 to 7.6 times as fast as by hopper/flash_fwd; one head of
-    512 queries and keys in 8 shares 1.41 times as fast as by flash_fwd, of 256 in 4 shares 1.07. Of 128 and 64, and 32
-    heads of 128, head_dim 64, whose keys are not worth splitting, 1.30, 1.18 and 1.15 (a day later), for one step walks
-    all keys, and launches begin ahead of the end of those before them; else 0.89 to 0.95. In float32, one head of 512
-    takes 11.2 us by default, 8.1 as tf32 and 11.6 as ieee; by hopper/flash_fwd, which makes parts first, 14.6 and 10.2,
-    by flash_fwd 26.5, 20.9 and 110.
-    One head of 4, 16, 32 and 48 1.24, 1.38, 1.48 and 1.83 us, by flash_fwd 2.13, 2.43, 2.47 and 2.53. Longer prompts
-    were not compared.
+    Measured in CUDA graphs on an H200 (2026-11-21): decode is 2.0 to 7.6 times as fast as with hopper/flash_fwd; one
+    head of 512 queries and keys in 8 splits is 1.41 times as fast as with flash_fwd, of 256 in 4 splits 1.07.
+
+    Prompts of 128 and 64 keys, and 32 heads of 128, head_dim 64, are not worth splitting; they were 1.30, 1.18 and 1.15
+    times as fast (a day later), because one step covers all keys and launches start before the preceding ones end;
+    otherwise 0.89 to 0.95. One head of 4, 16, 32 and 48: 1.24, 1.38, 1.48 and 1.83 us, with flash_fwd 2.13, 2.43, 2.47
+    and 2.53. Longer prompts were not compared.
+
+    In float32, one head of 512 takes 11.2 us by default, 8.1 as tf32 and 11.6 as ieee; with hopper/flash_fwd, which
+    makes parts first, 14.6 and 10.2; with flash_fwd 26.5, 20.9 and 110.
     """
-    if problem.page_size:  # nobody else reads pages on a GPU
+    if problem.page_size:  # no other GPU kernel reads pages
         return []
     if problem.seqlen_q <= FEW_QUERIES and problem.seqlen_k > FEWEST_KEYS:
         return []
     asked = f"{problem.seqlen_q} queries and {problem.seqlen_k} keys a sequence"
-    outside = [f"{asked}; ahead at {FEW_QUERIES} queries or fewer, and at {KEYS[0]} to {KEYS[1]} keys"]
+    outside = [f"{asked}; faster at {FEW_QUERIES} queries or fewer, and at {KEYS[0]} to {KEYS[1]} keys"]
     if not TINY[0] <= problem.seqlen_k <= KEYS[1]:
-        return outside  # for every long prompt: no config is asked for
+        return outside  # every long prompt ends here, without computing a config
     config = default(problem, gpu)
     if config is not None and _tiny(problem, gpu, config):
         return []
@@ -522,13 +527,15 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     fewest = FEWEST_SPLITS_FLOAT32 if problem.dtype == "float32" else FEWEST_SPLITS
     if shares >= fewest:
         return []
-    return [f"{asked} would be read in {shares} shares; from {fewest} on they pay for their merge"]
+    return [f"{asked} would give num_splits = {shares}; splitting is faster from num_splits = {fewest} on"]
 
 
 def _between(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
-    """Whether a prompt of more keys than one step walks and fewer than are split is so small that what counts is how
-    soon its launch begins: one head of 160, 192 and 224 keys 1.12 to 1.21 times as fast as by flash_fwd, 32 heads 1.12,
-    64 heads 1.08, 128 heads 0.91; 16 heads of 128 columns 1.08 (H200, 2026-11-22)."""
+    """Returns whether a prompt, longer than one step and too short to split, is bound by how soon its launch starts.
+
+    Measured: one head of 160, 192 and 224 keys 1.12 to 1.21 times as fast as with flash_fwd, 32 heads 1.12, 64 heads
+    1.08, 128 heads 0.91; 16 heads of 128 columns 1.08 (H200, 2026-11-22).
+    """
     return (
         TINY[1] < problem.seqlen_k == problem.seqlen_q
         and problem.dtype != "float32"
@@ -543,7 +550,7 @@ def _between(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
 
 
 def _tiny(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
-    """Whether a prompt is so short that what counts is how soon its one wave of blocks begins, as far as measured."""
+    """Returns whether a prompt is bound by how soon its one wave of blocks starts, within the measured range."""
     return (
         problem.seqlen_q <= problem.seqlen_k
         and (problem.seqlen_q > FEW_QUERIES or problem.seqlen_q == problem.seqlen_k)
@@ -559,7 +566,8 @@ def _tiny(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """Whole tiles, padding included; K and V once for each tile of rows; parts written and read where keys split."""
+    """Returns the cost: whole tiles, padding included; K and V once for each tile of rows; partial results written and
+    read if keys are split."""
     size, parts = DTYPE_BYTES[problem.dtype], num_parts(config)
     of_tiles = steps_over_keys(problem, config)
     steps, longest = of_tiles.tiles, of_tiles.longest
@@ -612,8 +620,8 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
 
 
 def _loop(problem: AttentionProblem, gpu: Gpu, config: Config) -> str:
-    """`Cost.loop`: tiles of 256 columns; few rows, which float32 has to itself; multiply-adds also by head_dim, as in
-    flash_fwd."""
+    """Returns `Cost.loop`: separate names for tiles of 256 columns, for few rows, for few rows in float32, and for
+    multiply-adds by head_dim, as in flash_fwd."""
     if config.block_m > 32:
         return "wide" if padded(problem.head_dim_v) > 128 else ""
     if config.roles:
@@ -627,7 +635,7 @@ def _loop(problem: AttentionProblem, gpu: Gpu, config: Config) -> str:
 
 
 def _smem_margin(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """What `smem_bytes` promises beyond what sm_90 compiles to."""
+    """Returns the bytes by which `smem_bytes` exceeds what sm_90 compiles to."""
     if problem.dtype == "float32":
         return 0
     if config.block_m < 64:
@@ -636,14 +644,14 @@ def _smem_margin(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 
 
 def _registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """About what a thread holds: output and scores of its rows in float32, probabilities, and some sixty besides; more
-    where keys come by maps or pages to tiles of few rows (sm_90, compiled)."""
+    """Returns approximately the registers of a thread: output and scores of its rows in float32, probabilities, and
+    some sixty more; more again if tiles of few rows load keys by maps or from pages (sm_90, compiled)."""
     if config.roles:
         return few_rows.registers(problem, gpu, config)
     threads = max(1, config.num_warps * gpu.warp_size)
     elements = config.block_m * (padded(problem.head_dim_v) + columns(config) * 3 // 2)
     if problem.dtype == "float32" and dot_precision(problem, gpu) != "ieee" and config.block_m < 64:
-        # Every warp holds the parts of all rows of Q, and those of keys on their way.
+        # Every warp holds the parts of all rows of Q, and those of the keys in flight.
         parts = PARTS[dot_precision(problem, gpu)]
         elements += threads * (40 + parts * config.block_m * padded(problem.head_dim) // (2 * gpu.warp_size))
     beside = 40 if problem.dtype == "float32" else 60 if config.block_m > 32 else 85
@@ -651,14 +659,14 @@ def _registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 
 
 def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
-    """Why the config splits the keys as it does, for `explain`."""
+    """Returns why the config splits the keys as it does, for `explain`."""
     pieces = ""
     if config.pieces:
         pieces = (
-            f" of whole pieces, {config.pieces} at the most, which follow from the keys alone, so that a sequence's "
+            f" in whole pieces, at most {config.pieces}, which depend only on the keys, so that a sequence's "
             "bits do not depend on the batch"
         )
     chosen = choose_splits(problem, gpu, config)
     if chosen.num_splits == config.num_splits:
-        return [f"keys in {config.num_splits} shares{pieces}: {chosen.reason}"]
-    return [f"keys in {config.num_splits} shares{pieces}, as asked; {chosen.num_splits} by default: {chosen.reason}"]
+        return [f"num_splits = {config.num_splits}{pieces}: {chosen.reason}"]
+    return [f"num_splits = {config.num_splits}{pieces}, as given; {chosen.num_splits} by default: {chosen.reason}"]

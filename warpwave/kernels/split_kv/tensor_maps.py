@@ -1,4 +1,4 @@
-"""The tensor maps of K and V by which `split_kv`'s portable kernel reads them (runtime/tensor_maps.py)."""
+"""The tensor maps of K and V for `split_kv`'s portable kernel (runtime/tensor_maps.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from warpwave.runtime.tensor_maps import MapPlan, has_map
 
 
 def plans(problem: AttentionProblem, gpu: Gpu, operands: Any, config: Config) -> tuple[MapPlan, ...]:
-    """The maps of K and V, in that order; none where the config asks for none or nothing can be mapped."""
+    """Returns the maps of K and V, in that order; none if the config uses none or nothing can be mapped."""
     if not config.by_map or not may_map(problem, gpu, config) or not all(map(has_map, operands[1:3])):
         return ()
     widths = tile_widths(problem, gpu, config.block_m)
@@ -28,13 +28,13 @@ def _plan(problem: AttentionProblem, source: int, tensor: torch.Tensor, config: 
         tensor = tensor[None]
     outer, rows, heads, width = tensor.shape
     strides = tensor.stride()
-    outer_stride = strides[1] if problem.packed and not problem.page_size else strides[0]  # of one, any stride will do
+    outer_stride = strides[1] if problem.packed and not problem.page_size else strides[0]  # any stride if the size is 1
     block = (1, config.block_n, config.kv_heads, block_width)
     return MapPlan(source, (outer, rows, heads, width), (outer_stride, strides[1], strides[2], 1), block, False)
 
 
 def family(spec: launch.Launch, plans: Sequence[MapPlan]) -> launch.Family:
-    """Returns the family of a launch whose last two tensors are descriptors of K and V, None where there are no plans.
-    Its launchers take the others; K is the second of them and V the third."""
+    """Returns the family of a launch whose last two tensors are descriptors of K and V; without plans they are None.
+    Its launchers take the other tensors; K is the second of them and V the third."""
     others = len(spec.tensors) - 2
     return launch.Family(spec, (*range(others), *(plans or (None, None))))

@@ -1,11 +1,11 @@
-"""three_kernel's gradients: five products of torch's over the forward's chunks, and one launch between them.
+"""three_kernel's gradients: five torch products over the forward's chunks, and one launch between them.
 
     S = Q K^T,  dP = dO V^T;   P = exp(S' - lse),  dS = P * (dP - delta);   dV += P^T dO,  dQ = dS K,  dK += dS^T Q
 
-A chunk holds all keys that its queries see, so a row's statistics are taken anew from the very scores that P is made
-of, and delta = rowsum(P * dP) from the very P and dP that dS is: what both have in common then cancels to rounding,
-however the forward computed. Made from a rounded out and log-sum-exp, float32 gradients of rows that one key leads
-were off by that rounding, times the values. P and dS take the place of S and dP. No atomics: sums run in a fixed order.
+A chunk holds all keys that its queries see. A row's statistics are therefore recomputed from the same scores as P, and
+delta = rowsum(P * dP) from the same P and dP as dS, so common errors cancel to rounding, whatever the forward computed.
+With a rounded out and log-sum-exp instead, float32 gradients of rows that one key dominates were off by that rounding,
+times the values. P and dS overwrite S and dP. There are no atomics: sums run in a fixed order.
 
 Dao et al., "FlashAttention" (2022), appendix B.4, with scores kept.
 
@@ -40,8 +40,8 @@ from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import INTERPRETED, jit, tl
 
 WHOLE_ROW = 8192  # keys of the longest row whose S and dP a block keeps in registers
-MOST_BOUND = 4096  # launches kept
-WORKSPACE_BYTES = 128 * 1024**2  # of S and dP of a chunk: their traffic is a small part beside five products
+MOST_BOUND = 4096  # bound launches kept
+WORKSPACE_BYTES = 128 * 1024**2  # for S and dP of a chunk: their traffic is small compared with five products
 
 
 # Device code ----------------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ def _tile_of_rows(
     HAS_LOW: tl.constexpr,
     HAS_HIGH: tl.constexpr,
 ):
-    """Scores in bits, minus infinity where hidden, and dP, 0 there: [ROWS, KEYS]."""
+    """Returns scores in bits, minus infinity where hidden, and dP, 0 where hidden: [ROWS, KEYS]."""
     visible = row_inside[:, None] & (keys < key_end)[None, :]
     visible = visible & band_visible(rows, keys, low, high, HAS_LOW, HAS_HIGH)
     in_lines = row_inside[:, None] & (keys < (key_end + LINE - 1) // LINE * LINE)[None, :]
@@ -77,11 +77,11 @@ def _tile_of_rows(
 def _store_gradients(
     p_ptr, ds_ptr, p, scores, dp, delta, rows, keys, row_begin, key_base, line_end, row_inside, stride_pm
 ):  # fmt: skip
-    """P and P * (dP - delta), up to the end of the lines."""
+    """Stores P and P * (dP - delta), up to the end of the lines."""
     in_lines = row_inside[:, None] & (keys < line_end)[None, :]
     p_out = tile_pointers(p_ptr, rows - row_begin, keys - key_base, stride_pm, 1)
     ds_out = tile_pointers(ds_ptr, rows - row_begin, keys - key_base, stride_pm, 1)
-    ds = tl.where(scores == float("-inf"), 0.0, p * (dp - delta[:, None]))  # delta may be NaN, of which that is no part
+    ds = tl.where(scores == float("-inf"), 0.0, p * (dp - delta[:, None]))  # delta may be NaN in hidden pairs
     tl.store(p_out, rounded(p, p_ptr.dtype.element_ty), mask=in_lines)
     tl.store(ds_out, rounded(ds, ds_ptr.dtype.element_ty), mask=in_lines)
 
@@ -122,10 +122,10 @@ def chunk_gradients_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):
-    """P and dS of ROWS queries of one head, over the lines of the keys that some query of the chunk sees.
+    """Computes P and dS of ROWS queries of one head, over the lines of the keys that some query of the chunk sees.
 
-    WHOLE, a row is one tile in registers, and P and dS may lie where S and dP lay. `of_sinks` takes what each row adds
-    to the gradient of its head's sink, (batch, num_heads_q, seqlen_q).
+    If WHOLE, a row is one tile in registers, and P and dS may overwrite S and dP. `of_sinks` receives each row's
+    contribution to the gradient of its head's sink, (batch, num_heads_q, seqlen_q).
     """
     tile = tl.program_id(0) % num_tiles_m
     chunk_head = (tl.program_id(0) // num_tiles_m).to(tl.int64)
@@ -138,7 +138,7 @@ def chunk_gradients_kernel(
     low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
     key_begin, key_end = visible_keys(row_begin, row_end - 1, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
     line_begin, line_end = whole_lines(key_begin, key_end)
-    key_base = key_base // LINE * LINE  # which is a multiple of it: see the softmax
+    key_base = key_base // LINE * LINE  # a no-op that tells the compiler about the multiple: see softmax.py
     scores_ptr += chunk_head * stride_sh
     dp_ptr += chunk_head * stride_sh
     p_ptr += chunk_head * stride_ph
@@ -146,7 +146,7 @@ def chunk_gradients_kernel(
 
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
-    delta = tl.zeros([ROWS], tl.float32)  # rowsum(P * dP), un-normalised
+    delta = tl.zeros([ROWS], tl.float32)  # rowsum(P * dP), unnormalized
     if WHOLE:
         keys = line_begin + tl.arange(0, KEYS)
         scores, dp = _tile_of_rows(
@@ -175,7 +175,7 @@ def chunk_gradients_kernel(
     if HAS_DLSE:
         delta = delta - tl.load(dlse_ptr + place, mask=row_inside, other=0.0)
     if HAS_SINKS:
-        # The sink's own probability times minus its delta, for its value is 0.
+        # The sink's own probability times minus its delta; its value is 0.
         line = (batch * num_heads_q + head) * tl.cast(seqlen_q, tl.int64) + rows
         tl.store(of_sinks_ptr + line, -(of_sink * inverse_sum(l_all)) * delta, mask=row_inside)
 
@@ -202,7 +202,7 @@ def chunk_gradients_kernel(
 
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Why these launches cannot make a problem's gradients; eager's serve then."""
+    """Returns why these launches cannot compute a problem's gradients; eager's are used then."""
     if gpu.vendor not in ("nvidia", "interpreter"):
         return [f"three_kernel's gradients need torch's products, float32 out of 16 bits; {gpu.name} is not NVIDIA's"]
     there = {
@@ -212,15 +212,15 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         "ALiBi slopes": problem.alibi_shape is not None,
         "softcap": problem.softcap > 0,
     }
-    return [f"three_kernel's gradients know nothing of {name}" for name, is_there in there.items() if is_there]
+    return [f"three_kernel's gradients do not support {name}" for name, is_there in there.items() if is_there]
 
 
 _bound: dict[tuple[Any, ...], Callable[..., None]] = {}
 
 
 class _Buffers(NamedTuple):
-    """S and dP of a chunk, (heads, rows, width) float32, and P and dS where those were or beside them, in the dtype of
-    the operands; heads lie behind one another, so that those of one kv head are one matrix."""
+    """S and dP of a chunk, (heads, rows, width) float32, and P and dS, in place of those or separate, in the operands'
+    dtype. Heads are contiguous, so those of one kv head are one matrix."""
 
     scores: torch.Tensor
     dp: torch.Tensor
@@ -228,13 +228,14 @@ class _Buffers(NamedTuple):
     ds: torch.Tensor
 
     def of_heads(self, first: int, kv_heads: int, members: int, keys: slice) -> _Buffers:
-        """Of `kv_heads` times `members` heads from the first on: [kv_heads, members * rows, keys] each."""
+        """Returns the buffers of `kv_heads` times `members` heads from the first on: [kv_heads, members * rows, keys]
+        each."""
         heads = slice(first, first + kv_heads * members)
         return _Buffers(*(t[heads].view(kv_heads, -1, t.shape[2])[..., keys] for t in self))
 
 
 class _Memory:
-    """What the chunks of a call have their buffers in, one after another."""
+    """The memory that the chunks of a call use for their buffers, one chunk after another."""
 
     def __init__(self, problem: AttentionProblem, cut: Plan, device: torch.device) -> None:
         size, self.dtype = cut.heads * cut.rows * cut.width, getattr(torch, problem.dtype)
@@ -244,17 +245,17 @@ class _Memory:
         self.short = [torch.empty(size, dtype=self.dtype, device=device) for _ in range(2)] if beside else None
 
     def of(self, chunk: Chunk) -> _Buffers:
-        """The buffers of a chunk."""
+        """Returns the buffers of a chunk."""
         shape = (chunk.heads, chunk.rows, self.width)
         wide, short = (
             None if ts is None else [t[: math.prod(shape)].view(shape) for t in ts] for ts in (self.wide, self.short)
         )
         assert wide is not None
-        return _Buffers(*wide, *(short or (t.view(self.dtype) for t in wide)))  # of 16 bits, half of each row
+        return _Buffers(*wide, *(short or (t.view(self.dtype) for t in wide)))  # 16-bit results use half of each row
 
 
 def plan_of(problem: AttentionProblem) -> Plan:
-    """The forward's chunks, of scores alone."""
+    """Returns the forward's chunks, for scores alone."""
     block_m = 64
     width = -(-problem.seqlen_k // 128) * 128
     bytes_ = max(WORKSPACE_BYTES // 2, block_m * (width + 128) * 4)
@@ -263,8 +264,8 @@ def plan_of(problem: AttentionProblem) -> Plan:
 
 
 def by_sight(problem: AttentionProblem, chunk: Chunk) -> Iterator[Chunk]:
-    """Yields the chunk in parts: rows that see no key, rows that see one, and again rows that see none. What rows that
-    see nothing are multiplied by is 0, which a NaN in q or dout would turn into a NaN of dk or dv."""
+    """Yields the chunk in parts: rows that see no key, rows that see one, and again rows that see none. The rows that
+    see nothing would be multiplied by 0, which turns a NaN in q or dout into a NaN of dk or dv."""
     low, high = problem.band(problem.seqlen_q, problem.seqlen_k)
     end = chunk.row_begin + chunk.rows
     first = chunk.row_begin if high is None else min(max(chunk.row_begin, -high), end)
@@ -283,8 +284,8 @@ def backward(
     dlse: torch.Tensor | None,
     wanted: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of sum(out * dout) + sum(lse * dlse) by q, k, v, bias, ALiBi slopes and sinks, None where not
-    wanted; each in the shape and dtype of its operand. Deterministic.
+    """Returns the gradients of sum(out * dout) + sum(lse * dlse) by q, k, v, bias, ALiBi slopes and sinks, None where
+    not wanted; each in the shape and dtype of its operand. Deterministic.
 
     Args:
         dout: like out, (batch, seqlen_q, num_heads_q, head_dim_v).
@@ -321,7 +322,7 @@ def backward(
             _between(problem, chunk, cut, buffers, sinks, dlse, of_sinks)
             for part in parts:
                 _accumulate(problem, chunk, part, dq, dk, dv)
-        # The scale comes after the products: before, it would push a small dS out of the range of 16 bits.
+        # The scale is applied after the products: before, it would push a small dS out of the range of 16 bits.
         results = [dq, _scaled(dk, problem.softmax_scale, k.dtype), _scaled(dv, 1.0, v.dtype)]
         dsinks = of_sinks.sum((0, 2)) if wanted[5] and sinks is not None else None
     return (*results, None, None, dsinks)
@@ -330,7 +331,7 @@ def backward(
 def _of_nothing(
     operands: Operands, dlse: torch.Tensor | None, wanted: Sequence[bool]
 ) -> tuple[torch.Tensor | None, ...]:
-    """No query or no key: nothing depends on q, k and v, and lse is the sink."""
+    """Returns the gradients of a call without queries or keys: nothing depends on q, k and v, and lse is the sink."""
     results = [torch.zeros_like(t) if want else None for t, want in zip(operands[:3], wanted, strict=False)]
     dsinks = None
     if wanted[5] and operands.sinks is not None:
@@ -341,7 +342,8 @@ def _of_nothing(
 def _of_unseen(
     problem: AttentionProblem, chunk: Chunk, sinks: Any, dlse: Any, of_sinks: torch.Tensor, dq: torch.Tensor | None
 ) -> None:
-    """Rows that see their sink alone: its probability is 1, and its delta minus what arrives at lse."""
+    """Computes the sink's gradient of rows that see only their sink: its probability is 1, and its delta is minus the
+    upstream gradient of lse."""
     rows = slice(chunk.row_begin, chunk.row_begin + chunk.rows)
     heads = slice(chunk.first_head, chunk.first_head + chunk.heads)
     if dq is not None:
@@ -356,11 +358,11 @@ def _of_unseen(
 
 
 class _Part(NamedTuple):
-    """What torch multiplies at once: heads of one batch item, those that share a kv head being one matrix.
+    """The operands of one torch product: heads of one batch item; those that share a kv head form one matrix.
 
     Attributes:
-        batch, head, kv_head, kv_heads, members: from `head` on `kv_heads` times `members` query heads.
-        q, dout: [kv_heads, members * rows, width], views where a kv head has one member, else copies.
+        batch, head, kv_head, kv_heads, members: `kv_heads` times `members` query heads, from `head` on.
+        q, dout: [kv_heads, members * rows, width]; views if a kv head has one member, else copies.
         k, v: [kv_heads, keys, width], views.
         buffers: [kv_heads, members * rows, keys] each.
     """
@@ -378,8 +380,8 @@ class _Part(NamedTuple):
 
 
 def runs_of_heads(problem: AttentionProblem, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """(batch item, query head, kv heads, members) of heads counted over the batch: whole groups of one batch item
-    together, and what is left of a group alone."""
+    """Yields (batch item, query head, kv heads, members) of heads counted over the batch: whole groups of one batch
+    item together, and the remaining members of a group alone."""
     group = problem.num_heads_q // problem.num_heads_kv
     while begin < end:
         batch, head = divmod(begin, problem.num_heads_q)
@@ -413,7 +415,7 @@ def _parts(
 def _between(
     problem: AttentionProblem, chunk: Chunk, cut: Plan, buffers: _Buffers, sinks: Any, dlse: Any, of_sinks: torch.Tensor
 ) -> None:
-    """S and dP to P and dS, by a launch that is bound once for all steps of a training."""
+    """Converts S and dP to P and dS with a launch that is bound once for all steps of a training."""
     tensors = (buffers.scores, buffers.dp, buffers.p, buffers.ds, sinks, dlse, None if sinks is None else of_sinks)
     layouts = tuple(None if t is None else (t.shape, t.stride(), t.data_ptr() % 16) for t in tensors)
     key = (problem, chunk, buffers.scores.device, layouts)
@@ -431,7 +433,7 @@ def _specify(
     whole = cut.width <= WHOLE_ROW
     keys = padded(cut.width) if whole else 2048
     warps = max(1, min(16, keys // 256))
-    rows = 64 if INTERPRETED else 1  # which runs one program after another: the fewer the better
+    rows = 64 if INTERPRETED else 1  # runs one program after another: fewer are faster
     tiles = -(-chunk.rows // rows)
     return launch.Launch(
         kernel=chunk_gradients_kernel,
@@ -447,7 +449,7 @@ def _specify(
 
 
 def _accumulate(problem: AttentionProblem, chunk: Chunk, part: _Part, dq: Any, dk: Any, dv: Any) -> None:
-    """dq of a part's rows, which no other chunk adds to, and what they add to the sums of k and v."""
+    """Computes dq of a part's rows, which no other chunk adds to, and adds to the sums of k and v."""
     of_keys = slice(chunk.key_begin, chunk.key_end)
     p, ds = part.buffers.p, part.buffers.ds
     if dq is not None:
@@ -464,7 +466,7 @@ def _accumulate(problem: AttentionProblem, chunk: Chunk, part: _Part, dq: Any, d
 
 
 def _scaled(total: torch.Tensor | None, scale: float, dtype: torch.dtype) -> torch.Tensor | None:
-    """Sums as a gradient: scaled, and rounded once."""
+    """Returns sums as a gradient: scaled, and rounded once."""
     if total is None or (dtype == torch.float32 and scale == 1.0):
         return total
     into = total if dtype == torch.float32 else torch.empty(total.shape, dtype=dtype, device=total.device)

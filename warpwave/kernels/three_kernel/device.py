@@ -1,11 +1,11 @@
-"""Device code of three_kernel's own products: the first may have the softmax in its epilogue.
+"""Device code of three_kernel's own products; the first may have the softmax in its epilogue.
 
-Both kernels work on one chunk: some query rows of some heads, heads counted over the batch. Scores of a chunk lie
-in a workspace of (heads, rows, width), its first key being `key_base`. What is hidden by position is neither computed
-nor read, tile by tile.
+Both kernels work on one chunk: some query rows of some heads, heads counted over the batch. Scores of a chunk are in a
+workspace of (heads, rows, width), whose first key is `key_base`. Tiles that position hides are neither computed nor
+read.
 
-Bound: tensor cores once head_dim is in the thousands; else the traffic of the scores, which a chunk small enough keeps
-in L2.
+Bound: tensor cores once head_dim is in the thousands; else the traffic of the scores, which stays in L2 if the chunk is
+small enough.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from warpwave.kernels.scores import score_bits
 from warpwave.kernels.three_kernel.softmax import HIDDEN, LINE, UNSPECIALISED, whole_lines
 from warpwave.runtime.triton_or_stub import jit, tl
 
-TILES_TOGETHER = tl.constexpr(8)  # rows of tiles that run together and share what they read through L2
+TILES_TOGETHER = tl.constexpr(8)  # rows of tiles that run together and share reads through L2
 
 
 @jit
 def _tile_of(pid, num_tiles_m, num_tiles_n):
-    """Row and column of a tile: TILES_TOGETHER rows of tiles are walked column by column."""
+    """Returns row and column of a tile: TILES_TOGETHER rows of tiles are traversed column by column."""
     together = TILES_TOGETHER * num_tiles_n
     first_m = pid // together * TILES_TOGETHER
     rows = tl.minimum(num_tiles_m - first_m, TILES_TOGETHER)
@@ -108,12 +108,12 @@ def chunk_scores_kernel(
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
 ):
-    """A tile of q . k, over one of SPLIT_D shares of head_dim.
+    """Computes a tile of q . k, over one of SPLIT_D splits of head_dim.
 
-    Raw scores, float32; or, FUSED, un-normalised probabilities relative to the maximum of the row within the tile, in
-    the dtype of the inputs, with that maximum and their sum beside them.
+    The result is raw scores in float32. If FUSED, it is unnormalized probabilities relative to the maximum of the row
+    within the tile, in the dtype of the inputs, with that maximum and their sum stored separately.
     """
-    # No block may end before the launch before it has, or the next one would not wait for that.
+    # No block may end before the preceding launch has, or the next launch would not wait for that launch.
     MAY_END_EARLY: tl.constexpr = HAS_LOW or HAS_HIGH or IS_VARLEN
     if LAUNCHED_AHEAD and MAY_END_EARLY:
         await_launch_before()
@@ -141,7 +141,7 @@ def chunk_scores_kernel(
 
     rows = first_row + tl.arange(0, BLOCK_M)
     keys = first_key + tl.arange(0, BLOCK_N)
-    # Shares are whole steps, the last one whatever is left.
+    # Splits are whole steps; the last one takes the remainder.
     steps: tl.constexpr = (HEAD_DIM + BLOCK_K * SPLIT_D - 1) // (BLOCK_K * SPLIT_D)
     dims = share * (steps * BLOCK_K) + tl.arange(0, BLOCK_K)
     check: tl.constexpr = HEAD_DIM % (BLOCK_K * SPLIT_D) != 0
@@ -162,8 +162,8 @@ def chunk_scores_kernel(
 
     row_inside = rows < seqlen_q
     here = scores_ptr + (chunk_head * stride_sh + share.to(tl.int64) * stride_split)
-    # Counted from the workspace's begin: of key_base the compiler does not know that it is a multiple of 16, and what
-    # it cannot see aligned it moves one element a thread.
+    # Columns are counted from the workspace's begin: the compiler cannot see that key_base is a multiple of 16, and it
+    # moves data without known alignment one element per thread.
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     here = tile_pointers(here, tile_m * BLOCK_M + tl.arange(0, BLOCK_M), columns, stride_sm, 1)
     if FUSED:
@@ -249,13 +249,13 @@ def chunk_values_kernel(
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
 ):
-    """BLOCK_V columns of the output of BLOCK_M queries of one head, over all keys that some of them sees.
+    """Computes BLOCK_V columns of the output of BLOCK_M queries of one head, over all keys that some of them sees.
 
-    ONE_STEP, no tile of rows has more than BLOCK_K of them: their values come, and are split, before the launch that
-    makes P is over.
+    If ONE_STEP, no tile of rows has more than BLOCK_K keys: their values are loaded, and split, before the launch that
+    computes P has ended.
 
-    FUSED, P of each tile of BLOCK_N keys is relative to that tile's maximum: it is summed by itself, and enters the
-    output by a float32 factor. Scaling P instead would round it twice.
+    If FUSED, P of each tile of BLOCK_N keys is relative to that tile's maximum: it is summed separately, and enters the
+    output with a float32 factor. Scaling P instead would round it twice.
     """
     if LAUNCHED_AHEAD and not ONE_STEP:
         await_launch_before()
@@ -285,11 +285,11 @@ def chunk_values_kernel(
     row_inside = rows < row_end
     columns = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
     p_ptr += chunk_head * stride_ph
-    key_base = key_base // LINE * LINE  # which is a multiple of it: see the softmax
+    key_base = key_base // LINE * LINE  # a no-op that tells the compiler about the multiple: see softmax.py
 
     begin, end = whole_lines(key_begin, key_end)
     if FUSED:
-        # Whole tiles, all of which some row sees; first what their maxima and sums come to.
+        # Whole tiles, all of which some row sees. First combine their maxima and sums.
         begin = key_base + tl.maximum(key_begin - key_base, 0) // BLOCK_N * BLOCK_N
         end = key_base + tl.cdiv(tl.maximum(key_end - key_base, 0), BLOCK_N) * BLOCK_N
         states = (chunk_head * num_tiles_n) * chunk_rows + (rows - row_begin)
@@ -312,7 +312,7 @@ def chunk_values_kernel(
         p = tile_pointers(p_ptr, rows - row_begin, keys - key_base, stride_pm, 1)
         p = load_tile(p, rows, keys, 0, row_end, end, True)  # [BLOCK_M, BLOCK_K]
         acc = product(operand(p, PRECISION, IS_NVIDIA), parts, acc, PRECISION)  # [BLOCK_M, BLOCK_V]
-        end = begin  # nothing is left
+        end = begin  # no keys are left
     STEP: tl.constexpr = BLOCK_N if FUSED else BLOCK_K
     for key_tile in range(begin, end, STEP):
         part = acc
@@ -325,7 +325,7 @@ def chunk_values_kernel(
             v = tile_pointers(v_ptr, keys, columns, stride_vn, stride_vd)
             v = load_tile(v, keys, columns, key_begin, key_end, HEAD_DIM_V, HEAD_DIM_V % BLOCK_V != 0)
             if MAY_HIDE_KEYS:
-                # A value that no query of the tile sees must have no effect, and 0 * NaN would be one.
+                # A value that no query of the tile sees must have no effect, but 0 * NaN is NaN.
                 seen = tl.max(((p != HIDDEN) & row_inside[:, None]).to(tl.int32), 0)  # [BLOCK_K]
                 v = tl.where((seen != 0)[:, None], v, 0.0).to(v.dtype)  # [BLOCK_K, BLOCK_V]
                 p = tl.where(p == HIDDEN, 0.0, p).to(v.dtype)
@@ -341,7 +341,7 @@ def chunk_values_kernel(
     if FUSED:
         scale = tl.full([BLOCK_M], 1.0, tl.float32)
         if HAS_SINKS:
-            # One more key, whose value is zero.
+            # The sink is one more key, whose value is zero.
             sink_log2 = tl.load(sinks_ptr + head) * LOG2_E
             m_i, l_i, scale, _ = join(m_i, l_i, sink_log2, 1.0)
         scale = scale * inverse_sum(l_i)

@@ -1,15 +1,16 @@
-"""How long calls of heads wider than 256 take on Hopper in 16 bits, by which launches: what a choice among them asks.
+"""Estimated times of heads wider than 256 on Hopper in 16 bits, for the choice among launches.
 
-Microseconds of an H200, beside some 8 that all of them take, fitted to 62 calls of 16 to 384 queries on 512 to 16,384
-keys at head_dim 512 to 1024 in CUDA graphs (benchmarks/records, 2026-11-22-h200-large-heads-few-queries.log). They are
-near enough to choose by, and no model of a call's time: that is workbench/model.
+The times are microseconds on an H200, without some 8 that all launches take. They were fitted to 62 calls of 16 to 384
+queries on 512 to 16,384 keys at head_dim 512 to 1024 in CUDA graphs
+(benchmarks/records, 2026-11-22-h200-large-heads-few-queries.log). They are accurate enough to choose by, but they do
+not model a call's time; workbench/model/predict.py does.
 
     hopper   three_kernel's own launches: rounds of tiles of 128 x 256, each for the columns that it sums over.
-    torch    three_kernel by torch's products: whatever their tiles, an even share of the work, all of K and V, which
-             nothing hides there, and a product more for each kv head that query heads share, which fills less.
+    torch    three_kernel with torch's products: an even share of the work, whatever their tiles; all of K and V, which
+             nothing hides there; and one more product for each kv head that query heads share, which fills less.
     fused    large_head_dim: the work, at the rate of its tiles of 64 rows.
 
-None is faster than K and V are read. Host code alone.
+None is faster than reading K and V. Holds no device code.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from warpwave.gpu import Gpu
 from warpwave.kernels.three_kernel import hopper_host as three_kernel_hopper
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
-FILLED = 132  # multiprocessors where nobody knows how many there are
+FILLED = 132  # multiprocessors, if their number is unknown
 US_A_COLUMN_HOPPER, US_A_COLUMN_TORCH, US_A_PRODUCT = 0.0122, 0.0175, 4.0
 BYTES_A_US, FUSED_FLOPS_A_US = 4.5e6, 1.65e8
-SHARED = 2.0  # times as long, where query heads share kv heads: their products are narrow
-HOST_US = 52.0  # that the host takes to call torch's products, beside the 8
+SHARED = 2.0  # factor of the time if query heads share kv heads: their products are narrow
+HOST_US = 52.0  # host time to call torch's products, without the 8
 
 
 def hopper_us(problem: AttentionProblem, gpu: Gpu) -> float:
-    """By three_kernel's own launches; infinity where they cannot compute the call."""
+    """Returns the time of three_kernel's own launches; infinity if they cannot compute the call."""
     if three_kernel_hopper.cannot(problem, gpu) or not (problem.seqlen_q and problem.seqlen_k and problem.batch):
         return math.inf
     sms, (block_m, block_n, _) = gpu.num_sms or FILLED, three_kernel_hopper.TILE
@@ -39,7 +40,7 @@ def hopper_us(problem: AttentionProblem, gpu: Gpu) -> float:
 
 
 def torch_us(problem: AttentionProblem, gpu: Gpu) -> float:
-    """By torch's products, of which the host makes no more than it can."""
+    """Returns the time with torch's products, which is at least the host's time to call them."""
     sms, (block_m, block_n, _) = gpu.num_sms or FILLED, three_kernel_hopper.TILE
     pairs = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_k
     columns = pairs * (problem.head_dim + problem.head_dim_v) / (sms * block_m * block_n)
@@ -50,24 +51,25 @@ def torch_us(problem: AttentionProblem, gpu: Gpu) -> float:
 
 
 def fused_us(problem: AttentionProblem) -> float:
-    """By large_head_dim."""
+    """Returns the time of large_head_dim."""
     pairs = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_k
     return max(2 * pairs * (problem.head_dim + problem.head_dim_v) / FUSED_FLOPS_A_US, _reading_us(problem))
 
 
 def are_known(problem: AttentionProblem, gpu: Gpu) -> bool:
-    """Whether these estimates are for a call: one that three_kernel's own launches can compute."""
+    """Returns whether these estimates cover a call, that is, whether three_kernel's own launches can compute it."""
     return hopper_us(problem, gpu) < math.inf
 
 
 def why_not_fused(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Why three_kernel is faster than large_head_dim, if it is, of calls that are known here."""
+    """Returns why three_kernel is faster than large_head_dim, for calls that the estimates cover; empty if it is
+    not."""
     fused, three = fused_us(problem), min(hopper_us(problem, gpu), torch_us(problem, gpu))
     if three >= fused:
         return []
     return [
         f"{problem.seqlen_q} queries of {problem.batch * problem.num_heads_q} heads on {problem.seqlen_k:,} keys take "
-        f"it about {fused:.0f} us beside a launch's, and three_kernel {three:.0f} (three_kernel/estimates.py)"
+        f"it about {fused:.0f} us beside a launch's, and three_kernel {three:.0f} (kernels/three_kernel/estimates.py)"
     ]
 
 

@@ -1,5 +1,5 @@
-"""three_kernel's launches on Hopper: two products (hopper_products.py) and the statistics of rows between them. Their
-maps and arguments, and what they cannot. Host code alone."""
+"""three_kernel's launches on Hopper: two products (hopper_products.py) and the row statistics between them; their
+tensor maps, arguments and limits. Holds no device code."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from warpwave.runtime import launch, tensor_maps
 from warpwave.runtime.tensor_maps import MapPlan
 from warpwave.runtime.triton_or_stub import NO_TRITON
 
-TILE = (128, 256, 64)  # queries; keys, or columns of v; what a step sums over
-PIECE = 64  # columns of a tile that leave together
-SMEM_BYTES = 4 * 2 * (128 + 256) * 64 + 2 * 2 * 128 * PIECE + 1024  # the ring, two pieces on their way out, barriers
-TOGETHER = 16  # blocks of rows that are walked together: with 8 columns beside them they are as many as an H200's SMs
-LEAST_SCALE = 2.0**-126  # stands for 0, by which no score of minus infinity can be multiplied
-FAR = 2**30  # a key behind all others, that adding a row to does not overflow
+TILE = (128, 256, 64)  # queries; keys, or columns of v; elements that a step sums over
+PIECE = 64  # columns of a tile that are stored together
+SMEM_BYTES = 4 * 2 * (128 + 256) * 64 + 2 * 2 * 128 * PIECE + 1024  # the ring, two pieces being stored, barriers
+TOGETHER = 16  # blocks of rows traversed together: with 8 columns they are as many as an H200's SMs
+LEAST_SCALE = 2.0**-126  # replaces 0, because a score of minus infinity cannot be multiplied by 0
+FAR = 2**30  # a key after all others; adding a row to it does not overflow
 
 
 __all__ = ["NO_TRITON", "SMEM_BYTES", "bind", "cannot", "launches"]
 
 
 def cannot(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Why these launches cannot compute a problem there."""
+    """Returns why these launches cannot compute a problem on this GPU."""
     if gpu.capability != 90:
-        return [f"'hopper' products are Hopper's, sm_90, and this is {gpu.name}"]
+        return [f"'hopper' products need Hopper, sm_90, and this is {gpu.name}"]
     reasons = []
     if problem.dtype == "float32":
-        reasons.append("'hopper' products are of 16-bit operands")
+        reasons.append("'hopper' products take 16-bit operands only")
     there = {
         "packed sequences": problem.packed,
         "a mask": problem.mask_shape is not None,
@@ -46,15 +46,15 @@ def cannot(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         "softcap": problem.softcap > 0,
         "a left side of a window": problem.window_size[0] >= 0,
     }
-    reasons += [f"'hopper' products know nothing of {name}" for name, is_there in there.items() if is_there]
+    reasons += [f"'hopper' products do not support {name}" for name, is_there in there.items() if is_there]
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size % 8:
-            reasons.append(f"{name} is {size}; the copy engine takes multiples of 8")
+            reasons.append(f"{name} is {size}; it must be a multiple of 8 for TMA")
     return reasons
 
 
 def _of_tokens(source: int, tensor: torch.Tensor, tokens: int, rows: int, columns: int) -> MapPlan:
-    """The map of a (batch, seqlen, head, width) tensor, of which `tokens` are read."""
+    """Returns the map of a (batch, seqlen, head, width) tensor, of which `tokens` are read."""
     shape, strides = host.seen(tensor, False, tokens)
     return MapPlan(source, shape, strides, (1, 1, rows, columns))
 
@@ -65,7 +65,7 @@ def _of_p(p: torch.Tensor, columns: int) -> MapPlan:
 
 
 class Described(NamedTuple):
-    """A launch; how its tensor maps see the four tensors that `sources` are, none where it has no maps."""
+    """A launch, the four tensors that it describes by maps (`sources`), and their maps; none if it has no maps."""
 
     launch: launch.Launch
     maps: list[MapPlan | None]
@@ -76,7 +76,8 @@ def launches(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, out: Any, lse: Any, cut: Plan, chunk: Chunk,
     workspace: Workspace, *, described: bool = True,
 ) -> tuple[Described, Described, Described]:  # fmt: skip
-    """Scores, statistics and values of a chunk. A test that runs them without Triton's compiler wants no maps."""
+    """Returns the scores, statistics and values launches of a chunk. A test that runs them without Triton's compiler
+    passes no maps."""
     q, k, v = operands[:3]
     p, reference, top, sums = workspace.p, workspace.tile_max, workspace.tile_top, workspace.tile_sum
     lowered, row_scale = workspace.lowered, workspace.row_scale
@@ -90,7 +91,7 @@ def launches(
         -(-problem.head_dim_v // TILE[1]),
     )
     key_tiles, has_high = cut.width // TILE[1], band.high is not None
-    # A block sees the tiles up to its last row's last key: half a tile more than the one before.
+    # A block sees the tiles up to its last row's last key: half a tile more than the previous block.
     diagonal = (chunk.row_begin + TILE[0] - 1 + high) // TILE[0] + 2 if has_high else 2 * key_tiles
     all_tiles = key_tiles_before(blocks, diagonal, key_tiles)
     counter = host.counter(out)
@@ -136,7 +137,7 @@ def launches(
                    "HAS_SINKS": problem.has_sinks, "WRITE_LSE": problem.return_lse, "LAUNCHED_AHEAD": described},
         options={"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False, "launch_pdl": described},
     )  # fmt: skip
-    # Where blocks are of unlike length, few of them together deal out evenly; wide heads want V shared all the same.
+    # If blocks differ in length, small groups balance better; wide heads need V shared in any case.
     together = min(TOGETHER, max(1, columns // 2)) if has_high else TOGETHER
     values = launch.Launch(
         kernel=hopper_values_kernel,
@@ -154,7 +155,7 @@ def launches(
 
 
 def bind(*arguments: Any) -> tuple[series.Step, series.Step, series.Step]:
-    """The launches, compiled, each with the names of what it takes."""
+    """Returns the compiled launches, each with the names of its arguments."""
     of_scores, of_statistics, of_values = launches(*arguments)
     return (
         (tensor_maps.bind(*of_scores), "q k p p tile_max tile_top tile_sum"),

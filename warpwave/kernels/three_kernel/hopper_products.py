@@ -1,24 +1,25 @@
-"""three_kernel's products on Hopper: P from Q and K, and out from P and V. No kernel by itself.
+"""three_kernel's products on Hopper: P from Q and K, and out from P and V.
 
     P = 2^(S' - r),  S' = Q K^T scaled and masked, in bits;   out = 1/L * sum over tiles of 2^(r - R) P V
 
-Both launches are one matrix product with another epilogue. A program walks tiles of 128 x 256; one warp keeps a ring of
-operands full by TMA, two warpgroups of 64 rows each multiply, and a tile leaves by TMA, 64 columns at a time, while the
-ring fills for the next. Tiles that are under way together lie together, so that they share what they read in L2: 16
-blocks of rows, a column of tiles after another.
+Both launches are matrix products that differ in their epilogue. A program processes tiles of 128 x 256. One warp keeps
+a ring of operands full by TMA, and two warpgroups of 64 rows each multiply. A tile is stored by TMA, 64 columns at a
+time, while the ring fills for the next tile. Concurrent tiles are adjacent, so that they share reads in L2: 16 blocks
+of rows, traversed one column of tiles after another.
 
-A tile of scores knows nothing of the others of its row. Its reference r is therefore its own maximum, but rounded down
-to a multiple of a step so coarse that the tiles of a row nearly always have the same one (QUANTUM); a launch of its own
-(three_kernel_statistics) joins the references, sums and largest probabilities of a row. Where a tile's reference is
-below its row's, 2^(r - R) is a power of two, and the second launch applies it to P in shared memory without rounding.
-A score costs 2 bytes written and 2 read for each 256 columns of v, and no pass of its own.
+A tile of scores does not see the other tiles of its row. Its reference r is its own maximum, rounded down to a multiple
+of a step so coarse that the tiles of a row nearly always have the same reference (QUANTUM). A separate launch
+(statistics.py) combines the references, sums and largest probabilities of a row. If a tile's reference is below its
+row's, 2^(r - R) is a power of two, and the second launch applies it to P in shared memory without rounding. A score
+costs 2 bytes written and 2 read for each 256 columns of v, and needs no separate pass.
 
-Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018), is how tiles with a reference each make a row.
+The combination of tiles with separate references follows Milakov & Gimelshein, "Online normalizer calculation for
+softmax" (2018).
 
 Bound: tensor cores and L2, 85 FLOP for each byte of operands.
 """
 
-# No postponed annotations here: an aggregate's fields are checked against its annotations.
+# No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
 from warpwave.kernels.hopper.parts import ROWS, accumulator_layout, exp2, like, matrix
 from warpwave.kernels.hopper.split_float32 import wait_for_launch_before
@@ -38,9 +39,9 @@ from warpwave.runtime.gluon_or_stub import (
     warpgroup_mma_wait,
 )
 
-BLOCK_K = gl.constexpr(64)  # of head_dim or keys that a step sums over: 128 bytes, a line of swizzled shared memory
+BLOCK_K = gl.constexpr(64)  # head_dim elements or keys that a step sums over: 128 bytes, a line of swizzled memory
 STAGES = gl.constexpr(4)
-PIECE = gl.constexpr(64)  # columns of a tile that leave together; each warpgroup has room for two such pieces
+PIECE = gl.constexpr(64)  # columns of a tile that are stored together; each warpgroup has room for two such pieces
 UNSPECIALISED = [
     *("first_head", "row_begin", "row_end", "num_heads", "group_size", "heads", "blocks", "columns", "together"),
     *("diagonal", "key_tiles", "chunk_rows", "seqlen_k", "high", "all_tiles", "steps"),
@@ -69,7 +70,7 @@ class Ring:
 
 @jit
 def make_ring(a_map, b_map):
-    """Shared memory as the maps fill it, and barriers that two warpgroups hand back."""
+    """Allocates shared memory in the maps' layouts, and barriers for hand-backs by two warpgroups."""
     a = gl.allocate_shared_memory(a_map.dtype, [2 * STAGES] + a_map.block_type.shape, a_map.layout)
     b = gl.allocate_shared_memory(b_map.dtype, [STAGES] + b_map.block_type.shape, b_map.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -83,7 +84,7 @@ def make_ring(a_map, b_map):
 
 @jit
 def load(ring, n, a_map, a_batch, a_head, a_row, a_column, b_map, b_batch, b_head, b_row, b_column):
-    """Step n of the ring, as soon as its stage is free. What lies outside a tensor comes as zeros."""
+    """Loads step n of the ring as soon as its stage is free. Elements outside a tensor are zeros."""
     stage = n % STAGES
     mbarrier.wait(ring.empty.index(stage), ((n // STAGES) & 1) ^ 1)
     full = ring.full.index(stage)
@@ -95,28 +96,28 @@ def load(ring, n, a_map, a_batch, a_head, a_row, a_column, b_map, b_batch, b_hea
 
 @jit
 def wait_full(ring, n):
-    """Waits until step n has come."""
+    """Waits until step n has arrived."""
     mbarrier.wait(ring.full.index(n % STAGES), (n // STAGES) & 1)
 
 
 @jit
 def hand_back(ring, n):
-    """A warpgroup is done with step n."""
+    """Hands back step n; called by a warpgroup."""
     mbarrier.arrive(ring.empty.index(n % STAGES), count=1)
 
 
-# Tiles on their way to memory -----------------------------------------------------------------------------------------
+# Stores of tiles ------------------------------------------------------------------------------------------------------
 
 
 @jit
 def halves(x):
-    """The left and the right columns of x."""
+    """Returns the left and the right columns of x."""
     return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
 
 
 @jit
 def quarters(x):
-    """x [64, 4 * PIECE] as four pieces, each laid out as an accumulator so wide."""
+    """Returns x [64, 4 * PIECE] as four pieces, each in the layout of an accumulator of that width."""
     left, right = halves(x)
     a, b = halves(left)
     c, d = halves(right)
@@ -131,15 +132,15 @@ def quarters(x):
 
 @jit
 def out_buffers(out_map):
-    """Room for two pieces of each warpgroup."""
+    """Allocates two pieces for each warpgroup."""
     return gl.allocate_shared_memory(out_map.dtype, [4] + out_map.block_type.shape, out_map.layout)
 
 
 @jit
 def store_piece(x, out_map, batch, head, row, column, buffers, GROUP: gl.constexpr, I: gl.constexpr):
-    """Stores piece I of a tile, [64, PIECE]: it leaves while the next is written."""
+    """Stores piece I of a tile, [64, PIECE], asynchronously, while the next one is written."""
     buffer = buffers.index(2 * GROUP + I % 2)
-    tma.store_wait(1)  # the piece that lay there has left
+    tma.store_wait(1)  # the buffer's previous piece has been stored
     matrix(buffer).store(x)
     fence_async_shared()
     tma_store(out_map, [batch, head, row, column + I * PIECE], buffer)
@@ -150,7 +151,7 @@ def store_piece(x, out_map, batch, head, row, column, buffers, GROUP: gl.constex
 
 @jit
 def scores_producer(q_map, k_map, ring, chunk, all_tiles, steps, HAS_HIGH: gl.constexpr):
-    """Loads Q and K, a step of head_dim after another, for each tile of the program."""
+    """Loads Q and K, one step of head_dim after another, for each tile of the program."""
     n = 0
     for item in range(gl.program_id(0), chunk.heads * all_tiles, gl.num_programs(0)):
         chunk_head, block, tile = place_scores(chunk, item, all_tiles, HAS_HIGH)
@@ -167,8 +168,8 @@ def scores_producer(q_map, k_map, ring, chunk, all_tiles, steps, HAS_HIGH: gl.co
 
 @jit
 def scores_of_tile(ring, n, steps, GROUP: gl.constexpr):
-    """Q K^T of one tile, [64, BLOCK_N], its last step still under way; a step's stage is handed back while the next is
-    multiplied."""
+    """Returns Q K^T of one tile, [64, BLOCK_N], with its last step still in flight. A step's stage is handed back while
+    the next is multiplied."""
     acc = gl.zeros([ROWS, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N))
     wait_full(ring, n)
     stage = n % STAGES
@@ -189,10 +190,10 @@ def scores_of_tile(ring, n, steps, GROUP: gl.constexpr):
 
 @constexpr_function
 def quantum_of(dtype):
-    """Bits between references, and what a score is raised by before it is rounded down to one.
+    """Returns the bits between references, and the amount added to a score before it is rounded down to a reference.
 
-    The largest probability of a row in a tile lies within a quantum, so a quantum is what the dtype has room for: all
-    exponents of bfloat16 are alike, and float16 ends at 2^16 and is at its most exact from 2^-14 on.
+    The largest probability of a row in a tile lies within a quantum, so the dtype's range limits the quantum: bfloat16
+    has the same accuracy at all exponents, and float16 ends at 2^16 and is most accurate from 2^-14 on.
     """
     return (64.0, 32.0) if dtype == gl.bfloat16 else (14.0, 0.0)
 
@@ -202,7 +203,8 @@ def scores_consumer(
     GROUP: gl.constexpr, p_map, tile_reference_ptr, tile_top_ptr, tile_sum_ptr, chunk_rows, seqlen_k, high,
     all_tiles, steps, scale, buffers, ring, chunk, HAS_HIGH: gl.constexpr,
 ):  # fmt: skip
-    """P of 64 rows and BLOCK_N keys after another, with each row's reference, largest probability and sum."""
+    """Computes P of 64 rows and BLOCK_N keys, tile after tile, with each row's reference, largest probability and
+    sum."""
     layout: gl.constexpr = accumulator_layout(BLOCK_N)
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
     by_key: gl.constexpr = gl.SliceLayout(0, layout)
@@ -272,12 +274,12 @@ def hopper_scores_kernel(
     scale,
     HAS_HIGH: gl.constexpr,
 ):
-    """P of a chunk, tile by tile relative to a power of two, and what the statistics of its rows are made of.
+    """Computes P of a chunk, relative to a power of two in each tile, and the inputs of the row statistics.
 
-    Maps are of (batch, head, row, column); P's batch is 1 and its heads and rows are the chunk's. `scale` makes bits of
-    raw scores; 0 it may not be. A row sees the keys up to itself plus `high`, and those before seqlen_k; a head has
-    `all_tiles` tiles that some row sees. What is said of tiles is (heads, key_tiles, chunk_rows), in float32: the
-    reference in bits, and relative to it the largest probability and the sum.
+    Maps have the axes (batch, head, row, column); P's batch is 1 and its heads and rows are the chunk's. `scale`
+    converts raw scores to bits and must not be 0. A row sees the keys up to itself plus `high`, limited by seqlen_k;
+    `all_tiles` tiles of a head are seen by some row. Per-tile values are (heads, key_tiles, chunk_rows), in float32:
+    the reference in bits, and relative to it the largest probability and the sum.
     """
     chunk = Chunk(
         first_head, row_begin, row_end, num_heads, group_size, heads, blocks, columns, together, diagonal, key_tiles
@@ -304,7 +306,7 @@ def hopper_scores_kernel(
 
 @jit
 def values_producer(p_map, v_map, ring, chunk, HAS_HIGH: gl.constexpr):
-    """Loads P and V, a step of keys after another, for each tile of out of the program."""
+    """Loads P and V, one step of keys after another, for each tile of out of the program."""
     n = 0
     for turn in range(value_turns(chunk)):
         chunk_head, block, column, tiles = place_values(chunk, turn, HAS_HIGH)
@@ -320,22 +322,22 @@ def values_producer(p_map, v_map, ring, chunk, HAS_HIGH: gl.constexpr):
 
 @jit
 def lower(p, factor_ptr, inside_rows):
-    """P [64, BLOCK_K] in shared memory times a power of two for each row."""
+    """Multiplies P [64, BLOCK_K] in shared memory by a power of two for each row."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     factor = gl.load(factor_ptr + rows, mask=rows < inside_rows, other=1.0)
     lowered = p.load(layout).to(gl.float32) * factor[:, None]
     p.store(lowered.to(p.dtype))
     fence_async_shared()
-    block_barrier()  # here, for where the compiler would place it every step would meet it
+    block_barrier()  # placed here because every step would execute the compiler's own barrier
 
 
 @jit
 def next_values(
     chunk, turn, row_scale_ptr, lowered_ptr, chunk_rows, GROUP: gl.constexpr, HAS_HIGH: gl.constexpr
 ):  # fmt: skip
-    """Where a turn's tile lies, what its rows are to be multiplied by, and whether its first P is to be lowered. What
-    it divides and loads is ready when the turn begins if it is asked for before the turn before ends."""
+    """Returns the position of a turn's tile, the factors of its rows, and whether its first P is to be lowered. Called
+    before the previous turn ends, its divisions and loads are ready when the turn starts."""
     chunk_head, block, column, tiles = place_values(chunk, turn, HAS_HIGH)
     in_chunk = block * BLOCK_M + GROUP * ROWS
     rows = in_chunk + gl.arange(0, ROWS, gl.SliceLayout(1, accumulator_layout(BLOCK_N)))
@@ -352,7 +354,7 @@ def values_consumer(
     GROUP: gl.constexpr, out_map, factor_ptr, lowered_ptr, row_scale_ptr, chunk_rows, buffers, ring, chunk,
     HAS_HIGH: gl.constexpr,
 ):  # fmt: skip
-    """64 rows and BLOCK_N columns of out after another."""
+    """Computes 64 rows and BLOCK_N columns of out, tile after tile."""
     groups = 2 * gl.cdiv(chunk_rows, BLOCK_M)
     n = 0
     chunk_head, block, column, tiles, row_scale, is_lowered = next_values(
@@ -365,7 +367,7 @@ def values_consumer(
         acc = gl.zeros([ROWS, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N))
         for tile in range(tiles):
             lowered = lowered_ptr + ((of_head + tile + 1).to(gl.int64) * groups + 2 * block + GROUP)
-            is_lowered_next = gl.load(lowered, mask=tile + 1 < tiles, other=0.0)  # which comes meanwhile
+            is_lowered_next = gl.load(lowered, mask=tile + 1 < tiles, other=0.0)  # the load overlaps with the product
             for step in gl.static_range(BLOCK_N // BLOCK_K):
                 wait_full(ring, n)
                 stage = n % STAGES
@@ -395,7 +397,7 @@ def values_consumer(
             scale = like(of_row, acc)
             out = acc * scale
             if HAS_HIGH:
-                out = gl.where(scale == 0.0, 0.0, out)  # of a row that saw no key, whatever the values held
+                out = gl.where(scale == 0.0, 0.0, out)  # for a row that saw no key, whatever the values are
             if inside_rows > 0:
                 row = chunk.row_begin + in_chunk
                 pieces = quarters(out.to(out_map.dtype))
@@ -427,7 +429,7 @@ def hopper_values_kernel(
     chunk_rows,
     HAS_HIGH: gl.constexpr,
 ):
-    """The chunk's rows of out, from what hopper_scores_kernel left and chunk_statistics_kernel made of it; it begins
+    """Computes the chunk's rows of out from the results of hopper_scores_kernel and chunk_statistics_kernel; it starts
     while the latter still runs."""
     wait_for_launch_before(128)
     chunk = Chunk(

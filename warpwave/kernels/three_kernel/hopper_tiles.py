@@ -1,12 +1,12 @@
-"""Which tile of three_kernel's products on Hopper is a program's next. No kernel by itself.
+"""The tile order of three_kernel's products on Hopper. Holds no kernel.
 
-Items are numbered over heads, blocks of rows and columns of tiles, such that those that run together share what they
-read; a program takes every num_programs-th.
+Items are numbered over heads, blocks of rows and columns of tiles, so that concurrent items share reads; a program
+takes every num_programs-th item.
 
-Bound: a few divisions an item, while products run.
+Bound: a few divisions per item, while products run.
 """
 
-# No postponed annotations here: an aggregate's fields are checked against its annotations.
+# No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit
 
@@ -16,14 +16,14 @@ BLOCK_N = gl.constexpr(256)  # keys of a tile of scores, and columns of v of a t
 
 @aggregate
 class Chunk:
-    """What is computed: heads counted over the batch from first_head on, rows from row_begin to row_end of each.
+    """The work of a launch: heads counted over the batch from first_head on, rows from row_begin to row_end of each.
 
     Args:
-        heads, blocks, columns: of the chunk, of BLOCK_M rows of a head, of tiles of such a block: of keys in the first
-            launch, of columns of v in the second.
-        together: blocks whose tiles are walked together.
-        diagonal: twice the number of key tiles that a block -1 would see; a block more sees half a tile more.
-        key_tiles: of all keys.
+        heads, blocks, columns: heads of the chunk, blocks of BLOCK_M rows per head, and columns of tiles per block: of
+            keys in the first launch, of v in the second.
+        together: blocks whose tiles are traversed together.
+        diagonal: twice the number of key tiles that a block -1 would see; each further block sees half a tile more.
+        key_tiles: number of tiles of all keys.
     """
 
     first_head: gl.tensor
@@ -58,18 +58,18 @@ class Chunk:
 
 @jit
 def key_tiles_of(chunk, block):
-    """Tiles of keys that some row of a block sees; one where none sees a key."""
+    """Returns the tiles of keys that some row of a block sees; one if none sees a key."""
     return gl.minimum(gl.maximum((chunk.diagonal + block) >> 1, 1), chunk.key_tiles)
 
 
 @jit
 def raster(chunk, item, HAS_HIGH: gl.constexpr):
-    """(head of the chunk, block of rows, column) of an item of all heads' blocks x columns.
+    """Returns (head of the chunk, block of rows, column) of an item of all heads' blocks x columns.
 
-    `together` blocks are walked column by column, for those that share rows or columns share them in L2. Where later
-    blocks see more keys, they come first, those of all heads before earlier ones of any.
+    `together` blocks are traversed column by column, because blocks that share rows or columns share them in L2. If
+    later blocks see more keys, they come first, for all heads, before any earlier blocks.
     """
-    span = chunk.heads if HAS_HIGH else 1  # heads that are walked together
+    span = chunk.heads if HAS_HIGH else 1  # heads that are traversed together
     of_span = chunk.blocks * chunk.columns * span
     rest = item % of_span
     of_group = chunk.together * chunk.columns * span
@@ -86,15 +86,16 @@ def raster(chunk, item, HAS_HIGH: gl.constexpr):
 
 @jit
 def below_diagonal(chunk, item, all_tiles):
-    """(head of the chunk, block of rows, tile of keys) of an item of all heads' tiles that some row sees, row by row.
+    """Returns (head of the chunk, block of rows, tile of keys) of an item of all heads' visible tiles, row by row.
 
-    Block b sees (diagonal + b) / 2 tiles, at least 1 and at most key_tiles. Up to x there are (x - 1)^2 / 4 of them
-    where neither bound binds, so the block of a tile is a square root.
+    Block b sees (diagonal + b) / 2 tiles, at least 1 and at most key_tiles. Where neither bound applies, there are
+    (x - 1)^2 / 4 of them up to x, so a tile's block is a square root.
     """
     head = item // all_tiles
     rest = item % all_tiles
-    single = gl.minimum(chunk.blocks, gl.maximum(2 - chunk.diagonal, 0))  # blocks with one tile before those with more
-    whole = gl.minimum(chunk.blocks, gl.maximum(2 * chunk.key_tiles - chunk.diagonal, single))  # the first with all
+    single = gl.minimum(chunk.blocks, gl.maximum(2 - chunk.diagonal, 0))  # blocks with one tile, before those with more
+    # Blocks before the first one that sees all tiles.
+    whole = gl.minimum(chunk.blocks, gl.maximum(2 * chunk.key_tiles - chunk.diagonal, single))
     begin = chunk.diagonal + single - 1
     end = chunk.diagonal + whole - 1
     before_whole = single + (end * end >> 2) - (begin * begin >> 2)
@@ -113,7 +114,7 @@ def below_diagonal(chunk, item, all_tiles):
 
 @jit
 def place_scores(chunk, item, all_tiles, HAS_HIGH: gl.constexpr):
-    """(head of the chunk, block of rows, tile of keys) of an item; `all_tiles` of a head are seen by some row."""
+    """Returns (head of the chunk, block of rows, tile of keys) of an item; `all_tiles` tiles of a head are visible."""
     if HAS_HIGH:
         head, block, tile = below_diagonal(chunk, item, all_tiles)
     else:
@@ -123,15 +124,15 @@ def place_scores(chunk, item, all_tiles, HAS_HIGH: gl.constexpr):
 
 @jit
 def value_turns(chunk):
-    """How many tiles of out a program has, at the most."""
+    """Returns the largest number of tiles of out of a program."""
     return gl.cdiv(chunk.heads * chunk.blocks * chunk.columns, gl.num_programs(0))
 
 
 @jit
 def place_values(chunk, turn, HAS_HIGH: gl.constexpr):
-    """(head of the chunk, block of rows, column, tiles of keys) of a program's turn: no tiles where there is none left.
+    """Returns (head of the chunk, block of rows, column, tiles of keys) of a program's turn: no tiles if none is left.
 
-    Items are dealt out back and forth: a program that got a long one gets a short one with it.
+    Items are dealt back and forth: a program that got a long one gets a short one with it.
     """
     pid = gl.program_id(0)
     programs = gl.num_programs(0)

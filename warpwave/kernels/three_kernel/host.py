@@ -2,14 +2,14 @@
 
     S = Q K^T;   P = exp(S' - max), row sums;   out = P V / sum        S' is S scaled, capped, biased and masked
 
-Far above head_dim 256 the two products are ordinary matrix products, and scores are small beside q, k and v. They are
-kept in memory a chunk at a time, in a workspace of bounded size. Raw scores are float32; P has 16 bits un-normalised,
-with what its rows are to be divided by in float32: 16-bit scores, or a P that is normalised before it is rounded, would
-cost more than all other roundings together.
+Far above head_dim 256 the two products are ordinary matrix products, and scores are small compared with q, k and v.
+Scores are kept in memory one chunk at a time, in a workspace of bounded size. Raw scores are float32. P is 16-bit and
+unnormalized, with the divisors of its rows in float32: 16-bit scores, or a P normalized before it is rounded, would
+lose more accuracy than all other roundings together.
 
-Each product is torch's (`library`) or ours (`triton`); ours may also take the softmax into the epilogue of the first
-(`fused`), which then writes 2 bytes a score and no pass over scores is left. Milakov & Gimelshein, "Online normalizer
-calculation for softmax" (2018), is how tiles of P with a maximum each become one sum.
+Each product is torch's (`library`) or ours (`triton`). Ours may also compute the softmax in the epilogue of the first
+product (`fused`), which then writes 2 bytes a score, and no separate pass over scores remains. Milakov & Gimelshein,
+"Online normalizer calculation for softmax" (2018), describes the sum of tiles of P with separate maxima.
 
 Bound: tensor cores; below head_dim 1024 the traffic of the scores. It adds to tiled the bounded workspace, 16-bit P,
 and torch's products.
@@ -93,7 +93,7 @@ __all__ = [
 
 NAME = "three_kernel"
 NEEDS_GPU = True
-MEANT_FROM = 257  # head_dim: narrower heads it can run, but nobody need be told so
+MEANT_FROM = 257  # head_dim: the kernel can run narrower heads, but does not advertise them
 
 
 # Launches -------------------------------------------------------------------------------------------------------------
@@ -102,11 +102,11 @@ MEANT_FROM = 257  # head_dim: narrower heads it can run, but nobody need be told
 def bind(
     problem: AttentionProblem, operands: Operands, config: Config
 ) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, lse None unless somebody needs it.
+    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, where lse is None unless needed.
 
     Raises:
         InvalidInput: the config's workspace does not hold one tile of queries.
-        UnsupportedProblem: the config asks torch for a product it cannot compute.
+        UnsupportedProblem: the config assigns torch a product it cannot compute.
     """
     parts = _bind(problem, operands, config)
     straight, allocate, between = parts.straight, parts.allocate, parts.between
@@ -136,8 +136,8 @@ def bind(
 
 
 def stage_calls(problem: AttentionProblem, operands: Operands, config: Config) -> dict[str, Callable[[], None]]:
-    """Each stage of a call alone, over all chunks in one workspace, to be timed. In order, for one chunk, they are the
-    call. A stage that the config has none of is left out."""
+    """Returns each stage of a call separately, over all chunks in one workspace, for timing. In order, for one chunk,
+    they form the call. Stages that the config does not have are omitted."""
     parts = _bind(problem, operands, config)
     out, lse = parts.allocate()
     workspace = allocate_workspace(problem, config, plan(problem, config), operands.q.device)
@@ -148,34 +148,34 @@ def stage_calls(problem: AttentionProblem, operands: Operands, config: Config) -
                 _run_stages(stages, problem, calls, parts.straight(operands), out, lse, workspace)
 
     run(STAGES, operands, out, lse, workspace)
-    within = config.scores == "fused" or config.values == "online"  # another stage has the softmax
+    within = config.scores == "fused" or config.values == "online"  # another stage includes the softmax
     there = [stage for stage in STAGES if stage != "softmax" or not within]
     return {stage: partial(run, (stage,), operands, out, lse, workspace) for stage in there}
 
 
 STAGES = ("scores", "softmax", "values")
-# What a chunk's launches are given, and what they leave to one another.
+# Arguments of a chunk's launches, and the tensors they pass to one another.
 GIVEN, LEFT = " ".join((*Operands._fields, "out", "lse")), " ".join(Workspace._fields)
 
 
 class ChunkCalls(NamedTuple):
-    """What computes one chunk. A stage without a launch is torch's, or an epilogue's."""
+    """The calls that compute one chunk. A stage without a launch is torch's, or part of an epilogue."""
 
     chunk: Chunk
     steps: dict[str, series.Step]  # by stage, in order
-    launches: dict[str, Callable[..., None]]  # the same, of all that a chunk has
+    launches: dict[str, Callable[..., None]]  # by stage: all launches of the chunk
     score_products: list[library.Product]
-    # Of each piece of torch's second product: its calls, and the launch that scales the sums where they are sums.
+    # For each piece of torch's second product: its calls, and the launch that scales the sums if they are sums.
     value_products: list[tuple[list[library.Product], Callable[..., None] | None]]
 
 
 class Bound(NamedTuple):
-    """A call, compiled.
+    """A compiled call.
 
     Attributes:
-        straight: operands as the launches take them.
-        allocate: (out, lse).
-        between: what a chunk's launches leave to one another.
+        straight: converts operands to the form the launches take.
+        allocate: returns (out, lse).
+        between: tensors that a chunk's launches pass to one another.
         chunks: in order.
     """
 
@@ -236,7 +236,7 @@ def _run_stages(
 
 def _calls(problem: AttentionProblem, gpu: Gpu, operands: Operands, out: Any, lse: Any, config: Config, cut: Plan,
            workspace: Workspace) -> Iterator[ChunkCalls]:  # fmt: skip
-    """Everything compiled, and torch's calls as views that only want a pointer."""
+    """Yields everything compiled, and torch's calls as views that only need a pointer."""
     q, k, v = operands[:3]
 
     def with_steps(chunk: Chunk, steps: dict[str, series.Step], *products: Any) -> ChunkCalls:
@@ -274,12 +274,12 @@ def _calls(problem: AttentionProblem, gpu: Gpu, operands: Operands, out: Any, ls
 
 
 def _with_lse(problem: AttentionProblem) -> AttentionProblem:
-    """Whoever wants gradients is handed the log-sum-exp too."""
+    """Returns the problem with return_lse set if gradients need the log-sum-exp."""
     return replace(problem, return_lse=problem.return_lse or problem.requires_grad)
 
 
 def _cannot(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
-    """Why a config cannot be run there."""
+    """Returns why a config cannot run on this GPU."""
     reasons = library_cannot(problem, gpu, config)
     if (needed := smem_bytes(problem, gpu, config)) > gpu.smem_per_block_bytes:
         reasons.append(
@@ -292,7 +292,7 @@ def _cannot(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
 def specify(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
 ) -> tuple[launch.Launch, ...]:
-    """The launches of the first chunk that are ours, from tensors that may be without memory."""
+    """Returns our launches of the first chunk, from tensors that may be without memory."""
     problem = _with_lse(problem)
     lse = torch.empty(1, dtype=torch.float32, device=out.device) if problem.return_lse and lse is None else lse
     cut = plan(problem, config)
@@ -308,12 +308,12 @@ def specify(
 
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Every reason this kernel cannot run the problem there; empty when it can."""
+    """Returns every reason this kernel cannot run the problem on this GPU; empty if it can."""
     found = reasons.of_device(gpu)
     if problem.page_size:
         found.append("it reads no paged cache")
     if problem.batch_invariant:
-        found.append("how its products are cut follows from the batch: sums for another batch may run in another order")
+        found.append("products are cut by the size of the batch: sums for another batch may run in another order")
     found += precision.why_not(problem, gpu)
     if found:
         return found
@@ -322,26 +322,27 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         return [reasons.of_shared_memory(smem_bytes(problem, gpu, config), gpu)]
     if (least := least_bytes(problem, config)) > MAX_WORKSPACE_BYTES:
         return [
-            f"scores of {config.block_m} queries of one head would take {least / 1024**3:.1f} GiB of memory, and it "
-            f"takes {MAX_WORKSPACE_BYTES / 1024**3:.0f} at most; use large_head_dim or eager, which keep none"
+            f"scores of {config.block_m} queries of one head would take {least / 1024**3:.1f} GiB of memory; the limit "
+            f"is {MAX_WORKSPACE_BYTES / 1024**3:.0f}: use large_head_dim or eager, which keep none"
         ]
     return []
 
 
 def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Why eager is left the calls with gradients that this kernel's own gradients are not for."""
+    """Returns why calls with gradients are left to eager, for those that this kernel's gradients do not cover."""
     if not problem.requires_grad:
         return []
     reasons = gradients_why_not(problem, gpu)
     if reasons:
-        return [f"{reason}: eager's would serve, after a second forward" for reason in reasons]
+        return [f"{reason}: eager's would be used, after a second forward" for reason in reasons]
     if gpu.capability != 90:
-        return ["forward and gradients were timed on an H200 alone, 1.2 to 6.3 times as fast as eager's there"]
+        return ["forward and gradients were timed on an H200 only, 1.2 to 6.3 times as fast as eager's there"]
     return []
 
 
 def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
-    """How a call is cut, for `explain`: what stands in the workspace at once, and how many tiles that gives the GPU."""
+    """Returns how a call is cut, for `explain`: the workspace of one chunk, and the number of tiles it gives the
+    GPU."""
     cut = plan(problem, config)
     scores = 4 * config.split_d * cut.heads * cut.rows * cut.width
     if config.scores in ("fused", "hopper"):
@@ -360,21 +361,21 @@ def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
         parts = pieces(problem, config, cut.heads, cut.rows)
         most = max(piece.heads * piece.rows for piece in parts)
         lines.append(
-            f"sums in {len(parts)} piece{'s' if len(parts) > 1 else ''} a chunk, {most} rows x {problem.head_dim_v} "
-            f"x 4 bytes = {4 * most * problem.head_dim_v / 1e6:.1f} MB at the most"
+            f"sums in {len(parts)} piece{'s' if len(parts) > 1 else ''} a chunk, at most {most} rows "
+            f"x {problem.head_dim_v} x 4 bytes = {4 * most * problem.head_dim_v / 1e6:.1f} MB"
         )
     return lines
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """What the launches move and compute over all chunks: whole tiles of ours, and of torch's whatever lies between a
-    chunk's first and last visible key."""
+    """Returns what the launches move and compute over all chunks: whole tiles for our products; for torch's, everything
+    between a chunk's first and last visible key."""
     problem = _with_lse(problem)
     size, cut = DTYPE_BYTES[problem.dtype], plan(problem, config)
     rows = problem.rows * problem.num_heads_q
     block_k, block_v = block_k_of(problem, config), block_v_of(problem, config)
     if config.values == "hopper":
-        block_v = three_kernel_hopper.TILE[1]  # whatever head_dim_v is
+        block_v = three_kernel_hopper.TILE[1]  # independent of head_dim_v
     fused, m, n = config.scores in ("fused", "hopper"), config.block_m, config.block_n
     split = partial(conversions, problem, gpu, block_m=m, num_warps=config.num_warps)
     tiles, columns = visited_tiles(problem, m, n), -(-problem.head_dim_v // block_v)
@@ -383,7 +384,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     scored = library if config.scores == "library" else ours
     summed = library if config.values == "library" else ours
     p_bytes, chunks = (4 if problem.dtype == "float32" else size), len(cut.chunks)
-    # A product of torch's takes the heads of one batch item, and of one kv head where they share it.
+    # One torch product takes the heads of one batch item, and of one kv head if query heads share it.
     runs = sum(len(list(runs_of_heads(problem, c.first_head, c.first_head + c.heads))) for c in cut.chunks)
     beside = bytes_per_score(problem)
     out_bytes = rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0))

@@ -1,4 +1,4 @@
-"""The launches of three_kernel's portable products, softmax and scaling, described. Host code alone."""
+"""Describes the launches of three_kernel's portable products, softmax and scaling. Holds no device code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Launches = tuple[launch.Launch | None, launch.Launch | None, launch.Launch | Non
 
 
 def names_taken(config: Config) -> dict[str, str]:
-    """What each stage's launch takes of a chunk's, in the kernel's order."""
+    """Returns the arguments of each stage's launch, by name, in the kernel's order."""
     raw = "p" if config.scores == "fused" else "scores"
     beside, ends = "mask bias alibi_slopes", "cu_seqlens_q cu_seqlens_k"
     values = f"p row_scale tile_max tile_sum v out lse sinks {ends}"
@@ -44,18 +44,19 @@ def names_taken(config: Config) -> dict[str, str]:
 
 
 def is_one_step(problem: AttentionProblem, config: Config, width: int) -> bool:
-    """Whether values of a tile of rows are one step of the second product, which is not fused, that may come early."""
+    """Returns whether the values of a tile of rows are one step of the unfused second product, so that they can be
+    loaded early."""
     steps_alone = config.scores == "triton" and config.split_d > 1 and width <= config.block_k
     return steps_alone and not problem.packed and not may_hide_keys(problem)
 
 
 def scaled_columns(problem: AttentionProblem) -> int:
-    """Columns of a row of out that a block scales."""
+    """Returns the columns of a row of out that a block scales."""
     return min(1024, padded(problem.head_dim_v))
 
 
 def scale_warps(columns: int) -> int:
-    """Warps of such a block."""
+    """Returns the warps of a block that scales."""
     return max(1, columns // 256)
 
 
@@ -69,8 +70,8 @@ def launches(
     cut: Plan,
     workspace: Workspace,
 ) -> Iterator[Launches]:
-    """First product, softmax, second product, and scaling of each piece of its sums, of each chunk; None for what torch
-    computes or an epilogue does."""
+    """Returns, for each chunk, the launches of the first product, softmax, second product, and scaling of each piece of
+    its sums; None for what torch or an epilogue computes."""
     q, k, v, mask, bias, slopes, sinks, *ends = operands
     fused, band, varlen = config.scores == "fused", band_constants(problem), {"IS_VARLEN": problem.packed}
     features = feature_constants(problem)
@@ -82,14 +83,14 @@ def launches(
     split = (cut.heads * cut.rows * cut.width,)
     online = config.values == "online"
     p_strides = () if p is None else p.stride()[-3:-1]
-    # Where launches are most of the time, each begins while the one before it ends.
+    # If launch latency dominates, each launch starts while the preceding one ends.
     ahead = gpu.capability >= 90 and (online or config.split_d > 1)
     begins = {"launch_pdl": True} if ahead else {}
     lengths = (problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k, problem.num_heads_q)
     group, scale = (problem.num_heads_q // problem.num_heads_kv,), (problem.softmax_scale, problem.softcap)
     beside = (*broadcast_strides(mask), *broadcast_strides(bias), *slope_strides(slopes))
-    # No fused multiply-adds: a score must be the same number where it is the maximum and where that is subtracted, so
-    # that the largest probability is exactly 1.
+    # No fused multiply-adds: a score must be the same number as the maximum and as the minuend, so that the largest
+    # probability is exactly 1.
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
     block_k, block_v = block_k_of(problem, config), block_v_of(problem, config)
     for chunk in cut.chunks:
@@ -112,7 +113,8 @@ def launches(
             )  # fmt: skip
         if not (fused or online):
             tiles = -(-chunk.rows // config.softmax_rows)
-            # torch's second product reads all that any row of the chunk sees; ours, what one of a tile does.
+            # torch's second product reads all keys that any row of the chunk sees; ours, those that a row of a tile
+            # sees.
             together = up(chunk.rows, config.softmax_rows) if config.values == "library" else config.block_m
             softmax = launch.Launch(
                 kernel=chunk_softmax_kernel,

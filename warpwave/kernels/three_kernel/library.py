@@ -1,10 +1,10 @@
-"""three_kernel's products where torch computes them: cuBLAS on NVIDIA, on views of the caller's tensors.
+"""three_kernel's products computed by torch: cuBLAS on NVIDIA, on views of the caller's tensors.
 
     scores = Q K^T        sums = P V        both accumulated in float32, out of 16-bit or float32 operands
 
-One call takes the heads of one batch item, all its query rows of the chunk and all keys that some of them sees. Query
-heads that share a kv head are one call for each kv head, whose matrix all of them read where it stands. No operand is
-copied but one spread over more than 2^31 elements. Host code alone.
+One call takes the heads of one batch item, all its query rows of the chunk and all keys that some of them sees. If
+query heads share kv heads, there is one call per kv head, and all its query heads read that head's matrix in place. No
+operand is copied, except one spread over more than 2^31 elements. Holds no device code.
 
 Bound: tensor cores.
 """
@@ -23,8 +23,8 @@ from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
 
 
 def brought_near(straight: Callable[[Operands], Operands], first: Operands) -> Callable[[Operands], Operands]:
-    """`straight`, then q, k and v copied where they are spread over 2^31 elements and more, with gaps between: cuBLAS
-    has other kernels for those, with other bits."""
+    """Applies `straight`, then copies q, k and v if they are spread with gaps over 2^31 elements or more: cuBLAS uses
+    other kernels for those, which give other bits."""
     far = [name for name in ("q", "k", "v") if _is_far(getattr(first, name))]
     if not far:
         return straight
@@ -41,7 +41,7 @@ def _is_far(t: torch.Tensor) -> bool:
 
 
 class View(NamedTuple):
-    """A matrix for each head within a tensor: shape, strides, and the offset from the tensor's first element."""
+    """One matrix per head within a tensor: shape, strides, and the offset from the tensor's first element."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -52,7 +52,7 @@ class View(NamedTuple):
 
 
 class Product(NamedTuple):
-    """One call of torch: views of its two operands and of what it writes."""
+    """One torch call: views of its two operands and of its output."""
 
     a: View
     b: View
@@ -60,8 +60,8 @@ class Product(NamedTuple):
 
 
 def runs_of_heads(problem: AttentionProblem, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """(batch item, query head, kv head, heads) that one product of torch can take, out of heads counted over the batch:
-    those of one batch item, and where query heads share kv heads, of one kv head."""
+    """Yields (batch item, query head, kv head, heads) for each torch product, out of heads counted over the batch:
+    heads of one batch item, and of one kv head if query heads share kv heads."""
     group = problem.num_heads_q // problem.num_heads_kv
     while begin < end:
         batch, head = divmod(begin, problem.num_heads_q)
@@ -72,7 +72,7 @@ def runs_of_heads(problem: AttentionProblem, begin: int, end: int) -> Iterator[t
 
 
 def _matrix(tensor: torch.Tensor, batch: int, head: int, heads: int, begin: int, tokens: int, shared: bool) -> View:
-    """[heads, tokens, width] of a (batch, seqlen, head, width) tensor; one head for all where it is shared."""
+    """Returns [heads, tokens, width] of a (batch, seqlen, head, width) tensor; one head for all if it is shared."""
     of_batch, of_token, of_head, of_element = tensor.stride()
     offset = batch * of_batch + head * of_head + begin * of_token
     return View((heads, tokens, tensor.shape[-1]), (0 if shared else of_head, of_token, of_element), offset)
@@ -86,7 +86,7 @@ def _transposed(view: View) -> View:
 def score_products(
     problem: AttentionProblem, chunk: Chunk, q: torch.Tensor, k: torch.Tensor, strides: tuple[int, ...]
 ) -> list[Product]:
-    """Raw scores of every pair between the chunk's first and last visible key.
+    """Returns the products of raw scores for every pair between the chunk's first and last visible key.
 
     Args:
         strides: of a head and a row of the workspace's scores.
@@ -113,7 +113,7 @@ def value_products(
     strides: tuple[int, ...],
     into_sums: bool,
 ) -> list[Product]:
-    """P V of a piece of a chunk, into sums that stand one row behind another, or into out itself.
+    """Returns the products P V of a piece of a chunk, into contiguous rows of sums, or into out itself.
 
     Args:
         strides: of a head and a row of the workspace's probabilities.
@@ -135,25 +135,25 @@ def value_products(
 
 
 def zero(problem: AttentionProblem, chunk: Chunk, out: torch.Tensor) -> None:
-    """The chunk's rows of out, which see no key."""
+    """Zeroes the chunk's rows of out, which see no key."""
     for batch, head, _, heads in runs_of_heads(problem, chunk.first_head, chunk.first_head + chunk.heads):
         out[batch, chunk.row_begin : chunk.row_begin + chunk.rows, head : head + heads].zero_()
 
 
 def multiply(products: list[Product], a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """The calls, one after another."""
+    """Runs the calls, one after another."""
     for product in products:
         product_into(product.out.of(out), product.a.of(a), product.b.of(b))
 
 
-# How cuBLAS tiles, by the names and grids of what it launched on an H200.
+# cuBLAS's tile sizes, by the names and grids of its kernels on an H200.
 LARGEST_TILE = 192 * 192
-ODD_TILE = 64  # where rows do not begin at multiples of 16 bytes: older kernels
-STEP_OF_TILE = 64  # of what is summed over
+ODD_TILE = 64  # rows do not start at multiples of 16 bytes: older kernels
+STEP_OF_TILE = 64  # elements summed over per step
 
 
 class Tiles(NamedTuple):
-    """Tiles of torch's products, over all launches, and the steps that they walk."""
+    """Tiles of torch's products, over all launches, and their steps."""
 
     scores: int
     scores_steps: int
@@ -163,9 +163,9 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(problem: AttentionProblem, config: Any, chunks: Sequence[Chunk], sms: int, odd: bool) -> Tiles:
-    """Those of all chunks' products, one launch for each run of heads."""
+    """Returns the tiles of all chunks' products, one launch for each run of heads."""
     scores = scores_steps = values = values_steps = launches = 0
-    # Chunks that begin at the same head of a batch item take the same runs of heads.
+    # Chunks that start at the same head of a batch item have the same runs of heads.
     alike = Counter(
         (chunk.first_head % problem.num_heads_q, chunk.heads, chunk.rows, chunk.key_end - chunk.key_begin)
         for chunk in chunks
@@ -185,8 +185,11 @@ def tiles_of(problem: AttentionProblem, config: Any, chunks: Sequence[Chunk], sm
 
 
 def tiles_of_product(heads: int, rows: int, columns: int, sms: int, odd: bool) -> int:
-    """Tiles of one product for each head: of a size, out of dozens (64 x 8 to 256 x 128 were seen), of which each SM
-    has one, or as many as the next. Where rows do not begin at multiples of 16 bytes there is no such choice."""
+    """Returns the tiles of one product, with one matrix per head.
+
+    cuBLAS chooses a size out of dozens (64 x 8 to 256 x 128 were seen) such that each SM has one tile, or the same
+    number. If rows do not start at multiples of 16 bytes there is no such choice.
+    """
     if odd:
         return heads * -(-rows // ODD_TILE) * -(-columns // ODD_TILE)
     most = heads * min(-(-rows // 64) * -(-columns // 8), -(-rows // 8) * -(-columns // 64))
@@ -195,14 +198,14 @@ def tiles_of_product(heads: int, rows: int, columns: int, sms: int, odd: bool) -
 
 
 def is_odd(problem: AttentionProblem) -> bool:
-    """Whether rows of K, P or V do not begin at multiples of 16 bytes."""
+    """Returns whether rows of K, P or V do not start at multiples of 16 bytes."""
     size = DTYPE_BYTES[problem.dtype]
     return any(width * size % 16 for width in (problem.seqlen_k, problem.head_dim, problem.head_dim_v))
 
 
 def loop_of(problem: AttentionProblem, scores: str, values: str) -> str:
-    """`Cost.loop`: how both products are computed. Torch's take another kernel for few rows, and another, up to four
-    times slower, for rows of P that do not begin at multiples of 16 bytes; heads of 64 fill half of a tile."""
+    """Returns `Cost.loop`: how both products are computed. torch uses one kernel for few rows, and another, up to four
+    times slower, for rows of P that do not start at multiples of 16 bytes; heads of 64 fill half of a tile."""
     if scores == "hopper":
         return ""
     rows = ""

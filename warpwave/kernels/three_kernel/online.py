@@ -1,9 +1,9 @@
-"""Device code of three_kernel's second launch where it takes the softmax too: for few scores of long sums.
+"""Device code of three_kernel's second launch if it includes the softmax: for few scores of long sums.
 
-    out = softmax(S') V        S is what the first launch left, in shares of head_dim that are added up here
+    out = softmax(S') V        S is the first launch's result, in splits of head_dim that are added up here
 
-A launch costs some 2 us, which is most of what a few scores take. Milakov & Gimelshein, "Online normalizer calculation
-for softmax" (2018), is how tiles of keys are taken one after another.
+A launch costs some 2 us, most of the time of a few scores. Milakov & Gimelshein, "Online normalizer calculation for
+softmax" (2018), describes how tiles of keys are processed one after another.
 
 Bound: launch latency and L2.
 """
@@ -97,9 +97,10 @@ def chunk_online_kernel(
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
 ):
-    """BLOCK_V columns of the output of ROWS queries of one head, from raw scores in SPLIT_D shares, KEYS at a time.
+    """Computes BLOCK_V columns of the output of ROWS queries of one head, from raw scores in SPLIT_D splits, KEYS at a
+    time.
 
-    LAUNCHED_AHEAD it begins while the first launch still runs, and values come meanwhile.
+    If LAUNCHED_AHEAD, it starts while the first launch still runs, and loads values meanwhile.
     """
     tiles_v: tl.constexpr = (HEAD_DIM_V + BLOCK_V - 1) // BLOCK_V
     tile_v = tl.program_id(0) % tiles_v
@@ -128,7 +129,7 @@ def chunk_online_kernel(
         first_row, tl.minimum(first_row + ROWS, row_end) - 1, seqlen_k, low, high, HAS_LOW, HAS_HIGH
     )
     begin, end = whole_lines(key_begin, key_end)
-    key_base = key_base // LINE * LINE  # which is a multiple of it: see the softmax
+    key_base = key_base // LINE * LINE  # a no-op that tells the compiler about the multiple: see softmax.py
     scores_ptr += chunk_head * stride_sh
     mask_rows = mask_ptr
     bias_rows = bias_ptr
@@ -171,7 +172,7 @@ def chunk_online_kernel(
 
     scale = tl.full([ROWS], 1.0, tl.float32)
     if HAS_SINKS:
-        # One more key, whose value is zero.
+        # The sink is one more key, whose value is zero.
         sink_log2 = tl.load(sinks_ptr + head) * LOG2_E
         m_i, l_i, scale, _ = join(m_i, l_i, sink_log2, 1.0)
     scale = scale * inverse_sum(l_i)

@@ -1,7 +1,7 @@
-"""How three_kernel cuts a call into chunks whose scores fit a workspace of bounded size. No kernel by itself.
+"""Cuts a three_kernel call into chunks whose scores fit a workspace of bounded size. Holds no kernel.
 
-A chunk is some query rows of some heads: as many heads as fit, and fewer rows where the scores of one head do not.
-Windows need no wider workspace than they show.
+A chunk is some query rows of some heads: as many heads as fit, and fewer rows if the scores of one head do not fit. A
+window limits the width of the workspace.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ PRODUCTS = ("library", "triton", "hopper", "online")
 
 @dataclass(frozen=True)
 class Config:
-    """Who computes the products, their tiles, the softmax's launch, and how much memory scores may take.
+    """The implementations of the products, their tiles, the softmax's launch, and the memory for scores.
 
     Args:
         scores: the first product: `"library"` (torch's), `"triton"` (ours), `"fused"` (ours, with the softmax in its
-            epilogue; the second product must then be ours), or `"hopper"` (Hopper's own, likewise, with tiles of
-            128 x 256; the second must then be too).
-        values: the second product: `"library"`, `"triton"`, `"hopper"`, or `"online"` (ours, with the softmax before it
-            in one launch: for few scores, of a first product that is `"triton"`).
+            epilogue; the second product must then be ours), or `"hopper"` (Hopper's own, also with the softmax, with
+            tiles of 128 x 256; the second must then be `"hopper"` too).
+        values: the second product: `"library"`, `"triton"`, `"hopper"`, or `"online"` (ours, including the softmax in
+            one launch: for few scores, after a first product that is `"triton"`).
         block_m: queries of a tile of ours, a power of two, at least 16; chunks are whole tiles of queries.
         block_n: keys of a tile of scores, a power of two, at least 16.
-        block_k: what a step sums over: elements of head_dim in the first product, keys in the second; a power of two,
-            from 16 to block_n.
+        block_k: elements that a step sums over: of head_dim in the first product, of keys in the second; a power of
+            two, from 16 to block_n.
         block_v: columns of v of a tile of the output, a power of two, at least 16.
-        num_warps, num_stages: of our products: warps of a block, steps in flight.
-        split_d: blocks that share head_dim in the first product, where its tiles alone are too few for the GPU;
+        num_warps, num_stages: for our products: warps of a block, steps in flight.
+        split_d: blocks that divide head_dim in the first product, if its tiles alone are too few for the GPU;
             `"triton"` only.
-        softmax_rows, softmax_keys: a tile of the softmax, powers of two. Where it is as wide as the workspace, a row
-            stays in registers, is read once, and 16-bit probabilities take the place of its scores. `"online"`, the
-            queries and keys of its own tile, at least 16 each.
+        softmax_rows, softmax_keys: a tile of the softmax, powers of two. If it is as wide as the workspace, a row stays
+            in registers, is read once, and 16-bit probabilities overwrite its scores. For `"online"`, the queries and
+            keys of its own tile, at least 16 each.
         softmax_warps: warps of a block of the softmax. One is 32 threads, the fewest Triton can launch (64 on AMD's
-            CDNA): a block of 16 threads cannot be said.
-        workspace_bytes: what scores, probabilities, row statistics and sums of a chunk may take together.
-        sums_bytes: what the float32 sums of torch's second product may take of that: they are made and scaled in pieces
-            of whole heads, or of rows of one head, so that they are read where they were written, in L2. At least one
-            tile of queries.
+            CDNA); a block of 16 threads is not possible.
+        workspace_bytes: memory for scores, probabilities, row statistics and sums of a chunk together.
+        sums_bytes: the part of it for the float32 sums of torch's second product. They are computed and scaled in
+            pieces of whole heads, or of rows of one head, so that they are read while still in L2. At least one tile of
+            queries.
     """
 
     scores: str
@@ -102,13 +102,14 @@ class Config:
 
 
 class Chunk(NamedTuple):
-    """What is computed together: some rows of some heads, counted over the batch.
+    """A unit of computation: some rows of some heads, counted over the batch.
 
     Attributes:
         first_head, heads: of batch * num_heads_q.
         row_begin, rows: queries of each sequence.
-        key_base: the key that column 0 of the workspace stands for, a multiple of block_n.
-        key_begin, key_end: keys that some row sees; of packed sequences, whose lengths only the device knows, all.
+        key_base: the key in column 0 of the workspace, a multiple of block_n.
+        key_begin, key_end: keys that some row sees; for packed sequences, whose lengths only the device knows, all
+        keys.
     """
 
     first_head: int
@@ -129,7 +130,7 @@ class Plan(NamedTuple):
 
     Attributes:
         chunks: in the order they run, one after another in the same workspace.
-        heads, rows, width: of the workspace; width counts keys, whole tiles of them.
+        heads, rows, width: of the workspace; width counts keys, in whole tiles.
     """
 
     chunks: tuple[Chunk, ...]
@@ -139,12 +140,12 @@ class Plan(NamedTuple):
 
 
 def up(value: int, step: int) -> int:
-    """The next multiple of a step."""
+    """Returns the value rounded up to a multiple of a step."""
     return -(-value // step) * step
 
 
 def plan(problem: AttentionProblem, config: Config) -> Plan:
-    """Cuts a call into chunks that fit the workspace: as many heads as do, and fewer rows where one head does not.
+    """Cuts a call into chunks that fit the workspace: as many heads as fit, and fewer rows if one head does not fit.
 
     Raises:
         InvalidInput: not even one tile of queries of one head fits.
@@ -152,7 +153,7 @@ def plan(problem: AttentionProblem, config: Config) -> Plan:
     total_rows = up(max(1, problem.seqlen_q), config.block_m)
     rows = total_rows
     if problem.has_band and config.scores == "library" and not problem.packed:
-        # torch's product computes whatever lies between the first and last visible key: an eighth of the rows at a
+        # torch's product computes everything between the first and last visible key. With an eighth of the rows at a
         # time, less than a tenth of a causal square is computed in vain.
         rows = min(rows, max(config.block_m, up(-(-total_rows // 8), config.block_m)))
     while (one := _chunk_bytes(problem, config, 1, rows)) > config.workspace_bytes:
@@ -166,8 +167,8 @@ def plan(problem: AttentionProblem, config: Config) -> Plan:
     heads = max(
         1, bisect_right(range(1, all_heads + 1), config.workspace_bytes, key=partial(_bytes_of, problem, config, rows))
     )
-    many = max(1, -(-all_heads // heads))  # of an empty batch none
-    heads = max(1, -(-all_heads // many))  # chunks alike, rather than a small one last
+    many = max(1, -(-all_heads // heads))  # 0 heads in an empty batch
+    heads = max(1, -(-all_heads // many))  # equal chunks instead of a small last one
     chunks = []
     for first_head in range(0, all_heads, heads):
         for row_begin in range(0, problem.seqlen_q, rows):
@@ -185,7 +186,7 @@ def _bytes_of(problem: AttentionProblem, config: Config, rows: int, heads: int) 
 
 
 class Piece(NamedTuple):
-    """Part of a chunk, whose sums of P V stand in memory together: heads counted from the chunk's first, rows from its
+    """Part of a chunk whose sums of P V are in memory together: heads counted from the chunk's first, rows from its
     first row."""
 
     first_head: int
@@ -195,22 +196,23 @@ class Piece(NamedTuple):
 
 
 def pieces(problem: AttentionProblem, config: Config, heads: int, rows: int) -> list[Piece]:
-    """How so many rows of so many heads are summed: as many whole heads as fit `sums_bytes`, or rows of one head."""
+    """Returns the pieces in which rows of heads are summed: as many whole heads as fit `sums_bytes`, or rows of one
+    head."""
     fitting = _rows_that_fit(problem, config)
     if fitting >= rows:
         step = max(1, min(heads, fitting // max(1, rows)))
         return [Piece(head, min(step, heads - head), 0, rows) for head in range(0, heads, step)]
-    step = up(-(-rows // -(-rows // (fitting // config.block_m * config.block_m))), config.block_m)  # pieces alike
+    step = up(-(-rows // -(-rows // (fitting // config.block_m * config.block_m))), config.block_m)  # equal pieces
     return [Piece(h, 1, row, min(step, rows - row)) for h in range(heads) for row in range(0, rows, step)]
 
 
 def _rows_that_fit(problem: AttentionProblem, config: Config) -> int:
-    """Rows whose sums may stand in memory together, counted over heads."""
+    """Returns the rows, counted over heads, whose sums may be in memory together."""
     return max(config.block_m, config.sums_bytes // (4 * max(1, problem.head_dim_v)))
 
 
 def _visible(problem: AttentionProblem, row_begin: int, rows: int) -> tuple[int, int]:
-    """Begin and end of the keys that some of these rows sees by position."""
+    """Returns begin and end of the keys that some of these rows sees by position."""
     if problem.packed:
         return 0, problem.seqlen_k
     low, high = problem.band(problem.seqlen_q, problem.seqlen_k)
@@ -220,17 +222,17 @@ def _visible(problem: AttentionProblem, row_begin: int, rows: int) -> tuple[int,
 
 
 def _width(problem: AttentionProblem, config: Config, rows: int) -> int:
-    """Keys of a row of the workspace: all of them, or as many as a window shows to so many rows."""
+    """Returns the keys of a row of the workspace: all of them, or as many as a window shows to these rows."""
     low, high = (None, None) if problem.packed else problem.band(problem.seqlen_q, problem.seqlen_k)
     keys = problem.seqlen_k
     if low is not None and high is not None:
-        keys = min(keys, max(0, high - low) + rows + config.block_n)  # which may begin inside a tile
+        keys = min(keys, max(0, high - low) + rows + config.block_n)  # a window may begin inside a tile
     return up(max(1, keys), config.block_n)
 
 
 def key_tiles_before(blocks: int, diagonal: int, key_tiles: int) -> int:
-    """Tiles of keys that so many blocks of queries see, of which block b sees (diagonal + b) / 2, at least 1 and at
-    most `key_tiles`."""
+    """Returns the key tiles that `blocks` blocks of queries see together; block b sees (diagonal + b) / 2, at least 1
+    and at most `key_tiles`."""
     single = min(blocks, max(2 - diagonal, 0))
     whole = min(blocks, max(2 * key_tiles - diagonal, single))
     rising = ((diagonal + whole - 1) ** 2 >> 2) - ((diagonal + single - 1) ** 2 >> 2)
@@ -238,7 +240,7 @@ def key_tiles_before(blocks: int, diagonal: int, key_tiles: int) -> int:
 
 
 def _sizes(problem: AttentionProblem, config: Config, heads: int, rows: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of each tensor of the workspace, by name."""
+    """Returns shape and dtype of each tensor of the workspace, by name."""
     width = _width(problem, config, rows)
     statistics = ((heads, width // config.block_n, rows), "float32")
     if config.scores == "hopper":
@@ -266,18 +268,18 @@ def _sizes(problem: AttentionProblem, config: Config, heads: int, rows: int) -> 
 
 
 def whole_rows(config: Config, width: int) -> bool:
-    """Whether a row of a workspace so wide is one tile of the softmax."""
+    """Returns whether a row of a workspace of this width is one tile of the softmax."""
     return config.softmax_keys >= width
 
 
 def in_place(problem: AttentionProblem, config: Config, width: int) -> bool:
-    """Whether probabilities take the place of the scores they were: where both are float32, or where a row is in
-    registers before any of its probabilities is written."""
+    """Returns whether probabilities overwrite their scores: if both are float32, or if a row is in registers before any
+    of its probabilities is written."""
     return config.split_d == 1 and (problem.dtype == "float32" or whole_rows(config, width))
 
 
 def normalises(problem: AttentionProblem, config: Config) -> bool:
-    """Whether the softmax divides by the sum: before a product that cannot, and where that costs no accuracy."""
+    """Returns whether the softmax divides by the sum: before a product that cannot, and if that costs no accuracy."""
     return problem.dtype == "float32" and config.values == "library"
 
 
@@ -287,13 +289,13 @@ def _chunk_bytes(problem: AttentionProblem, config: Config, heads: int, rows: in
 
 
 def workspace_bytes(problem: AttentionProblem, config: Config) -> int:
-    """What a call allocates beside its outputs, exactly."""
+    """Returns the exact bytes that a call allocates in addition to its outputs."""
     cut = plan(problem, config)
     return _chunk_bytes(problem, config, cut.heads, cut.rows)
 
 
 class Workspace(NamedTuple):
-    """What the launches of a chunk leave to one another; None for what is not there."""
+    """Tensors that the launches of a chunk pass to one another; None for those that do not exist."""
 
     scores: torch.Tensor | None = None
     p: torch.Tensor | None = None
@@ -306,26 +308,26 @@ class Workspace(NamedTuple):
 
 
 def needs(problem: AttentionProblem, config: Config, cut: Plan) -> list[scratch.Need]:
-    """Shapes and dtypes of the tensors in memory."""
+    """Returns shapes and dtypes of the tensors in memory."""
     sizes = _sizes(problem, config, cut.heads, cut.rows).values()
     return [(shape, getattr(torch, dtype)) for shape, dtype in sizes]
 
 
 def named(problem: AttentionProblem, config: Config, cut: Plan, tensors: Iterable[torch.Tensor]) -> Workspace:
-    """The workspace in tensors such as it `needs`."""
+    """Returns the workspace made of tensors as listed by `needs`."""
     made = Workspace(**dict(zip(_sizes(problem, config, cut.heads, cut.rows), tensors, strict=True)))
     if made.p is None and made.scores is not None and config.values != "online":
-        # In 16 bits a row of P is the first half of the row of scores it was.
+        # In 16 bits a row of P is the first half of its row of scores.
         made = made._replace(p=made.scores[0].view(getattr(torch, problem.dtype)))
     return made
 
 
 def allocate_workspace(problem: AttentionProblem, config: Config, cut: Plan, device: torch.device) -> Workspace:
-    """One of its own."""
+    """Allocates a workspace."""
     tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in needs(problem, config, cut)]
     return named(problem, config, cut, tensors)
 
 
 def least_bytes(problem: AttentionProblem, config: Config) -> int:
-    """What one tile of queries of one head takes: no workspace may be smaller."""
+    """Returns the bytes of one tile of queries of one head, the minimum for a workspace."""
     return _chunk_bytes(problem, config, 1, config.block_m)

@@ -1,12 +1,12 @@
-"""Device code of three_kernel between its products, and behind the second where that is torch's.
+"""Device code of three_kernel between its products, and after the second one if that is torch's.
 
-    P = exp(S' - max), and what a row of P V is to be multiplied by        out = sums * that
+    P = exp(S' - max), and the factor of a row of P V        out = sums * factor
 
-Scores of a chunk lie in a workspace of (heads, rows, width), its first key being `key_base`; P lies where they lay or
-beside them. Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018), is how a row that is no single
-tile has its maximum and sum found in one sweep.
+Scores of a chunk are in a workspace of (heads, rows, width), whose first key is `key_base`; P overwrites them or is
+stored separately. Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018), describes how the maximum
+and sum of a row of several tiles are found in one sweep.
 
-Bound: L2. A score of 4 bytes is read once where a row stays in registers and twice where not, and 2 bytes are written.
+Bound: L2. A score of 4 bytes is read once if a row stays in registers and twice otherwise, and 2 bytes are written.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from warpwave.kernels.primitives import (
 from warpwave.kernels.scores import score_bits
 from warpwave.runtime.triton_or_stub import jit, tl
 
-HIDDEN = tl.constexpr(-1.0)  # stands in P for a hidden pair where a mask or bias may hide a value from everybody
-LINE = tl.constexpr(16)  # scores of a line: rows begin and ranges end at whole ones, so that 16 bytes move a thread
+HIDDEN = tl.constexpr(-1.0)  # marks a hidden pair in P if a mask or bias may hide a value from all queries
+LINE = tl.constexpr(16)  # scores of a line: rows begin and ranges end at whole lines, so that a thread moves 16 bytes
 UNSPECIALISED = [
     *("stride_lb", "stride_lh", "stride_mask_b", "stride_mask_h", "stride_bias_b", "stride_bias_h", "stride_alibi_b"),
     *("stride_alibi_h", "seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads_q", "group_size", "window_left"),
@@ -36,7 +36,7 @@ UNSPECIALISED = [
 
 @jit
 def whole_lines(key_begin, key_end):
-    """A range of keys, rounded outwards to whole lines of scores."""
+    """Returns a range of keys rounded outward to whole lines of scores."""
     return key_begin // LINE * LINE, tl.cdiv(tl.maximum(key_end, 0), LINE) * LINE
 
 
@@ -72,8 +72,8 @@ def scores_of_tile(
     HAS_ALIBI: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """Scores in bits of a tile of the workspace, its shares of head_dim summed; those outside the lines from own_begin
-    to own_end, which none of the rows sees, are not read."""
+    """Returns the scores in bits of a tile of the workspace, with its splits of head_dim summed. Scores outside the
+    lines from own_begin to own_end, which none of the rows sees, are not read."""
     in_own = row_inside[:, None] & ((keys >= own_begin) & (keys < own_end))[None, :]
     pointers = tile_pointers(scores_ptr, rows - row_begin, keys - key_base, stride_sm, 1)
     raw = tl.load(pointers, mask=in_own, other=0.0)  # [ROWS, KEYS]
@@ -174,14 +174,14 @@ def chunk_softmax_kernel(
     WRITE_LSE: tl.constexpr,
     LAUNCHED_AHEAD: tl.constexpr,
 ):
-    """Raw scores to un-normalised probabilities in the dtype of p, for ROWS queries of one head, and what each row of
-    P V is to be multiplied by, to `row_scale`; or, where NORMALISE, to probabilities that need no such factor.
+    """Converts raw scores of ROWS queries of one head to unnormalized probabilities in the dtype of p, and writes the
+    factor of each row of P V to `row_scale`. If NORMALISE, the probabilities need no such factor.
 
-    It writes the lines of the keys that some query of its `range_rows` sees, which are those that the second product
-    reads, and reads those that its own queries see. Raw scores that no product wrote are hidden by position, whatever
-    the memory holds.
+    It writes the lines of the keys that some query of its `range_rows` sees, which the second product reads, and reads
+    the lines that its own queries see. Raw scores that no product wrote are hidden by position, whatever the memory
+    holds.
 
-    WHOLE, a row is one tile, kept in registers from its only reading on: then P may lie where the scores lay, for no
+    If WHOLE, a row is one tile that is read once and stays in registers. P may then overwrite the scores, because no
     probability is stored before the row's maximum is known, which takes all of its scores.
     """
     if LAUNCHED_AHEAD:
@@ -210,7 +210,7 @@ def chunk_softmax_kernel(
     last_row = tl.minimum(first_row + ROWS, row_end) - 1
     own_begin, own_end = visible_keys(first_row, last_row, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
     own_begin, own_end = whole_lines(own_begin, own_end)
-    # Of whole tiles, which the compiler does not know of key_base, and without which it would move single elements.
+    # key_base is a multiple of a tile. The compiler cannot see this, and without it would move single elements.
     key_base = key_base // LINE * LINE
     scores_ptr += chunk_head * stride_sh
     p_ptr += chunk_head * stride_ph
@@ -227,8 +227,8 @@ def chunk_softmax_kernel(
 
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
-    # First maximum and sum. Where a row is not one tile, probabilities take a second sweep that makes a score anew from
-    # the raw one, which is cheaper than to write it in between.
+    # First maximum and sum. If a row is not one tile, probabilities take a second sweep that recomputes a score from
+    # the raw one, which is cheaper than storing it in between.
     if WHOLE:
         keys = line_begin + tl.arange(0, KEYS)
         scores = scores_of_tile(
@@ -251,8 +251,8 @@ def chunk_softmax_kernel(
     l_all = l_i
     scale = tl.full([ROWS], 1.0, tl.float32)
     if HAS_SINKS:
-        # One more key, whose value is zero. P stays relative to the maximum over keys: relative to a leading sink, low
-        # probabilities would leave the range of 16 bits.
+        # The sink is one more key, whose value is zero. P stays relative to the maximum over keys: relative to a
+        # dominant sink, low probabilities would leave the range of 16 bits.
         sink_log2 = tl.load(sinks_ptr + head) * LOG2_E
         m_all, l_all, scale, _scale = join(m_i, l_i, sink_log2, 1.0)
     scale = scale * inverse_sum(l_all)
@@ -301,10 +301,10 @@ def chunk_scale_kernel(
     HEAD_DIM_V: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Columns of one row of the output: the sums of torch's second product times the row's factor.
+    """Computes columns of one row of the output: the sums of torch's second product times the row's factor.
 
-    The sums of `chunk_rows` queries of some heads stand one behind another. `row_scale` points to those heads' factors,
-    `stride_rh` apart, the first `rows_before` of which are of queries before these.
+    The sums of `chunk_rows` queries of some heads are contiguous. `row_scale` points to those heads' factors,
+    `stride_rh` apart, the first `rows_before` of which belong to preceding queries.
     """
     tiles: tl.constexpr = (HEAD_DIM_V + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(0) % tiles

@@ -1,8 +1,8 @@
-"""Device code of three_kernel between Hopper's two products: what the tiles of a row come to together.
+"""Device code of three_kernel between Hopper's two products: combines the statistics of a row's tiles.
 
     R = max r_t       L = sum 2^(r_t - R) l_t       factor_t = 2^(r_t - R)       row_scale = 1 / L
 
-A tile's probabilities are relative to a reference r_t of its own, in bits, and l_t is their sum. Milakov & Gimelshein,
+A tile's probabilities are relative to its own reference r_t, in bits, and l_t is their sum. Milakov & Gimelshein,
 "Online normalizer calculation for softmax" (2018).
 
 Bound: launch latency; 12 bytes a row and tile of 256 keys are read.
@@ -14,8 +14,8 @@ from warpwave.kernels.partials import await_launch_before, inverse_sum, join, ls
 from warpwave.kernels.primitives import LOG2_E, rounded
 from warpwave.runtime.triton_or_stub import jit, tl
 
-ROWS = 64  # of a program: what a warpgroup of the second product multiplies
-MOST_TILES = 32  # that are read together
+ROWS = 64  # of a program, equal to the rows that a warpgroup of the second product multiplies
+MOST_TILES = 32  # tiles that are read together
 UNSPECIALISED = [
     *("stride_lb", "stride_lh", "num_heads_q", "first_head", "row_begin", "row_end", "diagonal", "key_tiles"),
     *("chunk_rows", "num_groups"),
@@ -48,11 +48,11 @@ def chunk_statistics_kernel(
     WRITE_LSE: tl.constexpr,
     LAUNCHED_AHEAD: tl.constexpr,
 ):
-    """Of ROWS queries of one head: the factor of each tile, in the place of its largest probability; whether a factor
-    of the tile is not 1; by what P V is to be multiplied; the log-sum-exp.
+    """Computes, for ROWS queries of one head: the factor of each tile, which overwrites its largest probability;
+    whether a factor of the tile is not 1; the factor of P V; and the log-sum-exp.
 
     reference, top and sum are (heads, key_tiles, chunk_rows), lowered (heads, key_tiles, groups of ROWS rows). `p_ptr`
-    only tells the dtype of P. Block b of two groups sees (diagonal + b) / 2 tiles, at least 1 and at most key_tiles.
+    only gives the dtype of P. Block b of two groups sees (diagonal + b) / 2 tiles, at least 1 and at most key_tiles.
     """
     if LAUNCHED_AHEAD:
         await_launch_before()
@@ -95,13 +95,13 @@ def chunk_statistics_kernel(
         of_group = lowered_ptr + (chunk_head * key_tiles + tile) * num_groups + group
         tl.store(of_group, is_lowered, mask=tile < tiles)
 
-    # What 16 bits add to a row's largest probability, as a share of all, raises what out is divided by, so that it
-    # cancels where that one outweighs the others, whatever a sink adds.
+    # 16-bit rounding adds to a row's largest probability. As a share of the sum, that error is added to the divisor of
+    # out, so that it cancels if that probability outweighs the others, whatever a sink adds.
     added = (rounded(top, p_ptr.dtype.element_ty).to(tl.float32) - top) * inverse_sum(l_i)
     scale = tl.full([ROWS], 1.0, tl.float32)
     head = (first_head + chunk_head) % num_heads_q
     if HAS_SINKS:
-        # One more key, whose value is zero.
+        # The sink is one more key, whose value is zero.
         sink_log2 = tl.load(sinks_ptr + head) * LOG2_E
         m_i, l_i, scale, _ = join(m_i, l_i, sink_log2, 1.0)
     row_scale = tl.where(l_i == 0.0, 0.0, scale * inverse_sum(l_i * (1.0 + added)))

@@ -1,1 +1,1 @@
-"""The benchmark: cases as data, peers as small functions, one way of timing, records with everything in them."""
+"""The benchmark: cases as data, peers as small functions, one timing method, and records with full provenance."""

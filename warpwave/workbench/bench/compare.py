@@ -1,12 +1,12 @@
-"""Hold one run against another, or one contender against another: case by case, faster, slower, the same, or unclear.
+"""Compares one run with another, or one contender with another, case by case: faster, slower, the same, or unclear.
 
-Contenders of one run took turns, so the ratios within each round tell (`timing.paired_ratio`). Two runs did not: the
-card was warmer in one of them, or it was another card. What both have in common are the peers, whose code did not
-change; so each time is first divided by the geometric mean of the common peers' times in its round, which cancels what
-slows all alike, and the two sets of quotients are compared by ranks (`unpaired.unpaired_ratio`). How far the peers
-moved against each other, though nothing in them changed, is how far a run can be trusted, and widens the interval
-(`unpaired.Spread`). Where there is no common peer, or the peers are other versions or the device is another, times are
-compared as they are, and it is said.
+Contenders of one run were timed in turns, so they are compared by the ratios within each round (`timing.paired_ratio`).
+Two runs were not: the card may have been warmer in one of them, or another card. Their common peers, whose code did not
+change, serve as the reference. Each time is divided by the geometric mean of the common peers' times in its round,
+which cancels whatever slows all contenders alike, and the two sets of quotients are compared by ranks
+(`unpaired.unpaired_ratio`). The peers also move against each other although their code is unchanged; that movement
+widens the interval (`unpaired.Spread`). If there is no common peer, or the peers' versions or the device differ, the
+raw times are compared and the result says so.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ TOLD = (*PEERS_DEPEND_ON, "gpu.driver", "gpu.power_limit_w", "cpu.torch_threads"
 
 
 class CompareError(ValueError):
-    """A comparison that cannot be made. The message says what there is."""
+    """A comparison is not possible. The message lists what is available."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Part of a record file: what one side of a comparison looks at.
+    """The part of a record file that is one side of a comparison.
 
     Attributes:
-        name: how it was asked for.
+        name: the argument that selected it.
         environments: id -> environment.
-        measurements: the latest of each (case, mode) and contender, with the id of its environment.
+        measurements: the latest measurement of each (case, mode) and contender, with the id of its environment.
     """
 
     name: str
@@ -49,16 +49,16 @@ class Run:
 
 @dataclass(frozen=True)
 class CaseComparison:
-    """One case.
+    """The comparison of one case.
 
     Attributes:
-        case, mode: which.
-        contender_a, contender_b: who.
-        a_us, b_us: their medians, as measured; None where it was not timed.
-        ratio: time of a over time of b: above 1 where b is the faster. None where they do not compare.
-        outcome: for b. LOST where a was timed and b was not.
-        how: the statistics, or why there are none.
-        moved: the term of the model that changed most between the two; empty where it cannot be told.
+        case, mode: the case and the timing mode.
+        contender_a, contender_b: the two contenders.
+        a_us, b_us: their median times; None if not timed.
+        ratio: time of a over time of b: above 1 if b is faster. None if the two cannot be compared.
+        outcome: the result for b; LOST if a was timed and b was not.
+        how: the statistical method, or why there is no ratio.
+        moved: the model's term that changed most between the two; empty if unknown.
     """
 
     case: str
@@ -75,13 +75,13 @@ class CaseComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that was compared, and what differs around it.
+    """The comparison of two runs, and the differences of their environments.
 
     Attributes:
-        a, b: what the two sides are called.
-        cases: in the order of b's run.
-        only_a, only_b: cases that one side alone has.
-        differences: what differs between the environments: name -> (in a, in b).
+        a, b: names of the two sides.
+        cases: the comparisons, in the order of b's run.
+        only_a, only_b: cases that only one side has.
+        differences: differences of the environments: name -> (in a, in b).
         spread: how far the common peers moved against each other from a to b.
     """
 
@@ -94,9 +94,9 @@ class Comparison:
     spread: Spread
 
     def failed(self, fail_on: str) -> bool:
-        """Whether something is as bad as `fail_on`: "slower" (or no longer timed), "unclear" (or slower), "never".
+        """Whether a case is as bad as `fail_on`: "slower" (or no longer timed), "unclear" (or slower), "never".
 
-        A comparison in which no case has two times that compare has shown nothing, and fails too.
+        A comparison without any comparable case also fails, because it has shown nothing.
         """
         if fail_on == "never":
             return False
@@ -105,10 +105,10 @@ class Comparison:
 
 
 def load_run(spec: str) -> Run:
-    """`FILE`, or `FILE@REF` for what a commit, a source hash or an environment id (or their beginnings) left in it.
+    """Loads `FILE`, or `FILE@REF`: the part of it with this commit, source hash or environment id, or prefix of one.
 
     Raises:
-        CompareError: there is no such file or no such ref in it.
+        CompareError: there is no such file, or no such ref in it.
         RecordError: the file cannot be read.
     """
     path, ref = Path(spec), ""
@@ -122,7 +122,7 @@ def load_run(spec: str) -> Run:
     if not chosen:
         codes = {key: e.get("code") or {} for key, e in records.environments.items()}
         known = dict.fromkeys(str(code.get("commit") or key)[:12] for key, code in codes.items())
-        raise CompareError(f"{path} has nothing of {ref!r}; it has {', '.join(known)}")
+        raise CompareError(f"{path} has no records of {ref!r}; it has {', '.join(known)}")
     latest = {
         ((m.case, m.mode), m.contender): (environment, m)
         for environment, m in records.measurements
@@ -132,15 +132,16 @@ def load_run(spec: str) -> Run:
 
 
 def compare(a: Run, b: Run, contenders: Sequence[str] = (), margin: float = MARGIN) -> Comparison:
-    """Each contender of `b` against the same one of `a`; or, with two contenders named, the second against the first.
+    """Compares each contender of `b` with the same contender of `a`; or, if two are named, the second with the first.
 
     Args:
-        a, b: the two runs; the same object for two contenders of one.
-        contenders: one name, to compare it alone; two, to compare the second in b with the first in a; ours if none.
-        margin: how far from 1 a ratio may be and still count as the same.
+        a, b: the two runs; the same object to compare two contenders of one run.
+        contenders: one name, to compare only that one; two, to compare the second in b with the first in a; empty for
+            warpwave's kernels.
+        margin: largest distance of a ratio from 1 that counts as the same.
 
     Raises:
-        CompareError: nothing there to compare.
+        CompareError: the runs have nothing in common to compare.
     """
     pairs = _pairs(a, b, contenders)
     spread = _spread(a, b)
@@ -173,18 +174,18 @@ def _refers(ref: str, key: str, environment: Mapping[str, Any]) -> bool:
 def _pairs(a: Run, b: Run, contenders: Sequence[str]) -> list[tuple[str, str]]:
     there = [list(dict.fromkeys(name for _, name in run.measurements)) for run in (a, b)]
     if len(contenders) > 2:
-        raise CompareError(f"at most two contenders compare, got {', '.join(contenders)}")
+        raise CompareError(f"at most two contenders can be compared, got {', '.join(contenders)}")
     for run, names, asked in zip((a, b), there, (contenders[:1], contenders[-1:]), strict=True):
         if missing := [name for name in asked if name not in names]:
             raise CompareError(f"{run.name} has no contender {missing[0]!r}; it has {', '.join(names)}")
     if len(contenders) == 2:
         return [(contenders[0], contenders[1])]
     if a is b:
-        raise CompareError(f"one run compares with itself by two contenders; name two of {', '.join(there[0])}")
+        raise CompareError(f"to compare a run with itself, name two contenders of {', '.join(there[0])}")
     ours = {m.contender for _, m in b.measurements.values() if m.is_ours}
     wanted = list(contenders) or [name for name in there[1] if name in ours and name in there[0]]
     if not wanted:
-        raise CompareError(f"{a.name} and {b.name} have no contender of ours in common; name one")
+        raise CompareError(f"{a.name} and {b.name} have no kernel of warpwave in common; name a contender")
     return [(name, name) for name in wanted]
 
 
@@ -200,7 +201,7 @@ def _compare_case(a: Run, b: Run, key: Key, name_a: str, name_b: str, margin: fl
         return CaseComparison(*key, name_a, name_b, a_us, b_us, ratio, found, how, term)
 
     if in_a.problem != in_b.problem:
-        return result(None, "UNCLEAR", "the problems behind this name differ")
+        return result(None, "UNCLEAR", "the two runs have different problems under this name")
     if in_b.timing is None:
         return result(None, "UNCLEAR" if in_a.timing is None else "LOST", f"not timed: {in_b.refusal}")
     if in_a.timing is None:
@@ -214,7 +215,7 @@ def _compare_case(a: Run, b: Run, key: Key, name_a: str, name_b: str, margin: fl
     peers = [
         pair
         for pair in _common_peers(a, b, key, (environment_a, environment_b))
-        if [len(peer.samples_us) for peer in pair] == [len(times_a), len(times_b)]  # a round of one is a round of all
+        if [len(peer.samples_us) for peer in pair] == [len(times_a), len(times_b)]  # the same rounds as the contenders
     ]
     if not peers:
         changed = _changed(a, b, environment_a, environment_b)
@@ -224,11 +225,11 @@ def _compare_case(a: Run, b: Run, key: Key, name_a: str, name_b: str, margin: fl
     times_a = _normalised(times_a, [in_peer for in_peer, _ in peers])
     times_b = _normalised(times_b, [in_peer for _, in_peer in peers])
     ratio = spread.widen(unpaired_ratio(times_a, times_b), len(peers))
-    return result(ratio, outcome(ratio, margin), f"normalised by {len(peers)} common peer{'s' * (len(peers) > 1)}")
+    return result(ratio, outcome(ratio, margin), f"normalized by {len(peers)} common peer{'s' * (len(peers) > 1)}")
 
 
 def _spread(a: Run, b: Run) -> Spread:
-    """Over all cases that both runs have."""
+    """Returns the spread of the common peers, over all cases that both runs have."""
     groups = []
     for key in dict.fromkeys(key for key, _ in a.measurements):
         ids = [{e for (k, _), (e, _) in run.measurements.items() if k == key} for run in (a, b)]
@@ -246,7 +247,7 @@ def _way(samples: Samples) -> tuple[Any, ...]:
 
 
 def _common_peers(a: Run, b: Run, key: Key, environments: tuple[str, str]) -> list[tuple[Samples, Samples]]:
-    """Times of every peer that both runs timed on this case, by the same operator of the same version."""
+    """Returns the times of every peer that both runs timed on this case, with the same operator and version."""
     found: list[tuple[Samples, Samples]] = []
     if _changed(a, b, *environments):
         return found
@@ -263,17 +264,17 @@ def _common_peers(a: Run, b: Run, key: Key, environments: tuple[str, str]) -> li
 
 
 def _normalised(times_us: Sequence[float], peers: Sequence[Samples]) -> list[float]:
-    """Times in units of the peers' of the same round."""
+    """Returns the times divided by the peers' mean of the same round."""
     return [t / geometric_mean(peer.samples_us[r] for peer in peers) for r, t in enumerate(times_us)]
 
 
 def _differences(
     a: Iterable[Mapping[str, Any]], b: Iterable[Mapping[str, Any]], names: Sequence[str]
 ) -> dict[str, tuple[Any, Any]]:
-    """What differs between the environments of two runs, each figure as in the last environment of its run."""
+    """Returns the differences between the environments of two runs; the last environment of each run counts."""
     last_a, last_b = list(a)[-1], list(b)[-1]
     pairs = {name: (_look_up(last_a, name), _look_up(last_b, name)) for name in names}
-    # A figure that older records do not have is no difference.
+    # A figure that older records lack is not a difference.
     return {name: pair for name, pair in pairs.items() if None not in pair and pair[0] != pair[1]}
 
 

@@ -1,4 +1,4 @@
-"""`warpwave compare`: read two runs, compare, print."""
+"""The command `warpwave compare`: reads two runs, compares them, and prints the result."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def main(
     fail_on: str = "slower",
     json_output: bool = False,
 ) -> int:
-    """Compare and print.
+    """Compares two runs and prints the result.
 
     Args:
         a, b: record files, each `FILE` or `FILE@COMMIT`; b is a if None.
         contenders: see `compare.compare`.
-        margin: how far from 1 a ratio may be and still count as the same.
+        margin: largest distance of a ratio from 1 that counts as the same.
         fail_on: one of `FAIL_ON`.
-        json_output: print one JSON object in place of the table.
+        json_output: print one JSON object instead of the table.
 
     Returns:
-        The process's exit code: 0; 1 if something is as bad as `fail_on`; 2 where the request makes no sense.
+        The exit code: 0; 1 if a case is as bad as `fail_on`; 2 if the request is invalid.
     """
     try:
         if fail_on not in FAIL_ON:
@@ -53,7 +53,7 @@ def main(
 
 
 def comparison_table(comparison: Comparison, margin: float) -> Table:
-    """A row a case; below, how many came out how, what differs, and what could not be compared."""
+    """Returns a table with one row per case, and notes: the count of each outcome, differences, and missing cases."""
     several = len({c.contender_b for c in comparison.cases}) > 1
     told = any(c.moved for c in comparison.cases)
     rows = []
@@ -90,8 +90,8 @@ def comparison_table(comparison: Comparison, margin: float) -> Table:
     notes.append(f"SAME is within {margin:.1%}; UNCLEAR is an interval that more rounds would narrow")
     if comparison.spread.degrees:
         notes.append(
-            f"from A to B the peers moved against each other by {comparison.spread.sigma:.1%} though nothing in them "
-            "changed; intervals allow for it"
+            f"from A to B the peers moved against each other by {comparison.spread.sigma:.1%} although they did "
+            "not change; the intervals allow for it"
         )
     for name, (in_a, in_b) in comparison.differences.items():
         notes.append(f"{name} differs: {in_a} in A, {in_b} in B")

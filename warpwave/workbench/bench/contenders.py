@@ -1,4 +1,4 @@
-"""Who takes part: our kernels through the public call, the peers, and what is timed beside them as a yardstick."""
+"""The contenders: warpwave's kernels through the public call, the peers, and the empty kernel as a yardstick."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ EMPTY_KERNEL = YARDSTICK + "empty_kernel"
 
 
 class TimeLimit(BaseException):
-    """Preparing took too long. No `Exception`, which a library in the middle of a compilation might swallow."""
+    """Preparation took too long. It is not an `Exception`, because a library might catch that while compiling."""
 
 
 def contenders(kernels: Sequence[str], peers: Sequence[str]) -> dict[str, Peer]:
-    """Our kernels and the peers named, in that order, by the names they have in tables and records."""
+    """Returns warpwave's kernels and the named peers, in that order, by their names in tables and records."""
     return {OURS + kernel: partial(ours, kernel) for kernel in kernels} | {name: PEERS[name] for name in peers}
 
 
 def ours(kernel: str, problem: AttentionProblem, operands: Operands | CachedOperands) -> Prepared:
-    """Our own contender: the public call, as a user writes it."""
+    """Returns warpwave's own contender: the public call, as a user writes it."""
     options = {"kernel": kernel, **call_arguments(problem, operands)}
     function: Any
     tensors: tuple[Any, ...]
@@ -50,7 +50,7 @@ def ours(kernel: str, problem: AttentionProblem, operands: Operands | CachedOper
         tensors = (operands.q, CacheLayer(operands.k, operands.v, operands.page_table, operands.seqused_k))
     else:
         function, tensors = attention_varlen if problem.packed else attention, operands[:3]
-    # Without return_lse the public call returns a tensor, which its type does not say.
+    # Without return_lse the public call returns a tensor, which its annotation does not show.
     call = cast(Callable[[], Tensor], partial(function, *tensors, **options))
     try:
         call()
@@ -60,7 +60,7 @@ def ours(kernel: str, problem: AttentionProblem, operands: Operands | CachedOper
             explanation = explain(*tensors, **options)
     except UnsupportedProblem as error:
         raise PeerUnavailable("; ".join(error.reasons.get(kernel, [])) or str(error)) from error
-    except (InvalidType, InvalidInput) as error:  # a GPU kernel for CPU tensors, or one that reads no cache
+    except (InvalidType, InvalidInput) as error:  # a GPU kernel with CPU tensors, or one without paged caches
         raise PeerUnavailable(f"{type(error).__name__}: {error}") from error
     return Prepared(
         call,
@@ -72,7 +72,7 @@ def ours(kernel: str, problem: AttentionProblem, operands: Operands | CachedOper
 
 
 def empty_kernel(device: torch.device) -> Callable[[], object]:
-    """A launch of a Triton kernel that does nothing: what no call can be faster than.
+    """Returns a launch of a Triton kernel that does nothing: a lower bound of the time of any call.
 
     Raises:
         PeerUnavailable: there is no GPU, or no Triton.
@@ -81,7 +81,7 @@ def empty_kernel(device: torch.device) -> Callable[[], object]:
         raise PeerUnavailable("there is nothing to launch on a CPU")
     if NO_TRITON is not None:
         raise PeerUnavailable(NO_TRITON)
-    word = torch.zeros(1, dtype=torch.int32, device=device)  # where it lies is where the kernel runs
+    word = torch.zeros(1, dtype=torch.int32, device=device)  # its device is the device of the launch
     return lambda: _does_nothing[(1,)](word)
 
 
@@ -92,9 +92,9 @@ def _does_nothing(word_ptr: tl.tensor) -> None:
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise `TimeLimit` inside the block once it has run for `seconds`; no limit outside the main thread or on Windows.
+    """Raises `TimeLimit` if the block runs longer than `seconds`; unlimited outside the main thread and on Windows.
 
-    The signal is seen when Python runs next: one call into compiled code is not cut off, a tuner's loop over many is.
+    Python handles the signal between bytecodes: a single call into compiled code is not interrupted, a tuner's loop is.
     """
     import signal
     import threading

@@ -1,9 +1,9 @@
-"""Is an output right? Asked on the very problem and inputs about to be timed, before any time is shown.
+"""Checks an output, on the same problem and inputs that are timed, before any time is shown.
 
 The exact result in float64 is affordable on a sample: a few sequences and heads, and rows of them that always include
-the first and the last. The yardstick is the rounding model on the same sample (`reference.rounding_model`), which a
-correct kernel's error matches within a few per cent, whoever wrote it; so every contender, ours or a peer's, must
-pass the same two gates.
+the first and the last. The reference for the error is a rounding model on the same sample (`reference.rounding_model`).
+A correct kernel's error matches it within a few per cent, whoever wrote the kernel, so every contender, ours or a
+peer's, must pass the same two gates.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from warpwave.problem import AttentionProblem, Operands
 from warpwave.workbench.verify.reference import oracle, rounding_model
 
 SAMPLED_BATCHES, SAMPLED_HEADS, SAMPLED_ROWS = 2, 4, 64
-# How far beyond the model's error an output may be: in its largest element, and in the root of the mean square. In
-# float32 the model is the plain formula, whose rounding is no floor: any other order of summation differs from it.
+# Allowed factors over the model's error: for the largest element, and for the root mean square. In float32 the model is
+# the plain formula, whose rounding error is not a minimum: any other order of summation differs from it.
 MAX_LIMIT = {"float16": 2.0, "bfloat16": 2.0, "float32": 4.0}
-# The largest error of a few hundred rows is one draw: it may hold half a rounding step of the largest element that the
-# model's own draw was spared (bfloat16, head_dim 96, causal: 2.16 times the model's in a sample, 1.0 in a whole call).
+# The largest error of a few hundred rows is a single draw. It may include half a rounding step of the largest element
+# that the model's own draw lacks (bfloat16, head_dim 96, causal: 2.16 times the model's in a sample, 1.0 in a whole
+# call).
 HALF_STEP = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 0.0}
 RMS_LIMIT = {"float16": 1.25, "bfloat16": 1.25, "float32": 3.0}
 FEW_ELEMENTS, RMS_LIMIT_OF_FEW = 4096, 2.0  # a mean over fewer elements is itself noisy
@@ -32,14 +33,14 @@ FEW_ELEMENTS, RMS_LIMIT_OF_FEW = 4096, 2.0  # a mean over fewer elements is itse
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether an output may be timed, and the errors that say so, against float64.
+    """Whether an output may be timed, with its errors against float64.
 
     Attributes:
-        passed: every gate held.
-        reason: what failed, empty when nothing did.
-        rms_error, max_error: of this output; None where it could not be compared.
-        model_rms_error, model_max_error: of the rounding model on the same sample.
-        rows: query rows compared, over all sampled batches and heads.
+        passed: whether it passed every gate.
+        reason: the gate that failed; empty if none did.
+        rms_error, max_error: errors of this output; None if it could not be compared.
+        model_rms_error, model_max_error: errors of the rounding model on the same sample.
+        rows: number of query rows compared, over all sampled batches and heads.
     """
 
     passed: bool
@@ -52,7 +53,7 @@ class Verdict:
 
     @property
     def error_ratio(self) -> float | None:
-        """RMS error in units of the rounding model's: 1 is as good as rounding allows."""
+        """The RMS error divided by the rounding model's; a correct kernel has about 1."""
         return None if self.rms_error is None else self.rms_error / max(self.model_rms_error, 1e-300)
 
 
@@ -61,7 +62,7 @@ class _Part:
     """One sequence's part of a sample.
 
     Attributes:
-        take: cuts it out of the whole call's out, as (rows, heads, head_dim_v).
+        take: selects it from the whole call's out, as (rows, heads, head_dim_v).
         exact, model: the same part of the exact result in float64, and of the rounding model.
     """
 
@@ -71,11 +72,11 @@ class _Part:
 
 
 class Sample:
-    """The exact result of part of one call, and the yardstick for it.
+    """The exact result of a part of one call, and the rounding model's error on it.
 
     Args:
         problem, operands: the whole call, dense or packed, with any of its options.
-        seed: of the choice of rows.
+        seed: seed for the choice of rows.
     """
 
     def __init__(self, problem: AttentionProblem, operands: Operands, *, seed: int = 0) -> None:
@@ -88,7 +89,7 @@ class Sample:
         self._rows = self._elements // problem.head_dim_v
 
     def judge(self, out: Tensor) -> Verdict:
-        """Compare an output of the whole call, shaped as `attention` or `attention_varlen` return it."""
+        """Judges an output of the whole call, with the shape that `attention` or `attention_varlen` returns."""
         problem = self._problem
         if out.shape != self._shape or out.dtype != self._dtype:
             return self._verdict(f"out is {tuple(out.shape)} {out.dtype}, expected {self._shape} {self._dtype}")
@@ -97,7 +98,7 @@ class Sample:
             return self._verdict("out has NaN or infinite elements")
         rms, largest = self._errors(sampled)
         budget = problem.error_budget
-        if budget is not None:  # what the caller allows counts, and not what rounding alone would cost
+        if budget is not None:  # the caller's budget replaces the rounding model
             error = self.relative_error(out)
             kept = error <= budget
             return self._verdict("" if kept else f"relative error {error:.2e} is above {budget:g}", rms, largest)
@@ -113,11 +114,11 @@ class Sample:
 
     @property
     def rows(self) -> int:
-        """Query rows compared, over all sampled batches and heads."""
+        """Number of query rows compared, over all sampled batches and heads."""
         return self._rows
 
     def relative_error(self, out: Tensor) -> float:
-        """|out - exact| / |exact| over the sample, in Euclidean norms."""
+        """Returns |out - exact| / |exact| over the sample, in Euclidean norms."""
         rms, _ = self._errors([part.take(out) for part in self._parts])
         size = sum(part.exact.square().sum().item() for part in self._parts)
         return rms / max(math.sqrt(size / self._elements), 1e-300)
@@ -132,7 +133,7 @@ class Sample:
 
 
 def _part(problem: AttentionProblem, operands: Any, sequence: int, seed: int) -> _Part:
-    """Some rows and heads of one sequence, as a call of their own."""
+    """Returns some rows and heads of one sequence, computed as a separate call."""
     device = operands.q.device
     seqlen_q, seqlen_k = list(problem.items())[sequence]
     rows = _rows(seqlen_q, seed).to(device)
@@ -148,7 +149,7 @@ def _part(problem: AttentionProblem, operands: Any, sequence: int, seed: int) ->
         keys = torch.arange(seqlen_k, device=device)
         at = (operands.page_table[sequence, keys // problem.page_size].long(), keys % problem.page_size)
     k, v = (x[at][:, kv_heads] for x in (operands.k, operands.v))
-    # Rows picked out of their order keep what depends on position as a boolean mask and, for ALiBi, as a bias.
+    # The picked rows lose their positions, so positional masks become a boolean mask, and ALiBi becomes a bias.
     distance = torch.arange(seqlen_k, device=device) - rows[:, None]  # [rows, seqlen_k]
     visible = _visible(problem, operands, sequence, rows, heads, distance, (seqlen_q, seqlen_k))
     bias = _bias(problem, operands, sequence, rows, heads, distance + seqlen_q - seqlen_k)
@@ -185,7 +186,7 @@ def _visible(
     distance: Tensor,
     lengths: tuple[int, int],
 ) -> Tensor:
-    """What all masks together show: [1, 1 or heads, rows, seqlen_k]."""
+    """Returns the conjunction of all masks: [1, 1 or heads, rows, seqlen_k]."""
     band = problem.band(*lengths)
     visible = torch.ones_like(distance, dtype=torch.bool)
     if band.low is not None:
@@ -204,7 +205,7 @@ def _bias(
     heads: Tensor,
     distance: Tensor,
 ) -> Tensor | None:
-    """What is added to the scores: [1, 1 or heads, 1 or rows, 1 or seqlen_k], float64 where ALiBi is in it."""
+    """Returns the sum of bias and ALiBi: [1, 1 or heads, 1 or rows, 1 or seqlen_k], in float64 if it has ALiBi."""
     bias = None if operands.bias is None else _cut(operands.bias, sequence, rows, heads)
     if operands.alibi_slopes is None:
         return bias
@@ -214,7 +215,7 @@ def _bias(
 
 
 def _cut(x: Tensor, sequence: int, rows: Tensor, heads: Tensor) -> Tensor:
-    """The sample's part of a mask or bias, whose axes of size 1 are broadcast and stay so."""
+    """Returns the sample's part of a mask or bias. Axes of size 1 are kept, because they are broadcast."""
     x = x[sequence % x.shape[0]][None]
     x = x if x.shape[1] == 1 else x[:, heads]
     return x if x.shape[2] == 1 else x[:, :, rows]
@@ -225,7 +226,7 @@ def _start(offsets: Tensor | None, sequence: int) -> int:
 
 
 def _sequences(problem: AttentionProblem, count: int) -> list[int]:
-    """Sequences to sample, the first and the last among them, and of packed ones the longest and the shortest too."""
+    """Returns the sequences to sample, including the first and last, and for packed ones the longest and shortest."""
     chosen = _spread(problem.batch, count).tolist()
     if problem.packed:
         longest_first = sorted(range(problem.batch), key=lambda b: -math.prod(list(problem.items())[b]))
@@ -234,7 +235,7 @@ def _sequences(problem: AttentionProblem, count: int) -> list[int]:
 
 
 def _spread(size: int, count: int) -> Tensor:
-    """Up to `count` different indices below `size`, the first and the last among them."""
+    """Returns up to `count` different indices below `size`, including the first and the last."""
     return torch.linspace(0, size - 1, min(size, count)).round().long()
 
 

@@ -1,7 +1,7 @@
-"""Where and when a measurement was made: code, versions, card and processor, as plain data.
+"""Describes where and when a measurement was made: code, versions, card and processor, as plain data.
 
-`describe` is read once a run, `snapshot` before and after timing. What cannot be read is None: a missing figure must
-not stop a benchmark, and must not be made up.
+`describe` is called once per run, `snapshot` before and after timing. A figure that cannot be read is None, because a
+missing figure must neither stop a benchmark nor be made up.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 PACKAGE = Path(__file__).resolve().parents[1]
 PEER_DISTRIBUTIONS = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "ffpa-attn")
 
-# NVML's bits of "why the clocks are not at their highest". Idle is left out: before a run it is always set.
+# NVML's bits for the reasons of reduced clocks. Idle is left out: before a run it is always set.
 THROTTLE_REASONS = {
     0x002: "application clocks",
     0x004: "power cap",
@@ -38,7 +38,7 @@ THROTTLE_REASONS = {
 
 
 def describe(device: torch.device | str) -> dict[str, Any]:
-    """Everything that is fixed for the run."""
+    """Returns everything that stays fixed during the run."""
     device = torch.device(device)
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -59,7 +59,7 @@ def describe(device: torch.device | str) -> dict[str, Any]:
 
 
 def snapshot(device: torch.device | str) -> dict[str, Any] | None:
-    """Clocks, power, temperature and throttling at this moment; None where no NVIDIA tool can read them."""
+    """Returns clocks, power, temperature and throttling now; None if no NVIDIA tool can read them."""
     device = torch.device(device)
     if device.type != "cuda" or (uuid := _uuid(device)) is None:
         return None
@@ -70,11 +70,12 @@ def snapshot(device: torch.device | str) -> dict[str, Any] | None:
 
 
 def _code() -> dict[str, Any]:
-    """Commit and state of the working tree, and a hash of the sources, which also names a tree without git."""
-    # Whoever copied the tree to the machine the GPU is on knows better than what came along of its history.
+    """Returns the commit and state of the working tree, and a hash of the sources, which also identifies a tree without
+    git."""
+    # The tool that copied the tree to the GPU machine sets the commit; the copy's own history may be incomplete.
     commit, dirty = os.environ.get("WARPWAVE_COMMIT"), None
     top = None if commit else _run("git", "-C", str(PACKAGE), "rev-parse", "--show-toplevel")
-    # An installed copy may lie inside somebody else's repository, whose commit would say nothing about it.
+    # An installed copy may lie inside another repository, whose commit would be meaningless.
     if top is not None and Path(top).resolve() == PACKAGE.parent:
         commit = _run("git", "-C", str(PACKAGE), "rev-parse", "HEAD")
         status = _run("git", "-C", str(PACKAGE), "status", "--porcelain")
@@ -101,7 +102,7 @@ def _gpu(device: torch.device) -> dict[str, Any]:
 
 
 def _uuid(device: torch.device) -> str | None:
-    """The card's name to NVML. Its index would be wrong wherever CUDA_VISIBLE_DEVICES hides or reorders cards."""
+    """Returns the card's UUID for NVML. Its index would be wrong if CUDA_VISIBLE_DEVICES hides or reorders cards."""
     if torch.version.cuda is None:
         return None
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
@@ -114,7 +115,7 @@ def _read_nvml(uuid: str) -> dict[str, Any] | None:
         return None
     try:
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-    except nvml.NVMLError:  # a MIG slice, or a container that hides the card from NVML
+    except nvml.NVMLError:  # a MIG partition, or a container that hides the card from NVML
         return None
 
     def ask(function: Callable[..., Any], *args: Any) -> Any:
@@ -141,7 +142,7 @@ def _read_nvml(uuid: str) -> dict[str, Any] | None:
 
 @cache
 def _nvml() -> Any:
-    """The NVML bindings, initialised for the life of the process, or None."""
+    """Returns the NVML bindings, initialized for the life of the process, or None."""
     if importlib.util.find_spec("pynvml") is None:
         return None
     import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -185,7 +186,7 @@ def _throttle_names(bits: int) -> list[str]:
 
 
 def cpu_model() -> str | None:
-    """What the processor calls itself, or None where nobody says."""
+    """Returns the processor's name for itself, or None."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -202,7 +203,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _run(*command: str) -> str | None:
-    """Standard output of a command, or None where it is absent, slow or fails."""
+    """Returns the standard output of a command; None if it is missing, slow or fails."""
     if shutil.which(command[0]) is None:
         return None
     try:

@@ -1,5 +1,5 @@
-"""What a record of an environment holds: the card, the processor, the code and the versions behind a measurement, and
-the card's readings around it. Figures that only people read may be of any form, and older versions have fewer of them.
+"""The schema of an environment record: the card, the processor, the code and the versions behind a measurement, and the
+card's readings around it. Figures that are only shown may have any form, and older versions have fewer of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROCESSOR = Table(
 CODE = Table(
     optional={"commit": OrNone(WORD), "dirty": OrNone(Flag()), "source_sha256": OrNone(WORD)}, others=Anything()
 )
-# What `environment.describe` makes.
+# The result of `environment.describe`.
 ENVIRONMENT = Table(
     optional={
         "date": WORD,
@@ -40,7 +40,7 @@ ENVIRONMENT = Table(
     },
     others=Anything(),
 )
-# What `environment.snapshot` makes.
+# The result of `environment.snapshot`.
 READING = Table(
     optional={
         "sm_mhz": OrNone(Number(1, 1e6)),

@@ -1,4 +1,4 @@
-"""Goals: what a run was meant to show, said before it, and whether it did."""
+"""Goals: the result that a run was meant to show, stated beforehand, and the verdict."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     from warpwave.workbench.bench.records import Measurement
     from warpwave.workbench.bench.timing import Ratio
 
-FEWEST_ROUNDS = 9  # with fewer, a run shows nothing
-SLACK = 0.02  # how far below the goal the interval's lower end may lie
+FEWEST_ROUNDS = 9  # a verdict needs at least this many
+SLACK = 0.02  # the interval's lower end may lie this far below the goal
 
 
 @dataclass(frozen=True)
 class Goal:
-    """One of two.
+    """A goal of one of two kinds.
 
     Attributes:
-        ratio: times as fast as the fastest peer that is accurate enough.
+        ratio: speed relative to the fastest peer that is accurate enough.
         over_launch_us: microseconds above an empty kernel in the same harness.
     """
 
@@ -32,13 +32,13 @@ class Goal:
 
 @dataclass(frozen=True)
 class GoalVerdict:
-    """What came of a goal.
+    """The verdict on a goal.
 
     Attributes:
-        met: None where the run cannot tell.
-        reason: why it cannot tell, else empty.
-        ratio: of the contender's time to what it was held against, inverted: above 1 is faster.
-        against: whose time that was.
+        met: None if the run cannot decide it.
+        reason: why the run cannot decide it, else empty.
+        ratio: speed relative to `against`: above 1 is faster.
+        against: the contender it was compared with.
     """
 
     met: bool | None
@@ -51,19 +51,19 @@ class GoalVerdict:
 
 
 def best_peer(measurements: Sequence[Measurement]) -> Measurement | None:
-    """The fastest of others' implementations whose result passed, among measurements of one case in one mode."""
+    """Returns the fastest peer whose result passed, among measurements of one case in one mode."""
     accurate = [m for m in measurements if m.timing is not None and m.is_peer and m.verdict and m.verdict.passed]
     return min(accurate, key=lambda m: m.timing.median_us if m.timing else 0.0, default=None)
 
 
 def judge(contender: Measurement, measurements: Sequence[Measurement]) -> GoalVerdict:
-    """Was the goal met?
+    """Decides whether the goal was met.
 
     A ratio is met if the median of the paired ratios reaches it and the interval's lower end is at most 0.02 below.
 
     Args:
-        contender: whose goal it is.
-        measurements: everything measured on its case, in its mode and its run.
+        contender: the measurement that has the goal.
+        measurements: all measurements of its case, in its mode and its run.
     """
     from warpwave.workbench.bench.timing import ratio_if_paired
 

@@ -1,4 +1,4 @@
-"""Inputs for a problem, and the arguments with which each side is called."""
+"""Makes the inputs of a problem, and the arguments of a call."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands, Oper
 from warpwave.workbench.bench.workloads import default_scale, padded_length
 
 MOST_INPUT_SETS = 64
-CACHES_FILLED = 4  # inputs that are to be cold cycle through this many times L2's size
+CACHES_FILLED = 4  # inputs for a cold cache cycle through this many times the size of L2
 
 
 def make_operands(problem: AttentionProblem, device: torch.device | str, *, seed: int = 0) -> Any:
-    """Inputs from N(0, 1), the same for the same problem, seed and kind of device. Zeros would run faster than data.
+    """Returns inputs from N(0, 1), equal for equal problem, seed and kind of device. Zeros would run faster than data.
 
-    `Operands`, or `CachedOperands` for a problem on a paged cache.
+    They are `Operands`, or `CachedOperands` for a problem on a paged cache.
     """
     generator = torch.Generator(device).manual_seed(seed)
     dtype = getattr(torch, problem.dtype)
@@ -51,7 +51,7 @@ def make_operands(problem: AttentionProblem, device: torch.device | str, *, seed
 def _in_pages(
     problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, generator: torch.Generator, device: torch.device | str
 ) -> CachedOperands:
-    """The same keys and values in pages that lie in no order, as they do after a server has run for a while."""
+    """Returns the keys and values in pages in random order, as in a server that has run for a while."""
     lengths = [n for _, n in problem.items()]
     size = problem.page_size
     counts = [-(-n // size) for n in lengths]
@@ -82,8 +82,8 @@ def _in_pages(
 
 
 def call_arguments(problem: AttentionProblem, operands: Operands | CachedOperands) -> dict[str, Any]:
-    """What follows q, k and v in a call of `attention`, or `attention_varlen` for a packed problem, or q and the cache
-    in one of `attention_with_kv_cache`: what is not off."""
+    """Returns the keyword arguments of a call that are not at their defaults: those after q, k and v for `attention` or
+    `attention_varlen`, those after q and the cache for `attention_with_kv_cache`."""
     of_cache = ("page_table", "seqused_k")
     arguments: dict[str, Any] = {
         name: tensor
@@ -108,20 +108,20 @@ def call_arguments(problem: AttentionProblem, operands: Operands | CachedOperand
 
 
 def operand_bytes(problem: AttentionProblem) -> int:
-    """Bytes of one set of inputs, its largest tensors: q, k, v, and a mask or a bias."""
+    """Returns the bytes of one set of inputs: q, k, v, and a mask or a bias."""
     size = DTYPE_BYTES[problem.dtype]
     rows_k = problem.total_k if problem.packed else problem.batch * problem.seqlen_k
     total = problem.rows * problem.num_heads_q * problem.head_dim * size
     total += rows_k * problem.num_heads_kv * (problem.head_dim + problem.head_dim_v) * size
     if problem.mask_shape is not None:
-        total += math.prod(problem.mask_shape) * DTYPE_BYTES["float32"]  # it is drawn as numbers, then compared
+        total += math.prod(problem.mask_shape) * DTYPE_BYTES["float32"]  # drawn as float32, then compared
     if problem.bias_shape is not None:
         total += math.prod(problem.bias_shape) * DTYPE_BYTES[problem.bias_dtype or problem.dtype]
     return total
 
 
 def sets_for_cold_cache(problem: AttentionProblem, l2_bytes: int) -> int:
-    """How many sets of inputs calls have to cycle through for each to find L2 without its own."""
+    """Returns how many sets of inputs calls must cycle through so that each call's inputs are no longer in L2."""
     wanted = math.ceil(CACHES_FILLED * l2_bytes / max(1, problem.compulsory_bytes))
     return max(2, min(MOST_INPUT_SETS, wanted))
 
@@ -135,7 +135,7 @@ def _mask(problem: AttentionProblem, generator: torch.Generator, device: torch.d
 
 
 def _slopes(problem: AttentionProblem, device: torch.device | str) -> Tensor:
-    """The geometric series from 2^(-8 / num_heads_q) to 2^-8 (Press et al., "Train Short, Test Long", 2021)."""
+    """Returns the geometric series from 2^(-8 / num_heads_q) to 2^-8 (Press et al., "Train Short, Test Long", 2021)."""
     steps = torch.arange(1, problem.num_heads_q + 1, device=device, dtype=torch.float32)
     return torch.exp2(-8 * steps / problem.num_heads_q)
 

@@ -1,4 +1,4 @@
-"""One case: prepare every contender, check it, time those that passed interleaved, and say what came of each."""
+"""Measures one case: prepares and checks every contender, and times those that passed, interleaved."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ Say = Callable[[str], None]
 
 
 class DeviceLost(RuntimeError):
-    """A contender left the GPU in a state in which nothing more can run in this process."""
+    """A contender left the GPU unusable for the rest of this process."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure.
+    """The settings of a measurement.
 
     Attributes:
-        device: where.
-        modes: modes of timing; `"streams"` brings `"graph"` with it, to be held against.
-        rounds: times every contender takes its turn.
-        peer_timeout_s: how long a contender may take to get ready, compilation included; None is for ever.
-        host: whether the host's part of a call is timed as well: of long calls it takes most of a run.
+        device: the device to measure on.
+        modes: timing modes; `"streams"` implies `"graph"`, with which it is compared.
+        rounds: number of timing rounds.
+        peer_timeout_s: limit of a contender's preparation, including compilation; None is unlimited.
+        host: whether host time is measured too; for long calls that takes most of a run.
     """
 
     device: torch.device
@@ -50,7 +50,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class _Ready:
-    """A contender that passed: its calls, one for each set of inputs."""
+    """A contender that passed, with one call per set of inputs."""
 
     calls: tuple[Callable[[], object], ...]
     eager: bool
@@ -66,12 +66,12 @@ def measure(
     about_to: Callable[[str], None] = lambda contender: None,
     say: Say = lambda detail: None,
 ) -> list[Measurement]:
-    """Every contender on one case, in the order given; one measurement for each mode it was timed in, or one refusal.
+    """Measures every contender on one case, in the given order: one measurement per mode, or one refusal.
 
     Args:
-        skip: contender -> why it is not to be tried.
-        about_to: told each contender's name before anything of it runs, and "" once all are prepared.
-        say: told what is under way.
+        skip: contender -> the reason to leave it out.
+        about_to: called with each contender's name before its code runs, and with "" once all are prepared.
+        say: called with the current step.
 
     Raises:
         DeviceLost: a contender left the GPU unusable.
@@ -118,10 +118,10 @@ class CannotMake(RuntimeError):
 
 
 def _inputs(case: Case, device: torch.device) -> tuple[list[Operands], Sample]:
-    """Every set of inputs of a case, and what their results are judged by.
+    """Returns every set of inputs of a case, and the sample that judges their results.
 
     Raises:
-        CannotMake: they do not fit.
+        CannotMake: the inputs do not fit the device.
     """
     count = 1
     if case.hot is False and device.type == "cuda":
@@ -129,7 +129,7 @@ def _inputs(case: Case, device: torch.device) -> tuple[list[Operands], Sample]:
         count = sets_for_cold_cache(case.problem, l2_bytes)
     needed, room = count * operand_bytes(case.problem), _memory_bytes(device)
     if room is not None and needed > room:
-        # Where memory is promised before it is there, the system would end the process instead of refusing.
+        # A system that overcommits memory would kill the process instead of failing the allocation.
         raise CannotMake(f"its inputs take {needed / 1e9:,.1f} GB and {device.type} memory is {room / 1e9:,.1f} GB")
     try:
         sets = [make_operands(case.problem, device, seed=SEED + i) for i in range(count)]
@@ -140,7 +140,7 @@ def _inputs(case: Case, device: torch.device) -> tuple[list[Operands], Sample]:
 
 
 def _memory_bytes(device: torch.device) -> int | None:
-    """Of the device; None where the system does not tell."""
+    """Returns the device's memory; None if the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     try:
@@ -150,14 +150,14 @@ def _memory_bytes(device: torch.device) -> int | None:
 
 
 def _first_line(error: BaseException) -> str:
-    """What an error says, short enough for a table. It is a library's, and may hold anything."""
+    """Returns the first line of an error message, shortened for a table. Libraries put any text into it."""
     return printable((str(error).strip().splitlines() or [""])[0])[:1000]
 
 
 def _check(
     m: Measurement, prepare: Peer, sets: Sequence[Operands], sample: Sample, settings: Settings
 ) -> tuple[Measurement, _Ready | None]:
-    """Prepare a contender on every set of inputs and judge its result on the first."""
+    """Prepares a contender on every set of inputs and judges its result on the first."""
     try:
         with time_limit(settings.peer_timeout_s):
             prepared = [prepare(m.problem, operands) for operands in sets]
@@ -168,7 +168,7 @@ def _check(
     except TimeLimit:
         reason = f"not ready after {settings.peer_timeout_s:g} s"
         return dataclasses.replace(m, refusal=reason), None
-    except Exception as error:  # somebody else's compiler: whatever it raises must not end the run
+    except Exception as error:  # a peer's compiler may raise anything, which must not end the run
         reason = f"{type(error).__name__}: {_first_line(error)}"
         _still_usable(settings.device, m, reason)
         return dataclasses.replace(m, refusal=reason), None
@@ -180,9 +180,9 @@ def _check(
 
 
 def _peak_memory(prepared: Prepared, device: torch.device) -> int | None:
-    """Most memory allocated during one call above what lay there before it; not known on a CPU.
+    """Returns the peak memory that one call allocates on top of the memory before it; None on a CPU.
 
-    A workspace that a library keeps from call to call is there before the call, and is not seen.
+    A workspace that a library keeps between calls exists before the call, so it is not counted.
     """
     if device.type == "cpu":
         return None
@@ -222,7 +222,7 @@ def _time(
     timings, dropped = _time_modes(case, ready, settings, say)
     after = environment.snapshot(device)
     hosts: dict[str, Samples] = {}
-    if device.type != "cpu" and settings.host:  # where the host is the device, its time is the time already taken
+    if device.type != "cpu" and settings.host:  # on a CPU the host time is the time already measured
         say("timing the host")
         eager = {name: r.calls for name, r in ready.items() if r.eager}
         if eager:
@@ -246,7 +246,7 @@ def _time(
 def _time_modes(
     case: Case, ready: dict[str, _Ready], settings: Settings, say: Say
 ) -> tuple[dict[str, dict[str, Samples]], dict[tuple[str, str], str]]:
-    """Timings by mode, and the reasons of those that had to be left out because a CUDA graph cannot hold them."""
+    """Returns the timings by mode, and why some contenders are missing: those that a CUDA graph cannot capture."""
     calls = {name: r.calls for name, r in ready.items()}
     dropped: dict[tuple[str, str], str] = {}
     while len(dropped) < len(calls) * len(settings.modes):

@@ -1,4 +1,4 @@
-"""How one callable's turn is timed: on the host's clock, between CUDA events, inside a CUDA graph, on two streams."""
+"""Times one callable's turn: on the host's clock, between CUDA events, in a CUDA graph, or on two streams."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Method = Literal["graph", "events", "host clock", "eager", "streams"]
 MODES = ("auto", "eager", "graph", "streams")
 
 GRAPH_BELOW_US = 50.0  # shorter calls than this are timed inside a graph
-GRAPH_REPLAY_US = 1000.0  # device time of one replay, so that the cost of starting it (about 3 us) is lost in it
+GRAPH_REPLAY_US = 1000.0  # device time of one replay, so that its launch (about 3 us) is negligible
 GRAPH_CALLS = (2, 200)  # fewest and most calls a graph holds
 EAGER_BLOCK_US = 2000.0  # a block of eager calls between two events
 EAGER_CALLS = (3, 200)
@@ -25,7 +25,7 @@ L2_FLUSH_BYTES = 256 << 20  # several times the largest L2; the same figure as t
 
 
 class CaptureFailed(RuntimeError):
-    """A callable could not be captured in a CUDA graph, so it cannot be compared with others timed in one.
+    """A callable could not be captured in a CUDA graph, so it cannot be compared with callables that were.
 
     Attributes:
         name: its key in the mapping of callables.
@@ -41,7 +41,7 @@ class CaptureFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Meter:
-    """Takes one callable's turn: `read()` gives `repeats` timings in microseconds a call."""
+    """Times one callable: `read()` returns `repeats` timings in microseconds per call."""
 
     read: Callable[[], Sequence[float]]
     method: Method
@@ -60,7 +60,7 @@ def host_meters(
     block_us: float,
     most_calls: int = 1_000_000,
 ) -> dict[str, Meter]:
-    """Blocks of calls between two readings of the host clock; the device is idle when a block starts."""
+    """Returns meters that time blocks of calls on the host clock; the device is idle when a block starts."""
 
     def meter(sets: Sequence[Call]) -> Meter:
         call_us = _warm_up(sets, device, warmup_s)
@@ -88,7 +88,7 @@ def device_meters(
     warmup_s: float,
     sample_s: float,
 ) -> dict[tuple[str, str], Meter]:
-    """One meter for each wanted (mode, name of a callable).
+    """Returns one meter for each requested (mode, name of a callable).
 
     Raises:
         CaptureFailed: a mode needs a graph, and a callable cannot be captured.
@@ -98,7 +98,7 @@ def device_meters(
     for name in dict.fromkeys(name for _, name in wanted):
         sets = callables[name]
         _warm_up(sets, device, warmup_s)
-        # Behind a flush each, whatever is asked for: without, a host slower than the device would be what is estimated.
+        # Each call follows a flush, even with flush_l2 false: otherwise a slow host would determine the estimate.
         estimates_us[name] = median(_between_events(sets[0], 5, device, flush, True))
     short = min(estimates_us.values()) < GRAPH_BELOW_US
 
@@ -127,8 +127,9 @@ def _event_meter(
 
 
 def _between_events(call: Call, repeats: int, device: torch.device, flush: Call, flush_l2: bool) -> list[float]:
-    # The flushes keep the device busy while the host runs ahead; two extra give it a start, or the wait for the first
-    # launches would be timed. Events read in stream order, so a host that is ahead adds nothing.
+    # The flushes keep the device busy while the host runs ahead. Two extra flushes give the host a head start; without
+    # them, the wait for the first launches would be timed. Events are recorded in stream order, so a host that is
+    # ahead adds nothing.
     events = [_event_pair() for _ in range(repeats)]
     for _ in range(2):
         flush()
@@ -150,7 +151,7 @@ def _eager_meter(sets: Sequence[Call], device: torch.device, estimate_us: float,
 
     def read() -> list[float]:
         events = [_event_pair() for _ in range(repeats)]
-        sets[0]()  # untimed: the first launch on an idle device takes longer than those behind it
+        sets[0]()  # untimed: the first launch on an idle device takes longer than the following ones
         for start, end in events:
             start.record()
             for call in turns:
@@ -183,7 +184,7 @@ def _graph_meter(
 
     def read() -> list[float]:
         events = [_event_pair() for _ in range(repeats)]
-        graph.replay()  # untimed: the host gets ahead while it runs, and it brings a hot working set back into L2
+        graph.replay()  # untimed: the host gets ahead meanwhile, and a hot working set returns to L2
         for start, end in events:
             if cold:
                 flush()
@@ -202,17 +203,17 @@ def _capturing(name: str, mode: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # Ending a broken capture raises too; what broke it is that error's context.
+        # Ending a broken capture raises too; the original error is the context of that one.
         raise CaptureFailed(name, mode, error.__context__ or error) from error
 
 
 def _capture(sets: Sequence[Call], calls: int, device: torch.device) -> torch.cuda.CUDAGraph:
-    # Capture needs a stream of its own, and whatever a library sets up on its first call on a stream (handles,
-    # workspaces, compilation) must be over before capture begins: so warm up on that very stream.
+    # Capture needs its own stream. A library's set-up on its first call on a stream (handles, workspaces, compilation)
+    # must end before capture begins, so the warm-up runs on the same stream.
     stream = torch.cuda.Stream(device)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(device)
-    with torch.cuda.stream(stream):  # the outer context gives the stream back even where capture fails half-way
+    with torch.cuda.stream(stream):  # restores the stream even if capture fails
         for call in (*sets, *sets, *sets):
             call()
         torch.cuda.synchronize(device)
@@ -223,7 +224,7 @@ def _capture(sets: Sequence[Call], calls: int, device: torch.device) -> torch.cu
 
 
 def _capture_on_two_streams(sets: Sequence[Call], calls: int, device: torch.device) -> torch.cuda.CUDAGraph:
-    """`calls` calls on each of two streams that start together; the graph ends when both are through."""
+    """Captures `calls` calls on each of two streams that start together; the graph ends when both are done."""
     stream, other = torch.cuda.Stream(device), torch.cuda.Stream(device)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(device)
@@ -248,12 +249,12 @@ def _flusher(device: torch.device) -> Call:
 
 
 def _repeats(sample_s: float, repeat_us: float, *, most: int = 200) -> int:
-    """Timings that fit in a turn; at least 3, or their median would follow a single hiccup."""
+    """Returns the timings that fit in a turn; at least 3, so that a single outlier does not move the median."""
     return max(3, min(most, round(sample_s * 1e6 / max(repeat_us, 0.1))))
 
 
 def _warm_up(sets: Sequence[Call], device: torch.device, seconds: float) -> float:
-    """Run for at least `seconds` after the first calls, which may compile. Microseconds a call, waits included."""
+    """Runs for at least `seconds` after the first calls, which may compile. Returns microseconds per call."""
     for call in sets:
         call()
     _synchronize(device)

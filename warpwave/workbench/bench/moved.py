@@ -1,4 +1,4 @@
-"""Which term of the model moved between two measurements of one case: what `compare` says beside the ratio."""
+"""Finds the model's term that changed between two measurements of one case; `compare` prints it beside the ratio."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from warpwave.workbench.bench.records import Measurement
 from warpwave.workbench.hardware.catalog import find, gpu_of
 from warpwave.workbench.model.losses import Losses
 
-LEAST = 1.02  # a term that moved by less did not
+LEAST = 1.02  # smaller changes do not count
 
 
 def moved(a: Measurement, b: Measurement, environment_a: Mapping[str, Any], environment_b: Mapping[str, Any]) -> str:
-    """The loss that changed most from a to b in the direction of the time, in words; empty where one cannot be split.
+    """Returns the loss that changed most from a to b in the same direction as the time, in words; empty if a time
+    cannot be split into losses.
 
-    Where the model's terms are the same (one kernel, one config), only the remainder can move: then something that the
-    model does not see changed, and the clocks are named where they did.
+    With the same kernel and config the model's terms are equal, so only the remainder can change: something outside the
+    model changed. If the clocks changed, they are named.
     """
     losses_a, losses_b = _losses(a, environment_a), _losses(b, environment_b)
     if losses_a is None or losses_b is None:
@@ -25,7 +26,7 @@ def moved(a: Measurement, b: Measurement, environment_a: Mapping[str, Any], envi
     factors = {
         loss.name: (loss.factor, other.factor) for loss, other in zip(losses_a.losses, losses_b.losses, strict=True)
     }
-    # Of the terms that moved the way the time did; a slower call is not told by a loss that shrank.
+    # Only terms that changed in the direction of the time: a loss that shrank does not explain a slower call.
     way = math.copysign(1.0, losses_b.measured_us - losses_a.measured_us)
     name = max(factors, key=lambda n: way * math.log(factors[n][1] / factors[n][0]))
     before, after = factors[name]

@@ -1,6 +1,6 @@
-"""What a record file holds, line by line: the one declaration that reading, appending and resuming share.
+"""The schema of a record file's lines, shared by reading, appending and resuming.
 
-The ranges are wide enough for any measurement and narrow enough that every figure that follows from one is finite.
+The ranges allow any measurement, and keep every figure that is computed from one finite.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ READABLE_VERSIONS = (1, 2)
 
 NAME, REMARK = Text(500, 1), Text(20_000)
 SIZE = Integer(0, MOST_TOKENS)
-ERROR = Number(0, 1e39)  # a float32 output can be off by as much
+ERROR = Number(0, 1e39)  # the largest error of a float32 output
 SCALE = Number(0, 3.5e38)  # float32's range
 DTYPE = OneOf(("float16", "bfloat16", "float32"))
 WINDOW = ListOf(Integer(-1, MOST_TOKENS), 2, 2)
 PAGE_SIZE = Integer(0, 1 << 30)
 BUDGET = Number(1e-30, 1)
-MICROSECONDS = Number(1e-6, 1e12)  # from far less than a clock tells to eleven days
+MICROSECONDS = Number(1e-6, 1e12)  # from far below a clock's resolution to eleven days
 FACTOR = Number(1e-6, 1e6)
-MOST_ROUNDS = 1000  # two runs compare by all pairs of their samples
+MOST_ROUNDS = 1000  # a comparison of two runs uses all pairs of samples
 
 # Measurements ---------------------------------------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class Setting:
 
 
 HEAD = {"schema_version": OneOf(READABLE_VERSIONS), "kind": OneOf(("environment", "measurement"))}
-LINE = Table(required=HEAD, others=Anything())  # looked at first, to name the version where it is another
+LINE = Table(required=HEAD, others=Anything())  # checked first, to report an unknown version
 ENVIRONMENT_LINE = Table(required={**HEAD, "id": NAME, "environment": ENVIRONMENT})
 MEASUREMENT_LINE = Table(
     required={
@@ -137,11 +137,11 @@ MEASUREMENT_LINE = Table(
         "gpu_after": OrNone(READING),
     },
     optional={
-        # Added in version 2; what a record of version 1 leaves out has its default there.
+        # Added in version 2; a record of version 1 gets the defaults.
         "mode": OneOf(MODES),
         "peak_memory_bytes": OrNone(BYTES),
         "goal": OrNone(Table(required={"ratio": OrNone(FACTOR), "over_launch_us": OrNone(FACTOR)})),
-        # They follow from the samples, and are there for other readers.
+        # Derived from the samples, stored for other readers.
         "tflops": Anything(),
         "bandwidth_gbps": Anything(),
         "tokens_per_s": Anything(),
@@ -150,12 +150,12 @@ MEASUREMENT_LINE = Table(
 
 
 def problem_of(data: dict[str, Any]) -> AttentionProblem:
-    """The problem that a record describes, data as `PROBLEM` allows it.
+    """Returns the problem of a record; the data must fit `PROBLEM`.
 
     Raises:
-        Mismatch: every figure is allowed, and together they are no call.
+        Mismatch: the values are valid, but not a valid call together.
     """
-    # JSON has no tuples: every list of a problem was one.
+    # JSON has no tuples: every list of a problem was a tuple.
     values = {key: _tuples(value) for key, value in data.items()}
     if values["causal"] is not None:
         values["causal"] = Causal(**values["causal"])

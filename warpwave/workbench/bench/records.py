@@ -1,11 +1,11 @@
-"""Measurements on disk: JSON Lines, one self-contained measurement a line, every raw sample kept.
+"""Measurements on disk: JSON Lines, one self-contained measurement per line, with all raw samples.
 
-A file begins with an environment record, and each run that appends to it adds its own; a measurement names the
-environment it was made in by id. Nothing is ever rewritten: a line is appended by one write, so a run that is cut off
-leaves every finished measurement whole.
+A file begins with an environment record, and each run that appends to it adds another; a measurement refers to its
+environment by id. Lines are never rewritten. Each is appended by one write, so a run that is interrupted leaves every
+finished measurement intact.
 
 Derived figures (TFLOP/s, GB/s) are stored for readers without this package and always follow from the samples.
-`record_schema` declares what a line may hold; nothing is appended that could not be read back.
+`record_schema` is the schema of a line; a line that could not be read back is not written.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from warpwave.workbench.output_files import CannotWrite, Kind, check_output
 from warpwave.workbench.schema import Mismatch, Table, check, quoted
 
 SCHEMA_VERSION = 2
-OURS = "warpwave "  # how the names of our own contenders begin
-YARDSTICK = "yardstick "  # and of what is timed beside them and is no attention
-LONGEST_LINE = 1 << 20  # of an environment; they have some 2 KB
+OURS = "warpwave "  # prefix of the names of our own contenders
+YARDSTICK = "yardstick "  # prefix of references that are not attention
+LONGEST_LINE = 1 << 20  # per environment; usual are 2 KB
 
 
 class RecordError(ValueError):
-    """A record file that cannot be read, or must not be appended to. The message names file and line."""
+    """A record file cannot be read, or must not be appended to. The message names the file and the line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,22 +49,22 @@ class Measurement:
     """One contender on one case.
 
     Attributes:
-        suite, case: where the problem came from.
-        problem: what was computed.
+        suite, case: the origin of the problem.
+        problem: the call.
         contender: `"warpwave auto"`, or the peer's name, or `"yardstick empty_kernel"`.
-        kernel: which kernel of ours ran, or which operator of the peer's; empty where it does not say.
+        kernel: our kernel or the peer's operator that ran; empty if unknown.
         config: the kernel's config as plain data, or None.
-        seed: of the inputs.
-        verdict: correctness on this very problem; None where nothing ran.
-        refusal: why there is no timing, else empty. A wrong result of ours is a refusal.
-        timing: as its mode has it. A peer may have one beside a verdict that failed: it is not accurate enough, and
-            whoever compares must say so.
-        host: host time of an eager call, where it means something.
+        seed: seed of the inputs.
+        verdict: correctness on this problem; None if nothing ran.
+        refusal: the reason why there is no timing, else empty. A wrong result of our kernels is a refusal.
+        timing: the samples of its mode. A peer may have a timing although its verdict failed; a comparison must then
+            say that it is not accurate enough.
+        host: host time of an eager call; None if not measured.
         gpu_before, gpu_after: clocks, power and temperature around the case's rounds.
-        mode: what the timing is of: one of `timing.MODES`.
-        peak_memory_bytes: most device memory allocated during one call, above what lay there before it: output and
-            workspaces, not the inputs. None where nobody measured it.
-        goal: what the case's suite holds our contenders against, or None.
+        mode: one of `timing.MODES`.
+        peak_memory_bytes: peak device memory that one call allocates on top of the memory before it: output and
+            workspaces, not the inputs. None if not measured.
+        goal: the goal that the suite sets for our contenders, or None.
     """
 
     suite: str
@@ -91,34 +91,34 @@ class Measurement:
 
     @property
     def is_ours(self) -> bool:
-        """Whether a kernel of this package made it."""
+        """Whether the contender is a kernel of this package."""
         return self.contender.startswith(OURS)
 
     @property
     def is_yardstick(self) -> bool:
-        """Whether it is no attention at all."""
+        """Whether the contender is a reference that computes no attention."""
         return self.contender.startswith(YARDSTICK)
 
     @property
     def is_peer(self) -> bool:
-        """Whether it is another implementation of the same call."""
+        """Whether the contender is another implementation of the call."""
         return not self.is_ours and not self.is_yardstick
 
     @property
     def inaccurate(self) -> bool:
-        """Whether it was timed although its result missed the gates."""
+        """Whether it was timed although its result failed a gate."""
         return self.timing is not None and self.verdict is not None and not self.verdict.passed
 
     @property
     def tflops(self) -> float | None:
-        """10^12 operations a second over visible pairs."""
+        """10^12 operations a second, counting visible pairs only."""
         if self.timing is None or self.is_yardstick:
             return None
         return self.problem.flops / self.timing.median_us * 1e-6
 
     @property
     def bandwidth_gbps(self) -> float | None:
-        """10^9 compulsory bytes a second: what the memory at least delivered."""
+        """10^9 compulsory bytes a second: a lower bound of the bandwidth reached."""
         if self.timing is None or self.is_yardstick:
             return None
         return self.problem.compulsory_bytes / self.timing.median_us * 1e-3
@@ -131,7 +131,7 @@ class Measurement:
         return self.problem.rows / self.timing.median_us * 1e6
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, derived figures included."""
+        """Returns plain data for JSON, including derived figures."""
         data = asdict(self)
         for part in ("timing", "host"):
             samples = getattr(self, part)
@@ -149,9 +149,9 @@ class Measurement:
         """The inverse of `to_dict`, for data that `MEASUREMENT_LINE` allows.
 
         Raises:
-            Mismatch: each figure is allowed, and together they are no measurement.
+            Mismatch: the values are valid, but not a valid measurement together.
         """
-        values = {f.name: data[f.name] for f in fields(cls) if f.name in data}  # what is not there has its default
+        values = {f.name: data[f.name] for f in fields(cls) if f.name in data}  # missing fields get their defaults
         values["problem"] = problem_of(values["problem"])
         values["verdict"] = None if values["verdict"] is None else Verdict(**values["verdict"])
         for part in ("timing", "host"):
@@ -168,7 +168,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Records:
-    """What a file holds: measurements in order, each with the id of its environment."""
+    """The content of a file: measurements in order, each with the id of its environment."""
 
     environments: dict[str, dict[str, Any]]
     measurements: list[tuple[str, Measurement]]
@@ -178,8 +178,8 @@ class RecordWriter:
     """Appends one run's measurements to a file, under that run's environment.
 
     Raises:
-        RecordError: something else is there; the file ends in the middle of a line, so that appending would spoil two
-            records; or a line could not be written whole.
+        RecordError: the path holds another kind of file; the file ends in the middle of a line, so that appending
+            would spoil two records; or a line could not be written completely.
     """
 
     def __init__(self, path: Path, environment: Mapping[str, Any]) -> None:
@@ -196,7 +196,7 @@ class RecordWriter:
         try:
             file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             try:
-                written = os.write(file, data)  # one write in append mode: lines of two writers never mix
+                written = os.write(file, data)  # a single write in append mode keeps the lines of two writers apart
             finally:
                 os.close(file)
         except OSError as error:
@@ -206,19 +206,19 @@ class RecordWriter:
 
 
 def check_appendable(path: Path) -> None:
-    """Makes the file's directory where there is none, and refuses a file that records must not be appended to.
+    """Creates the file's directory if it is missing, and refuses a file that must not be appended to.
 
     Raises:
-        RecordError: the message says why.
+        RecordError: the message gives the reason.
     """
     try:
-        with contextlib.suppress(FileExistsError):  # a file; what follows says so
+        with contextlib.suppress(FileExistsError):  # a file; the check below reports it
             path.parent.mkdir(parents=True, exist_ok=True)
         check_output(path, RECORD)
         if path.exists() and path.stat().st_size:
             if not _ends_with_newline(path):
                 raise RecordError(f"{path}: its last line was cut off; remove that line, or write to another file")
-            read_records(path)  # what is appended to a damaged file would be read by nobody
+            read_records(path)  # a damaged file could not be read back
     except CannotWrite as error:
         raise RecordError(str(error)) from error
     except OSError as error:
@@ -226,7 +226,7 @@ def check_appendable(path: Path) -> None:
 
 
 def environment_line(environment: Mapping[str, Any]) -> str:
-    """The record of an environment, as it stands in a file.
+    """Returns the line of an environment's record.
 
     Raises:
         RecordError: it could not be read back.
@@ -236,7 +236,7 @@ def environment_line(environment: Mapping[str, Any]) -> str:
 
 
 def measurement_line(environment_id: str, measurement: Measurement) -> str:
-    """The record of a measurement, as it stands in a file.
+    """Returns the line of a measurement's record.
 
     Raises:
         RecordError: it could not be read back.
@@ -246,16 +246,16 @@ def measurement_line(environment_id: str, measurement: Measurement) -> str:
 
 
 def environment_id(environment: Mapping[str, Any]) -> str:
-    """A short name of an environment; its date makes it differ from run to run."""
+    """Returns a short id of an environment. It differs from run to run, because it includes the date."""
     return hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def read_records(path: Path) -> Records:
-    """Everything in a record file.
+    """Reads a record file.
 
     Raises:
-        RecordError: the file cannot be read, or a line is not a record of something measured; the message names the
-            line and the fault.
+        RecordError: the file cannot be read, or a line is not a valid record; the message names the line and the
+            fault.
     """
     records = Records({}, [])
     try:
@@ -264,7 +264,7 @@ def read_records(path: Path) -> Records:
         raise RecordError(str(error)) from error
     if not text:
         raise RecordError(f"{path}: the file is empty")
-    # By line feeds alone: other breaks, such as U+2028, may stand inside a text of JSON.
+    # Split at line feeds only: JSON strings may contain other line breaks, such as U+2028.
     for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
         try:
             _read_line(line, records)
@@ -305,7 +305,7 @@ def _samples(data: Mapping[str, Any]) -> Samples:
 
 
 def _is_record(path: Path) -> bool:
-    """Whether a file begins as records do: with an environment, whole."""
+    """Whether a file begins with a complete environment record."""
     with path.open("rb") as file:
         first = file.readline(LONGEST_LINE)
     try:

@@ -1,9 +1,9 @@
-"""Going on where a run ended: what a record file holds already, and what was under way when a process died.
+"""Resumes a run: finds the cases that a record file already holds, and the contender that ended the last process.
 
-Beside the records lies, as long as a run lasts, a journal that names the contender being prepared. A compiler that
-takes the whole process with it is known by it: the next run with `--resume` leaves that contender out of that case. A
-process that was told to stop is no such case. The signal is noted in the journal by the C handler itself, so that it is
-there even where Python never gets to run again before the process is killed.
+During a run, a journal beside the records names the contender being prepared. If a compiler crashes the whole process,
+the journal identifies it, and the next run with `--resume` leaves that contender out of that case. A process that was
+stopped by a signal is not a crash. The C signal handler itself writes the signal to the journal, so the entry exists
+even if the process is killed before Python runs again.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from warpwave.workbench.output_files import CannotWrite, Kind, check_output
 from warpwave.workbench.schema import Mismatch, OneOf, Table, check
 
 SUFFIX = ".underway"
-# What asks a process to stop: Ctrl-C, `kill` and a batch system's time limit, a terminal that was closed.
+# The signals that stop a process: Ctrl-C, `kill` and a batch system's time limit, a closed terminal.
 STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 def finished_cases(
     path: Path, suite: str, modes: Sequence[str], environment: Mapping[str, Any]
 ) -> dict[str, list[Measurement]]:
-    """The suite's cases that the file holds, in all these modes, from the same code on the same device; with what was
-    measured.
+    """Returns the suite's cases that the file holds in all these modes, from the same code on the same device, with
+    their measurements.
 
     Raises:
-        RecordError: the file is there and cannot be read.
+        RecordError: the file exists and cannot be read.
     """
     if not path.exists() or not path.stat().st_size:
         return {}
@@ -57,22 +57,22 @@ def _identity(environment: Mapping[str, Any]) -> tuple[Any, ...]:
 # The journal ----------------------------------------------------------------------------------------------------------
 
 HEAD = {"kind": "warpwave bench journal", "schema_version": 1}
-# Its first line is `HEAD`. Each other line names what is prepared from then on, "" for nothing; or, with `ended`, what
-# ended a process of an earlier run. Behind them may stand the bytes of signals.
+# The first line is `HEAD`. Each other line names the contender that is prepared from then on, "" for none; or, with
+# `ended`, the contender that ended a process of an earlier run. The bytes of signals may follow.
 FIRST = Table(required={name: OneOf((value,)) for name, value in HEAD.items()})
 ENTRY = Table(required={"case": WORD, "contender": WORD}, optional={"ended": OneOf((True,))})
-SIGNALS = "".join(map(chr, range(1, 32)))  # numbers of signals, as they stand before a line
+SIGNALS = "".join(map(chr, range(1, 32)))  # numbers of signals, at the beginning of a line
 
 
 class Journal:
-    """What is under way, on disk, and what ended a process before.
+    """The journal: the contender being prepared, and those that ended an earlier process.
 
     Args:
-        records: the record file it lies beside; None keeps no journal.
-        resume: read what the last run left; else forget it.
+        records: the record file that it belongs to; None keeps no journal.
+        resume: whether to read the journal of the last run; otherwise it is discarded.
 
     Raises:
-        RecordError: a file of that name is no journal, or cannot be read or written.
+        RecordError: a file of that name is not a journal, or cannot be read or written.
     """
 
     def __init__(self, records: Path | None, *, resume: bool) -> None:
@@ -96,22 +96,22 @@ class Journal:
             self._append({"case": case, "contender": contender, "ended": True})
 
     def skip(self, case: str) -> dict[str, str]:
-        """Contender -> reason, for those that ended a process on this case."""
-        return {name: "it ended the process the last time" for c, name in self._ended if c == case}
+        """Returns contender -> reason, for the contenders that ended a process on this case."""
+        return {name: "it ended the process last time" for c, name in self._ended if c == case}
 
     def about_to(self, case: str, contender: str) -> None:
         """Notes the contender that is about to run; "" for none."""
         self._append({"case": case, "contender": contender})
 
     def close(self) -> None:
-        """Every case is done, so nothing is left to be known."""
+        """Ends the journal after the last case."""
         if self._path is not None and self._file is not None:
             os.close(self._file)
             self._file = None
             self._path.unlink(missing_ok=True)
 
     def stop(self) -> None:
-        """The run ends early, by no fault of a contender. What ended an earlier run is still to be known."""
+        """Ends the journal of a run that was stopped early. It keeps the contenders that ended earlier runs."""
         if self._ended:
             self.about_to("", "")
         else:
@@ -119,7 +119,7 @@ class Journal:
 
     @contextlib.contextmanager
     def noting_signals(self) -> Iterator[None]:
-        """Inside the block each signal that Python handles leaves its number in the journal, as one byte."""
+        """Inside the block, each signal that Python handles writes its number to the journal as one byte."""
         if self._file is None or threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -147,12 +147,12 @@ def _is_journal(path: Path) -> bool:
 
 
 def _ended(path: Path) -> list[tuple[str, str]]:
-    """(case, contender) of those that ended a process.
+    """Returns the (case, contender) pairs that ended a process.
 
     Raises:
-        Unreadable, Mismatch: a line is no entry of a journal.
+        Unreadable, Mismatch: a line is not a journal entry.
     """
-    _, *lines = read_text(path).split("\n")  # an empty file has no line behind its first
+    _, *lines = read_text(path).split("\n")  # an empty file has only its first line
     rest = lines.pop() if lines else ""
     stopped = {chr(number) for number in STOPPING}
     ended: list[tuple[str, str]] = []

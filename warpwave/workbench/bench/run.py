@@ -1,4 +1,4 @@
-"""Runs a suite: measures its cases one by one, and prints and records each when it is done."""
+"""Runs a suite: measures its cases one by one, and prints and records each as it finishes."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ from warpwave.workbench.model.roofline import data_sheet_rates, measured_rates
 from warpwave.workbench.terminal import complain, say
 
 DEVICE_LOST = 3  # exit code
-STOPPED = 128  # exit code, less the signal's number: what a shell has for a program that a signal ended
-LONGEST_TIMEOUT_S = 1e6  # eleven days; a timer takes no number of any size
+STOPPED = 128  # plus the signal's number: the exit code that a shell reports for a program ended by a signal
+LONGEST_TIMEOUT_S = 1e6  # eleven days; timers have an upper limit
 
 
 class UsageError(ValueError):
-    """Something was asked for that this benchmark or this machine cannot do."""
+    """The request is invalid, or this machine cannot run it."""
 
 
 class Stopped(BaseException):
-    """A signal asked the process to stop. No `Exception`, which a library might take for an error of its own."""
+    """A signal stopped the process. It is not an `Exception`, which a library might catch as an error of its own."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -87,24 +87,23 @@ def main(
     """Measures a suite and prints the results.
 
     Args:
-        suite: name of a suite of the package, or path of a `.toml` file; None where `scale` is given.
+        suite: name of a suite of the package, or path of a `.toml` file; None if `scale` is given.
         out: file the records are appended to, or None.
         rounds: rounds of timing; at least 6 for confidence intervals, 9 for a goal's verdict.
-        json_output: print the records, one JSON object a line, in place of tables.
-        kernels: our kernels to measure, as `attention(kernel=...)` takes them; the suite's if none.
-        peers: names of peers to measure beside them; all if none, and no one for `"none"`.
-        modes: modes of timing; the suite's if none.
+        json_output: print the records, one JSON object per line, instead of tables.
+        kernels: our kernels to measure, by their names in `attention(kernel=...)`; empty for the suite's.
+        peers: names of the peers to measure; empty for all, `"none"` for no peer.
+        modes: timing modes; empty for the suite's.
         only: measure only cases whose names contain this text.
         resume: skip the cases that `out` already holds.
         peer_timeout_s: seconds that a contender may take to prepare a case; None means no limit.
-        device: where; None is the current GPU, or the CPU where there is none.
-        scale: one of `scaling.AXES`: time that experiment in place of a suite, and say what its exponents mean.
+        device: the device; None is the current GPU, or the CPU without one.
+        scale: one of `scaling.AXES`: run that experiment instead of a suite, and interpret its exponents.
 
     Returns:
-        The process's exit code: 0 where every kernel of ours has a time on every case, counting the cases that `out`
-        held before; 1 where one could not run a case or was wrong; 2 where the request makes no sense; 3 where a
-        contender left the GPU unusable; 128 and the number of the signal that stopped it, 130 for Ctrl-C. Whatever was
-        measured is written.
+        The exit code: 0 if every kernel of ours has a time on every case, including the cases that `out` held before; 1
+        if one could not run a case or was wrong; 2 if the request is invalid; 3 if a contender left the GPU unusable;
+        128 plus the number of the signal that stopped it, 130 for Ctrl-C. Finished measurements are always written.
     """
     try:
         chosen = _experiment(suite, scale, device)
@@ -129,7 +128,7 @@ def main(
     progress = Progress(len(cases))
     finished, code = 0, 0
     try:
-        with _stoppable() as check_stopped, journal.noting_signals():
+        with _stoppable() as check_stopped, journal.noting_signals(), progress.logging_apart():
             for case in cases:
 
                 def about_to(contender: str, case: str = case.name) -> None:
@@ -164,11 +163,11 @@ def main(
         journal.stop()
         complain(_cut_off(str(stop) or "interrupted", finished, len(cases), out))
         code = STOPPED + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)
-    except DeviceLost as lost:  # the journal stays: it names who did it
+    except DeviceLost as lost:  # the journal is kept: it names the contender
         progress.clear()
         complain(_cut_off(str(lost), finished, len(cases), out))
         code = DEVICE_LOST
-    except RecordError as error:  # the disk is full, say; what was measured is printed at least
+    except RecordError as error:  # for example, the disk is full; the results are still printed
         progress.clear()
         complain(_cut_off(str(error), finished, len(cases), out))
         code = 2
@@ -183,9 +182,9 @@ def main(
 
 @contextlib.contextmanager
 def _stoppable() -> Iterator[Any]:
-    """Inside the block a signal that asks the process to stop raises `Stopped`, once; the next one ends the process.
+    """Inside the block, a stopping signal raises `Stopped` once; the next one ends the process.
 
-    Yields a function that raises it again where a library swallowed it.
+    Yields a function that raises it again if a library swallowed it.
     """
     seen: list[int] = []
     before: dict[int, Any] = {}
@@ -201,7 +200,7 @@ def _stoppable() -> Iterator[Any]:
 
     if threading.current_thread() is threading.main_thread():
         for number in STOPPING:
-            # Ctrl-C raises KeyboardInterrupt already, and what the caller has ignored (nohup) stays ignored.
+            # Ctrl-C already raises KeyboardInterrupt, and a signal that the caller ignores (nohup) stays ignored.
             if signal.getsignal(number) is signal.SIG_DFL:
                 before[number] = signal.signal(number, stop)
     try:
@@ -219,7 +218,7 @@ def _cut_off(what: str, finished: int, total: int, out: Path | None) -> str:
 
 
 def _experiment(suite: str | None, scale: str | None, device: torch.device | str | None) -> str | Suite:
-    """The suite's name, or the cases of a scaling experiment for the device that will time them."""
+    """Returns the suite's name, or the suite of a scaling experiment for the device."""
     if (suite is None) == (scale is None):
         raise UsageError("name a suite, or give --scale instead")
     if suite is not None:
@@ -234,7 +233,7 @@ def _experiment(suite: str | None, scale: str | None, device: torch.device | str
 def _say_scaling(axis: str, measured: Sequence[Measurement], device: torch.device, json_output: bool) -> None:
     gpu = current_gpu(device)
     sheet, ceilings = data_sheet(gpu), load(gpu) or shipped(gpu)
-    # A share is taken of what a card's maker states; a CPU has only what was measured on it.
+    # Shares are of the data sheet's rates; a CPU has only measured ones.
     rates = data_sheet_rates(sheet) if sheet is not None else None if ceilings is None else measured_rates(ceilings)
     found = scaling.judged(axis, measured, gpu, rates)
     if json_output:
@@ -265,7 +264,7 @@ def _check_request(
         raise UsageError(f"rounds is {rounds}; it must be at most {MOST_ROUNDS:,}")
     if resume and out is None:
         raise UsageError("--resume continues a record file; name it with --out")
-    if peer_timeout_s is not None and not 0 <= peer_timeout_s <= LONGEST_TIMEOUT_S:  # which NaN is not either
+    if peer_timeout_s is not None and not 0 <= peer_timeout_s <= LONGEST_TIMEOUT_S:  # False for NaN
         raise UsageError(
             f"--peer-timeout is {peer_timeout_s:g}; it is a number of seconds up to {LONGEST_TIMEOUT_S:,.0f}, and 0 is "
             "no limit"
@@ -331,7 +330,7 @@ def _modes(asked: tuple[str, ...], of_suite: tuple[str, ...], device: torch.devi
 
 
 def _free(device: torch.device) -> None:
-    """Give back what graphs and the caching allocator kept of a case, so that the next finds the same room."""
+    """Frees the memory that graphs and the caching allocator kept, so that every case starts with the same memory."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()

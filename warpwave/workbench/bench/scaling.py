@@ -1,13 +1,13 @@
-"""Scaling experiments: one size grows, the others stay, and how time follows tells what binds.
+"""Scaling experiments: one size grows, the others stay fixed, and the growth of time shows what binds.
 
     warpwave bench --scale blocks|seqlen|head_dim|batch
 
-More heads of one length add blocks that all do the same: while time stays, SMs were idle; from where it grows with the
-blocks, all are busy. Longer sequences multiply work by the square and bytes by the length: an exponent of 2 is
-computing, of 1 moving bytes, of 0 a cost that no size changes. A wider head adds work and bytes alike, and a larger
-batch everything. Exponents are fitted with 95 % intervals, over the sizes that the last kernel ran behind the flat
-part: across two kernels or two causes there is no law. The rates reached at the largest size settle which resource it
-is where the exponents of two agree.
+More heads of one length add equal blocks: while the time stays flat, SMs are idle; once it grows with the blocks, all
+SMs are busy. With longer sequences, work grows with the square of the length and bytes with the length: an exponent of
+2 means arithmetic, of 1 memory traffic, of 0 a fixed cost. A wider head adds work and bytes in proportion, and a larger
+batch adds everything in proportion. Exponents are fitted with 95 % intervals, over the sizes after the flat part that
+the last kernel ran: no law holds across two kernels or two causes. If the exponents of two resources agree, the rates
+reached at the largest size decide between them.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from warpwave.workbench.model.fitting import PowerLaw, line, power_law
 from warpwave.workbench.model.roofline import Rates, figure, product_path, us
 
 AXES = ("blocks", "seqlen", "head_dim", "batch")
-FLAT = 0.25  # an exponent below this is no growth
-BUSY = 0.4  # share of a data sheet's or measured rate from which on a resource is what binds
-STEEP = 0.5  # an exponent above the work's by more is not the work
-FIXED = 0.5  # share of a time that no size changes, from which on it is the cause
+FLAT = 0.25  # an exponent below this counts as flat
+BUSY = 0.4  # a resource binds from this share of its rate on, by the data sheet or as measured
+STEEP = 0.5  # an exponent that exceeds the work's by more is not explained by the work
+FIXED = 0.5  # a fixed cost is the cause from this share of the time on
 CAUSES = {
-    "idle SMs": "SMs were idle: what was added ran beside what was there",
-    "launch": "a cost that no size changes: the launch, or the first and last wave",
-    "bandwidth": "bytes: the memory is what binds",
-    "L2": "bytes: they lie in L2, and L2 is what binds",
-    "arithmetic": "products: the units that multiply are what binds",
-    "cache": "more than the work: something leaves a cache, or is done again",
-    "latency": "the loop itself: it grows with the work, and no unit is near its rate",
+    "idle SMs": "SMs were idle: the added blocks ran in parallel",
+    "launch": "a fixed cost: the launch, or the first and last wave",
+    "bandwidth": "bytes: memory bandwidth binds",
+    "L2": "bytes: they stay in L2, and its bandwidth binds",
+    "arithmetic": "products: the multiply units bind",
+    "cache": "more than the work: data leaves a cache, or work is repeated",
+    "latency": "latency: time grows with the work, and no unit is near its rate",
 }
 
 
@@ -45,12 +45,12 @@ class Point:
     """One size of an experiment.
 
     Attributes:
-        size: along the axis.
-        time_us: median.
-        flops, bytes: of the call, at the least.
-        blocks: that the kernel launches; 0 where nobody says.
-        kernel: of ours that ran; empty for others.
-        hot: whether the inputs could stay in L2 from one call to the next.
+        size: the value on the axis.
+        time_us: median time.
+        flops, bytes: the call's minimum.
+        blocks: blocks that the kernel launches; 0 if unknown.
+        kernel: our kernel that ran; empty for peers.
+        hot: whether the inputs could stay in L2 between calls.
     """
 
     size: float
@@ -64,18 +64,18 @@ class Point:
 
 @dataclass(frozen=True)
 class Scaling:
-    """What an experiment says.
+    """The result of an experiment for one contender.
 
     Attributes:
-        axis, contender: what grew, and who was timed.
-        points: by size.
+        axis, contender: the size that grew, and the contender.
+        points: the points, ordered by size.
         law: the exponent of time from `since` on.
-        since: the first size of the last kernel that is not of a flat part; the first of all where that leaves fewer
-            than three.
+        since: the first size of the last kernel after the flat part; the first size of all if fewer than three would
+            remain.
         steps: exponent from each size to the next.
         of_flops, of_bytes: the exponents of work and bytes over the same sizes as `law`.
-        begin_cause, end_cause: what binds at the smallest sizes and at the largest: keys of `CAUSES`.
-        turn: the size from which `end_cause` binds; None where one cause binds throughout.
+        begin_cause, end_cause: what binds at the smallest and at the largest sizes, keys of `CAUSES`.
+        turn: the size from which `end_cause` binds; None if one cause binds throughout.
         why: the arithmetic.
     """
 
@@ -107,7 +107,7 @@ class Scaling:
 
     @property
     def _kernels(self) -> str:
-        """Who ran which sizes, where it was not one throughout."""
+        """Returns which kernel ran which sizes; empty if one kernel ran them all."""
         runs: list[tuple[str, float, float]] = []
         for p in self.points:
             first = runs.pop()[1] if runs and runs[-1][0] == p.kernel else p.size
@@ -119,12 +119,12 @@ class Scaling:
 
 
 def suite(axis: str, *, on_cpu: bool, num_sms: int = 0) -> Suite:
-    """The cases of one experiment, small enough for a CPU or large enough for a GPU.
+    """Returns the suite of one experiment, sized for a CPU or a GPU.
 
     Args:
         axis: one of `AXES`.
-        on_cpu: whether a CPU will time them.
-        num_sms: of the GPU, so that the blocks pass it.
+        on_cpu: whether a CPU will run it.
+        num_sms: the GPU's number of SMs, which the blocks exceed at the largest sizes.
     """
     base: dict[str, Any] = {"head_dim": 64, "heads": 2 if on_cpu else 16, "seqlen": 128 if on_cpu else 1024, "batch": 1}
     if axis == "blocks":
@@ -158,7 +158,7 @@ def suite(axis: str, *, on_cpu: bool, num_sms: int = 0) -> Suite:
 
 
 def size_of(axis: str, problem: AttentionProblem) -> float:
-    """Where a problem stands on an axis; of "blocks", its heads, each with as many blocks as any other."""
+    """Returns a problem's value on an axis; for "blocks" the number of heads, which have equal numbers of blocks."""
     return float(
         {
             "blocks": problem.batch * problem.num_heads_q,
@@ -170,7 +170,7 @@ def size_of(axis: str, problem: AttentionProblem) -> float:
 
 
 def points(axis: str, measurements: Sequence[Measurement], gpu: Any = None) -> dict[str, list[Point]]:
-    """Contender -> its points by size; what was not timed is left out."""
+    """Returns contender -> its timed points, ordered by size."""
     from warpwave import dispatch
     from warpwave.workbench.explain.recorded_time import config_of
 
@@ -200,12 +200,12 @@ def judge(
     peak_tflops: float | None = None,
     num_sms: int = 0,
 ) -> Scaling | None:
-    """What the times of one contender say; None with fewer than three sizes.
+    """Interprets the times of one contender; None with fewer than three sizes.
 
     Args:
-        rates: of the machine, for the shares reached at the largest size.
-        peak_tflops: of the path its products take.
-        num_sms: of the GPU; 0 where unknown.
+        rates: the machine's rates, for the shares reached at the largest size.
+        peak_tflops: peak of the path that its products take.
+        num_sms: the GPU's number of SMs; 0 if unknown.
     """
     if len({p.size for p in measured}) < 3:
         return None
@@ -225,20 +225,20 @@ def judge(
 
 
 def _lawful(pts: Sequence[Point], flat: int) -> Sequence[Point]:
-    """The points that one law can hold for: of the kernel that ran the largest size, behind the flat part."""
+    """Returns the points that can share one law: those after the flat part, by the kernel of the largest size."""
     own = next((i for i in range(len(pts) - 1, 0, -1) if pts[i - 1].kernel != pts[-1].kernel), 0)
     enough = [first for first in (max(own, flat if flat < len(pts) - 1 else 0), own) if len(pts) - first >= 3]
     return pts[enough[0] :] if enough else pts
 
 
 def _flat_cause(flat: Sequence[Point], num_sms: int) -> str:
-    """Why times stay although work grows: idle SMs where blocks were added below their number, else a fixed cost."""
+    """Returns why times stay flat: idle SMs if the added blocks are fewer than the SMs, else a fixed cost."""
     grows = flat[-1].blocks > flat[0].blocks
     return "idle SMs" if grows and num_sms and flat[0].blocks < num_sms else "launch"
 
 
 def _share(part: float) -> str:
-    """Of a rate that was measured; a call that goes faster has shown that rate to be too low, and is no share of it."""
+    """Returns a share of a measured rate as text. A share above 1 shows that the measured rate is too low."""
     return f"{part:.0%}" if part <= 1 else "more than all"
 
 
@@ -275,10 +275,10 @@ def _end_cause(
     except ValueError:
         start = 0.0
     if start >= FIXED * last.time_us:
-        return "launch", f"{us(start)} of {us(last.time_us)} are there whatever the work; {reached}"
+        return "launch", f"{us(start)} of {us(last.time_us)} do not depend on the work; {reached}"
     if peak_tflops or (rates is not None and rates.memory_gbps):
         return "latency", reached
-    # No rate is known: the exponent alone speaks, where work and bytes differ in it.
+    # No rate is known: only the exponent can decide, if those of work and bytes differ.
     tail = steps[-1]
     if abs(of_flops - of_bytes) > 0.4:
         return ("arithmetic" if abs(tail - of_flops) <= abs(tail - of_bytes) else "bandwidth"), (
@@ -288,7 +288,7 @@ def _end_cause(
 
 
 def table(found: Sequence[Scaling]) -> Table:
-    """A row a size, a column a contender; the verdicts below."""
+    """Returns a table with one row per size and one column per contender, and the verdicts as notes."""
     axis = found[0].axis
     sizes = sorted({p.size for s in found for p in s.points})
     rows = []
@@ -304,7 +304,7 @@ def table(found: Sequence[Scaling]) -> Table:
 
 
 def judged(axis: str, measurements: Sequence[Measurement], gpu: Any, rates: Rates | None) -> list[Scaling]:
-    """Every contender of an experiment."""
+    """Judges every contender of an experiment."""
     found = []
     for name, line_ in points(axis, measurements, gpu).items():
         problem = next(m.problem for m in measurements if m.contender == name)

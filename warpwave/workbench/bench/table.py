@@ -1,7 +1,8 @@
-"""Measurements as text: one table a case and mode, and a summary of every case against its best peer."""
+"""Measurements as text: one table per case and mode, and a summary of every case against its best peer."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ class Table:
     """Cells as text, and notes to print below them.
 
     Attributes:
-        dispensable: headers of columns to leave out, in this order, where a terminal is too narrow for all.
+        dispensable: headers of columns to leave out, in this order, if the terminal is too narrow.
     """
 
     title: str
@@ -34,7 +35,7 @@ class Table:
 
 
 def case_tables(measurements: Sequence[Measurement]) -> list[Table]:
-    """A table for each mode a case was measured in. Who was never timed is listed below the first."""
+    """Returns a table for each mode of a case. Contenders without any time are listed below the first table."""
     modes = list(dict.fromkeys(m.mode for m in measurements))
     one_stream = {m.contender: m.timing for m in measurements if m.mode == "graph" and m.timing is not None}
     return [
@@ -44,11 +45,11 @@ def case_tables(measurements: Sequence[Measurement]) -> list[Table]:
 
 
 def case_table(measurements: Sequence[Measurement], one_stream: dict[str, Samples] | None = None) -> Table:
-    """All contenders of one case in one mode. Who was not timed is listed below with the reason, never left out.
+    """Returns the contenders of one case in one mode. Contenders without a time are listed below with the reason.
 
     Args:
-        measurements: of one case and mode.
-        one_stream: times of the same calls on one stream, by contender, to set beside those on two.
+        measurements: the measurements of one case and mode.
+        one_stream: times of the same calls on one stream, by contender, to compare with those on two.
     """
     ours = [m for m in measurements if m.is_ours and m.timing is not None]
     speeds = (f"{m.contender.removeprefix(OURS)} is x as fast [95 %]" for m in ours)
@@ -87,7 +88,7 @@ def case_table(measurements: Sequence[Measurement], one_stream: dict[str, Sample
 
 
 def summary_tables(measurements: Sequence[Measurement]) -> list[Table]:
-    """For each kernel of ours and mode: its speed over the best peer's, case by case, losses included, and goals."""
+    """Returns for each kernel and mode of ours its speed against the best peer, with losses and goals."""
     cases: dict[tuple[str, str], list[Measurement]] = {}
     for m in measurements:
         cases.setdefault((m.mode, m.case), []).append(m)
@@ -101,7 +102,10 @@ def summary_tables(measurements: Sequence[Measurement]) -> list[Table]:
 
 
 def print_table(table: Table) -> None:
-    """To standard output: drawn by rich on a terminal, plain columns elsewhere."""
+    """Prints a table to standard output: drawn by rich on a terminal, in plain columns elsewhere.
+
+    With NO_COLOR set to any text, rich draws without escape sequences.
+    """
     if not sys.stdout.isatty():
         say(plain(table))
         return
@@ -110,7 +114,7 @@ def print_table(table: Table) -> None:
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    console = Console()
+    console = Console(color_system=None if os.environ.get("NO_COLOR") else "auto")
     table = _fitted(table, console.width)
     drawn = RichTable(title=Text(printable(table.title)), title_justify="left", box=box.SIMPLE_HEAD)
     for column in range(len(table.header)):
@@ -127,7 +131,7 @@ def print_table(table: Table) -> None:
 
 
 def plain(table: Table) -> str:
-    """The table in aligned columns, without colour or lines."""
+    """Returns the table in aligned columns, without color or lines."""
     lines = [table.header, *table.rows] if table.rows else []
     right = [c for c in range(len(table.header)) if _is_numeric(table, c)]
     notes = [f"  {printable(note)}" for note in table.notes]
@@ -135,7 +139,7 @@ def plain(table: Table) -> str:
 
 
 def _fitted(table: Table, width: int) -> Table:
-    """The table without what does not fit a terminal of this width, and what that was."""
+    """Returns the table without the columns that do not fit the terminal's width, and a note that names them."""
     left_out = []
     for header in table.dispensable:
         widths = [max(len(line[c]) for line in (table.header, *table.rows)) for c in range(len(table.header))]
@@ -189,7 +193,7 @@ def _summary(contender: str, mode: str, cases: dict[str, list[Measurement]]) -> 
 
 
 def _without_empty_columns(table: Table) -> Table:
-    """On a CPU there is no host time beside the time, and nobody counts memory."""
+    """Removes empty columns: on a CPU, host time and peak memory are not measured."""
     kept = [c for c in range(len(table.header)) if any(row[c] for row in table.rows)]
     rows = [tuple(row[c] for c in kept) for row in table.rows]
     return replace(table, header=tuple(table.header[c] for c in kept), rows=rows)
@@ -198,7 +202,7 @@ def _without_empty_columns(table: Table) -> Table:
 def _notes(measurements: Sequence[Measurement]) -> tuple[str, ...]:
     notes = []
     if inaccurate := [m.contender for m in measurements if m.inaccurate]:
-        notes.append(f"* {', '.join(inaccurate)}: not accurate enough for our gates, and no peer to beat")
+        notes.append(f"* {', '.join(inaccurate)}: not accurate enough for our gates, so not a peer to beat")
     refusals: dict[str, list[str]] = {}
     for m in measurements:
         if m.refusal:
@@ -234,7 +238,7 @@ def _how(measurements: Sequence[Measurement]) -> str:
 
 
 def _against_one(one: Samples | None, two: Samples) -> str:
-    """How many times as many calls two streams get through, round by round."""
+    """Returns the throughput of two streams relative to one, from the ratios of each round."""
     if one is None:
         return ""
     ratios = sorted(a / b for a, b in zip(one.samples_us, two.samples_us, strict=True))
@@ -242,7 +246,7 @@ def _against_one(one: Samples | None, two: Samples) -> str:
 
 
 def _timing(m: Measurement) -> Samples:
-    assert m.timing is not None  # callers keep only what was timed
+    assert m.timing is not None  # callers pass only timed measurements
     return m.timing
 
 
@@ -258,7 +262,7 @@ def _figure(value: float | None) -> str:
 
 
 def _large(value: float | None) -> str:
-    """Three digits and a unit of thousands."""
+    """Returns three digits and a suffix for thousands."""
     if value is None:
         return ""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):

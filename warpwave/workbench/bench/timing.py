@@ -1,22 +1,22 @@
-"""Time several callables against each other, interleaved, so that drift of clocks and temperature meets all alike.
+"""Times several callables interleaved, so that drift of clocks and temperature affects all of them alike.
 
-One kernel timed twice in one process has read 10 % apart by run order alone on a power-capped card. So every round
-times every callable once, in an order that changes from round to round, and callables are compared by the ratios
-within each round (`paired_ratio`), never by two medians taken at different times.
+On a power-capped card, one kernel timed twice in one process differed by 10 % because of run order alone. Therefore
+every round times every callable once, in an order that changes from round to round, and callables are compared by the
+ratios within each round (`paired_ratio`), never by two medians taken at different times.
 
-What is asked for is a mode, one of `MODES`; the `method` of every `Samples` says how its times were taken:
+The caller requests a mode of `MODES`; the `method` of every `Samples` states how its times were taken:
 
-- `"auto"` is `"graph"` where the fastest callable takes less than 50 us, and else `"events"`: device time, where the
-  cost of launching does not hide it.
-- `"eager"`: what a Python caller sees: calls back to back, as fast as the slower of host and device allows.
-- `"graph"`: a CUDA graph holds many calls and is replayed: device time per call, kernel to kernel, without the host.
-  One set of inputs is read again and again, so a working set that fits in L2 is timed hot. Several sets are cycled
-  through, and L2 is flushed before each replay: cold.
-- `"streams"`: a graph again, the calls on two streams at once: time per call, to be held against `"graph"`.
+- `"auto"` is `"graph"` if the fastest callable takes less than 50 us, else `"events"`: device time, not hidden by the
+  cost of launching.
+- `"eager"`: the time that a Python caller sees: calls back to back, limited by the slower of host and device.
+- `"graph"`: a CUDA graph of many calls is replayed: device time per call, kernel to kernel, without the host. With one
+  set of inputs, a working set that fits in L2 is timed hot. Several sets are used in turn, and L2 is flushed before
+  each replay: cold.
+- `"streams"`: a CUDA graph with the calls on two streams at once: time per call, to compare with `"graph"`.
 
-On a CPU, where host and device are one, `"auto"` and `"eager"` are the same: blocks of calls on the host's clock.
+On a CPU, host and device are the same, and so are `"auto"` and `"eager"`: blocks of calls on the host's clock.
 
-Nothing here sets clocks, power limits or any other state of the card.
+This module never sets clocks, power limits or any other state of the card.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ import torch
 
 from warpwave.workbench.bench.meters import MODES, Call, CaptureFailed, Meter, Method, device_meters, host_meters
 
-CPU_BLOCK_US = 2000.0  # a block of CPU calls lasts this long, so that reading the clock is lost in it
-QUEUED_CALLS = 64  # far below the ~1000 launches a stream's queue holds, where launching would begin to wait
-QUEUED_US = 20000.0  # device time queued by one block of host timing: long calls need not make it last
+CPU_BLOCK_US = 2000.0  # a block of CPU calls lasts this long, so that reading the clock is negligible
+QUEUED_CALLS = 64  # far below the ~1000 launches of a stream's queue, beyond which launching blocks
+QUEUED_US = 20000.0  # limit of the device time that one block of host timing queues
 
 __all__ = [
     "MODES",
@@ -52,15 +52,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Samples:
-    """Times of one callable, in microseconds a call.
+    """Times of one callable, in microseconds per call.
 
     Attributes:
-        samples_us: one figure a round, in round order: the median over the round's repeats.
-        method: how time was taken.
-        repeats: timings taken in each round.
-        calls_per_repeat: calls each of these timings spans, and is divided by.
-        l2_flushed: whether L2 was flushed before each call, or before each cycle through the sets of inputs.
-        input_sets: how many sets of inputs the calls cycled through.
+        samples_us: one figure per round, in order: the median of the round's repeats.
+        method: how times were taken.
+        repeats: timings in each round.
+        calls_per_repeat: calls in each timing; the timing is divided by it.
+        l2_flushed: whether L2 was flushed before each call, or before each cycle through the input sets.
+        input_sets: number of input sets that the calls used in turn.
     """
 
     samples_us: tuple[float, ...]
@@ -77,7 +77,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Median of paired ratios with a 95 % confidence interval, whose ends are None where there are too few rounds."""
+    """The median of paired ratios, and its 95 % confidence interval, whose ends are None with too few rounds."""
 
     median: float
     low95: float | None
@@ -95,7 +95,7 @@ def time_interleaved(
     sample_s: float = 0.025,
     on_round: Callable[[int], None] | None = None,
 ) -> dict[str, Samples]:
-    """Time of each call in one mode, all callables interleaved; see `time_modes`."""
+    """Times each callable in one mode, interleaved; see `time_modes`."""
     return time_modes(
         callables,
         (mode,),
@@ -120,25 +120,25 @@ def time_modes(
     on_round: Callable[[int], None] | None = None,
     leave_out: Collection[tuple[str, str]] = (),
 ) -> dict[str, dict[str, Samples]]:
-    """Time of each call on `device`, mode -> name -> samples. All callables in all modes take turns in every round.
+    """Times each callable on `device`, mode -> name -> samples. All callables in all modes take turns in every round.
 
-    Within a mode all are timed by one method, for times taken by different methods do not compare.
+    Within a mode all are timed by the same method, because times by different methods cannot be compared.
 
     Args:
-        callables: name -> a call without arguments that does the same work each time; or several such calls, each on
-            a set of inputs of its own, which are cycled through so that a short call too meets a cold L2.
-        modes: any of `MODES`; on a CPU `"auto"` and `"eager"` alone.
-        device: where the calls run.
-        rounds: times each callable takes its turn; at least 6 for a confidence interval.
+        callables: name -> a function without arguments that does the same work each time; or several, each with its
+            own inputs, which are called in turn so that even a short call finds a cold L2.
+        modes: any of `MODES`; on a CPU only `"auto"` and `"eager"`.
+        device: the device of the calls.
+        rounds: number of rounds; at least 6 for a confidence interval.
         flush_l2: with `"events"`, overwrite L2 before each call.
-        warmup_s: each callable runs at least this long before anything is timed, so that compilation, first-call
-            set-up and the first climb of the clocks stay outside.
-        sample_s: about how long each turn lasts.
-        on_round: called with the number of finished rounds, outside anything timed.
-        leave_out: (mode, name) of callables that are not to be timed in that mode.
+        warmup_s: each callable runs at least this long before timing starts, so that compilation, first-call set-up
+            and the initial rise of the clocks are not timed.
+        sample_s: approximate duration of each turn.
+        on_round: called with the number of finished rounds, outside the timed sections.
+        leave_out: (mode, name) pairs that are not timed.
 
     Raises:
-        CaptureFailed: a graph is needed and one of the callables cannot be captured.
+        CaptureFailed: a mode needs a graph and one of the callables cannot be captured.
         ValueError: no callables, no modes or unknown ones, or rounds < 1.
     """
     if not callables or not modes or rounds < 1:
@@ -171,10 +171,10 @@ def host_time_interleaved(
     warmup_s: float = 0.05,
     sample_s: float = 0.005,
 ) -> dict[str, Samples]:
-    """Host time of an eager call: until it returns, the device left to catch up later. All callables interleaved.
+    """Measures the host time of eager calls: until the call returns, without waiting for the device. Interleaved.
 
-    Calls are timed in blocks of at most 64 and the device is waited for between blocks, so the launch queue never
-    fills and no wait is ever inside a timing. On a CPU there is no queue and this is simply the time of the call.
+    Calls are timed in blocks of at most 64, and the device is synchronized between blocks, so the launch queue never
+    fills and no timing includes a wait. On a CPU there is no queue, and the result is the time of the call.
     """
     device = torch.device(device)
     sets = {name: (calls,) if callable(calls) else tuple(calls) for name, calls in callables.items()}
@@ -184,16 +184,16 @@ def host_time_interleaved(
 
 
 def host_time_us(call: Call, *, device: torch.device | str, rounds: int = 9) -> float:
-    """Median host time of one eager call; see `host_time_interleaved`."""
+    """Returns the median host time of one eager call; see `host_time_interleaved`."""
     return host_time_interleaved({"call": call}, device=device, rounds=rounds)["call"].median_us
 
 
 def paired_ratio(a: Samples, b: Samples) -> Ratio:
-    """Time of `a` over time of `b`, round by round: above 1 where b is the faster.
+    """Returns the time of `a` over the time of `b`, round by round: above 1 if b is faster.
 
-    The interval is between two order statistics of the per-round ratios, chosen by the binomial distribution: it
-    holds the true median in at least 95 % of experiments whatever the distribution of the ratios, and needs no random
-    numbers. With 9 rounds it runs from the second smallest to the second largest (96.1 %); under 6 there is none.
+    The interval lies between two order statistics of the per-round ratios, chosen by the binomial distribution. It
+    contains the true median in at least 95 % of experiments, for any distribution of the ratios, without random
+    numbers. With 9 rounds it runs from the second smallest to the second largest (96.1 %); below 6 there is none.
 
     Raises:
         ValueError: `a` and `b` have different numbers of rounds, or were timed by different methods.
@@ -201,7 +201,7 @@ def paired_ratio(a: Samples, b: Samples) -> Ratio:
     if len(a.samples_us) != len(b.samples_us):
         raise ValueError(f"paired samples need equal rounds, got {len(a.samples_us)} and {len(b.samples_us)}")
     if a.method != b.method:
-        raise ValueError(f"times taken by different methods do not compare: {a.method} and {b.method}")
+        raise ValueError(f"times by different methods cannot be compared: {a.method} and {b.method}")
     ratios = sorted(x / y for x, y in zip(a.samples_us, b.samples_us, strict=True))
     rank = _interval_rank(len(ratios))
     if rank is None:
@@ -210,14 +210,15 @@ def paired_ratio(a: Samples, b: Samples) -> Ratio:
 
 
 def ratio_if_paired(a: Samples, b: Samples) -> Ratio | None:
-    """`paired_ratio`, or None where the two did not take turns: no pair of times was taken together."""
+    """Returns `paired_ratio`, or None if the two were not timed in the same rounds."""
     if len(a.samples_us) != len(b.samples_us) or a.method != b.method:
         return None
     return paired_ratio(a, b)
 
 
 def _interval_rank(n: int, confidence: float = 0.95) -> int | None:
-    """The largest r for which [r-th smallest, r-th largest] (from 0) of n samples covers the median that surely.
+    """Returns the largest r for which [r-th smallest, r-th largest] (from 0) of n samples covers the median with this
+    confidence.
 
     The median is outside with probability 2 * P(Binomial(n, 1/2) <= r).
     """
@@ -238,7 +239,7 @@ def _interleave(
     for r in range(rounds):
         first = r % len(names)
         order = names[first:] + names[:first]
-        if r % 2:  # a rotation alone would give each callable the same predecessor, and its heat, in every round
+        if r % 2:  # with a rotation alone each callable would always follow the same one, and inherit its heat
             order.reverse()
         for name in order:
             samples[name].append(median(meters[name].read()))

@@ -1,4 +1,4 @@
-"""The ratio of times that were not taken in the same rounds, with a confidence interval, and what it amounts to."""
+"""The ratio of times from different rounds, its confidence interval, and the verdict."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from typing import Literal
 from warpwave.workbench.bench.timing import Ratio
 
 Outcome = Literal["FASTER", "SLOWER", "SAME", "UNCLEAR"]
-MARGIN = 0.02  # a difference smaller than this is none
-MOST_COUNTED = 2500  # pairs of samples whose orders are counted: it takes their number times that of the samples
+MARGIN = 0.02  # smaller differences count as none
+MOST_COUNTED = 2500  # pairs of samples counted exactly; the cost is the number of pairs times that of the samples
 
 
 def unpaired_ratio(a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> Ratio:
-    """The factor by which `a` is larger than `b`: above 1 where b is the faster.
+    """Returns the factor by which `a` is larger than `b`: above 1 if b is faster.
 
-    The estimate is the median of all ratios of one of `a` to one of `b` (Hodges and Lehmann, 1963); the interval lies
-    between two order statistics of them, chosen by the exact distribution of the rank sum (Mann and Whitney, 1947).
-    It holds the true factor in at least 95 % of experiments if `a` and `b` are distributed alike but for that factor
-    and each sample is drawn anew; no random numbers are needed. Under 4 samples a side there is no interval.
+    The estimate is the median of all ratios of a sample of `a` to a sample of `b` (Hodges and Lehmann, 1963). The
+    interval lies between two order statistics of the ratios, chosen by the exact distribution of the rank sum (Mann and
+    Whitney, 1947). It contains the true factor in at least 95 % of experiments if `a` and `b` have the same
+    distribution apart from that factor and the samples are independent. With fewer than 4 samples per side there is no
+    interval.
 
-    Samples of one run are not drawn anew: a card that is warm stays warm, memory lies where it was allocated. So
-    between runs the interval is too narrow, and `Spread.widen` makes it honest.
+    Samples of one run are not independent: the card's temperature and the memory's addresses persist. Between runs the
+    interval is therefore too narrow, and `Spread.widen` corrects it.
     """
     ratios = sorted(x / y for x in a for y in b)
     rank = _interval_rank(len(a), len(b), confidence)
@@ -35,11 +36,11 @@ def unpaired_ratio(a: Sequence[float], b: Sequence[float], confidence: float = 0
 
 @dataclass(frozen=True)
 class Spread:
-    """How far unchanged code moves from one run to the next, in logarithms of time.
+    """The variation of unchanged code from run to run, in logarithms of time.
 
     Attributes:
         sigma: standard deviation of one contender's ratio around the mean ratio of its case.
-        degrees: of freedom it was estimated with; 0 where nothing was there to estimate it from.
+        degrees: degrees of freedom of the estimate; 0 if there was no data.
     """
 
     sigma: float
@@ -47,7 +48,7 @@ class Spread:
 
     @classmethod
     def of(cls, cases: Iterable[Sequence[float]]) -> Spread:
-        """From the ratios, case by case, of contenders whose code is the same in both runs."""
+        """Estimates the spread from the ratios, per case, of contenders whose code is the same in both runs."""
         squares, degrees = 0.0, 0
         for ratios in cases:
             if len(ratios) > 1:
@@ -57,8 +58,8 @@ class Spread:
         return cls(math.sqrt(squares / degrees) if degrees else 0.0, degrees)
 
     def widen(self, ratio: Ratio, peers: int) -> Ratio:
-        """The interval of a ratio, already divided by the mean of `peers` unchanged contenders, made to hold from run
-        to run: unchanged code lies within `t * sigma * sqrt(1 + 1 / peers)` of 1 in 95 % of pairs of runs."""
+        """Widens the interval of a ratio that was divided by the mean of `peers` unchanged contenders, to cover
+        variation between runs: unchanged code lies within `t * sigma * sqrt(1 + 1 / peers)` of 1 in 95 % of them."""
         if ratio.low95 is None or ratio.high95 is None or not self.degrees:
             return ratio
         reach = student_t(self.degrees) * self.sigma * math.sqrt(1 + 1 / peers)
@@ -71,7 +72,7 @@ class Spread:
 
 
 def student_t(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t, within 0.5 %."""
+    """Returns the 97.5 % quantile of Student's t, within 0.5 %."""
     exact = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447}
     if degrees in exact:
         return exact[degrees]
@@ -80,10 +81,10 @@ def student_t(degrees: int) -> float:
 
 
 def outcome(ratio: Ratio, margin: float = MARGIN) -> Outcome:
-    """What a ratio amounts to for the second of the two.
+    """Returns the verdict of a ratio for the second of the two.
 
-    SAME if the whole interval lies within `margin` of 1; else FASTER or SLOWER if it lies on one side of 1; else, or
-    without an interval, UNCLEAR: more rounds would tell.
+    SAME if the whole interval lies within `margin` of 1; else FASTER or SLOWER if it lies on one side of 1; otherwise,
+    or without an interval, UNCLEAR, which more rounds would resolve.
     """
     if ratio.low95 is None or ratio.high95 is None:
         return "UNCLEAR"
@@ -95,10 +96,11 @@ def outcome(ratio: Ratio, margin: float = MARGIN) -> Outcome:
 
 
 def _interval_rank(n: int, m: int, confidence: float) -> int | None:
-    """The largest r for which [r-th smallest, r-th largest] (from 0) of the n * m ratios covers the factor that surely.
+    """Returns the largest r for which [r-th smallest, r-th largest] (from 0) of the n * m ratios covers the factor with
+    this confidence.
 
-    It is outside with probability 2 * P(U <= r), U the Mann-Whitney statistic of samples distributed alike: counted for
-    few samples, and for many by the normal distribution that U approaches.
+    The factor is outside with probability 2 * P(U <= r), where U is the Mann-Whitney statistic of two samples of the
+    same distribution. It is counted exactly for few samples; for many, U is approximated by a normal distribution.
     """
     if n * m > MOST_COUNTED:
         reach = NormalDist().inv_cdf((1 + confidence) / 2) * math.sqrt(n * m * (n + m + 1) / 12)
@@ -114,9 +116,9 @@ def _interval_rank(n: int, m: int, confidence: float) -> int | None:
 
 
 def _rank_sum_counts(n: int, m: int) -> list[int]:
-    """Orders of n and m samples, of all that are equally likely, in which U is 0, 1, ..., n * m.
+    """Returns the number of orderings of n and m samples in which U is 0, 1, ..., n * m; all are equally likely.
 
-    The coefficients of the Gaussian binomial, the product over i of (1 - q^(n + i)) / (1 - q^i).
+    They are the coefficients of the Gaussian binomial, the product over i of (1 - q^(n + i)) / (1 - q^i).
     """
     size = n * m + 1
     counts = [1] + [0] * (size - 1)

@@ -7,25 +7,25 @@
         { lengths = [500, [1, 4096]], num_heads_q = 8, head_dim = 64, dtype = "float16" },
     ]
 
-A list stands for one case for each of its values, and several lists for every combination. What a case leaves out
-follows from the rest (`num_heads_kv` from `num_heads_q`, `seqlen_k` from `seqlen_q`, `head_dim_v` from `head_dim`,
-`softmax_scale` from `head_dim`), or is off. Beside the sizes a case may say
+A list makes one case for each of its values, and several lists make every combination. Omitted sizes follow from the
+others (`num_heads_kv` from `num_heads_q`, `seqlen_k` from `seqlen_q`, `head_dim_v` from `head_dim`, `softmax_scale`
+from `head_dim`); omitted options are off. Apart from the sizes, a case may have these keys:
 
     causal          true or "bottom_right", "top_left", false
     window_size     [left, right], -1 for unlimited
-    lengths         of packed sequences, in place of batch and seqlen: a number, or [queries, keys] where they differ
+    lengths         packed sequences, instead of batch and seqlen: a length, or [queries, keys] if the two differ
     softcap, softmax_scale, precision
-    sinks, alibi, bias      true: one value a head, one slope a head, a full (num_heads_q, seqlen_q, seqlen_k)
-    gradients       true: q, k and v want gradients, so that calls keep what a backward takes; the forward is timed
-    page_size       keys and values lie in a paged cache, in pages of so many tokens (a power of two), shuffled
-    mask            "padding": keys behind each sequence's own length are hidden; "random": every second pair
-    hot             true: one set of inputs, which stays in L2 where it fits; false: L2 is cold at every call;
-                    left out: hot where calls are so short that a graph is replayed, else cold
-    goal            how many times as fast as the best peer we mean to be; or { over_launch_us = 2 }: at most this
-                    much slower than an empty kernel
-    kernels         our kernels to time on this case alone, in place of the suite's
+    sinks, alibi, bias      true: one value per head, one slope per head, a full (num_heads_q, seqlen_q, seqlen_k)
+    gradients       true: q, k and v require gradients, so calls keep what the backward needs; the forward is timed
+    page_size       keys and values are in a paged cache, in shuffled pages of this many tokens (a power of two)
+    mask            "padding": keys beyond each sequence's own length are hidden; "random": every second pair is
+    hot             true: one set of inputs, which stays in L2 if it fits; false: L2 is cold at every call;
+                    omitted: hot if calls are so short that a graph is replayed, else cold
+    goal            the speed to reach, relative to the best peer; or { over_launch_us = 2 }: at most this much slower
+                    than an empty kernel
+    kernels         our kernels to time on this case, instead of the suite's
 
-`modes` are the modes of timing, and `kernels` our kernels, where the command line names none.
+`modes` are the timing modes and `kernels` our kernels, unless the command line names others.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ OPTIONS = (*SCORES, "lengths", "page_size", *SWITCHES, "goal", "kernels")
 KEYS = (*SIZES, "dtype", *OPTIONS)
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 MASKS = ("padding", "random")
-MOST_CASES = 10_000  # of a suite: a week of measuring
+MOST_CASES = 10_000  # per suite: a week of measuring
 CAUSAL = {
     False: None,
     True: Causal(),
@@ -68,7 +68,7 @@ CAUSAL = {
 
 
 class SuiteError(ValueError):
-    """A suite that does not exist, or a suite file that does not say what it must."""
+    """A suite does not exist, or its file is invalid."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ class Case:
     """One problem of a suite.
 
     Attributes:
-        name: unique in the suite and made from the rest.
-        problem: what to compute.
-        hot: whether the inputs may lie in L2, must not, or (None) as the method of timing has it.
-        goal: what the result is held against, or None.
-        kernels: ours to time on it, in place of the suite's; empty for those of the suite.
+        name: made from the other fields; unique in the suite.
+        problem: the call.
+        hot: whether the inputs may stay in L2; None leaves it to the timing method.
+        goal: the goal for the result, or None.
+        kernels: our kernels to time on it; empty for the suite's.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Suite:
-    """Cases that are measured together."""
+    """A named list of cases."""
 
     name: str
     description: str
@@ -102,12 +102,12 @@ class Suite:
 
 
 def suite_names() -> list[str]:
-    """Returns the names of the suites that come with the package."""
+    """Returns the names of the suites that ship with the package."""
     return sorted(path.stem for path in SUITES.glob("*.toml"))
 
 
 def suite_list() -> str:
-    """Returns the suites that come with the package with their descriptions, a line each."""
+    """Returns the suites that ship with the package and their descriptions, one per line."""
     rows = [(name, str(read_toml(SUITES / f"{name}.toml").get("description", ""))) for name in suite_names()]
     return "\n".join(["Name one of these suites, or the path of a .toml file:", *columns(rows, indent="  ")])
 
@@ -117,7 +117,7 @@ def load_suite(suite: str | Path, only: str = "") -> Suite:
 
     Args:
         suite: the name or the path.
-        only: keep the cases alone that have this in their name.
+        only: keep only the cases whose names contain this text.
 
     Raises:
         SuiteError: no such suite, no such case, or the first mistake in its file, with the file, the case and what is
@@ -129,7 +129,7 @@ def load_suite(suite: str | Path, only: str = "") -> Suite:
             f"there is no suite {quoted(suite)}; give one of {', '.join(known)}, or the path of a .toml file"
         )
     path = SUITES / f"{suite}.toml" if suite in known else Path(suite)
-    if printable(path.stem) != path.stem:  # it goes into records, which hold nothing else
+    if printable(path.stem) != path.stem:  # the name goes into records, which allow only printable text
         raise SuiteError(f"the file's name {quoted(path.stem)} has characters that cannot be shown; rename it")
     try:
         data = read_toml(path)
@@ -139,7 +139,7 @@ def load_suite(suite: str | Path, only: str = "") -> Suite:
 
 
 def parse_suite(name: str, data: Mapping[str, Any], *, source: str, only: str = "") -> Suite:
-    """A suite from parsed TOML; `source` is what errors call it, `only` as in `load_suite`."""
+    """Makes a suite from parsed TOML; messages name `source` as its origin; `only` as in `load_suite`."""
     _check_keys(data, ("description", "cases"), ("description", "cases", "modes", "kernels"), source)
     if not isinstance(data["description"], str):
         raise SuiteError(f"{source}: description must be a string, got {quoted(data['description'])}")
@@ -157,10 +157,10 @@ def parse_suite(name: str, data: Mapping[str, Any], *, source: str, only: str = 
 
 
 def matching(cases: Iterable[Case], only: str, suite: str) -> tuple[Case, ...]:
-    """The cases that have `only` in their name.
+    """Returns the cases whose names contain `only`.
 
     Raises:
-        SuiteError: none has.
+        SuiteError: no case matches.
     """
     first, found = "", []
     for case in cases:
@@ -173,7 +173,7 @@ def matching(cases: Iterable[Case], only: str, suite: str) -> tuple[Case, ...]:
 
 
 def case_name(problem: AttentionProblem, hot: bool | None = None) -> str:
-    """Short, for tables and records: `d128 4x4096 h16 bf16 causal`."""
+    """Returns a short name for tables and records: `d128 4x4096 h16 bf16 causal`."""
 
     def pair(a: int, b: int) -> str:
         return f"{a}" if a == b else f"{a}/{b}"
@@ -215,12 +215,12 @@ def case_name(problem: AttentionProblem, hot: bool | None = None) -> str:
 
 
 def default_scale(head_dim: int) -> float:
-    """What `softmax_scale` is where nobody gives one."""
+    """Returns the default `softmax_scale`."""
     return 1 / math.sqrt(head_dim)
 
 
 def padded_length(problem: AttentionProblem, index: int) -> int:
-    """How many keys the "padding" mask shows of one sequence: all of the first, half of the last."""
+    """Returns how many keys of a sequence the "padding" mask shows: all of the first's, half of the last's."""
     return problem.seqlen_k - (problem.seqlen_k // 2) * index // max(1, problem.batch - 1)
 
 
@@ -233,7 +233,7 @@ def _mask_kind(problem: AttentionProblem) -> str:
 
 
 def _axes(entry: Any, where: str) -> dict[str, list[Any]]:
-    """Key -> the values that it stands for, each of which makes cases of its own."""
+    """Returns key -> its values; each value makes separate cases."""
     if not isinstance(entry, dict):
         raise SuiteError(f"{where} must be a table, got {quoted(entry)}")
     _check_keys(entry, REQUIRED if "lengths" in entry else (*DENSE, *REQUIRED), KEYS, where)
@@ -245,20 +245,20 @@ def _axes(entry: Any, where: str) -> dict[str, list[Any]]:
 
 
 def _cases(axes: Iterable[dict[str, list[Any]]], source: str) -> Iterator[Case]:
-    """Every case of a suite, in order, made when it is asked for."""
+    """Yields the cases of a suite, in order."""
     names: set[str] = set()
     for index, of_entry in enumerate(axes):
         where = f"{source}: cases[{index}]"
         for combination in itertools.product(*of_entry.values()):
             case = _case(dict(zip(of_entry, combination, strict=True)), where)
             if case.name in names:
-                raise SuiteError(f"{where}: the case {case.name!r} is there already")
+                raise SuiteError(f"{where}: the case {case.name!r} appears twice")
             names.add(case.name)
             yield case
 
 
 def _values(key: str, value: Any) -> list[Any]:
-    """The values a key stands for. One window or one list of lengths is a list itself, and several a list of lists."""
+    """Returns the values of a key. A window or a list of lengths is itself a list; several are a list of lists."""
     if not isinstance(value, list):
         return [value]
     if key == "kernels":
@@ -304,7 +304,7 @@ def _goal(value: Any, where: str) -> Goal | None:
 def _problem(fields: dict[str, Any], where: str) -> AttentionProblem:
     for key in SIZES:
         value = fields.get(key, 1)
-        if type(value) is not int or value < 1:  # a bool is an int to isinstance
+        if type(value) is not int or value < 1:  # isinstance counts a bool as an int
             raise SuiteError(f"{where}: {key} must be a positive integer, got {quoted(value)}")
         if value > MOST_TOKENS:
             raise SuiteError(f"{where}: {key} must be at most {MOST_TOKENS:,}, got {quoted(value)}")
@@ -404,7 +404,7 @@ def _lengths(fields: dict[str, Any], where: str) -> tuple[tuple[int, int], ...] 
 
 
 def _with_padding_counted(problem: AttentionProblem) -> AttentionProblem:
-    """The band stays where the whole length puts it; keys behind a sequence's own length drop out."""
+    """Counts the visible pairs: keys beyond a sequence's own length are hidden, and the band stays where it was."""
     band = problem.band(problem.seqlen_q, problem.seqlen_k)
     shown = sum(band.pairs(problem.seqlen_q, padded_length(problem, b)) for b in range(problem.batch))
     return replace(problem, mask_visible_pairs=shown * problem.num_heads_q)

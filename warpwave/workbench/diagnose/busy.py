@@ -1,4 +1,4 @@
-"""What is busy: blocks against multiprocessors, threads, units, and what no size changes."""
+"""Rules about idle resources: blocks against multiprocessors, threads, units, and fixed costs."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from warpwave.workbench.diagnose.parse import Device, Document, Row
 from warpwave.workbench.model.fitting import line
 from warpwave.workbench.model.roofline import byte, figure, flop, us
 
-FLAT = 1.08  # times within this factor are the same
-MOST_LAUNCH_US = 40.0  # a time above this is no launch
-LEAST_LAUNCH_US = 0.5  # nor is one below it: an empty kernel takes 0.7 us inside a graph on an H200
+FLAT = 1.08  # times within this factor count as equal
+MOST_LAUNCH_US = 40.0  # the longest time that can be a launch
+LEAST_LAUNCH_US = 0.5  # the shortest; an empty kernel takes 0.7 us inside a graph on an H200
 
 
 def in_words(device: Device) -> str:
-    """The multiprocessors of a card whose number is known."""
+    """Returns the number of multiprocessors as text; the number must be known."""
     assert device.num_sms is not None
     low, high = device.num_sms
     return f"{low} {device.unit_name}s" if low == high else f"{low} to {high} {device.unit_name}s"
 
 
 def own_groups(document: Document) -> Iterator[tuple[tuple[str, str], list[Row]]]:
-    """Groups whose code is known, a library's left out."""
+    """Yields the groups whose code is known, which excludes libraries."""
     for key, rows in groups(document).items():
         if not rows[0].kernel.is_peer:
             yield key, rows
 
 
 def grid(document: Document) -> Iterator[Finding]:
-    """Blocks against multiprocessors: too few, a last round that is part empty, or enough."""
+    """Compares blocks with multiprocessors: too few, a partly empty last wave, or enough."""
     device = document.device
     if device.num_sms is None:
         return
@@ -54,7 +54,7 @@ def grid(document: Document) -> Iterator[Finding]:
             continue
         idle = [(row, count) for row, count in counted if count < low]
         if idle:
-            # The row with most work is what a reader cares about; the emptiest grid is named beside it.
+            # The row with most work matters most to a reader; the emptiest grid is reported too.
             row, count = max(idle, key=lambda pair: (flops(pair[0].call) or 0.0, -pair[1]))
             yield _idle(document, series, row, count, low, is_cause=True)
             emptiest, fewest = min(idle, key=lambda pair: pair[1])
@@ -64,7 +64,8 @@ def grid(document: Document) -> Iterator[Finding]:
         for row, count in full[:1]:
             yield Finding(
                 "grid fills",
-                f"{series}, {row.label}: {count:,} blocks fill {in_words(device)}; idle {device.unit_name}s are not it",
+                f"{series}, {row.label}: {count:,} blocks fill {in_words(device)}, so idle {device.unit_name}s are not "
+                "the cause",
                 f"{count:,} >= {device.num_sms[1]}",
                 series,
             )
@@ -74,7 +75,7 @@ def grid(document: Document) -> Iterator[Finding]:
             if share > 1.3:
                 yield Finding(
                     "waves",
-                    f"{series}, {row.label}: {count} blocks take {turns} rounds of {low}, the last part empty",
+                    f"{series}, {row.label}: {count} blocks take {turns} waves of {low}; the last one is partly empty",
                     f"{turns} x {low} / {count} = {share:.2f}",
                     series,
                     share,
@@ -87,8 +88,8 @@ def _idle(document: Document, series: str, row: Row, count: int, low: int, is_ca
     nothing = f"{low - count}" if device.num_sms == (low, low) else f"{low - count} or more"
     return Finding(
         "idle SMs",
-        f"{series}, {row.label}: {count} block{'s' * (count > 1)} on {in_words(device)}, so {nothing} have nothing to "
-        f"do: {factor:.3g} x{_inside_loop(document, row, factor)}",
+        f"{series}, {row.label}: {count} block{'s' * (count > 1)} on {in_words(device)}, so {nothing} are idle: "
+        f"{factor:.3g} x{_inside_loop(document, row, factor)}",
         f"{low} / {count} = {factor:.3g}",
         series,
         factor,
@@ -97,14 +98,14 @@ def _idle(document: Document, series: str, row: Row, count: int, low: int, is_ca
 
 
 def _inside_loop(document: Document, row: Row, idle: float) -> str:
-    """What is left against a peer of the same call, once idle SMs are taken out; and the time of a tile."""
+    """Returns the factor that remains against a peer beyond idle SMs, and the time of a tile."""
     time, words = time_us(row), ""
     peers = [r for r in document.rows if r.series != row.series and r.call == row.call and time_us(r)]
     if time and peers:
         best = min(peers, key=lambda r: time_us(r) or math.inf)
         against = time / (time_us(best) or math.inf)
         if against > idle:
-            words = f". Against {best.series} it is {against:.3g} x, "
+            words = f". It takes {against:.3g} x as long as {best.series}, "
             words += f"so the other {against / idle:.2g} x is inside the block"
     steps = steps_of_block(row)
     if time and steps and row.kernel.block_m and row.kernel.block_n:
@@ -114,13 +115,13 @@ def _inside_loop(document: Document, row: Row, idle: float) -> str:
 
 
 def plateau(document: Document) -> Iterator[Finding]:
-    """Times that stay while blocks grow, and rise once blocks meet the SMs: the grid was under-filled."""
+    """Finds times that stay flat while blocks grow and rise at the number of SMs: the grid was under-filled."""
     device = document.device
     if device.num_sms is None:
         return
     for (table, series), rows in own_groups(document):
         known = [(count, time_us(row) or 0.0, row) for row in rows if (count := blocks(row)) and time_us(row)]
-        # Each block does the same; only their number changes.
+        # Every block must do the same work, so that only the number of blocks changes.
         if len(known) < 3 or {"seqlen", "seqlen_k", "head_dim"} & set(varying(rows)):
             continue
         known.sort(key=lambda entry: entry[0])
@@ -145,20 +146,20 @@ def plateau(document: Document) -> Iterator[Finding]:
             yield Finding(
                 "contradiction",
                 f"{table}: {series} grows with its blocks below the number of SMs, as if they ran one after another: "
-                f"launched one by one, or one resource that all of them share",
+                f"they are launched one by one, or share one resource",
                 figures,
                 series,
             )
 
 
 def threads(document: Document) -> Iterator[Finding]:
-    """Threads of a block that have nothing to compute."""
+    """Finds threads of a block that have nothing to compute."""
     for series, kernel in document.kernels.items():
         if kernel.threads and kernel.busy_threads and kernel.busy_threads < kernel.threads:
             idle, factor = kernel.threads - kernel.busy_threads, kernel.threads / kernel.busy_threads
             yield Finding(
                 "idle threads",
-                f"{series}: {idle} of {kernel.threads} threads idle while the others compute: a cause of its own",
+                f"{series}: {idle} of {kernel.threads} threads idle while the others compute, a separate cause",
                 f"{kernel.busy_threads} / {kernel.threads} = {1 / factor:.0%} busy",
                 series,
                 factor,
@@ -167,15 +168,15 @@ def threads(document: Document) -> Iterator[Finding]:
         elif kernel.threads and kernel.threads <= 64 and kernel.grid == "heads":
             yield Finding(
                 "idle threads",
-                f"{series}: {kernel.threads} threads a block are {-(-kernel.threads // 32)} warp"
-                f"{'s' * (kernel.threads > 32)}, where an SM hides latency with many",
+                f"{series}: {kernel.threads} threads per block are {-(-kernel.threads // 32)} warp"
+                f"{'s' * (kernel.threads > 32)}, and an SM needs many warps to hide latency",
                 f"{kernel.threads} / 32",
                 series,
             )
 
 
 def binding(document: Document) -> Iterator[Finding]:
-    """Which resource is busy in the row with most work; none at all is a loop that waits."""
+    """Finds the resource that binds the row with most work; if none is busy, the loop is latency-bound."""
     device = document.device
     for (_, series), rows in own_groups(document):
         known = [row for row in rows if time_us(row) and flops(row.call)]
@@ -194,14 +195,14 @@ def binding(document: Document) -> Iterator[Finding]:
             bandwidth = moved / (time * device.bandwidth_gbps * 1e3)
         fixed = _fixed_us(rows)
         if fixed is not None and fixed > BINDS * time:
-            continue  # `constant` speaks of it
+            continue  # `constant` reports it
         if max(arithmetic, bandwidth) >= BINDS:
             name, share = max((("arithmetic", arithmetic), ("memory", bandwidth)), key=lambda pair: pair[1])
             if name == "memory":
                 again = moved / (tensor_bytes(row.call) or moved) if moved else 1.0
                 said = f"{byte(moved or 0)} in {us(time)} / {figure(device.bandwidth_gbps or 0)} GB/s = {share:.0%}"
                 text = f"{series}, {row.label}: memory binds, at {share:.0%} of the bandwidth"
-                text += f"; it moves {again:.3g} x what it must" if again > 1.5 else ""
+                text += f"; it moves {again:.3g} x the minimum" if again > 1.5 else ""
                 yield Finding("memory", text, said, series, max(again, 1.01 + share), is_cause=True)
             else:
                 said = f"{flop(work)} / {us(time)} / {figure(peak or 0)} TFLOP/s / {busy:.2g} busy = {share:.0%}"
@@ -212,9 +213,8 @@ def binding(document: Document) -> Iterator[Finding]:
             rest = 1 / max(arithmetic, bandwidth)
             yield Finding(
                 "latency",
-                f"{series}, {row.label}: no unit is busy, so the loop waits for itself: {rest:.3g} x are left when "
-                "idle "
-                f"{device.unit_name}s and threads are taken out",
+                f"{series}, {row.label}: no unit is busy, so the loop is latency-bound: {rest:.3g} x remain "
+                f"without idle {device.unit_name}s and threads",
                 f"{flop(work)} / {us(time)} = {figure(work / time * 1e-6)} TFLOP/s, {arithmetic:.2g} of the busy "
                 f"{row.kernel.unit} units; {figure((moved or 0) / time * 1e-3)} GB/s, {bandwidth:.2g} of the bandwidth",
                 series,
@@ -224,16 +224,16 @@ def binding(document: Document) -> Iterator[Finding]:
 
 
 def _fixed_us(rows: Sequence[Row]) -> float | None:
-    """The part of the times that no size changes, from a straight line through time over work; None where unknown."""
+    """Returns the fixed part of the times, from a straight-line fit of time over work; None if unknown."""
     known = sorted((flops(r.call) or 0.0, time_us(r) or 0.0) for r in rows if flops(r.call) and time_us(r))
     if len(known) < 3 or known[-1][0] < 4 * known[0][0]:
         return None
-    # Least squares on relative errors, so that the largest row does not decide alone.
+    # Least squares on relative errors, so that the largest row does not dominate.
     return line([work for work, _ in known], [time for _, time in known])[0]
 
 
 def constant(document: Document) -> Iterator[Finding]:
-    """A time that work hardly changes, on a grid that SMs do not explain."""
+    """Finds a time that hardly changes with the work although the SMs are filled."""
     for (table, series), rows in own_groups(document):
         fixed = _fixed_us(rows)
         known = [row for row in rows if time_us(row) and flops(row.call)]
@@ -246,14 +246,14 @@ def constant(document: Document) -> Iterator[Finding]:
             continue
         steps = [steps_of_block(r) for r in known]
         if None not in steps and len(set(steps)) < len(steps) and len(counts) > 1:
-            continue  # the same in every block: `plateau`
+            continue  # every block does the same work, which `plateau` handles
         least = min(known, key=lambda r: flops(r.call) or 0.0)
         more = (flops(row.call) or 0) / (flops(least.call) or 1)
         yield Finding(
             "launch",
-            f"{table}: {series} hardly changes with the work: {us(fixed)} of {us(time)} are there whatever it computes",
-            f"{more:.3g} x the work in {time / (time_us(least) or 1):.3g} x the time; a straight line meets no work at "
-            f"{us(fixed)}",
+            f"{table}: {series} hardly changes with the work: {us(fixed)} of {us(time)} do not depend on it",
+            f"{more:.3g} x the work in {time / (time_us(least) or 1):.3g} x the time; a straight-line fit gives "
+            f"{us(fixed)} at zero work",
             series,
             time / max(time - fixed, 0.02 * time),
             is_cause=True,
@@ -261,7 +261,7 @@ def constant(document: Document) -> Iterator[Finding]:
 
 
 def tile_sweep(document: Document) -> Iterator[Finding]:
-    """Tiles of one call against each other: what the grids explain, in every reading of who launches what."""
+    """Compares the tiles of one call: how much their grids explain, for each way the heads may have been launched."""
     device = document.device
     if device.num_sms is None:
         return
@@ -296,7 +296,7 @@ def tile_sweep(document: Document) -> Iterator[Finding]:
             every = launched * (fast.call.heads or 1)
             yield Finding(
                 "figure explained",
-                f"{series}: {launched:g} us of launching a head is less than any launch takes, so heads were batched",
+                f"{series}: {launched:g} us to launch a head is less than any launch takes, so heads were batched",
                 f"{launched:g} x {fast.call.heads} heads = {every:.2g} us, against some {LEAST_LAUNCH_US:g} us at the "
                 "least for each launch",
                 series,
@@ -304,7 +304,7 @@ def tile_sweep(document: Document) -> Iterator[Finding]:
 
 
 def launches(document: Document) -> Iterator[Finding]:
-    """Cheaper launches that change nothing: then launching was not it."""
+    """Finds cheaper launches that change nothing, which rules out launch cost."""
     for (_, series), rows in own_groups(document):
         for saved in [r for r in rows if r.launch_saving and r.time_us]:
             plain = next(
@@ -323,9 +323,8 @@ def launches(document: Document) -> Iterator[Finding]:
             if gain < 1.1:
                 yield Finding(
                     "launch",
-                    f"{series}: launching is not it: {saved.launch_saving} take {plain.label} from {plain.time_us:g} "
-                    "to "
-                    f"{saved.time_us:g} us",
+                    f"{series}: launching is not the cause: {saved.launch_saving} take {plain.label} from "
+                    f"{plain.time_us:g} to {saved.time_us:g} us",
                     figures,
                     series,
                 )

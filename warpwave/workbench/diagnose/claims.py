@@ -1,4 +1,4 @@
-"""What an author concluded, as data, held against the same author's figures."""
+"""Compares the author's conclusions, given as data, with the author's figures."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Claim = Mapping[str, Any]
 
 
 def claims(document: Document) -> list[Finding]:
-    """A finding for each claim that figures speak to.
+    """Returns a finding for each claim that the figures can confirm or refute.
 
     Raises:
-        TableError: a claim that is none of the kinds known.
+        TableError: a claim of an unknown kind.
     """
     found: list[Finding] = []
     for claim in document.claims:
@@ -33,7 +33,7 @@ def claims(document: Document) -> list[Finding]:
 
 
 def _number(value: Any) -> float:
-    """A figure of a claim."""
+    """Returns a figure of a claim."""
     if not LEAST <= float(value) <= MOST:
         raise ValueError(f"{quoted(value)} is no number above 0")
     return float(value)
@@ -86,7 +86,7 @@ def _not_idle(document: Document, claim: Claim) -> Iterator[Finding]:
     if idle:
         yield _said(claim, f"it is not: {idle[0].text}", idle[0].arithmetic, idle[0].series)
     else:
-        yield _said(claim, "nothing in the figures says otherwise", "-")
+        yield _said(claim, "no figure contradicts it", "-")
 
 
 def _growth(document: Document, claim: Claim) -> Iterator[Finding]:
@@ -94,7 +94,7 @@ def _growth(document: Document, claim: Claim) -> Iterator[Finding]:
     work = data * data
     yield _said(
         claim,
-        f"work grows with the square of the length, {work:.3g} x, so {time / work:.3g} x are to be explained and not "
+        f"work grows with the square of the length, {work:.3g} x, so {time / work:.3g} x need an explanation, not "
         f"{time / data:.3g} x",
         f"{data:g}^2 = {work:.3g}; {time:g} / {work:.3g} = {time / work:.3g}",
     )
@@ -106,7 +106,7 @@ def _exact(document: Document, claim: Claim) -> Iterator[Finding]:
         if kernel.max_difference is not None and kernel.max_difference > claimed:
             yield _said(
                 claim,
-                f"it stands beside a difference of {kernel.max_difference:g}",
+                f"the table states a difference of {kernel.max_difference:g}",
                 f"{kernel.max_difference:g} > {claimed:g}",
                 series,
             )
@@ -115,7 +115,7 @@ def _exact(document: Document, claim: Claim) -> Iterator[Finding]:
 def _dimensions(document: Document, claim: Claim) -> Iterator[Finding]:
     asked = int(claim["grid_dimensions"])
     if asked > 3:
-        yield _said(claim, "a grid has three dimensions in CUDA and HIP; indices have to be folded", f"{asked} > 3")
+        yield _said(claim, "a grid has three dimensions in CUDA and HIP; fold the indices", f"{asked} > 3")
 
 
 def _loads(document: Document, claim: Claim) -> Iterator[Finding]:
@@ -128,7 +128,7 @@ def _loads(document: Document, claim: Claim) -> Iterator[Finding]:
             count = blocks(row)
             yield _said(
                 claim,
-                f"at seqlen {row.call.seqlen} a key is loaded {loads} times; other blocks belong to other heads",
+                f"at seqlen {row.call.seqlen} each key is loaded {loads} times; other blocks belong to other heads",
                 f"ceil({row.call.seqlen} / {row.kernel.block_m}) = {loads}"
                 + (f" of {count} blocks" if count is not None else ""),
                 row.series,
@@ -149,7 +149,7 @@ def _part(document: Document, claim: Claim) -> Iterator[Finding]:
 
 
 def _less(document: Document, claim: Claim) -> Iterator[Finding]:
-    if claim["of"] not in MEASURED or claim["of"] == "time_ms":  # which rows have in us
+    if claim["of"] not in MEASURED or claim["of"] == "time_ms":  # rows hold times in us
         known = ", ".join(m for m in MEASURED if m != "time_ms")
         raise ValueError(f"of is {quoted(claim['of'])}; it must be one of {known}")
     rows = [row for row in document.rows if getattr(row, claim["of"]) is not None]

@@ -1,4 +1,4 @@
-"""What a row of a table computes, moves and occupies: arithmetic on its call, its grid and its card."""
+"""The work, bytes and blocks of a table's row, computed from its call, its grid and its card."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from warpwave.workbench.diagnose.parse import DTYPES, Call, Device, Document, Kernel, Row
 
 HALF_A_DIGIT = 0.5
-AGREE = 0.06  # relative difference of two figures for one thing, beside their rounding
-BINDS = 0.5  # share of a rate from which on a resource is what binds
+AGREE = 0.06  # allowed relative difference of two figures for the same quantity, on top of their rounding
+BINDS = 0.5  # a resource counts as binding from this share of its rate on
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing the numbers say.
+    """One finding.
 
     Attributes:
-        kind: what it is about, one of `rules.KINDS`.
+        kind: one of `rules.KINDS`.
         text: the sentence.
-        arithmetic: the figures it follows from, checkable by hand.
-        series: whose rows; empty where it is about several.
-        factor: how much time it explains, 1 where it explains none.
-        is_cause: whether it says why the series is slow.
-        of_author: whether it answers what the author says.
+        arithmetic: the figures that it follows from, checkable by hand.
+        series: the series of its rows; empty if there are several.
+        factor: the factor of time that it explains; 1 if none.
+        is_cause: whether it explains why the series is slow.
+        of_author: whether it answers a claim of the author.
     """
 
     kind: str
@@ -36,13 +36,13 @@ class Finding:
 
 
 def flops(call: Call) -> float | None:
-    """Of both products; None where a size is missing."""
+    """Returns the operations of both products; None if a size is missing."""
     pairs = visible_pairs(call)
     return None if pairs is None or call.head_dim is None else 4.0 * pairs * call.head_dim
 
 
 def visible_pairs(call: Call) -> float | None:
-    """Over all heads and sequences; a causal mask aligned to the last key."""
+    """Returns the visible pairs of all heads and sequences; the causal mask is aligned to the last key."""
     if call.heads is None or call.seqlen is None:
         return None
     keys = call.seqlen_k or call.seqlen
@@ -54,7 +54,7 @@ def visible_pairs(call: Call) -> float | None:
 
 
 def tensor_bytes(call: Call) -> float | None:
-    """q, k, v and out, each once."""
+    """Returns the bytes of q, k, v and out, each counted once."""
     if call.heads is None or call.seqlen is None or call.head_dim is None:
         return None
     keys, size = call.seqlen_k or call.seqlen, DTYPES[call.dtype]
@@ -63,24 +63,24 @@ def tensor_bytes(call: Call) -> float | None:
 
 
 def score_bytes(call: Call, kernel: Kernel) -> float | None:
-    """Of a matrix of all scores."""
+    """Returns the bytes of a matrix of all scores."""
     if call.heads is None or call.seqlen is None:
         return None
     return float(kernel.score_bytes * call.batch * call.heads * call.seqlen * (call.seqlen_k or call.seqlen))
 
 
 def kv_bytes_of_head(call: Call) -> float | None:
-    """K and V that a block walks."""
+    """Returns the bytes of K and V that a block reads."""
     if call.seqlen is None or call.head_dim is None:
         return None
     return 2.0 * (call.seqlen_k or call.seqlen) * call.head_dim * DTYPES[call.dtype]
 
 
 def blocks(row: Row, heads: int | None = None) -> int | None:
-    """Of the launch that has most; None where it does not follow from what is given.
+    """Returns the blocks of the largest launch; None if the given facts do not determine it.
 
     Args:
-        heads: as many heads a launch, in place of the call's batch times heads.
+        heads: heads per launch, instead of the call's batch times heads.
     """
     call, kernel = row.call, row.kernel
     if kernel.blocks is not None and heads is None:
@@ -101,7 +101,7 @@ def blocks(row: Row, heads: int | None = None) -> int | None:
 
 
 def steps_of_block(row: Row) -> int | None:
-    """Tiles of keys that a block walks one after another; of a grid of heads, over all its tiles of queries."""
+    """Returns the key tiles that a block processes one after another, over all query tiles if a block has a head."""
     call, kernel = row.call, row.kernel
     if call.seqlen is None or kernel.grid == "output tiles" or kernel.block_n is None:
         return None
@@ -112,12 +112,12 @@ def steps_of_block(row: Row) -> int | None:
 
 
 def rounds(count: int, device: Device) -> int | None:
-    """Rounds of blocks over the SMs, one block an SM at a time."""
+    """Returns the number of waves, with one block per SM."""
     return None if device.num_sms is None else -(-count // device.num_sms[1])
 
 
 def time_us(row: Row) -> float | None:
-    """Of the whole call."""
+    """Returns the time of the whole call."""
     if row.time_us is None:
         return None
     heads = row.call.batch * (row.call.heads or 1)
@@ -125,7 +125,7 @@ def time_us(row: Row) -> float | None:
 
 
 def peak_tflops(row: Row, device: Device) -> float | None:
-    """What the unit the row's products run on could do at most."""
+    """Returns the peak rate of the unit that computes the row's products."""
     if row.kernel.unit == "scalar":
         return device.tflops.get("scalar")
     if row.call.dtype == "float32":
@@ -134,7 +134,7 @@ def peak_tflops(row: Row, device: Device) -> float | None:
 
 
 def loads_of_a_key(row: Row) -> int | None:
-    """How many blocks of one head read each key."""
+    """Returns how many blocks of one head read each key."""
     call, kernel = row.call, row.kernel
     if call.seqlen is None or kernel.is_peer or kernel.block_m is None:
         return None
@@ -142,7 +142,7 @@ def loads_of_a_key(row: Row) -> int | None:
 
 
 def loaded_bytes(row: Row) -> float | None:
-    """What the kernel asks of L2: K and V once for each tile of queries, scores in memory written and read twice."""
+    """Returns the bytes loaded through L2: K and V once per query tile; scores in memory are written and read twice."""
     kv, least, loads = kv_bytes_of_head(row.call), tensor_bytes(row.call), loads_of_a_key(row)
     if kv is None or least is None or row.call.heads is None:
         return least
@@ -152,7 +152,7 @@ def loaded_bytes(row: Row) -> float | None:
 
 
 def memory_bytes(row: Row, device: Device) -> float | None:
-    """What has to cross the memory bus: re-reads and scores only as far as L2 does not hold them."""
+    """Returns the bytes that cross the memory bus: repeated reads and scores count only as far as they exceed L2."""
     least, asked, kv = tensor_bytes(row.call), loaded_bytes(row), kv_bytes_of_head(row.call)
     if least is None or asked is None or device.l2_bytes is None or kv is None:
         return least
@@ -166,12 +166,12 @@ def _missing(wanted: float, capacity: float) -> float:
 
 
 def spread(row: Row, *figures: str) -> float:
-    """How far off a product of figures may be by their rounding alone: 0.1 is 10 %."""
+    """Returns how far a product of figures may be off by their rounding alone: 0.1 is 10 %."""
     return sum(HALF_A_DIGIT * 10.0 ** (1 - row.digits.get(name, 3)) for name in figures)
 
 
 def groups(document: Document) -> dict[tuple[str, str], list[Row]]:
-    """Rows of one table and series, in order."""
+    """Returns the rows of each table and series, in order."""
     found: dict[tuple[str, str], list[Row]] = {}
     for row in document.rows:
         found.setdefault((row.table, row.series), []).append(row)
@@ -182,5 +182,5 @@ SIZES = ("batch", "heads", "heads_kv", "seqlen", "seqlen_k", "head_dim", "dtype"
 
 
 def varying(rows: Sequence[Row]) -> list[str]:
-    """The sizes of the call that differ between rows."""
+    """Returns the sizes of the call that differ between rows."""
     return [name for name in SIZES if len({getattr(row.call, name) for row in rows}) > 1]

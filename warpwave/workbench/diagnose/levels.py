@@ -1,4 +1,4 @@
-"""Registers to device memory: what is kept where, how often it is loaded, and what a figure of memory is made of."""
+"""Rules about the memory hierarchy: working sets, repeated loads, scores in memory, and stated memory figures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from warpwave.workbench.model.roofline import byte, figure, us
 
 
 def caches(document: Document) -> Iterator[Finding]:
-    """Whether what a call touches fits the caches, and how much of shared memory is used."""
+    """Checks whether a call's working set fits the caches, and how much of shared memory is used."""
     device = document.device
     for series in dict.fromkeys(series for (_, series), _ in own_groups(document)):
         rows = [row for row in document.rows if row.series == series]
@@ -54,14 +54,14 @@ def caches(document: Document) -> Iterator[Finding]:
             used = most.kernel.smem_bytes or used
             yield Finding(
                 "shared memory",
-                f"{series}: {used:,} bytes of shared memory used of {have // 1024} KB: nothing is kept there to share",
+                f"{series}: {used:,} bytes of shared memory used of {have // 1024} KB: no tile is kept there for reuse",
                 f"{used:,} / {have:,} = {used / have:.1%}",
                 series,
             )
 
 
 def intensities(document: Document) -> Iterator[Finding]:
-    """Operations a byte loaded, of each product, as the kernel loads."""
+    """Gives the operations per loaded byte of each product."""
     for (_, series), rows in own_groups(document):
         row = next((r for r in reversed(rows) if r.kernel.block_m == 1 and r.call.seqlen), None)
         if row is None:
@@ -70,15 +70,15 @@ def intensities(document: Document) -> Iterator[Finding]:
         scores, values = 2 * keys / (size * (keys + 1)), 2 / size
         yield Finding(
             "intensity",
-            f"{series}, {row.label}: {scores:.2f} FLOP a byte in Q K^T and {values:.2f} in P V: a key or value is used "
-            "once for each time it is loaded",
+            f"{series}, {row.label}: {scores:.2f} FLOP a byte in Q K^T and {values:.2f} in P V: each loaded key or "
+            "value is used once",
             f"2 x {keys} x d / ({size} x ({keys} + 1) x d) = {scores:.3f}; 2 x d / ({size} x d) = {values:.2f}",
             series,
         )
 
 
 def rereads(document: Document) -> Iterator[Finding]:
-    """How often each key is loaded by blocks of one head."""
+    """Finds how often each key is loaded by the blocks of one head."""
     for series in dict.fromkeys(series for (_, series), _ in own_groups(document)):
         rows = [row for row in document.rows if row.series == series]
         loads = [
@@ -91,15 +91,15 @@ def rereads(document: Document) -> Iterator[Finding]:
         asked = loaded_bytes(max(loads, key=lambda pair: pair[0])[1])
         yield Finding(
             "re-reads",
-            f"{series}: each key is read {words} times, once for each tile of queries of its head; tiles of several "
-            "queries that share it divide that",
+            f"{series}: each key is read {words} times, once per query tile of its head; taller query tiles divide "
+            "that number",
             f"ceil(seqlen / block_m) = {words}" + (f"; {byte(asked)} asked of L2" if asked else ""),
             series,
         )
 
 
 def scores(document: Document) -> Iterator[Finding]:
-    """Scores in memory: whether they can have been there, and where they leave L2."""
+    """Checks whether scores can have been in memory, and the length at which they exceed L2."""
     device = document.device
     for (_, series), rows in own_groups(document):
         stored = [row for row in rows if row.kernel.scores == "memory" and score_bytes(row.call, row.kernel)]
@@ -117,7 +117,7 @@ def scores(document: Document) -> Iterator[Finding]:
                     "scores in memory",
                     f"{series}, {row.label}: scores and probabilities move {byte(4 * one)} a head, "
                     f"{us(slow / heads)} at memory "
-                    f"speed, and all of it took {us(time / heads)}: only possible because {heads} heads x "
+                    f"speed, but the whole took {us(time / heads)}: only possible because {heads} heads x "
                     f"{byte(one)} stay in L2",
                     f"4 x {row.kernel.score_bytes} x {row.call.seqlen}^2 = {byte(4 * one)}; / "
                     f"{figure(device.bandwidth_gbps)} "
@@ -136,7 +136,7 @@ def scores(document: Document) -> Iterator[Finding]:
             beyond = max(stored, key=lambda r: r.call.seqlen or 0)
             yield Finding(
                 "scores in memory",
-                f"{series}: scores left L2 at seqlen {edge:,.0f}; from there memory carries them",
+                f"{series}: scores left L2 at seqlen {edge:,.0f}; from there on they go through memory",
                 f"{byte(score_bytes(beyond.call, beyond.kernel) or 0)} at {beyond.call.seqlen} against "
                 f"{byte(device.l2_bytes)}",
                 series,
@@ -144,7 +144,7 @@ def scores(document: Document) -> Iterator[Finding]:
 
 
 def _heads_by_scores(row: Row) -> int | None:
-    """How many heads' scores a figure of memory holds, where it is a whole number."""
+    """Returns how many heads' scores a memory figure holds, if it is a whole number."""
     call = row.call
     if row.memory_mb is None or row.kernel.scores != "memory" or call.seqlen is None:
         return None
@@ -153,7 +153,7 @@ def _heads_by_scores(row: Row) -> int | None:
 
 
 def with_heads(document: Document) -> Document:
-    """The document with the number of heads that its figures of memory tell, where nobody states it."""
+    """Returns the document with the number of heads that its memory figures imply, if it is not stated."""
     if any(row.call.heads is not None for row in document.rows):
         return document
     told = {heads for row in document.rows if (heads := _heads_by_scores(row)) is not None}
@@ -164,7 +164,7 @@ def with_heads(document: Document) -> Document:
 
 
 def memory_figures(document: Document) -> Iterator[Finding]:
-    """What a figure of memory can be made of."""
+    """Explains a memory figure by the tensors that add up to it."""
     for row in document.rows:
         if row.memory_mb is None:
             continue

@@ -1,4 +1,4 @@
-"""The format of a table of measurements, and its reader. docs/workbench/diagnose.md describes it for people."""
+"""The reader of tables of measurements. docs/workbench/diagnose.md describes the format."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from warpwave.workbench.input_files import Unreadable, read_toml
 from warpwave.workbench.schema import quoted
 
 CASES = Path(__file__).with_name("cases")
-OURS = "theirs"  # the series of a column that names none
+OURS = "theirs"  # the series of a column without a series in its name
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4}
 GRIDS = ("query tiles", "heads", "output tiles")
-LEAST, MOST = 1e-9, 1e15  # of a figure or size in any unit of the format
+LEAST, MOST = 1e-9, 1e15  # range of a figure or size, in any unit of the format
 MOST_SMS = 100_000
 MEASURED = ("time_us", "time_ms", "tflops", "tokens_per_s", "memory_mb")
 
 
 class TableError(ValueError):
-    """A table file that does not exist or does not say what it must. The message says where and what is allowed."""
+    """A table file does not exist or has a mistake. The message gives the place and the allowed values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """The attention call of a row; None where nobody says.
+    """The attention call of a row; None for sizes that are not stated.
 
     Attributes:
-        batch, heads, heads_kv, seqlen, seqlen_k, head_dim: sizes; seqlen_k is seqlen, heads_kv is heads, if not given.
-        dtype: of q, k, v.
-        causal: whether.
+        batch, heads, heads_kv, seqlen, seqlen_k, head_dim: sizes; seqlen_k defaults to seqlen, heads_kv to heads.
+        dtype: dtype of q, k and v.
+        causal: whether a causal mask, aligned to the last key, is applied.
     """
 
     batch: int = 1
@@ -48,21 +48,21 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """What is known of the code behind a series.
+    """The known facts about the code of a series.
 
     Attributes:
-        grid: what has a block of its own: "query tiles" of a head, "heads", or "output tiles" (tiles of queries times
-            tiles of keys, as a matrix product has them).
-        blocks: of the launch, where the table says it outright.
+        grid: the unit of work of a thread block: "query tiles" of a head, "heads", or "output tiles" (query tiles times
+            key tiles, as in a matrix product).
+        blocks: blocks of the launch, if the table states them.
         block_m, block_n: queries and keys of a tile.
-        threads, busy_threads: of a block; those that compute.
+        threads, busy_threads: threads of a block; those that compute.
         unit: "scalar" (float32 units) or "matrix".
-        scores: "chip" or "memory": where scores go; score_bytes each.
-        smem_bytes, smem_available_bytes: shared memory a block uses; what the code could have without opting in.
-        launch_heads: "one" where each head is launched by itself, "all" where one launch has all, "" where nobody says.
-        softmax_rows: rows that the softmax's launch covers, where the table says.
-        max_difference: from a reference, where one was taken.
-        is_peer: somebody else's kernel, there to compare with, whose tiles nobody states.
+        scores: "chip" or "memory", where scores are stored; score_bytes is the size of each.
+        smem_bytes, smem_available_bytes: shared memory that a block uses, and the limit without opting in to more.
+        launch_heads: "one" head per launch, "all" heads in one launch, or "" if unknown.
+        softmax_rows: rows that the softmax's launch covers, if the table states them.
+        max_difference: difference from a reference, if one was computed.
+        is_peer: whether it is another project's kernel, for comparison, whose tiles are unknown.
     """
 
     grid: str = "query tiles"
@@ -84,13 +84,13 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """The card, as far as the table or the catalogue tells.
+    """The card, as far as the table or the catalog describes it.
 
     Attributes:
         name: for people.
-        num_sms: least and most.
+        num_sms: smallest and largest possible number.
         bandwidth_gbps, l2_bytes, smem_per_sm_bytes: None where unknown.
-        tflops: unit -> rate: "scalar", and "matrix" by dtype.
+        tflops: unit -> rate: "scalar", and the matrix units by dtype.
         unit_name: SM or CU.
         has_tf32: whether float32 products may run on matrix units.
     """
@@ -110,17 +110,17 @@ class Row:
     """One measurement.
 
     Attributes:
-        table: the table it stands in.
-        series: who was measured.
-        label: what tells it from the other rows of its table.
-        call, kernel: what ran.
-        varied: the columns of its table that describe a call or kernel, with its values.
-        time_us: of the whole call, or of one head where `per_head`.
+        table: the name of its table.
+        series: the name of the code that was measured.
+        label: distinguishes it from the other rows of its table.
+        call, kernel: the call and the code.
+        varied: the columns of its table that describe the call or the kernel, with the row's values.
+        time_us: time of the whole call, or of one head if `per_head`.
         per_head: whether times and rates are of one head.
         tflops, tokens_per_s, memory_mb: as given.
-        digits: significant digits of a figure, by its name.
-        launch_saving: how the launches were made cheaper ("graph", "streams"), else empty.
-        parts: name -> us, where the row gives them.
+        digits: figure -> its number of significant digits.
+        launch_saving: how launches were made cheaper ("graph", "streams"); empty if they were not.
+        parts: name -> us, if the row gives parts of its time.
     """
 
     table: str
@@ -144,12 +144,12 @@ class Document:
     """A table file.
 
     Attributes:
-        title, source: what it is and where it is from.
+        title, source: a title, and the origin of the figures.
         device: the card.
         rows: every measurement, in order.
-        kernels: series -> what is known of its code.
-        claims: what its author concluded, as data; see `claims`.
-        parts: times of parts as given elsewhere than in a row: name -> us.
+        kernels: series -> the known facts about its code.
+        claims: the author's conclusions, as data; see `claims`.
+        parts: parts of a time that are given outside a row: name -> us.
     """
 
     title: str
@@ -166,15 +166,15 @@ class Document:
 
 
 def names() -> list[str]:
-    """The tables that come with the package."""
+    """Returns the names of the tables that ship with the package."""
     return sorted(path.stem for path in CASES.glob("*.toml"))
 
 
 def load(name: str | Path) -> Document:
-    """A table by the path of its file, or by the name of one that comes with the package.
+    """Loads a table by the path of its file, or by the name of one that ships with the package.
 
     Raises:
-        TableError: there is no such file, or its first mistake.
+        TableError: there is no such file, or it has a mistake; the first one is reported.
     """
     path = CASES / f"{name}.toml" if name in names() and not os.path.isfile(name) else Path(name)
     try:
@@ -188,10 +188,10 @@ OF_TABLE = ("name", "series", "columns", "rows", "per_head", "launch_saving", "c
 
 
 def parse(data: Mapping[str, Any], *, source: str) -> Document:
-    """A document from parsed TOML; `source` is what errors call it.
+    """Makes a document from parsed TOML; messages name `source` as its origin.
 
     Raises:
-        TableError: the first mistake, with its place and what is allowed.
+        TableError: the first mistake, with its place and the allowed values.
     """
     _check(data, TOP, source)
     for key in ("title", "tables"):
@@ -286,7 +286,7 @@ def _rows(table: Mapping[str, Any], call: Call, kernels: Mapping[str, Kernel], w
         for column, value in zip(columns, line, strict=True):
             owner, _, plain = column.rpartition(".")
             if value == "" or (isinstance(value, str) and value.strip() == "-"):
-                continue  # nobody measured it
+                continue  # not measured
             if plain in MEASURED:
                 if type(value) not in (int, float) or not LEAST <= value <= MOST:
                     raise TableError(f'{at}: {column} must be a number above 0, or "-" for none, got {quoted(value)}')
@@ -328,18 +328,18 @@ def _rows(table: Mapping[str, Any], call: Call, kernels: Mapping[str, Kernel], w
 
 
 def _digits(value: float) -> int:
-    """Significant digits of a figure as it is written; trailing zeros of a whole number count as none."""
+    """Returns the significant digits of a figure as written; trailing zeros of a whole number do not count."""
     mantissa = f"{value:.12g}".split("e")[0]
     plain = mantissa.replace(".", "").lstrip("0")
     return len(plain.rstrip("0") or "0") if "." not in mantissa else len(plain)
 
 
 def _make(kind: type, values: Any, base: Any, where: str) -> Any:
-    """`base` with values, each of them checked."""
+    """Returns `base` with some of its values replaced; each value is checked."""
     values = dict(_table(values, where))
     _check(values, _names(kind), where)
     for key, value in values.items():
-        if key == "dtype" and value not in list(DTYPES):  # a list, for a value may be one, which no dict can look up
+        if key == "dtype" and value not in list(DTYPES):  # a list, because the value may be unhashable
             raise TableError(f"{where}: dtype must be one of {', '.join(DTYPES)}, got {quoted(value)}")
         if key == "grid" and value not in GRIDS:
             raise TableError(f"{where}: grid must be one of {', '.join(GRIDS)}, got {quoted(value)}")
@@ -348,7 +348,7 @@ def _make(kind: type, values: Any, base: Any, where: str) -> Any:
         if key == "scores" and value not in ("chip", "memory"):
             raise TableError(f"{where}: scores must be chip or memory, got {quoted(value)}")
         if key == "launch_heads" and value not in ("one", "all", ""):
-            raise TableError(f'{where}: launch_heads must be one, all, or "" where nobody says, got {quoted(value)}')
+            raise TableError(f'{where}: launch_heads must be one, all, or "" if unknown, got {quoted(value)}')
         if key in ("dtype", "grid", "unit", "scores", "launch_heads"):
             continue
         if key in ("causal", "is_peer"):

@@ -1,8 +1,8 @@
-"""Every rule, in order, and the diagnosis they make together.
+"""All rules, in order, and the diagnosis that they make together.
 
-A rule is a function of the document, and each finding has its arithmetic. No rule knows a file or project; a rule
-speaks only where all it needs is given. What follows from
-knowledge of other software and not from figures is in `notes`.
+A rule is a function of the document. It applies only if all its inputs are given, and every finding has its arithmetic.
+No rule is specific to one file or project. `notes` holds what is known about other software and does not follow from
+the figures.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ KINDS = {
     "not comparable": "rows that differ in more than their column says",
     "contradiction": "figures that cannot both be right",
     "idle SMs": "multiprocessors without a block",
-    "waves": "a last round of blocks that fills the card in part",
-    "grid fills": "blocks enough for every multiprocessor",
+    "waves": "a last wave that fills the card only in part",
+    "grid fills": "enough blocks for every multiprocessor",
     "idle threads": "threads of a block that do not compute",
     "memory": "bandwidth of device memory",
     "arithmetic": "the rate of the unit that multiplies",
-    "launch": "a cost that no size changes",
-    "latency": "a loop that waits: no unit is busy",
-    "working set": "what the caches hold",
+    "launch": "a cost that does not depend on the size",
+    "latency": "a latency-bound loop: no unit is busy",
+    "working set": "whether the working set fits the caches",
     "shared memory": "shared memory used of available",
-    "intensity": "operations a byte, product by product",
+    "intensity": "operations per byte, product by product",
     "re-reads": "bytes loaded more often than needed",
     "scaling": "growth that does not fit the algorithm",
     "scores in memory": "scores that live in L2, or no longer fit it",
-    "share of peak": "how near to the card's rate",
+    "share of peak": "how close to the card's rate",
     "peer": "what a peer's figures say",
     "figure explained": "where a figure comes from",
     "unverified": "what was not checked",
@@ -73,7 +73,7 @@ RULES: tuple[Callable[[Document], Iterator[Finding]], ...] = (
 
 
 def diagnose(document: Document) -> list[Finding]:
-    """Everything the numbers say, causes of slowness first and the largest of them first."""
+    """Returns all findings, causes of slowness first, ordered by the factor that they explain."""
     document = with_heads(document)
     found = [finding for rule in RULES for finding in rule(document)]
     found += claims(document)
@@ -82,7 +82,7 @@ def diagnose(document: Document) -> list[Finding]:
 
 
 def main_cause(document: Document, series: str) -> Finding | None:
-    """Of why a series is slow, what explains most; None where nothing does."""
+    """Returns the cause that explains most of a series' slowness; None if there is none."""
     causes = [f for f in diagnose(document) if f.is_cause and f.series == series]
     return max(causes, key=lambda f: f.factor, default=None)
 
@@ -91,7 +91,7 @@ def main_cause(document: Document, series: str) -> Finding | None:
 
 
 def notes(document: Document) -> list[str]:
-    """What is known of the software in the table beside its figures, said apart from them."""
+    """Returns known facts about the software in the table that do not follow from its figures."""
     found = []
     torch = [row for row in document.rows if any(name in row.series.lower() for name in ("torch", "sdpa"))]
     if any(row.call.head_dim and row.call.head_dim % 8 for row in torch):
@@ -101,9 +101,8 @@ def notes(document: Document) -> list[str]:
         )
     if any(row.call.dtype == "float32" and row.kernel.unit == "matrix" for row in torch) and document.device.has_tf32:
         found.append(
-            "PyTorch's float32 attention multiplies split tf32 operands on tensor cores: another unit than a scalar "
-            "kernel's, "
-            "with another ceiling."
+            "PyTorch's float32 attention multiplies split tf32 operands on tensor cores, which have another ceiling "
+            "than the float32 units of a scalar kernel."
         )
     series = {row.series.lower() for row in document.rows}
     if any("sdpa" in name or "pytorch" in name for name in series) and any(

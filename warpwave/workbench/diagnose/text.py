@@ -18,10 +18,10 @@ WIDTH = 110
 
 
 def run(name: str | Path, as_json: bool) -> str:
-    """What `explain --from-table NAME` prints.
+    """Returns the output of `explain --from-table NAME`.
 
     Raises:
-        InvalidInput: there is no such table, or a mistake in it.
+        InvalidInput: there is no such table, or it has a mistake.
     """
     try:
         document = load(name)
@@ -35,7 +35,7 @@ def run(name: str | Path, as_json: bool) -> str:
 
 
 def text(document: Document, findings: list[Finding]) -> str:
-    """Sections, each finding with its arithmetic below."""
+    """Returns the sections of the diagnosis; each finding is followed by its arithmetic."""
     device = document.device
     lines = [f"table      {printable(document.title)}", f"source     {printable(document.source)}"]
     sms = ""
@@ -48,10 +48,10 @@ def text(document: Document, findings: list[Finding]) -> str:
     claims = [f for f in findings if f.kind == "claim"]
     rest = [f for f in findings if f not in (*causes, *wrong, *claims)]
     for heading, part in (
-        ("WHY        what its own numbers say makes it slow, the largest first", causes),
-        ("CHECK      what cannot be compared, does not agree or was not verified", wrong),
-        ("CLAIMS     what the author says, and the figures", claims),
-        ("ALSO       what else follows", rest),
+        ("WHY        causes of slowness that follow from the figures, largest first", causes),
+        ("CHECK      figures that cannot be compared, disagree, or were not verified", wrong),
+        ("CLAIMS     the author's conclusions against the figures", claims),
+        ("ALSO       other findings", rest),
     ):
         if part:
             lines += ["", heading, *_listed(part)]

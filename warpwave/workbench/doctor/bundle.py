@@ -1,6 +1,6 @@
-"""The file that `warpwave doctor --bundle` writes for a bug report: everything we would ask for, and nothing secret.
+"""The bug report of `warpwave doctor --bundle`: the facts that a maintainer needs, without secrets.
 
-Of the environment only variables on a list are kept, and the home folder is written as ~ wherever it occurs.
+Only listed environment variables are kept, and the home folder is written as ~ everywhere.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from warpwave.workbench.output_files import CannotWrite, Kind, check_output, wri
 if TYPE_CHECKING:
     from warpwave.workbench.doctor.facts import Facts
 
-# By name or, with a star, by how the name begins. Whatever else is set stays out of the file.
+# The environment variables in the file. All others are left out.
 KEPT_VARIABLES = (
     *("TRITON_INTERPRET", "TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_DEBUG", "TRITON_ALWAYS_COMPILE"),
     *("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH", "TRITON_LIBCUDA_PATH", "TRITON_DUMP_DIR"),
@@ -30,20 +30,20 @@ KEPT_VARIABLES = (
     *("TORCH_LOGS", "LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_NUM_THREADS", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX"),
     *("WARPWAVE_DEVICE", "WARPWAVE_COMMIT", "LANG", "LC_ALL"),
 )
-BUNDLE = Kind("bug report", lambda _: True)  # --force is what allows to write over a file, whatever it holds
+BUNDLE = Kind("bug report", lambda _: True)  # any file may be overwritten, but only with --force
 RECENT_KERNELS = 10
 KEPT_METADATA = ("name", "target", "num_warps", "num_stages", "num_ctas", "shared", "tmem_size", "maxnreg", "hash")
 
 
 def write(path: Path, doctor: Mapping[str, Any], facts: Facts, *, force: bool) -> None:
-    """Writes the bundle, whole or not at all.
+    """Writes the bundle atomically.
 
     Raises:
-        CannotWrite: the file exists and `force` was not given, or it cannot be written.
+        CannotWrite: the file exists and `force` is false, or it cannot be written.
     """
     check_output(path, BUNDLE)
     if path.exists() and not force:
-        raise CannotWrite(f"{path} is there already; give --force to write over it, or another name")
+        raise CannotWrite(f"{path} already exists; give --force to overwrite it, or another name")
     contents = {
         "kind": "warpwave bug report",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -59,7 +59,7 @@ def write(path: Path, doctor: Mapping[str, Any], facts: Facts, *, force: bool) -
 
 
 def without_home(value: Any, home: str) -> Any:
-    """Plain data with the home folder written as ~ in every string."""
+    """Returns plain data with the home folder replaced by ~ in every string."""
     if isinstance(value, str):
         return value if home == "/" else value.replace(home, "~")
     if isinstance(value, Mapping):
@@ -70,7 +70,7 @@ def without_home(value: Any, home: str) -> Any:
 
 
 def recent_kernels(cache: Path) -> list[dict[str, Any]]:
-    """What Triton noted of the kernels it compiled last, newest first."""
+    """Returns Triton's metadata of the last compiled kernels, newest first."""
     try:
         notes = [path for path in cache.glob("*/*.json") if not path.name.startswith("__grp__")]
         notes = sorted(notes, key=lambda path: path.stat().st_mtime, reverse=True)[:RECENT_KERNELS]
@@ -80,13 +80,13 @@ def recent_kernels(cache: Path) -> list[dict[str, Any]]:
     for path in notes:
         with contextlib.suppress(Unreadable):
             noted = read_json(path)
-            if isinstance(noted, dict):  # a file of Triton's, of any version
+            if isinstance(noted, dict):  # other versions of Triton may write other data
                 kernels.append({name: noted[name] for name in KEPT_METADATA if name in noted})
     return kernels
 
 
 def _or_error(ask: Any) -> Any:
-    """An answer, or why there is none: a report of a broken installation is the one most needed."""
+    """Returns the result or the error message, because a report must also work on a broken installation."""
     try:
         return ask()
     except Exception as error:

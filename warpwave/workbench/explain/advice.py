@@ -74,10 +74,8 @@ class Call:
 
 
 def computed_in(kernel: Any, problem: AttentionProblem, gpu: Gpu) -> str:
-    """Returns the arithmetic of a kernel's float32 products. Torch's use float32 unless asked for tf32."""
-    if kernel.NEEDS_GPU:
-        return arithmetic(problem, gpu, getattr(kernel, "ABLE", PORTABLE))
-    return "tf32" if problem.precision == "tf32" else "ieee"
+    """Returns the arithmetic of a kernel's float32 products. Kernels made of torch's operations never round them."""
+    return arithmetic(problem, gpu, getattr(kernel, "ABLE", PORTABLE)) if kernel.NEEDS_GPU else "ieee"
 
 
 class _Advice(NamedTuple):

@@ -27,7 +27,7 @@ from warpwave.workbench.model.losses import Losses, split
 from warpwave.workbench.model.predict import Prediction, predict
 from warpwave.workbench.model.roofline import Rates, Roofline, byte, data_sheet_rates, measured_rates, roofline
 
-LOAD_BYTES = 16  # that a thread loads at once from addresses that are multiples of 16
+LOAD_BYTES = 16  # bytes that a thread loads at once from an address that is a multiple of 16
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The same call on other cards: predicted time with an error bar, what binds, and what of it was ever validated."""
+"""The same call on other cards: predicted time with an error bar, the bound, and the validation behind it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from warpwave.workbench.terminal import columns
 
 @dataclass(frozen=True)
 class Row:
-    """One card.
+    """The explanation of the call on one card.
 
     Attributes:
         card: key of its data sheet.
-        kernel, config: what would serve the call there; empty and None where nothing does.
-        prediction: its time; None without a kernel of ours that the model knows.
-        bounds: by the data sheet.
-        refusal: why nothing serves it.
+        kernel, config: the kernel that would serve the call, and its config; empty and None if none does.
+        prediction: its predicted time; None if the model does not cover the kernel.
+        bounds: the bounds by the data sheet.
+        refusal: the reason why no kernel serves it.
     """
 
     card: str
@@ -36,10 +36,10 @@ class Row:
 
 
 def cards(names: str) -> list[DataSheet]:
-    """The cards of a list like "l4,h100,mi300x"; "all" is the whole catalogue.
+    """Returns the cards of a list such as "l4,h100,mi300x"; "all" is the whole catalog.
 
     Raises:
-        InvalidInput: one of them is no card.
+        InvalidInput: a name is not a card.
     """
     if names.strip().lower() == "all":
         return list(catalog().values())
@@ -79,7 +79,7 @@ def explain_on(
 
 
 def text(problem: AttentionProblem, rows: Sequence[Row]) -> str:
-    """Returns a line per card, followed by what the error bars are based on."""
+    """Returns one line per card, followed by the basis of the error bars."""
     lines = [f"call       {problem.describe()}", ""]
     cells = [("card", "kernel", "predicted", "nine in ten", "TFLOP/s", "bound", "binds", "most lost by")]
     for row in rows:

@@ -90,7 +90,7 @@ def losses_of(m: Measurement, gpu: Gpu) -> Losses | None:
             return None
         bounds = roofline(m.problem, data_sheet_rates(sheet), gpu=gpu, hot=hot)
         return split(m.timing.median_us, prediction, sheet, bounds, clock_mhz=clock_mhz(m))
-    except (InvalidInput, TypeError, ValueError):  # a config that is none here, or a time below the bound
+    except (InvalidInput, TypeError, ValueError):  # a config that this version lacks, or a time below the bound
         return None
 
 

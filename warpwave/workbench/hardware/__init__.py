@@ -1,1 +1,1 @@
-"""What the machine is: frozen descriptions of GPUs."""
+"""The hardware: data sheets, measured ceilings, and occupancy."""

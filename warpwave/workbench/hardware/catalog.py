@@ -1,4 +1,4 @@
-"""Data sheets: what each card's maker says it can do at best, with sources, from `catalog.toml`."""
+"""Data sheets: the peak rates that each card's maker states, with sources, read from `catalog.toml`."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from typing import Any
 from warpwave.gpu import ARCHS, CPU, Gpu
 
 FILE = Path(__file__).with_name("catalog.toml")
-# How products are computed, slowest last. Accumulation is in float32 throughout; "float32" is the plain floating-point
-# units, "float32_matrix" the float32 matrix instructions that AMD's CDNA cards have, "tf32" NVIDIA's (and CDNA 3's).
+# Arithmetic of the products, slowest last. Accumulation is always in float32. "float32" is the plain floating-point
+# units, "float32_matrix" the float32 matrix instructions of AMD's CDNA cards, "tf32" those of NVIDIA (and of CDNA 3).
 PATHS = ("float16", "bfloat16", "fp8", "tf32", "float32_matrix", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSheet:
-    """What the maker of a card states. Figures that are published nowhere are None and named in `left_out`.
+    """The figures that a card's maker states. Unpublished figures are None and listed in `left_out`.
 
     Attributes:
         key: the short name, `"h200"`.
-        name: the full name; where one card holds several devices, the name says which part this is.
+        name: the full name; if one card holds several devices, the name says which part this is.
         vendor: `"nvidia"` or `"amd"`.
         arch: `"sm_90"`, `"gfx942"`.
         num_sms: streaming multiprocessors or compute units.
         boost_clock_mhz: the highest clock.
-        tensor_clock_mhz: the clock of the stated matrix peaks, where it is lower.
+        tensor_clock_mhz: the clock at which the matrix peaks are stated, if it is lower.
         memory_gb: device memory, 10^9 bytes.
-        bandwidth_gbps: of device memory, 10^9 bytes a second.
-        l2_bytes: L2 over the whole card.
-        l2_gbps: read bandwidth of L2, 10^9 bytes a second, where it is published.
-        last_level_cache_bytes: the cache between L2 and memory (AMD's Infinity Cache); 0 where there is none.
-        smem_per_sm_bytes, smem_per_block_bytes: shared memory (LDS) of an SM, and the most one block may have.
+        bandwidth_gbps: bandwidth of device memory, 10^9 bytes a second.
+        l2_bytes: L2 capacity of the whole card.
+        l2_gbps: read bandwidth of L2, 10^9 bytes a second, if published.
+        last_level_cache_bytes: the cache between L2 and memory (AMD's Infinity Cache); 0 without one.
+        smem_per_sm_bytes, smem_per_block_bytes: shared memory (LDS) per SM, and the limit per block.
         registers_per_sm: 32-bit registers.
-        exponentials_per_clock_per_sm: float32 exponentials that the special function units start.
+        exponentials_per_clock_per_sm: float32 exponentials that the special function units start per clock.
         peak_tflops: path -> dense 10^12 operations a second with float32 accumulation. Paths as in `PATHS`.
         power_w: board power.
         sources: documents by title and year.
-        aliases: other names it is asked for by.
-        driver_names: what the driver calls the card.
-        derived: field -> how its figure follows from published ones, where it is not printed as it stands.
-        left_out: field -> why it has no figure.
+        aliases: other names that find the card.
+        driver_names: the names that the driver gives the card.
+        derived: field -> its derivation, for figures that follow from published ones.
+        left_out: field -> the reason why it has no figure.
     """
 
     key: str
@@ -79,7 +79,7 @@ class DataSheet:
 
 @functools.cache
 def catalog() -> dict[str, DataSheet]:
-    """Every data sheet, by key, in the file's order."""
+    """Returns every data sheet by key, in the file's order."""
     cards = tomllib.loads(FILE.read_text(encoding="utf-8"))
     return {key: _read(key, values) for key, values in cards.items()}
 
@@ -97,9 +97,9 @@ def _read(key: str, values: dict[str, Any]) -> DataSheet:
 
 
 def data_sheet(gpu: Gpu) -> DataSheet | None:
-    """The sheet of a device by what its driver calls it; None where the catalogue has none.
+    """Returns a device's data sheet, found by the driver's name for it; None if the catalog has none.
 
-    A partition of a card (MIG, or a compute partition of an MI300X) has another number of SMs, and no sheet.
+    A partition of a card (MIG, or a compute partition of an MI300X) has fewer SMs than the card, and no data sheet.
     """
     for sheet in catalog().values():
         names = (sheet.name, *sheet.driver_names)
@@ -109,7 +109,7 @@ def data_sheet(gpu: Gpu) -> DataSheet | None:
 
 
 def find(text: str) -> DataSheet | None:
-    """The sheet a person means by `h200`, `H100-PCIe`, `rtx 4090`; None where the catalogue has no such card."""
+    """Returns the data sheet for a name such as `h200`, `H100-PCIe` or `rtx 4090`; None if the catalog has none."""
     for sheet in catalog().values():
         if _plain(text) in map(_plain, (sheet.key, sheet.name, *sheet.aliases, *sheet.driver_names)):
             return sheet
@@ -117,12 +117,12 @@ def find(text: str) -> DataSheet | None:
 
 
 def of_arch(arch: str) -> list[DataSheet]:
-    """The cards of one architecture."""
+    """Returns the cards of one architecture."""
     return [sheet for sheet in catalog().values() if sheet.arch == arch]
 
 
 def gpu_of(sheet: DataSheet) -> Gpu:
-    """The description the dispatcher needs. An architecture that no kernel compiles for (T4's) is described too."""
+    """Returns the description that the dispatcher needs, also for architectures without kernels, such as a T4's."""
     registers = ARCHS[sheet.arch][2] if sheet.arch in ARCHS else 255
     warp_size = 64 if sheet.vendor == "amd" and sheet.arch.startswith("gfx9") else 32
     name = sheet.driver_names[0] if sheet.driver_names else sheet.name
@@ -139,10 +139,10 @@ def gpu_of(sheet: DataSheet) -> Gpu:
 
 
 def resolve(text: str) -> Gpu:
-    """The device a person names: a card of the catalogue, an architecture, or `cpu`.
+    """Returns the device for a name: a card of the catalog, an architecture, or `cpu`.
 
     Raises:
-        ValueError: neither; the message lists both kinds of names.
+        ValueError: the name is unknown; the message lists the cards and the architectures.
     """
     sheet = find(text)
     if sheet is not None:

@@ -1,4 +1,4 @@
-"""The `roof` command: measure, keep, and show beside the data sheet."""
+"""The command `roof`: measures this machine's ceilings, stores them, and shows them beside the data sheet."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from warpwave.workbench.terminal import columns, say
 
 
 def run(device: str | None, out: Path | None, as_json: bool) -> int:
-    """Measures and prints; progress goes to stderr. Returns the exit code.
+    """Measures and prints; progress goes to standard error. Returns the exit code.
 
     Raises:
-        InvalidInput: a device that is not there, a file that cannot be written, or too little free memory.
+        InvalidInput: the device does not exist, a file cannot be written, or too little memory is free.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     kind, _, index = device.partition(":")
@@ -54,7 +54,7 @@ def run(device: str | None, out: Path | None, as_json: bool) -> int:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file holds ceilings, which newer ones may replace."""
+    """Whether a file holds ceilings, so that it may be replaced."""
     try:
         measure.read(path)
     except Unreadable:
@@ -70,8 +70,8 @@ def _say(line: str) -> None:
 
 
 def table(ceilings: Ceilings, sheet: DataSheet | None) -> str:
-    """Measured figures, the data sheet's beside them, and the share reached; none of what went beyond its data sheet,
-    whose rate then is no ceiling of this card."""
+    """Returns the measured figures, the data sheet's, and their ratio. If a measured rate is above the data sheet's,
+    the latter is not a ceiling of this card, and no ratio is shown."""
     lines = [f"{ceilings.gpu} ({ceilings.arch}), {ceilings.date}"]
     if sheet is None and ceilings.arch != "cpu":
         lines.append("the catalogue has no data sheet of this card")

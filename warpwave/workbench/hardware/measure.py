@@ -1,10 +1,10 @@
-"""What this very machine reaches: bandwidths, products, exponentials and launches, measured once and kept.
+"""Measures this machine's ceilings: bandwidths, matrix products, exponentials and launches. The results are stored.
 
-A data sheet says what a card can do at the clock on its box. What it does depends on power, temperature and software,
-and that is measured here, with the timing of `bench.timing` (interleaving and L2 rules included). Products are timed
-twice: cool, each after a pause, and after two seconds without one, when the power cap holds the clocks down.
+A data sheet states peak rates at the boost clock. The rates that a card reaches depend on power, temperature and
+software. They are measured with `bench.timing`, including its interleaving and L2 rules. Products are timed twice:
+cool, each after a pause, and sustained, after two seconds without a pause, when the power cap lowers the clocks.
 
-Triton's interpreter never lends its times to anything here: where it is on, only torch's own operations are measured.
+Under Triton's interpreter only torch's own operations are measured.
 """
 
 from __future__ import annotations
@@ -40,38 +40,38 @@ SHIPPED = Path(__file__).with_name("measured")
 SCHEMA = "warpwave ceilings 1"
 
 MIB = 1 << 20
-STREAM_BYTES = 1024 * MIB  # of each buffer that is streamed: far above any L2 (and MI300X's 256 MB cache)
+STREAM_BYTES = 1024 * MIB  # per streamed buffer: far above any L2 (and MI300X's 256 MB cache)
 CPU_STREAM_BYTES = 256 * MIB  # above the last-level cache of most servers
-PRODUCT_SIZE = 8192  # rows, columns and depth of the timed product: as in the peak figures people quote
-PRODUCT_US = 40_000.0  # a product that takes longer than this is timed at half the size
+PRODUCT_SIZE = 8192  # rows, columns and depth of the timed product, the usual size for quoted peaks
+PRODUCT_US = 40_000.0  # a product that takes longer is timed at half the size
 CPU_PRODUCT_US = 250_000.0
-L2_PASSES = 32  # over a buffer that fits L2, in one launch, so that filling it and launching are lost in the passes
-EXPONENTIALS_EACH = 2048  # for each element of the exponentials kernel, in registers
-PAUSE_S = 0.5  # before a product, for the card to cool and its clocks to recover
+L2_PASSES = 32  # in one launch over a buffer that fits L2, so that filling it and launching are negligible
+EXPONENTIALS_EACH = 2048  # per element of the exponentials kernel, in registers
+PAUSE_S = 0.5  # before a product, so that the card cools and its clocks recover
 SUSTAINED_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """What one machine reached; None where nothing could measure it.
+    """The rates that one machine reached; None for a rate that could not be measured.
 
-    A measured product is a yardstick and not a limit: another kernel may draw less power and run at higher clocks.
+    A measured product is a reference, not a limit: another kernel may draw less power and run at higher clocks.
 
     Attributes:
-        gpu: what the driver calls the device; on a CPU its model and the number of threads.
+        gpu: the driver's name of the device; on a CPU, its model and the number of threads.
         arch: `"sm_90"`, `"gfx942"`, `"cpu"`.
         date: UTC, ISO 8601.
-        copy_gbps: 10^9 bytes a second from device memory to device memory, bytes read plus bytes written.
-        read_gbps: 10^9 bytes read a second from device memory.
-        l2_gbps: 10^9 bytes read a second from a buffer that stays in L2.
-        product_tflops: path (`catalog.PATHS`) -> 10^12 operations a second of one large square product, best of
+        copy_gbps: copy bandwidth of device memory, 10^9 bytes a second, bytes read plus bytes written.
+        read_gbps: read bandwidth of device memory, 10^9 bytes a second.
+        l2_gbps: read bandwidth of L2, 10^9 bytes a second.
+        product_tflops: path (`catalog.PATHS`) -> 10^12 operations a second of one large square product; the best of
             several rounds, each path after a pause.
-        sustained_tflops: the same after two seconds without a pause, median.
-        exponentials_gops: 10^9 exponentials (base two, float32; on a CPU base e) a second.
-        launch_us: device time of an empty kernel inside a replayed graph; on a CPU, of a call with nothing to do.
-        host_call_us: host time of launching an empty kernel.
-        environment: `bench.environment.describe`; `snapshots` holds clocks, power and temperature before, while the
-            product was sustained, and after; `product_sizes` how large the products were.
+        sustained_tflops: the same after two seconds without a pause; the median.
+        exponentials_gops: 10^9 exponentials a second (float32; base 2 on a GPU, base e on a CPU).
+        launch_us: device time of an empty kernel in a replayed graph; on a CPU, time of a call that does nothing.
+        host_call_us: host time to launch an empty kernel.
+        environment: `bench.environment.describe`. Its `snapshots` hold clocks, power and temperature before, during the
+            sustained product, and after; its `product_sizes` hold the sizes of the products.
     """
 
     gpu: str
@@ -92,14 +92,14 @@ class Ceilings:
 
 
 def measure(device: torch.device | str, say: Callable[[str], None] = lambda line: None) -> Ceilings:
-    """Measures this machine: under 30 s on a GPU, about 10 s on two CPU cores.
+    """Measures this machine, in under 30 s on a GPU and about 10 s on two CPU cores.
 
     Args:
-        device: `"cpu"` or a CUDA device (HIP's go by that name too).
-        say: told what is being measured, before it is.
+        device: `"cpu"` or a CUDA device; HIP devices have that name too.
+        say: called with the name of each measurement before it starts.
 
     Raises:
-        torch.OutOfMemoryError: the buffers do not fit; something else holds the memory.
+        torch.OutOfMemoryError: the buffers do not fit, because another process holds the memory.
     """
     import torch
 
@@ -163,7 +163,7 @@ def _measure_gpu(device: torch.device, say: Callable[[str], None], snapshots: di
 
 
 def _product_paths(gpu: Gpu) -> dict[str, torch.dtype]:
-    """The products worth timing, each with the dtype of its operands."""
+    """Returns the products to time, each with the dtype of its operands."""
     import torch
 
     paths = {"float16": torch.float16, "bfloat16": torch.bfloat16, "tf32": torch.float32, "float32": torch.float32}
@@ -171,7 +171,7 @@ def _product_paths(gpu: Gpu) -> dict[str, torch.dtype]:
         del paths["bfloat16"], paths["tf32"]
     if gpu.vendor == "amd":
         del paths["tf32"]
-        if gpu.arch.startswith("gfx9"):  # CDNA's libraries compute float32 with its matrix instructions
+        if gpu.arch.startswith("gfx9"):  # CDNA's libraries use its matrix instructions for float32
             paths["float32_matrix"] = paths.pop("float32")
     return paths
 
@@ -179,14 +179,14 @@ def _product_paths(gpu: Gpu) -> dict[str, torch.dtype]:
 def _product(device: torch.device, dtype: torch.dtype, n: int) -> Call:
     import torch
 
-    # Random data: zeros draw less power, and would run at clocks that no real product sees.
+    # Random data: zeros draw less power, and would run at clocks that real data never reaches.
     a, b = (torch.randn(n, n, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
     out = torch.empty(n, n, device=device, dtype=dtype)
     return lambda: torch.mm(a, b, out=out)
 
 
 def _product_size(device: torch.device, dtype: torch.dtype, path: str, largest: int, most_us: float) -> int:
-    """The largest power of two whose product is over in time, judged by a small one."""
+    """Returns the largest power of two whose product takes at most `most_us`, extrapolated from a small product."""
     trial = min(largest, 1024 if device.type == "cuda" else 512)
     with _products_in(path):
         trial_us = min(_time(_product(device, dtype, trial), device, rounds=3, warmup_s=0.0, sample_s=0.0).samples_us)
@@ -198,7 +198,7 @@ def _product_size(device: torch.device, dtype: torch.dtype, path: str, largest: 
 
 @contextlib.contextmanager
 def _products_in(path: str) -> Iterator[None]:
-    """Float32 products in float32, or in tf32 where that is what is timed; the process's setting comes back."""
+    """Sets float32 products to tf32 for the path "tf32" and to float32 otherwise; restores the setting afterwards."""
     import torch
 
     matmul = torch.backends.cuda.matmul
@@ -228,12 +228,12 @@ def _bandwidths(device: torch.device, say: Callable[[str], None]) -> dict[str, A
 def _reader(
     device: torch.device, x: torch.Tensor, passes: int, block: int = 4096, each_sm: int = 8
 ) -> tuple[Call, int]:
-    """A call that reads x (float32) so many times, and the bytes it reads: as much of x as all programs share evenly,
-    or the SMs would not end together.
+    """Returns a call that reads x (float32) `passes` times, and the number of bytes it reads. It reads only the part
+    of x that divides evenly among all programs, so that all SMs finish together.
 
     Args:
-        block: elements that a program reads at once, at least 1024: 16 bytes a thread and load.
-        each_sm: programs an SM; eight, of eight warps, have enough in flight to cover the latency of memory.
+        block: elements that a program reads at once, at least 1024: 16 bytes per thread and load.
+        each_sm: programs per SM. Eight programs of eight warps keep enough loads in flight to hide memory latency.
     """
     import torch
 
@@ -249,8 +249,8 @@ def _reader(
 
 
 def _l2_reader(device: torch.device) -> tuple[Call, int] | None:
-    """A reader of what surely stays in L2: a third of it, for large chips keep two copies of what both halves read.
-    None where nobody knows its size, or every SM cannot have a share that small."""
+    """Returns a reader whose data stays in L2. It uses a third of L2, because large chips keep two copies of data that
+    both halves read. Returns None if the size of L2 is unknown, or too small for a share per SM."""
     import torch
 
     properties = torch.cuda.get_device_properties(device)
@@ -313,7 +313,7 @@ def _measure_cpu(say: Callable[[str], None]) -> dict[str, Any]:
     say("read")
     figures["read_gbps"] = CPU_STREAM_BYTES / min(_time(lambda: source.sum(), device).samples_us) * 1e-3
     say("exponentials")
-    x = torch.linspace(-10, 0, 1 << 18)  # 1 MB: from cache
+    x = torch.linspace(-10, 0, 1 << 18)  # 1 MB, which stays in cache
     out = torch.empty_like(x)
     figures["exponentials_gops"] = x.numel() / min(_time(lambda: torch.exp(x, out=out), device).samples_us) * 1e-3
     say("call")
@@ -349,11 +349,11 @@ def _triton_runs() -> bool:
     return NO_TRITON is None and not INTERPRETED
 
 
-# Keeping --------------------------------------------------------------------------------------------------------------
+# Storage --------------------------------------------------------------------------------------------------------------
 
 
 def store(ceilings: Ceilings) -> Path:
-    """Keeps ceilings in the user's cache (`$XDG_CACHE_HOME` or `~/.cache`), in place of older ones of that device.
+    """Stores ceilings in the user's cache (`$XDG_CACHE_HOME` or `~/.cache`), replacing older ones of the same device.
 
     Raises:
         OSError: the cache cannot be written.
@@ -365,7 +365,7 @@ def store(ceilings: Ceilings) -> Path:
 
 
 def text(ceilings: Ceilings) -> str:
-    """Ceilings as the JSON that `read` reads."""
+    """Returns the ceilings as JSON, which `read` reads."""
     return json.dumps({"schema": SCHEMA, **asdict(ceilings)}, indent=2) + "\n"
 
 
@@ -385,10 +385,10 @@ _CEILINGS = Table(
 
 
 def read(path: Path) -> Ceilings:
-    """What `text` makes, from a file.
+    """Reads ceilings from a file that holds the result of `text`.
 
     Raises:
-        Unreadable: the file cannot be read, or is not a file of ceilings; the message names it and says why.
+        Unreadable: the file cannot be read or does not hold ceilings; the message names the file and the reason.
     """
     data = read_json(path)
     try:
@@ -399,7 +399,7 @@ def read(path: Path) -> Ceilings:
 
 
 def load(gpu: Gpu) -> Ceilings | None:
-    """The ceilings kept for a device on this machine, or None. A file that is damaged is named and ignored."""
+    """Returns the stored ceilings of a device, or None. A damaged file is reported and ignored."""
     name = _device_name(gpu)
     try:
         path = cache_file(name, gpu.arch)
@@ -416,7 +416,7 @@ def load(gpu: Gpu) -> Ceilings | None:
 
 
 def shipped(gpu: Gpu) -> Ceilings | None:
-    """The ceilings that come with the package, measured on another card of the same name; or None."""
+    """Returns the ceilings that ship with the package, measured on another card of the same name, or None."""
     for path in sorted(SHIPPED.glob("*.json")):
         try:
             ceilings = read(path)
@@ -429,21 +429,21 @@ def shipped(gpu: Gpu) -> Ceilings | None:
 
 
 def cache_file(name: str, arch: str) -> Path:
-    """Where the ceilings of a device are kept.
+    """Returns the path at which the ceilings of a device are stored.
 
     Raises:
-        OSError: the user has no home directory, and XDG_CACHE_HOME names no other place.
+        OSError: the user has no home directory, and XDG_CACHE_HOME is not set.
     """
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     slug = re.sub(r"[^a-z0-9]+", "-", f"{arch} {name}".lower()).strip("-")
     try:
         return Path(base).expanduser() / "warpwave" / "ceilings" / f"{slug}.json"
-    except RuntimeError as error:  # a user identifier that the system has no entry for, as in some containers
+    except RuntimeError as error:  # a user id without an entry in the user database, as in some containers
         raise OSError(f"{error}; XDG_CACHE_HOME names another place") from None
 
 
 def _device_name(gpu: Gpu) -> str:
-    """A GPU by its name. CPUs are told apart by model and threads: a home directory may serve several machines."""
+    """Returns the device's name. CPUs are told apart by model and threads: machines may share a home directory."""
     if not gpu.is_cpu:
         return gpu.name
     import torch

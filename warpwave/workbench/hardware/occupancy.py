@@ -1,7 +1,7 @@
-"""How many blocks of a kernel run together on one multiprocessor, and which resource sets the limit.
+"""The number of blocks of a kernel that are resident on one multiprocessor, and the resource that limits it.
 
-Registers, shared memory and resident warps each allow some number of blocks; the least of them counts. What is
-allocated is rounded up to the hardware's granules, so one register more can cost a block.
+Registers, shared memory and resident warps each allow some number of blocks; the smallest number is the limit.
+Allocations are rounded up to the hardware's granules, so one more register can cost a block.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from warpwave.gpu import KIB, Gpu
 
 @dataclass(frozen=True)
 class Multiprocessor:
-    """What the blocks of one multiprocessor share.
+    """The resources that the blocks on one multiprocessor share.
 
     Args:
-        unit: what the vendor calls it: SM, CU, or WGP (two CUs of RDNA that share a block).
+        unit: the vendor's name for it: SM, CU, or WGP (two CUs of RDNA that run one block together).
         schedulers: warp schedulers (SIMDs on AMD); a warp stays on one.
-        registers_per_lane: vector registers that one scheduler has for each lane of a warp, over all its warps.
-        register_granule: a warp's registers a lane are rounded up to this.
-        warps_per_scheduler: the most that are resident.
-        blocks: the most that are resident, whatever they need.
+        registers_per_lane: vector registers of one scheduler per lane of a warp, over all its warps.
+        register_granule: allocation granule of registers per thread.
+        warps_per_scheduler: limit of resident warps.
+        blocks: limit of resident blocks, whatever their size.
         smem_bytes: shared memory of all blocks together.
-        smem_granule: a block's is rounded up to this.
-        smem_reserved_bytes: what the system takes of each block's.
-        separate_accumulators: whether accumulation registers are a file of their own, of the same size.
+        smem_granule: allocation granule of shared memory.
+        smem_reserved_bytes: shared memory that the system reserves per block.
+        separate_accumulators: whether accumulation registers have a register file of their own, of the same size.
     """
 
     unit: str
@@ -41,12 +41,13 @@ class Multiprocessor:
 
 
 def _nvidia(smem_kib: int, warps: int, blocks: int) -> Multiprocessor:
-    # 65,536 registers in four quarters of 32 lanes; a warp's come in units of 256, which is 8 a lane.
+    # 65,536 registers in four quarters of 32 lanes. A warp allocates them in units of 256, which is 8 per lane.
     return Multiprocessor("SM", 4, 512, 8, warps // 4, blocks, smem_kib * KIB, 128, 1 * KIB)
 
 
 # NVIDIA: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". AMD: LLVM's AMDGPU backend
-# (AMDGPUBaseInfo: total vector registers, allocation granule, waves an execution unit) and the instruction set manuals.
+# (AMDGPUBaseInfo: total vector registers, allocation granule, waves per execution unit), and the instruction set
+# manuals.
 MULTIPROCESSORS: dict[str, Multiprocessor] = {
     "sm_80": _nvidia(164, 64, 32),
     "sm_86": _nvidia(100, 48, 16),
@@ -68,14 +69,14 @@ MULTIPROCESSORS: dict[str, Multiprocessor] = {
 
 @dataclass(frozen=True)
 class Occupancy:
-    """Blocks of one kernel on one multiprocessor.
+    """The resident blocks of one kernel on one multiprocessor.
 
     Args:
         unit: SM, CU or WGP.
-        blocks: how many run together; 0 where not even one fits.
-        limit: what allows no more: `"registers"`, `"shared memory"`, `"warps"` or `"blocks"`.
+        blocks: number of resident blocks; 0 if not even one fits.
+        limit: the limiting resource: `"registers"`, `"shared memory"`, `"warps"` or `"blocks"`.
         by_registers, by_smem, by_warps: blocks that each resource alone would allow.
-        warps, max_warps: resident warps, of how many.
+        warps, max_warps: resident warps, and the limit.
     """
 
     unit: str
@@ -89,21 +90,21 @@ class Occupancy:
 
 
 def occupancy(gpu: Gpu, *, registers: int, accumulators: int, num_warps: int, smem_bytes: int) -> Occupancy | None:
-    """The occupancy of a compiled kernel, or None for an architecture whose multiprocessor is not in the table.
+    """Returns the occupancy of a compiled kernel; None for an architecture that is not in the table.
 
     Args:
-        gpu: the architecture, and the shared memory that one block may have.
-        registers: of a thread, accumulation registers included where both share one file.
-        accumulators: accumulation registers of a thread where they have a file of their own, else ignored.
-        num_warps: warps of a block.
-        smem_bytes: shared memory of a block.
+        gpu: the architecture and the limit of shared memory per block.
+        registers: registers per thread, including accumulation registers if both share one register file.
+        accumulators: accumulation registers per thread if they have a register file of their own, else ignored.
+        num_warps: warps per block.
+        smem_bytes: shared memory per block.
     """
     unit = MULTIPROCESSORS.get(gpu.arch)
     if unit is None:
         return None
     taken = max(registers, accumulators) if unit.separate_accumulators else registers
     rounded = max(unit.register_granule, _round_up(taken, unit.register_granule))
-    # A block's warps are dealt out to the schedulers, so those of all resident blocks together have to fit.
+    # A block's warps are distributed over the schedulers, so the limit holds for the warps of all resident blocks.
     by_registers = unit.schedulers * (unit.registers_per_lane // rounded) // num_warps
     max_warps = unit.schedulers * unit.warps_per_scheduler
     by_warps = max_warps // num_warps
@@ -112,7 +113,7 @@ def occupancy(gpu: Gpu, *, registers: int, accumulators: int, num_warps: int, sm
         by_smem = 0
     elif smem_bytes:
         by_smem = unit.smem_bytes // _round_up(smem_bytes + unit.smem_reserved_bytes, unit.smem_granule)
-    # In the order in which they are named where several allow the same.
+    # If several resources allow the same number, the first one here is named.
     allowed = {"registers": by_registers, "warps": by_warps, "blocks": unit.blocks, "shared memory": by_smem}
     limit = min(allowed, key=allowed.__getitem__)
     blocks = allowed[limit]

@@ -1,8 +1,8 @@
-"""Device code that measures a device: reading, exponentials, and nothing at all.
+"""Device code that measures a device: a read, exponentials, and an empty kernel.
 
-Each has one bound and no other: `read_kernel` the memory or the cache that its data lies in, `exponentials_kernel` the
-special function units (one addition an exponential, which other units do), `empty_kernel` the launch. They compute no
-attention; `hardware.measure` times them.
+Each kernel has one bound. `read_kernel` is bound by the memory or cache that holds its data, `exponentials_kernel` by
+the special function units (it needs one addition per exponential, on other units), and `empty_kernel` by the launch.
+`hardware.measure` times them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from warpwave.runtime.triton_or_stub import jit, tl
 def read_kernel(x_ptr, out_ptr, n, passes, BLOCK: tl.constexpr):
     """Sums all of x, `passes` times over; n is a multiple of BLOCK.
 
-    In every pass a program reads what another one read in the pass before, and past L1 (.cg), so nothing but L2 or
-    memory can serve it.
+    In each pass a program reads the part of another program, and the loads bypass L1 (.cg), so every load is served by
+    L2 or memory.
     """
     programs = tl.num_programs(0)
     acc = tl.zeros([BLOCK], tl.float32)
@@ -28,7 +28,7 @@ def read_kernel(x_ptr, out_ptr, n, passes, BLOCK: tl.constexpr):
 
 @jit(do_not_specialize=["count"])
 def exponentials_kernel(out_ptr, count, BLOCK: tl.constexpr):
-    """`count` exponentials of each element, one after the other; elements are independent of each other."""
+    """Computes `count` exponentials of each element, one after the other; the elements are independent."""
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = offsets.to(tl.float32) * 1e-6  # [BLOCK]
     for _ in range(count):

@@ -1,1 +1,1 @@
-"""`warpwave inspect`: what a kernel compiles to."""
+"""`warpwave inspect`: the machine code that a kernel compiles to, and its resources."""

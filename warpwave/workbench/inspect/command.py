@@ -1,4 +1,4 @@
-"""The command `warpwave inspect`: from what was asked for to what is printed."""
+"""The command `warpwave inspect`: checks the request, inspects, and prints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from warpwave.workbench.terminal import say
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for; see `warpwave inspect --help`."""
+    """The options of the command line; see `warpwave inspect --help`."""
 
     kernel: str | None
     archs: Sequence[str] = ()
@@ -47,11 +47,11 @@ class Request:
 
 
 def run(problem: AttentionProblem, request: Request) -> int:
-    """The whole command. Returns the exit code: 1 where a config did not compile or does not fit.
+    """Runs the command. Returns the exit code: 1 if a config did not compile or does not fit.
 
     Raises:
-        InvalidInput: the request makes no sense; the message says what would.
-        CannotCompile, UnsupportedProblem: it makes sense, and not here or not for this kernel.
+        InvalidInput: the request is contradictory or names something unknown; the message says what is allowed.
+        CannotCompile, UnsupportedProblem: nothing can be compiled here, or the kernel refuses the call.
     """
     if request.diff is not None and (files := _files(request.diff)) is not None:
         return _print_file_differences(*files, as_json=request.as_json)
@@ -111,7 +111,7 @@ def _check_they_differ(configs: Sequence[Any]) -> None:
 
 
 def _files(names: tuple[str, str]) -> tuple[Path, Path] | None:
-    """Both as files, where either looks like one."""
+    """Returns both names as paths if at least one of them looks like a file, else None."""
     paths = Path(names[0]), Path(names[1])
     if not any(path.suffix == ".json" or os.path.exists(path) for path in paths):
         return None
@@ -187,7 +187,7 @@ def _this_gpu() -> Gpu:
 
 
 def _progress() -> Callable[[int, int], None] | None:
-    """Says on standard error how far a long inspection is, on a terminal."""
+    """Returns a function that prints the progress of a long inspection to standard error; None without a terminal."""
     if not sys.stderr.isatty():
         return None
     started = time.monotonic()

@@ -1,8 +1,8 @@
-"""What a kernel compiles to, for any target, without a GPU.
+"""Compiles a kernel for any target, without a GPU, and reads the result.
 
-Triton compiles for every architecture it knows on any Linux machine. The result tells registers, spills, shared
-memory and the instruction mix: the facts that decide whether a config is worth running at all, and that tests assert
-so that a change of kernel or compiler cannot quietly lose a matrix instruction.
+Triton compiles for every architecture it supports on any Linux machine. The result gives registers, spills, shared
+memory and the instruction mix. They decide whether a config is worth running, and tests assert them, so that a change
+of the kernel or the compiler cannot lose a matrix instruction unnoticed.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ _POINTERS = {
 
 
 class CannotCompile(RuntimeError):
-    """Nothing can be compiled here, or this kernel has nothing to compile. The message says why and what to do."""
+    """Nothing can be compiled here, or the kernel has no code of its own. The message gives the reason and the fix."""
 
 
 @dataclass(frozen=True)
 class CompileFacts:
-    """What the compiler made of one launch.
+    """Resources and instructions of one compiled launch.
 
     Args:
         name: the device function.
         arch: the target.
-        registers: a thread's vector registers, accumulation registers included where both share one file.
-        accumulators: a thread's accumulation registers; AMD CDNA only, and where they have a file of their own
-            (gfx908) they come on top of `registers`.
-        spill_bytes: a thread's local memory: spilled registers and anything else that did not fit.
-        smem_bytes: shared memory of a block.
-        num_warps: warps of a block, those that warp specialisation adds included.
-        instructions: machine instructions by their first word (`HGMMA`, `v_mfma_f32_32x32x8_bf16`; those of the
-            special function unit in full, `MUFU.EX2`), as they stand, loops not unrolled.
-        compile_s: seconds it took to compile, or to find in Triton's cache.
+        registers: vector registers per thread, including accumulation registers if both share one register file.
+        accumulators: accumulation registers per thread, on AMD CDNA only. On gfx908, where they have a register file of
+            their own, they come on top of `registers`.
+        spill_bytes: local memory per thread: spilled registers and anything else that did not fit.
+        smem_bytes: shared memory per block.
+        num_warps: warps per block, including the warps that warp specialization adds.
+        instructions: number of machine instructions by opcode (`HGMMA`, `v_mfma_f32_32x32x8_bf16`; those of the special
+            function unit with their suffix, `MUFU.EX2`), in the listing, loops not unrolled.
+        compile_s: seconds to compile, or to load from Triton's cache.
         cached: whether it came from Triton's cache.
     """
 
@@ -75,8 +75,8 @@ class Compiled(NamedTuple):
     """One compiled launch.
 
     Args:
-        facts: what it came to.
-        texts: its stages by Triton's names for them: ttir, ttgir, llir, ptx and sass, or amdgcn.
+        facts: its resources and instructions.
+        texts: the compiler's stages by Triton's names: ttir, ttgir, llir, ptx and sass, or amdgcn.
     """
 
     facts: CompileFacts
@@ -84,7 +84,7 @@ class Compiled(NamedTuple):
 
 
 def compile_launches(kernel: Any, problem: AttentionProblem, gpu: Gpu, config: Any) -> tuple[Compiled, ...]:
-    """Compiles each launch that a kernel of ours makes for a call.
+    """Compiles each launch that a kernel makes for a call.
 
     Args:
         kernel: a kernel module with `specify`, which returns one `Launch` or several.
@@ -93,7 +93,7 @@ def compile_launches(kernel: Any, problem: AttentionProblem, gpu: Gpu, config: A
         config: one of the kernel's configs.
 
     Raises:
-        CannotCompile: Triton is absent or its interpreter is on, or the kernel is no Triton kernel.
+        CannotCompile: Triton is missing, its interpreter is on, or the kernel is not written in Triton.
     """
     if NO_TRITON is not None:
         raise CannotCompile(NO_TRITON)
@@ -113,12 +113,12 @@ def compile_launches(kernel: Any, problem: AttentionProblem, gpu: Gpu, config: A
 
 
 def compile_facts(kernel: Any, problem: AttentionProblem, gpu: Gpu, config: Any) -> CompileFacts:
-    """`compile_launches`, in one: of several launches the worst figure counts, and instructions and times add up."""
+    """Returns the combined facts of a call's launches; see `worst`."""
     return worst([compiled.facts for compiled in compile_launches(kernel, problem, gpu, config)])
 
 
 def worst(facts: Sequence[CompileFacts]) -> CompileFacts:
-    """The facts of several launches as those of one that is no better than any of them."""
+    """Returns the worst of each figure of several launches, and the sums of their instructions and times."""
     return replace(
         facts[0],
         name=", ".join(dict.fromkeys(f.name for f in facts)),
@@ -134,18 +134,19 @@ def worst(facts: Sequence[CompileFacts]) -> CompileFacts:
 
 
 def mixed_descriptors(ptx: str) -> dict[str, list[str]]:
-    """Returns the addresses in shared memory that matrix descriptors of more than one layout start from.
+    """Returns the shared-memory addresses that matrix descriptors of more than one layout start from.
 
-    A descriptor of wgmma is an address with its layout in the upper 32 bits, combined by `or` or `+`.
-    From one address and two layouts ptxas 12.8, which Triton 3.6 and 3.7 ship, computes some of the descriptors from
-    registers that nothing has written (docs/notes/descriptors.md). Kernels of ours give tiles that share a buffer one
-    layout; `arguments.tile_widths` is how.
+    A wgmma descriptor is an address with its layout in the upper 32 bits, combined by `or` or `+`. If one address has
+    two layouts, ptxas 12.8, which ships with Triton 3.6 and 3.7, computes some of the descriptors from registers that
+    nothing has written (docs/notes/descriptors.md). Tiles that share a buffer therefore have one layout in our kernels;
+    `arguments.tile_widths` sees to it.
 
     Args:
-        ptx: of one kernel, for sm_90.
+        ptx: the PTX of one kernel, for sm_90.
 
     Returns:
-        Register of the address -> upper halves of its descriptors, in hexadecimal; empty where all is well.
+        The register of each such address, mapped to the upper halves of its descriptors in hexadecimal; empty if no
+        address has two layouts.
     """
     taken = set(re.findall(r"%rd\d+", " ".join(re.findall(r"wgmma\.mma_async.*", ptx))))
     layouts: dict[str, set[int]] = {}
@@ -156,22 +157,22 @@ def mixed_descriptors(ptx: str) -> dict[str, list[str]]:
 
 
 def toolchain(gpu: Gpu) -> dict[str, str]:
-    """What made the code: Triton's version, and the assembler's where it has one of its own."""
+    """Returns the versions of Triton and of the assembler, if the target has one."""
     versions = {"triton": triton.__version__}
     if gpu.vendor == "nvidia":
         from triton.backends.nvidia.compiler import get_ptxas
 
-        versions["ptxas"] = get_ptxas(gpu.capability).version  # Triton ships two, and takes which by its own rule
+        versions["ptxas"] = get_ptxas(gpu.capability).version  # Triton ships two and picks one by capability
     return versions
 
 
 def compile_launch(spec: Launch, gpu: Gpu) -> Compiled:
-    """Compiles one launch for a target. Its tensors may be without memory (device "meta")."""
+    """Compiles one launch for a target. Its tensors may have no storage (device "meta")."""
     _listen()
     start = time.perf_counter()
     _heard.cached, _heard.compile_s = False, None
     compiled = _compile(spec, gpu)
-    # Triton's own figure leaves out that it hashes itself once a process.
+    # Triton's own figure omits that it hashes its own sources once per process.
     compile_s = _heard.compile_s or time.perf_counter() - start
     return _read(compiled, gpu, compile_s, _heard.cached)
 
@@ -186,7 +187,7 @@ def _compile(spec: Launch, gpu: Gpu) -> Any:
     values = (*spec.pointers(), *spec.scalars, *spec.constants.values())
     divisible = [["tt.divisibility", 16]]
     for i, (parameter, value) in enumerate(zip(kernel.params, values, strict=True)):
-        # The rules by which Triton specialises a launch.
+        # These are the rules by which Triton specializes a launch.
         free = parameter.do_not_specialize
         if parameter.is_constexpr or value is None or (type(value) is int and value == 1 and not free):
             signature[parameter.name] = "constexpr"
@@ -212,11 +213,11 @@ def _compile(spec: Launch, gpu: Gpu) -> Any:
     return triton.compile(source, target=target, options=dict(spec.options))
 
 
-_heard = threading.local()  # what Triton said of the last compilation in this thread
+_heard = threading.local()  # what Triton reported about the last compilation in this thread
 
 
 def _listen() -> None:
-    """Has Triton say whether a kernel came from its cache, which it tells to a listener and nobody else."""
+    """Registers a listener with Triton, the only way to learn whether a kernel came from its cache."""
     earlier = triton.knobs.compilation.listener
     if getattr(earlier, "is_ours", False):
         return
@@ -270,8 +271,8 @@ def _opcodes(sass: str) -> Counter[str]:
 
 
 def _disassemble(cubin: bytes) -> tuple[str, str]:
-    """(resource usage, listing) of a cubin, by the tools that come with Triton. Listings, which take half a second, are
-    kept in Triton's cache beside what they are listings of."""
+    """Returns (resource usage, listing) of a cubin, by the tools that ship with Triton. Disassembling takes half a
+    second, so the listing is kept in Triton's cache beside the cubin."""
     cache = triton.runtime.cache.get_cache_manager(hashlib.sha256(cubin).hexdigest())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"

@@ -1,8 +1,8 @@
-"""What a kernel compiles to for a target, config by config, without a GPU.
+"""Compiles a kernel for each target and config, without a GPU, and collects the findings.
 
-Registers, spills, shared memory against what the target has, how many blocks fit a multiprocessor, and the
-instruction mix in the groups that decide speed. Two inspections can be set side by side: two configs, or two files
-that `inspect --json` wrote, which is how versions of Triton (each in an environment of its own) are compared.
+A finding has registers, spills, shared memory against the target's limit, resident blocks per multiprocessor, and the
+instruction mix, in the groups that decide speed. Two inspections can be compared: two configs, or two files written by
+`inspect --json`. The latter compares versions of Triton, each installed in its own environment.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from warpwave.workbench.terminal import printable
 
 SCHEMA_VERSION = 1
 
-# Group -> the instructions in it, as a pattern of how they begin, NVIDIA's in capitals. The first that fits takes them.
+# Group -> a pattern for the beginning of its opcodes, NVIDIA's in capitals. The first group that matches counts.
 _AMD_FLOAT = r"(\w*_)?f(16|32|64)"
 GROUPS: dict[str, re.Pattern[str]] = {
     name: re.compile("|".join(patterns))
@@ -66,7 +66,7 @@ GROUPS: dict[str, re.Pattern[str]] = {
 OTHER = "other"  # addresses, predicates, moves, branches
 
 
-# What `Inspection.to_json` writes, and `--diff` reads.
+# The format that `Inspection.to_json` writes and `--diff` reads.
 _WORD, _COUNT = Text(500), Integer(0, 1 << 53)
 _FACTS = Table(
     required={
@@ -113,18 +113,18 @@ INSPECTION = Table(
 
 @dataclass(frozen=True)
 class Finding:
-    """One launch of one config on one target, or why it did not compile.
+    """The result for one launch of one config on one target, or the reason why it did not compile.
 
     Args:
         kernel: the kernel's name.
         arch: the target.
         config: the config as plain data.
-        is_default: whether the kernel would choose this config itself.
-        smem_limit_bytes, register_limit: what the target gives a block and a thread.
-        facts: what the compiler made; None where it failed.
-        occupancy: blocks a multiprocessor; None where it is not known, or nothing compiled.
-        groups: instructions by what they are for.
-        error: what the compiler said, empty where it succeeded.
+        is_default: whether this is the kernel's default config for the call.
+        smem_limit_bytes, register_limit: the target's limits per block and per thread.
+        facts: the compiled launch; None if it failed.
+        occupancy: blocks per multiprocessor; None if unknown, or if nothing compiled.
+        groups: number of instructions by purpose.
+        error: the compiler's error message; empty if it succeeded.
     """
 
     kernel: str
@@ -140,19 +140,19 @@ class Finding:
 
     @property
     def fits(self) -> bool:
-        """Whether a block gets the shared memory that it needs."""
+        """Whether the shared memory that a block needs is within the limit."""
         return self.facts is not None and self.facts.smem_bytes <= self.smem_limit_bytes
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was asked, what compiled it, and what came out.
+    """The findings of an inspection, with the call and the tools.
 
     Args:
         problem: the call, in one line.
         warpwave: version of this package.
-        tools: arch -> versions of Triton and of the assembler.
-        findings: one for each launch of each config and target, in the order asked.
+        tools: versions of Triton and of the assembler, by arch.
+        findings: one for each launch of each config and target, in the order of the request.
     """
 
     problem: str
@@ -161,7 +161,7 @@ class Inspection:
     findings: tuple[Finding, ...]
 
     def to_json(self) -> str:
-        """The file that `--diff` reads."""
+        """Returns the text of the file that `--diff` reads."""
         head = {"schema_version": SCHEMA_VERSION, "kind": "inspection"}
         own = {"problem": self.problem, "warpwave": self.warpwave, "tools": self.tools}
         return json.dumps(head | own | {"findings": [_finding_data(f) for f in self.findings]}, indent=1)
@@ -171,7 +171,7 @@ class Inspection:
         """The inverse of `to_json`.
 
         Raises:
-            Unreadable, Mismatch: the text is not what `to_json` writes; the message says how it differs.
+            Unreadable, Mismatch: the text is not the output of `to_json`; the message names the difference.
         """
         data = parse_json(text)
         check(INSPECTION, data)
@@ -179,7 +179,7 @@ class Inspection:
 
 
 def _finding_data(f: Finding) -> dict[str, Any]:
-    # asdict would make a Counter of a Counter's items.
+    # asdict would turn a Counter into a Counter of its items.
     facts = None if f.facts is None else vars(f.facts) | {"instructions": dict(f.facts.instructions)}
     return asdict(replace(f, facts=None)) | {"facts": facts}
 
@@ -206,15 +206,15 @@ def inspect(
     save: Path | None = None,
     on_done: Callable[[int, int], None] | None = None,
 ) -> Inspection:
-    """Compiles a kernel for each target and config, on as many threads as there are processors.
+    """Compiles a kernel for each target and config, with one thread per processor.
 
     Args:
         kernel: a kernel module.
         problem: the call.
         gpus: the targets.
-        configs: the kernel's configs to compile for a target.
+        configs: returns the configs to compile for a target.
         save: folder for the compiler's stages, or None.
-        on_done: called with how many configs are finished, and of how many.
+        on_done: called with the number of finished configs and their total.
 
     Raises:
         CannotCompile: nothing can be compiled here.
@@ -229,7 +229,7 @@ def inspect(
         default = kernel.configs(problem, gpu)[0]
         jobs += [(gpu, config, default) for config in configs(gpu)]
     findings: list[Finding] = []
-    # The compiler lets other threads run; two at a time take half as long.
+    # The compiler releases the interpreter lock: two threads take half as long.
     with ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool:
         results = pool.map(lambda job: _inspect_one(kernel, problem, job[0], job[1], job[2], save), jobs)
         for done, found in enumerate(results, start=1):
@@ -258,7 +258,7 @@ def _inspect_one(
         launches = compile_launches(kernel, problem, gpu, config)
     except CannotCompile:
         raise
-    except Exception as error:  # the compiler's own, of many types: one config must not end the inspection of others
+    except Exception as error:  # the compiler raises many types; one failing config must not end the inspection
         lines = str(error).strip().splitlines() or [""]
         return [replace(nothing, error=f"{type(error).__name__}: {printable(lines[0])}")]
     findings = []
@@ -279,13 +279,13 @@ def _inspect_one(
 
 
 def _holds(text: str) -> Callable[[Path], bool]:
-    """Whether a file has this text already, so that writing it again changes nothing."""
+    """Returns a function that tells whether a file already holds this text, so that rewriting it changes nothing."""
     content = text.encode()
     return lambda path: path.stat().st_size == len(content) and path.read_bytes() == content
 
 
 def group(instructions: Counter[str]) -> dict[str, int]:
-    """How many instructions each group of `GROUPS` has; groups without any are left out."""
+    """Returns the number of instructions in each group of `GROUPS`, without empty groups."""
     counts: Counter[str] = Counter()
     for opcode, count in instructions.items():
         counts[next((name for name, pattern in GROUPS.items() if pattern.match(opcode)), OTHER)] += count
@@ -296,24 +296,24 @@ def group(instructions: Counter[str]) -> dict[str, int]:
 
 
 def config_name(config: dict[str, Any]) -> str:
-    """A config in short: its values in order, `128x64x8x3`, which `parse_config` reads. Switches at the end are left
-    out where they are off."""
+    """Returns a config's values in order, such as `128x64x8x3`, which `parse_config` reads. Trailing switches that are
+    off are left out."""
     values = list(config.values())
     while values and values[-1] is False:
         values.pop()
     return "x".join(str(int(value) if isinstance(value, bool) else value) for value in values) or "default"
 
 
-MOST = {"num_warps": 32, "num_stages": 32}  # of a block's warps, by CUDA; of its loads under way, far more than fit
+MOST = {"num_warps": 32, "num_stages": 32}  # CUDA's limit of warps per block; far more stages than fit
 MOST_OF_A_TILE = 4096  # rows or columns
 
 
 def parse_config(text: str, default: Any) -> Any:
-    """A config from text: every value in order (`128x64x8x3`; a switch left out at the end is off), or some by name on
-    top of the default (`num_stages=2`).
+    """Reads a config: every value in order (`128x64x8x3`; trailing switches may be left out and are then off), or some
+    values by name (`num_stages=2`), which replace those of the default.
 
     Raises:
-        InvalidInput: the text fits no config of this kernel; the message lists its fields.
+        InvalidInput: the text is not a config of this kernel; the message lists its fields.
     """
     names = [field.name for field in fields(default)]
     known = f"; its fields are {', '.join(names)}" if names else "; it has no fields"
@@ -337,7 +337,7 @@ def parse_config(text: str, default: Any) -> Any:
         wanted = {name: _like(getattr(default, name), value) for name, value in given.items()}
         for name, value in wanted.items():
             most = MOST_OF_A_TILE if name.startswith("block_") else MOST.get(name)
-            if most is not None and value > most:  # nothing could run it, and compiling it might not end
+            if most is not None and value > most:  # no device could run it, and compiling it might never end
                 raise ValueError(f"{name} is {value}; it can be {most:,} at most")
         return replace(default, **wanted)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What `warpwave inspect` prints: one finding, a table of many, and what differs between two."""
+"""The text of `warpwave inspect`: a single finding, a table of many, and the differences between two."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from warpwave.workbench.bench.table import Table
 from warpwave.workbench.inspect.inspection import Finding, Inspection, config_name, group
 from warpwave.workbench.terminal import columns
 
-SHOWN_OPCODES = 12  # of a difference
+SHOWN_OPCODES = 12  # per difference
 
 
 def describe(finding: Finding) -> str:
-    """One finding, a line for each resource."""
+    """Returns one finding, one line per resource."""
     facts = finding.facts
     config = " ".join(f"{name}={value}" for name, value in finding.config.items())
     title = f"{finding.kernel} for {finding.arch}, {config}{' (default)' if finding.is_default else ''}"
@@ -53,14 +53,14 @@ def _a(unit: str) -> str:
 
 
 def _opcodes_of(name: str, instructions: Counter[str]) -> str:
-    """The commonest opcodes of a group."""
+    """Returns the most frequent opcodes of a group."""
     found = [(o, n) for o, n in instructions.most_common() if name in group(Counter({o: 1}))]
     shown = ", ".join(f"{opcode} {count}" for opcode, count in found[:3])
     return shown + (", ..." if len(found) > 3 else "")
 
 
 def table(findings: Sequence[Finding]) -> Table:
-    """Many findings, a line each, in the order given."""
+    """Returns a table with one row per finding, in the order given."""
     several = len({f.arch for f in findings}) > 1
     launches = len({f.facts.name for f in findings if f.facts is not None}) > 1
     where = (("arch",) if several else ()) + (("launch",) if launches else ())
@@ -99,13 +99,13 @@ def table(findings: Sequence[Finding]) -> Table:
 
 @dataclass(frozen=True)
 class Difference:
-    """Two findings side by side.
+    """The difference between two findings.
 
     Args:
-        title: what they are of.
-        before, after: the two findings; None where one side has no counterpart.
-        changed: name -> (before, after), of the figures that differ.
-        opcodes: the same of instructions, those that moved most first.
+        title: kernel, target and config.
+        before, after: the two findings; None if one side has no counterpart.
+        changed: the figures that differ, name -> (before, after).
+        opcodes: the instruction counts that differ, largest change first.
     """
 
     title: str
@@ -116,7 +116,7 @@ class Difference:
 
 
 def compare(before: Sequence[Finding], after: Sequence[Finding]) -> list[Difference]:
-    """Pairs findings by kernel, target, config and launch; one alone on each side is paired whatever it is."""
+    """Pairs findings by kernel, target, config and launch. If each side has a single finding, the two are paired."""
 
     def key(f: Finding) -> tuple[str, ...]:
         return (f.kernel, f.arch, config_name(f.config), "" if f.facts is None else f.facts.name)
@@ -137,7 +137,7 @@ def compare_configs(findings: Sequence[Finding], first: str, second: str) -> lis
 
 def _difference(before: Finding | None, after: Finding | None) -> Difference:
     either = before or after
-    assert either is not None  # a pair has at least one side
+    assert either is not None  # every pair has at least one side
     sides = [
         f"{f.kernel} {f.arch} {config_name(f.config)}{'' if f.facts is None else f' {f.facts.name}'}"
         for f in (before, after)
@@ -174,7 +174,7 @@ def _figures(f: Finding) -> dict[str, int | float | str]:
 
 
 def describe_difference(difference: Difference) -> str:
-    """What changed, a line a figure."""
+    """Returns the differences, one line per figure."""
     if difference.before is None or difference.after is None:
         return difference.title
     if not difference.changed and not difference.opcodes:
@@ -201,7 +201,7 @@ def _delta(a: int | float | str, b: int | float | str) -> str:
 
 
 def describe_tools(inspection: Inspection) -> str:
-    """Versions of what compiled, once for all targets that share them."""
+    """Returns the versions of the tools; targets with equal versions share one entry."""
     by_versions: dict[str, list[str]] = {}
     for arch, versions in inspection.tools.items():
         by_versions.setdefault(", ".join(f"{name} {version}" for name, version in versions.items()), []).append(arch)

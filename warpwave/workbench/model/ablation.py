@@ -1,9 +1,9 @@
-"""What each resource of flash_fwd's loop costs, where no counter may be read: the loop without it, timed.
+"""Measures the cost of each resource of flash_fwd's loop without hardware counters: it times the loop without it.
 
 Each ablation is the kernel compiled from an edited copy of its source (`EDITS`): without its exponentials, its second
-product, its reads of K and V, its mask or its store (`steps.ABLATIONS`). The results are wrong and thrown away. The
-time that an ablation saves is the marginal cost of the resource; it is nothing where another resource hides it. The
-model's prediction stands beside it.
+product, its reads of K and V, its mask or its store (`steps.ABLATIONS`). The wrong results are discarded. The time that
+an ablation saves is the marginal cost of the resource; it is 0 if another resource hides it. The model's prediction is
+shown beside it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from warpwave.workbench.model.roofline import us
 from warpwave.workbench.model.steps import ABLATIONS
 from warpwave.workbench.terminal import columns
 
-AGREES = 1.5  # measured and predicted change, up or down
-SAME = 1.02  # a change by less is none
+AGREES = 1.5  # largest factor between the measured and the predicted change
+SAME = 1.02  # smaller changes count as none
 
 SOURCE = Path(flash_fwd.__file__).with_name("kernel.py")
-# Ablation -> (text, which occurs in the kernel's source exactly once, and what replaces it).
+# Ablation -> (a text that occurs exactly once in the kernel's source, its replacement).
 EDITS: dict[str, tuple[str, str]] = {
     "exponentials": (
         "        p, alpha, m_i, l_i = softmax_step(scores, scale_left, m_i, l_i)\n",
@@ -54,13 +54,13 @@ EDITS: dict[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Ablation:
-    """One thing left out.
+    """One ablation.
 
     Attributes:
         name: a key of `steps.ABLATIONS`.
-        predicted, measured: time of the whole kernel over the time without: 1.3 is a resource that costs 30 %; None
-            where nobody predicted or measured it.
-        measured_us: without it.
+        predicted, measured: time of the whole kernel over the time without the resource: 1.3 means that it costs 30 %;
+            None if not predicted or not measured.
+        measured_us: time without the resource.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Ablation:
 
     @property
     def agrees(self) -> bool | None:
-        """Whether both move the same way and by as much, within `AGREES`; None where one is missing."""
+        """Whether both change in the same direction and by the same factor within `AGREES`; None if one is missing."""
         if self.predicted is None or self.measured is None:
             return None
         ways = {_way(self.predicted), _way(self.measured)}
@@ -83,14 +83,14 @@ def _way(ratio: float) -> int:
 
 @dataclass(frozen=True)
 class Ablations:
-    """Everything left out, one at a time.
+    """All ablations of one call.
 
     Attributes:
         problem, config: the call and flash_fwd's config.
-        gpu: whose prediction and time it is.
-        whole_us: of the kernel as it is, measured; None without a GPU.
-        predicted_us: the same, predicted.
-        found: each ablation.
+        gpu: the device of the predictions and times.
+        whole_us: measured time of the unchanged kernel; None without a GPU.
+        predicted_us: its predicted time.
+        found: the ablations.
     """
 
     problem: AttentionProblem
@@ -116,35 +116,35 @@ class Ablations:
             verdict = {None: "", True: "agrees", False: "DISAGREES"}[a.agrees]
             rows.append((a.name, measured, said, verdict, ABLATIONS[a.name]))
         lines += columns(rows, right=(1, 2))
-        lines += ["", "x: the whole kernel's time over the time without; 1 is a resource that something else hides."]
+        lines += ["", "x: the whole kernel's time over the time without; 1 means that another resource hides it."]
         if self.whole_us is None:
-            lines.append("Nothing was timed: that takes a GPU, this one.")
+            lines.append("Nothing was timed: this machine does not have that GPU.")
         return "\n".join(lines)
 
 
 def predicted(problem: AttentionProblem, gpu: Gpu, config: Any, *, hot: bool = False) -> dict[str, float]:
-    """Ablation -> predicted time of the whole kernel over the time without; empty where the card is not modelled."""
+    """Returns ablation -> predicted time of the whole kernel over the time without; empty if the card is unknown."""
     whole = predict(problem, flash_fwd, config, gpu, hot=hot)
     if whole is None:
         return {}
     ratios = {}
     for name in ABLATIONS:
         less = predict(problem, flash_fwd, config, gpu, hot=hot, without=name)
-        assert less is not None  # the same call
+        assert less is not None  # the card and call are the same
         ratios[name] = whole.time_us / less.time_us
     return ratios
 
 
 def ablate(problem: AttentionProblem, gpu: Gpu | None = None, *, rounds: int = 9) -> Ablations:
-    """Predicts each ablation, and times it where the GPU asked about is this machine's.
+    """Predicts each ablation, and times it if this machine has the GPU.
 
     Args:
-        problem: a call that flash_fwd takes.
-        gpu: for whose predictions; this machine's GPU if None.
-        rounds: times each variant takes its turn.
+        problem: a call that flash_fwd supports.
+        gpu: the device to predict for; None is this machine's GPU.
+        rounds: number of timing rounds.
 
     Raises:
-        InvalidInput: flash_fwd does not take the call, or there is neither a GPU nor one named.
+        InvalidInput: flash_fwd does not support the call, or there is no GPU and none is named.
     """
     here = current_gpu(torch.device("cuda")) if torch.cuda.is_available() and not INTERPRETED else None
     asked = gpu or here
@@ -170,15 +170,15 @@ def ablate(problem: AttentionProblem, gpu: Gpu | None = None, *, rounds: int = 9
 
 
 def variants(problem: AttentionProblem, gpu: Gpu, operands: Any, out: torch.Tensor, config: Any) -> Mapping[str, Any]:
-    """The launch of the kernel as it is, under "", and of each ablation. Tensors may be without memory.
+    """Returns the launches of the unchanged kernel, under "", and of each ablation. Tensors may have no storage.
 
     Raises:
-        InvalidInput: the call takes two launches (operands split ahead), of which one alone would be ablated.
+        InvalidInput: the call takes two launches (operands are split first), and only one would be ablated.
     """
     lse = torch.empty(1, dtype=torch.float32, device=out.device) if problem.return_lse else None
     spec = flash_fwd.specify(problem, gpu, operands, out, lse, config)
     if isinstance(spec, tuple) and not isinstance(spec, Launch):
-        raise InvalidInput("this call splits K and V in a launch before; ablate one whose precision needs no split")
+        raise InvalidInput("this call splits K and V in a launch of its own; ablate one whose precision needs no split")
     return {"": spec} | {name: spec._replace(kernel=kernel_without(name)) for name in ABLATIONS}
 
 
@@ -200,7 +200,7 @@ def kernel_without(name: str) -> Any:
 
 
 def _timed(problem: AttentionProblem, config: Any, rounds: int) -> dict[str, float]:
-    """Variant -> median us, all of them interleaved."""
+    """Returns variant -> median us, timed interleaved."""
     from dataclasses import replace
 
     from warpwave.runtime import launch

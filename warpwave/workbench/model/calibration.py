@@ -1,8 +1,8 @@
-"""What a model of speed has to be told about a card: constants fitted to measurements, kept with date and residuals.
+"""A card's constants for the model of speed, fitted to measurements and stored with their date and residuals.
 
-A calibration is made by `benchmarks/calibrate_model.py` from records and lies beside this file, one JSON file a card.
-A card without one is predicted with `UNCALIBRATED`, round numbers that were never fitted: how far they are off was
-measured too, on the cards that have a calibration, and is the error bar of such a prediction. Imports no torch.
+`benchmarks/calibrate_model.py` makes a calibration from records; it is stored beside this file, one JSON file per card.
+A card without a calibration is predicted with `UNCALIBRATED`, round numbers that were not fitted. Their error was
+measured on the cards that have a calibration, and is the error bar of such a prediction. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from warpwave.workbench.hardware.catalog import DataSheet
 
 FOLDER = Path(__file__).with_name("calibrated")
 SCHEMA = "warpwave calibration 1"
-L2_BYTES_PER_CLOCK = 32  # of an SM, where nobody states or measured L2: 8.4 of the 8.0 TB/s measured on an H200
+L2_BYTES_PER_CLOCK = 32  # per SM, if unknown: 8.4 TB/s on an H200, 8.0 measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """How a kernel's inner loop uses the units of an SM. `docs/workbench/model.md` has the equations they stand in.
+    """How a kernel's inner loop uses the units of an SM. `docs/workbench/model.md` has the equations.
 
     Attributes:
-        matrix: path of products -> share of the data sheet's rate that a loop with nothing else in it reaches; float16
-            goes by bfloat16, tf32 in three products by `"tf32x3"`. A path that is not here has the share of `"other"`.
-        power: share of the data sheet's rate of 16-bit products that the power limit sustains with every SM at work.
-        power_of_score: the products (FLOP) that draw as much as the softmax of one score.
-        softmax_ops: arithmetic of a score beside its exponential, in lanes x clocks.
+        matrix: path of products -> share of the data sheet's rate that a loop of products reaches. float16 has the
+            share of bfloat16, tf32 in three products that of `"tf32x3"`. Other paths have the share of `"other"`.
+        power: share of the data sheet's rate of 16-bit products that the power limit sustains with all SMs busy.
+        power_of_score: products (FLOP) that draw as much power as the softmax of one score.
+        softmax_ops: arithmetic per score apart from its exponential, in lanes x clocks.
         exposed: share of the shorter resources' time that the longest does not hide, 0 to 1.
-        edge_steps: what the mask costs a tile of scores that a diagonal, a window or the end of the keys goes through,
-            in steps over keys.
-        step_us: latency of one step over keys for one stream of instructions, beside the work itself.
-        fill_us: the beginning and end of a tile of queries: first loads, last store.
-        start_us: the first wave, once a launch, above an empty kernel.
-        smem_bytes_per_clock: what one SM draws from L2 at most.
-        l2: what all SMs together draw from L2, over what plain reads were measured to.
-        host_us: of the host for one launch: a call whose launches take longer to issue than to run waits for it, unless
-            a CUDA graph replays them. 0: so few launches that nobody waits.
+        edge_steps: cost of masking a tile of scores that a diagonal, a window or the end of the keys crosses, in steps
+            over keys.
+        step_us: latency of one step over keys for one instruction stream, on top of the work.
+        fill_us: start and end of a query tile: first loads and last store.
+        start_us: time of the first wave above an empty kernel, once per launch.
+        smem_bytes_per_clock: largest rate at which one SM reads from L2.
+        l2: rate at which all SMs together read from L2, relative to measured plain reads.
+        host_us: host time of one launch. A call whose launches take longer to issue than to run waits for the host,
+            unless a CUDA graph replays them. 0 if the kernel has so few launches that it never waits.
     """
 
     matrix: Mapping[str, float] = field(default_factory=lambda: {"other": 0.7})
@@ -58,34 +58,34 @@ class Constants:
     host_us: float = 0.0
 
     def of_path(self, path: str, products: int = 1) -> float:
-        """The share of the data sheet's rate on one path, of which `products` make one of the call's."""
+        """Returns the share of the data sheet's rate on a path that needs `products` products for one of the call's."""
         key = constant_of(path, products)
-        if key not in self.matrix and products > 1:  # parts multiply alike, however many there are
+        if key not in self.matrix and products > 1:  # the share does not depend on the number of products
             key = next((known for known in self.matrix if known.startswith(f"{path}x")), key)
         return self.matrix.get(key, self.matrix["other"])
 
 
 def constant_of(path: str, products: int) -> str:
-    """The key of `Constants.matrix` for a path of `hardware.catalog.PATHS`."""
+    """Returns the key of `Constants.matrix` for a path of `hardware.catalog.PATHS`."""
     if path == "float16":
         return "bfloat16"
     return f"{path}x{products}" if products > 1 else path
 
 
-# Round numbers, fitted to nothing: 80 % of a matrix unit, half of what plain float32 units state, a little less where
-# operands are split on the way, eight operations a score, a microsecond for what begins or ends.
+# Round numbers, not fitted: 80 % of a matrix unit, half of the stated rate of plain float32 units, a little less if
+# operands are split in the loop, eight operations per score, a microsecond for each start or end.
 UNCALIBRATED = Constants(matrix={"other": 0.8, "float32": 0.5, "tf32": 0.5, "tf32x3": 0.5, "float32_matrix": 0.5})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Residuals:
-    """How far predictions were from measurements, over points that the constants were not fitted to.
+    """The errors of predictions on measured points that the constants were not fitted to.
 
     Attributes:
-        points: how many.
-        median: of |predicted / measured - 1|, or the like: 0.08 is 8 %.
+        points: number of points.
+        median: median of |predicted / measured - 1|: 0.08 is 8 %.
         within_20: share of the points within 20 %.
-        factor_90: nine points in ten lay within this factor, up or down: 1.2.
+        factor_90: nine points in ten lay within this factor, up or down.
     """
 
     points: int
@@ -96,21 +96,21 @@ class Residuals:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """One card's constants and how good they are.
+    """One card's constants and their errors.
 
     Attributes:
         gpu: key of its data sheet.
         date: when it was fitted, ISO 8601.
-        sources: files it was fitted to, and those it was judged on.
-        memory, exponentials: share of the data sheet's rates that measured ceilings reached.
-        l2_gbps: measured, 10^9 bytes a second.
-        launch_us: an empty kernel in a graph.
-        kernels: kernel -> constants; "kernel loop" -> those of one of its loops (`Cost.loop`), where it has several.
-        residuals: kernel -> on points the constants were not fitted to, as in the card's records; `"all"` over all.
-        cross_validated: kernel -> on points left out of a fit, group by group.
-        kernels_left_out: kernel -> on its points, by constants fitted to all other kernels together.
-        uncalibrated: how far `UNCALIBRATED` is from the same points: the error bar where there is no calibration.
-        constants_of: key of the card whose `kernels` it takes, the chip being the same; it has none of its own then.
+        sources: the files of the fit, and those of the check.
+        memory, exponentials: shares of the data sheet's rates that the measured ceilings reached.
+        l2_gbps: measured rate of L2, 10^9 bytes a second.
+        launch_us: time of an empty kernel in a graph.
+        kernels: kernel -> constants; "kernel loop" -> those of one of its loops (`Cost.loop`), if it has several.
+        residuals: kernel -> errors on points of the card's records that are not in the fit; `"all"` over all kernels.
+        cross_validated: kernel -> errors on points that were left out of a fit, group by group.
+        kernels_left_out: kernel -> errors on its points, by constants fitted to all other kernels.
+        uncalibrated: errors of `UNCALIBRATED` on the same points: the error bar without a calibration.
+        constants_of: key of a card with the same chip, whose `kernels` it uses; it then has none of its own.
     """
 
     gpu: str
@@ -129,7 +129,7 @@ class Calibration:
 
 
 def residuals(ratios: list[float]) -> Residuals:
-    """Of predicted / measured. A ratio of 0.5 is as far off as one of 2."""
+    """Returns the residuals of the ratios predicted / measured. A ratio of 0.5 is as far off as one of 2."""
     if not ratios:
         raise ValueError("residuals need at least one point")
     away = sorted(max(r, 1 / r) for r in ratios)
@@ -144,15 +144,15 @@ def residuals(ratios: list[float]) -> Residuals:
 
 @functools.cache
 def calibrations() -> dict[str, Calibration]:
-    """Every calibration that comes with the package, by the key of the data sheet."""
+    """Returns the calibrations that ship with the package, by the key of the data sheet."""
     return {c.gpu: c for c in (read(path) for path in sorted(FOLDER.glob("*.json")))}
 
 
 def read(path: Path) -> Calibration:
-    """A calibration from its file.
+    """Reads a calibration from its file.
 
     Raises:
-        ValueError: it is not one; the message names the file.
+        ValueError: the file is not a calibration; the message names it.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -172,7 +172,7 @@ def read(path: Path) -> Calibration:
 
 
 def write(calibration: Calibration, path: Path) -> None:
-    """The inverse of `read`."""
+    """Writes a calibration to a file, which `read` reads."""
     text = json.dumps({"schema": SCHEMA, **_plain(asdict(calibration))}, indent=2)
     path.write_text(text + "\n", encoding="utf-8")
 
@@ -186,20 +186,20 @@ def _plain(value: Any) -> Any:
 
 
 def worst_uncalibrated() -> Residuals | None:
-    """How far `UNCALIBRATED` was off where it was checked, the worst card; None where it never was."""
+    """Returns the errors of `UNCALIBRATED` on the card where they are largest; None if it was never checked."""
     known = [c.uncalibrated for c in calibrations().values() if c.uncalibrated is not None]
     return max(known, key=lambda r: r.factor_90, default=None)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A card as the model sees it: rates at their best, and the share of them that is had under load.
+    """A card in the model: its peak rates, and the shares of them that are reached under load.
 
     Attributes:
         sheet: its data sheet.
-        constants: of the kernel that runs.
-        calibration: where they come from; None where the card has none.
-        fitted: whether the constants are this kernel's own on this card.
+        constants: constants of the kernel that runs.
+        calibration: their origin; None if the card has none.
+        fitted: whether the constants were fitted to this kernel on this card.
     """
 
     sheet: DataSheet
@@ -223,11 +223,11 @@ class Machine:
 
 
 def machine(sheet: DataSheet, kernel: str, loop: str = "", calibration: Calibration | None = None) -> Machine:
-    """The card with the constants of a kernel's loop, or of the kernel; round numbers where it has none.
+    """Returns the card with the constants of a kernel's loop, or of the kernel; `UNCALIBRATED` if it has none.
 
     Args:
         loop: `Cost.loop`.
-        calibration: of the card; the one that comes with the package if None.
+        calibration: the card's calibration; None is the one that ships with the package.
     """
     calibration = calibration or calibrations().get(sheet.key)
     known: Mapping[str, Constants] = {}
@@ -239,13 +239,13 @@ def machine(sheet: DataSheet, kernel: str, loop: str = "", calibration: Calibrat
 
 
 def nearest(known: Container[str], key: str) -> str:
-    """The key itself where it is known, or that of the loop, and at last the kernel, that it is a kind of:
-    `"split_kv few rows"` for `"split_kv few rows pages"`. The kernel where none is."""
+    """Returns the longest known prefix of a key, word by word: `"split_kv few rows"` for `"split_kv few rows pages"`.
+    Returns the kernel if no prefix is known."""
     while key not in known and " " in key:
         key = key.rpartition(" ")[0]
     return key
 
 
 def key_of(kernel: str, loop: str) -> str:
-    """The key of `Calibration.kernels` for one of a kernel's loops."""
+    """Returns the key of `Calibration.kernels` for one of a kernel's loops."""
     return f"{kernel} {loop}" if loop else kernel

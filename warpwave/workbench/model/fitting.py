@@ -1,4 +1,4 @@
-"""Exponents and straight lines through a few measured points, with intervals. No dependency."""
+"""Fits exponents and straight lines to a few measured points, with intervals. It has no dependencies."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class PowerLaw:
     """time = c * size ** exponent.
 
     Attributes:
-        exponent: fitted.
-        half: half of its 95 % interval; infinite where two points leave nothing over.
+        exponent: the fitted exponent.
+        half: half the width of its 95 % interval; infinite with only two points.
     """
 
     exponent: float
@@ -28,10 +28,10 @@ class PowerLaw:
 
 
 def power_law(sizes: Sequence[float], times: Sequence[float]) -> PowerLaw:
-    """By least squares on logarithms.
+    """Fits a power law by least squares on logarithms.
 
     Raises:
-        ValueError: fewer than two sizes that differ, or a size or time that is not above 0.
+        ValueError: fewer than two different sizes, or a size or time that is not above 0.
     """
     if min((*sizes, *times), default=0.0) <= 0:
         raise ValueError("a power law needs sizes and times above 0")
@@ -49,10 +49,10 @@ def power_law(sizes: Sequence[float], times: Sequence[float]) -> PowerLaw:
 
 
 def line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
-    """(a, b) of time = a + b * size with the least squares of relative errors, neither below 0.
+    """Returns (a, b) of time = a + b * size by least squares of relative errors; neither is below 0.
 
     Raises:
-        ValueError: fewer than two sizes that differ.
+        ValueError: fewer than two different sizes.
     """
     weights = [1 / t**2 for t in times]
     sw, sx = sum(weights), sum(w * x for w, x in zip(weights, sizes, strict=True))

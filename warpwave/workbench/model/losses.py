@@ -16,7 +16,7 @@ from warpwave.workbench.model.predict import Prediction
 from warpwave.workbench.model.roofline import Roofline, us
 from warpwave.workbench.model.steps import LOSSES
 
-NOTICEABLE = 1.02  # a loss by less is not named
+NOTICEABLE = 1.02  # smaller losses are not named
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Yardstick:
 
 @dataclass(frozen=True)
 class Losses:
-    """Where the time of one measurement went.
+    """The losses of one measurement.
 
     Attributes:
-        measured_us, bound_us: its ends.
+        measured_us, bound_us: the measured time and the bound.
         losses: every step in order, including factors of 1; the remainder is last.
-        yardsticks: the data sheet's, and the power-matched one.
+        yardsticks: the data sheet's yardstick, and the power-matched one.
     """
 
     measured_us: float
@@ -71,7 +71,7 @@ class Losses:
 
     @property
     def ratio(self) -> float:
-        """Measured over bound: the product of all factors."""
+        """Measured time over bound, which is the product of all factors."""
         return self.measured_us / self.bound_us
 
     @property
@@ -102,9 +102,9 @@ def split(
 
     Args:
         measured_us: device time of the call.
-        prediction: of the same call, kernel and config, with L2 as warm as when it was measured.
-        sheet: of the card.
-        bounds: by the data sheet, for the power-matched yardstick.
+        prediction: prediction for the same call, kernel and config, with the same state of L2 as measured.
+        sheet: the card's data sheet.
+        bounds: bounds by the data sheet, for the power-matched yardstick.
         clock_mhz: SM clock while it ran; None if it was not read.
 
     Raises:
@@ -150,7 +150,7 @@ def _power_matched(
             prediction.times_us["clocks"],
             "what such a loop sustains on this card, by calibration",
         )
-    if least > measured_us:  # the clock was higher while it ran, or the loop is better than any that was calibrated
+    if least > measured_us:  # the clock was higher during the run, or the loop is better than all calibrated loops
         least, note = measured_us, f"{note}; the call was at least as fast"
     return Yardstick("power-matched", least, least / measured_us, note)
 

@@ -30,7 +30,7 @@ class Prediction:
     Attributes:
         kernel: its name.
         gpu: key of the data sheet.
-        time_us: predicted time on the device, without the host.
+        time_us: predicted device time.
         low_us, high_us: the interval that held nine in ten measured calls when the model was checked.
         times_us: loss -> the time with this loss and all before it; begins with `"bound"`, ends at `time_us`.
         waves: rounds of blocks over the card; the last one counts by the part of the card that it fills.
@@ -89,7 +89,7 @@ def predict(
         hot: the same tensors were used by the call before.
         graph: a CUDA graph replays the call, so the host adds no time.
         sheet: the card's data sheet; looked up if None.
-        registers, smem_bytes: of the compiled kernel, in place of what its `cost` estimates.
+        registers, smem_bytes: those of the compiled kernel, instead of the estimates of its `cost`.
         of: the card with other constants, for fitting them.
         without: one of `steps.ABLATIONS`: predicts the time of a loop without that resource.
     """

@@ -1,11 +1,11 @@
-"""Lower bounds in time: what no implementation of a call can beat on a device, one for each resource.
+"""Lower bounds of the time of any implementation of a call on a device, one per resource.
 
-Each bound is an amount of work over a rate. Amounts are the least that any implementation has to do (visible pairs,
-compulsory bytes); given a kernel's `cost`, more bounds follow for that kernel alone (its tiles, its grid, its L2
-traffic). Resources work at the same time, so the longest bound counts, and not their sum: Williams, Waterman &
-Patterson, "Roofline: An Insightful Visual Performance Model for Multicore Architectures" (2009).
+Each bound is an amount of work over a rate. Amounts are the minimum for any implementation (visible pairs, compulsory
+bytes). A kernel's `cost` gives further bounds for that kernel alone (its tiles, its grid, its L2 traffic). Resources
+work in parallel, so the longest bound counts, not the sum: Williams, Waterman & Patterson, "Roofline: An Insightful
+Visual Performance Model for Multicore Architectures" (2009).
 
-`docs/workbench/roofline.md` says what each bound means, where its rate comes from, and what is not modelled.
+`docs/workbench/roofline.md` explains each bound, the source of its rate, and what is not modeled.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.workbench.hardware.catalog import DataSheet
 from warpwave.workbench.hardware.measure import Ceilings
 
-FLOAT32_UNITS = "float32"  # the path that is no matrix instruction
-# The units that can take each arithmetic, and how many of their products it makes of one float32 product.
+FLOAT32_UNITS = "float32"  # the path without matrix instructions
+# Arithmetic -> the units that can compute it, and their number of products for one float32 product.
 FLOAT32_PATHS: dict[str, dict[str, int]] = {name: arithmetics.fewest([name]) for name in arithmetics.ARITHMETICS}
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast each resource of a device is, and who says so; None where nobody does.
+    """The rate of each resource of a device, and their source; None for unknown rates.
 
     Attributes:
         name: `"data sheet"`, or `"measured 2026-11-21"`.
-        device: whose rates they are.
+        device: the device.
         product_tflops: path -> 10^12 operations a second; paths as in `hardware.catalog.PATHS`.
-        exponentials_gops: 10^9 a second.
+        exponentials_gops: 10^9 exponentials a second.
         memory_gbps, l2_gbps: 10^9 bytes a second.
-        launch_us: the least time of a launch (on a CPU, of a call).
-        cache_bytes: L2 and the last-level cache behind it: what may stay on the chip between calls. 0 where unknown.
-        num_sms: 0 where unknown.
+        launch_us: minimum time of a launch (on a CPU, of a call).
+        cache_bytes: size of L2 and the last-level cache, which may keep data between calls. 0 if unknown.
+        num_sms: number of SMs; 0 if unknown.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Rates:
 
 
 def data_sheet_rates(sheet: DataSheet) -> Rates:
-    """What the maker states, which nothing can exceed. No data sheet states a launch, and few L2."""
+    """Returns the rates that the maker states, which nothing can exceed. None states launches, and few state L2."""
     return Rates(
         "data sheet",
         sheet.name,
@@ -68,7 +68,7 @@ def data_sheet_rates(sheet: DataSheet) -> Rates:
 
 
 def measured_rates(ceilings: Ceilings) -> Rates:
-    """What this machine, or a card of its kind, reached: a yardstick that a good kernel may exceed."""
+    """Returns the rates that this machine, or a card of its kind, reached. A good kernel may exceed them."""
     card = ceilings.environment.get("gpu") or {}
     return Rates(
         f"measured {ceilings.date[:10]}",
@@ -85,17 +85,17 @@ def measured_rates(ceilings: Ceilings) -> Rates:
 
 @dataclass(frozen=True)
 class Bound:
-    """The least time that one resource needs.
+    """The minimum time of one resource.
 
     Attributes:
         resource: `"tensor cores"` (matrix cores on AMD), `"float32 units"`, `"exponentials"`, `"memory"`, `"launch"`;
-            on a CPU `"products"`, `"exponentials"`, `"memory"`, `"call"`. Of a kernel: `"tiles"` (products over whole
-            tiles, padding and hidden pairs included, on the SMs that have a block), `"exponentials in tiles"`, `"L2"`.
+            on a CPU `"products"`, `"exponentials"`, `"memory"`, `"call"`. For a kernel: `"tiles"` (products over whole
+            tiles, with padding and hidden pairs, on the SMs that have a block), `"exponentials in tiles"`, `"L2"`.
         amount, unit: the work, in FLOP, exponentials, bytes or launches.
-        rate, rate_unit: in TFLOP/s, Gexp/s, GB/s; of a launch, in us.
+        rate, rate_unit: the rate in TFLOP/s, Gexp/s or GB/s; for a launch, its time in us.
         time_us: amount over rate.
-        arithmetic: the same in one line that can be checked by hand.
-        of_kernel: whether it holds for the kernel alone, and not for every implementation.
+        arithmetic: the calculation in one line, checkable by hand.
+        of_kernel: whether it holds only for the kernel, not for every implementation.
     """
 
     resource: str
@@ -110,13 +110,13 @@ class Bound:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Every bound by one set of rates.
+    """All bounds by one set of rates.
 
     Attributes:
-        rates: what they were made with.
-        bounds: of the problem, then those of the kernel.
-        path: how the products are computed: a key of `rates.product_tflops`, `""` where it has none that serves.
-        exact: False where lengths or a boolean mask lie on the device, uncounted: then these are estimates.
+        rates: the rates.
+        bounds: bounds of the problem, then those of the kernel.
+        path: path of the products, a key of `rates.product_tflops`; `""` if none fits.
+        exact: False if lengths or a boolean mask are on the device and not counted; the bounds are then estimates.
     """
 
     rates: Rates
@@ -126,21 +126,21 @@ class Roofline:
 
     @property
     def binding(self) -> Bound | None:
-        """The bound that takes longest; None where no rate is known."""
+        """The longest bound; None if no rate is known."""
         return max(self.bounds, key=lambda bound: bound.time_us, default=None)
 
     @property
     def time_us(self) -> float:
-        """The least time, 0 where no rate is known."""
+        """The minimum time; 0 if no rate is known."""
         return 0.0 if self.binding is None else self.binding.time_us
 
     @property
     def of_problem(self) -> Roofline:
-        """Without the bounds of the kernel: what to hold a measured time of any implementation against."""
+        """The bounds without those of the kernel, which hold for any implementation."""
         return Roofline(self.rates, tuple(b for b in self.bounds if not b.of_kernel), self.path, self.exact)
 
     def of(self, resource: str) -> Bound | None:
-        """The bound of one resource."""
+        """Returns the bound of one resource."""
         return next((bound for bound in self.bounds if bound.resource == resource), None)
 
 
@@ -153,15 +153,15 @@ def roofline(
     precision: str | None = None,
     hot: bool = False,
 ) -> Roofline:
-    """Every lower bound of a call.
+    """Returns all lower bounds of a call.
 
     Args:
         problem: the call.
         rates: `data_sheet_rates` or `measured_rates`.
-        gpu: where it runs.
-        cost: of the kernel that serves it, which adds that kernel's own bounds.
-        precision: how that kernel computes float32 products (a key of `FLOAT32_PATHS`); the fastest way if None.
-        hot: the same tensors were used by the call before, so what fits the caches need not cross the memory bus.
+        gpu: the device.
+        cost: the cost of the kernel that serves the call; it adds that kernel's bounds.
+        precision: that kernel's arithmetic of float32 products (a key of `FLOAT32_PATHS`); None is the fastest.
+        hot: whether the previous call used the same tensors, so that data in the caches need not be read again.
     """
     best = path = product_path(problem, rates)
     bounds = [*_products(problem, rates, gpu, path), *_exponentials(problem, rates), *_memory(problem, rates, hot)]
@@ -179,7 +179,7 @@ def roofline(
 
 
 class Path(NamedTuple):
-    """How products are computed: a key of `Rates.product_tflops`, and how many of its products make one of ours."""
+    """A path of products: a key of `Rates.product_tflops`, and its number of products for one of the call's."""
 
     name: str
     products: int
@@ -191,19 +191,19 @@ class Path(NamedTuple):
 
 
 def product_paths(problem: AttentionProblem) -> dict[str, int]:
-    """The ways of computing the products that keep the accuracy asked for, and the products each of them takes.
+    """Returns path -> number of products, for the paths that are accurate enough.
 
-    16-bit products go through matrix instructions, or float32 where a device has none for the dtype.
+    16-bit products use matrix instructions, or float32 if a device has none for the dtype.
     """
     if problem.dtype != "float32":
         return {problem.dtype: 1}
     if problem.precision == "ieee" and problem.error_budget is None:
         return FLOAT32_PATHS["ieee"]
-    return arithmetics.as_accurate_as(problem)  # a name may be served by another arithmetic
+    return arithmetics.as_accurate_as(problem)  # another arithmetic may stand in for a named one
 
 
 def product_path(problem: AttentionProblem, rates: Rates) -> Path | None:
-    """The fastest of `product_paths` on this device; where it has none of them, of what is as accurate, and of plain
+    """Returns the fastest of `product_paths` that the device has; else the fastest path that is as accurate; else plain
     float32."""
     found = fastest(product_paths(problem), rates)
     if found is None and problem.dtype == "float32":
@@ -212,7 +212,7 @@ def product_path(problem: AttentionProblem, rates: Rates) -> Path | None:
 
 
 def fastest(paths: Mapping[str, int], rates: Rates) -> Path | None:
-    """The path with the highest useful rate among those the device has; None where it has none."""
+    """Returns the path with the highest useful rate that the device has; None if it has none."""
     known = [Path(name, n, rates.product_tflops[name]) for name, n in paths.items() if name in rates.product_tflops]
     return max(known, key=lambda path: path.useful_tflops, default=None)
 
@@ -221,7 +221,7 @@ def _products(problem: AttentionProblem, rates: Rates, gpu: Gpu, path: Path | No
     if path is None:
         return
     if gpu.is_cpu:
-        # A CPU kernel may convert its operands first, and slow 16-bit arithmetic binds nobody.
+        # A CPU kernel may convert its operands first, so slow 16-bit arithmetic is not a bound.
         path = max((path, Path(FLOAT32_UNITS, 1, rates.product_tflops.get(FLOAT32_UNITS, 0.0))), key=lambda p: p.tflops)
     resource = "products" if gpu.is_cpu else "float32 units" if path.name == FLOAT32_UNITS else "tensor cores"
     flops = path.products * problem.flops
@@ -256,7 +256,7 @@ def _memory(problem: AttentionProblem, rates: Rates, hot: bool) -> Iterator[Boun
 
 
 def tensor_bytes(problem: AttentionProblem) -> dict[str, int]:
-    """What of each tensor has to cross the memory bus, in bytes; `compulsory_bytes` is their sum."""
+    """Returns each tensor's bytes that must cross the memory bus; `compulsory_bytes` is their sum."""
     size, rows = DTYPE_BYTES[problem.dtype], problem.rows * problem.num_heads_q
     keys = problem.keys_needed
     parts = {
@@ -273,7 +273,7 @@ def tensor_bytes(problem: AttentionProblem) -> dict[str, int]:
 
 
 def _of_kernel(problem: AttentionProblem, rates: Rates, path: Path | None, cost: Cost) -> Iterator[Bound]:
-    """Bounds by what the kernel says it does."""
+    """Yields the bounds by a kernel's `cost`."""
     share, where = busy_share(problem, rates.num_sms, cost.blocks)
     if path is not None:
         flops = path.products * cost.flops
@@ -294,8 +294,8 @@ def _of_kernel(problem: AttentionProblem, rates: Rates, path: Path | None, cost:
 
 
 def busy_share(problem: AttentionProblem, num_sms: int, blocks: int) -> tuple[float, str]:
-    """The share of all SMs that can work at once, and its arithmetic. A block runs on one SM: an SM without one adds
-    nothing, and where all blocks are alike, the SM that gets one more than others sets the end."""
+    """Returns the share of all SMs that are busy, and its arithmetic. A block runs on one SM: an SM without a block is
+    idle, and with equal blocks, the SM that gets one more than the others determines the end."""
     if not num_sms or not blocks:
         return 1.0, ""
     if blocks < num_sms:
@@ -310,7 +310,7 @@ def busy_share(problem: AttentionProblem, num_sms: int, blocks: int) -> tuple[fl
 
 # Arithmetic in words --------------------------------------------------------------------------------------------------
 
-PER_US = {"TFLOP/s": 1e6, "Gexp/s": 1e3, "GB/s": 1e3}  # units of work that a rate of 1 gets done in a microsecond
+PER_US = {"TFLOP/s": 1e6, "Gexp/s": 1e3, "GB/s": 1e3}  # work per microsecond at a rate of 1
 
 
 def _bound(
@@ -331,27 +331,27 @@ def _bound(
 
 
 def us(time_us: float) -> str:
-    """Microseconds, with as many decimals as three digits take."""
+    """Returns microseconds with at least three digits."""
     return f"{time_us:,.{0 if time_us >= 100 else 1 if time_us >= 10 else 2 if time_us >= 1 else 3}f} us"
 
 
 def flop(amount: float) -> str:
-    """Operations with a decimal prefix."""
+    """Returns a number of operations with a decimal prefix."""
     return _scaled(amount, "FLOP")
 
 
 def byte(amount: float) -> str:
-    """Bytes with a decimal prefix."""
+    """Returns a number of bytes with a decimal prefix."""
     return _scaled(amount, "B")
 
 
 def count(amount: float, of: str) -> str:
-    """A number of things with a decimal prefix."""
+    """Returns a number of things with a decimal prefix."""
     return _scaled(amount, of)
 
 
 def ratio(a: float, b: float) -> str:
-    """a over b, or a dash where b is nothing."""
+    """Returns a over b, or a dash if b is 0."""
     return f"{a / b:,.3g}" if b else "-"
 
 
@@ -363,5 +363,5 @@ def _scaled(amount: float, unit: str) -> str:
 
 
 def figure(value: float) -> str:
-    """Four digits, and all of them before the point."""
+    """Returns four digits, and more only before the decimal point."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

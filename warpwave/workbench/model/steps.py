@@ -23,46 +23,46 @@ from warpwave.workbench.model.roofline import FLOAT32_PATHS, Path, data_sheet_ra
 
 # The losses between the bound and the predicted time, in the order of the steps: name -> meaning.
 LOSSES: dict[str, str] = {
-    "clocks": "what power, clocks and instruction order leave of the data sheet's rates",
-    "head padding": "products over columns that pad head_dim to what the tiles are made of",
-    "hidden pairs": "pairs of edge tiles that the mask hides, computed all the same",
+    "clocks": "power, clocks and instruction order, which keep the card below the data sheet's rates",
+    "head padding": "products over columns that pad head_dim to the width of the tiles",
+    "hidden pairs": "hidden pairs of edge tiles, which are computed all the same",
     "ragged tiles": "rows and keys beyond the end of a sequence, in its last tiles",
     "separate passes": "passes that wait for each other, and cannot overlap products with exponentials",
     "idle SMs": "SMs without a block, and the last wave",
-    "traffic": "tiles read again through L2 and memory, where that takes longer than computing",
+    "traffic": "repeated reads of tiles through L2 and memory, if they take longer than computing",
     "softmax": "exponentials and arithmetic on scores that products do not hide",
-    "latency": "steps that wait for each other, with too few streams of instructions an SM to fill the wait",
-    "fill": "first loads and last stores of each tile of queries",
+    "latency": "steps that wait for each other, with too few instruction streams per SM to hide the wait",
+    "fill": "first loads and last stores of each query tile",
     "launches": "launching, and the first wave",
 }
 STEP = {name: place for place, name in enumerate(LOSSES)}
 ALL = len(LOSSES)
-SMOOTH = 8.0  # exponent with which "as long as the longer of two" is rounded at the corner
-CONVERSION_OPS = 4  # instructions of a part of an operand: 3.4 to 4.3 more in float32 than in bfloat16, on sm_90
-FAR_US = 0.45  # to memory, beside the way to L2
-TRIP_US = 0.5  # to L2 and back, or to memory
-EMPTY_US = 0.7  # of a block that finds itself behind the end of its sequence: a launch, a load from L2 and the exit
-AHEAD = 0.3  # of launching and the first wave, what a launch saves that begins while the one before it ends
-MOST_SIMULATED = 40  # rounds of blocks, beyond which their order no longer matters
-SMEM_SLACK = 1.05  # kernels state an upper bound on shared memory, up to this much above what compiles
-WRITTEN_BACK = 0.45  # of L2, lines that a flush by writing leaves to be written back, when a call wants their place
-FLUSH_US = 75.0  # how long `bench`'s flush of 256 MiB lasts
-EVENTS_US = 4.0  # between two events, beside the call, where no graph replays it
-KEPT, GONE = 0.65, 0.8  # of L2, what inputs may fill to be found there by the next call, and from when none is
-L2_SHARE = 0.8  # of L2 that a working set can hold before lines fall out
-SCALAR_KERNELS = ("naive",)  # whose products run on the plain float32 units, whatever the dtype
+SMOOTH = 8.0  # exponent of the smooth maximum of two times
+CONVERSION_OPS = 4  # instructions per part of an operand; on sm_90, float32 takes 3.4 to 4.3 more than bfloat16
+FAR_US = 0.45  # latency of memory on top of L2
+TRIP_US = 0.5  # round trip to L2 or memory
+EMPTY_US = 0.7  # time of a block beyond the end of its sequence: launch, a load from L2, exit
+AHEAD = 0.3  # share of launching and the first wave that a launch saves by overlapping the previous one
+MOST_SIMULATED = 40  # waves; beyond this the order of blocks no longer matters
+SMEM_SLACK = 1.05  # kernels state an upper bound of shared memory, up to this factor above the compiled size
+WRITTEN_BACK = 0.45  # share of L2 that a flush leaves dirty, which a call must write back first
+FLUSH_US = 75.0  # duration of `bench`'s flush of 256 MiB
+EVENTS_US = 4.0  # overhead between two events, without a graph
+KEPT, GONE = 0.65, 0.8  # inputs up to the first share of L2 are still there at the next call, beyond the second none
+L2_SHARE = 0.8  # share of L2 that a working set can fill before lines are evicted
+SCALAR_KERNELS = ("naive",)  # kernels whose products always run on the plain float32 units
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one level of memory, and how often the same bytes cross it.
+    """The traffic of one level of memory.
 
     Attributes:
         level: `"L2"`, `"memory"`, `"registers"`, `"shared memory"`.
-        bytes: that cross it; of registers and shared memory, that a block holds.
-        redundancy: over the compulsory bytes; 1 is the least. Of registers and shared memory, the share taken.
-        working_set: what has to stay in it for that.
-        capacity: what it holds.
+        bytes: bytes that cross it; for registers and shared memory, bytes that a block holds.
+        redundancy: ratio to the compulsory bytes, at least 1; for registers and shared memory, the share in use.
+        working_set: bytes that must stay in it for this redundancy.
+        capacity: its size in bytes.
     """
 
     level: str
@@ -74,7 +74,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class _Padding:
-    """How many times as many products as visible pairs need: by columns, by hidden pairs, by ends of sequences."""
+    """Factors of excess products: padded columns (`heads`), hidden pairs, and ragged ends of sequences."""
 
     heads: float
     hidden: float
@@ -107,11 +107,11 @@ class Steps:
             parts = tuple(_ablated(part, problem, without) for part in parts)
         self._late: dict[Cost, float] = {}
         self._companies: dict[Cost, tuple[tuple[int, ...], ...]] = {}
-        self.flushed = not (hot or graph)  # as `bench` times long calls
-        # In a graph every launch has one before it; else the flush, or the caller's own work, lets none begin early.
+        self.flushed = not (hot or graph)  # `bench` flushes L2 before long calls
+        # In a graph every launch follows another; otherwise the first cannot overlap the flush or the caller's work.
         self.ahead = sum(part.launches for i, part in enumerate(parts) if part.ahead and (graph or i))
         self.launches = max(cost.launches, sum(part.launches for part in parts))
-        # (how often it is launched, one launch, its blocks an SM)
+        # (number of launches, cost of one launch, its blocks per SM)
         self.parts = tuple((part.launches, _of_one_launch(part), blocks_per_sm(part, gpu)[0]) for part in parts)
         self.bound = roofline(problem, data_sheet_rates(where.sheet), gpu=gpu, hot=hot).time_us
         items = cost.items or cost.blocks
@@ -122,7 +122,7 @@ class Steps:
         times = {"bound": self.bound}
         least = self.bound if not self.without else 0.0
         for name, place in STEP.items():
-            whole = place < STEP["separate passes"]  # which knows of nothing left out
+            whole = place < STEP["separate passes"]  # these steps ignore ablations
             least = max(least, 0.0 if self.without and whole else self._time(place))
             times[name] = least
         return times
@@ -143,11 +143,11 @@ class Steps:
         time += (self.launches - AHEAD * self.ahead) * (self.where.launch_us + self.where.constants.start_us)
         if self.graph:
             return time
-        ahead = FLUSH_US * self.flushed  # the host launches while the flush before runs
+        ahead = FLUSH_US * self.flushed  # the host launches during the flush
         return max(time + EVENTS_US * self.flushed, self.launches * self.where.constants.host_us - ahead)
 
     def _whole(self, step: int) -> float:
-        """As one pass over as much of the padding as `step` counts, on the whole card."""
+        """Returns the time as a single pass on the whole card, with the padding that `step` includes."""
         p = self.padding
         heads = p.heads if step >= STEP["head padding"] else 1.0
         pairs = p.hidden if step >= STEP["hidden pairs"] else 1.0
@@ -160,7 +160,7 @@ class Steps:
         )
 
     def _launch(self, cost: Cost, slots: int, step: int) -> float:
-        """One launch: its SMs, and what all of them share."""
+        """Returns the time of one launch, on its SMs and on the resources that they share."""
         products, exponentials = self._products_us(cost.flops), self._exponentials_us(cost.exponentials)
         if self.without == "exponentials":
             exponentials = 0.0
@@ -171,13 +171,13 @@ class Steps:
             busy = max(resources)
             busy += self.where.constants.exposed * (sum(resources) - busy)
         from_l2 = cost.read_bytes / (self.where.sheet.num_sms * self._drawn_by_an_sm)
-        alone = sum(resources) + from_l2 + self._arithmetic_us(0, cost.conversions)  # they wait for each other, too
+        alone = sum(resources) + from_l2 + self._arithmetic_us(0, cost.conversions)  # without any overlap
         if step >= STEP["latency"]:
             busy = _longer(busy, from_l2)
         busy = max(busy, self._power_of(cost))
         time = self._on_sms(cost, slots, busy, alone, step)
         if step >= STEP["fill"] and cost.block_us:
-            # Small blocks take an SM longer to begin than to do their work, and only the last one's trips are seen.
+            # Small blocks take longer to start than to compute, and only the last block's round trips are exposed.
             begun = cost.block_us * -(-cost.blocks // self.where.sheet.num_sms)
             time = _longer(time, begun) + cost.trips * TRIP_US
         across = self._memory_bytes(cost, step)
@@ -185,25 +185,25 @@ class Steps:
         if step >= STEP["traffic"]:
             drawn = self.where.l2_gbps * self.where.constants.l2
             shared.append((cost.read_bytes + cost.write_bytes) / (drawn * 1e3))
-        if step >= STEP["fill"] and cost.steps:  # no byte moves before the first blocks have begun
+        if step >= STEP["fill"] and cost.steps:  # memory is idle until the first blocks start
             shared.append(max(shared) + self.where.constants.fill_us)
         if step >= STEP["latency"]:
             return _longer(time, max(shared))
         return max(time, *shared)
 
     def _power_of(self, cost: Cost) -> float:
-        """Of a launch: its share of what the call needs; padding multiplies zeros, which draws little."""
+        """Returns a launch's share of the power-limited time. Padding multiplies zeros, which draw little power."""
         return self._power_us(
             self.flops * cost.flops / max(1, self.cost.flops),
             self.exponentials * cost.exponentials / max(1, self.cost.exponentials),
         )
 
     def _on_sms(self, cost: Cost, slots: int, busy: float, alone: float, step: int) -> float:
-        """Time on the SMs of work that keeps the whole card busy for `busy` us.
+        """Returns the time on the SMs of work that would keep the whole card busy for `busy` us.
 
         Args:
             slots: blocks that share an SM.
-            alone: the same with nothing hidden behind anything, as one stream of instructions sees it.
+            alone: the time of the same work without any overlap, as for a single instruction stream.
         """
         sms, constants = self.where.sheet.num_sms, self.where.constants
         items = cost.items or cost.blocks
@@ -212,15 +212,15 @@ class Steps:
         resident = max(1, min(slots, -(-items // sms)))
         steps: float = cost.steps or items
         mean = steps / items
-        one = busy * sms / steps  # of one step of one block, an SM to itself
+        one = busy * sms / steps  # one step of one block that has an SM to itself
         stream = alone * sms / steps / cost.chains + constants.step_us * (cost.steps > 0) + self._far_us(cost)
 
         def together(blocks: int) -> float:
-            """A step of each of `blocks` blocks on one SM."""
+            """Returns the time of one step of each of `blocks` blocks on one SM."""
             return _longer(blocks * one, stream) if step >= STEP["latency"] else blocks * one
 
         def masked(blocks: int) -> float:
-            """What a masked step of each adds: arithmetic, which hides in waiting."""
+            """Returns the extra time of a masked step of each: arithmetic, which fills waits."""
             return blocks * one
 
         empty, fill = 0.0, cost.trips * TRIP_US if step >= STEP["fill"] else 0.0
@@ -228,7 +228,7 @@ class Steps:
             fill = 0.0
         if step >= STEP["fill"] and cost.steps:
             empty = EMPTY_US * max(0, cost.blocks - items) / (sms * slots)
-            empty += fill  # once: what the next tile waits for hides behind this one
+            empty += fill  # once, because the next tile's waits overlap this tile
             fill = constants.fill_us + cost.write_bytes / items / self._drawn_by_an_sm
         even = not self.problem.has_band and not self.problem.packed
         if even or cost.longest <= mean:
@@ -237,15 +237,15 @@ class Steps:
             time = whole * (mean * together(resident) + edges * masked(resident) + fill)
             last = -(-rest // sms)
             return time + empty + (mean * together(last) + edges * masked(last) + fill if rest else 0.0)
-        # Blocks of unequal length fill each other's gaps, but for the longest of them.
+        # Blocks of unequal length fill each other's gaps, except for the longest.
         longest, edges = float(cost.longest), 0.0
         if step >= STEP["softmax"] and cost.steps:
             edges = constants.edge_steps * cost.cut / items
         rounds = items / (sms * resident)
         alone = longest * together(1) + edges * masked(1)
-        if items > sms:  # it has company as long as most blocks last
+        if items > sms:  # it shares its SM for the mean length of a block
             alone += mean * (together(resident) - together(1)) + edges * (masked(resident) - masked(1))
-        # Blocks that come head by head: a long one may begin last, in less and less company.
+        # With blocks in the order of heads, a long block may start last, while the SMs empty.
         tail = 0.0
         if rounds > 1 and self._of_order(cost, slots) > 0:
             tail = self._of_order(cost, slots) * mean * (together(resident) + together(1)) / 2
@@ -261,8 +261,8 @@ class Steps:
         return empty + max(rounds * (walk + fill) + tail, alone + fill)
 
     def _of_order(self, cost: Cost, slots: int) -> float:
-        """How much longer the blocks of a launch take in the order in which they come than evenly spread, in steps of
-        their mean."""
+        """Returns how much longer the blocks of a launch take in their order than evenly distributed, in units of their
+        mean length."""
         if cost not in self._late:
             self._late[cost] = lateness(cost.order, self.where.sheet.num_sms * slots)
         return self._late[cost]
@@ -272,7 +272,7 @@ class Steps:
             self._companies[cost] = companies(cost.order, cost.blocks, self.where.sheet.num_sms, slots)
         return self._companies[cost]
 
-    # Resources, of the whole card -------------------------------------------------------------------------------------
+    # Resources of the whole card --------------------------------------------------------------------------------------
 
     @property
     def _clock_ghz(self) -> float:
@@ -280,7 +280,7 @@ class Steps:
 
     @property
     def _drawn_by_an_sm(self) -> float:
-        """Bytes a us between one SM and L2."""
+        """Bytes per us between one SM and L2."""
         return self.where.constants.smem_bytes_per_clock * self._clock_ghz * 1e3
 
     def _products_us(self, flops: float) -> float:
@@ -288,17 +288,17 @@ class Steps:
         return flops / (self.path.useful_tflops * share * 1e6)
 
     def _power_us(self, flops: float, scores: float) -> float:
-        """What the power limit allows of 16-bit products and their softmax."""
+        """Returns the time of 16-bit products and their softmax at the power limit."""
         if constant_of(self.path.name, 1) != "bfloat16":
             return 0.0
         drawn = self.path.products * flops + self.where.constants.power_of_score * scores
         items, sms = self.cost.items or self.cost.blocks, self.where.sheet.num_sms
-        drawing = min(1.0, items / sms) if items else 1.0  # fewer busy SMs draw less, and run at full clocks
+        drawing = min(1.0, items / sms) if items else 1.0  # fewer busy SMs draw less power and run at full clocks
         return drawing * drawn / (self.path.tflops * self.where.constants.power * 1e6)
 
     def _exponentials_us(self, count: float) -> float:
         rate = self.where.sheet.exponentials_gops
-        if rate is None:  # MI355X: as many a clock as its forerunners
+        if rate is None:  # MI355X: taken to have as many per clock as its predecessors
             rate = self.where.sheet.num_sms * 16 * self._clock_ghz
         share = 0.95 if self.where.calibration is None else self.where.calibration.exponentials
         return count / (rate * share * 1e3)
@@ -309,7 +309,7 @@ class Steps:
         return operations / (lanes * self._clock_ghz * 1e3)
 
     def _operands_us(self, size: float) -> float:
-        """What multiply-adds read from shared memory, 128 bytes a clock; they share the slots in which both issue."""
+        """Returns the time of multiply-adds' reads from shared memory, 128 bytes per clock; both share issue slots."""
         if not size:
             return 0.0
         share = self.where.constants.of_path(self.path.name, self.path.products)
@@ -327,13 +327,13 @@ class Steps:
     def _least_bytes(self) -> float:
         if not self.hot:
             return self.least
-        # What is read again and again in the same order pushes itself out, the sooner as both halves of L2 keep some of
-        # the same lines: of 43 MB nearly all was there (H200, 60 MiB), of 50 MB nothing.
+        # Data that is read repeatedly in the same order evicts itself, early because both halves of L2 duplicate some
+        # lines: on an H200 (60 MiB) nearly all of 43 MB was still there, and nothing of 50 MB.
         filled = self.least / self._l2_bytes
         return self.least * min(1.0, max(0.0, (filled - KEPT) / (GONE - KEPT)))
 
     def _memory_bytes(self, cost: Cost, step: int) -> float:
-        """Across the memory bus in one launch: what is new to the card, and what fell out of L2."""
+        """Returns the bytes that cross the memory bus in one launch: first reads, and reads of evicted data."""
         share = cost.read_bytes / max(1, self.cost.read_bytes)
         least = self._least_bytes() * share
         if step < STEP["traffic"]:
@@ -345,20 +345,20 @@ class Steps:
         return least + again * missed + cost.scratch_bytes * scratch
 
     def _written_back(self, cost: Cost, across: float, step: int) -> float:
-        """Bytes that a flush of L2 left there to be written, before what crosses the bus has room."""
+        """Returns the dirty bytes that a flush left in L2 and that must be written back to make room."""
         if not self.flushed or step < STEP["traffic"]:
             return 0.0
         share = cost.read_bytes / max(1, self.cost.read_bytes)
         return min(across, share * WRITTEN_BACK * self._l2_bytes)
 
     def _far_us(self, cost: Cost) -> float:
-        """Of a step, what keys that come from memory take longer than those in L2."""
+        """Returns the extra latency of a step whose keys come from memory instead of L2."""
         return FAR_US * cost.far * self._least_bytes() / max(1, self.least)
 
     @functools.cached_property
     def working_set(self) -> float:
-        """K and V of the heads that blocks work on at once: what L2 must keep so that each is read from memory once.
-        Nothing where all blocks that read a head run together: they walk its keys at one pace."""
+        """K and V of the heads that blocks work on at the same time, which L2 must hold so that each is read only once
+        from memory. 0 if all blocks of a head run together, because they then read its keys at the same time."""
         problem = self.problem
         size = 4 if problem.dtype == "float32" else 2
         of_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * size
@@ -372,7 +372,7 @@ class Steps:
         return of_head * max(1.0, at_once / group)
 
     def traffic(self) -> list[Traffic]:
-        """Redundancy of each level, and how full it is."""
+        """Returns the traffic of each level."""
         cost, sheet, least = self.cost, self.where.sheet, max(1, self.least)
         parts = cost.parts or (cost,)
         memory = sum(self._memory_bytes(part, ALL) for part in parts)
@@ -390,22 +390,22 @@ class Steps:
         return found
 
 
-# What `ablation` leaves out of a loop, one at a time.
+# The ablations of a loop.
 ABLATIONS: dict[str, str] = {
-    "exponentials": "no exponentials: scores less their maximum go into the second product",
-    "values": "no second product, and with it no reads of V",
-    "loads": "K and V pinned to one tile, which L1 and L2 hold",
-    "mask": "no mask: hidden pairs of edge tiles count",
+    "exponentials": "no exponentials: the second product takes scores minus their maximum",
+    "values": "no second product, and therefore no reads of V",
+    "loads": "K and V always from the same tile, which stays in L1 and L2",
+    "mask": "no mask: hidden pairs of edge tiles count as visible",
     "store": "no store of the output",
 }
 
 
 def lateness(order: Sequence[tuple[tuple[int, ...], int]], slots: int) -> float:
-    """By how many times the mean of its lengths a schedule lasts longer than work over slots.
+    """Returns how much longer a schedule takes than work over slots, in units of the mean length.
 
     Args:
-        order: `Cost.order`: each block begins on the slot that is free first.
-        slots: blocks that run together.
+        order: `Cost.order`; each block starts on the first free slot.
+        slots: blocks that run at the same time.
     """
     items = sum(len(lengths) * times for lengths, times in order)
     work = sum(sum(lengths) * times for lengths, times in order)
@@ -424,14 +424,14 @@ def lateness(order: Sequence[tuple[tuple[int, ...], int]], slots: int) -> float:
 def companies(
     order: Sequence[tuple[tuple[int, ...], int]], blocks: int, sms: int, slots: int
 ) -> tuple[tuple[int, ...], ...]:
-    """The lengths of blocks that share an SM, longest first, SM by SM, each company once: of blocks that all begin at
-    once, one after another on each SM in turn, those behind the end of a sequence too. Nothing where they do not fit,
-    or their order is not known.
+    """Returns the lengths of the blocks that share an SM, longest first, for each SM, without duplicates. All blocks
+    start at once and are distributed over the SMs in turn, including blocks beyond the end of a sequence. Empty if they
+    do not all fit, or their order is unknown.
 
     Args:
         order: `Cost.order`.
-        blocks: `Cost.blocks`, those without work included.
-        slots: blocks that an SM holds.
+        blocks: `Cost.blocks`, including blocks without work.
+        slots: resident blocks per SM.
     """
     heads = sum(times for _, times in order)
     if not heads or blocks > sms * slots:
@@ -447,21 +447,21 @@ def companies(
     return tuple(dict.fromkeys(tuple(sorted(one, reverse=True)) for one in found if one))
 
 
-SHARED_OUT = (  # of a `Cost`, what launches of the same have a share of each
+SHARED_OUT = (  # fields of a `Cost` that are divided among several launches
     "blocks", "flops", "exponentials", "read_bytes", "write_bytes", "items", "steps", "cut", "scratch_bytes",
     "operand_bytes", "conversions",
 )  # fmt: skip
 
 
 def _of_one_launch(cost: Cost) -> Cost:
-    """Of a part that is launched several times, one after another, the share of one."""
+    """Returns the cost of one launch of a part that is launched several times."""
     if cost.launches < 2:
         return cost
     return replace(cost, launches=1, **{name: -(-getattr(cost, name) // cost.launches) for name in SHARED_OUT})
 
 
 def _ablated(cost: Cost, problem: AttentionProblem, without: str) -> Cost:
-    """The cost without one resource. Exponentials are left out by the caller."""
+    """Returns the cost without one resource. The caller handles exponentials."""
     keys = problem.head_dim / (problem.head_dim + problem.head_dim_v)
     if without == "values":
         return replace(cost, flops=int(cost.flops * keys), read_bytes=int(cost.read_bytes * keys))
@@ -473,7 +473,7 @@ def _ablated(cost: Cost, problem: AttentionProblem, without: str) -> Cost:
 
 
 def path_of(problem: AttentionProblem, kernel: Any, gpu: Gpu, sheet: DataSheet) -> Path:
-    """How a kernel computes its products on a card."""
+    """Returns the path of a kernel's products on a card."""
     from warpwave.workbench.explain.advice import computed_in
 
     rates = data_sheet_rates(sheet)
@@ -489,7 +489,7 @@ def path_of(problem: AttentionProblem, kernel: Any, gpu: Gpu, sheet: DataSheet) 
 
 
 def blocks_per_sm(cost: Cost, gpu: Gpu) -> tuple[int, str]:
-    """How many blocks of a launch share an SM, and what allows no more."""
+    """Returns the number of resident blocks per SM, and what limits it."""
     if cost.blocks_per_sm:
         return cost.blocks_per_sm, "launch"
     threads = cost.threads or 128
@@ -509,13 +509,13 @@ def blocks_per_sm(cost: Cost, gpu: Gpu) -> tuple[int, str]:
 
 
 def _padding(problem: AttentionProblem, kernel: Any, config: Any, gpu: Gpu, cost: Cost) -> _Padding:
-    """Splits the products a kernel computes over those a call needs, by asking its `cost` about simpler calls."""
+    """Splits a kernel's excess products into factors, by evaluating its `cost` on simpler calls."""
     if not cost.flops:
         return _Padding(1.0, 1.0, 1.0)
     whole = replace(
         problem,
         batch=1,
-        seqlen_q=1536,  # a multiple of every block of queries and keys
+        seqlen_q=1536,  # a multiple of every block_m and block_n
         seqlen_k=1536,
         num_heads_q=1,
         num_heads_kv=1,
@@ -543,12 +543,12 @@ def _padding(problem: AttentionProblem, kernel: Any, config: Any, gpu: Gpu, cost
 
 
 def _missing(wanted: float, capacity: float) -> float:
-    """The share of re-reads that a cache does not serve: none while all fits, and what does not fit beyond."""
+    """Returns the share of repeated reads that miss a cache: 0 while all fits, then the share that does not fit."""
     return 0.0 if wanted <= capacity or not wanted else 1 - capacity / wanted
 
 
 def _longer(a: float, b: float) -> float:
-    """The longer of two times that overlap, with a rounded corner: where both are alike neither hides the other."""
+    """Returns the smooth maximum of two overlapping times: if they are similar, neither hides the other."""
     if min(a, b) <= 0:
         return max(a, b)
     most = max(a, b)

@@ -1,10 +1,10 @@
-"""What a record says, as a page to read: `warpwave report RECORD...`, and the end of `warpwave demo`.
+"""Records as a page: `warpwave report RECORD...`, and the last step of `warpwave demo`.
 
-    records -> machines.py   runs of one machine together, machines apart
-            -> bounds.py     how fast each case could be there
-            -> verdicts.py   what came of each case, in a word and a sentence
+    records -> machines.py   groups runs by machine
+            -> bounds.py     the bounds of each case on its machine
+            -> verdicts.py   the verdict of each case, as a word and as a sentence
             -> content.py    every fact of the report as plain data
             -> page.py       one HTML file (template.html, style.css, plots.py); markdown.py: the same facts as Markdown
 
-Both renderings read the same facts, and each fact follows from the record. Nothing is measured here.
+Both renderings use the same facts, and each fact follows from the records. Nothing is measured here.
 """

@@ -1,8 +1,8 @@
-"""How fast a case could be on the machine it was measured on: by the data sheet, and by what was measured there.
+"""The bounds of a case on the machine that measured it: by the data sheet, and by measured ceilings.
 
-A measured ceiling is the best that `warpwave roof` saw, once. Where a call of the report went faster, that call is the
-better measurement of the two, and the ceiling is raised to it, with a sentence that says so: no share passes 100 %, and
-none is cut off. A data sheet is not raised: what beats it is no time of that call on that card, and has no share.
+A measured ceiling is the best rate of one run of `warpwave roof`. If a call of the report was faster, the ceiling is
+raised to that call's rate, and a sentence says so. Hence no share exceeds 100 %, and none is cut off. A data sheet is
+never raised: a time that beats it cannot be a time of that call on that card, and gets no share.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from warpwave.workbench.model.roofline import Bound, Rates, Roofline
 from warpwave.workbench.report.figures import duration, figure
 from warpwave.workbench.report.machines import Machine
 
-ROUNDING = 1e-6  # by which a share may pass 1 where a rate was raised to what it is the share of
+ROUNDING = 1e-6  # tolerance of a share above 1, for rounding when a rate was raised to the call's own
 
 
 @dataclass(frozen=True)
 class MachineRates:
-    """What is known about a machine's speed.
+    """The known rates of a machine.
 
     Attributes:
-        rates: the data sheet's first; empty where nothing is known.
-        notes: what is missing, and how to get it; sentences.
-        sources: documents the data sheet was taken from.
-        passed: which measured ceilings a call went beyond, and which calls the data sheet does not allow; sentences.
+        rates: sets of rates, the data sheet's first; empty if none is known.
+        notes: sentences about missing rates and how to get them.
+        sources: the documents behind the data sheet.
+        passed: sentences about measured ceilings that a call exceeded, and calls that the data sheet rules out.
     """
 
     rates: tuple[Rates, ...]
@@ -39,7 +39,7 @@ class MachineRates:
 
 
 def rates_of(machine: Machine) -> MachineRates:
-    """The rates of the machine a record names."""
+    """Returns the rates of a record's machine."""
     gpu = machine.gpu
     rates: list[Rates] = []
     notes: list[str] = []
@@ -53,32 +53,32 @@ def rates_of(machine: Machine) -> MachineRates:
     elif machine.is_cpu:
         notes.append("There is no data sheet for a CPU.")
     else:
-        notes.append(f"The catalogue has no data sheet for {machine.name}.")
+        notes.append(f"The catalog has no data sheet for {machine.name}.")
     ceilings = measured_ceilings(machine)
     if ceilings is not None:
         raised, said = _raised(roofline.measured_rates(ceilings), machine)
         rates.append(raised)
         passed += said
     else:
-        notes.append('No measured ceilings of this machine are at hand: "warpwave roof", run on it, measures them.')
+        notes.append('There are no measured ceilings of this machine; "warpwave roof" measures them.')
     return MachineRates(tuple(rates), tuple(notes), sources, tuple(passed))
 
 
 def _timed(machine: Machine) -> list[Measurement]:
-    """What a ceiling can be learnt from: contenders whose result is right, and their times."""
+    """Returns the timed contenders with a correct result, whose rates may raise a ceiling."""
     found = [m for run in machine.runs for m in run.measurements]
     return [m for m in found if m.timing is not None and not m.is_yardstick and not m.inaccurate]
 
 
 def _raised(rates: Rates, machine: Machine) -> tuple[Rates, list[str]]:
-    """Measured ceilings, each at least what a call of the machine reached, and a sentence for each that was passed."""
+    """Returns the ceilings, raised to the rates that calls of the machine reached, and a sentence for each raise."""
     timed, measured = _timed(machine), rates
     by: dict[tuple[str, str], tuple[Measurement, Bound]] = {}
     while True:
         furthest: dict[tuple[str, str], tuple[float, Measurement]] = {}
         for m in timed:
             for line in bounds(m, machine, [rates]):
-                assert line.binding is not None and m.timing is not None  # bounds and _timed leave out what has none
+                assert line.binding is not None and m.timing is not None  # _timed and bounds ensure both
                 reached = line.binding.time_us / m.timing.median_us
                 key = (line.binding.resource, line.path if line.binding.unit == "FLOP" else "")
                 if reached > max(1 + ROUNDING, furthest.get(key, (0.0, m))[0]):
@@ -88,7 +88,7 @@ def _raised(rates: Rates, machine: Machine) -> tuple[Rates, list[str]]:
         for key, (reached, m) in furthest.items():
             rates = _with(rates, *key, reached)
             bound = bounds(m, machine, [measured])[0].of(key[0])
-            assert bound is not None  # it bound the call
+            assert bound is not None  # the resource bound the call
             by[key] = (m, bound)
     said = []
     for (resource, path), (m, before) in by.items():
@@ -101,7 +101,7 @@ def _raised(rates: Rates, machine: Machine) -> tuple[Rates, list[str]]:
             f"Ceiling of {what}, {measured.name}: {old}. "
             f'{who} went beyond it in "{m.case}": {new}, which is the ceiling here.'
         )
-    # A raised rate was not measured on the date that the set is named by.
+    # The name has the date of the set, but a raised rate was not measured on that date.
     return replace(rates, name=f"{measured.name} or here") if said else rates, said
 
 
@@ -114,9 +114,9 @@ def _rate(bound: Bound) -> str:
 
 
 def _with(rates: Rates, resource: str, path: str, times: float) -> Rates:
-    """The rates with one of them so many times as fast."""
+    """Returns the rates with one of them multiplied by `times`."""
     if path:
-        if resource == "products":  # of a CPU, which may convert its operands first
+        if resource == "products":  # on a CPU, which may convert its operands first
             path = max((p for p in (path, roofline.FLOAT32_UNITS) if p in rates.product_tflops), key=_of(rates))
         return replace(rates, product_tflops={**rates.product_tflops, path: rates.product_tflops[path] * times})
     if resource in ("launch", "call"):
@@ -127,7 +127,7 @@ def _with(rates: Rates, resource: str, path: str, times: float) -> Rates:
 
 
 def _impossible(sheet: Rates, machine: Machine) -> list[str]:
-    """A sentence about each time that the data sheet does not allow."""
+    """Returns a sentence for each time that the data sheet rules out."""
     said = []
     for m in _timed(machine):
         for line in bounds(m, machine, [sheet]):
@@ -135,14 +135,14 @@ def _impossible(sheet: Rates, machine: Machine) -> list[str]:
             if line.time_us > m.timing.median_us * (1 + ROUNDING):
                 said.append(
                     f'{m.kernel or m.contender} in "{m.case}" took {duration(m.timing.median_us)}, where the data '
-                    f"sheet allows {duration(line.time_us)} at the least ({line.binding.resource}): its inputs lay in "
-                    "a cache, or the card runs beyond its data sheet; it has no share."
+                    f"sheet allows {duration(line.time_us)} at least ({line.binding.resource}): its inputs were in "
+                    "a cache, or the card exceeds its data sheet. It has no share."
                 )
     return said
 
 
 def measured_ceilings(machine: Machine) -> Ceilings | None:
-    """The ceilings kept for the device, those of this user before those of the package."""
+    """Returns the stored ceilings of the device: the user's, else those of the package."""
     for found in (measure.load(machine.gpu), measure.shipped(machine.gpu)):
         if found is not None and _same_processor(found, machine):
             return found
@@ -150,7 +150,7 @@ def measured_ceilings(machine: Machine) -> Ceilings | None:
 
 
 def _same_processor(ceilings: Ceilings, machine: Machine) -> bool:
-    """The ceilings kept for "the CPU" are this machine's: model and threads say whether the record's CPU is alike."""
+    """Whether the stored CPU ceilings, which are this machine's, fit the record: same CPU model and threads."""
     if not machine.is_cpu:
         return True
     theirs, ours = (dict(e.get("cpu") or {}) for e in (ceilings.environment, machine.environment))
@@ -158,17 +158,17 @@ def _same_processor(ceilings: Ceilings, machine: Machine) -> bool:
 
 
 def bounds(m: Measurement, machine: Machine, rates: Sequence[Rates]) -> list[Roofline]:
-    """The lower bounds of a measurement, by each set of rates."""
-    # Calls that follow each other without a flush find in the caches whatever fits there.
+    """Returns the lower bounds of a measurement, by each set of rates."""
+    # Without a flush between calls, data that fits the caches stays there.
     hot = m.timing is not None and not m.timing.l2_flushed
     found = [roofline.roofline(m.problem, r, gpu=machine.gpu, hot=hot) for r in rates]
     return [one for one in found if one.binding is not None]
 
 
 def telling(rooflines: Sequence[Roofline]) -> Roofline | None:
-    """The set of bounds to speak of first: the data sheet's, but for resources that only a measurement knows.
+    """Returns the main set of bounds: the data sheet's, unless a resource with only a measured rate binds.
 
-    A launch is one: what it costs is on no data sheet, and it alone bounds the smallest calls.
+    The launch is such a resource: no data sheet states its cost, and it bounds the smallest calls.
     """
     first = next(iter(rooflines), None)
     for other in rooflines[1:]:
@@ -178,8 +178,7 @@ def telling(rooflines: Sequence[Roofline]) -> Roofline | None:
 
 
 def share(m: Measurement, bound: Bound) -> float | None:
-    """The speed of a measurement as a share of what a bound allows, at most 1; None where it cannot be one: there is no
-    time, or the bound does not allow it."""
+    """Returns a measurement's speed as a share of a bound's, at most 1; None if it has no time or beats the bound."""
     if m.timing is None:
         return None
     part = bound.time_us / m.timing.median_us

@@ -1,4 +1,4 @@
-"""`warpwave report`: reads records, writes the page. A file is replaced only if it is a report as it was written."""
+"""`warpwave report`: reads records and writes the page. It replaces a file only if that is an unedited report."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def main(paths: Sequence[Path], *, out: Path | None = None, markdown_out: Path |
     """Reports on record files.
 
     Args:
-        paths: record files; none means the records that come with the package.
-        out: the page; None is `report.html` in the current directory, or no page where Markdown alone is asked for.
+        paths: record files; empty for the records that ship with the package.
+        out: the page; None is `report.html` in the current directory, or no page if only Markdown is requested.
         markdown_out: the Markdown, or None; `-` is standard output.
 
     Returns:
-        The process's exit code: 0, or 2 where a record is damaged or a file cannot be written.
+        The exit code: 0, or 2 if a record is damaged or a file cannot be written.
     """
     if out is None and markdown_out is None:
         out = Path(DEFAULT_NAME)
@@ -66,29 +66,29 @@ def write_page(sources: Sequence[Source], path: Path) -> Path:
     """Writes the page.
 
     Returns:
-        where it is, in full.
+        Its absolute path.
 
     Raises:
-        TooLarge: it would be.
-        CannotWrite: it cannot be written there.
+        TooLarge: the page would be too large.
+        CannotWrite: the path cannot be written.
     """
     save(path, html(sources))
     return path.resolve()
 
 
 def check_writable(path: Path) -> None:
-    """Says before a long run what `save` would say after it.
+    """Checks before a long run that `save` can write the page.
 
     Raises:
-        CannotWrite: nothing can be written there.
+        CannotWrite: the file cannot be written.
     """
     check_output(path, REPORT)
 
 
 def save(path: Path, content: str) -> None:
-    """Writes a report whole or not at all, with the seal by which the next one may replace it.
+    """Writes a report atomically, with a seal that lets a later report replace it.
 
     Raises:
-        CannotWrite: it cannot be written, or something is there that is no report as it was written.
+        CannotWrite: the file cannot be written, or exists and is not an unedited report.
     """
     write_output(path, sealed(content), REPORT)

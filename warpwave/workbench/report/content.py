@@ -20,7 +20,7 @@ from warpwave.workbench.report.waterfall import COLUMNS, Fall, falls, note, rows
 
 @dataclass(frozen=True)
 class Column:
-    """A table's column; figures stand to the right."""
+    """A table's column; figures are right-aligned."""
 
     name: str
     is_figure: bool = True
@@ -28,7 +28,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Group:
-    """Rows that belong together, under a heading and a remark; the heading is empty where all rows are one group."""
+    """A group of rows with a heading and a remark; the heading is empty if there is only one group."""
 
     heading: str
     remark: str
@@ -37,7 +37,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text."""
+    """A table whose cells are text."""
 
     title: str
     note: str
@@ -51,25 +51,25 @@ class Table:
 
 @dataclass(frozen=True)
 class MachineSection:
-    """All that is told of one machine.
+    """The report's section about one machine.
 
     Attributes:
-        name: the device's.
-        heading: the name, and the suites where another section has the same name.
-        provenance: whose numbers these are, and from when.
-        is_shipped: the numbers came with the package.
-        answers: question -> sentences: the first screen.
-        cases: with verdicts.
-        contenders: in the order of colours.
-        roofline, families: for the plots.
-        bounds: a table of what bounds each case, with the arithmetic; None where no rate is known.
-        rates_notes: what is not known of the machine's speed; and the sources of what is.
-        tables: measurements, then host time and memory where they were measured.
-        untimed: contender, reason, and the cases.
+        name: the device's name.
+        heading: the name, with the suites if another section has the same name.
+        provenance: where and when the numbers were measured.
+        is_shipped: whether the numbers ship with the package.
+        answers: question -> sentences, on the first screen.
+        cases: the cases with their verdicts.
+        contenders: the contenders, in the order of colors.
+        roofline, families: data of the plots.
+        bounds: a table of each case's bound with its arithmetic; None if no rate is known.
+        rates_notes: missing rates of the machine, and the sources of the known ones.
+        tables: measurements, then host time and memory if they were measured.
+        untimed: contenders without a time, with reasons and cases.
         environment: label -> value.
         reproduce: commands.
-        reproduce_notes: what else it takes.
-        falls: from the bound to what was measured, for the waterfalls.
+        reproduce_notes: further requirements.
+        falls: the steps from the bound to the measured time, for the waterfalls.
     """
 
     name: str
@@ -94,7 +94,7 @@ class MachineSection:
 
 @dataclass(frozen=True)
 class Report:
-    """The whole of it."""
+    """The content of a report."""
 
     title: str
     version: str
@@ -103,12 +103,11 @@ class Report:
 
 
 def report(sources: Sequence[Source], *, shorten: bool = False) -> Report:
-    """All facts of all sources.
+    """Returns the report of all sources.
 
     Args:
-        sources: in the order to tell them.
-        shorten: keep ours and the best peer alone under the roofline and in the table of measurements, for a page that
-            must stay small.
+        sources: the sources, in order.
+        shorten: keep only ours and the best peer in the roofline and in the table of measurements, for a smaller page.
     """
     found = machines(sources)
     names = list(dict.fromkeys(machine.name for machine in found))
@@ -119,13 +118,13 @@ def report(sources: Sequence[Source], *, shorten: bool = False) -> Report:
 
 
 def _headed(section: MachineSection, sections: Sequence[MachineSection]) -> MachineSection:
-    """The section with a heading that no other section has, as far as its suites tell it from them."""
+    """Returns the section with a heading that is unique, as far as its suites allow."""
     alone = sum(s.name == section.name for s in sections) == 1
     return replace(section, heading=section.name if alone else f"{section.name}: {listed(section.suites)}")
 
 
 def section(machine: Machine, *, shorten: bool = False) -> MachineSection:
-    """The facts of one machine."""
+    """Returns the section of one machine."""
     known = rates_of(machine)
     cases = case_results(machine, known.rates)
     lost = falls(cases, machine)
@@ -165,12 +164,12 @@ def section(machine: Machine, *, shorten: bool = False) -> MachineSection:
 
 
 def provenance(machine: Machine) -> str:
-    """Whose numbers these are."""
+    """Returns where and when the numbers were measured."""
     when = f" on {listed(machine.dates)}" if machine.dates else ""
     if machine.source.origin == "here":
         return f"This machine's own numbers, measured{when}."
     if machine.source.origin == "shipped":
-        return f"Measured on an {machine.name}{when}, not on this machine: a record that comes with warpwave."
+        return f"Measured on an {machine.name}{when}, not on this machine: a record that ships with warpwave."
     files = f" Read from {listed(machine.source.names)}." if machine.source.names else ""
     return f"Measured{when}.{files}"
 
@@ -189,7 +188,7 @@ MEMORY_NOTE = "Allocated during the call, including its output. 1 MB is 10⁶ by
 
 
 def losses_table(found: Sequence[Fall]) -> Table | None:
-    """Where the time of each case of ours went."""
+    """Returns the table of losses of our cases."""
     if not found:
         return None
     words = ("case", "kernel", "lost by", "first to change")
@@ -198,7 +197,7 @@ def losses_table(found: Sequence[Fall]) -> Table | None:
 
 
 def measurements_table(cases: Sequence[CaseResult], *, shorten: bool = False) -> Table | None:
-    """Every contender that has a time, case by case."""
+    """Returns the table of all timed contenders, case by case."""
     rates = list(dict.fromkeys(line.rates.name for case in cases for line in case.rooflines))
     columns = [
         Column("contender", False),
@@ -231,7 +230,7 @@ def measurements_table(cases: Sequence[CaseResult], *, shorten: bool = False) ->
 
 
 def _row(m: Measurement, case: CaseResult, rates: Sequence[str]) -> list[str]:
-    assert m.timing is not None  # callers pass what was timed
+    assert m.timing is not None  # callers pass only timed measurements
     ratio = case.speed_against(m)
     against = "" if m is case.ours else NO_FIGURE if ratio is None else f"{ratio.median:.2f} {interval(ratio)}"
     shares = []
@@ -254,14 +253,14 @@ def _row(m: Measurement, case: CaseResult, rates: Sequence[str]) -> list[str]:
 
 
 def how_timed(case: CaseResult) -> str:
-    """The problem and the method, in a line."""
+    """Returns the problem and the timing method in one line."""
     timing = case.timed[0].timing
-    assert timing is not None  # `timed` is what has a time
+    assert timing is not None  # all of `timed` have a time
     return f"{case.timed[0].problem.describe()}; {method(timing)}"
 
 
 def method(timing: Samples) -> str:
-    """How times were taken."""
+    """Returns the timing method in words."""
     how = {
         "graph": "inside a CUDA graph",
         "streams": "inside a CUDA graph, on two streams",
@@ -275,7 +274,7 @@ def method(timing: Samples) -> str:
 
 
 def bounds_table(cases: Sequence[CaseResult]) -> Table | None:
-    """What each case cannot beat, with the arithmetic to check by hand."""
+    """Returns the table of each case's bound, with arithmetic that can be checked by hand."""
     columns = [
         Column("case", False),
         Column("rates", False),
@@ -298,7 +297,7 @@ def bounds_table(cases: Sequence[CaseResult]) -> Table | None:
 def matrix(
     title: str, note: str, cases: Sequence[CaseResult], value: Callable[[Measurement], float | None]
 ) -> Table | None:
-    """A figure of every contender in every case; None where nobody has it."""
+    """Returns a table of one figure, by case and contender; None if no contender has it."""
     found: list[tuple[str, dict[str, float]]] = []
     for case in cases:
         values = {m.contender: x for m in case.timed if (x := value(m)) is not None}
@@ -320,7 +319,7 @@ def _peak_mb(m: Measurement) -> float | None:
 
 
 def untimed_table(cases: Sequence[CaseResult]) -> Table | None:
-    """Who has no time and why; a reason given in many cases is told once."""
+    """Returns the contenders without a time and the reasons; a reason shared by many cases appears once."""
     where: dict[tuple[str, str], list[str]] = {}
     for case in cases:
         for m in case.measurements:
@@ -342,7 +341,7 @@ def untimed_table(cases: Sequence[CaseResult]) -> Table | None:
 
 
 def environment_facts(machine: Machine) -> list[tuple[str, str]]:
-    """Where and with what it was measured; what a record leaves out is left out here."""
+    """Returns the facts about the machine and the software; facts that a record lacks are left out."""
     e = machine.environment
     gpu, cpu, code = (dict(e.get(key) or {}) for key in ("gpu", "cpu", "code"))
     memory, limit = gpu.get("memory_bytes"), gpu.get("power_limit_w")
@@ -375,7 +374,7 @@ def environment_facts(machine: Machine) -> list[tuple[str, str]]:
 
 
 def _readings(machine: Machine) -> list[tuple[str, str]]:
-    """Clocks, power and temperature around the cases, as ranges, and what held the clocks down."""
+    """Returns the ranges of clocks, power and temperature around the cases, and the reasons of throttling."""
     before = [m.gpu_before for run in machine.runs for m in run.measurements if m.gpu_before]
     after = [m.gpu_after for run in machine.runs for m in run.measurements if m.gpu_after]
 
@@ -398,11 +397,11 @@ def _readings(machine: Machine) -> list[tuple[str, str]]:
     return facts
 
 
-# How to do it again --------------------------------------------------------------------------------------------------
+# Reproduction -------------------------------------------------------------------------------------------------------
 
 
 def commands(machine: Machine) -> list[str]:
-    """The commands that measure the same again."""
+    """Returns the commands that repeat the measurements."""
     if machine.source.command:
         return [machine.source.command]
     found: dict[str, None] = {}
@@ -423,12 +422,12 @@ def commands(machine: Machine) -> list[str]:
 
 
 def _argument(word: str) -> str:
-    """A record's word as a shell takes it, on one line."""
+    """Returns a record's text quoted for a shell, on one line."""
     return shlex.quote(" ".join(word.split()))
 
 
 def reproduce_notes(machine: Machine) -> list[str]:
-    """What else it takes to get the same figures."""
+    """Returns the further requirements for the same figures."""
     code = machine.environment.get("code") or {}
     where = f"commit {code['commit']}" if code.get("commit") else None
     if where is None and code.get("source_sha256"):

@@ -1,4 +1,4 @@
-"""What the plots show, as data: points under a roofline, and families of cases that differ in length alone."""
+"""Data of the plots: points under a roofline, and families of cases that differ only in length."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from warpwave.workbench.bench.records import Measurement
 from warpwave.workbench.report.figures import NARROW_SPACE, figure
 from warpwave.workbench.report.verdicts import CaseResult
 
-FEWEST_POINTS = 3  # two lengths make a line whatever they are
+FEWEST_POINTS = 3  # two lengths show no curve
 
 
 @dataclass(frozen=True)
 class Point:
-    """One timed contender: FLOP a compulsory byte, and the TFLOP/s it reached."""
+    """One timed contender: FLOP per compulsory byte, and the TFLOP/s it reached."""
 
     contender: str
     case: str
@@ -26,13 +26,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """One rate of a machine as a line.
+    """One rate of a machine, drawn as a line.
 
     Attributes:
-        resource: what the line is of.
-        kinds: the cases it holds for, by dtype and precision or by head_dim; empty where it holds for all.
-        rates: who says so.
-        value: TFLOP/s; where `slope`, GB/s, which the intensity makes FLOP.
+        resource: the resource.
+        kinds: the cases it applies to, by dtype and precision or by head_dim; empty for all.
+        rates: name of the set of rates.
+        value: TFLOP/s; if `slope`, GB/s, to be multiplied by the intensity.
     """
 
     resource: str
@@ -62,12 +62,12 @@ class RooflineData:
 
 @dataclass(frozen=True)
 class Family:
-    """Cases that differ in length alone.
+    """Cases that differ only in length.
 
     Attributes:
-        title: what they have in common.
-        held: what stays the same as the length grows: the batch, or the tokens of a call.
-        unit: of the curves: `"TFLOP/s"`, or `"GB/s"` of compulsory bytes where one query a sequence makes memory bind.
+        title: the common parameters.
+        held: what stays constant as the length grows: the batch, or the tokens of a call.
+        unit: unit of the curves: `"TFLOP/s"`; with one query per sequence, which memory binds, compulsory `"GB/s"`.
         curves: contender -> (seqlen_k, figure), by length.
     """
 
@@ -77,13 +77,13 @@ class Family:
     curves: dict[str, list[tuple[int, float]]]
 
     def figures(self, contender: str, lengths: Sequence[int]) -> list[str]:
-        """One curve as text, with a dash for the lengths it lacks."""
+        """Returns one curve as text, with a dash for missing lengths."""
         known = dict(self.curves[contender])
         return [figure(known.get(length)) for length in lengths]
 
 
 def roofline_data(cases: Sequence[CaseResult], *, shorten: bool = False) -> RooflineData:
-    """Every timed contender of every case, or ours and the best peer alone, and the ceilings of these cases."""
+    """Returns all timed contenders of all cases, or only ours and the best peer, and the ceilings of these cases."""
     points = [
         Point(m.contender, case.name, m.problem.intensity, m.tflops)
         for case in cases
@@ -94,7 +94,7 @@ def roofline_data(cases: Sequence[CaseResult], *, shorten: bool = False) -> Roof
 
 
 def _ceilings(cases: Sequence[CaseResult]) -> list[Ceiling]:
-    """The memory of each set of rates, its products by the ways these cases need, and exponentials where they bind."""
+    """Returns for each set of rates the memory, the products on the paths of these cases, and binding exponentials."""
     found: dict[tuple[str, str, float], Ceiling] = {}
 
     def add(resource: str, kind: str, rates: str, value: float, *, slope: bool = False) -> None:
@@ -119,7 +119,7 @@ def _ceilings(cases: Sequence[CaseResult]) -> list[Ceiling]:
 
 
 def _kind(problem: AttentionProblem) -> str:
-    """What decides how products are computed."""
+    """Returns what determines the arithmetic of the products."""
     if problem.error_budget is not None:
         return f"float32 within {problem.error_budget:g}"
     precise = problem.dtype == "float32" and problem.precision != "default"
@@ -127,7 +127,7 @@ def _kind(problem: AttentionProblem) -> str:
 
 
 def families(cases: Sequence[CaseResult]) -> list[Family]:
-    """Every family of at least three lengths, in the order of the record."""
+    """Returns the families of at least three lengths, in the order of the record."""
     groups: dict[object, list[CaseResult]] = {}
     for case in cases:
         if case.timed and not case.timed[0].problem.packed:
@@ -177,13 +177,13 @@ def _family(cases: Sequence[CaseResult], held: str) -> Family:
 
 
 def plotted(case: CaseResult) -> list[Measurement]:
-    """What a plot may show: attention that was timed and is accurate. The tables have the rest."""
+    """Returns the measurements for a plot: timed and accurate attention. The tables have the others too."""
     return [m for m in case.timed if not m.is_yardstick and not m.inaccurate]
 
 
 def contenders(cases: Sequence[CaseResult]) -> list[str]:
-    """Every contender of the plots, ours first: the order of colours and shapes."""
+    """Returns the contenders of the plots, ours first, in the order of colors and shapes."""
     chosen = {case.ours.contender for case in cases if case.ours is not None}
     seen = [m for case in cases for m in plotted(case)]
-    ranked = sorted(seen, key=lambda m: (m.contender not in chosen, not m.is_ours))  # stable: else as recorded
+    ranked = sorted(seen, key=lambda m: (m.contender not in chosen, not m.is_ours))  # stable: else by record
     return list(dict.fromkeys(m.contender for m in ranked))

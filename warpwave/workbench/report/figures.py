@@ -1,4 +1,4 @@
-"""How numbers are written: three or four digits, no exponents to count, the unit in the heading or behind."""
+"""Formats numbers: three or four digits, rarely an exponent, the unit in the heading or after the number."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from warpwave.workbench.bench.timing import Ratio
 
-NO_FIGURE = "-"  # a cell for which there is nothing to say
+NO_FIGURE = "-"  # an empty cell
 NO_BREAK = "\u00a0"
-NARROW_SPACE = "\u202f"  # does not break between a figure and its unit
+NARROW_SPACE = "\u202f"  # keeps a figure and its unit on one line
 
 
 def figure(value: float | None, digits: int = 3) -> str:
-    """At least so many significant digits, zeros kept, thousands grouped: 0.684, 14.0, 343, 17,030."""
+    """Returns at least `digits` significant digits, with zeros and thousands separators: 0.684, 14.0, 343, 17,030."""
     if value is None:
         return NO_FIGURE
     if value == 0:
@@ -22,12 +22,12 @@ def figure(value: float | None, digits: int = 3) -> str:
 
 
 def tick(value: float) -> str:
-    """A round figure on an axis."""
+    """Returns a round figure for an axis."""
     return f"{value:,.0f}" if value >= 1 else f"{value:g}"
 
 
 def percent(share: float | None) -> str:
-    """A share as whole percents, one digit more below ten."""
+    """Returns a share in whole percent, with one more digit below ten."""
     if share is None:
         return NO_FIGURE
     if share < 0.001:
@@ -36,7 +36,7 @@ def percent(share: float | None) -> str:
 
 
 def duration(us: float) -> str:
-    """A time with the unit that suits it."""
+    """Returns a time with a suitable unit."""
     for limit, unit, factor in ((1e3, "µs", 1.0), (1e6, "ms", 1e3)):
         if us < limit:
             return f"{figure(us / factor)}{NARROW_SPACE}{unit}"
@@ -44,14 +44,14 @@ def duration(us: float) -> str:
 
 
 def interval(ratio: Ratio) -> str:
-    """The 95 % interval in brackets, or why there is none."""
+    """Returns the 95 % interval in brackets, or the reason why there is none."""
     if ratio.low95 is None or ratio.high95 is None:
         return "[needs 6 rounds]"
     return f"[{ratio.low95:.2f}, {ratio.high95:.2f}]"
 
 
 def span(values: Sequence[float], unit: str) -> str:
-    """From the least to the largest of several readings."""
+    """Returns the range of several readings."""
     if not values:
         return ""
     low, high = figure(min(values)), figure(max(values))
@@ -59,10 +59,10 @@ def span(values: Sequence[float], unit: str) -> str:
 
 
 def count(n: int, noun: str) -> str:
-    """1 case, 2 cases."""
+    """Returns a count with its noun: 1 case, 2 cases."""
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
 def listed(names: Sequence[str]) -> str:
-    """a, b and c."""
+    """Returns the names as a list in a sentence: a, b and c."""
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1]))) if names else ""

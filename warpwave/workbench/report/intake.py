@@ -1,4 +1,4 @@
-"""Whose records a report tells: those of files that were named, or those that come with the package."""
+"""The records of a report: those of named files, or those that ship with the package."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from warpwave.workbench.terminal import printable
 
 
 def given(paths: Sequence[Path]) -> list[Source]:
-    """The records of some files, in their order; a file named twice is read once.
+    """Returns the records of files, in order; a file that is named twice is read once.
 
     Raises:
-        RecordError: a file cannot be read, or a line of it is not a record of something measured.
+        RecordError: a file cannot be read, or a line of it is not a valid record.
     """
     return [Source(read_records(path), "given", (printable(path.name),)) for path in dict.fromkeys(paths)]
 
 
 def shipped_source() -> Source:
-    """The records that come with the package."""
+    """Returns the records that ship with the package."""
     return Source(shipped.records(), "shipped", tuple(path.name for path in shipped.paths()))

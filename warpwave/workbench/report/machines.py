@@ -1,4 +1,4 @@
-"""Runs of one machine together, machines apart: figures of two machines never stand in one table."""
+"""Groups runs by machine: figures of two machines never share a table."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Origin = Literal["given", "here", "shipped"]
 
 @dataclass(frozen=True)
 class Source:
-    """Records, and where they come from.
+    """Records and their origin.
 
     Attributes:
-        records: what was measured.
+        records: the measurements.
         origin: `"given"` by the user, measured `"here"` and now, or `"shipped"` with the package.
-        names: of the files, empty where there is none.
-        command: what measured them, where that is not `warpwave bench`.
+        names: names of the files; empty without files.
+        command: the command that measured them, if it is not `warpwave bench`.
     """
 
     records: Records
@@ -32,27 +32,27 @@ class Source:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a program: its environment, and what it measured, in order."""
+    """One run: its environment and its measurements, in order."""
 
     environment: Mapping[str, Any]
     measurements: Sequence[Measurement]
 
     @property
     def date(self) -> str:
-        """UTC, ISO 8601; empty where the record does not say."""
+        """The date in UTC, ISO 8601; empty if the record has none."""
         return str(self.environment.get("date") or "")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Runs whose environments differ in nothing but their date."""
+    """Runs whose environments differ only in their date."""
 
     source: Source
     runs: Sequence[Run]
 
     @property
     def environment(self) -> Mapping[str, Any]:
-        """Of the first run; the others' are the same but for the date."""
+        """The environment of the first run; the others differ only in the date."""
         return self.runs[0].environment
 
     @property
@@ -61,7 +61,7 @@ class Machine:
 
     @property
     def name(self) -> str:
-        """What the driver calls the GPU, or the processor's model."""
+        """The driver's name of the GPU, or the processor's model."""
         part = self.environment.get("gpu") or self.environment.get("cpu") or {}
         return str(part.get("name") or part.get("model") or self.environment.get("device") or "unknown device")
 
@@ -72,19 +72,19 @@ class Machine:
 
     @property
     def gpu(self) -> Gpu:
-        """Its description, as far as the record has it."""
+        """The GPU's description, as far as the record has it."""
         return gpu_of(self.environment)
 
 
 def machines(sources: Sequence[Source]) -> list[Machine]:
-    """The machines of all sources, in order of appearance. Runs without a measurement are left out."""
+    """Returns the machines of all sources, in order of appearance. Runs without measurements are left out."""
     found: dict[str, Machine] = {}
     for index, source in enumerate(sources):
         for identity, environment in source.records.environments.items():
             measured = [m for owner, m in source.records.measurements if owner == identity]
             if not measured:
                 continue
-            # Files given together may be of one machine; what is shipped or measured here always stands apart.
+            # Given files may share a machine; shipped records and measurements from here are always separate.
             group = source.origin if source.origin == "given" else f"{source.origin} {index}"
             lasting = {key: value for key, value in environment.items() if key != "date"}
             key = group + json.dumps(lasting, sort_keys=True, default=str)
@@ -95,18 +95,18 @@ def machines(sources: Sequence[Source]) -> list[Machine]:
                 found[key] = Machine(together, [*found[key].runs, run])
             else:
                 found[key] = Machine(source, [run])
-    # Files come in any order; a run's date says when it was.
+    # Files come in any order, so runs are sorted by date.
     return [replace(machine, runs=sorted(machine.runs, key=lambda run: run.date)) for machine in found.values()]
 
 
 def gpu_of(environment: Mapping[str, Any]) -> Gpu:
-    """The device an environment describes. Its name is what a data sheet is looked up by."""
+    """Returns the device of an environment. Its name finds the data sheet."""
     card = environment.get("gpu")
     if not card:
         return CPU
     name, num_sms = str(card.get("name", "")), int(card.get("sm_count") or 0)
     if environment.get("hip"):
-        # torch gives an AMD architecture as "9.4" too: gfx942 and gfx940 are told apart by the catalogue's name alone.
+        # torch gives gfx942 and gfx940 the same capability, "9.4"; only the name in the catalog distinguishes them.
         return Gpu(name, "amd", str(card.get("arch") or "amd"), 0, 0, num_sms, 64)
     arch = f"sm_{str(card.get('capability') or '').replace('.', '')}"
     if arch not in ARCHS:

@@ -1,4 +1,4 @@
-"""The same facts as Markdown, for a pull request or a README: no HTML in it, figures right-aligned."""
+"""The report as Markdown, for a pull request or a README: without HTML, figures right-aligned."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from warpwave.workbench.terminal import printable
 
 
 def markdown(content: Report) -> str:
-    """The whole report."""
+    """Returns the report as Markdown."""
     lines = [f"# {text(content.title)}", ""]
     if not content.sections:
         lines += ["The record holds no measurement.", ""]
@@ -70,13 +70,13 @@ def _rows(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[str]
     return [*lines, *(f"| {' | '.join(text(cell) for cell in row)} |" for row in rows), ""]
 
 
-# What Markdown acts on. A bracket makes a link with what follows it alone, an underscore emphasis at the edge of a word
-# alone.
+# Markdown's special characters. A bracket alone makes no link, and an underscore is emphasis only at the edge of a
+# word.
 SPECIAL = re.compile(r"[\\`*|~]|\](?=[(\[:])|(?<!\w)_|_(?!\w)")
 
 
 def text(words: str) -> str:
-    """Words of a record on one line, none of them taken for Markdown or HTML. Everything that others wrote goes through
-    this function."""
+    """Returns text of a record on one line, escaped for Markdown and HTML. All foreign text goes through this
+    function."""
     escaped = printable(words).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return SPECIAL.sub(r"\\\g<0>", escaped)

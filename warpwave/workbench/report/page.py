@@ -1,4 +1,4 @@
-"""The report as one HTML file: no script, no network, readable on paper, in a light and in a dark theme."""
+"""The report as one HTML file: without scripts or network, printable, with a light and a dark theme."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from warpwave.workbench.report.waterfall import shown
 
 LARGEST_BYTES = 500_000
 SHORT_GROUP = 6  # cases; a longer group is collapsed
-ALIKE = 3  # cases without a time for one reason that share a row of the list
+ALIKE = 3  # this many cases without a time for the same reason share a row of the list
 WRAPPED = ("arithmetic", "first to change", "lost by", "where", "why")  # columns whose text may break
 HERE = Path(__file__).parent
 
 
 class TooLarge(ValueError):
-    """The page would be larger than a page should be. The message says what to do."""
+    """The page would be too large. The message gives the next step."""
 
 
 def html(sources: Sequence[Source]) -> str:
-    """The page of all sources, its tables shortened where it would be too large otherwise.
+    """Returns the page of all sources; its tables are shortened if it would otherwise be too large.
 
     Raises:
-        TooLarge: even so.
+        TooLarge: the shortened page is too large.
     """
     size = 0
     for shorten in (False, True):
@@ -43,13 +43,13 @@ def html(sources: Sequence[Source]) -> str:
         if size <= LARGEST_BYTES:
             return page
     raise TooLarge(
-        f"the report would have {size / 1000:,.0f} KB, and {LARGEST_BYTES / 1000:,.0f} are the most that a browser or "
-        "a mail carries lightly; report fewer files at once"
+        f"the report would have {size / 1000:,.0f} KB; the limit is {LARGEST_BYTES / 1000:,.0f} KB, so that browsers "
+        "and mail can handle it; report fewer files at once"
     )
 
 
 def render(content: Report) -> str:
-    """The page of these facts."""
+    """Returns the page of a report."""
     environment = jinja2.Environment(
         autoescape=True,
         trim_blocks=True,
@@ -59,7 +59,7 @@ def render(content: Report) -> str:
     )
     return environment.get_template("template.html").render(
         report=content,
-        style=Markup((HERE / "style.css").read_text(encoding="utf-8")),  # ours, not a record's
+        style=Markup((HERE / "style.css").read_text(encoding="utf-8")),  # from this package, not from a record
         table_class=table_class,
         is_ours=lambda name: name.startswith("warpwave "),
         verdict_axis=VerdictAxis,
@@ -92,7 +92,7 @@ class Part:
     Attributes:
         name: the end of its anchor; unique in the section.
         title: its heading.
-        remark: what its summary says beside the heading.
+        remark: text of its summary beside the heading.
         table: the table it holds, or None.
     """
 
@@ -135,10 +135,10 @@ class CaseGroup:
 
     Attributes:
         title: the suite, and the mode if it is not the default.
-        summary: what came of them, in a line.
+        summary: the outcome in one line.
         cases: number and result of each case that has a row of its own.
         untimed: the other cases, which have no time for a reason that several of them share.
-        is_short: whether the list is open when the page is.
+        is_short: whether the list is initially open.
     """
 
     title: str
@@ -175,7 +175,7 @@ def case_groups(cases: Sequence[CaseResult]) -> list[CaseGroup]:
 
 
 def _summary(members: Sequence[tuple[int, CaseResult]]) -> list[str]:
-    """Returns the first sentences of what came of a group."""
+    """Returns the first sentences of a group's outcome."""
     return how_fast([case for _, case in members])[:2]
 
 
@@ -190,19 +190,19 @@ def case_numbers(cases: Sequence[CaseResult]) -> dict[str, int]:
 
 
 def ceilings_by(data: RooflineData) -> list[tuple[str, list[Ceiling]]]:
-    """The ceilings of each set of rates."""
+    """Returns the ceilings of each set of rates."""
     names = dict.fromkeys(ceiling.rates for ceiling in data.ceilings)
     return [(name, [c for c in data.ceilings if c.rates == name]) for name in names]
 
 
 def highest(families: Sequence[Family], unit: str) -> float:
-    """The largest figure of all families of a unit, so that their panels compare."""
+    """Returns the largest figure of all families of a unit, so that their panels share one scale."""
     return max(y for f in families if f.unit == unit for curve in f.curves.values() for _, y in curve)
 
 
 @dataclass(frozen=True)
 class VerdictAxis:
-    """Where ratios lie between the ends of the verdicts' common axis, in percent of its width."""
+    """Places of ratios on the common axis of the verdicts, in percent of its width."""
 
     cases: Sequence[CaseResult]
 
@@ -214,17 +214,17 @@ class VerdictAxis:
                 ends += [x for x in (case.ratio.low95, case.ratio.median, case.ratio.high95) if x is not None]
         if len(ends) == 1:
             return None
-        # At least from 0.8 to 1.25, or a difference of one per cent would look like a chasm.
+        # At least from 0.8 to 1.25, so that a difference of one per cent looks small.
         return Scale(min(0.8, *ends) / 1.03, max(1.25, *ends) * 1.03, 0, 100, log=True)
 
     @property
     def one(self) -> str:
-        """Where the speeds are equal."""
+        """The place of the ratio 1."""
         return "" if self._scale is None else f"{self._scale(1.0):.1f}%"
 
     @property
     def ticks(self) -> list[tuple[str, str]]:
-        """Texts and places; few enough to stand apart."""
+        """Texts and places of the ticks; few enough not to overlap."""
         scale = self._scale
         if scale is None:
             return []
@@ -234,7 +234,7 @@ class VerdictAxis:
         return [(f"{v:g}", f"{scale(v):.1f}%") for v in values if scale.low <= v <= scale.high]
 
     def places(self, case: CaseResult) -> str:
-        """The case's dot and interval as style properties; empty without a ratio."""
+        """Returns the case's dot and interval as style properties; empty without a ratio."""
         scale, ratio = self._scale, case.ratio
         if scale is None or ratio is None:
             return ""

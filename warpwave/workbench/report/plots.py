@@ -36,11 +36,11 @@ def roofline(
     """Draws points under their ceilings, both axes logarithmic.
 
     Args:
-        data: what to draw; without points there is nothing to draw and the result is empty.
-        order: contenders, in the order of colours and shapes.
-        name: unique on the page.
-        narrow: for a phone: fewer units across, so that letters keep their size, and figures alone on the lines.
-        numbers: the number of each case, written beside our mark where there is room.
+        data: the points and ceilings; without points the result is empty.
+        order: the contenders, in the order of colors and shapes.
+        name: an id that is unique on the page.
+        narrow: for a phone: fewer units across, so that letters keep their size, and only figures on the lines.
+        numbers: the number of each case, written beside our mark if there is room.
     """
     if not data.points:
         return ""
@@ -59,7 +59,7 @@ def roofline(
         svg.line(frame.left, y(value), frame.right, y(value), "grid")
         svg.text(frame.left - 7, y(value) + 4, tick(value), anchor="end")
     svg.line(frame.left, frame.bottom, frame.right, frame.bottom, "axis")
-    svg.text((frame.left + frame.right) / 2, height - 8, "FLOP for each compulsory byte", anchor="middle")
+    svg.text((frame.left + frame.right) / 2, height - 8, "FLOP per compulsory byte", anchor="middle")
     svg.text(13, (frame.top + frame.bottom) / 2, "TFLOP/s", anchor="middle", turn=-90)
     slopes = _draw_ceilings(svg, data.ceilings, x, y, frame, narrow=narrow)
     for contender in reversed(order):  # ours last, and hollow, so that a peer's mark under ours is seen
@@ -71,7 +71,7 @@ def roofline(
                 svg.mark(x(point.intensity), y(point.tflops), series, size, told, hollow=ours)
     if not narrow:
         _number_points(svg, data, order, numbers, x, y, frame)
-    for label in slopes:  # over the marks: a name must be read, and a mark has neighbours
+    for label in slopes:  # over the marks, so that the names stay readable
         label()
     return str(svg)
 
@@ -79,7 +79,7 @@ def roofline(
 def _number_points(
     svg: Svg, data: RooflineData, order: Sequence[str], numbers: Mapping[str, int], x: Scale, y: Scale, frame: Frame
 ) -> None:
-    """Writes the number of its case beside each mark of our first contender, where no mark and no number is near."""
+    """Writes the case number beside each mark of our first contender, unless it would overlap something."""
     first = next((name for name in order if name.startswith(OURS)), None)
     taken = [(x(p.intensity), y(p.tflops), 5.0, 5.0) for p in data.points]  # center, half width, half height
     for point in data.points:
@@ -97,7 +97,7 @@ def _number_points(
 
 
 def _ranges(data: RooflineData) -> tuple[float, float, float, float]:
-    """Room for every point, every flat line, and the corner where each slope meets its flat line."""
+    """Returns ranges that include all points, all flat lines, and the corners where slopes meet flat lines."""
     intensities = [p.intensity for p in data.points]
     speeds = [p.tflops for p in data.points]
     flats = [c.value for c in data.ceilings if not c.slope]
@@ -118,7 +118,7 @@ def _roofline_title(data: RooflineData) -> str:
 def _draw_ceilings(
     svg: Svg, ceilings: Sequence[Ceiling], x: Scale, y: Scale, frame: Frame, *, narrow: bool
 ) -> list[Callable[[], None]]:
-    """The lines, and the names in the margin. Returns what draws the names along the slopes."""
+    """Draws the lines, and the names in the margin. Returns functions that draw the names along the slopes."""
     slopes: list[Callable[[], None]] = []
     names = list(dict.fromkeys(c.rates for c in ceilings))
     labels: list[tuple[float, Ceiling]] = []
@@ -148,7 +148,7 @@ def _draw_ceilings(
 
 
 def _margin_labels(svg: Svg, labels: Sequence[tuple[float, Ceiling]], frame: Frame) -> None:
-    """Beside their lines, in two lines of text; those that would overlap are pushed down, with a hair to their line."""
+    """Draws the labels beside their lines. Labels that would overlap are moved down and connected to their line."""
     free = -math.inf
     for place, c in sorted(labels, key=lambda label: label[0]):
         top = max(place - 2, free)
@@ -159,7 +159,7 @@ def _margin_labels(svg: Svg, labels: Sequence[tuple[float, Ceiling]], frame: Fra
 
 
 def _slope_label(svg: Svg, text: str, start: tuple[float, float], end: tuple[float, float], *, above: bool) -> None:
-    """Along the line, where the line is long enough."""
+    """Draws the label along the line if the line is long enough."""
     (x1, y1), (x2, y2) = start, end
     if math.hypot(x2 - x1, y2 - y1) < len(text) * CHARACTER + 10:
         return
@@ -170,7 +170,7 @@ def _slope_label(svg: Svg, text: str, start: tuple[float, float], end: tuple[flo
 
 
 def family(family: Family, order: Sequence[str], *, highest: float, name: str) -> str:
-    """One family's curves; `highest` is the top of the axis, the same for all panels that are compared."""
+    """Draws one family's curves; `highest` is the top of the axis, shared by all panels."""
     width, height = 340, 236
     frame = Frame(46, 12, width - 14, height - 44)
     lengths = sorted({length for curve in family.curves.values() for length, _ in curve})

@@ -1,6 +1,6 @@
-"""Just enough SVG: text is escaped, numbers are short, colours are the style sheet's.
+"""A minimal SVG writer: text is escaped, numbers are short, and the style sheet sets the colors.
 
-A mark carries a class (`s0`, `s1`, ...) whose colour each theme sets, so that one drawing serves light, dark and print.
+A mark has a class (`s0`, `s1`, ...) whose color is set by the theme, so one drawing serves light, dark and print.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-SERIES = 9  # classes s0 to s8 of style.css; later contenders take the colours again with another shape
+SERIES = 9  # classes s0 to s8 of style.css; later contenders reuse the colors with another shape
 SHAPES = ("circle", "square", "triangle", "diamond", "down", "cross", "plus")
 DASHES = ("", "6 3", "2 2.5", "8 3 2 3", "4 2", "1.5 3", "10 3", "5 2 1 2 1 2")
 
@@ -18,10 +18,10 @@ class Svg:
     """A drawing under construction.
 
     Args:
-        width, height: of its coordinates; on the page it is as wide as its place allows.
-        title: what it shows, for those who do not see it.
-        name: unique on the page: what `aria-labelledby` refers to.
-        css_class: of the element.
+        width, height: extent of the coordinates; on the page it fills the available width.
+        title: description for screen readers.
+        name: an id that is unique on the page, for `aria-labelledby`.
+        css_class: class of the element.
     """
 
     def __init__(self, width: float, height: float, *, title: str, name: str, css_class: str = "") -> None:
@@ -33,26 +33,26 @@ class Svg:
         ]
 
     def line(self, x1: float, y1: float, x2: float, y2: float, css_class: str, dash: str = "") -> None:
-        """A straight line."""
+        """Adds a straight line."""
         dashed = f' stroke-dasharray="{dash}"' if dash else ""
         points = f'x1="{number(x1)}" y1="{number(y1)}" x2="{number(x2)}" y2="{number(y2)}"'
         self._parts.append(f'<line class="{css_class}" {points}{dashed}/>')
 
     def polyline(self, points: Sequence[tuple[float, float]], css_class: str, dash: str = "") -> None:
-        """A line through points."""
+        """Adds a line through points."""
         dashed = f' stroke-dasharray="{dash}"' if dash else ""
         path = " ".join(f"{number(x)},{number(y)}" for x, y in points)
         self._parts.append(f'<polyline class="{css_class}" points="{path}"{dashed}/>')
 
     def text(self, x: float, y: float, text: str, css_class: str = "", anchor: str = "", turn: float = 0) -> None:
-        """One line of text; `anchor` is `"middle"` or `"end"`, `turn` is in degrees."""
+        """Adds one line of text; `anchor` is `"middle"` or `"end"`, `turn` is in degrees."""
         cls = f' class="{css_class}"' if css_class else ""
         anchored = f' text-anchor="{anchor}"' if anchor else ""
         turned = f' transform="rotate({number(turn)} {number(x)} {number(y)})"' if turn else ""
         self._parts.append(f'<text{cls} x="{number(x)}" y="{number(y)}"{anchored}{turned}>{escape(text)}</text>')
 
     def mark(self, x: float, y: float, series: int, size: float, title: str = "", hollow: bool = False) -> None:
-        """A contender's mark: colour and shape say the same, for those who see few colours."""
+        """Adds a contender's mark. Color and shape both identify it, for readers who see few colors."""
         told = f"<title>{escape(title)}</title>" if title else ""
         self._parts.append(
             f'<path class="{mark_class(series, hollow)}" d="{mark_path(x, y, series, size)}">{told}</path>'
@@ -68,17 +68,17 @@ def mark_class(series: int, hollow: bool = False) -> str:
 
 
 def line_class(series: int) -> str:
-    """The class that colours a contender's line."""
+    """Returns the class that colors a contender's line."""
     return f"l s{series % SERIES}"
 
 
 def dash(series: int) -> str:
-    """The dashes of a contender's line; the first contender's is whole."""
+    """Returns the dashes of a contender's line; the first contender's is solid."""
     return DASHES[series % len(DASHES)]
 
 
 def mark_path(x: float, y: float, series: int, r: float) -> str:
-    """Outline of a contender's mark around a point."""
+    """Returns the outline of a contender's mark around a point."""
     shape = SHAPES[series % len(SHAPES)]
     if shape == "circle":
         arc = f"a{number(r)} {number(r)} 0 1 0"
@@ -102,12 +102,12 @@ def mark_path(x: float, y: float, series: int, r: float) -> str:
 
 
 def number(value: float) -> str:
-    """A coordinate with as many digits as can be seen."""
+    """Returns a coordinate with as many digits as are visible."""
     return f"{value:.1f}".rstrip("0").rstrip(".") if value % 1 else f"{value:.0f}"
 
 
 class Scale:
-    """Values to coordinates, linear or logarithmic."""
+    """Maps values to coordinates, linearly or logarithmically."""
 
     def __init__(self, low: float, high: float, start: float, end: float, *, log: bool = False) -> None:
         self.low, self.high, self._start, self._end, self._log = low, high, start, end, log
@@ -121,7 +121,7 @@ class Scale:
 
 
 def log_ticks(low: float, high: float, *, most: int = 12) -> list[float]:
-    """Round figures between the two: the finest of 1-2-5, 1-3 and powers of ten that makes at most so many."""
+    """Returns round figures between the two: the finest of 1-2-5, 1-3 and powers of ten with at most `most` ticks."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1, 2, 5), (1, 3), (1,)):
         ticks = [10.0**n * f for n in decades for f in factors if low <= 10.0**n * f <= high]
@@ -131,7 +131,7 @@ def log_ticks(low: float, high: float, *, most: int = 12) -> list[float]:
 
 
 def linear_ticks(high: float, wanted: int = 4) -> list[float]:
-    """Round figures from 0 to at least `high`."""
+    """Returns round figures from 0 to at least `high`."""
     if high <= 0:
         return [0.0, 1.0]
     rough = high / wanted

@@ -1,4 +1,4 @@
-"""What came of each case: faster or slower than the best peer, right or wrong, and how near to what bounds it."""
+"""The verdict of each case: its speed against the best peer, its correctness, and its distance from the bound."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Word = Literal["FASTER", "SAME", "SLOWER", "UNCLEAR", "NO PEER", "NOT TIMED"]
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One case of one run, timed in one mode: contenders that took turns, so that their times compare.
+    """One case of one run in one mode. Its contenders were timed in turns, so their times are comparable.
 
     Attributes:
-        name: the case's; the suite, mode or date is added where another case of the machine has the same name.
-        measurements: every contender, in the record's order.
-        ours: the measurement the verdict is about: `auto`, or else the fastest of ours; None where none is ours.
+        name: the case's name, with the suite, mode or date if another case of the machine has the same name.
+        measurements: all contenders, in the record's order.
+        ours: the measurement that is judged: `auto`, else the fastest of ours; None if none is ours.
         best: the fastest peer whose result is accurate.
-        ratio: how many times as fast as `best` ours is.
-        rooflines: what bounds the case, by each set of rates.
-        timing_group: cases with the same one were timed in one run, in one mode.
+        ratio: speed of ours relative to `best`.
+        rooflines: the bounds of the case, by each set of rates.
+        timing_group: equal for cases of the same run and mode.
     """
 
     name: str
@@ -43,7 +43,7 @@ class CaseResult:
 
     @property
     def timed(self) -> list[Measurement]:
-        """The contenders that have a time."""
+        """The timed contenders."""
         return [m for m in self.measurements if m.timing is not None]
 
     @property
@@ -57,7 +57,7 @@ class CaseResult:
 
     @property
     def reason(self) -> str:
-        """Why ours has no time; empty if it has one."""
+        """The reason why ours has no time; empty if it has one."""
         if self.ours is None:
             return "no kernel of ours was measured"
         return "" if self.ours.timing is not None else self.ours.refusal or "no reason is recorded"
@@ -78,7 +78,7 @@ class CaseResult:
 
     @property
     def goal(self) -> GoalVerdict | None:
-        """What came of the suite's goal, where it sets one."""
+        """The verdict on the suite's goal, if it sets one."""
         if self.ours is None or self.ours.goal is None or (self.best is not None and self.ratio is None):
             return None
         return judge(self.ours, self.measurements)
@@ -87,7 +87,7 @@ class CaseResult:
         if self.best is None:
             return "no peer was timed beside it"
         if self.ratio is None:
-            return f"it cannot be compared with {self.best.contender}, for their rounds do not pair"
+            return f"it cannot be compared with {self.best.contender}, because their rounds do not pair"
         which = "the best peer" if len(self.peers) > 1 else "the one peer timed"
         bracket = "" if self.ratio.low95 is None else f"{NO_BREAK}{interval(self.ratio)}"
         unsure = "" if self.ratio.low95 is not None else ", in too few rounds for an interval"
@@ -95,11 +95,11 @@ class CaseResult:
 
     @property
     def peers(self) -> list[Measurement]:
-        """Other implementations that are accurate and have a time: those a verdict may rest on."""
+        """The accurate and timed peers, which a verdict may use."""
         return [m for m in self.timed if m.is_peer and not m.inaccurate]
 
     def reached(self) -> str | None:
-        """How near ours comes to what binds."""
+        """How close ours is to the bound, in words."""
         line = telling(self.rooflines)
         if self.ours is None or line is None or line.binding is None:
             return None
@@ -109,17 +109,17 @@ class CaseResult:
         return f"{percent(reached)} of the speed that {allowance(resource)}"
 
     def speed_against(self, m: Measurement) -> Ratio | None:
-        """How many times as fast as `m` ours is, by paired rounds; None where they do not pair."""
+        """Returns the speed of ours relative to `m`, by paired rounds; None if their rounds do not pair."""
         return None if self.ours is None or m is self.ours else speed(self.ours, m)
 
 
 def speed(ours: Measurement, other: Measurement) -> Ratio | None:
-    """How many times as fast as `other` ours is; None where one has no time or their rounds do not pair."""
+    """Returns the speed of ours relative to `other`; None if one has no time or their rounds do not pair."""
     return None if ours.timing is None or other.timing is None else ratio_if_paired(other.timing, ours.timing)
 
 
 def case_results(machine: Machine, rates: Sequence[Rates]) -> list[CaseResult]:
-    """Every case of a machine, in the order measured."""
+    """Returns the cases of a machine, in the order of measurement."""
     groups: dict[tuple[int, str, str, str], list[Measurement]] = {}
     for index, run in enumerate(machine.runs):
         for m in run.measurements:
@@ -133,7 +133,7 @@ def case_results(machine: Machine, rates: Sequence[Rates]) -> list[CaseResult]:
 
 
 def case_result(name: str, measurements: Sequence[Measurement], machine: Machine, rates: Sequence[Rates]) -> CaseResult:
-    """One case judged."""
+    """Judges one case."""
     ours = [m for m in measurements if m.is_ours]
     timed = [m for m in ours if m.timing is not None]
     auto = next((m for m in ours if m.contender == f"{OURS}auto"), None)
@@ -146,7 +146,7 @@ def case_result(name: str, measurements: Sequence[Measurement], machine: Machine
 
 
 def _name(key: tuple[int, str, str, str], keys: Sequence[tuple[int, str, str, str]], machine: Machine) -> str:
-    """The case's name, and as much more as tells it from the machine's other cases."""
+    """Returns the case's name, extended until it is unique among the machine's cases."""
     run, suite, case, mode = key
     alike = [other for other in keys if other[2] == case]
     more = [suite] if len({other[1] for other in alike}) > 1 else []
@@ -161,7 +161,7 @@ def _name(key: tuple[int, str, str, str], keys: Sequence[tuple[int, str, str, st
 
 
 def how_fast(cases: Sequence[CaseResult]) -> list[str]:
-    """Against the best peer of every case, losses included."""
+    """Returns sentences about the speed against the best peer of every case, with losses."""
     judged = [case for case in cases if case.ratio is not None]
     sentences = []
     if judged:
@@ -195,7 +195,7 @@ def _mean(cases: Sequence[CaseResult], suite: str) -> float:
 
 
 def is_it_right(cases: Sequence[CaseResult]) -> list[str]:
-    """What the checks against float64 said of ours, and of the peers."""
+    """Returns sentences about the checks of ours and of the peers against float64."""
     checked = [m for case in cases for m in case.measurements if m.verdict is not None]
     if not checked:
         return ["Nothing was checked."]
@@ -207,7 +207,7 @@ def is_it_right(cases: Sequence[CaseResult]) -> list[str]:
     elif ours:
         all_of_them = f"all {len(ours)} of our results agree" if len(ours) > 1 else "our one result agrees"
         sentences.append(f"Yes: {all_of_them} with float64.")
-    # A call with a budget is held to that; what rounding alone costs is no measure of it.
+    # A call with an error budget is judged by the budget, not by the rounding error.
     held = [m.verdict for m in ours if m.verdict is not None and m.problem.error_budget is None]
     ratios = [r for verdict in held if (r := verdict.error_ratio) is not None]
     if ratios:
@@ -224,7 +224,7 @@ def is_it_right(cases: Sequence[CaseResult]) -> list[str]:
 
 
 def what_bounds_it(cases: Sequence[CaseResult]) -> list[str]:
-    """The resources that bind, most cases first, then how near ours comes by each set of rates."""
+    """Returns the binding resources, the most frequent first, and how close ours is to each set of rates."""
     binding: dict[str, int] = {}
     reached: dict[str, dict[str, list[float]]] = {}
     for case in cases:
@@ -260,7 +260,7 @@ def _range(shares: Sequence[float]) -> str:
 
 
 def allowance(resource: str) -> str:
-    """A resource as the one that allows a speed: the tensor cores allow, memory allows."""
+    """Returns a resource with its verb: the tensor cores allow, memory allows."""
     return f"{resource_name(resource)} {'allow' if resource.endswith('s') else 'allows'}"
 
 
@@ -272,12 +272,12 @@ TALLY: dict[Word, str] = {"FASTER": "faster", "SAME": "the same", "SLOWER": "slo
 
 
 def our_name(m: Measurement) -> str:
-    """The kernel that ran, or the one asked for."""
+    """Returns the kernel that ran, or the requested one."""
     return m.kernel or m.contender
 
 
 def resource_name(resource: str) -> str:
-    """A resource as a sentence has it."""
+    """Returns a resource's name in a sentence."""
     return {"memory": "memory", "tensor cores": "the tensor cores", "call": "the call itself"}.get(
         resource, f"the {resource}"
     )
@@ -291,5 +291,5 @@ def _fastest(best: Measurement | None) -> str:
 
 def _median(m: Measurement) -> float:
     timing: Samples | None = m.timing
-    assert timing is not None  # callers pass what was timed
+    assert timing is not None  # callers pass only timed measurements
     return timing.median_us

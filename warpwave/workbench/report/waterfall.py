@@ -1,4 +1,4 @@
-"""The losses of each case of ours, as a waterfall and as a table."""
+"""The losses of our cases, as waterfalls and as a table."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Segment:
     """A loss on the common axis.
 
     Attributes:
-        name: of the loss.
-        number: its place in `NAMES`, for its colour.
-        start, wide: in percent of the axis; the axis is the logarithm of time over bound, so that factors are lengths.
+        name: name of the loss.
+        number: its index in `NAMES`, for its color.
+        start, wide: in percent of the axis. The axis is the logarithm of time over bound, so lengths are factors.
         title: the figures.
     """
 
@@ -36,13 +36,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class Fall:
-    """One case: from the bound to what was measured.
+    """The losses of one case, from the bound to the measured time.
 
     Attributes:
         case: its name.
-        kernel: what ran.
-        losses: in full.
-        segments: those that show.
+        kernel: the kernel that ran.
+        losses: all losses.
+        segments: the visible ones.
     """
 
     case: str
@@ -60,7 +60,7 @@ def falls(cases: Sequence[CaseResult], machine: Machine) -> list[Fall]:
     found = [(case, losses) for case in cases if (losses := _of(case, machine)) is not None]
     if not found:
         return []
-    # A factor above 32 would leave no room for the others: the axis ends there, and the figures say the rest.
+    # A factor above 32 would leave no room for the others, so the axis ends there; the figures are still complete.
     longest = min(
         math.log(32), max(math.log(max(x.after_us for x in losses.losses) / losses.bound_us) for _, losses in found)
     )

@@ -1,1 +1,1 @@
-"""`warpwave verify`: whether this machine computes what it should."""
+"""`warpwave verify`: checks that this machine computes attention correctly."""

@@ -1,16 +1,16 @@
-"""The three references that every kernel is measured against, in plain torch, on any device.
+"""The three references for every kernel, in plain torch, on any device.
 
-    R  `oracle`           float64 throughout, from the inputs as they are;
-    M  `rounding_model`   float64, but rounded where a good kernel has to round: the unnormalised probabilities before
-                          the second product, and the result once;
-    N  `naive`            the formula operation by operation in the input type.
+    R  `oracle`           float64 throughout, from the unchanged inputs;
+    M  `rounding_model`   float64, but rounded where every kernel must round: the unnormalized probabilities before the
+                          second product, and the result once;
+    N  `naive`            the formula, operation by operation, in the input type.
 
-A correct kernel is as far from R as M is, which tells a wrong mask from rounding far better than a fixed tolerance, or
-than N, whose errors are several times larger. For float32 there is nothing M could round, and N takes its place; with
-precision "tf32" or "fp16x1" the operands of both products are rounded to TF32's 10-bit mantissa, in M and in N, and
-with "bf16x3" to the sum of two bfloat16 numbers.
+A correct kernel is as far from R as M is. This separates a wrong mask from rounding errors far better than a fixed
+tolerance, or than N, whose errors are several times larger. In float32 M has nothing to round, so N takes its place.
+With precision "tf32" or "fp16x1" the operands of both products are rounded to TF32's 10-bit mantissa, in M and in N;
+with "bf16x3" they are rounded to the sum of two bfloat16 numbers.
 
-Written to be read: one sequence at a time, all its heads at once, scores in memory in chunks of query rows.
+The code favors clarity: one sequence at a time, all its heads at once, scores in memory in chunks of query rows.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from torch import Tensor
 from warpwave.kernels.torch_products import keeps_float32
 from warpwave.problem import LARGEST_BIAS, AttentionProblem, Operands
 
-CHUNK_ELEMENTS = 1 << 25  # of float64 scores held at once: 256 MiB
+CHUNK_ELEMENTS = 1 << 25  # float64 scores in memory at once: 256 MiB
 
 Rounding = Callable[[Tensor], Tensor]
 
 
 class Forward(NamedTuple):
-    """What R and M compute.
+    """The results of R and M.
 
     Attributes:
-        out: float64 from R, the input type from M; shaped as the kernels' out.
+        out: float64 from R, the input type from M; with the shape of the kernels' out.
         lse: float64 natural log-sum-exp, (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q).
-        largest_logit: the largest magnitude that a visible logit has, before or after softcap, bias and ALiBi: the
-            yardstick of the LSE's error.
+        largest_logit: the largest magnitude of a visible logit, before or after softcap, bias and ALiBi; the reference
+            for the LSE's error.
     """
 
     out: Tensor
@@ -45,7 +45,7 @@ class Forward(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients in the order of `Operands`, each shaped as its operand; None where there is no such operand."""
+    """Gradients in the order of `Operands`, with the shapes of the operands; None for missing operands."""
 
     dq: Tensor
     dk: Tensor
@@ -56,7 +56,7 @@ class Gradients(NamedTuple):
 
 
 def oracle(problem: AttentionProblem, operands: Operands) -> Forward:
-    """R: the exact result, as far as float64 goes."""
+    """R: the exact result, up to float64 rounding."""
     return _forward(problem, operands, _keep, _keep)
 
 
@@ -69,7 +69,7 @@ def rounding_model(problem: AttentionProblem, operands: Operands) -> Forward:
 
 
 def naive(problem: AttentionProblem, operands: Operands) -> Tensor:
-    """N: what a user would write in the input type. Only out: the LSE is judged against R alone."""
+    """N: the formula as a user would write it in the input type. It returns out only; the LSE is compared with R."""
     out = operands.q.new_empty(*operands.q.shape[:-1], problem.head_dim_v)
     for seq in _sequences(problem, operands):
         out[seq.q_at] = _naive_sequence(problem, seq)[0].transpose(0, 1)
@@ -111,15 +111,15 @@ def naive_gradients(
 
 
 def round_to_tf32(x: Tensor) -> Tensor:
-    """The nearest values with a 10-bit mantissa, ties to even; finite values only. Its gradient is the identity's."""
+    """Returns the nearest values with a 10-bit mantissa, ties to even, for finite x. Its gradient is the identity's."""
     bits = x.detach().float().view(torch.int32)
     nearest = ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
-    return x + (nearest - x.detach())  # exact, since both are floats within one rounding step of each other
+    return x + (nearest - x.detach())  # exact, because both are floats within one rounding step of each other
 
 
 def round_to_two_bfloat16(x: Tensor) -> Tensor:
-    """The nearest bfloat16 and the one nearest to what it leaves, added: 16 bits or more. Its gradient is the
-    identity's."""
+    """Returns the sum of the nearest bfloat16 and the bfloat16 nearest to the rest, with 16 bits or more. Its gradient
+    is the identity's."""
     value = x.detach().float()
     high = value.bfloat16().float()
     both = high.double() + (value - high).bfloat16().double()
@@ -130,10 +130,10 @@ def round_to_two_bfloat16(x: Tensor) -> Tensor:
 
 
 class _Sequence(NamedTuple):
-    """One sequence's part of every operand, heads first, and where its rows lie in (packed) out, dq and dk, dv."""
+    """One sequence's part of every operand, heads first, and the slices of its rows in (packed) out, dq and dk, dv."""
 
     q: Tensor  # [num_heads_q, seqlen_q, head_dim]
-    k: Tensor  # [num_heads_q, seqlen_k, head_dim], key/value heads repeated for the query heads that read them
+    k: Tensor  # [num_heads_q, seqlen_k, head_dim], kv heads repeated for their query heads
     v: Tensor  # [num_heads_q, seqlen_k, head_dim_v]
     mask: Tensor | None  # [1 or num_heads_q, 1 or seqlen_q, 1 or seqlen_k]
     bias: Tensor | None  # the same
@@ -169,7 +169,7 @@ def _sequences(problem: AttentionProblem, operands: Operands) -> Iterator[_Seque
 
 
 def _cells(problem: AttentionProblem, operands: Any, b: int) -> tuple[Tensor, Tensor]:
-    """Where the pages of a cache hold the keys of a sequence: page and place in the page, each [seqlen_k]."""
+    """Returns the page and the slot in the page of each key of a sequence in a cache, each [seqlen_k]."""
     row = b if operands.rows is None else int(operands.rows[b])
     positions = torch.arange(int(operands.seqused_k[row]), device=operands.q.device)
     pages = operands.page_table[row, positions // problem.page_size].long()
@@ -177,17 +177,17 @@ def _cells(problem: AttentionProblem, operands: Any, b: int) -> tuple[Tensor, Te
 
 
 def _lse_at(lse: Tensor, seq: _Sequence) -> Tensor:
-    """The sequence's part of a tensor laid out as lse: [num_heads_q, seqlen_q]."""
+    """Returns the sequence's part of a tensor in the layout of lse: [num_heads_q, seqlen_q]."""
     return lse[:, seq.q_at] if seq.packed else lse[seq.q_at]
 
 
 def _products(problem: AttentionProblem, seq: _Sequence, rows: slice) -> Tensor:
-    """Scaled products of some query rows with all keys, in the dtype of q: [num_heads_q, rows, seqlen_k]."""
+    """Returns the scaled products of query rows with all keys, in the dtype of q: [num_heads_q, rows, seqlen_k]."""
     return _product(seq.q[:, rows], seq.k.transpose(1, 2)) * problem.softmax_scale
 
 
 def _logits(problem: AttentionProblem, seq: _Sequence, rows: slice, scores: Tensor) -> Tensor:
-    """What softcap, bias, ALiBi and masks make of these products; -inf where hidden."""
+    """Applies softcap, bias, ALiBi and masks to these products; hidden pairs become -inf."""
     seqlen_q, seqlen_k, dtype = seq.q.shape[1], seq.k.shape[1], seq.q.dtype
     i = torch.arange(seqlen_q, device=seq.q.device)[rows, None]
     j = torch.arange(seqlen_k, device=seq.q.device)
@@ -214,7 +214,7 @@ def _logits(problem: AttentionProblem, seq: _Sequence, rows: slice, scores: Tens
 
 
 def _naive_sequence(problem: AttentionProblem, seq: _Sequence) -> tuple[Tensor, Tensor]:
-    """Out [num_heads_q, seqlen_q, head_dim_v] and lse [num_heads_q, seqlen_q] in the input type."""
+    """Returns out [num_heads_q, seqlen_q, head_dim_v] and lse [num_heads_q, seqlen_q] in the input type."""
     round_operand = _operand_rounding(problem) or _keep
     seq = seq._replace(q=round_operand(seq.q), k=round_operand(seq.k), v=round_operand(seq.v))
     scores = _logits(problem, seq, slice(None), _products(problem, seq, slice(None)))
@@ -223,7 +223,7 @@ def _naive_sequence(problem: AttentionProblem, seq: _Sequence) -> tuple[Tensor, 
         scores = torch.cat([scores, column], dim=-1)
     if scores.shape[-1] == 0:
         return scores @ seq.v, scores.new_full(scores.shape[:-1], -torch.inf)
-    # A row that sees nothing has no softmax; any finite scores do, since its result is replaced.
+    # A row without visible keys has no softmax. Any finite scores serve, because its result is replaced.
     empty = (scores == -torch.inf).all(-1, keepdim=True)
     scores = scores.masked_fill(empty, 0.0)
     p = torch.softmax(scores, dim=-1)[..., : seq.k.shape[1]]
@@ -253,7 +253,7 @@ def _forward(problem: AttentionProblem, operands: Operands, round_operand: Round
             if seq.sinks is not None:
                 total = total + torch.exp(seq.sinks[:, None] - shift)
                 lse_rows = torch.logaddexp(lse_rows, seq.sinks[:, None])
-            # Not by the LSE, in which a sum beside a maximum like `finfo.min` is lost.
+            # The LSE cannot be used: next to a maximum such as `finfo.min` the sum is lost in rounding.
             inverse = (1 / total).masked_fill(empty, 0.0)
             out[seq.q_at][rows] = (round_p(p) @ seq.v * inverse[..., None]).transpose(0, 1)
             _lse_at(lse, seq)[:, rows] = lse_rows
@@ -272,14 +272,14 @@ def _gradients(
     round_p: Rounding,
     round_out: Rounding,
 ) -> Gradients:
-    """Autograd carries dS from the logits to the inputs; only what lies beyond the logits is written out.
+    """Computes the gradients: dS explicitly, and from there autograd from the logits to the inputs.
 
-    What is rounded is what a kernel multiplies or sums: P for dv, dS for the bias and the slopes, and for dq and dk the
-    gradient of the products, which is dS times the softcap's derivative.
+    The rounded values are those that a kernel multiplies or sums: P for dv, dS for the bias and the slopes, and for dq
+    and dk the gradient of the products, which is dS times the softcap's derivative.
     """
     forward = _forward(problem, operands, round_operand, round_p)
-    delta = (dout.double() * round_out(forward.out)).sum(-1).transpose(-1, -2)  # laid out as lse
-    dlogit = -delta if dlse is None else dlse.double() - delta  # what each row adds to every dP
+    delta = (dout.double() * round_out(forward.out)).sum(-1).transpose(-1, -2)  # in the layout of lse
+    dlogit = -delta if dlse is None else dlse.double() - delta  # added to every dP of the row
     dout = round_operand(dout.double())
     leaves = _leaves(_in_float64(operands, round_operand))
     added = [x for x in (leaves.bias, leaves.alibi_slopes) if x is not None]
@@ -299,7 +299,7 @@ def _gradients(
                 (dproducts,) = torch.autograd.grad(s, leaf, ds, retain_graph=True)
                 if added:
                     torch.autograd.backward([s], [round_p(ds)], inputs=added)
-                # The graph is kept because the chunks share its part below k and v.
+                # The graph is retained because the chunks share its part for k and v.
                 torch.autograd.backward([products, seq.v], [round_p(dproducts), dv], retain_graph=True)
                 if seq.sinks is not None:
                     p_sink = torch.exp(seq.sinks.detach()[:, None] - lse_rows)
@@ -322,18 +322,18 @@ def _keep(x: Tensor) -> Tensor:
 
 
 def _operand_rounding(problem: AttentionProblem) -> Rounding | None:
-    """What the caller chose to have done to float32 operands; None where they keep all their bits, or nearly."""
+    """Returns the rounding of float32 operands that the caller chose; None if they keep all or nearly all bits."""
     roundings = {"tf32": round_to_tf32, "fp16x1": round_to_tf32, "bf16x3": round_to_two_bfloat16}
     return roundings.get(problem.precision) if problem.dtype == "float32" else None
 
 
 def _model_rounding(problem: AttentionProblem) -> tuple[Rounding, Rounding]:
-    """How M rounds the operands of a product, and the factor a kernel computes itself (P, dS)."""
+    """Returns how M rounds the operands of a product, and the factors that a kernel computes itself (P, dS)."""
     if problem.dtype == "float32":
         rounding = _operand_rounding(problem) or _keep
         return rounding, rounding
     dtype = getattr(torch, problem.dtype)
-    return _keep, lambda x: x.to(dtype).double()  # the operands are of the input type already
+    return _keep, lambda x: x.to(dtype).double()  # the operands already have the input type
 
 
 def _lse_shape(problem: AttentionProblem) -> tuple[int, ...]:
@@ -350,7 +350,7 @@ def _in_float64(operands: Operands, round_operand: Rounding) -> Operands:
 
 
 def _differentiable(operands: Operands) -> list[Tensor | None]:
-    """The operands that have gradients, in the order of `Gradients`."""
+    """Returns the operands that have gradients, in the order of `Gradients`."""
     return [operands.q, operands.k, operands.v, operands.bias, operands.alibi_slopes, operands.sinks]
 
 
@@ -362,7 +362,7 @@ def _leaves(operands: Operands) -> Operands:
 
 
 def _collect(leaves: Operands) -> Gradients:
-    """The gradients that backward left in the leaves; none arrives where there is no query row."""
+    """Returns the gradients in the leaves; there are none without query rows."""
     found = [None if x is None else torch.zeros_like(x) if x.grad is None else x.grad for x in _differentiable(leaves)]
     return _gradients_of(found)
 
@@ -374,7 +374,7 @@ def _gradients_of(tensors: list[Tensor | None]) -> Gradients:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b: no reference may use TF32, whatever the process allows torch to do."""
+    """Returns a @ b without TF32, even if the process allows torch to use it."""
     if a.dtype == torch.float32 and not keeps_float32(a.device):
         return (a.double() @ b.double()).float()
     return a @ b

@@ -1,7 +1,7 @@
-"""What `verify` asks of a kernel: a sample of calls to hold against float64, and exact probes.
+"""The checks of `verify` for one kernel: a sample of calls, compared with float64, and exact probes.
 
-The probes' results are known without arithmetic, so nothing has to be tolerated: a key too many, a lost tile, a cell
-read that nobody may read, which rounding would hide, show in them.
+The results of the probes are known without arithmetic, so they need no tolerance. They find errors that rounding would
+hide: an extra key, a lost tile, a read of hidden memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from warpwave.workbench.bench.workloads import default_scale
 
 SEED = 0
 
-# What each kernel is asked for: name -> what is out of the ordinary. Lengths end inside a tile on both sides.
+# The sample: name -> the fields that differ from a plain call. Both lengths end inside a tile.
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": Causal()},
@@ -47,7 +47,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "head_dim 256": {"head_dim": 256, "head_dim_v": 256},
     "head_dim 192, head_dim_v 128": {"head_dim": 192, "causal": Causal()},
 }
-# All features in one dtype; what differs between dtypes, in the others.
+# All features in one dtype; in the others only those whose code depends on the dtype.
 FEATURES_OF_DTYPE = {
     "bfloat16": tuple(FEATURES),
     "float16": ("plain", "causal", "packed", "head_dim 64"),
@@ -63,7 +63,7 @@ PROBED = ("plain", "causal", "causal top-left", "window", "window both sides", "
 def problem_of(
     feature: str, dtype: str, *, head_dim: int = 128, lengths: tuple[int, int] = (301, 333)
 ) -> AttentionProblem:
-    """A small call with one feature."""
+    """Returns a small call with one feature."""
     fields = dict(FEATURES[feature])
     heads = fields.get("num_heads_q", 2)
     values: dict[str, Any] = {
@@ -95,7 +95,7 @@ def problem_of(
 
 
 def operands_of(problem: AttentionProblem, device: torch.device) -> Operands:
-    """Inputs from N(0, 1), a tenth of the bias minus infinity, the same in every process."""
+    """Returns inputs from N(0, 1), with a tenth of the bias at minus infinity; equal in every process."""
     operands = make_operands(problem, device, seed=SEED)
     if operands.bias is not None:
         g = torch.Generator(device).manual_seed(SEED)
@@ -104,10 +104,10 @@ def operands_of(problem: AttentionProblem, device: torch.device) -> Operands:
 
 
 def call(kernel: str, problem: AttentionProblem, operands: Operands) -> Any:
-    """The public call, with that kernel, its output first filled with NaN, so that a cell nobody writes shows.
+    """Runs the public call with a kernel. Its output is first filled with NaN, so that unwritten elements are found.
 
     Returns:
-        out, and beside it lse if the problem has one.
+        out, or (out, lse) if the problem returns lse.
     """
     door = warpwave.attention_varlen if problem.packed else warpwave.attention
     arguments = call_arguments(problem, operands) | {"kernel": kernel, "return_lse": problem.return_lse}
@@ -117,14 +117,14 @@ def call(kernel: str, problem: AttentionProblem, operands: Operands) -> Any:
 
 @contextmanager
 def _memory_full_of_nan() -> Iterator[None]:
-    """torch fills what it allocates without a value, while its deterministic mode is on."""
+    """Makes torch fill new memory with NaN, which is a part of its deterministic mode."""
     was, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of operations that have no deterministic form, which is not the question
+            warnings.simplefilter("ignore")  # about operations without a deterministic form, which does not matter here
             yield
     finally:
         torch.use_deterministic_algorithms(was, warn_only=warn_only)
@@ -135,13 +135,13 @@ def _memory_full_of_nan() -> Iterator[None]:
 
 
 def gates(kernel: str, problem: AttentionProblem, device: torch.device) -> Verdict:
-    """The output against float64."""
+    """Compares the output with float64."""
     operands = operands_of(problem, device)
     return Sample(problem, operands, seed=SEED).judge(call(kernel, problem, operands))
 
 
 def visible(problem: AttentionProblem, operands: Operands) -> list[Tensor]:
-    """For each sequence, (num_heads_q, seqlen_q, seqlen_k): True where the pair is to be seen, by definition."""
+    """Returns (num_heads_q, seqlen_q, seqlen_k) for each sequence: True where the pair is visible by definition."""
     left, right = problem.window_size
     shown = []
     for b, (seqlen_q, seqlen_k) in enumerate(problem.items()):
@@ -164,18 +164,18 @@ def visible(problem: AttentionProblem, operands: Operands) -> list[Tensor]:
 
 
 def count(kernel: str, problem: AttentionProblem, device: torch.device) -> str:
-    """With q = 0 every visible key counts 1 in the sum: exp(lse) is their number. Returns what is wrong, or nothing."""
+    """Checks with q = 0 that exp(lse) is the number of visible keys. Returns the fault, or an empty string."""
     operands = _without_logits(problem, operands_of(problem, device))
     _, lse = call(kernel, problem, operands)
     counted = torch.exp(lse.double()).round().long()
     shown = [pairs.sum(-1) for pairs in visible(problem, operands)]
     expected = torch.cat(shown, dim=-1) if problem.packed else torch.stack(shown)
     wrong = int((counted != expected).sum())
-    return f"{wrong} of {expected.numel()} rows count another number of keys than they see" if wrong else ""
+    return f"{wrong} of {expected.numel()} rows count a wrong number of keys" if wrong else ""
 
 
 def support(kernel: str, problem: AttentionProblem, device: torch.device) -> str:
-    """With q = 0 and one-hot values, an output is 0 if and only if that key is hidden. Returns what is wrong."""
+    """Checks with q = 0 and one-hot values that an output is 0 exactly if its key is hidden. Returns the fault."""
     operands = _without_logits(problem, operands_of(problem, device))
     shown, width = visible(problem, operands), problem.head_dim_v
     for first in range(0, problem.seqlen_k, width):
@@ -195,16 +195,16 @@ def support(kernel: str, problem: AttentionProblem, device: torch.device) -> str
 
 
 def poison(kernel: str, problem: AttentionProblem, device: torch.device) -> str:
-    """Keys and values that no query sees have no effect. Returns what is wrong, or nothing.
+    """Checks that keys and values which no query sees have no effect. Returns the fault, or an empty string.
 
-    Whether they hold NaN or infinity, out has the same bits, and it keeps the gates of the same call with finite ones.
-    The bits of that call are not asked for: a kernel made of torch's operations hands a call with elements that are not
-    finite to another kernel, which rounds at other places.
+    They are set to NaN and then to infinity. Both outputs must pass the gates and have the same bits. They are not
+    compared with the bits for finite values: torch_sdpa hands a call with non-finite elements to eager, which rounds
+    differently.
     """
     operands = operands_of(problem, device)
     unseen = [~pairs.any(0).any(0) for pairs in visible(problem, operands)]
     if not any(bool(keys.any()) for keys in unseen):
-        raise AssertionError("this call hides no key from everybody")
+        raise AssertionError("no key of this call is hidden from all queries")
     sample = Sample(problem, operands, seed=SEED)
     outs = []
     for value in (math.nan, math.inf):
@@ -222,7 +222,7 @@ def poison(kernel: str, problem: AttentionProblem, device: torch.device) -> str:
 
 
 def _out(result: Any) -> Tensor:
-    """out alone, where lse came with it."""
+    """Returns out without lse."""
     out: Tensor = result[0] if isinstance(result, tuple) else result
     return out
 
@@ -235,14 +235,14 @@ def _without_logits(problem: AttentionProblem, operands: Operands) -> Operands:
 
 
 def _by_sequence(problem: AttentionProblem, x: Tensor, side: int) -> list[Tensor]:
-    """Views (tokens, heads, width) of each sequence; side 0 is that of the queries, 1 that of the keys."""
+    """Returns a view (tokens, heads, width) of each sequence; side 0 is queries, side 1 is keys."""
     if not problem.packed:
         return list(x)
     return list(x.split([lengths[side] for lengths in problem.items()]))
 
 
 PROBES: dict[str, tuple[Callable[[str, AttentionProblem, torch.device], str], Sequence[str], bool]] = {
-    # probe -> what it asks, with which features, whether it needs the log-sum-exp
+    # probe -> (its function, the features it checks, whether it needs the log-sum-exp)
     "count": (count, PROBED, True),
     "support": (support, PROBED, False),
     "poisoned keys": (poison, ("hidden keys", "hidden keys, mask"), False),
@@ -250,8 +250,8 @@ PROBES: dict[str, tuple[Callable[[str, AttentionProblem, torch.device], str], Se
 
 
 def probe_problem(feature: str, module: Any, gpu: Gpu, needs_lse: bool) -> AttentionProblem:
-    """The call of a probe: small, in float16, at lengths that end inside a tile. It asks for the log-sum-exp wherever
-    the kernel has one, so that all probes of a feature share one compiled variant."""
+    """Returns the call of a probe: small, in float16, with lengths that end inside a tile. It asks for the log-sum-exp
+    if the kernel has it, so that all probes of a feature share one compiled variant."""
     problem = replace(_probe_problem(feature), return_lse=True)
     if not needs_lse and module.why_not(problem, gpu):
         return replace(problem, return_lse=False)
@@ -259,7 +259,7 @@ def probe_problem(feature: str, module: Any, gpu: Gpu, needs_lse: bool) -> Atten
 
 
 def _probe_problem(feature: str) -> AttentionProblem:
-    if feature == "hidden keys":  # the first query sees the 21 keys before its own place, of 140
+    if feature == "hidden keys":  # the first query sees 21 of 140 keys
         return replace(problem_of("plain", "float16", head_dim=64, lengths=(50, 140)), window_size=(20, 0))
     if feature == "hidden keys, mask":
         problem = problem_of("plain", "float16", head_dim=64, lengths=(113, 140))

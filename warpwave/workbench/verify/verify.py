@@ -41,7 +41,7 @@ from warpwave.workbench.bench.workloads import case_name
 from warpwave.workbench.terminal import in_columns
 from warpwave.workbench.verify.selfcheck import FEATURES_OF_DTYPE, PROBES, SEED, gates, probe_problem, problem_of
 
-ROUNDS = 6  # the fewest that give an interval
+ROUNDS = 6  # the smallest number that gives an interval
 MOST_TIMED = 12  # cases of the shipped records, the same number of each suite
 LAST_TIMED = 105.0  # seconds; no case is started later, so that the command ends within two minutes
 MOST_COMPILERS = 12  # each with a CUDA context of its own, half a gigabyte of the GPU's memory
@@ -140,7 +140,7 @@ def check_kernel(module: Any, outcome: Outcome, device: torch.device, say: Calla
                 continue
             try:
                 verdict = gates(name, problem, device)
-            except Exception as error:  # whatever a kernel may raise is a finding
+            except Exception as error:  # any exception of a kernel is a finding
                 add(what, False, _said(error))
                 _check_alive(device, f"{name}, {what}")
                 continue
@@ -188,11 +188,11 @@ def _check_alive(device: torch.device, after: str) -> None:
     try:
         torch.cuda.synchronize(device)
     except RuntimeError as error:
-        raise Broken(f"after {after} the GPU answers nothing but: {_said(error)}") from None
+        raise Broken(f"after {after} the GPU fails with: {_said(error)}") from None
 
 
 def asked_of(modules: Sequence[Any], gpu: Gpu) -> list[tuple[str, AttentionProblem]]:
-    """(kernel, call) of every check that runs on a GPU, each once."""
+    """Returns (kernel, call) of every check that runs on a GPU, without duplicates."""
     jobs: dict[tuple[str, AttentionProblem], None] = {}
     for module in (module for module in modules if module.NEEDS_GPU):
         problems = [problem_of(f, dtype) for dtype, features in FEATURES_OF_DTYPE.items() for f in features]
@@ -202,11 +202,9 @@ def asked_of(modules: Sequence[Any], gpu: Gpu) -> list[tuple[str, AttentionProbl
 
 
 def compile_ahead(jobs: Sequence[tuple[str, AttentionProblem]], device: torch.device) -> None:
-    """Compiles at once what will be launched one after the other, into Triton's cache. What fails here fails there
-    again, where it is reported.
+    """Compiles all calls in parallel into Triton's cache. Errors are ignored here, because the checks report them.
 
-    In processes of their own, for the first half of a compilation is Python, which threads of one process would take
-    in turns.
+    It uses processes, because the first half of a compilation is Python, which threads could not run in parallel.
     """
     workers = min(MOST_COMPILERS, os.cpu_count() or 1, len(jobs))
     if not workers:
@@ -214,7 +212,7 @@ def compile_ahead(jobs: Sequence[tuple[str, AttentionProblem]], device: torch.de
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             list(pool.map(_compile_one, jobs, itertools.repeat(str(device)), chunksize=1))
-        except BrokenProcessPool:  # a compiler that kills its process: the checks will say of which kernel
+        except BrokenProcessPool:  # a compiler crashed its process; the checks will report the kernel
             return
 
 
@@ -230,7 +228,7 @@ def _compile_one(job: tuple[str, AttentionProblem], device: str) -> None:
 
 
 def shipped_cases(records: Records, gpu_name: str) -> list[tuple[Measurement, Measurement | None]]:
-    """(ours, torch's SDPA) of each case that the newest shipped run on this card has of a plain call to `auto`."""
+    """Returns (ours, torch's SDPA) for the cases of plain `auto` calls in the newest shipped run on this card."""
     same = {key: e for key, e in records.environments.items() if (e.get("gpu") or {}).get("name") == gpu_name}
     found: dict[AttentionProblem, tuple[str, Measurement, Measurement | None]] = {}
     for key, ours in records.measurements:
@@ -255,7 +253,7 @@ def shipped_cases(records: Records, gpu_name: str) -> list[tuple[Measurement, Me
     for _, ours, sdpa in found.values():
         of_suite.setdefault(ours.suite, []).append((ours, sdpa))
     each = max(1, MOST_TIMED // max(1, len(of_suite)))
-    # An odd step, for full and causal cases stand in turns; suite by suite in turns, for time may run out.
+    # An odd step, because full and causal cases alternate. Suites take turns, because time may run out.
     chosen = [cases[:: -(-len(cases) // each) | 1] for cases in of_suite.values()]
     return [case for turn in itertools.zip_longest(*chosen) for case in turn if case is not None]
 
@@ -263,7 +261,7 @@ def shipped_cases(records: Records, gpu_name: str) -> list[tuple[Measurement, Me
 def time_again(
     ours: Measurement, sdpa: Measurement | None, device: torch.device
 ) -> tuple[Speed | None, list[Measurement], str]:
-    """(the case timed again, its records, why it could not be timed)."""
+    """Returns (the case timed again, its records, why it could not be timed)."""
     from warpwave.workbench.bench.peers import PEERS, PeerUnavailable
 
     problem = ours.problem
@@ -300,20 +298,20 @@ def time_again(
     measured = [replace(mine, timing=timings["ours"], gpu_before=before, gpu_after=after)]
     if theirs is not None and "sdpa" in timings:
         measured.append(replace(theirs, timing=timings["sdpa"], gpu_before=before, gpu_after=after))
-    assert ours.timing is not None  # shipped_cases takes none without
+    assert ours.timing is not None  # shipped_cases returns only timed cases
     then = None if sdpa is None or sdpa.timing is None else ratio_if_paired(sdpa.timing, ours.timing)
     now = ratio_if_paired(timings["sdpa"], timings["ours"]) if "sdpa" in timings else None
     return Speed(case_name(problem), timings["ours"], ours.timing, now, then), measured, ""
 
 
 def describe_speed(speed: Speed) -> str:
-    """One line: our time and the record's, and the same against SDPA, which sees the same clocks."""
+    """Returns one line: our time and the record's, and both relative to SDPA at the same clocks."""
     text = f"{speed.case}: {speed.now.median_us:,.1f} us, record {speed.then.median_us:,.1f}"
     ratio = speed.ratio
     interval = "" if ratio.low95 is None else f" [{ratio.low95:.2f}, {ratio.high95:.2f}]"
     text += f" ({ratio.median:.2f}{interval} x as fast as the record{', SLOW' if speed.is_slow else ''})"
     if speed.now.method != speed.then.method:
-        text += f" [{speed.now.method}, the record {speed.then.method}: these do not compare]"
+        text += f" [{speed.now.method}, the record {speed.then.method}: these cannot be compared]"
     if speed.now_over_sdpa is not None:
         r = speed.now_over_sdpa
         interval = "" if r.low95 is None else f" [{r.low95:.2f}, {r.high95:.2f}]"
@@ -326,17 +324,17 @@ def describe_speed(speed: Speed) -> str:
 
 
 def default_out(gpu: Gpu) -> Path:
-    """A file name with the card and the second."""
+    """Returns a file name with the card and the time."""
     card = re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H%M%SZ")
     return Path(f"warpwave-verify-{card}-{now}.jsonl")
 
 
 def run(*, device_name: str | None, out: Path | None, kernels: Sequence[str], as_json: bool) -> int:
-    """The whole command. Returns the exit code: 1 where a result was wrong.
+    """Runs the command. Returns the exit code: 1 if a result was wrong.
 
     Raises:
-        InvalidInput: the request makes no sense, or the record cannot be written.
+        InvalidInput: the request is invalid, or the record cannot be written.
     """
     started = time.monotonic()
     device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -344,7 +342,7 @@ def run(*, device_name: str | None, out: Path | None, kernels: Sequence[str], as
     modules = _modules(kernels, gpu)
     path = out or default_out(gpu)
     if os.path.isfile(path):
-        raise InvalidInput(f"{path} is there already; name another file with --out")
+        raise InvalidInput(f"{path} already exists; name another file with --out")
     try:
         writer = RecordWriter(path, environment.describe(device))
     except RecordError as error:
@@ -357,7 +355,7 @@ def run(*, device_name: str | None, out: Path | None, kernels: Sequence[str], as
         cases = _cases_of_record(outcome, device)
         if gpu.vendor in ("nvidia", "amd"):
             jobs = asked_of(modules, gpu) + [("auto", ours.problem) for ours, _ in cases]
-            say(f"compiling what {_counted(len(jobs), 'call')} need ...")
+            say(f"compiling {_counted(len(jobs), 'call')} ...")
             compile_ahead(jobs, device)
             say(f"compiled after {time.monotonic() - started:.0f} s")
         for module in modules:
@@ -385,7 +383,7 @@ def _quiet(text: str) -> None:
 
 
 def _modules(kernels: Sequence[str], gpu: Gpu) -> list[Any]:
-    """The kernels asked for, or all that run anything of the sample here."""
+    """Returns the named kernels, or all that can run a part of the sample here."""
     by_name = {module.NAME: module for module in dispatch.KERNELS}
     for name in kernels:
         if name not in by_name:
@@ -405,11 +403,11 @@ def _cases_of_record(outcome: Outcome, device: torch.device) -> list[tuple[Measu
     from warpwave.workbench.report import shipped
 
     if device.type != "cuda":
-        outcome.no_speed = "nothing was measured on a GPU"
+        outcome.no_speed = "no speed was measured, because there is no GPU"
         return []
     cases = shipped_cases(shipped.records(), torch.cuda.get_device_properties(device).name)
     if not cases:
-        outcome.no_speed = f"no record of {outcome.gpu.name} is shipped, so its speed was compared with none"
+        outcome.no_speed = f"no record of {outcome.gpu.name} ships with warpwave, so its speed was not compared"
     return cases
 
 
@@ -423,11 +421,11 @@ def _compare_with_record(
     measured: list[Measurement] = []
     for i, (ours, sdpa) in enumerate(cases):
         if time.monotonic() > until:
-            say(f"not timed  {_counted(len(cases) - i, 'more case')}: the time for it is over")
+            say(f"not timed  {_counted(len(cases) - i, 'more case')}: the time limit is reached")
             break
         try:
             speed, records, why = time_again(ours, sdpa, device)
-        except RuntimeError as error:  # out of memory, on a card that others use too
+        except RuntimeError as error:  # out of memory, on a shared card
             _check_alive(device, case_name(ours.problem))
             say(f"not timed  {case_name(ours.problem)}: {_said(error)}")
             continue
@@ -443,18 +441,18 @@ def _compare_with_record(
 
 
 def describe_line(line: Line) -> str:
-    """One line of text."""
+    """Returns one line of text."""
     return in_columns(("pass" if line.passed else "FAIL", line.kernel, line.what, line.detail), _widths())
 
 
 def describe_refusals(kernel: str, refused: dict[str, list[str]]) -> str:
-    """What a kernel does not claim, each reason once."""
+    """Returns the reasons why a kernel refused cases of the sample, without duplicates."""
     reasons = dict.fromkeys(reason for found in refused.values() for reason in found)
     return in_columns(("", kernel, f"refuses {len(refused)} of the sample: {'; '.join(reasons)}"), _widths())
 
 
 def _widths() -> tuple[int, int, int, int]:
-    """Of the columns, wide enough for every kernel and check: lines are printed as results come."""
+    """Returns the widths of the columns, for all kernels and checks, because lines are printed one by one."""
     checks = [f"{dtype} {feature}" for dtype, features in FEATURES_OF_DTYPE.items() for feature in features]
     checks += [f"{probe}, {feature}" for probe, (_, features, _) in PROBES.items() for feature in features]
     names = (module.NAME for module in dispatch.KERNELS)
@@ -462,10 +460,12 @@ def _widths() -> tuple[int, int, int, int]:
 
 
 def verdict(outcome: Outcome) -> str:
-    """What it comes to, in one sentence."""
+    """Returns the verdict in one sentence."""
     total, wrong = len(outcome.lines), outcome.wrong
     if outcome.broken:
-        return f"FAILED: {outcome.broken}; what comes behind was not run. `warpwave doctor --bundle` collects a report."
+        return (
+            f"FAILED: {outcome.broken}; the remaining checks did not run. `warpwave doctor --bundle` collects a report."
+        )
     if wrong:
         names = ", ".join(dict.fromkeys(line.kernel for line in wrong))
         return (
@@ -476,19 +476,19 @@ def verdict(outcome: Outcome) -> str:
         return f"FAILED: no kernel ran any check on {outcome.gpu.name}."
     where = f"on {outcome.gpu.name}"
     if outcome.gpu.vendor == "interpreter":
-        where = "in Triton's interpreter, which says nothing of a GPU"
+        where = "in Triton's interpreter, which does not check a GPU"
     right = f"All of {_counted(total, 'check')} passed {where}"
     if not outcome.speeds:
         return f"{right}; {outcome.no_speed or 'no case could be timed'}."
     comparable = [s for s in outcome.speeds if s.now.method == s.then.method]
     ratios = {s.case: s.ratio.median for s in comparable}
     if not ratios:
-        return f"{right}; no time compares with the record's."
+        return f"{right}; no time can be compared with the record."
     mean, worst = geometric_mean(ratios.values()), min(ratios, key=ratios.__getitem__)
     slow = sum(s.is_slow for s in comparable)
     how = "as expected of another card of this kind (they differ by 10 to 15 %)"
     if slow:
-        how = f"{slow} of them slower than cards of one kind differ: see `warpwave doctor` for clocks and neighbours"
+        how = f"{slow} of them slower than cards of one kind differ: see `warpwave doctor` for clocks and processes"
     return (
         f"{right}, and {_counted(len(ratios), 'case')} ran at {mean:.2f} x the shipped record's speed in the geometric "
         f"mean, {ratios[worst]:.2f} x at the least ({worst}), {how}."
@@ -500,7 +500,7 @@ def _counted(n: int, noun: str) -> str:
 
 
 def as_data(outcome: Outcome, path: Path, seconds: float) -> dict[str, Any]:
-    """The same for `--json`."""
+    """Returns the outcome as data for `--json`."""
     return {
         "warpwave": warpwave.__version__,
         "gpu": asdict(outcome.gpu),

@@ -1,4 +1,4 @@
-"""What hopper/flash_fwd can run, where another kernel is faster, and what a call costs it. No kernel by itself."""
+"""States what hopper/flash_fwd can run, where another kernel is faster, and what a launch costs. Holds no kernel."""
 
 from __future__ import annotations
 
@@ -28,47 +28,47 @@ MAX_HEAD_DIM = {"float16": 384, "bfloat16": 384, "float32": 256}
 
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Every reason this kernel cannot run the problem there; empty when it can."""
+    """Returns every reason this kernel cannot run the problem on this GPU; empty if it can."""
     reasons = _why_not_kind(problem, gpu)
-    # Without a bias for each score some tile always fits.
+    # Without one bias per score, some tile always fits.
     if not reasons and has_bias_cells(problem) and default(problem, gpu) is None:
-        return ["no tile fits shared memory and registers beside its share of the bias"]
+        return ["no tile fits shared memory and registers together with its tile of the bias"]
     return reasons
 
 
 @by_kind
 def _why_not_kind(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """`why_not` by the rules that read no length."""
+    """Returns the reasons of `why_not` that depend on no length."""
     found = reasons.of_hopper(gpu)
     if problem.dtype == "float32":
         if gpu.arch == "sm_90" and num_parts(problem, gpu) == 0:
-            found.append(f"precision is {problem.precision!r}; its products of float32 are {', '.join(ABLE)}")
+            found.append(f"precision is {problem.precision!r}; its float32 products are {', '.join(ABLE)}")
         found += precision.why_not(problem, gpu, ABLE)
     found += reasons.of_gradients(problem)
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size > MAX_HEAD_DIM[problem.dtype]:
             found.append(
-                f"{name} is {size}; rows of K and V must fit a tile and of out the registers: "
-                f"{MAX_HEAD_DIM[problem.dtype]} at most in {problem.dtype}"
+                f"{name} is {size}; rows of K and V must fit a tile and rows of out must fit the registers: "
+                f"at most {MAX_HEAD_DIM[problem.dtype]} in {problem.dtype}"
             )
         if size % 8 and problem.dtype != "float32":
-            found.append(f"{name} is {size}; rows copied by TMA are a multiple of 16 bytes, so it must be one of 8")
+            found.append(f"{name} is {size}; it must be a multiple of 8, because TMA copies multiples of 16 bytes")
     for name, shape in (("boolean mask", problem.mask_shape), ("bias", problem.bias_shape)):
         if shape is not None and problem.dtype == "float32":
-            found.append(f"it takes a {name} in 16-bit types alone")
+            found.append(f"it takes a {name} only in 16-bit types")
         elif shape is not None and max(problem.head_dim, problem.head_dim_v) > 256:
-            found.append(f"it takes a {name} up to head_dim 256: beyond, registers do not suffice")
+            found.append(f"it takes a {name} only up to head_dim 256: above, registers do not suffice")
     return found
 
 
 def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Where `flash_fwd` takes less time: calls so short that setting up the ring and the roles is not earned back."""
+    """Returns why `flash_fwd` is faster: very short calls do not amortize setting up the ring and the warp roles."""
     rows = -(-problem.seqlen_q // 64) * problem.batch * problem.num_heads_q
     short = problem.seqlen_k <= 512 and max(problem.head_dim, problem.head_dim_v) <= 64
     if problem.mask_shape is not None or problem.bias_shape is not None:
-        return []  # 16 heads x 512 with a mask of keys: 10.8 us against 31.3 (graph replays, an H200)
+        return []  # 16 heads x 512 with a key mask: 10.8 us against 31.3 (graph replays, an H200)
     if not (short and rows <= (gpu.num_sms or NUM_SMS)) or problem.dtype == "float32":
-        return []  # in float32 it is the faster one from 1 head x 512 on: 10 to 17 us against 28 (graphs, an H200)
+        return []  # in float32 this kernel is faster from 1 head x 512 on: 10 to 17 us against 28 (graphs, an H200)
     # Graph replays on an H200, hot, in us, this kernel / flash_fwd (the shipped record, suite tiny): 1 head x 64 3.99 /
     # 2.58, x 128 3.96 / 3.11, x 512 6.59 / 6.22; 8 x 4 heads x 128 4.11 / 3.35. Beyond: 16 heads x 1024 13.1 / 13.8.
     return [
@@ -77,12 +77,12 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """What one launch moves and computes: whole tiles, padding included; K and V once for each query tile. In float32
-    also what the launch before reads, and the parts that it writes."""
+    """Returns what one launch moves and computes: whole tiles, padding included; K and V once for each query tile. In
+    float32 it includes what the preceding launches read, and the parts that they write."""
     size = DTYPE_BYTES[problem.dtype]
     width, width_v = sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
     visited = walk(problem, config.block_m, config.block_n, from_first=True).tiles
-    # A warpgroup whose rows all lie behind the end of the sequence passes over its tiles.
+    # A warpgroup skips its tiles when all its rows lie past the end of the sequence.
     of_groups = config.block_m // config.groups
     busy = sum(-(-q // of_groups) for q, _ in problem.items())
     busy_share = busy / max(1, config.groups * sum(-(-q // config.block_m) for q, _ in problem.items()))
@@ -104,10 +104,10 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
             if many_maxima:
                 launches = 3
                 split_reads += keys * size * (problem.head_dim + problem.head_dim_v)
-    if size == 2:  # as TMA copies them: of 80 columns as long as of 176
+    if size == 2:  # as TMA copies them: 80 columns take as long as 176
         k_bytes = line_bytes(size * problem.head_dim) + line_bytes(size * problem.head_dim_v)
     reads = rows * q_bytes + visited * config.block_n * k_bytes
-    if problem.mask_shape is not None:  # a launch before packs the mask into bits
+    if problem.mask_shape is not None:  # a preceding launch packs the mask into bits
         split_reads, workspace, launches = math.prod(problem.mask_shape), 4 * mask_bits.packed(problem).size, 2
         reads += scores // 8
     if has_bias_cells(problem):
@@ -127,7 +127,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         longest=max(1, of_tiles.longest),
         order=launch_order(problem, config.block_m, config.block_n) if problem.packed else (),
         cut=of_tiles.cut,
-        trips=5 if problem.packed else 0,  # offsets of sequences, then those of the tile's own, in each role
+        trips=5 if problem.packed else 0,  # each role loads the sequence offsets, then those of its tile
         threads=128 * (config.groups + 1),
         chains=1 if _in_step(problem, gpu, config) else max(1, round(config.groups * busy_share)),
         blocks_per_sm=config.blocks_per_sm,
@@ -147,16 +147,16 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
 
 
 def _in_step(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
-    """Whether three warpgroups multiply together and take exponentials together, not by turns: of one tile a block, at
-    head sizes where both take as long. They begin together, and what sets them apart are the tiles that follow (H200: 7
-    to 20 steps of 1.8 us each, where long runs of tiles take 1.3)."""
+    """Returns whether three warpgroups multiply together and take exponentials together instead of alternating. This
+    happens with one tile a block, at head sizes where both take equally long: the warpgroups start together, and only
+    later tiles would shift them apart (H200: 7 to 20 steps of 1.8 us each; long runs of tiles take 1.3)."""
     tiles = query_tiles(problem, config.block_m)
     return config.groups == 3 and problem.head_dim <= 64 and tiles <= (gpu.num_sms or NUM_SMS) * config.blocks_per_sm
 
 
 def _loop(problem: AttentionProblem, width_v: int, parts: int) -> str:
-    """Which of the loops over tiles: that of several parts, of tiles one after another, or of tiles that overlap, which
-    float32 as one part has to itself, scores that a mask or bias is read for, rows of odd sizes."""
+    """Returns the name of the loop over key tiles: for several parts, for serial tiles, or for overlapped tiles.
+    Overlapped tiles have separate entries for float32 in one part, for masks or biases, and for odd row sizes."""
     if problem.dtype == "float32":
         return "parts" if parts > 1 else "one part"
     if problem.mask_shape is not None or problem.bias_shape is not None:

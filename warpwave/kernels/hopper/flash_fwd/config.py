@@ -1,4 +1,4 @@
-"""Configs of `hopper/flash_fwd`: what one is, what it takes of an SM, and which is the default where."""
+"""Configs of `hopper/flash_fwd`: their values, the SM resources they need, and the rules that choose the default."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from warpwave.kernels.rules import Rule, deciding, note, undecided
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
 MAX_PIECES = 3
-NUM_SMS = 132  # of an H100 or H200 SXM, where no device is asked
+NUM_SMS = 132  # of an H100 or H200 SXM, used when no GPU is given
 SHORT_KEYS = 2048
-SMEM_PER_SM = 228 * 1024  # of which the driver keeps 1 KiB a block
-# Ways of computing float32 products that it has, and parts of an operand: scaled float16, or bfloat16.
+SMEM_PER_SM = 228 * 1024  # the driver keeps 1 KiB of it for each block
+# Supported ways to compute float32 products, and the number of parts of an operand: scaled float16, or bfloat16.
 PARTS = {**scale_ahead.PARTS, "bf16x6": 3}
 ABLE = tuple(PARTS)
 
@@ -25,11 +25,11 @@ class Config:
     """Tile shape and how blocks share an SM.
 
     Args:
-        block_m: queries of a block, 64 for each consumer warpgroup: 64, 128 or 192.
-        block_n: keys a step walks: 32, 64 or 128.
-        num_stages: K and V tiles in flight: at least 2; where operands of float32 have several parts, at least 1.
-        blocks_per_sm: blocks that share an SM, and its registers and shared memory: 1 to 3; more than 1 only with
-            64 queries a block.
+            block_m: queries per block, 64 per consumer warpgroup: 64, 128 or 192.
+            block_n: keys per step: 32, 64 or 128.
+            num_stages: K and V tiles in flight: at least 2; at least 1 if float32 operands have several parts.
+            blocks_per_sm: blocks that share an SM, its registers and its shared memory: 1 to 3; more than 1 requires
+                64 queries per block.
     """
 
     block_m: int
@@ -42,22 +42,22 @@ class Config:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be one of {allowed}")
         if self.num_stages < 1:
-            raise ValueError(f"num_stages is {self.num_stages}; it must be at least 1, and 2 where tiles overlap")
+            raise ValueError(f"num_stages is {self.num_stages}; it must be at least 1, and at least 2 if tiles overlap")
         if self.blocks_per_sm > 1 and self.block_m != 64:
             raise ValueError(f"blocks_per_sm is {self.blocks_per_sm}; more than 1 needs block_m 64, not {self.block_m}")
         if self.blocks_per_sm > 1 and self.num_stages > 4:
-            raise ValueError(f"num_stages is {self.num_stages}; blocks that share an SM have barriers for 4")
+            raise ValueError(f"num_stages is {self.num_stages}; blocks that share an SM have barriers for at most 4")
 
     @property
     def groups(self) -> int:
-        """Consumer warpgroups."""
+        """Number of consumer warpgroups."""
         return self.block_m // 64
 
 
 @cache
 def pieces(head_dim: int) -> tuple[int, ...]:
-    """The powers of two a row of this width is made of, widest first: 80 = 64 + 16. Widths that are no sum of three
-    such powers from 16 up are padded with zeros, which the copy engine supplies."""
+    """Returns the powers of two that add up to a row width, widest first: 80 = 64 + 16. A width that is not a sum of at
+    most three such powers, each at least 16, is padded with zeros, which TMA supplies."""
     width = -(-head_dim // 16) * 16
     while True:
         parts = tuple(1 << bit for bit in range(8, 3, -1) if width & 1 << bit)
@@ -67,38 +67,40 @@ def pieces(head_dim: int) -> tuple[int, ...]:
 
 
 def num_parts(problem: AttentionProblem, gpu: Gpu) -> int:
-    """Parts of an operand: 1 for 16-bit types, in float32 0 where it cannot be multiplied here."""
+    """Returns the number of parts of an operand: 1 for 16-bit types; for float32, 0 if it cannot be multiplied here."""
     if problem.dtype != "float32":
         return 1
     return PARTS.get(precision.arithmetic(problem, gpu, ABLE), 0)
 
 
 def query_tiles(problem: AttentionProblem, block_m: int) -> int:
-    """Returns how many tiles of queries the schedule has, over all heads and sequences."""
+    """Returns the number of query tiles in the schedule, over all heads and sequences."""
     if problem.packed:
         return (problem.total_q // block_m + problem.batch) * problem.num_heads_q
     return -(-problem.seqlen_q // block_m) * problem.num_heads_q * problem.batch
 
 
-# What one takes of an SM ----------------------------------------------------------------------------------------------
+# Resources of an SM ---------------------------------------------------------------------------------------------------
 
 
 def registers(config: Config) -> tuple[int, int]:
-    """Registers of a consumer's and the producer's threads after they are handed over, multiples of 8. An SM has
-    65,536; the producer's warpgroup counts in full."""
+    """Returns the registers of a consumer thread and of a producer thread after reallocation, both multiples of 8. An
+    SM has 65,536; the producer's warpgroup counts in full."""
     return {1: (240, 24), 2: (240, 24), 3: (160, 32)}[config.groups]
 
 
 def out_pieces(problem: AttentionProblem, config: Config) -> tuple[int, ...]:
-    """The pieces that a row of out is stored in: those of a row of V, or, one half after the other, two."""
+    """Returns the pieces in which a row of out is stored: those of a row of V, or two halves stored one after the
+    other."""
     of_values = pieces(problem.head_dim_v)
     return (128, 128) if out_columns(problem, config) == 128 and of_values == (256,) else of_values
 
 
 @by_kind
 def out_columns(problem: AttentionProblem, config: Config) -> int:
-    """How many columns of out have shared memory of their own, so that the next block's Q loads while the last product
-    runs: all of them, half of 256, or none, where out takes Q's. Worth 10 % at 16 x 1024 (head_dim 128)."""
+    """Returns how many columns of out have their own shared memory, so that the next block's Q loads during the last
+    product: all columns, half of 256, or none, in which case out reuses Q's memory. Worth 10 % at 16 x 1024
+    (head_dim 128)."""
     limit = SMEM_PER_SM // config.blocks_per_sm - 1024
     width = sum(pieces(problem.head_dim_v))
     if pieces(problem.head_dim) != pieces(problem.head_dim_v) or _smem(problem, config, width) <= limit:
@@ -108,10 +110,12 @@ def out_columns(problem: AttentionProblem, config: Config) -> int:
 
 @by_kind
 def q_in_registers(problem: AttentionProblem, config: Config) -> int:
-    """How many columns of Q consumers keep in registers, half of 256 or none. The product of scores then reads 96 bytes
-    of shared memory a clock instead of 128, all that there are: 1.004 to 1.009 times as fast at 16 x 1024 to 1 x 16384,
-    full and causal. A quarter takes 1.02 times as long, half at head_dim 128 1.01 times. Where more is done to scores,
-    registers run out."""
+    """Returns how many columns of Q consumers keep in registers: half of 256, or none.
+
+    The product of scores then reads 96 bytes of shared memory a clock instead of 128, which is the maximum: 1.004 to
+    1.009 times as fast at 16 x 1024 to 1 x 16384, full and causal. With a quarter in registers it takes 1.02 times as
+    long, with half at head_dim 128 1.01 times. If scores need more work (masks, biases), registers run out.
+    """
     wide = problem.dtype != "float32" and pieces(problem.head_dim) == pieces(problem.head_dim_v) == (256,)
     bare = problem.mask_shape is problem.bias_shape is problem.alibi_shape is None and problem.softcap == 0.0
     bare = bare and problem.window_size == (-1, -1) and not problem.packed
@@ -120,7 +124,7 @@ def q_in_registers(problem: AttentionProblem, config: Config) -> int:
 
 @by_kind
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """An upper bound on the shared memory of one block, which tests hold against what every config compiles to."""
+    """Returns an upper bound on the shared memory of one block; tests compare it with what every config compiles to."""
     if problem.dtype == "float32":
         return _smem(problem, config, 0, max(1, num_parts(problem, gpu)))
     return _smem(problem, config, out_columns(problem, config))
@@ -130,11 +134,11 @@ def _smem(problem: AttentionProblem, config: Config, out_columns: int, parts: in
     width, width_v = sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
     elements = config.block_m * (width + out_columns) + config.num_stages * config.block_n * (width + width_v)
     beside = config.num_stages * config.block_m * config.block_n * _bias_bytes(problem)
-    return 2 * parts * elements + beside + 2048  # the last for barriers and reductions
+    return 2 * parts * elements + beside + 2048  # 2048 for barriers and reductions
 
 
 def has_bias_cells(problem: AttentionProblem) -> bool:
-    """Whether each score has a bias of its own, which comes with K and takes registers."""
+    """Returns whether each score has its own bias, which is loaded with K and takes registers."""
     return problem.bias_shape is not None and min(problem.bias_shape[2:]) > 1
 
 
@@ -143,30 +147,33 @@ def _bias_bytes(problem: AttentionProblem) -> int:
 
 
 def values_first(problem: AttentionProblem, config: Config) -> bool:
-    """Whether a step waits for the product with V before its exponentials, not behind them. Conversions then hide
-    between exponentials: 1.09 times as fast at head_dim 128, 1 x 16384, 1.07 at 80, 1.06 in a window of 1,024. At 256,
-    where the product is several times as long as the exponentials, 0.98 times, and 0.95 times with a bias for each
-    score. Of blocks of one warpgroup 1.02 times where three share an SM (head_dim 64, 16 x 1024, causal)."""
+    """Returns whether a step waits for the product with V before its exponentials instead of after them.
+
+    Conversions then overlap with exponentials: 1.09 times as fast at head_dim 128, 1 x 16384, 1.07 at 80, 1.06 with a
+    window of 1,024. At 256 the product takes several times as long as the exponentials: 0.98 times, and 0.95 times with
+    a bias for each score. With blocks of one warpgroup, 1.02 times if three share an SM (head_dim 64, 16 x 1024,
+    causal).
+    """
     if config.groups == 1 and (config.blocks_per_sm < 3 or problem.dtype == "float32"):
         return False
     return sum(pieces(problem.head_dim_v)) <= 128 and not has_bias_cells(problem)
 
 
-# Which ----------------------------------------------------------------------------------------------------------------
+# Choice of a config ---------------------------------------------------------------------------------------------------
 
 
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """The default first, then every other candidate that fits the GPU's shared memory and registers; empty where none
-    fits."""
+    """Returns the default first, then every other candidate that fits the GPU's shared memory and registers; empty if
+    none fits."""
     parts, first = num_parts(problem, gpu), default(problem, gpu)
     found = fitting(problem, gpu)
-    if parts > 1:  # one stage only where no other fits
+    if parts > 1:  # one stage only if nothing else fits
         found = [c for c in found if c.num_stages > 1 or replace(c, num_stages=2) not in found]
     return [] if first is None else [first, *(c for c in found if c != first)]
 
 
 def default(problem: AttentionProblem, gpu: Gpu) -> Config | None:
-    """The config with which a problem runs where nobody names another; None where none fits."""
+    """Returns the config used when the caller names none; None if no config fits."""
     candidates = _candidates(problem, gpu)
     if len(candidates) == 1:
         return candidates[0][1]
@@ -176,7 +183,7 @@ def default(problem: AttentionProblem, gpu: Gpu) -> Config | None:
 
 @by_kind
 def _candidates(problem: AttentionProblem, gpu: Gpu) -> list[tuple[Rule[Config], Config | None]]:
-    """The rules of which lengths decide, each with its first config that fits the GPU, or another that fits."""
+    """Returns the rules that depend on lengths, each with its first config that fits the GPU, else any that fits."""
     other = next(iter(fitting(problem, gpu)), None)
     call = Call(problem, gpu)
     rules = undecided(RULES_OF_PARTS if call.parts > 1 else RULES, call)
@@ -185,7 +192,7 @@ def _candidates(problem: AttentionProblem, gpu: Gpu) -> list[tuple[Rule[Config],
 
 @by_kind
 def fitting(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """The candidates that fit the GPU's shared memory and registers."""
+    """Returns the candidates that fit the GPU's shared memory and registers."""
     return [c for c in _space(problem, num_parts(problem, gpu)) if _fits(problem, gpu, c)]
 
 
@@ -210,67 +217,69 @@ def _fits_shared_memory(problem: AttentionProblem, gpu: Gpu, config: Config) -> 
 
 
 def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
-    """Shared memory of all blocks of an SM, and a consumer thread's registers: scores, probabilities, accumulator."""
+    """Checks the shared memory of all blocks of an SM, and a consumer thread's registers: scores, probabilities and
+    accumulator."""
     if not _fits_shared_memory(problem, gpu, config):
         return False
     width_v, block_n, parts = sum(pieces(problem.head_dim_v)), config.block_n, num_parts(problem, gpu)
     needed = block_n // 2 + block_n // 4 + width_v // 2 + 40 + block_n // 8 * _bias_bytes(problem)
-    if parts > 1:  # scores in two accumulators, or parts of probabilities and a slice of the product (split_float32.py)
+    if parts > 1:  # two accumulators of scores, or parts of probabilities and a slice of the product (split_float32.py)
         needed = width_v // 2 + max(block_n, parts * block_n // 4 + min(width_v, 64)) + 16
-    elif width_v > 320:  # scores and probabilities are not there together (serial.py)
+    elif width_v > 320:  # scores and probabilities are never live together (serial.py)
         needed = block_n // 2 + width_v // 2 + 32
     return needed <= {1: 240, 2: 200, 3: 136}[config.blocks_per_sm] and needed <= registers(config)[0]
 
 
 @by_kind
 def _facts(problem: AttentionProblem, gpu: Gpu) -> tuple[int, int, int]:
-    """Width of a tile, parts of an operand, and bytes of a score's bias."""
+    """Returns the width of a tile, the parts of an operand, and the bytes of a score's bias."""
     return _width(problem), num_parts(problem, gpu), _bias_bytes(problem)
 
 
 class Call:
-    """What the rows of `RULES` read of a call. Sizes are computed when a row asks for them."""
+    """The properties of a call that the rows of `RULES` read. Sizes are computed when a row reads them."""
 
     def __init__(self, problem: AttentionProblem, gpu: Gpu) -> None:
         self.problem, self.num_sms = problem, gpu.num_sms or NUM_SMS
         self.width, self.parts, self.bias_bytes = _facts(problem, gpu)
 
     def rows_per_sm(self, block_m: int) -> int:
-        """Queries that the busiest SM works on, all blocks being as long."""
+        """Returns the queries that the busiest SM processes if all blocks take equally long."""
         return -(-query_tiles(self.problem, block_m) // self.num_sms) * block_m
 
     @property
     def is_one_wave(self) -> bool:
-        """Whether blocks of 128 queries all run at once."""
+        """Returns whether blocks of 128 queries all run at once."""
         return query_tiles(self.problem, 128) <= self.num_sms
 
     @property
     def is_uneven(self) -> bool:
-        """Whether blocks of 128 queries leave the busiest SM a fifth more queries than blocks of 64."""
+        """Returns whether the busiest SM gets at least a fifth more queries from blocks of 128 than from blocks of
+        64."""
         return self.rows_per_sm(128) > 1.2 * self.rows_per_sm(64)
 
     @property
     def reach(self) -> int:
-        """The most keys that a query sees, by position."""
+        """Returns the largest number of keys that a query sees, by position."""
         seqlen_k = self.problem.seqlen_k
         low, high = self.problem.band(self.problem.seqlen_q, seqlen_k)
         return seqlen_k if low is None or high is None else max(0, min(seqlen_k, high - low + 1))
 
     @property
     def is_short_causal(self) -> bool:
-        """Whether position hides keys and no query sees more than 2,048."""
+        """Returns whether position hides keys and no query sees more than 2,048."""
         return self.problem.has_band and self.reach <= SHORT_KEYS
 
     @property
     def is_plain(self) -> bool:
-        """Dense, 16 bits, without mask or bias."""
+        """Returns whether the call is dense and 16-bit, without mask or bias."""
         p = self.problem
         return p.dtype != "float32" and not p.packed and p.mask_shape is p.bias_shape is None
 
     @property
     def suits_192(self) -> bool:
-        """Whether blocks of 192 queries leave the busiest SM about as many as blocks of 128. Measured ratios: 1.125 at
-        16 x 1024, 1.03 at 4 x 4096 and 1 x 16384."""
+        """Returns whether the busiest SM gets about as many queries from blocks of 192 as from blocks of 128. Measured
+        ratios: 1.125 at 16 x 1024, 1.03 at 4 x 4096 and 1 x 16384."""
         more = self.rows_per_sm(192) / max(1, self.rows_per_sm(128))
         return len(pieces(self.width)) < 3 and more <= (1.13 if self.width > 96 else 1.06)
 
@@ -281,13 +290,13 @@ WIDE = "2026-11-21-h200-hopper-float32-parts.log"
 HALVES = "2026-11-21-h200-hopper-float32-halves.log"
 OF_192 = "2026-11-22-h200-hopper-tiles-of-192.log"
 
-# 16 bits, and float32 in one part. Ratios of time on an H200.
+# 16-bit types, and float32 in one part. The figures are ratios of time on an H200.
 RULES: tuple[Rule[Config], ...] = (
     Rule(
         "float32, head_dim above 128, a causal mask or window, one wave of blocks",
         lambda c: c.problem.dtype == "float32" and c.width > 128 and c.problem.has_band and c.is_one_wave,
         (Config(64, 64, 2),),
-        "a wave is as long as its longest block: 128 queries take 1.34 times as long (2 x 8 heads x 1024, tf32)",
+        "the longest block sets the length of a wave: 128 queries take 1.34 times as long (2 x 8 heads x 1024, tf32)",
         HALVES,
     ),
     Rule(
@@ -308,7 +317,7 @@ RULES: tuple[Rule[Config], ...] = (
         "a 16-bit bias for each score",
         lambda c: c.bias_bytes == 2,
         (Config(128, 64, 3), Config(128, 64, 2)),
-        "level with two blocks of 64 queries an SM (4 x 4096, head_dim 128)",
+        "as fast as two blocks of 64 queries an SM (4 x 4096, head_dim 128)",
         MASKS,
     ),
     Rule(
@@ -326,7 +335,7 @@ RULES: tuple[Rule[Config], ...] = (
         TUNING,
     ),
     Rule(
-        "head_dim 65 to 128, dense, no mask or bias, and blocks of 192 queries go round",
+        "head_dim 65 to 128, dense, no mask or bias, and blocks of 192 queries balance over the SMs",
         lambda c: c.width > 64 and c.is_plain and c.suits_192,
         (Config(192, 64, 4),),
         "1.07 times as fast as 128 queries at 1 x 16384 and 4 x 4096, 1.035 at 16 x 1024; causal 1.07, 1.04, 1.01; in "
@@ -343,7 +352,7 @@ RULES: tuple[Rule[Config], ...] = (
         MASKS,
     ),
     Rule(
-        "head_dim up to 64, too few blocks of 192 queries to go round",
+        "head_dim up to 64, blocks of 192 queries do not balance over the SMs",
         lambda c: c.rows_per_sm(192) > 1.2 * c.rows_per_sm(64),
         (Config(64, 128, 2, 2),),
         "1.3 times as fast as 192 queries at 1 x 1024 with 32 heads, a ratio of 1.5; at 1.14, 16 x 1024, 0.97",
@@ -351,8 +360,8 @@ RULES: tuple[Rule[Config], ...] = (
     ),
     Rule("head_dim up to 64", lambda c: True, (Config(192, 128, 3),), "the fastest of a sweep", TUNING),
 )
-# float32 in two or three parts: 64 keys a step and two warpgroups as far as shared memory goes. With 32 keys a key is
-# 1.2 times as slow, because every product then reads more of Q than of K. A second stage gains nothing.
+# float32 in two or three parts: 64 keys a step and two warpgroups if shared memory allows. 32 keys a step take 1.2
+# times as long per key, because every product then reads more of Q than of K. A second stage gains nothing.
 RULES_OF_PARTS: tuple[Rule[Config], ...] = (
     Rule(
         "three parts, head_dim up to 64, uneven blocks of 128 queries or a short causal mask",
@@ -417,5 +426,5 @@ def rule_of(problem: AttentionProblem, gpu: Gpu) -> Rule[Config]:
 
 
 def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
-    """Returns what `explain` says of a config: the row that chose it."""
+    """Returns what `explain` prints about a config: the row that chose it."""
     return [note(rule_of(problem, gpu), config)]

@@ -1,13 +1,13 @@
-"""FlashAttention forward for NVIDIA Hopper: warp-specialised, in Gluon; bf16 and fp16, head_dim up to 384; float32 by
+"""FlashAttention forward for NVIDIA Hopper: warp-specialized, in Gluon; bf16 and fp16, head_dim up to 384; float32 by
 parts of 16 bits, up to 256.
 
-A block is one producer warp and one to three consumer warpgroups of 64 queries. The producer moves Q, K and V tiles
-into shared memory by TMA; consumers multiply them by wgmma straight from there, keep probabilities in registers, and
-turn the scores of one tile into probabilities while the tensor cores are busy with the tile before (roles.py,
-softmax.py). Blocks stay on their SM and draw tiles of queries from a counter, longest first (scheduler.py). float32 is
-made one or two parts of scaled float16, or three of bfloat16, by launches before (scale_ahead.py, split_ahead.py), and
-every product becomes one, three or six (split_float32.py). A boolean mask is packed into bits by a launch before
-(mask_bits.py), a bias comes beside K (mask_bias.py).
+A block is one producer warp and one to three consumer warpgroups of 64 queries each. The producer loads Q, K and V
+tiles into shared memory by TMA. Consumers multiply them by wgmma directly from shared memory and keep probabilities in
+registers. They turn the scores of one tile into probabilities while the tensor cores work on the previous tile
+(roles.py, ../softmax.py). Blocks are persistent and draw tiles of queries from a counter, longest first
+(../scheduler.py). Preceding launches split float32 into one or two parts of scaled float16, or three of bfloat16
+(prepass/scale_ahead.py, prepass/split_ahead.py); every product becomes one, three or six (../split_float32.py). A
+preceding launch packs a boolean mask into bits (prepass/mask_bits.py); a bias is loaded with K (mask_bias.py).
 
     S = softmax_scale * Q K^T, then softcap, bias, ALiBi, mask;   out = softmax(S) V;   lse = log(sum(exp(S)))
 
@@ -15,14 +15,14 @@ Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and 
 3.2. The online softmax rescales only when a row's maximum has risen by more than `softmax.LAG`.
 
 Bound: tensor cores under the power limit from head_dim 128 on and in float32, exponentials and instruction issue at 64,
-launch latency when the grid does not fill the GPU. It adds to flash_fwd everything that Hopper has of its own; what was
-tried and what each part gained is in docs/notes/hopper.md.
+launch latency if the grid does not fill the GPU. It adds the Hopper-specific features to flash_fwd;
+docs/notes/hopper.md lists what was tried and what each part gained.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -74,11 +74,8 @@ __all__ = [
 
 NAME = "hopper/flash_fwd"
 NEEDS_GPU = True
-SKIPS_HIDDEN_TILES = True  # what a boolean mask hides from all queries of a block
-BIAS_SOURCE = 4 + 8  # behind q, k, v and out: of the pointers, the last (tensor_maps.MapPlan.source)
-
-
-_new: Any = tuple.__new__  # of a named tuple: a third of what its own constructor takes
+SKIPS_HIDDEN_TILES = True  # tiles that a boolean mask hides from all queries of a block
+BIAS_SOURCE = 4 + 8  # index in the kernel's pointers, after the maps of q, k, v and out (tensor_maps.MapPlan.source)
 
 
 # Device code ----------------------------------------------------------------------------------------------------------
@@ -86,7 +83,7 @@ _new: Any = tuple.__new__  # of a named tuple: a third of what its own construct
 
 @jit
 def _buffers(maps, COUNT: gl.constexpr):
-    """COUNT tiles in shared memory as the maps fill them: a tuple of pieces."""
+    """Allocates COUNT tiles in shared memory in the maps' layouts: a tuple of pieces."""
     pieces = ()
     for i in gl.static_range(len(maps)):
         pieces = pieces + (
@@ -102,7 +99,7 @@ def _barriers(COUNT: gl.constexpr):
 
 @jit
 def _present(first, second, third):
-    """The pieces that there are."""
+    """Returns the pieces that are present."""
     if second is None:
         return (first,)
     elif third is None:
@@ -194,27 +191,29 @@ def hopper_flash_fwd_kernel(
     Q_IN_REGISTERS: gl.constexpr,
     BIAS: gl.constexpr,
 ):
-    """Tiles of 64 * GROUPS queries of one head, as many as the counter gives.
+    """Processes tiles of 64 * GROUPS queries of one head until the counter is exhausted.
 
-    Tensor maps are of (batch, head, row, column), one for each piece of a tile's width; absent pieces are None. In
-    float32 PARTS heads of a map are the parts of one head, and out, of HEAD_DIM_V columns, has no maps.
+    Tensor maps have the axes (batch, head, row, column), one map for each piece of a tile's width; absent pieces are
+    None. In float32, PARTS consecutive heads of a map are the parts of one head, and out, of HEAD_DIM_V columns, has no
+    maps.
     """
     q_maps = _present(q_map, q_map_2, q_map_3)
     k_maps = _present(k_map, k_map_2, k_map_3)
     v_maps = _present(v_map, v_map_2, v_map_3)
-    out_maps = k_maps  # not used: in float32 out goes to memory from registers
+    out_maps = k_maps  # unused: in float32 out is stored from registers
     if HEAD_DIM_V == 0:
         out_maps = _present(out_map, out_map_2, out_map_3)
     rules = Rules(
         scale, softcap_log2, window_left, window_right, GROUPS, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
         HAS_SOFTCAP, HAS_SINKS, IS_VARLEN, WRITE_LSE, OWN_OUT, VALUES_FIRST, PARTS, HEAD_DIM_V, Q_IN_REGISTERS,
     )  # fmt: skip
-    # Tuples and aggregates hold no None: the counter stands for pointers that are absent and that nobody reads.
+    # Tuples and aggregates cannot hold None, so the counter stands in for absent pointers. It is never read through
+    # them.
     if not IS_VARLEN and HEAD_DIM_V == 0:
         out_ptr = counter_ptr
     if HEAD_DIM_V == 0 or PARTS > 2:
         inverses_ptr = counter_ptr
-    q_inverses_ptr = inverses_ptr + batch * (2 * (num_heads // group_size))  # behind those of K and V
+    q_inverses_ptr = inverses_ptr + batch * (2 * (num_heads // group_size))  # after the inverses of K and V
     if not IS_VARLEN:
         cu_seqlens_q_ptr = counter_ptr
         cu_seqlens_k_ptr = counter_ptr
@@ -237,7 +236,7 @@ def hopper_flash_fwd_kernel(
         if BIAS == "":
             bias_ptr = counter_ptr
         bias_maps = ()
-        bias_tiles = q_tiles  # not used where there is no map
+        bias_tiles = q_tiles  # unused if there is no map
         if BIAS == "cells":
             bias_maps = (bias_map,)
             bias_tiles = _buffers(bias_maps, STAGES * GROUPS)
@@ -256,12 +255,12 @@ def hopper_flash_fwd_kernel(
         v_ring = Ring(_buffers(v_maps, STAGES * PARTS), v_full, _barriers(STAGES), STAGES, 0, PARTS)
     out_tiles = q_tiles
     if OWN_OUT and HEAD_DIM_V == 0:
-        if len(out_maps) > len(v_maps):  # half of out at a time
+        if len(out_maps) > len(v_maps):  # out is stored in two halves
             out_tiles = _buffers((out_maps[0],), GROUPS)
         else:
             out_tiles = _buffers(out_maps, GROUPS)
-    # Every barrier allocated is used. The memory of one that is not would be handed out again as scratch, with a
-    # barrier's bits in it: the first tile drawn was then garbage in 5 % of launches.
+    # Every allocated barrier must be used. Otherwise its memory is reused as scratch while it still holds a barrier's
+    # bits; this made the first drawn tile garbage in 5 % of launches.
     q_full = _barriers(GROUPS)
     q_empty = _barriers(GROUPS)
     many_words: gl.constexpr = scheduler.words_of(is_added(beside))
@@ -320,17 +319,18 @@ def hopper_flash_fwd_kernel(
 def bind(
     problem: AttentionProblem, operands: Operands, config: Config
 ) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, lse None unless asked for."""
+    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, where lse is None unless
+    requested."""
     return Binder()(problem, operands, config)
 
 
 class _OfClass(NamedTuple):
-    """What launches of one class and config have in common.
+    """The common part of the launches of one class and config.
 
     Attributes:
         sms: multiprocessors of the device.
         boxes: source and block of each tensor map.
-        scalars: of `_behind_schedule`.
+        scalars: the result of `_after_schedule`.
     """
 
     family: launch.Family
@@ -340,9 +340,9 @@ class _OfClass(NamedTuple):
 
 
 class Binder:
-    """`bind` for the calls of one class (dispatch.py).
+    """Binds the calls of one class (dispatch.py).
 
-    In 16 bits, without a mask, bias or copies, a call of a known config takes its sizes and tensor maps alone.
+    In 16 bits without a mask, bias or copies, a call with a known config computes only its sizes and tensor maps.
     """
 
     def __init__(self) -> None:
@@ -351,7 +351,7 @@ class Binder:
     def __call__(
         self, problem: AttentionProblem, operands: Operands, config: Config
     ) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
-        """As `bind`."""
+        """Binds as `bind` does."""
         allocate = arguments.allocator(problem, operands.q)
         if problem.dtype == "float32":
             straight = arguments.straightener(operands)
@@ -373,7 +373,7 @@ class Binder:
             if mappable is arguments.as_it_is:
                 boxes = [(plan.source, plan.block) for plan in plans if plan is not None]
                 sms = gpu.num_sms or NUM_SMS
-                self._known[config] = _OfClass(family, sms, boxes, _behind_schedule(problem, operands))
+                self._known[config] = _OfClass(family, sms, boxes, _after_schedule(problem, operands))
             return arguments.behind(mappable, _running(allocate, launch_kernel))
         make_words = scratch.maker((mask_bits.packed(problem).size if before else 0,), torch.int32, out.device)
 
@@ -403,7 +403,7 @@ def _running(
 
 
 def _launcher(problem: AttentionProblem, operands: Operands, config: Config, known: _OfClass) -> launch.Launcher | None:
-    """The launcher of another call of a known class, None where its batch strides rule tensor maps out."""
+    """Returns the launcher of another call of a known class; None if no tensor map can have its batch strides."""
     packed = problem.packed
     rows = None if packed else host.keys_end(problem)
     q, k, v = operands[:3]
@@ -417,14 +417,14 @@ def _launcher(problem: AttentionProblem, operands: Operands, config: Config, kno
         seen += (((1, heads, problem.total_q, width), (row, width, row, 1)),)
     else:
         seen += (((problem.batch, heads, problem.seqlen_q, width), (problem.seqlen_q * row, width, row, 1)),)
-    maps = [_new(tensor_maps.MapPlan, (source, *seen[source], block, True)) for source, block in known.boxes]
+    maps = [tensor_maps.MapPlan(source, *seen[source], block) for source, block in known.boxes]
     tiles = query_tiles(problem, config.block_m)
     scalars = [*host.of_schedule(problem, operands, tiles, 1, config.block_m, 2), *known.scalars]
     return known.family.launcher(min(tiles, known.sms * config.blocks_per_sm), scalars, maps)
 
 
 def _mappable(problem: AttentionProblem, operands: Operands) -> Callable[[Operands], Operands]:
-    """What makes operands of this layout such that tensor maps can describe them: what they cannot is copied."""
+    """Returns a function that copies the operands of this layout that tensor maps cannot describe."""
     mappable = host.mappable(problem, operands)
     if operands.bias is None or _bias_for_maps(operands.bias) is operands.bias:
         return mappable
@@ -438,8 +438,8 @@ def _bind_split(
     allocate: Callable[[], tuple[torch.Tensor, torch.Tensor | None]],
     straight: Callable[[Operands], Operands],
 ) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
-    """`bind` for float32: q, k and v are split into a workspace, whatever their strides, and tensor maps describe that.
-    Each stream and each graph has its own (scratch.py)."""
+    """Binds float32: q, k and v are split into a workspace, whatever their strides, and tensor maps describe the
+    workspace. Each stream and each graph has its own (runtime/scratch.py)."""
     out, lse = allocate()
     ahead, attend, parts, plans = _specify_parts(problem, current_gpu(out.device), operands, out, lse, config)
     before: list[launch.Launcher] = [launch.bind(spec) for spec in ahead]
@@ -455,7 +455,7 @@ def _bind_split(
         numbers_needed = [((many,), torch.float32) for many in scale_ahead.workspace_floats(problem)]
         needs = [*parts_needed, *numbers_needed]
         between = series.Between("q_parts k_parts v_parts inverses maxima", needs, out.device)
-        maxima = "maxima" if len(before) == 2 else "inverses"  # which then nobody reads as maxima
+        maxima = "maxima" if len(before) == 2 else "inverses"  # in that case no kernel reads it as maxima
         find_maxima = [(step, "k v offsets_q offsets_k maxima") for step in before[:-1]]
         scale = (before[-1], f"q k v offsets_q offsets_k q_parts k_parts v_parts inverses {maxima}")
         launch_all = series.bind(names, between, *find_maxima, scale, (launch_kernel, f"{attended} inverses"))
@@ -471,8 +471,8 @@ def _bind_split(
 def _plans(
     problem: AttentionProblem, config: Config, operands: Operands, out: torch.Tensor
 ) -> list[tensor_maps.MapPlan | None]:
-    """The tensor maps of q, k, v and out, MAX_PIECES each, and the bias's. K and V end with the last key that a query
-    sees."""
+    """Returns the tensor maps of q, k, v and out, MAX_PIECES each, and of the bias. Maps of K and V end after the last
+    key that a query sees."""
     plans: list[tensor_maps.MapPlan | None] = []
     for source, tensor in enumerate((*operands[:3], out)):
         rows = host.keys_end(problem) if source in (1, 2) else None
@@ -483,10 +483,10 @@ def _plans(
 
 
 def _bias_plan(bias: torch.Tensor | None, config: Config) -> tensor_maps.MapPlan | None:
-    """The tensor map of a bias with one number for each score."""
+    """Returns the tensor map of a bias that has one number for each score, else None."""
     if bias is None or _bias_kind(bias) != "cells":
         return None
-    # The stride of an axis of one index is any that a map can have.
+    # An axis of size 1 may have any stride, so it takes one that a map can have.
     strides = tuple(bias.stride(2) if size == 1 else bias.stride(axis) for axis, size in enumerate(bias.shape))
     return tensor_maps.MapPlan(BIAS_SOURCE, tuple(bias.shape), strides, (1, 1, ROWS.value, config.block_n))
 
@@ -494,20 +494,20 @@ def _bias_plan(bias: torch.Tensor | None, config: Config) -> tensor_maps.MapPlan
 def _plans_of_parts(
     problem: AttentionProblem, config: Config, parts: tuple[torch.Tensor, ...]
 ) -> list[tensor_maps.MapPlan | None]:
-    """The same of q, k and v in parts (`split_ahead.part_shapes`); out has none."""
+    """Returns the tensor maps of q, k and v in parts (`split_ahead.part_shapes`); out has none."""
     plans: list[tensor_maps.MapPlan | None] = []
     for source, tensor in enumerate(parts):
         batch, heads, rows, width = tensor.shape
         if source > 0 and not problem.packed:
             rows = max(1, host.keys_end(problem))
         plans += _pieces_of(source, (batch, heads, rows, width), tensor.stride(), config, pieces(width))
-    return [*plans, *[None] * (MAX_PIECES + 1)]  # out and the bias have none
+    return [*plans, *[None] * (MAX_PIECES + 1)]  # no maps for out and the bias
 
 
 def _pieces_of(
     source: int, shape: tuple[int, ...], strides: tuple[int, ...], config: Config, widths: tuple[int, ...]
 ) -> list[tensor_maps.MapPlan | None]:
-    """A tensor's maps, one for each piece of its width."""
+    """Returns a tensor's maps, one for each piece of its width."""
     of_tile = config.block_n if source in (1, 2) else ROWS.value
     parts = [tensor_maps.MapPlan(source, shape, strides, (1, 1, of_tile, width)) for width in widths]
     return [*parts, *[None] * (MAX_PIECES - len(parts))]
@@ -516,8 +516,8 @@ def _pieces_of(
 def specify(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
 ) -> launch.Launch | tuple[launch.Launch, ...]:
-    """The launch, in float32 those that make parts and the launch, from tensors that may be without memory (device
-    "meta") when only to be compiled."""
+    """Returns the launch from tensors, which may be without memory (device "meta") if it is only compiled. For float32
+    it also returns the launches that make parts."""
     if problem.dtype == "float32":
         ahead, attend, _, _ = _specify_parts(problem, gpu, operands, out, lse, config)
         return (*ahead, attend)
@@ -536,7 +536,7 @@ def _specify_16_bits(
     config: Config,
     plans: list[tensor_maps.MapPlan | None],
 ) -> tuple[launch.Launch, ...]:
-    """The launch, behind that which packs a boolean mask where there is one."""
+    """Returns the launch, after the launch that packs a boolean mask if there is one."""
     _refuse_one_stage(problem, config)
     sources = (*operands[:3], out)
     before, words = [], None
@@ -551,7 +551,7 @@ def _refuse_one_stage(problem: AttentionProblem, config: Config) -> None:
     if config.num_stages < 2:
         raise UnsupportedProblem(
             f"{config} cannot run {problem.describe()}",
-            {NAME: ["num_stages is 1; K comes one tile ahead of V where tiles overlap, which takes 2"]},
+            {NAME: ["num_stages is 1; it must be at least 2: K comes one tile ahead of V where tiles overlap"]},
             "num_stages=2",
         )
 
@@ -559,7 +559,8 @@ def _refuse_one_stage(problem: AttentionProblem, config: Config) -> None:
 def _specify_parts(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
 ) -> tuple[list[launch.Launch], launch.Launch, tuple[torch.Tensor, ...], list[tensor_maps.MapPlan | None]]:
-    """The launches that make parts of q, k and v, the launch that attends, the parts between them, and their maps."""
+    """Returns the launches that make parts of q, k and v, the attention launch, the parts between them, and their
+    maps."""
     widths = sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
     arithmetic, count, inverses = precision.arithmetic(problem, gpu, ABLE), num_parts(problem, gpu), None
     if count == 1:
@@ -588,7 +589,8 @@ def _specify(
     inverses: torch.Tensor | None = None,
     words: torch.Tensor | None = None,
 ) -> launch.Launch:
-    """The launch of `hopper_flash_fwd_kernel` on what maps describe, `sources`, the last of which is out."""
+    """Returns the launch of `hopper_flash_fwd_kernel` on the tensors that maps describe, `sources`; the last one is
+    out."""
     out = sources[-1]
     out_ptr = out if problem.packed or problem.dtype == "float32" else None
     tensors = {**dict(enumerate(sources)), BIAS_SOURCE: operands.bias}
@@ -605,7 +607,7 @@ def _specify(
             "num_warps": 4,
             "enable_fp_fusion": True,
             **_register_cap(config),
-            **({} if inverses is None else {"launch_pdl": True}),  # begins while the launch before runs
+            **({} if inverses is None else {"launch_pdl": True}),  # begins while the preceding launch runs
         },
     )
 
@@ -613,23 +615,23 @@ def _specify(
 def _scalars(
     problem: AttentionProblem, operands: Operands, config: Config, tiles: int, parts: int
 ) -> list[int | float]:
-    """The run-time arguments behind the pointers, in the kernel's order."""
+    """Returns the run-time arguments after the pointers, in the kernel's order."""
     schedule = host.of_schedule(problem, operands, tiles, 1, config.block_m, 2 * parts)
-    return [*schedule, *_behind_schedule(problem, operands)]
+    return [*schedule, *_after_schedule(problem, operands)]
 
 
-def _behind_schedule(problem: AttentionProblem, operands: Operands) -> list[int | float]:
-    """The last run-time arguments, which without a mask or bias read no length."""
+def _after_schedule(problem: AttentionProblem, operands: Operands) -> list[int | float]:
+    """Returns the last run-time arguments. Without a mask or bias they do not depend on lengths."""
     scale, softcap = host.score_units(problem)
-    if problem.bias_shape is not None:  # scores stay in natural units until it is added (mask_bias.py)
+    if problem.bias_shape is not None:  # scores stay in natural units until the bias is added (mask_bias.py)
         scale, softcap = (scale, problem.softcap) if softcap else (problem.softmax_scale, 0.0)
     if problem.dtype != "float32" and scale == 0.0:
-        scale = 2.0**-100  # hidden scores are multiplied as well, and 0 * -inf is NaN; all others stay 0 after rounding
+        scale = 2.0**-100  # hidden scores are multiplied too, and 0 * -inf is NaN; all others still round to 0
     return [scale, softcap, *mask_bits.strides(problem), *arguments.broadcast_strides(operands.bias)[:3]]
 
 
 def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[str, int | bool]:
-    """The compile-time arguments of the kernel, by name, in its order."""
+    """Returns the compile-time arguments of the kernel, by name, in its order."""
     features = arguments.feature_constants(problem)
     consumer, producer = registers(config)
     return {
@@ -655,7 +657,7 @@ def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[st
 
 
 def _bias_kind(bias: torch.Tensor | None) -> str:
-    """How a bias is read: see `mask_bias.Beside`."""
+    """Returns how a bias is read: see `mask_bias.Beside`."""
     if bias is None:
         return ""
     *_, stride_m, stride_n = arguments.broadcast_strides(bias)
@@ -663,8 +665,8 @@ def _bias_kind(bias: torch.Tensor | None) -> str:
 
 
 def _bias_for_maps(bias: torch.Tensor | None) -> torch.Tensor | None:
-    """A bias with one number for each score, as a tensor map can describe it: axes along which it is the same once,
-    and rows of a multiple of 16 bytes, to which it is copied where they are not. Another stays as it is."""
+    """Returns a bias with one number for each score in a form that a tensor map can describe: broadcast axes have size
+    1, and rows are a multiple of 16 bytes, copied if they are not. Any other bias is returned unchanged."""
     if bias is None or _bias_kind(bias) != "cells":
         return bias
     for axis in (0, 1):
@@ -680,5 +682,5 @@ def _bias_for_maps(bias: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _register_cap(config: Config) -> dict[str, int]:
-    """Registers a thread starts with where blocks share an SM: 256 threads a block."""
+    """Returns the registers a thread starts with when blocks share an SM: 256 threads a block."""
     return {} if config.blocks_per_sm == 1 else {"maxnreg": 65536 // (256 * config.blocks_per_sm) // 8 * 8}

@@ -1,18 +1,19 @@
-"""Boolean masks and biases of the Hopper forward: what they add to scores, and what hidden values may hold.
+"""Boolean masks and biases of the Hopper forward: how they change scores, and how hidden values stay without effect.
 
-The mask comes packed in words (mask_bits.py), a bias as it is, both by plain loads that are under way while the product
-of queries and keys is computed.
+The mask is packed into words (prepass/mask_bits.py); the bias is read as it is. Both are plain loads that overlap with
+the product of queries and keys.
 
-A value that no query of a block sees must have no effect, and V goes from memory to the tensor cores as it is: a
-probability of 0 times NaN is NaN. So a block whose output is finite is right; one whose output is not finite says so
-instead of storing it, and the producer brings the same block again, carefully: there the rows of V that none of its
-queries sees are zeroed in shared memory first. Where all values are finite that costs a sum over the output.
+A value that no query of a block sees must have no effect. V goes from global memory to the tensor cores unchanged,
+and a probability of 0 times NaN is NaN. A block whose output is finite is therefore correct. A block whose output is
+not finite reports this instead of storing it, and the producer loads the block again as a careful pass: the rows of V
+that none of its queries sees are first zeroed in shared memory. If all values are finite, the only cost is a sum over
+the output.
 
-A block is also brought again when a bias moves all scores of a row far from 0 (`is_far`). Its other rows are then
-computed in bits too, and may differ by rounding from those of a block without such a row.
+A block is also repeated if a bias moves all scores of a row far from 0 (`is_far`). Its other rows are then computed in
+bits too, and may differ by rounding from those of a block without such a row.
 """
 
-# No postponed annotations here: an aggregate's fields are checked against its annotations.
+# No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
 from warpwave import problem
 from warpwave.kernels.hopper import scheduler
@@ -33,11 +34,12 @@ from warpwave.kernels.hopper.visible import Keys
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, fence_async_shared, gl, jit, tma_load
 
 LARGEST_BIAS = gl.constexpr(problem.LARGEST_BIAS)
-# The careful levels of a pass over a block (scheduler.py): 0 for the first.
-HIDING = gl.constexpr(1)  # values that no query of the block sees are made 0, and a bias of -inf hides any score
-FAR = gl.constexpr(2)  # and scores are in bits before their maximum is taken
-FAR_BITS = gl.constexpr(2.0**16)  # rounding there is 2^-8 bits: it changes a probability by less than 16 bits do
-TILE_KEYS = gl.constexpr(128)  # keys that four words of a row stand for (mask_bits.py)
+# Careful levels of a pass over a block (../scheduler.py); the first pass has level 0.
+HIDING = gl.constexpr(1)  # zeroes the values that no query of the block sees, and a bias of -inf hides any score
+FAR = gl.constexpr(2)  # also converts scores to bits before their maximum is taken
+# At this magnitude scores round to 2^-8 bits, which changes a probability by less than 16-bit rounding does.
+FAR_BITS = gl.constexpr(2.0**16)
+TILE_KEYS = gl.constexpr(128)  # keys covered by four words of a row (prepass/mask_bits.py)
 
 
 @aggregate
@@ -45,14 +47,15 @@ class Beside:
     """Mask and bias of a call.
 
     Args:
-        words_ptr, word_strides: the mask in words (mask_bits.py), and their strides.
-        flag_strides: where the flags begin, and strides along batches, heads and 64 rows.
-        bias_ptr, bias_strides: the bias, and its strides along batches, heads and queries; that along keys is 1 or 0.
-            Strides along axes that are broadcast are 0.
-        maps, tiles: where each score has a bias of its own, its tensor map, and as many tiles of 64 queries in shared
-            memory as the ring of K has stages, times the groups; they come with K.
-        has_mask: whether there are words.
-        bias: "" for none; "cells", or "keys" and "rows" where it is the same for all queries or for all keys.
+        words_ptr, word_strides: the packed mask (prepass/mask_bits.py) and its strides.
+        flag_strides: offset of the flags, and their strides along batches, heads and 64 rows.
+        bias_ptr, bias_strides: the bias, and its strides along batches, heads and queries; the stride along keys is 1
+            or 0. Strides along broadcast axes are 0.
+        maps, tiles: if each score has its own bias, its tensor map and its tiles of 64 queries in shared memory: the
+            stages of the ring of K times the groups. They are loaded with K.
+        has_mask: whether there is a mask.
+        bias: "" without a bias; "cells" for one per score; "keys" if it is the same for all queries, "rows" if it is
+            the same for all keys.
     """
 
     words_ptr: gl.tensor
@@ -80,12 +83,12 @@ class Beside:
 
 @aggregate
 class MaskedPlace:
-    """`visible.Place` with what lies beside the scores.
+    """A `visible.Place` with its mask and bias.
 
     Args:
-        words, bias: where the lines of its queries begin, 0 where there is no such tensor.
-        beside: of the call.
-        box, message: what announced the block.
+        words, bias: offsets of the lines of its queries; 0 without such a tensor.
+        beside: `Beside` of the call.
+        box, message: the mailbox and the number of the message that announced the block.
         seqlen_q: queries of the sequence.
         group: which 64 queries of the block.
     """
@@ -117,33 +120,35 @@ class MaskedPlace:
 
 @constexpr_function
 def is_added(beside):
-    """Whether there is a mask or a bias: `beside` is what a call has of them, () for nothing, or a place."""
-    if hasattr(beside, "values"):  # Triton's tuple: Triton 3.6 raises where it is asked for a name that it has not
+    """Returns whether there is a mask or a bias. `beside` is a `Beside`, () for neither, or a place."""
+    if hasattr(beside, "values"):  # Triton's tuple: Triton 3.6 raises on hasattr for a missing name
         return False
     return hasattr(beside, "words_ptr") or hasattr(beside, "beside")
 
 
 @constexpr_function
 def is_masked(beside):
-    """Whether there is a mask: `beside` as for `is_added`."""
+    """Returns whether there is a mask; `beside` as for `is_added`."""
     return is_added(beside) and bool(getattr(beside, "beside", beside).has_mask)
 
 
 @jit
 def aligned(keys):
-    """The keys from a multiple of a word tile on, so that tiles do not share words and bias is read in pairs."""
+    """Returns the keys rounded down to a multiple of a word tile, so that tiles share no words and bias is read in
+    pairs."""
     return Keys(keys.begin // TILE_KEYS * TILE_KEYS, keys.end, keys.low, keys.high)
 
 
 @jit
 def beside_an_accumulator(x):
-    """[64, BLOCK_N] as [64, BLOCK_N / 8, 4, 2]: of a row's eighths, four threads hold two columns each."""
+    """Reshapes [64, BLOCK_N] to [64, BLOCK_N / 8, 4, 2]: in each group of 8 columns, four threads hold two columns
+    each."""
     return gl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2])
 
 
 @jit
 def with_lines(place, beside, work, box, message, GROUP: gl.constexpr, rules):
-    """The place, and where the lines of its queries begin. Lines of queries behind the last are the last one's."""
+    """Returns the place with the offsets of its queries' lines. Queries past the last one use the last one's lines."""
     zero = gl.to_tensor(0)
     words = zero
     bias = zero
@@ -171,8 +176,8 @@ def with_lines(place, beside, work, box, message, GROUP: gl.constexpr, rules):
 
 @jit
 def read_ahead(tile, place, keys, rules, AT_EDGE: gl.constexpr):
-    """Starts to read what mask and bias say of a tile: (words [64, 4], bias [64, BLOCK_N] or a line of it), () where
-    there is neither."""
+    """Starts the loads of a tile's mask and bias: (words [64, 4], bias [64, BLOCK_N] or one line of it), () without
+    either."""
     if not is_added(place):
         return ()
     else:
@@ -200,13 +205,13 @@ def _read_ahead(tile, place, beside, keys, rules, AT_EDGE: gl.constexpr):
 
 @constexpr_function
 def bytes_beside(beside, groups):
-    """Bytes of bias that come with a tile of K."""
+    """Returns the bytes of bias that are loaded with a tile of K."""
     return int(groups) * sum(m.block_type.nbytes for m in beside.maps) if is_added(beside) else 0
 
 
 @jit
 def load_bias(beside, ring, n, work, key, rules):
-    """The bias of tile n of K by TMA, when K's stage is free: its rows from `key` on."""
+    """Loads the bias of tile n of K by TMA once K's stage is free; its rows start at `key`."""
     if is_added(beside):
         for i in gl.static_range(len(beside.maps)):
             batch = gl.where(beside.bias_strides[0] == 0, 0, work.batch)
@@ -219,7 +224,7 @@ def load_bias(beside, ring, n, work, key, rules):
 
 @jit
 def read_bias(ahead, place, ring, n, rules):
-    """What was read ahead, and the bias that came with tile n of K."""
+    """Returns what `read_ahead` loaded, with the bias that was loaded with tile n of K."""
     if is_added(place):
         return ahead[0], bias_of_tile(ahead[1], place.beside, ring, n, place.group, rules)
     else:
@@ -228,7 +233,7 @@ def read_bias(ahead, place, ring, n, rules):
 
 @jit
 def bias_of_tile(bias, beside, ring, n, GROUP: gl.constexpr, rules):
-    """The tile's bias where each score has its own, else what was read ahead of it."""
+    """Returns the tile's bias: from shared memory if each score has its own, else as read ahead."""
     if beside.bias == "cells":
         tile = matrix(beside.tiles.index(n % ring.stages * rules.GROUPS + GROUP))
         bias = tile.load(accumulator_layout(rules.BLOCK_N))
@@ -237,11 +242,11 @@ def bias_of_tile(bias, beside, ring, n, GROUP: gl.constexpr, rules):
 
 @jit
 def scores_in_bits(scores, ahead, tile, place, keys, rules, AT_EDGE: gl.constexpr):
-    """Returns what `softmax.in_bits` does, for a call with mask or bias.
+    """Returns what `softmax.in_bits` returns, for a call with mask or bias.
 
-    The first pass over a block and a pass that only hides values compute alike in all tiles, so that a block brought
-    again has the same bits. A bias is added in natural units: the factor to bits is then part of the softmax's fused
-    multiply-add. A pass at level FAR adds it in bits. The scale is never 0 here (0 * -inf): the host passes the
+    The first pass over a block and a pass that only hides values compute all tiles alike, so that a repeated block has
+    the same bits. The bias is added in natural units, and the factor to bits is then part of the softmax's fused
+    multiply-add. A pass at level FAR adds the bias in bits. The scale is never 0 here (0 * -inf): the host passes the
     smallest float32 instead.
     """
     if not is_added(place):
@@ -264,12 +269,13 @@ def scores_in_bits(scores, ahead, tile, place, keys, rules, AT_EDGE: gl.constexp
                 in_bits_here = scheduler.careful_level(place.box, place.message) == FAR
                 unit = gl.where(in_bits_here, LOG2_E, 1.0)
                 to_bits = gl.where(in_bits_here, 1.0, LOG2_E)
-                # A finite bias shows its pair: bits must not overflow (primitives.add_bias).
+                # A finite bias leaves its pair visible, so bits must not overflow (primitives.add_bias).
                 bounded = gl.minimum(gl.maximum(bias, -LARGEST_BIAS), LARGEST_BIAS)
                 bounded = gl.where(gl.abs(bias) < float("inf"), bounded, bias)
                 scores = multiply_add(scores, scale * unit, bounded * unit, True)
-                # -inf hides the pair, whatever the score: NaN + -inf would be NaN. Elsewhere either is found by the
-                # output (`level_wanted`), and the block comes again, all of it as at an edge.
+                # -inf hides the pair, whatever the score: NaN + -inf would be NaN. On the other passes the output
+                # reveals either case (`level_wanted`), and the whole block is repeated with every tile treated as an
+                # edge tile.
                 scores = gl.where(bias == float("-inf"), float("-inf"), scores)
             else:
                 scores = multiply_add(scores, scale, bias, not rules.HAS_SOFTCAP)
@@ -305,15 +311,18 @@ def scores_in_bits(scores, ahead, tile, place, keys, rules, AT_EDGE: gl.constexp
 
 @jit
 def hide_words(scores, words, BLOCK_N: gl.constexpr):
-    """Scores, minus infinity where the bit of words [64, 4] is 0."""
+    """Returns scores, minus infinity where the bit of words [64, 4] is 0."""
     apart = hide(beside_an_accumulator(scores), words[:, None, :][:, :, :, None])
     return gl.convert_layout(gl.reshape(apart, [ROWS, BLOCK_N]), scores.type.layout, assert_trivial=True)
 
 
 @jit
 def hide_by_position(scores, tile, place, keys, rules):
-    """Scores of a tile that does not reach behind the keys, minus infinity where position hides them: as words are
-    quickly made of two limits a row, it costs a select a score, and nothing in a warp whose rows see the whole tile."""
+    """Sets scores to minus infinity where position hides them, for a tile that does not pass the last key.
+
+    Words are made quickly from two limits a row; applying them costs a select per score, and nothing in a warp whose
+    rows see the whole tile.
+    """
     layout: gl.constexpr = beside_an_accumulator(zero_accumulator(rules.BLOCK_N)).type.layout
     of_words: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, layout))
     rows = place.row_first + gl.arange(0, ROWS, gl.SliceLayout(1, of_words))
@@ -327,32 +336,33 @@ def hide_by_position(scores, tile, place, keys, rules):
 
 @jit
 def bits_below(limit, BLOCK_N: gl.constexpr):
-    """A word's bits of columns below a limit, counted from the word's first: two columns out of every eight."""
+    """Returns a word whose bits mark the columns below a limit, counted from the word's first column: two columns out
+    of every eight."""
     limit = gl.minimum(gl.maximum(limit, 0), BLOCK_N)
     return low_bits((limit >> 3) * 2 + gl.minimum(limit & 7, 2))
 
 
 @jit
 def low_bits(count):
-    """Words with as many bits set, 0 to 32, the lowest."""
+    """Returns words whose lowest `count` bits, 0 to 32, are set."""
     return gl.inline_asm_elementwise("bmsk.clamp.b32 $0, 0, $1;", "=r,r", [count], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @constexpr_function
 def has_masked_steps(place, rules):
-    """Whether scores of tiles that are overlapped may be hidden, and all of a row's at that."""
+    """Returns whether overlapped tiles may have hidden scores, including rows that are hidden entirely."""
     return is_added(place) or bool(rules.HAS_LOW)
 
 
 @constexpr_function
 def has_bias_tiles(place):
-    """Whether a bias came with K, which warps read for themselves."""
+    """Returns whether a bias was loaded with K; each warp reads it from shared memory itself."""
     return is_added(place) and place.beside.bias == "cells"
 
 
 @constexpr_function
 def _hide_asm(n):
-    # A thread holds two rows, in turns of two columns: element i is of row i / 2 % 2, its bit 2 (i / 4) + i % 2.
+    # A thread holds two rows, alternating every two columns: element i is in row i / 2 % 2, at bit 2 (i / 4) + i % 2.
     shown = (1 << (n // 2)) - 1
     selects = " ".join(
         f"and.b32 t, ${2 * n + (i & 2)}, {1 << ((i >> 2) * 2 + (i & 1))}; setp.ne.u32 q, t, 0; "
@@ -372,8 +382,8 @@ def _hide_constraints(n):
 
 @jit
 def hide(x, words):
-    """x [64, BLOCK_N / 8, 4, 2], minus infinity where the bit of words [64, 1, 4, 1] is 0. A warp skips a tile that all
-    of its rows see."""
+    """Sets x [64, BLOCK_N / 8, 4, 2] to minus infinity where the bit of words [64, 1, 4, 1] is 0. A warp skips a tile
+    that all of its rows see."""
     each: gl.constexpr = x.shape[1] * 4
     return gl.inline_asm_elementwise(
         _hide_asm(each), _hide_constraints(each), [x, words], dtype=gl.float32, is_pure=False, pack=each
@@ -385,7 +395,8 @@ def hide(x, words):
 
 @jit
 def tiles_shown(word, work, beside, rules, WARPS: gl.constexpr):
-    """The word-th 32 tiles of 128 keys, a bit each: whether some query of the block sees some of their keys."""
+    """Returns one bit for each of 32 tiles of 128 keys, from number 32 * word on: whether some query of the block sees
+    some of its keys."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     lanes = gl.arange(0, 32, layout)
     tile = word * 32 + lanes
@@ -401,15 +412,15 @@ def tiles_shown(word, work, beside, rules, WARPS: gl.constexpr):
 
 @jit
 def word_of(tile, keys, rules):
-    """In which word of `tiles_shown` a tile's bit is, and which."""
+    """Returns the word of `tiles_shown` that holds a tile's bit, and the bit's number."""
     at = (keys.begin + tile * rules.BLOCK_N) // TILE_KEYS
     return at // 32, at % 32
 
 
 @jit
 def shown_before(tile, word, bits, begin, work, keys, beside, rules, WARPS: gl.constexpr):
-    """The last tile before `tile` that some query of the block sees, `begin - 1` where there is none; and the word that
-    was looked at last."""
+    """Returns the last tile before `tile` that some query of the block sees, or `begin - 1`; and the word examined
+    last."""
     tile = tile - 1
     looking = tile >= begin
     while looking:
@@ -424,25 +435,25 @@ def shown_before(tile, word, bits, begin, work, keys, beside, rules, WARPS: gl.c
     return tile, word, bits
 
 
-# Blocks brought again -------------------------------------------------------------------------------------------------
+# Repeated blocks ------------------------------------------------------------------------------------------------------
 
 
 @jit
 def is_far(m_i):
-    """Which rows have a maximum so far from 0, in bits, that to round it matters: the softmax rounds a maximum to bits
-    and scores not, and of a row of biases near -1e9 they would differ by tens of bits."""
+    """Returns which rows have a maximum, in bits, too far from 0 to be rounded safely. The softmax rounds the maximum
+    to bits but not the scores; in a row of biases near -1e9 they would differ by tens of bits."""
     return (gl.abs(m_i) >= FAR_BITS) & (m_i != float("-inf"))
 
 
 @jit
 def level_wanted(out, doubtful_rows, far, level, beside):
-    """The careful level that a block must be brought again at, 0 if its output is right as it is.
+    """Returns the careful level at which a block must be repeated; 0 if its output is correct.
 
     Args:
-        out: the output. One that is not finite may have met values that no query sees.
-        doubtful_rows: [64] rows that saw nothing: with a bias they may have met one that overflows in bits.
+        out: the output. If it is not finite, values that no query sees may have entered it.
+        doubtful_rows: [64] rows that saw nothing; with a bias, a score may have overflowed in bits.
         far: [64] `is_far`.
-        level: that of this pass.
+        level: level of this pass.
     """
     total = gl.sum(out[0] * 0.0, axis=1)
     for i in gl.static_range(1, len(out)):
@@ -457,8 +468,8 @@ def level_wanted(out, doubtful_rows, far, level, beside):
 
 @jit
 def without_unseen(v_ring, n, tile, place, keys, rules):
-    """Where the block is brought again, waits for its values of tile n and zeroes those that none of its queries sees.
-    Each consumer does it for itself; they write the same."""
+    """Zeroes, in a repeated block, the values of tile n that no query of the block sees, after waiting for them. Every
+    consumer does so itself; they write the same values."""
     if is_added(place):  # noqa: SIM102 (known when compiled, and the other is not)
         if scheduler.is_careful(place.box, place.message):
             seen = keys_seen(tile, place, place.beside, keys, rules)
@@ -470,8 +481,9 @@ def without_unseen(v_ring, n, tile, place, keys, rules):
 
 @jit
 def keys_seen(tile, place, beside, keys, rules):
-    """Which keys of a tile some query of the whole block sees, int32 [BLOCK_N]: every group finds the same."""
-    layout: gl.constexpr = gl.BlockedLayout([16, 1], [1, 32], [1, 4], [1, 0])  # a thread has a key
+    """Returns which keys of a tile some query of the whole block sees, int32 [BLOCK_N]. Every group computes the
+    same."""
+    layout: gl.constexpr = gl.BlockedLayout([16, 1], [1, 32], [1, 4], [1, 0])  # one key per thread
     work = scheduler.read(place.box, place.message, place.seqlen_q, place.seqlen_q, False)
     columns = gl.arange(0, rules.BLOCK_N, gl.SliceLayout(0, layout))
     key = keys.begin + tile * rules.BLOCK_N + columns

@@ -1,10 +1,10 @@
-"""What the warps of the Hopper forward do: one producer warp, and consumer warpgroups of 64 queries each.
+"""The warp roles of the Hopper forward: one producer warp, and consumer warpgroups of 64 queries each.
 
-The producer draws tiles of queries and keeps the rings of K and V tiles full. A consumer walks the keys its 64 queries
-see from the last to the first, and while it turns scores into probabilities the tensor cores multiply the probabilities
-of the tile before by its values. Under a causal mask the tiles at the diagonal come first, one after another; with a
-window those at its edges are overlapped like all others (mask_bias.py), as are all tiles of a boolean mask, of which
-those that hide everything are left out.
+The producer draws tiles of queries and keeps the rings of K and V tiles full. A consumer walks the keys that its 64
+queries see, from the last to the first. While it turns scores into probabilities, the tensor cores multiply the
+previous tile's probabilities by its values. Under a causal mask the tiles at the diagonal come first and are not
+overlapped. With a window, the tiles at its edges are overlapped like all others (mask_bias.py). The same holds for all
+tiles of a boolean mask; tiles that it hides entirely are skipped.
 """
 
 from warpwave.kernels.hopper import scheduler
@@ -87,11 +87,11 @@ from warpwave.runtime.gluon_or_stub import (
 
 @aggregate
 class Producer:
-    """What the producer works with.
+    """State of the producer.
 
     Args:
         q_maps, k_maps, v_maps: the tensor maps of the pieces of a tile's width.
-        q_tiles, q_full, q_empty: where a block's queries go, and their barriers.
+        q_tiles, q_full, q_empty: shared memory for a block's queries, and their barriers.
         k_ring, v_ring, box: the rings that it fills, and its messages to the consumers.
         beside: `mask_bias.Beside`, or () without a mask or bias.
     """
@@ -129,8 +129,8 @@ class Producer:
 
 @jit
 def producer(role):
-    """Draws tiles of queries and loads what they need. With a mask or bias also those again whose consumers ask
-    for it (mask_bias.py): a message is overwritten only when what became of it is known."""
+    """Draws tiles of queries and loads their operands. With a mask or bias, also reloads every block that a consumer
+    asks for (mask_bias.py). A message is overwritten only when the outcome of its block is known."""
     box = role.box
     schedule = role.schedule
     rules = role.rules
@@ -139,12 +139,12 @@ def producer(role):
         wait_for_launch_before(32)
     n = 0  # tiles of K and V loaded so far
     messages = 0
-    known = 0  # messages that consumers are done with, as far as was looked
+    known = 0  # messages known to be finished by all consumers
     t = gl.program_id(0)
     while is_more(t, schedule.num_tiles, known, messages, beside):
         tile = t
         if is_added(beside):
-            tile = gl.minimum(t, schedule.num_tiles - 1)  # there may be none left to draw
+            tile = gl.minimum(t, schedule.num_tiles - 1)  # there may be no tile left to draw
         work = scheduler.tile_of(schedule, tile, ROWS * rules.GROUPS, rules.HAS_HIGH, rules.IS_VARLEN)
         is_work = scheduler.is_work(work, ROWS * rules.GROUPS, rules.IS_VARLEN)
         if is_added(beside):
@@ -187,7 +187,7 @@ def producer(role):
 
 @jit
 def is_more(t, num_tiles, known, messages, beside):
-    """Whether the producer has a tile to load, or may be asked for one."""
+    """Returns whether the producer has a tile to load, or may yet be asked to repeat one."""
     if is_added(beside):
         return (t < num_tiles) | (known < messages)
     else:
@@ -196,8 +196,8 @@ def is_more(t, num_tiles, known, messages, beside):
 
 @jit
 def load_block(role, work, kv_head, n, messages):
-    """Loads what a block of queries needs, K one tile ahead of V where two tiles overlap; returns the number of the
-    next tile of K and V."""
+    """Loads the operands of a block of queries, K one tile ahead of V if tiles overlap. Returns the number of the next
+    tile of K and V."""
     rules = role.rules
     beside = role.beside
     keys = keys_of_sequence(work, rules)
@@ -216,7 +216,7 @@ def load_block(role, work, kv_head, n, messages):
         if rules.PARTS == 1:
             load_keys(role.k_ring, role.k_maps, n + 1, work, batch, kv_head, before, beside, rules)
             load_tile(role.v_ring, role.v_maps, n, batch, kv_head, before + rules.BLOCK_N)
-        else:  # in the order in which they are used: a ring may have a single stage
+        else:  # in the order of use: a ring may have a single stage
             load_tile(role.v_ring, role.v_maps, n, batch, kv_head, before + rules.BLOCK_N)
             load_keys(role.k_ring, role.k_maps, n + 1, work, batch, kv_head, before, beside, rules)
         n += 1
@@ -226,7 +226,7 @@ def load_block(role, work, kv_head, n, messages):
 
 @jit
 def load_queries(role, batch, work, row, messages):
-    """A block's queries, when those of the block before are done with."""
+    """Loads a block's queries once the previous block's are no longer needed."""
     rules = role.rules
     for g in gl.static_range(rules.GROUPS):
         mbarrier.wait(role.q_empty.index(g), (messages & 1) ^ 1)
@@ -239,7 +239,7 @@ def load_queries(role, batch, work, row, messages):
 
 @jit
 def last_tiles_shown(work, beside, rules):
-    """`tiles_shown` of the word that the block's last tile is in."""
+    """Returns the `tiles_shown` word that holds the block's last tile."""
     keys = aligned(keys_of_sequence(work, rules))
     _, end = tiles_of_block(keys, work, rules)
     word, _ = word_of(end - 1, keys, rules)
@@ -248,7 +248,7 @@ def last_tiles_shown(work, beside, rules):
 
 @jit
 def load_masked_block(role, work, kv_head, n, messages, bits):
-    """`load_block` of a call with a mask: the tiles that it shows, one at least."""
+    """`load_block` for a call with a mask: loads the tiles that it shows, at least one."""
     rules = role.rules
     beside = role.beside
     keys = aligned(keys_of_sequence(work, rules))
@@ -274,7 +274,7 @@ def load_masked_block(role, work, kv_head, n, messages, bits):
 
 @jit
 def load_keys(k_ring, k_maps, n, work, batch, kv_head, key, beside, rules):
-    """Tile n of K, and the bias that goes with it where each score has its own."""
+    """Loads tile n of K, and its bias if each score has its own."""
     load_tile(k_ring, k_maps, n, batch, kv_head, key, bytes_beside(beside, rules.GROUPS))
     load_bias(beside, k_ring, n, work, key, rules)
 
@@ -284,7 +284,7 @@ def load_keys(k_ring, k_maps, n, work, batch, kv_head, key, beside, rules):
 
 @jit
 def skip(k_ring, v_ring, n, count):
-    """Hands back, unread, tiles that other groups of the block see and this one does not."""
+    """Hands back, unread, the tiles that other groups of the block see and this one does not."""
     for _ in range(count):
         wait_full(k_ring, n)
         hand_back(k_ring, n)
@@ -299,7 +299,8 @@ def step(
     q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, p, m_i, lead, l_i, acc, tile, is_last, whole_begin, whole_end,
     place, keys, rules,
 ):  # fmt: skip
-    """Tile n + 1: its scores and, beside their softmax, the product of tile n's probabilities and values."""
+    """Computes the scores of tile n + 1 and, while taking their softmax, the product of tile n's probabilities and
+    values."""
     ahead = read_ahead(tile, place, keys, rules, False)
     wait_full(k_ring, n + 1)
     scores = scores_async(q, k_ring, n + 1, zero_accumulator(rules.BLOCK_N))
@@ -314,15 +315,16 @@ def step(
             x = hide_by_position(x, tile, place, keys, rules)
     m_i, alpha, lead = settled_maximum(x, scale, m_i, lead)
     if rules.VALUES_FIRST:
-        # With the rescale before them, exponentials and the conversions of what they give are one basic block, and
-        # ptxas puts the latter between the former: 3 % at head_dim 64.
+        # With the rescale before them, the exponentials and the conversions of their results form one basic block, and
+        # ptxas interleaves the conversions with the exponentials: 3 % at head_dim 64.
         wait_full(v_ring, n + 1)
         acc = wait_for(pending)
         hand_back_multiplied(v_ring, n)
         acc = rescaled(acc, alpha)
         p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, has_masked_steps(place, rules))
     else:
-        # Here it keeps ptxas from hoisting the wait for wgmma above the exponentials (tests/compile hold the order).
+        # This position keeps ptxas from hoisting the wait for wgmma above the exponentials (tests/compile check the
+        # order).
         p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, has_masked_steps(place, rules))
         wait_full(v_ring, n + 1)
         acc = wait_for(pending)
@@ -333,7 +335,7 @@ def step(
 
 @jit
 def hand_back_keys(k_ring, n, place):
-    """Hands back a tile of K, and the bias that came with it."""
+    """Hands back a tile of K, and its bias."""
     if has_bias_tiles(place):
         hand_back(k_ring, n)
     else:
@@ -342,8 +344,8 @@ def hand_back_keys(k_ring, n, place):
 
 @jit
 def release(q_empty, GROUP: gl.constexpr, is_last, rules):
-    """Says that Q is done with, behind the scores of the last tile, where out does not take its place: the next block's
-    loads during what is left of this one. Against behind the last softmax worth 2 to 6 % at 16 x 1024."""
+    """Releases Q after the scores of the last tile, unless out reuses its memory. The next block's loads then overlap
+    with the rest of this block. Compared with releasing after the last softmax: 2 to 6 % at 16 x 1024."""
     if rules.OWN_OUT:  # noqa: SIM102 (known when compiled, and the other is not)
         if is_last:
             arrive_alone(q_empty.index(GROUP))
@@ -351,7 +353,7 @@ def release(q_empty, GROUP: gl.constexpr, is_last, rules):
 
 @jit
 def edge_scores(q, k_ring, n, tile, place, keys, rules):
-    """Masked scores of tile n in bits, but for a factor, with nothing under way beside them."""
+    """Computes the masked scores of tile n in bits, except for a factor, with no other work in flight."""
     ahead = read_ahead(tile, place, keys, rules, True)
     wait_full(k_ring, n)
     scores = scores_async(q, k_ring, n, zero_accumulator(rules.BLOCK_N))
@@ -363,7 +365,7 @@ def edge_scores(q, k_ring, n, tile, place, keys, rules):
 
 @jit
 def wait_values(v_ring, n, tile, keys, rules):
-    """Waits for V of a tile that may reach behind its sequence."""
+    """Waits for V of a tile that may pass the end of its sequence."""
     wait_full(v_ring, n)
     if rules.IS_VARLEN:
         rows_used = keys.end - keys.begin - tile * rules.BLOCK_N
@@ -373,7 +375,7 @@ def wait_values(v_ring, n, tile, keys, rules):
 
 @jit
 def edge_step(q, k_ring, v_ring, n, m_i, lead, l_i, acc, tile, place, keys, rules):
-    """Tile n, one after another: a tile's worth of registers for the mask leaves no room to overlap two tiles."""
+    """Processes tile n without overlap: the mask takes a tile's worth of registers, so two tiles do not fit."""
     without_unseen(v_ring, n, tile, place, keys, rules)
     x, scale = edge_scores(q, k_ring, n, tile, place, keys, rules)
     m_i, alpha, lead = settled_maximum(x, scale, m_i, lead)
@@ -387,7 +389,7 @@ def edge_step(q, k_ring, v_ring, n, m_i, lead, l_i, acc, tile, place, keys, rule
 
 @jit
 def first_state(v_ring, BLOCK_N: gl.constexpr):
-    """Maximum, lead and sums of threads, and the accumulator, before the first tile."""
+    """Returns maximum, lead and per-thread sums, and the accumulator, before the first tile."""
     nothing = own_maxima(zero_accumulator(BLOCK_N), BLOCK_N)
     acc = ()
     for i in gl.static_range(len(v_ring.pieces)):
@@ -399,12 +401,12 @@ def first_state(v_ring, BLOCK_N: gl.constexpr):
 def overlapped_tiles(
     q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, rules
 ):  # fmt: skip
-    """All key tiles of 64 queries, [begin, end), the last first: of those that every query sees, or with a window of
-    all, two at a time are worked on. Returns the softmax's state and the number of the next tile of the rings."""
-    # Tiles at the diagonal and the ragged end. Of the last, the product with V is left under way.
+    """Processes all key tiles [begin, end) of 64 queries, the last first. Tiles that every query sees, or all tiles
+    with a window, are overlapped in pairs. Returns the softmax state and the number of the next tile of the rings."""
+    # Tiles at the diagonal and the ragged end. The last one's product with V is left in flight.
     m_i, lead, l_i, acc = first_state(v_ring, rules.BLOCK_N)
     tile = end - 1
-    last = whole_end  # the tile whose product with V is left under way
+    last = whole_end  # the tile whose product with V is in flight
     if rules.HAS_LOW:
         last = tile
         if is_added(place):  # noqa: SIM102
@@ -425,7 +427,7 @@ def overlapped_tiles(
         acc = rescaled(acc, alpha)
     p = operand(p32, v_ring)
     wait_values(v_ring, n, tile, keys, rules)
-    # The others, each beside the product of the one before.
+    # The other tiles, each overlapped with the previous tile's product.
     first = whole_begin
     if rules.HAS_LOW:
         first = begin
@@ -437,14 +439,15 @@ def overlapped_tiles(
         n += 1
     pending = values_async(p, v_ring, n, acc)
     acc = wait_for(pending)
-    tma.store_wait(0)  # the buffer for out is free again; the hand-back's barrier tells it to the other warps
+    tma.store_wait(0)  # out's buffer is free again; the hand-back's barrier informs the other warps
     hand_back(v_ring, n)
     return n + 1, of_rows(m_i, x), of_rows(lead, x), l_i, acc
 
 
 @jit
 def masked_tiles(q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, begin, end, work, place, keys, rules):
-    """`overlapped_tiles` of a call with a mask: of [begin, end) the tiles that it shows to the block, one at least."""
+    """`overlapped_tiles` for a call with a mask: processes the tiles of [begin, end) that it shows to the block, at
+    least one."""
     m_i, lead, l_i, acc = first_state(v_ring, rules.BLOCK_N)
     beside = place.beside
     bits = scheduler.shown_last(place.box, place.message)
@@ -475,20 +478,20 @@ def masked_tiles(q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, begin, end,
         n += 1
     pending = values_async(p, v_ring, n, acc)
     acc = wait_for(pending)
-    tma.store_wait(0)  # the buffer for out is free again; the hand-back's barrier tells it to the other warps
+    tma.store_wait(0)  # out's buffer is free again; the hand-back's barrier informs the other warps
     hand_back(v_ring, n)
     return n + 1, of_rows(m_i, x), of_rows(lead, x), l_i, acc
 
 
 @aggregate
 class Consumer:
-    """What a consumer works with; absent pointers are the counter's, which nobody reads.
+    """State of a consumer. The counter stands in for absent pointers, which are never read.
 
     Args:
-        out_maps, out_tiles, out_ptr: where out goes by TMA, through which buffers, and in float32 its address.
+        out_maps, out_tiles, out_ptr: out's tensor maps, their buffers, and out's address in float32.
         lse_ptr, stride_lb, stride_lh: the log-sum-exp, and its strides along batches and heads.
         alibi_slopes_ptr, stride_alibi_b, sinks_ptr: ALiBi slopes with their stride along batches, and sinks.
-        inverses_ptr, q_inverses_ptr: what undoes the scales of float32 operands, of K and V and of Q.
+        inverses_ptr, q_inverses_ptr: inverse scales of float32 operands, for K and V, and for Q.
         q_tiles, q_full, q_empty: the queries of a block and their barriers.
         k_ring, v_ring, box: the rings that the producer fills, and its messages.
         beside: `mask_bias.Beside`, or () without a mask or bias.
@@ -551,7 +554,7 @@ class Consumer:
 
 @jit
 def consumer(GROUP: gl.constexpr, role):
-    """Computes attention of 64 queries after another: the GROUP-th 64 of each block that the producer announces."""
+    """Computes attention for the GROUP-th 64 queries of each block that the producer announces."""
     q_tiles = role.q_tiles
     q_empty = role.q_empty
     k_ring = role.k_ring
@@ -564,7 +567,7 @@ def consumer(GROUP: gl.constexpr, role):
     row_layout: gl.constexpr = gl.SliceLayout(1, scores_layout)
     if is_scaled(rules):
         wait_for_launch_before(128)
-    n = 0  # tiles of K and V met so far
+    n = 0  # tiles of K and V consumed so far
     messages = 0
     scheduler.wait_posted(box, messages)
     work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN)
@@ -582,7 +585,7 @@ def consumer(GROUP: gl.constexpr, role):
             if is_masked(beside):
                 begin = block_begin
                 end = block_end
-            if scheduler.is_careful(box, messages):  # one tile after another
+            if scheduler.is_careful(box, messages):  # tiles without overlap
                 whole_begin = begin
                 whole_end = begin
         of_head = rules
@@ -609,7 +612,7 @@ def consumer(GROUP: gl.constexpr, role):
                 q_tiles, GROUP, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, rules
             )
             if rules.OWN_OUT:
-                tma.store_wait(0)  # the buffer for out is free again; the barrier before the arrival tells all warps
+                tma.store_wait(0)  # out's buffer is free again; the barrier before the arrival informs all warps
                 mbarrier.arrive(q_empty.index(GROUP), count=1)
         elif is_masked(beside):
             n, m_i, lead, l_i, acc = masked_tiles(
@@ -628,10 +631,10 @@ def consumer(GROUP: gl.constexpr, role):
         if rules.PARTS == 1:
             l_out = l_row + rounding_of_the_largest(lead, v_ring.pieces[0].dtype)
         factor = gl.full([ROWS], 1.0, gl.float32, row_layout)
-        far = is_far(m_i)  # the sink's logit is not the bias's doing
+        far = is_far(m_i)  # the sink's logit does not come from the bias
         if rules.HAS_SINKS:
             m_i, l_row, l_out, factor = with_sink(m_i, l_row, l_out, gl.load(role.sinks_ptr + work.head) * LOG2_E)
-        # A row that saw no key has sum 0, or saw its sink alone: its output is 0, whatever its tile held.
+        # A row that saw no key has sum 0, or saw only its sink: its output is 0, whatever its tile held.
         saw_nothing = l_row == 0.0
         if rules.HAS_SINKS:
             saw_nothing = saw_nothing | (factor == 0.0)

@@ -1,17 +1,17 @@
-"""Attention for head_dim above 384 on NVIDIA Hopper: warp-specialised, in Gluon, bf16 and fp16.
+"""Attention for head_dim above 384 on NVIDIA Hopper: warp-specialized, in Gluon, bf16 and fp16.
 
-The accumulator of 64 queries and 512 columns is half of the registers of an SM, so a block has 64 queries and shares
-the columns out: one warpgroup computes scores and softmax, two multiply the probabilities by half of V's columns each.
-A producer warp keeps one ring of chunks of K and V full (roles.py, which has the protocol). Blocks stay
-on their SM and draw tiles of queries from a counter, longest first (scheduler.py).
+The accumulator of 64 queries and 512 columns takes half of an SM's registers. A block therefore has 64 queries and
+divides the columns among warpgroups: one computes scores and softmax, and two multiply the probabilities by half of V's
+columns each. A producer warp keeps rings of chunks of K and V full (roles.py describes the protocol). Blocks are
+persistent and draw tiles of queries from a counter, longest first (../scheduler.py).
 
     S = softmax_scale * Q K^T, then softcap, ALiBi, mask;   out = softmax(S) V;   lse = log(sum(exp(S)))
 
-The online softmax is that of hopper/flash_fwd: its maximum lags, so that the accumulators are hardly ever rescaled.
+The online softmax is that of hopper/flash_fwd: its maximum lags, so the accumulators are rarely rescaled.
 
-Bound: K and V from L2. 64 queries are 64 FLOP for each byte of K and V, and the tensor cores want about 100; shared
-memory, which every operand is read from, is next. It adds to hopper/flash_fwd that no operand need fit a tile; what was
-tried is in docs/notes/hopper_large_head_dim.md.
+Bound: K and V from L2. 64 queries give 64 FLOP per byte of K and V, and the tensor cores need about 100. Shared memory,
+which every operand is read from, is next. Unlike in hopper/flash_fwd, no operand needs to fit a tile.
+docs/notes/hopper_large_head_dim.md lists what was tried.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from warpwave.runtime.gluon_or_stub import fence_async_shared, gl, jit, mbarrier
 
 NAME = "hopper/large_head_dim"
 NEEDS_GPU = True
-MAX_HEAD_DIM = 768  # Q stays in shared memory beside a ring of seven chunks
+MAX_HEAD_DIM = 768  # Q stays in shared memory together with a ring of seven chunks
 MAX_HEAD_DIM_V = 2048
 
 
 @dataclass(frozen=True)
 class Config:
-    """How the columns of V are shared out, and how much is under way.
+    """How blocks divide the columns of V, and how many chunks are in flight.
 
     Args:
-        v_parts: blocks that share the columns of V of one tile of queries, each computing all its scores; at most 640
-            columns a block.
+        v_parts: number of blocks that divide the columns of V for one tile of queries; each computes all its scores.
+            At most 640 columns per block.
         num_stages: chunks of K and V in flight, 64 keys x 128 columns each: 2 to 12.
-        scores_ahead: whether the scores of the next tile of keys are multiplied beside the softmax, or behind it.
+        scores_ahead: whether the scores of the next tile of keys are multiplied during the softmax or after it.
     """
 
     v_parts: int
@@ -139,17 +139,18 @@ def hopper_large_head_dim_kernel(
     VALUES_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """Tiles of 64 queries of one head and V_CHUNKS * 128 columns of out, as many as the counter gives.
+    """Processes tiles of 64 queries of one head and V_CHUNKS * 128 columns of out until the counter is exhausted.
 
-    Tensor maps are of (batch, head, row, column) and copy chunks. To the scheduler the parts of the columns of V are
-    heads: head h, part p is its head h * PARTS + p.
+    Tensor maps have the axes (batch, head, row, column) and copy chunks. The scheduler counts each part of the columns
+    of V as a head: head h, part p is its head h * PARTS + p.
     """
     rules = Rules(
         scale, softcap_log2, window_left, window_right, 1, roles.KEYS, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
         HAS_SOFTCAP, HAS_SINKS, IS_VARLEN, WRITE_LSE, False, False, 1, 0,
     )  # fmt: skip
     widths = roles.Widths(K_CHUNKS, K_LAST, V_CHUNKS, PARTS, AHEAD)
-    # Tuples and aggregates hold no None: the counter stands for pointers that are absent and that nobody reads.
+    # Tuples and aggregates cannot hold None, so the counter stands in for absent pointers. It is never read through
+    # them.
     if not IS_VARLEN:
         cu_seqlens_q_ptr = counter_ptr
         cu_seqlens_k_ptr = counter_ptr
@@ -170,7 +171,7 @@ def hopper_large_head_dim_kernel(
     p_tiles = gl.allocate_shared_memory(dtype, [2, 64, roles.KEYS], p_layout)
     factors = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     words = gl.allocate_shared_memory(gl.int32, [2 * scheduler.WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    # Every barrier allocated is used: see flash_fwd.
+    # Every allocated barrier must be used: see hopper/flash_fwd.
     k_ring = _ring(k_map, K_STAGES)
     v_ring_0 = _ring(v_map, V_STAGES)
     v_ring_1 = _ring(v_map, V_STAGES)
@@ -216,13 +217,14 @@ BLOCK_M = 64
 BLOCK_N = 64
 CHUNK = 128  # columns
 MAX_STAGES = 12
-MAX_COLUMNS = 640  # of V a block: 160 registers a thread of the two warpgroups
+MAX_COLUMNS = 640  # of V per block: 160 registers a thread of the two warpgroups
 
 
 def bind(
     problem: AttentionProblem, operands: Operands, config: Config
 ) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, lse None unless asked for."""
+    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, where lse is None unless
+    requested."""
     allocate = arguments.allocator(problem, operands.q)
     mappable = host.mappable(problem, operands)
     first = mappable(operands)
@@ -240,7 +242,7 @@ def bind(
 
 
 def _plans(problem: AttentionProblem, operands: Operands) -> list[tensor_maps.MapPlan | None]:
-    """The tensor maps of q, k and v. Those of k and v end with the last key that a query sees."""
+    """Returns the tensor maps of q, k and v. Maps of k and v end after the last key that a query sees."""
     plans: list[tensor_maps.MapPlan | None] = []
     for source, tensor in enumerate(operands[:3]):
         shape, strides = host.seen(tensor, problem.packed, host.keys_end(problem) if source else None)
@@ -251,7 +253,7 @@ def _plans(problem: AttentionProblem, operands: Operands) -> list[tensor_maps.Ma
 def specify(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
 ) -> launch.Launch:
-    """The launch, from tensors that may be without memory (device "meta") when it is only to be compiled."""
+    """Returns the launch from tensors, which may be without memory (device "meta") if it is only compiled."""
     if reason := _cannot(problem, config):
         raise UnsupportedProblem(
             f"{config} cannot run {problem.describe()}",
@@ -272,7 +274,7 @@ def specify(
 
 
 def _query_tiles(problem: AttentionProblem, config: Config) -> int:
-    """Places of tiles in the schedule, over all heads, parts and sequences."""
+    """Returns the number of slots for query tiles in the schedule, over all heads, parts and sequences."""
     heads = problem.num_heads_q * config.v_parts
     if problem.packed:
         return (problem.total_q // BLOCK_M + problem.batch) * heads
@@ -280,7 +282,7 @@ def _query_tiles(problem: AttentionProblem, config: Config) -> int:
 
 
 def _scalars(problem: AttentionProblem, operands: Operands, config: Config, tiles: int) -> list[int | float]:
-    """The run-time arguments behind the pointers, in the kernel's order."""
+    """Returns the run-time arguments after the pointers, in the kernel's order."""
     size = DTYPE_BYTES[problem.dtype]
     return [
         *host.of_schedule(problem, operands, tiles, config.v_parts, BLOCK_M, size),
@@ -291,7 +293,7 @@ def _scalars(problem: AttentionProblem, operands: Operands, config: Config, tile
 
 
 def _constants(problem: AttentionProblem, config: Config) -> dict[str, int | bool]:
-    """The compile-time arguments of the kernel, by name, in its order."""
+    """Returns the compile-time arguments of the kernel, by name, in its order."""
     features = arguments.feature_constants(problem)
     v_chunks = _v_chunks(problem, config.v_parts)
     v_stages = _v_stages(problem, config.v_parts)
@@ -319,24 +321,25 @@ def _chunks(width: int) -> int:
 
 
 def _v_chunks(problem: AttentionProblem, v_parts: int) -> int:
-    """Chunks of V's columns of one part; the last part may have fewer that hold anything."""
+    """Returns the chunks of V's columns in one part; the last part may have fewer chunks that hold data."""
     return -(-_chunks(problem.head_dim_v) // v_parts)
 
 
 def _v_stages(problem: AttentionProblem, v_parts: int) -> int:
-    """Stages of a ring of V: a tile's chunks, which its reader asks for before it hands back any."""
+    """Returns the stages of a ring of V: the chunks of a tile, all of which its reader awaits before it hands any
+    back."""
     return max(2, -(-_v_chunks(problem, v_parts) // 2))
 
 
 def _cannot(problem: AttentionProblem, config: Config) -> str:
-    """Why a config cannot run a problem, or nothing."""
+    """Returns why a config cannot run a problem, or ""."""
     k_stages = config.num_stages - 2 * _v_stages(problem, config.v_parts)
     if _v_chunks(problem, config.v_parts) * CHUNK > MAX_COLUMNS:
-        return f"a block takes {MAX_COLUMNS} columns of v"
+        return f"a block takes at most {MAX_COLUMNS} columns of v"
     if k_stages < 2:
-        return f"of {config.num_stages} chunks {k_stages} remain for K, which takes 2"
+        return f"of {config.num_stages} chunks, {k_stages} remain for K, which needs at least 2"
     if config.scores_ahead and k_stages < _chunks(problem.head_dim):
-        return f"scores ahead take a whole tile of K, {_chunks(problem.head_dim)} chunks, and {k_stages} remain for K"
+        return f"scores_ahead needs a whole tile of K, {_chunks(problem.head_dim)} chunks, and {k_stages} remain for K"
     return ""
 
 
@@ -347,7 +350,7 @@ MASK_REASON = "it takes no {} yet: values that no query sees must have no effect
 
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Every reason this kernel cannot run the problem there; empty when it can."""
+    """Returns every reason this kernel cannot run the problem on this GPU; empty if it can."""
     found = reasons.of_hopper(gpu)
     if problem.dtype not in ("float16", "bfloat16"):
         found.append(f"dtype is {problem.dtype}; it takes float16 and bfloat16")
@@ -357,9 +360,9 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         ("head_dim_v", problem.head_dim_v, MAX_HEAD_DIM_V),
     ):
         if size > most:
-            found.append(f"{name} is {size}; it takes {most} at most: use three_kernel, large_head_dim or eager")
+            found.append(f"{name} is {size}; it must be at most {most}: use three_kernel, large_head_dim or eager")
         if size % 8:
-            found.append(f"{name} is {size}; rows copied by TMA are a multiple of 16 bytes, so it must be one of 8")
+            found.append(f"{name} is {size}; it must be a multiple of 8, because TMA copies multiples of 16 bytes")
     if problem.page_size:
         found.append("it reads no paged cache")
     if problem.mask_shape is not None:
@@ -370,40 +373,44 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 
 FEW_QUERIES = 64
-MEANT_FROM = 257  # head_dim: narrower heads it can run, but nobody need be told so
+MEANT_FROM = 257  # head_dim: the kernel can run narrower heads, but does not advertise them
 
 
 def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Why another kernel is the faster one: of all but packed calls, which three_kernel's fastest products do not take.
-    There it is 2.7, 3.1 and 3.4 times as fast as large_head_dim at head_dim 512, causal and full, and 640, causal, in
-    six sequences of 300 to 4,096 tokens, and 1.6 times in 40 of 200 at 512 (H200, 16 heads)."""
+    """Returns why another kernel is faster for all but packed calls, which three_kernel's fastest products do not
+    support.
+
+    For packed calls it is 2.7, 3.1 and 3.4 times as fast as large_head_dim at head_dim 512, causal and full, and 640,
+    causal, in six sequences of 300 to 4,096 tokens, and 1.6 times in 40 of 200 at 512 (H200, 16 heads).
+    """
     if max(problem.head_dim, problem.head_dim_v) <= 256:
-        return []  # or another kernel serves first
+        return []  # or another kernel runs first
     if problem.batch_invariant or problem.seqlen_q <= FEW_QUERIES:
         return [
             f"large_head_dim, which splits keys, serves sequences of {FEW_QUERIES} queries or fewer and batch_invariant"
         ]
     if not problem.packed:
-        return ["of calls that are not packed three_kernel is the faster one, with a workspace that this one keeps not"]
+        return ["if calls are not packed, three_kernel is faster; it needs a workspace, which this kernel does not"]
     return []
 
 
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """An upper bound on the shared memory of one block, which tests hold against what every config compiles to."""
+    """Returns an upper bound on the shared memory of one block; tests compare it with what every config compiles to."""
     size = DTYPE_BYTES[problem.dtype]
     chunks = _chunks(problem.head_dim) + config.num_stages
-    # Two tiles of probabilities; factors, barriers and reductions.
+    # The last terms: two tiles of probabilities; factors, barriers and reductions.
     return size * (chunks * BLOCK_N * CHUNK + 2 * BLOCK_M * BLOCK_N) + 2048
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """What one launch moves and computes: whole tiles, padding included; K for each part of the columns of V."""
+    """Returns what one launch moves and computes: whole tiles, padding included; K once for each part of V's
+    columns."""
     size, rows = DTYPE_BYTES[problem.dtype], problem.rows * problem.num_heads_q
     width_k = -(-problem.head_dim // 64) * 64
     width_v = _v_chunks(problem, config.v_parts) * CHUNK
     visited, longest, *_ = walk(problem, BLOCK_M, BLOCK_N, from_first=True)
     scores = visited * config.v_parts * BLOCK_M * BLOCK_N
-    # Of K and V, for each visited pair, in whole lines.
+    # Bytes of K and V for each visited pair, in whole lines.
     of_keys = config.v_parts * line_bytes(size * problem.head_dim) + line_bytes(size * problem.head_dim_v)
     return Cost(
         blocks=min(_query_tiles(problem, config), gpu.num_sms or host.NUM_SMS),
@@ -425,7 +432,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
 
 
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """The default first, then every other candidate that fits the GPU's shared memory and registers."""
+    """Returns the default first, then every other candidate that fits the GPU's shared memory and registers."""
     default = _default(problem, gpu)
     space = [
         Config(parts, stages, ahead)
@@ -438,8 +445,9 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
 
 
 def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
-    """As much under way as fits, no score computed twice, and scores ahead where K's ring holds a tile: 588 against 502
-    TFLOP/s at 8192 x 512 full, 557 against 510 causal (docs/notes/hopper_large_head_dim.md)."""
+    """Returns the config with the most chunks in flight that fit, without duplicated scores, and with scores ahead if
+    K's ring holds a tile: 588 against 502 TFLOP/s at 8192 x 512 full, 557 against 510 causal
+    (docs/notes/hopper_large_head_dim.md)."""
     stages = max(n for n in range(2, MAX_STAGES + 1) if smem_bytes(problem, gpu, Config(1, n)) <= SMEM_PER_BLOCK)
     behind = Config(-(-problem.head_dim_v // MAX_COLUMNS), stages)
     ahead = Config(behind.v_parts, stages, True)

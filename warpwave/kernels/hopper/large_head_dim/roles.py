@@ -1,32 +1,32 @@
-"""What the warps of the Hopper kernel for large heads do: a producer warp, one warpgroup of scores, two of values.
+"""The warp roles of the Hopper kernel for large heads: a producer warp, one warpgroup of scores, two of values.
 
-The producer fills rings of chunks, 64 keys x 128 columns: one of K, and one of V for each of its two readers. It loads
-K of the first tile of keys, then for each tile K of the next one and V of its own. The warpgroup of scores multiplies Q
-by K, takes the softmax and leaves the probabilities in shared memory; each warpgroup of values multiplies them by its
-half of V's columns. While one of the three waits, the tensor cores work for another.
+The producer fills rings of chunks, 64 keys x 128 columns: one ring of K, and one ring of V for each of its two readers.
+It loads K of the first tile of keys, then for each tile K of the next tile and V of the current one. The warpgroup of
+scores multiplies Q by K, takes the softmax and writes the probabilities to shared memory. Each warpgroup of values
+multiplies them by its half of V's columns. While one of the three waits, the tensor cores work for another.
 
-A ring has one reader. In one ring for all three, a reader could wait for a stage's use k while use k - 1, another's,
-had not come: the parity of a barrier tells a phase from the next one only, so it passed at once. That launch in a few
-hundred was wrong, or never ended.
+Each ring has one reader. With one ring for all three, a reader could wait for use k of a stage before use k - 1, which
+belonged to another reader, had completed. A barrier's parity distinguishes a phase only from the next one, so the wait
+passed at once. One launch in a few hundred was then wrong or never ended.
 
-Messages of the warpgroup of scores to those of values lie in two places in turn: one for each tile of keys
-(probabilities, and the factor of what was summed before), and one more at the end, whose factor ends the sum.
+Messages from the warpgroup of scores to the warpgroups of values alternate between two slots. There is one for each
+tile of keys (probabilities, and the factor for the previous sum), and a last one whose factor normalizes the sum.
 
-    barrier      says                                        arrivals                     waits
-    ring.full    a chunk has come                            TMA, by its bytes            its reader
+    barrier      meaning                                     arrivals                     waits
+    ring.full    a chunk has arrived                         TMA, by its bytes            its reader
     ring.empty   a chunk was read                            its reader                   producer
-    q_full       Q has come                                  TMA, by its bytes            scores
-    q_empty      the last scores of the queries are there    scores                       producer
+    q_full       Q has arrived                               TMA, by its bytes            scores
+    q_empty      the queries have their last scores          scores                       producer
     p_full       a message was written                       scores                       both of values
     p_empty      a message was read                          2: both of values            scores
     box.full     a tile of queries was drawn                 producer                     all three
     box.empty    all know which                              3: all three                 producer
 
-Shared memory that ordinary stores wrote and wgmma reads (probabilities; V behind a packed sequence's end) is fenced by
-each of its writers before the barrier that announces it.
+Shared memory that is written by ordinary stores and read by wgmma (probabilities; V past a packed sequence's end) is
+fenced by each of its writers before the barrier that announces it.
 """
 
-# No postponed annotations here: an aggregate's fields are checked against its annotations.
+# No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.parts import LOG2_E, ROWS, accumulator_layout, like, matrix, rescale, tile_bytes, wait_full
@@ -54,45 +54,46 @@ from warpwave.runtime.gluon_or_stub import (
 )
 
 CHUNK = gl.constexpr(128)  # columns of a chunk: two panels of 128 bytes, the widest that TMA swizzles
-KEYS = gl.constexpr(64)  # of a chunk, and of a step
+KEYS = gl.constexpr(64)  # keys of a chunk, and of a step
 
 
-# What a warpgroup of values multiplies: whole chunks go to the two in turn, and of an odd number they share the last.
+# Pieces of a tile per warpgroup of values: whole chunks alternate between the two groups; the last of an odd number is
+# split between them.
 
 
 @constexpr_function
 def count_of(chunks, group):
-    """How many pieces of a tile are the group's: chunks and a half of one."""
+    """Returns the number of a group's pieces of a tile: whole chunks, and half of one if their number is odd."""
     return (int(chunks) + 1) // 2
 
 
 @constexpr_function
 def chunk_of(chunks, group, i):
-    """The chunk that piece i is, or is a half of."""
+    """Returns the chunk that contains piece i."""
     return min(2 * int(i) + int(group), int(chunks) - 1)
 
 
 @constexpr_function
 def width_of(chunks, group, i):
-    """Columns of piece i."""
+    """Returns the columns of piece i."""
     return 64 if 2 * int(i) + 1 == int(chunks) else 128
 
 
 @constexpr_function
 def first_of(chunks, group, i):
-    """First column of piece i in its chunk."""
+    """Returns the first column of piece i within its chunk."""
     return 64 * int(group) if 2 * int(i) + 1 == int(chunks) else 0
 
 
 @aggregate
 class Widths:
-    """How head_dim and head_dim_v are cut.
+    """How head_dim and head_dim_v are divided.
 
     Args:
-        K_CHUNKS, K_LAST: chunks of a row of Q and K, and columns of the last of them that are multiplied.
-        V_CHUNKS: chunks of a row of V and out that a block works on.
-        PARTS: blocks that share a row of V.
-        AHEAD: whether the next tile's scores are multiplied beside the softmax.
+        K_CHUNKS, K_LAST: chunks of a row of Q and K, and the columns of the last chunk that are multiplied.
+        V_CHUNKS: chunks of a row of V and out that a block processes.
+        PARTS: number of blocks that share a row of V.
+        AHEAD: whether the next tile's scores are multiplied during the softmax.
     """
 
     K_CHUNKS: gl.constexpr
@@ -112,7 +113,7 @@ class Widths:
 
 @jit
 def zero_accumulator(WIDTH: gl.constexpr):
-    """[64, WIDTH] of zeros."""
+    """Returns [64, WIDTH] of zeros."""
     return gl.zeros([ROWS, WIDTH], gl.float32, accumulator_layout(WIDTH))
 
 
@@ -121,8 +122,8 @@ def zero_accumulator(WIDTH: gl.constexpr):
 
 @aggregate
 class Chunks:
-    """A ring of chunks of K and V, [stages, 1, 1, 64, 128], and its barriers. Chunk n, counted over the whole launch,
-    lies in stage n % stages."""
+    """A ring of chunks of K or V, [stages, 1, 1, 64, 128], and its barriers. Chunk n, counted over the whole launch, is
+    in stage n % stages."""
 
     chunks: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -139,7 +140,7 @@ class Chunks:
 
 @jit
 def load_chunk(ring, tensor_map, n, batch, head, row, column):
-    """Chunk n of a ring, as soon as its stage is free. What lies outside the tensor comes as zeros."""
+    """Loads chunk n of a ring as soon as its stage is free. Elements outside the tensor are zeros."""
     stage = n % ring.stages
     mbarrier.wait(ring.empty.index(stage), ((n // ring.stages) & 1) ^ 1)
     mbarrier.expect(ring.full.index(stage), tile_bytes((tensor_map,)))
@@ -148,7 +149,7 @@ def load_chunk(ring, tensor_map, n, batch, head, row, column):
 
 @jit
 def load_queries(tensor_map, q_tiles, q_full, q_empty, messages, batch, head, row, widths):
-    """Q of one tile of queries, once nobody needs the one before."""
+    """Loads Q of one tile of queries once the previous tile's is no longer needed."""
     mbarrier.wait(q_empty.index(0), (messages & 1) ^ 1)
     mbarrier.expect(q_full.index(0), widths.K_CHUNKS * tile_bytes((tensor_map,)))
     for i in gl.static_range(widths.K_CHUNKS):
@@ -157,14 +158,14 @@ def load_queries(tensor_map, q_tiles, q_full, q_empty, messages, batch, head, ro
 
 @jit
 def load_keys(ring, tensor_map, n, batch, head, row, widths):
-    """K of one tile of keys, its chunks from n on."""
+    """Loads K of one tile of keys into its ring's chunks from n on."""
     for i in gl.static_range(widths.K_CHUNKS):
         load_chunk(ring, tensor_map, n + i, batch, head, row, i * CHUNK)
 
 
 @jit
 def load_values(ring_0, ring_1, tensor_map, n, batch, head, row, column, widths):
-    """V of one tile of keys, the chunks of each warpgroup from n on in its ring."""
+    """Loads V of one tile of keys: each warpgroup's chunks into its ring, from n on."""
     for i in gl.static_range(count_of(widths.V_CHUNKS, 0)):
         first = column + chunk_of(widths.V_CHUNKS, 0, i) * CHUNK
         load_chunk(ring_0, tensor_map, n + i, batch, head, row, first)
@@ -174,13 +175,13 @@ def load_values(ring_0, ring_1, tensor_map, n, batch, head, row, column, widths)
 
 @jit
 def hand_back(ring, n):
-    """The reader is done with chunk n."""
+    """Releases chunk n; called by the ring's reader."""
     mbarrier.arrive(ring.empty.index(n % ring.stages), count=1)
 
 
 @jit
 def chunk(ring, n):
-    """Chunk n, [64, 128]."""
+    """Returns chunk n, [64, 128]."""
     return matrix(ring.chunks.index(n % ring.stages))
 
 
@@ -191,9 +192,9 @@ def chunk(ring, n):
 def producer(
     q_map, k_map, v_map, q_tiles, q_full, q_empty, k_ring, v_ring_0, v_ring_1, box, schedule, widths, rules,
 ):  # fmt: skip
-    """Draws tiles of queries and loads what they need."""
-    n_k = 0  # chunks of K asked for so far
-    n_v = 0  # and of V, for each of its two readers
+    """Draws tiles of queries and loads their operands."""
+    n_k = 0  # chunks of K requested so far
+    n_v = 0  # chunks of V requested so far, for each of its two readers
     messages = 0
     t = gl.program_id(0)
     while t < schedule.num_tiles:
@@ -210,7 +211,7 @@ def producer(
             column = work.head % widths.PARTS * (widths.V_CHUNKS * CHUNK)
             key = work.k_begin + keys.begin
             row = work.q_begin + work.tile * ROWS
-            # K first where its ring holds a tile: the stages are free before the place of the queries is.
+            # K first if its ring holds a tile: the ring's stages are free before Q's buffer is.
             if k_ring.stages < widths.K_CHUNKS:
                 load_queries(q_map, q_tiles, q_full, q_empty, messages, batch, head, row, widths)
             load_keys(k_ring, k_map, n_k, batch, kv_head, key + (end - 1) * KEYS, widths)
@@ -236,8 +237,8 @@ def producer(
 
 @jit
 def whole_tiles(keys, row_first, begin, end, rules):
-    """[whole_begin, whole_end) of the tiles [begin, end) of the block: those that need no mask for the 64 queries from
-    row_first on. `end - 1` is left out, and gets one in any case."""
+    """Returns [whole_begin, whole_end): the tiles among [begin, end) that need no mask for the 64 queries from
+    row_first on. `end - 1` is excluded and always masked."""
     whole_end = end - 1
     whole_begin = begin
     if rules.HAS_HIGH:
@@ -251,8 +252,8 @@ def whole_tiles(keys, row_first, begin, end, rules):
 
 @jit
 def product_with_keys(q_tiles, ring, n, widths):
-    """Q K^T of one tile of keys, whose chunks begin at n; each is handed back as soon as the one behind it is under
-    way."""
+    """Returns Q K^T of one tile of keys, whose chunks start at n. Each chunk is handed back as soon as the next product
+    is in flight."""
     scores = zero_accumulator(KEYS)
     for i in gl.static_range(widths.K_CHUNKS):
         scores = add_chunk(q_tiles, ring, n, scores, i, widths)
@@ -266,7 +267,7 @@ def product_with_keys(q_tiles, ring, n, widths):
 
 @jit
 def add_chunk(q_tiles, ring, n, scores, I: gl.constexpr, widths):
-    """Scores and the product of chunk I of a row of Q and K, under way."""
+    """Starts adding the product of chunk I of a row of Q and K to the scores."""
     wait_full(ring, n + I)
     q = matrix(q_tiles.index(I))
     k = chunk(ring, n + I)
@@ -281,8 +282,8 @@ def step(
     q_tiles, ring, n, x, p_tiles, factors, p_full, p_empty, s, m_i, lead, l_i, tile, place, keys, widths, rules,
     AT_EDGE: gl.constexpr,
 ):  # fmt: skip
-    """Probabilities of the tile whose scores are x, left for the warpgroups of values as message s, and the scores of
-    the next, whose chunks begin at n: multiplied beside the softmax (AHEAD), or behind it."""
+    """Sends the probabilities of the tile with scores x to the warpgroups of values as message s. Returns the scores of
+    the next tile, whose chunks start at n, multiplied during the softmax (AHEAD) or after it."""
     EARLY: gl.constexpr = widths.K_CHUNKS // 2  # chunks that are handed back half-way
     if widths.AHEAD:
         following = zero_accumulator(KEYS)
@@ -308,7 +309,7 @@ def step(
 
 @jit
 def send(p, alpha, p_tiles, factors, p_full, p_empty, s):
-    """Message s to the warpgroups of values."""
+    """Sends message s to the warpgroups of values."""
     mbarrier.wait(p_empty.index(s & 1), ((s >> 1) & 1) ^ 1)
     p_tiles.index(s & 1).store(p.to(p_tiles.dtype))
     factors.index(s & 1).store(alpha)
@@ -321,10 +322,10 @@ def scores(
     lse_ptr, alibi_slopes_ptr, sinks_ptr, stride_alibi_b, stride_lb, stride_lh, seqlen_q, seqlen_k, q_tiles, q_full,
     q_empty, ring, p_tiles, factors, p_full, p_empty, box, widths, rules,
 ):  # fmt: skip
-    """Scores and softmax of 64 queries after another."""
+    """Computes scores and softmax of 64 queries at a time."""
     row_layout: gl.constexpr = gl.SliceLayout(1, accumulator_layout(KEYS))
-    k = 0  # chunks of K met so far
-    s = 0  # messages to the warpgroups of values
+    k = 0  # chunks of K consumed so far
+    s = 0  # messages sent to the warpgroups of values
     messages = 0
     scheduler.wait_posted(box, messages)
     work = scheduler.read(box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
@@ -369,7 +370,7 @@ def scores(
                 k += widths.K_CHUNKS
                 s += 1
                 tile -= 1
-        mbarrier.arrive(q_empty.index(0), count=1)  # the next queries come beside what is left
+        mbarrier.arrive(q_empty.index(0), count=1)  # the next queries load during the remaining work
         x, _ = in_bits(x, tile, place, keys, rules, True)
         shift, alpha, m_i, lead = new_maximum(x, 1.0, m_i, lead, True)
         p, l_i = probabilities(x, 1.0, shift, alpha, l_i, KEYS)
@@ -383,8 +384,8 @@ def scores(
         factor = gl.full([ROWS], 1.0, gl.float32, row_layout)
         if rules.HAS_SINKS:
             m_i, l_row, l_out, factor = with_sink(m_i, l_row, l_out, gl.load(sinks_ptr + head) * LOG2_E)
-        # A row that saw no key has sum 0, or saw its sink alone: a factor of 0 says that its output is 0, whatever was
-        # summed for it.
+        # A row that saw no key has sum 0, or saw only its sink: a factor of 0 sets its output to 0, whatever was
+        # accumulated for it.
         factor = gl.where(l_row == 0.0, 0.0, factor / gl.where(l_row == 0.0, 1.0, l_out))
         mbarrier.wait(p_empty.index(s & 1), ((s >> 1) & 1) ^ 1)
         factors.index(s & 1).store(factor)
@@ -396,7 +397,7 @@ def scores(
             first = head.to(gl.int64) * stride_lh + work.q_begin
             if not rules.IS_VARLEN:
                 first += work.batch.to(gl.int64) * stride_lb
-            # Every part of the columns of v has the same.
+            # Every part of the columns of V computes the same lse.
             gl.store(lse_ptr + first + rows, lse, mask=(rows < work.seqlen_q) & (work.head % widths.PARTS == 0))
         scheduler.discard(box, messages)
         messages += 1
@@ -409,9 +410,9 @@ def scores(
 
 @jit
 def zero_behind(v, rows_used):
-    """Zeroes the rows of a chunk behind its packed sequence: a probability of 0 times another sequence's NaN is NaN."""
+    """Zeroes the rows of a chunk past its packed sequence: a probability of 0 times another sequence's NaN is NaN."""
     if rows_used < KEYS:
-        for first in gl.static_range(0, KEYS, 16):  # few rows at a time, for the sake of registers
+        for first in gl.static_range(0, KEYS, 16):  # few rows at a time, to limit registers
             if first + 16 > rows_used:
                 zero_rows(v.slice(first, 16, dim=0), rows_used - first)
         fence_async_shared()
@@ -419,7 +420,7 @@ def zero_behind(v, rows_used):
 
 @jit
 def product_with_values(p, ring, n, acc, rows_used, GROUP: gl.constexpr, CHUNKS: gl.constexpr, rules):
-    """acc + P V of one tile of keys, whose chunks begin at n: one accumulator for each chunk or half of one."""
+    """Returns acc + P V of one tile of keys, whose chunks start at n; there is one accumulator per piece."""
     under_way = ()
     for i in gl.static_range(len(acc)):
         wait_full(ring, n + i)
@@ -438,7 +439,7 @@ def product_with_values(p, ring, n, acc, rows_used, GROUP: gl.constexpr, CHUNKS:
 
 @jit
 def rescaled(acc, alpha):
-    """Every accumulator times alpha, [64]."""
+    """Returns every accumulator times alpha, [64]."""
     scaled = ()
     for i in gl.static_range(len(acc)):
         scaled = scaled + (rescale(acc[i], like(alpha, acc[i])),)
@@ -450,10 +451,10 @@ def values(
     GROUP: gl.constexpr, ring, out_ptr, seqlen_q, seqlen_k, num_heads, head_dim_v, p_tiles, factors, p_full, p_empty,
     box, widths, rules,
 ):  # fmt: skip
-    """Half of the columns of the output of 64 queries after another."""
+    """Computes half of the columns of the output, for 64 queries at a time."""
     COUNT: gl.constexpr = count_of(widths.V_CHUNKS, GROUP)
     row_layout: gl.constexpr = gl.SliceLayout(1, accumulator_layout(width_of(widths.V_CHUNKS, GROUP, 0)))
-    v = 0  # chunks of its ring met so far
+    v = 0  # chunks of its ring consumed so far
     s = 0
     messages = 0
     scheduler.wait_posted(box, messages)
@@ -495,8 +496,9 @@ def values(
 
 @jit
 def store_columns(x, out_ptr, work, seqlen_q, num_heads, head, head_dim_v, column, rules):
-    """[64, width] to the tile's rows of a contiguous out, from `column` on. From registers: out is read or written once
-    for every seqlen_k * 2 values of K and V, so that its way does not matter, and shared memory is K's and V's."""
+    """Stores [64, width] to the tile's rows of a contiguous out, from `column` on. It stores from registers: out is
+    read or written once per seqlen_k * 2 values of K and V, so its path does not matter, and K and V take the shared
+    memory."""
     layout: gl.constexpr = x.type.layout
     rows = work.tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))

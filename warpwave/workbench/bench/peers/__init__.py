@@ -1,4 +1,4 @@
-"""The peers by name, in the order in which tables list them. One small function each, a module a library."""
+"""The peers by name, in the order of the tables: one small function each, one module per library."""
 
 from __future__ import annotations
 

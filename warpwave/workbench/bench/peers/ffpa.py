@@ -1,7 +1,7 @@
 """FFPA: the `ffpa-attn` package, made for head_dim above 256.
 
-It falls back to SDPA or to another of its backends without a word, also when the import of one fails, so the operator
-that ran is looked at before anything is called by its name.
+It silently falls back to SDPA or to another of its backends, also if the import of a backend fails. Therefore the
+operator that ran is checked before a result is attributed to it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SMALLEST_HEAD_DIM, LARGEST_HEAD_DIM = 257, 1024
 
 
 def ffpa_cute(problem: AttentionProblem, operands: Operands) -> Prepared:
-    """Its CuTe DSL backend: the best it has for Hopper up to head_dim 512."""
+    """Prepares its CuTe DSL backend, its fastest on Hopper up to head_dim 512."""
     _refuse(problem, operands)
     from ffpa_attn import CuTeDSLBackend  # type: ignore[import-not-found, unused-ignore]
 
@@ -36,10 +36,10 @@ def ffpa_cute(problem: AttentionProblem, operands: Operands) -> Prepared:
 
 
 def ffpa_triton(problem: AttentionProblem, operands: Operands) -> Prepared:
-    """Its Triton backend with TMA, tuned by its own tuner, which can take minutes a shape."""
+    """Prepares its Triton backend with TMA, tuned by its own tuner, which can take minutes per shape."""
     _refuse(problem, operands)
     if problem.head_dim <= 512:
-        raise PeerUnavailable("its CuTe DSL backend is the faster one up to head_dim 512")
+        raise PeerUnavailable("its CuTe DSL backend is faster up to head_dim 512")
     from ffpa_attn import TritonBackend
 
     return _prepare(
@@ -80,7 +80,7 @@ def _prepare(problem: AttentionProblem, operands: Operands, backends: dict[str, 
         **backends,
     )
     with _no_fallback():
-        call()  # compiles, and tunes where it was told to
+        call()  # compiles, and tunes if requested
         with _OperatorNames() as operators:
             call()
     if operator not in operators.names:
@@ -90,7 +90,7 @@ def _prepare(problem: AttentionProblem, operands: Operands, backends: dict[str, 
 
 @contextmanager
 def _no_fallback() -> Iterator[None]:
-    """Have it raise rather than hand a call to SDPA."""
+    """Makes it raise instead of falling back to SDPA."""
     name = "FFPA_FORCE_NO_SDPA_FALLBACK"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -104,7 +104,7 @@ def _no_fallback() -> Iterator[None]:
 
 
 class _OperatorNames(TorchDispatchMode):
-    """The names of all operators that run inside."""
+    """Records the names of all operators that run inside."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ from warpwave.workbench.bench.peers.peer import (
 
 
 def prepare(problem: AttentionProblem, operands: Operands | CachedOperands) -> Prepared:
-    """`flash_attn.cute`, in the layout that is ours too, the number of splits left to it where it can choose."""
+    """Prepares `flash_attn.cute`, whose layout is ours. It chooses the number of splits if it can."""
     refuse_features(problem, ("packed sequences", "a sliding window", "softcap", "sinks", "a paged cache"))
     refuse_cpu(operands)
     if problem.dtype == "float32":
@@ -48,7 +48,7 @@ def prepare(problem: AttentionProblem, operands: Operands | CachedOperands) -> P
         options |= {"cu_seqlens_k": operands.cu_seqlens_k, "max_seqlen_k": problem.seqlen_k}
     function = cute.flash_attn_varlen_func if problem.packed or problem.page_size else cute.flash_attn_func
     failures = []
-    for num_splits in (0, 1):  # 0: by its own heuristic, which may choose a split that the card's kernel lacks
+    for num_splits in (0, 1):  # 0 is its own heuristic, which may choose splits that its kernel for this card lacks
         call = partial(function, *operands[:3], num_splits=num_splits, **options)
         try:
             call()
@@ -61,7 +61,7 @@ def prepare(problem: AttentionProblem, operands: Operands | CachedOperands) -> P
 
 
 def _out(result: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """Out alone: some versions return the log-sum-exp, or None in its place, behind it."""
+    """Returns out. Some versions return a tuple of out and the log-sum-exp, or None."""
     return result[0] if isinstance(result, tuple) else result
 
 

@@ -1,4 +1,4 @@
-"""FlexAttention, compiled for the shape at hand, its masks given as functions and its block mask built beforehand."""
+"""FlexAttention, compiled per shape; masks are functions, and the block mask is built before timing."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from warpwave.problem import AttentionProblem, Band, Operands
 from warpwave.workbench.bench.peers.peer import PeerUnavailable, Prepared, refuse_cpu, refuse_features
 
-MASK_PAIRS = 1 << 31  # beyond, the full mask that is summed up into blocks would not fit: compiled, it is never built
+MASK_PAIRS = 1 << 31  # above this the full mask would not fit in memory; a compiled block mask does not need it
 
 Visible = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def flex_attention(problem: AttentionProblem, operands: Operands) -> Prepared:
-    """`torch.nn.attention.flex_attention.flex_attention` under `torch.compile`: seconds of compilation a shape."""
+    """Prepares `torch.nn.attention.flex_attention.flex_attention` under `torch.compile`, seconds per shape."""
     refuse_features(problem, ("packed sequences", "a sliding window", "softcap"))
     refuse_cpu(operands)
     from torch.nn.attention.flex_attention import create_block_mask
@@ -60,7 +60,7 @@ def flex_attention(problem: AttentionProblem, operands: Operands) -> Prepared:
 
 
 def visible_pairs(problem: AttentionProblem, operands: Operands) -> Visible | None:
-    """The problem's masks as FlexAttention takes them, `(batch, head, query, key) -> visible`; None shows all."""
+    """Returns the masks for FlexAttention, `(batch, head, query, key) -> visible`; None if every pair is visible."""
     if problem.packed:
         return _packed(problem, operands)
     return _band(problem.band(problem.seqlen_q, problem.seqlen_k)) if problem.has_band else None
@@ -81,11 +81,11 @@ def _band(band: Band) -> Visible:
 
 
 def _packed(problem: AttentionProblem, operands: Operands) -> Visible:
-    """Each token sees its own sequence: looked up by token, with the positions both have in it."""
+    """Returns the mask of packed sequences, from tables of each token's sequence and position."""
     starts_q, starts_k = (x.long() for x in (operands.cu_seqlens_q, operands.cu_seqlens_k))
     index = torch.arange(problem.batch, device=starts_q.device)
     sequence_q, sequence_k = index.repeat_interleave(starts_q.diff()), index.repeat_interleave(starts_k.diff())
-    low, high = problem.band(0, 0)  # with equal lengths, where the diagonal is the same in every sequence
+    low, high = problem.band(0, 0)  # for equal lengths, which have the same diagonal in every sequence
     if problem.has_band and any(seqlen_q != seqlen_k for seqlen_q, seqlen_k in problem.items()):
         raise PeerUnavailable("not compared on masks by position in packed sequences with seqlen_q != seqlen_k")
 
@@ -114,10 +114,10 @@ def _last_compiled() -> dict[str, Any]:
 
 
 def _compiled(problem: AttentionProblem) -> Any:
-    """FlexAttention compiled anew for each problem, and once for all sets of inputs of the same one.
+    """Returns FlexAttention compiled for this problem; its sets of inputs share the compiled function.
 
-    torch keeps what it compiled by function and gives up after a few shapes, to run uncompiled from then on; so what
-    an earlier problem left is forgotten.
+    torch caches compiled code per function and runs uncompiled after a few shapes, so the cache of an earlier problem
+    is cleared.
     """
     from torch.nn.attention.flex_attention import flex_attention as uncompiled
 

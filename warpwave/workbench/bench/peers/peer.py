@@ -1,8 +1,8 @@
-"""What a peer is: another implementation of the same call, given the best settings it supports.
+"""Peers: other implementations of the same call, with the best settings they support.
 
-A peer is `prepare(problem, operands) -> Prepared`: whatever a user would do once (layout, choice of backend,
-compilation, warm-up) is done there, so the call that is timed does the attention and nothing else. A peer that cannot
-run the problem, or would compute something else, raises `PeerUnavailable` with the reason, which is shown in its place.
+A peer is a function `prepare(problem, operands) -> Prepared`. It does everything that a user would do once (layout,
+choice of backend, compilation, warm-up), so the timed call computes only the attention. A peer that cannot run the
+problem, or would compute something else, raises `PeerUnavailable` with the reason, which is shown instead of a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from warpwave.problem import AttentionProblem, CachedOperands, Operands
 
 
 class PeerUnavailable(Exception):
-    """This peer cannot run this problem here. The message says why."""
+    """The peer cannot run the problem here. The message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Prepared:
 
     Attributes:
         call: computes the attention, in the peer's own layout.
-        to_out: views its result as our layout of out.
-        kernel: what runs inside: an operator's or a kernel's name.
-        eager: whether `call` is what a user would write, so that its host time means something.
-        config: the kernel's config as plain data, where there is one.
-        timed_if_wrong: time it even where its result misses the gates. It is then marked, and is nobody's best peer.
+        to_out: returns its result as a view in our layout of out.
+        kernel: name of the operator or kernel that runs.
+        eager: whether `call` is what a user would write, so that its host time is meaningful.
+        config: the kernel's config as plain data, or None.
+        timed_if_wrong: time it even if its result fails a gate. It is then marked and never the best peer.
     """
 
     call: Callable[[], Any]
@@ -59,19 +59,19 @@ FEATURES: dict[str, Callable[[AttentionProblem], bool]] = {
 
 
 def refuse_features(problem: AttentionProblem, supported: Collection[str] = ()) -> None:
-    """Raise `PeerUnavailable` naming everything the problem asks for that is not in `supported` (keys of FEATURES)."""
+    """Raises `PeerUnavailable` if the problem has features that are not in `supported` (keys of FEATURES)."""
     refused = [name for name, asked in FEATURES.items() if name not in supported and asked(problem)]
     if refused:
         raise PeerUnavailable(f"not compared on {', '.join(refused)}")
 
 
 def refuse_cpu(operands: Operands | CachedOperands) -> None:
-    """Raise `PeerUnavailable` for CPU tensors."""
+    """Raises `PeerUnavailable` for CPU tensors."""
     if operands.q.device.type == "cpu":
         raise PeerUnavailable("it does not run on a CPU")
 
 
 def require_installed(package: str, distribution: str) -> None:
-    """Raise `PeerUnavailable` where a package is absent; where it is there and broken, its import will say so."""
+    """Raises `PeerUnavailable` if a package is not installed; a broken package fails at its import."""
     if importlib.util.find_spec(package.partition(".")[0]) is None:
         raise PeerUnavailable(f"{distribution} is not installed")

@@ -1,4 +1,4 @@
-"""torch's own attention: `scaled_dot_product_attention`, a backend forced or left to choose, and `varlen_attn`."""
+"""torch's own attention: `scaled_dot_product_attention`, with its own or a forced backend, and `varlen_attn`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.workbench.bench.peers.peer import PeerUnavailable, Prepared, refuse_cpu, refuse_features
 
-MATH_SCORE_BYTES = 4 << 30  # the largest scores in memory that are worth waiting for
+MATH_SCORE_BYTES = 4 << 30  # limit of the scores in memory
 
 
 def sdpa(backend: SDPBackend | None, problem: AttentionProblem, operands: Operands) -> Prepared:
-    """`torch.nn.functional.scaled_dot_product_attention`, one backend forced, or left to choose."""
+    """Prepares `torch.nn.functional.scaled_dot_product_attention`; None leaves the backend to torch."""
     refuse_features(problem, ("gradients",))
     causal = problem.causal
     if causal is not None and causal.alignment == "bottom_right" and problem.seqlen_q != problem.seqlen_k:
@@ -34,8 +34,8 @@ def sdpa(backend: SDPBackend | None, problem: AttentionProblem, operands: Operan
         if score_bytes > MATH_SCORE_BYTES:
             raise PeerUnavailable(f"its scores in memory would take {score_bytes / 2**30:.1f} GiB")
 
-    # Flash and efficient attention work on (batch, seqlen, heads, dim) inside, so a view of ours is what they like.
-    # cuDNN takes any strides and math multiplies per head: each head contiguous, as torch's users have it.
+    # Flash and efficient attention use (batch, seqlen, heads, dim) internally, so they get a view of our layout. cuDNN
+    # takes any strides and math multiplies per head, so they get contiguous heads, as torch's users have them.
     views = backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
     heads = (x.detach().transpose(1, 2) for x in operands[:3])
     q, k, v = ((x if views else x.contiguous()).requires_grad_(problem.requires_grad) for x in heads)
@@ -58,12 +58,12 @@ def sdpa(backend: SDPBackend | None, problem: AttentionProblem, operands: Operan
         call,
         to_out=lambda out: out.transpose(1, 2),
         kernel=_operator_behind(call),
-        eager=backend is None,  # a user who forces a backend does so once for many calls, not in each
+        eager=backend is None,  # users force a backend once for many calls, not in each
     )
 
 
 def varlen(problem: AttentionProblem, operands: Operands) -> Prepared:
-    """`torch.nn.attention.varlen.varlen_attn`: packed sequences, on torch's FlashAttention."""
+    """Prepares `torch.nn.attention.varlen.varlen_attn`, torch's FlashAttention on packed sequences."""
     if not problem.packed:
         raise PeerUnavailable("it is for packed sequences")
     refuse_features(problem, ("packed sequences", "a sliding window"))
@@ -90,7 +90,7 @@ def varlen(problem: AttentionProblem, operands: Operands) -> Prepared:
     try:
         call()
     except TypeError as error:  # torch 2.10 takes no scale or window, 2.11 no grouped heads
-        raise PeerUnavailable(f"this torch's varlen_attn cannot say it: {str(error).splitlines()[0]}") from error
+        raise PeerUnavailable(f"this varlen_attn does not support the call: {str(error).splitlines()[0]}") from error
     return Prepared(call, to_out=lambda out: out, kernel="varlen_attn", eager=True)
 
 
@@ -99,7 +99,7 @@ def _square(problem: AttentionProblem) -> bool:
 
 
 def _operator_behind(call: Callable[[], Any]) -> str:
-    """Run once; returns the name of the operator that ran. A backend that refuses says why in warnings, then raises."""
+    """Runs the call once and returns the operator that ran. A backend that refuses warns with reasons, then raises."""
     with warnings.catch_warnings(record=True) as caught, _Operators() as operators:
         warnings.simplefilter("always")
         try:
@@ -112,7 +112,7 @@ def _operator_behind(call: Callable[[], Any]) -> str:
 
 
 class _Operators(TorchDispatchMode):
-    """Sees which attention operator SDPA turned into. torch offers no public question for its choice of backend."""
+    """Records the attention operator that SDPA dispatched to. torch has no public function for that."""
 
     attention = ""
 

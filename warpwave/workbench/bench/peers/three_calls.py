@@ -1,8 +1,8 @@
-"""Attention as three torch calls: baddbmm, softmax, bmm, the scores in memory in the dtype of the inputs.
+"""Attention as three torch calls: baddbmm, softmax, bmm. The scores are in memory, in the dtype of the inputs.
 
-The two products run at the speed of the vendor's matrix multiplication, which is hard to beat once head_dim is large.
-With 16-bit inputs the scores are rounded to 16 bits, an error that flash kernels do not have and that our gates refuse;
-it is timed all the same, marked, and never the peer to beat.
+The two products run at the speed of the vendor's matrix multiplication, which is hard to beat at large head_dim. With
+16-bit inputs the scores are rounded to 16 bits, an error that flash kernels do not have and that our gates reject. It
+is timed nevertheless, marked, and never the peer to beat.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.workbench.bench.peers.peer import PeerUnavailable, Prepared, refuse_features
 
-CHUNK_SCORE_BYTES = 1 << 30  # heads are taken together as long as their scores stay below this
+CHUNK_SCORE_BYTES = 1 << 30  # limit of the scores of the heads in one batch
 
 
 def prepare(problem: AttentionProblem, operands: Operands) -> Prepared:
-    """baddbmm, softmax and bmm over as many heads at once as fit."""
+    """Prepares baddbmm, softmax and bmm, over as many heads at once as fit."""
     refuse_features(problem, ("a sliding window",))
     q, k, v = (_per_head(x, problem.num_heads_q) for x in operands[:3])  # [batch * num_heads_q, seqlen, width]
     score_bytes = problem.seqlen_q * problem.seqlen_k * q.element_size()
@@ -46,13 +46,13 @@ def prepare(problem: AttentionProblem, operands: Operands) -> Prepared:
 
 
 def _per_head(x: Tensor, num_heads_q: int) -> Tensor:
-    """[batch * num_heads_q, seqlen, width], contiguous; kv heads repeated for the query heads that read them."""
+    """Returns [batch * num_heads_q, seqlen, width], contiguous; kv heads are repeated for their query heads."""
     x = x.transpose(1, 2).repeat_interleave(num_heads_q // x.shape[2], dim=1)
     return x.flatten(0, 1).contiguous()
 
 
 def _hidden(problem: AttentionProblem, q: Tensor) -> Tensor:
-    """What baddbmm adds: 0 where a pair is visible and minus infinity where not; [1, seqlen_q, seqlen_k]."""
+    """Returns the summand of baddbmm: 0 for visible pairs, else minus infinity; [1, seqlen_q, seqlen_k]."""
     if not problem.has_band:
         return q.new_zeros(1, 1, 1)
     distance = (

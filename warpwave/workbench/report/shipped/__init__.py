@@ -1,6 +1,6 @@
-"""The H200's records, shipped with the package so that they can stand beside what your hardware does.
+"""Records of an H200 that ship with the package, for comparison with other hardware.
 
-The files of this folder are the only copy: `benchmarks/records/README.md` lists them with the other records.
+The files in this folder are the only copies; `benchmarks/records/README.md` lists them with the other records.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ FOLDER = Path(__file__).parent
 
 
 def paths() -> list[Path]:
-    """The record files, by name."""
+    """Returns the record files, sorted by name."""
     return sorted(FOLDER.glob("*.jsonl"))
 
 
 def records() -> Records:
-    """Everything in them, as one.
+    """Returns the records of all files.
 
     Raises:
         RecordError: a file is damaged; the message names file and line.

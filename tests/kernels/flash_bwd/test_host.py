@@ -1,0 +1,89 @@
+"""What `flash_bwd` says of itself: configs, tiles, costs, reasons. No kernel runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from warpwave.gpu import ARCHS, CPU, INTERPRETER, Gpu
+from warpwave.kernels import flash_bwd
+from warpwave.kernels.flash_bwd import Config, Tile
+from warpwave.kernels.flash_bwd import config as flash_bwd_configs
+from warpwave.problem import AttentionProblem, Causal
+
+PROBLEM = AttentionProblem(
+    batch=2, seqlen_q=300, seqlen_k=290, num_heads_q=4, num_heads_kv=2, head_dim=80, head_dim_v=64,
+    dtype="bfloat16", softmax_scale=0.1, requires_grad=True,
+)  # fmt: skip
+H200 = Gpu.for_arch("sm_90")
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ((48, 64, 4, 2), "block_m is 48; it must be a power of two, at least 16"),
+        ((64, 8, 4, 2), "block_n is 8"),
+        ((64, 64, 3, 2), "num_warps is 3"),
+        ((64, 64, 4, 0), "num_stages is 0; it must be at least 1"),
+    ],
+)
+def test_a_tile_checks_itself(fields: tuple[int, int, int, int], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Tile(*fields)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+def test_every_gpu_has_a_default_that_fits(arch: str, dtype: str, head_dim: int) -> None:
+    gpu = Gpu.for_arch(arch)
+    for mask_shape in (None, (2, 1, 300, 290)):
+        problem = replace(PROBLEM, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim, mask_shape=mask_shape)
+        if mask_shape and (dtype, head_dim) == ("float32", 256) and gpu.vendor == "nvidia" and gpu.capability not in (
+            80, 87, 90, 100, 103,
+        ):  # fmt: skip
+            (reason,) = flash_bwd.why_not(problem, gpu)
+            assert "has 99 for a block" in reason
+            continue
+        assert flash_bwd.why_not(problem, gpu) == []
+        chosen, *others = flash_bwd.configs(problem, gpu)
+        assert chosen == flash_bwd.default(problem, gpu)
+        assert chosen not in others and len(set(others)) == len(others)
+        assert all(flash_bwd.smem_bytes(problem, gpu, c) <= gpu.smem_per_block_bytes for c in (chosen, *others))
+
+
+def test_the_default_is_the_one_of_the_table_on_hopper() -> None:
+    for head_dim in (64, 128, 256):
+        problem = replace(PROBLEM, head_dim=head_dim, head_dim_v=head_dim)
+        assert flash_bwd.default(problem, H200) == flash_bwd_configs._default(problem, H200)
+
+
+def test_cost_by_hand() -> None:
+    config = Config(Tile(64, 32, 4, 2), Tile(32, 64, 4, 2))
+    cost = flash_bwd.cost(PROBLEM, H200, config)
+    of_rows, of_keys = 5 * 10 * 4 * 2, 10 * 5 * 4 * 2  # query tiles, key tiles, heads, batch
+    assert [part.blocks for part in cost.parts] == [5 * 4 * 2, 5 * 2 * 2]
+    assert cost.flops == 2 * (of_rows + of_keys) * 64 * 32 * (128 + 64) + 2 * 64 * 32 * (
+        of_rows * 128 + of_keys * (128 + 64)
+    ), "head_dim 80 is padded to 128; dq takes three products, dk and dv four"
+    assert cost.exponentials == (of_rows + of_keys) * 64 * 32
+    assert cost.launches == 2 and cost.workspace_bytes == 4 * 2 * 300 * 4
+    split = flash_bwd.cost(PROBLEM, H200, replace(config, split_dkv=True))
+    assert split.launches == 3 and split.flops - cost.flops == 2 * of_keys * 64 * 32 * 128
+
+
+def test_hidden_tiles_cost_nothing() -> None:
+    square = replace(PROBLEM, seqlen_q=1024, seqlen_k=1024)
+    config = Config(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2))
+    full, causal = (flash_bwd.cost(p, H200, config) for p in (square, replace(square, causal=Causal())))
+    assert causal.flops / full.flops == (16 * 17 / 2) / (16 * 16)
+
+
+def test_what_it_refuses() -> None:
+    assert flash_bwd.why_not(PROBLEM, INTERPRETER) == []
+    assert any("found tensors on the CPU" in reason for reason in flash_bwd.why_not(PROBLEM, CPU))
+    (reason,) = flash_bwd.why_not(replace(PROBLEM, head_dim=257), H200)
+    assert reason.startswith("head_dim is 257")
+    (reason,) = flash_bwd.why_not(PROBLEM, replace(H200, name="tiny", smem_per_block_bytes=4096))
+    assert "KiB of shared memory and tiny has 4 for a block" in reason

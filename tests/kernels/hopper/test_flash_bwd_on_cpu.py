@@ -1,0 +1,86 @@
+"""The Hopper backward's own source on a CPU: its protocol and arithmetic, tile by tile, against the gates."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.conformance import cases
+from tests.conformance.cases import PLAIN, Call
+from tests.conformance.gates import backward_references, judge_backward
+from tests.kernels.hopper import gluon_on_cpu
+from warpwave.gpu import Gpu
+from warpwave.kernels.hopper import flash_bwd
+from warpwave.kernels.hopper.flash_bwd import kernel
+from warpwave.runtime import launch
+from warpwave.runtime.triton_or_stub import NO_TRITON
+from warpwave.workbench.verify.reference import Gradients, oracle
+
+H200 = Gpu.for_arch("sm_90")
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
+
+
+def on_cpu(call: Call, dout: Tensor, dlse: Tensor | None) -> Gradients:
+    """The gradients by the launches' own source, from out and lse of the reference."""
+    from warpwave.kernels.hopper import parts, rows, scheduler
+    from warpwave.kernels.hopper.flash_bwd import band, joint, steps
+
+    problem = replace(call.problem, return_lse=True)
+    exact = oracle(problem, call.operands)
+    out, lse = exact.out.to(call.operands.q.dtype), exact.lse.float()
+    config = flash_bwd.configs(problem, H200)[0]
+    workspace, grads = kernel.example(problem, config, CPU)
+    for tensor in (*workspace, *grads):  # what is not written must not be read
+        if tensor is not None:
+            tensor.fill_(torch.nan)
+    if kernel.has_hidden_rows(problem):
+        for grad in grads:
+            grad.zero_()
+    specified = flash_bwd.specify(
+        problem, H200, call.operands, (out, lse.contiguous()), dout, dlse, config, workspace, grads
+    )
+    launch.bind(specified.statistics)(*specified.statistics.tensors)
+    gluon_on_cpu.run_launch(
+        specified.gradients,
+        (joint, steps, band, parts, rows, scheduler),
+        2,
+        {"meet": lambda: threading.Barrier(2).wait},
+    )
+    launch.bind(specified.finish)(*specified.finish.tensors)
+    of_sinks = workspace.of_sinks
+    dsinks = None if of_sinks is None else of_sinks.view(-1, problem.num_heads_q, of_sinks.shape[1]).sum((0, 2))
+    return Gradients(*grads, None, None, dsinks)
+
+
+SHORT = replace(PLAIN, lengths=(150, 330), heads=(2, 1), lse=True)
+CALLS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": "bottom_right", "sinks": True},
+    "more queries than keys": {"causal": "bottom_right", "lengths": (330, 150), "heads": (2, 2), "sinks": True},
+    "top left": {"causal": "top_left", "lengths": (210, 70)},
+    "window": {"window": (60, 5), "alibi": "heads", "softcap": 15.0},
+    "window beyond the keys": {"causal": "top_left", "window": (3, -1), "lengths": (37, 170)},
+    "packed": {"packed": True, "batch": 4, "causal": "bottom_right", "lengths": (150, 140)},
+    "packed window": {"packed": True, "batch": 5, "window": (20, 7), "lengths": (200, 300)},
+    "one query": {"lengths": (1, 300), "batch": 2},
+}
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (40, 24), (128, 128), (64, 80)], ids=str)
+@pytest.mark.parametrize("features", CALLS)
+def test_the_protocol_on_a_cpu(features: str, dims: tuple[int, int]) -> None:
+    call = cases.build(replace(SHORT, dims=dims, **CALLS[features]), "normal", CPU)
+    g = torch.Generator().manual_seed(2)
+    q = call.operands.q
+    dout = torch.randn(*q.shape[:-1], call.problem.head_dim_v, generator=g).to(q.dtype)
+    shape = dout.shape[:-1]
+    dlse = torch.randn(shape, generator=g).transpose(-1, -2).contiguous() if features != "full" else None
+    references = backward_references(call.problem, call.operands, dout, dlse)
+    verdict = judge_backward(call.problem, references, on_cpu(call, dout, dlse))
+    assert verdict.passed, str(verdict)

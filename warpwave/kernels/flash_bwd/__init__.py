@@ -1,0 +1,22 @@
+"""`flash_bwd`: the portable gradients of exact attention, head_dim up to 256.
+
+Bound: tensor cores for long sequences, exponentials at head_dim 64 and below, launch latency for small grids.
+"""
+
+from warpwave.kernels.flash_bwd.config import Config, Tile, configs, default, smem_bytes
+from warpwave.kernels.flash_bwd.costs import cost
+from warpwave.kernels.flash_bwd.host import NAME, NEEDS_GPU, bind, specify, why_not
+
+__all__ = [
+    "NAME",
+    "NEEDS_GPU",
+    "Config",
+    "Tile",
+    "bind",
+    "configs",
+    "cost",
+    "default",
+    "smem_bytes",
+    "specify",
+    "why_not",
+]

@@ -1,0 +1,197 @@
+"""Configs of `flash_bwd`: what one is, how much shared memory its launches take, and which is the default where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+from warpwave.gpu import Gpu
+from warpwave.kernels.arguments import dot_precision, padded, tile_widths
+from warpwave.kernels.cost import PARTS, bytes_per_score
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Tile shape and launch shape of one launch.
+
+    Args:
+        block_m: queries of a tile, a power of two, at least 16.
+        block_n: keys of a tile, a power of two, at least 16.
+        num_warps: warps of a block, a power of two.
+        num_stages: tiles of the walked operands in flight.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("block_m", 16), ("block_n", 16), ("num_warps", 1)):
+            value = getattr(self, name)
+            if value < least or value & (value - 1):
+                raise ValueError(f"{name} is {value}; it must be a power of two, at least {least}")
+        if self.num_stages < 1:
+            raise ValueError(f"num_stages is {self.num_stages}; it must be at least 1")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tiles of the launches.
+
+    Args:
+        dq: of the launch that owns `block_m` queries and walks keys; the launch of the bias has the same tile.
+        dkv: of the launch that owns `block_n` keys and walks queries.
+        split_dkv: whether dk and dv take a launch each: one product more, and half the accumulators of a thread.
+    """
+
+    dq: Tile
+    dkv: Tile
+    split_dkv: bool = False
+
+
+def arithmetic_of(problem: AttentionProblem, gpu: Gpu) -> str:
+    """How products are computed: as in the forward, but bf16x6 for a call that names bf16x3, whose gradients are held
+    to the error of float32 products (tests/conformance/gates.py)."""
+    found = dot_precision(problem, gpu)
+    return "bf16x6" if found == problem.precision == "bf16x3" else found
+
+
+# Shared memory --------------------------------------------------------------------------------------------------------
+
+
+def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
+    """An upper bound on the shared memory of one block, which tests hold against what every target compiles to."""
+    return max(_smem_bytes(problem, gpu, config.dq, False), _smem_bytes(problem, gpu, config.dkv, True))
+
+
+def _smem_bytes(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool) -> int:
+    """`smem_bytes` of one launch."""
+    owned, walked = (tile.block_n, tile.block_m) if owns_keys else (tile.block_m, tile.block_n)
+    widths = tile_widths(problem, gpu, owned)
+    size, arithmetic = DTYPE_BYTES[problem.dtype], arithmetic_of(problem, gpu)
+    score = tile.block_m * tile.block_n
+    arriving = size * walked * sum(widths) * tile.num_stages
+    beside = size * walked * max(widths) if tile.num_stages == 1 else 0  # a tile and its transpose
+    has_mask = problem.mask_shape is not None or problem.bias_shape is not None
+    if has_mask:
+        arriving += score * bytes_per_score(problem) * tile.num_stages
+        beside = size * walked * sum(widths)  # they go through registers to lose what nobody sees, and back
+    if gpu.vendor == "amd":
+        one = size * (owned + walked) * max(widths)  # operands pass through, one after another
+        ahead = arriving if tile.num_stages > 1 or gpu.arch == "gfx950" else 0
+        return (one + ahead) * 17 // 16 + size * score
+    if arithmetic in PARTS and gpu.capability in (90, 100, 103):
+        # Operands and scores stand in shared memory as they are and in parts.
+        parts = 2 * PARTS[arithmetic] if arithmetic.startswith("bf16") else 4
+        beside += parts * (walked * sum(widths) + 2 * score)
+        size += parts
+    elif arithmetic in PARTS:
+        # Parts of operands are in registers; scores change hands several times (by compiled figures).
+        beside = size * (walked * sum(widths) // 2 + 10 * score) + (size * owned * sum(widths) if has_mask else 0)
+    return size * owned * sum(widths) + arriving + beside + 2 * size * score + 1024
+
+
+# Which ----------------------------------------------------------------------------------------------------------------
+
+
+def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
+    """The default first, then every other config that differs from it in the tile of one launch."""
+    first = default(problem, gpu)
+    if first is None:
+        return []
+    others = [replace(first, dq=tile) for tile in fitting(problem, gpu, False)]
+    others += [replace(first, dkv=tile) for tile in fitting(problem, gpu, True)]
+    return [first, *(c for c in others if c != first)]
+
+
+def default(problem: AttentionProblem, gpu: Gpu) -> Config | None:
+    """The config with which a problem runs where nobody names another; None where none fits."""
+    table = _default(problem, gpu)
+    tiles = [_fitted(problem, gpu, tile, owns) for tile, owns in ((table.dq, False), (table.dkv, True))]
+    return None if tiles[0] is None or tiles[1] is None else Config(tiles[0], tiles[1], table.split_dkv)
+
+
+def _fitted(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool) -> Tile | None:
+    """The tile, or the largest smaller one that fits: fewer tiles in flight, then fewer rows of the walked operands,
+    then fewer of the owned; None where none fits."""
+    candidates = fitting(problem, gpu, owns_keys)
+    owned, walked = ("block_n", "block_m") if owns_keys else ("block_m", "block_n")
+    while tile not in candidates:
+        if tile.num_stages > 1:
+            tile = replace(tile, num_stages=tile.num_stages - 1)
+        elif getattr(tile, walked) > 16:
+            tile = replace(tile, **{walked: getattr(tile, walked) // 2})
+        elif getattr(tile, owned) > 16:
+            tile = replace(tile, **{owned: getattr(tile, owned) // 2}, num_warps=4)
+        else:
+            return None
+    return tile
+
+
+@by_kind
+def fitting(problem: AttentionProblem, gpu: Gpu, owns_keys: bool) -> list[Tile]:
+    """The tiles of one launch that fit the GPU's shared memory, less those that Hopper computes slowly."""
+    found = [tile for tile in space() if _smem_bytes(problem, gpu, tile, owns_keys) <= gpu.smem_per_block_bytes]
+    if gpu.capability == 90 and (problem.dtype != "float32" or dot_precision(problem, gpu) != "ieee"):
+        # Two warpgroups on 64 rows split the columns of a wgmma between them (flash_fwd's config).
+        found = [t for t in found if not (t.num_warps == 8 and (t.block_n if owns_keys else t.block_m) == 64)]
+    return found
+
+
+@cache
+def space() -> list[Tile]:
+    """Every candidate."""
+    return [
+        Tile(block_m, block_n, num_warps, num_stages)
+        for block_m in (16, 32, 64, 128)
+        for block_n in (16, 32, 64, 128)
+        for num_warps in (4, 8)
+        for num_stages in (1, 2, 3)
+    ]
+
+
+def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
+    """The table's config, with fewer walked rows where a tile of mask or bias takes registers and shared memory too."""
+    config = _default_without_mask(problem, gpu)
+    if problem.mask_shape is None and problem.bias_shape is None:
+        return config
+    dq = replace(config.dq, block_n=max(16, config.dq.block_n // 2), num_stages=min(2, config.dq.num_stages))
+    dkv = replace(config.dkv, block_m=max(16, config.dkv.block_m // 2), num_stages=min(2, config.dkv.num_stages))
+    return replace(config, dq=dq, dkv=dkv)
+
+
+def _default_without_mask(problem: AttentionProblem, gpu: Gpu) -> Config:
+    """The widest tiles that compile without spills, or with fewest (tests/compile). None is timed yet."""
+    width = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    bucket = 0 if width <= 64 else 1 if width <= 128 else 2
+    if problem.dtype == "float32":
+        return (
+            Config(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+            Config(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),
+            Config(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), True),
+        )[bucket]
+    if gpu.vendor == "amd":
+        return (
+            Config(Tile(128, 32, 4, 1), Tile(32, 128, 4, 1)),
+            Config(Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)),
+            Config(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+        )[bucket]
+    if gpu.capability == 90:
+        return (
+            Config(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
+            Config(Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
+            Config(Tile(128, 32, 8, 2), Tile(32, 128, 8, 2), True),
+        )[bucket]
+    if gpu.capability in (100, 103):
+        return (
+            Config(Tile(128, 64, 8, 3), Tile(32, 128, 8, 2)),
+            Config(Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
+            Config(Tile(128, 32, 8, 2), Tile(64, 128, 8, 1), True),
+        )[bucket]
+    return (
+        Config(Tile(128, 32, 8, 2), Tile(32, 128, 8, 2)),
+        Config(Tile(64, 32, 4, 2), Tile(32, 64, 8, 2)),
+        Config(Tile(64, 32, 8, 1), Tile(32, 64, 8, 1), True),
+    )[bucket]

@@ -1,0 +1,356 @@
+"""Gradients of exact attention by recomputation, portable Triton: every target of Triton, head_dim up to 256.
+
+Nothing of the forward is kept but out and the log-sum-exp. One launch owns queries and walks keys, one owns keys and
+walks queries; each computes the probabilities of a tile again.
+
+    P = exp(S - lse);   dV = P^T dO;   dS = P * (dO V^T - delta);   dQ = scale * dS K;   dK = scale * dS^T Q
+    delta = rowsum(dO * out) - dlse
+
+Dao, "FlashAttention-2" (2023), algorithm 2, with a loop for dQ instead of atomic additions to it: seven products
+instead of five, each sum in a fixed order, and no pass over dQ afterwards. A gradient of a bias takes a third launch.
+
+Bound: tensor cores for long sequences, exponentials at head_dim 64 and below, launch latency for small grids.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from warpwave import precision
+from warpwave.gpu import Gpu
+from warpwave.kernels import reasons
+from warpwave.kernels.arguments import (
+    band_constants,
+    broadcast_strides,
+    feature_constants,
+    lse_strides,
+    slope_strides,
+    straightener,
+    tile_widths,
+    token_strides,
+    window,
+)
+from warpwave.kernels.flash_bwd.config import Config, Tile, arithmetic_of, default, smem_bytes, space
+from warpwave.kernels.flash_bwd.dbias import flash_bwd_dbias_kernel
+from warpwave.kernels.flash_bwd.dkv import flash_bwd_dkv_kernel
+from warpwave.kernels.flash_bwd.dq import flash_bwd_dq_kernel
+from warpwave.problem import AttentionProblem, Operands, by_kind
+from warpwave.runtime import launch, scratch
+from warpwave.runtime.bounded import Bounded
+
+NAME = "flash_bwd"
+NEEDS_GPU = True
+MAX_HEAD_DIM = 256
+MAX_LAYOUTS = 16  # of out and dout, for which a bound call keeps its launches
+
+Results = tuple[torch.Tensor, torch.Tensor]  # out and lse
+Gradients = tuple[torch.Tensor | None, ...]  # of q, k, v, bias, alibi_slopes, sinks
+Run = Callable[[Operands, Results, torch.Tensor, torch.Tensor | None], Gradients]
+
+
+class Outputs(NamedTuple):
+    """What the launches write; None where nobody wants it.
+
+    Attributes:
+        dq, dk, dv, dbias: gradients, contiguous.
+        delta: of each row, as lse.
+        lse_log2: of each row in bits, where the launches take the log-sum-exp from their own products.
+        of_slopes, of_sinks: what each tile of queries adds to a gradient, float32 (batch, num_heads_q, tiles).
+    """
+
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+    dbias: Any = None
+    delta: Any = None
+    lse_log2: Any = None
+    of_slopes: Any = None
+    of_sinks: Any = None
+
+
+# Calls ----------------------------------------------------------------------------------------------------------------
+
+
+def bind(problem: AttentionProblem, gpu: Gpu, operands: Operands, wanted: Sequence[bool], config: Config) -> Run:
+    """Prepares the gradients of one problem and layout.
+
+    Args:
+        operands: tensors of the shapes, strides and alignment of those that `run` takes.
+        wanted: which gradients: of q, k, v, bias, alibi_slopes and sinks.
+
+    Returns:
+        `run(operands, results, dout, dlse)`: the gradients of sum(out * dout) + sum(lse * dlse), each contiguous, in
+        the shape and dtype of its operand, None where not wanted. `results` are out and lse of any exact forward
+        kernel; out and dout have any strides. It compiles for a layout of out and dout when that first comes.
+    """
+    wanted = [want and t is not None for want, t in zip(wanted, _differentiable(operands), strict=True)]
+    if _is_empty(problem):
+        return lambda operands, results, dout, dlse: _of_nothing(problem, operands, results[1], dlse, wanted)
+    straight = straightener(operands)
+    allocate = _allocator(problem, operands, wanted, config)
+    bound: Bounded[tuple[Any, ...], list[launch.Launcher]] = Bounded(MAX_LAYOUTS)
+
+    def run(operands: Operands, results: Results, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
+        straightened, (out, lse) = straight(operands), results
+        out, dout = _with_unit_stride(out), _with_unit_stride(dout.to(out.dtype))
+        lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
+        outputs = allocate()
+        given = [t for t in (out, lse, dout, dlse) if t is not None]
+        key = (out.stride(), dout.stride(), *[t.data_ptr() & 15 == 0 for t in given])
+        launchers = bound.get(key)
+        if launchers is None:
+            specs = specify(problem, gpu, straightened, (out, lse), dout, dlse, outputs, config)
+            launchers = [launch.bind(spec) for spec in specs]
+            bound.put(key, launchers)
+        tensors = _tensors(straightened, (out, lse), dout, dlse, outputs, config)
+        for launcher, taken in zip(launchers, tensors, strict=True):
+            launcher(*taken)
+        return _gradients(operands, outputs, wanted)
+
+    return run
+
+
+def _differentiable(operands: Operands) -> tuple[Any, ...]:
+    return (*operands[:3], *operands[4:7])
+
+
+def _with_unit_stride(t: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied if its rows are strided: rows are read in whole lines of memory."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _is_empty(problem: AttentionProblem) -> bool:
+    """Whether there is no query or no key."""
+    sizes = (problem.total_q, problem.total_k) if problem.packed else ()
+    return 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, *sizes)
+
+
+def _of_nothing(
+    problem: AttentionProblem, operands: Operands, lse: torch.Tensor, dlse: torch.Tensor | None, wanted: Sequence[bool]
+) -> Gradients:
+    """Gradients of a call in which no query sees a key: zeros, and for a sink what arrives at the rows whose
+    log-sum-exp it is."""
+    found: list[torch.Tensor | None] = [
+        torch.zeros(t.shape, dtype=t.dtype, device=t.device) if want else None
+        for t, want in zip(_differentiable(operands), wanted, strict=True)
+    ]
+    if wanted[5] and dlse is not None:
+        heads = 0 if problem.packed else 1
+        of_rows = torch.where(lse == -math.inf, 0.0, dlse)
+        found[5] = of_rows.transpose(0, heads).flatten(1).sum(1).to(operands.sinks.dtype)
+    return tuple(found)
+
+
+def _allocator(
+    problem: AttentionProblem, operands: Operands, wanted: Sequence[bool], config: Config
+) -> Callable[[], Outputs]:
+    """Returns `allocate()`. Gradients of packed tokens begin as zeros: some may belong to no sequence."""
+    device = operands.q.device
+
+    def maker(t: torch.Tensor) -> Callable[[], torch.Tensor]:
+        if problem.packed:
+            return functools.partial(torch.zeros, t.shape, dtype=t.dtype, device=device)
+        return scratch.maker(t.shape, t.dtype, device)
+
+    sources = (*operands[:3], operands.bias)
+    makers = [maker(t) if want else None for t, want in zip(sources, wanted, strict=False)]
+    rows = (problem.total_q,) if problem.packed else (problem.batch, problem.seqlen_q)
+    of_heads = (problem.batch, problem.num_heads_q, -(-problem.seqlen_q // config.dq.block_m))
+    shapes: dict[str, Sequence[int]] = {}
+    of_rows = (*rows[:-1], problem.num_heads_q, rows[-1])
+    own_statistics = problem.dtype == "float32"
+    if own_statistics or any(want for i, want in enumerate(wanted) if i != 2):
+        shapes["delta"] = of_rows  # which dv alone does not depend on
+    if own_statistics:
+        shapes["lse_log2"] = of_rows
+    shapes |= {name: of_heads for name, want in zip(("of_slopes", "of_sinks"), wanted[4:], strict=True) if want}
+    workspace = scratch.memory([(shape, torch.float32) for shape in shapes.values()], device)
+
+    def allocate() -> Outputs:
+        gradients = [None if make is None else make() for make in makers]
+        return Outputs(*gradients, **dict(zip(shapes, workspace(), strict=True)))
+
+    return allocate
+
+
+def _gradients(operands: Operands, outputs: Outputs, wanted: Sequence[bool]) -> Gradients:
+    dslopes = dsinks = None
+    if wanted[4]:
+        of_slopes, slopes = outputs.of_slopes, operands.alibi_slopes
+        dslopes = of_slopes.sum((0, 2) if slopes.dim() == 1 else 2).to(slopes.dtype)
+    if wanted[5]:
+        dsinks = outputs.of_sinks.sum((0, 2)).to(operands.sinks.dtype)
+    return (*outputs[:4], dslopes, dsinks)
+
+
+# Launches -------------------------------------------------------------------------------------------------------------
+
+
+def specify(
+    problem: AttentionProblem,
+    gpu: Gpu,
+    operands: Operands,
+    results: Results,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    outputs: Outputs,
+    config: Config,
+) -> tuple[launch.Launch, ...]:
+    """The launches, from tensors that may be without memory (device "meta") when only to be compiled.
+
+    Args:
+        results: out and lse. The last stride of out and dout is 1; lse and dlse are contiguous.
+        outputs: what is wanted; its gradients are contiguous.
+    """
+    (out, _), (dq, dk, dv, dbias, delta, lse_log2, of_slopes, of_sinks) = results, outputs
+    tensors = iter(_tensors(operands, results, dout, dlse, outputs, config))
+    unit = stride_unit(operands, out, dout, outputs)
+
+    def in_units(*rows: torch.Tensor | None) -> list[int]:
+        """Strides of batch, token and head of tensors whose last stride is 1, 0 for those absent."""
+        given = [(0, 0, 0, 0) if t is None else token_strides(problem, t) for t in rows]
+        return [stride // unit for strides in given for stride in strides[:-1]]
+
+    strides: list[int] = []
+    for tensor in operands[:3]:
+        *outer, inner = token_strides(problem, tensor)
+        strides += (*(stride // unit for stride in outer), inner)
+    strides += in_units(dout)
+    strides += lse_strides(problem)
+    strides += (*broadcast_strides(operands.mask), *broadcast_strides(operands.bias))
+    strides += slope_strides(operands.alibi_slopes)
+    lengths = [problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k]
+    heads = [problem.num_heads_q, problem.num_heads_q // problem.num_heads_kv]
+    rest: list[int | float] = [*heads, *window(problem), problem.softmax_scale, problem.softcap]
+
+    def one(
+        kernel: Any, blocks: int, tile: Tile, owned: int, scalars: list[int | float], constants: dict[str, Any]
+    ) -> launch.Launch:
+        return launch.Launch(
+            kernel=kernel,
+            grid=blocks,
+            tensors=next(tensors),
+            scalars=scalars,
+            constants={**_constants(problem, gpu, tile, owned, unit), **constants},
+            # Off in float32, as in the forward: where one key leads, its probability is 1 to the last bits.
+            options={
+                "num_warps": tile.num_warps,
+                "num_stages": tile.num_stages,
+                "enable_fp_fusion": problem.dtype != "float32",
+            },
+        )
+
+    own = lse_log2 is not None
+    launches = []
+    if delta is not None:
+        tile = config.dq
+        blocks = -(-problem.seqlen_q // tile.block_m) * problem.num_heads_q * problem.batch
+        written = {"WRITE_DQ": dq, "WRITE_DSLOPES": of_slopes, "WRITE_DSINKS": of_sinks}
+        statistics = {"OWN_STATISTICS": own, "HAS_DLSE": dlse is not None, "HAS_SINKS": problem.has_sinks}
+        launches.append(
+            one(
+                flash_bwd_dq_kernel, blocks, tile, tile.block_m,
+                [*strides, *in_units(out, dq), *lengths, *rest],
+                {**statistics, **{name: t is not None for name, t in written.items()}},
+            )
+        )  # fmt: skip
+    for own_dk, own_dv in _launches_of_keys(config, dk, dv):
+        tile = config.dkv
+        blocks = -(-problem.seqlen_k // tile.block_n) * problem.num_heads_kv * problem.batch
+        launches.append(
+            one(
+                flash_bwd_dkv_kernel, blocks, tile, tile.block_n,
+                [*strides, *in_units(own_dk, own_dv), *lengths, *rest],
+                {"LSE_IN_BITS": own, "WRITE_DK": own_dk is not None, "WRITE_DV": own_dv is not None},
+            )
+        )  # fmt: skip
+    if dbias is not None:
+        tile = config.dq
+        bias_batch, bias_heads, rows, keys = dbias.shape
+        per_query, per_key = rows > 1, keys > 1
+        blocks = bias_batch * bias_heads * -(-rows // tile.block_m) * -(-keys // tile.block_n)
+        launches.append(
+            one(
+                flash_bwd_dbias_kernel, blocks, tile, tile.block_m,
+                [*strides, *lengths, problem.batch, bias_batch, bias_heads, *rest],
+                {"LSE_IN_BITS": own, "PER_QUERY": per_query, "PER_KEY": per_key},
+            )
+        )  # fmt: skip
+    return tuple(launches)
+
+
+def _tensors(
+    operands: Operands,
+    results: Results,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    outputs: Outputs,
+    config: Config,
+) -> list[tuple[Any, ...]]:
+    """The pointer arguments of each launch, in the kernels' order."""
+    q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k = operands
+    (out, lse), (dq, dk, dv, dbias, delta, lse_log2, of_slopes, of_sinks) = results, outputs
+    shared = (q, k, v, mask, bias, slopes, cu_seqlens_q, cu_seqlens_k, dout)
+    of_rows = (lse if lse_log2 is None else lse_log2, delta)
+    found: list[tuple[Any, ...]] = []
+    if delta is not None:
+        found.append((*shared, lse, delta, out, dlse, sinks, lse_log2, dq, of_slopes, of_sinks))
+    found += ((*shared, *of_rows, *pair) for pair in _launches_of_keys(config, dk, dv))
+    if dbias is not None:
+        found.append((*shared, *of_rows, dbias))
+    return found
+
+
+def _launches_of_keys(config: Config, dk: Any, dv: Any) -> list[tuple[Any, Any]]:
+    """What each launch that owns keys writes of (dk, dv)."""
+    each = [(dk, None), (None, dv)] if config.split_dkv else [(dk, dv)]
+    return [pair for pair in each if pair != (None, None)]
+
+
+def stride_unit(operands: Operands, out: torch.Tensor, dout: torch.Tensor, outputs: Outputs) -> int:
+    """The largest power of two, up to 16, that divides every stride between rows, heads and batches."""
+    tensors = [t for t in (*operands[:3], out, dout, *outputs[:3]) if t is not None]
+    return math.gcd(16, *(stride for tensor in tensors for stride in tensor.stride()[:-1]))
+
+
+def _constants(problem: AttentionProblem, gpu: Gpu, tile: Tile, owned: int, unit: int) -> dict[str, int | bool | str]:
+    """The compile-time arguments that all kernels have, by name."""
+    block_d, block_dv = tile_widths(problem, gpu, owned)
+    features = feature_constants(problem)
+    del features["HAS_SINKS"]  # of which the log-sum-exp speaks
+    return {
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "STRIDE_UNIT": unit,
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
+        **band_constants(problem),
+        **features,
+        "IS_VARLEN": problem.packed,
+        "PRECISION": arithmetic_of(problem, gpu),
+        "IS_NVIDIA": gpu.vendor == "nvidia",
+    }
+
+
+# What it can run ------------------------------------------------------------------------------------------------------
+
+
+@by_kind
+def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Every reason this kernel cannot compute the gradients of the problem there; empty when it can."""
+    found = reasons.of_device(gpu)
+    if problem.page_size:
+        found.append("a paged cache takes no part in autograd")
+    found += reasons.of_widths(problem, MAX_HEAD_DIM, f"a row of K or V must fit one tile, {MAX_HEAD_DIM} at most")
+    found += precision.why_not(problem, gpu)
+    if not found and default(problem, gpu) is None:
+        needed = min(smem_bytes(problem, gpu, Config(tile, tile)) for tile in space())
+        found.append(reasons.of_shared_memory(needed, gpu))
+    return found

@@ -1,0 +1,142 @@
+"""Device code that the three launches share: the probabilities of a tile, and the gradient of its scores.
+
+A tile is [BLOCK_M, BLOCK_N] where a block owns queries, and transposed, [BLOCK_N, BLOCK_M], where it owns keys. Both
+functions take positions as two-dimensional tensors that broadcast to the tile, so they serve both.
+"""
+
+from __future__ import annotations
+
+from warpwave.kernels.primitives import LOG2_E, add_bias, tanh
+from warpwave.runtime.triton_or_stub import jit, tl
+
+
+@jit
+def load_rows(pointers, rows, row_begin, row_end, other):
+    """One float32 for each row, `other` outside `row_begin <= row < row_end`."""
+    return tl.load(pointers + rows, mask=(rows >= row_begin) & (rows < row_end), other=other)
+
+
+@jit
+def load_lse_log2(pointers, rows, row_begin, row_end, IN_BITS: tl.constexpr):
+    """The log-sum-exp of rows in bits; plus infinity for a row that sees nothing or does not exist."""
+    lse = load_rows(pointers, rows, row_begin, row_end, float("-inf"))
+    if not IN_BITS:
+        lse = lse * LOG2_E
+    return infinite_if_blind(lse)
+
+
+@jit
+def infinite_if_blind(lse_log2):
+    """Plus infinity in place of minus infinity: then `exp2(score - lse)` is 0, and `-inf - -inf` is never computed."""
+    return tl.where(lse_log2 == float("-inf"), float("inf"), lse_log2)
+
+
+@jit
+def score_tile(
+    raw,
+    rows,
+    keys,
+    inside,
+    at_edge,
+    low,
+    high,
+    key_offset,
+    mask_ptr,
+    stride_mask_m,
+    stride_mask_n,
+    bias_ptr,
+    stride_bias_m,
+    stride_bias_n,
+    slope_log2,
+    softmax_scale,
+    softcap,
+    HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """Scores as the forward computes them, minus infinity where hidden.
+
+    Args:
+        raw: q . k, float32.
+        rows, keys: positions in the sequence, broadcast to the shape of `raw`.
+        inside: pairs that exist and whose positions some row and some key of the tile's walk may see.
+        at_edge: whether the band or the end of the sequence hides a pair of the tile.
+        key_offset: seqlen_k - seqlen_q, which ALiBi's distance counts from.
+        low, high: the band, `low <= key - row <= high`.
+        mask_ptr, bias_ptr: of the head's first row and key.
+
+    Returns:
+        scores, scale: scores in bits are `scores * scale`. The product joins the subtraction of the log-sum-exp in one
+            fused multiply-add.
+        derivative: of the softcap, 1 - tanh^2; 1 without one.
+    """
+    scale = softmax_scale * LOG2_E
+    derivative = 1.0
+    scores = raw
+    if HAS_SOFTCAP:
+        squashed = tanh(raw * (softmax_scale / softcap))
+        derivative = 1.0 - squashed * squashed
+        scores = softcap * squashed * LOG2_E
+        scale = 1.0
+    elif HAS_MASK or HAS_BIAS or HAS_ALIBI:
+        scores = raw * scale
+        scale = 1.0
+    if HAS_BIAS:
+        offsets = rows.to(tl.int64) * stride_bias_m + keys.to(tl.int64) * stride_bias_n
+        bias = tl.load(bias_ptr + offsets, mask=inside, other=float("-inf")).to(tl.float32)
+        scores = add_bias(scores, bias)
+    if HAS_ALIBI:
+        scores -= slope_log2 * tl.abs(rows + key_offset - keys).to(tl.float32)
+    if at_edge:
+        distance = keys - rows
+        visible = inside
+        if HAS_LOW:
+            visible = visible & (distance >= low)
+        if HAS_HIGH:
+            visible = visible & (distance <= high)
+        scores = tl.where(visible, scores * scale, float("-inf"))
+        scale = 1.0
+    if HAS_MASK:
+        offsets = rows.to(tl.int64) * stride_mask_m + keys.to(tl.int64) * stride_mask_n
+        shown = tl.load(mask_ptr + offsets, mask=inside, other=0)
+        scores = tl.where(shown != 0, scores, float("-inf"))
+    return scores, scale, derivative
+
+
+@jit
+def probabilities(scores, scale, lse_log2, MAY_HIDE: tl.constexpr):
+    """P of a tile. Under a mask or a bias, a row may hide the whole tile and hold NaN in its log-sum-exp; its hidden
+    pairs stay 0."""
+    p = tl.math.exp2(scores * scale - lse_log2)
+    if MAY_HIDE:
+        p = tl.where(scores == float("-inf"), 0.0, p)
+    return p
+
+
+@jit
+def score_gradient(p, dp, delta, at_edge, MAY_HIDE: tl.constexpr):
+    """dS = P * (dP - delta), 0 where P is: dP or delta of a hidden pair may be NaN, and 0 * NaN would be NaN."""
+    ds = p * (dp - delta)
+    if MAY_HIDE:
+        ds = tl.where(p == 0.0, 0.0, ds)
+    else:
+        if at_edge:
+            ds = tl.where(p == 0.0, 0.0, ds)
+    return ds
+
+
+@jit
+def through_softcap(ds, derivative, p, HAS_SOFTCAP: tl.constexpr):
+    """The gradient of `softmax_scale * q . k`. The derivative of a hidden score may be NaN."""
+    if HAS_SOFTCAP:
+        ds = tl.where(p == 0.0, 0.0, ds * derivative)
+    return ds
+
+
+@jit
+def any_of(p, AXIS: tl.constexpr):
+    """Whether a row or a column of P has an entry that is not 0, NaN included."""
+    return tl.max((p != 0.0).to(tl.int32), AXIS) != 0

@@ -1,0 +1,16 @@
+"""`hopper/flash_bwd`: warp-specialized gradients for Hopper, in Gluon."""
+
+from warpwave.kernels.hopper.flash_bwd.kernel import (
+    GRADIENTS,
+    NAME,
+    NEEDS_GPU,
+    Config,
+    bind,
+    configs,
+    cost,
+    smem_bytes,
+    specify,
+    why_not,
+)
+
+__all__ = ["GRADIENTS", "NAME", "NEEDS_GPU", "Config", "bind", "configs", "cost", "smem_bytes", "specify", "why_not"]

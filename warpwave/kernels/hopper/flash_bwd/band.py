@@ -1,0 +1,222 @@
+"""Which queries see the keys of a block, and which tiles of scores need a mask, in Hopper's backward.
+
+The backward walks the band the other way round than the forward: a block owns keys, and its loop runs over queries.
+Tiles of queries begin at the first query that sees a key, and tiles of keys at the first key that a query sees, so
+that rows outside the band are never multiplied: 0 * NaN is NaN.
+"""
+
+# No postponed annotations here: an aggregate's fields are checked against its annotations.
+
+from warpwave.kernels.hopper import scheduler
+from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit
+
+
+@aggregate
+class Rules:
+    """The options of a call that hold for all its tiles; compile-time options are in capitals."""
+
+    scale: gl.tensor  # softmax_scale * log2(e); with softcap, softmax_scale / softcap
+    softcap_log2: gl.tensor
+    window_left: gl.tensor
+    window_right: gl.tensor
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
+    HAS_LOW: gl.constexpr
+    HAS_HIGH: gl.constexpr
+    TOP_LEFT: gl.constexpr
+    HAS_ALIBI: gl.constexpr
+    HAS_SOFTCAP: gl.constexpr
+    IS_VARLEN: gl.constexpr
+
+    @constexpr_function
+    def __init__(
+        self, scale, softcap_log2, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
+        HAS_SOFTCAP, IS_VARLEN,
+    ):  # fmt: skip
+        self.scale = scale
+        self.softcap_log2 = softcap_log2
+        self.window_left = window_left
+        self.window_right = window_right
+        self.BLOCK_M = gl.constexpr(BLOCK_M)
+        self.BLOCK_N = gl.constexpr(BLOCK_N)
+        self.HAS_LOW = gl.constexpr(HAS_LOW)
+        self.HAS_HIGH = gl.constexpr(HAS_HIGH)
+        self.TOP_LEFT = gl.constexpr(TOP_LEFT)
+        self.HAS_ALIBI = gl.constexpr(HAS_ALIBI)
+        self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
+        self.IS_VARLEN = gl.constexpr(IS_VARLEN)
+
+
+@aggregate
+class Band:
+    """The band of one sequence: low <= key - query <= high, and the rows that lie in it.
+
+    Args:
+        low, high: see problem.Band.
+        offset: seqlen_k - seqlen_q, which takes a query to its own key.
+        q_begin, q_end: the queries that see a key. Tiles of queries begin at q_begin.
+        k_begin, k_end: the keys that a query sees. Tiles of keys begin at k_begin.
+    """
+
+    low: gl.tensor
+    high: gl.tensor
+    offset: gl.tensor
+    q_begin: gl.tensor
+    q_end: gl.tensor
+    k_begin: gl.tensor
+    k_end: gl.tensor
+
+    @constexpr_function
+    def __init__(self, low, high, offset, q_begin, q_end, k_begin, k_end):
+        self.low = low
+        self.high = high
+        self.offset = offset
+        self.q_begin = q_begin
+        self.q_end = q_end
+        self.k_begin = k_begin
+        self.k_end = k_end
+
+
+@jit
+def band_of(work, rules):
+    """Returns the band of a work item's sequence."""
+    offset = work.seqlen_k - work.seqlen_q
+    low = offset - rules.window_left
+    high = offset + rules.window_right
+    if rules.TOP_LEFT:
+        high = gl.minimum(high, 0)
+    q_begin = gl.to_tensor(0)
+    q_end = work.seqlen_q
+    k_begin = gl.to_tensor(0)
+    k_end = work.seqlen_k
+    if rules.HAS_HIGH:
+        q_begin = gl.minimum(gl.maximum(-high, 0), work.seqlen_q)
+        k_end = gl.maximum(gl.minimum(k_end, work.seqlen_q + high), 0)
+    if rules.HAS_LOW:
+        q_end = gl.maximum(gl.minimum(q_end, work.seqlen_k - low), q_begin)
+        k_begin = gl.minimum(gl.maximum(low, 0), k_end)
+    return Band(low, high, offset, q_begin, q_end, k_begin, k_end)
+
+
+@aggregate
+class Span:
+    """The query tiles of a block of keys, in the order in which they are walked: first those that an edge of the band
+    cuts, or a packed sequence's end, from both ends, then those that lie in it whole.
+
+    Args:
+        begin, end: all of them; none if end <= begin.
+        whole_begin, whole_end: those that need no mask.
+        rotation: at which of these the walk begins. Blocks of one head that run together begin at different tiles, so
+            that they do not add to the same rows of dQ at the same time.
+    """
+
+    begin: gl.tensor
+    end: gl.tensor
+    whole_begin: gl.tensor
+    whole_end: gl.tensor
+    rotation: gl.tensor
+
+    @constexpr_function
+    def __init__(self, begin, end, whole_begin, whole_end, rotation):
+        self.begin = begin
+        self.end = end
+        self.whole_begin = whole_begin
+        self.whole_end = whole_end
+        self.rotation = rotation
+
+
+@jit
+def query_span(band, key_first, rules):
+    """Returns the tiles of queries that see a key of the block that begins at key_first."""
+    first = band.q_begin
+    last = band.q_end
+    key_last = key_first + rules.BLOCK_N - 1
+    if rules.HAS_HIGH:
+        first = gl.maximum(first, key_first - band.high)
+    if rules.HAS_LOW:
+        last = gl.minimum(last, gl.minimum(key_last, band.k_end - 1) - band.low + 1)
+    begin = gl.maximum(first - band.q_begin, 0) // rules.BLOCK_M
+    end = gl.maximum(gl.cdiv(gl.maximum(last - band.q_begin, 0), rules.BLOCK_M), begin)
+    whole_begin = begin
+    whole_end = end
+    if rules.HAS_HIGH:
+        whole_begin = gl.cdiv(gl.maximum(key_last - band.high - band.q_begin, 0), rules.BLOCK_M)
+        whole_begin = gl.minimum(gl.maximum(whole_begin, begin), end)
+    if rules.HAS_LOW:
+        whole_end = gl.maximum(key_first - band.low - band.q_begin + 1, 0) // rules.BLOCK_M
+        whole_end = gl.minimum(gl.maximum(whole_end, whole_begin), end)
+    if rules.IS_VARLEN:  # behind the sequence's last query lie another's
+        ragged = gl.maximum(band.q_end - band.q_begin, 0) // rules.BLOCK_M
+        whole_end = gl.maximum(gl.minimum(whole_end, ragged), whole_begin)
+    # Where the keys end within the block, every tile is cut.
+    whole_end = gl.where(key_last < band.k_end, whole_end, whole_begin)
+    rotation = gl.to_tensor(0)
+    if not (rules.HAS_HIGH or rules.HAS_LOW):
+        rotation = key_first // rules.BLOCK_M
+    return Span(begin, end, whole_begin, whole_end, rotation)
+
+
+@jit
+def num_cut(span):
+    """Returns how many tiles need a mask."""
+    return span.end - span.begin - (span.whole_end - span.whole_begin)
+
+
+@jit
+def tile_at(span, i):
+    """Returns the i-th tile that is walked."""
+    left = span.whole_begin - span.begin
+    cut = num_cut(span)
+    tile = gl.where(i < left, span.begin + i, span.whole_end + i - left)
+    whole = (i - cut + span.rotation) % gl.maximum(span.whole_end - span.whole_begin, 1)
+    return gl.where(i < cut, tile, span.whole_begin + whole)
+
+
+@jit
+def key_tiles(band, row_first, rules):
+    """Returns [begin, end) of the key tiles that a block of queries from row_first on sees. May be empty."""
+    first = band.k_begin
+    last = band.k_end
+    if rules.HAS_LOW:
+        first = gl.maximum(first, row_first + band.low)
+    if rules.HAS_HIGH:
+        row_last = gl.minimum(row_first + rules.BLOCK_M, band.q_end) - 1
+        last = gl.minimum(last, row_last + band.high + 1)
+    begin = gl.maximum(first - band.k_begin, 0) // rules.BLOCK_N
+    end = gl.cdiv(gl.maximum(last - band.k_begin, 0), rules.BLOCK_N)
+    return begin, end
+
+
+@jit
+def visible(band, rows, keys, rules):
+    """Returns which pairs lie in the band; rows and keys broadcast against each other."""
+    seen = keys < band.k_end
+    if rules.HAS_HIGH:
+        seen = seen & (keys <= rows + band.high)
+    if rules.HAS_LOW:
+        seen = seen & (keys >= rows + band.low)
+    return seen
+
+
+@jit
+def work_on_keys(schedule, t, rules):
+    """Returns tile t of the schedule as a block of keys of one kv head, the longest first under a causal mask.
+
+    The schedule counts tiles of keys: its q fields hold what the call says of keys, and its k fields of queries.
+    """
+    work = scheduler.tile_of(schedule, t, rules.BLOCK_N, rules.HAS_HIGH, rules.IS_VARLEN)
+    tile = work.tile
+    if rules.HAS_HIGH:  # the forward's last tile is the longest, the backward's first
+        tile = gl.cdiv(work.seqlen_q, rules.BLOCK_N) - 1 - tile
+    return scheduler.Work(
+        tile, work.batch, work.head, work.k_begin, work.seqlen_k, work.q_begin, work.seqlen_q
+    )  # fmt: skip
+
+
+@jit
+def first_statistic(work, rules):
+    """Returns where the statistics of a sequence begin in a row of `statistics.py`."""
+    first = gl.to_tensor(0)
+    if rules.IS_VARLEN:
+        first = (work.q_begin // rules.BLOCK_M + work.batch) * rules.BLOCK_M
+    return first

@@ -1,0 +1,643 @@
+"""dQ, dK and dV in one launch, for head_dim up to 128: five products a tile.
+
+A block owns 128 keys of one kv head, 64 for each of two consumer warpgroups, and walks the queries of all heads that
+read them. Scores are computed transposed, keys by queries, so that P and dS are the register operands of dV and dK:
+
+    S^T = K Q^T,  dP^T = V dO^T;   P^T = exp(S^T - lse),  dS^T = P^T (dP^T - delta);   dV += P^T dO,  dK += dS^T Q
+
+dQ needs the keys of both groups: dS goes through shared memory, each group multiplies its share of dQ, and a warp adds
+it to float32 sums in memory by TMA, in the order in which wgmma holds it in registers (rows.py undoes that).
+
+Shah et al., "FlashAttention-3" (2024), appendix B.1; Dao, "FlashAttention-2" (2023), algorithm 2.
+
+Bound: tensor cores and shared memory take about as long (docs/notes/backward.md); latency between the products.
+"""
+
+# No postponed annotations here: an aggregate's fields are checked against its annotations.
+
+from warpwave.kernels.hopper import scheduler
+from warpwave.kernels.hopper.flash_bwd.band import (
+    Rules,
+    band_of,
+    first_statistic,
+    num_cut,
+    query_span,
+    tile_at,
+    work_on_keys,
+)
+from warpwave.kernels.hopper.flash_bwd.steps import (
+    Stream,
+    hidden_to_zero,
+    load_rows,
+    probabilities,
+    rows_of,
+    slope_of,
+    statistics_of,
+    store_rows,
+    stream_init,
+    wait_rows,
+    zero_tail,
+)
+from warpwave.kernels.hopper.parts import FREE_BARRIERS, accumulator_layout, arrive_alone, matrix, zero_accumulator
+from warpwave.runtime.gluon_or_stub import (
+    aggregate,
+    constexpr_function,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    tma,
+    tma_add,
+    tma_load,
+    tma_store,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+GROUPS = gl.constexpr(2)
+GROUP_KEYS = gl.constexpr(64)
+COLUMNS = gl.constexpr(64)  # of dK and dV that one copy stores: as wide as a swizzle
+LINE = gl.constexpr(128)  # float32 of a line of dQ's sums
+READERS = gl.constexpr(3)  # of a message: two consumers and the warp that adds dQ
+
+
+@aggregate
+class Tiles:
+    """Shared memory of a block, and its barriers.
+
+    Args:
+        keys, values: K and V of the block's 128 keys; `full` says that they came, `empty` that they may be replaced.
+        queries, dout: rings of Q with the log-sum-exp, and of dO with delta.
+        ds: dS in parts of 64 keys x 64 queries (`ds_part`): of two tiles, so that one barrier a tile is enough. dK and
+            dV leave through it.
+        dq: each group's share of a tile's dQ, [2, lines, LINE] float32, with its barriers.
+        box: messages of the producer.
+    """
+
+    keys: gl.shared_memory_descriptor
+    values: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    queries: Stream
+    dout: Stream
+    ds: gl.shared_memory_descriptor
+    dq: gl.shared_memory_descriptor
+    dq_full: gl.shared_memory_descriptor
+    dq_empty: gl.shared_memory_descriptor
+    box: scheduler.Mailbox
+
+    @constexpr_function
+    def __init__(self, keys, values, full, empty, queries, dout, ds, dq, dq_full, dq_empty, box):
+        self.keys = keys
+        self.values = values
+        self.full = full
+        self.empty = empty
+        self.queries = queries
+        self.dout = dout
+        self.ds = ds
+        self.dq = dq
+        self.dq_full = dq_full
+        self.dq_empty = dq_empty
+        self.box = box
+
+
+@aggregate
+class Heads:
+    """How the query heads of a call relate to its kv heads and to dQ's sums.
+
+    Args:
+        num_heads: query heads.
+        group_size: query heads that read a kv head.
+        rows: rows of statistics of one (batch, head), whole tiles.
+    """
+
+    num_heads: gl.tensor
+    group_size: gl.tensor
+    rows: gl.tensor
+
+    @constexpr_function
+    def __init__(self, num_heads, group_size, rows):
+        self.num_heads = num_heads
+        self.group_size = group_size
+        self.rows = rows
+
+
+# The producer ---------------------------------------------------------------------------------------------------------
+
+
+@jit
+def producer(maps, tiles, schedule, heads, rules):
+    """Draws blocks of keys, and loads K and V of each and the queries that see them, head after head."""
+    q_map, k_map, v_map, dout_map, lse_map, delta_map = maps
+    n = 0
+    messages = 0
+    t = gl.program_id(0)
+    while t < schedule.num_tiles:
+        work = work_on_keys(schedule, t, rules)
+        band = band_of(work, rules)
+        key_first = band.k_begin + work.tile * rules.BLOCK_N
+        span = query_span(band, key_first, rules)
+        count = span.end - span.begin
+        if (work.tile >= 0) & (key_first < band.k_end) & (count > 0):
+            scheduler.post(tiles.box, messages, work, rules.IS_VARLEN)
+            batch = work.batch
+            if rules.IS_VARLEN:
+                batch = 0
+            statistic = first_statistic(work, rules)
+            row = work.q_begin + band.q_begin
+            for i in range(count * heads.group_size):
+                head = work.head * heads.group_size + i // count
+                down = tile_at(span, i % count) * rules.BLOCK_M
+                line = [batch * heads.num_heads + head, statistic + down]
+                load_rows(tiles.queries, q_map, lse_map, n, [batch, head, row + down, 0], line)
+                if i == 0:
+                    mbarrier.wait(tiles.empty, (messages & 1) ^ 1)
+                    mbarrier.expect(tiles.full, k_map.block_type.nbytes + v_map.block_type.nbytes)
+                    place = [batch, work.head, work.k_begin + key_first, 0]
+                    tma_load(k_map, place, tiles.full, tiles.keys)
+                    tma_load(v_map, place, tiles.full, tiles.values)
+                load_rows(tiles.dout, dout_map, delta_map, n, [batch, head, row + down, 0], line)
+                n += 1
+            messages += 1
+        t = scheduler.draw(schedule.counter_ptr, t, schedule.num_tiles)
+    zero = gl.to_tensor(0)
+    none = scheduler.Work(gl.to_tensor(scheduler.NO_MORE), zero, zero, zero, zero, zero, zero)
+    scheduler.post(tiles.box, messages, none, rules.IS_VARLEN)
+
+
+# The warp that adds dQ ------------------------------------------------------------------------------------------------
+
+
+@jit
+def adder(dq_map, tiles, seqlen_q, seqlen_k, heads, rules):
+    """Adds each group's share of a tile's dQ to the sums in memory."""
+    LINES: gl.constexpr = tiles.dq.shape[1]
+    n = 0
+    messages = 0
+    scheduler.wait_posted(tiles.box, messages)
+    work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN, 1)
+    while work.tile != scheduler.NO_MORE:
+        scheduler.discard(tiles.box, messages)
+        band = band_of(work, rules)
+        span = query_span(band, band.k_begin + work.tile * rules.BLOCK_N, rules)
+        count = span.end - span.begin
+        batch = work.batch
+        if rules.IS_VARLEN:
+            batch = 0
+        first = first_statistic(work, rules) // rules.BLOCK_M
+        tiles_of_head = heads.rows // rules.BLOCK_M
+        for i in range(count * heads.group_size):
+            head = batch * heads.num_heads + work.head * heads.group_size + i // count
+            line = (head * tiles_of_head + first + tile_at(span, i % count)) * (2 * LINES)
+            for group in gl.static_range(GROUPS):
+                mbarrier.wait(tiles.dq_full.index(group), n & 1)
+                tma_add(dq_map, [line + group * LINES, 0], tiles.dq.index(group))
+            tma.store_wait(1)
+            mbarrier.arrive(tiles.dq_empty.index(0), count=1)
+            tma.store_wait(0)
+            mbarrier.arrive(tiles.dq_empty.index(1), count=1)
+            n += 1
+        messages += 1
+        scheduler.wait_posted(tiles.box, messages)
+        work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN, 1)
+
+
+# A consumer -----------------------------------------------------------------------------------------------------------
+
+
+@jit
+def meet():
+    """A barrier of both consumers, which the compiler's own placement of barriers does not see."""
+    number = gl.full([128], FREE_BARRIERS, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 256; mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@jit
+def put_dq(share, tiles, GROUP: gl.constexpr, n):
+    """Hands a group's share of dQ, 64 x 64, to the adding warp: lines of LINE in the order of the registers, so that
+    no bank of shared memory is written twice."""
+    LINES: gl.constexpr = tiles.dq.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    x = gl.permute(gl.reshape(share, [4, 2, 8, share.shape[1] // 8, 4, 2]), [3, 0, 2, 4, 1, 5])
+    x = gl.convert_layout(gl.reshape(x, [LINES, LINE]), layout, assert_trivial=True)
+    mbarrier.wait(tiles.dq_empty.index(GROUP), (n & 1) ^ 1)
+    tiles.dq.index(GROUP).store(x)
+    fence_async_shared()
+    mbarrier.arrive(tiles.dq_full.index(GROUP), count=1)
+
+
+@jit
+def ds_part(tiles, stage, GROUP: gl.constexpr, HALF: gl.constexpr, rules):
+    """Returns where dS of a group's keys and the HALF-th 64 queries of a tile lies."""
+    return tiles.ds.index((stage * 2 + GROUP) * (rules.BLOCK_M // 64) + HALF)
+
+
+@jit
+def dq_async(zero, keys, tiles, n, HALF: gl.constexpr, rules):
+    """Starts dQ of the HALF-th 64 queries of a tile, with the columns that keys has: dS of both groups."""
+    dq = zero
+    for group in gl.static_range(GROUPS):
+        ds = matrix(ds_part(tiles, n % 2, group, HALF, rules)).permute((1, 0))
+        of_group = keys.slice(group * GROUP_KEYS, GROUP_KEYS, dim=0)
+        dq = warpgroup_mma(ds, of_group, dq, use_acc=group > 0, is_async=True)
+    return dq
+
+
+@jit
+def as_operand(x, dtype: gl.constexpr, WIDTH: gl.constexpr):
+    """Returns x, [64, queries], as the register operand of a product with an accumulator of WIDTH columns."""
+    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(WIDTH), k_width=2)
+    return gl.convert_layout(x.to(dtype), layout, assert_trivial=True)
+
+
+@jit
+def gradient_of_scores(p, cap, dp, delta, band, row_first, key_first, IS_CUT: gl.constexpr, rules):
+    """dS^T of the products before the scale."""
+    ds = p * (dp - delta)
+    if rules.HAS_SOFTCAP:
+        ds = ds * cap
+    if IS_CUT:
+        ds = hidden_to_zero(ds, band, row_first, key_first, True, rules)
+    return ds
+
+
+@jit
+def wide_step(
+    dk, dv, tiles, n, row_first, key_first, slope, band, GROUP: gl.constexpr, IS_CUT: gl.constexpr, rules
+):  # fmt: skip
+    """A tile of 64 queries, head_dim 65 to 128. Each group multiplies half of dQ's columns."""
+    dtype: gl.constexpr = tiles.keys.dtype
+    WIDTH: gl.constexpr = tiles.keys.shape[-1]
+    BLOCK_M: gl.constexpr = rules.BLOCK_M
+    across: gl.constexpr = gl.SliceLayout(0, accumulator_layout(BLOCK_M))
+    keys = matrix(tiles.keys)
+    own_keys = keys.slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0)
+    own_values = matrix(tiles.values).slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0)
+    stage_q = tiles.queries.empty.index(n % tiles.queries.stages)
+    stage_do = tiles.dout.empty.index(n % tiles.dout.stages)
+    rows_used = band.q_end - row_first
+
+    wait_rows(tiles.queries, n, rows_used, BLOCK_M, rules.IS_VARLEN and IS_CUT)
+    q = rows_of(tiles.queries, n)
+    zero = zero_accumulator(BLOCK_M)
+    s = warpgroup_mma(own_keys, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    lse = statistics_of(tiles.queries, n, 0, BLOCK_M, across)
+    wait_rows(tiles.dout, n, rows_used, BLOCK_M, rules.IS_VARLEN and IS_CUT)
+    do = rows_of(tiles.dout, n)
+    dp = warpgroup_mma(own_values, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    x = warpgroup_mma_wait(1, deps=[s])
+    p, cap = probabilities(x, lse[None, :], band, row_first, key_first, slope, True, IS_CUT, rules)
+    dv_next = warpgroup_mma(as_operand(p, dtype, WIDTH), do, dv, is_async=True)
+    delta = statistics_of(tiles.dout, n, 0, BLOCK_M, across)
+    y = warpgroup_mma_wait(1, deps=[dp])
+    ds = gradient_of_scores(p, cap, y, delta[None, :], band, row_first, key_first, IS_CUT, rules).to(dtype)
+    matrix(ds_part(tiles, n % 2, GROUP, 0, rules)).store(ds)
+    fence_async_shared()
+    meet()
+    half = keys.slice(GROUP * (WIDTH // 2), WIDTH // 2, dim=1)
+    dq = dq_async(zero_accumulator(WIDTH // 2), half, tiles, n, 0, rules)
+    dk_next = warpgroup_mma(as_operand(ds, dtype, WIDTH), q, dk, is_async=True)
+    dv = warpgroup_mma_wait(3, deps=[dv_next])
+    arrive_alone(stage_do)
+    share = warpgroup_mma_wait(1, deps=[dq])
+    put_dq(share, tiles, GROUP, n)
+    dk = warpgroup_mma_wait(0, deps=[dk_next])
+    arrive_alone(stage_q)
+    return dk, dv
+
+
+@jit
+def narrow_step(
+    dk, dv, tiles, n, row_first, key_first, slope, band, GROUP: gl.constexpr, IS_CUT: gl.constexpr, rules
+):  # fmt: skip
+    """A tile of 128 queries, head_dim up to 64, in two halves whose products are under way together. Each group
+    multiplies dQ of 64 queries."""
+    dtype: gl.constexpr = tiles.keys.dtype
+    WIDTH: gl.constexpr = tiles.keys.shape[-1]
+    HALF: gl.constexpr = rules.BLOCK_M // 2
+    across: gl.constexpr = gl.SliceLayout(0, accumulator_layout(HALF))
+    keys = matrix(tiles.keys)
+    own_keys = keys.slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0)
+    own_values = matrix(tiles.values).slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0)
+    stage_q = tiles.queries.empty.index(n % tiles.queries.stages)
+    stage_do = tiles.dout.empty.index(n % tiles.dout.stages)
+    rows_used = band.q_end - row_first
+
+    wait_rows(tiles.queries, n, rows_used, rules.BLOCK_M, rules.IS_VARLEN and IS_CUT)
+    q0 = rows_of(tiles.queries, n).slice(0, HALF, dim=0)
+    q1 = rows_of(tiles.queries, n).slice(HALF, HALF, dim=0)
+    zero = zero_accumulator(HALF)
+    s0 = warpgroup_mma(own_keys, q0.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s1 = warpgroup_mma(own_keys, q1.permute((1, 0)), zero, use_acc=False, is_async=True)
+    wait_rows(tiles.dout, n, rows_used, rules.BLOCK_M, rules.IS_VARLEN and IS_CUT)
+    do0 = rows_of(tiles.dout, n).slice(0, HALF, dim=0)
+    do1 = rows_of(tiles.dout, n).slice(HALF, HALF, dim=0)
+    dp0 = warpgroup_mma(own_values, do0.permute((1, 0)), zero, use_acc=False, is_async=True)
+    x0 = warpgroup_mma_wait(2, deps=[s0])
+    lse0 = statistics_of(tiles.queries, n, 0, HALF, across)
+    p0, cap0 = probabilities(x0, lse0[None, :], band, row_first, key_first, slope, True, IS_CUT, rules)
+    dp1 = warpgroup_mma(own_values, do1.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dv_next = warpgroup_mma(as_operand(p0, dtype, WIDTH), do0, dv, is_async=True)
+    x1 = warpgroup_mma_wait(3, deps=[s1])
+    lse1 = statistics_of(tiles.queries, n, HALF, HALF, across)
+    p1, cap1 = probabilities(x1, lse1[None, :], band, row_first + HALF, key_first, slope, True, IS_CUT, rules)
+    y0 = warpgroup_mma_wait(2, deps=[dp0])
+    delta0 = statistics_of(tiles.dout, n, 0, HALF, across)
+    ds0 = gradient_of_scores(p0, cap0, y0, delta0[None, :], band, row_first, key_first, IS_CUT, rules).to(dtype)
+    matrix(ds_part(tiles, n % 2, GROUP, 0, rules)).store(ds0)
+    dv_next = warpgroup_mma(as_operand(p1, dtype, WIDTH), do1, dv_next, is_async=True)
+    y1 = warpgroup_mma_wait(2, deps=[dp1])
+    delta1 = statistics_of(tiles.dout, n, HALF, HALF, across)
+    ds1 = gradient_of_scores(p1, cap1, y1, delta1[None, :], band, row_first + HALF, key_first, IS_CUT, rules).to(dtype)
+    matrix(ds_part(tiles, n % 2, GROUP, 1, rules)).store(ds1)
+    fence_async_shared()
+    meet()
+    dq = dq_async(zero_accumulator(WIDTH), keys, tiles, n, GROUP, rules)
+    dk_next = warpgroup_mma(as_operand(ds0, dtype, WIDTH), q0, dk, is_async=True)
+    dk_next = warpgroup_mma(as_operand(ds1, dtype, WIDTH), q1, dk_next, is_async=True)
+    dv = warpgroup_mma_wait(4, deps=[dv_next])
+    arrive_alone(stage_do)
+    share = warpgroup_mma_wait(2, deps=[dq])
+    put_dq(share, tiles, GROUP, n)
+    dk = warpgroup_mma_wait(0, deps=[dk_next])
+    arrive_alone(stage_q)
+    return dk, dv
+
+
+@jit
+def step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP: gl.constexpr, IS_CUT: gl.constexpr, rules):
+    """A tile of queries, by the step for the head size."""
+    if rules.BLOCK_M == 64:
+        dk, dv = wide_step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP, IS_CUT, rules)
+    else:
+        dk, dv = narrow_step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP, IS_CUT, rules)
+    return dk, dv
+
+
+@aggregate
+class Results:
+    """Where dK and dV go: tensor maps, addresses, and strides of batch, head and row. What dK is multiplied by. ALiBi's
+    slopes."""
+
+    dk_map: object
+    dv_map: object
+    dk_ptr: gl.tensor
+    dv_ptr: gl.tensor
+    strides_dk: gl.tuple
+    strides_dv: gl.tuple
+    softmax_scale: gl.tensor
+    alibi_slopes_ptr: gl.tensor
+    stride_alibi_b: gl.tensor
+
+    @constexpr_function
+    def __init__(
+        self, dk_map, dv_map, dk_ptr, dv_ptr, strides_dk, strides_dv, softmax_scale, alibi_slopes_ptr, stride_alibi_b
+    ):  # fmt: skip
+        self.dk_map = dk_map
+        self.dv_map = dv_map
+        self.dk_ptr = dk_ptr
+        self.dv_ptr = dv_ptr
+        self.strides_dk = strides_dk
+        self.strides_dv = strides_dv
+        self.softmax_scale = softmax_scale
+        self.alibi_slopes_ptr = alibi_slopes_ptr
+        self.stride_alibi_b = stride_alibi_b
+
+
+@jit
+def store_result(
+    x, result_map, ptr, strides, tiles, work, GROUP: gl.constexpr, WIDTH: gl.constexpr, rules
+):  # fmt: skip
+    """Stores dK or dV of a group's 64 keys: by TMA through parts of dS; where a packed sequence ends inside, row by
+    row, for behind it lies another."""
+    band = band_of(work, rules)
+    key = work.k_begin + band.k_begin + work.tile * rules.BLOCK_N + GROUP * GROUP_KEYS
+    key_end = work.k_begin + band.k_end
+    if rules.IS_VARLEN:
+        if key + GROUP_KEYS <= key_end:
+            store_by_map(x, result_map, tiles, 0, work.head, key, GROUP, rules)
+        else:
+            stride_b, stride_h, stride_n = strides
+            store_rows(x, ptr, stride_b, stride_h, stride_n, gl.to_tensor(0), work.head, key, key_end, WIDTH)
+    else:
+        store_by_map(x, result_map, tiles, work.batch, work.head, key, GROUP, rules)
+
+
+@jit
+def store_by_map(x, result_map, tiles, batch, head, key, GROUP: gl.constexpr, rules):
+    """Stores 64 rows by TMA, which stops at the tensor's end."""
+    if x.shape[1] == COLUMNS:
+        parts = (x,)
+    else:
+        parts = gl.split(gl.permute(gl.reshape(x, [GROUP_KEYS, 2, COLUMNS]), (0, 2, 1)))
+    tma.store_wait(0)  # the compiler's barrier before the next store to the buffer tells the other warps
+    for i in gl.static_range(len(parts)):
+        part = gl.convert_layout(parts[i], accumulator_layout(COLUMNS), assert_trivial=True)
+        matrix(ds_part(tiles, i, GROUP, 0, rules)).store(part.to(result_map.dtype))
+    fence_async_shared()
+    for i in gl.static_range(len(parts)):
+        tma_store(result_map, [batch, head, key, i * COLUMNS], ds_part(tiles, i, GROUP, 0, rules))
+
+
+@jit
+def zero_keys_behind(tiles, work, rules):
+    """Zeroes the rows of K and V behind a packed sequence, which are another's."""
+    band = band_of(work, rules)
+    keys_used = band.k_end - (band.k_begin + work.tile * rules.BLOCK_N)
+    if keys_used < rules.BLOCK_N:
+        zero_tail(matrix(tiles.keys), keys_used, rules.BLOCK_N)
+        zero_tail(matrix(tiles.values), keys_used, rules.BLOCK_N)
+
+
+@jit
+def consumer(
+    GROUP: gl.constexpr, results, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+):  # fmt: skip
+    """Computes dK and dV of the GROUP-th 64 keys of each block, and its share of dQ."""
+    WIDTH: gl.constexpr = tiles.keys.shape[-1]
+    n = 0  # tiles of queries met so far
+    messages = 0
+    scheduler.wait_posted(tiles.box, messages)
+    work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+    while work.tile != scheduler.NO_MORE:
+        dk = zero_accumulator(WIDTH)
+        dv = zero_accumulator(WIDTH)
+        mbarrier.wait(tiles.full, messages & 1)
+        if rules.IS_VARLEN:
+            zero_keys_behind(tiles, work, rules)
+        tma.store_wait(0)
+        meet()  # the results of the block before have left the buffers of dS
+        for h in range(heads.group_size):
+            # To read the message again is cheaper than to keep what it says in registers through the loops.
+            work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+            band = band_of(work, rules)
+            block_first = band.k_begin + work.tile * rules.BLOCK_N
+            key_first = block_first + GROUP * GROUP_KEYS
+            span = query_span(band, block_first, rules)
+            slope = slope_of(
+                results.alibi_slopes_ptr, results.stride_alibi_b, work, work.head * heads.group_size + h, rules
+            )
+            for i in range(num_cut(span)):
+                row_first = band.q_begin + tile_at(span, i) * rules.BLOCK_M
+                dk, dv = step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP, True, rules)
+                n += 1
+            for i in range(num_cut(span), span.end - span.begin):
+                row_first = band.q_begin + tile_at(span, i) * rules.BLOCK_M
+                dk, dv = step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP, False, rules)
+                n += 1
+        mbarrier.arrive(tiles.empty, count=1)
+        work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+        scheduler.discard(tiles.box, messages)
+        meet()  # the other group's last dQ has read what this one puts its results over
+        store_result(dv, results.dv_map, results.dv_ptr, results.strides_dv, tiles, work, GROUP, HEAD_DIM_V, rules)
+        dk = dk * results.softmax_scale
+        store_result(dk, results.dk_map, results.dk_ptr, results.strides_dk, tiles, work, GROUP, HEAD_DIM, rules)
+        messages += 1
+        scheduler.wait_posted(tiles.box, messages)
+        work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+    tma.store_wait(0)
+
+
+# The kernel -----------------------------------------------------------------------------------------------------------
+
+UNSPECIALISED = [
+    *("stride_alibi_b", "stride_dk_b", "stride_dk_h", "stride_dk_n", "stride_dv_b", "stride_dv_h", "stride_dv_n"),
+    *("num_tiles", "num_heads", "num_heads_kv", "group_size", "batch", "tiles_per_head", "heads_in_l2", "seqlen_q"),
+    *("seqlen_k", "total_q", "total_k", "window_left", "window_right", "statistic_rows"),
+]
+
+
+@jit(do_not_specialize=UNSPECIALISED)
+def joint_kernel(
+    q_map,
+    k_map,
+    v_map,
+    dout_map,
+    lse_map,
+    delta_map,
+    dq_map,
+    dk_map,
+    dv_map,
+    dk_ptr,
+    dv_ptr,
+    alibi_slopes_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    counter_ptr,
+    stride_alibi_b,
+    stride_dk_b,
+    stride_dk_h,
+    stride_dk_n,
+    stride_dv_b,
+    stride_dv_h,
+    stride_dv_n,
+    num_tiles,
+    num_heads,
+    num_heads_kv,
+    group_size,
+    batch,
+    tiles_per_head,
+    heads_in_l2,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    window_left,
+    window_right,
+    statistic_rows,
+    scale,
+    softcap_log2,
+    softmax_scale,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+    HAS_LOW: gl.constexpr,
+    HAS_HIGH: gl.constexpr,
+    TOP_LEFT: gl.constexpr,
+    HAS_ALIBI: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+    IS_VARLEN: gl.constexpr,
+):
+    """Blocks of 128 keys of one kv head, as many as the counter gives.
+
+    Tensor maps are of (batch, head, row, column), of statistics (batch * head, row), of dQ's sums (line, LINE).
+    """
+    if not IS_VARLEN:  # aggregates hold no None: the counter stands for pointers that nobody reads
+        cu_seqlens_q_ptr = counter_ptr
+        cu_seqlens_k_ptr = counter_ptr
+    if not HAS_ALIBI:
+        alibi_slopes_ptr = counter_ptr
+    rules = Rules(
+        scale, softcap_log2, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
+        HAS_SOFTCAP, IS_VARLEN,
+    )  # fmt: skip
+    heads = Heads(num_heads, group_size, statistic_rows)
+    # Of keys in place of queries: see work_on_keys.
+    schedule = scheduler.Schedule(
+        counter_ptr, num_tiles, num_heads_kv, group_size, batch, tiles_per_head, heads_in_l2, seqlen_k, seqlen_q,
+        total_k, total_q, cu_seqlens_k_ptr, cu_seqlens_q_ptr,
+    )  # fmt: skip
+    dtype: gl.constexpr = q_map.dtype
+    barriers: gl.constexpr = mbarrier.MBarrierLayout()
+    queries = Stream(
+        gl.allocate_shared_memory(dtype, [STAGES] + q_map.block_type.shape, q_map.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES] + lse_map.block_type.shape, lse_map.layout),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers),
+        STAGES,
+    )
+    dout = Stream(
+        gl.allocate_shared_memory(dtype, [STAGES] + dout_map.block_type.shape, dout_map.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES] + delta_map.block_type.shape, delta_map.layout),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers),
+        STAGES,
+    )
+    words: gl.constexpr = scheduler.words_of(False)
+    box = scheduler.Mailbox(
+        gl.allocate_shared_memory(gl.int32, [words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.int64, [2, 1], barriers),
+        gl.allocate_shared_memory(gl.int64, [2, 1], barriers),
+    )
+    tiles = Tiles(
+        gl.allocate_shared_memory(dtype, k_map.block_type.shape, k_map.layout),
+        gl.allocate_shared_memory(dtype, v_map.block_type.shape, v_map.layout),
+        gl.allocate_shared_memory(gl.int64, [1], barriers),
+        gl.allocate_shared_memory(gl.int64, [1], barriers),
+        queries,
+        dout,
+        gl.allocate_shared_memory(dtype, [BLOCK_M // 16, 1, 1, 64, 64], gl.NVMMASharedLayout(128, 16, 4)),
+        gl.allocate_shared_memory(gl.float32, [GROUPS] + dq_map.block_type.shape, dq_map.layout),
+        gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barriers),
+        gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barriers),
+        box,
+    )
+    stream_init(queries, GROUPS)
+    stream_init(dout, GROUPS)
+    mbarrier.init(tiles.full, count=1)
+    mbarrier.init(tiles.empty, count=GROUPS)
+    for i in gl.static_range(2):
+        mbarrier.init(tiles.dq_full.index(i), count=1)
+        mbarrier.init(tiles.dq_empty.index(i), count=1)
+        mbarrier.init(box.full.index(i), count=1)
+        mbarrier.init(box.empty.index(i), count=READERS)
+    fence_async_shared()
+    results = Results(
+        dk_map, dv_map, dk_ptr, dv_ptr, (stride_dk_b, stride_dk_h, stride_dk_n), (stride_dv_b, stride_dv_h, stride_dv_n), softmax_scale,
+        alibi_slopes_ptr, stride_alibi_b,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (consumer, (0, results, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
+            (consumer, (1, results, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
+            (producer, ((q_map, k_map, v_map, dout_map, lse_map, delta_map), tiles, schedule, heads, rules)),
+            (adder, (dq_map, tiles, seqlen_q, seqlen_k, heads, rules)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )

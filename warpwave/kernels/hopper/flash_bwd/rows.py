@@ -1,0 +1,233 @@
+"""The launches before and behind Hopper's backward, on rows of queries: statistics, and dQ from its float32 sums.
+
+Statistics of a row, float32: its log-sum-exp in bits, +inf where the row sees nothing, and delta = rowsum(dO * O) - dLSE.
+They lie in whole tiles, so that TMA copies them: row r of tile t of a sequence is query `q_begin + t * BLOCK_M + r`,
+where q_begin is the first query that sees a key (band.Band). In a packed call, tiles of sequence b begin at tile
+`cu_seqlens_q[b] // BLOCK_M + b`, as in `scheduler.packed_tile`.
+
+Bound: memory.
+"""
+
+from __future__ import annotations
+
+from warpwave.kernels.primitives import LOG2_E
+from warpwave.runtime.triton_or_stub import jit, tl
+
+UNSPECIALISED = [
+    *(
+        "stride_lb",
+        "stride_lh",
+        "stride_dlb",
+        "stride_dlh",
+        "num_heads",
+        "num_tiles",
+        "seqlen_q",
+        "seqlen_k",
+        "total_q",
+    ),
+    *("total_k", "batch", "window_left", "window_right"),
+]
+
+
+@jit
+def _clamped(cu_seqlens_ptr, b, total):
+    """Returns begin and length of packed sequence b, inside the tensor whatever the offsets are."""
+    begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b), 0), total)
+    end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b + 1), begin), total)
+    return begin, end - begin
+
+
+@jit
+def _place(
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    place,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    batch,
+    window_left,
+    window_right,
+    BLOCK_M: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    IS_VARLEN: tl.constexpr,
+):
+    """Returns where tile `place` lies: the first row and the queries of its sequence, which of them see a key, as
+    [q_begin, q_end), and the tile's number in the sequence, negative where it is none's."""
+    begin = 0
+    tile = place
+    if IS_VARLEN:
+        # As scheduler.packed_tile: the last sequence whose places begin here or before.
+        before = 0
+        for first in range(0, batch, 128):
+            b = first + tl.arange(0, 128)
+            offsets = tl.load(cu_seqlens_q_ptr + b, mask=b < batch, other=0)
+            offsets = tl.minimum(tl.maximum(offsets, 0), total_q)
+            before += tl.sum(((offsets // BLOCK_M + b <= place) & (b < batch)).to(tl.int32), 0)
+        b = tl.maximum(before - 1, 0)
+        begin, seqlen_q = _clamped(cu_seqlens_q_ptr, b, total_q)
+        _, seqlen_k = _clamped(cu_seqlens_k_ptr, b, total_k)
+        tile = place - (begin // BLOCK_M + b)
+    q_begin = 0
+    q_end = seqlen_q
+    if HAS_HIGH:
+        high = seqlen_k - seqlen_q + window_right
+        if TOP_LEFT:
+            high = tl.minimum(high, 0)
+        q_begin = tl.minimum(tl.maximum(-high, 0), seqlen_q)
+    if HAS_LOW:
+        q_end = tl.maximum(tl.minimum(q_end, seqlen_q + window_left), q_begin)
+    return begin, seqlen_q, q_begin, q_end, tile
+
+
+@jit(do_not_specialize=UNSPECIALISED)
+def statistics_kernel(
+    out_ptr,
+    dout_ptr,
+    lse_ptr,
+    dlse_ptr,
+    sinks_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    lse_log2_ptr,
+    delta_ptr,
+    dq_sums_ptr,
+    of_sinks_ptr,
+    stride_ob,
+    stride_om,
+    stride_oh,
+    stride_od,
+    stride_gb,
+    stride_gm,
+    stride_gh,
+    stride_gd,
+    stride_lb,
+    stride_lh,
+    stride_dlb,
+    stride_dlh,
+    stride_dlm,
+    num_heads,
+    num_tiles,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    batch,
+    window_left,
+    window_right,
+    BLOCK_M: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_V: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    IS_VARLEN: tl.constexpr,
+):
+    """Statistics of one tile of queries of one head, and zeros where dQ's sums of it will be.
+
+    Args:
+        of_sinks_ptr: (batch * num_heads, num_tiles): what the tile's rows add to the gradient of their head's sink.
+    """
+    place = tl.program_id(0) % num_tiles
+    batch_head = (tl.program_id(0) // num_tiles).to(tl.int64)
+    head = batch_head % num_heads
+    item = batch_head // num_heads
+    begin, num_queries, q_begin, q_end, tile = _place(
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, place, seqlen_q, seqlen_k, total_q, total_k, batch, window_left,
+        window_right, BLOCK_M, HAS_LOW, HAS_HIGH, TOP_LEFT, IS_VARLEN,
+    )  # fmt: skip
+    first = q_begin + tile * BLOCK_M
+    lanes = tl.arange(0, BLOCK_M)
+    inside = (first + lanes < q_end) & (tile >= 0)
+    rows = (begin + first + lanes).to(tl.int64)
+    dims = tl.arange(0, WIDTH_V)
+    cells = inside[:, None] & (dims < HEAD_DIM_V)[None, :]
+    out_ptr += item * stride_ob + head * stride_oh
+    dout_ptr += item * stride_gb + head * stride_gh
+    out = tl.load(out_ptr + rows[:, None] * stride_om + dims[None, :] * stride_od, mask=cells, other=0.0)
+    dout = tl.load(dout_ptr + rows[:, None] * stride_gm + dims[None, :] * stride_gd, mask=cells, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    if dlse_ptr is not None:
+        dlse = tl.load(
+            dlse_ptr + item * stride_dlb + head * stride_dlh + rows * stride_dlm, mask=inside, other=0.0
+        )  # fmt: skip
+        delta -= dlse.to(tl.float32)
+    lse = tl.load(lse_ptr + item * stride_lb + head * stride_lh + rows, mask=inside, other=float("-inf"))
+    sees = lse != float("-inf")
+    delta = tl.where(sees, delta, 0.0)
+    at = (batch_head * num_tiles + place) * BLOCK_M + lanes
+    tl.store(lse_log2_ptr + at, tl.where(sees, lse * LOG2_E, float("inf")))
+    tl.store(delta_ptr + at, delta)
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head)
+        of_sink = tl.where(sees, -tl.exp(sink - tl.where(sees, lse, 0.0)) * delta, 0.0)
+        if dlse_ptr is not None:  # of a row that sees nothing, the log-sum-exp is the sink's logit
+            others = tile * BLOCK_M + lanes
+            unseen = (others >= 0) & (others < num_queries) & ((others < q_begin) | (others >= q_end))
+            beside = (begin + others).to(tl.int64) * stride_dlm
+            of_sink += tl.load(dlse_ptr + item * stride_dlb + head * stride_dlh + beside, mask=unseen, other=0.0)
+        tl.store(of_sinks_ptr + batch_head * num_tiles + place, tl.sum(of_sink, 0))
+    if dq_sums_ptr is not None:
+        cells_of_tile = tl.arange(0, BLOCK_M * WIDTH)
+        at_sums = (batch_head * num_tiles + place) * (BLOCK_M * WIDTH)
+        tl.store(dq_sums_ptr + at_sums + cells_of_tile, tl.zeros([BLOCK_M * WIDTH], tl.float32))
+
+
+@jit(do_not_specialize=UNSPECIALISED)
+def finish_dq_kernel(
+    dq_sums_ptr,
+    dq_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    stride_qb,
+    stride_qm,
+    stride_qh,
+    num_heads,
+    num_tiles,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    batch,
+    window_left,
+    window_right,
+    softmax_scale,
+    BLOCK_M: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    IS_VARLEN: tl.constexpr,
+):
+    """dQ of one tile of queries of one head: its sums, in the order in which wgmma's accumulators lie in registers
+    (joint.put_dq), times the scale, rounded once."""
+    place = tl.program_id(0) % num_tiles
+    batch_head = (tl.program_id(0) // num_tiles).to(tl.int64)
+    head = batch_head % num_heads
+    item = batch_head // num_heads
+    begin, _, q_begin, q_end, tile = _place(
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, place, seqlen_q, seqlen_k, total_q, total_k, batch, window_left,
+        window_right, BLOCK_M, HAS_LOW, HAS_HIGH, TOP_LEFT, IS_VARLEN,
+    )  # fmt: skip
+    first = tl.where(tile < 0, q_end, q_begin + tile * BLOCK_M)
+    # Two groups of 64 x 64: side by side in a tile of 64 queries, one below the other in a tile of 128.
+    UPRIGHT: tl.constexpr = BLOCK_M // 64
+    ACROSS: tl.constexpr = WIDTH // 64
+    sums = dq_sums_ptr + (batch_head * num_tiles + place) * (BLOCK_M * WIDTH)
+    dq_ptr += item * stride_qb + head * stride_qh
+    for part in tl.static_range(UPRIGHT * ACROSS):
+        x = tl.load(sums + part * 4096 + tl.arange(0, 4096))
+        x = tl.permute(tl.reshape(x, [8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
+        x = tl.reshape(x, [64, 64])
+        lanes = first + part // ACROSS * 64 + tl.arange(0, 64)
+        dims = part % ACROSS * 64 + tl.arange(0, 64)
+        rows = (begin + lanes).to(tl.int64)
+        cells = (lanes < q_end)[:, None] & (dims < HEAD_DIM)[None, :]
+        result = (x * softmax_scale).to(dq_ptr.dtype.element_ty)
+        tl.store(dq_ptr + rows[:, None] * stride_qm + dims[None, :], result, mask=cells)
