@@ -26,6 +26,19 @@ def test_what_was_put_longest_ago_goes_first() -> None:
     assert [kept.get(key) for key in "abc"] == [3, None, 4] and len(kept) == 2
 
 
+def test_what_is_used_stays() -> None:
+    """A model's hot plan beside any number of lengths that come once."""
+    kept: Bounded[object, int] = Bounded(8)
+    kept.put("hot", 0)
+    for key in range(100):
+        kept.put(key, key)
+        assert kept.get("hot") == 0 and kept.get(key) == key and len(kept) <= 8
+    unused: Bounded[object, int] = Bounded(8)
+    for key in ("cold", *range(8)):
+        unused.put(key, 0)
+    assert unused.get("cold") is None and unused.get(7) == 0
+
+
 def test_threads_that_put_more_than_is_kept(threads_that_take_turns_often: None) -> None:
     kept: Bounded[int, int] = Bounded(8)
     errors: list[BaseException] = []

@@ -200,7 +200,17 @@ def test_a_family_lists_everything_that_is_asked_of_a_kernel() -> None:
     """A name that `__init__` forgets is absent for `getattr(kernel, name, default)`, without an error."""
     from warpwave import dispatch
 
-    optional = {"ABLE", "MEANT_FROM", "SKIPS_HIDDEN_TILES", "choose_splits", "default", "gradients", "notes", "outrun"}
+    optional = {
+        "ABLE",
+        "Binder",
+        "MEANT_FROM",
+        "SKIPS_HIDDEN_TILES",
+        "choose_splits",
+        "default",
+        "gradients",
+        "notes",
+        "outrun",
+    }
     for kernel in dispatch.KERNELS:
         home = kernel.__name__.removeprefix("warpwave.")
         for module, path in MODULES.items():

@@ -188,7 +188,7 @@ def test_tensors_without_sizes_or_memory_are_refused_behind_a_known_call(which: 
 
 def forget() -> None:
     """Which calls were made before, their plans apart."""
-    plans._recent.clear()
+    plans._classes.clear()
     plans._last.clear()
 
 
@@ -290,15 +290,16 @@ def test_no_mode_is_by_passed_once_a_call_is_known() -> None:
 
 
 def test_recalled_plans_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "_recent", Bounded(8))
+    monkeypatch.setattr(plans, "_classes", Bounded(8))
+    monkeypatch.setattr(plans, "_plans", Bounded(8))
     forget()
     for seqlen in range(1, 20):
         warpwave.attention(*qkv(batch=1, seqlen=seqlen, heads=1))
     q, k, v = qkv()
     for stride in range(1, 2 * plans.MOST_LAYOUTS):  # of one shape
         warpwave.attention(q, k, torch.randn(*v.shape, stride)[..., 0])
-    assert len(plans._recent) <= 8
-    assert max(map(len, plans._recent._entries.values())) <= plans.MOST_LAYOUTS
+    assert len(plans._classes) <= 8 and len(plans._plans) <= 8
+    assert max(len(classes) for classes, _ in plans._classes._entries.values()) <= plans.MOST_LAYOUTS
 
 
 def test_without_a_guard_of_torch_s_calls_are_found_all_the_same(

@@ -113,7 +113,7 @@ def attention(
     ):
         window_size, softcap, softmax_scale, return_lse = _scalars(window_size, softcap, softmax_scale, return_lse)
     # 1 == True, so the key includes the type of causal.
-    said = (causal, window_size, softcap, softmax_scale, precision, return_lse, 0, 0, causal.__class__, kernel, config)
+    said = (causal, window_size, softcap, softmax_scale, precision, return_lse, causal.__class__, kernel, config)
     run = plans.recall(operands, said)
     out, lse = _call(operands, said) if run is None else run(operands)
     return (out, lse) if return_lse else out
@@ -161,19 +161,17 @@ def attention_varlen(
     operands = _new(Operands, (q, k, v, None, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k))
     window_size, softcap, softmax_scale, return_lse = _scalars(window_size, softcap, softmax_scale, return_lse)
     max_seqlen_q, max_seqlen_k = as_int("max_seqlen_q", max_seqlen_q), as_int("max_seqlen_k", max_seqlen_k)
-    said = (
-        causal, window_size, softcap, softmax_scale, precision, return_lse, max_seqlen_q, max_seqlen_k,
-        causal.__class__, kernel, config,
-    )  # fmt: skip
+    said = (causal, window_size, softcap, softmax_scale, precision, return_lse, causal.__class__, kernel, config)
+    longest = (max_seqlen_q, max_seqlen_k)
     if operands[7] is None or operands[8] is None:
         name = Operands._fields[7 if operands[7] is None else 8]
         raise InvalidType(f"{name} is None; it must be an int32 torch.Tensor of batch + 1 offsets")
     if checked:
-        options = _options(operands, *said[:8])
+        options = _options(operands, *said[:6], *longest)
         describe_call(operands, options)
         check_packed_lengths(operands, options)
-    run = plans.recall(operands, said)
-    out, lse = _call(operands, said) if run is None else run(operands)
+    run = plans.recall(operands, said, longest)
+    out, lse = _call(operands, said, longest) if run is None else run(operands)
     return (out, lse) if return_lse else out
 
 
@@ -280,16 +278,16 @@ def attention_with_kv_cache(
         max_seqlen_k = None if max_seqlen_k is None else as_int("max_seqlen_k", max_seqlen_k)
         num_splits = None if num_splits is None else as_int("num_splits", num_splits)
     lengths = None if seqlens_q is None else integers("seqlens_q", seqlens_q)
-    longest = cached_calls.longest_query(q, cu_seqlens_q, lengths, max_seqlen_q)
     operands = _new(
         CachedOperands,
         (q, layer.k, layer.v, None, None, alibi_slopes, sinks, cu_seqlens_q, None, layer.page_table, layer.seqused_k,
          index),
     )  # fmt: skip
-    said = (causal, window_size, softcap, softmax_scale, precision, return_lse, longest, max_seqlen_k or 0)
+    longest = (cached_calls.longest_query(q, cu_seqlens_q, lengths, max_seqlen_q), max_seqlen_k or 0)
+    said = (causal, window_size, softcap, softmax_scale, precision, return_lse)
     # 1 == True, so the key includes the type of causal. Rotated queries are in a separate tensor.
     full = (said, causal.__class__, num_splits, batch_invariant, shared_prefix, kernel, config, rotary is None)
-    run = plans.recall(operands, full)
+    run = plans.recall(operands, full, longest)
     writes = k_new is not None or v_new is not None or rotary is not None
     if run is not None and not (writes or checked):
         out, lse = run(operands)
@@ -300,22 +298,26 @@ def attention_with_kv_cache(
     serving = cached_calls.Serving(num_splits, batch_invariant, shared_prefix)
     if q.is_neg():
         operands = operands._replace(q=q.resolve_neg())
-    key = plans.plan_key(operands, full) if run is None else None
+    key = plans.plan_key(operands, (full, longest)) if run is None else None
     known = run or plans.find(key)
     if known is None or checked:
-        options = _options(operands, *said)
+        options = _options(operands, *said, *longest)
         cached_calls.check(operands, options, serving)
     new = cached_calls.NewTokens(operands)
     if writes:
-        new = cached_calls.prepare_new(cache, operands, longest, rows, k_new, v_new, rotary, lengths)
+        new = cached_calls.prepare_new(cache, operands, longest[0], rows, k_new, v_new, rotary, lengths)
     if checked:
         cached_calls.check_contents(operands, new, options, serving, lengths, rotary)
     asked, operands = operands, new.operands  # differ if queries are rotated; `recall` compares the caller's
     if run is None:
         attended = operands
+
+        def planner() -> cached_calls.Planner:
+            return cached_calls.Planner(_options(asked, *said, *longest), serving, kernel, config)
+
         run = known or plans.planned(key, lambda: cached_calls.make_plan(attended, options, serving, kernel, config))
         if key is not None and not wanting:
-            plans.remember(asked, full, run)
+            plans.remember(asked, full, longest, run, planner if attended is asked else None)
     with new.written():  # nothing has changed before; if a kernel fails, nothing was appended
         out, lse = run(operands)
     if wanting:
@@ -358,23 +360,30 @@ def _scalars(
     return window, as_float("softcap", softcap), scale, as_bool("return_lse", return_lse)
 
 
-def _call(operands: Operands, said: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _call(
+    operands: Operands, said: tuple[Any, ...], longest: tuple[int, ...] = ()
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Runs a call that `plans.recall` did not find: with the plan made for an equal earlier call, and only without one
     checks the arguments.
 
     Args:
         said: the arguments of `_options` after the operands, as the caller gave them; the class of causal; the kernel
             and its config.
+        longest: max_seqlen_q and max_seqlen_k of a packed call.
     """
-    *options, _, kernel, config = said
+    *scalars, _, kernel, config = said
     if not autograd.is_compiling():
         operands = settled(operands)
-    if autograd.is_eager() and (key := plans.plan_key(operands, said)) is not None:
-        run = plans.planned(key, lambda: ops.make_plan(operands, _options(operands, *options), kernel, config))
-        plans.remember(operands, said, run)
+    if autograd.is_eager() and (key := plans.plan_key(operands, (said, longest))) is not None:
+
+        def options() -> Options:
+            return _options(operands, *scalars, *longest)
+
+        run = plans.planned(key, lambda: ops.make_plan(operands, options(), kernel, config))
+        plans.remember(operands, said, longest, run, lambda: ops.Planner(options(), kernel, config))
         return run(operands)
     check_are_tensors(operands)
-    chosen, encoded = _options(operands, *options), ops.encode_config(config)
+    chosen, encoded = _options(operands, *scalars, *longest), ops.encode_config(config)
     if not autograd.is_compiling() and autograd.is_transformed():
         out, lse = autograd.transformed(*operands, *chosen._replace(needs_grad=True), kernel, encoded)
     else:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from warpwave import autograd, dispatch
-from warpwave.checks import Options, check_cache_contents, check_problem, describe_cached_call
+from warpwave.checks import Options, check_cache_contents, check_problem, describe_cached_call, resized
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import append_kv, split_kv
@@ -287,6 +287,36 @@ def choose(
 def make_plan(operands: CachedOperands, options: Options, serving: Serving, kernel: str, config: Any) -> Run:
     """Chooses, configures and compiles the kernel of a call that was checked."""
     problem = describe_cached_call(operands, options, serving.batch_invariant)
+    return _plan_of(problem, operands, serving, kernel, config, {})
+
+
+class Planner:
+    """Makes the plans of one class of calls (plans.py), as `ops.Planner` does."""
+
+    def __init__(self, options: Options, serving: Serving, kernel: str, config: Any) -> None:
+        self.options, self.serving, self.kernel, self.config = options, serving, kernel, config
+        self.problem: AttentionProblem | None = None
+        self.binders: dict[str, Any] = {}
+
+    def __call__(self, operands: CachedOperands, longest: tuple[int, ...]) -> Run | None:
+        """Returns the plan of a call; None if its sizes contradict each other."""
+        if self.problem is None:
+            options = self.options._replace(max_seqlen_q=longest[0], max_seqlen_k=longest[1])
+            self.problem = describe_cached_call(operands, options, self.serving.batch_invariant)
+        problem = resized(self.problem, operands, longest)
+        if problem is None:
+            return None
+        return _plan_of(problem, operands, self.serving, self.kernel, self.config, self.binders)
+
+
+def _plan_of(
+    problem: AttentionProblem,
+    operands: CachedOperands,
+    serving: Serving,
+    kernel: str,
+    config: Any,
+    binders: dict[str, Any],
+) -> Run:
     gpu = current_gpu(operands.q.device)
     choice = choose(problem, gpu, serving, kernel, config)
     if kernel == "auto" and not choice.kernel.NEEDS_GPU:
@@ -304,7 +334,7 @@ def make_plan(operands: CachedOperands, options: Options, serving: Serving, kern
         return lambda operands: without_keys(problem, operands)
     if prefix and choice.kernel is split_kv:
         return split_kv.bind_with_prefix(problem, operands, choice.config, prefix)
-    run: Run = choice.kernel.bind(problem, operands, choice.config)
+    run: Run = dispatch.bind(choice, problem, operands, binders)
     return run
 
 

@@ -175,6 +175,45 @@ def describe_cached_call(operands: CachedOperands, options: Options, batch_invar
     )
 
 
+def resized(problem: AttentionProblem, operands: Any, longest: tuple[int, ...]) -> AttentionProblem | None:
+    """Returns the problem of a call of the same class (plans.py) as a call that was checked.
+
+    Args:
+        problem: the checked call's, from `describe_call` or `describe_cached_call`.
+        operands: differ from the checked call's only in lengths and batch strides.
+        longest: `max_seqlen_q` and `max_seqlen_k` of a packed or cached call.
+
+    Returns:
+        None if sizes contradict each other; the full check then raises the error.
+    """
+    q, k, v, _, _, slopes, _, offsets_q, offsets_k, *paging = operands
+    if offsets_q is None:
+        batch, seqlen_q, *_ = q.shape
+        total_q = 0
+    else:
+        batch, seqlen_q, total_q = offsets_q.shape[0] - 1, longest[0], q.shape[0]
+    if paging:
+        table, used, rows = paging
+        cache_rows, pages = table.shape
+        alike = cache_rows == used.shape[0] and table.stride(1) == used.stride(0) == 1 <= pages and min(longest) >= 0
+        alike &= batch <= cache_rows if rows is None else batch == rows.shape[0] and rows.stride(0) == 1
+        seqlen_k = min(longest[1] or pages * problem.page_size, pages * problem.page_size)
+        total_k = 0 if offsets_q is None else batch * seqlen_k
+    elif offsets_q is None:
+        seqlen_k, total_k = k.shape[1], 0
+        alike = batch == k.shape[0] == v.shape[0] and seqlen_k == v.shape[1]
+    else:
+        seqlen_k, total_k = longest[1], k.shape[0]
+        alike = offsets_k.shape[0] == batch + 1 and total_k == v.shape[0] and seqlen_k >= 0
+    if not alike or batch < 0 or seqlen_q < 0 or (slopes is not None and slopes.dim() == 2 and len(slopes) != batch):
+        return None
+    # `dataclasses.replace` would take as long as everything above.
+    found: AttentionProblem = object.__new__(AttentionProblem)
+    sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "total_q": total_q, "total_k": total_k}
+    found.__dict__.update(problem.__dict__, **sizes, _kind=problem.kind)
+    return found
+
+
 def _check_tables(operands: CachedOperands, size: dict[str, int], options: Options) -> None:
     for name in ("page_size", "num_pages", "pages_of_a_row"):
         if size[name] < 1:

@@ -13,6 +13,8 @@ A kernel is a module or package of `warpwave.kernels` with
     default(problem, gpu) -> Config            optional: the first of `configs`, without listing the others
     notes(problem, gpu, config) -> list[str]   optional: what `explain` prints about a config
     bind(problem, operands, config)            -> run(operands) -> (out, lse or None)
+    Binder()                                   optional: `bind` for calls that differ in lengths and batch strides only;
+                                               keeps what does not depend on these
     gradients, gradients_why_not               optional: gradients that need no result of the forward, and why not
 
 Errors, `explain`, and the support matrix in the docs read these. Nothing about a kernel is stated elsewhere.
@@ -93,7 +95,6 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
         InvalidType: the config is another kernel's, or a GPU kernel was asked for CPU tensors beside a usable GPU.
         UnsupportedProblem: the kernel asked for cannot run the problem; carries its reasons.
     """
-    by_name = {module.NAME: module for module in kernels_for(problem)}
     if kernel == "auto":
         if config is not None:
             raise InvalidInput("config was given with kernel='auto'; name the kernel the config is for")
@@ -113,6 +114,7 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
                 "a larger budget, or precision='default'",
             )
         return Choice(module, default_config(module, problem, gpu), "default")
+    by_name = {module.NAME: module for module in kernels_for(problem)}
     if kernel not in by_name:
         raise InvalidInput(f"kernel is {kernel!r}; it must be 'auto' or one of {', '.join(map(repr, by_name))}")
     module = by_name[kernel]
@@ -135,6 +137,19 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
 def default_config(module: Any, problem: AttentionProblem, gpu: Gpu) -> Any:
     """Returns the config with which a kernel runs a problem that it accepts, if the caller names no other."""
     return module.default(problem, gpu) if hasattr(module, "default") else module.configs(problem, gpu)[0]
+
+
+def bind(choice: Choice, problem: AttentionProblem, operands: Any, binders: dict[str, Any]) -> Any:
+    """Binds a kernel to a call.
+
+    Args:
+        binders: kernel name -> its binder, shared by all calls of one class; filled here.
+    """
+    module = choice.kernel
+    binder = binders.get(module.NAME)
+    if binder is None:
+        binder = binders[module.NAME] = module.Binder() if hasattr(module, "Binder") else module.bind
+    return binder(problem, operands, choice.config)
 
 
 def gradient_kernels(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> list[Any]:

@@ -62,7 +62,7 @@ class Gpu:
     def is_cpu(self) -> bool:
         return self.vendor in ("cpu", "interpreter")
 
-    @property
+    @functools.cached_property
     def capability(self) -> int:
         """NVIDIA's compute capability as one number (90 for sm_90); 0 elsewhere."""
         return int(self.arch.removeprefix("sm_")) if self.vendor == "nvidia" else 0

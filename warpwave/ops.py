@@ -16,7 +16,7 @@ import torch
 
 from warpwave import autograd, dispatch
 from warpwave.autograd import absent
-from warpwave.checks import Options, describe_call
+from warpwave.checks import Options, describe_call, resized
 from warpwave.errors import InvalidType
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import flash_fwd
@@ -36,26 +36,64 @@ def make_plan(operands: Operands, options: Options, kernel: str, config: Any, di
     Args:
         dispatched: whether torch's dispatcher has seen the call and provides its gradients; otherwise the plan does.
     """
-    whole = describe_call(operands, options)
+    return _plan_of(describe_call(operands, options), operands, options, kernel, config, dispatched, {})
+
+
+class Planner:
+    """Makes the plans of one class of calls (plans.py).
+
+    Args:
+        options: the options of one of the calls.
+        kernel, config: the kernel and config that the calls name.
+    """
+
+    def __init__(self, options: Options, kernel: str, config: Any) -> None:
+        self.options, self.kernel, self.config = options, kernel, config
+        self.problem: AttentionProblem | None = None
+        self.binders: dict[str, Any] = {}
+
+    def __call__(self, operands: Operands, longest: tuple[int, ...]) -> Run | None:
+        """Returns the plan of a call; None if its sizes contradict each other."""
+        options = self.options
+        if longest:
+            options = options._replace(max_seqlen_q=longest[0], max_seqlen_k=longest[1])
+        if self.problem is None:
+            self.problem = describe_call(operands, options)
+        problem = resized(self.problem, operands, longest)
+        if problem is None:
+            return None
+        return _plan_of(problem, operands, options, self.kernel, self.config, False, self.binders)
+
+
+def _plan_of(
+    whole: AttentionProblem,
+    operands: Operands,
+    options: Options,
+    kernel: str,
+    config: Any,
+    dispatched: bool,
+    binders: dict[str, Any],
+) -> Run:
     gpu = current_gpu(operands.q.device)
     problem, others = dispatch.forward_of(whole, gpu, kernel)
     # The operator returns lse with every gradient. Eager calls need it on request, or where the gradients take it.
     if others and not dispatched and not dispatch.gradient_kernels(whole, gpu, kernel):
         problem = dataclasses.replace(problem, return_lse=options.return_lse)
-    run = _bind(problem, gpu, operands, kernel, config)
+    run = _bind(problem, gpu, operands, kernel, config, binders)
     if dispatched or not options.needs_grad:
         return run
     return autograd.Plan(run, whole, gpu, options, kernel, operands)
 
 
-def _bind(problem: AttentionProblem, gpu: Gpu, operands: Operands, kernel: str, config: Any) -> Run:
+def _bind(
+    problem: AttentionProblem, gpu: Gpu, operands: Operands, kernel: str, config: Any, binders: dict[str, Any]
+) -> Run:
     choice = dispatch.choose(problem, gpu, kernel, config)
     if kernel == "auto" and not choice.kernel.NEEDS_GPU:
         tell_once(problem, gpu, choice.kernel.NAME, flash_fwd)
     if problem.rows == 0 or problem.batch == 0 or (problem.total_k if problem.packed else problem.seqlen_k) == 0:
         return lambda operands: without_keys(problem, operands)
-    run: Run = choice.kernel.bind(problem, operands, choice.config)
-    return run
+    return dispatch.bind(choice, problem, operands, binders)
 
 
 def encode_config(config: Any) -> str:

@@ -1,10 +1,14 @@
 """Plans: a call that was made before is not checked, chosen or compiled again. One table serves every door.
 
 A plan is `run(operands) -> (out, lse)`, a bound kernel. It may rely on what the caller said, and on the shapes,
-strides, dtypes, devices and 16-byte alignment of the tensors; never on their contents. Two look-ups find it:
+strides, dtypes, devices and 16-byte alignment of the tensors; never on their contents.
 
-- `recall` compares layouts by torch's own guard, in one call into C++: 1 to 2 us;
-- `plan_key` spells the layouts out as a tuple: 5 us, for the first call after `recall` has missed.
+Calls that differ only in their lengths and batch strides are of one class. Its `Planner` keeps what does not depend on
+these, so that only a few numbers are computed for a new length. Two look-ups find plans:
+
+- `recall` compares layouts by torch's own guard, in one call into C++: 1.5 to 2.0 us on an H200's host
+  (benchmarks/records/2026-11-22-h200-host-steps.log). It makes the plan of a new length of a known class;
+- `plan_key` spells the layouts out as a tuple, for calls that `recall` cannot compare.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -29,20 +33,46 @@ log = logging.getLogger("warpwave")
 
 Run = Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]
 Check = Callable[..., bool]
+# (operands, longest sequences) -> the plan of a call of one class; None if its sizes contradict each other.
+Planner = Callable[[Any, tuple[int, ...]], Run | None]
 
-# Enough for a model's layers at many lengths. A plan takes some 10 KB, and a tenth of a millisecond to make again.
+# Enough for a model's layers at many lengths.
 MAX_PLANS = 1024
 MOST_LAYOUTS = 4  # of tensors of the same shapes
 UNALIGNED = 15  # bits of an address that are 0 at a multiple of 16
 
-_plans: Bounded[tuple[Any, ...], Run] = Bounded(MAX_PLANS)
-# (what was said and which tensors were given, shapes of q and k) -> plans, each with the check of its layouts; and of
-# what was said and given, the last of them that ran.
-_recent: Bounded[tuple[Any, ...], tuple[tuple[Check, Run], ...]] = Bounded(MAX_PLANS)
+# Key -> plan and the check of its layouts. A key is that of `plan_key`, which needs no check, or a class with sizes.
+_plans: Bounded[tuple[Any, ...], Known] = Bounded(MAX_PLANS)
+# Options and present tensors -> classes; the same with the longest sequences -> the plan of the last call.
+_classes: Bounded[tuple[Any, ...], tuple[Class, ...]] = Bounded(MAX_PLANS)
 _last: Bounded[tuple[Any, ...], tuple[Check, Run]] = Bounded(MAX_PLANS)
 _planning = threading.Lock()
 _told: set[str] = set()
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
+# Whether torch fills new memory. A plan allocates by the mode in which it was made.
+is_deterministic = torch._C._get_deterministic_algorithms
+
+
+class Known(NamedTuple):
+    """A plan and the check of its layouts; the check is None if `plan_key` finds the plan."""
+
+    run: Run
+    same: Check | None
+
+
+class Class(NamedTuple):
+    """Calls that differ only in lengths and batch strides.
+
+    Attributes:
+        same: checks all other properties of their tensors.
+        planner: makes their plans.
+        sized, strided: indices of the tensors that differ in sizes, and in the stride of the first axis.
+    """
+
+    same: Check
+    planner: Planner
+    sized: Sequence[int]
+    strided: Sequence[int]
 
 
 def plan_key(operands: tuple[Any, ...], said: tuple[Any, ...], dispatched: bool = False) -> tuple[Any, ...] | None:
@@ -54,7 +84,7 @@ def plan_key(operands: tuple[Any, ...], said: tuple[Any, ...], dispatched: bool 
         dispatched: whether torch's dispatcher has seen the call, so that subclasses and gradients are its affair.
     """
     grad = not dispatched and is_grad_enabled()
-    key: list[Any] = [said]
+    key: list[Any] = [said, is_deterministic()]
     for t in operands:
         if t is None:
             key.append(None)
@@ -74,23 +104,28 @@ def planned(key: tuple[Any, ...] | None, make: Callable[[], Run]) -> Run:
             run = find(key) or make()  # another thread may have been first
         if key is not None:
             with contextlib.suppress(TypeError):
-                _plans.put(key, run)
+                _plans.put(key, Known(run, None))
     return run
 
 
 def find(key: tuple[Any, ...] | None) -> Run | None:
     """Returns the plan kept under a key, or None."""
     try:
-        return None if key is None else _plans.get(key)
+        known = None if key is None else _plans.get(key)
     except TypeError:  # no hash
         return None
+    return None if known is None else known.run
 
 
-def recall(operands: tuple[Any, ...], said: tuple[Any, ...]) -> Run | None:
-    """Returns the plan of a call that was `remember`ed. None where there is none, for anything unusual, and where the
-    call is not eager.
+def recall(operands: tuple[Any, ...], said: tuple[Any, ...], longest: tuple[int, ...] = ()) -> Run | None:
+    """Returns the plan of a call whose class was `remember`ed. Returns None if there is none, for unusual arguments,
+    and if the call is not eager.
 
-    The plan of the last call that said the same is tried first, then those of tensors of these shapes.
+    The plan of the last call with the same options is tried first, then those of its class. For a new length the plan
+    is made.
+
+    Args:
+        longest: the longest sequences, if the caller passes them.
     """
     if is_compiling() or dispatch_modes() or forward_ad._current_level >= 0:
         return None  # torch's guard notices a transform by itself
@@ -101,42 +136,105 @@ def recall(operands: tuple[Any, ...], said: tuple[Any, ...]) -> Run | None:
             if tensor.is_nested:  # torch's guard crashes on nested tensors
                 return None
             bits |= tensor.data_ptr()
-        found = _last.get(place)
-        if found is None:
+        if bits & UNALIGNED:
             return None
-        if not found[0](*tensors):
-            known = _recent.get((place, tensors[0].shape, tensors[1].shape)) or ()
-            found = next((each for each in known if each[0](*tensors)), None)
-            if found is None:
-                return None
-            _last.put(place, found)
-        return None if bits & UNALIGNED else found[1]
+        last = _last.get((place, longest))
+        if last is not None and last[0](*tensors):
+            return last[1]
+        for found in _classes.get(place) or ():
+            if found.same(*tensors):
+                break
+        else:
+            return None
     except (AttributeError, TypeError, RuntimeError):
         return None  # no tensor, no hash, or no memory: the checks of the call report it
+    key = _sizes(found, tensors, longest)
+    known = _plans.get(key) or _of_length(found, key, operands, tensors, longest)
+    if known is None:
+        return None
+    assert known.same is not None
+    _last.put((place, longest), (known.same, known.run))
+    return known.run
 
 
-def remember(operands: tuple[Any, ...], said: tuple[Any, ...], run: Run) -> None:
-    """Lets `recall` find a plan, unless what was said has no hash."""
+def _of_length(
+    found: Class, key: tuple[Any, ...], operands: Any, tensors: Sequence[torch.Tensor], longest: tuple[int, ...]
+) -> Known | None:
+    """Makes and keeps the plan of a new length; returns None if its sizes contradict each other."""
+    with _planning:
+        known = _plans.get(key)  # another thread may have been first
+        if known is None and (run := found.planner(operands, longest)) is not None:
+            known = Known(run, _guard(tensor_guards(), *tensors))
+            _plans.put(key, known)
+    return known
+
+
+def remember(
+    operands: tuple[Any, ...],
+    said: tuple[Any, ...],
+    longest: tuple[int, ...],
+    run: Run,
+    planner: Callable[[], Planner] | None = None,
+) -> None:
+    """Lets `recall` find a plan, unless what was said has no hash.
+
+    Args:
+        planner: returns the planner of the call's class. If None, the class contains only this layout.
+    """
     try:
         place, tensors = _place(operands, said)
         if (same := guard(*tensors)) is None:
             return
-        at = (place, tensors[0].shape, tensors[1].shape)
-        _recent.put(at, (*(_recent.get(at) or ()), (same, run))[-MOST_LAYOUTS:])
-        _last.put(place, (same, run))
+        known = _classes.get(place) or ()
+        found = next((each for each in known if each.same(*tensors)), None)
+        if found is None:
+            if planner is None:
+                found = Class(same, lambda operands, longest: None, (), ())
+            else:
+                lengths = _lengths(operands)
+                sized = tuple([i for i, count in enumerate(lengths) if count])
+                strided = tuple([i for i, count in enumerate(lengths) if count > 1])
+                found = Class(_guard(tensor_guards(), *tensors, lengths=lengths), planner(), sized, strided)
+            _classes.put(place, (*known, found)[-MOST_LAYOUTS:])
+        _plans.put(_sizes(found, tensors, longest), Known(run, same))
+        _last.put((place, longest), (same, run))
     except TypeError:
         return
 
 
+def _sizes(found: Class, tensors: Sequence[torch.Tensor], longest: tuple[int, ...]) -> tuple[Any, ...]:
+    """Returns the key of a plan among those of a class."""
+    return (
+        found.planner,
+        longest,
+        *[tensors[i].shape for i in found.sized],
+        *[tensors[i].stride(0) for i in found.strided],
+    )
+
+
+def _lengths(operands: tuple[Any, ...]) -> list[int]:
+    """Returns the number of leading axes of each present tensor that differ within a class: batch and length of dense
+    q, k and v, tokens of packed ones, and all axes of offsets and tables. It is 0 for pools of pages, and for every
+    tensor of a call with a mask or a bias."""
+    q, k, _, mask, bias, _, _, offsets_q, offsets_k, *paging = operands
+    if mask is not None or bias is not None:
+        return [0 for t in operands if t is not None]
+    keys = 0 if paging else k.dim() - 2
+    offsets_k = None if offsets_k is offsets_q else offsets_k
+    counts = [q.dim() - 2, keys, keys, 0, 0, 0, 0, 1, 1, 2, 1, 1]
+    tensors = (*operands[:8], offsets_k, *paging)
+    return [count for count, t in zip(counts, tensors, strict=False) if t is not None]
+
+
 def _place(operands: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[tuple[Any, ...], Sequence[torch.Tensor]]:
-    """Returns what was said, with whether gradients are on and which tensors were given; and the tensors. Those that
-    most calls have are found without a loop.
+    """Returns what was said, with torch's modes and which tensors were given; and the tensors. Those that most calls
+    have are found without a loop.
 
     Tensors are compared with `is` alone: `== None` on a tensor costs 17 us. torch's guard takes no tensor twice, and
     reads whether a tensor requires a gradient, not whether gradients are on.
     """
     q, k, v, mask, bias, slopes, sinks, offsets_q, offsets_k, *paging = operands
-    asked = (said, is_grad_enabled())
+    asked = (said, is_grad_enabled(), is_deterministic())
     if mask is bias is slopes is sinks is None:
         if not paging:
             if offsets_q is None:
@@ -178,9 +276,18 @@ def aligned(tensors: Iterable[torch.Tensor]) -> bool:
     return not bits & UNALIGNED
 
 
-def _guard(kind: Any, *tensors: torch.Tensor) -> Check:
-    sizes = [list(t.shape) for t in tensors]
-    strides = [list(t.stride()) for t in tensors]
+def _guard(kind: Any, *tensors: torch.Tensor, lengths: Sequence[int] = ()) -> Check:
+    """Returns the check of torch's guard class `kind`.
+
+    Args:
+        lengths: number of leading axes of each tensor that may have any size; all of them but the last may also have
+            any stride.
+    """
+    sizes: list[list[int | None]] = [list(t.shape) for t in tensors]
+    strides: list[list[int | None]] = [list(t.stride()) for t in tensors]
+    for count, size, stride in zip(lengths, sizes, strides, strict=False):
+        size[:count] = [None] * count
+        stride[: max(0, count - 1)] = [None] * max(0, count - 1)
     same: Check = kind(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     return same
 
@@ -199,6 +306,9 @@ def tensor_guards() -> Any:
             others += [torch._neg_view(y)]
             wanting = torch.zeros(2, 4, 2, 8, device="cpu", requires_grad=True)
             reliable = same(y, x, z) and not any(same(x, other, z) for other in (*others, wanting))
+            of_class = _guard(TensorGuards, x, y, z, lengths=(2, 2, 2))
+            longer, wider = torch.zeros(3, 5, 2, 8, device="cpu"), torch.zeros(3, 5, 2, 16, device="cpu")
+            reliable = reliable and of_class(longer, x, z) and not of_class(wider, x, z)
     except Exception:  # another version of torch may raise anything; plans are then found by `plan_key` alone
         reliable = False
     return TensorGuards if reliable else None

@@ -394,19 +394,23 @@ def by_kind(rule: Callable[Concatenate[AttentionProblem, P], R]) -> Callable[Con
     Returns:
         The same function. Callers must not change what it returns.
     """
-    found: dict[tuple[Any, ...], R] = {}
+    # Kind and ids of the arguments -> result and arguments. Ids, because hashing a dataclass runs Python code. The
+    # arguments are kept so that no other object gets their ids.
+    found: dict[tuple[Any, ...], tuple[R, Any]] = {}
 
     @wraps(rule)
     def of_kind(problem: AttentionProblem, *rest: P.args, **named: P.kwargs) -> R:
         if problem.error_budget is not None:  # its error depends on the number of keys
             return rule(problem, *rest, **named)
-        key = (problem.__dict__.get("_kind") or problem.kind, *rest, *named.items())
+        key = (problem.__dict__.get("_kind") or problem.kind, *map(id, rest))
+        if named:
+            key += (*named.items(),)
         try:
-            return found[key]
+            return found[key][0]
         except KeyError:
             if len(found) >= MAX_RULINGS:
                 found.clear()
-            return found.setdefault(key, rule(_without_sizes(problem), *rest, **named))
+            return found.setdefault(key, (rule(_without_sizes(problem), *rest, **named), rest))[0]
 
     return of_kind
 

@@ -41,13 +41,13 @@ Launched = list[tuple[tensor_maps.MapPlan, ...]]
 def mapped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
     """The plans of every launch that is bound."""
     seen: Launched = []
-    bind = tensor_maps.bind
+    family = tensor_maps.family
 
-    def noted(spec: Any, plans: Any) -> Callable[..., None]:
+    def noted(spec: Any, plans: Any) -> Any:
         seen.append(tuple(plans))
-        return bind(spec, plans)
+        return family(spec, plans)
 
-    monkeypatch.setattr(tensor_maps, "bind", noted)
+    monkeypatch.setattr(tensor_maps, "family", noted)
     yield seen
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -105,3 +106,13 @@ def test_what_is_made_of_it_is_kept_with_it(device: Any) -> None:
     device.capturing = True
     memory(), memory()
     assert streams == [3, None, None]
+
+
+def test_plans_keep_no_part_of_a_buffer_that_was_outgrown(device: Any) -> None:
+    """A plan that is not called again would hold the old buffer as long as the plan itself is kept."""
+    small = scratch.memory([((8,), torch.float32)], Place())  # type: ignore[arg-type]
+    small()
+    outgrown = weakref.ref(scratch._buffers.by_stream[None, device.stream][0])
+    large = scratch.memory([((10_000,), torch.float32)], Place())()  # type: ignore[arg-type]
+    assert outgrown() is None
+    assert places(small()) == places(large)

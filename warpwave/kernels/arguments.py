@@ -6,6 +6,7 @@ Every kernel treats a dense and a packed call alike: a packed tensor is one whos
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from warpwave.runtime.scratch import maker
 UNLIMITED = 2**30  # a window side larger than any sequence, small enough that adding a length does not overflow
 
 
+@cache
 def padded(head_dim: int) -> int:
     """Returns the tile width for head_dim: a power of two, at least 16, the minimum of a matrix instruction."""
     return max(16, 1 << (head_dim - 1).bit_length())

@@ -223,18 +223,17 @@ def specify_merge(
 
     All of them are loaded at once if registers allow; if many may be empty (`sparse`), only those that are not.
     """
-    parts = max(1, LOADED_AT_ONCE // padded(problem.head_dim_v))
-    parts = min(parts, 1 << (num_parts - 1).bit_length())
+    parts, at_once = loads(problem, num_parts)
     return Launch(
         kernel=merge_partials_kernel,
         grid=problem.rows * problem.num_heads_q,
         tensors=(acc, state, out, lse, sinks),
-        scalars=[problem.rows * problem.num_heads_q, problem.num_heads_q, num_parts, lse_rows(problem)],
+        scalars=merge_scalars(problem, num_parts),
         constants={
             "HEAD_DIM_V": problem.head_dim_v,
             "BLOCK_DV": padded(problem.head_dim_v),
             "PARTS": parts,
-            "AT_ONCE": num_parts <= parts,
+            "AT_ONCE": at_once,
             "SPARSE": sparse,
             "HAS_SINKS": problem.has_sinks,
             "WRITE_LSE": problem.return_lse,
@@ -247,3 +246,15 @@ def specify_merge(
             **({"launch_pdl": True} if launched_ahead else {}),
         },
     )
+
+
+def loads(problem: AttentionProblem, num_parts: int) -> tuple[int, bool]:
+    """Returns how many parts of a row are loaded at a time, and whether these are all of them."""
+    parts = max(1, LOADED_AT_ONCE // padded(problem.head_dim_v))
+    parts = min(parts, 1 << (num_parts - 1).bit_length())
+    return parts, num_parts <= parts
+
+
+def merge_scalars(problem: AttentionProblem, num_parts: int) -> list[int]:
+    """Returns the run-time arguments of `specify_merge`'s launch."""
+    return [problem.rows * problem.num_heads_q, problem.num_heads_q, num_parts, lse_rows(problem)]

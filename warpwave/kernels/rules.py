@@ -35,6 +35,25 @@ def deciding(rules: Sequence[Rule[C]], call: Any) -> Rule[C]:
     return next(rule for rule in rules if rule.holds(call))
 
 
+def undecided(rules: Sequence[Rule[C]], call: Any) -> list[Rule[C]]:
+    """Returns the rules that depend on sizes, up to the first one that holds for all sizes; rules that hold for no size
+    are left out.
+
+    Args:
+        call: the family's view of a call without sizes. A condition that computes with a size raises TypeError.
+    """
+    found = []
+    for rule in rules:
+        try:
+            if not rule.holds(call):
+                continue
+        except TypeError:
+            found.append(rule)
+            continue
+        return [*found, rule]
+    return found
+
+
 def note(rule: Rule[Any], config: Any) -> str:
     """Returns the row that decided, in one sentence, with a note if the config is not in the row."""
     chosen = "" if config in rule.configs else "; the table would choose another config"

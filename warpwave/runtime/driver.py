@@ -212,7 +212,8 @@ class Layout:
         self.pointers: list[tuple[int, int]] = []  # (parameter, place of its address in the keys)
         self.maps: list[tuple[int, int, Callable[[TensorMap], Callable[[int], Any]]]] = []
         self.kinds: list[str] = []
-        self._taken: list[tuple[int, bool]] = []  # which values are numbers, in order, and whether of a tensor map
+        self._mapped: list[int] = []  # indices of the values that are tensor maps
+        self._numbers: list[int] = []  # indices of the values that are numbers
 
     def add_pointer(self, place: int) -> None:
         """Adds a parameter that is an address."""
@@ -221,13 +222,14 @@ class Layout:
 
     def add_number(self, value: int, kind: str) -> None:
         """Adds the number that is `values[value]`."""
-        self._taken.append((value, False))
+        self._numbers.append(value)
         self.kinds.append(kind)
 
     def add_map(self, value: int, plan: TensorMap, place: int, encode: Any) -> None:
         """Adds the tensor map that is `values[value]`; its shape and strides follow it as numbers."""
         self.maps.append((len(self.kinds), place, encode))
-        self._taken.append((value, True))
+        assert not self._numbers, "a kernel's tensors come before its numbers"
+        self._mapped.append(value)
         self.kinds += ["", *"i" * len(plan.shape), *"q" * len(plan.strides)]
 
     def done(self) -> Layout:
@@ -240,23 +242,18 @@ class Layout:
         self.key_bytes = 8 * (1 + max(places, default=0))
         self.of_launch = struct.Struct(f"<{self.key_bytes // 8 + len(self.kinds)}Q")
         self.memory = ctypes.c_char * self.of_launch.size
-        self.slots = [8 * i for i in range(len(self.kinds))]
+        self.numbers = ctypes.c_char * self._packed.size
         return self
 
     def launches(self, index: int, grid: int, values: Sequence[Any]) -> Launches:
         """Returns the kernel's launches on a grid, with these numbers and tensor maps."""
+        plans = [values[i][0] for i in self._mapped]
         numbers: list[Any] = []
-        encoders = []
-        for i, is_map in self._taken:
-            if is_map:
-                plan = values[i][0]
-                numbers += plan.shape
-                numbers += plan.strides
-                encoders.append(plan)
-            else:
-                numbers.append(values[i])
-        packed = self._packed.pack(*numbers, 0, 0)
-        maps = [(i, place, encode(plan)) for (i, place, encode), plan in zip(self.maps, encoders, strict=True)]
+        for plan in plans:
+            numbers += plan.shape
+            numbers += plan.strides
+        packed = self._packed.pack(*numbers, *[values[i] for i in self._numbers], 0, 0)
+        maps = [(i, place, encode(plan)) for (i, place, encode), plan in zip(self.maps, plans, strict=True)]
         return Launches(self, index, grid, packed, maps)
 
 
@@ -289,7 +286,7 @@ class Launches:
         self.prepared: dict[Key, Prepared] = {}
         self._layout, self._index, self._grid, self._maps = layout, index, grid, maps
         self._configs: dict[int, _Config] = {}
-        self._fixed = ctypes.create_string_buffer(packed, len(packed))
+        self._fixed = layout.numbers.from_buffer_copy(packed)
 
     def prepare(self, key: Key) -> Prepared:
         """Lays a launch out in memory: the key's stream, and its addresses where the parameters take them."""
@@ -297,18 +294,19 @@ class Launches:
         layout = self._layout
         memory = layout.memory()
         first, fixed = ctypes.addressof(memory), ctypes.addressof(self._fixed)
-        at = [fixed + slot for slot in layout.slots]
+        at = list(range(fixed, fixed + 8 * len(layout.kinds), 8))
         for i, place in layout.pointers:
             at[i] = first + 8 * place
-        maps = []
+        maps: list[Any] = []
         for i, place, encode in self._maps:
             found = encode(key[place])
             at[i] = id(found) + _MAP_OFFSET
-            maps.append(found)
+            maps += (found,)
         layout.of_launch.pack_into(memory, 0, *key, *at)
-        config = self._configured(key[0])
         if len(self.prepared) >= MAX_PREPARED:
             self.prepared.clear()
+            self._configs.clear()  # prepared launches in use keep their own
+        config = self._configured(key[0])
         prepared = ctypes.addressof(config), first + layout.key_bytes, (config, memory, maps)
         self.prepared[key] = prepared
         return prepared

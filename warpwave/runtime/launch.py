@@ -87,36 +87,91 @@ def bind(spec: Launch, takes: Sequence[Take] | None = None, counters: Counters |
         RuntimeError: the kernel is not compiled yet and a CUDA graph is being captured.
         UnsupportedProblem: the compiled kernel needs more shared memory than the GPU has.
     """
-    kernel, grid, tensors, scalars, constants, options = spec
-    given: Sequence[Take] = range(len(tensors)) if takes is None else takes
-    given = [take if tensor is not None else None for take, tensor in zip(given, tensors, strict=True)]
+    return Family(spec, takes, counters).first()
 
-    def public(*arguments: torch.Tensor | None) -> None:
-        taken = [_taken(take, arguments, counters) for take in given]
-        kernel[(grid,)](*taken, *scalars, **constants, **options)
 
-    if INTERPRETED:
+class Family:
+    """Launches of one compiled kernel that differ in grid, run-time scalars, and shapes and strides of tensor maps.
 
-        def in_interpreter(*arguments: torch.Tensor | None) -> None:
-            with _interpreter:
+    Args:
+        spec, takes, counters: one of these launches, as `bind` takes it.
+    """
+
+    def __init__(self, spec: Launch, takes: Sequence[Take] | None = None, counters: Counters | None = None) -> None:
+        kernel, _, tensors, scalars, self._constants, self._options = spec
+        given: Sequence[Take] = range(len(tensors)) if takes is None else takes
+        self._given = [take if tensor is not None else None for take, tensor in zip(given, tensors, strict=True)]
+        self._maps = [place for place, take in enumerate(self._given) if isinstance(take, tuple)]
+        self._kernel, self._counters, self._counted = kernel, counters, COUNTER in self._given
+        self._by_run = all(take is None or isinstance(take, int) for take in self._given)
+        self._device = next(getattr(t, "base", t) for t in tensors if t is not None).device
+        specialized = () if INTERPRETED else _specialized(kernel, len(tensors))
+        self._specialized = [i for i in specialized if scalars[i].__class__ is int]
+        self._variants: dict[tuple[Any, ...], Variant] = {}
+        self._spec: Launch | None = spec  # until `first`: a family keeps no tensors
+
+    def first(self) -> Launcher:
+        """Compiles the launch that the family was made from and returns its launcher. Call it once."""
+        spec, self._spec = self._spec, None
+        assert spec is not None
+        if not INTERPRETED:
+            self._variants[self._bits(spec.scalars)] = variant_of(spec, self._given, self._device)
+        launcher = self.launcher(spec.grid, spec.scalars, [self._given[place] for place in self._maps])  # type: ignore
+        assert launcher is not None
+        return launcher
+
+    def _bits(self, scalars: Sequence[int | float]) -> tuple[Any, ...]:
+        """Returns the properties of the scalars for which Triton compiles anew."""
+        bits: tuple[Any, ...] = ()
+        for i, value in enumerate(scalars):
+            if value.__class__ is int and not -(2**31) <= value < 2**31:
+                bits += (i,)
+        for i in self._specialized:
+            bits += (scalars[i] == 1, scalars[i] % 16 == 0)
+        return bits
+
+    def launcher(
+        self, grid: int, scalars: Sequence[int | float], maps: Sequence[driver.TensorMap] = ()
+    ) -> Launcher | None:
+        """Returns the launcher of another launch; None if its variant is not compiled yet.
+
+        Args:
+            maps: the launch's tensor maps, in order.
+        """
+        kernel, counters, constants, options = self._kernel, self._counters, self._constants, self._options
+        given = self._given.copy()
+        values: list[Any] = [None] * len(given)
+        for place, plan in zip(self._maps, maps, strict=True):
+            given[place], values[place] = plan, (plan,)
+
+        def public(*arguments: torch.Tensor | None) -> None:
+            taken = [_taken(take, arguments, counters) for take in given]
+            kernel[(grid,)](*taken, *scalars, **constants, **options)
+
+        if INTERPRETED:
+
+            def in_interpreter(*arguments: torch.Tensor | None) -> None:
+                with _interpreter:
+                    public(*arguments)
+
+            return in_interpreter
+        index = self._device.index
+        variant = self._variants.get(self._bits(scalars))
+        if variant is None:
+            return None
+
+        def on_device(*arguments: torch.Tensor | None) -> None:
+            with torch.cuda.device(index):
+                driver.attach(index)
                 public(*arguments)
 
-        return in_interpreter
-    device = next(getattr(t, "base", t) for t in tensors if t is not None).device
-    variant = variant_of(spec, given, device)
-
-    def on_device(*arguments: torch.Tensor | None) -> None:
-        with torch.cuda.device(device.index):
-            driver.attach(device.index)
-            public(*arguments)
-
-    if variant.layout is not None and grid > 0:
-        values = [(take,) if isinstance(take, tuple) else None for take in given]
-        launches = variant.layout.launches(device.index, grid, [*values, *scalars])
-        return _prepared(launches, device.index, variant.numbers, counters if COUNTER in given else None, on_device)
-    if any(take is not None and not isinstance(take, int) for take in given):
-        return on_device
-    return _by_run(spec, given, variant.compiled, variant.run, device.index, on_device)
+        if variant.layout is not None and grid > 0:
+            launches = variant.layout.launches(index, grid, (*values, *scalars))
+            return _prepared(launches, index, variant.numbers, counters if self._counted else None, on_device)
+        if not self._by_run:
+            return on_device
+        rest = (*scalars, *constants.values())
+        return _by_run(grid, given, rest, variant.compiled, variant.run, index, on_device)
 
 
 def _number(take: Take) -> int | None:
@@ -226,11 +281,16 @@ def _prepared(
     return launcher
 
 
-def _by_run(spec: Launch, takes: Sequence[Take], compiled: Any, run: Any, index: int, elsewhere: Launcher) -> Launcher:
-    """A launcher that calls Triton's own with pointers in place of tensors: on AMD, and for what driver.py refuses."""
-    grid, function, metadata = spec.grid, compiled.function, compiled.packed_metadata
-    # Triton's launcher takes every argument of the signature, compile-time ones included, and ignores the latter.
-    rest = (*spec.scalars, *spec.constants.values())
+def _by_run(
+    grid: int, takes: Sequence[Take], rest: tuple[Any, ...], compiled: Any, run: Any, index: int, elsewhere: Launcher
+) -> Launcher:
+    """A launcher that calls Triton's own with pointers in place of tensors: on AMD, and for what driver.py refuses.
+
+    Args:
+        rest: the arguments after the pointers. Triton's launcher takes every argument of the signature, including
+            compile-time ones, which it ignores.
+    """
+    function, metadata = compiled.function, compiled.packed_metadata
     current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     hook = triton.knobs.runtime.launch_enter_hook
 

@@ -7,10 +7,9 @@ stream, beside any call: its launches get memory of the graph's pool.
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,14 +31,24 @@ class _Kept(threading.local):
 _buffers = _Kept()
 
 
-def buffer(device: torch.device, stream: int, size: int) -> torch.Tensor:
-    """At least `size` bytes for this thread's launches on this stream."""
+def buffer(device: torch.device, stream: int, size: int, user: _Kept | None = None) -> torch.Tensor:
+    """At least `size` bytes for this thread's launches on this stream.
+
+    Args:
+        user: keeps parts of the buffer by stream; they are dropped when a larger buffer replaces it.
+    """
     buffers = _buffers.by_stream
-    found: torch.Tensor | None = buffers.get((device.index, stream))
+    users: Any
+    found, users = buffers.get((device.index, stream)) or (None, None)
     if found is None or found.numel() < size:
+        for other in users or ():
+            other.by_stream.pop(stream, None)
         # The old buffer, which launches may still use, goes back to its stream and is reused behind them.
         found = torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8, device=device)
-        buffers[device.index, stream] = found
+        users = weakref.WeakSet()
+        buffers[device.index, stream] = found, users
+    if user is not None:
+        users.add(user)
     return found
 
 
@@ -52,7 +61,10 @@ def maker(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Cal
     # In deterministic mode torch fills new memory, which `empty_strided` does not do.
     if empty_strided is None or device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
         return _by_template(sizes, dtype, device)
-    strides = tuple(itertools.accumulate((max(1, size) for size in sizes[:0:-1]), operator.mul, initial=1))[::-1]
+    strides: tuple[int, ...] = ()
+    for size in sizes[:0:-1]:
+        strides = ((size or 1) * (strides[0] if strides else 1), *strides)
+    strides = (*strides, 1)[: len(sizes)]
     current_device, index = torch._C._cuda_getDevice, device.index
 
     def make() -> torch.Tensor:
@@ -82,9 +94,11 @@ def memory(
     Args:
         finish: what to make of the tensors for a stream, or for a graph that is being captured (None); kept with them.
     """
-    makers = [maker(shape, dtype, device) for shape, dtype in needs]
+    makers: list[Callable[[], torch.Tensor]] = []  # made on first use; most calls need none
 
     def made(stream: int | None) -> Any:
+        if len(makers) < len(needs):
+            makers[:] = [maker(shape, dtype, device) for shape, dtype in needs]
         tensors = tuple([make() for make in makers])
         return tensors if finish is None else finish(tensors, stream)
 
@@ -110,11 +124,9 @@ def memory(
             return found
         if end > LARGEST or not keep:
             return made(stream)
-        whole = buffer(device, stream, end)
-        parts = tuple(
-            whole[first:last].view(dtype).view(*shape)
-            for (first, last), (shape, dtype) in zip(ends, needs, strict=True)
-        )
+        whole = buffer(device, stream, end, kept)
+        views = zip(ends, needs, strict=True)
+        parts = tuple([whole[first:last].view(dtype).view(*shape) for (first, last), (shape, dtype) in views])
         found = kept.by_stream[stream] = parts if finish is None else finish(parts, stream)
         return found
 

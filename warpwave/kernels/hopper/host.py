@@ -34,12 +34,12 @@ def mappable(problem: AttentionProblem, operands: Operands) -> Callable[[Operand
 def seen(tensor: torch.Tensor, packed: bool, rows: int | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns shape and strides of a (batch, seqlen, head, width) or packed (total, head, width) tensor in the axis
     order of tensor maps: batch, head, row, column. A dense tensor is cut to `rows` rows, at least 1."""
+    stride = tensor.stride()
     if packed:
         total, heads, width = tensor.shape
-        return (1, heads, total, width), (tensor.stride(0), tensor.stride(1), tensor.stride(0), 1)
+        return (1, heads, total, width), (stride[0], stride[1], stride[0], 1)
     batch, length, heads, width = tensor.shape
-    strides = (tensor.stride(0), tensor.stride(2), tensor.stride(1), 1)
-    return (batch, heads, length if rows is None else max(1, rows), width), strides
+    return (batch, heads, length if rows is None else max(1, rows), width), (stride[0], stride[2], stride[1], 1)
 
 
 def keys_end(problem: AttentionProblem) -> int:

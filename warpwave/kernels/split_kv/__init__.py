@@ -6,6 +6,7 @@ Bound: memory at decode, latency if the cache is short (host.py).
 from warpwave.kernels.split_kv.host import (
     NAME,
     NEEDS_GPU,
+    Binder,
     Config,
     bind,
     bind_with_prefix,
@@ -23,6 +24,7 @@ from warpwave.kernels.split_kv.host import (
 __all__ = [
     "NAME",
     "NEEDS_GPU",
+    "Binder",
     "Config",
     "bind",
     "bind_with_prefix",

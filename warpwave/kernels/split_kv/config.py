@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from warpwave.gpu import Gpu
@@ -134,6 +136,21 @@ def steps_over_keys(problem: AttentionProblem, config: Config) -> Walk:
     return walk(problem, config.block_m, config.block_n, tile_heads(problem, config))
 
 
+def longest_steps(problem: AttentionProblem, config: Config) -> int:
+    """Counts the key steps of the tile of rows that sees most keys. Without a left window that is the last tile of the
+    longest sequence, which sees keys from the first one on."""
+    if problem.window_size[0] >= 0 or problem.lengths is not None or not problem.batch:
+        return steps_over_keys(problem, config).longest
+    seqlen_q, seqlen_k = problem.seqlen_q, problem.seqlen_k
+    if problem.packed:  # as in `AttentionProblem.items`, whose first sequence is the longest
+        seqlen_q, seqlen_k = -(-problem.total_q // problem.batch), -(-problem.total_k // problem.batch)
+    right = problem.window_size[1]
+    if problem.causal is not None and problem.causal.alignment == "top_left":
+        high = 0 if right < 0 else min(0, seqlen_k - seqlen_q + right)
+        seqlen_k = min(seqlen_k, seqlen_q + high)
+    return max(0, -(-seqlen_k // config.block_n)) if seqlen_q else 0
+
+
 # Splits ---------------------------------------------------------------------------------------------------------------
 
 UNKNOWN_SMS = 132  # assumed if no GPU is given; that of an H100 and an H200
@@ -188,11 +205,11 @@ class Splits(NamedTuple):
 
 def blocks_with_rows(problem: AttentionProblem, config: Config) -> int:
     """Returns the number of blocks that have rows, before keys are split."""
-    found = tiles(problem, config) * problem.batch
+    heads = problem.num_heads_q // problem.num_heads_kv * config.kv_heads
+    found = -(-problem.seqlen_q * heads // config.block_m) * problem.batch
     if problem.packed:  # the longest sequence is one of several: each may end in a partial tile
-        rows = problem.total_q * tile_heads(problem, config)
-        found = min(found, rows // config.block_m + problem.batch)
-    return max(1, found * head_groups(problem, config))
+        found = min(found, problem.total_q * heads // config.block_m + problem.batch)
+    return max(1, found * (problem.num_heads_kv // config.kv_heads))
 
 
 def scattered(problem: AttentionProblem, config: Config) -> bool:
@@ -258,47 +275,80 @@ def choose_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Splits
     `longest` is the number of steps of the tile that sees most keys. `first` is the number of blocks of the first wave,
     equal on every SM.
     """
-    blocks, sms = blocks_with_rows(problem, config), gpu.num_sms or UNKNOWN_SMS
-    places, saturating, start, hidden_start, drift, merge, parts_per_step, together = pace(problem, gpu, config)
-    longest = max(1, steps_over_keys(problem, config).longest)
-    if config.roles:
-        shares = few_rows.shares(blocks, longest, config.block_n, sms)
-        return Splits(
-            shares,
-            f"{blocks} tiles of rows for {places} resident blocks on {sms} SMs, "
-            f"{longest} steps of {config.block_n} keys each: {blocks * shares} blocks; one per SM nearly "
-            "saturates memory",
-        )
-
-    def steps(s: int) -> float:
-        each = -(-longest // s)
-        waves, rest = divmod(blocks * s, places)
-        if together:
-            first = min(max(blocks * s, together * saturating), places)
-            total = first / saturating * (each + start)
-        else:
-            first = min(-(-blocks * s // sms) * sms, places)  # an SM that has one more block ends last
-            total = max(1.0, first / saturating) * (each + start)
-        total += max(0, blocks * s - places) / saturating * (each + hidden_start)
-        if waves and rest:
-            total += (UNEVEN / waves * max(0, saturating - rest) / saturating + drift) * each
-        return total + (merge + (config.pieces or s) / parts_per_step if s > 1 or config.pieces else 0)
-
-    best = min(range(1, min(config.pieces or MAX_SPLITS, longest) + 1), key=steps)
+    shares, blocks, longest, of = _chosen(problem, gpu, config)
+    sms = gpu.num_sms or UNKNOWN_SMS
     reason = (
-        f"{blocks} tiles of rows for {places} resident blocks on {sms} SMs, "
-        f"{longest} steps of {config.block_n} keys each: about {steps(best):.0f} steps in total, including starts and "
-        "merge"
+        f"{blocks} tiles of rows for {of.places} resident blocks on {sms} SMs, "
+        f"{longest} steps of {config.block_n} keys each: "
     )
-    return Splits(best, reason + (f"; with num_splits = 1, {steps(1):.0f}" if best > 1 else ""))
+    if config.roles:
+        return Splits(shares, f"{reason}{blocks * shares} blocks; one per SM nearly saturates memory")
+    steps, alone = (_steps(s, config.pieces, blocks, longest, sms, of) for s in (shares, 1))
+    reason += f"about {steps:.0f} steps in total, including starts and merge"
+    return Splits(shares, reason + (f"; with num_splits = 1, {alone:.0f}" if shares > 1 else ""))
+
+
+def _chosen(problem: AttentionProblem, gpu: Gpu, config: Config) -> tuple[int, int, int, Pace]:
+    """Returns the number of splits and its inputs: tiles of rows, steps of the longest one, and the pace."""
+    blocks, sms = blocks_with_rows(problem, config), gpu.num_sms or UNKNOWN_SMS
+    of, longest = pace(problem, gpu, config), max(1, longest_steps(problem, config))
+    if config.roles:
+        return few_rows.shares(blocks, longest, config.block_n, sms), blocks, longest, of
+    return _soonest(config.pieces, blocks, longest, sms, of), blocks, longest, of
+
+
+def _steps(s: int, pieces: int, blocks: int, longest: int, sms: int, of: Pace) -> float:
+    """Returns steps(S) of `choose_splits`."""
+    places, saturating, start, hidden_start, drift, merge, parts_per_step, together = of
+    each = -(-longest // s)
+    waves, rest = divmod(blocks * s, places)
+    if together:
+        first = min(max(blocks * s, together * saturating), places)
+        total = first / saturating * (each + start)
+    else:
+        first = min(-(-blocks * s // sms) * sms, places)  # an SM that has one more block ends last
+        total = max(1.0, first / saturating) * (each + start)
+    total += max(0, blocks * s - places) / saturating * (each + hidden_start)
+    if waves and rest:
+        total += (UNEVEN / waves * max(0, saturating - rest) / saturating + drift) * each
+    return total + (merge + (pieces or s) / parts_per_step if s > 1 or pieces else 0)
+
+
+@lru_cache(4096)
+def _soonest(pieces: int, blocks: int, longest: int, sms: int, of: Pace) -> int:
+    """Returns the smallest number of splits with the fewest steps.
+
+    While all blocks run at once, a number that does not shorten the splits is skipped: every other term grows with it.
+    With more blocks, the search ends when a lower bound of steps(S), with even waves and exact splits, exceeds the
+    fewest steps.
+    """
+    places, saturating = of.places, of.saturating
+    best, fewest, before = 1, _steps(1, pieces, blocks, longest, sms, of), longest
+    full = places / saturating if of.together else max(1.0, places / saturating)
+    least = full * of.start + blocks * longest / saturating + of.merge
+    for s in range(2, min(pieces or MAX_SPLITS, longest) + 1):
+        each = -(-longest // s)
+        beyond = blocks * s - places
+        if beyond < 0 and each == before:
+            continue
+        if beyond >= 0 and least + beyond / saturating * of.hidden_start + (pieces or s) / of.parts_per_step > fewest:
+            break
+        before, steps = each, _steps(s, pieces, blocks, longest, sms, of)
+        if steps < fewest:
+            best, fewest = s, steps
+    return best
 
 
 def with_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
     """Returns the tiling with the keys split for this problem."""
     if problem.batch_invariant:
         # The longest sequence of a packed call must not affect the others.
-        config = replace(config, pieces=INVARIANT_PIECES[not problem.packed and tiles(problem, config) == 1])
-    return replace(config, num_splits=choose_splits(problem, gpu, config).num_splits)
+        config = changed(config, pieces=INVARIANT_PIECES[not problem.packed and tiles(problem, config) == 1])
+    return changed(config, num_splits=_chosen(problem, gpu, config)[0])
+
+
+# `dataclasses.replace`, which computes each result once.
+changed: Callable[..., Config] = lru_cache(4096)(replace)
 
 
 # Configs --------------------------------------------------------------------------------------------------------------
@@ -337,13 +387,13 @@ def _shallow(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
     One step: 1 x 1,024 keys 3.92 us with two stages, 4.07 with three; a prompt of 512 3.97 and 4.09. A few steps from
     pages by pointers: 1 x 8,192 keys in pages of 16 11.2 us and 12.5.
     """
-    steps = -(-steps_over_keys(problem, config).longest // config.num_splits)
+    steps = -(-longest_steps(problem, config) // config.num_splits)
     few = one_step(problem, config) or (scattered(problem, config) and config.block_m < 64 and steps <= FEW_STEPS)
     if config.roles:
         return config
     if not few or config.num_stages <= 2 or config.pieces or gpu.vendor != "nvidia" or gpu.capability != 90:
         return config
-    shallow = replace(config, num_stages=2)
+    shallow = changed(config, num_stages=2)
     return shallow if with_splits(problem, gpu, shallow) == shallow else config
 
 
@@ -378,12 +428,9 @@ def _tilings(problem: AttentionProblem) -> list[Config]:
     ]
 
 
-def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
-    """Returns the tiling: the fastest on an H200 that fits registers without spills (tests/compile)."""
-    rows = problem.seqlen_q * (problem.num_heads_q // problem.num_heads_kv)
-    if problem.batch_invariant and problem.packed:
-        rows = 64  # the longest sequence depends on the rest of the batch
-    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+@by_kind
+def _of_rows(problem: AttentionProblem, gpu: Gpu, block_m: int) -> Config:
+    """Returns the part of `_default` that does not depend on lengths, for tiles of `block_m` rows."""
     wide = max(padded(problem.head_dim), padded(problem.head_dim_v))
     bucket = 0 if wide <= 64 else 1 if wide <= 128 else 2
     masked = problem.mask_shape is not None or problem.bias_shape is not None
@@ -398,16 +445,25 @@ def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
         # Of 15 tilings none was faster by more than 3 %.
         config = Config(block_m, (64, 64, 32)[bucket], 4, 3)
     if gpu.vendor == "amd":
-        config = replace(config, num_stages=min(2, config.num_stages))
+        config = changed(config, num_stages=min(2, config.num_stages))
         if gpu.arch.startswith("gfx1"):
-            config = replace(config, block_m=min(block_m, 32), block_n=(32, 32, 16)[bucket], num_stages=1)
+            config = changed(config, block_m=min(block_m, 32), block_n=(32, 32, 16)[bucket], num_stages=1)
     if masked:
-        config = replace(config, block_m=min(config.block_m, (64, 64, 32)[bucket]))
-        config = replace(config, block_n=max(16, config.block_n // 2), num_stages=min(2, config.num_stages))
+        config = changed(config, block_m=min(config.block_m, (64, 64, 32)[bucket]))
+        config = changed(config, block_n=max(16, config.block_n // 2), num_stages=min(2, config.num_stages))
+    return config
+
+
+def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
+    """Returns the tiling: the fastest on an H200 that fits registers without spills (tests/compile)."""
+    rows = problem.seqlen_q * (problem.num_heads_q // problem.num_heads_kv)
+    if problem.batch_invariant and problem.packed:
+        rows = 64  # the longest sequence depends on the rest of the batch
+    config = _of_rows(problem, gpu, 16 if rows <= 16 else 32 if rows <= 32 else 64)
     if gpu.vendor == "nvidia" and gpu.capability == 90:  # measured on Hopper only
         config = _short_cache(problem, gpu, _short_prompt(problem, gpu, _mapped(problem, gpu, config)))
     ahead = may_be_launched_ahead(gpu) and _gains_ahead(problem, gpu, config)
-    return replace(config, launched_ahead=ahead)
+    return changed(config, launched_ahead=ahead)
 
 
 def _gains_ahead(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
@@ -434,14 +490,12 @@ def _short_cache(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
     1 x 1,024 keys in pages of 64 took 4.4 us this way, 5.0 with 64 keys and 5.7 by maps; in pages of 16 4.7 to 5.1, 5.1
     and 6.3.
     """
-    if config.roles:
+    if config.roles or config.block_m != 16 or not 0 < problem.page_size < 128:
         return config
-    tile = replace(config, block_n=32, num_warps=2, num_stages=2, by_map=False, kv_heads=1)
+    tile = changed(config, block_n=32, num_warps=2, num_stages=2, by_map=False, kv_heads=1)
     shares = blocks_with_rows(problem, tile) * -(-problem.seqlen_k // 32)
     measured = (
-        config.block_m == 16
-        and 0 < problem.page_size < 128
-        and problem.dtype != "float32"
+        problem.dtype != "float32"
         and 128 < padded(problem.head_dim) + padded(problem.head_dim_v) <= 256
         and problem.mask_shape is None
         and problem.bias_shape is None
@@ -478,8 +532,8 @@ def _short_prompt(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config
     if not measured:
         return config
     block_n = max(16, 1 << (max(1, problem.seqlen_k) - 1).bit_length())
-    whole = replace(config, block_n=block_n, num_warps=4, num_stages=2, by_map=False, kv_heads=1)
-    narrow = replace(whole, block_m=16)
+    whole = changed(config, block_n=block_n, num_warps=4, num_stages=2, by_map=False, kv_heads=1)
+    narrow = changed(whole, block_m=16)
     return narrow if blocks_with_rows(problem, narrow) <= (gpu.num_sms or UNKNOWN_SMS) else whole
 
 
@@ -501,34 +555,38 @@ def _mapped(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
     """
     wide = padded(problem.head_dim) + padded(problem.head_dim_v)
     if config.block_m == 64:  # dense prompts were not compared; a chunk with decode: 185 us by pointers, 138 by maps
-        mapped = replace(config, num_stages=3, by_map=True)
+        mapped = changed(config, num_stages=3, by_map=True)
         return mapped if problem.page_size and wide <= 256 and may_map(problem, gpu, mapped) else config
     block_n = 128 if wide <= 256 else 64
     sms, tiles_of_rows = gpu.num_sms or UNKNOWN_SMS, blocks_with_rows(problem, config)
     if problem.page_size:
         block_n = min(block_n, problem.page_size)
-    keys = steps_over_keys(problem, config).longest * config.block_n
+    keys = longest_steps(problem, config) * config.block_n
     roles = few_rows.tiling(problem, gpu, tiles_of_rows, keys)
     if roles is not None:
-        return Config(*roles, by_map=True, roles=True)
+        return _with_roles(*roles)
     if 16 <= block_n < 64:
-        mapped = replace(config, block_n=block_n, kv_heads=64 // block_n, num_stages=4, by_map=True)
+        mapped = changed(config, block_n=block_n, kv_heads=64 // block_n, num_stages=4, by_map=True)
         fits = problem.num_heads_kv % mapped.kv_heads == 0 and tiles(problem, mapped) == 1 and 128 < wide <= 256
         fits = fits and may_map(problem, gpu, mapped) and not problem.batch_invariant and problem.window_size[0] < 0
         return mapped if fits and with_splits(problem, gpu, mapped).num_splits == 1 else config
     if block_n < 64:
         return config
-    seen = steps_over_keys(problem, config).longest * config.block_n
-    if problem.window_size[0] >= 0 and seen < MOSTLY_EDGES:  # edge tiles, which maps cannot load
+    if problem.window_size[0] >= 0 and keys < MOSTLY_EDGES:  # edge tiles, which maps cannot load
         return config
     few = tiles_of_rows <= FEW * sms or (_leaves_sms_idle(tiles_of_rows, sms) and 128 < wide)
-    few = few and tiles_of_rows * seen >= 2 * sms * FEW_KEYS
+    few = few and tiles_of_rows * keys >= 2 * sms * FEW_KEYS
     if few and wide <= 256 and not problem.batch_invariant:  # wider rows do not fit two warps' registers
-        stages, mapped = 3, replace(config, block_n=min(block_n, 64), num_warps=2)
+        stages, mapped = 3, changed(config, block_n=min(block_n, 64), num_warps=2)
     else:
-        stages, mapped = (3 if block_n * wide > 64 * 256 else 4), replace(config, block_n=block_n)
-    mapped = replace(mapped, num_stages=stages, by_map=True)
+        stages, mapped = (3 if block_n * wide > 64 * 256 else 4), changed(config, block_n=block_n)
+    mapped = changed(mapped, num_stages=stages, by_map=True)
     return mapped if may_map(problem, gpu, mapped) else config
+
+
+@lru_cache(4096)
+def _with_roles(block_m: int, block_n: int, num_warps: int, num_stages: int) -> Config:
+    return Config(block_m, block_n, num_warps, num_stages, by_map=True, roles=True)
 
 
 def _leaves_sms_idle(tiles_of_rows: int, sms: int) -> bool:

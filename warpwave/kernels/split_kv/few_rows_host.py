@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import band_constants, padded, window
 from warpwave.kernels.hopper import host
 from warpwave.kernels.split_kv.few_rows_device import few_rows_kernel
-from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands, by_kind
 from warpwave.runtime import launch
 from warpwave.runtime.tensor_maps import MapPlan, has_map
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 ROWS, KEYS, BOX = 16, 64, 64  # queries of all heads of a program; fewest keys of a tile; columns of one copy
 WIDEST = 256
+UNKNOWN = "the launch for few rows does not support"
 MOST_BLOCKS_PER_SM = 3  # more would leave the warpgroup too few registers
 THREADS = 256  # of a block: a warpgroup, and a second one that contains the warp that loads
 # Positions of the pointers among split_kv's arguments (q, k, v, out, lse, acc, state, the operands after v).
@@ -30,10 +33,17 @@ POINTERS = (0, 3, 4, 5, 6, *(CachedOperands._fields.index(name) + 4 for name in 
 def cannot(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns why this launch cannot compute a problem on this GPU."""
     rows = problem.seqlen_q * problem.num_heads_q // max(1, problem.num_heads_kv)
+    if rows > ROWS:
+        return [f"{UNKNOWN} {rows} queries of the heads of a kv head", *_cannot_kind(problem, gpu)]
+    return _cannot_kind(problem, gpu)
+
+
+@by_kind
+def _cannot_kind(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Returns the reasons of `cannot` that do not depend on lengths."""
     there = {
         f"a GPU of {gpu.arch}": gpu.vendor != "nvidia" or gpu.capability != 90,
         "float32": DTYPE_BYTES[problem.dtype] != 2,
-        f"{rows} queries of the heads of a kv head": rows > ROWS,
         "packed sequences": problem.packed,
         "a mask": problem.mask_shape is not None,
         "a bias": problem.bias_shape is not None,
@@ -43,7 +53,7 @@ def cannot(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         f"head_dim {problem.head_dim}": problem.head_dim % 8 != 0 or problem.head_dim > WIDEST,
         f"head_dim_v {problem.head_dim_v}": problem.head_dim_v % 8 != 0 or problem.head_dim_v > WIDEST,
     }
-    return [f"the launch for few rows does not support {name}" for name, is_there in there.items() if is_there]
+    return [f"{UNKNOWN} {name}" for name, is_there in there.items() if is_there]
 
 
 def takes(problem: AttentionProblem, gpu: Gpu, operands: Any) -> bool:
@@ -65,6 +75,7 @@ def smem_bytes(problem: AttentionProblem, keys: int, stages: int) -> int:
     return 2 * keys * BOX * stages * _boxes(problem) + q + 2 * keys * ROWS + 2048
 
 
+@by_kind
 def stages(problem: AttentionProblem, gpu: Gpu, keys: int, blocks: int) -> int:
     """Returns the tiles of each ring if `blocks` blocks share a multiprocessor's memory, each with 1 KiB that CUDA
     keeps; 0 if they do not fit."""
@@ -73,6 +84,7 @@ def stages(problem: AttentionProblem, gpu: Gpu, keys: int, blocks: int) -> int:
     return max(0, (room - beside) // (smem_bytes(problem, keys, 1) - beside))
 
 
+@by_kind
 def blocks_per_sm(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """Returns the blocks resident on a multiprocessor, by shared memory and by registers; longer tiles take more."""
     needed = smem_bytes(problem, config.block_n, config.num_stages) + 1024
@@ -139,27 +151,15 @@ def specify(
     """Returns the launch. `arguments` are split_kv's: q, k, v, out, lse, acc, state, then the operands after v."""
     q, k, page_size = operands.q, operands.k, problem.page_size
     maps = plans(problem, operands, config)
-    table = arguments[POINTERS[-3]]
     split = arguments[ACC] is not None  # a single part too, where another launch attends to the other keys
     return launch.Launch(
         kernel=few_rows_kernel,
-        grid=problem.batch * problem.num_heads_kv * config.num_splits,
+        grid=grid(problem, config),
         tensors=(
             *(launch.Mapped(plan, arguments[plan.source]) for plan in maps),
             *(arguments[number] for number in POINTERS),
         ),
-        scalars=[
-            *q.stride()[:3],
-            problem.seqlen_q,
-            problem.seqlen_k,
-            problem.num_heads_kv,
-            config.num_splits,
-            problem.rows * problem.num_heads_q,
-            *window(problem),
-            first_key,
-            *((0, 0, 0) if table is None else (table.stride(0), k.shape[0], table.shape[0])),
-            *host.score_units(problem),
-        ],
+        scalars=scalars(problem, q, k, arguments[POINTERS[-3]], config, first_key),
         constants={
             "KEYS": config.block_n,
             "STAGES": config.num_stages,
@@ -183,3 +183,26 @@ def specify(
             **({"launch_pdl": True} if config.launched_ahead else {}),
         },
     )
+
+
+def grid(problem: AttentionProblem, config: Config) -> int:
+    """Returns the number of programs: one for each split of the keys of each kv head of each sequence."""
+    return problem.batch * problem.num_heads_kv * config.num_splits
+
+
+def scalars(
+    problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor, table: Any, config: Config, first_key: int
+) -> list[int | float]:
+    """Returns the run-time arguments after the pointers, in the kernel's order."""
+    return [
+        *q.stride()[:3],
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.num_heads_kv,
+        config.num_splits,
+        problem.rows * problem.num_heads_q,
+        *window(problem),
+        first_key,
+        *((0, 0, 0) if table is None else (table.stride(0), k.shape[0], table.shape[0])),
+        *host.score_units(problem),
+    ]

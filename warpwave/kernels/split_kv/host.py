@@ -18,9 +18,9 @@ short. Unlike the ladder's flash_fwd it has enough blocks to fill the GPU even i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,7 @@ from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import partials, reasons
 from warpwave.kernels.arguments import (
     allocator,
+    as_it_is,
     band_constants,
     behind,
     broadcast_strides,
@@ -56,6 +57,7 @@ from warpwave.kernels.split_kv.config import (
     UNKNOWN_SMS,
     Config,
     blocks_with_rows,
+    changed,
     choose_splits,
     columns,
     configs,
@@ -78,13 +80,27 @@ from warpwave.kernels.split_kv.device import split_kv_kernel
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands, by_kind
 from warpwave.runtime import graphs as series
 from warpwave.runtime import launch, scratch
+from warpwave.runtime.tensor_maps import MapPlan
 
 NAME = "split_kv"
 NEEDS_GPU = True
 MAX_HEAD_DIM = 256
+MAX_KNOWN = 256  # launches that a binder keeps
 
 __all__ = [
-    *("Config", "bind", "bind_with_prefix", "configs", "cost", "default", "notes", "outrun", "smem_bytes", "why_not")
+    *(
+        "Binder",
+        "Config",
+        "bind",
+        "bind_with_prefix",
+        "configs",
+        "cost",
+        "default",
+        "notes",
+        "outrun",
+        "smem_bytes",
+        "why_not",
+    )
 ]
 
 
@@ -97,43 +113,135 @@ SINKS = CachedOperands._fields.index("sinks") - 3  # position after q, k and v
 def bind(problem: AttentionProblem, operands: Any, config: Config) -> Run:
     """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, where lse is None unless
     requested."""
-    allocate, straight = allocator(problem, operands.q), straightener(operands)
-    gpu, device = current_gpu(operands.q.device), operands.q.device
-    config = _served(problem, gpu, straight(operands), config)
-    workspace = partials.workspaces(problem, num_parts(config), device)
-    specs = specify(problem, gpu, straight(operands), *allocate(), config, workspace())
-    attend = _bound(specs[0], problem, gpu, straight(operands), config)
-    merge: list[launch.Launcher] = [launch.bind(spec) for spec in specs[1:]]
-    assert len(merge) == (num_parts(config) > 1)
+    return Binder()(problem, operands, config)
 
+
+class _OfClass(NamedTuple):
+    """The common part of the launches of one class and config.
+
+    Attributes:
+        attend, merge: the families of both launches; merge is None if keys are not split.
+        maps: the tensor maps of K and V.
+        unit: the result of `stride_unit`.
+    """
+
+    attend: launch.Family
+    merge: launch.Family | None
+    maps: Sequence[MapPlan]
+    unit: int
+
+
+class Binder:
+    """Binds the calls of one class (dispatch.py).
+
+    In 16 bits without copies, a call with a known config computes only its sizes and tensor maps.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], _OfClass] = {}
+
+    def __call__(self, problem: AttentionProblem, operands: Any, config: Config) -> Run:
+        """Binds as `bind` does."""
+        allocate, device = allocator(problem, operands.q), operands.q.device
+        # The number of splits is a run-time argument, but these results of it are compiled in. Whether a launch with
+        # roles can run also depends on the number of queries.
+        parts = num_parts(config)
+        merging = None if parts == 1 else partials.loads(problem, parts)
+        alike = changed(config, num_splits=1)
+        key = (alike, merging, one_step(problem, config), config.roles and problem.seqlen_q)
+        known = self._known.get(key)
+        if known is not None and _has_regular_batches(operands):
+            workspace = partials.workspaces(problem, parts, device)
+            attend, merge = _launchers(problem, operands, config, known)
+            if attend is not None:
+                return _running(allocate, workspace, attend, merge)
+        straight, gpu = straightener(operands), current_gpu(device)
+        first = straight(operands)
+        served = _served(problem, gpu, first, config)
+        is_as_asked, config = served is config, served
+        workspace = partials.workspaces(problem, num_parts(config), device)
+        specs = specify(problem, gpu, first, *allocate(), config, workspace())
+        family, maps = _family(specs[0], problem, gpu, first, config)
+        families = [launch.Family(spec) for spec in specs[1:]]
+        attend, merge = family.first(), next((each.first() for each in families), None)
+        assert (merge is not None) == (num_parts(config) > 1)
+        # In 16 bits the host keeps up with two launches, and a graph would delay a full queue (runtime/graphs.py).
+        if merge is None or problem.dtype != "float32":
+            if straight is as_it_is and is_as_asked and _has_regular_batches(operands):
+                if len(self._known) >= MAX_KNOWN:
+                    self._known.clear()
+                self._known[key] = _OfClass(family, next(iter(families), None), maps, stride_unit(operands))
+            return behind(straight, _running(allocate, workspace, attend, merge))
+        between = series.Between("acc state", partials.needs(problem, num_parts(config)), device)
+        others = " ".join(operands._fields[3:])
+        attend_and_merge = series.bind(
+            f"q k v out lse {others}",
+            between,
+            (attend, f"q k v out lse acc state {others}"),
+            (merge, "acc state out lse sinks"),
+        )
+
+        def run_as_one(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+            q, k, v, *others = operands
+            out, lse = allocate()
+            attend_and_merge(q, k, v, out, lse, *others)
+            return out, lse
+
+        return behind(straight, run_as_one)
+
+
+def _running(
+    allocate: Callable[[], tuple[torch.Tensor, torch.Tensor | None]],
+    workspace: Callable[[], partials.Workspace],
+    attend: launch.Launcher,
+    merge: launch.Launcher | None,
+) -> Run:
     def run(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         q, k, v, *others = operands
         out, lse = allocate()
         acc, state = workspace()
         attend(q, k, v, out, lse, acc, state, *others)
-        if merge:
-            merge[0](acc, state, out, lse, others[SINKS])
+        if merge is not None:
+            merge(acc, state, out, lse, others[SINKS])
         return out, lse
 
-    # In 16 bits the host keeps up with two launches, and a graph would delay a full queue (runtime/graphs.py).
-    if not merge or problem.dtype != "float32":
-        return behind(straight, run)
-    between = series.Between("acc state", partials.needs(problem, num_parts(config)), device)
-    others = " ".join(operands._fields[3:])
-    attend_and_merge = series.bind(
-        f"q k v out lse {others}",
-        between,
-        (attend, f"q k v out lse acc state {others}"),
-        (merge[0], "acc state out lse sinks"),
-    )
+    return run
 
-    def run_as_one(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        q, k, v, *others = operands
-        out, lse = allocate()
-        attend_and_merge(q, k, v, out, lse, *others)
-        return out, lse
 
-    return behind(straight, run_as_one)
+def _has_regular_batches(operands: Any) -> bool:
+    """Returns whether the batch strides, which differ within a class, fit tensor maps, any `stride_unit`, and a kernel
+    compiled for equal strides of K and V."""
+    q, k, v = operands[:3]
+    steps = [q.stride(0)] if len(operands) > 9 else [q.stride(0), k.stride(0), v.stride(0)]
+    for step in steps:
+        if step % 16 or not 0 < step < 2**36:
+            return False
+    return steps[-1] == steps[-2:][0]
+
+
+def _launchers(
+    problem: AttentionProblem, operands: Any, config: Config, known: _OfClass
+) -> tuple[launch.Launcher | None, launch.Launcher | None]:
+    """Returns the launchers of another call of a known class; None if its variant is not compiled yet."""
+    maps = known.maps
+    if config.roles:
+        table = operands.page_table if problem.page_size else None
+        scalars = few_rows.scalars(problem, operands.q, operands.k, table, config, 0)
+        grid = few_rows.grid(problem, config)
+        if not problem.page_size:
+            maps = few_rows.plans(problem, operands, config)
+    else:
+        scalars, grid = _scalars(problem, operands, config, 0, known.unit), _grid(problem, config)
+        if maps and not problem.page_size:
+            maps = tensor_maps.plans(problem, current_gpu(operands.q.device), operands, config)
+    attend, merge = known.attend.launcher(grid, scalars, maps), None
+    if known.merge is not None:
+        merge = known.merge.launcher(
+            problem.rows * problem.num_heads_q, partials.merge_scalars(problem, num_parts(config))
+        )
+        if merge is None:
+            return None, None
+    return attend, merge
 
 
 def bind_with_prefix(
@@ -203,11 +311,20 @@ def _served(problem: AttentionProblem, gpu: Gpu, operands: Any, config: Config) 
     return replace(config, roles=False, by_map=False, block_n=64 if narrow else 32, num_stages=2)
 
 
+def _family(
+    spec: launch.Launch, problem: AttentionProblem, gpu: Gpu, operands: Any, config: Config
+) -> tuple[launch.Family, Sequence[MapPlan]]:
+    """Returns the family of the first of `specify`'s launches, whose launchers take `_tensors`, and its tensor maps."""
+    if config.roles:
+        maps: Sequence[MapPlan] = few_rows.plans(problem, operands, config)
+        return launch.Family(spec, (*maps, *few_rows.POINTERS)), maps
+    maps = tensor_maps.plans(problem, gpu, operands, config)
+    return tensor_maps.family(spec, maps), maps
+
+
 def _bound(spec: launch.Launch, problem: AttentionProblem, gpu: Gpu, operands: Any, config: Config) -> launch.Launcher:
     """Returns the launcher of the first of `specify`'s launches, which takes `_tensors`."""
-    if config.roles:
-        return launch.bind(spec, (*few_rows.plans(problem, operands, config), *few_rows.POINTERS))
-    return tensor_maps.bind(spec, tensor_maps.plans(problem, gpu, operands, config))
+    return _family(spec, problem, gpu, operands, config)[0].first()
 
 
 def _tensors(operands: Any, out: torch.Tensor, lse: Any, acc: Any, state: Any) -> tuple[torch.Tensor | None, ...]:
@@ -250,7 +367,7 @@ def specify(
         ]
         attend = launch.Launch(
             kernel=split_kv_kernel,
-            grid=tiles(problem, config) * head_groups(problem, config) * config.num_splits * problem.batch,
+            grid=_grid(problem, config),
             tensors=(*arguments, *maps),
             scalars=_scalars(problem, operands, config, first_key),
             constants=_constants(problem, gpu, operands, config, acc is not None, bool(plans)),
@@ -268,15 +385,25 @@ def specify(
     return (attend, partials.specify_merge(problem, parts, acc, state, out, lse, operands.sinks, ahead, sparse))
 
 
-def _scalars(problem: AttentionProblem, operands: Any, config: Config, first_key: int) -> list[int | float]:
-    """Returns the run-time arguments after the pointers, in the kernel's order."""
-    unit = stride_unit(operands)
+def _grid(problem: AttentionProblem, config: Config) -> int:
+    return tiles(problem, config) * head_groups(problem, config) * config.num_splits * problem.batch
+
+
+def _scalars(
+    problem: AttentionProblem, operands: Any, config: Config, first_key: int, unit: int | None = None
+) -> list[int | float]:
+    """Returns the run-time arguments after the pointers, in the kernel's order.
+
+    Args:
+        unit: the result of `stride_unit`, if it is known.
+    """
+    unit = stride_unit(operands) if unit is None else unit
     paged = isinstance(operands, CachedOperands)
     strides: list[int] = []
     for tensor in operands[:3]:
         # Pools have the axes of a dense tensor: page, token, head, element.
-        *outer, inner = tensor.stride() if paged and tensor is not operands.q else token_strides(problem, tensor)
-        strides += (*(stride // unit for stride in outer), inner)
+        stride = tensor.stride() if paged and tensor is not operands.q else token_strides(problem, tensor)
+        strides += (stride[0] // unit, stride[1] // unit, stride[2] // unit, stride[3])
     strides += (*broadcast_strides(operands.mask), *broadcast_strides(operands.bias))
     strides += slope_strides(operands.alibi_slopes)
     return [

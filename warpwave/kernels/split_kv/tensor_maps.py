@@ -33,8 +33,8 @@ def _plan(problem: AttentionProblem, source: int, tensor: torch.Tensor, config: 
     return MapPlan(source, (outer, rows, heads, width), (outer_stride, strides[1], strides[2], 1), block, False)
 
 
-def bind(spec: launch.Launch, plans: Sequence[MapPlan]) -> launch.Launcher:
-    """Binds a launch whose last two tensors are descriptors of K and V; without plans they are None. Its launcher takes
-    the other tensors; K is the second of them and V the third."""
+def family(spec: launch.Launch, plans: Sequence[MapPlan]) -> launch.Family:
+    """Returns the family of a launch whose last two tensors are descriptors of K and V; without plans they are None.
+    Its launchers take the other tensors; K is the second of them and V the third."""
     others = len(spec.tensors) - 2
-    return launch.bind(spec, (*range(others), *(plans or (None, None))))
+    return launch.Family(spec, (*range(others), *(plans or (None, None))))

@@ -8,7 +8,7 @@ from functools import cache
 from warpwave import precision
 from warpwave.gpu import Gpu
 from warpwave.kernels.prepass import scale_ahead
-from warpwave.kernels.rules import Rule, deciding, note
+from warpwave.kernels.rules import Rule, deciding, note, undecided
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
 MAX_PIECES = 3
@@ -174,8 +174,20 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
 
 def default(problem: AttentionProblem, gpu: Gpu) -> Config | None:
     """Returns the config used when the caller names none; None if no config fits."""
-    measured = next((c for c in rule_of(problem, gpu).configs if _fits_shared_memory(problem, gpu, c)), None)
-    return measured or next(iter(fitting(problem, gpu)), None)
+    candidates = _candidates(problem, gpu)
+    if len(candidates) == 1:
+        return candidates[0][1]
+    call = Call(problem, gpu)
+    return next(config for rule, config in candidates if rule.holds(call))
+
+
+@by_kind
+def _candidates(problem: AttentionProblem, gpu: Gpu) -> list[tuple[Rule[Config], Config | None]]:
+    """Returns the rules that depend on lengths, each with its first config that fits the GPU, else any that fits."""
+    other = next(iter(fitting(problem, gpu)), None)
+    call = Call(problem, gpu)
+    rules = undecided(RULES_OF_PARTS if call.parts > 1 else RULES, call)
+    return [(rule, next((c for c in rule.configs if _fits_shared_memory(problem, gpu, c)), other)) for rule in rules]
 
 
 @by_kind
@@ -218,14 +230,18 @@ def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     return needed <= {1: 240, 2: 200, 3: 136}[config.blocks_per_sm] and needed <= registers(config)[0]
 
 
+@by_kind
+def _facts(problem: AttentionProblem, gpu: Gpu) -> tuple[int, int, int]:
+    """Returns the width of a tile, the parts of an operand, and the bytes of a score's bias."""
+    return _width(problem), num_parts(problem, gpu), _bias_bytes(problem)
+
+
 class Call:
     """The properties of a call that the rows of `RULES` read. Sizes are computed when a row reads them."""
 
     def __init__(self, problem: AttentionProblem, gpu: Gpu) -> None:
         self.problem, self.num_sms = problem, gpu.num_sms or NUM_SMS
-        self.width = max(sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v)))
-        self.parts = num_parts(problem, gpu)
-        self.bias_bytes = _bias_bytes(problem)
+        self.width, self.parts, self.bias_bytes = _facts(problem, gpu)
 
     def rows_per_sm(self, block_m: int) -> int:
         """Returns the queries that the busiest SM processes if all blocks take equally long."""

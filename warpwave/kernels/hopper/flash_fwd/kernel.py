@@ -21,7 +21,8 @@ docs/notes/hopper.md lists what was tried and what each part gained.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -58,6 +59,7 @@ from warpwave.runtime import launch, scratch, tensor_maps
 from warpwave.runtime.gluon_or_stub import Q_FITS_REGISTERS, fence_async_shared, gl, jit, mbarrier
 
 __all__ = [
+    "Binder",
     "Config",
     "bind",
     "configs",
@@ -319,37 +321,106 @@ def bind(
 ) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
     """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, where lse is None unless
     requested."""
-    allocate = arguments.allocator(problem, operands.q)
-    if problem.dtype == "float32":
-        straight = arguments.straightener(operands)
-        return _bind_split(problem, straight(operands), config, allocate, straight)
-    mappable = _mappable(problem, operands)
-    first = mappable(operands)
-    out, lse = allocate()
-    plans = _plans(problem, config, first, out)
-    *before, spec = _specify_16_bits(problem, current_gpu(out.device), first, out, lse, config, plans)
-    pack = launch.bind(before[0]) if before else None
-    launch_kernel = tensor_maps.bind(spec, plans, (first.q, first.k, first.v, out))
-    make_words = scratch.maker((mask_bits.packed(problem).size if before else 0,), torch.int32, out.device)
+    return Binder()(problem, operands, config)
 
+
+class _OfClass(NamedTuple):
+    """The common part of the launches of one class and config.
+
+    Attributes:
+        sms: multiprocessors of the device.
+        boxes: source and block of each tensor map.
+        scalars: the result of `_after_schedule`.
+    """
+
+    family: launch.Family
+    sms: int
+    boxes: Sequence[tuple[int, tuple[int, ...]]]
+    scalars: Sequence[int | float]
+
+
+class Binder:
+    """Binds the calls of one class (dispatch.py).
+
+    In 16 bits without a mask, bias or copies, a call with a known config computes only its sizes and tensor maps.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Config, _OfClass] = {}
+
+    def __call__(
+        self, problem: AttentionProblem, operands: Operands, config: Config
+    ) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
+        """Binds as `bind` does."""
+        allocate = arguments.allocator(problem, operands.q)
+        if problem.dtype == "float32":
+            straight = arguments.straightener(operands)
+            return _bind_split(problem, straight(operands), config, allocate, straight)
+        known = self._known.get(config)
+        launch_kernel = None if known is None else _launcher(problem, operands, config, known)
+        if launch_kernel is not None:
+            return _running(allocate, launch_kernel)
+        mappable = _mappable(problem, operands)
+        first = mappable(operands)
+        out, lse = allocate()
+        plans = _plans(problem, config, first, out)
+        gpu = current_gpu(out.device)
+        *before, spec = _specify_16_bits(problem, gpu, first, out, lse, config, plans)
+        pack = launch.bind(before[0]) if before else None
+        family = tensor_maps.family(spec, plans, (first.q, first.k, first.v, out))
+        launch_kernel = family.first()
+        if pack is None and operands.bias is None:
+            if mappable is arguments.as_it_is:
+                boxes = [(plan.source, plan.block) for plan in plans if plan is not None]
+                sms = gpu.num_sms or NUM_SMS
+                self._known[config] = _OfClass(family, sms, boxes, _after_schedule(problem, operands))
+            return arguments.behind(mappable, _running(allocate, launch_kernel))
+        make_words = scratch.maker((mask_bits.packed(problem).size if before else 0,), torch.int32, out.device)
+
+        def run_beside(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+            q, k, v, mask, bias, *others = operands
+            out, lse = allocate()
+            words = None
+            if pack is not None:
+                words = make_words()
+                pack(mask, words)
+            launch_kernel(q, k, v, out, out, lse, *others, None, words, bias)
+            return out, lse
+
+        return arguments.behind(mappable, run_beside)
+
+
+def _running(
+    allocate: Callable[[], tuple[torch.Tensor, torch.Tensor | None]], launch_kernel: launch.Launcher
+) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
     def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         q, k, v, _, _, *others = operands
         out, lse = allocate()
         launch_kernel(q, k, v, out, out, lse, *others)
         return out, lse
 
-    def run_beside(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
-        q, k, v, mask, bias, *others = operands
-        out, lse = allocate()
-        words = None
-        if pack is not None:
-            words = make_words()
-            pack(mask, words)
-        launch_kernel(q, k, v, out, out, lse, *others, None, words, bias)
-        return out, lse
+    return run
 
-    beside = pack is not None or operands.bias is not None
-    return arguments.behind(mappable, run_beside if beside else run)
+
+def _launcher(problem: AttentionProblem, operands: Operands, config: Config, known: _OfClass) -> launch.Launcher | None:
+    """Returns the launcher of another call of a known class; None if no tensor map can have its batch strides."""
+    packed = problem.packed
+    rows = None if packed else host.keys_end(problem)
+    q, k, v = operands[:3]
+    seen = [host.seen(q, packed), host.seen(k, packed, rows), host.seen(v, packed, rows)]
+    for _, (stride, *_) in seen:
+        if stride % 8 or not 0 < stride < 2**39:
+            return None
+    heads, width = problem.num_heads_q, problem.head_dim_v
+    row = heads * width
+    if packed:
+        seen += (((1, heads, problem.total_q, width), (row, width, row, 1)),)
+    else:
+        seen += (((problem.batch, heads, problem.seqlen_q, width), (problem.seqlen_q * row, width, row, 1)),)
+    maps = [tensor_maps.MapPlan(source, *seen[source], block) for source, block in known.boxes]
+    tiles = query_tiles(problem, config.block_m)
+    scalars = [*host.of_schedule(problem, operands, tiles, 1, config.block_m, 2), *known.scalars]
+    return known.family.launcher(min(tiles, known.sms * config.blocks_per_sm), scalars, maps)
 
 
 def _mappable(problem: AttentionProblem, operands: Operands) -> Callable[[Operands], Operands]:
@@ -545,18 +616,18 @@ def _scalars(
     problem: AttentionProblem, operands: Operands, config: Config, tiles: int, parts: int
 ) -> list[int | float]:
     """Returns the run-time arguments after the pointers, in the kernel's order."""
+    schedule = host.of_schedule(problem, operands, tiles, 1, config.block_m, 2 * parts)
+    return [*schedule, *_after_schedule(problem, operands)]
+
+
+def _after_schedule(problem: AttentionProblem, operands: Operands) -> list[int | float]:
+    """Returns the last run-time arguments. Without a mask or bias they do not depend on lengths."""
     scale, softcap = host.score_units(problem)
     if problem.bias_shape is not None:  # scores stay in natural units until the bias is added (mask_bias.py)
         scale, softcap = (scale, problem.softcap) if softcap else (problem.softmax_scale, 0.0)
     if problem.dtype != "float32" and scale == 0.0:
         scale = 2.0**-100  # hidden scores are multiplied too, and 0 * -inf is NaN; all others still round to 0
-    return [
-        *host.of_schedule(problem, operands, tiles, 1, config.block_m, 2 * parts),
-        scale,
-        softcap,
-        *mask_bits.strides(problem),
-        *arguments.broadcast_strides(operands.bias)[:3],
-    ]
+    return [scale, softcap, *mask_bits.strides(problem), *arguments.broadcast_strides(operands.bias)[:3]]
 
 
 def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[str, int | bool]:

@@ -1,0 +1,260 @@
+"""What a length that was never seen before costs the host, on an H200 that is made up: calls of Python functions, what
+is compiled, what is launched, and memory. `benchmarks/new_lengths.py` measures the time on a GPU."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tracemalloc
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import warpwave
+from tests.test_driver import Device, Driver, Run, device, known
+from warpwave import gpu, plans
+from warpwave.kernels import arguments
+from warpwave.kernels.hopper import host
+from warpwave.runtime import driver, launch, scratch, tensor_maps, triton_or_stub
+from warpwave.runtime.bounded import Bounded
+
+__all__ = ["device", "known"]  # fixtures
+H200 = gpu.Gpu("NVIDIA H200", "nvidia", "sm_90", 227 * 1024, 255, 132, 32)
+pytestmark = [
+    pytest.mark.skipif(triton_or_stub.NO_TRITON is not None, reason="Triton is published for Linux only"),
+    pytest.mark.skipif(plans.tensor_guards() is None, reason="this torch has no guard that tells layouts apart"),
+]
+
+
+class Place:
+    """Stands for a CUDA device whose memory is the CPU's."""
+
+    type, index = "cuda", None
+
+
+class Card:
+    """What was compiled and launched."""
+
+    def __init__(self) -> None:
+        self.compiled: list[launch.Launch] = []
+        self.launched: list[Any] = []
+
+    def load(self, spec: launch.Launch, device: Any) -> tuple[Any, Any]:
+        """Stands for `launch._load`: a kernel whose signature is the launch's own."""
+        self.compiled.append(spec)
+        signature: dict[str, str] = {}
+        for i, value in enumerate((*spec.tensors, *spec.scalars)):
+            mapped = isinstance(value, launch.Mapped)
+            number = "fp32" if isinstance(value, float) else "i32"
+            tensor = "constexpr" if value is None else "tensordesc<>" if mapped else "*fp16"
+            signature[f"a{i}"] = tensor if i < len(spec.tensors) else number
+        signature |= dict.fromkeys(spec.constants, "constexpr")
+        metas: list[dict[str, Any]] = [{} for tensor in spec.tensors if isinstance(tensor, launch.Mapped)]
+        found = SimpleNamespace(
+            function=len(self.compiled),
+            packed_metadata=None,
+            src=SimpleNamespace(signature=signature),
+            metadata=SimpleNamespace(num_warps=4, shared=2048, num_ctas=1, tensordesc_meta=metas),
+        )
+        return found, Run()
+
+
+@pytest.fixture
+def card(device: Device, known: Driver, monkeypatch: pytest.MonkeyPatch) -> Card:
+    """An H200 whose memory is the CPU's."""
+    found, cpu = Card(), torch.device("cpu")
+    maker, memory, buffer = scratch.maker, scratch.memory, scratch.buffer
+    counters = SimpleNamespace(of_stream={}, for_graphs=torch.zeros(1, dtype=torch.int32))
+    counters.get = lambda stream: counters.of_stream.setdefault(stream, torch.zeros(1, dtype=torch.int32))
+
+    def encoder(meta: Any) -> Any:
+        return lambda plan: lambda address: bytes(300)
+
+    def empty(shape: Any, dtype: torch.dtype, device: Any) -> Callable[[], torch.Tensor]:
+        place: Any = cpu if torch.are_deterministic_algorithms_enabled() else Place()
+        return maker(shape, dtype, place)
+
+    def launched(self: driver.Layout, index: int, grid: int, values: Any) -> driver.Launches:
+        maps = [(value[0].shape, value[0].strides, value[0].block) for value in values if isinstance(value, tuple)]
+        found.launched.append((self.function, grid, maps, [v for v in values if isinstance(v, int | float)]))
+        return launches(self, index, grid, values)
+
+    launches, guards = driver.Layout.launches, getattr(torch._C._dynamo, "guards")  # noqa: B009 - not in torch's stubs
+    monkeypatch.setattr(driver.Layout, "launches", launched)
+    monkeypatch.setattr(driver, "_encoder", encoder)
+    monkeypatch.setattr(known, "start", lambda *_: 0)
+    monkeypatch.setattr(gpu, "CPU", H200)
+    monkeypatch.setattr(triton_or_stub, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "_load", found.load)
+    monkeypatch.setattr(launch, "_variants", Bounded(launch.MAX_VARIANTS))
+    monkeypatch.setattr(launch, "_specialized", lambda kernel, tensors: ())  # interpreted kernels do not say
+    monkeypatch.setattr(driver, "graph_call", lambda: None)
+    monkeypatch.setattr(scratch, "empty_strided", guards._empty_strided_cpu)
+    monkeypatch.setattr(scratch, "_buffers", scratch._Kept())
+    monkeypatch.setattr(scratch, "buffer", lambda device, *rest: buffer(cpu, *rest))
+    monkeypatch.setattr(scratch, "memory", lambda needs, device, *rest: memory(needs, Place(), *rest))  # type: ignore
+    for module in (scratch, arguments):
+        monkeypatch.setattr(module, "maker", empty)
+    for module in (tensor_maps, host):
+        monkeypatch.setattr(module, "counters_of", lambda device: counters)
+    forget(monkeypatch)
+    return found
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    for table in ("_plans", "_classes", "_last"):
+        monkeypatch.setattr(plans, table, Bounded(plans.MAX_PLANS))
+
+
+Call = Callable[[], Any]
+
+
+def dense(seqlen: int, head_dim: int = 128) -> Call:
+    q, k, v = (torch.empty(1, seqlen, 8, head_dim, dtype=torch.bfloat16) for _ in range(3))
+    return lambda: warpwave.attention(q, k, v, causal=True)
+
+
+def decode(seqlen: int) -> Call:
+    q = torch.empty(2, 1, 8, 128, dtype=torch.bfloat16)
+    k, v = (torch.empty(2, seqlen, 2, 128, dtype=torch.bfloat16) for _ in range(2))
+    return lambda: warpwave.attention(q, k, v, return_lse=True)
+
+
+def packed(tokens: int) -> Call:
+    q, k, v = (torch.empty(tokens, 8, 128, dtype=torch.bfloat16) for _ in range(3))
+    offsets = torch.zeros(5, dtype=torch.int32)
+    half = tokens // 2
+    return lambda: warpwave.attention_varlen(
+        q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=half, max_seqlen_k=half, causal=True
+    )
+
+
+def cached(tokens: int, page_size: int = 16) -> Call:
+    """One query a sequence on a table that has room for so many tokens of each."""
+    k, v = (torch.empty(4, page_size, 8, 128, dtype=torch.bfloat16) for _ in range(2))
+    q, used = torch.empty(8, 1, 32, 128, dtype=torch.bfloat16), torch.ones(8, dtype=torch.int32)
+    layer = warpwave.CacheLayer(k, v, torch.zeros(8, -(-tokens // page_size), dtype=torch.int32), used)
+    return lambda: warpwave.attention_with_kv_cache(q, layer, causal=True)
+
+
+# Most calls of Python functions at a new length; of the test's own stand-ins for Triton and the driver 9 to 17.
+CASES: dict[str, tuple[Callable[[int], Call], int]] = {
+    "dense": (dense, 120),
+    "dense, head_dim 64": (lambda n: dense(n, 64), 125),
+    "packed": (packed, 115),
+    "cached, pages of 16": (cached, 170),
+    "cached, pages of 64": (lambda n: cached(n, 64), 190),
+    "decode": (decode, 230),
+}
+LENGTHS = (2048, 3001, 3333, 4321, 5000, 6001, 6500, 8888)
+
+
+def calls_of(call: Call) -> int:
+    """Calls of Python functions, as a profiler counts them."""
+    count = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_new_length_takes_few_calls(case: str, card: Card) -> None:
+    make, most = CASES[case]
+    for length in LENGTHS:
+        make(length)()
+    compiled = len(card.compiled)
+    assert calls_of(make(7777)) <= most
+    assert len(card.compiled) == compiled, "a length was compiled in"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_class_launches_what_a_call_by_itself_does(case: str, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same kernel, grid, tensor maps and numbers, whether or not other lengths were called before."""
+    make, _ = CASES[case]
+    for length in (*LENGTHS, 7777, 9001):
+        make(length)()
+    for length in (7900, 40, 9202, 700, 130, 300):
+        card.launched.clear()
+        make(length)()
+        of_class = card.launched.copy()
+        with monkeypatch.context() as alone:
+            forget(alone)
+            card.launched.clear()
+            make(length)()
+            assert of_class == card.launched and of_class, length
+
+
+def test_sizes_that_contradict_each_other_are_refused_in_a_known_class(card: Card) -> None:
+    for length in LENGTHS[:3]:
+        dense(length)()
+        packed(length)()
+        cached(length)()
+    q, k, v = (torch.empty(1, n, 8, 128, dtype=torch.bfloat16) for n in (40, 50, 60))
+    with pytest.raises(warpwave.InvalidInput, match=r"v has shape.*seqlen_k is 60"):
+        warpwave.attention(q, k, v, causal=True)
+    with pytest.raises(warpwave.InvalidInput, match="batch"):
+        warpwave.attention(q.expand(2, -1, -1, -1).contiguous(), k, k, causal=True)
+    offsets = torch.zeros(5, dtype=torch.int32)
+    with pytest.raises(warpwave.InvalidInput, match="max_seqlen_k is -1"):
+        warpwave.attention_varlen(
+            q[0], k[0], k[0], cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=4, max_seqlen_k=-1, causal=True
+        )
+    pool = torch.empty(4, 16, 8, 128, dtype=torch.bfloat16)
+    layer = warpwave.CacheLayer(pool, pool.clone(), torch.zeros(8, 3, dtype=torch.int32), torch.ones(8).int())
+    with pytest.raises(warpwave.InvalidInput, match="q has 9 sequences and the cache 8 rows"):
+        warpwave.attention_with_kv_cache(torch.empty(9, 1, 32, 128, dtype=torch.bfloat16), layer, causal=True)
+
+
+def test_torchs_deterministic_mode_is_part_of_a_call(card: Card) -> None:
+    """A plan allocates as torch does in the mode that it was made in."""
+    call = dense(2048)
+    call()
+    made = len(card.launched)
+    torch.use_deterministic_algorithms(True)
+    try:
+        call()
+        assert len(card.launched) == made + 1
+    finally:
+        torch.use_deterministic_algorithms(False)
+    call()
+    assert len(card.launched) == made + 1
+
+
+def test_memory_is_flat_over_many_lengths(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(card, "launched", Forgetful())
+    for table in ("_plans", "_last"):
+        monkeypatch.setattr(plans, table, Bounded(64))
+
+    def used(lengths: range) -> int:
+        for length in lengths:
+            for make in (packed, cached):
+                make(length)()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    used(range(1000, 1100))
+    tracemalloc.start()
+    try:
+        first = used(range(1100, 1300))
+        assert used(range(1300, 2100)) < first + 100_000, "some hundreds of bytes a length would be 800 times as many"
+    finally:
+        tracemalloc.stop()
+
+
+class Forgetful(list[Any]):
+    """A list that keeps nothing."""
+
+    def append(self, item: Any) -> None:
+        """Drops it."""
