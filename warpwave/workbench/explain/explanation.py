@@ -39,7 +39,7 @@ class Memory:
         out, lse: the outputs; a kernel may write lse although the call does not return it.
         workspace: temporary memory, freed when the call returns.
         exact: whether these are the sizes of the allocations, or an estimate.
-        gradients: of q, k, v and sinks if three_kernel computes them; else 0.
+        gradients: of q, k, v and sinks if a GPU kernel computes them; else 0.
         backward: the largest workspace of its backward.
     """
 
@@ -355,7 +355,11 @@ def _memory(problem: AttentionProblem, kernel: Any, cost: Cost, copied: int) -> 
 
 
 def _with_backward(memory: Memory, problem: AttentionProblem, kernel: str, gpu: Gpu) -> Memory:
-    """Adds the memory of the backward if three_kernel computes the gradients; eager leaves them to torch's autograd."""
+    """Adds the memory of the backward if a GPU kernel computes the gradients; eager leaves them to torch's autograd."""
+    for module in dispatch.gradient_kernels(problem, gpu):
+        if problem.requires_grad and module.NAME == kernel:
+            workspace = module.cost(problem, gpu, module.default(problem, gpu)).workspace_bytes
+            return replace(memory, gradients=backward_memory.gradient_bytes(problem), backward=workspace)
     if not problem.requires_grad or kernel != three_kernel.NAME or backward.why_not(problem, gpu):
         return memory
     gradients = backward_memory.gradient_bytes(problem)
