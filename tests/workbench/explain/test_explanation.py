@@ -86,15 +86,15 @@ def test_gradients_are_served_by_eager_and_it_says_so() -> None:
 
 
 def test_a_refused_kernel_is_explained_not_raised() -> None:
-    said = on("h200", requires_grad=True, softcap=1.0)
-    assert said.kernel == "eager"
+    wide: dict[str, Any] = {"head_dim": 300, "head_dim_v": 300, "requires_grad": True, "softcap": 1.0}
+    assert on("h200", **wide).kernel == "eager"
     refused = warpwave.explain(replace(PLAIN, head_dim=300), gpu=resolve("h200"), kernel="flash_fwd")
     assert refused.kernel is None and refused.cost is None and refused.memory is None
     assert next(iter(refused.reasons)) == "flash_fwd" and refused.reasons["flash_fwd"]
     text = str(refused)
     assert re.search(r"^kernel +none", text, re.MULTILINE) and "not flash_fwd: head_dim is 300" in text
     assert refused.bounds is not None, "what the call takes at the least does not depend on a kernel"
-    mended = warpwave.explain(replace(PLAIN, requires_grad=True), gpu=resolve("h200"), kernel="flash_fwd")
+    mended = warpwave.explain(replace(PLAIN, **wide), gpu=resolve("h200"), kernel="large_head_dim")
     assert mended.kernel is None and "torch.no_grad()" in str(mended)
 
 
@@ -406,7 +406,7 @@ def test_a_copy_made_of_a_strided_mask_is_workspace() -> None:
 
 
 def test_the_nearest_fast_path_is_said_first() -> None:
-    said = on("h200", head_dim=59, head_dim_v=59, requires_grad=True, softcap=1.0)
+    said = on("h200", head_dim=300, head_dim_v=300, requires_grad=True, softcap=1.0)
     assert said.kernel == "eager" and said.near_misses
     text = str(said)
     assert text.index("would serve this call") < text.index(said.advice[0][:20])

@@ -22,8 +22,9 @@ def peak_bytes(problem: AttentionProblem) -> int:
 def gradient_bytes(problem: AttentionProblem) -> int:
     """Returns the bytes of the gradients alone."""
     size = DTYPE_BYTES[problem.dtype]
-    of_q = problem.batch * problem.seqlen_q * problem.num_heads_q * problem.head_dim
-    of_kv = problem.batch * problem.seqlen_k * problem.num_heads_kv * (problem.head_dim + problem.head_dim_v)
+    keys = problem.total_k if problem.packed else problem.batch * problem.seqlen_k
+    of_q = problem.rows * problem.num_heads_q * problem.head_dim
+    of_kv = keys * problem.num_heads_kv * (problem.head_dim + problem.head_dim_v)
     return size * (of_q + of_kv) + 4 * problem.num_heads_q * problem.has_sinks
 
 
