@@ -160,7 +160,7 @@ def test_second_derivatives_are_refused(how: str) -> None:
 # What is kept and handed on -------------------------------------------------------------------------------------------
 
 # three_kernel's gradients take nothing of its forward; eager's take out and the log-sum-exp.
-KERNELS = ("three_kernel", "eager")
+KERNELS = ("three_kernel", "eager", "flash_fwd")
 
 
 def step(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
@@ -215,7 +215,7 @@ def test_autograd_s_own_errors_stand(whose: str) -> None:
         out.sum().backward()
 
 
-@pytest.mark.parametrize(("whose", "kept"), [("three_kernel", 3), ("eager", 5)])
+@pytest.mark.parametrize(("whose", "kept"), [("three_kernel", 3), ("eager", 5), ("flash_fwd", 5)])
 def test_nothing_is_kept_that_no_gradient_takes(whose: str, kept: int) -> None:
     q, k, v = (t.requires_grad_() for t in qkv())
     saved: list[torch.Tensor] = []
@@ -259,3 +259,19 @@ def test_a_mode_sees_a_backward() -> None:
             (found,) = torch.autograd.grad(out, q, torch.ones_like(out))
         assert "warpwave.attention_backward.default" in seen
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("whose", ["flash_fwd", "eager"])
+def test_one_sink_or_slope_for_all_heads(whose: str) -> None:
+    """Broadcast over heads, as `expand` makes it, a sink or slope is every head's."""
+    q, k, v = qkv()
+    found = []
+    for expanded in (False, True):
+        sinks, slopes = (torch.full((1,), x, device=DEVICE).expand(HEADS) for x in (0.5, 0.25))
+        if not expanded:
+            sinks, slopes = sinks.contiguous(), slopes.contiguous()
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = step(whose, *leaves, sinks=sinks, alibi_slopes=slopes)
+        found.append((out, *torch.autograd.grad(out.sum(), leaves)))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)

@@ -24,9 +24,11 @@ from warpwave.errors import UnsupportedProblem
 from warpwave.gpu import Gpu
 from warpwave.kernels import eager
 from warpwave.problem import AttentionProblem, Operands
+from warpwave.runtime.bounded import Bounded
 
 Run = Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]
 DIFFERENTIABLE = (0, 1, 2, 4, 5, 6)  # q k v bias alibi_slopes sinks, among the operands
+MAX_LAYOUTS = 8  # of saved tensors, for which a plan keeps bound gradients
 DIFFERENTIABLE_NAMES = tuple(Operands._fields[i] for i in DIFFERENTIABLE)
 _NUM_TENSORS, _NUM_OPTIONS = len(Operands._fields), len(Options._fields)
 
@@ -115,7 +117,7 @@ class Plan:
         self.keeps_results = bool(dispatch.gradient_kernels(problem, gpu, kernel)) or (
             module_of(problem, gpu, kernel) is eager
         )
-        self.bound: dict[tuple[bool, ...], Compute] = {}
+        self.bound: Bounded[tuple[Any, ...], Compute] = Bounded(MAX_LAYOUTS)
         self.apply = _apply_both if options.return_lse else _apply_out
 
     def __call__(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -149,11 +151,13 @@ class Plan:
             found: Sequence[Any] = operator_gradients(dout, dlse, out, lse, wanted, operands, self.options, self.kernel)
         else:
             given = tuple.__new__(Operands, operands)
-            key = (is_deterministic(), *wanted)
+            # Hooks on saved tensors may bring them back with other strides.
+            layouts = [(t.stride(), t.data_ptr() & 15) for t in operands if t is not None]
+            key = (is_deterministic(), *wanted, *layouts)
             compute = self.bound.get(key)
             if compute is None:
                 compute = bind_gradients(self.problem, self.gpu, given, wanted, self.kernel)
-                self.bound[key] = compute
+                self.bound.put(key, compute)
             found = compute(given, results, dout.resolve_neg(), None if dlse is None else dlse.resolve_neg())
         dq, dk, dv, dbias, dslopes, dsinks = found
         return (None, dq, dk, dv, None, dbias, dslopes, dsinks, None, None)[: 1 + count]

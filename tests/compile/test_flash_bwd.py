@@ -51,6 +51,7 @@ for line in sys.stdin:
     print(json.dumps({"launches": found, "config": str(config), **limits}), flush=True)
 """
 # Bytes of local memory a thread may take, by dtype and head_dim, where not none. With Triton 3.7.1.
+SAMPLE = ("sm_80", "gfx942")
 SPILL_BOUNDS = {("sm_90", "bfloat16", 256): 192}
 
 
@@ -93,7 +94,7 @@ def test_hopper_spills_nothing_at_the_usual_head_sizes() -> None:
             assert launch["instructions"].get("HGMMA", 0) > 0 and launch["instructions"].get("LDGSTS", 0) > 0
 
 
-@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a in SAMPLE else [pytest.mark.full]) for a in TARGETS])
 def test_sample_compiles_within_limits(arch: str) -> None:
     jobs = [job(arch, "bfloat16", 128, "bias")]
     for a_job, facts in zip(jobs, compile_all(jobs), strict=True):

@@ -82,7 +82,7 @@ GATES = [
     for kernel in FORWARDS
     for i, case in enumerate(cases.pairwise(GRID) + SCALES)
     for data in DATA_SETS
-    if ON_GPU or kernel != "flash_fwd" or (i % 8 == 0 and data == "normal")
+    if ON_GPU or kernel != "flash_fwd" or (i % 16 == 0 and data == "normal")
 ]
 
 

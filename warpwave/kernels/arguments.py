@@ -128,12 +128,16 @@ def allocator(problem: AttentionProblem, q: torch.Tensor) -> Callable[[], tuple[
 
 
 def straightener(operands: Operands) -> Callable[[Operands], Operands]:
-    """Returns `straight(operands)`: mask, bias, slopes and sinks with stride 1 (or 0, along a broadcast axis).
-    Otherwise the layout would add kernel variants, with different bits. A strided tensor is copied; its broadcast axes
-    stay broadcast."""
-    strided = [
-        n for n in Operands._fields[3:] if (t := getattr(operands, n)) is not None and t.stride(-1) > 1 < t.shape[-1]
-    ]
+    """Returns `straight(operands)`: mask and bias with stride 1 (or 0, along a broadcast axis), all others with
+    stride 1. Otherwise the layout would add kernel variants, with different bits. A strided tensor is copied; its
+    broadcast axes stay broadcast."""
+    strided = []
+    for name in Operands._fields[3:]:
+        tensor = getattr(operands, name)
+        if tensor is not None and tensor.shape[-1] > 1:
+            is_broadcast = tensor.stride(-1) == 0 and name in ("mask", "bias")
+            if tensor.stride(-1) != 1 and not is_broadcast:
+                strided.append(name)
     if not strided:
         return as_it_is
     return lambda operands: operands._replace(**{name: getattr(operands, name).contiguous() for name in strided})

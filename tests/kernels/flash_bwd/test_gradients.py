@@ -64,7 +64,7 @@ ALONE: list[dict[str, Any]] = [
     {"dtype": "float32:bf16x6"},
 ]
 
-SAMPLE = [f for f in ALONE if {"scale", "dtype"} & f.keys()]  # what no other test has
+SAMPLE = [f for f in ALONE if {"scale", "dtype", "packed"} & f.keys()]  # what no other test has
 
 
 def check(case: Case, data: Any, config: Config = SMALL, results: Any = None) -> None:

@@ -67,7 +67,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "top left": {"causal": "top_left", "lengths": (210, 70)},
     "window": {"window": (60, 5), "alibi": "heads", "softcap": 15.0},
     "window beyond the keys": {"causal": "top_left", "window": (3, -1), "lengths": (37, 170)},
-    "packed": {"packed": True, "batch": 4, "causal": "bottom_right", "lengths": (150, 140)},
+    "window wider than a block": {"window": (300, 5), "lengths": (400, 600), "heads": (1, 1)},
+    "packed": {"packed": True, "batch": 4, "heads": (4, 2), "causal": "bottom_right", "lengths": (150, 140)},
     "packed window": {"packed": True, "batch": 5, "window": (20, 7), "lengths": (200, 300)},
     "one query": {"lengths": (1, 300), "batch": 2},
 }

@@ -167,7 +167,8 @@ class Binder:
         assert (merge is not None) == (num_parts(config) > 1)
         # In 16 bits the host keeps up with two launches, and a graph would delay a full queue (runtime/graphs.py).
         if merge is None or problem.dtype != "float32":
-            if straight is as_it_is and is_as_asked and _has_regular_batches(operands):
+            # The arithmetic of float32 under an error budget depends on lengths, so only 16 bits have classes.
+            if problem.dtype != "float32" and straight is as_it_is and is_as_asked and _has_regular_batches(operands):
                 if len(self._known) >= MAX_KNOWN:
                     self._known.clear()
                 self._known[key] = _OfClass(family, next(iter(families), None), maps, stride_unit(operands))

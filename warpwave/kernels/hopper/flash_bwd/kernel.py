@@ -81,50 +81,38 @@ def has_hidden_rows(problem: AttentionProblem) -> bool:
 def bind(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, wanted: Sequence[bool], config: Config
 ) -> Callable[[Operands, Results, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor | None, ...]]:
-    """Compiles for one problem and layout.
+    """Prepares the gradients of one problem and layout; compiles in the first call, and in the first with a dlse.
 
     Returns:
         run: `run(operands, (out, lse), dout, dlse)` gives dq, dk, dv, dbias, dslopes, dsinks; None where not wanted.
     """
-    mappable = host.mappable(problem, operands)
-    first = mappable(operands)
+    mappable, device = host.mappable(problem, operands), operands.q.device
     shapes = _workspace_shapes(problem, config)
-    device = operands.q.device
     floats = [None if s is None else maker(s, torch.float32, device) for s in shapes]  # type: ignore[arg-type]
     zeroed = has_hidden_rows(problem)
     make = [maker(t.shape, t.dtype, t.device) for t in operands[:3]]
-    out = torch.empty((*first.q.shape[:-1], problem.head_dim_v), dtype=first.q.dtype, device=device)
-    lse = torch.empty(lse_shape(problem), dtype=torch.float32, device=device)
-    launchers: dict[bool, launch.Launcher] = {}
-
-    def specified(dlse: torch.Tensor | None) -> Specified:
-        workspace = Workspace(*(None if f is None else f() for f in floats))  # type: ignore[arg-type]
-        grads = tuple(f() for f in make)
-        return specify(problem, gpu, first, (out, lse), out, dlse, config, workspace, grads)
-
-    of = specified(None)
-    launchers[False] = launch.bind(of.statistics)
-    attend = tensor_maps.bind(of.gradients, of.plans, of.sources)
-    finish = launch.bind(of.finish)
+    bound: dict[bool, tuple[launch.Launcher, ...]] = {}  # by whether there is a dlse
 
     def run(
         operands: Operands, results: Results, dout: torch.Tensor, dlse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, _, _, slopes, sinks, offsets_q, offsets_k = mappable(operands)
-        dout = dout.contiguous()
-        dlse = None if dlse is None else dlse.contiguous()
-        statistics = launchers.get(dlse is not None)
-        if statistics is None:
-            statistics = launchers[True] = launch.bind(specified(dlse).statistics)
-        lse_log2, delta, dq_sums, of_sinks = (None if f is None else f() for f in floats)
+        operands, out, lse = mappable(operands), _aligned(results[0]), _aligned(results[1])
+        dout, dlse = _aligned(dout.to(out.dtype)), None if dlse is None else _aligned(dlse)
+        workspace = Workspace(*(None if f is None else f() for f in floats))  # type: ignore[arg-type]
         dq, dk, dv = (f() for f in make)
         if zeroed:
             torch._foreach_zero_([dq, dk, dv])
-        statistics(
-            results[0], dout, results[1], dlse, sinks, offsets_q, offsets_k, lse_log2, delta, dq_sums, of_sinks
-        )  # fmt: skip
-        attend(q, k, v, dout, lse_log2, delta, dq_sums, dk, dv, dk, dv, slopes, offsets_q, offsets_k)
-        finish(dq_sums, dq, offsets_q, offsets_k)
+        launchers = bound.get(dlse is not None)
+        if launchers is None:
+            of = specify(problem, gpu, operands, (out, lse), dout, dlse, config, workspace, (dq, dk, dv))
+            attend = tensor_maps.bind(of.gradients, of.plans, of.sources)
+            launchers = bound[dlse is not None] = launch.bind(of.statistics), attend, launch.bind(of.finish)
+        statistics, attend, finish = launchers
+        q, k, v, _, _, slopes, sinks, *offsets = operands
+        lse_log2, delta, dq_sums, of_sinks = workspace
+        statistics(out, dout, lse, dlse, sinks, *offsets, *workspace)
+        attend(q, k, v, dout, lse_log2, delta, dq_sums, dk, dv, dk, dv, slopes, *offsets)
+        finish(dq_sums, dq, *offsets)
         dsinks = None
         if wanted[5] and of_sinks is not None:
             dsinks = of_sinks.view(-1, problem.num_heads_q, of_sinks.shape[1]).sum((0, 2))
@@ -132,6 +120,12 @@ def bind(
         return tuple(g if want else None for g, want in zip(found, wanted, strict=True))
 
     return run
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a contiguous tensor at a multiple of 16 bytes, which the launches are compiled for: a copy if need be."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() & 15 else tensor
 
 
 class Specified(NamedTuple):
