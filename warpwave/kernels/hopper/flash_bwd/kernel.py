@@ -105,8 +105,9 @@ def bind(
         launchers = bound.get(dlse is not None)
         if launchers is None:
             of = specify(problem, gpu, operands, (out, lse), dout, dlse, config, workspace, (dq, dk, dv))
-            attend = tensor_maps.bind(of.gradients, of.plans, of.sources)
-            launchers = bound[dlse is not None] = launch.bind(of.statistics), attend, launch.bind(of.finish)
+            statistics, finish = launch.bind(of.statistics), launch.bind(of.finish)
+            launchers = statistics, tensor_maps.bind(of.gradients, of.plans, of.sources), finish
+            bound[dlse is not None] = launchers
         statistics, attend, finish = launchers
         q, k, v, _, _, slopes, sinks, *offsets = operands
         lse_log2, delta, dq_sums, of_sinks = workspace
