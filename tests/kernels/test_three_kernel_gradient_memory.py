@@ -96,7 +96,7 @@ def test_a_backward_takes_what_was_said(features: str, workspace: int, monkeypat
 
 def test_explain_states_it() -> None:
     """Behind another's forward and behind its own, and not of gradients that are eager's."""
-    for p in (problem(num_heads_kv=4, head_dim=128, head_dim_v=128, seqlen_q=2048, seqlen_k=2048),
+    for p in (problem(num_heads_kv=4, head_dim=320, head_dim_v=320, seqlen_q=2048, seqlen_k=2048),
               problem(num_heads_kv=4, head_dim=512, head_dim_v=512, seqlen_q=2048, seqlen_k=2048)):  # fmt: skip
         said = explain(p, gpu=H200)
         assert said.memory is not None
@@ -104,5 +104,5 @@ def test_explain_states_it() -> None:
         assert said.memory.gradients == gradients == 2 * 2 * 2048 * 4 * 4 * p.head_dim - 2 * 2 * 2048 * 4 * p.head_dim
         assert said.memory.backward == three_kernel_gradient_memory.peak_bytes(p) - gradients
         assert "of workspace" in str(said)
-    by_eager = explain(problem(softcap=30.0), gpu=H200).memory
+    by_eager = explain(problem(softcap=30.0, head_dim=320, head_dim_v=320), gpu=H200).memory
     assert by_eager is not None and by_eager.gradients == by_eager.backward == 0
