@@ -158,7 +158,7 @@ class Language(types.SimpleNamespace):
 
     def __init__(self, program: int, programs: int) -> None:
         super().__init__()
-        self.float16, self.float32, self.int32, self.int64 = torch.float16, torch.float32, torch.int32, torch.int64
+        self.float32, self.int32, self.int64 = torch.float32, torch.int32, torch.int64
         self.program_id, self.num_programs = lambda axis: program, lambda axis: programs
         self.constexpr = lambda x: x
         self.static_range = range

@@ -103,7 +103,7 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
         return keys + stream + ds + config.block_m * columns * 4 + 1024
     both = sum(widths(problem))
     stream = config.num_stages * GROUP_ROWS * (both * size + 8)
-    of_dkv = GROUP_ROWS * both * size + stream + 2 * GROUP_ROWS * GROUP_ROWS * 2 + 1024
+    of_dkv = GROUP_ROWS * both * size + stream + 2 * GROUP_ROWS * GROUP_ROWS * 4 + 1024
     return max(of_dkv, _smem_of_dq(problem, config, value_stages(problem, config)))
 
 

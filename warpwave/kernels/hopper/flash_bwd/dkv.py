@@ -6,9 +6,9 @@ keys by queries, as in joint.py, but each of the two consumer warpgroups holds o
     group 0: S^T = K Q^T,    P^T = exp(S^T - lse),       dV += P^T dO
     group 1: dP^T = V dO^T,  dS^T = P^T (dP^T - delta),  dK += dS^T Q
 
-P passes from one to the other through shared memory, as float16 times 2^15, which keeps 11 bits of every probability
-above 2^-29. A group asks for its next scores before it waits for its sum, so that the tensor cores have work while
-either computes exponentials or dS. dQ is dq.py's.
+P passes from one to the other through shared memory, in float32: beside a sink, all probabilities of a row may be too
+small for float16, and bfloat16 would round dS twice. A group asks for its next scores before it waits for its sum, so
+that the tensor cores have work while either computes exponentials or dS. dQ is dq.py's.
 
 Bound: tensor cores (docs/notes/backward.md).
 """
@@ -73,8 +73,6 @@ from warpwave.runtime.gluon_or_stub import (
 )
 
 GROUPS = gl.constexpr(2)
-SHIFT = gl.constexpr(15.0)  # bits by which probabilities are scaled: the largest float16 is nearly 2^16
-UNSHIFT = gl.constexpr(2.0**-15)
 
 
 @aggregate
@@ -85,7 +83,7 @@ class Tiles:
         keys, values: pieces of K and V, [1, 1, 1, 64, width]; dK and dV leave through them. `full` says that they came,
             `empty` that they may be replaced.
         queries, dout: rings of Q with the log-sum-exp, and of dO with delta.
-        p: probabilities of two tiles, [2, 1, 1, 64, 64] float16, with their barriers.
+        p: probabilities of two tiles, [2, 1, 1, 64, 64] float32, with their barriers.
         box: messages of the producer.
     """
 
@@ -196,7 +194,7 @@ def sum_values(tiles, work, n, results, heads, rules):
     for i in range(count * heads.group_size):
         lse = statistics_of(tiles.queries, n, 0, rules.BLOCK_M, across)
         slope = slope_of(results.alibi_slopes_ptr, results.stride_alibi_b, work, head, rules)
-        p, cap = probabilities(x, lse[None, :] - SHIFT, band, row_first, key_first, slope, True, False, rules)
+        p, cap = probabilities(x, lse[None, :], band, row_first, key_first, slope, True, False, rules)
         if place < num_cut(span):
             rows, keys = places(p, row_first, key_first, True)
             p = gl.where(visible(band, rows, keys, rules), p, 0.0)
@@ -204,7 +202,7 @@ def sum_values(tiles, work, n, results, heads, rules):
         if rules.HAS_SOFTCAP:
             passed = p * cap
         mbarrier.wait(tiles.p_empty.index(n % 2), ((n // 2) & 1) ^ 1)
-        matrix(tiles.p.index(n % 2)).store(passed.to(gl.float16))
+        matrix(tiles.p.index(n % 2)).store(passed)
         mbarrier.arrive(tiles.p_full.index(n % 2), count=1)
         # The log-sum-exp was read before the barrier within the arrival, and S of this tile is finished.
         arrive_alone(tiles.queries.ring.empty.index(n % tiles.queries.ring.stages))
@@ -239,12 +237,12 @@ def sum_keys(tiles, work, n, heads, rules):
     y = warpgroup_mma_wait(0, deps=[dp])
     for i in range(count * heads.group_size):
         mbarrier.wait(tiles.p_full.index(n % 2), (n // 2) & 1)
-        p = matrix(tiles.p.index(n % 2)).load(layout).to(gl.float32)
+        p = matrix(tiles.p.index(n % 2)).load(layout)
         delta = statistics_of(tiles.dout, n, 0, rules.BLOCK_M, gl.SliceLayout(0, layout))
         mbarrier.arrive(tiles.p_empty.index(n % 2), count=1)
         # Delta was read before the barrier within the arrival, and dP of this tile is finished.
         arrive_alone(tiles.dout.ring.empty.index(n % tiles.dout.ring.stages))
-        ds = p * (y * UNSHIFT - (delta * UNSHIFT)[None, :])
+        ds = p * (y - delta[None, :])
         if place < num_cut(span):
             ds = hidden_to_zero(ds, band, row_first, key_first, True, rules)
         wait_rows(tiles.queries, n, band.q_end - row_first, rules.BLOCK_M, rules.IS_VARLEN)
@@ -275,7 +273,6 @@ def consumer(
         mbarrier.wait(tiles.full.index(0), messages & 1)
         if GROUP == 0:
             result, n = sum_values(tiles, work, n, results, heads, rules)
-            result = times(result, UNSHIFT)
         else:
             result, n = sum_keys(tiles, work, n, heads, rules)
             result = times(result, results.softmax_scale)
@@ -411,7 +408,7 @@ def dkv_kernel(
         barriers(1),
         stream_of(q_maps, lse_map, STAGES, GROUPS),
         stream_of(dout_maps, delta_map, STAGES, GROUPS),
-        gl.allocate_shared_memory(gl.float16, [2, 1, 1, BLOCK_N, BLOCK_M], gl.NVMMASharedLayout(128, 16, 4)),
+        gl.allocate_shared_memory(gl.float32, [2, 1, 1, BLOCK_N, BLOCK_M], gl.NVMMASharedLayout(128, 32, 4)),
         barriers(2),
         barriers(2),
         box,

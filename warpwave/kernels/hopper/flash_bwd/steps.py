@@ -256,10 +256,9 @@ def store_pieces(
         else:
             stride_b, stride_h, stride_m = strides
             for i in gl.static_range(len(maps)):
-                column: gl.constexpr = first_column(maps, i)
                 store_rows(
-                    x[i], ptr + column, stride_b, stride_h, stride_m, gl.to_tensor(0), head, row, row_end,
-                    WIDTH - column,
+                    x[i], ptr + first_column(maps, i), stride_b, stride_h, stride_m, gl.to_tensor(0), head, row,
+                    row_end, WIDTH - first_column(maps, i),
                 )  # fmt: skip
     else:
         for i in gl.static_range(len(maps)):
