@@ -86,7 +86,7 @@ def backward_row(head_dim: int, batch: int, seqlen: int, causal: bool, rounds: i
         default = module.default(problem, gpu)
         others = [c for c in module.configs(problem, gpu) if c != default] if module is flash_bwd else []
         for config in (default, *others):
-            name = module.NAME if config == default else f"{module.NAME}, apart"
+            name = module.NAME if config == default else f"{module.NAME}, apart, {config.block_m}"
             run = module.bind(problem, gpu, operands, WANTED, config)
             steps[name] = lambda run=run: run(operands, results, dout, None)  # type: ignore[misc]
     if not three_kernel.gradients_why_not(problem, gpu):

@@ -40,14 +40,13 @@ GRID: dict[str, Any] = {
 }
 
 
-def gradients(call: Call, dout: Tensor, dlse: Tensor | None, is_joint: bool = True) -> Gradients:
+def gradients(call: Call, dout: Tensor, dlse: Tensor | None, config: int = 0) -> Gradients:
     """By the kernel itself, from out and log-sum-exp of the kernel that `auto` chooses for the forward."""
     problem = replace(call.problem, return_lse=True)
     out, lse = harness.run("auto", call._replace(problem=problem, options=call.options | {"return_lse": True}))
     assert lse is not None
     wanted = (True, True, True, False, False, call.operands.sinks is not None)
-    config = flash_bwd.configs(problem, GPU)[0 if is_joint else -1]
-    run = flash_bwd.bind(problem, GPU, call.operands, wanted, config)
+    run = flash_bwd.bind(problem, GPU, call.operands, wanted, flash_bwd.configs(problem, GPU)[config])
     return Gradients(*run(call.operands, (out, lse), dout, dlse))  # type: ignore[arg-type]
 
 
@@ -59,18 +58,16 @@ def upstream(call: Call) -> tuple[Tensor, Tensor]:
     return dout, torch.randn(dout.shape[:-1], generator=g, device=DEVICE).transpose(-1, -2).contiguous()
 
 
-@pytest.mark.parametrize("is_joint", [True, False])
-@pytest.mark.parametrize("data", DATA_SETS)
+@pytest.mark.parametrize(("data", "config"), [*((data, 0) for data in DATA_SETS), ("normal", 1), ("low", 2)])
 @pytest.mark.parametrize("case", cases.pairwise(GRID), ids=str)
-def test_gates(case: Case, data: Data, is_joint: bool) -> None:
-    """By the launches that are the head size's own, and by launches apart where these are others."""
+def test_gates(case: Case, data: Data, config: int) -> None:
     call = cases.build(case, data, DEVICE)
     assert not flash_bwd.why_not(call.problem, GPU)
-    if not is_joint and not flash_bwd.configs(call.problem, GPU)[0].is_joint:
-        pytest.skip("is the default")
+    if config >= len(flash_bwd.configs(call.problem, GPU)):
+        pytest.skip("the head size has no such config")
     dout, dlse = upstream(call)
     references = backward_references(call.problem, call.operands, dout, dlse)
-    verdict = judge_backward(call.problem, references, gradients(call, dout, dlse, is_joint))
+    verdict = judge_backward(call.problem, references, gradients(call, dout, dlse, config))
     assert verdict.passed, str(verdict)
 
 
@@ -95,7 +92,7 @@ def test_launches_apart_repeat_bit_for_bit(dims: tuple[int, int], features: dict
     case = replace(PLAIN, dtype="bfloat16", dims=dims, lengths=(1500, 1400), heads=(8, 4), **features)
     call = cases.build(case, "normal", DEVICE)
     dout, dlse = upstream(call)
-    first = gradients(call, dout, dlse, is_joint=False)
+    first = gradients(call, dout, dlse, config=-1)
     for _ in range(300):
-        again = gradients(call, dout, dlse, is_joint=False)
+        again = gradients(call, dout, dlse, config=-1)
         assert bits(again.dq, again.dk, again.dv) == bits(first.dq, first.dk, first.dv)

@@ -18,7 +18,7 @@ from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.runtime import launch
 from warpwave.runtime.tensor_maps import MapPlan
 
-ROWS = 64  # of every tile of a tensor map: those of a warpgroup's product
+ROWS = 64  # of a tile that stays for a block: those of a warpgroup's product
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
@@ -28,15 +28,17 @@ def steps(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config)
 
 
 def _plans(
-    problem: AttentionProblem, sources: Sequence[torch.Tensor], of_keys: Sequence[int]
+    problem: AttentionProblem, sources: Sequence[torch.Tensor], of_keys: Sequence[int], steps: Sequence[int], step: int
 ) -> list[list[MapPlan | None]]:
     """Returns the tensor maps of each source, by pieces of its width. Those of keys end with the last key that is seen,
-    the others with the last query that sees a key."""
+    the others with the last query that sees a key. Sources that a block walks, `steps`, come in tiles of `step` rows.
+    """
     plans = []
     for source, tensor in enumerate(sources):
         end = host.keys_end(problem) if source in of_keys else launches.queries_end(problem)
         shape, strides = host.seen(tensor, problem.packed, end)
-        plans.append(host.piece_maps(source, shape, strides, ROWS, host.pieces(tensor.shape[-1])))
+        rows = step if source in steps else ROWS
+        plans.append(host.piece_maps(source, shape, strides, rows, host.pieces(tensor.shape[-1])))
     return plans
 
 
@@ -52,7 +54,7 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
         return t.dk, t.dv, t.operands.alibi_slopes, *t.offsets
 
     sources = mapped(tensors)
-    *read, of_dk, of_dv = _plans(problem, sources[:6], of_keys=(1, 2, 4, 5))
+    *read, of_dk, of_dv = _plans(problem, sources[:6], of_keys=(1, 2, 4, 5), steps=(0, 3), step=config.block_m)
     of_rows = [launches.statistic_plan(source, sources[source], config.block_m) for source in (6, 7)]
     plans = [*chain(*read), *of_rows, *of_dk, *of_dv]
     size = DTYPE_BYTES[problem.dtype]
@@ -85,7 +87,7 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
         return t.workspace.lse_log2, t.workspace.delta, t.dq, t.operands.alibi_slopes, *t.offsets
 
     sources = mapped(tensors)
-    plans = [*chain(*_plans(problem, sources, of_keys=(1, 2)))]
+    plans = [*chain(*_plans(problem, sources, of_keys=(1, 2), steps=(1, 2), step=config.block_m))]
     tiles = launches.query_tiles(problem, block_m) * launches.heads_of(problem)
     group_size = problem.num_heads_q // problem.num_heads_kv
     kv_bytes = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype])
@@ -115,7 +117,7 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
         ],
         constants={
             "BLOCK_M": block_m,
-            "BLOCK_N": config.block_n,
+            "BLOCK_N": config.block_m,
             "STAGES": config.num_stages,
             "STAGES_V": value_stages(problem, config),
             "HEAD_DIM": problem.head_dim,

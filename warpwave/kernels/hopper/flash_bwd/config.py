@@ -22,7 +22,7 @@ class Config:
     """Tile shape, and how the gradients are divided into launches.
 
     Args:
-        block_m: queries a step walks: 128 up to head_dim 64, else 64.
+        block_m: queries a step walks, 64 or 128; in the launch of dQ by itself, keys.
         num_stages: tiles of Q and of dO in flight: at least 1.
         is_joint: whether one launch makes dQ, dK and dV, with five products a tile, and adds to dQ in memory. Else one
             makes dK and dV and another dQ: seven products, no atomics, bit for bit repeatable.
@@ -37,8 +37,6 @@ class Config:
             raise ValueError(f"block_m is {self.block_m}; it must be 64 or 128")
         if self.num_stages < 1:
             raise ValueError(f"num_stages is {self.num_stages}; it must be at least 1")
-        if not self.is_joint and self.block_m != GROUP_ROWS:
-            raise ValueError(f"block_m is {self.block_m}; it must be {GROUP_ROWS} where dQ has a launch of its own")
 
     @property
     def block_n(self) -> int:
@@ -59,10 +57,10 @@ def widths(problem: AttentionProblem) -> tuple[int, int]:
 
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     """Returns the configs of a head size, the default first."""
-    apart = Config(GROUP_ROWS, 2, is_joint=False)
     if max(problem.head_dim, problem.head_dim_v) > MAX_JOINT:
-        return [apart]
-    return [Config(128 if width(problem) == NARROW else 64, 2), apart]
+        return [Config(64, 2, is_joint=False)]
+    joint = Config(128 if width(problem) == NARROW else 64, 2)
+    return [joint, Config(128, 2, is_joint=False), Config(64, 2, is_joint=False)]
 
 
 def default(problem: AttentionProblem, gpu: Gpu) -> Config:
@@ -102,15 +100,15 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
         ds = 2 * config.block_n * config.block_m * size
         return keys + stream + ds + config.block_m * columns * 4 + 1024
     both = sum(widths(problem))
-    stream = config.num_stages * GROUP_ROWS * (both * size + 8)
-    of_dkv = GROUP_ROWS * both * size + stream + 2 * GROUP_ROWS * GROUP_ROWS * 4 + 1024
+    stream = config.num_stages * config.block_m * (both * size + 8)
+    of_dkv = GROUP_ROWS * both * size + stream + 2 * GROUP_ROWS * config.block_m * 4 + 1024
     return max(of_dkv, _smem_of_dq(problem, config, value_stages(problem, config)))
 
 
 def _smem_of_dq(problem: AttentionProblem, config: Config, stages: int) -> int:
     of_keys, of_values = widths(problem)
-    elements = 2 * (of_keys + of_values) + config.num_stages * of_keys + stages * of_values
-    return GROUP_ROWS * elements * DTYPE_BYTES[problem.dtype] + 1024
+    streamed = config.block_m * (config.num_stages * of_keys + stages * of_values)
+    return (2 * GROUP_ROWS * (of_keys + of_values) + streamed) * DTYPE_BYTES[problem.dtype] + 1024
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
@@ -148,22 +146,24 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
 def _cost_apart(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     size = DTYPE_BYTES[problem.dtype]
     of_keys, of_values = widths(problem)
-    of_dkv, of_dq = (walk(problem, m, GROUP_ROWS).tiles * m for m in (GROUP_ROWS, 2 * GROUP_ROWS))
+    steps_of_dkv = walk(problem, config.block_m, GROUP_ROWS).tiles
+    steps_of_dq = walk(problem, 2 * GROUP_ROWS, config.block_m).tiles
+    scores = steps_of_dkv * GROUP_ROWS * config.block_m, steps_of_dq * 2 * GROUP_ROWS * config.block_m
     rows = problem.rows * problem.num_heads_q
     keys = (problem.total_k if problem.packed else problem.batch * problem.seqlen_k) * problem.num_heads_kv
     columns = problem.head_dim + problem.head_dim_v
     blocks = -(-keys // GROUP_ROWS) + -(-rows // (2 * GROUP_ROWS))
-    streamed = (of_dkv + of_dq // 2) * columns * size
+    steps = steps_of_dkv + steps_of_dq
     return Cost(
         blocks=min(blocks, gpu.num_sms or NUM_SMS),
-        flops=2 * GROUP_ROWS * (of_dkv * 2 * (of_keys + of_values) + of_dq * (2 * of_keys + of_values)),
-        exponentials=(of_dkv + of_dq) * GROUP_ROWS,
-        read_bytes=streamed + (keys + 2 * rows) * columns * size,
+        flops=2 * (scores[0] * 2 * (of_keys + of_values) + scores[1] * (2 * of_keys + of_values)),
+        exponentials=sum(scores),
+        read_bytes=(steps * config.block_m + keys + 2 * rows) * columns * size,
         write_bytes=(rows + keys) * problem.head_dim * size + keys * problem.head_dim_v * size,
         smem_bytes=smem_bytes(problem, config),
         workspace_bytes=rows * 8,
         items=max(1, blocks),
-        steps=(of_dkv + of_dq // 2) // GROUP_ROWS,
+        steps=steps,
         threads=384,
         blocks_per_sm=1,
         launches=3,

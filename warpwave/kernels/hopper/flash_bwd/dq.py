@@ -221,7 +221,8 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, rules):
     if rules.IS_VARLEN:
         batch = 0
     line = (batch * place.num_heads + work.head).to(gl.int64) * place.statistic_rows
-    first = line + first_statistic(work, ROWS, rules) + (row_first - band.q_begin)
+    # Tiles of statistics are as long as a step: of queries in dkv.py, of keys here.
+    first = line + first_statistic(work, rules.BLOCK_N, rules) + (row_first - band.q_begin)
     lse = statistic(place.lse_ptr, first, band.q_end - row_first, float("inf"), rules.BLOCK_N)
     delta = statistic(place.delta_ptr, first, band.q_end - row_first, 0.0, rules.BLOCK_N)
     slope = slope_of(place.alibi_slopes_ptr, place.stride_alibi_b, work, work.head, rules)
