@@ -23,7 +23,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import warpwave
 from warpwave import dispatch
 from warpwave.gpu import current_gpu
-from warpwave.kernels import three_kernel
 from warpwave.kernels.hopper import flash_bwd
 from warpwave.problem import AttentionProblem, Causal, Operands
 from warpwave.workbench.bench import environment
@@ -89,8 +88,6 @@ def backward_row(head_dim: int, batch: int, seqlen: int, causal: bool, rounds: i
             name = module.NAME if config == default else f"{module.NAME}, apart, {config.block_m}"
             run = module.bind(problem, gpu, operands, WANTED, config)
             steps[name] = lambda run=run: run(operands, results, dout, None)  # type: ignore[misc]
-    if not three_kernel.gradients_why_not(problem, gpu):
-        steps["three_kernel"] = lambda: three_kernel.gradients(problem, gpu, operands, dout, None, WANTED)
     for name in PEERS:
         step = peer_backward(name, q, k, v, dout, causal)
         if step is not None:

@@ -58,7 +58,7 @@ def upstream(call: Call) -> tuple[Tensor, Tensor]:
     return dout, torch.randn(dout.shape[:-1], generator=g, device=DEVICE).transpose(-1, -2).contiguous()
 
 
-@pytest.mark.parametrize(("data", "config"), [*((data, 0) for data in DATA_SETS), ("normal", 1), ("low", 2)])
+@pytest.mark.parametrize(("data", "config"), [*((data, 0) for data in DATA_SETS), ("normal", 1), ("low", 1)])
 @pytest.mark.parametrize("case", cases.pairwise(GRID), ids=str)
 def test_gates(case: Case, data: Data, config: int) -> None:
     call = cases.build(case, data, DEVICE)

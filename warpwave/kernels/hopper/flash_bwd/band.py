@@ -190,9 +190,10 @@ def key_tiles(band, row_first, row_end, rules):
 @jit
 def visible(band, rows, keys, rules):
     """Returns which pairs lie in the band; rows and keys broadcast against each other."""
-    seen = keys < band.k_end
     if rules.HAS_HIGH:
-        seen = seen & (keys <= rows + band.high)
+        seen = keys <= gl.minimum(rows + band.high, band.k_end - 1)
+    else:
+        seen = keys < band.k_end
     if rules.HAS_LOW:
         seen = seen & (keys >= rows + band.low)
     return seen

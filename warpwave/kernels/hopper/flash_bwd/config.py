@@ -60,7 +60,7 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     if max(problem.head_dim, problem.head_dim_v) > MAX_JOINT:
         return [Config(64, 2, is_joint=False)]
     joint = Config(128 if width(problem) == NARROW else 64, 2)
-    return [joint, Config(128, 2, is_joint=False), Config(64, 2, is_joint=False)]
+    return [joint, Config(128, 2, is_joint=False)]
 
 
 def default(problem: AttentionProblem, gpu: Gpu) -> Config:

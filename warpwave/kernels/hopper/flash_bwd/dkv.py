@@ -30,12 +30,12 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     Heads,
     Results,
     Stream,
-    hidden_to_zero,
     load_rows,
     matrices,
     meet,
     places,
     probabilities,
+    row_of,
     slope_of,
     statistics_of,
     store_pieces,
@@ -165,12 +165,6 @@ def load_resident(maps, pieces, full, batch, head, row):
 
 
 @jit
-def row_of(span, place, band, rules):
-    """Returns the first query of the place-th tile of a span."""
-    return band.q_begin + tile_at(span, place) * rules.BLOCK_M
-
-
-@jit
 def scores_of(fixed, stream, n, row_first, band, rules):
     """Waits for tile n of a stream and starts its product with the block's K or V, [64 keys, queries]."""
     wait_rows(stream, n, band.q_end - row_first, rules.BLOCK_M, rules.IS_VARLEN)
@@ -242,9 +236,7 @@ def sum_keys(tiles, work, n, heads, rules):
         mbarrier.arrive(tiles.p_empty.index(n % 2), count=1)
         # Delta was read before the barrier within the arrival, and dP of this tile is finished.
         arrive_alone(tiles.dout.ring.empty.index(n % tiles.dout.ring.stages))
-        ds = p * (y - delta[None, :])
-        if place < num_cut(span):
-            ds = hidden_to_zero(ds, band, row_first, key_first, True, rules)
+        ds = p * (y - delta[None, :])  # where P is 0, dP is finite: rows behind the band were never loaded
         wait_rows(tiles.queries, n, band.q_end - row_first, rules.BLOCK_M, rules.IS_VARLEN)
         pending = values_async(operand(ds, tiles.queries.ring), tiles.queries.ring, n, dk)
         place = gl.where(place + 1 == count, 0, place + 1)

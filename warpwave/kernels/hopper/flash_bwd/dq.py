@@ -13,10 +13,10 @@ Bound: tensor cores (docs/notes/backward.md).
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
 
 from warpwave.kernels.hopper import scheduler
-from warpwave.kernels.hopper.flash_bwd.band import Rules, band_of, first_statistic, key_tiles
+from warpwave.kernels.hopper.flash_bwd.band import Rules, band_of, first_statistic, key_tiles, visible
 from warpwave.kernels.hopper.flash_bwd.steps import (
-    hidden_to_zero,
     matrices,
+    places,
     probabilities,
     slope_of,
     store_pieces,
@@ -245,7 +245,9 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, rules):
         if rules.HAS_SOFTCAP:
             ds = ds * cap
         if is_cut(row_first, key_first, band, rules):
-            ds = hidden_to_zero(ds, band, row_first, key_first, False, rules)
+            # Here and not in P, which other work in flight would have to cross: dP of hidden pairs may be NaN.
+            rows, keys = places(ds, row_first, key_first, False)
+            ds = gl.where(visible(band, rows, keys, rules), ds, 0.0)
         pending = values_async(operand(ds, tiles.keys), tiles.keys, n, dq)
         if j + 1 < end:
             wait_keys(tiles, n + 1, band.k_end - key_first - rules.BLOCK_N, rules)

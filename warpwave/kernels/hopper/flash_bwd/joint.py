@@ -29,10 +29,10 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     Heads,
     Results,
     Stream,
-    hidden_to_zero,
     load_rows,
     meet,
     probabilities,
+    row_of,
     rows_of,
     slope_of,
     statistics_of,
@@ -232,13 +232,11 @@ def as_operand(x, dtype: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @jit
-def gradient_of_scores(p, cap, dp, delta, band, row_first, key_first, IS_CUT: gl.constexpr, rules):
-    """dS^T of the products before the scale."""
+def gradient_of_scores(p, cap, dp, delta, rules):
+    """dS^T of the products before the scale. Where P is 0, dP is finite: rows behind the band were never loaded."""
     ds = p * (dp - delta)
     if rules.HAS_SOFTCAP:
         ds = ds * cap
-    if IS_CUT:
-        ds = hidden_to_zero(ds, band, row_first, key_first, True, rules)
     return ds
 
 
@@ -271,7 +269,7 @@ def wide_step(
     dv_next = warpgroup_mma(as_operand(p, dtype, WIDTH), do, dv, is_async=True)
     delta = statistics_of(tiles.dout, n, 0, BLOCK_M, across)
     y = warpgroup_mma_wait(1, deps=[dp])
-    ds = gradient_of_scores(p, cap, y, delta[None, :], band, row_first, key_first, IS_CUT, rules).to(dtype)
+    ds = gradient_of_scores(p, cap, y, delta[None, :], rules).to(dtype)
     matrix(ds_part(tiles, n % 2, GROUP, 0, rules)).store(ds)
     fence_async_shared()
     meet()
@@ -324,12 +322,12 @@ def narrow_step(
     p1, cap1 = probabilities(x1, lse1[None, :], band, row_first + HALF, key_first, slope, True, IS_CUT, rules)
     y0 = warpgroup_mma_wait(2, deps=[dp0])
     delta0 = statistics_of(tiles.dout, n, 0, HALF, across)
-    ds0 = gradient_of_scores(p0, cap0, y0, delta0[None, :], band, row_first, key_first, IS_CUT, rules).to(dtype)
+    ds0 = gradient_of_scores(p0, cap0, y0, delta0[None, :], rules).to(dtype)
     matrix(ds_part(tiles, n % 2, GROUP, 0, rules)).store(ds0)
     dv_next = warpgroup_mma(as_operand(p1, dtype, WIDTH), do1, dv_next, is_async=True)
     y1 = warpgroup_mma_wait(2, deps=[dp1])
     delta1 = statistics_of(tiles.dout, n, HALF, HALF, across)
-    ds1 = gradient_of_scores(p1, cap1, y1, delta1[None, :], band, row_first + HALF, key_first, IS_CUT, rules).to(dtype)
+    ds1 = gradient_of_scores(p1, cap1, y1, delta1[None, :], rules).to(dtype)
     matrix(ds_part(tiles, n % 2, GROUP, 1, rules)).store(ds1)
     fence_async_shared()
     meet()
@@ -430,11 +428,11 @@ def consumer(
                 results.alibi_slopes_ptr, results.stride_alibi_b, work, work.head * heads.group_size + h, rules
             )
             for i in range(num_cut(span)):
-                row_first = band.q_begin + tile_at(span, i) * rules.BLOCK_M
+                row_first = row_of(span, i, band, rules)
                 dk, dv = step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP, True, rules)
                 n += 1
             for i in range(num_cut(span), span.end - span.begin):
-                row_first = band.q_begin + tile_at(span, i) * rules.BLOCK_M
+                row_first = row_of(span, i, band, rules)
                 dk, dv = step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP, False, rules)
                 n += 1
         mbarrier.arrive(tiles.empty.index(0), count=1)

@@ -1,6 +1,6 @@
 """Steps that Hopper's backward kernels are built from: probabilities, rings of queries, stores of gradients."""
 
-from warpwave.kernels.hopper.flash_bwd.band import visible
+from warpwave.kernels.hopper.flash_bwd.band import tile_at, visible
 from warpwave.kernels.hopper.parts import (
     FREE_BARRIERS,
     LOG2_E,
@@ -135,6 +135,12 @@ def zero_tail(x, rows_used, COUNT: gl.constexpr):
 
 
 @jit
+def row_of(span, place, band, rules):
+    """Returns the first query of the place-th tile of a span."""
+    return band.q_begin + tile_at(span, place) * rules.BLOCK_M
+
+
+@jit
 def rows_of(stream, n):
     """Returns the first piece of tile n as a matrix."""
     return matrix(stream.ring.pieces[0].index(n % stream.ring.stages))
@@ -200,13 +206,6 @@ def probabilities(
         rows, keys = places(x, row_first, key_first, KEYS_FIRST)
         p = gl.where(visible(band, rows, keys, rules), p, 0.0)
     return p, cap
-
-
-@jit
-def hidden_to_zero(ds, band, row_first, key_first, KEYS_FIRST: gl.constexpr, rules):
-    """Zeroes dS of hidden pairs: their P is 0, but 0 times the NaN of a hidden value is NaN."""
-    rows, keys = places(ds, row_first, key_first, KEYS_FIRST)
-    return gl.where(visible(band, rows, keys, rules), ds, 0.0)
 
 
 @jit
