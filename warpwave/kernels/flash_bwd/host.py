@@ -23,7 +23,7 @@ import torch
 
 from warpwave import precision
 from warpwave.gpu import Gpu
-from warpwave.kernels import reasons
+from warpwave.kernels import dropout, reasons
 from warpwave.kernels.arguments import (
     band_constants,
     broadcast_strides,
@@ -228,10 +228,12 @@ def specify(
     strides += slope_strides(operands.alibi_slopes)
     lengths = [problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k]
     heads = [problem.num_heads_q, problem.num_heads_q // problem.num_heads_kv]
-    rest: list[int | float] = [*heads, *window(problem), problem.softmax_scale, problem.softcap]
+    rest: list[int | float | None] = [
+        *heads, *window(problem), problem.softmax_scale, problem.softcap, *dropout.scalars(problem.dropout_p)
+    ]  # fmt: skip
 
     def one(
-        kernel: Any, blocks: int, tile: Tile, owned: int, scalars: list[int | float], constants: dict[str, Any]
+        kernel: Any, blocks: int, tile: Tile, owned: int, scalars: list[int | float | None], constants: dict[str, Any]
     ) -> launch.Launch:
         return launch.Launch(
             kernel=kernel,
@@ -295,9 +297,9 @@ def _tensors(
     config: Config,
 ) -> list[tuple[Any, ...]]:
     """The pointer arguments of each launch, in the kernels' order."""
-    q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k = operands
+    q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k = operands[:9]
     (out, lse), (dq, dk, dv, dbias, delta, lse_log2, of_slopes, of_sinks) = results, outputs
-    shared = (q, k, v, mask, bias, slopes, cu_seqlens_q, cu_seqlens_k, dout)
+    shared = (q, k, v, mask, bias, slopes, cu_seqlens_q, cu_seqlens_k, operands.dropout_seed, dout)
     of_rows = (lse if lse_log2 is None else lse_log2, delta)
     found: list[tuple[Any, ...]] = []
     if delta is not None:
@@ -335,6 +337,7 @@ def _constants(problem: AttentionProblem, gpu: Gpu, tile: Tile, owned: int, unit
         "BLOCK_DV": block_dv,
         **band_constants(problem),
         **features,
+        "HAS_DROPOUT": problem.dropout_p > 0,
         "IS_VARLEN": problem.packed,
         "PRECISION": arithmetic_of(problem, gpu),
         "IS_NVIDIA": gpu.vendor == "nvidia",
