@@ -121,7 +121,9 @@ def attention(
     """
     operands: Any = _new(Operands, (q, k, v, mask, bias, alibi_slopes, sinks, None, None))
     if not (
-        window_size is deterministic is dropout_seed is None
+        window_size is None
+        and deterministic is None
+        and dropout_seed is None
         and softcap.__class__ is dropout_p.__class__ is float
         and (softmax_scale is None or softmax_scale.__class__ is float)
         and return_lse.__class__ is bool
@@ -174,8 +176,8 @@ def attention_varlen(
         checked: check the contents of the offsets first, which waits for the device, and raise InvalidInput naming
             the first wrong index. Unchecked, wrong offsets give unspecified values but stay inside the tensors.
 
-    The other arguments, errors and notes are those of `attention`. With one dropout_seed, sequence b drops what item b of
-    a dense batch drops.
+    The other arguments, errors and notes are those of `attention`. With the same dropout_seed, sequence b drops the
+    same pairs as item b of a dense batch.
 
     Returns:
         out: (total_q, num_heads_q, head_dim_v).
@@ -376,8 +378,9 @@ def _options(
     left, right = as_window(window_size)
     needs_grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in operands)
     lengths, how = (max_seqlen_q, max_seqlen_k), spell_precision(precision)
-    rest = (softcap, softmax_scale, how, return_lse, needs_grad, dropout_p, deterministic)
-    return Options(*lengths, alignment, left, right, *rest)
+    return Options(
+        *lengths, alignment, left, right, softcap, softmax_scale, how, return_lse, needs_grad, dropout_p, deterministic
+    )
 
 
 def _scalars(
@@ -401,8 +404,8 @@ def _switches(
 
 
 def _with_seed(operands: Operands, dropout_p: float, seed: torch.Tensor | None) -> Operands | DropoutOperands:
-    """Returns the operands of a call with dropout, and a seed that is drawn if none was given. A call without a tensor q
-    gets none; its checks raise the error."""
+    """Returns the operands of a call with dropout, whose seed is drawn if None. If q is not a tensor, the operands stay
+    as they are, and the checks of the call raise the error."""
     check_dropout(dropout_p)
     if seed is None:
         if not isinstance(operands.q, torch.Tensor):

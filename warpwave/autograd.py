@@ -55,9 +55,7 @@ Gradients = Sequence[torch.Tensor | None]
 Compute = Callable[[Any, Any, torch.Tensor, torch.Tensor | None], Gradients]
 
 
-def bind_gradients(
-    problem: AttentionProblem, gpu: Gpu, operands: Any, wanted: Sequence[bool], kernel: str
-) -> Compute:
+def bind_gradients(problem: AttentionProblem, gpu: Gpu, operands: Any, wanted: Sequence[bool], kernel: str) -> Compute:
     """Returns `compute(operands, (out, lse), dout, dlse)`, the gradients of sum(out * dout) + sum(lse * dlse) by the
     `DIFFERENTIABLE` operands, None where not wanted.
 

@@ -367,8 +367,8 @@ def check_offsets(name: str, offsets: list[int], total: int, longest: int) -> No
 
 
 def check_are_tensors(operands: Operands | DropoutOperands | CachedOperands) -> None:
-    """Raises InvalidType naming the first operand that is not a tensor; q, k, v, a cache's tables and the seed of a call
-    with dropout are required."""
+    """Raises InvalidType naming the first operand that is not a tensor. q, k, v, a cache's tables and the seed of a
+    call with dropout are required."""
     for name, tensor in zip(operands._fields, operands, strict=True):
         needed = name in ("q", "k", "v", "page_table", "seqused_k", "dropout_seed")
         if not isinstance(tensor, torch.Tensor) and (tensor is not None or needed):
@@ -417,7 +417,7 @@ def settled(operands: Operands | DropoutOperands) -> Operands | DropoutOperands:
     cast to the autocast dtype, as torch casts the operands of its own attention; operands of one dtype keep it.
     """
     if any(map(_is_lazy, operands)):
-        operands = operands._make([t.resolve_neg() if _is_lazy(t) else t for t in operands])
+        operands = type(operands)(*[t.resolve_neg() if _is_lazy(t) else t for t in operands])
     vectors = operands[:3]
     if all(isinstance(t, torch.Tensor) for t in vectors) and len({t.dtype for t in vectors}) > 1:
         kind = operands.q.device.type

@@ -204,9 +204,9 @@ class AttentionProblem:
 
     @property
     def kind(self) -> object:
-        """The same object for problems that differ only in `SIZES`, the scale, the size of a softcap, the probability of
-        dropout, and the lengths of those axes of a mask or bias that are not broadcast. Rules that read none of these
-        are evaluated once per kind (`by_kind`)."""
+        """The same object for problems that differ only in `SIZES`, the scale, the size of a softcap, the probability
+        of dropout, and the lengths of those axes of a mask or bias that are not broadcast. Rules that read none of
+        these are evaluated once per kind (`by_kind`)."""
         fields = self.__dict__
         found = fields.get("_kind")
         if found is None:

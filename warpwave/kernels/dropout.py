@@ -58,9 +58,7 @@ def draw_seed(device: torch.device) -> torch.Tensor:
 # Host -----------------------------------------------------------------------------------------------------------------
 
 
-def kept(
-    dropout_p: float, seed: torch.Tensor, batch: range, heads: range, rows: range, keys: range
-) -> torch.Tensor:
+def kept(dropout_p: float, seed: torch.Tensor, batch: range, heads: range, rows: range, keys: range) -> torch.Tensor:
     """Returns which pairs dropout keeps, by the operations of torch on the device of the seed.
 
     Args:
@@ -73,9 +71,9 @@ def kept(
     """
     # Whole periods of 16 positions, of which half share the calls of the other half.
     spans = [range(r.start // 16, -(-r.stop // 16)) for r in (rows, keys)]
+    first = torch.arange(8, device=seed.device)
     row_groups, key_groups = (
-        (16 * torch.arange(s.start, s.stop, device=seed.device)[:, None] + torch.arange(8, device=seed.device)).flatten()
-        for s in spans
+        (16 * torch.arange(s.start, s.stop, device=seed.device)[:, None] + first).flatten() for s in spans
     )
     key = _key_of(seed)
     counter = (

@@ -92,7 +92,8 @@ class _Views:
             slopes = slopes[None] if slopes.dim() == 1 else slopes[part.batch.start : part.batch.stop]
             slopes = slopes.unflatten(1, self.groups)[..., None, None]
         self.slopes = slopes
-        self.seed, self.batch = operands.dropout_seed, part.batch
+        self.seed: Any = operands.dropout_seed
+        self.batch = part.batch
         self.sinks = None if sinks is None else sinks.view(1, *self.groups, 1)
 
     def rows(self, t: Any, tokens: slice) -> Any:

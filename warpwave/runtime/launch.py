@@ -127,7 +127,7 @@ class Family:
             if value.__class__ is int and not -(2**31) <= value < 2**31:
                 bits += (i,)
         for i in self._specialized:
-            bits += (scalars[i] == 1, scalars[i] % 16 == 0)
+            bits += (scalars[i] == 1, scalars[i] % 16 == 0)  # type: ignore[operator]  # they are integers
         return bits
 
     def launcher(
