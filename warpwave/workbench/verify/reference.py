@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from warpwave.kernels import dropout
 from warpwave.kernels.torch_products import keeps_float32
 from warpwave.problem import LARGEST_BIAS, AttentionProblem, Operands
 
@@ -139,6 +140,8 @@ class _Sequence(NamedTuple):
     bias: Tensor | None  # the same
     slopes: Tensor | None  # [num_heads_q]
     sinks: Tensor | None  # [num_heads_q]
+    dropout_seed: Tensor | None  # [2]
+    item: int  # in the batch
     q_at: int | slice
     packed: bool
 
@@ -163,6 +166,8 @@ def _sequences(problem: AttentionProblem, operands: Operands) -> Iterator[_Seque
             None if bias is None else bias[b % len(bias)],
             slopes[b] if slopes is not None and slopes.dim() == 2 else slopes,
             sinks,
+            operands.dropout_seed if problem.dropout_p else None,
+            b,
             q_at,
             problem.packed,
         )
@@ -213,6 +218,15 @@ def _logits(problem: AttentionProblem, seq: _Sequence, rows: slice, scores: Tens
     return scores.masked_fill(hidden, -torch.inf)
 
 
+def _dropped(problem: AttentionProblem, seq: _Sequence, rows: range, p: Tensor) -> Tensor:
+    """Applies dropout to probabilities, or to their gradient, [num_heads_q, rows, seqlen_k]."""
+    if seq.dropout_seed is None:
+        return p
+    items, heads, keys = range(seq.item, seq.item + 1), range(p.shape[0]), range(p.shape[2])
+    (kept,) = dropout.kept(problem.dropout_p, seq.dropout_seed, items, heads, rows, keys)
+    return p.masked_fill(~kept, 0.0) / (1 - problem.dropout_p)
+
+
 def _naive_sequence(problem: AttentionProblem, seq: _Sequence) -> tuple[Tensor, Tensor]:
     """Returns out [num_heads_q, seqlen_q, head_dim_v] and lse [num_heads_q, seqlen_q] in the input type."""
     round_operand = _operand_rounding(problem) or _keep
@@ -227,6 +241,7 @@ def _naive_sequence(problem: AttentionProblem, seq: _Sequence) -> tuple[Tensor, 
     empty = (scores == -torch.inf).all(-1, keepdim=True)
     scores = scores.masked_fill(empty, 0.0)
     p = torch.softmax(scores, dim=-1)[..., : seq.k.shape[1]]
+    p = _dropped(problem, seq, range(seq.q.shape[1]), p)
     out = _product(round_operand(p), seq.v).masked_fill(empty, 0.0)
     lse = torch.logsumexp(scores, dim=-1).masked_fill(empty.squeeze(-1), -torch.inf)
     return out, lse
@@ -255,7 +270,8 @@ def _forward(problem: AttentionProblem, operands: Operands, round_operand: Round
                 lse_rows = torch.logaddexp(lse_rows, seq.sinks[:, None])
             # The LSE cannot be used: next to a maximum such as `finfo.min` the sum is lost in rounding.
             inverse = (1 / total).masked_fill(empty, 0.0)
-            out[seq.q_at][rows] = (round_p(p) @ seq.v * inverse[..., None]).transpose(0, 1)
+            kept = _dropped(problem, seq, _positions(rows, seq), round_p(p))
+            out[seq.q_at][rows] = (kept @ seq.v * inverse[..., None]).transpose(0, 1)
             _lse_at(lse, seq)[:, rows] = lse_rows
             if s.numel():
                 magnitudes = torch.maximum(products.abs(), s.abs()).masked_fill(s == -torch.inf, 0.0)
@@ -294,8 +310,10 @@ def _gradients(
                 dout_rows = dout[seq.q_at][rows].transpose(0, 1)
                 with torch.no_grad():
                     p = torch.exp(s - lse_rows.masked_fill(lse_rows == -torch.inf, 0.0)[..., None])
-                    ds = p * (dout_rows @ seq.v.transpose(1, 2) + dlogit_rows[..., None])
-                    dv = round_p(p).transpose(1, 2) @ dout_rows
+                    positions = _positions(rows, seq)
+                    dp = _dropped(problem, seq, positions, dout_rows @ seq.v.transpose(1, 2))
+                    ds = p * (dp + dlogit_rows[..., None])
+                    dv = _dropped(problem, seq, positions, round_p(p)).transpose(1, 2) @ dout_rows
                 (dproducts,) = torch.autograd.grad(s, leaf, ds, retain_graph=True)
                 if added:
                     torch.autograd.backward([s], [round_p(ds)], inputs=added)
@@ -305,6 +323,11 @@ def _gradients(
                     p_sink = torch.exp(seq.sinks.detach()[:, None] - lse_rows)
                     seq.sinks.backward((p_sink * dlogit_rows).sum(-1))
     return _collect(leaves)
+
+
+def _positions(rows: slice, seq: _Sequence) -> range:
+    """Returns the positions of query rows in the sequence."""
+    return range(seq.q.shape[1])[rows]
 
 
 def _row_chunks(seq: _Sequence) -> Iterator[slice]:
