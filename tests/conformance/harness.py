@@ -29,7 +29,11 @@ LONG = 20_000 if ON_GPU else 1_300
 
 
 def attend(
-    kernel: str, operands: Operands | DropoutOperands, options: dict[str, Any], problem: AttentionProblem, config: Any = None
+    kernel: str,
+    operands: Operands | DropoutOperands,
+    options: dict[str, Any],
+    problem: AttentionProblem,
+    config: Any = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns out and lse (None unless requested) of one public call."""
     tensors: dict[str, Any] = {name: getattr(operands, name) for name in ("alibi_slopes", "sinks", "dropout_seed")}
