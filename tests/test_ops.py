@@ -12,7 +12,7 @@ from torch.library import opcheck
 import warpwave
 from warpwave import ops, plans
 from warpwave.checks import Options
-from warpwave.problem import DropoutOperands, Operands
+from warpwave.problem import AnyOperands, DropoutOperands, Operands
 from warpwave.runtime.bounded import Bounded
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -34,7 +34,7 @@ def loss_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return out.square().sum() + lse.sin().sum()
 
 
-def arguments(operands: Operands | DropoutOperands, options: Options) -> tuple[Any, ...]:
+def arguments(operands: AnyOperands, options: Options) -> tuple[Any, ...]:
     return (*operands[:9], operands.dropout_seed, *options, "auto", "")
 
 
@@ -62,7 +62,7 @@ CASES: dict[str, Any] = {
         Options(causal="bottom_right", return_lse=True, needs_grad=True, deterministic=True),
     ),
     "dropout": lambda: arguments(
-        DropoutOperands(*(t.requires_grad_() for t in qkv()), dropout_seed=torch.tensor([1, 2])),
+        DropoutOperands(*Operands(*(t.requires_grad_() for t in qkv())), torch.tensor([1, 2])),
         Options(return_lse=True, needs_grad=True, dropout_p=0.2),
     ),
     "packed, with dropout": lambda: arguments(

@@ -18,9 +18,7 @@ from warpwave.checks import (
     as_int,
     as_window,
     check_are_tensors,
-    check_dropout,
     check_packed_lengths,
-    check_seed,
     describe_call,
     settled,
     spell_precision,
@@ -28,7 +26,7 @@ from warpwave.checks import (
 from warpwave.errors import InvalidType
 from warpwave.kernels import dropout
 from warpwave.kv_cache import CacheLayer, PagedKVCache, Rotary, integers
-from warpwave.problem import CachedOperands, Causal, DropoutOperands, Operands
+from warpwave.problem import AnyOperands, CachedOperands, Causal, DropoutOperands, Operands
 
 _new: Any = tuple.__new__  # builds a named tuple in a third of the time of its own constructor
 
@@ -355,7 +353,7 @@ def attention_with_kv_cache(
 
 
 def _options(
-    operands: Operands | DropoutOperands | CachedOperands,
+    operands: AnyOperands | CachedOperands,
     causal: bool | Causal,
     window_size: tuple[int, int] | None,
     softcap: float,
@@ -398,15 +396,15 @@ def _switches(
 ) -> tuple[float, bool | None]:
     """Returns dropout_p and deterministic in canonical types, as `_scalars` does, and checks the seed."""
     if dropout_seed is not None:
-        check_seed(dropout_seed)
+        dropout.check_seed(dropout_seed)
     dropout_p = as_float("dropout_p", dropout_p)
     return dropout_p, None if deterministic is None else as_bool("deterministic", deterministic)
 
 
-def _with_seed(operands: Operands, dropout_p: float, seed: torch.Tensor | None) -> Operands | DropoutOperands:
+def _with_seed(operands: Operands, dropout_p: float, seed: torch.Tensor | None) -> AnyOperands:
     """Returns the operands of a call with dropout, whose seed is drawn if None. If q is not a tensor, the operands stay
     as they are, and the checks of the call raise the error."""
-    check_dropout(dropout_p)
+    dropout.check_probability(dropout_p)
     if seed is None:
         if not isinstance(operands.q, torch.Tensor):
             return operands

@@ -19,14 +19,14 @@ import torch
 from torch.autograd import forward_ad
 
 from warpwave import dispatch
-from warpwave.checks import Options, is_deterministic
+from warpwave.checks import Options
 from warpwave.errors import UnsupportedProblem
 from warpwave.gpu import Gpu
 from warpwave.kernels import eager
-from warpwave.problem import AttentionProblem, DropoutOperands, Operands
+from warpwave.problem import AnyOperands, AttentionProblem, DropoutOperands, Operands
 from warpwave.runtime.bounded import Bounded
 
-Run = Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]
+Run = Callable[[AnyOperands], tuple[torch.Tensor, torch.Tensor | None]]
 DIFFERENTIABLE = (0, 1, 2, 4, 5, 6)  # q k v bias alibi_slopes sinks, among the operands
 MAX_LAYOUTS = 8  # of saved tensors, for which a plan keeps bound gradients
 DIFFERENTIABLE_NAMES = tuple(Operands._fields[i] for i in DIFFERENTIABLE)
@@ -52,16 +52,18 @@ def module_of(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> Any:
 
 
 Gradients = Sequence[torch.Tensor | None]
-Compute = Callable[[Any, Any, torch.Tensor, torch.Tensor | None], Gradients]
+Compute = Callable[[AnyOperands, Any, torch.Tensor, torch.Tensor | None], Gradients]
 
 
-def bind_gradients(problem: AttentionProblem, gpu: Gpu, operands: Any, wanted: Sequence[bool], kernel: str) -> Compute:
+def bind_gradients(
+    problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, wanted: Sequence[bool], kernel: str
+) -> Compute:
     """Returns `compute(operands, (out, lse), dout, dlse)`, the gradients of sum(out * dout) + sum(lse * dlse) by the
     `DIFFERENTIABLE` operands, None where not wanted.
 
     Args:
         problem: of the call, with gradients.
-        operands: tensors of the layout that `compute` takes: `Operands` or `DropoutOperands`.
+        operands: tensors of the layout that `compute` takes.
         kernel: of the forward, as the caller named it. out and lse are its results; None where it keeps none.
     """
     names = {name for name, want in zip(DIFFERENTIABLE_NAMES, wanted, strict=True) if want}
@@ -72,7 +74,7 @@ def bind_gradients(problem: AttentionProblem, gpu: Gpu, operands: Any, wanted: S
             return bound
     own = module_of(problem, gpu, kernel)
 
-    def compute(operands: Any, results: Any, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
+    def compute(operands: AnyOperands, results: Any, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
         if hasattr(own, "gradients") and not own.gradients_why_not(problem, gpu):
             of_kernel: Gradients = own.gradients(problem, gpu, operands, dout, dlse, wanted)
             return of_kernel
@@ -100,7 +102,7 @@ class Plan:
     """What an eager call with gradients runs, and what its backward has to know."""
 
     def __init__(
-        self, run: Run, problem: AttentionProblem, gpu: Gpu, options: Options, kernel: str, operands: Any
+        self, run: Run, problem: AttentionProblem, gpu: Gpu, options: Options, kernel: str, operands: AnyOperands
     ) -> None:
         self.run, self.problem, self.gpu, self.options, self.kernel = run, problem, gpu, options, kernel
         self.kind = type(operands)
@@ -114,7 +116,7 @@ class Plan:
         self.bound: Bounded[tuple[Any, ...], Compute] = Bounded(MAX_LAYOUTS)
         self.apply = _apply_both if options.return_lse else _apply_out
 
-    def __call__(self, operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def __call__(self, operands: AnyOperands) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(out, lse), differentiable; lse None unless it is asked for."""
         returned = self.apply(self, *operands[: self.count])
         return returned if self.options.return_lse else (returned, None)
@@ -148,7 +150,7 @@ class Plan:
         else:
             # Hooks on saved tensors may bring them back with other strides.
             layouts = [(t.stride(), t.data_ptr() & 15) for t in operands if t is not None]
-            deterministic = is_deterministic(self.options.deterministic)
+            deterministic = self.options.must_repeat()
             key = (deterministic, *wanted, *layouts)
             compute = self.bound.get(key)
             if compute is None:
@@ -203,7 +205,7 @@ _apply_both = super(torch.autograd.Function, _Both).apply
 # The operator, and transforms of it -----------------------------------------------------------------------------------
 
 
-def schema_tensors(operands: Operands | DropoutOperands) -> tuple[torch.Tensor | None, ...]:
+def schema_tensors(operands: AnyOperands) -> tuple[torch.Tensor | None, ...]:
     """Returns the tensors of a call as the operators' schemas take them."""
     return (*operands[:9], operands.dropout_seed)
 

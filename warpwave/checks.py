@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from warpwave.errors import InvalidInput, InvalidType
-from warpwave.problem import PRECISIONS, AttentionProblem, CachedOperands, Causal, DropoutOperands, Operands
+from warpwave.kernels import dropout
+from warpwave.problem import PRECISIONS, AnyOperands, AttentionProblem, CachedOperands, Causal
 
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -52,10 +53,7 @@ PRECISION_NAMES = ", ".join(map(repr, PRECISIONS))
 
 
 class Options(NamedTuple):
-    """All arguments of a call that are not tensors, in the order of the operator's schema.
-
-    `deterministic` is None for torch's setting at the time when the gradients are computed.
-    """
+    """All arguments of a call that are not tensors, in the order of the operator's schema."""
 
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
@@ -70,8 +68,12 @@ class Options(NamedTuple):
     dropout_p: float = 0.0
     deterministic: bool | None = None
 
+    def must_repeat(self) -> bool:
+        """Returns whether gradients must repeat bit for bit: `deterministic`, or torch's setting now if None."""
+        return torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic
 
-def describe_call(operands: Operands | DropoutOperands, options: Options) -> AttentionProblem:
+
+def describe_call(operands: AnyOperands, options: Options) -> AttentionProblem:
     """Checks a call and returns the problem it describes.
 
     Raises:
@@ -102,8 +104,7 @@ def describe_call(operands: Operands | DropoutOperands, options: Options) -> Att
     if operands.sinks is not None:
         bind_axes("sinks", operands.sinks, "num_heads_q", axes)
     if operands.dropout_seed is not None:
-        check_seed(operands.dropout_seed)
-
+        dropout.check_seed(operands.dropout_seed)
     scale = resolve_scale(options.softmax_scale, size["head_dim"])
     _check_scalars(options, scale)
     return AttentionProblem(
@@ -131,7 +132,7 @@ def describe_call(operands: Operands | DropoutOperands, options: Options) -> Att
         return_lse=options.return_lse,
         requires_grad=options.needs_grad,
         dropout_p=options.dropout_p,
-        deterministic=options.needs_grad and is_deterministic(options.deterministic),
+        deterministic=options.needs_grad and options.must_repeat(),
     )
 
 
@@ -326,7 +327,7 @@ def _text(names: Sequence[str]) -> str:
     return f"({', '.join(names)}{',' if len(names) == 1 else ''})"
 
 
-def check_packed_lengths(operands: Operands | DropoutOperands, options: Options) -> None:
+def check_packed_lengths(operands: AnyOperands, options: Options) -> None:
     """Reads the contents of cu_seqlens (this waits for the device) and refuses offsets that would read out of bounds.
 
     Raises:
@@ -366,7 +367,7 @@ def check_offsets(name: str, offsets: list[int], total: int, longest: int) -> No
         )
 
 
-def check_are_tensors(operands: Operands | DropoutOperands | CachedOperands) -> None:
+def check_are_tensors(operands: AnyOperands | CachedOperands) -> None:
     """Raises InvalidType naming the first operand that is not a tensor. q, k, v, a cache's tables and the seed of a
     call with dropout are required."""
     for name, tensor in zip(operands._fields, operands, strict=True):
@@ -395,9 +396,7 @@ def check_problem(problem: AttentionProblem) -> None:
         raise InvalidInput(f"dtype is {problem.dtype!r}; it must be one of {', '.join(DTYPE_NAMES.values())}")
     if problem.precision not in PRECISIONS:
         raise InvalidInput(f"precision is {problem.precision!r}; it must be one of {PRECISION_NAMES}")
-    check_dropout(problem.dropout_p)
-    if problem.dropout_p and problem.page_size:
-        raise InvalidInput(f"dropout_p is {problem.dropout_p}; calls on a paged cache have no dropout")
+    dropout.check_problem(problem)
     if not (problem.causal is None or isinstance(problem.causal, Causal)):
         raise InvalidType(f"causal is {problem.causal!r}; in a problem it must be a Causal, or None")
     _check_heads(problem.num_heads_q, problem.num_heads_kv, problem.head_dim, problem.head_dim_v)
@@ -410,7 +409,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return torch.compiler.is_compiling() or not tensor.is_neg()  # compiled graphs have no lazily negated tensor
 
 
-def settled(operands: Operands | DropoutOperands) -> Operands | DropoutOperands:
+def settled(operands: AnyOperands) -> AnyOperands:
     """Returns the operands of a call in the form that kernels take.
 
     Views that torch negates lazily (`x.conj().imag`) are resolved. Under autocast, q, k and v of different dtypes are
@@ -431,7 +430,7 @@ def _is_lazy(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and not tensor.is_nested and tensor.is_neg()
 
 
-def _check_types(operands: Operands | DropoutOperands | CachedOperands) -> None:
+def _check_types(operands: AnyOperands | CachedOperands) -> None:
     check_are_tensors(operands)
     q = operands.q
     device = q.device
@@ -467,7 +466,7 @@ def _check_heads(num_heads_q: int, num_heads_kv: int, head_dim: int, head_dim_v:
             raise InvalidInput(f"{name} has head_dim 0; it must be at least 1")
 
 
-def _check_packed(operands: Operands | DropoutOperands, size: dict[str, int], options: Options) -> None:
+def _check_packed(operands: AnyOperands, size: dict[str, int], options: Options) -> None:
     for name in ("mask", "bias"):
         if getattr(operands, name) is not None:
             raise InvalidInput(
@@ -542,30 +541,8 @@ def as_bool(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def check_dropout(dropout_p: float) -> None:
-    """Raises InvalidInput if a probability of dropout is not in [0, 1)."""
-    if not 0 <= dropout_p < 1:
-        raise InvalidInput(f"dropout_p is {dropout_p}; it must be at least 0 and less than 1, 0 for no dropout")
-
-
-def check_seed(seed: Any) -> None:
-    """Raises InvalidInput or InvalidType if a seed of dropout is not an int64 tensor of two numbers."""
-    if not isinstance(seed, torch.Tensor):
-        raise InvalidType(f"dropout_seed is a {type(seed).__name__}; it must be an int64 torch.Tensor (seed, offset)")
-    if seed.dtype != torch.int64:
-        raise InvalidType(f"dropout_seed is {seed.dtype}; it must be torch.int64")
-    if tuple(seed.shape) != (2,):
-        raise InvalidInput(f"dropout_seed has shape {tuple(seed.shape)}; it must be (2,), a seed and an offset")
-
-
-def is_deterministic(asked: bool | None) -> bool:
-    """Returns whether gradients must repeat bit for bit: as asked, or as torch's setting requires now if nothing was
-    asked."""
-    return torch.are_deterministic_algorithms_enabled() if asked is None else asked
-
-
 def _check_scalars(options: Options, scale: float) -> None:
-    check_dropout(options.dropout_p)
+    dropout.check_probability(options.dropout_p)
     if not 0 <= scale <= LARGEST:
         raise InvalidInput(
             f"softmax_scale is {scale}; it must be finite and not negative (negate q instead: the maximum of scores "

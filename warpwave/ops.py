@@ -21,9 +21,7 @@ from warpwave.errors import InvalidType
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import flash_fwd
 from warpwave.plans import Run, lse_shape, plan_key, planned, tell_once, without_keys
-from warpwave.problem import AttentionProblem, DropoutOperands, Operands
-
-AnyOperands = Operands | DropoutOperands
+from warpwave.problem import AnyOperands, AttentionProblem, DropoutOperands, Operands
 
 
 def attend(

@@ -75,6 +75,9 @@ class DropoutOperands(NamedTuple):
     dropout_seed: Any = None
 
 
+AnyOperands = Operands | DropoutOperands
+
+
 class CachedOperands(NamedTuple):
     """The tensors of one call on a paged cache: those of `Operands`, with k and v as pools of pages, and the tables."""
 

@@ -13,7 +13,7 @@ from tests.conformance import cases
 from tests.conformance.cases import Call, Case
 from warpwave import UnsupportedProblem, attention, attention_varlen, dispatch
 from warpwave.gpu import current_gpu
-from warpwave.problem import AttentionProblem, DropoutOperands, Operands
+from warpwave.problem import AnyOperands, AttentionProblem
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device(
@@ -30,7 +30,7 @@ LONG = 20_000 if ON_GPU else 1_300
 
 def attend(
     kernel: str,
-    operands: Operands | DropoutOperands,
+    operands: AnyOperands,
     options: dict[str, Any],
     problem: AttentionProblem,
     config: Any = None,

@@ -364,9 +364,14 @@ def test_the_default_generator_determines_what_is_dropped() -> None:
 
 
 def test_an_equal_call_with_another_seed_is_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+    seen: list[Any] = []
     recall = plans.recall
-    monkeypatch.setattr(plans, "recall", lambda *a: (seen.append(found := recall(*a)), found)[1])
+
+    def watch(*arguments: Any) -> Any:
+        seen.append(recall(*arguments))
+        return seen[-1]
+
+    monkeypatch.setattr(plans, "recall", watch)
     q, k, v = inputs(seqlen=23)
     ends = torch.tensor([0, 11, 23], dtype=torch.int32, device=DEVICE)
     dense = functools.partial(warpwave.attention, q, k, v)
@@ -472,7 +477,7 @@ def test_probabilities_out_of_range(p: float) -> None:
     assert torch.equal(state(), before)
     with pytest.raises(warpwave.InvalidInput, match="dropout_p is"):
         torch.ops.warpwave.attention(
-            *DropoutOperands(*inputs(), dropout_seed=seed_of()), *Options(dropout_p=p), "auto", ""
+            *DropoutOperands(*Operands(*inputs()), seed_of()), *Options(dropout_p=p), "auto", ""
         )
 
 

@@ -13,7 +13,7 @@ import torch
 
 from warpwave import precision
 from warpwave.gpu import Gpu
-from warpwave.problem import AttentionProblem, DropoutOperands, Operands, by_kind
+from warpwave.problem import AnyOperands, AttentionProblem, by_kind
 from warpwave.runtime.scratch import maker
 
 UNLIMITED = 2**30  # a window side larger than any sequence, small enough that adding a length does not overflow
@@ -127,7 +127,7 @@ def allocator(problem: AttentionProblem, q: torch.Tensor) -> Callable[[], tuple[
     return lambda: (make_out(), make_lse())
 
 
-def straightener(operands: Operands | DropoutOperands) -> Callable[[Any], Any]:
+def straightener(operands: AnyOperands) -> Callable[[Any], Any]:
     """Returns `straight(operands)`: mask and bias with stride 1 (or 0, along a broadcast axis), all others with
     stride 1. Otherwise the layout would add kernel variants, with different bits. A strided tensor is copied; its
     broadcast axes stay broadcast."""

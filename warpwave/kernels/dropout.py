@@ -20,17 +20,48 @@ them, and no data is exchanged. Elsewhere a thread computes words that it does n
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from warpwave.errors import InvalidInput, InvalidType
+from warpwave.problem import AttentionProblem
 from warpwave.runtime.triton_or_stub import jit, tl
 
-ROUNDS = tl.constexpr(7)
+_ROUNDS = 7
+ROUNDS = tl.constexpr(_ROUNDS)
 SHARED_BIT = tl.constexpr(8)  # bit 3 of a position, in which the pairs that share a call differ
 SEED_SHAPE = (2,)  # (seed, offset), int64
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _WORD, _SIGN = 0xFFFFFFFF, 0x80000000
+
+
+# Arguments ------------------------------------------------------------------------------------------------------------
+
+
+def check_probability(dropout_p: float) -> None:
+    """Raises InvalidInput if a probability of dropout is not in [0, 1)."""
+    if not 0 <= dropout_p < 1:
+        raise InvalidInput(f"dropout_p is {dropout_p}; it must be at least 0 and less than 1, 0 for no dropout")
+
+
+def check_problem(problem: AttentionProblem) -> None:
+    """Raises InvalidInput if no call can have a problem's dropout."""
+    check_probability(problem.dropout_p)
+    if problem.dropout_p and problem.page_size:
+        raise InvalidInput(f"dropout_p is {problem.dropout_p}; calls on a paged cache have no dropout")
+
+
+def check_seed(seed: Any) -> None:
+    """Raises InvalidInput or InvalidType if a seed is not an int64 tensor of two numbers."""
+    if not isinstance(seed, torch.Tensor):
+        raise InvalidType(f"dropout_seed is a {type(seed).__name__}; it must be an int64 torch.Tensor (seed, offset)")
+    if seed.dtype != torch.int64:
+        raise InvalidType(f"dropout_seed is {seed.dtype}; it must be torch.int64")
+    if tuple(seed.shape) != SEED_SHAPE:
+        raise InvalidInput(f"dropout_seed has shape {tuple(seed.shape)}; it must be (2,), a seed and an offset")
 
 
 def threshold(dropout_p: float) -> int:
@@ -103,7 +134,7 @@ def _key_of(seed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def philox(key: tuple[torch.Tensor, ...], counter: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """Returns the four words of Philox4x32-7, each in an int64 tensor of the shape that the arguments broadcast to."""
     (k0, k1), (c0, c1, c2, c3) = key, counter
-    for _ in range(ROUNDS.value):
+    for _ in range(_ROUNDS):
         # The low 64 bits of an int64 product are those of the unsigned one.
         even, odd = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
         c0, c1 = ((odd >> 32) & _WORD) ^ c1 ^ k0, odd & _WORD

@@ -29,7 +29,7 @@ from warpwave.kernels import dropout
 from warpwave.kernels.eager_cost import cost
 from warpwave.kernels.paging import as_cached, as_packed, one_by_one
 from warpwave.kernels.torch_products import plainly, product
-from warpwave.problem import LARGEST_BIAS, AttentionProblem, Band, Operands
+from warpwave.problem import LARGEST_BIAS, AnyOperands, AttentionProblem, Band, Operands
 
 __all__ = ["Config", "Gradients", "backward", "bind", "configs", "cost", "forward", "why_not"]
 
@@ -62,7 +62,7 @@ class _Part(NamedTuple):
     tokens_k: slice
 
 
-def _parts(problem: AttentionProblem, operands: Operands) -> list[_Part]:
+def _parts(problem: AttentionProblem, operands: AnyOperands) -> list[_Part]:
     if not problem.packed:
         return [_Part(range(problem.batch), slice(None), slice(None))]
     if operands.q.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -79,7 +79,7 @@ class _Views:
     Absent tensors are None.
     """
 
-    def __init__(self, problem: AttentionProblem, operands: Operands, part: _Part) -> None:
+    def __init__(self, problem: AttentionProblem, operands: AnyOperands, part: _Part) -> None:
         self.groups = (problem.num_heads_kv, problem.num_heads_q // problem.num_heads_kv)
         self.packed = problem.packed
         self.q: Any = self.rows(operands.q, part.tokens_q)
@@ -239,7 +239,7 @@ def _operand(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 # Forward --------------------------------------------------------------------------------------------------------------
 
 
-def forward(problem: AttentionProblem, operands: Operands, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(problem: AttentionProblem, operands: AnyOperands, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns out, like q with head_dim_v, and lse, float32 (batch, num_heads_q, seqlen_q), packed (num_heads_q,
     total_q)."""
     q = operands.q
@@ -303,7 +303,7 @@ class Gradients(NamedTuple):
 
 def backward(
     problem: AttentionProblem,
-    operands: Operands,
+    operands: AnyOperands,
     config: Config,
     out: torch.Tensor,
     lse: torch.Tensor,

@@ -45,7 +45,7 @@ class Launch(NamedTuple):
     kernel: Any
     grid: int
     tensors: Sequence[Any]  # of torch.Tensor, Mapped or None
-    scalars: Sequence[int | float | None]
+    scalars: Sequence[Any]  # of int, float or None
     constants: Mapping[str, Any]
     options: Mapping[str, Any]
 
@@ -120,19 +120,17 @@ class Family:
         assert launcher is not None
         return launcher
 
-    def _bits(self, scalars: Sequence[int | float | None]) -> tuple[Any, ...]:
+    def _bits(self, scalars: Sequence[Any]) -> tuple[Any, ...]:
         """Returns the properties of the scalars for which Triton compiles anew."""
         bits: tuple[Any, ...] = ()
         for i, value in enumerate(scalars):
             if value.__class__ is int and not -(2**31) <= value < 2**31:
                 bits += (i,)
         for i in self._specialized:
-            bits += (scalars[i] == 1, scalars[i] % 16 == 0)  # type: ignore[operator]  # they are integers
+            bits += (scalars[i] == 1, scalars[i] % 16 == 0)
         return bits
 
-    def launcher(
-        self, grid: int, scalars: Sequence[int | float | None], maps: Sequence[driver.TensorMap] = ()
-    ) -> Launcher | None:
+    def launcher(self, grid: int, scalars: Sequence[Any], maps: Sequence[driver.TensorMap] = ()) -> Launcher | None:
         """Returns the launcher of another launch; None if its variant is not compiled yet.
 
         Args:

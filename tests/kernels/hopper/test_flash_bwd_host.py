@@ -100,11 +100,11 @@ def test_the_argument_takes_the_kernel_without_atomics(card: Card, asked: bool |
 
 def test_packed_sequences_take_the_argument_as_well(card: Card) -> None:
     q, k, v = (torch.randn(2048, 4, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
-    lengths = {"max_seqlen_q": 2048, "max_seqlen_k": 2048}
     ends = torch.tensor([0, 2048], dtype=torch.int32)
     for asked in (False, True):
         out = warpwave.attention_varlen(
-            q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, deterministic=asked, **lengths
+            q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=2048, max_seqlen_k=2048,
+            deterministic=asked,
         )  # fmt: skip
         torch.autograd.grad(out.sum(), (q, k, v))
     assert compiled(card)[1:] == [*BACKWARD, *REPEATABLE]

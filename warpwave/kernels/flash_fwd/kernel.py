@@ -63,7 +63,7 @@ from warpwave.kernels.primitives import (
     tile_pointers,
     transposed,
 )
-from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands, by_kind
+from warpwave.problem import DTYPE_BYTES, AnyOperands, AttentionProblem, by_kind
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import jit, tl
 
@@ -339,8 +339,8 @@ L2_BYTES = 16 * 1024 * 1024  # for K and V of the heads that run together; on an
 
 
 def bind(
-    problem: AttentionProblem, operands: Operands, config: Config
-) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
+    problem: AttentionProblem, operands: AnyOperands, config: Config
+) -> Callable[[AnyOperands], tuple[torch.Tensor, torch.Tensor | None]]:
     """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, where lse is None unless
     requested."""
     allocate, straight = allocator(problem, operands.q), straightener(operands)
@@ -348,7 +348,7 @@ def bind(
     if isinstance(specified, launch.Launch):
         launcher = launch.bind(specified)
 
-        def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+        def run(operands: AnyOperands) -> tuple[torch.Tensor, torch.Tensor | None]:
             q, k, v, *others = operands
             out, lse = allocate()
             launcher(q, k, v, out, lse, *others)
@@ -361,7 +361,7 @@ def bind(
     assert k_parts is not None and v_parts is not None
     make_parts = [maker(parts.shape, parts.dtype, parts.device) for parts in (k_parts, v_parts)]
 
-    def run_split(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run_split(operands: AnyOperands) -> tuple[torch.Tensor, torch.Tensor | None]:
         q, k, v, *others = operands
         out, lse = allocate()
         k_parts, v_parts = [make() for make in make_parts]
@@ -373,7 +373,12 @@ def bind(
 
 
 def specify(
-    problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
+    problem: AttentionProblem,
+    gpu: Gpu,
+    operands: AnyOperands,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    config: Config,
 ) -> launch.Launch | tuple[launch.Launch, launch.Launch]:
     """Returns one or two launches from tensors, which may be without memory (device "meta") if they are only
     compiled."""
@@ -391,7 +396,7 @@ def specify(
 def _specify(
     problem: AttentionProblem,
     gpu: Gpu,
-    operands: Operands,
+    operands: AnyOperands,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     config: Config,
@@ -417,7 +422,7 @@ def _specify(
 
 
 def _scalars(
-    problem: AttentionProblem, operands: Operands, out: torch.Tensor, stride_kp: int, stride_vp: int
+    problem: AttentionProblem, operands: AnyOperands, out: torch.Tensor, stride_kp: int, stride_vp: int
 ) -> list[int | float | None]:
     """Returns the run-time arguments after the pointers, in the kernel's order."""
     unit = stride_unit(operands, out)
@@ -449,7 +454,7 @@ def _scalars(
     ]
 
 
-def stride_unit(operands: Operands, out: torch.Tensor) -> int:
+def stride_unit(operands: AnyOperands, out: torch.Tensor) -> int:
     """Returns the largest power of two, up to 16, that divides every stride between rows, heads and batches."""
     return math.gcd(16, *(stride for tensor in (*operands[:3], out) for stride in tensor.stride()[:-1]))
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from warpwave.kernels import dropout
 from warpwave.kernels.torch_products import keeps_float32
-from warpwave.problem import LARGEST_BIAS, AttentionProblem, Operands
+from warpwave.problem import LARGEST_BIAS, AnyOperands, AttentionProblem
 
 CHUNK_ELEMENTS = 1 << 25  # float64 scores in memory at once: 256 MiB
 
@@ -56,12 +56,12 @@ class Gradients(NamedTuple):
     dsinks: Tensor | None = None
 
 
-def oracle(problem: AttentionProblem, operands: Operands) -> Forward:
+def oracle(problem: AttentionProblem, operands: AnyOperands) -> Forward:
     """R: the exact result, up to float64 rounding."""
     return _forward(problem, operands, _keep, _keep)
 
 
-def rounding_model(problem: AttentionProblem, operands: Operands) -> Forward:
+def rounding_model(problem: AttentionProblem, operands: AnyOperands) -> Forward:
     """M: the result of exact arithmetic with a kernel's unavoidable roundings."""
     if problem.dtype == "float32" and _operand_rounding(problem) is None:
         return oracle(problem, operands)._replace(out=naive(problem, operands))
@@ -69,7 +69,7 @@ def rounding_model(problem: AttentionProblem, operands: Operands) -> Forward:
     return model._replace(out=model.out.to(operands.q.dtype))
 
 
-def naive(problem: AttentionProblem, operands: Operands) -> Tensor:
+def naive(problem: AttentionProblem, operands: AnyOperands) -> Tensor:
     """N: the formula as a user would write it in the input type. It returns out only; the LSE is compared with R."""
     out = operands.q.new_empty(*operands.q.shape[:-1], problem.head_dim_v)
     for seq in _sequences(problem, operands):
@@ -78,14 +78,14 @@ def naive(problem: AttentionProblem, operands: Operands) -> Tensor:
 
 
 def oracle_gradients(
-    problem: AttentionProblem, operands: Operands, dout: Tensor, dlse: Tensor | None = None
+    problem: AttentionProblem, operands: AnyOperands, dout: Tensor, dlse: Tensor | None = None
 ) -> Gradients:
     """R's gradients of `sum(out * dout) + sum(lse * dlse)`, in float64."""
     return _gradients(problem, operands, dout, dlse, _keep, _keep, _keep)
 
 
 def rounding_model_gradients(
-    problem: AttentionProblem, operands: Operands, dout: Tensor, dlse: Tensor | None = None
+    problem: AttentionProblem, operands: AnyOperands, dout: Tensor, dlse: Tensor | None = None
 ) -> Gradients:
     """M's gradients: P rounded for dv, dS for dq and dk, delta taken from the rounded out, each result rounded once."""
     if problem.dtype == "float32" and _operand_rounding(problem) is None:
@@ -97,7 +97,7 @@ def rounding_model_gradients(
 
 
 def naive_gradients(
-    problem: AttentionProblem, operands: Operands, dout: Tensor, dlse: Tensor | None = None
+    problem: AttentionProblem, operands: AnyOperands, dout: Tensor, dlse: Tensor | None = None
 ) -> Gradients:
     """N's gradients: autograd through the plain formula in the input type."""
     leaves = _leaves(operands)
@@ -146,7 +146,7 @@ class _Sequence(NamedTuple):
     packed: bool
 
 
-def _sequences(problem: AttentionProblem, operands: Operands) -> Iterator[_Sequence]:
+def _sequences(problem: AttentionProblem, operands: AnyOperands) -> Iterator[_Sequence]:
     q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k = operands[:9]
     group = problem.num_heads_q // problem.num_heads_kv
     ends_q = cu_seqlens_q.tolist() if problem.packed else []
@@ -250,7 +250,7 @@ def _naive_sequence(problem: AttentionProblem, seq: _Sequence) -> tuple[Tensor, 
 # All sequences, in float64 --------------------------------------------------------------------------------------------
 
 
-def _forward(problem: AttentionProblem, operands: Operands, round_operand: Rounding, round_p: Rounding) -> Forward:
+def _forward(problem: AttentionProblem, operands: AnyOperands, round_operand: Rounding, round_p: Rounding) -> Forward:
     operands = _in_float64(operands, round_operand)
     out = operands.q.new_zeros(*operands.q.shape[:-1], problem.head_dim_v)
     lse = operands.q.new_zeros(_lse_shape(problem))
@@ -281,7 +281,7 @@ def _forward(problem: AttentionProblem, operands: Operands, round_operand: Round
 
 def _gradients(
     problem: AttentionProblem,
-    operands: Operands,
+    operands: AnyOperands,
     dout: Tensor,
     dlse: Tensor | None,
     round_operand: Rounding,
@@ -365,26 +365,26 @@ def _lse_shape(problem: AttentionProblem) -> tuple[int, ...]:
     return (problem.batch, problem.num_heads_q, problem.seqlen_q)
 
 
-def _in_float64(operands: Operands, round_operand: Rounding) -> Operands:
+def _in_float64(operands: AnyOperands, round_operand: Rounding) -> AnyOperands:
     q, k, v, _, bias, slopes, sinks, *_ = operands
     q, k, v = (round_operand(x.detach().double()) for x in (q, k, v))
     bias, slopes, sinks = (None if x is None else x.detach().double() for x in (bias, slopes, sinks))
     return operands._replace(q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sinks=sinks)
 
 
-def _differentiable(operands: Operands) -> list[Tensor | None]:
+def _differentiable(operands: AnyOperands) -> list[Tensor | None]:
     """Returns the operands that have gradients, in the order of `Gradients`."""
     return [operands.q, operands.k, operands.v, operands.bias, operands.alibi_slopes, operands.sinks]
 
 
-def _leaves(operands: Operands) -> Operands:
+def _leaves(operands: AnyOperands) -> AnyOperands:
     q, k, v, bias, slopes, sinks = (
         None if x is None else x.detach().clone().requires_grad_() for x in _differentiable(operands)
     )
     return operands._replace(q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sinks=sinks)
 
 
-def _collect(leaves: Operands) -> Gradients:
+def _collect(leaves: AnyOperands) -> Gradients:
     """Returns the gradients in the leaves; there are none without query rows."""
     found = [None if x is None else torch.zeros_like(x) if x.grad is None else x.grad for x in _differentiable(leaves)]
     return _gradients_of(found)
