@@ -1234,13 +1234,13 @@ OF_DROPOUT = [
     ),
     Mutant(
         "dropout: queries and keys exchanged in a transposed tile", DKV,
-        "head, rows[None, :], keys[:, None], dropout_threshold",
-        "head, keys[:, None], rows[None, :], dropout_threshold",
+        "row_tile, first_rows[None, :], key_begin, first_keys[:, None]",
+        "key_begin, first_keys[:, None], row_tile, first_rows[None, :]",
         f"{BY_GATES}test_each_feature_alone", "dropout and not packed", "FAIL B1 maximum of dv",
     ),
     Mutant(
         "dropout: the heads of a group drop the same in dk and dv", DKV,
-        "dropout_keeps(dropout_key, batch, head, ", "dropout_keeps(dropout_key, batch, kv_head, ",
+        "dropout_key, batch, head, row_tile, ", "dropout_key, batch, kv_head, row_tile, ",
         f"{BY_GATES}test_each_feature_alone", "dropout and packed", "FAIL B1 maximum of dv",
     ),
     Mutant(

@@ -13,9 +13,9 @@ i and j count from the beginning of their sequence and b counts sequences, so a 
 sequence of a dense batch drops. Tiles, configs and kernels have no part in it. Pairs of equal positions in different
 sequences never share a counter, and different offsets have different keys, so neighboring offsets are independent.
 
-Why bit 3: four pairs share one call. In the accumulator of an mma or wgmma instruction, a thread holds rows r and r + 8
-and columns c and c + 8, in a tile of scores and in a transposed one. So all four words are in the thread that needs
-them, and no data is exchanged. Elsewhere a thread computes words that it does not use.
+Why bit 3: four pairs share one call. In the accumulator of a wgmma instruction, a thread holds rows r and r + 8 and
+columns c and c + 8, in a tile of scores and in a transposed one. So it uses all four words of a call, and no data is
+exchanged. With mma instructions, whose warps share the columns of a tile, it uses two, and elsewhere one or two.
 """
 
 from __future__ import annotations
@@ -157,18 +157,20 @@ def load_dropout_key(seed_ptr):
 
 
 @jit
-def dropout_keeps(key, batch, head, rows, keys, threshold):
+def dropout_keeps(key, batch, head, row_begin, rows, key_begin, keys, threshold):
     """Returns which pairs of a tile dropout keeps.
 
     Args:
         key: from `load_dropout_key`.
-        rows, keys: positions in the sequence, int32, that broadcast to the tile.
+        row_begin, key_begin: positions in the sequence at which the tile begins, multiples of 16.
+        rows, keys: positions in the tile, int32, that broadcast to it. They are apart from where it begins so that the
+            compiler sees which pairs share a call, and computes it once.
         threshold: from `threshold`.
     """
-    c0 = keys & ~SHARED_BIT
-    c1 = rows & ~SHARED_BIT
+    # Subtracted, because LLVM does not always fold `keys & ~SHARED_BIT` and would then compute each call twice.
+    row_bit = rows & SHARED_BIT
+    key_bit = keys & SHARED_BIT
+    c0, c1 = key_begin + (keys - key_bit), row_begin + (rows - row_bit)
     w0, w1, w2, w3 = tl.philox(key, c0, c1, head.to(tl.int32), batch.to(tl.int32), ROUNDS)
-    odd_key = (keys & SHARED_BIT) != 0
-    odd_row = (rows & SHARED_BIT) != 0
-    word = tl.where(odd_row, tl.where(odd_key, w3, w2), tl.where(odd_key, w1, w0))
+    word = tl.where(row_bit != 0, tl.where(key_bit != 0, w3, w2), tl.where(key_bit != 0, w1, w0))
     return word.to(tl.int32, bitcast=True) >= threshold

@@ -213,7 +213,10 @@ def flash_bwd_dbias_kernel(
                 p = probabilities(scores, scale, lse_log2[:, None], True)
                 dp = product(dout, v, None, PRECISION)  # [BLOCK_M, BLOCK_N]
                 if HAS_DROPOUT:
-                    kept = dropout_keeps(dropout_key, batch, head, rows[:, None], keys[None, :], dropout_threshold)
+                    kept = dropout_keeps(
+                        dropout_key, batch, head, row_tile, first_rows[:, None], key_tile, first_keys[None, :],
+                        dropout_threshold,
+                    )  # fmt: skip
                     dp = tl.where(kept, dp * dropout_scale, 0.0)
                 acc += score_gradient(p, dp, delta[:, None], at_edge, True)
 

@@ -160,7 +160,8 @@ def flash_bwd_dkv_kernel(
     # The band seen from the keys: -high <= row - key <= -low.
     key_begin = tile * BLOCK_N
     key_last = tl.minimum(key_begin + BLOCK_N, seqlen_k) - 1
-    keys = key_begin + tl.arange(0, BLOCK_N)
+    first_keys = tl.arange(0, BLOCK_N)
+    keys = key_begin + first_keys
     low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
     row_begin, row_end, first, whole_begin, whole_end = key_ranges(
         key_begin, key_last, seqlen_q, -high, -low, BLOCK_M, HAS_HIGH, HAS_LOW
@@ -223,7 +224,10 @@ def flash_bwd_dkv_kernel(
             dout_parts = operand(dout, PRECISION, IS_NVIDIA)
             p_kept = p
             if HAS_DROPOUT:
-                kept = dropout_keeps(dropout_key, batch, head, rows[None, :], keys[:, None], dropout_threshold)
+                kept = dropout_keeps(
+                    dropout_key, batch, head, row_tile, first_rows[None, :], key_begin, first_keys[:, None],
+                    dropout_threshold,
+                )  # fmt: skip
                 p_kept = tl.where(kept, p, 0.0)
             if WRITE_DV:
                 dv = product(operand(p_kept.to(dout.dtype), PRECISION, IS_NVIDIA), dout_parts, dv, PRECISION)

@@ -209,7 +209,8 @@ def flash_bwd_dq_kernel(
 
     row_begin = tile * BLOCK_M
     row_last = tl.minimum(row_begin + BLOCK_M, seqlen_q) - 1
-    rows = row_begin + tl.arange(0, BLOCK_M)
+    first_rows = tl.arange(0, BLOCK_M)
+    rows = row_begin + first_rows
     low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
     key_begin, key_end, first, whole_begin, whole_end = key_ranges(
         row_begin, row_last, seqlen_k, low, high, BLOCK_N, HAS_LOW, HAS_HIGH
@@ -265,7 +266,10 @@ def flash_bwd_dq_kernel(
             )  # fmt: skip
             dp = product(dout, transposed(v_parts, PRECISION), None, PRECISION)  # [BLOCK_M, BLOCK_N]
             if HAS_DROPOUT:
-                kept = dropout_keeps(dropout_key, batch, head, rows[:, None], keys[None, :], dropout_threshold)
+                kept = dropout_keeps(
+                    dropout_key, batch, head, row_begin, first_rows[:, None], key_tile, first_keys[None, :],
+                    dropout_threshold,
+                )  # fmt: skip
                 dp = tl.where(kept, dp * dropout_scale, 0.0)
             if WALK == 0:
                 p, alpha, m_i, l_i = softmax_step(scores, scale, m_i, l_i)

@@ -224,7 +224,8 @@ def flash_fwd_kernel(
     if TOP_LEFT:
         high = tl.minimum(high, 0)
     row_begin = tile * BLOCK_M
-    rows = row_begin + tl.arange(0, BLOCK_M)
+    first_rows = tl.arange(0, BLOCK_M)
+    rows = row_begin + first_rows
     row_last = tl.minimum(row_begin + BLOCK_M, seqlen_q) - 1
     key_begin, key_end, first, whole_begin, whole_end = key_ranges(
         row_begin, row_last, seqlen_k, low, high, BLOCK_N, HAS_LOW, HAS_HIGH
@@ -292,7 +293,10 @@ def flash_fwd_kernel(
         p, alpha, m_i, l_i = softmax_step(scores, scale_left, m_i, l_i)
         if HAS_DROPOUT:
             # After the sum: the log-sum-exp is that of the softmax without dropout.
-            kept = dropout_keeps(dropout_key, batch, head, rows[:, None], keys[None, :], dropout_threshold)
+            kept = dropout_keeps(
+                dropout_key, batch, head, row_begin, first_rows[:, None], key_tile, first_keys[None, :],
+                dropout_threshold,
+            )  # fmt: skip
             p = tl.where(kept, p, 0.0)
         v = v_pointers + tile_offset * stride_vn
         if SPLIT_AHEAD:
