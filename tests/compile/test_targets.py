@@ -38,15 +38,15 @@ FEATURES: dict[str, dict[str, Any]] = {
 # What flash_fwd and flash_bwd take besides.
 FLASH_FEATURES = FEATURES | {"dropout": {"causal": "bottom_right", "dropout_p": 0.1}}
 # Bytes of local memory a thread may take, by target family, dtype and head_dim, over all features. About a quarter more
-# than the most seen with Triton 3.7.1 on 2026-11-21. What is not listed takes none.
+# than the most seen with Triton 3.7.1 on 2026-11-23. What is not listed takes none.
 SPILL_BOUNDS = {
     ("nvidia", "16-bit", 192): 352,
     ("nvidia", "16-bit", 256): 352,
     ("nvidia", "float32", 40): 16,
     ("nvidia", "float32", 64): 16,
     ("nvidia", "float32", 128): 320,
-    ("nvidia", "float32", 192): 800,
-    ("nvidia", "float32", 256): 640,
+    ("nvidia", "float32", 192): 1072,
+    ("nvidia", "float32", 256): 1072,
     ("cdna", "16-bit", 192): 64,
     ("cdna", "16-bit", 256): 64,
     ("rdna", "16-bit", 192): 800,
@@ -126,6 +126,8 @@ def check(job: dict[str, Any], facts: dict[str, Any], feature: str) -> None:
     assert facts["smem_bytes"] <= facts["smem_bound"], f"{what}: smem_bytes() is no upper bound"
     assert facts["registers"] <= ARCHS[arch][2], what
     bound = SPILL_BOUNDS.get((family(arch), dtype if dtype == "float32" else "16-bit", head_dim), 0)
+    if feature == "dropout":
+        bound = max(bound, 16)  # on sm_120 at head_dim 64
     assert facts["spill_bytes"] <= bound, f"{what}: {facts['spill_bytes']} bytes spilled, the bound is {bound}"
     if dtype != "float32":
         assert matrix_instructions(facts["instructions"], arch) > 0, f"{what}: no matrix instruction"
