@@ -1185,8 +1185,8 @@ OF_DROPOUT = [
     ),
     Mutant(
         "dropout: rows that share a call drop the same", DROPOUT,
-        "word = tl.where(odd_row, tl.where(odd_key, w3, w2), tl.where(odd_key, w1, w0))",
-        "word = tl.where(odd_key, w1, w0)",
+        "word = tl.where(row_bit != 0, tl.where(key_bit != 0, w3, w2), tl.where(key_bit != 0, w1, w0))",
+        "word = tl.where(key_bit != 0, w1, w0)",
         f"{IN_DROPOUT}test_forwards_drop_the_same_pairs", "flash_fwd and 128", "torch.equal",
     ),
     Mutant(
