@@ -1215,7 +1215,7 @@ OF_DROPOUT = [
         "dropout: log-sum-exp of what is kept", FLASH,
         "            p = tl.where(kept, p, 0.0)",
         "            l_i -= tl.sum(tl.where(kept, 0.0, p), 1)\n            p = tl.where(kept, p, 0.0)",
-        f"{IN_DROPOUT}test_lse_is_that_of_the_softmax_without_dropout", "flash_fwd", "bits(lse)",
+        f"{IN_DROPOUT}test_lse_is_that_of_the_softmax_without_dropout", "flash_fwd", "not close",
     ),
     Mutant(
         "dropout: packed sequences drop as the first", EAGER,
