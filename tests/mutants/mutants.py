@@ -911,7 +911,7 @@ FOUND = [
     ),
     Mutant(
         "the sign of a lazily negated view is lost", "checks.py",
-        "Operands(*[t.resolve_neg()", "Operands(*[torch._neg_view(t)",
+        "type(operands)(*[t.resolve_neg()", "type(operands)(*[torch._neg_view(t)",
         "test_pairs.py::test_lazily_negated_views_equal_their_values", "flash_fwd and q", "bits(",
     ),
     Mutant(
