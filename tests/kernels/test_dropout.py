@@ -453,10 +453,14 @@ def test_compiled_calls() -> None:
     first, second = compiled(q, k, v), compiled(q, k, v)
     torch.manual_seed(5)
     assert bits(compiled(q, k, v)) == bits(first) != bits(second)
-    # out is linear in v: with another mask in the backward this would not hold.
-    dout = torch.randn_like(first)
-    (dv,) = torch.autograd.grad(first, v, dout)
-    torch.testing.assert_close((dv * v).sum(), (first * dout).sum(), rtol=1e-4, atol=1e-2)
+    # out is linear in v: with another mask in the backward this would not hold, computed again or not.
+    checkpointed = torch.compile(
+        lambda q, k, v: checkpoint(loss, q, k, v, use_reentrant=False), fullgraph=True, backend="aot_eager"
+    )
+    for out in (first, checkpointed(q, k, v)):
+        dout = torch.randn_like(out)
+        (dv,) = torch.autograd.grad(out, v, dout)
+        torch.testing.assert_close((dv * v).sum(), (out * dout).sum(), rtol=1e-4, atol=1e-2)
 
 
 def test_transforms_of_torch_func() -> None:
