@@ -62,6 +62,7 @@ FEATURES: dict[str, tuple[dict[str, Any], str, tuple[str, Any] | None]] = {
     "grouped heads": ({"num_heads_kv": 2}, "plain", ("heads", (6, 2))),
     "seqlen_q other than seqlen_k": ({"seqlen_q": 1}, "plain", ("lengths", (1, 128))),
     "log-sum-exp": ({"return_lse": True}, "plain", ("lse", True)),
+    "dropout": ({"dropout_p": 0.2}, "dropout", ("dropout", 0.2)),
     "gradients": ({"requires_grad": True}, "", None),
 }
 RUN, INTERPRETED, COMPILED, ACCEPTED = "R", "I", "C", "a"
@@ -74,6 +75,7 @@ class Run:
     Args:
         gpu, arch, date, torch, triton, record: as docs/support.toml has them.
         passed: kernel -> tests passed, over all parts of the log, of those of which none failed.
+        dropout: whether it had the calls with dropout (`cases.DROPOUT`), which are no part of the grid.
     """
 
     gpu: str
@@ -83,6 +85,7 @@ class Run:
     triton: str
     record: str
     passed: Mapping[str, int]
+    dropout: bool
 
 
 @cache
@@ -98,7 +101,7 @@ def runs() -> tuple[Run, ...]:
         wrong = {name for name, _, failed in lines if int(failed)}
         passed = Counter({name: n for name, n in passed.items() if n and name not in wrong})
         fields = {name: str(entry[name]) for name in ("gpu", "arch", "date", "torch", "triton", "record")}
-        found.append(Run(**fields, passed=passed))
+        found.append(Run(**fields, passed=passed, dropout=entry.get("dropout", False)))
     return tuple(found)
 
 
@@ -206,7 +209,8 @@ def evidence(
         if not all(value in _values(cases.SMALL, feature) for feature, value in conformance):
             return ACCEPTED
         return INTERPRETED if gpu.vendor == "interpreter" and kernel.NEEDS_GPU else RUN
-    ran = any(run.arch == gpu.arch and kernel.NAME in run.passed for run in runs())
+    has_dropout = "dropout" in dict(conformance)
+    ran = any(run.arch == gpu.arch and kernel.NAME in run.passed and run.dropout >= has_dropout for run in runs())
     if ran and all(value in _values(cases.FULL, feature) for feature, value in conformance):
         return RUN
     compiled = point is not None and (kernel.NAME, *point) in compiled_points()
@@ -214,6 +218,8 @@ def evidence(
 
 
 def _values(grid: Mapping[str, Sequence[Any]], feature: str) -> Sequence[Any]:
+    if feature == "dropout":
+        return [case.dropout for case in cases.DROPOUT]
     return (*grid[feature], "float32") if feature == "dtype" else grid[feature]  # where "float32:default" is meant
 
 

@@ -49,8 +49,8 @@ class Card:
         for i, value in enumerate((*spec.tensors, *spec.scalars)):
             mapped = isinstance(value, launch.Mapped)
             number = "fp32" if isinstance(value, float) else "i32"
-            tensor = "constexpr" if value is None else "tensordesc<>" if mapped else "*fp16"
-            signature[f"a{i}"] = tensor if i < len(spec.tensors) else number
+            kind = number if i >= len(spec.tensors) else "tensordesc<>" if mapped else "*fp16"
+            signature[f"a{i}"] = "constexpr" if value is None else kind
         signature |= dict.fromkeys(spec.constants, "constexpr")
         metas: list[dict[str, Any]] = [{} for tensor in spec.tensors if isinstance(tensor, launch.Mapped)]
         found = SimpleNamespace(

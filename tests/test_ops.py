@@ -12,7 +12,7 @@ from torch.library import opcheck
 import warpwave
 from warpwave import ops, plans
 from warpwave.checks import Options
-from warpwave.problem import Operands
+from warpwave.problem import AnyOperands, DropoutOperands, Operands
 from warpwave.runtime.bounded import Bounded
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -34,8 +34,8 @@ def loss_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return out.square().sum() + lse.sin().sum()
 
 
-def arguments(operands: Operands, options: Options) -> tuple[Any, ...]:
-    return (*operands, *options, "auto", "")
+def arguments(operands: AnyOperands, options: Options) -> tuple[Any, ...]:
+    return (*operands[:9], operands.dropout_seed, *options, "auto", "")
 
 
 CASES: dict[str, Any] = {
@@ -59,7 +59,15 @@ CASES: dict[str, Any] = {
     ),
     "gradients": lambda: arguments(
         Operands(*(t.requires_grad_() for t in qkv()))._replace(sinks=torch.randn(4, requires_grad=True)),
-        Options(causal="bottom_right", return_lse=True, needs_grad=True),
+        Options(causal="bottom_right", return_lse=True, needs_grad=True, deterministic=True),
+    ),
+    "dropout": lambda: arguments(
+        DropoutOperands(*Operands(*(t.requires_grad_() for t in qkv())), torch.tensor([1, 2])),
+        Options(return_lse=True, needs_grad=True, dropout_p=0.2),
+    ),
+    "packed, with dropout": lambda: arguments(
+        DropoutOperands(*packed(), torch.tensor([1, 2])),
+        Options(max_seqlen_q=33, max_seqlen_k=33, dropout_p=0.2, deterministic=False),
     ),
 }
 
@@ -70,7 +78,7 @@ def test_opcheck(case: str) -> None:
     assert set(results.values()) == {"SUCCESS"}, results
 
 
-@pytest.mark.parametrize("case", ["plain", "with lse", "everything", "packed"])
+@pytest.mark.parametrize("case", ["plain", "with lse", "everything", "packed", "dropout", "packed, with dropout"])
 def test_direct_and_dispatched_calls_agree(case: str) -> None:
     args = CASES[case]()
     torch.manual_seed(0)
@@ -153,6 +161,7 @@ def test_a_plan_is_not_used_for_another_call() -> None:
         {"bias": torch.randn(2, 4, 33, 33)},
         {"alibi_slopes": torch.ones(4)},
         {"sinks": torch.ones(4)},
+        {"dropout_p": 0.5},
     ):
         changed = warpwave.attention(q, k, v, **change)
         assert not torch.allclose(base, changed), change
@@ -356,7 +365,8 @@ def test_eager_gradients_are_the_operators(case: str, with_lse: bool, recalled: 
         if through_torch:
             alignment = "bottom_right" if options.get("causal") else ""
             said = Options(causal=alignment, return_lse=with_lse, needs_grad=True)
-            out, lse = torch.ops.warpwave.attention(*Operands(**given), *said, options.get("kernel", "auto"), "")
+            args = (*DropoutOperands(**given), *said, options.get("kernel", "auto"), "")
+            out, lse = torch.ops.warpwave.attention(*args)
         else:
             found = warpwave.attention(**given, **options, return_lse=with_lse)
             out, lse = found if with_lse else (found, None)

@@ -215,6 +215,8 @@ CHANGED: dict[str, Any] = {
     "page_size": 16,
     "batch_invariant": True,
     "error_budget": 1e-4,
+    "dropout_p": 0.1,
+    "deterministic": True,
 }
 
 
@@ -257,6 +259,8 @@ def test_cache_key_is_the_same_in_another_process() -> None:
         ({"dtype": "float32", "precision": "tf32"}, ["precision tf32"]),
         ({"packed": True, "total_q": 9, "total_k": 11}, ["packed, 9 and 11 tokens, at most 5 x 7"]),
         ({"return_lse": True, "requires_grad": True}, ["with lse", "with gradients"]),
+        ({"dropout_p": 0.25}, ["dropout 0.25"]),
+        ({"requires_grad": True, "deterministic": True}, ["with deterministic gradients"]),
     ],
 )
 def test_describe_names_what_is_out_of_the_ordinary(options: dict[str, Any], words: list[str]) -> None:
@@ -277,6 +281,7 @@ def test_a_kind_leaves_sizes_out_and_nothing_else() -> None:
     for name, value in CHANGED.items():
         assert (replace(PLAIN, **{name: value}).kind is PLAIN.kind) == (name in (*SIZES, "softmax_scale")), name
     assert replace(PLAIN, softcap=1.0).kind is replace(PLAIN, softcap=2.0).kind
+    assert replace(PLAIN, dropout_p=0.1).kind is replace(PLAIN, dropout_p=0.2).kind
     masks = [replace(PLAIN, mask_shape=shape) for shape in ((2, 1, 5, 7), (3, 1, 9, 8), (2, 4, 5, 7), (2, 1, 1, 7))]
     assert masks[0].kind is masks[1].kind and len({m.kind for m in masks}) == 3
 
@@ -333,6 +338,7 @@ def test_rules_of_kernels_say_the_same_of_every_length(kernel: Any, arch: str) -
         {"head_dim": 300},
         {"requires_grad": True},
         {"page_size": 48},
+        {"dropout_p": 0.1},
     ]
     others: list[dict[str, Any]] = [{}, {"batch": 1, "seqlen_q": 1}, {"seqlen_q": 70_000, "seqlen_k": 90_000}]
     for kind in kinds:

@@ -24,8 +24,9 @@ from warpwave.checks import (
     spell_precision,
 )
 from warpwave.errors import InvalidType
+from warpwave.kernels import dropout
 from warpwave.kv_cache import CacheLayer, PagedKVCache, Rotary, integers
-from warpwave.problem import CachedOperands, Causal, Operands
+from warpwave.problem import AnyOperands, CachedOperands, Causal, DropoutOperands, Operands
 
 _new: Any = tuple.__new__  # builds a named tuple in a third of the time of its own constructor
 
@@ -44,6 +45,9 @@ def attention(
     sinks: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     precision: str | float = "default",
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
+    deterministic: bool | None = None,
     kernel: str = "auto",
     config: Any = None,
     return_lse: bool = False,
@@ -76,6 +80,14 @@ def attention(
             the fastest known to be as accurate as torch's own. If a device or kernel lacks the named mode, the cheapest
             mode that is at least as accurate is used. Or a number: the relative error that out may have, as |out -
             exact| / |exact| in Euclidean norms; the cheapest mode that keeps it is used (docs/guide/precision.md).
+        dropout_p: probability with which each probability is set to 0 after the softmax, at least 0 and less than 1.
+            The others are multiplied by `1 / (1 - dropout_p)`. lse is that of the softmax without dropout. There is no
+            training flag: pass 0 for inference.
+        dropout_seed: int64, (2,), on the device of q: a seed and an offset, which determine what is dropped
+            (docs/guide/dropout.md). Drawn from torch's default generator of the device if None. Ignored if dropout_p
+            is 0.
+        deterministic: True for gradients with the same bits in every run; False for the fastest. None does as
+            `torch.are_deterministic_algorithms_enabled()` says when the gradients are computed.
         kernel: `"auto"`, or the name of the kernel that must run the call; `warpwave.explain` lists them.
         config: a `Config` of the kernel named.
         return_lse: also return the log-sum-exp.
@@ -95,7 +107,8 @@ def attention(
         Scores, softmax and sums are float32; with 16-bit inputs the unnormalized probabilities are rounded to the
         inputs' dtype before the second product. Forward results are repeatable bit for bit. First derivatives of out
         and lse exist with respect to q, k, v, bias, alibi_slopes and sinks, in reverse mode: `backward`,
-        `torch.func.grad`, `vjp` and `jacrev`.
+        `torch.func.grad`, `vjp` and `jacrev`. With dropout they are those of the call with the same probabilities
+        dropped.
         Dao, "FlashAttention-2" (2023); Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
 
     Example:
@@ -104,16 +117,22 @@ def attention(
         >>> warpwave.attention(q, k, v, causal=True).shape
         torch.Size([2, 128, 4, 64])
     """
-    operands = _new(Operands, (q, k, v, mask, bias, alibi_slopes, sinks, None, None))
+    operands: Any = _new(Operands, (q, k, v, mask, bias, alibi_slopes, sinks, None, None))
     if not (
         window_size is None
-        and softcap.__class__ is float
+        and deterministic is None
+        and dropout_seed is None
+        and softcap.__class__ is dropout_p.__class__ is float
         and (softmax_scale is None or softmax_scale.__class__ is float)
         and return_lse.__class__ is bool
     ):
         window_size, softcap, softmax_scale, return_lse = _scalars(window_size, softcap, softmax_scale, return_lse)
+        dropout_p, deterministic = _switches(dropout_p, deterministic, dropout_seed)
+    if dropout_p:
+        operands = _with_seed(operands, dropout_p, dropout_seed)
     # 1 == True, so the key includes the type of causal.
-    said = (causal, window_size, softcap, softmax_scale, precision, return_lse, causal.__class__, kernel, config)
+    said = (causal, window_size, softcap, softmax_scale, precision, return_lse, dropout_p, deterministic,
+            causal.__class__, kernel, config)  # fmt: skip
     run = plans.recall(operands, said)
     out, lse = _call(operands, said) if run is None else run(operands)
     return (out, lse) if return_lse else out
@@ -135,6 +154,9 @@ def attention_varlen(
     sinks: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     precision: str | float = "default",
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
+    deterministic: bool | None = None,
     checked: bool = False,
     kernel: str = "auto",
     config: Any = None,
@@ -152,22 +174,27 @@ def attention_varlen(
         checked: check the contents of the offsets first, which waits for the device, and raise InvalidInput naming
             the first wrong index. Unchecked, wrong offsets give unspecified values but stay inside the tensors.
 
-    The other arguments, errors and notes are those of `attention`.
+    The other arguments, errors and notes are those of `attention`. With the same dropout_seed, sequence b drops the
+    same pairs as item b of a dense batch.
 
     Returns:
         out: (total_q, num_heads_q, head_dim_v).
         lse: if `return_lse`: (num_heads_q, total_q).
     """
-    operands = _new(Operands, (q, k, v, None, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k))
+    operands: Any = _new(Operands, (q, k, v, None, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k))
     window_size, softcap, softmax_scale, return_lse = _scalars(window_size, softcap, softmax_scale, return_lse)
+    dropout_p, deterministic = _switches(dropout_p, deterministic, dropout_seed)
     max_seqlen_q, max_seqlen_k = as_int("max_seqlen_q", max_seqlen_q), as_int("max_seqlen_k", max_seqlen_k)
-    said = (causal, window_size, softcap, softmax_scale, precision, return_lse, causal.__class__, kernel, config)
+    if dropout_p:
+        operands = _with_seed(operands, dropout_p, dropout_seed)
+    said = (causal, window_size, softcap, softmax_scale, precision, return_lse, dropout_p, deterministic,
+            causal.__class__, kernel, config)  # fmt: skip
     longest = (max_seqlen_q, max_seqlen_k)
     if operands[7] is None or operands[8] is None:
         name = Operands._fields[7 if operands[7] is None else 8]
         raise InvalidType(f"{name} is None; it must be an int32 torch.Tensor of batch + 1 offsets")
     if checked:
-        options = _options(operands, *said[:6], *longest)
+        options = _options(operands, *said[:8], *longest)
         describe_call(operands, options)
         check_packed_lengths(operands, options)
     run = plans.recall(operands, said, longest)
@@ -301,7 +328,7 @@ def attention_with_kv_cache(
     key = plans.plan_key(operands, (full, longest)) if run is None else None
     known = run or plans.find(key)
     if known is None or checked:
-        options = _options(operands, *said, *longest)
+        options = _options(operands, *said, 0.0, None, *longest)
         cached_calls.check(operands, options, serving)
     new = cached_calls.NewTokens(operands)
     if writes:
@@ -313,7 +340,7 @@ def attention_with_kv_cache(
         attended = operands
 
         def planner() -> cached_calls.Planner:
-            return cached_calls.Planner(_options(asked, *said, *longest), serving, kernel, config)
+            return cached_calls.Planner(_options(asked, *said, 0.0, None, *longest), serving, kernel, config)
 
         run = known or plans.planned(key, lambda: cached_calls.make_plan(attended, options, serving, kernel, config))
         if key is not None and not wanting:
@@ -326,13 +353,15 @@ def attention_with_kv_cache(
 
 
 def _options(
-    operands: Operands | CachedOperands,
+    operands: AnyOperands | CachedOperands,
     causal: bool | Causal,
     window_size: tuple[int, int] | None,
     softcap: float,
     softmax_scale: float | None,
     precision: str | float,
     return_lse: bool,
+    dropout_p: float = 0.0,
+    deterministic: bool | None = None,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
 ) -> Options:
@@ -347,7 +376,9 @@ def _options(
     left, right = as_window(window_size)
     needs_grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in operands)
     lengths, how = (max_seqlen_q, max_seqlen_k), spell_precision(precision)
-    return Options(*lengths, alignment, left, right, softcap, softmax_scale, how, return_lse, needs_grad)
+    return Options(
+        *lengths, alignment, left, right, softcap, softmax_scale, how, return_lse, needs_grad, dropout_p, deterministic
+    )
 
 
 def _scalars(
@@ -360,8 +391,29 @@ def _scalars(
     return window, as_float("softcap", softcap), scale, as_bool("return_lse", return_lse)
 
 
+def _switches(
+    dropout_p: float, deterministic: bool | None, dropout_seed: torch.Tensor | None
+) -> tuple[float, bool | None]:
+    """Returns dropout_p and deterministic in canonical types, as `_scalars` does, and checks the seed."""
+    if dropout_seed is not None:
+        dropout.check_seed(dropout_seed)
+    dropout_p = as_float("dropout_p", dropout_p)
+    return dropout_p, None if deterministic is None else as_bool("deterministic", deterministic)
+
+
+def _with_seed(operands: Operands, dropout_p: float, seed: torch.Tensor | None) -> AnyOperands:
+    """Returns the operands of a call with dropout, whose seed is drawn if None. If q is not a tensor, the operands stay
+    as they are, and the checks of the call raise the error."""
+    dropout.check_probability(dropout_p)
+    if seed is None:
+        if not isinstance(operands.q, torch.Tensor):
+            return operands
+        seed = dropout.draw_seed(operands.q.device)
+    return DropoutOperands(*operands, seed)
+
+
 def _call(
-    operands: Operands, said: tuple[Any, ...], longest: tuple[int, ...] = ()
+    operands: Any, said: tuple[Any, ...], longest: tuple[int, ...] = ()
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Runs a call that `plans.recall` did not find: with the plan made for an equal earlier call, and only without one
     checks the arguments.
@@ -384,8 +436,9 @@ def _call(
         return run(operands)
     check_are_tensors(operands)
     chosen, encoded = _options(operands, *scalars, *longest), ops.encode_config(config)
+    tensors = autograd.schema_tensors(operands)
     if not autograd.is_compiling() and autograd.is_transformed():
-        out, lse = autograd.transformed(*operands, *chosen._replace(needs_grad=True), kernel, encoded)
+        out, lse = autograd.transformed(*tensors, *chosen._replace(needs_grad=True), kernel, encoded)
     else:
-        out, lse = torch.ops.warpwave.attention(*operands, *chosen, kernel, encoded)
+        out, lse = torch.ops.warpwave.attention(*tensors, *chosen, kernel, encoded)
     return out, lse

@@ -23,14 +23,14 @@ from warpwave.checks import Options
 from warpwave.errors import UnsupportedProblem
 from warpwave.gpu import Gpu
 from warpwave.kernels import eager
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.problem import AnyOperands, AttentionProblem, DropoutOperands, Operands
 from warpwave.runtime.bounded import Bounded
 
-Run = Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]
+Run = Callable[[AnyOperands], tuple[torch.Tensor, torch.Tensor | None]]
 DIFFERENTIABLE = (0, 1, 2, 4, 5, 6)  # q k v bias alibi_slopes sinks, among the operands
 MAX_LAYOUTS = 8  # of saved tensors, for which a plan keeps bound gradients
 DIFFERENTIABLE_NAMES = tuple(Operands._fields[i] for i in DIFFERENTIABLE)
-_NUM_TENSORS, _NUM_OPTIONS = len(Operands._fields), len(Options._fields)
+_NUM_TENSORS, _NUM_OPTIONS = len(DropoutOperands._fields), len(Options._fields)
 
 is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 dispatch_modes, transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
@@ -52,11 +52,11 @@ def module_of(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> Any:
 
 
 Gradients = Sequence[torch.Tensor | None]
-Compute = Callable[[Operands, Any, torch.Tensor, torch.Tensor | None], Gradients]
+Compute = Callable[[AnyOperands, Any, torch.Tensor, torch.Tensor | None], Gradients]
 
 
 def bind_gradients(
-    problem: AttentionProblem, gpu: Gpu, operands: Operands, wanted: Sequence[bool], kernel: str
+    problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, wanted: Sequence[bool], kernel: str
 ) -> Compute:
     """Returns `compute(operands, (out, lse), dout, dlse)`, the gradients of sum(out * dout) + sum(lse * dlse) by the
     `DIFFERENTIABLE` operands, None where not wanted.
@@ -68,13 +68,13 @@ def bind_gradients(
     """
     names = {name for name, want in zip(DIFFERENTIABLE_NAMES, wanted, strict=True) if want}
     for module in dispatch.gradient_kernels(problem, gpu, kernel):
-        if names <= set(module.GRADIENTS) and (module.IS_DETERMINISTIC or not is_deterministic()):
+        if names <= set(module.GRADIENTS):
             forward = replace(problem, requires_grad=False, return_lse=True)
             bound: Compute = module.bind(forward, gpu, operands, wanted, module.default(forward, gpu))
             return bound
     own = module_of(problem, gpu, kernel)
 
-    def compute(operands: Operands, results: Any, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
+    def compute(operands: AnyOperands, results: Any, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
         if hasattr(own, "gradients") and not own.gradients_why_not(problem, gpu):
             of_kernel: Gradients = own.gradients(problem, gpu, operands, dout, dlse, wanted)
             return of_kernel
@@ -90,11 +90,6 @@ def bind_gradients(
     return compute
 
 
-def is_deterministic() -> bool:
-    """Returns whether torch asks for results that repeat bit for bit."""
-    return torch.are_deterministic_algorithms_enabled()
-
-
 def absent(like: torch.Tensor) -> torch.Tensor:
     """Stands for None: an operator's results cannot be optional."""
     return like.new_empty((0,), dtype=torch.float32)
@@ -107,12 +102,13 @@ class Plan:
     """What an eager call with gradients runs, and what its backward has to know."""
 
     def __init__(
-        self, run: Run, problem: AttentionProblem, gpu: Gpu, options: Options, kernel: str, operands: Operands
+        self, run: Run, problem: AttentionProblem, gpu: Gpu, options: Options, kernel: str, operands: AnyOperands
     ) -> None:
         self.run, self.problem, self.gpu, self.options, self.kernel = run, problem, gpu, options, kernel
+        self.kind = type(operands)
         # What is absent behind the last operand is not passed through torch, which looks at each.
         self.count = max(i for i, t in enumerate(operands) if t is not None) + 1
-        self.absent = (None,) * (_NUM_TENSORS - self.count)
+        self.absent = (None,) * (len(operands) - self.count)
         # eager's gradients, and those of kernels of their own, take what the forward returned.
         self.keeps_results = bool(dispatch.gradient_kernels(problem, gpu, kernel)) or (
             module_of(problem, gpu, kernel) is eager
@@ -120,14 +116,14 @@ class Plan:
         self.bound: Bounded[tuple[Any, ...], Compute] = Bounded(MAX_LAYOUTS)
         self.apply = _apply_both if options.return_lse else _apply_out
 
-    def __call__(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def __call__(self, operands: AnyOperands) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(out, lse), differentiable; lse None unless it is asked for."""
         returned = self.apply(self, *operands[: self.count])
         return returned if self.options.return_lse else (returned, None)
 
     def forward(self, ctx: Any, tensors: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Runs the call, and keeps what its backward takes."""
-        results = self.run(tuple.__new__(Operands, tensors + self.absent))
+        results = self.run(tuple.__new__(self.kind, tensors + self.absent))
         ctx.plan = self
         if self.keeps_results:
             ctx.save_for_backward(*tensors, *results)
@@ -138,7 +134,8 @@ class Plan:
     def backward(self, ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
         """What `torch.autograd.Function.backward` returns for (plan, *operands)."""
         saved, count = ctx.saved_tensors, self.count
-        operands, results = saved[:count] + self.absent, saved[count:] or (None, None)
+        operands: Any = tuple.__new__(self.kind, saved[:count] + self.absent)
+        results = saved[count:] or (None, None)
         needs = ctx.needs_input_grad[1:] + self.absent
         wanted = [bool(needs[i]) for i in DIFFERENTIABLE]
         q, v = operands[0], operands[2]
@@ -148,19 +145,21 @@ class Plan:
             dout = q.new_zeros((*q.shape[:-1], v.shape[-1]))
         if is_grad_enabled() or not is_eager() or not _are_plain((dout, *operands)):
             out, lse = (absent(q) if t is None else t for t in results)
-            found: Sequence[Any] = operator_gradients(dout, dlse, out, lse, wanted, operands, self.options, self.kernel)
+            tensors = schema_tensors(operands)
+            found: Sequence[Any] = operator_gradients(dout, dlse, out, lse, wanted, tensors, self.options, self.kernel)
         else:
-            given = tuple.__new__(Operands, operands)
             # Hooks on saved tensors may bring them back with other strides.
             layouts = [(t.stride(), t.data_ptr() & 15) for t in operands if t is not None]
-            key = (is_deterministic(), *wanted, *layouts)
+            deterministic = self.options.must_repeat()
+            key = (deterministic, *wanted, *layouts)
             compute = self.bound.get(key)
             if compute is None:
-                compute = bind_gradients(self.problem, self.gpu, given, wanted, self.kernel)
+                problem = replace(self.problem, deterministic=deterministic)
+                compute = bind_gradients(problem, self.gpu, operands, wanted, self.kernel)
                 self.bound.put(key, compute)
-            found = compute(given, results, dout.resolve_neg(), None if dlse is None else dlse.resolve_neg())
+            found = compute(operands, results, dout.resolve_neg(), None if dlse is None else dlse.resolve_neg())
         dq, dk, dv, dbias, dslopes, dsinks = found
-        return (None, dq, dk, dv, None, dbias, dslopes, dsinks, None, None)[: 1 + count]
+        return (None, dq, dk, dv, None, dbias, dslopes, dsinks, None, None, None)[: 1 + count]
 
 
 def _are_plain(tensors: Sequence[Any]) -> bool:
@@ -206,6 +205,11 @@ _apply_both = super(torch.autograd.Function, _Both).apply
 # The operator, and transforms of it -----------------------------------------------------------------------------------
 
 
+def schema_tensors(operands: AnyOperands) -> tuple[torch.Tensor | None, ...]:
+    """Returns the tensors of a call as the operators' schemas take them."""
+    return (*operands[:9], operands.dropout_seed)
+
+
 def operator_gradients(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -216,7 +220,7 @@ def operator_gradients(
     options: Sequence[Any],
     kernel: str,
 ) -> list[torch.Tensor | None]:
-    """`warpwave::attention_backward`, with None for what is not wanted."""
+    """`warpwave::attention_backward`, with None for what is not wanted. The tensors are those of `schema_tensors`."""
     found = torch.ops.warpwave.attention_backward(dout, dlse, out, lse, list(wanted), *tensors, *options, kernel)
     return [grad if want else None for want, grad in zip(wanted, found, strict=True)]
 

@@ -21,7 +21,7 @@ from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import append_kv, split_kv
 from warpwave.kv_cache import CacheLayer, PagedKVCache, Rotary, check_counts, check_positions, integers, new_tokens
 from warpwave.plans import Run, tell_once, without_keys
-from warpwave.problem import AttentionProblem, CachedOperands, Operands
+from warpwave.problem import AttentionProblem, CachedOperands, DropoutOperands, Operands
 
 
 class Serving(NamedTuple):
@@ -441,7 +441,7 @@ def operands_without_memory(problem: AttentionProblem) -> Any:
             empty(p.batch, dtype=torch.int32),
             empty(p.batch, dtype=torch.int32),
         )
-    return Operands(
+    operands = Operands(
         empty(*rows, p.num_heads_q, p.head_dim, dtype=dtype),
         empty(*keys, p.num_heads_kv, p.head_dim, dtype=dtype),
         empty(*keys, p.num_heads_kv, p.head_dim_v, dtype=dtype),
@@ -452,3 +452,4 @@ def operands_without_memory(problem: AttentionProblem) -> Any:
         offsets,
         offsets,
     )
+    return DropoutOperands(*operands, empty(2, dtype=torch.int64)) if p.dropout_p else operands

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from warpwave.errors import InvalidInput, InvalidType
-from warpwave.problem import PRECISIONS, AttentionProblem, CachedOperands, Causal, Operands
+from warpwave.kernels import dropout
+from warpwave.problem import PRECISIONS, AnyOperands, AttentionProblem, CachedOperands, Causal
 
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -42,6 +43,7 @@ DTYPES = {  # a bias has the dtype of q, or float32
     "mask": torch.bool,
     "alibi_slopes": torch.float32,
     "sinks": torch.float32,
+    "dropout_seed": torch.int64,
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "page_table", "seqused_k", "rows"), torch.int32),
 }
 SCORES = "batch num_heads_q seqlen_q seqlen_k"
@@ -63,9 +65,15 @@ class Options(NamedTuple):
     precision: str = "default"
     return_lse: bool = False
     needs_grad: bool = False
+    dropout_p: float = 0.0
+    deterministic: bool | None = None
+
+    def must_repeat(self) -> bool:
+        """Returns whether gradients must repeat bit for bit: `deterministic`, or torch's setting now if None."""
+        return torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic
 
 
-def describe_call(operands: Operands, options: Options) -> AttentionProblem:
+def describe_call(operands: AnyOperands, options: Options) -> AttentionProblem:
     """Checks a call and returns the problem it describes.
 
     Raises:
@@ -95,7 +103,8 @@ def describe_call(operands: Operands, options: Options) -> AttentionProblem:
         bind_axes("alibi_slopes", operands.alibi_slopes, pattern, axes | {"batch": (size["batch"], "q")})
     if operands.sinks is not None:
         bind_axes("sinks", operands.sinks, "num_heads_q", axes)
-
+    if operands.dropout_seed is not None:
+        dropout.check_seed(operands.dropout_seed)
     scale = resolve_scale(options.softmax_scale, size["head_dim"])
     _check_scalars(options, scale)
     return AttentionProblem(
@@ -122,6 +131,8 @@ def describe_call(operands: Operands, options: Options) -> AttentionProblem:
         total_k=size.get("total_k", 0),
         return_lse=options.return_lse,
         requires_grad=options.needs_grad,
+        dropout_p=options.dropout_p,
+        deterministic=options.needs_grad and options.must_repeat(),
     )
 
 
@@ -186,14 +197,14 @@ def resized(problem: AttentionProblem, operands: Any, longest: tuple[int, ...]) 
     Returns:
         None if sizes contradict each other; the full check then raises the error.
     """
-    q, k, v, _, _, slopes, _, offsets_q, offsets_k, *paging = operands
+    q, k, v, _, _, slopes, _, offsets_q, offsets_k, *more = operands
     if offsets_q is None:
         batch, seqlen_q, *_ = q.shape
         total_q = 0
     else:
         batch, seqlen_q, total_q = offsets_q.shape[0] - 1, longest[0], q.shape[0]
-    if paging:
-        table, used, rows = paging
+    if isinstance(operands, CachedOperands):
+        table, used, rows = more
         cache_rows, pages = table.shape
         alike = cache_rows == used.shape[0] and table.stride(1) == used.stride(0) == 1 <= pages and min(longest) >= 0
         alike &= batch <= cache_rows if rows is None else batch == rows.shape[0] and rows.stride(0) == 1
@@ -316,7 +327,7 @@ def _text(names: Sequence[str]) -> str:
     return f"({', '.join(names)}{',' if len(names) == 1 else ''})"
 
 
-def check_packed_lengths(operands: Operands, options: Options) -> None:
+def check_packed_lengths(operands: AnyOperands, options: Options) -> None:
     """Reads the contents of cu_seqlens (this waits for the device) and refuses offsets that would read out of bounds.
 
     Raises:
@@ -356,10 +367,11 @@ def check_offsets(name: str, offsets: list[int], total: int, longest: int) -> No
         )
 
 
-def check_are_tensors(operands: Operands | CachedOperands) -> None:
-    """Raises InvalidType naming the first operand that is not a tensor; q, k, v and a cache's tables are required."""
+def check_are_tensors(operands: AnyOperands | CachedOperands) -> None:
+    """Raises InvalidType naming the first operand that is not a tensor. q, k, v, a cache's tables and the seed of a
+    call with dropout are required."""
     for name, tensor in zip(operands._fields, operands, strict=True):
-        needed = name in ("q", "k", "v", "page_table", "seqused_k")
+        needed = name in ("q", "k", "v", "page_table", "seqused_k", "dropout_seed")
         if not isinstance(tensor, torch.Tensor) and (tensor is not None or needed):
             raise InvalidType(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
         if isinstance(tensor, torch.Tensor) and not is_plain(tensor):
@@ -384,6 +396,7 @@ def check_problem(problem: AttentionProblem) -> None:
         raise InvalidInput(f"dtype is {problem.dtype!r}; it must be one of {', '.join(DTYPE_NAMES.values())}")
     if problem.precision not in PRECISIONS:
         raise InvalidInput(f"precision is {problem.precision!r}; it must be one of {PRECISION_NAMES}")
+    dropout.check_problem(problem)
     if not (problem.causal is None or isinstance(problem.causal, Causal)):
         raise InvalidType(f"causal is {problem.causal!r}; in a problem it must be a Causal, or None")
     _check_heads(problem.num_heads_q, problem.num_heads_kv, problem.head_dim, problem.head_dim_v)
@@ -396,14 +409,14 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return torch.compiler.is_compiling() or not tensor.is_neg()  # compiled graphs have no lazily negated tensor
 
 
-def settled(operands: Operands) -> Operands:
+def settled(operands: AnyOperands) -> AnyOperands:
     """Returns the operands of a call in the form that kernels take.
 
     Views that torch negates lazily (`x.conj().imag`) are resolved. Under autocast, q, k and v of different dtypes are
     cast to the autocast dtype, as torch casts the operands of its own attention; operands of one dtype keep it.
     """
     if any(map(_is_lazy, operands)):
-        operands = Operands(*[t.resolve_neg() if _is_lazy(t) else t for t in operands])
+        operands = type(operands)(*[t.resolve_neg() if _is_lazy(t) else t for t in operands])
     vectors = operands[:3]
     if all(isinstance(t, torch.Tensor) for t in vectors) and len({t.dtype for t in vectors}) > 1:
         kind = operands.q.device.type
@@ -417,7 +430,7 @@ def _is_lazy(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and not tensor.is_nested and tensor.is_neg()
 
 
-def _check_types(operands: Operands | CachedOperands) -> None:
+def _check_types(operands: AnyOperands | CachedOperands) -> None:
     check_are_tensors(operands)
     q = operands.q
     device = q.device
@@ -453,7 +466,7 @@ def _check_heads(num_heads_q: int, num_heads_kv: int, head_dim: int, head_dim_v:
             raise InvalidInput(f"{name} has head_dim 0; it must be at least 1")
 
 
-def _check_packed(operands: Operands, size: dict[str, int], options: Options) -> None:
+def _check_packed(operands: AnyOperands, size: dict[str, int], options: Options) -> None:
     for name in ("mask", "bias"):
         if getattr(operands, name) is not None:
             raise InvalidInput(
@@ -529,6 +542,7 @@ def as_bool(name: str, value: Any) -> bool:
 
 
 def _check_scalars(options: Options, scale: float) -> None:
+    dropout.check_probability(options.dropout_p)
     if not 0 <= scale <= LARGEST:
         raise InvalidInput(
             f"softmax_scale is {scale}; it must be finite and not negative (negate q instead: the maximum of scores "

@@ -21,16 +21,18 @@ from warpwave.errors import InvalidType
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import flash_fwd
 from warpwave.plans import Run, lse_shape, plan_key, planned, tell_once, without_keys
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.problem import AnyOperands, AttentionProblem, DropoutOperands, Operands
 
 
-def attend(operands: Operands, options: Options, kernel: str, config: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attend(
+    operands: AnyOperands, options: Options, kernel: str, config: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Runs a call that torch has dispatched, with a plan made for an equal earlier call or with a new one."""
     key = plan_key(operands, (options, kernel, config), dispatched=True)
     return planned(key, lambda: make_plan(operands, options, kernel, config, dispatched=True))(operands)
 
 
-def make_plan(operands: Operands, options: Options, kernel: str, config: Any, dispatched: bool = False) -> Run:
+def make_plan(operands: AnyOperands, options: Options, kernel: str, config: Any, dispatched: bool = False) -> Run:
     """Checks a call, and chooses, configures and compiles its kernel.
 
     Args:
@@ -52,7 +54,7 @@ class Planner:
         self.problem: AttentionProblem | None = None
         self.binders: dict[str, Any] = {}
 
-    def __call__(self, operands: Operands, longest: tuple[int, ...]) -> Run | None:
+    def __call__(self, operands: AnyOperands, longest: tuple[int, ...]) -> Run | None:
         """Returns the plan of a call; None if its sizes contradict each other."""
         options = self.options
         if longest:
@@ -67,7 +69,7 @@ class Planner:
 
 def _plan_of(
     whole: AttentionProblem,
-    operands: Operands,
+    operands: AnyOperands,
     options: Options,
     kernel: str,
     config: Any,
@@ -86,7 +88,7 @@ def _plan_of(
 
 
 def _bind(
-    problem: AttentionProblem, gpu: Gpu, operands: Operands, kernel: str, config: Any, binders: dict[str, Any]
+    problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, kernel: str, config: Any, binders: dict[str, Any]
 ) -> Run:
     choice = dispatch.choose(problem, gpu, kernel, config)
     if kernel == "auto" and not choice.kernel.NEEDS_GPU:
@@ -120,13 +122,13 @@ def _decode_config(kernel: str, config: str) -> Any:
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? dropout_seed"
 )
 _OPTIONS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, str causal, SymInt window_left, SymInt window_right, float softcap, "
-    "float? softmax_scale, str precision, bool return_lse, bool needs_grad"
+    "float? softmax_scale, str precision, bool return_lse, bool needs_grad, float dropout_p, bool? deterministic"
 )
-_NUM_TENSORS, _NUM_OPTIONS = len(Operands._fields), len(Options._fields)
+_NUM_TENSORS, _NUM_OPTIONS = len(DropoutOperands._fields), len(Options._fields)
 
 
 class _Library(torch.library.Library):
@@ -179,7 +181,7 @@ def _attention_backward(
     operands, options = _split(rest)
     # torch omits a last argument that equals its default, also in graphs saved before that argument existed.
     kernel = "auto" if len(rest) == _NUM_TENSORS + _NUM_OPTIONS else rest[-1]
-    said = ("gradients", options, kernel, *wanted, autograd.is_deterministic())
+    said = ("gradients", options, kernel, *wanted)  # torch's deterministic mode is in every key
 
     def bind() -> Any:
         problem, gpu = describe_call(operands, options), current_gpu(out.device)
@@ -199,8 +201,12 @@ def _attention_backward_fake(
     return tuple(t.new_empty(t.shape) if want else absent(out) for t, want in zip(sources, wanted, strict=True))
 
 
-def _split(arguments: tuple[Any, ...]) -> tuple[Operands, Options]:
-    return Operands(*arguments[:_NUM_TENSORS]), Options(*arguments[_NUM_TENSORS : _NUM_TENSORS + _NUM_OPTIONS])
+def _split(arguments: tuple[Any, ...]) -> tuple[AnyOperands, Options]:
+    """Returns the operands and options of an operator's arguments. Without dropout a seed has no effect."""
+    options = Options(*arguments[_NUM_TENSORS : _NUM_TENSORS + _NUM_OPTIONS])
+    if options.dropout_p:
+        return DropoutOperands(*arguments[:_NUM_TENSORS]), options
+    return Operands(*arguments[: _NUM_TENSORS - 1]), options
 
 
 for _key in ("CPU", "CUDA"):

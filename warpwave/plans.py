@@ -26,7 +26,7 @@ from torch.autograd import forward_ad
 from warpwave.autograd import dispatch_modes, is_compiling, is_grad_enabled
 from warpwave.checks import is_plain
 from warpwave.gpu import Gpu
-from warpwave.problem import AttentionProblem
+from warpwave.problem import AttentionProblem, CachedOperands
 from warpwave.runtime.bounded import Bounded
 
 log = logging.getLogger("warpwave")
@@ -216,13 +216,14 @@ def _lengths(operands: tuple[Any, ...]) -> list[int]:
     """Returns the number of leading axes of each present tensor that differ within a class: batch and length of dense
     q, k and v, tokens of packed ones, and all axes of offsets and tables. It is 0 for pools of pages, and for every
     tensor of a call with a mask or a bias."""
-    q, k, _, mask, bias, _, _, offsets_q, offsets_k, *paging = operands
+    q, k, _, mask, bias, _, _, offsets_q, offsets_k, *more = operands
     if mask is not None or bias is not None:
         return [0 for t in operands if t is not None]
-    keys = 0 if paging else k.dim() - 2
+    in_pages = isinstance(operands, CachedOperands)
+    keys = 0 if in_pages else k.dim() - 2
     offsets_k = None if offsets_k is offsets_q else offsets_k
-    counts = [q.dim() - 2, keys, keys, 0, 0, 0, 0, 1, 1, 2, 1, 1]
-    tensors = (*operands[:8], offsets_k, *paging)
+    counts = [q.dim() - 2, keys, keys, 0, 0, 0, 0, 1, 1, *((2, 1, 1) if in_pages else (0,))]
+    tensors = (*operands[:8], offsets_k, *more)
     return [count for count, t in zip(counts, tensors, strict=False) if t is not None]
 
 
@@ -233,21 +234,21 @@ def _place(operands: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[tuple[Any,
     Tensors are compared with `is` alone: `== None` on a tensor costs 17 us. torch's guard takes no tensor twice, and
     reads whether a tensor requires a gradient, not whether gradients are on.
     """
-    q, k, v, mask, bias, slopes, sinks, offsets_q, offsets_k, *paging = operands
+    q, k, v, mask, bias, slopes, sinks, offsets_q, offsets_k, *more = operands
     asked = (said, is_grad_enabled(), is_deterministic())
     if mask is bias is slopes is sinks is None:
-        if not paging:
+        if not more:
             if offsets_q is None:
                 return asked, (q, k, v)
             if offsets_q is offsets_k:
                 return (asked, "shared offsets"), (q, k, v, offsets_q)
-        elif offsets_q is None:
-            table, used, rows = paging
+        elif offsets_q is None and operands.__class__ is CachedOperands:
+            table, used, rows = more
             if rows is None:
                 return (asked, "pages"), (q, k, v, table, used)
             return (asked, "rows of pages"), (q, k, v, table, used, rows)
     if offsets_k is offsets_q:
-        operands = (q, k, v, mask, bias, slopes, sinks, offsets_q, *paging)
+        operands = (q, k, v, mask, bias, slopes, sinks, offsets_q, *more)
     return (asked, *[t is not None for t in operands]), [t for t in operands if t is not None]
 
 

@@ -54,6 +54,29 @@ class Operands(NamedTuple):
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
 
+    @property
+    def dropout_seed(self) -> None:
+        """None: the tensors of a call with dropout are `DropoutOperands`."""
+        return None
+
+
+class DropoutOperands(NamedTuple):
+    """The tensors of one call with dropout: those of `Operands`, and the seed. Only kernels with dropout get them."""
+
+    q: Any
+    k: Any
+    v: Any
+    mask: Any = None
+    bias: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    dropout_seed: Any = None
+
+
+AnyOperands = Operands | DropoutOperands
+
 
 class CachedOperands(NamedTuple):
     """The tensors of one call on a paged cache: those of `Operands`, with k and v as pools of pages, and the tables."""
@@ -141,6 +164,8 @@ class AttentionProblem:
             positional masks show, if they were counted; None counts the boolean mask as showing everything.
         return_lse: whether the log-sum-exp is an output.
         requires_grad: whether a gradient will be computed.
+        dropout_p: the probability with which a probability is dropped after the softmax; 0 is off.
+        deterministic: whether gradients must have the same bits in every run. False without gradients.
         page_size: tokens of a page if k and v are pools of pages, (num_pages, page_size, num_heads_kv, head_dim), that
             a page table maps sequences to; otherwise 0. `packed` then refers to q alone, `seqlen_k` is the longest
             sequence that may occur, and `total_k` is `batch * seqlen_k`.
@@ -177,19 +202,22 @@ class AttentionProblem:
     page_size: int = 0
     batch_invariant: bool = False
     error_budget: float | None = None
+    dropout_p: float = 0.0
+    deterministic: bool = False
 
     @property
     def kind(self) -> object:
-        """The same object for problems that differ only in `SIZES`, the scale, the size of a softcap, and the lengths
-        of those axes of a mask or bias that are not broadcast. Rules that read none of these are evaluated once per
-        kind (`by_kind`)."""
+        """The same object for problems that differ only in `SIZES`, the scale, the size of a softcap, the probability
+        of dropout, and the lengths of those axes of a mask or bias that are not broadcast. Rules that read none of
+        these are evaluated once per kind (`by_kind`)."""
         fields = self.__dict__
         found = fields.get("_kind")
         if found is None:
             shapes = [shape and tuple([n == 1 for n in shape]) for shape in (self.mask_shape, self.bias_shape)]
             alibi = self.alibi_shape and len(self.alibi_shape)
             alignment = self.causal and self.causal.alignment
-            key = (*[fields[name] for name in _FIELDS_OF_KIND], alignment, self.softcap > 0, *shapes, alibi)
+            switches = (alignment, self.softcap > 0, self.dropout_p > 0)
+            key = (*[fields[name] for name in _FIELDS_OF_KIND], *switches, *shapes, alibi)
             if len(_kinds) >= MAX_KINDS:
                 _kinds.clear()
             found = fields["_kind"] = _kinds.setdefault(key, object())
@@ -284,6 +312,8 @@ class AttentionProblem:
             total += 2 * (self.batch + 1) * 4
         if self.return_lse:
             total += self.rows * self.num_heads_q * 4
+        if self.dropout_p:
+            total += 16
         return total
 
     @property
@@ -364,8 +394,10 @@ class AttentionProblem:
             parts.append(f"precision {self.precision}" if budget is None else f"relative error at most {budget:g}")
         if self.return_lse:
             parts.append("with lse")
+        if self.dropout_p:
+            parts.append(f"dropout {self.dropout_p:g}")
         if self.requires_grad:
-            parts.append("with gradients")
+            parts.append("with deterministic gradients" if self.deterministic else "with gradients")
         return ", ".join(parts)
 
 
@@ -373,7 +405,8 @@ SIZES = ("batch", "seqlen_q", "seqlen_k", "total_q", "total_k", "lengths", "mask
 _FIELDS_OF_KIND = tuple(
     field.name
     for field in fields(AttentionProblem)
-    if field.name not in (*SIZES, "causal", "softmax_scale", "softcap", "mask_shape", "bias_shape", "alibi_shape")
+    if field.name
+    not in (*SIZES, "causal", "softmax_scale", "softcap", "dropout_p", "mask_shape", "bias_shape", "alibi_shape")
 )
 _kinds: dict[tuple[Any, ...], object] = {}
 MAX_KINDS = 4096
@@ -388,8 +421,8 @@ def by_kind(rule: Callable[Concatenate[AttentionProblem, P], R]) -> Callable[Con
 
     Args:
         rule: a function of a problem and of hashable arguments that reads no size. It gets a problem whose `SIZES` and
-            scale are None, so that a rule that computes with one raises; whose softcap is 0 or 1; and whose mask and
-            bias have axes of 1 or 2.
+            scale are None, so that a rule that computes with one raises; whose softcap is 0 or 1, and dropout_p 0 or
+            0.5; and whose mask and bias have axes of 1 or 2.
 
     Returns:
         The same function. Callers must not change what it returns.
@@ -423,6 +456,7 @@ def _without_sizes(problem: AttentionProblem) -> AttentionProblem:
         problem,
         **dict.fromkeys((*SIZES, "softmax_scale")),  # type: ignore[arg-type]
         softcap=float(problem.softcap > 0),
+        dropout_p=0.5 * (problem.dropout_p > 0),
         mask_shape=shape(problem.mask_shape),
         bias_shape=shape(problem.bias_shape),
         alibi_shape=shape(problem.alibi_shape),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.compile.test_targets import FEATURES, TARGETS, matrix_instructions
+from tests.compile.test_targets import FLASH_FEATURES, TARGETS, matrix_instructions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
 
@@ -71,7 +71,7 @@ def job(arch: str, dtype: str, head_dim: int, feature: str) -> dict[str, Any]:
         "batch": 2, "seqlen_q": 1024, "seqlen_k": 1024, "num_heads_q": 4, "num_heads_kv": 2, "head_dim": head_dim,
         "head_dim_v": head_dim, "dtype": dtype, "softmax_scale": head_dim**-0.5,
     }  # fmt: skip
-    return {"arch": arch, "problem": problem | FEATURES[feature]}
+    return {"arch": arch, "problem": problem | FLASH_FEATURES[feature]}
 
 
 def check(job: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -101,8 +101,21 @@ def test_sample_compiles_within_limits(arch: str) -> None:
         check(a_job, facts)
 
 
+# Bytes of local memory a thread of a launch may take with dropout at head_dim 128, with Triton 3.7.1.
+SPILLED_WITH_DROPOUT = {"sm_80": 32, "sm_90": 80, "gfx942": 0}
+
+
+def test_dropout_compiles_within_limits() -> None:
+    jobs = [job(arch, "bfloat16", 128, "dropout") for arch in SPILLED_WITH_DROPOUT]
+    for a_job, facts in zip(jobs, compile_all(jobs), strict=True):
+        check(a_job, facts)
+        for launch in facts["launches"]:
+            what = f"{a_job['arch']} {launch['name']}: {launch['spill_bytes']} bytes spilled"
+            assert launch["spill_bytes"] <= SPILLED_WITH_DROPOUT[a_job["arch"]], what
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", FLASH_FEATURES)
 @pytest.mark.parametrize("arch", TARGETS)
 def test_matrix_compiles_within_limits(arch: str, feature: str) -> None:
     jobs = [job(arch, dtype, d, feature) for dtype in ("bfloat16", "float32") for d in (40, 64, 128, 256)]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.conformance.datasets import Data, fill
-from warpwave.problem import AttentionProblem, Causal, Operands
+from warpwave.problem import AttentionProblem, Causal, DropoutOperands, Operands
 
 Lengths = tuple[int, int]
 
@@ -35,6 +35,7 @@ class Case:
         alibi: "", "heads" or "batch", the axes of the slopes.
         scale: softmax_scale, None for the default.
         layout: how q, k and v lie in memory: a key of `LAYOUTS`.
+        dropout: dropout_p.
     """
 
     dtype: str = "float16"
@@ -53,6 +54,7 @@ class Case:
     scale: float | None = None
     layout: str = "bshd"
     lse: bool = True
+    dropout: float = 0.0
 
     def __str__(self) -> str:
         """Returns the features that differ from the plainest call, for test ids."""
@@ -70,6 +72,7 @@ class Case:
             "scale",
             "layout",
             "lse",
+            "dropout",
         ):
             value = getattr(self, name)
             if value != getattr(PLAIN, name):
@@ -85,7 +88,7 @@ class Call(NamedTuple):
     """A case as tensors: the call as a problem with operands, and as arguments of the public functions."""
 
     problem: AttentionProblem
-    operands: Operands
+    operands: Any  # Operands, or DropoutOperands
     options: dict[str, Any]  # keyword arguments of attention() or attention_varlen(), tensors excepted
 
 
@@ -159,6 +162,7 @@ def build(case: Case, data: Data, device: torch.device, seed: int = 0) -> Call:
         total_q=total_q,
         total_k=total_k,
         return_lse=case.lse,
+        dropout_p=case.dropout,
     )
     options = {
         "causal": problem.causal or False,
@@ -168,7 +172,11 @@ def build(case: Case, data: Data, device: torch.device, seed: int = 0) -> Call:
         "precision": problem.precision,
         "return_lse": case.lse,
     }
-    return Call(problem, Operands(q, k, v, mask, bias, slopes, sinks, *cu_seqlens), options)
+    operands = Operands(q, k, v, mask, bias, slopes, sinks, *cu_seqlens)
+    if not case.dropout:
+        return Call(problem, operands, options)
+    dropout_seed = torch.tensor([seed - 2**62, 2**40 + 3], device=device)  # both halves of both numbers matter
+    return Call(problem, DropoutOperands(*operands, dropout_seed), options | {"dropout_p": case.dropout})
 
 
 def packed_lengths(case: Case) -> list[Lengths]:
@@ -285,6 +293,16 @@ WIDE_ROWS = _WITHOUT_MASKS | {
     "dims": ((264, 264), (320, 320), (352, 352), (384, 384), (384, 128), (128, 384), (272, 368)),
     "window": windows(64),
 }
+
+
+# Few kernels have dropout, so it is no feature of the grids, half of which the others would then refuse.
+DROPOUT = [
+    Case(dropout=0.2, dtype="float32:ieee", lengths=(33, 65)),
+    Case(dropout=0.5, dtype="bfloat16", lengths=(65, 49), dims=(40, 64), heads=(4, 2), batch=2, causal="bottom_right"),
+    Case(dropout=0.9, lengths=(49, 70), sinks=True, alibi="heads", window=(W, W)),
+    Case(dropout=0.1, dtype="float32:default", lengths=(40, 70), mask="full", bias="heads", softcap=15.0, batch=2),
+    Case(dropout=0.3, lengths=(65, 70), packed=True, batch=5, heads=(3, 1), causal="top_left"),
+]
 
 
 def excluded(a: str, x: Any, b: str, y: Any) -> bool:

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.problem import AnyOperands, AttentionProblem
 from warpwave.workbench.verify import reference
 from warpwave.workbench.verify.reference import Forward, Gradients
 
@@ -133,7 +133,7 @@ class ForwardReferences(NamedTuple):
     naive: Tensor
 
 
-def forward_references(problem: AttentionProblem, operands: Operands) -> ForwardReferences:
+def forward_references(problem: AttentionProblem, operands: AnyOperands) -> ForwardReferences:
     return ForwardReferences(
         reference.oracle(problem, operands),
         reference.rounding_model(problem, operands),
@@ -162,7 +162,7 @@ class BackwardReferences(NamedTuple):
 
 
 def backward_references(
-    problem: AttentionProblem, operands: Operands, dout: Tensor, dlse: Tensor | None
+    problem: AttentionProblem, operands: AnyOperands, dout: Tensor, dlse: Tensor | None
 ) -> BackwardReferences:
     return BackwardReferences(
         reference.oracle_gradients(problem, operands, dout, dlse),

@@ -13,7 +13,7 @@ from tests.conformance import cases
 from tests.conformance.cases import Call, Case
 from warpwave import UnsupportedProblem, attention, attention_varlen, dispatch
 from warpwave.gpu import current_gpu
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.problem import AnyOperands, AttentionProblem
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device(
@@ -29,10 +29,14 @@ LONG = 20_000 if ON_GPU else 1_300
 
 
 def attend(
-    kernel: str, operands: Operands, options: dict[str, Any], problem: AttentionProblem, config: Any = None
+    kernel: str,
+    operands: AnyOperands,
+    options: dict[str, Any],
+    problem: AttentionProblem,
+    config: Any = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns out and lse (None unless requested) of one public call."""
-    tensors: dict[str, Any] = {"alibi_slopes": operands.alibi_slopes, "sinks": operands.sinks}
+    tensors: dict[str, Any] = {name: getattr(operands, name) for name in ("alibi_slopes", "sinks", "dropout_seed")}
     if problem.packed:
         tensors |= {"cu_seqlens_q": operands.cu_seqlens_q, "cu_seqlens_k": operands.cu_seqlens_k}
         tensors |= {"max_seqlen_q": problem.seqlen_q, "max_seqlen_k": problem.seqlen_k}

@@ -49,6 +49,12 @@ def test_case_grid(case: Case, data: Data, kernel: str, request: pytest.FixtureR
     check(kernel, case, data, request)
 
 
+@each_kernel
+@pytest.mark.parametrize("case", cases.DROPOUT, ids=str)
+def test_dropout(case: Case, kernel: str, request: pytest.FixtureRequest) -> None:
+    check(kernel, case, "normal", request)
+
+
 @pytest.mark.gpu
 @each_data_set
 @pytest.mark.parametrize(

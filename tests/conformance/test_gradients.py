@@ -80,7 +80,7 @@ def upstream(call: Call) -> tuple[Tensor, Tensor | None]:
 
 @each_kernel
 @pytest.mark.parametrize("data", DATA_SETS)
-@pytest.mark.parametrize("case", cases.pairwise(GRID) + SCALES, ids=str)
+@pytest.mark.parametrize("case", cases.pairwise(GRID) + SCALES + cases.DROPOUT, ids=str)
 def test_gates(case: Case, data: Data, kernel: str, request: pytest.FixtureRequest) -> None:
     call = cases.build(case, data, DEVICE)
     if refuses(kernel, call, request):

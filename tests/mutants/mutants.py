@@ -911,7 +911,7 @@ FOUND = [
     ),
     Mutant(
         "the sign of a lazily negated view is lost", "checks.py",
-        "Operands(*[t.resolve_neg()", "Operands(*[torch._neg_view(t)",
+        "type(operands)(*[t.resolve_neg()", "type(operands)(*[torch._neg_view(t)",
         "test_pairs.py::test_lazily_negated_views_equal_their_values", "flash_fwd and q", "bits(",
     ),
     Mutant(
@@ -1175,6 +1175,93 @@ BACKWARD = [
     ),
 ]  # fmt: skip
 
+# Of dropout, and of gradients that must repeat.
+DROPOUT, IN_DROPOUT = "kernels/dropout.py", "../kernels/test_dropout.py::"
+OF_DROPOUT = [
+    Mutant(
+        "dropout: the offset has no effect", DROPOUT,
+        "offset = tl.load(seed_ptr + 1)", "offset = tl.load(seed_ptr)",
+        f"{IN_DROPOUT}test_forwards_drop_the_same_pairs", "flash_fwd and 128", "torch.equal",
+    ),
+    Mutant(
+        "dropout: rows that share a call drop the same", DROPOUT,
+        "word = tl.where(row_bit != 0, tl.where(key_bit != 0, w3, w2), tl.where(key_bit != 0, w1, w0))",
+        "word = tl.where(key_bit != 0, w1, w0)",
+        f"{IN_DROPOUT}test_forwards_drop_the_same_pairs", "flash_fwd and 128", "torch.equal",
+    ),
+    Mutant(
+        "dropout: words compared as unsigned numbers on the host", DROPOUT,
+        "word - ((word & _SIGN) << 1) >= threshold(dropout_p)", "word - _SIGN >= threshold(dropout_p)",
+        f"{IN_DROPOUT}test_the_mask_is_the_contract", "", "assert",
+    ),
+    Mutant(
+        "dropout: every item of a batch drops the same", DROPOUT,
+        "torch.arange(batch.start, batch.stop, device=seed.device)",
+        "0 * torch.arange(batch.start, batch.stop, device=seed.device)",
+        f"{IN_DROPOUT}test_independence", "0.5", "(0, 1)",
+    ),
+    Mutant(
+        "dropout: every call draws the same seed", DROPOUT,
+        "return torch.randint(2**63 - 1, SEED_SHAPE, dtype=torch.int64, device=device)",
+        "return torch.zeros(SEED_SHAPE, dtype=torch.int64, device=device)",
+        f"{IN_DROPOUT}test_the_default_generator_determines_what_is_dropped", "", "each call draws",
+    ),
+    Mutant(
+        "dropout: what is kept not scaled", FLASH,
+        "out = out * dropout_scale", "out = out * 1.0",
+        f"{IN_DROPOUT}test_forwards_drop_the_same_pairs", "flash_fwd and 128", "not close",
+    ),
+    Mutant(
+        "dropout: log-sum-exp of what is kept", FLASH,
+        "            p = tl.where(kept, p, 0.0)",
+        "            l_i -= tl.sum(tl.where(kept, 0.0, p), 1)\n            p = tl.where(kept, p, 0.0)",
+        f"{IN_DROPOUT}test_lse_is_that_of_the_softmax_without_dropout", "flash_fwd", "not close",
+    ),
+    Mutant(
+        "dropout: packed sequences drop as the first", EAGER,
+        "_Part(range(b, b + 1), ", "_Part(range(0, 1), ",
+        f"{IN_DROPOUT}test_packed_sequences_drop_what_a_dense_batch_drops", "eager", "not close",
+    ),
+    Mutant(
+        "dropout: dq of probabilities that were dropped", DQ,
+        "dp = tl.where(kept, dp * dropout_scale, 0.0)", "dp = dp * dropout_scale",
+        f"{BY_GATES}test_each_feature_alone", "dropout and not packed", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "dropout: dv of probabilities that were dropped", DKV,
+        "p_kept = tl.where(kept, p, 0.0)", "p_kept = tl.where(kept, p, p)",
+        f"{BY_GATES}test_each_feature_alone", "dropout and not packed", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "dropout: queries and keys exchanged in a transposed tile", DKV,
+        "row_tile, first_rows[None, :], key_begin, first_keys[:, None]",
+        "key_begin, first_keys[:, None], row_tile, first_rows[None, :]",
+        f"{BY_GATES}test_each_feature_alone", "dropout and not packed", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "dropout: the heads of a group drop the same in dk and dv", DKV,
+        "dropout_key, batch, head, row_tile, ", "dropout_key, batch, kv_head, row_tile, ",
+        f"{BY_GATES}test_each_feature_alone", "dropout and packed", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "dropout: gradient of a bias through what was dropped", DBIAS,
+        "dp = tl.where(kept, dp * dropout_scale, 0.0)", "dp = dp * dropout_scale",
+        f"{BY_GATES}test_pairs_of_features", "dropout and bias", "FAIL B1 maximum of dbias",
+    ),
+    Mutant(
+        "deterministic=True without effect", "dispatch.py",
+        "module.IS_DETERMINISTIC or not problem.deterministic", "module.IS_DETERMINISTIC or True",
+        "../kernels/hopper/test_flash_bwd_host.py::test_the_argument_takes_the_kernel_without_atomics", "True",
+        "flash_bwd_dq",
+    ),
+    Mutant(
+        "deterministic=False without effect", "checks.py",
+        "if self.deterministic is None else self.deterministic", "if not self.deterministic else True",
+        "../kernels/hopper/test_flash_bwd_host.py::test_deterministic_mode_takes_the_kernel_without_atomics", "False",
+        "joint_kernel",
+    ),
+]  # fmt: skip
+
 # Of Hopper's gradients, whose source runs on a CPU as well. Roles agree about the tiles in all of them: see HOPPER.
 JOINT, BAND, ROWS = (f"kernels/hopper/flash_bwd/{name}.py" for name in ("joint", "band", "rows"))
 BACKWARD_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_the_protocol_on_a_cpu"
@@ -1283,5 +1370,5 @@ HOPPER_BACKWARD = [
 
 MUTANTS = [
     *(NAMED + OTHERS + HOPPER_FLOAT32 + HOPPER_MASKS + HOPPER + LARGE_HEADS + FOUND + CACHE),
-    *(BACKWARD + HOPPER_BACKWARD),
+    *(BACKWARD + OF_DROPOUT + HOPPER_BACKWARD),
 ]

@@ -13,7 +13,7 @@ import torch
 
 from warpwave import precision
 from warpwave.gpu import Gpu
-from warpwave.problem import AttentionProblem, Operands, by_kind
+from warpwave.problem import AnyOperands, AttentionProblem, by_kind
 from warpwave.runtime.scratch import maker
 
 UNLIMITED = 2**30  # a window side larger than any sequence, small enough that adding a length does not overflow
@@ -127,12 +127,12 @@ def allocator(problem: AttentionProblem, q: torch.Tensor) -> Callable[[], tuple[
     return lambda: (make_out(), make_lse())
 
 
-def straightener(operands: Operands) -> Callable[[Operands], Operands]:
+def straightener(operands: AnyOperands) -> Callable[[Any], Any]:
     """Returns `straight(operands)`: mask and bias with stride 1 (or 0, along a broadcast axis), all others with
     stride 1. Otherwise the layout would add kernel variants, with different bits. A strided tensor is copied; its
     broadcast axes stay broadcast."""
     strided = []
-    for name in Operands._fields[3:]:
+    for name in operands._fields[3:]:
         tensor = getattr(operands, name)
         if tensor is not None and tensor.shape[-1] > 1:
             is_broadcast = tensor.stride(-1) == 0 and name in ("mask", "bias")

@@ -25,10 +25,11 @@ import torch
 
 from warpwave import precision
 from warpwave.gpu import Gpu, current_gpu
+from warpwave.kernels import dropout
 from warpwave.kernels.eager_cost import cost
 from warpwave.kernels.paging import as_cached, as_packed, one_by_one
 from warpwave.kernels.torch_products import plainly, product
-from warpwave.problem import LARGEST_BIAS, AttentionProblem, Band, Operands
+from warpwave.problem import LARGEST_BIAS, AnyOperands, AttentionProblem, Band, Operands
 
 __all__ = ["Config", "Gradients", "backward", "bind", "configs", "cost", "forward", "why_not"]
 
@@ -56,18 +57,18 @@ class Config:
 class _Part(NamedTuple):
     """A unit of computation: a whole dense call, or one sequence of a packed call."""
 
-    batch: slice
+    batch: range
     tokens_q: slice
     tokens_k: slice
 
 
-def _parts(problem: AttentionProblem, operands: Operands) -> list[_Part]:
+def _parts(problem: AttentionProblem, operands: AnyOperands) -> list[_Part]:
     if not problem.packed:
-        return [_Part(slice(None), slice(None), slice(None))]
+        return [_Part(range(problem.batch), slice(None), slice(None))]
     if operands.q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("kernel 'eager' reads cu_seqlens on the host, which a CUDA graph cannot capture")
     q, k = operands.cu_seqlens_q.tolist(), operands.cu_seqlens_k.tolist()
-    return [_Part(slice(b, b + 1), slice(q[b], q[b + 1]), slice(k[b], k[b + 1])) for b in range(problem.batch)]
+    return [_Part(range(b, b + 1), slice(q[b], q[b + 1]), slice(k[b], k[b + 1])) for b in range(problem.batch)]
 
 
 class _Views:
@@ -78,7 +79,7 @@ class _Views:
     Absent tensors are None.
     """
 
-    def __init__(self, problem: AttentionProblem, operands: Operands, part: _Part) -> None:
+    def __init__(self, problem: AttentionProblem, operands: AnyOperands, part: _Part) -> None:
         self.groups = (problem.num_heads_kv, problem.num_heads_q // problem.num_heads_kv)
         self.packed = problem.packed
         self.q: Any = self.rows(operands.q, part.tokens_q)
@@ -88,9 +89,11 @@ class _Views:
         self.bias = self._scores_shaped(operands.bias)
         slopes, sinks = operands.alibi_slopes, operands.sinks
         if slopes is not None:
-            slopes = slopes[None] if slopes.dim() == 1 else slopes[part.batch]
+            slopes = slopes[None] if slopes.dim() == 1 else slopes[part.batch.start : part.batch.stop]
             slopes = slopes.unflatten(1, self.groups)[..., None, None]
         self.slopes = slopes
+        self.seed: Any = operands.dropout_seed
+        self.batch = part.batch
         self.sinks = None if sinks is None else sinks.view(1, *self.groups, 1)
 
     def rows(self, t: Any, tokens: slice) -> Any:
@@ -214,6 +217,20 @@ def _hides(tile: _Tile, problem: AttentionProblem) -> bool:
     return tile.cut or problem.mask_shape is not None or problem.bias_shape is not None
 
 
+def _kept(views: _Views, tile: _Tile, problem: AttentionProblem) -> torch.Tensor | None:
+    """Returns which pairs of a tile dropout keeps, (batch, kv, group, rows, keys); None without dropout."""
+    if not problem.dropout_p:
+        return None
+    rows, keys = (range(side.start, side.stop) for side in (tile.rows, tile.keys))
+    kept = dropout.kept(problem.dropout_p, views.seed, views.batch, range(problem.num_heads_q), rows, keys)
+    return kept.unflatten(1, views.groups)
+
+
+def _dropped(t: torch.Tensor, kept: torch.Tensor | None, problem: AttentionProblem) -> torch.Tensor:
+    """Returns probabilities, or their gradient, with the pairs that are not kept 0 and the others scaled."""
+    return t if kept is None else torch.where(kept, t * dropout.scale(problem.dropout_p), 0.0)
+
+
 def _operand(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Returns a float32 factor in the dtype that the product needs: 16 bits if the GPU multiplies 16-bit operands."""
     return t.to(like.dtype) if like.is_cuda else t
@@ -222,7 +239,7 @@ def _operand(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 # Forward --------------------------------------------------------------------------------------------------------------
 
 
-def forward(problem: AttentionProblem, operands: Operands, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(problem: AttentionProblem, operands: AnyOperands, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns out, like q with head_dim_v, and lse, float32 (batch, num_heads_q, seqlen_q), packed (num_heads_q,
     total_q)."""
     q = operands.q
@@ -255,6 +272,7 @@ def _attend(
         alpha = torch.exp(m - shift)
         total = total * alpha + p.sum(-1)
         v = _without_unseen(views.v, tile, scores, problem)
+        p = _dropped(p, _kept(views, tile, problem), problem)
         acc = acc * alpha[..., None] + product(_operand(p, v), v)
         m = m_new
     if views.sinks is not None:
@@ -285,7 +303,7 @@ class Gradients(NamedTuple):
 
 def backward(
     problem: AttentionProblem,
-    operands: Operands,
+    operands: AnyOperands,
     config: Config,
     out: torch.Tensor,
     lse: torch.Tensor,
@@ -342,13 +360,15 @@ def _attend_backward(
 
     for tile in _tiles(band, block, views.k.shape[-2], block_n):
         scores, squashed = _scores(problem, views, tile, band)
-        p = torch.exp(scores - shift[..., None])
+        p, kept = torch.exp(scores - shift[..., None]), _kept(views, tile, problem)
         q_heads, dout_heads = (
             _without_blind(t, tile, scores, problem).flatten(2, 3) for t in (views.q[..., block, :], dout)
         )
         if grads.v is not None:
-            grads.v[..., tile.keys, :] += product(_operand(p, dout).flatten(2, 3).transpose(-1, -2), dout_heads)
+            p_of_v = _operand(_dropped(p, kept, problem), dout)
+            grads.v[..., tile.keys, :] += product(p_of_v.flatten(2, 3).transpose(-1, -2), dout_heads)
         dp = product(dout_heads, views.v[..., tile.keys, :].transpose(-1, -2)).unflatten(2, p.shape[2:4])
+        dp = _dropped(dp, kept, problem)
         ds = torch.where(scores == NEG_INF, 0.0, p * (dp - delta[..., None]))
         if grads.bias is not None:
             part = tile.of(grads.bias)

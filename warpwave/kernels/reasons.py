@@ -43,6 +43,11 @@ def of_gradients(problem: AttentionProblem, reason: str = NO_GRADIENTS) -> list[
     return [reason] if problem.requires_grad else []
 
 
+def of_dropout(problem: AttentionProblem) -> list[str]:
+    """Returns the reason of a kernel without dropout if the call has it."""
+    return ["it has no dropout; flash_fwd has"] if problem.dropout_p else []
+
+
 def of_widths(problem: AttentionProblem, most: int, why: str) -> list[str]:
     """Returns, for each head size above `most`, its value and why it is too large."""
     widths = (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v))

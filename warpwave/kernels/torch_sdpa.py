@@ -145,6 +145,8 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         reasons.append("its gradients are not implemented; eager's are")
     if problem.return_lse:
         reasons.append("torch returns no lse")
+    if problem.dropout_p:
+        reasons.append("torch's dropout drops other probabilities for a seed")
     for seqlen_q, seqlen_k in problem.counted_items():
         band = problem.band(seqlen_q, seqlen_k)
         if _hides(band, seqlen_q, seqlen_k) and band != Band(None, 0) and seqlen_q * seqlen_k > MOST_PAIRS:

@@ -37,7 +37,7 @@ class Launch(NamedTuple):
         kernel: a `triton.jit` function whose parameters are tensors, then scalars, then compile-time constants.
         grid: number of programs, at most 2^31 - 1.
         tensors: the pointer arguments, in order, None where absent; a `Mapped` where the kernel copies by TMA.
-        scalars: the run-time sizes, strides and floats, in order.
+        scalars: the run-time sizes, strides and floats, in order; None where absent, as a tensor.
         constants: the compile-time constants, in order, by name.
         options: num_warps, num_stages, enable_fp_fusion.
     """
@@ -45,7 +45,7 @@ class Launch(NamedTuple):
     kernel: Any
     grid: int
     tensors: Sequence[Any]  # of torch.Tensor, Mapped or None
-    scalars: Sequence[int | float]
+    scalars: Sequence[Any]  # of int, float or None
     constants: Mapping[str, Any]
     options: Mapping[str, Any]
 
@@ -120,7 +120,7 @@ class Family:
         assert launcher is not None
         return launcher
 
-    def _bits(self, scalars: Sequence[int | float]) -> tuple[Any, ...]:
+    def _bits(self, scalars: Sequence[Any]) -> tuple[Any, ...]:
         """Returns the properties of the scalars for which Triton compiles anew."""
         bits: tuple[Any, ...] = ()
         for i, value in enumerate(scalars):
@@ -130,9 +130,7 @@ class Family:
             bits += (scalars[i] == 1, scalars[i] % 16 == 0)
         return bits
 
-    def launcher(
-        self, grid: int, scalars: Sequence[int | float], maps: Sequence[driver.TensorMap] = ()
-    ) -> Launcher | None:
+    def launcher(self, grid: int, scalars: Sequence[Any], maps: Sequence[driver.TensorMap] = ()) -> Launcher | None:
         """Returns the launcher of another launch; None if its variant is not compiled yet.
 
         Args:

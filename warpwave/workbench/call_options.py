@@ -88,6 +88,10 @@ def _describe(
     alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi with one slope per head.")] = False,
     lse: Annotated[bool, typer.Option("--lse", help="Also return the log-sum-exp.")] = False,
     grad: Annotated[bool, typer.Option("--grad", help="The inputs require gradients.")] = False,
+    dropout: Annotated[float, typer.Option(help="Drop probabilities after the softmax, with this probability.")] = 0.0,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Gradients must have the same bits in every run.")
+    ] = False,
     precision: Annotated[
         str,
         typer.Option(
@@ -141,6 +145,8 @@ def _describe(
             precision=spell_precision(_number_or_name(precision)),
             return_lse=lse,
             needs_grad=grad,
+            dropout_p=dropout,
+            deterministic=deterministic,
         ),
     )
     try:

@@ -42,6 +42,7 @@ GRID: dict[str, Any] = {
     "softcap": (0.0, 15.0),
     "layout": ("bshd", "one buffer"),
     "dtype": ("float16", "bfloat16", "float32:ieee"),
+    "dropout": (0.0, 0.25),
 }
 del GRID["scale"], GRID["lse"]
 # One feature alone, in float32, whose gates tell a wrong term from rounding at once.
@@ -59,6 +60,8 @@ ALONE: list[dict[str, Any]] = [
     {"mask": "full"},
     {"bias": "full"},
     {"bias": "heads", "causal": "bottom_right"},
+    {"dropout": 0.25},
+    {"dropout": 0.5, "packed": True, "batch": 4, "heads": (3, 1)},
     {"dtype": "float32:tf32"},
     {"dtype": "float32:bf16x3"},
     {"dtype": "float32:bf16x6"},

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import warpwave
 from tests.test_new_lengths import Card, card, device, known, pytestmark
@@ -70,14 +72,78 @@ def test_tensors_of_a_call_are_not_kept(card: Card) -> None:
     assert [ref() for ref in kept] == [None] * 3
 
 
-def test_deterministic_mode_takes_the_kernel_without_atomics(card: Card) -> None:
+REPEATABLE = ["flash_bwd_dq_kernel", "flash_bwd_dkv_kernel"]
+
+
+@pytest.fixture
+def in_deterministic_mode() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("in_deterministic_mode")
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_deterministic_mode_takes_the_kernel_without_atomics(card: Card, asked: bool | None) -> None:
     q, k, v = inputs()
+    torch.autograd.grad(warpwave.attention(q, k, v, deterministic=asked).sum(), (q, k, v))
+    assert compiled(card)[1:] == (BACKWARD if asked is False else REPEATABLE)
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_the_argument_takes_the_kernel_without_atomics(card: Card, asked: bool | None) -> None:
+    q, k, v = inputs()
+    for _ in range(2):
+        torch.autograd.grad(warpwave.attention(q, k, v, deterministic=asked).sum(), (q, k, v))
+    assert compiled(card)[1:] == (REPEATABLE if asked else BACKWARD)
+
+
+def test_packed_sequences_take_the_argument_as_well(card: Card) -> None:
+    q, k, v = (torch.randn(2048, 4, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    ends = torch.tensor([0, 2048], dtype=torch.int32)
+    for asked in (False, True):
+        out = warpwave.attention_varlen(
+            q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=2048, max_seqlen_k=2048,
+            deterministic=asked,
+        )  # fmt: skip
+        torch.autograd.grad(out.sum(), (q, k, v))
+    assert compiled(card)[1:] == [*BACKWARD, *REPEATABLE]
+
+
+def test_without_the_argument_torchs_mode_is_read_when_gradients_are_computed(card: Card) -> None:
+    """So one graph may be walked in both modes; what the call said itself stands."""
+    q, k, v = inputs()
+    outs = [warpwave.attention(q, k, v, deterministic=asked) for asked in (None, False)]
     try:
         torch.use_deterministic_algorithms(True)
-        torch.autograd.grad(warpwave.attention(q, k, v).sum(), (q, k, v))
+        for out in outs:
+            torch.autograd.grad(out.sum(), (q, k, v))
     finally:
         torch.use_deterministic_algorithms(False)
-    assert compiled(card)[1:] == ["flash_bwd_dq_kernel", "flash_bwd_dkv_kernel"]
+    assert compiled(card)[1:] == [*REPEATABLE, *BACKWARD]
+
+
+def test_the_operator_takes_the_argument_as_well(card: Card) -> None:
+    """A call that a mode sees goes through the operator, and so does its backward."""
+    q, k, v = inputs()
+    with CountingMode():
+        torch.autograd.grad(warpwave.attention(q, k, v, deterministic=True).sum(), (q, k, v))
+    assert compiled(card)[1:] == REPEATABLE
+
+
+def test_dropout_takes_the_portable_kernels(card: Card) -> None:
+    """One launch forward and two backward, compiled once for every probability and seed."""
+    q, k, v = inputs(256)
+    for p in (0.1, 0.5, 0.9):
+        torch.autograd.grad(warpwave.attention(q, k, v, dropout_p=p).sum(), (q, k, v))
+    assert compiled(card) == ["flash_fwd_kernel", *REPEATABLE]
+
+
+class CountingMode(TorchDispatchMode):
+    """A mode that only looks on."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def test_layouts_that_hooks_bring_back_are_bound_anew(card: Card) -> None:

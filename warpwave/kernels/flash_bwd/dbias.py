@@ -6,6 +6,7 @@ fixed order, and computes S and dP again: two products more for a gradient that 
 
 from __future__ import annotations
 
+from warpwave.kernels.dropout import dropout_keeps, load_dropout_key
 from warpwave.kernels.flash_bwd.dq import UNSPECIALISED
 from warpwave.kernels.flash_bwd.tiles import load_lse_log2, load_rows, probabilities, score_gradient, score_tile
 from warpwave.kernels.primitives import (
@@ -33,6 +34,7 @@ def flash_bwd_dbias_kernel(
     alibi_slopes_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
+    dropout_seed_ptr,
     dout_ptr,
     lse_ptr,
     delta_ptr,
@@ -77,6 +79,8 @@ def flash_bwd_dbias_kernel(
     window_right,
     softmax_scale,
     softcap,
+    dropout_threshold,
+    dropout_scale,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
@@ -91,6 +95,7 @@ def flash_bwd_dbias_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     IS_VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
@@ -143,6 +148,8 @@ def flash_bwd_dbias_kernel(
     first_rows = tl.arange(0, BLOCK_M)
     first_keys = tl.arange(0, BLOCK_N)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if HAS_DROPOUT:
+        dropout_key = load_dropout_key(dropout_seed_ptr)
     for item in range((batch_end - batch_begin) * (head_end - head_begin)):
         batch = (batch_begin + item // (head_end - head_begin)).to(tl.int64)
         head = (head_begin + item % (head_end - head_begin)).to(tl.int64)
@@ -205,6 +212,12 @@ def flash_bwd_dbias_kernel(
                 )  # fmt: skip
                 p = probabilities(scores, scale, lse_log2[:, None], True)
                 dp = product(dout, v, None, PRECISION)  # [BLOCK_M, BLOCK_N]
+                if HAS_DROPOUT:
+                    kept = dropout_keeps(
+                        dropout_key, batch, head, row_tile, first_rows[:, None], key_tile, first_keys[None, :],
+                        dropout_threshold,
+                    )  # fmt: skip
+                    dp = tl.where(kept, dp * dropout_scale, 0.0)
                 acc += score_gradient(p, dp, delta[:, None], at_edge, True)
 
     # Tiles that share a cell of the bias lie in the same place of acc, or in a row or column of it.

@@ -7,6 +7,7 @@ Scores are computed transposed, [BLOCK_N, BLOCK_M]: P^T and dS^T then enter the 
 
 from __future__ import annotations
 
+from warpwave.kernels.dropout import dropout_keeps, load_dropout_key
 from warpwave.kernels.flash_bwd.dq import UNSPECIALISED
 from warpwave.kernels.flash_bwd.tiles import (
     any_of,
@@ -48,6 +49,7 @@ def flash_bwd_dkv_kernel(
     alibi_slopes_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
+    dropout_seed_ptr,
     dout_ptr,
     lse_ptr,
     delta_ptr,
@@ -96,6 +98,8 @@ def flash_bwd_dkv_kernel(
     window_right,
     softmax_scale,
     softcap,
+    dropout_threshold,
+    dropout_scale,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
@@ -110,6 +114,7 @@ def flash_bwd_dkv_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     IS_VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
@@ -155,7 +160,8 @@ def flash_bwd_dkv_kernel(
     # The band seen from the keys: -high <= row - key <= -low.
     key_begin = tile * BLOCK_N
     key_last = tl.minimum(key_begin + BLOCK_N, seqlen_k) - 1
-    keys = key_begin + tl.arange(0, BLOCK_N)
+    first_keys = tl.arange(0, BLOCK_N)
+    keys = key_begin + first_keys
     low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
     row_begin, row_end, first, whole_begin, whole_end = key_ranges(
         key_begin, key_last, seqlen_q, -high, -low, BLOCK_M, HAS_HIGH, HAS_LOW
@@ -173,6 +179,8 @@ def flash_bwd_dkv_kernel(
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     first_rows = tl.arange(0, BLOCK_M)
+    if HAS_DROPOUT:
+        dropout_key = load_dropout_key(dropout_seed_ptr)
     for member in range(group_size):
         head = kv_head * group_size + member
         line = batch * stride_lb + head * stride_lh
@@ -214,11 +222,20 @@ def flash_bwd_dkv_kernel(
                 q_parts = operand(tl.where(sees, q, 0.0), PRECISION, IS_NVIDIA)
                 dout = tl.where(sees, dout, 0.0)
             dout_parts = operand(dout, PRECISION, IS_NVIDIA)
+            p_kept = p
+            if HAS_DROPOUT:
+                kept = dropout_keeps(
+                    dropout_key, batch, head, row_tile, first_rows[None, :], key_begin, first_keys[:, None],
+                    dropout_threshold,
+                )  # fmt: skip
+                p_kept = tl.where(kept, p, 0.0)
             if WRITE_DV:
-                dv = product(operand(p.to(dout.dtype), PRECISION, IS_NVIDIA), dout_parts, dv, PRECISION)
+                dv = product(operand(p_kept.to(dout.dtype), PRECISION, IS_NVIDIA), dout_parts, dv, PRECISION)
             if WRITE_DK:
                 delta = load_rows(delta_ptr + line, rows, row_begin, row_end, 0.0)  # [BLOCK_M]
                 dp = product(v, transposed(dout_parts, PRECISION), None, PRECISION)  # [BLOCK_N, BLOCK_M]
+                if HAS_DROPOUT:
+                    dp = tl.where(kept, dp * dropout_scale, 0.0)
                 ds = score_gradient(p, dp, delta[None, :], at_edge, HAS_MASK or HAS_BIAS)
                 ds = through_softcap(ds, derivative, p, HAS_SOFTCAP)
                 dk = product(operand(ds.to(q.dtype), PRECISION, IS_NVIDIA), q_parts, dk, PRECISION)
@@ -229,6 +246,8 @@ def flash_bwd_dkv_kernel(
         inside = (keys < seqlen_k)[:, None] & (dims < HEAD_DIM)[None, :]
         tl.store(dk_ptr + offsets, rounded(dk * softmax_scale, dk_ptr.dtype.element_ty), mask=inside)
     if WRITE_DV:
+        if HAS_DROPOUT:
+            dv = dv * dropout_scale
         dv_ptr += batch * stride_dvb + kv_head * stride_dvh
         offsets = keys.to(tl.int64)[:, None] * stride_dvn + dims_v[None, :]
         inside = (keys < seqlen_k)[:, None] & (dims_v < HEAD_DIM_V)[None, :]

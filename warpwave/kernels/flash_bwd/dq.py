@@ -14,6 +14,7 @@ values.
 
 from __future__ import annotations
 
+from warpwave.kernels.dropout import dropout_keeps, load_dropout_key
 from warpwave.kernels.flash_bwd.tiles import (
     any_of,
     infinite_if_blind,
@@ -47,6 +48,7 @@ UNSPECIALISED = [
     *("stride_vh", "stride_dob", "stride_dom", "stride_doh", "stride_lb", "stride_lh", "stride_mask_b"),
     *("stride_mask_h", "stride_bias_b", "stride_bias_h", "stride_alibi_b", "stride_alibi_h"),
     *("seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads_q", "group_size", "window_left", "window_right"),
+    "dropout_threshold",
 ]
 
 
@@ -62,6 +64,7 @@ def flash_bwd_dq_kernel(
     alibi_slopes_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
+    dropout_seed_ptr,
     dout_ptr,
     lse_ptr,
     delta_ptr,
@@ -115,6 +118,8 @@ def flash_bwd_dq_kernel(
     window_right,
     softmax_scale,
     softcap,
+    dropout_threshold,
+    dropout_scale,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
@@ -129,6 +134,7 @@ def flash_bwd_dq_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     IS_VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
@@ -198,9 +204,13 @@ def flash_bwd_dq_kernel(
     if HAS_ALIBI:
         slope_log2 = tl.load(alibi_slopes_ptr + batch * stride_alibi_b + head * stride_alibi_h) * LOG2_E
 
+    if HAS_DROPOUT:
+        dropout_key = load_dropout_key(dropout_seed_ptr)
+
     row_begin = tile * BLOCK_M
     row_last = tl.minimum(row_begin + BLOCK_M, seqlen_q) - 1
-    rows = row_begin + tl.arange(0, BLOCK_M)
+    first_rows = tl.arange(0, BLOCK_M)
+    rows = row_begin + first_rows
     low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
     key_begin, key_end, first, whole_begin, whole_end = key_ranges(
         row_begin, row_last, seqlen_k, low, high, BLOCK_N, HAS_LOW, HAS_HIGH
@@ -255,6 +265,12 @@ def flash_bwd_dq_kernel(
                 softcap, HAS_LOW, HAS_HIGH, HAS_MASK, HAS_BIAS, HAS_ALIBI, HAS_SOFTCAP,
             )  # fmt: skip
             dp = product(dout, transposed(v_parts, PRECISION), None, PRECISION)  # [BLOCK_M, BLOCK_N]
+            if HAS_DROPOUT:
+                kept = dropout_keeps(
+                    dropout_key, batch, head, row_begin, first_rows[:, None], key_tile, first_keys[None, :],
+                    dropout_threshold,
+                )  # fmt: skip
+                dp = tl.where(kept, dp * dropout_scale, 0.0)
             if WALK == 0:
                 p, alpha, m_i, l_i = softmax_step(scores, scale, m_i, l_i)
                 delta = delta * alpha + tl.sum(score_gradient(p, dp, 0.0, at_edge, HAS_MASK or HAS_BIAS), 1)

@@ -23,7 +23,7 @@ import torch
 
 from warpwave import precision
 from warpwave.gpu import Gpu
-from warpwave.kernels import reasons
+from warpwave.kernels import dropout, reasons
 from warpwave.kernels.arguments import (
     band_constants,
     broadcast_strides,
@@ -39,7 +39,7 @@ from warpwave.kernels.flash_bwd.config import Config, Tile, arithmetic_of, defau
 from warpwave.kernels.flash_bwd.dbias import flash_bwd_dbias_kernel
 from warpwave.kernels.flash_bwd.dkv import flash_bwd_dkv_kernel
 from warpwave.kernels.flash_bwd.dq import flash_bwd_dq_kernel
-from warpwave.problem import AttentionProblem, Operands, by_kind
+from warpwave.problem import AnyOperands, AttentionProblem, by_kind
 from warpwave.runtime import launch, scratch
 from warpwave.runtime.bounded import Bounded
 
@@ -52,7 +52,7 @@ MAX_LAYOUTS = 16  # of out and dout, for which a bound call keeps its launches
 
 Results = tuple[torch.Tensor, torch.Tensor]  # out and lse
 Gradients = tuple[torch.Tensor | None, ...]  # of q, k, v, bias, alibi_slopes, sinks
-Run = Callable[[Operands, Results, torch.Tensor, torch.Tensor | None], Gradients]
+Run = Callable[[AnyOperands, Results, torch.Tensor, torch.Tensor | None], Gradients]
 
 
 class Outputs(NamedTuple):
@@ -78,7 +78,7 @@ class Outputs(NamedTuple):
 # Calls ----------------------------------------------------------------------------------------------------------------
 
 
-def bind(problem: AttentionProblem, gpu: Gpu, operands: Operands, wanted: Sequence[bool], config: Config) -> Run:
+def bind(problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, wanted: Sequence[bool], config: Config) -> Run:
     """Prepares the gradients of one problem and layout.
 
     Args:
@@ -97,7 +97,7 @@ def bind(problem: AttentionProblem, gpu: Gpu, operands: Operands, wanted: Sequen
     allocate = _allocator(problem, operands, wanted, config)
     bound: Bounded[tuple[Any, ...], list[launch.Launcher]] = Bounded(MAX_LAYOUTS)
 
-    def run(operands: Operands, results: Results, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
+    def run(operands: AnyOperands, results: Results, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
         straightened, (out, lse) = straight(operands), results
         out, dout = _with_unit_stride(out), _with_unit_stride(dout.to(out.dtype))
         lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
@@ -117,7 +117,7 @@ def bind(problem: AttentionProblem, gpu: Gpu, operands: Operands, wanted: Sequen
     return run
 
 
-def _differentiable(operands: Operands) -> tuple[Any, ...]:
+def _differentiable(operands: AnyOperands) -> tuple[Any, ...]:
     return (*operands[:3], *operands[4:7])
 
 
@@ -133,7 +133,11 @@ def _is_empty(problem: AttentionProblem) -> bool:
 
 
 def _of_nothing(
-    problem: AttentionProblem, operands: Operands, lse: torch.Tensor, dlse: torch.Tensor | None, wanted: Sequence[bool]
+    problem: AttentionProblem,
+    operands: AnyOperands,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    wanted: Sequence[bool],
 ) -> Gradients:
     """Gradients of a call in which no query sees a key: zeros, and for a sink what arrives at the rows whose
     log-sum-exp it is."""
@@ -149,7 +153,7 @@ def _of_nothing(
 
 
 def _allocator(
-    problem: AttentionProblem, operands: Operands, wanted: Sequence[bool], config: Config
+    problem: AttentionProblem, operands: AnyOperands, wanted: Sequence[bool], config: Config
 ) -> Callable[[], Outputs]:
     """Returns `allocate()`. Gradients of packed tokens begin as zeros: some may belong to no sequence."""
     device = operands.q.device
@@ -180,7 +184,7 @@ def _allocator(
     return allocate
 
 
-def _gradients(operands: Operands, outputs: Outputs, wanted: Sequence[bool]) -> Gradients:
+def _gradients(operands: AnyOperands, outputs: Outputs, wanted: Sequence[bool]) -> Gradients:
     dslopes = dsinks = None
     if wanted[4]:
         of_slopes, slopes = outputs.of_slopes, operands.alibi_slopes
@@ -196,7 +200,7 @@ def _gradients(operands: Operands, outputs: Outputs, wanted: Sequence[bool]) -> 
 def specify(
     problem: AttentionProblem,
     gpu: Gpu,
-    operands: Operands,
+    operands: AnyOperands,
     results: Results,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -228,10 +232,12 @@ def specify(
     strides += slope_strides(operands.alibi_slopes)
     lengths = [problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k]
     heads = [problem.num_heads_q, problem.num_heads_q // problem.num_heads_kv]
-    rest: list[int | float] = [*heads, *window(problem), problem.softmax_scale, problem.softcap]
+    rest: list[int | float | None] = [
+        *heads, *window(problem), problem.softmax_scale, problem.softcap, *dropout.scalars(problem.dropout_p)
+    ]  # fmt: skip
 
     def one(
-        kernel: Any, blocks: int, tile: Tile, owned: int, scalars: list[int | float], constants: dict[str, Any]
+        kernel: Any, blocks: int, tile: Tile, owned: int, scalars: list[int | float | None], constants: dict[str, Any]
     ) -> launch.Launch:
         return launch.Launch(
             kernel=kernel,
@@ -287,7 +293,7 @@ def specify(
 
 
 def _tensors(
-    operands: Operands,
+    operands: AnyOperands,
     results: Results,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -295,9 +301,9 @@ def _tensors(
     config: Config,
 ) -> list[tuple[Any, ...]]:
     """The pointer arguments of each launch, in the kernels' order."""
-    q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k = operands
+    q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k = operands[:9]
     (out, lse), (dq, dk, dv, dbias, delta, lse_log2, of_slopes, of_sinks) = results, outputs
-    shared = (q, k, v, mask, bias, slopes, cu_seqlens_q, cu_seqlens_k, dout)
+    shared = (q, k, v, mask, bias, slopes, cu_seqlens_q, cu_seqlens_k, operands.dropout_seed, dout)
     of_rows = (lse if lse_log2 is None else lse_log2, delta)
     found: list[tuple[Any, ...]] = []
     if delta is not None:
@@ -314,7 +320,7 @@ def _launches_of_keys(config: Config, dk: Any, dv: Any) -> list[tuple[Any, Any]]
     return [pair for pair in each if pair != (None, None)]
 
 
-def stride_unit(operands: Operands, out: torch.Tensor, dout: torch.Tensor, outputs: Outputs) -> int:
+def stride_unit(operands: AnyOperands, out: torch.Tensor, dout: torch.Tensor, outputs: Outputs) -> int:
     """The largest power of two, up to 16, that divides every stride between rows, heads and batches."""
     tensors = [t for t in (*operands[:3], out, dout, *outputs[:3]) if t is not None]
     return math.gcd(16, *(stride for tensor in tensors for stride in tensor.stride()[:-1]))
@@ -335,6 +341,7 @@ def _constants(problem: AttentionProblem, gpu: Gpu, tile: Tile, owned: int, unit
         "BLOCK_DV": block_dv,
         **band_constants(problem),
         **features,
+        "HAS_DROPOUT": problem.dropout_p > 0,
         "IS_VARLEN": problem.packed,
         "PRECISION": arithmetic_of(problem, gpu),
         "IS_NVIDIA": gpu.vendor == "nvidia",

@@ -23,7 +23,7 @@ import torch
 
 from warpwave import precision
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import reasons
+from warpwave.kernels import dropout, reasons
 from warpwave.kernels.arguments import (
     allocator,
     band_constants,
@@ -39,6 +39,7 @@ from warpwave.kernels.arguments import (
     token_strides,
     window,
 )
+from warpwave.kernels.dropout import dropout_keeps, load_dropout_key
 from warpwave.kernels.flash_fwd.config import Config, configs, fitting, smem_bytes, space
 from warpwave.kernels.flash_fwd.costs import cost
 from warpwave.kernels.prepass import split_ahead
@@ -62,7 +63,7 @@ from warpwave.kernels.primitives import (
     tile_pointers,
     transposed,
 )
-from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands, by_kind
+from warpwave.problem import DTYPE_BYTES, AnyOperands, AttentionProblem, by_kind
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import jit, tl
 
@@ -78,6 +79,7 @@ UNSPECIALISED = [
     *("stride_vh", "stride_ob", "stride_om", "stride_oh", "stride_lb", "stride_lh", "stride_mask_b", "stride_mask_h"),
     *("stride_bias_b", "stride_bias_h", "stride_alibi_b", "stride_alibi_h", "stride_kp", "stride_vp", "seqlen_q"),
     *("seqlen_k", "total_q", "total_k", "num_heads_q", "group_size", "window_left", "window_right", "heads_in_l2"),
+    "dropout_threshold",
 ]
 
 # Device code ----------------------------------------------------------------------------------------------------------
@@ -96,6 +98,7 @@ def flash_fwd_kernel(
     sinks_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
+    dropout_seed_ptr,
     stride_qb,
     stride_qm,
     stride_qh,
@@ -136,6 +139,8 @@ def flash_fwd_kernel(
     heads_in_l2,
     softmax_scale,
     softcap,
+    dropout_threshold,
+    dropout_scale,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
@@ -151,6 +156,7 @@ def flash_fwd_kernel(
     HAS_ALIBI: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     IS_VARLEN: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -218,7 +224,8 @@ def flash_fwd_kernel(
     if TOP_LEFT:
         high = tl.minimum(high, 0)
     row_begin = tile * BLOCK_M
-    rows = row_begin + tl.arange(0, BLOCK_M)
+    first_rows = tl.arange(0, BLOCK_M)
+    rows = row_begin + first_rows
     row_last = tl.minimum(row_begin + BLOCK_M, seqlen_q) - 1
     key_begin, key_end, first, whole_begin, whole_end = key_ranges(
         row_begin, row_last, seqlen_k, low, high, BLOCK_N, HAS_LOW, HAS_HIGH
@@ -237,6 +244,8 @@ def flash_fwd_kernel(
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     scale_log2 = softmax_scale * LOG2_E
+    if HAS_DROPOUT:
+        dropout_key = load_dropout_key(dropout_seed_ptr)
     if HAS_ALIBI:
         slope_log2 = tl.load(alibi_slopes_ptr + batch * stride_alibi_b + head * stride_alibi_h) * LOG2_E
 
@@ -282,6 +291,13 @@ def flash_fwd_kernel(
             scores = tl.where(shown != 0, scores, float("-inf"))
 
         p, alpha, m_i, l_i = softmax_step(scores, scale_left, m_i, l_i)
+        if HAS_DROPOUT:
+            # After the sum: the log-sum-exp is that of the softmax without dropout.
+            kept = dropout_keeps(
+                dropout_key, batch, head, row_begin, first_rows[:, None], key_tile, first_keys[None, :],
+                dropout_threshold,
+            )  # fmt: skip
+            p = tl.where(kept, p, 0.0)
         v = v_pointers + tile_offset * stride_vn
         if SPLIT_AHEAD:
             v = load_parts(v, stride_vp, keys, dims_v, key_begin, key_end, PRECISION)  # [BLOCK_N, BLOCK_DV], each
@@ -311,6 +327,8 @@ def flash_fwd_kernel(
         m_i = m_new
     # A row that saw no key has sum 0: its output is 0 and its log-sum-exp minus infinity.
     out = acc * tl.math.div_rn(1.0, tl.where(l_i == 0.0, 1.0, l_i))[:, None]
+    if HAS_DROPOUT:
+        out = out * dropout_scale
     offsets = rows.to(tl.int64)[:, None] * stride_om + dims_v[None, :]
     inside = (rows < seqlen_q)[:, None] & (dims_v < HEAD_DIM_V)[None, :]
     tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=inside)
@@ -325,8 +343,8 @@ L2_BYTES = 16 * 1024 * 1024  # for K and V of the heads that run together; on an
 
 
 def bind(
-    problem: AttentionProblem, operands: Operands, config: Config
-) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
+    problem: AttentionProblem, operands: AnyOperands, config: Config
+) -> Callable[[AnyOperands], tuple[torch.Tensor, torch.Tensor | None]]:
     """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, where lse is None unless
     requested."""
     allocate, straight = allocator(problem, operands.q), straightener(operands)
@@ -334,7 +352,7 @@ def bind(
     if isinstance(specified, launch.Launch):
         launcher = launch.bind(specified)
 
-        def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+        def run(operands: AnyOperands) -> tuple[torch.Tensor, torch.Tensor | None]:
             q, k, v, *others = operands
             out, lse = allocate()
             launcher(q, k, v, out, lse, *others)
@@ -347,7 +365,7 @@ def bind(
     assert k_parts is not None and v_parts is not None
     make_parts = [maker(parts.shape, parts.dtype, parts.device) for parts in (k_parts, v_parts)]
 
-    def run_split(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run_split(operands: AnyOperands) -> tuple[torch.Tensor, torch.Tensor | None]:
         q, k, v, *others = operands
         out, lse = allocate()
         k_parts, v_parts = [make() for make in make_parts]
@@ -359,7 +377,12 @@ def bind(
 
 
 def specify(
-    problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
+    problem: AttentionProblem,
+    gpu: Gpu,
+    operands: AnyOperands,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    config: Config,
 ) -> launch.Launch | tuple[launch.Launch, launch.Launch]:
     """Returns one or two launches from tensors, which may be without memory (device "meta") if they are only
     compiled."""
@@ -377,7 +400,7 @@ def specify(
 def _specify(
     problem: AttentionProblem,
     gpu: Gpu,
-    operands: Operands,
+    operands: AnyOperands,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     config: Config,
@@ -389,7 +412,7 @@ def _specify(
     return launch.Launch(
         kernel=flash_fwd_kernel,
         grid=-(-problem.seqlen_q // config.block_m) * problem.num_heads_q * problem.batch,
-        tensors=(*operands[:3], out, lse, *operands[3:]),
+        tensors=(*operands[:3], out, lse, *operands[3:9], operands.dropout_seed),
         scalars=_scalars(problem, operands, out, stride_kp, stride_vp),
         constants=_constants(problem, gpu, config, stride_unit(operands, out)),
         # Fused multiply-adds are off in float32: the maximum times the scale must round like each score times the
@@ -403,8 +426,8 @@ def _specify(
 
 
 def _scalars(
-    problem: AttentionProblem, operands: Operands, out: torch.Tensor, stride_kp: int, stride_vp: int
-) -> list[int | float]:
+    problem: AttentionProblem, operands: AnyOperands, out: torch.Tensor, stride_kp: int, stride_vp: int
+) -> list[int | float | None]:
     """Returns the run-time arguments after the pointers, in the kernel's order."""
     unit = stride_unit(operands, out)
     strides: list[int] = []
@@ -431,10 +454,11 @@ def _scalars(
         min(problem.batch * problem.num_heads_q, max(1, L2_BYTES // max(1, kv_bytes))),
         problem.softmax_scale,
         problem.softcap,
+        *dropout.scalars(problem.dropout_p),
     ]
 
 
-def stride_unit(operands: Operands, out: torch.Tensor) -> int:
+def stride_unit(operands: AnyOperands, out: torch.Tensor) -> int:
     """Returns the largest power of two, up to 16, that divides every stride between rows, heads and batches."""
     return math.gcd(16, *(stride for tensor in (*operands[:3], out) for stride in tensor.stride()[:-1]))
 
@@ -452,6 +476,7 @@ def _constants(problem: AttentionProblem, gpu: Gpu, config: Config, unit: int) -
         "BLOCK_DV": block_dv,
         **band_constants(problem),
         **feature_constants(problem),
+        "HAS_DROPOUT": problem.dropout_p > 0,
         "IS_VARLEN": problem.packed,
         "WRITE_LSE": problem.return_lse,
         "PRECISION": dot_precision(problem, gpu),

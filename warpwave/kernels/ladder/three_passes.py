@@ -340,7 +340,7 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     found = reasons.of_triton()
     if gpu.vendor == "cpu":
         found.append("found tensors on the CPU; it needs an NVIDIA or AMD GPU")
-    found += reasons.of_gradients(problem)
+    found += reasons.of_gradients(problem) + reasons.of_dropout(problem)
     needed, limit = scores_bytes(problem), min(MAX_SCORES_BYTES, gpu.memory_bytes or MAX_SCORES_BYTES)
     if needed > limit:
         found.append(

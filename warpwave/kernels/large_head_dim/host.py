@@ -306,6 +306,7 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns every reason this kernel cannot run the problem on this GPU; empty if it can."""
     found = reasons.of_device(gpu)
     found += reasons.of_gradients(problem, "it computes no gradients; use three_kernel or eager, which do")
+    found += reasons.of_dropout(problem)
     found += reasons.of_widths(problem, MAX_HEAD_DIM, f"it must be at most {MAX_HEAD_DIM}: use three_kernel or eager")
     found += reasons.of_pages(problem)
     if problem.page_size and problem.packed and problem.batch_invariant:

@@ -15,7 +15,7 @@ import torch
 from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import dot_precision, padded, token_strides
 from warpwave.kernels.primitives import operand
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.problem import AnyOperands, AttentionProblem
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import jit, tl
 
@@ -168,7 +168,7 @@ def operand_strides(problem: AttentionProblem, tensors: tuple[torch.Tensor, ...]
 
 
 def specify(
-    problem: AttentionProblem, gpu: Gpu, operands: Operands, widths: tuple[int, int], device: torch.device
+    problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, widths: tuple[int, int], device: torch.device
 ) -> tuple[launch.Launch, torch.Tensor, torch.Tensor]:
     """Returns the launch, and the tensors for the parts of K and V: bfloat16 (parts, batch, num_heads_kv, seqlen_k,
     width), packed (parts, num_heads_kv, total_k, width). `widths` of K and of V are powers of two, to which head_dim
@@ -203,7 +203,7 @@ def part_shapes(problem: AttentionProblem, parts: int, width: int, width_v: int)
 
 
 def specify_all(
-    problem: AttentionProblem, gpu: Gpu, operands: Operands, arithmetic: str, width: int, width_v: int
+    problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, arithmetic: str, width: int, width_v: int
 ) -> tuple[launch.Launch, tuple[torch.Tensor, ...]]:
     """Returns the launch that splits q, k and v for an arithmetic, and its output tensors (`part_shapes`): rows of
     `width` and `width_v` elements, multiples of 16, zero past head_dim and head_dim_v."""

@@ -479,7 +479,7 @@ def _launched_ahead(gpu: Gpu, config: Config) -> bool:
 @by_kind
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns every reason this kernel cannot run the problem on this GPU; empty if it can."""
-    found = [*reasons.of_device(gpu), *reasons.of_gradients(problem)]
+    found = [*reasons.of_device(gpu), *reasons.of_gradients(problem), *reasons.of_dropout(problem)]
     found += reasons.of_widths(problem, MAX_HEAD_DIM, f"a row of K or V must fit one tile: at most {MAX_HEAD_DIM}")
     found += reasons.of_pages(problem)
     found += precision.why_not(problem, gpu)

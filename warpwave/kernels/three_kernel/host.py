@@ -309,7 +309,7 @@ def specify(
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns every reason this kernel cannot run the problem on this GPU; empty if it can."""
-    found = reasons.of_device(gpu)
+    found = reasons.of_device(gpu) + reasons.of_dropout(problem)
     if problem.page_size:
         found.append("it reads no paged cache")
     if problem.batch_invariant:

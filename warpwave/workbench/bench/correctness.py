@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warpwave.errors import InvalidInput
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.workbench.verify.reference import oracle, rounding_model
 
@@ -77,9 +78,14 @@ class Sample:
     Args:
         problem, operands: the whole call, dense or packed, with any of its options.
         seed: seed for the choice of rows.
+
+    Raises:
+        InvalidInput: the call has dropout, which drops by position, and a sample of rows has other positions.
     """
 
     def __init__(self, problem: AttentionProblem, operands: Operands, *, seed: int = 0) -> None:
+        if problem.dropout_p:
+            raise InvalidInput(f"dropout_p is {problem.dropout_p}; samples are compared for calls without dropout only")
         self._problem, self._dtype = problem, operands.q.dtype
         self._shape = (*operands.q.shape[:-1], problem.head_dim_v)
         self._parts = [_part(problem, operands, sequence, seed) for sequence in _sequences(problem, SAMPLED_BATCHES)]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands, Operands
+from warpwave.problem import DTYPE_BYTES, AnyOperands, AttentionProblem, CachedOperands, DropoutOperands, Operands
 from warpwave.workbench.bench.workloads import default_scale, padded_length
 
 MOST_INPUT_SETS = 64
@@ -18,7 +18,7 @@ CACHES_FILLED = 4  # inputs for a cold cache cycle through this many times the s
 def make_operands(problem: AttentionProblem, device: torch.device | str, *, seed: int = 0) -> Any:
     """Returns inputs from N(0, 1), equal for equal problem, seed and kind of device. Zeros would run faster than data.
 
-    They are `Operands`, or `CachedOperands` for a problem on a paged cache.
+    They are `Operands`, `DropoutOperands` with dropout, or `CachedOperands` for a problem on a paged cache.
     """
     generator = torch.Generator(device).manual_seed(seed)
     dtype = getattr(torch, problem.dtype)
@@ -35,7 +35,7 @@ def make_operands(problem: AttentionProblem, device: torch.device | str, *, seed
         tensor.requires_grad_(problem.requires_grad)
     if problem.page_size:
         return _in_pages(problem, q, k, v, generator, device)
-    return Operands(
+    operands = Operands(
         q,
         k,
         v,
@@ -46,6 +46,7 @@ def make_operands(problem: AttentionProblem, device: torch.device | str, *, seed
         cu_seqlens_q=_offsets([q for q, _ in problem.items()], device) if problem.packed else None,
         cu_seqlens_k=_offsets([k for _, k in problem.items()], device) if problem.packed else None,
     )
+    return DropoutOperands(*operands, torch.tensor([seed, 0], device=device)) if problem.dropout_p else operands
 
 
 def _in_pages(
@@ -81,7 +82,7 @@ def _in_pages(
     )
 
 
-def call_arguments(problem: AttentionProblem, operands: Operands | CachedOperands) -> dict[str, Any]:
+def call_arguments(problem: AttentionProblem, operands: AnyOperands | CachedOperands) -> dict[str, Any]:
     """Returns the keyword arguments of a call that are not at their defaults: those after q, k and v for `attention` or
     `attention_varlen`, those after q and the cache for `attention_with_kv_cache`."""
     of_cache = ("page_table", "seqused_k")
@@ -104,6 +105,10 @@ def call_arguments(problem: AttentionProblem, operands: Operands | CachedOperand
         arguments["precision"] = problem.precision
     if problem.error_budget is not None:
         arguments["precision"] = problem.error_budget
+    if problem.dropout_p:
+        arguments["dropout_p"] = problem.dropout_p
+    if problem.deterministic:
+        arguments["deterministic"] = True
     return arguments
 
 

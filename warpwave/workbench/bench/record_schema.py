@@ -37,6 +37,7 @@ DTYPE = OneOf(("float16", "bfloat16", "float32"))
 WINDOW = ListOf(Integer(-1, MOST_TOKENS), 2, 2)
 PAGE_SIZE = Integer(0, 1 << 30)
 BUDGET = Number(1e-30, 1)
+DROPOUT = Number(0, 1)
 MICROSECONDS = Number(1e-6, 1e12)  # from far below a clock's resolution to eleven days
 FACTOR = Number(1e-6, 1e6)
 MOST_ROUNDS = 1000  # a comparison of two runs uses all pairs of samples
@@ -75,6 +76,8 @@ PROBLEM = Table(
         "page_size": PAGE_SIZE,
         "batch_invariant": Flag(),
         "error_budget": OrNone(BUDGET),
+        "dropout_p": DROPOUT,
+        "deterministic": Flag(),
     },
 )
 VERDICT = Table(

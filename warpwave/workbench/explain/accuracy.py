@@ -45,7 +45,7 @@ def of_call(
     problem: AttentionProblem, gpu: Gpu, kernel: Any, config: Any, arithmetic: str, operands: Operands | None
 ) -> Accuracy | None:
     """Returns the accuracy of a call by the kernel that serves it; None for 16-bit inputs. A call with a budget and
-    tensors is run once, and sampled rows are compared.
+    tensors is run once, and sampled rows are compared. A call with dropout is not run.
 
     Args:
         operands: the tensors; None if there are none, or if they are on another device than the kernel.
@@ -54,7 +54,8 @@ def of_call(
         return None
     here = precision.target(gpu)
     measured, rows = None, 0
-    if operands is not None and problem.error_budget is not None and operands.q.device.type != "meta" and problem.rows:
+    runs = problem.error_budget is not None and problem.rows and not problem.dropout_p
+    if runs and operands is not None and operands.q.device.type != "meta":
         measured, rows = _measure(problem, kernel, config, operands)
     by_cost = sorted((n for n in here.costs if n != arithmetic), key=lambda n: here.costs[n])
     return Accuracy(

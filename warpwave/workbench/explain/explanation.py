@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from warpwave import dispatch
-from warpwave.api import _options
+from warpwave.api import _options, _switches
 from warpwave.checks import check_problem, describe_call
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
@@ -151,6 +151,9 @@ def explain(
     sinks: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     precision: str | float = "default",
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
+    deterministic: bool | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
     max_seqlen_q: int = 0,
@@ -189,16 +192,19 @@ def explain(
     copied = 0
     operands: Operands | None = None
     if isinstance(q, AttentionProblem):
-        tensors = (k, v, mask, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, window_size, softmax_scale)
-        options_of_call = (causal, softcap, precision, max_seqlen_q, max_seqlen_k, return_lse)
-        if any(x is not None for x in tensors) or options_of_call != (False, 0.0, "default", 0, 0, False):
+        absent = (k, v, mask, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, window_size, softmax_scale,
+                  dropout_seed, deterministic)  # fmt: skip
+        options_of_call = (causal, softcap, precision, max_seqlen_q, max_seqlen_k, return_lse, dropout_p)
+        if any(x is not None for x in absent) or options_of_call != (False, 0.0, "default", 0, 0, False, 0.0):
             raise InvalidInput("q is an AttentionProblem, which holds all options of its call; change them there")
         problem = q
         check_problem(problem)
         gpu = gpu or current_gpu(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     else:
         operands = Operands(q, k, v, mask, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k)
-        options = _options(operands, causal, window_size, softcap, softmax_scale, precision, return_lse)
+        dropout_p, deterministic = _switches(dropout_p, deterministic, dropout_seed)
+        scores = (causal, window_size, softcap, softmax_scale, precision)
+        options = _options(operands, *scores, return_lse, dropout_p, deterministic)
         problem = describe_call(operands, options._replace(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k))
         problem = _counted(problem, operands)
         gpu = gpu or current_gpu(q.device)
@@ -255,6 +261,8 @@ def explain(
     if measured_us is not None:
         sheet = catalog.data_sheet(gpu)
         if prediction is None or sheet is None:
+            if problem.dropout_p:
+                raise InvalidInput("a measured time needs a model of its call, and dropout has none")
             raise InvalidInput(
                 f"a measured time needs a model of its card, and {gpu.name} has none"
                 if problem.flops

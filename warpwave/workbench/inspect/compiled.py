@@ -33,6 +33,7 @@ _POINTERS = {
     torch.float32: "*fp32",
     torch.bool: "*i1",
     torch.int32: "*i32",
+    torch.int64: "*i64",
 }
 
 

@@ -80,7 +80,8 @@ def predict(
     of: Machine | None = None,
     without: str = "",
 ) -> Prediction | None:
-    """Predicts the time of a call; returns None if the card has no data sheet or the call has no work.
+    """Predicts the time of a call; returns None if the card has no data sheet, or the call has no work, or dropout,
+    whose random numbers the model does not count.
 
     Args:
         problem: the call.
@@ -94,7 +95,7 @@ def predict(
         without: one of `steps.ABLATIONS`: predicts the time of a loop without that resource.
     """
     sheet = sheet or data_sheet(gpu)
-    if sheet is None or gpu.is_cpu or problem.flops == 0:
+    if sheet is None or gpu.is_cpu or problem.flops == 0 or problem.dropout_p:
         return None
     cost = kernel.cost(problem, gpu, config)
     where = of or machine(sheet, kernel.NAME, cost.loop)

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from warpwave.kernels import dropout
 from warpwave.kernels.torch_products import keeps_float32
-from warpwave.problem import LARGEST_BIAS, AttentionProblem, Operands
+from warpwave.problem import LARGEST_BIAS, AnyOperands, AttentionProblem
 
 CHUNK_ELEMENTS = 1 << 25  # float64 scores in memory at once: 256 MiB
 
@@ -55,12 +56,12 @@ class Gradients(NamedTuple):
     dsinks: Tensor | None = None
 
 
-def oracle(problem: AttentionProblem, operands: Operands) -> Forward:
+def oracle(problem: AttentionProblem, operands: AnyOperands) -> Forward:
     """R: the exact result, up to float64 rounding."""
     return _forward(problem, operands, _keep, _keep)
 
 
-def rounding_model(problem: AttentionProblem, operands: Operands) -> Forward:
+def rounding_model(problem: AttentionProblem, operands: AnyOperands) -> Forward:
     """M: the result of exact arithmetic with a kernel's unavoidable roundings."""
     if problem.dtype == "float32" and _operand_rounding(problem) is None:
         return oracle(problem, operands)._replace(out=naive(problem, operands))
@@ -68,7 +69,7 @@ def rounding_model(problem: AttentionProblem, operands: Operands) -> Forward:
     return model._replace(out=model.out.to(operands.q.dtype))
 
 
-def naive(problem: AttentionProblem, operands: Operands) -> Tensor:
+def naive(problem: AttentionProblem, operands: AnyOperands) -> Tensor:
     """N: the formula as a user would write it in the input type. It returns out only; the LSE is compared with R."""
     out = operands.q.new_empty(*operands.q.shape[:-1], problem.head_dim_v)
     for seq in _sequences(problem, operands):
@@ -77,14 +78,14 @@ def naive(problem: AttentionProblem, operands: Operands) -> Tensor:
 
 
 def oracle_gradients(
-    problem: AttentionProblem, operands: Operands, dout: Tensor, dlse: Tensor | None = None
+    problem: AttentionProblem, operands: AnyOperands, dout: Tensor, dlse: Tensor | None = None
 ) -> Gradients:
     """R's gradients of `sum(out * dout) + sum(lse * dlse)`, in float64."""
     return _gradients(problem, operands, dout, dlse, _keep, _keep, _keep)
 
 
 def rounding_model_gradients(
-    problem: AttentionProblem, operands: Operands, dout: Tensor, dlse: Tensor | None = None
+    problem: AttentionProblem, operands: AnyOperands, dout: Tensor, dlse: Tensor | None = None
 ) -> Gradients:
     """M's gradients: P rounded for dv, dS for dq and dk, delta taken from the rounded out, each result rounded once."""
     if problem.dtype == "float32" and _operand_rounding(problem) is None:
@@ -96,7 +97,7 @@ def rounding_model_gradients(
 
 
 def naive_gradients(
-    problem: AttentionProblem, operands: Operands, dout: Tensor, dlse: Tensor | None = None
+    problem: AttentionProblem, operands: AnyOperands, dout: Tensor, dlse: Tensor | None = None
 ) -> Gradients:
     """N's gradients: autograd through the plain formula in the input type."""
     leaves = _leaves(operands)
@@ -139,11 +140,13 @@ class _Sequence(NamedTuple):
     bias: Tensor | None  # the same
     slopes: Tensor | None  # [num_heads_q]
     sinks: Tensor | None  # [num_heads_q]
+    dropout_seed: Tensor | None  # [2]
+    item: int  # in the batch
     q_at: int | slice
     packed: bool
 
 
-def _sequences(problem: AttentionProblem, operands: Operands) -> Iterator[_Sequence]:
+def _sequences(problem: AttentionProblem, operands: AnyOperands) -> Iterator[_Sequence]:
     q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k = operands[:9]
     group = problem.num_heads_q // problem.num_heads_kv
     ends_q = cu_seqlens_q.tolist() if problem.packed else []
@@ -163,6 +166,8 @@ def _sequences(problem: AttentionProblem, operands: Operands) -> Iterator[_Seque
             None if bias is None else bias[b % len(bias)],
             slopes[b] if slopes is not None and slopes.dim() == 2 else slopes,
             sinks,
+            operands.dropout_seed if problem.dropout_p else None,
+            b,
             q_at,
             problem.packed,
         )
@@ -213,6 +218,15 @@ def _logits(problem: AttentionProblem, seq: _Sequence, rows: slice, scores: Tens
     return scores.masked_fill(hidden, -torch.inf)
 
 
+def _dropped(problem: AttentionProblem, seq: _Sequence, rows: range, p: Tensor) -> Tensor:
+    """Applies dropout to probabilities, or to their gradient, [num_heads_q, rows, seqlen_k]."""
+    if seq.dropout_seed is None:
+        return p
+    items, heads, keys = range(seq.item, seq.item + 1), range(p.shape[0]), range(p.shape[2])
+    (kept,) = dropout.kept(problem.dropout_p, seq.dropout_seed, items, heads, rows, keys)
+    return p.masked_fill(~kept, 0.0) / (1 - problem.dropout_p)
+
+
 def _naive_sequence(problem: AttentionProblem, seq: _Sequence) -> tuple[Tensor, Tensor]:
     """Returns out [num_heads_q, seqlen_q, head_dim_v] and lse [num_heads_q, seqlen_q] in the input type."""
     round_operand = _operand_rounding(problem) or _keep
@@ -227,6 +241,7 @@ def _naive_sequence(problem: AttentionProblem, seq: _Sequence) -> tuple[Tensor, 
     empty = (scores == -torch.inf).all(-1, keepdim=True)
     scores = scores.masked_fill(empty, 0.0)
     p = torch.softmax(scores, dim=-1)[..., : seq.k.shape[1]]
+    p = _dropped(problem, seq, range(seq.q.shape[1]), p)
     out = _product(round_operand(p), seq.v).masked_fill(empty, 0.0)
     lse = torch.logsumexp(scores, dim=-1).masked_fill(empty.squeeze(-1), -torch.inf)
     return out, lse
@@ -235,7 +250,7 @@ def _naive_sequence(problem: AttentionProblem, seq: _Sequence) -> tuple[Tensor, 
 # All sequences, in float64 --------------------------------------------------------------------------------------------
 
 
-def _forward(problem: AttentionProblem, operands: Operands, round_operand: Rounding, round_p: Rounding) -> Forward:
+def _forward(problem: AttentionProblem, operands: AnyOperands, round_operand: Rounding, round_p: Rounding) -> Forward:
     operands = _in_float64(operands, round_operand)
     out = operands.q.new_zeros(*operands.q.shape[:-1], problem.head_dim_v)
     lse = operands.q.new_zeros(_lse_shape(problem))
@@ -255,7 +270,8 @@ def _forward(problem: AttentionProblem, operands: Operands, round_operand: Round
                 lse_rows = torch.logaddexp(lse_rows, seq.sinks[:, None])
             # The LSE cannot be used: next to a maximum such as `finfo.min` the sum is lost in rounding.
             inverse = (1 / total).masked_fill(empty, 0.0)
-            out[seq.q_at][rows] = (round_p(p) @ seq.v * inverse[..., None]).transpose(0, 1)
+            kept = _dropped(problem, seq, _positions(rows, seq), round_p(p))
+            out[seq.q_at][rows] = (kept @ seq.v * inverse[..., None]).transpose(0, 1)
             _lse_at(lse, seq)[:, rows] = lse_rows
             if s.numel():
                 magnitudes = torch.maximum(products.abs(), s.abs()).masked_fill(s == -torch.inf, 0.0)
@@ -265,7 +281,7 @@ def _forward(problem: AttentionProblem, operands: Operands, round_operand: Round
 
 def _gradients(
     problem: AttentionProblem,
-    operands: Operands,
+    operands: AnyOperands,
     dout: Tensor,
     dlse: Tensor | None,
     round_operand: Rounding,
@@ -294,8 +310,10 @@ def _gradients(
                 dout_rows = dout[seq.q_at][rows].transpose(0, 1)
                 with torch.no_grad():
                     p = torch.exp(s - lse_rows.masked_fill(lse_rows == -torch.inf, 0.0)[..., None])
-                    ds = p * (dout_rows @ seq.v.transpose(1, 2) + dlogit_rows[..., None])
-                    dv = round_p(p).transpose(1, 2) @ dout_rows
+                    positions = _positions(rows, seq)
+                    dp = _dropped(problem, seq, positions, dout_rows @ seq.v.transpose(1, 2))
+                    ds = p * (dp + dlogit_rows[..., None])
+                    dv = _dropped(problem, seq, positions, round_p(p)).transpose(1, 2) @ dout_rows
                 (dproducts,) = torch.autograd.grad(s, leaf, ds, retain_graph=True)
                 if added:
                     torch.autograd.backward([s], [round_p(ds)], inputs=added)
@@ -305,6 +323,11 @@ def _gradients(
                     p_sink = torch.exp(seq.sinks.detach()[:, None] - lse_rows)
                     seq.sinks.backward((p_sink * dlogit_rows).sum(-1))
     return _collect(leaves)
+
+
+def _positions(rows: slice, seq: _Sequence) -> range:
+    """Returns the positions of query rows in the sequence."""
+    return range(seq.q.shape[1])[rows]
 
 
 def _row_chunks(seq: _Sequence) -> Iterator[slice]:
@@ -342,26 +365,26 @@ def _lse_shape(problem: AttentionProblem) -> tuple[int, ...]:
     return (problem.batch, problem.num_heads_q, problem.seqlen_q)
 
 
-def _in_float64(operands: Operands, round_operand: Rounding) -> Operands:
+def _in_float64(operands: AnyOperands, round_operand: Rounding) -> AnyOperands:
     q, k, v, _, bias, slopes, sinks, *_ = operands
     q, k, v = (round_operand(x.detach().double()) for x in (q, k, v))
     bias, slopes, sinks = (None if x is None else x.detach().double() for x in (bias, slopes, sinks))
     return operands._replace(q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sinks=sinks)
 
 
-def _differentiable(operands: Operands) -> list[Tensor | None]:
+def _differentiable(operands: AnyOperands) -> list[Tensor | None]:
     """Returns the operands that have gradients, in the order of `Gradients`."""
     return [operands.q, operands.k, operands.v, operands.bias, operands.alibi_slopes, operands.sinks]
 
 
-def _leaves(operands: Operands) -> Operands:
+def _leaves(operands: AnyOperands) -> AnyOperands:
     q, k, v, bias, slopes, sinks = (
         None if x is None else x.detach().clone().requires_grad_() for x in _differentiable(operands)
     )
     return operands._replace(q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sinks=sinks)
 
 
-def _collect(leaves: Operands) -> Gradients:
+def _collect(leaves: AnyOperands) -> Gradients:
     """Returns the gradients in the leaves; there are none without query rows."""
     found = [None if x is None else torch.zeros_like(x) if x.grad is None else x.grad for x in _differentiable(leaves)]
     return _gradients_of(found)

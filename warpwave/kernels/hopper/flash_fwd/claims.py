@@ -44,7 +44,7 @@ def _why_not_kind(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         if gpu.arch == "sm_90" and num_parts(problem, gpu) == 0:
             found.append(f"precision is {problem.precision!r}; its float32 products are {', '.join(ABLE)}")
         found += precision.why_not(problem, gpu, ABLE)
-    found += reasons.of_gradients(problem)
+    found += reasons.of_gradients(problem) + reasons.of_dropout(problem)
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size > MAX_HEAD_DIM[problem.dtype]:
             found.append(

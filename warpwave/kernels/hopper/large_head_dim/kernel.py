@@ -350,7 +350,7 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     found = reasons.of_hopper(gpu)
     if problem.dtype not in ("float16", "bfloat16"):
         found.append(f"dtype is {problem.dtype}; it takes float16 and bfloat16")
-    found += reasons.of_gradients(problem)
+    found += reasons.of_gradients(problem) + reasons.of_dropout(problem)
     for name, size, most in (
         ("head_dim", problem.head_dim, MAX_HEAD_DIM),
         ("head_dim_v", problem.head_dim_v, MAX_HEAD_DIM_V),

@@ -54,6 +54,7 @@ FEATURES: dict[str, Callable[[AttentionProblem], bool]] = {
     "a boolean mask": lambda p: p.mask_shape is not None,
     "an additive bias": lambda p: p.bias_shape is not None,
     "gradients": lambda p: p.requires_grad,
+    "dropout": lambda p: p.dropout_p != 0,
     "a paged cache": lambda p: p.page_size != 0,
 }
 
