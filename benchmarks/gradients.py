@@ -1,36 +1,230 @@
-"""Backward times of our gradient kernels beside SDPA's backends, paired in one process on a GPU.
+"""Times of gradients beside SDPA's backends, torch's varlen_attn and FlashAttention-4, paired in one process on a GPU.
 
-    python -m benchmarks.gradients OUT.json [--rounds 7]
+    python -m benchmarks.gradients OUT.json [--groups rows both drawn features steps] [--rounds 7] [--seed HASH]
 
-Rows: heads * head_dim = 2048, 64 / 128 / 256 x {16 x 1024, 4 x 4096, 1 x 16384} x full / causal, backward alone; GQA
-with 32 query and 8 kv heads of 128 at 1 x 8192, forward and backward through the public call, with the host's time of
-a step at 1 x 128. Rounds are interleaved; a ratio is the median over rounds of the peer's time over ours.
+Groups of rows; heads * head_dim = 2048 where nothing else is said:
+    rows      backward alone: 64 / 128 / 256 x {16 x 1024, 4 x 4096, 1 x 16384} x full / causal
+    both      the same calls, forward and backward together
+    drawn     backward of 40 shapes drawn from a commit's hash: grouped heads, odd lengths, head_dim 80 to 256, 192/128
+    features  backward with packed documents, a window, a softcap, a mask, a bias, and in float32
+    steps     forward and backward of grouped heads; the host's time of a small step; peak memory
+
+Everything goes through the public calls and torch.autograd. Rounds are interleaved; a ratio is the median over rounds
+of the best peer's time over ours. `deterministic` is ours with the same bits in every run. FlashAttention-4 takes part
+if `flash_attn.cute` can be imported.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import random
 import statistics
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import warpwave
-from warpwave import dispatch
-from warpwave.gpu import current_gpu
-from warpwave.kernels.hopper import flash_bwd
-from warpwave.problem import AttentionProblem, Causal, Operands
 from warpwave.workbench.bench import environment
 
-PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+SDPA = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+OURS = ("warpwave", "deterministic")
 SHAPES = ((16, 1024), (4, 4096), (1, 16384))
-WANTED = (True, True, True, False, False, False)
+DRAWN = 40
 Step = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A call. `documents` are the lengths of packed sequences, in place of batch and seqlen."""
+
+    head_dim: int
+    batch: int
+    seqlen: int
+    causal: bool = False
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim_v: int = 0
+    dtype: str = "bfloat16"
+    window: int = -1
+    softcap: float = 0.0
+    beside: str = ""  # a boolean "mask" or a "bias" with a number for each score of a head
+    precision: str = "default"
+    documents: tuple[int, ...] = field(default=())
+
+    @property
+    def num_heads(self) -> tuple[int, int]:
+        """Returns the query heads and the kv heads."""
+        heads = self.heads or 2048 // self.head_dim
+        return heads, self.kv_heads or heads
+
+    @property
+    def dim_v(self) -> int:
+        """Returns the width of a value."""
+        return self.head_dim_v or self.head_dim
+
+    @property
+    def name(self) -> str:
+        """Returns what the row is called in a record."""
+        dims = f"{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v else "")
+        shape = f"{len(self.documents)} documents" if self.documents else f"{self.batch} x {self.seqlen}"
+        more = [f"window {self.window}"] if self.window >= 0 else []
+        more += [f"softcap {self.softcap:g}"] if self.softcap else []
+        more += [x for x in (self.beside, "" if self.dtype == "bfloat16" else self.dtype) if x]
+        more += [] if self.precision == "default" else [self.precision]
+        heads = "" if self.heads == 0 else f", {self.num_heads[0]} on {self.num_heads[1]} heads"
+        return ", ".join([f"{dims}, {shape}{heads}", "causal" if self.causal else "full", *more])
+
+    def pairs(self) -> int:
+        """Returns the visible pairs of a head, over all sequences; of a mask, all."""
+        lengths = self.documents or (self.seqlen,) * self.batch
+        reach = self.window + 1 if self.window >= 0 else max(lengths)
+        found = 0
+        for n in lengths:
+            if self.causal:
+                short = min(n, reach)
+                found += short * (short + 1) // 2 + (n - short) * short
+            else:
+                found += n * n
+        return found
+
+    def flops(self) -> float:
+        """Returns the useful ones of the backward: five products, of which head_dim has three."""
+        return 2.0 * self.num_heads[0] * self.pairs() * (3 * self.head_dim + 2 * self.dim_v)
+
+
+# Steps ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """q, k and v that want gradients, what arrives at out, and what goes with the call."""
+
+    leaves: tuple[torch.Tensor, ...]
+    dout: torch.Tensor
+    offsets: torch.Tensor | None
+    beside: torch.Tensor | None
+
+
+def inputs(row: Row) -> Inputs:
+    """Returns the tensors of a call."""
+    dtype = getattr(torch, row.dtype)
+    lead = (sum(row.documents),) if row.documents else (row.batch, row.seqlen)
+    heads, kv_heads = row.num_heads
+    widths = ((heads, row.head_dim), (kv_heads, row.head_dim), (kv_heads, row.dim_v), (heads, row.dim_v))
+    q, k, v, dout = (torch.randn(*lead, *width, device="cuda", dtype=dtype) for width in widths)
+    offsets = None
+    if row.documents:
+        ends = torch.tensor((0, *row.documents), device="cuda").cumsum(0)
+        offsets = ends.to(torch.int32)
+    beside = None
+    if row.beside == "mask":
+        beside = torch.rand(1, heads, row.seqlen, row.seqlen, device="cuda") < 0.9
+    elif row.beside == "bias":
+        beside = torch.randn(1, heads, row.seqlen, row.seqlen, device="cuda", dtype=dtype)
+    return Inputs(tuple(t.requires_grad_() for t in (q, k, v)), dout, offsets, beside)
+
+
+def ours(row: Row, given: Inputs) -> Callable[[], torch.Tensor]:
+    """Returns our forward."""
+    q, k, v = given.leaves
+    options: dict[str, Any] = {"causal": row.causal, "softcap": row.softcap, "precision": row.precision}
+    if row.window >= 0:
+        options["window_size"] = (row.window, 0 if row.causal else row.window)
+    if given.offsets is not None:
+        ends, longest = given.offsets, max(row.documents)
+        options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        return lambda: warpwave.attention_varlen(q, k, v, **options)
+    if row.beside:
+        options["mask" if row.beside == "mask" else "bias"] = given.beside
+    return lambda: warpwave.attention(q, k, v, **options)
+
+
+def peers(row: Row, given: Inputs) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+    """Returns the forwards of others that have what the row needs; each may still refuse."""
+    q, k, v = given.leaves
+    if not row.documents and row.window < 0 and not row.softcap:
+
+        def sdpa() -> torch.Tensor:
+            a, b, c = (t.transpose(1, 2) for t in (q, k, v))
+            grouped = row.num_heads[0] != row.num_heads[1]
+            return F.scaled_dot_product_attention(
+                a, b, c, given.beside, is_causal=row.causal, enable_gqa=grouped
+            ).transpose(1, 2)
+
+        for name, backend in SDPA.items():
+            yield name, partial(_forced, backend, sdpa)
+    if row.documents:
+        varlen = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+        longest, grouped = max(row.documents), row.num_heads[0] != row.num_heads[1]
+        of = (given.offsets, given.offsets, longest, longest)
+        window = (-1, 0) if row.causal else (-1, -1)
+        yield "varlen_attn", lambda: varlen(q, k, v, *of, window_size=window, enable_gqa=grouped)
+    try:
+        cute = importlib.import_module("flash_attn.cute")
+    except ImportError:
+        return
+    options: dict[str, Any] = {"causal": row.causal, "softcap": row.softcap}
+    if row.window >= 0:
+        options["window_size"] = (row.window, 0 if row.causal else row.window)
+    if row.beside or row.dtype == "float32":
+        return
+    if row.documents:
+        of_varlen = {"cu_seqlens_q": given.offsets, "cu_seqlens_k": given.offsets, "max_seqlen_q": max(row.documents),
+                     "max_seqlen_k": max(row.documents)}  # fmt: skip
+        yield "flash_attention_4", lambda: _first(cute.flash_attn_varlen_func(q, k, v, **of_varlen, **options))
+    else:
+        yield "flash_attention_4", lambda: _first(cute.flash_attn_func(q, k, v, **options))
+
+
+def _forced(backend: SDPBackend, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with sdpa_kernel(backend):
+        return call()
+
+
+def _first(result: Any) -> torch.Tensor:
+    found: torch.Tensor = result[0] if isinstance(result, tuple) else result
+    return found
+
+
+def backward(forward: Callable[[], torch.Tensor], given: Inputs) -> Step:
+    """Returns the backward alone, from kept results of the forward."""
+    out = forward()
+    return lambda: torch.autograd.grad(out, given.leaves, given.dout, retain_graph=True)
+
+
+def both(forward: Callable[[], torch.Tensor], given: Inputs) -> Step:
+    """Returns forward and backward together."""
+    return lambda: torch.autograd.grad(forward(), given.leaves, given.dout)
+
+
+def deterministic(step: Step) -> Step:
+    """Returns the step in torch's deterministic mode."""
+
+    def run() -> Any:
+        torch.use_deterministic_algorithms(True)
+        try:
+            return step()
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    return run
+
+
+# Timing ---------------------------------------------------------------------------------------------------------------
 
 
 def elapsed(step: Step, repeats: int) -> float:
@@ -49,99 +243,112 @@ def paired(steps: dict[str, Step], rounds: int, budget_ms: float = 8.0) -> dict[
     for step in steps.values():
         step()
         step()
-    repeats = max(2, int(budget_ms / elapsed(next(iter(steps.values())), 2)))
+    repeats = {name: max(2, min(100, int(budget_ms / elapsed(step, 2)))) for name, step in steps.items()}
     found: dict[str, list[float]] = {name: [] for name in steps}
     for i in range(rounds):
         for name in list(steps) if i % 2 else list(steps)[::-1]:
-            found[name].append(elapsed(steps[name], repeats))
+            found[name].append(elapsed(steps[name], repeats[name]))
     return found
 
 
-def peer_backward(name: str, q: Any, k: Any, v: Any, dout: Any, causal: bool) -> Step | None:
-    """Returns SDPA's backward by one backend, None where it refuses."""
-    leaves = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
-    try:
-        with sdpa_kernel(PEERS[name]):
-            out = torch.nn.functional.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=causal)
-        torch.autograd.grad(out, leaves, dout.transpose(1, 2), retain_graph=True)
-    except RuntimeError:
-        return None
-    return lambda: torch.autograd.grad(out, leaves, dout.transpose(1, 2), retain_graph=True)
-
-
-def backward_row(head_dim: int, batch: int, seqlen: int, causal: bool, rounds: int) -> dict[str, Any]:
-    """Returns one row: every gradient kernel of ours that can, and the peers."""
-    heads, gpu = 2048 // head_dim, current_gpu(torch.device("cuda"))
-    q, k, v, dout = (torch.randn(batch, seqlen, heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    problem = AttentionProblem(
-        batch=batch, seqlen_q=seqlen, seqlen_k=seqlen, num_heads_q=heads, num_heads_kv=heads, head_dim=head_dim,
-        head_dim_v=head_dim, dtype="bfloat16", softmax_scale=head_dim**-0.5, return_lse=True,
-        causal=Causal() if causal else None,
-    )  # fmt: skip
-    operands = Operands(q, k, v)
-    results = warpwave.attention(q, k, v, causal=causal, return_lse=True)
-    steps: dict[str, Step] = {}
-    for module in dispatch.gradient_kernels(problem, gpu):
-        default = module.default(problem, gpu)
-        others = [c for c in module.configs(problem, gpu) if c != default] if module is flash_bwd else []
-        for config in (default, *others):
-            name = module.NAME if config == default else f"{module.NAME}, apart, {config.block_m}"
-            run = module.bind(problem, gpu, operands, WANTED, config)
-            steps[name] = lambda run=run: run(operands, results, dout, None)  # type: ignore[misc]
-    for name in PEERS:
-        step = peer_backward(name, q, k, v, dout, causal)
-        if step is not None:
-            steps[name] = step
-    expected = next(steps[n] for n in steps if n in PEERS)()
-    ours = [n for n in steps if n not in PEERS]
-    errors = {n: largest_error(steps[n](), expected) for n in ours}
-    flops = 2.5 * problem.flops
+def measured(row: Row, made: Callable[..., Step], rounds: int) -> dict[str, Any]:
+    """Returns one row of the record."""
+    given = inputs(row)
+    steps = {"warpwave": made(ours(row, given), given)}
+    steps["deterministic"] = deterministic(steps["warpwave"])
+    expected, errors, refused = steps["warpwave"](), {}, {}
+    for name, forward in peers(row, given):
+        try:
+            step = made(forward, given)
+            errors[name] = largest_difference(expected, step())
+        except Exception as error:
+            refused[name] = f"{type(error).__name__}: {error}"[:200]
+            continue
+        steps[name] = step
+    if not row.beside and "flash" in steps:
+        steps.pop("efficient", None)  # three times slower, and what it could show FLASH_ATTENTION does
     times = paired(steps, rounds)
     median = {n: statistics.median(t) for n, t in times.items()}
-    best = min(median[n] for n in median if n in PEERS)
-    case = f"{head_dim}, {batch} x {seqlen}, {'causal' if causal else 'full'}"
-    tflops = {n: flops / t / 1e9 for n, t in median.items()}
-    ratio = {n: best / median[n] for n in ours}
-    print(case, {n: round(x) for n, x in tflops.items()}, {n: round(x, 3) for n, x in ratio.items()}, flush=True)
-    return {"case": case, "ms": times, "errors": errors, "tflops": tflops, "ratio": ratio}
+    of_peers = [n for n in median if n not in OURS]
+    ratio = {}
+    if of_peers:
+        best = min(of_peers, key=lambda n: median[n])
+        ratio = {n: statistics.median(b / t for b, t in zip(times[best], times[n], strict=True)) for n in OURS}
+    tflops = {n: row.flops() * (1.0 if made is backward else 1.4) / t / 1e9 for n, t in median.items()}
+    shown = {n: round(x, 3) for n, x in ratio.items()}
+    print(row.name, {n: round(x) for n, x in tflops.items()}, shown, flush=True)
+    return {
+        "case": row.name, "ms": times, "tflops": tflops, "ratio": ratio, "difference": errors, "refused": refused,
+    }  # fmt: skip
 
 
-def largest_error(ours: Any, theirs: Any) -> float:
+def largest_difference(ours: Any, theirs: Any) -> float:
     """Returns the largest relative difference of dq, dk and dv."""
-    pairs = zip(ours[:3], theirs, strict=True)
-    return max(((a.float() - b.transpose(1, 2).float()).norm() / b.float().norm()).item() for a, b in pairs)
+    pairs = zip(ours, theirs, strict=True)
+    return max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in pairs)
+
+
+# Groups ---------------------------------------------------------------------------------------------------------------
+
+
+def table() -> list[Row]:
+    """Returns the 18 rows."""
+    return [Row(d, b, n, causal) for d in (64, 128, 256) for b, n in SHAPES for causal in (False, True)]
+
+
+def drawn(seed: str) -> list[Row]:
+    """Returns shapes that no rule can have been fitted to."""
+    draw = random.Random(seed)
+    rows = []
+    for _ in range(DRAWN):
+        head_dim, head_dim_v = draw.choice([(d, 0) for d in (64, 80, 96, 128, 128, 160, 192, 256)] + [(192, 128)])
+        heads = draw.choice((8, 12, 16, 32))
+        group = draw.choice((1, 1, 2, 4))
+        seqlen = round(2 ** draw.uniform(10, 14))
+        batch = max(1, round(2 ** draw.uniform(13, 15) / seqlen))
+        rows.append(Row(head_dim, batch, seqlen, draw.random() < 0.5, heads, heads // group, head_dim_v,
+                        draw.choice(("bfloat16", "float16"))))  # fmt: skip
+    return rows
+
+
+def features() -> list[Row]:
+    """Returns calls with more than a causal mask. The dense and the causal row of the same work stand beside them."""
+    documents = tuple(random.Random(0).choices((256, 512, 1024, 2048, 4096), k=12))
+    return [
+        Row(128, 1, 16384, causal=True),
+        Row(128, 1, 16384, causal=True, window=1024),
+        Row(128, 0, 0, documents=documents),
+        Row(128, 0, 0, causal=True, documents=documents),
+        Row(64, 0, 0, causal=True, documents=documents),
+        Row(128, 4, 4096, causal=True, softcap=30.0),
+        Row(64, 2, 2048, beside="mask"),
+        Row(64, 2, 2048, beside="bias"),
+        Row(128, 2, 2048, beside="mask"),
+        Row(64, 4, 2048, dtype="float32"),
+        Row(128, 4, 2048, dtype="float32"),
+        Row(64, 4, 2048, dtype="float32", precision="tf32"),
+        Row(128, 4, 2048, causal=True, dtype="float32"),
+    ]
 
 
 def whole_steps(rounds: int) -> list[dict[str, Any]]:
-    """Returns forward and backward through the public calls, and the host's time of a small step."""
-    rows = []
-    for name, batch, seqlen, heads, kv_heads in (
-        ("gqa 32/8, 1 x 8192", 1, 8192, 32, 8),
-        ("host, 1 x 128", 1, 128, 16, 16),
-    ):
-        q, k, v = (
-            torch.randn(batch, seqlen, n, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-            for n in (heads, kv_heads, kv_heads)
-        )
-        dout = torch.randn_like(q)
-
-        def ours(q: Any = q, k: Any = k, v: Any = v, dout: Any = dout) -> Any:
-            return torch.autograd.grad(warpwave.attention(q, k, v, causal=True), (q, k, v), dout)
-
-        def sdpa(q: Any = q, k: Any = k, v: Any = v, dout: Any = dout) -> Any:
-            a, b, c = (x.transpose(1, 2) for x in (q, k, v))
-            out = torch.nn.functional.scaled_dot_product_attention(a, b, c, is_causal=True, enable_gqa=True)
-            return torch.autograd.grad(out.transpose(1, 2), (q, k, v), dout)
-
-        steps: dict[str, Step] = {"warpwave": ours, "sdpa": sdpa}
-        row: dict[str, Any] = {"case": name, "ms": paired(steps, rounds)}
-        for label, step in steps.items():
+    """Returns forward and backward of grouped heads, the host's time of a small step, and peak memory."""
+    found = []
+    for row in (Row(128, 1, 8192, causal=True, heads=32, kv_heads=8), Row(128, 1, 128, causal=True)):
+        record = measured(row, both, rounds)
+        given = inputs(row)
+        forwards = {"warpwave": ours(row, given), **dict(peers(row, given))}
+        for name in record["ms"]:
+            if name == "deterministic":
+                continue
+            step = both(forwards[name], given)
+            step()
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             step()
             torch.cuda.synchronize()
-            row[f"peak_mib_{label}"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+            record.setdefault("peak_mib", {})[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
             samples = []
             for _ in range(rounds):
                 torch.cuda.synchronize()
@@ -149,33 +356,37 @@ def whole_steps(rounds: int) -> list[dict[str, Any]]:
                 for _ in range(50):
                     step()
                 samples.append((time.perf_counter() - begin) / 50 * 1e6)
-            row[f"host_us_{label}"] = samples
-        print({k: v if isinstance(v, str | float) else str(v)[:160] for k, v in row.items()}, flush=True)
-        rows.append(row)
-    return rows
+                torch.cuda.synchronize()
+            record.setdefault("host_us", {})[name] = samples
+        host = {n: round(statistics.median(s)) for n, s in record["host_us"].items()}
+        print("  host us", host, "peak MiB", {n: round(x) for n, x in record["peak_mib"].items()}, flush=True)
+        found.append(record)
+    return found
 
 
 def main() -> None:
     """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
+    names = ("rows", "both", "drawn", "features", "steps")
+    parser.add_argument("--groups", nargs="+", choices=names, default=names)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
-    arguments = parser.parse_args()
-    steps = whole_steps(arguments.rounds)
-    rows = [
-        backward_row(head_dim, batch, seqlen, causal, arguments.rounds)
-        for head_dim in arguments.head_dims
-        for batch, seqlen in SHAPES
-        for causal in (False, True)
-    ]
-    mean = {
-        n: statistics.geometric_mean([r["ratio"][n] for r in rows if n in r["ratio"]])
-        for n in {n for r in rows for n in r["ratio"]}
-    }
-    print("geometric means of the best peer's time over ours", mean)
-    record = {"backward": rows, "steps": steps, "geometric_mean": mean, "environment": environment.describe("cuda")}
-    arguments.out.write_text(json.dumps(record, indent=1))
+    parser.add_argument("--seed", help="a commit's hash; default: HEAD's")
+    asked = parser.parse_args()
+    seed = asked.seed or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    record: dict[str, Any] = {"seed": seed, "environment": environment.describe("cuda")}
+    groups = {"rows": table(), "both": table(), "drawn": drawn(seed), "features": features()}
+    for name in asked.groups:
+        if name == "steps":
+            record[name] = whole_steps(asked.rounds)
+        else:
+            made = both if name == "both" else backward
+            record[name] = [measured(row, made, asked.rounds) for row in groups[name]]
+        ratios = [r["ratio"] for r in record[name] if r["ratio"]]
+        mean = {n: statistics.geometric_mean([r[n] for r in ratios]) for n in OURS}
+        record[f"geometric_mean_of_{name}"] = mean
+        print(f"{name}: best peer's time over ours, geometric mean", {n: round(x, 3) for n, x in mean.items()})
+        asked.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ KERNELS: tuple[Any, ...] = (
     *(tiled, naive),
 )
 # Gradients from out and the log-sum-exp of any forward kernel, in order of preference. A module of these has NAME,
-# GRADIENTS (of which operands), IS_DETERMINISTIC (whether its bits repeat), why_not, configs, default and cost as
-# above, and
+# GRADIENTS (of which operands), why_not, configs, default and cost as above (of a problem that is `deterministic`, the
+# bits of every config repeat), and
 #     bind(problem, gpu, operands, wanted, config) -> run(operands, (out, lse), dout, dlse) -> gradients
 # The kernels that they do not serve compute their own: three_kernel, eager and torch_sdpa.
 GRADIENT_KERNELS: tuple[Any, ...] = (hopper_flash_bwd, flash_bwd)
@@ -154,16 +154,14 @@ def bind(choice: Choice, problem: AttentionProblem, operands: Any, binders: dict
 
 
 def gradient_kernels(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> list[Any]:
-    """Returns those of `GRADIENT_KERNELS` that can compute the gradients of a call, in order of preference. A problem
-    that is `deterministic` has only those whose bits repeat.
+    """Returns those of `GRADIENT_KERNELS` that can compute the gradients of a call, in order of preference.
 
     Args:
         kernel: of the forward, as in `choose`. "auto" does not use Triton's interpreter.
     """
     if kernel in OWN_GRADIENTS or (kernel == "auto" and gpu.vendor == "interpreter") or problem.page_size:
         return []
-    able = [module for module in GRADIENT_KERNELS if module.IS_DETERMINISTIC or not problem.deterministic]
-    return [module for module in able if not module.why_not(problem, gpu)]
+    return [module for module in GRADIENT_KERNELS if not module.why_not(problem, gpu)]
 
 
 def forward_of(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> tuple[AttentionProblem, str]:

@@ -1249,10 +1249,10 @@ OF_DROPOUT = [
         f"{BY_GATES}test_pairs_of_features", "dropout and bias", "FAIL B1 maximum of dbias",
     ),
     Mutant(
-        "deterministic=True without effect", "dispatch.py",
-        "module.IS_DETERMINISTIC or not problem.deterministic", "module.IS_DETERMINISTIC or True",
+        "deterministic=True without effect", "kernels/hopper/flash_bwd/config.py",
+        "return [apart] if problem.deterministic else", "return [apart] if False else",
         "../kernels/hopper/test_flash_bwd_host.py::test_the_argument_takes_the_kernel_without_atomics", "True",
-        "flash_bwd_dq",
+        "dkv_kernel",
     ),
     Mutant(
         "deterministic=False without effect", "checks.py",
@@ -1263,8 +1263,11 @@ OF_DROPOUT = [
 ]  # fmt: skip
 
 # Of Hopper's gradients, whose source runs on a CPU as well. Roles agree about the tiles in all of them: see HOPPER.
-JOINT, BAND, ROWS = (f"kernels/hopper/flash_bwd/{name}.py" for name in ("joint", "band", "rows"))
+JOINT, APART_DKV, APART_DQ, BAND, ROWS = (
+    f"kernels/hopper/flash_bwd/{name}.py" for name in ("joint", "dkv", "dq", "band", "rows")
+)
 BACKWARD_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_the_protocol_on_a_cpu"
+NEIGHBOURS_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_nan_of_a_neighbour_stays_there"
 HOPPER_BACKWARD = [
     Mutant(
         "gradients on Hopper: nothing arrives at the log-sum-exp", ROWS,
@@ -1313,7 +1316,7 @@ HOPPER_BACKWARD = [
         BACKWARD_ON_CPU, "full and 24", "FAIL B1 maximum of dv",
     ),
     Mutant(
-        "gradients on Hopper: last head of a group lost", "kernels/hopper/flash_bwd/kernel.py",
+        "gradients on Hopper: last head of a group lost", "kernels/hopper/flash_bwd/launches.py",
         "group_size = problem.num_heads_q // problem.num_heads_kv",
         "group_size = max(1, problem.num_heads_q // problem.num_heads_kv - 1)",
         BACKWARD_ON_CPU, "full and 24", "FAIL B1 maximum of dv",
@@ -1352,7 +1355,7 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "gradients on Hopper: mask one key too narrow", BAND,
-        "keys <= rows + band.high", "keys < rows + band.high",
+        "keys <= gl.minimum(rows", "keys < gl.minimum(rows",
         BACKWARD_ON_CPU, "causal and 128", "FAIL B1 maximum of d",
     ),
     Mutant(
@@ -1362,9 +1365,69 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "gradients on Hopper: statistics of another packed sequence", BAND,
-        "(work.q_begin // rules.BLOCK_M + work.batch) * rules.BLOCK_M",
-        "(work.q_begin // rules.BLOCK_M) * rules.BLOCK_M",
+        "(work.q_begin // TILE + work.batch) * TILE", "(work.q_begin // TILE) * TILE",
         BACKWARD_ON_CPU, "packed and 128", "FAIL B1 maximum of d",
+    ),
+    Mutant(
+        "gradients on Hopper: queries of the next sequence multiplied", "kernels/hopper/flash_bwd/steps.py",
+        "if rows_used < BLOCK_M:", "if rows_used < 0:",
+        NEIGHBOURS_ON_CPU, "192", "dk",
+    ),
+    Mutant(
+        "dK and dV apart: softcap's derivative not passed on", APART_DKV,
+        "passed = p * cap", "passed = p * 1.0",
+        BACKWARD_ON_CPU, "window and 192", "FAIL B1 maximum of dk",
+    ),
+    Mutant(
+        "dK and dV apart: next scores of the same queries", APART_DKV,
+        "tiles.queries.ring, n + 1, zero_accumulator", "tiles.queries.ring, n, zero_accumulator",
+        BACKWARD_ON_CPU, "full and 192", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "dK and dV apart: delta of another tile", APART_DKV,
+        "delta = statistics_of(tiles.dout, n, 0", "delta = statistics_of(tiles.dout, n + 1, 0",
+        BACKWARD_ON_CPU, "causal and 192", "FAIL B1 maximum of dk",
+    ),
+    Mutant(
+        "dK and dV apart: dK without the softmax scale", APART_DKV,
+        "times(result, results.softmax_scale)", "times(result, 1.0)",
+        BACKWARD_ON_CPU, "full and 192", "FAIL B1 maximum of dk",
+    ),
+    Mutant(
+        "dK and dV apart: a cut tile without its mask", APART_DKV,
+        "p = gl.where(visible(band, rows, keys, rules), p, 0.0)", "p = p * 1.0",
+        BACKWARD_ON_CPU, "causal and 192", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "dK and dV apart: the first head's slope for a whole group", APART_DKV,
+        "head = gl.where(place + 1 == count, head + 1, head)", "head = gl.where(place + 1 == count, head, head)",
+        BACKWARD_ON_CPU, "window and 192", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "dQ apart: statistics of the first group's queries for both", APART_DQ,
+        "(row_first - band.q_begin)\n    lse", "(block_first - band.q_begin)\n    lse",
+        BACKWARD_ON_CPU, "full and 192", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "dQ apart: without the softmax scale", APART_DQ,
+        "times(dq, place.softmax_scale)", "times(dq, 1.0)",
+        BACKWARD_ON_CPU, "full and 192", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "dQ apart: tiles above the diagonal taken for whole", APART_DQ,
+        "cut = cut | (key_first + rules.BLOCK_N - 1 > row_first + band.high)",
+        "cut = cut | (key_first > row_first + ROWS + band.high)",
+        BACKWARD_ON_CPU, "causal and 192", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "dQ apart: keys of the next sequence multiplied", APART_DQ,
+        "if keys_used < rules.BLOCK_N:", "if keys_used < 0:",
+        NEIGHBOURS_ON_CPU, "192", "dq",
+    ),
+    Mutant(
+        "dQ apart: values of the next sequence not hidden", APART_DQ,
+        "cut = key_first + rules.BLOCK_N > band.k_end", "cut = key_first > band.k_end",
+        NEIGHBOURS_ON_CPU, "192", "dq",
     ),
 ]  # fmt: skip
 

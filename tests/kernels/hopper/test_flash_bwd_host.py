@@ -72,7 +72,7 @@ def test_tensors_of_a_call_are_not_kept(card: Card) -> None:
     assert [ref() for ref in kept] == [None] * 3
 
 
-REPEATABLE = ["flash_bwd_dq_kernel", "flash_bwd_dkv_kernel"]
+REPEATABLE = ["statistics_kernel", "dkv_kernel", "dq_kernel"]
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_dropout_takes_the_portable_kernels(card: Card) -> None:
     q, k, v = inputs(256)
     for p in (0.1, 0.5, 0.9):
         torch.autograd.grad(warpwave.attention(q, k, v, dropout_p=p).sum(), (q, k, v))
-    assert compiled(card) == ["flash_fwd_kernel", *REPEATABLE]
+    assert compiled(card) == ["flash_fwd_kernel", "flash_bwd_dq_kernel", "flash_bwd_dkv_kernel"]
 
 
 class CountingMode(TorchDispatchMode):

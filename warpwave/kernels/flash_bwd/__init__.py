@@ -7,7 +7,6 @@ from warpwave.kernels.flash_bwd.config import Config, Tile, configs, default, sm
 from warpwave.kernels.flash_bwd.costs import cost
 from warpwave.kernels.flash_bwd.host import (
     GRADIENTS,
-    IS_DETERMINISTIC,
     NAME,
     NEEDS_GPU,
     bind,
@@ -17,7 +16,6 @@ from warpwave.kernels.flash_bwd.host import (
 
 __all__ = [
     "GRADIENTS",
-    "IS_DETERMINISTIC",
     "NAME",
     "NEEDS_GPU",
     "Config",

@@ -46,7 +46,6 @@ from warpwave.runtime.bounded import Bounded
 NAME = "flash_bwd"
 NEEDS_GPU = True
 GRADIENTS = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
-IS_DETERMINISTIC = True
 MAX_HEAD_DIM = 256
 MAX_LAYOUTS = 16  # of out and dout, for which a bound call keeps its launches
 

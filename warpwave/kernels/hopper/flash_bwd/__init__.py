@@ -2,7 +2,6 @@
 
 from warpwave.kernels.hopper.flash_bwd.kernel import (
     GRADIENTS,
-    IS_DETERMINISTIC,
     NAME,
     NEEDS_GPU,
     Config,
@@ -17,7 +16,6 @@ from warpwave.kernels.hopper.flash_bwd.kernel import (
 
 __all__ = [
     "GRADIENTS",
-    "IS_DETERMINISTIC",
     "NAME",
     "NEEDS_GPU",
     "Config",

@@ -56,11 +56,11 @@ def widths(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """Returns the configs of a head size, the default first."""
+    """Returns the configs of a head size, the default first. Only launches apart repeat bit for bit."""
     if max(problem.head_dim, problem.head_dim_v) > MAX_JOINT:
         return [Config(64, 2, is_joint=False)]
-    joint = Config(128 if width(problem) == NARROW else 64, 2)
-    return [joint, Config(128, 2, is_joint=False)]
+    apart = Config(128, 2, is_joint=False)
+    return [apart] if problem.deterministic else [Config(128 if width(problem) == NARROW else 64, 2), apart]
 
 
 def default(problem: AttentionProblem, gpu: Gpu) -> Config:

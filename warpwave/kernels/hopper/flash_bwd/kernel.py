@@ -22,7 +22,6 @@ from warpwave.runtime.scratch import maker
 
 __all__ = [
     "GRADIENTS",
-    "IS_DETERMINISTIC",
     "NAME",
     "Config",
     "bind",
@@ -37,7 +36,6 @@ __all__ = [
 NAME = "hopper/flash_bwd"
 NEEDS_GPU = True
 GRADIENTS = ("q", "k", "v", "sinks")  # of which operands
-IS_DETERMINISTIC = False  # blocks add to dQ as they come; each dK and dV is one block's
 
 Results = tuple[torch.Tensor, torch.Tensor]
 
