@@ -24,12 +24,14 @@ from warpwave.workbench.model.roofline import FLOAT32_PATHS, Path, data_sheet_ra
 # The losses between the bound and the predicted time, in the order of the steps: name -> meaning.
 LOSSES: dict[str, str] = {
     "clocks": "power, clocks and instruction order, which keep the card below the data sheet's rates",
+    "recomputation": "scores that a second launch or walk computes again, with their products",
     "head padding": "products over columns that pad head_dim to the width of the tiles",
     "hidden pairs": "hidden pairs of edge tiles, which are computed all the same",
     "ragged tiles": "rows and keys beyond the end of a sequence, in its last tiles",
     "separate passes": "passes that wait for each other, and cannot overlap products with exponentials",
     "idle SMs": "SMs without a block, and the last wave",
     "traffic": "repeated reads of tiles through L2 and memory, if they take longer than computing",
+    "reductions": "sums in L2 that blocks add to, if that takes longer than computing",
     "softmax": "exponentials and arithmetic on scores that products do not hide",
     "latency": "steps that wait for each other, with too few instruction streams per SM to hide the wait",
     "fill": "first loads and last stores of each query tile",
@@ -74,8 +76,11 @@ class Traffic:
 
 @dataclass(frozen=True)
 class _Padding:
-    """Factors of excess products: padded columns (`heads`), hidden pairs, and ragged ends of sequences."""
+    """Factors of excess products: scores computed again (`again`, and `again_exp` of their exponentials), padded
+    columns (`heads`), hidden pairs, and ragged ends of sequences."""
 
+    again: float
+    again_exp: float
     heads: float
     hidden: float
     ragged: float
@@ -98,9 +103,11 @@ class Steps:
     ) -> None:
         self.problem, self.cost, self.gpu, self.where, self.hot = problem, cost, gpu, where, hot
         self.without, self.graph = without, graph
-        self.flops, self.exponentials, self.least = problem.flops, problem.exponentials, problem.compulsory_bytes
+        is_backward = computes_gradients(kernel)
+        work = problem.work(is_backward)
+        self.flops, self.exponentials, self.least = work.flops, work.exponentials, work.compulsory_bytes
         self.path = path_of(problem, kernel, gpu, where.sheet)
-        self.padding = _padding(problem, kernel, config, gpu, cost)
+        self.padding = _padding(problem, kernel, config, gpu, cost, is_backward)
         self.resident = blocks_per_sm(cost, gpu)
         parts = cost.parts or (cost,)
         if without:
@@ -113,7 +120,8 @@ class Steps:
         self.launches = max(cost.launches, sum(part.launches for part in parts))
         # (number of launches, cost of one launch, its blocks per SM)
         self.parts = tuple((part.launches, _of_one_launch(part), blocks_per_sm(part, gpu)[0]) for part in parts)
-        self.bound = roofline(problem, data_sheet_rates(where.sheet), gpu=gpu, hot=hot).time_us
+        rates = data_sheet_rates(where.sheet)
+        self.bound = roofline(problem, rates, gpu=gpu, hot=hot, is_backward=is_backward).time_us
         items = cost.items or cost.blocks
         self.waves = items / (where.sheet.num_sms * self.resident[0]) if items else 0.0
 
@@ -149,13 +157,14 @@ class Steps:
     def _whole(self, step: int) -> float:
         """Returns the time as a single pass on the whole card, with the padding that `step` includes."""
         p = self.padding
+        again, again_exp = (p.again, p.again_exp) if step >= STEP["recomputation"] else (1.0, 1.0)
         heads = p.heads if step >= STEP["head padding"] else 1.0
         pairs = p.hidden if step >= STEP["hidden pairs"] else 1.0
         pairs *= p.ragged if step >= STEP["ragged tiles"] else 1.0
         return max(
-            self._products_us(self.flops * heads * pairs),
-            self._power_us(self.flops, self.exponentials),
-            self._exponentials_us(self.exponentials * pairs),
+            self._products_us(self.flops * again * heads * pairs),
+            self._power_us(self.flops * again, self.exponentials * again_exp),
+            self._exponentials_us(self.exponentials * again_exp * pairs),
             self._memory_us(self._least_bytes()),
         )
 
@@ -184,7 +193,9 @@ class Steps:
         shared = [self._memory_us(across + self._written_back(cost, across, step))]
         if step >= STEP["traffic"]:
             drawn = self.where.l2_gbps * self.where.constants.l2
-            shared.append((cost.read_bytes + cost.write_bytes) / (drawn * 1e3))
+            # A sum in L2 is read and written for each addition to it.
+            added = cost.added_bytes if step >= STEP["reductions"] else -cost.added_bytes
+            shared.append((cost.read_bytes + cost.write_bytes + added) / (drawn * 1e3))
         if step >= STEP["fill"] and cost.steps:  # memory is idle until the first blocks start
             shared.append(max(shared) + self.where.constants.fill_us)
         if step >= STEP["latency"]:
@@ -194,8 +205,8 @@ class Steps:
     def _power_of(self, cost: Cost) -> float:
         """Returns a launch's share of the power-limited time. Padding multiplies zeros, which draw little power."""
         return self._power_us(
-            self.flops * cost.flops / max(1, self.cost.flops),
-            self.exponentials * cost.exponentials / max(1, self.cost.exponentials),
+            self.flops * self.padding.again * cost.flops / max(1, self.cost.flops),
+            self.exponentials * self.padding.again_exp * cost.exponentials / max(1, self.cost.exponentials),
         )
 
     def _on_sms(self, cost: Cost, slots: int, busy: float, alone: float, step: int) -> float:
@@ -325,24 +336,34 @@ class Steps:
         return self.where.sheet.l2_bytes + self.where.sheet.last_level_cache_bytes
 
     def _least_bytes(self) -> float:
-        if not self.hot:
-            return self.least
+        return self.least * self._evicted(self.hot)
+
+    def _evicted(self, hot: bool) -> float:
+        """Returns the share of the compulsory bytes that L2 does not hold, if the call before used the same ones."""
+        if not hot:
+            return 1.0
         # Data that is read repeatedly in the same order evicts itself, early because both halves of L2 duplicate some
         # lines: on an H200 (60 MiB) nearly all of 43 MB was still there, and nothing of 50 MB.
         filled = self.least / self._l2_bytes
-        return self.least * min(1.0, max(0.0, (filled - KEPT) / (GONE - KEPT)))
+        return min(1.0, max(0.0, (filled - KEPT) / (GONE - KEPT)))
 
     def _memory_bytes(self, cost: Cost, step: int) -> float:
         """Returns the bytes that cross the memory bus in one launch: first reads, and reads of evicted data."""
         share = cost.read_bytes / max(1, self.cost.read_bytes)
+        once = self.least * share
         least = self._least_bytes() * share
+        scratch = cost.scratch_bytes * _missing(self.cost.workspace_bytes, self._l2_bytes)
+        if cost.first_bytes:
+            # What fits L2 is there still when the next launch reads it, as for calls with the same inputs.
+            once = cost.first_bytes
+            least = once * self._evicted(self.hot or cost is not self.parts[0][1]) + scratch
+            scratch = 0.0
         if step < STEP["traffic"]:
             return least
-        asked = cost.read_bytes + cost.write_bytes - cost.scratch_bytes
-        again = max(0.0, asked - self.least * share)
-        missed = _missing(self.working_set, self._l2_bytes * L2_SHARE)
-        scratch = _missing(self.cost.workspace_bytes, self._l2_bytes)
-        return least + again * missed + cost.scratch_bytes * scratch
+        asked = cost.read_bytes + cost.write_bytes - cost.scratch_bytes - cost.added_bytes
+        again = max(0.0, asked - once)
+        missed = _missing(self._working_set_of(cost), self._l2_bytes * L2_SHARE)
+        return least + again * missed + scratch
 
     def _written_back(self, cost: Cost, across: float, step: int) -> float:
         """Returns the dirty bytes that a flush left in L2 and that must be written back to make room."""
@@ -354,6 +375,13 @@ class Steps:
     def _far_us(self, cost: Cost) -> float:
         """Returns the extra latency of a step whose keys come from memory instead of L2."""
         return FAR_US * cost.far * self._least_bytes() / max(1, self.least)
+
+    def _working_set_of(self, cost: Cost) -> float:
+        """Returns the working set of a launch: what the blocks of a head walk, unless all of them run together."""
+        if not cost.walked_bytes:
+            return self.working_set
+        slots = self.where.sheet.num_sms * blocks_per_sm(cost, self.gpu)[0]
+        return 0.0 if (cost.items or cost.blocks) <= slots * cost.walked_heads else cost.walked_bytes
 
     @functools.cached_property
     def working_set(self) -> float:
@@ -377,8 +405,9 @@ class Steps:
         parts = cost.parts or (cost,)
         memory = sum(self._memory_bytes(part, ALL) for part in parts)
         moved = cost.read_bytes + cost.write_bytes
+        working_set = max(map(self._working_set_of, parts))
         found = [
-            Traffic("L2", moved, moved / least, self.working_set + cost.workspace_bytes, self._l2_bytes),
+            Traffic("L2", moved, moved / least, working_set + cost.workspace_bytes, self._l2_bytes),
             Traffic("memory", memory, memory / least, 0.0, sheet.memory_gb * 1e9),
         ]
         if cost.smem_bytes:
@@ -508,10 +537,17 @@ def blocks_per_sm(cost: Cost, gpu: Gpu) -> tuple[int, str]:
     return max(1, fits.blocks), fits.limit
 
 
-def _padding(problem: AttentionProblem, kernel: Any, config: Any, gpu: Gpu, cost: Cost) -> _Padding:
+def computes_gradients(kernel: Any) -> bool:
+    """Returns whether a module is one of gradients: `dispatch.GRADIENT_KERNELS`, and those of other kernels' own."""
+    return hasattr(kernel, "GRADIENTS")
+
+
+def _padding(problem: AttentionProblem, kernel: Any, config: Any, gpu: Gpu, cost: Cost, is_backward: bool) -> _Padding:
     """Splits a kernel's excess products into factors, by evaluating its `cost` on simpler calls."""
     if not cost.flops:
-        return _Padding(1.0, 1.0, 1.0)
+        return _Padding(1.0, 1.0, 1.0, 1.0, 1.0)
+    again = cost.flops / (cost.flops - cost.repeated_flops)
+    again_exp = cost.exponentials / max(1, cost.exponentials - cost.repeated_exponentials)
     whole = replace(
         problem,
         batch=1,
@@ -530,16 +566,22 @@ def _padding(problem: AttentionProblem, kernel: Any, config: Any, gpu: Gpu, cost
         lengths=None,
         page_size=0,
     )
-    heads = max(1.0, kernel.cost(whole, gpu, config).flops / whole.flops)
-    total = max(1.0, cost.flops / (problem.flops * heads))
+
+
+    def padded(of: AttentionProblem, found: Cost) -> float:
+        """Returns the products that are computed once, over those of visible pairs."""
+        return (found.flops - found.repeated_flops) / of.work(is_backward).flops
+
+    heads = max(1.0, padded(whole, kernel.cost(whole, gpu, config)))
+    total = max(1.0, padded(problem, cost) / heads)
     if not problem.has_band:
         if problem.mask_visible_pairs is None:
-            return _Padding(heads, 1.0, total)
+            return _Padding(again, again_exp, heads, 1.0, total)
         shown = replace(problem, mask_visible_pairs=None).visible_pairs / max(1, problem.visible_pairs)
-        return _Padding(heads, min(total, shown), max(1.0, total / shown))
+        return _Padding(again, again_exp, heads, min(total, shown), max(1.0, total / shown))
     bare = replace(problem, causal=None, window_size=(-1, -1), mask_shape=None, mask_visible_pairs=None)
-    ragged = min(total, max(1.0, kernel.cost(bare, gpu, config).flops / (bare.flops * heads)))
-    return _Padding(heads, total / ragged, ragged)
+    ragged = min(total, max(1.0, padded(bare, kernel.cost(bare, gpu, config)) / heads))
+    return _Padding(again, again_exp, heads, total / ragged, ragged)
 
 
 def _missing(wanted: float, capacity: float) -> float:

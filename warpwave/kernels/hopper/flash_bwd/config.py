@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from warpwave.gpu import Gpu
 from warpwave.kernels import reasons
-from warpwave.kernels.cost import Cost, walk
-from warpwave.kernels.hopper.host import NUM_SMS
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 MAX_HEAD_DIM = 128  # above it, dQ, dK and dV of a tile do not fit the registers of two warpgroups
@@ -72,33 +70,3 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
     keys = 2 * BLOCK_N * columns * size
     stream = 2 * config.num_stages * config.block_m * (columns * size + 4)
     return keys + stream + 2 * BLOCK_N * config.block_m * size + config.block_m * columns * 4 + 1024
-
-
-def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """Returns what the launches move and compute, whole tiles and padding included."""
-    size, columns = DTYPE_BYTES[problem.dtype], width(problem)
-    tiles = walk(problem, config.block_m, BLOCK_N)
-    scores = tiles.tiles * config.block_m * BLOCK_N
-    rows = problem.rows * problem.num_heads_q
-    keys = (problem.total_k if problem.packed else problem.batch * problem.seqlen_k) * problem.num_heads_kv
-    sums = rows * columns * 4
-    blocks = -(-keys // BLOCK_N)
-    streamed = tiles.tiles * config.block_m * (problem.head_dim + problem.head_dim_v) * size
-    added = tiles.tiles * config.block_m * columns * 4
-    return Cost(
-        blocks=min(blocks, gpu.num_sms or NUM_SMS),
-        flops=2 * scores * columns * 5,
-        exponentials=scores,
-        read_bytes=streamed
-        + keys * (problem.head_dim + problem.head_dim_v) * size
-        + rows * 2 * problem.head_dim_v * size,
-        write_bytes=added + 2 * sums + (rows + keys) * problem.head_dim * size + keys * problem.head_dim_v * size,
-        smem_bytes=smem_bytes(problem, config),
-        workspace_bytes=sums + rows * 8,
-        scratch_bytes=added + 2 * sums,
-        items=max(1, blocks),
-        steps=tiles.tiles,
-        threads=384,
-        blocks_per_sm=1,
-        launches=3,
-    )

@@ -11,7 +11,8 @@ from warpwave.gpu import Gpu
 from warpwave.kernels import arguments
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_bwd import joint, rows
-from warpwave.kernels.hopper.flash_bwd.config import BLOCK_N, Config, configs, cost, default, smem_bytes, why_not, width
+from warpwave.kernels.hopper.flash_bwd.config import BLOCK_N, Config, configs, default, smem_bytes, why_not, width
+from warpwave.kernels.hopper.flash_bwd.costs import cost
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch, tensor_maps
 from warpwave.runtime.scratch import maker
