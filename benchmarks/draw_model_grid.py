@@ -122,7 +122,7 @@ def suite(grid: Grid) -> str:
             named = set(sorted(able, key=lambda name: (points[name], beside.random()))[:wanted])
             points.update(named)
             case = case | {"kernels": [name for name in grid.kernels if name in named]}
-        found.append(toml_line(case | grid.extra))
+        found.append(toml_line({**case, **grid.extra}))
     if grid.shuffled:
         beside.shuffle(found)
     return "\n".join([*lines, *found, "]", ""])

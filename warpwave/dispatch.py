@@ -59,7 +59,6 @@ OWN_GRADIENTS = (three_kernel.NAME, torch_sdpa.NAME, eager.NAME)
 # Kernel name -> what its own gradients cost: NAME, GRADIENTS, why_not, configs, default and cost as above.
 COSTS_OF_OWN_GRADIENTS: dict[str, Any] = {
     three_kernel.NAME: backward_cost,
-    torch_sdpa.NAME: eager_backward_cost,
     eager.NAME: eager_backward_cost,
 }
 # The kernels that read a paged cache.
@@ -177,6 +176,20 @@ def gradient_kernels(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") 
     if kernel in OWN_GRADIENTS or (kernel == "auto" and gpu.vendor == "interpreter") or problem.page_size:
         return []
     return [module for module in GRADIENT_KERNELS if not module.why_not(problem, gpu)]
+
+
+def gradients_for(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> Any:
+    """Returns the module that computes the gradients of a call, or that states what the forward's own cost.
+
+    Args:
+        kernel: of the forward, as in `choose`.
+    """
+    able = gradient_kernels(problem, gpu, kernel)
+    if able:
+        return able[0]
+    own = choose(problem, gpu, kernel).kernel
+    has_own = hasattr(own, "gradients") and not own.gradients_why_not(problem, gpu)
+    return COSTS_OF_OWN_GRADIENTS[own.NAME if has_own else eager.NAME]
 
 
 def forward_of(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> tuple[AttentionProblem, str]:

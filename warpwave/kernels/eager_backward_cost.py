@@ -42,7 +42,11 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         band = problem.band(seqlen_q, seqlen_k)
         each = times if problem.packed else 1  # a dense call processes its sequences together
         found = tiles_of_sequence(band, seqlen_q, seqlen_k, config.block_m, config.block_n)
-        blocks, tiles, cut_tiles = blocks + each * found.blocks, tiles + each * found.tiles, cut_tiles + each * found.cut
+        blocks, tiles, cut_tiles = (
+            blocks + each * found.blocks,
+            tiles + each * found.tiles,
+            cut_tiles + each * found.cut,
+        )
         scores += times * problem.num_heads_q * found.scores
         cut += times * problem.num_heads_q * found.cut_scores
         rows += times * problem.num_heads_q * found.rows

@@ -7,6 +7,8 @@ another one has counts them as repeated.
 
 from __future__ import annotations
 
+import math
+
 from warpwave.kernels.cost import WARP_US, Cost, bytes_per_score, walk, walk_by_keys
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
@@ -39,7 +41,7 @@ def of_queries(problem: AttentionProblem, block_m: int, block_n: int, widths: tu
         cut=walks * cut,
         repeated_flops=2 * scores * walks * sum(widths),
         repeated_exponentials=walks * scores,
-        first_bytes=once + size * keys * width + cells // walks,
+        first_bytes=once + size * keys * width + min(cells, _cell_bytes(problem)),
         walked_bytes=size * problem.seqlen_k * width,
         walked_heads=problem.batch * problem.num_heads_kv,
     )
@@ -80,7 +82,9 @@ def of_keys(
         cut=cut,
         repeated_flops=2 * scores * (repeats[0] * widths[0] + repeats[1] * widths[1]),
         repeated_exponentials=scores if repeats[0] else 0,
-        first_bytes=size * (width * (rows + keys) + keys * written) + rows * STATISTICS_BYTES + cells,
+        first_bytes=size * (width * (rows + keys) + keys * written)
+        + rows * STATISTICS_BYTES
+        + min(cells, _cell_bytes(problem)),
         walked_bytes=size * group * problem.seqlen_q * width,
         walked_heads=problem.batch * problem.num_heads_kv,
     )
@@ -106,6 +110,14 @@ def of_rows(blocks: int, read_bytes: int, write_bytes: int, scratch_bytes: int, 
         trips=1,
         block_us=threads // 32 * WARP_US,
     )
+
+
+def _cell_bytes(problem: AttentionProblem) -> int:
+    """Returns the bytes of the mask and the bias."""
+    mask = 0 if problem.mask_shape is None else math.prod(problem.mask_shape)
+    if problem.bias_shape is None:
+        return mask
+    return mask + math.prod(problem.bias_shape) * DTYPE_BYTES[problem.bias_dtype or problem.dtype]
 
 
 def keys_of(problem: AttentionProblem) -> int:

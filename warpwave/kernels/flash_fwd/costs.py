@@ -39,7 +39,10 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         workspace = keys * key_bytes
     key_reads = visited * config.block_n * key_bytes
     multiply_adds = problem.dtype == "float32" and arithmetic == "ieee"
-    products = ((config.block_m, config.block_n, padded(problem.head_dim)), (config.block_m, padded(problem.head_dim_v), config.block_n))
+    products = (
+        (config.block_m, config.block_n, padded(problem.head_dim)),
+        (config.block_m, padded(problem.head_dim_v), config.block_n),
+    )
     split = scores + visited * config.block_n * (block_d + block_dv)  # elements of P, K and V split in the loop
     out_bytes = rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0))
     reads = size * rows * problem.head_dim + key_reads + scores * bytes_per_score(problem)

@@ -41,8 +41,8 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """Returns what the launches move and compute over all chunks: torch's products of everything between a chunk's first
-    and last visible key, and P and dS from S and dP between them."""
+    """Returns what the launches move and compute over all chunks: torch's products of everything between a chunk's
+    first and last visible key, and P and dS from S and dP between them."""
     cut, size = plan_of(problem), DTYPE_BYTES[problem.dtype]
     chunks = [part for whole in cut.chunks for part in by_sight(problem, whole) if not part.nothing_to_see]
     scores = sum(chunk.heads * chunk.rows * (chunk.key_end - chunk.key_begin) for chunk in chunks)

@@ -110,6 +110,7 @@ class Calibration:
         cross_validated: kernel -> errors on points that were left out of a fit, group by group.
         kernels_left_out: kernel -> errors on its points, by constants fitted to all other kernels.
         uncalibrated: errors of `UNCALIBRATED` on the same points: the error bar without a calibration.
+        uncalibrated_gradients: the same for kernels of gradients.
         constants_of: key of a card with the same chip, whose `kernels` it uses; it then has none of its own.
     """
 
@@ -124,6 +125,7 @@ class Calibration:
     residuals: Mapping[str, Residuals]
     cross_validated: Mapping[str, Residuals]
     uncalibrated: Residuals | None = None
+    uncalibrated_gradients: Residuals | None = None
     kernels_left_out: Mapping[str, Residuals] = field(default_factory=dict)
     constants_of: str = ""
 
@@ -163,8 +165,8 @@ def read(path: Path) -> Calibration:
         for name in ("residuals", "cross_validated", "kernels_left_out"):
             data[name] = {key: Residuals(**values) for key, values in data[name].items()}
         data["kernels"] = {key: Constants(**values) for key, values in data["kernels"].items()}
-        if data["uncalibrated"] is not None:
-            data["uncalibrated"] = Residuals(**data["uncalibrated"])
+        for name in ("uncalibrated", "uncalibrated_gradients"):
+            data[name] = None if data.get(name) is None else Residuals(**data[name])
         data["sources"] = {key: tuple(files) for key, files in data["sources"].items()}
         return Calibration(**data)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -185,10 +187,10 @@ def _plain(value: Any) -> Any:
     return list(map(_plain, value)) if isinstance(value, tuple | list) else value
 
 
-def worst_uncalibrated() -> Residuals | None:
+def worst_uncalibrated(of_gradients: bool = False) -> Residuals | None:
     """Returns the errors of `UNCALIBRATED` on the card where they are largest; None if it was never checked."""
-    known = [c.uncalibrated for c in calibrations().values() if c.uncalibrated is not None]
-    return max(known, key=lambda r: r.factor_90, default=None)
+    known = [c.uncalibrated_gradients if of_gradients else c.uncalibrated for c in calibrations().values()]
+    return max((r for r in known if r is not None), key=lambda r: r.factor_90, default=None)
 
 
 @dataclass(frozen=True)

@@ -156,6 +156,7 @@ def _power_matched(
 
 
 REMEDIES: dict[str, str] = {
+    "recomputation": "one launch for all gradients computes each score once, if its sums fit registers",
     "head padding": "a head_dim equal to a tile's width, or narrower tiles, removes the products over padding",
     "hidden pairs": "smaller tiles at the mask's edge remove products over hidden pairs",
     "ragged tiles": "a block_m or block_n that divides the lengths, or several query heads in one tile, removes "
@@ -164,6 +165,7 @@ REMEDIES: dict[str, str] = {
     "idle SMs": "more blocks give every SM work: a smaller block_m, keys split over blocks, or more heads or sequences "
     "in a call",
     "traffic": "tiles shared by more queries, or an order of blocks that keeps K and V in L2, reduce re-reads",
+    "reductions": "more keys in a block add to the sums of dQ less often",
     "softmax": "a loop that overlaps one tile's softmax with another tile's products hides the exponentials",
     "latency": "more blocks or warpgroups per SM, or more tiles in flight, hide the latency",
     "fill": "persistent blocks that load the next tile under the products of the current one hide the fill",

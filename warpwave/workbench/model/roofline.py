@@ -221,9 +221,7 @@ def fastest(paths: Mapping[str, int], rates: Rates) -> Path | None:
     return max(known, key=lambda path: path.useful_tflops, default=None)
 
 
-def _products(
-    problem: AttentionProblem, work: Work, rates: Rates, gpu: Gpu, path: Path | None
-) -> Iterator[Bound]:
+def _products(problem: AttentionProblem, work: Work, rates: Rates, gpu: Gpu, path: Path | None) -> Iterator[Bound]:
     if path is None:
         return
     if gpu.is_cpu:
@@ -291,9 +289,7 @@ def tensor_bytes(problem: AttentionProblem, work: Work | None = None) -> dict[st
 # Bounds of a kernel ---------------------------------------------------------------------------------------------------
 
 
-def _of_kernel(
-    problem: AttentionProblem, work: Work, rates: Rates, path: Path | None, cost: Cost
-) -> Iterator[Bound]:
+def _of_kernel(problem: AttentionProblem, work: Work, rates: Rates, path: Path | None, cost: Cost) -> Iterator[Bound]:
     """Yields the bounds by a kernel's `cost`."""
     share, where = busy_share(problem, rates.num_sms, cost.blocks)
     if path is not None:

@@ -87,7 +87,10 @@ class _Padding:
 
 
 class Steps:
-    """One prediction of the time of a call."""
+    """One prediction of the time of a call.
+
+    Of several launches of gradients, waves and occupancy are those of the launch with most products.
+    """
 
     def __init__(
         self,
@@ -108,8 +111,10 @@ class Steps:
         self.flops, self.exponentials, self.least = work.flops, work.exponentials, work.compulsory_bytes
         self.path = path_of(problem, kernel, gpu, where.sheet)
         self.padding = _padding(problem, kernel, config, gpu, cost, is_backward)
-        self.resident = blocks_per_sm(cost, gpu)
         parts = cost.parts or (cost,)
+        main = max(parts, key=lambda part: part.flops) if is_backward and cost.blocks else cost
+        self.items = main.items or main.blocks
+        self.resident = blocks_per_sm(main, gpu)
         if without:
             parts = tuple(_ablated(part, problem, without) for part in parts)
         self._late: dict[Cost, float] = {}
@@ -122,8 +127,7 @@ class Steps:
         self.parts = tuple((part.launches, _of_one_launch(part), blocks_per_sm(part, gpu)[0]) for part in parts)
         rates = data_sheet_rates(where.sheet)
         self.bound = roofline(problem, rates, gpu=gpu, hot=hot, is_backward=is_backward).time_us
-        items = cost.items or cost.blocks
-        self.waves = items / (where.sheet.num_sms * self.resident[0]) if items else 0.0
+        self.waves = self.items / (where.sheet.num_sms * self.resident[0])
 
     def times(self) -> dict[str, float]:
         """Returns the time after each loss. Times never fall, because every step removes an idealization."""
@@ -303,7 +307,7 @@ class Steps:
         if constant_of(self.path.name, 1) != "bfloat16":
             return 0.0
         drawn = self.path.products * flops + self.where.constants.power_of_score * scores
-        items, sms = self.cost.items or self.cost.blocks, self.where.sheet.num_sms
+        items, sms = self.items, self.where.sheet.num_sms
         drawing = min(1.0, items / sms) if items else 1.0  # fewer busy SMs draw less power and run at full clocks
         return drawing * drawn / (self.path.tflops * self.where.constants.power * 1e6)
 
@@ -566,7 +570,6 @@ def _padding(problem: AttentionProblem, kernel: Any, config: Any, gpu: Gpu, cost
         lengths=None,
         page_size=0,
     )
-
 
     def padded(of: AttentionProblem, found: Cost) -> float:
         """Returns the products that are computed once, over those of visible pairs."""
