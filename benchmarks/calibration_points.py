@@ -110,6 +110,13 @@ def is_of_gradients(path: Path) -> bool:
         return '"schema_version"' not in (first := lines.readline()) and '"environment"' in first
 
 
+def environment_of_gradients(path: Path) -> dict[str, Any]:
+    """Returns the environment of a file of `benchmarks.time_gradients`."""
+    with path.open(encoding="utf-8") as lines:
+        found: dict[str, Any] = json.loads(lines.readline())
+    return found
+
+
 def gradient_kernels() -> dict[str, Any]:
     """Returns the modules that compute gradients, by the name of the kernel in a record."""
     return {module.NAME: module for module in dispatch.GRADIENT_KERNELS} | dispatch.COSTS_OF_OWN_GRADIENTS
@@ -126,7 +133,7 @@ def _of_gradients(path: Path) -> Iterator[Point]:
         config = module.default(problem, _H200) if given is None else config_of(module, given)
         graph = data["method"] == "graph"
         hot = not data["l2_flushed"] and data["input_sets"] == 1
-        yield Point(module, config, problem, data["median_us"], hot, f"{data['case']} {data['kernel']}", graph)
+        yield Point(module, config, problem, data["median_us"], hot, f"{data['case']} {module.NAME}", graph)
 
 
 def _of_paired_gradients(data: Mapping[str, Any]) -> Iterator[Point]:

@@ -89,21 +89,25 @@ def predictions(suite: str | Path, card: str = "h200") -> dict[str, Any]:
     As `bench` measures: where the fastest kernel of a case takes less than 50 us a CUDA graph replays all of them, and
     their inputs stay in L2. Which it will be is measured, so that both are predicted.
     """
+    from benchmarks.calibration_points import forward_of, gradient_kernels
     from warpwave import dispatch
     from warpwave.workbench.bench.workloads import load_suite
     from warpwave.workbench.hardware.catalog import resolve
     from warpwave.workbench.model.predict import predict
 
     gpu, found, shipped = resolve(card), load_suite(suite), calibrations()[card]
-    kernels = {kernel.NAME: kernel for kernel in dispatch.KERNELS}
+    forward = {kernel.NAME: kernel for kernel in dispatch.KERNELS}
     points: list[dict[str, Any]] = []
     for case in found.cases:
-        able = [kernels[k] for k in case.kernels or found.kernels if not kernels[k].why_not(case.problem, gpu)]
-        configs = {kernel.NAME: kernel.configs(case.problem, gpu)[0] for kernel in able}
+        problem, kernels = case.problem, forward
+        if problem.requires_grad:  # a grid of gradients
+            problem, kernels = forward_of(problem), gradient_kernels()
+        able = [kernels[k] for k in case.kernels or found.kernels if not kernels[k].why_not(problem, gpu)]
+        configs = {kernel.NAME: kernel.configs(problem, gpu)[0] for kernel in able}
         for graph in (True, False):
             for kernel in able:
                 config, hot = configs[kernel.NAME], graph or case.hot is True
-                p = predict(case.problem, kernel, config, gpu, hot=hot, graph=graph)
+                p = predict(problem, kernel, config, gpu, hot=hot, graph=graph)
                 assert p is not None
                 points.append(
                     {
@@ -132,7 +136,11 @@ def judge(record: Path) -> dict[str, Any]:
     from benchmarks import calibrate_model, calibration_points
     from warpwave.workbench.hardware.catalog import find, gpu_of
 
-    environment = next(iter(read_records(record).environments.values()), {})
+    environment: dict[str, Any] = (
+        calibration_points.environment_of_gradients(record)
+        if calibration_points.is_of_gradients(record)
+        else next(iter(read_records(record).environments.values()), {})
+    )
     name = str((environment.get("gpu") or {}).get("name", ""))
     sheet = next((known for word in name.split() if (known := find(word.lower()))), None)
     points = calibration_points.points(record)

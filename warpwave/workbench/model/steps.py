@@ -110,7 +110,7 @@ class Steps:
         work = problem.work(is_backward)
         self.flops, self.exponentials, self.least = work.flops, work.exponentials, work.compulsory_bytes
         self.path = path_of(problem, kernel, gpu, where.sheet)
-        self.padding = _padding(problem, kernel, config, gpu, cost, is_backward)
+        self.padding = _padding(problem, kernel, config, gpu, cost)
         parts = cost.parts or (cost,)
         main = max(parts, key=lambda part: part.flops) if is_backward and cost.blocks else cost
         self.items = main.items or main.blocks
@@ -546,7 +546,7 @@ def computes_gradients(kernel: Any) -> bool:
     return hasattr(kernel, "GRADIENTS")
 
 
-def _padding(problem: AttentionProblem, kernel: Any, config: Any, gpu: Gpu, cost: Cost, is_backward: bool) -> _Padding:
+def _padding(problem: AttentionProblem, kernel: Any, config: Any, gpu: Gpu, cost: Cost) -> _Padding:
     """Splits a kernel's excess products into factors, by evaluating its `cost` on simpler calls."""
     if not cost.flops:
         return _Padding(1.0, 1.0, 1.0, 1.0, 1.0)
@@ -573,7 +573,7 @@ def _padding(problem: AttentionProblem, kernel: Any, config: Any, gpu: Gpu, cost
 
     def padded(of: AttentionProblem, found: Cost) -> float:
         """Returns the products that are computed once, over those of visible pairs."""
-        return (found.flops - found.repeated_flops) / of.work(is_backward).flops
+        return (found.flops - found.repeated_flops) / of.work(computes_gradients(kernel)).flops
 
     heads = max(1.0, padded(whole, kernel.cost(whole, gpu, config)))
     total = max(1.0, padded(problem, cost) / heads)
