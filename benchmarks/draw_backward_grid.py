@@ -35,6 +35,10 @@ def _sized(draw: random.Random, width: int, dtype: str = "bfloat16") -> Case:
     }
 
 
+def _causal_or_not(draw: random.Random) -> Case:
+    return {"causal": True} if draw.random() < 0.5 else {}
+
+
 def _full(draw: random.Random) -> Case:
     return _sized(draw, draw.choice((64, 128)))
 
@@ -57,7 +61,7 @@ def _few_blocks(draw: random.Random) -> Case:
         "batch": 1,
         "seqlen_q": draw.choice((64, 128, 192, 320, 640)),
         "num_heads_q": draw.choice((1, 2, 4, 8)),
-        "causal": draw.random() < 0.5,
+        **_causal_or_not(draw),
     }
 
 
@@ -66,19 +70,19 @@ def _grouped(draw: random.Random) -> Case:
     return _sized(draw, draw.choice((64, 128))) | {
         "num_heads_q": kv * draw.choice((2, 4, 8)),
         "num_heads_kv": kv,
-        "causal": draw.random() < 0.5,
+        **_causal_or_not(draw),
     }
 
 
 def _other_widths(draw: random.Random) -> Case:
     return _sized(draw, draw.choice((8, 16, 32, 80, 96, 112))) | {
         "num_heads_q": draw.choice((8, 12, 16)),
-        "causal": draw.random() < 0.5,
+        **_causal_or_not(draw),
     }
 
 
 def _wide(draw: random.Random) -> Case:
-    return _sized(draw, draw.choice((160, 192, 256))) | {"causal": draw.random() < 0.5}
+    return _sized(draw, draw.choice((160, 192, 256))) | _causal_or_not(draw)
 
 
 def _widest(draw: random.Random) -> Case:
@@ -89,7 +93,7 @@ def _very_wide(draw: random.Random) -> Case:
     return _sized(draw, draw.choice((320, 512, 1024))) | {
         "batch": draw.choice((1, 2)),
         "num_heads_q": draw.choice((2, 4)),
-        "causal": draw.random() < 0.5,
+        **_causal_or_not(draw),
         "kernels": list(OWN_GRADIENTS),
     }
 
@@ -104,7 +108,7 @@ def _packed(draw: random.Random) -> Case:
         "head_dim": draw.choice((64, 128)),
         "num_heads_q": draw.choice((8, 16)),
         "dtype": "bfloat16",
-        "causal": draw.random() < 0.5,
+        **_causal_or_not(draw),
         "lengths": [max(1, int(draw.lognormvariate(6.5, 0.8))) for _ in range(draw.choice((4, 8, 12)))],
         "kernels": list(GRADIENT_KERNELS),
     }
@@ -128,7 +132,7 @@ def _bias(draw: random.Random) -> Case:
 
 
 def _half(draw: random.Random) -> Case:
-    return _sized(draw, draw.choice((64, 128)), "float16") | {"causal": draw.random() < 0.5}
+    return _sized(draw, draw.choice((64, 128)), "float16") | _causal_or_not(draw)
 
 
 def _float32(draw: random.Random) -> Case:
@@ -136,7 +140,7 @@ def _float32(draw: random.Random) -> Case:
         "batch": draw.choice((1, 2)),
         "seqlen_q": draw.choice((512, 1024, 2048)),
         "num_heads_q": draw.choice((4, 8)),
-        "causal": draw.random() < 0.5,
+        **_causal_or_not(draw),
         "precision": draw.choice(("default", "ieee", "tf32")),
     }
 
@@ -145,7 +149,7 @@ def _by_operations(draw: random.Random) -> Case:
     return _sized(draw, 128) | {
         "batch": 1,
         "seqlen_q": draw.choice((2048, 4096)),
-        "causal": draw.random() < 0.5,
+        **_causal_or_not(draw),
         "kernels": ["eager"],
     }
 

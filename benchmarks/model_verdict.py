@@ -118,13 +118,16 @@ def predictions(suite: str | Path, card: str = "h200") -> dict[str, Any]:
                         "predicted_us": float(f"{p.time_us:.5g}"),
                     }
                 )
-    files = _fitted_to(shipped)
+    files = _fitted_to(shipped, any(case.problem.requires_grad for case in found.cases))
     return {"suite": found.name, "card": card, "calibrated": shipped.date, "fitted_to": files, "points": points}
 
 
-def _fitted_to(of: Calibration) -> list[str]:
+def _fitted_to(of: Calibration, of_gradients: bool = False) -> list[str]:
     lender = calibrations().get(of.constants_of, of)
-    return sorted({file for key, files in lender.sources.items() if key != "judged" for file in files})
+    if of_gradients:
+        return sorted(lender.sources.get("gradients", ()))
+    others = ("judged", "gradients", "gradients judged")
+    return sorted({file for key, files in lender.sources.items() if key not in others for file in files})
 
 
 def judge(record: Path) -> dict[str, Any]:
@@ -136,9 +139,10 @@ def judge(record: Path) -> dict[str, Any]:
     from benchmarks import calibrate_model, calibration_points
     from warpwave.workbench.hardware.catalog import find, gpu_of
 
+    of_gradients = calibration_points.is_of_gradients(record)
     environment: dict[str, Any] = (
         calibration_points.environment_of_gradients(record)
-        if calibration_points.is_of_gradients(record)
+        if of_gradients
         else next(iter(read_records(record).environments.values()), {})
     )
     name = str((environment.get("gpu") or {}).get("name", ""))
@@ -147,7 +151,7 @@ def judge(record: Path) -> dict[str, Any]:
     if sheet is None or not points:
         raise NoVerdict(f"{record.name} has no times of our kernels on a GPU that the catalogue knows")
     gpu, shipped = gpu_of(sheet), calibrations()[sheet.key]
-    calibrated, fitted_to = shipped.date, _fitted_to(shipped)
+    calibrated, fitted_to = shipped.date, _fitted_to(shipped, of_gradients)
     before = record.with_name(record.stem + PREDICTED)
     written_before: dict[tuple[str, str, bool], dict[str, Any]] | None = None
     if before.is_file():

@@ -28,20 +28,23 @@ def of_queries(problem: AttentionProblem, block_m: int, block_n: int, widths: tu
     visited, longest, items, cut = walk(problem, block_m, block_n)
     scores, width = visited * block_m * block_n, problem.head_dim + problem.head_dim_v
     cells = walks * scores * bytes_per_score(problem)
-    once = size * rows * (2 * problem.head_dim + problem.head_dim_v) + rows * STATISTICS_BYTES
+    once = size * (rows * (width + problem.head_dim) + keys * width) + rows * STATISTICS_BYTES
+    once += min(cells, _cell_bytes(problem))
+    read = size * (rows * width + walks * visited * block_n * width) + 4 * rows + cells
+    written = rows * (size * problem.head_dim + 4 * walks)
     return Cost(
         blocks=-(-problem.seqlen_q // block_m) * problem.num_heads_q * problem.batch,
         flops=2 * scores * (walks * sum(widths) + widths[0]),
         exponentials=walks * scores,
-        read_bytes=size * (rows * width + walks * visited * block_n * width) + 4 * rows + cells,
-        write_bytes=rows * (size * problem.head_dim + 4 * walks),
+        read_bytes=read,
+        write_bytes=written,
         items=items,
         steps=walks * visited,
         longest=walks * longest,
         cut=walks * cut,
         repeated_flops=2 * scores * walks * sum(widths),
         repeated_exponentials=walks * scores,
-        first_bytes=once + size * keys * width + min(cells, _cell_bytes(problem)),
+        first_bytes=min(once, read + written),  # a window hides keys
         walked_bytes=size * problem.seqlen_k * width,
         walked_heads=problem.batch * problem.num_heads_kv,
     )
@@ -70,11 +73,14 @@ def of_keys(
     written = {(2, 2): width, (2, 1): problem.head_dim, (1, 1): problem.head_dim_v}[products]
     cells = scores * bytes_per_score(problem)
     rows, group = problem.rows * problem.num_heads_q, problem.num_heads_q // problem.num_heads_kv
+    read = size * width * (keys + visited * block_m) + STATISTICS_BYTES * visited * block_m + cells
+    once = size * (width * (rows + keys) + keys * written) + rows * STATISTICS_BYTES
+    once += min(cells, _cell_bytes(problem))
     return Cost(
         blocks=-(-problem.seqlen_k // block_n) * problem.num_heads_kv * problem.batch,
         flops=2 * scores * (products[0] * widths[0] + products[1] * widths[1]),
         exponentials=scores,
-        read_bytes=size * width * (keys + visited * block_m) + STATISTICS_BYTES * visited * block_m + cells,
+        read_bytes=read,
         write_bytes=size * keys * written,
         items=items,
         steps=visited,
@@ -82,9 +88,7 @@ def of_keys(
         cut=cut,
         repeated_flops=2 * scores * (repeats[0] * widths[0] + repeats[1] * widths[1]),
         repeated_exponentials=scores if repeats[0] else 0,
-        first_bytes=size * (width * (rows + keys) + keys * written)
-        + rows * STATISTICS_BYTES
-        + min(cells, _cell_bytes(problem)),
+        first_bytes=min(once, read + size * keys * written),
         walked_bytes=size * group * problem.seqlen_q * width,
         walked_heads=problem.batch * problem.num_heads_kv,
     )
