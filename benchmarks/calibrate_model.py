@@ -122,7 +122,7 @@ def main() -> int:
         shipped = calibration.calibrations()[sheet.key]
         sources = {**shipped.sources, "judged": tuple(path.name for path in asked.judge)}
         by_kernel = _print_judgement("judged, not fitted to", judged, gpu, shipped)
-        calibration.write(replace(shipped, sources=sources, residuals=by_kernel), out)
+        calibration.write(_with_gradients(replace(shipped, sources=sources, residuals=by_kernel), shipped), out)
         return 0
     ceilings = measure.shipped(gpu) if asked.ceilings is None else measure.read(asked.ceilings)
     if ceilings is None or ceilings.launch_us is None:
@@ -179,7 +179,8 @@ def main() -> int:
     rough = residuals([_ratio(point, gpu, bare) for point in (*judged, *fitting)])
     print(f"round constants, never fitted, on all points: {_words(rough)}")
     base = replace(base, residuals=by_kernel, uncalibrated=rough)
-    calibration.write(base, out)
+    before_fit = calibration.calibrations().get(sheet.key)
+    calibration.write(base if before_fit is None else _with_gradients(base, before_fit), out)
     print(f"written to {out}")
     return 0
 
@@ -221,12 +222,29 @@ def _calibrate_gradients(asked: argparse.Namespace, sheet: DataSheet, gpu: Gpu) 
     kept = {name: of for name, of in shipped.residuals.items() if name not in mine}
     by_kernel = kept | {name: of for name, of in found.items() if name != "all"}
     if "all" in found:
-        by_kernel["all gradients"] = found["all"]
+        by_kernel[ALL_GRADIENTS] = found["all"]
     calibration.write(
         replace(base, residuals=by_kernel, uncalibrated_gradients=rough),
         asked.out or calibration.FOLDER / f"{sheet.key}.json",
     )
     return 0
+
+
+def _with_gradients(of: Calibration, shipped: Calibration) -> Calibration:
+    """Returns a calibration of forward kernels with what another one has of kernels of gradients."""
+    names = tuple(module.NAME for module in gradient_kernels().values())
+
+    def merged(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+        return {**mine, **{key: value for key, value in theirs.items() if key.startswith((*names, ALL_GRADIENTS))}}
+
+    return replace(
+        of,
+        kernels=merged(of.kernels, shipped.kernels),
+        residuals=merged(of.residuals, shipped.residuals),
+        cross_validated=merged(of.cross_validated, shipped.cross_validated),
+        sources={**of.sources, **{key: value for key, value in shipped.sources.items() if "gradients" in key}},
+        uncalibrated_gradients=shipped.uncalibrated_gradients,
+    )
 
 
 def gradient_records(card: str, part: str) -> list[Path]:
@@ -257,6 +275,7 @@ FITTED = (
 # start and end of a tile; power, softmax and L2 are the card's.
 FITTED_OF_GRADIENTS = ("exposed", "step_us", "fill_us", "start_us")
 LIKE = {"hopper/flash_bwd": "hopper/flash_fwd", "flash_bwd": "flash_fwd", "three_kernel backward": "three_kernel"}
+ALL_GRADIENTS = "all gradients"  # the errors over all kernels of gradients
 LENDER, BORROWERS = "flash_fwd", ("split_kv", "large_head_dim", "three_kernel")  # the same products in Triton
 # The host may be too slow for the launches of these.
 MANY_LAUNCHES = ("eager", "three_kernel library library", "three_kernel backward")
