@@ -97,6 +97,14 @@ def smem_of_tile(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: boo
     return size * owned * sum(widths) + arriving + beside + 2 * size * score + 1024
 
 
+def smem_in_use(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool) -> int:
+    """Returns the part of `smem_of_tile` that launches mostly take on NVIDIA GPUs: the owned operands and the walked
+    tiles in flight, which is what they compile to without float32 parts."""
+    owned, walked = (tile.block_n, tile.block_m) if owns_keys else (tile.block_m, tile.block_n)
+    rows = owned + walked * tile.num_stages
+    return DTYPE_BYTES[problem.dtype] * rows * sum(tile_widths(problem, gpu, owned))
+
+
 # Which ----------------------------------------------------------------------------------------------------------------
 
 

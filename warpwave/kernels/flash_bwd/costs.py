@@ -17,7 +17,7 @@ from warpwave.kernels.cost import (
     odd_rows,
     waits_for_memory,
 )
-from warpwave.kernels.flash_bwd.config import Config, Tile, arithmetic_of, smem_of_tile
+from warpwave.kernels.flash_bwd.config import Config, Tile, arithmetic_of, smem_in_use, smem_of_tile
 from warpwave.kernels.gradient_costs import of_keys, of_queries
 from warpwave.problem import AttentionProblem
 
@@ -94,9 +94,12 @@ def _with_tile(walk: Cost, problem: AttentionProblem, gpu: Gpu, tile: Tile, owns
         scores = tile.block_m * tile.block_n
         elements = walk.steps * ((2 if owns_keys else 1) * (scores + walked * sum(widths)))
         split["conversions"] = conversions(problem, gpu, elements, owned, tile.num_warps)
+    smem = smem_of_tile(problem, gpu, tile, owns_keys)
+    in_use = smem if gpu.vendor == "amd" else min(smem, smem_in_use(problem, gpu, tile, owns_keys))
     return replace(
         walk,
-        smem_bytes=smem_of_tile(problem, gpu, tile, owns_keys),
+        smem_bytes=smem,
+        smem_margin=smem - in_use,
         far=waits_for_memory(tile.num_stages),
         threads=threads,
         registers=_registers(problem, gpu, tile, owns_keys),
@@ -107,9 +110,11 @@ def _with_tile(walk: Cost, problem: AttentionProblem, gpu: Gpu, tile: Tile, owns
 
 def _registers(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool) -> int:
     """Returns approximately the registers of a thread: gradients, S and dP of its rows in float32, P or dS in half of
-    that, and some forty more; without a limit in float32, whose operands pass through registers too."""
-    if problem.dtype == "float32":
-        return gpu.registers_per_thread
+    that, and some forty more. Operands pass through registers too in float32, with a bias, and on GPUs whose matrix
+    units read them there: all registers then."""
+    reads_smem = gpu.capability in (90, 100, 103) or gpu.vendor == "amd"
+    if problem.dtype == "float32" or not reads_smem or bytes_per_score(problem):
+        return gpu.registers_per_thread or 255
     owned = tile.block_n if owns_keys else tile.block_m
     widths = padded(problem.head_dim) + (padded(problem.head_dim_v) if owns_keys else 0)
     elements = owned * widths + tile.block_m * tile.block_n * 5 // 2

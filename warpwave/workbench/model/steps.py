@@ -112,7 +112,7 @@ class Steps:
         self.path = path_of(problem, kernel, gpu, where.sheet)
         self.padding = _padding(problem, kernel, config, gpu, cost)
         parts = cost.parts or (cost,)
-        main = max(parts, key=lambda part: part.flops) if is_backward and cost.blocks else cost
+        self.main = main = max(parts, key=lambda part: part.flops) if is_backward and cost.blocks else cost
         self.items = main.items or main.blocks
         self.resident = blocks_per_sm(main, gpu)
         if without:
@@ -414,11 +414,11 @@ class Steps:
             Traffic("L2", moved, moved / least, working_set + cost.workspace_bytes, self._l2_bytes),
             Traffic("memory", memory, memory / least, 0.0, sheet.memory_gb * 1e9),
         ]
-        if cost.smem_bytes:
-            each, of = cost.smem_bytes, sheet.smem_per_block_bytes
+        if self.main.smem_bytes:
+            each, of = self.main.smem_bytes - self.main.smem_margin, sheet.smem_per_block_bytes
             found.append(Traffic("shared memory", each, each / of, each * self.resident[0], sheet.smem_per_sm_bytes))
-        if cost.registers and cost.threads:
-            each, of = 4 * cost.registers * cost.threads, 4 * sheet.registers_per_sm
+        if self.main.registers and self.main.threads:
+            each, of = 4 * self.main.registers * self.main.threads, 4 * sheet.registers_per_sm
             found.append(Traffic("registers", each, each / of, each * self.resident[0], of))
         return found
 
