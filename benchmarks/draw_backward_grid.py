@@ -35,10 +35,6 @@ def _sized(draw: random.Random, width: int, dtype: str = "bfloat16") -> Case:
     }
 
 
-def _causal_or_not(draw: random.Random) -> Case:
-    return {"causal": True} if draw.random() < 0.5 else {}
-
-
 def _full(draw: random.Random) -> Case:
     return _sized(draw, draw.choice((64, 128)))
 
@@ -61,7 +57,7 @@ def _few_blocks(draw: random.Random) -> Case:
         "batch": 1,
         "seqlen_q": draw.choice((64, 128, 192, 320, 640)),
         "num_heads_q": draw.choice((1, 2, 4, 8)),
-        **_causal_or_not(draw),
+        "causal": draw.random() < 0.5,
     }
 
 
@@ -70,19 +66,19 @@ def _grouped(draw: random.Random) -> Case:
     return _sized(draw, draw.choice((64, 128))) | {
         "num_heads_q": kv * draw.choice((2, 4, 8)),
         "num_heads_kv": kv,
-        **_causal_or_not(draw),
+        "causal": draw.random() < 0.5,
     }
 
 
 def _other_widths(draw: random.Random) -> Case:
     return _sized(draw, draw.choice((8, 16, 32, 80, 96, 112))) | {
         "num_heads_q": draw.choice((8, 12, 16)),
-        **_causal_or_not(draw),
+        "causal": draw.random() < 0.5,
     }
 
 
 def _wide(draw: random.Random) -> Case:
-    return _sized(draw, draw.choice((160, 192, 256))) | _causal_or_not(draw)
+    return _sized(draw, draw.choice((160, 192, 256))) | {"causal": draw.random() < 0.5}
 
 
 def _widest(draw: random.Random) -> Case:
@@ -93,7 +89,7 @@ def _very_wide(draw: random.Random) -> Case:
     return _sized(draw, draw.choice((320, 512, 1024))) | {
         "batch": draw.choice((1, 2)),
         "num_heads_q": draw.choice((2, 4)),
-        **_causal_or_not(draw),
+        "causal": draw.random() < 0.5,
         "kernels": list(OWN_GRADIENTS),
     }
 
@@ -108,7 +104,7 @@ def _packed(draw: random.Random) -> Case:
         "head_dim": draw.choice((64, 128)),
         "num_heads_q": draw.choice((8, 16)),
         "dtype": "bfloat16",
-        **_causal_or_not(draw),
+        "causal": draw.random() < 0.5,
         "lengths": [max(1, int(draw.lognormvariate(6.5, 0.8))) for _ in range(draw.choice((4, 8, 12)))],
         "kernels": list(GRADIENT_KERNELS),
     }
@@ -132,7 +128,7 @@ def _bias(draw: random.Random) -> Case:
 
 
 def _half(draw: random.Random) -> Case:
-    return _sized(draw, draw.choice((64, 128)), "float16") | _causal_or_not(draw)
+    return _sized(draw, draw.choice((64, 128)), "float16") | {"causal": draw.random() < 0.5}
 
 
 def _float32(draw: random.Random) -> Case:
@@ -140,7 +136,7 @@ def _float32(draw: random.Random) -> Case:
         "batch": draw.choice((1, 2)),
         "seqlen_q": draw.choice((512, 1024, 2048)),
         "num_heads_q": draw.choice((4, 8)),
-        **_causal_or_not(draw),
+        "causal": draw.random() < 0.5,
         "precision": draw.choice(("default", "ieee", "tf32")),
     }
 
@@ -149,7 +145,7 @@ def _by_operations(draw: random.Random) -> Case:
     return _sized(draw, 128) | {
         "batch": 1,
         "seqlen_q": draw.choice((2048, 4096)),
-        **_causal_or_not(draw),
+        "causal": draw.random() < 0.5,
         "kernels": ["eager"],
     }
 

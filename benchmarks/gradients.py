@@ -24,6 +24,7 @@ import warpwave
 from warpwave import dispatch
 from warpwave.gpu import current_gpu
 from warpwave.kernels import three_kernel
+from warpwave.kernels.hopper import flash_bwd
 from warpwave.problem import AttentionProblem, Causal, Operands
 from warpwave.workbench.bench import environment
 
@@ -82,8 +83,12 @@ def backward_row(head_dim: int, batch: int, seqlen: int, causal: bool, rounds: i
     results = warpwave.attention(q, k, v, causal=causal, return_lse=True)
     steps: dict[str, Step] = {}
     for module in dispatch.gradient_kernels(problem, gpu):
-        run = module.bind(problem, gpu, operands, WANTED, module.default(problem, gpu))
-        steps[module.NAME] = lambda run=run: run(operands, results, dout, None)  # type: ignore[misc]
+        default = module.default(problem, gpu)
+        others = [c for c in module.configs(problem, gpu) if c != default] if module is flash_bwd else []
+        for config in (default, *others):
+            name = module.NAME if config == default else f"{module.NAME}, apart, {config.block_m}"
+            run = module.bind(problem, gpu, operands, WANTED, config)
+            steps[name] = lambda run=run: run(operands, results, dout, None)  # type: ignore[misc]
     if not three_kernel.gradients_why_not(problem, gpu):
         steps["three_kernel"] = lambda: three_kernel.gradients(problem, gpu, operands, dout, None, WANTED)
     for name in PEERS:
@@ -158,11 +163,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
     arguments = parser.parse_args()
     steps = whole_steps(arguments.rounds)
     rows = [
         backward_row(head_dim, batch, seqlen, causal, arguments.rounds)
-        for head_dim in (64, 128, 256)
+        for head_dim in arguments.head_dims
         for batch, seqlen in SHAPES
         for causal in (False, True)
     ]

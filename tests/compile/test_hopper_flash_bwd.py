@@ -19,6 +19,7 @@ from warpwave.cached_calls import operands_without_memory
 from warpwave.gpu import Gpu
 from warpwave.kernels.hopper import flash_bwd
 from warpwave.kernels.hopper.flash_bwd import kernel
+from warpwave.kernels.hopper.flash_bwd.launches import Tensors
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.inspect.compiled import compile_launch, mixed_descriptors
 gpu = Gpu.for_arch("sm_90")
@@ -30,10 +31,9 @@ for head_dim in map(int, sys.argv[1:]):
     config, given = flash_bwd.default(problem, gpu), operands_without_memory(problem)
     workspace, grads = kernel.example(problem, config, "meta")
     out, rows = torch.empty_like(given.q), torch.empty(16, dtype=torch.float32, device="meta")
-    specified = flash_bwd.specify(problem, gpu, given, (out, rows), out, rows, config, workspace, grads)
     found = []
-    for spec in (specified.statistics, specified.gradients, specified.finish):
-        compiled = compile_launch(spec, gpu)
+    for step in flash_bwd.specify(problem, gpu, Tensors(given, out, rows, out, rows, workspace, *grads), config):
+        compiled = compile_launch(step.launch, gpu)
         found.append(vars(compiled.facts) | {"mixed_descriptors": mixed_descriptors(compiled.texts["ptx"])})
     print(json.dumps({"launches": found, "bound": flash_bwd.smem_bytes(problem, config)}), flush=True)
 """

@@ -14,7 +14,7 @@ from tests.conformance import cases
 from tests.conformance.cases import PLAIN, Call
 from tests.conformance.harness import by_sequence
 from warpwave.gpu import current_gpu
-from warpwave.kernels.hopper.flash_fwd import kernel as flash_fwd
+from warpwave.kernels.hopper import host
 from warpwave.kernels.prepass import scale_ahead, split_ahead
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch
@@ -26,7 +26,7 @@ BITS = {"fp16x1": 2.0**-11, "fp16x3": 2.0**-22}
 
 
 def widths(problem: AttentionProblem) -> tuple[int, int]:
-    return sum(flash_fwd.pieces(problem.head_dim)), sum(flash_fwd.pieces(problem.head_dim_v))
+    return sum(host.pieces(problem.head_dim)), sum(host.pieces(problem.head_dim_v))
 
 
 def scaled(problem: AttentionProblem, operands: Operands, arithmetic: str = "fp16x3") -> scale_ahead.Scaling:

@@ -17,6 +17,7 @@ from tests.kernels.hopper import gluon_on_cpu
 from warpwave.gpu import Gpu
 from warpwave.kernels.hopper import flash_bwd
 from warpwave.kernels.hopper.flash_bwd import kernel
+from warpwave.kernels.hopper.flash_bwd.launches import Tensors
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import NO_TRITON
 from warpwave.workbench.verify.reference import Gradients, oracle
@@ -26,37 +27,33 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
 
 
-def on_cpu(call: Call, dout: Tensor, dlse: Tensor | None) -> Gradients:
+def on_cpu(call: Call, dout: Tensor, dlse: Tensor | None, config: int) -> Gradients:
     """The gradients by the launches' own source, from out and lse of the reference."""
     from warpwave.kernels.hopper import parts, rows, scheduler
-    from warpwave.kernels.hopper.flash_bwd import band, joint, steps
+    from warpwave.kernels.hopper.flash_bwd import band, dkv, dq, joint, steps
 
     problem = replace(call.problem, return_lse=True)
     exact = oracle(problem, call.operands)
     out, lse = exact.out.to(call.operands.q.dtype), exact.lse.float()
-    config = flash_bwd.configs(problem, H200)[0]
-    workspace, grads = kernel.example(problem, config, CPU)
+    of = flash_bwd.configs(problem, H200)[config]
+    workspace, grads = kernel.example(problem, of, CPU)
     for tensor in (*workspace, *grads):  # what is not written must not be read
         if tensor is not None:
             tensor.fill_(torch.nan)
     if kernel.has_hidden_rows(problem):
         for grad in grads:
             grad.zero_()
-    specified = flash_bwd.specify(
-        problem, H200, call.operands, (out, lse.contiguous()), dout, dlse, config, workspace, grads
-    )
-    launch.bind(specified.statistics)(*specified.statistics.tensors)
-    gluon_on_cpu.run_launch(
-        specified.gradients,
-        (joint, steps, band, parts, rows, scheduler),
-        2,
-        {"meet": lambda: threading.Barrier(2).wait},
-    )
-    launch.bind(specified.finish)(*specified.finish.tensors)
+    tensors = Tensors(call.operands, out, lse.contiguous(), dout, dlse, workspace, *grads)
+    for step in flash_bwd.specify(problem, H200, tensors, of):
+        if step.plans:
+            modules = (band, dkv, dq, joint, parts, rows, scheduler, steps)
+            gluon_on_cpu.run_launch(step.launch, modules, 2, {"meet": lambda: threading.Barrier(2).wait})
+        else:
+            launch.bind(step.launch)(*step.launch.tensors)
     of_sinks = workspace.of_sinks
     dsinks = None if of_sinks is None else of_sinks.view(-1, problem.num_heads_q, of_sinks.shape[1]).sum((0, 2))
-    dq, dk, dv = grads
-    return Gradients(dq, dk, dv, dsinks=dsinks)
+    of_q, of_k, of_v = grads
+    return Gradients(of_q, of_k, of_v, dsinks=dsinks)
 
 
 SHORT = replace(PLAIN, lengths=(150, 330), heads=(2, 1), lse=True)
@@ -74,9 +71,13 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (40, 24), (128, 128), (64, 80)], ids=str)
+@pytest.mark.parametrize(
+    ("dims", "config"),
+    [((64, 64), 0), ((40, 24), 0), ((128, 128), 0), ((64, 80), 0), ((192, 128), 0), ((40, 64), 1), ((64, 24), 2)],
+    ids=str,
+)
 @pytest.mark.parametrize("features", CALLS)
-def test_the_protocol_on_a_cpu(features: str, dims: tuple[int, int]) -> None:
+def test_the_protocol_on_a_cpu(features: str, dims: tuple[int, int], config: int) -> None:
     call = cases.build(replace(SHORT, dims=dims, **CALLS[features]), "normal", CPU)
     g = torch.Generator().manual_seed(2)
     q = call.operands.q
@@ -84,5 +85,5 @@ def test_the_protocol_on_a_cpu(features: str, dims: tuple[int, int]) -> None:
     shape = dout.shape[:-1]
     dlse = torch.randn(shape, generator=g).transpose(-1, -2).contiguous() if features != "full" else None
     references = backward_references(call.problem, call.operands, dout, dlse)
-    verdict = judge_backward(call.problem, references, on_cpu(call, dout, dlse))
+    verdict = judge_backward(call.problem, references, on_cpu(call, dout, dlse, config))
     assert verdict.passed, str(verdict)

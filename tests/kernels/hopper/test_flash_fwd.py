@@ -15,6 +15,7 @@ from warpwave import UnsupportedProblem, attention, attention_varlen, explain
 from warpwave.cached_calls import operands_without_memory
 from warpwave.gpu import CPU, Gpu, current_gpu
 from warpwave.kernels.cost import walk
+from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_fwd import config as flash_fwd_configs
 from warpwave.kernels.hopper.flash_fwd import kernel as flash_fwd
 from warpwave.kernels.prepass import scale_ahead, split_ahead
@@ -82,7 +83,7 @@ def test_every_head_dim_has_a_config_that_fits(widths: tuple[int, int], dtype: s
     [(8, (16,)), (64, (64,)), (80, (64, 16)), (96, (64, 32)), (112, (64, 32, 16)), (192, (128, 64)), (240, (256,))],
 )
 def test_widths_are_sums_of_powers_of_two(head_dim: int, expected: tuple[int, ...]) -> None:
-    assert flash_fwd.pieces(head_dim) == expected
+    assert host.pieces(head_dim) == expected
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ def test_what_out_and_queries_have_of_an_sm_at_head_dim_256(
     problem = replace(PROBLEM, batch=4, num_heads_q=4, num_heads_kv=4, **given)
     config = flash_fwd.configs(problem, H200)[0]
     assert flash_fwd_configs.out_columns(problem, config) == columns
-    assert sum(flash_fwd_configs.out_pieces(problem, config)) == sum(flash_fwd.pieces(problem.head_dim_v))
+    assert sum(flash_fwd_configs.out_pieces(problem, config)) == sum(host.pieces(problem.head_dim_v))
     assert flash_fwd_configs.q_in_registers(problem, config) == in_registers
     assert flash_fwd.smem_bytes(problem, H200, config) + 1024 <= flash_fwd_configs.SMEM_PER_SM
 

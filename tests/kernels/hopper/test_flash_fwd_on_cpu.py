@@ -18,6 +18,7 @@ from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
 from warpwave import precision
 from warpwave.gpu import Gpu
+from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_fwd import config as flash_fwd_configs
 from warpwave.kernels.hopper.flash_fwd import kernel as flash_fwd
 from warpwave.kernels.prepass import mask_bits, scale_ahead, split_ahead
@@ -55,7 +56,7 @@ def on_cpu(
     if problem.dtype != "float32":
         plans = flash_fwd._plans(problem, config, operands, out)
     else:  # the launches before, interpreted
-        widths = [sum(flash_fwd.pieces(n)) for n in (problem.head_dim, problem.head_dim_v)]
+        widths = [sum(host.pieces(n)) for n in (problem.head_dim, problem.head_dim_v)]
         arithmetic = precision.arithmetic(problem, H200, flash_fwd.ABLE)
         ahead: tuple[launch.Launch, ...]
         if arithmetic in scale_ahead.PARTS:

@@ -4,17 +4,19 @@ kernel."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
 from warpwave.kernels import arguments
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime.counters import counters_of
-from warpwave.runtime.tensor_maps import has_map
+from warpwave.runtime.tensor_maps import MapPlan, has_map
 
 NUM_SMS = 132  # of an H100 or H200 SXM, used when no GPU is given
 L2_BYTES = 32 * 1024 * 1024  # for K and V of the heads that run together under a causal mask
 LOG2_E = 1.4426950408889634
+MAX_PIECES = 3  # of a tile's width
 
 
 def mappable(problem: AttentionProblem, operands: Operands) -> Callable[[Operands], Operands]:
@@ -29,6 +31,26 @@ def mappable(problem: AttentionProblem, operands: Operands) -> Callable[[Operand
         return straight(operands)._replace(**aligned)
 
     return made
+
+
+@cache
+def pieces(head_dim: int) -> tuple[int, ...]:
+    """Returns the powers of two that add up to a row width, widest first: 80 = 64 + 16. A width that is not a sum of at
+    most three such powers, each at least 16, is padded with zeros, which TMA supplies."""
+    width = -(-head_dim // 16) * 16
+    while True:
+        parts = tuple(1 << bit for bit in range(8, 3, -1) if width & 1 << bit)
+        if len(parts) <= MAX_PIECES:
+            return parts
+        width += 16
+
+
+def piece_maps(
+    source: int, shape: tuple[int, ...], strides: tuple[int, ...], rows: int, widths: tuple[int, ...]
+) -> list[MapPlan | None]:
+    """Returns a tensor's maps, one for each piece of a tile of `rows` rows; MAX_PIECES, absent ones are None."""
+    maps = [MapPlan(source, shape, strides, (1, 1, rows, width)) for width in widths]
+    return [*maps, *[None] * (MAX_PIECES - len(maps))]
 
 
 def seen(tensor: torch.Tensor, packed: bool, rows: int | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -51,6 +51,34 @@ class Ring:
 
 
 @jit
+def buffers(maps, COUNT: gl.constexpr):
+    """Allocates COUNT tiles in shared memory in the maps' layouts: a tuple of pieces."""
+    pieces = ()
+    for i in gl.static_range(len(maps)):
+        pieces = pieces + (
+            gl.allocate_shared_memory(maps[i].dtype, [COUNT] + maps[i].block_type.shape, maps[i].layout),
+        )
+    return pieces
+
+
+@jit
+def barriers(COUNT: gl.constexpr):
+    """Allocates COUNT barriers."""
+    return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+
+
+@jit
+def present(first, second, third):
+    """Returns the pieces that are present."""
+    if second is None:
+        return (first,)
+    elif third is None:
+        return (first, second)
+    else:
+        return (first, second, third)
+
+
+@jit
 def ring_init(ring, CONSUMERS: gl.constexpr):
     """Initializes the barriers; `CONSUMERS` hand each tile back."""
     for i in gl.static_range(ring.stages):
@@ -125,6 +153,18 @@ def take_back(ring, n):
 
 
 @jit
+def skip(k_ring, v_ring, n, count):
+    """Hands back, unread, the tiles that other groups of the block see and this one does not."""
+    for _ in range(count):
+        wait_full(k_ring, n)
+        hand_back(k_ring, n)
+        wait_full(v_ring, n)
+        hand_back(v_ring, n)
+        n += 1
+    return n
+
+
+@jit
 def drain(ring, n):
     """Waits for the last hand-backs: a block must not end with arrivals pending in a named barrier."""
     if ring.named > 0:
@@ -195,14 +235,14 @@ def values_async(p, v_ring, n, acc):
 
 
 @jit
-def wait_for(pending):
-    """Waits for all products in flight and returns their accumulators."""
+def wait_for(pending, AFTER: gl.constexpr = 0):
+    """Waits for all products in flight but the last AFTER, and returns the accumulators of the pending ones."""
     if len(pending) == 1:
-        acc = (warpgroup_mma_wait(0, deps=[pending[0]]),)
+        acc = (warpgroup_mma_wait(AFTER, deps=[pending[0]]),)
     elif len(pending) == 2:
-        acc = warpgroup_mma_wait(0, deps=[pending[0], pending[1]])
+        acc = warpgroup_mma_wait(AFTER, deps=[pending[0], pending[1]])
     else:
-        acc = warpgroup_mma_wait(0, deps=[pending[0], pending[1], pending[2]])
+        acc = warpgroup_mma_wait(AFTER, deps=[pending[0], pending[1], pending[2]])
     return acc
 
 

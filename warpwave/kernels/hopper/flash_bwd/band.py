@@ -173,14 +173,14 @@ def tile_at(span, i):
 
 
 @jit
-def key_tiles(band, row_first, rules):
-    """Returns [begin, end) of the key tiles that a block of queries from row_first on sees. May be empty."""
+def key_tiles(band, row_first, row_end, rules):
+    """Returns [begin, end) of the key tiles that the queries from row_first to row_end see. May be empty."""
     first = band.k_begin
     last = band.k_end
     if rules.HAS_LOW:
         first = gl.maximum(first, row_first + band.low)
     if rules.HAS_HIGH:
-        row_last = gl.minimum(row_first + rules.BLOCK_M, band.q_end) - 1
+        row_last = gl.minimum(row_end, band.q_end) - 1
         last = gl.minimum(last, row_last + band.high + 1)
     begin = gl.maximum(first - band.k_begin, 0) // rules.BLOCK_N
     end = gl.cdiv(gl.maximum(last - band.k_begin, 0), rules.BLOCK_N)
@@ -214,9 +214,9 @@ def work_on_keys(schedule, t, rules):
 
 
 @jit
-def first_statistic(work, rules):
-    """Returns where the statistics of a sequence begin in a row of `statistics.py`."""
+def first_statistic(work, TILE: gl.constexpr, rules):
+    """Returns where the statistics of a sequence begin in a row of `rows.py`, whose tiles have TILE queries."""
     first = gl.to_tensor(0)
     if rules.IS_VARLEN:
-        first = (work.q_begin // rules.BLOCK_M + work.batch) * rules.BLOCK_M
+        first = (work.q_begin // TILE + work.batch) * TILE
     return first

@@ -6,24 +6,30 @@ from dataclasses import dataclass
 
 from warpwave.gpu import Gpu
 from warpwave.kernels import reasons
+from warpwave.kernels.hopper.host import pieces
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
-MAX_HEAD_DIM = 128  # above it, dQ, dK and dV of a tile do not fit the registers of two warpgroups
+MAX_HEAD_DIM = 256
+MAX_JOINT = 128  # above it, dQ, dK and dV of a tile do not fit the registers of two warpgroups
 NARROW = 64
-BLOCK_N = 128
+GROUP_ROWS = 64  # rows of a warpgroup's product
+SMEM_PER_BLOCK = 227 * 1024
 
 
 @dataclass(frozen=True)
 class Config:
-    """Tile shape.
+    """Tile shape, and how the gradients are divided into launches.
 
     Args:
-        block_m: queries a step walks: 128 up to head_dim 64, else 64.
+        block_m: queries a step walks, 64 or 128; in the launch of dQ by itself, keys.
         num_stages: tiles of Q and of dO in flight: at least 1.
+        is_joint: whether one launch makes dQ, dK and dV, with five products a tile, and adds to dQ in memory. Else one
+            makes dK and dV and another dQ: seven products, no atomics, bit for bit repeatable.
     """
 
     block_m: int
     num_stages: int
+    is_joint: bool = True
 
     def __post_init__(self) -> None:
         if self.block_m not in (64, 128):
@@ -31,15 +37,29 @@ class Config:
         if self.num_stages < 1:
             raise ValueError(f"num_stages is {self.num_stages}; it must be at least 1")
 
+    @property
+    def block_n(self) -> int:
+        """Returns the keys of a block: two warpgroups' where dK, dV and dQ are made together, else one's."""
+        return 2 * GROUP_ROWS if self.is_joint else GROUP_ROWS
+
 
 def width(problem: AttentionProblem) -> int:
-    """Returns the columns of a tile: head_dim and head_dim_v padded to 64 or 128 with zeros by the copy engine."""
-    return NARROW if max(problem.head_dim, problem.head_dim_v) <= NARROW else MAX_HEAD_DIM
+    """Returns the columns of a joint tile: head_dim and head_dim_v padded to 64 or 128 with zeros by the copy
+    engine."""
+    return NARROW if max(problem.head_dim, problem.head_dim_v) <= NARROW else MAX_JOINT
+
+
+def widths(problem: AttentionProblem) -> tuple[int, int]:
+    """Returns the columns of tiles of Q and K, and of V and dO, where launches are apart."""
+    return sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
 
 
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """Returns the one config of a head size."""
-    return [Config(128 if width(problem) == NARROW else 64, 2)]
+    """Returns the configs of a head size, the default first."""
+    if max(problem.head_dim, problem.head_dim_v) > MAX_JOINT:
+        return [Config(64, 2, is_joint=False)]
+    joint = Config(128 if width(problem) == NARROW else 64, 2)
+    return [joint, Config(128, 2, is_joint=False), Config(64, 2, is_joint=False)]
 
 
 def default(problem: AttentionProblem, gpu: Gpu) -> Config:
@@ -52,7 +72,7 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     found = reasons.of_hopper(gpu)
     if problem.dtype == "float32":
         found.append("dtype is float32; it multiplies float16 and bfloat16")
-    found += reasons.of_widths(problem, MAX_HEAD_DIM, f"dQ, dK and dV must fit the registers, {MAX_HEAD_DIM} at most")
+    found += reasons.of_widths(problem, MAX_HEAD_DIM, f"dK must fit the registers, {MAX_HEAD_DIM} at most")
     if 0 in (problem.rows, problem.batch, problem.total_k if problem.packed else problem.seqlen_k):
         found.append("there are no queries or no keys, so nothing to launch")
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
@@ -64,9 +84,32 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     return found
 
 
+def value_stages(problem: AttentionProblem, config: Config) -> int:
+    """Returns the tiles of V in flight in the launch of dQ: as many as of K, or one where no more fit."""
+    return config.num_stages if smem_of_dq(problem, config, config.num_stages) <= SMEM_PER_BLOCK else 1
+
+
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
-    """Returns the shared memory of a block."""
-    size, columns = DTYPE_BYTES[problem.dtype], width(problem)
-    keys = 2 * BLOCK_N * columns * size
-    stream = 2 * config.num_stages * config.block_m * (columns * size + 4)
-    return keys + stream + 2 * BLOCK_N * config.block_m * size + config.block_m * columns * 4 + 1024
+    """Returns the shared memory of a block of the launch that takes most."""
+    size = DTYPE_BYTES[problem.dtype]
+    if config.is_joint:
+        columns = width(problem)
+        keys = 2 * config.block_n * columns * size
+        stream = 2 * config.num_stages * config.block_m * (columns * size + 4)
+        ds = 2 * config.block_n * config.block_m * size
+        return keys + stream + ds + config.block_m * columns * 4 + 1024
+    return max(smem_of_dkv(problem, config), smem_of_dq(problem, config, value_stages(problem, config)))
+
+
+def smem_of_dkv(problem: AttentionProblem, config: Config) -> int:
+    """Returns the shared memory of a block of the launch of dK and dV."""
+    size, both = DTYPE_BYTES[problem.dtype], sum(widths(problem))
+    stream = config.num_stages * config.block_m * (both * size + 8)
+    return GROUP_ROWS * both * size + stream + 2 * GROUP_ROWS * config.block_m * 4 + 1024
+
+
+def smem_of_dq(problem: AttentionProblem, config: Config, stages: int) -> int:
+    """Returns the shared memory of a block of the launch of dQ, with some tiles of V in flight."""
+    of_keys, of_values = widths(problem)
+    streamed = config.block_m * (config.num_stages * of_keys + stages * of_values)
+    return (2 * GROUP_ROWS * (of_keys + of_values) + streamed) * DTYPE_BYTES[problem.dtype] + 1024

@@ -26,19 +26,28 @@ from warpwave.kernels.hopper.flash_bwd.band import (
     work_on_keys,
 )
 from warpwave.kernels.hopper.flash_bwd.steps import (
+    Heads,
+    Results,
     Stream,
     hidden_to_zero,
     load_rows,
+    meet,
     probabilities,
     rows_of,
     slope_of,
     statistics_of,
     store_rows,
-    stream_init,
+    stream_of,
     wait_rows,
     zero_tail,
 )
-from warpwave.kernels.hopper.parts import FREE_BARRIERS, accumulator_layout, arrive_alone, matrix, zero_accumulator
+from warpwave.kernels.hopper.parts import (
+    accumulator_layout,
+    arrive_alone,
+    barriers,
+    matrix,
+    zero_accumulator,
+)
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
     constexpr_function,
@@ -101,27 +110,6 @@ class Tiles:
         self.box = box
 
 
-@aggregate
-class Heads:
-    """How the query heads of a call relate to its kv heads and to dQ's sums.
-
-    Args:
-        num_heads: query heads.
-        group_size: query heads that read a kv head.
-        rows: rows of statistics of one (batch, head), whole tiles.
-    """
-
-    num_heads: gl.tensor
-    group_size: gl.tensor
-    rows: gl.tensor
-
-    @constexpr_function
-    def __init__(self, num_heads, group_size, rows):
-        self.num_heads = num_heads
-        self.group_size = group_size
-        self.rows = rows
-
-
 # The producer ---------------------------------------------------------------------------------------------------------
 
 
@@ -143,20 +131,20 @@ def producer(maps, tiles, schedule, heads, rules):
             batch = work.batch
             if rules.IS_VARLEN:
                 batch = 0
-            statistic = first_statistic(work, rules)
+            statistic = first_statistic(work, rules.BLOCK_M, rules)
             row = work.q_begin + band.q_begin
             for i in range(count * heads.group_size):
                 head = work.head * heads.group_size + i // count
                 down = tile_at(span, i % count) * rules.BLOCK_M
                 line = [batch * heads.num_heads + head, statistic + down]
-                load_rows(tiles.queries, q_map, lse_map, n, [batch, head, row + down, 0], line)
+                load_rows(tiles.queries, (q_map,), lse_map, n, batch, head, row + down, line)
                 if i == 0:
-                    mbarrier.wait(tiles.empty, (messages & 1) ^ 1)
-                    mbarrier.expect(tiles.full, k_map.block_type.nbytes + v_map.block_type.nbytes)
+                    mbarrier.wait(tiles.empty.index(0), (messages & 1) ^ 1)
+                    mbarrier.expect(tiles.full.index(0), k_map.block_type.nbytes + v_map.block_type.nbytes)
                     place = [batch, work.head, work.k_begin + key_first, 0]
-                    tma_load(k_map, place, tiles.full, tiles.keys)
-                    tma_load(v_map, place, tiles.full, tiles.values)
-                load_rows(tiles.dout, dout_map, delta_map, n, [batch, head, row + down, 0], line)
+                    tma_load(k_map, place, tiles.full.index(0), tiles.keys)
+                    tma_load(v_map, place, tiles.full.index(0), tiles.values)
+                load_rows(tiles.dout, (dout_map,), delta_map, n, batch, head, row + down, line)
                 n += 1
             messages += 1
         t = scheduler.draw(schedule.counter_ptr, t, schedule.num_tiles)
@@ -184,7 +172,7 @@ def adder(dq_map, tiles, seqlen_q, seqlen_k, heads, rules):
         batch = work.batch
         if rules.IS_VARLEN:
             batch = 0
-        first = first_statistic(work, rules) // rules.BLOCK_M
+        first = first_statistic(work, rules.BLOCK_M, rules) // rules.BLOCK_M
         tiles_of_head = heads.rows // rules.BLOCK_M
         for i in range(count * heads.group_size):
             head = batch * heads.num_heads + work.head * heads.group_size + i // count
@@ -203,15 +191,6 @@ def adder(dq_map, tiles, seqlen_q, seqlen_k, heads, rules):
 
 
 # A consumer -----------------------------------------------------------------------------------------------------------
-
-
-@jit
-def meet():
-    """A barrier of both consumers, which the compiler's own placement of barriers does not see."""
-    number = gl.full([128], FREE_BARRIERS, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-    gl.inline_asm_elementwise(
-        "bar.sync $1, 256; mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @jit
@@ -275,8 +254,8 @@ def wide_step(
     keys = matrix(tiles.keys)
     own_keys = keys.slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0)
     own_values = matrix(tiles.values).slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0)
-    stage_q = tiles.queries.empty.index(n % tiles.queries.stages)
-    stage_do = tiles.dout.empty.index(n % tiles.dout.stages)
+    stage_q = tiles.queries.ring.empty.index(n % tiles.queries.ring.stages)
+    stage_do = tiles.dout.ring.empty.index(n % tiles.dout.ring.stages)
     rows_used = band.q_end - row_first
 
     wait_rows(tiles.queries, n, rows_used, BLOCK_M, rules.IS_VARLEN and IS_CUT)
@@ -321,8 +300,8 @@ def narrow_step(
     keys = matrix(tiles.keys)
     own_keys = keys.slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0)
     own_values = matrix(tiles.values).slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0)
-    stage_q = tiles.queries.empty.index(n % tiles.queries.stages)
-    stage_do = tiles.dout.empty.index(n % tiles.dout.stages)
+    stage_q = tiles.queries.ring.empty.index(n % tiles.queries.ring.stages)
+    stage_do = tiles.dout.ring.empty.index(n % tiles.dout.ring.stages)
     rows_used = band.q_end - row_first
 
     wait_rows(tiles.queries, n, rows_used, rules.BLOCK_M, rules.IS_VARLEN and IS_CUT)
@@ -374,36 +353,6 @@ def step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP: gl.constexp
     else:
         dk, dv = narrow_step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP, IS_CUT, rules)
     return dk, dv
-
-
-@aggregate
-class Results:
-    """Where dK and dV go: tensor maps, addresses, and strides of batch, head and row. What dK is multiplied by. ALiBi's
-    slopes."""
-
-    dk_map: object
-    dv_map: object
-    dk_ptr: gl.tensor
-    dv_ptr: gl.tensor
-    strides_dk: gl.tuple
-    strides_dv: gl.tuple
-    softmax_scale: gl.tensor
-    alibi_slopes_ptr: gl.tensor
-    stride_alibi_b: gl.tensor
-
-    @constexpr_function
-    def __init__(
-        self, dk_map, dv_map, dk_ptr, dv_ptr, strides_dk, strides_dv, softmax_scale, alibi_slopes_ptr, stride_alibi_b
-    ):  # fmt: skip
-        self.dk_map = dk_map
-        self.dv_map = dv_map
-        self.dk_ptr = dk_ptr
-        self.dv_ptr = dv_ptr
-        self.strides_dk = strides_dk
-        self.strides_dv = strides_dv
-        self.softmax_scale = softmax_scale
-        self.alibi_slopes_ptr = alibi_slopes_ptr
-        self.stride_alibi_b = stride_alibi_b
 
 
 @jit
@@ -465,7 +414,7 @@ def consumer(
     while work.tile != scheduler.NO_MORE:
         dk = zero_accumulator(WIDTH)
         dv = zero_accumulator(WIDTH)
-        mbarrier.wait(tiles.full, messages & 1)
+        mbarrier.wait(tiles.full.index(0), messages & 1)
         if rules.IS_VARLEN:
             zero_keys_behind(tiles, work, rules)
         tma.store_wait(0)
@@ -488,13 +437,13 @@ def consumer(
                 row_first = band.q_begin + tile_at(span, i) * rules.BLOCK_M
                 dk, dv = step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP, False, rules)
                 n += 1
-        mbarrier.arrive(tiles.empty, count=1)
+        mbarrier.arrive(tiles.empty.index(0), count=1)
         work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
         scheduler.discard(tiles.box, messages)
         meet()  # the other group's last dQ has read what this one puts its results over
-        store_result(dv, results.dv_map, results.dv_ptr, results.strides_dv, tiles, work, GROUP, HEAD_DIM_V, rules)
+        store_result(dv, results.dv_maps[0], results.dv_ptr, results.strides_dv, tiles, work, GROUP, HEAD_DIM_V, rules)
         dk = dk * results.softmax_scale
-        store_result(dk, results.dk_map, results.dk_ptr, results.strides_dk, tiles, work, GROUP, HEAD_DIM, rules)
+        store_result(dk, results.dk_maps[0], results.dk_ptr, results.strides_dk, tiles, work, GROUP, HEAD_DIM, rules)
         messages += 1
         scheduler.wait_posted(tiles.box, messages)
         work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
@@ -583,44 +532,29 @@ def joint_kernel(
         total_k, total_q, cu_seqlens_k_ptr, cu_seqlens_q_ptr,
     )  # fmt: skip
     dtype: gl.constexpr = q_map.dtype
-    barriers: gl.constexpr = mbarrier.MBarrierLayout()
-    queries = Stream(
-        gl.allocate_shared_memory(dtype, [STAGES] + q_map.block_type.shape, q_map.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES] + lse_map.block_type.shape, lse_map.layout),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers),
-        STAGES,
-    )
-    dout = Stream(
-        gl.allocate_shared_memory(dtype, [STAGES] + dout_map.block_type.shape, dout_map.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES] + delta_map.block_type.shape, delta_map.layout),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers),
-        STAGES,
-    )
+    queries = stream_of((q_map,), lse_map, STAGES, GROUPS)
+    dout = stream_of((dout_map,), delta_map, STAGES, GROUPS)
     words: gl.constexpr = scheduler.words_of(False)
     box = scheduler.Mailbox(
         gl.allocate_shared_memory(gl.int32, [words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        gl.allocate_shared_memory(gl.int64, [2, 1], barriers),
-        gl.allocate_shared_memory(gl.int64, [2, 1], barriers),
+        barriers(2),
+        barriers(2),
     )
     tiles = Tiles(
         gl.allocate_shared_memory(dtype, k_map.block_type.shape, k_map.layout),
         gl.allocate_shared_memory(dtype, v_map.block_type.shape, v_map.layout),
-        gl.allocate_shared_memory(gl.int64, [1], barriers),
-        gl.allocate_shared_memory(gl.int64, [1], barriers),
+        barriers(1),
+        barriers(1),
         queries,
         dout,
         gl.allocate_shared_memory(dtype, [BLOCK_M // 16, 1, 1, 64, 64], gl.NVMMASharedLayout(128, 16, 4)),
         gl.allocate_shared_memory(gl.float32, [GROUPS] + dq_map.block_type.shape, dq_map.layout),
-        gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barriers),
-        gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barriers),
+        barriers(GROUPS),
+        barriers(GROUPS),
         box,
     )
-    stream_init(queries, GROUPS)
-    stream_init(dout, GROUPS)
-    mbarrier.init(tiles.full, count=1)
-    mbarrier.init(tiles.empty, count=GROUPS)
+    mbarrier.init(tiles.full.index(0), count=1)
+    mbarrier.init(tiles.empty.index(0), count=GROUPS)
     for i in gl.static_range(2):
         mbarrier.init(tiles.dq_full.index(i), count=1)
         mbarrier.init(tiles.dq_empty.index(i), count=1)
@@ -630,7 +564,7 @@ def joint_kernel(
     strides_dk = (stride_dk_b, stride_dk_h, stride_dk_n)
     strides_dv = (stride_dv_b, stride_dv_h, stride_dv_n)
     results = Results(
-        dk_map, dv_map, dk_ptr, dv_ptr, strides_dk, strides_dv, softmax_scale, alibi_slopes_ptr, stride_alibi_b
+        (dk_map,), (dv_map,), dk_ptr, dv_ptr, strides_dk, strides_dv, softmax_scale, alibi_slopes_ptr, stride_alibi_b
     )
     gl.warp_specialize(
         [

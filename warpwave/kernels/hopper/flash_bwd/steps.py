@@ -1,74 +1,134 @@
-"""Steps that both of Hopper's backward kernels are built from: probabilities, rings of queries, stores of dK and dV."""
+"""Steps that Hopper's backward kernels are built from: probabilities, rings of queries, stores of gradients."""
 
 from warpwave.kernels.hopper.flash_bwd.band import visible
-from warpwave.kernels.hopper.parts import LOG2_E, exp2, matrix, tanh
-from warpwave.kernels.hopper.rows import zero_rows
+from warpwave.kernels.hopper.parts import (
+    FREE_BARRIERS,
+    LOG2_E,
+    ROWS,
+    Ring,
+    barriers,
+    buffers,
+    exp2,
+    first_column,
+    load_tile,
+    matrix,
+    ring_init,
+    tanh,
+    wait_full,
+    zero_accumulator,
+)
+from warpwave.kernels.hopper.rows import zero_rows, zero_values
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
     constexpr_function,
     fence_async_shared,
     gl,
     jit,
-    mbarrier,
     tma_load,
+    tma_store,
 )
+
+
+@aggregate
+class Heads:
+    """How the query heads of a call relate to its kv heads and to dQ's sums.
+
+    Args:
+        num_heads: query heads.
+        group_size: query heads that read a kv head.
+        rows: rows of statistics of one (batch, head), whole tiles.
+    """
+
+    num_heads: gl.tensor
+    group_size: gl.tensor
+    rows: gl.tensor
+
+    @constexpr_function
+    def __init__(self, num_heads, group_size, rows):
+        self.num_heads = num_heads
+        self.group_size = group_size
+        self.rows = rows
+
+
+@aggregate
+class Results:
+    """Where dK and dV go: tensor maps of their pieces, addresses, and strides of batch, head and row. What dK is
+    multiplied by. ALiBi's slopes."""
+
+    dk_maps: object
+    dv_maps: object
+    dk_ptr: gl.tensor
+    dv_ptr: gl.tensor
+    strides_dk: gl.tuple
+    strides_dv: gl.tuple
+    softmax_scale: gl.tensor
+    alibi_slopes_ptr: gl.tensor
+    stride_alibi_b: gl.tensor
+
+    @constexpr_function
+    def __init__(
+        self, dk_maps, dv_maps, dk_ptr, dv_ptr, strides_dk, strides_dv, softmax_scale, alibi_slopes_ptr, stride_alibi_b
+    ):  # fmt: skip
+        self.dk_maps = dk_maps
+        self.dv_maps = dv_maps
+        self.dk_ptr = dk_ptr
+        self.dv_ptr = dv_ptr
+        self.strides_dk = strides_dk
+        self.strides_dv = strides_dv
+        self.softmax_scale = softmax_scale
+        self.alibi_slopes_ptr = alibi_slopes_ptr
+        self.stride_alibi_b = stride_alibi_b
 
 
 @aggregate
 class Stream:
     """A ring of row tiles, Q or dO, each with one float32 statistic a row: the log-sum-exp or delta.
 
-    Tile n, counted over the whole launch, lies in stage `n % stages`; see parts.Ring.
+    Args:
+        ring: its barriers also say that the statistics came.
+        statistics: [stages, 1, rows] float32.
     """
 
-    tiles: gl.shared_memory_descriptor
+    ring: Ring
     statistics: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    stages: gl.constexpr
 
     @constexpr_function
-    def __init__(self, tiles, statistics, full, empty, stages):
-        self.tiles = tiles
+    def __init__(self, ring, statistics):
+        self.ring = ring
         self.statistics = statistics
-        self.full = full
-        self.empty = empty
-        self.stages = gl.constexpr(stages)
 
 
 @jit
-def stream_init(stream, CONSUMERS: gl.constexpr):
-    """Prepares the barriers; `CONSUMERS` groups hand each tile back."""
-    for i in gl.static_range(stream.stages):
-        mbarrier.init(stream.full.index(i), count=1)
-        mbarrier.init(stream.empty.index(i), count=CONSUMERS)
+def stream_of(maps, statistic_map, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Allocates a stream and prepares its barriers; `CONSUMERS` groups hand each tile back."""
+    ring = Ring(buffers(maps, STAGES), barriers(STAGES), barriers(STAGES), STAGES, 0, 1)
+    ring_init(ring, CONSUMERS)
+    shape: gl.constexpr = [STAGES] + statistic_map.block_type.shape
+    return Stream(ring, gl.allocate_shared_memory(gl.float32, shape, statistic_map.layout))
 
 
 @jit
-def load_rows(stream, row_map, statistic_map, n, place, statistic_place):
+def load_rows(stream, row_maps, statistic_map, n, batch, head, row, statistic_place):
     """Loads tile n by TMA, with its statistics, as soon as its stage is free. Rows outside the tensor come as zeros."""
-    stage = n % stream.stages
-    full = stream.full.index(stage)
-    mbarrier.wait(stream.empty.index(stage), ((n // stream.stages) & 1) ^ 1)
-    mbarrier.expect(full, row_map.block_type.nbytes + statistic_map.block_type.nbytes)
-    tma_load(row_map, place, full, stream.tiles.index(stage))
-    tma_load(statistic_map, statistic_place, full, stream.statistics.index(stage))
+    ring = stream.ring
+    load_tile(ring, row_maps, n, batch, head, row, statistic_map.block_type.nbytes)
+    stage = n % ring.stages
+    tma_load(statistic_map, statistic_place, ring.full.index(stage), stream.statistics.index(stage))
 
 
 @jit
 def wait_rows(stream, n, rows_used, BLOCK_M: gl.constexpr, IS_VARLEN: gl.constexpr):
     """Waits for tile n. Zeroes its rows from `rows_used` on, which belong to the next packed sequence."""
-    stage = n % stream.stages
-    mbarrier.wait(stream.full.index(stage), (n // stream.stages) & 1)
+    wait_full(stream.ring, n)
     if IS_VARLEN:  # noqa: SIM102 (known when compiled, and the other is not)
         if rows_used < BLOCK_M:
-            zero_tail(matrix(stream.tiles.index(stage)), rows_used, BLOCK_M)
+            zero_values(stream.ring, n, rows_used, BLOCK_M)
 
 
 @jit
-def zero_tail(x, rows_used, ROWS: gl.constexpr):
-    """Zeroes the rows of x, in shared memory, from `rows_used` on, for wgmma to read."""
-    for first in gl.static_range(0, ROWS, 16):  # few rows at a time, for the sake of registers
+def zero_tail(x, rows_used, COUNT: gl.constexpr):
+    """Zeroes rows of x, COUNT in shared memory, from `rows_used` on, for wgmma to read."""
+    for first in gl.static_range(0, COUNT, 16):  # few rows at a time, for the sake of registers
         if first + 16 > rows_used:
             zero_rows(x.slice(first, 16, dim=0), rows_used - first)
     fence_async_shared()
@@ -76,15 +136,42 @@ def zero_tail(x, rows_used, ROWS: gl.constexpr):
 
 @jit
 def rows_of(stream, n):
-    """Returns tile n as a matrix."""
-    return matrix(stream.tiles.index(n % stream.stages))
+    """Returns the first piece of tile n as a matrix."""
+    return matrix(stream.ring.pieces[0].index(n % stream.ring.stages))
 
 
 @jit
-def statistics_of(stream, n, FIRST: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
-    """Returns the statistics of ROWS rows of tile n, from row FIRST on."""
-    line = stream.statistics.index(n % stream.stages)
-    return line.reshape([line.shape[-1]]).slice(FIRST, ROWS, dim=0).load(layout)
+def statistics_of(stream, n, FIRST: gl.constexpr, COUNT: gl.constexpr, layout: gl.constexpr):
+    """Returns the statistics of COUNT rows of tile n, from row FIRST on."""
+    line = stream.statistics.index(n % stream.ring.stages)
+    return line.reshape([line.shape[-1]]).slice(FIRST, COUNT, dim=0).load(layout)
+
+
+@jit
+def matrices(pieces, I: gl.constexpr):
+    """Returns the pieces of the I-th tile as matrices."""
+    found = ()
+    for i in gl.static_range(len(pieces)):
+        found = found + (matrix(pieces[i].index(I)),)
+    return found
+
+
+@jit
+def zero_sums(pieces):
+    """Returns an accumulator of zeros for each piece."""
+    found = ()
+    for i in gl.static_range(len(pieces)):
+        found = found + (zero_accumulator(pieces[i].shape[-1]),)
+    return found
+
+
+@jit
+def times(x, factor):
+    """Returns every piece of x times a factor."""
+    found = ()
+    for i in gl.static_range(len(x)):
+        found = found + (x[i] * factor,)
+    return found
 
 
 @jit
@@ -140,6 +227,42 @@ def slope_of(slopes_ptr, stride_alibi_b, work, head, rules):
     if rules.HAS_ALIBI:
         slope = gl.load(slopes_ptr + work.batch.to(gl.int64) * stride_alibi_b + head) * LOG2_E
     return slope
+
+
+@jit
+def meet():
+    """A barrier of both consumers, which the compiler's own placement of barriers does not see."""
+    number = gl.full([128], FREE_BARRIERS, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 256; mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@jit
+def store_pieces(
+    x, maps, buffers, I: gl.constexpr, ptr, strides, batch, head, row, row_end, WIDTH: gl.constexpr,
+    IS_VARLEN: gl.constexpr,
+):  # fmt: skip
+    """Stores 64 rows of a gradient, a tuple of pieces [64, width], as rows `row` to `row_end` of a head of WIDTH
+    columns. By TMA, which stops at the tensor's end, through the I-th tile of `buffers`; where a packed sequence ends
+    inside, from registers, for behind it lies another."""
+    for i in gl.static_range(len(maps)):
+        matrix(buffers[i].index(I)).store(x[i].to(maps[i].dtype))
+    fence_async_shared()
+    if IS_VARLEN:
+        if row + ROWS <= row_end:
+            for i in gl.static_range(len(maps)):
+                tma_store(maps[i], [0, head, row, first_column(maps, i)], buffers[i].index(I))
+        else:
+            stride_b, stride_h, stride_m = strides
+            for i in gl.static_range(len(maps)):
+                store_rows(
+                    x[i], ptr + first_column(maps, i), stride_b, stride_h, stride_m, gl.to_tensor(0), head, row,
+                    row_end, WIDTH - first_column(maps, i),
+                )  # fmt: skip
+    else:
+        for i in gl.static_range(len(maps)):
+            tma_store(maps[i], [batch, head, row, first_column(maps, i)], buffers[i].index(I))
 
 
 @jit

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 
 from warpwave import precision
 from warpwave.gpu import Gpu
+from warpwave.kernels.hopper.host import NUM_SMS, pieces
 from warpwave.kernels.prepass import scale_ahead
 from warpwave.kernels.rules import Rule, deciding, note, undecided
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
-MAX_PIECES = 3
-NUM_SMS = 132  # of an H100 or H200 SXM, used when no GPU is given
 SHORT_KEYS = 2048
 SMEM_PER_SM = 228 * 1024  # the driver keeps 1 KiB of it for each block
 # Supported ways to compute float32 products, and the number of parts of an operand: scaled float16, or bfloat16.
@@ -52,18 +50,6 @@ class Config:
     def groups(self) -> int:
         """Number of consumer warpgroups."""
         return self.block_m // 64
-
-
-@cache
-def pieces(head_dim: int) -> tuple[int, ...]:
-    """Returns the powers of two that add up to a row width, widest first: 80 = 64 + 16. A width that is not a sum of at
-    most three such powers, each at least 16, is padded with zeros, which TMA supplies."""
-    width = -(-head_dim // 16) * 16
-    while True:
-        parts = tuple(1 << bit for bit in range(8, 3, -1) if width & 1 << bit)
-        if len(parts) <= MAX_PIECES:
-            return parts
-        width += 16
 
 
 def num_parts(problem: AttentionProblem, gpu: Gpu) -> int:

@@ -35,14 +35,12 @@ from warpwave.kernels.hopper.flash_fwd import roles
 from warpwave.kernels.hopper.flash_fwd.claims import cost, outrun, why_not
 from warpwave.kernels.hopper.flash_fwd.config import (
     ABLE,
-    MAX_PIECES,
     NUM_SMS,
     Config,
     configs,
     num_parts,
     out_columns,
     out_pieces,
-    pieces,
     q_in_registers,
     query_tiles,
     registers,
@@ -50,7 +48,7 @@ from warpwave.kernels.hopper.flash_fwd.config import (
     values_first,
 )
 from warpwave.kernels.hopper.flash_fwd.mask_bias import Beside, is_added
-from warpwave.kernels.hopper.parts import FREE_BARRIERS, ROWS, Ring, ring_init
+from warpwave.kernels.hopper.parts import FREE_BARRIERS, ROWS, Ring, barriers, buffers, present, ring_init
 from warpwave.kernels.hopper.visible import Rules
 from warpwave.kernels.prepass import mask_bits, scale_ahead, split_ahead
 from warpwave.problem import AttentionProblem, Operands
@@ -66,7 +64,6 @@ __all__ = [
     "cost",
     "hopper_flash_fwd_kernel",
     "outrun",
-    "pieces",
     "smem_bytes",
     "specify",
     "why_not",
@@ -79,33 +76,6 @@ BIAS_SOURCE = 4 + 8  # index in the kernel's pointers, after the maps of q, k, v
 
 
 # Device code ----------------------------------------------------------------------------------------------------------
-
-
-@jit
-def _buffers(maps, COUNT: gl.constexpr):
-    """Allocates COUNT tiles in shared memory in the maps' layouts: a tuple of pieces."""
-    pieces = ()
-    for i in gl.static_range(len(maps)):
-        pieces = pieces + (
-            gl.allocate_shared_memory(maps[i].dtype, [COUNT] + maps[i].block_type.shape, maps[i].layout),
-        )
-    return pieces
-
-
-@jit
-def _barriers(COUNT: gl.constexpr):
-    return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-
-
-@jit
-def _present(first, second, third):
-    """Returns the pieces that are present."""
-    if second is None:
-        return (first,)
-    elif third is None:
-        return (first, second)
-    else:
-        return (first, second, third)
 
 
 UNSPECIALISED = [
@@ -197,12 +167,12 @@ def hopper_flash_fwd_kernel(
     None. In float32, PARTS consecutive heads of a map are the parts of one head, and out, of HEAD_DIM_V columns, has no
     maps.
     """
-    q_maps = _present(q_map, q_map_2, q_map_3)
-    k_maps = _present(k_map, k_map_2, k_map_3)
-    v_maps = _present(v_map, v_map_2, v_map_3)
+    q_maps = present(q_map, q_map_2, q_map_3)
+    k_maps = present(k_map, k_map_2, k_map_3)
+    v_maps = present(v_map, v_map_2, v_map_3)
     out_maps = k_maps  # unused: in float32 out is stored from registers
     if HEAD_DIM_V == 0:
-        out_maps = _present(out_map, out_map_2, out_map_3)
+        out_maps = present(out_map, out_map_2, out_map_3)
     rules = Rules(
         scale, softcap_log2, window_left, window_right, GROUPS, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
         HAS_SOFTCAP, HAS_SINKS, IS_VARLEN, WRITE_LSE, OWN_OUT, VALUES_FIRST, PARTS, HEAD_DIM_V, Q_IN_REGISTERS,
@@ -228,7 +198,7 @@ def hopper_flash_fwd_kernel(
         total_k, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     )  # fmt: skip
 
-    q_tiles = _buffers(q_maps, GROUPS * PARTS)
+    q_tiles = buffers(q_maps, GROUPS * PARTS)
     beside = ()
     if HAS_MASK or BIAS != "":
         if not HAS_MASK:
@@ -239,33 +209,33 @@ def hopper_flash_fwd_kernel(
         bias_tiles = q_tiles  # unused if there is no map
         if BIAS == "cells":
             bias_maps = (bias_map,)
-            bias_tiles = _buffers(bias_maps, STAGES * GROUPS)
+            bias_tiles = buffers(bias_maps, STAGES * GROUPS)
         beside = Beside(
             words_ptr, (stride_words_b, stride_words_h, stride_words_t, stride_words_m),
             (flags_begin, stride_flags_b, stride_flags_h, stride_flags_m), bias_ptr,
             (stride_bias_b, stride_bias_h, stride_bias_m), bias_maps, bias_tiles[0], HAS_MASK, BIAS,
         )  # fmt: skip
-    k_full = _barriers(STAGES)
-    v_full = _barriers(STAGES)
+    k_full = barriers(STAGES)
+    v_full = barriers(STAGES)
     if NAMED_BARRIERS:
-        k_ring = Ring(_buffers(k_maps, STAGES * PARTS), k_full, k_full, STAGES, FREE_BARRIERS, PARTS)
-        v_ring = Ring(_buffers(v_maps, STAGES * PARTS), v_full, v_full, STAGES, FREE_BARRIERS + STAGES, PARTS)
+        k_ring = Ring(buffers(k_maps, STAGES * PARTS), k_full, k_full, STAGES, FREE_BARRIERS, PARTS)
+        v_ring = Ring(buffers(v_maps, STAGES * PARTS), v_full, v_full, STAGES, FREE_BARRIERS + STAGES, PARTS)
     else:
-        k_ring = Ring(_buffers(k_maps, STAGES * PARTS), k_full, _barriers(STAGES), STAGES, 0, PARTS)
-        v_ring = Ring(_buffers(v_maps, STAGES * PARTS), v_full, _barriers(STAGES), STAGES, 0, PARTS)
+        k_ring = Ring(buffers(k_maps, STAGES * PARTS), k_full, barriers(STAGES), STAGES, 0, PARTS)
+        v_ring = Ring(buffers(v_maps, STAGES * PARTS), v_full, barriers(STAGES), STAGES, 0, PARTS)
     out_tiles = q_tiles
     if OWN_OUT and HEAD_DIM_V == 0:
         if len(out_maps) > len(v_maps):  # out is stored in two halves
-            out_tiles = _buffers((out_maps[0],), GROUPS)
+            out_tiles = buffers((out_maps[0],), GROUPS)
         else:
-            out_tiles = _buffers(out_maps, GROUPS)
+            out_tiles = buffers(out_maps, GROUPS)
     # Every allocated barrier must be used. Otherwise its memory is reused as scratch while it still holds a barrier's
     # bits; this made the first drawn tile garbage in 5 % of launches.
-    q_full = _barriers(GROUPS)
-    q_empty = _barriers(GROUPS)
+    q_full = barriers(GROUPS)
+    q_empty = barriers(GROUPS)
     many_words: gl.constexpr = scheduler.words_of(is_added(beside))
     words = gl.allocate_shared_memory(gl.int32, [many_words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    box = scheduler.Mailbox(words, _barriers(2), _barriers(2))
+    box = scheduler.Mailbox(words, barriers(2), barriers(2))
     ring_init(k_ring, GROUPS)
     ring_init(v_ring, GROUPS)
     for g in gl.static_range(GROUPS):
@@ -471,14 +441,14 @@ def _bind_split(
 def _plans(
     problem: AttentionProblem, config: Config, operands: Operands, out: torch.Tensor
 ) -> list[tensor_maps.MapPlan | None]:
-    """Returns the tensor maps of q, k, v and out, MAX_PIECES each, and of the bias. Maps of K and V end after the last
-    key that a query sees."""
+    """Returns the tensor maps of q, k, v and out, host.MAX_PIECES each, and of the bias. Maps of K and V end
+    after the last key that a query sees."""
     plans: list[tensor_maps.MapPlan | None] = []
     for source, tensor in enumerate((*operands[:3], out)):
         rows = host.keys_end(problem) if source in (1, 2) else None
         shape, strides = host.seen(tensor, problem.packed, rows)
-        parts = out_pieces(problem, config) if source == 3 else pieces(shape[-1])
-        plans += _pieces_of(source, shape, strides, config, parts)
+        parts = out_pieces(problem, config) if source == 3 else host.pieces(shape[-1])
+        plans += host.piece_maps(source, shape, strides, config.block_n if source in (1, 2) else ROWS.value, parts)
     return [*plans, _bias_plan(operands.bias, config)]
 
 
@@ -500,17 +470,10 @@ def _plans_of_parts(
         batch, heads, rows, width = tensor.shape
         if source > 0 and not problem.packed:
             rows = max(1, host.keys_end(problem))
-        plans += _pieces_of(source, (batch, heads, rows, width), tensor.stride(), config, pieces(width))
-    return [*plans, *[None] * (MAX_PIECES + 1)]  # no maps for out and the bias
-
-
-def _pieces_of(
-    source: int, shape: tuple[int, ...], strides: tuple[int, ...], config: Config, widths: tuple[int, ...]
-) -> list[tensor_maps.MapPlan | None]:
-    """Returns a tensor's maps, one for each piece of its width."""
-    of_tile = config.block_n if source in (1, 2) else ROWS.value
-    parts = [tensor_maps.MapPlan(source, shape, strides, (1, 1, of_tile, width)) for width in widths]
-    return [*parts, *[None] * (MAX_PIECES - len(parts))]
+        of_tile = config.block_n if source > 0 else ROWS.value
+        shape = (batch, heads, rows, width)
+        plans += host.piece_maps(source, shape, tensor.stride(), of_tile, host.pieces(width))
+    return [*plans, *[None] * (host.MAX_PIECES + 1)]  # no maps for out and the bias
 
 
 def specify(
@@ -561,7 +524,7 @@ def _specify_parts(
 ) -> tuple[list[launch.Launch], launch.Launch, tuple[torch.Tensor, ...], list[tensor_maps.MapPlan | None]]:
     """Returns the launches that make parts of q, k and v, the attention launch, the parts between them, and their
     maps."""
-    widths = sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
+    widths = sum(host.pieces(problem.head_dim)), sum(host.pieces(problem.head_dim_v))
     arithmetic, count, inverses = precision.arithmetic(problem, gpu, ABLE), num_parts(problem, gpu), None
     if count == 1:
         _refuse_one_stage(problem, config)

@@ -43,6 +43,7 @@ from warpwave.kernels.hopper.parts import (
     matrix,
     operand,
     scores_async,
+    skip,
     tile_bytes,
     values_async,
     wait_for,
@@ -280,18 +281,6 @@ def load_keys(k_ring, k_maps, n, work, batch, kv_head, key, beside, rules):
 
 
 # A consumer -----------------------------------------------------------------------------------------------------------
-
-
-@jit
-def skip(k_ring, v_ring, n, count):
-    """Hands back, unread, the tiles that other groups of the block see and this one does not."""
-    for _ in range(count):
-        wait_full(k_ring, n)
-        hand_back(k_ring, n)
-        wait_full(v_ring, n)
-        hand_back(v_ring, n)
-        n += 1
-    return n
 
 
 @jit

@@ -27,6 +27,7 @@ from warpwave.kernels import arguments, reasons
 from warpwave.kernels.cost import Cost, line_bytes, walk
 from warpwave.kernels.hopper import host, scheduler
 from warpwave.kernels.hopper.large_head_dim import roles
+from warpwave.kernels.hopper.parts import barriers
 from warpwave.kernels.hopper.visible import Rules
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
 from warpwave.runtime import launch, tensor_maps
@@ -64,11 +65,6 @@ class Config:
 
 
 @jit
-def _barriers(COUNT: gl.constexpr):
-    return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-
-
-@jit
 def _init(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
@@ -77,7 +73,7 @@ def _init(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 @jit
 def _ring(tensor_map, STAGES: gl.constexpr):
     chunks = gl.allocate_shared_memory(tensor_map.dtype, [STAGES] + tensor_map.block_type.shape, tensor_map.layout)
-    ring = roles.Chunks(chunks, _barriers(STAGES), _barriers(STAGES), STAGES)
+    ring = roles.Chunks(chunks, barriers(STAGES), barriers(STAGES), STAGES)
     _init(ring.full, STAGES, 1)
     _init(ring.empty, STAGES, 1)
     return ring
@@ -175,11 +171,11 @@ def hopper_large_head_dim_kernel(
     k_ring = _ring(k_map, K_STAGES)
     v_ring_0 = _ring(v_map, V_STAGES)
     v_ring_1 = _ring(v_map, V_STAGES)
-    box = scheduler.Mailbox(words, _barriers(2), _barriers(2))
-    q_full = _barriers(1)
-    q_empty = _barriers(1)
-    p_full = _barriers(2)
-    p_empty = _barriers(2)
+    box = scheduler.Mailbox(words, barriers(2), barriers(2))
+    q_full = barriers(1)
+    q_empty = barriers(1)
+    p_full = barriers(2)
+    p_empty = barriers(2)
     _init(box.full, 2, 1)
     _init(box.empty, 2, 3)
     _init(q_full, 1, 1)

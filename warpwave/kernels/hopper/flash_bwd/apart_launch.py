@@ -1,0 +1,128 @@
+"""The launches of gradients apart: dK and dV (dkv.py), and dQ (dq.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from warpwave.gpu import Gpu
+from warpwave.kernels import arguments
+from warpwave.kernels.hopper import host
+from warpwave.kernels.hopper.flash_bwd import dkv, dq, launches
+from warpwave.kernels.hopper.flash_bwd.config import Config, value_stages
+from warpwave.kernels.hopper.flash_bwd.launches import Step, Tensors
+from warpwave.problem import DTYPE_BYTES, AttentionProblem
+from warpwave.runtime import launch
+from warpwave.runtime.tensor_maps import MapPlan
+
+ROWS = 64  # of a tile that stays for a block: those of a warpgroup's product
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+
+
+def steps(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> list[Step]:
+    """Returns the launches, in their order."""
+    return [_of_keys(problem, gpu, tensors, config), _of_queries(problem, gpu, tensors, config)]
+
+
+def _plans(
+    problem: AttentionProblem, sources: Sequence[torch.Tensor], of_keys: Sequence[int], steps: Sequence[int], step: int
+) -> list[list[MapPlan | None]]:
+    """Returns the tensor maps of each source, by pieces of its width. Those of keys end with the last key that is seen,
+    the others with the last query that sees a key. Sources that a block walks, `steps`, come in tiles of `step` rows.
+    """
+    plans = []
+    for source, tensor in enumerate(sources):
+        end = host.keys_end(problem) if source in of_keys else launches.queries_end(problem)
+        shape, strides = host.seen(tensor, problem.packed, end)
+        rows = step if source in steps else ROWS
+        plans.append(host.piece_maps(source, shape, strides, rows, host.pieces(tensor.shape[-1])))
+    return plans
+
+
+def _mapped(plans: Sequence[MapPlan | None], sources: Sequence[torch.Tensor]) -> list[launch.Mapped | None]:
+    return [None if plan is None else launch.Mapped(plan, sources[plan.source]) for plan in plans]
+
+
+def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> Step:
+    def mapped(t: Tensors) -> tuple[torch.Tensor, ...]:
+        return (*t.operands[:3], t.dout, t.dk, t.dv, t.workspace.lse_log2, t.workspace.delta)
+
+    def beside(t: Tensors) -> tuple[Any, ...]:
+        return t.dk, t.dv, t.operands.alibi_slopes, *t.offsets
+
+    sources = mapped(tensors)
+    *read, of_dk, of_dv = _plans(problem, sources[:6], of_keys=(1, 2, 4, 5), steps=(0, 3), step=config.block_m)
+    of_rows = [launches.statistic_plan(source, sources[source], config.block_m) for source in (6, 7)]
+    plans = [*chain(*read), *of_rows, *of_dk, *of_dv]
+    size = DTYPE_BYTES[problem.dtype]
+    of = launch.Launch(
+        kernel=dkv.dkv_kernel,
+        grid=min(launches.key_blocks(problem, config), gpu.num_sms or host.NUM_SMS),
+        tensors=(*_mapped(plans, sources), *beside(tensors), host.counter(tensors.out)),
+        # Of a query: Q and dO.
+        scalars=launches.of_keys(problem, tensors, config, (problem.head_dim + problem.head_dim_v) * size),
+        constants={
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "STAGES": config.num_stages,
+            "HEAD_DIM": problem.head_dim,
+            "HEAD_DIM_V": problem.head_dim_v,
+            **launches.constants_of(problem),
+        },
+        options=OPTIONS,
+    )
+    return Step(of, lambda t: (*mapped(t), *beside(t)), plans)
+
+
+def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> Step:
+    block_m = 2 * ROWS
+
+    def mapped(t: Tensors) -> tuple[torch.Tensor, ...]:
+        return (*t.operands[:3], t.dout, t.dq)
+
+    def beside(t: Tensors) -> tuple[Any, ...]:
+        return t.workspace.lse_log2, t.workspace.delta, t.dq, t.operands.alibi_slopes, *t.offsets
+
+    sources = mapped(tensors)
+    plans = [*chain(*_plans(problem, sources, of_keys=(1, 2), steps=(1, 2), step=config.block_m))]
+    tiles = launches.query_tiles(problem, block_m) * launches.heads_of(problem)
+    group_size = problem.num_heads_q // problem.num_heads_kv
+    kv_bytes = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype])
+    scale, softcap_log2 = host.score_units(problem)
+    of = launch.Launch(
+        kernel=dq.dq_kernel,
+        grid=min(tiles, gpu.num_sms or host.NUM_SMS),
+        tensors=(*_mapped(plans, sources), *beside(tensors), host.counter(tensors.out)),
+        scalars=[
+            arguments.slope_strides(tensors.operands.alibi_slopes)[0],
+            *launches.head_strides(problem, tensors.dq),
+            tiles,
+            problem.num_heads_q,
+            group_size,
+            problem.batch,
+            -(-problem.seqlen_q // block_m),
+            min(problem.batch * problem.num_heads_q, max(1, host.L2_BYTES // kv_bytes) * group_size),
+            problem.seqlen_q,
+            problem.seqlen_k,
+            problem.total_q,
+            problem.total_k,
+            *arguments.window(problem),
+            launches.query_tiles(problem, config.block_m) * config.block_m,
+            scale,
+            softcap_log2,
+            problem.softmax_scale,
+        ],
+        constants={
+            "BLOCK_M": block_m,
+            "BLOCK_N": config.block_m,
+            "STAGES": config.num_stages,
+            "STAGES_V": value_stages(problem, config),
+            "HEAD_DIM": problem.head_dim,
+            **launches.constants_of(problem),
+        },
+        options=OPTIONS,
+    )
+    return Step(of, lambda t: (*mapped(t), *beside(t)), plans)

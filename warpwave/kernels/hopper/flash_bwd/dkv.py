@@ -1,0 +1,437 @@
+"""dK and dV by themselves, for head_dim and head_dim_v up to 256: four products a tile, no atomics.
+
+A block owns 64 keys of one kv head and walks the queries of all heads that read them. Scores are computed transposed,
+keys by queries, as in joint.py, but each of the two consumer warpgroups holds one result:
+
+    group 0: S^T = K Q^T,    P^T = exp(S^T - lse),       dV += P^T dO
+    group 1: dP^T = V dO^T,  dS^T = P^T (dP^T - delta),  dK += dS^T Q
+
+P passes from one to the other through shared memory, in float32: beside a sink, all probabilities of a row may be too
+small for float16, and bfloat16 would round dS twice. A group asks for its next scores before it waits for its sum, so
+that the tensor cores have work while either computes exponentials or dS. dQ is dq.py's.
+
+Bound: tensor cores (docs/notes/backward.md).
+"""
+
+# No postponed annotations here: an aggregate's fields are checked against its annotations.
+
+from warpwave.kernels.hopper import scheduler
+from warpwave.kernels.hopper.flash_bwd.band import (
+    Rules,
+    band_of,
+    first_statistic,
+    num_cut,
+    query_span,
+    tile_at,
+    visible,
+    work_on_keys,
+)
+from warpwave.kernels.hopper.flash_bwd.steps import (
+    Heads,
+    Results,
+    Stream,
+    hidden_to_zero,
+    load_rows,
+    matrices,
+    meet,
+    places,
+    probabilities,
+    slope_of,
+    statistics_of,
+    store_pieces,
+    stream_of,
+    times,
+    wait_rows,
+    zero_sums,
+)
+from warpwave.kernels.hopper.parts import (
+    accumulator_layout,
+    arrive_alone,
+    barriers,
+    buffers,
+    first_column,
+    hand_back_multiplied,
+    matrix,
+    operand,
+    present,
+    scores_async,
+    tile_bytes,
+    values_async,
+    wait_for,
+    zero_accumulator,
+)
+from warpwave.runtime.gluon_or_stub import (
+    aggregate,
+    constexpr_function,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    tma,
+    tma_load,
+    warpgroup_mma_wait,
+)
+
+GROUPS = gl.constexpr(2)
+
+
+@aggregate
+class Tiles:
+    """Shared memory of a block, and its barriers.
+
+    Args:
+        keys, values: pieces of K and V, [1, 1, 1, 64, width]; dK and dV leave through them. `full` says that they came,
+            `empty` that they may be replaced.
+        queries, dout: rings of Q with the log-sum-exp, and of dO with delta.
+        p: probabilities of two tiles, [2, 1, 1, 64, 64] float32, with their barriers.
+        box: messages of the producer.
+    """
+
+    keys: gl.tuple
+    values: gl.tuple
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    queries: Stream
+    dout: Stream
+    p: gl.shared_memory_descriptor
+    p_full: gl.shared_memory_descriptor
+    p_empty: gl.shared_memory_descriptor
+    box: scheduler.Mailbox
+
+    @constexpr_function
+    def __init__(self, keys, values, full, empty, queries, dout, p, p_full, p_empty, box):
+        self.keys = keys
+        self.values = values
+        self.full = full
+        self.empty = empty
+        self.queries = queries
+        self.dout = dout
+        self.p = p
+        self.p_full = p_full
+        self.p_empty = p_empty
+        self.box = box
+
+
+# The producer ---------------------------------------------------------------------------------------------------------
+
+
+@jit
+def producer(maps, tiles, schedule, heads, rules):
+    """Draws blocks of keys, and loads K and V of each and the queries that see them, head after head."""
+    q_maps, k_maps, v_maps, dout_maps, lse_map, delta_map = maps
+    n = 0
+    messages = 0
+    t = gl.program_id(0)
+    while t < schedule.num_tiles:
+        work = work_on_keys(schedule, t, rules)
+        band = band_of(work, rules)
+        key_first = band.k_begin + work.tile * rules.BLOCK_N
+        span = query_span(band, key_first, rules)
+        count = span.end - span.begin
+        if (work.tile >= 0) & (key_first < band.k_end) & (count > 0):
+            scheduler.post(tiles.box, messages, work, rules.IS_VARLEN)
+            batch = work.batch
+            if rules.IS_VARLEN:
+                batch = 0
+            statistic = first_statistic(work, rules.BLOCK_M, rules)
+            row = work.q_begin + band.q_begin
+            for i in range(count * heads.group_size):
+                head = work.head * heads.group_size + i // count
+                down = tile_at(span, i % count) * rules.BLOCK_M
+                line = [batch * heads.num_heads + head, statistic + down]
+                load_rows(tiles.queries, q_maps, lse_map, n, batch, head, row + down, line)
+                if i == 0:
+                    mbarrier.wait(tiles.empty.index(0), (messages & 1) ^ 1)
+                    mbarrier.expect(tiles.full.index(0), tile_bytes(k_maps) + tile_bytes(v_maps))
+                    load_resident(k_maps, tiles.keys, tiles.full.index(0), batch, work.head, work.k_begin + key_first)
+                    load_resident(v_maps, tiles.values, tiles.full.index(0), batch, work.head, work.k_begin + key_first)
+                load_rows(tiles.dout, dout_maps, delta_map, n, batch, head, row + down, line)
+                n += 1
+            messages += 1
+        t = scheduler.draw(schedule.counter_ptr, t, schedule.num_tiles)
+    zero = gl.to_tensor(0)
+    none = scheduler.Work(gl.to_tensor(scheduler.NO_MORE), zero, zero, zero, zero, zero, zero)
+    scheduler.post(tiles.box, messages, none, rules.IS_VARLEN)
+
+
+@jit
+def load_resident(maps, pieces, full, batch, head, row):
+    """Loads the pieces of a tile that stays for the whole block."""
+    for i in gl.static_range(len(maps)):
+        tma_load(maps[i], [batch, head, row, first_column(maps, i)], full, pieces[i].index(0))
+
+
+# The consumers --------------------------------------------------------------------------------------------------------
+
+
+@jit
+def row_of(span, place, band, rules):
+    """Returns the first query of the place-th tile of a span."""
+    return band.q_begin + tile_at(span, place) * rules.BLOCK_M
+
+
+@jit
+def scores_of(fixed, stream, n, row_first, band, rules):
+    """Waits for tile n of a stream and starts its product with the block's K or V, [64 keys, queries]."""
+    wait_rows(stream, n, band.q_end - row_first, rules.BLOCK_M, rules.IS_VARLEN)
+    return scores_async(matrices(fixed, 0), stream.ring, n, zero_accumulator(rules.BLOCK_M))
+
+
+@jit
+def sum_values(tiles, work, n, results, heads, rules):
+    """Group 0: returns dV times 2^SHIFT of a block, and the number of the next tile of queries."""
+    across: gl.constexpr = gl.SliceLayout(0, accumulator_layout(rules.BLOCK_M))
+    band = band_of(work, rules)
+    key_first = band.k_begin + work.tile * rules.BLOCK_N
+    span = query_span(band, key_first, rules)
+    count = span.end - span.begin
+    dv = zero_sums(tiles.dout.ring.pieces)
+    place = gl.to_tensor(0)
+    head = work.head * heads.group_size
+    row_first = row_of(span, place, band, rules)
+    s = scores_of(tiles.keys, tiles.queries, n, row_first, band, rules)
+    x = warpgroup_mma_wait(0, deps=[s])
+    for i in range(count * heads.group_size):
+        lse = statistics_of(tiles.queries, n, 0, rules.BLOCK_M, across)
+        slope = slope_of(results.alibi_slopes_ptr, results.stride_alibi_b, work, head, rules)
+        p, cap = probabilities(x, lse[None, :], band, row_first, key_first, slope, True, False, rules)
+        if place < num_cut(span):
+            rows, keys = places(p, row_first, key_first, True)
+            p = gl.where(visible(band, rows, keys, rules), p, 0.0)
+        passed = p
+        if rules.HAS_SOFTCAP:
+            passed = p * cap
+        mbarrier.wait(tiles.p_empty.index(n % 2), ((n // 2) & 1) ^ 1)
+        matrix(tiles.p.index(n % 2)).store(passed)
+        mbarrier.arrive(tiles.p_full.index(n % 2), count=1)
+        # The log-sum-exp was read before the barrier within the arrival, and S of this tile is finished.
+        arrive_alone(tiles.queries.ring.empty.index(n % tiles.queries.ring.stages))
+        wait_rows(tiles.dout, n, band.q_end - row_first, rules.BLOCK_M, rules.IS_VARLEN)
+        pending = values_async(operand(p, tiles.dout.ring), tiles.dout.ring, n, dv)
+        head = gl.where(place + 1 == count, head + 1, head)
+        place = gl.where(place + 1 == count, 0, place + 1)
+        row_first = row_of(span, place, band, rules)
+        if i + 1 < count * heads.group_size:
+            wait_rows(tiles.queries, n + 1, band.q_end - row_first, rules.BLOCK_M, rules.IS_VARLEN)
+        # Behind the last tile, of whatever the next stage holds: nobody reads these.
+        s = scores_async(matrices(tiles.keys, 0), tiles.queries.ring, n + 1, zero_accumulator(rules.BLOCK_M))
+        dv = wait_for(pending, len(tiles.keys))
+        hand_back_multiplied(tiles.dout.ring, n)
+        x = warpgroup_mma_wait(0, deps=[s])
+        n += 1
+    return dv, n
+
+
+@jit
+def sum_keys(tiles, work, n, heads, rules):
+    """Group 1: returns dK before the scale of a block, and the number of the next tile of queries."""
+    layout: gl.constexpr = accumulator_layout(rules.BLOCK_M)
+    band = band_of(work, rules)
+    key_first = band.k_begin + work.tile * rules.BLOCK_N
+    span = query_span(band, key_first, rules)
+    count = span.end - span.begin
+    dk = zero_sums(tiles.queries.ring.pieces)
+    place = gl.to_tensor(0)
+    row_first = row_of(span, place, band, rules)
+    dp = scores_of(tiles.values, tiles.dout, n, row_first, band, rules)
+    y = warpgroup_mma_wait(0, deps=[dp])
+    for i in range(count * heads.group_size):
+        mbarrier.wait(tiles.p_full.index(n % 2), (n // 2) & 1)
+        p = matrix(tiles.p.index(n % 2)).load(layout)
+        delta = statistics_of(tiles.dout, n, 0, rules.BLOCK_M, gl.SliceLayout(0, layout))
+        mbarrier.arrive(tiles.p_empty.index(n % 2), count=1)
+        # Delta was read before the barrier within the arrival, and dP of this tile is finished.
+        arrive_alone(tiles.dout.ring.empty.index(n % tiles.dout.ring.stages))
+        ds = p * (y - delta[None, :])
+        if place < num_cut(span):
+            ds = hidden_to_zero(ds, band, row_first, key_first, True, rules)
+        wait_rows(tiles.queries, n, band.q_end - row_first, rules.BLOCK_M, rules.IS_VARLEN)
+        pending = values_async(operand(ds, tiles.queries.ring), tiles.queries.ring, n, dk)
+        place = gl.where(place + 1 == count, 0, place + 1)
+        row_first = row_of(span, place, band, rules)
+        if i + 1 < count * heads.group_size:
+            wait_rows(tiles.dout, n + 1, band.q_end - row_first, rules.BLOCK_M, rules.IS_VARLEN)
+        dp = scores_async(matrices(tiles.values, 0), tiles.dout.ring, n + 1, zero_accumulator(rules.BLOCK_M))
+        dk = wait_for(pending, len(tiles.values))
+        hand_back_multiplied(tiles.queries.ring, n)
+        y = warpgroup_mma_wait(0, deps=[dp])
+        n += 1
+    return dk, n
+
+
+@jit
+def consumer(
+    GROUP: gl.constexpr, results, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+):  # fmt: skip
+    """Computes dV (group 0) or dK (group 1) of each block."""
+    n = 0  # tiles of queries met so far
+    messages = 0
+    scheduler.wait_posted(tiles.box, messages)
+    work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+    while work.tile != scheduler.NO_MORE:
+        mbarrier.wait(tiles.full.index(0), messages & 1)
+        if GROUP == 0:
+            result, n = sum_values(tiles, work, n, results, heads, rules)
+        else:
+            result, n = sum_keys(tiles, work, n, heads, rules)
+            result = times(result, results.softmax_scale)
+        # To read the message again is cheaper than to keep what it says in registers through the loop.
+        work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+        scheduler.discard(tiles.box, messages)
+        band = band_of(work, rules)
+        key = work.k_begin + band.k_begin + work.tile * rules.BLOCK_N
+        key_end = work.k_begin + band.k_end
+        meet()  # the other group has multiplied what this one puts its result over
+        if GROUP == 0:
+            store_pieces(
+                result, results.dv_maps, tiles.values, 0, results.dv_ptr, results.strides_dv, work.batch, work.head,
+                key, key_end, HEAD_DIM_V, rules.IS_VARLEN,
+            )  # fmt: skip
+        else:
+            store_pieces(
+                result, results.dk_maps, tiles.keys, 0, results.dk_ptr, results.strides_dk, work.batch, work.head, key,
+                key_end, HEAD_DIM, rules.IS_VARLEN,
+            )  # fmt: skip
+        tma.store_wait(0)
+        mbarrier.arrive(tiles.empty.index(0), count=1)
+        messages += 1
+        scheduler.wait_posted(tiles.box, messages)
+        work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+
+
+# The kernel -----------------------------------------------------------------------------------------------------------
+
+UNSPECIALISED = [
+    *("stride_alibi_b", "stride_dk_b", "stride_dk_h", "stride_dk_n", "stride_dv_b", "stride_dv_h", "stride_dv_n"),
+    *("num_tiles", "num_heads", "num_heads_kv", "group_size", "batch", "tiles_per_head", "heads_in_l2", "seqlen_q"),
+    *("seqlen_k", "total_q", "total_k", "window_left", "window_right", "statistic_rows"),
+]
+
+
+@jit(do_not_specialize=UNSPECIALISED)
+def dkv_kernel(
+    q_map,
+    q_map_2,
+    q_map_3,
+    k_map,
+    k_map_2,
+    k_map_3,
+    v_map,
+    v_map_2,
+    v_map_3,
+    dout_map,
+    dout_map_2,
+    dout_map_3,
+    lse_map,
+    delta_map,
+    dk_map,
+    dk_map_2,
+    dk_map_3,
+    dv_map,
+    dv_map_2,
+    dv_map_3,
+    dk_ptr,
+    dv_ptr,
+    alibi_slopes_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    counter_ptr,
+    stride_alibi_b,
+    stride_dk_b,
+    stride_dk_h,
+    stride_dk_n,
+    stride_dv_b,
+    stride_dv_h,
+    stride_dv_n,
+    num_tiles,
+    num_heads,
+    num_heads_kv,
+    group_size,
+    batch,
+    tiles_per_head,
+    heads_in_l2,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    window_left,
+    window_right,
+    statistic_rows,
+    scale,
+    softcap_log2,
+    softmax_scale,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+    HAS_LOW: gl.constexpr,
+    HAS_HIGH: gl.constexpr,
+    TOP_LEFT: gl.constexpr,
+    HAS_ALIBI: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+    IS_VARLEN: gl.constexpr,
+):
+    """Blocks of 64 keys of one kv head, as many as the counter gives.
+
+    Tensor maps are of (batch, head, row, column), one for each piece of a tile's width, absent ones None; of statistics
+    (batch * head, row).
+    """
+    if not IS_VARLEN:  # aggregates hold no None: the counter stands for pointers that nobody reads
+        cu_seqlens_q_ptr = counter_ptr
+        cu_seqlens_k_ptr = counter_ptr
+    if not HAS_ALIBI:
+        alibi_slopes_ptr = counter_ptr
+    q_maps = present(q_map, q_map_2, q_map_3)
+    k_maps = present(k_map, k_map_2, k_map_3)
+    v_maps = present(v_map, v_map_2, v_map_3)
+    dout_maps = present(dout_map, dout_map_2, dout_map_3)
+    rules = Rules(
+        scale, softcap_log2, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
+        HAS_SOFTCAP, IS_VARLEN,
+    )  # fmt: skip
+    heads = Heads(num_heads, group_size, statistic_rows)
+    # Of keys in place of queries: see work_on_keys.
+    schedule = scheduler.Schedule(
+        counter_ptr, num_tiles, num_heads_kv, group_size, batch, tiles_per_head, heads_in_l2, seqlen_k, seqlen_q,
+        total_k, total_q, cu_seqlens_k_ptr, cu_seqlens_q_ptr,
+    )  # fmt: skip
+    words: gl.constexpr = scheduler.words_of(False)
+    box = scheduler.Mailbox(
+        gl.allocate_shared_memory(gl.int32, [words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), barriers(2), barriers(2)
+    )
+    tiles = Tiles(
+        buffers(k_maps, 1),
+        buffers(v_maps, 1),
+        barriers(1),
+        barriers(1),
+        stream_of(q_maps, lse_map, STAGES, GROUPS),
+        stream_of(dout_maps, delta_map, STAGES, GROUPS),
+        gl.allocate_shared_memory(gl.float32, [2, 1, 1, BLOCK_N, BLOCK_M], gl.NVMMASharedLayout(128, 32, 4)),
+        barriers(2),
+        barriers(2),
+        box,
+    )
+    mbarrier.init(tiles.full.index(0), count=1)
+    mbarrier.init(tiles.empty.index(0), count=GROUPS)
+    for i in gl.static_range(2):
+        mbarrier.init(tiles.p_full.index(i), count=1)
+        mbarrier.init(tiles.p_empty.index(i), count=1)
+        mbarrier.init(box.full.index(i), count=1)
+        mbarrier.init(box.empty.index(i), count=GROUPS)
+    fence_async_shared()
+    results = Results(
+        present(dk_map, dk_map_2, dk_map_3), present(dv_map, dv_map_2, dv_map_3), dk_ptr, dv_ptr,
+        (stride_dk_b, stride_dk_h, stride_dk_n), (stride_dv_b, stride_dv_h, stride_dv_n), softmax_scale,
+        alibi_slopes_ptr, stride_alibi_b,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (consumer, (0, results, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
+            (consumer, (1, results, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
+            (producer, ((q_maps, k_maps, v_maps, dout_maps, lse_map, delta_map), tiles, schedule, heads, rules)),
+        ],
+        [4, 1],
+        [240, 24],
+    )

@@ -1,0 +1,408 @@
+"""dQ by itself, for head_dim and head_dim_v up to 256: three products a tile, no atomics.
+
+A block owns 128 queries of one head, 64 for each of two consumer warpgroups, and walks the keys that they see, as the
+forward does:
+
+    S = Q K^T,  dP = dO V^T;   dS = exp(S - lse) (dP - delta);   dQ += dS K
+
+S of a tile is multiplied while dQ of the one before is. dK and dV are dkv.py's.
+
+Bound: tensor cores (docs/notes/backward.md).
+"""
+
+# No postponed annotations here: an aggregate's fields are checked against its annotations.
+
+from warpwave.kernels.hopper import scheduler
+from warpwave.kernels.hopper.flash_bwd.band import Rules, band_of, first_statistic, key_tiles
+from warpwave.kernels.hopper.flash_bwd.steps import (
+    hidden_to_zero,
+    matrices,
+    probabilities,
+    slope_of,
+    store_pieces,
+    times,
+    zero_sums,
+)
+from warpwave.kernels.hopper.parts import (
+    ROWS,
+    Ring,
+    accumulator_layout,
+    barriers,
+    buffers,
+    first_column,
+    hand_back_multiplied,
+    load_tile,
+    operand,
+    present,
+    ring_init,
+    scores_async,
+    skip,
+    tile_bytes,
+    values_async,
+    wait_for,
+    wait_full,
+    zero_accumulator,
+)
+from warpwave.kernels.hopper.rows import zero_values
+from warpwave.runtime.gluon_or_stub import (
+    aggregate,
+    constexpr_function,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    tma,
+    tma_load,
+    warpgroup_mma_wait,
+)
+
+GROUPS = gl.constexpr(2)
+
+
+@aggregate
+class Tiles:
+    """Shared memory of a block, and its barriers.
+
+    Args:
+        queries, dout: pieces of Q and dO, [2, 1, 1, 64, width], a group's each; dQ leaves through those of Q. `full`
+            says that a group's came, `empty` that they may be replaced.
+        keys, values: rings of K and V.
+        box: messages of the producer.
+    """
+
+    queries: gl.tuple
+    dout: gl.tuple
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    keys: Ring
+    values: Ring
+    box: scheduler.Mailbox
+
+    @constexpr_function
+    def __init__(self, queries, dout, full, empty, keys, values, box):
+        self.queries = queries
+        self.dout = dout
+        self.full = full
+        self.empty = empty
+        self.keys = keys
+        self.values = values
+        self.box = box
+
+
+@aggregate
+class Place:
+    """Where dQ goes, and what a group reads of its queries besides Q and dO.
+
+    Args:
+        lse_ptr, delta_ptr: statistics (rows.py): `statistic_rows` of each of the `num_heads` heads of an item.
+        dq_maps, dq_ptr, strides_dq: of dQ; strides of batch, head and row.
+    """
+
+    lse_ptr: gl.tensor
+    delta_ptr: gl.tensor
+    num_heads: gl.tensor
+    statistic_rows: gl.tensor
+    dq_maps: gl.tuple
+    dq_ptr: gl.tensor
+    strides_dq: gl.tuple
+    softmax_scale: gl.tensor
+    alibi_slopes_ptr: gl.tensor
+    stride_alibi_b: gl.tensor
+
+    @constexpr_function
+    def __init__(
+        self, lse_ptr, delta_ptr, num_heads, statistic_rows, dq_maps, dq_ptr, strides_dq, softmax_scale,
+        alibi_slopes_ptr, stride_alibi_b,
+    ):  # fmt: skip
+        self.lse_ptr = lse_ptr
+        self.delta_ptr = delta_ptr
+        self.num_heads = num_heads
+        self.statistic_rows = statistic_rows
+        self.dq_maps = dq_maps
+        self.dq_ptr = dq_ptr
+        self.strides_dq = strides_dq
+        self.softmax_scale = softmax_scale
+        self.alibi_slopes_ptr = alibi_slopes_ptr
+        self.stride_alibi_b = stride_alibi_b
+
+
+# The producer ---------------------------------------------------------------------------------------------------------
+
+
+@jit
+def producer(maps, tiles, schedule, rules):
+    """Draws tiles of queries, and loads Q and dO of each and the keys that they see."""
+    q_maps, k_maps, v_maps, dout_maps = maps
+    n = 0
+    messages = 0
+    t = gl.program_id(0)
+    while t < schedule.num_tiles:
+        work = scheduler.tile_of(schedule, t, rules.BLOCK_M, rules.HAS_HIGH, rules.IS_VARLEN)
+        band = band_of(work, rules)
+        row_first = band.q_begin + work.tile * rules.BLOCK_M
+        begin, end = key_tiles(band, row_first, row_first + rules.BLOCK_M, rules)
+        if (work.tile >= 0) & (row_first < band.q_end) & (begin < end):
+            scheduler.post(tiles.box, messages, work, rules.IS_VARLEN)
+            batch = work.batch
+            if rules.IS_VARLEN:
+                batch = 0
+            kv_head = work.head // schedule.group_size
+            key = work.k_begin + band.k_begin
+            load_tile(tiles.keys, k_maps, n, batch, kv_head, key + begin * rules.BLOCK_N)
+            load_queries(q_maps, dout_maps, tiles, batch, work.head, work.q_begin + row_first, messages)
+            for j in range(begin, end):
+                load_tile(tiles.values, v_maps, n, batch, kv_head, key + j * rules.BLOCK_N)
+                if j + 1 < end:
+                    load_tile(tiles.keys, k_maps, n + 1, batch, kv_head, key + (j + 1) * rules.BLOCK_N)
+                n += 1
+            messages += 1
+        t = scheduler.draw(schedule.counter_ptr, t, schedule.num_tiles)
+    zero = gl.to_tensor(0)
+    none = scheduler.Work(gl.to_tensor(scheduler.NO_MORE), zero, zero, zero, zero, zero, zero)
+    scheduler.post(tiles.box, messages, none, rules.IS_VARLEN)
+
+
+@jit
+def load_queries(q_maps, dout_maps, tiles, batch, head, row, messages):
+    """Loads Q and dO of both groups, each once its own of the block before are no longer needed."""
+    for g in gl.static_range(GROUPS):
+        full = tiles.full.index(g)
+        mbarrier.wait(tiles.empty.index(g), (messages & 1) ^ 1)
+        mbarrier.expect(full, tile_bytes(q_maps) + tile_bytes(dout_maps))
+        for i in gl.static_range(len(q_maps)):
+            tma_load(q_maps[i], [batch, head, row + g * ROWS, first_column(q_maps, i)], full, tiles.queries[i].index(g))
+        for i in gl.static_range(len(dout_maps)):
+            place = [batch, head, row + g * ROWS, first_column(dout_maps, i)]
+            tma_load(dout_maps[i], place, full, tiles.dout[i].index(g))
+
+
+# A consumer -----------------------------------------------------------------------------------------------------------
+
+
+@jit
+def wait_keys(tiles, n, keys_used, rules):
+    """Waits for tile n of K. Zeroes its rows from `keys_used` on, which belong to the next packed sequence: dS is 0
+    there, but 0 times another sequence's NaN is NaN."""
+    wait_full(tiles.keys, n)
+    if rules.IS_VARLEN:  # noqa: SIM102 (known when compiled, and the other is not)
+        if keys_used < rules.BLOCK_N:
+            zero_values(tiles.keys, n, keys_used, rules.BLOCK_N)
+
+
+@jit
+def statistic(ptr, first, rows_left, other, WIDTH: gl.constexpr):
+    """Returns the 64 statistics from `first` on beside accumulators of WIDTH columns; `other` past the last query."""
+    lanes = gl.arange(0, ROWS, gl.SliceLayout(1, accumulator_layout(WIDTH)))
+    return gl.load(ptr + first + lanes, mask=lanes < rows_left, other=other)[:, None]
+
+
+@jit
+def is_cut(row_first, key_first, band, rules):
+    """Returns whether an edge of the band passes through a group's tile, or the keys end within."""
+    cut = key_first + rules.BLOCK_N > band.k_end
+    if rules.HAS_HIGH:
+        cut = cut | (key_first + rules.BLOCK_N - 1 > row_first + band.high)
+    if rules.HAS_LOW:
+        cut = cut | (key_first < row_first + ROWS - 1 + band.low)
+    return cut
+
+
+@jit
+def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, rules):
+    """Returns dQ before the scale of a group's queries, and the number of the next tile of keys."""
+    band = band_of(work, rules)
+    block_first = band.q_begin + work.tile * rules.BLOCK_M
+    row_first = block_first + GROUP * ROWS
+    block_begin, block_end = key_tiles(band, block_first, block_first + rules.BLOCK_M, rules)
+    begin, end = key_tiles(band, row_first, row_first + ROWS, rules)
+    begin = gl.minimum(gl.maximum(begin, block_begin), block_end - 1)  # one tile at least, if only a hidden one
+    end = gl.minimum(gl.maximum(end, begin + 1), block_end)
+    batch = work.batch
+    if rules.IS_VARLEN:
+        batch = 0
+    line = (batch * place.num_heads + work.head).to(gl.int64) * place.statistic_rows
+    # Tiles of statistics are as long as a step: of queries in dkv.py, of keys here.
+    first = line + first_statistic(work, rules.BLOCK_N, rules) + (row_first - band.q_begin)
+    lse = statistic(place.lse_ptr, first, band.q_end - row_first, float("inf"), rules.BLOCK_N)
+    delta = statistic(place.delta_ptr, first, band.q_end - row_first, 0.0, rules.BLOCK_N)
+    slope = slope_of(place.alibi_slopes_ptr, place.stride_alibi_b, work, work.head, rules)
+    q = matrices(tiles.queries, GROUP)
+    dout = matrices(tiles.dout, GROUP)
+    dq = zero_sums(tiles.keys.pieces)
+    zero = zero_accumulator(rules.BLOCK_N)
+    n = skip(tiles.keys, tiles.values, n, begin - block_begin)
+    wait_keys(tiles, n, band.k_end - band.k_begin - begin * rules.BLOCK_N, rules)
+    s = scores_async(q, tiles.keys, n, zero)
+    x = warpgroup_mma_wait(0, deps=[s])
+    for j in range(begin, end):
+        key_first = band.k_begin + j * rules.BLOCK_N
+        wait_full(tiles.values, n)
+        dp = scores_async(dout, tiles.values, n, zero)
+        p, cap = probabilities(x, lse, band, row_first, key_first, slope, False, False, rules)
+        y = warpgroup_mma_wait(0, deps=[dp])
+        hand_back_multiplied(tiles.values, n)
+        ds = p * (y - delta)
+        if rules.HAS_SOFTCAP:
+            ds = ds * cap
+        if is_cut(row_first, key_first, band, rules):
+            ds = hidden_to_zero(ds, band, row_first, key_first, False, rules)
+        pending = values_async(operand(ds, tiles.keys), tiles.keys, n, dq)
+        if j + 1 < end:
+            wait_keys(tiles, n + 1, band.k_end - key_first - rules.BLOCK_N, rules)
+        # Behind the last tile, of whatever the next stage holds: nobody reads these.
+        s = scores_async(q, tiles.keys, n + 1, zero)
+        dq = wait_for(pending, len(q))
+        hand_back_multiplied(tiles.keys, n)
+        x = warpgroup_mma_wait(0, deps=[s])
+        n += 1
+    n = skip(tiles.keys, tiles.values, n, block_end - end)
+    return dq, n
+
+
+@jit
+def consumer(GROUP: gl.constexpr, place, tiles, seqlen_q, seqlen_k, rules, HEAD_DIM: gl.constexpr):
+    """Computes dQ of the GROUP-th 64 queries of each block."""
+    n = 0  # tiles of keys met so far
+    messages = 0
+    scheduler.wait_posted(tiles.box, messages)
+    work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+    while work.tile != scheduler.NO_MORE:
+        mbarrier.wait(tiles.full.index(GROUP), messages & 1)
+        dq, n = sum_queries(GROUP, tiles, work, n, place, rules)
+        # To read the message again is cheaper than to keep what it says in registers through the loop.
+        work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+        scheduler.discard(tiles.box, messages)
+        band = band_of(work, rules)
+        row = work.q_begin + band.q_begin + work.tile * rules.BLOCK_M + GROUP * ROWS
+        store_pieces(
+            times(dq, place.softmax_scale), place.dq_maps, tiles.queries, GROUP, place.dq_ptr, place.strides_dq,
+            work.batch, work.head, row, work.q_begin + band.q_end, HEAD_DIM, rules.IS_VARLEN,
+        )  # fmt: skip
+        tma.store_wait(0)
+        mbarrier.arrive(tiles.empty.index(GROUP), count=1)
+        messages += 1
+        scheduler.wait_posted(tiles.box, messages)
+        work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+
+
+# The kernel -----------------------------------------------------------------------------------------------------------
+
+UNSPECIALISED = [
+    *("stride_alibi_b", "stride_dq_b", "stride_dq_h", "stride_dq_m", "num_tiles", "num_heads", "group_size", "batch"),
+    *("tiles_per_head", "heads_in_l2", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right"),
+    "statistic_rows",
+]
+
+
+@jit(do_not_specialize=UNSPECIALISED)
+def dq_kernel(
+    q_map,
+    q_map_2,
+    q_map_3,
+    k_map,
+    k_map_2,
+    k_map_3,
+    v_map,
+    v_map_2,
+    v_map_3,
+    dout_map,
+    dout_map_2,
+    dout_map_3,
+    dq_map,
+    dq_map_2,
+    dq_map_3,
+    lse_ptr,
+    delta_ptr,
+    dq_ptr,
+    alibi_slopes_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    counter_ptr,
+    stride_alibi_b,
+    stride_dq_b,
+    stride_dq_h,
+    stride_dq_m,
+    num_tiles,
+    num_heads,
+    group_size,
+    batch,
+    tiles_per_head,
+    heads_in_l2,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    window_left,
+    window_right,
+    statistic_rows,
+    scale,
+    softcap_log2,
+    softmax_scale,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    STAGES_V: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HAS_LOW: gl.constexpr,
+    HAS_HIGH: gl.constexpr,
+    TOP_LEFT: gl.constexpr,
+    HAS_ALIBI: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+    IS_VARLEN: gl.constexpr,
+):
+    """Tiles of 128 queries of one head, as many as the counter gives.
+
+    Tensor maps are of (batch, head, row, column), one for each piece of a tile's width, absent ones None. Statistics
+    are (batch * head, row).
+    """
+    if not IS_VARLEN:  # aggregates hold no None: the counter stands for pointers that nobody reads
+        cu_seqlens_q_ptr = counter_ptr
+        cu_seqlens_k_ptr = counter_ptr
+    if not HAS_ALIBI:
+        alibi_slopes_ptr = counter_ptr
+    q_maps = present(q_map, q_map_2, q_map_3)
+    k_maps = present(k_map, k_map_2, k_map_3)
+    v_maps = present(v_map, v_map_2, v_map_3)
+    dout_maps = present(dout_map, dout_map_2, dout_map_3)
+    rules = Rules(
+        scale, softcap_log2, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
+        HAS_SOFTCAP, IS_VARLEN,
+    )  # fmt: skip
+    schedule = scheduler.Schedule(
+        counter_ptr, num_tiles, num_heads, group_size, batch, tiles_per_head, heads_in_l2, seqlen_q, seqlen_k, total_q,
+        total_k, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    )  # fmt: skip
+    words: gl.constexpr = scheduler.words_of(False)
+    box = scheduler.Mailbox(
+        gl.allocate_shared_memory(gl.int32, [words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), barriers(2), barriers(2)
+    )
+    tiles = Tiles(
+        buffers(q_maps, GROUPS),
+        buffers(dout_maps, GROUPS),
+        barriers(GROUPS),
+        barriers(GROUPS),
+        Ring(buffers(k_maps, STAGES), barriers(STAGES), barriers(STAGES), STAGES, 0, 1),
+        Ring(buffers(v_maps, STAGES_V), barriers(STAGES_V), barriers(STAGES_V), STAGES_V, 0, 1),
+        box,
+    )
+    ring_init(tiles.keys, GROUPS)
+    ring_init(tiles.values, GROUPS)
+    for i in gl.static_range(2):
+        mbarrier.init(tiles.full.index(i), count=1)
+        mbarrier.init(tiles.empty.index(i), count=1)
+        mbarrier.init(box.full.index(i), count=1)
+        mbarrier.init(box.empty.index(i), count=GROUPS)
+    fence_async_shared()
+    place = Place(
+        lse_ptr, delta_ptr, num_heads, statistic_rows, present(dq_map, dq_map_2, dq_map_3), dq_ptr,
+        (stride_dq_b, stride_dq_h, stride_dq_m), softmax_scale, alibi_slopes_ptr, stride_alibi_b,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (consumer, (0, place, tiles, seqlen_q, seqlen_k, rules, HEAD_DIM)),
+            (consumer, (1, place, tiles, seqlen_q, seqlen_k, rules, HEAD_DIM)),
+            (producer, ((q_maps, k_maps, v_maps, dout_maps), tiles, schedule, rules)),
+        ],
+        [4, 1],
+        [240, 24],
+    )

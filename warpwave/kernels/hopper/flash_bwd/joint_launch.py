@@ -1,0 +1,108 @@
+"""The launches of all gradients together: dQ's sums, dK and dV (joint.py), then dQ from its sums (rows.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from warpwave.gpu import Gpu
+from warpwave.kernels import arguments
+from warpwave.kernels.hopper import host
+from warpwave.kernels.hopper.flash_bwd import joint, launches, rows
+from warpwave.kernels.hopper.flash_bwd.config import Config, width
+from warpwave.kernels.hopper.flash_bwd.launches import Step, Tensors
+from warpwave.problem import AttentionProblem
+from warpwave.runtime import launch
+from warpwave.runtime.tensor_maps import MapPlan
+
+
+def steps(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> list[Step]:
+    """Returns the launches, in their order."""
+    return [_gradients(problem, gpu, tensors, config), _finish(problem, tensors, config)]
+
+
+def _sources(t: Tensors) -> tuple[torch.Tensor, ...]:
+    """Returns what the tensor maps describe."""
+    assert t.workspace.dq_sums is not None
+    return (*t.operands[:3], t.dout, t.workspace.lse_log2, t.workspace.delta, t.workspace.dq_sums, t.dk, t.dv)
+
+
+def _plans(problem: AttentionProblem, config: Config, sources: Sequence[torch.Tensor]) -> list[MapPlan]:
+    """Returns the tensor maps. Q and dO end with the last query that sees a key, K and V with the last key seen."""
+    plans = []
+    for source, tensor in enumerate(sources[:4]):
+        of_keys = source in (1, 2)
+        end = host.keys_end(problem) if of_keys else launches.queries_end(problem)
+        shape, strides = host.seen(tensor, problem.packed, end)
+        block = (1, 1, config.block_n if of_keys else config.block_m, width(problem))
+        plans.append(MapPlan(source, shape, strides, block))
+    plans += [launches.statistic_plan(source, sources[source], config.block_m) for source in (4, 5)]
+    sums = sources[6]
+    lines = config.block_m * width(problem) // 2 // joint.LINE.value
+    plans.append(MapPlan(6, tuple(sums.shape), tuple(sums.stride()), (lines, sums.shape[1]), is_swizzled=False))
+    for source, tensor in enumerate(sources[7:], 7):
+        shape, strides = host.seen(tensor, problem.packed, host.keys_end(problem))
+        plans.append(MapPlan(source, shape, strides, (1, 1, joint.GROUP_KEYS.value, joint.COLUMNS.value)))
+    return plans
+
+
+def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> Step:
+    sources = _sources(tensors)
+    plans = _plans(problem, config, sources)
+
+    def beside(t: Tensors) -> tuple[Any, ...]:
+        return t.dk, t.dv, t.operands.alibi_slopes, *t.offsets
+
+    # Of a query: Q, dO and dQ's sums.
+    scalars = launches.of_keys(problem, tensors, config, width(problem) * (2 + 2 + 4))
+    of = launch.Launch(
+        kernel=joint.joint_kernel,
+        grid=min(launches.key_blocks(problem, config), gpu.num_sms or host.NUM_SMS),
+        tensors=(
+            *[launch.Mapped(plan, sources[plan.source]) for plan in plans],
+            *beside(tensors),
+            host.counter(tensors.out),
+        ),
+        scalars=scalars,
+        constants={
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "STAGES": config.num_stages,
+            "HEAD_DIM": problem.head_dim,
+            "HEAD_DIM_V": problem.head_dim_v,
+            **launches.constants_of(problem),
+        },
+        options={"num_warps": 4, "enable_fp_fusion": True},
+    )
+    return Step(of, lambda t: (*_sources(t), *beside(t)), plans)
+
+
+def _finish(problem: AttentionProblem, tensors: Tensors, config: Config) -> Step:
+    tiles = launches.query_tiles(problem, config.block_m)
+
+    def given(t: Tensors) -> tuple[Any, ...]:
+        return t.workspace.dq_sums, t.dq, *t.offsets
+
+    of = launch.Launch(
+        kernel=rows.finish_dq_kernel,
+        grid=launches.heads_of(problem) * tiles,
+        tensors=given(tensors),
+        scalars=[
+            *arguments.token_strides(problem, tensors.dq)[:3],
+            problem.num_heads_q,
+            tiles,
+            *launches.block_sizes(problem),
+            problem.softmax_scale,
+        ],
+        constants={
+            "BLOCK_M": config.block_m,
+            "HEAD_DIM": problem.head_dim,
+            "WIDTH": width(problem),
+            **arguments.band_constants(problem),
+            "IS_VARLEN": problem.packed,
+        },
+        options={"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True},
+    )
+    return Step(of, given)

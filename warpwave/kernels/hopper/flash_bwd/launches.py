@@ -1,0 +1,180 @@
+"""What the launches of `hopper/flash_bwd` share on the host: the tensors of a call, and the statistics of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from warpwave.kernels import arguments
+from warpwave.kernels.hopper import host
+from warpwave.kernels.hopper.flash_bwd import rows
+from warpwave.kernels.hopper.flash_bwd.config import Config, width
+from warpwave.problem import AttentionProblem, Operands
+from warpwave.runtime import launch
+from warpwave.runtime.tensor_maps import MapPlan
+
+
+class Workspace(NamedTuple):
+    """What the launches leave to one another: see rows.py."""
+
+    lse_log2: torch.Tensor  # (batch * num_heads_q, rows)
+    delta: torch.Tensor
+    dq_sums: torch.Tensor | None  # (lines, 128), where one launch makes all gradients
+    of_sinks: torch.Tensor | None  # (batch * num_heads_q, tiles)
+
+
+class Tensors(NamedTuple):
+    """The tensors of a call; out and lse are the forward's, and contiguous like dout and dlse."""
+
+    operands: Operands
+    out: torch.Tensor
+    lse: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+    workspace: Workspace
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+
+    @property
+    def offsets(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Returns the offsets of packed sequences."""
+        return self.operands.cu_seqlens_q, self.operands.cu_seqlens_k
+
+
+class Step(NamedTuple):
+    """One launch, and which tensors of a call it takes.
+
+    Args:
+        given: returns those that the launch is called with; those that tensor maps describe come first.
+        plans: the tensor maps; empty if there are none.
+    """
+
+    launch: launch.Launch
+    given: Callable[[Tensors], Sequence[Any]]
+    plans: Sequence[MapPlan | None] = ()
+
+
+def query_tiles(problem: AttentionProblem, block_m: int) -> int:
+    """Returns the query tiles of a head, of all packed sequences together."""
+    if problem.packed:
+        return problem.total_q // block_m + problem.batch
+    return -(-problem.seqlen_q // block_m)
+
+
+def heads_of(problem: AttentionProblem) -> int:
+    """Returns the query heads of all items that tensors tell apart."""
+    return problem.num_heads_q * (1 if problem.packed else problem.batch)
+
+
+def head_strides(problem: AttentionProblem, tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Returns the strides of batch, head and row."""
+    batch, row, head, _ = arguments.token_strides(problem, tensor)
+    return batch, head, row
+
+
+def queries_end(problem: AttentionProblem) -> int:
+    """Returns the number of queries of a dense call up to the last one that sees a key."""
+    band = problem.band(problem.seqlen_q, problem.seqlen_k)
+    return problem.seqlen_q if band.low is None else min(problem.seqlen_q, problem.seqlen_k - band.low)
+
+
+def statistic_plan(source: int, tensor: torch.Tensor, block_m: int) -> MapPlan:
+    """Returns the tensor map of a statistic of rows."""
+    return MapPlan(source, tuple(tensor.shape), tuple(tensor.stride()), (1, block_m), is_swizzled=False)
+
+
+def block_sizes(problem: AttentionProblem) -> list[int]:
+    """Returns the run-time arguments of launches over tiles of rows (rows.py): lengths and window."""
+    window = arguments.window(problem)
+    return [problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k, problem.batch, *window]
+
+
+def of_keys(problem: AttentionProblem, tensors: Tensors, config: Config, bytes_of_row: int) -> list[Any]:
+    """Returns the run-time arguments of a launch that draws blocks of keys (band.work_on_keys), in its order.
+
+    Args:
+        bytes_of_row: what a query of a head brings to L2; heads that run together fit there.
+    """
+    tiles_per_head = -(-problem.seqlen_k // config.block_n)
+    group_size = problem.num_heads_q // problem.num_heads_kv
+    bytes_of_head = max(1, group_size * problem.seqlen_q * bytes_of_row)
+    scale, softcap_log2 = host.score_units(problem)
+    return [
+        arguments.slope_strides(tensors.operands.alibi_slopes)[0],
+        *head_strides(problem, tensors.dk),
+        *head_strides(problem, tensors.dv),
+        key_blocks(problem, config),
+        problem.num_heads_q,
+        problem.num_heads_kv,
+        group_size,
+        problem.batch,
+        tiles_per_head,
+        min(problem.batch * problem.num_heads_kv, max(1, host.L2_BYTES // bytes_of_head)),
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.total_q,
+        problem.total_k,
+        *arguments.window(problem),
+        query_tiles(problem, config.block_m) * config.block_m,
+        scale,
+        softcap_log2,
+        problem.softmax_scale,
+    ]
+
+
+def key_blocks(problem: AttentionProblem, config: Config) -> int:
+    """Returns the blocks of keys in the schedule, over all heads and sequences."""
+    if problem.packed:
+        return (problem.total_k // config.block_n + problem.batch) * problem.num_heads_kv
+    return -(-problem.seqlen_k // config.block_n) * problem.batch * problem.num_heads_kv
+
+
+def constants_of(problem: AttentionProblem) -> dict[str, Any]:
+    """Returns the compile-time options of a call that hold for every launch over scores."""
+    features = arguments.feature_constants(problem)
+    return {
+        **arguments.band_constants(problem),
+        "HAS_ALIBI": features["HAS_ALIBI"],
+        "HAS_SOFTCAP": features["HAS_SOFTCAP"],
+        "IS_VARLEN": problem.packed,
+    }
+
+
+def statistics(problem: AttentionProblem, tensors: Tensors, config: Config) -> Step:
+    """Returns the first launch: statistics of rows, zeros for dQ's sums, and parts of the sinks' gradient."""
+    tiles = query_tiles(problem, config.block_m)
+    of_dlse = [0, 0, 0] if tensors.dlse is None else [*arguments.lse_strides(problem), 1]
+
+    def given(t: Tensors) -> tuple[Any, ...]:
+        return t.out, t.dout, t.lse, t.dlse, t.operands.sinks, *t.offsets, *t.workspace
+
+    return Step(
+        launch.Launch(
+            kernel=rows.statistics_kernel,
+            grid=heads_of(problem) * tiles,
+            tensors=given(tensors),
+            scalars=[
+                *arguments.token_strides(problem, tensors.out),
+                *arguments.token_strides(problem, tensors.dout),
+                *arguments.lse_strides(problem),
+                *of_dlse,
+                problem.num_heads_q,
+                tiles,
+                *block_sizes(problem),
+            ],
+            constants={
+                "BLOCK_M": config.block_m,
+                "HEAD_DIM_V": problem.head_dim_v,
+                "WIDTH": width(problem),
+                "WIDTH_V": arguments.padded(problem.head_dim_v),
+                **arguments.band_constants(problem),
+                "HAS_SINKS": problem.has_sinks,
+                "IS_VARLEN": problem.packed,
+            },
+            options={"num_warps": 4 if problem.head_dim_v <= 128 else 8, "num_stages": 1, "enable_fp_fusion": True},
+        ),
+        given,
+    )
