@@ -162,9 +162,9 @@ def main() -> int:
         near = kernels.get(calibration.nearest([known for known in kernels if known != name], name), UNCALIBRATED)
         kernels[name] = fit(mine, gpu, base, near=near)
         print(f"{name}: {len(mine)} points\n  {kernels[name]}", flush=True)
-        if unseen := _cross_validated(mine, gpu, base, kernels[name], near):
-            crossed[name] = residuals(unseen)
-            all_unseen += unseen
+        if away := _cross_validated(mine, gpu, base, kernels[name], near):
+            crossed[name] = residuals(away)
+            all_unseen += away
             print(f"  left out of the fit: {_words(crossed[name])}", flush=True)
     base = replace(base, kernels=_with_borrowed(kernels), cross_validated=crossed)
     if not asked.only:
@@ -191,11 +191,11 @@ def _calibrate_gradients(asked: argparse.Namespace, sheet: DataSheet, gpu: Gpu) 
     fit_files = asked.fit or gradient_records(asked.card, "fit")
     judge_files = asked.judge if asked.judge is not None else gradient_records(asked.card, "judge")
     shipped = calibration.calibrations()[sheet.key]
-    judged = [point for path in judge_files for point in points(path)]
+    fitting = [point for path in fit_files for point in points(path)]
+    judged = unseen([point for path in judge_files for point in points(path)], fitting)
     if asked.check:
         _print_judgement("judged", judged, gpu, None)
         return 0
-    fitting = [point for path in fit_files for point in points(path)]
     names = sorted(dict.fromkeys(_key(point, gpu) for point in fitting), key=lambda name: name.count(" "))
     mine = {point.kernel.NAME for point in fitting}
     kernels = {name: of for name, of in shipped.kernels.items() if not name.startswith(tuple(mine))}
@@ -205,15 +205,16 @@ def _calibrate_gradients(asked: argparse.Namespace, sheet: DataSheet, gpu: Gpu) 
         near = kernels.get(calibration.nearest(kernels, name)) or kernels.get(LIKE.get(name, ""), UNCALIBRATED)
         kernels[name] = fit(of_name, gpu, shipped, near=near, begin=_start(near, name), names=FITTED_OF_GRADIENTS)
         print(f"{name}: {len(of_name)} points\n  {kernels[name]}", flush=True)
-        if unseen := _cross_validated(of_name, gpu, shipped, _start(near, name), near, FITTED_OF_GRADIENTS):
-            crossed[name] = residuals(unseen)
+        if away := _cross_validated(of_name, gpu, shipped, _start(near, name), near, FITTED_OF_GRADIENTS):
+            crossed[name] = residuals(away)
             print(f"  left out of the fit: {_words(crossed[name])}", flush=True)
     sources = {
         **shipped.sources,
         "gradients": tuple(path.name for path in fit_files),
         "gradients judged": tuple(path.name for path in judge_files),
     }
-    base = replace(shipped, kernels=kernels, cross_validated=crossed, sources=sources)
+    date = datetime.now(UTC).strftime("%Y-%m-%d")
+    base = replace(shipped, date=date, kernels=kernels, cross_validated=crossed, sources=sources)
     _print_judgement("fitted to", fitting, gpu, base, brief=True)
     found = _print_judgement("judged, not fitted to", judged, gpu, base)
     bare = replace(shipped, kernels={})
@@ -228,6 +229,12 @@ def _calibrate_gradients(asked: argparse.Namespace, sheet: DataSheet, gpu: Gpu) 
         asked.out or calibration.FOLDER / f"{sheet.key}.json",
     )
     return 0
+
+
+def unseen(judged: Sequence[Point], fitting: Sequence[Point]) -> list[Point]:
+    """Returns the points of problems that nothing was fitted to: the grids of gradients have one problem in common."""
+    known = {point.problem for point in fitting}
+    return [point for point in judged if point.problem not in known]
 
 
 def _with_gradients(of: Calibration, shipped: Calibration) -> Calibration:
@@ -271,9 +278,9 @@ FITTED = (
     "smem_bytes_per_clock",
     "l2",
 )
-# Kernels of gradients differ from the forward kernels that they begin near in the loop's rate, its latency, and the
-# start and end of a tile; power, softmax and L2 are the card's.
-FITTED_OF_GRADIENTS = ("exposed", "step_us", "fill_us", "start_us")
+# Kernels of gradients differ from the forward kernels that they begin near in the rate of their products, masked tiles,
+# the latency of a step, and the start and end of a tile; power, softmax and L2 are the card's.
+FITTED_OF_GRADIENTS = ("edge_steps", "step_us", "fill_us", "start_us")
 LIKE = {"hopper/flash_bwd": "hopper/flash_fwd", "flash_bwd": "flash_fwd", "three_kernel backward": "three_kernel"}
 ALL_GRADIENTS = "all gradients"  # the errors over all kernels of gradients
 LENDER, BORROWERS = "flash_fwd", ("split_kv", "large_head_dim", "three_kernel")  # the same products in Triton

@@ -148,6 +148,9 @@ def judge(record: Path) -> dict[str, Any]:
     name = str((environment.get("gpu") or {}).get("name", ""))
     sheet = next((known for word in name.split() if (known := find(word.lower()))), None)
     points = calibration_points.points(record)
+    if calibration_points.is_of_gradients(record):
+        fitted = calibrate_model.gradient_records("h200", "fit")
+        points = calibrate_model.unseen(points, [p for path in fitted for p in calibration_points.points(path)])
     if sheet is None or not points:
         raise NoVerdict(f"{record.name} has no times of our kernels on a GPU that the catalogue knows")
     gpu, shipped = gpu_of(sheet), calibrations()[sheet.key]

@@ -483,7 +483,13 @@ def run(first_seed: int, minutes: float, processes: int, calls: int | None, grad
     def serve(first_group: int) -> None:
         group = first_group
         while time.time() < stop:
-            command = [sys.executable, "-m", "tests.conformance.drawn", "--work", f"{group},{processes},{stop},{int(gradients)}"]
+            command = [
+                sys.executable,
+                "-m",
+                "tests.conformance.drawn",
+                "--work",
+                f"{group},{processes},{stop},{int(gradients)}",
+            ]
             with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                   env=os.environ | {"OMP_NUM_THREADS": "1"}) as worker:  # fmt: skip
                 workers.append(worker)

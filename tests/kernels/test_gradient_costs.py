@@ -10,7 +10,7 @@ import pytest
 
 from warpwave.gpu import Gpu
 from warpwave.kernels import eager, eager_backward_cost, flash_bwd
-from warpwave.kernels.cost import in_turn, walk_by_keys
+from warpwave.kernels.cost import in_turn, launch_order_by_keys, walk_by_keys
 from warpwave.kernels.gradient_costs import of_keys, of_queries
 from warpwave.kernels.hopper import flash_bwd as hopper_flash_bwd
 from warpwave.kernels.three_kernel import backward_cost
@@ -77,6 +77,36 @@ def test_packed_tiles_are_those_of_each_sequence() -> None:
     assert found.longest == max(one.longest for one in each)
 
 
+def test_blocks_that_own_keys_come_in_their_order() -> None:
+    lengths = ((100, 100), (300, 300))
+    packed = replace(
+        PLAIN, batch=2, seqlen_q=300, seqlen_k=300, packed=True, total_q=400, total_k=400, lengths=lengths,
+        num_heads_kv=2, causal=Causal(),
+    )  # fmt: skip
+    # Tiles of 128 keys are seen by queries from 0, 128 and 256 on, in steps of 64; both heads of a group are walked.
+    each = {100: (2 * 2,), 300: (2 * 5, 2 * 3, 2 * 1)}
+    assert launch_order_by_keys(packed, 64, 128) == ((each[100], 2), (each[300], 2))
+    pairs = tuple(step for step in each[300] for _ in range(2))
+    assert launch_order_by_keys(packed, 64, 128, all_heads=True) == ((pairs, 1), (each[100] * 2, 1))
+    found = walk_by_keys(packed, 64, 128)
+    assert sum(sum(steps) * times for steps, times in launch_order_by_keys(packed, 64, 128)) == found.tiles
+    huge = replace(PLAIN, seqlen_k=1 << 24, seqlen_q=1 << 24)
+    assert launch_order_by_keys(huge, 64, 16) == ()
+
+
+def test_gradients_that_no_block_writes_are_filled_first() -> None:
+    packed = replace(PLAIN, packed=True, total_q=1024, total_k=1024, lengths=((512, 512),) * 2)
+    hidden = replace(PLAIN, causal=Causal(), seqlen_q=512, seqlen_k=300)  # the first queries see nothing
+    filled = 2 * 2 * 4 * 64 * (512 + 2 * 512), 2 * 2 * 4 * 64 * (512 + 2 * 300)
+    for problem, module, launches, size in (
+        (packed, hopper_flash_bwd, 4, filled[0]), (packed, flash_bwd, 5, filled[0]),
+        (hidden, hopper_flash_bwd, 4, filled[1]),
+    ):  # fmt: skip
+        found = costs(problem, module)
+        assert found.launches == launches and found.parts[0].write_bytes == size
+    assert costs(PLAIN, hopper_flash_bwd).launches == 3 and costs(hidden, flash_bwd).launches == 2
+
+
 # Products, and what is computed again ---------------------------------------------------------------------------------
 
 
@@ -84,6 +114,7 @@ def test_packed_tiles_are_those_of_each_sequence() -> None:
     ("module", "changes", "products", "exponentials"),
     [
         (hopper_flash_bwd, {}, 5, 1),
+        (hopper_flash_bwd, {"head_dim": 256, "head_dim_v": 256}, 7, 2),
         (flash_bwd, {}, 7, 2),
         (flash_bwd, {"dtype": "float32"}, 9, 3),
         (flash_bwd, {"head_dim": 256, "head_dim_v": 256}, 8, 3),

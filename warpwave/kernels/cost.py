@@ -99,7 +99,7 @@ def in_turn(parts: Sequence[Cost], workspace_bytes: int) -> Cost:
         smem_bytes=max(part.smem_bytes for part in parts),
         workspace_bytes=workspace_bytes,
         loop=next((part.loop for part in parts if part.loop), ""),
-        launches=len(parts),
+        launches=sum(part.launches for part in parts),
         parts=tuple(parts),
     )
 
@@ -210,9 +210,7 @@ def walk_by_keys(problem: AttentionProblem, block_m: int, block_n: int) -> Walk:
     """
     tiles = longest = items = cut = 0
     for (seqlen_q, seqlen_k), times in problem.counted_items().items():
-        low, high = problem.band(seqlen_q, seqlen_k)
-        band = Band(None if high is None else -high, None if low is None else -low)
-        found = _count(_Sequence(band, seqlen_k, seqlen_q, block_n, block_m, 1))
+        found = _count(_by_keys(problem, seqlen_q, seqlen_k, block_m, block_n))
         tiles, cut, items = tiles + times * found.tiles, cut + times * found.cut, items + times * found.items
         longest = max(longest, found.longest)
     group = problem.num_heads_q // problem.num_heads_kv
@@ -286,6 +284,37 @@ def launch_order(
             steps = [-(-sequence.visited(i)[0] // splits) for i in (reversed(tiles) if last_first else tiles)]
             found[seqlen_q, seqlen_k] = tuple(steps)
     return tuple((found[item], units) for item in problem.items())
+
+
+def launch_order_by_keys(
+    problem: AttentionProblem, block_m: int, block_n: int, all_heads: bool = False
+) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """Returns `Cost.order` of blocks that own keys, in the terms of `walk_by_keys`; empty if there are more than
+    `MOST_ORDERED` blocks.
+
+    Args:
+        all_heads: whether all heads of a tile follow one another, and the last sequence comes first, as in Hopper's
+            packed calls; otherwise blocks come sequence by sequence, head by head, tile by tile.
+    """
+    heads, group = problem.num_heads_kv, problem.num_heads_q // problem.num_heads_kv
+    if heads * (problem.total_k if problem.packed else problem.batch * problem.seqlen_k) > MOST_ORDERED * block_n:
+        return ()
+    found: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}
+    for seqlen_q, seqlen_k in problem.items():
+        if (seqlen_q, seqlen_k) not in found:
+            sequence = _by_keys(problem, seqlen_q, seqlen_k, block_m, block_n)
+            steps = [group * sequence.visited(tile)[0] for tile in range(sequence.tiles())]
+            of_heads = tuple(step for step in steps for _ in range(heads))
+            found[seqlen_q, seqlen_k] = (of_heads, 1) if all_heads else (tuple(steps), heads)
+    order = tuple(found[item] for item in problem.items())
+    return order[::-1] if all_heads else order
+
+
+def _by_keys(problem: AttentionProblem, seqlen_q: int, seqlen_k: int, block_m: int, block_n: int) -> _Sequence:
+    """Returns the tiles of one sequence with rows and keys exchanged."""
+    low, high = problem.band(seqlen_q, seqlen_k)
+    band = Band(None if high is None else -high, None if low is None else -low)
+    return _Sequence(band, seqlen_k, seqlen_q, block_n, block_m, 1)
 
 
 def progressions(tiles: int, period: int, irregular: Iterable[range]) -> Iterator[tuple[int, int, int]]:

@@ -94,6 +94,15 @@ def of_keys(
     )
 
 
+def of_zeros(problem: AttentionProblem, launches: int) -> Cost:
+    """Returns the cost of filling the gradients of q, k and v with zeros."""
+    width = problem.head_dim + problem.head_dim_v
+    written = DTYPE_BYTES[problem.dtype] * (
+        problem.rows * problem.num_heads_q * problem.head_dim + keys_of(problem) * width
+    )
+    return Cost(0, 0, 0, 0, written, first_bytes=written, launches=launches)
+
+
 def of_rows(blocks: int, read_bytes: int, write_bytes: int, scratch_bytes: int, threads: int) -> Cost:
     """Returns the cost of a launch of many small blocks that reads and writes rows once.
 

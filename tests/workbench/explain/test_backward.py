@@ -28,8 +28,11 @@ CALL = AttentionProblem(
     batch=4, seqlen_q=4096, seqlen_k=4096, num_heads_q=16, num_heads_kv=16, head_dim=128, head_dim_v=128,
     dtype="bfloat16", softmax_scale=128**-0.5, requires_grad=True,
 )  # fmt: skip
-# By kernel and head_dim: at 256, dK and dV have a launch each.
-PRODUCTS = {("hopper/flash_bwd", 128): 5, ("flash_bwd", 64): 7, ("flash_bwd", 128): 7, ("flash_bwd", 256): 8}
+# By kernel and head_dim: above 128, flash_bwd has a launch each for dK and dV, hopper/flash_bwd one for both.
+PRODUCTS = {
+    ("hopper/flash_bwd", 128): 5, ("hopper/flash_bwd", 256): 7,
+    ("flash_bwd", 64): 7, ("flash_bwd", 128): 7, ("flash_bwd", 256): 8,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +66,8 @@ def section(text: str, title: str) -> list[str]:
         ("h200", "hopper/flash_bwd", {"causal": Causal()}),
         ("rtx4090", "flash_bwd", {"causal": Causal(), "head_dim": 64, "head_dim_v": 64}),
         ("mi300x", "flash_bwd", {"num_heads_kv": 4}),
-        ("h200", "flash_bwd", {"head_dim": 256, "head_dim_v": 256, "dtype": "float16"}),
+        ("h200", "hopper/flash_bwd", {"head_dim": 256, "head_dim_v": 256, "dtype": "float16"}),
+        ("a100-80gb", "flash_bwd", {"head_dim": 256, "head_dim_v": 256, "num_heads_kv": 2}),
     ],
 )
 def test_a_person_with_a_calculator_finds_the_same_figures(card: str, kernel: str, options: dict[str, Any]) -> None:
@@ -202,10 +206,16 @@ def test_a_call_without_gradients_has_no_backward() -> None:
 def test_the_workspace_is_what_the_launches_allocate() -> None:
     from warpwave.kernels.hopper.flash_bwd import kernel
 
-    said = on("h200", causal=Causal())
-    assert said.memory is not None and said.backward is not None
-    shapes = kernel._workspace_shapes(said.backward.problem, said.backward.config)
-    assert said.memory.backward == sum(4 * math.prod(shape) for shape in shapes if shape is not None)
+    lengths = ((100, 100), (1000, 1000))
+    packed = {"batch": 2, "seqlen_q": 1000, "seqlen_k": 1000, "packed": True, "total_q": 1100, "total_k": 1100}
+    for options in (
+        {"causal": Causal()}, {"seqlen_q": 1001, "has_sinks": True}, {"head_dim": 200, "head_dim_v": 64},
+        packed | {"lengths": lengths},
+    ):  # fmt: skip
+        said = on("h200", **options)
+        assert said.memory is not None and said.backward is not None
+        shapes = kernel._workspace_shapes(said.backward.problem, said.backward.config)
+        assert said.memory.backward == sum(4 * math.prod(shape) for shape in shapes if shape is not None)
     portable = on("rtx4090").memory
     assert portable is not None and portable.backward == 4 * 4 * 16 * 4096, "delta alone"
 

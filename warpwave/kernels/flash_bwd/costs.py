@@ -13,12 +13,14 @@ from warpwave.kernels.cost import (
     bytes_per_score,
     conversions,
     in_turn,
+    launch_order,
+    launch_order_by_keys,
     multiply_add_bytes,
     odd_rows,
     waits_for_memory,
 )
 from warpwave.kernels.flash_bwd.config import Config, Tile, arithmetic_of, smem_in_use, smem_of_tile
-from warpwave.kernels.gradient_costs import of_keys, of_queries
+from warpwave.kernels.gradient_costs import of_keys, of_queries, of_zeros
 from warpwave.problem import AttentionProblem
 
 LAUNCHES_OF_KEYS = {  # split_dkv -> (products, those that an earlier launch has computed) of each launch
@@ -34,7 +36,9 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     launch each, S is computed three times. In float32 the first launch walks the keys twice: nine products.
     """
     rows = problem.rows * problem.num_heads_q
-    parts = [_of_queries(problem, gpu, config.dq)]
+    # Some tokens of a packed call may belong to no sequence.
+    parts = [of_zeros(problem, launches=3)] if problem.packed else []
+    parts.append(_of_queries(problem, gpu, config.dq))
     for products, repeats in LAUNCHES_OF_KEYS[config.split_dkv]:
         parts.append(_of_keys(problem, gpu, config.dkv, products, repeats))
     return in_turn(parts, workspace_bytes=(8 if problem.dtype == "float32" else 4) * rows)
@@ -67,6 +71,10 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> Cost:
     walk = of_queries(problem, tile.block_m, tile.block_n, widths, walks)
     out = 0 if walks == 2 else problem.rows * problem.num_heads_q * problem.head_dim_v * 2  # delta is made of it
     walk = replace(walk, read_bytes=walk.read_bytes + out, first_bytes=walk.first_bytes + out)
+    if problem.packed or problem.has_band:
+        last_first = problem.causal is not None or problem.window_size[1] >= 0
+        order = launch_order(problem, tile.block_m, tile.block_n, splits=1, last_first=last_first)
+        walk = replace(walk, order=tuple((tuple(walks * n for n in steps), times) for steps, times in order))
     return _with_tile(walk, problem, gpu, tile, False)
 
 
@@ -75,7 +83,10 @@ def _of_keys(
 ) -> Cost:
     """`cost` of a launch that owns keys."""
     widths = tile_widths(problem, gpu, tile.block_n)
-    return _with_tile(of_keys(problem, tile.block_m, tile.block_n, widths, products, repeats), problem, gpu, tile, True)
+    walk = of_keys(problem, tile.block_m, tile.block_n, widths, products, repeats)
+    if problem.packed or problem.has_band:
+        walk = replace(walk, order=launch_order_by_keys(problem, tile.block_m, tile.block_n))
+    return _with_tile(walk, problem, gpu, tile, True)
 
 
 def _with_tile(walk: Cost, problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool) -> Cost:
@@ -122,10 +133,12 @@ def _registers(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool)
 
 
 def _loop(problem: AttentionProblem, multiply_adds: bool) -> str:
-    """Returns `Cost.loop`: separate names for float32, for tiles of 256 columns, and for rows that do not start at
-    multiples of 32 bytes, whose loads are narrower."""
+    """Returns `Cost.loop`: separate names for float32, for tiles of 256 columns, for a mask or bias, and for rows that
+    do not start at multiples of 32 bytes, whose loads are narrower."""
     if problem.dtype == "float32":
         return "multiply-adds" if multiply_adds else "float32"
+    if bytes_per_score(problem):
+        return "cells"
     if max(problem.head_dim, problem.head_dim_v) > 128:
         return "wide"
     return ODD_ROWS if odd_rows(problem) else ""

@@ -11,7 +11,7 @@ import functools
 import json
 import math
 from collections.abc import Container, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,9 @@ def constant_of(path: str, products: int) -> str:
 # Round numbers, not fitted: 80 % of a matrix unit, half of the stated rate of plain float32 units, a little less if
 # operands are split in the loop, eight operations per score, a microsecond for each start or end.
 UNCALIBRATED = Constants(matrix={"other": 0.8, "float32": 0.5, "tf32": 0.5, "tf32x3": 0.5, "float32_matrix": 0.5})
+# Gradients in torch's operations wait for the host, whatever the card.
+TORCH_OPERATIONS = ("eager backward", "three_kernel backward")
+UNCALIBRATED_OPERATIONS = replace(UNCALIBRATED, host_us=25.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +240,8 @@ def machine(sheet: DataSheet, kernel: str, loop: str = "", calibration: Calibrat
         lender = calibrations().get(calibration.constants_of)
         known = calibration.kernels if lender is None else lender.kernels
     key = nearest(known, key_of(kernel, loop))
-    return Machine(sheet, known.get(key, UNCALIBRATED), calibration, key in known)
+    rough = UNCALIBRATED_OPERATIONS if kernel in TORCH_OPERATIONS else UNCALIBRATED
+    return Machine(sheet, known.get(key, rough), calibration, key in known)
 
 
 def nearest(known: Container[str], key: str) -> str:

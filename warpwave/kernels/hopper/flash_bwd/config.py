@@ -84,6 +84,18 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     return found
 
 
+def has_hidden_rows(problem: AttentionProblem) -> bool:
+    """Returns whether a query or key may see nothing, whose gradients no block writes."""
+    if problem.packed:
+        return True
+    band = problem.band(problem.seqlen_q, problem.seqlen_k)
+    rows = problem.seqlen_q - max(0, -(band.high or 0) if band.high is not None else 0)
+    hides_queries = rows < problem.seqlen_q or (
+        band.low is not None and problem.seqlen_k - band.low < problem.seqlen_q
+    )  # fmt: skip
+    return hides_queries or band.keys_seen(problem.seqlen_q, problem.seqlen_k) < problem.seqlen_k
+
+
 def value_stages(problem: AttentionProblem, config: Config) -> int:
     """Returns the tiles of V in flight in the launch of dQ: as many as of K, or one where no more fit."""
     return config.num_stages if smem_of_dq(problem, config, config.num_stages) <= SMEM_PER_BLOCK else 1

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from warpwave.gpu import Gpu
-from warpwave.kernels.cost import Cost, in_turn
-from warpwave.kernels.gradient_costs import STATISTICS_BYTES, of_keys, of_queries, of_rows
+from warpwave.kernels.cost import Cost, in_turn, launch_order_by_keys
+from warpwave.kernels.gradient_costs import STATISTICS_BYTES, of_keys, of_queries, of_rows, of_zeros
 from warpwave.kernels.hopper.flash_bwd.config import (
     GROUP_ROWS,
     MAX_JOINT,
     Config,
+    has_hidden_rows,
     smem_bytes,
     smem_of_dkv,
     smem_of_dq,
@@ -18,6 +19,7 @@ from warpwave.kernels.hopper.flash_bwd.config import (
     width,
     widths,
 )
+from warpwave.kernels.hopper.flash_bwd.launches import heads_of, query_tiles
 from warpwave.kernels.hopper.host import NUM_SMS
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
@@ -31,31 +33,31 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     Another set of launches is another list of parts made of `gradient_costs`.
     """
     rows, size = problem.rows * problem.num_heads_q, DTYPE_BYTES[problem.dtype]
-    sums = 4 * rows * width(problem) if config.is_joint else 0
-    statistics = rows * STATISTICS_BYTES
+    # In whole tiles.
+    tiles = heads_of(problem) * query_tiles(problem, config.block_m)
+    sums = 4 * tiles * config.block_m * width(problem) if config.is_joint else 0
+    statistics = tiles * config.block_m * STATISTICS_BYTES
+    workspace = sums + statistics + 4 * tiles * problem.has_sinks
     threads = 128 if problem.head_dim_v <= MAX_JOINT else 256
     first = of_rows(
-        _row_tiles(problem, config),
+        tiles,
         rows * (2 * size * problem.head_dim_v + 4),
         sums + statistics,
         sums + statistics,
         threads,
     )
+    zeros = (of_zeros(problem, launches=1),) if has_hidden_rows(problem) else ()
     if not config.is_joint:
-        return in_turn((first, _of_keys(problem, gpu, config), _of_queries(problem, gpu, config)), statistics)
-    finish = of_rows(_row_tiles(problem, config), sums, rows * size * problem.head_dim, sums, threads)
-    return in_turn((first, _joint(problem, gpu, config, sums), finish), sums + statistics)
-
-
-def _row_tiles(problem: AttentionProblem, config: Config) -> int:
-    """Returns the blocks of a launch over tiles of rows."""
-    return problem.num_heads_q * sum(-(-q // config.block_m) * n for (q, _), n in problem.counted_items().items())
+        parts = (*zeros, first, _of_keys(problem, gpu, config), _of_queries(problem, gpu, config))
+        return in_turn(parts, workspace)
+    finish = of_rows(tiles, sums, rows * size * problem.head_dim, sums, threads)
+    return in_turn((*zeros, first, _joint(problem, gpu, config, sums), finish), workspace)
 
 
 def _joint(problem: AttentionProblem, gpu: Gpu, config: Config, sums: int) -> Cost:
     """Returns the cost of the launch with all five products. It adds a tile of dQ to the sums at every step."""
     columns = width(problem)
-    walk = of_keys(problem, config.block_m, config.block_n, (columns, columns))
+    walk = _walk_of_keys(problem, config, (columns, columns))
     scores = walk.steps * config.block_m * config.block_n
     added = 4 * walk.steps * config.block_m * columns
     group = problem.num_heads_q // problem.num_heads_kv
@@ -69,9 +71,16 @@ def _joint(problem: AttentionProblem, gpu: Gpu, config: Config, sums: int) -> Co
     )
 
 
+def _walk_of_keys(problem: AttentionProblem, config: Config, columns: tuple[int, int]) -> Cost:
+    walk = of_keys(problem, config.block_m, config.block_n, columns)
+    if not problem.packed:  # under a mask the longest come first
+        return walk
+    return replace(walk, order=launch_order_by_keys(problem, config.block_m, config.block_n, all_heads=True))
+
+
 def _of_keys(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """Returns the cost of the launch of dK and dV."""
-    walk = of_keys(problem, config.block_m, config.block_n, widths(problem))
+    walk = _walk_of_keys(problem, config, widths(problem))
     return replace(_persistent(walk, gpu, smem_of_dkv(problem, config)), loop=APART)
 
 
