@@ -185,14 +185,13 @@ def test_flash_bwd_moves_what_its_launches_do() -> None:
 
 def test_a_bias_is_read_by_every_launch_and_its_gradient_is_a_launch() -> None:
     bias = replace(PLAIN, bias_shape=(1, 4, 512, 512), bias_dtype="bfloat16")
-    with_bias = costs(bias, flash_bwd)
+    with_bias, config = costs(bias, flash_bwd), flash_bwd.default(bias, H200)
+    assert config is not None
     cells = 2 * 4 * 512 * 512
-    for part, bare in zip(
-        with_bias.parts, flash_bwd.cost(PLAIN, H200, flash_bwd.default(bias, H200)).parts, strict=True
-    ):
+    for part, bare in zip(with_bias.parts, flash_bwd.cost(PLAIN, H200, config).parts, strict=True):
         assert part.read_bytes - bare.read_bytes == 2 * cells
         assert part.first_bytes - bare.first_bytes == cells, "the batch shares a bias"
-    of_bias = flash_bwd.cost_of_bias(bias, H200, flash_bwd.default(bias, H200))
+    of_bias = flash_bwd.cost_of_bias(bias, H200, config)
     assert of_bias.flops == 2 * bias.visible_pairs * 2 * 64, "S and dP"
     assert of_bias.write_bytes == cells
 

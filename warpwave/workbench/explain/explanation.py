@@ -29,6 +29,7 @@ from warpwave.workbench.model.predict import Prediction, predict
 from warpwave.workbench.model.roofline import Rates, Roofline, byte, data_sheet_rates, measured_rates, roofline
 from warpwave.workbench.model.steps import computes_gradients
 
+THAT_RECOMPUTES = "no implementation that recomputes the scores"  # of a backward's bound
 LOAD_BYTES = 16  # bytes that a thread loads at once from an address that is a multiple of 16
 
 
@@ -279,11 +280,13 @@ def explain(
             losses = _losses(measured_us, prediction, problem, gpu, bounds, clock_mhz)
         elif passes == "backward":
             assert backward_pass is not None
-            of_backward = _losses(measured_us, backward_pass.prediction, problem, gpu, backward_pass.bounds, None)
+            p, of_pass = backward_pass.prediction, backward_pass.bounds
+            of_backward = _losses(measured_us, p, problem, gpu, of_pass, None, THAT_RECOMPUTES)
             backward_pass = replace(backward_pass, losses=of_backward)
         else:
             assert both is not None
-            both = replace(both, losses=_losses(measured_us, both.prediction, problem, gpu, None, None))
+            of_both = _losses(measured_us, both.prediction, problem, gpu, None, None, THAT_RECOMPUTES)
+            both = replace(both, losses=of_both)
     return Explanation(
         problem,
         gpu,
@@ -337,6 +340,7 @@ def _losses(
     gpu: Gpu,
     bounds: Roofline | None,
     clock_mhz: float | None,
+    none: str = "no implementation",
 ) -> Losses:
     """Splits a measured time. Raises InvalidInput if there is no model of the card, or no work."""
     sheet = catalog.data_sheet(gpu)
@@ -346,7 +350,7 @@ def _losses(
             if problem.flops
             else "a measured time needs work to be split by, and this call has none"
         )
-    return split(measured_us, prediction, sheet, bounds, clock_mhz=clock_mhz)
+    return split(measured_us, prediction, sheet, bounds, clock_mhz=clock_mhz, none=none)
 
 
 def _alternatives(problem: AttentionProblem, gpu: Gpu, chosen: Any, hot: bool) -> dict[str, float]:

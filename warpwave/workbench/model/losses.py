@@ -97,6 +97,7 @@ def split(
     bounds: Roofline | None = None,
     *,
     clock_mhz: float | None = None,
+    none: str = "no implementation",
 ) -> Losses:
     """Splits a measured time into the losses of a prediction.
 
@@ -106,6 +107,7 @@ def split(
         sheet: the card's data sheet.
         bounds: bounds by the data sheet, for the power-matched yardstick.
         clock_mhz: SM clock while it ran; None if it was not read.
+        none: what the bound holds for, in words.
 
     Raises:
         InvalidInput: the time is shorter than the bound, or not a positive number.
@@ -114,7 +116,7 @@ def split(
         raise InvalidInput(f"the measured time is {measured_us} us; it must be above 0 and finite")
     if measured_us < prediction.bound_us:
         raise InvalidInput(
-            f"the measured time is {us(measured_us)}; on {sheet.name} no implementation of this call takes less than "
+            f"the measured time is {us(measured_us)}; on {sheet.name} {none} of this call takes less than "
             f"{us(prediction.bound_us)}. Check that the time is of the whole call, of this call and in us; if its "
             "inputs stayed in L2, pass --hot"
         )
@@ -126,7 +128,7 @@ def split(
         before = after
     losses.append(Loss("remainder", measured_us / before, before, measured_us, "what the model did not predict"))
     yardsticks = (
-        Yardstick("data sheet", prediction.bound_us, prediction.bound_us / measured_us, "no implementation is faster"),
+        Yardstick("data sheet", prediction.bound_us, prediction.bound_us / measured_us, f"{none} is faster"),
         _power_matched(measured_us, prediction, sheet, bounds, clock_mhz),
     )
     return Losses(measured_us, prediction.bound_us, tuple(losses), yardsticks)

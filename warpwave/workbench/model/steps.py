@@ -7,9 +7,8 @@ each level of memory. `docs/workbench/model.md` has the equations. Imports no to
 from __future__ import annotations
 
 import functools
-import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from warpwave.workbench.hardware.catalog import DataSheet
 from warpwave.workbench.hardware.occupancy import occupancy
 from warpwave.workbench.model.calibration import Machine, constant_of
 from warpwave.workbench.model.roofline import FLOAT32_PATHS, Path, data_sheet_rates, fastest, product_path, roofline
+from warpwave.workbench.model.schedule import companies, lateness
 
 # The losses between the bound and the predicted time, in the order of the steps: name -> meaning.
 LOSSES: dict[str, str] = {
@@ -45,7 +45,6 @@ FAR_US = 0.45  # latency of memory on top of L2
 TRIP_US = 0.5  # round trip to L2 or memory
 EMPTY_US = 0.7  # time of a block beyond the end of its sequence: launch, a load from L2, exit
 AHEAD = 0.3  # share of launching and the first wave that a launch saves by overlapping the previous one
-MOST_SIMULATED = 40  # waves; beyond this the order of blocks no longer matters
 SMEM_SLACK = 1.05  # kernels state an upper bound of shared memory, up to this factor above the compiled size
 WRITTEN_BACK = 0.45  # share of L2 that a flush leaves dirty, which a call must write back first
 FLUSH_US = 75.0  # duration of `bench`'s flush of 256 MiB
@@ -431,53 +430,6 @@ ABLATIONS: dict[str, str] = {
     "mask": "no mask: hidden pairs of edge tiles count as visible",
     "store": "no store of the output",
 }
-
-
-def lateness(order: Sequence[tuple[tuple[int, ...], int]], slots: int) -> float:
-    """Returns how much longer a schedule takes than work over slots, in units of the mean length.
-
-    Args:
-        order: `Cost.order`; each block starts on the first free slot.
-        slots: blocks that run at the same time.
-    """
-    items = sum(len(lengths) * times for lengths, times in order)
-    work = sum(sum(lengths) * times for lengths, times in order)
-    if not work or items > MOST_SIMULATED * slots:
-        return 0.0
-    free = [0] * slots
-    for lengths, times in order:
-        for _ in range(times):
-            for length in lengths:
-                if length:
-                    heapq.heapreplace(free, free[0] + length)
-    there = sum(length > 0 for lengths, times in order for length in lengths for _ in range(times))
-    return (max(free) - work / slots) * there / work
-
-
-def companies(
-    order: Sequence[tuple[tuple[int, ...], int]], blocks: int, sms: int, slots: int
-) -> tuple[tuple[int, ...], ...]:
-    """Returns the lengths of the blocks that share an SM, longest first, for each SM, without duplicates. All blocks
-    start at once and are distributed over the SMs in turn, including blocks beyond the end of a sequence. Empty if they
-    do not all fit, or their order is unknown.
-
-    Args:
-        order: `Cost.order`.
-        blocks: `Cost.blocks`, including blocks without work.
-        slots: resident blocks per SM.
-    """
-    heads = sum(times for _, times in order)
-    if not heads or blocks > sms * slots:
-        return ()
-    found: list[list[int]] = [[] for _ in range(sms)]
-    place, width = 0, blocks // heads
-    for lengths, times in order:
-        for _ in range(times):
-            for i, length in enumerate(lengths):
-                if length:
-                    found[(place + i) % sms].append(length)
-            place += max(width, len(lengths))
-    return tuple(dict.fromkeys(tuple(sorted(one, reverse=True)) for one in found if one))
 
 
 SHARED_OUT = (  # fields of a `Cost` that are divided among several launches
