@@ -258,7 +258,7 @@ def _count(sequence: _Sequence) -> Walk:
     return Walk(tiles, longest, items, cut)
 
 
-MOST_ORDERED = 1 << 18  # blocks; the model simulates fewer (steps.lateness)
+MOST_ORDERED = 1 << 18  # blocks; the model simulates fewer (schedule.lateness)
 
 
 def launch_order(

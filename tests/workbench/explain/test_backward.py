@@ -304,3 +304,33 @@ def test_every_kernel_of_gradients_climbs_from_the_bound(card: str) -> None:
             assert times == sorted(times) and times[0] > 0 and times[-1] == p.time_us
             assert p.bound_us <= p.low_us <= p.time_us <= p.high_us
             assert math.prod(p.factors.values()) == pytest.approx(p.time_us / p.bound_us, rel=1e-9)
+
+
+def test_what_is_computed_again_and_added_has_a_step_of_its_own() -> None:
+    from warpwave.kernels import flash_bwd, flash_fwd
+    from warpwave.kernels.hopper import flash_bwd as hopper_flash_bwd
+    from warpwave.workbench.model.predict import predict
+
+    gpu, problem = resolve("h200"), replace(CALL, requires_grad=False, return_lse=True)
+
+    def factors(module: Any) -> dict[str, float]:
+        p = predict(problem, module, module.configs(problem, gpu)[0], gpu)
+        assert p is not None
+        return p.factors
+
+    class _WithMoreSums:
+        """`hopper/flash_bwd` with blocks of so few keys that they add to dQ 8 times as often."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(hopper_flash_bwd, name)
+
+        def cost(self, *arguments: Any) -> Any:
+            cost = hopper_flash_bwd.cost(*arguments)
+            parts = [replace(p, added_bytes=8 * p.added_bytes, write_bytes=p.write_bytes + 7 * p.added_bytes)
+                     for p in cost.parts]  # fmt: skip
+            return replace(cost, parts=tuple(parts))
+
+    assert 1.4 <= factors(flash_bwd)["recomputation"] < 1.5, "7 products of 5, and twice the exponentials"
+    assert factors(flash_fwd)["recomputation"] == factors(hopper_flash_bwd)["recomputation"] == 1
+    assert factors(flash_fwd)["reductions"] == factors(flash_bwd)["reductions"] == 1
+    assert factors(hopper_flash_bwd)["reductions"] < 1.05 < 1.5 < factors(_WithMoreSums())["reductions"]

@@ -23,8 +23,8 @@ from warpwave.workbench.explain.recorded_time import config_of
 from warpwave.workbench.hardware.catalog import catalog, gpu_of, resolve
 from warpwave.workbench.model.calibration import FOLDER, Constants, calibrations, constant_of, read, residuals, write
 from warpwave.workbench.model.predict import Prediction, predict
-from warpwave.workbench.model.steps import LOSSES, _padding, blocks_per_sm
 from warpwave.workbench.model.schedule import lateness
+from warpwave.workbench.model.steps import LOSSES, _padding, blocks_per_sm
 from warpwave.workbench.report import shipped
 
 H200 = resolve("h200")
