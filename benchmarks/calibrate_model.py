@@ -3,6 +3,7 @@
     python -m benchmarks.calibrate_model                    refit the H200 from the records of this repository
     python -m benchmarks.calibrate_model --check            judge the calibration that ships, write nothing
     python -m benchmarks.calibrate_model --only split_kv    fit one kernel, keep the others' constants
+    python -m benchmarks.calibrate_model --gradients        fit and judge kernels of gradients, keep all others
     python -m benchmarks.calibrate_model --rejudge          keep its constants, judge them again, write the error bars
     python -m benchmarks.calibrate_model --card h100 --constants-of h200 --judge grid.jsonl    the same chip: judge
     python -m benchmarks.calibrate_model --card b200 --fit sweep.jsonl --judge other.jsonl --ceilings roof.json
@@ -26,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.calibration_points import Point, near_best, points
+from benchmarks.calibration_points import Point, gradient_kernels, near_best, points
 from warpwave import dispatch
 from warpwave.gpu import Gpu
 from warpwave.workbench.hardware import measure
@@ -82,6 +83,7 @@ def main() -> int:
     parser.add_argument(
         "--rejudge", action="store_true", help="keep the constants that ship; judge, and write how far off"
     )
+    parser.add_argument("--gradients", action="store_true", help="fit and judge kernels of gradients; keep all others")
     parser.add_argument("--only", nargs="+", default=[], help="fit these kernels or loops; the others' constants stay")
     parser.add_argument("--quick", action="store_true", help="do not predict kernels by the others' constants")
     parser.add_argument("--constants-of", metavar="CARD", help="take that card's constants, its chip being the same")
@@ -91,6 +93,8 @@ def main() -> int:
     if sheet is None:
         parser.error(f"the catalogue has no card {asked.card!r}")
     gpu = gpu_of(sheet)
+    if asked.gradients:
+        return _calibrate_gradients(asked, sheet, gpu)
     if asked.constants_of is not None and (asked.constants_of not in calibration.calibrations() or not asked.judge):
         parser.error("--constants-of names a card with a calibration, and --judge a record to judge its constants on")
     fit_files, judge_files = _records(asked.card)
@@ -118,7 +122,7 @@ def main() -> int:
         shipped = calibration.calibrations()[sheet.key]
         sources = {**shipped.sources, "judged": tuple(path.name for path in asked.judge)}
         by_kernel = _print_judgement("judged, not fitted to", judged, gpu, shipped)
-        calibration.write(replace(shipped, sources=sources, residuals=by_kernel), out)
+        calibration.write(_with_gradients(replace(shipped, sources=sources, residuals=by_kernel), shipped), out)
         return 0
     ceilings = measure.shipped(gpu) if asked.ceilings is None else measure.read(asked.ceilings)
     if ceilings is None or ceilings.launch_us is None:
@@ -158,9 +162,9 @@ def main() -> int:
         near = kernels.get(calibration.nearest([known for known in kernels if known != name], name), UNCALIBRATED)
         kernels[name] = fit(mine, gpu, base, near=near)
         print(f"{name}: {len(mine)} points\n  {kernels[name]}", flush=True)
-        if unseen := _cross_validated(mine, gpu, base, kernels[name], near):
-            crossed[name] = residuals(unseen)
-            all_unseen += unseen
+        if away := _cross_validated(mine, gpu, base, kernels[name], near):
+            crossed[name] = residuals(away)
+            all_unseen += away
             print(f"  left out of the fit: {_words(crossed[name])}", flush=True)
     base = replace(base, kernels=_with_borrowed(kernels), cross_validated=crossed)
     if not asked.only:
@@ -175,9 +179,89 @@ def main() -> int:
     rough = residuals([_ratio(point, gpu, bare) for point in (*judged, *fitting)])
     print(f"round constants, never fitted, on all points: {_words(rough)}")
     base = replace(base, residuals=by_kernel, uncalibrated=rough)
-    calibration.write(base, out)
+    before_fit = calibration.calibrations().get(sheet.key)
+    calibration.write(base if before_fit is None else _with_gradients(base, before_fit), out)
     print(f"written to {out}")
     return 0
+
+
+def _calibrate_gradients(asked: argparse.Namespace, sheet: DataSheet, gpu: Gpu) -> int:
+    """Fits the kernels of gradients, each near the forward kernel with the same products, and judges them on the other
+    grid. The constants, the errors and the sources of forward kernels stay as they are."""
+    fit_files = asked.fit or gradient_records(asked.card, "fit")
+    judge_files = asked.judge if asked.judge is not None else gradient_records(asked.card, "judge")
+    shipped = calibration.calibrations()[sheet.key]
+    fitting = [point for path in fit_files for point in points(path)]
+    judged = unseen([point for path in judge_files for point in points(path)], fitting)
+    if asked.check:
+        _print_judgement("judged", judged, gpu, None)
+        return 0
+    names = sorted(dict.fromkeys(_key(point, gpu) for point in fitting), key=lambda name: name.count(" "))
+    mine = {point.kernel.NAME for point in fitting}
+    kernels = {name: of for name, of in shipped.kernels.items() if not name.startswith(tuple(mine))}
+    crossed = {name: of for name, of in shipped.cross_validated.items() if not name.startswith(tuple(mine))}
+    for name in names:
+        of_name = [point for point in fitting if _key(point, gpu) == name]
+        near = kernels.get(calibration.nearest(kernels, name)) or kernels.get(LIKE.get(name, ""), UNCALIBRATED)
+        kernels[name] = fit(of_name, gpu, shipped, near=near, begin=_start(near, name), names=FITTED_OF_GRADIENTS)
+        print(f"{name}: {len(of_name)} points\n  {kernels[name]}", flush=True)
+        if away := _cross_validated(of_name, gpu, shipped, _start(near, name), near, FITTED_OF_GRADIENTS):
+            crossed[name] = residuals(away)
+            print(f"  left out of the fit: {_words(crossed[name])}", flush=True)
+    sources = {
+        **shipped.sources,
+        "gradients": tuple(path.name for path in fit_files),
+        "gradients judged": tuple(path.name for path in judge_files),
+    }
+    date = datetime.now(UTC).strftime("%Y-%m-%d")
+    base = replace(shipped, date=date, kernels=kernels, cross_validated=crossed, sources=sources)
+    _print_judgement("fitted to", fitting, gpu, base, brief=True)
+    found = _print_judgement("judged, not fitted to", judged, gpu, base)
+    bare = replace(shipped, kernels={})
+    rough = residuals([_ratio(point, gpu, bare) for point in (*judged, *fitting)])
+    print(f"round constants, never fitted, on all points: {_words(rough)}")
+    kept = {name: of for name, of in shipped.residuals.items() if name not in mine}
+    by_kernel = kept | {name: of for name, of in found.items() if name != "all"}
+    if "all" in found:
+        by_kernel[ALL_GRADIENTS] = found["all"]
+    calibration.write(
+        replace(base, residuals=by_kernel, uncalibrated_gradients=rough),
+        asked.out or calibration.FOLDER / f"{sheet.key}.json",
+    )
+    return 0
+
+
+def unseen(judged: Sequence[Point], fitting: Sequence[Point]) -> list[Point]:
+    """Returns the points of problems that nothing was fitted to: the grids of gradients have one problem in common."""
+    known = {point.problem for point in fitting}
+    return [point for point in judged if point.problem not in known]
+
+
+def _with_gradients(of: Calibration, shipped: Calibration) -> Calibration:
+    """Returns a calibration of forward kernels with what another one has of kernels of gradients."""
+    names = tuple(module.NAME for module in gradient_kernels().values())
+
+    def merged(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+        return {**mine, **{key: value for key, value in theirs.items() if key.startswith((*names, ALL_GRADIENTS))}}
+
+    return replace(
+        of,
+        kernels=merged(of.kernels, shipped.kernels),
+        residuals=merged(of.residuals, shipped.residuals),
+        cross_validated=merged(of.cross_validated, shipped.cross_validated),
+        sources={**of.sources, **{key: value for key, value in shipped.sources.items() if "gradients" in key}},
+        uncalibrated_gradients=shipped.uncalibrated_gradients,
+    )
+
+
+def gradient_records(card: str, part: str) -> list[Path]:
+    """Returns the records of a card's gradients: `"fit"` or `"judge"`."""
+    found = sorted(RECORDS.glob(f"*-{card}-backward-grid-{part}*.jsonl"))
+    return [*found, *sorted(RECORDS.glob(f"*-{card}-gradients.json"))] if part == "fit" else found
+
+
+def _start(near: Constants, name: str) -> Constants:
+    return replace(near, host_us=HOST_US if name.startswith(MANY_LAUNCHES) else 0.0)
 
 
 # Fitting --------------------------------------------------------------------------------------------------------------
@@ -194,9 +278,14 @@ FITTED = (
     "smem_bytes_per_clock",
     "l2",
 )
+# Kernels of gradients differ from the forward kernels that they begin near in the rate of their products, masked tiles,
+# the latency of a step, and the start and end of a tile; power, softmax and L2 are the card's.
+FITTED_OF_GRADIENTS = ("edge_steps", "step_us", "fill_us", "start_us")
+LIKE = {"hopper/flash_bwd": "hopper/flash_fwd", "flash_bwd": "flash_fwd", "three_kernel backward": "three_kernel"}
+ALL_GRADIENTS = "all gradients"  # the errors over all kernels of gradients
 LENDER, BORROWERS = "flash_fwd", ("split_kv", "large_head_dim", "three_kernel")  # the same products in Triton
 # The host may be too slow for the launches of these.
-MANY_LAUNCHES = ("eager", "three_kernel library library")
+MANY_LAUNCHES = ("eager", "three_kernel library library", "three_kernel backward")
 HOST_US = 17.0  # per launch of torch: host times of the first grid over the number of launches
 LEAST_POWER = 0.7  # a good product sustains this on a capped card; a lower fit would hide a slow loop
 LIMITS = {"exposed": 0.95, "matrix": 0.97, "power": 0.97}  # shares are at most 1
@@ -217,11 +306,16 @@ def _with_borrowed(kernels: Mapping[str, Constants]) -> dict[str, Constants]:
 
 
 def fit(
-    points: Sequence[Point], gpu: Gpu, base: Calibration, begin: Constants | None = None, near: Constants = UNCALIBRATED
+    points: Sequence[Point],
+    gpu: Gpu,
+    base: Calibration,
+    begin: Constants | None = None,
+    near: Constants = UNCALIBRATED,
+    names: Sequence[str] = FITTED,
 ) -> Constants:
     """Returns the constants with the smallest loss, by the Levenberg-Marquardt method on their logarithms. It starts at
     `begin`, or at several places if None, because the loss has several minima. Constants that the points do not
-    determine stay at `near`.
+    determine stay at `near`, as do those that `names` leaves out.
     """
     host_us = HOST_US if _key(points[0], gpu).startswith(MANY_LAUNCHES) else 0.0
     begins = (
@@ -231,16 +325,17 @@ def fit(
     )
     if begin is None and near is not UNCALIBRATED:
         begins.append(replace(near, host_us=host_us))
-    return min((_descend(points, gpu, base, constants, near) for constants in begins), key=lambda found: found[1])[0]
+    found = (_descend(points, gpu, base, constants, near, names) for constants in begins)
+    return min(found, key=lambda one: one[1])[0]
 
 
 def _descend(
-    points: Sequence[Point], gpu: Gpu, base: Calibration, begin: Constants, near: Constants
+    points: Sequence[Point], gpu: Gpu, base: Calibration, begin: Constants, near: Constants, names: Sequence[str]
 ) -> tuple[Constants, float]:
     """Returns (constants, loss) of the local minimum that `begin` leads to."""
     paths = sorted({_path(point, gpu) for point in points})
     by_torch = _key(points[0], gpu).startswith(MANY_LAUNCHES)
-    fitted = (*FITTED, "host_us") if begin.host_us else FITTED
+    fitted = (*names, "host_us") if begin.host_us else tuple(names)
     timers, sheet = [_timer(point, gpu) for point in points], _sheet(gpu)
     measured = np.log([point.time_us for point in points])
 
@@ -252,11 +347,13 @@ def _descend(
     def constants(x: np.ndarray) -> Constants:
         values = np.exp(x)
         matrix = {path: min(LIMITS["matrix"], float(v)) for path, v in zip(paths, values, strict=False)}
-        rest = {n: float(v) for n, v in zip(fitted, values[len(paths) :], strict=True)}
+        rest = {n: getattr(near, n) for n in FITTED}
+        rest |= {n: float(v) for n, v in zip(fitted, values[len(paths) :], strict=True)}
         rest |= {n: min(LIMITS[n], rest[n]) for n in ("exposed", "power")}
         rest["l2"] = min(MOST_L2, max(0.0 if by_torch else LEAST_L2, rest["l2"]))
         rest["power"] = max(LEAST_POWER, rest["power"])
-        return Constants(matrix={**UNCALIBRATED.matrix, **matrix}, **rest)
+        others = UNCALIBRATED.matrix if names is FITTED else near.matrix
+        return Constants(matrix={**others, **matrix}, **rest)
 
     def losses(x: np.ndarray) -> np.ndarray:
         where = calibration.Machine(sheet, constants(x), base, True)
@@ -284,7 +381,12 @@ def _descend(
 
 
 def _cross_validated(
-    points: Sequence[Point], gpu: Gpu, base: Calibration, begin: Constants, near: Constants
+    points: Sequence[Point],
+    gpu: Gpu,
+    base: Calibration,
+    begin: Constants,
+    near: Constants,
+    names: Sequence[str] = FITTED,
 ) -> list[float]:
     """Returns predicted over measured for each point, by a fit without its problem; empty with a single problem."""
     problems = sorted({point.problem.cache_key() for point in points})
@@ -295,7 +397,7 @@ def _cross_validated(
         unseen = [p for p in points if p.problem.cache_key() in left_out]
         if not seen:
             continue
-        calibrated = replace(base, kernels={_key(points[0], gpu): fit(seen, gpu, base, begin, near)})
+        calibrated = replace(base, kernels={_key(points[0], gpu): fit(seen, gpu, base, begin, near, names)})
         ratios += [_ratio(point, gpu, calibrated) for point in unseen]
     return ratios
 
@@ -326,8 +428,8 @@ def _path(point: Point, gpu: Gpu) -> str:
 
 def _ratio(point: Point, gpu: Gpu, calibrated: Calibration | None) -> float:
     """Returns predicted over measured time."""
-    name, _, loop = _key(point, gpu).partition(" ")
-    return _timer(point, gpu)(calibration.machine(_sheet(gpu), name, loop, calibrated)) / point.time_us
+    loop = _key(point, gpu).removeprefix(point.kernel.NAME).strip()
+    return _timer(point, gpu)(calibration.machine(_sheet(gpu), point.kernel.NAME, loop, calibrated)) / point.time_us
 
 
 @functools.cache
@@ -357,7 +459,8 @@ class _Cached:
 
 @functools.cache
 def _cached(name: str) -> _Cached:
-    return _Cached(next(kernel for kernel in dispatch.KERNELS if name == kernel.NAME))
+    modules = (*dispatch.KERNELS, *gradient_kernels().values())
+    return _Cached(next(module for module in modules if name == module.NAME))
 
 
 # Printing -------------------------------------------------------------------------------------------------------------

@@ -3,15 +3,18 @@
 `.jsonl` files are records of `warpwave bench --out`. `.log` files have three older formats of the H200: lines of
 `head_dim batch seqlen mask 64x64w4s3:354 ...` in TFLOP/s (sweeps of flash_fwd; `B` marks a line with a variant that was
 not kept), the tuning log of hopper/flash_fwd with ratios to cuDNN, and three_kernel's sweep of product implementations.
+Gradients are in lines of `benchmarks.time_gradients`, and in the `.json` of `benchmarks.gradients`.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from warpwave import dispatch
@@ -20,6 +23,7 @@ from warpwave.kernels import flash_fwd, three_kernel
 from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
 from warpwave.kernels.hopper import large_head_dim as hopper_large_head_dim
 from warpwave.problem import AttentionProblem, Causal
+from warpwave.workbench.bench.record_schema import problem_of as problem_of_record
 from warpwave.workbench.bench.records import read_records
 from warpwave.workbench.explain.recorded_time import config_of, in_graph, is_hot
 
@@ -34,6 +38,7 @@ ANOTHER_BEFORE = {
 # Of that loop: new over old time, by the head_dim up to which, for calls longer than `SHORT_US`; shorter ones gained
 # half as much.
 REWRITTEN, FASTER, SHORT_US = "2026-11-22T01:48", {64: 0.92, 128: 0.93, 512: 0.985}, 40.0
+_H200 = replace(Gpu.for_arch("sm_90"), num_sms=132)
 NEAR_BEST = 1.3  # slower configs of a sweep, relative to the problem's best, are not fitted: nobody runs them
 
 
@@ -60,8 +65,10 @@ class Point:
 
 def points(path: Path) -> list[Point]:
     """Returns our measurements in a file of any of the formats."""
+    if path.suffix == ".json":
+        return list(_of_paired_gradients(json.loads(path.read_text(encoding="utf-8"))))
     if path.suffix == ".jsonl":
-        return list(_of_records(path))
+        return list(_of_gradients(path) if is_of_gradients(path) else _of_records(path))
     lines = path.read_text(encoding="utf-8").splitlines()
     if "three-kernel" in path.name:
         return list(_of_three_kernel(lines))
@@ -95,6 +102,58 @@ def _of_records(path: Path) -> Iterator[Point]:
         config, name = config_of(kernel, m.config), f"{m.case} {m.kernel}"
         us = m.timing.median_us * _since(m.kernel, m.problem, date, m.timing.median_us)
         yield Point(kernel, config, m.problem, us, is_hot(m), name, in_graph(m))
+
+
+def is_of_gradients(path: Path) -> bool:
+    """Returns whether `benchmarks.time_gradients` wrote a file, rather than `warpwave bench`."""
+    with path.open(encoding="utf-8") as lines:
+        return '"schema_version"' not in (first := lines.readline()) and '"environment"' in first
+
+
+def environment_of_gradients(path: Path) -> dict[str, Any]:
+    """Returns the environment of a file of `benchmarks.time_gradients`."""
+    with path.open(encoding="utf-8") as lines:
+        found: dict[str, Any] = json.loads(lines.readline())
+    return found
+
+
+def gradient_kernels() -> dict[str, Any]:
+    """Returns the modules that compute gradients, by the name of the kernel in a record."""
+    return {module.NAME: module for module in dispatch.GRADIENT_KERNELS} | dispatch.COSTS_OF_OWN_GRADIENTS
+
+
+def _of_gradients(path: Path) -> Iterator[Point]:
+    """Reads the backward times of `benchmarks.time_gradients`, except those with a bias's gradient."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        data = json.loads(line)
+        if data["kind"] != "measurement" or "median_us" not in data or not data["kernel"] or data["of_bias"]:
+            continue
+        module, problem = gradient_kernels()[data["kernel"]], forward_of(problem_of_record(data["problem"]))
+        given = data["config"]
+        config = module.default(problem, _H200) if given is None else config_of(module, given)
+        graph = data["method"] == "graph"
+        hot = not data["l2_flushed"] and data["input_sets"] == 1
+        yield Point(module, config, problem, data["median_us"], hot, f"{data['case']} {module.NAME}", graph)
+
+
+def _of_paired_gradients(data: Mapping[str, Any]) -> Iterator[Point]:
+    """Reads the table of `benchmarks.gradients`: calls back to back, without a flush in between."""
+    modules = {module.NAME: module for module in dispatch.GRADIENT_KERNELS}
+    for row in data["backward"]:
+        head_dim, shape, mask = row["case"].split(", ")
+        batch, seqlen = (int(size) for size in shape.split(" x "))
+        causal = Causal() if mask == "causal" else None
+        heads = 2048 // int(head_dim)
+        problem = forward_of(problem_of(int(head_dim), batch, seqlen, heads, "bfloat16", causal))
+        for name, ms in row["ms"].items():
+            if name in modules:
+                config, us = modules[name].default(problem, _H200), 1e3 * median(ms)
+                yield Point(modules[name], config, problem, us, True, f"{row['case']} {name}", True)
+
+
+def forward_of(problem: AttentionProblem) -> AttentionProblem:
+    """Returns the problem as kernels of gradients take it."""
+    return replace(problem, requires_grad=False, return_lse=True)
 
 
 def _since(kernel: str, problem: AttentionProblem, date: str, us: float) -> float:

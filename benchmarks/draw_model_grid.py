@@ -22,7 +22,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,8 @@ class Grid:
         kinds: kinds of its cases; empty for those of the first grids.
         most_scores: limit of scores per case, over all heads.
         shuffled: whether the cases come in a drawn order instead of by kind.
+        description: of its suite; empty for `DESCRIPTION`.
+        extra: what every case has beside what is drawn.
     """
 
     name: str
@@ -70,6 +72,8 @@ class Grid:
     kinds: tuple[Callable[[random.Random], Case], ...] = ()
     most_scores: int = MOST_SCORES
     shuffled: bool = False
+    description: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
@@ -105,7 +109,8 @@ def main() -> int:
 def suite(grid: Grid) -> str:
     """Returns the suite as TOML."""
     points: Counter[str] = Counter()
-    description = DESCRIPTION.replace("one query", "one query, pages") if grid.kinds else DESCRIPTION
+    of_kinds = DESCRIPTION.replace("one query", "one query, pages") if grid.kinds else DESCRIPTION
+    description = grid.description or of_kinds
     lines = [f'description = "{description}"', f"kernels = {_toml(grid.kernels)}", "cases = ["]
     # Kernels are drawn separately from cases, so that neither depends on the number of the other.
     beside = random.Random(f"kernels {grid.seed}")
@@ -117,7 +122,7 @@ def suite(grid: Grid) -> str:
             named = set(sorted(able, key=lambda name: (points[name], beside.random()))[:wanted])
             points.update(named)
             case = case | {"kernels": [name for name in grid.kernels if name in named]}
-        found.append(toml_line(case))
+        found.append(toml_line({**case, **grid.extra}))
     if grid.shuffled:
         beside.shuffle(found)
     return "\n".join([*lines, *found, "]", ""])

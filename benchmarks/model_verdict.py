@@ -89,21 +89,25 @@ def predictions(suite: str | Path, card: str = "h200") -> dict[str, Any]:
     As `bench` measures: where the fastest kernel of a case takes less than 50 us a CUDA graph replays all of them, and
     their inputs stay in L2. Which it will be is measured, so that both are predicted.
     """
+    from benchmarks.calibration_points import forward_of, gradient_kernels
     from warpwave import dispatch
     from warpwave.workbench.bench.workloads import load_suite
     from warpwave.workbench.hardware.catalog import resolve
     from warpwave.workbench.model.predict import predict
 
     gpu, found, shipped = resolve(card), load_suite(suite), calibrations()[card]
-    kernels = {kernel.NAME: kernel for kernel in dispatch.KERNELS}
+    forward = {kernel.NAME: kernel for kernel in dispatch.KERNELS}
     points: list[dict[str, Any]] = []
     for case in found.cases:
-        able = [kernels[k] for k in case.kernels or found.kernels if not kernels[k].why_not(case.problem, gpu)]
-        configs = {kernel.NAME: kernel.configs(case.problem, gpu)[0] for kernel in able}
+        problem, kernels = case.problem, forward
+        if problem.requires_grad:  # a grid of gradients
+            problem, kernels = forward_of(problem), gradient_kernels()
+        able = [kernels[k] for k in case.kernels or found.kernels if not kernels[k].why_not(problem, gpu)]
+        configs = {kernel.NAME: kernel.configs(problem, gpu)[0] for kernel in able}
         for graph in (True, False):
             for kernel in able:
                 config, hot = configs[kernel.NAME], graph or case.hot is True
-                p = predict(case.problem, kernel, config, gpu, hot=hot, graph=graph)
+                p = predict(problem, kernel, config, gpu, hot=hot, graph=graph)
                 assert p is not None
                 points.append(
                     {
@@ -114,13 +118,16 @@ def predictions(suite: str | Path, card: str = "h200") -> dict[str, Any]:
                         "predicted_us": float(f"{p.time_us:.5g}"),
                     }
                 )
-    files = _fitted_to(shipped)
+    files = _fitted_to(shipped, any(case.problem.requires_grad for case in found.cases))
     return {"suite": found.name, "card": card, "calibrated": shipped.date, "fitted_to": files, "points": points}
 
 
-def _fitted_to(of: Calibration) -> list[str]:
+def _fitted_to(of: Calibration, of_gradients: bool = False) -> list[str]:
     lender = calibrations().get(of.constants_of, of)
-    return sorted({file for key, files in lender.sources.items() if key != "judged" for file in files})
+    if of_gradients:
+        return sorted(lender.sources.get("gradients", ()))
+    others = ("judged", "gradients", "gradients judged")
+    return sorted({file for key, files in lender.sources.items() if key not in others for file in files})
 
 
 def judge(record: Path) -> dict[str, Any]:
@@ -132,14 +139,22 @@ def judge(record: Path) -> dict[str, Any]:
     from benchmarks import calibrate_model, calibration_points
     from warpwave.workbench.hardware.catalog import find, gpu_of
 
-    environment = next(iter(read_records(record).environments.values()), {})
+    of_gradients = calibration_points.is_of_gradients(record)
+    environment: dict[str, Any] = (
+        calibration_points.environment_of_gradients(record)
+        if of_gradients
+        else next(iter(read_records(record).environments.values()), {})
+    )
     name = str((environment.get("gpu") or {}).get("name", ""))
     sheet = next((known for word in name.split() if (known := find(word.lower()))), None)
     points = calibration_points.points(record)
+    if calibration_points.is_of_gradients(record):
+        fitted = calibrate_model.gradient_records("h200", "fit")
+        points = calibrate_model.unseen(points, [p for path in fitted for p in calibration_points.points(path)])
     if sheet is None or not points:
         raise NoVerdict(f"{record.name} has no times of our kernels on a GPU that the catalogue knows")
     gpu, shipped = gpu_of(sheet), calibrations()[sheet.key]
-    calibrated, fitted_to = shipped.date, _fitted_to(shipped)
+    calibrated, fitted_to = shipped.date, _fitted_to(shipped, of_gradients)
     before = record.with_name(record.stem + PREDICTED)
     written_before: dict[tuple[str, str, bool], dict[str, Any]] | None = None
     if before.is_file():

@@ -27,11 +27,21 @@ from typing import Any, NamedTuple
 
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import Gpu
-from warpwave.kernels import eager, flash_bwd, flash_fwd, large_head_dim, split_kv, three_kernel, torch_sdpa
+from warpwave.kernels import (
+    eager,
+    eager_backward_cost,
+    flash_bwd,
+    flash_fwd,
+    large_head_dim,
+    split_kv,
+    three_kernel,
+    torch_sdpa,
+)
 from warpwave.kernels.hopper import flash_bwd as hopper_flash_bwd
 from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
 from warpwave.kernels.hopper import large_head_dim as hopper_large_head_dim
 from warpwave.kernels.ladder import naive, tiled
+from warpwave.kernels.three_kernel import backward_cost
 from warpwave.problem import AttentionProblem
 
 # In order of preference. Every problem has a kernel, because eager runs everything. "auto" never takes those behind
@@ -47,6 +57,11 @@ KERNELS: tuple[Any, ...] = (
 # The kernels that they do not serve compute their own: three_kernel, eager and torch_sdpa.
 GRADIENT_KERNELS: tuple[Any, ...] = (hopper_flash_bwd, flash_bwd)
 OWN_GRADIENTS = (three_kernel.NAME, torch_sdpa.NAME, eager.NAME)
+# Kernel name -> what its own gradients cost: NAME, GRADIENTS, why_not, configs, default and cost as above.
+COSTS_OF_OWN_GRADIENTS: dict[str, Any] = {
+    three_kernel.NAME: backward_cost,
+    eager.NAME: eager_backward_cost,
+}
 # The kernels that read a paged cache.
 CACHE_KERNELS: tuple[Any, ...] = (split_kv, large_head_dim, eager)
 
@@ -162,6 +177,20 @@ def gradient_kernels(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") 
     if kernel in OWN_GRADIENTS or (kernel == "auto" and gpu.vendor == "interpreter") or problem.page_size:
         return []
     return [module for module in GRADIENT_KERNELS if not module.why_not(problem, gpu)]
+
+
+def gradients_for(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> Any:
+    """Returns the module that computes the gradients of a call, or that states what the forward's own cost.
+
+    Args:
+        kernel: of the forward, as in `choose`.
+    """
+    able = gradient_kernels(problem, gpu, kernel)
+    if able:
+        return able[0]
+    own = choose(problem, gpu, kernel).kernel
+    has_own = hasattr(own, "gradients") and not own.gradients_why_not(problem, gpu)
+    return COSTS_OF_OWN_GRADIENTS[own.NAME if has_own else eager.NAME]
 
 
 def forward_of(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> tuple[AttentionProblem, str]:

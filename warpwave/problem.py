@@ -135,6 +135,27 @@ def _pairs_up_to(diagonal: int, seqlen_q: int, seqlen_k: int) -> int:
     return ramp + (seqlen_q - full_row) * seqlen_k
 
 
+class Work(NamedTuple):
+    """The least work of one pass of a call, the forward or the backward, over visible pairs.
+
+    Attributes:
+        flops: multiplications and additions of the products.
+        exponentials: one for each pair, and one per row for a sink.
+        compulsory_bytes: bytes that cross the memory bus: each needed input read once, each output written once.
+        over_head_dim, over_head_dim_v: products of a pair that read or write head_dim columns, and head_dim_v.
+    """
+
+    flops: int
+    exponentials: int
+    compulsory_bytes: int
+    over_head_dim: int
+    over_head_dim_v: int
+
+    @property
+    def is_backward(self) -> bool:
+        return self.over_head_dim > 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionProblem:
     """One attention call: `out = softmax(mask(bias(softcap(softmax_scale * q k^T)))) v`, with all its options.
@@ -282,6 +303,23 @@ class AttentionProblem:
     def exponentials(self) -> int:
         """Returns the exponentials: one for each visible pair, and one per row for a sink."""
         return self.visible_pairs + (self.rows * self.num_heads_q if self.has_sinks else 0)
+
+    def work(self, is_backward: bool = False) -> Work:
+        """Returns the least work of the forward, or of a backward that recomputes the scores.
+
+        The backward has five products: S = QK^T, dP = dO V^T, dV = P^T dO, dQ = dS K and dK = dS^T Q, 2.5 times the
+        operations of the forward. It reads q, k, v and the gradient of out, and writes the gradients of q, k and v. It
+        need not read out and the log-sum-exp, because both follow from S, dP and v.
+        """
+        if not is_backward:
+            return Work(self.flops, self.exponentials, self.compulsory_bytes, 1, 1)
+        size, width = DTYPE_BYTES[self.dtype], self.head_dim + self.head_dim_v
+        of_lse = 4 * self.rows * self.num_heads_q if self.return_lse else 0
+        keys = (self.total_k if self.packed else self.batch * self.seqlen_k) * self.num_heads_kv
+        # As in the forward, with dO for out; and dQ, dK, dV.
+        moved = self.compulsory_bytes - of_lse + size * (self.rows * self.num_heads_q * self.head_dim + keys * width)
+        flops = 2 * self.visible_pairs * (3 * self.head_dim + 2 * self.head_dim_v)
+        return Work(flops, self.exponentials, moved, 3, 2)
 
     @property
     def rows(self) -> int:

@@ -17,7 +17,8 @@ from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.hardware.catalog import find, gpu_of
 from warpwave.workbench.model.calibration import UNCALIBRATED, calibrations, machine, nearest
 from warpwave.workbench.model.predict import predict
-from warpwave.workbench.model.steps import EVENTS_US, FAR_US, Steps, companies
+from warpwave.workbench.model.schedule import companies
+from warpwave.workbench.model.steps import EVENTS_US, FAR_US, Steps
 
 _found = find("h200")
 assert _found is not None

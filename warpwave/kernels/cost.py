@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ class Cost:
 
     Args:
         blocks: thread blocks (programs) launched.
-        flops: multiplications and additions of the two products over every tile computed.
+        flops: multiplications and additions of the products over every tile computed.
         exponentials: over every tile computed.
         read_bytes: bytes requested from L2 or memory, each tile counted each time it is read.
         write_bytes: bytes written.
@@ -46,6 +46,12 @@ class Cost:
         chains: independent instruction streams of a block that hide each other's latency.
         blocks_per_sm: as the kernel launches them; 0: as many as fit.
         scratch_bytes: the part of `read_bytes` and `write_bytes` that accesses the workspace.
+        repeated_flops, repeated_exponentials: the part of `flops` and `exponentials` that computes scores again, which
+            another launch or an earlier walk has computed.
+        added_bytes: the part of `write_bytes` that blocks add to sums in L2.
+        first_bytes: of one of several launches: inputs and outputs that it touches, each byte once; 0: its share of the
+            call's compulsory bytes.
+        walked_bytes, walked_heads: bytes that all blocks of a head walk, and the number of such heads; 0: K and V.
         launches: kernels launched, one after another.
         ahead: whether they start while the preceding launch in the stream ends.
         parts: the costs of the launches, if they differ.
@@ -75,10 +81,33 @@ class Cost:
     chains: int = 1
     blocks_per_sm: int = 0
     scratch_bytes: int = 0
+    repeated_flops: int = 0
+    repeated_exponentials: int = 0
+    added_bytes: int = 0
+    first_bytes: int = 0
+    walked_bytes: int = 0
+    walked_heads: int = 0
     launches: int = 1
     ahead: bool = False
     parts: tuple[Cost, ...] = ()
 
+
+def in_turn(parts: Sequence[Cost], workspace_bytes: int) -> Cost:
+    """Returns the cost of launches that follow one another."""
+    return Cost(
+        **{name: sum(getattr(part, name) for part in parts) for name in SUMMED},
+        smem_bytes=max(part.smem_bytes for part in parts),
+        workspace_bytes=workspace_bytes,
+        loop=next((part.loop for part in parts if part.loop), ""),
+        launches=sum(part.launches for part in parts),
+        parts=tuple(parts),
+    )
+
+
+SUMMED = (
+    *("blocks", "flops", "exponentials", "read_bytes", "write_bytes", "steps", "scratch_bytes"),
+    *("repeated_flops", "repeated_exponentials", "added_bytes"),
+)
 
 # Parts of an operand, by the arithmetic's name in warpwave.precision; other arithmetic uses operands unchanged.
 PARTS = {"tf32": 1, "tf32x3": 2, "bf16x3": 2, "bf16x6": 3}
@@ -94,6 +123,21 @@ def conversions(problem: AttentionProblem, gpu: Gpu, elements: int, block_m: int
     parts = PARTS.get(precision.arithmetic(problem, gpu), 0) if problem.dtype == "float32" else 0
     once = gpu.capability in (90, 100, 103) and block_m >= 64
     return parts * elements * (1 if once else max(1, num_warps // 2))
+
+
+def multiply_add_bytes(products: Iterable[tuple[int, int, int]], threads: int) -> float:
+    """Returns the bytes that multiply-adds of one step read from shared memory, for `Cost.operand_bytes`: a thread with
+    n elements of a roughly square tile reads two operands of sqrt(n) each for every n multiply-adds.
+
+    Args:
+        products: (rows, columns, length of the sum) of each product of the step.
+        threads: threads of the block.
+    """
+    total = 0.0
+    for rows, columns, length in products:
+        elements = rows * columns
+        total += elements * length * 4 * 2 / math.sqrt(max(1, elements // threads))
+    return total
 
 
 # Time of an SM for each warp of many small blocks, whatever they do: 0.080 to 0.083 for blocks of 1, 2 and 4 warps
@@ -157,6 +201,22 @@ class Walk(NamedTuple):
     cut: int
 
 
+def walk_by_keys(problem: AttentionProblem, block_m: int, block_n: int) -> Walk:
+    """Counts the tiles that blocks visit which own `block_n` keys of a kv head and walk queries, `block_m` a step.
+
+    Returns:
+        A `Walk` with rows and keys exchanged: items are tiles of keys, and the longest walks the queries of all heads
+        that read its keys.
+    """
+    tiles = longest = items = cut = 0
+    for (seqlen_q, seqlen_k), times in problem.counted_items().items():
+        found = _count(_by_keys(problem, seqlen_q, seqlen_k, block_m, block_n))
+        tiles, cut, items = tiles + times * found.tiles, cut + times * found.cut, items + times * found.items
+        longest = max(longest, found.longest)
+    group = problem.num_heads_q // problem.num_heads_kv
+    return Walk(tiles * problem.num_heads_q, longest * group, items * problem.num_heads_kv, cut * problem.num_heads_q)
+
+
 def visited_tiles(problem: AttentionProblem, block_m: int, block_n: int) -> int:
     """Returns the number of (query tile, key tile) pairs that position does not hide entirely, over all heads and
     sequences."""
@@ -178,18 +238,27 @@ def walk(problem: AttentionProblem, block_m: int, block_n: int, heads: int = 1, 
     """
     tiles = longest = items = cut = 0
     for (seqlen_q, seqlen_k), times in problem.counted_items().items():
-        sequence = _Sequence(problem.band(seqlen_q, seqlen_k), seqlen_q, seqlen_k, block_m, block_n, heads, from_first)
-        for first, last, length in progressions(sequence.tiles(), sequence.period(), sequence.irregular()):
-            (count, edges), (last_count, last_edges) = sequence.visited(first), sequence.visited(last)
-            tiles += times * (length * (count + last_count) // 2)
-            cut += times * (length * (edges + last_edges) // 2)
-            items += times * length * (count > 0)
-            longest = max(longest, count, last_count)
+        band = problem.band(seqlen_q, seqlen_k)
+        found = _count(_Sequence(band, seqlen_q, seqlen_k, block_m, block_n, heads, from_first))
+        tiles, cut, items = tiles + times * found.tiles, cut + times * found.cut, items + times * found.items
+        longest = max(longest, found.longest)
     units = problem.num_heads_q // heads
     return Walk(tiles * units, longest, items * units, cut * units)
 
 
-MOST_ORDERED = 1 << 18  # blocks; the model simulates fewer (steps.lateness)
+def _count(sequence: _Sequence) -> Walk:
+    """Returns the tiles of one head, or group of heads, of one sequence."""
+    tiles = longest = items = cut = 0
+    for first, last, length in progressions(sequence.tiles(), sequence.period(), sequence.irregular()):
+        (count, edges), (last_count, last_edges) = sequence.visited(first), sequence.visited(last)
+        tiles += length * (count + last_count) // 2
+        cut += length * (edges + last_edges) // 2
+        items += length * (count > 0)
+        longest = max(longest, count, last_count)
+    return Walk(tiles, longest, items, cut)
+
+
+MOST_ORDERED = 1 << 18  # blocks; the model simulates fewer (schedule.lateness)
 
 
 def launch_order(
@@ -215,6 +284,37 @@ def launch_order(
             steps = [-(-sequence.visited(i)[0] // splits) for i in (reversed(tiles) if last_first else tiles)]
             found[seqlen_q, seqlen_k] = tuple(steps)
     return tuple((found[item], units) for item in problem.items())
+
+
+def launch_order_by_keys(
+    problem: AttentionProblem, block_m: int, block_n: int, all_heads: bool = False
+) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """Returns `Cost.order` of blocks that own keys, in the terms of `walk_by_keys`; empty if there are more than
+    `MOST_ORDERED` blocks.
+
+    Args:
+        all_heads: whether all heads of a tile follow one another, and the last sequence comes first, as in Hopper's
+            packed calls; otherwise blocks come sequence by sequence, head by head, tile by tile.
+    """
+    heads, group = problem.num_heads_kv, problem.num_heads_q // problem.num_heads_kv
+    if heads * (problem.total_k if problem.packed else problem.batch * problem.seqlen_k) > MOST_ORDERED * block_n:
+        return ()
+    found: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}
+    for seqlen_q, seqlen_k in problem.items():
+        if (seqlen_q, seqlen_k) not in found:
+            sequence = _by_keys(problem, seqlen_q, seqlen_k, block_m, block_n)
+            steps = [group * sequence.visited(tile)[0] for tile in range(sequence.tiles())]
+            of_heads = tuple(step for step in steps for _ in range(heads))
+            found[seqlen_q, seqlen_k] = (of_heads, 1) if all_heads else (tuple(steps), heads)
+    order = tuple(found[item] for item in problem.items())
+    return order[::-1] if all_heads else order
+
+
+def _by_keys(problem: AttentionProblem, seqlen_q: int, seqlen_k: int, block_m: int, block_n: int) -> _Sequence:
+    """Returns the tiles of one sequence with rows and keys exchanged."""
+    low, high = problem.band(seqlen_q, seqlen_k)
+    band = Band(None if high is None else -high, None if low is None else -low)
+    return _Sequence(band, seqlen_k, seqlen_q, block_n, block_m, 1)
 
 
 def progressions(tiles: int, period: int, irregular: Iterable[range]) -> Iterator[tuple[int, int, int]]:

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -156,6 +156,9 @@ def explain(
     record: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Take the call's time from this record of bench.")
     ] = None,
+    passes: Annotated[
+        str, typer.Option(help="What the measured time is of: forward, backward or both (with --grad).")
+    ] = "forward",
     hot: Annotated[bool, typer.Option("--hot", help="Assume that the previous call used the same tensors.")] = False,
     from_table: Annotated[
         str | None,
@@ -181,10 +184,10 @@ def explain(
         return
     assert problem is not None  # call_options describes it wherever there is no table
     if ablate:
-        _takes_no(context, "--ablate", _given(context) & {"kernel", "measured_us", "record", "hot"})
+        _takes_no(context, "--ablate", _given(context) & {"kernel", "measured_us", "record", "hot", "passes"})
         _print_ablations(problem, gpu, as_json)
         return
-    _print_explanation(problem, gpu, kernel, measured_us, record, hot, as_json)
+    _print_explanation(problem, gpu, kernel, measured_us, passes, record, hot, as_json)
 
 
 def _given(context: typer.Context) -> set[str]:
@@ -219,6 +222,7 @@ def _print_explanation(
     name: str | None,
     kernel: str,
     measured_us: float | None,
+    passes: str,
     record: Path | None,
     hot: bool,
     as_json: bool,
@@ -242,7 +246,8 @@ def _print_explanation(
         gpu = None if name is None else resolve(name)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--gpu") from None
-    explanation = warpwave.explain(problem, gpu=gpu, kernel=kernel, measured_us=measured_us, record=record, hot=hot)
+    measured: dict[str, Any] = {"measured_us": measured_us, "passes": passes, "record": record}
+    explanation = warpwave.explain(problem, gpu=gpu, kernel=kernel, hot=hot, **measured)
     say(json.dumps(explanation.to_dict(), indent=2) if as_json else explanation)
 
 

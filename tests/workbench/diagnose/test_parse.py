@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from warpwave.errors import InvalidInput
 from warpwave.workbench.cli import app
+from warpwave.workbench.diagnose.facts import flops, tensor_bytes
 from warpwave.workbench.diagnose.parse import TableError, load, parse
 from warpwave.workbench.diagnose.rules import diagnose
 from warpwave.workbench.diagnose.text import run
@@ -37,6 +38,23 @@ def test_columns_describe_calls_and_series() -> None:
     assert document.device.num_sms == (58, 58)
 
 
+def test_a_backward_is_held_against_its_own_work() -> None:
+    """5 products of 256 x 256 pairs and 64 columns, 2 heads: 83.89 MFLOP."""
+    row = {"columns": ["seqlen", "passes", "time_us", "tflops"], "rows": [[256, "backward", 10.0, 8.389]]}
+    call = {"heads": 2, "head_dim": 64, "dtype": "float16"}
+    right = diagnose(parse(_table(tables=[row], call=call), source="here"))
+    assert not any(finding.kind == "contradiction" for finding in right)
+    row["rows"] = [[256, "forward", 10.0, 8.389]]
+    wrong = next(
+        f for f in diagnose(parse(_table(tables=[row], call=call), source="here")) if f.kind == "contradiction"
+    )
+    assert "2.50 x the work of the call" in wrong.text and "4 x pairs x head_dim = 33.55 MFLOP" in wrong.arithmetic
+    document = parse(_table(call=call | {"passes": "both"}), source="here")
+    assert flops(document.rows[0].call) == 14 * 2 * 128 * 128 * 64
+    # q, k, v and out; then q, k, v, dO and three gradients.
+    assert tensor_bytes(document.rows[0].call) == 2 * 2 * 128 * 64 * (4 + 7)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -58,6 +76,7 @@ def test_columns_describe_calls_and_series() -> None:
         ({"tables": [{"columns": ["time_ms"], "rows": [[1]], "per_head": "no"}]}, "per_head must be true or false"),
         ({"call": {"dtype": ["float16"]}}, "dtype must be one of"),
         ({"call": {"heads": 10**25}}, "positive whole number"),
+        ({"call": {"passes": "gradients"}}, "passes must be one of forward, backward, both"),
         ({"kernels": {"theirs": {"launch_heads": 256}}}, "launch_heads must be one, all"),
         ({"device": {"bandwidth_gbps": 0}}, "bandwidth_gbps must be a number above 0"),
         ({"parts": {"QK": float("nan")}}, "QK must be a number above 0"),

@@ -23,7 +23,8 @@ from warpwave.workbench.explain.recorded_time import config_of
 from warpwave.workbench.hardware.catalog import catalog, gpu_of, resolve
 from warpwave.workbench.model.calibration import FOLDER, Constants, calibrations, constant_of, read, residuals, write
 from warpwave.workbench.model.predict import Prediction, predict
-from warpwave.workbench.model.steps import LOSSES, _padding, blocks_per_sm, lateness
+from warpwave.workbench.model.schedule import lateness
+from warpwave.workbench.model.steps import LOSSES, _padding, blocks_per_sm
 from warpwave.workbench.report import shipped
 
 H200 = resolve("h200")
@@ -201,7 +202,8 @@ def test_the_calibration_was_judged_on_other_points_than_it_was_fitted_to() -> N
     assert bool(c.sources["judged"]) == bool(c.residuals), "error bars are of the records named, or cross-validated"
     for judged in (c.residuals or c.cross_validated, c.cross_validated, c.kernels_left_out):
         assert judged["all" if judged is not c.kernels_left_out else "flash_fwd"].points >= 40
-    assert {name.split()[0] for name in c.kernels} == {k.NAME for k in dispatch.KERNELS if k.NAME != "torch_sdpa"}
+    kernels = [k.NAME for k in (*dispatch.KERNELS, *dispatch.GRADIENT_KERNELS) if k.NAME != "torch_sdpa"]
+    assert {name.split()[0] for name in c.kernels} == set(kernels)
     for constants in c.kernels.values():
         assert all(0 < share <= 1 for share in constants.matrix.values()) and 0 <= constants.exposed <= 1
     assert c.uncalibrated is not None and c.uncalibrated.factor_90 > 1

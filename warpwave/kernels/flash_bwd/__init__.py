@@ -3,8 +3,8 @@
 Bound: tensor cores for long sequences, exponentials at head_dim 64 and below, launch latency for small grids.
 """
 
-from warpwave.kernels.flash_bwd.config import Config, Tile, configs, default, smem_bytes
-from warpwave.kernels.flash_bwd.costs import cost
+from warpwave.kernels.flash_bwd.config import Config, Tile, arithmetic_of, configs, default, smem_bytes
+from warpwave.kernels.flash_bwd.costs import cost, cost_of_bias
 from warpwave.kernels.flash_bwd.host import (
     GRADIENTS,
     NAME,
@@ -20,9 +20,11 @@ __all__ = [
     "NEEDS_GPU",
     "Config",
     "Tile",
+    "arithmetic_of",
     "bind",
     "configs",
     "cost",
+    "cost_of_bias",
     "default",
     "smem_bytes",
     "specify",

@@ -63,11 +63,15 @@ def arithmetic_of(problem: AttentionProblem, gpu: Gpu) -> str:
 
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """An upper bound on the shared memory of one block, which tests hold against what every target compiles to."""
-    return max(_smem_bytes(problem, gpu, config.dq, False), _smem_bytes(problem, gpu, config.dkv, True))
+    return max(smem_of_tile(problem, gpu, config.dq, False), smem_of_tile(problem, gpu, config.dkv, True))
 
 
-def _smem_bytes(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool) -> int:
-    """`smem_bytes` of one launch."""
+def smem_of_tile(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool) -> int:
+    """Returns `smem_bytes` of one launch.
+
+    Args:
+        owns_keys: whether a block of the launch owns keys and walks queries, or the other way round.
+    """
     owned, walked = (tile.block_n, tile.block_m) if owns_keys else (tile.block_m, tile.block_n)
     widths = tile_widths(problem, gpu, owned)
     size, arithmetic = DTYPE_BYTES[problem.dtype], arithmetic_of(problem, gpu)
@@ -91,6 +95,14 @@ def _smem_bytes(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool
         # Parts of operands are in registers; scores change hands several times (by compiled figures).
         beside = size * (walked * sum(widths) // 2 + 10 * score) + (size * owned * sum(widths) if has_mask else 0)
     return size * owned * sum(widths) + arriving + beside + 2 * size * score + 1024
+
+
+def smem_in_use(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool) -> int:
+    """Returns the part of `smem_of_tile` that launches mostly take on NVIDIA GPUs: the owned operands and the walked
+    tiles in flight, which is what they compile to without float32 parts."""
+    owned, walked = (tile.block_n, tile.block_m) if owns_keys else (tile.block_m, tile.block_n)
+    rows = owned + walked * tile.num_stages
+    return DTYPE_BYTES[problem.dtype] * rows * sum(tile_widths(problem, gpu, owned))
 
 
 # Which ----------------------------------------------------------------------------------------------------------------
@@ -133,7 +145,7 @@ def _fitted(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool) ->
 @by_kind
 def fitting(problem: AttentionProblem, gpu: Gpu, owns_keys: bool) -> list[Tile]:
     """The tiles of one launch that fit the GPU's shared memory, less those that Hopper computes slowly."""
-    found = [tile for tile in space() if _smem_bytes(problem, gpu, tile, owns_keys) <= gpu.smem_per_block_bytes]
+    found = [tile for tile in space() if smem_of_tile(problem, gpu, tile, owns_keys) <= gpu.smem_per_block_bytes]
     if gpu.capability == 90 and (problem.dtype != "float32" or dot_precision(problem, gpu) != "ieee"):
         # Two warpgroups on 64 rows split the columns of a wgmma between them (flash_fwd's config).
         found = [t for t in found if not (t.num_warps == 8 and (t.block_n if owns_keys else t.block_m) == 64)]

@@ -2,86 +2,143 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from warpwave.gpu import Gpu
-from warpwave.kernels.arguments import tile_widths
-from warpwave.kernels.cost import Cost, bytes_per_score, waits_for_memory, walk
-from warpwave.kernels.flash_bwd.config import Config, Tile, smem_bytes
-from warpwave.problem import DTYPE_BYTES, AttentionProblem
+from warpwave.kernels.arguments import padded, tile_widths
+from warpwave.kernels.cost import (
+    ODD_ROWS,
+    Cost,
+    bytes_per_score,
+    conversions,
+    in_turn,
+    launch_order,
+    launch_order_by_keys,
+    multiply_add_bytes,
+    odd_rows,
+    waits_for_memory,
+)
+from warpwave.kernels.flash_bwd.config import Config, Tile, arithmetic_of, smem_in_use, smem_of_tile
+from warpwave.kernels.gradient_costs import of_keys, of_queries, of_zeros
+from warpwave.problem import AttentionProblem
+
+LAUNCHES_OF_KEYS = {  # split_dkv -> (products, those that an earlier launch has computed) of each launch
+    False: (((2, 2), (0, 0)),),
+    True: (((2, 1), (0, 0)), ((1, 1), (1, 0))),
+}
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """What the launches of dq, dk and dv move and compute, over whole tiles, padding included.
 
     There are seven products: S, dP and dQ in the first launch, S, dP, dV and dK in the second. If dk and dv take a
-    launch each, S is computed three times.
+    launch each, S is computed three times. In float32 the first launch walks the keys twice: nine products.
     """
-    each = [_of_queries(problem, gpu, config.dq, smem_bytes(problem, gpu, config))]
-    for products in [(2, 1), (1, 1)] if config.split_dkv else [(2, 2)]:
-        each.append(_of_keys(problem, gpu, config.dkv, smem_bytes(problem, gpu, config), products))
-    return Cost(
-        blocks=sum(part.blocks for part in each),
-        flops=sum(part.flops for part in each),
-        exponentials=sum(part.exponentials for part in each),
-        read_bytes=sum(part.read_bytes for part in each),
-        write_bytes=sum(part.write_bytes for part in each),
-        smem_bytes=smem_bytes(problem, gpu, config),
-        workspace_bytes=(8 if problem.dtype == "float32" else 4) * problem.rows * problem.num_heads_q,
-        launches=len(each),
-        parts=tuple(each),
+    rows = problem.rows * problem.num_heads_q
+    # Some tokens of a packed call may belong to no sequence.
+    parts = [of_zeros(problem, launches=3)] if problem.packed else []
+    parts.append(_of_queries(problem, gpu, config.dq))
+    for products, repeats in LAUNCHES_OF_KEYS[config.split_dkv]:
+        parts.append(_of_keys(problem, gpu, config.dkv, products, repeats))
+    return in_turn(parts, workspace_bytes=(8 if problem.dtype == "float32" else 4) * rows)
+
+
+def cost_of_bias(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
+    """What the launch of a bias's gradient moves and computes: S and dP again, for each cell of the bias."""
+    assert problem.bias_shape is not None
+    tile, widths = config.dq, tile_widths(problem, gpu, config.dq.block_m)
+    walk = of_queries(problem, tile.block_m, tile.block_n, widths)
+    batch, heads, rows, keys = problem.bias_shape
+    cells = batch * heads * rows * keys
+    blocks = batch * heads * -(-rows // tile.block_m) * -(-keys // tile.block_n)
+    flops = walk.repeated_flops
+    return replace(
+        _with_tile(walk, problem, gpu, tile, False),
+        blocks=blocks,
+        items=blocks,
+        longest=0,
+        flops=flops,
+        write_bytes=cells * bytes_per_score(problem),
+        first_bytes=walk.first_bytes + cells * bytes_per_score(problem),
     )
 
 
-def _of_queries(problem: AttentionProblem, gpu: Gpu, tile: Tile, smem: int) -> Cost:
+def _of_queries(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> Cost:
     """`cost` of the launch that owns queries. In float32 it walks the keys twice, S and dP each time."""
-    size, rows = DTYPE_BYTES[problem.dtype], problem.rows * problem.num_heads_q
-    block_d, block_dv = tile_widths(problem, gpu, tile.block_m)
-    visited, longest, _, cut = walk(problem, tile.block_m, tile.block_n)
+    widths = tile_widths(problem, gpu, tile.block_m)
     walks = 2 if problem.dtype == "float32" else 1
-    scores = walks * visited * tile.block_m * tile.block_n
-    width = problem.head_dim + problem.head_dim_v
-    return Cost(
-        blocks=-(-problem.seqlen_q // tile.block_m) * problem.num_heads_q * problem.batch,
-        flops=2 * scores * (block_d + block_dv) + 2 * scores // walks * block_d,
-        exponentials=scores,
-        read_bytes=size * (rows * (width + problem.head_dim_v) + walks * visited * tile.block_n * width)
-        + 4 * rows
-        + scores * bytes_per_score(problem),
-        write_bytes=rows * (size * problem.head_dim + 4 * walks),
+    walk = of_queries(problem, tile.block_m, tile.block_n, widths, walks)
+    out = 0 if walks == 2 else problem.rows * problem.num_heads_q * problem.head_dim_v * 2  # delta is made of it
+    walk = replace(walk, read_bytes=walk.read_bytes + out, first_bytes=walk.first_bytes + out)
+    if problem.packed or problem.has_band:
+        last_first = problem.causal is not None or problem.window_size[1] >= 0
+        order = launch_order(problem, tile.block_m, tile.block_n, splits=1, last_first=last_first)
+        walk = replace(walk, order=tuple((tuple(walks * n for n in steps), times) for steps, times in order))
+    return _with_tile(walk, problem, gpu, tile, False)
+
+
+def _of_keys(
+    problem: AttentionProblem, gpu: Gpu, tile: Tile, products: tuple[int, int], repeats: tuple[int, int]
+) -> Cost:
+    """`cost` of a launch that owns keys."""
+    widths = tile_widths(problem, gpu, tile.block_n)
+    walk = of_keys(problem, tile.block_m, tile.block_n, widths, products, repeats)
+    if problem.packed or problem.has_band:
+        walk = replace(walk, order=launch_order_by_keys(problem, tile.block_m, tile.block_n))
+    return _with_tile(walk, problem, gpu, tile, True)
+
+
+def _with_tile(walk: Cost, problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool) -> Cost:
+    """Returns the cost of a launch with what its tile needs of an SM."""
+    owned, walked = (tile.block_n, tile.block_m) if owns_keys else (tile.block_m, tile.block_n)
+    widths = tile_widths(problem, gpu, owned)
+    threads = tile.num_warps * gpu.warp_size
+    split: dict[str, Any] = {}
+    multiply_adds = problem.dtype == "float32" and arithmetic_of(problem, gpu) == "ieee"
+    if multiply_adds:
+        # Two products sum over the columns of a tile, and the others over its walked rows.
+        shapes = [(owned, walked, width) for width in widths] + [(owned, width, walked) for width in widths]
+        of_step = multiply_add_bytes(shapes if owns_keys else shapes[:3], threads)
+        split["operand_bytes"] = int(walk.steps * of_step)
+    else:
+        scores = tile.block_m * tile.block_n
+        elements = walk.steps * ((2 if owns_keys else 1) * (scores + walked * sum(widths)))
+        split["conversions"] = conversions(problem, gpu, elements, owned, tile.num_warps)
+    smem = smem_of_tile(problem, gpu, tile, owns_keys)
+    in_use = smem if gpu.vendor == "amd" else min(smem, smem_in_use(problem, gpu, tile, owns_keys))
+    return replace(
+        walk,
         smem_bytes=smem,
-        steps=walks * visited,
-        longest=walks * longest,
-        cut=walks * cut,
+        smem_margin=smem - in_use,
         far=waits_for_memory(tile.num_stages),
-        threads=tile.num_warps * gpu.warp_size,
-        registers=gpu.registers_per_thread,
+        threads=threads,
+        registers=_registers(problem, gpu, tile, owns_keys),
+        loop=_loop(problem, multiply_adds),
+        **split,
     )
 
 
-def _of_keys(problem: AttentionProblem, gpu: Gpu, tile: Tile, smem: int, products: tuple[int, int]) -> Cost:
-    """`cost` of a launch that owns keys.
+def _registers(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool) -> int:
+    """Returns approximately the registers of a thread: gradients, S and dP of its rows in float32, P or dS in half of
+    that, and some forty more. Operands pass through registers too in float32, with a bias, and on GPUs whose matrix
+    units read them there: all registers then."""
+    reads_smem = gpu.capability in (90, 100, 103) or gpu.vendor == "amd"
+    if problem.dtype == "float32" or not reads_smem or bytes_per_score(problem):
+        return gpu.registers_per_thread or 255
+    owned = tile.block_n if owns_keys else tile.block_m
+    widths = padded(problem.head_dim) + (padded(problem.head_dim_v) if owns_keys else 0)
+    elements = owned * widths + tile.block_m * tile.block_n * 5 // 2
+    return min(gpu.registers_per_thread or 255, 40 + elements // (tile.num_warps * gpu.warp_size))
 
-    Args:
-        products: how many sum over head_dim or write dk, and how many over head_dim_v or dv.
-    """
-    size = DTYPE_BYTES[problem.dtype]
-    keys = (problem.total_k if problem.packed else problem.batch * problem.seqlen_k) * problem.num_heads_kv
-    block_d, block_dv = tile_widths(problem, gpu, tile.block_n)
-    visited, longest, _, cut = walk(problem, tile.block_m, tile.block_n)
-    scores, width = visited * tile.block_m * tile.block_n, problem.head_dim + problem.head_dim_v
-    writes = {(2, 2): width, (2, 1): problem.head_dim, (1, 1): problem.head_dim_v}[products]
-    return Cost(
-        blocks=-(-problem.seqlen_k // tile.block_n) * problem.num_heads_kv * problem.batch,
-        flops=2 * scores * (products[0] * block_d + products[1] * block_dv),
-        exponentials=scores,
-        read_bytes=size * width * (keys + visited * tile.block_m)
-        + 8 * visited * tile.block_m
-        + scores * bytes_per_score(problem),
-        write_bytes=size * keys * writes,
-        smem_bytes=smem,
-        steps=visited,
-        longest=longest * problem.num_heads_q // problem.num_heads_kv,
-        cut=cut,
-        far=waits_for_memory(tile.num_stages),
-        threads=tile.num_warps * gpu.warp_size,
-        registers=gpu.registers_per_thread,
-    )
+
+def _loop(problem: AttentionProblem, multiply_adds: bool) -> str:
+    """Returns `Cost.loop`: separate names for float32, for tiles of 256 columns, for a mask or bias, and for rows that
+    do not start at multiples of 32 bytes, whose loads are narrower."""
+    if problem.dtype == "float32":
+        return "multiply-adds" if multiply_adds else "float32"
+    if bytes_per_score(problem):
+        return "cells"
+    if max(problem.head_dim, problem.head_dim_v) > 128:
+        return "wide"
+    return ODD_ROWS if odd_rows(problem) else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from warpwave.gpu import Gpu
@@ -13,6 +12,7 @@ from warpwave.kernels.cost import (
     bytes_per_score,
     conversions,
     launch_order,
+    multiply_add_bytes,
     odd_rows,
     waits_for_memory,
     walk,
@@ -39,6 +39,10 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         workspace = keys * key_bytes
     key_reads = visited * config.block_n * key_bytes
     multiply_adds = problem.dtype == "float32" and arithmetic == "ieee"
+    products = (
+        (config.block_m, config.block_n, padded(problem.head_dim)),
+        (config.block_m, padded(problem.head_dim_v), config.block_n),
+    )
     split = scores + visited * config.block_n * (block_d + block_dv)  # elements of P, K and V split in the loop
     out_bytes = rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0))
     reads = size * rows * problem.head_dim + key_reads + scores * bytes_per_score(problem)
@@ -63,7 +67,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         registers=_registers(problem, gpu, config),
         # Two Hopper warpgroups have 64 rows each. If tiles arrive one at a time, they wait for each other.
         chains=2 if gpu.capability == 90 and size == 2 and (config.block_m, config.num_warps) == (128, 8) else 1,
-        operand_bytes=_operand_bytes(problem, config, visited) if multiply_adds else 0,
+        operand_bytes=int(visited * multiply_add_bytes(products, config.num_warps * 32)) if multiply_adds else 0,
         conversions=conversions(problem, gpu, scores if workspace else split, config.block_m, config.num_warps),
     )
     if not workspace:
@@ -91,16 +95,6 @@ def _registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     elif problem.dtype == "float32" and config.block_m < 64:  # every warp holds the parts of all rows of Q
         elements += threads * (40 + 3 * config.block_m * padded(problem.head_dim) // (2 * gpu.warp_size))
     return min(gpu.registers_per_thread or 255, 40 + elements // threads)
-
-
-def _operand_bytes(problem: AttentionProblem, config: Config, visited: int) -> int:
-    """Returns the bytes that multiply-adds read from shared memory: a thread with n elements of a roughly square tile
-    reads two operands of sqrt(n) each for every n multiply-adds."""
-    threads, total = config.num_warps * 32, 0.0
-    for columns, length in ((config.block_n, padded(problem.head_dim)), (padded(problem.head_dim_v), config.block_n)):
-        elements = config.block_m * columns
-        total += elements * length * 4 * 2 / math.sqrt(max(1, elements // threads))
-    return int(visited * total)
 
 
 def _loop(problem: AttentionProblem, block_d: int, multiply_adds: bool) -> str:

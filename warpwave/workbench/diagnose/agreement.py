@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from warpwave.workbench.diagnose.facts import (
     AGREE,
+    FLOPS,
     Finding,
     blocks,
     flops,
@@ -66,8 +67,8 @@ def amounts(document: Document) -> Iterator[Finding]:
                     yield Finding(
                         "contradiction",
                         f"{row.label}: time times rate is {amount / wanted:.2f} x the work of the call",
-                        f"{us(time)} x {figure(row.tflops)} TFLOP/s = {flop(amount)}; 4 x pairs x head_dim = "
-                        f"{flop(wanted)}",
+                        f"{us(time)} x {figure(row.tflops)} TFLOP/s = {flop(amount)}; "
+                        f"{FLOPS[row.call.passes]} x pairs x head_dim = {flop(wanted)}",
                         series,
                     )
             if row.tokens_per_s is not None and row.call.seqlen is not None:

@@ -35,10 +35,15 @@ class Finding:
     of_author: bool = False
 
 
+FLOPS = {"forward": 4, "backward": 10, "both": 14}  # of a visible pair, for each column of a head
+ROWS = {"forward": 2, "backward": 3, "both": 5}  # q, out; q, dO, dQ
+KEYS = {"forward": 2, "backward": 4, "both": 6}  # K, V; K, V, dK, dV
+
+
 def flops(call: Call) -> float | None:
-    """Returns the operations of both products; None if a size is missing."""
+    """Returns the operations of the products: two of the forward, five of the backward; None if a size is missing."""
     pairs = visible_pairs(call)
-    return None if pairs is None or call.head_dim is None else 4.0 * pairs * call.head_dim
+    return None if pairs is None or call.head_dim is None else float(FLOPS[call.passes] * pairs * call.head_dim)
 
 
 def visible_pairs(call: Call) -> float | None:
@@ -54,12 +59,13 @@ def visible_pairs(call: Call) -> float | None:
 
 
 def tensor_bytes(call: Call) -> float | None:
-    """Returns the bytes of q, k, v and out, each counted once."""
+    """Returns the bytes of q, k, v and out, or of q, k, v and the gradients, each counted once."""
     if call.heads is None or call.seqlen is None or call.head_dim is None:
         return None
     keys, size = call.seqlen_k or call.seqlen, DTYPES[call.dtype]
     heads_kv = call.heads_kv or call.heads
-    return float(2 * call.batch * call.head_dim * size * (call.heads * call.seqlen + heads_kv * keys))
+    rows, columns = ROWS[call.passes] * call.heads * call.seqlen, KEYS[call.passes] * heads_kv * keys
+    return float(call.batch * call.head_dim * size * (rows + columns))
 
 
 def score_bytes(call: Call, kernel: Kernel) -> float | None:
@@ -178,7 +184,7 @@ def groups(document: Document) -> dict[tuple[str, str], list[Row]]:
     return found
 
 
-SIZES = ("batch", "heads", "heads_kv", "seqlen", "seqlen_k", "head_dim", "dtype", "causal")
+SIZES = ("batch", "heads", "heads_kv", "seqlen", "seqlen_k", "head_dim", "dtype", "causal", "passes")
 
 
 def varying(rows: Sequence[Row]) -> list[str]:

@@ -16,6 +16,7 @@ from warpwave.workbench.schema import quoted
 CASES = Path(__file__).with_name("cases")
 OURS = "theirs"  # the series of a column without a series in its name
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4}
+PASSES = ("forward", "backward", "both")
 GRIDS = ("query tiles", "heads", "output tiles")
 LEAST, MOST = 1e-9, 1e15  # range of a figure or size, in any unit of the format
 MOST_SMS = 100_000
@@ -34,6 +35,7 @@ class Call:
         batch, heads, heads_kv, seqlen, seqlen_k, head_dim: sizes; seqlen_k defaults to seqlen, heads_kv to heads.
         dtype: dtype of q, k and v.
         causal: whether a causal mask, aligned to the last key, is applied.
+        passes: what was timed: "forward", "backward" or "both".
     """
 
     batch: int = 1
@@ -44,6 +46,7 @@ class Call:
     head_dim: int | None = None
     dtype: str = "float32"
     causal: bool = False
+    passes: str = "forward"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,7 +352,9 @@ def _make(kind: type, values: Any, base: Any, where: str) -> Any:
             raise TableError(f"{where}: scores must be chip or memory, got {quoted(value)}")
         if key == "launch_heads" and value not in ("one", "all", ""):
             raise TableError(f'{where}: launch_heads must be one, all, or "" if unknown, got {quoted(value)}')
-        if key in ("dtype", "grid", "unit", "scores", "launch_heads"):
+        if key == "passes" and value not in PASSES:
+            raise TableError(f"{where}: passes must be one of {', '.join(PASSES)}, got {quoted(value)}")
+        if key in ("dtype", "grid", "unit", "scores", "launch_heads", "passes"):
             continue
         if key in ("causal", "is_peer"):
             if not isinstance(value, bool):

@@ -75,6 +75,8 @@ class Call:
 
 def computed_in(kernel: Any, problem: AttentionProblem, gpu: Gpu) -> str:
     """Returns the arithmetic of a kernel's float32 products. Kernels made of torch's operations never round them."""
+    if hasattr(kernel, "arithmetic_of"):
+        return str(kernel.arithmetic_of(problem, gpu))
     return arithmetic(problem, gpu, getattr(kernel, "ABLE", PORTABLE)) if kernel.NEEDS_GPU else "ieee"
 
 

@@ -14,19 +14,22 @@ from warpwave.api import _options, _switches
 from warpwave.checks import check_problem, describe_call
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import three_kernel
+from warpwave.kernels import eager
 from warpwave.kernels.cost import Cost
-from warpwave.kernels.three_kernel import backward, backward_memory
+from warpwave.kernels.three_kernel import backward_memory
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band, Causal, Operands
 from warpwave.workbench.explain import accuracy
 from warpwave.workbench.explain.accuracy import Accuracy
 from warpwave.workbench.explain.advice import Call, computed_in, recommendations
+from warpwave.workbench.explain.backward import PASSES, Backward, Both, backward_of, both_of, saving_of
 from warpwave.workbench.explain.near_misses import NearMiss, nearest, positional_band
 from warpwave.workbench.hardware import catalog, measure
 from warpwave.workbench.model.losses import Losses, split
 from warpwave.workbench.model.predict import Prediction, predict
 from warpwave.workbench.model.roofline import Rates, Roofline, byte, data_sheet_rates, measured_rates, roofline
+from warpwave.workbench.model.steps import computes_gradients
 
+THAT_RECOMPUTES = "no implementation that recomputes the scores"  # of a backward's bound
 LOAD_BYTES = 16  # bytes that a thread loads at once from an address that is a multiple of 16
 
 
@@ -82,6 +85,8 @@ class Explanation:
         losses: a measured time split into the same steps; None if no time was given.
         accuracy: of a float32 call: how products are computed, and the error of out; None for 16-bit inputs.
         gradients: the kernel that computes the gradients if it is not the kernel of the forward; else "".
+        backward: its bounds, predicted time and losses; None for a call without gradients.
+        both: forward and backward together; None for a call without gradients.
     """
 
     problem: AttentionProblem
@@ -103,6 +108,8 @@ class Explanation:
     losses: Losses | None = None
     accuracy: Accuracy | None = None
     gradients: str = ""
+    backward: Backward | None = None
+    both: Both | None = None
 
     @property
     def flops(self) -> int:
@@ -121,20 +128,28 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data for JSON, including derived figures."""
-        known, data = self.roofline, asdict(self)
-        binding = None if known is None else known.binding
-        return data | {
-            "flops": self.flops,
-            "compulsory_bytes": self.compulsory_bytes,
-            "binding": None if binding is None else binding.resource,
-            "least_us": None if known is None else known.of_problem.time_us,
-            "least_us_by_this_kernel": None if known is None else known.time_us,
-        }
+        data = asdict(self) | _derived(self)
+        if self.backward is not None:
+            data["backward"] |= _derived(self.backward)
+        return data
 
     def __str__(self) -> str:
         from warpwave.workbench.explain.text import text
 
         return text(self)
+
+
+def _derived(of: Explanation | Backward) -> dict[str, Any]:
+    """Returns the derived figures of one pass, for JSON."""
+    known = of.roofline
+    binding = None if known is None else known.binding
+    return {
+        "flops": of.flops,
+        "compulsory_bytes": of.compulsory_bytes,
+        "binding": None if binding is None else binding.resource,
+        "least_us": None if known is None else known.of_problem.time_us,
+        "least_us_by_this_kernel": None if known is None else known.time_us,
+    }
 
 
 def explain(
@@ -165,6 +180,7 @@ def explain(
     measured_us: float | None = None,
     record: Path | None = None,
     hot: bool = False,
+    passes: str = "forward",
 ) -> Explanation:
     """Explains which kernel a call would run, what bounds its time, and what to change.
 
@@ -177,6 +193,8 @@ def explain(
             exactly, which waits for the device.
         gpu: the device to explain for. None is the device of the tensors, or this machine's for a problem.
         measured_us: device time of the call, to be split into losses.
+        passes: what `measured_us` is the time of: `"forward"`, `"backward"` or `"both"`. The last two need a call with
+            gradients.
         record: a file of `warpwave bench` with the call's time, kernel and config.
         hot: assume that the previous call used the same tensors, so that data that fits L2 is not read from memory.
 
@@ -210,6 +228,7 @@ def explain(
         gpu = gpu or current_gpu(q.device)
         if mask is not None and mask.device.type != "meta":
             mask_band = positional_band(mask, problem.seqlen_q, problem.seqlen_k)
+    _check_passes(passes, problem, measured_us, record)
     clock_mhz: float | None = None
     if record is not None:
         from warpwave.workbench.explain import recorded_time
@@ -257,18 +276,23 @@ def explain(
         least = min(measured.time_us, prediction.time_us)
         prediction = replace(prediction, low_us=max(prediction.low_us, least))
     alternatives = _alternatives(problem, gpu, module, hot)
+    backward_pass = both = None
+    if asked.requires_grad:
+        backward_pass = backward_of(asked, saving_of(asked), gpu, kernel, hot, _rooflines)
+        both = Both(both_of(prediction, backward_pass.prediction))
     losses = None
     if measured_us is not None:
-        sheet = catalog.data_sheet(gpu)
-        if prediction is None or sheet is None:
-            if problem.dropout_p:
-                raise InvalidInput("a measured time needs a model of its call, and dropout has none")
-            raise InvalidInput(
-                f"a measured time needs a model of its card, and {gpu.name} has none"
-                if problem.flops
-                else "a measured time needs work to be split by, and this call has none"
-            )
-        losses = split(measured_us, prediction, sheet, bounds, clock_mhz=clock_mhz)
+        if passes == "forward":
+            losses = _losses(measured_us, prediction, problem, gpu, bounds, clock_mhz)
+        elif passes == "backward":
+            assert backward_pass is not None
+            p, of_pass = backward_pass.prediction, backward_pass.bounds
+            of_backward = _losses(measured_us, p, problem, gpu, of_pass, None, THAT_RECOMPUTES)
+            backward_pass = replace(backward_pass, losses=of_backward)
+        else:
+            assert both is not None
+            of_both = _losses(measured_us, both.prediction, problem, gpu, None, None, THAT_RECOMPUTES)
+            both = replace(both, losses=of_both)
     return Explanation(
         problem,
         gpu,
@@ -279,7 +303,7 @@ def explain(
         cost,
         bounds,
         measured,
-        _with_backward(_memory(problem, module, cost, copied), asked, gradients or module.NAME, gpu),
+        _with_backward(_memory(problem, module, cost, copied), backward_pass),
         tuple(near_misses),
         tuple(recommendations(replace(call, prediction=prediction, alternatives_us=alternatives))),
         missing,
@@ -296,7 +320,45 @@ def explain(
             operands if operands is not None and gpu == current_gpu(operands.q.device) else None,
         ),
         gradients=gradients,
+        backward=backward_pass,
+        both=both,
     )
+
+
+def _check_passes(passes: str, problem: AttentionProblem, measured_us: float | None, record: Path | None) -> None:
+    """Raises InvalidInput if the call has no such passes, or nothing was measured of them."""
+    if passes not in PASSES:
+        raise InvalidInput(f"passes is {passes!r}; it must be one of {', '.join(map(repr, PASSES))}")
+    if passes == "forward":
+        return
+    if record is not None:
+        raise InvalidInput(f"passes is {passes!r}, and a record of bench holds times of forwards; give measured_us")
+    if measured_us is None:
+        raise InvalidInput(f"passes is {passes!r}; it says what measured_us is the time of, so give measured_us too")
+    if not problem.requires_grad:
+        raise InvalidInput(f"passes is {passes!r}, and the call has no gradients; let its inputs require them")
+
+
+def _losses(
+    measured_us: float,
+    prediction: Prediction | None,
+    problem: AttentionProblem,
+    gpu: Gpu,
+    bounds: Roofline | None,
+    clock_mhz: float | None,
+    none: str = "no implementation",
+) -> Losses:
+    """Splits a measured time. Raises InvalidInput if there is no model of the card, or no work."""
+    sheet = catalog.data_sheet(gpu)
+    if prediction is None or sheet is None:
+        if problem.dropout_p:
+            raise InvalidInput("a measured time needs a model of its call, and dropout has none")
+        raise InvalidInput(
+            f"a measured time needs a model of its card, and {gpu.name} has none"
+            if problem.flops
+            else "a measured time needs work to be split by, and this call has none"
+        )
+    return split(measured_us, prediction, sheet, bounds, clock_mhz=clock_mhz, none=none)
 
 
 def _alternatives(problem: AttentionProblem, gpu: Gpu, chosen: Any, hot: bool) -> dict[str, float]:
@@ -325,8 +387,10 @@ def _rooflines(
     """Returns the bounds by the data sheet, the bounds as measured, and why both are missing."""
     precision = None if kernel is None else computed_in(kernel, problem, gpu)
 
+    is_backward = kernel is not None and computes_gradients(kernel)
+
     def by(rates: Rates) -> Roofline:
-        return roofline(problem, rates, gpu=gpu, cost=cost, precision=precision)
+        return roofline(problem, rates, gpu=gpu, cost=cost, precision=precision, is_backward=is_backward)
 
     sheet = catalog.data_sheet(gpu)
     bounds = None if sheet is None else by(data_sheet_rates(sheet))
@@ -362,16 +426,12 @@ def _memory(problem: AttentionProblem, kernel: Any, cost: Cost, copied: int) -> 
     return Memory(inputs, rows * p.head_dim_v * size, lse, cost.workspace_bytes + copied, ours)
 
 
-def _with_backward(memory: Memory, problem: AttentionProblem, kernel: str, gpu: Gpu) -> Memory:
-    """Adds the memory of the backward if a GPU kernel computes the gradients; eager leaves them to torch's autograd."""
-    for module in dispatch.gradient_kernels(problem, gpu):
-        if problem.requires_grad and module.NAME == kernel:
-            workspace = module.cost(problem, gpu, module.default(problem, gpu)).workspace_bytes
-            return replace(memory, gradients=backward_memory.gradient_bytes(problem), backward=workspace)
-    if not problem.requires_grad or kernel != three_kernel.NAME or backward.why_not(problem, gpu):
+def _with_backward(memory: Memory, backward: Backward | None) -> Memory:
+    """Adds the memory of the backward if a GPU kernel computes the gradients; eager's depends on torch's operations."""
+    if backward is None or backward.kernel == eager.NAME:
         return memory
-    gradients = backward_memory.gradient_bytes(problem)
-    return replace(memory, gradients=gradients, backward=backward_memory.peak_bytes(problem) - gradients)
+    gradients = backward_memory.gradient_bytes(backward.problem)
+    return replace(memory, gradients=gradients, backward=backward.cost.workspace_bytes)
 
 
 def _layout(operands: Operands, kernel: Any) -> tuple[tuple[str, ...], int]:

@@ -9,6 +9,7 @@ from typing import Any
 from warpwave import dispatch
 from warpwave.errors import InvalidInput, UnsupportedProblem
 from warpwave.problem import AttentionProblem
+from warpwave.workbench.explain.backward import both_of, name_of, saving_of
 from warpwave.workbench.hardware.catalog import DataSheet, catalog, data_sheet, find, gpu_of
 from warpwave.workbench.model.predict import Prediction, predict
 from warpwave.workbench.model.roofline import Roofline, data_sheet_rates, figure, roofline, us
@@ -23,8 +24,9 @@ class Row:
         card: key of its data sheet.
         kernel, config: the kernel that would serve the call, and its config; empty and None if none does.
         prediction: its predicted time; None if the model does not cover the kernel.
-        bounds: the bounds by the data sheet.
+        bounds: the bounds by the data sheet; of the forward.
         refusal: the reason why no kernel serves it.
+        gradients: of a call with gradients, the kernel that computes them; `prediction` is then of both passes.
     """
 
     card: str
@@ -33,6 +35,7 @@ class Row:
     prediction: Prediction | None
     bounds: Roofline
     refusal: str = ""
+    gradients: str = ""
 
 
 def cards(names: str) -> list[DataSheet]:
@@ -69,12 +72,18 @@ def explain_on(
         gpu = gpu_of(sheet)
         bounds = roofline(problem, data_sheet_rates(sheet), gpu=gpu, hot=hot).of_problem
         try:
-            choice = dispatch.choose(problem, gpu, kernel, None)
+            forward, _ = dispatch.forward_of(problem, gpu, kernel)
+            choice = dispatch.choose(forward, gpu, kernel, None)
         except UnsupportedProblem as error:
             rows.append(Row(sheet.key, "", None, None, bounds, str(error)))
             continue
-        found = predict(problem, choice.kernel, choice.config, gpu, hot=hot, sheet=data_sheet(gpu) or sheet)
-        rows.append(Row(sheet.key, choice.kernel.NAME, choice.config, found, bounds))
+        found = predict(forward, choice.kernel, choice.config, gpu, hot=hot, sheet=data_sheet(gpu) or sheet)
+        gradients = ""
+        if problem.requires_grad:
+            module, of_pass = dispatch.gradients_for(problem, gpu, kernel), saving_of(problem)
+            found = both_of(found, predict(of_pass, module, module.default(of_pass, gpu), gpu, hot=hot))
+            gradients = name_of(module)
+        rows.append(Row(sheet.key, choice.kernel.NAME, choice.config, found, bounds, gradients=gradients))
     return rows
 
 
@@ -84,18 +93,20 @@ def text(problem: AttentionProblem, rows: Sequence[Row]) -> str:
     cells = [("card", "kernel", "predicted", "nine in ten", "TFLOP/s", "bound", "binds", "most lost by")]
     for row in rows:
         least, binding = us(row.bounds.time_us), row.bounds.binding
+        served = " + ".join(filter(None, (row.kernel, row.gradients)))
         binds = "" if binding is None else binding.resource
         if row.prediction is None:
             why = "no kernel serves it" if row.refusal else "no work, or no model"
-            cells.append((row.card, row.kernel or "-", "-", why, "", least, binds, ""))
+            cells.append((row.card, served or "-", "-", why, "", least, binds, ""))
             continue
         p = row.prediction
         span = f"{us(p.low_us)} to {us(p.high_us)}".replace(" us to", " to")
         most = max(p.factors, key=p.factors.__getitem__)
-        rate = figure(problem.flops / p.time_us * 1e-6)
+        flops = problem.flops + (problem.work(is_backward=True).flops if row.gradients else 0)
+        rate = figure(flops / p.time_us * 1e-6)
         star = "" if p.points else " *"
         lost = f"{most} ({p.factors[most]:.2f} x)"
-        cells.append((row.card + star, row.kernel, us(p.time_us), span, rate, least, binds, lost))
+        cells.append((row.card + star, served, us(p.time_us), span, rate, us(p.bound_us), binds, lost))
     lines += [*columns(cells, right=(2, 3, 4, 5)), ""]
     validated = [row for row in rows if row.prediction is not None and row.prediction.points]
     for row in validated:
@@ -105,5 +116,7 @@ def text(problem: AttentionProblem, rows: Sequence[Row]) -> str:
     if others:
         assert others[0].prediction is not None
         lines.append(f"* {others[0].prediction.validated}: {', '.join(row.card for row in others)}")
+    if problem.requires_grad:
+        lines.append("Times and bounds are of forward and backward.")
     lines.append("Bounds follow from the data sheets. The kernel is the one that warpwave would choose on the card.")
     return "\n".join(lines)

@@ -101,7 +101,9 @@ def config_of(kernel: Any, recorded: Mapping[str, Any]) -> Any:
         TypeError, ValueError: the kernel has no such config.
     """
     known = {field.name for field in fields(kernel.Config)}
-    return kernel.Config(**{key: value for key, value in recorded.items() if key in known})
+    values = {key: value for key, value in recorded.items() if key in known}
+    # A config of gradients has a tile for each launch.
+    return kernel.Config(**{k: kernel.Tile(**v) if isinstance(v, Mapping) else v for k, v in values.items()})
 
 
 def in_graph(m: Measurement) -> bool:

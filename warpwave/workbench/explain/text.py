@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from warpwave.problem import DTYPE_BYTES
-from warpwave.workbench.model.losses import recommendation
-from warpwave.workbench.model.roofline import Bound, Roofline, byte, figure, flop, us
-from warpwave.workbench.model.steps import LOSSES
-from warpwave.workbench.terminal import columns
+from warpwave.workbench.explain.backward_text import backward_sections
+from warpwave.workbench.explain.sections import (
+    config_words,
+    foreseen,
+    kernel_section,
+    losses,
+    predicted,
+    table,
+    verdict,
+    wrapped,
+)
+from warpwave.workbench.model.roofline import byte, figure, flop, us
 
 if TYPE_CHECKING:
     from warpwave.workbench.explain.accuracy import Accuracy
     from warpwave.workbench.explain.explanation import Explanation
-    from warpwave.workbench.model.predict import Prediction
-
-WIDTH = 110
 
 
 def text(said: Explanation) -> str:
@@ -28,9 +31,10 @@ def text(said: Explanation) -> str:
         list(_head(said)),
         list(_work(said)),
         list(_bounds(said)),
-        list(_kernel(said)),
-        list(_predicted(said)),
-        list(_losses(said)),
+        list(kernel_section(said, f"KERNEL     {said.kernel}: what it computes and moves")),
+        list(predicted(said, "PREDICTED  time on the device, and the losses between the bound and this time")),
+        list(losses(said.losses, "LOSSES    ")),
+        *map(list, backward_sections(said)),
         list(_memory(said)),
         list(_others(said)),
         list(_changes(said)),
@@ -47,26 +51,17 @@ def _head(said: Explanation) -> Iterator[str]:
     if said.kernel is None:
         yield "kernel     none"
     else:
-        values = ", ".join(f"{name}={value}" for name, value in dataclasses.asdict(said.config).items())
+        values = config_words(said.config)
         yield f"kernel     {said.kernel}" + (f", {values} ({said.config_source})" if values else "")
-        if said.gradients:
-            yield f"gradients  {said.gradients}"
+        if said.backward is not None:
+            yield f"gradients  {said.backward.kernel}"
         for note in _notes(said):
-            yield from _wrapped(note, "config     ")
-    yield from _wrapped(_verdict(said), "bound by   ")
+            yield from wrapped(note, "config     ")
+    yield from wrapped(verdict(said), "bound by   ")
     if said.prediction is not None:
-        yield from _wrapped(_foreseen(said.prediction), "predicted  ")
+        yield from wrapped(foreseen(said.prediction), "predicted  ")
     if said.accuracy is not None:
-        yield from _wrapped(_accuracy(said.accuracy), "accuracy   ")
-
-
-def _foreseen(p: Prediction) -> str:
-    """Returns the predicted time, its ratio to the bound, and the largest steps between them."""
-    largest = sorted(((f, name) for name, f in p.factors.items() if f >= 1.05), reverse=True)[:2]
-    most = " and ".join(f"{name} (x {factor:.2f})" for factor, name in largest)
-    return f"{us(p.time_us)}, {p.time_us / p.bound_us:.3g} x the bound of the work" + (
-        f"; the largest losses are {most}" if most else ""
-    )
+        yield from wrapped(_accuracy(said.accuracy), "accuracy   ")
 
 
 def _notes(said: Explanation) -> list[str]:
@@ -85,33 +80,6 @@ def _accuracy(accuracy: Accuracy) -> str:
         text += f"; {accuracy.measured:.2g} measured on {accuracy.rows} rows of these tensors"
     others = ", ".join(f"{name} {error:.2g}" for name, error in accuracy.others)
     return f"{text}. {f'Other modes, cheapest first: {others}. ' if others else ''}{accuracy.note}"
-
-
-def _verdict(said: Explanation) -> str:
-    known = said.roofline
-    if known is None or known.binding is None:
-        return said.rates_missing or "unknown: no rate of this device is known"
-    least = known.of_problem
-    binding = least.binding
-    assert binding is not None
-    if said.flops == 0:
-        return "nothing: no key is visible to any query"
-    any_ = "no implementation with this accuracy" if said.problem.dtype == "float32" else "no implementation"
-    sentence = f"{binding.resource}: {any_} takes less than {us(binding.time_us)} ({known.rates.name})"
-    sentence += f", {_rate_allowed(said, binding.time_us)}"
-    launch = None if said.measured is None else said.measured.of("launch")
-    if launch is not None and launch.time_us > known.time_us:
-        return f"the launch: {us(launch.time_us)} (measured); the work itself needs at least {us(known.time_us)}"
-    if launch is None and least.time_us < 1 and not said.gpu.is_cpu:
-        return f"{sentence}; the launch takes longer (`warpwave roof` measures it, no data sheet states it)"
-    if said.kernel is not None and known.time_us > 1.05 * least.time_us:
-        sentence += f"; {said.kernel} takes at least {us(known.time_us)}, see below"
-    return sentence
-
-
-def _rate_allowed(said: Explanation, time_us: float) -> str:
-    tflops, gbps = said.flops / time_us * 1e-6, said.compulsory_bytes / time_us * 1e-3
-    return f"which is {figure(tflops)} TFLOP/s and {figure(gbps)} GB/s"
 
 
 def _work(said: Explanation) -> Iterator[str]:
@@ -141,102 +109,7 @@ def _bounds(said: Explanation) -> Iterator[str]:
     if said.roofline is None or not said.roofline.bounds:
         return
     yield "AT LEAST   for any implementation; resources work at the same time, so the longest time is the bound"
-    yield from _table(said, of_kernel=False)
-
-
-def _kernel(said: Explanation) -> Iterator[str]:
-    cost = said.cost
-    if cost is None or said.kernel is None:
-        return
-    yield f"KERNEL     {said.kernel}: what it computes and moves"
-    yield from _table(said, of_kernel=True)
-    if cost.blocks:
-        sms = said.gpu.num_sms
-        yield f"  grid     {cost.blocks:,} block{'s' if cost.blocks > 1 else ''}" + (
-            f" on {sms} SMs, {cost.blocks / sms:,.3g} each" if sms else ""
-        )
-    moved = cost.read_bytes + cost.write_bytes
-    yield (
-        f"  work     {flop(cost.flops)} computed, {cost.flops / max(1, said.flops):,.3g} x the work; "
-        f"{byte(moved)} read and written through the caches, {moved / max(1, said.compulsory_bytes):,.3g} x the "
-        "minimum"
-    )
-
-
-def _predicted(said: Explanation) -> Iterator[str]:
-    """Yields the time, its error bar, and each step from the bound that costs something."""
-    p = said.prediction
-    if p is None:
-        return
-    yield "PREDICTED  time on the device, and the losses between the bound and this time"
-    rate = f"{figure(said.flops / p.time_us * 1e-6)} TFLOP/s"
-    yield f"  time     {us(p.time_us)}, {rate}; nine in ten calls take between {us(p.low_us)} and {us(p.high_us)}"
-    yield from _wrapped(p.validated, "  basis    ")
-    if p.waves:
-        yield (
-            f"  waves    {p.waves:.3g} of {said.gpu.num_sms} SMs x {p.blocks_per_sm} block"
-            f"{'s' * (p.blocks_per_sm > 1)} each, limited by {p.limit}"
-        )
-    for t in p.traffic:
-        if t.level == "memory":
-            yield f"  memory   {byte(t.bytes)} from and to memory, {t.redundancy:.3g} x the minimum"
-        elif t.level == "L2":
-            fits = "fits" if t.working_set <= t.capacity else "does not fit"
-            yield (
-                f"  L2       {byte(t.bytes)} requested, {t.redundancy:.3g} x the minimum; the working set of "
-                f"{byte(t.working_set)} {fits} {byte(t.capacity)}"
-            )
-        else:
-            label = {"shared memory": "smem", "registers": "regs"}[t.level]
-            yield f"  {label:8} {byte(t.bytes)} a block, {byte(t.working_set)} of {byte(t.capacity)} an SM"
-    if said.losses is None:
-        yield from _steps([(name, f, p.times_us[name]) for name, f in p.factors.items()], p.bound_us)
-
-
-def _steps(steps: list[tuple[str, float, float]], bound_us: float) -> list[str]:
-    shown = [step for step in steps if step[1] >= 1.005 or step[0] == "remainder"]
-    rows = [
-        (name, us(after), f"x {factor:.3f}", LOSSES.get(name, "what the model did not predict"))
-        for name, factor, after in shown
-    ]
-    return columns([("bound", us(bound_us)), *rows], right=(1,), indent="  ")
-
-
-def _losses(said: Explanation) -> Iterator[str]:
-    """Yields a measured time, split into losses."""
-    split = said.losses
-    if split is None:
-        return
-    yield f"LOSSES     measured {us(split.measured_us)} = {split.ratio:.3g} x the bound, the product of these factors"
-    yield from _steps([(loss.name, loss.factor, loss.after_us) for loss in split.losses], split.bound_us)
-    for yardstick in split.yardsticks:
-        yield from _wrapped(
-            f"{yardstick.share:.1%} of the {yardstick.name} bound, {us(yardstick.least_us)}: {yardstick.note}",
-            "  share    ",
-        )
-    if split.largest is not None and (advice := recommendation(split.largest)):
-        yield from _wrapped(advice, "  first    ")
-
-
-def _table(said: Explanation, of_kernel: bool) -> Iterator[str]:
-    """Yields a line per resource: its time by each set of rates (the longest marked), and the arithmetic."""
-    sets = [known for known in (said.bounds, said.measured) if known is not None]
-    by_set = [{b.resource: b for b in known.bounds if b.of_kernel == of_kernel} for known in sets]
-    names = list(dict.fromkeys(name for of_set in by_set for name in of_set))
-    if not names:
-        return
-    rows = [("", *(known.rates.name for known in sets), "arithmetic")]
-    for name in names:
-        cells = (_cell(of_set.get(name), known, of_kernel) for of_set, known in zip(by_set, sets, strict=True))
-        rows.append((name, *cells, next(of_set[name] for of_set in by_set if name in of_set).arithmetic))
-    yield from columns(rows, indent="  ")
-
-
-def _cell(bound: Bound | None, known: Roofline, of_kernel: bool) -> str:
-    if bound is None:
-        return "-"
-    longest = known.of_problem.binding if not of_kernel else known.binding
-    return us(bound.time_us) + (" *" if bound == longest and bound.time_us else "")
+    yield from table(said, of_kernel=False)
 
 
 def _memory(said: Explanation) -> Iterator[str]:
@@ -271,10 +144,10 @@ def _others(said: Explanation) -> Iterator[str]:
             position = "" if said.kernel is None else f", {where} {said.kernel}"
             times = said.alternatives_us
             listed = ", ".join(f"{name} ({us(times[name])} predicted)" if name in times else name for name in names)
-            yield from _wrapped(listed, f"  able{position}: ")
+            yield from wrapped(listed, f"  able{position}: ")
     for name, why in said.passed_over.items():
         if name != said.kernel:
-            yield from _wrapped("; ".join(why), f"  {name} is passed over: ")
+            yield from wrapped("; ".join(why), f"  {name} is passed over: ")
 
 
 def _changes(said: Explanation) -> Iterator[str]:
@@ -291,8 +164,4 @@ def _changes(said: Explanation) -> Iterator[str]:
     if paths or advice:
         yield "TO CHANGE"
         for i, sentence in enumerate((*paths, *advice), 1):
-            yield from _wrapped(sentence, f"  {i}. ")
-
-
-def _wrapped(sentence: str, label: str) -> list[str]:
-    return textwrap.wrap(sentence, WIDTH, initial_indent=label, subsequent_indent=" " * len(label))
+            yield from wrapped(sentence, f"  {i}. ")

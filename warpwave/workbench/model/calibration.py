@@ -11,7 +11,7 @@ import functools
 import json
 import math
 from collections.abc import Container, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,9 @@ def constant_of(path: str, products: int) -> str:
 # Round numbers, not fitted: 80 % of a matrix unit, half of the stated rate of plain float32 units, a little less if
 # operands are split in the loop, eight operations per score, a microsecond for each start or end.
 UNCALIBRATED = Constants(matrix={"other": 0.8, "float32": 0.5, "tf32": 0.5, "tf32x3": 0.5, "float32_matrix": 0.5})
+# Gradients in torch's operations wait for the host, whatever the card.
+TORCH_OPERATIONS = ("eager backward", "three_kernel backward")
+UNCALIBRATED_OPERATIONS = replace(UNCALIBRATED, host_us=25.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +113,7 @@ class Calibration:
         cross_validated: kernel -> errors on points that were left out of a fit, group by group.
         kernels_left_out: kernel -> errors on its points, by constants fitted to all other kernels.
         uncalibrated: errors of `UNCALIBRATED` on the same points: the error bar without a calibration.
+        uncalibrated_gradients: the same for kernels of gradients.
         constants_of: key of a card with the same chip, whose `kernels` it uses; it then has none of its own.
     """
 
@@ -124,6 +128,7 @@ class Calibration:
     residuals: Mapping[str, Residuals]
     cross_validated: Mapping[str, Residuals]
     uncalibrated: Residuals | None = None
+    uncalibrated_gradients: Residuals | None = None
     kernels_left_out: Mapping[str, Residuals] = field(default_factory=dict)
     constants_of: str = ""
 
@@ -163,8 +168,8 @@ def read(path: Path) -> Calibration:
         for name in ("residuals", "cross_validated", "kernels_left_out"):
             data[name] = {key: Residuals(**values) for key, values in data[name].items()}
         data["kernels"] = {key: Constants(**values) for key, values in data["kernels"].items()}
-        if data["uncalibrated"] is not None:
-            data["uncalibrated"] = Residuals(**data["uncalibrated"])
+        for name in ("uncalibrated", "uncalibrated_gradients"):
+            data[name] = None if data.get(name) is None else Residuals(**data[name])
         data["sources"] = {key: tuple(files) for key, files in data["sources"].items()}
         return Calibration(**data)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -185,10 +190,10 @@ def _plain(value: Any) -> Any:
     return list(map(_plain, value)) if isinstance(value, tuple | list) else value
 
 
-def worst_uncalibrated() -> Residuals | None:
+def worst_uncalibrated(of_gradients: bool = False) -> Residuals | None:
     """Returns the errors of `UNCALIBRATED` on the card where they are largest; None if it was never checked."""
-    known = [c.uncalibrated for c in calibrations().values() if c.uncalibrated is not None]
-    return max(known, key=lambda r: r.factor_90, default=None)
+    known = [c.uncalibrated_gradients if of_gradients else c.uncalibrated for c in calibrations().values()]
+    return max((r for r in known if r is not None), key=lambda r: r.factor_90, default=None)
 
 
 @dataclass(frozen=True)
@@ -235,7 +240,8 @@ def machine(sheet: DataSheet, kernel: str, loop: str = "", calibration: Calibrat
         lender = calibrations().get(calibration.constants_of)
         known = calibration.kernels if lender is None else lender.kernels
     key = nearest(known, key_of(kernel, loop))
-    return Machine(sheet, known.get(key, UNCALIBRATED), calibration, key in known)
+    rough = UNCALIBRATED_OPERATIONS if kernel in TORCH_OPERATIONS else UNCALIBRATED
+    return Machine(sheet, known.get(key, rough), calibration, key in known)
 
 
 def nearest(known: Container[str], key: str) -> str:

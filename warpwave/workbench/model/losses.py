@@ -97,6 +97,7 @@ def split(
     bounds: Roofline | None = None,
     *,
     clock_mhz: float | None = None,
+    none: str = "no implementation",
 ) -> Losses:
     """Splits a measured time into the losses of a prediction.
 
@@ -106,6 +107,7 @@ def split(
         sheet: the card's data sheet.
         bounds: bounds by the data sheet, for the power-matched yardstick.
         clock_mhz: SM clock while it ran; None if it was not read.
+        none: what the bound holds for, in words.
 
     Raises:
         InvalidInput: the time is shorter than the bound, or not a positive number.
@@ -114,7 +116,7 @@ def split(
         raise InvalidInput(f"the measured time is {measured_us} us; it must be above 0 and finite")
     if measured_us < prediction.bound_us:
         raise InvalidInput(
-            f"the measured time is {us(measured_us)}; on {sheet.name} no implementation of this call takes less than "
+            f"the measured time is {us(measured_us)}; on {sheet.name} {none} of this call takes less than "
             f"{us(prediction.bound_us)}. Check that the time is of the whole call, of this call and in us; if its "
             "inputs stayed in L2, pass --hot"
         )
@@ -126,7 +128,7 @@ def split(
         before = after
     losses.append(Loss("remainder", measured_us / before, before, measured_us, "what the model did not predict"))
     yardsticks = (
-        Yardstick("data sheet", prediction.bound_us, prediction.bound_us / measured_us, "no implementation is faster"),
+        Yardstick("data sheet", prediction.bound_us, prediction.bound_us / measured_us, f"{none} is faster"),
         _power_matched(measured_us, prediction, sheet, bounds, clock_mhz),
     )
     return Losses(measured_us, prediction.bound_us, tuple(losses), yardsticks)
@@ -156,6 +158,7 @@ def _power_matched(
 
 
 REMEDIES: dict[str, str] = {
+    "recomputation": "one launch for all gradients computes each score once, if its sums fit registers",
     "head padding": "a head_dim equal to a tile's width, or narrower tiles, removes the products over padding",
     "hidden pairs": "smaller tiles at the mask's edge remove products over hidden pairs",
     "ragged tiles": "a block_m or block_n that divides the lengths, or several query heads in one tile, removes "
@@ -164,6 +167,7 @@ REMEDIES: dict[str, str] = {
     "idle SMs": "more blocks give every SM work: a smaller block_m, keys split over blocks, or more heads or sequences "
     "in a call",
     "traffic": "tiles shared by more queries, or an order of blocks that keeps K and V in L2, reduce re-reads",
+    "reductions": "more keys in a block add to the sums of dQ less often",
     "softmax": "a loop that overlaps one tile's softmax with another tile's products hides the exponentials",
     "latency": "more blocks or warpgroups per SM, or more tiles in flight, hide the latency",
     "fill": "persistent blocks that load the next tile under the products of the current one hide the fill",

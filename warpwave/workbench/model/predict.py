@@ -19,8 +19,8 @@ from typing import Any
 from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.hardware.catalog import DataSheet, data_sheet
-from warpwave.workbench.model.calibration import Machine, machine, worst_uncalibrated
-from warpwave.workbench.model.steps import Steps, Traffic
+from warpwave.workbench.model.calibration import Machine, Residuals, calibrations, machine, worst_uncalibrated
+from warpwave.workbench.model.steps import Steps, Traffic, computes_gradients
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def predict(
     steps = Steps(problem, kernel, config, gpu, cost, where, hot, without, graph)
     times = steps.times()
     time_us = times["launches"]
-    low, high, words, points = _bar(where, kernel.NAME, time_us, times["bound"])
+    low, high, words, points = _bar(where, kernel, time_us, times["bound"])
     return Prediction(
         kernel.NAME,
         sheet.key,
@@ -137,9 +137,18 @@ def timer(
     return time_us
 
 
-def _bar(where: Machine, kernel: str, time_us: float, bound_us: float) -> tuple[float, float, str, int]:
+def _lent(where: Machine, kernel: str) -> tuple[str, Residuals] | None:
+    """Returns the key of the card whose constants are used, and the errors there; None if they are the card's own."""
+    lender = calibrations().get("" if where.calibration is None else where.calibration.constants_of)
+    if lender is None:
+        return None
+    known = lender.residuals.get(kernel) or lender.cross_validated.get(kernel)
+    return None if known is None else (lender.gpu.upper(), known)
+
+
+def _bar(where: Machine, module: Any, time_us: float, bound_us: float) -> tuple[float, float, str, int]:
     """Returns the error bar, in words what it is based on, and its number of points. The bound limits it from below."""
-    name = where.sheet.name
+    name, kernel = where.sheet.name, module.NAME
     if where.calibration is not None and kernel in where.calibration.residuals:
         known = where.calibration.residuals[kernel]
         words = (
@@ -151,8 +160,13 @@ def _bar(where: Machine, kernel: str, time_us: float, bound_us: float) -> tuple[
         known = where.calibration.cross_validated[kernel]
         words = f"{known.points} measurements of {kernel} on an {name}, each left out of the fit that predicts it"
         factor, points = known.factor_90, known.points
+    elif where.fitted and (lent := _lent(where, kernel)) is not None:
+        lender, known = lent
+        factor, points = known.factor_90, 0
+        words = f"never validated: {kernel} was not measured on an {name}; constants of the same chip, whose "
+        words += f"{known.points} measurements as an {lender} they predict within a factor {factor:.2f} in nine of ten"
     else:
-        rough = worst_uncalibrated()
+        rough = worst_uncalibrated(computes_gradients(module))
         factor, points = (3.0 if rough is None else rough.factor_90), 0
         words = f"never validated: {kernel} was not measured on an {name}; round constants, which elsewhere "
         words += "nobody checked" if rough is None else f"were within a factor {factor:.2f} in nine of ten calls"

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from warpwave import precision as arithmetics
 from warpwave.gpu import Gpu
 from warpwave.kernels.cost import Cost
-from warpwave.problem import DTYPE_BYTES, AttentionProblem
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, Work
 from warpwave.workbench.hardware.catalog import DataSheet
 from warpwave.workbench.hardware.measure import Ceilings
 
@@ -152,8 +152,9 @@ def roofline(
     cost: Cost | None = None,
     precision: str | None = None,
     hot: bool = False,
+    is_backward: bool = False,
 ) -> Roofline:
-    """Returns all lower bounds of a call.
+    """Returns all lower bounds of a call's forward, or of its backward.
 
     Args:
         problem: the call.
@@ -162,16 +163,19 @@ def roofline(
         cost: the cost of the kernel that serves the call; it adds that kernel's bounds.
         precision: that kernel's arithmetic of float32 products (a key of `FLOAT32_PATHS`); None is the fastest.
         hot: whether the previous call used the same tensors, so that data in the caches need not be read again.
+        is_backward: whether the bounds are those of the backward: of any implementation that recomputes the scores.
     """
     best = path = product_path(problem, rates)
-    bounds = [*_products(problem, rates, gpu, path), *_exponentials(problem, rates), *_memory(problem, rates, hot)]
+    work = problem.work(is_backward)
+    bounds = [*_products(problem, work, rates, gpu, path), *_exponentials(work, rates)]
+    bounds += _memory(problem, work, rates, hot)
     if rates.launch_us is not None:
         once = f"1 {'call' if gpu.is_cpu else 'launch'} = {us(rates.launch_us)}"
         bounds.append(Bound("call" if gpu.is_cpu else "launch", 1, "", rates.launch_us, "us", rates.launch_us, once))
     if cost is not None and not gpu.is_cpu:
         if precision is not None and problem.dtype == "float32":
             path = fastest(FLOAT32_PATHS[precision], rates) or path
-        bounds += _of_kernel(problem, rates, path, cost)
+        bounds += _of_kernel(problem, work, rates, path, cost)
     return Roofline(rates, tuple(bounds), best.name if best else "", problem.pairs_are_exact)
 
 
@@ -217,18 +221,19 @@ def fastest(paths: Mapping[str, int], rates: Rates) -> Path | None:
     return max(known, key=lambda path: path.useful_tflops, default=None)
 
 
-def _products(problem: AttentionProblem, rates: Rates, gpu: Gpu, path: Path | None) -> Iterator[Bound]:
+def _products(problem: AttentionProblem, work: Work, rates: Rates, gpu: Gpu, path: Path | None) -> Iterator[Bound]:
     if path is None:
         return
     if gpu.is_cpu:
         # A CPU kernel may convert its operands first, so slow 16-bit arithmetic is not a bound.
         path = max((path, Path(FLOAT32_UNITS, 1, rates.product_tflops.get(FLOAT32_UNITS, 0.0))), key=lambda p: p.tflops)
     resource = "products" if gpu.is_cpu else "float32 units" if path.name == FLOAT32_UNITS else "tensor cores"
-    flops = path.products * problem.flops
+    flops = path.products * work.flops
     times = f"{path.products} x " if path.products > 1 else ""
-    widths = f"({problem.head_dim} + {problem.head_dim_v})"
-    work = f"{times}2 x {_pairs(problem)} x {widths} = {flop(flops)}"
-    yield _bound(resource, flops, "FLOP", path.tflops, "TFLOP/s", work, note=f" ({path.name})")
+    sides = ((work.over_head_dim, problem.head_dim), (work.over_head_dim_v, problem.head_dim_v))
+    widths = " + ".join(f"{n} x {size}" if n > 1 else f"{size}" for n, size in sides)
+    said = f"{times}2 x {_pairs(problem)} x ({widths}) = {flop(flops)}"
+    yield _bound(resource, flops, "FLOP", path.tflops, "TFLOP/s", said, note=f" ({path.name})")
 
 
 def _pairs(problem: AttentionProblem) -> str:
@@ -237,60 +242,72 @@ def _pairs(problem: AttentionProblem) -> str:
     return f"{problem.batch} x {problem.num_heads_q} heads x {problem.seqlen_q} x {problem.seqlen_k} pairs"
 
 
-def _exponentials(problem: AttentionProblem, rates: Rates) -> Iterator[Bound]:
+def _exponentials(work: Work, rates: Rates) -> Iterator[Bound]:
     if rates.exponentials_gops is not None:
-        work = f"{count(problem.exponentials, 'exp')}, one a pair"
-        yield _bound("exponentials", problem.exponentials, "exp", rates.exponentials_gops, "Gexp/s", work)
+        said = f"{count(work.exponentials, 'exp')}, one a pair"
+        yield _bound("exponentials", work.exponentials, "exp", rates.exponentials_gops, "Gexp/s", said)
 
 
-def _memory(problem: AttentionProblem, rates: Rates, hot: bool) -> Iterator[Bound]:
+def _memory(problem: AttentionProblem, work: Work, rates: Rates, hot: bool) -> Iterator[Bound]:
     if rates.memory_gbps is None or (hot and not rates.cache_bytes):
         return
-    least = problem.compulsory_bytes
-    parts = ", ".join(f"{name} {byte(size)}" for name, size in tensor_bytes(problem).items())
-    work = f"{byte(least)} ({parts})"
+    least = work.compulsory_bytes
+    parts = ", ".join(f"{name} {byte(size)}" for name, size in tensor_bytes(problem, work).items())
+    said = f"{byte(least)} ({parts})"
     if hot:
-        work = f"{byte(least)}, less {byte(rates.cache_bytes)} that may still be in cache"
+        said = f"{byte(least)}, less {byte(rates.cache_bytes)} that may still be in cache"
         least = max(0, least - rates.cache_bytes)
-    yield _bound("memory", least, "byte", rates.memory_gbps, "GB/s", work)
+    yield _bound("memory", least, "byte", rates.memory_gbps, "GB/s", said)
 
 
-def tensor_bytes(problem: AttentionProblem) -> dict[str, int]:
-    """Returns each tensor's bytes that must cross the memory bus; `compulsory_bytes` is their sum."""
+def tensor_bytes(problem: AttentionProblem, work: Work | None = None) -> dict[str, int]:
+    """Returns each tensor's bytes that must cross the memory bus; `compulsory_bytes` is their sum.
+
+    Args:
+        work: `problem.work()` of the pass; None is the forward's.
+    """
+    work = work or problem.work()
     size, rows = DTYPE_BYTES[problem.dtype], problem.rows * problem.num_heads_q
     keys = problem.keys_needed
     parts = {
         "q": rows * problem.head_dim * size,
         "k": keys * problem.head_dim * size,
         "v": keys * problem.head_dim_v * size,
-        "out": rows * problem.head_dim_v * size,
+        "dout" if work.is_backward else "out": rows * problem.head_dim_v * size,
     }
-    rest = problem.compulsory_bytes - sum(parts.values())
+    if work.is_backward:
+        every_key = (problem.total_k if problem.packed else problem.batch * problem.seqlen_k) * problem.num_heads_kv
+        parts |= {
+            "dq": rows * problem.head_dim * size,
+            "dk": every_key * problem.head_dim * size,
+            "dv": every_key * problem.head_dim_v * size,
+        }
+    rest = work.compulsory_bytes - sum(parts.values())
     return parts | ({"the rest": rest} if rest else {})
 
 
 # Bounds of a kernel ---------------------------------------------------------------------------------------------------
 
 
-def _of_kernel(problem: AttentionProblem, rates: Rates, path: Path | None, cost: Cost) -> Iterator[Bound]:
+def _of_kernel(problem: AttentionProblem, work: Work, rates: Rates, path: Path | None, cost: Cost) -> Iterator[Bound]:
     """Yields the bounds by a kernel's `cost`."""
     share, where = busy_share(problem, rates.num_sms, cost.blocks)
     if path is not None:
         flops = path.products * cost.flops
         times = f"{path.products} x " if path.products > 1 else ""
-        work = f"{times}{flop(cost.flops)} over whole tiles, {ratio(cost.flops, problem.flops)} x the work"
+        said = f"{times}{flop(cost.flops)} over whole tiles, {ratio(cost.flops, work.flops)} x the work"
         how = f" ({path.name}){where}" if problem.dtype == "float32" else where
-        yield _bound("tiles", flops, "FLOP", path.tflops, "TFLOP/s", work, share, how, of_kernel=True)
+        yield _bound("tiles", flops, "FLOP", path.tflops, "TFLOP/s", said, share, how, of_kernel=True)
     if rates.exponentials_gops is not None:
-        work = f"{count(cost.exponentials, 'exp')} over whole tiles"
+        said = f"{count(cost.exponentials, 'exp')} over whole tiles"
         rate = rates.exponentials_gops
         yield _bound(
-            "exponentials in tiles", cost.exponentials, "exp", rate, "Gexp/s", work, share, where, of_kernel=True
+            "exponentials in tiles", cost.exponentials, "exp", rate, "Gexp/s", said, share, where, of_kernel=True
         )
     if rates.l2_gbps is not None:
         total = cost.read_bytes + cost.write_bytes
-        work = f"{byte(total)}, each tile as often as it is read or written"
-        yield _bound("L2", total, "byte", rates.l2_gbps, "GB/s", work, of_kernel=True)
+        said = f"{byte(total)}, each tile as often as it is read or written"
+        yield _bound("L2", total, "byte", rates.l2_gbps, "GB/s", said, of_kernel=True)
 
 
 def busy_share(problem: AttentionProblem, num_sms: int, blocks: int) -> tuple[float, str]:

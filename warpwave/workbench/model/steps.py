@@ -7,9 +7,8 @@ each level of memory. `docs/workbench/model.md` has the equations. Imports no to
 from __future__ import annotations
 
 import functools
-import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,16 +19,19 @@ from warpwave.workbench.hardware.catalog import DataSheet
 from warpwave.workbench.hardware.occupancy import occupancy
 from warpwave.workbench.model.calibration import Machine, constant_of
 from warpwave.workbench.model.roofline import FLOAT32_PATHS, Path, data_sheet_rates, fastest, product_path, roofline
+from warpwave.workbench.model.schedule import companies, lateness
 
 # The losses between the bound and the predicted time, in the order of the steps: name -> meaning.
 LOSSES: dict[str, str] = {
     "clocks": "power, clocks and instruction order, which keep the card below the data sheet's rates",
+    "recomputation": "scores that a second launch or walk computes again, with their products",
     "head padding": "products over columns that pad head_dim to the width of the tiles",
     "hidden pairs": "hidden pairs of edge tiles, which are computed all the same",
     "ragged tiles": "rows and keys beyond the end of a sequence, in its last tiles",
     "separate passes": "passes that wait for each other, and cannot overlap products with exponentials",
     "idle SMs": "SMs without a block, and the last wave",
     "traffic": "repeated reads of tiles through L2 and memory, if they take longer than computing",
+    "reductions": "sums in L2 that blocks add to, if that takes longer than computing",
     "softmax": "exponentials and arithmetic on scores that products do not hide",
     "latency": "steps that wait for each other, with too few instruction streams per SM to hide the wait",
     "fill": "first loads and last stores of each query tile",
@@ -43,7 +45,6 @@ FAR_US = 0.45  # latency of memory on top of L2
 TRIP_US = 0.5  # round trip to L2 or memory
 EMPTY_US = 0.7  # time of a block beyond the end of its sequence: launch, a load from L2, exit
 AHEAD = 0.3  # share of launching and the first wave that a launch saves by overlapping the previous one
-MOST_SIMULATED = 40  # waves; beyond this the order of blocks no longer matters
 SMEM_SLACK = 1.05  # kernels state an upper bound of shared memory, up to this factor above the compiled size
 WRITTEN_BACK = 0.45  # share of L2 that a flush leaves dirty, which a call must write back first
 FLUSH_US = 75.0  # duration of `bench`'s flush of 256 MiB
@@ -74,15 +75,21 @@ class Traffic:
 
 @dataclass(frozen=True)
 class _Padding:
-    """Factors of excess products: padded columns (`heads`), hidden pairs, and ragged ends of sequences."""
+    """Factors of excess products: scores computed again (`again`, and `again_exp` of their exponentials), padded
+    columns (`heads`), hidden pairs, and ragged ends of sequences."""
 
+    again: float
+    again_exp: float
     heads: float
     hidden: float
     ragged: float
 
 
 class Steps:
-    """One prediction of the time of a call."""
+    """One prediction of the time of a call.
+
+    Of several launches of gradients, waves and occupancy are those of the launch with most products.
+    """
 
     def __init__(
         self,
@@ -98,11 +105,15 @@ class Steps:
     ) -> None:
         self.problem, self.cost, self.gpu, self.where, self.hot = problem, cost, gpu, where, hot
         self.without, self.graph = without, graph
-        self.flops, self.exponentials, self.least = problem.flops, problem.exponentials, problem.compulsory_bytes
+        is_backward = computes_gradients(kernel)
+        work = problem.work(is_backward)
+        self.flops, self.exponentials, self.least = work.flops, work.exponentials, work.compulsory_bytes
         self.path = path_of(problem, kernel, gpu, where.sheet)
         self.padding = _padding(problem, kernel, config, gpu, cost)
-        self.resident = blocks_per_sm(cost, gpu)
         parts = cost.parts or (cost,)
+        self.main = main = max(parts, key=lambda part: part.flops) if is_backward and cost.blocks else cost
+        self.items = main.items or main.blocks
+        self.resident = blocks_per_sm(main, gpu)
         if without:
             parts = tuple(_ablated(part, problem, without) for part in parts)
         self._late: dict[Cost, float] = {}
@@ -113,9 +124,9 @@ class Steps:
         self.launches = max(cost.launches, sum(part.launches for part in parts))
         # (number of launches, cost of one launch, its blocks per SM)
         self.parts = tuple((part.launches, _of_one_launch(part), blocks_per_sm(part, gpu)[0]) for part in parts)
-        self.bound = roofline(problem, data_sheet_rates(where.sheet), gpu=gpu, hot=hot).time_us
-        items = cost.items or cost.blocks
-        self.waves = items / (where.sheet.num_sms * self.resident[0]) if items else 0.0
+        rates = data_sheet_rates(where.sheet)
+        self.bound = roofline(problem, rates, gpu=gpu, hot=hot, is_backward=is_backward).time_us
+        self.waves = self.items / (where.sheet.num_sms * self.resident[0])
 
     def times(self) -> dict[str, float]:
         """Returns the time after each loss. Times never fall, because every step removes an idealization."""
@@ -149,13 +160,14 @@ class Steps:
     def _whole(self, step: int) -> float:
         """Returns the time as a single pass on the whole card, with the padding that `step` includes."""
         p = self.padding
+        again, again_exp = (p.again, p.again_exp) if step >= STEP["recomputation"] else (1.0, 1.0)
         heads = p.heads if step >= STEP["head padding"] else 1.0
         pairs = p.hidden if step >= STEP["hidden pairs"] else 1.0
         pairs *= p.ragged if step >= STEP["ragged tiles"] else 1.0
         return max(
-            self._products_us(self.flops * heads * pairs),
-            self._power_us(self.flops, self.exponentials),
-            self._exponentials_us(self.exponentials * pairs),
+            self._products_us(self.flops * again * heads * pairs),
+            self._power_us(self.flops * again, self.exponentials * again_exp),
+            self._exponentials_us(self.exponentials * again_exp * pairs),
             self._memory_us(self._least_bytes()),
         )
 
@@ -184,7 +196,9 @@ class Steps:
         shared = [self._memory_us(across + self._written_back(cost, across, step))]
         if step >= STEP["traffic"]:
             drawn = self.where.l2_gbps * self.where.constants.l2
-            shared.append((cost.read_bytes + cost.write_bytes) / (drawn * 1e3))
+            # A sum in L2 is read and written for each addition to it.
+            added = cost.added_bytes if step >= STEP["reductions"] else -cost.added_bytes
+            shared.append((cost.read_bytes + cost.write_bytes + added) / (drawn * 1e3))
         if step >= STEP["fill"] and cost.steps:  # memory is idle until the first blocks start
             shared.append(max(shared) + self.where.constants.fill_us)
         if step >= STEP["latency"]:
@@ -194,8 +208,8 @@ class Steps:
     def _power_of(self, cost: Cost) -> float:
         """Returns a launch's share of the power-limited time. Padding multiplies zeros, which draw little power."""
         return self._power_us(
-            self.flops * cost.flops / max(1, self.cost.flops),
-            self.exponentials * cost.exponentials / max(1, self.cost.exponentials),
+            self.flops * self.padding.again * cost.flops / max(1, self.cost.flops),
+            self.exponentials * self.padding.again_exp * cost.exponentials / max(1, self.cost.exponentials),
         )
 
     def _on_sms(self, cost: Cost, slots: int, busy: float, alone: float, step: int) -> float:
@@ -292,7 +306,7 @@ class Steps:
         if constant_of(self.path.name, 1) != "bfloat16":
             return 0.0
         drawn = self.path.products * flops + self.where.constants.power_of_score * scores
-        items, sms = self.cost.items or self.cost.blocks, self.where.sheet.num_sms
+        items, sms = self.items, self.where.sheet.num_sms
         drawing = min(1.0, items / sms) if items else 1.0  # fewer busy SMs draw less power and run at full clocks
         return drawing * drawn / (self.path.tflops * self.where.constants.power * 1e6)
 
@@ -325,24 +339,34 @@ class Steps:
         return self.where.sheet.l2_bytes + self.where.sheet.last_level_cache_bytes
 
     def _least_bytes(self) -> float:
-        if not self.hot:
-            return self.least
+        return self.least * self._evicted(self.hot)
+
+    def _evicted(self, hot: bool) -> float:
+        """Returns the share of the compulsory bytes that L2 does not hold, if the call before used the same ones."""
+        if not hot:
+            return 1.0
         # Data that is read repeatedly in the same order evicts itself, early because both halves of L2 duplicate some
         # lines: on an H200 (60 MiB) nearly all of 43 MB was still there, and nothing of 50 MB.
         filled = self.least / self._l2_bytes
-        return self.least * min(1.0, max(0.0, (filled - KEPT) / (GONE - KEPT)))
+        return min(1.0, max(0.0, (filled - KEPT) / (GONE - KEPT)))
 
     def _memory_bytes(self, cost: Cost, step: int) -> float:
         """Returns the bytes that cross the memory bus in one launch: first reads, and reads of evicted data."""
         share = cost.read_bytes / max(1, self.cost.read_bytes)
+        once = self.least * share
         least = self._least_bytes() * share
+        scratch = cost.scratch_bytes * _missing(self.cost.workspace_bytes, self._l2_bytes)
+        if cost.first_bytes:
+            # What fits L2 is there still when the next launch reads it, as for calls with the same inputs.
+            once = cost.first_bytes
+            least = once * self._evicted(self.hot or cost is not self.parts[0][1]) + scratch
+            scratch = 0.0
         if step < STEP["traffic"]:
             return least
-        asked = cost.read_bytes + cost.write_bytes - cost.scratch_bytes
-        again = max(0.0, asked - self.least * share)
-        missed = _missing(self.working_set, self._l2_bytes * L2_SHARE)
-        scratch = _missing(self.cost.workspace_bytes, self._l2_bytes)
-        return least + again * missed + cost.scratch_bytes * scratch
+        asked = cost.read_bytes + cost.write_bytes - cost.scratch_bytes - cost.added_bytes
+        again = max(0.0, asked - once)
+        missed = _missing(self._working_set_of(cost), self._l2_bytes * L2_SHARE)
+        return least + again * missed + scratch
 
     def _written_back(self, cost: Cost, across: float, step: int) -> float:
         """Returns the dirty bytes that a flush left in L2 and that must be written back to make room."""
@@ -354,6 +378,13 @@ class Steps:
     def _far_us(self, cost: Cost) -> float:
         """Returns the extra latency of a step whose keys come from memory instead of L2."""
         return FAR_US * cost.far * self._least_bytes() / max(1, self.least)
+
+    def _working_set_of(self, cost: Cost) -> float:
+        """Returns the working set of a launch: what the blocks of a head walk, unless all of them run together."""
+        if not cost.walked_bytes:
+            return self.working_set
+        slots = self.where.sheet.num_sms * blocks_per_sm(cost, self.gpu)[0]
+        return 0.0 if (cost.items or cost.blocks) <= slots * cost.walked_heads else cost.walked_bytes
 
     @functools.cached_property
     def working_set(self) -> float:
@@ -377,15 +408,16 @@ class Steps:
         parts = cost.parts or (cost,)
         memory = sum(self._memory_bytes(part, ALL) for part in parts)
         moved = cost.read_bytes + cost.write_bytes
+        working_set = max(map(self._working_set_of, parts))
         found = [
-            Traffic("L2", moved, moved / least, self.working_set + cost.workspace_bytes, self._l2_bytes),
+            Traffic("L2", moved, moved / least, working_set + cost.workspace_bytes, self._l2_bytes),
             Traffic("memory", memory, memory / least, 0.0, sheet.memory_gb * 1e9),
         ]
-        if cost.smem_bytes:
-            each, of = cost.smem_bytes, sheet.smem_per_block_bytes
+        if self.main.smem_bytes:
+            each, of = self.main.smem_bytes - self.main.smem_margin, sheet.smem_per_block_bytes
             found.append(Traffic("shared memory", each, each / of, each * self.resident[0], sheet.smem_per_sm_bytes))
-        if cost.registers and cost.threads:
-            each, of = 4 * cost.registers * cost.threads, 4 * sheet.registers_per_sm
+        if self.main.registers and self.main.threads:
+            each, of = 4 * self.main.registers * self.main.threads, 4 * sheet.registers_per_sm
             found.append(Traffic("registers", each, each / of, each * self.resident[0], of))
         return found
 
@@ -398,53 +430,6 @@ ABLATIONS: dict[str, str] = {
     "mask": "no mask: hidden pairs of edge tiles count as visible",
     "store": "no store of the output",
 }
-
-
-def lateness(order: Sequence[tuple[tuple[int, ...], int]], slots: int) -> float:
-    """Returns how much longer a schedule takes than work over slots, in units of the mean length.
-
-    Args:
-        order: `Cost.order`; each block starts on the first free slot.
-        slots: blocks that run at the same time.
-    """
-    items = sum(len(lengths) * times for lengths, times in order)
-    work = sum(sum(lengths) * times for lengths, times in order)
-    if not work or items > MOST_SIMULATED * slots:
-        return 0.0
-    free = [0] * slots
-    for lengths, times in order:
-        for _ in range(times):
-            for length in lengths:
-                if length:
-                    heapq.heapreplace(free, free[0] + length)
-    there = sum(length > 0 for lengths, times in order for length in lengths for _ in range(times))
-    return (max(free) - work / slots) * there / work
-
-
-def companies(
-    order: Sequence[tuple[tuple[int, ...], int]], blocks: int, sms: int, slots: int
-) -> tuple[tuple[int, ...], ...]:
-    """Returns the lengths of the blocks that share an SM, longest first, for each SM, without duplicates. All blocks
-    start at once and are distributed over the SMs in turn, including blocks beyond the end of a sequence. Empty if they
-    do not all fit, or their order is unknown.
-
-    Args:
-        order: `Cost.order`.
-        blocks: `Cost.blocks`, including blocks without work.
-        slots: resident blocks per SM.
-    """
-    heads = sum(times for _, times in order)
-    if not heads or blocks > sms * slots:
-        return ()
-    found: list[list[int]] = [[] for _ in range(sms)]
-    place, width = 0, blocks // heads
-    for lengths, times in order:
-        for _ in range(times):
-            for i, length in enumerate(lengths):
-                if length:
-                    found[(place + i) % sms].append(length)
-            place += max(width, len(lengths))
-    return tuple(dict.fromkeys(tuple(sorted(one, reverse=True)) for one in found if one))
 
 
 SHARED_OUT = (  # fields of a `Cost` that are divided among several launches
@@ -508,10 +493,17 @@ def blocks_per_sm(cost: Cost, gpu: Gpu) -> tuple[int, str]:
     return max(1, fits.blocks), fits.limit
 
 
+def computes_gradients(kernel: Any) -> bool:
+    """Returns whether a module is one of gradients: `dispatch.GRADIENT_KERNELS`, and those of other kernels' own."""
+    return hasattr(kernel, "GRADIENTS")
+
+
 def _padding(problem: AttentionProblem, kernel: Any, config: Any, gpu: Gpu, cost: Cost) -> _Padding:
     """Splits a kernel's excess products into factors, by evaluating its `cost` on simpler calls."""
     if not cost.flops:
-        return _Padding(1.0, 1.0, 1.0)
+        return _Padding(1.0, 1.0, 1.0, 1.0, 1.0)
+    again = cost.flops / (cost.flops - cost.repeated_flops)
+    again_exp = cost.exponentials / max(1, cost.exponentials - cost.repeated_exponentials)
     whole = replace(
         problem,
         batch=1,
@@ -530,16 +522,21 @@ def _padding(problem: AttentionProblem, kernel: Any, config: Any, gpu: Gpu, cost
         lengths=None,
         page_size=0,
     )
-    heads = max(1.0, kernel.cost(whole, gpu, config).flops / whole.flops)
-    total = max(1.0, cost.flops / (problem.flops * heads))
+
+    def padded(of: AttentionProblem, found: Cost) -> float:
+        """Returns the products that are computed once, over those of visible pairs."""
+        return (found.flops - found.repeated_flops) / of.work(computes_gradients(kernel)).flops
+
+    heads = max(1.0, padded(whole, kernel.cost(whole, gpu, config)))
+    total = max(1.0, padded(problem, cost) / heads)
     if not problem.has_band:
         if problem.mask_visible_pairs is None:
-            return _Padding(heads, 1.0, total)
+            return _Padding(again, again_exp, heads, 1.0, total)
         shown = replace(problem, mask_visible_pairs=None).visible_pairs / max(1, problem.visible_pairs)
-        return _Padding(heads, min(total, shown), max(1.0, total / shown))
+        return _Padding(again, again_exp, heads, min(total, shown), max(1.0, total / shown))
     bare = replace(problem, causal=None, window_size=(-1, -1), mask_shape=None, mask_visible_pairs=None)
-    ragged = min(total, max(1.0, kernel.cost(bare, gpu, config).flops / (bare.flops * heads)))
-    return _Padding(heads, total / ragged, ragged)
+    ragged = min(total, max(1.0, padded(bare, kernel.cost(bare, gpu, config)) / heads))
+    return _Padding(again, again_exp, heads, total / ragged, ragged)
 
 
 def _missing(wanted: float, capacity: float) -> float:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from warpwave.gpu import Gpu
 from warpwave.kernels import reasons
-from warpwave.kernels.cost import Cost, walk
-from warpwave.kernels.hopper.host import NUM_SMS, pieces
+from warpwave.kernels.hopper.host import pieces
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 MAX_HEAD_DIM = 256
@@ -85,9 +84,21 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     return found
 
 
+def has_hidden_rows(problem: AttentionProblem) -> bool:
+    """Returns whether a query or key may see nothing, whose gradients no block writes."""
+    if problem.packed:
+        return True
+    band = problem.band(problem.seqlen_q, problem.seqlen_k)
+    rows = problem.seqlen_q - max(0, -(band.high or 0) if band.high is not None else 0)
+    hides_queries = rows < problem.seqlen_q or (
+        band.low is not None and problem.seqlen_k - band.low < problem.seqlen_q
+    )  # fmt: skip
+    return hides_queries or band.keys_seen(problem.seqlen_q, problem.seqlen_k) < problem.seqlen_k
+
+
 def value_stages(problem: AttentionProblem, config: Config) -> int:
     """Returns the tiles of V in flight in the launch of dQ: as many as of K, or one where no more fit."""
-    return config.num_stages if _smem_of_dq(problem, config, config.num_stages) <= SMEM_PER_BLOCK else 1
+    return config.num_stages if smem_of_dq(problem, config, config.num_stages) <= SMEM_PER_BLOCK else 1
 
 
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
@@ -99,72 +110,18 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
         stream = 2 * config.num_stages * config.block_m * (columns * size + 4)
         ds = 2 * config.block_n * config.block_m * size
         return keys + stream + ds + config.block_m * columns * 4 + 1024
-    both = sum(widths(problem))
+    return max(smem_of_dkv(problem, config), smem_of_dq(problem, config, value_stages(problem, config)))
+
+
+def smem_of_dkv(problem: AttentionProblem, config: Config) -> int:
+    """Returns the shared memory of a block of the launch of dK and dV."""
+    size, both = DTYPE_BYTES[problem.dtype], sum(widths(problem))
     stream = config.num_stages * config.block_m * (both * size + 8)
-    of_dkv = GROUP_ROWS * both * size + stream + 2 * GROUP_ROWS * config.block_m * 4 + 1024
-    return max(of_dkv, _smem_of_dq(problem, config, value_stages(problem, config)))
+    return GROUP_ROWS * both * size + stream + 2 * GROUP_ROWS * config.block_m * 4 + 1024
 
 
-def _smem_of_dq(problem: AttentionProblem, config: Config, stages: int) -> int:
+def smem_of_dq(problem: AttentionProblem, config: Config, stages: int) -> int:
+    """Returns the shared memory of a block of the launch of dQ, with some tiles of V in flight."""
     of_keys, of_values = widths(problem)
     streamed = config.block_m * (config.num_stages * of_keys + stages * of_values)
     return (2 * GROUP_ROWS * (of_keys + of_values) + streamed) * DTYPE_BYTES[problem.dtype] + 1024
-
-
-def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """Returns what the launches move and compute, whole tiles and padding included."""
-    if not config.is_joint:
-        return _cost_apart(problem, gpu, config)
-    size, columns = DTYPE_BYTES[problem.dtype], width(problem)
-    tiles = walk(problem, config.block_m, config.block_n)
-    scores = tiles.tiles * config.block_m * config.block_n
-    rows = problem.rows * problem.num_heads_q
-    keys = (problem.total_k if problem.packed else problem.batch * problem.seqlen_k) * problem.num_heads_kv
-    sums = rows * columns * 4
-    blocks = -(-keys // config.block_n)
-    streamed = tiles.tiles * config.block_m * (problem.head_dim + problem.head_dim_v) * size
-    added = tiles.tiles * config.block_m * columns * 4
-    return Cost(
-        blocks=min(blocks, gpu.num_sms or NUM_SMS),
-        flops=2 * scores * columns * 5,
-        exponentials=scores,
-        read_bytes=streamed
-        + keys * (problem.head_dim + problem.head_dim_v) * size
-        + rows * 2 * problem.head_dim_v * size,
-        write_bytes=added + 2 * sums + (rows + keys) * problem.head_dim * size + keys * problem.head_dim_v * size,
-        smem_bytes=smem_bytes(problem, config),
-        workspace_bytes=sums + rows * 8,
-        scratch_bytes=added + 2 * sums,
-        items=max(1, blocks),
-        steps=tiles.tiles,
-        threads=384,
-        blocks_per_sm=1,
-        launches=3,
-    )
-
-
-def _cost_apart(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    size = DTYPE_BYTES[problem.dtype]
-    of_keys, of_values = widths(problem)
-    steps_of_dkv = walk(problem, config.block_m, GROUP_ROWS).tiles
-    steps_of_dq = walk(problem, 2 * GROUP_ROWS, config.block_m).tiles
-    scores = steps_of_dkv * GROUP_ROWS * config.block_m, steps_of_dq * 2 * GROUP_ROWS * config.block_m
-    rows = problem.rows * problem.num_heads_q
-    keys = (problem.total_k if problem.packed else problem.batch * problem.seqlen_k) * problem.num_heads_kv
-    columns = problem.head_dim + problem.head_dim_v
-    blocks = -(-keys // GROUP_ROWS) + -(-rows // (2 * GROUP_ROWS))
-    steps = steps_of_dkv + steps_of_dq
-    return Cost(
-        blocks=min(blocks, gpu.num_sms or NUM_SMS),
-        flops=2 * (scores[0] * 2 * (of_keys + of_values) + scores[1] * (2 * of_keys + of_values)),
-        exponentials=sum(scores),
-        read_bytes=(steps * config.block_m + keys + 2 * rows) * columns * size,
-        write_bytes=(rows + keys) * problem.head_dim * size + keys * problem.head_dim_v * size,
-        smem_bytes=smem_bytes(problem, config),
-        workspace_bytes=rows * 8,
-        items=max(1, blocks),
-        steps=steps,
-        threads=384,
-        blocks_per_sm=1,
-        launches=3,
-    )

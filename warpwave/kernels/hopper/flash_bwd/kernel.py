@@ -14,7 +14,16 @@ import torch
 from warpwave.gpu import Gpu
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_bwd import apart_launch, joint, joint_launch, launches
-from warpwave.kernels.hopper.flash_bwd.config import Config, configs, cost, default, smem_bytes, why_not, width
+from warpwave.kernels.hopper.flash_bwd.config import (
+    Config,
+    configs,
+    default,
+    has_hidden_rows,
+    smem_bytes,
+    why_not,
+    width,
+)
+from warpwave.kernels.hopper.flash_bwd.costs import cost
 from warpwave.kernels.hopper.flash_bwd.launches import Step, Tensors, Workspace
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch, tensor_maps
@@ -47,18 +56,6 @@ def _workspace_shapes(problem: AttentionProblem, config: Config) -> list[tuple[i
     line = joint.LINE.value
     lines = (heads * tiles * config.block_m * width(problem) // line, line) if config.is_joint else None
     return [statistics, statistics, lines, (heads, tiles) if problem.has_sinks else None]
-
-
-def has_hidden_rows(problem: AttentionProblem) -> bool:
-    """Returns whether a query or key may see nothing, whose gradients no block writes."""
-    if problem.packed:
-        return True
-    band = problem.band(problem.seqlen_q, problem.seqlen_k)
-    rows = problem.seqlen_q - max(0, -(band.high or 0) if band.high is not None else 0)
-    hides_queries = rows < problem.seqlen_q or (
-        band.low is not None and problem.seqlen_k - band.low < problem.seqlen_q
-    )  # fmt: skip
-    return hides_queries or band.keys_seen(problem.seqlen_q, problem.seqlen_k) < problem.seqlen_k
 
 
 def bind(

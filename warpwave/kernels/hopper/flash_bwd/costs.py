@@ -1,0 +1,97 @@
+"""What the launches of `hopper/flash_bwd` move and compute for one problem."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from warpwave.gpu import Gpu
+from warpwave.kernels.cost import Cost, in_turn, launch_order_by_keys
+from warpwave.kernels.gradient_costs import STATISTICS_BYTES, of_keys, of_queries, of_rows, of_zeros
+from warpwave.kernels.hopper.flash_bwd.config import (
+    GROUP_ROWS,
+    MAX_JOINT,
+    Config,
+    has_hidden_rows,
+    smem_bytes,
+    smem_of_dkv,
+    smem_of_dq,
+    value_stages,
+    width,
+    widths,
+)
+from warpwave.kernels.hopper.flash_bwd.launches import heads_of, query_tiles
+from warpwave.kernels.hopper.host import NUM_SMS
+from warpwave.problem import DTYPE_BYTES, AttentionProblem
+
+THREADS = 384  # two consumer warpgroups, and one that loads and adds
+APART = "apart"  # `Cost.loop`
+
+
+def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
+    """Returns what the launches move and compute, whole tiles and padding included, in the order in which they run.
+
+    Another set of launches is another list of parts made of `gradient_costs`.
+    """
+    rows, size = problem.rows * problem.num_heads_q, DTYPE_BYTES[problem.dtype]
+    # In whole tiles.
+    tiles = heads_of(problem) * query_tiles(problem, config.block_m)
+    sums = 4 * tiles * config.block_m * width(problem) if config.is_joint else 0
+    statistics = tiles * config.block_m * STATISTICS_BYTES
+    workspace = sums + statistics + 4 * tiles * problem.has_sinks
+    threads = 128 if problem.head_dim_v <= MAX_JOINT else 256
+    first = of_rows(
+        tiles,
+        rows * (2 * size * problem.head_dim_v + 4),
+        sums + statistics,
+        sums + statistics,
+        threads,
+    )
+    zeros = (of_zeros(problem, launches=1),) if has_hidden_rows(problem) else ()
+    if not config.is_joint:
+        parts = (*zeros, first, _of_keys(problem, gpu, config), _of_queries(problem, gpu, config))
+        return in_turn(parts, workspace)
+    finish = of_rows(tiles, sums, rows * size * problem.head_dim, sums, threads)
+    return in_turn((*zeros, first, _joint(problem, gpu, config, sums), finish), workspace)
+
+
+def _joint(problem: AttentionProblem, gpu: Gpu, config: Config, sums: int) -> Cost:
+    """Returns the cost of the launch with all five products. It adds a tile of dQ to the sums at every step."""
+    columns = width(problem)
+    walk = _walk_of_keys(problem, config, (columns, columns))
+    scores = walk.steps * config.block_m * config.block_n
+    added = 4 * walk.steps * config.block_m * columns
+    group = problem.num_heads_q // problem.num_heads_kv
+    return replace(
+        _persistent(walk, gpu, smem_bytes(problem, config)),
+        flops=walk.flops + 2 * scores * columns,
+        write_bytes=walk.write_bytes + added,
+        added_bytes=added,
+        scratch_bytes=2 * min(added, sums),  # once in and once out of L2, if the sums of all heads do not fit
+        walked_bytes=walk.walked_bytes + 4 * group * problem.seqlen_q * columns,
+    )
+
+
+def _walk_of_keys(problem: AttentionProblem, config: Config, columns: tuple[int, int]) -> Cost:
+    walk = of_keys(problem, config.block_m, config.block_n, columns)
+    if not problem.packed:  # under a mask the longest come first
+        return walk
+    return replace(walk, order=launch_order_by_keys(problem, config.block_m, config.block_n, all_heads=True))
+
+
+def _of_keys(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
+    """Returns the cost of the launch of dK and dV."""
+    walk = _walk_of_keys(problem, config, widths(problem))
+    return replace(_persistent(walk, gpu, smem_of_dkv(problem, config)), loop=APART)
+
+
+def _of_queries(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
+    """Returns the cost of the launch of dQ, which walks tiles of `block_m` keys."""
+    walk = of_queries(problem, 2 * GROUP_ROWS, config.block_m, widths(problem))
+    return replace(_persistent(walk, gpu, smem_of_dq(problem, config, value_stages(problem, config))), loop=APART)
+
+
+def _persistent(walk: Cost, gpu: Gpu, smem: int) -> Cost:
+    """Returns the cost of a launch of one block an SM, which draws its tiles, the longest first."""
+    return replace(
+        walk, blocks=min(walk.blocks, gpu.num_sms or NUM_SMS), smem_bytes=smem, threads=THREADS, blocks_per_sm=1
+    )
