@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from warpwave import dispatch
-from warpwave.api import _options
-from warpwave.checks import check_problem, describe_call
+from warpwave.api import _options, _scalars
+from warpwave.checks import as_logits, check_problem, describe_call, with_positive_scale
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import three_kernel
@@ -147,7 +147,7 @@ def explain(
     mask: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     sinks: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     precision: str | float = "default",
@@ -197,8 +197,11 @@ def explain(
         check_problem(problem)
         gpu = gpu or current_gpu(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     else:
+        window_size, cap, softmax_scale, return_lse = _scalars(window_size, softcap, softmax_scale, return_lse)
+        q, softmax_scale = with_positive_scale(q, softmax_scale)
+        sinks = as_logits(sinks, q)
         operands = Operands(q, k, v, mask, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k)
-        options = _options(operands, causal, window_size, softcap, softmax_scale, precision, return_lse)
+        options = _options(operands, causal, window_size, cap, softmax_scale, precision, return_lse)
         problem = describe_call(operands, options._replace(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k))
         problem = _counted(problem, operands)
         gpu = gpu or current_gpu(q.device)
@@ -295,7 +298,7 @@ def _alternatives(problem: AttentionProblem, gpu: Gpu, chosen: Any, hot: bool) -
     """Returns the predicted times of the other GPU kernels that could run the call, with their default configs."""
     found = {}
     for kernel in dispatch.kernels_for(problem):
-        if kernel is not chosen and kernel.NEEDS_GPU and not kernel.why_not(problem, gpu):
+        if kernel is not chosen and kernel.NEEDS_GPU and not dispatch.why_not(kernel, problem, gpu):
             other = predict(problem, kernel, dispatch.default_config(kernel, problem, gpu), gpu, hot=hot)
             if other is not None:
                 found[kernel.NAME] = other.time_us
