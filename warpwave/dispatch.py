@@ -64,8 +64,8 @@ class Choice(NamedTuple):
 
 
 def why_not(kernel: Any, problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Returns every reason a kernel cannot run a problem; empty if it can. That `eager` alone computes float64 is stated
-    here, once for all other kernels."""
+    """Returns every reason a kernel cannot run a problem; empty if it can. All kernels but `eager` refuse float64 here,
+    in one place."""
     if problem.dtype == "float64" and kernel is not eager:
         return ["dtype is float64, which eager alone computes"]
     reasons: list[str] = kernel.why_not(problem, gpu)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
-from warpwave import dispatch
 from warpwave.gpu import Gpu
 from warpwave.kernels.cost import Cost
 from warpwave.precision import ARITHMETICS, PORTABLE, arithmetic

@@ -198,9 +198,9 @@ def explain(
         gpu = gpu or current_gpu(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     else:
         window_size, cap, softmax_scale, return_lse = _scalars(window_size, softcap, softmax_scale, return_lse)
-        q, softmax_scale = with_positive_scale(q, softmax_scale)
+        tensor, softmax_scale = with_positive_scale(q, softmax_scale)
         sinks = as_logits(sinks, q)
-        operands = Operands(q, k, v, mask, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k)
+        operands = Operands(tensor, k, v, mask, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k)
         options = _options(operands, causal, window_size, cap, softmax_scale, precision, return_lse)
         problem = describe_call(operands, options._replace(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k))
         problem = _counted(problem, operands)
