@@ -29,6 +29,7 @@ from warpwave import autograd
 from warpwave.api import attention, attention_varlen, attention_with_kv_cache
 from warpwave.checks import LARGEST, Options
 from warpwave.errors import InvalidInput, UnsupportedProblem
+from warpwave.integrations import caches
 from warpwave.kv_cache import CacheLayer
 from warpwave.problem import Causal, Operands
 
@@ -333,10 +334,7 @@ def _varlen(
             window_size=window_size, softmax_scale=scale, return_lse=return_lse,
         )  # fmt: skip
     if block_table is None:
-        # Every token is a page, so that a sequence may begin at any row.
-        tokens = torch.arange(max(1, max_k), dtype=torch.int32, device=key.device)
-        block_table = (cu_seq_k[:-1, None] + tokens).clamp(max=max(0, len(key) - 1))
-        key, value = key[:, None], value[:, None]
+        key, value, block_table = caches.tokens(key, value, cu_seq_k[:-1], max_k)
     layer = CacheLayer(key, value, block_table, seqused_k.contiguous())
     return attention_with_kv_cache(
         query, layer, cu_seqlens_q=cu_seq_q, max_seqlen_q=max_q, max_seqlen_k=max_k, window_size=window_size,
