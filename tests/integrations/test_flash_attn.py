@@ -445,7 +445,7 @@ def test_what_is_unsupported_raises_with_the_reason() -> None:
     for reason, call in wrong:
         with pytest.raises(warpwave.InvalidInput, match=reason):
             call()
-    with pytest.raises(warpwave.InvalidType, match="cache_seqlens is .*int64"):
+    with pytest.raises(warpwave.InvalidType, match=r"cache_seqlens is .*int64"):
         two(*cache, cache_seqlens=torch.tensor([1, 2]))
     assert not cache[1].any()  # nothing was written
 
