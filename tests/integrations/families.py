@@ -19,7 +19,7 @@ import torch
 from warpwave.integrations import transformers as door
 
 PAGE = Path(__file__).parents[2] / "docs/guide/integrations.md"
-BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
+BEGIN, END = "<!-- families -->", "<!-- end families -->"
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 DECODER = SIZES | {
