@@ -110,9 +110,9 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
         # "auto" never uses Triton's interpreter: it is for tests that name a kernel.
         able = (
             m
-            for m in kernels_for(problem)
+            for m in ((eager,) if problem.dtype == "float64" else kernels_for(problem))
             if not (gpu.vendor == "interpreter" and m.NEEDS_GPU)
-            and not why_not(m, problem, gpu)
+            and not m.why_not(problem, gpu)
             and not _outrun(m, problem, gpu)
         )
         module = next(able, None)
@@ -169,7 +169,9 @@ def gradient_kernels(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") 
     """
     if kernel in OWN_GRADIENTS or (kernel == "auto" and gpu.vendor == "interpreter") or problem.page_size:
         return []
-    return [module for module in GRADIENT_KERNELS if not why_not(module, problem, gpu)]
+    if problem.dtype == "float64":
+        return []
+    return [module for module in GRADIENT_KERNELS if not module.why_not(problem, gpu)]
 
 
 def forward_of(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> tuple[AttentionProblem, str]:
