@@ -22,7 +22,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from warpwave.api import attention, attention_varlen
-from warpwave.errors import InvalidInput, UnsupportedProblem
+from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 
 __all__ = ["Registration", "attend", "make_mask", "register"]
 
@@ -134,7 +134,7 @@ def make_mask(
         None: all that `attend`'s is_causal says.
         (batch, keys), boolean, True = visible: hides keys by padding; `attend` adds causality and window, aligned to
             the last of these keys. A cache may have more cells.
-        (batch, seqlen), integers: the document of each token.
+        (batch, seqlen), int32: the document of each token.
         (batch, 1, seqlen_q, keys), boolean: all of the mask.
     """
     mask_function = mask_function or _masking.causal_mask_function
@@ -299,6 +299,7 @@ def attend(
 
     Raises:
         UnsupportedProblem: dropout, a mask or a position_bias beside packed documents, or an unknown argument.
+        InvalidType: a mask of integers that `make_mask` did not make.
     """
     _check(dropout, others)
     if is_causal is None:
@@ -312,12 +313,8 @@ def attend(
         window = -1 if sliding_window is None else sliding_window - 1
         pattern = Pattern(bool(is_causal), (window, -1 if is_causal else window), padded=True)
     documents = pattern.documents
-    if (
-        attention_mask is not None
-        and documents is None
-        and not (attention_mask.dtype == torch.bool or attention_mask.is_floating_point())
-    ):
-        documents = _documents(attention_mask)  # a copy of `make_mask`'s
+    if attention_mask is not None and documents is None and not _is_visible_or_added(attention_mask):
+        documents = _documents(attention_mask)  # of a copy of `make_mask`'s tensor
     if documents is not None or cu_seq_lens_q is not None:
         if documents is None and attention_mask is not None and pattern.padded:
             raise UnsupportedProblem("cu_seq_lens_q was given with a mask", {}, "one of them")
@@ -351,6 +348,19 @@ def attend(
         bias = attention_mask if bias is None else bias + attention_mask
     out = attention(q, k, v, causal=causal, mask=mask, bias=bias, **said)
     return out, None
+
+
+def _is_visible_or_added(mask: torch.Tensor) -> bool:
+    """Returns whether a mask is boolean or added to the scores; False if it holds documents.
+
+    Raises:
+        InvalidType: neither of these. A tokenizer's mask of ones and zeros must not be read as two documents.
+    """
+    if mask.dtype == torch.bool or mask.is_floating_point():
+        return True
+    if mask.dtype == torch.int32 and mask.dim() == 2:
+        return False
+    raise InvalidType(f"attention_mask is {mask.dtype} with {mask.dim()} axes; it must be what the mask function made")
 
 
 def _check(dropout: float, others: Mapping[str, Any]) -> None:
