@@ -365,6 +365,23 @@ def test_the_flash_operators_of_sdpa(is_causal: bool, overridden: None) -> None:
         torch.ops.aten._scaled_dot_product_flash_attention(*given, 0.1, is_causal)
 
 
+def test_the_flash_operator_of_dense_calls(overridden: None) -> None:
+    """Tensors by token; a causal mask, and a window, each aligned to the last key."""
+    q, k, v = tensors(((2, 5, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16)), grad=True)
+    dout = torch.randn(2, 5, 4, 16)
+    for is_causal, window in ((True, {}), (False, {"window_size_left": 3}), (True, {"window_size_left": 3})):
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, None, None, 5, 9, 0.0, is_causal, False, scale=0.3, **window
+        )
+        expected, expected_lse = warpwave.attention(
+            q, k, v, causal=is_causal, window_size=(window.get("window_size_left", -1), -1), softmax_scale=0.3,
+            return_lse=True,
+        )  # fmt: skip
+        torch.testing.assert_close((out, lse), (expected, expected_lse))
+        pair = [torch.autograd.grad(found, (q, k, v), dout) for found in (out, expected)]
+        torch.testing.assert_close(*pair)
+
+
 def test_the_flash_operators_of_packed_calls_have_gradients(overridden: None) -> None:
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     given, cu_q, cu_k = packed()

@@ -253,6 +253,12 @@ def test_an_unknown_pattern_is_a_dense_mask() -> None:
     odd = masking_utils.and_masks(masking_utils.causal_mask_function, lambda b, h, q, k: k % 2 == 0)
     mask = door.make_mask(2, 5, 5, mask_function=odd)
     assert mask is not None and mask.shape == (2, 1, 5, 5)
+    window = masking_utils.sliding_window_bidirectional_mask_function(2)
+    mask = door.make_mask(
+        2, 5, 9, mask_function=window, allow_is_bidirectional_skip=True
+    )  # not aligned to the last key
+    dense = masking_utils.sdpa_mask(2, 5, 9, mask_function=window, allow_is_causal_skip=False)
+    assert mask is not None and torch.equal(mask, dense)
     chunks = masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.int))
     mask = door.make_mask(2, 5, 5, mask_function=chunks, local_size=3)
     assert mask is not None and mask.shape == (2, 1, 5, 5)
