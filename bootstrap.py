@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 10)
-EXTRAS = ("workbench", "demo", "test", "lint", "docs")
+EXTRAS = ("workbench", "demo", "integrations", "test", "lint", "docs")
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 ROCM_INDEX = "https://download.pytorch.org/whl/rocm7.2"  # the ROCm that torch 2.13.0 is built for

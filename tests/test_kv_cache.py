@@ -146,7 +146,7 @@ def test_a_call_that_is_refused_changes_nothing() -> None:
     before = state(cache)
     q = new = tokens(1, 2, 2, 8)
     for error, arguments in (
-        (InvalidInput, {"softmax_scale": -1.0}),
+        (InvalidInput, {"softmax_scale": float("nan")}),
         (InvalidInput, {"kernel": "flash_fwd"}),
         (InvalidInput, {"sinks": torch.zeros(3, device=DEVICE)}),
         (UnsupportedProblem, {"shared_prefix": 4, "window_size": (2, 0)}),

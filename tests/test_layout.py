@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -170,7 +171,23 @@ def test_the_root_holds_few_modules() -> None:
     assert len(here) <= MAX_ROOT_MODULES, sorted(here)
 
 
-@pytest.mark.parametrize("room", ["kernels", "runtime", "workbench"])
+def test_nothing_imports_the_integrations_but_themselves() -> None:
+    assert not [i for i in IMPORTS if is_in(i.of, "integrations") and not is_in(i.by, "integrations")]
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if is_in(name, "integrations")])
+def test_an_integration_imports_no_host_at_its_top(module: str) -> None:
+    """torch excepted, on which the package stands."""
+    tops = [
+        node for node in ast.parse(MODULES[module].read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    names = {alias.name if isinstance(node, ast.Import) else node.module or "" for node in tops for alias in node.names}
+    own = set(sys.stdlib_module_names) | {"torch", "warpwave"}
+    assert {name.split(".")[0] for name in names} <= own
+    assert MODULES[module].stem != "torch", "a program in that folder would import it instead of torch"
+
+
+@pytest.mark.parametrize("room", ["integrations", "kernels", "runtime", "workbench"])
 def test_every_room_says_what_it_holds(room: str) -> None:
     for path in (ROOT / room).rglob("__init__.py"):
         assert ast.get_docstring(ast.parse(path.read_text())), path

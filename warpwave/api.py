@@ -16,12 +16,14 @@ from warpwave.checks import (
     as_bool,
     as_float,
     as_int,
+    as_logits,
     as_window,
     check_are_tensors,
     check_packed_lengths,
     describe_call,
     settled,
     spell_precision,
+    with_positive_scale,
 )
 from warpwave.errors import InvalidType
 from warpwave.kernels import dropout
@@ -41,7 +43,7 @@ def attention(
     mask: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     sinks: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     precision: str | float = "default",
@@ -59,7 +61,8 @@ def attention(
     sees no key gives 0.
 
     Args:
-        q: (batch, seqlen_q, num_heads_q, head_dim), float16, bfloat16 or float32. Any strides.
+        q: (batch, seqlen_q, num_heads_q, head_dim), float16, bfloat16, float32, or float64, which `eager` alone
+            computes, in float64 throughout. Any strides.
         k: (batch, seqlen_k, num_heads_kv, head_dim), the dtype of q. Query head h reads kv head
             `h // (num_heads_q // num_heads_kv)`.
         v: (batch, seqlen_k, num_heads_kv, head_dim_v), the dtype of q.
@@ -72,9 +75,10 @@ def attention(
             bias does not, so a row whose biases are all `finfo.min` gives the mean of its values. Magnitudes above
             2.35e38 count as 2.35e38.
         alibi_slopes: float32, (num_heads_q,) or (batch, num_heads_q).
-        softcap: 0 for none.
-        sinks: float32, (num_heads_q,): one additional logit per head in the denominator, natural-log and unscaled.
-        softmax_scale: not negative; 1/sqrt(head_dim) if None.
+        softcap: 0 or None for none.
+        sinks: float32 or the dtype of q, (num_heads_q,): one additional logit per head in the denominator, natural-log
+            and unscaled.
+        softmax_scale: 1/sqrt(head_dim) if None. A negative scale costs a negated copy of q.
         precision: how float32 products are computed: `"ieee"`, `"tf32x3"`, `"fp16x3"` or `"bf16x6"` (split operands,
             float32 accuracy), `"bf16x3"` (16 bits of each operand), `"tf32"` or `"fp16x1"` (11 bits), or `"default"`:
             the fastest known to be as accurate as torch's own. If a device or kernel lacks the named mode, the cheapest
@@ -94,8 +98,8 @@ def attention(
 
     Returns:
         out: (batch, seqlen_q, num_heads_q, head_dim_v), contiguous, the dtype of q.
-        lse: if `return_lse`: natural logarithm, float32, (batch, num_heads_q, seqlen_q), minus infinity for a query
-            that sees no key.
+        lse: if `return_lse`: natural logarithm, float32 (float64 if q is), (batch, num_heads_q, seqlen_q), minus
+            infinity for a query that sees no key.
 
     Raises:
         InvalidInput: (a ValueError) a shape or value no call can have; the message names the argument.
@@ -117,17 +121,20 @@ def attention(
         >>> warpwave.attention(q, k, v, causal=True).shape
         torch.Size([2, 128, 4, 64])
     """
-    operands: Any = _new(Operands, (q, k, v, mask, bias, alibi_slopes, sinks, None, None))
     if not (
         window_size is None
         and deterministic is None
         and dropout_seed is None
         and softcap.__class__ is dropout_p.__class__ is float
-        and (softmax_scale is None or softmax_scale.__class__ is float)
+        and (softmax_scale is None or (softmax_scale.__class__ is float and softmax_scale >= 0))
         and return_lse.__class__ is bool
     ):
         window_size, softcap, softmax_scale, return_lse = _scalars(window_size, softcap, softmax_scale, return_lse)
         dropout_p, deterministic = _switches(dropout_p, deterministic, dropout_seed)
+        q, softmax_scale = with_positive_scale(q, softmax_scale)
+    if sinks is not None:
+        sinks = as_logits(sinks, q)
+    operands: Any = _new(Operands, (q, k, v, mask, bias, alibi_slopes, sinks, None, None))
     if dropout_p:
         operands = _with_seed(operands, dropout_p, dropout_seed)
     # 1 == True, so the key includes the type of causal.
@@ -150,7 +157,7 @@ def attention_varlen(
     causal: bool | Causal = False,
     window_size: tuple[int, int] | None = None,
     alibi_slopes: torch.Tensor | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     sinks: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     precision: str | float = "default",
@@ -181,9 +188,12 @@ def attention_varlen(
         out: (total_q, num_heads_q, head_dim_v).
         lse: if `return_lse`: (num_heads_q, total_q).
     """
-    operands: Any = _new(Operands, (q, k, v, None, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k))
     window_size, softcap, softmax_scale, return_lse = _scalars(window_size, softcap, softmax_scale, return_lse)
     dropout_p, deterministic = _switches(dropout_p, deterministic, dropout_seed)
+    q, softmax_scale = with_positive_scale(q, softmax_scale)
+    if sinks is not None:
+        sinks = as_logits(sinks, q)
+    operands: Any = _new(Operands, (q, k, v, None, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k))
     max_seqlen_q, max_seqlen_k = as_int("max_seqlen_q", max_seqlen_q), as_int("max_seqlen_k", max_seqlen_k)
     if dropout_p:
         operands = _with_seed(operands, dropout_p, dropout_seed)
@@ -217,7 +227,7 @@ def attention_with_kv_cache(
     causal: bool | Causal = False,
     window_size: tuple[int, int] | None = None,
     alibi_slopes: torch.Tensor | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     sinks: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     precision: str | float = "default",
@@ -294,16 +304,19 @@ def attention_with_kv_cache(
         window_size is None
         and max_seqlen_q is max_seqlen_k is num_splits is None
         and softcap.__class__ is float
-        and (softmax_scale is None or softmax_scale.__class__ is float)
+        and (softmax_scale is None or (softmax_scale.__class__ is float and softmax_scale >= 0))
         and return_lse.__class__ is batch_invariant.__class__ is bool
         and shared_prefix.__class__ is int
     ):
         window_size, softcap, softmax_scale, return_lse = _scalars(window_size, softcap, softmax_scale, return_lse)
+        q, softmax_scale = with_positive_scale(q, softmax_scale)
         batch_invariant = as_bool("batch_invariant", batch_invariant)
         shared_prefix = as_int("shared_prefix", shared_prefix)
         max_seqlen_q = None if max_seqlen_q is None else as_int("max_seqlen_q", max_seqlen_q)
         max_seqlen_k = None if max_seqlen_k is None else as_int("max_seqlen_k", max_seqlen_k)
         num_splits = None if num_splits is None else as_int("num_splits", num_splits)
+    if sinks is not None:
+        sinks = as_logits(sinks, q)
     lengths = None if seqlens_q is None else integers("seqlens_q", seqlens_q)
     operands = _new(
         CachedOperands,
@@ -382,13 +395,14 @@ def _options(
 
 
 def _scalars(
-    window_size: tuple[int, int] | None, softcap: float, softmax_scale: float | None, return_lse: bool
+    window_size: tuple[int, int] | None, softcap: float | None, softmax_scale: float | None, return_lse: bool
 ) -> tuple[tuple[int, int] | None, float, float | None, bool]:
     """Returns the scalars of a call in canonical types. A plan is found by equality, and 1, 1.0, True and Fraction(1)
     are equal: before a look-up each value is converted to one spelling, or refused."""
     window = None if window_size is None else as_window(window_size)
     scale = None if softmax_scale is None else as_float("softmax_scale", softmax_scale)
-    return window, as_float("softcap", softcap), scale, as_bool("return_lse", return_lse)
+    cap = 0.0 if softcap is None else as_float("softcap", softcap)
+    return window, cap, scale, as_bool("return_lse", return_lse)
 
 
 def _switches(

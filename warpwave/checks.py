@@ -22,6 +22,7 @@ from warpwave.kernels import dropout
 from warpwave.problem import PRECISIONS, AnyOperands, AttentionProblem, CachedOperands, Causal
 
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+NAMES_WITH_FLOAT64 = {**DTYPE_NAMES, torch.float64: "float64"}  # of dense and packed calls
 
 DENSE = {
     "q": "batch seqlen_q num_heads_q head_dim",
@@ -39,10 +40,8 @@ CACHED = {
     "page_table": "cache_rows pages_of_a_row",
     "seqused_k": "cache_rows",
 }
-DTYPES = {  # a bias has the dtype of q, or float32
+DTYPES = {  # the others are float32; a bias may have the dtype of q, and the calls convert sinks from it
     "mask": torch.bool,
-    "alibi_slopes": torch.float32,
-    "sinks": torch.float32,
     "dropout_seed": torch.int64,
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "page_table", "seqused_k", "rows"), torch.int32),
 }
@@ -115,13 +114,13 @@ def describe_call(operands: AnyOperands, options: Options) -> AttentionProblem:
         num_heads_kv=size["num_heads_kv"],
         head_dim=size["head_dim"],
         head_dim_v=size["head_dim_v"],
-        dtype=DTYPE_NAMES[operands.q.dtype],
+        dtype=NAMES_WITH_FLOAT64[operands.q.dtype],
         softmax_scale=scale,
         causal=Causal(options.causal) if options.causal else None,  # type: ignore[arg-type]
         window_size=(options.window_left, options.window_right),
         mask_shape=None if operands.mask is None else tuple(operands.mask.shape),
         bias_shape=None if operands.bias is None else tuple(operands.bias.shape),
-        bias_dtype=None if operands.bias is None else DTYPE_NAMES[operands.bias.dtype],
+        bias_dtype=None if operands.bias is None else NAMES_WITH_FLOAT64[operands.bias.dtype],
         alibi_shape=None if operands.alibi_slopes is None else tuple(operands.alibi_slopes.shape),
         softcap=options.softcap,
         has_sinks=operands.sinks is not None,
@@ -392,8 +391,9 @@ def check_problem(problem: AttentionProblem) -> None:
         size = getattr(problem, name)
         if not isinstance(size, int) or size < 0:
             raise InvalidInput(f"{name} is {size!r}; it must be a whole number, not negative")
-    if problem.dtype not in DTYPE_NAMES.values():
-        raise InvalidInput(f"dtype is {problem.dtype!r}; it must be one of {', '.join(DTYPE_NAMES.values())}")
+    known = (DTYPE_NAMES if problem.page_size else NAMES_WITH_FLOAT64).values()
+    if problem.dtype not in known:
+        raise InvalidInput(f"dtype is {problem.dtype!r}; it must be one of {', '.join(known)}")
     if problem.precision not in PRECISIONS:
         raise InvalidInput(f"precision is {problem.precision!r}; it must be one of {PRECISION_NAMES}")
     dropout.check_problem(problem)
@@ -437,8 +437,9 @@ def _check_types(operands: AnyOperands | CachedOperands) -> None:
     for name, tensor in zip(operands._fields, operands, strict=True):
         if tensor is not None and tensor.device != device:
             raise InvalidInput(f"{name} is on {tensor.device} and q on {q.device}; all tensors must share one device")
-    if q.dtype not in DTYPE_NAMES:
-        raise InvalidType(f"q is {q.dtype}; it must be one of {', '.join(map(str, DTYPE_NAMES))}")
+    known = DTYPE_NAMES if isinstance(operands, CachedOperands) else NAMES_WITH_FLOAT64
+    if q.dtype not in known:
+        raise InvalidType(f"q is {q.dtype}; it must be one of {', '.join(map(str, known))}")
     for name in ("k", "v"):
         dtype = getattr(operands, name).dtype
         if dtype != q.dtype:
@@ -446,7 +447,9 @@ def _check_types(operands: AnyOperands | CachedOperands) -> None:
     for name, tensor in zip(operands._fields[3:], operands[3:], strict=True):
         if tensor is None:
             continue
-        dtypes = tuple(dict.fromkeys((q.dtype, torch.float32))) if name == "bias" else (DTYPES[name],)
+        dtypes = (DTYPES.get(name, torch.float32),)
+        if name == "bias" or (name == "sinks" and q.dtype == torch.float64):
+            dtypes = tuple(dict.fromkeys((q.dtype, torch.float32)))
         if tensor.dtype not in dtypes:
             hint = "; an additive mask goes in bias=" if name == "mask" and tensor.is_floating_point() else ""
             raise InvalidType(f"{name} is {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}{hint}")
@@ -498,6 +501,21 @@ def as_float(name: str, value: Any) -> Any:
     return float(value)
 
 
+def with_positive_scale(q: Any, softmax_scale: Any) -> tuple[Any, Any]:
+    """Returns q and the scale, both negated if the scale is negative. Scores are the same to the bit, and kernels may
+    take the maximum of the products before they scale it."""
+    if softmax_scale is not None and -LARGEST <= softmax_scale < 0 and isinstance(q, torch.Tensor):
+        return -q, -softmax_scale
+    return q, softmax_scale
+
+
+def as_logits(sinks: Any, q: Any) -> Any:
+    """Returns sinks in the 16-bit dtype of q as float32, which kernels read; anything else unchanged."""
+    if not (isinstance(sinks, torch.Tensor) and isinstance(q, torch.Tensor)):
+        return sinks
+    return sinks.float() if sinks.dtype == q.dtype and q.dtype in (torch.float16, torch.bfloat16) else sinks
+
+
 def as_int(name: str, value: Any) -> Any:
     """Returns an integer, NumPy's included, as an int; a symbolic one of torch.compile unchanged.
 
@@ -545,8 +563,8 @@ def _check_scalars(options: Options, scale: float) -> None:
     dropout.check_probability(options.dropout_p)
     if not 0 <= scale <= LARGEST:
         raise InvalidInput(
-            f"softmax_scale is {scale}; it must be finite and not negative (negate q instead: the maximum of scores "
-            "times a negative scale is no maximum)"
+            f"softmax_scale is {scale}; it must be finite, and not negative in a problem (the calls negate q: the "
+            "maximum of products times a negative scale is no maximum)"
         )
     if not 0 <= options.softcap <= LARGEST:
         raise InvalidInput(f"softcap is {options.softcap}; it must be finite and not negative, 0 for none")

@@ -79,9 +79,18 @@ class Choice(NamedTuple):
     config_source: str
 
 
+def why_not(kernel: Any, problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Returns every reason a kernel cannot run a problem; empty if it can. All kernels but `eager` refuse float64 here,
+    in one place."""
+    if problem.dtype == "float64" and kernel is not eager:
+        return ["dtype is float64, which eager alone computes"]
+    reasons: list[str] = kernel.why_not(problem, gpu)
+    return reasons
+
+
 def reasons_against(problem: AttentionProblem, gpu: Gpu) -> dict[str, list[str]]:
     """Returns kernel name -> why it cannot run the problem, in order of preference; an empty list if it can."""
-    return {kernel.NAME: kernel.why_not(problem, gpu) for kernel in kernels_for(problem)}
+    return {kernel.NAME: why_not(kernel, problem, gpu) for kernel in kernels_for(problem)}
 
 
 def passed_over(problem: AttentionProblem, gpu: Gpu) -> dict[str, list[str]]:
@@ -89,7 +98,7 @@ def passed_over(problem: AttentionProblem, gpu: Gpu) -> dict[str, list[str]]:
     found = {
         kernel.NAME: _outrun(kernel, problem, gpu)
         for kernel in kernels_for(problem)
-        if not kernel.why_not(problem, gpu)
+        if not why_not(kernel, problem, gpu)
     }
     return {name: reasons for name, reasons in found.items() if reasons}
 
@@ -117,7 +126,7 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
         # "auto" never uses Triton's interpreter: it is for tests that name a kernel.
         able = (
             m
-            for m in kernels_for(problem)
+            for m in ((eager,) if problem.dtype == "float64" else kernels_for(problem))
             if not (gpu.vendor == "interpreter" and m.NEEDS_GPU)
             and not m.why_not(problem, gpu)
             and not _outrun(m, problem, gpu)
@@ -134,7 +143,7 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
     if kernel not in by_name:
         raise InvalidInput(f"kernel is {kernel!r}; it must be 'auto' or one of {', '.join(map(repr, by_name))}")
     module = by_name[kernel]
-    reasons = module.why_not(problem, gpu)
+    reasons = why_not(module, problem, gpu)
     if reasons:
         if gpu.vendor == "cpu" and module.NEEDS_GPU and _a_gpu_is_there():
             raise InvalidType(f"kernel {kernel!r} runs on a GPU and q is on the CPU; move q, k and v with .cuda()")
@@ -176,6 +185,8 @@ def gradient_kernels(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") 
     """
     if kernel in OWN_GRADIENTS or (kernel == "auto" and gpu.vendor == "interpreter") or problem.page_size:
         return []
+    if problem.dtype == "float64":
+        return []
     return [module for module in GRADIENT_KERNELS if not module.why_not(problem, gpu)]
 
 
@@ -212,7 +223,7 @@ def forward_of(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> tup
 
 
 def _nearest(problem: AttentionProblem, gpu: Gpu) -> str:
-    able = [m.NAME for m in kernels_for(problem) if not m.why_not(problem, gpu)]
+    able = [m.NAME for m in kernels_for(problem) if not why_not(m, problem, gpu)]
     return f"kernel={able[0]!r}, or kernel='auto'" if able else ""
 
 

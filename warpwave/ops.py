@@ -20,7 +20,7 @@ from warpwave.checks import Options, describe_call, resized
 from warpwave.errors import InvalidType
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import flash_fwd
-from warpwave.plans import Run, lse_shape, plan_key, planned, tell_once, without_keys
+from warpwave.plans import Run, lse_dtype, lse_shape, plan_key, planned, tell_once, without_keys
 from warpwave.problem import AnyOperands, AttentionProblem, DropoutOperands, Operands
 
 
@@ -172,7 +172,7 @@ def _attention_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     out = q.new_empty((*q.shape[:-1], operands.v.shape[-1]))
     if not (options.return_lse or options.needs_grad):
         return out, absent(q)
-    return out, q.new_empty(lse_shape(operands.cu_seqlens_q is not None, q), dtype=torch.float32)
+    return out, q.new_empty(lse_shape(operands.cu_seqlens_q is not None, q), dtype=lse_dtype(q))
 
 
 def _attention_backward(

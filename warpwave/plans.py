@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
+from warpwave import dispatch
 from warpwave.autograd import dispatch_modes, is_compiling, is_grad_enabled
 from warpwave.checks import is_plain
 from warpwave.gpu import Gpu
@@ -325,7 +326,7 @@ def tell_once(problem: AttentionProblem, gpu: Gpu, served_by: str, wanted: Any) 
         served_by: name of the kernel that runs the call.
         wanted: the portable kernel whose reasons are given.
     """
-    reason = "tensors on the CPU" if gpu.is_cpu else "; ".join(wanted.why_not(problem, gpu))
+    reason = "tensors on the CPU" if gpu.is_cpu else "; ".join(dispatch.why_not(wanted, problem, gpu))
     what = "attention on a cache" if problem.page_size else "attention"
     message = f"{what} is served by {served_by}, not {wanted.NAME}: {reason}"
     if message not in _told:
@@ -340,10 +341,15 @@ def without_keys(problem: AttentionProblem, operands: Any) -> tuple[torch.Tensor
     out = q.new_zeros((*q.shape[:-1], problem.head_dim_v))
     if not (problem.return_lse or problem.requires_grad):
         return out, None
-    lse = q.new_full(lse_shape(problem.packed, q), float("-inf"), dtype=torch.float32)
+    lse = q.new_full(lse_shape(problem.packed, q), float("-inf"), dtype=lse_dtype(q))
     if operands.sinks is not None:
         lse.copy_(operands.sinks.detach()[:, None].expand(lse.shape))
     return out, lse
+
+
+def lse_dtype(q: torch.Tensor) -> torch.dtype:
+    """Returns the dtype of the log-sum-exp: float32, or float64 for float64 inputs."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def lse_shape(packed: bool, q: torch.Tensor) -> tuple[int, ...]:

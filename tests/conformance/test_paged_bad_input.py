@@ -137,7 +137,7 @@ WRONG_VALUE: list[Row] = [
     ("a row without a sequence", lambda: call(
         cache=new_cache(max_batch=9), rows=[0, 7], k_new=ones(2, 3, 2, 16), v_new=ones(2, 3, 2, 16)), ["row 7"]),
     ("angles wider than the head", lambda: call(rotary=Rotary.of(32, 9, device=DEVICE)), ["rotary.cos", "= 16"]),
-    ("negative scale", lambda: call(softmax_scale=-0.5), ["softmax_scale", "-0.5"]),
+    ("negative scale", lambda: call(softmax_scale=float("-inf")), ["softmax_scale", "-inf"]),
     ("window below -1", lambda: call(window_size=(-2, 0)), ["window_size", "-2"]),
     ("sinks of kv heads", lambda: call(sinks=ones(2, dtype=torch.float32)), ["sinks", "num_heads_q", "4"]),
     ("rows beyond the table", lambda: call(rows=[0, 3]), ["rows[1]", "3", "3 rows"]),

@@ -253,7 +253,7 @@ OTHERS = [
     ),
     Mutant(
         "no keys: LSE 0", "plans.py",
-        'float("-inf"), dtype=torch.float32', "0.0, dtype=torch.float32",
+        'float("-inf"), dtype=lse_dtype(q)', "0.0, dtype=lse_dtype(q)",
         "test_edges.py::test_empty_sizes", "flash_fwd and False", "torch.equal",
     ),
     Mutant(

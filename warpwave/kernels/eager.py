@@ -7,7 +7,7 @@ log-sum-exp, and recomputes each tile's probabilities:
 
 with `delta = rowsum(dO * out) - dlse`, which also carries a gradient through the log-sum-exp (Dao et al.,
 "FlashAttention" (2022), appendix B.4). Every product accumulates in float32, and scores and probabilities stay
-float32 between the two products if the device's products allow it.
+float32 between the two products if the device's products allow it. For float64 inputs every step is float64.
 
 Bound: memory traffic of the score tiles, and on a GPU the launches of some ten operations a tile. It covers what no
 other kernel does: gradients, CPUs, head sizes above every kernel's limit. Packed calls read the sequence offsets on
@@ -164,7 +164,7 @@ def _scores(
         squashed = torch.tanh(scores / problem.softcap)
         scores = squashed * problem.softcap
     if views.bias is not None:
-        bias = tile.of(views.bias).float()
+        bias = tile.of(views.bias).to(_wide(problem))
         bias = torch.where(bias.isinf(), bias, bias.clamp(-LARGEST_BIAS, LARGEST_BIAS))
         # -inf hides the pair, whatever the score: NaN + -inf would be NaN.
         scores = torch.where(bias == NEG_INF, bias, scores + bias)
@@ -231,6 +231,11 @@ def _dropped(t: torch.Tensor, kept: torch.Tensor | None, problem: AttentionProbl
     return t if kept is None else torch.where(kept, t * dropout.scale(problem.dropout_p), 0.0)
 
 
+def _wide(problem: AttentionProblem) -> torch.dtype:
+    """Returns the dtype of scores and sums: float32, or float64 for float64 inputs."""
+    return torch.float64 if problem.dtype == "float64" else torch.float32
+
+
 def _operand(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Returns a float32 factor in the dtype that the product needs: 16 bits if the GPU multiplies 16-bit operands."""
     return t.to(like.dtype) if like.is_cuda else t
@@ -245,7 +250,7 @@ def forward(problem: AttentionProblem, operands: AnyOperands, config: Config) ->
     q = operands.q
     rows = (problem.total_q,) if problem.packed else (problem.batch, problem.seqlen_q)
     out = torch.empty((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device=q.device)
-    lse = torch.empty((*rows[:-1], problem.num_heads_q, rows[-1]), dtype=torch.float32, device=q.device)
+    lse = torch.empty((*rows[:-1], problem.num_heads_q, rows[-1]), dtype=_wide(problem), device=q.device)
     with plainly(q.device):
         for part in _parts(problem, operands):
             views = _Views(problem, operands, part)
@@ -261,9 +266,9 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns out and lse of a block of rows."""
     q = views.q[..., block, :]
-    m = torch.full(q.shape[:-1], NEG_INF, dtype=torch.float32, device=q.device)
+    m = torch.full(q.shape[:-1], NEG_INF, dtype=_wide(problem), device=q.device)
     total = torch.zeros_like(m)
-    acc = torch.zeros((*q.shape[:-1], problem.head_dim_v), dtype=torch.float32, device=q.device)
+    acc = torch.zeros((*q.shape[:-1], problem.head_dim_v), dtype=_wide(problem), device=q.device)
     for tile in _tiles(band, block, views.k.shape[-2], block_n):
         scores, _ = _scores(problem, views, tile, band)
         m_new = m.maximum(scores.amax(-1))
@@ -319,7 +324,7 @@ def backward(
     sources = (*operands[:3], *operands[4:7])
     sums = Gradients(
         *(
-            torch.zeros(t.shape, dtype=torch.float32, device=t.device) if want else None
+            torch.zeros(t.shape, dtype=_wide(problem), device=t.device) if want else None
             for t, want in zip(sources, wanted, strict=True)
         )
     )
@@ -351,7 +356,7 @@ def _attend_backward(
     """Adds the contributions of one block of rows to every gradient."""
     out, dout, lse = out[..., block, :], dout[..., block, :], lse[..., block]
     # A row that sees nothing has out 0 whatever its upstream gradient is, NaN included.
-    delta = torch.where(out == 0, 0.0, dout.float() * out.float()).sum(-1)
+    delta = torch.where(out == 0, 0.0, dout.to(_wide(problem)) * out.to(_wide(problem))).sum(-1)
     if dlse is not None:
         delta = delta - dlse[..., block]
     shift = torch.where(lse == NEG_INF, 0.0, lse)  # a row that saw nothing has only probabilities exp(-inf) = 0

@@ -37,8 +37,10 @@ def keeps_float32(device: torch.device) -> bool:
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Returns `a @ b` in float32, with broadcast batch axes. A GPU takes 16-bit operands unchanged; a CPU would round
-    the result to 16 bits, so its operands are up-cast."""
+    """Returns `a @ b` in float32, with broadcast batch axes; in float64 if an operand is. A GPU takes 16-bit operands
+    unchanged; a CPU would round the result to 16 bits, so its operands are up-cast."""
+    if torch.float64 in (a.dtype, b.dtype):
+        return a.double() @ b.double()
     if a.is_cuda and a.dtype != torch.float32:
         batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         a = a.expand(*batch, *a.shape[-2:]).reshape(-1, *a.shape[-2:])

@@ -140,7 +140,7 @@ def _divides_keys(call: Call) -> str:
         if (
             kernel is not call.kernel
             and hasattr(kernel, "choose_splits")
-            and not kernel.why_not(call.problem, call.gpu)
+            and not dispatch.why_not(kernel, call.problem, call.gpu)
         ):
             return f'; kernel="{kernel.NAME}" splits the keys of a head over blocks'
     return ""
@@ -232,7 +232,7 @@ def _shares_tiles(call: Call) -> str:
 
     least, name = call.cost.flops / 1.5, ""
     for kernel in dispatch.KERNELS:
-        if kernel.NEEDS_GPU and kernel is not call.kernel and not kernel.why_not(call.problem, call.gpu):
+        if kernel.NEEDS_GPU and kernel is not call.kernel and not dispatch.why_not(kernel, call.problem, call.gpu):
             flops = kernel.cost(call.problem, call.gpu, kernel.configs(call.problem, call.gpu)[0]).flops
             if flops < least:
                 least, name = flops, kernel.NAME

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from warpwave import dispatch
-from warpwave.api import _options, _switches
-from warpwave.checks import check_problem, describe_call
+from warpwave.api import _options, _scalars, _switches
+from warpwave.checks import as_logits, check_problem, describe_call, with_positive_scale
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import eager
@@ -162,7 +162,7 @@ def explain(
     mask: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     sinks: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     precision: str | float = "default",
@@ -219,9 +219,12 @@ def explain(
         check_problem(problem)
         gpu = gpu or current_gpu(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     else:
-        operands = Operands(q, k, v, mask, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k)
+        window_size, cap, softmax_scale, return_lse = _scalars(window_size, softcap, softmax_scale, return_lse)
         dropout_p, deterministic = _switches(dropout_p, deterministic, dropout_seed)
-        scores = (causal, window_size, softcap, softmax_scale, precision)
+        tensor, softmax_scale = with_positive_scale(q, softmax_scale)
+        sinks = as_logits(sinks, q)
+        operands = Operands(tensor, k, v, mask, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k)
+        scores = (causal, window_size, cap, softmax_scale, precision)
         options = _options(operands, *scores, return_lse, dropout_p, deterministic)
         problem = describe_call(operands, options._replace(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k))
         problem = _counted(problem, operands)
@@ -365,7 +368,7 @@ def _alternatives(problem: AttentionProblem, gpu: Gpu, chosen: Any, hot: bool) -
     """Returns the predicted times of the other GPU kernels that could run the call, with their default configs."""
     found = {}
     for kernel in dispatch.kernels_for(problem):
-        if kernel is not chosen and kernel.NEEDS_GPU and not kernel.why_not(problem, gpu):
+        if kernel is not chosen and kernel.NEEDS_GPU and not dispatch.why_not(kernel, problem, gpu):
             other = predict(problem, kernel, dispatch.default_config(kernel, problem, gpu), gpu, hot=hot)
             if other is not None:
                 found[kernel.NAME] = other.time_us

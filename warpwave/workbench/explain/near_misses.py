@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from warpwave import dispatch
 from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem, Band, Causal
 
@@ -44,13 +45,15 @@ def nearest(problem: AttentionProblem, gpu: Gpu, ahead: list[Any], mask_band: Ba
     """Returns, for each kernel in `ahead` that refuses the call, the smallest known change that it would accept."""
     paths = []
     for kernel in ahead:
-        if not kernel.why_not(problem, gpu):
+        if not dispatch.why_not(kernel, problem, gpu):
             continue
         place = None
         if gpu.is_cpu and kernel.NEEDS_GPU:  # stands for the GPUs that the kernel runs on
             place, on = Gpu.for_arch("sm_90"), "move q, k and v to a GPU (.cuda())"
         for edited in _edits(problem, mask_band):
-            if not kernel.why_not(edited.problem, place or gpu) and not _outrun(kernel, edited.problem, place or gpu):
+            if not dispatch.why_not(kernel, edited.problem, place or gpu) and not _outrun(
+                kernel, edited.problem, place or gpu
+            ):
                 changes = tuple(text for text in (on if place else "", edited.change) if text)
                 paths.append(NearMiss(kernel.NAME, changes))
                 break

@@ -1,0 +1,468 @@
+"""The doors to FlashAttention 2, 3 and 4: its documented examples to the letter, and its test grid, against the
+definition in its documentation computed in float64."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import warpwave
+from warpwave import UnsupportedProblem
+from warpwave.integrations import caches, flash_attn, flash_attn_3, flash_attn_4
+
+# Lengths of its tests, and head sizes; `full` runs all of them, `make test` a few.
+LENGTHS = [
+    (113, 203),
+    (128, 217),
+    (113, 211),
+    (108, 256),
+    (256, 512),
+    (1, 147),
+    (64, 128),
+    (239, 1),
+    (3, 799),
+    (129, 128),
+]
+HEAD_DIMS = [32, 40, 59, 64, 96, 111, 128, 160, 192, 224, 256]
+FEW = [(113, 203), (1, 147), (239, 1)]
+
+
+def visible(seqlen_q: int, seqlen_k: int, causal: bool, window: tuple[int, int]) -> torch.Tensor:
+    """The documented mask: keys in [i + seqlen_k - seqlen_q - left, i + seqlen_k - seqlen_q + right], both included."""
+    shift = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
+    keys = torch.arange(seqlen_k)
+    shown = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    if window[0] >= 0:
+        shown &= keys >= shift - window[0]
+    if window[1] >= 0:
+        shown &= keys <= shift + window[1]
+    return shown & (keys <= shift) if causal else shown
+
+
+def definition(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    slopes: torch.Tensor | None = None,
+    scale: float | None = None,
+    sink: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of one sequence, (seqlen, heads, head_dim), in float64."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+    scores = torch.einsum("ihd,jhd->hij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if slopes is not None:
+        distance = torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0] - torch.arange(k.shape[0])
+        scores = scores - slopes.double()[:, None, None] * distance.abs()
+    scores = scores.masked_fill(~visible(q.shape[0], k.shape[0], causal, window), -torch.inf)
+    lse = scores.logsumexp(-1)
+    if sink is not None:
+        lse = torch.logaddexp(lse, sink.double()[:, None])
+    probabilities = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    return torch.einsum("hij,jhd->ihd", probabilities, v), lse
+
+
+def assert_close(mine: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype = torch.float32) -> None:
+    """Compares results of inputs of a dtype."""
+    allowed: Any = {"rtol": 1.6e-2, "atol": 2e-2} if dtype.itemsize == 2 else {}
+    torch.testing.assert_close(mine, exact.to(mine.dtype), **allowed)
+
+
+def qkv(lengths: tuple[int, int], heads: tuple[int, int] = (4, 2), head_dim: int = 16, batch: int = 2) -> Any:
+    torch.manual_seed(0)
+    q = torch.randn(batch, lengths[0], heads[0], head_dim)
+    k, v = torch.randn(2, batch, lengths[1], heads[1], head_dim)
+    return q, k, v
+
+
+# Documented examples --------------------------------------------------------------------------------------------------
+
+# "If seqlen_q = 2 and seqlen_k = 5, the causal mask (1 = keep, 0 = masked out) is", and of 5 and 2.
+CAUSAL = {
+    (2, 5): [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]],
+    (5, 2): [[0, 0], [0, 0], [0, 0], [1, 0], [1, 1]],
+}
+FUNCTIONS: dict[str, Any] = {
+    "2": flash_attn.flash_attn_func,
+    "3": flash_attn_3.flash_attn_func,
+    "4": lambda *given, **said: flash_attn_4.flash_attn_func(*given, **said)[0],
+}
+
+
+@pytest.mark.parametrize("version", FUNCTIONS)
+@pytest.mark.parametrize("lengths", CAUSAL)
+def test_documented_causal_masks(lengths: tuple[int, int], version: str) -> None:
+    """With equal scores, out is the mean of the visible values: of unit vectors, the mask divided by its row's sum."""
+    q, k = torch.zeros(1, lengths[0], 1, 8), torch.zeros(1, lengths[1], 1, 8)
+    v = torch.eye(lengths[1], 8)[None, :, None]
+    mask = torch.tensor(CAUSAL[lengths], dtype=torch.float32)
+    out = FUNCTIONS[version](q, k, v, causal=True)[0, :, 0, : lengths[1]]
+    torch.testing.assert_close(out, mask / mask.sum(1, keepdim=True).clamp(min=1))
+    assert not out[mask.sum(1) == 0].any()  # "If the row of the mask is all zero, the output will be zero."
+
+
+@pytest.mark.parametrize("version", FUNCTIONS)
+@pytest.mark.parametrize("window", [(0, 0), (2, 0), (1, 2), (-1, 1), (3, -1)])
+def test_documented_windows(window: tuple[int, int], version: str) -> None:
+    for lengths in ((4, 7), (6, 3)):
+        q, k = torch.zeros(1, lengths[0], 1, 8), torch.zeros(1, lengths[1], 1, 8)
+        v = torch.eye(lengths[1], 8)[None, :, None]
+        for causal in (False, True):
+            mask = visible(*lengths, causal, window).float()
+            said: Any = window if version != "4" else tuple(None if side < 0 else side for side in window)
+            out = FUNCTIONS[version](q, k, v, causal=causal, window_size=said)[0, :, 0, : lengths[1]]
+            torch.testing.assert_close(out, mask / mask.sum(1, keepdim=True).clamp(min=1))
+
+
+def test_documented_groups_of_heads() -> None:
+    """Of 6 query heads and 2 of keys, heads 0 to 2 read head 0."""
+    q, k, v = qkv((5, 7), (6, 2))
+    out = flash_attn.flash_attn_func(q, k, v)
+    for head in range(6):
+        one = flash_attn.flash_attn_func(q[:, :, head : head + 1], k[:, :, [head // 3]], v[:, :, [head // 3]])
+        torch.testing.assert_close(out[:, :, head : head + 1], one)
+
+
+# The grid -------------------------------------------------------------------------------------------------------------
+
+
+def check_dense(lengths: tuple[int, int], head_dim: int, number: int) -> None:
+    heads = [(4, 4), (4, 2), (4, 1)][number % 3]
+    causal, local, capped, alibi = (bool(number >> bit & 1) for bit in range(4))
+    q, k, v = qkv(lengths, heads, head_dim)
+    window = (min(20, lengths[1]), min(9, lengths[1])) if local else (-1, -1)
+    slopes = torch.rand(2, heads[0]) * 0.3 if alibi else None
+    softcap = 5.0 if capped else 0.0
+    out, lse, empty = flash_attn.flash_attn_func(q, k, v, 0.0, None, causal, window, softcap, slopes, False, True)
+    assert lse.shape == (2, heads[0], lengths[0]) and lse.dtype == torch.float32 and not empty.numel()
+    for b in range(2):
+        exact, exact_lse = definition(q[b], k[b], v[b], causal, window, softcap, None if slopes is None else slopes[b])
+        assert_close(out[b], exact)
+        assert_close(lse[b], exact_lse)
+
+
+def test_the_grid_in_part() -> None:
+    for number, (lengths, head_dim) in enumerate(itertools.product(FEW, (40, 59, 128))):
+        check_dense(lengths, head_dim, number)
+    for number in range(9, 16):
+        check_dense((31, 45), 32, number)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_the_grid(lengths: tuple[int, int], head_dim: int) -> None:
+    for number in range(16):
+        check_dense(lengths, head_dim, number)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bits_are_as_warpwave_rounds_them(dtype: torch.dtype) -> None:
+    q, k, v = (t.to(dtype) for t in qkv((17, 29)))
+    out = flash_attn.flash_attn_func(q, k, v, causal=True)
+    assert out.dtype == dtype and torch.equal(out, warpwave.attention(q, k, v, causal=True))
+
+
+def test_packed_tensors_are_the_same_calls_and_have_gradients() -> None:
+    q, k, v = (t.requires_grad_() for t in qkv((9, 9), (4, 4)))
+    expected = flash_attn.flash_attn_func(q, k, v, causal=True)
+    dout = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, (q, k, v), dout)
+    stacked = torch.stack([q, k, v], 2).detach().requires_grad_()
+    functions: list[Any] = [flash_attn.flash_attn_qkvpacked_func, flash_attn_3.flash_attn_qkvpacked_func]
+    for function in functions:
+        out = function(stacked, causal=True)
+        assert torch.equal(out, expected)
+        assert torch.equal(torch.autograd.grad(out, stacked, dout)[0], torch.stack(gradients, 2))
+    assert torch.equal(flash_attn.flash_attn_kvpacked_func(q, stacked[:, :, 1:], causal=True), expected)
+    joint = torch.cat([q, k[:, :, :2], v[:, :, :2]], 2)
+    grouped = flash_attn_3.flash_attn_qkvpacked_func(joint, num_heads_q=4)
+    assert torch.equal(grouped, flash_attn.flash_attn_func(q, k[:, :, :2], v[:, :, :2]))
+    for wrong in (stacked[0], stacked[:, :, :2]):
+        with pytest.raises(warpwave.InvalidInput, match="qkv has shape"):
+            flash_attn.flash_attn_qkvpacked_func(wrong)
+        with pytest.raises(warpwave.InvalidInput, match="qkv has shape"):
+            flash_attn_3.flash_attn_qkvpacked_func(wrong)
+
+
+def offsets(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_varlen(causal: bool) -> None:
+    lengths_q, lengths_k = [5, 1, 12, 0], [9, 6, 3, 4]
+    cu_q, cu_k = offsets(lengths_q), offsets(lengths_k)
+    q, k, v = torch.randn(18, 4, 16), *torch.randn(2, 22, 2, 16)
+    out, lse, _ = flash_attn.flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, 12, 9, 0.0, 0.3, causal, (4, -1), 0.0, None, False, True
+    )
+    assert lse.shape == (4, 18)
+    for b in range(4):
+        rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        exact, exact_lse = definition(q[rows], k[keys], v[keys], causal, (4, -1), scale=0.3)
+        assert_close(out[rows], exact)
+        assert_close(lse[:, rows], exact_lse)
+    said: Any = {"softmax_scale": 0.3, "causal": causal}
+    third = flash_attn_3.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 12, 9, window_size=(4, -1), **said)
+    torch.testing.assert_close(third, out)
+    fourth = flash_attn_4.flash_attn_varlen_func(q, k, v, cu_q, cu_k, window_size=(4, None), return_lse=True, **said)
+    torch.testing.assert_close(fourth, (out, lse))
+    assert flash_attn_4.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 12, 9, **said)[1] is None
+    kv = torch.stack([k, v], 1)
+    packed = flash_attn.flash_attn_varlen_kvpacked_func(q, kv, cu_q, cu_k, 12, 9, 0.0, 0.3, causal, (4, -1))
+    torch.testing.assert_close(packed, out)
+    square = flash_attn.flash_attn_varlen_qkvpacked_func(torch.stack([k, k, v], 1), cu_k, 9, causal=causal)
+    assert torch.equal(square, flash_attn.flash_attn_varlen_func(k, k, v, cu_k, cu_k, 9, 9, causal=causal))
+
+
+def test_varlen_on_pages_and_with_used_lengths() -> None:
+    lengths_k, used = [9, 6], torch.tensor([7, 6], dtype=torch.int32)
+    cu_q, cu_k = offsets([4, 2]), offsets(lengths_k)
+    q, k, v = torch.randn(6, 4, 16), *torch.randn(2, 15, 2, 16)
+    cut = flash_attn_3.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 4, 9, seqused_k=used, causal=True)
+    for b, rows in enumerate((slice(0, 4), slice(4, 6))):
+        keys = slice(int(cu_k[b]), int(cu_k[b] + used[b]))
+        assert_close(cut[rows], definition(q[rows], k[keys], v[keys], True)[0])
+    pool = torch.randn(2, 5, 4, 2, 16)
+    table = torch.tensor([[3, 0, 2], [4, 1, 1]], dtype=torch.int32)
+    for b, i in itertools.product(range(2), range(9)):
+        if i < lengths_k[b]:
+            pool[0, table[b, i // 4], i % 4], pool[1, table[b, i // 4], i % 4] = k[cu_k[b] + i], v[cu_k[b] + i]
+    plain = flash_attn.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 4, 9, causal=True)
+    paged = flash_attn.flash_attn_varlen_func(q, pool[0], pool[1], cu_q, cu_k, 4, 9, causal=True, block_table=table)
+    torch.testing.assert_close(paged, plain)
+    lengths = cu_k.diff()
+    of_4 = flash_attn_4.flash_attn_varlen_func(
+        q, pool[0], pool[1], cu_q, seqused_k=lengths, page_table=table, causal=True
+    )
+    torch.testing.assert_close(of_4[0], plain)
+    dense_q = q[[0, 1, 4, 5]].view(2, 2, 4, 16)  # the last two queries of each
+    both = flash_attn_4.flash_attn_varlen_func(
+        dense_q, pool[0], pool[1], seqused_k=lengths, page_table=table, causal=True
+    )[0]
+    torch.testing.assert_close(both[1], plain[4:])
+
+
+# Caches ---------------------------------------------------------------------------------------------------------------
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, begin: int, interleaved: bool) -> torch.Tensor:
+    """(tokens, heads, head_dim) at positions from `begin` on, by complex multiplication."""
+    width = 2 * cos.shape[1]
+    head, rest = x[..., :width].double(), x[..., width:].double()
+    pairs = head.unflatten(-1, (-1, 2)) if interleaved else torch.stack(head.chunk(2, -1), -1)
+    turns = torch.complex(cos.double(), sin.double())[begin : begin + len(x), None]
+    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turns)
+    head = turned.flatten(-2) if interleaved else torch.cat(turned.unbind(-1), -1)
+    return torch.cat([head, rest], -1)
+
+
+KV_CACHES: dict[str, dict[str, Any]] = {
+    "one length": {"before": 5},
+    "all of it": {"before": None, "new": 0},
+    "lengths": {},
+    "no new tokens": {"new": 0},
+    "more new tokens than queries": {"new": 4, "queries": 2},
+    "fewer new tokens than queries": {"new": 1, "queries": 3},
+    "rows": {"rows": [3, 0]},
+    "left padding": {"leftpad": [2, 0]},
+    "left padding, no new tokens": {"leftpad": [1, 4], "new": 0, "window": (3, 0)},
+    "pages": {"pages": True},
+    "odd length": {"length": 23},
+    "by head": {"by_head": True},
+    "a window": {"window": (4, 0)},
+    "a window to both sides": {"window": (4, 2), "causal": False, "new": 0},
+    "softcap and ALiBi": {"softcap": 3.0, "slopes": True},
+    "no mask": {"causal": False},
+    "rotation": {"rotary": "interleaved"},
+    "rotation by halves": {"rotary": "halves", "queries": 1, "new": 1, "causal": False},
+    "rotation in a window": {"rotary": "halves", "window": (5, -1), "causal": False, "pages": True},
+}
+
+
+def check_kvcache(
+    name: str, version: str, device: str = "cpu", dtype: torch.dtype = torch.float32, width: int = 16
+) -> None:
+    """Compares a call on a cache with its definition: out, lse, and what is written."""
+    case: dict[str, Any] = {"new": 2, "queries": 2, "length": 24, "window": (-1, -1), "causal": True, "softcap": 0.0}
+    case |= KV_CACHES[name]
+    torch.manual_seed(3)
+    batch, rows, length, new = 2, 4, case["length"], case["new"]
+    before = (
+        [length, length] if "before" in case and case["before"] is None else [5, 5] if "before" in case else [7, 12]
+    )
+    q = torch.randn(batch, case["queries"], 4, width).to(dtype)
+    k_new, v_new = torch.randn(2, batch, new, 2, width).to(dtype) if new else (None, None)
+    table = None
+    if case.get("pages"):
+        k_cache, v_cache = torch.randn(2, 13, 4, 2, width).to(dtype)
+        table = torch.randperm(13)[:12].view(2, 6).int()
+    elif case.get("by_head"):
+        k_cache, v_cache = torch.randn(2, rows, 2, length, width).to(dtype).transpose(2, 3)
+    else:
+        k_cache, v_cache = torch.randn(2, rows, length, 2, width).to(dtype)
+    at = case.get("rows", [0, 1])
+    pad = case.get("leftpad", [0, 0])
+    said: dict[str, Any] = {"causal": case["causal"], "window_size": case["window"], "softcap": case["softcap"]}
+    if "before" in case:
+        said["cache_seqlens"] = case["before"]
+    else:
+        said["cache_seqlens"] = torch.tensor(before, dtype=torch.int32)
+    if "rows" in case:
+        said["cache_batch_idx"] = torch.tensor(at, dtype=torch.int32)
+    if "leftpad" in case:
+        said["cache_leftpad"] = torch.tensor(pad, dtype=torch.int32)
+    slopes = torch.rand(4) if case.get("slopes") else None
+    if version == "2" and slopes is not None:
+        said["alibi_slopes"] = slopes
+    elif slopes is not None:
+        slopes = None
+    cos, sin = (f(torch.rand(40, 4) * 6).bfloat16() for f in (torch.cos, torch.sin))
+    if "rotary" in case:
+        said |= {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": case["rotary"] == "interleaved"}
+    if table is not None:
+        said["block_table" if version == "2" else "page_table"] = table
+    exact = []
+    contents = []
+    for b in range(batch):
+        keys, values = (t[at[b]] if table is None else t[table[b].long()].flatten(0, 1) for t in (k_cache, v_cache))
+        queries = q[b].double()
+        keys, values = keys[pad[b] : before[b]].double(), values[pad[b] : before[b]].double()
+        if k_new is not None and v_new is not None:
+            fresh = k_new[b].double()
+            if "rotary" in case:
+                fresh = rotated(fresh, cos, sin, before[b], case["rotary"] == "interleaved")
+                queries = rotated(queries, cos, sin, before[b], case["rotary"] == "interleaved")
+            keys, values = torch.cat([keys, fresh]), torch.cat([values, v_new[b].double()])
+        contents.append((keys, values))
+        exact.append(definition(queries, keys, values, case["causal"], case["window"], case["softcap"], slopes))
+    function: Any = (flash_attn if version == "2" else flash_attn_3).flash_attn_with_kvcache
+    moved = [None if t is None else t.to(device) for t in (q, k_cache, v_cache, k_new, v_new)]
+    said = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in said.items()}
+    out, lse = function(*moved, return_softmax_lse=True, **said)
+    split = function(*moved, num_splits=2, **said)
+    k_cache, v_cache = (t.cpu() for t in moved[1:3] if t is not None)
+    for b in range(batch):
+        assert_close(out[b].cpu(), exact[b][0], dtype)
+        assert_close(split[b].cpu(), exact[b][0], dtype)
+        assert_close(lse[b].cpu(), exact[b][1], dtype)
+        for cache, expected in zip((k_cache, v_cache), contents[b], strict=True):  # written in place
+            row = cache[at[b]] if table is None else cache[table[b].long()].flatten(0, 1)
+            assert_close(row[pad[b] : pad[b] + len(expected)], expected, dtype)
+
+
+@pytest.mark.parametrize("name", KV_CACHES)
+@pytest.mark.parametrize("version", ["2", "3"])
+def test_kvcache(name: str, version: str) -> None:
+    check_kvcache(name, version)
+
+
+def test_packed_queries_on_a_contiguous_cache() -> None:
+    q, (k_cache, v_cache) = torch.randn(5, 4, 16), torch.randn(2, 2, 16, 2, 16)
+    new_k, new_v = torch.randn(2, 5, 2, 16)
+    cu, used = offsets([4, 1]), torch.tensor([3, 9], dtype=torch.int32)
+    said: Any = {"cache_seqlens": used, "cu_seqlens_q": cu, "cu_seqlens_k_new": cu, "causal": True}
+    out = flash_attn_3.flash_attn_with_kvcache(q, k_cache, v_cache, new_k, new_v, **said)
+    assert_close(out[:4], definition(q[:4], k_cache[0, :7], v_cache[0, :7], True)[0])
+    assert_close(out[4:], definition(q[4:], k_cache[1, :10], v_cache[1, :10], True)[0])
+    assert torch.equal(k_cache[0, 3:7], new_k[:4]) and torch.equal(v_cache[1, 9], new_v[4])
+
+
+def test_sinks_of_4() -> None:
+    q, k, v = qkv((5, 7))
+    sink = torch.randn(4, dtype=torch.bfloat16)
+    out, lse = flash_attn_4.flash_attn_func(q, k, v, learnable_sink=sink, return_lse=True)
+    assert lse is not None
+    for b in range(2):
+        exact, exact_lse = definition(q[b], k[b], v[b], sink=sink)
+        assert_close(out[b], exact)
+        assert_close(lse[b], exact_lse)
+
+
+def test_a_table_of_rotations_follows_its_changes() -> None:
+    table = torch.rand(4, 2, dtype=torch.bfloat16)
+    first = flash_attn._in_float32(table)
+    assert flash_attn._in_float32(table) is first
+    table += 1
+    assert torch.equal(flash_attn._in_float32(table), table.float())
+
+
+def test_pages_of_a_contiguous_cache_are_views() -> None:
+    k, v = torch.randn(2, 3, 48, 2, 8)
+    k_pages, v_pages, table = caches.contiguous(k, v)
+    assert k_pages.shape == (9, 16, 2, 8) and k_pages.data_ptr() == k.data_ptr() and v_pages.data_ptr() == v.data_ptr()
+    assert torch.equal(k_pages[table.long()].flatten(1, 2), k)
+    assert caches.contiguous(k, v)[2] is table
+    with pytest.raises(warpwave.InvalidInput, match="whole number of tokens apart"):
+        caches.contiguous(k, v.transpose(1, 2).contiguous().transpose(1, 2))
+    with pytest.raises(warpwave.InvalidInput, match="must hold a row and a token"):
+        caches.contiguous(k[:, :0], v[:, :0])
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_unsupported_raises_with_the_reason() -> None:
+    q, k, v = qkv((5, 7))
+    one = torch.ones(1)
+    cu = offsets([5])
+    first: Any = (q[0], k[0, :5], v[0, :5], cu, cu, 5, 5)
+    mask: Any = lambda *given: True  # noqa: E731
+    wants = q.clone().requires_grad_()
+    cache: Any = (q, *torch.zeros(2, 2, 8, 2, 16))
+    two: Any = flash_attn.flash_attn_with_kvcache
+    three: Any = flash_attn_3.flash_attn_with_kvcache
+    varlen: Any = flash_attn.flash_attn_varlen_func
+    varlen_3: Any = flash_attn_3.flash_attn_varlen_func
+    varlen_4: Any = flash_attn_4.flash_attn_varlen_func
+    new: Any = {"k": k[:, :5], "v": v[:, :5], "cache_seqlens": 2}
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    calls: list[tuple[str, Any]] = [
+        ("dropout_p is 0.1", lambda: flash_attn.flash_attn_func(q, k, v, 0.1)),
+        ("dropout_p is 0.5", lambda: varlen(*first, 0.5)),
+        ("deterministic", lambda: flash_attn.flash_attn_func(wants, k, v, deterministic=True)),
+        ("qv", lambda: flash_attn_3.flash_attn_func(q, k, v, qv=q)),
+        ("k_descale", lambda: flash_attn_3.flash_attn_func(q, k, v, k_descale=one)),
+        ("attention_chunk", lambda: flash_attn_3.flash_attn_func(q, k, v, attention_chunk=4)),
+        ("seqused_q", lambda: varlen_3(*first, seqused_q=one)),
+        ("rotary_seqlens", lambda: three(*cache, rotary_seqlens=one)),
+        ("cu_seqlens_k_new", lambda: three(*cache, cu_seqlens_k_new=cu)),
+        ("mask_mod", lambda: flash_attn_4.flash_attn_func(q, k, v, mask_mod=mask)),
+        ("block_size", lambda: flash_attn_4.flash_attn_func(q, k, v, block_size=(128, 128))),
+        ("score_mod", lambda: varlen_4(*first, score_mod=mask)),
+        ("cu_seqlens_k", lambda: varlen_4(q, k, v, None, cu)),
+        ("cache_batch_idx or cache_leftpad", lambda: two(*cache, block_table=table, cache_leftpad=table[:, 0])),
+        ("rotary_cos was given with cache_leftpad", lambda: two(*cache, **new, rotary_cos=one, rotary_sin=one,
+         cache_leftpad=table[:, 0], causal=True)),
+        ("5 tokens and k 1", lambda: two(*cache, k[:, :1], v[:, :1], one, one, 2, causal=True)),
+        ("one position", lambda: two(*cache, **new, rotary_cos=one, rotary_sin=one)),
+    ]  # fmt: skip
+    for reason, call in calls:
+        with pytest.raises(UnsupportedProblem, match=reason):
+            call()
+    wrong: list[tuple[str, Any]] = [
+        ("one of k and v", lambda: two(*cache, k)),
+        ("without k and v", lambda: two(*cache, rotary_cos=one, rotary_sin=one)),
+        ("one of rotary_cos and rotary_sin", lambda: two(*cache, **new, rotary_cos=one)),
+        ("cu_seqlens_k is None", lambda: varlen(*first[:4], None, 5, 5, block_table=table)),
+    ]
+    for reason, call in wrong:
+        with pytest.raises(warpwave.InvalidInput, match=reason):
+            call()
+    with pytest.raises(warpwave.InvalidType, match=r"cache_seqlens is .*int64"):
+        two(*cache, cache_seqlens=torch.tensor([1, 2]))
+    assert not cache[1].any()  # nothing was written
+
+
+def test_a_deterministic_call_without_gradients_runs() -> None:
+    q, k, v = qkv((5, 7))
+    assert torch.equal(flash_attn.flash_attn_func(q, k, v, deterministic=True), flash_attn.flash_attn_func(q, k, v))

@@ -1,0 +1,433 @@
+"""The door to torch: its function's parameter grid agrees or is declined and counted, contexts route and are undone,
+models run under it, and the flash operators compute what torch's do."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+import warpwave
+from warpwave.integrations import pytorch
+
+TORCHS: Any = torch._C._nn.scaled_dot_product_attention
+
+Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+# The shapes of torch's own samples for this operator, broadcasts that it accepts, and more lengths.
+SHAPES: dict[str, Shapes] = {
+    "3 axes": ((4, 3, 8), (4, 6, 8), (4, 6, 8)),
+    "4 axes": ((4, 4, 3, 8), (4, 4, 6, 8), (4, 4, 6, 8)),
+    "head_dim_v": ((4, 4, 3, 8), (4, 4, 6, 8), (4, 4, 6, 16)),
+    "more queries than keys": ((2, 2, 7, 16), (2, 2, 3, 16), (2, 2, 3, 16)),
+    "one query": ((2, 2, 1, 16), (2, 2, 9, 16), (2, 2, 9, 16)),
+    "odd head_dim": ((1, 3, 17, 5), (1, 3, 17, 5), (1, 3, 17, 5)),
+    "one batch of q": ((1, 4, 3, 8), (4, 4, 6, 8), (4, 4, 6, 8)),
+    "one batch of k and v": ((4, 4, 3, 8), (1, 4, 6, 8), (1, 4, 6, 8)),
+    "one batch of v": ((4, 4, 3, 8), (4, 4, 6, 8), (1, 4, 6, 8)),
+    "one head of k and v": ((2, 4, 3, 8), (2, 1, 6, 8), (2, 1, 6, 8)),
+    "one head of k": ((2, 4, 3, 8), (2, 1, 6, 8), (2, 4, 6, 8)),
+    "one head of q": ((2, 1, 3, 8), (2, 4, 6, 8), (2, 4, 6, 8)),
+}
+MASKS: dict[str, Any] = {
+    "none": lambda sq, sk: None,
+    "additive": lambda sq, sk: torch.randn(sq, sk),
+    "boolean": lambda sq, sk: torch.rand(sq, sk) > 0.3,
+    "a row of nothing": lambda sq, sk: (torch.arange(sq)[:, None] > 0) & torch.ones(sk, dtype=torch.bool),
+    "keys": lambda sq, sk: torch.arange(sk)[None] < sk - 1,
+    "minus infinity": lambda sq, sk: torch.zeros(sq, sk).masked_fill(torch.rand(sq, sk) > 0.6, -torch.inf),
+}
+
+
+def tensors(shapes: Shapes, dtype: torch.dtype = torch.float32, grad: bool = False) -> Any:
+    torch.manual_seed(1)
+    return [torch.randn(shape).to(dtype).requires_grad_(grad) for shape in shapes]
+
+
+def mine_of(given: Any, *arguments: Any, **options: Any) -> torch.Tensor:
+    return pytorch.scaled_dot_product_attention(*(*given, *arguments), **options)
+
+
+def assert_as_torch(given: Any, *arguments: Any, **options: Any) -> None:
+    mine = mine_of(given, *arguments, **options)
+    torchs = TORCHS(*given, *arguments, **options)
+    assert mine.shape == torchs.shape and mine.dtype == torchs.dtype
+    torch.testing.assert_close(mine, torchs)
+    if given[0].requires_grad:
+        dout = torch.randn_like(torchs)
+        torch.testing.assert_close(torch.autograd.grad(mine, given, dout), torch.autograd.grad(torchs, given, dout))
+
+
+@pytest.fixture
+def none_declined() -> Iterator[None]:
+    before = pytorch.declined()
+    yield
+    assert pytorch.declined() == before
+
+
+def test_the_grid_agrees_with_torch(none_declined: None) -> None:
+    """Shapes, masks, causal, scales and gradients; torch refuses a mask together with is_causal."""
+    count = 0
+    for (name, shapes), (mask, make), is_causal in itertools.product(SHAPES.items(), MASKS.items(), (False, True)):
+        if is_causal and mask != "none":
+            continue
+        # torch's causal mask, minus infinity times the scale, is NaN for scales that are not positive.
+        scale = (None, 0.5)[count % 2] if is_causal else (None, 0.5, -0.3, 0.0)[count % 4]
+        given = tensors(shapes, grad=count % 2 == 0)
+        assert_as_torch(given, make(shapes[0][-2], shapes[1][-2]), 0.0, is_causal, scale=scale)
+        count += 1
+        del name
+    assert count == len(SHAPES) * (len(MASKS) + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+def test_grouped_heads_and_dtypes(heads: tuple[int, int], dtype: torch.dtype, none_declined: None) -> None:
+    shapes = ((2, heads[0], 5, 8), (2, heads[1], 7, 8), (2, heads[1], 7, 8))
+    assert_as_torch(tensors(shapes, dtype), torch.randn(2, 1, 5, 7).to(dtype), enable_gqa=True)
+    assert_as_torch(tensors(shapes, dtype), is_causal=True, enable_gqa=True)
+
+
+def test_masks_broadcast_and_have_gradients(none_declined: None) -> None:
+    given = tensors(SHAPES["4 axes"])
+    for shape in ((4, 4, 3, 6), (4, 1, 3, 6), (1, 4, 3, 6), (4, 3, 6), (1, 6), (4, 1, 1, 6), (1, 1)):
+        mask = torch.randn(shape, requires_grad=True)
+        mine, torchs = mine_of(given, mask), TORCHS(*(*given, mask))
+        torch.testing.assert_close(mine, torchs)
+        dout = torch.randn_like(mine)
+        pair = [torch.autograd.grad(out, mask, dout)[0] for out in (mine, torchs)]
+        torch.testing.assert_close(*pair)
+    wide = tensors(SHAPES["4 axes"], torch.bfloat16)
+    assert_as_torch(wide, torch.randn(3, 6))  # float32, beside 16-bit tensors
+
+
+def test_autocast_casts_as_torch_does(none_declined: None) -> None:
+    given = tensors(SHAPES["4 axes"])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_as_torch(given, torch.randn(3, 6))
+        assert pytorch.scaled_dot_product_attention(*given).dtype == torch.bfloat16
+        assert_as_torch([t.double() for t in given])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:There is a performance drop")
+def test_what_is_declined_is_counted_said_once_and_answered_by_torch(caplog: pytest.LogCaptureFixture) -> None:
+    q, k, v = tensors(SHAPES["4 axes"])
+    cases: list[tuple[str, Any]] = [
+        ("dropout_p", lambda f: f(q, k, v, None, 1.0)),
+        ("the number of axes", lambda f: f(q[None], k[None], v[None])),
+        ("the number of axes", lambda f: f(q[0], k, v)),
+        ("a tensor subclass", lambda f: f(q, k, v, causal_lower_right(3, 6))),
+        ("a nested or sparse tensor", lambda f: f(*[torch.nested.nested_tensor([t[0], t[1]]) for t in (q, k, v)])),
+        ("attn_mask together with is_causal", lambda f: f(q, k, v, torch.ones(3, 6, dtype=torch.bool), 0.0, True)),
+        ("the scale", lambda f: f(q, k, v, scale=float("inf"))),
+        (
+            "a transform of torch.func, or forward-mode derivatives",
+            lambda f: torch.func.vmap(f)(q[None], k[None], v[None]),
+        ),
+        (
+            "a transform of torch.func, or forward-mode derivatives",
+            lambda f: torch.func.grad(lambda t: f(t, k, v).square().sum())(q),
+        ),
+    ]
+    for reason, call in cases:
+        before = pytorch.declined().get(reason, 0)
+        mine, torchs = call(pytorch.scaled_dot_product_attention), call(TORCHS)
+        pair = [t.to_padded_tensor(0.0) if t.is_nested else t for t in (mine, torchs)]
+        torch.testing.assert_close(*pair, equal_nan=True)
+        assert pytorch.declined()[reason] == before + 1
+        said = caplog.text.count(f"not warpwave: {reason}\n")
+        assert said == (1 if before == 0 else said)
+
+
+def test_an_invalid_call_gets_torchs_error() -> None:
+    q, k, v = tensors(SHAPES["4 axes"])
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        ((q, k[:, :2], v[:, :2]), {}),
+        ((q, k, v.double()), {}),
+        ((q, k, v), {"attn_mask": torch.ones(3, 6, dtype=torch.int32)}),
+        ((q, k, v), {"attn_mask": torch.ones(5, 6)}),
+        ((q, [1.0], v), {}),
+    ]
+    for given, options in calls:
+        with pytest.raises((RuntimeError, TypeError)) as theirs:
+            TORCHS(*given, **options)
+        with pytest.raises(type(theirs.value)) as mine:
+            pytorch.scaled_dot_product_attention(*given, **options)
+        assert str(mine.value) == str(theirs.value)
+
+
+# Routing --------------------------------------------------------------------------------------------------------------
+
+
+def served(call: Any) -> bool:
+    """Returns whether a causal call reaches warpwave, where the values of a key that no query sees have no effect, NaN
+    included."""
+    q = torch.ones(1, 1, 1, 4)
+    v = torch.tensor([1.0, torch.nan])[None, None, :, None].expand(1, 1, 2, 4)
+    return not call(q, v.nan_to_num(0.0), v).isnan().any()
+
+
+def by_name(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def test_a_context_routes_and_restores() -> None:
+    assert F.scaled_dot_product_attention is TORCHS and not served(by_name)
+    with pytorch.sdpa():
+        kept = F.scaled_dot_product_attention
+        assert served(by_name)
+        with pytorch.sdpa():
+            assert served(by_name)
+        assert served(by_name)
+        with pytest.raises(ZeroDivisionError), pytorch.sdpa():
+            raise ZeroDivisionError
+        assert served(by_name)
+        assert torch.equal(
+            F.scaled_dot_product_attention(*(*tensors(SHAPES["4 axes"]), None, 1.0)), torch.zeros(4, 4, 3, 8)
+        )
+    assert F.scaled_dot_product_attention is TORCHS and not served(lambda q, k, v: kept(q, k, v, is_causal=True))
+
+    @pytorch.sdpa()
+    def decorated(depth: int) -> bool:
+        return served(by_name) and (depth == 0 or decorated(depth - 1))
+
+    assert decorated(2) and F.scaled_dot_product_attention is TORCHS
+
+
+def test_contexts_of_threads_overlap() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with pytorch.sdpa():
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert entered.wait(10)
+    with pytorch.sdpa():
+        pass
+    assert served(by_name)  # the other thread's is open
+    leave.set()
+    thread.join()
+    assert F.scaled_dot_product_attention is TORCHS
+
+
+def test_a_replacement_by_others_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *a, **b: pytorch.scaled_dot_product_attention(*a, **b)
+    )
+    theirs = F.scaled_dot_product_attention
+    q, k, v = tensors(SHAPES["4 axes"])
+    theirs(q, k, v, None, 1.0)  # declined: no recursion
+    with pytorch.sdpa():
+        assert F.scaled_dot_product_attention is not theirs
+    assert F.scaled_dot_product_attention is theirs
+    with pytorch.sdpa():
+        monkeypatch.setattr(F, "scaled_dot_product_attention", TORCHS)
+    assert F.scaled_dot_product_attention is TORCHS
+
+
+# Modules and compilation ----------------------------------------------------------------------------------------------
+
+
+class Block(torch.nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return by_name(q, k, v) * 2
+
+
+def test_compiled_before_or_after() -> None:
+    given = tensors(SHAPES["4 axes"], grad=True)
+    compiled = torch.compile(Block(), backend="aot_eager", fullgraph=True)
+    expected = compiled(*given)
+    with pytorch.sdpa():
+        assert served(compiled)
+        mine = compiled(*given)
+    assert not served(compiled)
+    torch.testing.assert_close(mine, expected)
+    dout = torch.randn_like(mine)
+    torch.testing.assert_close(torch.autograd.grad(mine, given, dout), torch.autograd.grad(expected, given, dout))
+
+
+def test_an_exported_graph_holds_our_operator() -> None:
+    with pytorch.sdpa():
+        graph = torch.export.export(Block(), tuple(tensors(SHAPES["4 axes"]))).graph
+    assert torch.ops.warpwave.attention.default in [node.target for node in graph.nodes]
+
+
+def of_module(name: str) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...], dict[str, Any]]:
+    x, y = torch.randn(2, 7, 32), torch.randn(2, 5, 32)
+    causal = torch.nn.Transformer.generate_square_subsequent_mask(7)
+    padding = torch.tensor([[False] * 7, [False] * 4 + [True] * 3])
+    if name == "MultiheadAttention":
+        module: torch.nn.Module = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+        return module, (x, y, y), {"need_weights": False}
+    if name == "TransformerEncoder":
+        layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        return torch.nn.TransformerEncoder(layer, 2), (x,), {"src_key_padding_mask": padding}
+    module = torch.nn.Transformer(32, 4, 1, 1, 64, dropout=0.0, batch_first=True)
+    return module, (y, x), {"tgt_mask": causal, "tgt_is_causal": True}
+
+
+@pytest.mark.parametrize("name", ["MultiheadAttention", "TransformerEncoder", "Transformer"])
+def test_torchs_modules(name: str, none_declined: None) -> None:
+    torch.manual_seed(0)
+    module, given, options = of_module(name)
+    results, gradients = [], []
+    for context in (torch.enable_grad(), pytorch.sdpa()):
+        with context:
+            out = module(*given, **options)
+            out = out[0] if isinstance(out, tuple) else out
+            # With padding, rows of padding differ: torch's additive mask has no effect on them.
+            loss = out.square().mean()
+            gradients.append(torch.autograd.grad(loss, list(module.parameters()), allow_unused=True))
+            results.append(out)
+    torch.testing.assert_close(results[1], results[0])
+    for mine, torchs in zip(gradients[1], gradients[0], strict=True):
+        torch.testing.assert_close(mine, torchs)
+
+
+# varlen_attn, and the flash operators ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def overridden() -> Iterator[None]:
+    handle = pytorch.override("CPU")  # where torch has no kernel of its own for them
+    yield
+    handle.remove()
+    handle.remove()
+    with pytest.raises(NotImplementedError):
+        torch.ops.aten._scaled_dot_product_flash_attention(*tensors(SHAPES["4 axes"]))
+
+
+def packed() -> tuple[Any, torch.Tensor, torch.Tensor]:
+    q, k, v = tensors(((9, 4, 16), (12, 2, 16), (12, 2, 16)))
+    return [q, k, v], torch.tensor([0, 4, 9], dtype=torch.int32), torch.tensor([0, 7, 12], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (3, 0), (2, 1)])
+def test_varlen_attn(window: tuple[int, int], overridden: None) -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    (q, k, v), cu_q, cu_k = packed()
+    options: Any = {"window_size": window, "enable_gqa": True, "scale": 0.2}
+    aux = varlen.AuxRequest(lse=True)
+    out, lse = pytorch.varlen_attn(q, k, v, cu_q, cu_k, 5, 7, return_aux=aux, **options)
+    for begin_q, end_q, begin_k, end_k in ((0, 4, 0, 7), (4, 9, 7, 12)):
+        one, one_lse = warpwave.attention(
+            q[None, begin_q:end_q], k[None, begin_k:end_k], v[None, begin_k:end_k],
+            window_size=window, softmax_scale=0.2, return_lse=True,
+        )  # fmt: skip
+        torch.testing.assert_close(out[begin_q:end_q], one[0])
+        torch.testing.assert_close(lse[:, begin_q:end_q], one_lse[0])
+    through_torch, its_lse = varlen.varlen_attn(q, k, v, cu_q, cu_k, 5, 7, return_aux=aux, **options)
+    assert torch.equal(through_torch, out) and torch.equal(its_lse, lse)
+
+
+def test_varlen_attn_on_a_cache(overridden: None) -> None:
+    (q, k, v), cu_q, cu_k = packed()
+    used = torch.tensor([6, 5], dtype=torch.int32)
+    expected = pytorch.varlen_attn(
+        q, k[[*range(6), *range(7, 12)]], v[[*range(6), *range(7, 12)]], cu_q, torch.tensor([0, 6, 11]).int(), 5, 6,
+        window_size=(-1, 0), enable_gqa=True,
+    )  # fmt: skip
+    cut = pytorch.varlen_attn(q, k, v, cu_q, cu_k, 5, 7, window_size=(-1, 0), enable_gqa=True, seqused_k=used)
+    torch.testing.assert_close(cut, expected)
+    table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
+    pool = torch.randn(2, 4, 4, 2, 16)
+    for b, (begin, length) in enumerate(((0, 6), (7, 5))):
+        for of, rows in zip(pool, (k, v), strict=True):
+            of[table[b].long()] = F.pad(rows[begin : begin + length], (0, 0, 0, 0, 0, 8 - length)).view(2, 4, 2, 16)
+    options: dict[str, Any] = {"window_size": (-1, 0), "enable_gqa": True, "seqused_k": used, "block_table": table}
+    paged = pytorch.varlen_attn(q, pool[0], pool[1], cu_q, None, 5, 8, num_splits=1, **options)
+    torch.testing.assert_close(paged, expected)
+    with pytest.raises(warpwave.InvalidInput, match="seqused_k"):
+        pytorch.varlen_attn(q, pool[0], pool[1], cu_q, None, 5, 8, enable_gqa=True, block_table=table)
+    with pytest.raises(warpwave.InvalidInput, match="enable_gqa"):
+        pytorch.varlen_attn(q, k, v, cu_q, cu_k, 5, 7)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_flash_operators_of_sdpa(is_causal: bool, overridden: None) -> None:
+    given = tensors(((2, 4, 9, 16),) * 3, grad=True)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*given, 0.0, is_causal, False, scale=0.3)
+    torchs = TORCHS(*(*given, None, 0.0, is_causal), scale=0.3)
+    torch.testing.assert_close(out, torchs)
+    assert out.stride() == given[0].stride() and lse.shape == (2, 4, 9)
+    dout = torch.randn_like(out)
+    torch.testing.assert_close(torch.autograd.grad(out, given, dout), torch.autograd.grad(torchs, given, dout))
+    with pytest.raises(warpwave.UnsupportedProblem, match="dropout_p"):
+        torch.ops.aten._scaled_dot_product_flash_attention(*given, 0.1, is_causal)
+
+
+def test_the_flash_operator_of_dense_calls(overridden: None) -> None:
+    """Tensors by token; a causal mask, and a window, each aligned to the last key."""
+    q, k, v = tensors(((2, 5, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16)), grad=True)
+    dout = torch.randn(2, 5, 4, 16)
+    for is_causal, window in ((True, {}), (False, {"window_size_left": 3}), (True, {"window_size_left": 3})):
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, None, None, 5, 9, 0.0, is_causal, False, scale=0.3, **window
+        )
+        expected, expected_lse = warpwave.attention(
+            q, k, v, causal=is_causal, window_size=(window.get("window_size_left", -1), -1), softmax_scale=0.3,
+            return_lse=True,
+        )  # fmt: skip
+        torch.testing.assert_close((out, lse), (expected, expected_lse))
+        pair = [torch.autograd.grad(found, (q, k, v), dout) for found in (out, expected)]
+        torch.testing.assert_close(*pair)
+
+
+def test_the_flash_operators_of_packed_calls_have_gradients(overridden: None) -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    given, cu_q, cu_k = packed()
+    given = [t.requires_grad_() for t in given]
+    pair = [
+        f(*(*given, cu_q, cu_k, 5, 7), window_size=(-1, 0), enable_gqa=True)
+        for f in (varlen.varlen_attn, pytorch.varlen_attn)
+    ]
+    dout = torch.randn_like(pair[0])
+    torch.testing.assert_close(*[torch.autograd.grad(out, given, dout) for out in pair])
+    with torch.no_grad():
+        into = torch.empty_like(pair[0])
+        varlen.varlen_attn_out(into, *given, cu_q, cu_k, 5, 7, window_size=(-1, 0), enable_gqa=True)
+    assert torch.equal(into, pair[0])
+
+
+@pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="torch 2.10 finds no previous kernels")
+def test_dropout_goes_to_the_kernel_before() -> None:
+    given = tensors(SHAPES["4 axes"])
+    before = torch.library.Library("aten", "IMPL", "CPU")
+    said: list[Any] = []
+
+    def previous(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, scale: float | None = None) -> Any:
+        said.append((rest, scale))
+        state = torch.zeros(2, dtype=torch.uint64)
+        return torch.full_like(q, 7.0), q[..., 0], None, None, 3, 6, state, state[0], q.new_empty(0)
+
+    before.impl("_scaled_dot_product_flash_attention", previous, "CPU")
+    handle = pytorch.override("CPU")
+    operator = torch.ops.aten._scaled_dot_product_flash_attention
+    assert operator(*given, 0.5, True, False, scale=0.3)[0].unique().tolist() == [7.0]
+    assert said == [((0.5, True), 0.3)]  # torch omits arguments that equal their defaults
+    torch.testing.assert_close(operator(*given, 0.0, False)[0], TORCHS(*given))
+    assert len(said) == 1
+    handle.remove()
+    assert operator(*given, 0.0, False)[0].unique().tolist() == [7.0]
+    del before
+
+
+def test_registering_changes_nothing_until_it_is_activated() -> None:
+    attention: Any = torch.nn.attention
+    pytorch.register()
+    assert "warpwave" in attention.list_flash_attention_impls() and attention.current_flash_attention_impl() is None
+    if hasattr(attention, "restore_flash_attention_impl"):  # from torch 2.11
+        attention.activate_flash_attention_impl("warpwave")
+        assert attention.current_flash_attention_impl() == "warpwave"
+        attention.restore_flash_attention_impl()
+        assert attention.current_flash_attention_impl() is None
+    assert F.scaled_dot_product_attention is TORCHS

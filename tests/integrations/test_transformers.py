@@ -1,0 +1,345 @@
+"""The door to transformers: model families with random weights agree with their eager attention, padded, packed,
+generating and training; masks stay small; and what is unknown is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'warpwave[integrations]'")
+
+from tests.integrations.families import FAMILIES, PAGE, inputs_of, make, output, page_with_table, watched
+from warpwave import InvalidInput, InvalidType, UnsupportedProblem
+from warpwave.integrations import transformers as door
+
+GENERATING = [name for name, family in FAMILIES.items() if "decoder" in family.kind]
+WITH_IDS = [name for name in FAMILIES if "input_ids" in inputs_of(name)]
+PACKABLE = [name for name in WITH_IDS if FAMILIES[name].kind == "decoder"]
+# Of float32 logits of magnitude 5 to 10, by two orders of summation through the layers.
+LOGITS: Any = {"rtol": 1e-5, "atol": 1e-4}
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    registration = door.register()
+    yield
+    registration.remove()
+
+
+def padding(side: str, length: int = 13) -> torch.Tensor:
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[0, slice(None, 4) if side == "left" else slice(-4, None)] = 0
+    return mask
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_and_gradients(name: str) -> None:
+    model, inputs = make(name), inputs_of(name)
+    calls: list[dict[str, Any]] = []
+    results, gradients = [], []
+    for implementation in ("eager", "warpwave"):
+        with watched(calls):
+            out = output(model, implementation, **inputs)
+        model.zero_grad()
+        out.square().mean().backward()
+        results.append(out)
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert len(calls) >= 2, "the model's layers do not reach warpwave"
+    torch.testing.assert_close(results[1], results[0], **LOGITS)
+    largest = max(float(g.abs().max()) for g in gradients[0])
+    for mine, eager in zip(gradients[1], gradients[0], strict=True):
+        torch.testing.assert_close(mine, eager, rtol=1e-3, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("name", WITH_IDS)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding(name: str, side: str) -> None:
+    model, inputs, mask = make(name), inputs_of(name), padding(side)
+    calls: list[dict[str, Any]] = []
+    with torch.no_grad(), watched(calls):
+        pair = [output(model, how, attention_mask=mask, **inputs) for how in ("eager", "warpwave")]
+    if "decoder_input_ids" not in inputs:  # the queries of padding differ: they see nothing, and eager sees everything
+        pair = [out * mask[..., None] for out in pair]
+    torch.testing.assert_close(pair[1], pair[0], **LOGITS)
+    if name != "Llama-4":
+        assert all(call["mask"] is None or call["mask"].shape[1:3] == (1, 1) for call in calls)
+
+
+@pytest.mark.parametrize("name", PACKABLE)
+def test_packed_documents(name: str) -> None:
+    """Without a cache, position ids that begin anew begin a document; no dense masks unless the model needs them."""
+    model, inputs = make(name), inputs_of(name)
+    positions = torch.cat([torch.arange(5), torch.arange(8)])[None]
+    ids = inputs["input_ids"][:1]
+    calls: list[dict[str, Any]] = []
+    packed: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+    with torch.no_grad():
+        if name == "GPT-OSS":  # whose model does not give position ids to its masks
+            offsets = torch.tensor([0, 5, 13], dtype=torch.int32)
+            packed |= {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 8, "max_length_k": 8}
+        else:
+            expected = output(model, "eager", **packed)
+        with watched(calls):
+            mine = output(model, "warpwave", **packed)
+        apart = torch.cat([output(model, "warpwave", input_ids=part) for part in (ids[:, :5], ids[:, 5:])], 1)
+    torch.testing.assert_close(mine, apart, **LOGITS)
+    if name != "GPT-OSS":
+        torch.testing.assert_close(mine, expected, **LOGITS)
+    functions = [call["function"] for call in calls]
+    assert "attention_varlen" in functions and (name == "Llama-4" or set(functions) == {"attention_varlen"})
+
+
+def generated(name: str, tokens: int, cache: str, padded: bool, **options: Any) -> list[torch.Tensor]:
+    model = make(name)
+    inputs = {key: value for key, value in inputs_of(name).items() if key != "decoder_input_ids"}
+    if padded and "input_ids" in inputs:
+        inputs["attention_mask"] = padding("left")
+    found = []
+    for implementation in ("eager", "warpwave"):
+        model.set_attn_implementation(implementation)
+        found.append(
+            model.generate(
+                **inputs, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, disable_compile=True,
+                cache_implementation="static" if cache == "static" else None, **options,
+            )
+        )  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("name", GENERATING)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_greedy_tokens(name: str, cache: str) -> None:
+    eager, mine = generated(name, 10, cache, padded=cache == "static")
+    assert torch.equal(mine, eager)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", GENERATING)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_64_greedy_tokens(name: str, cache: str, padded: bool) -> None:
+    eager, mine = generated(name, 64, cache, padded)
+    assert torch.equal(mine, eager)
+
+
+def test_beams_and_chunked_prefill() -> None:
+    eager, mine = generated("Gemma-2", 8, "dynamic", True, num_beams=3)
+    assert torch.equal(mine, eager)
+    eager, mine = generated("Mistral", 8, "dynamic", False, prefill_chunk_size=4)
+    assert torch.equal(mine, eager)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT-OSS"])
+def test_16_bits_are_no_further_from_float32_than_eager(name: str) -> None:
+    inputs = inputs_of(name)
+    with torch.no_grad():
+        exact = output(make(name), "eager", **inputs)
+        model = make(name, torch.bfloat16)
+        eager, mine = (output(model, how, **inputs) for how in ("eager", "warpwave"))
+    errors = [(out.float() - exact).square().mean().sqrt() for out in (eager, mine)]
+    assert mine.dtype == torch.bfloat16 and errors[1] <= 1.25 * errors[0]
+
+
+def test_checkpointed_training_of_packed_documents() -> None:
+    model = make("Mistral").train()
+    ids, positions = inputs_of("Mistral")["input_ids"][:1], torch.cat([torch.arange(6), torch.arange(7)])[None]
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        model.zero_grad()
+        output(model, "warpwave", input_ids=ids, position_ids=positions, use_cache=False).square().mean().backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for once, again in zip(*gradients, strict=True):
+        assert torch.equal(once, again)
+
+
+# Compiled, exported ---------------------------------------------------------------------------------------------------
+
+
+def test_compiled_training() -> None:
+    model, inputs = make("Llama"), inputs_of("Llama")
+    expected = output(model, "eager", **inputs)
+    model.set_attn_implementation("warpwave")
+    compiled = torch.compile(
+        lambda ids: model(input_ids=ids, use_cache=False).logits, backend="aot_eager", fullgraph=True
+    )
+    out = compiled(inputs["input_ids"])
+    torch.testing.assert_close(out, expected, **LOGITS)
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    pair = [torch.autograd.grad(logits.square().mean(), weight)[0] for logits in (out, expected)]
+    torch.testing.assert_close(*pair)
+
+
+def test_a_compiled_window_is_a_mask() -> None:
+    model, inputs = make("Mistral"), inputs_of("Mistral")
+    with torch.no_grad():
+        expected = output(model, "eager", attention_mask=padding("left"), **inputs)
+        model.set_attn_implementation("warpwave")
+
+        def forward(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            return logits
+
+        out = torch.compile(forward, backend="aot_eager", fullgraph=True)(inputs["input_ids"], padding("left"))
+    torch.testing.assert_close(out[1], expected[1], **LOGITS)
+    torch.testing.assert_close(out[0, 4:], expected[0, 4:], **LOGITS)
+
+
+def test_export() -> None:
+    class Logits(torch.nn.Module):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits
+            return logits
+
+    model, inputs = make("Llama"), inputs_of("Llama")
+    with torch.no_grad():
+        expected = output(model, "eager", **inputs)
+        model.set_attn_implementation("warpwave")
+        program = torch.export.export(Logits(model), (inputs["input_ids"],))
+        torch.testing.assert_close(program.module()(inputs["input_ids"]), expected, **LOGITS)
+    assert torch.ops.warpwave.attention.default in [node.target for node in program.graph.nodes]
+
+
+# Masks, and what is refused -------------------------------------------------------------------------------------------
+
+
+def masks_agree(pattern: Any, **said: Any) -> None:
+    """Compares attention by `make_mask` with attention by transformers' own dense mask."""
+    from transformers import masking_utils
+
+    torch.manual_seed(0)
+    queries, keys = said["q_length"], said["kv_length"]
+    q, (k, v) = torch.randn(2, 4, queries, 16), torch.randn(2, 2, 2, keys, 16)
+    dense = masking_utils.sdpa_mask(2, mask_function=pattern, allow_is_causal_skip=False, **said)
+    local: Any = torch.nn.Module()
+    local.is_causal = pattern is not masking_utils.bidirectional_mask_function
+    expected = door.attend(local, q, k, v, dense)[0]
+    causal = pattern is not masking_utils.bidirectional_mask_function
+    mask = door.make_mask(2, mask_function=pattern, allow_is_bidirectional_skip=not causal, **said)
+    assert mask is None or mask.dim() == 2
+    torch.testing.assert_close(door.attend(local, q, k, v, mask)[0], expected)
+
+
+def test_masks_of_caches() -> None:
+    from transformers import masking_utils
+
+    window = masking_utils.sliding_window_causal_mask_function
+    padded = torch.ones(2, 12, dtype=torch.bool)
+    padded[0, :3] = False
+    for pattern in (masking_utils.causal_mask_function, window(4), window(50)):
+        for attention_mask in (None, padded):
+            said: dict[str, Any] = {"attention_mask": attention_mask}
+            masks_agree(pattern, q_length=5, kv_length=5, **said)
+            masks_agree(pattern, q_length=5, kv_length=12, q_offset=7, **said)  # chunked prefill
+            masks_agree(pattern, q_length=1, kv_length=12, q_offset=11, **said)  # decode
+            masks_agree(pattern, q_length=5, kv_length=20, q_offset=torch.tensor(0), **said)  # a static cache
+            masks_agree(pattern, q_length=3, kv_length=20, q_offset=torch.tensor(9), **said)
+            masks_agree(pattern, q_length=1, kv_length=20, q_offset=torch.tensor(11), **said)
+            masks_agree(pattern, q_length=2, kv_length=6, q_offset=10, kv_offset=6, **said)  # a cache of a window
+    masks_agree(masking_utils.bidirectional_mask_function, q_length=5, kv_length=12, attention_mask=padded)
+
+
+def test_an_unknown_pattern_is_a_dense_mask() -> None:
+    from transformers import masking_utils
+
+    odd = masking_utils.and_masks(masking_utils.causal_mask_function, lambda b, h, q, k: k % 2 == 0)
+    mask = door.make_mask(2, 5, 5, mask_function=odd)
+    assert mask is not None and mask.shape == (2, 1, 5, 5)
+    window = masking_utils.sliding_window_bidirectional_mask_function(2)
+    mask = door.make_mask(
+        2, 5, 9, mask_function=window, allow_is_bidirectional_skip=True
+    )  # not aligned to the last key
+    dense = masking_utils.sdpa_mask(2, 5, 9, mask_function=window, allow_is_causal_skip=False)
+    assert mask is not None and torch.equal(mask, dense)
+    chunks = masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.int))
+    mask = door.make_mask(2, 5, 5, mask_function=chunks, local_size=3)
+    assert mask is not None and mask.shape == (2, 1, 5, 5)
+    assert torch.equal(mask, masking_utils.sdpa_mask(2, 5, 5, mask_function=chunks, allow_is_causal_skip=False))
+    mask = door.make_mask(2, 5, 5, allow_is_causal_skip=False)  # the model changes the mask
+    assert mask is not None and mask.shape == (2, 1, 5, 5)
+
+
+def test_a_mask_that_lost_its_pattern_is_read_from_the_call() -> None:
+    from transformers import masking_utils
+
+    q, k, v = torch.randn(3, 2, 2, 13, 16)
+    layer = torch.nn.Module()
+    mask = door.make_mask(
+        2, 13, 13, mask_function=masking_utils.sliding_window_causal_mask_function(4),
+        attention_mask=padding("left").bool(),
+    )  # fmt: skip
+    assert mask is not None
+    moved = mask.clone()  # as another device's copy
+    expected = door.attend(layer, q, k, v, mask)[0]
+    assert torch.equal(door.attend(layer, q, k, v, moved, sliding_window=4)[0], expected)
+    assert not torch.equal(door.attend(layer, q, k, v, moved)[0], expected)
+    function = masking_utils.packed_sequence_compatibility_function(
+        masking_utils.causal_mask_function,
+        torch.cat([torch.arange(5), torch.arange(8)])[None],
+        torch.tensor([[0] * 5 + [1] * 8]),
+    )
+    documents = door.make_mask(1, 13, 13, mask_function=function, allow_is_causal_skip=False)
+    assert documents is not None
+    expected = door.attend(layer, q[:1], k[:1], v[:1], documents)[0]
+    torch.testing.assert_close(door.attend(layer, q[:1], k[:1], v[:1], documents.clone())[0], expected)
+    offsets: Any = {"cu_seq_lens_q": torch.tensor([0, 5, 13]).int(), "max_length_q": 8}
+    offsets |= {"cu_seq_lens_k": offsets["cu_seq_lens_q"], "max_length_k": 8}
+    torch.testing.assert_close(door.attend(layer, q[:1], k[:1], v[:1], None, **offsets)[0], expected)
+    with pytest.raises(UnsupportedProblem, match="cu_seq_lens_q was given with a mask"):
+        door.attend(layer, q[:1], k[:1], v[:1], torch.ones(1, 13, dtype=torch.bool), **offsets)
+    with pytest.raises(UnsupportedProblem, match="position_bias"):
+        door.attend(layer, q[:1], k[:1], v[:1], documents, position_bias=torch.zeros(1, 2, 13, 13))
+
+
+def test_what_is_unknown_is_refused() -> None:
+    q, k, v = torch.randn(3, 2, 2, 5, 16)
+    layer = torch.nn.Module()
+    unknown: dict[str, Any] = {"cache": object(), "output_attentions": True, "relative_key": torch.ones(2)}
+    for name in unknown:
+        with pytest.raises(UnsupportedProblem, match=name):
+            door.attend(layer, q, k, v, None, **{name: unknown[name]})
+    with pytest.raises(InvalidType, match=r"attention_mask is .*64"):
+        door.attend(layer, q, k, v, padding("left", 5))  # a tokenizer's
+    with pytest.raises(UnsupportedProblem, match="dropout is"):
+        door.attend(layer, q, k, v, None, dropout=0.1)
+    door.attend(layer, q, k, v, None, position_ids=torch.arange(5)[None], use_cache=True, output_attentions=False)
+
+
+def test_names_that_transformers_interprets_are_refused() -> None:
+    for name in ("warpwave_flash", "org/warpwave", "eager", "sdpa", "paged|warpwave", ""):
+        with pytest.raises(InvalidInput, match="name is"):
+            door.register(name)
+
+
+def test_removing_restores() -> None:
+    import transformers
+
+    before = [dict(i._global_mapping) for i in (transformers.AttentionInterface, transformers.AttentionMaskInterface)]
+    model, inputs = make("Llama"), inputs_of("Llama")
+    first = output(model, "sdpa", **inputs)
+    again = door.register()
+    other = door.register("another")
+    other.remove()
+    again.remove()
+    again.remove()
+    assert torch.equal(output(model, "sdpa", **inputs), first)
+    after = [dict(i._global_mapping) for i in (transformers.AttentionInterface, transformers.AttentionMaskInterface)]
+    assert after == before
+    removed = door.register("another")
+    model.set_attn_implementation("another")
+    removed.remove()
+    with pytest.raises(KeyError, match="another"):
+        model(**inputs)
+
+
+def test_the_table_of_families_is_current() -> None:
+    page = PAGE.read_text()
+    assert page == page_with_table(page), "run python -m tests.integrations.families"

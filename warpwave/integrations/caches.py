@@ -1,0 +1,75 @@
+"""Caches of other libraries as the pages that warpwave's kernels read: views and page tables, never copies."""
+
+from __future__ import annotations
+
+import torch
+
+from warpwave.errors import InvalidInput
+from warpwave.runtime.bounded import Bounded
+
+MAX_TABLES = 256
+_tables: Bounded[tuple[int, int, int, torch.device], torch.Tensor] = Bounded(MAX_TABLES)
+
+
+def contiguous(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, page_size: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns a cache with one sequence a row as pools of pages, and its page table.
+
+    Args:
+        k_cache, v_cache: (rows, length, num_heads_kv, head_dim), tokens at a constant stride.
+        page_size: a divisor of the length; its largest power of two if None. Kernels are fastest from 64 on.
+
+    Returns:
+        k, v: (num_pages, page_size, num_heads_kv, head_dim), views.
+        table: int32, (rows, length / page_size). It is kept: the caller must not write it.
+
+    Raises:
+        InvalidInput: no single page table describes both tensors.
+    """
+    rows, length = k_cache.shape[:2]
+    if 0 in (rows, length):
+        raise InvalidInput(f"the cache has shape {tuple(k_cache.shape)}; it must hold a row and a token")
+    size = page_size or (length & -length)
+    count = length // size
+    # Number of pages from one row to the next: in memory ordered by head, the pages of other heads are in between.
+    steps = {t.stride(0) / (size * t.stride(1)) for t in (k_cache, v_cache)} if rows > 1 else {float(count)}
+    step = steps.pop()
+    if steps or not step.is_integer():
+        raise InvalidInput(
+            f"k_cache and v_cache have strides {k_cache.stride()} and {v_cache.stride()}; their rows must be a whole "
+            "number of tokens apart, the same number in both"
+        )
+    pages = int(step) * (rows - 1) + count
+    pools = [
+        t.as_strided((pages, size, *t.shape[2:]), (size * t.stride(1), *t.stride()[1:]), t.storage_offset())
+        for t in (k_cache, v_cache)
+    ]
+    return pools[0], pools[1], _table(rows, int(step), count, k_cache.device)
+
+
+def _table(rows: int, step: int, count: int, device: torch.device) -> torch.Tensor:
+    """Returns int32 (rows, count): page i of a row is `row * step + i`."""
+    key = (rows, step, count, device)
+    table = _tables.get(key)
+    if table is None:
+        with torch.inference_mode(False):
+            begin = torch.arange(0, rows * step, max(1, step), dtype=torch.int32, device=device)[:rows]
+            table = begin[:, None] + torch.arange(count, dtype=torch.int32, device=device)
+        # Memory from a graph's pool is overwritten by the graph's later kernels.
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            _tables.put(key, table)
+    return table
+
+
+def tokens(k: torch.Tensor, v: torch.Tensor, begin: torch.Tensor, longest: int) -> tuple[torch.Tensor, ...]:
+    """Returns packed keys and values as pools of one-token pages, and the page table of sequences that begin at any
+    token.
+
+    Args:
+        k, v: (total, num_heads_kv, head_dim).
+        begin: int32, (batch,): the first token of each sequence.
+        longest: the most tokens of a sequence.
+    """
+    following = torch.arange(max(1, longest), dtype=torch.int32, device=k.device)
+    return k[:, None], v[:, None], (begin[:, None] + following).clamp(max=max(0, len(k) - 1))

@@ -1,0 +1,440 @@
+"""FlashAttention-2: the functions of `flash_attn`, computed by warpwave, for programs that change one import.
+
+    from warpwave.integrations.flash_attn import flash_attn_func     # was: from flash_attn import flash_attn_func
+
+`flash_attn_3` and `flash_attn_4` are the same for `flash_attn_interface` and `flash_attn.cute`. Argument orders,
+defaults, alignments and shapes of results are those packages'. Tensors may be on any device and float32 too, and
+head_dim is not limited to 256. What warpwave cannot compute raises UnsupportedProblem, before anything is done.
+
+Common to all functions: a causal mask is aligned to the last key, a query that sees no key gives 0, window_size is
+(left, right) around the position aligned to the last key, both included, and negative or None for unlimited. lse is
+float32, the natural logarithm, (batch, num_heads, seqlen_q), packed (num_heads, total_q).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from warpwave.api import attention, attention_varlen, attention_with_kv_cache
+from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
+from warpwave.integrations import caches
+from warpwave.kv_cache import CacheLayer, Rotary
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+Window = tuple[int | None, int | None]
+UNLIMITED: Window = (-1, -1)
+
+
+# What the three versions share ----------------------------------------------------------------------------------------
+
+
+def options(
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Window,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> dict[str, Any]:
+    """Returns the arguments of warpwave's calls that mean what these say."""
+    left, right = (-1 if side is None else max(-1, side) for side in window_size)
+    return {
+        "softmax_scale": softmax_scale,
+        "causal": bool(causal),
+        "window_size": (left, right),
+        "softcap": max(0.0, softcap),
+        "alibi_slopes": alibi_slopes,
+        "sinks": None if sinks is None else sinks.float(),
+    }
+
+
+def for_training(dropout_p: float, deterministic: bool, tensors: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+    """Returns the arguments of warpwave's calls for dropout and for gradients that repeat bit for bit.
+
+    Raises:
+        UnsupportedProblem: warpwave has no dropout; and gradients repeat only where torch asks all operators for that.
+    """
+    if dropout_p != 0.0:
+        raise UnsupportedProblem(f"dropout_p is {dropout_p}; attention has no dropout", {}, "dropout_p=0.0")
+    wants_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if deterministic and wants_gradients and not torch.are_deterministic_algorithms_enabled():
+        raise UnsupportedProblem(
+            "deterministic=True is no property of a single call", {}, "torch.use_deterministic_algorithms(True)"
+        )
+    return {}
+
+
+def refuse(function: str, **given: Any) -> None:
+    """Raises UnsupportedProblem for the first argument that is given, which warpwave's calls do not have."""
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor) or value:
+            raise UnsupportedProblem(f"{function}: warpwave has no {name}; it must be left at its default", {}, "")
+
+
+def packed(
+    function: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: Any,
+    longest: tuple[int, int],
+    said: dict[str, Any],
+    *,
+    seqused_k: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Computes a packed call, on a paged cache if there is a table. With seqused_k or a table it has no gradients."""
+    longest = (int(longest[0]), int(longest[1]))
+    if seqused_k is None and table is None:
+        return attention_varlen(
+            q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=longest[0],
+            max_seqlen_k=longest[1], return_lse=return_lse, **said,
+        )  # fmt: skip
+    if cu_seqlens_k is None and (seqused_k is None or table is None):
+        raise InvalidInput(f"{function}: cu_seqlens_k is None; the lengths of the keys must be given")
+    used = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+    if table is None:
+        k, v, table = caches.tokens(k, v, cu_seqlens_k[:-1], longest[1])
+    layer = CacheLayer(k, v, table, used.contiguous())
+    return attention_with_kv_cache(
+        q, layer, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=longest[0], max_seqlen_k=longest[1],
+        num_splits=num_splits or None, return_lse=return_lse, **said,
+    )  # fmt: skip
+
+
+def with_kvcache(
+    function: str,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    rotary: tuple[torch.Tensor | None, torch.Tensor | None, bool],
+    cache_seqlens: int | torch.Tensor | None,
+    cache_batch_idx: torch.Tensor | None,
+    cache_leftpad: torch.Tensor | None,
+    table: torch.Tensor | None,
+    said: dict[str, Any],
+    *,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Computes a call on a cache, contiguous or paged, after appending k and v to it in place."""
+    batch = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    _check_cache(function, q, k, v, rotary, cache_seqlens, cache_batch_idx, cache_leftpad, table, said, cu_seqlens_q)
+    if table is None:
+        size = None if cache_leftpad is None else 1  # one-token pages: a sequence may begin anywhere
+        k_pages, v_pages, table = caches.contiguous(k_cache, v_cache, size)
+        table = table[:batch] if cache_batch_idx is None else table[cache_batch_idx.long()]
+        if cache_leftpad is not None:
+            cells = torch.arange(table.shape[1], device=table.device) + cache_leftpad[:, None]
+            table = table.gather(1, cells.clamp(max=table.shape[1] - 1))
+    else:
+        k_pages, v_pages = k_cache, v_cache
+    if not isinstance(cache_seqlens, torch.Tensor):
+        length = table.shape[1] * k_pages.shape[1] if cache_seqlens is None else cache_seqlens
+        cache_seqlens = torch.full((batch,), length, dtype=torch.int32, device=q.device)
+    if cache_leftpad is not None:
+        cache_seqlens = cache_seqlens - cache_leftpad
+    used = cache_seqlens
+    if k is not None and v is not None:
+        used = cache_seqlens + (k.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff())
+        if cu_seqlens_q is None and k.shape[1] != q.shape[1]:
+            _append(k_pages, v_pages, table, cache_seqlens, k, v)
+            k = v = None
+    cos, sin, interleaved = rotary
+    turning = None if cos is None or sin is None else Rotary(_in_float32(cos), _in_float32(sin), interleaved)
+    return attention_with_kv_cache(
+        q, CacheLayer(k_pages, v_pages, table.contiguous(), used.contiguous()), k_new=k, v_new=v, rotary=turning,
+        cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, num_splits=num_splits or None, return_lse=return_lse,
+        **said,
+    )  # fmt: skip
+
+
+def _check_cache(
+    function: str, q: Any, k: Any, v: Any, rotary: Any, cache_seqlens: Any, cache_batch_idx: Any, cache_leftpad: Any,
+    table: Any, said: dict[str, Any], cu_seqlens_q: Any,
+) -> None:  # fmt: skip
+    for name, tensor in (("cache_seqlens", cache_seqlens), ("cache_leftpad", cache_leftpad)):
+        if isinstance(tensor, torch.Tensor) and tensor.dtype != torch.int32:
+            raise InvalidType(f"{function}: {name} is {tensor.dtype}; it must be torch.int32")
+    if (k is None) != (v is None):
+        raise InvalidInput(f"{function}: one of k and v is None; both are appended to the cache, or neither")
+    if table is not None and (cache_batch_idx is not None or cache_leftpad is not None):
+        raise UnsupportedProblem(
+            f"{function}: a page table was given with cache_batch_idx or cache_leftpad", {}, "rows of the page table"
+        )
+    cos, sin, _ = rotary
+    if (cos is None) != (sin is None):
+        raise InvalidInput(f"{function}: one of rotary_cos and rotary_sin is None")
+    if cos is None:
+        return
+    if k is None:
+        raise InvalidInput(f"{function}: rotary_cos was given without k and v, which it rotates")
+    if cache_leftpad is not None:
+        raise UnsupportedProblem(f"{function}: rotary_cos was given with cache_leftpad", {}, "rotated q, k and v")
+    if cu_seqlens_q is None and k.shape[1] != q.shape[1]:
+        raise UnsupportedProblem(
+            f"{function}: q has {q.shape[1]} tokens and k {k.shape[1]}; with rotary_cos they must be the same", {}, ""
+        )
+    one_position = not said["causal"] and said["window_size"] == (-1, -1)
+    if one_position and (cu_seqlens_q is not None or q.shape[1] > 1):
+        raise UnsupportedProblem(
+            f"{function}: without a causal mask or a window, rotary_cos rotates all of q to one position", {}, "causal"
+        )
+
+
+@torch.no_grad()
+def _append(
+    k_pages: torch.Tensor, v_pages: torch.Tensor, table: torch.Tensor, at: torch.Tensor, k: torch.Tensor, v: Any
+) -> None:
+    """Writes new tokens, fewer or more than there are queries, behind the first `at` tokens of each sequence."""
+    positions = at[:, None].long() + torch.arange(k.shape[1], device=at.device)
+    size = k_pages.shape[1]
+    pages = table.gather(1, (positions // size).clamp(max=table.shape[1] - 1)).long()
+    k_pages[pages, positions % size] = k
+    v_pages[pages, positions % size] = v
+
+
+_float32 = WeakTensorKeyDictionary()  # table of rotations -> (its version, the same in float32)
+
+
+def _in_float32(table: torch.Tensor) -> torch.Tensor:
+    """Returns a table of rotations as float32, which is kept as long as the table is unchanged."""
+    if table.dtype == torch.float32:
+        return table
+    version, found = _float32.get(table, (None, None))
+    if found is None or version != _version(table):
+        found = table.float()
+        if table.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            _float32[table] = (_version(table), found)
+    return found
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+# FlashAttention-2 -----------------------------------------------------------------------------------------------------
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = UNLIMITED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Computes attention of (batch, seqlen, num_heads, head_dim) tensors; k and v may have fewer heads.
+
+    Returns:
+        out; with return_attn_probs (out, lse, an empty tensor), as for a call without dropout.
+
+    Raises:
+        UnsupportedProblem: dropout_p, or deterministic gradients, as in `for_training`.
+        InvalidInput, InvalidType: as `warpwave.attention`.
+    """
+    said = options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    said |= for_training(dropout_p, deterministic, (q, k, v))
+    found = attention(q, k, v, return_lse=return_attn_probs, **said)
+    return (*found, q.new_empty(0)) if return_attn_probs else found
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = UNLIMITED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` of qkv, (batch, seqlen, 3, num_heads, head_dim)."""
+    q, k, v = _unpacked("qkv", qkv, 3, 5)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = UNLIMITED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` of q and kv, (batch, seqlen_k, 2, num_heads_kv, head_dim)."""
+    k, v = _unpacked("kv", kv, 2, 5)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = UNLIMITED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+) -> Any:
+    """Computes attention of packed sequences: (total, num_heads, head_dim) tensors and int32 (batch + 1,) offsets.
+
+    With block_table, int32 (batch, pages), k and v are pools of pages, (num_pages, page_size, num_heads_kv, head_dim),
+    the lengths of the keys are the differences of cu_seqlens_k, and there are no gradients.
+
+    Returns:
+        out; with return_attn_probs (out, lse, an empty tensor).
+    """
+    said = options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    said |= for_training(dropout_p, deterministic, (q, k, v))
+    found = packed(
+        "flash_attn_varlen_func", q, k, v, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), said,
+        table=block_table, return_lse=return_attn_probs,
+    )  # fmt: skip
+    return (*found, q.new_empty(0)) if return_attn_probs else found
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = UNLIMITED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_varlen_func` of qkv, (total, 3, num_heads, head_dim)."""
+    q, k, v = _unpacked("qkv", qkv, 3, 4)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = UNLIMITED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_varlen_func` of q and kv, (total_k, 2, num_heads_kv, head_dim)."""
+    k, v = _unpacked("kv", kv, 2, 4)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = UNLIMITED,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Computes attention of q, (batch, seqlen_q, num_heads, head_dim), to a cache, after appending k and v to it.
+
+    Args:
+        k_cache, v_cache: (rows, length, num_heads_kv, head_dim); with block_table (num_pages, page_size, num_heads_kv,
+            head_dim). GPU kernels read lengths that are multiples of 64 fastest, and need pages of a power of two.
+        k, v: (batch, seqlen_new, num_heads_kv, head_dim), written into the cache at cache_seqlens, in place.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2): rotate q and k to their positions, which begin at
+            cache_seqlens. Need as many new tokens as queries, and a causal mask or a window if those are several.
+        cache_seqlens: the tokens in the cache before k: one number, or int32 (batch,); all of the cache if None.
+        cache_batch_idx: integers (batch,): the row of the cache of each sequence.
+        cache_leftpad: int32 (batch,): the first cell of each sequence; the cells before are hidden. It is read as
+            one-token pages, which is slower.
+        num_splits: 0 for warpwave's choice.
+
+    Returns:
+        out; with return_softmax_lse (out, lse).
+
+    Raises:
+        UnsupportedProblem: block_table with cache_batch_idx or cache_leftpad; rotary_cos with cache_leftpad, with
+            another number of new tokens than queries, or for several queries without a mask by position.
+        InvalidInput, InvalidType: as `warpwave.attention_with_kv_cache`, which has no gradients.
+    """
+    return with_kvcache(
+        "flash_attn_with_kvcache", q, k_cache, v_cache, k, v, (rotary_cos, rotary_sin, rotary_interleaved),
+        cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+        options(softmax_scale, causal, window_size, softcap, alibi_slopes),
+        num_splits=num_splits, return_lse=return_softmax_lse,
+    )  # fmt: skip
+
+
+def _unpacked(name: str, tensor: torch.Tensor, count: int, axes: int) -> tuple[torch.Tensor, ...]:
+    """Returns the tensors that are stacked along the third axis from the end."""
+    if tensor.dim() != axes or tensor.shape[-3] != count:
+        raise InvalidInput(
+            f"{name} has shape {tuple(tensor.shape)}; it must have {axes} axes, {count} long the third from the end"
+        )
+    return tensor.unbind(-3)

@@ -1,0 +1,133 @@
+"""FlashAttention-4: the functions of `flash_attn.cute`, computed by warpwave, for programs that change one import.
+
+    from warpwave.integrations.flash_attn_4 import flash_attn_func   # was: from flash_attn.cute import flash_attn_func
+
+`warpwave.integrations.flash_attn` states what is common. The fourth positional argument is softmax_scale, and every
+function returns (out, lse), with lse None unless return_lse. `pack_gqa` and, for calls without a cache, `num_splits`
+change no result and are ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from warpwave.api import attention
+from warpwave.integrations.flash_attn import Window, for_training, options, packed, refuse, with_kvcache
+
+__all__ = ["flash_attn_func", "flash_attn_varlen_func"]
+
+UNLIMITED: Window = (None, None)
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = UNLIMITED,
+    learnable_sink: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    mask_mod: Any = None,
+    full_block_cnt: torch.Tensor | None = None,
+    full_block_idx: torch.Tensor | None = None,
+    mask_block_cnt: torch.Tensor | None = None,
+    mask_block_idx: torch.Tensor | None = None,
+    block_size: tuple[int, int] | None = None,
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Computes attention of (batch, seqlen, num_heads, head_dim) tensors; k and v may have fewer heads.
+
+    Args:
+        learnable_sink: (num_heads,), any float: one additional logit per head in the denominator.
+
+    Returns:
+        out, and lse or None.
+
+    Raises:
+        UnsupportedProblem: mask_mod or block sparsity.
+    """
+    refuse(
+        "flash_attn_func", mask_mod=mask_mod, full_block_cnt=full_block_cnt, full_block_idx=full_block_idx,
+        mask_block_cnt=mask_block_cnt, mask_block_idx=mask_block_idx, block_size=block_size,
+    )  # fmt: skip
+    said = options(softmax_scale, causal, window_size, softcap, sinks=learnable_sink)
+    said |= for_training(0.0, deterministic, (q, k, v))
+    found = attention(q, k, v, return_lse=return_lse, **said)
+    return found if return_lse else (found, None)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = UNLIMITED,
+    learnable_sink: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    block_sparse_tensors: Any = None,
+    cu_total_m_blocks: torch.Tensor | None = None,
+    cu_total_n_blocks: torch.Tensor | None = None,
+    aux_tensors: Any = None,
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Computes attention of sequences of different lengths: q packed with cu_seqlens_q, or dense without it; keys
+    packed with cu_seqlens_k, in pages with page_table, or dense with seqused_k.
+
+    Args:
+        max_seqlen_q, max_seqlen_k: the longest sequences; all tokens if None, which is slower.
+        seqused_k: int32 (batch,): the used keys of each sequence. There are no gradients then.
+
+    Returns:
+        out, and lse or None.
+
+    Raises:
+        UnsupportedProblem: seqused_q, score_mod, mask_mod, block sparsity, packed keys without packed queries.
+    """
+    function = "flash_attn_varlen_func"
+    refuse(
+        function, seqused_q=seqused_q, score_mod=score_mod, mask_mod=mask_mod,
+        block_sparse_tensors=block_sparse_tensors, cu_total_m_blocks=cu_total_m_blocks,
+        cu_total_n_blocks=cu_total_n_blocks, aux_tensors=aux_tensors,
+    )  # fmt: skip
+    said = options(softmax_scale, causal, window_size, softcap, sinks=learnable_sink)
+    said |= for_training(0.0, deterministic, (q, k, v))
+    if cu_seqlens_q is None:
+        refuse(f"{function} without cu_seqlens_q", cu_seqlens_k=cu_seqlens_k)
+    if cu_seqlens_q is None or (cu_seqlens_k is None and page_table is None):
+        if cu_seqlens_q is not None and max_seqlen_q is None:
+            max_seqlen_q = len(q)
+        found = with_kvcache(
+            function, q, k, v, None, None, (None, None, False), seqused_k, None, None, page_table, said,
+            cu_seqlens_q=cu_seqlens_q, max_seqlen_q=None if cu_seqlens_q is None else max_seqlen_q,
+            num_splits=num_splits if num_splits > 1 else None, return_lse=return_lse,
+        )  # fmt: skip
+    else:
+        tokens_k = len(k) if page_table is None else page_table.shape[1] * k.shape[1]
+        longest = (
+            len(q) if max_seqlen_q is None else max_seqlen_q,
+            tokens_k if max_seqlen_k is None else max_seqlen_k,
+        )
+        found = packed(
+            function, q, k, v, cu_seqlens_q, cu_seqlens_k, longest, said, seqused_k=seqused_k, table=page_table,
+            num_splits=num_splits if num_splits > 1 else None, return_lse=return_lse,
+        )  # fmt: skip
+    return found if return_lse else (found, None)

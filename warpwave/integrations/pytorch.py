@@ -1,0 +1,549 @@
+"""torch: its functions, computed by warpwave.
+
+    from warpwave.integrations import pytorch
+
+    out = pytorch.scaled_dot_product_attention(q, k, v, is_causal=True)   # torch's signature and meaning
+    with pytorch.sdpa():                                                  # everything that calls torch's function
+        model(x)
+    pytorch.register()                                                    # SDPA's flash backend, on CUDA
+    torch.nn.attention.activate_flash_attention_impl("warpwave")
+    torch.nn.attention.restore_flash_attention_impl()                     # as before
+
+What `scaled_dot_product_attention` declines, torch's own function computes; `declined()` counts the reasons. The other
+functions of this module raise an error instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from warpwave import autograd
+from warpwave.api import attention, attention_varlen, attention_with_kv_cache
+from warpwave.checks import LARGEST, Options
+from warpwave.errors import InvalidInput, UnsupportedProblem
+from warpwave.integrations import caches
+from warpwave.kv_cache import CacheLayer
+from warpwave.problem import Causal, Operands
+
+__all__ = ["declined", "register", "scaled_dot_product_attention", "sdpa", "varlen_attn"]
+
+log = logging.getLogger("warpwave")
+
+# torch's function itself: torch.nn.functional's name may be replaced, by `sdpa` among others.
+_of_torch: Any = torch._C._nn.scaled_dot_product_attention
+_TOP_LEFT = Causal("top_left")
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# scaled_dot_product_attention -----------------------------------------------------------------------------------------
+
+_declined: Counter[str] = Counter()
+_counting = threading.Lock()
+
+
+def declined() -> dict[str, int]:
+    """Returns reason -> number of calls of `scaled_dot_product_attention` that torch's own function computed for it, in
+    this process. Calls inside a compiled graph are not counted."""
+    with _counting:
+        return dict(_declined)
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Computes `torch.nn.functional.scaled_dot_product_attention` by warpwave.
+
+    Args:
+        query: (batch, num_heads_q, seqlen_q, head_dim) or (batch, seqlen_q, head_dim), float16, bfloat16, float32 or
+            float64.
+        key: (batch, num_heads_kv, seqlen_k, head_dim). Batch and heads may be 1, as torch broadcasts them.
+        value: (batch, num_heads_kv, seqlen_k, head_dim_v).
+        attn_mask: boolean, True = visible, or a float that is added to the scores; broadcastable to (batch,
+            num_heads_q, seqlen_q, seqlen_k).
+        dropout_p: a call with dropout is declined.
+        is_causal: query i sees keys `j <= i`, whatever the lengths: aligned to the first key.
+        scale: 1/sqrt(head_dim) if None.
+        enable_gqa: whether num_heads_q may be a multiple of num_heads_kv.
+
+    Returns:
+        (batch, num_heads_q, seqlen_q, head_dim_v), a view of (batch, seqlen_q, num_heads_q, head_dim_v).
+
+    Raises:
+        What torch raises: an invalid call is declined too.
+
+    Note:
+        A query that sees no key gives 0, as in torch. The first call declined for a reason logs a warning.
+    """
+    reason = _why_not(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if reason:
+        if not torch.compiler.is_compiling():
+            _count(reason)
+        out: torch.Tensor = _of_torch(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return out
+    without_heads = query.dim() == 3
+    if without_heads:
+        query, key, value = query[:, None], key[:, None], value[:, None]
+        attn_mask = attn_mask[:, None] if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
+    if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(query.device.type)  # as autocast does for torch's function
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            attn_mask = attn_mask.to(dtype)
+    query, key, value = _broadcast(query, key, value)
+    if attn_mask is not None:
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+    boolean = attn_mask is not None and attn_mask.dtype == torch.bool
+    out = attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        causal=_TOP_LEFT if is_causal else False,
+        mask=attn_mask if boolean else None,
+        bias=None if boolean else attn_mask,
+        softmax_scale=scale,
+    ).transpose(1, 2)
+    return out[:, 0] if without_heads else out
+
+
+def _why_not(
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any
+) -> str:
+    """Returns why torch's own function computes a call; empty if warpwave does."""
+    given = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    if not all(isinstance(t, torch.Tensor) for t in given):
+        return "an argument is not a tensor"
+    if not torch.compiler.is_compiling():
+        if torch.overrides.has_torch_function(given) or any(map(_is_wrapper, given)):
+            return "a tensor subclass"
+        if autograd.transforms() is not None or autograd.has_tangents(given):
+            return "a transform of torch.func, or forward-mode derivatives"
+    if any(t.layout is not torch.strided or t.is_nested for t in given):
+        return "a nested or sparse tensor"
+    if any(t.device != query.device for t in given) or query.device.type not in ("cpu", "cuda", "meta"):
+        return "the device"
+    if query.dtype not in _FLOATS or key.dtype != query.dtype or value.dtype != query.dtype:
+        return "the dtypes"
+    if dropout_p != 0.0:
+        return "dropout_p"
+    if scale is not None and not (isinstance(scale, (int, float)) and abs(scale) <= LARGEST):
+        return "the scale"
+    if attn_mask is not None:
+        if is_causal:
+            return "attn_mask together with is_causal"
+        if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+            return "the dtype of attn_mask"
+    return _why_not_shapes(query, key, value, attn_mask, enable_gqa)
+
+
+def _why_not_shapes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, enable_gqa: bool
+) -> str:
+    axes = query.dim()
+    if axes not in (3, 4) or key.dim() != axes or value.dim() != axes:
+        return "the number of axes"
+    of_q, of_k, of_v = query.shape, key.shape, value.shape
+    if of_q[-1] != of_k[-1] or of_k[-2] != of_v[-2] or 0 in (of_q[-1], of_v[-1]):
+        return "the shapes"
+    batches = {of_q[0], of_k[0], of_v[0]} - {1}
+    if len(batches) > 1:
+        return "the shapes"
+    batch, heads = max(of_q[0], of_k[0], of_v[0]), 1
+    if axes == 4:
+        heads = of_q[1]
+        if enable_gqa:
+            if of_k[1] != of_v[1] or of_k[1] == 0 or heads % of_k[1]:
+                return "the heads"
+        else:
+            heads = max(of_q[1], of_k[1], of_v[1])
+            if {of_q[1], of_k[1], of_v[1]} - {1, heads} or 0 in (of_q[1], of_k[1], of_v[1]):
+                return "the heads"
+    if attn_mask is not None:
+        allowed = (batch, heads, of_q[-2], of_k[-2]) if axes == 4 else (batch, of_q[-2], of_k[-2])
+        sizes = attn_mask.shape
+        if not 2 <= len(sizes) <= axes or any(
+            size not in (1, most) for size, most in zip(sizes[::-1], allowed[::-1], strict=False)
+        ):
+            return "the shape of attn_mask"
+    return ""
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor is of a subclass that answers operators itself, such as a DTensor. torch's own stand-ins
+    for tracing are no such subclass."""
+    kind = type(tensor)
+    return kind not in (torch.Tensor, torch.nn.Parameter) and not kind.__module__.startswith("torch._subclasses")
+
+
+def _broadcast(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the tensors with one batch, and with heads that warpwave groups; expanded axes are not copied."""
+    if query.shape[:2] == key.shape[:2] == value.shape[:2]:
+        return query, key, value
+    batch = max(query.shape[0], key.shape[0], value.shape[0])
+    heads = max(key.shape[1], value.shape[1])
+    query = query.expand(batch, max(query.shape[1], heads), -1, -1)
+    return query, key.expand(batch, heads, -1, -1), value.expand(batch, heads, -1, -1)
+
+
+def _count(reason: str) -> None:
+    with _counting:
+        _declined[reason] += 1
+        first = _declined[reason] == 1
+    if first:
+        log.warning("torch's own scaled_dot_product_attention computes the call, not warpwave: %s", reason)
+
+
+# Routing torch's name -------------------------------------------------------------------------------------------------
+
+_routing = threading.Lock()
+_routes = 0  # contexts that are open, in all threads
+_replaced: Any = _of_torch  # what torch.nn.functional held before
+
+
+def _routed(*args: Any, **named: Any) -> torch.Tensor:
+    """Stands in torch.nn.functional while a `sdpa` context is open. Code that kept it longer gets the function before
+    it."""
+    if _routes == 0:
+        out: torch.Tensor = _replaced(*args, **named)
+        return out
+    return scaled_dot_product_attention(*args, **named)
+
+
+@contextlib.contextmanager
+def sdpa() -> Iterator[None]:
+    """Routes torch's name of the function, `torch.nn.functional.scaled_dot_product_attention`, through warpwave, as a
+    context or as a decorator.
+
+    The name belongs to the process: while a context is open in one thread, all threads are routed, which gradients that
+    are computed again in a backward thread (checkpointing) need. Contexts may be nested and may overlap; when the last
+    one closes, the name is what it was before the first. Code that imported the function by itself, before, is not
+    routed, and neither is the inference fast path of `torch.nn.TransformerEncoderLayer` and `MultiheadAttention`, which
+    is one C++ function.
+    """
+    global _routes, _replaced
+    with _routing:
+        if _routes == 0 and F.scaled_dot_product_attention is not _routed:
+            _replaced = F.scaled_dot_product_attention
+            F.scaled_dot_product_attention = _routed
+        _routes += 1
+    try:
+        yield
+    finally:
+        with _routing:
+            _routes -= 1
+            # Someone else's replacement, made inside, stays.
+            if _routes == 0 and F.scaled_dot_product_attention is _routed:
+                F.scaled_dot_product_attention = _replaced
+
+
+# varlen_attn ----------------------------------------------------------------------------------------------------------
+
+
+def varlen_attn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+) -> Any:
+    """Computes `torch.nn.attention.varlen.varlen_attn` by warpwave, on any device.
+
+    Args:
+        query: (total_q, num_heads_q, head_dim).
+        key, value: (total_k, num_heads_kv, head_dim); with block_table (num_pages, page_size, num_heads_kv, head_dim).
+        cu_seq_q, cu_seq_k: int32, (batch + 1,) offsets; cu_seq_k is not read with block_table.
+        max_q, max_k: the longest sequences, as host integers.
+        return_aux: torch's `AuxRequest`, or None; with `lse=True` the log-sum-exp is returned too.
+        scale: 1/sqrt(head_dim) if None.
+        window_size: (left, right) keys, -1 for unlimited, aligned to the last key; (-1, 0) is causal.
+        enable_gqa: whether num_heads_q may be a multiple of num_heads_kv.
+        seqused_k: int32, (batch,): only so many keys of each sequence are used. Has no gradients.
+        block_table: int32, (batch, pages of a sequence); needs seqused_k. Has no gradients.
+        num_splits: splits of the keys of a call with seqused_k; the packed kernels split no keys.
+
+    Returns:
+        out: (total_q, num_heads_q, head_dim).
+        lse: if requested: float32, natural logarithm, (num_heads_q, total_q).
+
+    Raises:
+        InvalidInput: (a ValueError) unequal heads without enable_gqa, block_table without seqused_k, cu_seq_k missing.
+        InvalidType, UnsupportedProblem: as `attention_varlen`.
+    """
+    heads_q, heads_kv = query.shape[-2], key.shape[-2]
+    if not enable_gqa and heads_q != heads_kv:
+        raise InvalidInput(f"query has {heads_q} heads and key {heads_kv}; pass enable_gqa=True to group them")
+    left, right = window_size
+    return_lse = return_aux is not None and bool(return_aux.lse)
+    found: Any = _varlen(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, (left, right), seqused_k, block_table, num_splits,
+        return_lse,
+    )  # fmt: skip
+    return found
+
+
+def _varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    scale: float | None,
+    window_size: tuple[int, int],
+    seqused_k: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    num_splits: int | None,
+    return_lse: bool,
+) -> Any:
+    if block_table is not None and seqused_k is None:
+        raise InvalidInput("block_table was given without seqused_k, the number of tokens of each sequence")
+    if block_table is None and cu_seq_k is None:
+        raise InvalidInput("cu_seq_k is None; without block_table it must hold the offsets of the keys")
+    if seqused_k is None:
+        return attention_varlen(
+            query, key, value, cu_seqlens_q=cu_seq_q, cu_seqlens_k=cu_seq_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
+            window_size=window_size, softmax_scale=scale, return_lse=return_lse,
+        )  # fmt: skip
+    if block_table is None:
+        key, value, block_table = caches.tokens(key, value, cu_seq_k[:-1], max_k)
+    layer = CacheLayer(key, value, block_table, seqused_k.contiguous())
+    return attention_with_kv_cache(
+        query, layer, cu_seqlens_q=cu_seq_q, max_seqlen_q=max_q, max_seqlen_k=max_k, window_size=window_size,
+        softmax_scale=scale, num_splits=num_splits, return_lse=return_lse,
+    )  # fmt: skip
+
+
+# SDPA's flash backend -------------------------------------------------------------------------------------------------
+
+NAME = "warpwave"
+
+
+def register() -> None:
+    """Registers warpwave as an implementation of torch's flash attention, under the name "warpwave".
+
+    Nothing changes until `torch.nn.attention.activate_flash_attention_impl("warpwave")`. From then on warpwave computes
+    what torch gives to its flash backend on CUDA devices, forward and backward; torch decides what that is
+    (`torch.nn.attention.sdpa_kernel`): no masks, no float32, head_dim up to 256. `restore_flash_attention_impl()`
+    (torch 2.11), or `.remove()` of the handle that `activate` returns internally, undoes it.
+    """
+    from torch.nn.attention import register_flash_attention_impl
+
+    register_flash_attention_impl(NAME, register_fn=override)
+
+
+class Handle:
+    """Keeps torch's flash operators overridden until `remove`."""
+
+    def __init__(self, library: torch.library.Library) -> None:
+        self._library: torch.library.Library | None = library
+
+    def remove(self) -> None:
+        """Restores the operators' previous kernels. May be called again."""
+        self._library = None  # a library takes its kernels with it
+
+
+def override(device: str = "CUDA") -> Handle:
+    """Overrides torch's flash operators and returns the handle that restores them.
+
+    Args:
+        device: dispatch key of the devices, `"CUDA"` or `"CPU"`.
+    """
+    library = torch.library.Library("aten", "IMPL", device)
+    kernels = _Overrides(device)
+    for name in _OPERATORS:
+        if hasattr(torch.ops.aten, name):
+            library.impl(name, getattr(kernels, name.lstrip("_")), device, with_keyset=True)
+    return Handle(library)
+
+
+_OPERATORS = (
+    "_flash_attention_forward",
+    "_flash_attention_forward_no_dropout_inplace",  # from torch 2.13
+    "_flash_attention_backward",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_backward",
+)
+
+
+class _Overrides:
+    """The kernels of torch's flash operators. Calls with dropout, a debug mask or ALiBi go to the previous kernels.
+
+    They run below torch's autograd, which calls the backward operators with what the forward ones returned.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.previous: dict[str, Any] = {}
+        find = getattr(torch.library, "get_kernel", None)  # from torch 2.11
+        for name in _OPERATORS:
+            if find is not None and hasattr(torch.ops.aten, name):
+                with contextlib.suppress(RuntimeError):  # the device has none
+                    self.previous[name] = find(getattr(torch.ops.aten, name).default, device)
+
+    def _call_previous(self, name: str, reason: str, keyset: Any, arguments: Sequence[Any], named: Any) -> Any:
+        if name not in self.previous:
+            raise UnsupportedProblem(
+                f"aten::{name}: warpwave takes no {reason}", {}, "torch.nn.attention.restore_flash_attention_impl()"
+            )
+        return self.previous[name].call_boxed(keyset, *arguments, **named)
+
+    def scaled_dot_product_flash_attention(
+        self, keyset: Any, query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False,
+        return_debug_mask: bool = False, *, scale: float | None = None,
+    ) -> Any:  # fmt: skip
+        """(batch, heads, seqlen, head_dim) tensors; out has the memory layout of the query."""
+        if reason := _beyond(dropout_p, return_debug_mask):
+            given = (query, key, value, dropout_p, is_causal, return_debug_mask)
+            return self._call_previous(_OPERATORS[3], reason, keyset, given, {"scale": scale})
+        with torch.no_grad():
+            out, lse = attention(
+                *(t.transpose(1, 2) for t in (query, key, value)),
+                causal=is_causal, softmax_scale=scale, return_lse=True,
+            )  # fmt: skip
+        return _in_layout(out.transpose(1, 2), query), lse, None, None, query.shape[2], key.shape[2], *_unused(query)
+
+    def scaled_dot_product_flash_attention_backward(
+        self, keyset: Any, grad_out: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, cum_seq_q: Any,
+        cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float, is_causal: bool, philox_seed: Any,
+        philox_offset: Any, *, scale: float | None = None,
+    ) -> Any:  # fmt: skip
+        """The gradients of (batch, heads, seqlen, head_dim) tensors."""
+        if reason := _beyond(dropout_p):
+            given = (grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
+                     is_causal, philox_seed, philox_offset)  # fmt: skip
+            return self._call_previous(_OPERATORS[4], reason, keyset, given, {"scale": scale})
+        grad_out, query, key, value, out = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
+        options = Options(causal="bottom_right" if is_causal else "", softmax_scale=scale)
+        grads = _gradients(grad_out, out, logsumexp, Operands(query, key, value), options)
+        return tuple(grad.transpose(1, 2) for grad in grads)
+
+    def flash_attention_forward(
+        self, keyset: Any, query: Any, key: Any, value: Any, cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int,
+        dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float | None = None,
+        window_size_left: int | None = None, window_size_right: int | None = None, seqused_k: Any = None,
+        alibi_slopes: Any = None, block_table: Any = None, num_splits: int | None = None,
+    ) -> Any:  # fmt: skip
+        """(batch, seqlen, heads, head_dim) tensors, or packed ones with offsets."""
+        if reason := _beyond(dropout_p, return_debug_mask, alibi_slopes):
+            given = (query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask)
+            said = {
+                "scale": scale, "window_size_left": window_size_left, "window_size_right": window_size_right,
+                "seqused_k": seqused_k, "alibi_slopes": alibi_slopes,
+            }  # fmt: skip
+            later = {"block_table": block_table, "num_splits": num_splits}  # arguments from torch 2.13 on
+            said |= {name: argument for name, argument in later.items() if argument is not None}
+            return self._call_previous(_OPERATORS[0], reason, keyset, given, said)
+        out, lse = _flash_forward(
+            query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, scale,
+            _window(window_size_left, window_size_right, is_causal), seqused_k, block_table, num_splits,
+        )  # fmt: skip
+        return out, lse, *_unused(query)
+
+    def flash_attention_forward_no_dropout_inplace(
+        self, keyset: Any, out: Any, query: Any, key: Any, value: Any, *arguments: Any, **named: Any
+    ) -> Any:
+        """Writes out and returns the log-sum-exp."""
+        found, lse, *_ = self.flash_attention_forward(keyset, query, key, value, *arguments, **named)
+        out.copy_(found)
+        return lse
+
+    def flash_attention_backward(
+        self, keyset: Any, grad_out: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, cum_seq_q: Any,
+        cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float, is_causal: bool, rng_state: Any, unused: Any, *,
+        scale: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None,
+    ) -> Any:  # fmt: skip
+        """The gradients of `flash_attention_forward`'s tensors."""
+        if reason := _beyond(dropout_p):
+            given = (grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
+                     is_causal, rng_state, unused)  # fmt: skip
+            said = {
+                "scale": scale, "window_size_left": window_size_left, "window_size_right": window_size_right,
+            }  # fmt: skip
+            return self._call_previous(_OPERATORS[2], reason, keyset, given, said)
+        left, right = _window(window_size_left, window_size_right, is_causal)
+        options = Options(window_left=left, window_right=right, softmax_scale=scale)
+        if cum_seq_q is not None:
+            options = options._replace(max_seqlen_q=max_q, max_seqlen_k=max_k)
+        operands = Operands(query, key, value, cu_seqlens_q=cum_seq_q, cu_seqlens_k=cum_seq_k)
+        return _gradients(grad_out, out, logsumexp, operands, options)
+
+
+def _beyond(dropout_p: float, return_debug_mask: bool = False, alibi_slopes: Any = None) -> str:
+    """Returns what warpwave does not take of a call of a flash operator; empty if it takes the call."""
+    if dropout_p != 0.0:
+        return "dropout_p"
+    if return_debug_mask:
+        return "return_debug_mask"
+    return "" if alibi_slopes is None else "alibi_slopes"
+
+
+def _window(left: int | None, right: int | None, is_causal: bool) -> tuple[int, int]:
+    """Returns a window with -1 for unlimited sides; a causal mask, aligned to the last key, is a right side of 0."""
+    return -1 if left is None else left, 0 if is_causal else -1 if right is None else right
+
+
+def _flash_forward(
+    query: Any, key: Any, value: Any, cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int, is_causal: bool,
+    scale: float | None, window: tuple[int, int], seqused_k: Any, block_table: Any, num_splits: int | None,
+) -> Any:  # fmt: skip
+    with torch.no_grad():
+        if cum_seq_q is not None:
+            return _varlen(
+                query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, scale, window, seqused_k, block_table,
+                num_splits, True,
+            )  # fmt: skip
+        if seqused_k is not None or block_table is not None:
+            raise UnsupportedProblem(
+                "aten::_flash_attention_forward: seqused_k and block_table need packed queries", {}, "cum_seq_q"
+            )
+        return attention(query, key, value, window_size=window, softmax_scale=scale, return_lse=True)
+
+
+def _gradients(dout: Any, out: Any, lse: Any, operands: Operands, options: Options) -> tuple[torch.Tensor, ...]:
+    """Returns the gradients of q, k and v from the results of the forward."""
+    wanted = [name in ("q", "k", "v") for name in autograd.DIFFERENTIABLE_NAMES]
+    options = options._replace(return_lse=True, needs_grad=True)
+    found = autograd.operator_gradients(dout, None, out, lse, wanted, operands, options, "auto")
+    return tuple(grad for grad in found[:3] if grad is not None)
+
+
+def _in_layout(out: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Returns out in the memory layout that compiled graphs expect, the query's."""
+    expected = torch.empty_like(query, device="meta")
+    if out.stride() == expected.stride():
+        return out
+    return torch.empty_like(query).copy_(out)
+
+
+def _unused(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the random state, its offset and the debug mask of a call without dropout."""
+    state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    return state, torch.zeros((), dtype=torch.uint64, device=query.device), query.new_empty(0)

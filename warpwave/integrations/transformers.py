@@ -1,0 +1,379 @@
+"""transformers: warpwave as an attention implementation of its models, for generation and training.
+
+    from warpwave.integrations import transformers as door
+
+    registration = door.register()
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="warpwave")
+    registration.remove()
+
+A model's attention is two functions under one name. `make_mask` describes a mask: plain causal and bidirectional masks,
+windows, padding and packed documents stay descriptions of the size of a row; any other mask is built as a tensor, as
+for `sdpa`. `attend` computes attention with it. Dropout, continuous batching and returned attention weights are
+refused, and so is every argument that `attend` does not know.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from warpwave.api import attention, attention_varlen
+from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
+
+__all__ = ["Registration", "attend", "make_mask", "register"]
+
+# Arguments of models that change nothing here: other layers or the cache read them.
+NO_EFFECT = frozenset(
+    ("cache_position", "logits_to_keep", "num_items_in_batch", "output_hidden_states", "position_ids", "return_dict",
+     "use_cache")
+)  # fmt: skip
+# Models that add to their causal mask, or index it: it must be a tensor even for packed documents.
+NEED_DENSE_MASKS = frozenset(("diffusion_gemma", "doge", "dots3_note", "falcon", "mistral_large4"))
+
+
+# Registration ---------------------------------------------------------------------------------------------------------
+
+
+_masking: Any = None  # transformers.masking_utils, once something is registered: compiled code cannot import
+
+
+class Registration:
+    """The two functions under a name in transformers, until `remove`."""
+
+    def __init__(self, name: str, previous: tuple[Any, Any]) -> None:
+        self.name = name
+        self._previous: tuple[Any, Any] | None = previous
+
+    def remove(self) -> None:
+        """Restores what the name meant before. Models that still use the name raise a KeyError. May be called again."""
+        if self._previous is None:
+            return
+        for interface, previous in zip(_interfaces(), self._previous, strict=True):
+            if previous is None:
+                interface._global_mapping.pop(self.name, None)
+            else:
+                interface.register(self.name, previous)
+        self._previous = None
+
+
+def register(name: str = "warpwave") -> Registration:
+    """Registers the attention function and the mask function for `attn_implementation=name`.
+
+    Args:
+        name: without "flash", which transformers takes for a package, and without "/", which it takes for a hub kernel.
+
+    Returns:
+        A `Registration`, whose `remove()` undoes it.
+
+    Raises:
+        InvalidInput: a name that transformers would interpret.
+        ImportError: transformers is missing, or is too old for attention interfaces.
+    """
+    if not name or "flash" in name or "/" in name or "|" in name or name in ("eager", "sdpa"):
+        raise InvalidInput(f"name is {name!r}; transformers gives names with 'flash', '/' or '|' a meaning of its own")
+    interfaces = _interfaces()
+    previous = [interface._global_mapping.get(name) for interface in interfaces]
+    for interface, function in zip(interfaces, (attend, make_mask), strict=True):
+        interface.register(name, function)
+    return Registration(name, (previous[0], previous[1]))
+
+
+def _interfaces() -> tuple[Any, Any]:
+    global _masking
+    host: Any = importlib.import_module("transformers")
+    _masking = importlib.import_module("transformers.masking_utils")
+    try:
+        return host.AttentionInterface, host.AttentionMaskInterface
+    except AttributeError:
+        raise ImportError(f"transformers {host.__version__} has no attention interfaces; 5.0 or newer has") from None
+
+
+# Masks ----------------------------------------------------------------------------------------------------------------
+
+
+class Pattern(NamedTuple):
+    """A mask that positions describe.
+
+    Attributes:
+        causal: whether a query sees no later key.
+        window: keys a query sees on each side of its own position, which is included; -1 for unlimited.
+        padded: whether the mask's tensor hides keys.
+        documents: for packed documents, the offsets of all documents and the length of the longest.
+    """
+
+    causal: bool
+    window: tuple[int, int] = (-1, -1)
+    padded: bool = False
+    documents: tuple[torch.Tensor, int] | None = None
+
+
+# Tensors that `make_mask` returned -> what they stand for.
+_patterns = WeakTensorKeyDictionary()
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int | torch.Tensor = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    device: torch.device | str = "cpu",
+    **said: Any,
+) -> torch.Tensor | None:
+    """Returns the mask of a forward pass, for all layers of a kind; transformers calls it.
+
+    Returns:
+        None: all that `attend`'s is_causal says.
+        (batch, keys), boolean, True = visible: hides keys by padding; `attend` adds causality and window, aligned to
+            the last of these keys. A cache may have more cells.
+        (batch, seqlen), int32: the document of each token.
+        (batch, 1, seqlen_q, keys), boolean: all of the mask.
+    """
+    mask_function = mask_function or _masking.causal_mask_function
+    compiling = torch.compiler.is_compiling() or _is_traced(attention_mask, q_offset)
+    found = None if compiling else _recognized(_masking, mask_function)
+    if found is not None:
+        pattern, segments = found
+        if segments is not None and getattr(said.get("config"), "model_type", "") not in NEED_DENSE_MASKS:
+            return _of_documents(pattern, segments)
+        may_skip = allow_is_causal_skip if pattern.causal else allow_is_bidirectional_skip
+        if segments is None and may_skip:
+            last_key = int(kv_offset) + kv_length
+            last_query = int(q_offset) + q_length
+            # Cells of a static cache that are not written yet; a mask without positions reads all cells.
+            beyond = last_key - last_query if pattern.causal or pattern.window != (-1, -1) else 0
+            if beyond == 0 or (pattern.causal and beyond > 0):
+                return _of_pattern(
+                    pattern, batch_size, q_length, kv_length - beyond, int(q_offset), int(kv_offset), attention_mask,
+                    kv_length, device,
+                )  # fmt: skip
+    dense: torch.Tensor | None = _masking.sdpa_mask(
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+        mask_function=mask_function, attention_mask=attention_mask,
+        allow_is_causal_skip=allow_is_causal_skip and compiling,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip and compiling,
+        device=device, **said,
+    )  # fmt: skip
+    return dense
+
+
+def _of_pattern(
+    pattern: Pattern,
+    batch: int,
+    q_length: int,
+    keys: int,
+    q_offset: int,
+    kv_offset: int,
+    padding: torch.Tensor | None,
+    cells: int,
+    device: torch.device | str,
+) -> torch.Tensor | None:
+    """Returns the mask of a pattern over the first `keys` cells of `cells`."""
+    if padding is not None:
+        padding = padding[:, kv_offset : kv_offset + keys]
+        missing = keys - padding.shape[1]
+        if missing:
+            padding = torch.nn.functional.pad(padding, (0, missing))
+        if padding.all():
+            padding = None
+    left, right = pattern.window
+    far = q_offset + q_length - 1 - kv_offset  # the distance of the last query to the first key
+    if left >= far and (pattern.causal or right < 0 or right >= kv_offset + keys - 1 - q_offset):
+        left = right = -1
+    plain = left < 0 and right < 0
+    # What None says to `attend`: all keys for one query, and causality among as many keys as queries.
+    if padding is None and plain and (not pattern.causal or keys == q_length or (q_length == 1 and keys == cells)):
+        return None
+    # `generate` makes masks contiguous, and the pattern is kept under this tensor, not under a copy.
+    mask = torch.ones(batch, keys, dtype=torch.bool, device=device) if padding is None else padding.contiguous()
+    _patterns[mask] = Pattern(pattern.causal, (left, right), padding is not None)
+    return mask
+
+
+def _of_documents(pattern: Pattern, segments: torch.Tensor) -> torch.Tensor:
+    """Returns the mask of packed documents. Waits for the device, once for a forward pass."""
+    mask = segments.to(torch.int32, copy=True)
+    _patterns[mask] = pattern._replace(documents=_documents(mask))
+    return mask
+
+
+def _documents(segments: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Returns the offsets of the documents of all rows, one behind the other, and the longest length."""
+    begins = torch.ones_like(segments, dtype=torch.bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    offsets = begins.flatten().nonzero().flatten()
+    offsets = torch.cat([offsets, offsets.new_tensor([segments.numel()])]).to(torch.int32)
+    return offsets, int(offsets.diff().max())
+
+
+def _recognized(masking: Any, function: Any) -> tuple[Pattern, torch.Tensor | None] | None:
+    """Returns the pattern of one of transformers' own mask functions, and the document of each token if they are
+    packed; None for all other functions. They are compared by their code, and what they were made with is read."""
+    if function is masking.causal_mask_function:
+        return Pattern(causal=True), None
+    if function is masking.bidirectional_mask_function:
+        return Pattern(causal=False), None
+    try:
+        if function.__code__ is not masking.and_masks().__code__:
+            return None
+        first, second = _made_with(function)["mask_functions"]
+        made = _made_with(first)
+        if second is masking.causal_mask_function and _is_made_by(first, masking.sliding_window_overlay(1)):
+            return Pattern(True, (int(made["sliding_window"]) - 1, -1)), None
+        if second is masking.bidirectional_mask_function and _is_made_by(
+            first, masking.sliding_window_bidirectional_overlay(1)
+        ):
+            return Pattern(False, (int(made["sliding_window"]),) * 2), None
+        inner = masking.remap_positions_for_packed_sequence(None, None)
+        if _is_made_by(first, masking.packed_sequence_mask_function(None)) and _is_made_by(second, inner):
+            base = _recognized(masking, _made_with(second)["mask_function"])
+            return None if base is None or base[1] is not None else (base[0], made["packed_sequence_mask"])
+    except (AttributeError, KeyError, TypeError, ValueError):
+        pass  # another version of transformers: the mask is built as a tensor
+    return None
+
+
+def _is_made_by(function: Any, example: Any) -> bool:
+    return function.__code__ is example.__code__
+
+
+def _made_with(function: Any) -> dict[str, Any]:
+    """Returns the variables that a nested function was made with."""
+    cells = function.__closure__ or ()
+    return dict(zip(function.__code__.co_freevars, [cell.cell_contents for cell in cells], strict=True))
+
+
+def _is_traced(*values: Any) -> bool:
+    """Returns whether a value's contents cannot be read: a stand-in of torch's tracers."""
+    kinds = (torch._subclasses.FakeTensor, torch.fx.Proxy)
+    return any(isinstance(value, kinds) for value in values)
+
+
+# Attention ------------------------------------------------------------------------------------------------------------
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Computes a layer's attention; transformers calls it.
+
+    Args:
+        module: the layer; its `is_causal` counts if the argument is None.
+        query: (batch, num_heads_q, seqlen_q, head_dim).
+        key, value: (batch, num_heads_kv, seqlen_k, head_dim or head_dim_v).
+        attention_mask: what `make_mask` returned, or a float mask (batch, 1 or num_heads_q, seqlen_q, seqlen_k) that is
+            added to the scores.
+        scaling: 1/sqrt(head_dim) if None.
+        sliding_window: keys that a query sees, its own included. Read only for a padding mask that is not
+            `make_mask`'s: its masks hold their window.
+        s_aux: (num_heads_q,): sinks.
+        position_bias: (batch or 1, num_heads_q, seqlen_q, seqlen_k), added to the scores.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed documents in a batch of one row.
+
+    Returns:
+        (batch, seqlen_q, num_heads_q, head_dim_v), and None for the attention weights.
+
+    Raises:
+        UnsupportedProblem: dropout, a mask or a position_bias beside packed documents, or an unknown argument.
+        InvalidType: a mask of integers that `make_mask` did not make.
+    """
+    _check(dropout, others)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    said: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap, "sinks": _sinks(s_aux, query)}
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    pattern = None
+    if attention_mask is not None and not torch.compiler.is_compiling():
+        pattern = _patterns.get(attention_mask)
+    if pattern is None:
+        window = -1 if sliding_window is None else sliding_window - 1
+        pattern = Pattern(bool(is_causal), (window, -1 if is_causal else window), padded=True)
+    documents = pattern.documents
+    if attention_mask is not None and documents is None and not _is_visible_or_added(attention_mask):
+        documents = _documents(attention_mask)  # of a copy of `make_mask`'s tensor
+    if documents is not None or cu_seq_lens_q is not None:
+        if documents is None and attention_mask is not None and pattern.padded:
+            raise UnsupportedProblem("cu_seq_lens_q was given with a mask", {}, "one of them")
+        if position_bias is not None:
+            raise UnsupportedProblem("attention_varlen takes no position_bias beside packed documents", {}, "padding")
+        offsets: Any = (cu_seq_lens_q, cu_seq_lens_k) if documents is None else (documents[0],) * 2
+        longest: Any = (max_length_q, max_length_k) if documents is None else (documents[1],) * 2
+        out = attention_varlen(
+            q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1],
+            max_seqlen_q=longest[0], max_seqlen_k=longest[1], causal=pattern.causal, window_size=pattern.window,
+            **said,
+        )  # fmt: skip
+        return out.unflatten(0, (len(q), -1)), None
+    mask, bias, causal = None, position_bias, False
+    if attention_mask is None:
+        causal = bool(is_causal) and q.shape[1] > 1
+        if causal and k.shape[1] > q.shape[1]:  # an empty static cache: the cells behind the queries' are not written
+            k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
+            bias = None if bias is None else bias[..., : q.shape[1]]
+    elif attention_mask.dim() == 2:
+        keys = attention_mask.shape[1]
+        if keys < k.shape[1]:
+            k, v = k[:, :keys], v[:, :keys]
+            bias = None if bias is None else bias[..., :keys]
+        mask = attention_mask[:, None, None] if pattern.padded else None
+        causal = pattern.causal
+        said["window_size"] = pattern.window
+    elif attention_mask.dtype == torch.bool:
+        mask = attention_mask
+    else:
+        bias = attention_mask if bias is None else bias + attention_mask
+    out = attention(q, k, v, causal=causal, mask=mask, bias=bias, **said)
+    return out, None
+
+
+def _is_visible_or_added(mask: torch.Tensor) -> bool:
+    """Returns whether a mask is boolean or added to the scores; False if it holds documents.
+
+    Raises:
+        InvalidType: neither of these. A tokenizer's mask of ones and zeros must not be read as two documents.
+    """
+    if mask.dtype == torch.bool or mask.is_floating_point():
+        return True
+    if mask.dtype == torch.int32 and mask.dim() == 2:
+        return False
+    raise InvalidType(f"attention_mask is {mask.dtype} with {mask.dim()} axes; it must be what the mask function made")
+
+
+def _check(dropout: float, others: Mapping[str, Any]) -> None:
+    """Raises UnsupportedProblem for what would be computed without one of the model's arguments."""
+    if dropout:
+        raise UnsupportedProblem(
+            f"dropout is {dropout}; attention has no dropout", {}, "attention dropout of 0 in the model's config"
+        )
+    for name, argument in others.items():
+        if name not in NO_EFFECT and argument is not None and argument is not False:
+            raise UnsupportedProblem(f"the model passes {name}, which warpwave does not know", {}, "another model")
+
+
+def _sinks(s_aux: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """Returns sinks in a dtype that the call takes: parameters may have another dtype than activations."""
+    return s_aux if s_aux is None or s_aux.dtype == query.dtype else s_aux.float()
