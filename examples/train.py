@@ -239,9 +239,9 @@ class Trainer:
         """Trains on a batch; returns its loss before the step."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        self.optimizer.zero_grad()
         with self.autocast:
             loss: Tensor = self.model(batch)
-        self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
