@@ -18,12 +18,13 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
+import itertools
 import json
 import math
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -99,20 +100,13 @@ FULL = Sizes(layers=12, width=1024, heads_q=8, heads_kv=2, head_dim=128, hidden=
 
 @dataclass(frozen=True)
 class Batch:
-    """The data of a training step.
+    """The data of a training step."""
 
-    Attributes:
-        tokens, targets: (rows, context), or (tokens,) if packed; int64.
-        positions: of each token in its sequence, shaped like tokens.
-        offsets: of the packed sequences, int32; None for a dense batch.
-        longest: an upper bound of the sequences' lengths.
-    """
-
-    tokens: Tensor
-    targets: Tensor
-    positions: Tensor
-    offsets: Tensor | None
-    longest: int
+    tokens: Tensor  # int64, (rows, context), or (tokens,) if packed
+    targets: Tensor  # the bytes that follow
+    positions: Tensor  # of each token in its sequence
+    offsets: Tensor | None  # of the packed sequences, int32; None for a dense batch
+    longest: int  # an upper bound of the sequences' lengths
 
 
 class Layer(nn.Module):
@@ -184,22 +178,33 @@ def documents() -> tuple[bytes, ...]:
     return tuple((library / path).read_bytes() for path in sorted(paths) if not foreign & set(path.parts))
 
 
+def cuts(text: bytes, context: int) -> Iterator[int]:
+    """Yields where a document is cut into sequences of at most context bytes: after the last empty line that fits."""
+    begin = 0
+    while begin < len(text):
+        yield begin
+        end = begin + context
+        line = text.rfind(b"\n\n", begin, end) if end < len(text) else -1
+        begin = end if line < 0 else line + 2
+
+
 class Data:
     """Batches of consecutive tokens of the shuffled documents, each of which begins with a zero byte.
 
     Args:
         rows, context: a step takes rows * context tokens. No sequence is longer than context.
-        packed: whether documents are sequences; otherwise each row is one.
+        packed: whether the sequences are documents, cut to fit; otherwise each row is one sequence.
     """
 
     def __init__(self, rows: int, context: int, packed: bool, device: torch.device) -> None:
         texts, order = documents(), torch.randperm(len(documents()), generator=torch.Generator().manual_seed(0))
         shuffled = [b"\0" + texts[i] for i in order.tolist()]
         self.text = torch.frombuffer(bytearray(b"".join(shuffled)), dtype=torch.uint8).to(device)
-        self.starts = torch.tensor([0, *map(len, shuffled)]).cumsum(0)
+        begins = [0, *itertools.accumulate(map(len, shuffled))]
+        self.starts = torch.tensor([begins[i] + cut for i, text in enumerate(shuffled) for cut in cuts(text, context)])
         self.rows, self.context, self.packed, self.device = rows, context, packed, device
         if len(self.text) <= rows * context:
-            raise SystemExit(f"a step of {rows} x {context} tokens is longer than the text, {len(self.text)} bytes")
+            raise SystemExit(f"{rows} rows of {context} tokens are more than the text, {len(self.text)} bytes")
 
     def batch(self, step: int) -> Batch:
         """Returns the batch of a step; the text begins again when it ends."""
@@ -211,7 +216,7 @@ class Data:
             shape = (self.rows, self.context)
             return Batch(tokens.view(shape), targets.view(shape), places.view(shape) % self.context, None, self.context)
         inside = self.starts[(self.starts > begin) & (self.starts < begin + total)] - begin
-        offsets = torch.cat((torch.arange(0, total + 1, self.context), inside)).unique().to(self.device, torch.int32)
+        offsets = torch.tensor([0, *inside.tolist(), total], dtype=torch.int32).to(self.device)
         positions = places - offsets[torch.searchsorted(offsets, places, right=True) - 1]
         torch._dynamo.maybe_mark_dynamic(offsets, 0)  # torch.compile: one graph for any number of documents
         return Batch(tokens, targets, positions, offsets, self.context)
@@ -250,18 +255,12 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Run:
-    """What a training run gave.
-
-    Attributes:
-        losses: of each step, in nats a byte.
-        tokens_per_second: without the first tenth of the steps, which compile kernels.
-        peak_mib: the most memory that torch held at once; None on a CPU.
-    """
+    """What a training run gave."""
 
     attention: str
-    losses: list[float]
-    tokens_per_second: float
-    peak_mib: float | None
+    losses: list[float]  # of each step, in nats a byte
+    tokens_per_second: float  # without the first tenth of the steps, which compile kernels
+    peak_mib: float | None  # the most memory that torch held at once; None on a CPU
 
 
 def train(trainer: Trainer, data: Data, steps: int, name: str, tell: Callable[[str], None] = lambda line: None) -> Run:
@@ -276,7 +275,7 @@ def train(trainer: Trainer, data: Data, steps: int, name: str, tell: Callable[[s
             begin = time.perf_counter()
         risen, fallen = (step + 1) / (WARMUP * steps), (1 + math.cos(math.pi * step / steps)) / 2
         losses.append(trainer.step(data.batch(step), PEAK_RATE * min(risen, fallen)))
-        if step % max(1, steps // 10) == 0 or step == steps - 1:
+        if step % warm == 0 or step == steps - 1:
             tell(f"{name}: step {step + 1:4d} of {steps}, loss {losses[-1].item():.4f}")
     found = torch.stack(losses).tolist()  # waits for the device
     rate = (steps - warm) * data.rows * data.context / (time.perf_counter() - begin)
@@ -305,13 +304,10 @@ def parse(given: list[str]) -> argparse.Namespace:
     on_gpu = torch.device(arguments.device).type == "cuda"
     arguments.steps = (200 if on_gpu else 30) if arguments.steps is None else arguments.steps
     arguments.context = (4096 if on_gpu else 128) if arguments.context is None else arguments.context
-    if arguments.context < 1 or arguments.steps < 2:
-        parser.error("--context must be at least 1, and --steps at least 2: the first step is not timed")
-    arguments.rows = (
-        max(1, (32768 if on_gpu else 512) // arguments.context) if arguments.rows is None else arguments.rows
-    )
-    if arguments.rows < 1:
-        parser.error("--rows must be at least 1")
+    rows = max(1, (32768 if on_gpu else 512) // max(1, arguments.context))
+    arguments.rows = rows if arguments.rows is None else arguments.rows
+    if min(arguments.context, arguments.rows) < 1 or arguments.steps < 2:
+        parser.error("--context and --rows must be at least 1, and --steps at least 2: the first step is not timed")
     return arguments
 
 

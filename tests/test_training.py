@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -30,34 +30,35 @@ each_kernel = pytest.mark.parametrize("kernel", ["auto", "flash_fwd", "three_ker
 example: Any = importlib.import_module("examples.train")
 
 
-def leaves(*tokens: int, seed: int = 0) -> list[Tensor]:
+def leaves(*tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Returns q, k and v that require gradients, (*tokens, heads, head_dim)."""
     g = torch.Generator().manual_seed(seed)
-    heads = (HEADS, HEADS_KV, HEADS_KV)
-    return [torch.randn(*tokens, n, HEAD_DIM, generator=g).to(DEVICE).requires_grad_() for n in heads]
+
+    def leaf(heads: int) -> Tensor:
+        return torch.randn(*tokens, heads, HEAD_DIM, generator=g).to(DEVICE).requires_grad_()
+
+    return leaf(HEADS), leaf(HEADS_KV), leaf(HEADS_KV)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    out: Tensor = warpwave.attention(q, k, v, causal=True, **options)
-    return out
+def attend(q: Tensor, k: Tensor, v: Tensor, kernel: str = "auto") -> Any:
+    return warpwave.attention(q, k, v, causal=True, kernel=kernel)
 
 
-def attend_packed(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, **options: Any) -> Tensor:
-    out: Tensor = warpwave.attention_varlen(
+def attend_packed(q: Any, k: Any, v: Any, offsets: Any, longest: int, kernel: str = "auto") -> Any:
+    return warpwave.attention_varlen(
         q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest, causal=True,
-        **options,
+        kernel=kernel,
     )  # fmt: skip
-    return out
 
 
-def gradients(out: Tensor, of: list[Tensor]) -> tuple[Tensor, ...]:
+def gradients(out: Tensor, of: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return torch.autograd.grad(out.square().sum(), of)
 
 
-def assert_same(found: Any, expected: Any, **tolerances: float) -> None:
+def assert_same(found: Any, expected: Any, rtol: float | None = None, atol: float | None = None) -> None:
     for a, b in zip(found, expected, strict=True):
         assert b.abs().max() > 0
-        torch.testing.assert_close(a, b, **tolerances)
+        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
 
 
 class Operators(TorchDispatchMode):
@@ -96,7 +97,7 @@ class Counting:
 def test_lengths_share_their_compiled_graphs() -> None:
     """The first length gets graphs, the second gets graphs for every length."""
     counting = Counting()
-    compiled = torch.compile(attend, fullgraph=True, backend=counting.backend)
+    compiled: Any = torch.compile(attend, fullgraph=True, backend=counting.backend)
     for seqlen in range(8, 28):
         given = leaves(2, seqlen)
         assert_same(gradients(compiled(*given), given), gradients(attend(*given), given))
@@ -106,13 +107,13 @@ def test_lengths_share_their_compiled_graphs() -> None:
 def test_packed_lengths_share_their_compiled_graphs() -> None:
     """Total, number of sequences and longest sequence all change. The longest sequence is a number of the host."""
     counting = Counting()
-    compiled = torch.compile(attend_packed, fullgraph=True, backend=counting.backend)
+    compiled: Any = torch.compile(attend_packed, fullgraph=True, backend=counting.backend)
     for n in range(8, 28):
         lengths = [n, n // 2, 3, 7][: 2 + n % 3]
         offsets = torch.tensor([0, *lengths]).cumsum(0).to(DEVICE, torch.int32)
         given = leaves(sum(lengths), seed=n)
-        found = gradients(compiled(*given, offsets, max(lengths)), given)
-        assert_same(found, gradients(attend_packed(*given, offsets, max(lengths)), given))
+        found = gradients(compiled(*given, offsets=offsets, longest=max(lengths)), given)
+        assert_same(found, gradients(attend_packed(*given, offsets=offsets, longest=max(lengths)), given))
     assert counting.forward <= 2 and counting.backward <= 2
 
 
@@ -120,8 +121,8 @@ def test_the_model_of_the_example_is_one_graph() -> None:
     """Packed documents, whose number differs from step to step, in a whole model with rotary positions."""
     counting = Counting()
     data = example.Data(3, 64, True, torch.device(DEVICE))
-    data.starts = (torch.arange(60) ** 2).cumsum(0)  # documents of 1, 4, 9, ... bytes
-    batches = [data.batch(step) for step in (1, 9, 0)]
+    data.starts = torch.cat((torch.arange(0, 192, 48), torch.arange(192, 384, 32), torch.arange(384, 600, 12)))
+    batches = [data.batch(step) for step in range(3)]
     assert len({len(batch.offsets) for batch in batches}) == 3
     model = example.Decoder(example.SMALL, 64, example.warpwave_attention).to(DEVICE)
     compiled = torch.compile(model, fullgraph=True, backend=counting.backend)
@@ -160,7 +161,7 @@ def test_compiled_gradients_by_torch_func() -> None:
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpoints(use_reentrant: bool, kernel: str) -> None:
     given, offsets = leaves(12), torch.tensor([0, 5, 12], dtype=torch.int32, device=DEVICE)
-    expected = gradients(attend_packed(*given, offsets, 7, kernel=kernel), given)
+    expected = gradients(attend_packed(*given, offsets=offsets, longest=7, kernel=kernel), given)
     call = partial(attend_packed, kernel=kernel)
     checkpoint(call, *given, offsets, 7, use_reentrant=use_reentrant).square().sum().backward()
     assert_same([t.grad for t in given], expected)
@@ -168,17 +169,18 @@ def test_activation_checkpoints(use_reentrant: bool, kernel: str) -> None:
 
 def test_a_selective_checkpoint_keeps_what_attention_gave() -> None:
     """torch's policies know the call by its operator: it is not computed again."""
-    given = leaves(1, 9)
-    expected = gradients(attend(*given), given)
+    given, found = leaves(1, 9), {}
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attend(2.0 * q, k, v)
+
+    expected = gradients(call(*given), given)
     keep = partial(create_selective_checkpoint_contexts, [torch.ops.warpwave.attention.default])
-    found = {}
-    for name, contexts in {"kept": {"context_fn": keep}, "computed again": {}}.items():
+    ways: dict[str, Any] = {"kept": {"context_fn": keep}, "computed again": {}}
+    for name, contexts in ways.items():
         with Operators() as operators:
-            out = checkpoint(lambda q, k, v: attend(q.cos().acos(), k, v), *given, use_reentrant=False, **contexts)
-            grads = torch.autograd.grad(out.square().sum(), given)
+            assert_same(gradients(checkpoint(call, *given, use_reentrant=False, **contexts), given), expected)
         found[name] = operators.seen
-        assert_same(grads[1:], torch.autograd.grad(attend(given[0].cos().acos(), *given[1:]).square().sum(), given[1:]))
-    assert expected[0].isfinite().all()
     assert found["kept"] == ["attention", "attention_backward"]
     assert found["computed again"] == ["attention", "attention", "attention_backward"]
 
@@ -228,17 +230,15 @@ def test_gradients_accumulate(kernel: str) -> None:
     q, k, v = leaves(2, 5)
     whole = gradients(attend(q, k, v, kernel=kernel), [q, k, v])
     for part in range(2):
-        attend(*(t[part : part + 1] for t in (q, k, v)), kernel=kernel).square().sum().backward()
+        mine = slice(part, part + 1)
+        attend(q[mine], k[mine], v[mine], kernel=kernel).square().sum().backward()
     assert_same([t.grad for t in (q, k, v)], whole, rtol=1e-5, atol=1e-5)
     out = attend(q, k, v, kernel=kernel).square().sum()
     out.backward(retain_graph=True)
     out.backward()
     assert_same([t.grad for t in (q, k, v)], [3 * g for g in whole], rtol=1e-5, atol=1e-5)
-    (twice,) = gradients(torch.cat([attend(q, k, v, kernel=kernel)] * 2), [k])
-    (shared,) = torch.autograd.grad(
-        sum(attend(q, k, v, kernel=kernel).square().sum() for _ in range(2)),
-        k,  # type: ignore[arg-type]
-    )
+    (twice,) = gradients(2 * attend(q, k, v, kernel=kernel), [k])
+    (shared,) = gradients(attend(q, k, v, kernel=kernel) + attend(q, k, v, kernel=kernel), [k])
     torch.testing.assert_close(shared, twice)
 
 
@@ -324,16 +324,14 @@ def sharded_gradients(rank: int, store: str, found: str) -> None:
 def test_sharded_parameters_get_the_gradients_of_whole_ones(tmp_path: Path) -> None:
     """FSDP2 with two processes: the mean over their batches, equal to the unsharded model's."""
     found = tmp_path / "gradients.pt"
-    torch.multiprocessing.spawn(sharded_gradients, (str(tmp_path / "store"), str(found)), nprocs=2)  # type: ignore[no-untyped-call]
+    torch.multiprocessing.spawn(sharded_gradients, (str(tmp_path / "store"), str(found)), nprocs=2)
     model, batches = model_and_batches()
-    (sum(model(batch) for batch in batches) / 2).backward()
+    torch.stack([model(batch) for batch in batches]).mean().backward()
     sharded = torch.load(found)
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert sharded.keys() == expected.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(
-            sharded[name], gradient, rtol=1e-5, atol=1e-7, msg=lambda text, n=name: f"{n}: {text}"
-        )
+        torch.testing.assert_close(sharded[name], gradient, rtol=1e-5, atol=1e-7)
 
 
 # CUDA graphs ----------------------------------------------------------------------------------------------------------
