@@ -26,6 +26,7 @@ from torch import Tensor
 
 from benchmarks.gradients import paired
 from warpwave.workbench.bench import environment
+from warpwave.workbench.bench.peers.sdpa import operator_behind
 from warpwave.workbench.report.training import TrainingRun, write_training_page
 
 example: Any = importlib.import_module("examples.train")
@@ -141,6 +142,7 @@ class Study:
                 for name, g in gradients.items()
                 if name not in ("sdpa", "none") and "sdpa" in gradients
             },
+            "torch_runs": self._torch_runs(context, data),
             "refused": refused,
             "first_steps_s": compile_seconds,
         }
@@ -151,6 +153,18 @@ class Study:
         print(f"    step's peak MiB {memory}, gradients {row['gradient_from_sdpa']}, refused {refused}", flush=True)
         print(f"    first steps {compile_seconds:.0f} s, {self.left():.0f} s left", flush=True)
         return row
+
+    def _torch_runs(self, context: int, data: Any) -> str:
+        """Returns what torch's attention of these batches is on this device."""
+        if data.packed:
+            return "varlen_attn" if self.device.type == "cuda" else "a call for each sequence"
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        heads = (self.sizes.heads_q, self.sizes.heads_kv, self.sizes.heads_kv)
+        given = [
+            torch.zeros(data.rows, context, n, self.sizes.head_dim, dtype=dtype, device=self.device, requires_grad=True)
+            for n in heads
+        ]
+        return operator_behind(lambda: example.torch_attention(*given, None, context))
 
     @staticmethod
     def _stepping(trainer: Any, given: list[Any]) -> Callable[[], Any]:

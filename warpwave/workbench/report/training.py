@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,7 @@ def write_training_page(path: Path, title: str, runs: Sequence[TrainingRun]) -> 
         Its absolute path.
 
     Raises:
-        InvalidInput: there are fewer than two runs, or their numbers of steps differ or are below two.
+        InvalidInput: as `training_page`.
         CannotWrite: the path cannot be written.
     """
     save(path, training_page(title, runs))
@@ -55,7 +56,8 @@ def training_page(title: str, runs: Sequence[TrainingRun]) -> str:
     """Returns the page.
 
     Raises:
-        InvalidInput: there are fewer than two runs, or their numbers of steps differ or are below two.
+        InvalidInput: there are fewer than two runs, their numbers of steps differ or are below two, two of them have
+            one name, or a loss is negative or not finite.
     """
     steps = {len(run.losses) for run in runs}
     if len(runs) < 2 or len(steps) > 1 or min(steps) < 2:
@@ -63,6 +65,11 @@ def training_page(title: str, runs: Sequence[TrainingRun]) -> str:
             f"there are {len(runs)} runs of {sorted(steps)} steps; a page compares at least two runs of equally many "
             "steps, at least two"
         )
+    if len({run.name for run in runs}) < len(runs):
+        raise InvalidInput(f"the runs are named {[run.name for run in runs]}; each needs another name")
+    for run in runs:
+        if not all(math.isfinite(loss) and loss >= 0 for loss in run.losses):
+            raise InvalidInput(f"a loss of {run.name} is negative or not finite; it cannot be drawn")
     first = runs[0]
     losses = {run.name: list(run.losses) for run in runs}
     differences = {run.name: [abs(a - b) for a, b in zip(run.losses, first.losses, strict=True)] for run in runs[1:]}
