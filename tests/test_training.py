@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import warpwave
+from warpwave import ops
 from warpwave.checks import Options
 from warpwave.problem import Operands
 
@@ -27,7 +28,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, HEADS_KV, HEAD_DIM = 4, 2, 16
 # Of the gradients: eager's own, flash_bwd behind its forward, and three_kernel's, which take nothing of the forward.
 each_kernel = pytest.mark.parametrize("kernel", ["auto", "flash_fwd", "three_kernel"])
-example: Any = importlib.import_module("examples.train")
+
+
+@pytest.fixture
+def example() -> Any:
+    """The program that trains a language model."""
+    return importlib.import_module("examples.train")
 
 
 def leaves(*tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,16 +114,17 @@ def test_packed_lengths_share_their_compiled_graphs() -> None:
     """Total, number of sequences and longest sequence all change. The longest sequence is a number of the host."""
     counting = Counting()
     compiled: Any = torch.compile(attend_packed, fullgraph=True, backend=counting.backend)
-    for n in range(8, 28):
-        lengths = [n, n // 2, 3, 7][: 2 + n % 3]
-        offsets = torch.tensor([0, *lengths]).cumsum(0).to(DEVICE, torch.int32)
-        given = leaves(sum(lengths), seed=n)
-        found = gradients(compiled(*given, offsets=offsets, longest=max(lengths)), given)
-        assert_same(found, gradients(attend_packed(*given, offsets=offsets, longest=max(lengths)), given))
+    with torch._dynamo.config.patch(recompile_limit=99):  # so that the count decides
+        for n in range(8, 28):
+            lengths = [n, n // 2, 3, 7][: 2 + n % 3]
+            offsets = torch.tensor([0, *lengths]).cumsum(0).to(DEVICE, torch.int32)
+            given = leaves(sum(lengths), seed=n)
+            found = gradients(compiled(*given, offsets=offsets, longest=max(lengths)), given)
+            assert_same(found, gradients(attend_packed(*given, offsets=offsets, longest=max(lengths)), given))
     assert counting.forward <= 2 and counting.backward <= 2
 
 
-def test_the_model_of_the_example_is_one_graph() -> None:
+def test_the_model_of_the_example_is_one_graph(example: Any) -> None:
     """Packed documents, whose number differs from step to step, in a whole model with rotary positions."""
     counting = Counting()
     data = example.Data(3, 64, True, torch.device(DEVICE))
@@ -268,9 +275,13 @@ BACKWARDS: dict[str, tuple[dict[str, Any], dict[str, Any], str, bool]] = {  # op
 def test_opcheck_of_the_backward(case: str, strided: bool) -> None:
     """Schema, fake implementation, dispatch and dynamic shapes, as torch checks them."""
     extra, said, names, with_dlse = BACKWARDS[case]
+
+    def laid_out(t: Tensor) -> Tensor:
+        return t.transpose(-2, -3).contiguous().transpose(-2, -3) if strided else t
+
     torch.manual_seed(0)
     packed = "cu_seqlens_q" in extra
-    operands = Operands(*(t.detach() for t in leaves(*((9,) if packed else (1, 9)))))
+    operands = Operands(*(laid_out(t.detach()) for t in leaves(*((9,) if packed else (1, 9)))))
     if packed:
         offsets = torch.tensor(extra["cu_seqlens_q"], dtype=torch.int32, device=DEVICE)
         operands = operands._replace(cu_seqlens_q=offsets, cu_seqlens_k=offsets)
@@ -278,12 +289,11 @@ def test_opcheck_of_the_backward(case: str, strided: bool) -> None:
         operands = operands._replace(**{name: torch.rand(shape, device=DEVICE) for name, shape in extra.items()})
     options = Options(causal="bottom_right", return_lse=True, needs_grad=True)._replace(**said)
     wanted = [name in names.split() for name in ("q", "k", "v", "bias", "alibi_slopes", "sinks")]
-    out, lse = torch.ops.warpwave.attention(*operands, *options, "auto", "")
-    dout = torch.randn_like(out)
-    if strided:
-        dout = dout.transpose(-1, -2).contiguous().transpose(-1, -2)
+    out, lse = ops.attend(operands, options, "auto", None)
+    assert lse is not None
+    dout = laid_out(torch.randn_like(out))
     arguments = (dout, torch.randn_like(lse) if with_dlse else None, out, lse, wanted, *operands, *options, "auto")
-    results = opcheck(torch.ops.warpwave.attention_backward.default, arguments)
+    results = opcheck(torch.ops.warpwave.attention_backward.default, arguments, raise_exception=False)
     assert set(results.values()) == {"SUCCESS"}, results
 
 
@@ -291,6 +301,7 @@ def test_opcheck_of_the_backward(case: str, strided: bool) -> None:
 
 
 def model_and_batches() -> tuple[Any, list[Any]]:
+    example = importlib.import_module("examples.train")
     data = example.Data(2, 32, True, torch.device("cpu"))
     torch.manual_seed(0)
     return example.Decoder(example.SMALL, 32, example.warpwave_attention), [data.batch(0), data.batch(1)]
@@ -377,7 +388,7 @@ def test_a_step_replays_as_a_cuda_graph(packed: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", ["default", "reduce-overhead"])
-def test_the_example_s_model_trains_compiled_as_eager(how: str) -> None:
+def test_the_example_s_model_trains_compiled_as_eager(how: str, example: Any) -> None:
     """Inductor's graphs, and CUDA graphs of them, follow the eager losses. Sizes that CUDA graphs need are fixed."""
     torch._dynamo.reset()
     data = example.Data(4, 256, False, torch.device(DEVICE))

@@ -111,7 +111,7 @@ def over_steps(curves: dict[str, list[float]], order: Sequence[str], what: str, 
     for value in ticks:
         svg.line(frame.left, y(value), frame.right, y(value), "axis" if value == 0 else "grid")
         svg.text(frame.left - 7, y(value) + 4, tick(value), anchor="end")
-    for step in (1, *(round(value) for value in linear_ticks(count) if 1 < value <= count)):
+    for step in sorted({1, *(round(value) for value in linear_ticks(count) if 1 < value <= count)}):
         svg.line(x(step), frame.bottom, x(step), frame.bottom + 4, "axis")
         svg.text(x(step), frame.bottom + 17, f"{step:,}", anchor="middle")
     svg.text((frame.left + frame.right) / 2, HEIGHT - 7, "step", anchor="middle")
