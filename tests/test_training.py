@@ -294,7 +294,7 @@ def test_opcheck_of_the_backward(case: str, strided: bool) -> None:
     dout = laid_out(torch.randn_like(out))
     arguments = (dout, torch.randn_like(lse) if with_dlse else None, out, lse, wanted, *operands, *options, "auto")
     results = opcheck(torch.ops.warpwave.attention_backward.default, arguments, raise_exception=False)
-    assert set(results.values()) == {"SUCCESS"}, results
+    assert all(found == "SUCCESS" for found in results.values()), results
 
 
 # Sharded parameters ---------------------------------------------------------------------------------------------------
