@@ -121,6 +121,7 @@ def test_the_reference_has_every_public_name() -> None:
     public = {f"warpwave.{name}" for name in warpwave.__all__ if name != "__version__"}
     rooms = [path.stem for path in (ROOT / "warpwave/integrations").glob("[a-z]*.py") if path.stem != "caches"]
     public |= {f"warpwave.integrations.{room}" for room in rooms}
+    public |= {f"warpwave.workbench.report.training.{name}" for name in ("write_training_page", "TrainingRun")}
     assert set(described) == public | {"warpwave.testing.assert_reaches", "warpwave.testing.Reached"}
     assert len(described) == len(set(described))
 

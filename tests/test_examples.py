@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import json
 import os
 import re
 import subprocess
@@ -10,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -58,16 +61,22 @@ def test_a_numbered_example_is_short(path: Path) -> None:
 def test_an_example_imports_public_names_only(path: Path) -> None:
     import warpwave
     import warpwave.testing
+    import warpwave.workbench.report.training as report_training
 
+    public = {
+        "warpwave": set(warpwave.__all__),
+        "warpwave.testing": {"assert_reaches", "Reached"},
+        "warpwave.workbench.report.training": {"TrainingRun", "write_training_page"},
+    }
+    assert all(hasattr(report_training, name) for name in public["warpwave.workbench.report.training"])
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names if alias.name.split(".")[0] == "warpwave"]
             assert set(modules) <= {"warpwave", "warpwave.testing"}, f"{path.name} imports {modules}"
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "warpwave":
-            assert node.module in ("warpwave", "warpwave.testing"), f"{path.name} imports from {node.module}"
-            names = {alias.name for alias in node.names}
-            public = set(warpwave.__all__) if node.module == "warpwave" else {"assert_reaches", "Reached"}
-            assert names <= public, f"{path.name} imports {names - public}"
+            assert node.module in public, f"{path.name} imports from {node.module}"
+            names = {alias.name for alias in node.names} - public[node.module]
+            assert not names, f"{path.name} imports {names}"
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "warpwave":
             assert node.attr in warpwave.__all__, f"{path.name} uses warpwave.{node.attr}"
 
@@ -89,3 +98,70 @@ def test_server_refuses_what_makes_no_sense() -> None:
 def test_server_on_a_gpu() -> None:
     result = run("server.py", timeout=500)
     assert result.returncode == 0, result.stdout + result.stderr[-2000:]
+
+
+def test_train_learns_the_same_by_both_attentions(tmp_path: Path) -> None:
+    page = tmp_path / "train.html"
+    result = run("train.py", "--device", "cpu", "--steps", "24", "--json", "--page", str(page))
+    assert result.returncode == 0, result.stdout + result.stderr[-2000:]
+    found = json.loads(result.stdout)
+    ours, theirs = found["runs"]
+    assert [ours["attention"], theirs["attention"]] == ["warpwave", "sdpa"]
+    assert len(ours["losses"]) == len(theirs["losses"]) == 24
+    assert ours["losses"][0] > 5.0 and ours["losses"][-1] < 4.5, "ln(256) is 5.5: it starts from nothing, and learns"
+    differences = [abs(a - b) for a, b in zip(ours["losses"], theirs["losses"], strict=True)]
+    assert found["largest_difference"] == max(differences) < 1e-4
+    assert ours["tokens_per_second"] > 0
+    assert page.read_text().count("<polyline") == 3
+
+
+def test_train_by_other_ways_learns_the_same() -> None:
+    """Checkpointed layers change nothing but the memory; dense batches hide no document from another."""
+    train, device = importlib.import_module("examples.train"), torch.device("cpu")
+
+    def losses(packed: bool, checkpointing: bool) -> list[float]:
+        data = train.Data(4, 128, packed, device)
+        trainer = train.Trainer(train.SMALL, 128, train.warpwave_attention, device, False, checkpointing)
+        found: list[float] = train.train(trainer, data, 3, "warpwave").losses
+        return found
+
+    packed = losses(True, False)
+    assert losses(True, True) == pytest.approx(packed, abs=1e-6)
+    assert losses(False, False) != pytest.approx(packed, abs=1e-4)
+
+
+def test_train_cuts_documents_to_fit() -> None:
+    """Every sequence begins at a document or behind an empty line where one fits, and positions begin with it."""
+    train = importlib.import_module("examples.train")
+    data = train.Data(4, 128, True, torch.device("cpu"))
+    documents = bytes(data.text.tolist())
+    for step in (0, 1, 1000):
+        batch, begin = data.batch(step), step * 512
+        assert bytes(batch.tokens.tolist()) == documents[begin : begin + 512]
+        assert bytes(batch.targets.tolist()) == documents[begin + 1 : begin + 513]
+        lengths = batch.offsets.diff()
+        assert batch.offsets[0] == 0 and batch.offsets[-1] == 512 and 0 < lengths.min() and lengths.max() <= 128
+        assert batch.positions.tolist() == [i for n in lengths.tolist() for i in range(n)]
+    starts = set(data.starts.tolist())
+    assert {i for i, byte in enumerate(documents) if byte == 0} <= starts
+    assert any(documents[i - 2 : i] == b"\n\n" for i in starts)
+
+
+@pytest.mark.parametrize("arguments", [("--steps", "1"), ("--context", "0"), ("--rows", "0"), ("--attention", "fast")])
+def test_train_refuses_what_makes_no_sense(arguments: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    train = importlib.import_module("examples.train")
+    with pytest.raises(SystemExit) as caught:
+        train.parse(["--device", "cpu", *arguments])
+    assert caught.value.code == 2 and arguments[0] in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="more than the text"):
+        train.Data(999999, 128, True, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [(), ("--compile",)])
+def test_train_on_a_gpu(compiled: tuple[str, ...], tmp_path: Path) -> None:
+    result = run("train.py", "--steps", "30", "--json", "--page", str(tmp_path / "train.html"), *compiled, timeout=500)
+    assert result.returncode == 0, result.stdout + result.stderr[-2000:]
+    found = json.loads(result.stdout)
+    assert found["runs"][0]["losses"][-1] < 4.0
+    assert found["largest_difference"] < 0.1

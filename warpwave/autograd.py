@@ -264,6 +264,19 @@ def refuse_tangents(tensors: Sequence[Any]) -> None:
         no_forward_mode()
 
 
+def refuse_transforms(tensors: Sequence[Any]) -> None:
+    """Raises UnsupportedProblem where torch.func would differentiate the operator: torch.library makes it a Function
+    that no transform takes."""
+    if transforms() is None or not is_grad_enabled():
+        return
+    if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+        raise UnsupportedProblem(
+            "the operator warpwave::attention, which torch.compile calls, has no gradients by torch.func",
+            {},
+            "torch.func.grad outside of the compiled function, or backward() in it",
+        )
+
+
 def has_tangents(tensors: Sequence[Any]) -> bool:
     """Whether one of them carries a tangent, and forward mode is not switched off."""
     if forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():

@@ -522,7 +522,7 @@ def as_int(name: str, value: Any) -> Any:
     Raises:
         InvalidType: the value is a tensor, a bool, or not an integer.
     """
-    if value.__class__ is int or isinstance(value, torch.SymInt):
+    if type(value) is int or isinstance(value, torch.SymInt):
         return value
     try:
         if isinstance(value, bool | torch.Tensor):

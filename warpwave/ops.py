@@ -145,6 +145,7 @@ class _Library(torch.library.Library):
 def _refusing_tangents(kernel: Callable[..., Any]) -> Callable[..., Any]:
     def refusing(keyset: Any, *arguments: Any, **named: Any) -> Any:
         autograd.refuse_tangents(arguments)
+        autograd.refuse_transforms(arguments)
         return kernel(keyset, *arguments, **named)
 
     return refusing

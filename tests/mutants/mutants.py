@@ -867,6 +867,17 @@ FOUND = [
         "../compile/test_descriptors.py::test_one_layout_for_each_address", "flash_fwd and 33", "mixed_descriptors",
     ),
     Mutant(
+        "a compiled graph for every longest sequence", "checks.py",
+        "if type(value) is int or isinstance(value, torch.SymInt)",
+        "if value.__class__ is int or isinstance(value, torch.SymInt)",
+        "../test_training.py::test_packed_lengths_share_their_compiled_graphs", "", "forward <= 2",
+    ),
+    Mutant(
+        "traced gradients have the operands' strides", "ops.py",
+        "t.new_empty(t.shape) if want", "torch.empty_like(t) if want",
+        "../test_training.py::test_opcheck_of_the_backward", "True", "SUCCESS",
+    ),
+    Mutant(
         "autocast reaches torch's products", "kernels/torch_products.py",
         'torch.autocast(device.type, enabled=False) if device.type in ("cpu", "cuda") else contextlib.nullcontext()',
         "contextlib.nullcontext()",

@@ -7,4 +7,6 @@
             -> page.py       one HTML file (template.html, style.css, plots.py); markdown.py: the same facts as Markdown
 
 Both renderings use the same facts, and each fact follows from the records. Nothing is measured here.
+
+training.py draws the loss curves of training runs on another page; examples and studies call it.
 """

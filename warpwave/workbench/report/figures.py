@@ -23,7 +23,7 @@ def figure(value: float | None, digits: int = 3) -> str:
 
 def tick(value: float) -> str:
     """Returns a round figure for an axis."""
-    return f"{value:,.0f}" if value >= 1 else f"{value:g}"
+    return f"{value:,.0f}" if value >= 1 and value % 1 == 0 else f"{value:g}"
 
 
 def percent(share: float | None) -> str:

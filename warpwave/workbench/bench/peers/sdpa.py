@@ -57,7 +57,7 @@ def sdpa(backend: SDPBackend | None, problem: AttentionProblem, operands: Operan
     return Prepared(
         call,
         to_out=lambda out: out.transpose(1, 2),
-        kernel=_operator_behind(call),
+        kernel=operator_behind(call),
         eager=backend is None,  # users force a backend once for many calls, not in each
     )
 
@@ -98,7 +98,7 @@ def _square(problem: AttentionProblem) -> bool:
     return all(seqlen_q == seqlen_k for seqlen_q, seqlen_k in problem.items())
 
 
-def _operator_behind(call: Callable[[], Any]) -> str:
+def operator_behind(call: Callable[[], Any]) -> str:
     """Runs the call once and returns the operator that ran. A backend that refuses warns with reasons, then raises."""
     with warnings.catch_warnings(record=True) as caught, _Operators() as operators:
         warnings.simplefilter("always")
