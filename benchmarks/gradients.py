@@ -61,7 +61,7 @@ class Row:
     dtype: str = "bfloat16"
     window: int = -1
     softcap: float = 0.0
-    beside: str = ""  # a boolean "mask" or a "bias" with a number for each score of a head
+    beside: str = ""  # a "mask" or "bias" with an element for each score of a head, or a mask of "padding"
     precision: str = "default"
     documents: tuple[int, ...] = field(default=())
 
@@ -133,15 +133,19 @@ def inputs(row: Row) -> Inputs:
     beside = None
     if row.beside == "mask":
         beside = torch.rand(1, heads, row.seqlen, row.seqlen, device="cuda") < 0.9
+    elif row.beside == "padding":
+        lengths = torch.linspace(row.seqlen // 2, row.seqlen, row.batch, device="cuda")
+        beside = (torch.arange(row.seqlen, device="cuda") < lengths[:, None])[:, None, None]
     elif row.beside == "bias":
         beside = torch.randn(1, heads, row.seqlen, row.seqlen, device="cuda", dtype=dtype)
     return Inputs(tuple(t.requires_grad_() for t in (q, k, v)), dout, offsets, beside)
 
 
-def ours(row: Row, given: Inputs) -> Callable[[], torch.Tensor]:
+def ours(row: Row, given: Inputs, deterministic: bool = False) -> Callable[[], torch.Tensor]:
     """Returns our forward."""
     q, k, v = given.leaves
     options: dict[str, Any] = {"causal": row.causal, "softcap": row.softcap, "precision": row.precision}
+    options["deterministic"] = deterministic
     if row.window >= 0:
         options["window_size"] = (row.window, 0 if row.causal else row.window)
     if given.offsets is not None:
@@ -149,7 +153,7 @@ def ours(row: Row, given: Inputs) -> Callable[[], torch.Tensor]:
         options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
         return lambda: warpwave.attention_varlen(q, k, v, **options)
     if row.beside:
-        options["mask" if row.beside == "mask" else "bias"] = given.beside
+        options["bias" if row.beside == "bias" else "mask"] = given.beside
     return lambda: warpwave.attention(q, k, v, **options)
 
 
@@ -211,19 +215,6 @@ def both(forward: Callable[[], torch.Tensor], given: Inputs) -> Step:
     return lambda: torch.autograd.grad(forward(), given.leaves, given.dout)
 
 
-def deterministic(step: Step) -> Step:
-    """Returns the step in torch's deterministic mode."""
-
-    def run() -> Any:
-        torch.use_deterministic_algorithms(True)
-        try:
-            return step()
-        finally:
-            torch.use_deterministic_algorithms(False)
-
-    return run
-
-
 # Timing ---------------------------------------------------------------------------------------------------------------
 
 
@@ -255,7 +246,7 @@ def measured(row: Row, made: Callable[..., Step], rounds: int) -> dict[str, Any]
     """Returns one row of the record."""
     given = inputs(row)
     steps = {"warpwave": made(ours(row, given), given)}
-    steps["deterministic"] = deterministic(steps["warpwave"])
+    steps["deterministic"] = made(ours(row, given, deterministic=True), given)
     expected, errors, refused = steps["warpwave"](), {}, {}
     for name, forward in peers(row, given):
         try:
@@ -324,6 +315,8 @@ def features() -> list[Row]:
         Row(64, 2, 2048, beside="mask"),
         Row(64, 2, 2048, beside="bias"),
         Row(128, 2, 2048, beside="mask"),
+        Row(128, 8, 2048, beside="padding"),
+        Row(256, 4, 2048, beside="padding"),
         Row(64, 4, 2048, dtype="float32"),
         Row(128, 4, 2048, dtype="float32"),
         Row(64, 4, 2048, dtype="float32", precision="tf32"),

@@ -345,6 +345,12 @@ def _check_gradients(drawn: Drawn, given: cases.Call, call: cases.Call) -> str |
     if drawn.kernel != "auto" and bits(*got) != bits(*differentiate(drawn.kernel, given, dout, dlse)):
         return "gradients of a second run have other bits"
     most = max(int(shown.sum(-1).max()) if shown.numel() else 0 for shown in harness.visible(call))
+    if drawn.budget is not None:  # promised of out alone; gradients have the error of the same products
+        exact = backward_references(call.problem, call.operands, dout, dlse).exact
+        pairs = [(a, b) for a, b in zip(got, exact, strict=True) if a is not None and b is not None]
+        error = max(_relative(a, b) for a, b in pairs)
+        allowed = 100 * drawn.budget
+        return f"gradients: relative error {error:.3g}, more than {allowed:.3g}" if error > allowed else None
     # The derivative of a cap that saturates, and dq and dk of rows with few keys, are differences that cancel to 0.
     if (call.problem.softcap and drawn.data != "normal") or most < 4:
         finite = all(t is None or bool(t.isfinite().all()) for t in got)

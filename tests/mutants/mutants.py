@@ -1261,7 +1261,7 @@ OF_DROPOUT = [
     ),
     Mutant(
         "deterministic=True without effect", "kernels/hopper/flash_bwd/config.py",
-        "return [apart] if problem.deterministic else", "return [apart] if False else",
+        "if problem.deterministic or problem", "if problem",
         "../kernels/hopper/test_flash_bwd_host.py::test_the_argument_takes_the_kernel_without_atomics", "True",
         "dkv_kernel",
     ),

@@ -10,43 +10,46 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conformance import cases
+from tests.conformance import cases, harness
 from tests.conformance.cases import PLAIN, Call
 from tests.conformance.gates import backward_references, judge_backward
 from tests.kernels.hopper import gluon_on_cpu
 from warpwave.gpu import Gpu
 from warpwave.kernels.hopper import flash_bwd
-from warpwave.kernels.hopper.flash_bwd import kernel
+from warpwave.kernels.hopper.flash_bwd import kernel, launches
 from warpwave.kernels.hopper.flash_bwd.launches import Tensors
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import NO_TRITON
-from warpwave.workbench.verify.reference import Gradients, oracle
+from warpwave.workbench.verify.reference import Forward, Gradients, oracle
 
 H200 = Gpu.for_arch("sm_90")
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
 
 
-def on_cpu(call: Call, dout: Tensor, dlse: Tensor | None, config: int) -> Gradients:
-    """The gradients by the launches' own source, from out and lse of the reference."""
-    from warpwave.kernels.hopper import parts, rows, scheduler
+def on_cpu(call: Call, dout: Tensor, dlse: Tensor | None, config: int, exact: Forward | None = None) -> Gradients:
+    """The gradients by the launches' own source, from out and lse of the reference, or from others."""
+    from warpwave.kernels.hopper import parts, rows, scheduler, words
     from warpwave.kernels.hopper.flash_bwd import band, dkv, dq, joint, steps
 
     problem = replace(call.problem, return_lse=True)
-    exact = oracle(problem, call.operands)
+    exact = exact or oracle(problem, call.operands)
     out, lse = exact.out.to(call.operands.q.dtype), exact.lse.float()
     of = flash_bwd.configs(problem, H200)[config]
     workspace, grads = kernel.example(problem, of, CPU)
     for tensor in (*workspace, *grads):  # what is not written must not be read
         if tensor is not None:
-            tensor.fill_(torch.nan)
+            tensor.fill_(torch.nan if tensor.is_floating_point() else 77)
     if kernel.has_hidden_rows(problem):
         for grad in grads:
             grad.zero_()
     tensors = Tensors(call.operands, out, lse.contiguous(), dout, dlse, workspace, *grads)
+    for step in launches.masks(problem, tensors):
+        launch.bind(step.launch)(*step.launch.tensors)
+    tensors = launches.without_unseen(problem, tensors)
     for step in flash_bwd.specify(problem, H200, tensors, of):
         if step.plans:
-            modules = (band, dkv, dq, joint, parts, rows, scheduler, steps)
+            modules = (band, dkv, dq, joint, parts, rows, scheduler, steps, words)
             gluon_on_cpu.run_launch(step.launch, modules, 2, {"meet": lambda: threading.Barrier(2).wait})
         else:
             launch.bind(step.launch)(*step.launch.tensors)
@@ -69,6 +72,31 @@ CALLS: dict[str, dict[str, Any]] = {
     "packed window": {"packed": True, "batch": 5, "window": (20, 7), "lengths": (200, 300)},
     "one query": {"lengths": (1, 300), "batch": 2},
 }
+MASKED: dict[str, dict[str, Any]] = {
+    "mask": {"mask": "full", "sinks": True},
+    "mask of keys, causal": {"mask": "keys", "causal": "bottom_right", "lengths": (330, 150), "heads": (2, 1)},
+    "mask of rows, window": {"mask": "rows", "window": (300, 5), "lengths": (400, 600), "softcap": 15.0},
+    "mask of a head, alibi": {"mask": "full", "heads": (4, 2), "alibi": "heads", "batch": 2, "causal": "top_left"},
+}
+
+
+@pytest.mark.parametrize("dims", [(64, 40), (192, 128)], ids=str)
+@pytest.mark.parametrize("features", MASKED)
+def test_masks_on_a_cpu(features: str, dims: tuple[int, int]) -> None:
+    """NaN in keys and values that no query sees, and in queries that see nothing, has no effect."""
+    call = cases.build(replace(SHORT, dims=dims, **MASKED[features]), "normal", CPU)
+    q, k, v = call.operands[:3]
+    dout = torch.randn(*q.shape[:-1], dims[1], generator=torch.Generator().manual_seed(2)).to(q.dtype)
+    references = backward_references(call.problem, call.operands, dout, None)
+    shown = torch.stack(harness.visible(call))  # [batch, heads, queries, keys]
+    unseen = ~shown.any(-1).transpose(1, 2), ~shown.any(2).unflatten(1, (k.shape[2], -1)).any(2).transpose(1, 2)
+    q, k, v, dout = (t.clone() for t in (q, k, v, dout))
+    for tensor, of in ((q, 0), (dout, 0), (k, 1), (v, 1)):
+        tensor[unseen[of]] = torch.nan
+    given = call._replace(operands=call.operands._replace(q=q, k=k, v=v))
+    exact = oracle(replace(call.problem, return_lse=True), call.operands)
+    verdict = judge_backward(call.problem, references, on_cpu(given, dout, None, 0, exact))
+    assert verdict.passed, str(verdict)
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,10 @@ def on_cpu(
     """out and lse by the source of the kernel's roles, one block after another; appends the maps of K and V."""
     from warpwave.kernels.hopper import parts as device_parts
     from warpwave.kernels.hopper import rows, scheduler, serial, softmax, split_float32, visible
+    from warpwave.kernels.hopper import words as device_words
     from warpwave.kernels.hopper.flash_fwd import mask_bias, roles
 
-    used = (roles, serial, split_float32, device_parts, rows, scheduler, softmax, visible, mask_bias)
+    used = (roles, serial, split_float32, device_parts, rows, scheduler, softmax, visible, mask_bias, device_words)
     modules = {m.__name__: m for m in used}
     parts = flash_fwd_configs.num_parts(problem, H200)
     out = torch.full((*operands.q.shape[:-1], problem.head_dim_v), torch.nan, dtype=operands.q.dtype)

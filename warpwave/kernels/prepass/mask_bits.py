@@ -1,10 +1,10 @@
-"""A launch before `hopper/flash_fwd` that packs a boolean mask into bits, in the thread order of wgmma's accumulators,
+"""A launch before Hopper's kernels that packs a boolean mask into bits, in the thread order of wgmma's accumulators,
 and flags the tiles that are entirely hidden. The bits also contain what position hides.
 
 A thread of a warpgroup holds two columns out of every eight of each of its two rows. Each of the four threads that
 share a row has one word: word q of a row holds columns `8 j + 2 q + c` of a tile of 128 keys, in bit `2 j + c`. A tile
 of 64 x 128 scores then costs a thread two loads of four bytes instead of 64 of one, and an eighth of the tensor's
-bytes.
+bytes. Kernels that compute scores transposed take the words of the transposed mask, whose rows are keys.
 
 Bound: memory: a byte per cell is read, an eighth written; axes along which the mask is broadcast are packed once.
 """
@@ -96,12 +96,13 @@ class Packed(NamedTuple):
     flag_strides: tuple[int, int, int]
 
 
-def packed(problem: AttentionProblem) -> Packed:
-    """Returns the layout of the problem's packed mask."""
+def packed(problem: AttentionProblem, transposed: bool = False) -> Packed:
+    """Returns the layout of the problem's packed mask, or of its transpose."""
     assert problem.mask_shape is not None
-    batch, heads, rows, _ = problem.mask_shape
-    rows = problem.seqlen_q if problem.has_band else rows
-    tiles, row_blocks = max(1, -(-problem.seqlen_k // TILE_KEYS)), -(-rows // BLOCK_ROWS)
+    batch, heads, *lines = problem.mask_shape
+    lengths = [problem.seqlen_q, problem.seqlen_k]
+    rows, length = (lengths if problem.has_band else lines)[transposed], lengths[not transposed]
+    tiles, row_blocks = max(1, -(-length // TILE_KEYS)), -(-rows // BLOCK_ROWS)
     words, flags = tiles * rows * 4, row_blocks * tiles
     b, h, r = (int(n > 1) for n in (batch, heads, rows))
     return Packed(
@@ -121,16 +122,22 @@ def strides(problem: AttentionProblem) -> tuple[int, ...]:
     return (*p.word_strides, p.flags_begin, *p.flag_strides)
 
 
-def specify(problem: AttentionProblem, mask: torch.Tensor, words: torch.Tensor) -> launch.Launch:
-    """Returns the launch that packs `mask` into `words`, of `packed(problem).size`."""
-    p = packed(problem)
+def specify(
+    problem: AttentionProblem, mask: torch.Tensor, words: torch.Tensor, transposed: bool = False
+) -> launch.Launch:
+    """Returns the launch that packs `mask`, or its transpose, into `words`, of `packed(problem, transposed).size`."""
+    p = packed(problem, transposed)
     low, high = problem.band(problem.seqlen_q, problem.seqlen_k)
+    stride_b, stride_h, *along = broadcast_strides(mask)
+    if transposed:
+        low, high = None if high is None else -high, None if low is None else -low
     return launch.Launch(
         kernel=pack_mask_kernel,
         grid=p.batch * p.heads * p.tiles * p.row_blocks,
         tensors=(mask, words),
         scalars=[
-            *broadcast_strides(mask), p.heads, p.rows, problem.seqlen_k, p.row_blocks, p.tiles, p.flags_begin,
+            stride_b, stride_h, along[transposed], along[not transposed], p.heads, p.rows,
+            problem.seqlen_q if transposed else problem.seqlen_k, p.row_blocks, p.tiles, p.flags_begin,
             low or 0, high or 0,
         ],
         constants={
@@ -138,3 +145,8 @@ def specify(problem: AttentionProblem, mask: torch.Tensor, words: torch.Tensor) 
         },
         options={"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True},
     )  # fmt: skip
+
+
+def rows_seen(words: torch.Tensor, p: Packed) -> torch.Tensor:
+    """Returns which rows of a packed mask see a column, (batch, heads, rows); an axis of 1 stands for all."""
+    return words[: p.flags_begin].view(p.batch, p.heads, p.tiles, p.rows, 4).ne(0).any(4).any(2)

@@ -14,6 +14,7 @@ from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_bwd import dkv, dq, launches
 from warpwave.kernels.hopper.flash_bwd.config import Config, value_stages
 from warpwave.kernels.hopper.flash_bwd.launches import Step, Tensors
+from warpwave.kernels.prepass import mask_bits
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.runtime import launch
 from warpwave.runtime.tensor_maps import MapPlan
@@ -46,12 +47,16 @@ def _mapped(plans: Sequence[MapPlan | None], sources: Sequence[torch.Tensor]) ->
     return [None if plan is None else launch.Mapped(plan, sources[plan.source]) for plan in plans]
 
 
+def _word_strides(problem: AttentionProblem, transposed: bool) -> tuple[int, ...]:
+    return (0,) * 4 if problem.mask_shape is None else mask_bits.packed(problem, transposed).word_strides
+
+
 def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> Step:
     def mapped(t: Tensors) -> tuple[torch.Tensor, ...]:
         return (*t.operands[:3], t.dout, t.dk, t.dv, t.workspace.lse_log2, t.workspace.delta)
 
     def beside(t: Tensors) -> tuple[Any, ...]:
-        return t.dk, t.dv, t.operands.alibi_slopes, *t.offsets
+        return t.dk, t.dv, t.operands.alibi_slopes, t.workspace.words_transposed, *t.offsets
 
     sources = mapped(tensors)
     *read, of_dk, of_dv = _plans(problem, sources[:6], of_keys=(1, 2, 4, 5), steps=(0, 3), step=config.block_m)
@@ -63,7 +68,10 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
         grid=min(launches.key_blocks(problem, config), gpu.num_sms or host.NUM_SMS),
         tensors=(*_mapped(plans, sources), *beside(tensors), host.counter(tensors.out)),
         # Of a query: Q and dO.
-        scalars=launches.of_keys(problem, tensors, config, (problem.head_dim + problem.head_dim_v) * size),
+        scalars=[
+            *launches.of_keys(problem, tensors, config, (problem.head_dim + problem.head_dim_v) * size),
+            *_word_strides(problem, transposed=True),
+        ],
         constants={
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
@@ -71,6 +79,7 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
             "HEAD_DIM": problem.head_dim,
             "HEAD_DIM_V": problem.head_dim_v,
             **launches.constants_of(problem),
+            "HAS_MASK": problem.mask_shape is not None,
         },
         options=OPTIONS,
     )
@@ -84,7 +93,8 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
         return (*t.operands[:3], t.dout, t.dq)
 
     def beside(t: Tensors) -> tuple[Any, ...]:
-        return t.workspace.lse_log2, t.workspace.delta, t.dq, t.operands.alibi_slopes, *t.offsets
+        of_rows = (t.workspace.lse_log2, t.workspace.delta, t.dq, t.operands.alibi_slopes)
+        return *of_rows, t.workspace.words, *t.offsets
 
     sources = mapped(tensors)
     plans = [*chain(*_plans(problem, sources, of_keys=(1, 2), steps=(1, 2), step=config.block_m))]
@@ -114,6 +124,7 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
             scale,
             softcap_log2,
             problem.softmax_scale,
+            *_word_strides(problem, transposed=False),
         ],
         constants={
             "BLOCK_M": block_m,
@@ -122,6 +133,7 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
             "STAGES_V": value_stages(problem, config),
             "HEAD_DIM": problem.head_dim,
             **launches.constants_of(problem),
+            "HAS_MASK": problem.mask_shape is not None,
         },
         options=OPTIONS,
     )

@@ -8,6 +8,7 @@ that rows outside the band are never multiplied: 0 * NaN is NaN.
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
 
 from warpwave.kernels.hopper import scheduler
+from warpwave.kernels.hopper.words import TILE_KEYS
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit
 
 
@@ -27,11 +28,12 @@ class Rules:
     HAS_ALIBI: gl.constexpr
     HAS_SOFTCAP: gl.constexpr
     IS_VARLEN: gl.constexpr
+    HAS_MASK: gl.constexpr
 
     @constexpr_function
     def __init__(
         self, scale, softcap_log2, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
-        HAS_SOFTCAP, IS_VARLEN,
+        HAS_SOFTCAP, IS_VARLEN, HAS_MASK,
     ):  # fmt: skip
         self.scale = scale
         self.softcap_log2 = softcap_log2
@@ -45,6 +47,7 @@ class Rules:
         self.HAS_ALIBI = gl.constexpr(HAS_ALIBI)
         self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
         self.IS_VARLEN = gl.constexpr(IS_VARLEN)
+        self.HAS_MASK = gl.constexpr(HAS_MASK)
 
 
 @aggregate
@@ -95,6 +98,9 @@ def band_of(work, rules):
     if rules.HAS_LOW:
         q_end = gl.maximum(gl.minimum(q_end, work.seqlen_k - low), q_begin)
         k_begin = gl.minimum(gl.maximum(low, 0), k_end)
+    if rules.HAS_MASK:  # tiles that share no words; what no query sees is zeros then (launches.without_unseen)
+        q_begin = q_begin // TILE_KEYS * TILE_KEYS
+        k_begin = k_begin // TILE_KEYS * TILE_KEYS
     return Band(low, high, offset, q_begin, q_end, k_begin, k_end)
 
 

@@ -55,11 +55,13 @@ def widths(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """Returns the configs of a head size, the default first. Only launches apart repeat bit for bit."""
+    """Returns the configs of a head size, the default first. Only launches apart repeat bit for bit, and take masks."""
     if max(problem.head_dim, problem.head_dim_v) > MAX_JOINT:
         return [Config(64, 2, is_joint=False)]
     apart = Config(128, 2, is_joint=False)
-    return [apart] if problem.deterministic else [Config(128 if width(problem) == NARROW else 64, 2), apart]
+    if problem.deterministic or problem.mask_shape is not None:
+        return [apart]
+    return [Config(128 if width(problem) == NARROW else 64, 2), apart]
 
 
 def default(problem: AttentionProblem, gpu: Gpu) -> Config:
@@ -78,9 +80,8 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size % 8:
             found.append(f"{name} is {size}; rows copied by TMA are a multiple of 16 bytes, so it must be one of 8")
-    for name, shape in (("boolean mask", problem.mask_shape), ("bias", problem.bias_shape)):
-        if shape is not None:
-            found.append(f"it takes no {name}")
+    if problem.bias_shape is not None:
+        found.append("it takes no bias")
     return found
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from warpwave.gpu import Gpu
 from warpwave.kernels.cost import Cost, in_turn, launch_order_by_keys
-from warpwave.kernels.gradient_costs import STATISTICS_BYTES, of_keys, of_queries, of_rows, of_zeros
+from warpwave.kernels.gradient_costs import STATISTICS_BYTES, keys_of, of_copies, of_keys, of_queries, of_rows, of_zeros
 from warpwave.kernels.hopper.flash_bwd.config import (
     GROUP_ROWS,
     MAX_JOINT,
@@ -21,6 +22,7 @@ from warpwave.kernels.hopper.flash_bwd.config import (
 )
 from warpwave.kernels.hopper.flash_bwd.launches import heads_of, query_tiles
 from warpwave.kernels.hopper.host import NUM_SMS
+from warpwave.kernels.prepass import mask_bits
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 THREADS = 384  # two consumer warpgroups, and one that loads and adds
@@ -47,11 +49,28 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         threads,
     )
     zeros = (of_zeros(problem, launches=1),) if has_hidden_rows(problem) else ()
+    if problem.mask_shape is not None:
+        packing, copies, words = _of_mask(problem)
+        workspace += words + copies
+        zeros = (*zeros, packing, of_copies(copies))
     if not config.is_joint:
         parts = (*zeros, first, _of_keys(problem, gpu, config), _of_queries(problem, gpu, config))
         return in_turn(parts, workspace)
     finish = of_rows(tiles, sums, rows * size * problem.head_dim, sums, threads)
     return in_turn((*zeros, first, _joint(problem, gpu, config, sums), finish), workspace)
+
+
+def _of_mask(problem: AttentionProblem) -> tuple[Cost, int, int]:
+    """Returns the cost of packing a mask and its transpose; the bytes of the copies of q, k, v and dout without what
+    nothing sees, and those of the words."""
+    assert problem.mask_shape is not None
+    packed = [mask_bits.packed(problem, transposed) for transposed in (False, True)]
+    words = 4 * sum(p.size for p in packed)
+    blocks = sum(p.batch * p.heads * p.tiles * p.row_blocks for p in packed)
+    packing = of_rows(blocks, 2 * math.prod(problem.mask_shape), words, words, 128)
+    width = problem.head_dim + problem.head_dim_v
+    copies = DTYPE_BYTES[problem.dtype] * width * (problem.rows * problem.num_heads_q + keys_of(problem))
+    return replace(packing, launches=2), copies, words
 
 
 def _joint(problem: AttentionProblem, gpu: Gpu, config: Config, sums: int) -> Cost:

@@ -28,9 +28,12 @@ from warpwave.kernels.hopper.flash_bwd.band import (
 )
 from warpwave.kernels.hopper.flash_bwd.steps import (
     Heads,
+    Mask,
     Results,
     Stream,
     load_rows,
+    mask_lines,
+    mask_words,
     matrices,
     meet,
     places,
@@ -172,7 +175,7 @@ def scores_of(fixed, stream, n, row_first, band, rules):
 
 
 @jit
-def sum_values(tiles, work, n, results, heads, rules):
+def sum_values(tiles, work, n, results, mask, heads, rules):
     """Group 0: returns dV times 2^SHIFT of a block, and the number of the next tile of queries."""
     across: gl.constexpr = gl.SliceLayout(0, accumulator_layout(rules.BLOCK_M))
     band = band_of(work, rules)
@@ -185,13 +188,16 @@ def sum_values(tiles, work, n, results, heads, rules):
     row_first = row_of(span, place, band, rules)
     s = scores_of(tiles.keys, tiles.queries, n, row_first, band, rules)
     x = warpgroup_mma_wait(0, deps=[s])
+    lines = mask_lines(mask, work, key_first, work.seqlen_k, rules.BLOCK_M, rules)
     for i in range(count * heads.group_size):
+        words = mask_words(mask, lines, head, row_first, rules.BLOCK_M, rules)
         lse = statistics_of(tiles.queries, n, 0, rules.BLOCK_M, across)
         slope = slope_of(results.alibi_slopes_ptr, results.stride_alibi_b, work, head, rules)
-        p, cap = probabilities(x, lse[None, :], band, row_first, key_first, slope, True, False, rules)
-        if place < num_cut(span):
-            rows, keys = places(p, row_first, key_first, True)
-            p = gl.where(visible(band, rows, keys, rules), p, 0.0)
+        p, cap = probabilities(x, lse[None, :], band, row_first, key_first, slope, words, True, False, rules)
+        if not rules.HAS_MASK:  # whose words hold what position hides  # noqa: SIM102
+            if place < num_cut(span):
+                rows, keys = places(p, row_first, key_first, True)
+                p = gl.where(visible(band, rows, keys, rules), p, 0.0)
         passed = p
         if rules.HAS_SOFTCAP:
             passed = p * cap
@@ -253,7 +259,7 @@ def sum_keys(tiles, work, n, heads, rules):
 
 @jit
 def consumer(
-    GROUP: gl.constexpr, results, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM: gl.constexpr,
+    GROUP: gl.constexpr, results, mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
 ):  # fmt: skip
     """Computes dV (group 0) or dK (group 1) of each block."""
@@ -264,7 +270,7 @@ def consumer(
     while work.tile != scheduler.NO_MORE:
         mbarrier.wait(tiles.full.index(0), messages & 1)
         if GROUP == 0:
-            result, n = sum_values(tiles, work, n, results, heads, rules)
+            result, n = sum_values(tiles, work, n, results, mask, heads, rules)
         else:
             result, n = sum_keys(tiles, work, n, heads, rules)
             result = times(result, results.softmax_scale)
@@ -298,6 +304,7 @@ UNSPECIALISED = [
     *("stride_alibi_b", "stride_dk_b", "stride_dk_h", "stride_dk_n", "stride_dv_b", "stride_dv_h", "stride_dv_n"),
     *("num_tiles", "num_heads", "num_heads_kv", "group_size", "batch", "tiles_per_head", "heads_in_l2", "seqlen_q"),
     *("seqlen_k", "total_q", "total_k", "window_left", "window_right", "statistic_rows"),
+    *("stride_words_b", "stride_words_h", "stride_words_t", "stride_words_m"),
 ]
 
 
@@ -326,6 +333,7 @@ def dkv_kernel(
     dk_ptr,
     dv_ptr,
     alibi_slopes_ptr,
+    words_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
     counter_ptr,
@@ -353,6 +361,10 @@ def dkv_kernel(
     scale,
     softcap_log2,
     softmax_scale,
+    stride_words_b,
+    stride_words_h,
+    stride_words_t,
+    stride_words_m,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -364,6 +376,7 @@ def dkv_kernel(
     HAS_ALIBI: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
     IS_VARLEN: gl.constexpr,
+    HAS_MASK: gl.constexpr,
 ):
     """Blocks of 64 keys of one kv head, as many as the counter gives.
 
@@ -375,13 +388,15 @@ def dkv_kernel(
         cu_seqlens_k_ptr = counter_ptr
     if not HAS_ALIBI:
         alibi_slopes_ptr = counter_ptr
+    if not HAS_MASK:
+        words_ptr = counter_ptr
     q_maps = present(q_map, q_map_2, q_map_3)
     k_maps = present(k_map, k_map_2, k_map_3)
     v_maps = present(v_map, v_map_2, v_map_3)
     dout_maps = present(dout_map, dout_map_2, dout_map_3)
     rules = Rules(
         scale, softcap_log2, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
-        HAS_SOFTCAP, IS_VARLEN,
+        HAS_SOFTCAP, IS_VARLEN, HAS_MASK,
     )  # fmt: skip
     heads = Heads(num_heads, group_size, statistic_rows)
     # Of keys in place of queries: see work_on_keys.
@@ -418,10 +433,11 @@ def dkv_kernel(
         (stride_dk_b, stride_dk_h, stride_dk_n), (stride_dv_b, stride_dv_h, stride_dv_n), softmax_scale,
         alibi_slopes_ptr, stride_alibi_b,
     )  # fmt: skip
+    mask = Mask(words_ptr, (stride_words_b, stride_words_h, stride_words_t, stride_words_m))
     gl.warp_specialize(
         [
-            (consumer, (0, results, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
-            (consumer, (1, results, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
+            (consumer, (0, results, mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
+            (consumer, (1, results, mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
             (producer, ((q_maps, k_maps, v_maps, dout_maps, lse_map, delta_map), tiles, schedule, heads, rules)),
         ],
         [4, 1],

@@ -15,6 +15,9 @@ Bound: tensor cores (docs/notes/backward.md).
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.flash_bwd.band import Rules, band_of, first_statistic, key_tiles, visible
 from warpwave.kernels.hopper.flash_bwd.steps import (
+    Mask,
+    mask_lines,
+    mask_words,
     matrices,
     places,
     probabilities,
@@ -208,7 +211,7 @@ def is_cut(row_first, key_first, band, rules):
 
 
 @jit
-def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, rules):
+def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask, rules):
     """Returns dQ before the scale of a group's queries, and the number of the next tile of keys."""
     band = band_of(work, rules)
     block_first = band.q_begin + work.tile * rules.BLOCK_M
@@ -234,20 +237,23 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, rules):
     wait_keys(tiles, n, band.k_end - band.k_begin - begin * rules.BLOCK_N, rules)
     s = scores_async(q, tiles.keys, n, zero)
     x = warpgroup_mma_wait(0, deps=[s])
+    lines = mask_lines(mask, work, row_first, work.seqlen_q, rules.BLOCK_N, rules)
     for j in range(begin, end):
         key_first = band.k_begin + j * rules.BLOCK_N
+        words = mask_words(mask, lines, work.head, key_first, rules.BLOCK_N, rules)
         wait_full(tiles.values, n)
         dp = scores_async(dout, tiles.values, n, zero)
-        p, cap = probabilities(x, lse, band, row_first, key_first, slope, False, False, rules)
+        p, cap = probabilities(x, lse, band, row_first, key_first, slope, words, False, False, rules)
         y = warpgroup_mma_wait(0, deps=[dp])
         hand_back_multiplied(tiles.values, n)
         ds = p * (y - delta)
         if rules.HAS_SOFTCAP:
             ds = ds * cap
-        if is_cut(row_first, key_first, band, rules):
-            # Here and not in P, which other work in flight would have to cross: dP of hidden pairs may be NaN.
-            rows, keys = places(ds, row_first, key_first, False)
-            ds = gl.where(visible(band, rows, keys, rules), ds, 0.0)
+        if not rules.HAS_MASK:  # whose words hold what position hides  # noqa: SIM102
+            if is_cut(row_first, key_first, band, rules):
+                # Here and not in P, which other work in flight would have to cross: dP of hidden pairs may be NaN.
+                rows, keys = places(ds, row_first, key_first, False)
+                ds = gl.where(visible(band, rows, keys, rules), ds, 0.0)
         pending = values_async(operand(ds, tiles.keys), tiles.keys, n, dq)
         if j + 1 < end:
             wait_keys(tiles, n + 1, band.k_end - key_first - rules.BLOCK_N, rules)
@@ -262,7 +268,7 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, rules):
 
 
 @jit
-def consumer(GROUP: gl.constexpr, place, tiles, seqlen_q, seqlen_k, rules, HEAD_DIM: gl.constexpr):
+def consumer(GROUP: gl.constexpr, place, mask, tiles, seqlen_q, seqlen_k, rules, HEAD_DIM: gl.constexpr):
     """Computes dQ of the GROUP-th 64 queries of each block."""
     n = 0  # tiles of keys met so far
     messages = 0
@@ -270,7 +276,7 @@ def consumer(GROUP: gl.constexpr, place, tiles, seqlen_q, seqlen_k, rules, HEAD_
     work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
     while work.tile != scheduler.NO_MORE:
         mbarrier.wait(tiles.full.index(GROUP), messages & 1)
-        dq, n = sum_queries(GROUP, tiles, work, n, place, rules)
+        dq, n = sum_queries(GROUP, tiles, work, n, place, mask, rules)
         # To read the message again is cheaper than to keep what it says in registers through the loop.
         work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
         scheduler.discard(tiles.box, messages)
@@ -292,7 +298,7 @@ def consumer(GROUP: gl.constexpr, place, tiles, seqlen_q, seqlen_k, rules, HEAD_
 UNSPECIALISED = [
     *("stride_alibi_b", "stride_dq_b", "stride_dq_h", "stride_dq_m", "num_tiles", "num_heads", "group_size", "batch"),
     *("tiles_per_head", "heads_in_l2", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right"),
-    "statistic_rows",
+    *("statistic_rows", "stride_words_b", "stride_words_h", "stride_words_t", "stride_words_m"),
 ]
 
 
@@ -317,6 +323,7 @@ def dq_kernel(
     delta_ptr,
     dq_ptr,
     alibi_slopes_ptr,
+    words_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
     counter_ptr,
@@ -340,6 +347,10 @@ def dq_kernel(
     scale,
     softcap_log2,
     softmax_scale,
+    stride_words_b,
+    stride_words_h,
+    stride_words_t,
+    stride_words_m,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -351,6 +362,7 @@ def dq_kernel(
     HAS_ALIBI: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
     IS_VARLEN: gl.constexpr,
+    HAS_MASK: gl.constexpr,
 ):
     """Tiles of 128 queries of one head, as many as the counter gives.
 
@@ -362,13 +374,15 @@ def dq_kernel(
         cu_seqlens_k_ptr = counter_ptr
     if not HAS_ALIBI:
         alibi_slopes_ptr = counter_ptr
+    if not HAS_MASK:
+        words_ptr = counter_ptr
     q_maps = present(q_map, q_map_2, q_map_3)
     k_maps = present(k_map, k_map_2, k_map_3)
     v_maps = present(v_map, v_map_2, v_map_3)
     dout_maps = present(dout_map, dout_map_2, dout_map_3)
     rules = Rules(
         scale, softcap_log2, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
-        HAS_SOFTCAP, IS_VARLEN,
+        HAS_SOFTCAP, IS_VARLEN, HAS_MASK,
     )  # fmt: skip
     schedule = scheduler.Schedule(
         counter_ptr, num_tiles, num_heads, group_size, batch, tiles_per_head, heads_in_l2, seqlen_q, seqlen_k, total_q,
@@ -399,10 +413,11 @@ def dq_kernel(
         lse_ptr, delta_ptr, num_heads, statistic_rows, present(dq_map, dq_map_2, dq_map_3), dq_ptr,
         (stride_dq_b, stride_dq_h, stride_dq_m), softmax_scale, alibi_slopes_ptr, stride_alibi_b,
     )  # fmt: skip
+    mask = Mask(words_ptr, (stride_words_b, stride_words_h, stride_words_t, stride_words_m))
     gl.warp_specialize(
         [
-            (consumer, (0, place, tiles, seqlen_q, seqlen_k, rules, HEAD_DIM)),
-            (consumer, (1, place, tiles, seqlen_q, seqlen_k, rules, HEAD_DIM)),
+            (consumer, (0, place, mask, tiles, seqlen_q, seqlen_k, rules, HEAD_DIM)),
+            (consumer, (1, place, mask, tiles, seqlen_q, seqlen_k, rules, HEAD_DIM)),
             (producer, ((q_maps, k_maps, v_maps, dout_maps), tiles, schedule, rules)),
         ],
         [4, 1],

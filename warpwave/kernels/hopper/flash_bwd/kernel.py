@@ -25,6 +25,7 @@ from warpwave.kernels.hopper.flash_bwd.config import (
 )
 from warpwave.kernels.hopper.flash_bwd.costs import cost
 from warpwave.kernels.hopper.flash_bwd.launches import Step, Tensors, Workspace
+from warpwave.kernels.prepass import mask_bits
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch, tensor_maps
 from warpwave.runtime.scratch import maker
@@ -55,7 +56,14 @@ def _workspace_shapes(problem: AttentionProblem, config: Config) -> list[tuple[i
     statistics = (heads, tiles * config.block_m)
     line = joint.LINE.value
     lines = (heads * tiles * config.block_m * width(problem) // line, line) if config.is_joint else None
-    return [statistics, statistics, lines, (heads, tiles) if problem.has_sinks else None]
+    words: list[tuple[int, ...] | None] = [None, None]
+    if problem.mask_shape is not None:
+        words = [(mask_bits.packed(problem, transposed).size,) for transposed in (False, True)]
+    return [statistics, statistics, lines, (heads, tiles) if problem.has_sinks else None, *words]
+
+
+# By what is in Workspace.
+_DTYPES = (*(torch.float32,) * 4, *(torch.int32,) * 2)
 
 
 def bind(
@@ -68,27 +76,26 @@ def bind(
     """
     mappable, device = host.mappable(problem, operands), operands.q.device
     shapes = _workspace_shapes(problem, config)
-    floats = [None if s is None else maker(s, torch.float32, device) for s in shapes]
+    workspaces = [s and maker(s, dtype, device) for s, dtype in zip(shapes, _DTYPES, strict=True)]
     zeroed = has_hidden_rows(problem)
     make = [maker(t.shape, t.dtype, t.device) for t in operands[:3]]
-    bound: dict[bool, list[tuple[launch.Launcher, Callable[[Tensors], Sequence[Any]]]]] = {}  # by: is there a dlse?
+    masks, plain, with_dlse = _Bound(), _Bound(), _Bound()
 
     def run(
         operands: Operands, results: Results, dout: torch.Tensor, dlse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         out, lse = map(_aligned, results)
         dout, dlse = _aligned(dout.to(out.dtype)), None if dlse is None else _aligned(dlse)
-        workspace = Workspace(*(None if f is None else f() for f in floats))  # type: ignore[arg-type]
+        workspace = Workspace(*(make and make() for make in workspaces))  # type: ignore[arg-type]
         dq, dk, dv = (f() for f in make)
         tensors = Tensors(mappable(operands), out, lse, dout, dlse, workspace, dq, dk, dv)
         if zeroed:
             torch._foreach_zero_([dq, dk, dv])
-        launchers = bound.get(dlse is not None)
-        if launchers is None:
-            steps = specify(problem, gpu, tensors, config)
-            launchers = bound[dlse is not None] = [(_bind(step, tensors), step.given) for step in steps]
-        for launcher, given in launchers:
-            launcher(*given(tensors))
+        if problem.mask_shape is not None:
+            masks.run(tensors, lambda: launches.masks(problem, tensors))
+            tensors = launches.without_unseen(problem, tensors)
+        bound = plain if dlse is None else with_dlse
+        bound.run(tensors, lambda: specify(problem, gpu, tensors, config))
         dsinks = None
         if wanted[5] and workspace.of_sinks is not None:
             dsinks = workspace.of_sinks.view(-1, problem.num_heads_q, workspace.of_sinks.shape[1]).sum((0, 2))
@@ -98,8 +105,21 @@ def bind(
     return run
 
 
+class _Bound:
+    """Launches one behind another, bound when they first run. Keeps no tensors."""
+
+    def __init__(self) -> None:
+        self._launchers: list[tuple[launch.Launcher, Callable[[Tensors], Sequence[Any]]]] | None = None
+
+    def run(self, tensors: Tensors, steps: Callable[[], list[Step]]) -> None:
+        """Launches on the tensors; `steps` says what, in the first call."""
+        if self._launchers is None:
+            self._launchers = [(_bind(step, tensors), step.given) for step in steps()]
+        for launcher, given in self._launchers:
+            launcher(*given(tensors))
+
+
 def _bind(step: Step, tensors: Tensors) -> launch.Launcher:
-    """Returns the launcher of a step; it keeps no tensors."""
     if not step.plans:
         return launch.bind(step.launch)
     sources = 1 + max(plan.source for plan in step.plans if plan is not None)
@@ -122,7 +142,7 @@ def example(problem: AttentionProblem, config: Config, device: Any) -> tuple[Wor
     """Returns a workspace and gradients to compile with."""
     shapes = _workspace_shapes(problem, config)
     workspace = Workspace(
-        *(None if s is None else torch.empty(s, dtype=torch.float32, device=device) for s in shapes)  # type: ignore
+        *(s and torch.empty(s, dtype=t, device=device) for s, t in zip(shapes, _DTYPES, strict=True))  # type: ignore
     )
     dtype = getattr(torch, problem.dtype)
     lead = ((problem.total_q,), (problem.total_k,)) if problem.packed else (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from warpwave.kernels import arguments
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_bwd import rows
 from warpwave.kernels.hopper.flash_bwd.config import Config, width
+from warpwave.kernels.prepass import mask_bits
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch
 from warpwave.runtime.tensor_maps import MapPlan
@@ -23,6 +25,8 @@ class Workspace(NamedTuple):
     delta: torch.Tensor
     dq_sums: torch.Tensor | None  # (lines, 128), where one launch makes all gradients
     of_sinks: torch.Tensor | None  # (batch * num_heads_q, tiles)
+    words: torch.Tensor | None  # of the mask, and of its transpose: see prepass/mask_bits.py
+    words_transposed: torch.Tensor | None
 
 
 class Tensors(NamedTuple):
@@ -143,13 +147,45 @@ def constants_of(problem: AttentionProblem) -> dict[str, Any]:
     }
 
 
+def masks(problem: AttentionProblem, tensors: Tensors) -> list[Step]:
+    """Returns the launches that pack a mask and its transpose, none without a mask."""
+    if problem.mask_shape is None:
+        return []
+    steps = []
+    for words, transposed in ((tensors.workspace.words, False), (tensors.workspace.words_transposed, True)):
+        assert tensors.operands.mask is not None and words is not None
+        packing = mask_bits.specify(problem, tensors.operands.mask, words, transposed)
+        steps.append(Step(packing, partial(_mask_and_words, transposed=transposed)))
+    return steps
+
+
+def _mask_and_words(t: Tensors, transposed: bool) -> tuple[Any, ...]:
+    return t.operands.mask, t.workspace.words_transposed if transposed else t.workspace.words
+
+
+def without_unseen(problem: AttentionProblem, tensors: Tensors) -> Tensors:
+    """Returns the tensors of a call with a mask, with zeros for the queries that see no key, and for the keys that no
+    query sees: their probabilities are 0, but 0 * NaN is NaN. Keys and queries that some pair shows are not changed."""
+    if tensors.workspace.words is None or tensors.workspace.words_transposed is None:
+        return tensors
+    q, k, v = tensors.operands[:3]
+    of_queries = mask_bits.rows_seen(tensors.workspace.words, mask_bits.packed(problem))
+    of_keys = mask_bits.rows_seen(tensors.workspace.words_transposed, mask_bits.packed(problem, transposed=True))
+    if of_keys.shape[1] > 1:  # a kv head's keys are seen by the heads of a group
+        of_keys = of_keys.unflatten(1, (problem.num_heads_kv, -1)).any(2)
+    of_queries, of_keys = (seen.transpose(1, 2)[..., None] for seen in (of_queries, of_keys))
+    q, dout = (torch.where(of_queries, t, 0) for t in (q, tensors.dout))
+    k, v = (torch.where(of_keys, t, 0) for t in (k, v))
+    return tensors._replace(operands=tensors.operands._replace(q=q, k=k, v=v), dout=dout)
+
+
 def statistics(problem: AttentionProblem, tensors: Tensors, config: Config) -> Step:
     """Returns the first launch: statistics of rows, zeros for dQ's sums, and parts of the sinks' gradient."""
     tiles = query_tiles(problem, config.block_m)
     of_dlse = [0, 0, 0] if tensors.dlse is None else [*arguments.lse_strides(problem), 1]
 
     def given(t: Tensors) -> tuple[Any, ...]:
-        return t.out, t.dout, t.lse, t.dlse, t.operands.sinks, *t.offsets, *t.workspace
+        return t.out, t.dout, t.lse, t.dlse, t.operands.sinks, *t.offsets, *t.workspace[:4]
 
     return Step(
         launch.Launch(
@@ -173,6 +209,7 @@ def statistics(problem: AttentionProblem, tensors: Tensors, config: Config) -> S
                 **arguments.band_constants(problem),
                 "HAS_SINKS": problem.has_sinks,
                 "IS_VARLEN": problem.packed,
+                "ALIGN": mask_bits.TILE_KEYS if problem.mask_shape is not None else 1,
             },
             options={"num_warps": 4 if problem.head_dim_v <= 128 else 8, "num_stages": 1, "enable_fp_fusion": True},
         ),

@@ -2,8 +2,8 @@
 
 Statistics of a row, float32: its log-sum-exp in bits, +inf where the row sees nothing, and
 delta = rowsum(dO * O) - dLSE. They lie in whole tiles, so that TMA copies them: row r of tile t of a sequence is query
-`q_begin + t * BLOCK_M + r`, where q_begin is the first query that sees a key (band.Band). In a packed call, tiles of
-sequence b begin at tile `cu_seqlens_q[b] // BLOCK_M + b`, as in `scheduler.packed_tile`.
+`q_begin + t * BLOCK_M + r`, where q_begin is the first query that sees a key (band.Band), rounded down to ALIGN. In a
+packed call, tiles of sequence b begin at tile `cu_seqlens_q[b] // BLOCK_M + b`, as in `scheduler.packed_tile`.
 
 Bound: memory.
 """
@@ -54,6 +54,7 @@ def _place(
     HAS_HIGH: tl.constexpr,
     TOP_LEFT: tl.constexpr,
     IS_VARLEN: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
     """Returns where tile `place` lies: the first row and the queries of its sequence, which of them see a key, as
     [q_begin, q_end), and the tile's number in the sequence, negative where it is none's."""
@@ -80,6 +81,7 @@ def _place(
         q_begin = tl.minimum(tl.maximum(-high, 0), seqlen_q)
     if HAS_LOW:
         q_end = tl.maximum(tl.minimum(q_end, seqlen_q + window_left), q_begin)
+    q_begin = q_begin // ALIGN * ALIGN
     return begin, seqlen_q, q_begin, q_end, tile
 
 
@@ -127,6 +129,7 @@ def statistics_kernel(
     TOP_LEFT: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_VARLEN: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
     """Statistics of one tile of queries of one head, and zeros where dQ's sums of it will be.
 
@@ -139,7 +142,7 @@ def statistics_kernel(
     item = batch_head // num_heads
     begin, num_queries, q_begin, q_end, tile = _place(
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, place, seqlen_q, seqlen_k, total_q, total_k, batch, window_left,
-        window_right, BLOCK_M, HAS_LOW, HAS_HIGH, TOP_LEFT, IS_VARLEN,
+        window_right, BLOCK_M, HAS_LOW, HAS_HIGH, TOP_LEFT, IS_VARLEN, ALIGN,
     )  # fmt: skip
     first = q_begin + tile * BLOCK_M
     lanes = tl.arange(0, BLOCK_M)
@@ -213,7 +216,7 @@ def finish_dq_kernel(
     item = batch_head // num_heads
     begin, _, q_begin, q_end, tile = _place(
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, place, seqlen_q, seqlen_k, total_q, total_k, batch, window_left,
-        window_right, BLOCK_M, HAS_LOW, HAS_HIGH, TOP_LEFT, IS_VARLEN,
+        window_right, BLOCK_M, HAS_LOW, HAS_HIGH, TOP_LEFT, IS_VARLEN, 1,
     )  # fmt: skip
     first = tl.where(tile < 0, q_end, q_begin + tile * BLOCK_M)
     # Two groups of 64 x 64: side by side in a tile of 64 queries, one below the other in a tile of 128.

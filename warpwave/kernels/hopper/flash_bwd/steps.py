@@ -18,6 +18,7 @@ from warpwave.kernels.hopper.parts import (
     zero_accumulator,
 )
 from warpwave.kernels.hopper.rows import zero_rows, zero_values
+from warpwave.kernels.hopper.words import hide_words, lines_of_rows, load_words
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
     constexpr_function,
@@ -78,6 +79,39 @@ class Results:
         self.softmax_scale = softmax_scale
         self.alibi_slopes_ptr = alibi_slopes_ptr
         self.stride_alibi_b = stride_alibi_b
+
+
+@aggregate
+class Mask:
+    """A mask's words (prepass/mask_bits.py) and their strides of batch, head, tile of columns and row. Rows are keys
+    where scores are computed transposed."""
+
+    words_ptr: gl.tensor
+    strides: gl.tuple
+
+    @constexpr_function
+    def __init__(self, words_ptr, strides):
+        self.words_ptr = words_ptr
+        self.strides = strides
+
+
+@jit
+def mask_lines(mask, work, row_first, rows_end, WIDTH: gl.constexpr, rules):
+    """Returns the addresses of the words of 64 rows of the first head, 0 without a mask."""
+    lines = gl.to_tensor(0)
+    if rules.HAS_MASK:
+        first = mask.words_ptr + work.batch.to(gl.int64) * mask.strides[0]
+        lines = lines_of_rows(first, mask.strides[3], row_first, rows_end, WIDTH)
+    return lines
+
+
+@jit
+def mask_words(mask, lines, head, column_first, WIDTH: gl.constexpr, rules):
+    """Returns the words of a tile of a head, 0 without a mask."""
+    words = gl.to_tensor(0)
+    if rules.HAS_MASK:
+        words = load_words(lines + head.to(gl.int64) * mask.strides[1], mask.strides[2], column_first, WIDTH)
+    return words
 
 
 @aggregate
@@ -182,13 +216,14 @@ def times(x, factor):
 
 @jit
 def probabilities(
-    x, lse_log2, band, row_first, key_first, slope_log2, KEYS_FIRST: gl.constexpr, IS_CUT: gl.constexpr, rules
+    x, lse_log2, band, row_first, key_first, slope_log2, words, KEYS_FIRST: gl.constexpr, IS_CUT: gl.constexpr, rules
 ):  # fmt: skip
     """Returns P and 1 - tanh^2 of a tile of raw scores; the latter is P itself, unused, without a softcap.
 
     Args:
         x: scores before the scale, float32: [keys, queries] if KEYS_FIRST, else [queries, keys].
         lse_log2: of the queries, in bits, as a row or a column beside x; +inf for a query that sees nothing.
+        words: of a mask (words.py); unused without one.
         IS_CUT: whether an edge of the band passes through the tile, or its keys end within.
     """
     cap = x
@@ -201,6 +236,8 @@ def probabilities(
     if rules.HAS_ALIBI:
         rows, keys = places(x, row_first, key_first, KEYS_FIRST)
         exponent -= slope_log2 * gl.abs(rows + band.offset - keys).to(gl.float32)
+    if rules.HAS_MASK:
+        exponent = hide_words(exponent, words, x.shape[1])
     p = exp2(exponent)
     if IS_CUT:
         rows, keys = places(x, row_first, key_first, KEYS_FIRST)

@@ -31,6 +31,7 @@ from warpwave.kernels.hopper.parts import (
 from warpwave.kernels.hopper.rows import row_vectors
 from warpwave.kernels.hopper.softmax import in_bits
 from warpwave.kernels.hopper.visible import Keys
+from warpwave.kernels.hopper.words import TILE_KEYS, beside_an_accumulator, hide_words
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, fence_async_shared, gl, jit, tma_load
 
 LARGEST_BIAS = gl.constexpr(problem.LARGEST_BIAS)
@@ -39,7 +40,6 @@ HIDING = gl.constexpr(1)  # zeroes the values that no query of the block sees, a
 FAR = gl.constexpr(2)  # also converts scores to bits before their maximum is taken
 # At this magnitude scores round to 2^-8 bits, which changes a probability by less than 16-bit rounding does.
 FAR_BITS = gl.constexpr(2.0**16)
-TILE_KEYS = gl.constexpr(128)  # keys covered by four words of a row (prepass/mask_bits.py)
 
 
 @aggregate
@@ -137,13 +137,6 @@ def aligned(keys):
     """Returns the keys rounded down to a multiple of a word tile, so that tiles share no words and bias is read in
     pairs."""
     return Keys(keys.begin // TILE_KEYS * TILE_KEYS, keys.end, keys.low, keys.high)
-
-
-@jit
-def beside_an_accumulator(x):
-    """Reshapes [64, BLOCK_N] to [64, BLOCK_N / 8, 4, 2]: in each group of 8 columns, four threads hold two columns
-    each."""
-    return gl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2])
 
 
 @jit
@@ -310,13 +303,6 @@ def scores_in_bits(scores, ahead, tile, place, keys, rules, AT_EDGE: gl.constexp
 
 
 @jit
-def hide_words(scores, words, BLOCK_N: gl.constexpr):
-    """Returns scores, minus infinity where the bit of words [64, 4] is 0."""
-    apart = hide(beside_an_accumulator(scores), words[:, None, :][:, :, :, None])
-    return gl.convert_layout(gl.reshape(apart, [ROWS, BLOCK_N]), scores.type.layout, assert_trivial=True)
-
-
-@jit
 def hide_by_position(scores, tile, place, keys, rules):
     """Sets scores to minus infinity where position hides them, for a tile that does not pass the last key.
 
@@ -358,36 +344,6 @@ def has_masked_steps(place, rules):
 def has_bias_tiles(place):
     """Returns whether a bias was loaded with K; each warp reads it from shared memory itself."""
     return is_added(place) and place.beside.bias == "cells"
-
-
-@constexpr_function
-def _hide_asm(n):
-    # A thread holds two rows, alternating every two columns: element i is in row i / 2 % 2, at bit 2 (i / 4) + i % 2.
-    shown = (1 << (n // 2)) - 1
-    selects = " ".join(
-        f"and.b32 t, ${2 * n + (i & 2)}, {1 << ((i >> 2) * 2 + (i & 1))}; setp.ne.u32 q, t, 0; "
-        f"selp.b32 ${i}, ${i}, 0fFF800000, q;"
-        for i in range(n)
-    )
-    return (
-        f"{{ .reg .pred p, q; .reg .b32 t; and.b32 t, ${2 * n}, ${2 * n + 2}; and.b32 t, t, {shown}; "
-        f"setp.ne.u32 p, t, {shown}; vote.sync.any.pred p, p, 0xffffffff; @!p bra SHOWN; {selects} SHOWN: }}"
-    )
-
-
-@constexpr_function
-def _hide_constraints(n):
-    return ",".join(["=r"] * n + [str(i) for i in range(n)] + ["r"] * n)
-
-
-@jit
-def hide(x, words):
-    """Sets x [64, BLOCK_N / 8, 4, 2] to minus infinity where the bit of words [64, 1, 4, 1] is 0. A warp skips a tile
-    that all of its rows see."""
-    each: gl.constexpr = x.shape[1] * 4
-    return gl.inline_asm_elementwise(
-        _hide_asm(each), _hide_constraints(each), [x, words], dtype=gl.float32, is_pure=False, pack=each
-    )
 
 
 # Tiles that a mask hides ----------------------------------------------------------------------------------------------
