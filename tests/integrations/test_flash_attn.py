@@ -467,12 +467,13 @@ def test_dropout_of_every_training_function() -> None:
     q, k, v = (t.requires_grad_() for t in qkv((9, 9), (4, 4)))
     stacked = torch.stack([q, k, v], 2)
     cu = offsets([9, 9])
-    flat = [t.flatten(0, 1) for t in (q, k, v, stacked)]
+    flat: Any = [t.flatten(0, 1) for t in (q, k, v, stacked)]
+    varlen: Any = flash_attn.flash_attn_varlen_func
     calls: list[Any] = [
         lambda: flash_attn.flash_attn_func(q, k, v, 0.3, causal=True),
         lambda: flash_attn.flash_attn_qkvpacked_func(stacked, 0.3, causal=True),
         lambda: flash_attn.flash_attn_kvpacked_func(q, stacked[:, :, 1:], 0.3, causal=True),
-        lambda: flash_attn.flash_attn_varlen_func(*flat[:3], cu, cu, 9, 9, 0.3, causal=True),
+        lambda: varlen(*flat[:3], cu, cu, 9, 9, 0.3, causal=True),
         lambda: flash_attn.flash_attn_varlen_qkvpacked_func(flat[3], cu, 9, 0.3, causal=True),
         lambda: flash_attn.flash_attn_varlen_kvpacked_func(flat[0], flat[3][:, 1:], cu, cu, 9, 9, 0.3, causal=True),
     ]

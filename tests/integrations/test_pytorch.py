@@ -402,7 +402,7 @@ def test_the_flash_operators_of_sdpa(is_causal: bool, overridden: None) -> None:
 def same_pairs_dropped(flash: Any, mine: Any, given: Any) -> None:
     """Asserts that a flash operator and a call of warpwave that draw the same seed have the same results and gradients,
     and that another seed has others."""
-    results = []
+    results: list[Any] = []
     for call in (flash, mine, flash):
         if call is not flash or not results:
             torch.manual_seed(5)
