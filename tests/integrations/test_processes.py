@@ -108,6 +108,8 @@ def test_an_installed_wheel_runs_every_example(tmp_path: Path) -> None:
     (packages / "torch.pth").write_text(str(Path(torch_at.origin).parents[1]))
     code = "import warpwave.integrations.pytorch as door; print(door.__file__)"
     assert Path(run([python, "-I", "-c", code])).is_relative_to(packages)
+    code = "from importlib.metadata import entry_points; print(*entry_points(group='vllm.general_plugins'))"
+    assert "warpwave.integrations.vllm:plugin" in run([python, "-I", "-c", code])
     examples = PYTHON.findall((ROOT / "docs/guide/integrations.md").read_text())
     assert len(examples) >= 5
     for example in examples:
