@@ -1434,9 +1434,9 @@ HOPPER_BACKWARD = [
 ]  # fmt: skip
 
 OF_TORCH, OF_FLASH_ATTN = "integrations/pytorch.py", "integrations/flash_attn.py"
-OF_TRANSFORMERS = "integrations/transformers.py"
-IN_TORCH, IN_FLASH_ATTN, IN_TRANSFORMERS = (
-    f"../integrations/test_{name}.py::" for name in ("pytorch", "flash_attn", "transformers")
+OF_TRANSFORMERS, OF_VLLM = "integrations/transformers.py", "integrations/vllm.py"
+IN_TORCH, IN_FLASH_ATTN, IN_TRANSFORMERS, IN_VLLM = (
+    f"../integrations/test_{name}.py::" for name in ("pytorch", "flash_attn", "transformers", "vllm")
 )
 
 INTEGRATIONS = [
@@ -1489,6 +1489,16 @@ INTEGRATIONS = [
         "transformers: dropout lost", OF_TRANSFORMERS,
         '"dropout_p": dropout,', '"dropout_p": 0.0,',
         f"{IN_TRANSFORMERS}test_dropout", "", "not close", needs_package="transformers",
+    ),
+    Mutant(
+        "vllm: a window of one key too many", OF_VLLM,
+        "(sliding_window - 1, -1)", "(sliding_window, -1)",
+        f"{IN_VLLM}test_steps_of_prefill_and_decode", "stand-in and window", "not close",
+    ),
+    Mutant(
+        "vllm: a captured step covers only its own lengths", OF_VLLM,
+        "metadata.max_seq_len = self.vllm_config.model_config.max_model_len", "metadata.max_seq_len += 0",
+        f"{IN_VLLM}test_metadata_of_a_captured_step_follows_its_tensors", "stand-in", "== 80",
     ),
 ]  # fmt: skip
 
