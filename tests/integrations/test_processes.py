@@ -74,10 +74,11 @@ def run(command: list[str], **environment: str) -> str:
 def test_the_order_of_imports_and_compilation_changes_nothing() -> None:
     """The same bits in processes that import transformers first, compile first, or import warpwave first."""
     found = {}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     for name, beginning in BEGINNINGS.items():
         if name != "transformers" or importlib.util.find_spec(name):
             program = "import importlib.util" + PROGRAM.format(beginning=beginning)
-            found[name] = run([sys.executable, "-c", program], PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1").split()
+            found[name] = run([sys.executable, "-c", program], PYTHONPATH=path, OMP_NUM_THREADS="1").split()
     assert len(found["warpwave"]) >= 9
     for name, digests in found.items():
         assert digests == found["warpwave"], name
