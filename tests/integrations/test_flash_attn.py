@@ -417,7 +417,6 @@ def test_what_is_unsupported_raises_with_the_reason() -> None:
     cu = offsets([5])
     first: Any = (q[0], k[0, :5], v[0, :5], cu, cu, 5, 5)
     mask: Any = lambda *given: True  # noqa: E731
-    wants = q.clone().requires_grad_()
     cache: Any = (q, *torch.zeros(2, 2, 8, 2, 16))
     two: Any = flash_attn.flash_attn_with_kvcache
     three: Any = flash_attn_3.flash_attn_with_kvcache
@@ -427,9 +426,9 @@ def test_what_is_unsupported_raises_with_the_reason() -> None:
     new: Any = {"k": k[:, :5], "v": v[:, :5], "cache_seqlens": 2}
     table = torch.zeros(2, 1, dtype=torch.int32)
     calls: list[tuple[str, Any]] = [
-        ("dropout_p is 0.1", lambda: flash_attn.flash_attn_func(q, k, v, 0.1)),
-        ("dropout_p is 0.5", lambda: varlen(*first, 0.5)),
-        ("deterministic", lambda: flash_attn.flash_attn_func(wants, k, v, deterministic=True)),
+        ("return_attn_probs", lambda: flash_attn.flash_attn_func(q, k, v, 0.1, return_attn_probs=True)),
+        ("return_attn_probs", lambda: varlen(*first, 0.1, return_attn_probs=True)),
+        ("dropout_p is 0.5; calls on a cache", lambda: varlen(*first, 0.5, block_table=table)),
         ("qv", lambda: flash_attn_3.flash_attn_func(q, k, v, qv=q)),
         ("k_descale", lambda: flash_attn_3.flash_attn_func(q, k, v, k_descale=one)),
         ("attention_chunk", lambda: flash_attn_3.flash_attn_func(q, k, v, attention_chunk=4)),
@@ -463,6 +462,56 @@ def test_what_is_unsupported_raises_with_the_reason() -> None:
     assert not cache[1].any()  # nothing was written
 
 
-def test_a_deterministic_call_without_gradients_runs() -> None:
-    q, k, v = qkv((5, 7))
-    assert torch.equal(flash_attn.flash_attn_func(q, k, v, deterministic=True), flash_attn.flash_attn_func(q, k, v))
+def test_dropout_of_every_training_function() -> None:
+    """All of FlashAttention-2's functions for training drop the pairs that warpwave drops, forward and backward."""
+    q, k, v = (t.requires_grad_() for t in qkv((9, 9), (4, 4)))
+    stacked = torch.stack([q, k, v], 2)
+    cu = offsets([9, 9])
+    flat: Any = [t.flatten(0, 1) for t in (q, k, v, stacked)]
+    varlen: Any = flash_attn.flash_attn_varlen_func
+    calls: list[Any] = [
+        lambda: flash_attn.flash_attn_func(q, k, v, 0.3, causal=True),
+        lambda: flash_attn.flash_attn_qkvpacked_func(stacked, 0.3, causal=True),
+        lambda: flash_attn.flash_attn_kvpacked_func(q, stacked[:, :, 1:], 0.3, causal=True),
+        lambda: varlen(*flat[:3], cu, cu, 9, 9, 0.3, causal=True),
+        lambda: flash_attn.flash_attn_varlen_qkvpacked_func(flat[3], cu, 9, 0.3, causal=True),
+        lambda: flash_attn.flash_attn_varlen_kvpacked_func(flat[0], flat[3][:, 1:], cu, cu, 9, 9, 0.3, causal=True),
+    ]
+    results = []
+    for call in (lambda: warpwave.attention(q, k, v, causal=True, dropout_p=0.3), *calls):
+        torch.manual_seed(3)
+        out = call().view(q.shape)
+        gradients = torch.autograd.grad(out, (q, k, v), torch.ones_like(out), retain_graph=True)
+        results.append((out, *gradients))
+    for found in results[1:]:
+        torch.testing.assert_close(found, results[0])
+    assert not torch.equal(flash_attn.flash_attn_func(q, k, v, 0.3, causal=True), results[0][0])  # a new seed
+
+
+@pytest.mark.parametrize("version", FUNCTIONS)
+def test_deterministic(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """deterministic=True reaches the call; False leaves torch's setting in force."""
+    asked: list[Any] = []
+    modules = {"2": flash_attn, "3": flash_attn_3, "4": flash_attn_4}
+
+    def watching(*given: Any, **said: Any) -> Any:
+        asked.append(said["deterministic"])
+        return warpwave.attention(*given, **said)
+
+    monkeypatch.setattr(modules[version], "attention", watching)
+    q, k, v = (t.requires_grad_() for t in qkv((5, 7)))
+    results = [FUNCTIONS[version](q, k, v, deterministic=value) for value in (True, False)]
+    assert asked == [True, None] and torch.equal(*results)
+    pair = [torch.autograd.grad(out, (q, k, v), torch.ones_like(out)) for out in results]
+    torch.testing.assert_close(*pair)
+    lengths: Any = (*(t.flatten(0, 1) for t in (q, k, v)), offsets([5, 5]), offsets([7, 7]), 5, 7)
+    asked.clear()
+
+    def watching_varlen(*given: Any, **said: Any) -> Any:
+        asked.append(said["deterministic"])
+        return warpwave.attention_varlen(*given, **said)
+
+    monkeypatch.setattr(flash_attn, "attention_varlen", watching_varlen)
+    for value in (True, False):
+        modules[version].flash_attn_varlen_func(*lengths, deterministic=value)
+    assert asked == [True, None]

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import warpwave
 from tests.integrations.families import FAMILIES, inputs_of, make, output
 from tests.integrations.test_flash_attn import KV_CACHES, check_kvcache
 from tests.integrations.test_pytorch import MASKS, SHAPES, TORCHS, mine_of
@@ -102,6 +103,39 @@ def test_sdpas_flash_backend(head_dim: int, is_causal: bool, monkeypatch: pytest
         assert_no_worse(mine, before, (exact, *torch.autograd.grad(exact, wide, dout)))
         calls.clear()
         assert torch.equal(run()[0], before[0]) and not calls
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_sdpas_flash_backend_with_dropout(compiled: bool) -> None:
+    """torch keeps warpwave's seed between forward and backward, also in a compiled graph."""
+    attention = torch.nn.attention
+    if not hasattr(attention, "restore_flash_attention_impl"):
+        pytest.skip("torch 2.10 cannot restore its flash backend")
+    given = [torch.randn(2, 8, 300, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    dout = torch.randn_like(given[0])
+
+    def through_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.2, is_causal=True)
+
+    def direct(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        tokens = (t.transpose(1, 2) for t in (q, k, v))
+        out: torch.Tensor = warpwave.attention(*tokens, causal=True, dropout_p=0.2)
+        return out.transpose(1, 2)
+
+    def run(call: Any) -> Any:
+        torch.manual_seed(4)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out = call(*given)
+        return (out, *torch.autograd.grad(out, given, dout))
+
+    expected = run(direct)
+    pytorch.register()
+    attention.activate_flash_attention_impl("warpwave")
+    try:
+        found = run(torch.compile(through_torch, backend="aot_eager") if compiled else through_torch)
+    finally:
+        attention.restore_flash_attention_impl()
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("width", [16, 64, 128])

@@ -107,6 +107,42 @@ def test_masks_broadcast_and_have_gradients(none_declined: None) -> None:
     assert_as_torch(wide, torch.randn(3, 6))  # float32, beside 16-bit tensors
 
 
+def drawn(call: Any, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The results and gradients of a call that begins with a fixed state of torch's generator."""
+    torch.manual_seed(5)
+    out = call(*given)
+    return out, *torch.autograd.grad(out, given, torch.ones_like(out))
+
+
+def test_dropout(none_declined: None) -> None:
+    """Dropout is that of warpwave, with its gradients, eager and compiled; it drops and scales probabilities."""
+    given = tensors(((2, 4, 40, 8), (2, 2, 48, 8), (2, 2, 48, 8)), grad=True)
+    mask = torch.rand(2, 1, 40, 48) > 0.2
+    options: dict[str, Any] = {"dropout_p": 0.25, "enable_gqa": True, "scale": 0.4}
+
+    def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        tokens = (t.transpose(1, 2) for t in (q, k, v))
+        out: torch.Tensor = warpwave.attention(*tokens, mask=mask, dropout_p=0.25, softmax_scale=0.4)
+        return out.transpose(1, 2)
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask, **options)
+
+    with pytorch.sdpa():
+        results = drawn(call, *given)
+        compiled = drawn(torch.compile(call, backend="aot_eager", fullgraph=True), *given)
+    for found in (results, compiled):
+        torch.testing.assert_close(found, drawn(expected, *given))
+    q, k = (t.detach() for t in given[:2])
+    identity = torch.eye(48).expand(2, 2, 48, 48)
+    kept = pytorch.scaled_dot_product_attention(q, k, identity, mask, **options)  # v = 1: out is the probabilities
+    full = pytorch.scaled_dot_product_attention(q, k, identity, mask, **(options | {"dropout_p": 0.0}))
+    shown = (full > 0) & (kept > 0)
+    torch.testing.assert_close(kept[shown], full[shown] / 0.75)
+    share = 1 - float(shown.sum() / (full > 0).sum())
+    assert abs(share - 0.25) < 0.02  # of 12,000 pairs: five standard deviations
+
+
 def test_autocast_casts_as_torch_does(none_declined: None) -> None:
     given = tensors(SHAPES["4 axes"])
     with torch.autocast("cpu", torch.bfloat16):
@@ -119,7 +155,7 @@ def test_autocast_casts_as_torch_does(none_declined: None) -> None:
 def test_what_is_declined_is_counted_said_once_and_answered_by_torch(caplog: pytest.LogCaptureFixture) -> None:
     q, k, v = tensors(SHAPES["4 axes"])
     cases: list[tuple[str, Any]] = [
-        ("dropout_p", lambda f: f(q, k, v, None, 1.0)),
+        ("dropout_p", lambda f: f(q, k, v, None, 1.0)),  # warpwave's probabilities are less than 1
         ("the number of axes", lambda f: f(q[None], k[None], v[None])),
         ("the number of axes", lambda f: f(q[0], k, v)),
         ("a tensor subclass", lambda f: f(q, k, v, causal_lower_right(3, 6))),
@@ -361,8 +397,55 @@ def test_the_flash_operators_of_sdpa(is_causal: bool, overridden: None) -> None:
     assert out.stride() == given[0].stride() and lse.shape == (2, 4, 9)
     dout = torch.randn_like(out)
     torch.testing.assert_close(torch.autograd.grad(out, given, dout), torch.autograd.grad(torchs, given, dout))
-    with pytest.raises(warpwave.UnsupportedProblem, match="dropout_p"):
-        torch.ops.aten._scaled_dot_product_flash_attention(*given, 0.1, is_causal)
+
+
+def same_pairs_dropped(flash: Any, mine: Any, given: Any) -> None:
+    """Asserts that a flash operator and a call of warpwave that draw the same seed have the same results and gradients,
+    and that another seed has others."""
+    results: list[Any] = []
+    for call in (flash, mine, flash):
+        if call is not flash or not results:
+            torch.manual_seed(5)
+        out, lse = call()
+        results.append((out, lse, *torch.autograd.grad(out, given, torch.ones_like(out))))
+    torch.testing.assert_close(results[0], results[1])
+    assert not torch.equal(results[0][0], results[2][0]) and torch.equal(results[0][1], results[2][1])
+
+
+def test_the_flash_operators_keep_the_seed_of_dropout(overridden: None) -> None:
+    aten = torch.ops.aten
+    q, k, v = tensors(((2, 4, 9, 16),) * 3, grad=True)
+    same_pairs_dropped(
+        lambda: aten._scaled_dot_product_flash_attention(q, k, v, 0.3, True)[:2],
+        lambda: (
+            lambda out, lse: (out.transpose(1, 2), lse)
+        )(*warpwave.attention(*(t.transpose(1, 2) for t in (q, k, v)), causal=True, dropout_p=0.3, return_lse=True)),
+        (q, k, v),
+    )  # fmt: skip
+    (q, k, v), cu_q, cu_k = packed()
+    given = [t.requires_grad_() for t in (q, k, v)]
+    said: dict[str, Any] = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 5, "max_seqlen_k": 7}
+    same_pairs_dropped(
+        lambda: aten._flash_attention_forward(*given, cu_q, cu_k, 5, 7, 0.3, True, False)[:2],
+        lambda: warpwave.attention_varlen(*given, causal=True, dropout_p=0.3, return_lse=True, **said),
+        given,
+    )
+    dense = [t[None] for t in (q[:5], k[:7], v[:7])]
+    same_pairs_dropped(
+        lambda: aten._flash_attention_forward(*dense, None, None, 5, 7, 0.3, False, False, window_size_left=2)[:2],
+        lambda: warpwave.attention(*dense, window_size=(2, -1), dropout_p=0.3, return_lse=True),
+        given,
+    )
+    # What goes to the previous kernels would get gradients of other pairs, or has no dropout.
+    with pytest.raises(warpwave.UnsupportedProblem, match="return_debug_mask with dropout_p"):
+        aten._scaled_dot_product_flash_attention(*given, 0.3, True, True)
+    with pytest.raises(warpwave.UnsupportedProblem, match="seqused_k or block_table with dropout_p"):
+        aten._flash_attention_forward(*given, cu_q, cu_k, 5, 7, 0.3, True, False, seqused_k=cu_k.diff())
+    if hasattr(aten, "_flash_attention_forward_no_dropout_inplace"):
+        with torch.no_grad(), pytest.raises(warpwave.InvalidInput, match=r"dropout_p is 0\.3"):
+            aten._flash_attention_forward_no_dropout_inplace(
+                torch.empty_like(q), *given, cu_q, cu_k, 5, 7, 0.3, True, False
+            )
 
 
 def test_the_flash_operator_of_dense_calls(overridden: None) -> None:
@@ -399,7 +482,7 @@ def test_the_flash_operators_of_packed_calls_have_gradients(overridden: None) ->
 
 
 @pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="torch 2.10 finds no previous kernels")
-def test_dropout_goes_to_the_kernel_before() -> None:
+def test_a_debug_mask_goes_to_the_kernel_before() -> None:
     given = tensors(SHAPES["4 axes"])
     before = torch.library.Library("aten", "IMPL", "CPU")
     said: list[Any] = []
@@ -412,8 +495,8 @@ def test_dropout_goes_to_the_kernel_before() -> None:
     before.impl("_scaled_dot_product_flash_attention", previous, "CPU")
     handle = pytorch.override("CPU")
     operator = torch.ops.aten._scaled_dot_product_flash_attention
-    assert operator(*given, 0.5, True, False, scale=0.3)[0].unique().tolist() == [7.0]
-    assert said == [((0.5, True), 0.3)]  # torch omits arguments that equal their defaults
+    assert operator(*given, 0.0, True, True, scale=0.3)[0].unique().tolist() == [7.0]
+    assert said == [((0.0, True, True), 0.3)]
     torch.testing.assert_close(operator(*given, 0.0, False)[0], TORCHS(*given))
     assert len(said) == 1
     handle.remove()

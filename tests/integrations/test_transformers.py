@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'warpwave[integrations]'")
 
+import warpwave
 from tests.integrations.families import FAMILIES, PAGE, inputs_of, make, output, page_with_table, watched
 from warpwave import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.integrations import transformers as door
@@ -308,9 +309,44 @@ def test_what_is_unknown_is_refused() -> None:
             door.attend(layer, q, k, v, None, **{name: unknown[name]})
     with pytest.raises(InvalidType, match=r"attention_mask is .*64"):
         door.attend(layer, q, k, v, padding("left", 5))  # a tokenizer's
-    with pytest.raises(UnsupportedProblem, match="dropout is"):
-        door.attend(layer, q, k, v, None, dropout=0.1)
     door.attend(layer, q, k, v, None, position_ids=torch.arange(5)[None], use_cache=True, output_attentions=False)
+
+
+def test_dropout() -> None:
+    """Dropout reaches dense and packed calls, and none is left in evaluation."""
+    q, k, v = torch.randn(3, 1, 2, 13, 16)
+    layer = torch.nn.Module()
+    tokens = [t.transpose(1, 2) for t in (q, k, v)]
+    offsets: Any = torch.tensor([0, 5, 13], dtype=torch.int32)
+    both = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 8, "max_seqlen_k": 8}
+    packed = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 8, "max_length_k": 8}
+    calls: list[Any] = [
+        lambda: door.attend(layer, q, k, v, None, dropout=0.3)[0],
+        lambda: warpwave.attention(*tokens, causal=True, dropout_p=0.3),
+        lambda: door.attend(layer, q, k, v, None, dropout=0.3, **packed)[0],
+        lambda: warpwave.attention_varlen(*(t[0] for t in tokens), causal=True, dropout_p=0.3, **both)[None],
+    ]
+    found = []
+    for call in calls:
+        torch.manual_seed(0)
+        found.append(call())
+    torch.testing.assert_close(found[0], found[1])
+    torch.testing.assert_close(found[2], found[3])
+    assert not torch.equal(found[0], calls[0]())
+
+    model, inputs = make("BERT"), inputs_of("BERT")
+    for module in model.modules():
+        if isinstance(getattr(module, "dropout", None), torch.nn.Dropout) and hasattr(module, "is_causal"):
+            module.dropout.p = 0.3  # of attention probabilities alone
+    watching: list[dict[str, Any]] = []
+    with watched(watching):
+        model.train()
+        output(model, "warpwave", **inputs).square().mean().backward()
+        assert {call["dropout_p"] for call in watching} == {0.3}
+        model.eval()
+        watching.clear()
+        output(model, "warpwave", **inputs)
+        assert {call["dropout_p"] for call in watching} == {0.0}
 
 
 def test_names_that_transformers_interprets_are_refused() -> None:

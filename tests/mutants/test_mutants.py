@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -26,6 +27,9 @@ def parameters() -> list[Any]:
         marks = [] if mutant in NAMED else [pytest.mark.full]
         if mutant.needs_gpu:
             marks = [pytest.mark.gpu]
+        if mutant.needs_package:
+            missing = importlib.util.find_spec(mutant.needs_package) is None
+            marks.append(pytest.mark.skipif(missing, reason=f"{mutant.needs_package} is not installed"))
         found.append(pytest.param(mutant, marks=marks, id=mutant.name))
     return found
 

@@ -60,20 +60,22 @@ def options(
     }
 
 
-def for_training(dropout_p: float, deterministic: bool, tensors: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+def for_training(deterministic: bool, dropout_p: float = 0.0, returns_probabilities: bool = False) -> dict[str, Any]:
     """Returns the arguments of warpwave's calls for dropout and for gradients that repeat bit for bit.
 
+    Args:
+        deterministic: False leaves the choice to `torch.use_deterministic_algorithms`.
+        returns_probabilities: whether FlashAttention-2 would return the probabilities of a call with dropout.
+
     Raises:
-        UnsupportedProblem: warpwave has no dropout; and gradients repeat only where torch asks all operators for that.
+        UnsupportedProblem: the probabilities of a call with dropout, which warpwave never holds in memory.
     """
-    if dropout_p != 0.0:
-        raise UnsupportedProblem(f"dropout_p is {dropout_p}; attention has no dropout", {}, "dropout_p=0.0")
-    wants_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    if deterministic and wants_gradients and not torch.are_deterministic_algorithms_enabled():
+    if dropout_p and returns_probabilities:
         raise UnsupportedProblem(
-            "deterministic=True is no property of a single call", {}, "torch.use_deterministic_algorithms(True)"
-        )
-    return {}
+            f"return_attn_probs was given with dropout_p {dropout_p}; warpwave returns no probabilities", {},
+            "warpwave.attention(..., dropout_p=, return_lse=True) for the log-sum-exp",
+        )  # fmt: skip
+    return {"dropout_p": dropout_p, "deterministic": True if deterministic else None}
 
 
 def refuse(function: str, **given: Any) -> None:
@@ -92,19 +94,25 @@ def packed(
     cu_seqlens_k: Any,
     longest: tuple[int, int],
     said: dict[str, Any],
+    training: dict[str, Any],
     *,
     seqused_k: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Computes a packed call, on a paged cache if there is a table. With seqused_k or a table it has no gradients."""
+    """Computes a packed call, on a paged cache if there is a table. With seqused_k or a table it has neither gradients
+    nor dropout."""
     longest = (int(longest[0]), int(longest[1]))
     if seqused_k is None and table is None:
         return attention_varlen(
             q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=longest[0],
-            max_seqlen_k=longest[1], return_lse=return_lse, **said,
+            max_seqlen_k=longest[1], return_lse=return_lse, **said, **training,
         )  # fmt: skip
+    if training["dropout_p"]:
+        raise UnsupportedProblem(
+            f"{function}: dropout_p is {training['dropout_p']}; calls on a cache have no dropout", {}, "dropout_p=0.0"
+        )
     if cu_seqlens_k is None and (seqused_k is None or table is None):
         raise InvalidInput(f"{function}: cu_seqlens_k is None; the lengths of the keys must be given")
     used = cu_seqlens_k.diff() if seqused_k is None else seqused_k
@@ -251,14 +259,14 @@ def flash_attn_func(
     """Computes attention of (batch, seqlen, num_heads, head_dim) tensors; k and v may have fewer heads.
 
     Returns:
-        out; with return_attn_probs (out, lse, an empty tensor), as for a call without dropout.
+        out; with return_attn_probs (out, lse, an empty tensor).
 
     Raises:
-        UnsupportedProblem: dropout_p, or deterministic gradients, as in `for_training`.
+        UnsupportedProblem: return_attn_probs with dropout_p.
         InvalidInput, InvalidType: as `warpwave.attention`.
     """
     said = options(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    said |= for_training(dropout_p, deterministic, (q, k, v))
+    said |= for_training(deterministic, dropout_p, return_attn_probs)
     found = attention(q, k, v, return_lse=return_attn_probs, **said)
     return (*found, q.new_empty(0)) if return_attn_probs else found
 
@@ -321,15 +329,18 @@ def flash_attn_varlen_func(
     """Computes attention of packed sequences: (total, num_heads, head_dim) tensors and int32 (batch + 1,) offsets.
 
     With block_table, int32 (batch, pages), k and v are pools of pages, (num_pages, page_size, num_heads_kv, head_dim),
-    the lengths of the keys are the differences of cu_seqlens_k, and there are no gradients.
+    the lengths of the keys are the differences of cu_seqlens_k, and there are neither gradients nor dropout.
 
     Returns:
         out; with return_attn_probs (out, lse, an empty tensor).
+
+    Raises:
+        UnsupportedProblem: dropout_p with return_attn_probs or block_table.
     """
     said = options(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    said |= for_training(dropout_p, deterministic, (q, k, v))
+    training = for_training(deterministic, dropout_p, return_attn_probs)
     found = packed(
-        "flash_attn_varlen_func", q, k, v, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), said,
+        "flash_attn_varlen_func", q, k, v, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), said, training,
         table=block_table, return_lse=return_attn_probs,
     )  # fmt: skip
     return (*found, q.new_empty(0)) if return_attn_probs else found

@@ -58,7 +58,7 @@ def flash_attn_func(
         "flash_attn_func", qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         attention_chunk=attention_chunk,
     )  # fmt: skip
-    said = options(softmax_scale, causal, window_size, softcap) | for_training(0.0, deterministic, (q, k, v))
+    said = options(softmax_scale, causal, window_size, softcap) | for_training(deterministic)
     return attention(q, k, v, return_lse=return_attn_probs, **said)
 
 
@@ -135,10 +135,10 @@ def flash_attn_varlen_func(
         "flash_attn_varlen_func", seqused_q=seqused_q, qv=qv, q_descale=q_descale, k_descale=k_descale,
         v_descale=v_descale, attention_chunk=attention_chunk,
     )  # fmt: skip
-    said = options(softmax_scale, causal, window_size, softcap) | for_training(0.0, deterministic, (q, k, v))
     return packed(
-        "flash_attn_varlen_func", q, k, v, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), said,
-        seqused_k=seqused_k, return_lse=return_attn_probs,
+        "flash_attn_varlen_func", q, k, v, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k),
+        options(softmax_scale, causal, window_size, softcap), for_training(deterministic), seqused_k=seqused_k,
+        return_lse=return_attn_probs,
     )  # fmt: skip
 
 

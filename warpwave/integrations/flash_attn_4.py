@@ -57,8 +57,7 @@ def flash_attn_func(
         mask_block_cnt=mask_block_cnt, mask_block_idx=mask_block_idx, block_size=block_size,
     )  # fmt: skip
     said = options(softmax_scale, causal, window_size, softcap, sinks=learnable_sink)
-    said |= for_training(0.0, deterministic, (q, k, v))
-    found = attention(q, k, v, return_lse=return_lse, **said)
+    found = attention(q, k, v, return_lse=return_lse, **said, **for_training(deterministic))
     return found if return_lse else (found, None)
 
 
@@ -109,7 +108,6 @@ def flash_attn_varlen_func(
         cu_total_n_blocks=cu_total_n_blocks, aux_tensors=aux_tensors,
     )  # fmt: skip
     said = options(softmax_scale, causal, window_size, softcap, sinks=learnable_sink)
-    said |= for_training(0.0, deterministic, (q, k, v))
     if cu_seqlens_q is None:
         refuse(f"{function} without cu_seqlens_q", cu_seqlens_k=cu_seqlens_k)
     if cu_seqlens_q is None or (cu_seqlens_k is None and page_table is None):
@@ -127,7 +125,8 @@ def flash_attn_varlen_func(
             tokens_k if max_seqlen_k is None else max_seqlen_k,
         )
         found = packed(
-            function, q, k, v, cu_seqlens_q, cu_seqlens_k, longest, said, seqused_k=seqused_k, table=page_table,
-            num_splits=num_splits if num_splits > 1 else None, return_lse=return_lse,
+            function, q, k, v, cu_seqlens_q, cu_seqlens_k, longest, said, for_training(deterministic),
+            seqused_k=seqused_k, table=page_table, num_splits=num_splits if num_splits > 1 else None,
+            return_lse=return_lse,
         )  # fmt: skip
     return found if return_lse else (found, None)

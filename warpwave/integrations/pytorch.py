@@ -30,8 +30,9 @@ from warpwave.api import attention, attention_varlen, attention_with_kv_cache
 from warpwave.checks import LARGEST, Options
 from warpwave.errors import InvalidInput, UnsupportedProblem
 from warpwave.integrations import caches
+from warpwave.kernels import dropout
 from warpwave.kv_cache import CacheLayer
-from warpwave.problem import Causal, Operands
+from warpwave.problem import AnyOperands, Causal, DropoutOperands, Operands
 
 __all__ = ["declined", "register", "scaled_dot_product_attention", "sdpa", "varlen_attn"]
 
@@ -75,7 +76,9 @@ def scaled_dot_product_attention(
         value: (batch, num_heads_kv, seqlen_k, head_dim_v).
         attn_mask: boolean, True = visible, or a float that is added to the scores; broadcastable to (batch,
             num_heads_q, seqlen_q, seqlen_k).
-        dropout_p: a call with dropout is declined.
+        dropout_p: probability with which each attention probability is set to 0; from 1 on the call is declined. A
+            call with dropout draws a seed from torch's generator, but drops other pairs than torch's kernels
+            (docs/guide/dropout.md).
         is_causal: query i sees keys `j <= i`, whatever the lengths: aligned to the first key.
         scale: 1/sqrt(head_dim) if None.
         enable_gqa: whether num_heads_q may be a multiple of num_heads_kv.
@@ -118,6 +121,7 @@ def scaled_dot_product_attention(
         mask=attn_mask if boolean else None,
         bias=None if boolean else attn_mask,
         softmax_scale=scale,
+        dropout_p=dropout_p,
     ).transpose(1, 2)
     return out[:, 0] if without_heads else out
 
@@ -140,7 +144,7 @@ def _why_not(
         return "the device"
     if query.dtype not in _FLOATS or key.dtype != query.dtype or value.dtype != query.dtype:
         return "the dtypes"
-    if dropout_p != 0.0:
+    if not (isinstance(dropout_p, (int, float)) and 0.0 <= dropout_p < 1.0):
         return "dropout_p"
     if scale is not None and not (isinstance(scale, (int, float)) and abs(scale) <= LARGEST):
         return "the scale"
@@ -323,6 +327,8 @@ def _varlen(
     block_table: torch.Tensor | None,
     num_splits: int | None,
     return_lse: bool,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
 ) -> Any:
     if block_table is not None and seqused_k is None:
         raise InvalidInput("block_table was given without seqused_k, the number of tokens of each sequence")
@@ -331,7 +337,8 @@ def _varlen(
     if seqused_k is None:
         return attention_varlen(
             query, key, value, cu_seqlens_q=cu_seq_q, cu_seqlens_k=cu_seq_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
-            window_size=window_size, softmax_scale=scale, return_lse=return_lse,
+            window_size=window_size, softmax_scale=scale, dropout_p=dropout_p, dropout_seed=dropout_seed,
+            return_lse=return_lse,
         )  # fmt: skip
     if block_table is None:
         key, value, block_table = caches.tokens(key, value, cu_seq_k[:-1], max_k)
@@ -395,9 +402,10 @@ _OPERATORS = (
 
 
 class _Overrides:
-    """The kernels of torch's flash operators. Calls with dropout, a debug mask or ALiBi go to the previous kernels.
+    """The kernels of torch's flash operators. Calls with a debug mask or ALiBi go to the previous kernels.
 
-    They run below torch's autograd, which calls the backward operators with what the forward ones returned.
+    They run below torch's autograd, which calls the backward operators with what the forward ones returned. The random
+    state of a call with dropout is warpwave's seed, with the dtype and shape of torch's own on CUDA: uint64, (2,).
     """
 
     def __init__(self, device: str) -> None:
@@ -408,8 +416,12 @@ class _Overrides:
                 with contextlib.suppress(RuntimeError):  # the device has none
                     self.previous[name] = find(getattr(torch.ops.aten, name).default, device)
 
-    def _call_previous(self, name: str, reason: str, keyset: Any, arguments: Sequence[Any], named: Any) -> Any:
-        if name not in self.previous:
+    def _call_previous(
+        self, name: str, reason: str, dropout_p: float, keyset: Any, arguments: Sequence[Any], named: Any
+    ) -> Any:
+        if dropout_p != 0.0:  # the backward, which is warpwave's, would drop other pairs than the previous kernel
+            reason += " with dropout_p"
+        if dropout_p != 0.0 or name not in self.previous:
             raise UnsupportedProblem(
                 f"aten::{name}: warpwave takes no {reason}", {}, "torch.nn.attention.restore_flash_attention_impl()"
             )
@@ -420,15 +432,17 @@ class _Overrides:
         return_debug_mask: bool = False, *, scale: float | None = None,
     ) -> Any:  # fmt: skip
         """(batch, heads, seqlen, head_dim) tensors; out has the memory layout of the query."""
-        if reason := _beyond(dropout_p, return_debug_mask):
+        if return_debug_mask:
             given = (query, key, value, dropout_p, is_causal, return_debug_mask)
-            return self._call_previous(_OPERATORS[3], reason, keyset, given, {"scale": scale})
+            return self._call_previous(_OPERATORS[3], "return_debug_mask", dropout_p, keyset, given, {"scale": scale})
+        seed = _seed(dropout_p, query)
         with torch.no_grad():
             out, lse = attention(
                 *(t.transpose(1, 2) for t in (query, key, value)),
-                causal=is_causal, softmax_scale=scale, return_lse=True,
+                causal=is_causal, softmax_scale=scale, dropout_p=dropout_p, dropout_seed=seed, return_lse=True,
             )  # fmt: skip
-        return _in_layout(out.transpose(1, 2), query), lse, None, None, query.shape[2], key.shape[2], *_unused(query)
+        out = _in_layout(out.transpose(1, 2), query)
+        return out, lse, None, None, query.shape[2], key.shape[2], *_random_state(seed, query)
 
     def scaled_dot_product_flash_attention_backward(
         self, keyset: Any, grad_out: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, cum_seq_q: Any,
@@ -436,13 +450,9 @@ class _Overrides:
         philox_offset: Any, *, scale: float | None = None,
     ) -> Any:  # fmt: skip
         """The gradients of (batch, heads, seqlen, head_dim) tensors."""
-        if reason := _beyond(dropout_p):
-            given = (grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
-                     is_causal, philox_seed, philox_offset)  # fmt: skip
-            return self._call_previous(_OPERATORS[4], reason, keyset, given, {"scale": scale})
         grad_out, query, key, value, out = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
-        options = Options(causal="bottom_right" if is_causal else "", softmax_scale=scale)
-        grads = _gradients(grad_out, out, logsumexp, Operands(query, key, value), options)
+        options = Options(causal="bottom_right" if is_causal else "", softmax_scale=scale, dropout_p=dropout_p)
+        grads = _gradients(grad_out, out, logsumexp, Operands(query, key, value), philox_seed, options)
         return tuple(grad.transpose(1, 2) for grad in grads)
 
     def flash_attention_forward(
@@ -452,7 +462,8 @@ class _Overrides:
         alibi_slopes: Any = None, block_table: Any = None, num_splits: int | None = None,
     ) -> Any:  # fmt: skip
         """(batch, seqlen, heads, head_dim) tensors, or packed ones with offsets."""
-        if reason := _beyond(dropout_p, return_debug_mask, alibi_slopes):
+        on_cache_with_dropout = dropout_p != 0.0 and (seqused_k is not None or block_table is not None)
+        if reason := _beyond(return_debug_mask, alibi_slopes, on_cache_with_dropout):
             given = (query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask)
             said = {
                 "scale": scale, "window_size_left": window_size_left, "window_size_right": window_size_right,
@@ -460,18 +471,23 @@ class _Overrides:
             }  # fmt: skip
             later = {"block_table": block_table, "num_splits": num_splits}  # arguments from torch 2.13 on
             said |= {name: argument for name, argument in later.items() if argument is not None}
-            return self._call_previous(_OPERATORS[0], reason, keyset, given, said)
+            return self._call_previous(_OPERATORS[0], reason, dropout_p, keyset, given, said)
+        seed = _seed(dropout_p, query)
         out, lse = _flash_forward(
-            query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, scale,
+            query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, seed, scale,
             _window(window_size_left, window_size_right, is_causal), seqused_k, block_table, num_splits,
         )  # fmt: skip
-        return out, lse, *_unused(query)
+        return out, lse, *_random_state(seed, query)
 
     def flash_attention_forward_no_dropout_inplace(
-        self, keyset: Any, out: Any, query: Any, key: Any, value: Any, *arguments: Any, **named: Any
-    ) -> Any:
+        self, keyset: Any, out: Any, query: Any, key: Any, value: Any, cum_seq_q: Any, cum_seq_k: Any, max_q: int,
+        max_k: int, dropout_p: float, *arguments: Any, **named: Any,
+    ) -> Any:  # fmt: skip
         """Writes out and returns the log-sum-exp."""
-        found, lse, *_ = self.flash_attention_forward(keyset, query, key, value, *arguments, **named)
+        if dropout_p != 0.0:
+            raise InvalidInput(f"aten::{_OPERATORS[1]}: dropout_p is {dropout_p}; it must be 0")
+        given = (query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p)
+        found, lse, *_ = self.flash_attention_forward(keyset, *given, *arguments, **named)
         out.copy_(found)
         return lse
 
@@ -481,28 +497,21 @@ class _Overrides:
         scale: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None,
     ) -> Any:  # fmt: skip
         """The gradients of `flash_attention_forward`'s tensors."""
-        if reason := _beyond(dropout_p):
-            given = (grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
-                     is_causal, rng_state, unused)  # fmt: skip
-            said = {
-                "scale": scale, "window_size_left": window_size_left, "window_size_right": window_size_right,
-            }  # fmt: skip
-            return self._call_previous(_OPERATORS[2], reason, keyset, given, said)
         left, right = _window(window_size_left, window_size_right, is_causal)
-        options = Options(window_left=left, window_right=right, softmax_scale=scale)
+        options = Options(window_left=left, window_right=right, softmax_scale=scale, dropout_p=dropout_p)
         if cum_seq_q is not None:
             options = options._replace(max_seqlen_q=max_q, max_seqlen_k=max_k)
         operands = Operands(query, key, value, cu_seqlens_q=cum_seq_q, cu_seqlens_k=cum_seq_k)
-        return _gradients(grad_out, out, logsumexp, operands, options)
+        return _gradients(grad_out, out, logsumexp, operands, rng_state, options)
 
 
-def _beyond(dropout_p: float, return_debug_mask: bool = False, alibi_slopes: Any = None) -> str:
+def _beyond(return_debug_mask: bool, alibi_slopes: Any, on_cache_with_dropout: bool) -> str:
     """Returns what warpwave does not take of a call of a flash operator; empty if it takes the call."""
-    if dropout_p != 0.0:
-        return "dropout_p"
     if return_debug_mask:
         return "return_debug_mask"
-    return "" if alibi_slopes is None else "alibi_slopes"
+    if alibi_slopes is not None:
+        return "alibi_slopes"
+    return "seqused_k or block_table" if on_cache_with_dropout else ""
 
 
 def _window(left: int | None, right: int | None, is_causal: bool) -> tuple[int, int]:
@@ -511,27 +520,37 @@ def _window(left: int | None, right: int | None, is_causal: bool) -> tuple[int, 
 
 
 def _flash_forward(
-    query: Any, key: Any, value: Any, cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int, is_causal: bool,
-    scale: float | None, window: tuple[int, int], seqused_k: Any, block_table: Any, num_splits: int | None,
+    query: Any, key: Any, value: Any, cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float,
+    seed: torch.Tensor | None, scale: float | None, window: tuple[int, int], seqused_k: Any, block_table: Any,
+    num_splits: int | None,
 ) -> Any:  # fmt: skip
     with torch.no_grad():
         if cum_seq_q is not None:
             return _varlen(
                 query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, scale, window, seqused_k, block_table,
-                num_splits, True,
+                num_splits, True, dropout_p, seed,
             )  # fmt: skip
         if seqused_k is not None or block_table is not None:
             raise UnsupportedProblem(
                 "aten::_flash_attention_forward: seqused_k and block_table need packed queries", {}, "cum_seq_q"
             )
-        return attention(query, key, value, window_size=window, softmax_scale=scale, return_lse=True)
+        return attention(
+            query, key, value, window_size=window, softmax_scale=scale, dropout_p=dropout_p, dropout_seed=seed,
+            return_lse=True,
+        )  # fmt: skip
 
 
-def _gradients(dout: Any, out: Any, lse: Any, operands: Operands, options: Options) -> tuple[torch.Tensor, ...]:
-    """Returns the gradients of q, k and v from the results of the forward."""
+def _gradients(
+    dout: Any, out: Any, lse: Any, operands: Operands, random_state: torch.Tensor, options: Options
+) -> tuple[torch.Tensor, ...]:
+    """Returns the gradients of q, k and v from the results of the forward, its random state included."""
     wanted = [name in ("q", "k", "v") for name in autograd.DIFFERENTIABLE_NAMES]
     options = options._replace(return_lse=True, needs_grad=True)
-    found = autograd.operator_gradients(dout, None, out, lse, wanted, operands, options, "auto")
+    given: AnyOperands = operands
+    if options.dropout_p:
+        given = DropoutOperands(*operands, random_state.view(torch.int64))
+    tensors = autograd.schema_tensors(given)
+    found = autograd.operator_gradients(dout, None, out, lse, wanted, tensors, options, "auto")
     return tuple(grad for grad in found[:3] if grad is not None)
 
 
@@ -543,7 +562,12 @@ def _in_layout(out: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(query).copy_(out)
 
 
-def _unused(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the random state, its offset and the debug mask of a call without dropout."""
-    state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+def _seed(dropout_p: float, query: torch.Tensor) -> torch.Tensor | None:
+    """Returns a new seed for a call with dropout, None for a call without."""
+    return dropout.draw_seed(query.device) if dropout_p else None
+
+
+def _random_state(seed: torch.Tensor | None, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the random state of a call, a number that is not used, and no debug mask."""
+    state = torch.zeros(2, dtype=torch.uint64, device=query.device) if seed is None else seed.view(torch.uint64)
     return state, torch.zeros((), dtype=torch.uint64, device=query.device), query.new_empty(0)

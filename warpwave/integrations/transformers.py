@@ -8,8 +8,8 @@
 
 A model's attention is two functions under one name. `make_mask` describes a mask: plain causal and bidirectional masks,
 windows, padding and packed documents stay descriptions of the size of a row; any other mask is built as a tensor, as
-for `sdpa`. `attend` computes attention with it. Dropout, continuous batching and returned attention weights are
-refused, and so is every argument that `attend` does not know.
+for `sdpa`. `attend` computes attention with it. Continuous batching and returned attention weights are refused, and so
+is every argument that `attend` does not know.
 """
 
 from __future__ import annotations
@@ -287,6 +287,7 @@ def attend(
         key, value: (batch, num_heads_kv, seqlen_k, head_dim or head_dim_v).
         attention_mask: what `make_mask` returned, or a float mask (batch, 1 or num_heads_q, seqlen_q, seqlen_k) that is
             added to the scores.
+        dropout: probability of dropout; models pass 0 outside of training.
         scaling: 1/sqrt(head_dim) if None.
         sliding_window: keys that a query sees, its own included. Read only for a padding mask that is not
             `make_mask`'s: its masks hold their window.
@@ -298,13 +299,15 @@ def attend(
         (batch, seqlen_q, num_heads_q, head_dim_v), and None for the attention weights.
 
     Raises:
-        UnsupportedProblem: dropout, a mask or a position_bias beside packed documents, or an unknown argument.
+        UnsupportedProblem: a mask or a position_bias beside packed documents, or an unknown argument.
         InvalidType: a mask of integers that `make_mask` did not make.
     """
-    _check(dropout, others)
+    _check(others)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    said: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap, "sinks": _sinks(s_aux, query)}
+    said: dict[str, Any] = {
+        "softmax_scale": scaling, "softcap": softcap, "sinks": _sinks(s_aux, query), "dropout_p": dropout,
+    }  # fmt: skip
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     pattern = None
     if attention_mask is not None and not torch.compiler.is_compiling():
@@ -363,12 +366,8 @@ def _is_visible_or_added(mask: torch.Tensor) -> bool:
     raise InvalidType(f"attention_mask is {mask.dtype} with {mask.dim()} axes; it must be what the mask function made")
 
 
-def _check(dropout: float, others: Mapping[str, Any]) -> None:
+def _check(others: Mapping[str, Any]) -> None:
     """Raises UnsupportedProblem for what would be computed without one of the model's arguments."""
-    if dropout:
-        raise UnsupportedProblem(
-            f"dropout is {dropout}; attention has no dropout", {}, "attention dropout of 0 in the model's config"
-        )
     for name, argument in others.items():
         if name not in NO_EFFECT and argument is not None and argument is not False:
             raise UnsupportedProblem(f"the model passes {name}, which warpwave does not know", {}, "another model")
