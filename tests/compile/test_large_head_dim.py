@@ -39,8 +39,6 @@ SPILL_BOUNDS = {
 SAMPLE = [
     ("large_head_dim", "bfloat16", 512, "causal"),
     ("three_kernel", "bfloat16", 320, "causal"),  # fused where two accumulators have room
-]
-SAMPLE_OF_FEW = [
     ("large_head_dim", "bfloat16", 576, "decode, latent in pages"),
     ("three_kernel", "bfloat16", 1024, "causal"),
     ("three_kernel", "float32", 1024, "plain"),
@@ -85,8 +83,7 @@ def compile_and_check(points: list[tuple[str, str, int, str]], archs: tuple[str,
 
 
 def test_sample_compiles_within_limits() -> None:
-    compile_and_check(SAMPLE, TARGETS)
-    compile_and_check(SAMPLE_OF_FEW, ("sm_86", "sm_90", "gfx942"))
+    compile_and_check(SAMPLE, ("sm_86", "sm_90", "gfx942"))
 
 
 @pytest.mark.full

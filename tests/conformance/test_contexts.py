@@ -17,6 +17,7 @@ from tests.conformance.cases import PLAIN, Call, Case
 from tests.conformance.gates import forward_references, judge_forward
 from tests.conformance.harness import DEVICE, ON_GPU, bits, each_kernel
 from tests.conformance.test_gradients import differentiate, upstream
+from tests.conformance.test_gradients import each_kernel as each_forward
 from tests.conformance.test_gradients import refuses as refuses_gradients
 from warpwave.kernels import torch_products
 
@@ -50,7 +51,7 @@ def test_autocast_changes_no_bit(dtype: torch.dtype, case: Case, kernel: str, re
     assert bits(*got) == bits(*expected)
 
 
-@each_kernel
+@each_forward
 @each_case
 @each_dtype
 def test_autocast_changes_no_gradient(
