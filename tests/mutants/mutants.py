@@ -740,7 +740,7 @@ HOPPER = [
         "test_pairs.py::test_packed_equals_single_calls", "hopper", "bits(", needs_gpu=True,
     ),
     Mutant(
-        "Hopper: both rows of a thread hidden by the first's bits", "kernels/hopper/flash_fwd/mask_bias.py",
+        "Hopper: both rows of a thread hidden by the first's bits", "kernels/hopper/words.py",
         "and.b32 t, ${2 * n + (i & 2)}", "and.b32 t, ${2 * n + 0 * i}",
         "test_probes.py::test_count", "hopper and mask", "torch.equal", needs_gpu=True,
     ),
