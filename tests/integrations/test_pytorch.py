@@ -388,11 +388,11 @@ def test_varlen_attn_on_a_cache(overridden: None) -> None:
         pytorch.varlen_attn(q, k, v, cu_q, cu_k, 5, 7)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_the_flash_operators_of_sdpa(is_causal: bool, overridden: None) -> None:
+@pytest.mark.parametrize(("is_causal", "scale"), [(False, 0.3), (True, 0.3), (False, -0.3)])
+def test_the_flash_operators_of_sdpa(is_causal: bool, scale: float, overridden: None) -> None:
     given = tensors(((2, 4, 9, 16),) * 3, grad=True)
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*given, 0.0, is_causal, False, scale=0.3)
-    torchs = TORCHS(*(*given, None, 0.0, is_causal), scale=0.3)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*given, 0.0, is_causal, False, scale=scale)
+    torchs = TORCHS(*(*given, None, 0.0, is_causal), scale=scale)
     torch.testing.assert_close(out, torchs)
     assert out.stride() == given[0].stride() and lse.shape == (2, 4, 9)
     dout = torch.randn_like(out)

@@ -531,6 +531,20 @@ def test_explain_shows_both_arguments() -> None:
             warpwave.explain(warpwave.explain(q, k, v).problem, **wrong)
 
 
+def test_explain_on_hopper_names_kernels_with_dropout() -> None:
+    from warpwave.workbench.hardware import catalog
+
+    problem = AttentionProblem(
+        batch=1, seqlen_q=512, seqlen_k=512, num_heads_q=2, num_heads_kv=2, head_dim=64, head_dim_v=64,
+        dtype="bfloat16", softmax_scale=0.125, dropout_p=0.1, requires_grad=True,
+    )  # fmt: skip
+    found = warpwave.explain(problem, gpu=catalog.resolve("h200"))
+    assert (found.kernel, found.gradients) == ("flash_fwd", "flash_bwd") and found.backward is not None
+    assert found.reasons["hopper/flash_fwd"] == ["it has no dropout; flash_fwd has"]
+    assert found.backward.reasons["hopper/flash_bwd"] == ["it has no dropout; flash_bwd has"]
+    assert "predicted  none: the model does not count the random numbers of dropout" in str(found)
+
+
 def test_samples_of_rows_are_not_compared() -> None:
     from warpwave.workbench.bench.correctness import Sample
     from warpwave.workbench.bench.inputs import call_arguments, make_operands

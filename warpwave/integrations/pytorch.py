@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from warpwave import autograd
 from warpwave.api import attention, attention_varlen, attention_with_kv_cache
-from warpwave.checks import LARGEST, Options
+from warpwave.checks import LARGEST, Options, with_positive_scale
 from warpwave.errors import InvalidInput, UnsupportedProblem
 from warpwave.integrations import caches
 from warpwave.kernels import dropout
@@ -545,13 +545,15 @@ def _gradients(
 ) -> tuple[torch.Tensor, ...]:
     """Returns the gradients of q, k and v from the results of the forward, its random state included."""
     wanted = [name in ("q", "k", "v") for name in autograd.DIFFERENTIABLE_NAMES]
-    options = options._replace(return_lse=True, needs_grad=True)
-    given: AnyOperands = operands
+    q, scale = with_positive_scale(operands.q, options.softmax_scale)  # as in the forward
+    options = options._replace(return_lse=True, needs_grad=True, softmax_scale=scale)
+    given: AnyOperands = operands._replace(q=q)
     if options.dropout_p:
-        given = DropoutOperands(*operands, random_state.view(torch.int64))
+        given = DropoutOperands(*given[:9], random_state.view(torch.int64))
     tensors = autograd.schema_tensors(given)
     found = autograd.operator_gradients(dout, None, out, lse, wanted, tensors, options, "auto")
-    return tuple(grad for grad in found[:3] if grad is not None)
+    dq, dk, dv = (grad for grad in found[:3] if grad is not None)
+    return dq if q is operands.q else -dq, dk, dv
 
 
 def _in_layout(out: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

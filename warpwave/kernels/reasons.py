@@ -43,9 +43,9 @@ def of_gradients(problem: AttentionProblem, reason: str = NO_GRADIENTS) -> list[
     return [reason] if problem.requires_grad else []
 
 
-def of_dropout(problem: AttentionProblem) -> list[str]:
-    """Returns the reason of a kernel without dropout if the call has it."""
-    return ["it has no dropout; flash_fwd has"] if problem.dropout_p else []
+def of_dropout(problem: AttentionProblem, other: str = "flash_fwd") -> list[str]:
+    """Returns the reason of a kernel without dropout if the call has it, naming a kernel with dropout."""
+    return [f"it has no dropout; {other} has"] if problem.dropout_p else []
 
 
 def of_widths(problem: AttentionProblem, most: int, why: str) -> list[str]:

@@ -246,7 +246,7 @@ def test_a_measured_time_is_the_product_of_its_losses(passes: str) -> None:
     ("options", "message"),
     [
         ({"passes": "gradients", "measured_us": 1.0}, "passes is 'gradients'; it must be one of"),
-        ({"passes": "backward"}, "so give measured_us too"),
+        ({"passes": "backward"}, "give measured_us too"),
         ({"passes": "both", "record": Path("r.jsonl")}, "a record of bench holds times of forwards"),
         ({"passes": "backward", "measured_us": 10.0}, "takes less than"),
     ],

@@ -337,7 +337,7 @@ def _check_passes(passes: str, problem: AttentionProblem, measured_us: float | N
     if record is not None:
         raise InvalidInput(f"passes is {passes!r}, and a record of bench holds times of forwards; give measured_us")
     if measured_us is None:
-        raise InvalidInput(f"passes is {passes!r}; it says what measured_us is the time of, so give measured_us too")
+        raise InvalidInput(f"passes is {passes!r}; give measured_us too, the time of these passes")
     if not problem.requires_grad:
         raise InvalidInput(f"passes is {passes!r}, and the call has no gradients; let its inputs require them")
 

@@ -60,6 +60,8 @@ def _head(said: Explanation) -> Iterator[str]:
     yield from wrapped(verdict(said), "bound by   ")
     if said.prediction is not None:
         yield from wrapped(foreseen(said.prediction), "predicted  ")
+    elif said.problem.dropout_p and said.kernel is not None:
+        yield "predicted  none: the model does not count the random numbers of dropout"
     if said.accuracy is not None:
         yield from wrapped(_accuracy(said.accuracy), "accuracy   ")
 
