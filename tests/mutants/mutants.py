@@ -581,17 +581,17 @@ OTHERS = [
     Mutant(
         "a graph that the driver refuses is taken as started", "runtime/graphs.py",
         "elif start(graph, stream):", "elif start(graph, stream) < 0:",
-        "../test_series.py::test_a_capture_a_profiler_and_a_refusal_have_kernels_one_by_one", "", "assert",
+        "../test_graphs.py::test_a_capture_a_profiler_and_a_refusal_have_kernels_one_by_one", "", "assert",
     ),
     Mutant(
         "graphs make room for each other all the time", "runtime/graphs.py",
         "if self._missed < ANEW_AFTER:", "if self._missed < 1:",
-        "../test_series.py::test_graphs_stay_bounded_and_are_destroyed", "", "assert",
+        "../test_graphs.py::test_graphs_stay_bounded_and_are_destroyed", "", "assert",
     ),
     Mutant(
         "launches run while their graph is made", "runtime/driver.py",
         "            here.stream = stream\n", "            here.stream = here.stream\n",
-        "../test_series.py::test_what_comes_again_starts_as_one", "", "assert",
+        "../test_graphs.py::test_what_comes_again_starts_as_one", "", "assert",
     ),
     Mutant(
         "compiles while a graph is captured", "runtime/launch.py",

@@ -78,8 +78,7 @@ from warpwave.kernels.split_kv.config import (
 )
 from warpwave.kernels.split_kv.device import split_kv_kernel
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands, by_kind
-from warpwave.runtime import graphs as series
-from warpwave.runtime import launch, scratch
+from warpwave.runtime import graphs, launch, scratch
 from warpwave.runtime.tensor_maps import MapPlan
 
 NAME = "split_kv"
@@ -173,9 +172,9 @@ class Binder:
                     self._known.clear()
                 self._known[key] = _OfClass(family, next(iter(families), None), maps, stride_unit(operands))
             return behind(straight, _running(allocate, workspace, attend, merge))
-        between = series.Between("acc state", partials.needs(problem, num_parts(config)), device)
+        between = graphs.Between("acc state", partials.needs(problem, num_parts(config)), device)
         others = " ".join(operands._fields[3:])
-        attend_and_merge = series.bind(
+        attend_and_merge = graphs.bind(
             f"q k v out lse {others}",
             between,
             (attend, f"q k v out lse acc state {others}"),

@@ -15,8 +15,7 @@ from warpwave.kernels.three_kernel.hopper_products import hopper_scores_kernel, 
 from warpwave.kernels.three_kernel.plan import Chunk, Plan, Workspace, key_tiles_before
 from warpwave.kernels.three_kernel.statistics import MOST_TILES, ROWS, chunk_statistics_kernel
 from warpwave.problem import AttentionProblem, Operands
-from warpwave.runtime import graphs as series
-from warpwave.runtime import launch, tensor_maps
+from warpwave.runtime import graphs, launch, tensor_maps
 from warpwave.runtime.tensor_maps import MapPlan
 from warpwave.runtime.triton_or_stub import NO_TRITON
 
@@ -154,7 +153,7 @@ def launches(
     )
 
 
-def bind(*arguments: Any) -> tuple[series.Step, series.Step, series.Step]:
+def bind(*arguments: Any) -> tuple[graphs.Step, graphs.Step, graphs.Step]:
     """Returns the compiled launches, each with the names of its arguments."""
     of_scores, of_statistics, of_values = launches(*arguments)
     return (

@@ -68,8 +68,7 @@ from warpwave.kernels.three_kernel.plan import (
 )
 from warpwave.kernels.torch_products import plainly
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
-from warpwave.runtime import graphs as series
-from warpwave.runtime import launch, scratch
+from warpwave.runtime import graphs, launch, scratch
 
 __all__ = [
     "NAME",
@@ -123,7 +122,7 @@ def bind(
             return out, lse
 
         return run_with_torch
-    chunks = [series.bind(GIVEN, between, *calls.steps.values()) for calls in parts.chunks]
+    chunks = [graphs.bind(GIVEN, between, *calls.steps.values()) for calls in parts.chunks]
 
     def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         operands = straight(operands)
@@ -162,7 +161,7 @@ class ChunkCalls(NamedTuple):
     """The calls that compute one chunk. A stage without a launch is torch's, or part of an epilogue."""
 
     chunk: Chunk
-    steps: dict[str, series.Step]  # by stage, in order
+    steps: dict[str, graphs.Step]  # by stage, in order
     launches: dict[str, Callable[..., None]]  # by stage: all launches of the chunk
     score_products: list[library.Product]
     # For each piece of torch's second product: its calls, and the launch that scales the sums if they are sums.
@@ -181,7 +180,7 @@ class Bound(NamedTuple):
 
     straight: Callable[[Operands], Operands]
     allocate: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
-    between: series.Between
+    between: graphs.Between
     chunks: list[ChunkCalls]
 
 
@@ -203,7 +202,7 @@ def _bind(problem: AttentionProblem, operands: Operands, config: Config) -> Boun
         out, lse = allocate()
         workspace = allocate_workspace(problem, config, cut, device)
         calls = list(_calls(problem, gpu, straight(operands), out, lse, config, cut, workspace))
-    between = series.Between(LEFT, needs(problem, config, cut), device, partial(named, problem, config, cut))
+    between = graphs.Between(LEFT, needs(problem, config, cut), device, partial(named, problem, config, cut))
     return Bound(straight, allocate, between, calls)
 
 
@@ -239,8 +238,8 @@ def _calls(problem: AttentionProblem, gpu: Gpu, operands: Operands, out: Any, ls
     """Yields everything compiled, and torch's calls as views that only need a pointer."""
     q, k, v = operands[:3]
 
-    def with_steps(chunk: Chunk, steps: dict[str, series.Step], *products: Any) -> ChunkCalls:
-        launches = {stage: series.in_turn(f"{GIVEN} {LEFT}", step) for stage, step in steps.items()}
+    def with_steps(chunk: Chunk, steps: dict[str, graphs.Step], *products: Any) -> ChunkCalls:
+        launches = {stage: graphs.in_turn(f"{GIVEN} {LEFT}", step) for stage, step in steps.items()}
         return ChunkCalls(chunk, steps, launches, *products)
 
     if config.scores == "hopper":

@@ -52,8 +52,7 @@ from warpwave.kernels.hopper.parts import FREE_BARRIERS, ROWS, Ring, barriers, b
 from warpwave.kernels.hopper.visible import Rules
 from warpwave.kernels.prepass import mask_bits, scale_ahead, split_ahead
 from warpwave.problem import AttentionProblem, Operands
-from warpwave.runtime import graphs as series
-from warpwave.runtime import launch, scratch, tensor_maps
+from warpwave.runtime import graphs, launch, scratch, tensor_maps
 from warpwave.runtime.gluon_or_stub import Q_FITS_REGISTERS, fence_async_shared, gl, jit, mbarrier
 
 __all__ = [
@@ -418,17 +417,17 @@ def _bind_split(
     names = "q k v mask bias slopes sinks offsets_q offsets_k out lse"
     attended = "q_parts k_parts v_parts out out lse slopes sinks offsets_q offsets_k"
     if parts[0].dtype == torch.bfloat16:
-        between = series.Between("q_parts k_parts v_parts", parts_needed, out.device)
+        between = graphs.Between("q_parts k_parts v_parts", parts_needed, out.device)
         split = (before[0], "q k v q_parts k_parts v_parts")
-        launch_all = series.bind(names, between, split, (launch_kernel, attended))
+        launch_all = graphs.bind(names, between, split, (launch_kernel, attended))
     else:
         numbers_needed = [((many,), torch.float32) for many in scale_ahead.workspace_floats(problem)]
         needs = [*parts_needed, *numbers_needed]
-        between = series.Between("q_parts k_parts v_parts inverses maxima", needs, out.device)
+        between = graphs.Between("q_parts k_parts v_parts inverses maxima", needs, out.device)
         maxima = "maxima" if len(before) == 2 else "inverses"  # in that case no kernel reads it as maxima
         find_maxima = [(step, "k v offsets_q offsets_k maxima") for step in before[:-1]]
         scale = (before[-1], f"q k v offsets_q offsets_k q_parts k_parts v_parts inverses {maxima}")
-        launch_all = series.bind(names, between, *find_maxima, scale, (launch_kernel, f"{attended} inverses"))
+        launch_all = graphs.bind(names, between, *find_maxima, scale, (launch_kernel, f"{attended} inverses"))
 
     def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         out, lse = allocate()

@@ -16,8 +16,7 @@ import warpwave
 from tests.test_driver import Counters, Device, Driver, bound, device, known
 from warpwave.gpu import current_gpu
 from warpwave.kernels.three_kernel import config as three_kernel_configs
-from warpwave.runtime import driver, launch, scratch
-from warpwave.runtime import graphs as series
+from warpwave.runtime import driver, graphs, launch, scratch
 
 __all__ = ["device", "known"]  # fixtures
 OURS = 77  # the stream on which graphs are captured
@@ -96,7 +95,7 @@ class Place:
 
 
 @pytest.fixture
-def graphs(known: Driver, monkeypatch: pytest.MonkeyPatch) -> Graphs:
+def fake(known: Driver, monkeypatch: pytest.MonkeyPatch) -> Graphs:
     found, cpu = Graphs(), torch.device("cpu")
     buffer, maker = scratch.buffer, scratch.maker
     monkeypatch.setattr(driver, "start_call", lambda: found.start)
@@ -115,8 +114,8 @@ def two(device: Device, monkeypatch: Any, counters: Any = None) -> Callable[...,
     first = bound(device, monkeypatch, None, (t, t), ["*fp32", "*fp32"])
     takes = None if counters is None else (0, launch.COUNTER)
     second = bound(device, monkeypatch, takes, (t, t), ["*fp32", "*fp32"], counters)
-    between = series.Between("y", [((4,), torch.float32)], Place())  # type: ignore[arg-type]
-    return series.bind("x nothing z", between, (first, "x y"), (second, "y z" if counters is None else "y"))
+    between = graphs.Between("y", [((4,), torch.float32)], Place())  # type: ignore[arg-type]
+    return graphs.bind("x nothing z", between, (first, "x y"), (second, "y z" if counters is None else "y"))
 
 
 def tensors(count: int) -> list[torch.Tensor]:
@@ -127,160 +126,158 @@ def at(*addresses: int) -> tuple[Any, ...]:
     return (*addresses, 7, 0, 0)
 
 
-def left(graphs: Graphs, launches: Any = None) -> int:
+def left(fake: Graphs, launches: Any = None) -> int:
     """Where the memory between the last two launches lies: the second argument of one and the first of the other."""
-    first, second = launches or graphs.read[-2:]
+    first, second = launches or fake.read[-2:]
     assert first[1] == second[0]
     return int(first[1])
 
 
-def test_what_comes_again_starts_as_one(device: Device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_again_starts_as_one(device: Device, fake: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     start, (x, z) = two(device, monkeypatch), tensors(2)
-    for i in range(series.MADE_AFTER + 3):
+    for i in range(graphs.MADE_AFTER + 3):
         start(x, None, z)
-        direct, y = min(i + 1, series.MADE_AFTER), left(graphs)
+        direct, y = min(i + 1, graphs.MADE_AFTER), left(fake)
         one_call = [at(x.data_ptr(), y), at(y, z.data_ptr())]
-        assert graphs.read == one_call * direct and len(graphs.replayed) == i + 1 - direct
-    assert {started.stream for started in graphs.started} == {3}
-    assert graphs.replayed == [(3, [(4096, launch) for launch in one_call])] * 3
-    assert graphs.mode == 0, "the thread's mode is put back"
+        assert fake.read == one_call * direct and len(fake.replayed) == i + 1 - direct
+    assert {started.stream for started in fake.started} == {3}
+    assert fake.replayed == [(3, [(4096, launch) for launch in one_call])] * 3
+    assert fake.mode == 0, "the thread's mode is put back"
     assert not device.public
 
 
 def test_other_addresses_and_streams_have_graphs_of_their_own(
-    device: Device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+    device: Device, fake: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, (x, z, other) = two(device, monkeypatch), tensors(3)
-    for _ in range(series.MADE_AFTER + 1):
+    for _ in range(graphs.MADE_AFTER + 1):
         start(x, None, z)
-    assert len(graphs.replayed) == 1
-    y = left(graphs)
+    assert len(fake.replayed) == 1
+    y = left(fake)
     for a, b in ((other, z), (x, other)):
         start(a, None, b)
-        assert len(graphs.replayed) == 1
-        assert graphs.read[-2:] == [at(a.data_ptr(), y), at(y, b.data_ptr())]
+        assert len(fake.replayed) == 1
+        assert fake.read[-2:] == [at(a.data_ptr(), y), at(y, b.data_ptr())]
     device.stream = 9
-    for _ in range(series.MADE_AFTER + 1):
+    for _ in range(graphs.MADE_AFTER + 1):
         start(x, None, z)
-    assert [stream for stream, _ in graphs.replayed] == [3, 9]
-    assert left(graphs) != y
+    assert [stream for stream, _ in fake.replayed] == [3, 9]
+    assert left(fake) != y
 
 
 def test_a_capture_a_profiler_and_a_refusal_have_kernels_one_by_one(
-    device: Device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+    device: Device, fake: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, (x, z) = two(device, monkeypatch), tensors(2)
-    for _ in range(series.MADE_AFTER):
+    for _ in range(graphs.MADE_AFTER):
         start(x, None, z)
-    y = left(graphs)
-    graphs.started.clear()
+    y = left(fake)
+    fake.started.clear()
     device.capturing = True
-    for _ in range(2 * series.MADE_AFTER):
+    for _ in range(2 * graphs.MADE_AFTER):
         start(x, None, z)
-        assert left(graphs) != y
+        assert left(fake) != y
     device.capturing = False
-    assert len(graphs.started) == 4 * series.MADE_AFTER and not device.public
+    assert len(fake.started) == 4 * graphs.MADE_AFTER and not device.public
     device.hook.calls.append("a profiler")
     start(x, None, z)
     device.hook.calls.clear()
     device.index = 1
     start(x, None, z)
     device.index = None
-    graphs.refused.add(threading.get_ident())  # as of a thread that has no context yet
+    fake.refused.add(threading.get_ident())  # as of a thread that has no context yet
     start(x, None, z)
-    graphs.refused.clear()
-    assert len(graphs.started) == 4 * series.MADE_AFTER and len(device.public) == 6 and not graphs.replayed
+    fake.refused.clear()
+    assert len(fake.started) == 4 * graphs.MADE_AFTER and len(device.public) == 6 and not fake.replayed
     start(x, None, z)
-    assert len(graphs.replayed) == 1
+    assert len(fake.replayed) == 1
 
 
-def test_a_counter_is_the_streams_own(device: Device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_counter_is_the_streams_own(device: Device, fake: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     counters = Counters(device)
     start, (x, z) = two(device, monkeypatch, counters), tensors(2)
     for stream in (3, 9):
         device.stream = stream
-        for _ in range(series.MADE_AFTER + 1):
+        for _ in range(graphs.MADE_AFTER + 1):
             start(x, None, z)
-    assert [(stream, launches[1][1][1]) for stream, launches in graphs.replayed] == [
+    assert [(stream, launches[1][1][1]) for stream, launches in fake.replayed] == [
         (stream, counters.of_stream[stream].data_ptr()) for stream in (3, 9)
     ]
 
 
-def test_graphs_stay_bounded_and_are_destroyed(device: Device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(series, "MAX_GRAPHS", 3)
-    monkeypatch.setattr(series, "ANEW_AFTER", 40)
+def test_graphs_stay_bounded_and_are_destroyed(device: Device, fake: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 3)
+    monkeypatch.setattr(graphs, "ANEW_AFTER", 40)
     start, (z, *xs) = two(device, monkeypatch), tensors(11)
-    for _ in range(series.MADE_AFTER + 1):
+    for _ in range(graphs.MADE_AFTER + 1):
         for x in xs[:3]:
             start(x, None, z)
     for x in xs[3:5]:
-        for _ in range(2 * series.MADE_AFTER):
+        for _ in range(2 * graphs.MADE_AFTER):
             start(x, None, z)
-    assert len(graphs.graphs) == len(graphs.replayed) == 3, "those that are there are not exchanged"
+    assert len(fake.graphs) == len(fake.replayed) == 3, "those that are there are not exchanged"
     for _ in range(8):
         start(xs[5], None, z)
     gc.collect()
-    assert graphs.destroyed == [6000, 6001, 6002], "but not kept for ever either"
-    for _ in range(series.MADE_AFTER):
+    assert fake.destroyed == [6000, 6001, 6002], "but not kept for ever either"
+    for _ in range(graphs.MADE_AFTER):
         start(xs[6], None, z)
-    assert len(graphs.graphs) == 4
+    assert len(fake.graphs) == 4
     del start
     gc.collect()
-    assert graphs.destroyed == [6000, 6001, 6002, 6003], "with the plan, all"
-    assert graphs.mode == 0
+    assert fake.destroyed == [6000, 6001, 6002, 6003], "with the plan, all"
+    assert fake.mode == 0
 
 
 def test_addresses_that_never_come_again_cost_nothing(
-    device: Device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+    device: Device, fake: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(series, "MAX_COUNTED", 16)
+    monkeypatch.setattr(graphs, "MAX_COUNTED", 16)
     start, (z, *xs) = two(device, monkeypatch), tensors(51)
-    for _ in range(series.MADE_AFTER + 1):
+    for _ in range(graphs.MADE_AFTER + 1):
         for x in xs:
             start(x, None, z)
-    assert not graphs.graphs and len(graphs.started) == 2 * 50 * (series.MADE_AFTER + 1)
+    assert not fake.graphs and len(fake.started) == 2 * 50 * (graphs.MADE_AFTER + 1)
 
 
-def test_memory_that_is_not_kept_has_no_graph(device: Device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_not_kept_has_no_graph(device: Device, fake: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch lends it to others between two calls."""
     monkeypatch.setattr(scratch, "LARGEST", 8)
     start, (x, z) = two(device, monkeypatch), tensors(2)
-    for _ in range(2 * series.MADE_AFTER):
+    for _ in range(2 * graphs.MADE_AFTER):
         start(x, None, z)
-        left(graphs)
-    assert not graphs.graphs and len(graphs.started) == 4 * series.MADE_AFTER
+        left(fake)
+    assert not fake.graphs and len(fake.started) == 4 * graphs.MADE_AFTER
 
 
 @pytest.mark.parametrize("failing", ["begin", "start", "instantiate"])
 def test_where_no_graph_can_be_made_launches_go_on(
-    failing: str, device: Device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+    failing: str, device: Device, fake: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, (x, z) = two(device, monkeypatch), tensors(2)
-    graphs.failing = failing
-    for _ in range(2 * series.MADE_AFTER):
+    fake.failing = failing
+    for _ in range(2 * graphs.MADE_AFTER):
         start(x, None, z)
-        graphs.captured = None
-        left(graphs)
-    assert len(graphs.read) == 4 * series.MADE_AFTER and not graphs.replayed
-    assert graphs.mode == 0 and not driver._capturing.locked()
+        fake.captured = None
+        left(fake)
+    assert len(fake.read) == 4 * graphs.MADE_AFTER and not fake.replayed
+    assert fake.mode == 0 and not driver._capturing.locked()
 
 
-def test_an_unknown_triton_starts_kernels_itself(
-    device: Device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_triton_starts_kernels_itself(device: Device, fake: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "layout", lambda *args: None)
     ran: list[Any] = []
     monkeypatch.setattr(launch, "_by_run", lambda *args: lambda *given: ran.append(given))
     start, (x, z) = two(device, monkeypatch), tensors(2)
-    for _ in range(series.MADE_AFTER + 1):
+    for _ in range(graphs.MADE_AFTER + 1):
         start(x, None, z)
-    assert len(ran) == 2 * (series.MADE_AFTER + 1) and not graphs.graphs
+    assert len(ran) == 2 * (graphs.MADE_AFTER + 1) and not fake.graphs
     (a, b), (c, d) = ran[-2:]
     assert a is x and b.data_ptr() == c.data_ptr() and d is z
 
 
 def test_threads_have_memory_and_graphs_of_their_own(
-    device: Device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+    device: Device, fake: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of the same operands: a graph is never started by two calls at a time."""
     from concurrent.futures import ThreadPoolExecutor
@@ -294,9 +291,9 @@ def test_threads_have_memory_and_graphs_of_their_own(
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(call, range(8)))
-    lefts = {left(graphs, [took for _, took in launches]) for _, launches in graphs.replayed}
-    assert len(lefts) == len(graphs.graphs) == 8
-    assert len(graphs.replayed) == 8 * (50 - series.MADE_AFTER)
+    lefts = {left(fake, [took for _, took in launches]) for _, launches in fake.replayed}
+    assert len(lefts) == len(fake.graphs) == 8
+    assert len(fake.replayed) == 8 * (50 - graphs.MADE_AFTER)
 
 
 @pytest.mark.gpu
@@ -330,12 +327,12 @@ def test_graphs_give_the_bits_of_single_launches(
     monkeypatch.setattr(driver, "graph_call", lambda: noting)
     first = attend()
     outs = [first] * 4
-    for i in range(8 * series.MADE_AFTER):
+    for i in range(8 * graphs.MADE_AFTER):
         outs[i % 4] = attend()
-    assert len(replayed) > 2 * series.MADE_AFTER
+    assert len(replayed) > 2 * graphs.MADE_AFTER
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
-    for _ in range(4 * series.MADE_AFTER):
+    for _ in range(4 * graphs.MADE_AFTER):
         for i, stream in enumerate(streams):
             with torch.cuda.stream(stream):
                 outs[i] = attend()
