@@ -207,3 +207,15 @@ def test_costs_of_every_option_are_sums_of_parts(module: Any) -> None:
             assert getattr(found, name) == sum(getattr(part, name) for part in found.parts)
         assert found.flops - found.repeated_flops >= problem.work(is_backward=True).flops
         assert all(part.first_bytes <= part.read_bytes + part.write_bytes for part in found.parts)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 512, 512), (2, 1, 1, 512)], ids=str)
+def test_launches_on_a_packed_mask_read_its_bits(shape: tuple[int, ...]) -> None:
+    """A bit for each score of a step, out of the workspace. The mask itself is read by the launches that pack it."""
+    masked, plain = replace(PLAIN, mask_shape=shape), replace(PLAIN, deterministic=True)
+    ours, without = costs(masked, hopper_flash_bwd).parts[-2:], costs(plain, hopper_flash_bwd).parts[-2:]
+    for part, other in zip(ours, without, strict=True):
+        words = 2 * 4 * 512 * 512 // 8
+        assert part.read_bytes == other.read_bytes + words
+        assert part.scratch_bytes == other.scratch_bytes + words
+        assert part.first_bytes == other.first_bytes

@@ -61,15 +61,35 @@ def test_what_arrives_may_lie_anywhere(card: Card, monkeypatch: pytest.MonkeyPat
     assert taken[0].data_ptr() % 16 == 0 and taken[0].is_contiguous()
 
 
-def test_tensors_of_a_call_are_not_kept(card: Card) -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_tensors_of_a_call_are_not_kept(card: Card, masked: bool) -> None:
     q, k, v = inputs()
-    warpwave.attention(q, k, v).sum().backward()
-    kept = [weakref.ref(t) for t in (q, k, v)]
+    mask = torch.ones(1, 4, 2048, 2048, dtype=torch.bool)
+    warpwave.attention(q, k, v, mask=mask if masked else None).sum().backward()
+    kept = [weakref.ref(t) for t in (q, k, v, mask)]
     card.compiled.clear()
     card.launched.clear()
-    del q, k, v
+    del q, k, v, mask
     gc.collect()
-    assert [ref() for ref in kept] == [None] * 3
+    assert [ref() for ref in kept] == [None] * 4
+
+
+def test_a_mask_of_other_strides_is_packed_by_them(card: Card) -> None:
+    """Though its shape is the same: nothing that a call bound is used for another layout."""
+    q, k, v = inputs(256)
+    mask = torch.ones(1, 4, 256, 512, dtype=torch.bool)
+    for given in (mask[..., :256], mask[..., :256].contiguous(), mask[..., :256]):
+        torch.autograd.grad(warpwave.attention(q, k, v, mask=given).sum(), (q, k, v))
+    packing = {i for i, name in enumerate(compiled(card), 1) if name == "pack_mask_kernel"}
+    strides = [numbers[2:4] for function, _, _, numbers in card.launched if function in packing]
+    assert strides == [[512, 1], [1, 512], [256, 1], [1, 256]], "the mask and its transpose, once for each layout"
+
+
+@pytest.mark.parametrize(("fields", "text"), [((32, 2, True), "block_m is 32"), ((64, 0, True), "at least 1"),
+                                              ((128, 1, False), "at least 2")])  # fmt: skip
+def test_a_config_checks_itself(fields: tuple[int, int, bool], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        kernel.Config(*fields)
 
 
 REPEATABLE = ["statistics_kernel", "dkv_kernel", "dq_kernel"]

@@ -117,6 +117,21 @@ def test_the_protocol_on_a_cpu(features: str, dims: tuple[int, int], config: int
     assert verdict.passed, str(verdict)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("config", [0, 1])
+def test_nan_of_a_call_without_a_visible_pair_goes_nowhere(config: int, packed: bool) -> None:
+    """Every window begins behind its query's causal edge, though keys before the last edge lie in some window."""
+    case = replace(SHORT, lengths=(63, 193), causal="top_left", window=(70, 20), sinks=True, packed=packed)
+    call = cases.build(case, "normal", CPU)
+    problem, q = replace(call.problem, return_lse=True), call.operands.q
+    exact = oracle(problem, call.operands)
+    operands = call.operands._replace(**{n: torch.full_like(getattr(call.operands, n), torch.nan) for n in "qkv"})
+    dout, dlse = torch.full_like(q, torch.nan), torch.ones(exact.lse.shape)
+    got = on_cpu(call._replace(operands=operands), dout, dlse, config, exact)
+    assert not torch.stack([g.count_nonzero() for g in (got.dq, got.dk, got.dv)]).any()
+    assert got.dsinks is not None and got.dsinks.tolist() == [q[..., 0, 0].numel()] * 2  # all of the log-sum-exp
+
+
 @pytest.mark.parametrize(("dims", "config"), [((64, 64), 0), ((128, 128), 0), ((192, 128), 0)], ids=str)
 @pytest.mark.parametrize("features", [{}, {"causal": "bottom_right"}, {"window": (20, 7)}], ids=str)
 def test_nan_of_a_neighbour_stays_there(features: dict[str, Any], dims: tuple[int, int], config: int) -> None:

@@ -98,6 +98,8 @@ def band_of(work, rules):
     if rules.HAS_LOW:
         q_end = gl.maximum(gl.minimum(q_end, work.seqlen_k - low), q_begin)
         k_begin = gl.minimum(gl.maximum(low, 0), k_end)
+    if rules.HAS_LOW and rules.TOP_LEFT:  # the window may lie behind the causal edge of every query
+        q_end = gl.where(low > high, q_begin, q_end)
     if rules.HAS_MASK:  # tiles that share no words; what no query sees is zeros then (launches.without_unseen)
         q_begin = q_begin // TILE_KEYS * TILE_KEYS
         k_begin = k_begin // TILE_KEYS * TILE_KEYS

@@ -22,7 +22,8 @@ class Config:
 
     Args:
         block_m: queries a step walks, 64 or 128; in the launch of dQ by itself, keys.
-        num_stages: tiles of Q and of dO in flight: at least 1.
+        num_stages: tiles of Q and of dO in flight: at least 1, and 2 apart, where a step waits for the next tile before
+            it hands back its own.
         is_joint: whether one launch makes dQ, dK and dV, with five products a tile, and adds to dQ in memory. Else one
             makes dK and dV and another dQ: seven products, no atomics, bit for bit repeatable.
     """
@@ -34,8 +35,9 @@ class Config:
     def __post_init__(self) -> None:
         if self.block_m not in (64, 128):
             raise ValueError(f"block_m is {self.block_m}; it must be 64 or 128")
-        if self.num_stages < 1:
-            raise ValueError(f"num_stages is {self.num_stages}; it must be at least 1")
+        least = 1 if self.is_joint else 2
+        if self.num_stages < least:
+            raise ValueError(f"num_stages is {self.num_stages}; it must be at least {least}")
 
     @property
     def block_n(self) -> int:

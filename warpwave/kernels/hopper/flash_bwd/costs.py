@@ -99,14 +99,27 @@ def _walk_of_keys(problem: AttentionProblem, config: Config, columns: tuple[int,
 
 def _of_keys(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """Returns the cost of the launch of dK and dV."""
-    walk = _walk_of_keys(problem, config, widths(problem))
+    walk = _walk_of_keys(_without_mask(problem), config, widths(problem))
+    walk = _with_words(walk, problem, walk.steps * config.block_m * config.block_n)
     return replace(_persistent(walk, gpu, smem_of_dkv(problem, config)), loop=APART)
 
 
 def _of_queries(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """Returns the cost of the launch of dQ, which walks tiles of `block_m` keys."""
-    walk = of_queries(problem, 2 * GROUP_ROWS, config.block_m, widths(problem))
+    walk = of_queries(_without_mask(problem), 2 * GROUP_ROWS, config.block_m, widths(problem))
+    walk = _with_words(walk, problem, walk.steps * 2 * GROUP_ROWS * config.block_m)
     return replace(_persistent(walk, gpu, smem_of_dq(problem, config, value_stages(problem, config))), loop=APART)
+
+
+def _without_mask(problem: AttentionProblem) -> AttentionProblem:
+    """Returns the problem without its mask, whose bytes only the packing launches read."""
+    return replace(problem, mask_shape=None, mask_visible_pairs=None)
+
+
+def _with_words(walk: Cost, problem: AttentionProblem, scores: int) -> Cost:
+    """Returns the cost of a walk over that many scores with the bits that it reads of a mask."""
+    words = 0 if problem.mask_shape is None else scores // 8
+    return replace(walk, read_bytes=walk.read_bytes + words, scratch_bytes=walk.scratch_bytes + words)
 
 
 def _persistent(walk: Cost, gpu: Gpu, smem: int) -> Cost:

@@ -176,7 +176,7 @@ def scores_of(fixed, stream, n, row_first, band, rules):
 
 @jit
 def sum_values(tiles, work, n, results, mask, heads, rules):
-    """Group 0: returns dV times 2^SHIFT of a block, and the number of the next tile of queries."""
+    """Group 0: returns dV of a block, and the number of the next tile of queries."""
     across: gl.constexpr = gl.SliceLayout(0, accumulator_layout(rules.BLOCK_M))
     band = band_of(work, rules)
     key_first = band.k_begin + work.tile * rules.BLOCK_N

@@ -81,6 +81,8 @@ def _place(
         q_begin = tl.minimum(tl.maximum(-high, 0), seqlen_q)
     if HAS_LOW:
         q_end = tl.maximum(tl.minimum(q_end, seqlen_q + window_left), q_begin)
+    if HAS_LOW and TOP_LEFT:  # as in band.band_of
+        q_end = tl.where(seqlen_k - seqlen_q - window_left > high, q_begin, q_end)
     q_begin = q_begin // ALIGN * ALIGN
     return begin, seqlen_q, q_begin, q_end, tile
 
