@@ -22,32 +22,36 @@ PROBLEM = AttentionProblem(
 
 @pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
 @pytest.mark.parametrize("band", [{}, {"causal": Causal(), "window_size": (20, -1)}], ids=["", "window"])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("shape", [(2, 3, 70, 201), (1, 1, 1, 201), (2, 1, 70, 1), (1, 3, 70, 128)], ids=str)
-def test_every_cell_has_its_bit(shape: tuple[int, ...], strided: bool, band: dict[str, Any]) -> None:
+def test_every_cell_has_its_bit(shape: tuple[int, ...], strided: bool, transposed: bool, band: dict[str, Any]) -> None:
     problem = replace(PROBLEM, **band, mask_shape=shape, seqlen_k=shape[-1] if shape[-1] > 1 else 201)
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE) < 0.6
     if strided:  # heads lie within queries
         mask = mask.transpose(1, 2).contiguous().transpose(1, 2)
-    p = mask_bits.packed(problem)
+    p = mask_bits.packed(problem, transposed)
     batch, heads, tiles, rows = p.batch, p.heads, p.tiles, p.rows
     packed = torch.full((p.size,), 77, dtype=torch.int32, device=DEVICE)
-    launch.bind(mask_bits.specify(problem, mask, packed))(mask, packed)
+    launch.bind(mask_bits.specify(problem, mask, packed, transposed))(mask, packed)
     words = packed[: p.flags_begin].view(batch, heads, tiles, rows, 4)
     flags = packed[p.flags_begin :].view(batch, heads, p.row_blocks, tiles)
-    keys = torch.arange(tiles * 128, device=DEVICE)
-    of_key = words[:, :, keys // 128, :, keys % 8 // 2]  # [keys, batch, heads, rows]
-    bit = keys % 128 // 8 * 2 + keys % 2
-    found = (of_key >> bit[:, None, None, None]) & 1 != 0
-    expected = torch.zeros(batch, heads, rows, len(keys), dtype=torch.bool, device=DEVICE)
-    shown = mask.expand(*shape[:3], problem.seqlen_k)
+    columns = torch.arange(tiles * 128, device=DEVICE)
+    of_column = words[:, :, columns // 128, :, columns % 8 // 2]  # [columns, batch, heads, rows]
+    bit = columns % 128 // 8 * 2 + columns % 2
+    found = (of_column >> bit[:, None, None, None]) & 1 != 0
+    lengths = [70, problem.seqlen_k]
+    lengths[transposed] = rows  # broadcast rows are packed once
+    shown = mask.expand(*shape[:2], *lengths)
     if problem.has_band:
         i, j = torch.arange(70, device=DEVICE)[:, None], torch.arange(problem.seqlen_k, device=DEVICE)
         shown = shown & (j - i <= problem.seqlen_k - 70) & (j - i >= problem.seqlen_k - 70 - 20)
-    expected[..., : problem.seqlen_k] = shown
+    shown = shown.mT if transposed else shown
+    expected = torch.nn.functional.pad(shown, (0, len(columns) - shown.shape[-1]))
     assert torch.equal(found.permute(1, 2, 3, 0), expected)
     blocks = torch.nn.functional.pad(expected, (0, 0, 0, -rows % 64)).view(batch, heads, -1, 64, tiles, 128)
     assert torch.equal(flags, blocks.any(-1).any(3).int())
+    assert torch.equal(mask_bits.rows_seen(packed, p), expected.any(-1))
 
 
 def test_broadcast_axes_are_packed_once() -> None:
