@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is publish
 def on_cpu(call: Call, dout: Tensor, dlse: Tensor | None, config: int, exact: Forward | None = None) -> Gradients:
     """The gradients by the launches' own source, from out and lse of the reference, or from others."""
     from warpwave.kernels.hopper import parts, rows, scheduler, words
-    from warpwave.kernels.hopper.flash_bwd import band, dkv, dq, joint, steps
+    from warpwave.kernels.hopper.flash_bwd import band, dkv, dq, joint, producer, steps
 
     problem = replace(call.problem, return_lse=True)
     exact = exact or oracle(problem, call.operands)
@@ -49,7 +49,7 @@ def on_cpu(call: Call, dout: Tensor, dlse: Tensor | None, config: int, exact: Fo
     tensors = launches.without_unseen(problem, tensors)
     for step in flash_bwd.specify(problem, H200, tensors, of):
         if step.plans:
-            modules = (band, dkv, dq, joint, parts, rows, scheduler, steps, words)
+            modules = (band, dkv, dq, joint, parts, producer, rows, scheduler, steps, words)
             gluon_on_cpu.run_launch(step.launch, modules, 2, {"meet": lambda: threading.Barrier(2).wait})
         else:
             launch.bind(step.launch)(*step.launch.tensors)

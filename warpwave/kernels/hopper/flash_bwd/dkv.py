@@ -19,19 +19,16 @@ from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.flash_bwd.band import (
     Rules,
     band_of,
-    first_statistic,
     num_cut,
     query_span,
-    tile_at,
     visible,
-    work_on_keys,
 )
+from warpwave.kernels.hopper.flash_bwd.producer import producer
 from warpwave.kernels.hopper.flash_bwd.steps import (
     Heads,
     Mask,
     Results,
     Stream,
-    load_rows,
     mask_lines,
     mask_words,
     matrices,
@@ -52,13 +49,11 @@ from warpwave.kernels.hopper.parts import (
     arrive_alone,
     barriers,
     buffers,
-    first_column,
     hand_back_multiplied,
     matrix,
     operand,
     present,
     scores_async,
-    tile_bytes,
     values_async,
     wait_for,
     zero_accumulator,
@@ -71,7 +66,6 @@ from warpwave.runtime.gluon_or_stub import (
     jit,
     mbarrier,
     tma,
-    tma_load,
     warpgroup_mma_wait,
 )
 
@@ -113,55 +107,6 @@ class Tiles:
         self.p_full = p_full
         self.p_empty = p_empty
         self.box = box
-
-
-# The producer ---------------------------------------------------------------------------------------------------------
-
-
-@jit
-def producer(maps, tiles, schedule, heads, rules):
-    """Draws blocks of keys, and loads K and V of each and the queries that see them, head after head."""
-    q_maps, k_maps, v_maps, dout_maps, lse_map, delta_map = maps
-    n = 0
-    messages = 0
-    t = gl.program_id(0)
-    while t < schedule.num_tiles:
-        work = work_on_keys(schedule, t, rules)
-        band = band_of(work, rules)
-        key_first = band.k_begin + work.tile * rules.BLOCK_N
-        span = query_span(band, key_first, rules)
-        count = span.end - span.begin
-        if (work.tile >= 0) & (key_first < band.k_end) & (count > 0):
-            scheduler.post(tiles.box, messages, work, rules.IS_VARLEN)
-            batch = work.batch
-            if rules.IS_VARLEN:
-                batch = 0
-            statistic = first_statistic(work, rules.BLOCK_M, rules)
-            row = work.q_begin + band.q_begin
-            for i in range(count * heads.group_size):
-                head = work.head * heads.group_size + i // count
-                down = tile_at(span, i % count) * rules.BLOCK_M
-                line = [batch * heads.num_heads + head, statistic + down]
-                load_rows(tiles.queries, q_maps, lse_map, n, batch, head, row + down, line)
-                if i == 0:
-                    mbarrier.wait(tiles.empty.index(0), (messages & 1) ^ 1)
-                    mbarrier.expect(tiles.full.index(0), tile_bytes(k_maps) + tile_bytes(v_maps))
-                    load_resident(k_maps, tiles.keys, tiles.full.index(0), batch, work.head, work.k_begin + key_first)
-                    load_resident(v_maps, tiles.values, tiles.full.index(0), batch, work.head, work.k_begin + key_first)
-                load_rows(tiles.dout, dout_maps, delta_map, n, batch, head, row + down, line)
-                n += 1
-            messages += 1
-        t = scheduler.draw(schedule.counter_ptr, t, schedule.num_tiles)
-    zero = gl.to_tensor(0)
-    none = scheduler.Work(gl.to_tensor(scheduler.NO_MORE), zero, zero, zero, zero, zero, zero)
-    scheduler.post(tiles.box, messages, none, rules.IS_VARLEN)
-
-
-@jit
-def load_resident(maps, pieces, full, batch, head, row):
-    """Loads the pieces of a tile that stays for the whole block."""
-    for i in gl.static_range(len(maps)):
-        tma_load(maps[i], [batch, head, row, first_column(maps, i)], full, pieces[i].index(0))
 
 
 # The consumers --------------------------------------------------------------------------------------------------------

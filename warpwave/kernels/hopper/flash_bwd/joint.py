@@ -23,13 +23,12 @@ from warpwave.kernels.hopper.flash_bwd.band import (
     num_cut,
     query_span,
     tile_at,
-    work_on_keys,
 )
+from warpwave.kernels.hopper.flash_bwd.producer import producer
 from warpwave.kernels.hopper.flash_bwd.steps import (
     Heads,
     Results,
     Stream,
-    load_rows,
     meet,
     probabilities,
     row_of,
@@ -45,6 +44,7 @@ from warpwave.kernels.hopper.parts import (
     accumulator_layout,
     arrive_alone,
     barriers,
+    buffers,
     matrix,
     zero_accumulator,
 )
@@ -57,7 +57,6 @@ from warpwave.runtime.gluon_or_stub import (
     mbarrier,
     tma,
     tma_add,
-    tma_load,
     tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -75,7 +74,8 @@ class Tiles:
     """Shared memory of a block, and its barriers.
 
     Args:
-        keys, values: K and V of the block's 128 keys; `full` says that they came, `empty` that they may be replaced.
+        keys, values: K and V of the block's 128 keys, tuples of one; `full` says that they came, `empty` that they may
+            be replaced.
         queries, dout: rings of Q with the log-sum-exp, and of dO with delta.
         ds: dS in parts of 64 keys x 64 queries (`ds_part`): of two tiles, so that one barrier a tile is enough. dK and
             dV leave through it.
@@ -83,8 +83,8 @@ class Tiles:
         box: messages of the producer.
     """
 
-    keys: gl.shared_memory_descriptor
-    values: gl.shared_memory_descriptor
+    keys: gl.tuple
+    values: gl.tuple
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     queries: Stream
@@ -108,49 +108,6 @@ class Tiles:
         self.dq_full = dq_full
         self.dq_empty = dq_empty
         self.box = box
-
-
-# The producer ---------------------------------------------------------------------------------------------------------
-
-
-@jit
-def producer(maps, tiles, schedule, heads, rules):
-    """Draws blocks of keys, and loads K and V of each and the queries that see them, head after head."""
-    q_map, k_map, v_map, dout_map, lse_map, delta_map = maps
-    n = 0
-    messages = 0
-    t = gl.program_id(0)
-    while t < schedule.num_tiles:
-        work = work_on_keys(schedule, t, rules)
-        band = band_of(work, rules)
-        key_first = band.k_begin + work.tile * rules.BLOCK_N
-        span = query_span(band, key_first, rules)
-        count = span.end - span.begin
-        if (work.tile >= 0) & (key_first < band.k_end) & (count > 0):
-            scheduler.post(tiles.box, messages, work, rules.IS_VARLEN)
-            batch = work.batch
-            if rules.IS_VARLEN:
-                batch = 0
-            statistic = first_statistic(work, rules.BLOCK_M, rules)
-            row = work.q_begin + band.q_begin
-            for i in range(count * heads.group_size):
-                head = work.head * heads.group_size + i // count
-                down = tile_at(span, i % count) * rules.BLOCK_M
-                line = [batch * heads.num_heads + head, statistic + down]
-                load_rows(tiles.queries, (q_map,), lse_map, n, batch, head, row + down, line)
-                if i == 0:
-                    mbarrier.wait(tiles.empty.index(0), (messages & 1) ^ 1)
-                    mbarrier.expect(tiles.full.index(0), k_map.block_type.nbytes + v_map.block_type.nbytes)
-                    place = [batch, work.head, work.k_begin + key_first, 0]
-                    tma_load(k_map, place, tiles.full.index(0), tiles.keys)
-                    tma_load(v_map, place, tiles.full.index(0), tiles.values)
-                load_rows(tiles.dout, (dout_map,), delta_map, n, batch, head, row + down, line)
-                n += 1
-            messages += 1
-        t = scheduler.draw(schedule.counter_ptr, t, schedule.num_tiles)
-    zero = gl.to_tensor(0)
-    none = scheduler.Work(gl.to_tensor(scheduler.NO_MORE), zero, zero, zero, zero, zero, zero)
-    scheduler.post(tiles.box, messages, none, rules.IS_VARLEN)
 
 
 # The warp that adds dQ ------------------------------------------------------------------------------------------------
@@ -245,13 +202,13 @@ def wide_step(
     dk, dv, tiles, n, row_first, key_first, slope, band, GROUP: gl.constexpr, IS_CUT: gl.constexpr, rules
 ):  # fmt: skip
     """A tile of 64 queries, head_dim 65 to 128. Each group multiplies half of dQ's columns."""
-    dtype: gl.constexpr = tiles.keys.dtype
-    WIDTH: gl.constexpr = tiles.keys.shape[-1]
+    dtype: gl.constexpr = tiles.keys[0].dtype
+    WIDTH: gl.constexpr = tiles.keys[0].shape[-1]
     BLOCK_M: gl.constexpr = rules.BLOCK_M
     across: gl.constexpr = gl.SliceLayout(0, accumulator_layout(BLOCK_M))
-    keys = matrix(tiles.keys)
+    keys = matrix(tiles.keys[0].index(0))
     own_keys = keys.slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0)
-    own_values = matrix(tiles.values).slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0)
+    own_values = matrix(tiles.values[0].index(0)).slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0)
     stage_q = tiles.queries.ring.empty.index(n % tiles.queries.ring.stages)
     stage_do = tiles.dout.ring.empty.index(n % tiles.dout.ring.stages)
     rows_used = band.q_end - row_first
@@ -291,13 +248,13 @@ def narrow_step(
 ):  # fmt: skip
     """A tile of 128 queries, head_dim up to 64, in two halves whose products are under way together. Each group
     multiplies dQ of 64 queries."""
-    dtype: gl.constexpr = tiles.keys.dtype
-    WIDTH: gl.constexpr = tiles.keys.shape[-1]
+    dtype: gl.constexpr = tiles.keys[0].dtype
+    WIDTH: gl.constexpr = tiles.keys[0].shape[-1]
     HALF: gl.constexpr = rules.BLOCK_M // 2
     across: gl.constexpr = gl.SliceLayout(0, accumulator_layout(HALF))
-    keys = matrix(tiles.keys)
+    keys = matrix(tiles.keys[0].index(0))
     own_keys = keys.slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0)
-    own_values = matrix(tiles.values).slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0)
+    own_values = matrix(tiles.values[0].index(0)).slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0)
     stage_q = tiles.queries.ring.empty.index(n % tiles.queries.ring.stages)
     stage_do = tiles.dout.ring.empty.index(n % tiles.dout.ring.stages)
     rows_used = band.q_end - row_first
@@ -394,8 +351,8 @@ def zero_keys_behind(tiles, work, rules):
     band = band_of(work, rules)
     keys_used = band.k_end - (band.k_begin + work.tile * rules.BLOCK_N)
     if keys_used < rules.BLOCK_N:
-        zero_tail(matrix(tiles.keys), keys_used, rules.BLOCK_N)
-        zero_tail(matrix(tiles.values), keys_used, rules.BLOCK_N)
+        zero_tail(matrix(tiles.keys[0].index(0)), keys_used, rules.BLOCK_N)
+        zero_tail(matrix(tiles.values[0].index(0)), keys_used, rules.BLOCK_N)
 
 
 @jit
@@ -404,7 +361,7 @@ def consumer(
     HEAD_DIM_V: gl.constexpr,
 ):  # fmt: skip
     """Computes dK and dV of the GROUP-th 64 keys of each block, and its share of dQ."""
-    WIDTH: gl.constexpr = tiles.keys.shape[-1]
+    WIDTH: gl.constexpr = tiles.keys[0].shape[-1]
     n = 0  # tiles of queries met so far
     messages = 0
     scheduler.wait_posted(tiles.box, messages)
@@ -539,8 +496,8 @@ def joint_kernel(
         barriers(2),
     )
     tiles = Tiles(
-        gl.allocate_shared_memory(dtype, k_map.block_type.shape, k_map.layout),
-        gl.allocate_shared_memory(dtype, v_map.block_type.shape, v_map.layout),
+        buffers((k_map,), 1),
+        buffers((v_map,), 1),
         barriers(1),
         barriers(1),
         queries,
@@ -564,11 +521,12 @@ def joint_kernel(
     results = Results(
         (dk_map,), (dv_map,), dk_ptr, dv_ptr, strides_dk, strides_dv, softmax_scale, alibi_slopes_ptr, stride_alibi_b
     )
+    maps = (q_map,), (k_map,), (v_map,), (dout_map,), lse_map, delta_map
     gl.warp_specialize(
         [
             (consumer, (0, results, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
             (consumer, (1, results, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
-            (producer, ((q_map, k_map, v_map, dout_map, lse_map, delta_map), tiles, schedule, heads, rules)),
+            (producer, (maps, tiles, schedule, heads, rules)),
             (adder, (dq_map, tiles, seqlen_q, seqlen_k, heads, rules)),
         ],
         [4, 1, 1],

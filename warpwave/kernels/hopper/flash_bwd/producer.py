@@ -1,0 +1,53 @@
+"""The producer warp of the launches whose blocks own keys: joint.py and dkv.py."""
+
+from warpwave.kernels.hopper import scheduler
+from warpwave.kernels.hopper.flash_bwd.band import band_of, first_statistic, query_span, tile_at, work_on_keys
+from warpwave.kernels.hopper.flash_bwd.steps import load_rows
+from warpwave.kernels.hopper.parts import first_column, tile_bytes
+from warpwave.runtime.gluon_or_stub import gl, jit, mbarrier, tma_load
+
+
+@jit
+def producer(maps, tiles, schedule, heads, rules):
+    """Draws blocks of keys, and loads K and V of each and the queries that see them, head after head."""
+    q_maps, k_maps, v_maps, dout_maps, lse_map, delta_map = maps
+    n = 0
+    messages = 0
+    t = gl.program_id(0)
+    while t < schedule.num_tiles:
+        work = work_on_keys(schedule, t, rules)
+        band = band_of(work, rules)
+        key_first = band.k_begin + work.tile * rules.BLOCK_N
+        span = query_span(band, key_first, rules)
+        count = span.end - span.begin
+        if (work.tile >= 0) & (key_first < band.k_end) & (count > 0):
+            scheduler.post(tiles.box, messages, work, rules.IS_VARLEN)
+            batch = work.batch
+            if rules.IS_VARLEN:
+                batch = 0
+            statistic = first_statistic(work, rules.BLOCK_M, rules)
+            row = work.q_begin + band.q_begin
+            for i in range(count * heads.group_size):
+                head = work.head * heads.group_size + i // count
+                down = tile_at(span, i % count) * rules.BLOCK_M
+                line = [batch * heads.num_heads + head, statistic + down]
+                load_rows(tiles.queries, q_maps, lse_map, n, batch, head, row + down, line)
+                if i == 0:
+                    mbarrier.wait(tiles.empty.index(0), (messages & 1) ^ 1)
+                    mbarrier.expect(tiles.full.index(0), tile_bytes(k_maps) + tile_bytes(v_maps))
+                    load_resident(k_maps, tiles.keys, tiles.full.index(0), batch, work.head, work.k_begin + key_first)
+                    load_resident(v_maps, tiles.values, tiles.full.index(0), batch, work.head, work.k_begin + key_first)
+                load_rows(tiles.dout, dout_maps, delta_map, n, batch, head, row + down, line)
+                n += 1
+            messages += 1
+        t = scheduler.draw(schedule.counter_ptr, t, schedule.num_tiles)
+    zero = gl.to_tensor(0)
+    none = scheduler.Work(gl.to_tensor(scheduler.NO_MORE), zero, zero, zero, zero, zero, zero)
+    scheduler.post(tiles.box, messages, none, rules.IS_VARLEN)
+
+
+@jit
+def load_resident(maps, pieces, full, batch, head, row):
+    """Loads the pieces of a tile that stays for the whole block."""
+    for i in gl.static_range(len(maps)):
+        tma_load(maps[i], [batch, head, row, first_column(maps, i)], full, pieces[i].index(0))
