@@ -15,7 +15,7 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -231,6 +231,9 @@ def devices(kernel: Any) -> list[Gpu]:
 
 def cell(kernel: Any, gpu: Gpu, call: AttentionProblem, notes: Notes, **shown: Any) -> str:
     """What the table says of one call."""
+    _, behind = dispatch.forward_of(call, gpu, kernel.NAME)
+    if behind and not kernel.why_not(replace(call, requires_grad=False, return_lse=True), gpu):
+        return f"by `{behind}`"
     reasons = kernel.why_not(call, gpu)
     return notes.mark(reasons, gpu) if reasons else evidence(kernel, gpu, **shown)
 
@@ -357,6 +360,7 @@ def page() -> str:
                 [f"`{INTERPRETED}`", "run there in Triton's interpreter: the kernel's logic, without compiler and GPU"],
                 [f"`{COMPILED}`", "compiled by `tests/compile`, with bounds on registers and shared memory; never run"],
                 [f"`{ACCEPTED}`", "accepted by the kernel; no test tries exactly this combination"],
+                ["by `flash_bwd`", "gradients by that kernel, behind this forward ([gradients](kernels/gradients.md))"],
                 ["`no 1`", "refused, for the reason with that number below the tables; naming the kernel raises it"],
             ],
         ),
