@@ -257,7 +257,7 @@ def measured(row: Row, made: Callable[..., Step], rounds: int) -> dict[str, Any]
             continue
         steps[name] = step
     if not row.beside and "flash" in steps:
-        steps.pop("efficient", None)  # three times slower, and what it could show FLASH_ATTENTION does
+        steps.pop("efficient", None)  # it is here for what the others refuse
     times = paired(steps, rounds)
     median = {n: statistics.median(t) for n, t in times.items()}
     of_peers = [n for n in median if n not in OURS]

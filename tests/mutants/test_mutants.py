@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.mutants.mutants import MUTANTS, NAMED, Mutant
+from tests.mutants.mutant import Mutant
+from tests.mutants.mutants import MUTANTS, NAMED
 
 ROOT = Path(__file__).parents[2]
 BY_ASSERTION = ("AssertionError", "assert ", "Failed: ")

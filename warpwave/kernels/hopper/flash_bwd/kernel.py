@@ -76,9 +76,9 @@ def bind(
     """
     mappable, device = host.mappable(problem, operands), operands.q.device
     shapes = _workspace_shapes(problem, config)
-    workspaces = [s and maker(s, dtype, device) for s, dtype in zip(shapes, _DTYPES, strict=True)]
+    allocate_left = [s and maker(s, dtype, device) for s, dtype in zip(shapes, _DTYPES, strict=True)]
     zeroed = has_hidden_rows(problem)
-    make = [maker(t.shape, t.dtype, t.device) for t in operands[:3]]
+    allocate_grads = [maker(t.shape, t.dtype, t.device) for t in operands[:3]]
     masks, plain, with_dlse = _Bound(), _Bound(), _Bound()
 
     def run(
@@ -86,8 +86,8 @@ def bind(
     ) -> tuple[torch.Tensor | None, ...]:
         out, lse = map(_aligned, results)
         dout, dlse = _aligned(dout.to(out.dtype)), None if dlse is None else _aligned(dlse)
-        workspace = Workspace(*(make and make() for make in workspaces))  # type: ignore[arg-type]
-        dq, dk, dv = (f() for f in make)
+        workspace = Workspace(*(f and f() for f in allocate_left))  # type: ignore[arg-type]
+        dq, dk, dv = (f() for f in allocate_grads)
         tensors = Tensors(mappable(operands), out, lse, dout, dlse, workspace, dq, dk, dv)
         if zeroed:
             torch._foreach_zero_([dq, dk, dv])

@@ -1,0 +1,377 @@
+"""Seeded faults of gradients, and of dropout in both passes."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import EAGER, FLASH, Mutant
+
+# Of the portable gradients.
+DQ, DKV, DBIAS = (f"kernels/flash_bwd/{name}.py" for name in ("dq", "dkv", "dbias"))
+BACKWARD_TILES = "kernels/flash_bwd/tiles.py"
+BY_GATES = "../kernels/flash_bwd/test_gradients.py::"
+BACKWARD = [
+    Mutant(
+        "gradients: nothing arrives at the log-sum-exp", DQ,
+        "delta -= load_rows(dlse_ptr + line, rows, 0, seqlen_q, 0.0)\n    sink_log2",
+        "delta -= 0.0 * load_rows(dlse_ptr + line, rows, 0, seqlen_q, 0.0)\n    sink_log2",
+        f"{BY_GATES}test_tiles", "128 and False", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients in float32: what arrives at the log-sum-exp with the other sign", DQ,
+        "delta -= load_rows(dlse_ptr + line, rows, 0, seqlen_q, 0.0)\n            lse_log2",
+        "delta += load_rows(dlse_ptr + line, rows, 0, seqlen_q, 0.0)\n            lse_log2",
+        f"{BY_GATES}test_behind_the_portable_forward", "sinks and ieee", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients in float32: sink left out of the denominator", DQ,
+        "l_i = l_i * alpha + tl.math.exp2(sink_log2 - m_shift)", "l_i = l_i * alpha",
+        f"{BY_GATES}test_behind_the_portable_forward", "sinks and ieee", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients in float32: delta not rescaled", DQ,
+        "delta = delta * alpha + tl.sum(", "delta = delta + tl.sum(",
+        f"{BY_GATES}test_pairs_of_features", "packed and ieee", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients: dk without the softmax scale", DKV,
+        "rounded(dk * softmax_scale, ", "rounded(dk, ",
+        f"{BY_GATES}test_tiles", "128 and False", "FAIL B1 maximum of dk",
+    ),
+    Mutant(
+        "gradients: dv of a group's first head alone", DKV,
+        "dout_ptr + head * stride_doh", "dout_ptr + kv_head * group_size * stride_doh",
+        f"{BY_GATES}test_each_feature_alone", "scale and 3", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "gradients: wrong head map of dk and dv", DKV,
+        "head = kv_head * group_size + member", "head = kv_head + member * num_heads_kv",
+        f"{BY_GATES}test_not_finite_in_one_head_stays_there", "", "torch.equal",
+    ),
+    Mutant(
+        "gradients: wrong head map of dq", DQ,
+        "kv_head = head // group_size", "kv_head = head % (num_heads_q // group_size)",
+        f"{BY_GATES}test_not_finite_in_one_head_stays_there", "", "torch.equal",
+    ),
+    Mutant(
+        "gradients: first key tile lost for dq", DQ,
+        "for key_tile in range(first, key_end, BLOCK_N)", "for key_tile in range(first + BLOCK_N, key_end, BLOCK_N)",
+        f"{BY_GATES}test_tiles", "128 and False", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients: last query tile lost for dk and dv", DKV,
+        "for row_tile in range(first, row_end, BLOCK_M)", "for row_tile in range(first, row_end - BLOCK_M, BLOCK_M)",
+        f"{BY_GATES}test_tiles", "128 and False", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "gradients: the first query that sees a tile of keys not read", DKV,
+        "key_begin, key_last, seqlen_q, -high, -low,", "key_begin, key_last, seqlen_q, -high + 1, -low,",
+        f"{BY_GATES}test_tiles", "128 and False", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "gradients: mask one key too wide", BACKWARD_TILES,
+        "visible = visible & (distance <= high)", "visible = visible & (distance <= high + 1)",
+        f"{BY_GATES}test_tiles", "128 and False", "FAIL B1 maximum of d",
+    ),
+    Mutant(
+        "gradients: log-sum-exp of another packed sequence", DKV,
+        "lse_ptr += q_begin\n", "lse_ptr += 0 * q_begin\n",
+        f"{BY_GATES}test_each_feature_alone", "packed", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "gradients: 0 times the NaN of what a mask hides", BACKWARD_TILES,
+        "    if MAY_HIDE:\n        ds = tl.where(p == 0.0, 0.0, ds)", "    if MAY_HIDE:\n        ds = ds + 0.0",
+        f"{BY_GATES}test_rows_that_see_nothing", "mask and float16", "bits(",
+    ),
+    Mutant(
+        "gradients: 0 times the NaN of what the band hides", BACKWARD_TILES,
+        "        if at_edge:\n            ds = tl.where(p == 0.0, 0.0, ds)",
+        "        if at_edge:\n            ds = ds + 0.0",
+        f"{BY_GATES}test_rows_that_see_nothing", "queries and float16", "bits(",
+    ),
+    Mutant(
+        "gradients: log-sum-exp of a row that sees nothing left at -inf", BACKWARD_TILES,
+        'return tl.where(lse_log2 == float("-inf"), float("inf"), lse_log2)', "return lse_log2 + 0.0",
+        f"{BY_GATES}test_tiles", "128 and False", "FAIL B1 maximum of dk",
+    ),
+    Mutant(
+        "gradients: NaN that arrives at a row that sees nothing goes on", DQ,
+        "tl.where(out == 0.0, 0.0, dout.to(tl.float32) * out.to(tl.float32))",
+        "dout.to(tl.float32) * out.to(tl.float32)",
+        f"{BY_GATES}test_rows_that_see_nothing", "queries and float16", "bits(",
+    ),
+    Mutant(
+        "gradients: a sink's with the other sign", DQ,
+        "tl.store(of_sinks_ptr + part, -tl.sum(", "tl.store(of_sinks_ptr + part, tl.sum(",
+        f"{BY_GATES}test_behind_the_portable_forward", "sinks and float16", "FAIL A peer rule of dsinks",
+    ),
+    Mutant(
+        "gradients: softcap's derivative left out", BACKWARD_TILES,
+        "ds * derivative)", "ds * 1.0)",
+        f"{BY_GATES}test_pairs_of_features", "softcap and packed", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients: a slope's distance without the offset of the keys", DQ,
+        "tl.abs(rows[:, None] + (seqlen_k - seqlen_q) - keys[None, :])", "tl.abs(rows[:, None] - keys[None, :])",
+        f"{BY_GATES}test_pairs_of_features", "alibi and packed and sinks", "FAIL A peer rule of dalibi_slopes",
+    ),
+    Mutant(
+        "gradients: of a bias for all batch items without the last item", DBIAS,
+        "batch_end = batch_size", "batch_end = batch_size - 1",
+        f"{BY_GATES}test_bias_of_any_shape", "40", "FAIL B1 maximum of dbias",
+    ),
+]  # fmt: skip
+
+# Of dropout, and of gradients that must repeat.
+DROPOUT, IN_DROPOUT = "kernels/dropout.py", "../kernels/test_dropout.py::"
+OF_DROPOUT = [
+    Mutant(
+        "dropout: the offset has no effect", DROPOUT,
+        "offset = tl.load(seed_ptr + 1)", "offset = tl.load(seed_ptr)",
+        f"{IN_DROPOUT}test_forwards_drop_the_same_pairs", "flash_fwd and 128", "torch.equal",
+    ),
+    Mutant(
+        "dropout: rows that share a call drop the same", DROPOUT,
+        "word = tl.where(row_bit != 0, tl.where(key_bit != 0, w3, w2), tl.where(key_bit != 0, w1, w0))",
+        "word = tl.where(key_bit != 0, w1, w0)",
+        f"{IN_DROPOUT}test_forwards_drop_the_same_pairs", "flash_fwd and 128", "torch.equal",
+    ),
+    Mutant(
+        "dropout: words compared as unsigned numbers on the host", DROPOUT,
+        "word - ((word & _SIGN) << 1) >= threshold(dropout_p)", "word - _SIGN >= threshold(dropout_p)",
+        f"{IN_DROPOUT}test_the_mask_is_the_contract", "", "assert",
+    ),
+    Mutant(
+        "dropout: every item of a batch drops the same", DROPOUT,
+        "torch.arange(batch.start, batch.stop, device=seed.device)",
+        "0 * torch.arange(batch.start, batch.stop, device=seed.device)",
+        f"{IN_DROPOUT}test_independence", "0.5", "(0, 1)",
+    ),
+    Mutant(
+        "dropout: every call draws the same seed", DROPOUT,
+        "return torch.randint(2**63 - 1, SEED_SHAPE, dtype=torch.int64, device=device)",
+        "return torch.zeros(SEED_SHAPE, dtype=torch.int64, device=device)",
+        f"{IN_DROPOUT}test_the_default_generator_determines_what_is_dropped", "", "each call draws",
+    ),
+    Mutant(
+        "dropout: what is kept not scaled", FLASH,
+        "out = out * dropout_scale", "out = out * 1.0",
+        f"{IN_DROPOUT}test_forwards_drop_the_same_pairs", "flash_fwd and 128", "not close",
+    ),
+    Mutant(
+        "dropout: log-sum-exp of what is kept", FLASH,
+        "            p = tl.where(kept, p, 0.0)",
+        "            l_i -= tl.sum(tl.where(kept, 0.0, p), 1)\n            p = tl.where(kept, p, 0.0)",
+        f"{IN_DROPOUT}test_lse_is_that_of_the_softmax_without_dropout", "flash_fwd", "not close",
+    ),
+    Mutant(
+        "dropout: packed sequences drop as the first", EAGER,
+        "_Part(range(b, b + 1), ", "_Part(range(0, 1), ",
+        f"{IN_DROPOUT}test_packed_sequences_drop_what_a_dense_batch_drops", "eager", "not close",
+    ),
+    Mutant(
+        "dropout: dq of probabilities that were dropped", DQ,
+        "dp = tl.where(kept, dp * dropout_scale, 0.0)", "dp = dp * dropout_scale",
+        f"{BY_GATES}test_each_feature_alone", "dropout and not packed", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "dropout: dv of probabilities that were dropped", DKV,
+        "p_kept = tl.where(kept, p, 0.0)", "p_kept = tl.where(kept, p, p)",
+        f"{BY_GATES}test_each_feature_alone", "dropout and not packed", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "dropout: queries and keys exchanged in a transposed tile", DKV,
+        "row_tile, first_rows[None, :], key_begin, first_keys[:, None]",
+        "key_begin, first_keys[:, None], row_tile, first_rows[None, :]",
+        f"{BY_GATES}test_each_feature_alone", "dropout and not packed", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "dropout: the heads of a group drop the same in dk and dv", DKV,
+        "dropout_key, batch, head, row_tile, ", "dropout_key, batch, kv_head, row_tile, ",
+        f"{BY_GATES}test_each_feature_alone", "dropout and packed", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "dropout: gradient of a bias through what was dropped", DBIAS,
+        "dp = tl.where(kept, dp * dropout_scale, 0.0)", "dp = dp * dropout_scale",
+        f"{BY_GATES}test_pairs_of_features", "dropout and bias", "FAIL B1 maximum of dbias",
+    ),
+    Mutant(
+        "deterministic=True without effect", "kernels/hopper/flash_bwd/config.py",
+        "if problem.deterministic or problem", "if problem",
+        "../kernels/hopper/test_flash_bwd_host.py::test_the_argument_takes_the_kernel_without_atomics", "True",
+        "dkv_kernel",
+    ),
+    Mutant(
+        "deterministic=False without effect", "checks.py",
+        "if self.deterministic is None else self.deterministic", "if not self.deterministic else True",
+        "../kernels/hopper/test_flash_bwd_host.py::test_deterministic_mode_takes_the_kernel_without_atomics", "False",
+        "joint_kernel",
+    ),
+]  # fmt: skip
+
+# Of Hopper's gradients, whose source runs on a CPU as well. Roles agree about the tiles in all of them: see HOPPER.
+JOINT, APART_DKV, APART_DQ, BAND, ROWS = (
+    f"kernels/hopper/flash_bwd/{name}.py" for name in ("joint", "dkv", "dq", "band", "rows")
+)
+BACKWARD_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_the_protocol_on_a_cpu"
+NEIGHBOURS_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_nan_of_a_neighbour_stays_there"
+HOPPER_BACKWARD = [
+    Mutant(
+        "gradients on Hopper: nothing arrives at the log-sum-exp", ROWS,
+        "delta -= dlse.to(tl.float32)", "delta -= 0.0 * dlse.to(tl.float32)",
+        BACKWARD_ON_CPU, "causal and 128", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients on Hopper: log-sum-exp of what does not exist is -inf", ROWS,
+        'lse * LOG2_E, float("inf"))', 'lse * LOG2_E, float("-inf"))',
+        BACKWARD_ON_CPU, "full and 128", "FAIL B1 maximum of dk",
+    ),
+    Mutant(
+        "gradients on Hopper: a sink's with the other sign", ROWS,
+        "tl.where(sees, -tl.exp(sink", "tl.where(sees, tl.exp(sink",
+        BACKWARD_ON_CPU, "causal and 128", "FAIL A peer rule of dsinks",
+    ),
+    Mutant(
+        "gradients on Hopper: rows that see nothing left out of a sink's", ROWS,
+        "of_sink += tl.load(dlse_ptr", "of_sink += 0.0 * tl.load(dlse_ptr",
+        BACKWARD_ON_CPU, "queries and keys and 128", "FAIL A peer rule of dsinks",
+    ),
+    Mutant(
+        "gradients on Hopper: dq's sums read in another order", ROWS,
+        "[1, 4, 2, 0, 3, 5]", "[1, 2, 4, 0, 3, 5]",
+        BACKWARD_ON_CPU, "full and 24", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients on Hopper: dq added to another tile than it is of", JOINT,
+        "first + tile_at(span, i % count)) * (2 * LINES)", "first + span.begin + i % count) * (2 * LINES)",
+        BACKWARD_ON_CPU, "full and 128", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients on Hopper: dq into the other group's buffer", JOINT,
+        "tiles.dq.index(GROUP).store(x)", "tiles.dq.index(1 - GROUP).store(x)",
+        BACKWARD_ON_CPU, "full and 24", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients on Hopper: dk without the softmax scale", JOINT,
+        "dk = dk * results.softmax_scale", "dk = dk * 1.0",
+        BACKWARD_ON_CPU, "full and 24", "FAIL B1 maximum of dk",
+    ),
+    Mutant(
+        "gradients on Hopper: a group's first head in place of each", "kernels/hopper/flash_bwd/producer.py",
+        "head = work.head * heads.group_size + i // count\n                down",
+        "head = work.head * heads.group_size\n                down",
+        BACKWARD_ON_CPU, "full and 24", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "gradients on Hopper: last head of a group lost", "kernels/hopper/flash_bwd/launches.py",
+        "group_size = problem.num_heads_q // problem.num_heads_kv",
+        "group_size = max(1, problem.num_heads_q // problem.num_heads_kv - 1)",
+        BACKWARD_ON_CPU, "full and 24", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "gradients on Hopper: second half of a tile with the first's log-sum-exp", JOINT,
+        "(tiles.queries, n, HALF, HALF, across)", "(tiles.queries, n, 0 * HALF, HALF, across)",
+        BACKWARD_ON_CPU, "full and 24", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "gradients on Hopper: second half of a tile with the first's band", JOINT,
+        "lse1[None, :], band, row_first + HALF,", "lse1[None, :], band, row_first,",
+        BACKWARD_ON_CPU, "causal and 24", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "gradients on Hopper: softcap's derivative left out", JOINT,
+        "ds = ds * cap", "ds = ds * 1.0",
+        BACKWARD_ON_CPU, "window and 128", "FAIL B1 maximum of dk",
+    ),
+    Mutant(
+        "gradients on Hopper: ALiBi's distance without the offset of the keys", "kernels/hopper/flash_bwd/steps.py",
+        "gl.abs(rows + band.offset - keys)", "gl.abs(rows - keys)",
+        BACKWARD_ON_CPU, "window and 128", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "gradients on Hopper: a cut tile walked without its mask", BAND,
+        "whole_begin = gl.cdiv(gl.maximum(key_last - band.high - band.q_begin, 0), rules.BLOCK_M)",
+        "whole_begin = gl.maximum(key_last - band.high - band.q_begin, 0) // rules.BLOCK_M",
+        BACKWARD_ON_CPU, "causal and 128", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "gradients on Hopper: queries end with those that see a block's first key", BAND,
+        "gl.minimum(last, gl.minimum(key_last, band.k_end - 1) - band.low + 1)",
+        "gl.minimum(last, key_first - band.low + 1)",
+        BACKWARD_ON_CPU, "window and 128", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "gradients on Hopper: mask one key too narrow", BAND,
+        "keys <= gl.minimum(rows", "keys < gl.minimum(rows",
+        BACKWARD_ON_CPU, "causal and 128", "FAIL B1 maximum of d",
+    ),
+    Mutant(
+        "gradients on Hopper: window's left edge exclusive", BAND,
+        "keys >= rows + band.low", "keys > rows + band.low",
+        BACKWARD_ON_CPU, "packed and window and 128", "FAIL B1 maximum of d",
+    ),
+    Mutant(
+        "gradients on Hopper: statistics of another packed sequence", BAND,
+        "(work.q_begin // TILE + work.batch) * TILE", "(work.q_begin // TILE) * TILE",
+        BACKWARD_ON_CPU, "packed and 128", "FAIL B1 maximum of d",
+    ),
+    Mutant(
+        "gradients on Hopper: queries of the next sequence multiplied", "kernels/hopper/flash_bwd/steps.py",
+        "if rows_used < BLOCK_M:", "if rows_used < 0:",
+        NEIGHBOURS_ON_CPU, "192", "dk",
+    ),
+    Mutant(
+        "dK and dV apart: softcap's derivative not passed on", APART_DKV,
+        "passed = p * cap", "passed = p * 1.0",
+        BACKWARD_ON_CPU, "window and 192", "FAIL B1 maximum of dk",
+    ),
+    Mutant(
+        "dK and dV apart: next scores of the same queries", APART_DKV,
+        "tiles.queries.ring, n + 1, zero_accumulator", "tiles.queries.ring, n, zero_accumulator",
+        BACKWARD_ON_CPU, "full and 192", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "dK and dV apart: delta of another tile", APART_DKV,
+        "delta = statistics_of(tiles.dout, n, 0", "delta = statistics_of(tiles.dout, n + 1, 0",
+        BACKWARD_ON_CPU, "causal and 192", "FAIL B1 maximum of dk",
+    ),
+    Mutant(
+        "dK and dV apart: dK without the softmax scale", APART_DKV,
+        "times(result, results.softmax_scale)", "times(result, 1.0)",
+        BACKWARD_ON_CPU, "full and 192", "FAIL B1 maximum of dk",
+    ),
+    Mutant(
+        "dK and dV apart: a cut tile without its mask", APART_DKV,
+        "p = gl.where(visible(band, rows, keys, rules), p, 0.0)", "p = p * 1.0",
+        BACKWARD_ON_CPU, "causal and 192", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "dK and dV apart: the first head's slope for a whole group", APART_DKV,
+        "head = gl.where(place + 1 == count, head + 1, head)", "head = gl.where(place + 1 == count, head, head)",
+        BACKWARD_ON_CPU, "window and 192", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "dQ apart: statistics of the first group's queries for both", APART_DQ,
+        "(row_first - band.q_begin)\n    lse", "(block_first - band.q_begin)\n    lse",
+        BACKWARD_ON_CPU, "full and 192", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "dQ apart: without the softmax scale", APART_DQ,
+        "times(dq, place.softmax_scale)", "times(dq, 1.0)",
+        BACKWARD_ON_CPU, "full and 192", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "dQ apart: tiles above the diagonal taken for whole", APART_DQ,
+        "cut = cut | (key_first + rules.BLOCK_N - 1 > row_first + band.high)",
+        "cut = cut | (key_first > row_first + ROWS + band.high)",
+        BACKWARD_ON_CPU, "causal and 192", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "dQ apart: keys of the next sequence multiplied", APART_DQ,
+        "if keys_used < rules.BLOCK_N:", "if keys_used < 0:",
+        NEIGHBOURS_ON_CPU, "192", "dq",
+    ),
+    Mutant(
+        "dQ apart: values of the next sequence not hidden", APART_DQ,
+        "cut = key_first + rules.BLOCK_N > band.k_end", "cut = key_first > band.k_end",
+        NEIGHBOURS_ON_CPU, "192", "dq",
+    ),
+]  # fmt: skip
