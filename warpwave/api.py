@@ -19,13 +19,14 @@ from warpwave.checks import (
     as_logits,
     as_window,
     check_are_tensors,
+    check_out_is_plain,
     check_packed_lengths,
     describe_call,
     settled,
     spell_precision,
     with_positive_scale,
 )
-from warpwave.errors import InvalidType
+from warpwave.errors import InvalidType, UnsupportedProblem
 from warpwave.kernels import dropout
 from warpwave.kv_cache import CacheLayer, PagedKVCache, Rotary, integers
 from warpwave.problem import AnyOperands, CachedOperands, Causal, DropoutOperands, Operands
@@ -53,6 +54,7 @@ def attention(
     kernel: str = "auto",
     config: Any = None,
     return_lse: bool = False,
+    out: torch.Tensor | None = None,
 ) -> Any:
     """Computes exact attention, `softmax(softmax_scale * q k^T + ...) v`, on any device.
 
@@ -95,9 +97,12 @@ def attention(
         kernel: `"auto"`, or the name of the kernel that must run the call; `warpwave.explain` lists them.
         config: a `Config` of the kernel named.
         return_lse: also return the log-sum-exp.
+        out: receives the output and is returned: (batch, seqlen_q, num_heads_q, head_dim_v), the dtype of q, any
+            strides, apart from the memory of every other argument. A contiguous one at a multiple of 16 bytes costs no
+            copy; docs/guide/serving.md states the rest. No argument may require a gradient.
 
     Returns:
-        out: (batch, seqlen_q, num_heads_q, head_dim_v), contiguous, the dtype of q.
+        out: (batch, seqlen_q, num_heads_q, head_dim_v), the dtype of q; contiguous unless given.
         lse: if `return_lse`: natural logarithm, float32 (float64 if q is), (batch, num_heads_q, seqlen_q), minus
             infinity for a query that sees no key.
 
@@ -125,7 +130,7 @@ def attention(
         window_size is None
         and deterministic is None
         and dropout_seed is None
-        and softcap.__class__ is dropout_p.__class__ is float
+        and type(softcap) is type(dropout_p) is float
         and (softmax_scale is None or (softmax_scale.__class__ is float and softmax_scale >= 0))
         and return_lse.__class__ is bool
     ):
@@ -140,8 +145,13 @@ def attention(
     # 1 == True, so the key includes the type of causal.
     said = (causal, window_size, softcap, softmax_scale, precision, return_lse, dropout_p, deterministic,
             causal.__class__, kernel, config)  # fmt: skip
-    run = plans.recall(operands, said)
-    out, lse = _call(operands, said) if run is None else run(operands)
+    if out is not None:
+        check_out_is_plain(out)
+    run = plans.recall(operands, said, (), out)
+    if run is None:
+        out, lse = _call(operands, said, out=out)
+    else:
+        out, lse = run(operands) if out is None else run(operands, out)
     return (out, lse) if return_lse else out
 
 
@@ -168,6 +178,7 @@ def attention_varlen(
     kernel: str = "auto",
     config: Any = None,
     return_lse: bool = False,
+    out: torch.Tensor | None = None,
 ) -> Any:
     """Computes `attention` over sequences of different lengths that are packed into one tensor.
 
@@ -185,7 +196,7 @@ def attention_varlen(
     same pairs as item b of a dense batch.
 
     Returns:
-        out: (total_q, num_heads_q, head_dim_v).
+        out: (total_q, num_heads_q, head_dim_v); the caller's if given.
         lse: if `return_lse`: (num_heads_q, total_q).
     """
     window_size, softcap, softmax_scale, return_lse = _scalars(window_size, softcap, softmax_scale, return_lse)
@@ -207,8 +218,13 @@ def attention_varlen(
         options = _options(operands, *said[:8], *longest)
         describe_call(operands, options)
         check_packed_lengths(operands, options)
-    run = plans.recall(operands, said, longest)
-    out, lse = _call(operands, said, longest) if run is None else run(operands)
+    if out is not None:
+        check_out_is_plain(out)
+    run = plans.recall(operands, said, longest, out)
+    if run is None:
+        out, lse = _call(operands, said, longest, out)
+    else:
+        out, lse = run(operands) if out is None else run(operands, out)
     return (out, lse) if return_lse else out
 
 
@@ -238,6 +254,7 @@ def attention_with_kv_cache(
     kernel: str = "auto",
     config: Any = None,
     return_lse: bool = False,
+    out: torch.Tensor | None = None,
 ) -> Any:
     """Computes attention of the last tokens of each sequence to all its tokens in a paged cache: decode, chunked
     prefill, and batches that mix the two. There are no gradients: if an argument requires one, `backward` on a result
@@ -283,7 +300,7 @@ def attention_with_kv_cache(
     The other arguments are those of `attention`.
 
     Returns:
-        out: shaped as q, with head_dim_v.
+        out: shaped as q, with head_dim_v; the caller's if given.
         lse: if `return_lse`: natural logarithm, float32, (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q).
 
     Raises:
@@ -327,10 +344,12 @@ def attention_with_kv_cache(
     said = (causal, window_size, softcap, softmax_scale, precision, return_lse)
     # 1 == True, so the key includes the type of causal. Rotated queries are in a separate tensor.
     full = (said, causal.__class__, num_splits, batch_invariant, shared_prefix, kernel, config, rotary is None)
-    run = plans.recall(operands, full, longest)
+    if out is not None:
+        check_out_is_plain(out)
+    run = plans.recall(operands, full, longest, out)
     writes = k_new is not None or v_new is not None or rotary is not None
     if run is not None and not (writes or checked):
-        out, lse = run(operands)
+        out, lse = run(operands) if out is None else run(operands, out)
         return (out, lse) if return_lse else out
     given = (*operands, k_new, v_new, *(rotary if isinstance(rotary, Rotary) else ()))
     cached_calls.check_transforms(given)
@@ -338,13 +357,15 @@ def attention_with_kv_cache(
     serving = cached_calls.Serving(num_splits, batch_invariant, shared_prefix)
     if q.is_neg():
         operands = operands._replace(q=q.resolve_neg())
-    key = plans.plan_key(operands, (full, longest)) if run is None else None
+    key = plans.plan_key((*operands, out), (full, longest)) if run is None else None
     known = run or plans.find(key)
     if known is None or checked:
         options = _options(operands, *said, 0.0, None, *longest)
         cached_calls.check(operands, options, serving)
     new = cached_calls.NewTokens(operands)
     if writes:
+        if out is not None:
+            cached_calls.check_apart_from_new(out, operands, k_new, v_new, rotary, wanting)
         new = cached_calls.prepare_new(cache, operands, longest[0], rows, k_new, v_new, rotary, lengths)
     if checked:
         cached_calls.check_contents(operands, new, options, serving, lengths, rotary)
@@ -355,11 +376,13 @@ def attention_with_kv_cache(
         def planner() -> cached_calls.Planner:
             return cached_calls.Planner(_options(asked, *said, 0.0, None, *longest), serving, kernel, config)
 
-        run = known or plans.planned(key, lambda: cached_calls.make_plan(attended, options, serving, kernel, config))
+        run = known or plans.planned(
+            key, lambda: cached_calls.make_plan(attended, options, serving, kernel, config, out)
+        )
         if key is not None and not wanting:
-            plans.remember(asked, full, longest, run, planner if attended is asked else None)
+            plans.remember(asked, full, longest, run, planner if attended is asked else None, out)
     with new.written():  # nothing has changed before; if a kernel fails, nothing was appended
-        out, lse = run(operands)
+        out, lse = run(operands) if out is None else run(operands, out)
     if wanting:
         out, lse = cached_calls.refusing_gradients((out, lse), wanting)
     return (out, lse) if return_lse else out
@@ -427,7 +450,7 @@ def _with_seed(operands: Operands, dropout_p: float, seed: torch.Tensor | None) 
 
 
 def _call(
-    operands: Any, said: tuple[Any, ...], longest: tuple[int, ...] = ()
+    operands: Any, said: tuple[Any, ...], longest: tuple[int, ...] = (), out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Runs a call that `plans.recall` did not find: with the plan made for an equal earlier call, and only without one
     checks the arguments.
@@ -440,17 +463,26 @@ def _call(
     *scalars, _, kernel, config = said
     if not autograd.is_compiling():
         operands = settled(operands)
-    if autograd.is_eager() and (key := plans.plan_key(operands, (said, longest))) is not None:
+    if autograd.is_eager() and (key := plans.plan_key((*operands, out), (said, longest))) is not None:
 
         def options() -> Options:
             return _options(operands, *scalars, *longest)
 
-        run = plans.planned(key, lambda: ops.make_plan(operands, options(), kernel, config))
-        plans.remember(operands, said, longest, run, lambda: ops.Planner(options(), kernel, config))
-        return run(operands)
+        run = plans.planned(key, lambda: ops.make_plan(operands, options(), kernel, config, out=out))
+        plans.remember(operands, said, longest, run, lambda: ops.Planner(options(), kernel, config), out)
+        return run(operands) if out is None else run(operands, out)
     check_are_tensors(operands)
     chosen, encoded = _options(operands, *scalars, *longest), ops.encode_config(config)
     tensors = autograd.schema_tensors(operands)
+    if out is not None:
+        if not autograd.is_compiling() and autograd.transforms() is not None:
+            raise UnsupportedProblem(
+                "out was given inside a transform of torch.func, which cannot follow a write to it",
+                {},
+                "the call without out",
+            )
+        lse = torch.ops.warpwave.attention_out(*tensors, *chosen, kernel, encoded, out)
+        return out, lse
     if not autograd.is_compiling() and autograd.is_transformed():
         out, lse = autograd.transformed(*tensors, *chosen._replace(needs_grad=True), kernel, encoded)
     else:

@@ -12,12 +12,12 @@ import itertools
 import math
 import numbers
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from warpwave.errors import InvalidInput, InvalidType
+from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.kernels import dropout
 from warpwave.problem import PRECISIONS, AnyOperands, AttentionProblem, CachedOperands, Causal
 
@@ -381,6 +381,90 @@ def check_are_tensors(operands: AnyOperands | CachedOperands) -> None:
             else:
                 found, remedy = "lazily negated", f"pass {name}.resolve_neg()"
             raise InvalidType(f"{name} is a {found} tensor; it must be a plain strided one: {remedy}")
+
+
+def check_out_is_plain(out: Any) -> None:
+    """Raises InvalidType unless out is a plain strided tensor."""
+    if not isinstance(out, torch.Tensor):
+        raise InvalidType(f"out is a {type(out).__name__}; it must be a torch.Tensor")
+    if not is_plain(out):
+        raise InvalidType("out is a nested, sparse or lazily negated tensor; it must be a plain strided one")
+
+
+def check_out(out: torch.Tensor, operands: AnyOperands | CachedOperands, needs_grad: bool) -> None:
+    """Checks the plain tensor that receives the output of a call whose operands were checked.
+
+    Args:
+        needs_grad: whether an operand requires a gradient.
+
+    Raises:
+        InvalidInput: its shape or device is not the output's, or two elements share memory.
+        InvalidType: its dtype is not the output's.
+        UnsupportedProblem: a gradient would be lost.
+    """
+    q, v = operands.q, operands.v
+    if needs_grad or (torch.is_grad_enabled() and out.requires_grad):
+        raise UnsupportedProblem(
+            "out was given and an argument requires a gradient: autograd cannot follow a write to out",
+            {},
+            "torch.no_grad() around the call, or the call without out",
+        )
+    shape = (*q.shape[:-1], v.shape[-1])
+    if out.shape != shape:
+        raise InvalidInput(f"out has shape {tuple(out.shape)}; it must have {tuple(shape)}, q's with head_dim_v")
+    if out.device != q.device:
+        raise InvalidInput(f"out is on {out.device} and q on {q.device}; all tensors must share one device")
+    if out.dtype != q.dtype:
+        raise InvalidType(f"out is {out.dtype} and q is {q.dtype}; out must have the dtype of q")
+    if torch.compiler.is_compiling():
+        return  # the call itself checks its strides
+    extent = 1  # elements from the first to the last of the axes with smaller strides
+    for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
+        if size > 1 and stride < extent:
+            raise InvalidInput(
+                f"out has shape {tuple(out.shape)} and strides {out.stride()}, with which elements share memory; pass "
+                "a tensor that was not expanded"
+            )
+        extent += (size - 1) * stride
+
+
+def check_apart(out: torch.Tensor, tensors: Mapping[str, Any]) -> None:
+    """Raises InvalidInput naming a tensor that shares memory with out, which the kernel may still read after it stored
+    a part of out.
+
+    Args:
+        tensors: argument -> tensor of the same device, or None.
+    """
+    begin = out.data_ptr()
+    end = begin + _extent_bytes(out)
+    for name, tensor in tensors.items():
+        if tensor is None or (first := tensor.data_ptr()) >= end or first + _extent_bytes(tensor) <= begin:
+            continue
+        if not _are_interleaved(out, tensor):
+            raise InvalidInput(f"out shares memory with {name}, which is read while out is written; pass other memory")
+
+
+def _extent_bytes(tensor: torch.Tensor, period: int = 0) -> int:
+    """Returns the bytes from the first element to the end of the last one, of axes whose stride in bytes is no multiple
+    of `period`; 0 if there is no element."""
+    size = tensor.element_size()
+    if not period and tensor.is_contiguous():
+        return tensor.nbytes
+    strides = [stride * size for stride in tensor.stride()]
+    steps = (
+        (length - 1) * step for length, step in zip(tensor.shape, strides, strict=True) if not period or step % period
+    )
+    return sum(steps) + size if tensor.numel() else 0
+
+
+def _are_interleaved(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Returns whether two tensors are different columns of the rows of one buffer, such as the parts of a packed
+    projection: modulo the bytes of a row, they lie apart."""
+    for period in {stride * a.element_size() for stride in a.stride()} - {0}:
+        distance = (b.data_ptr() - a.data_ptr()) % period
+        if _extent_bytes(a, period) <= distance and distance + _extent_bytes(b, period) <= period:
+            return True
+    return False
 
 
 def check_problem(problem: AttentionProblem) -> None:

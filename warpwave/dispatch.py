@@ -12,7 +12,10 @@ A kernel is a module or package of `warpwave.kernels` with
     configs(problem, gpu) -> list[Config]      the default first, then the search space
     default(problem, gpu) -> Config            optional: the first of `configs`, without listing the others
     notes(problem, gpu, config) -> list[str]   optional: what `explain` prints about a config
-    bind(problem, operands, config)            -> run(operands) -> (out, lse or None)
+    bind(problem, operands, config, out=None)  -> run(operands, out=None) -> (out, lse or None). Bound with a caller's
+                                               out, it stores to the out of each call; that one is contiguous and
+                                               begins at a multiple of 16 bytes unless
+    STRIDED_OUT                                optional: True if out may have any address and any strides, the last 1
     Binder()                                   optional: `bind` for calls that differ in lengths and batch strides only;
                                                keeps what does not depend on these
     gradients, gradients_why_not               optional: gradients that need no result of the forward, and why not
@@ -164,17 +167,36 @@ def default_config(module: Any, problem: AttentionProblem, gpu: Gpu) -> Any:
     return module.default(problem, gpu) if hasattr(module, "default") else module.configs(problem, gpu)[0]
 
 
-def bind(choice: Choice, problem: AttentionProblem, operands: Any, binders: dict[str, Any]) -> Any:
+def bind(choice: Choice, problem: AttentionProblem, operands: Any, binders: dict[str, Any], out: Any = None) -> Any:
     """Binds a kernel to a call.
 
     Args:
         binders: kernel name -> its binder, shared by all calls of one class; filled here.
+        out: the caller's, if the results are stored to one: each call of what is returned takes its own. If the kernel
+            cannot store to this layout, its results are copied.
     """
     module = choice.kernel
     binder = binders.get(module.NAME)
     if binder is None:
         binder = binders[module.NAME] = module.Binder() if hasattr(module, "Binder") else module.bind
-    return binder(problem, operands, choice.config)
+    if out is None:
+        return binder(problem, operands, choice.config)
+    if stores_to(module, out):
+        return binder(problem, operands, choice.config, out)
+    run = binder(problem, operands, choice.config)
+
+    def run_and_copy(operands: Any, out: Any) -> Any:
+        found, lse = run(operands)
+        return out.copy_(found), lse
+
+    return run_and_copy
+
+
+def stores_to(module: Any, out: Any) -> bool:
+    """Returns whether a kernel stores to an out of this layout, without a copy."""
+    if getattr(module, "STRIDED_OUT", False):
+        return bool(out.stride(-1) == 1)
+    return bool(out.is_contiguous() and out.data_ptr() % 16 == 0)
 
 
 def gradient_kernels(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> list[Any]:

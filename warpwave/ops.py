@@ -1,5 +1,5 @@
-"""The torch operators `warpwave::attention` and `warpwave::attention_backward`, and the planning of dense and packed
-calls.
+"""The torch operators `warpwave::attention`, `attention_out` and `attention_backward`, and the planning of dense and
+packed calls.
 
 torch.compile, export and opcheck see one node with a schema, a fake implementation and a gradient. An eager call on
 plain tensors needs no dispatcher: api.py runs its plan directly (plans.py).
@@ -10,35 +10,45 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from warpwave import autograd, dispatch
 from warpwave.autograd import absent
-from warpwave.checks import Options, describe_call, resized
+from warpwave.checks import Options, check_out, describe_call, resized
 from warpwave.errors import InvalidType
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import flash_fwd
-from warpwave.plans import Run, lse_dtype, lse_shape, plan_key, planned, tell_once, without_keys
+from warpwave.plans import Run, lse_dtype, lse_shape, plan_key, planned, storing, tell_once, without_keys
 from warpwave.problem import AnyOperands, AttentionProblem, DropoutOperands, Operands
 
 
 def attend(
-    operands: AnyOperands, options: Options, kernel: str, config: Any
+    operands: AnyOperands, options: Options, kernel: str, config: Any, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Runs a call that torch has dispatched, with a plan made for an equal earlier call or with a new one."""
-    key = plan_key(operands, (options, kernel, config), dispatched=True)
-    return planned(key, lambda: make_plan(operands, options, kernel, config, dispatched=True))(operands)
+    key = plan_key((*operands, out), (options, kernel, config), dispatched=True)
+    run = planned(key, lambda: make_plan(operands, options, kernel, config, dispatched=True, out=out))
+    return run(operands) if out is None else run(operands, out)
 
 
-def make_plan(operands: AnyOperands, options: Options, kernel: str, config: Any, dispatched: bool = False) -> Run:
+def make_plan(
+    operands: AnyOperands,
+    options: Options,
+    kernel: str,
+    config: Any,
+    dispatched: bool = False,
+    out: torch.Tensor | None = None,
+) -> Run:
     """Checks a call, and chooses, configures and compiles its kernel.
 
     Args:
         dispatched: whether torch's dispatcher has seen the call and provides its gradients; otherwise the plan does.
+        out: the tensor that the caller passes for the output.
     """
-    return _plan_of(describe_call(operands, options), operands, options, kernel, config, dispatched, {})
+    return _plan_of(describe_call(operands, options), operands, options, kernel, config, dispatched, {}, out)
 
 
 class Planner:
@@ -54,7 +64,7 @@ class Planner:
         self.problem: AttentionProblem | None = None
         self.binders: dict[str, Any] = {}
 
-    def __call__(self, operands: AnyOperands, longest: tuple[int, ...]) -> Run | None:
+    def __call__(self, operands: AnyOperands, longest: tuple[int, ...], out: torch.Tensor | None = None) -> Run | None:
         """Returns the plan of a call; None if its sizes contradict each other."""
         options = self.options
         if longest:
@@ -64,7 +74,7 @@ class Planner:
         problem = resized(self.problem, operands, longest)
         if problem is None:
             return None
-        return _plan_of(problem, operands, options, self.kernel, self.config, False, self.binders)
+        return _plan_of(problem, operands, options, self.kernel, self.config, False, self.binders, out)
 
 
 def _plan_of(
@@ -75,27 +85,39 @@ def _plan_of(
     config: Any,
     dispatched: bool,
     binders: dict[str, Any],
+    out: torch.Tensor | None,
 ) -> Run:
+    if out is not None:
+        check_out(out, operands, options.needs_grad)
     gpu = current_gpu(operands.q.device)
     problem, others = dispatch.forward_of(whole, gpu, kernel)
     # The operator returns lse with every gradient. Eager calls need it on request, or where the gradients take it.
     if others and not dispatched and not dispatch.gradient_kernels(whole, gpu, kernel):
         problem = dataclasses.replace(problem, return_lse=options.return_lse)
-    run = _bind(problem, gpu, operands, kernel, config, binders)
+    run = _bind(problem, gpu, operands, kernel, config, binders, out)
+    if out is not None:
+        return storing(run)
     if dispatched or not options.needs_grad:
         return run
     return autograd.Plan(run, whole, gpu, options, kernel, operands)
 
 
 def _bind(
-    problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, kernel: str, config: Any, binders: dict[str, Any]
+    problem: AttentionProblem,
+    gpu: Gpu,
+    operands: AnyOperands,
+    kernel: str,
+    config: Any,
+    binders: dict[str, Any],
+    out: torch.Tensor | None,
 ) -> Run:
     choice = dispatch.choose(problem, gpu, kernel, config)
     if kernel == "auto" and not choice.kernel.NEEDS_GPU:
         tell_once(problem, gpu, choice.kernel.NAME, flash_fwd)
     if problem.rows == 0 or problem.batch == 0 or (problem.total_k if problem.packed else problem.seqlen_k) == 0:
-        return lambda operands: without_keys(problem, operands)
-    return dispatch.bind(choice, problem, operands, binders)
+        return partial(without_keys, problem)
+    run: Run = dispatch.bind(choice, problem, operands, binders, out)
+    return run
 
 
 def encode_config(config: Any) -> str:
@@ -153,6 +175,7 @@ def _refusing_tangents(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 _library = _Library("warpwave", "DEF")
 _library.define(f"attention({_TENSORS}, {_OPTIONS}, str kernel_name, str config) -> (Tensor, Tensor)")
+_library.define(f"attention_out({_TENSORS}, {_OPTIONS}, str kernel_name, str config, Tensor(a!) out) -> Tensor")
 _library.define(
     f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, {_TENSORS}, {_OPTIONS}, "
     "str kernel_name='auto') -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -174,6 +197,20 @@ def _attention_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if not (options.return_lse or options.needs_grad):
         return out, absent(q)
     return out, q.new_empty(lse_shape(operands.cu_seqlens_q is not None, q), dtype=lse_dtype(q))
+
+
+def _attention_out(*arguments: Any) -> torch.Tensor:
+    """Stores to the last argument, and returns the log-sum-exp."""
+    operands, options = _split(arguments)
+    kernel, config, out = arguments[-3:]
+    _, lse = attend(operands, options, kernel, _decode_config(kernel, config), out)
+    return absent(operands.q) if lse is None else lse
+
+
+def _attention_out_fake(*arguments: Any) -> torch.Tensor:
+    operands, options = _split(arguments)
+    check_out(arguments[-1], operands, options.needs_grad)
+    return _attention_fake(*arguments[:-1])[1]
 
 
 def _attention_backward(
@@ -212,8 +249,10 @@ def _split(arguments: tuple[Any, ...]) -> tuple[AnyOperands, Options]:
 
 for _key in ("CPU", "CUDA"):
     _library.impl("attention", _attention, _key)
+    _library.impl("attention_out", _attention_out, _key)
     _library.impl("attention_backward", _attention_backward, _key)
 torch.library.register_fake("warpwave::attention", _attention_fake, lib=_library)
+torch.library.register_fake("warpwave::attention_out", _attention_out_fake, lib=_library)
 torch.library.register_fake("warpwave::attention_backward", _attention_backward_fake, lib=_library)
 torch.library.register_autograd(
     "warpwave::attention", autograd.differentiate, setup_context=autograd.save, lib=_library

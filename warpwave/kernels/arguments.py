@@ -117,14 +117,20 @@ def feature_constants(problem: AttentionProblem) -> dict[str, bool]:
     }
 
 
-def allocator(problem: AttentionProblem, q: torch.Tensor) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Returns `allocate() -> (out, lse)` on the device of q; lse is None unless requested."""
+Results = tuple[torch.Tensor, torch.Tensor | None]
+Run = Callable[..., Results]  # run(operands, out=None) -> (out, lse); given an out, it stores to that one
+Allocate = Callable[[torch.Tensor | None], Results]
+
+
+def allocator(problem: AttentionProblem, q: torch.Tensor) -> Allocate:
+    """Returns `allocate(out) -> (out, lse)` on the device of q: the caller's out, or a contiguous one if it is None.
+    lse is None unless requested."""
     rows = (problem.total_q,) if problem.packed else (problem.batch, problem.seqlen_q)
     make_out = maker((*q.shape[:-1], problem.head_dim_v), q.dtype, q.device)
     if not problem.return_lse:
-        return lambda: (make_out(), None)
+        return lambda out: (make_out() if out is None else out, None)
     make_lse = maker((*rows[:-1], problem.num_heads_q, rows[-1]), torch.float32, q.device)
-    return lambda: (make_out(), make_lse())
+    return lambda out: (make_out() if out is None else out, make_lse())
 
 
 def straightener(operands: AnyOperands) -> Callable[[Any], Any]:
@@ -148,7 +154,7 @@ def as_it_is(operands: Any) -> Any:
     return operands
 
 
-def behind(change: Callable[[Any], Any], run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def behind(change: Callable[[Any], Any], run: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that runs `run` on changed operands, or `run` itself if nothing changes, which saves a
     call."""
-    return run if change is as_it_is else lambda operands: run(change(operands))
+    return run if change is as_it_is else lambda operands, out=None: run(change(operands), out)

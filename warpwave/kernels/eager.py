@@ -17,7 +17,7 @@ the host, which waits for the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ import torch
 from warpwave import precision
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import dropout
+from warpwave.kernels.arguments import Results, Run
 from warpwave.kernels.eager_cost import cost
 from warpwave.kernels.paging import as_cached, as_packed, one_by_one
 from warpwave.kernels.torch_products import plainly, product
@@ -35,6 +36,7 @@ __all__ = ["Config", "Gradients", "backward", "bind", "configs", "cost", "forwar
 
 NAME = "eager"
 NEEDS_GPU = False
+STRIDED_OUT = True
 NEG_INF = float("-inf")
 
 
@@ -244,12 +246,19 @@ def _operand(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 # Forward --------------------------------------------------------------------------------------------------------------
 
 
-def forward(problem: AttentionProblem, operands: AnyOperands, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    problem: AttentionProblem, operands: AnyOperands, config: Config, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns out, like q with head_dim_v, and lse, float32 (batch, num_heads_q, seqlen_q), packed (num_heads_q,
-    total_q)."""
+    total_q).
+
+    Args:
+        out: stored to if given, whatever its strides.
+    """
     q = operands.q
     rows = (problem.total_q,) if problem.packed else (problem.batch, problem.seqlen_q)
-    out = torch.empty((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device=q.device)
     lse = torch.empty((*rows[:-1], problem.num_heads_q, rows[-1]), dtype=_wide(problem), device=q.device)
     with plainly(q.device):
         for part in _parts(problem, operands):
@@ -394,27 +403,24 @@ def _attend_backward(
 # Host -----------------------------------------------------------------------------------------------------------------
 
 
-def bind(
-    problem: AttentionProblem, operands: Any, config: Config
-) -> Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Returns `run(operands) -> (out, lse)`, where lse is None unless requested or needed for gradients."""
+def bind(problem: AttentionProblem, operands: Any, config: Config, out: torch.Tensor | None = None) -> Run:
+    """Returns `run(operands, out=None) -> (out, lse)`, where lse is None unless requested or needed for gradients."""
     keep_lse = problem.return_lse or problem.requires_grad
 
-    def run(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(operands: Any, out: torch.Tensor | None = None) -> Results:
         lse: torch.Tensor | None
-        if problem.page_size:
-            with torch.no_grad():
-                out, lse = _forward_on_cache(problem, operands, config)
+        if not problem.page_size:
+            out, lse = forward(problem, operands, config, out)
         else:
-            out, lse = forward(problem, operands, config)
+            with torch.no_grad():
+                found, lse = _forward_on_cache(problem, operands, config)
+                out = found if out is None else out.copy_(found)
         return out, lse if keep_lse else None
 
     return run
 
 
-def _forward_on_cache(
-    problem: AttentionProblem, operands: Any, config: Config
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _forward_on_cache(problem: AttentionProblem, operands: Any, config: Config) -> Results:
     packed, gathered = as_packed(problem, operands)
     if problem.batch_invariant:
         # Sequences run one by one, in separate tiles and memory, because tile sizes depend on the batch, and a CPU's

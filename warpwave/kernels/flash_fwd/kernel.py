@@ -16,7 +16,6 @@ fill the GPU. It adds to the ladder's tiled kernel the online softmax, and with 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -25,6 +24,8 @@ from warpwave import precision
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import dropout, reasons
 from warpwave.kernels.arguments import (
+    Results,
+    Run,
     allocator,
     band_constants,
     behind,
@@ -71,6 +72,7 @@ __all__ = ["Config", "bind", "configs", "cost", "flash_fwd_kernel", "smem_bytes"
 
 NAME = "flash_fwd"
 NEEDS_GPU = True
+STRIDED_OUT = True
 MAX_HEAD_DIM = 256
 # Arguments that the compiler must not specialize on; otherwise new lengths would recompile. These are sizes, and every
 # stride whose alignment is already in its unit or is not useful.
@@ -342,19 +344,17 @@ def flash_fwd_kernel(
 L2_BYTES = 16 * 1024 * 1024  # for K and V of the heads that run together; on an H200, 4 to 32 MB differ by 3 %
 
 
-def bind(
-    problem: AttentionProblem, operands: AnyOperands, config: Config
-) -> Callable[[AnyOperands], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, where lse is None unless
+def bind(problem: AttentionProblem, operands: AnyOperands, config: Config, out: torch.Tensor | None = None) -> Run:
+    """Compiles for one problem and layout; returns `run(operands, out=None) -> (out, lse)`, where lse is None unless
     requested."""
     allocate, straight = allocator(problem, operands.q), straightener(operands)
-    specified = specify(problem, current_gpu(operands.q.device), straight(operands), *allocate(), config)
+    specified = specify(problem, current_gpu(operands.q.device), straight(operands), *allocate(out), config)
     if isinstance(specified, launch.Launch):
         launcher = launch.bind(specified)
 
-        def run(operands: AnyOperands) -> tuple[torch.Tensor, torch.Tensor | None]:
+        def run(operands: AnyOperands, out: torch.Tensor | None = None) -> Results:
             q, k, v, *others = operands
-            out, lse = allocate()
+            out, lse = allocate(out)
             launcher(q, k, v, out, lse, *others)
             return out, lse
 
@@ -365,9 +365,9 @@ def bind(
     assert k_parts is not None and v_parts is not None
     make_parts = [maker(parts.shape, parts.dtype, parts.device) for parts in (k_parts, v_parts)]
 
-    def run_split(operands: AnyOperands) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run_split(operands: AnyOperands, out: torch.Tensor | None = None) -> Results:
         q, k, v, *others = operands
-        out, lse = allocate()
+        out, lse = allocate(out)
         k_parts, v_parts = [make() for make in make_parts]
         split(k, v, k_parts, v_parts)
         attend(q, k_parts, v_parts, out, lse, *others)

@@ -30,6 +30,8 @@ from warpwave.kernels import partials, reasons
 from warpwave.kernels.arguments import (
     SWIZZLE_WIDTH,
     WGMMA_ROWS,
+    Results,
+    Run,
     allocator,
     band_constants,
     broadcast_strides,
@@ -112,31 +114,29 @@ class Config:
 # Host -----------------------------------------------------------------------------------------------------------------
 
 
-def bind(
-    problem: AttentionProblem, operands: Any, config: Config
-) -> Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, where lse is None unless
+def bind(problem: AttentionProblem, operands: Any, config: Config, out: torch.Tensor | None = None) -> Run:
+    """Compiles for one problem and layout; returns `run(operands, out=None) -> (out, lse)`, where lse is None unless
     requested."""
     allocate, straight, device = allocator(problem, operands.q), straightener(operands), operands.q.device
     gpu = current_gpu(device)
     bound: dict[bool, tuple[int, list[Callable[..., None]]]] = {}
 
-    def launchers(operands: Any) -> tuple[int, list[Callable[..., None]]]:
+    def launchers(operands: Any, out: torch.Tensor | None) -> tuple[int, list[Callable[..., None]]]:
         # Whether k and v are one tensor is not part of their layout, so every call checks it.
         one_tensor = latent.is_one_tensor(operands)
         if one_tensor not in bound:
             given = straight(operands)
             taken = config if latent.takes(problem, gpu, given) else _by_pointers(problem, gpu, config)
-            launches = _specify(problem, gpu, given, *allocate(), taken)
+            launches = _specify(problem, gpu, given, *allocate(out), taken)
             bound[one_tensor] = taken.num_splits, [launch.bind(spec, takes) for spec, takes in launches]
         return bound[one_tensor]
 
-    launchers(operands)
+    launchers(operands, out)
 
-    def run(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(operands: Any, out: torch.Tensor | None = None) -> Results:
         operands = straight(operands)
-        num_splits, (attend, *merge) = launchers(operands)
-        out, lse = allocate()
+        num_splits, (attend, *merge) = launchers(operands, out)
+        out, lse = allocate(out)
         acc, state = partials.allocate(problem, num_splits, device) if num_splits > 1 else (None, None)
         attend(*operands[:3], out, lse, acc, state, *_beyond(operands))
         for launch_merge in merge:

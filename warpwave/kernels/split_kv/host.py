@@ -28,6 +28,9 @@ from warpwave import precision
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import partials, reasons
 from warpwave.kernels.arguments import (
+    Allocate,
+    Results,
+    Run,
     allocator,
     as_it_is,
     band_constants,
@@ -105,14 +108,13 @@ __all__ = [
 
 # Host -----------------------------------------------------------------------------------------------------------------
 
-Run = Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]
 SINKS = CachedOperands._fields.index("sinks") - 3  # position after q, k and v
 
 
-def bind(problem: AttentionProblem, operands: Any, config: Config) -> Run:
-    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, where lse is None unless
+def bind(problem: AttentionProblem, operands: Any, config: Config, out: torch.Tensor | None = None) -> Run:
+    """Compiles for one problem and layout; returns `run(operands, out=None) -> (out, lse)`, where lse is None unless
     requested."""
-    return Binder()(problem, operands, config)
+    return Binder()(problem, operands, config, out)
 
 
 class _OfClass(NamedTuple):
@@ -139,7 +141,9 @@ class Binder:
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], _OfClass] = {}
 
-    def __call__(self, problem: AttentionProblem, operands: Any, config: Config) -> Run:
+    def __call__(
+        self, problem: AttentionProblem, operands: Any, config: Config, out: torch.Tensor | None = None
+    ) -> Run:
         """Binds as `bind` does."""
         allocate, device = allocator(problem, operands.q), operands.q.device
         # The number of splits is a run-time argument, but these results of it are compiled in. Whether a launch with
@@ -159,7 +163,7 @@ class Binder:
         served = _served(problem, gpu, first, config)
         is_as_asked, config = served is config, served
         workspace = partials.workspaces(problem, num_parts(config), device)
-        specs = specify(problem, gpu, first, *allocate(), config, workspace())
+        specs = specify(problem, gpu, first, *allocate(out), config, workspace())
         family, maps = _family(specs[0], problem, gpu, first, config)
         families = [launch.Family(spec) for spec in specs[1:]]
         attend, merge = family.first(), next((each.first() for each in families), None)
@@ -181,9 +185,9 @@ class Binder:
             (merge, "acc state out lse sinks"),
         )
 
-        def run_as_one(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        def run_as_one(operands: Any, out: torch.Tensor | None = None) -> Results:
             q, k, v, *others = operands
-            out, lse = allocate()
+            out, lse = allocate(out)
             attend_and_merge(q, k, v, out, lse, *others)
             return out, lse
 
@@ -191,14 +195,14 @@ class Binder:
 
 
 def _running(
-    allocate: Callable[[], tuple[torch.Tensor, torch.Tensor | None]],
+    allocate: Allocate,
     workspace: Callable[[], partials.Workspace],
     attend: launch.Launcher,
     merge: launch.Launcher | None,
 ) -> Run:
-    def run(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(operands: Any, out: torch.Tensor | None = None) -> Results:
         q, k, v, *others = operands
-        out, lse = allocate()
+        out, lse = allocate(out)
         acc, state = workspace()
         attend(q, k, v, out, lse, acc, state, *others)
         if merge is not None:
@@ -245,8 +249,8 @@ def _launchers(
 
 
 def bind_with_prefix(
-    problem: AttentionProblem, operands: Any, config: Config, shared_prefix: int
-) -> Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]:
+    problem: AttentionProblem, operands: Any, config: Config, out: torch.Tensor | None = None, *, shared_prefix: int
+) -> Run:
     """Binds a call whose sequences share their first `shared_prefix` tokens. The prefix is read once, as the keys of
     one sequence that has all the queries, and merged with the result over the rest of each sequence.
 
@@ -275,7 +279,7 @@ def bind_with_prefix(
         return acc, state, first, second
 
     workspaces = scratch.memory(partials.needs(problem, parts_before + parts_behind), device, divided)
-    out, lse = allocate()
+    out, lse = allocate(out)
     acc, state, space_before, space_behind = workspaces()
     operands = straight(operands)
     first = first_of(operands)
@@ -291,9 +295,9 @@ def bind_with_prefix(
         launch.bind(partials.specify_merge(problem, parts_before + parts_behind, acc, state, out, lse, operands.sinks)),
     ]
 
-    def run(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(operands: Any, out: torch.Tensor | None = None) -> Results:
         operands = straight(operands)
-        out, lse = allocate()
+        out, lse = allocate(out)
         acc, state, space_before, space_behind = workspaces()
         launchers[0](*_tensors(first_of(operands), out, None, *space_before))
         launchers[1](*_tensors(operands, out, lse, *space_behind))
