@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import warpwave
-from warpwave.checks import Options
+from warpwave.options import Options
 from warpwave.problem import DropoutOperands
 
 SEQLEN, HEADS, HEAD_DIM = 9, 2, 16

@@ -11,7 +11,7 @@ from torch.library import opcheck
 
 import warpwave
 from warpwave import ops, plans
-from warpwave.checks import Options
+from warpwave.options import Options
 from warpwave.problem import AnyOperands, DropoutOperands, Operands
 from warpwave.runtime.bounded import Bounded
 

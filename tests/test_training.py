@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import warpwave
 from warpwave import ops
 from warpwave.autograd import schema_tensors
-from warpwave.checks import Options
+from warpwave.options import Options
 from warpwave.problem import Operands
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -12,23 +12,25 @@ import torch
 
 from warpwave import autograd, cached_calls, ops, plans
 from warpwave.checks import (
-    Options,
-    as_bool,
-    as_float,
-    as_int,
-    as_logits,
-    as_window,
     check_are_tensors,
     check_out_is_plain,
     check_packed_lengths,
     describe_call,
     settled,
-    spell_precision,
-    with_positive_scale,
 )
 from warpwave.errors import InvalidType, UnsupportedProblem
 from warpwave.kernels import dropout
 from warpwave.kv_cache import CacheLayer, PagedKVCache, Rotary, integers
+from warpwave.options import (
+    Options,
+    as_bool,
+    as_int,
+    as_logits,
+    options_of,
+    spell_scalars,
+    spell_switches,
+    with_positive_scale,
+)
 from warpwave.problem import AnyOperands, CachedOperands, Causal, DropoutOperands, Operands
 
 _new: Any = tuple.__new__  # builds a named tuple in a third of the time of its own constructor
@@ -134,8 +136,8 @@ def attention(
         and (softmax_scale is None or (softmax_scale.__class__ is float and softmax_scale >= 0))
         and return_lse.__class__ is bool
     ):
-        window_size, softcap, softmax_scale, return_lse = _scalars(window_size, softcap, softmax_scale, return_lse)
-        dropout_p, deterministic = _switches(dropout_p, deterministic, dropout_seed)
+        window_size, softcap, softmax_scale, return_lse = spell_scalars(window_size, softcap, softmax_scale, return_lse)
+        dropout_p, deterministic = spell_switches(dropout_p, deterministic, dropout_seed)
         q, softmax_scale = with_positive_scale(q, softmax_scale)
     if sinks is not None:
         sinks = as_logits(sinks, q)
@@ -199,8 +201,8 @@ def attention_varlen(
         out: (total_q, num_heads_q, head_dim_v); the caller's if given.
         lse: if `return_lse`: (num_heads_q, total_q).
     """
-    window_size, softcap, softmax_scale, return_lse = _scalars(window_size, softcap, softmax_scale, return_lse)
-    dropout_p, deterministic = _switches(dropout_p, deterministic, dropout_seed)
+    window_size, softcap, softmax_scale, return_lse = spell_scalars(window_size, softcap, softmax_scale, return_lse)
+    dropout_p, deterministic = spell_switches(dropout_p, deterministic, dropout_seed)
     q, softmax_scale = with_positive_scale(q, softmax_scale)
     if sinks is not None:
         sinks = as_logits(sinks, q)
@@ -215,7 +217,7 @@ def attention_varlen(
         name = Operands._fields[7 if operands[7] is None else 8]
         raise InvalidType(f"{name} is None; it must be an int32 torch.Tensor of batch + 1 offsets")
     if checked:
-        options = _options(operands, *said[:8], *longest)
+        options = options_of(operands, *said[:8], *longest)
         describe_call(operands, options)
         check_packed_lengths(operands, options)
     if out is not None:
@@ -325,7 +327,7 @@ def attention_with_kv_cache(
         and return_lse.__class__ is batch_invariant.__class__ is bool
         and shared_prefix.__class__ is int
     ):
-        window_size, softcap, softmax_scale, return_lse = _scalars(window_size, softcap, softmax_scale, return_lse)
+        window_size, softcap, softmax_scale, return_lse = spell_scalars(window_size, softcap, softmax_scale, return_lse)
         q, softmax_scale = with_positive_scale(q, softmax_scale)
         batch_invariant = as_bool("batch_invariant", batch_invariant)
         shared_prefix = as_int("shared_prefix", shared_prefix)
@@ -360,7 +362,7 @@ def attention_with_kv_cache(
     key = plans.plan_key((*operands, out), (full, longest)) if run is None else None
     known = run or plans.find(key)
     if known is None or checked:
-        options = _options(operands, *said, 0.0, None, *longest)
+        options = options_of(operands, *said, 0.0, None, *longest)
         cached_calls.check(operands, options, serving)
     new = cached_calls.NewTokens(operands)
     if writes:
@@ -374,7 +376,7 @@ def attention_with_kv_cache(
         attended = operands
 
         def planner() -> cached_calls.Planner:
-            return cached_calls.Planner(_options(asked, *said, 0.0, None, *longest), serving, kernel, config)
+            return cached_calls.Planner(options_of(asked, *said, 0.0, None, *longest), serving, kernel, config)
 
         run = known or plans.planned(
             key, lambda: cached_calls.make_plan(attended, options, serving, kernel, config, out)
@@ -386,56 +388,6 @@ def attention_with_kv_cache(
     if wanting:
         out, lse = cached_calls.refusing_gradients((out, lse), wanting)
     return (out, lse) if return_lse else out
-
-
-def _options(
-    operands: AnyOperands | CachedOperands,
-    causal: bool | Causal,
-    window_size: tuple[int, int] | None,
-    softcap: float,
-    softmax_scale: float | None,
-    precision: str | float,
-    return_lse: bool,
-    dropout_p: float = 0.0,
-    deterministic: bool | None = None,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
-) -> Options:
-    if causal is False:
-        alignment = ""
-    elif causal is True:
-        alignment = "bottom_right"
-    elif isinstance(causal, Causal):
-        alignment = causal.alignment
-    else:
-        raise InvalidType(f"causal is {causal!r}; it must be True, False or a warpwave.Causal")
-    left, right = as_window(window_size)
-    needs_grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in operands)
-    lengths, how = (max_seqlen_q, max_seqlen_k), spell_precision(precision)
-    return Options(
-        *lengths, alignment, left, right, softcap, softmax_scale, how, return_lse, needs_grad, dropout_p, deterministic
-    )
-
-
-def _scalars(
-    window_size: tuple[int, int] | None, softcap: float | None, softmax_scale: float | None, return_lse: bool
-) -> tuple[tuple[int, int] | None, float, float | None, bool]:
-    """Returns the scalars of a call in canonical types. A plan is found by equality, and 1, 1.0, True and Fraction(1)
-    are equal: before a look-up each value is converted to one spelling, or refused."""
-    window = None if window_size is None else as_window(window_size)
-    scale = None if softmax_scale is None else as_float("softmax_scale", softmax_scale)
-    cap = 0.0 if softcap is None else as_float("softcap", softcap)
-    return window, cap, scale, as_bool("return_lse", return_lse)
-
-
-def _switches(
-    dropout_p: float, deterministic: bool | None, dropout_seed: torch.Tensor | None
-) -> tuple[float, bool | None]:
-    """Returns dropout_p and deterministic in canonical types, as `_scalars` does, and checks the seed."""
-    if dropout_seed is not None:
-        dropout.check_seed(dropout_seed)
-    dropout_p = as_float("dropout_p", dropout_p)
-    return dropout_p, None if deterministic is None else as_bool("deterministic", deterministic)
 
 
 def _with_seed(operands: Operands, dropout_p: float, seed: torch.Tensor | None) -> AnyOperands:
@@ -456,7 +408,7 @@ def _call(
     checks the arguments.
 
     Args:
-        said: the arguments of `_options` after the operands, as the caller gave them; the class of causal; the kernel
+        said: the arguments of `options_of` after the operands, as the caller gave them; the class of causal; the kernel
             and its config.
         longest: max_seqlen_q and max_seqlen_k of a packed call.
     """
@@ -466,13 +418,13 @@ def _call(
     if autograd.is_eager() and (key := plans.plan_key((*operands, out), (said, longest))) is not None:
 
         def options() -> Options:
-            return _options(operands, *scalars, *longest)
+            return options_of(operands, *scalars, *longest)
 
         run = plans.planned(key, lambda: ops.make_plan(operands, options(), kernel, config, out=out))
         plans.remember(operands, said, longest, run, lambda: ops.Planner(options(), kernel, config), out)
         return run(operands) if out is None else run(operands, out)
     check_are_tensors(operands)
-    chosen, encoded = _options(operands, *scalars, *longest), ops.encode_config(config)
+    chosen, encoded = options_of(operands, *scalars, *longest), ops.encode_config(config)
     tensors = autograd.schema_tensors(operands)
     if out is not None:
         if not autograd.is_compiling() and autograd.transforms() is not None:

@@ -19,10 +19,10 @@ import torch
 from torch.autograd import forward_ad
 
 from warpwave import dispatch
-from warpwave.checks import Options
 from warpwave.errors import UnsupportedProblem
 from warpwave.gpu import Gpu
 from warpwave.kernels import eager
+from warpwave.options import Options
 from warpwave.problem import AnyOperands, AttentionProblem, DropoutOperands, Operands
 from warpwave.runtime.bounded import Bounded
 

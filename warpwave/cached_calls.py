@@ -17,7 +17,6 @@ import torch
 
 from warpwave import autograd, dispatch
 from warpwave.checks import (
-    Options,
     check_apart,
     check_cache_contents,
     check_out,
@@ -29,6 +28,7 @@ from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import append_kv, split_kv
 from warpwave.kv_cache import CacheLayer, PagedKVCache, Rotary, check_counts, check_positions, integers, new_tokens
+from warpwave.options import Options
 from warpwave.plans import Run, storing, tell_once, without_keys
 from warpwave.problem import AttentionProblem, CachedOperands, DropoutOperands, Operands
 

@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave.checks import DTYPE_NAMES, as_int, bind_axes, is_plain
+from warpwave.checks import DTYPE_NAMES, bind_axes, is_plain
 from warpwave.errors import InvalidInput, InvalidType, OutOfPages
 from warpwave.kernels import append_kv
+from warpwave.options import as_int
 from warpwave.runtime.bounded import Bounded
 
 EVICTED = -1  # marks a page in a page table that was given back

@@ -17,10 +17,11 @@ import torch
 
 from warpwave import autograd, dispatch
 from warpwave.autograd import absent
-from warpwave.checks import Options, check_out, describe_call, resized
+from warpwave.checks import check_out, describe_call, resized
 from warpwave.errors import InvalidType
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import flash_fwd
+from warpwave.options import Options
 from warpwave.plans import Run, lse_dtype, lse_shape, plan_key, planned, storing, tell_once, without_keys
 from warpwave.problem import AnyOperands, AttentionProblem, DropoutOperands, Operands
 

@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 import warpwave
 from tests.conformance.harness import DEVICE, GPU, KERNELS, bits
 from warpwave import dispatch, plans
-from warpwave.checks import Options
 from warpwave.gpu import Gpu
 from warpwave.kernels import dropout, eager, flash_bwd, flash_fwd
 from warpwave.kernels.flash_bwd import Tile
+from warpwave.options import Options
 from warpwave.problem import AttentionProblem, DropoutOperands, Operands
 
 SEED = (0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_8765_4321)

@@ -852,7 +852,7 @@ FOUND = [
         "../compile/test_descriptors.py::test_one_layout_for_each_address", "flash_fwd and 33", "mixed_descriptors",
     ),
     Mutant(
-        "a compiled graph for every longest sequence", "checks.py",
+        "a compiled graph for every longest sequence", "options.py",
         "if type(value) is int or isinstance(value, torch.SymInt)",
         "if value.__class__ is int or isinstance(value, torch.SymInt)",
         "../test_training.py::test_packed_lengths_share_their_compiled_graphs", "", "forward <= 2",
@@ -880,12 +880,12 @@ FOUND = [
         "test_bad_input.py::test_any_numbers_as_offsets_stay_inside_the_tensors", "three_kernel", "guard",
     ),
     Mutant(
-        "a bool is a number", "checks.py",
+        "a bool is a number", "options.py",
         "if isinstance(value, bool) or not isinstance(value, numbers.Real):", "if not isinstance(value, numbers.Real):",
         "test_bad_input.py::test_a_known_call_forgives_no_type", "softcap", "DID NOT RAISE",
     ),
     Mutant(
-        "equal numbers of other types keep their type", "checks.py",
+        "equal numbers of other types keep their type", "options.py",
         "    return float(value)", "    return value if value else 0.0",
         "test_bad_input.py::test_what_a_call_says_has_one_type", "", "float",
     ),

@@ -27,11 +27,11 @@ import torch.nn.functional as F
 
 from warpwave import autograd
 from warpwave.api import attention, attention_varlen, attention_with_kv_cache
-from warpwave.checks import LARGEST, Options, with_positive_scale
 from warpwave.errors import InvalidInput, UnsupportedProblem
 from warpwave.integrations import caches
 from warpwave.kernels import dropout
 from warpwave.kv_cache import CacheLayer
+from warpwave.options import LARGEST, Options, with_positive_scale
 from warpwave.problem import AnyOperands, Causal, DropoutOperands, Operands
 
 __all__ = ["declined", "register", "scaled_dot_product_attention", "sdpa", "varlen_attn"]

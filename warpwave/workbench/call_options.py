@@ -109,8 +109,9 @@ def _describe(
 
     import torch
 
-    from warpwave.checks import Options, describe_call, spell_precision
+    from warpwave.checks import describe_call
     from warpwave.errors import InvalidInput
+    from warpwave.options import Options, spell_precision
     from warpwave.problem import Operands
     from warpwave.workbench.limits import check_size
 
