@@ -11,7 +11,8 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +20,25 @@ import torch
 empty_strided: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cuda", None)
 LARGEST = 32 << 20  # bytes kept for a stream; more is allocated for each call, and torch keeps it
 Need = tuple[Sequence[int], torch.dtype]  # a shape and its dtype
+Made = TypeVar("Made")
+
+
+def outlasting(make: Callable[[], Made], device: torch.device) -> Made:
+    """Returns make(), whose memory outlasts the call, by another thread on the current stream.
+
+    torch's CUDA-graph trees (`torch.compile(mode="reduce-overhead")`) send the allocations of a thread to a graph's
+    pool, and raise an error for one that outlasts the run.
+    """
+    if device.type != "cuda":
+        return make()
+    stream = torch.cuda.current_stream(device)
+
+    def on_stream() -> Made:
+        with torch.cuda.stream(stream):
+            return make()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(on_stream).result()
 
 
 class _Kept(threading.local):
@@ -44,7 +64,8 @@ def buffer(device: torch.device, stream: int, size: int, user: _Kept | None = No
         for other in users or ():
             other.by_stream.pop(stream, None)
         # The old buffer, which launches may still use, goes back to its stream and is reused behind them.
-        found = torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8, device=device)
+        capacity = 1 << (size - 1).bit_length()
+        found = outlasting(lambda: torch.empty(capacity, dtype=torch.uint8, device=device), device)
         users = weakref.WeakSet()
         buffers[device.index, stream] = found, users
     if user is not None:
