@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from warpwave.workbench.diagnose.busy import LEAST_LAUNCH_US, batched, flat_beyond, in_words, own_groups
+from warpwave.workbench.diagnose.busy import LEAST_LAUNCH_US, batched, in_words, own_groups
 from warpwave.workbench.diagnose.facts import (
     AGREE,
     BINDS,
@@ -16,17 +16,14 @@ from warpwave.workbench.diagnose.facts import (
     loaded_bytes,
     memory_bytes,
     peak_tflops,
-    steps_of_block,
     tensor_bytes,
     time_us,
     work,
 )
+from warpwave.workbench.diagnose.fixed import fixed_cost
 from warpwave.workbench.diagnose.parse import Device, Document, Row
-from warpwave.workbench.model.fitting import line
 from warpwave.workbench.model.roofline import byte, figure, flop, us
 
-MOST_LAUNCH_US = 40.0  # the longest time that can be a launch
-TINY = 0.05  # a share of a rate that no bound loop has
 OFFERS = 8.0  # matrix units this many times as fast as the scalar ones make the scalar rate a telling one
 AT_RATE = 0.6  # share of the scalar units' rate from which products may run on them
 CLIFF = 1.3  # a unit of work this much slower behind a cache's size
@@ -67,8 +64,12 @@ def _use(row: Row, device: Device) -> _Use:
     count = blocks(row) if kernel.launch_heads != "" else None
     busy = 1.0 if count is None or device.num_sms is None else min(1.0, count / device.num_sms[0])
     threads = kernel.busy_threads / kernel.threads if kernel.busy_threads and kernel.threads else 1.0
-    moved = memory_bytes(row, device)
-    has_rate = device.bandwidth_gbps is not None and moved is not None
+    moved, bandwidth = memory_bytes(row, device), 0.0
+    if moved is not None and device.bandwidth_gbps is not None:
+        most = MORE_THAN_ALL * time * device.bandwidth_gbps * 1e3
+        # If the bandwidth does not allow for all of them, the caches kept more than the estimate.
+        moved = moved if moved <= most else min(moved, tensor_bytes(row.call) or moved)
+        bandwidth = moved / (time * device.bandwidth_gbps * 1e3)
     return _Use(
         row,
         time,
@@ -78,22 +79,23 @@ def _use(row: Row, device: Device) -> _Use:
         threads,
         moved,
         0.0 if peak is None else amount / (time * peak * 1e6) / busy / threads,
-        moved / (time * device.bandwidth_gbps * 1e3) if has_rate else 0.0,  # type: ignore[operator]
+        bandwidth if bandwidth <= MORE_THAN_ALL else 0.0,  # the call's tensors stayed in L2
     )
 
 
 def binding(document: Document) -> Iterator[Finding]:
     """Finds what bounds the row with most work: a fixed cost, a unit, the bandwidth, or latency if none is busy."""
     device = document.device
-    for (table, series), rows in own_groups(document):
+    for (_, series), rows in own_groups(document):
         known = [row for row in rows if time_us(row) and work(row)]
         if not known:
             continue
-        fixed = _fixed_cost(document, table, series, known)
+        fixed = fixed_cost(device, known)
         if fixed is not None:
             yield fixed
             continue
-        use = _use(max(known, key=lambda r: work(r) or 0.0), device)
+        # Of rows with the same work, the fastest; `busy.tile_sweep` compares it with the others.
+        use = _use(max(known, key=lambda r: (work(r) or 0.0, -(time_us(r) or 0.0))), device)
         cliff = _cliff(document, series, known)
         if cliff is not None:
             yield cliff
@@ -109,7 +111,10 @@ def binding(document: Document) -> Iterator[Finding]:
             continue
         reread = _reread(document, use, has_cliff=cliff is not None)
         if BINDS <= max(use.arithmetic, use.bandwidth) <= MORE_THAN_ALL:
-            yield from _bound(use, device) if use.arithmetic >= use.bandwidth else _memory(use, device)
+            if use.arithmetic >= use.bandwidth:
+                yield _bound(use, device)
+            else:
+                yield reread or _memory(use, device)
         elif reread is not None:
             yield reread
         elif use.peak_tflops is not None and 0 < use.arithmetic:
@@ -124,8 +129,8 @@ def _of_arithmetic(use: _Use) -> str:
     )
 
 
-def _bound(use: _Use, device: Device) -> Iterator[Finding]:
-    """Yields the unit that multiplies as the bound, and the faster unit of the card if there is one."""
+def _bound(use: _Use, device: Device) -> Finding:
+    """Returns the unit that multiplies as the bound, and the faster unit of the card if there is one."""
     row, offers = use.row, _matrix_tflops(use.row, device)
     text = f"{use.row.name}: the {row.kernel.unit} unit binds, at {use.arithmetic:.0%} of what the busy "
     text += f"{device.unit_name}s can do"
@@ -133,23 +138,23 @@ def _bound(use: _Use, device: Device) -> Iterator[Finding]:
     if factor > 1.5 and row.call.dtype != "float32":
         text += f"; the matrix units offer {factor:.3g} x for {row.call.dtype}"
         said = f"{_of_arithmetic(use)}; {figure(offers or 0)} / {figure(use.peak_tflops or 0)} = {factor:.3g}"
-        yield Finding("scalar unit", text, said, row.series, factor, is_cause=True)
-    else:
-        yield Finding("arithmetic", text, _of_arithmetic(use), row.series, 1.01 + use.arithmetic, is_cause=True)
+        return Finding("scalar unit", text, said, row.series, factor, is_cause=True)
+    return Finding("arithmetic", text, _of_arithmetic(use), row.series, max(1.0, 1 / use.arithmetic), is_cause=True)
 
 
 def _matrix_tflops(row: Row, device: Device) -> float | None:
     return device.tflops.get("tf32" if row.call.dtype == "float32" else row.call.dtype)
 
 
-def _memory(use: _Use, device: Device) -> Iterator[Finding]:
+def _memory(use: _Use, device: Device) -> Finding:
     moved, least = use.moved or 0.0, tensor_bytes(use.row.call)
     again = moved / (least or moved)
     text = f"{use.row.name}: memory binds, at {use.bandwidth:.0%} of the bandwidth"
-    text += f"; it moves {again:.3g} x the minimum" if again > 1.5 else ""
+    text += f"; it moves {figure(again)} x the minimum" if again > 1.5 else ""
     rate = f"{figure(device.bandwidth_gbps or 0)} GB/s"
     said = f"{byte(moved)} / {us(use.time_us)} / {rate} = {use.bandwidth:.1%}"
-    yield Finding("memory", text, said, use.row.series, max(again, 1.01 + use.bandwidth), is_cause=True)
+    kind = "re-reads" if again > 1.5 and use.row.kernel.scores == "chip" else "memory"
+    return Finding(kind, text, said, use.row.series, max(again, 1 / use.bandwidth), is_cause=True)
 
 
 def _reread(document: Document, use: _Use, has_cliff: bool) -> Finding | None:
@@ -172,10 +177,11 @@ def _reread(document: Document, use: _Use, has_cliff: bool) -> Finding | None:
     return Finding(
         "re-reads",
         f"{use.row.name}: K and V are read from memory again for every query tile: {byte(in_flight)} in use at once do "
-        f"not stay in L2 ({byte(device.l2_bytes)}), and these loads are {share:.0%} of the bandwidth; taller query tiles "
-        "divide them",
-        f"{byte(asked)} / {us(use.time_us)} = {figure(rate)} GB/s; / {have} GB/s = {share:.1%}; "
-        f"{byte(asked)} / {byte(least)} = {asked / least:.3g} x the minimum",
+        f"not stay in L2 ({byte(device.l2_bytes)}), and these loads are {share:.0%} of the bandwidth; taller query "
+        "tiles divide them",
+        f"{byte(asked)} / {us(use.time_us)} = {figure(rate)} GB/s; {figure(rate)} GB/s / {have} GB/s = "
+        f"{share:.1%}; "
+        f"{byte(asked)} / {byte(least)} = {figure(asked / least)} x the minimum",
         row.series,
         asked / least,
         is_cause=True,
@@ -215,7 +221,9 @@ def _latency(document: Document, use: _Use, rows: Sequence[Row], explained: floa
     rest = max(1 / max(use.arithmetic, use.bandwidth) / explained, 1.0)
     said = f"{_of_arithmetic(use)} of the busy {row.kernel.unit} units"
     if use.moved is not None and device.bandwidth_gbps is not None:
-        said += f"; {figure(use.moved / use.time_us * 1e-3)} GB/s = {use.bandwidth:.2%} of the bandwidth"
+        rate = figure(use.moved / use.time_us * 1e-3)
+        said += f"; {byte(use.moved)} / {us(use.time_us)} = {rate} GB/s"
+        said += f"; {rate} GB/s / {figure(device.bandwidth_gbps)} GB/s = {use.bandwidth:.2%}"
     scalar = device.tflops.get("scalar")
     if row.kernel.unit == "matrix" and scalar:
         share = use.work / (use.time_us * scalar * 1e6) / use.busy / use.busy_threads
@@ -258,46 +266,6 @@ def _few_warps(row: Row, rows: Sequence[Row], device: Device) -> tuple[str, str]
         one += f", and {'the' if most == warps else 'an'} SM has {most} for its {SCHEDULERS} schedulers"
         figures += f"; {count} blocks on {in_words(device)}"
     return f"{one}: nothing runs while a warp waits for memory or for its own last instruction", figures
-
-
-# Fixed costs ----------------------------------------------------------------------------------------------------------
-
-
-def _fixed_us(rows: Sequence[Row]) -> float | None:
-    """Returns the fixed part of the times, from a straight-line fit of time over work; None if unknown."""
-    known = sorted((work(r) or 0.0, time_us(r) or 0.0) for r in rows)
-    if len(known) < 3 or known[-1][0] < 4 * known[0][0]:
-        return None
-    # Least squares on relative errors, so that the largest row does not dominate.
-    return line([amount for amount, _ in known], [time for _, time in known])[0]
-
-
-def _fixed_cost(document: Document, table: str, series: str, known: Sequence[Row]) -> Finding | None:
-    """Returns the finding for a time that hardly changes with the work, if idle multiprocessors do not explain it."""
-    device, fixed = document.device, _fixed_us(known)
-    row, least = max(known, key=lambda r: work(r) or 0.0), min(known, key=lambda r: work(r) or 0.0)
-    time = time_us(row) or 0.0
-    if fixed is None or fixed < BINDS * time or time > MOST_LAUNCH_US or flat_beyond(known, device) is not None:
-        return None
-    counts = [blocks(r) for r in known]
-    steps = [steps_of_block(r) for r in known]
-    grows = None not in steps and max(s or 0 for s in steps) >= 2 * min(s or 0 for s in steps)
-    fills = device.num_sms is not None and None not in counts and max(c or 0 for c in counts) > device.num_sms[1]
-    # Blocks that are added to idle multiprocessors are free, so only a block that computes for much less than the time
-    # shows a fixed cost.
-    if not (grows or fills) and _use(row, device).arithmetic > TINY:
-        return None
-    more = (work(row) or 0) / (work(least) or 1)
-    return Finding(
-        "launch",
-        f"{table}: {series} hardly changes with the work: {us(fixed)} of {us(time)} do not depend on it, as the cost "
-        "of a launch does not",
-        f"{more:.3g} x the work in {time / (time_us(least) or 1):.3g} x the time; a straight-line fit gives "
-        f"{us(fixed)} at zero work",
-        series,
-        time / max(time - fixed, 0.02 * time),
-        is_cause=True,
-    )
 
 
 def launches(document: Document) -> Iterator[Finding]:

@@ -15,10 +15,11 @@ from warpwave.workbench.diagnose.facts import (
     varying,
     work,
 )
+from warpwave.workbench.diagnose.fixed import FLAT, fixed_cost, flat_beyond
 from warpwave.workbench.diagnose.parse import Device, Document, Row
 from warpwave.workbench.model.roofline import us
 
-FLAT = 1.08  # times within this factor count as equal
+WASTEFUL = 1.15  # a last wave that costs less is no cause
 LEAST_LAUNCH_US = 0.5  # the shortest; an empty kernel takes 0.7 us inside a graph on an H200
 
 
@@ -50,8 +51,9 @@ def grid(document: Document) -> Iterator[Finding]:
         if idle:
             # The row with most work matters most to a reader; the emptiest grid is reported too.
             row, count = max(idle, key=lambda pair: (work(pair[0]) or 0.0, -pair[1]))
-            # If times stay flat far beyond the number of SMs, filling them would not help; see `plateau`.
-            yield _idle(document, series, row, count, low, is_cause=flat_beyond(rows, device) is None)
+            # More blocks do not reduce a fixed cost, nor the latency of a block.
+            fills_help = flat_beyond(rows, device) is None and fixed_cost(device, rows) is None
+            yield _idle(document, series, row, count, low, is_cause=fills_help)
             emptiest, fewest = min(idle, key=lambda pair: pair[1])
             if fewest < count:
                 yield _idle(document, series, emptiest, fewest, low, is_cause=False)
@@ -125,7 +127,7 @@ def plateau(document: Document) -> Iterator[Finding]:
                 share,
                 is_cause=True,
             )
-        elif last_us < FLAT * first_us:
+        elif last_us < FLAT * first_us and fixed_cost(device, rows) is None:
             step = f", then a step at {above[0][0]}" if above and above[0][1] > FLAT * last_us else ""
             yield Finding(
                 "idle SMs",
@@ -146,19 +148,6 @@ def plateau(document: Document) -> Iterator[Finding]:
             )
 
 
-def flat_beyond(rows: Sequence[Row], device: Device) -> int | None:
-    """Returns the largest number of blocks that takes as long as the smallest, if it is at least two per SM.
-
-    Every block of the rows must do the same work; None otherwise, or if times grow earlier.
-    """
-    known = [(count, time_us(row) or 0.0) for row in rows if (count := blocks(row)) and time_us(row)]
-    if device.num_sms is None or len(known) < 2 or {"seqlen", "seqlen_k", "head_dim"} & set(varying(rows)):
-        return None
-    known.sort()
-    flat = [count for count, time in known if time < FLAT * known[0][1]]
-    return flat[-1] if known[0][0] < device.num_sms[0] and flat[-1] >= 2 * device.num_sms[1] else None
-
-
 def waves(document: Document) -> Iterator[Finding]:
     """Finds a last wave that is partly empty, by comparing times; without times to compare, only if an SM certainly
     holds one block."""
@@ -172,7 +161,7 @@ def waves(document: Document) -> Iterator[Finding]:
         for share, row, count in sorted(partly, key=lambda entry: -entry[0]):
             turns = -(-count // sms)
             shown = _seen_waves(row, count, known, sms)
-            if share <= 1.3 or shown is False or (shown is None and most_resident(row.kernel, device) != 1):
+            if share < WASTEFUL or shown is False or (shown is None and most_resident(row.kernel, device) != 1):
                 continue
             text = f"{row.name}: {count} blocks take {turns} waves of {sms}; the last one is partly empty"
             said = f"{turns} x {sms} / {count} = {share:.2f}"
@@ -184,21 +173,21 @@ def waves(document: Document) -> Iterator[Finding]:
 
 def _seen_waves(row: Row, count: int, known: Sequence[tuple[Row, int]], sms: int) -> str | bool | None:
     """Returns the figures if the time of a row steps up with its waves, False if it does not, None if no row tells."""
-    best: tuple[float, Row, int] | None = None
+    best: tuple[float, int, Row] | None = None  # how far the two readings are apart, blocks and row of the other time
     turns, smooth = -(-count // sms), max(1.0, count / sms)
-    for other, blocks_of_other in known:
+    for other, fewer in known:
         if not time_us(other) or other.call.head_dim != row.call.head_dim or other.kernel != row.kernel:
             continue
-        expected = turns / -(-blocks_of_other // sms)
-        apart = expected / (smooth / max(1.0, blocks_of_other / sms))
-        if expected > 1 and apart >= 1.2 and (best is None or apart > best[0]):
-            best = (apart, other, blocks_of_other)
+        expected = turns / -(-fewer // sms)
+        apart = round(expected / (smooth / max(1.0, fewer / sms)), 3)
+        if expected > 1 and apart >= 1.2 and (best is None or (apart, fewer) > best[:2]):
+            best = (apart, fewer, other)
     if best is None or not time_us(row):
         return None
-    _, other, fewer = best
+    apart, fewer, other = best
     steps = (steps_of_block(row) or 1) / (steps_of_block(other) or 1)
     ratio, expected = (time_us(row) or 0) / (time_us(other) or 1) / steps, turns / -(-fewer // sms)
-    if ratio < 0.87 * expected:
+    if ratio < expected / math.sqrt(apart):  # nearer to the ratio of the blocks than to that of the waves
         return False
     each = f", for {steps:.3g} x the steps" if steps != 1 else ""
     return (
@@ -271,7 +260,7 @@ def batched(series: str, launch_us: float, heads: int) -> Finding:
     return Finding(
         "figure explained",
         f"{series}: {launch_us:g} us to launch a head is less than any launch takes, so heads were batched",
-        f"{launch_us:g} x {heads} heads = {launch_us * heads:.2g} us, against some {LEAST_LAUNCH_US:g} us at the "
+        f"{launch_us:g} us x {heads} heads = {launch_us * heads:.2g} us, against some {LEAST_LAUNCH_US:g} us at the "
         "least for each launch",
         series,
     )

@@ -53,7 +53,8 @@ def _bandwidth(document: Document, claim: Claim) -> Iterator[Finding]:
     if sized and document.device.l2_bytes and min(sized) <= document.device.l2_bytes:
         caches = f", and a call of {byte(min(sized))} fits an L2 of {byte(document.device.l2_bytes)}"
     verdict = "so bandwidth does not bind" if share < BINDS else "so bandwidth may bind"
-    yield _said(claim, f"{share:.1%} of the bandwidth{caches}, {verdict}", f"{rate:g} / {have:g} GB/s = {share:.1%}")
+    said = f"{rate:g} GB/s / {have:g} GB/s = {share:.1%}"
+    yield _said(claim, f"{share:.1%} of the bandwidth{caches}, {verdict}", said)
 
 
 def _beyond_cache(document: Document, claim: Claim) -> Iterator[Finding]:

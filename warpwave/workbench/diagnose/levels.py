@@ -86,14 +86,15 @@ def rereads(document: Document) -> Iterator[Finding]:
         ]
         if not loads or max(n for n, _ in loads) < 8:
             continue
-        low, high = min(n for n, _ in loads), max(n for n, _ in loads)
+        (low, least), (high, most) = (pick(loads, key=lambda pair: pair[0]) for pick in (min, max))
+        asked = loaded_bytes(most)
         words = f"{low} to {high}" if low != high else f"{high}"
-        asked = loaded_bytes(max(loads, key=lambda pair: pair[0])[1])
+        said = [f"ceil({r.call.seqlen} / {r.kernel.block_m}) = {n}" for n, r in ((low, least), (high, most))]
         yield Finding(
             "re-reads",
             f"{series}: each key is read {words} times, once per query tile of its head; taller query tiles divide "
             "that number",
-            f"ceil(seqlen / block_m) = {words}" + (f"; {byte(asked)} asked of L2" if asked else ""),
+            "; ".join(dict.fromkeys(said)) + (f"; {byte(asked)} asked of L2" if asked else ""),
             series,
         )
 
@@ -119,9 +120,9 @@ def scores(document: Document) -> Iterator[Finding]:
                     f"{us(slow / heads)} at memory "
                     f"speed, but the whole took {us(time / heads)}: only possible because {heads} heads x "
                     f"{byte(one)} stay in L2",
-                    f"4 x {row.kernel.score_bytes} x {row.call.seqlen}^2 = {byte(4 * one)}; / "
-                    f"{figure(device.bandwidth_gbps)} "
-                    f"GB/s = {us(slow / heads)}; {byte(total)} of {byte(device.l2_bytes)}",
+                    f"4 x {row.kernel.score_bytes} x {row.call.seqlen}^2 = {byte(4 * one)}; "
+                    f"{byte(4 * one)} / {figure(device.bandwidth_gbps)} GB/s = {us(slow / heads)}; "
+                    f"{byte(total)} of {byte(device.l2_bytes)}",
                     series,
                 )
         longest = max(r.call.seqlen or 0 for r in stored)
