@@ -363,7 +363,7 @@ def _device(data: Mapping[str, Any], source: str) -> Device:
     if (gpu := data.get("gpu")) is not None:
         sheet = find(str(gpu))
         if sheet is None:
-            raise TableError(f"{source}: gpu {quoted(gpu)} is not in the catalogue; known are {', '.join(catalog())}")
+            raise TableError(f"{source}: gpu {quoted(gpu)} is not in the catalog; known are {', '.join(catalog())}")
         peaks = sheet.peak_tflops
         base = Device(
             name=sheet.name,
