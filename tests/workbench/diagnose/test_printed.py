@@ -227,3 +227,10 @@ def test_what_is_not_said_is_listed_with_the_rules_that_are_silent() -> None:
     assert "seqlen, heads, head_dim, tflops: shares of the units' rates, latency" in said
     assert "the card (--gpu): thread blocks against SMs" in said
     assert "assumed    dtype float32" in said
+
+
+def test_the_page_of_a_case_report_prints_what_the_command_says() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "workbench" / "case-report.md").read_text(encoding="utf-8")
+    shown = page.split("```text\n")[1].split("```")[0].strip().split("\n\n")
+    said = [f"{f.kind}: {f.text}.\n= {f.arithmetic}" for f in diagnose(_printed(1)) if f.is_cause]
+    assert len(shown) == 3 and set(shown) <= set(said)
