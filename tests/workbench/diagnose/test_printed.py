@@ -10,6 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from warpwave.workbench.cli import app
+from warpwave.workbench.diagnose.facts import time_us
+from warpwave.workbench.diagnose.implied import implied
 from warpwave.workbench.diagnose.parse import Document, Given, TableError, facts_of_code, load
 from warpwave.workbench.diagnose.rules import diagnose
 
@@ -159,6 +161,41 @@ def test_text_that_was_decoded_wrongly_is_repaired(tmp_path: Path, wrong: str) -
 def test_passes_in_headings_are_rows_of_their_own(tmp_path: Path) -> None:
     document = _load(tmp_path, "seqlen,fwd (ms),bwd (ms)\n512,1,3\n", "t.csv")
     assert [(r.call.passes, r.time_us) for r in document.rows] == [("forward", 1000.0), ("backward", 3000.0)]
+
+
+def test_what_triton_prints_is_read_with_its_caption(tmp_path: Path) -> None:
+    """Rates without times, row numbers before the sizes, and the call in the line above."""
+    document = _load(
+        tmp_path,
+        "fused-attention-batch4-head32-d64-bwd-causal=True:\n     N_CTX  Triton [FP16] (TFLOPS)  ours (TFLOPS)\n"
+        "0   1024.0               123.4           98.7\n1   2048.0               156.3          130.2\n",
+    )
+    row = document.rows[1]
+    assert [r.series for r in document.rows] == ["Triton [FP16]", "theirs"] * 2
+    assert (row.call.batch, row.call.heads, row.call.head_dim, row.call.seqlen) == (4, 32, 64, 1024)
+    assert row.call.causal and row.call.passes == "backward"
+    # 5 products of 2 x 64 operations for each of 524,800 pairs of 128 heads, at 98.7 TFLOP/s
+    assert time_us(row) == pytest.approx(10 * 64 * 128 * 524_800 / 98.7e6)
+
+
+def test_heads_follow_from_time_times_rate(tmp_path: Path) -> None:
+    text = "seqlen,ours (ms),TFLOP/s\n1024,1.003,4.282\n2048,2.006,8.564\n"
+    (first, second) = implied(_load(tmp_path, text, "t.csv", head_dim=64)).rows
+    assert (first.call.heads, second.call.heads) == (16, 16)
+    vague = implied(_load(tmp_path, text.replace("8.564", "7.831"), "t.csv", head_dim=64)).rows
+    assert vague[0].call.heads is None
+
+
+def test_rates_that_grow_with_the_one_size_are_one_problem(tmp_path: Path) -> None:
+    text = "seqlen,ours (ms),TFLOP/s\n1024,1.01,4.31\n2048,2.02,8.62\n4096,4.04,{}\n"
+    one = diagnose(_load(tmp_path, text.format("17.24"), "t.csv"))
+    assert "not comparable" not in {f.kind for f in one}
+    assert "not comparable" in {f.kind for f in diagnose(_load(tmp_path, text.format("8.62"), "t.csv"))}
+
+
+def test_if_all_series_have_names_of_peers_none_is_one(tmp_path: Path) -> None:
+    alone = _load(tmp_path, "seqlen,FlashAttention (ms)\n512,1\n")
+    assert not any(row.kernel.is_peer for row in alone.rows)
 
 
 def test_columns_win_over_options_and_options_over_a_toml_file(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def amounts(document: Document) -> Iterator[Finding]:
         done: list[tuple[float, Row]] = []
         for row in rows:
             time = time_us(row)
-            if time is None:
+            if time is None or row.time_us is None:
                 continue
             if row.tflops is not None:
                 amount = time * row.tflops * 1e6
@@ -97,8 +97,11 @@ def _rounding(row: Row) -> float:
 
 
 def _one_problem(done: Sequence[tuple[float, Row]]) -> bool:
-    """Whether amounts of work grow with the one size that differs between the rows."""
+    """Whether amounts of work are those of the rows' calls, or grow with the one size that differs between them."""
     rows = [row for _, row in done]
+    wanted = [flops(row.call) for row in rows]
+    if all(want is not None and abs(amount / want - 1) < AGREE for (amount, _), want in zip(done, wanted, strict=True)):
+        return True
     if len(varying(rows)) != 1:
         return False
     # Sizes that are not stated are the same for all rows and divide out.

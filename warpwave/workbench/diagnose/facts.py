@@ -144,9 +144,10 @@ def most_resident(kernel: Kernel, device: Device) -> int | None:
 
 
 def time_us(row: Row) -> float | None:
-    """Returns the time of the whole call."""
+    """Returns the time of the whole call; a row with a rate alone takes its work over that rate."""
     if row.time_us is None:
-        return None
+        of_call = flops(row.call)
+        return None if row.tflops is None or of_call is None else of_call / row.tflops * 1e-6
     heads = row.call.batch * (row.call.heads or 1)
     return row.time_us * heads if row.per_head else row.time_us
 

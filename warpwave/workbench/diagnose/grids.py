@@ -125,6 +125,8 @@ def _grid(caption: str, block: list[str], kind: str) -> Iterator[Grid]:
         lines = [_cells(line) for line in block if not _is_rule(line)]
     elif kind == "spaces":
         lines = [re.split(r"\s{2,}", line.strip()) for line in block]
+        if len(lines) > 1 and all(len(cells) == len(lines[0]) + 1 for cells in lines[1:]):
+            lines[1:] = [cells[1:] for cells in lines[1:]]  # the numbers of the rows, as data frames print them
     else:
         lines = list(csv.reader(block, delimiter=kind, skipinitialspace=True))
         if kind == ";":  # where commas are decimal points, fields are separated by semicolons

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
 
-from warpwave.workbench.diagnose.parse import DTYPES, OURS
+from warpwave.workbench.diagnose.parse import DTYPES, MOST, OURS
 
 # Words for a size of the call or a fact of the kernel, in the lower case and without spaces, "_" and "-".
 ALIASES = {
     "batch": "b batch batches batchsize bs bsz numbatches nbatch",
-    "heads": "h heads numheads nheads nhead numhead headsq numheadsq qheads hq",
+    "heads": "h head heads numheads nheads nhead numhead headsq numheadsq qheads hq",
     "heads_kv": "hkv headskv kvheads numheadskv numkvheads nkvheads hk",
     "seqlen": "s n t seq seqlen sequence sequencelength seqlength seqlens length context contextlength ctx ctxlen nctx "
     "seqlenq sq lenq qlen queries seqq lq",
@@ -139,18 +140,18 @@ def _without_unit(text: str) -> str:
 
 def owner(words: str) -> str:
     """Returns the series that words name: without the words for a quantity; `OURS` for "ours", "my kernel"."""
-    rest = re.sub(r"\s+", " ", QUANTITY.sub(" ", words.replace("_", " "))).strip(" -:,/()[]")
+    rest = re.sub(r"\(\s*\)|\[\s*\]", " ", QUANTITY.sub(" ", words.replace("_", " ")))
+    rest = re.sub(r"\s+", " ", rest).strip(" -:,/")
     if not rest or (OWN.search(rest) and not MINE.sub("", rest).strip(" -:,/()[]")):
         return OURS if OWN.search(words) else ""
     return rest
 
 
 def number(cell: str) -> float | None:
-    """Returns the first number of a cell; None if it begins with none. Commas and apostrophes divide thousands."""
+    """Returns the number that a cell begins with, or None. Commas and apostrophes divide thousands."""
     found = NUMBER.match(cell)
-    if found is None:
-        return None
-    return float(found[1].replace(",", "").replace("'", ""))
+    value = math.inf if found is None else float(found[1].replace(",", "").replace("'", ""))
+    return value if abs(value) <= MOST else None
 
 
 def measured(cell: str) -> tuple[str, float, bool] | None:
@@ -210,6 +211,19 @@ def answer(cell: str) -> bool | None:
     if re.search(r"✓|✅|✔|\byes\b", cell, re.I):
         return True
     return False if re.search(r"❌|✗|✘|\bno\b", cell, re.I) else None
+
+
+def of_caption(text: str) -> dict[str, Any]:
+    """Returns the sizes of the call in the line above a table: "B=4, H=32", "batch4-head32-d64-bwd-causal=True"."""
+    found = {name: value for name, value in described(text, has_tiles=False).items() if name in SIZES}
+    for word, value in re.findall(r"(?:^|[-_ ,(])(batch|heads?|hdim|head_dim|d)[-_ ]?(\d+)(?=$|[-_ ,:)])", text, re.I):
+        found[MEANING[word.lower().replace("_", "")]] = int(value)
+    if told := re.search(r"\bcausal\s*[=:]\s*(\w+)", text, re.I):
+        causal = size("causal", told[1])
+        found |= {} if causal is None else {"causal": causal}
+    if re.search(r"(\b|-|_)(bwd|backward)(\b|-|_)", text, re.I) and not re.search(r"fwd|forward", text, re.I):
+        found["passes"] = "backward"
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def described(cell: str, has_tiles: bool) -> dict[str, Any]:

@@ -17,12 +17,15 @@ def heads_by_scores(row: Row) -> int | None:
     return round(heads) if heads > 0.9 and abs(heads - round(heads)) < 0.07 * heads else None
 
 
+MOST_OFF = 0.1  # rougher figures tell no number of heads
+
+
 def _heads_by_rate(row: Row) -> int | None:
     """Returns how many heads a row's time times its rate is the work of, if it is a whole number."""
     time, one = time_us(row), flops(replace(row.call, heads=1))
     if time is None or row.tflops is None or one is None or row.per_head:
         return None
-    heads, off = time * row.tflops * 1e6 / one, 0.02 + spread(row, "tflops", "time_us", "time_ms")
+    heads, off = time * row.tflops * 1e6 / one, min(0.02 + spread(row, "tflops", "time_us", "time_ms"), MOST_OFF)
     return round(heads) if heads > 0.9 and abs(heads - round(heads)) < off * heads else None
 
 
@@ -59,4 +62,11 @@ def _with_units(document: Document) -> Document:
         unit = row.kernel.unit or ("matrix" if row.series in faster else "scalar")
         return replace(row, kernel=replace(row.kernel, unit=unit))
 
-    return replace(document, rows=tuple(resolved(row) for row in document.rows))
+    unknown = [
+        f"scalar units of {name}"
+        for name in document.series
+        if name not in faster
+        and any(r.series == name and not r.kernel.unit and r.call.dtype != "float32" for r in document.rows)
+    ]
+    rows = tuple(resolved(row) for row in document.rows)
+    return replace(document, rows=rows, assumed=(*document.assumed, *unknown))

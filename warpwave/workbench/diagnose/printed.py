@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from warpwave.workbench.diagnose.grids import Grid, decode, grids
@@ -23,6 +24,7 @@ from warpwave.workbench.diagnose.headings import (
     is_nothing,
     measured,
     number,
+    of_caption,
     owner,
     rounded,
     size,
@@ -66,7 +68,7 @@ def read(content: bytes, *, source: str, call: Mapping[str, Any]) -> dict[str, A
         of_head = any(told)
         per_head = per_head or of_head
         if any(_figures(line) for line in lines):
-            tables.append({"name": name, "lines": lines, "per_head": of_head})
+            tables.append({"name": name, "lines": lines, "per_head": of_head, "call": of_caption(grid.caption)})
         else:
             facts += lines
     if not tables:
@@ -109,6 +111,7 @@ def _upright(grid: Grid) -> Grid:
 def _lines(grid: Grid, call: Mapping[str, Any]) -> tuple[list[Line], list[str]]:
     """Returns each row as sizes, facts and figures, and the headings that were not read."""
     heads = [_with_cells(heading(text), [row[i] for row in grid.rows], grid) for i, text in enumerate(grid.header)]
+    heads = _with_owners(heads)
     # With a total beside them, other times without a series are parts of it.
     times = [h for h in heads if h.name == "time_us"]
     total = next((h for h in times if re.match(r"total", h.owner, re.I) or not h.owner), None)
@@ -123,6 +126,17 @@ def _lines(grid: Grid, call: Mapping[str, Any]) -> tuple[list[Line], list[str]]:
             lines.append(line)
     shown = [text for head, text in zip(heads, grid.header, strict=True) if head.kind == "unknown" and text]
     return lines, shown
+
+
+def _with_owners(heads: list[Heading]) -> list[Heading]:
+    """Returns headings in which a rate or memory without a series belongs to the one series that has a heading."""
+    figures = [h for h in heads if h.kind == "figure"]
+    named = {h.owner for h in figures if h.owner}
+    bare = {h.name for h in figures if not h.owner}
+    if len(named) != 1 or "time_us" in bare or any(h.kind == "series" for h in heads):
+        return heads
+    (name,) = named
+    return [replace(h, owner=name) if h.kind == "figure" and not h.owner else h for h in heads]
 
 
 def _is_part(words: str) -> bool:
@@ -243,5 +257,5 @@ def _as_data(table: Mapping[str, Any]) -> list[dict[str, Any]]:
             "columns": columns,
             "rows": [[line.get(column, "-") for column in columns] for line in own],
         }
-        made.append(data | ({"call": {"passes": passes}} if passes else {}))
+        made.append(data | {"call": {**table["call"], **({"passes": passes} if passes else {})}})
     return made

@@ -39,7 +39,11 @@ def run(name: str | Path, as_json: bool, given: Given | None = None) -> str:
     if as_json:
         data: dict[str, Any] = {"title": document.title, "source": document.source, "device": asdict(document.device)}
         data |= {"findings": [asdict(f) for f in findings], "notes": notes(document)}
-        data |= {"not_said": missing(implied(document)), "assumed": document.assumed, "not_read": document.unread}
+        data |= {
+            "not_said": missing(implied(document)),
+            "assumed": implied(document).assumed,
+            "not_read": document.unread,
+        }
         return json.dumps(data, indent=2)
     return text(document, findings)
 
@@ -73,7 +77,7 @@ def text(document: Document, findings: list[Finding]) -> str:
         lines += ["", "NOT SAID   what the table and the options leave out, and the rules that were silent without it"]
         for fact, silent in lacking.items():
             lines += textwrap.wrap(f"{fact}: {silent}", WIDTH, initial_indent="  - ", subsequent_indent="    ")
-    for words, label in ((document.assumed, "assumed    "), (document.unread, "not read   ")):
+    for words, label in ((implied(document).assumed, "assumed    "), (document.unread, "not read   ")):
         if words:
             lines += ["", *textwrap.wrap(printable(", ".join(words)), WIDTH, initial_indent=label)]
     return "\n".join(lines)
