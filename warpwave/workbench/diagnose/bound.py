@@ -249,7 +249,7 @@ def _latency(document: Document, use: _Use, rows: Sequence[Row], explained: floa
 
 
 def _few_warps(row: Row, rows: Sequence[Row], device: Device) -> tuple[str, str] | None:
-    """Returns a sentence and its figures if a multiprocessor has at most a warp per scheduler, or a block one warp."""
+    """Returns a sentence and its figures if schedulers have no warp, or a block has one warp."""
     threads, wave = row.kernel.threads, 64 if device.unit_name == "CU" else 32
     if threads is None or any(
         (other.kernel.threads or 0) >= 2 * threads and other.call == row.call
@@ -258,11 +258,11 @@ def _few_warps(row: Row, rows: Sequence[Row], device: Device) -> tuple[str, str]
         return None  # unknown, or the table itself shows that more threads change nothing
     warps, count = -(-threads // wave), blocks(row)
     most = None if count is None or device.num_sms is None else warps * -(-count // device.num_sms[0])
-    if warps > 1 and (most is None or most > SCHEDULERS):
+    if warps > 1 and (most is None or most >= SCHEDULERS):
         return None
     one = f"a block of {threads} threads is {warps} warp{'s' * (warps > 1)}"
     figures = f"{threads} / {wave} = {warps}"
-    if most is not None and most <= SCHEDULERS:
+    if most is not None and most < SCHEDULERS:
         one += f", and {'the' if most == warps else 'an'} SM has {most} for its {SCHEDULERS} schedulers"
         figures += f"; {count} blocks on {in_words(device)}"
     return f"{one}: nothing runs while a warp waits for memory or for its own last instruction", figures

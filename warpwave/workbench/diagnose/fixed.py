@@ -39,8 +39,10 @@ def flat_beyond(rows: Sequence[Row], device: Device) -> int | None:
 def _fixed_us(rows: Sequence[Row]) -> float | None:
     """Returns the fixed part of the times, from a straight-line fit of time over work; None if unknown."""
     known = sorted((work(r) or 0.0, time_us(r) or 0.0) for r in rows)
-    if len(known) < 3 or known[-1][0] < 4 * known[0][0]:
+    if len(known) < 2 or known[-1][0] < 4 * known[0][0]:
         return None
+    if len(known) == 2 and known[-1][1] > FLAT * known[0][1]:
+        return None  # two times that differ are no line
     # Least squares on relative errors, so that the largest row does not dominate.
     return line([amount for amount, _ in known], [time for _, time in known])[0]
 

@@ -78,19 +78,32 @@ RULES: tuple[Callable[[Document], Iterator[Finding]], ...] = (
 )
 
 
+SHOWN = ("cache", "waves")  # causes that differences between times show
+UNLOCATED = 4.0
+
+
 def diagnose(document: Document) -> list[Finding]:
-    """Returns all findings, causes of slowness first, ordered by the factor that they explain."""
+    """Returns all findings, causes of slowness first, ordered by the factor that they explain.
+
+    Latency is what is left when nothing is used by half, and no figure locates it. A cause of the same series that
+    the times themselves show comes first, unless latency is `UNLOCATED` times as large.
+    """
     document = implied(document)
     found = [finding for rule in RULES for finding in rule(document)]
     found += claims(document)
     unique = list({(f.kind, f.series, f.text): f for f in found}.values())
-    return sorted(unique, key=lambda f: (not f.is_cause, -f.factor if f.is_cause else 0.0, list(KINDS).index(f.kind)))
+    shown = {f.series for f in unique if f.is_cause and f.kind in SHOWN}
+
+    def rank(finding: Finding) -> float:
+        is_rest = finding.kind == "latency" and finding.series in shown
+        return finding.factor / UNLOCATED if is_rest else finding.factor
+
+    return sorted(unique, key=lambda f: (not f.is_cause, -rank(f) if f.is_cause else 0.0, list(KINDS).index(f.kind)))
 
 
 def main_cause(document: Document, series: str) -> Finding | None:
-    """Returns the cause that explains most of a series' slowness; None if there is none."""
-    causes = [f for f in diagnose(document) if f.is_cause and f.series == series]
-    return max(causes, key=lambda f: f.factor, default=None)
+    """Returns the first cause of a series' slowness; None if there is none."""
+    return next((f for f in diagnose(document) if f.is_cause and f.series == series), None)
 
 
 # Knowledge, not arithmetic --------------------------------------------------------------------------------------------
