@@ -13,6 +13,7 @@ from warpwave.workbench.diagnose.facts import (
     Finding,
     all_kv_bytes,
     blocks,
+    kv_bytes_of_head,
     loaded_bytes,
     memory_bytes,
     peak_tflops,
@@ -24,7 +25,7 @@ from warpwave.workbench.diagnose.fixed import fixed_cost
 from warpwave.workbench.diagnose.parse import Device, Document, Row
 from warpwave.workbench.model.roofline import byte, figure, flop, us
 
-OFFERS = 8.0  # matrix units this many times as fast as the scalar ones make the scalar rate a telling one
+OFFERS = 8.0  # with matrix units at least this many times as fast, the scalar units' rate is suspicious
 AT_RATE = 0.6  # share of the scalar units' rate from which products may run on them
 CLIFF = 1.3  # a unit of work this much slower behind a cache's size
 SCHEDULERS = 4  # of an SM; each starts an instruction of one of its warps every clock
@@ -104,7 +105,7 @@ def binding(document: Document) -> Iterator[Finding]:
                 yield Finding(
                     "contradiction",
                     f"{use.row.name}: more than the busy {device.unit_name}s and threads can do, so more blocks or "
-                    "threads work than the table says",
+                    "threads work than the table states",
                     _of_arithmetic(use),
                     series,
                 )
@@ -164,12 +165,13 @@ def _reread(document: Document, use: _Use, has_cliff: bool) -> Finding | None:
     none of them for the next block.
     """
     row, device = use.row, document.device
-    asked, least, all_kv = loaded_bytes(row), tensor_bytes(row.call), all_kv_bytes(row.call)
-    if not (asked and least and all_kv and device.l2_bytes and device.bandwidth_gbps and device.num_sms):
+    asked, least = loaded_bytes(row), tensor_bytes(row.call)
+    all_kv, one_kv = all_kv_bytes(row.call), kv_bytes_of_head(row.call)
+    if not (asked and least and all_kv and one_kv and device.l2_bytes and device.bandwidth_gbps and device.num_sms):
         return None
-    heads, count = row.call.batch * (row.call.heads or 1), blocks(row)
+    count = blocks(row)
     at_once = min(1.0, device.num_sms[0] / count) if count else 1.0
-    in_flight = all_kv if has_cliff else max(all_kv / heads, all_kv * at_once)
+    in_flight = all_kv if has_cliff else max(one_kv, all_kv * at_once)
     rate = asked / use.time_us * 1e-3
     share, have = rate / device.bandwidth_gbps, figure(device.bandwidth_gbps)
     if in_flight <= device.l2_bytes or asked < 2 * least or not BINDS <= share <= MORE_THAN_ALL:
@@ -180,8 +182,7 @@ def _reread(document: Document, use: _Use, has_cliff: bool) -> Finding | None:
         f"not stay in L2 ({byte(device.l2_bytes)}), and these loads are {share:.0%} of the bandwidth; taller query "
         "tiles divide them",
         f"{byte(asked)} / {us(use.time_us)} = {figure(rate)} GB/s; {figure(rate)} GB/s / {have} GB/s = "
-        f"{share:.1%}; "
-        f"{byte(asked)} / {byte(least)} = {figure(asked / least)} x the minimum",
+        f"{share:.1%}; {byte(asked)} / {byte(least)} = {figure(asked / least)} x the minimum",
         row.series,
         asked / least,
         is_cause=True,

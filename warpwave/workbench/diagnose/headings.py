@@ -25,7 +25,7 @@ ALIASES = {
     "block_m": "blockm bm blockq br blockrows tilem tileq mtile",
     "block_n": "blockn bn blockk bc blockcols tilen tilek ntile blockkv",
     "threads": "threads threadsperblock numthreads nthreads blocksize workgroupsize",
-    "warps": "warps numwarps nwarps warpsperblock waves",
+    "warps": "warps numwarps nwarps warpsperblock",
     "smem_bytes": "smem sharedmemory smembytes lds",
     "series": "implementation kernel method provider backend library algorithm version impl approach framework",
     "label": "config configuration variant case name setup test tile tiles shape",
@@ -79,9 +79,9 @@ class Heading:
             working set fits a cache), `"bytes"` (of a named tensor), `"comment"`, or `"unknown"`.
         name: the size, fact, figure (`"time_us"`), cache or tensor; the words themselves if unknown.
         owner: the series of a figure; empty if the heading does not name one.
-        factor: what a figure's cells are multiplied by; 0 if the unit is not stated.
+        factor: the factor from a cell's unit to the figure's; 0 if the heading has no unit.
         passes: the passes that the heading names; empty if it names none.
-        per_head: whether the unit is a head's.
+        per_head: whether figures are of one head.
     """
 
     kind: str
@@ -139,7 +139,7 @@ def _without_unit(text: str) -> str:
 
 
 def owner(words: str) -> str:
-    """Returns the series that words name: without the words for a quantity; `OURS` for "ours", "my kernel"."""
+    """Returns the words without those of a quantity, as the name of a series; `OURS` for "ours" or "my kernel"."""
     rest = re.sub(r"\(\s*\)|\[\s*\]", " ", QUANTITY.sub(" ", words.replace("_", " ")))
     rest = re.sub(r"\s+", " ", rest).strip(" -:,/")
     if not rest or (OWN.search(rest) and not MINE.sub("", rest).strip(" -:,/()[]")):
@@ -175,7 +175,7 @@ def rounded(value: float) -> float:
 
 
 def is_nothing(cell: str) -> bool:
-    """Whether a cell says that there is no figure."""
+    """Whether a cell holds no value: empty, a dash, OOM."""
     return NOTHING.fullmatch(cell.strip(" ~()")) is not None
 
 

@@ -1,7 +1,7 @@
-"""Reads tables as people print them (Markdown, CSV, pasted text) into the data that a TOML file of this format has.
+"""Reads tables as people print them (Markdown, CSV, pasted text) and returns them as the data of a TOML table file.
 
-Headings and cells give sizes, facts, figures and series. What they do not give, the options of the command may: the
-card, the call and facts about the code. Columns that hold neither are listed, so that a reader sees what was left out.
+Headings and cells give sizes, facts, figures and series. Options of the command add what a table does not state: the
+card, the call and facts about the code. Headings that are not understood are returned too, for the output to list.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def read(content: bytes, *, source: str, call: Mapping[str, Any]) -> dict[str, A
         lines, left_out = _lines(_upright(grid), call)
         unread += left_out
         claims += [claim for line in lines if (claim := line.pop("claim", None))]
-        told = [line.pop("per_head", False) for line in lines]
-        of_head = any(told)
+        by_head = [line.pop("per_head", False) for line in lines]
+        of_head = any(by_head)
         per_head = per_head or of_head
         if any(_figures(line) for line in lines):
             tables.append({"name": name, "lines": lines, "per_head": of_head, "call": of_caption(grid.caption)})
@@ -77,7 +77,7 @@ def read(content: bytes, *, source: str, call: Mapping[str, Any]) -> dict[str, A
             f"in the cells{_unread_words(unread)}"
         )
     for table in tables:
-        # A file that gives one table by the head gives the others so, unless they have calls of their own.
+        # If one table has times of one head, the others have too, unless they have sizes of their own.
         sized = any(key in SIZES for line in table["lines"] for key in line)
         table["per_head"] = table["per_head"] or (per_head and not sized)
         _join(table["lines"], facts)
@@ -95,7 +95,7 @@ def _unread_words(unread: Sequence[str]) -> str:
 
 
 def _upright(grid: Grid) -> Grid:
-    """Returns a table with its figures in columns; one whose first column names the figures is turned."""
+    """Returns a table with its figures in columns; a table whose first column names the figures is transposed."""
     names = [row[0] for row in grid.rows]
     if not METRIC.fullmatch(grid.header[0].strip()):
         return grid
@@ -145,23 +145,23 @@ def _is_part(words: str) -> bool:
 
 def _with_cells(head: Heading, cells: Sequence[str], grid: Grid) -> Heading:
     """Returns a heading without a unit as a figure if the cells, or the caption, state the unit."""
-    if head.kind not in ("unknown", "comment", "bytes", "label", "size"):
+    if head.kind not in ("unknown", "bytes", "label", "size"):
         return head
     told = [found for cell in cells if (found := measured(cell))]
-    if told and 2 * len(told) >= len([cell for cell in cells if not is_nothing(cell)]) and head.kind != "comment":
+    if told and 2 * len(told) >= len([cell for cell in cells if not is_nothing(cell)]):
         if head.kind in ("bytes", "size") and told[0][0] == "memory_mb":
             return head
         words = head.name if head.kind != "bytes" else "total"
         return Heading("figure", told[0][0], owner(words), 0.0, head.passes, told[0][2])
     unit = re.search(r"[(\[]([^)\]]+)[)\]]", grid.caption)
-    of_caption = heading(f"({unit[1]})") if unit else None
-    if head.kind == "unknown" and of_caption is not None and of_caption.kind == "figure" and any(map(number, cells)):
-        return Heading("figure", of_caption.name, head.owner, of_caption.factor, head.passes, of_caption.per_head)
+    above = heading(f"({unit[1]})") if unit else None
+    if head.kind == "unknown" and above is not None and above.kind == "figure" and any(map(number, cells)):
+        return Heading("figure", above.name, head.owner, above.factor, head.passes, above.per_head)
     return head
 
 
 def _read_cell(line: Line, head: Heading, text: str, cell: str, *, is_part: bool, caption: str) -> None:
-    """Adds what a cell says to its line."""
+    """Adds the value of a cell to its line."""
     if head.kind in ("size", "fact"):
         value = size(head.name, cell) if not head.factor else round((number(cell) or 0) * head.factor) or None
         if value is None:
@@ -183,7 +183,7 @@ def _read_cell(line: Line, head: Heading, text: str, cell: str, *, is_part: bool
         line["per_head"] = line.get("per_head", False) or head.per_head or bool(told and told[2])
         key = (f"{owner(text) or text}.part_us" if is_part else f"{_series(head.owner)}{name}", head.passes)
         line[key] = value
-    elif head.kind in ("series", "label", "unknown"):
+    elif head.kind in ("series", "label"):
         _identify(line, head, text, cell, caption)
     elif head.kind == "bytes" and (amount := bytes_of(cell)) is not None:
         line[f"bytes of {head.name}"] = amount
@@ -196,15 +196,13 @@ def _series(words: str) -> str:
 
 
 def _identify(line: Line, head: Heading, text: str, cell: str, caption: str) -> None:
-    """Adds what a cell of a name column says: the series, or a label with the sizes and facts in it."""
-    if not cell or is_nothing(cell):
+    """Adds the series that a cell names, or its label with the sizes and facts in it."""
+    if is_nothing(cell):
         return
     has_tiles = bool(re.search(r"\b(tiles?|block)\b", f"{text} {caption}", re.I))
     facts = described(cell, has_tiles)
     if "warps" in facts:
         facts["threads"] = WARP * facts.pop("warps")
-    if head.kind == "unknown":
-        return
     line |= {key: value for key, value in facts.items() if key not in line}
     if is_peer_name(cell) or (head.kind == "series" and not facts):
         line["series"] = OURS if OWN.search(cell) and owner(cell) == OURS else cell
