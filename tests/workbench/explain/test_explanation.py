@@ -340,6 +340,32 @@ def test_memory_bound_calls_hear_of_bytes() -> None:
     assert "GQA" in advice(on("h200", batch=1024, seqlen_q=32, seqlen_k=32))
 
 
+def test_longer_sequences_are_no_way_out_under_a_window() -> None:
+    said = advice(on("l4", batch=1, seqlen_q=4096, seqlen_k=4096, num_heads_kv=4, window_size=(127, 0)))
+    assert "longer sequences do not change under a window" in said
+
+
+def test_memory_does_not_bind_where_the_kernels_own_products_take_longer() -> None:
+    for window, is_memory in ((511, True), (900, False)):  # 150 and 244 us of tiles against 224 us of memory
+        said = on("l4", batch=1, seqlen_q=4096, seqlen_k=4096, num_heads_kv=16, window_size=(window, 0))
+        binding = said.bounds.of_problem.binding if said.bounds is not None else None
+        assert binding is not None and binding.resource == "memory"
+        assert ("Memory binds" in advice(said)) == is_memory
+
+
+def test_a_remainder_that_leads_is_said_first_and_no_loss_of_ours_is_blamed() -> None:
+    call = replace(PLAIN, batch=1, seqlen_q=4096, seqlen_k=4096, requires_grad=False)
+    usual = warpwave.explain(call, gpu=resolve("h200"))
+    assert usual.prediction is not None
+    lines = str(warpwave.explain(call, gpu=resolve("h200"), measured_us=20 * usual.prediction.time_us)).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("LOSSES"))
+    assert lines[start + 1].startswith("  first    Remainder, 20 x")
+    assert "--from-table" in " ".join(lines[start : start + 5])
+    assert sum(line.startswith("  first ") for line in lines) == 1
+    near = str(warpwave.explain(call, gpu=resolve("h200"), measured_us=1.05 * usual.prediction.time_us))
+    assert "first    Remainder" not in near
+
+
 def test_exponentials_are_named_at_small_heads() -> None:
     assert "so a head_dim up to" in advice(on("h200", head_dim=32, head_dim_v=32))
 

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from warpwave.workbench.explain.advice import FAR
 from warpwave.workbench.model.losses import recommendation
 from warpwave.workbench.model.roofline import Bound, Roofline, byte, figure, flop, us
 from warpwave.workbench.model.steps import LOSSES
@@ -126,17 +127,25 @@ def steps(losses: Sequence[tuple[str, float, float]], bound_us: float) -> list[s
 
 
 def losses(split: Losses | None, label: str) -> Iterator[str]:
-    """Yields a measured time, split into losses."""
+    """Yields a measured time, split into losses. If the model leaves most of it unexplained, that comes first."""
     if split is None:
         return
     yield f"{label} measured {us(split.measured_us)} = {split.ratio:.3g} x the bound, the product of these factors"
+    unexplained = split.remainder > max(FAR, *(loss.factor for loss in split.losses[:-1]))
+    if unexplained:
+        yield from wrapped(
+            f"Remainder, {split.remainder:.3g} x, {us(split.losses[-1].before_us)} to {us(split.measured_us)}: larger "
+            "than every loss of this kernel, so this is not this kernel's loss. Check that the time is of this kernel "
+            "and this call, on the device. For the times of other code, use warpwave explain --from-table FILE.",
+            "  first    ",
+        )
     yield from steps([(loss.name, loss.factor, loss.after_us) for loss in split.losses], split.bound_us)
     for yardstick in split.yardsticks:
         yield from wrapped(
             f"{yardstick.share:.1%} of the {yardstick.name} bound, {us(yardstick.least_us)}: {yardstick.note}",
             "  share    ",
         )
-    if split.largest is not None and (advice := recommendation(split.largest)):
+    if not unexplained and split.largest is not None and (advice := recommendation(split.largest)):
         yield from wrapped(advice, "  first    ")
 
 
