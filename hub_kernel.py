@@ -17,7 +17,6 @@ import hashlib
 import json
 import re
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,9 +60,8 @@ def relocated(name: str, text: str, namespace: str) -> str:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             modules = [node.value] if re.fullmatch(rf"{NAME}(::\w+|(\.\w+)+)", node.value) else []
         if any(re.match(rf"{NAME}\b", module) for module in modules):
-            raise ValueError(
-                f"{name}:{node.lineno}: {modules[0]} is named absolutely, which a hub kernel cannot import"
-            )
+            line = getattr(node, "lineno", 0)
+            raise ValueError(f"{name}:{line}: {modules[0]} is named absolutely, which a hub kernel cannot import")
     return text
 
 
@@ -124,4 +122,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
