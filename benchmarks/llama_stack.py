@@ -69,10 +69,12 @@ def first_line(error: BaseException) -> str:
 
 
 def warmed(steps: dict[str, Step]) -> tuple[dict[str, Step], dict[str, str]]:
-    """Runs every step once, which compiles its kernels. Returns the steps that ran, and the errors of the others."""
+    """Runs every step twice, which compiles its kernels and makes its plans. Returns the steps that ran, and the errors
+    of the others."""
     ran, failed = {}, {}
     for name, step in steps.items():
         try:
+            step()
             step()
             ran[name] = step
         except Exception as error:  # of a peer: whatever its compiler raises
