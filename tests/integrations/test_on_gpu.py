@@ -180,3 +180,24 @@ def test_models_of_transformers(name: str) -> None:
             torch.testing.assert_close(mine, eager, rtol=1e-2, atol=1e-3 * largest)
     finally:
         registration.remove()
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma-2"])
+def test_generation_by_compiled_decode_steps(name: str) -> None:
+    """`generate` compiles the steps on a static cache, by Inductor and in CUDA graphs, where it runs on a GPU."""
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install 'warpwave[integrations]'")
+    registration = door.register()
+    try:
+        model, ids = make(name).cuda(), inputs_of(name)["input_ids"].cuda()
+        found = []
+        for implementation in ("eager", "warpwave"):
+            model.set_attn_implementation(implementation)
+            found.append(
+                model.generate(
+                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, min_new_tokens=24, do_sample=False,
+                    cache_implementation="static",
+                )
+            )  # fmt: skip
+        assert torch.equal(*found)
+    finally:
+        registration.remove()
