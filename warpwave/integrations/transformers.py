@@ -28,7 +28,7 @@ from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 
 __all__ = ["Registration", "attend", "make_mask", "register"]
 
-MAJOR = 5  # of transformers, whose interfaces this module is written for
+FIRST, BEFORE = (5, 20), (6, 0)  # versions of transformers whose interfaces this module was tested with
 # Arguments of models that change nothing here: other layers or the cache read them.
 NO_EFFECT = frozenset(
     ("cache_position", "logits_to_keep", "num_items_in_batch", "output_hidden_states", "position_ids", "return_dict",
@@ -74,7 +74,7 @@ def register(name: str = "warpwave") -> Registration:
 
     Raises:
         InvalidInput: a name that transformers would interpret.
-        ImportError: transformers is missing, or is not version 5.
+        ImportError: transformers is missing, or is older than 5.20 or newer than 5.
     """
     if not name or "flash" in name or "/" in name or "|" in name or name in ("eager", "sdpa"):
         raise InvalidInput(f"name is {name!r}; transformers gives names with 'flash', '/' or '|' a meaning of its own")
@@ -88,8 +88,10 @@ def register(name: str = "warpwave") -> Registration:
 def _interfaces() -> tuple[Any, Any]:
     global _masking
     host: Any = importlib.import_module("transformers")
-    if host.__version__.partition(".")[0] != str(MAJOR):
-        raise ImportError(f"transformers is {host.__version__}; warpwave's functions are written for version {MAJOR}")
+    version = tuple(int(part) for part in host.__version__.split(".")[:2])
+    if not FIRST <= version < BEFORE:
+        first, before = (".".join(map(str, limit)) for limit in (FIRST, BEFORE))
+        raise ImportError(f"transformers is {host.__version__}; warpwave's functions need >= {first}, < {before}")
     _masking = importlib.import_module("transformers.masking_utils")
     return host.AttentionInterface, host.AttentionMaskInterface
 
@@ -288,13 +290,17 @@ def _packed(
     pattern = Pattern(True, (-1 if window is None else window - 1, -1))
     if tracing:
         return pattern, None
-    parts = inspect.getclosurevars(function).nonlocals.get("mask_functions", ())
+    parts: Any = inspect.getclosurevars(function).nonlocals.get("mask_functions", ())
     made = [inspect.getclosurevars(part).nonlocals for part in parts]
-    if len(made) != 2 or "packed_sequence_mask" not in made[0] or "position_ids" not in made[1]:
+    packed = [found["packed_sequence_mask"] for found in made if "packed_sequence_mask" in found]
+    if len(made) != 2 or len(packed) != 1:
         return None
-    if window is None and made[1].get("mask_function") is not _masking.causal_mask_function:
+    (i,) = (i for i, found in enumerate(made) if "packed_sequence_mask" not in found)
+    # From 5.23 on, a function that gives positions within documents to the pattern's.
+    within = made[i]["mask_function"] if "position_ids" in made[i] else parts[i]
+    if window is None and within is not _masking.causal_mask_function:
         return None
-    return pattern, made[0]["packed_sequence_mask"]
+    return pattern, packed[0]
 
 
 def _is_traced(*values: Any) -> bool:
