@@ -248,7 +248,8 @@ def measure(sizes: argparse.Namespace) -> dict[str, Any]:
         row_until = begin + max(0.0, until - begin) / (len(kinds) - i)
         steps, failed = warmed({name: lambda name=name, kind=kind: kind(name) for name in names})  # type: ignore[misc]
         samples = paired(steps, sizes.rounds, row_until)
-        alone_steps, _ = warmed({name: attention_alone(sizes, model, name, what) for name in steps})
+        alone_steps, alone_failed = warmed({name: attention_alone(sizes, model, name, what) for name in steps})
+        failed |= {f"{name}, attention alone": reason for name, reason in alone_failed.items()}
         row = row_of(what, samples, paired(alone_steps, sizes.rounds, row_until)) | {"failed": failed}
         row["seconds"] = time.monotonic() - begin
         record["rows"].append(row)
