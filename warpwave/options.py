@@ -166,10 +166,13 @@ def with_positive_scale(q: Any, softmax_scale: Any) -> tuple[Any, Any]:
 
 
 def as_logits(sinks: Any, q: Any) -> Any:
-    """Returns sinks in the 16-bit dtype of q as float32, which kernels read; anything else unchanged."""
+    """Returns sinks in the 16-bit dtype of q as float32, which kernels read; anything else unchanged. Under autocast,
+    where q may still be cast to another dtype, sinks of either 16-bit dtype are converted."""
     if not (isinstance(sinks, torch.Tensor) and isinstance(q, torch.Tensor)):
         return sinks
-    return sinks.float() if sinks.dtype == q.dtype and q.dtype in (torch.float16, torch.bfloat16) else sinks
+    if sinks.dtype not in (torch.float16, torch.bfloat16):
+        return sinks
+    return sinks.float() if sinks.dtype == q.dtype or torch.is_autocast_enabled(q.device.type) else sinks
 
 
 def spell_precision(precision: str | float) -> str:
