@@ -425,7 +425,10 @@ def _call(
         return run(operands) if out is None else run(operands, out)
     check_are_tensors(operands)
     chosen, encoded = options_of(operands, *scalars, *longest), ops.encode_config(config)
-    tensors = autograd.schema_tensors(operands)
+    probability = None
+    if autograd.is_compiling() and (probability := autograd.changing_probability(chosen.dropout_p)) is not None:
+        chosen = chosen._replace(dropout_p=0.0)
+    tensors = autograd.schema_tensors(operands, probability)
     if out is not None:
         if not autograd.is_compiling() and autograd.transforms() is not None:
             raise UnsupportedProblem(
