@@ -146,8 +146,8 @@ CASES: dict[str, tuple[Callable[[int], Call], int]] = {
     "dense, head_dim 64": (lambda n: dense(n, 64), 121),
     "packed": (packed, 112),
     "cached, pages of 16": (cached, 168),
-    "cached, pages of 64": (lambda n: cached(n, 64), 184),
-    "decode": (decode, 221),
+    "cached, pages of 64": (lambda n: cached(n, 64), 188),
+    "decode": (decode, 228),
 }
 LENGTHS = (2048, 3001, 3333, 4321, 5000, 6001, 6500, 8888)
 
