@@ -24,7 +24,7 @@ def qkv(seed: int = 0, heads_kv: int = HEADS) -> list[torch.Tensor]:
 
 
 def by_operator(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.warpwave.attention(*DropoutOperands(q, k, v), *Options(), "auto", "")[0]
+    out: torch.Tensor = torch.ops.warpwave.attention(*DropoutOperands(q, k, v), None, *Options(), "auto", "")[0]
     return out
 
 

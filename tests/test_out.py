@@ -157,6 +157,25 @@ def test_only_layouts_that_a_kernel_cannot_store_to_are_copied(
     assert any(into is out for into in copies) == (layout not in in_place)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["contiguous", "heads first"])
+@pytest.mark.parametrize("head_dim", [64, 128, 320])
+def test_a_cuda_graph_stores_to_out(head_dim: int, layout: str) -> None:
+    """By whichever kernel `auto` takes: Hopper's store to a contiguous out, and copy to others."""
+    q, k, v = torch.randn(3, 2, 160, 4, head_dim, device=DEVICE).to(torch.bfloat16)
+    out = torch.full_like(q, torch.nan)
+    if layout == "heads first":
+        out = torch.full((2, 4, 160, head_dim), torch.nan, device=DEVICE, dtype=q.dtype).transpose(1, 2)
+    warpwave.attention(q, k, v, causal=True, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        warpwave.attention(q, k, v, causal=True, out=out)
+    q.neg_()
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out, warpwave.attention(q, k, v, causal=True))
+
+
 # Plans ----------------------------------------------------------------------------------------------------------------
 
 

@@ -281,7 +281,8 @@ def attention_with_kv_cache(
         rotary: rotates q, and k_new if given, to the tokens' positions. Its table must reach the longest sequence: a
             shorter one is an error if the host knows the lengths, and otherwise with `checked`; unchecked, positions
             past the table use its last angle.
-        cu_seqlens_q: int32, (batch + 1,): sequence b is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of q.
+        cu_seqlens_q: int32, (batch + 1,): sequence b is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of q. Rows
+            after the last offset belong to no sequence; their results are unspecified.
         seqlens_q: the same lengths as host integers; needed to append packed tokens to a `PagedKVCache`. In that case
             they alone decide which tokens belong to which sequence, and the contents of cu_seqlens_q are not used.
         max_seqlen_q: the most queries of a sequence, with cu_seqlens_q; the largest of seqlens_q if None.
@@ -425,7 +426,10 @@ def _call(
         return run(operands) if out is None else run(operands, out)
     check_are_tensors(operands)
     chosen, encoded = options_of(operands, *scalars, *longest), ops.encode_config(config)
-    tensors = autograd.schema_tensors(operands)
+    probability = None
+    if autograd.is_compiling() and (probability := autograd.changing_probability(chosen.dropout_p)) is not None:
+        chosen = chosen._replace(dropout_p=0.0)
+    tensors = autograd.schema_tensors(operands, probability)
     if out is not None:
         if not autograd.is_compiling() and autograd.transforms() is not None:
             raise UnsupportedProblem(

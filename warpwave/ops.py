@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from warpwave import autograd, dispatch
-from warpwave.autograd import absent
+from warpwave.autograd import NUM_OPTIONS, NUM_TENSORS, absent
 from warpwave.checks import check_out, describe_call, resized
 from warpwave.errors import InvalidType
 from warpwave.gpu import Gpu, current_gpu
@@ -145,13 +145,12 @@ def _decode_config(kernel: str, config: str) -> Any:
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? dropout_seed"
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? dropout_seed, Tensor? dropout_probability"
 )
 _OPTIONS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, str causal, SymInt window_left, SymInt window_right, float softcap, "
     "float? softmax_scale, str precision, bool return_lse, bool needs_grad, float dropout_p, bool? deterministic"
 )
-_NUM_TENSORS, _NUM_OPTIONS = len(DropoutOperands._fields), len(Options._fields)
 
 
 class _Library(torch.library.Library):
@@ -191,7 +190,7 @@ def _attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _attention_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    operands, options = _split(arguments)
+    operands, options = _split(arguments, is_fake=True)
     describe_call(operands, options)
     q = operands.q
     out = q.new_empty((*q.shape[:-1], operands.v.shape[-1]))
@@ -209,7 +208,7 @@ def _attention_out(*arguments: Any) -> torch.Tensor:
 
 
 def _attention_out_fake(*arguments: Any) -> torch.Tensor:
-    operands, options = _split(arguments)
+    operands, options = _split(arguments, is_fake=True)
     check_out(arguments[-1], operands, options.needs_grad)
     return _attention_fake(*arguments[:-1])[1]
 
@@ -219,7 +218,7 @@ def _attention_backward(
 ) -> tuple[torch.Tensor, ...]:
     operands, options = _split(rest)
     # torch omits a last argument that equals its default, also in graphs saved before that argument existed.
-    kernel = "auto" if len(rest) == _NUM_TENSORS + _NUM_OPTIONS else rest[-1]
+    kernel = "auto" if len(rest) == NUM_TENSORS + NUM_OPTIONS else rest[-1]
     said = ("gradients", options, kernel, *wanted)  # torch's deterministic mode is in every key
 
     def bind() -> Any:
@@ -235,17 +234,30 @@ def _attention_backward(
 def _attention_backward_fake(
     dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, wanted: list[bool], *rest: Any
 ) -> tuple[torch.Tensor, ...]:
-    operands, _ = _split(rest)
+    operands, _ = _split(rest, is_fake=True)
     sources = (*operands[:3], *operands[4:7])
     return tuple(t.new_empty(t.shape) if want else absent(out) for t, want in zip(sources, wanted, strict=True))
 
 
-def _split(arguments: tuple[Any, ...]) -> tuple[AnyOperands, Options]:
-    """Returns the operands and options of an operator's arguments. Without dropout a seed has no effect."""
-    options = Options(*arguments[_NUM_TENSORS : _NUM_TENSORS + _NUM_OPTIONS])
-    if options.dropout_p:
-        return DropoutOperands(*arguments[:_NUM_TENSORS]), options
-    return Operands(*arguments[: _NUM_TENSORS - 1]), options
+def _split(arguments: tuple[Any, ...], is_fake: bool = False) -> tuple[AnyOperands, Options]:
+    """Returns the operands and options of an operator's arguments. Without dropout a seed has no effect.
+
+    Args:
+        is_fake: whether the tensors have no contents. Any probability of dropout then stands for theirs.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, and the probability of dropout is an input of the compiled graph.
+    """
+    operands, probability = DropoutOperands(*arguments[: NUM_TENSORS - 1]), arguments[NUM_TENSORS - 1]
+    options = Options(*arguments[NUM_TENSORS : NUM_TENSORS + NUM_OPTIONS])
+    if probability is not None:
+        if not is_fake and operands.q.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "dropout_p changed between calls of a compiled function, and a CUDA graph is being captured, which "
+                "would keep one value: compile with one dropout_p, or without CUDA graphs"
+            )
+        options = options._replace(dropout_p=0.5 if is_fake else float(probability))
+    return operands if options.dropout_p else Operands(*operands[:-1]), options
 
 
 for _key in ("CPU", "CUDA"):

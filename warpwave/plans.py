@@ -56,7 +56,8 @@ is_deterministic = torch._C._get_deterministic_algorithms
 
 
 class Known(NamedTuple):
-    """A plan and the check of its layouts; the check is None if `plan_key` finds the plan."""
+    """A plan and the check of its layouts; the check is None if `plan_key` finds the plan, and until the plan of a
+    class is called again."""
 
     run: Run
     same: Check | None
@@ -156,29 +157,27 @@ def recall(
     except (AttributeError, TypeError, RuntimeError):
         return None  # no tensor, no hash, or no memory: the checks of the call report it
     key = _sizes(found, tensors, longest)
-    known = _plans.get(key) or _of_length(found, key, operands, tensors, longest, out)
+    known = _plans.get(key)
     if known is None:
-        return None
+        return _of_length(found, key, operands, longest, out)
+    if known.same is None:  # the second call of a length: a guard costs 8 us, and most lengths are called once
+        known = known._replace(same=_guard(tensor_guards(), *tensors))
+        _plans.put(key, known)
     assert known.same is not None
     _last.put((place, longest), (known.same, known.run))
     return known.run
 
 
 def _of_length(
-    found: Class,
-    key: tuple[Any, ...],
-    operands: Any,
-    tensors: Sequence[torch.Tensor],
-    longest: tuple[int, ...],
-    out: torch.Tensor | None,
-) -> Known | None:
+    found: Class, key: tuple[Any, ...], operands: Any, longest: tuple[int, ...], out: torch.Tensor | None
+) -> Run | None:
     """Makes and keeps the plan of a new length; returns None if its sizes contradict each other."""
     with _planning:
         known = _plans.get(key)  # another thread may have been first
-        if known is None and (run := found.planner(operands, longest, out)) is not None:
-            known = Known(run, _guard(tensor_guards(), *tensors))
-            _plans.put(key, known)
-    return known
+        run = found.planner(operands, longest, out) if known is None else known.run
+        if known is None and run is not None:
+            _plans.put(key, Known(run, None))
+    return run
 
 
 def remember(

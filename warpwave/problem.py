@@ -314,7 +314,7 @@ class AttentionProblem:
         if not is_backward:
             return Work(self.flops, self.exponentials, self.compulsory_bytes, 1, 1)
         size, width = DTYPE_BYTES[self.dtype], self.head_dim + self.head_dim_v
-        of_lse = 4 * self.rows * self.num_heads_q if self.return_lse else 0
+        of_lse = self.lse_bytes if self.return_lse else 0
         keys = (self.total_k if self.packed else self.batch * self.seqlen_k) * self.num_heads_kv
         # As in the forward, with dO for out; and dQ, dK, dV.
         moved = self.compulsory_bytes - of_lse + size * (self.rows * self.num_heads_q * self.head_dim + keys * width)
@@ -325,6 +325,11 @@ class AttentionProblem:
     def rows(self) -> int:
         """Query tokens over all sequences."""
         return self.total_q if self.packed else self.batch * self.seqlen_q
+
+    @property
+    def lse_bytes(self) -> int:
+        """Returns the bytes of the log-sum-exp of all rows: float32, or float64 for float64 inputs."""
+        return max(4, DTYPE_BYTES[self.dtype]) * self.rows * self.num_heads_q
 
     @property
     def compulsory_bytes(self) -> int:
@@ -349,7 +354,7 @@ class AttentionProblem:
         elif self.packed:
             total += 2 * (self.batch + 1) * 4
         if self.return_lse:
-            total += self.rows * self.num_heads_q * 4
+            total += self.lse_bytes
         if self.dropout_p:
             total += 16
         return total

@@ -164,6 +164,7 @@ def test_explain_describes_this_machine_by_default(
         (["--gpu", "sm_20"], "'sm_20' is not known"),
         (["--dtype", "int8"], "'int8' is not a dtype"),
         (["--causal", "--causal-top-left"], "not both"),
+        (["--deterministic"], "add --grad"),
         (["--batch", "-1"], "--batch"),
         (["--heads", "many"], "--heads"),
         (["--seqlen-q", "1" + "0" * 18], "no tensor can have"),

@@ -260,8 +260,12 @@ def forward(
     if out is None:
         out = torch.empty((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device=q.device)
     lse = torch.empty((*rows[:-1], problem.num_heads_q, rows[-1]), dtype=_wide(problem), device=q.device)
+    parts = _parts(problem, operands)
+    if problem.packed and sum(part.tokens_q.stop - part.tokens_q.start for part in parts) != problem.total_q:
+        out.zero_()  # some tokens belong to no sequence
+        lse.fill_(NEG_INF)
     with plainly(q.device):
-        for part in _parts(problem, operands):
+        for part in parts:
             views = _Views(problem, operands, part)
             out_rows, lse_rows = views.rows(out, part.tokens_q), views.rows_of_lse(lse, part.tokens_q)
             band = problem.band(views.q.shape[-2], views.k.shape[-2])
@@ -429,6 +433,9 @@ def _forward_on_cache(problem: AttentionProblem, operands: Any, config: Config) 
         each = [forward(*one, configs(one[0], gpu)[0]) for one in one_by_one(packed, gathered)]
         out = torch.cat([out for out, _ in each])
         lse = torch.cat([lse for _, lse in each], dim=1)
+        missing = packed.total_q - len(out)  # tokens that belong to no sequence
+        out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, missing))
+        lse = torch.nn.functional.pad(lse, (0, missing), value=NEG_INF)
     else:
         out, lse = forward(packed, gathered, config)
     return as_cached(problem, out, lse)

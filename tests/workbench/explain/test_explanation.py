@@ -218,6 +218,16 @@ def test_memory_is_known_before_it_is_allocated() -> None:
     assert memory.peak == rows * 132 and "exactly" in str(said)
 
 
+def test_the_log_sum_exp_of_float64_is_float64() -> None:
+    """And its bytes are those of the memory bound too."""
+    alone = on("h200", dtype="float64").memory
+    said = on("h200", dtype="float64", return_lse=True)
+    assert alone is not None and said.memory is not None
+    assert (alone.lse, said.memory.lse) == (0, 8 * 4 * 4096 * 16)
+    assert said.problem.compulsory_bytes - replace(said.problem, return_lse=False).compulsory_bytes == said.memory.lse
+    assert said.problem.work(is_backward=True) == replace(said.problem, return_lse=False).work(is_backward=True)
+
+
 def test_what_does_not_fit_the_card_is_said() -> None:
     assert "too much" in str(on("t4", batch=64, seqlen_q=65536, seqlen_k=65536))
     assert "too much" not in str(on("h200"))

@@ -425,7 +425,7 @@ def _memory(problem: AttentionProblem, kernel: Any, cost: Cost, copied: int) -> 
         inputs += 0 if shape is None else math.prod(shape) * cell
     inputs += 4 * p.num_heads_q * p.has_sinks + 8 * (p.batch + 1) * p.packed
     ours = bool(kernel.NEEDS_GPU)  # torch's operations also allocate intermediates
-    lse = 4 * rows if p.return_lse or p.requires_grad else 0
+    lse = p.lse_bytes if p.return_lse or p.requires_grad else 0
     return Memory(inputs, rows * p.head_dim_v * size, lse, cost.workspace_bytes + copied, ours)
 
 
