@@ -100,7 +100,8 @@ def predict(
     cost = kernel.cost(problem, gpu, config)
     where = of or machine(sheet, kernel.NAME, cost.loop)
     if registers is not None or smem_bytes is not None:
-        cost = replace(cost, registers=registers or cost.registers, smem_bytes=smem_bytes or cost.smem_bytes)
+        known = {"registers": registers or cost.registers, "smem_bytes": smem_bytes or cost.smem_bytes}
+        cost = replace(cost, **known, smem_margin=0, compiled=True)
     steps = Steps(problem, kernel, config, gpu, cost, where, hot, without, graph)
     times = steps.times()
     time_us = times["launches"]
