@@ -236,7 +236,8 @@ class Steps:
 
         def together(blocks: int) -> float:
             """Returns the time of one step of each of `blocks` blocks on one SM."""
-            return _longer(blocks * one, stream) if step >= STEP["latency"] else blocks * one
+            waits = stream * (1 + constants.serial * (blocks - 1))
+            return _longer(blocks * one, waits) if step >= STEP["latency"] else blocks * one
 
         def masked(blocks: int) -> float:
             """Returns the extra time of a masked step of each: arithmetic, which fills waits."""
