@@ -83,8 +83,8 @@ def drawing(compared: Sequence[Compared]) -> str:
             f'<tspan class="t">{ours}, {len(found)}</tspan></text>'
         )
         for c in found:
-            at = x(min(max(c.ratio, LOW), HIGH))
-            parts.append(f'<circle class="p" cx="{number(at)}" cy="{number(y)}" r="3.5"/>')
+            place = x(min(max(c.ratio, LOW), HIGH))
+            parts.append(f'<circle class="p" cx="{number(place)}" cy="{number(y)}" r="3.5"/>')
         middle = number(x(check([c.ratio for c in found]).median))
         parts.append(f'<line class="m" x1="{middle}" y1="{number(y - 8)}" x2="{middle}" y2="{number(y + 8)}"/>')
     middle = number(x(1))
@@ -116,7 +116,15 @@ def page(
     sources = dict.fromkeys(c.point.source for c in compared)
     rows = [_row(cells) for cells in (HEAD, ("---",) * len(HEAD), *_cells(compared))]
     halves = [
-        _row((arch, f"{f['values']['serial']:g}", f"{f['values']['fill_us']:g} us", *_half(f, "fitted"), *_half(f, "judged")))
+        _row(
+            (
+                arch,
+                f"{f['values']['serial']:g}",
+                f"{f['values']['fill_us']:g} us",
+                *_half(f, "fitted"),
+                *_half(f, "judged"),
+            )
+        )
         for arch, f in known.items()
     ]
     return TEXT.format(

@@ -59,15 +59,23 @@ def test_factors_multiply_to_the_ratio_and_no_share_passes_one(ratio: float, seq
     assert all(a == b for a, b in ends)
 
 
-def test_a_time_below_the_bound_is_refused_with_what_it_may_be() -> None:
+def test_a_time_far_below_the_bound_is_refused_with_what_it_may_be() -> None:
     with pytest.raises(InvalidInput, match="no implementation of this call takes less than"):
-        _split(0.9)
+        _split(0.86)
     choice = dispatch.choose(_problem(), H200)
     p = predict(_problem(), choice.kernel, choice.config, H200)
     assert p is not None
     for time in (0.0, -1.0, math.nan):
         with pytest.raises(InvalidInput, match="above 0"):
             split(time, p, SHEET)
+
+
+def test_a_time_a_little_below_the_bound_is_split_with_a_warning() -> None:
+    found = _split(0.9)
+    assert found.warning.startswith("The measured time is 10.0% less than the bound") and "--hot" in found.warning
+    assert math.prod(loss.factor for loss in found.losses) == pytest.approx(0.9)
+    assert all(0 < y.share <= 1 for y in found.yardsticks) and found.remainder < 0.9
+    assert not _split(1.01).warning
 
 
 def test_the_power_matched_yardstick_follows_the_clock() -> None:

@@ -61,12 +61,12 @@ def _sheet(key: str, data: Mapping[str, Any]) -> DataSheet:
     if arch not in ARCHS:
         raise ValueError(f"arch is {arch!r}; it must be one of {', '.join(ARCHS)}")
     vendor, smem_per_block, _ = ARCHS[arch]
-    unit = MULTIPROCESSORS[arch]
+    unit, lanes = MULTIPROCESSORS[arch], 64 if arch.startswith("gfx9") else 32
     by_arch = {
         "vendor": vendor,
         "smem_per_block_bytes": smem_per_block,
         "smem_per_sm_bytes": unit.smem_bytes,
-        "registers_per_sm": unit.schedulers * unit.registers_per_lane * (64 if arch.startswith("gfx9") else 32),
+        "registers_per_sm": unit.schedulers * unit.registers_per_lane * lanes * (1 + unit.separate_accumulators),
         "exponentials_per_clock_per_sm": 32 if unit.unit == "WGP" else 16,
         "sources": ("the file that describes it",),
     }

@@ -231,7 +231,7 @@ class Machine:
 
 
 def machine(sheet: DataSheet, kernel: str, loop: str = "", calibration: Calibration | None = None) -> Machine:
-    """Returns the card with the constants of a kernel's loop, or of the kernel; the card's round constants if it has none.
+    """Returns the card with the constants of a kernel's loop, or of the kernel; else those of `families`.
 
     Args:
         loop: `Cost.loop`.
@@ -247,7 +247,7 @@ def machine(sheet: DataSheet, kernel: str, loop: str = "", calibration: Calibrat
         return Machine(sheet, known[key], calibration, True)
     from warpwave.workbench.model import families  # it derives constants from those of this module
 
-    rough = families.constants(sheet, kernel)
+    rough = families.constants(sheet, kernel, loop)
     if kernel in TORCH_OPERATIONS:
         rough = replace(rough, host_us=HOST_OF_OPERATIONS_US)
     return Machine(sheet, rough, calibration, False)

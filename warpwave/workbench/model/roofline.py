@@ -72,7 +72,9 @@ def data_sheet_rates(sheet: DataSheet, clock_mhz: int | None = None) -> Rates:
         None,
         sheet.l2_bytes + sheet.last_level_cache_bytes,
         sheet.num_sms,
-        f"at the highest clock, {sheet.max_clock_mhz:,} MHz" if over > 1 else "",
+        f"the highest clock, {sheet.max_clock_mhz} MHz; peaks are stated at {sheet.boost_clock_mhz}"
+        if over > 1
+        else "",
     )
 
 
@@ -242,9 +244,7 @@ def _products(problem: AttentionProblem, work: Work, rates: Rates, gpu: Gpu, pat
     sides = ((work.over_head_dim, problem.head_dim), (work.over_head_dim_v, problem.head_dim_v))
     widths = " + ".join(f"{n} x {size}" if n > 1 else f"{size}" for n, size in sides)
     said = f"{times}2 x {_pairs(problem)} x ({widths}) = {flop(flops)}"
-    how = path.name if path.name == FLOAT32_UNITS or gpu.is_cpu else f"{path.name}, accumulated in float32"
-    how = ", ".join(filter(None, (how, rates.clock)))
-    yield _bound(resource, flops, "FLOP", path.tflops, "TFLOP/s", said, note=f" ({how})")
+    yield _bound(resource, flops, "FLOP", path.tflops, "TFLOP/s", said, note=f" ({path.name})")
 
 
 def _pairs(problem: AttentionProblem) -> str:

@@ -509,11 +509,10 @@ def _as_compiled(cost: Cost, found: compiled.Resources | None) -> Cost:
     """Returns a cost with what its launch with the products compiles to."""
     if found is None or cost.compiled:
         return cost
-    exact = {"registers": found.registers, "smem_bytes": found.smem_bytes, "smem_margin": 0, "compiled": True}
-    if not cost.parts:
-        return replace(cost, **exact)
-    main = max(cost.parts, key=lambda part: part.flops)
-    return replace(cost, **exact, parts=tuple(replace(p, **exact) if p is main else p for p in cost.parts))
+    main = max(cost.parts, key=lambda part: part.flops, default=None)
+    parts = tuple(_as_compiled(part, found) if part is main else part for part in cost.parts)
+    registers, smem_bytes = found.registers, found.smem_bytes
+    return replace(cost, parts=parts, registers=registers, smem_bytes=smem_bytes, smem_margin=0, compiled=True)
 
 
 def computes_gradients(kernel: Any) -> bool:
