@@ -228,8 +228,8 @@ def violations(found: Sequence[Point]) -> tuple[list[tuple[Point, float]], float
 def pairs(compared: Sequence[Compared]) -> tuple[int, int]:
     """Returns how many pairs of cards are predicted in the order that was published, and the number of pairs.
 
-    A pair has plateaus (the best rate over all lengths) at the same head_dim, with or without a causal mask, by the same
-    kernel of ours, whose published rates differ by more than a tenth.
+    A pair has plateaus (the best rate over all lengths) at the same head_dim and mask, by the same kernel of ours, and
+    published rates that differ by more than a tenth.
     """
     plateaus: dict[tuple[Any, ...], dict[str, Compared]] = {}
     for c in compared:

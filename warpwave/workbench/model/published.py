@@ -1,8 +1,8 @@
 """How far predictions were from times that others published, by card; and the constants fitted to half of them.
 
 The times are in `benchmarks/published_points.csv`; `benchmarks/published.py` compares them and writes
-`published.json`, which this module reads. Published kernels are not warpwave's, so a ratio tests whether a prediction is
-plausible, and not whether it is exact. Imports no torch.
+`published.json`, which this module reads. Published kernels are not warpwave's, so a ratio tests whether a prediction
+is plausible, and not whether it is exact. Imports no torch.
 """
 
 from __future__ import annotations
