@@ -181,6 +181,9 @@ Points of cuDNN, FlashAttention-4, AITER and Composable Kernel are compared with
 
 Predictions for Hopper cards use constants measured on an H200. All other cards have
 [round constants](model.md#cards-without-a-calibration), and AMD's families have two fitted ones.
+The round constants were chosen with these times in view: the energy of a product, the share of a reduced rate, and the
+start of a tile without TMA, with the points of the A100, the RTX 4090 and the B200. The rows of those cards show how
+well the constants describe the points, and not how well they foresee others.
 
 On the RTX 4090 above head_dim 256 the published kernels differ by 1.8 times from each other (FFPA and SDPA's efficient
 kernel), so that no prediction is within 30 % of both.
