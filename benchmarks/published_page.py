@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "workbench" / "published.md"
 DRAWING = ROOT / "docs" / "img" / "published.svg"
-WIDTH, ROW, TOP, BOTTOM, LEFT, RIGHT = 720, 22, 34, 46, 250, 16
+WIDTH, ROW, TOP, BOTTOM, LEFT, RIGHT = 720, 22, 34, 46, 262, 16
 LOW, HIGH = 0.33, 3.0
 TICKS = (0.4, 0.5, 0.7, 1.0, 1.3, 2.0, 3.0)
 STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#24292f}.t{fill:#57606a}.g{stroke:#d0d7de}.one{stroke:#57606a}"
-    ".band{fill:#1f6f8b;opacity:.12}.p{fill:#1f6f8b;opacity:.55}.m{stroke:#b5616a;stroke-width:2.5}"
+    ".bg{fill:#fff}.band{fill:#1f6f8b;opacity:.12}.p{fill:#1f6f8b;opacity:.55}.m{stroke:#b5616a;stroke-width:2.5}"
     "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.t{fill:#9da7b3}.g{stroke:#30363d}.one{stroke:#9da7b3}"
-    ".band{fill:#58a6c9;opacity:.18}.p{fill:#58a6c9;opacity:.7}.m{stroke:#e58a93}}"
+    ".bg{fill:#0d1117}.band{fill:#58a6c9;opacity:.18}.p{fill:#58a6c9;opacity:.7}.m{stroke:#e58a93}}"
 )
 
 
@@ -68,6 +68,7 @@ def drawing(compared: Sequence[Compared]) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-labelledby="t">',
         f'<title id="t">{said}</title><style>{STYLE}</style>',
+        f'<rect class="bg" width="{WIDTH}" height="{height}" rx="6"/>',  # legible on a page of either theme
         f'<rect class="band" x="{number(x(0.7))}" y="{TOP}" width="{number(x(1.3) - x(0.7))}" '
         f'height="{bottom - TOP}"/>',
     ]

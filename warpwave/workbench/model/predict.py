@@ -178,10 +178,10 @@ def _rough_bar(where: Machine, module: Any) -> tuple[float, str, int]:
     check = published.cards().get(where.sheet.key, {}).get(kernel)
     if check is not None and check.points >= published.ENOUGH:
         words = f"{_ratios(check)} on an {name}; {kernel} itself was not measured there"
-        half = "two constants of its family were fitted to half of such times"
-        words += (
-            f"; {half if families.is_fitted(where.sheet, kernel) else 'its constants were chosen with them in view'}"
-        )
+        if families.is_fitted(where.sheet, kernel):
+            words += "; two constants of its family were fitted to half of such times"
+        else:
+            words += "; the card's constants were chosen with them in view"
         return check.factor_90, words, check.points
     rough = worst_uncalibrated(computes_gradients(module))
     factor = 3.0 if rough is None else rough.factor_90
