@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -71,3 +73,9 @@ def test_blocks_that_hide_nothing_of_each_other_take_their_time_one_after_the_ot
 
     assert time(1.0) == pytest.approx(2 * time(0.0), rel=0.02), "waits of 20 us a step are all of the time"
     assert time(0.0) < time(0.5) < time(1.0)
+
+
+def test_the_model_imports_no_torch() -> None:
+    """Loading torch takes seconds, and a prediction needs none of it."""
+    code = "import sys, warpwave.workbench.model.predict; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

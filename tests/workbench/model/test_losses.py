@@ -87,6 +87,17 @@ def test_the_power_matched_yardstick_follows_the_clock() -> None:
     assert _split(1.01, problem, clock=600.0).yardsticks[1].share == 1.0
 
 
+def test_the_power_matched_yardstick_of_a_card_above_its_stated_clock() -> None:
+    sheet, gpu = catalog()["rtx4090"], resolve("rtx4090")
+    problem = _problem(8192, 64)
+    choice = dispatch.choose(problem, gpu)
+    p = predict(problem, choice.kernel, choice.config, gpu)
+    assert p is not None
+    bounds = roofline(problem, data_sheet_rates(sheet), gpu=gpu)
+    found = split(2 * p.bound_us, p, sheet, bounds, clock_mhz=2520.0)
+    assert found.yardsticks[1].least_us == pytest.approx(p.bound_us * 3105 / 2520)
+
+
 def test_every_loss_has_a_remedy_that_promises_no_factor() -> None:
     assert set(REMEDIES) == set(LOSSES)
     assert not any(re.search(r"\d ?(x|times|%)", text) for text in REMEDIES.values())

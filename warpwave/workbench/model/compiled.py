@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from warpwave.gpu import Gpu
-from warpwave.kernels.arguments import padded
 from warpwave.problem import AttentionProblem
 
 FILE = Path(__file__).with_name("compiled.json")
@@ -27,7 +26,7 @@ class Key(NamedTuple):
     Args:
         kernel, arch: its name and target.
         size: bytes of an element.
-        widths: head_dim and head_dim_v as padded to the width of a tile.
+        widths: head_dim and head_dim_v, rounded up to powers of two, as tiles are.
         banded: whether a causal mask or a window hides pairs by position.
         config: the config's values in words.
     """
@@ -66,7 +65,7 @@ def key(kernel: str, problem: AttentionProblem, gpu: Gpu, config: Any) -> Key:
         kernel,
         SAME_CODE.get(gpu.arch, gpu.arch),
         4 if problem.dtype == "float32" else 2,
-        f"{padded(problem.head_dim)} {padded(problem.head_dim_v)}",
+        " ".join(str(1 << (width - 1).bit_length()) for width in (problem.head_dim, problem.head_dim_v)),
         problem.has_band,
         ", ".join(f"{name}={value}" for name, value in asdict(config).items()),
     )

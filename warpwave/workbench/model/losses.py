@@ -146,13 +146,14 @@ def _power_matched(
 ) -> Yardstick:
     """Returns the bound with products and exponentials at the clock that the power limit allowed."""
     if clock_mhz and bounds is not None:
-        of_products = sheet.tensor_clock_mhz or sheet.boost_clock_mhz
+        highest = sheet.boost_clock_mhz * sheet.headroom
+        of_products = (sheet.tensor_clock_mhz or sheet.boost_clock_mhz) * sheet.headroom
         times = [prediction.bound_us]
         for bound in bounds.of_problem.bounds:
             if bound.unit == "FLOP":
                 times.append(bound.time_us * max(1.0, of_products / clock_mhz))
             elif bound.unit == "exp":
-                times.append(bound.time_us * max(1.0, sheet.boost_clock_mhz / clock_mhz))
+                times.append(bound.time_us * max(1.0, highest / clock_mhz))
         least, note = max(times), f"the data sheet's rates at {clock_mhz:.0f} MHz, the clock read right after it ran"
     else:
         least, note = (
