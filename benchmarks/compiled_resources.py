@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare with the entries that are there, write nothing")
     asked = parser.parse_args()
     if asked.check:
-        wrong = [line for entry in compiled.table().values() for line in differences(entry)]
+        wrong = list(differences())
         print("\n".join(wrong) or f"{len(compiled.table())} entries compile to the same number of blocks")
         return bool(wrong)
     entries = [asdict(compiled.Resources(**entry_of(*call))) for call in calls()]
@@ -105,18 +105,19 @@ def blocks(arch: str, num_warps: int, registers: int, accumulators: int, smem_by
     return found.blocks
 
 
-def differences(entry: compiled.Resources) -> Iterator[str]:
-    """Compiles an entry's call again and yields a line if its number of blocks is another one now."""
+def differences() -> Iterator[str]:
+    """Compiles every call again, and yields a line for each whose number of blocks is another one than in the table."""
     for kernel, problem, gpu, config in calls():
-        if compiled.key(kernel.NAME, problem, gpu, config) != entry.key:
+        key = compiled.key(kernel.NAME, problem, gpu, config)
+        then = compiled.table().get(key)
+        if then is None:
+            yield f"{key}: not in the table"
             continue
         facts = with_products([launch.facts for launch in compile_launches(kernel, problem, gpu, config)])
         now = blocks(gpu.arch, facts.num_warps, facts.registers, facts.accumulators, facts.smem_bytes)
-        then = blocks(gpu.arch, facts.num_warps, entry.registers, entry.accumulators, entry.smem_bytes)
-        if now != then:
-            yield f"{entry.key}: {now} blocks an SM, {then} in the table"
-        return
-    yield f"{entry.key}: no default config of today"
+        of_table = blocks(gpu.arch, facts.num_warps, then.registers, then.accumulators, then.smem_bytes)
+        if now != of_table:
+            yield f"{key}: {now} blocks an SM, {of_table} in the table"
 
 
 if __name__ == "__main__":

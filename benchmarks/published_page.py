@@ -138,6 +138,7 @@ def page(
         bounds=_bounds(violations, least),
         families="\n".join(halves),
         enough=published.ENOUGH,
+        least_factor=published.LEAST_FACTOR,
         sources="\n".join(f"- {source}" for source in sources),
     )
 
@@ -213,7 +214,7 @@ gfx908 takes the constants of gfx90a, and gfx1201 those of gfx1100. Nobody check
 ## What explain prints
 
 `explain` prints the ratios of the card and kernel as the basis of a prediction. From {enough} points on, their spread
-is also the error bar. A card without points is stated to be unchecked.
+is also the error bar, at least a factor {least_factor:g}. A card without points is stated to be unchecked.
 
 ## Sources
 

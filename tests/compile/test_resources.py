@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from benchmarks.compiled_resources import blocks, calls, differences
+from benchmarks.compiled_resources import blocks, calls, with_products
 from tests.compile.test_targets import TARGETS, compile_all, job
 from warpwave import dispatch
 from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.hardware.catalog import catalog, gpu_of, of_arch
 from warpwave.workbench.hardware.occupancy import occupancy
+from warpwave.workbench.inspect.compiled import CompileFacts
 from warpwave.workbench.model import compiled
 from warpwave.workbench.model.predict import predict
 
@@ -85,5 +88,26 @@ def test_a_config_that_the_table_lacks_is_estimated_without_the_queries_in_share
 @pytest.mark.full
 @pytest.mark.parametrize("arch", TARGETS)
 def test_every_entry_compiles_to_as_many_blocks(arch: str) -> None:
-    entries = [entry for entry in compiled.table().values() if entry.arch == arch]
-    assert entries and not [line for entry in entries for line in differences(entry)]
+    asked = [(kernel, problem, config) for kernel, problem, gpu, config in calls() if gpu.arch == arch]
+    jobs = []
+    for kernel, problem, _ in asked:
+        sizes = {
+            name: getattr(problem, name) for name in ("seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "batch")
+        }
+        fields = job(arch, problem.dtype, problem.head_dim, "causal" if problem.causal else "plain")["problem"]
+        jobs.append({"kernel": kernel.NAME, "arch": arch, "problem": fields | sizes | {"return_lse": False}})
+    seen = set()
+    for (kernel, problem, config), facts in zip(asked, compile_all(jobs), strict=True):
+        assert facts["config"] == asdict(config)
+        f = with_products(
+            [
+                CompileFacts(**{**launch, "instructions": Counter(launch["instructions"])})
+                for launch in facts["launches"]
+            ]
+        )
+        found = compiled.resources(kernel.NAME, problem, Gpu.for_arch(arch), config)
+        assert found is not None
+        seen.add(found.key)
+        now = blocks(arch, f.num_warps, f.registers, f.accumulators, f.smem_bytes)
+        assert now == blocks(arch, f.num_warps, found.registers, found.accumulators, found.smem_bytes), found.key
+    assert seen == {entry.key for entry in compiled.table().values() if entry.arch == arch}

@@ -71,7 +71,7 @@ def test_every_card_is_predicted_and_none_is_faster_than_its_bound(card: str) ->
     assert ("never validated" in p.validated) == (p.points == 0)
     if others and not ours:
         assert checked is not None and p.points == checked.points
-        assert p.high_us == pytest.approx(p.time_us * checked.factor_90)
+        assert p.high_us == pytest.approx(p.time_us * max(checked.factor_90, 1.3))
         assert f"{checked.median:.2f} in the median" in p.validated and "was not measured there" in p.validated
     elif p.points == 0:
         said = "for one time" if checked is not None and checked.points == 1 else "times of kernels like it"

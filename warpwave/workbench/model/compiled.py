@@ -26,7 +26,7 @@ class Key(NamedTuple):
     Args:
         kernel, arch: its name and target.
         size: bytes of an element.
-        widths: head_dim and head_dim_v, rounded up to powers of two, as tiles are.
+        widths: head_dim and head_dim_v; up to 256 rounded up to powers of two, as tiles are.
         banded: whether a causal mask or a window hides pairs by position.
         config: the config's values in words.
     """
@@ -65,10 +65,15 @@ def key(kernel: str, problem: AttentionProblem, gpu: Gpu, config: Any) -> Key:
         kernel,
         SAME_CODE.get(gpu.arch, gpu.arch),
         4 if problem.dtype == "float32" else 2,
-        " ".join(str(1 << (width - 1).bit_length()) for width in (problem.head_dim, problem.head_dim_v)),
+        f"{_tile_width(problem.head_dim)} {_tile_width(problem.head_dim_v)}",
         problem.has_band,
         ", ".join(f"{name}={value}" for name, value in asdict(config).items()),
     )
+
+
+def _tile_width(head_dim: int) -> int:
+    """Returns the width of a tile that holds whole rows. Larger heads are cut into pieces, each in another way."""
+    return 1 << (head_dim - 1).bit_length() if head_dim <= 256 else head_dim
 
 
 @functools.cache

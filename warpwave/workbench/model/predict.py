@@ -182,7 +182,7 @@ def _rough_bar(where: Machine, module: Any) -> tuple[float, str, int]:
             words += "; two constants of its family were fitted to half of such times"
         else:
             words += "; the card's constants were chosen with them in view"
-        return check.factor_90, words, check.points
+        return max(check.factor_90, published.LEAST_FACTOR), words, check.points
     rough = worst_uncalibrated(computes_gradients(module))
     factor = 3.0 if rough is None else rough.factor_90
     words = f"never validated: {kernel} was not measured on an {name}; "

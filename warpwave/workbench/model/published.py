@@ -17,6 +17,7 @@ from typing import Any
 FILE = Path(__file__).with_name("published.json")
 SCHEMA = "warpwave published 1"
 ENOUGH = 5  # points of a card from which its own error is its error bar
+LEAST_FACTOR = 1.3  # of that error bar: kernels of one kind by several authors differ by as much on one card
 
 
 @dataclass(frozen=True)
