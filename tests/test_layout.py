@@ -199,8 +199,9 @@ def test_the_wheel_carries_no_test_data() -> None:
     allowed = {
         "workbench/bench/suites": {".toml"},
         "workbench/diagnose/cases": {".toml"},
-        "workbench/hardware": {".toml"},
+        "workbench/hardware/cards": {".toml"},
         "workbench/hardware/measured": {".json"},
+        "workbench/model": {".json"},
         "workbench/model/calibrated": {".json"},
         "workbench/report": {".css", ".html"},
         "workbench/report/shipped": {".jsonl"},
