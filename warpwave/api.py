@@ -26,9 +26,9 @@ from warpwave.checks import (
     with_positive_scale,
 )
 from warpwave.errors import InvalidType
-from warpwave.kernels import dropout
+from warpwave.kernels import descales, dropout
 from warpwave.kv_cache import CacheLayer, PagedKVCache, Rotary, integers
-from warpwave.problem import AnyOperands, CachedOperands, Causal, DropoutOperands, Operands
+from warpwave.problem import AnyOperands, CachedOperands, Causal, DropoutOperands, Operands, QuantizedOperands
 
 _new: Any = tuple.__new__  # builds a named tuple in a third of the time of its own constructor
 
@@ -50,6 +50,12 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
     deterministic: bool | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    out_descale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    checked: bool = False,
     kernel: str = "auto",
     config: Any = None,
     return_lse: bool = False,
@@ -92,12 +98,23 @@ def attention(
             is 0.
         deterministic: True for gradients with the same bits in every run; False for the fastest. None does as
             `torch.are_deterministic_algorithms_enabled()` says when the gradients are computed.
+        q_descale, k_descale, v_descale: float32, positive; the factors of quantized tensors (docs/guide/quantized.md):
+            `q * q_descale` and so on are the numbers that the call attends with. q and k may be float8_e4m3fn or
+            float8_e5m2, with v in either; or int8, with v int8, float16 or bfloat16. A factor is (), (1,),
+            (batch, num_heads) of its tensor, or (batch, num_heads, blocks) for blocks of 64 or 128 tokens. q_descale
+            may also be (batch, num_heads_kv). `warpwave.quantize` makes them. v_descale is None if v is not quantized.
+        out_descale: float32, one number, for a float8 out: `out * out_descale` is the result, and larger magnitudes
+            than float8 has saturate.
+        out_dtype: of a call with factors: bfloat16, float16, or with out_descale float8. None: the dtype of v if it
+            has 16 bits, otherwise bfloat16.
+        checked: check the contents of the factors first, which waits for the device, and raise InvalidInput naming the
+            first that is not positive and finite. Unchecked, wrong factors give unspecified values.
         kernel: `"auto"`, or the name of the kernel that must run the call; `warpwave.explain` lists them.
         config: a `Config` of the kernel named.
         return_lse: also return the log-sum-exp.
 
     Returns:
-        out: (batch, seqlen_q, num_heads_q, head_dim_v), contiguous, the dtype of q.
+        out: (batch, seqlen_q, num_heads_q, head_dim_v), contiguous, the dtype of q, or out_dtype.
         lse: if `return_lse`: natural logarithm, float32 (float64 if q is), (batch, num_heads_q, seqlen_q), minus
             infinity for a query that sees no key.
 
@@ -135,11 +152,16 @@ def attention(
     if sinks is not None:
         sinks = as_logits(sinks, q)
     operands: Any = _new(Operands, (q, k, v, mask, bias, alibi_slopes, sinks, None, None))
-    if dropout_p:
+    if not (q_descale is k_descale is v_descale is out_descale is out_dtype is None):
+        operands = _new(QuantizedOperands, (*operands, q_descale, k_descale, v_descale, out_descale))
+    elif dropout_p:
         operands = _with_seed(operands, dropout_p, dropout_seed)
     # 1 == True, so the key includes the type of causal.
-    said = (causal, window_size, softcap, softmax_scale, precision, return_lse, dropout_p, deterministic,
+    said = (causal, window_size, softcap, softmax_scale, precision, return_lse, dropout_p, deterministic, out_dtype,
             causal.__class__, kernel, config)  # fmt: skip
+    if checked:
+        describe_call(operands, _options(operands, *said[:9]))
+        _check_factors(operands)
     run = plans.recall(operands, said)
     out, lse = _call(operands, said) if run is None else run(operands)
     return (out, lse) if return_lse else out
@@ -164,6 +186,11 @@ def attention_varlen(
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
     deterministic: bool | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    out_descale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     checked: bool = False,
     kernel: str = "auto",
     config: Any = None,
@@ -195,18 +222,21 @@ def attention_varlen(
         sinks = as_logits(sinks, q)
     operands: Any = _new(Operands, (q, k, v, None, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k))
     max_seqlen_q, max_seqlen_k = as_int("max_seqlen_q", max_seqlen_q), as_int("max_seqlen_k", max_seqlen_k)
-    if dropout_p:
+    if not (q_descale is k_descale is v_descale is out_descale is out_dtype is None):
+        operands = _new(QuantizedOperands, (*operands, q_descale, k_descale, v_descale, out_descale))
+    elif dropout_p:
         operands = _with_seed(operands, dropout_p, dropout_seed)
-    said = (causal, window_size, softcap, softmax_scale, precision, return_lse, dropout_p, deterministic,
+    said = (causal, window_size, softcap, softmax_scale, precision, return_lse, dropout_p, deterministic, out_dtype,
             causal.__class__, kernel, config)  # fmt: skip
     longest = (max_seqlen_q, max_seqlen_k)
     if operands[7] is None or operands[8] is None:
         name = Operands._fields[7 if operands[7] is None else 8]
         raise InvalidType(f"{name} is None; it must be an int32 torch.Tensor of batch + 1 offsets")
     if checked:
-        options = _options(operands, *said[:8], *longest)
+        options = _options(operands, *said[:9], *longest)
         describe_call(operands, options)
         check_packed_lengths(operands, options)
+        _check_factors(operands)
     run = plans.recall(operands, said, longest)
     out, lse = _call(operands, said, longest) if run is None else run(operands)
     return (out, lse) if return_lse else out
@@ -341,7 +371,7 @@ def attention_with_kv_cache(
     key = plans.plan_key(operands, (full, longest)) if run is None else None
     known = run or plans.find(key)
     if known is None or checked:
-        options = _options(operands, *said, 0.0, None, *longest)
+        options = _options(operands, *said, 0.0, None, None, *longest)
         cached_calls.check(operands, options, serving)
     new = cached_calls.NewTokens(operands)
     if writes:
@@ -353,7 +383,7 @@ def attention_with_kv_cache(
         attended = operands
 
         def planner() -> cached_calls.Planner:
-            return cached_calls.Planner(_options(asked, *said, 0.0, None, *longest), serving, kernel, config)
+            return cached_calls.Planner(_options(asked, *said, 0.0, None, None, *longest), serving, kernel, config)
 
         run = known or plans.planned(key, lambda: cached_calls.make_plan(attended, options, serving, kernel, config))
         if key is not None and not wanting:
@@ -375,6 +405,7 @@ def _options(
     return_lse: bool,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
+    out_dtype: torch.dtype | None = None,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
 ) -> Options:
@@ -389,9 +420,16 @@ def _options(
     left, right = as_window(window_size)
     needs_grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in operands)
     lengths, how = (max_seqlen_q, max_seqlen_k), spell_precision(precision)
+    out = "" if out_dtype is None else descales.name_of(out_dtype)
     return Options(
-        *lengths, alignment, left, right, softcap, softmax_scale, how, return_lse, needs_grad, dropout_p, deterministic
+        *(*lengths, alignment, left, right, softcap, softmax_scale, how, return_lse, needs_grad, dropout_p),
+        *(deterministic, out),
     )
+
+
+def _check_factors(operands: AnyOperands) -> None:
+    if isinstance(operands, QuantizedOperands):
+        descales.check_contents(operands)
 
 
 def _scalars(
@@ -450,6 +488,11 @@ def _call(
         return run(operands)
     check_are_tensors(operands)
     chosen, encoded = _options(operands, *scalars, *longest), ops.encode_config(config)
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    if isinstance(operands, QuantizedOperands):
+        out, lse = torch.ops.warpwave.quantized_attention(*operands, *chosen, kernel, encoded)
+        return out, lse
     tensors = autograd.schema_tensors(operands)
     if not autograd.is_compiling() and autograd.is_transformed():
         out, lse = autograd.transformed(*tensors, *chosen._replace(needs_grad=True), kernel, encoded)

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import torch
 
 from warpwave.errors import InvalidInput, InvalidType
-from warpwave.kernels import dropout
-from warpwave.problem import PRECISIONS, AnyOperands, AttentionProblem, CachedOperands, Causal
+from warpwave.kernels import descales, dropout
+from warpwave.problem import PRECISIONS, AnyOperands, AttentionProblem, CachedOperands, Causal, QuantizedOperands
 
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 NAMES_WITH_FLOAT64 = {**DTYPE_NAMES, torch.float64: "float64"}  # of dense and packed calls
+NAMES = NAMES_WITH_FLOAT64 | descales.QUANTIZED
 
 DENSE = {
     "q": "batch seqlen_q num_heads_q head_dim",
@@ -66,6 +67,7 @@ class Options(NamedTuple):
     needs_grad: bool = False
     dropout_p: float = 0.0
     deterministic: bool | None = None
+    out_dtype: str = ""  # of a call with quantized q, k and v; "" for the default
 
     def must_repeat(self) -> bool:
         """Returns whether gradients must repeat bit for bit: `deterministic`, or torch's setting now if None."""
@@ -104,6 +106,9 @@ def describe_call(operands: AnyOperands, options: Options) -> AttentionProblem:
         bind_axes("sinks", operands.sinks, "num_heads_q", axes)
     if operands.dropout_seed is not None:
         dropout.check_seed(operands.dropout_seed)
+    quantized: dict[str, Any] = {}
+    if isinstance(operands, QuantizedOperands):
+        quantized = descales.describe(operands, size, packed, options)
     scale = resolve_scale(options.softmax_scale, size["head_dim"])
     _check_scalars(options, scale)
     return AttentionProblem(
@@ -114,7 +119,7 @@ def describe_call(operands: AnyOperands, options: Options) -> AttentionProblem:
         num_heads_kv=size["num_heads_kv"],
         head_dim=size["head_dim"],
         head_dim_v=size["head_dim_v"],
-        dtype=NAMES_WITH_FLOAT64[operands.q.dtype],
+        dtype=NAMES[operands.q.dtype],
         softmax_scale=scale,
         causal=Causal(options.causal) if options.causal else None,  # type: ignore[arg-type]
         window_size=(options.window_left, options.window_right),
@@ -132,6 +137,7 @@ def describe_call(operands: AnyOperands, options: Options) -> AttentionProblem:
         requires_grad=options.needs_grad,
         dropout_p=options.dropout_p,
         deterministic=options.needs_grad and options.must_repeat(),
+        **quantized,
     )
 
 
@@ -215,6 +221,8 @@ def resized(problem: AttentionProblem, operands: Any, longest: tuple[int, ...]) 
     else:
         seqlen_k, total_k = longest[1], k.shape[0]
         alike = offsets_k.shape[0] == batch + 1 and total_k == v.shape[0] and seqlen_k >= 0
+    if isinstance(operands, QuantizedOperands):
+        alike &= all(t is None or t.dim() < 2 or t.shape[0] == batch for t in more)
     if not alike or batch < 0 or seqlen_q < 0 or (slopes is not None and slopes.dim() == 2 and len(slopes) != batch):
         return None
     # `dataclasses.replace` would take as long as everything above.
@@ -438,17 +446,24 @@ def _check_types(operands: AnyOperands | CachedOperands) -> None:
         if tensor is not None and tensor.device != device:
             raise InvalidInput(f"{name} is on {tensor.device} and q on {q.device}; all tensors must share one device")
     known = DTYPE_NAMES if isinstance(operands, CachedOperands) else NAMES_WITH_FLOAT64
-    if q.dtype not in known:
-        raise InvalidType(f"q is {q.dtype}; it must be one of {', '.join(map(str, known))}")
-    for name in ("k", "v"):
-        dtype = getattr(operands, name).dtype
-        if dtype != q.dtype:
-            raise InvalidType(f"{name} is {dtype} and q is {q.dtype}; q, k and v must share one dtype")
+    if isinstance(operands, QuantizedOperands):
+        descales.check_dtypes(operands)
+    elif q.dtype not in known:
+        quantized = q.dtype in descales.QUANTIZED and known is NAMES_WITH_FLOAT64
+        hint = ", or quantized with its factors q_descale, k_descale and v_descale" if quantized else ""
+        raise InvalidType(f"q is {q.dtype}; it must be one of {', '.join(map(str, known))}{hint}")
+    else:
+        for name in ("k", "v"):
+            dtype = getattr(operands, name).dtype
+            if dtype != q.dtype:
+                raise InvalidType(f"{name} is {dtype} and q is {q.dtype}; q, k and v must share one dtype")
     for name, tensor in zip(operands._fields[3:], operands[3:], strict=True):
         if tensor is None:
             continue
         dtypes = (DTYPES.get(name, torch.float32),)
-        if name == "bias" or (name == "sinks" and q.dtype == torch.float64):
+        if name == "bias" and isinstance(operands, QuantizedOperands):
+            dtypes = (torch.float16, torch.bfloat16, torch.float32)
+        elif name == "bias" or (name == "sinks" and q.dtype == torch.float64):
             dtypes = tuple(dict.fromkeys((q.dtype, torch.float32)))
         if tensor.dtype not in dtypes:
             hint = "; an additive mask goes in bias=" if name == "mask" and tensor.is_floating_point() else ""
@@ -505,15 +520,19 @@ def with_positive_scale(q: Any, softmax_scale: Any) -> tuple[Any, Any]:
     """Returns q and the scale, both negated if the scale is negative. Scores are the same to the bit, and kernels may
     take the maximum of the products before they scale it."""
     if softmax_scale is not None and -LARGEST <= softmax_scale < 0 and isinstance(q, torch.Tensor):
+        if q.dtype in descales.QUANTIZED:
+            raise InvalidInput(f"softmax_scale is {softmax_scale} and q is {q.dtype}; negate q before it is quantized")
         return -q, -softmax_scale
     return q, softmax_scale
 
 
 def as_logits(sinks: Any, q: Any) -> Any:
-    """Returns sinks in the 16-bit dtype of q as float32, which kernels read; anything else unchanged."""
+    """Returns 16-bit sinks as float32, which kernels read, if q has their dtype or is quantized; anything else
+    unchanged."""
     if not (isinstance(sinks, torch.Tensor) and isinstance(q, torch.Tensor)):
         return sinks
-    return sinks.float() if sinks.dtype == q.dtype and q.dtype in (torch.float16, torch.bfloat16) else sinks
+    is_16_bit = sinks.dtype in (torch.float16, torch.bfloat16)
+    return sinks.float() if is_16_bit and (sinks.dtype == q.dtype or q.dtype in descales.QUANTIZED) else sinks
 
 
 def as_int(name: str, value: Any) -> Any:

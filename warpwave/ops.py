@@ -21,7 +21,7 @@ from warpwave.errors import InvalidType
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import flash_fwd
 from warpwave.plans import Run, lse_dtype, lse_shape, plan_key, planned, tell_once, without_keys
-from warpwave.problem import AnyOperands, AttentionProblem, DropoutOperands, Operands
+from warpwave.problem import AnyOperands, AttentionProblem, DropoutOperands, Operands, QuantizedOperands
 
 
 def attend(
@@ -124,9 +124,13 @@ _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? dropout_seed"
 )
+_QUANTIZED_TENSORS = _TENSORS.replace(
+    "Tensor? dropout_seed", "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Tensor? out_descale"
+)
 _OPTIONS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, str causal, SymInt window_left, SymInt window_right, float softcap, "
-    "float? softmax_scale, str precision, bool return_lse, bool needs_grad, float dropout_p, bool? deterministic"
+    "float? softmax_scale, str precision, bool return_lse, bool needs_grad, float dropout_p, bool? deterministic, "
+    "str out_dtype"
 )
 _NUM_TENSORS, _NUM_OPTIONS = len(DropoutOperands._fields), len(Options._fields)
 
@@ -154,23 +158,40 @@ def _refusing_tangents(kernel: Callable[..., Any]) -> Callable[..., Any]:
 _library = _Library("warpwave", "DEF")
 _library.define(f"attention({_TENSORS}, {_OPTIONS}, str kernel_name, str config) -> (Tensor, Tensor)")
 _library.define(
+    f"quantized_attention({_QUANTIZED_TENSORS}, {_OPTIONS}, str kernel_name, str config) -> (Tensor, Tensor)"
+)
+_library.define(
     f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, {_TENSORS}, {_OPTIONS}, "
     "str kernel_name='auto') -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
 def _attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    operands, options = _split(arguments)
+    return _attend(*_split(arguments), arguments)
+
+
+def _quantized_attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _attend(*_split_quantized(arguments), arguments)
+
+
+def _attend(operands: AnyOperands, options: Options, arguments: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     kernel, config = arguments[-2:]
     out, lse = attend(operands, options, kernel, _decode_config(kernel, config))
     return out, absent(operands.q) if lse is None else lse
 
 
 def _attention_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    operands, options = _split(arguments)
-    describe_call(operands, options)
+    return _fake(*_split(arguments))
+
+
+def _quantized_attention_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _fake(*_split_quantized(arguments))
+
+
+def _fake(operands: AnyOperands, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    problem = describe_call(operands, options)
     q = operands.q
-    out = q.new_empty((*q.shape[:-1], operands.v.shape[-1]))
+    out = q.new_empty((*q.shape[:-1], operands.v.shape[-1]), dtype=getattr(torch, problem.dtype_of_out))
     if not (options.return_lse or options.needs_grad):
         return out, absent(q)
     return out, q.new_empty(lse_shape(operands.cu_seqlens_q is not None, q), dtype=lse_dtype(q))
@@ -210,10 +231,17 @@ def _split(arguments: tuple[Any, ...]) -> tuple[AnyOperands, Options]:
     return Operands(*arguments[: _NUM_TENSORS - 1]), options
 
 
+def _split_quantized(arguments: tuple[Any, ...]) -> tuple[AnyOperands, Options]:
+    count = len(QuantizedOperands._fields)
+    return QuantizedOperands(*arguments[:count]), Options(*arguments[count : count + _NUM_OPTIONS])
+
+
 for _key in ("CPU", "CUDA"):
     _library.impl("attention", _attention, _key)
+    _library.impl("quantized_attention", _quantized_attention, _key)
     _library.impl("attention_backward", _attention_backward, _key)
 torch.library.register_fake("warpwave::attention", _attention_fake, lib=_library)
+torch.library.register_fake("warpwave::quantized_attention", _quantized_attention_fake, lib=_library)
 torch.library.register_fake("warpwave::attention_backward", _attention_backward_fake, lib=_library)
 torch.library.register_autograd(
     "warpwave::attention", autograd.differentiate, setup_context=autograd.save, lib=_library

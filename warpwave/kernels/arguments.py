@@ -120,7 +120,7 @@ def feature_constants(problem: AttentionProblem) -> dict[str, bool]:
 def allocator(problem: AttentionProblem, q: torch.Tensor) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
     """Returns `allocate() -> (out, lse)` on the device of q; lse is None unless requested."""
     rows = (problem.total_q,) if problem.packed else (problem.batch, problem.seqlen_q)
-    make_out = maker((*q.shape[:-1], problem.head_dim_v), q.dtype, q.device)
+    make_out = maker((*q.shape[:-1], problem.head_dim_v), getattr(torch, problem.dtype_of_out), q.device)
     if not problem.return_lse:
         return lambda: (make_out(), None)
     make_lse = maker((*rows[:-1], problem.num_heads_q, rows[-1]), torch.float32, q.device)
@@ -130,9 +130,11 @@ def allocator(problem: AttentionProblem, q: torch.Tensor) -> Callable[[], tuple[
 def straightener(operands: AnyOperands) -> Callable[[Any], Any]:
     """Returns `straight(operands)`: mask and bias with stride 1 (or 0, along a broadcast axis), all others with
     stride 1. Otherwise the layout would add kernel variants, with different bits. A strided tensor is copied; its
-    broadcast axes stay broadcast."""
+    broadcast axes stay broadcast. The factors of quantized tensors are read one by one, by any strides."""
     strided = []
     for name in operands._fields[3:]:
+        if name.endswith("_descale"):
+            continue
         tensor = getattr(operands, name)
         if tensor is not None and tensor.shape[-1] > 1:
             is_broadcast = tensor.stride(-1) == 0 and name in ("mask", "bias")
