@@ -152,7 +152,7 @@ def attention(
     if sinks is not None:
         sinks = as_logits(sinks, q)
     operands: Any = _new(Operands, (q, k, v, mask, bias, alibi_slopes, sinks, None, None))
-    if not (q_descale is k_descale is v_descale is out_descale is out_dtype is None):
+    if not (out_dtype is None and q_descale is k_descale is v_descale is out_descale is None):
         operands = _new(QuantizedOperands, (*operands, q_descale, k_descale, v_descale, out_descale))
     elif dropout_p:
         operands = _with_seed(operands, dropout_p, dropout_seed)
@@ -222,7 +222,7 @@ def attention_varlen(
         sinks = as_logits(sinks, q)
     operands: Any = _new(Operands, (q, k, v, None, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k))
     max_seqlen_q, max_seqlen_k = as_int("max_seqlen_q", max_seqlen_q), as_int("max_seqlen_k", max_seqlen_k)
-    if not (q_descale is k_descale is v_descale is out_descale is out_dtype is None):
+    if not (out_dtype is None and q_descale is k_descale is v_descale is out_descale is None):
         operands = _new(QuantizedOperands, (*operands, q_descale, k_descale, v_descale, out_descale))
     elif dropout_p:
         operands = _with_seed(operands, dropout_p, dropout_seed)

@@ -460,7 +460,7 @@ def _check_types(operands: AnyOperands | CachedOperands) -> None:
     for name, tensor in zip(operands._fields[3:], operands[3:], strict=True):
         if tensor is None:
             continue
-        dtypes = (DTYPES.get(name, torch.float32),)
+        dtypes: tuple[torch.dtype, ...] = (DTYPES.get(name, torch.float32),)
         if name == "bias" and isinstance(operands, QuantizedOperands):
             dtypes = (torch.float16, torch.bfloat16, torch.float32)
         elif name == "bias" or (name == "sinks" and q.dtype == torch.float64):
