@@ -150,10 +150,10 @@ def _text(dtypes: Any) -> str:
 
 
 @jit
-def probabilities(p, DTYPE: tl.constexpr, P_SCALE: tl.constexpr):
-    """Returns unnormalized probabilities, at most 1, as the operand of their product with values of DTYPE, times
-    P_SCALE: in float8 it moves them to the end of the range, where the fewest are subnormal or 0."""
-    p = rounded(p * P_SCALE, DTYPE)
+def probabilities(p, DTYPE: tl.constexpr, SCALE: tl.constexpr):
+    """Returns unnormalized probabilities, at most 1, as the operand of their product with values: in DTYPE, and times
+    SCALE, which moves float8 to the end of its range, where the fewest are subnormal or 0."""
+    p = rounded(p * SCALE, DTYPE)
     return p.to(tl.float32) if IN_INTERPRETER else p
 
 
@@ -194,19 +194,34 @@ def strides(problem: AttentionProblem, operands: Any) -> list[int | None]:
     return [*strides_of_q(problem, q), *strides_of_keys(k), *strides_of_keys(v)]
 
 
-P_SCALES = {"float8_e4m3fn": 256, "float8_e5m2": 32768}  # the largest powers of two in their ranges
+P_SCALE = 256  # of probabilities in e4m3: the largest power of two in its range
 
 
 def constants(problem: AttentionProblem) -> dict[str, int]:
     """Returns the compile-time arguments of a kernel. A factor of a whole head has stride 0 over blocks of any size."""
     blocks = problem.descale_blocks or (0, 0, 0)
-    largest = torch.finfo(getattr(torch, problem.dtype_of_out)).max if problem.dtype_of_out in P_SCALES else 0
+    largest = torch.finfo(getattr(torch, problem.dtype_of_out)).max if problem.dtype_of_out in FLOAT8.values() else 0
     return {
         "QUANTIZED": problem.is_quantized,
         **{f"{side}_BLOCK": block or 1 for side, block in zip("QKV", blocks, strict=True)},
-        "P_SCALE": P_SCALES.get(problem.dtype_of_v, 1),
+        "P_SCALE": P_SCALE if problem.dtype_of_v in FLOAT8.values() else 1,
         "LARGEST_OUT": int(largest),
     }
+
+
+def shapes(problem: AttentionProblem) -> tuple[tuple[int, ...] | None, ...]:
+    """Returns a shape that each factor of a quantized call may have, in the order of `QuantizedOperands`; None if there
+    is no such factor. A factor of a head is not shared by others."""
+    p = problem
+    assert p.descale_blocks is not None
+    sizes = ((p.num_heads_q, p.seqlen_q), (p.num_heads_kv, p.seqlen_k), (p.num_heads_kv, p.seqlen_k))
+    found: list[tuple[int, ...] | None] = [
+        (p.batch, heads, -(-seqlen // block)) if block else (p.batch, heads)
+        for (heads, seqlen), block in zip(sizes, p.descale_blocks, strict=True)
+    ]
+    if p.dtype_of_v in SIXTEEN_BIT.values():
+        found[2] = None
+    return (*found, () if p.dtype_of_out in FLOAT8.values() else None)
 
 
 # Host -----------------------------------------------------------------------------------------------------------------

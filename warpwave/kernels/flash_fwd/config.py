@@ -8,7 +8,7 @@ from functools import cache
 from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import dot_precision, padded, tile_widths
 from warpwave.kernels.cost import bytes_per_score
-from warpwave.kernels.descales import P_SCALES
+from warpwave.kernels.descales import FLOAT8
 from warpwave.kernels.prepass.split_ahead import PARTS
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
@@ -78,7 +78,7 @@ def _smem_bytes_of_quantized(problem: AttentionProblem, gpu: Gpu, config: Config
     """Returns `smem_bytes` of a quantized call. V also goes through registers, to be transposed or converted."""
     block_d, block_dv = tile_widths(problem, gpu, config.block_m)
     size_v = DTYPE_BYTES[problem.dtype_of_v]
-    of_product = 1 if problem.dtype_of_v in P_SCALES else 2  # bytes of an element of P and V in the matrix unit
+    of_product = 1 if problem.dtype_of_v in FLOAT8.values() else 2  # bytes of an element of P and V in the matrix unit
     q, k = config.block_m * block_d, config.block_n * block_d
     p, v = of_product * config.block_m * config.block_n, of_product * config.block_n * block_dv
     arriving = k + size_v * config.block_n * block_dv

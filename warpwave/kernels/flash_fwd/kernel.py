@@ -275,8 +275,12 @@ def flash_fwd_kernel(
         q_descale_ptr += batch * stride_q_descale_b + kv_head * stride_q_descale_g + member * stride_q_descale_h
         scale_of_tile = softmax_scale * tl.load(q_descale_ptr + row_begin // Q_BLOCK * stride_q_descale_n)
         k_descale_ptr += batch * stride_k_descale_b + kv_head * stride_k_descale_h
-        # The values of a tile as the matrix unit takes them. int8 is exact in float16.
-        V_DTYPE: tl.constexpr = tl.float16 if v_ptr.dtype.element_ty == tl.int8 else v_ptr.dtype.element_ty
+        # int8 values are multiplied in float16, in which they are exact. Matrix units multiply both kinds of float8 with
+        # each other; of the two, e4m3 has one bit more.
+        V_DTYPE: tl.constexpr = v_ptr.dtype.element_ty
+        P_DTYPE: tl.constexpr = (
+            tl.float16 if V_DTYPE == tl.int8 else tl.float8e4nv if V_DTYPE == tl.float8e5 else V_DTYPE
+        )
     if v_descale_ptr is not None:
         v_descale_ptr += batch * stride_v_descale_b + kv_head * stride_v_descale_h
     if HAS_DROPOUT:
@@ -350,8 +354,8 @@ def flash_fwd_kernel(
                 seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
                 v = tl.where((seen != 0)[:, None], v, tl.zeros_like(v))
             if QUANTIZED:
-                p = probabilities(p, V_DTYPE, P_SCALE)
-                v = v.to(p.dtype) if v_ptr.dtype.element_ty == tl.int8 else v
+                p = probabilities(p, P_DTYPE, P_SCALE)
+                v = v.to(p.dtype) if V_DTYPE == tl.int8 else v
             else:
                 p = p.to(v.dtype)
             v = operand(v, PRECISION, IS_NVIDIA)
