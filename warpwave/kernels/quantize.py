@@ -15,6 +15,7 @@ The mean of k is read off in a pass before; quantize_tensor.py does the rest.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -56,7 +57,7 @@ class Quantized:
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
 
-    def arguments(self) -> dict[str, torch.Tensor]:
+    def arguments(self) -> dict[str, Any]:
         """Returns q, k, v and the factors by the names of `warpwave.attention`'s arguments."""
         names = ("q", "k", "v", "q_descale", "k_descale", "v_descale")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
