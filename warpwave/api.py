@@ -19,7 +19,7 @@ from warpwave.checks import (
     settled,
 )
 from warpwave.errors import InvalidType, UnsupportedProblem
-from warpwave.kernels import dropout
+from warpwave.kernels import descales, dropout
 from warpwave.kv_cache import CacheLayer, PagedKVCache, Rotary, integers
 from warpwave.options import (
     Options,
@@ -31,7 +31,7 @@ from warpwave.options import (
     spell_switches,
     with_positive_scale,
 )
-from warpwave.problem import AnyOperands, CachedOperands, Causal, DropoutOperands, Operands
+from warpwave.problem import AnyOperands, CachedOperands, Causal, DropoutOperands, Operands, QuantizedOperands
 
 _new: Any = tuple.__new__  # builds a named tuple in a third of the time of its own constructor
 
@@ -53,6 +53,12 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
     deterministic: bool | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    out_descale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    checked: bool = False,
     kernel: str = "auto",
     config: Any = None,
     return_lse: bool = False,
@@ -96,15 +102,26 @@ def attention(
             is 0.
         deterministic: True for gradients with the same bits in every run; False for the fastest. None does as
             `torch.are_deterministic_algorithms_enabled()` says when the gradients are computed.
+        q_descale, k_descale, v_descale: float32, positive; the factors of quantized tensors (docs/guide/quantized.md):
+            `q * q_descale` and so on are the numbers that the call attends with. q and k may be float8_e4m3fn or
+            float8_e5m2, with v in either; or int8, with v int8, float16 or bfloat16. A factor is (), (1,),
+            (batch, num_heads) of its tensor, or (batch, num_heads, blocks) for blocks of 64 or 128 tokens. q_descale
+            may also be (batch, num_heads_kv). `warpwave.quantize` makes them. v_descale is None if v is not quantized.
+        out_descale: float32, one number, for a float8 out: `out * out_descale` is the result, and larger magnitudes
+            than float8 has saturate.
+        out_dtype: of a call with factors: bfloat16, float16, or with out_descale float8. None: the dtype of v if it
+            has 16 bits, otherwise bfloat16.
+        checked: check the contents of the factors first, which waits for the device, and raise InvalidInput naming the
+            first that is not positive and finite. Unchecked, wrong factors give unspecified values.
         kernel: `"auto"`, or the name of the kernel that must run the call; `warpwave.explain` lists them.
         config: a `Config` of the kernel named.
         return_lse: also return the log-sum-exp.
-        out: receives the output and is returned: (batch, seqlen_q, num_heads_q, head_dim_v), the dtype of q, any
-            strides, apart from the memory of every other argument. A contiguous one at a multiple of 16 bytes costs no
-            copy; docs/guide/serving.md states the rest. No argument may require a gradient.
+        out: receives the output and is returned: (batch, seqlen_q, num_heads_q, head_dim_v), the dtype of the output,
+            any strides, apart from the memory of every other argument. A contiguous one at a multiple of 16 bytes costs
+            no copy; docs/guide/serving.md states the rest. No argument may require a gradient.
 
     Returns:
-        out: (batch, seqlen_q, num_heads_q, head_dim_v), the dtype of q; contiguous unless given.
+        out: (batch, seqlen_q, num_heads_q, head_dim_v), the dtype of q, or out_dtype; contiguous unless given.
         lse: if `return_lse`: natural logarithm, float32 (float64 if q is), (batch, num_heads_q, seqlen_q), minus
             infinity for a query that sees no key.
 
@@ -142,11 +159,16 @@ def attention(
     if sinks is not None:
         sinks = as_logits(sinks, q)
     operands: Any = _new(Operands, (q, k, v, mask, bias, alibi_slopes, sinks, None, None))
-    if dropout_p:
+    if not (out_dtype is None and q_descale is k_descale is v_descale is out_descale is None):
+        operands = _new(QuantizedOperands, (*operands, q_descale, k_descale, v_descale, out_descale))
+    elif dropout_p:
         operands = _with_seed(operands, dropout_p, dropout_seed)
     # 1 == True, so the key includes the type of causal.
-    said = (causal, window_size, softcap, softmax_scale, precision, return_lse, dropout_p, deterministic,
+    said = (causal, window_size, softcap, softmax_scale, precision, return_lse, dropout_p, deterministic, out_dtype,
             causal.__class__, kernel, config)  # fmt: skip
+    if checked:
+        describe_call(operands, options_of(operands, *said[:9]))
+        _check_factors(operands)
     if out is not None:
         check_out_is_plain(out)
     run = plans.recall(operands, said, (), out)
@@ -176,6 +198,11 @@ def attention_varlen(
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
     deterministic: bool | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    out_descale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     checked: bool = False,
     kernel: str = "auto",
     config: Any = None,
@@ -208,18 +235,21 @@ def attention_varlen(
         sinks = as_logits(sinks, q)
     operands: Any = _new(Operands, (q, k, v, None, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k))
     max_seqlen_q, max_seqlen_k = as_int("max_seqlen_q", max_seqlen_q), as_int("max_seqlen_k", max_seqlen_k)
-    if dropout_p:
+    if not (out_dtype is None and q_descale is k_descale is v_descale is out_descale is None):
+        operands = _new(QuantizedOperands, (*operands, q_descale, k_descale, v_descale, out_descale))
+    elif dropout_p:
         operands = _with_seed(operands, dropout_p, dropout_seed)
-    said = (causal, window_size, softcap, softmax_scale, precision, return_lse, dropout_p, deterministic,
+    said = (causal, window_size, softcap, softmax_scale, precision, return_lse, dropout_p, deterministic, out_dtype,
             causal.__class__, kernel, config)  # fmt: skip
     longest = (max_seqlen_q, max_seqlen_k)
     if operands[7] is None or operands[8] is None:
         name = Operands._fields[7 if operands[7] is None else 8]
         raise InvalidType(f"{name} is None; it must be an int32 torch.Tensor of batch + 1 offsets")
     if checked:
-        options = options_of(operands, *said[:8], *longest)
+        options = options_of(operands, *said[:9], *longest)
         describe_call(operands, options)
         check_packed_lengths(operands, options)
+        _check_factors(operands)
     if out is not None:
         check_out_is_plain(out)
     run = plans.recall(operands, said, longest, out)
@@ -363,7 +393,7 @@ def attention_with_kv_cache(
     key = plans.plan_key((*operands, out), (full, longest)) if run is None else None
     known = run or plans.find(key)
     if known is None or checked:
-        options = options_of(operands, *said, 0.0, None, *longest)
+        options = options_of(operands, *said, 0.0, None, None, *longest)
         cached_calls.check(operands, options, serving)
     new = cached_calls.NewTokens(operands)
     if writes:
@@ -377,7 +407,7 @@ def attention_with_kv_cache(
         attended = operands
 
         def planner() -> cached_calls.Planner:
-            return cached_calls.Planner(options_of(asked, *said, 0.0, None, *longest), serving, kernel, config)
+            return cached_calls.Planner(options_of(asked, *said, 0.0, None, None, *longest), serving, kernel, config)
 
         run = known or plans.planned(
             key, lambda: cached_calls.make_plan(attended, options, serving, kernel, config, out)
@@ -389,6 +419,11 @@ def attention_with_kv_cache(
     if wanting:
         out, lse = cached_calls.refusing_gradients((out, lse), wanting)
     return (out, lse) if return_lse else out
+
+
+def _check_factors(operands: AnyOperands) -> None:
+    if isinstance(operands, QuantizedOperands):
+        descales.check_contents(operands)
 
 
 def _with_seed(operands: Operands, dropout_p: float, seed: torch.Tensor | None) -> AnyOperands:
@@ -426,6 +461,9 @@ def _call(
         return run(operands) if out is None else run(operands, out)
     check_are_tensors(operands)
     chosen, encoded = options_of(operands, *scalars, *longest), ops.encode_config(config)
+    if isinstance(operands, QuantizedOperands):  # a compiled graph copies the result to `out`
+        found, lse = torch.ops.warpwave.quantized_attention(*operands, *chosen, kernel, encoded)
+        return found if out is None else out.copy_(found), lse
     probability = None
     if autograd.is_compiling() and (probability := autograd.changing_probability(chosen.dropout_p)) is not None:
         chosen = chosen._replace(dropout_p=0.0)

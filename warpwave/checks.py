@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
-from warpwave.kernels import dropout
+from warpwave.kernels import descales, dropout
 from warpwave.options import LARGEST, PRECISION_NAMES, Options, spell_precision
-from warpwave.problem import PRECISIONS, AnyOperands, AttentionProblem, CachedOperands, Causal
+from warpwave.problem import PRECISIONS, AnyOperands, AttentionProblem, CachedOperands, Causal, QuantizedOperands
 
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 NAMES_WITH_FLOAT64 = {**DTYPE_NAMES, torch.float64: "float64"}  # of dense and packed calls
+NAMES = NAMES_WITH_FLOAT64 | descales.QUANTIZED
 
 DENSE = {
     "q": "batch seqlen_q num_heads_q head_dim",
@@ -80,6 +81,9 @@ def describe_call(operands: AnyOperands, options: Options) -> AttentionProblem:
         bind_axes("sinks", operands.sinks, "num_heads_q", axes)
     if operands.dropout_seed is not None:
         dropout.check_seed(operands.dropout_seed)
+    quantized: dict[str, Any] = {}
+    if isinstance(operands, QuantizedOperands):
+        quantized = descales.describe(operands, size, packed, options)
     scale = resolve_scale(options.softmax_scale, size["head_dim"])
     _check_scalars(options, scale)
     return AttentionProblem(
@@ -90,7 +94,7 @@ def describe_call(operands: AnyOperands, options: Options) -> AttentionProblem:
         num_heads_kv=size["num_heads_kv"],
         head_dim=size["head_dim"],
         head_dim_v=size["head_dim_v"],
-        dtype=NAMES_WITH_FLOAT64[operands.q.dtype],
+        dtype=NAMES[operands.q.dtype],
         softmax_scale=scale,
         causal=Causal(options.causal) if options.causal else None,  # type: ignore[arg-type]
         window_size=(options.window_left, options.window_right),
@@ -108,6 +112,7 @@ def describe_call(operands: AnyOperands, options: Options) -> AttentionProblem:
         requires_grad=options.needs_grad,
         dropout_p=options.dropout_p,
         deterministic=options.needs_grad and options.must_repeat(),
+        **quantized,
     )
 
 
@@ -191,6 +196,8 @@ def resized(problem: AttentionProblem, operands: Any, longest: tuple[int, ...]) 
     else:
         seqlen_k, total_k = longest[1], k.shape[0]
         alike = offsets_k.shape[0] == batch + 1 and total_k == v.shape[0] and seqlen_k >= 0
+    if isinstance(operands, QuantizedOperands):
+        alike &= all(t is None or t.dim() < 2 or t.shape[0] == batch for t in more)
     if not alike or batch < 0 or seqlen_q < 0 or (slopes is not None and slopes.dim() == 2 and len(slopes) != batch):
         return None
     # `dataclasses.replace` would take as long as everything above.
@@ -367,11 +374,17 @@ def check_out_is_plain(out: Any) -> None:
         raise InvalidType("out is a nested, sparse or lazily negated tensor; it must be a plain strided one")
 
 
-def check_out(out: torch.Tensor, operands: AnyOperands | CachedOperands, needs_grad: bool) -> None:
+def check_out(
+    out: torch.Tensor,
+    operands: AnyOperands | CachedOperands,
+    needs_grad: bool,
+    dtype: torch.dtype | None = None,
+) -> None:
     """Checks the plain tensor that receives the output of a call whose operands were checked.
 
     Args:
         needs_grad: whether an operand requires a gradient.
+        dtype: of the output; None for the dtype of q.
 
     Raises:
         InvalidInput: its shape or device is not the output's, or two elements share memory.
@@ -390,8 +403,9 @@ def check_out(out: torch.Tensor, operands: AnyOperands | CachedOperands, needs_g
         raise InvalidInput(f"out has shape {tuple(out.shape)}; it must have {tuple(shape)}, q's with head_dim_v")
     if out.device != q.device:
         raise InvalidInput(f"out is on {out.device} and q on {q.device}; all tensors must share one device")
-    if out.dtype != q.dtype:
-        raise InvalidType(f"out is {out.dtype} and q is {q.dtype}; out must have the dtype of q")
+    if out.dtype != (dtype or q.dtype):
+        what = "the dtype of q" if dtype is None else f"{dtype}, as out_dtype states or by default"
+        raise InvalidType(f"out is {out.dtype} and q is {q.dtype}; out must have {what}")
     if torch.compiler.is_compiling():
         return  # the call itself checks its strides
     extent = 1  # elements from the first to the last of the axes with smaller strides
@@ -451,12 +465,13 @@ def check_problem(problem: AttentionProblem) -> None:
         size = getattr(problem, name)
         if not isinstance(size, int) or size < 0:
             raise InvalidInput(f"{name} is {size!r}; it must be a whole number, not negative")
-    known = (DTYPE_NAMES if problem.page_size else NAMES_WITH_FLOAT64).values()
+    known = (DTYPE_NAMES if problem.page_size else NAMES).values()
     if problem.dtype not in known:
         raise InvalidInput(f"dtype is {problem.dtype!r}; it must be one of {', '.join(known)}")
     if problem.precision not in PRECISIONS:
         raise InvalidInput(f"precision is {problem.precision!r}; it must be one of {PRECISION_NAMES}")
     dropout.check_problem(problem)
+    descales.check_problem(problem)
     if not (problem.causal is None or isinstance(problem.causal, Causal)):
         raise InvalidType(f"causal is {problem.causal!r}; in a problem it must be a Causal, or None")
     _check_heads(problem.num_heads_q, problem.num_heads_kv, problem.head_dim, problem.head_dim_v)
@@ -498,17 +513,24 @@ def _check_types(operands: AnyOperands | CachedOperands) -> None:
         if tensor is not None and tensor.device != device:
             raise InvalidInput(f"{name} is on {tensor.device} and q on {q.device}; all tensors must share one device")
     known = DTYPE_NAMES if isinstance(operands, CachedOperands) else NAMES_WITH_FLOAT64
-    if q.dtype not in known:
-        raise InvalidType(f"q is {q.dtype}; it must be one of {', '.join(map(str, known))}")
-    for name in ("k", "v"):
-        dtype = getattr(operands, name).dtype
-        if dtype != q.dtype:
-            raise InvalidType(f"{name} is {dtype} and q is {q.dtype}; q, k and v must share one dtype")
+    if isinstance(operands, QuantizedOperands):
+        descales.check_dtypes(operands)
+    elif q.dtype not in known:
+        quantized = q.dtype in descales.QUANTIZED and known is NAMES_WITH_FLOAT64
+        hint = ", or quantized with its factors q_descale, k_descale and v_descale" if quantized else ""
+        raise InvalidType(f"q is {q.dtype}; it must be one of {', '.join(map(str, known))}{hint}")
+    else:
+        for name in ("k", "v"):
+            dtype = getattr(operands, name).dtype
+            if dtype != q.dtype:
+                raise InvalidType(f"{name} is {dtype} and q is {q.dtype}; q, k and v must share one dtype")
     for name, tensor in zip(operands._fields[3:], operands[3:], strict=True):
         if tensor is None:
             continue
-        dtypes = (DTYPES.get(name, torch.float32),)
-        if name == "bias" or (name == "sinks" and q.dtype == torch.float64):
+        dtypes: tuple[torch.dtype, ...] = (DTYPES.get(name, torch.float32),)
+        if name == "bias" and isinstance(operands, QuantizedOperands):
+            dtypes = (torch.float16, torch.bfloat16, torch.float32)
+        elif name == "bias" or (name == "sinks" and q.dtype == torch.float64):
             dtypes = tuple(dict.fromkeys((q.dtype, torch.float32)))
         if tensor.dtype not in dtypes:
             hint = "; an additive mask goes in bias=" if name == "mask" and tensor.is_floating_point() else ""

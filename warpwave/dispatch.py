@@ -4,6 +4,7 @@ A kernel is a module or package of `warpwave.kernels` with
 
     NAME                                       its name: "flash_fwd"
     NEEDS_GPU                                  whether it refuses CPU tensors
+    QUANTIZED                                  optional: True if it attends with quantized q and k
     Config                                     a frozen dataclass that checks its values
     why_not(problem, gpu) -> list[str]         every reason it cannot run the problem; empty if it can
     outrun(problem, gpu) -> list[str]          optional: why a later kernel is faster although this one can run the
@@ -84,9 +85,12 @@ class Choice(NamedTuple):
 
 def why_not(kernel: Any, problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns every reason a kernel cannot run a problem; empty if it can. All kernels but `eager` refuse float64 here,
-    in one place."""
+    and all kernels without `QUANTIZED` quantized q and k, in one place."""
     if problem.dtype == "float64" and kernel is not eager:
         return ["dtype is float64, which eager alone computes"]
+    if problem.is_quantized and not getattr(kernel, "QUANTIZED", False):
+        able = [module.NAME for module in KERNELS if getattr(module, "QUANTIZED", False)]
+        return [f"q is {problem.dtype}; quantized calls are computed by {', '.join(able)}"]
     reasons: list[str] = kernel.why_not(problem, gpu)
     return reasons
 
@@ -131,7 +135,7 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
             m
             for m in ((eager,) if problem.dtype == "float64" else kernels_for(problem))
             if not (gpu.vendor == "interpreter" and m.NEEDS_GPU)
-            and not m.why_not(problem, gpu)
+            and not why_not(m, problem, gpu)
             and not _outrun(m, problem, gpu)
         )
         module = next(able, None)
@@ -207,7 +211,7 @@ def gradient_kernels(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") 
     """
     if kernel in OWN_GRADIENTS or (kernel == "auto" and gpu.vendor == "interpreter") or problem.page_size:
         return []
-    if problem.dtype == "float64":
+    if problem.dtype == "float64" or problem.is_quantized:
         return []
     return [module for module in GRADIENT_KERNELS if not module.why_not(problem, gpu)]
 

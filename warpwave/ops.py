@@ -23,7 +23,7 @@ from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import flash_fwd
 from warpwave.options import Options
 from warpwave.plans import Run, lse_dtype, lse_shape, plan_key, planned, storing, tell_once, without_keys
-from warpwave.problem import AnyOperands, AttentionProblem, DropoutOperands, Operands
+from warpwave.problem import AnyOperands, AttentionProblem, DropoutOperands, Operands, QuantizedOperands
 
 
 def attend(
@@ -89,7 +89,8 @@ def _plan_of(
     out: torch.Tensor | None,
 ) -> Run:
     if out is not None:
-        check_out(out, operands, options.needs_grad)
+        dtype = getattr(torch, whole.dtype_of_out) if whole.is_quantized else None
+        check_out(out, operands, options.needs_grad, dtype)
     gpu = current_gpu(operands.q.device)
     problem, others = dispatch.forward_of(whole, gpu, kernel)
     # The operator returns lse with every gradient. Eager calls need it on request, or where the gradients take it.
@@ -147,9 +148,14 @@ _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? dropout_seed, Tensor? dropout_probability"
 )
+_QUANTIZED_TENSORS = _TENSORS.replace(
+    "Tensor? dropout_seed, Tensor? dropout_probability",
+    "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Tensor? out_descale",
+)
 _OPTIONS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, str causal, SymInt window_left, SymInt window_right, float softcap, "
-    "float? softmax_scale, str precision, bool return_lse, bool needs_grad, float dropout_p, bool? deterministic"
+    "float? softmax_scale, str precision, bool return_lse, bool needs_grad, float dropout_p, bool? deterministic, "
+    "str out_dtype"
 )
 
 
@@ -177,23 +183,40 @@ _library = _Library("warpwave", "DEF")
 _library.define(f"attention({_TENSORS}, {_OPTIONS}, str kernel_name, str config) -> (Tensor, Tensor)")
 _library.define(f"attention_out({_TENSORS}, {_OPTIONS}, str kernel_name, str config, Tensor(a!) out) -> Tensor")
 _library.define(
+    f"quantized_attention({_QUANTIZED_TENSORS}, {_OPTIONS}, str kernel_name, str config) -> (Tensor, Tensor)"
+)
+_library.define(
     f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, {_TENSORS}, {_OPTIONS}, "
     "str kernel_name='auto') -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
 def _attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    operands, options = _split(arguments)
+    return _attend(*_split(arguments), arguments)
+
+
+def _quantized_attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _attend(*_split_quantized(arguments), arguments)
+
+
+def _attend(operands: AnyOperands, options: Options, arguments: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     kernel, config = arguments[-2:]
     out, lse = attend(operands, options, kernel, _decode_config(kernel, config))
     return out, absent(operands.q) if lse is None else lse
 
 
 def _attention_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    operands, options = _split(arguments, is_fake=True)
-    describe_call(operands, options)
+    return _fake(*_split(arguments, is_fake=True))
+
+
+def _quantized_attention_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _fake(*_split_quantized(arguments))
+
+
+def _fake(operands: AnyOperands, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    problem = describe_call(operands, options)
     q = operands.q
-    out = q.new_empty((*q.shape[:-1], operands.v.shape[-1]))
+    out = q.new_empty((*q.shape[:-1], operands.v.shape[-1]), dtype=getattr(torch, problem.dtype_of_out))
     if not (options.return_lse or options.needs_grad):
         return out, absent(q)
     return out, q.new_empty(lse_shape(operands.cu_seqlens_q is not None, q), dtype=lse_dtype(q))
@@ -260,12 +283,19 @@ def _split(arguments: tuple[Any, ...], is_fake: bool = False) -> tuple[AnyOperan
     return operands if options.dropout_p else Operands(*operands[:-1]), options
 
 
+def _split_quantized(arguments: tuple[Any, ...]) -> tuple[AnyOperands, Options]:
+    count = len(QuantizedOperands._fields)
+    return QuantizedOperands(*arguments[:count]), Options(*arguments[count : count + NUM_OPTIONS])
+
+
 for _key in ("CPU", "CUDA"):
     _library.impl("attention", _attention, _key)
     _library.impl("attention_out", _attention_out, _key)
+    _library.impl("quantized_attention", _quantized_attention, _key)
     _library.impl("attention_backward", _attention_backward, _key)
 torch.library.register_fake("warpwave::attention", _attention_fake, lib=_library)
 torch.library.register_fake("warpwave::attention_out", _attention_out_fake, lib=_library)
+torch.library.register_fake("warpwave::quantized_attention", _quantized_attention_fake, lib=_library)
 torch.library.register_fake("warpwave::attention_backward", _attention_backward_fake, lib=_library)
 torch.library.register_autograd(
     "warpwave::attention", autograd.differentiate, setup_context=autograd.save, lib=_library

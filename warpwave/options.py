@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from warpwave.errors import InvalidInput, InvalidType
-from warpwave.kernels import dropout
+from warpwave.kernels import descales, dropout
 from warpwave.problem import PRECISIONS, AnyOperands, CachedOperands, Causal
 
 LARGEST = torch.finfo(torch.float32).max  # of the factors of scores: above, a factor would be infinite in float32
@@ -35,6 +35,7 @@ class Options(NamedTuple):
     needs_grad: bool = False
     dropout_p: float = 0.0
     deterministic: bool | None = None
+    out_dtype: str = ""  # of a call with quantized q, k and v; "" for the default
 
     def must_repeat(self) -> bool:
         """Returns whether gradients must repeat bit for bit: `deterministic`, or torch's setting now if None."""
@@ -51,6 +52,7 @@ def options_of(
     return_lse: bool,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
+    out_dtype: torch.dtype | None = None,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
 ) -> Options:
@@ -70,8 +72,10 @@ def options_of(
     left, right = as_window(window_size)
     needs_grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in operands)
     lengths, how = (max_seqlen_q, max_seqlen_k), spell_precision(precision)
+    out = "" if out_dtype is None else descales.name_of(out_dtype)
     return Options(
-        *lengths, alignment, left, right, softcap, softmax_scale, how, return_lse, needs_grad, dropout_p, deterministic
+        *(*lengths, alignment, left, right, softcap, softmax_scale, how, return_lse, needs_grad, dropout_p),
+        *(deterministic, out),
     )
 
 
@@ -161,18 +165,21 @@ def with_positive_scale(q: Any, softmax_scale: Any) -> tuple[Any, Any]:
     """Returns q and the scale, both negated if the scale is negative. Scores are the same to the bit, and kernels may
     take the maximum of the products before they scale it."""
     if softmax_scale is not None and -LARGEST <= softmax_scale < 0 and isinstance(q, torch.Tensor):
+        if q.dtype in descales.QUANTIZED:
+            raise InvalidInput(f"softmax_scale is {softmax_scale} and q is {q.dtype}; negate q before it is quantized")
         return -q, -softmax_scale
     return q, softmax_scale
 
 
 def as_logits(sinks: Any, q: Any) -> Any:
-    """Returns sinks in the 16-bit dtype of q as float32, which kernels read; anything else unchanged. Under autocast,
-    where q may still be cast to another dtype, sinks of either 16-bit dtype are converted."""
+    """Returns sinks in the 16-bit dtype of q as float32, which kernels read; anything else unchanged. Beside quantized
+    q, and under autocast, where q may still be cast to another dtype, sinks of either 16-bit dtype are converted."""
     if not (isinstance(sinks, torch.Tensor) and isinstance(q, torch.Tensor)):
         return sinks
     if sinks.dtype not in (torch.float16, torch.bfloat16):
         return sinks
-    return sinks.float() if sinks.dtype == q.dtype or torch.is_autocast_enabled(q.device.type) else sinks
+    is_any = q.dtype in descales.QUANTIZED or torch.is_autocast_enabled(q.device.type)
+    return sinks.float() if is_any or sinks.dtype == q.dtype else sinks
 
 
 def spell_precision(precision: str | float) -> str:

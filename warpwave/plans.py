@@ -28,7 +28,7 @@ from warpwave import dispatch
 from warpwave.autograd import dispatch_modes, is_compiling, is_grad_enabled
 from warpwave.checks import check_apart, is_plain
 from warpwave.gpu import Gpu
-from warpwave.problem import AttentionProblem, CachedOperands
+from warpwave.problem import AttentionProblem, CachedOperands, QuantizedOperands
 from warpwave.runtime.bounded import Bounded
 
 log = logging.getLogger("warpwave")
@@ -232,14 +232,16 @@ def _sizes(found: Class, tensors: Sequence[torch.Tensor], longest: tuple[int, ..
 def _lengths(operands: tuple[Any, ...]) -> list[int]:
     """Returns the number of leading axes of each present tensor that differ within a class: batch and length of dense
     q, k and v, tokens of packed ones, and all axes of offsets and tables. It is 0 for pools of pages, and for every
-    tensor of a call with a mask or a bias."""
+    tensor of a call with a mask or a bias, or with factors of blocks. Factors of heads differ in the batch."""
     q, k, _, mask, bias, _, _, offsets_q, offsets_k, *more = operands
-    if mask is not None or bias is not None:
+    factors = more if isinstance(operands, QuantizedOperands) else ()
+    of_factors = [0 if t is None else max(0, t.dim() - 1) for t in factors]
+    if mask is not None or bias is not None or max(of_factors, default=0) > 1:
         return [0 for t in operands if t is not None]
     in_pages = isinstance(operands, CachedOperands)
     keys = 0 if in_pages else k.dim() - 2
     offsets_k = None if offsets_k is offsets_q else offsets_k
-    counts = [q.dim() - 2, keys, keys, 0, 0, 0, 0, 1, 1, *((2, 1, 1) if in_pages else (0,))]
+    counts = [q.dim() - 2, keys, keys, 0, 0, 0, 0, 1, 1, *((2, 1, 1) if in_pages else of_factors or (0,))]
     tensors = (*operands[:8], offsets_k, *more)
     return [count for count, t in zip(counts, tensors, strict=False) if t is not None]
 
@@ -369,7 +371,8 @@ def without_keys(
     """Returns the result of a call without queries or keys. Nothing is launched: rows see nothing, so out is 0 and lse
     is the sink's logit, or minus infinity."""
     q = operands.q
-    out = q.new_zeros((*q.shape[:-1], problem.head_dim_v)) if out is None else out.zero_()
+    dtype = getattr(torch, problem.dtype_of_out)
+    out = q.new_zeros((*q.shape[:-1], problem.head_dim_v), dtype=dtype) if out is None else out.zero_()
     if not (problem.return_lse or problem.requires_grad):
         return out, None
     lse = q.new_full(lse_shape(problem.packed, q), float("-inf"), dtype=lse_dtype(q))

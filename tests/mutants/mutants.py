@@ -22,6 +22,7 @@ from tests.mutants.mutant import (
     TILED,
     Mutant,
 )
+from tests.mutants.quantized import QUANTIZED
 
 # The eleven that correctness is first asked about. Portable Triton has no barrier of its own to drop; the nearest
 # mistake it lets one make is to serve a call with what was prepared for another.
@@ -243,7 +244,7 @@ OTHERS = [
     ),
     Mutant(
         "no queries: out as wide as q", "plans.py",
-        "out = q.new_zeros((*q.shape[:-1], problem.head_dim_v))", "out = q.new_zeros(q.shape)",
+        "out = q.new_zeros((*q.shape[:-1], problem.head_dim_v), dtype=dtype)", "out = q.new_zeros(q.shape)",
         "test_edges.py::test_empty_sizes", "flash_fwd and False", "shape",
     ),
     Mutant(
@@ -1057,5 +1058,5 @@ CACHE = [
 
 MUTANTS = [
     *(NAMED + OTHERS + HOPPER_FLOAT32 + HOPPER_MASKS + HOPPER + LARGE_HEADS + FOUND + CACHE),
-    *(BACKWARD + OF_DROPOUT + HOPPER_BACKWARD + INTEGRATIONS),
+    *(BACKWARD + OF_DROPOUT + HOPPER_BACKWARD + INTEGRATIONS + QUANTIZED),
 ]

@@ -8,6 +8,7 @@ log-sum-exp, and recomputes each tile's probabilities:
 with `delta = rowsum(dO * out) - dlse`, which also carries a gradient through the log-sum-exp (Dao et al.,
 "FlashAttention" (2022), appendix B.4). Every product accumulates in float32, and scores and probabilities stay
 float32 between the two products if the device's products allow it. For float64 inputs every step is float64.
+Quantized q, k and v are multiplied by their factors first, in float32.
 
 Bound: memory traffic of the score tiles, and on a GPU the launches of some ten operations a tile. It covers what no
 other kernel does: gradients, CPUs, head sizes above every kernel's limit. Packed calls read the sequence offsets on
@@ -25,18 +26,19 @@ import torch
 
 from warpwave import precision
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import dropout
+from warpwave.kernels import descales, dropout
 from warpwave.kernels.arguments import Results, Run
 from warpwave.kernels.eager_cost import cost
 from warpwave.kernels.paging import as_cached, as_packed, one_by_one
 from warpwave.kernels.torch_products import plainly, product
-from warpwave.problem import LARGEST_BIAS, AnyOperands, AttentionProblem, Band, Operands
+from warpwave.problem import LARGEST_BIAS, AnyOperands, AttentionProblem, Band, Operands, QuantizedOperands
 
 __all__ = ["Config", "Gradients", "backward", "bind", "configs", "cost", "forward", "why_not"]
 
 NAME = "eager"
 NEEDS_GPU = False
 STRIDED_OUT = True
+QUANTIZED = True
 NEG_INF = float("-inf")
 
 
@@ -413,7 +415,11 @@ def bind(problem: AttentionProblem, operands: Any, config: Config, out: torch.Te
 
     def run(operands: Any, out: torch.Tensor | None = None) -> Results:
         lse: torch.Tensor | None
-        if not problem.page_size:
+        if problem.is_quantized:
+            with torch.no_grad():
+                found, lse = _forward_of_quantized(problem, operands, config)
+                out = found if out is None else out.copy_(found)
+        elif not problem.page_size:
             out, lse = forward(problem, operands, config, out)
         else:
             with torch.no_grad():
@@ -422,6 +428,12 @@ def bind(problem: AttentionProblem, operands: Any, config: Config, out: torch.Te
         return out, lse if keep_lse else None
 
     return run
+
+
+def _forward_of_quantized(problem: AttentionProblem, operands: QuantizedOperands, config: Config) -> Results:
+    wide, numbers = descales.dequantized(problem, operands, torch.float32)
+    out, lse = forward(wide, numbers, config)
+    return descales.to_out(out, problem, operands.out_descale), lse
 
 
 def _forward_on_cache(problem: AttentionProblem, operands: Any, config: Config) -> Results:

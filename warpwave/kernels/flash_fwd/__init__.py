@@ -7,6 +7,7 @@ from warpwave.kernels.flash_fwd.config import default
 from warpwave.kernels.flash_fwd.kernel import (
     NAME,
     NEEDS_GPU,
+    QUANTIZED,
     STRIDED_OUT,
     Config,
     bind,
@@ -20,6 +21,7 @@ from warpwave.kernels.flash_fwd.kernel import (
 __all__ = [
     "NAME",
     "NEEDS_GPU",
+    "QUANTIZED",
     "STRIDED_OUT",
     "Config",
     "bind",
