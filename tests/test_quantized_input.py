@@ -130,7 +130,7 @@ def test_out_receives_the_dtype_of_the_output(kernel: str) -> None:
     out = torch.full_like(expected, float("nan"))
     assert attention(**given, kernel=kernel, out=out) is out
     assert torch.equal(out, expected)
-    with pytest.raises(InvalidType, match="out must have torch.bfloat16"):
+    with pytest.raises(InvalidType, match=r"out must have torch\.bfloat16"):
         attention(**given, kernel=kernel, out=torch.empty(expected.shape, dtype=FP8))
     if kernel == "eager":
         stored = torch.empty_like(expected)
