@@ -93,7 +93,7 @@ class Memory:
         return self._map(lambda x: x.narrow(dim, int(start), int(length)))
 
     def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Memory:
-        return Memory(self.values.reshape(-1)[: torch.Size(shape).numel()].view(list(shape)), dtype)
+        return Memory(self.values.reshape(-1).view(dtype)[: torch.Size(shape).numel()].view(list(shape)), dtype)
 
     def load(self, layout: Any = None) -> Tensor:
         return self.values.clone().as_subclass(Value)

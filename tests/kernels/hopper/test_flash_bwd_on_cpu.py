@@ -27,10 +27,12 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
 
 
-def on_cpu(call: Call, dout: Tensor, dlse: Tensor | None, config: int, exact: Forward | None = None) -> Gradients:
+def on_cpu(
+    call: Call, dout: Tensor, dlse: Tensor | None, config: int, exact: Forward | None = None, wants_bias: bool = False
+) -> Gradients:
     """The gradients by the launches' own source, from out and lse of the reference, or from others."""
     from warpwave.kernels.hopper import parts, rows, scheduler, words
-    from warpwave.kernels.hopper.flash_bwd import band, dkv, dq, joint, producer, steps
+    from warpwave.kernels.hopper.flash_bwd import band, bias, dkv, dq, joint, producer, steps
 
     problem = replace(call.problem, return_lse=True)
     exact = exact or oracle(problem, call.operands)
@@ -44,19 +46,22 @@ def on_cpu(call: Call, dout: Tensor, dlse: Tensor | None, config: int, exact: Fo
         for grad in grads:
             grad.zero_()
     tensors = Tensors(call.operands, out, lse.contiguous(), dout, dlse, workspace, *grads)
-    for step in launches.masks(problem, tensors):
+    for step in launches.of_hidden(problem, tensors):
         launch.bind(step.launch)(*step.launch.tensors)
     tensors = launches.without_unseen(problem, tensors)
+    tensors = kernel.with_bias(problem, tensors, wants_bias)
+    if tensors.dbias is not None and not problem.has_band:
+        tensors.dbias.fill_(torch.nan)
     for step in flash_bwd.specify(problem, H200, tensors, of):
         if step.plans:
-            modules = (band, dkv, dq, joint, parts, producer, rows, scheduler, steps, words)
+            modules = (band, bias, dkv, dq, joint, parts, producer, rows, scheduler, steps, words)
             gluon_on_cpu.run_launch(step.launch, modules, 2, {"meet": lambda: threading.Barrier(2).wait})
         else:
             launch.bind(step.launch)(*step.launch.tensors)
     of_sinks = workspace.of_sinks
     dsinks = None if of_sinks is None else of_sinks.view(-1, problem.num_heads_q, of_sinks.shape[1]).sum((0, 2))
     of_q, of_k, of_v = grads
-    return Gradients(of_q, of_k, of_v, dsinks=dsinks)
+    return Gradients(of_q, of_k, of_v, dbias=kernel.bias_gradient(problem, tensors), dsinks=dsinks)
 
 
 SHORT = replace(PLAIN, lengths=(150, 330), heads=(2, 1), lse=True)
@@ -150,3 +155,21 @@ def test_nan_of_a_neighbour_stays_there(features: dict[str, Any], dims: tuple[in
     for name, offsets in (("dq", of_queries), ("dk", of_keys), ("dv", of_keys)):
         for begin, end in ((0, offsets[1]), (offsets[4], offsets[5])):
             assert torch.equal(getattr(got, name)[begin:end], getattr(expected, name)[begin:end]), name
+
+
+BIASED: dict[str, dict[str, Any]] = {
+    "bias": {"bias": "full", "sinks": True},
+    "bias of keys": {"bias": "heads", "causal": "bottom_right", "lengths": (330, 150), "heads": (2, 1)},
+}
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+@pytest.mark.parametrize("dims", [(64, 40)], ids=str)
+@pytest.mark.parametrize("features", BIASED)
+def test_biases_on_a_cpu(features: str, dims: tuple[int, int], wanted: bool) -> None:
+    call = cases.build(replace(SHORT, dims=dims, **BIASED[features]), "normal", CPU)
+    q = call.operands.q
+    dout = torch.randn(*q.shape[:-1], dims[1], generator=torch.Generator().manual_seed(2)).to(q.dtype)
+    references = backward_references(call.problem, call.operands, dout, None)
+    verdict = judge_backward(call.problem, references, on_cpu(call, dout, None, 0, wants_bias=wanted))
+    assert verdict.passed, str(verdict)

@@ -29,11 +29,12 @@ class Rules:
     HAS_SOFTCAP: gl.constexpr
     IS_VARLEN: gl.constexpr
     HAS_MASK: gl.constexpr
+    BIAS: gl.constexpr  # host.bias_kind
 
     @constexpr_function
     def __init__(
         self, scale, softcap_log2, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
-        HAS_SOFTCAP, IS_VARLEN, HAS_MASK,
+        HAS_SOFTCAP, IS_VARLEN, HAS_MASK, BIAS,
     ):  # fmt: skip
         self.scale = scale
         self.softcap_log2 = softcap_log2
@@ -48,6 +49,7 @@ class Rules:
         self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
         self.IS_VARLEN = gl.constexpr(IS_VARLEN)
         self.HAS_MASK = gl.constexpr(HAS_MASK)
+        self.BIAS = gl.constexpr(BIAS)
 
 
 @aggregate

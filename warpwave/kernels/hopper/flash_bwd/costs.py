@@ -12,11 +12,12 @@ from warpwave.kernels.hopper.flash_bwd.config import (
     GROUP_ROWS,
     MAX_JOINT,
     Config,
+    bias_bytes,
     has_hidden_rows,
     smem_bytes,
     smem_of_dkv,
     smem_of_dq,
-    value_stages,
+    steps_of_dq,
     width,
     widths,
 )
@@ -105,10 +106,12 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
 
 
 def _of_queries(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """Returns the cost of the launch of dQ, which walks tiles of `block_m` keys."""
-    walk = of_queries(_without_mask(problem), 2 * GROUP_ROWS, config.block_m, widths(problem))
-    walk = _with_words(walk, problem, walk.steps * 2 * GROUP_ROWS * config.block_m)
-    return replace(_persistent(walk, gpu, smem_of_dq(problem, config, value_stages(problem, config))), loop=APART)
+    """Returns the cost of the launch of dQ, which walks keys by `steps_of_dq`."""
+    steps, cell = steps_of_dq(problem, config, bias_bytes(problem)), bias_bytes(problem)
+    keys = steps[0]
+    walk = of_queries(_without_mask(problem), 2 * GROUP_ROWS, keys, widths(problem))
+    walk = _with_words(walk, problem, walk.steps * 2 * GROUP_ROWS * keys)
+    return replace(_persistent(walk, gpu, smem_of_dq(problem, config, steps, cell)), loop=APART)
 
 
 def _without_mask(problem: AttentionProblem) -> AttentionProblem:

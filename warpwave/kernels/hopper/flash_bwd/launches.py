@@ -12,7 +12,7 @@ from warpwave.kernels import arguments
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_bwd import rows
 from warpwave.kernels.hopper.flash_bwd.config import Config, width
-from warpwave.kernels.prepass import mask_bits
+from warpwave.kernels.prepass import bias_seen, mask_bits
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch
 from warpwave.runtime.tensor_maps import MapPlan
@@ -27,6 +27,8 @@ class Workspace(NamedTuple):
     of_sinks: torch.Tensor | None  # (batch * num_heads_q, tiles)
     words: torch.Tensor | None  # of the mask, and of its transpose: see prepass/mask_bits.py
     words_transposed: torch.Tensor | None
+    queries_seen: torch.Tensor | None  # where a bias hides: see prepass/bias_seen.py
+    keys_seen: torch.Tensor | None
 
 
 class Tensors(NamedTuple):
@@ -41,6 +43,7 @@ class Tensors(NamedTuple):
     dq: torch.Tensor
     dk: torch.Tensor
     dv: torch.Tensor
+    dbias: torch.Tensor | None = None  # dS of each query head and batch item, if it is wanted; rows may be padded
 
     @property
     def offsets(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -59,6 +62,11 @@ class Step(NamedTuple):
     launch: launch.Launch
     given: Callable[[Tensors], Sequence[Any]]
     plans: Sequence[MapPlan | None] = ()
+
+
+def bias_kind(tensors: Tensors) -> str:
+    """Returns how a bias is read (`host.bias_kind`). One whose gradient is wanted has a number for each score."""
+    return "cells" if tensors.dbias is not None else host.bias_kind(tensors.operands.bias)
 
 
 def query_tiles(problem: AttentionProblem, block_m: int) -> int:
@@ -147,11 +155,16 @@ def constants_of(problem: AttentionProblem) -> dict[str, Any]:
     }
 
 
-def masks(problem: AttentionProblem, tensors: Tensors) -> list[Step]:
-    """Returns the launches that pack a mask and its transpose, none without a mask."""
-    if problem.mask_shape is None:
-        return []
+def of_hidden(problem: AttentionProblem, tensors: Tensors) -> list[Step]:
+    """Returns the launches that read a mask or a bias before all others: they pack the mask and its transpose, and find
+    what the bias hides from everything."""
     steps = []
+    if problem.bias_shape is not None:
+        bias, (of_queries, of_keys) = tensors.operands.bias, tensors.workspace[-2:]
+        assert bias is not None and of_queries is not None and of_keys is not None
+        steps.append(Step(bias_seen.specify(problem, bias, of_queries, of_keys), _bias_and_flags))
+    if problem.mask_shape is None:
+        return steps
     for words, transposed in ((tensors.workspace.words, False), (tensors.workspace.words_transposed, True)):
         assert tensors.operands.mask is not None and words is not None
         packing = mask_bits.specify(problem, tensors.operands.mask, words, transposed)
@@ -163,14 +176,28 @@ def _mask_and_words(t: Tensors, transposed: bool) -> tuple[Any, ...]:
     return t.operands.mask, t.workspace.words_transposed if transposed else t.workspace.words
 
 
+def _bias_and_flags(t: Tensors) -> tuple[Any, ...]:
+    return t.operands.bias, *t.workspace[-2:]
+
+
 def without_unseen(problem: AttentionProblem, tensors: Tensors) -> Tensors:
-    """Returns the tensors of a call with a mask, with zeros for the queries that see no key, and for the keys that no
-    query sees: their probabilities are 0, but 0 * NaN is NaN. Keys and queries that some pair shows are not changed."""
-    if tensors.workspace.words is None or tensors.workspace.words_transposed is None:
-        return tensors
+    """Returns the tensors of a call with a mask or a bias, with zeros for the queries from which either hides every key,
+    and for the keys that either hides from every query: their probabilities are 0, but 0 * NaN is NaN. Keys and queries
+    that some pair shows are not changed."""
+    seen, work = [], tensors.workspace
+    if work.words is not None and work.words_transposed is not None:
+        packed = [mask_bits.packed(problem, transposed) for transposed in (False, True)]
+        seen.append(tuple(map(mask_bits.rows_seen, (work.words, work.words_transposed), packed)))
+    if work.queries_seen is not None and work.keys_seen is not None:
+        seen.append((bias_seen.seen(work.queries_seen), bias_seen.seen(work.keys_seen)))
+    for of_queries, of_keys in seen:
+        tensors = _without(problem, tensors, of_queries, of_keys)
+    return tensors
+
+
+def _without(problem: AttentionProblem, tensors: Tensors, of_queries: torch.Tensor, of_keys: torch.Tensor) -> Tensors:
+    """Returns tensors with zeros where (batch, heads, positions) are not seen."""
     q, k, v = tensors.operands[:3]
-    of_queries = mask_bits.rows_seen(tensors.workspace.words, mask_bits.packed(problem))
-    of_keys = mask_bits.rows_seen(tensors.workspace.words_transposed, mask_bits.packed(problem, transposed=True))
     if of_keys.shape[1] > 1:  # a kv head's keys are seen by the heads of a group
         of_keys = of_keys.unflatten(1, (problem.num_heads_kv, -1)).any(2)
     of_queries, of_keys = (seen.transpose(1, 2)[..., None] for seen in (of_queries, of_keys))

@@ -2,6 +2,7 @@
 
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.flash_bwd.band import band_of, first_statistic, query_span, tile_at, work_on_keys
+from warpwave.kernels.hopper.flash_bwd.bias import bytes_of, load_bias
 from warpwave.kernels.hopper.flash_bwd.steps import load_rows
 from warpwave.kernels.hopper.parts import first_column, tile_bytes
 from warpwave.runtime.gluon_or_stub import gl, jit, mbarrier, tma_load
@@ -32,6 +33,12 @@ def producer(maps, tiles, schedule, heads, rules):
                 down = tile_at(span, i % count) * rules.BLOCK_M
                 line = [batch * heads.num_heads + head, statistic + down]
                 load_rows(tiles.queries, q_maps, lse_map, n, batch, head, row + down, line)
+                if rules.BIAS == "cells":
+                    mbarrier.wait(tiles.p_empty.index(n % 2), ((n // 2) & 1) ^ 1)
+                    full = tiles.bias.full.index(n % 2)
+                    mbarrier.expect(full, bytes_of(tiles.bias.maps, 1))
+                    place = tiles.bias.tiles.shape[0] // 2 * (n % 2)
+                    load_bias(tiles.bias, place, full, batch, head, row + down, key_first)
                 if i == 0:
                     mbarrier.wait(tiles.empty.index(0), (messages & 1) ^ 1)
                     mbarrier.expect(tiles.full.index(0), tile_bytes(k_maps) + tile_bytes(v_maps))

@@ -216,7 +216,8 @@ def times(x, factor):
 
 @jit
 def probabilities(
-    x, lse_log2, band, row_first, key_first, slope_log2, words, KEYS_FIRST: gl.constexpr, IS_CUT: gl.constexpr, rules
+    x, lse_log2, band, row_first, key_first, slope_log2, words, bias, KEYS_FIRST: gl.constexpr, IS_CUT: gl.constexpr,
+    rules,
 ):  # fmt: skip
     """Returns P and 1 - tanh^2 of a tile of raw scores; the latter is P itself, unused, without a softcap.
 
@@ -224,6 +225,7 @@ def probabilities(
         x: scores before the scale, float32: [keys, queries] if KEYS_FIRST, else [queries, keys].
         lse_log2: of the queries, in bits, as a row or a column beside x; +inf for a query that sees nothing.
         words: of a mask (words.py); unused without one.
+        bias: in natural units, to be broadcast to x; unused without one.
         IS_CUT: whether an edge of the band passes through the tile, or its keys end within.
     """
     cap = x
@@ -236,6 +238,8 @@ def probabilities(
     if rules.HAS_ALIBI:
         rows, keys = places(x, row_first, key_first, KEYS_FIRST)
         exponent -= slope_log2 * gl.abs(rows + band.offset - keys).to(gl.float32)
+    if rules.BIAS != "":
+        exponent += bias.to(gl.float32) * LOG2_E
     if rules.HAS_MASK:
         exponent = hide_words(exponent, words, x.shape[1])
     p = exp2(exponent)
