@@ -104,7 +104,8 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
 
     def beside(t: Tensors) -> tuple[Any, ...]:
         of_rows = (t.workspace.lse_log2, t.workspace.delta, t.dq, t.operands.alibi_slopes)
-        return *of_rows, t.workspace.words, None if kind == "cells" else t.operands.bias, *t.offsets
+        of_scores = (t.workspace.words, None if kind == "cells" else t.operands.bias, t.of_slopes)
+        return *of_rows, *of_scores, *t.offsets
 
     sources = mapped(tensors)
     plans = [*chain(*_plans(problem, sources[:5], of_keys=(1, 2), steps=(1, 2), step=block_n))]
@@ -149,6 +150,7 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
             "HAS_MASK": problem.mask_shape is not None,
             "BIAS": kind,
             "WRITE_DBIAS": tensors.dbias is not None,
+            "WRITE_DSLOPES": tensors.of_slopes is not None,
         },
         options=OPTIONS,
     )

@@ -112,7 +112,8 @@ def steps_of_dq(problem: AttentionProblem, config: Config, bias_bytes: int) -> t
     Args:
         bias_bytes: of a score (`bias_bytes`).
     """
-    keys = config.block_m
+    # A softcap's derivative and dS of 128 keys do not fit the registers: 792 bytes spilled at head_dim 128.
+    keys = GROUP_ROWS if bias_bytes and problem.softcap > 0 else config.block_m
     while smem_of_dq(problem, config, (keys, 1), bias_bytes) > SMEM_PER_BLOCK:
         keys //= 2
     fits = smem_of_dq(problem, config, (keys, config.num_stages), bias_bytes) <= SMEM_PER_BLOCK

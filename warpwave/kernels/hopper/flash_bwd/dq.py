@@ -104,6 +104,8 @@ class Place:
     Args:
         lse_ptr, delta_ptr: statistics (rows.py): `statistic_rows` of each of the `num_heads` heads of an item.
         dq_maps, dq_ptr, strides_dq: of dQ; strides of batch, head and row.
+        of_slopes_ptr: what each query adds to the gradient of its head's ALiBi slope, (batch, head, `longest` queries);
+            unused unless WRITE_DSLOPES.
     """
 
     lse_ptr: gl.tensor
@@ -116,11 +118,14 @@ class Place:
     softmax_scale: gl.tensor
     alibi_slopes_ptr: gl.tensor
     stride_alibi_b: gl.tensor
+    of_slopes_ptr: gl.tensor
+    longest: gl.tensor
+    WRITE_DSLOPES: gl.constexpr
 
     @constexpr_function
     def __init__(
         self, lse_ptr, delta_ptr, num_heads, statistic_rows, dq_maps, dq_ptr, strides_dq, softmax_scale,
-        alibi_slopes_ptr, stride_alibi_b,
+        alibi_slopes_ptr, stride_alibi_b, of_slopes_ptr, longest, WRITE_DSLOPES,
     ):  # fmt: skip
         self.lse_ptr = lse_ptr
         self.delta_ptr = delta_ptr
@@ -132,6 +137,9 @@ class Place:
         self.softmax_scale = softmax_scale
         self.alibi_slopes_ptr = alibi_slopes_ptr
         self.stride_alibi_b = stride_alibi_b
+        self.of_slopes_ptr = of_slopes_ptr
+        self.longest = longest
+        self.WRITE_DSLOPES = gl.constexpr(WRITE_DSLOPES)
 
 
 # The producer ---------------------------------------------------------------------------------------------------------
@@ -253,6 +261,8 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask, rules):
     wait_keys(tiles, n, band.k_end - band.k_begin - begin * rules.BLOCK_N, rules)
     s = scores_async(q, tiles.keys, n, zero)
     x = warpgroup_mma_wait(0, deps=[s])
+    takes_ds: gl.constexpr = len(tiles.bias.gradient_maps) > 0 or place.WRITE_DSLOPES  # before the softcap
+    of_slope = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, accumulator_layout(rules.BLOCK_N)))
     lines = mask_lines(mask, work, row_first, work.seqlen_q, rules.BLOCK_N, rules)
     for j in range(begin, end):
         key_first = band.k_begin + j * rules.BLOCK_N
@@ -265,7 +275,7 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask, rules):
         y = warpgroup_mma_wait(0, deps=[dp])
         hand_back_multiplied(tiles.values, n)
         ds = p * (y - delta)
-        if rules.HAS_SOFTCAP and len(tiles.bias.gradient_maps) == 0:
+        if rules.HAS_SOFTCAP and not takes_ds:
             ds = ds * cap
         if not rules.HAS_MASK:  # whose words hold what position hides  # noqa: SIM102
             if is_cut(row_first, key_first, band, rules):
@@ -274,8 +284,11 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask, rules):
                 ds = gl.where(visible(band, rows, keys, rules), ds, 0.0)
         if len(tiles.bias.gradient_maps) > 0:
             store_gradient(ds, tiles.bias, bias_tile, work, row_first, key_first)
-            if rules.HAS_SOFTCAP:
-                ds = gl.where(p == 0.0, 0.0, ds * cap)
+        if place.WRITE_DSLOPES:
+            rows, keys = places(ds, row_first, key_first, False)
+            of_slope -= gl.sum(ds * gl.abs(rows + band.offset - keys).to(gl.float32), axis=1)
+        if rules.HAS_SOFTCAP and takes_ds:
+            ds = gl.where(p == 0.0, 0.0, ds * cap)
         pending = values_async(operand(ds, tiles.keys), tiles.keys, n, dq)
         if j + 1 < end:
             wait_keys(tiles, n + 1, band.k_end - key_first - rules.BLOCK_N, rules)
@@ -291,6 +304,10 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask, rules):
         x = warpgroup_mma_wait(0, deps=[s])
         n += 1
     n = skip(tiles.keys, tiles.values, n, block_end - end)
+    if place.WRITE_DSLOPES:
+        line = (work.batch * place.num_heads + work.head).to(gl.int64) * place.longest
+        own = row_first + gl.arange(0, ROWS, gl.SliceLayout(1, accumulator_layout(rules.BLOCK_N)))
+        gl.store(place.of_slopes_ptr + (line + own), of_slope, mask=own < band.q_end)
     return dq, n
 
 
@@ -355,6 +372,7 @@ def dq_kernel(
     alibi_slopes_ptr,
     words_ptr,
     bias_ptr,
+    of_slopes_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
     counter_ptr,
@@ -399,6 +417,7 @@ def dq_kernel(
     HAS_MASK: gl.constexpr,
     BIAS: gl.constexpr,
     WRITE_DBIAS: gl.constexpr,
+    WRITE_DSLOPES: gl.constexpr,
 ):
     """Tiles of 128 queries of one head, as many as the counter gives.
 
@@ -410,6 +429,8 @@ def dq_kernel(
         cu_seqlens_k_ptr = counter_ptr
     if not HAS_ALIBI:
         alibi_slopes_ptr = counter_ptr
+    if not WRITE_DSLOPES:
+        of_slopes_ptr = counter_ptr
     if not HAS_MASK:
         words_ptr = counter_ptr
     if BIAS == "" or BIAS == "cells":
@@ -461,7 +482,8 @@ def dq_kernel(
     fence_async_shared()
     place = Place(
         lse_ptr, delta_ptr, num_heads, statistic_rows, present(dq_map, dq_map_2, dq_map_3), dq_ptr,
-        (stride_dq_b, stride_dq_h, stride_dq_m), softmax_scale, alibi_slopes_ptr, stride_alibi_b,
+        (stride_dq_b, stride_dq_h, stride_dq_m), softmax_scale, alibi_slopes_ptr, stride_alibi_b, of_slopes_ptr,
+        seqlen_q, WRITE_DSLOPES,
     )  # fmt: skip
     mask = Mask(words_ptr, (stride_words_b, stride_words_h, stride_words_t, stride_words_m))
     gl.warp_specialize(

@@ -45,7 +45,7 @@ __all__ = [
 
 NAME = "hopper/flash_bwd"
 NEEDS_GPU = True
-GRADIENTS = ("q", "k", "v", "bias", "sinks")  # of which operands
+GRADIENTS = ("q", "k", "v", "bias", "alibi_slopes", "sinks")  # of which operands
 
 Results = tuple[torch.Tensor, torch.Tensor]
 
@@ -71,10 +71,13 @@ def bind(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, wanted: Sequence[bool], config: Config
 ) -> Callable[[Operands, Results, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor | None, ...]]:
     """Prepares the gradients of one problem and layout; compiles in the first call, and in the first with a dlse.
+    The gradient of ALiBi's slopes takes launches apart, whatever the config.
 
     Returns:
         run: `run(operands, (out, lse), dout, dlse)` gives dq, dk, dv, dbias, dslopes, dsinks; None where not wanted.
     """
+    if wanted[4] and problem.alibi_shape is not None:
+        config = configs(problem, gpu)[-1]
     mappable, device = host.mappable(problem, operands), operands.q.device
     shapes = _workspace_shapes(problem, config)
     allocate_left = [s and maker(s, dtype, device) for s, dtype in zip(shapes, _DTYPES, strict=True)]
@@ -97,12 +100,14 @@ def bind(
             hidden.run(tensors, lambda: launches.of_hidden(problem, tensors))
             tensors = launches.without_unseen(problem, tensors)
             tensors = with_bias(problem, tensors, wanted[3])
+        if wanted[4]:
+            tensors = with_slopes(problem, tensors)
         bound = plain if dlse is None else with_dlse
         bound.run(tensors, lambda: specify(problem, gpu, tensors, config))
         dsinks = None
         if wanted[5] and workspace.of_sinks is not None:
             dsinks = workspace.of_sinks.view(-1, problem.num_heads_q, workspace.of_sinks.shape[1]).sum((0, 2))
-        found = (dq, dk, dv, bias_gradient(problem, tensors), None, dsinks)
+        found = (dq, dk, dv, bias_gradient(problem, tensors), slope_gradient(problem, tensors), dsinks)
         return tuple(g if want else None for g, want in zip(found, wanted, strict=True))
 
     return run
@@ -132,6 +137,21 @@ def bias_gradient(problem: AttentionProblem, tensors: Tensors) -> torch.Tensor |
     sizes = zip(problem.bias_shape, tensors.dbias.shape, strict=True)
     axes = [axis for axis, (own, all) in enumerate(sizes) if own != all]
     return (tensors.dbias.sum(axes, keepdim=True) if axes else tensors.dbias).contiguous()
+
+
+def with_slopes(problem: AttentionProblem, tensors: Tensors) -> Tensors:
+    """Returns the tensors of a call with memory for the parts of the gradient of ALiBi's slopes, if it has slopes."""
+    if problem.alibi_shape is None:
+        return tensors
+    shape = (problem.batch, problem.num_heads_q, problem.seqlen_q)
+    return tensors._replace(of_slopes=torch.zeros(shape, dtype=torch.float32, device=tensors.dq.device))
+
+
+def slope_gradient(problem: AttentionProblem, tensors: Tensors) -> torch.Tensor | None:
+    """Returns the gradient of ALiBi's slopes, of their shape; None where it is not wanted."""
+    if tensors.of_slopes is None or problem.alibi_shape is None:
+        return None
+    return tensors.of_slopes.sum((0, 2) if len(problem.alibi_shape) == 1 else 2)
 
 
 class _Bound:

@@ -44,6 +44,7 @@ class Tensors(NamedTuple):
     dk: torch.Tensor
     dv: torch.Tensor
     dbias: torch.Tensor | None = None  # dS of each query head and batch item, if it is wanted; rows may be padded
+    of_slopes: torch.Tensor | None = None  # what each query adds to the slopes' gradient, if that is wanted, float32
 
     @property
     def offsets(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
