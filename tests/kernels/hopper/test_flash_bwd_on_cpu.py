@@ -223,7 +223,9 @@ def test_nan_behind_a_bias_goes_nowhere(name: str) -> None:
     judge(call, is_poisoned=True)
 
 
-@pytest.mark.parametrize("features", [{}, {"packed": True, "batch": 4, "causal": "top_left", "alibi": "batch"}], ids=str)
+@pytest.mark.parametrize(
+    "features", [{}, {"packed": True, "batch": 4, "causal": "top_left", "alibi": "batch"}], ids=str
+)
 def test_slopes_on_a_cpu(features: dict[str, Any]) -> None:
     case = replace(SHORT, heads=(4, 2), dims=(64, 40), lse=False, **{"alibi": "heads", "softcap": 15.0, **features})
     judge(cases.build(case, "normal", CPU))

@@ -59,7 +59,11 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
         return (*t.operands[:3], t.dout, t.dk, t.dv, t.workspace.lse_log2, t.workspace.delta, *of_bias)
 
     def beside(t: Tensors) -> tuple[Any, ...]:
-        of_scores = (t.operands.alibi_slopes, t.workspace.words_transposed, None if kind == "cells" else t.operands.bias)
+        of_scores = (
+            t.operands.alibi_slopes,
+            t.workspace.words_transposed,
+            None if kind == "cells" else t.operands.bias,
+        )
         return t.dk, t.dv, *of_scores, *t.offsets
 
     sources = mapped(tensors)

@@ -1,9 +1,9 @@
 """Additive biases in the launches apart (dkv.py, dq.py): how a tile of scores gets its bias, and how dS leaves.
 
-A bias with a number for each score comes by TMA. Where a block owns keys, it lands in the stage of P that it is read
-for, before P is written there, so it needs no shared memory. Where a block owns queries, its tiles come with those of K.
-If the gradient of the bias is wanted, dS replaces the bias in its tile, in the same type, and leaves by TMA; other
-biases are plain loads.
+A bias with a number for each score is copied by TMA. Where a block owns keys, each tile lands in the stage of P that
+it is read for, before P is written there, so it takes no shared memory of its own. Where a block owns queries, tiles
+of the bias come with those of K. If the gradient of the bias is wanted, dS replaces the bias in its tile, in the same
+type, and leaves by TMA. A bias that is the same for all queries or for all keys is read by plain loads.
 """
 
 # No postponed annotations here: an aggregate's fields are checked against its annotations.

@@ -182,9 +182,9 @@ def _bias_and_flags(t: Tensors) -> tuple[Any, ...]:
 
 
 def without_unseen(problem: AttentionProblem, tensors: Tensors) -> Tensors:
-    """Returns the tensors of a call with a mask or a bias, with zeros for the queries from which either hides every key,
-    and for the keys that either hides from every query: their probabilities are 0, but 0 * NaN is NaN. Keys and queries
-    that some pair shows are not changed."""
+    """Returns the tensors of a call, with zeros for the queries from which a mask or a bias hides every key, and for
+    the keys that either hides from every query: their probabilities are 0, but 0 * NaN is NaN. Keys and queries that
+    some pair shows are not changed."""
     seen, work = [], tensors.workspace
     if work.words is not None and work.words_transposed is not None:
         packed = [mask_bits.packed(problem, transposed) for transposed in (False, True)]
