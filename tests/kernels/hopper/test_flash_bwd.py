@@ -101,8 +101,7 @@ def test_launches_apart_repeat_bit_for_bit(dims: tuple[int, int], features: dict
 SHAPES = [(b, h, m, n) for b in (1, 2) for h in (1, 4) for m in (1, 1023) for n in (1, 1025)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (192, 128)], ids=str)
+@pytest.mark.parametrize(("dims", "dtype"), [((128, 128), "bfloat16"), ((64, 64), "float32")], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bias_of_any_shape(shape: tuple[int, ...], dims: tuple[int, int], dtype: str) -> None:
     """Its gradient is summed over every axis that is broadcast. Sinks keep that of a bias of queries from being 0."""
