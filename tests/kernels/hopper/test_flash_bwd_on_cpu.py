@@ -18,6 +18,7 @@ from warpwave.gpu import Gpu
 from warpwave.kernels.hopper import flash_bwd
 from warpwave.kernels.hopper.flash_bwd import kernel, launches
 from warpwave.kernels.hopper.flash_bwd.launches import Tensors
+from warpwave.problem import LARGEST_BIAS
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import NO_TRITON
 from warpwave.workbench.verify.reference import Forward, Gradients, oracle
@@ -221,6 +222,23 @@ def test_nan_behind_a_bias_goes_nowhere(name: str) -> None:
     for lines in (bias[..., 20:23], bias[:, :, 5:7]) if bias.shape[2] > 1 else (bias[..., 20:23],):
         lines.fill_(-torch.inf)
     judge(call, is_poisoned=True)
+
+
+@pytest.mark.parametrize("largest", [1e9, torch.finfo(torch.float32).max])
+def test_biases_of_large_magnitude_stay_finite(largest: float) -> None:
+    """The usual stand-ins for minus infinity, in a row of nothing else, and a bias that takes everything."""
+    call = biased("each score in float32, causal, softcap", (64, 64))
+    bias = call.operands.bias.nan_to_num_(neginf=0.0)
+    bias[:, :, 180], bias[:, :, 190, 20] = -largest, largest
+    q = call.operands.q
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(2)).to(q.dtype)
+    exact = oracle(replace(call.problem, return_lse=True), call.operands)
+    exact.lse.clamp_(-LARGEST_BIAS, LARGEST_BIAS)  # as kernels bound it
+    found = on_cpu(call, dout, None, 0, exact, more=True)
+    assert found.dbias is not None
+    for gradient in (found.dq, found.dk, found.dv, found.dbias):
+        assert gradient.isfinite().all() and gradient.abs().max() < 1000
+    assert found.dq[:, 190].abs().max() < 1e-2, "one key takes everything, so no score changes anything"
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,20 @@ def as_stages_of_p(p, map):
 
 
 @jit
+def exp2_at_most_one(x):
+    """Returns min(2^x, 1); NaN stays. A bias of large magnitude rounds scores and the log-sum-exp by many bits, and
+    their difference may be large where it should be 0 at most."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 t; min.NaN.f32 t, $1, 0f00000000; ex2.approx.ftz.f32 $0, t; }",
+        "=r,r",
+        [x],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@jit
 def load_bias(bias, tile, barrier, batch, head, row, key):
     """Loads tile number `tile` of a bias by TMA; its first score is that of a query and a key."""
     for i in gl.static_range(len(bias.maps)):

@@ -23,7 +23,7 @@ from warpwave.kernels.hopper.flash_bwd.config import (
     why_not,
     width,
 )
-from warpwave.kernels.hopper.flash_bwd.costs import cost
+from warpwave.kernels.hopper.flash_bwd.costs import cost, cost_of_bias
 from warpwave.kernels.hopper.flash_bwd.launches import Step, Tensors, Workspace
 from warpwave.kernels.prepass import bias_seen, mask_bits
 from warpwave.problem import AttentionProblem, Operands
@@ -37,6 +37,7 @@ __all__ = [
     "bind",
     "configs",
     "cost",
+    "cost_of_bias",
     "default",
     "smem_bytes",
     "specify",

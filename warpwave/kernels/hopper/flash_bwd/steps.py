@@ -1,6 +1,7 @@
 """Steps that Hopper's backward kernels are built from: probabilities, rings of queries, stores of gradients."""
 
 from warpwave.kernels.hopper.flash_bwd.band import tile_at, visible
+from warpwave.kernels.hopper.flash_bwd.bias import exp2_at_most_one
 from warpwave.kernels.hopper.parts import (
     FREE_BARRIERS,
     LOG2_E,
@@ -242,7 +243,10 @@ def probabilities(
         exponent += bias.to(gl.float32) * LOG2_E
     if rules.HAS_MASK:
         exponent = hide_words(exponent, words, x.shape[1])
-    p = exp2(exponent)
+    if rules.BIAS == "":
+        p = exp2(exponent)
+    else:
+        p = exp2_at_most_one(exponent)
     if IS_CUT:
         rows, keys = places(x, row_first, key_first, KEYS_FIRST)
         p = gl.where(visible(band, rows, keys, rules), p, 0.0)
