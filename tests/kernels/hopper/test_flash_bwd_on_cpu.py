@@ -54,7 +54,8 @@ def on_cpu(
     tensors = kernel.with_bias(problem, tensors, more)
     if more:
         tensors = kernel.with_slopes(problem, tensors)
-    if tensors.dbias is not None and not problem.has_band:
+    tensors = launches.with_walks(problem, tensors, of)
+    if tensors.dbias is not None and not problem.has_band and problem.mask_shape is None:
         tensors.dbias.fill_(torch.nan)
     for step in flash_bwd.specify(problem, H200, tensors, of):
         if step.plans:
@@ -198,6 +199,30 @@ def biased(name: str, dims: tuple[int, int]) -> Call:
     return call._replace(
         problem=replace(p, bias_shape=shape, bias_dtype=dtype), operands=call.operands._replace(bias=bias)
     )
+
+
+@pytest.mark.parametrize("of_head", [False, True])
+def test_tiles_that_a_mask_hides_are_not_walked(of_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents of 128, the last of which sees nothing, in both heads of a group or in the first."""
+    call = cases.build(replace(SHORT, dims=(64, 64), lengths=(512, 512), mask="full", lse=False), "normal", CPU)
+    document = torch.arange(512) // 128
+    shown = (document[:, None] == document) & (document < 3)
+    mask = torch.stack([shown, torch.ones_like(shown)])[None] if of_head else shown.expand(1, 2, -1, -1)
+    call = call._replace(operands=call.operands._replace(mask=mask.contiguous()))
+    walked = []
+    read = gluon_on_cpu.Map.read
+
+    def counted(self: gluon_on_cpu.Map, place: Any) -> Tensor:
+        walked.append(self.block_type.shape[2:] == [128, 64])  # tiles of a step: others are of 64 rows or of statistics
+        return read(self, place)
+
+    monkeypatch.setattr(gluon_on_cpu.Map, "read", counted)
+    judge(call, more=False)
+    # K and V for each of 4 blocks of queries of a head; Q and dO for each of 8 blocks of keys. A block that sees
+    # nothing walks one tile.
+    diagonal, dense = (4, 8), (4 * 4, 8 * 4)
+    steps = (diagonal[0] + dense[0], 3 * 2 + dense[1]) if of_head else (2 * diagonal[0], 2 * 3 * 2 + 2)
+    assert sum(walked) == 2 * sum(steps)
 
 
 @pytest.mark.parametrize(

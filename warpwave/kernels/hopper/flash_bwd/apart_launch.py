@@ -12,7 +12,7 @@ from warpwave.gpu import Gpu
 from warpwave.kernels import arguments
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_bwd import dkv, dq, launches
-from warpwave.kernels.hopper.flash_bwd.config import Config, steps_of_dq
+from warpwave.kernels.hopper.flash_bwd.config import Config
 from warpwave.kernels.hopper.flash_bwd.launches import Step, Tensors
 from warpwave.kernels.prepass import mask_bits
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
@@ -62,6 +62,7 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
         of_scores = (
             t.operands.alibi_slopes,
             t.workspace.words_transposed,
+            t.workspace.walks_transposed,
             None if kind == "cells" else t.operands.bias,
         )
         return t.dk, t.dv, *of_scores, *t.offsets
@@ -80,6 +81,7 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
         scalars=[
             *launches.of_keys(problem, tensors, config, (problem.head_dim + problem.head_dim_v) * size),
             *_word_strides(problem, transposed=True),
+            *arguments.broadcast_strides(tensors.workspace.walks_transposed)[:3],
             *arguments.broadcast_strides(tensors.operands.bias)[:3],
         ],
         constants={
@@ -98,9 +100,8 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
 
 
 def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> Step:
-    kind, bias = launches.bias_kind(tensors), tensors.operands.bias
-    cell = bias.element_size() if bias is not None and kind == "cells" else 0
-    block_m, (block_n, stages_v) = 2 * ROWS, steps_of_dq(problem, config, cell)
+    kind, block_m = launches.bias_kind(tensors), 2 * ROWS
+    block_n, stages_v = launches.steps_over_keys(problem, tensors, config)
 
     def mapped(t: Tensors) -> tuple[torch.Tensor, ...]:
         of_bias = (t.operands.bias, t.dbias) if kind == "cells" else ()
@@ -108,7 +109,7 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
 
     def beside(t: Tensors) -> tuple[Any, ...]:
         of_rows = (t.workspace.lse_log2, t.workspace.delta, t.dq, t.operands.alibi_slopes)
-        of_scores = (t.workspace.words, None if kind == "cells" else t.operands.bias, t.of_slopes)
+        of_scores = (t.workspace.words, t.workspace.walks, None if kind == "cells" else t.operands.bias, t.of_slopes)
         return *of_rows, *of_scores, *t.offsets
 
     sources = mapped(tensors)
@@ -142,6 +143,7 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
             softcap_log2,
             problem.softmax_scale,
             *_word_strides(problem, transposed=False),
+            *arguments.broadcast_strides(tensors.workspace.walks)[:3],
             *arguments.broadcast_strides(tensors.operands.bias)[:3],
         ],
         constants={

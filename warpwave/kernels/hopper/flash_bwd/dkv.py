@@ -39,10 +39,12 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     row_of,
     slope_of,
     statistics_of,
+    step_of,
     store_pieces,
     stream_of,
     times,
     wait_rows,
+    walk_of,
     zero_sums,
 )
 from warpwave.kernels.hopper.parts import (
@@ -135,10 +137,15 @@ def sum_values(tiles, work, n, results, mask, heads, rules):
     place = gl.to_tensor(0)
     head = work.head * heads.group_size
     row_first = row_of(span, place, band, rules)
+    steps = count * heads.group_size
+    walk = walk_of(mask, work, key_first // rules.BLOCK_N, rules)
+    if rules.HAS_MASK:
+        steps = gl.load(walk)
+        head, row_first = step_of(gl.load(walk + 1), work, heads, rules)
     s = scores_of(tiles.keys, tiles.queries, n, row_first, band, rules)
     x = warpgroup_mma_wait(0, deps=[s])
     lines = mask_lines(mask, work, key_first, work.seqlen_k, rules.BLOCK_M, rules)
-    for i in range(count * heads.group_size):
+    for i in range(steps):
         words = mask_words(mask, lines, head, row_first, rules.BLOCK_M, rules)
         lse = statistics_of(tiles.queries, n, 0, rules.BLOCK_M, across)
         slope = slope_of(results.alibi_slopes_ptr, results.stride_alibi_b, work, head, rules)
@@ -164,10 +171,13 @@ def sum_values(tiles, work, n, results, mask, heads, rules):
         arrive_alone(tiles.queries.ring.empty.index(n % tiles.queries.ring.stages))
         wait_rows(tiles.dout, n, band.q_end - row_first, rules.BLOCK_M, rules.IS_VARLEN)
         pending = values_async(operand(p, tiles.dout.ring), tiles.dout.ring, n, dv)
-        head = gl.where(place + 1 == count, head + 1, head)
-        place = gl.where(place + 1 == count, 0, place + 1)
-        row_first = row_of(span, place, band, rules)
-        if i + 1 < count * heads.group_size:
+        if rules.HAS_MASK:
+            head, row_first = step_of(gl.load(walk + i + 2, mask=i + 1 < steps, other=0), work, heads, rules)
+        else:
+            head = gl.where(place + 1 == count, head + 1, head)
+            place = gl.where(place + 1 == count, 0, place + 1)
+            row_first = row_of(span, place, band, rules)
+        if i + 1 < steps:
             wait_rows(tiles.queries, n + 1, band.q_end - row_first, rules.BLOCK_M, rules.IS_VARLEN)
         # Behind the last tile, of whatever the next stage holds: nobody reads these.
         s = scores_async(matrices(tiles.keys, 0), tiles.queries.ring, n + 1, zero_accumulator(rules.BLOCK_M))
@@ -179,7 +189,7 @@ def sum_values(tiles, work, n, results, mask, heads, rules):
 
 
 @jit
-def sum_keys(tiles, work, n, heads, rules):
+def sum_keys(tiles, work, n, mask, heads, rules):
     """Group 1: returns dK before the scale of a block, and the number of the next tile of queries."""
     layout: gl.constexpr = accumulator_layout(rules.BLOCK_M)
     band = band_of(work, rules)
@@ -191,7 +201,10 @@ def sum_keys(tiles, work, n, heads, rules):
     row_first = row_of(span, place, band, rules)
     dp = scores_of(tiles.values, tiles.dout, n, row_first, band, rules)
     y = warpgroup_mma_wait(0, deps=[dp])
-    for i in range(count * heads.group_size):
+    steps = count * heads.group_size
+    if rules.HAS_MASK:
+        steps = gl.load(walk_of(mask, work, key_first // rules.BLOCK_N, rules))
+    for i in range(steps):
         mbarrier.wait(tiles.p_full.index(n % 2), (n // 2) & 1)
         p = matrix(tiles.p.index(n % 2)).load(layout)
         delta = statistics_of(tiles.dout, n, 0, rules.BLOCK_M, gl.SliceLayout(0, layout))
@@ -203,7 +216,7 @@ def sum_keys(tiles, work, n, heads, rules):
         pending = values_async(operand(ds, tiles.queries.ring), tiles.queries.ring, n, dk)
         place = gl.where(place + 1 == count, 0, place + 1)
         row_first = row_of(span, place, band, rules)
-        if i + 1 < count * heads.group_size:
+        if i + 1 < steps:
             wait_rows(tiles.dout, n + 1, band.q_end - row_first, rules.BLOCK_M, rules.IS_VARLEN)
         dp = scores_async(matrices(tiles.values, 0), tiles.dout.ring, n + 1, zero_accumulator(rules.BLOCK_M))
         dk = wait_for(pending, len(tiles.values))
@@ -228,7 +241,7 @@ def consumer(
         if GROUP == 0:
             result, n = sum_values(tiles, work, n, results, mask, heads, rules)
         else:
-            result, n = sum_keys(tiles, work, n, heads, rules)
+            result, n = sum_keys(tiles, work, n, mask, heads, rules)
             result = times(result, results.softmax_scale)
         # To read the message again is cheaper than to keep what it says in registers through the loop.
         work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
@@ -261,6 +274,7 @@ UNSPECIALISED = [
     *("num_tiles", "num_heads", "num_heads_kv", "group_size", "batch", "tiles_per_head", "heads_in_l2", "seqlen_q"),
     *("seqlen_k", "total_q", "total_k", "window_left", "window_right", "statistic_rows"),
     *("stride_words_b", "stride_words_h", "stride_words_t", "stride_words_m"),
+    *("stride_walks_b", "stride_walks_h", "stride_walks_t"),
     *("stride_bias_b", "stride_bias_h", "stride_bias_m"),
 ]
 
@@ -292,6 +306,7 @@ def dkv_kernel(
     dv_ptr,
     alibi_slopes_ptr,
     words_ptr,
+    walks_ptr,
     bias_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
@@ -324,6 +339,9 @@ def dkv_kernel(
     stride_words_h,
     stride_words_t,
     stride_words_m,
+    stride_walks_b,
+    stride_walks_h,
+    stride_walks_t,
     stride_bias_b,
     stride_bias_h,
     stride_bias_m,
@@ -353,6 +371,7 @@ def dkv_kernel(
         alibi_slopes_ptr = counter_ptr
     if not HAS_MASK:
         words_ptr = counter_ptr
+        walks_ptr = counter_ptr
     if BIAS == "" or BIAS == "cells":
         bias_ptr = counter_ptr
     q_maps = present(q_map, q_map_2, q_map_3)
@@ -410,12 +429,15 @@ def dkv_kernel(
         (stride_dk_b, stride_dk_h, stride_dk_n), (stride_dv_b, stride_dv_h, stride_dv_n), softmax_scale,
         alibi_slopes_ptr, stride_alibi_b,
     )  # fmt: skip
-    mask = Mask(words_ptr, (stride_words_b, stride_words_h, stride_words_t, stride_words_m))
+    mask = Mask(
+        words_ptr, (stride_words_b, stride_words_h, stride_words_t, stride_words_m), walks_ptr,
+        (stride_walks_b, stride_walks_h, stride_walks_t),
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (consumer, (0, results, mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
             (consumer, (1, results, mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
-            (producer, ((q_maps, k_maps, v_maps, dout_maps, lse_map, delta_map), tiles, schedule, heads, rules)),
+            (producer, ((q_maps, k_maps, v_maps, dout_maps, lse_map, delta_map), mask, tiles, schedule, heads, rules)),
         ],
         [4, 1],
         [240, 24],

@@ -25,6 +25,7 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     slope_of,
     store_pieces,
     times,
+    walk_of,
     zero_sums,
 )
 from warpwave.kernels.hopper.parts import (
@@ -146,7 +147,7 @@ class Place:
 
 
 @jit
-def producer(maps, tiles, schedule, rules):
+def producer(maps, mask, tiles, schedule, rules):
     """Draws tiles of queries, and loads Q and dO of each and the keys that they see."""
     q_maps, k_maps, v_maps, dout_maps = maps
     n = 0
@@ -164,12 +165,22 @@ def producer(maps, tiles, schedule, rules):
                 batch = 0
             kv_head = work.head // schedule.group_size
             key = work.k_begin + band.k_begin
-            load_keys(tiles, k_maps, n, batch, kv_head, key + begin * rules.BLOCK_N, work.head, row_first)
+            walk = walk_of(mask, work, row_first // rules.BLOCK_M, rules)
+            key_next = key + begin * rules.BLOCK_N
+            if rules.HAS_MASK:
+                end = begin + gl.load(walk)
+                key_next = gl.load(walk + 1) * rules.BLOCK_N
+            load_keys(tiles, k_maps, n, batch, kv_head, key_next, work.head, row_first)
             load_queries(q_maps, dout_maps, tiles, batch, work.head, work.q_begin + row_first, messages)
             for j in range(begin, end):
-                load_tile(tiles.values, v_maps, n, batch, kv_head, key + j * rules.BLOCK_N)
+                if rules.HAS_MASK:
+                    load_tile(tiles.values, v_maps, n, batch, kv_head, key_next)
+                    key_next = gl.load(walk + (j + 1 - begin + 1), mask=j + 1 < end, other=0) * rules.BLOCK_N
+                else:
+                    load_tile(tiles.values, v_maps, n, batch, kv_head, key + j * rules.BLOCK_N)
+                    key_next = key + (j + 1) * rules.BLOCK_N
                 if j + 1 < end:
-                    load_keys(tiles, k_maps, n + 1, batch, kv_head, key + (j + 1) * rules.BLOCK_N, work.head, row_first)
+                    load_keys(tiles, k_maps, n + 1, batch, kv_head, key_next, work.head, row_first)
                 n += 1
             messages += 1
         t = scheduler.draw(schedule.counter_ptr, t, schedule.num_tiles)
@@ -244,6 +255,11 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask, rules):
     begin, end = key_tiles(band, row_first, row_first + ROWS, rules)
     begin = gl.minimum(gl.maximum(begin, block_begin), block_end - 1)  # one tile at least, if only a hidden one
     end = gl.minimum(gl.maximum(end, begin + 1), block_end)
+    walk = walk_of(mask, work, block_first // rules.BLOCK_M, rules)
+    if rules.HAS_MASK:  # both groups walk what the block sees
+        begin = block_begin
+        end = begin + gl.load(walk)
+        block_end = end
     batch = work.batch
     if rules.IS_VARLEN:
         batch = 0
@@ -266,6 +282,8 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask, rules):
     lines = mask_lines(mask, work, row_first, work.seqlen_q, rules.BLOCK_N, rules)
     for j in range(begin, end):
         key_first = band.k_begin + j * rules.BLOCK_N
+        if rules.HAS_MASK:
+            key_first = gl.load(walk + (j - begin + 1)) * rules.BLOCK_N
         words = mask_words(mask, lines, work.head, key_first, rules.BLOCK_N, rules)
         wait_full(tiles.values, n)
         dp = scores_async(dout, tiles.values, n, zero)
@@ -343,6 +361,7 @@ UNSPECIALISED = [
     *("stride_alibi_b", "stride_dq_b", "stride_dq_h", "stride_dq_m", "num_tiles", "num_heads", "group_size", "batch"),
     *("tiles_per_head", "heads_in_l2", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right"),
     *("statistic_rows", "stride_words_b", "stride_words_h", "stride_words_t", "stride_words_m"),
+    *("stride_walks_b", "stride_walks_h", "stride_walks_t"),
     *("stride_bias_b", "stride_bias_h", "stride_bias_m"),
 ]
 
@@ -371,6 +390,7 @@ def dq_kernel(
     dq_ptr,
     alibi_slopes_ptr,
     words_ptr,
+    walks_ptr,
     bias_ptr,
     of_slopes_ptr,
     cu_seqlens_q_ptr,
@@ -400,6 +420,9 @@ def dq_kernel(
     stride_words_h,
     stride_words_t,
     stride_words_m,
+    stride_walks_b,
+    stride_walks_h,
+    stride_walks_t,
     stride_bias_b,
     stride_bias_h,
     stride_bias_m,
@@ -433,6 +456,7 @@ def dq_kernel(
         of_slopes_ptr = counter_ptr
     if not HAS_MASK:
         words_ptr = counter_ptr
+        walks_ptr = counter_ptr
     if BIAS == "" or BIAS == "cells":
         bias_ptr = counter_ptr
     q_maps = present(q_map, q_map_2, q_map_3)
@@ -483,12 +507,15 @@ def dq_kernel(
         (stride_dq_b, stride_dq_h, stride_dq_m), softmax_scale, alibi_slopes_ptr, stride_alibi_b, of_slopes_ptr,
         seqlen_q, WRITE_DSLOPES,
     )  # fmt: skip
-    mask = Mask(words_ptr, (stride_words_b, stride_words_h, stride_words_t, stride_words_m))
+    mask = Mask(
+        words_ptr, (stride_words_b, stride_words_h, stride_words_t, stride_words_m), walks_ptr,
+        (stride_walks_b, stride_walks_h, stride_walks_t),
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (consumer, (0, place, mask, tiles, seqlen_q, seqlen_k, rules, HEAD_DIM)),
             (consumer, (1, place, mask, tiles, seqlen_q, seqlen_k, rules, HEAD_DIM)),
-            (producer, ((q_maps, k_maps, v_maps, dout_maps), tiles, schedule, rules)),
+            (producer, ((q_maps, k_maps, v_maps, dout_maps), mask, tiles, schedule, rules)),
         ],
         [4, 1],
         [240, 24],

@@ -526,7 +526,7 @@ def joint_kernel(
         [
             (consumer, (0, results, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
             (consumer, (1, results, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
-            (producer, (maps, tiles, schedule, heads, rules)),
+            (producer, (maps, (), tiles, schedule, heads, rules)),
             (adder, (dq_map, tiles, seqlen_q, seqlen_k, heads, rules)),
         ],
         [4, 1, 1],

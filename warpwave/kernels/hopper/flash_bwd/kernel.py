@@ -100,7 +100,7 @@ def bind(
         if hides:
             hidden.run(tensors, lambda: launches.of_hidden(problem, tensors))
             tensors = launches.without_unseen(problem, tensors)
-            tensors = with_bias(problem, tensors, wanted[3])
+            tensors = launches.with_walks(problem, with_bias(problem, tensors, wanted[3]), config)
         if wanted[4]:
             tensors = with_slopes(problem, tensors)
         bound = plain if dlse is None else with_dlse
@@ -124,7 +124,7 @@ def with_bias(problem: AttentionProblem, tensors: Tensors, is_wanted: bool) -> T
         batch, heads = bias.shape[:2]
         bias = bias.expand(batch, heads, problem.seqlen_q, problem.seqlen_k)
         dbias = host.padded_rows(bias, (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k))
-        if problem.has_band:  # whose hidden tiles no block visits
+        if problem.has_band or problem.mask_shape is not None:  # whose hidden tiles no block visits
             dbias.zero_()
     if is_wanted or host.bias_kind(bias) == "cells":
         bias = host.mappable_bias(bias)

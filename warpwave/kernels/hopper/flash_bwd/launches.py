@@ -7,11 +7,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from warpwave.kernels import arguments
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_bwd import rows
-from warpwave.kernels.hopper.flash_bwd.config import Config, width
+from warpwave.kernels.hopper.flash_bwd.config import Config, steps_of_dq, width
 from warpwave.kernels.prepass import bias_seen, mask_bits
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch
@@ -29,6 +30,8 @@ class Workspace(NamedTuple):
     words_transposed: torch.Tensor | None
     queries_seen: torch.Tensor | None  # where a bias hides: see prepass/bias_seen.py
     keys_seen: torch.Tensor | None
+    walks: torch.Tensor | None = None  # of blocks of queries, and of blocks of keys: see `walks`
+    walks_transposed: torch.Tensor | None = None
 
 
 class Tensors(NamedTuple):
@@ -68,6 +71,13 @@ class Step(NamedTuple):
 def bias_kind(tensors: Tensors) -> str:
     """Returns how a bias is read (`host.bias_kind`). One whose gradient is wanted has a number for each score."""
     return "cells" if tensors.dbias is not None else host.bias_kind(tensors.operands.bias)
+
+
+def steps_over_keys(problem: AttentionProblem, tensors: Tensors, config: Config) -> tuple[int, int]:
+    """Returns the keys of a step in the launch of dQ, and the tiles of V in flight (`config.steps_of_dq`)."""
+    bias = tensors.operands.bias
+    is_copied = bias is not None and bias_kind(tensors) == "cells"
+    return steps_of_dq(problem, config, bias.element_size() if bias is not None and is_copied else 0)
 
 
 def query_tiles(problem: AttentionProblem, block_m: int) -> int:
@@ -161,7 +171,7 @@ def of_hidden(problem: AttentionProblem, tensors: Tensors) -> list[Step]:
     what the bias hides from everything."""
     steps = []
     if problem.bias_shape is not None:
-        bias, (of_queries, of_keys) = tensors.operands.bias, tensors.workspace[-2:]
+        bias, (of_queries, of_keys) = tensors.operands.bias, tensors.workspace[6:8]
         assert bias is not None and of_queries is not None and of_keys is not None
         steps.append(Step(bias_seen.specify(problem, bias, of_queries, of_keys), _bias_and_flags))
     if problem.mask_shape is None:
@@ -178,7 +188,29 @@ def _mask_and_words(t: Tensors, transposed: bool) -> tuple[Any, ...]:
 
 
 def _bias_and_flags(t: Tensors) -> tuple[Any, ...]:
-    return t.operands.bias, *t.workspace[-2:]
+    return t.operands.bias, *t.workspace[6:8]
+
+
+def with_walks(problem: AttentionProblem, tensors: Tensors, config: Config) -> Tensors:
+    """Returns the tensors of a call, with lists of the steps that its blocks walk (`mask_bits.walks`) if it has a mask:
+    those of which the packed mask shows a pair. Steps of a block of 128 queries are tiles of keys; steps of a block of
+    64 keys are tiles of queries, counted over the heads of a group."""
+    work = tensors.workspace
+    if work.words is None or work.words_transposed is None:
+        return tensors
+    block_m, block_n = config.block_m, steps_over_keys(problem, tensors, config)[0]
+    packed = [mask_bits.packed(problem, transposed) for transposed in (False, True)]
+    of_queries = mask_bits.tiles_shown(work.words, packed[0])
+    if of_queries.shape[2] > 1:
+        of_queries = pad(of_queries, (0, 0, 0, of_queries.shape[2] % 2)).unflatten(2, (-1, 2)).any(3)
+    of_queries = of_queries.repeat_interleave(mask_bits.TILE_KEYS // block_n, -1)
+    of_keys = mask_bits.tiles_shown(work.words_transposed, packed[1])
+    of_keys = of_keys.repeat_interleave(mask_bits.TILE_KEYS // block_m, -1)[..., : query_tiles(problem, block_m)]
+    group = problem.num_heads_q // problem.num_heads_kv
+    heads = problem.num_heads_kv if of_keys.shape[1] > 1 else 1
+    of_keys = of_keys.expand(-1, heads * group, -1, -1).unflatten(1, (heads, group)).transpose(2, 3).flatten(3)
+    walks = mask_bits.walks(of_queries), mask_bits.walks(of_keys)
+    return tensors._replace(workspace=work._replace(walks=walks[0], walks_transposed=walks[1]))
 
 
 def without_unseen(problem: AttentionProblem, tensors: Tensors) -> Tensors:

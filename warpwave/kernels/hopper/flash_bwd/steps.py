@@ -84,16 +84,25 @@ class Results:
 
 @aggregate
 class Mask:
-    """A mask's words (prepass/mask_bits.py) and their strides of batch, head, tile of columns and row. Rows are keys
-    where scores are computed transposed."""
+    """A packed mask (prepass/mask_bits.py). Rows are keys where scores are computed transposed.
+
+    Args:
+        words_ptr, strides: its words, and their strides of batch, head, tile of columns and row.
+        walks_ptr, walk_strides: which steps of a block show a pair (launches.walks), and strides of batch, head and
+            block.
+    """
 
     words_ptr: gl.tensor
     strides: gl.tuple
+    walks_ptr: gl.tensor
+    walk_strides: gl.tuple
 
     @constexpr_function
-    def __init__(self, words_ptr, strides):
+    def __init__(self, words_ptr, strides, walks_ptr, walk_strides):
         self.words_ptr = words_ptr
         self.strides = strides
+        self.walks_ptr = walks_ptr
+        self.walk_strides = walk_strides
 
 
 @jit
@@ -113,6 +122,17 @@ def mask_words(mask, lines, head, column_first, WIDTH: gl.constexpr, rules):
     if rules.HAS_MASK:
         words = load_words(lines + head.to(gl.int64) * mask.strides[1], mask.strides[2], column_first, WIDTH)
     return words
+
+
+@jit
+def walk_of(mask, work, block, rules):
+    """Returns where the steps of a block of queries or keys are listed, 0 without a mask. Its number of steps comes
+    first."""
+    walk = gl.to_tensor(0)
+    if rules.HAS_MASK:
+        walk = mask.walks_ptr + work.batch.to(gl.int64) * mask.walk_strides[0]
+        walk += work.head.to(gl.int64) * mask.walk_strides[1] + block.to(gl.int64) * mask.walk_strides[2]
+    return walk
 
 
 @aggregate
@@ -173,6 +193,14 @@ def zero_tail(x, rows_used, COUNT: gl.constexpr):
 def row_of(span, place, band, rules):
     """Returns the first query of the place-th tile of a span."""
     return band.q_begin + tile_at(span, place) * rules.BLOCK_M
+
+
+@jit
+def step_of(listed, work, heads, rules):
+    """Returns the query head and the first query of a listed step of a block of keys: the number of its tile of
+    queries, counted over the heads of a group."""
+    tiles = heads.rows // rules.BLOCK_M
+    return work.head * heads.group_size + listed // tiles, listed % tiles * rules.BLOCK_M
 
 
 @jit
