@@ -111,7 +111,11 @@ class Map:
         self.adding = threading.Lock()
         self.block_type = types.SimpleNamespace(shape=block, nbytes=torch.Size(block).numel() * tensor.element_size())
 
+    def _check(self, place: Sequence[Any]) -> None:
+        assert int(place[-1]) * self.tensor.element_size() % 16 == 0, "a copy begins at a multiple of 16 bytes"
+
     def read(self, place: Sequence[Any]) -> Tensor:
+        self._check(place)
         self.rows_read.add(int(place[-2]))
         block = torch.zeros(self.block_type.shape, dtype=self.dtype)
         source, target = [], []
@@ -125,6 +129,7 @@ class Map:
         return block
 
     def write(self, place: Sequence[Any], block: Tensor, add: bool = False) -> None:
+        self._check(place)
         target, source = [], []
         for at, extent, size in zip(map(int, place), self.block_type.shape, self.tensor.shape, strict=True):
             begin, end = max(at, 0), min(at + extent, size)

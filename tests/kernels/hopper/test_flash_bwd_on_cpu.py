@@ -177,6 +177,9 @@ BIASED: dict[str, tuple[dict[str, Any], tuple[int, int, int, int], str]] = {
     "one for batch and heads, window": (
         {"window": (300, 5), "lengths": (400, 600), "heads": (4, 2), "batch": 2}, (0, 0, 1, 1), "float16",
     ),
+    "each score, keys from an odd one on": (
+        {"causal": "bottom_right", "window": (13, 13), "lengths": (3, 799)}, (1, 1, 1, 1), "float16",
+    ),
     "one for the heads, mask": ({"mask": "full", "batch": 2}, (1, 0, 1, 1), "float16"),
     "keys, causal": ({"causal": "bottom_right", "lengths": (330, 150)}, (1, 1, 0, 1), "float16"),
     "queries": ({"lengths": (70, 130), "softcap": 15.0, "sinks": True}, (0, 1, 1, 0), "float32"),
@@ -240,7 +243,7 @@ def test_a_bias_whose_gradient_is_not_wanted(name: str) -> None:
     judge(biased(name, (40, 64)), more=False)
 
 
-@pytest.mark.parametrize("name", ["each score", "keys, causal"])
+@pytest.mark.parametrize("name", ["each score", "keys, causal", "each score, keys from an odd one on"])
 def test_nan_behind_a_bias_goes_nowhere(name: str) -> None:
     call = biased(name, (64, 40))
     bias = call.operands.bias

@@ -102,7 +102,9 @@ def band_of(work, rules):
         k_begin = gl.minimum(gl.maximum(low, 0), k_end)
     if rules.HAS_LOW and rules.TOP_LEFT:  # the window may lie behind the causal edge of every query
         q_end = gl.where(low > high, q_begin, q_end)
-    if rules.HAS_MASK:  # tiles that share no words; what no query sees is zeros then (launches.without_unseen)
+    # Tiles of a mask share no words, and those of a bias begin at a multiple of 16 bytes, or the copy engine raises an
+    # illegal instruction. What no query sees is zeros then (launches.without_unseen).
+    if rules.HAS_MASK or rules.BIAS != "":
         q_begin = q_begin // TILE_KEYS * TILE_KEYS
         k_begin = k_begin // TILE_KEYS * TILE_KEYS
     return Band(low, high, offset, q_begin, q_end, k_begin, k_end)

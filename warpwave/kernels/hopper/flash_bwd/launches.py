@@ -269,7 +269,7 @@ def statistics(problem: AttentionProblem, tensors: Tensors, config: Config) -> S
                 **arguments.band_constants(problem),
                 "HAS_SINKS": problem.has_sinks,
                 "IS_VARLEN": problem.packed,
-                "ALIGN": mask_bits.TILE_KEYS if problem.mask_shape is not None else 1,
+                "ALIGN": 1 if problem.mask_shape is problem.bias_shape is None else mask_bits.TILE_KEYS,
             },
             options={"num_warps": 4 if problem.head_dim_v <= 128 else 8, "num_stages": 1, "enable_fp_fusion": True},
         ),
