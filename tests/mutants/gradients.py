@@ -212,6 +212,7 @@ JOINT, APART_DKV, APART_DQ, BAND, ROWS = (
     f"kernels/hopper/flash_bwd/{name}.py" for name in ("joint", "dkv", "dq", "band", "rows")
 )
 BACKWARD_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_the_protocol_on_a_cpu"
+MASKS_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_masks_on_a_cpu"
 BIASES_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_biases_on_a_cpu"
 NEIGHBOURS_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_nan_of_a_neighbour_stays_there"
 HOPPER_BACKWARD = [
@@ -354,6 +355,16 @@ HOPPER_BACKWARD = [
         "bias on Hopper: NaN of keys that it hides multiplied", "kernels/prepass/bias_seen.py",
         "tl.store(keys_ptr + keys, tl.max(shown, 0)", "tl.store(keys_ptr + keys, tl.max(shown + 1, 0)",
         "../kernels/hopper/test_flash_bwd_on_cpu.py::test_nan_behind_a_bias_goes_nowhere", "", "FAIL",
+    ),
+    Mutant(
+        "mask on Hopper: last step of each block lost", "kernels/prepass/mask_bits.py",
+        "shown.sum(-1, keepdim=True).clamp_(min=1)", "(shown.sum(-1, keepdim=True) - 1).clamp_(min=1)",
+        MASKS_ON_CPU, "40 and alibi", "FAIL B1 maximum of d",
+    ),
+    Mutant(
+        "mask on Hopper: hidden tiles walked", "kernels/prepass/mask_bits.py",
+        "p.row_blocks, p.tiles).ne(0)", "p.row_blocks, p.tiles).ge(0)",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_tiles_that_a_mask_hides_are_not_walked", "", "sum(walked)",
     ),
     Mutant(
         "slopes on Hopper: gradient with the other sign", APART_DQ,

@@ -147,7 +147,8 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
 
 
 def _without_mask(problem: AttentionProblem) -> AttentionProblem:
-    """Returns the problem without its mask, whose bytes only the packing launches read."""
+    """Returns the problem without its mask, whose bytes only the packing launches read. Tiles that the mask hides are
+    counted, though none is walked: which they are, the problem does not say."""
     return replace(problem, mask_shape=None, mask_visible_pairs=None)
 
 
