@@ -92,7 +92,7 @@ class Memory:
     def slice(self, start: int, length: int, dim: int = 0) -> Memory:
         return self._map(lambda x: x.narrow(dim, int(start), int(length)))
 
-    def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Memory:
+    def reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Memory:
         return Memory(self.values.reshape(-1).view(dtype)[: torch.Size(shape).numel()].view(list(shape)), dtype)
 
     def load(self, layout: Any = None) -> Tensor:
@@ -296,6 +296,7 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         "mbarrier": types.SimpleNamespace(
             init=init, arrive=arrive, expect=expect, wait=wait, MBarrierLayout=lambda: "barriers"
         ),
+        "reinterpret": Memory.reinterpret,
         "tma_load": tma_load,
         "wait_full": wait_full,
         "tma_add": lambda target, place, source: target.write(place, source.values, add=True),

@@ -68,6 +68,7 @@ from warpwave.runtime.gluon_or_stub import (
     gl,
     jit,
     mbarrier,
+    reinterpret,
     tma,
     warpgroup_mma_wait,
 )
@@ -399,7 +400,7 @@ def dkv_kernel(
     if BIAS == "cells":
         bias_maps = (bias_map,)
         count: gl.constexpr = as_stages_of_p(p, bias_map)
-        bias_tiles = p._reinterpret(bias_map.dtype, [count] + bias_map.block_type.shape, bias_map.layout)
+        bias_tiles = reinterpret(p, bias_map.dtype, [count] + bias_map.block_type.shape, bias_map.layout)
         bias_full = barriers(2)
     tiles = Tiles(
         buffers(k_maps, 1),
