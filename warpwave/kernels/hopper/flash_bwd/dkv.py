@@ -8,7 +8,8 @@ keys by queries, as in joint.py, but each of the two consumer warpgroups holds o
 
 P passes from one to the other through shared memory, in float32: beside a sink, all probabilities of a row may be too
 small for float16, and bfloat16 would round dS twice. A group asks for its next scores before it waits for its sum, so
-that the tensor cores have work while either computes exponentials or dS. dQ is dq.py's.
+that the tensor cores have work while either computes exponentials or dS. A bias comes in the stages of P (bias.py).
+dQ is dq.py's.
 
 Bound: tensor cores (docs/notes/backward.md).
 """

@@ -5,7 +5,8 @@ forward does:
 
     S = Q K^T,  dP = dO V^T;   dS = exp(S - lse) (dP - delta);   dQ += dS K
 
-S of a tile is multiplied while dQ of the one before is. dK and dV are dkv.py's.
+S of a tile is multiplied while dQ of the one before is. dK and dV are dkv.py's. On request, dS leaves as the gradient
+of the bias (bias.py), and sums over its rows as parts of the gradient of ALiBi's slopes.
 
 Bound: tensor cores (docs/notes/backward.md).
 """
