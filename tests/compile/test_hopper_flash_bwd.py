@@ -18,7 +18,7 @@ import json, sys, torch
 from warpwave.cached_calls import operands_without_memory
 from warpwave.gpu import Gpu
 from warpwave.kernels.hopper import flash_bwd
-from warpwave.kernels.hopper.flash_bwd import kernel
+from warpwave.kernels.hopper.flash_bwd import kernel, launches
 from warpwave.kernels.hopper.flash_bwd.launches import Tensors
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.inspect.compiled import compile_launch, mixed_descriptors
@@ -27,6 +27,8 @@ head_dim, head_dim_v = map(int, sys.argv[1:3])
 features = {"causal": Causal(), "softcap": 30.0, "packed": True, "total_q": 2048, "total_k": 2048}
 if sys.argv[3] == "plain":
     features = {}
+if sys.argv[3] == "mask":
+    features = {"causal": Causal(), "mask_shape": (2, 4, 1024, 1024)}
 if sys.argv[3] == "trained bias":
     features = {"causal": Causal(), "bias_shape": (2, 4, 1024, 1024), "bias_dtype": "bfloat16"}
 problem = AttentionProblem(
@@ -39,7 +41,7 @@ rows = torch.empty(16, dtype=torch.float32, device="meta")
 for config in flash_bwd.configs(problem, gpu):
     workspace, grads = kernel.example(problem, config, "meta")
     tensors = Tensors(given, out, rows, out, rows, workspace, *grads)
-    tensors = kernel.with_bias(problem, tensors, is_wanted=True)
+    tensors = launches.with_walks(problem, kernel.with_bias(problem, tensors, is_wanted=True), config)
     found = {}
     for step in flash_bwd.specify(problem, gpu, tensors, config):
         compiled = compile_launch(step.launch, gpu)
@@ -58,12 +60,13 @@ PRODUCTS = {
 # The launch of dQ takes fewer keys a step where tiles of the bias need the room.
 WITH_BIAS = PRODUCTS | {(256, 256): PRODUCTS[256, 256] | {"dq_kernel": 100}}
 # Bytes of local memory a thread may take, most of it outside the main loop: without and with other features than a
-# plain call's. Triton 3.6 and 3.7 take up to 296 and 632, and up to 56 with a bias (3.9: 104).
-SPILL_BOUNDS = {"plain": 384, "features": 768, "trained bias": 192}
+# plain call's. Triton 3.6 and 3.7 take up to 296 and 632, and up to 56 with a bias (3.9: 104)
+# and 64 with a mask (3.9: 208).
+SPILL_BOUNDS = {"plain": 384, "features": 768, "trained bias": 192, "mask": 256}
 
 
 @pytest.mark.parametrize(
-    "features", ["plain", *(pytest.param(f, marks=pytest.mark.full) for f in ("features", "trained bias"))]
+    "features", ["plain", *(pytest.param(f, marks=pytest.mark.full) for f in ("features", "trained bias", "mask"))]
 )
 @pytest.mark.parametrize(
     "dims",
