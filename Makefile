@@ -10,7 +10,7 @@ BOOT   := $(PYTHON) bootstrap.py --venv $(VENV) $(SETUP)
 PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 8
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-gpu test-drawn lint docs clean
+.PHONY: help setup demo test test-full test-gpu test-drawn hub-kernel lint docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ test-gpu: ## What only a GPU can show, on the GPU of this machine
 test-drawn: ## Calls drawn from all that kernels claim, held against float64, for five minutes (DRAWN="--minutes 1")
 	@$(BOOT) --need workbench --need test
 	$(RUN) tests.conformance.drawn $(DRAWN)
+
+hub-kernel: ## The package as a kernel for Hugging Face's `kernels` library, in dist/hub
+	$(PYTHON) hub_kernel.py
 
 lint: ## Format, lint and type checks
 	@$(BOOT) --need lint

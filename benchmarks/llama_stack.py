@@ -1,17 +1,23 @@
-"""A Llama-shaped stack of transformers with warpwave's attention beside torch's, on a GPU: prefill, decode, training.
+"""A Llama-shaped stack of transformers with warpwave's attention beside torch's and FlashAttention-4's, on a GPU.
 
-    python -m benchmarks.llama_stack OUT.json [--rounds 5]
+    python -m benchmarks.llama_stack OUT.json [--seconds 240] [--rounds 5]
 
-8 layers of hidden size 4096, 32 heads on 8, head_dim 128, bfloat16, random weights. Prefill of 8,192 tokens; 256 greedy
-steps behind it, with a dynamic cache, not compiled; a training step of 8,192 tokens with fused AdamW. Before anything
-is timed, logits of both are compared with the same model in float32. Rounds go through the implementations to and fro;
-a ratio is the median over rounds of `sdpa`'s time over ours. The share of attention in a step is the time of the
-layers' attention calls alone, over the step's.
+8 layers of hidden size 4096, 32 heads on 8, head_dim 128, bfloat16, random weights. Three rows: a prefill of 8,192
+tokens; a training step of 8,192 tokens with fused AdamW; 256 greedy steps behind the prefill, with a dynamic cache, not
+compiled. Before anything is timed, logits are compared with those of the same weights in float32. Rounds go through the
+implementations to and fro; a ratio is the median over rounds of the other's time over ours. The share of attention in
+a step is the time of the layers' attention calls alone, over the step's.
+
+OUT.json is written anew after every part, so that a run that is cut short leaves what it measured. `--seconds` bounds
+the run: each row gets an equal part of the time that is left, and takes as many rounds as fit, one at least. An
+implementation that fails in a row is left out of that row, with the error. FlashAttention-4 takes part if transformers
+accepts `flash_attention_4`, which needs the distribution `flash-attn-4`.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import time
@@ -24,28 +30,29 @@ import torch
 from warpwave.integrations import transformers as door
 from warpwave.workbench.bench import environment
 
-PEERS = ("sdpa", "flash_attention_4")
-OURS = "warpwave"
+OURS, TORCHS = "warpwave", "sdpa"
+NAMES = (OURS, TORCHS, "flash_attention_4")
 MOST_ERROR = 1.25  # RMS error of our logits against float32, in units of sdpa's
-Step = Callable[[], Any]
+CHECKED_TOKENS = 2048  # of the comparison with float32
+Step = Callable[[], float]
 
 
-def build(sizes: argparse.Namespace, dtype: torch.dtype) -> Any:
-    """Returns the model, with the same weights for the same seed."""
+def build(sizes: argparse.Namespace) -> Any:
+    """Returns the model in bfloat16."""
     import transformers
 
     config = transformers.LlamaConfig(
         hidden_size=sizes.hidden, intermediate_size=sizes.hidden * 7 // 2, num_hidden_layers=sizes.layers,
         num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads, vocab_size=sizes.vocabulary,
-        max_position_embeddings=2 * (sizes.seqlen + sizes.steps),
+        max_position_embeddings=2 * (sizes.seqlen + sizes.steps), attn_implementation=TORCHS,
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.device(sizes.device):
-        model: Any = transformers.LlamaForCausalLM._from_config(config, dtype=torch.float32)
-    return model.to(dtype)
+        model: Any = transformers.LlamaForCausalLM(config)
+    return model.to(torch.bfloat16)
 
 
-def clock(step: Step) -> float:
+def clock(step: Callable[[], Any]) -> float:
     """Returns the milliseconds of a step, the device's work included."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -56,31 +63,57 @@ def clock(step: Step) -> float:
     return (time.perf_counter() - begin) * 1e3
 
 
-def paired(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Returns each implementation's times, in rounds that go through all of them, to and fro, after a warm-up."""
-    for step in steps.values():
-        step()
+def first_line(error: BaseException) -> str:
+    """Returns the type and the first line of an error."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
+def warmed(steps: dict[str, Step]) -> tuple[dict[str, Step], dict[str, str]]:
+    """Runs every step twice, which compiles its kernels and makes its plans. Returns the steps that ran, and the errors
+    of the others."""
+    ran, failed = {}, {}
+    for name, step in steps.items():
+        try:
+            step()
+            step()
+            ran[name] = step
+        except Exception as error:  # of a peer: whatever its compiler raises
+            if name in (OURS, TORCHS):
+                raise
+            failed[name] = first_line(error)
+    return ran, failed
+
+
+def paired(steps: dict[str, Step], rounds: int, until: float) -> dict[str, list[float]]:
+    """Returns the times of each step, in rounds that go through all of them, to and fro; one round at least."""
     found: dict[str, list[float]] = {name: [] for name in steps}
     for i in range(rounds):
         for name in list(steps) if i % 2 else list(steps)[::-1]:
             found[name].append(steps[name]())
+        if time.monotonic() > until:
+            break
     return found
 
 
-def errors(sizes: argparse.Namespace, ids: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Returns each implementation's RMS error of logits against the model in float32, on the first tokens."""
-    ids = ids[:, : min(2048, sizes.seqlen)]
+def errors(model: Any, ids: torch.Tensor, names: Sequence[str]) -> tuple[dict[str, float], dict[str, str]]:
+    """Returns the RMS error of each implementation's logits against the same weights in float32, on the first tokens,
+    and the reasons of those that failed."""
+    ids = ids[:, :CHECKED_TOKENS]
+    found: dict[str, float] = {}
     with torch.no_grad():
-        exact_model = build(sizes, torch.float32)
-        exact_model.set_attn_implementation("sdpa")
+        exact_model = copy.deepcopy(model).float()
+        exact_model.set_attn_implementation(TORCHS)
         exact = exact_model(input_ids=ids, use_cache=False).logits
         del exact_model
-        model, found = build(sizes, torch.bfloat16), {}
-        for name in names:
+
+        def measure(name: str) -> float:
             model.set_attn_implementation(name)
             difference = model(input_ids=ids, use_cache=False).logits.float() - exact
             found[name] = difference.square().mean().sqrt().item()
-    return found
+            return found[name]
+
+        _, failed = warmed({name: lambda name=name: measure(name) for name in names})  # type: ignore[misc]
+    return found, failed
 
 
 def prefill(model: Any, name: str, ids: torch.Tensor) -> float:
@@ -121,78 +154,113 @@ def train(model: Any, optimizer: Any, name: str, ids: torch.Tensor) -> float:
     return clock(step)
 
 
-def attention_alone(sizes: argparse.Namespace, name: str, backward: bool, rounds: int) -> float:
-    """Returns the milliseconds of all layers' attention calls of the prompt, without the rest of the model."""
+def attention_alone(sizes: argparse.Namespace, model: Any, name: str, what: str) -> Step:
+    """Returns the step of all layers' attention calls, without the rest of the model; a decode step is the one in the
+    middle."""
     import transformers
 
-    attend = transformers.AttentionInterface()[name]
+    backward = what == "train"
+    queries, keys = (1, sizes.seqlen + sizes.steps // 2) if what == "decode" else (sizes.seqlen, sizes.seqlen)
     head_dim = sizes.hidden // sizes.heads
     q, k, v = (
-        torch.randn(1, sizes.seqlen, heads, head_dim, device=sizes.device, dtype=torch.bfloat16)
+        torch.randn(1, length, heads, head_dim, device=sizes.device, dtype=torch.bfloat16)
         .transpose(1, 2)
         .requires_grad_(backward)
-        for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads)
+        for heads, length in ((sizes.heads, queries), (sizes.kv_heads, keys), (sizes.kv_heads, keys))
     )
-    module: Any = torch.nn.Module()
-    module.is_causal, module.num_key_value_groups = True, sizes.heads // sizes.kv_heads
-    module.config = transformers.LlamaConfig(attn_implementation=name)
+    layer = model.model.layers[0].self_attn
 
     def step() -> None:
-        for _ in range(sizes.layers):
-            out, _ = attend(module, q, k, v, None, scaling=head_dim**-0.5)
-            if backward:
-                torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        with torch.set_grad_enabled(backward):
+            for _ in range(sizes.layers):
+                out, _ = attend(layer, q, k, v, None, scaling=head_dim**-0.5)
+                if backward:
+                    torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
-    return statistics.median(paired({name: lambda: clock(step)}, rounds)[name])
+    def timed() -> float:
+        model.set_attn_implementation(name)
+        return clock(step)
+
+    attend = transformers.AttentionInterface()[name]
+    return timed
 
 
 def available(model: Any) -> dict[str, str]:
-    """Returns implementation -> why it cannot run, empty where it can."""
-    found = {OURS: ""}
-    for name in PEERS:
+    """Returns implementation -> why transformers refuses it, empty where it does not."""
+    found = {}
+    for name in NAMES:
         try:
             model.set_attn_implementation(name)
             found[name] = ""
         except Exception as error:  # whatever a package's import raises
-            found[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            found[name] = first_line(error)
     return found
 
 
+def row_of(what: str, samples: dict[str, list[float]], alone: dict[str, list[float]]) -> dict[str, Any]:
+    """Returns a row of the record: times in milliseconds, ratios to ours, and attention's share."""
+    ratios = {
+        name: statistics.median(other / mine for other, mine in zip(found, samples[OURS], strict=True))
+        for name, found in samples.items()
+        if name != OURS
+    }
+    median = {name: statistics.median(found) for name, found in samples.items()}
+    share = {name: statistics.median(found) / median[name] for name, found in alone.items()}
+    return {
+        "what": what, "ms": samples, "median_ms": median, "ratio": ratios, "attention_ms": alone,
+        "attention_share": share,
+    }  # fmt: skip
+
+
 def measure(sizes: argparse.Namespace) -> dict[str, Any]:
-    """Returns the record."""
+    """Measures all rows and writes the record as it grows. Returns it."""
     import transformers
 
+    until = time.monotonic() + sizes.seconds
     ids = torch.randint(3, sizes.vocabulary, (1, sizes.seqlen), device=sizes.device)
-    model = build(sizes, torch.bfloat16)
+    model = build(sizes)
     reasons = available(model)
-    names = [name for name, reason in reasons.items() if not reason]
-    wrong = errors(sizes, ids, names)
-    verdict = wrong[OURS] <= MOST_ERROR * wrong["sdpa"]
-    print("RMS error of logits against float32:", wrong, "correct" if verdict else "WRONG", flush=True)
-    tokens: dict[str, list[int]] = {}
-    times = {"prefill": paired({n: lambda n=n: prefill(model, n, ids) for n in names}, sizes.rounds)}  # type: ignore[misc]
-    times["decode"] = paired(
-        {n: lambda n=n: decode(model, n, ids, sizes.steps, tokens) for n in names},  # type: ignore[misc]
-        sizes.rounds,
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=sizes.device == "cuda")
-    times["train"] = paired({n: lambda n=n: train(model, optimizer, n, ids) for n in names}, sizes.rounds)  # type: ignore[misc]
-    rows = []
-    for what, found in times.items():
-        median = {name: statistics.median(samples) for name, samples in found.items()}
-        ratio = {name: median[name] / median[OURS] for name in names if name != OURS}
-        row: dict[str, Any] = {"what": what, "ms": found, "median_ms": median, "ratio": ratio}
-        if what != "decode":
-            alone = {n: attention_alone(sizes, n, what == "train", sizes.rounds) for n in names}
-            row |= {"attention_ms": alone, "attention_share": {n: alone[n] / median[n] for n in names}}
-        print({key: value for key, value in row.items() if key != "ms"}, flush=True)
-        rows.append(row)
-    same = sum(a == b for a, b in zip(tokens[OURS], tokens["sdpa"], strict=True)) / sizes.steps
-    return {
-        "rows": rows, "errors": wrong, "correct": verdict, "same_tokens_as_sdpa": same, "not_run": reasons,
+    record: dict[str, Any] = {
+        "complete": False, "rows": [], "not_run": reasons, "transformers": transformers.__version__,
         "sizes": {name: value for name, value in vars(sizes).items() if name != "out"},
-        "transformers": transformers.__version__, "environment": environment.describe(sizes.device),
+        "environment": environment.describe(sizes.device),
     }  # fmt: skip
+
+    def write() -> None:
+        sizes.out.write_text(json.dumps(record, indent=1))
+
+    write()
+    found, failed = errors(model, ids, [name for name, reason in reasons.items() if not reason])
+    reasons.update(failed)
+    record |= {"errors": found, "correct": found[OURS] <= MOST_ERROR * found[TORCHS]}
+    print("RMS error of logits against float32:", found, "correct" if record["correct"] else "WRONG", flush=True)
+    write()
+    names = [name for name, reason in reasons.items() if not reason]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=sizes.device == "cuda")
+    tokens: dict[str, list[int]] = {}
+    kinds: dict[str, Callable[[str], float]] = {
+        "prefill": lambda name: prefill(model, name, ids),
+        "train": lambda name: train(model, optimizer, name, ids),
+        "decode": lambda name: decode(model, name, ids, sizes.steps, tokens),
+    }
+    for i, (what, kind) in enumerate(kinds.items()):
+        begin = time.monotonic()
+        row_until = begin + max(0.0, until - begin) / (len(kinds) - i)
+        steps, failed = warmed({name: lambda name=name, kind=kind: kind(name) for name in names})  # type: ignore[misc]
+        samples = paired(steps, sizes.rounds, row_until)
+        alone_steps, alone_failed = warmed({name: attention_alone(sizes, model, name, what) for name in steps})
+        failed |= {f"{name}, attention alone": reason for name, reason in alone_failed.items()}
+        row = row_of(what, samples, paired(alone_steps, sizes.rounds, row_until)) | {"failed": failed}
+        row["seconds"] = time.monotonic() - begin
+        record["rows"].append(row)
+        if what == "decode":
+            same = sum(a == b for a, b in zip(tokens[OURS], tokens[TORCHS], strict=True))
+            record["same_tokens_as_sdpa"] = same / sizes.steps
+        print({key: value for key, value in row.items() if key not in ("ms", "attention_ms")}, flush=True)
+        write()
+    record["complete"] = True
+    write()
+    return record
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -204,14 +272,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("seqlen", 8192), ("steps", 256),
     ):  # fmt: skip
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--seconds", type=float, default=240.0, help="the time of the run, compilation included")
     parser.add_argument("--device", default="cuda")
     sizes = parser.parse_args(arguments)
+    for name, value in vars(sizes).items():
+        if isinstance(value, int) and value < 1:
+            parser.error(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    sizes.out.parent.mkdir(parents=True, exist_ok=True)
     registration = door.register(OURS)
     try:
         record = measure(sizes)
     finally:
         registration.remove()
-    sizes.out.write_text(json.dumps(record, indent=1))
     if not record["correct"]:
         raise SystemExit("logits are further from float32 than allowed: the times are void")
 

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import warpwave
-from warpwave.checks import Options
+from warpwave.options import Options
 from warpwave.problem import DropoutOperands
 
 SEQLEN, HEADS, HEAD_DIM = 9, 2, 16
@@ -24,7 +24,7 @@ def qkv(seed: int = 0, heads_kv: int = HEADS) -> list[torch.Tensor]:
 
 
 def by_operator(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.warpwave.attention(*DropoutOperands(q, k, v), *Options(), "auto", "")[0]
+    out: torch.Tensor = torch.ops.warpwave.attention(*DropoutOperands(q, k, v), None, *Options(), "auto", "")[0]
     return out
 
 

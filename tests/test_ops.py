@@ -11,7 +11,8 @@ from torch.library import opcheck
 
 import warpwave
 from warpwave import ops, plans
-from warpwave.checks import Options
+from warpwave.autograd import schema_tensors
+from warpwave.options import Options
 from warpwave.problem import AnyOperands, DropoutOperands, Operands
 from warpwave.runtime.bounded import Bounded
 
@@ -35,7 +36,7 @@ def loss_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def arguments(operands: AnyOperands, options: Options) -> tuple[Any, ...]:
-    return (*operands[:9], operands.dropout_seed, *options, "auto", "")
+    return (*schema_tensors(operands), *options, "auto", "")
 
 
 CASES: dict[str, Any] = {
@@ -365,7 +366,7 @@ def test_eager_gradients_are_the_operators(case: str, with_lse: bool, recalled: 
         if through_torch:
             alignment = "bottom_right" if options.get("causal") else ""
             said = Options(causal=alignment, return_lse=with_lse, needs_grad=True)
-            args = (*DropoutOperands(**given), *said, options.get("kernel", "auto"), "")
+            args = (*schema_tensors(Operands(**given)), *said, options.get("kernel", "auto"), "")
             out, lse = torch.ops.warpwave.attention(*args)
         else:
             found = warpwave.attention(**given, **options, return_lse=with_lse)

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +23,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import warpwave
 from warpwave import ops
 from warpwave.autograd import schema_tensors
-from warpwave.checks import Options
-from warpwave.problem import Operands
+from warpwave.options import Options
+from warpwave.problem import DropoutOperands, Operands
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, HEADS_KV, HEAD_DIM = 4, 2, 16
@@ -123,6 +124,43 @@ def test_packed_lengths_share_their_compiled_graphs() -> None:
             found = gradients(compiled(*given, offsets=offsets, longest=max(lengths)), given)
             assert_same(found, gradients(attend_packed(*given, offsets=offsets, longest=max(lengths)), given))
     assert counting.forward <= 2 and counting.backward <= 2
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_probabilities_of_dropout_share_their_compiled_graphs(packed: bool) -> None:
+    """The second value gets graphs for every one; 0 has graphs of its own, without dropout."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, p: float, seed: Tensor | None) -> Any:
+        if not packed:
+            return warpwave.attention(q, k, v, dropout_p=p, dropout_seed=seed)
+        ends = torch.arange(2, dtype=torch.int32, device=q.device) * 9
+        return warpwave.attention_varlen(
+            q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=9, max_seqlen_k=9, dropout_p=p,
+            dropout_seed=seed,
+        )  # fmt: skip
+
+    counting = Counting()
+    compiled: Any = torch.compile(call, fullgraph=True, backend=counting.backend)
+    given, seed = leaves(*((9,) if packed else (1, 9))), torch.tensor([3, 4], device=DEVICE)
+    with torch._dynamo.config.patch(recompile_limit=99):  # so that the count decides
+        for i in range(10):
+            p = 0.05 + i / 16
+            assert_same(gradients(compiled(*given, p, seed), given), gradients(call(*given, p, seed), given))
+        assert counting.forward <= 2 and counting.backward <= 2
+        assert_same(gradients(compiled(*given, 0.0, seed), given), gradients(call(*given, 0.0, None), given))
+        assert not torch.equal(compiled(*given, 0.3, None), compiled(*given, 0.3, None))  # a seed for each call
+
+
+def test_a_probability_that_changes_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph would keep the value that it was captured with."""
+    operands = DropoutOperands(*leaves(1, 9), dropout_seed=torch.tensor([3, 4]))
+    tensors: list[Any] = [*schema_tensors(operands, torch.tensor(0.3, dtype=torch.float64))]
+    tensors[0] = SimpleNamespace(is_cuda=True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="dropout_p changed between calls of a compiled function"):
+        ops._split((*tensors, *Options()))
+    tensors[-1] = None
+    assert ops._split((*tensors, *Options(dropout_p=0.3)))[1].dropout_p == 0.3
 
 
 def test_the_model_of_the_example_is_one_graph(example: Any) -> None:

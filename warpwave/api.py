@@ -12,23 +12,26 @@ import torch
 
 from warpwave import autograd, cached_calls, ops, plans
 from warpwave.checks import (
-    Options,
-    as_bool,
-    as_float,
-    as_int,
-    as_logits,
-    as_window,
     check_are_tensors,
+    check_out_is_plain,
     check_packed_lengths,
     describe_call,
     settled,
-    spell_precision,
+)
+from warpwave.errors import InvalidType, UnsupportedProblem
+from warpwave.kernels import descales, dropout
+from warpwave.kv_cache import CacheLayer, PagedKVCache, Rotary, integers
+from warpwave.options import (
+    Options,
+    as_bool,
+    as_int,
+    as_logits,
+    options_of,
+    spell_scalars,
+    spell_switches,
     with_positive_scale,
 )
-from warpwave.errors import InvalidType
-from warpwave.kernels import dropout
-from warpwave.kv_cache import CacheLayer, PagedKVCache, Rotary, integers
-from warpwave.problem import AnyOperands, CachedOperands, Causal, DropoutOperands, Operands
+from warpwave.problem import AnyOperands, CachedOperands, Causal, DropoutOperands, Operands, QuantizedOperands
 
 _new: Any = tuple.__new__  # builds a named tuple in a third of the time of its own constructor
 
@@ -50,9 +53,16 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
     deterministic: bool | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    out_descale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    checked: bool = False,
     kernel: str = "auto",
     config: Any = None,
     return_lse: bool = False,
+    out: torch.Tensor | None = None,
 ) -> Any:
     """Computes exact attention, `softmax(softmax_scale * q k^T + ...) v`, on any device.
 
@@ -92,12 +102,26 @@ def attention(
             is 0.
         deterministic: True for gradients with the same bits in every run; False for the fastest. None does as
             `torch.are_deterministic_algorithms_enabled()` says when the gradients are computed.
+        q_descale, k_descale, v_descale: float32, positive; the factors of quantized tensors (docs/guide/quantized.md):
+            `q * q_descale` and so on are the numbers that the call attends with. q and k may be float8_e4m3fn or
+            float8_e5m2, with v in either; or int8, with v int8, float16 or bfloat16. A factor is (), (1,),
+            (batch, num_heads) of its tensor, or (batch, num_heads, blocks) for blocks of 64 or 128 tokens. q_descale
+            may also be (batch, num_heads_kv). `warpwave.quantize` makes them. v_descale is None if v is not quantized.
+        out_descale: float32, one number, for a float8 out: `out * out_descale` is the result, and larger magnitudes
+            than float8 has saturate.
+        out_dtype: of a call with factors: bfloat16, float16, or with out_descale float8. None: the dtype of v if it
+            has 16 bits, otherwise bfloat16.
+        checked: check the contents of the factors first, which waits for the device, and raise InvalidInput naming the
+            first that is not positive and finite. Unchecked, wrong factors give unspecified values.
         kernel: `"auto"`, or the name of the kernel that must run the call; `warpwave.explain` lists them.
         config: a `Config` of the kernel named.
         return_lse: also return the log-sum-exp.
+        out: receives the output and is returned: (batch, seqlen_q, num_heads_q, head_dim_v), the dtype of the output,
+            any strides, apart from the memory of every other argument. A contiguous one at a multiple of 16 bytes costs
+            no copy; docs/guide/serving.md states the rest. No argument may require a gradient.
 
     Returns:
-        out: (batch, seqlen_q, num_heads_q, head_dim_v), contiguous, the dtype of q.
+        out: (batch, seqlen_q, num_heads_q, head_dim_v), the dtype of q, or out_dtype; contiguous unless given.
         lse: if `return_lse`: natural logarithm, float32 (float64 if q is), (batch, num_heads_q, seqlen_q), minus
             infinity for a query that sees no key.
 
@@ -125,23 +149,33 @@ def attention(
         window_size is None
         and deterministic is None
         and dropout_seed is None
-        and softcap.__class__ is dropout_p.__class__ is float
+        and type(softcap) is type(dropout_p) is float
         and (softmax_scale is None or (softmax_scale.__class__ is float and softmax_scale >= 0))
         and return_lse.__class__ is bool
     ):
-        window_size, softcap, softmax_scale, return_lse = _scalars(window_size, softcap, softmax_scale, return_lse)
-        dropout_p, deterministic = _switches(dropout_p, deterministic, dropout_seed)
+        window_size, softcap, softmax_scale, return_lse = spell_scalars(window_size, softcap, softmax_scale, return_lse)
+        dropout_p, deterministic = spell_switches(dropout_p, deterministic, dropout_seed)
         q, softmax_scale = with_positive_scale(q, softmax_scale)
     if sinks is not None:
         sinks = as_logits(sinks, q)
     operands: Any = _new(Operands, (q, k, v, mask, bias, alibi_slopes, sinks, None, None))
-    if dropout_p:
+    if not (out_dtype is None and q_descale is k_descale is v_descale is out_descale is None):
+        operands = _new(QuantizedOperands, (*operands, q_descale, k_descale, v_descale, out_descale))
+    elif dropout_p:
         operands = _with_seed(operands, dropout_p, dropout_seed)
     # 1 == True, so the key includes the type of causal.
-    said = (causal, window_size, softcap, softmax_scale, precision, return_lse, dropout_p, deterministic,
+    said = (causal, window_size, softcap, softmax_scale, precision, return_lse, dropout_p, deterministic, out_dtype,
             causal.__class__, kernel, config)  # fmt: skip
-    run = plans.recall(operands, said)
-    out, lse = _call(operands, said) if run is None else run(operands)
+    if checked:
+        describe_call(operands, options_of(operands, *said[:9]))
+        _check_factors(operands)
+    if out is not None:
+        check_out_is_plain(out)
+    run = plans.recall(operands, said, (), out)
+    if run is None:
+        out, lse = _call(operands, said, out=out)
+    else:
+        out, lse = run(operands) if out is None else run(operands, out)
     return (out, lse) if return_lse else out
 
 
@@ -164,10 +198,16 @@ def attention_varlen(
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
     deterministic: bool | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    out_descale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     checked: bool = False,
     kernel: str = "auto",
     config: Any = None,
     return_lse: bool = False,
+    out: torch.Tensor | None = None,
 ) -> Any:
     """Computes `attention` over sequences of different lengths that are packed into one tensor.
 
@@ -185,30 +225,38 @@ def attention_varlen(
     same pairs as item b of a dense batch.
 
     Returns:
-        out: (total_q, num_heads_q, head_dim_v).
+        out: (total_q, num_heads_q, head_dim_v); the caller's if given.
         lse: if `return_lse`: (num_heads_q, total_q).
     """
-    window_size, softcap, softmax_scale, return_lse = _scalars(window_size, softcap, softmax_scale, return_lse)
-    dropout_p, deterministic = _switches(dropout_p, deterministic, dropout_seed)
+    window_size, softcap, softmax_scale, return_lse = spell_scalars(window_size, softcap, softmax_scale, return_lse)
+    dropout_p, deterministic = spell_switches(dropout_p, deterministic, dropout_seed)
     q, softmax_scale = with_positive_scale(q, softmax_scale)
     if sinks is not None:
         sinks = as_logits(sinks, q)
     operands: Any = _new(Operands, (q, k, v, None, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k))
     max_seqlen_q, max_seqlen_k = as_int("max_seqlen_q", max_seqlen_q), as_int("max_seqlen_k", max_seqlen_k)
-    if dropout_p:
+    if not (out_dtype is None and q_descale is k_descale is v_descale is out_descale is None):
+        operands = _new(QuantizedOperands, (*operands, q_descale, k_descale, v_descale, out_descale))
+    elif dropout_p:
         operands = _with_seed(operands, dropout_p, dropout_seed)
-    said = (causal, window_size, softcap, softmax_scale, precision, return_lse, dropout_p, deterministic,
+    said = (causal, window_size, softcap, softmax_scale, precision, return_lse, dropout_p, deterministic, out_dtype,
             causal.__class__, kernel, config)  # fmt: skip
     longest = (max_seqlen_q, max_seqlen_k)
     if operands[7] is None or operands[8] is None:
         name = Operands._fields[7 if operands[7] is None else 8]
         raise InvalidType(f"{name} is None; it must be an int32 torch.Tensor of batch + 1 offsets")
     if checked:
-        options = _options(operands, *said[:8], *longest)
+        options = options_of(operands, *said[:9], *longest)
         describe_call(operands, options)
         check_packed_lengths(operands, options)
-    run = plans.recall(operands, said, longest)
-    out, lse = _call(operands, said, longest) if run is None else run(operands)
+        _check_factors(operands)
+    if out is not None:
+        check_out_is_plain(out)
+    run = plans.recall(operands, said, longest, out)
+    if run is None:
+        out, lse = _call(operands, said, longest, out)
+    else:
+        out, lse = run(operands) if out is None else run(operands, out)
     return (out, lse) if return_lse else out
 
 
@@ -238,6 +286,7 @@ def attention_with_kv_cache(
     kernel: str = "auto",
     config: Any = None,
     return_lse: bool = False,
+    out: torch.Tensor | None = None,
 ) -> Any:
     """Computes attention of the last tokens of each sequence to all its tokens in a paged cache: decode, chunked
     prefill, and batches that mix the two. There are no gradients: if an argument requires one, `backward` on a result
@@ -262,7 +311,8 @@ def attention_with_kv_cache(
         rotary: rotates q, and k_new if given, to the tokens' positions. Its table must reach the longest sequence: a
             shorter one is an error if the host knows the lengths, and otherwise with `checked`; unchecked, positions
             past the table use its last angle.
-        cu_seqlens_q: int32, (batch + 1,): sequence b is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of q.
+        cu_seqlens_q: int32, (batch + 1,): sequence b is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of q. Rows
+            after the last offset belong to no sequence; their results are unspecified.
         seqlens_q: the same lengths as host integers; needed to append packed tokens to a `PagedKVCache`. In that case
             they alone decide which tokens belong to which sequence, and the contents of cu_seqlens_q are not used.
         max_seqlen_q: the most queries of a sequence, with cu_seqlens_q; the largest of seqlens_q if None.
@@ -283,7 +333,7 @@ def attention_with_kv_cache(
     The other arguments are those of `attention`.
 
     Returns:
-        out: shaped as q, with head_dim_v.
+        out: shaped as q, with head_dim_v; the caller's if given.
         lse: if `return_lse`: natural logarithm, float32, (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q).
 
     Raises:
@@ -308,7 +358,7 @@ def attention_with_kv_cache(
         and return_lse.__class__ is batch_invariant.__class__ is bool
         and shared_prefix.__class__ is int
     ):
-        window_size, softcap, softmax_scale, return_lse = _scalars(window_size, softcap, softmax_scale, return_lse)
+        window_size, softcap, softmax_scale, return_lse = spell_scalars(window_size, softcap, softmax_scale, return_lse)
         q, softmax_scale = with_positive_scale(q, softmax_scale)
         batch_invariant = as_bool("batch_invariant", batch_invariant)
         shared_prefix = as_int("shared_prefix", shared_prefix)
@@ -327,10 +377,12 @@ def attention_with_kv_cache(
     said = (causal, window_size, softcap, softmax_scale, precision, return_lse)
     # 1 == True, so the key includes the type of causal. Rotated queries are in a separate tensor.
     full = (said, causal.__class__, num_splits, batch_invariant, shared_prefix, kernel, config, rotary is None)
-    run = plans.recall(operands, full, longest)
+    if out is not None:
+        check_out_is_plain(out)
+    run = plans.recall(operands, full, longest, out)
     writes = k_new is not None or v_new is not None or rotary is not None
     if run is not None and not (writes or checked):
-        out, lse = run(operands)
+        out, lse = run(operands) if out is None else run(operands, out)
         return (out, lse) if return_lse else out
     given = (*operands, k_new, v_new, *(rotary if isinstance(rotary, Rotary) else ()))
     cached_calls.check_transforms(given)
@@ -338,13 +390,15 @@ def attention_with_kv_cache(
     serving = cached_calls.Serving(num_splits, batch_invariant, shared_prefix)
     if q.is_neg():
         operands = operands._replace(q=q.resolve_neg())
-    key = plans.plan_key(operands, (full, longest)) if run is None else None
+    key = plans.plan_key((*operands, out), (full, longest)) if run is None else None
     known = run or plans.find(key)
     if known is None or checked:
-        options = _options(operands, *said, 0.0, None, *longest)
+        options = options_of(operands, *said, 0.0, None, None, *longest)
         cached_calls.check(operands, options, serving)
     new = cached_calls.NewTokens(operands)
     if writes:
+        if out is not None:
+            cached_calls.check_apart_from_new(out, operands, k_new, v_new, rotary, wanting)
         new = cached_calls.prepare_new(cache, operands, longest[0], rows, k_new, v_new, rotary, lengths)
     if checked:
         cached_calls.check_contents(operands, new, options, serving, lengths, rotary)
@@ -353,66 +407,23 @@ def attention_with_kv_cache(
         attended = operands
 
         def planner() -> cached_calls.Planner:
-            return cached_calls.Planner(_options(asked, *said, 0.0, None, *longest), serving, kernel, config)
+            return cached_calls.Planner(options_of(asked, *said, 0.0, None, None, *longest), serving, kernel, config)
 
-        run = known or plans.planned(key, lambda: cached_calls.make_plan(attended, options, serving, kernel, config))
+        run = known or plans.planned(
+            key, lambda: cached_calls.make_plan(attended, options, serving, kernel, config, out)
+        )
         if key is not None and not wanting:
-            plans.remember(asked, full, longest, run, planner if attended is asked else None)
+            plans.remember(asked, full, longest, run, planner if attended is asked else None, out)
     with new.written():  # nothing has changed before; if a kernel fails, nothing was appended
-        out, lse = run(operands)
+        out, lse = run(operands) if out is None else run(operands, out)
     if wanting:
         out, lse = cached_calls.refusing_gradients((out, lse), wanting)
     return (out, lse) if return_lse else out
 
 
-def _options(
-    operands: AnyOperands | CachedOperands,
-    causal: bool | Causal,
-    window_size: tuple[int, int] | None,
-    softcap: float,
-    softmax_scale: float | None,
-    precision: str | float,
-    return_lse: bool,
-    dropout_p: float = 0.0,
-    deterministic: bool | None = None,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
-) -> Options:
-    if causal is False:
-        alignment = ""
-    elif causal is True:
-        alignment = "bottom_right"
-    elif isinstance(causal, Causal):
-        alignment = causal.alignment
-    else:
-        raise InvalidType(f"causal is {causal!r}; it must be True, False or a warpwave.Causal")
-    left, right = as_window(window_size)
-    needs_grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in operands)
-    lengths, how = (max_seqlen_q, max_seqlen_k), spell_precision(precision)
-    return Options(
-        *lengths, alignment, left, right, softcap, softmax_scale, how, return_lse, needs_grad, dropout_p, deterministic
-    )
-
-
-def _scalars(
-    window_size: tuple[int, int] | None, softcap: float | None, softmax_scale: float | None, return_lse: bool
-) -> tuple[tuple[int, int] | None, float, float | None, bool]:
-    """Returns the scalars of a call in canonical types. A plan is found by equality, and 1, 1.0, True and Fraction(1)
-    are equal: before a look-up each value is converted to one spelling, or refused."""
-    window = None if window_size is None else as_window(window_size)
-    scale = None if softmax_scale is None else as_float("softmax_scale", softmax_scale)
-    cap = 0.0 if softcap is None else as_float("softcap", softcap)
-    return window, cap, scale, as_bool("return_lse", return_lse)
-
-
-def _switches(
-    dropout_p: float, deterministic: bool | None, dropout_seed: torch.Tensor | None
-) -> tuple[float, bool | None]:
-    """Returns dropout_p and deterministic in canonical types, as `_scalars` does, and checks the seed."""
-    if dropout_seed is not None:
-        dropout.check_seed(dropout_seed)
-    dropout_p = as_float("dropout_p", dropout_p)
-    return dropout_p, None if deterministic is None else as_bool("deterministic", deterministic)
+def _check_factors(operands: AnyOperands) -> None:
+    if isinstance(operands, QuantizedOperands):
+        descales.check_contents(operands)
 
 
 def _with_seed(operands: Operands, dropout_p: float, seed: torch.Tensor | None) -> AnyOperands:
@@ -427,30 +438,45 @@ def _with_seed(operands: Operands, dropout_p: float, seed: torch.Tensor | None) 
 
 
 def _call(
-    operands: Any, said: tuple[Any, ...], longest: tuple[int, ...] = ()
+    operands: Any, said: tuple[Any, ...], longest: tuple[int, ...] = (), out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Runs a call that `plans.recall` did not find: with the plan made for an equal earlier call, and only without one
     checks the arguments.
 
     Args:
-        said: the arguments of `_options` after the operands, as the caller gave them; the class of causal; the kernel
+        said: the arguments of `options_of` after the operands, as the caller gave them; the class of causal; the kernel
             and its config.
         longest: max_seqlen_q and max_seqlen_k of a packed call.
     """
     *scalars, _, kernel, config = said
     if not autograd.is_compiling():
         operands = settled(operands)
-    if autograd.is_eager() and (key := plans.plan_key(operands, (said, longest))) is not None:
+    if autograd.is_eager() and (key := plans.plan_key((*operands, out), (said, longest))) is not None:
 
         def options() -> Options:
-            return _options(operands, *scalars, *longest)
+            return options_of(operands, *scalars, *longest)
 
-        run = plans.planned(key, lambda: ops.make_plan(operands, options(), kernel, config))
-        plans.remember(operands, said, longest, run, lambda: ops.Planner(options(), kernel, config))
-        return run(operands)
+        run = plans.planned(key, lambda: ops.make_plan(operands, options(), kernel, config, out=out))
+        plans.remember(operands, said, longest, run, lambda: ops.Planner(options(), kernel, config), out)
+        return run(operands) if out is None else run(operands, out)
     check_are_tensors(operands)
-    chosen, encoded = _options(operands, *scalars, *longest), ops.encode_config(config)
-    tensors = autograd.schema_tensors(operands)
+    chosen, encoded = options_of(operands, *scalars, *longest), ops.encode_config(config)
+    if isinstance(operands, QuantizedOperands):  # a compiled graph copies the result to `out`
+        found, lse = torch.ops.warpwave.quantized_attention(*operands, *chosen, kernel, encoded)
+        return found if out is None else out.copy_(found), lse
+    probability = None
+    if autograd.is_compiling() and (probability := autograd.changing_probability(chosen.dropout_p)) is not None:
+        chosen = chosen._replace(dropout_p=0.0)
+    tensors = autograd.schema_tensors(operands, probability)
+    if out is not None:
+        if not autograd.is_compiling() and autograd.transforms() is not None:
+            raise UnsupportedProblem(
+                "out was given inside a transform of torch.func, which cannot follow a write to it",
+                {},
+                "the call without out",
+            )
+        lse = torch.ops.warpwave.attention_out(*tensors, *chosen, kernel, encoded, out)
+        return out, lse
     if not autograd.is_compiling() and autograd.is_transformed():
         out, lse = autograd.transformed(*tensors, *chosen._replace(needs_grad=True), kernel, encoded)
     else:

@@ -19,10 +19,10 @@ import torch
 from torch.autograd import forward_ad
 
 from warpwave import dispatch
-from warpwave.checks import Options
 from warpwave.errors import UnsupportedProblem
 from warpwave.gpu import Gpu
 from warpwave.kernels import eager
+from warpwave.options import Options
 from warpwave.problem import AnyOperands, AttentionProblem, DropoutOperands, Operands
 from warpwave.runtime.bounded import Bounded
 
@@ -30,7 +30,8 @@ Run = Callable[[AnyOperands], tuple[torch.Tensor, torch.Tensor | None]]
 DIFFERENTIABLE = (0, 1, 2, 4, 5, 6)  # q k v bias alibi_slopes sinks, among the operands
 MAX_LAYOUTS = 8  # of saved tensors, for which a plan keeps bound gradients
 DIFFERENTIABLE_NAMES = tuple(Operands._fields[i] for i in DIFFERENTIABLE)
-_NUM_TENSORS, _NUM_OPTIONS = len(DropoutOperands._fields), len(Options._fields)
+# Of the operators' arguments: the tensors of `schema_tensors`, and then the options.
+NUM_TENSORS, NUM_OPTIONS = len(DropoutOperands._fields) + 1, len(Options._fields)
 
 is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 dispatch_modes, transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
@@ -205,9 +206,26 @@ _apply_both = super(torch.autograd.Function, _Both).apply
 # The operator, and transforms of it -----------------------------------------------------------------------------------
 
 
-def schema_tensors(operands: AnyOperands) -> tuple[torch.Tensor | None, ...]:
-    """Returns the tensors of a call as the operators' schemas take them."""
-    return (*operands[:9], operands.dropout_seed)
+def schema_tensors(operands: AnyOperands, dropout_probability: Any = None) -> tuple[torch.Tensor | None, ...]:
+    """Returns the tensors of a call as the operators' schemas take them.
+
+    Args:
+        dropout_probability: from `changing_probability`.
+    """
+    return (*operands[:9], operands.dropout_seed, dropout_probability)
+
+
+def changing_probability(dropout_p: Any) -> torch.Tensor | None:
+    """Returns the probability of dropout as a tensor if torch.compile has made it an input of the graph, else None.
+
+    A number in an operator's schema is a constant of the graph, and each value would be compiled anew. A product with
+    a tensor is not: torch makes the number a tensor of its own, on the host.
+    """
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    if not dropout_p or statically_known_true(dropout_p > 0):  # a symbol is not known
+        return None
+    return torch.ones((), dtype=torch.float64, device="cpu") * dropout_p
 
 
 def operator_gradients(
@@ -227,8 +245,8 @@ def operator_gradients(
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     """The operator's `setup_context`."""
-    ctx.save_for_backward(*inputs[:_NUM_TENSORS], *output)
-    ctx.options, ctx.kernel = inputs[_NUM_TENSORS : _NUM_TENSORS + _NUM_OPTIONS], inputs[-2]
+    ctx.save_for_backward(*inputs[:NUM_TENSORS], *output)
+    ctx.options, ctx.kernel = inputs[NUM_TENSORS : NUM_TENSORS + NUM_OPTIONS], inputs[-2]
     ctx.set_materialize_grads(False)
 
 

@@ -9,19 +9,28 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 
 from warpwave import autograd, dispatch
-from warpwave.checks import Options, check_cache_contents, check_problem, describe_cached_call, resized
+from warpwave.checks import (
+    check_apart,
+    check_cache_contents,
+    check_out,
+    check_problem,
+    describe_cached_call,
+    resized,
+)
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import append_kv, split_kv
+from warpwave.kernels import append_kv, descales, split_kv
 from warpwave.kv_cache import CacheLayer, PagedKVCache, Rotary, check_counts, check_positions, integers, new_tokens
-from warpwave.plans import Run, tell_once, without_keys
-from warpwave.problem import AttentionProblem, CachedOperands, DropoutOperands, Operands
+from warpwave.options import Options
+from warpwave.plans import Run, storing, tell_once, without_keys
+from warpwave.problem import AttentionProblem, CachedOperands, DropoutOperands, Operands, QuantizedOperands
 
 
 class Serving(NamedTuple):
@@ -223,6 +232,30 @@ def check_contents(
         _check_prefix(problem, operands, serving.shared_prefix)
 
 
+def check_apart_from_new(
+    out: torch.Tensor,
+    operands: CachedOperands,
+    k_new: torch.Tensor | None,
+    v_new: torch.Tensor | None,
+    rotary: Rotary | None,
+    wanting: list[torch.Tensor],
+) -> None:
+    """Checks `out` of a call that writes to the cache first, before it does.
+
+    Args:
+        wanting: the tensors that require a gradient.
+
+    Raises:
+        InvalidInput: out shares memory with an argument.
+        UnsupportedProblem: a gradient would be lost.
+    """
+    check_out(out, operands, bool(wanting))
+    tensors = operands._asdict() | {"k_new": k_new, "v_new": v_new}
+    if isinstance(rotary, Rotary):
+        tensors |= {name: t for name, t in rotary._asdict().items() if isinstance(t, torch.Tensor)}
+    check_apart(out, tensors)
+
+
 def wanting_gradients(arguments: Iterable[Any]) -> list[torch.Tensor]:
     """Returns the tensors that a backward pass would reach through a call's results."""
     if not torch.is_grad_enabled():
@@ -284,10 +317,23 @@ def choose(
     return choice
 
 
-def make_plan(operands: CachedOperands, options: Options, serving: Serving, kernel: str, config: Any) -> Run:
-    """Chooses, configures and compiles the kernel of a call that was checked."""
+def make_plan(
+    operands: CachedOperands,
+    options: Options,
+    serving: Serving,
+    kernel: str,
+    config: Any,
+    out: torch.Tensor | None = None,
+) -> Run:
+    """Chooses, configures and compiles the kernel of a call that was checked.
+
+    Args:
+        out: the tensor that the caller passes for the output.
+    """
     problem = describe_cached_call(operands, options, serving.batch_invariant)
-    return _plan_of(problem, operands, serving, kernel, config, {})
+    if out is not None:
+        check_out(out, operands, options.needs_grad)
+    return _plan_of(problem, operands, serving, kernel, config, {}, out)
 
 
 class Planner:
@@ -298,7 +344,9 @@ class Planner:
         self.problem: AttentionProblem | None = None
         self.binders: dict[str, Any] = {}
 
-    def __call__(self, operands: CachedOperands, longest: tuple[int, ...]) -> Run | None:
+    def __call__(
+        self, operands: CachedOperands, longest: tuple[int, ...], out: torch.Tensor | None = None
+    ) -> Run | None:
         """Returns the plan of a call; None if its sizes contradict each other."""
         if self.problem is None:
             options = self.options._replace(max_seqlen_q=longest[0], max_seqlen_k=longest[1])
@@ -306,7 +354,9 @@ class Planner:
         problem = resized(self.problem, operands, longest)
         if problem is None:
             return None
-        return _plan_of(problem, operands, self.serving, self.kernel, self.config, self.binders)
+        if out is not None:
+            check_out(out, operands, self.options.needs_grad)
+        return _plan_of(problem, operands, self.serving, self.kernel, self.config, self.binders, out)
 
 
 def _plan_of(
@@ -316,6 +366,7 @@ def _plan_of(
     kernel: str,
     config: Any,
     binders: dict[str, Any],
+    out: torch.Tensor | None,
 ) -> Run:
     gpu = current_gpu(operands.q.device)
     choice = choose(problem, gpu, serving, kernel, config)
@@ -330,12 +381,14 @@ def _plan_of(
                 {choice.kernel.NAME: reasons},
                 "the same call without shared_prefix",
             )
+    run: Run
     if problem.rows == 0 or problem.batch == 0:
-        return lambda operands: without_keys(problem, operands)
-    if prefix and choice.kernel is split_kv:
-        return split_kv.bind_with_prefix(problem, operands, choice.config, prefix)
-    run: Run = dispatch.bind(choice, problem, operands, binders)
-    return run
+        run = partial(without_keys, problem)
+    else:
+        if prefix and choice.kernel is split_kv:
+            binders = {split_kv.NAME: partial(split_kv.bind_with_prefix, shared_prefix=prefix)}
+        run = dispatch.bind(choice, problem, operands, binders, out)
+    return run if out is None else storing(run)
 
 
 def prefix_refusals(problem: AttentionProblem, shared_prefix: int) -> list[str]:
@@ -444,7 +497,7 @@ def operands_without_memory(problem: AttentionProblem) -> Any:
     operands = Operands(
         empty(*rows, p.num_heads_q, p.head_dim, dtype=dtype),
         empty(*keys, p.num_heads_kv, p.head_dim, dtype=dtype),
-        empty(*keys, p.num_heads_kv, p.head_dim_v, dtype=dtype),
+        empty(*keys, p.num_heads_kv, p.head_dim_v, dtype=getattr(torch, p.dtype_of_v)),
         None if p.mask_shape is None else empty(*p.mask_shape, dtype=torch.bool),
         None if p.bias_shape is None else empty(*p.bias_shape, dtype=getattr(torch, p.bias_dtype or p.dtype)),
         None if p.alibi_shape is None else empty(*p.alibi_shape, dtype=torch.float32),
@@ -452,4 +505,8 @@ def operands_without_memory(problem: AttentionProblem) -> Any:
         offsets,
         offsets,
     )
+    if p.is_quantized:
+        shapes = descales.shapes(p)
+        factors = (None if shape is None else empty(*shape, dtype=torch.float32) for shape in shapes)
+        return QuantizedOperands(*operands, *factors)
     return DropoutOperands(*operands, empty(2, dtype=torch.int64)) if p.dropout_p else operands

@@ -10,19 +10,19 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import numbers
-import operator
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from warpwave.errors import InvalidInput, InvalidType
-from warpwave.kernels import dropout
-from warpwave.problem import PRECISIONS, AnyOperands, AttentionProblem, CachedOperands, Causal
+from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
+from warpwave.kernels import descales, dropout
+from warpwave.options import LARGEST, PRECISION_NAMES, Options, spell_precision
+from warpwave.problem import PRECISIONS, AnyOperands, AttentionProblem, CachedOperands, Causal, QuantizedOperands
 
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 NAMES_WITH_FLOAT64 = {**DTYPE_NAMES, torch.float64: "float64"}  # of dense and packed calls
+NAMES = NAMES_WITH_FLOAT64 | descales.QUANTIZED
 
 DENSE = {
     "q": "batch seqlen_q num_heads_q head_dim",
@@ -46,30 +46,7 @@ DTYPES = {  # the others are float32; a bias may have the dtype of q, and the ca
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "page_table", "seqused_k", "rows"), torch.int32),
 }
 SCORES = "batch num_heads_q seqlen_q seqlen_k"
-LARGEST = torch.finfo(torch.float32).max  # of the factors of scores: above, a factor would be infinite in float32
 SMALLEST = torch.finfo(torch.float32).tiny
-PRECISION_NAMES = ", ".join(map(repr, PRECISIONS))
-
-
-class Options(NamedTuple):
-    """All arguments of a call that are not tensors, in the order of the operator's schema."""
-
-    max_seqlen_q: int = 0
-    max_seqlen_k: int = 0
-    causal: str = ""
-    window_left: int = -1
-    window_right: int = -1
-    softcap: float = 0.0
-    softmax_scale: float | None = None
-    precision: str = "default"
-    return_lse: bool = False
-    needs_grad: bool = False
-    dropout_p: float = 0.0
-    deterministic: bool | None = None
-
-    def must_repeat(self) -> bool:
-        """Returns whether gradients must repeat bit for bit: `deterministic`, or torch's setting now if None."""
-        return torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic
 
 
 def describe_call(operands: AnyOperands, options: Options) -> AttentionProblem:
@@ -104,6 +81,9 @@ def describe_call(operands: AnyOperands, options: Options) -> AttentionProblem:
         bind_axes("sinks", operands.sinks, "num_heads_q", axes)
     if operands.dropout_seed is not None:
         dropout.check_seed(operands.dropout_seed)
+    quantized: dict[str, Any] = {}
+    if isinstance(operands, QuantizedOperands):
+        quantized = descales.describe(operands, size, packed, options)
     scale = resolve_scale(options.softmax_scale, size["head_dim"])
     _check_scalars(options, scale)
     return AttentionProblem(
@@ -114,7 +94,7 @@ def describe_call(operands: AnyOperands, options: Options) -> AttentionProblem:
         num_heads_kv=size["num_heads_kv"],
         head_dim=size["head_dim"],
         head_dim_v=size["head_dim_v"],
-        dtype=NAMES_WITH_FLOAT64[operands.q.dtype],
+        dtype=NAMES[operands.q.dtype],
         softmax_scale=scale,
         causal=Causal(options.causal) if options.causal else None,  # type: ignore[arg-type]
         window_size=(options.window_left, options.window_right),
@@ -132,6 +112,7 @@ def describe_call(operands: AnyOperands, options: Options) -> AttentionProblem:
         requires_grad=options.needs_grad,
         dropout_p=options.dropout_p,
         deterministic=options.needs_grad and options.must_repeat(),
+        **quantized,
     )
 
 
@@ -215,6 +196,8 @@ def resized(problem: AttentionProblem, operands: Any, longest: tuple[int, ...]) 
     else:
         seqlen_k, total_k = longest[1], k.shape[0]
         alike = offsets_k.shape[0] == batch + 1 and total_k == v.shape[0] and seqlen_k >= 0
+    if isinstance(operands, QuantizedOperands):
+        alike &= all(t is None or t.dim() < 2 or t.shape[0] == batch for t in more)
     if not alike or batch < 0 or seqlen_q < 0 or (slopes is not None and slopes.dim() == 2 and len(slopes) != batch):
         return None
     # `dataclasses.replace` would take as long as everything above.
@@ -383,6 +366,97 @@ def check_are_tensors(operands: AnyOperands | CachedOperands) -> None:
             raise InvalidType(f"{name} is a {found} tensor; it must be a plain strided one: {remedy}")
 
 
+def check_out_is_plain(out: Any) -> None:
+    """Raises InvalidType unless out is a plain strided tensor."""
+    if not isinstance(out, torch.Tensor):
+        raise InvalidType(f"out is a {type(out).__name__}; it must be a torch.Tensor")
+    if not is_plain(out):
+        raise InvalidType("out is a nested, sparse or lazily negated tensor; it must be a plain strided one")
+
+
+def check_out(
+    out: torch.Tensor,
+    operands: AnyOperands | CachedOperands,
+    needs_grad: bool,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Checks the plain tensor that receives the output of a call whose operands were checked.
+
+    Args:
+        needs_grad: whether an operand requires a gradient.
+        dtype: of the output; None for the dtype of q.
+
+    Raises:
+        InvalidInput: its shape or device is not the output's, or two elements share memory.
+        InvalidType: its dtype is not the output's.
+        UnsupportedProblem: a gradient would be lost.
+    """
+    q, v = operands.q, operands.v
+    if needs_grad or (torch.is_grad_enabled() and out.requires_grad):
+        raise UnsupportedProblem(
+            "out was given and an argument requires a gradient: autograd cannot follow a write to out",
+            {},
+            "torch.no_grad() around the call, or the call without out",
+        )
+    shape = (*q.shape[:-1], v.shape[-1])
+    if out.shape != shape:
+        raise InvalidInput(f"out has shape {tuple(out.shape)}; it must have {tuple(shape)}, q's with head_dim_v")
+    if out.device != q.device:
+        raise InvalidInput(f"out is on {out.device} and q on {q.device}; all tensors must share one device")
+    if out.dtype != (dtype or q.dtype):
+        what = "the dtype of q" if dtype is None else f"{dtype}, as out_dtype states or by default"
+        raise InvalidType(f"out is {out.dtype} and q is {q.dtype}; out must have {what}")
+    if torch.compiler.is_compiling():
+        return  # the call itself checks its strides
+    extent = 1  # elements from the first to the last of the axes with smaller strides
+    for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
+        if size > 1 and stride < extent:
+            raise InvalidInput(
+                f"out has shape {tuple(out.shape)} and strides {out.stride()}, with which elements share memory; pass "
+                "a tensor that was not expanded"
+            )
+        extent += (size - 1) * stride
+
+
+def check_apart(out: torch.Tensor, tensors: Mapping[str, Any]) -> None:
+    """Raises InvalidInput naming a tensor that shares memory with out, which the kernel may still read after it stored
+    a part of out.
+
+    Args:
+        tensors: argument -> tensor of the same device, or None.
+    """
+    begin = out.data_ptr()
+    end = begin + _extent_bytes(out)
+    for name, tensor in tensors.items():
+        if tensor is None or (first := tensor.data_ptr()) >= end or first + _extent_bytes(tensor) <= begin:
+            continue
+        if not _are_interleaved(out, tensor):
+            raise InvalidInput(f"out shares memory with {name}, which is read while out is written; pass other memory")
+
+
+def _extent_bytes(tensor: torch.Tensor, period: int = 0) -> int:
+    """Returns the bytes from the first element to the end of the last one, of axes whose stride in bytes is no multiple
+    of `period`; 0 if there is no element."""
+    size = tensor.element_size()
+    if not period and tensor.is_contiguous():
+        return tensor.nbytes
+    strides = [stride * size for stride in tensor.stride()]
+    steps = (
+        (length - 1) * step for length, step in zip(tensor.shape, strides, strict=True) if not period or step % period
+    )
+    return sum(steps) + size if tensor.numel() else 0
+
+
+def _are_interleaved(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Returns whether two tensors are different columns of the rows of one buffer, such as the parts of a packed
+    projection: modulo the bytes of a row, they lie apart."""
+    for period in {stride * a.element_size() for stride in a.stride()} - {0}:
+        distance = (b.data_ptr() - a.data_ptr()) % period
+        if _extent_bytes(a, period) <= distance and distance + _extent_bytes(b, period) <= period:
+            return True
+    return False
+
+
 def check_problem(problem: AttentionProblem) -> None:
     """Raises InvalidInput or InvalidType if a problem written by a caller is not one that a call can have."""
     if not isinstance(problem, AttentionProblem):
@@ -391,12 +465,13 @@ def check_problem(problem: AttentionProblem) -> None:
         size = getattr(problem, name)
         if not isinstance(size, int) or size < 0:
             raise InvalidInput(f"{name} is {size!r}; it must be a whole number, not negative")
-    known = (DTYPE_NAMES if problem.page_size else NAMES_WITH_FLOAT64).values()
+    known = (DTYPE_NAMES if problem.page_size else NAMES).values()
     if problem.dtype not in known:
         raise InvalidInput(f"dtype is {problem.dtype!r}; it must be one of {', '.join(known)}")
     if problem.precision not in PRECISIONS:
         raise InvalidInput(f"precision is {problem.precision!r}; it must be one of {PRECISION_NAMES}")
     dropout.check_problem(problem)
+    descales.check_problem(problem)
     if not (problem.causal is None or isinstance(problem.causal, Causal)):
         raise InvalidType(f"causal is {problem.causal!r}; in a problem it must be a Causal, or None")
     _check_heads(problem.num_heads_q, problem.num_heads_kv, problem.head_dim, problem.head_dim_v)
@@ -438,17 +513,24 @@ def _check_types(operands: AnyOperands | CachedOperands) -> None:
         if tensor is not None and tensor.device != device:
             raise InvalidInput(f"{name} is on {tensor.device} and q on {q.device}; all tensors must share one device")
     known = DTYPE_NAMES if isinstance(operands, CachedOperands) else NAMES_WITH_FLOAT64
-    if q.dtype not in known:
-        raise InvalidType(f"q is {q.dtype}; it must be one of {', '.join(map(str, known))}")
-    for name in ("k", "v"):
-        dtype = getattr(operands, name).dtype
-        if dtype != q.dtype:
-            raise InvalidType(f"{name} is {dtype} and q is {q.dtype}; q, k and v must share one dtype")
+    if isinstance(operands, QuantizedOperands):
+        descales.check_dtypes(operands)
+    elif q.dtype not in known:
+        quantized = q.dtype in descales.QUANTIZED and known is NAMES_WITH_FLOAT64
+        hint = ", or quantized with its factors q_descale, k_descale and v_descale" if quantized else ""
+        raise InvalidType(f"q is {q.dtype}; it must be one of {', '.join(map(str, known))}{hint}")
+    else:
+        for name in ("k", "v"):
+            dtype = getattr(operands, name).dtype
+            if dtype != q.dtype:
+                raise InvalidType(f"{name} is {dtype} and q is {q.dtype}; q, k and v must share one dtype")
     for name, tensor in zip(operands._fields[3:], operands[3:], strict=True):
         if tensor is None:
             continue
-        dtypes = (DTYPES.get(name, torch.float32),)
-        if name == "bias" or (name == "sinks" and q.dtype == torch.float64):
+        dtypes: tuple[torch.dtype, ...] = (DTYPES.get(name, torch.float32),)
+        if name == "bias" and isinstance(operands, QuantizedOperands):
+            dtypes = (torch.float16, torch.bfloat16, torch.float32)
+        elif name == "bias" or (name == "sinks" and q.dtype == torch.float64):
             dtypes = tuple(dict.fromkeys((q.dtype, torch.float32)))
         if tensor.dtype not in dtypes:
             hint = "; an additive mask goes in bias=" if name == "mask" and tensor.is_floating_point() else ""
@@ -483,82 +565,6 @@ def _check_packed(operands: AnyOperands, size: dict[str, int], options: Options)
             raise InvalidInput(f"max_seqlen_{side} is {longest}; it must be at least 0")
 
 
-def as_float(name: str, value: Any) -> Any:
-    """Returns a number as a float; a symbolic number of torch.compile unchanged.
-
-    Raises:
-        InvalidType: the value is a tensor, a bool, or not a real number.
-    """
-    if value.__class__ is float or isinstance(value, torch.SymFloat | torch.SymInt):
-        return value
-    if isinstance(value, torch.Tensor):
-        raise InvalidType(
-            f"{name} is a {type(value).__name__}; it must be a Python number. A tensor's gradient would be lost: "
-            "multiply q by the tensor instead"
-        )
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise InvalidType(f"{name} is {value!r}; it must be a number")
-    return float(value)
-
-
-def with_positive_scale(q: Any, softmax_scale: Any) -> tuple[Any, Any]:
-    """Returns q and the scale, both negated if the scale is negative. Scores are the same to the bit, and kernels may
-    take the maximum of the products before they scale it."""
-    if softmax_scale is not None and -LARGEST <= softmax_scale < 0 and isinstance(q, torch.Tensor):
-        return -q, -softmax_scale
-    return q, softmax_scale
-
-
-def as_logits(sinks: Any, q: Any) -> Any:
-    """Returns sinks in the 16-bit dtype of q as float32, which kernels read; anything else unchanged."""
-    if not (isinstance(sinks, torch.Tensor) and isinstance(q, torch.Tensor)):
-        return sinks
-    return sinks.float() if sinks.dtype == q.dtype and q.dtype in (torch.float16, torch.bfloat16) else sinks
-
-
-def as_int(name: str, value: Any) -> Any:
-    """Returns an integer, NumPy's included, as an int; a symbolic one of torch.compile unchanged.
-
-    Raises:
-        InvalidType: the value is a tensor, a bool, or not an integer.
-    """
-    if type(value) is int or isinstance(value, torch.SymInt):
-        return value
-    try:
-        if isinstance(value, bool | torch.Tensor):
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        found = f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)
-        raise InvalidType(f"{name} is {found}; it must be an integer") from None
-
-
-def as_window(window_size: Any) -> tuple[Any, Any]:
-    """Returns both sides of a window, (-1, -1) for None.
-
-    Raises:
-        InvalidType: the value is not a pair of integers.
-    """
-    if window_size is None:
-        return (-1, -1)
-    try:
-        left, right = window_size
-    except (TypeError, ValueError):
-        raise InvalidType(f"window_size is {window_size!r}; it must be (left, right), -1 for unlimited") from None
-    return as_int("the left side of window_size", left), as_int("the right side of window_size", right)
-
-
-def as_bool(name: str, value: Any) -> bool:
-    """Returns a bool, NumPy's included, as a bool.
-
-    Raises:
-        InvalidType: the value is anything else.
-    """
-    if value.__class__ is not bool and type(value).__name__ != "bool":  # NumPy's class has the same name
-        raise InvalidType(f"{name} is {value!r}; it must be True or False")
-    return bool(value)
-
-
 def _check_scalars(options: Options, scale: float) -> None:
     dropout.check_probability(options.dropout_p)
     if not 0 <= scale <= LARGEST:
@@ -573,30 +579,6 @@ def _check_scalars(options: Options, scale: float) -> None:
             f"window_size is ({options.window_left}, {options.window_right}); each side must be at least -1 "
             "(-1 is unlimited)"
         )
-
-
-def spell_precision(precision: str | float) -> str:
-    """Returns the caller's `precision`, checked, in the form of `Options` and the operators' schema: a budget is the
-    shortest text that parses to the same number.
-
-    Raises:
-        InvalidInput: an unknown name, or a budget that is not between 0 and 1.
-        InvalidType: neither a name nor a number.
-    """
-    if isinstance(precision, str):
-        if precision not in PRECISIONS:
-            raise InvalidInput(f"precision is {precision!r}; it must be one of {PRECISION_NAMES}, or a number")
-        return precision
-    if isinstance(precision, bool) or not isinstance(precision, (int, float)):
-        raise InvalidType(
-            f"precision is {precision!r}; it must be one of {PRECISION_NAMES}, or a number, the relative error that "
-            "out may have"
-        )
-    if not 0 < precision < 1:
-        raise InvalidInput(
-            f"precision is {precision!r}; as a number it is the relative error that out may have, between 0 and 1"
-        )
-    return repr(float(precision))
 
 
 def _precision(options: Options, dtype: torch.dtype) -> dict[str, Any]:

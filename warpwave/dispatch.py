@@ -4,6 +4,7 @@ A kernel is a module or package of `warpwave.kernels` with
 
     NAME                                       its name: "flash_fwd"
     NEEDS_GPU                                  whether it refuses CPU tensors
+    QUANTIZED                                  optional: True if it attends with quantized q and k
     Config                                     a frozen dataclass that checks its values
     why_not(problem, gpu) -> list[str]         every reason it cannot run the problem; empty if it can
     outrun(problem, gpu) -> list[str]          optional: why a later kernel is faster although this one can run the
@@ -12,7 +13,10 @@ A kernel is a module or package of `warpwave.kernels` with
     configs(problem, gpu) -> list[Config]      the default first, then the search space
     default(problem, gpu) -> Config            optional: the first of `configs`, without listing the others
     notes(problem, gpu, config) -> list[str]   optional: what `explain` prints about a config
-    bind(problem, operands, config)            -> run(operands) -> (out, lse or None)
+    bind(problem, operands, config, out=None)  -> run(operands, out=None) -> (out, lse or None). Bound with a caller's
+                                               out, it stores to the out of each call; that one is contiguous and
+                                               begins at a multiple of 16 bytes unless
+    STRIDED_OUT                                optional: True if out may have any address and any strides, the last 1
     Binder()                                   optional: `bind` for calls that differ in lengths and batch strides only;
                                                keeps what does not depend on these
     gradients, gradients_why_not               optional: gradients that need no result of the forward, and why not
@@ -81,9 +85,12 @@ class Choice(NamedTuple):
 
 def why_not(kernel: Any, problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns every reason a kernel cannot run a problem; empty if it can. All kernels but `eager` refuse float64 here,
-    in one place."""
+    and all kernels without `QUANTIZED` quantized q and k, in one place."""
     if problem.dtype == "float64" and kernel is not eager:
         return ["dtype is float64, which eager alone computes"]
+    if problem.is_quantized and not getattr(kernel, "QUANTIZED", False):
+        able = [module.NAME for module in KERNELS if getattr(module, "QUANTIZED", False)]
+        return [f"q is {problem.dtype}; quantized calls are computed by {', '.join(able)}"]
     reasons: list[str] = kernel.why_not(problem, gpu)
     return reasons
 
@@ -128,7 +135,7 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
             m
             for m in ((eager,) if problem.dtype == "float64" else kernels_for(problem))
             if not (gpu.vendor == "interpreter" and m.NEEDS_GPU)
-            and not m.why_not(problem, gpu)
+            and not why_not(m, problem, gpu)
             and not _outrun(m, problem, gpu)
         )
         module = next(able, None)
@@ -164,17 +171,36 @@ def default_config(module: Any, problem: AttentionProblem, gpu: Gpu) -> Any:
     return module.default(problem, gpu) if hasattr(module, "default") else module.configs(problem, gpu)[0]
 
 
-def bind(choice: Choice, problem: AttentionProblem, operands: Any, binders: dict[str, Any]) -> Any:
+def bind(choice: Choice, problem: AttentionProblem, operands: Any, binders: dict[str, Any], out: Any = None) -> Any:
     """Binds a kernel to a call.
 
     Args:
         binders: kernel name -> its binder, shared by all calls of one class; filled here.
+        out: the caller's, if the results are stored to one: each call of what is returned takes its own. If the kernel
+            cannot store to this layout, its results are copied.
     """
     module = choice.kernel
     binder = binders.get(module.NAME)
     if binder is None:
         binder = binders[module.NAME] = module.Binder() if hasattr(module, "Binder") else module.bind
-    return binder(problem, operands, choice.config)
+    if out is None:
+        return binder(problem, operands, choice.config)
+    if stores_to(module, out):
+        return binder(problem, operands, choice.config, out)
+    run = binder(problem, operands, choice.config)
+
+    def run_and_copy(operands: Any, out: Any) -> Any:
+        found, lse = run(operands)
+        return out.copy_(found), lse
+
+    return run_and_copy
+
+
+def stores_to(module: Any, out: Any) -> bool:
+    """Returns whether a kernel stores to an out of this layout, without a copy."""
+    if getattr(module, "STRIDED_OUT", False):
+        return bool(out.stride(-1) == 1)
+    return bool(out.is_contiguous() and out.data_ptr() % 16 == 0)
 
 
 def gradient_kernels(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> list[Any]:
@@ -185,7 +211,7 @@ def gradient_kernels(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") 
     """
     if kernel in OWN_GRADIENTS or (kernel == "auto" and gpu.vendor == "interpreter") or problem.page_size:
         return []
-    if problem.dtype == "float64":
+    if problem.dtype == "float64" or problem.is_quantized:
         return []
     return [module for module in GRADIENT_KERNELS if not module.why_not(problem, gpu)]
 

@@ -1,5 +1,5 @@
-"""The torch operators `warpwave::attention` and `warpwave::attention_backward`, and the planning of dense and packed
-calls.
+"""The torch operators `warpwave::attention`, `attention_out` and `attention_backward`, and the planning of dense and
+packed calls.
 
 torch.compile, export and opcheck see one node with a schema, a fake implementation and a gradient. An eager call on
 plain tensors needs no dispatcher: api.py runs its plan directly (plans.py).
@@ -10,35 +10,46 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from warpwave import autograd, dispatch
-from warpwave.autograd import absent
-from warpwave.checks import Options, describe_call, resized
+from warpwave.autograd import NUM_OPTIONS, NUM_TENSORS, absent
+from warpwave.checks import check_out, describe_call, resized
 from warpwave.errors import InvalidType
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import flash_fwd
-from warpwave.plans import Run, lse_dtype, lse_shape, plan_key, planned, tell_once, without_keys
-from warpwave.problem import AnyOperands, AttentionProblem, DropoutOperands, Operands
+from warpwave.options import Options
+from warpwave.plans import Run, lse_dtype, lse_shape, plan_key, planned, storing, tell_once, without_keys
+from warpwave.problem import AnyOperands, AttentionProblem, DropoutOperands, Operands, QuantizedOperands
 
 
 def attend(
-    operands: AnyOperands, options: Options, kernel: str, config: Any
+    operands: AnyOperands, options: Options, kernel: str, config: Any, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Runs a call that torch has dispatched, with a plan made for an equal earlier call or with a new one."""
-    key = plan_key(operands, (options, kernel, config), dispatched=True)
-    return planned(key, lambda: make_plan(operands, options, kernel, config, dispatched=True))(operands)
+    key = plan_key((*operands, out), (options, kernel, config), dispatched=True)
+    run = planned(key, lambda: make_plan(operands, options, kernel, config, dispatched=True, out=out))
+    return run(operands) if out is None else run(operands, out)
 
 
-def make_plan(operands: AnyOperands, options: Options, kernel: str, config: Any, dispatched: bool = False) -> Run:
+def make_plan(
+    operands: AnyOperands,
+    options: Options,
+    kernel: str,
+    config: Any,
+    dispatched: bool = False,
+    out: torch.Tensor | None = None,
+) -> Run:
     """Checks a call, and chooses, configures and compiles its kernel.
 
     Args:
         dispatched: whether torch's dispatcher has seen the call and provides its gradients; otherwise the plan does.
+        out: the tensor that the caller passes for the output.
     """
-    return _plan_of(describe_call(operands, options), operands, options, kernel, config, dispatched, {})
+    return _plan_of(describe_call(operands, options), operands, options, kernel, config, dispatched, {}, out)
 
 
 class Planner:
@@ -54,7 +65,7 @@ class Planner:
         self.problem: AttentionProblem | None = None
         self.binders: dict[str, Any] = {}
 
-    def __call__(self, operands: AnyOperands, longest: tuple[int, ...]) -> Run | None:
+    def __call__(self, operands: AnyOperands, longest: tuple[int, ...], out: torch.Tensor | None = None) -> Run | None:
         """Returns the plan of a call; None if its sizes contradict each other."""
         options = self.options
         if longest:
@@ -64,7 +75,7 @@ class Planner:
         problem = resized(self.problem, operands, longest)
         if problem is None:
             return None
-        return _plan_of(problem, operands, options, self.kernel, self.config, False, self.binders)
+        return _plan_of(problem, operands, options, self.kernel, self.config, False, self.binders, out)
 
 
 def _plan_of(
@@ -75,27 +86,40 @@ def _plan_of(
     config: Any,
     dispatched: bool,
     binders: dict[str, Any],
+    out: torch.Tensor | None,
 ) -> Run:
+    if out is not None:
+        dtype = getattr(torch, whole.dtype_of_out) if whole.is_quantized else None
+        check_out(out, operands, options.needs_grad, dtype)
     gpu = current_gpu(operands.q.device)
     problem, others = dispatch.forward_of(whole, gpu, kernel)
     # The operator returns lse with every gradient. Eager calls need it on request, or where the gradients take it.
     if others and not dispatched and not dispatch.gradient_kernels(whole, gpu, kernel):
         problem = dataclasses.replace(problem, return_lse=options.return_lse)
-    run = _bind(problem, gpu, operands, kernel, config, binders)
+    run = _bind(problem, gpu, operands, kernel, config, binders, out)
+    if out is not None:
+        return storing(run)
     if dispatched or not options.needs_grad:
         return run
     return autograd.Plan(run, whole, gpu, options, kernel, operands)
 
 
 def _bind(
-    problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, kernel: str, config: Any, binders: dict[str, Any]
+    problem: AttentionProblem,
+    gpu: Gpu,
+    operands: AnyOperands,
+    kernel: str,
+    config: Any,
+    binders: dict[str, Any],
+    out: torch.Tensor | None,
 ) -> Run:
     choice = dispatch.choose(problem, gpu, kernel, config)
     if kernel == "auto" and not choice.kernel.NEEDS_GPU:
         tell_once(problem, gpu, choice.kernel.NAME, flash_fwd)
     if problem.rows == 0 or problem.batch == 0 or (problem.total_k if problem.packed else problem.seqlen_k) == 0:
-        return lambda operands: without_keys(problem, operands)
-    return dispatch.bind(choice, problem, operands, binders)
+        return partial(without_keys, problem)
+    run: Run = dispatch.bind(choice, problem, operands, binders, out)
+    return run
 
 
 def encode_config(config: Any) -> str:
@@ -122,13 +146,17 @@ def _decode_config(kernel: str, config: str) -> Any:
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? dropout_seed"
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? dropout_seed, Tensor? dropout_probability"
+)
+_QUANTIZED_TENSORS = _TENSORS.replace(
+    "Tensor? dropout_seed, Tensor? dropout_probability",
+    "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Tensor? out_descale",
 )
 _OPTIONS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, str causal, SymInt window_left, SymInt window_right, float softcap, "
-    "float? softmax_scale, str precision, bool return_lse, bool needs_grad, float dropout_p, bool? deterministic"
+    "float? softmax_scale, str precision, bool return_lse, bool needs_grad, float dropout_p, bool? deterministic, "
+    "str out_dtype"
 )
-_NUM_TENSORS, _NUM_OPTIONS = len(DropoutOperands._fields), len(Options._fields)
 
 
 class _Library(torch.library.Library):
@@ -153,6 +181,10 @@ def _refusing_tangents(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 _library = _Library("warpwave", "DEF")
 _library.define(f"attention({_TENSORS}, {_OPTIONS}, str kernel_name, str config) -> (Tensor, Tensor)")
+_library.define(f"attention_out({_TENSORS}, {_OPTIONS}, str kernel_name, str config, Tensor(a!) out) -> Tensor")
+_library.define(
+    f"quantized_attention({_QUANTIZED_TENSORS}, {_OPTIONS}, str kernel_name, str config) -> (Tensor, Tensor)"
+)
 _library.define(
     f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, {_TENSORS}, {_OPTIONS}, "
     "str kernel_name='auto') -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -160,20 +192,48 @@ _library.define(
 
 
 def _attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    operands, options = _split(arguments)
+    return _attend(*_split(arguments), arguments)
+
+
+def _quantized_attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _attend(*_split_quantized(arguments), arguments)
+
+
+def _attend(operands: AnyOperands, options: Options, arguments: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     kernel, config = arguments[-2:]
     out, lse = attend(operands, options, kernel, _decode_config(kernel, config))
     return out, absent(operands.q) if lse is None else lse
 
 
 def _attention_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    operands, options = _split(arguments)
-    describe_call(operands, options)
+    return _fake(*_split(arguments, is_fake=True))
+
+
+def _quantized_attention_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _fake(*_split_quantized(arguments))
+
+
+def _fake(operands: AnyOperands, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    problem = describe_call(operands, options)
     q = operands.q
-    out = q.new_empty((*q.shape[:-1], operands.v.shape[-1]))
+    out = q.new_empty((*q.shape[:-1], operands.v.shape[-1]), dtype=getattr(torch, problem.dtype_of_out))
     if not (options.return_lse or options.needs_grad):
         return out, absent(q)
     return out, q.new_empty(lse_shape(operands.cu_seqlens_q is not None, q), dtype=lse_dtype(q))
+
+
+def _attention_out(*arguments: Any) -> torch.Tensor:
+    """Stores to the last argument, and returns the log-sum-exp."""
+    operands, options = _split(arguments)
+    kernel, config, out = arguments[-3:]
+    _, lse = attend(operands, options, kernel, _decode_config(kernel, config), out)
+    return absent(operands.q) if lse is None else lse
+
+
+def _attention_out_fake(*arguments: Any) -> torch.Tensor:
+    operands, options = _split(arguments, is_fake=True)
+    check_out(arguments[-1], operands, options.needs_grad)
+    return _attention_fake(*arguments[:-1])[1]
 
 
 def _attention_backward(
@@ -181,7 +241,7 @@ def _attention_backward(
 ) -> tuple[torch.Tensor, ...]:
     operands, options = _split(rest)
     # torch omits a last argument that equals its default, also in graphs saved before that argument existed.
-    kernel = "auto" if len(rest) == _NUM_TENSORS + _NUM_OPTIONS else rest[-1]
+    kernel = "auto" if len(rest) == NUM_TENSORS + NUM_OPTIONS else rest[-1]
     said = ("gradients", options, kernel, *wanted)  # torch's deterministic mode is in every key
 
     def bind() -> Any:
@@ -197,23 +257,45 @@ def _attention_backward(
 def _attention_backward_fake(
     dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, wanted: list[bool], *rest: Any
 ) -> tuple[torch.Tensor, ...]:
-    operands, _ = _split(rest)
+    operands, _ = _split(rest, is_fake=True)
     sources = (*operands[:3], *operands[4:7])
     return tuple(t.new_empty(t.shape) if want else absent(out) for t, want in zip(sources, wanted, strict=True))
 
 
-def _split(arguments: tuple[Any, ...]) -> tuple[AnyOperands, Options]:
-    """Returns the operands and options of an operator's arguments. Without dropout a seed has no effect."""
-    options = Options(*arguments[_NUM_TENSORS : _NUM_TENSORS + _NUM_OPTIONS])
-    if options.dropout_p:
-        return DropoutOperands(*arguments[:_NUM_TENSORS]), options
-    return Operands(*arguments[: _NUM_TENSORS - 1]), options
+def _split(arguments: tuple[Any, ...], is_fake: bool = False) -> tuple[AnyOperands, Options]:
+    """Returns the operands and options of an operator's arguments. Without dropout a seed has no effect.
+
+    Args:
+        is_fake: whether the tensors have no contents. Any probability of dropout then stands for theirs.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, and the probability of dropout is an input of the compiled graph.
+    """
+    operands, probability = DropoutOperands(*arguments[: NUM_TENSORS - 1]), arguments[NUM_TENSORS - 1]
+    options = Options(*arguments[NUM_TENSORS : NUM_TENSORS + NUM_OPTIONS])
+    if probability is not None:
+        if not is_fake and operands.q.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "dropout_p changed between calls of a compiled function, and a CUDA graph is being captured, which "
+                "would keep one value: compile with one dropout_p, or without CUDA graphs"
+            )
+        options = options._replace(dropout_p=0.5 if is_fake else float(probability))
+    return operands if options.dropout_p else Operands(*operands[:-1]), options
+
+
+def _split_quantized(arguments: tuple[Any, ...]) -> tuple[AnyOperands, Options]:
+    count = len(QuantizedOperands._fields)
+    return QuantizedOperands(*arguments[:count]), Options(*arguments[count : count + NUM_OPTIONS])
 
 
 for _key in ("CPU", "CUDA"):
     _library.impl("attention", _attention, _key)
+    _library.impl("attention_out", _attention_out, _key)
+    _library.impl("quantized_attention", _quantized_attention, _key)
     _library.impl("attention_backward", _attention_backward, _key)
 torch.library.register_fake("warpwave::attention", _attention_fake, lib=_library)
+torch.library.register_fake("warpwave::attention_out", _attention_out_fake, lib=_library)
+torch.library.register_fake("warpwave::quantized_attention", _quantized_attention_fake, lib=_library)
 torch.library.register_fake("warpwave::attention_backward", _attention_backward_fake, lib=_library)
 torch.library.register_autograd(
     "warpwave::attention", autograd.differentiate, setup_context=autograd.save, lib=_library

@@ -1,7 +1,8 @@
 """Plans: a call that was made before is not checked, chosen or compiled again. One table serves every door.
 
-A plan is `run(operands) -> (out, lse)`, a bound kernel. It may rely on what the caller said, and on the shapes,
-strides, dtypes, devices and 16-byte alignment of the tensors; never on their contents.
+A plan is `run(operands) -> (out, lse)`, a bound kernel; for a call with `out=` it is `run(operands, out)`. It may rely
+on what the caller said, and on the shapes, strides, dtypes, devices and 16-byte alignment of the tensors; never on
+their contents.
 
 Calls that differ only in their lengths and batch strides are of one class. Its `Planner` keeps what does not depend on
 these, so that only a few numbers are computed for a new length. Two look-ups find plans:
@@ -25,17 +26,17 @@ from torch.autograd import forward_ad
 
 from warpwave import dispatch
 from warpwave.autograd import dispatch_modes, is_compiling, is_grad_enabled
-from warpwave.checks import is_plain
+from warpwave.checks import check_apart, is_plain
 from warpwave.gpu import Gpu
-from warpwave.problem import AttentionProblem, CachedOperands
+from warpwave.problem import AttentionProblem, CachedOperands, QuantizedOperands
 from warpwave.runtime.bounded import Bounded
 
 log = logging.getLogger("warpwave")
 
-Run = Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]
+Run = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 Check = Callable[..., bool]
-# (operands, longest sequences) -> the plan of a call of one class; None if its sizes contradict each other.
-Planner = Callable[[Any, tuple[int, ...]], Run | None]
+# (operands, longest sequences, out) -> the plan of a call of one class; None if its sizes contradict each other.
+Planner = Callable[[Any, tuple[int, ...], torch.Tensor | None], Run | None]
 
 # Enough for a model's layers at many lengths.
 MAX_PLANS = 1024
@@ -55,7 +56,8 @@ is_deterministic = torch._C._get_deterministic_algorithms
 
 
 class Known(NamedTuple):
-    """A plan and the check of its layouts; the check is None if `plan_key` finds the plan."""
+    """A plan and the check of its layouts; the check is None if `plan_key` finds the plan, and until the plan of a
+    class is called again."""
 
     run: Run
     same: Check | None
@@ -118,7 +120,9 @@ def find(key: tuple[Any, ...] | None) -> Run | None:
     return None if known is None else known.run
 
 
-def recall(operands: tuple[Any, ...], said: tuple[Any, ...], longest: tuple[int, ...] = ()) -> Run | None:
+def recall(
+    operands: tuple[Any, ...], said: tuple[Any, ...], longest: tuple[int, ...] = (), out: torch.Tensor | None = None
+) -> Run | None:
     """Returns the plan of a call whose class was `remember`ed. Returns None if there is none, for unusual arguments,
     and if the call is not eager.
 
@@ -127,11 +131,14 @@ def recall(operands: tuple[Any, ...], said: tuple[Any, ...], longest: tuple[int,
 
     Args:
         longest: the longest sequences, if the caller passes them.
+        out: the tensor that the caller passes for the output.
     """
     if is_compiling() or dispatch_modes() or forward_ad._current_level >= 0:
         return None  # torch's guard notices a transform by itself
     try:
         place, tensors = _place(operands, said)
+        if out is not None:
+            place, tensors = (place, "out"), (*tensors, out)
         bits = 0
         for tensor in tensors:
             if tensor.is_nested:  # torch's guard crashes on nested tensors
@@ -150,24 +157,27 @@ def recall(operands: tuple[Any, ...], said: tuple[Any, ...], longest: tuple[int,
     except (AttributeError, TypeError, RuntimeError):
         return None  # no tensor, no hash, or no memory: the checks of the call report it
     key = _sizes(found, tensors, longest)
-    known = _plans.get(key) or _of_length(found, key, operands, tensors, longest)
+    known = _plans.get(key)
     if known is None:
-        return None
+        return _of_length(found, key, operands, longest, out)
+    if known.same is None:  # the second call of a length: a guard costs 8 us, and most lengths are called once
+        known = known._replace(same=_guard(tensor_guards(), *tensors))
+        _plans.put(key, known)
     assert known.same is not None
     _last.put((place, longest), (known.same, known.run))
     return known.run
 
 
 def _of_length(
-    found: Class, key: tuple[Any, ...], operands: Any, tensors: Sequence[torch.Tensor], longest: tuple[int, ...]
-) -> Known | None:
+    found: Class, key: tuple[Any, ...], operands: Any, longest: tuple[int, ...], out: torch.Tensor | None
+) -> Run | None:
     """Makes and keeps the plan of a new length; returns None if its sizes contradict each other."""
     with _planning:
         known = _plans.get(key)  # another thread may have been first
-        if known is None and (run := found.planner(operands, longest)) is not None:
-            known = Known(run, _guard(tensor_guards(), *tensors))
-            _plans.put(key, known)
-    return known
+        run = found.planner(operands, longest, out) if known is None else known.run
+        if known is None and run is not None:
+            _plans.put(key, Known(run, None))
+    return run
 
 
 def remember(
@@ -176,23 +186,29 @@ def remember(
     longest: tuple[int, ...],
     run: Run,
     planner: Callable[[], Planner] | None = None,
+    out: torch.Tensor | None = None,
 ) -> None:
     """Lets `recall` find a plan, unless what was said has no hash.
 
     Args:
+        out: as `recall` takes it.
         planner: returns the planner of the call's class. If None, the class contains only this layout.
     """
     try:
         place, tensors = _place(operands, said)
+        if out is not None:
+            place, tensors = (place, "out"), (*tensors, out)
         if (same := guard(*tensors)) is None:
             return
         known = _classes.get(place) or ()
         found = next((each for each in known if each.same(*tensors)), None)
         if found is None:
             if planner is None:
-                found = Class(same, lambda operands, longest: None, (), ())
+                found = Class(same, lambda *_: None, (), ())
             else:
                 lengths = _lengths(operands)
+                if out is not None:
+                    lengths.append(lengths[0])  # those of q
                 sized = tuple([i for i, count in enumerate(lengths) if count])
                 strided = tuple([i for i, count in enumerate(lengths) if count > 1])
                 found = Class(_guard(tensor_guards(), *tensors, lengths=lengths), planner(), sized, strided)
@@ -216,14 +232,16 @@ def _sizes(found: Class, tensors: Sequence[torch.Tensor], longest: tuple[int, ..
 def _lengths(operands: tuple[Any, ...]) -> list[int]:
     """Returns the number of leading axes of each present tensor that differ within a class: batch and length of dense
     q, k and v, tokens of packed ones, and all axes of offsets and tables. It is 0 for pools of pages, and for every
-    tensor of a call with a mask or a bias."""
+    tensor of a call with a mask or a bias, or with factors of blocks. Factors of heads differ in the batch."""
     q, k, _, mask, bias, _, _, offsets_q, offsets_k, *more = operands
-    if mask is not None or bias is not None:
+    factors = more if isinstance(operands, QuantizedOperands) else ()
+    of_factors = [0 if t is None else max(0, t.dim() - 1) for t in factors]
+    if mask is not None or bias is not None or max(of_factors, default=0) > 1:
         return [0 for t in operands if t is not None]
     in_pages = isinstance(operands, CachedOperands)
     keys = 0 if in_pages else k.dim() - 2
     offsets_k = None if offsets_k is offsets_q else offsets_k
-    counts = [q.dim() - 2, keys, keys, 0, 0, 0, 0, 1, 1, *((2, 1, 1) if in_pages else (0,))]
+    counts = [q.dim() - 2, keys, keys, 0, 0, 0, 0, 1, 1, *((2, 1, 1) if in_pages else of_factors or (0,))]
     tensors = (*operands[:8], offsets_k, *more)
     return [count for count, t in zip(counts, tensors, strict=False) if t is not None]
 
@@ -334,11 +352,27 @@ def tell_once(problem: AttentionProblem, gpu: Gpu, served_by: str, wanted: Any) 
         log.warning("%s", message)
 
 
-def without_keys(problem: AttentionProblem, operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def storing(run: Run) -> Run:
+    """Returns the plan of a call with `out=`. Each call refuses an out that shares memory with an operand, since plans
+    do not rely on addresses, and tells autograd that out was changed, as torch's own functions do."""
+
+    def run_into(operands: Any, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        check_apart(out, operands._asdict())
+        results = run(operands, out)
+        torch.autograd.graph.increment_version(out)
+        return results
+
+    return run_into
+
+
+def without_keys(
+    problem: AttentionProblem, operands: Any, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns the result of a call without queries or keys. Nothing is launched: rows see nothing, so out is 0 and lse
     is the sink's logit, or minus infinity."""
     q = operands.q
-    out = q.new_zeros((*q.shape[:-1], problem.head_dim_v))
+    dtype = getattr(torch, problem.dtype_of_out)
+    out = q.new_zeros((*q.shape[:-1], problem.head_dim_v), dtype=dtype) if out is None else out.zero_()
     if not (problem.return_lse or problem.requires_grad):
         return out, None
     lse = q.new_full(lse_shape(problem.packed, q), float("-inf"), dtype=lse_dtype(q))

@@ -15,7 +15,8 @@ from dataclasses import dataclass, fields, replace
 from functools import wraps
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
-DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1}
+QUANTIZED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
+DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1, **dict.fromkeys(QUANTIZED_DTYPES, 1)}
 # warpwave/precision.py defines them.
 PRECISIONS = ("default", "ieee", "tf32x3", "tf32", "bf16x6", "bf16x3", "fp16x3", "fp16x1")
 
@@ -75,7 +76,31 @@ class DropoutOperands(NamedTuple):
     dropout_seed: Any = None
 
 
-AnyOperands = Operands | DropoutOperands
+class QuantizedOperands(NamedTuple):
+    """The tensors of one call with quantized q and k: those of `Operands`, and the factors. Only kernels with
+    `QUANTIZED` get them."""
+
+    q: Any
+    k: Any
+    v: Any
+    mask: Any = None
+    bias: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    q_descale: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
+    out_descale: Any = None
+
+    @property
+    def dropout_seed(self) -> None:
+        """None: quantized calls have no dropout."""
+        return None
+
+
+AnyOperands = Operands | DropoutOperands | QuantizedOperands
 
 
 class CachedOperands(NamedTuple):
@@ -167,7 +192,7 @@ class AttentionProblem:
         seqlen_q, seqlen_k: tokens per sequence; for packed calls the longest sequence (`max_seqlen_q`, `max_seqlen_k`).
         num_heads_q, num_heads_kv: query head h reads key/value head `h // (num_heads_q // num_heads_kv)`.
         head_dim, head_dim_v: width of q and k, and of v and out.
-        dtype: `"float16"`, `"bfloat16"` or `"float32"`, of q, k, v and out.
+        dtype: `"float16"`, `"bfloat16"` or `"float32"`, of q, k, v and out; or one of `QUANTIZED_DTYPES`, of q and k.
         causal: a `Causal`, or None.
         window_size: (left, right), keys a query sees before and after its own position, inclusive and aligned to the
             last key; -1 is unlimited.
@@ -193,6 +218,10 @@ class AttentionProblem:
         batch_invariant: whether a sequence's result must have the same bits whatever else is in the batch.
         error_budget: for float32 inputs, the relative error that out may have, instead of a named `precision`, which
             is then "default"; None if none was given.
+        dtype_v: of v, if q and k are quantized; None: `dtype`.
+        dtype_out: of out, if q and k are quantized; None: `dtype`.
+        descale_blocks: of quantized q, k and v: the number of consecutive tokens that share one factor, 64 or 128; 0 if
+            all tokens of a head do. None if nothing is quantized.
     """
 
     batch: int
@@ -225,6 +254,21 @@ class AttentionProblem:
     error_budget: float | None = None
     dropout_p: float = 0.0
     deterministic: bool = False
+    dtype_v: str | None = None
+    dtype_out: str | None = None
+    descale_blocks: tuple[int, int, int] | None = None
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.descale_blocks is not None
+
+    @property
+    def dtype_of_v(self) -> str:
+        return self.dtype_v or self.dtype
+
+    @property
+    def dtype_of_out(self) -> str:
+        return self.dtype_out or self.dtype
 
     @property
     def kind(self) -> object:
@@ -314,7 +358,7 @@ class AttentionProblem:
         if not is_backward:
             return Work(self.flops, self.exponentials, self.compulsory_bytes, 1, 1)
         size, width = DTYPE_BYTES[self.dtype], self.head_dim + self.head_dim_v
-        of_lse = 4 * self.rows * self.num_heads_q if self.return_lse else 0
+        of_lse = self.lse_bytes if self.return_lse else 0
         keys = (self.total_k if self.packed else self.batch * self.seqlen_k) * self.num_heads_kv
         # As in the forward, with dO for out; and dQ, dK, dV.
         moved = self.compulsory_bytes - of_lse + size * (self.rows * self.num_heads_q * self.head_dim + keys * width)
@@ -327,14 +371,19 @@ class AttentionProblem:
         return self.total_q if self.packed else self.batch * self.seqlen_q
 
     @property
+    def lse_bytes(self) -> int:
+        """Returns the bytes of the log-sum-exp of all rows: float32, or float64 for float64 inputs."""
+        return max(4, DTYPE_BYTES[self.dtype]) * self.rows * self.num_heads_q
+
+    @property
     def compulsory_bytes(self) -> int:
         """Returns the bytes that any implementation must move through device memory: each needed input read once, each
         output written once. Not counted are keys that no query sees, cells of a mask or bias whose pair is hidden by
         position, and their broadcast axes."""
-        size = DTYPE_BYTES[self.dtype]
-        elements = self.rows * self.num_heads_q * (self.head_dim + self.head_dim_v)
-        elements += self.keys_needed * (self.head_dim + self.head_dim_v)
-        total = elements * size
+        size, size_v, size_out = (DTYPE_BYTES[d] for d in (self.dtype, self.dtype_of_v, self.dtype_of_out))
+        total = self.rows * self.num_heads_q * (self.head_dim * size + self.head_dim_v * size_out)
+        total += self.keys_needed * (self.head_dim * size + self.head_dim_v * size_v)
+        total += self._bytes_of_factors()
         if self.mask_shape is not None:
             total += self._cells_needed(self.mask_shape)
         if self.bias_shape is not None:
@@ -349,10 +398,21 @@ class AttentionProblem:
         elif self.packed:
             total += 2 * (self.batch + 1) * 4
         if self.return_lse:
-            total += self.rows * self.num_heads_q * 4
+            total += self.lse_bytes
         if self.dropout_p:
             total += 16
         return total
+
+    def _bytes_of_factors(self) -> int:
+        """Returns the bytes of the factors of q, k and v: one number for each block of tokens, or one for a tensor."""
+        if self.descale_blocks is None:
+            return 0
+        block_q, block_k, block_v = self.descale_blocks
+        counts = [self.rows * self.num_heads_q // block_q if block_q else 1]
+        for block, dtype in ((block_k, self.dtype), (block_v, self.dtype_of_v)):
+            if dtype in QUANTIZED_DTYPES:
+                counts.append(self.keys_needed // block if block else 1)
+        return sum(4 * max(1, count) for count in counts)
 
     @property
     def keys_needed(self) -> int:
@@ -430,6 +490,10 @@ class AttentionProblem:
         if self.dtype == "float32":
             budget = self.error_budget
             parts.append(f"precision {self.precision}" if budget is None else f"relative error at most {budget:g}")
+        if self.descale_blocks is not None:
+            parts.append(f"v {self.dtype_of_v}, out {self.dtype_of_out}")
+            shares = ("one of a head" if block == 0 else f"one of {block} tokens" for block in self.descale_blocks)
+            parts.append(f"factors of q, k, v: {', '.join(shares)}")
         if self.return_lse:
             parts.append("with lse")
         if self.dropout_p:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tests.conformance.datasets import Data, fill
 from warpwave import AttentionProblem, CacheLayer, Causal, attention_with_kv_cache
-from warpwave.checks import Options, describe_cached_call
+from warpwave.checks import describe_cached_call
+from warpwave.options import Options
 from warpwave.problem import CachedOperands
 
 

@@ -93,6 +93,13 @@ def test_operands_of_several_dtypes_meet_in_that_of_autocast() -> None:
     assert bits(out) == bits(warpwave.attention(q.bfloat16(), k.bfloat16(), v.bfloat16()))
     out.sum().backward()
     assert q.grad is not None and q.grad.dtype == torch.float32
+    # Sinks are checked against the dtype that q has in the end, and against q's own.
+    sinks = torch.randn(2, device=DEVICE).bfloat16()
+    for given in (q, q.bfloat16()):
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+            out = warpwave.attention(given, k.bfloat16(), v.bfloat16(), sinks=sinks)
+        three = [t.bfloat16() for t in (q, k, v)]
+        assert bits(out) == bits(warpwave.attention(*three, sinks=sinks.float()))
 
 
 # The process's precision of products ----------------------------------------------------------------------------------

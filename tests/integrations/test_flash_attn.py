@@ -3,7 +3,11 @@ definition in its documentation computed in float64."""
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
+import inspect
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,21 +56,24 @@ def definition(
     slopes: torch.Tensor | None = None,
     scale: float | None = None,
     sink: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of one sequence, (seqlen, heads, head_dim), in float64."""
+    """out and lse of one sequence, (seqlen, heads, head_dim), in a dtype; differentiable."""
     group = q.shape[1] // k.shape[1]
-    q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+    q, k, v = q.to(dtype), k.to(dtype).repeat_interleave(group, 1), v.to(dtype).repeat_interleave(group, 1)
     scores = torch.einsum("ihd,jhd->hij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if slopes is not None:
         distance = torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0] - torch.arange(k.shape[0])
-        scores = scores - slopes.double()[:, None, None] * distance.abs()
-    scores = scores.masked_fill(~visible(q.shape[0], k.shape[0], causal, window), -torch.inf)
-    lse = scores.logsumexp(-1)
+        scores = scores - slopes.to(dtype)[:, None, None] * distance.abs().to(q.device)
+    shown = visible(q.shape[0], k.shape[0], causal, window).to(q.device)
+    some = shown.any(1, keepdim=True)  # a row without keys has no gradients, not NaN
+    scores = scores.masked_fill(~shown & some, -torch.inf)
+    lse = scores.logsumexp(-1).masked_fill(~some[:, 0], -torch.inf)
     if sink is not None:
-        lse = torch.logaddexp(lse, sink.double()[:, None])
-    probabilities = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+        lse = torch.logaddexp(lse, sink.to(dtype)[:, None])
+    probabilities = torch.exp(scores - lse.masked_fill(~some[:, 0], 0.0)[..., None]).masked_fill(~some, 0.0)
     return torch.einsum("hij,jhd->ihd", probabilities, v), lse
 
 
@@ -129,6 +136,33 @@ def test_documented_groups_of_heads() -> None:
     for head in range(6):
         one = flash_attn.flash_attn_func(q[:, :, head : head + 1], k[:, :, [head // 3]], v[:, :, [head // 3]])
         torch.testing.assert_close(out[:, :, head : head + 1], one)
+
+
+# Signatures -----------------------------------------------------------------------------------------------------------
+
+SOURCES: dict[str, tuple[str, Any]] = {  # distribution -> the file of its functions
+    "flash-attn": ("flash_attn/flash_attn_interface.py", flash_attn),
+    "flash-attn-3": ("flash_attn_interface.py", flash_attn_3),
+    "flash-attn-4": ("flash_attn/cute/interface.py", flash_attn_4),
+}
+
+
+@pytest.mark.parametrize("distribution", SOURCES)
+def test_signatures_are_those_of_the_installed_package(distribution: str) -> None:
+    """Read in the package's source, which needs no GPU; a new version of it may add arguments at the end."""
+    path, module = SOURCES[distribution]
+    try:
+        source = Path(str(importlib.metadata.distribution(distribution).locate_file(path))).read_text()
+    except (importlib.metadata.PackageNotFoundError, FileNotFoundError):
+        pytest.skip(f"{distribution} is not installed")
+    functions = {node.name: node.args for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+    for name in module.__all__:
+        theirs = [*functions[name].args, *functions[name].kwonlyargs]
+        mine = inspect.signature(getattr(module, name)).parameters
+        assert [arg.arg for arg in theirs][: len(mine)] == list(mine), name
+        defaults = [ast.literal_eval(default) for default in functions[name].defaults]
+        given = [p.default for p in mine.values() if p.default is not inspect.Parameter.empty]
+        assert defaults[: len(given)] == given, name
 
 
 # The grid -------------------------------------------------------------------------------------------------------------
@@ -214,9 +248,10 @@ def test_varlen(causal: bool) -> None:
     said: Any = {"softmax_scale": 0.3, "causal": causal}
     third = flash_attn_3.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 12, 9, window_size=(4, -1), **said)
     torch.testing.assert_close(third, out)
-    fourth = flash_attn_4.flash_attn_varlen_func(q, k, v, cu_q, cu_k, window_size=(4, None), return_lse=True, **said)
+    both: Any = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+    fourth = flash_attn_4.flash_attn_varlen_func(q, k, v, **both, window_size=(4, None), return_lse=True, **said)
     torch.testing.assert_close(fourth, (out, lse))
-    assert flash_attn_4.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 12, 9, **said)[1] is None
+    assert flash_attn_4.flash_attn_varlen_func(q, k, v, None, cu_q, cu_k, 12, 9, **said)[1] is None
     kv = torch.stack([k, v], 1)
     packed = flash_attn.flash_attn_varlen_kvpacked_func(q, kv, cu_q, cu_k, 12, 9, 0.0, 0.3, causal, (4, -1))
     torch.testing.assert_close(packed, out)
@@ -242,7 +277,7 @@ def test_varlen_on_pages_and_with_used_lengths() -> None:
     torch.testing.assert_close(paged, plain)
     lengths = cu_k.diff()
     of_4 = flash_attn_4.flash_attn_varlen_func(
-        q, pool[0], pool[1], cu_q, seqused_k=lengths, page_table=table, causal=True
+        q, pool[0], pool[1], None, cu_q, seqused_k=lengths, page_table=table, causal=True
     )
     torch.testing.assert_close(of_4[0], plain)
     dense_q = q[[0, 1, 4, 5]].view(2, 2, 4, 16)  # the last two queries of each
@@ -423,6 +458,7 @@ def test_what_is_unsupported_raises_with_the_reason() -> None:
     varlen: Any = flash_attn.flash_attn_varlen_func
     varlen_3: Any = flash_attn_3.flash_attn_varlen_func
     varlen_4: Any = flash_attn_4.flash_attn_varlen_func
+    four: Any = flash_attn_4.flash_attn_func
     new: Any = {"k": k[:, :5], "v": v[:, :5], "cache_seqlens": 2}
     table = torch.zeros(2, 1, dtype=torch.int32)
     calls: list[tuple[str, Any]] = [
@@ -436,9 +472,11 @@ def test_what_is_unsupported_raises_with_the_reason() -> None:
         ("rotary_seqlens", lambda: three(*cache, rotary_seqlens=one)),
         ("cu_seqlens_k_new", lambda: three(*cache, cu_seqlens_k_new=cu)),
         ("mask_mod", lambda: flash_attn_4.flash_attn_func(q, k, v, mask_mod=mask)),
-        ("block_size", lambda: flash_attn_4.flash_attn_func(q, k, v, block_size=(128, 128))),
-        ("score_mod", lambda: varlen_4(*first, score_mod=mask)),
-        ("cu_seqlens_k", lambda: varlen_4(q, k, v, None, cu)),
+        ("qv", lambda: four(q, k, v, 0.5)),
+        ("block_sparse_tensors", lambda: flash_attn_4.flash_attn_func(q, k, v, block_sparse_tensors=(one,))),
+        ("gather_kv_indices", lambda: flash_attn_4.flash_attn_func(q, k, v, None, one)),
+        ("score_mod", lambda: varlen_4(*first[:3], None, *first[3:], score_mod=mask)),
+        ("cu_seqlens_k", lambda: varlen_4(q, k, v, cu_seqlens_k=cu)),
         ("cache_batch_idx or cache_leftpad", lambda: two(*cache, block_table=table, cache_leftpad=table[:, 0])),
         ("rotary_cos was given with cache_leftpad", lambda: two(*cache, **new, rotary_cos=one, rotary_sin=one,
          cache_leftpad=table[:, 0], causal=True)),
@@ -513,5 +551,6 @@ def test_deterministic(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(flash_attn, "attention_varlen", watching_varlen)
     for value in (True, False):
-        modules[version].flash_attn_varlen_func(*lengths, deterministic=value)
+        after_v = (None,) if version == "4" else ()  # qv
+        modules[version].flash_attn_varlen_func(*lengths[:3], *after_v, *lengths[3:], deterministic=value)
     assert asked == [True, None]

@@ -25,16 +25,15 @@ WIDER = 2.0  # the most error against float64, in units of the error of torch's 
 
 def errors(found: Any, exact: Any) -> list[float]:
     """Returns the RMS errors of tensors."""
-    return [float((a.double() - b).square().mean().sqrt()) for a, b in zip(found, exact, strict=True)]
+    return [float((a.detach().double() - b.detach()).square().mean().sqrt()) for a, b in zip(found, exact, strict=True)]
 
 
-def assert_no_worse(mine: Any, torchs: Any, exact: Any) -> None:
-    """Compares out and gradients with float64, and with what torch's own errors are."""
+def assert_no_worse(mine: Any, torchs: Any, exact: Any, least: float = 0.0) -> None:
+    """Compares out and gradients with float64, and with what torch's own errors are. Values count as `least` at least,
+    where they are 0 by cancellation."""
     for ours, theirs, values in zip(errors(mine, exact), errors(torchs, exact), exact, strict=True):
-        assert ours <= WIDER * theirs + torch.finfo(mine[0].dtype).eps * float(values.square().mean().sqrt()), (
-            ours,
-            theirs,
-        )
+        size = max(least, float(values.detach().square().mean().sqrt()))
+        assert ours <= WIDER * theirs + torch.finfo(mine[0].dtype).eps * size, (ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -95,9 +94,7 @@ def test_sdpas_flash_backend(head_dim: int, is_causal: bool, monkeypatch: pytest
             compiled = torch.compile(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=is_causal))
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.no_grad():
                 torch.testing.assert_close(compiled(*given), mine[0])
-                count = len(calls)
-                dropped = F.scaled_dot_product_attention(*(*given, None, 0.5, is_causal))  # torch's kernel
-            assert count == len(calls) > 0 and dropped.shape == mine[0].shape
+            assert calls
         finally:
             attention.restore_flash_attention_impl()
         assert_no_worse(mine, before, (exact, *torch.autograd.grad(exact, wide, dout)))
@@ -181,5 +178,26 @@ def test_models_of_transformers(name: str) -> None:
         largest = max(float(g.abs().max()) for g in gradients[0])
         for mine, eager in zip(gradients[1], gradients[0], strict=True):
             torch.testing.assert_close(mine, eager, rtol=1e-2, atol=1e-3 * largest)
+    finally:
+        registration.remove()
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma-2"])
+def test_generation_by_compiled_decode_steps(name: str) -> None:
+    """`generate` compiles the steps on a static cache, by Inductor and in CUDA graphs, where it runs on a GPU."""
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install 'warpwave[integrations]'")
+    registration = door.register()
+    try:
+        model, ids = make(name).cuda(), inputs_of(name)["input_ids"].cuda()
+        found = []
+        for implementation in ("eager", "warpwave"):
+            model.set_attn_implementation(implementation)
+            found.append(
+                model.generate(
+                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, min_new_tokens=24, do_sample=False,
+                    cache_implementation="static",
+                )
+            )  # fmt: skip
+        assert torch.equal(*found)
     finally:
         registration.remove()

@@ -224,6 +224,8 @@ def test_a_context_routes_and_restores() -> None:
         with pytest.raises(ZeroDivisionError), pytorch.sdpa():
             raise ZeroDivisionError
         assert served(by_name)
+        with torch.device("cpu"):  # a mode of torch's functions, which is no reason to decline
+            assert served(by_name)
         assert torch.equal(
             F.scaled_dot_product_attention(*(*tensors(SHAPES["4 axes"]), None, 1.0)), torch.zeros(4, 4, 3, 8)
         )

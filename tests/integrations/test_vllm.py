@@ -1,11 +1,11 @@
 """The door to vLLM: steps of prefill and decode through the backend's classes against attention of each request.
 
 The classes derive from a stand-in of vLLM's base classes and, if vLLM is installed, from its own, loaded without the
-rest of vLLM. vLLM itself does not run here."""
+rest of vLLM: steps then have vLLM's metadata class, and its own Triton kernel writes the cache. vLLM itself does not
+run here."""
 
 from __future__ import annotations
 
-import ast
 import enum
 import importlib.metadata
 import importlib.util
@@ -64,6 +64,7 @@ def stand_in() -> dict[str, ModuleType]:
     return {
         BACKEND: module(BACKEND, AttentionMetadataBuilder=Builder, AttentionCGSupport=Support, **bases),
         REGISTRY: module(REGISTRY, AttentionBackendEnum=names, register_backend=members.__setitem__),
+        WRITER: module(WRITER, triton_reshape_and_cache_flash=write_to_slots),
     }
 
 
@@ -72,14 +73,27 @@ def published(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         pytest.skip("vllm is not installed")
+    triton = pytest.importorskip("triton")
     root = Path(spec.origin).parent
-    quantization = dict.fromkeys(("kFp8Dynamic64Sym", "kFp8Dynamic128Sym", "kFp8StaticTensorSym", "kNvfp4Dynamic"))
+    quantization: dict[str, Any] = dict.fromkeys(
+        ("kFp8Dynamic64Sym", "kFp8Dynamic128Sym", "kFp8StaticTensorSym", "kNvfp4Dynamic", "FP8_DTYPE")
+    )
+    quantization["get_fp8_min_max"] = lambda: (-448.0, 448.0)
+    on_cpu = not torch.cuda.is_available()  # the writer takes ROCm's settings there: it has none for a CPU
+    platform = SimpleNamespace(is_rocm=lambda: on_cpu, is_xpu=lambda: False, has_device_capability=lambda number: True)
     logger = SimpleNamespace(info=lambda *given: None)
     stubs: dict[str, dict[str, Any]] = {
         "vllm.logger": {"init_logger": lambda name: logger},
         "vllm.utils.import_utils": {"resolve_obj_by_qualname": resolve},
         "vllm.model_executor.layers.quantization.utils.quant_utils": quantization,
-        "vllm.v1.kv_cache_interface": {"KVCacheLayout": object, "get_kv_quant_mode": None},
+        "vllm.v1.kv_cache_interface": {
+            "KVCacheLayout": object,
+            "get_kv_quant_mode": None,
+            "KVQuantMode": enum.Enum,
+            "is_quantized_kv_cache": lambda name: name.startswith("fp8"),
+        },
+        "vllm.platforms": {"current_platform": platform},
+        "vllm.triton_utils": {"tl": triton.language, "triton": triton},
         "vllm.config": {"get_current_vllm_config_or_none": lambda: None},
         "vllm.distributed.parallel_state": {
             "get_dcp_world_size_and_rank": lambda used: (1, 0),
@@ -89,16 +103,12 @@ def published(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     found = {name: module(name, **content) for name, content in stubs.items()}
     for name, stub in found.items():
         monkeypatch.setitem(sys.modules, name, stub)
-    for name in (BACKEND, REGISTRY):
+    for name in (BACKEND, REGISTRY, WRITER):
         place = importlib.util.spec_from_file_location(name, root.parent / f"{name.replace('.', '/')}.py")
         assert place is not None and place.loader is not None
         found[name] = importlib.util.module_from_spec(place)
         monkeypatch.setitem(sys.modules, name, found[name])
         place.loader.exec_module(found[name])
-    tree = ast.parse((root.parent / f"{WRITER.replace('.', '/')}.py").read_text())
-    (writer,) = (f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name == WRITER.rpartition(".")[2])
-    names = [argument.arg for argument in writer.args.args][: len(write_to_slots.__annotations__) - 1]
-    assert names == list(write_to_slots.__annotations__)[:-1]
     return found
 
 
@@ -109,7 +119,6 @@ def resolve(name: str) -> Any:
 @pytest.fixture(params=["stand-in", "published"])
 def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     found = stand_in() if request.param == "stand-in" else published(monkeypatch)
-    found[WRITER] = module(WRITER, triton_reshape_and_cache_flash=write_to_slots)
     for name, content in ({parent: module(parent) for parent in PARENTS} | found).items():
         monkeypatch.setitem(sys.modules, name, content)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.33.0")
@@ -135,7 +144,7 @@ class Requests:
         self.table = torch.randperm(40)[: 5 * len(lengths)].view(-1, 5).int()
         self.done = [0] * len(lengths)
 
-    def step(self, counts: list[int], padding: int = 0) -> tuple[SimpleNamespace, list[torch.Tensor]]:
+    def step(self, counts: list[int], padding: int = 0) -> tuple[Any, list[torch.Tensor]]:
         """vLLM's metadata of a step that computes so many tokens of each request, and its q, k, v by token."""
         spans = [slice(begin, begin + count) for begin, count in zip(self.done, counts, strict=True)]
         parts = [torch.cat([t[span] for t, span in zip(of, spans, strict=True)]) for of in (self.q, self.k, self.v)]
@@ -146,7 +155,8 @@ class Requests:
         self.done = [span.stop for span in spans]
         pad = [torch.zeros(padding, *t.shape[1:]) for t in parts]
         offsets = torch.tensor([0, *counts]).cumsum(0)
-        common = SimpleNamespace(
+        kind: Any = getattr(sys.modules[BACKEND], "CommonAttentionMetadata", SimpleNamespace)
+        common = kind(
             num_reqs=len(counts), num_actual_tokens=sum(counts) + padding, max_query_len=max(counts), causal=True,
             max_seq_len=max(self.done), query_start_loc=offsets.int(), query_start_loc_cpu=offsets.int(),
             seq_lens=torch.tensor(self.done, dtype=torch.int32), block_table_tensor=self.table,

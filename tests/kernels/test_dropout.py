@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 import warpwave
 from tests.conformance.harness import DEVICE, GPU, KERNELS, bits
 from warpwave import dispatch, plans
-from warpwave.checks import Options
 from warpwave.gpu import Gpu
 from warpwave.kernels import dropout, eager, flash_bwd, flash_fwd
 from warpwave.kernels.flash_bwd import Tile
+from warpwave.options import Options
 from warpwave.problem import AttentionProblem, DropoutOperands, Operands
 
 SEED = (0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_8765_4321)
@@ -481,7 +481,7 @@ def test_probabilities_out_of_range(p: float) -> None:
     assert torch.equal(state(), before)
     with pytest.raises(warpwave.InvalidInput, match="dropout_p is"):
         torch.ops.warpwave.attention(
-            *DropoutOperands(*Operands(*inputs()), seed_of()), *Options(dropout_p=p), "auto", ""
+            *DropoutOperands(*Operands(*inputs()), seed_of()), None, *Options(dropout_p=p), "auto", ""
         )
 
 
@@ -509,7 +509,7 @@ def test_bad_input(options: dict[str, Any], error: type[Exception], message: str
 
 def test_the_operator_needs_a_seed() -> None:
     with pytest.raises(warpwave.InvalidType, match="dropout_seed is a NoneType"):
-        torch.ops.warpwave.attention(*Operands(*inputs()), None, *Options(dropout_p=0.1), "auto", "")
+        torch.ops.warpwave.attention(*Operands(*inputs()), None, None, *Options(dropout_p=0.1), "auto", "")
 
 
 def test_a_call_without_a_tensor_q_names_q() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from warpwave import cached_calls
 from warpwave.gpu import ARCHS, CPU, INTERPRETER, Gpu
+from warpwave.kernels.large_head_dim import claims
 from warpwave.kernels.large_head_dim import host as large_head_dim
 from warpwave.kernels.large_head_dim.host import Config, piece_of
 from warpwave.problem import AttentionProblem, Causal
@@ -100,31 +101,31 @@ def test_what_the_scores_in_memory_outrun() -> None:
     """On AMD, two parts of 512 columns each cost 2 * head_dim FLOP a score more: too much from head_dim 501 on. On
     NVIDIA, by measurement, more queries than a few."""
     wide, amd = replace(PROBLEM, head_dim_v=1024), Gpu.for_arch("gfx942")
-    assert large_head_dim.outrun(PROBLEM, amd) == []
-    assert large_head_dim.outrun(replace(wide, head_dim=500), amd) == []
-    (reason,) = large_head_dim.outrun(replace(wide, head_dim=1024), amd)
+    assert claims.outrun(PROBLEM, amd) == []
+    assert claims.outrun(replace(wide, head_dim=500), amd) == []
+    (reason,) = claims.outrun(replace(wide, head_dim=1024), amd)
     assert "2048 FLOP a score more" in reason
     few = replace(PROBLEM, seqlen_q=64, seqlen_k=4096)
-    assert large_head_dim.outrun(few, H200) == [] == large_head_dim.outrun(replace(few, packed=True), H200)
+    assert claims.outrun(few, H200) == [] == claims.outrun(replace(few, packed=True), H200)
     sm_80 = Gpu.for_arch("sm_80")
     for many, gpu in ((replace(few, seqlen_q=65), H200), (replace(few, seqlen_k=512), sm_80)):
-        assert "three_kernel is faster" in large_head_dim.outrun(many, gpu)[0]
+        assert "three_kernel is faster" in claims.outrun(many, gpu)[0]
     # On Hopper by what either takes: 38 us and 28 where heads share keys, with half the queries 26 and 28.
     grouped = replace(PROBLEM, batch=1, seqlen_q=64, seqlen_k=1024, num_heads_q=32, num_heads_kv=8, head_dim_v=512)
-    (reason,) = large_head_dim.outrun(grouped, H200)
+    (reason,) = claims.outrun(grouped, H200)
     assert "three_kernel 20" in reason
-    assert large_head_dim.outrun(replace(grouped, seqlen_q=32), H200) == []
+    assert claims.outrun(replace(grouped, seqlen_q=32), H200) == []
 
 
 def test_what_it_refuses() -> None:
-    assert large_head_dim.why_not(PROBLEM, INTERPRETER) == []
-    assert any("found tensors on the CPU" in reason for reason in large_head_dim.why_not(PROBLEM, CPU))
-    assert any("no gradients" in r for r in large_head_dim.why_not(replace(PROBLEM, requires_grad=True), H200))
-    assert large_head_dim.why_not(replace(PROBLEM, page_size=16), H200) == []
-    assert any("power of two" in r for r in large_head_dim.why_not(replace(PROBLEM, page_size=48), H200))
+    assert claims.why_not(PROBLEM, INTERPRETER) == []
+    assert any("found tensors on the CPU" in reason for reason in claims.why_not(PROBLEM, CPU))
+    assert any("no gradients" in r for r in claims.why_not(replace(PROBLEM, requires_grad=True), H200))
+    assert claims.why_not(replace(PROBLEM, page_size=16), H200) == []
+    assert any("power of two" in r for r in claims.why_not(replace(PROBLEM, page_size=48), H200))
     invariant = replace(PROBLEM, page_size=16, packed=True, batch_invariant=True, total_q=PROBLEM.batch)
-    assert any("batch_invariant cannot be kept" in r for r in large_head_dim.why_not(invariant, H200))
-    (reason,) = large_head_dim.why_not(replace(PROBLEM, head_dim=8193), H200)
+    assert any("batch_invariant cannot be kept" in r for r in claims.why_not(invariant, H200))
+    (reason,) = claims.why_not(replace(PROBLEM, head_dim=8193), H200)
     assert "head_dim is 8193; it must be at most 8192" in reason
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpwave.kernels.prepass import mask_bits
 from warpwave.problem import AttentionProblem, Causal
@@ -18,6 +19,18 @@ PROBLEM = AttentionProblem(
     batch=2, seqlen_q=70, seqlen_k=201, num_heads_q=3, num_heads_kv=3, head_dim=64, head_dim_v=64, dtype="float16",
     softmax_scale=0.1,
 )  # fmt: skip
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations make."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if out.untyped_storage().data_ptr() != args[0].untyped_storage().data_ptr():
+            self.bytes += out.nbytes
+        return out
 
 
 @pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
@@ -51,7 +64,10 @@ def test_every_cell_has_its_bit(shape: tuple[int, ...], strided: bool, transpose
     assert torch.equal(found.permute(1, 2, 3, 0), expected)
     blocks = torch.nn.functional.pad(expected, (0, 0, 0, -rows % 64)).view(batch, heads, -1, 64, tiles, 128)
     assert torch.equal(flags, blocks.any(-1).any(3).int())
-    assert torch.equal(mask_bits.rows_seen(packed, p), expected.any(-1))
+    with Allocations() as made:
+        seen = mask_bits.rows_seen(packed, p)
+    assert torch.equal(seen, expected.any(-1))
+    assert made.bytes == seen.nbytes  # a cost states no other
 
 
 def test_broadcast_axes_are_packed_once() -> None:

@@ -88,7 +88,7 @@ def test_large_needs_are_torchs_affair(device: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_memory_that_torch_fills_is_filled_for_each_call(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    monkeypatch.setattr(scratch, "is_deterministic", lambda: True)
     memory = scratch.memory(NEEDS, Place())  # type: ignore[arg-type]
     first = memory()
     assert set(places(first)).isdisjoint(places(memory()))

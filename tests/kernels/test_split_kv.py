@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from warpwave import attention, explain
 from warpwave.gpu import ARCHS, Gpu
 from warpwave.kernels import split_kv
-from warpwave.kernels.split_kv import config as split_kv_configs
-from warpwave.kernels.split_kv.host import Config
+from warpwave.kernels.split_kv import splits
+from warpwave.kernels.split_kv.config import Config, one_step, tiles
 from warpwave.problem import AttentionProblem, Causal
 
 DECODE = AttentionProblem(
@@ -54,7 +54,7 @@ def test_splits_fill_the_gpu_and_no_more(batch: int, seqlen_k: int, least: int, 
     config = split_kv.configs(problem, H200)[0]
     assert least <= config.num_splits <= most
     assert split_kv.cost(problem, H200, config).blocks == batch * 8 * config.num_splits
-    places = 132 * split_kv_configs.blocks_per_sm(problem, H200, config)
+    places = 132 * splits.blocks_per_sm(problem, H200, config)
     (note,) = split_kv.notes(problem, H200, config)
     assert (
         f"{batch * 8} tiles of rows for {places} resident blocks on 132 SMs" in note and str(config.num_splits) in note
@@ -65,15 +65,12 @@ def test_a_small_last_wave_is_split_away() -> None:
     """512 blocks for 396 places leave 116 that cannot keep memory busy: 3.70 of 4.48 TB/s (record of 2026-11-21). By
     tensor maps one block an SM can, and there the last of four waves has nearly one for each."""
     problem = replace(DECODE, batch=64)
-    config = split_kv_configs.with_splits(problem, H200, Config(16, 64, 4, 3))
-    places = 132 * split_kv_configs.blocks_per_sm(problem, H200, config)
+    config = splits.with_splits(problem, H200, Config(16, 64, 4, 3))
+    places = 132 * splits.blocks_per_sm(problem, H200, config)
     alone = (512 * config.num_splits) % places
     assert 512 % places < 2 * 132 and (alone == 0 or alone >= 2 * 132)
-    assert split_kv_configs.with_splits(problem, H200, Config(16, 128, 4, 3, by_map=True)).num_splits == 1
-    assert (
-        split_kv_configs.with_splits(replace(problem, batch=24), H200, Config(16, 128, 4, 3, by_map=True)).num_splits
-        > 1
-    )
+    assert splits.with_splits(problem, H200, Config(16, 128, 4, 3, by_map=True)).num_splits == 1
+    assert splits.with_splits(replace(problem, batch=24), H200, Config(16, 128, 4, 3, by_map=True)).num_splits > 1
 
 
 def test_tiles_of_short_sequences_in_a_pack_are_not_counted_as_full() -> None:
@@ -81,7 +78,7 @@ def test_tiles_of_short_sequences_in_a_pack_are_not_counted_as_full() -> None:
     packed = replace(DECODE, batch=64, packed=True, seqlen_q=512, total_q=512 + 63, page_size=16, causal=Causal())
     config = split_kv.configs(packed, H200)[0]
     assert config.block_m == 64
-    reason = split_kv_configs.choose_splits(packed, H200, config).reason
+    reason = splits.choose_splits(packed, H200, config).reason
     assert reason.startswith(f"{8 * (575 * 4 // 64 + 64)} tiles of rows")
 
 
@@ -100,7 +97,7 @@ def test_splits_of_under_filled_prefill() -> None:
 @settings(max_examples=100, deadline=None)
 def test_the_choice_is_the_best_of_its_own_formula(batch: int, seqlen_k: int, kv: int, sms: int) -> None:
     problem, gpu = replace(DECODE, batch=batch, seqlen_k=seqlen_k, num_heads_kv=kv), replace(H200, num_sms=sms)
-    config, c = Config(16, 64, 4, 2), split_kv_configs
+    config, c = Config(16, 64, 4, 2), splits
     chosen = c.choose_splits(problem, gpu, config).num_splits
     steps, blocks = -(-seqlen_k // 64), batch * kv * -(-32 // kv // 16)
     places = c.blocks_per_sm(problem, gpu, config) * sms
@@ -260,9 +257,9 @@ def test_queries_come_beside_keys_where_a_share_has_one_step() -> None:
         ({"page_size": 16}, True),
         ({"dtype": "float32"}, False),
     ):
-        assert split_kv_configs.one_step(replace(DECODE, **{"seqlen_k": 1024} | change), config) == one
+        assert one_step(replace(DECODE, **{"seqlen_k": 1024} | change), config) == one
     for other in (replace(config, num_stages=1), replace(config, pieces=16), replace(config, kv_heads=2)):
-        assert not split_kv_configs.one_step(replace(DECODE, seqlen_k=1024), other)
+        assert not one_step(replace(DECODE, seqlen_k=1024), other)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +292,7 @@ def test_blocks_by_maps_end_together() -> None:
     four = Config(16, 16, 4, 4, kv_heads=4, by_map=True)
     for batch, shares in ((64, 1), (128, 1)):
         problem = replace(DECODE, batch=batch, page_size=16)
-        assert split_kv_configs.with_splits(problem, H200, four).num_splits == shares
+        assert splits.with_splits(problem, H200, four).num_splits == shares
     assert split_kv.configs(replace(DECODE, batch=8), H200)[0].num_splits == 2
 
 
@@ -303,15 +300,13 @@ def test_a_block_by_maps_keeps_an_sm_busy() -> None:
     """Two tiles of 64 KB in flight are enough; blocks of 64 and 96 KB count as two and one."""
     problem = replace(DECODE, batch=16)
     for config, per_sm in ((Config(16, 128, 4, 3, by_map=True), 1), (Config(16, 64, 2, 3, by_map=True), 2)):
-        pace = split_kv_configs.pace(problem, H200, config)
-        assert pace.saturating == per_sm * 132 and pace.start == split_kv_configs.MAPPED_START_STEPS
+        pace = splits.pace(problem, H200, config)
+        assert pace.saturating == per_sm * 132 and pace.start == splits.MAPPED_START_STEPS
     paged = replace(problem, page_size=64)
-    pace = split_kv_configs.pace(paged, H200, Config(16, 64, 4, 7, by_map=True))
-    assert pace.saturating == 132 and pace.start == 2 * split_kv_configs.MAPPED_START_STEPS, (
-        "its steps are half as long"
-    )
-    by_pointer = split_kv_configs.pace(paged, H200, Config(16, 64, 4, 7))
-    assert by_pointer.start == split_kv_configs.START_STEPS
+    pace = splits.pace(paged, H200, Config(16, 64, 4, 7, by_map=True))
+    assert pace.saturating == 132 and pace.start == 2 * splits.MAPPED_START_STEPS, "its steps are half as long"
+    by_pointer = splits.pace(paged, H200, Config(16, 64, 4, 7))
+    assert by_pointer.start == splits.START_STEPS
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -361,7 +356,7 @@ def test_kv_heads_that_share_tiles_are_counted_together() -> None:
     assert costs[0].blocks == 16 * 8 * 2 and costs[1].blocks == 16 * 2 * 2
     assert costs[0].read_bytes == costs[1].read_bytes and costs[0].steps == costs[1].steps
     assert split_kv.smem_bytes(DECODE, H200, one) == split_kv.smem_bytes(DECODE, H200, four)
-    assert split_kv_configs.tiles(DECODE, four) == 1
+    assert tiles(DECODE, four) == 1
 
 
 def test_explain_prints_the_splits_and_their_reason() -> None:

@@ -200,7 +200,7 @@ OF_DROPOUT = [
         "dkv_kernel",
     ),
     Mutant(
-        "deterministic=False without effect", "checks.py",
+        "deterministic=False without effect", "options.py",
         "if self.deterministic is None else self.deterministic", "if not self.deterministic else True",
         "../kernels/hopper/test_flash_bwd_host.py::test_deterministic_mode_takes_the_kernel_without_atomics", "False",
         "joint_kernel",

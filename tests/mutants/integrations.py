@@ -53,8 +53,24 @@ INTEGRATIONS = [
     ),
     Mutant(
         "transformers: a window of one key too many", OF_TRANSFORMERS,
-        'int(made["sliding_window"]) - 1, -1', 'int(made["sliding_window"]), -1',
+        "Pattern(True, (left - 1, -1)) if", "Pattern(True, (left, -1)) if",
         f"{IN_TRANSFORMERS}test_logits_and_gradients", "Mistral", "not close", needs_package="transformers",
+    ),
+    Mutant(
+        "transformers: chunks read as a window in a graph", OF_TRANSFORMERS,
+        '"attention_chunk_size", None) == local_size', '"attention_chunk_size", None) == -1',
+        f"{IN_TRANSFORMERS}test_an_unknown_pattern_is_a_dense_mask", "", "assert", needs_package="transformers",
+    ),
+    Mutant(
+        "transformers: a graph's window of one key too many", OF_TRANSFORMERS,
+        "expand(*mask.shape, 2 + left,", "expand(*mask.shape, 3 + left,",
+        f"{IN_TRANSFORMERS}test_masks_of_caches", "", "not close", needs_package="transformers",
+    ),
+    Mutant(
+        "transformers: packed documents of a graph without their window", OF_TRANSFORMERS,
+        "_with_window(dense, packed[0], packed[0].window)", "_with_window(dense, packed[0], (-1, -1))",
+        f"{IN_TRANSFORMERS}test_compiled_training_of_packed_documents", "Mistral", "not close",
+        needs_package="transformers",
     ),
     Mutant(
         "transformers: dropout lost", OF_TRANSFORMERS,

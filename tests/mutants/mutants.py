@@ -22,6 +22,7 @@ from tests.mutants.mutant import (
     TILED,
     Mutant,
 )
+from tests.mutants.quantized import QUANTIZED
 
 # The eleven that correctness is first asked about. Portable Triton has no barrier of its own to drop; the nearest
 # mistake it lets one make is to serve a call with what was prepared for another.
@@ -243,7 +244,7 @@ OTHERS = [
     ),
     Mutant(
         "no queries: out as wide as q", "plans.py",
-        "out = q.new_zeros((*q.shape[:-1], problem.head_dim_v))", "out = q.new_zeros(q.shape)",
+        "out = q.new_zeros((*q.shape[:-1], problem.head_dim_v), dtype=dtype)", "out = q.new_zeros(q.shape)",
         "test_edges.py::test_empty_sizes", "flash_fwd and False", "shape",
     ),
     Mutant(
@@ -504,12 +505,12 @@ OTHERS = [
         "test_paged_bad_input.py::test_wrong_type", "long and page", "",
     ),
     Mutant(
-        "a shared page written in place", "kv_cache.py",
+        "a shared page written in place", "kv_cache/cache.py",
         "if self._references[page] - references[page] > 1:", "if self._references[page] - references[page] > 99:",
         "../test_kv_cache.py::test_forks_share_pages_until_one_writes", "7", "assert",
     ),
     Mutant(
-        "lengths advanced though pages are missing", "kv_cache.py",
+        "lengths advanced though pages are missing", "kv_cache/cache.py",
         "            raise OutOfPages(needed, len(self._free), self.num_pages)\n",
         "            self._of(rows[0]).length += 1\n"
         "            raise OutOfPages(needed, len(self._free), self.num_pages)\n",
@@ -852,7 +853,7 @@ FOUND = [
         "../compile/test_descriptors.py::test_one_layout_for_each_address", "flash_fwd and 33", "mixed_descriptors",
     ),
     Mutant(
-        "a compiled graph for every longest sequence", "checks.py",
+        "a compiled graph for every longest sequence", "options.py",
         "if type(value) is int or isinstance(value, torch.SymInt)",
         "if value.__class__ is int or isinstance(value, torch.SymInt)",
         "../test_training.py::test_packed_lengths_share_their_compiled_graphs", "", "forward <= 2",
@@ -880,12 +881,12 @@ FOUND = [
         "test_bad_input.py::test_any_numbers_as_offsets_stay_inside_the_tensors", "three_kernel", "guard",
     ),
     Mutant(
-        "a bool is a number", "checks.py",
+        "a bool is a number", "options.py",
         "if isinstance(value, bool) or not isinstance(value, numbers.Real):", "if not isinstance(value, numbers.Real):",
         "test_bad_input.py::test_a_known_call_forgives_no_type", "softcap", "DID NOT RAISE",
     ),
     Mutant(
-        "equal numbers of other types keep their type", "checks.py",
+        "equal numbers of other types keep their type", "options.py",
         "    return float(value)", "    return value if value else 0.0",
         "test_bad_input.py::test_what_a_call_says_has_one_type", "", "float",
     ),
@@ -943,27 +944,27 @@ FOUND = [
 # What a paged cache did wrong, and what calls on one must refuse or leave alone.
 CACHE = [
     Mutant(
-        "a fork of evicted tokens let through", "kv_cache.py",
+        "a fork of evicted tokens let through", "kv_cache/cache.py",
         "        self._refuse_evicted(row, parent, length)\n", "",
         "../test_kv_cache.py::test_a_fork_of_evicted_tokens_frees_no_page_of_another", "", "DID NOT RAISE",
     ),
     Mutant(
-        "a sequence truncated into evicted tokens", "kv_cache.py",
+        "a sequence truncated into evicted tokens", "kv_cache/cache.py",
         "        self._refuse_evicted(row, sequence, length)\n", "",
         "../test_kv_cache.py::test_a_sequence_is_cut_only_as_far_as_its_window_is_there", "truncate", "DID NOT RAISE",
     ),
     Mutant(
-        "the window before the end of a truncated sequence not counted", "kv_cache.py",
+        "the window before the end of a truncated sequence not counted", "kv_cache/cache.py",
         "shortest = first + sequence.window_left if first else 0", "shortest = first + 1 if first else 0",
         "../test_kv_cache.py::test_a_sequence_is_cut_only_as_far_as_its_window_is_there", "fork", "DID NOT RAISE",
     ),
     Mutant(
-        "pages evicted that truncation was promised", "kv_cache.py",
+        "pages evicted that truncation was promised", "kv_cache/cache.py",
         "kept = max(0, sequence.length - max_truncate - window_left)", "kept = max(0, sequence.length - window_left)",
         "../test_kv_cache.py::test_tokens_that_may_be_taken_back_keep_their_window", "", "the token at 23",
     ),
     Mutant(
-        "a fork counts no page", "kv_cache.py",
+        "a fork counts no page", "kv_cache/cache.py",
         "            if page != EVICTED:\n                self._references[page] += 1\n",
         "            if page != EVICTED:\n                self._references[page] += 0\n",
         "../test_kv_cache.py::test_forks_share_pages_until_one_writes", "7", "assert",
@@ -980,7 +981,7 @@ CACHE = [
         "torch.equal(out, expected)",
     ),
     Mutant(
-        "books changed before the device", "kv_cache.py",
+        "books changed before the device", "kv_cache/cache.py",
         """        self._publish([], [(row, 0) for row in listed])
         for row, sequence in zip(listed, sequences, strict=True):
             self._give_back(sequence.pages)
@@ -994,13 +995,13 @@ CACHE = [
         "../test_kv_cache_errors.py::test_whichever_operation_fails_nothing_has_changed", "free", "has changed",
     ),
     Mutant(
-        "a failed append leaves the lengths on the device advanced", "kv_cache.py",
+        "a failed append leaves the lengths on the device advanced", "kv_cache/cache.py",
         "            self._tables[growth.cells] = growth.before\n", "",
         "../test_kv_cache_errors.py::test_whichever_operation_fails_nothing_has_changed", "append and not packed",
         "has changed",
     ),
     Mutant(
-        "a cache made in inference mode works nowhere else", "kv_cache.py",
+        "a cache made in inference mode works nowhere else", "kv_cache/cache.py",
         "with torch.inference_mode(False):  # else only", "with torch.enable_grad():  # else only",
         "../test_kv_cache_errors.py::test_another_thread_than_the_one_that_made_it_in_inference_mode", "",
         "Inplace update to inference tensor",
@@ -1048,7 +1049,7 @@ CACHE = [
         "../test_bounded.py::test_threads_that_put_more_than_is_kept", "", "errors == []",
     ),
     Mutant(
-        "new keys that torch has not negated yet", "kv_cache.py",
+        "new keys that torch has not negated yet", "kv_cache/tokens.py",
         "None if t is None else t.resolve_neg() for t in (k_new, v_new, q)",
         "None if t is None else t for t in (k_new, v_new, q)",
         "../test_cached_calls.py::test_signs_that_torch_has_put_off", "kernel", "torch.equal",
@@ -1057,5 +1058,5 @@ CACHE = [
 
 MUTANTS = [
     *(NAMED + OTHERS + HOPPER_FLOAT32 + HOPPER_MASKS + HOPPER + LARGE_HEADS + FOUND + CACHE),
-    *(BACKWARD + OF_DROPOUT + HOPPER_BACKWARD + INTEGRATIONS),
+    *(BACKWARD + OF_DROPOUT + HOPPER_BACKWARD + INTEGRATIONS + QUANTIZED),
 ]

@@ -164,6 +164,7 @@ def test_explain_describes_this_machine_by_default(
         (["--gpu", "sm_20"], "'sm_20' is not known"),
         (["--dtype", "int8"], "'int8' is not a dtype"),
         (["--causal", "--causal-top-left"], "not both"),
+        (["--deterministic"], "add --grad"),
         (["--batch", "-1"], "--batch"),
         (["--heads", "many"], "--heads"),
         (["--seqlen-q", "1" + "0" * 18], "no tensor can have"),
@@ -174,8 +175,11 @@ def test_explain_describes_this_machine_by_default(
         (["--gpu", "h200", "--record", "none.jsonl"], "none.jsonl cannot be read: No such file or directory"),
         (["--gpu", "h200", "--ablate", "--measured-us", "9"], "--ablate takes no --measured-us"),
         (["--gpu", "h200", "--ablate", "--kernel", "tiled"], "--ablate takes no --kernel"),
-        (["--from-table", "case_report_0", "--gpu", "h100"], "--from-table takes no --gpu"),
-        (["--from-table", "case_report_0", "--seqlen-q", "64"], "--from-table takes no --seqlen-q"),
+        (["--from-table", "case_report_0", "--mask"], "--from-table takes no --mask"),
+        (["--from-table", "case_report_0", "--gpu", "h101"], "gpu 'h101' is not in the catalog"),
+        (["--from-table", "case_report_0", "--dtype", "fp64"], "'fp64' is not a dtype"),
+        (["--from-table", "case_report_0", "--heads", "0"], "heads must be a positive whole number"),
+        (["--code", "block_m=64"], "facts about code belong to --from-table"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(

@@ -2,9 +2,10 @@
 
     from warpwave.integrations.flash_attn_4 import flash_attn_func   # was: from flash_attn.cute import flash_attn_func
 
-`warpwave.integrations.flash_attn` states what is common. The fourth positional argument is softmax_scale, and every
-function returns (out, lse), with lse None unless return_lse. `pack_gqa` and, for calls without a cache, `num_splits`
-change no result and are ignored.
+`warpwave.integrations.flash_attn` states what is common. Arguments have the order of flash-attn-4 4.0.0b36; earlier
+pre-releases had fewer, and softmax_scale in place of qv. Every function returns (out, lse), with lse None unless
+return_lse. `pack_gqa`, `min_seqlen_k`, what concerns the scheduler and, for calls without a cache, `num_splits` change
+no result and are ignored.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    qv: torch.Tensor | None = None,
+    gather_kv_indices: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: Window = UNLIMITED,
@@ -33,13 +36,16 @@ def flash_attn_func(
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     deterministic: bool = False,
+    score_mod: Any = None,
+    score_mod_bwd: Any = None,
     mask_mod: Any = None,
-    full_block_cnt: torch.Tensor | None = None,
-    full_block_idx: torch.Tensor | None = None,
-    mask_block_cnt: torch.Tensor | None = None,
-    mask_block_idx: torch.Tensor | None = None,
-    block_size: tuple[int, int] | None = None,
+    aux_tensors: Any = None,
+    aux_scalars: Any = None,
+    block_sparse_tensors: Any = None,
+    block_sparse_tensors_bwd: Any = None,
     return_lse: bool = False,
+    gather_bwd_recompute_p: bool = False,
+    gather_bwd_token_chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Computes attention of (batch, seqlen, num_heads, head_dim) tensors; k and v may have fewer heads.
 
@@ -50,11 +56,13 @@ def flash_attn_func(
         out, and lse or None.
 
     Raises:
-        UnsupportedProblem: mask_mod or block sparsity.
+        UnsupportedProblem: qv, gathered keys, score_mod, mask_mod or block sparsity.
     """
     refuse(
-        "flash_attn_func", mask_mod=mask_mod, full_block_cnt=full_block_cnt, full_block_idx=full_block_idx,
-        mask_block_cnt=mask_block_cnt, mask_block_idx=mask_block_idx, block_size=block_size,
+        "flash_attn_func", qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd,
+        mask_mod=mask_mod, aux_tensors=aux_tensors, aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors,
+        block_sparse_tensors_bwd=block_sparse_tensors_bwd, gather_bwd_recompute_p=gather_bwd_recompute_p,
+        gather_bwd_token_chunk=gather_bwd_token_chunk,
     )  # fmt: skip
     said = options(softmax_scale, causal, window_size, softcap, sinks=learnable_sink)
     found = attention(q, k, v, return_lse=return_lse, **said, **for_training(deterministic))
@@ -65,12 +73,15 @@ def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    qv: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    min_seqlen_k: int | None = None,
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
+    gather_kv_indices: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -81,12 +92,17 @@ def flash_attn_varlen_func(
     pack_gqa: bool | None = None,
     deterministic: bool = False,
     score_mod: Any = None,
+    score_mod_bwd: Any = None,
     mask_mod: Any = None,
     block_sparse_tensors: Any = None,
-    cu_total_m_blocks: torch.Tensor | None = None,
-    cu_total_n_blocks: torch.Tensor | None = None,
     aux_tensors: Any = None,
+    aux_scalars: Any = None,
     return_lse: bool = False,
+    scheduler_metadata: Any = None,
+    seqlen_k_per_split: int | None = None,
+    disable_scheduler_metadata: bool = False,
+    gather_bwd_recompute_p: bool = False,
+    gather_bwd_token_chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Computes attention of sequences of different lengths: q packed with cu_seqlens_q, or dense without it; keys
     packed with cu_seqlens_k, in pages with page_table, or dense with seqused_k.
@@ -99,13 +115,15 @@ def flash_attn_varlen_func(
         out, and lse or None.
 
     Raises:
-        UnsupportedProblem: seqused_q, score_mod, mask_mod, block sparsity, packed keys without packed queries.
+        UnsupportedProblem: qv, gathered keys, seqused_q, score_mod, mask_mod, block sparsity; packed keys without
+            packed queries.
     """
     function = "flash_attn_varlen_func"
     refuse(
-        function, seqused_q=seqused_q, score_mod=score_mod, mask_mod=mask_mod,
-        block_sparse_tensors=block_sparse_tensors, cu_total_m_blocks=cu_total_m_blocks,
-        cu_total_n_blocks=cu_total_n_blocks, aux_tensors=aux_tensors,
+        function, qv=qv, seqused_q=seqused_q, gather_kv_indices=gather_kv_indices, score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors,
+        aux_tensors=aux_tensors, aux_scalars=aux_scalars, gather_bwd_recompute_p=gather_bwd_recompute_p,
+        gather_bwd_token_chunk=gather_bwd_token_chunk,
     )  # fmt: skip
     said = options(softmax_scale, causal, window_size, softcap, sinks=learnable_sink)
     if cu_seqlens_q is None:

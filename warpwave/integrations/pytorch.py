@@ -27,11 +27,11 @@ import torch.nn.functional as F
 
 from warpwave import autograd
 from warpwave.api import attention, attention_varlen, attention_with_kv_cache
-from warpwave.checks import LARGEST, Options, with_positive_scale
 from warpwave.errors import InvalidInput, UnsupportedProblem
 from warpwave.integrations import caches
 from warpwave.kernels import dropout
 from warpwave.kv_cache import CacheLayer
+from warpwave.options import LARGEST, Options, with_positive_scale
 from warpwave.problem import AnyOperands, Causal, DropoutOperands, Operands
 
 __all__ = ["declined", "register", "scaled_dot_product_attention", "sdpa", "varlen_attn"]
@@ -39,7 +39,7 @@ __all__ = ["declined", "register", "scaled_dot_product_attention", "sdpa", "varl
 log = logging.getLogger("warpwave")
 
 # torch's function itself: torch.nn.functional's name may be replaced, by `sdpa` among others.
-_of_torch: Any = torch._C._nn.scaled_dot_product_attention
+of_torch: Any = torch._C._nn.scaled_dot_product_attention
 _TOP_LEFT = Causal("top_left")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -96,7 +96,7 @@ def scaled_dot_product_attention(
     if reason:
         if not torch.compiler.is_compiling():
             _count(reason)
-        out: torch.Tensor = _of_torch(
+        out: torch.Tensor = of_torch(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         return out
@@ -134,7 +134,7 @@ def _why_not(
     if not all(isinstance(t, torch.Tensor) for t in given):
         return "an argument is not a tensor"
     if not torch.compiler.is_compiling():
-        if torch.overrides.has_torch_function(given) or any(map(_is_wrapper, given)):
+        if any(map(_is_wrapper, given)):
             return "a tensor subclass"
         if autograd.transforms() is not None or autograd.has_tangents(given):
             return "a transform of torch.func, or forward-mode derivatives"
@@ -219,7 +219,7 @@ def _count(reason: str) -> None:
 
 _routing = threading.Lock()
 _routes = 0  # contexts that are open, in all threads
-_replaced: Any = _of_torch  # what torch.nn.functional held before
+_replaced: Any = of_torch  # what torch.nn.functional held before
 
 
 def _routed(*args: Any, **named: Any) -> torch.Tensor:

@@ -8,13 +8,15 @@
 
 A model's attention is two functions under one name. `make_mask` describes a mask: plain causal and bidirectional masks,
 windows, padding and packed documents stay descriptions of the size of a row; any other mask is built as a tensor, as
-for `sdpa`. `attend` computes attention with it. Continuous batching and returned attention weights are refused, and so
-is every argument that `attend` does not know.
+for `sdpa`. `attend` computes attention with it. Inside a graph that torch compiles or exports, a description is a
+tensor's shape. Continuous batching and returned attention weights are refused, and so is every argument that `attend`
+does not know.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -26,6 +28,7 @@ from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 
 __all__ = ["Registration", "attend", "make_mask", "register"]
 
+FIRST, BEFORE = (5, 20), (6, 0)  # versions of transformers whose interfaces this module was tested with
 # Arguments of models that change nothing here: other layers or the cache read them.
 NO_EFFECT = frozenset(
     ("cache_position", "logits_to_keep", "num_items_in_batch", "output_hidden_states", "position_ids", "return_dict",
@@ -54,7 +57,7 @@ class Registration:
             return
         for interface, previous in zip(_interfaces(), self._previous, strict=True):
             if previous is None:
-                interface._global_mapping.pop(self.name, None)
+                interface._global_mapping.pop(self.name, None)  # transformers has no public way to remove a name
             else:
                 interface.register(self.name, previous)
         self._previous = None
@@ -71,12 +74,12 @@ def register(name: str = "warpwave") -> Registration:
 
     Raises:
         InvalidInput: a name that transformers would interpret.
-        ImportError: transformers is missing, or is too old for attention interfaces.
+        ImportError: transformers is missing, or is older than 5.20 or newer than 5.
     """
     if not name or "flash" in name or "/" in name or "|" in name or name in ("eager", "sdpa"):
         raise InvalidInput(f"name is {name!r}; transformers gives names with 'flash', '/' or '|' a meaning of its own")
     interfaces = _interfaces()
-    previous = [interface._global_mapping.get(name) for interface in interfaces]
+    previous = [interface().get(name) for interface in interfaces]
     for interface, function in zip(interfaces, (attend, make_mask), strict=True):
         interface.register(name, function)
     return Registration(name, (previous[0], previous[1]))
@@ -85,11 +88,12 @@ def register(name: str = "warpwave") -> Registration:
 def _interfaces() -> tuple[Any, Any]:
     global _masking
     host: Any = importlib.import_module("transformers")
+    version = tuple(int(part) for part in host.__version__.split(".")[:2])
+    if not FIRST <= version < BEFORE:
+        first, before = (".".join(map(str, limit)) for limit in (FIRST, BEFORE))
+        raise ImportError(f"transformers is {host.__version__}; warpwave's functions need >= {first}, < {before}")
     _masking = importlib.import_module("transformers.masking_utils")
-    try:
-        return host.AttentionInterface, host.AttentionMaskInterface
-    except AttributeError:
-        raise ImportError(f"transformers {host.__version__} has no attention interfaces; 5.0 or newer has") from None
+    return host.AttentionInterface, host.AttentionMaskInterface
 
 
 # Masks ----------------------------------------------------------------------------------------------------------------
@@ -125,6 +129,9 @@ def make_mask(
     attention_mask: torch.Tensor | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    config: Any = None,
     device: torch.device | str = "cpu",
     **said: Any,
 ) -> torch.Tensor | None:
@@ -136,32 +143,40 @@ def make_mask(
             the last of these keys. A cache may have more cells.
         (batch, seqlen), int32: the document of each token.
         (batch, 1, seqlen_q, keys), boolean: all of the mask.
+        In graphs that are compiled or exported, where a tensor's shape alone can be read, the last two axes have sizes
+        2 + left and 2 + right of a window, -1 for unlimited; the mask is equal along them, and they take no memory:
+        (batch, 1, keys or 0, 2 + left, 2 + right): hides keys by padding, as (batch, keys) above; 0 keys hide nothing.
+        (batch, 1, seqlen_q, keys, 2 + left, 2 + right): all of the mask of packed documents.
     """
     mask_function = mask_function or _masking.causal_mask_function
-    compiling = torch.compiler.is_compiling() or _is_traced(attention_mask, q_offset)
-    found = None if compiling else _recognized(_masking, mask_function)
-    if found is not None:
-        pattern, segments = found
-        if segments is not None and getattr(said.get("config"), "model_type", "") not in NEED_DENSE_MASKS:
-            return _of_documents(pattern, segments)
-        may_skip = allow_is_causal_skip if pattern.causal else allow_is_bidirectional_skip
-        if segments is None and may_skip:
-            last_key = int(kv_offset) + kv_length
-            last_query = int(q_offset) + q_length
-            # Cells of a static cache that are not written yet; a mask without positions reads all cells.
-            beyond = last_key - last_query if pattern.causal or pattern.window != (-1, -1) else 0
-            if beyond == 0 or (pattern.causal and beyond > 0):
-                return _of_pattern(
-                    pattern, batch_size, q_length, kv_length - beyond, int(q_offset), int(kv_offset), attention_mask,
-                    kv_length, device,
-                )  # fmt: skip
+    tracing = torch.compiler.is_compiling() or _is_traced(attention_mask, q_offset)
+    skips = (allow_is_causal_skip, allow_is_bidirectional_skip)
+    pattern = None if use_vmap else _recognized(mask_function, *skips, local_size, config)
+    if pattern is not None and not (tracing and isinstance(q_offset, torch.Tensor)):
+        q_begin, k_begin = int(q_offset), int(kv_offset)
+        # Cells of a static cache that are not written yet; a mask without positions reads all cells.
+        by_position = pattern.causal or pattern.window != (-1, -1)
+        beyond = k_begin + kv_length - q_begin - q_length if by_position else 0
+        if beyond == 0 or (pattern.causal and beyond > 0):
+            return _of_pattern(
+                pattern, batch_size, q_length, kv_length - beyond, q_begin, k_begin, attention_mask, kv_length, device,
+                tracing,
+            )  # fmt: skip
+    packed = None
+    may_be_packed = not (use_vmap or attention_mask is not None or any(skips))
+    if may_be_packed and getattr(config, "model_type", "") not in NEED_DENSE_MASKS:
+        packed = _packed(mask_function, local_size, config, tracing)
+    if packed is not None and packed[1] is not None:
+        return _of_documents(packed[0], packed[1])
     dense: torch.Tensor | None = _masking.sdpa_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-        mask_function=mask_function, attention_mask=attention_mask,
-        allow_is_causal_skip=allow_is_causal_skip and compiling,
-        allow_is_bidirectional_skip=allow_is_bidirectional_skip and compiling,
-        device=device, **said,
+        mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, use_vmap=use_vmap,
+        allow_is_causal_skip=allow_is_causal_skip and tracing,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip and tracing,
+        device=device, config=config, **said,
     )  # fmt: skip
+    if packed is not None and dense is not None:
+        return _with_window(dense, packed[0], packed[0].window)
     return dense
 
 
@@ -175,6 +190,7 @@ def _of_pattern(
     padding: torch.Tensor | None,
     cells: int,
     device: torch.device | str,
+    tracing: bool,
 ) -> torch.Tensor | None:
     """Returns the mask of a pattern over the first `keys` cells of `cells`."""
     if padding is not None:
@@ -182,7 +198,7 @@ def _of_pattern(
         missing = keys - padding.shape[1]
         if missing:
             padding = torch.nn.functional.pad(padding, (0, missing))
-        if padding.all():
+        if not tracing and padding.all():
             padding = None
     left, right = pattern.window
     far = q_offset + q_length - 1 - kv_offset  # the distance of the last query to the first key
@@ -192,6 +208,10 @@ def _of_pattern(
     # What None says to `attend`: all keys for one query, and causality among as many keys as queries.
     if padding is None and plain and (not pattern.causal or keys == q_length or (q_length == 1 and keys == cells)):
         return None
+    if tracing:
+        if padding is None:
+            padding = torch.ones(batch, keys if keys < cells else 0, dtype=torch.bool, device=device)
+        return _with_window(padding[:, None], pattern, (left, right))
     # `generate` makes masks contiguous, and the pattern is kept under this tensor, not under a copy.
     mask = torch.ones(batch, keys, dtype=torch.bool, device=device) if padding is None else padding.contiguous()
     _patterns[mask] = Pattern(pattern.causal, (left, right), padding is not None)
@@ -214,41 +234,73 @@ def _documents(segments: torch.Tensor) -> tuple[torch.Tensor, int]:
     return offsets, int(offsets.diff().max())
 
 
-def _recognized(masking: Any, function: Any) -> tuple[Pattern, torch.Tensor | None] | None:
-    """Returns the pattern of one of transformers' own mask functions, and the document of each token if they are
-    packed; None for all other functions. They are compared by their code, and what they were made with is read."""
-    if function is masking.causal_mask_function:
-        return Pattern(causal=True), None
-    if function is masking.bidirectional_mask_function:
-        return Pattern(causal=False), None
-    try:
-        if function.__code__ is not masking.and_masks().__code__:
-            return None
-        first, second = _made_with(function)["mask_functions"]
-        made = _made_with(first)
-        if second is masking.causal_mask_function and _is_made_by(first, masking.sliding_window_overlay(1)):
-            return Pattern(True, (int(made["sliding_window"]) - 1, -1)), None
-        if second is masking.bidirectional_mask_function and _is_made_by(
-            first, masking.sliding_window_bidirectional_overlay(1)
-        ):
-            return Pattern(False, (int(made["sliding_window"]),) * 2), None
-        inner = masking.remap_positions_for_packed_sequence(None, None)
-        if _is_made_by(first, masking.packed_sequence_mask_function(None)) and _is_made_by(second, inner):
-            base = _recognized(masking, _made_with(second)["mask_function"])
-            return None if base is None or base[1] is not None else (base[0], made["packed_sequence_mask"])
-    except (AttributeError, KeyError, TypeError, ValueError):
-        pass  # another version of transformers: the mask is built as a tensor
-    return None
+def _with_window(mask: torch.Tensor, pattern: Pattern, window: tuple[int, int]) -> torch.Tensor:
+    """Returns a view of a mask whose last two axes are a window, by their sizes; right of a causal one is 0."""
+    left, right = window
+    return mask[..., None, None].expand(*mask.shape, 2 + left, 2 + (0 if pattern.causal else right))
 
 
-def _is_made_by(function: Any, example: Any) -> bool:
-    return function.__code__ is example.__code__
+def _window_of(mask: torch.Tensor) -> tuple[torch.Tensor, Pattern]:
+    """Returns the mask and the pattern that `_with_window` joined, of a row of keys or of packed documents."""
+    left, right = mask.shape[-2] - 2, mask.shape[-1] - 2
+    causal, mask = right == 0, mask[..., 0, 0]
+    pattern = Pattern(causal, (left, -1 if causal else right), padded=mask.shape[-1] > 0)
+    return mask if mask.dim() == 4 else mask[:, 0], pattern
 
 
-def _made_with(function: Any) -> dict[str, Any]:
-    """Returns the variables that a nested function was made with."""
-    cells = function.__closure__ or ()
-    return dict(zip(function.__code__.co_freevars, [cell.cell_contents for cell in cells], strict=True))
+def _recognized(
+    function: Any, skips_causal: bool, skips_both: bool, local_size: int | None, config: Any
+) -> Pattern | None:
+    """Returns the pattern of a mask that transformers lets a function skip; None for all other masks.
+
+    transformers allows it for masks that causality, or both directions, and local_size describe alone. local_size is
+    a window or the length of chunks; the model's config has both under their names.
+    """
+    if not (skips_causal or skips_both):
+        return None
+    if function is _masking.causal_mask_function or function is _masking.bidirectional_mask_function:
+        causal = function is _masking.causal_mask_function
+        return Pattern(causal) if causal == skips_causal else None
+    left = _window(local_size, config)
+    if left is None:
+        return None
+    return Pattern(True, (left - 1, -1)) if skips_causal else Pattern(False, (left, left))
+
+
+def _window(local_size: int | None, config: Any) -> int | None:
+    """Returns local_size if it is a window, None if it may be the length of chunks."""
+    if local_size is None or getattr(config, "attention_chunk_size", None) == local_size:
+        return None
+    return local_size if getattr(config, "sliding_window", None) == local_size else None
+
+
+def _packed(
+    function: Any, local_size: int | None, config: Any, tracing: bool
+) -> tuple[Pattern, torch.Tensor | None] | None:
+    """Returns the pattern within documents and the document of each token, which is None in a graph; None if a mask is
+    not that of packed documents, or of something else too.
+
+    transformers gives the documents of position ids to nothing but the mask's function.
+    """
+    if getattr(function, "__name__", "") != "and_mask":
+        return None
+    window = _window(local_size, config)
+    if local_size is not None and window is None:
+        return None
+    pattern = Pattern(True, (-1 if window is None else window - 1, -1))
+    if tracing:
+        return pattern, None
+    parts: Any = inspect.getclosurevars(function).nonlocals.get("mask_functions", ())
+    made = [inspect.getclosurevars(part).nonlocals for part in parts]
+    packed = [found["packed_sequence_mask"] for found in made if "packed_sequence_mask" in found]
+    if len(made) != 2 or len(packed) != 1:
+        return None
+    (i,) = (i for i, found in enumerate(made) if "packed_sequence_mask" not in found)
+    # From 5.23 on, a function that gives positions within documents to the pattern's.
+    within = made[i]["mask_function"] if "position_ids" in made[i] else parts[i]
+    if window is None and within is not _masking.causal_mask_function:
+        return None
+    return pattern, packed[0]
 
 
 def _is_traced(*values: Any) -> bool:
@@ -285,7 +337,7 @@ def attend(
         module: the layer; its `is_causal` counts if the argument is None.
         query: (batch, num_heads_q, seqlen_q, head_dim).
         key, value: (batch, num_heads_kv, seqlen_k, head_dim or head_dim_v).
-        attention_mask: what `make_mask` returned, or a float mask (batch, 1 or num_heads_q, seqlen_q, seqlen_k) that is
+        attention_mask: what `make_mask` returned, or a mask (batch, 1 or num_heads_q, seqlen_q, seqlen_k), boolean or
             added to the scores.
         dropout: probability of dropout; models pass 0 outside of training.
         scaling: 1/sqrt(head_dim) if None.
@@ -293,7 +345,8 @@ def attend(
             `make_mask`'s: its masks hold their window.
         s_aux: (num_heads_q,): sinks.
         position_bias: (batch or 1, num_heads_q, seqlen_q, seqlen_k), added to the scores.
-        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed documents in a batch of one row.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed documents in a batch of one row; in a graph
+            they stand for the documents that `make_mask` found in position ids.
 
     Returns:
         (batch, seqlen_q, num_heads_q, head_dim_v), and None for the attention weights.
@@ -310,7 +363,11 @@ def attend(
     }  # fmt: skip
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     pattern = None
-    if attention_mask is not None and not torch.compiler.is_compiling():
+    if attention_mask is not None and attention_mask.dim() > 4:
+        attention_mask, pattern = _window_of(attention_mask)
+        if cu_seq_lens_q is not None and attention_mask.dim() == 4:
+            attention_mask = None
+    elif attention_mask is not None and not torch.compiler.is_compiling():
         pattern = _patterns.get(attention_mask)
     if pattern is None:
         window = -1 if sliding_window is None else sliding_window - 1
@@ -338,7 +395,7 @@ def attend(
             k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
             bias = None if bias is None else bias[..., : q.shape[1]]
     elif attention_mask.dim() == 2:
-        keys = attention_mask.shape[1]
+        keys = attention_mask.shape[1] or k.shape[1]
         if keys < k.shape[1]:
             k, v = k[:, :keys], v[:, :keys]
             bias = None if bias is None else bias[..., :keys]

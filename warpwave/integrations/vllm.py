@@ -299,11 +299,12 @@ class Implementation:
         }  # fmt: skip
         cache = CacheLayer(k, v, step.block_table, step.seq_lens)
         if step.one_query_each:
-            out = attention_with_kv_cache(query[: step.num_rows, None], cache, **said)[:, 0]
+            rows = slice(step.num_rows)
+            attention_with_kv_cache(query[rows, None], cache, **said, out=output[rows, None])
         else:
-            out = attention_with_kv_cache(
-                query[: step.num_tokens], cache, cu_seqlens_q=step.query_start_loc, max_seqlen_q=step.max_query_len,
-                **said,
+            rows = slice(step.num_tokens)
+            attention_with_kv_cache(
+                query[rows], cache, cu_seqlens_q=step.query_start_loc, max_seqlen_q=step.max_query_len, **said,
+                out=output[rows],
             )  # fmt: skip
-        output[: len(out)].copy_(out)
         return output

@@ -304,6 +304,7 @@ def write_torch(new: New, interleaved: bool = False) -> None:
     sequence = torch.repeat_interleave(torch.arange(len(counts), device=device), counts)  # of each token
     if not len(sequence):
         return
+    parts = {name: None if t is None else t[: len(sequence)] for name, t in parts.items()}
     row = sequence if new.rows is None else new.rows.long().clamp(0, len(new.page_table) - 1)[sequence]
     nth = torch.arange(len(sequence), device=device) - offsets[sequence]
     position = new.seqused_k[row].long() - counts[sequence] + nth

@@ -26,6 +26,7 @@ def padded(head_dim: int) -> int:
 
 
 WGMMA_ROWS = 64  # rows of a tile: products of fewer rows take their operands from registers
+EIGHT_BIT_WIDTH = 32  # summed columns of a matrix instruction of 8-bit operands
 SWIZZLE_WIDTH = 64  # 16-bit elements of a row of 128 bytes, the widest swizzle of shared memory
 
 
@@ -36,9 +37,11 @@ def tile_widths(problem: AttentionProblem, gpu: Gpu, block_m: int) -> tuple[int,
     On Hopper both tiles get the same swizzle of shared memory. If tiles of two swizzles share a buffer, their matrix
     descriptors are one address plus two different constants. ptxas 12.8, which Triton 3.6 and 3.7 ship, then computes
     the second descriptor from uninitialized registers, and the product reads arbitrary shared memory
-    (docs/notes/descriptors.md).
+    (docs/notes/descriptors.md). Quantized calls are exempt: V goes through registers to be transposed or converted.
     """
     width, width_v = padded(problem.head_dim), padded(problem.head_dim_v)
+    if problem.is_quantized:
+        return max(width, EIGHT_BIT_WIDTH), width_v
     if gpu.capability == 90 and block_m >= WGMMA_ROWS:
         least = min(SWIZZLE_WIDTH, max(width, width_v))
         width, width_v = max(width, least), max(width_v, least)
@@ -117,22 +120,30 @@ def feature_constants(problem: AttentionProblem) -> dict[str, bool]:
     }
 
 
-def allocator(problem: AttentionProblem, q: torch.Tensor) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Returns `allocate() -> (out, lse)` on the device of q; lse is None unless requested."""
+Results = tuple[torch.Tensor, torch.Tensor | None]
+Run = Callable[..., Results]  # run(operands, out=None) -> (out, lse); given an out, it stores to that one
+Allocate = Callable[[torch.Tensor | None], Results]
+
+
+def allocator(problem: AttentionProblem, q: torch.Tensor) -> Allocate:
+    """Returns `allocate(out) -> (out, lse)` on the device of q: the caller's out, or a contiguous one if it is None.
+    lse is None unless requested."""
     rows = (problem.total_q,) if problem.packed else (problem.batch, problem.seqlen_q)
-    make_out = maker((*q.shape[:-1], problem.head_dim_v), q.dtype, q.device)
+    make_out = maker((*q.shape[:-1], problem.head_dim_v), getattr(torch, problem.dtype_of_out), q.device)
     if not problem.return_lse:
-        return lambda: (make_out(), None)
+        return lambda out: (make_out() if out is None else out, None)
     make_lse = maker((*rows[:-1], problem.num_heads_q, rows[-1]), torch.float32, q.device)
-    return lambda: (make_out(), make_lse())
+    return lambda out: (make_out() if out is None else out, make_lse())
 
 
 def straightener(operands: AnyOperands) -> Callable[[Any], Any]:
     """Returns `straight(operands)`: mask and bias with stride 1 (or 0, along a broadcast axis), all others with
     stride 1. Otherwise the layout would add kernel variants, with different bits. A strided tensor is copied; its
-    broadcast axes stay broadcast."""
+    broadcast axes stay broadcast. The factors of quantized tensors are read one by one, by any strides."""
     strided = []
     for name in operands._fields[3:]:
+        if name.endswith("_descale"):
+            continue
         tensor = getattr(operands, name)
         if tensor is not None and tensor.shape[-1] > 1:
             is_broadcast = tensor.stride(-1) == 0 and name in ("mask", "bias")
@@ -148,7 +159,7 @@ def as_it_is(operands: Any) -> Any:
     return operands
 
 
-def behind(change: Callable[[Any], Any], run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def behind(change: Callable[[Any], Any], run: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that runs `run` on changed operands, or `run` itself if nothing changes, which saves a
     call."""
-    return run if change is as_it_is else lambda operands: run(change(operands))
+    return run if change is as_it_is else lambda operands, out=None: run(change(operands), out)

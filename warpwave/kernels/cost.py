@@ -43,6 +43,7 @@ class Cost:
         block_us: time of an SM for each block without steps, if blocks are many and small.
         threads: threads of a block.
         registers: registers of a thread, as estimated before compiling.
+        compiled: whether `registers` and `smem_bytes` are the compiler's figures instead.
         chains: independent instruction streams of a block that hide each other's latency.
         blocks_per_sm: as the kernel launches them; 0: as many as fit.
         scratch_bytes: the part of `read_bytes` and `write_bytes` that accesses the workspace.
@@ -78,6 +79,7 @@ class Cost:
     block_us: float = 0.0
     threads: int = 0
     registers: int = 0
+    compiled: bool = False
     chains: int = 1
     blocks_per_sm: int = 0
     scratch_bytes: int = 0

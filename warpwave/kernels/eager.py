@@ -8,6 +8,7 @@ log-sum-exp, and recomputes each tile's probabilities:
 with `delta = rowsum(dO * out) - dlse`, which also carries a gradient through the log-sum-exp (Dao et al.,
 "FlashAttention" (2022), appendix B.4). Every product accumulates in float32, and scores and probabilities stay
 float32 between the two products if the device's products allow it. For float64 inputs every step is float64.
+Quantized q, k and v are multiplied by their factors first, in float32.
 
 Bound: memory traffic of the score tiles, and on a GPU the launches of some ten operations a tile. It covers what no
 other kernel does: gradients, CPUs, head sizes above every kernel's limit. Packed calls read the sequence offsets on
@@ -17,7 +18,7 @@ the host, which waits for the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,16 +26,19 @@ import torch
 
 from warpwave import precision
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import dropout
+from warpwave.kernels import descales, dropout
+from warpwave.kernels.arguments import Results, Run
 from warpwave.kernels.eager_cost import cost
 from warpwave.kernels.paging import as_cached, as_packed, one_by_one
 from warpwave.kernels.torch_products import plainly, product
-from warpwave.problem import LARGEST_BIAS, AnyOperands, AttentionProblem, Band, Operands
+from warpwave.problem import LARGEST_BIAS, AnyOperands, AttentionProblem, Band, Operands, QuantizedOperands
 
 __all__ = ["Config", "Gradients", "backward", "bind", "configs", "cost", "forward", "why_not"]
 
 NAME = "eager"
 NEEDS_GPU = False
+STRIDED_OUT = True
+QUANTIZED = True
 NEG_INF = float("-inf")
 
 
@@ -244,15 +248,26 @@ def _operand(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 # Forward --------------------------------------------------------------------------------------------------------------
 
 
-def forward(problem: AttentionProblem, operands: AnyOperands, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    problem: AttentionProblem, operands: AnyOperands, config: Config, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns out, like q with head_dim_v, and lse, float32 (batch, num_heads_q, seqlen_q), packed (num_heads_q,
-    total_q)."""
+    total_q).
+
+    Args:
+        out: stored to if given, whatever its strides.
+    """
     q = operands.q
     rows = (problem.total_q,) if problem.packed else (problem.batch, problem.seqlen_q)
-    out = torch.empty((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device=q.device)
     lse = torch.empty((*rows[:-1], problem.num_heads_q, rows[-1]), dtype=_wide(problem), device=q.device)
+    parts = _parts(problem, operands)
+    if problem.packed and sum(part.tokens_q.stop - part.tokens_q.start for part in parts) != problem.total_q:
+        out.zero_()  # some tokens belong to no sequence
+        lse.fill_(NEG_INF)
     with plainly(q.device):
-        for part in _parts(problem, operands):
+        for part in parts:
             views = _Views(problem, operands, part)
             out_rows, lse_rows = views.rows(out, part.tokens_q), views.rows_of_lse(lse, part.tokens_q)
             band = problem.band(views.q.shape[-2], views.k.shape[-2])
@@ -394,27 +409,34 @@ def _attend_backward(
 # Host -----------------------------------------------------------------------------------------------------------------
 
 
-def bind(
-    problem: AttentionProblem, operands: Any, config: Config
-) -> Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Returns `run(operands) -> (out, lse)`, where lse is None unless requested or needed for gradients."""
+def bind(problem: AttentionProblem, operands: Any, config: Config, out: torch.Tensor | None = None) -> Run:
+    """Returns `run(operands, out=None) -> (out, lse)`, where lse is None unless requested or needed for gradients."""
     keep_lse = problem.return_lse or problem.requires_grad
 
-    def run(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(operands: Any, out: torch.Tensor | None = None) -> Results:
         lse: torch.Tensor | None
-        if problem.page_size:
+        if problem.is_quantized:
             with torch.no_grad():
-                out, lse = _forward_on_cache(problem, operands, config)
+                found, lse = _forward_of_quantized(problem, operands, config)
+                out = found if out is None else out.copy_(found)
+        elif not problem.page_size:
+            out, lse = forward(problem, operands, config, out)
         else:
-            out, lse = forward(problem, operands, config)
+            with torch.no_grad():
+                found, lse = _forward_on_cache(problem, operands, config)
+                out = found if out is None else out.copy_(found)
         return out, lse if keep_lse else None
 
     return run
 
 
-def _forward_on_cache(
-    problem: AttentionProblem, operands: Any, config: Config
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _forward_of_quantized(problem: AttentionProblem, operands: QuantizedOperands, config: Config) -> Results:
+    wide, numbers = descales.dequantized(problem, operands, torch.float32)
+    out, lse = forward(wide, numbers, config)
+    return descales.to_out(out, problem, operands.out_descale), lse
+
+
+def _forward_on_cache(problem: AttentionProblem, operands: Any, config: Config) -> Results:
     packed, gathered = as_packed(problem, operands)
     if problem.batch_invariant:
         # Sequences run one by one, in separate tiles and memory, because tile sizes depend on the batch, and a CPU's
@@ -423,6 +445,9 @@ def _forward_on_cache(
         each = [forward(*one, configs(one[0], gpu)[0]) for one in one_by_one(packed, gathered)]
         out = torch.cat([out for out, _ in each])
         lse = torch.cat([lse for _, lse in each], dim=1)
+        missing = packed.total_q - len(out)  # tokens that belong to no sequence
+        out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, missing))
+        lse = torch.nn.functional.pad(lse, (0, missing), value=NEG_INF)
     else:
         out, lse = forward(packed, gathered, config)
     return as_cached(problem, out, lse)

@@ -12,14 +12,14 @@ from warpwave.problem import AttentionProblem, CachedOperands, Operands
 
 
 def offsets_within(cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
-    """Returns offsets of packed sequences as int64 that begin at 0, end at `total` and do not decrease.
+    """Returns offsets of packed sequences as int64 that begin at 0, end at `total` or before, and do not decrease.
 
     Valid offsets are returned unchanged. Others, over the whole range of int32, become valid, so that the code that
-    uses them neither allocates by invalid sizes nor leaves the tensors.
+    uses them neither allocates by invalid sizes nor leaves the tensors. Tokens after the last offset belong to no
+    sequence, as in the kernels: an engine's q has room for more tokens than a step brings.
     """
     offsets = cu_seqlens.long().clamp(0, total).cummax(0).values
-    offsets[-1] = total
-    offsets[0] = 0  # needed if there is no sequence: the last one is then the first one
+    offsets[0] = 0
     return offsets
 
 

@@ -23,7 +23,6 @@ Bound: the CPU's vector units.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +30,7 @@ import torch
 from warpwave import precision
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import eager
+from warpwave.kernels.arguments import Results, Run
 from warpwave.kernels.cost import Cost
 from warpwave.kernels.torch_products import keeps_float32, plainly
 from warpwave.problem import AttentionProblem, Band, Operands
@@ -50,27 +50,27 @@ class Config:
     """Empty: torch picks its own tiles."""
 
 
-def bind(
-    problem: AttentionProblem, operands: Operands, config: Config
-) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Returns `run(operands) -> (out, None)`."""
+def bind(problem: AttentionProblem, operands: Operands, config: Config, out: torch.Tensor | None = None) -> Run:
+    """Returns `run(operands, out=None) -> (out, None)`; torch's result is copied to a given out."""
     by_position = problem.causal is not None or problem.window_size != (-1, -1)
     if not problem.packed:  # the host may not know packed lengths
         lengths = (problem.seqlen_q, problem.seqlen_k)
         by_position = by_position and _hides(problem.band(*lengths), *lengths)
     hides = by_position or problem.mask_shape is not None or problem.bias_shape is not None
 
-    def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(operands: Operands, out: torch.Tensor | None = None) -> Results:
         device = operands.q.device
         with plainly(device):
             rounds = problem.dtype == "float32" and not keeps_float32(device)
             if rounds or not _is_tame(problem, operands, hides):
                 tiles = eager.configs(problem, current_gpu(device))[0]
-                return eager.forward(problem, operands, tiles)[0], None
+                return eager.forward(problem, operands, tiles, out)[0], None
             if not problem.packed:
-                return _attend(problem, *operands[:5]), None
+                found = _attend(problem, *operands[:5])
+                return found if out is None else out.copy_(found), None
             q, k, v = operands[:3]
-            out = q.new_empty((*q.shape[:-1], problem.head_dim_v))
+            if out is None:
+                out = q.new_empty((*q.shape[:-1], problem.head_dim_v))
             ends = zip(operands.cu_seqlens_q.tolist(), operands.cu_seqlens_k.tolist(), strict=True)
             begin_q, begin_k = next(ends)
             for end_q, end_k in ends:

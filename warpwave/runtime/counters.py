@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from warpwave.runtime.scratch import outlasting
+
 
 class Counters:
     """Tile counters of one device: one for each stream, and one for each launch that a CUDA graph captures.
@@ -29,7 +31,8 @@ class Counters:
             return torch.zeros(1, dtype=torch.int32, device=self.device)  # the graph itself zeroes it at each replay
         counter = self.of_stream.get(stream)
         if counter is None:
-            counter = self.of_stream[stream] = torch.zeros(1, dtype=torch.int32, device=self.device)
+            counter = outlasting(lambda: torch.zeros(1, dtype=torch.int32, device=self.device), self.device)
+            self.of_stream[stream] = counter
         return counter
 
 
@@ -45,6 +48,5 @@ def counters_of(device: torch.device) -> Counters:
                 "the device's tile counters do not exist yet and a CUDA graph is being captured: make the same call "
                 "once before the capture to warm it up"
             )
-        with torch.cuda.device(device):
-            _counters[index] = Counters(device)
+        _counters[index] = outlasting(lambda: Counters(device), device)
     return _counters[index]

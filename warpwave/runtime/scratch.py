@@ -11,14 +11,35 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 
 # Allocates (sizes, strides, dtype) on the current CUDA device; the code that torch compiles calls the same function.
 empty_strided: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cuda", None)
+is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
 LARGEST = 32 << 20  # bytes kept for a stream; more is allocated for each call, and torch keeps it
 Need = tuple[Sequence[int], torch.dtype]  # a shape and its dtype
+Made = TypeVar("Made")
+
+
+def outlasting(make: Callable[[], Made], device: torch.device) -> Made:
+    """Returns make(), whose memory outlasts the call, by another thread on the current stream.
+
+    torch's CUDA-graph trees (`torch.compile(mode="reduce-overhead")`) send the allocations of a thread to a graph's
+    pool, and raise an error for one that outlasts the run.
+    """
+    if device.type != "cuda":
+        return make()
+    stream = torch.cuda.current_stream(device)
+
+    def on_stream() -> Made:
+        with torch.cuda.stream(stream):
+            return make()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(on_stream).result()
 
 
 class _Kept(threading.local):
@@ -44,7 +65,8 @@ def buffer(device: torch.device, stream: int, size: int, user: _Kept | None = No
         for other in users or ():
             other.by_stream.pop(stream, None)
         # The old buffer, which launches may still use, goes back to its stream and is reused behind them.
-        found = torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8, device=device)
+        capacity = 1 << (size - 1).bit_length()
+        found = outlasting(lambda: torch.empty(capacity, dtype=torch.uint8, device=device), device)
         users = weakref.WeakSet()
         buffers[device.index, stream] = found, users
     if user is not None:
@@ -59,12 +81,9 @@ def maker(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Cal
     """
     sizes = tuple(shape)
     # In deterministic mode torch fills new memory, which `empty_strided` does not do.
-    if empty_strided is None or device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
+    if empty_strided is None or device.type != "cuda" or is_deterministic():
         return _by_template(sizes, dtype, device)
-    strides: tuple[int, ...] = ()
-    for size in sizes[:0:-1]:
-        strides = ((size or 1) * (strides[0] if strides else 1), *strides)
-    strides = (*strides, 1)[: len(sizes)]
+    strides = contiguous_strides(sizes)
     current_device, index = torch._C._cuda_getDevice, device.index
 
     def make() -> torch.Tensor:
@@ -74,6 +93,14 @@ def maker(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Cal
         return torch.empty(sizes, dtype=dtype, device=device)
 
     return make
+
+
+def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Returns the strides of a contiguous tensor."""
+    strides: tuple[int, ...] = ()
+    for size in sizes[:0:-1]:
+        strides = ((size or 1) * (strides[0] if strides else 1), *strides)
+    return (*strides, 1)[: len(sizes)]
 
 
 def _by_template(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], torch.Tensor]:
@@ -105,13 +132,13 @@ def memory(
     if device.type != "cuda":
         return lambda: made(0)
     # Whoever has torch fill what is not initialised gets it filled, for each call.
-    keep = not torch.are_deterministic_algorithms_enabled()
+    keep = not is_deterministic()
     capturing, current_stream = torch.cuda.is_current_stream_capturing, torch._C._cuda_getCurrentRawStream
     index = device.index
-    ends, end = [], 0
+    begins, end = [], 0
     for shape, dtype in needs:
         size = math.prod(shape) * dtype.itemsize
-        ends.append((end, end + size))
+        begins.append(end)
         end += -(-size // 256) * 256  # what lies behind it is as well aligned as torch's own
     kept = _Kept()
 
@@ -124,9 +151,15 @@ def memory(
             return found
         if end > LARGEST or not keep:
             return made(stream)
-        whole = buffer(device, stream, end, kept)
-        views = zip(ends, needs, strict=True)
-        parts = tuple([whole[first:last].view(dtype).view(*shape) for (first, last), (shape, dtype) in views])
+        whole = buffer(device, stream, max(end, 256), kept)
+        # One operation of torch for each dtype and each part, since every new length makes them.
+        typed = {dtype: whole.view(dtype) for dtype in {dtype for _, dtype in needs}}
+        parts = tuple(
+            [
+                typed[dtype].as_strided(shape, contiguous_strides(shape), begin // dtype.itemsize)
+                for begin, (shape, dtype) in zip(begins, needs, strict=True)
+            ]
+        )
         found = kept.by_stream[stream] = parts if finish is None else finish(parts, stream)
         return found
 

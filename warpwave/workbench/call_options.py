@@ -104,13 +104,16 @@ def _describe(
         raise typer.BadParameter(f"{dtype!r} is not a dtype; use {', '.join(DTYPES)}", param_hint="--dtype")
     if causal and causal_top_left:
         raise typer.BadParameter("give --causal or --causal-top-left, not both", param_hint="--causal-top-left")
+    if deterministic and not grad:
+        raise typer.BadParameter("only gradients can be deterministic; add --grad", param_hint="--deterministic")
     left, right = _window(window)
     from dataclasses import replace
 
     import torch
 
-    from warpwave.checks import Options, describe_call, spell_precision
+    from warpwave.checks import describe_call
     from warpwave.errors import InvalidInput
+    from warpwave.options import Options, spell_precision
     from warpwave.problem import Operands
     from warpwave.workbench.limits import check_size
 

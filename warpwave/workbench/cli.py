@@ -162,7 +162,19 @@ def explain(
     hot: Annotated[bool, typer.Option("--hot", help="Assume that the previous call used the same tensors.")] = False,
     from_table: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Diagnose a table of times instead (docs/workbench/diagnose.md)."),
+        typer.Option(
+            metavar="FILE",
+            help="Diagnose a table of times instead: Markdown, CSV, text or TOML; - is standard input. --gpu and the "
+            "call's options say what the table does not (docs/workbench/diagnose.md).",
+        ),
+    ] = None,
+    code: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FACT",
+            help="With --from-table, a fact about the measured code: block_m=64, scores=memory, or flash.block_m=64 "
+            "for one series; repeatable.",
+        ),
     ] = None,
     ablate: Annotated[
         bool,
@@ -177,17 +189,50 @@ def explain(
     kernel does not serve the call.
     """
     if from_table is not None:
-        _takes_no(context, "--from-table", _given(context) - {"from_table", "as_json"})
-        from warpwave.workbench.diagnose.text import run
-
-        say(run(from_table, as_json))
+        _diagnose(context, from_table, as_json)
         return
+    if code:
+        raise typer.BadParameter("facts about code belong to --from-table", param_hint="--code")
     assert problem is not None  # call_options describes it wherever there is no table
     if ablate:
         _takes_no(context, "--ablate", _given(context) & {"kernel", "measured_us", "record", "hot", "passes"})
         _print_ablations(problem, gpu, as_json)
         return
     _print_explanation(problem, gpu, kernel, measured_us, passes, record, hot, as_json)
+
+
+# Options of a call -> the words of a table; a table has no others.
+OF_TABLES = {
+    "batch": "batch",
+    "heads": "heads",
+    "heads_kv": "heads_kv",
+    "seqlen_q": "seqlen",
+    "seqlen_k": "seqlen_k",
+    "head_dim": "head_dim",
+    "dtype": "dtype",
+    "causal": "causal",
+    "passes": "passes",
+}
+
+
+def _diagnose(context: typer.Context, name: str, as_json: bool) -> None:
+    """Prints the diagnosis of a table, with what the options say about it."""
+    given = _given(context)
+    _takes_no(context, "--from-table", given - {"from_table", "as_json", "gpu", "code", *OF_TABLES})
+    from warpwave.workbench.call_options import DTYPES
+    from warpwave.workbench.diagnose.parse import Given, TableError, facts_of_code
+    from warpwave.workbench.diagnose.text import run
+
+    call = {word: context.params[option] for option, word in OF_TABLES.items() if option in given}
+    if "dtype" in call:
+        if call["dtype"] not in DTYPES:
+            raise typer.BadParameter(f"{call['dtype']!r} is not a dtype; use {', '.join(DTYPES)}", param_hint="--dtype")
+        call["dtype"] = DTYPES[call["dtype"]]
+    try:
+        facts = facts_of_code(context.params["code"] or [])
+    except TableError as error:
+        raise InvalidInput(str(error)) from None
+    say(run(name, as_json, Given(gpu=context.params["gpu"], call=call, code=facts)))
 
 
 def _given(context: typer.Context) -> set[str]:
@@ -355,7 +400,8 @@ def verify(
 @app.command()
 def bench(
     suite: Annotated[
-        str | None, typer.Argument(help="Name of a suite (without one, bench lists them), or the path of a .toml file.")
+        str | None,
+        typer.Argument(help="Name of a suite (without one, bench lists them), path of a .toml file, or precision."),
     ] = None,
     scale: Annotated[
         str | None,
@@ -393,6 +439,12 @@ def bench(
 
         say(suite_list())
         raise typer.Exit(2)
+    if suite == "precision":
+        from warpwave.workbench.bench.precision import main as compare_precision
+
+        if scale or kernel or peer or mode or resume:
+            raise typer.BadParameter("precision takes --out, --rounds, --only, --device and --json", param_hint="SUITE")
+        raise typer.Exit(compare_precision(out=out, rounds=rounds, only=only, device=device, json_output=as_json))
     from warpwave.workbench.bench.run import main as run
 
     raise typer.Exit(

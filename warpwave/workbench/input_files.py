@@ -20,11 +20,11 @@ class Unreadable(ValueError):
     """A file or a line is invalid. The message is a sentence, or the end of one that begins with the file's name."""
 
 
-def read_text(path: Path) -> str:
-    """Returns the text of a file.
+def read_bytes(path: Path) -> bytes:
+    """Returns the bytes of a file.
 
     Raises:
-        Unreadable: the file does not exist, is too large, or is not UTF-8.
+        Unreadable: the file does not exist, or is too large.
     """
     try:
         with path.open("rb") as file:
@@ -33,6 +33,16 @@ def read_text(path: Path) -> str:
         raise Unreadable(f"{path} cannot be read: {error.strerror or error}") from None
     if len(content) > LARGEST_BYTES:
         raise Unreadable(f"{path} is larger than {LARGEST_BYTES >> 20} MiB, which no file of this kind is")
+    return content
+
+
+def read_text(path: Path) -> str:
+    """Returns the text of a file.
+
+    Raises:
+        Unreadable: the file does not exist, is too large, or is not UTF-8.
+    """
+    content = read_bytes(path)
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -308,6 +308,7 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         "block_barrier": lambda: None,
         "exp2": torch.exp2,
         "exp2_at_most_one": lambda x: torch.exp2(torch.minimum(x, torch.zeros(()))),
+        "tanh": torch.tanh,
         "rescale": lambda acc, alpha: acc * alpha,
         "settle": settled,
         "add_up": lambda acc, alpha, large, small: acc * alpha + (large + number(small)),

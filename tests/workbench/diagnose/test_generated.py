@@ -1,12 +1,13 @@
-"""Tables that nobody wrote a rule for: causes planted by a formula, and times that our own model predicts."""
+"""Tables that nobody wrote a rule for: causes planted by a simulator, and times that our own model predicts."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
-from tests.workbench.diagnose.generated import CAUSES, table
+from tests.workbench.diagnose.generated import NAMES, Planted, table
 from warpwave.kernels import flash_fwd
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.diagnose.parse import Document, parse
@@ -14,15 +15,44 @@ from warpwave.workbench.diagnose.rules import diagnose, main_cause
 from warpwave.workbench.hardware.catalog import catalog, gpu_of
 from warpwave.workbench.model.predict import predict
 
-PLANTED = [(cause, seed) for cause in CAUSES for seed in range(4)]
+SURE = [(cause, seed) for cause in NAMES for seed in range(2)]
 
 
-@pytest.mark.parametrize(("cause", "seed"), PLANTED)
-def test_a_planted_cause_is_found(cause: str, seed: int) -> None:
-    document = table(cause, seed)
-    found = main_cause(document, "theirs")
-    assert found is not None, [f.text for f in diagnose(document)]
-    assert found.kind == cause, [(f.kind, f.factor, f.text) for f in diagnose(document) if f.is_cause]
+def _is_named_first(planted: Planted) -> bool:
+    found = main_cause(planted.document, "theirs")
+    return found is not None and found.kind in NAMES[planted.cause]
+
+
+def _contradicted(planted: Planted) -> list[str]:
+    """Returns the findings that the simulator knows to be false."""
+    false = []
+    for finding in diagnose(planted.document):
+        shares = [float(share) for share in re.findall(r"at ([\d.]+)%", finding.text)]
+        if (
+            finding.kind == "contradiction"
+            or (finding.is_cause and any(share > 105 for share in shares))
+            or (finding.is_cause and finding.kind == "waves" and planted.resident > 1)
+            or (finding.is_cause and finding.kind == "idle SMs" and planted.cause in ("launch", "latency loop"))
+        ):
+            false.append(f"{planted.document.title}: {finding.kind}: {finding.text}")
+    return false
+
+
+@pytest.mark.parametrize(("cause", "seed"), SURE)
+def test_a_planted_cause_is_named_first(cause: str, seed: int) -> None:
+    planted = table(cause, seed)
+    assert _is_named_first(planted), [(f.kind, f.factor, f.text) for f in diagnose(planted.document) if f.is_cause]
+    assert not _contradicted(planted)
+
+
+@pytest.mark.parametrize("seeds", [5, pytest.param(100, marks=pytest.mark.full)])
+def test_nine_in_ten_planted_causes_are_named_first_and_no_table_contradicts_its_causes(seeds: int) -> None:
+    drawn = [table(cause, seed) for cause in NAMES for seed in range(seeds)]
+    assert [false for planted in drawn for false in _contradicted(planted)] == []
+    missed = [planted.document.title for planted in drawn if not _is_named_first(planted)]
+    assert len(missed) <= 0.1 * len(drawn), missed
+    for cause in NAMES:  # no cause may be missed as a rule while the others make up for it
+        assert sum(title.startswith(cause) for title in missed) <= 0.2 * seeds, missed
 
 
 def _predicted(card: str, heads: int, lengths: list[int], config: flash_fwd.Config) -> Document:

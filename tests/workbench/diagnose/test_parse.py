@@ -58,7 +58,7 @@ def test_a_backward_is_held_against_its_own_work() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"gpu": "l5"}, "not in the catalogue"),
+        ({"gpu": "l5"}, "not in the catalog"),
         ({"cal": {}}, "did you mean call?"),
         ({"call": {"heads": 0}}, "positive whole number"),
         ({"call": {"dtype": "int8"}}, "dtype must be one of"),

@@ -36,9 +36,13 @@ def test_each_card_has_a_bar_and_says_what_was_validated() -> None:
     for row in rows:
         p = row.prediction
         assert p is not None and row.bounds.time_us <= p.low_us < p.time_us < p.high_us
-    assert [row.card for row in rows if row.prediction and row.prediction.points] == ["h100", "h200"]
+    assert [row.card for row in rows if row.prediction and row.prediction.points] == [
+        *("a100-80gb", "h100", "h200", "b200", "mi300x")
+    ]
     said = text(PROBLEM, rows)
-    assert "validated  h200" in said and "never validated" in said
+    assert "checked    h200: 9 measurements" in said and "checked    mi300x: Predicted over published" in said
+    (last,) = (line for line in said.splitlines() if line.startswith("* few or no times are known there"))
+    assert last.endswith(": mi100, l4, rtx3060")
     slow, fast = (next(r.prediction for r in rows if r.card == c) for c in ("rtx3060", "h100"))
     assert slow is not None and fast is not None and slow.time_us > 10 * fast.time_us
 

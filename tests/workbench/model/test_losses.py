@@ -59,15 +59,23 @@ def test_factors_multiply_to_the_ratio_and_no_share_passes_one(ratio: float, seq
     assert all(a == b for a, b in ends)
 
 
-def test_a_time_below_the_bound_is_refused_with_what_it_may_be() -> None:
+def test_a_time_far_below_the_bound_is_refused_with_what_it_may_be() -> None:
     with pytest.raises(InvalidInput, match="no implementation of this call takes less than"):
-        _split(0.9)
+        _split(0.86)
     choice = dispatch.choose(_problem(), H200)
     p = predict(_problem(), choice.kernel, choice.config, H200)
     assert p is not None
     for time in (0.0, -1.0, math.nan):
         with pytest.raises(InvalidInput, match="above 0"):
             split(time, p, SHEET)
+
+
+def test_a_time_a_little_below_the_bound_is_split_with_a_warning() -> None:
+    found = _split(0.9)
+    assert found.warning.startswith("The measured time is 10.0% less than the bound") and "--hot" in found.warning
+    assert math.prod(loss.factor for loss in found.losses) == pytest.approx(0.9)
+    assert all(0 < y.share <= 1 for y in found.yardsticks) and found.remainder < 0.9
+    assert not _split(1.01).warning
 
 
 def test_the_power_matched_yardstick_follows_the_clock() -> None:
@@ -77,6 +85,17 @@ def test_the_power_matched_yardstick_follows_the_clock() -> None:
     assert high.yardsticks[1].share < low.yardsticks[1].share < 1
     # A clock read when the card had slowed already cannot make a share of more than one.
     assert _split(1.01, problem, clock=600.0).yardsticks[1].share == 1.0
+
+
+def test_the_power_matched_yardstick_of_a_card_above_its_stated_clock() -> None:
+    sheet, gpu = catalog()["rtx4090"], resolve("rtx4090")
+    problem = _problem(8192, 64)
+    choice = dispatch.choose(problem, gpu)
+    p = predict(problem, choice.kernel, choice.config, gpu)
+    assert p is not None
+    bounds = roofline(problem, data_sheet_rates(sheet), gpu=gpu)
+    found = split(2 * p.bound_us, p, sheet, bounds, clock_mhz=2520.0)
+    assert found.yardsticks[1].least_us == pytest.approx(p.bound_us * 3105 / 2520)
 
 
 def test_every_loss_has_a_remedy_that_promises_no_factor() -> None:

@@ -17,7 +17,7 @@ from warpwave.kernels.cost import (
     waits_for_memory,
     walk,
 )
-from warpwave.kernels.flash_fwd.config import Config, smem_bytes
+from warpwave.kernels.flash_fwd.config import WGMMA_OR_TCGEN05, Config, smem_bytes
 from warpwave.kernels.prepass.split_ahead import PARTS
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
@@ -61,7 +61,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         cut=cut,
         far=waits_for_memory(config.num_stages),
         items=items,  # blocks past the end of a packed sequence have no work
-        smem_margin=size * config.block_m * config.block_n // 2 + 1024 if size == 2 and gpu.vendor == "nvidia" else 0,
+        smem_margin=_smem_margin(gpu, config, block_d) if size == 2 and gpu.vendor == "nvidia" else 0,
         loop=_loop(problem, block_d, multiply_adds),
         threads=config.num_warps * gpu.warp_size,
         registers=_registers(problem, gpu, config),
@@ -81,6 +81,12 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         launches=2,
         parts=(Cost(0, 0, 0, split_reads, workspace, scratch_bytes=workspace), attend),
     )
+
+
+def _smem_margin(gpu: Gpu, config: Config, block_d: int) -> int:
+    """Returns `Cost.smem_margin` of 16-bit inputs: P, barriers, and Q where the matrix unit takes it from registers."""
+    in_registers = config.block_m * block_d * 2 if gpu.capability not in WGMMA_OR_TCGEN05 else 0
+    return config.block_m * config.block_n + 1024 + in_registers
 
 
 def _registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:

@@ -280,15 +280,52 @@ def multiply_add(x, factor, y, MULTIPLY: gl.constexpr):
         return x + y
 
 
+@constexpr_function
+def _tanh_asm(n):
+    # tanh(x) / x in powers of x^2, the highest first, fitted for |x| <= 1: with float32 arithmetic within a relative
+    # 2^-22. In decimals 0.00104102, -0.00620338, 0.02028998, -0.05345703, 0.13325204, -0.33332839, 0.99999995.
+    highest = "0f3A8872EC"
+    series = ("0fBBCB45B7", "0f3CA6372C", "0fBD5AF5C2", "0f3E087339", "0fBEAAAA05", "0f3F7FFFFF")
+    one, minus_two_in_bits = "0f3F800000", "0fC038AA3B"  # -2 / ln(2)
+    lines = [".reg .pred far, any_far", ".reg .f32 size, z, w", f"abs.f32 size, ${n}"]
+    for i in range(n + 1, 2 * n):
+        lines += [f"abs.f32 z, ${i}", "max.f32 size, size, z"]
+    lines += [f"setp.gt.f32 any_far, size, {one}", "vote.sync.any.pred any_far, any_far, 0xffffffff"]
+    for i in range(n):
+        lines += [f"mul.f32 z, ${n + i}, ${n + i}", f"mov.f32 w, {highest}"]
+        lines += [f"fma.rn.f32 w, w, z, {x}" for x in series]
+        lines += [f"mul.f32 ${i}, w, ${n + i}"]
+    lines += ["@!any_far bra NEAR"]
+    for i in range(n):
+        lines += [f"abs.f32 size, ${n + i}", f"setp.gt.f32 far, size, {one}"]
+        lines += [f"mul.f32 z, size, {minus_two_in_bits}", "ex2.approx.ftz.f32 z, z"]
+        lines += [f"add.f32 w, z, {one}", "rcp.approx.ftz.f32 w, w", f"sub.f32 z, {one}, z"]
+        lines += ["mul.f32 z, z, w", f"copysign.f32 z, ${n + i}, z", f"selp.f32 ${i}, z, ${i}, far"]
+    return "{ " + "; ".join(lines) + "; NEAR: }"
+
+
+@constexpr_function
+def _tanh_constraints(n):
+    return ",".join(["=&f"] * n + ["f"] * n)  # a result is written before the last number is read
+
+
 @jit
 def tanh(x):
-    """Computes tanh like primitives.tanh: by exponentials, and by its series where `1 - exp(-2|x|)` would cancel."""
-    z = exp2(gl.abs(x) * (-2.0 * LOG2_E))
-    by_exp = (1.0 - z) / (1.0 + z)
-    by_exp = gl.where(x < 0, -by_exp, by_exp)
-    x2 = x * x
-    series = x + x * x2 * (-1.0 / 3 + x2 * (2.0 / 15 + x2 * (-17.0 / 315 + x2 * (62.0 / 2835))))
-    return gl.where(gl.abs(x) < 0.25, series, by_exp)
+    """Computes tanh, for numbers of at most 1 by a polynomial, for others by exponentials; a warp skips the latter if
+    it has none in its next eight.
+
+    Scores are seldom larger than the softcap, and two instructions of the unit that makes exponentials would cost as
+    much as 16 multiplications.
+    """
+    each: gl.constexpr = min(8, x.shape[0] * x.shape[1] // 128)
+    return gl.inline_asm_elementwise(
+        _tanh_asm(each),
+        _tanh_constraints(each),
+        [x],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=each,
+    )
 
 
 @constexpr_function

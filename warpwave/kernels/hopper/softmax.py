@@ -23,9 +23,9 @@ def in_bits(scores, tile, place, keys, rules, AT_EDGE: gl.constexpr):
     layout: gl.constexpr = scores.type.layout
     scale = rules.scale
     if rules.HAS_SOFTCAP:
-        scores = tanh(scores * scale) * rules.softcap_log2
-        scale = 1.0
-    elif rules.HAS_ALIBI or AT_EDGE:
+        scores = tanh(scores * scale)
+        scale = rules.softcap_log2
+    if rules.HAS_ALIBI or AT_EDGE:
         scores = scores * scale
         scale = 1.0
     if rules.HAS_ALIBI or AT_EDGE:

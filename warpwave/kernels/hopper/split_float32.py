@@ -332,12 +332,13 @@ def split_step(
     wait_full(k_ring, n)
     x = split_scores(q_tiles, GROUP, k_ring, n, rules)
     hand_back(k_ring, n)
+    scale = 1.0
     if not AT_EDGE and not rules.HAS_SOFTCAP and not rules.HAS_ALIBI:
         x = scaled(x, rules.scale)
     else:
-        x, _ = in_bits(x, tile, place, keys, rules, AT_EDGE)
-    shift, alpha, m_i, lead = new_maximum(x, 1.0, m_i, lead, AT_EDGE)
-    p32, l_i = probabilities(x, 1.0, shift, alpha, l_i, rules.BLOCK_N)
+        x, scale = in_bits(x, tile, place, keys, rules, AT_EDGE)
+    shift, alpha, m_i, lead = new_maximum(x, scale, m_i, lead, AT_EDGE)
+    p32, l_i = probabilities(x, scale, shift, alpha, l_i, rules.BLOCK_N)
     p = split_operand(p32, rules.PARTS)
     wait_full(v_ring, n)
     if AT_EDGE and rules.IS_VARLEN:

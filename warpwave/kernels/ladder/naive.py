@@ -19,13 +19,13 @@ is about where operands come from.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from warpwave import precision
 from warpwave.gpu import Gpu
+from warpwave.kernels.arguments import Run
 from warpwave.kernels.cost import Cost
 from warpwave.kernels.ladder import three_passes
 from warpwave.kernels.ladder.three_passes import HIDDEN, UNSPECIALISED, Launches, Product
@@ -35,6 +35,7 @@ from warpwave.runtime.triton_or_stub import jit, tl
 
 NAME = "naive"
 NEEDS_GPU = True
+STRIDED_OUT = True
 
 
 @dataclass(frozen=True)
@@ -210,12 +211,10 @@ def naive_values_kernel(
 # Host -----------------------------------------------------------------------------------------------------------------
 
 
-def bind(
-    problem: AttentionProblem, operands: Operands, config: Config
-) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, where lse is None unless
+def bind(problem: AttentionProblem, operands: Operands, config: Config, out: torch.Tensor | None = None) -> Run:
+    """Compiles for one problem and layout; returns `run(operands, out=None) -> (out, lse)`, where lse is None unless
     requested."""
-    return three_passes.bind(specify, problem, operands, config)
+    return three_passes.bind(specify, problem, operands, config, out)
 
 
 def specify(

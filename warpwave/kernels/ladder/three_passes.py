@@ -21,6 +21,8 @@ import torch
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import reasons
 from warpwave.kernels.arguments import (
+    Results,
+    Run,
     allocator,
     band_constants,
     broadcast_strides,
@@ -241,18 +243,16 @@ def _workspace(problem: AttentionProblem, device: torch.device) -> tuple[torch.T
     return scores, torch.empty(rows, dtype=torch.float32, device=device)
 
 
-def bind(
-    specify: Specify, problem: AttentionProblem, operands: Operands, config: Any
-) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Compiles the three launches for one problem and layout; returns `run(operands) -> (out, lse)`."""
+def bind(specify: Specify, problem: AttentionProblem, operands: Operands, config: Any, out: torch.Tensor | None) -> Run:
+    """Compiles the three launches for one problem and layout; returns `run(operands, out=None) -> (out, lse)`."""
     allocate, straight, device = allocator(problem, operands.q), straightener(operands), operands.q.device
-    launches = specify(problem, current_gpu(device), straight(operands), *allocate(), config)
+    launches = specify(problem, current_gpu(device), straight(operands), *allocate(out), config)
     score, softmax, sum_values = map(launch.bind, launches)
     del launches  # frees the workspace it was specified for
 
-    def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(operands: Operands, out: torch.Tensor | None = None) -> Results:
         q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k = straight(operands)
-        out, lse = allocate()
+        out, lse = allocate(out)
         scores, row_scale = _workspace(problem, device)
         score(q, k, scores, cu_seqlens_q, cu_seqlens_k)
         softmax(scores, row_scale, lse, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k)

@@ -16,7 +16,6 @@ shared memory and the matrix unit to naive. It does not change how scores are st
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +23,7 @@ import torch
 from warpwave import precision
 from warpwave.gpu import Gpu
 from warpwave.kernels import reasons
-from warpwave.kernels.arguments import dot_precision, padded
+from warpwave.kernels.arguments import Run, dot_precision, padded
 from warpwave.kernels.cost import Cost, conversions
 from warpwave.kernels.ladder import three_passes
 from warpwave.kernels.ladder.three_passes import HIDDEN, UNSPECIALISED, Launches, Product, whole_lines
@@ -44,6 +43,7 @@ from warpwave.runtime.triton_or_stub import jit, tl
 
 NAME = "tiled"
 NEEDS_GPU = True
+STRIDED_OUT = True
 
 
 @dataclass(frozen=True)
@@ -241,12 +241,10 @@ def tiled_values_kernel(
 # Host -----------------------------------------------------------------------------------------------------------------
 
 
-def bind(
-    problem: AttentionProblem, operands: Operands, config: Config
-) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, where lse is None unless
+def bind(problem: AttentionProblem, operands: Operands, config: Config, out: torch.Tensor | None = None) -> Run:
+    """Compiles for one problem and layout; returns `run(operands, out=None) -> (out, lse)`, where lse is None unless
     requested."""
-    return three_passes.bind(specify, problem, operands, config)
+    return three_passes.bind(specify, problem, operands, config, out)
 
 
 def specify(

@@ -3,19 +3,8 @@
 Bound: L2 and shared memory (host.py).
 """
 
-from warpwave.kernels.large_head_dim.host import (
-    MEANT_FROM,
-    NAME,
-    NEEDS_GPU,
-    Config,
-    bind,
-    configs,
-    cost,
-    outrun,
-    smem_bytes,
-    specify,
-    why_not,
-)
+from warpwave.kernels.large_head_dim.claims import MEANT_FROM, outrun, why_not
+from warpwave.kernels.large_head_dim.host import NAME, NEEDS_GPU, Config, bind, configs, cost, smem_bytes, specify
 
 __all__ = [
     "MEANT_FROM",

@@ -24,12 +24,13 @@ from typing import Any
 
 import torch
 
-from warpwave import precision
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import partials, reasons
+from warpwave.kernels import partials
 from warpwave.kernels.arguments import (
     SWIZZLE_WIDTH,
     WGMMA_ROWS,
+    Results,
+    Run,
     allocator,
     band_constants,
     broadcast_strides,
@@ -55,7 +56,6 @@ from warpwave.kernels.cost import (
 )
 from warpwave.kernels.large_head_dim import latent_host as latent
 from warpwave.kernels.large_head_dim.device import large_head_dim_kernel
-from warpwave.kernels.three_kernel import estimates as wide_heads
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands
 from warpwave.runtime import launch
 
@@ -112,31 +112,29 @@ class Config:
 # Host -----------------------------------------------------------------------------------------------------------------
 
 
-def bind(
-    problem: AttentionProblem, operands: Any, config: Config
-) -> Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, where lse is None unless
+def bind(problem: AttentionProblem, operands: Any, config: Config, out: torch.Tensor | None = None) -> Run:
+    """Compiles for one problem and layout; returns `run(operands, out=None) -> (out, lse)`, where lse is None unless
     requested."""
     allocate, straight, device = allocator(problem, operands.q), straightener(operands), operands.q.device
     gpu = current_gpu(device)
     bound: dict[bool, tuple[int, list[Callable[..., None]]]] = {}
 
-    def launchers(operands: Any) -> tuple[int, list[Callable[..., None]]]:
+    def launchers(operands: Any, out: torch.Tensor | None) -> tuple[int, list[Callable[..., None]]]:
         # Whether k and v are one tensor is not part of their layout, so every call checks it.
         one_tensor = latent.is_one_tensor(operands)
         if one_tensor not in bound:
             given = straight(operands)
             taken = config if latent.takes(problem, gpu, given) else _by_pointers(problem, gpu, config)
-            launches = _specify(problem, gpu, given, *allocate(), taken)
+            launches = _specify(problem, gpu, given, *allocate(out), taken)
             bound[one_tensor] = taken.num_splits, [launch.bind(spec, takes) for spec, takes in launches]
         return bound[one_tensor]
 
-    launchers(operands)
+    launchers(operands, out)
 
-    def run(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(operands: Any, out: torch.Tensor | None = None) -> Results:
         operands = straight(operands)
-        num_splits, (attend, *merge) = launchers(operands)
-        out, lse = allocate()
+        num_splits, (attend, *merge) = launchers(operands, out)
+        out, lse = allocate(out)
         acc, state = partials.allocate(problem, num_splits, device) if num_splits > 1 else (None, None)
         attend(*operands[:3], out, lse, acc, state, *_beyond(operands))
         for launch_merge in merge:
@@ -290,61 +288,9 @@ def _blocks(problem: AttentionProblem, config: Config) -> int:
     return _row_tiles(problem, config) * problem.batch * config.v_parts * config.num_splits
 
 
-# What it can run and what it costs ------------------------------------------------------------------------------------
+# What it costs --------------------------------------------------------------------------------------------------------
 
-MAX_HEAD_DIM = 8192
 MAX_COLUMNS = 512  # columns of v per program: for 64 rows they take half of the registers of an SM
-MEANT_FROM = 257  # head_dim: the kernel can run narrower heads, but does not advertise them
-FEW_QUERIES, FEW_KEYS = 64, 512
-# The cost of three_kernel's scores in memory, in FLOP of the products. Each score moves 10 bytes through L2 (4 written,
-# 4 read, 2 written and read as P), at some 100 FLOP in the time of a byte: 800 TFLOP/s and 8.0 TB/s of L2 on an H200.
-# This is arithmetic; NVIDIA GPUs have a measured rule.
-FLOPS_A_SCORE_IN_MEMORY = 1000
-
-
-def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Returns every reason this kernel cannot run the problem on this GPU; empty if it can."""
-    found = reasons.of_device(gpu)
-    found += reasons.of_gradients(problem, "it computes no gradients; use three_kernel or eager, which do")
-    found += reasons.of_dropout(problem)
-    found += reasons.of_widths(problem, MAX_HEAD_DIM, f"it must be at most {MAX_HEAD_DIM}: use three_kernel or eager")
-    found += reasons.of_pages(problem)
-    if problem.page_size and problem.packed and problem.batch_invariant:
-        found.append("keys are split by the longest of the packed sequences, so batch_invariant cannot be kept")
-    found += precision.why_not(problem, gpu)
-    if not found and not configs(problem, gpu):
-        found.append(f"no tile fits the {gpu.smem_per_block_bytes / 1024:.0f} KiB of shared memory of a block")
-    return found
-
-
-def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Returns why three_kernel is faster, for calls that it can run.
-
-    On NVIDIA it is, unless few queries read many keys, or sequences are packed, which its fastest products do not
-    support. On other GPUs this is decided by arithmetic: if programs divide the columns of v, each recomputes all
-    scores.
-    """
-    if problem.page_size or problem.batch_invariant or max(problem.head_dim, problem.head_dim_v) <= 256:
-        return []  # or another kernel runs first
-    if gpu.vendor == "nvidia":
-        few = problem.seqlen_q <= FEW_QUERIES
-        if few and wide_heads.are_known(problem, gpu):
-            return wide_heads.why_not_fused(problem, gpu)
-        if problem.packed or (few and problem.seqlen_k > FEW_KEYS):
-            return []
-        return [
-            f"seqlen_q is {problem.seqlen_q}: for more than {FEW_QUERIES} queries, or no more than {FEW_KEYS} keys, "
-            "three_kernel is faster: 2.8, 3.2, 5.3 and 14 times at head_dim 384, 512, 640 and 1024 with 2,048 queries "
-            "(H200; 1.9 times at 512 with torch's products, which serve other cards)"
-        ]
-    parts = _v_parts(problem, gpu)
-    anew = 2 * (parts - 1) * problem.head_dim
-    if anew <= FLOPS_A_SCORE_IN_MEMORY:
-        return []
-    return [
-        f"head_dim_v {problem.head_dim_v} takes {parts} programs a tile, all computing the same scores: {anew} FLOP "
-        f"a score more, and three_kernel's scores in memory cost the time of {FLOPS_A_SCORE_IN_MEMORY}"
-    ]
 
 
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
@@ -500,7 +446,7 @@ def _smaller(config: Config) -> Config:
 def _space(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     """Returns configs with two values of v_parts, both ways to read q, and the tiles that do not spill by the register
     estimate. num_splits is that of the default: it depends on the grid."""
-    default, parts = _default(problem, gpu), _v_parts(problem, gpu)
+    default, parts = _default(problem, gpu), column_parts(problem, gpu)
     candidates = [
         Config(block_m, block_n, block_d, v_parts, default.num_splits, q_resident, num_warps, num_stages)
         for block_m in (16, 32, 64, 128)
@@ -522,7 +468,7 @@ def _block_d(problem: AttentionProblem, block_m: int, most: int) -> int:
     return piece if block_m >= WGMMA_ROWS else min(padded(problem.head_dim), piece)
 
 
-def _v_parts(problem: AttentionProblem, gpu: Gpu) -> int:
+def column_parts(problem: AttentionProblem, gpu: Gpu) -> int:
     """Returns the number of programs that divide the columns of v: as few as registers allow."""
     most = MAX_COLUMNS
     if gpu.vendor == "amd" and (not gpu.arch.startswith("gfx9") or problem.dtype == "float32"):
@@ -542,7 +488,7 @@ def _default(problem: AttentionProblem, gpu: Gpu, by_map: bool = True) -> Config
     """Returns the widest tile that spills on no target (tests/compile); on Hopper the fastest one measured."""
     if by_map and latent.is_latent(problem) and not latent.cannot(problem, gpu):
         return Config(16, 64, 64, 1, latent.num_splits(problem, gpu), True, 4, 2, True)
-    rows, parts = problem.seqlen_q * _heads_together(problem), _v_parts(problem, gpu)
+    rows, parts = problem.seqlen_q * _heads_together(problem), column_parts(problem, gpu)
     rdna = gpu.vendor == "amd" and not gpu.arch.startswith("gfx9")
     wide = gpu.vendor != "amd" and gpu.smem_per_block_bytes >= 160 * 1024
     if gpu.vendor == "interpreter":  # runs one program after another: fewer are faster

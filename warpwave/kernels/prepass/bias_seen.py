@@ -100,4 +100,4 @@ def specify(
 
 def seen(flags: torch.Tensor) -> torch.Tensor:
     """Returns which queries or keys any tile flags, bool (batch, heads, positions); an axis of 1 stands for all."""
-    return flags.ne(0).any(2)
+    return flags.any(2)

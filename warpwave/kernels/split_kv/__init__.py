@@ -3,22 +3,19 @@
 Bound: memory at decode, latency if the cache is short (host.py).
 """
 
-from warpwave.kernels.split_kv.host import (
-    NAME,
-    NEEDS_GPU,
-    Binder,
-    Config,
-    bind,
-    bind_with_prefix,
-    choose_splits,
+from warpwave.kernels.split_kv.choice import (
     configs,
-    cost,
     default,
-    notes,
-    outrun,
+)
+from warpwave.kernels.split_kv.claims import outrun, why_not
+from warpwave.kernels.split_kv.config import (
+    Config,
     smem_bytes,
-    specify,
-    why_not,
+)
+from warpwave.kernels.split_kv.costs import cost, notes
+from warpwave.kernels.split_kv.host import NAME, NEEDS_GPU, Binder, bind, bind_with_prefix, specify
+from warpwave.kernels.split_kv.splits import (
+    choose_splits,
 )
 
 __all__ = [

@@ -24,10 +24,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave import precision
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import partials, reasons
+from warpwave.kernels import partials
 from warpwave.kernels.arguments import (
+    Allocate,
+    Results,
+    Run,
     allocator,
     as_it_is,
     band_constants,
@@ -42,77 +44,40 @@ from warpwave.kernels.arguments import (
     token_strides,
     window,
 )
-from warpwave.kernels.cost import (
-    PARTS,
-    Cost,
-    bytes_per_score,
-    conversions,
-    launch_order,
-    merging,
-    waits_for_memory,
-)
 from warpwave.kernels.split_kv import few_rows_host as few_rows
 from warpwave.kernels.split_kv import tensor_maps
-from warpwave.kernels.split_kv.config import (
-    UNKNOWN_SMS,
-    Config,
-    blocks_with_rows,
-    changed,
-    choose_splits,
-    columns,
+from warpwave.kernels.split_kv.choice import (
     configs,
-    default,
-    fitting,
+)
+from warpwave.kernels.split_kv.config import (
+    Config,
     head_groups,
-    may_be_launched_ahead,
-    may_map,
+    is_launched_ahead,
     num_parts,
     one_step,
-    scattered,
-    smallest_smem_bytes,
-    smem_bytes,
-    smem_expected,
-    steps_over_keys,
-    tile_heads,
     tiles,
 )
 from warpwave.kernels.split_kv.device import split_kv_kernel
-from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands, by_kind
+from warpwave.kernels.split_kv.splits import (
+    changed,
+)
+from warpwave.problem import AttentionProblem, CachedOperands
 from warpwave.runtime import graphs, launch, scratch
 from warpwave.runtime.tensor_maps import MapPlan
 
 NAME = "split_kv"
 NEEDS_GPU = True
-MAX_HEAD_DIM = 256
 MAX_KNOWN = 256  # launches that a binder keeps
-
-__all__ = [
-    *(
-        "Binder",
-        "Config",
-        "bind",
-        "bind_with_prefix",
-        "configs",
-        "cost",
-        "default",
-        "notes",
-        "outrun",
-        "smem_bytes",
-        "why_not",
-    )
-]
-
 
 # Host -----------------------------------------------------------------------------------------------------------------
 
-Run = Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]
 SINKS = CachedOperands._fields.index("sinks") - 3  # position after q, k and v
 
 
-def bind(problem: AttentionProblem, operands: Any, config: Config) -> Run:
-    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, where lse is None unless
+def bind(problem: AttentionProblem, operands: Any, config: Config, out: torch.Tensor | None = None) -> Run:
+    """Compiles for one problem and layout; returns `run(operands, out=None) -> (out, lse)`, where lse is None unless
     requested."""
-    return Binder()(problem, operands, config)
+    return Binder()(problem, operands, config, out)
 
 
 class _OfClass(NamedTuple):
@@ -139,7 +104,9 @@ class Binder:
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], _OfClass] = {}
 
-    def __call__(self, problem: AttentionProblem, operands: Any, config: Config) -> Run:
+    def __call__(
+        self, problem: AttentionProblem, operands: Any, config: Config, out: torch.Tensor | None = None
+    ) -> Run:
         """Binds as `bind` does."""
         allocate, device = allocator(problem, operands.q), operands.q.device
         # The number of splits is a run-time argument, but these results of it are compiled in. Whether a launch with
@@ -159,7 +126,7 @@ class Binder:
         served = _served(problem, gpu, first, config)
         is_as_asked, config = served is config, served
         workspace = partials.workspaces(problem, num_parts(config), device)
-        specs = specify(problem, gpu, first, *allocate(), config, workspace())
+        specs = specify(problem, gpu, first, *allocate(out), config, workspace())
         family, maps = _family(specs[0], problem, gpu, first, config)
         families = [launch.Family(spec) for spec in specs[1:]]
         attend, merge = family.first(), next((each.first() for each in families), None)
@@ -181,9 +148,9 @@ class Binder:
             (merge, "acc state out lse sinks"),
         )
 
-        def run_as_one(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        def run_as_one(operands: Any, out: torch.Tensor | None = None) -> Results:
             q, k, v, *others = operands
-            out, lse = allocate()
+            out, lse = allocate(out)
             attend_and_merge(q, k, v, out, lse, *others)
             return out, lse
 
@@ -191,14 +158,14 @@ class Binder:
 
 
 def _running(
-    allocate: Callable[[], tuple[torch.Tensor, torch.Tensor | None]],
+    allocate: Allocate,
     workspace: Callable[[], partials.Workspace],
     attend: launch.Launcher,
     merge: launch.Launcher | None,
 ) -> Run:
-    def run(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(operands: Any, out: torch.Tensor | None = None) -> Results:
         q, k, v, *others = operands
-        out, lse = allocate()
+        out, lse = allocate(out)
         acc, state = workspace()
         attend(q, k, v, out, lse, acc, state, *others)
         if merge is not None:
@@ -245,8 +212,8 @@ def _launchers(
 
 
 def bind_with_prefix(
-    problem: AttentionProblem, operands: Any, config: Config, shared_prefix: int
-) -> Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]:
+    problem: AttentionProblem, operands: Any, config: Config, out: torch.Tensor | None = None, *, shared_prefix: int
+) -> Run:
     """Binds a call whose sequences share their first `shared_prefix` tokens. The prefix is read once, as the keys of
     one sequence that has all the queries, and merged with the result over the rest of each sequence.
 
@@ -275,7 +242,7 @@ def bind_with_prefix(
         return acc, state, first, second
 
     workspaces = scratch.memory(partials.needs(problem, parts_before + parts_behind), device, divided)
-    out, lse = allocate()
+    out, lse = allocate(out)
     acc, state, space_before, space_behind = workspaces()
     operands = straight(operands)
     first = first_of(operands)
@@ -291,9 +258,9 @@ def bind_with_prefix(
         launch.bind(partials.specify_merge(problem, parts_before + parts_behind, acc, state, out, lse, operands.sinks)),
     ]
 
-    def run(operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(operands: Any, out: torch.Tensor | None = None) -> Results:
         operands = straight(operands)
-        out, lse = allocate()
+        out, lse = allocate(out)
         acc, state, space_before, space_behind = workspaces()
         launchers[0](*_tensors(first_of(operands), out, None, *space_before))
         launchers[1](*_tensors(operands, out, lse, *space_behind))
@@ -355,7 +322,7 @@ def specify(
         raise ValueError(f"kv_heads is {config.kv_heads}; it must divide the call's {problem.num_heads_kv} kv heads")
     config = _served(problem, gpu, operands, config)
     acc, state = workspace or partials.workspaces(problem, num_parts(config), out.device)()
-    ahead = _launched_ahead(gpu, config)
+    ahead = is_launched_ahead(gpu, config)
     arguments = _tensors(operands, out, lse, acc, state)
     if config.roles:
         attend = few_rows.specify(problem, gpu, operands, arguments, config, first_key)
@@ -462,211 +429,7 @@ def _constants(
         "WRITE_LSE": problem.return_lse,
         "PRECISION": dot_precision(problem, gpu),
         "IS_NVIDIA": gpu.vendor == "nvidia",
-        "LAUNCHED_AHEAD": _launched_ahead(gpu, config),
+        "LAUNCHED_AHEAD": is_launched_ahead(gpu, config),
         "BY_MAP": by_map,
         "ONE_STEP": one_step(problem, config),
     }
-
-
-def _launched_ahead(gpu: Gpu, config: Config) -> bool:
-    return config.launched_ahead and may_be_launched_ahead(gpu)
-
-
-# What it can run and what it costs ------------------------------------------------------------------------------------
-
-
-@by_kind
-def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Returns every reason this kernel cannot run the problem on this GPU; empty if it can."""
-    found = [*reasons.of_device(gpu), *reasons.of_gradients(problem), *reasons.of_dropout(problem)]
-    found += reasons.of_widths(problem, MAX_HEAD_DIM, f"a row of K or V must fit one tile: at most {MAX_HEAD_DIM}")
-    found += reasons.of_pages(problem)
-    found += precision.why_not(problem, gpu)
-    if not found and not fitting(problem, gpu):
-        found.append(reasons.of_shared_memory(smallest_smem_bytes(problem, gpu), gpu))
-    return found
-
-
-FEW_QUERIES = 16  # of a sequence: a tile of queries would be mostly empty
-FEWEST_KEYS = 64  # one tile of keys: nothing to split, and no bandwidth needed
-KEYS = (256, 1024)  # of a prompt: the fewest and the most at which splitting was measured to be faster
-TINY = (1, 128)  # of a prompt whose tiles of rows all run at once: the fewest and the most
-# Fewest splits with which prefill gains: with fewer, tiles of queries alone nearly fill the GPU. In float32 smaller
-# tiles lose more against a kernel that makes parts ahead; measured with 16.
-FEWEST_SPLITS, FEWEST_SPLITS_FLOAT32 = 4, 8
-
-
-def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Returns why kernels with one block per tile of queries are faster; empty if `auto` should split keys instead.
-
-    Measured in CUDA graphs on an H200 (2026-11-21): decode is 2.0 to 7.6 times as fast as with hopper/flash_fwd; one
-    head of 512 queries and keys in 8 splits is 1.41 times as fast as with flash_fwd, of 256 in 4 splits 1.07.
-
-    Prompts of 128 and 64 keys, and 32 heads of 128, head_dim 64, are not worth splitting; they were 1.30, 1.18 and 1.15
-    times as fast (a day later), because one step covers all keys and launches start before the preceding ones end;
-    otherwise 0.89 to 0.95. One head of 4, 16, 32 and 48: 1.24, 1.38, 1.48 and 1.83 us, with flash_fwd 2.13, 2.43, 2.47
-    and 2.53. Longer prompts were not compared.
-
-    In float32, one head of 512 takes 11.2 us by default, 8.1 as tf32 and 11.6 as ieee; with hopper/flash_fwd, which
-    makes parts first, 14.6 and 10.2; with flash_fwd 26.5, 20.9 and 110.
-    """
-    if problem.page_size:  # no other GPU kernel reads pages
-        return []
-    if problem.seqlen_q <= FEW_QUERIES and problem.seqlen_k > FEWEST_KEYS:
-        return []
-    asked = f"{problem.seqlen_q} queries and {problem.seqlen_k} keys a sequence"
-    outside = [f"{asked}; faster at {FEW_QUERIES} queries or fewer, and at {KEYS[0]} to {KEYS[1]} keys"]
-    if not TINY[0] <= problem.seqlen_k <= KEYS[1]:
-        return outside  # every long prompt ends here, without computing a config
-    config = default(problem, gpu)
-    if config is not None and _tiny(problem, gpu, config):
-        return []
-    if problem.seqlen_k < KEYS[0]:
-        return [] if config is not None and _between(problem, gpu, config) else outside
-    shares = 1 if config is None else config.num_splits
-    fewest = FEWEST_SPLITS_FLOAT32 if problem.dtype == "float32" else FEWEST_SPLITS
-    if shares >= fewest:
-        return []
-    return [f"{asked} would give num_splits = {shares}; splitting is faster from num_splits = {fewest} on"]
-
-
-def _between(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
-    """Returns whether a prompt, longer than one step and too short to split, is bound by how soon its launch starts.
-
-    Measured: one head of 160, 192 and 224 keys 1.12 to 1.21 times as fast as with flash_fwd, 32 heads 1.12, 64 heads
-    1.08, 128 heads 0.91; 16 heads of 128 columns 1.08 (H200, 2026-11-22).
-    """
-    return (
-        TINY[1] < problem.seqlen_k == problem.seqlen_q
-        and problem.dtype != "float32"
-        and max(padded(problem.head_dim), padded(problem.head_dim_v)) <= 128
-        and problem.mask_shape is None
-        and problem.bias_shape is None
-        and not problem.packed
-        and gpu.capability == 90
-        and _launched_ahead(gpu, config)
-        and blocks_with_rows(problem, config) <= 1.5 * (gpu.num_sms or UNKNOWN_SMS)
-    )
-
-
-def _tiny(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
-    """Returns whether a prompt is bound by how soon its one wave of blocks starts, within the measured range."""
-    return (
-        problem.seqlen_q <= problem.seqlen_k
-        and (problem.seqlen_q > FEW_QUERIES or problem.seqlen_q == problem.seqlen_k)
-        and TINY[0] <= problem.seqlen_k <= TINY[1]
-        and problem.dtype != "float32"
-        and max(padded(problem.head_dim), padded(problem.head_dim_v)) <= 64
-        and problem.mask_shape is None
-        and problem.bias_shape is None
-        and gpu.capability == 90
-        and _launched_ahead(gpu, config)
-        and blocks_with_rows(problem, config) <= (gpu.num_sms or UNKNOWN_SMS)
-    )
-
-
-def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """Returns the cost: whole tiles, padding included; K and V once for each tile of rows; partial results written and
-    read if keys are split."""
-    size, parts = DTYPE_BYTES[problem.dtype], num_parts(config)
-    of_tiles = steps_over_keys(problem, config)
-    steps, longest = of_tiles.tiles, of_tiles.longest
-    scores = steps * config.block_m * columns(config)
-    rows = problem.rows * problem.num_heads_q
-    outputs = rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0))
-    scratch = partials.workspace_bytes(problem, parts) if parts > 1 else 0
-    keys_read = steps * columns(config) * (problem.head_dim + problem.head_dim_v) * size
-    table = 8 * steps * (config.block_n // min(problem.page_size, config.block_n)) if problem.page_size else 0
-    attend = Cost(
-        blocks=tiles(problem, config) * head_groups(problem, config) * config.num_splits * problem.batch,
-        flops=2 * scores * (padded(problem.head_dim) + padded(problem.head_dim_v)),
-        exponentials=scores,
-        read_bytes=rows * problem.head_dim * size + keys_read + table + scores * bytes_per_score(problem),
-        write_bytes=scratch if parts > 1 else outputs,
-        smem_bytes=smem_bytes(problem, gpu, config),
-        workspace_bytes=scratch,
-        steps=steps,
-        longest=-(-longest // config.num_splits),
-        threads=few_rows.THREADS if config.roles else config.num_warps * gpu.warp_size,
-        registers=_registers(problem, gpu, config),
-        scratch_bytes=scratch,
-        order=launch_order(problem, config.block_m, config.block_n, tile_heads(problem, config), config.num_splits),
-        cut=of_tiles.cut,
-        far=waits_for_memory(config.num_stages) if config.block_m > 32 or size == 4 else 0.0,
-        loop=_loop(problem, gpu, config),
-        items=of_tiles.items * config.num_splits,
-        conversions=conversions(
-            problem,
-            gpu,
-            scores + steps * columns(config) * (padded(problem.head_dim) + padded(problem.head_dim_v)),
-            config.block_m,
-            config.num_warps,
-        ),
-        smem_margin=_smem_margin(problem, gpu, config),
-        ahead=config.launched_ahead,
-    )
-    if parts == 1:
-        return attend
-    merge = merging(rows, parts, scratch, outputs, ahead=config.launched_ahead)
-    return replace(
-        attend,
-        exponentials=attend.exponentials + merge.exponentials,
-        read_bytes=attend.read_bytes + scratch,
-        write_bytes=attend.write_bytes + outputs,
-        scratch_bytes=2 * scratch,
-        launches=2,
-        parts=(attend, merge),
-    )
-
-
-def _loop(problem: AttentionProblem, gpu: Gpu, config: Config) -> str:
-    """Returns `Cost.loop`: separate names for tiles of 256 columns, for few rows, for few rows in float32, and for
-    multiply-adds by head_dim, as in flash_fwd."""
-    if config.block_m > 32:
-        return "wide" if padded(problem.head_dim_v) > 128 else ""
-    if config.roles:
-        return "few rows maps"
-    if problem.dtype != "float32":
-        ways = {"pages": scattered(problem, config), "maps": config.by_map and may_map(problem, gpu, config)}
-        return " ".join(["few rows", *(name for name, there in ways.items() if there)])
-    if dot_precision(problem, gpu) != "ieee":
-        return "few rows float32"
-    return f"few rows {'wide ' if padded(problem.head_dim) >= 128 else ''}multiply-adds"
-
-
-def _smem_margin(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """Returns the bytes by which `smem_bytes` exceeds what sm_90 compiles to."""
-    if problem.dtype == "float32":
-        return 0
-    if config.block_m < 64:
-        return max(0, smem_bytes(problem, gpu, config) - smem_expected(problem, config))
-    return (2 * columns(config) + 8 * config.num_warps) * config.block_m + 1024
-
-
-def _registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """Returns approximately the registers of a thread: output and scores of its rows in float32, probabilities, and
-    some sixty more; more again if tiles of few rows load keys by maps or from pages (sm_90, compiled)."""
-    if config.roles:
-        return few_rows.registers(problem, gpu, config)
-    threads = max(1, config.num_warps * gpu.warp_size)
-    elements = config.block_m * (padded(problem.head_dim_v) + columns(config) * 3 // 2)
-    if problem.dtype == "float32" and dot_precision(problem, gpu) != "ieee" and config.block_m < 64:
-        # Every warp holds the parts of all rows of Q, and those of the keys in flight.
-        parts = PARTS[dot_precision(problem, gpu)]
-        elements += threads * (40 + parts * config.block_m * padded(problem.head_dim) // (2 * gpu.warp_size))
-    beside = 40 if problem.dtype == "float32" else 60 if config.block_m > 32 else 85
-    return min(gpu.registers_per_thread or 255, beside + elements // threads)
-
-
-def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
-    """Returns why the config splits the keys as it does, for `explain`."""
-    pieces = ""
-    if config.pieces:
-        pieces = (
-            f" in whole pieces, at most {config.pieces}, which depend only on the keys, so that a sequence's "
-            "bits do not depend on the batch"
-        )
-    chosen = choose_splits(problem, gpu, config)
-    if chosen.num_splits == config.num_splits:
-        return [f"num_splits = {config.num_splits}{pieces}: {chosen.reason}"]
-    return [f"num_splits = {config.num_splits}{pieces}, as given; {chosen.num_splits} by default: {chosen.reason}"]

@@ -28,7 +28,7 @@ from warpwave import precision
 from warpwave.errors import UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import reasons
-from warpwave.kernels.arguments import allocator, straightener
+from warpwave.kernels.arguments import Allocate, Results, Run, allocator, straightener
 from warpwave.kernels.cost import WARP_US, Cost, bytes_per_score, conversions, visited_tiles
 from warpwave.kernels.hopper import host
 from warpwave.kernels.three_kernel import hopper_host as three_kernel_hopper
@@ -98,23 +98,22 @@ MEANT_FROM = 257  # head_dim: the kernel can run narrower heads, but does not ad
 # Launches -------------------------------------------------------------------------------------------------------------
 
 
-def bind(
-    problem: AttentionProblem, operands: Operands, config: Config
-) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, where lse is None unless needed.
+def bind(problem: AttentionProblem, operands: Operands, config: Config, out: torch.Tensor | None = None) -> Run:
+    """Compiles for one problem and layout; returns `run(operands, out=None) -> (out, lse)`, where lse is None unless
+    needed.
 
     Raises:
         InvalidInput: the config's workspace does not hold one tile of queries.
         UnsupportedProblem: the config assigns torch a product it cannot compute.
     """
-    parts = _bind(problem, operands, config)
+    parts = _bind(problem, operands, config, out)
     straight, allocate, between = parts.straight, parts.allocate, parts.between
     if "library" in (config.scores, config.values):
         workspace = scratch.memory(between.needs, between.device, lambda tensors, _: between.made(tensors))
 
-        def run_with_torch(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+        def run_with_torch(operands: Operands, out: torch.Tensor | None = None) -> Results:
             operands = straight(operands)
-            out, lse = allocate()
+            out, lse = allocate(out)
             left = workspace()
             with plainly(out.device):
                 for calls in parts.chunks:
@@ -124,9 +123,9 @@ def bind(
         return run_with_torch
     chunks = [graphs.bind(GIVEN, between, *calls.steps.values()) for calls in parts.chunks]
 
-    def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(operands: Operands, out: torch.Tensor | None = None) -> Results:
         operands = straight(operands)
-        out, lse = allocate()
+        out, lse = allocate(out)
         for launch_chunk in chunks:
             launch_chunk(*operands, out, lse)
         return out, lse
@@ -138,7 +137,7 @@ def stage_calls(problem: AttentionProblem, operands: Operands, config: Config) -
     """Returns each stage of a call separately, over all chunks in one workspace, for timing. In order, for one chunk,
     they form the call. Stages that the config does not have are omitted."""
     parts = _bind(problem, operands, config)
-    out, lse = parts.allocate()
+    out, lse = parts.allocate(None)
     workspace = allocate_workspace(problem, config, plan(problem, config), operands.q.device)
 
     def run(stages: Sequence[str], operands: Operands, out: torch.Tensor, lse: Any, workspace: Workspace) -> None:
@@ -173,18 +172,18 @@ class Bound(NamedTuple):
 
     Attributes:
         straight: converts operands to the form the launches take.
-        allocate: returns (out, lse).
+        allocate: returns (out, lse), given an out or None.
         between: tensors that a chunk's launches pass to one another.
         chunks: in order.
     """
 
     straight: Callable[[Operands], Operands]
-    allocate: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
+    allocate: Allocate
     between: graphs.Between
     chunks: list[ChunkCalls]
 
 
-def _bind(problem: AttentionProblem, operands: Operands, config: Config) -> Bound:
+def _bind(problem: AttentionProblem, operands: Operands, config: Config, out: torch.Tensor | None = None) -> Bound:
     problem = _with_lse(problem)
     device, gpu = operands.q.device, current_gpu(operands.q.device)
     if reasons := _cannot(problem, gpu, config):
@@ -199,7 +198,7 @@ def _bind(problem: AttentionProblem, operands: Operands, config: Config) -> Boun
     if by_torch:
         straight = library.brought_near(straight, operands)
     with torch.no_grad():
-        out, lse = allocate()
+        out, lse = allocate(out)
         workspace = allocate_workspace(problem, config, cut, device)
         calls = list(_calls(problem, gpu, straight(operands), out, lse, config, cut, workspace))
     between = graphs.Between(LEFT, needs(problem, config, cut), device, partial(named, problem, config, cut))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from warpwave.workbench.diagnose.facts import (
@@ -54,16 +55,16 @@ def usual(rows: Sequence[Row], size: str) -> object:
 def amounts(document: Document) -> Iterator[Finding]:
     """Checks that time times rate is the work of the call."""
     for (_, series), rows in groups(document).items():
-        done: list[str] = []
+        done: list[tuple[float, Row]] = []
         for row in rows:
             time = time_us(row)
-            if time is None:
+            if time is None or row.time_us is None:
                 continue
             if row.tflops is not None:
                 amount = time * row.tflops * 1e6
-                done.append(flop(amount))
+                done.append((amount, row))
                 wanted = flops(row.call)
-                if wanted is not None and abs(math.log(amount / wanted)) > AGREE + spread(row, "tflops", "time_ms"):
+                if wanted is not None and abs(math.log(amount / wanted)) > AGREE + _rounding(row):
                     yield Finding(
                         "contradiction",
                         f"{row.label}: time times rate is {amount / wanted:.2f} x the work of the call",
@@ -80,14 +81,34 @@ def amounts(document: Document) -> Iterator[Finding]:
                         f"{figure(row.tokens_per_s)} tokens/s x {us(time)} = {tokens:,.0f}, not {wanted:,.0f}",
                         series,
                     )
-        if len(set(done)) > 1:
+        said = [flop(amount) for amount, _ in done]
+        if len(set(said)) > 1 and not _one_problem(done):
             yield Finding(
                 "not comparable",
-                f"{series}: time times rate gives {', '.join(done)}: the rows are different problems, not sizes of one "
+                f"{series}: time times rate gives {', '.join(said)}: the rows are different problems, not sizes of one "
                 "problem",
                 "time x TFLOP/s, row by row",
                 series,
             )
+
+
+def _rounding(row: Row) -> float:
+    return spread(row, "tflops", "time_ms", "time_us")
+
+
+def _one_problem(done: Sequence[tuple[float, Row]]) -> bool:
+    """Whether amounts of work are those of the rows' calls, or grow with the one size that differs between them."""
+    rows = [row for _, row in done]
+    wanted = [flops(row.call) for row in rows]
+    if all(want is not None and abs(amount / want - 1) < AGREE for (amount, _), want in zip(done, wanted, strict=True)):
+        return True
+    if len(varying(rows)) != 1:
+        return False
+    # Sizes that are not stated are the same for all rows and divide out.
+    known = [replace(r.call, heads=r.call.heads or 1, seqlen=r.call.seqlen or 1, head_dim=r.call.head_dim or 1)
+             for r in rows]  # fmt: skip
+    rest = [amount / (flops(call) or 1.0) for (amount, _), call in zip(done, known, strict=True)]
+    return math.log(max(rest) / min(rest)) <= AGREE + 2 * max(_rounding(row) for row in rows)
 
 
 def ratios(document: Document) -> Iterator[Finding]:
@@ -202,7 +223,7 @@ def peaks(document: Document) -> Iterator[Finding]:
         if rate > peak * 1.05:
             yield Finding(
                 "contradiction",
-                f"{series}, {row.label}: {figure(rate)} TFLOP/s are more than the card has ({figure(peak)}): the "
+                f"{row.name}: {figure(rate)} TFLOP/s are more than the card has ({figure(peak)}): the "
                 "stated time or shape is wrong",
                 f"{flop(flops(row.call) or 0)} / {us(time_us(row) or 0)}",
                 series,
@@ -210,7 +231,7 @@ def peaks(document: Document) -> Iterator[Finding]:
             continue
         yield Finding(
             "share of peak",
-            f"{series}, {row.label}: {figure(rate)} TFLOP/s, {rate / peak:.2%} of the {row.kernel.unit} peak",
+            f"{row.name}: {figure(rate)} TFLOP/s, {rate / peak:.2%} of the {row.kernel.unit} peak",
             f"{flop(flops(row.call) or 0)} / {us(time_us(row) or 0)} / {figure(peak)} TFLOP/s",
             series,
         )
@@ -230,7 +251,7 @@ def slow_peers(document: Document) -> Iterator[Finding]:
                 big = max(easier, key=lambda r: flops(r.call) or 0)
                 yield Finding(
                     "peer",
-                    f"{series}, {row.label}: takes {us(time_us(row) or 0)} where {big.label} takes "
+                    f"{row.name}: takes {us(time_us(row) or 0)} where {big.label} takes "
                     f"{us(time_us(big) or 0)}: it takes a "
                     "slow path there, and a win at this size is a win over that path",
                     f"{(time_us(row) or 0) / (time_us(big) or 1):.2g} x the time for "

@@ -1,4 +1,4 @@
-"""Rules about idle resources: blocks against multiprocessors, threads, units, and fixed costs."""
+"""Rules about idle resources: blocks against multiprocessors, waves of blocks, tiles, and threads."""
 
 from __future__ import annotations
 
@@ -6,25 +6,20 @@ import math
 from collections.abc import Iterator, Sequence
 
 from warpwave.workbench.diagnose.facts import (
-    BINDS,
     Finding,
     blocks,
-    flops,
     groups,
-    memory_bytes,
-    peak_tflops,
-    rounds,
+    most_resident,
     steps_of_block,
-    tensor_bytes,
     time_us,
     varying,
+    work,
 )
+from warpwave.workbench.diagnose.fixed import FLAT, fixed_cost, flat_beyond
 from warpwave.workbench.diagnose.parse import Device, Document, Row
-from warpwave.workbench.model.fitting import line
-from warpwave.workbench.model.roofline import byte, figure, flop, us
+from warpwave.workbench.model.roofline import us
 
-FLAT = 1.08  # times within this factor count as equal
-MOST_LAUNCH_US = 40.0  # the longest time that can be a launch
+WASTEFUL = 1.15  # a last wave that costs less is no cause
 LEAST_LAUNCH_US = 0.5  # the shortest; an empty kernel takes 0.7 us inside a graph on an H200
 
 
@@ -55,8 +50,10 @@ def grid(document: Document) -> Iterator[Finding]:
         idle = [(row, count) for row, count in counted if count < low]
         if idle:
             # The row with most work matters most to a reader; the emptiest grid is reported too.
-            row, count = max(idle, key=lambda pair: (flops(pair[0].call) or 0.0, -pair[1]))
-            yield _idle(document, series, row, count, low, is_cause=True)
+            row, count = max(idle, key=lambda pair: (work(pair[0]) or 0.0, -pair[1]))
+            # More blocks do not reduce a fixed cost, nor the latency of a block.
+            fills_help = flat_beyond(rows, device) is None and fixed_cost(device, rows) is None
+            yield _idle(document, series, row, count, low, is_cause=fills_help)
             emptiest, fewest = min(idle, key=lambda pair: pair[1])
             if fewest < count:
                 yield _idle(document, series, emptiest, fewest, low, is_cause=False)
@@ -64,23 +61,10 @@ def grid(document: Document) -> Iterator[Finding]:
         for row, count in full[:1]:
             yield Finding(
                 "grid fills",
-                f"{series}, {row.label}: {count:,} blocks fill {in_words(device)}, so idle {device.unit_name}s are not "
-                "the cause",
+                f"{row.name}: {count:,} blocks fill {in_words(device)}, so idle {device.unit_name}s are not the cause",
                 f"{count:,} >= {device.num_sms[1]}",
                 series,
             )
-        for row, count in full:
-            turns = rounds(count, device) or 1
-            share = turns * low / count
-            if share > 1.3:
-                yield Finding(
-                    "waves",
-                    f"{series}, {row.label}: {count} blocks take {turns} waves of {low}; the last one is partly empty",
-                    f"{turns} x {low} / {count} = {share:.2f}",
-                    series,
-                    share,
-                    is_cause=True,
-                )
 
 
 def _idle(document: Document, series: str, row: Row, count: int, low: int, is_cause: bool) -> Finding:
@@ -88,7 +72,7 @@ def _idle(document: Document, series: str, row: Row, count: int, low: int, is_ca
     nothing = f"{low - count}" if device.num_sms == (low, low) else f"{low - count} or more"
     return Finding(
         "idle SMs",
-        f"{series}, {row.label}: {count} block{'s' * (count > 1)} on {in_words(device)}, so {nothing} are idle: "
+        f"{row.name}: {count} block{'s' * (count > 1)} on {in_words(device)}, so {nothing} are idle: "
         f"{factor:.3g} x{_inside_loop(document, row, factor)}",
         f"{low} / {count} = {factor:.3g}",
         series,
@@ -131,7 +115,19 @@ def plateau(document: Document) -> Iterator[Finding]:
             continue
         (first, first_us, _), (last, last_us, _) = below[0], below[-1]
         figures = ", ".join(f"{count} blocks {us(time)}" for count, time, _ in known)
-        if last_us < FLAT * first_us:
+        if (beyond := flat_beyond(rows, device)) is not None:
+            share = beyond / device.num_sms[0]
+            yield Finding(
+                "latency",
+                f"{table}: {series} is flat from {first} to {beyond} blocks, {share:.2g} per {device.unit_name}: one "
+                f"block leaves its {device.unit_name} waiting, so the loop is latency-bound and idle "
+                f"{device.unit_name}s are not the cause",
+                f"{figures}; {beyond} / {device.num_sms[0]} = {share:.3g}",
+                series,
+                share,
+                is_cause=True,
+            )
+        elif last_us < FLAT * first_us and fixed_cost(device, rows) is None:
             step = f", then a step at {above[0][0]}" if above and above[0][1] > FLAT * last_us else ""
             yield Finding(
                 "idle SMs",
@@ -152,9 +148,57 @@ def plateau(document: Document) -> Iterator[Finding]:
             )
 
 
+def waves(document: Document) -> Iterator[Finding]:
+    """Finds a last wave that is partly empty, by comparing times; without times to compare, only if an SM certainly
+    holds one block."""
+    device = document.device
+    if device.num_sms is None or device.num_sms[0] != device.num_sms[1]:
+        return
+    sms = device.num_sms[0]
+    for (_, series), rows in own_groups(document):
+        known = [(row, count) for row in rows if (count := blocks(row)) is not None and row.kernel.launch_heads != ""]
+        partly = [(-(-count // sms) * sms / count, row, count) for row, count in known if count > sms]
+        for share, row, count in sorted(partly, key=lambda entry: -entry[0]):
+            turns = -(-count // sms)
+            shown = _seen_waves(row, count, known, sms)
+            if share < WASTEFUL or shown is False or (shown is None and most_resident(row.kernel, device) != 1):
+                continue
+            text = f"{row.name}: {count} blocks take {turns} waves of {sms}; the last one is partly empty"
+            said = f"{turns} x {sms} / {count} = {share:.2f}"
+            if isinstance(shown, str):
+                text, said = f"{text}, and the times show it", f"{said}; {shown}"
+            yield Finding("waves", text, said, series, share, is_cause=True)
+            break
+
+
+def _seen_waves(row: Row, count: int, known: Sequence[tuple[Row, int]], sms: int) -> str | bool | None:
+    """Returns the figures if the time of a row steps up with its waves, False if it does not, None if no row tells."""
+    best: tuple[float, int, Row] | None = None  # how far the two readings are apart, blocks and row of the other time
+    turns, smooth = -(-count // sms), max(1.0, count / sms)
+    for other, fewer in known:
+        if not time_us(other) or other.call.head_dim != row.call.head_dim or other.kernel != row.kernel:
+            continue
+        expected = turns / -(-fewer // sms)
+        apart = round(expected / (smooth / max(1.0, fewer / sms)), 3)
+        if expected > 1 and apart >= 1.2 and (best is None or (apart, fewer) > best[:2]):
+            best = (apart, fewer, other)
+    if best is None or not time_us(row):
+        return None
+    apart, fewer, other = best
+    steps = (steps_of_block(row) or 1) / (steps_of_block(other) or 1)
+    ratio, expected = (time_us(row) or 0) / (time_us(other) or 1) / steps, turns / -(-fewer // sms)
+    if ratio < expected / math.sqrt(apart):  # nearer to the ratio of the blocks than to that of the waves
+        return False
+    each = f", for {steps:.3g} x the steps" if steps != 1 else ""
+    return (
+        f"{us(time_us(row) or 0)} at {count} blocks / {us(time_us(other) or 0)} at {fewer}{each} = {ratio:.2f} x "
+        f"for {count / fewer:.3g} x the blocks"
+    )
+
+
 def threads(document: Document) -> Iterator[Finding]:
     """Finds threads of a block that have nothing to compute."""
-    for series, kernel in document.kernels.items():
+    for series, kernel in {row.series: row.kernel for row in document.rows}.items():
         if kernel.threads and kernel.busy_threads and kernel.busy_threads < kernel.threads:
             idle, factor = kernel.threads - kernel.busy_threads, kernel.threads / kernel.busy_threads
             yield Finding(
@@ -173,91 +217,6 @@ def threads(document: Document) -> Iterator[Finding]:
                 f"{kernel.threads} / 32",
                 series,
             )
-
-
-def binding(document: Document) -> Iterator[Finding]:
-    """Finds the resource that binds the row with most work; if none is busy, the loop is latency-bound."""
-    device = document.device
-    for (_, series), rows in own_groups(document):
-        known = [row for row in rows if time_us(row) and flops(row.call)]
-        if not known:
-            continue
-        row = max(known, key=lambda r: flops(r.call) or 0.0)
-        time, work, peak = time_us(row), flops(row.call), peak_tflops(row, device)
-        assert time is not None and work is not None
-        count = blocks(row) if row.kernel.launch_heads != "" else None
-        busy = 1.0 if count is None or device.num_sms is None else min(1.0, count / device.num_sms[0])
-        idle_threads = (row.kernel.busy_threads or 1) / (row.kernel.threads or 1) if row.kernel.busy_threads else 1.0
-        arithmetic = 0.0 if peak is None else work / (time * peak * 1e6) / busy / idle_threads
-        moved = memory_bytes(row, device)
-        bandwidth = 0.0
-        if device.bandwidth_gbps is not None and moved is not None:
-            bandwidth = moved / (time * device.bandwidth_gbps * 1e3)
-        fixed = _fixed_us(rows)
-        if fixed is not None and fixed > BINDS * time:
-            continue  # `constant` reports it
-        if max(arithmetic, bandwidth) >= BINDS:
-            name, share = max((("arithmetic", arithmetic), ("memory", bandwidth)), key=lambda pair: pair[1])
-            if name == "memory":
-                again = moved / (tensor_bytes(row.call) or moved) if moved else 1.0
-                said = f"{byte(moved or 0)} in {us(time)} / {figure(device.bandwidth_gbps or 0)} GB/s = {share:.0%}"
-                text = f"{series}, {row.label}: memory binds, at {share:.0%} of the bandwidth"
-                text += f"; it moves {again:.3g} x the minimum" if again > 1.5 else ""
-                yield Finding("memory", text, said, series, max(again, 1.01 + share), is_cause=True)
-            else:
-                said = f"{flop(work)} / {us(time)} / {figure(peak or 0)} TFLOP/s / {busy:.2g} busy = {share:.0%}"
-                text = f"{series}, {row.label}: the {row.kernel.unit} unit binds, "
-                text += f"at {share:.0%} of what the busy SMs can do"
-                yield Finding("arithmetic", text, said, series, 1.01 + share, is_cause=True)
-        elif peak is not None and max(arithmetic, bandwidth) > 0:
-            rest = 1 / max(arithmetic, bandwidth)
-            yield Finding(
-                "latency",
-                f"{series}, {row.label}: no unit is busy, so the loop is latency-bound: {rest:.3g} x remain "
-                f"without idle {device.unit_name}s and threads",
-                f"{flop(work)} / {us(time)} = {figure(work / time * 1e-6)} TFLOP/s, {arithmetic:.2g} of the busy "
-                f"{row.kernel.unit} units; {figure((moved or 0) / time * 1e-3)} GB/s, {bandwidth:.2g} of the bandwidth",
-                series,
-                rest,
-                is_cause=True,
-            )
-
-
-def _fixed_us(rows: Sequence[Row]) -> float | None:
-    """Returns the fixed part of the times, from a straight-line fit of time over work; None if unknown."""
-    known = sorted((flops(r.call) or 0.0, time_us(r) or 0.0) for r in rows if flops(r.call) and time_us(r))
-    if len(known) < 3 or known[-1][0] < 4 * known[0][0]:
-        return None
-    # Least squares on relative errors, so that the largest row does not dominate.
-    return line([work for work, _ in known], [time for _, time in known])[0]
-
-
-def constant(document: Document) -> Iterator[Finding]:
-    """Finds a time that hardly changes with the work although the SMs are filled."""
-    for (table, series), rows in own_groups(document):
-        fixed = _fixed_us(rows)
-        known = [row for row in rows if time_us(row) and flops(row.call)]
-        if fixed is None:
-            continue
-        row = max(known, key=lambda r: flops(r.call) or 0.0)
-        time = time_us(row) or 0.0
-        counts = {blocks(r) for r in known}
-        if fixed < BINDS * time or time > MOST_LAUNCH_US or None in counts:
-            continue
-        steps = [steps_of_block(r) for r in known]
-        if None not in steps and len(set(steps)) < len(steps) and len(counts) > 1:
-            continue  # every block does the same work, which `plateau` handles
-        least = min(known, key=lambda r: flops(r.call) or 0.0)
-        more = (flops(row.call) or 0) / (flops(least.call) or 1)
-        yield Finding(
-            "launch",
-            f"{table}: {series} hardly changes with the work: {us(fixed)} of {us(time)} do not depend on it",
-            f"{more:.3g} x the work in {time / (time_us(least) or 1):.3g} x the time; a straight-line fit gives "
-            f"{us(fixed)} at zero work",
-            series,
-            time / max(time - fixed, 0.02 * time),
-            is_cause=True,
-        )
 
 
 def tile_sweep(document: Document) -> Iterator[Finding]:
@@ -293,42 +252,15 @@ def tile_sweep(document: Document) -> Iterator[Finding]:
             )
         launched = document.parts.get("launches")
         if fast.kernel.launch_heads == "" and launched is not None and launched < LEAST_LAUNCH_US:
-            every = launched * (fast.call.heads or 1)
-            yield Finding(
-                "figure explained",
-                f"{series}: {launched:g} us to launch a head is less than any launch takes, so heads were batched",
-                f"{launched:g} x {fast.call.heads} heads = {every:.2g} us, against some {LEAST_LAUNCH_US:g} us at the "
-                "least for each launch",
-                series,
-            )
+            yield batched(series, launched, fast.call.heads or 1)
 
 
-def launches(document: Document) -> Iterator[Finding]:
-    """Finds cheaper launches that change nothing, which rules out launch cost."""
-    for (_, series), rows in own_groups(document):
-        for saved in [r for r in rows if r.launch_saving and r.time_us]:
-            plain = next(
-                (
-                    r
-                    for r in rows
-                    if not r.launch_saving and r.kernel == saved.kernel and r.call == saved.call and r.time_us
-                ),
-                None,
-            )
-            if plain is None or not plain.time_us or not saved.time_us:
-                continue
-            gain = plain.time_us / saved.time_us
-            spared = plain.time_us - saved.time_us
-            figures = f"{us(plain.time_us)} to {us(saved.time_us)}"
-            if gain < 1.1:
-                yield Finding(
-                    "launch",
-                    f"{series}: launching is not the cause: {saved.launch_saving} take {plain.label} from "
-                    f"{plain.time_us:g} to {saved.time_us:g} us",
-                    figures,
-                    series,
-                )
-            else:
-                text = f"{series}: launching is {spared / plain.time_us:.0%} of it: "
-                text += f"{saved.launch_saving} spare {us(spared)}"
-                yield Finding("launch", text, figures, series, gain, is_cause=True)
+def batched(series: str, launch_us: float, heads: int) -> Finding:
+    """Returns what a launch cost per head below that of any launch shows."""
+    return Finding(
+        "figure explained",
+        f"{series}: {launch_us:g} us to launch a head is less than any launch takes, so heads were batched",
+        f"{launch_us:g} us x {heads} heads = {launch_us * heads:.2g} us, against some {LEAST_LAUNCH_US:g} us at the "
+        "least for each launch",
+        series,
+    )

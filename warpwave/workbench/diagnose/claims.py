@@ -53,7 +53,8 @@ def _bandwidth(document: Document, claim: Claim) -> Iterator[Finding]:
     if sized and document.device.l2_bytes and min(sized) <= document.device.l2_bytes:
         caches = f", and a call of {byte(min(sized))} fits an L2 of {byte(document.device.l2_bytes)}"
     verdict = "so bandwidth does not bind" if share < BINDS else "so bandwidth may bind"
-    yield _said(claim, f"{share:.1%} of the bandwidth{caches}, {verdict}", f"{rate:g} / {have:g} GB/s = {share:.1%}")
+    said = f"{rate:g} GB/s / {have:g} GB/s = {share:.1%}"
+    yield _said(claim, f"{share:.1%} of the bandwidth{caches}, {verdict}", said)
 
 
 def _beyond_cache(document: Document, claim: Claim) -> Iterator[Finding]:
@@ -181,6 +182,21 @@ def _faster(document: Document, claim: Claim) -> Iterator[Finding]:
         yield _said(claim, "its table agrees", ", ".join(f"{r:.2g} x" for r, _ in found))
 
 
+def _fits(document: Document, claim: Claim) -> Iterator[Finding]:
+    level, size, device = str(claim["fits_in"]).upper(), _number(claim["working_set_mb"]) * 2**20, document.device
+    if level not in ("L1", "L2"):
+        raise ValueError(f"fits_in is {quoted(claim['fits_in'])}; it must be L1 or L2")
+    have = device.smem_per_sm_bytes if level == "L1" else device.l2_bytes
+    if have is None or (size <= have) == bool(claim["answer"]):
+        return
+    name = "an SM's shared memory and L1" if level == "L1" else "L2"
+    yield _said(
+        claim,
+        f"{byte(size)} {'fits' if size <= have else 'does not fit'} {name} of {byte(have)}",
+        f"{byte(size)} {'<=' if size <= have else '>'} {byte(have)}",
+    )
+
+
 KINDS: dict[str, Callable[[Document, Claim], Iterator[Finding]]] = {
     "bandwidth_gbps": _bandwidth,
     "beyond_cache": _beyond_cache,
@@ -193,4 +209,5 @@ KINDS: dict[str, Callable[[Document, Claim], Iterator[Finding]]] = {
     "part": _part,
     "less": _less,
     "times_faster": _faster,
+    "fits_in": _fits,
 }

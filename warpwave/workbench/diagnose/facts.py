@@ -9,6 +9,8 @@ from warpwave.workbench.diagnose.parse import DTYPES, Call, Device, Document, Ke
 
 HALF_A_DIGIT = 0.5
 AGREE = 0.06  # allowed relative difference of two figures for the same quantity, on top of their rounding
+MORE_THAN_ALL = 1.05  # a share above this is no share: a stated figure is wrong
+MOST_THREADS = 2048  # that a multiprocessor holds; some hold fewer
 BINDS = 0.5  # a resource counts as binding from this share of its rate on
 
 
@@ -68,6 +70,14 @@ def tensor_bytes(call: Call) -> float | None:
     return float(call.batch * call.head_dim * size * (rows + columns))
 
 
+def work(row: Row) -> float | None:
+    """Returns the operations of a row: those of its call or, if a size is not stated, its time times its rate."""
+    of_call, time = flops(row.call), time_us(row)
+    if of_call is None and time is not None and row.tflops is not None:
+        return time * row.tflops * 1e6
+    return of_call
+
+
 def score_bytes(call: Call, kernel: Kernel) -> float | None:
     """Returns the bytes of a matrix of all scores."""
     if call.heads is None or call.seqlen is None:
@@ -80,6 +90,12 @@ def kv_bytes_of_head(call: Call) -> float | None:
     if call.seqlen is None or call.head_dim is None:
         return None
     return 2.0 * (call.seqlen_k or call.seqlen) * call.head_dim * DTYPES[call.dtype]
+
+
+def all_kv_bytes(call: Call) -> float | None:
+    """Returns the bytes of K and V of all heads and sequences."""
+    each, heads = kv_bytes_of_head(call), call.heads_kv or call.heads
+    return None if each is None or heads is None else each * call.batch * heads
 
 
 def blocks(row: Row, heads: int | None = None) -> int | None:
@@ -117,15 +133,21 @@ def steps_of_block(row: Row) -> int | None:
     return steps
 
 
-def rounds(count: int, device: Device) -> int | None:
-    """Returns the number of waves, with one block per SM."""
-    return None if device.num_sms is None else -(-count // device.num_sms[1])
+def most_resident(kernel: Kernel, device: Device) -> int | None:
+    """Returns the most blocks that an SM can hold by their threads and shared memory; None if neither is stated."""
+    limits = []
+    if kernel.threads is not None:
+        limits.append(MOST_THREADS // kernel.threads)
+    if kernel.smem_bytes is not None and device.smem_per_sm_bytes is not None:
+        limits.append(device.smem_per_sm_bytes // kernel.smem_bytes)
+    return max(1, min(limits)) if limits else None
 
 
 def time_us(row: Row) -> float | None:
-    """Returns the time of the whole call."""
+    """Returns the time of the whole call; a row with a rate alone takes its work over that rate."""
     if row.time_us is None:
-        return None
+        of_call = flops(row.call)
+        return None if row.tflops is None or of_call is None else of_call / row.tflops * 1e-6
     heads = row.call.batch * (row.call.heads or 1)
     return row.time_us * heads if row.per_head else row.time_us
 
@@ -173,7 +195,7 @@ def _missing(wanted: float, capacity: float) -> float:
 
 def spread(row: Row, *figures: str) -> float:
     """Returns how far a product of figures may be off by their rounding alone: 0.1 is 10 %."""
-    return sum(HALF_A_DIGIT * 10.0 ** (1 - row.digits.get(name, 3)) for name in figures)
+    return sum(HALF_A_DIGIT * 10.0 ** (1 - row.digits[name]) for name in figures if name in row.digits)
 
 
 def groups(document: Document) -> dict[tuple[str, str], list[Row]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 from warpwave.workbench.diagnose.busy import own_groups
 from warpwave.workbench.diagnose.facts import (
@@ -16,7 +15,8 @@ from warpwave.workbench.diagnose.facts import (
     tensor_bytes,
     time_us,
 )
-from warpwave.workbench.diagnose.parse import DTYPES, Document, Row
+from warpwave.workbench.diagnose.implied import heads_by_scores
+from warpwave.workbench.diagnose.parse import DTYPES, Document
 from warpwave.workbench.model.roofline import byte, figure, us
 
 
@@ -44,7 +44,7 @@ def caches(document: Document) -> Iterator[Finding]:
             size = DTYPES[row.call.dtype]
             yield Finding(
                 "working set",
-                f"{series}, {row.label}: {'; '.join(holds)}",
+                f"{row.name}: {'; '.join(holds)}",
                 f"2 x {row.call.seqlen_k or row.call.seqlen} x {row.call.head_dim} x {size} = {byte(each)} a head",
                 series,
             )
@@ -70,7 +70,7 @@ def intensities(document: Document) -> Iterator[Finding]:
         scores, values = 2 * keys / (size * (keys + 1)), 2 / size
         yield Finding(
             "intensity",
-            f"{series}, {row.label}: {scores:.2f} FLOP a byte in Q K^T and {values:.2f} in P V: each loaded key or "
+            f"{row.name}: {scores:.2f} FLOP a byte in Q K^T and {values:.2f} in P V: each loaded key or "
             "value is used once",
             f"2 x {keys} x d / ({size} x ({keys} + 1) x d) = {scores:.3f}; 2 x d / ({size} x d) = {values:.2f}",
             series,
@@ -86,14 +86,15 @@ def rereads(document: Document) -> Iterator[Finding]:
         ]
         if not loads or max(n for n, _ in loads) < 8:
             continue
-        low, high = min(n for n, _ in loads), max(n for n, _ in loads)
+        (low, least), (high, most) = (pick(loads, key=lambda pair: pair[0]) for pick in (min, max))
+        asked = loaded_bytes(most)
         words = f"{low} to {high}" if low != high else f"{high}"
-        asked = loaded_bytes(max(loads, key=lambda pair: pair[0])[1])
+        said = [f"ceil({r.call.seqlen} / {r.kernel.block_m}) = {n}" for n, r in ((low, least), (high, most))]
         yield Finding(
             "re-reads",
             f"{series}: each key is read {words} times, once per query tile of its head; taller query tiles divide "
             "that number",
-            f"ceil(seqlen / block_m) = {words}" + (f"; {byte(asked)} asked of L2" if asked else ""),
+            "; ".join(dict.fromkeys(said)) + (f"; {byte(asked)} asked of L2" if asked else ""),
             series,
         )
 
@@ -115,13 +116,13 @@ def scores(document: Document) -> Iterator[Finding]:
             if slow > time * 0.9:
                 yield Finding(
                     "scores in memory",
-                    f"{series}, {row.label}: scores and probabilities move {byte(4 * one)} a head, "
+                    f"{row.name}: scores and probabilities move {byte(4 * one)} a head, "
                     f"{us(slow / heads)} at memory "
                     f"speed, but the whole took {us(time / heads)}: only possible because {heads} heads x "
                     f"{byte(one)} stay in L2",
-                    f"4 x {row.kernel.score_bytes} x {row.call.seqlen}^2 = {byte(4 * one)}; / "
-                    f"{figure(device.bandwidth_gbps)} "
-                    f"GB/s = {us(slow / heads)}; {byte(total)} of {byte(device.l2_bytes)}",
+                    f"4 x {row.kernel.score_bytes} x {row.call.seqlen}^2 = {byte(4 * one)}; "
+                    f"{byte(4 * one)} / {figure(device.bandwidth_gbps)} GB/s = {us(slow / heads)}; "
+                    f"{byte(total)} of {byte(device.l2_bytes)}",
                     series,
                 )
         longest = max(r.call.seqlen or 0 for r in stored)
@@ -143,32 +144,12 @@ def scores(document: Document) -> Iterator[Finding]:
             )
 
 
-def _heads_by_scores(row: Row) -> int | None:
-    """Returns how many heads' scores a memory figure holds, if it is a whole number."""
-    call = row.call
-    if row.memory_mb is None or row.kernel.scores != "memory" or call.seqlen is None:
-        return None
-    heads = row.memory_mb * 2**20 / (row.kernel.score_bytes * call.batch * call.seqlen * (call.seqlen_k or call.seqlen))
-    return round(heads) if heads > 0.9 and abs(heads - round(heads)) < 0.07 * heads else None
-
-
-def with_heads(document: Document) -> Document:
-    """Returns the document with the number of heads that its memory figures imply, if it is not stated."""
-    if any(row.call.heads is not None for row in document.rows):
-        return document
-    told = {heads for row in document.rows if (heads := _heads_by_scores(row)) is not None}
-    if len(told) != 1:
-        return document
-    heads = told.pop()
-    return replace(document, rows=tuple(replace(r, call=replace(r.call, heads=heads)) for r in document.rows))
-
-
 def memory_figures(document: Document) -> Iterator[Finding]:
     """Explains a memory figure by the tensors that add up to it."""
     for row in document.rows:
         if row.memory_mb is None:
             continue
-        size, call, heads = row.memory_mb * 2**20, row.call, _heads_by_scores(row)
+        size, call, heads = row.memory_mb * 2**20, row.call, heads_by_scores(row)
         if heads is not None:
             yield Finding(
                 "figure explained",
@@ -181,6 +162,14 @@ def memory_figures(document: Document) -> Iterator[Finding]:
         tensors, of_scores = tensor_bytes(call), score_bytes(call, row.kernel)
         if tensors is None or of_scores is None or row.kernel.is_peer:
             continue
+        if size < 0.9 * tensors:
+            yield Finding(
+                "figure explained",
+                f"{row.series}: {row.memory_mb:g} MB are less than q, k, v and out in {call.dtype}, so this is not the "
+                "memory of the whole call, or the dtype is narrower",
+                f"{byte(tensors)} / {byte(size)} = {tensors / size:.3g}",
+                row.series,
+            )
         total = tensors + of_scores
         if size > 4 * total:
             yield Finding(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from warpwave.workbench.hardware.catalog import catalog, find
-from warpwave.workbench.input_files import Unreadable, read_toml
+from warpwave.workbench.input_files import LARGEST_BYTES, Unreadable, read_bytes, read_toml
 from warpwave.workbench.schema import quoted
 
 CASES = Path(__file__).with_name("cases")
@@ -21,6 +23,20 @@ GRIDS = ("query tiles", "heads", "output tiles")
 LEAST, MOST = 1e-9, 1e15  # range of a figure or size, in any unit of the format
 MOST_SMS = 100_000
 MEASURED = ("time_us", "time_ms", "tflops", "tokens_per_s", "memory_mb")
+PART = "part_us"
+# Names of other projects' code. What is named so and has no tiles is a peer that multiplies on matrix units.
+PEERS = re.compile(
+    r"torch|sdpa|flash[-_ ]?attention|flash[-_ ]?attn|\bfa-?v?[234]\b|cudnn|xformers|triton|cutlass|flashinfer|flex|"
+    r"tensorrt|trt|\bjax\b|\bxla\b|aotriton|composable|tilelang|thunderkittens|miopen|vllm|\bffpa\b",
+    re.IGNORECASE,
+)
+OF_AUTHOR = re.compile(r"\b(ours?|my|mine|theirs|your|yours|this work|custom|proposed)\b", re.IGNORECASE)
+OF_CODE = ("grid", "blocks", "block_m", "block_n", "threads")  # what nobody knows of a peer's code
+
+
+def is_peer_name(series: str) -> bool:
+    """Whether a series is named like another project's code rather than the author's."""
+    return PEERS.search(series) is not None and OF_AUTHOR.search(series) is None
 
 
 class TableError(ValueError):
@@ -59,7 +75,7 @@ class Kernel:
         blocks: blocks of the launch, if the table states them.
         block_m, block_n: queries and keys of a tile.
         threads, busy_threads: threads of a block; those that compute.
-        unit: "scalar" (float32 units) or "matrix".
+        unit: "scalar" (float32 units) or "matrix"; "" if the table does not state it.
         scores: "chip" or "memory", where scores are stored; score_bytes is the size of each.
         smem_bytes, smem_available_bytes: shared memory that a block uses, and the limit without opting in to more.
         launch_heads: "one" head per launch, "all" heads in one launch, or "" if unknown.
@@ -74,7 +90,7 @@ class Kernel:
     block_n: int | None = None
     threads: int | None = None
     busy_threads: int | None = None
-    unit: str = "scalar"
+    unit: str = ""
     scores: str = "chip"
     score_bytes: int = 4
     smem_bytes: int | None = None
@@ -141,6 +157,11 @@ class Row:
     launch_saving: str = ""
     parts: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def name(self) -> str:
+        """The series and the label, or the series alone if it is the label."""
+        return self.series if self.label == self.series else f"{self.series}, {self.label}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
@@ -153,6 +174,8 @@ class Document:
         kernels: series -> the known facts about its code.
         claims: the author's conclusions, as data; see `claims`.
         parts: parts of a time that are given outside a row: name -> us.
+        assumed: what the table does not state and has a default, in words.
+        unread: headings of columns that were not read.
     """
 
     title: str
@@ -162,6 +185,8 @@ class Document:
     kernels: Mapping[str, Kernel]
     claims: tuple[Mapping[str, Any], ...]
     parts: Mapping[str, float]
+    assumed: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
     @property
     def series(self) -> list[str]:
@@ -173,29 +198,92 @@ def names() -> list[str]:
     return sorted(path.stem for path in CASES.glob("*.toml"))
 
 
-def load(name: str | Path) -> Document:
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What options of the command add to a table. They replace what the file says for all rows; columns keep theirs.
+
+    Attributes:
+        gpu: a card of the catalog.
+        call: sizes of the call, as in `[call]`.
+        code: series -> facts about its code, as in `[kernels.NAME]`; those of "" hold for every series but peers.
+    """
+
+    gpu: str | None = None
+    call: Mapping[str, Any] = field(default_factory=dict)
+    code: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def load(name: str | Path, given: Given | None = None) -> Document:
     """Loads a table by the path of its file, or by the name of one that ships with the package.
+
+    A file whose name ends in `.toml` has the format of docs/workbench/diagnose.md. Any other is read as it was printed:
+    Markdown, CSV, or text; `-` is standard input.
 
     Raises:
         TableError: there is no such file, or it has a mistake; the first one is reported.
     """
-    path = CASES / f"{name}.toml" if name in names() and not os.path.isfile(name) else Path(name)
+    given = given or Given()
+    ships = name in names() and not os.path.isfile(name)
+    path = CASES / f"{name}.toml" if ships else Path(name)
     try:
-        return parse(read_toml(path), source=path.name)
+        if path.suffix.lower() == ".toml":
+            return parse(read_toml(path), source=path.name, given=given)
+        from warpwave.workbench.diagnose.printed import read
+
+        piped = str(name) == "-"
+        source = "standard input" if piped else path.name
+        content = sys.stdin.buffer.read(LARGEST_BYTES) if piped else read_bytes(path)
+        try:
+            data = read(content, source=source, call=given.call)
+        except Unreadable as error:
+            raise TableError(f"{source} is {error}") from None
     except Unreadable as error:
         raise TableError(f"{error}; give the path of a table, or one of {', '.join(names())}") from None
+    if not any("launch_heads" in facts for facts in given.code.values()):
+        for table in data["tables"]:  # a time of one head may be a share of a launch of all
+            table |= {"kernel": {"launch_heads": ""}} if table["per_head"] else {}
+    unread = tuple(data.pop("unread"))
+    return replace(parse(data, source=source, given=given), unread=unread)
+
+
+def facts_of_code(texts: list[str]) -> dict[str, dict[str, Any]]:
+    """Returns the facts about code that options give: "block_m=64", or "flash.block_m=64" for one series.
+
+    Raises:
+        TableError: a text that is no fact.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        series, _, key = name.strip().rpartition(".")
+        if not equals or key not in _names(Kernel):
+            raise TableError(f"--code {quoted(text)} is no fact about code; {_hint(key, _names(Kernel))}")
+        found.setdefault(series, {})[key] = _value(value.strip())
+    for series, values in found.items():
+        _make(Kernel, values, Kernel(), f"--code {series}".strip())
+    return found
+
+
+def _value(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 TOP = ("title", "source", "gpu", "device", "call", "kernels", "tables", "claims", "parts")
 OF_TABLE = ("name", "series", "columns", "rows", "per_head", "launch_saving", "call", "kernel")
 
 
-def parse(data: Mapping[str, Any], *, source: str) -> Document:
+def parse(data: Mapping[str, Any], *, source: str, given: Given | None = None) -> Document:
     """Makes a document from parsed TOML; messages name `source` as its origin.
 
     Raises:
         TableError: the first mistake, with its place and the allowed values.
     """
+    given = given or Given()
     _check(data, TOP, source)
     for key in ("title", "tables"):
         if key not in data:
@@ -206,25 +294,66 @@ def parse(data: Mapping[str, Any], *, source: str) -> Document:
     if not isinstance(data["tables"], list) or not data["tables"]:
         raise TableError(f"{source}: tables must be a list of at least one [[tables]]")
     call = _make(Call, data.get("call", {}), Call(), f"{source}: [call]")
-    kernels = {
-        name: _make(Kernel, values, Kernel(), f"{source}: [kernels.{name}]")
-        for name, values in _table(data.get("kernels", {}), f"{source}: kernels").items()
-    }
+    call = _make(Call, dict(given.call), call, "the options of the call")
+    raw = _table(data.get("kernels", {}), f"{source}: kernels")
+    for name, values in raw.items():
+        _make(Kernel, values, Kernel(), f"{source}: [kernels.{name}]")
+    tables = [_table(table, f"{source}: tables[{index}]") for index, table in enumerate(data["tables"])]
+    series = _all_series(tables)
+    for name in given.code:
+        if name and name.casefold() not in {each.casefold() for each in series}:
+            raise TableError(f"--code names the series {quoted(name)}; the table has {', '.join(series)}")
+    kernels = _kernels(raw, series, given)
     rows: list[Row] = []
-    for index, table in enumerate(data["tables"]):
-        rows += _rows(_table(table, f"{source}: tables[{index}]"), call, kernels, f"{source}: tables[{index}]")
+    for index, table in enumerate(tables):
+        rows += _rows(table, call, kernels, f"{source}: tables[{index}]")
     claims = data.get("claims", [])
     if not isinstance(claims, list) or any(not isinstance(claim, dict) or "says" not in claim for claim in claims):
         raise TableError(f"{source}: claims must be a list of [[claims]], each with what it says")
+    stated = {*given.call, *data.get("call", {}), *(key for t in tables for key in t.get("call", {}))}
+    stated |= {column for table in tables for column in table.get("columns", ())}
     return Document(
         title=str(data["title"]),
         source=str(data.get("source", source)),
-        device=_device(data, source),
+        device=_device({**data, "gpu": given.gpu} if given.gpu else data, source),
         rows=tuple(rows),
         kernels=kernels,
         claims=tuple(claims),
         parts=_numbers(data.get("parts", {}), f"{source}: [parts]"),
+        assumed=() if "dtype" in stated else (f"dtype {Call.dtype}",),
     )
+
+
+def _all_series(tables: list[Mapping[str, Any]]) -> list[str]:
+    """Returns the names of all series, as far as the tables are well-formed; `_rows` reports what is not."""
+    found: list[str] = []
+    for table in tables:
+        columns, lines = table.get("columns"), table.get("rows")
+        if not isinstance(columns, list) or not isinstance(lines, list):
+            continue
+        names = [str(column).rpartition(".")[::2] for column in columns]
+        if "series" in columns:
+            at = columns.index("series")
+            found += [str(line[at]) for line in lines if isinstance(line, list) and len(line) > at and line[at] != "-"]
+        found += [owner or str(table.get("series", OURS)) for owner, plain in names if plain in MEASURED]
+    return list(dict.fromkeys(found))
+
+
+def _kernels(raw: Mapping[str, Any], series: list[str], given: Given) -> dict[str, Kernel]:
+    """Returns what is known about the code of each series. Peers are told by their names, unless all are."""
+    peers = {name for name in series if is_peer_name(name) and not set(raw.get(name, {})) & set(OF_CODE)}
+    if peers >= set(series):
+        peers = set()
+    found = {}
+    for name in dict.fromkeys((*raw, *series)):
+        values: dict[str, Any] = {"is_peer": True, "unit": "matrix"} if name in peers else {}
+        values |= raw.get(name, {})
+        if not values.get("is_peer"):
+            values |= given.code.get("", {})
+        for told, facts in given.code.items():
+            values |= facts if told and told.casefold() == name.casefold() else {}
+        found[name] = _make(Kernel, values, Kernel(), f"[kernels.{name}]")
+    return found
 
 
 def _device(data: Mapping[str, Any], source: str) -> Device:
@@ -234,7 +363,7 @@ def _device(data: Mapping[str, Any], source: str) -> Device:
     if (gpu := data.get("gpu")) is not None:
         sheet = find(str(gpu))
         if sheet is None:
-            raise TableError(f"{source}: gpu {quoted(gpu)} is not in the catalogue; known are {', '.join(catalog())}")
+            raise TableError(f"{source}: gpu {quoted(gpu)} is not in the catalog; known are {', '.join(catalog())}")
         peaks = sheet.peak_tflops
         base = Device(
             name=sheet.name,
@@ -285,15 +414,19 @@ def _rows(table: Mapping[str, Any], call: Call, kernels: Mapping[str, Kernel], w
         calls: dict[str, Any] = {}
         codes: dict[str, Any] = {}
         figures: dict[str, dict[str, float]] = {}
+        parts: dict[str, float] = {}
         series, label, saving = default, "", str(table.get("launch_saving", ""))
         for column, value in zip(columns, line, strict=True):
             owner, _, plain = column.rpartition(".")
             if value == "" or (isinstance(value, str) and value.strip() == "-"):
                 continue  # not measured
-            if plain in MEASURED:
+            if plain in MEASURED or plain == PART:
                 if type(value) not in (int, float) or not LEAST <= value <= MOST:
                     raise TableError(f'{at}: {column} must be a number above 0, or "-" for none, got {quoted(value)}')
-                figures.setdefault(owner, {})[plain] = value
+                if plain == PART:
+                    parts[owner] = float(value)
+                else:
+                    figures.setdefault(owner, {})[plain] = value
             elif plain in _names(Call):
                 calls[plain] = value
             elif plain in _names(Kernel):
@@ -303,7 +436,7 @@ def _rows(table: Mapping[str, Any], call: Call, kernels: Mapping[str, Kernel], w
                 label = str(value) if plain == "label" else label
                 saving = str(value) if plain == "launch_saving" else saving
             else:
-                known = (*MEASURED, *_names(Call), *_names(Kernel), "series", "label", "launch_saving")
+                known = (*MEASURED, PART, *_names(Call), *_names(Kernel), "series", "label", "launch_saving")
                 raise TableError(f"{at}: unknown column {quoted(column)}; {_hint(plain, known)}")
         varied = {**calls, **codes}
         for owner, values in figures.items():
@@ -325,6 +458,7 @@ def _rows(table: Mapping[str, Any], call: Call, kernels: Mapping[str, Kernel], w
                     memory_mb=values.get("memory_mb"),
                     digits={key: _digits(value) for key, value in values.items()},
                     launch_saving=saving,
+                    parts=parts,
                 )
             )
     return found

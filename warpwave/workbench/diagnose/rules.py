@@ -19,10 +19,12 @@ from warpwave.workbench.diagnose.agreement import (
     slow_peers,
     unverified,
 )
-from warpwave.workbench.diagnose.busy import binding, constant, grid, launches, plateau, threads, tile_sweep
+from warpwave.workbench.diagnose.bound import binding, launch_parts, launches
+from warpwave.workbench.diagnose.busy import grid, plateau, threads, tile_sweep, waves
 from warpwave.workbench.diagnose.claims import claims
 from warpwave.workbench.diagnose.facts import Finding
-from warpwave.workbench.diagnose.levels import caches, intensities, memory_figures, rereads, scores, with_heads
+from warpwave.workbench.diagnose.implied import implied
+from warpwave.workbench.diagnose.levels import caches, intensities, memory_figures, rereads, scores
 from warpwave.workbench.diagnose.parse import Document
 
 KINDS = {
@@ -32,7 +34,10 @@ KINDS = {
     "waves": "a last wave that fills the card only in part",
     "grid fills": "enough blocks for every multiprocessor",
     "idle threads": "threads of a block that do not compute",
+    "few warps": "too few warps to hide latency",
+    "cache": "K and V that leave L2",
     "memory": "bandwidth of device memory",
+    "scalar unit": "products on the scalar units of a card with matrix units",
     "arithmetic": "the rate of the unit that multiplies",
     "launch": "a cost that does not depend on the size",
     "latency": "a latency-bound loop: no unit is busy",
@@ -55,9 +60,9 @@ RULES: tuple[Callable[[Document], Iterator[Finding]], ...] = (
     parts,
     grid,
     plateau,
+    waves,
     threads,
     binding,
-    constant,
     caches,
     intensities,
     rereads,
@@ -66,25 +71,39 @@ RULES: tuple[Callable[[Document], Iterator[Finding]], ...] = (
     scaling,
     tile_sweep,
     launches,
+    launch_parts,
     peaks,
     slow_peers,
     unverified,
 )
 
 
+SHOWN = ("cache", "waves")  # causes that differences between times show
+UNLOCATED = 4.0
+
+
 def diagnose(document: Document) -> list[Finding]:
-    """Returns all findings, causes of slowness first, ordered by the factor that they explain."""
-    document = with_heads(document)
+    """Returns all findings, causes of slowness first, ordered by the factor that they explain.
+
+    Latency is what is left when nothing is used by half, and no figure locates it. A cause of the same series that
+    the times themselves show comes first, unless latency is `UNLOCATED` times as large.
+    """
+    document = implied(document)
     found = [finding for rule in RULES for finding in rule(document)]
     found += claims(document)
     unique = list({(f.kind, f.series, f.text): f for f in found}.values())
-    return sorted(unique, key=lambda f: (not f.is_cause, -f.factor if f.is_cause else 0.0, list(KINDS).index(f.kind)))
+    shown = {f.series for f in unique if f.is_cause and f.kind in SHOWN}
+
+    def rank(finding: Finding) -> float:
+        is_rest = finding.kind == "latency" and finding.series in shown
+        return finding.factor / UNLOCATED if is_rest else finding.factor
+
+    return sorted(unique, key=lambda f: (not f.is_cause, -rank(f) if f.is_cause else 0.0, list(KINDS).index(f.kind)))
 
 
 def main_cause(document: Document, series: str) -> Finding | None:
-    """Returns the cause that explains most of a series' slowness; None if there is none."""
-    causes = [f for f in diagnose(document) if f.is_cause and f.series == series]
-    return max(causes, key=lambda f: f.factor, default=None)
+    """Returns the first cause of a series' slowness; None if there is none."""
+    return next((f for f in diagnose(document) if f.is_cause and f.series == series), None)
 
 
 # Knowledge, not arithmetic --------------------------------------------------------------------------------------------

@@ -7,30 +7,44 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from warpwave.errors import InvalidInput
 from warpwave.workbench.diagnose.facts import Finding
-from warpwave.workbench.diagnose.parse import Document, TableError, load
+from warpwave.workbench.diagnose.implied import implied
+from warpwave.workbench.diagnose.missing import missing
+from warpwave.workbench.diagnose.parse import Document, Given, TableError, load
 from warpwave.workbench.diagnose.rules import KINDS, diagnose, notes
 from warpwave.workbench.terminal import printable
 
 WIDTH = 110
 
 
-def run(name: str | Path, as_json: bool) -> str:
+def run(name: str | Path, as_json: bool, given: Given | None = None) -> str:
     """Returns the output of `explain --from-table NAME`.
+
+    Args:
+        name: path of the table, the name of one that ships with the package, or "-" for standard input.
+        as_json: whether to return JSON instead of text.
+        given: what options add to the table.
 
     Raises:
         InvalidInput: there is no such table, or it has a mistake.
     """
     try:
-        document = load(name)
+        document = load(name, given)
         findings = diagnose(document)
     except TableError as error:
         raise InvalidInput(str(error)) from None
     if as_json:
-        data = {"title": document.title, "source": document.source, "device": asdict(document.device)}
-        return json.dumps(data | {"findings": [asdict(f) for f in findings], "notes": notes(document)}, indent=2)
+        data: dict[str, Any] = {"title": document.title, "source": document.source, "device": asdict(document.device)}
+        data |= {"findings": [asdict(f) for f in findings], "notes": notes(document)}
+        data |= {
+            "not_said": missing(implied(document)),
+            "assumed": implied(document).assumed,
+            "not_read": document.unread,
+        }
+        return json.dumps(data, indent=2)
     return text(document, findings)
 
 
@@ -59,6 +73,13 @@ def text(document: Document, findings: list[Finding]) -> str:
         lines += ["", "NOTES      knowledge of the software, not arithmetic"]
         for note in known:
             lines += textwrap.wrap(note, WIDTH, initial_indent="  - ", subsequent_indent="    ")
+    if lacking := missing(implied(document)):
+        lines += ["", "NOT SAID   what the table and the options leave out, and the rules that were silent without it"]
+        for fact, silent in lacking.items():
+            lines += textwrap.wrap(f"{fact}: {silent}", WIDTH, initial_indent="  - ", subsequent_indent="    ")
+    for words, label in ((implied(document).assumed, "assumed    "), (document.unread, "not read   ")):
+        if words:
+            lines += ["", *textwrap.wrap(printable(", ".join(words)), WIDTH, initial_indent=label)]
     return "\n".join(lines)
 
 

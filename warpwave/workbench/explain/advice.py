@@ -335,6 +335,9 @@ def _memory(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advice]:
         return
     if call.launch_us is not None and binding.time_us < call.launch_us:
         return  # the launch binds
+    tiles = bounds.of("tiles")
+    if tiles is not None and tiles.time_us > binding.time_us:
+        return  # the kernel's own products take longer
     kv = problem.keys_needed * (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype]
     balance = problem.intensity * binding.time_us / products.time_us
     text = f"Memory binds, and k and v are {kv / problem.compulsory_bytes:.0%} of the bytes"
@@ -347,8 +350,10 @@ def _memory(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advice]:
     else:
         text += (
             f". The call has {figure(problem.intensity)} FLOP per byte; products bind from {figure(balance)} on, which "
-            "longer sequences reach"
         )
+        # Under a window, each query sees as many keys in a longer sequence.
+        windowed = problem.window_size != (-1, -1)
+        text += "longer sequences do not change under a window" if windowed else "longer sequences reach"
     text += "."
     if problem.num_heads_q == problem.num_heads_kv > 1:
         text += " Query heads that share kv heads (GQA) divide these bytes by the group size."

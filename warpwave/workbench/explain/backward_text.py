@@ -11,6 +11,7 @@ from warpwave.workbench.explain.sections import (
     kernel_section,
     losses,
     predicted,
+    rates_of,
     steps,
     table,
     verdict,
@@ -66,6 +67,7 @@ def _bounds(backward: Backward) -> Iterator[str]:
         f"the forward, over {byte(backward.compulsory_bytes)}"
     )
     yield from table(backward, of_kernel=False)
+    yield from rates_of(backward)
 
 
 def _both(backward: Backward, both: Both) -> Iterator[str]:

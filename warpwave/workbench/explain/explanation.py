@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from warpwave import dispatch
-from warpwave.api import _options, _scalars, _switches
-from warpwave.checks import as_logits, check_problem, describe_call, with_positive_scale
+from warpwave.checks import check_problem, describe_call
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import eager
 from warpwave.kernels.cost import Cost
 from warpwave.kernels.three_kernel import backward_memory
+from warpwave.options import as_logits, options_of, spell_scalars, spell_switches, with_positive_scale
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band, Causal, Operands
 from warpwave.workbench.explain import accuracy
 from warpwave.workbench.explain.accuracy import Accuracy
@@ -219,13 +219,13 @@ def explain(
         check_problem(problem)
         gpu = gpu or current_gpu(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     else:
-        window_size, cap, softmax_scale, return_lse = _scalars(window_size, softcap, softmax_scale, return_lse)
-        dropout_p, deterministic = _switches(dropout_p, deterministic, dropout_seed)
+        window_size, cap, softmax_scale, return_lse = spell_scalars(window_size, softcap, softmax_scale, return_lse)
+        dropout_p, deterministic = spell_switches(dropout_p, deterministic, dropout_seed)
         tensor, softmax_scale = with_positive_scale(q, softmax_scale)
         sinks = as_logits(sinks, q)
         operands = Operands(tensor, k, v, mask, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k)
         scores = (causal, window_size, cap, softmax_scale, precision)
-        options = _options(operands, *scores, return_lse, dropout_p, deterministic)
+        options = options_of(operands, *scores, return_lse, dropout_p, deterministic)
         problem = describe_call(operands, options._replace(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k))
         problem = _counted(problem, operands)
         gpu = gpu or current_gpu(q.device)
@@ -425,7 +425,7 @@ def _memory(problem: AttentionProblem, kernel: Any, cost: Cost, copied: int) -> 
         inputs += 0 if shape is None else math.prod(shape) * cell
     inputs += 4 * p.num_heads_q * p.has_sinks + 8 * (p.batch + 1) * p.packed
     ours = bool(kernel.NEEDS_GPU)  # torch's operations also allocate intermediates
-    lse = 4 * rows if p.return_lse or p.requires_grad else 0
+    lse = p.lse_bytes if p.return_lse or p.requires_grad else 0
     return Memory(inputs, rows * p.head_dim_v * size, lse, cost.workspace_bytes + copied, ours)
 
 

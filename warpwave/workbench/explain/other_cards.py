@@ -8,9 +8,11 @@ from typing import Any
 
 from warpwave import dispatch
 from warpwave.errors import InvalidInput, UnsupportedProblem
+from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.explain.backward import both_of, name_of, saving_of
-from warpwave.workbench.hardware.catalog import DataSheet, catalog, data_sheet, find, gpu_of
+from warpwave.workbench.explain.text import in_words_of
+from warpwave.workbench.hardware.catalog import DataSheet, catalog, data_sheet, gpu_of, sheet_of
 from warpwave.workbench.model.predict import Prediction, predict
 from warpwave.workbench.model.roofline import Roofline, data_sheet_rates, figure, roofline, us
 from warpwave.workbench.terminal import columns
@@ -25,6 +27,7 @@ class Row:
         kernel, config: the kernel that would serve the call, and its config; empty and None if none does.
         prediction: its predicted time; None if the model does not cover the kernel.
         bounds: the bounds by the data sheet; of the forward.
+        gpu: the card as the dispatcher sees it.
         refusal: the reason why no kernel serves it.
         gradients: of a call with gradients, the kernel that computes them; `prediction` is then of both passes.
     """
@@ -34,12 +37,13 @@ class Row:
     config: Any
     prediction: Prediction | None
     bounds: Roofline
+    gpu: Gpu
     refusal: str = ""
     gradients: str = ""
 
 
 def cards(names: str) -> list[DataSheet]:
-    """Returns the cards of a list such as "l4,h100,mi300x"; "all" is the whole catalog.
+    """Returns the cards of a list such as "l4,h100,card.toml"; "all" is the whole catalog.
 
     Raises:
         InvalidInput: a name is not a card.
@@ -48,7 +52,10 @@ def cards(names: str) -> list[DataSheet]:
         return list(catalog().values())
     found = []
     for name in filter(None, (part.strip() for part in names.split(","))):
-        sheet = find(name) or _by_prefix(name)
+        try:
+            sheet = sheet_of(name) or _by_prefix(name)
+        except ValueError as error:
+            raise InvalidInput(str(error)) from None
         if sheet is None:
             raise InvalidInput(f"GPU {name!r} is not in the catalog; known are {', '.join(catalog())}")
         found.append(sheet)
@@ -75,7 +82,7 @@ def explain_on(
             forward, _ = dispatch.forward_of(problem, gpu, kernel)
             choice = dispatch.choose(forward, gpu, kernel, None)
         except UnsupportedProblem as error:
-            rows.append(Row(sheet.key, "", None, None, bounds, str(error)))
+            rows.append(Row(sheet.key, "", None, None, bounds, gpu, str(error)))
             continue
         found = predict(forward, choice.kernel, choice.config, gpu, hot=hot, sheet=data_sheet(gpu) or sheet)
         gradients = ""
@@ -83,8 +90,17 @@ def explain_on(
             module, of_pass = dispatch.gradients_for(problem, gpu, kernel), saving_of(problem)
             found = both_of(found, predict(of_pass, module, module.default(of_pass, gpu), gpu, hot=hot))
             gradients = name_of(module)
-        rows.append(Row(sheet.key, choice.kernel.NAME, choice.config, found, bounds, gradients=gradients))
+        rows.append(Row(sheet.key, choice.kernel.NAME, choice.config, found, bounds, gpu, gradients=gradients))
     return rows
+
+
+def _unchecked(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Returns error bar -> cards of predictions that have it and no times of the card behind it."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if (p := row.prediction) is not None and not p.points:
+            found.setdefault(f"{p.high_us / p.time_us:.2f}", []).append(row.card)
+    return found
 
 
 def text(problem: AttentionProblem, rows: Sequence[Row]) -> str:
@@ -94,7 +110,7 @@ def text(problem: AttentionProblem, rows: Sequence[Row]) -> str:
     for row in rows:
         least, binding = us(row.bounds.time_us), row.bounds.binding
         served = " + ".join(filter(None, (row.kernel, row.gradients)))
-        binds = "" if binding is None else binding.resource
+        binds = "" if binding is None else in_words_of(row.gpu, binding.resource)
         if row.prediction is None:
             why = "no kernel serves it" if row.refusal else "no work, or no model"
             cells.append((row.card, served or "-", "-", why, "", least, binds, ""))
@@ -111,11 +127,11 @@ def text(problem: AttentionProblem, rows: Sequence[Row]) -> str:
     validated = [row for row in rows if row.prediction is not None and row.prediction.points]
     for row in validated:
         assert row.prediction is not None
-        lines.append(f"validated  {row.card}: {row.prediction.validated}")
-    others = [row for row in rows if row.prediction is not None and not row.prediction.points]
-    if others:
-        assert others[0].prediction is not None
-        lines.append(f"* {others[0].prediction.validated}: {', '.join(row.card for row in others)}")
+        lines.append(f"checked    {row.card}: {row.prediction.validated}")
+    for factor, names in _unchecked(rows).items():
+        lines.append(
+            f"* few or no times are known there; nine in ten within a factor {factor} elsewhere: {', '.join(names)}"
+        )
     if problem.requires_grad:
         lines.append("Times and bounds are of forward and backward.")
     lines.append("Bounds follow from the data sheets. The kernel is the one that warpwave would choose on the card.")

@@ -7,8 +7,9 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from warpwave.workbench.explain.advice import FAR
 from warpwave.workbench.model.losses import recommendation
-from warpwave.workbench.model.roofline import Bound, Roofline, byte, figure, flop, us
+from warpwave.workbench.model.roofline import FLOAT32_UNITS, Bound, Roofline, byte, figure, flop, us
 from warpwave.workbench.model.steps import LOSSES
 from warpwave.workbench.terminal import columns
 
@@ -43,6 +44,10 @@ def verdict(said: Pass) -> str:
     if said.flops == 0:
         return "nothing: no key is visible to any query"
     any_ = "no implementation with this accuracy" if said.problem.dtype == "float32" else "no implementation"
+    if binding.resource == "tensor cores" and said.problem.dtype == "float16":
+        any_ += " that accumulates in float32"
+    if binding.resource == "exponentials":
+        any_ += " that computes every exponential on the special function units"
     if is_backward(said):
         any_ += " that recomputes the scores"
     sentence = f"{binding.resource}: {any_} takes less than {us(binding.time_us)} ({known.rates.name})"
@@ -95,19 +100,20 @@ def predicted(said: Pass, title: str) -> Iterator[str]:
     yield f"  time     {us(p.time_us)}, {rate}; nine in ten calls take between {us(p.low_us)} and {us(p.high_us)}"
     yield from wrapped(p.validated, "  basis    ")
     if p.waves:
+        why = "as the kernel launches them" if p.limit == "launch" else f"limited by {p.limit}"
         yield (
-            f"  waves    {p.waves:.3g} of {said.gpu.num_sms} SMs x {p.blocks_per_sm} block"
-            f"{'s' * (p.blocks_per_sm > 1)} each, limited by {p.limit}"
+            f"  waves    {p.waves:.3g} rounds of tiles over {said.gpu.num_sms} SMs x {p.blocks_per_sm} resident block"
+            f"{'s' * (p.blocks_per_sm > 1)}, {why}"
         )
     for t in p.traffic:
         if t.level == "memory":
             yield f"  memory   {byte(t.bytes)} from and to memory, {t.redundancy:.3g} x the minimum"
         elif t.level == "L2":
             fits = "fits" if t.working_set <= t.capacity else "does not fit"
-            yield (
-                f"  L2       {byte(t.bytes)} requested, {t.redundancy:.3g} x the minimum; the working set of "
-                f"{byte(t.working_set)} {fits} {byte(t.capacity)}"
-            )
+            set_ = f"the working set of {byte(t.working_set)} {fits} {byte(t.capacity)}"
+            if not t.working_set:
+                set_ = "all blocks of a head run together and read its keys from memory once"
+            yield f"  L2       {byte(t.bytes)} requested, {t.redundancy:.3g} x the minimum; {set_}"
         else:
             label = {"shared memory": "smem", "registers": "regs"}[t.level]
             yield f"  {label:8} {byte(t.bytes)} a block, {byte(t.working_set)} of {byte(t.capacity)} an SM"
@@ -126,17 +132,27 @@ def steps(losses: Sequence[tuple[str, float, float]], bound_us: float) -> list[s
 
 
 def losses(split: Losses | None, label: str) -> Iterator[str]:
-    """Yields a measured time, split into losses."""
+    """Yields a measured time, split into losses. If the model leaves most of it unexplained, that comes first."""
     if split is None:
         return
     yield f"{label} measured {us(split.measured_us)} = {split.ratio:.3g} x the bound, the product of these factors"
+    if split.warning:
+        yield from wrapped(split.warning, "  warning  ")
+    unexplained = split.remainder > max(FAR, *(loss.factor for loss in split.losses[:-1]))
+    if unexplained:
+        yield from wrapped(
+            f"Remainder, {split.remainder:.3g} x, {us(split.losses[-1].before_us)} to {us(split.measured_us)}: larger "
+            "than every loss of this kernel, so this is not this kernel's loss. Check that the time is of this kernel "
+            "and this call, on the device. For the times of other code, use warpwave explain --from-table FILE.",
+            "  first    ",
+        )
     yield from steps([(loss.name, loss.factor, loss.after_us) for loss in split.losses], split.bound_us)
     for yardstick in split.yardsticks:
         yield from wrapped(
             f"{yardstick.share:.1%} of the {yardstick.name} bound, {us(yardstick.least_us)}: {yardstick.note}",
             "  share    ",
         )
-    if split.largest is not None and (advice := recommendation(split.largest)):
+    if not unexplained and split.largest is not None and (advice := recommendation(split.largest)):
         yield from wrapped(advice, "  first    ")
 
 
@@ -152,6 +168,20 @@ def table(said: Pass, of_kernel: bool) -> Iterator[str]:
         cells = (_cell(of_set.get(name), known, of_kernel) for of_set, known in zip(by_set, sets, strict=True))
         rows.append((name, *cells, next(of_set[name] for of_set in by_set if name in of_set).arithmetic))
     yield from columns(rows, indent="  ")
+
+
+def rates_of(said: Pass) -> Iterator[str]:
+    """Yields what the rates of the bounds hold for: accumulation in float32, and a clock above the stated one."""
+    known = said.bounds
+    if known is None or not known.path:
+        return
+    parts = []
+    if known.path != FLOAT32_UNITS:
+        parts.append(f"products of {known.path} accumulated in float32")
+    if known.rates.clock:
+        parts.append(known.rates.clock)
+    if parts:
+        yield f"  rates    {', at '.join(parts) if len(parts) > 1 else parts[0]}"
 
 
 def _cell(bound: Bound | None, known: Roofline, of_kernel: bool) -> str:

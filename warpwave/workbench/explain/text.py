@@ -14,13 +14,16 @@ from warpwave.workbench.explain.sections import (
     kernel_section,
     losses,
     predicted,
+    rates_of,
     table,
     verdict,
     wrapped,
 )
+from warpwave.workbench.hardware.occupancy import MULTIPROCESSORS
 from warpwave.workbench.model.roofline import byte, figure, flop, us
 
 if TYPE_CHECKING:
+    from warpwave.gpu import Gpu
     from warpwave.workbench.explain.accuracy import Accuracy
     from warpwave.workbench.explain.explanation import Explanation
 
@@ -40,7 +43,16 @@ def text(said: Explanation) -> str:
         list(_changes(said)),
     )
     whole = "\n\n".join("\n".join(lines) for lines in sections if lines)
-    return re.sub(r"\bSM(s?)\b", r"CU\1", whole) if said.gpu.vendor == "amd" else whole
+    return in_words_of(said.gpu, whole)
+
+
+def in_words_of(gpu: Gpu, text: str) -> str:
+    """Returns a text with the maker's words for multiprocessors and matrix units."""
+    if gpu.vendor != "amd":
+        return text
+    unit = MULTIPROCESSORS[gpu.arch].unit if gpu.arch in MULTIPROCESSORS else "CU"
+    text = re.sub(r"\b(an )?SM(s?)\b", lambda found: f"{'a ' if found[1] else ''}{unit}{found[2]}", text)
+    return text.replace("tensor cores", "matrix cores")
 
 
 def _head(said: Explanation) -> Iterator[str]:
@@ -112,6 +124,7 @@ def _bounds(said: Explanation) -> Iterator[str]:
         return
     yield "AT LEAST   for any implementation; resources work at the same time, so the longest time is the bound"
     yield from table(said, of_kernel=False)
+    yield from rates_of(said)
 
 
 def _memory(said: Explanation) -> Iterator[str]:

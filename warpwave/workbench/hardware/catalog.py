@@ -1,17 +1,32 @@
-"""Data sheets: the peak rates that each card's maker states, with sources, read from `catalog.toml`."""
+"""Data sheets: the peak rates that each card's maker states, with sources, read from the files of `cards`.
+
+Peaks are dense (never with structured sparsity), in 10^12 operations a second; a fused multiply-add counts as two, and
+products accumulate in float32. Bandwidths are in 10^9 bytes a second; caches and shared memory in KiB. A card has its
+documents by title and year. Three sources hold for every card:
+
+- NVIDIA shared memory, registers and exponentials: CUDA C++ Programming Guide, release 13.0 (2025), "Technical
+  Specifications per Compute Capability" and "Throughput of Native Arithmetic Instructions" (exp2f: 16 a clock and SM).
+- AMD caches, LDS and registers: ROCm documentation, "AMD GPU specifications" (2025).
+- AMD exponentials: transcendental instructions run at a quarter of the rate of a compute unit's 4 x 16 lanes, so 16 a
+  clock (LLVM's SISchedule.td, WriteTrans32).
+
+`card_file.py` reads a sheet that somebody else wrote.
+"""
 
 from __future__ import annotations
 
 import functools
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from warpwave.gpu import ARCHS, CPU, Gpu
 
-FILE = Path(__file__).with_name("catalog.toml")
+FOLDER = Path(__file__).with_name("cards")
+FILES = ("nvidia_volta_turing", "nvidia_ampere", "nvidia_ada_hopper", "nvidia_blackwell", "amd")
 # Arithmetic of the products, slowest last. Accumulation is always in float32. "float32" is the plain floating-point
 # units, "float32_matrix" the float32 matrix instructions of AMD's CDNA cards, "tf32" those of NVIDIA (and of CDNA 3).
 PATHS = ("float16", "bfloat16", "fp8", "tf32", "float32_matrix", "float32")
@@ -27,8 +42,10 @@ class DataSheet:
         vendor: `"nvidia"` or `"amd"`.
         arch: `"sm_90"`, `"gfx942"`.
         num_sms: streaming multiprocessors or compute units.
-        boost_clock_mhz: the highest clock.
+        boost_clock_mhz: the clock at which the peaks are stated.
         tensor_clock_mhz: the clock at which the matrix peaks are stated, if it is lower.
+        max_clock_mhz: the highest clock that the driver allows, if the card exceeds `boost_clock_mhz` by itself, as
+            GeForce cards do.
         memory_gb: device memory, 10^9 bytes.
         bandwidth_gbps: bandwidth of device memory, 10^9 bytes a second.
         l2_bytes: L2 capacity of the whole card.
@@ -63,6 +80,7 @@ class DataSheet:
     sources: tuple[str, ...]
     exponentials_per_clock_per_sm: int | None = None
     tensor_clock_mhz: int | None = None
+    max_clock_mhz: int | None = None
     l2_gbps: float | None = None
     last_level_cache_bytes: int = 0
     aliases: tuple[str, ...] = ()
@@ -72,28 +90,49 @@ class DataSheet:
 
     @property
     def exponentials_gops(self) -> float | None:
-        """10^9 exponentials a second at the highest clock, or None."""
+        """10^9 exponentials a second at the boost clock, or None."""
         rate = self.exponentials_per_clock_per_sm
         return None if rate is None else self.num_sms * rate * self.boost_clock_mhz / 1000
+
+    @property
+    def headroom(self) -> float:
+        """The highest clock over the boost clock, at least 1: what the stated rates can be exceeded by."""
+        return max(1.0, (self.max_clock_mhz or 0) / self.boost_clock_mhz)
 
 
 @functools.cache
 def catalog() -> dict[str, DataSheet]:
-    """Returns every data sheet by key, in the file's order."""
-    cards = tomllib.loads(FILE.read_text(encoding="utf-8"))
-    return {key: _read(key, values) for key, values in cards.items()}
+    """Returns every data sheet by key, in the order of the files."""
+    found: dict[str, DataSheet] = {}
+    for name in FILES:
+        cards = tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+        found |= {key: read(key, values) for key, values in cards.items()}
+    return found
 
 
-def _read(key: str, values: dict[str, Any]) -> DataSheet:
+def read(key: str, values: Mapping[str, Any]) -> DataSheet:
+    """Returns a data sheet from a table of its fields; sizes may be in KiB (`l2_kib` for `l2_bytes`).
+
+    Raises:
+        ValueError: a field does not exist.
+    """
     known = {f.name for f in fields(DataSheet)}
     arguments: dict[str, Any] = {"key": key}
     for name, value in values.items():
         if name.endswith("_kib"):
             name, value = name.removesuffix("_kib") + "_bytes", value * 1024
         if name not in known:
-            raise ValueError(f"{FILE.name}: [{key}] has {name!r}, which is no field of a data sheet")
+            raise ValueError(f"[{key}] has {name!r}, which is no field of a data sheet")
         arguments[name] = tuple(value) if isinstance(value, list) else value
     return DataSheet(**arguments)
+
+
+_given: dict[str, DataSheet] = {}  # by plain name of the card
+
+
+def give(sheet: DataSheet) -> None:
+    """Adds a sheet that is not in the catalog, so that `data_sheet` finds it for the rest of the process."""
+    _given[_plain(sheet.name)] = sheet
 
 
 def data_sheet(gpu: Gpu) -> DataSheet | None:
@@ -101,19 +140,27 @@ def data_sheet(gpu: Gpu) -> DataSheet | None:
 
     A partition of a card (MIG, or a compute partition of an MI300X) has fewer SMs than the card, and no data sheet.
     """
-    for sheet in catalog().values():
-        names = (sheet.name, *sheet.driver_names)
-        if _plain(gpu.name) in map(_plain, names) and gpu.num_sms in (0, sheet.num_sms):
-            return sheet
-    return None
+    found = _given.get(_plain(gpu.name)) or _by_driver_name().get(_plain(gpu.name))
+    return found if found is not None and gpu.num_sms in (0, found.num_sms) else None
+
+
+@functools.cache
+def _by_driver_name() -> dict[str, DataSheet]:
+    return {_plain(name): sheet for sheet in catalog().values() for name in (sheet.name, *sheet.driver_names)}
+
+
+@functools.cache
+def _by_name() -> dict[str, DataSheet]:
+    found = {_plain(name): s for s in catalog().values() for name in (s.key, s.name, *s.aliases, *s.driver_names)}
+    # A capacity that a name does not need, as in "L40S 48GB", finds the card too.
+    sizes = {f"{name}{sheet.memory_gb:g}gb": sheet for name, sheet in found.items()}
+    return sizes | found
 
 
 def find(text: str) -> DataSheet | None:
-    """Returns the data sheet for a name such as `h200`, `H100-PCIe` or `rtx 4090`; None if the catalog has none."""
-    for sheet in catalog().values():
-        if _plain(text) in map(_plain, (sheet.key, sheet.name, *sheet.aliases, *sheet.driver_names)):
-            return sheet
-    return None
+    """Returns the data sheet for a name such as `h200`, `H100-PCIe`, `rtx 4090` or `Radeon RX 7900 XTX`; None if the
+    catalog has none."""
+    return _by_name().get(_plain(text))
 
 
 def of_arch(arch: str) -> list[DataSheet]:
@@ -139,12 +186,13 @@ def gpu_of(sheet: DataSheet) -> Gpu:
 
 
 def resolve(text: str) -> Gpu:
-    """Returns the device for a name: a card of the catalog, an architecture, or `cpu`.
+    """Returns the device for a name: a card of the catalog, a file with a card's sheet (`card_file`), an architecture,
+    or `cpu`.
 
     Raises:
-        ValueError: the name is unknown; the message lists the cards and the architectures.
+        ValueError: the name is unknown, or the file is no sheet; the message lists the cards and the architectures.
     """
-    sheet = find(text)
+    sheet = sheet_of(text)
     if sheet is not None:
         return gpu_of(sheet)
     if text.lower() == "cpu":
@@ -153,10 +201,26 @@ def resolve(text: str) -> Gpu:
         return Gpu.for_arch(text.lower())
     raise ValueError(
         f"GPU {text!r} is not known; known are the cards {', '.join(catalog())}, the architectures "
-        f"{', '.join(ARCHS)}, and cpu"
+        f"{', '.join(ARCHS)}, and cpu; a card that is not there can be described in a file, --gpu card.toml"
     )
 
 
+def sheet_of(text: str) -> DataSheet | None:
+    """Returns the data sheet that a name or the path of a TOML file stands for; None for an unknown name.
+
+    Raises:
+        ValueError: the file is no sheet.
+    """
+    if text.lower().endswith(".toml"):
+        from warpwave.workbench.hardware import card_file
+
+        return card_file.load(Path(text))
+    return find(text)
+
+
+# Words of full names that people leave out.
+LEFT_OUT = r"nvidia|amd|geforce|tesla|instinct|radeon|oam|gpu|graphics|generation"
+
+
 def _plain(name: str) -> str:
-    name = re.sub(r"[^a-z0-9]", "", name.lower())
-    return name.removeprefix("nvidia").removeprefix("amd")
+    return re.sub(r"[^a-z0-9]", "", re.sub(LEFT_OUT, "", name.lower()))

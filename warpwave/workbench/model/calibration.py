@@ -1,8 +1,8 @@
 """A card's constants for the model of speed, fitted to measurements and stored with their date and residuals.
 
 `benchmarks/calibrate_model.py` makes a calibration from records; it is stored beside this file, one JSON file per card.
-A card without a calibration is predicted with `UNCALIBRATED`, round numbers that were not fitted. Their error was
-measured on the cards that have a calibration, and is the error bar of such a prediction. Imports no torch.
+A card without a calibration is predicted with the round constants of `families.py`. Their error was measured on the
+cards that have a calibration. Imports no torch.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Constants:
         edge_steps: cost of masking a tile of scores that a diagonal, a window or the end of the keys crosses, in steps
             over keys.
         step_us: latency of one step over keys for one instruction stream, on top of the work.
+        serial: share of a step's latency that the other blocks of an SM do not hide; 0: they hide all of it.
         fill_us: start and end of a query tile: first loads and last store.
         start_us: time of the first wave above an empty kernel, once per launch.
         smem_bytes_per_clock: largest rate at which one SM reads from L2.
@@ -51,6 +52,7 @@ class Constants:
     exposed: float = 0.3
     edge_steps: float = 0.5
     step_us: float = 0.1
+    serial: float = 0.0
     fill_us: float = 1.0
     start_us: float = 1.0
     smem_bytes_per_clock: float = 64.0
@@ -73,11 +75,12 @@ def constant_of(path: str, products: int) -> str:
 
 
 # Round numbers, not fitted: 80 % of a matrix unit, half of the stated rate of plain float32 units, a little less if
-# operands are split in the loop, eight operations per score, a microsecond for each start or end.
+# operands are split in the loop, eight operations per score, a microsecond for each start or end. They hold for an
+# H200; its measurements are their error bar.
 UNCALIBRATED = Constants(matrix={"other": 0.8, "float32": 0.5, "tf32": 0.5, "tf32x3": 0.5, "float32_matrix": 0.5})
 # Gradients in torch's operations wait for the host, whatever the card.
 TORCH_OPERATIONS = ("eager backward", "three_kernel backward")
-UNCALIBRATED_OPERATIONS = replace(UNCALIBRATED, host_us=25.0)
+HOST_OF_OPERATIONS_US = 25.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +115,7 @@ class Calibration:
         residuals: kernel -> errors on points of the card's records that are not in the fit; `"all"` over all kernels.
         cross_validated: kernel -> errors on points that were left out of a fit, group by group.
         kernels_left_out: kernel -> errors on its points, by constants fitted to all other kernels.
-        uncalibrated: errors of `UNCALIBRATED` on the same points: the error bar without a calibration.
+        uncalibrated: errors of round constants on the same points: the error bar without a calibration.
         uncalibrated_gradients: the same for kernels of gradients.
         constants_of: key of a card with the same chip, whose `kernels` it uses; it then has none of its own.
     """
@@ -191,7 +194,7 @@ def _plain(value: Any) -> Any:
 
 
 def worst_uncalibrated(of_gradients: bool = False) -> Residuals | None:
-    """Returns the errors of `UNCALIBRATED` on the card where they are largest; None if it was never checked."""
+    """Returns the errors of round constants on the card where they are largest; None if it was never checked."""
     known = [c.uncalibrated_gradients if of_gradients else c.uncalibrated for c in calibrations().values()]
     return max((r for r in known if r is not None), key=lambda r: r.factor_90, default=None)
 
@@ -228,7 +231,7 @@ class Machine:
 
 
 def machine(sheet: DataSheet, kernel: str, loop: str = "", calibration: Calibration | None = None) -> Machine:
-    """Returns the card with the constants of a kernel's loop, or of the kernel; `UNCALIBRATED` if it has none.
+    """Returns the card with the constants of a kernel's loop, or of the kernel; else those of `families`.
 
     Args:
         loop: `Cost.loop`.
@@ -240,8 +243,14 @@ def machine(sheet: DataSheet, kernel: str, loop: str = "", calibration: Calibrat
         lender = calibrations().get(calibration.constants_of)
         known = calibration.kernels if lender is None else lender.kernels
     key = nearest(known, key_of(kernel, loop))
-    rough = UNCALIBRATED_OPERATIONS if kernel in TORCH_OPERATIONS else UNCALIBRATED
-    return Machine(sheet, known.get(key, rough), calibration, key in known)
+    if key in known:
+        return Machine(sheet, known[key], calibration, True)
+    from warpwave.workbench.model import families  # it derives constants from those of this module
+
+    rough = families.constants(sheet, kernel, loop)
+    if kernel in TORCH_OPERATIONS:
+        rough = replace(rough, host_us=HOST_OF_OPERATIONS_US)
+    return Machine(sheet, rough, calibration, False)
 
 
 def nearest(known: Container[str], key: str) -> str:

@@ -17,6 +17,7 @@ from warpwave.workbench.model.roofline import Roofline, us
 from warpwave.workbench.model.steps import LOSSES
 
 NOTICEABLE = 1.02  # smaller losses are not named
+IMPOSSIBLE = 1.15  # a time shorter than the bound by more than this factor is no time of the call
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,14 @@ class Losses:
         measured_us, bound_us: the measured time and the bound.
         losses: every step in order, including factors of 1; the remainder is last.
         yardsticks: the data sheet's yardstick, and the power-matched one.
+        warning: what may be wrong with a time that is a little shorter than the bound; else empty.
     """
 
     measured_us: float
     bound_us: float
     losses: tuple[Loss, ...]
     yardsticks: tuple[Yardstick, ...]
+    warning: str = ""
 
     @property
     def ratio(self) -> float:
@@ -110,16 +113,20 @@ def split(
         none: what the bound holds for, in words.
 
     Raises:
-        InvalidInput: the time is shorter than the bound, or not a positive number.
+        InvalidInput: the time is shorter than the bound by more than `IMPOSSIBLE`, or not a positive number.
     """
     if not 0 < measured_us < float("inf"):
         raise InvalidInput(f"the measured time is {measured_us} us; it must be above 0 and finite")
+    warning = ""
     if measured_us < prediction.bound_us:
-        raise InvalidInput(
-            f"the measured time is {us(measured_us)}; on {sheet.name} {none} of this call takes less than "
-            f"{us(prediction.bound_us)}. Check that the time is of the whole call, of this call and in us; if its "
-            "inputs stayed in L2, pass --hot"
-        )
+        said = f"{us(prediction.bound_us)}. Check that the time is of the whole call, of this call and in us; if its "
+        said += "inputs stayed in L2, pass --hot"
+        if measured_us * IMPOSSIBLE < prediction.bound_us:
+            raise InvalidInput(
+                f"the measured time is {us(measured_us)}; on {sheet.name} {none} of this call takes less than {said}"
+            )
+        warning = f"The measured time is {1 - measured_us / prediction.bound_us:.1%} less than the bound, {said}. The "
+        warning += "card may also run above its stated clock, or the kernel accumulate in less than float32."
     losses = []
     before = prediction.bound_us
     for name, meaning in LOSSES.items():
@@ -128,10 +135,10 @@ def split(
         before = after
     losses.append(Loss("remainder", measured_us / before, before, measured_us, "what the model did not predict"))
     yardsticks = (
-        Yardstick("data sheet", prediction.bound_us, prediction.bound_us / measured_us, f"{none} is faster"),
+        Yardstick("data sheet", prediction.bound_us, min(1.0, prediction.bound_us / measured_us), f"{none} is faster"),
         _power_matched(measured_us, prediction, sheet, bounds, clock_mhz),
     )
-    return Losses(measured_us, prediction.bound_us, tuple(losses), yardsticks)
+    return Losses(measured_us, prediction.bound_us, tuple(losses), yardsticks, warning)
 
 
 def _power_matched(
@@ -139,13 +146,14 @@ def _power_matched(
 ) -> Yardstick:
     """Returns the bound with products and exponentials at the clock that the power limit allowed."""
     if clock_mhz and bounds is not None:
-        of_products = sheet.tensor_clock_mhz or sheet.boost_clock_mhz
+        highest = sheet.boost_clock_mhz * sheet.headroom
+        of_products = (sheet.tensor_clock_mhz or sheet.boost_clock_mhz) * sheet.headroom
         times = [prediction.bound_us]
         for bound in bounds.of_problem.bounds:
             if bound.unit == "FLOP":
                 times.append(bound.time_us * max(1.0, of_products / clock_mhz))
             elif bound.unit == "exp":
-                times.append(bound.time_us * max(1.0, sheet.boost_clock_mhz / clock_mhz))
+                times.append(bound.time_us * max(1.0, highest / clock_mhz))
         least, note = max(times), f"the data sheet's rates at {clock_mhz:.0f} MHz, the clock read right after it ran"
     else:
         least, note = (
@@ -158,6 +166,7 @@ def _power_matched(
 
 
 REMEDIES: dict[str, str] = {
+    "arithmetic": "another precision, if its error is small enough, needs fewer products (docs/guide/precision.md)",
     "recomputation": "one launch for all gradients computes each score once, if its sums fit registers",
     "head padding": "a head_dim equal to a tile's width, or narrower tiles, removes the products over padding",
     "hidden pairs": "smaller tiles at the mask's edge remove products over hidden pairs",

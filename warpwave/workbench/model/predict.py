@@ -19,6 +19,7 @@ from typing import Any
 from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.hardware.catalog import DataSheet, data_sheet
+from warpwave.workbench.model import families, published
 from warpwave.workbench.model.calibration import Machine, Residuals, calibrations, machine, worst_uncalibrated
 from warpwave.workbench.model.steps import Steps, Traffic, computes_gradients
 
@@ -39,7 +40,7 @@ class Prediction:
             grid has no more.
         traffic: bytes at each level of memory.
         validated: what the error bar is based on, in words.
-        points: number of measurements on this card and kernel behind it; 0 if there are none.
+        points: number of times of this kernel on this card behind it, ours or published; 0 if there are none.
     """
 
     kernel: str
@@ -100,7 +101,8 @@ def predict(
     cost = kernel.cost(problem, gpu, config)
     where = of or machine(sheet, kernel.NAME, cost.loop)
     if registers is not None or smem_bytes is not None:
-        cost = replace(cost, registers=registers or cost.registers, smem_bytes=smem_bytes or cost.smem_bytes)
+        known = {"registers": registers or cost.registers, "smem_bytes": smem_bytes or cost.smem_bytes}
+        cost = replace(cost, **known, smem_margin=0, compiled=True)
     steps = Steps(problem, kernel, config, gpu, cost, where, hot, without, graph)
     times = steps.times()
     time_us = times["launches"]
@@ -166,8 +168,37 @@ def _bar(where: Machine, module: Any, time_us: float, bound_us: float) -> tuple[
         words = f"never validated: {kernel} was not measured on an {name}; constants of the same chip, whose "
         words += f"{known.points} measurements as an {lender} they predict within a factor {factor:.2f} in nine of ten"
     else:
-        rough = worst_uncalibrated(computes_gradients(module))
-        factor, points = (3.0 if rough is None else rough.factor_90), 0
-        words = f"never validated: {kernel} was not measured on an {name}; round constants, which elsewhere "
-        words += "nobody checked" if rough is None else f"were within a factor {factor:.2f} in nine of ten calls"
+        factor, words, points = _rough_bar(where, module)
     return max(bound_us, time_us / factor), time_us * factor, words, points
+
+
+def _rough_bar(where: Machine, module: Any) -> tuple[float, str, int]:
+    """Returns the error bar of round constants: their error on published times of the card, if there are enough."""
+    name, kernel = where.sheet.name, module.NAME
+    check = published.cards().get(where.sheet.key, {}).get(kernel)
+    if check is not None and check.points >= published.ENOUGH:
+        words = f"{_ratios(check)} on an {name}; {kernel} itself was not measured there"
+        if families.is_fitted(where.sheet, kernel):
+            words += "; two constants of its family were fitted to half of such times"
+        else:
+            words += "; the card's constants were chosen with them in view"
+        return max(check.factor_90, published.LEAST_FACTOR), words, check.points
+    rough = worst_uncalibrated(computes_gradients(module))
+    factor = 3.0 if rough is None else rough.factor_90
+    words = f"never validated: {kernel} was not measured on an {name}; "
+    if families.is_lent(where.sheet, kernel):
+        words += "constants of an H200 at this card's power, with the error bar of round constants, which elsewhere "
+    else:
+        words += "round constants, which elsewhere "
+    words += "nobody checked" if rough is None else f"were within a factor {factor:.2f} in nine of ten calls"
+    words += f". {_ratios(check)} there" if check is not None else ". Nobody checked them on this card"
+    return factor, words, 0
+
+
+def _ratios(check: published.Check) -> str:
+    if check.points == 1:
+        return f"Predicted over published is {check.median:.2f} for one time of a kernel like it"
+    return (
+        f"Predicted over published is {check.median:.2f} in the median, {check.least:.2f} to {check.most:.2f}, for "
+        f"{check.points} times of kernels like it"
+    )

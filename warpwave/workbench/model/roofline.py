@@ -39,6 +39,7 @@ class Rates:
         launch_us: minimum time of a launch (on a CPU, of a call).
         cache_bytes: size of L2 and the last-level cache, which may keep data between calls. 0 if unknown.
         num_sms: number of SMs; 0 if unknown.
+        clock: the clock of these rates in words, if it is not the one of the stated peaks.
     """
 
     name: str
@@ -50,20 +51,30 @@ class Rates:
     launch_us: float | None = None
     cache_bytes: int = 0
     num_sms: int = 0
+    clock: str = ""
 
 
-def data_sheet_rates(sheet: DataSheet) -> Rates:
-    """Returns the rates that the maker states, which nothing can exceed. None states launches, and few state L2."""
+def data_sheet_rates(sheet: DataSheet, clock_mhz: int | None = None) -> Rates:
+    """Returns the rates that the maker states. None states launches, and few state L2.
+
+    Args:
+        clock_mhz: the clock of products and exponentials. None is the highest that the card can run at, so that nothing
+            exceeds the rates.
+    """
+    over = sheet.headroom if clock_mhz is None else clock_mhz / sheet.boost_clock_mhz
     return Rates(
         "data sheet",
         sheet.name,
-        dict(sheet.peak_tflops),
-        sheet.exponentials_gops,
+        {path: peak * over for path, peak in sheet.peak_tflops.items()},
+        None if sheet.exponentials_gops is None else sheet.exponentials_gops * over,
         sheet.bandwidth_gbps,
         sheet.l2_gbps,
         None,
         sheet.l2_bytes + sheet.last_level_cache_bytes,
         sheet.num_sms,
+        f"the highest clock, {sheet.max_clock_mhz} MHz; peaks are stated at {sheet.boost_clock_mhz}"
+        if over > 1
+        else "",
     )
 
 

@@ -17,12 +17,14 @@ from warpwave.kernels.cost import Cost
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.hardware.catalog import DataSheet
 from warpwave.workbench.hardware.occupancy import occupancy
+from warpwave.workbench.model import compiled
 from warpwave.workbench.model.calibration import Machine, constant_of
 from warpwave.workbench.model.roofline import FLOAT32_PATHS, Path, data_sheet_rates, fastest, product_path, roofline
 from warpwave.workbench.model.schedule import companies, lateness
 
 # The losses between the bound and the predicted time, in the order of the steps: name -> meaning.
 LOSSES: dict[str, str] = {
+    "arithmetic": "float32 products in more parts, or on slower units, than the fastest arithmetic as accurate needs",
     "clocks": "power, clocks and instruction order, which keep the card below the data sheet's rates",
     "recomputation": "scores that a second launch or walk computes again, with their products",
     "head padding": "products over columns that pad head_dim to the width of the tiles",
@@ -103,6 +105,7 @@ class Steps:
         without: str = "",
         graph: bool = False,
     ) -> None:
+        cost = _as_compiled(cost, compiled.resources(kernel.NAME, problem, gpu, config))
         self.problem, self.cost, self.gpu, self.where, self.hot = problem, cost, gpu, where, hot
         self.without, self.graph = without, graph
         is_backward = computes_gradients(kernel)
@@ -159,6 +162,8 @@ class Steps:
 
     def _whole(self, step: int) -> float:
         """Returns the time as a single pass on the whole card, with the padding that `step` includes."""
+        if step < STEP["clocks"]:  # at the clock of the bound
+            return self.flops / (self.path.useful_tflops * self.where.sheet.headroom * 1e6)
         p = self.padding
         again, again_exp = (p.again, p.again_exp) if step >= STEP["recomputation"] else (1.0, 1.0)
         heads = p.heads if step >= STEP["head padding"] else 1.0
@@ -231,7 +236,8 @@ class Steps:
 
         def together(blocks: int) -> float:
             """Returns the time of one step of each of `blocks` blocks on one SM."""
-            return _longer(blocks * one, stream) if step >= STEP["latency"] else blocks * one
+            waits = stream * (1 + constants.serial * (blocks - 1))
+            return _longer(blocks * one, waits) if step >= STEP["latency"] else blocks * one
 
         def masked(blocks: int) -> float:
             """Returns the extra time of a masked step of each: arithmetic, which fills waits."""
@@ -318,7 +324,7 @@ class Steps:
         return count / (rate * share * 1e3)
 
     def _arithmetic_us(self, scores: float, conversions: float) -> float:
-        lanes = self.where.sheet.num_sms * 128 if self.gpu.vendor == "nvidia" else self.where.sheet.num_sms * 64
+        lanes = self.where.sheet.num_sms * (64 if self.gpu.arch.startswith("gfx9") else 128)
         operations = scores * self.where.constants.softmax_ops + conversions * CONVERSION_OPS
         return operations / (lanes * self._clock_ghz * 1e3)
 
@@ -414,7 +420,7 @@ class Steps:
             Traffic("memory", memory, memory / least, 0.0, sheet.memory_gb * 1e9),
         ]
         if self.main.smem_bytes:
-            each, of = self.main.smem_bytes - self.main.smem_margin, sheet.smem_per_block_bytes
+            each, of = used_smem(self.main), sheet.smem_per_block_bytes
             found.append(Traffic("shared memory", each, each / of, each * self.resident[0], sheet.smem_per_sm_bytes))
         if self.main.registers and self.main.threads:
             each, of = 4 * self.main.registers * self.main.threads, 4 * sheet.registers_per_sm
@@ -461,7 +467,7 @@ def path_of(problem: AttentionProblem, kernel: Any, gpu: Gpu, sheet: DataSheet) 
     """Returns the path of a kernel's products on a card."""
     from warpwave.workbench.explain.advice import computed_in
 
-    rates = data_sheet_rates(sheet)
+    rates = data_sheet_rates(sheet, sheet.boost_clock_mhz)
     if kernel.NAME in SCALAR_KERNELS:
         paths: Mapping[str, int] = {"float32": 1}
     elif problem.dtype == "float32":
@@ -478,19 +484,35 @@ def blocks_per_sm(cost: Cost, gpu: Gpu) -> tuple[int, str]:
     if cost.blocks_per_sm:
         return cost.blocks_per_sm, "launch"
     threads = cost.threads or 128
-    smem = cost.smem_bytes - cost.smem_margin
-    if not cost.smem_margin and smem > KIB:
-        smem = int(smem / SMEM_SLACK)
     fits = occupancy(
         gpu,
         registers=cost.registers or 64,
         accumulators=0,
         num_warps=max(1, threads // gpu.warp_size),
-        smem_bytes=min(smem, gpu.smem_per_block_bytes),
+        smem_bytes=min(used_smem(cost), gpu.smem_per_block_bytes),
     )
     if fits is None:
         return 1, "nothing known"
     return max(1, fits.blocks), fits.limit
+
+
+def used_smem(cost: Cost) -> int:
+    """Returns the shared memory of a block, in bytes: the compiler's figure, or about what it will use of the upper
+    bound that the kernel states."""
+    smem = cost.smem_bytes - cost.smem_margin
+    if cost.compiled or cost.smem_margin or smem <= KIB:
+        return smem
+    return int(smem / SMEM_SLACK)
+
+
+def _as_compiled(cost: Cost, found: compiled.Resources | None) -> Cost:
+    """Returns a cost with what its launch with the products compiles to."""
+    if found is None or cost.compiled:
+        return cost
+    main = max(cost.parts, key=lambda part: part.flops, default=None)
+    parts = tuple(_as_compiled(part, found) if part is main else part for part in cost.parts)
+    registers, smem_bytes = found.registers, found.smem_bytes
+    return replace(cost, parts=parts, registers=registers, smem_bytes=smem_bytes, smem_margin=0, compiled=True)
 
 
 def computes_gradients(kernel: Any) -> bool:

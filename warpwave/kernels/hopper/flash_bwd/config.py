@@ -64,7 +64,7 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     apart = Config(128, 2, is_joint=False)
     if problem.deterministic or problem.mask_shape is not None or problem.bias_shape is not None:
         return [apart]
-    return [Config(128 if width(problem) == NARROW else 64, 2), apart]
+    return [Config(128, 2) if width(problem) == NARROW else Config(64, 3), apart]
 
 
 def default(problem: AttentionProblem, gpu: Gpu) -> Config:

@@ -286,11 +286,11 @@ def hopper_flash_fwd_kernel(
 
 
 def bind(
-    problem: AttentionProblem, operands: Operands, config: Config
-) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, where lse is None unless
+    problem: AttentionProblem, operands: Operands, config: Config, out: torch.Tensor | None = None
+) -> arguments.Run:
+    """Compiles for one problem and layout; returns `run(operands, out=None) -> (out, lse)`, where lse is None unless
     requested."""
-    return Binder()(problem, operands, config)
+    return Binder()(problem, operands, config, out)
 
 
 class _OfClass(NamedTuple):
@@ -318,20 +318,20 @@ class Binder:
         self._known: dict[Config, _OfClass] = {}
 
     def __call__(
-        self, problem: AttentionProblem, operands: Operands, config: Config
-    ) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
+        self, problem: AttentionProblem, operands: Operands, config: Config, out: torch.Tensor | None = None
+    ) -> arguments.Run:
         """Binds as `bind` does."""
         allocate = arguments.allocator(problem, operands.q)
         if problem.dtype == "float32":
             straight = arguments.straightener(operands)
-            return _bind_split(problem, straight(operands), config, allocate, straight)
+            return _bind_split(problem, straight(operands), config, allocate, straight, out)
         known = self._known.get(config)
         launch_kernel = None if known is None else _launcher(problem, operands, config, known)
         if launch_kernel is not None:
             return _running(allocate, launch_kernel)
         mappable = _mappable(problem, operands)
         first = mappable(operands)
-        out, lse = allocate()
+        out, lse = allocate(out)
         plans = _plans(problem, config, first, out)
         gpu = current_gpu(out.device)
         *before, spec = _specify_16_bits(problem, gpu, first, out, lse, config, plans)
@@ -346,9 +346,9 @@ class Binder:
             return arguments.behind(mappable, _running(allocate, launch_kernel))
         make_words = scratch.maker((mask_bits.packed(problem).size if before else 0,), torch.int32, out.device)
 
-        def run_beside(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+        def run_beside(operands: Operands, out: torch.Tensor | None = None) -> arguments.Results:
             q, k, v, mask, bias, *others = operands
-            out, lse = allocate()
+            out, lse = allocate(out)
             words = None
             if pack is not None:
                 words = make_words()
@@ -359,12 +359,10 @@ class Binder:
         return arguments.behind(mappable, run_beside)
 
 
-def _running(
-    allocate: Callable[[], tuple[torch.Tensor, torch.Tensor | None]], launch_kernel: launch.Launcher
-) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
-    def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _running(allocate: arguments.Allocate, launch_kernel: launch.Launcher) -> arguments.Run:
+    def run(operands: Operands, out: torch.Tensor | None = None) -> arguments.Results:
         q, k, v, _, _, *others = operands
-        out, lse = allocate()
+        out, lse = allocate(out)
         launch_kernel(q, k, v, out, out, lse, *others)
         return out, lse
 
@@ -404,12 +402,13 @@ def _bind_split(
     problem: AttentionProblem,
     operands: Operands,
     config: Config,
-    allocate: Callable[[], tuple[torch.Tensor, torch.Tensor | None]],
+    allocate: arguments.Allocate,
     straight: Callable[[Operands], Operands],
-) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
+    out: torch.Tensor | None,
+) -> arguments.Run:
     """Binds float32: q, k and v are split into a workspace, whatever their strides, and tensor maps describe the
     workspace. Each stream and each graph has its own (runtime/scratch.py)."""
-    out, lse = allocate()
+    out, lse = allocate(out)
     ahead, attend, parts, plans = _specify_parts(problem, current_gpu(out.device), operands, out, lse, config)
     before: list[launch.Launcher] = [launch.bind(spec) for spec in ahead]
     launch_kernel = tensor_maps.bind(attend, plans, (*parts, out))
@@ -429,8 +428,8 @@ def _bind_split(
         scale = (before[-1], f"q k v offsets_q offsets_k q_parts k_parts v_parts inverses {maxima}")
         launch_all = graphs.bind(names, between, *find_maxima, scale, (launch_kernel, f"{attended} inverses"))
 
-    def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
-        out, lse = allocate()
+    def run(operands: Operands, out: torch.Tensor | None = None) -> arguments.Results:
+        out, lse = allocate(out)
         launch_all(*operands, out, lse)
         return out, lse
 

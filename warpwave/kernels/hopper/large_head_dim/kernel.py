@@ -16,7 +16,6 @@ docs/notes/hopper_large_head_dim.md lists what was tried.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -217,20 +216,20 @@ MAX_COLUMNS = 640  # of V per block: 160 registers a thread of the two warpgroup
 
 
 def bind(
-    problem: AttentionProblem, operands: Operands, config: Config
-) -> Callable[[Operands], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, where lse is None unless
+    problem: AttentionProblem, operands: Operands, config: Config, out: torch.Tensor | None = None
+) -> arguments.Run:
+    """Compiles for one problem and layout; returns `run(operands, out=None) -> (out, lse)`, where lse is None unless
     requested."""
     allocate = arguments.allocator(problem, operands.q)
     mappable = host.mappable(problem, operands)
     first = mappable(operands)
-    out, lse = allocate()
+    out, lse = allocate(out)
     spec = specify(problem, current_gpu(out.device), first, out, lse, config)
     launch_kernel = tensor_maps.bind(spec, _plans(problem, first), (first.q, first.k, first.v, out))
 
-    def run(operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(operands: Operands, out: torch.Tensor | None = None) -> arguments.Results:
         q, k, v, _, _, *others = operands
-        out, lse = allocate()
+        out, lse = allocate(out)
         launch_kernel(q, k, v, out, out, lse, *others)
         return out, lse
 

@@ -13,139 +13,32 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from warpwave.checks import DTYPE_NAMES, as_int, bind_axes, is_plain
+from warpwave.checks import DTYPE_NAMES
 from warpwave.errors import InvalidInput, InvalidType, OutOfPages
 from warpwave.kernels import append_kv
+from warpwave.kv_cache.records import EVICTED, Append, Growth, SequenceRecord
+from warpwave.kv_cache.tokens import (
+    CacheLayer,
+    Rotary,
+    check_counts,
+    check_offsets_tensor,
+    check_positions,
+    integer_or_integers,
+    integers,
+    new_tokens,
+    one_or_many,
+)
+from warpwave.options import as_int
 from warpwave.runtime.bounded import Bounded
 
-EVICTED = -1  # marks a page in a page table that was given back
 MAX_INDICES = 256  # row tensors kept for repeated calls with the same rows
 ALIGNMENT = 64  # int32 numbers in 256 bytes: kernels are compiled for addresses that are multiples of 16
-
-
-def integers(name: str, values: Any, each: str = "") -> list[int]:
-    """Returns the numbers of a sequence on the host as a list of ints.
-
-    Args:
-        name: the argument's name, for messages.
-        values: a sequence of integers.
-        each: name of one number in messages; `name[i]` if empty.
-
-    Raises:
-        InvalidType: the values are not a sequence, or one of them is not an integer.
-    """
-    try:
-        listed = list(values)
-    except TypeError:
-        raise InvalidType(f"{name} is {values!r}; it must be a sequence of integers") from None
-    if {*map(type, listed)} <= {int}:  # a fifth of the loop's time
-        return listed
-    return [as_int(each or f"{name}[{i}]", v) for i, v in enumerate(listed)]
-
-
-def integer_or_integers(name: str, value: Any, each: str = "") -> int | list[int]:
-    """Returns one number as an int, or the numbers of a sequence as a list, like `as_int` and `integers`."""
-    if isinstance(value, Iterable):
-        return integers(name, value, each)
-    number: int = as_int(each or name, value)
-    return number
-
-
-def _one_or_many(rows: Any) -> list[int]:
-    """Returns one row, or the rows of a sequence, as a list."""
-    listed = integer_or_integers("rows", rows, "a row")
-    return [listed] if isinstance(listed, int) else listed
-
-
-class Rotary(NamedTuple):
-    """Rotary position embedding: the angle of each pair of elements of a head at each position.
-
-    Attributes:
-        cos, sin: float32 (positions, rotary_dim / 2), rotary_dim at most head_dim: elements past it are not rotated.
-        interleaved: whether pairs are adjacent (2i, 2i + 1), or (i, i + rotary_dim / 2) as in GPT-NeoX and Llama.
-    """
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    interleaved: bool = False
-
-    @staticmethod
-    def of(
-        rotary_dim: int,
-        positions: int,
-        base: float = 10_000.0,
-        interleaved: bool = False,
-        device: torch.device | str = "cpu",
-    ) -> Rotary:
-        """Returns the usual angles, `position * base^(-2i / rotary_dim)` (Su et al., "RoFormer", 2021)."""
-        frequencies = base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
-        angles = torch.arange(positions, dtype=torch.float64)[:, None] * frequencies
-        return Rotary(angles.cos().float().to(device), angles.sin().float().to(device), interleaved)
-
-
-@dataclass(frozen=True, eq=False)
-class CacheLayer:
-    """The tensors of one layer's cache, as kernels read them: allocated by the caller, or a layer of a `PagedKVCache`.
-
-    Args:
-        k: (num_pages, page_size, num_heads_kv, head_dim).
-        v: (num_pages, page_size, num_heads_kv, head_dim_v).
-        page_table: int32 (rows, pages_of_a_row): `page_table[row, i]` is the page that holds tokens `i * page_size` to
-            `(i + 1) * page_size` of a row's sequence.
-        seqused_k: int32 (rows,): number of tokens of each row.
-    """
-
-    k: torch.Tensor
-    v: torch.Tensor
-    page_table: torch.Tensor
-    seqused_k: torch.Tensor
-
-
-@dataclass(eq=False)
-class _Sequence:
-    """The host's record of one row.
-
-    Attributes:
-        length: tokens.
-        pages: page ids in order; the first `evicted` of them are `EVICTED`.
-        evicted: number of pages that were given back. Their tokens lie before the window of every later query.
-        window_left: the window of `evict`, which later queries must keep; meaningless while `evicted` is 0.
-    """
-
-    length: int = 0
-    pages: list[int] = field(default_factory=list)
-    evicted: int = 0
-    window_left: int = 0
-
-
-class _Growth(NamedTuple):
-    """The new tokens of some sequences: the changes to the host's records, and the tensors that change the device.
-
-    Attributes:
-        num_pages: pages taken from the stack of free pages.
-        replaced: (sequence, its last page, the free page that becomes its copy) if another sequence shares that page.
-        ends: (sequence, its new length, its new pages).
-        cells: indices in the device's tables that change, int64.
-        after, before: the values at these indices after the growth, and those that undo it, int32.
-        copies: int64 (2, pages): source and destination pages; None for no page.
-        offsets: int32 (sequences + 1,): where each sequence's new tokens begin in a packed tensor.
-    """
-
-    num_pages: int
-    replaced: list[tuple[_Sequence, int, int]]
-    ends: list[tuple[_Sequence, int, list[int]]]
-    cells: torch.Tensor
-    after: torch.Tensor
-    before: torch.Tensor
-    copies: torch.Tensor | None
-    offsets: torch.Tensor
 
 
 class PagedKVCache:
@@ -235,7 +128,7 @@ class PagedKVCache:
                 )
                 for _ in range(num_layers)
             ]
-        self._sequences: list[_Sequence | None] = [None] * max_batch
+        self._sequences: list[SequenceRecord | None] = [None] * max_batch
         self._free = list(range(num_pages - 1, -1, -1))  # a stack: the page freed last is taken first
         self._references = [0] * num_pages
         self._make_views()
@@ -339,7 +232,7 @@ class PagedKVCache:
             InvalidInput: all rows hold sequences.
         """
         row = self._free_row()
-        self._sequences[row] = _Sequence()
+        self._sequences[row] = SequenceRecord()
         return row
 
     def fork(self, row: int, length: int | None = None) -> int:
@@ -366,12 +259,12 @@ class PagedKVCache:
         for page in pages:
             if page != EVICTED:
                 self._references[page] += 1
-        self._sequences[child] = _Sequence(length, pages, parent.evicted if length else 0, parent.window_left)
+        self._sequences[child] = SequenceRecord(length, pages, parent.evicted if length else 0, parent.window_left)
         return child
 
     def free(self, rows: Sequence[int] | int) -> None:
         """Ends sequences. Pages that no other sequence shares become free."""
-        listed = _one_or_many(rows)
+        listed = one_or_many(rows)
         sequences = self._distinct(listed)
         self._refuse_capture("free")
         self._publish([], [(row, 0) for row in listed])
@@ -417,7 +310,7 @@ class PagedKVCache:
             InvalidInput: a number is negative, or the window needs tokens that an earlier call evicted.
             InvalidType: a row or a number is not an integer.
         """
-        listed = _one_or_many(rows)
+        listed = one_or_many(rows)
         sequences = self._distinct(listed)
         window_left, max_truncate = as_int("window_left", window_left), as_int("max_truncate", max_truncate)
         if window_left < 0:
@@ -542,11 +435,24 @@ class PagedKVCache:
         if packed:
             new = new._replace(cu_seqlens=growth.offsets)
         interleaved = rotary is not None and rotary.interleaved
-        return Append(self, growth, new, append_kv.prepare(new, max(counts, default=0), interleaved))
+        write = append_kv.prepare(new, max(counts, default=0), interleaved)
+
+        @contextlib.contextmanager
+        def applied() -> Iterator[None]:
+            with self._grown(growth):
+                write(new)
+                yield
+
+        def tables() -> tuple[torch.Tensor, torch.Tensor]:
+            changed = self._tables.clone()
+            changed[growth.cells] = growth.after
+            return self._views(changed)
+
+        return Append(new, applied, tables)
 
     # Host records ----------------------------------------------------------------------------------------------------
 
-    def _of(self, row: int) -> _Sequence:
+    def _of(self, row: int) -> SequenceRecord:
         if row.__class__ is not int:
             row = as_int("a row", row)
         sequence = self._sequences[row] if 0 <= row < self.max_batch else None
@@ -554,7 +460,7 @@ class PagedKVCache:
             raise InvalidInput(f"row {row} holds no sequence; rows that do are {self.rows}")
         return sequence
 
-    def _distinct(self, rows: list[int]) -> list[_Sequence]:
+    def _distinct(self, rows: list[int]) -> list[SequenceRecord]:
         """Returns the sequences of rows, each of which may be named once."""
         sequences = [self._of(row) for row in rows]
         if len(set(rows)) < len(rows):
@@ -575,7 +481,7 @@ class PagedKVCache:
                 "the replay, and capture attention_with_kv_cache on cache.layers[i]"
             )
 
-    def _refuse_evicted(self, row: int, sequence: _Sequence, length: int) -> None:
+    def _refuse_evicted(self, row: int, sequence: SequenceRecord, length: int) -> None:
         """Raises InvalidInput if queries after the first `length` tokens would need a token that was evicted.
 
         A query at position p sees keys from `p - window_left`. So a sequence that lost its tokens before `first` may be
@@ -608,7 +514,7 @@ class PagedKVCache:
             sent = sent.to(self.device)
             self._tables[sent[: len(cells)]] = sent[len(cells) :].to(torch.int32)
 
-    def _check_growth(self, rows: list[int], counts: list[int]) -> list[_Sequence]:
+    def _check_growth(self, rows: list[int], counts: list[int]) -> list[SequenceRecord]:
         """Checks that rows can grow by these numbers of tokens, assuming free pages, and returns their sequences."""
         sequences = self._distinct(rows)
         if len(counts) != len(rows):
@@ -624,7 +530,7 @@ class PagedKVCache:
         self._refuse_capture("extend")
         return sequences
 
-    def _growth(self, rows: list[int], sequences: list[_Sequence], counts: list[int]) -> _Growth:
+    def _growth(self, rows: list[int], sequences: list[SequenceRecord], counts: list[int]) -> Growth:
         """Finds pages for new tokens and prepares the changes. Nothing has changed yet."""
         size, references = self.page_size, Counter[int]()
         shared = []  # (row, sequence, its last page), if others share the page and it would write into it
@@ -666,10 +572,10 @@ class PagedKVCache:
         parts = sent.split([len(offsets) + 2 * len(cells), len(cells), 2 * len(old)])
         numbers = parts[0].to(torch.int32).split([len(offsets), len(cells), len(cells)])
         copies = parts[2].view(2, -1) if old else None
-        return _Growth(needed, replaced, ends, parts[1], numbers[1], numbers[2], copies, numbers[0])
+        return Growth(needed, replaced, ends, parts[1], numbers[1], numbers[2], copies, numbers[0])
 
     @contextlib.contextmanager
-    def _grown(self, growth: _Growth) -> Iterator[None]:
+    def _grown(self, growth: Growth) -> Iterator[None]:
         """Grows sequences around a body, which runs on the device's new tables. The host's records change after it. If
         the body raises, the device's tables are restored, and its writes are in cells that no sequence has."""
         if growth.copies is not None:
@@ -692,160 +598,3 @@ class PagedKVCache:
                 self._references[page] = 1
             sequence.pages += pages
             sequence.length = end
-
-
-@dataclass(frozen=True, eq=False)
-class Append:
-    """An append that has been checked and compiled.
-
-    Attributes:
-        cache: the cache that it changes.
-        growth: its changes to host records and device tables.
-        new: the new tokens.
-        write: writes them, once the device's tables have their cells.
-    """
-
-    cache: PagedKVCache
-    growth: _Growth
-    new: append_kv.New
-    write: Callable[[append_kv.New], None]
-
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        """Appends around a body, which sees the new tokens on the device. If the body raises, nothing is appended."""
-        with self.cache._grown(self.growth):
-            self.write(self.new)
-            yield
-
-    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns copies of the page table and the lengths as they will be after the append."""
-        tables = self.cache._tables.clone()
-        tables[self.growth.cells] = self.growth.after
-        return self.cache._views(tables)
-
-
-def check_counts(name: str, counts: list[int], total: int, of: str, longest: int | None = None) -> None:
-    """Raises InvalidInput if the lengths of packed sequences, host integers, do not add up to a packed tensor.
-
-    Args:
-        name: the argument's name.
-        counts: tokens of each sequence.
-        total: tokens of the packed tensor.
-        of: the packed tensor's name, for messages.
-        longest: max_seqlen_q, if it was given.
-    """
-    for i, count in enumerate(counts):
-        if count < 0:
-            raise InvalidInput(f"{name}[{i}] is {count}; it must be at least 0")
-        if longest is not None and count > longest:
-            raise InvalidInput(f"{name}[{i}] is {count}; max_seqlen_q is {longest}, and must be at least as large")
-    if sum(counts) != total:
-        raise InvalidInput(f"{name} sums to {sum(counts)}; it must sum to {total}, the tokens of {of}")
-
-
-def check_offsets_tensor(name: str, offsets: Any, batch: int) -> None:
-    """Raises InvalidInput or InvalidType if offsets of packed sequences are not int32 (batch + 1,)."""
-    if not isinstance(offsets, torch.Tensor):
-        raise InvalidType(f"{name} is a {type(offsets).__name__}; it must be a torch.Tensor")
-    if offsets.dtype != torch.int32:
-        raise InvalidType(f"{name} is {offsets.dtype}; it must be torch.int32")
-    if offsets.dim() != 1 or len(offsets) != batch + 1:
-        raise InvalidInput(f"{name} has shape {tuple(offsets.shape)} for {batch} rows; it must be ({batch + 1},)")
-
-
-def new_tokens(
-    layer: CacheLayer,
-    k_new: torch.Tensor | None,
-    v_new: torch.Tensor | None,
-    *,
-    q: torch.Tensor | None = None,
-    rows: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    packed: bool = False,
-    rotary: Rotary | None = None,
-) -> append_kv.New:
-    """Checks new tokens against a cache and describes their launch; q, if given, is also rotated, into a new tensor.
-
-    Args:
-        cu_seqlens: offsets of packed tokens on the device.
-        packed: whether the tokens are packed although the offsets come later.
-
-    Raises:
-        InvalidInput, InvalidType: naming the argument that does not fit.
-    """
-    axes: dict[str, tuple[int, str]] = {}
-    bind_axes("the cache's k", layer.k, "num_pages page_size num_heads_kv head_dim", axes)
-    bind_axes("the cache's v", layer.v, "num_pages page_size num_heads_kv head_dim_v", axes)
-    packed = packed or cu_seqlens is not None
-    leading = "total" if packed else "batch seqlen"
-    if (k_new is None) != (v_new is None):
-        raise InvalidInput("k_new and v_new must be given together; one of them is None")
-    tensors = {
-        "k_new": (k_new, f"{leading} num_heads_kv head_dim"),
-        "v_new": (v_new, f"{leading} num_heads_kv head_dim_v"),
-    }
-    for name, (tensor, pattern) in {**tensors, "q": (q, f"{leading} num_heads_q head_dim")}.items():
-        if tensor is None:
-            continue
-        if not isinstance(tensor, torch.Tensor):
-            raise InvalidType(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
-        if tensor.is_nested or tensor.layout is not torch.strided:
-            raise InvalidType(f"{name} is no plain strided tensor; it must be one, as to_dense() returns it")
-        if tensor.dtype != layer.k.dtype:
-            raise InvalidType(f"{name} is {tensor.dtype} and the cache {layer.k.dtype}; they must share one dtype")
-        if tensor.device != layer.k.device:
-            raise InvalidInput(f"{name} is on {tensor.device} and the cache on {layer.k.device}")
-        bind_axes(name, tensor, pattern, axes)
-    if rows is not None and not packed:
-        bind_axes("rows", rows, "batch", axes)
-    if cu_seqlens is not None:
-        check_offsets_tensor("cu_seqlens", cu_seqlens, len(cu_seqlens) - 1 if rows is None else len(rows))
-    if rotary is not None:
-        _check_rotary(rotary, layer)
-    else:
-        q = None
-    # Kernels read memory directly, but torch may have deferred a negation.
-    k_new, v_new, q = (None if t is None else t.resolve_neg() for t in (k_new, v_new, q))
-    return append_kv.New(
-        k_new,
-        v_new,
-        q,
-        None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device),
-        layer.k,
-        layer.v,
-        layer.page_table,
-        layer.seqused_k,
-        rows,
-        None if cu_seqlens is None else cu_seqlens.contiguous(),
-        None if rotary is None else rotary.cos,
-        None if rotary is None else rotary.sin,
-    )
-
-
-def check_positions(rotary: Rotary, longest: int) -> None:
-    """Raises InvalidInput if a sequence of `longest` tokens has positions past the table of angles."""
-    if longest > len(rotary.cos):
-        raise InvalidInput(
-            f"rotary has angles for {len(rotary.cos)} positions and a sequence would have {longest} tokens"
-        )
-
-
-def _check_rotary(rotary: Rotary, layer: CacheLayer) -> None:
-    if not isinstance(rotary, Rotary):
-        raise InvalidType(f"rotary is a {type(rotary).__name__}; it must be a warpwave.Rotary")
-    axes: dict[str, tuple[int, str]] = {}
-    for name in ("cos", "sin"):
-        tensor = getattr(rotary, name)
-        if not isinstance(tensor, torch.Tensor) or not is_plain(tensor) or tensor.dtype != torch.float32:
-            raise InvalidType(f"rotary.{name} is {getattr(tensor, 'dtype', type(tensor).__name__)}; it must be float32")
-        if tensor.device != layer.k.device:
-            raise InvalidInput(f"rotary.{name} is on {tensor.device} and the cache on {layer.k.device}")
-        bind_axes(f"rotary.{name}", tensor, "positions rotary_dim/2", axes)
-        if not tensor.is_contiguous():
-            raise InvalidInput(f"rotary.{name} is not contiguous; pass rotary.{name}.contiguous()")
-    positions, half = axes["positions"][0], axes["rotary_dim/2"][0]
-    if positions < 1 or not 0 < 2 * half <= layer.k.shape[-1]:
-        raise InvalidInput(
-            f"rotary.cos has shape ({positions}, {half}); it must hold at least one position and rotate 2 to "
-            f"head_dim = {layer.k.shape[-1]} elements, two a column"
-        )

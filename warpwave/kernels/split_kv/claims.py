@@ -1,0 +1,116 @@
+"""What `split_kv` can run, and for which calls `auto` leaves it to another kernel."""
+
+from __future__ import annotations
+
+from warpwave import precision
+from warpwave.gpu import Gpu
+from warpwave.kernels import reasons
+from warpwave.kernels.arguments import (
+    padded,
+)
+from warpwave.kernels.split_kv.choice import (
+    default,
+    fitting,
+    smallest_smem_bytes,
+)
+from warpwave.kernels.split_kv.config import (
+    Config,
+    is_launched_ahead,
+)
+from warpwave.kernels.split_kv.splits import (
+    UNKNOWN_SMS,
+    blocks_with_rows,
+)
+from warpwave.problem import AttentionProblem, by_kind
+
+MAX_HEAD_DIM = 256
+
+
+@by_kind
+def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Returns every reason this kernel cannot run the problem on this GPU; empty if it can."""
+    found = [*reasons.of_device(gpu), *reasons.of_gradients(problem), *reasons.of_dropout(problem)]
+    found += reasons.of_widths(problem, MAX_HEAD_DIM, f"a row of K or V must fit one tile: at most {MAX_HEAD_DIM}")
+    found += reasons.of_pages(problem)
+    found += precision.why_not(problem, gpu)
+    if not found and not fitting(problem, gpu):
+        found.append(reasons.of_shared_memory(smallest_smem_bytes(problem, gpu), gpu))
+    return found
+
+
+FEW_QUERIES = 16  # of a sequence: a tile of queries would be mostly empty
+FEWEST_KEYS = 64  # one tile of keys: nothing to split, and no bandwidth needed
+KEYS = (256, 1024)  # of a prompt: the fewest and the most at which splitting was measured to be faster
+TINY = (1, 128)  # of a prompt whose tiles of rows all run at once: the fewest and the most
+# Fewest splits with which prefill gains: with fewer, tiles of queries alone nearly fill the GPU. In float32 smaller
+# tiles lose more against a kernel that makes parts ahead; measured with 16.
+FEWEST_SPLITS, FEWEST_SPLITS_FLOAT32 = 4, 8
+
+
+def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Returns why kernels with one block per tile of queries are faster; empty if `auto` should split keys instead.
+
+    Measured in CUDA graphs on an H200 (2026-11-21): decode is 2.0 to 7.6 times as fast as with hopper/flash_fwd; one
+    head of 512 queries and keys in 8 splits is 1.41 times as fast as with flash_fwd, of 256 in 4 splits 1.07.
+
+    Prompts of 128 and 64 keys, and 32 heads of 128, head_dim 64, are not worth splitting; they were 1.30, 1.18 and 1.15
+    times as fast (a day later), because one step covers all keys and launches start before the preceding ones end;
+    otherwise 0.89 to 0.95. One head of 4, 16, 32 and 48: 1.24, 1.38, 1.48 and 1.83 us, with flash_fwd 2.13, 2.43, 2.47
+    and 2.53. Longer prompts were not compared.
+
+    In float32, one head of 512 takes 11.2 us by default, 8.1 as tf32 and 11.6 as ieee; with hopper/flash_fwd, which
+    makes parts first, 14.6 and 10.2; with flash_fwd 26.5, 20.9 and 110.
+    """
+    if problem.page_size:  # no other GPU kernel reads pages
+        return []
+    if problem.seqlen_q <= FEW_QUERIES and problem.seqlen_k > FEWEST_KEYS:
+        return []
+    asked = f"{problem.seqlen_q} queries and {problem.seqlen_k} keys a sequence"
+    outside = [f"{asked}; faster at {FEW_QUERIES} queries or fewer, and at {KEYS[0]} to {KEYS[1]} keys"]
+    if not TINY[0] <= problem.seqlen_k <= KEYS[1]:
+        return outside  # every long prompt ends here, without computing a config
+    config = default(problem, gpu)
+    if config is not None and _tiny(problem, gpu, config):
+        return []
+    if problem.seqlen_k < KEYS[0]:
+        return [] if config is not None and _between(problem, gpu, config) else outside
+    shares = 1 if config is None else config.num_splits
+    fewest = FEWEST_SPLITS_FLOAT32 if problem.dtype == "float32" else FEWEST_SPLITS
+    if shares >= fewest:
+        return []
+    return [f"{asked} would give num_splits = {shares}; splitting is faster from num_splits = {fewest} on"]
+
+
+def _between(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
+    """Returns whether a prompt, longer than one step and too short to split, is bound by how soon its launch starts.
+
+    Measured: one head of 160, 192 and 224 keys 1.12 to 1.21 times as fast as with flash_fwd, 32 heads 1.12, 64 heads
+    1.08, 128 heads 0.91; 16 heads of 128 columns 1.08 (H200, 2026-11-22).
+    """
+    return (
+        TINY[1] < problem.seqlen_k == problem.seqlen_q
+        and problem.dtype != "float32"
+        and max(padded(problem.head_dim), padded(problem.head_dim_v)) <= 128
+        and problem.mask_shape is None
+        and problem.bias_shape is None
+        and not problem.packed
+        and gpu.capability == 90
+        and is_launched_ahead(gpu, config)
+        and blocks_with_rows(problem, config) <= 1.5 * (gpu.num_sms or UNKNOWN_SMS)
+    )
+
+
+def _tiny(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
+    """Returns whether a prompt is bound by how soon its one wave of blocks starts, within the measured range."""
+    return (
+        problem.seqlen_q <= problem.seqlen_k
+        and (problem.seqlen_q > FEW_QUERIES or problem.seqlen_q == problem.seqlen_k)
+        and TINY[0] <= problem.seqlen_k <= TINY[1]
+        and problem.dtype != "float32"
+        and max(padded(problem.head_dim), padded(problem.head_dim_v)) <= 64
+        and problem.mask_shape is None
+        and problem.bias_shape is None
+        and gpu.capability == 90
+        and is_launched_ahead(gpu, config)
+        and blocks_with_rows(problem, config) <= (gpu.num_sms or UNKNOWN_SMS)
+    )

@@ -1,0 +1,218 @@
+"""The number of splits of the keys, in closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from warpwave.gpu import Gpu
+from warpwave.kernels.arguments import padded
+from warpwave.kernels.split_kv import few_rows_host as few_rows
+from warpwave.kernels.split_kv.config import (
+    Config,
+    columns,
+    longest_steps,
+    may_map,
+    tiles,
+)
+from warpwave.problem import DTYPE_BYTES, AttentionProblem
+
+FEW = 1 / 4  # tiles of rows per SM
+UNKNOWN_SMS = 132  # assumed if no GPU is given; that of an H100 and an H200
+# The following values were fitted to an H200's times on 2026-11-21 (docs/notes/serving.md).
+MOST_BLOCKS_PER_SM = 3  # blocks of four warps
+SATURATING_BLOCKS = 2  # blocks an SM needs, each with some 64 KB in flight, to saturate memory
+START_STEPS = 3  # time to start a block and fill its pipeline, in steps
+HIDDEN_START_STEPS = 0.5  # what remains of it while other blocks of the SM keep memory busy
+SCATTERED_START_STEPS = 3  # in addition, if the page ids of many pages must be loaded first
+UNEVEN = 0.45  # fraction of a small last wave's unused capacity that adds to the time after one full wave
+DRIFT = 0.1  # of a block's steps: blocks that start together do not end together
+MERGE_STEPS = 2.4
+PARTS_PER_STEP = 30
+MAX_SPLITS = 128
+# Partial results of a tile whose bits must not depend on the batch: True for one tile of rows, as at decode, and False
+# otherwise, where their bytes grow with the number of rows.
+INVARIANT_PIECES = {True: 32, False: 4}
+
+
+# Loads by tensor maps take no registers, and one block of large tiles keeps enough of them in flight for its SM.
+MAPPED_BYTES = 128 * 1024  # bytes in flight on an SM that saturate memory
+MAPPED_STEP_BYTES = 64 * 1024  # bytes per SM that take as long as a step of saturating blocks that load by pointers
+# Fraction of the saturating blocks that keep memory as busy as all of them: first if few tiles of rows are cut into
+# many splits, second if there are more tiles, with two warps each: 192 blocks were faster than 240 and 288 for 48 and
+# 96 tiles.
+MAPPED_ENOUGH, MAPPED_ENOUGH_SMALL = 0.9, 0.75
+MAPPED_START_STEPS = 1.2
+MAPPED_HIDDEN_START_STEPS = 0.1
+
+
+class Pace(NamedTuple):
+    """The speed of blocks, in steps. A step is the time in which a block processes `block_n` keys while `saturating`
+    blocks run."""
+
+    places: int
+    saturating: int
+    start: float
+    hidden_start: float
+    drift: float
+    merge: float
+    parts_per_step: float
+    together: float  # if memory alone sets the pace and concurrent blocks end together: the fraction of the saturating
+    # blocks that is enough; else 0
+
+
+class Splits(NamedTuple):
+    """A number of splits, and the arithmetic behind it."""
+
+    num_splits: int
+    reason: str
+
+
+def blocks_with_rows(problem: AttentionProblem, config: Config) -> int:
+    """Returns the number of blocks that have rows, before keys are split."""
+    heads = problem.num_heads_q // problem.num_heads_kv * config.kv_heads
+    found = -(-problem.seqlen_q * heads // config.block_m) * problem.batch
+    if problem.packed:  # the longest sequence is one of several: each may end in a partial tile
+        found = min(found, problem.total_q * heads // config.block_m + problem.batch)
+    return max(1, found * (problem.num_heads_kv // config.kv_heads))
+
+
+def scattered(problem: AttentionProblem, config: Config) -> bool:
+    """Returns whether the keys of a tile lie in several pages."""
+    return problem.page_size > 0 and problem.page_size % config.block_n != 0
+
+
+def blocks_per_sm(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
+    """Returns the blocks resident on an SM, limited by registers and shared memory."""
+    if config.roles:
+        return few_rows.blocks_per_sm(problem, gpu, config)
+    by_registers = 2 if config.block_m > 32 else MOST_BLOCKS_PER_SM
+    needed = smem_expected(problem, config)
+    return max(1, min(by_registers * 4 // config.num_warps, gpu.smem_per_block_bytes // needed))
+
+
+def smem_expected(problem: AttentionProblem, config: Config) -> int:
+    """Returns approximately the shared memory of 16-bit tiles: tiles in flight, Q and probabilities (compiled for
+    sm_90)."""
+    if config.roles:
+        return few_rows.smem_bytes(problem, config.block_n, config.num_stages)
+    in_flight = config.num_stages - 1 if config.block_m < 64 else config.num_stages
+    needed = columns(config) * (padded(problem.head_dim) + padded(problem.head_dim_v)) * max(1, in_flight)
+    needed += config.block_m * (padded(problem.head_dim) + columns(config))
+    return DTYPE_BYTES[problem.dtype] * needed + 1024
+
+
+def tiles_in_flight(config: Config) -> int:
+    """Returns the tiles of K and V that a block keeps in flight by tensor maps."""
+    return config.num_stages if config.roles else max(1, config.num_stages - 1)
+
+
+def pace(problem: AttentionProblem, gpu: Gpu, config: Config) -> Pace:
+    """Returns the constants fitted to measured times, for loads by pointers or by tensor maps. Tiles of 64 rows are
+    bound by arithmetic and use the pointer constants in either case."""
+    sms, blocks = gpu.num_sms or UNKNOWN_SMS, blocks_per_sm(problem, gpu, config)
+    if not (config.by_map and may_map(problem, gpu, config)) or config.block_m >= 64:
+        more = SCATTERED_START_STEPS if scattered(problem, config) and config.block_m < 64 else 0
+        return Pace(
+            sms * blocks, sms * min(blocks, SATURATING_BLOCKS), START_STEPS + more, HIDDEN_START_STEPS + more, DRIFT,
+            MERGE_STEPS, PARTS_PER_STEP, 0.0,
+        )  # fmt: skip
+    tile = columns(config) * (padded(problem.head_dim) + padded(problem.head_dim_v)) * DTYPE_BYTES[problem.dtype]
+    saturating = min(blocks, max(1, round(MAPPED_BYTES / (tile * tiles_in_flight(config)))))
+    step = saturating * tile / MAPPED_STEP_BYTES
+    many = config.num_warps == 2 and blocks_with_rows(problem, config) > FEW * sms
+    return Pace(
+        sms * blocks, sms * saturating, MAPPED_START_STEPS / step, MAPPED_HIDDEN_START_STEPS / step, 0.0,
+        MERGE_STEPS / step, PARTS_PER_STEP, MAPPED_ENOUGH_SMALL if many else MAPPED_ENOUGH,
+    )  # fmt: skip
+
+
+def choose_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Splits:
+    """Returns the number of splits with the shortest estimated time, in closed form.
+
+    `places` blocks are resident at once; a smaller number, `saturating`, saturates memory. With at least that many,
+    time is proportional to the number of blocks; with fewer, to the steps of one block. Too few splits leave SMs idle.
+    A last wave of few blocks leaves memory idle, less so after more full waves. Many splits cost starts and merging:
+
+        steps(S) = max(1, first / saturating) * (ceil(longest / S) + start) + merge(S)
+                   + (blocks * S - first) / saturating * (ceil(longest / S) + hidden start) + uneven end
+
+    `longest` is the number of steps of the tile that sees most keys. `first` is the number of blocks of the first wave,
+    equal on every SM.
+    """
+    shares, blocks, longest, of = _chosen(problem, gpu, config)
+    sms = gpu.num_sms or UNKNOWN_SMS
+    reason = (
+        f"{blocks} tiles of rows for {of.places} resident blocks on {sms} SMs, "
+        f"{longest} steps of {config.block_n} keys each: "
+    )
+    if config.roles:
+        return Splits(shares, f"{reason}{blocks * shares} blocks; one per SM nearly saturates memory")
+    steps, alone = (_steps(s, config.pieces, blocks, longest, sms, of) for s in (shares, 1))
+    reason += f"about {steps:.0f} steps in total, including starts and merge"
+    return Splits(shares, reason + (f"; with num_splits = 1, {alone:.0f}" if shares > 1 else ""))
+
+
+def _chosen(problem: AttentionProblem, gpu: Gpu, config: Config) -> tuple[int, int, int, Pace]:
+    """Returns the number of splits and its inputs: tiles of rows, steps of the longest one, and the pace."""
+    blocks, sms = blocks_with_rows(problem, config), gpu.num_sms or UNKNOWN_SMS
+    of, longest = pace(problem, gpu, config), max(1, longest_steps(problem, config))
+    if config.roles:
+        return few_rows.shares(blocks, longest, config.block_n, sms), blocks, longest, of
+    return _soonest(config.pieces, blocks, longest, sms, of), blocks, longest, of
+
+
+def _steps(s: int, pieces: int, blocks: int, longest: int, sms: int, of: Pace) -> float:
+    """Returns steps(S) of `choose_splits`."""
+    places, saturating, start, hidden_start, drift, merge, parts_per_step, together = of
+    each = -(-longest // s)
+    waves, rest = divmod(blocks * s, places)
+    if together:
+        first = min(max(blocks * s, together * saturating), places)
+        total = first / saturating * (each + start)
+    else:
+        first = min(-(-blocks * s // sms) * sms, places)  # an SM that has one more block ends last
+        total = max(1.0, first / saturating) * (each + start)
+    total += max(0, blocks * s - places) / saturating * (each + hidden_start)
+    if waves and rest:
+        total += (UNEVEN / waves * max(0, saturating - rest) / saturating + drift) * each
+    return total + (merge + (pieces or s) / parts_per_step if s > 1 or pieces else 0)
+
+
+@lru_cache(4096)
+def _soonest(pieces: int, blocks: int, longest: int, sms: int, of: Pace) -> int:
+    """Returns the smallest number of splits with the fewest steps.
+
+    While all blocks run at once, a number that does not shorten the splits is skipped: every other term grows with it.
+    With more blocks, the search ends when a lower bound of steps(S), with even waves and exact splits, exceeds the
+    fewest steps.
+    """
+    places, saturating = of.places, of.saturating
+    best, fewest, before = 1, _steps(1, pieces, blocks, longest, sms, of), longest
+    full = places / saturating if of.together else max(1.0, places / saturating)
+    least = full * of.start + blocks * longest / saturating + of.merge
+    for s in range(2, min(pieces or MAX_SPLITS, longest) + 1):
+        each = -(-longest // s)
+        beyond = blocks * s - places
+        if beyond < 0 and each == before:
+            continue
+        if beyond >= 0 and least + beyond / saturating * of.hidden_start + (pieces or s) / of.parts_per_step > fewest:
+            break
+        before, steps = each, _steps(s, pieces, blocks, longest, sms, of)
+        if steps < fewest:
+            best, fewest = s, steps
+    return best
+
+
+def with_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
+    """Returns the tiling with the keys split for this problem."""
+    if problem.batch_invariant:
+        # The longest sequence of a packed call must not affect the others.
+        config = changed(config, pieces=INVARIANT_PIECES[not problem.packed and tiles(problem, config) == 1])
+    return changed(config, num_splits=_chosen(problem, gpu, config)[0])
+
+
+# `dataclasses.replace`, which computes each result once.
+changed: Callable[..., Config] = lru_cache(4096)(replace)

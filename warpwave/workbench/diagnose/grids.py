@@ -1,0 +1,144 @@
+"""Finds the tables in a text: Markdown, CSV with any usual delimiter, box drawings, and columns aligned by spaces.
+
+The text may come from anywhere, so bytes of several encodings are read, and characters that a wrong decoding has
+damaged are repaired.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from warpwave.workbench.input_files import Unreadable
+
+WRONG_DECODINGS = ("cp1252", "mac_roman")  # how UTF-8 most often has been read by mistake
+MOST_CELLS = 200_000  # of all tables of a file
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table as text.
+
+    Attributes:
+        caption: the nearest line of text above it; empty if there is none.
+        header: the headings, cleaned.
+        rows: the cells, cleaned; every row has as many as the header.
+    """
+
+    caption: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def decode(content: bytes) -> str:
+    """Returns the text of a file of unknown encoding.
+
+    Raises:
+        Unreadable: the bytes are no text.
+    """
+    if content[:2] in (b"\xff\xfe", b"\xfe\xff"):  # what spreadsheets call "Unicode text"
+        return content.decode("utf-16", errors="replace")
+    if b"\x00" in content:
+        raise Unreadable("no text: it has zero bytes")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return content.decode("cp1252", errors="replace")
+
+
+def repaired(text: str) -> str:
+    """Returns text whose runs of characters outside ASCII are what they were before a wrong decoding.
+
+    A run is repaired if its bytes in the wrong encoding are valid UTF-8, which correct text almost never is.
+    """
+    return re.sub(r"[^\x00-\x7f]+", lambda run: _repaired_run(run.group()), text)
+
+
+def _repaired_run(run: str) -> str:
+    for encoding in WRONG_DECODINGS:
+        try:
+            return run.encode(encoding).decode("utf-8")
+        except UnicodeError:
+            continue
+    return run
+
+
+def cleaned(cell: str) -> str:
+    """Returns a cell without emphasis, markup and surrounding space, with one spelling of micro, times and minus."""
+    text = re.sub(r"<br\s*/?>", " ", cell)
+    text = re.sub(r"</?[a-zA-Z][^>]*>|\*\*|__|~~|`|\$", "", text).strip()
+    text = re.sub(r"^[*_](.*)[*_]$", r"\1", text)
+    for odd, plain in (("μ", "u"), ("µ", "u"), ("×", "x"), ("✕", "x"), ("−", "-"), ("\u00a0", " "), ("\u202f", " ")):  # noqa: RUF001
+        text = text.replace(odd, plain)
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def grids(text: str) -> list[Grid]:
+    """Returns the tables of a text in order; a table has a heading and at least one row.
+
+    Raises:
+        Unreadable: the tables have too many cells.
+    """
+    lines = [line.rstrip() for line in repaired(text).splitlines()]
+    found: list[Grid] = []
+    caption, block, kind = "", list[str](), ""
+    for line in [*lines, ""]:
+        of_line = _kind(line)
+        if of_line != kind and block:
+            found += _grid(caption, block, kind)
+            caption, block = "", []
+        kind = of_line
+        if kind:
+            block.append(line)
+        elif line.strip() and not _is_rule(line):
+            caption = cleaned(line.strip().lstrip("#").rstrip(":"))
+    if sum(len(grid.header) * len(grid.rows) for grid in found) > MOST_CELLS:
+        raise Unreadable(f"too large: its tables have more than {MOST_CELLS:,} cells")
+    return found
+
+
+BARS = re.compile("[│┃║┆|]")
+
+
+def _kind(line: str) -> str:
+    """Returns how a line's cells are divided; empty if it is no line of a table."""
+    if BARS.search(line):
+        return "|"
+    if _is_rule(line):
+        return "|" if "+" in line or not line.isascii() else ""
+    for delimiter in ("\t", ";", ","):
+        if len(line.split(delimiter)) > 2 and not re.search(r"[a-z]{3}[.?!]$", line):
+            return delimiter
+    if line.count(",") == 1 and not re.search(r",\s", line.strip()):
+        return ","
+    return "spaces" if len(re.split(r"\s{2,}", line.strip())) > 1 else ""
+
+
+def _is_rule(line: str) -> bool:
+    return bool(line.strip()) and not re.sub(r"[\s|+=:\-─-╿]", "", line)
+
+
+def _grid(caption: str, block: list[str], kind: str) -> Iterator[Grid]:
+    if kind == "|":
+        lines = [_cells(line) for line in block if not _is_rule(line)]
+    elif kind == "spaces":
+        lines = [re.split(r"\s{2,}", line.strip()) for line in block]
+        if len(lines) > 1 and all(len(cells) == len(lines[0]) + 1 for cells in lines[1:]):
+            lines[1:] = [cells[1:] for cells in lines[1:]]  # the numbers of the rows, as data frames print them
+    else:
+        lines = list(csv.reader(block, delimiter=kind, skipinitialspace=True))
+        if kind == ";":  # where commas are decimal points, fields are separated by semicolons
+            lines = [[re.sub(r"^\s*(\d+),(\d+)\s*$", r"\1.\2", cell) for cell in cells] for cells in lines]
+    rows = [tuple(cleaned(cell) for cell in cells) for cells in lines]
+    rows = [cells for cells in rows if any(cells)]
+    if len(rows) < 2 or len(rows[0]) < 2:
+        return
+    header, width = rows[0], len(rows[0])
+    yield Grid(caption, header, tuple((*cells, *[""] * width)[:width] for cells in rows[1:]))
+
+
+def _cells(line: str) -> list[str]:
+    inner = BARS.sub("|", line.strip()).replace("\\|", " ")
+    return inner.removeprefix("|").removesuffix("|").split("|")

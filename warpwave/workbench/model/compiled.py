@@ -1,0 +1,93 @@
+"""What default configs compile to on each target: registers and shared memory, read from `compiled.json`.
+
+They decide how many blocks share an SM. A kernel's `cost` estimates both before compiling, and the estimate is used for
+configs that the table does not have. `benchmarks/compiled_resources.py` writes the table. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from warpwave.gpu import Gpu
+from warpwave.problem import AttentionProblem
+
+FILE = Path(__file__).with_name("compiled.json")
+SCHEMA = "warpwave compiled resources 1"
+SAME_CODE = {"sm_87": "sm_80", "sm_103": "sm_100", "sm_121": "sm_120"}  # targets whose code is another target's
+
+
+class Key(NamedTuple):
+    """What decides the code of a launch.
+
+    Args:
+        kernel, arch: its name and target.
+        size: bytes of an element.
+        widths: head_dim and head_dim_v; up to 256 rounded up to powers of two, as tiles are.
+        banded: whether a causal mask or a window hides pairs by position.
+        config: the config's values in words.
+    """
+
+    kernel: str
+    arch: str
+    size: int
+    widths: str
+    banded: bool
+    config: str
+
+
+@dataclass(frozen=True)
+class Resources:
+    """The resources of one compiled launch: the fields of its key, and what the compiler uses per thread and block."""
+
+    kernel: str
+    arch: str
+    size: int
+    widths: str
+    banded: bool
+    config: str
+    registers: int
+    accumulators: int
+    smem_bytes: int
+    spill_bytes: int
+
+    @property
+    def key(self) -> Key:
+        return Key(self.kernel, self.arch, self.size, self.widths, self.banded, self.config)
+
+
+def key(kernel: str, problem: AttentionProblem, gpu: Gpu, config: Any) -> Key:
+    """Returns the key of a call's launch with products."""
+    return Key(
+        kernel,
+        SAME_CODE.get(gpu.arch, gpu.arch),
+        4 if problem.dtype == "float32" else 2,
+        f"{_tile_width(problem.head_dim)} {_tile_width(problem.head_dim_v)}",
+        problem.has_band,
+        ", ".join(f"{name}={value}" for name, value in asdict(config).items()),
+    )
+
+
+def _tile_width(head_dim: int) -> int:
+    """Returns the width of a tile that holds whole rows. Larger heads are cut into pieces, each in another way."""
+    return 1 << (head_dim - 1).bit_length() if head_dim <= 256 else head_dim
+
+
+@functools.cache
+def table() -> dict[Key, Resources]:
+    """Returns every entry by its key."""
+    data = json.loads(FILE.read_text(encoding="utf-8"))
+    if data["schema"] != SCHEMA:
+        raise ValueError(f"{FILE.name}: schema is {data['schema']!r}; it must be {SCHEMA!r}")
+    return {entry.key: entry for entry in (Resources(**values) for values in data["entries"])}
+
+
+def resources(kernel: str, problem: AttentionProblem, gpu: Gpu, config: Any) -> Resources | None:
+    """Returns what a call's launch with products compiles to; None if the table does not have its config, or if a mask,
+    a bias or packing changes its code."""
+    if problem.mask_shape is not None or problem.bias_shape is not None or problem.packed or problem.page_size:
+        return None
+    return table().get(key(kernel, problem, gpu, config))
