@@ -1,12 +1,13 @@
 """Times of gradients beside SDPA's backends, torch's varlen_attn and FlashAttention-4, paired in one process on a GPU.
 
-    python -m benchmarks.gradients OUT.json [--groups rows both drawn features steps] [--rounds 7] [--seed HASH]
+    python -m benchmarks.gradients OUT.json [--groups rows both drawn features biases steps] [--rounds 7] [--seed HASH]
 
 Groups of rows; heads * head_dim = 2048 where nothing else is said:
     rows      backward alone: 64 / 128 / 256 x {16 x 1024, 4 x 4096, 1 x 16384} x full / causal
     both      the same calls, forward and backward together
     drawn     backward of 40 shapes drawn from a commit's hash: grouped heads, odd lengths, head_dim 80 to 256, 192/128
     features  backward with packed documents, a window, a softcap, a mask, a bias, and in float32
+    biases    backward with a bias for each score of a head, without and with its gradient
     steps     forward and backward of grouped heads; the host's time of a small step; peak memory
 
 Everything goes through the public calls and torch.autograd. Rounds are interleaved; a ratio is the median over rounds
@@ -42,6 +43,7 @@ SDPA = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 OURS = ("warpwave", "deterministic")
+BIASES = ("bias", "trained bias")
 SHAPES = ((16, 1024), (4, 4096), (1, 16384))
 DRAWN = 40
 Step = Callable[[], Any]
@@ -61,7 +63,9 @@ class Row:
     dtype: str = "bfloat16"
     window: int = -1
     softcap: float = 0.0
-    beside: str = ""  # a "mask" or "bias" with an element for each score of a head, or a mask of "padding"
+    # A "mask" or "bias" with an element for each score of a head, a "trained bias" whose gradient is wanted as well, or
+    # a mask of "padding".
+    beside: str = ""
     precision: str = "default"
     documents: tuple[int, ...] = field(default=())
 
@@ -111,7 +115,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Inputs:
-    """q, k and v that want gradients, what arrives at out, and what goes with the call."""
+    """What wants gradients, q, k and v first, what arrives at out, and what goes with the call."""
 
     leaves: tuple[torch.Tensor, ...]
     dout: torch.Tensor
@@ -136,14 +140,15 @@ def inputs(row: Row) -> Inputs:
     elif row.beside == "padding":
         lengths = torch.linspace(row.seqlen // 2, row.seqlen, row.batch, device="cuda")
         beside = (torch.arange(row.seqlen, device="cuda") < lengths[:, None])[:, None, None]
-    elif row.beside == "bias":
+    elif row.beside in BIASES:
         beside = torch.randn(1, heads, row.seqlen, row.seqlen, device="cuda", dtype=dtype)
-    return Inputs(tuple(t.requires_grad_() for t in (q, k, v)), dout, offsets, beside)
+    leaves = (q, k, v) if beside is None or row.beside != "trained bias" else (q, k, v, beside)
+    return Inputs(tuple(t.requires_grad_() for t in leaves), dout, offsets, beside)
 
 
 def ours(row: Row, given: Inputs, deterministic: bool = False) -> Callable[[], torch.Tensor]:
     """Returns our forward."""
-    q, k, v = given.leaves
+    q, k, v = given.leaves[:3]
     options: dict[str, Any] = {"causal": row.causal, "softcap": row.softcap, "precision": row.precision}
     options["deterministic"] = deterministic
     if row.window >= 0:
@@ -153,13 +158,13 @@ def ours(row: Row, given: Inputs, deterministic: bool = False) -> Callable[[], t
         options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
         return lambda: warpwave.attention_varlen(q, k, v, **options)
     if row.beside:
-        options["bias" if row.beside == "bias" else "mask"] = given.beside
+        options["bias" if row.beside in BIASES else "mask"] = given.beside
     return lambda: warpwave.attention(q, k, v, **options)
 
 
 def peers(row: Row, given: Inputs) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
     """Returns the forwards of others that have what the row needs; each may still refuse."""
-    q, k, v = given.leaves
+    q, k, v = given.leaves[:3]
     if not row.documents and row.window < 0 and not row.softcap:
 
         def sdpa() -> torch.Tensor:
@@ -324,6 +329,12 @@ def features() -> list[Row]:
     ]
 
 
+def biases() -> list[Row]:
+    """Returns calls with a bias that all batch items share."""
+    shapes = ((64, 16, 1024), (64, 2, 4096), (128, 16, 1024), (128, 4, 4096), (256, 4, 4096))
+    return [Row(d, b, n, beside=kind) for d, b, n in shapes for kind in BIASES]
+
+
 def whole_steps(rounds: int) -> list[dict[str, Any]]:
     """Returns forward and backward of grouped heads, the host's time of a small step, and peak memory."""
     found = []
@@ -361,14 +372,14 @@ def main() -> None:
     """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    names = ("rows", "both", "drawn", "features", "steps")
+    names = ("rows", "both", "drawn", "features", "biases", "steps")
     parser.add_argument("--groups", nargs="+", choices=names, default=names)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seed", help="a commit's hash; default: HEAD's")
     asked = parser.parse_args()
     seed = asked.seed or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     record: dict[str, Any] = {"seed": seed, "environment": environment.describe("cuda")}
-    groups = {"rows": table(), "both": table(), "drawn": drawn(seed), "features": features()}
+    groups = {"rows": table(), "both": table(), "drawn": drawn(seed), "features": features(), "biases": biases()}
     for name in asked.groups:
         if name == "steps":
             record[name] = whole_steps(asked.rounds)

@@ -212,6 +212,8 @@ JOINT, APART_DKV, APART_DQ, BAND, ROWS = (
     f"kernels/hopper/flash_bwd/{name}.py" for name in ("joint", "dkv", "dq", "band", "rows")
 )
 BACKWARD_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_the_protocol_on_a_cpu"
+MASKS_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_masks_on_a_cpu"
+BIASES_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_biases_on_a_cpu"
 NEIGHBOURS_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_nan_of_a_neighbour_stays_there"
 HOPPER_BACKWARD = [
     Mutant(
@@ -317,6 +319,57 @@ HOPPER_BACKWARD = [
         "gradients on Hopper: queries of the next sequence multiplied", "kernels/hopper/flash_bwd/steps.py",
         "if rows_used < BLOCK_M:", "if rows_used < 0:",
         NEIGHBOURS_ON_CPU, "192", "dk",
+    ),
+    Mutant(
+        "bias on Hopper: that of the kv head", "kernels/hopper/flash_bwd/producer.py",
+        "load_bias(tiles.bias, place, full, batch, head,", "load_bias(tiles.bias, place, full, batch, work.head,",
+        BIASES_ON_CPU, "score and 40", "FAIL B1 maximum of dk",
+    ),
+    Mutant(
+        "bias on Hopper: tile of the other group", APART_DQ,
+        "load_bias(tiles.bias, stage * GROUPS + g,", "load_bias(tiles.bias, stage * GROUPS + 1 - g,",
+        BIASES_ON_CPU, "score and 40", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "bias on Hopper: read in the other stage of P", APART_DKV,
+        "bias_tile = tiles.bias.tiles.shape[0] // 2 * (n % 2)",
+        "bias_tile = tiles.bias.tiles.shape[0] // 2 * (1 - n % 2)",
+        BIASES_ON_CPU, "score and 40", "FAIL B1 maximum of d",
+    ),
+    Mutant(
+        "bias on Hopper: its gradient times the softcap's derivative", APART_DQ,
+        "if rules.HAS_SOFTCAP and not takes_ds:", "if rules.HAS_SOFTCAP:",
+        BIASES_ON_CPU, "softcap and 40", "FAIL B1 maximum of dbias",
+    ),
+    Mutant(
+        "bias on Hopper: hidden tiles of its gradient not written", "kernels/hopper/flash_bwd/kernel.py",
+        "dbias.zero_()", "dbias.fill_(1.0)",
+        BIASES_ON_CPU, "window and 40", "FAIL B1 maximum of dbias",
+    ),
+    Mutant(
+        "bias on Hopper: its gradient of the first batch item alone", "kernels/hopper/flash_bwd/kernel.py",
+        "tensors.dbias.sum(axes, keepdim=True) if axes", "tensors.dbias[:1].sum(axes, keepdim=True) if axes",
+        BIASES_ON_CPU, "window and 40", "FAIL B1 maximum of dbias",
+    ),
+    Mutant(
+        "bias on Hopper: NaN of keys that it hides multiplied", "kernels/prepass/bias_seen.py",
+        "tl.store(keys_ptr + keys, tl.max(shown, 0)", "tl.store(keys_ptr + keys, tl.max(shown + 1, 0)",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_nan_behind_a_bias_goes_nowhere", "", "FAIL",
+    ),
+    Mutant(
+        "mask on Hopper: last step of each block lost", "kernels/prepass/mask_bits.py",
+        "shown.sum(-1, keepdim=True).clamp_(min=1)", "(shown.sum(-1, keepdim=True) - 1).clamp_(min=1)",
+        MASKS_ON_CPU, "40 and alibi", "FAIL B1 maximum of d",
+    ),
+    Mutant(
+        "mask on Hopper: hidden tiles walked", "kernels/prepass/mask_bits.py",
+        "p.row_blocks, p.tiles).ne(0)", "p.row_blocks, p.tiles).ge(0)",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_tiles_that_a_mask_hides_are_not_walked", "", "sum(walked)",
+    ),
+    Mutant(
+        "slopes on Hopper: gradient with the other sign", APART_DQ,
+        "of_slope -= gl.sum(", "of_slope += gl.sum(",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_slopes_on_a_cpu", "", "FAIL A peer rule of dalibi_slopes",
     ),
     Mutant(
         "dK and dV apart: softcap's derivative not passed on", APART_DKV,

@@ -92,8 +92,8 @@ class Memory:
     def slice(self, start: int, length: int, dim: int = 0) -> Memory:
         return self._map(lambda x: x.narrow(dim, int(start), int(length)))
 
-    def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Memory:
-        return Memory(self.values.reshape(-1)[: torch.Size(shape).numel()].view(list(shape)), dtype)
+    def reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Memory:
+        return Memory(self.values.reshape(-1).view(dtype)[: torch.Size(shape).numel()].view(list(shape)), dtype)
 
     def load(self, layout: Any = None) -> Tensor:
         return self.values.clone().as_subclass(Value)
@@ -111,7 +111,11 @@ class Map:
         self.adding = threading.Lock()
         self.block_type = types.SimpleNamespace(shape=block, nbytes=torch.Size(block).numel() * tensor.element_size())
 
+    def _check(self, place: Sequence[Any]) -> None:
+        assert int(place[-1]) * self.tensor.element_size() % 16 == 0, "a copy begins at a multiple of 16 bytes"
+
     def read(self, place: Sequence[Any]) -> Tensor:
+        self._check(place)
         self.rows_read.add(int(place[-2]))
         block = torch.zeros(self.block_type.shape, dtype=self.dtype)
         source, target = [], []
@@ -125,6 +129,7 @@ class Map:
         return block
 
     def write(self, place: Sequence[Any], block: Tensor, add: bool = False) -> None:
+        self._check(place)
         target, source = [], []
         for at, extent, size in zip(map(int, place), self.block_type.shape, self.tensor.shape, strict=True):
             begin, end = max(at, 0), min(at + extent, size)
@@ -291,6 +296,7 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         "mbarrier": types.SimpleNamespace(
             init=init, arrive=arrive, expect=expect, wait=wait, MBarrierLayout=lambda: "barriers"
         ),
+        "reinterpret": Memory.reinterpret,
         "tma_load": tma_load,
         "wait_full": wait_full,
         "tma_add": lambda target, place, source: target.write(place, source.values, add=True),
@@ -301,6 +307,7 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         "fence_async_shared": lambda: None,
         "block_barrier": lambda: None,
         "exp2": torch.exp2,
+        "exp2_at_most_one": lambda x: torch.exp2(torch.minimum(x, torch.zeros(()))),
         "tanh": torch.tanh,
         "rescale": lambda acc, alpha: acc * alpha,
         "settle": settled,

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(GPU.arch != "sm_90", reason="needs a Hopper GPU"),
 ]
 
-GRID: dict[str, Any] = {name: values for name, values in FEATURES.items() if name not in ("bias", "scale", "lse")} | {
+GRID: dict[str, Any] = {name: values for name, values in FEATURES.items() if name not in ("scale", "lse")} | {
     "dtype": ("float16", "bfloat16"),
     "dims": (
         *((8, 8), (64, 64), (80, 80), (96, 96), (128, 128), (64, 128), (128, 64), (40, 24)),
@@ -43,8 +43,10 @@ def gradients(call: Call, dout: Tensor, dlse: Tensor | None, config: int = 0) ->
     problem = replace(call.problem, return_lse=True)
     out, lse = harness.run("auto", call._replace(problem=problem, options=call.options | {"return_lse": True}))
     assert lse is not None
-    wanted = (True, True, True, False, False, call.operands.sinks is not None)
-    run = flash_bwd.bind(problem, GPU, call.operands, wanted, flash_bwd.configs(problem, GPU)[config])
+    of = flash_bwd.configs(problem, GPU)[config]
+    bias, slopes, sinks = (t is not None for t in call.operands[4:7])
+    wanted = (True, True, True, bias, slopes and not of.is_joint, sinks)  # slopes take launches apart
+    run = flash_bwd.bind(problem, GPU, call.operands, wanted, of)
     return Gradients(*run(call.operands, (out, lse), dout, dlse))  # type: ignore[arg-type]
 
 
@@ -94,3 +96,58 @@ def test_launches_apart_repeat_bit_for_bit(dims: tuple[int, int], features: dict
     for _ in range(300):
         again = gradients(call, dout, dlse, config=-1)
         assert bits(again.dq, again.dk, again.dv) == bits(first.dq, first.dk, first.dv)
+
+
+SHAPES = [(b, h, m, n) for b in (1, 2) for h in (1, 4) for m in (1, 1023) for n in (1, 1025)]
+
+
+@pytest.mark.parametrize(("dims", "dtype"), [((128, 128), "bfloat16"), ((64, 64), "float32")], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bias_of_any_shape(shape: tuple[int, ...], dims: tuple[int, int], dtype: str) -> None:
+    """Its gradient is summed over every axis that is broadcast. Sinks keep that of a bias of queries from being 0."""
+    case = replace(
+        PLAIN, dtype="bfloat16", dims=dims, lengths=(1023, 1025), heads=(4, 2), batch=2, sinks=True,
+        causal="bottom_right" if shape[0] > 1 else "", softcap=15.0 if shape[1] > 1 else 0.0,
+    )  # fmt: skip
+    call = cases.build(case, "normal", DEVICE)
+    g = torch.Generator(DEVICE).manual_seed(5)
+    bias = torch.randn(shape, generator=g, device=DEVICE).to(getattr(torch, dtype))
+    if shape[2] > 1 and shape[3] > 1:
+        bias.masked_fill_(torch.rand(shape, generator=g, device=DEVICE) < 0.1, -torch.inf)
+    problem = replace(call.problem, bias_shape=shape, bias_dtype=dtype)
+    call = call._replace(problem=problem, operands=call.operands._replace(bias=bias), options=call.options)
+    dout, dlse = upstream(call)
+    references = backward_references(problem, call.operands, dout, dlse)
+    found = gradients(call, dout, dlse)
+    verdict = judge_backward(problem, references, found)
+    assert found.dbias is not None and found.dbias.shape == shape and found.dbias.is_contiguous()
+    assert verdict.passed, str(verdict)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_with_a_bias_repeat_bit_for_bit(dims: tuple[int, int], dtype: str) -> None:
+    """Bias, probabilities and dS take turns in shared memory."""
+    case = replace(PLAIN, dtype="bfloat16", dims=dims, lengths=(1500, 1400), heads=(8, 4), bias="full", alibi="heads")
+    call = cases.build(case, "normal", DEVICE)
+    bias = call.operands.bias.to(getattr(torch, dtype))
+    call = call._replace(problem=replace(call.problem, bias_dtype=dtype), operands=call.operands._replace(bias=bias))
+    dout, dlse = upstream(call)
+    first = gradients(call, dout, dlse)
+    for _ in range(300):
+        assert bits(*gradients(call, dout, dlse)[:5]) == bits(*first[:5])
+
+
+def test_nan_behind_a_bias_goes_nowhere() -> None:
+    """In keys that no query sees, and in queries that see no key."""
+    case = replace(PLAIN, dtype="bfloat16", dims=(64, 64), lengths=(400, 500), heads=(4, 2), bias="full")
+    call = cases.build(case, "normal", DEVICE)
+    q, k, v, _, bias = call.operands[:5]
+    bias[..., 70:73], bias[:, :, 130:140] = -torch.inf, -torch.inf
+    dout, dlse = upstream(call)
+    references = backward_references(call.problem, call.operands, dout, dlse)
+    q, k, v, dout = (t.clone() for t in (q, k, v, dout))
+    k[:, 70:73], v[:, 70:73], q[:, 130:140], dout[:, 130:140] = (torch.nan,) * 4
+    given = call._replace(operands=call.operands._replace(q=q, k=k, v=v))
+    verdict = judge_backward(call.problem, references, gradients(given, dout, dlse))
+    assert verdict.passed, str(verdict)

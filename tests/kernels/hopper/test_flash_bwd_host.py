@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import warpwave
 from tests.test_new_lengths import Card, card, device, known, pytestmark
+from warpwave.gpu import Gpu
 from warpwave.kernels.hopper.flash_bwd import kernel
+from warpwave.kernels.hopper.flash_bwd.config import SMEM_PER_BLOCK, bias_bytes, steps_of_dq
+from warpwave.problem import AttentionProblem
 
 __all__ = ["card", "device", "known", "pytestmark"]  # fixtures
 BACKWARD = ["statistics_kernel", "joint_kernel", "finish_dq_kernel"]  # in the order in which they are compiled
@@ -178,3 +182,40 @@ def test_layouts_that_hooks_bring_back_are_bound_anew(card: Card) -> None:
         torch.autograd.grad(other.sum(), qkv)
     launched = [maps for _, _, maps, _ in card.launched if len(maps) == 9]
     assert strides and launched[0][0][1] != launched[1][0][1], "the strides of q in its tensor map"
+
+
+@pytest.mark.parametrize("keys", [256, 249], ids=["whole", "odd"])
+@pytest.mark.parametrize("shape", [(2, 4), (1, 4), (1, 1)], ids=str)
+def test_a_bias_takes_the_kernel_without_atomics(card: Card, shape: tuple[int, int], keys: int) -> None:
+    """Its gradient is contiguous, also where rows of dS are padded to whole vectors."""
+    q, k, v = inputs(256)
+    k, v = (t.detach()[:, :keys].contiguous().requires_grad_() for t in (k, v))
+    bias = torch.randn(*shape, 256, keys).requires_grad_()
+    *_, dbias = torch.autograd.grad(warpwave.attention(q, k, v, bias=bias).sum(), (q, k, v, bias))
+    assert dbias.shape == bias.shape and dbias.dtype == bias.dtype and dbias.is_contiguous()
+    assert compiled(card)[-4:] == ["bias_seen_kernel", *REPEATABLE]
+    torch.autograd.grad(warpwave.attention(q, k, v, bias=bias.detach()).sum(), (q, k, v))
+    writes = [spec.constants["WRITE_DBIAS"] for spec in card.compiled if spec.kernel.__name__ == "dq_kernel"]
+    assert writes == [True, False], "dS is written only where it is wanted"
+
+
+def test_gradients_of_slopes_take_the_kernel_without_atomics(card: Card) -> None:
+    q, k, v = inputs()
+    slopes = torch.rand(4).requires_grad_()
+    torch.autograd.grad(warpwave.attention(q, k, v, alibi_slopes=slopes.detach()).sum(), (q, k, v))
+    assert compiled(card)[1:] == BACKWARD
+    (dslopes,) = torch.autograd.grad(warpwave.attention(q, k, v, alibi_slopes=slopes).sum(), (slopes,))
+    assert dslopes.shape == slopes.shape and compiled(card)[4:] == REPEATABLE
+
+
+def test_every_head_size_has_room_for_a_bias() -> None:
+    for head_dim, head_dim_v in itertools.product(range(8, 257, 8), repeat=2):
+        for dtype in ("bfloat16", "float32"):
+            problem = AttentionProblem(
+                batch=1, seqlen_q=512, seqlen_k=512, num_heads_q=1, num_heads_kv=1, head_dim=head_dim,
+                head_dim_v=head_dim_v, dtype="bfloat16", softmax_scale=0.1, bias_shape=(1, 1, 512, 512),
+                bias_dtype=dtype,
+            )  # fmt: skip
+            (config,) = kernel.configs(problem, Gpu.for_arch("sm_90"))
+            keys, _ = steps_of_dq(problem, config, bias_bytes(problem))
+            assert keys >= 32 and kernel.smem_bytes(problem, config) <= SMEM_PER_BLOCK

@@ -18,6 +18,7 @@ from warpwave.gpu import Gpu
 from warpwave.kernels.hopper import flash_bwd
 from warpwave.kernels.hopper.flash_bwd import kernel, launches
 from warpwave.kernels.hopper.flash_bwd.launches import Tensors
+from warpwave.problem import LARGEST_BIAS
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import NO_TRITON
 from warpwave.workbench.verify.reference import Forward, Gradients, oracle
@@ -27,10 +28,13 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
 
 
-def on_cpu(call: Call, dout: Tensor, dlse: Tensor | None, config: int, exact: Forward | None = None) -> Gradients:
-    """The gradients by the launches' own source, from out and lse of the reference, or from others."""
+def on_cpu(
+    call: Call, dout: Tensor, dlse: Tensor | None, config: int, exact: Forward | None = None, more: bool = False
+) -> Gradients:
+    """The gradients by the launches' own source, from out and lse of the reference, or from others. With `more`, those
+    of bias and slopes as well."""
     from warpwave.kernels.hopper import parts, rows, scheduler, words
-    from warpwave.kernels.hopper.flash_bwd import band, dkv, dq, joint, producer, steps
+    from warpwave.kernels.hopper.flash_bwd import band, bias, dkv, dq, joint, producer, steps
 
     problem = replace(call.problem, return_lse=True)
     exact = exact or oracle(problem, call.operands)
@@ -44,19 +48,26 @@ def on_cpu(call: Call, dout: Tensor, dlse: Tensor | None, config: int, exact: Fo
         for grad in grads:
             grad.zero_()
     tensors = Tensors(call.operands, out, lse.contiguous(), dout, dlse, workspace, *grads)
-    for step in launches.masks(problem, tensors):
+    for step in launches.of_hidden(problem, tensors):
         launch.bind(step.launch)(*step.launch.tensors)
     tensors = launches.without_unseen(problem, tensors)
+    tensors = kernel.with_bias(problem, tensors, more)
+    if more:
+        tensors = kernel.with_slopes(problem, tensors)
+    tensors = launches.with_walks(problem, tensors, of)
+    if tensors.dbias is not None and not problem.has_band and problem.mask_shape is None:
+        tensors.dbias.fill_(torch.nan)
     for step in flash_bwd.specify(problem, H200, tensors, of):
         if step.plans:
-            modules = (band, dkv, dq, joint, parts, producer, rows, scheduler, steps, words)
+            modules = (band, bias, dkv, dq, joint, parts, producer, rows, scheduler, steps, words)
             gluon_on_cpu.run_launch(step.launch, modules, 2, {"meet": lambda: threading.Barrier(2).wait})
         else:
             launch.bind(step.launch)(*step.launch.tensors)
     of_sinks = workspace.of_sinks
     dsinks = None if of_sinks is None else of_sinks.view(-1, problem.num_heads_q, of_sinks.shape[1]).sum((0, 2))
     of_q, of_k, of_v = grads
-    return Gradients(of_q, of_k, of_v, dsinks=dsinks)
+    of_bias, of_slopes = kernel.bias_gradient(problem, tensors), kernel.slope_gradient(problem, tensors)
+    return Gradients(of_q, of_k, of_v, of_bias, of_slopes, dsinks)
 
 
 SHORT = replace(PLAIN, lengths=(150, 330), heads=(2, 1), lse=True)
@@ -80,23 +91,28 @@ MASKED: dict[str, dict[str, Any]] = {
 }
 
 
+def judge(call: Call, is_poisoned: bool = False, more: bool = True) -> None:
+    """Judges the gradients by launches apart; with NaN in keys and values that no query sees, and in queries that see
+    nothing, if `is_poisoned`."""
+    q, k, v = call.operands[:3]
+    dout = torch.randn(*q.shape[:-1], v.shape[-1], generator=torch.Generator().manual_seed(2)).to(q.dtype)
+    references = backward_references(call.problem, call.operands, dout, None)
+    exact = oracle(replace(call.problem, return_lse=True), call.operands)
+    if is_poisoned:
+        shown = torch.stack(harness.visible(call))  # [batch, heads, queries, keys]
+        unseen = ~shown.any(-1).transpose(1, 2), ~shown.any(2).unflatten(1, (k.shape[2], -1)).any(2).transpose(1, 2)
+        q, k, v, dout = (t.clone() for t in (q, k, v, dout))
+        for tensor, of in ((q, 0), (dout, 0), (k, 1), (v, 1)):
+            tensor[unseen[of]] = torch.nan
+        call = call._replace(operands=call.operands._replace(q=q, k=k, v=v))
+    verdict = judge_backward(call.problem, references, on_cpu(call, dout, None, -1, exact, more))
+    assert verdict.passed, str(verdict)
+
+
 @pytest.mark.parametrize("dims", [(64, 40), (192, 128)], ids=str)
 @pytest.mark.parametrize("features", MASKED)
 def test_masks_on_a_cpu(features: str, dims: tuple[int, int]) -> None:
-    """NaN in keys and values that no query sees, and in queries that see nothing, has no effect."""
-    call = cases.build(replace(SHORT, dims=dims, **MASKED[features]), "normal", CPU)
-    q, k, v = call.operands[:3]
-    dout = torch.randn(*q.shape[:-1], dims[1], generator=torch.Generator().manual_seed(2)).to(q.dtype)
-    references = backward_references(call.problem, call.operands, dout, None)
-    shown = torch.stack(harness.visible(call))  # [batch, heads, queries, keys]
-    unseen = ~shown.any(-1).transpose(1, 2), ~shown.any(2).unflatten(1, (k.shape[2], -1)).any(2).transpose(1, 2)
-    q, k, v, dout = (t.clone() for t in (q, k, v, dout))
-    for tensor, of in ((q, 0), (dout, 0), (k, 1), (v, 1)):
-        tensor[unseen[of]] = torch.nan
-    given = call._replace(operands=call.operands._replace(q=q, k=k, v=v))
-    exact = oracle(replace(call.problem, return_lse=True), call.operands)
-    verdict = judge_backward(call.problem, references, on_cpu(given, dout, None, 0, exact))
-    assert verdict.passed, str(verdict)
+    judge(cases.build(replace(SHORT, dims=dims, **MASKED[features]), "normal", CPU), is_poisoned=True, more=False)
 
 
 @pytest.mark.parametrize(
@@ -150,3 +166,112 @@ def test_nan_of_a_neighbour_stays_there(features: dict[str, Any], dims: tuple[in
     for name, offsets in (("dq", of_queries), ("dk", of_keys), ("dv", of_keys)):
         for begin, end in ((0, offsets[1]), (offsets[4], offsets[5])):
             assert torch.equal(getattr(got, name)[begin:end], getattr(expected, name)[begin:end]), name
+
+
+# Features; whether the bias has axes of batch, heads, queries and keys; its type if not the call's.
+BIASED: dict[str, tuple[dict[str, Any], tuple[int, int, int, int], str]] = {
+    "each score": ({"sinks": True, "heads": (2, 1), "batch": 2}, (1, 1, 1, 1), "float16"),
+    "each score in float32, causal, softcap": (
+        {"causal": "bottom_right", "softcap": 15.0, "lengths": (210, 70)}, (1, 1, 1, 1), "float32",
+    ),
+    "one for batch and heads, window": (
+        {"window": (300, 5), "lengths": (400, 600), "heads": (4, 2), "batch": 2}, (0, 0, 1, 1), "float16",
+    ),
+    "each score, keys from an odd one on": (
+        {"causal": "bottom_right", "window": (13, 13), "lengths": (3, 799)}, (1, 1, 1, 1), "float16",
+    ),
+    "one for the heads, mask": ({"mask": "full", "batch": 2}, (1, 0, 1, 1), "float16"),
+    "keys, causal": ({"causal": "bottom_right", "lengths": (330, 150)}, (1, 1, 0, 1), "float16"),
+    "queries": ({"lengths": (70, 130), "softcap": 15.0, "sinks": True}, (0, 1, 1, 0), "float32"),
+    "one number a head": ({"lengths": (70, 130), "sinks": True}, (0, 1, 0, 0), "float32"),
+    "one query": ({"lengths": (1, 300), "batch": 2}, (1, 1, 1, 1), "float16"),
+}  # fmt: skip
+
+
+def biased(name: str, dims: tuple[int, int]) -> Call:
+    """A call whose bias is -inf here and there."""
+    features, axes, dtype = BIASED[name]
+    call = cases.build(replace(SHORT, dims=dims, lse=False, **features), "normal", CPU)
+    p, g = call.problem, torch.Generator().manual_seed(5)
+    sizes = (p.batch, p.num_heads_q, p.seqlen_q, p.seqlen_k)
+    shape = tuple(size if has else 1 for size, has in zip(sizes, axes, strict=True))
+    bias = torch.randn(shape, generator=g)
+    if min(axes[2:]):
+        bias.masked_fill_(torch.rand(shape, generator=g) < 0.1, -torch.inf)
+    bias = bias.to(getattr(torch, dtype))
+    return call._replace(
+        problem=replace(p, bias_shape=shape, bias_dtype=dtype), operands=call.operands._replace(bias=bias)
+    )
+
+
+@pytest.mark.parametrize("of_head", [False, True])
+def test_tiles_that_a_mask_hides_are_not_walked(of_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents of 128, the last of which sees nothing, in both heads of a group or in the first."""
+    call = cases.build(replace(SHORT, dims=(64, 64), lengths=(512, 512), mask="full", lse=False), "normal", CPU)
+    document = torch.arange(512) // 128
+    shown = (document[:, None] == document) & (document < 3)
+    mask = torch.stack([shown, torch.ones_like(shown)])[None] if of_head else shown.expand(1, 2, -1, -1)
+    call = call._replace(operands=call.operands._replace(mask=mask.contiguous()))
+    walked = []
+    read = gluon_on_cpu.Map.read
+
+    def counted(self: gluon_on_cpu.Map, place: Any) -> Tensor:
+        walked.append(self.block_type.shape[2:] == [128, 64])  # tiles of a step: others are of 64 rows or of statistics
+        return read(self, place)
+
+    monkeypatch.setattr(gluon_on_cpu.Map, "read", counted)
+    judge(call, more=False)
+    # K and V for each of 4 blocks of queries of a head; Q and dO for each of 8 blocks of keys. A block that sees
+    # nothing walks one tile.
+    diagonal, dense = (4, 8), (4 * 4, 8 * 4)
+    steps = (diagonal[0] + dense[0], 3 * 2 + dense[1]) if of_head else (2 * diagonal[0], 2 * 3 * 2 + 2)
+    assert sum(walked) == 2 * sum(steps)
+
+
+@pytest.mark.parametrize(
+    ("name", "dims"),
+    [*((name, (64, 40)) for name in BIASED), *((name, (256, 256)) for name in list(BIASED)[:2]),
+     *((name, (128, 128)) for name in list(BIASED)[:2])],
+    ids=str,
+)  # fmt: skip
+def test_biases_on_a_cpu(name: str, dims: tuple[int, int]) -> None:
+    judge(biased(name, dims))
+
+
+@pytest.mark.parametrize("name", ["keys, causal", "queries", "one number a head", "each score"])
+def test_a_bias_whose_gradient_is_not_wanted(name: str) -> None:
+    judge(biased(name, (40, 64)), more=False)
+
+
+@pytest.mark.parametrize("name", ["each score", "keys, causal", "each score, keys from an odd one on"])
+def test_nan_behind_a_bias_goes_nowhere(name: str) -> None:
+    call = biased(name, (64, 40))
+    bias = call.operands.bias
+    for lines in (bias[..., 20:23], bias[:, :, 5:7]) if bias.shape[2] > 1 else (bias[..., 20:23],):
+        lines.fill_(-torch.inf)
+    judge(call, is_poisoned=True)
+
+
+@pytest.mark.parametrize("largest", [1e9, torch.finfo(torch.float32).max])
+def test_biases_of_large_magnitude_stay_finite(largest: float) -> None:
+    """The usual stand-ins for minus infinity, in a row of nothing else, and a bias that takes everything."""
+    call = biased("each score in float32, causal, softcap", (64, 64))
+    bias = call.operands.bias.nan_to_num_(neginf=0.0)
+    bias[:, :, 180], bias[:, :, 190, 20] = -largest, largest
+    q = call.operands.q
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(2)).to(q.dtype)
+    exact = oracle(replace(call.problem, return_lse=True), call.operands)
+    exact.lse.clamp_(-LARGEST_BIAS, LARGEST_BIAS)  # as kernels bound it
+    found = on_cpu(call, dout, None, 0, exact, more=True)
+    assert found.dbias is not None
+    for gradient in (found.dq, found.dk, found.dv, found.dbias):
+        assert gradient.isfinite().all() and gradient.abs().max() < 1000
+    assert found.dq[:, 190].abs().max() < 1e-2, "one key takes everything, so no score changes anything"
+
+
+@pytest.mark.parametrize(
+    "features", [{}, {"packed": True, "batch": 4, "causal": "top_left", "alibi": "batch"}], ids=str
+)
+def test_slopes_on_a_cpu(features: dict[str, Any]) -> None:
+    case = replace(SHORT, heads=(4, 2), dims=(64, 40), lse=False, **{"alibi": "heads", "softcap": 15.0, **features})
+    judge(cases.build(case, "normal", CPU))

@@ -124,7 +124,7 @@ def on_cpu(
                 line_strides[4:8],
                 absent if bias is None else pointer(bias.view(-1)), line_strides[8:],
                 bias_maps, buffers(block, bias_maps, stages * groups)[0] if bias_maps else None,
-                constants["HAS_MASK"], flash_fwd._bias_kind(bias),
+                constants["HAS_MASK"], host.bias_kind(bias),
             )  # fmt: skip
         words = block.tile([2 * 7 + 6 * (beside != ()), 1], torch.int64)
         box = schedule_names.Mailbox(words, block.barriers(2, 1), block.barriers(2, groups))

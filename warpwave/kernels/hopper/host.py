@@ -3,7 +3,7 @@ kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -62,6 +62,41 @@ def seen(tensor: torch.Tensor, packed: bool, rows: int | None = None) -> tuple[t
         return (1, heads, total, width), (stride[0], stride[1], stride[0], 1)
     batch, length, heads, width = tensor.shape
     return (batch, heads, length if rows is None else max(1, rows), width), (stride[0], stride[2], stride[1], 1)
+
+
+def bias_kind(bias: torch.Tensor | None) -> str:
+    """Returns how a bias is read: "" without one, "cells" if each score has its own number, "keys" if it is the same
+    for all queries, "rows" if it is the same for all keys."""
+    if bias is None:
+        return ""
+    *_, stride_m, stride_n = arguments.broadcast_strides(bias)
+    return "rows" if stride_n == 0 else "keys" if stride_m == 0 else "cells"
+
+
+def mappable_bias(bias: torch.Tensor) -> torch.Tensor:
+    """Returns a bias with one number for each score in a form that a tensor map can describe: broadcast axes have size
+    1, and rows are a multiple of 16 bytes, copied if they are not."""
+    for axis in (0, 1):
+        if bias.stride(axis) == 0:
+            bias = bias.narrow(axis, 0, 1)
+    if has_map(bias[0, 0]) and all(
+        bias.stride(axis) * bias.element_size() % 16 == 0 for axis in (0, 1) if bias.shape[axis] > 1
+    ):
+        return bias
+    return padded_rows(bias, bias.shape).copy_(bias)
+
+
+def padded_rows(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Returns new memory of a shape, of the type and device of `like`, whose rows are a multiple of 16 bytes apart."""
+    *outer, columns = shape
+    return like.new_empty(*outer, -(-columns // 8) * 8)[..., :columns]
+
+
+def bias_plan(source: int, bias: torch.Tensor, block: tuple[int, int]) -> MapPlan:
+    """Returns the tensor map of a bias that has one number for each score, for tiles of (queries, keys)."""
+    # An axis of size 1 may have any stride, so it takes one that a map can have.
+    strides = tuple(bias.stride(2) if size == 1 else bias.stride(axis) for axis, size in enumerate(bias.shape))
+    return MapPlan(source, tuple(bias.shape), strides, (1, 1, *block))
 
 
 def keys_end(problem: AttentionProblem) -> int:

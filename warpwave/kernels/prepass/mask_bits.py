@@ -147,6 +147,19 @@ def specify(
     )  # fmt: skip
 
 
+def tiles_shown(words: torch.Tensor, p: Packed) -> torch.Tensor:
+    """Returns which tiles of a packed mask show a pair, bool (batch, heads, row blocks, tiles); row blocks of 64 rows
+    by 128 columns. An axis of 1 stands for all."""
+    return words[p.flags_begin :].view(p.batch, p.heads, p.row_blocks, p.tiles).ne(0)
+
+
+def walks(shown: torch.Tensor) -> torch.Tensor:
+    """Returns which columns of (..., columns) are set, int32 (..., 1 + columns): their number, at least 1, and then
+    their indices in ascending order. Indices of other columns follow."""
+    order = shown.to(torch.int8).sort(dim=-1, descending=True, stable=True).indices
+    return torch.cat((shown.sum(-1, keepdim=True).clamp_(min=1), order), dim=-1).to(torch.int32)
+
+
 def rows_seen(words: torch.Tensor, p: Packed) -> torch.Tensor:
     """Returns which rows of a packed mask see a column, (batch, heads, rows); an axis of 1 stands for all.
 

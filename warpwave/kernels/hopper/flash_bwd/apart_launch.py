@@ -12,7 +12,7 @@ from warpwave.gpu import Gpu
 from warpwave.kernels import arguments
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_bwd import dkv, dq, launches
-from warpwave.kernels.hopper.flash_bwd.config import Config, value_stages
+from warpwave.kernels.hopper.flash_bwd.config import Config
 from warpwave.kernels.hopper.flash_bwd.launches import Step, Tensors
 from warpwave.kernels.prepass import mask_bits
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
@@ -52,16 +52,26 @@ def _word_strides(problem: AttentionProblem, transposed: bool) -> tuple[int, ...
 
 
 def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> Step:
+    kind = launches.bias_kind(tensors)
+
     def mapped(t: Tensors) -> tuple[torch.Tensor, ...]:
-        return (*t.operands[:3], t.dout, t.dk, t.dv, t.workspace.lse_log2, t.workspace.delta)
+        of_bias = (t.operands.bias,) if kind == "cells" else ()
+        return (*t.operands[:3], t.dout, t.dk, t.dv, t.workspace.lse_log2, t.workspace.delta, *of_bias)
 
     def beside(t: Tensors) -> tuple[Any, ...]:
-        return t.dk, t.dv, t.operands.alibi_slopes, t.workspace.words_transposed, *t.offsets
+        of_scores = (
+            t.operands.alibi_slopes,
+            t.workspace.words_transposed,
+            t.workspace.walks_transposed,
+            None if kind == "cells" else t.operands.bias,
+        )
+        return t.dk, t.dv, *of_scores, *t.offsets
 
     sources = mapped(tensors)
     *read, of_dk, of_dv = _plans(problem, sources[:6], of_keys=(1, 2, 4, 5), steps=(0, 3), step=config.block_m)
     of_rows = [launches.statistic_plan(source, sources[source], config.block_m) for source in (6, 7)]
-    plans = [*chain(*read), *of_rows, *of_dk, *of_dv]
+    of_bias = host.bias_plan(8, sources[8], (config.block_m, config.block_n)) if kind == "cells" else None
+    plans = [*chain(*read), *of_rows, *of_dk, *of_dv, of_bias]
     size = DTYPE_BYTES[problem.dtype]
     of = launch.Launch(
         kernel=dkv.dkv_kernel,
@@ -71,6 +81,8 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
         scalars=[
             *launches.of_keys(problem, tensors, config, (problem.head_dim + problem.head_dim_v) * size),
             *_word_strides(problem, transposed=True),
+            *arguments.broadcast_strides(tensors.workspace.walks_transposed)[:3],
+            *arguments.broadcast_strides(tensors.operands.bias)[:3],
         ],
         constants={
             "BLOCK_M": config.block_m,
@@ -80,6 +92,7 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
             "HEAD_DIM_V": problem.head_dim_v,
             **launches.constants_of(problem),
             "HAS_MASK": problem.mask_shape is not None,
+            "BIAS": kind,
         },
         options=OPTIONS,
     )
@@ -87,17 +100,22 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
 
 
 def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> Step:
-    block_m = 2 * ROWS
+    kind, block_m = launches.bias_kind(tensors), 2 * ROWS
+    block_n, stages_v = launches.steps_over_keys(problem, tensors, config)
 
     def mapped(t: Tensors) -> tuple[torch.Tensor, ...]:
-        return (*t.operands[:3], t.dout, t.dq)
+        of_bias = (t.operands.bias, t.dbias) if kind == "cells" else ()
+        return (*t.operands[:3], t.dout, t.dq, *(found for found in of_bias if found is not None))
 
     def beside(t: Tensors) -> tuple[Any, ...]:
         of_rows = (t.workspace.lse_log2, t.workspace.delta, t.dq, t.operands.alibi_slopes)
-        return *of_rows, t.workspace.words, *t.offsets
+        of_scores = (t.workspace.words, t.workspace.walks, None if kind == "cells" else t.operands.bias, t.of_slopes)
+        return *of_rows, *of_scores, *t.offsets
 
     sources = mapped(tensors)
-    plans = [*chain(*_plans(problem, sources, of_keys=(1, 2), steps=(1, 2), step=config.block_m))]
+    plans = [*chain(*_plans(problem, sources[:5], of_keys=(1, 2), steps=(1, 2), step=block_n))]
+    of_bias = [host.bias_plan(source, sources[source], (ROWS, block_n)) for source in range(5, len(sources))]
+    plans += [*of_bias, *[None] * (2 - len(of_bias))]
     tiles = launches.query_tiles(problem, block_m) * launches.heads_of(problem)
     group_size = problem.num_heads_q // problem.num_heads_kv
     kv_bytes = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype])
@@ -125,15 +143,20 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
             softcap_log2,
             problem.softmax_scale,
             *_word_strides(problem, transposed=False),
+            *arguments.broadcast_strides(tensors.workspace.walks)[:3],
+            *arguments.broadcast_strides(tensors.operands.bias)[:3],
         ],
         constants={
             "BLOCK_M": block_m,
-            "BLOCK_N": config.block_m,
+            "BLOCK_N": block_n,
             "STAGES": config.num_stages,
-            "STAGES_V": value_stages(problem, config),
+            "STAGES_V": stages_v,
             "HEAD_DIM": problem.head_dim,
             **launches.constants_of(problem),
             "HAS_MASK": problem.mask_shape is not None,
+            "BIAS": kind,
+            "WRITE_DBIAS": tensors.dbias is not None,
+            "WRITE_DSLOPES": tensors.of_slopes is not None,
         },
         options=OPTIONS,
     )

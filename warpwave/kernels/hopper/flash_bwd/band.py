@@ -29,11 +29,12 @@ class Rules:
     HAS_SOFTCAP: gl.constexpr
     IS_VARLEN: gl.constexpr
     HAS_MASK: gl.constexpr
+    BIAS: gl.constexpr  # host.bias_kind
 
     @constexpr_function
     def __init__(
         self, scale, softcap_log2, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
-        HAS_SOFTCAP, IS_VARLEN, HAS_MASK,
+        HAS_SOFTCAP, IS_VARLEN, HAS_MASK, BIAS,
     ):  # fmt: skip
         self.scale = scale
         self.softcap_log2 = softcap_log2
@@ -48,6 +49,7 @@ class Rules:
         self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
         self.IS_VARLEN = gl.constexpr(IS_VARLEN)
         self.HAS_MASK = gl.constexpr(HAS_MASK)
+        self.BIAS = gl.constexpr(BIAS)
 
 
 @aggregate
@@ -100,7 +102,9 @@ def band_of(work, rules):
         k_begin = gl.minimum(gl.maximum(low, 0), k_end)
     if rules.HAS_LOW and rules.TOP_LEFT:  # the window may lie behind the causal edge of every query
         q_end = gl.where(low > high, q_begin, q_end)
-    if rules.HAS_MASK:  # tiles that share no words; what no query sees is zeros then (launches.without_unseen)
+    # Tiles of a mask share no words, and those of a bias begin at a multiple of 16 bytes, or the copy engine raises an
+    # illegal instruction. What no query sees is zeros then (launches.without_unseen).
+    if rules.HAS_MASK or rules.BIAS != "":
         q_begin = q_begin // TILE_KEYS * TILE_KEYS
         k_begin = k_begin // TILE_KEYS * TILE_KEYS
     return Band(low, high, offset, q_begin, q_end, k_begin, k_end)

@@ -21,7 +21,7 @@ class Config:
     """Tile shape, and how the gradients are divided into launches.
 
     Args:
-        block_m: queries a step walks, 64 or 128; in the launch of dQ by itself, keys.
+        block_m: queries a step walks, 64 or 128; in the launch of dQ by itself, keys (`steps_of_dq`).
         num_stages: tiles of Q and of dO in flight: at least 1, and 2 apart, where a step waits for the next tile before
             it hands back its own.
         is_joint: whether one launch makes dQ, dK and dV, with five products a tile, and adds to dQ in memory. Else one
@@ -57,11 +57,12 @@ def widths(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """Returns the configs of a head size, the default first. Only launches apart repeat bit for bit, and take masks."""
+    """Returns the configs of a head size, the default first. Only launches apart repeat bit for bit, and take masks
+    and biases."""
     if max(problem.head_dim, problem.head_dim_v) > MAX_JOINT:
         return [Config(64, 2, is_joint=False)]
     apart = Config(128, 2, is_joint=False)
-    if problem.deterministic or problem.mask_shape is not None:
+    if problem.deterministic or problem.mask_shape is not None or problem.bias_shape is not None:
         return [apart]
     return [Config(128, 2) if width(problem) == NARROW else Config(64, 3), apart]
 
@@ -82,8 +83,6 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size % 8:
             found.append(f"{name} is {size}; rows copied by TMA are a multiple of 16 bytes, so it must be one of 8")
-    if problem.bias_shape is not None:
-        found.append("it takes no bias")
     return found
 
 
@@ -99,9 +98,26 @@ def has_hidden_rows(problem: AttentionProblem) -> bool:
     return hides_queries or band.keys_seen(problem.seqlen_q, problem.seqlen_k) < problem.seqlen_k
 
 
-def value_stages(problem: AttentionProblem, config: Config) -> int:
-    """Returns the tiles of V in flight in the launch of dQ: as many as of K, or one where no more fit."""
-    return config.num_stages if smem_of_dq(problem, config, config.num_stages) <= SMEM_PER_BLOCK else 1
+def bias_bytes(problem: AttentionProblem) -> int:
+    """Returns the bytes of a score's bias in shared memory; 0 where it is the same for all queries or for all keys."""
+    if problem.bias_shape is None or min(problem.bias_shape[2:]) == 1:
+        return 0
+    return DTYPE_BYTES[problem.bias_dtype or problem.dtype]
+
+
+def steps_of_dq(problem: AttentionProblem, config: Config, bias_bytes: int) -> tuple[int, int]:
+    """Returns the keys of a step in the launch of dQ, block_m or fewer where tiles of a bias need the room, and the
+    tiles of V in flight: as many as of K, or one where no more fit.
+
+    Args:
+        bias_bytes: of a score (`bias_bytes`).
+    """
+    # A softcap's derivative and dS of 128 keys do not fit the registers: 792 bytes spilled at head_dim 128.
+    keys = GROUP_ROWS if bias_bytes and problem.softcap > 0 else config.block_m
+    while smem_of_dq(problem, config, (keys, 1), bias_bytes) > SMEM_PER_BLOCK:
+        keys //= 2
+    fits = smem_of_dq(problem, config, (keys, config.num_stages), bias_bytes) <= SMEM_PER_BLOCK
+    return keys, config.num_stages if fits else 1
 
 
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
@@ -113,7 +129,8 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
         stream = 2 * config.num_stages * config.block_m * (columns * size + 4)
         ds = 2 * config.block_n * config.block_m * size
         return keys + stream + ds + config.block_m * columns * 4 + 1024
-    return max(smem_of_dkv(problem, config), smem_of_dq(problem, config, value_stages(problem, config)))
+    cell = bias_bytes(problem)
+    return max(smem_of_dkv(problem, config), smem_of_dq(problem, config, steps_of_dq(problem, config, cell), cell))
 
 
 def smem_of_dkv(problem: AttentionProblem, config: Config) -> int:
@@ -123,8 +140,9 @@ def smem_of_dkv(problem: AttentionProblem, config: Config) -> int:
     return GROUP_ROWS * both * size + stream + 2 * GROUP_ROWS * config.block_m * 4 + 1024
 
 
-def smem_of_dq(problem: AttentionProblem, config: Config, stages: int) -> int:
-    """Returns the shared memory of a block of the launch of dQ, with some tiles of V in flight."""
-    of_keys, of_values = widths(problem)
-    streamed = config.block_m * (config.num_stages * of_keys + stages * of_values)
-    return (2 * GROUP_ROWS * (of_keys + of_values) + streamed) * DTYPE_BYTES[problem.dtype] + 1024
+def smem_of_dq(problem: AttentionProblem, config: Config, steps: tuple[int, int], bias_bytes: int) -> int:
+    """Returns the shared memory of a block of the launch of dQ (`steps_of_dq`)."""
+    (of_keys, of_values), (keys, stages_v), rows = widths(problem), steps, 2 * GROUP_ROWS
+    streamed = keys * (config.num_stages * of_keys + stages_v * of_values)
+    of_bias = config.num_stages * rows * keys * bias_bytes
+    return (rows * (of_keys + of_values) + streamed) * DTYPE_BYTES[problem.dtype] + of_bias + 1024

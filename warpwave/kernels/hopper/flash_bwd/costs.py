@@ -12,17 +12,18 @@ from warpwave.kernels.hopper.flash_bwd.config import (
     GROUP_ROWS,
     MAX_JOINT,
     Config,
+    bias_bytes,
     has_hidden_rows,
     smem_bytes,
     smem_of_dkv,
     smem_of_dq,
-    value_stages,
+    steps_of_dq,
     width,
     widths,
 )
 from warpwave.kernels.hopper.flash_bwd.launches import heads_of, query_tiles
 from warpwave.kernels.hopper.host import NUM_SMS
-from warpwave.kernels.prepass import mask_bits
+from warpwave.kernels.prepass import bias_seen, mask_bits
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 THREADS = 384  # two consumer warpgroups, and one that loads and adds
@@ -49,10 +50,18 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         threads,
     )
     zeros = (of_zeros(problem, launches=1),) if has_hidden_rows(problem) else ()
+    if problem.bias_shape is not None:
+        reading, flags = _of_hidden_by_bias(problem)
+        workspace += flags
+        zeros = (*zeros, reading)
     if problem.mask_shape is not None:
-        packing, copies, words = _of_mask(problem)
-        workspace += words + copies
-        zeros = (*zeros, packing, of_copies(copies))
+        packing, words = _of_mask(problem)
+        workspace += words
+        zeros = (*zeros, packing)
+    for _ in range((problem.bias_shape is not None) + (problem.mask_shape is not None)):
+        copies = _copied_bytes(problem)
+        workspace += copies
+        zeros = (*zeros, of_copies(copies))
     if not config.is_joint:
         parts = (*zeros, first, _of_keys(problem, gpu, config), _of_queries(problem, gpu, config))
         return in_turn(parts, workspace)
@@ -60,17 +69,41 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     return in_turn((*zeros, first, _joint(problem, gpu, config, sums), finish), workspace)
 
 
-def _of_mask(problem: AttentionProblem) -> tuple[Cost, int, int]:
-    """Returns the cost of packing a mask and its transpose; the bytes of the copies of q, k, v and dout without what
-    nothing sees, and those of the words."""
+def cost_of_bias(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
+    """Returns what a bias's gradient adds: dS of each score, which the launch of dQ writes, and its sum over the axes
+    along which the bias is broadcast."""
+    assert problem.bias_shape is not None
+    size, cells = DTYPE_BYTES[problem.bias_dtype or problem.dtype], math.prod(problem.bias_shape)
+    scores = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_k
+    of_sum = size * (scores + cells) if cells < scores else 0
+    written = size * scores
+    return Cost(0, 0, 0, of_sum, written, first_bytes=of_sum + written, launches=int(cells < scores))
+
+
+def _of_hidden_by_bias(problem: AttentionProblem) -> tuple[Cost, int]:
+    """Returns the cost of finding what a bias hides from everything, and the bytes of the flags."""
+    assert problem.bias_shape is not None
+    of_queries, of_keys = bias_seen.shapes(problem)
+    flags = math.prod(of_queries) + math.prod(of_keys)
+    blocks = of_queries[0] * of_queries[1] * of_queries[2] * of_keys[2]
+    read = math.prod(problem.bias_shape) * DTYPE_BYTES[problem.bias_dtype or problem.dtype]
+    return of_rows(blocks, read, flags, flags, 256), flags
+
+
+def _copied_bytes(problem: AttentionProblem) -> int:
+    """Returns the bytes of the copies of q, k, v and dout without what nothing sees."""
+    width = problem.head_dim + problem.head_dim_v
+    return DTYPE_BYTES[problem.dtype] * width * (problem.rows * problem.num_heads_q + keys_of(problem))
+
+
+def _of_mask(problem: AttentionProblem) -> tuple[Cost, int]:
+    """Returns the cost of packing a mask and its transpose, and the bytes of the words."""
     assert problem.mask_shape is not None
     packed = [mask_bits.packed(problem, transposed) for transposed in (False, True)]
     words = 4 * sum(p.size for p in packed)
     blocks = sum(p.batch * p.heads * p.tiles * p.row_blocks for p in packed)
     packing = of_rows(blocks, 2 * math.prod(problem.mask_shape), words, words, 128)
-    width = problem.head_dim + problem.head_dim_v
-    copies = DTYPE_BYTES[problem.dtype] * width * (problem.rows * problem.num_heads_q + keys_of(problem))
-    return replace(packing, launches=2), copies, words
+    return replace(packing, launches=2), words
 
 
 def _joint(problem: AttentionProblem, gpu: Gpu, config: Config, sums: int) -> Cost:
@@ -105,14 +138,17 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
 
 
 def _of_queries(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """Returns the cost of the launch of dQ, which walks tiles of `block_m` keys."""
-    walk = of_queries(_without_mask(problem), 2 * GROUP_ROWS, config.block_m, widths(problem))
-    walk = _with_words(walk, problem, walk.steps * 2 * GROUP_ROWS * config.block_m)
-    return replace(_persistent(walk, gpu, smem_of_dq(problem, config, value_stages(problem, config))), loop=APART)
+    """Returns the cost of the launch of dQ, which walks keys by `steps_of_dq`."""
+    steps, cell = steps_of_dq(problem, config, bias_bytes(problem)), bias_bytes(problem)
+    keys = steps[0]
+    walk = of_queries(_without_mask(problem), 2 * GROUP_ROWS, keys, widths(problem))
+    walk = _with_words(walk, problem, walk.steps * 2 * GROUP_ROWS * keys)
+    return replace(_persistent(walk, gpu, smem_of_dq(problem, config, steps, cell)), loop=APART)
 
 
 def _without_mask(problem: AttentionProblem) -> AttentionProblem:
-    """Returns the problem without its mask, whose bytes only the packing launches read."""
+    """Returns the problem without its mask, whose bytes only the packing launches read. Tiles that the mask hides are
+    counted, though none is walked: which they are, the problem does not say."""
     return replace(problem, mask_shape=None, mask_visible_pairs=None)
 
 

@@ -8,7 +8,8 @@ keys by queries, as in joint.py, but each of the two consumer warpgroups holds o
 
 P passes from one to the other through shared memory, in float32: beside a sink, all probabilities of a row may be too
 small for float16, and bfloat16 would round dS twice. A group asks for its next scores before it waits for its sum, so
-that the tensor cores have work while either computes exponentials or dS. dQ is dq.py's.
+that the tensor cores have work while either computes exponentials or dS. A bias comes in the stages of P (bias.py).
+dQ is dq.py's.
 
 Bound: tensor cores (docs/notes/backward.md).
 """
@@ -23,6 +24,7 @@ from warpwave.kernels.hopper.flash_bwd.band import (
     query_span,
     visible,
 )
+from warpwave.kernels.hopper.flash_bwd.bias import Bias, as_stages_of_p, bias_of
 from warpwave.kernels.hopper.flash_bwd.producer import producer
 from warpwave.kernels.hopper.flash_bwd.steps import (
     Heads,
@@ -38,10 +40,12 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     row_of,
     slope_of,
     statistics_of,
+    step_of,
     store_pieces,
     stream_of,
     times,
     wait_rows,
+    walk_of,
     zero_sums,
 )
 from warpwave.kernels.hopper.parts import (
@@ -65,6 +69,7 @@ from warpwave.runtime.gluon_or_stub import (
     gl,
     jit,
     mbarrier,
+    reinterpret,
     tma,
     warpgroup_mma_wait,
 )
@@ -80,7 +85,8 @@ class Tiles:
         keys, values: pieces of K and V, [1, 1, 1, 64, width]; dK and dV leave through them. `full` says that they came,
             `empty` that they may be replaced.
         queries, dout: rings of Q with the log-sum-exp, and of dO with delta.
-        p: probabilities of two tiles, [2, 1, 1, 64, 64] float32, with their barriers.
+        p: probabilities of two tiles, [2, 1, 1, 64, queries] float32, with their barriers.
+        bias: whose tiles are the stages of `p`, if each score has its own number.
         box: messages of the producer.
     """
 
@@ -93,10 +99,11 @@ class Tiles:
     p: gl.shared_memory_descriptor
     p_full: gl.shared_memory_descriptor
     p_empty: gl.shared_memory_descriptor
+    bias: Bias
     box: scheduler.Mailbox
 
     @constexpr_function
-    def __init__(self, keys, values, full, empty, queries, dout, p, p_full, p_empty, box):
+    def __init__(self, keys, values, full, empty, queries, dout, p, p_full, p_empty, bias, box):
         self.keys = keys
         self.values = values
         self.full = full
@@ -106,6 +113,7 @@ class Tiles:
         self.p = p
         self.p_full = p_full
         self.p_empty = p_empty
+        self.bias = bias
         self.box = box
 
 
@@ -131,14 +139,23 @@ def sum_values(tiles, work, n, results, mask, heads, rules):
     place = gl.to_tensor(0)
     head = work.head * heads.group_size
     row_first = row_of(span, place, band, rules)
+    steps = count * heads.group_size
+    walk = walk_of(mask, work, key_first // rules.BLOCK_N, rules)
+    if rules.HAS_MASK:
+        steps = gl.load(walk)
+        head, row_first = step_of(gl.load(walk + 1), work, heads, rules)
     s = scores_of(tiles.keys, tiles.queries, n, row_first, band, rules)
     x = warpgroup_mma_wait(0, deps=[s])
     lines = mask_lines(mask, work, key_first, work.seqlen_k, rules.BLOCK_M, rules)
-    for i in range(count * heads.group_size):
+    for i in range(steps):
         words = mask_words(mask, lines, head, row_first, rules.BLOCK_M, rules)
         lse = statistics_of(tiles.queries, n, 0, rules.BLOCK_M, across)
         slope = slope_of(results.alibi_slopes_ptr, results.stride_alibi_b, work, head, rules)
-        p, cap = probabilities(x, lse[None, :], band, row_first, key_first, slope, words, True, False, rules)
+        if rules.BIAS == "cells":
+            mbarrier.wait(tiles.bias.full.index(n % 2), (n // 2) & 1)
+        bias_tile = tiles.bias.tiles.shape[0] // 2 * (n % 2)
+        bias = bias_of(tiles.bias, bias_tile, work, head, row_first, key_first, True, rules.BLOCK_M, rules)
+        p, cap = probabilities(x, lse[None, :], band, row_first, key_first, slope, words, bias, True, False, rules)
         if not rules.HAS_MASK:  # whose words hold what position hides  # noqa: SIM102
             if place < num_cut(span):
                 rows, keys = places(p, row_first, key_first, True)
@@ -146,17 +163,23 @@ def sum_values(tiles, work, n, results, mask, heads, rules):
         passed = p
         if rules.HAS_SOFTCAP:
             passed = p * cap
-        mbarrier.wait(tiles.p_empty.index(n % 2), ((n // 2) & 1) ^ 1)
+        if rules.BIAS != "cells":  # which the producer put there, and waited
+            mbarrier.wait(tiles.p_empty.index(n % 2), ((n // 2) & 1) ^ 1)
         matrix(tiles.p.index(n % 2)).store(passed)
+        if rules.BIAS == "cells":
+            fence_async_shared()  # the copy engine writes the next bias there
         mbarrier.arrive(tiles.p_full.index(n % 2), count=1)
         # The log-sum-exp was read before the barrier within the arrival, and S of this tile is finished.
         arrive_alone(tiles.queries.ring.empty.index(n % tiles.queries.ring.stages))
         wait_rows(tiles.dout, n, band.q_end - row_first, rules.BLOCK_M, rules.IS_VARLEN)
         pending = values_async(operand(p, tiles.dout.ring), tiles.dout.ring, n, dv)
-        head = gl.where(place + 1 == count, head + 1, head)
-        place = gl.where(place + 1 == count, 0, place + 1)
-        row_first = row_of(span, place, band, rules)
-        if i + 1 < count * heads.group_size:
+        if rules.HAS_MASK:
+            head, row_first = step_of(gl.load(walk + i + 2, mask=i + 1 < steps, other=0), work, heads, rules)
+        else:
+            head = gl.where(place + 1 == count, head + 1, head)
+            place = gl.where(place + 1 == count, 0, place + 1)
+            row_first = row_of(span, place, band, rules)
+        if i + 1 < steps:
             wait_rows(tiles.queries, n + 1, band.q_end - row_first, rules.BLOCK_M, rules.IS_VARLEN)
         # Behind the last tile, of whatever the next stage holds: nobody reads these.
         s = scores_async(matrices(tiles.keys, 0), tiles.queries.ring, n + 1, zero_accumulator(rules.BLOCK_M))
@@ -168,7 +191,7 @@ def sum_values(tiles, work, n, results, mask, heads, rules):
 
 
 @jit
-def sum_keys(tiles, work, n, heads, rules):
+def sum_keys(tiles, work, n, mask, heads, rules):
     """Group 1: returns dK before the scale of a block, and the number of the next tile of queries."""
     layout: gl.constexpr = accumulator_layout(rules.BLOCK_M)
     band = band_of(work, rules)
@@ -180,7 +203,10 @@ def sum_keys(tiles, work, n, heads, rules):
     row_first = row_of(span, place, band, rules)
     dp = scores_of(tiles.values, tiles.dout, n, row_first, band, rules)
     y = warpgroup_mma_wait(0, deps=[dp])
-    for i in range(count * heads.group_size):
+    steps = count * heads.group_size
+    if rules.HAS_MASK:
+        steps = gl.load(walk_of(mask, work, key_first // rules.BLOCK_N, rules))
+    for i in range(steps):
         mbarrier.wait(tiles.p_full.index(n % 2), (n // 2) & 1)
         p = matrix(tiles.p.index(n % 2)).load(layout)
         delta = statistics_of(tiles.dout, n, 0, rules.BLOCK_M, gl.SliceLayout(0, layout))
@@ -192,7 +218,7 @@ def sum_keys(tiles, work, n, heads, rules):
         pending = values_async(operand(ds, tiles.queries.ring), tiles.queries.ring, n, dk)
         place = gl.where(place + 1 == count, 0, place + 1)
         row_first = row_of(span, place, band, rules)
-        if i + 1 < count * heads.group_size:
+        if i + 1 < steps:
             wait_rows(tiles.dout, n + 1, band.q_end - row_first, rules.BLOCK_M, rules.IS_VARLEN)
         dp = scores_async(matrices(tiles.values, 0), tiles.dout.ring, n + 1, zero_accumulator(rules.BLOCK_M))
         dk = wait_for(pending, len(tiles.values))
@@ -217,7 +243,7 @@ def consumer(
         if GROUP == 0:
             result, n = sum_values(tiles, work, n, results, mask, heads, rules)
         else:
-            result, n = sum_keys(tiles, work, n, heads, rules)
+            result, n = sum_keys(tiles, work, n, mask, heads, rules)
             result = times(result, results.softmax_scale)
         # To read the message again is cheaper than to keep what it says in registers through the loop.
         work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
@@ -250,6 +276,8 @@ UNSPECIALISED = [
     *("num_tiles", "num_heads", "num_heads_kv", "group_size", "batch", "tiles_per_head", "heads_in_l2", "seqlen_q"),
     *("seqlen_k", "total_q", "total_k", "window_left", "window_right", "statistic_rows"),
     *("stride_words_b", "stride_words_h", "stride_words_t", "stride_words_m"),
+    *("stride_walks_b", "stride_walks_h", "stride_walks_t"),
+    *("stride_bias_b", "stride_bias_h", "stride_bias_m"),
 ]
 
 
@@ -275,10 +303,13 @@ def dkv_kernel(
     dv_map,
     dv_map_2,
     dv_map_3,
+    bias_map,
     dk_ptr,
     dv_ptr,
     alibi_slopes_ptr,
     words_ptr,
+    walks_ptr,
+    bias_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
     counter_ptr,
@@ -310,6 +341,12 @@ def dkv_kernel(
     stride_words_h,
     stride_words_t,
     stride_words_m,
+    stride_walks_b,
+    stride_walks_h,
+    stride_walks_t,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_m,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -322,11 +359,12 @@ def dkv_kernel(
     HAS_SOFTCAP: gl.constexpr,
     IS_VARLEN: gl.constexpr,
     HAS_MASK: gl.constexpr,
+    BIAS: gl.constexpr,
 ):
     """Blocks of 64 keys of one kv head, as many as the counter gives.
 
     Tensor maps are of (batch, head, row, column), one for each piece of a tile's width, absent ones None; of statistics
-    (batch * head, row).
+    (batch * head, row); of the bias, if each score has its own number, (batch, head, query, key).
     """
     if not IS_VARLEN:  # aggregates hold no None: the counter stands for pointers that nobody reads
         cu_seqlens_q_ptr = counter_ptr
@@ -335,13 +373,16 @@ def dkv_kernel(
         alibi_slopes_ptr = counter_ptr
     if not HAS_MASK:
         words_ptr = counter_ptr
+        walks_ptr = counter_ptr
+    if BIAS == "" or BIAS == "cells":
+        bias_ptr = counter_ptr
     q_maps = present(q_map, q_map_2, q_map_3)
     k_maps = present(k_map, k_map_2, k_map_3)
     v_maps = present(v_map, v_map_2, v_map_3)
     dout_maps = present(dout_map, dout_map_2, dout_map_3)
     rules = Rules(
         scale, softcap_log2, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
-        HAS_SOFTCAP, IS_VARLEN, HAS_MASK,
+        HAS_SOFTCAP, IS_VARLEN, HAS_MASK, BIAS,
     )  # fmt: skip
     heads = Heads(num_heads, group_size, statistic_rows)
     # Of keys in place of queries: see work_on_keys.
@@ -353,6 +394,15 @@ def dkv_kernel(
     box = scheduler.Mailbox(
         gl.allocate_shared_memory(gl.int32, [words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), barriers(2), barriers(2)
     )
+    p = gl.allocate_shared_memory(gl.float32, [2, 1, 1, BLOCK_N, BLOCK_M], gl.NVMMASharedLayout(128, 32, 4))
+    bias_maps = ()
+    bias_tiles = p
+    bias_full = box.full
+    if BIAS == "cells":
+        bias_maps = (bias_map,)
+        count: gl.constexpr = as_stages_of_p(p, bias_map)
+        bias_tiles = reinterpret(p, bias_map.dtype, [count] + bias_map.block_type.shape, bias_map.layout)
+        bias_full = barriers(2)
     tiles = Tiles(
         buffers(k_maps, 1),
         buffers(v_maps, 1),
@@ -360,9 +410,10 @@ def dkv_kernel(
         barriers(1),
         stream_of(q_maps, lse_map, STAGES, GROUPS),
         stream_of(dout_maps, delta_map, STAGES, GROUPS),
-        gl.allocate_shared_memory(gl.float32, [2, 1, 1, BLOCK_N, BLOCK_M], gl.NVMMASharedLayout(128, 32, 4)),
+        p,
         barriers(2),
         barriers(2),
+        Bias(bias_ptr, (stride_bias_b, stride_bias_h, stride_bias_m), bias_maps, (), bias_tiles, bias_full),
         box,
     )
     mbarrier.init(tiles.full.index(0), count=1)
@@ -370,6 +421,8 @@ def dkv_kernel(
     for i in gl.static_range(2):
         mbarrier.init(tiles.p_full.index(i), count=1)
         mbarrier.init(tiles.p_empty.index(i), count=1)
+        if BIAS == "cells":
+            mbarrier.init(bias_full.index(i), count=1)
         mbarrier.init(box.full.index(i), count=1)
         mbarrier.init(box.empty.index(i), count=GROUPS)
     fence_async_shared()
@@ -378,12 +431,15 @@ def dkv_kernel(
         (stride_dk_b, stride_dk_h, stride_dk_n), (stride_dv_b, stride_dv_h, stride_dv_n), softmax_scale,
         alibi_slopes_ptr, stride_alibi_b,
     )  # fmt: skip
-    mask = Mask(words_ptr, (stride_words_b, stride_words_h, stride_words_t, stride_words_m))
+    mask = Mask(
+        words_ptr, (stride_words_b, stride_words_h, stride_words_t, stride_words_m), walks_ptr,
+        (stride_walks_b, stride_walks_h, stride_walks_t),
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (consumer, (0, results, mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
             (consumer, (1, results, mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
-            (producer, ((q_maps, k_maps, v_maps, dout_maps, lse_map, delta_map), tiles, schedule, heads, rules)),
+            (producer, ((q_maps, k_maps, v_maps, dout_maps, lse_map, delta_map), mask, tiles, schedule, heads, rules)),
         ],
         [4, 1],
         [240, 24],

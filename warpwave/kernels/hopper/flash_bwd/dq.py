@@ -5,7 +5,8 @@ forward does:
 
     S = Q K^T,  dP = dO V^T;   dS = exp(S - lse) (dP - delta);   dQ += dS K
 
-S of a tile is multiplied while dQ of the one before is. dK and dV are dkv.py's.
+S of a tile is multiplied while dQ of the one before is. dK and dV are dkv.py's. On request, dS leaves as the gradient
+of the bias (bias.py), and sums over its rows as parts of the gradient of ALiBi's slopes.
 
 Bound: tensor cores (docs/notes/backward.md).
 """
@@ -14,6 +15,7 @@ Bound: tensor cores (docs/notes/backward.md).
 
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.flash_bwd.band import Rules, band_of, first_statistic, key_tiles, visible
+from warpwave.kernels.hopper.flash_bwd.bias import Bias, bias_of, bytes_of, load_bias, store_gradient
 from warpwave.kernels.hopper.flash_bwd.steps import (
     Mask,
     mask_lines,
@@ -24,6 +26,7 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     slope_of,
     store_pieces,
     times,
+    walk_of,
     zero_sums,
 )
 from warpwave.kernels.hopper.parts import (
@@ -33,6 +36,7 @@ from warpwave.kernels.hopper.parts import (
     barriers,
     buffers,
     first_column,
+    hand_back,
     hand_back_multiplied,
     load_tile,
     operand,
@@ -70,6 +74,7 @@ class Tiles:
         queries, dout: pieces of Q and dO, [2, 1, 1, 64, width], a group's each; dQ leaves through those of Q. `full`
             says that a group's came, `empty` that they may be replaced.
         keys, values: rings of K and V.
+        bias: whose tiles, of the stages of K times the groups, come with those of K.
         box: messages of the producer.
     """
 
@@ -79,16 +84,18 @@ class Tiles:
     empty: gl.shared_memory_descriptor
     keys: Ring
     values: Ring
+    bias: Bias
     box: scheduler.Mailbox
 
     @constexpr_function
-    def __init__(self, queries, dout, full, empty, keys, values, box):
+    def __init__(self, queries, dout, full, empty, keys, values, bias, box):
         self.queries = queries
         self.dout = dout
         self.full = full
         self.empty = empty
         self.keys = keys
         self.values = values
+        self.bias = bias
         self.box = box
 
 
@@ -99,6 +106,8 @@ class Place:
     Args:
         lse_ptr, delta_ptr: statistics (rows.py): `statistic_rows` of each of the `num_heads` heads of an item.
         dq_maps, dq_ptr, strides_dq: of dQ; strides of batch, head and row.
+        of_slopes_ptr: what each query adds to the gradient of its head's ALiBi slope, (batch, head, `longest` queries);
+            unused unless WRITE_DSLOPES.
     """
 
     lse_ptr: gl.tensor
@@ -111,11 +120,14 @@ class Place:
     softmax_scale: gl.tensor
     alibi_slopes_ptr: gl.tensor
     stride_alibi_b: gl.tensor
+    of_slopes_ptr: gl.tensor
+    longest: gl.tensor
+    WRITE_DSLOPES: gl.constexpr
 
     @constexpr_function
     def __init__(
         self, lse_ptr, delta_ptr, num_heads, statistic_rows, dq_maps, dq_ptr, strides_dq, softmax_scale,
-        alibi_slopes_ptr, stride_alibi_b,
+        alibi_slopes_ptr, stride_alibi_b, of_slopes_ptr, longest, WRITE_DSLOPES,
     ):  # fmt: skip
         self.lse_ptr = lse_ptr
         self.delta_ptr = delta_ptr
@@ -127,13 +139,16 @@ class Place:
         self.softmax_scale = softmax_scale
         self.alibi_slopes_ptr = alibi_slopes_ptr
         self.stride_alibi_b = stride_alibi_b
+        self.of_slopes_ptr = of_slopes_ptr
+        self.longest = longest
+        self.WRITE_DSLOPES = gl.constexpr(WRITE_DSLOPES)
 
 
 # The producer ---------------------------------------------------------------------------------------------------------
 
 
 @jit
-def producer(maps, tiles, schedule, rules):
+def producer(maps, mask, tiles, schedule, rules):
     """Draws tiles of queries, and loads Q and dO of each and the keys that they see."""
     q_maps, k_maps, v_maps, dout_maps = maps
     n = 0
@@ -151,18 +166,39 @@ def producer(maps, tiles, schedule, rules):
                 batch = 0
             kv_head = work.head // schedule.group_size
             key = work.k_begin + band.k_begin
-            load_tile(tiles.keys, k_maps, n, batch, kv_head, key + begin * rules.BLOCK_N)
+            walk = walk_of(mask, work, row_first // rules.BLOCK_M, rules)
+            key_next = key + begin * rules.BLOCK_N
+            if rules.HAS_MASK:
+                end = begin + gl.load(walk)
+                key_next = gl.load(walk + 1) * rules.BLOCK_N
+            load_keys(tiles, k_maps, n, batch, kv_head, key_next, work.head, row_first)
             load_queries(q_maps, dout_maps, tiles, batch, work.head, work.q_begin + row_first, messages)
             for j in range(begin, end):
-                load_tile(tiles.values, v_maps, n, batch, kv_head, key + j * rules.BLOCK_N)
+                if rules.HAS_MASK:
+                    load_tile(tiles.values, v_maps, n, batch, kv_head, key_next)
+                    key_next = gl.load(walk + (j + 1 - begin + 1), mask=j + 1 < end, other=0) * rules.BLOCK_N
+                else:
+                    load_tile(tiles.values, v_maps, n, batch, kv_head, key + j * rules.BLOCK_N)
+                    key_next = key + (j + 1) * rules.BLOCK_N
                 if j + 1 < end:
-                    load_tile(tiles.keys, k_maps, n + 1, batch, kv_head, key + (j + 1) * rules.BLOCK_N)
+                    load_keys(tiles, k_maps, n + 1, batch, kv_head, key_next, work.head, row_first)
                 n += 1
             messages += 1
         t = scheduler.draw(schedule.counter_ptr, t, schedule.num_tiles)
     zero = gl.to_tensor(0)
     none = scheduler.Work(gl.to_tensor(scheduler.NO_MORE), zero, zero, zero, zero, zero, zero)
     scheduler.post(tiles.box, messages, none, rules.IS_VARLEN)
+
+
+@jit
+def load_keys(tiles, k_maps, n, batch, kv_head, key, head, row):
+    """Loads tile n of K with the bias of both groups, whose queries begin at `row`."""
+    load_tile(tiles.keys, k_maps, n, batch, kv_head, key, bytes_of(tiles.bias.maps, GROUPS))
+    if len(tiles.bias.maps) > 0:
+        stage = n % tiles.keys.stages
+        for g in gl.static_range(GROUPS):
+            full = tiles.keys.full.index(stage)
+            load_bias(tiles.bias, stage * GROUPS + g, full, batch, head, row + g * ROWS, key)
 
 
 @jit
@@ -220,6 +256,11 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask, rules):
     begin, end = key_tiles(band, row_first, row_first + ROWS, rules)
     begin = gl.minimum(gl.maximum(begin, block_begin), block_end - 1)  # one tile at least, if only a hidden one
     end = gl.minimum(gl.maximum(end, begin + 1), block_end)
+    walk = walk_of(mask, work, block_first // rules.BLOCK_M, rules)
+    if rules.HAS_MASK:  # both groups walk what the block sees
+        begin = block_begin
+        end = begin + gl.load(walk)
+        block_end = end
     batch = work.batch
     if rules.IS_VARLEN:
         batch = 0
@@ -237,33 +278,55 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask, rules):
     wait_keys(tiles, n, band.k_end - band.k_begin - begin * rules.BLOCK_N, rules)
     s = scores_async(q, tiles.keys, n, zero)
     x = warpgroup_mma_wait(0, deps=[s])
+    takes_ds: gl.constexpr = len(tiles.bias.gradient_maps) > 0 or place.WRITE_DSLOPES  # before the softcap
+    of_slope = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, accumulator_layout(rules.BLOCK_N)))
     lines = mask_lines(mask, work, row_first, work.seqlen_q, rules.BLOCK_N, rules)
     for j in range(begin, end):
         key_first = band.k_begin + j * rules.BLOCK_N
+        if rules.HAS_MASK:
+            key_first = gl.load(walk + (j - begin + 1)) * rules.BLOCK_N
         words = mask_words(mask, lines, work.head, key_first, rules.BLOCK_N, rules)
         wait_full(tiles.values, n)
         dp = scores_async(dout, tiles.values, n, zero)
-        p, cap = probabilities(x, lse, band, row_first, key_first, slope, words, False, False, rules)
+        bias_tile = n % tiles.keys.stages * GROUPS + GROUP
+        bias = bias_of(tiles.bias, bias_tile, work, work.head, row_first, key_first, False, rules.BLOCK_N, rules)
+        p, cap = probabilities(x, lse, band, row_first, key_first, slope, words, bias, False, False, rules)
         y = warpgroup_mma_wait(0, deps=[dp])
         hand_back_multiplied(tiles.values, n)
         ds = p * (y - delta)
-        if rules.HAS_SOFTCAP:
+        if rules.HAS_SOFTCAP and not takes_ds:
             ds = ds * cap
         if not rules.HAS_MASK:  # whose words hold what position hides  # noqa: SIM102
             if is_cut(row_first, key_first, band, rules):
                 # Here and not in P, which other work in flight would have to cross: dP of hidden pairs may be NaN.
                 rows, keys = places(ds, row_first, key_first, False)
                 ds = gl.where(visible(band, rows, keys, rules), ds, 0.0)
+        if len(tiles.bias.gradient_maps) > 0:
+            store_gradient(ds, tiles.bias, bias_tile, work, row_first, key_first)
+        if place.WRITE_DSLOPES:
+            rows, keys = places(ds, row_first, key_first, False)
+            of_slope -= gl.sum(ds * gl.abs(rows + band.offset - keys).to(gl.float32), axis=1)
+        if rules.HAS_SOFTCAP and takes_ds:
+            ds = gl.where(p == 0.0, 0.0, ds * cap)
         pending = values_async(operand(ds, tiles.keys), tiles.keys, n, dq)
         if j + 1 < end:
             wait_keys(tiles, n + 1, band.k_end - key_first - rules.BLOCK_N, rules)
         # Behind the last tile, of whatever the next stage holds: nobody reads these.
         s = scores_async(q, tiles.keys, n + 1, zero)
         dq = wait_for(pending, len(q))
-        hand_back_multiplied(tiles.keys, n)
+        if len(tiles.bias.gradient_maps) > 0:
+            tma.store_wait(0)
+        if rules.BIAS == "cells":  # which threads have read, besides wgmma
+            hand_back(tiles.keys, n)
+        else:
+            hand_back_multiplied(tiles.keys, n)
         x = warpgroup_mma_wait(0, deps=[s])
         n += 1
     n = skip(tiles.keys, tiles.values, n, block_end - end)
+    if place.WRITE_DSLOPES:
+        line = (work.batch * place.num_heads + work.head).to(gl.int64) * place.longest
+        own = row_first + gl.arange(0, ROWS, gl.SliceLayout(1, accumulator_layout(rules.BLOCK_N)))
+        gl.store(place.of_slopes_ptr + (line + own), of_slope, mask=own < band.q_end)
     return dq, n
 
 
@@ -299,6 +362,8 @@ UNSPECIALISED = [
     *("stride_alibi_b", "stride_dq_b", "stride_dq_h", "stride_dq_m", "num_tiles", "num_heads", "group_size", "batch"),
     *("tiles_per_head", "heads_in_l2", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right"),
     *("statistic_rows", "stride_words_b", "stride_words_h", "stride_words_t", "stride_words_m"),
+    *("stride_walks_b", "stride_walks_h", "stride_walks_t"),
+    *("stride_bias_b", "stride_bias_h", "stride_bias_m"),
 ]
 
 
@@ -319,11 +384,16 @@ def dq_kernel(
     dq_map,
     dq_map_2,
     dq_map_3,
+    bias_map,
+    dbias_map,
     lse_ptr,
     delta_ptr,
     dq_ptr,
     alibi_slopes_ptr,
     words_ptr,
+    walks_ptr,
+    bias_ptr,
+    of_slopes_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
     counter_ptr,
@@ -351,6 +421,12 @@ def dq_kernel(
     stride_words_h,
     stride_words_t,
     stride_words_m,
+    stride_walks_b,
+    stride_walks_h,
+    stride_walks_t,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_m,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -363,26 +439,34 @@ def dq_kernel(
     HAS_SOFTCAP: gl.constexpr,
     IS_VARLEN: gl.constexpr,
     HAS_MASK: gl.constexpr,
+    BIAS: gl.constexpr,
+    WRITE_DBIAS: gl.constexpr,
+    WRITE_DSLOPES: gl.constexpr,
 ):
     """Tiles of 128 queries of one head, as many as the counter gives.
 
-    Tensor maps are of (batch, head, row, column), one for each piece of a tile's width, absent ones None. Statistics
-    are (batch * head, row).
+    Tensor maps are of (batch, head, row, column), one for each piece of a tile's width, absent ones None; of the bias,
+    if each score has its own number, and of dS, (batch, head, query, key). Statistics are (batch * head, row).
     """
     if not IS_VARLEN:  # aggregates hold no None: the counter stands for pointers that nobody reads
         cu_seqlens_q_ptr = counter_ptr
         cu_seqlens_k_ptr = counter_ptr
     if not HAS_ALIBI:
         alibi_slopes_ptr = counter_ptr
+    if not WRITE_DSLOPES:
+        of_slopes_ptr = counter_ptr
     if not HAS_MASK:
         words_ptr = counter_ptr
+        walks_ptr = counter_ptr
+    if BIAS == "" or BIAS == "cells":
+        bias_ptr = counter_ptr
     q_maps = present(q_map, q_map_2, q_map_3)
     k_maps = present(k_map, k_map_2, k_map_3)
     v_maps = present(v_map, v_map_2, v_map_3)
     dout_maps = present(dout_map, dout_map_2, dout_map_3)
     rules = Rules(
         scale, softcap_log2, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
-        HAS_SOFTCAP, IS_VARLEN, HAS_MASK,
+        HAS_SOFTCAP, IS_VARLEN, HAS_MASK, BIAS,
     )  # fmt: skip
     schedule = scheduler.Schedule(
         counter_ptr, num_tiles, num_heads, group_size, batch, tiles_per_head, heads_in_l2, seqlen_q, seqlen_k, total_q,
@@ -392,13 +476,23 @@ def dq_kernel(
     box = scheduler.Mailbox(
         gl.allocate_shared_memory(gl.int32, [words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), barriers(2), barriers(2)
     )
+    q_tiles = buffers(q_maps, GROUPS)
+    bias_maps = ()
+    dbias_maps = ()
+    bias_tiles = q_tiles
+    if BIAS == "cells":
+        bias_maps = (bias_map,)
+        bias_tiles = buffers(bias_maps, STAGES * GROUPS)
+        if WRITE_DBIAS:
+            dbias_maps = (dbias_map,)
     tiles = Tiles(
-        buffers(q_maps, GROUPS),
+        q_tiles,
         buffers(dout_maps, GROUPS),
         barriers(GROUPS),
         barriers(GROUPS),
         Ring(buffers(k_maps, STAGES), barriers(STAGES), barriers(STAGES), STAGES, 0, 1),
         Ring(buffers(v_maps, STAGES_V), barriers(STAGES_V), barriers(STAGES_V), STAGES_V, 0, 1),
+        Bias(bias_ptr, (stride_bias_b, stride_bias_h, stride_bias_m), bias_maps, dbias_maps, bias_tiles[0], box.full),
         box,
     )
     ring_init(tiles.keys, GROUPS)
@@ -411,14 +505,18 @@ def dq_kernel(
     fence_async_shared()
     place = Place(
         lse_ptr, delta_ptr, num_heads, statistic_rows, present(dq_map, dq_map_2, dq_map_3), dq_ptr,
-        (stride_dq_b, stride_dq_h, stride_dq_m), softmax_scale, alibi_slopes_ptr, stride_alibi_b,
+        (stride_dq_b, stride_dq_h, stride_dq_m), softmax_scale, alibi_slopes_ptr, stride_alibi_b, of_slopes_ptr,
+        seqlen_q, WRITE_DSLOPES,
     )  # fmt: skip
-    mask = Mask(words_ptr, (stride_words_b, stride_words_h, stride_words_t, stride_words_m))
+    mask = Mask(
+        words_ptr, (stride_words_b, stride_words_h, stride_words_t, stride_words_m), walks_ptr,
+        (stride_walks_b, stride_walks_h, stride_walks_t),
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (consumer, (0, place, mask, tiles, seqlen_q, seqlen_k, rules, HEAD_DIM)),
             (consumer, (1, place, mask, tiles, seqlen_q, seqlen_k, rules, HEAD_DIM)),
-            (producer, ((q_maps, k_maps, v_maps, dout_maps), tiles, schedule, rules)),
+            (producer, ((q_maps, k_maps, v_maps, dout_maps), mask, tiles, schedule, rules)),
         ],
         [4, 1],
         [240, 24],

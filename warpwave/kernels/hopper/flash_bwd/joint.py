@@ -222,7 +222,7 @@ def wide_step(
     do = rows_of(tiles.dout, n)
     dp = warpgroup_mma(own_values, do.permute((1, 0)), zero, use_acc=False, is_async=True)
     x = warpgroup_mma_wait(1, deps=[s])
-    p, cap = probabilities(x, lse[None, :], band, row_first, key_first, slope, 0, True, IS_CUT, rules)
+    p, cap = probabilities(x, lse[None, :], band, row_first, key_first, slope, 0, 0.0, True, IS_CUT, rules)
     dv_next = warpgroup_mma(as_operand(p, dtype, WIDTH), do, dv, is_async=True)
     delta = statistics_of(tiles.dout, n, 0, BLOCK_M, across)
     y = warpgroup_mma_wait(1, deps=[dp])
@@ -271,12 +271,12 @@ def narrow_step(
     dp0 = warpgroup_mma(own_values, do0.permute((1, 0)), zero, use_acc=False, is_async=True)
     x0 = warpgroup_mma_wait(2, deps=[s0])
     lse0 = statistics_of(tiles.queries, n, 0, HALF, across)
-    p0, cap0 = probabilities(x0, lse0[None, :], band, row_first, key_first, slope, 0, True, IS_CUT, rules)
+    p0, cap0 = probabilities(x0, lse0[None, :], band, row_first, key_first, slope, 0, 0.0, True, IS_CUT, rules)
     dp1 = warpgroup_mma(own_values, do1.permute((1, 0)), zero, use_acc=False, is_async=True)
     dv_next = warpgroup_mma(as_operand(p0, dtype, WIDTH), do0, dv, is_async=True)
     x1 = warpgroup_mma_wait(3, deps=[s1])
     lse1 = statistics_of(tiles.queries, n, HALF, HALF, across)
-    p1, cap1 = probabilities(x1, lse1[None, :], band, row_first + HALF, key_first, slope, 0, True, IS_CUT, rules)
+    p1, cap1 = probabilities(x1, lse1[None, :], band, row_first + HALF, key_first, slope, 0, 0.0, True, IS_CUT, rules)
     y0 = warpgroup_mma_wait(2, deps=[dp0])
     delta0 = statistics_of(tiles.dout, n, 0, HALF, across)
     ds0 = gradient_of_scores(p0, cap0, y0, delta0[None, :], rules).to(dtype)
@@ -478,7 +478,7 @@ def joint_kernel(
         alibi_slopes_ptr = counter_ptr
     rules = Rules(
         scale, softcap_log2, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
-        HAS_SOFTCAP, IS_VARLEN, False,
+        HAS_SOFTCAP, IS_VARLEN, False, "",
     )  # fmt: skip
     heads = Heads(num_heads, group_size, statistic_rows)
     # Of keys in place of queries: see work_on_keys.
@@ -526,7 +526,7 @@ def joint_kernel(
         [
             (consumer, (0, results, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
             (consumer, (1, results, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
-            (producer, (maps, tiles, schedule, heads, rules)),
+            (producer, (maps, (), tiles, schedule, heads, rules)),
             (adder, (dq_map, tiles, seqlen_q, seqlen_k, heads, rules)),
         ],
         [4, 1, 1],

@@ -23,9 +23,9 @@ from warpwave.kernels.hopper.flash_bwd.config import (
     why_not,
     width,
 )
-from warpwave.kernels.hopper.flash_bwd.costs import cost
+from warpwave.kernels.hopper.flash_bwd.costs import cost, cost_of_bias
 from warpwave.kernels.hopper.flash_bwd.launches import Step, Tensors, Workspace
-from warpwave.kernels.prepass import mask_bits
+from warpwave.kernels.prepass import bias_seen, mask_bits
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch, tensor_maps
 from warpwave.runtime.scratch import maker
@@ -37,6 +37,7 @@ __all__ = [
     "bind",
     "configs",
     "cost",
+    "cost_of_bias",
     "default",
     "smem_bytes",
     "specify",
@@ -45,7 +46,7 @@ __all__ = [
 
 NAME = "hopper/flash_bwd"
 NEEDS_GPU = True
-GRADIENTS = ("q", "k", "v", "sinks")  # of which operands
+GRADIENTS = ("q", "k", "v", "bias", "alibi_slopes", "sinks")  # of which operands
 
 Results = tuple[torch.Tensor, torch.Tensor]
 
@@ -59,27 +60,32 @@ def _workspace_shapes(problem: AttentionProblem, config: Config) -> list[tuple[i
     words: list[tuple[int, ...] | None] = [None, None]
     if problem.mask_shape is not None:
         words = [(mask_bits.packed(problem, transposed).size,) for transposed in (False, True)]
-    return [statistics, statistics, lines, (heads, tiles) if problem.has_sinks else None, *words]
+    flags = (None, None) if problem.bias_shape is None else bias_seen.shapes(problem)
+    return [statistics, statistics, lines, (heads, tiles) if problem.has_sinks else None, *words, *flags]
 
 
 # By what is in Workspace.
-_DTYPES = (*(torch.float32,) * 4, *(torch.int32,) * 2)
+_DTYPES = (*(torch.float32,) * 4, *(torch.int32,) * 2, *(torch.int8,) * 2)
 
 
 def bind(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, wanted: Sequence[bool], config: Config
 ) -> Callable[[Operands, Results, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor | None, ...]]:
     """Prepares the gradients of one problem and layout; compiles in the first call, and in the first with a dlse.
+    The gradient of ALiBi's slopes takes launches apart, whatever the config.
 
     Returns:
         run: `run(operands, (out, lse), dout, dlse)` gives dq, dk, dv, dbias, dslopes, dsinks; None where not wanted.
     """
+    if wanted[4] and problem.alibi_shape is not None:
+        config = configs(problem, gpu)[-1]
     mappable, device = host.mappable(problem, operands), operands.q.device
     shapes = _workspace_shapes(problem, config)
     allocate_left = [s and maker(s, dtype, device) for s, dtype in zip(shapes, _DTYPES, strict=True)]
     zeroed = has_hidden_rows(problem)
     allocate_grads = [maker(t.shape, t.dtype, t.device) for t in operands[:3]]
-    masks, plain, with_dlse = _Bound(), _Bound(), _Bound()
+    hides = problem.mask_shape is not None or problem.bias_shape is not None
+    hidden, plain, with_dlse = _Bound(), _Bound(), _Bound()
 
     def run(
         operands: Operands, results: Results, dout: torch.Tensor, dlse: torch.Tensor | None
@@ -91,18 +97,62 @@ def bind(
         tensors = Tensors(mappable(operands), out, lse, dout, dlse, workspace, dq, dk, dv)
         if zeroed:
             torch._foreach_zero_([dq, dk, dv])
-        if problem.mask_shape is not None:
-            masks.run(tensors, lambda: launches.masks(problem, tensors))
+        if hides:
+            hidden.run(tensors, lambda: launches.of_hidden(problem, tensors))
             tensors = launches.without_unseen(problem, tensors)
+            tensors = launches.with_walks(problem, with_bias(problem, tensors, wanted[3]), config)
+        if wanted[4]:
+            tensors = with_slopes(problem, tensors)
         bound = plain if dlse is None else with_dlse
         bound.run(tensors, lambda: specify(problem, gpu, tensors, config))
         dsinks = None
         if wanted[5] and workspace.of_sinks is not None:
             dsinks = workspace.of_sinks.view(-1, problem.num_heads_q, workspace.of_sinks.shape[1]).sum((0, 2))
-        found = (dq, dk, dv, None, None, dsinks)
+        found = (dq, dk, dv, bias_gradient(problem, tensors), slope_gradient(problem, tensors), dsinks)
         return tuple(g if want else None for g, want in zip(found, wanted, strict=True))
 
     return run
+
+
+def with_bias(problem: AttentionProblem, tensors: Tensors, is_wanted: bool) -> Tensors:
+    """Returns the tensors of a call with its bias as the launches read it and, if its gradient is wanted, with memory
+    for dS. A bias whose gradient is wanted is expanded along queries and keys."""
+    bias, dbias = tensors.operands.bias, None
+    if bias is None:
+        return tensors
+    if is_wanted:
+        batch, heads = bias.shape[:2]
+        bias = bias.expand(batch, heads, problem.seqlen_q, problem.seqlen_k)
+        dbias = host.padded_rows(bias, (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k))
+        if problem.has_band or problem.mask_shape is not None:  # whose hidden tiles no block visits
+            dbias.zero_()
+    if is_wanted or host.bias_kind(bias) == "cells":
+        bias = host.mappable_bias(bias)
+    return tensors._replace(operands=tensors.operands._replace(bias=bias), dbias=dbias)
+
+
+def bias_gradient(problem: AttentionProblem, tensors: Tensors) -> torch.Tensor | None:
+    """Returns dS summed over the axes along which the bias is broadcast; None where it is not wanted."""
+    if tensors.dbias is None or problem.bias_shape is None:
+        return None
+    sizes = zip(problem.bias_shape, tensors.dbias.shape, strict=True)
+    axes = [axis for axis, (own, all) in enumerate(sizes) if own != all]
+    return (tensors.dbias.sum(axes, keepdim=True) if axes else tensors.dbias).contiguous()
+
+
+def with_slopes(problem: AttentionProblem, tensors: Tensors) -> Tensors:
+    """Returns the tensors of a call with memory for the parts of the gradient of ALiBi's slopes, if it has slopes."""
+    if problem.alibi_shape is None:
+        return tensors
+    shape = (problem.batch, problem.num_heads_q, problem.seqlen_q)
+    return tensors._replace(of_slopes=torch.zeros(shape, dtype=torch.float32, device=tensors.dq.device))
+
+
+def slope_gradient(problem: AttentionProblem, tensors: Tensors) -> torch.Tensor | None:
+    """Returns the gradient of ALiBi's slopes, of their shape; None where it is not wanted."""
+    if tensors.of_slopes is None or problem.alibi_shape is None:
+        return None
+    return tensors.of_slopes.sum((0, 2) if len(problem.alibi_shape) == 1 else 2)
 
 
 class _Bound:

@@ -7,12 +7,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from warpwave.kernels import arguments
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_bwd import rows
-from warpwave.kernels.hopper.flash_bwd.config import Config, width
-from warpwave.kernels.prepass import mask_bits
+from warpwave.kernels.hopper.flash_bwd.config import Config, steps_of_dq, width
+from warpwave.kernels.prepass import bias_seen, mask_bits
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch
 from warpwave.runtime.tensor_maps import MapPlan
@@ -27,6 +28,10 @@ class Workspace(NamedTuple):
     of_sinks: torch.Tensor | None  # (batch * num_heads_q, tiles)
     words: torch.Tensor | None  # of the mask, and of its transpose: see prepass/mask_bits.py
     words_transposed: torch.Tensor | None
+    queries_seen: torch.Tensor | None  # where a bias hides: see prepass/bias_seen.py
+    keys_seen: torch.Tensor | None
+    walks: torch.Tensor | None = None  # of blocks of queries, and of blocks of keys: see `walks`
+    walks_transposed: torch.Tensor | None = None
 
 
 class Tensors(NamedTuple):
@@ -41,6 +46,8 @@ class Tensors(NamedTuple):
     dq: torch.Tensor
     dk: torch.Tensor
     dv: torch.Tensor
+    dbias: torch.Tensor | None = None  # dS of each query head and batch item, if it is wanted; rows may be padded
+    of_slopes: torch.Tensor | None = None  # what each query adds to the slopes' gradient, if that is wanted, float32
 
     @property
     def offsets(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -59,6 +66,18 @@ class Step(NamedTuple):
     launch: launch.Launch
     given: Callable[[Tensors], Sequence[Any]]
     plans: Sequence[MapPlan | None] = ()
+
+
+def bias_kind(tensors: Tensors) -> str:
+    """Returns how a bias is read (`host.bias_kind`). One whose gradient is wanted has a number for each score."""
+    return "cells" if tensors.dbias is not None else host.bias_kind(tensors.operands.bias)
+
+
+def steps_over_keys(problem: AttentionProblem, tensors: Tensors, config: Config) -> tuple[int, int]:
+    """Returns the keys of a step in the launch of dQ, and the tiles of V in flight (`config.steps_of_dq`)."""
+    bias = tensors.operands.bias
+    is_copied = bias is not None and bias_kind(tensors) == "cells"
+    return steps_of_dq(problem, config, bias.element_size() if bias is not None and is_copied else 0)
 
 
 def query_tiles(problem: AttentionProblem, block_m: int) -> int:
@@ -147,11 +166,16 @@ def constants_of(problem: AttentionProblem) -> dict[str, Any]:
     }
 
 
-def masks(problem: AttentionProblem, tensors: Tensors) -> list[Step]:
-    """Returns the launches that pack a mask and its transpose, none without a mask."""
-    if problem.mask_shape is None:
-        return []
+def of_hidden(problem: AttentionProblem, tensors: Tensors) -> list[Step]:
+    """Returns the launches that read a mask or a bias before all others: they pack the mask and its transpose, and find
+    what the bias hides from everything."""
     steps = []
+    if problem.bias_shape is not None:
+        bias, (of_queries, of_keys) = tensors.operands.bias, tensors.workspace[6:8]
+        assert bias is not None and of_queries is not None and of_keys is not None
+        steps.append(Step(bias_seen.specify(problem, bias, of_queries, of_keys), _bias_and_flags))
+    if problem.mask_shape is None:
+        return steps
     for words, transposed in ((tensors.workspace.words, False), (tensors.workspace.words_transposed, True)):
         assert tensors.operands.mask is not None and words is not None
         packing = mask_bits.specify(problem, tensors.operands.mask, words, transposed)
@@ -163,14 +187,50 @@ def _mask_and_words(t: Tensors, transposed: bool) -> tuple[Any, ...]:
     return t.operands.mask, t.workspace.words_transposed if transposed else t.workspace.words
 
 
-def without_unseen(problem: AttentionProblem, tensors: Tensors) -> Tensors:
-    """Returns the tensors of a call with a mask, with zeros for the queries that see no key, and for the keys that no
-    query sees: their probabilities are 0, but 0 * NaN is NaN. Keys and queries that some pair shows are not changed."""
-    if tensors.workspace.words is None or tensors.workspace.words_transposed is None:
+def _bias_and_flags(t: Tensors) -> tuple[Any, ...]:
+    return t.operands.bias, *t.workspace[6:8]
+
+
+def with_walks(problem: AttentionProblem, tensors: Tensors, config: Config) -> Tensors:
+    """Returns the tensors of a call, with lists of the steps that its blocks walk (`mask_bits.walks`) if it has a mask:
+    those of which the packed mask shows a pair. Steps of a block of 128 queries are tiles of keys; steps of a block of
+    64 keys are tiles of queries, counted over the heads of a group."""
+    work = tensors.workspace
+    if work.words is None or work.words_transposed is None:
         return tensors
+    block_m, block_n = config.block_m, steps_over_keys(problem, tensors, config)[0]
+    packed = [mask_bits.packed(problem, transposed) for transposed in (False, True)]
+    of_queries = mask_bits.tiles_shown(work.words, packed[0])
+    if of_queries.shape[2] > 1:
+        of_queries = pad(of_queries, (0, 0, 0, of_queries.shape[2] % 2)).unflatten(2, (-1, 2)).any(3)
+    of_queries = of_queries.repeat_interleave(mask_bits.TILE_KEYS // block_n, -1)
+    of_keys = mask_bits.tiles_shown(work.words_transposed, packed[1])
+    of_keys = of_keys.repeat_interleave(mask_bits.TILE_KEYS // block_m, -1)[..., : query_tiles(problem, block_m)]
+    group = problem.num_heads_q // problem.num_heads_kv
+    heads = problem.num_heads_kv if of_keys.shape[1] > 1 else 1
+    of_keys = of_keys.expand(-1, heads * group, -1, -1).unflatten(1, (heads, group)).transpose(2, 3).flatten(3)
+    walks = mask_bits.walks(of_queries), mask_bits.walks(of_keys)
+    return tensors._replace(workspace=work._replace(walks=walks[0], walks_transposed=walks[1]))
+
+
+def without_unseen(problem: AttentionProblem, tensors: Tensors) -> Tensors:
+    """Returns the tensors of a call, with zeros for the queries from which a mask or a bias hides every key, and for
+    the keys that either hides from every query: their probabilities are 0, but 0 * NaN is NaN. Keys and queries that
+    some pair shows are not changed."""
+    seen, work = [], tensors.workspace
+    if work.words is not None and work.words_transposed is not None:
+        packed = [mask_bits.packed(problem, transposed) for transposed in (False, True)]
+        seen.append(tuple(map(mask_bits.rows_seen, (work.words, work.words_transposed), packed)))
+    if work.queries_seen is not None and work.keys_seen is not None:
+        seen.append((bias_seen.seen(work.queries_seen), bias_seen.seen(work.keys_seen)))
+    for of_queries, of_keys in seen:
+        tensors = _without(problem, tensors, of_queries, of_keys)
+    return tensors
+
+
+def _without(problem: AttentionProblem, tensors: Tensors, of_queries: torch.Tensor, of_keys: torch.Tensor) -> Tensors:
+    """Returns tensors with zeros where (batch, heads, positions) are not seen."""
     q, k, v = tensors.operands[:3]
-    of_queries = mask_bits.rows_seen(tensors.workspace.words, mask_bits.packed(problem))
-    of_keys = mask_bits.rows_seen(tensors.workspace.words_transposed, mask_bits.packed(problem, transposed=True))
     if of_keys.shape[1] > 1:  # a kv head's keys are seen by the heads of a group
         of_keys = of_keys.unflatten(1, (problem.num_heads_kv, -1)).any(2)
     of_queries, of_keys = (seen.transpose(1, 2)[..., None] for seen in (of_queries, of_keys))
@@ -209,7 +269,7 @@ def statistics(problem: AttentionProblem, tensors: Tensors, config: Config) -> S
                 **arguments.band_constants(problem),
                 "HAS_SINKS": problem.has_sinks,
                 "IS_VARLEN": problem.packed,
-                "ALIGN": mask_bits.TILE_KEYS if problem.mask_shape is not None else 1,
+                "ALIGN": 1 if problem.mask_shape is problem.bias_shape is None else mask_bits.TILE_KEYS,
             },
             options={"num_warps": 4 if problem.head_dim_v <= 128 else 8, "num_stages": 1, "enable_fp_fusion": True},
         ),

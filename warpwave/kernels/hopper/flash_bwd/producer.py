@@ -2,13 +2,14 @@
 
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.flash_bwd.band import band_of, first_statistic, query_span, tile_at, work_on_keys
-from warpwave.kernels.hopper.flash_bwd.steps import load_rows
+from warpwave.kernels.hopper.flash_bwd.bias import bytes_of, load_bias
+from warpwave.kernels.hopper.flash_bwd.steps import load_rows, step_of, walk_of
 from warpwave.kernels.hopper.parts import first_column, tile_bytes
 from warpwave.runtime.gluon_or_stub import gl, jit, mbarrier, tma_load
 
 
 @jit
-def producer(maps, tiles, schedule, heads, rules):
+def producer(maps, mask, tiles, schedule, heads, rules):
     """Draws blocks of keys, and loads K and V of each and the queries that see them, head after head."""
     q_maps, k_maps, v_maps, dout_maps, lse_map, delta_map = maps
     n = 0
@@ -27,11 +28,24 @@ def producer(maps, tiles, schedule, heads, rules):
                 batch = 0
             statistic = first_statistic(work, rules.BLOCK_M, rules)
             row = work.q_begin + band.q_begin
-            for i in range(count * heads.group_size):
+            steps = count * heads.group_size
+            walk = walk_of(mask, work, key_first // rules.BLOCK_N, rules)
+            if rules.HAS_MASK:
+                steps = gl.load(walk)
+            for i in range(steps):
                 head = work.head * heads.group_size + i // count
                 down = tile_at(span, i % count) * rules.BLOCK_M
+                if rules.HAS_MASK:
+                    head, row_first = step_of(gl.load(walk + i + 1), work, heads, rules)
+                    down = row_first - band.q_begin
                 line = [batch * heads.num_heads + head, statistic + down]
                 load_rows(tiles.queries, q_maps, lse_map, n, batch, head, row + down, line)
+                if rules.BIAS == "cells":
+                    mbarrier.wait(tiles.p_empty.index(n % 2), ((n // 2) & 1) ^ 1)
+                    full = tiles.bias.full.index(n % 2)
+                    mbarrier.expect(full, bytes_of(tiles.bias.maps, 1))
+                    place = tiles.bias.tiles.shape[0] // 2 * (n % 2)
+                    load_bias(tiles.bias, place, full, batch, head, row + down, key_first)
                 if i == 0:
                     mbarrier.wait(tiles.empty.index(0), (messages & 1) ^ 1)
                     mbarrier.expect(tiles.full.index(0), tile_bytes(k_maps) + tile_bytes(v_maps))

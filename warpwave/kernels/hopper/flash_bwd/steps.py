@@ -1,6 +1,7 @@
 """Steps that Hopper's backward kernels are built from: probabilities, rings of queries, stores of gradients."""
 
 from warpwave.kernels.hopper.flash_bwd.band import tile_at, visible
+from warpwave.kernels.hopper.flash_bwd.bias import exp2_at_most_one
 from warpwave.kernels.hopper.parts import (
     FREE_BARRIERS,
     LOG2_E,
@@ -83,16 +84,25 @@ class Results:
 
 @aggregate
 class Mask:
-    """A mask's words (prepass/mask_bits.py) and their strides of batch, head, tile of columns and row. Rows are keys
-    where scores are computed transposed."""
+    """A packed mask (prepass/mask_bits.py). Rows are keys where scores are computed transposed.
+
+    Args:
+        words_ptr, strides: its words, and their strides of batch, head, tile of columns and row.
+        walks_ptr, walk_strides: which steps of a block show a pair (launches.walks), and strides of batch, head and
+            block.
+    """
 
     words_ptr: gl.tensor
     strides: gl.tuple
+    walks_ptr: gl.tensor
+    walk_strides: gl.tuple
 
     @constexpr_function
-    def __init__(self, words_ptr, strides):
+    def __init__(self, words_ptr, strides, walks_ptr, walk_strides):
         self.words_ptr = words_ptr
         self.strides = strides
+        self.walks_ptr = walks_ptr
+        self.walk_strides = walk_strides
 
 
 @jit
@@ -112,6 +122,17 @@ def mask_words(mask, lines, head, column_first, WIDTH: gl.constexpr, rules):
     if rules.HAS_MASK:
         words = load_words(lines + head.to(gl.int64) * mask.strides[1], mask.strides[2], column_first, WIDTH)
     return words
+
+
+@jit
+def walk_of(mask, work, block, rules):
+    """Returns where the steps of a block of queries or keys are listed, 0 without a mask. Its number of steps comes
+    first."""
+    walk = gl.to_tensor(0)
+    if rules.HAS_MASK:
+        walk = mask.walks_ptr + work.batch.to(gl.int64) * mask.walk_strides[0]
+        walk += work.head.to(gl.int64) * mask.walk_strides[1] + block.to(gl.int64) * mask.walk_strides[2]
+    return walk
 
 
 @aggregate
@@ -175,6 +196,14 @@ def row_of(span, place, band, rules):
 
 
 @jit
+def step_of(listed, work, heads, rules):
+    """Returns the query head and the first query of a listed step of a block of keys: the number of its tile of
+    queries, counted over the heads of a group."""
+    tiles = heads.rows // rules.BLOCK_M
+    return work.head * heads.group_size + listed // tiles, listed % tiles * rules.BLOCK_M
+
+
+@jit
 def rows_of(stream, n):
     """Returns the first piece of tile n as a matrix."""
     return matrix(stream.ring.pieces[0].index(n % stream.ring.stages))
@@ -216,7 +245,8 @@ def times(x, factor):
 
 @jit
 def probabilities(
-    x, lse_log2, band, row_first, key_first, slope_log2, words, KEYS_FIRST: gl.constexpr, IS_CUT: gl.constexpr, rules
+    x, lse_log2, band, row_first, key_first, slope_log2, words, bias, KEYS_FIRST: gl.constexpr, IS_CUT: gl.constexpr,
+    rules,
 ):  # fmt: skip
     """Returns P and 1 - tanh^2 of a tile of raw scores; the latter is P itself, unused, without a softcap.
 
@@ -224,6 +254,7 @@ def probabilities(
         x: scores before the scale, float32: [keys, queries] if KEYS_FIRST, else [queries, keys].
         lse_log2: of the queries, in bits, as a row or a column beside x; +inf for a query that sees nothing.
         words: of a mask (words.py); unused without one.
+        bias: in natural units, to be broadcast to x; unused without one.
         IS_CUT: whether an edge of the band passes through the tile, or its keys end within.
     """
     cap = x
@@ -236,9 +267,14 @@ def probabilities(
     if rules.HAS_ALIBI:
         rows, keys = places(x, row_first, key_first, KEYS_FIRST)
         exponent -= slope_log2 * gl.abs(rows + band.offset - keys).to(gl.float32)
+    if rules.BIAS != "":
+        exponent += bias.to(gl.float32) * LOG2_E
     if rules.HAS_MASK:
         exponent = hide_words(exponent, words, x.shape[1])
-    p = exp2(exponent)
+    if rules.BIAS == "":
+        p = exp2(exponent)
+    else:
+        p = exp2_at_most_one(exponent)
     if IS_CUT:
         rows, keys = places(x, row_first, key_first, KEYS_FIRST)
         p = gl.where(visible(band, rows, keys, rules), p, 0.0)

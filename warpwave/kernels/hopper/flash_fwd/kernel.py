@@ -452,11 +452,9 @@ def _plans(
 
 def _bias_plan(bias: torch.Tensor | None, config: Config) -> tensor_maps.MapPlan | None:
     """Returns the tensor map of a bias that has one number for each score, else None."""
-    if bias is None or _bias_kind(bias) != "cells":
+    if bias is None or host.bias_kind(bias) != "cells":
         return None
-    # An axis of size 1 may have any stride, so it takes one that a map can have.
-    strides = tuple(bias.stride(2) if size == 1 else bias.stride(axis) for axis, size in enumerate(bias.shape))
-    return tensor_maps.MapPlan(BIAS_SOURCE, tuple(bias.shape), strides, (1, 1, ROWS.value, config.block_n))
+    return host.bias_plan(BIAS_SOURCE, bias, (ROWS.value, config.block_n))
 
 
 def _plans_of_parts(
@@ -563,7 +561,7 @@ def _specify(
         grid=min(tiles, sms * config.blocks_per_sm),
         tensors=(*descriptors, out_ptr, lse, *operands[5:], inverses, words, operands.bias, host.counter(out)),
         scalars=_scalars(problem, operands, config, tiles, parts),
-        constants=_constants(problem, config, parts) | {"BIAS": _bias_kind(operands.bias)},
+        constants=_constants(problem, config, parts) | {"BIAS": host.bias_kind(operands.bias)},
         options={
             "num_warps": 4,
             "enable_fp_fusion": True,
@@ -617,29 +615,9 @@ def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[st
     }
 
 
-def _bias_kind(bias: torch.Tensor | None) -> str:
-    """Returns how a bias is read: see `mask_bias.Beside`."""
-    if bias is None:
-        return ""
-    *_, stride_m, stride_n = arguments.broadcast_strides(bias)
-    return "rows" if stride_n == 0 else "keys" if stride_m == 0 else "cells"
-
-
 def _bias_for_maps(bias: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns a bias with one number for each score in a form that a tensor map can describe: broadcast axes have size
-    1, and rows are a multiple of 16 bytes, copied if they are not. Any other bias is returned unchanged."""
-    if bias is None or _bias_kind(bias) != "cells":
-        return bias
-    for axis in (0, 1):
-        if bias.stride(axis) == 0:
-            bias = bias.narrow(axis, 0, 1)
-    if tensor_maps.has_map(bias[0, 0]) and all(
-        bias.stride(axis) * bias.element_size() % 16 == 0 for axis in (0, 1) if bias.shape[axis] > 1
-    ):
-        return bias
-    keys = bias.shape[-1]
-    padded = bias.new_empty(*bias.shape[:-1], -(-keys // 8) * 8)
-    return padded[..., :keys].copy_(bias)
+    """Returns a bias with one number for each score in a form that a tensor map can describe, any other unchanged."""
+    return host.mappable_bias(bias) if bias is not None and host.bias_kind(bias) == "cells" else bias
 
 
 def _register_cap(config: Config) -> dict[str, int]:

@@ -1,0 +1,40 @@
+"""What a bias of minus infinity hides from everything is found, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from warpwave.kernels.prepass import bias_seen
+from warpwave.problem import AttentionProblem, Causal
+from warpwave.runtime import launch
+from warpwave.runtime.triton_or_stub import NO_TRITON
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # interpreted on a CPU
+PROBLEM = AttentionProblem(
+    batch=2, seqlen_q=170, seqlen_k=301, num_heads_q=3, num_heads_kv=3, head_dim=64, head_dim_v=64, dtype="float16",
+    softmax_scale=0.1,
+)  # fmt: skip
+
+
+@pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
+@pytest.mark.parametrize("band", [{}, {"causal": Causal(), "window_size": (20, -1)}], ids=["", "window"])
+@pytest.mark.parametrize("shape", [(2, 3, 170, 301), (1, 3, 1, 301), (2, 1, 170, 1), (1, 1, 1, 1)], ids=str)
+def test_queries_and_keys_that_some_pair_shows(shape: tuple[int, ...], band: dict[str, Any]) -> None:
+    problem = replace(PROBLEM, **band, bias_shape=shape, bias_dtype="float32")
+    bias = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    bias[..., 5:9], bias[..., :, 128:140], bias[..., 150:153, :] = torch.nan, -torch.inf, -torch.inf
+    if shape[2] > 1:
+        bias[:, 0, :100, 200:260] = -torch.inf  # a window hides these keys from all others
+    flags = [torch.full(s, 7, dtype=torch.int8, device=DEVICE) for s in bias_seen.shapes(problem)]
+    launch.bind(bias_seen.specify(problem, bias, *flags))(bias, *flags)
+    lengths = (170, 301) if problem.has_band else shape[2:]
+    shown = (bias != -torch.inf).expand(*shape[:2], *lengths)
+    if problem.has_band:
+        distance = torch.arange(301, device=DEVICE) - torch.arange(170, device=DEVICE)[:, None]
+        shown = shown & (distance <= 131) & (distance >= 131 - 20)
+    for found, axis in zip(flags, (3, 2), strict=True):
+        assert torch.equal(bias_seen.seen(found), shown.any(axis))

@@ -1,0 +1,103 @@
+"""A launch before gradients that finds the queries and keys which a bias of minus infinity hides from everything.
+
+Their probabilities are 0, but tensor cores multiply whole tiles, and 0 * NaN is NaN. A block reads a tile of the bias
+once and flags each of its rows and columns; what position hides counts as hidden.
+
+Bound: memory: the bias is read once, axes of batch items and heads along which it is broadcast once for all.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from warpwave.kernels.arguments import broadcast_strides
+from warpwave.kernels.primitives import band_visible
+from warpwave.problem import AttentionProblem
+from warpwave.runtime import launch
+from warpwave.runtime.triton_or_stub import jit, tl
+
+BLOCK = 128  # queries and keys of a tile
+
+
+@jit(do_not_specialize=["num_heads", "num_queries", "tiles_m", "tiles_n", "low", "high"])
+def bias_seen_kernel(
+    bias_ptr,
+    queries_ptr,
+    keys_ptr,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_m,
+    stride_bias_n,
+    num_heads,
+    num_queries,
+    num_keys,
+    tiles_m,
+    tiles_n,
+    low,
+    high,
+    BLOCK: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+):
+    """Flags the queries and keys of a tile that some pair of it shows: int8, (item, tile of keys, query) and
+    (item, tile of queries, key)."""
+    pid = tl.program_id(0)
+    tile_n = pid % tiles_n
+    tile_m = pid // tiles_n % tiles_m
+    item = (pid // tiles_n // tiles_m).to(tl.int64)
+    rows = tile_m * BLOCK + tl.arange(0, BLOCK)
+    keys = tile_n * BLOCK + tl.arange(0, BLOCK)
+    inside = (rows < num_queries)[:, None] & (keys < num_keys)[None, :]
+    bias_ptr += item // num_heads * stride_bias_b + item % num_heads * stride_bias_h
+    cells = rows.to(tl.int64)[:, None] * stride_bias_m + keys.to(tl.int64)[None, :] * stride_bias_n
+    bias = tl.load(bias_ptr + cells, mask=inside, other=float("-inf")).to(tl.float32)
+    shown = bias != float("-inf")
+    if HAS_LOW or HAS_HIGH:
+        shown = shown & band_visible(rows, keys, low, high, HAS_LOW, HAS_HIGH)
+    shown = shown.to(tl.int32)
+    queries_ptr += (item * tiles_n + tile_n) * num_queries
+    tl.store(queries_ptr + rows, tl.max(shown, 1).to(tl.int8), mask=rows < num_queries)
+    keys_ptr += (item * tiles_m + tile_m) * num_keys
+    tl.store(keys_ptr + keys, tl.max(shown, 0).to(tl.int8), mask=keys < num_keys)
+
+
+class Shapes(NamedTuple):
+    """The shapes of the flags, int8: (batch, heads, tiles of keys, queries) and (batch, heads, tiles of queries, keys).
+    Batch and heads are the bias's; so are queries and keys, unless position hides something."""
+
+    of_queries: tuple[int, int, int, int]
+    of_keys: tuple[int, int, int, int]
+
+
+def shapes(problem: AttentionProblem) -> Shapes:
+    """Returns the shapes of the flags of the problem's bias."""
+    assert problem.bias_shape is not None
+    batch, heads, *lines = problem.bias_shape
+    queries, keys = (problem.seqlen_q, problem.seqlen_k) if problem.has_band else lines
+    return Shapes((batch, heads, -(-keys // BLOCK), queries), (batch, heads, -(-queries // BLOCK), keys))
+
+
+def specify(
+    problem: AttentionProblem, bias: torch.Tensor, of_queries: torch.Tensor, of_keys: torch.Tensor
+) -> launch.Launch:
+    """Returns the launch that flags the queries and the keys of `bias`, in tensors of the `shapes`."""
+    batch, heads, tiles_n, queries = of_queries.shape
+    tiles_m, keys = of_keys.shape[2:]
+    low, high = problem.band(problem.seqlen_q, problem.seqlen_k)
+    return launch.Launch(
+        kernel=bias_seen_kernel,
+        grid=batch * heads * tiles_m * tiles_n,
+        tensors=(bias, of_queries, of_keys),
+        scalars=[
+            *broadcast_strides(bias), heads, queries, keys, tiles_m, tiles_n, low or 0, high or 0,
+        ],
+        constants={"BLOCK": BLOCK, "HAS_LOW": low is not None, "HAS_HIGH": high is not None},
+        options={"num_warps": 8, "num_stages": 1, "enable_fp_fusion": True},
+    )  # fmt: skip
+
+
+def seen(flags: torch.Tensor) -> torch.Tensor:
+    """Returns which queries or keys any tile flags, bool (batch, heads, positions); an axis of 1 stands for all."""
+    return flags.any(2)
