@@ -1,0 +1,224 @@
+"""Products of 8-bit operands: V transposed on chip, probabilities as an operand, sums promoted to float32.
+
+wgmma multiplies 8-bit operands only if both run along the summed axis in shared memory ("K-major"). K does. V, whose
+rows are keys, is transposed after TMA has brought it: `transpose` reads 8 x 8 matrices of byte pairs transposed
+(ldmatrix), separates the two bytes of each pair (prmt), and writes 8 x 8 matrices again (stmatrix). Per 16 KiB that is
+32 of each of the two and 128 prmt, and no bank conflicts.
+
+Two permutations make this cheap; each is undone for free.
+
+    keys      Place 4 l + 2 h + e of 16 keys holds key 8 h + 2 l + e. A thread's four bytes of two matrices are then the
+              four bytes that it writes, and a thread's probabilities, which it holds in wgmma's order of accumulators,
+              are in wgmma's order of operands: `operand` moves no data.
+    columns   Row 8 b + c of 16 transposed rows holds column 2 c + b. The rows of one written matrix are then adjacent.
+              The columns of the output come in that order: `in_order` renames a thread's registers.
+
+The tensor cores add 8-bit products with about 14 bits: a product smaller than 2^-13 of the sum is cut off. After 8,192
+equal terms the sum would no longer grow. Each product with V therefore starts from zero, covers at most 128 keys and
+is added to a float32 accumulator by ordinary instructions (`promoted`).
+"""
+
+from warpwave.kernels.hopper.parts import ROWS
+from warpwave.runtime.gluon_or_stub import constexpr_function, gl, jit, warpgroup_mma, warpgroup_mma_wait
+
+CHUNK = gl.constexpr(64)  # most columns of V in one product: its sums take 32 registers beside the accumulator
+
+
+@constexpr_function
+def accumulator_layout(width):
+    """Returns wgmma's layout of 64 rows of `width` float32 over a warpgroup, for 8-bit operands."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, int(width), 32])
+
+
+@jit
+def zero_accumulator(WIDTH: gl.constexpr):
+    """Returns [64, WIDTH] of zeros."""
+    return gl.zeros([ROWS, WIDTH], gl.float32, accumulator_layout(WIDTH))
+
+
+@constexpr_function
+def chunk_width(width):
+    """Returns the columns of one product of a piece of V that has `width` columns."""
+    return min(int(width), int(CHUNK))
+
+
+@constexpr_function
+def chunks_of(pieces):
+    """Returns (piece, first row, rows) of each product with a tile of V, whose pieces are [stages, columns, keys]."""
+    return [
+        (i, first, chunk_width(piece.shape[1]))
+        for i, piece in enumerate(pieces)
+        for first in range(0, int(piece.shape[1]), chunk_width(piece.shape[1]))
+    ]
+
+
+# Transposition of V ---------------------------------------------------------------------------------------------------
+
+
+@constexpr_function
+def swizzle(row_bytes):
+    """Returns the widest swizzle for rows of so many bytes."""
+    return min(128, int(row_bytes))
+
+
+@constexpr_function
+def pairs_layout(keys, pairs, warps):
+    """Returns the registers layout of ldmatrix for [keys, pairs of columns], transposed: a thread has two adjacent keys
+    of a pair in one register and the keys 8 further in the next. Warps share the columns, then the keys."""
+    more = [[0, bit] for bit in (8, 16, 32, 64) if bit < pairs] + [[bit, 0] for bit in (16, 32, 64) if bit < keys]
+    of_warps = int(warps).bit_length() - 1
+    split = len(more) - of_warps
+    return gl.DistributedLinearLayout(
+        reg_bases=[[1, 0], [8, 0], *more[:split]],
+        lane_bases=[[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]],
+        warp_bases=more[split:],
+        block_bases=[],
+        shape=[int(keys), int(pairs)],
+    )
+
+
+@jit
+def bytes_apart(pairs):
+    """Returns the low and the high bytes of [keys, pairs], four keys of a thread at a time."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;",
+        "=&r,=&r,r,r",
+        [pairs],
+        dtype=(gl.int8, gl.int8),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@jit
+def transpose(v, v_transposed, rows_used, CUT: gl.constexpr, WARPS: gl.constexpr):
+    """Writes a piece of V, [keys, columns] of bytes in shared memory, as [columns, keys], both permuted (module
+    docstring). If CUT, rows from `rows_used` on become zeros."""
+    keys: gl.constexpr = v.shape[0]
+    columns: gl.constexpr = v.shape[1]
+    as_pairs: gl.constexpr = gl.NVMMASharedLayout(swizzle(columns), 16, 2)
+    as_bytes: gl.constexpr = gl.NVMMASharedLayout(swizzle(keys), 8, 2)
+    layout: gl.constexpr = pairs_layout(keys, columns // 2, WARPS)
+    pairs = v._reinterpret(gl.int16, [keys, columns // 2], as_pairs).load(layout)
+    if CUT:
+        used = gl.arange(0, keys, gl.SliceLayout(1, layout)) < rows_used
+        pairs = gl.where(used[:, None], pairs, gl.zeros_like(pairs))
+    low, high = bytes_apart(pairs)
+    # [16 keys, h, l, e, 16 columns, c, b] -> [16 columns, b, c, 16 keys, l, h, e]
+    both = gl.reshape(gl.join(low, high), [keys // 16, 2, 4, 2, columns // 16, 8, 2])
+    both = gl.reshape(gl.permute(both, [4, 6, 5, 0, 2, 1, 3]), [columns, keys])
+    v_transposed._reinterpret(gl.int8, [columns, keys], as_bytes).store(both)
+
+
+@jit
+def transposed_tiles(v_maps, COUNT: gl.constexpr):
+    """Allocates COUNT transposed tiles of V in shared memory: a tuple of pieces [COUNT, columns, keys]."""
+    found = ()
+    for i in gl.static_range(len(v_maps)):
+        keys: gl.constexpr = v_maps[i].block_type.shape[2]
+        layout: gl.constexpr = gl.NVMMASharedLayout(swizzle(keys), 8, 2)
+        shape: gl.constexpr = [COUNT, v_maps[i].block_type.shape[3], keys]
+        found = found + (gl.allocate_shared_memory(v_maps[i].dtype, shape, layout),)
+    return found
+
+
+@jit
+def in_order(x):
+    """Returns [64, columns] with the columns that `transpose` permuted in their own order."""
+    x = gl.reshape(x, [ROWS, x.shape[1] // 16, 2, 4, 2])
+    return gl.reshape(gl.permute(x, [0, 1, 3, 4, 2]), [ROWS, x.shape[1] * x.shape[2] * x.shape[3] * x.shape[4]])
+
+
+# Products -------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def to_e4m3(x):
+    """Rounds to float8_e4m3, to nearest even and at most 448, four elements of a thread at a time."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; "
+        "mov.b32 $0, {a, b}; }",
+        "=r,r,r,r,r",
+        [x],
+        dtype=gl.float8e4nv,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@jit
+def operand(p, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr):
+    """Returns probabilities [64, BLOCK_N] as the operand of a product of WIDTH columns: rounded, in the same registers,
+    for keys in the order of `transpose`."""
+    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(WIDTH), k_width=4)
+    p = gl.permute(gl.reshape(p, [ROWS, BLOCK_N // 16, 2, 4, 2]), [0, 1, 3, 2, 4])
+    return to_e4m3(gl.convert_layout(gl.reshape(p, [ROWS, BLOCK_N]), layout, assert_trivial=True))
+
+
+@jit
+def operands(p, vt_ring, BLOCK_N: gl.constexpr):
+    """Returns `operand` for each width of a product, in the order of the pieces: an operand's layout names its
+    product's, and registers are shared."""
+    found = ()
+    for i in gl.static_range(len(vt_ring.pieces)):
+        found = found + (operand(p, BLOCK_N, chunk_width(vt_ring.pieces[i].shape[1])),)
+    return found
+
+
+@jit
+def value_product(p, vt_ring, n, CHUNK_INDEX: gl.constexpr):
+    """Starts the product of probabilities and one chunk of tile n of V."""
+    chunk: gl.constexpr = chunks_of(vt_ring.pieces)[CHUNK_INDEX]
+    v = vt_ring.pieces[chunk[0]].index(n % vt_ring.stages).slice(chunk[1], chunk[2], dim=0)
+    return warpgroup_mma(
+        p[chunk[0]], v.permute((1, 0)), zero_accumulator(chunk[2]), use_acc=False, is_async=True
+    )
+
+
+@jit
+def promoted(acc, pending, factor, HAS_FACTOR: gl.constexpr):
+    """Waits for a product and returns acc plus it, in float32, times the factor of its values if they have one."""
+    product = warpgroup_mma_wait(0, deps=[pending])
+    if HAS_FACTOR:
+        return gl.fma(product, gl.full(product.shape, factor, gl.float32, product.type.layout), acc)
+    else:
+        return acc + product
+
+
+@jit
+def replaced(items, INDEX: gl.constexpr, item):
+    """Returns a tuple with another item at INDEX."""
+    found = ()
+    for i in gl.static_range(len(items)):
+        if i == INDEX:
+            found = found + (item,)
+        else:
+            found = found + (items[i],)
+    return found
+
+
+@jit
+def as_pieces(chunks, vt_ring):
+    """Returns the accumulators of chunks as one [64, columns] for each piece of V, columns in order."""
+    of: gl.constexpr = chunks_of(vt_ring.pieces)
+    out = ()
+    for i in gl.static_range(len(vt_ring.pieces)):
+        many: gl.constexpr = vt_ring.pieces[i].shape[1] // chunk_width(vt_ring.pieces[i].shape[1])
+        first: gl.constexpr = of.index((i, 0, chunk_width(vt_ring.pieces[i].shape[1])))
+        if many == 1:
+            piece = chunks[first]
+        elif many == 2:
+            piece = side_by_side(chunks[first], chunks[first + 1])
+        else:
+            piece = side_by_side(
+                side_by_side(chunks[first], chunks[first + 1]), side_by_side(chunks[first + 2], chunks[first + 3])
+            )
+        out = out + (in_order(piece),)
+    return out
+
+
+@jit
+def side_by_side(left, right):
+    """Returns [64, 2 n] of two [64, n]."""
+    both = gl.permute(gl.join(left, right), [0, 2, 1])
+    return gl.reshape(both, [ROWS, left.shape[1] + right.shape[1]])
