@@ -12,7 +12,6 @@ from warpwave.kernels.rules import Rule, deciding, note
 from warpwave.problem import AttentionProblem
 
 SMEM_PER_BLOCK = 227 * 1024
-CHUNK = 64  # columns of V in one product (products.py)
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,16 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     return of_rows + config.num_stages * config.block_n * (width + 2 * width_v) + 2048  # barriers and reductions
 
 
+def chunk(problem: AttentionProblem, config: Config) -> int:
+    """Returns the most columns of V in one product (products.TransposedRing)."""
+    return 64
+
+
+def values_first(problem: AttentionProblem, config: Config) -> bool:
+    """Returns whether a step waits for the products with V before its exponentials instead of after them."""
+    return True
+
+
 # Choice of a config ---------------------------------------------------------------------------------------------------
 
 
@@ -80,7 +89,7 @@ def fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     """Returns whether a config fits shared memory and a consumer's registers (scores, probabilities, accumulator and
     one product), and a tile of keys has one factor."""
     width_v, block_n = sum(pieces(problem.head_dim_v)), config.block_n
-    needed = block_n // 2 + block_n // 8 + width_v // 2 + min(CHUNK, width_v) // 2 + 40
+    needed = block_n // 2 + block_n // 8 + width_v // 2 + min(chunk(problem, config), width_v) // 2 + 40
     blocks = (problem.descale_blocks or (0, 0, 0))[1:]
     return (
         needed <= registers(config)[0]

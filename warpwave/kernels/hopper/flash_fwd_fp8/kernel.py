@@ -27,9 +27,9 @@ from warpwave.kernels.hopper import host, scheduler
 from warpwave.kernels.hopper.flash_fwd import roles as flash_fwd_roles
 from warpwave.kernels.hopper.flash_fwd.config import query_tiles
 from warpwave.kernels.hopper.flash_fwd_fp8 import roles
-from warpwave.kernels.hopper.flash_fwd_fp8.config import Config, pieces, registers
+from warpwave.kernels.hopper.flash_fwd_fp8.config import Config, chunk, pieces, registers, values_first
 from warpwave.kernels.hopper.flash_fwd_fp8.factors import Factors
-from warpwave.kernels.hopper.flash_fwd_fp8.products import transposed_tiles
+from warpwave.kernels.hopper.flash_fwd_fp8.products import TransposedRing, transposed_tiles
 from warpwave.kernels.hopper.parts import ROWS, Ring, barriers, buffers, present, ring_init
 from warpwave.kernels.hopper.visible import Rules
 from warpwave.problem import AttentionProblem, QuantizedOperands
@@ -109,6 +109,8 @@ def hopper_flash_fwd_fp8_kernel(
     GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
+    CHUNK: gl.constexpr,
+    VALUES_FIRST: gl.constexpr,
     Q_BLOCK: gl.constexpr,
     K_BLOCK: gl.constexpr,
     V_BLOCK: gl.constexpr,
@@ -134,7 +136,7 @@ def hopper_flash_fwd_fp8_kernel(
     out_maps = present(out_map, out_map_2, out_map_3)
     rules = Rules(
         scale, softcap_log2, window_left, window_right, GROUPS, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
-        HAS_SOFTCAP, HAS_SINKS, IS_VARLEN, WRITE_LSE, True, False, 1, 0, 0, True,
+        HAS_SOFTCAP, HAS_SINKS, IS_VARLEN, WRITE_LSE, True, VALUES_FIRST, 1, 0, 0, True,
     )  # fmt: skip
     # Aggregates cannot hold None, so the counter stands in for absent pointers. It is never read through them.
     if not IS_VARLEN:
@@ -161,7 +163,7 @@ def hopper_flash_fwd_fp8_kernel(
     q_tiles = buffers(q_maps, GROUPS)
     k_ring = Ring(buffers(k_maps, STAGES), barriers(STAGES), barriers(STAGES), STAGES, 0, 1)
     v_ring = Ring(buffers(v_maps, STAGES), barriers(STAGES), barriers(STAGES), STAGES, 0, 1)
-    vt_ring = Ring(transposed_tiles(v_maps, STAGES), barriers(STAGES), barriers(STAGES), STAGES, 0, 1)
+    vt_ring = TransposedRing(transposed_tiles(v_maps, STAGES), barriers(STAGES), barriers(STAGES), STAGES, CHUNK)
     out_tiles = buffers(out_maps, GROUPS)
     # Every allocated barrier must be used: see hopper/flash_fwd.
     q_full = barriers(GROUPS)
@@ -306,6 +308,8 @@ def _constants(problem: AttentionProblem, config: Config) -> dict[str, int | boo
         "GROUPS": config.groups,
         "BLOCK_N": config.block_n,
         "STAGES": config.num_stages,
+        "CHUNK": chunk(problem, config),
+        "VALUES_FIRST": values_first(problem, config),
         "Q_BLOCK": block_q,
         "K_BLOCK": block_k,
         "V_BLOCK": block_v,

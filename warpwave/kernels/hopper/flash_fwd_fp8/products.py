@@ -19,9 +19,41 @@ is added to a float32 accumulator by ordinary instructions (`promoted`).
 """
 
 from warpwave.kernels.hopper.parts import ROWS
-from warpwave.runtime.gluon_or_stub import constexpr_function, gl, jit, warpgroup_mma, warpgroup_mma_wait
+from warpwave.kernels.hopper.serial import unseen_zero
+from warpwave.runtime.gluon_or_stub import (
+    aggregate,
+    constexpr_function,
+    gl,
+    jit,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-CHUNK = gl.constexpr(64)  # most columns of V in one product: its sums take 32 registers beside the accumulator
+
+
+@aggregate
+class TransposedRing:
+    """A `Ring` of V transposed: pieces are [stages, columns, keys].
+
+    Args:
+        chunk: most columns of V in one product; its sums take half as many registers beside the accumulator.
+    """
+
+    pieces: gl.tuple
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    stages: gl.constexpr
+    named: gl.constexpr  # 0: as in Ring
+    chunk: gl.constexpr
+
+    @constexpr_function
+    def __init__(self, pieces, full, empty, stages, chunk):
+        self.pieces = pieces
+        self.full = full
+        self.empty = empty
+        self.stages = gl.constexpr(stages)
+        self.named = gl.constexpr(0)
+        self.chunk = gl.constexpr(chunk)
 
 
 @constexpr_function
@@ -37,19 +69,25 @@ def zero_accumulator(WIDTH: gl.constexpr):
 
 
 @constexpr_function
-def chunk_width(width):
-    """Returns the columns of one product of a piece of V that has `width` columns."""
-    return min(int(width), int(CHUNK))
+def chunk_width(piece, chunk):
+    """Returns the columns of one product with a piece of V."""
+    return min(int(piece.shape[1]), int(chunk))
 
 
 @constexpr_function
-def chunks_of(pieces):
-    """Returns (piece, first row, rows) of each product with a tile of V, whose pieces are [stages, columns, keys]."""
+def chunks_of(pieces, chunk):
+    """Returns (piece, first column, columns) of each product with a tile of V."""
     return [
-        (i, first, chunk_width(piece.shape[1]))
+        (i, first, chunk_width(piece, chunk))
         for i, piece in enumerate(pieces)
-        for first in range(0, int(piece.shape[1]), chunk_width(piece.shape[1]))
+        for first in range(0, int(piece.shape[1]), chunk_width(piece, chunk))
     ]
+
+
+@constexpr_function
+def first_chunk(pieces, chunk, i):
+    """Returns the number of the first chunk of piece i."""
+    return [piece for piece, _, _ in chunks_of(pieces, chunk)].index(int(i))
 
 
 # Transposition of V ---------------------------------------------------------------------------------------------------
@@ -93,21 +131,25 @@ def bytes_apart(pairs):
 @jit
 def transpose(v, v_transposed, rows_used, CUT: gl.constexpr, WARPS: gl.constexpr):
     """Writes a piece of V, [keys, columns] of bytes in shared memory, as [columns, keys], both permuted (module
-    docstring). If CUT, rows from `rows_used` on become zeros."""
+    docstring). If CUT, rows from `rows_used` on become zeros. 4 KiB at a time, which take 32 registers of two warps."""
     keys: gl.constexpr = v.shape[0]
     columns: gl.constexpr = v.shape[1]
+    many: gl.constexpr = min(keys, 4096 // columns)
     as_pairs: gl.constexpr = gl.NVMMASharedLayout(swizzle(columns), 16, 2)
     as_bytes: gl.constexpr = gl.NVMMASharedLayout(swizzle(keys), 8, 2)
-    layout: gl.constexpr = pairs_layout(keys, columns // 2, WARPS)
-    pairs = v._reinterpret(gl.int16, [keys, columns // 2], as_pairs).load(layout)
-    if CUT:
-        used = gl.arange(0, keys, gl.SliceLayout(1, layout)) < rows_used
-        pairs = gl.where(used[:, None], pairs, gl.zeros_like(pairs))
-    low, high = bytes_apart(pairs)
-    # [16 keys, h, l, e, 16 columns, c, b] -> [16 columns, b, c, 16 keys, l, h, e]
-    both = gl.reshape(gl.join(low, high), [keys // 16, 2, 4, 2, columns // 16, 8, 2])
-    both = gl.reshape(gl.permute(both, [4, 6, 5, 0, 2, 1, 3]), [columns, keys])
-    v_transposed._reinterpret(gl.int8, [columns, keys], as_bytes).store(both)
+    layout: gl.constexpr = pairs_layout(many, columns // 2, WARPS)
+    source = v._reinterpret(gl.int16, [keys, columns // 2], as_pairs)
+    target = v_transposed._reinterpret(gl.int8, [columns, keys], as_bytes)
+    for first in gl.static_range(0, keys, many):
+        pairs = source.slice(first, many, dim=0).load(layout)
+        if CUT:
+            used = first + gl.arange(0, many, gl.SliceLayout(1, layout)) < rows_used
+            pairs = gl.where(used[:, None], pairs, gl.zeros_like(pairs))
+        low, high = bytes_apart(pairs)
+        # [16 keys, h, l, e, 16 columns, c, b] -> [16 columns, b, c, 16 keys, l, h, e]
+        both = gl.reshape(gl.join(low, high), [many // 16, 2, 4, 2, columns // 16, 8, 2])
+        both = gl.reshape(gl.permute(both, [4, 6, 5, 0, 2, 1, 3]), [columns, many])
+        target.slice(first, many, dim=1).store(both)
 
 
 @jit
@@ -161,28 +203,65 @@ def operands(p, vt_ring, BLOCK_N: gl.constexpr):
     product's, and registers are shared."""
     found = ()
     for i in gl.static_range(len(vt_ring.pieces)):
-        found = found + (operand(p, BLOCK_N, chunk_width(vt_ring.pieces[i].shape[1])),)
+        found = found + (operand(p, BLOCK_N, chunk_width(vt_ring.pieces[i], vt_ring.chunk)),)
     return found
 
 
 @jit
 def value_product(p, vt_ring, n, CHUNK_INDEX: gl.constexpr):
     """Starts the product of probabilities and one chunk of tile n of V."""
-    chunk: gl.constexpr = chunks_of(vt_ring.pieces)[CHUNK_INDEX]
-    v = vt_ring.pieces[chunk[0]].index(n % vt_ring.stages).slice(chunk[1], chunk[2], dim=0)
-    return warpgroup_mma(
-        p[chunk[0]], v.permute((1, 0)), zero_accumulator(chunk[2]), use_acc=False, is_async=True
-    )
+    chunk: gl.constexpr = chunks_of(vt_ring.pieces, vt_ring.chunk)[CHUNK_INDEX]
+    v = chunk_of_values(vt_ring, n, CHUNK_INDEX)
+    return warpgroup_mma(p[chunk[0]], v, zero_accumulator(chunk[2]), use_acc=False, is_async=True)
 
 
 @jit
-def promoted(acc, pending, factor, HAS_FACTOR: gl.constexpr):
-    """Waits for a product and returns acc plus it, in float32, times the factor of its values if they have one."""
-    product = warpgroup_mma_wait(0, deps=[pending])
+def chunk_of_values(vt_ring, n, CHUNK_INDEX: gl.constexpr):
+    """Returns a chunk of tile n of V, [keys, columns]."""
+    chunk: gl.constexpr = chunks_of(vt_ring.pieces, vt_ring.chunk)[CHUNK_INDEX]
+    return vt_ring.pieces[chunk[0]].index(n % vt_ring.stages).slice(chunk[1], chunk[2], dim=0).permute((1, 0))
+
+
+@jit
+def promoted(acc, product, factor, HAS_FACTOR: gl.constexpr):
+    """Returns acc plus a product, in float32, times the factor of its values if they have one. Added here, and not
+    where the compiler would like to: behind the last product it would keep every product of a tile in registers."""
     if HAS_FACTOR:
-        return gl.fma(product, gl.full(product.shape, factor, gl.float32, product.type.layout), acc)
+        factor = gl.full(product.shape, factor, gl.float32, product.type.layout)
+        return gl.inline_asm_elementwise(
+            "fma.rn.f32 $0, $1, $2, $3;", "=r,r,r,r", [product, factor, acc], dtype=gl.float32, is_pure=False, pack=1
+        )
     else:
-        return acc + product
+        return gl.inline_asm_elementwise(
+            "add.rn.f32 $0, $1, $2;", "=r,r,r", [product, acc], dtype=gl.float32, is_pure=False, pack=1
+        )
+
+
+@jit
+def with_values(acc, pending, p, vt_ring, n, factor, HAS_FACTOR: gl.constexpr, FIRST: gl.constexpr, END: gl.constexpr):
+    """Adds the products of tile n with chunks FIRST to END - 1 to their accumulators, one after another.
+
+    A product takes the registers of the one before: as its accumulator, which it does not add. Otherwise ptxas starts
+    it while half of the other is still to be added, and at head_dim 256 both do not fit.
+
+    Args:
+        pending: the product with chunk FIRST, under way.
+
+    Returns:
+        acc, and the product with chunk END, under way; the last one, finished, if there is no such chunk.
+    """
+    of: gl.constexpr = chunks_of(vt_ring.pieces, vt_ring.chunk)
+    for c in gl.static_range(FIRST, END):
+        product = warpgroup_mma_wait(0, deps=[pending])
+        acc = replaced(acc, c, promoted(acc[c], product, factor, HAS_FACTOR))
+        pending = product
+        if c + 1 < len(of):
+            if of[c + 1][2] == of[c][2]:
+                v = chunk_of_values(vt_ring, n, c + 1)
+                pending = warpgroup_mma(p[of[c + 1][0]], v, product, use_acc=unseen_zero(n) != 0, is_async=True)
+            else:
+                pending = value_product(p, vt_ring, n, c + 1)
+    return acc, pending
 
 
 @jit
@@ -200,11 +279,10 @@ def replaced(items, INDEX: gl.constexpr, item):
 @jit
 def as_pieces(chunks, vt_ring):
     """Returns the accumulators of chunks as one [64, columns] for each piece of V, columns in order."""
-    of: gl.constexpr = chunks_of(vt_ring.pieces)
     out = ()
     for i in gl.static_range(len(vt_ring.pieces)):
-        many: gl.constexpr = vt_ring.pieces[i].shape[1] // chunk_width(vt_ring.pieces[i].shape[1])
-        first: gl.constexpr = of.index((i, 0, chunk_width(vt_ring.pieces[i].shape[1])))
+        many: gl.constexpr = vt_ring.pieces[i].shape[1] // chunk_width(vt_ring.pieces[i], vt_ring.chunk)
+        first: gl.constexpr = first_chunk(vt_ring.pieces, vt_ring.chunk, i)
         if many == 1:
             piece = chunks[first]
         elif many == 2:

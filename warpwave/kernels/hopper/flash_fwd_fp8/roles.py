@@ -17,14 +17,14 @@ from warpwave.kernels.hopper.flash_fwd_fp8.factors import (
     rules_of_tile,
 )
 from warpwave.kernels.hopper.flash_fwd_fp8.products import (
+    TransposedRing,
     accumulator_layout,
     as_pieces,
     chunks_of,
     operands,
-    promoted,
-    replaced,
     transpose,
     value_product,
+    with_values,
     zero_accumulator,
 )
 from warpwave.kernels.hopper.parts import (
@@ -79,7 +79,7 @@ class Transposer:
     """State of the transposing warps: the ring that the producer fills, the ring of [columns, keys], and messages."""
 
     v_ring: Ring
-    vt_ring: Ring
+    vt_ring: TransposedRing
     box: scheduler.Mailbox
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
@@ -162,7 +162,7 @@ def step(
 ):  # fmt: skip
     """Computes the scores of tile n + 1 and, while taking their softmax, the product of tile n's probabilities and
     values. p32 comes unrounded: 8-bit values carried round a loop would be unpacked and packed again."""
-    MANY: gl.constexpr = len(chunks_of(vt_ring.pieces))
+    MANY: gl.constexpr = len(chunks_of(vt_ring.pieces, vt_ring.chunk))
     p = operands(p32, vt_ring, rules.BLOCK_N)
     of_tile = rules_of_tile(head, tile, keys, rules)
     factor = of_values(head, tile + 1, keys, rules)
@@ -177,19 +177,17 @@ def step(
         if (tile < whole_begin) | (tile >= whole_end):
             x = hide_by_position(x, tile, place, keys, rules)
     m_i, alpha, lead = settled(x, scale, m_i, lead)
-    # Half of the products run beside the maximum, the others beside the exponentials.
-    EARLY: gl.constexpr = MANY // 2
-    for c in gl.static_range(EARLY):
-        acc = replaced(acc, c, promoted(acc[c], pending, factor, head.V_BLOCK > 0))
-        pending = value_product(p, vt_ring, n, c + 1)
-    p32, l_i = own_probabilities(x, scale, raised(m_i), alpha, l_i, rules.HAS_LOW)
-    # This position keeps ptxas from hoisting the wait for wgmma above the exponentials.
-    wait_full(vt_ring, n + 1)
-    for c in gl.static_range(EARLY, MANY):
-        acc = replaced(acc, c, promoted(acc[c], pending, factor, head.V_BLOCK > 0))
-        if c + 1 < MANY:
-            pending = value_product(p, vt_ring, n, c + 1)
-    hand_back_multiplied(vt_ring, n)
+    BLOCKWISE: gl.constexpr = head.V_BLOCK > 0
+    if rules.VALUES_FIRST:
+        acc, _ = with_values(acc, pending, p, vt_ring, n, factor, BLOCKWISE, 0, MANY)
+        hand_back_multiplied(vt_ring, n)
+        p32, l_i = own_probabilities(x, scale, raised(m_i), alpha, l_i, rules.HAS_LOW)
+        wait_full(vt_ring, n + 1)
+    else:
+        p32, l_i = own_probabilities(x, scale, raised(m_i), alpha, l_i, rules.HAS_LOW)
+        wait_full(vt_ring, n + 1)
+        acc, _ = with_values(acc, pending, p, vt_ring, n, factor, BLOCKWISE, 0, MANY)
+        hand_back_multiplied(vt_ring, n)
     return p32, m_i, lead, l_i, rescaled(acc, alpha)
 
 
@@ -207,11 +205,10 @@ def edge_scores(q, k_ring, n, tile, place, keys, head, rules):
 @jit
 def add_values(p32, vt_ring, n, acc, tile, keys, head, rules):
     """Returns acc plus the product of tile n's probabilities and values, with no other work in flight."""
-    MANY: gl.constexpr = len(chunks_of(vt_ring.pieces))
+    MANY: gl.constexpr = len(chunks_of(vt_ring.pieces, vt_ring.chunk))
     p = operands(p32, vt_ring, rules.BLOCK_N)
     factor = of_values(head, tile, keys, rules)
-    for c in gl.static_range(MANY):
-        acc = replaced(acc, c, promoted(acc[c], value_product(p, vt_ring, n, c), factor, head.V_BLOCK > 0))
+    acc, _ = with_values(acc, value_product(p, vt_ring, n, 0), p, vt_ring, n, factor, head.V_BLOCK > 0, 0, MANY)
     return acc
 
 
@@ -232,7 +229,7 @@ def edge_step(q, k_ring, vt_ring, n, m_i, lead, l_i, acc, tile, place, keys, hea
 def first_state(vt_ring, BLOCK_N: gl.constexpr):
     """Returns maximum, lead and per-thread sums, and the accumulators, before the first tile."""
     nothing = own_maxima(zero_accumulator(BLOCK_N), BLOCK_N)
-    of: gl.constexpr = chunks_of(vt_ring.pieces)
+    of: gl.constexpr = chunks_of(vt_ring.pieces, vt_ring.chunk)
     acc = ()
     for c in gl.static_range(len(of)):
         acc = acc + (zero_accumulator(of[c][2]),)
@@ -308,7 +305,7 @@ class Consumer:
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
     k_ring: Ring
-    vt_ring: Ring
+    vt_ring: TransposedRing
     box: scheduler.Mailbox
     rules: Rules
 
