@@ -18,10 +18,10 @@ from warpwave import autograd, dispatch
 from warpwave.checks import Options, check_cache_contents, check_problem, describe_cached_call, resized
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import append_kv, split_kv
+from warpwave.kernels import append_kv, descales, split_kv
 from warpwave.kv_cache import CacheLayer, PagedKVCache, Rotary, check_counts, check_positions, integers, new_tokens
 from warpwave.plans import Run, tell_once, without_keys
-from warpwave.problem import AttentionProblem, CachedOperands, DropoutOperands, Operands
+from warpwave.problem import AttentionProblem, CachedOperands, DropoutOperands, Operands, QuantizedOperands
 
 
 class Serving(NamedTuple):
@@ -444,7 +444,7 @@ def operands_without_memory(problem: AttentionProblem) -> Any:
     operands = Operands(
         empty(*rows, p.num_heads_q, p.head_dim, dtype=dtype),
         empty(*keys, p.num_heads_kv, p.head_dim, dtype=dtype),
-        empty(*keys, p.num_heads_kv, p.head_dim_v, dtype=dtype),
+        empty(*keys, p.num_heads_kv, p.head_dim_v, dtype=getattr(torch, p.dtype_of_v)),
         None if p.mask_shape is None else empty(*p.mask_shape, dtype=torch.bool),
         None if p.bias_shape is None else empty(*p.bias_shape, dtype=getattr(torch, p.bias_dtype or p.dtype)),
         None if p.alibi_shape is None else empty(*p.alibi_shape, dtype=torch.float32),
@@ -452,4 +452,8 @@ def operands_without_memory(problem: AttentionProblem) -> Any:
         offsets,
         offsets,
     )
+    if p.is_quantized:
+        shapes = descales.shapes(p)
+        factors = (None if shape is None else empty(*shape, dtype=torch.float32) for shape in shapes)
+        return QuantizedOperands(*operands, *factors)
     return DropoutOperands(*operands, empty(2, dtype=torch.int64)) if p.dropout_p else operands

@@ -26,6 +26,7 @@ def padded(head_dim: int) -> int:
 
 
 WGMMA_ROWS = 64  # rows of a tile: products of fewer rows take their operands from registers
+EIGHT_BIT_WIDTH = 32  # summed columns of a matrix instruction of 8-bit operands
 SWIZZLE_WIDTH = 64  # 16-bit elements of a row of 128 bytes, the widest swizzle of shared memory
 
 
@@ -36,9 +37,11 @@ def tile_widths(problem: AttentionProblem, gpu: Gpu, block_m: int) -> tuple[int,
     On Hopper both tiles get the same swizzle of shared memory. If tiles of two swizzles share a buffer, their matrix
     descriptors are one address plus two different constants. ptxas 12.8, which Triton 3.6 and 3.7 ship, then computes
     the second descriptor from uninitialized registers, and the product reads arbitrary shared memory
-    (docs/notes/descriptors.md).
+    (docs/notes/descriptors.md). Quantized calls are exempt: V goes through registers to be transposed or converted.
     """
     width, width_v = padded(problem.head_dim), padded(problem.head_dim_v)
+    if problem.is_quantized:
+        return max(width, EIGHT_BIT_WIDTH), width_v
     if gpu.capability == 90 and block_m >= WGMMA_ROWS:
         least = min(SWIZZLE_WIDTH, max(width, width_v))
         width, width_v = max(width, least), max(width_v, least)

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
+from warpwave.kernels.primitives import IN_INTERPRETER, rounded
 from warpwave.problem import AttentionProblem, Operands, QuantizedOperands
+from warpwave.runtime.triton_or_stub import jit, tl
 
 FLOAT8 = {torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}
 QUANTIZED = {**FLOAT8, torch.int8: "int8"}
@@ -144,6 +146,25 @@ def _text(dtypes: Any) -> str:
     return ", ".join(map(str, dtypes))
 
 
+# Device code ----------------------------------------------------------------------------------------------------------
+
+
+@jit
+def probabilities(p, DTYPE: tl.constexpr, SCALE: tl.constexpr):
+    """Returns unnormalized probabilities, at most 1, as the operand of their product with values: in DTYPE, and times
+    SCALE, which moves float8 to the end of its range, where the fewest are subnormal or 0."""
+    p = rounded(p * SCALE, DTYPE)
+    return p.to(tl.float32) if IN_INTERPRETER else p
+
+
+@jit
+def float8_out(out, out_descale_ptr, LARGEST: tl.constexpr):
+    """Returns a result in units of its factor, saturated to what float8 holds; NaN stays NaN."""
+    out = out / tl.load(out_descale_ptr)
+    bounded = tl.minimum(tl.maximum(out, -LARGEST), LARGEST)
+    return tl.where(out == out, bounded, out)
+
+
 # Strides --------------------------------------------------------------------------------------------------------------
 
 
@@ -165,6 +186,44 @@ def strides_of_keys(factor: torch.Tensor | None) -> tuple[int, int, int]:
     return (batch, head, *(block or (0,)))
 
 
+def strides(problem: AttentionProblem, operands: Any) -> list[int | None]:
+    """Returns the run-time arguments of a kernel: the strides of all factors, None for a call without."""
+    if not problem.is_quantized:
+        return [None] * 10
+    q, k, v = operands[9:12]
+    return [*strides_of_q(problem, q), *strides_of_keys(k), *strides_of_keys(v)]
+
+
+P_SCALE = 256  # of probabilities in e4m3: the largest power of two in its range
+
+
+def constants(problem: AttentionProblem) -> dict[str, int]:
+    """Returns the compile-time arguments of a kernel. A factor of a whole head has stride 0 over blocks of any size."""
+    blocks = problem.descale_blocks or (0, 0, 0)
+    largest = torch.finfo(getattr(torch, problem.dtype_of_out)).max if problem.dtype_of_out in FLOAT8.values() else 0
+    return {
+        "QUANTIZED": problem.is_quantized,
+        **{f"{side}_BLOCK": block or 1 for side, block in zip("QKV", blocks, strict=True)},
+        "P_SCALE": P_SCALE if problem.dtype_of_v in FLOAT8.values() else 1,
+        "LARGEST_OUT": int(largest),
+    }
+
+
+def shapes(problem: AttentionProblem) -> tuple[tuple[int, ...] | None, ...]:
+    """Returns a shape that each factor of a quantized call may have, in the order of `QuantizedOperands`; None if there
+    is no such factor. A factor of a head is not shared by others."""
+    p = problem
+    assert p.descale_blocks is not None
+    sizes = ((p.num_heads_q, p.seqlen_q), (p.num_heads_kv, p.seqlen_k), (p.num_heads_kv, p.seqlen_k))
+    found: list[tuple[int, ...] | None] = [
+        (p.batch, heads, -(-seqlen // block)) if block else (p.batch, heads)
+        for (heads, seqlen), block in zip(sizes, p.descale_blocks, strict=True)
+    ]
+    if p.dtype_of_v in SIXTEEN_BIT.values():
+        found[2] = None
+    return (*found, () if p.dtype_of_out in FLOAT8.values() else None)
+
+
 # Host -----------------------------------------------------------------------------------------------------------------
 
 
@@ -183,7 +242,8 @@ def dequantized(
         wide = t.to(dtype)
         numbers.append(wide if factor is None else wide * of_tokens(factor.to(dtype), block, t, starts))
     of_call = {"dtype": str(dtype).removeprefix("torch."), "dtype_v": None, "dtype_out": None, "descale_blocks": None}
-    return replace(problem, **of_call), Operands(*numbers, *operands[3:9])  # type: ignore[arg-type]
+    q, k, v = numbers
+    return replace(problem, **of_call), Operands(q, k, v, *operands[3:9])  # type: ignore[arg-type]
 
 
 def of_tokens(

@@ -47,10 +47,20 @@ def load_tile(pointers, rows, columns, row_begin, row_end, num_columns, CHECK_CO
 def rounded(x, DTYPE: tl.constexpr):
     """Rounds float32 to the dtype of an output, to nearest even."""
     if IN_INTERPRETER and DTYPE == tl.bfloat16:
-        bits = x.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+        x = _to_nearest(x, 16)
+    elif IN_INTERPRETER and DTYPE == tl.float8e4nv:
+        x = tl.where(tl.abs(x) < 2.0**-6, (x + 1.5 * 2.0**14) - 1.5 * 2.0**14, _to_nearest(x, 20))
+    elif IN_INTERPRETER and DTYPE == tl.float8e5:
+        x = tl.where(tl.abs(x) < 2.0**-14, (x + 1.5 * 2.0**7) - 1.5 * 2.0**7, _to_nearest(x, 21))
     return x.to(DTYPE)
+
+
+@jit
+def _to_nearest(x, BITS: tl.constexpr):
+    """Returns float32 with its last BITS bits rounded away, to nearest even."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + ((1 << (BITS - 1)) - 1) + ((bits >> BITS) & 1)) & -(1 << BITS)
+    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
 
 
 @jit

@@ -6,6 +6,8 @@ from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem
 from warpwave.runtime.triton_or_stub import NO_TRITON
 
+FLOAT8_CAPABILITY = 89
+FLOAT8_ON_AMD = ("gfx942", "gfx950", "gfx1201")
 NO_GRADIENTS = "it computes no gradients; call under torch.no_grad() if none are needed"
 
 
@@ -36,6 +38,21 @@ def of_hopper(gpu: Gpu) -> list[str]:
     if gpu.arch == "sm_90":
         return of_triton()
     return [*of_triton(), f"found {gpu.name} ({gpu.arch}); it needs an NVIDIA Hopper GPU (sm_90)"]
+
+
+def of_quantized(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Returns why a portable kernel cannot multiply quantized q and k by a GPU's matrix unit."""
+    if not problem.is_quantized or gpu.is_cpu:
+        return []
+    if problem.dtype == "int8":
+        able = gpu.vendor == "nvidia" or gpu.arch.startswith(("gfx9", "gfx11", "gfx12"))
+        return [] if able else [f"found {gpu.name} ({gpu.arch}); its matrix unit has no int8"]
+    if gpu.capability >= FLOAT8_CAPABILITY or gpu.arch in FLOAT8_ON_AMD:
+        return []
+    return [
+        f"found {gpu.name} ({gpu.arch}); float8 needs NVIDIA sm_{FLOAT8_CAPABILITY} or newer, or AMD "
+        f"{' or '.join(FLOAT8_ON_AMD)}; int8 runs here"
+    ]
 
 
 def of_gradients(problem: AttentionProblem, reason: str = NO_GRADIENTS) -> list[str]:

@@ -4,6 +4,29 @@ Bound: tensor cores for long sequences, exponentials at head_dim 64 and below, l
 """
 
 from warpwave.kernels.flash_fwd.config import default
-from warpwave.kernels.flash_fwd.kernel import NAME, NEEDS_GPU, Config, bind, configs, cost, smem_bytes, specify, why_not
+from warpwave.kernels.flash_fwd.kernel import (
+    NAME,
+    NEEDS_GPU,
+    QUANTIZED,
+    Config,
+    bind,
+    configs,
+    cost,
+    smem_bytes,
+    specify,
+    why_not,
+)
 
-__all__ = ["NAME", "NEEDS_GPU", "Config", "bind", "configs", "cost", "default", "smem_bytes", "specify", "why_not"]
+__all__ = [
+    "NAME",
+    "NEEDS_GPU",
+    "QUANTIZED",
+    "Config",
+    "bind",
+    "configs",
+    "cost",
+    "default",
+    "smem_bytes",
+    "specify",
+    "why_not",
+]

@@ -8,6 +8,7 @@ from functools import cache
 from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import dot_precision, padded, tile_widths
 from warpwave.kernels.cost import bytes_per_score
+from warpwave.kernels.descales import FLOAT8
 from warpwave.kernels.prepass.split_ahead import PARTS
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
@@ -50,6 +51,8 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """Returns an upper bound on the shared memory of one block; tests compare it with what every target compiles to."""
     size, arithmetic = DTYPE_BYTES[problem.dtype], dot_precision(problem, gpu)
     block_d, block_dv = tile_widths(problem, gpu, config.block_m)
+    if problem.is_quantized:
+        return _smem_bytes_of_quantized(problem, gpu, config)
     if arithmetic in PARTS:
         return _smem_bytes_of_parts(problem, gpu, config, 2 * PARTS[arithmetic])
     q = size * config.block_m * block_d
@@ -69,6 +72,23 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
             return 2 * (q + p) + config.num_stages * kv  # an operand and its remainder coexist
         return q + config.num_stages * kv + max(q, kv) // 2
     return q + p // 2 + config.num_stages * kv + 1024  # 1024 for barriers
+
+
+def _smem_bytes_of_quantized(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
+    """Returns `smem_bytes` of a quantized call. V also goes through registers, to be transposed or converted."""
+    block_d, block_dv = tile_widths(problem, gpu, config.block_m)
+    size_v = DTYPE_BYTES[problem.dtype_of_v]
+    of_product = 1 if problem.dtype_of_v in FLOAT8.values() else 2  # bytes of an element of P and V in the matrix unit
+    q, k = config.block_m * block_d, config.block_n * block_d
+    p, v = of_product * config.block_m * config.block_n, of_product * config.block_n * block_dv
+    arriving = k + size_v * config.block_n * block_dv
+    if problem.mask_shape is not None or problem.bias_shape is not None:
+        arriving += config.block_m * config.block_n * bytes_per_score(problem)
+    if gpu.arch == "gfx950":
+        return max(q, config.num_stages * arriving * 17 // 16) + p + v
+    if gpu.vendor == "amd":
+        return max(q, max(1, config.num_stages - 1) * arriving) + p + v
+    return q + config.num_stages * arriving + p + v + 1024  # 1024 for barriers
 
 
 def _smem_bytes_of_parts(problem: AttentionProblem, gpu: Gpu, config: Config, size: int) -> int:
@@ -127,6 +147,10 @@ def fitting(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     """Returns the candidates that fit the GPU's shared memory, except those that compute wrong results or are slow."""
     ways = (False, True) if dot_precision(problem, gpu) in PARTS else (False,)
     found = [c for c in space(ways) if smem_bytes(problem, gpu, c) <= gpu.smem_per_block_bytes]
+    if problem.descale_blocks is not None:
+        # A tile has one factor; and a matrix instruction sums at least 32 products of 8-bit operands.
+        block_q, *of_keys = (block or 128 for block in problem.descale_blocks)
+        found = [c for c in found if c.block_m <= block_q and 32 <= c.block_n <= min(of_keys)]
     if gpu.capability == 90 and _uses_tensor_cores(problem, gpu):
         # Two warpgroups on 64 queries split the keys of a wgmma between them. That is slow (1.9 times the time at
         # head_dim 256, sweep 2), and in tf32, at 64x16, Triton 3.6 computes wrong products and reads out of bounds.

@@ -23,7 +23,7 @@ import torch
 
 from warpwave import precision
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import dropout, reasons
+from warpwave.kernels import descales, dropout, reasons
 from warpwave.kernels.arguments import (
     allocator,
     band_constants,
@@ -39,6 +39,7 @@ from warpwave.kernels.arguments import (
     token_strides,
     window,
 )
+from warpwave.kernels.descales import float8_out, probabilities
 from warpwave.kernels.dropout import dropout_keeps, load_dropout_key
 from warpwave.kernels.flash_fwd.config import Config, configs, fitting, smem_bytes, space
 from warpwave.kernels.flash_fwd.costs import cost
@@ -63,7 +64,7 @@ from warpwave.kernels.primitives import (
     tile_pointers,
     transposed,
 )
-from warpwave.problem import DTYPE_BYTES, AnyOperands, AttentionProblem, by_kind
+from warpwave.problem import DTYPE_BYTES, AnyOperands, AttentionProblem, QuantizedOperands, by_kind
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import jit, tl
 
@@ -71,6 +72,7 @@ __all__ = ["Config", "bind", "configs", "cost", "flash_fwd_kernel", "smem_bytes"
 
 NAME = "flash_fwd"
 NEEDS_GPU = True
+QUANTIZED = True
 MAX_HEAD_DIM = 256
 # Arguments that the compiler must not specialize on; otherwise new lengths would recompile. These are sizes, and every
 # stride whose alignment is already in its unit or is not useful.
@@ -79,7 +81,9 @@ UNSPECIALISED = [
     *("stride_vh", "stride_ob", "stride_om", "stride_oh", "stride_lb", "stride_lh", "stride_mask_b", "stride_mask_h"),
     *("stride_bias_b", "stride_bias_h", "stride_alibi_b", "stride_alibi_h", "stride_kp", "stride_vp", "seqlen_q"),
     *("seqlen_k", "total_q", "total_k", "num_heads_q", "group_size", "window_left", "window_right", "heads_in_l2"),
-    "dropout_threshold",
+    *("dropout_threshold", "stride_q_descale_b", "stride_q_descale_g", "stride_q_descale_h", "stride_q_descale_n"),
+    *("stride_k_descale_b", "stride_k_descale_h", "stride_k_descale_n"),
+    *("stride_v_descale_b", "stride_v_descale_h", "stride_v_descale_n"),
 ]
 
 # Device code ----------------------------------------------------------------------------------------------------------
@@ -99,6 +103,10 @@ def flash_fwd_kernel(
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
     dropout_seed_ptr,
+    q_descale_ptr,
+    k_descale_ptr,
+    v_descale_ptr,
+    out_descale_ptr,
     stride_qb,
     stride_qm,
     stride_qh,
@@ -141,6 +149,16 @@ def flash_fwd_kernel(
     softcap,
     dropout_threshold,
     dropout_scale,
+    stride_q_descale_b,
+    stride_q_descale_g,
+    stride_q_descale_h,
+    stride_q_descale_n,
+    stride_k_descale_b,
+    stride_k_descale_h,
+    stride_k_descale_n,
+    stride_v_descale_b,
+    stride_v_descale_h,
+    stride_v_descale_n,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
@@ -162,6 +180,12 @@ def flash_fwd_kernel(
     PRECISION: tl.constexpr,
     SPLIT_AHEAD: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    P_SCALE: tl.constexpr,
+    LARGEST_OUT: tl.constexpr,
 ):
     """Processes one tile of queries of one head.
 
@@ -243,7 +267,22 @@ def flash_fwd_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
-    scale_log2 = softmax_scale * LOG2_E
+    scale = softmax_scale
+    scale_log2 = scale * LOG2_E
+    if QUANTIZED:
+        # A tile of queries, or of keys, is inside one block of tokens, so it has one factor. It joins the scale.
+        member = head - kv_head * group_size
+        q_descale_ptr += batch * stride_q_descale_b + kv_head * stride_q_descale_g + member * stride_q_descale_h
+        scale_of_tile = softmax_scale * tl.load(q_descale_ptr + row_begin // Q_BLOCK * stride_q_descale_n)
+        k_descale_ptr += batch * stride_k_descale_b + kv_head * stride_k_descale_h
+        # int8 values are multiplied in float16, in which they are exact. Matrix units multiply both kinds of float8 with
+        # each other; of the two, e4m3 has one bit more.
+        V_DTYPE: tl.constexpr = v_ptr.dtype.element_ty
+        P_DTYPE: tl.constexpr = (
+            tl.float16 if V_DTYPE == tl.int8 else tl.float8e4nv if V_DTYPE == tl.float8e5 else V_DTYPE
+        )
+    if v_descale_ptr is not None:
+        v_descale_ptr += batch * stride_v_descale_b + kv_head * stride_v_descale_h
     if HAS_DROPOUT:
         dropout_key = load_dropout_key(dropout_seed_ptr)
     if HAS_ALIBI:
@@ -262,13 +301,17 @@ def flash_fwd_kernel(
             k = operand(k, PRECISION, IS_NVIDIA)
         k = transposed(k, PRECISION)
         scores = product(q, k, None, PRECISION)  # [BLOCK_M, BLOCK_N]
+        if QUANTIZED:
+            scores = scores.to(tl.float32)  # sums of products of int8 are int32, and exact in float32
+            scale = scale_of_tile * tl.load(k_descale_ptr + key_tile // K_BLOCK * stride_k_descale_n)
+            scale_log2 = scale * LOG2_E
 
         # The remaining factor that converts scores to bits. If anything is added or hidden, scores are converted first:
         # a scale of 0 is legal and 0 * -inf is NaN. Otherwise the scale is part of the softmax's fused multiply-add,
         # one instruction less for each score.
         scale_left = scale_log2
         if HAS_SOFTCAP:
-            scores = softcap * tanh(scores * (softmax_scale / softcap)) * LOG2_E
+            scores = softcap * tanh(scores * (scale / softcap)) * LOG2_E
             scale_left = 1.0
         elif HAS_MASK or HAS_BIAS or HAS_ALIBI:
             scores = scores * scale_log2
@@ -309,11 +352,21 @@ def flash_fwd_kernel(
             if HAS_MASK or HAS_BIAS:
                 # A value that no query of the tile sees must have no effect, but 0 * NaN is NaN.
                 seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
-                v = tl.where((seen != 0)[:, None], v, 0.0)
-            p = p.to(v.dtype)
+                v = tl.where((seen != 0)[:, None], v, tl.zeros_like(v))
+            if QUANTIZED:
+                p = probabilities(p, P_DTYPE, P_SCALE)
+                v = v.to(p.dtype) if V_DTYPE == tl.int8 else v
+            else:
+                p = p.to(v.dtype)
             v = operand(v, PRECISION, IS_NVIDIA)
         p = operand(p, PRECISION, IS_NVIDIA)
-        acc = product(p, v, acc * alpha[:, None], PRECISION)  # [BLOCK_M, BLOCK_DV]
+        if v_descale_ptr is None:
+            acc = product(p, v, acc * alpha[:, None], PRECISION)  # [BLOCK_M, BLOCK_DV]
+        else:
+            # Hopper's matrix unit accumulates float8 products in few bits: the sum over all keys is kept outside of it.
+            of_tile = product(p, v, None, PRECISION)  # [BLOCK_M, BLOCK_DV]
+            v_factor = tl.load(v_descale_ptr + key_tile // V_BLOCK * stride_v_descale_n)
+            acc = acc * alpha[:, None] + of_tile * v_factor
 
     if HAS_SINKS:
         # The sink is one more key, whose value is zero. It is added last: as the first maximum it would push the
@@ -329,6 +382,10 @@ def flash_fwd_kernel(
     out = acc * tl.math.div_rn(1.0, tl.where(l_i == 0.0, 1.0, l_i))[:, None]
     if HAS_DROPOUT:
         out = out * dropout_scale
+    if QUANTIZED:
+        out = out * (1.0 / P_SCALE)
+        if out_descale_ptr is not None:
+            out = float8_out(out, out_descale_ptr, LARGEST_OUT)
     offsets = rows.to(tl.int64)[:, None] * stride_om + dims_v[None, :]
     inside = (rows < seqlen_q)[:, None] & (dims_v < HEAD_DIM_V)[None, :]
     tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=inside)
@@ -339,6 +396,9 @@ def flash_fwd_kernel(
 
 # Host -----------------------------------------------------------------------------------------------------------------
 
+# The kernel takes q, k, v, out, lse, the other tensors of `Operands`, the seed of dropout, and the factors. A quantized
+# call has no seed.
+TAKES_OF_QUANTIZED = (*range(12), 11, 12, 13, 14)
 L2_BYTES = 16 * 1024 * 1024  # for K and V of the heads that run together; on an H200, 4 to 32 MB differ by 3 %
 
 
@@ -350,7 +410,7 @@ def bind(
     allocate, straight = allocator(problem, operands.q), straightener(operands)
     specified = specify(problem, current_gpu(operands.q.device), straight(operands), *allocate(), config)
     if isinstance(specified, launch.Launch):
-        launcher = launch.bind(specified)
+        launcher = launch.bind(specified, TAKES_OF_QUANTIZED if problem.is_quantized else None)
 
         def run(operands: AnyOperands) -> tuple[torch.Tensor, torch.Tensor | None]:
             q, k, v, *others = operands
@@ -412,7 +472,7 @@ def _specify(
     return launch.Launch(
         kernel=flash_fwd_kernel,
         grid=-(-problem.seqlen_q // config.block_m) * problem.num_heads_q * problem.batch,
-        tensors=(*operands[:3], out, lse, *operands[3:9], operands.dropout_seed),
+        tensors=(*operands[:3], out, lse, *_others(operands)),
         scalars=_scalars(problem, operands, out, stride_kp, stride_vp),
         constants=_constants(problem, gpu, config, stride_unit(operands, out)),
         # Fused multiply-adds are off in float32: the maximum times the scale must round like each score times the
@@ -423,6 +483,13 @@ def _specify(
             "enable_fp_fusion": problem.dtype != "float32",
         },
     )
+
+
+def _others(operands: AnyOperands) -> tuple[torch.Tensor | None, ...]:
+    """Returns the tensors after q, k and v in the kernel's order; None where absent."""
+    if isinstance(operands, QuantizedOperands):
+        return (*operands[3:9], None, *operands[9:])
+    return (*operands[3:9], operands.dropout_seed, None, None, None, None)
 
 
 def _scalars(
@@ -455,6 +522,7 @@ def _scalars(
         problem.softmax_scale,
         problem.softcap,
         *dropout.scalars(problem.dropout_p),
+        *descales.strides(problem, operands),
     ]
 
 
@@ -482,6 +550,7 @@ def _constants(problem: AttentionProblem, gpu: Gpu, config: Config, unit: int) -
         "PRECISION": dot_precision(problem, gpu),
         "SPLIT_AHEAD": config.split_ahead,
         "IS_NVIDIA": gpu.vendor == "nvidia",
+        **descales.constants(problem),
     }
 
 
@@ -494,6 +563,7 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     found = [*reasons.of_device(gpu), *reasons.of_gradients(problem)]
     found += reasons.of_widths(problem, MAX_HEAD_DIM, f"a row of K or V must fit one tile: at most {MAX_HEAD_DIM}")
     found += precision.why_not(problem, gpu)
+    found += reasons.of_quantized(problem, gpu)
     if not found and not fitting(problem, gpu):
         needed = min(smem_bytes(problem, gpu, config) for config in space())
         found.append(reasons.of_shared_memory(needed, gpu))

@@ -30,6 +30,9 @@ from warpwave.runtime.triton_or_stub import INTERPRETED, NO_TRITON, triton
 _POINTERS = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
+    torch.int8: "*i8",
     torch.float32: "*fp32",
     torch.bool: "*i1",
     torch.int32: "*i32",
@@ -106,7 +109,7 @@ def compile_launches(kernel: Any, problem: AttentionProblem, gpu: Gpu, config: A
         )
     operands = operands_without_memory(problem)
     q = operands.q
-    out = torch.empty((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device="meta")
+    out = q.new_empty((*q.shape[:-1], problem.head_dim_v), dtype=getattr(torch, problem.dtype_of_out))
     lse = torch.empty(1, dtype=torch.float32, device="meta") if problem.return_lse else None
     specified = kernel.specify(problem, gpu, operands, out, lse, config)
     launches = (specified,) if isinstance(specified, Launch) else specified
