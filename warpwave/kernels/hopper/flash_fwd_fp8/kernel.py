@@ -163,7 +163,7 @@ def hopper_flash_fwd_fp8_kernel(
     q_tiles = buffers(q_maps, GROUPS)
     k_ring = Ring(buffers(k_maps, STAGES), barriers(STAGES), barriers(STAGES), STAGES, 0, 1)
     v_ring = Ring(buffers(v_maps, STAGES), barriers(STAGES), barriers(STAGES), STAGES, 0, 1)
-    vt_ring = TransposedRing(transposed_tiles(v_maps, STAGES), barriers(STAGES), barriers(STAGES), STAGES, CHUNK)
+    vt_ring = TransposedRing(transposed_tiles(v_maps, STAGES), barriers(STAGES), barriers(STAGES), STAGES, 0, CHUNK)
     out_tiles = buffers(out_maps, GROUPS)
     # Every allocated barrier must be used: see hopper/flash_fwd.
     q_full = barriers(GROUPS)
@@ -302,7 +302,7 @@ def _constants(problem: AttentionProblem, config: Config) -> dict[str, int | boo
     """Returns the compile-time arguments of the kernel, by name, in its order."""
     assert problem.descale_blocks is not None
     features = arguments.feature_constants(problem)
-    consumer, producer = registers(config)
+    consumer, producer = registers(problem, config)
     block_q, block_k, block_v = problem.descale_blocks
     return {
         "GROUPS": config.groups,

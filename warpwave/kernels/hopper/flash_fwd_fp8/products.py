@@ -47,12 +47,12 @@ class TransposedRing:
     chunk: gl.constexpr
 
     @constexpr_function
-    def __init__(self, pieces, full, empty, stages, chunk):
+    def __init__(self, pieces, full, empty, stages, named, chunk):
         self.pieces = pieces
         self.full = full
         self.empty = empty
         self.stages = gl.constexpr(stages)
-        self.named = gl.constexpr(0)
+        self.named = gl.constexpr(named)
         self.chunk = gl.constexpr(chunk)
 
 
@@ -157,11 +157,16 @@ def transposed_tiles(v_maps, COUNT: gl.constexpr):
     """Allocates COUNT transposed tiles of V in shared memory: a tuple of pieces [COUNT, columns, keys]."""
     found = ()
     for i in gl.static_range(len(v_maps)):
-        keys: gl.constexpr = v_maps[i].block_type.shape[2]
-        layout: gl.constexpr = gl.NVMMASharedLayout(swizzle(keys), 8, 2)
-        shape: gl.constexpr = [COUNT, v_maps[i].block_type.shape[3], keys]
-        found = found + (gl.allocate_shared_memory(v_maps[i].dtype, shape, layout),)
+        found = found + (transposed_tile(v_maps[i], COUNT),)
     return found
+
+
+@jit
+def transposed_tile(v_map, COUNT: gl.constexpr):
+    """Allocates COUNT transposed pieces of V."""
+    keys: gl.constexpr = v_map.block_type.shape[2]
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle(keys), 8, 2)
+    return gl.allocate_shared_memory(v_map.dtype, [COUNT, v_map.block_type.shape[3], keys], layout)
 
 
 @jit
@@ -281,18 +286,22 @@ def as_pieces(chunks, vt_ring):
     """Returns the accumulators of chunks as one [64, columns] for each piece of V, columns in order."""
     out = ()
     for i in gl.static_range(len(vt_ring.pieces)):
-        many: gl.constexpr = vt_ring.pieces[i].shape[1] // chunk_width(vt_ring.pieces[i], vt_ring.chunk)
-        first: gl.constexpr = first_chunk(vt_ring.pieces, vt_ring.chunk, i)
-        if many == 1:
-            piece = chunks[first]
-        elif many == 2:
-            piece = side_by_side(chunks[first], chunks[first + 1])
-        else:
-            piece = side_by_side(
-                side_by_side(chunks[first], chunks[first + 1]), side_by_side(chunks[first + 2], chunks[first + 3])
-            )
-        out = out + (in_order(piece),)
+        out = out + (in_order(as_piece(chunks, vt_ring, i)),)
     return out
+
+
+@jit
+def as_piece(chunks, vt_ring, PIECE: gl.constexpr):
+    """Returns the accumulators of one piece of V as one [64, columns]."""
+    first: gl.constexpr = first_chunk(vt_ring.pieces, vt_ring.chunk, PIECE)
+    many: gl.constexpr = vt_ring.pieces[PIECE].shape[1] // chunk_width(vt_ring.pieces[PIECE], vt_ring.chunk)
+    if many == 1:
+        return chunks[first]
+    elif many == 2:
+        return side_by_side(chunks[first], chunks[first + 1])
+    else:
+        left = side_by_side(chunks[first], chunks[first + 1])
+        return side_by_side(left, side_by_side(chunks[first + 2], chunks[first + 3]))
 
 
 @jit
