@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +12,8 @@ from tests.kernels.hopper import gluon_on_cpu
 from warpwave.checks import Options, describe_call
 from warpwave.gpu import Gpu
 from warpwave.kernels import descales
-from warpwave.kernels.hopper import flash_fwd_fp8
+from warpwave.kernels.hopper import flash_fwd_fp8, rows, scheduler, serial, softmax, visible
 from warpwave.kernels.hopper import parts as device_parts
-from warpwave.kernels.hopper import rows, scheduler, serial, softmax, visible
 from warpwave.kernels.hopper import words as device_words
 from warpwave.kernels.hopper.flash_fwd import mask_bias
 from warpwave.kernels.hopper.flash_fwd import roles as flash_fwd_roles
@@ -104,9 +102,10 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-def gate(problem: AttentionProblem, operands: QuantizedOperands, out: Tensor, lse: Tensor) -> None:
-    """out may err by the rounding of a probability to 4 bits in the mean of its values, and once by 8 bits; lse by the
-    exponential."""
+def gate(
+    problem: AttentionProblem, operands: QuantizedOperands, out: Tensor, lse: Tensor, lse_error: float = 1e-5
+) -> None:
+    """out may err by the rounding of a probability to 4 bits in the mean of its values, and once by 8 bits."""
     wide, numbers = descales.dequantized(problem, operands, torch.float64)
     exact = oracle(wide, numbers)
     spread = oracle(wide, numbers._replace(v=numbers.v.abs())).out  # sum of P |V|
@@ -114,7 +113,7 @@ def gate(problem: AttentionProblem, operands: QuantizedOperands, out: Tensor, ls
     assert not out.isnan().any()
     assert (error <= 2**-4 * spread + 2**-8 * exact.out.abs()).all(), (error / spread).max()
     assert error.pow(2).mean().sqrt() <= 0.02 * spread.pow(2).mean().sqrt()
-    torch.testing.assert_close(lse.double(), exact.lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), exact.lse, rtol=1e-5, atol=lse_error)
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -43,8 +43,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         blocks=min(query_tiles(problem, config.block_m), gpu.num_sms or NUM_SMS),
         flops=2 * scores * (width + width_v),
         exponentials=scores,
-        read_bytes=rows * problem.head_dim
-        + of_tiles.tiles * config.block_n * (problem.head_dim + problem.head_dim_v),
+        read_bytes=rows * problem.head_dim + of_tiles.tiles * config.block_n * (problem.head_dim + problem.head_dim_v),
         write_bytes=rows * (2 * problem.head_dim_v + (4 if problem.return_lse else 0)),
         smem_bytes=smem_bytes(problem, gpu, config),
         items=max(1, of_tiles.items),

@@ -1,4 +1,4 @@
-"""Configs of `hopper/flash_fwd_fp8`: their values, the SM resources they need, and the rules that choose the default."""
+"""Configs of `hopper/flash_fwd_fp8`: their values, the SM resources they need, and the rules that choose one."""
 
 from __future__ import annotations
 

@@ -110,7 +110,9 @@ def rules_of_tile(head, tile, keys, rules):
     if head.K_BLOCK == 0:
         return rules
     else:
-        return with_scale(rules, rules.scale * _of_block(head.k_ptr, head.k_stride, head.K_BLOCK, head, tile, keys, rules))
+        return with_scale(
+            rules, rules.scale * _of_block(head.k_ptr, head.k_stride, head.K_BLOCK, head, tile, keys, rules)
+        )
 
 
 @jit

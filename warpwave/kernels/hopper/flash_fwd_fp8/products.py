@@ -30,7 +30,6 @@ from warpwave.runtime.gluon_or_stub import (
 )
 
 
-
 @aggregate
 class TransposedRing:
     """A `Ring` of V transposed: pieces are [stages, columns, keys].

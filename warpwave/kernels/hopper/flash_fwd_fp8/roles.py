@@ -251,9 +251,7 @@ def all_tiles(
         first = begin
     elif rules.HAS_HIGH:
         while tile > last:
-            m_i, lead, l_i, acc = edge_step(
-                q, k_ring, vt_ring, n, m_i, lead, l_i, acc, tile, place, keys, head, rules
-            )
+            m_i, lead, l_i, acc = edge_step(q, k_ring, vt_ring, n, m_i, lead, l_i, acc, tile, place, keys, head, rules)
             n += 1
             tile -= 1
     is_last = tile == begin
