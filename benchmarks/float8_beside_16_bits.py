@@ -76,6 +76,7 @@ def point(head_dim: int, batch: int, seqlen: int, causal: bool, args: Any) -> di
 
 
 def main() -> None:
+    """Times all sizes, the longest sequences first, and writes the record after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path)
     parser.add_argument("--rounds", type=int, default=7)
