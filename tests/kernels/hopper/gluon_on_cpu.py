@@ -322,7 +322,8 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         "row_vectors": lambda width: None,
         "pairs_layout": lambda keys, pairs, warps: None,
         "bytes_apart": lambda pairs: tuple(pairs.contiguous().view(torch.int8).unflatten(-1, (-1, 2)).unbind(-1)),
-        "to_e4m3": lambda x: x.clamp(-448, 448).to(torch.float8_e4m3fn),
+        "to_e4m3": as_bytes,
+        "operand": lambda p, keys, width: p.contiguous().view(torch.float8_e4m3fn),
         "promoted": lambda acc, product, factor, has_factor: acc + product * factor,
     }
     stand_ins |= own or {}
@@ -368,6 +369,12 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         return value
 
     return {name: types.SimpleNamespace(**space(module)) for name, module in modules.items()}
+
+
+def as_bytes(*four: Tensor) -> Tensor:
+    """Four tensors in float8_e4m3 as the bytes of one of int32, the first lowest."""
+    eights = torch.stack(four, -1).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return eights.view(torch.int32).squeeze(-1).as_subclass(Value)
 
 
 def hidden(x: Tensor, words: Tensor) -> Tensor:

@@ -179,26 +179,39 @@ def in_order(x):
 
 
 @jit
-def to_e4m3(x):
-    """Rounds to float8_e4m3, to nearest even and at most 448, four elements of a thread at a time."""
+def to_e4m3(a, b, c, d):
+    """Rounds four tensors to float8_e4m3, to nearest even and at most 448, and returns them as the bytes of one."""
     return gl.inline_asm_elementwise(
-        "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; "
-        "mov.b32 $0, {a, b}; }",
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
+        "mov.b32 $0, {low, high}; }",
         "=r,r,r,r,r",
-        [x],
-        dtype=gl.float8e4nv,
+        [a, b, c, d],
+        dtype=gl.int32,
         is_pure=True,
-        pack=4,
+        pack=1,
     )
 
 
 @jit
-def operand(p, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr):
-    """Returns probabilities [64, BLOCK_N] as the operand of a product of WIDTH columns: rounded, in the same registers,
-    for keys in the order of `transpose`."""
-    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(WIDTH), k_width=4)
+def rounded(p, BLOCK_N: gl.constexpr):
+    """Returns probabilities [64, BLOCK_N] in 8 bits, four in each of [64, BLOCK_N / 4], for keys in the order of
+    `transpose`. Loops carry them so: single bytes would be unpacked and packed again."""
     p = gl.permute(gl.reshape(p, [ROWS, BLOCK_N // 16, 2, 4, 2]), [0, 1, 3, 2, 4])
-    return to_e4m3(gl.convert_layout(gl.reshape(p, [ROWS, BLOCK_N]), layout, assert_trivial=True))
+    even, odd = gl.split(gl.reshape(p, [ROWS, BLOCK_N // 4, 2, 2]))
+    a, c = gl.split(even)
+    b, d = gl.split(odd)
+    return to_e4m3(a, b, c, d)
+
+
+@jit
+def operand(p, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr):
+    """Returns what `rounded` returned as the operand of a product of WIDTH columns, in the same registers."""
+    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(WIDTH), k_width=4)
+    low = gl.join(p.to(gl.int8), (p >> 8).to(gl.int8))
+    high = gl.join((p >> 16).to(gl.int8), (p >> 24).to(gl.int8))
+    p = gl.permute(gl.join(low, high), [0, 1, 3, 2])
+    p = gl.convert_layout(gl.reshape(p, [ROWS, BLOCK_N]), layout, assert_trivial=True)
+    return p.to(gl.float8e4nv, bitcast=True)
 
 
 @jit

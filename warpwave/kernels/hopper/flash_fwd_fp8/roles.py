@@ -22,6 +22,7 @@ from warpwave.kernels.hopper.flash_fwd_fp8.products import (
     as_pieces,
     chunks_of,
     operands,
+    rounded,
     transpose,
     value_product,
     with_values,
@@ -157,13 +158,13 @@ def raised(m_i):
 
 @jit
 def step(
-    q, q_empty, GROUP: gl.constexpr, k_ring, vt_ring, n, p32, m_i, lead, l_i, acc, tile, is_last, whole_begin,
+    q, q_empty, GROUP: gl.constexpr, k_ring, vt_ring, n, p, m_i, lead, l_i, acc, tile, is_last, whole_begin,
     whole_end, place, keys, head, rules,
 ):  # fmt: skip
     """Computes the scores of tile n + 1 and, while taking their softmax, the product of tile n's probabilities and
-    values. p32 comes unrounded: 8-bit values carried round a loop would be unpacked and packed again."""
+    values."""
     MANY: gl.constexpr = len(chunks_of(vt_ring.pieces, vt_ring.chunk))
-    p = operands(p32, vt_ring, rules.BLOCK_N)
+    p = operands(p, vt_ring, rules.BLOCK_N)
     of_tile = rules_of_tile(head, tile, keys, rules)
     factor = of_values(head, tile + 1, keys, rules)
     wait_full(k_ring, n + 1)
@@ -188,7 +189,7 @@ def step(
         wait_full(vt_ring, n + 1)
         acc, _ = with_values(acc, pending, p, vt_ring, n, factor, BLOCKWISE, 0, MANY)
         hand_back_multiplied(vt_ring, n)
-    return p32, m_i, lead, l_i, rescaled(acc, alpha)
+    return rounded(p32, rules.BLOCK_N), m_i, lead, l_i, rescaled(acc, alpha)
 
 
 @jit
@@ -203,10 +204,10 @@ def edge_scores(q, k_ring, n, tile, place, keys, head, rules):
 
 
 @jit
-def add_values(p32, vt_ring, n, acc, tile, keys, head, rules):
+def add_values(p, vt_ring, n, acc, tile, keys, head, rules):
     """Returns acc plus the product of tile n's probabilities and values, with no other work in flight."""
     MANY: gl.constexpr = len(chunks_of(vt_ring.pieces, vt_ring.chunk))
-    p = operands(p32, vt_ring, rules.BLOCK_N)
+    p = operands(p, vt_ring, rules.BLOCK_N)
     factor = of_values(head, tile, keys, rules)
     acc, _ = with_values(acc, value_product(p, vt_ring, n, 0), p, vt_ring, n, factor, head.V_BLOCK > 0, 0, MANY)
     return acc
@@ -220,7 +221,7 @@ def edge_step(q, k_ring, vt_ring, n, m_i, lead, l_i, acc, tile, place, keys, hea
     acc = rescaled(acc, alpha)
     p32, l_i = own_probabilities(x, scale, raised(m_i), alpha, l_i, True)
     wait_full(vt_ring, n)
-    acc = add_values(p32, vt_ring, n, acc, tile, keys, head, rules)
+    acc = add_values(rounded(p32, rules.BLOCK_N), vt_ring, n, acc, tile, keys, head, rules)
     hand_back_multiplied(vt_ring, n)
     return m_i, lead, l_i, acc
 
@@ -260,14 +261,15 @@ def all_tiles(
     m_i, alpha, lead = settled(x, scale, m_i, lead)
     p32, l_i = own_probabilities(x, scale, raised(m_i), alpha, l_i, True)
     acc = rescaled(acc, alpha)
+    p = rounded(p32, rules.BLOCK_N)
     wait_full(vt_ring, n)
     for i in range(last - first):
-        p32, m_i, lead, l_i, acc = step(
-            q, q_empty, GROUP, k_ring, vt_ring, n, p32, m_i, lead, l_i, acc, last - 1 - i, last - 1 - i == begin,
+        p, m_i, lead, l_i, acc = step(
+            q, q_empty, GROUP, k_ring, vt_ring, n, p, m_i, lead, l_i, acc, last - 1 - i, last - 1 - i == begin,
             whole_begin, whole_end, place, keys, head, rules,
         )  # fmt: skip
         n += 1
-    acc = add_values(p32, vt_ring, n, acc, first, keys, head, rules)
+    acc = add_values(p, vt_ring, n, acc, first, keys, head, rules)
     tma.store_wait(0)  # out's buffer is free again; the hand-back's barrier informs the other warps
     hand_back(vt_ring, n)
     return n + 1, of_rows(m_i, x), of_rows(lead, x), l_i, acc
