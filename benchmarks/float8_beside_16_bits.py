@@ -52,7 +52,7 @@ def point(head_dim: int, batch: int, seqlen: int, causal: bool, args: Any) -> di
     narrow, factors = zip(*(quantized(x, args.blocks) for x in wide), strict=True)
     named = dict(zip(("q_descale", "k_descale", "v_descale"), factors, strict=True))
     problem = describe_call(QuantizedOperands(*narrow, **named), Options(causal="bottom_right" if causal else ""))
-    configs = flash_fwd_fp8.configs(problem, current_gpu("cuda"))
+    configs = flash_fwd_fp8.configs(problem, current_gpu(torch.device("cuda")))
     runs = {"bfloat16": partial(attention, *wide, causal=causal, kernel="hopper/flash_fwd")}
     for config in configs if args.configs else configs[:1]:
         name = f"float8 {config.block_m}x{config.block_n}, {config.num_stages} stages"

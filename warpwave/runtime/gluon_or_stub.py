@@ -12,6 +12,7 @@ from warpwave.runtime.triton_or_stub import NO_TRITON, tl
 if NO_TRITON is None:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language import _core
     from triton.experimental.gluon.language.nvidia.hopper import (
         fence_async_shared,
         mbarrier,
@@ -29,7 +30,6 @@ if NO_TRITON is None:
     if hasattr(tma, "async_atomic_add"):  # from 3.8 on; the compiler has the instruction before
         tma_add = tma.async_atomic_add
     else:
-        from triton.experimental.gluon.language import _core
 
         @_core.builtin
         def tma_add(desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
@@ -38,6 +38,13 @@ if NO_TRITON is None:
             add = _core.ir.DESCRIPTOR_REDUCE_KIND.ADD
             _semantic.builder.create_async_tma_reduce(add, desc.handle, coord, src.handle)
 
+    _REINTERPRET = "reinterpret" if hasattr(gl.shared_memory_descriptor, "reinterpret") else "_reinterpret"  # until 3.8
+
+    @_core.builtin
+    def reinterpret(memory: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
+        """Returns shared memory as another type, shape and layout of the same bytes."""
+        return getattr(memory, _REINTERPRET)(dtype, shape, layout, _semantic=_semantic)
+
     # The functions of 3.9 spill in loops over keys if half of Q stays in registers (hopper/flash_fwd/config.py).
     Q_FITS_REGISTERS = not hasattr(tma, "async_load")
     constexpr_function = gluon.constexpr_function
@@ -45,7 +52,7 @@ if NO_TRITON is None:
 else:
     gluon = gl = mbarrier = tma = jit = constexpr_function = aggregate = tl
     fence_async_shared = warpgroup_mma = warpgroup_mma_wait = tma_add = tma_load = tma_store = TensorDescriptor = tl
-    block_barrier = tl
+    block_barrier = reinterpret = tl
     Q_FITS_REGISTERS = True
 
 __all__ = [
@@ -58,6 +65,7 @@ __all__ = [
     "gl",
     "jit",
     "mbarrier",
+    "reinterpret",
     "tma",
     "tma_add",
     "tma_load",

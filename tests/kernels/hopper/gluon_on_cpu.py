@@ -320,6 +320,7 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         "like": lambda per_row, x: per_row[:, None],
         "accumulator_layout": lambda width: None,
         "row_vectors": lambda width: None,
+        "reinterpret": lambda memory, dtype, shape, layout: memory._reinterpret(dtype, shape, layout),
         "pairs_layout": lambda keys, pairs, warps: None,
         "bytes_apart": lambda pairs: tuple(pairs.contiguous().view(torch.int8).unflatten(-1, (-1, 2)).unbind(-1)),
         "to_e4m3": as_bytes,

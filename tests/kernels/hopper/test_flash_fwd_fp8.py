@@ -31,14 +31,14 @@ def on_gpu(operands: QuantizedOperands) -> QuantizedOperands:
 
 
 def run(problem: AttentionProblem, operands: QuantizedOperands, config: Any = None) -> tuple[torch.Tensor, ...]:
-    config = config or flash_fwd_fp8.default(problem, current_gpu("cuda"))
+    config = config or flash_fwd_fp8.default(problem, current_gpu(torch.device("cuda")))
     return flash_fwd_fp8.bind(problem, operands, config)(operands)
 
 
 @pytest.mark.parametrize("name", [*CALLS, *LARGE])
 def test_values(name: str) -> None:
     problem, operands = call(**(CALLS | LARGE)[name])
-    assert dispatch.choose(problem, current_gpu("cuda")).kernel is flash_fwd_fp8
+    assert dispatch.choose(problem, current_gpu(torch.device("cuda"))).kernel is flash_fwd_fp8
     there = on_gpu(operands)
     first = run(problem, there)
     for _ in range(20):
@@ -51,7 +51,7 @@ def test_values(name: str) -> None:
 def test_every_config(head_dim: int, causal: str) -> None:
     problem, operands = call(dims=(head_dim, head_dim), lengths=(600, 1000), heads=(4, 2), causal=causal)
     there = on_gpu(operands)
-    for config in flash_fwd_fp8.configs(problem, current_gpu("cuda")):
+    for config in flash_fwd_fp8.configs(problem, current_gpu(torch.device("cuda"))):
         gate(problem, there, *run(problem, there, config), LSE_ERROR)
 
 

@@ -51,12 +51,10 @@ def pieces(head_dim: int) -> tuple[int, ...]:
         width += 32
 
 
-def registers(problem: AttentionProblem, config: Config) -> tuple[int, int]:
+def registers(config: Config) -> tuple[int, int]:
     """Returns the registers of a consumer thread, and of a thread of the warpgroup that loads and transposes, after
-    reallocation. An SM has 65,536. Transposing takes 50 without spills; rows of V above 128 columns leave it 32."""
-    if config.groups == 2:
-        return (240, 32) if sum(pieces(problem.head_dim_v)) > 128 else (224, 64)
-    return {1: (240, 64), 3: (144, 80)}[config.groups]
+    reallocation, both multiples of 8. An SM has 65,536. With 32, transposing spills ten registers a tile."""
+    return {1: (240, 64), 2: (232, 48), 3: (144, 80)}[config.groups]
 
 
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
@@ -91,10 +89,10 @@ def fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     """Returns whether a config fits shared memory and a consumer's registers (scores, probabilities, accumulator and
     one product), and a tile of keys has one factor."""
     width_v, block_n = sum(pieces(problem.head_dim_v)), config.block_n
-    needed = block_n // 2 + block_n // 8 + width_v // 2 + min(chunk(problem, config), width_v) // 2 + 40
+    needed = block_n // 2 + block_n // 8 + width_v // 2 + min(chunk(problem, config), width_v) // 2 + 32
     blocks = (problem.descale_blocks or (0, 0, 0))[1:]
     return (
-        needed <= registers(problem, config)[0]
+        needed <= registers(config)[0]
         and all(block % block_n == 0 for block in blocks)
         and smem_bytes(problem, gpu, config) <= SMEM_PER_BLOCK
     )

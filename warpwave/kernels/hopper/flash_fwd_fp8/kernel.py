@@ -302,7 +302,7 @@ def _constants(problem: AttentionProblem, config: Config) -> dict[str, int | boo
     """Returns the compile-time arguments of the kernel, by name, in its order."""
     assert problem.descale_blocks is not None
     features = arguments.feature_constants(problem)
-    consumer, producer = registers(problem, config)
+    consumer, producer = registers(config)
     block_q, block_k, block_v = problem.descale_blocks
     return {
         "GROUPS": config.groups,

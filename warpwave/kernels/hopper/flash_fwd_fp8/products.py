@@ -25,6 +25,7 @@ from warpwave.runtime.gluon_or_stub import (
     constexpr_function,
     gl,
     jit,
+    reinterpret,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -137,8 +138,8 @@ def transpose(v, v_transposed, rows_used, CUT: gl.constexpr, WARPS: gl.constexpr
     as_pairs: gl.constexpr = gl.NVMMASharedLayout(swizzle(columns), 16, 2)
     as_bytes: gl.constexpr = gl.NVMMASharedLayout(swizzle(keys), 8, 2)
     layout: gl.constexpr = pairs_layout(many, columns // 2, WARPS)
-    source = v._reinterpret(gl.int16, [keys, columns // 2], as_pairs)
-    target = v_transposed._reinterpret(gl.int8, [columns, keys], as_bytes)
+    source = reinterpret(v, gl.int16, [keys, columns // 2], as_pairs)
+    target = reinterpret(v_transposed, gl.int8, [columns, keys], as_bytes)
     for first in gl.static_range(0, keys, many):
         pairs = source.slice(first, many, dim=0).load(layout)
         if CUT:
