@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from warpwave.errors import OutOfPages as OutOfPages
     from warpwave.errors import UnsupportedProblem as UnsupportedProblem
     from warpwave.gpu import Gpu as Gpu
+    from warpwave.kernels.quantize import Quantized as Quantized
+    from warpwave.kernels.quantize import quantize as quantize
     from warpwave.kv_cache import CacheLayer as CacheLayer
     from warpwave.kv_cache import PagedKVCache as PagedKVCache
     from warpwave.kv_cache import Rotary as Rotary
@@ -38,6 +40,8 @@ _HOME = {
     "attention_with_kv_cache": "warpwave.api",
     "merge_states": "warpwave.states",
     "warmup": "warpwave.cached_calls",
+    "quantize": "warpwave.kernels.quantize",
+    "Quantized": "warpwave.kernels.quantize",
     "PagedKVCache": "warpwave.kv_cache",
     "CacheLayer": "warpwave.kv_cache",
     "Rotary": "warpwave.kv_cache",

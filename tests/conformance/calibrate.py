@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tests.conformance import cases, harness
-from tests.conformance.cases import FEATURES, PLAIN
+from tests.conformance.cases import FEATURES, PLAIN, QUANTIZED_DTYPES_OF_A_GRID
 from tests.conformance.datasets import DATA_SETS
 from tests.conformance.gates import (
     TABLE,
@@ -31,6 +31,7 @@ from tests.conformance.gates import (
 )
 from tests.conformance.harness import DEVICE, GPU, KERNELS, ON_GPU
 from tests.conformance.test_gradients import differentiate, upstream
+from warpwave import dispatch
 
 # What moves an accuracy ratio: the width of a row, its length, how many keys it sees, and what is done to its logits.
 LENGTHS = ((1, 1023), (113, 203), (257, 257), (1023, 1024)) if ON_GPU else ((1, 128), (113, 103))
@@ -48,6 +49,10 @@ SAMPLE = [
     for features in MASKS
 ] + [replace(PLAIN, lengths=LENGTHS[1], heads=(4, 2), batch=2, **features) for features in OPTIONS]
 GRADIENT_SAMPLE = [case for case in SAMPLE if case.lengths in LENGTHS[:2] and case.dims[0] <= 128]
+
+
+# Types that are measured if named: few kernels compute quantized calls.
+DTYPES = (*FEATURES["dtype"], *QUANTIZED_DTYPES_OF_A_GRID)
 
 
 class Tally:
@@ -77,12 +82,12 @@ def measure(kernel: str, dtype: str, seeds: int) -> dict[str, Any]:
         for data in DATA_SETS:
             for case in (replace(c, dtype=dtype) for c in SAMPLE):
                 call = cases.build(case, data, DEVICE, seed)
-                if KERNELS[kernel].why_not(call.problem, GPU):
+                if dispatch.why_not(KERNELS[kernel], call.problem, GPU):
                     continue
                 references = forward_references(call.problem, call.operands)
                 out, lse = harness.run(kernel, call)
                 forward.add(judge_forward(call.problem, references, out, lse), f"{case} {data} seed {seed}")
-            for case in (replace(c, dtype=dtype) for c in GRADIENT_SAMPLE):
+            for case in (replace(c, dtype=dtype) for c in GRADIENT_SAMPLE if dtype in FEATURES["dtype"]):
                 call = cases.build(case, data, DEVICE, seed)
                 if KERNELS[kernel].why_not(replace(call.problem, requires_grad=True), GPU):
                     continue
@@ -107,7 +112,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kernel", choices=KERNELS, action="append", help="only this kernel; may be repeated")
-    parser.add_argument("--dtype", choices=FEATURES["dtype"], action="append", help="only this type; may be repeated")
+    parser.add_argument("--dtype", choices=DTYPES, action="append", help="only this type; may be repeated")
     arguments = parser.parse_args()
     measured = {
         kernel: {dtype: measure(kernel, dtype, arguments.seeds) for dtype in arguments.dtype or FEATURES["dtype"]}

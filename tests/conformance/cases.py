@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from tests.conformance.datasets import Data, fill
-from warpwave.problem import AttentionProblem, Causal, DropoutOperands, Operands
+from warpwave import quantize
+from warpwave.problem import (
+    QUANTIZED_DTYPES,
+    AttentionProblem,
+    Causal,
+    DropoutOperands,
+    Operands,
+    QuantizedOperands,
+)
 
 Lengths = tuple[int, int]
 
@@ -26,7 +34,8 @@ class Case:
     """One attention call, as data. The defaults are the plainest call.
 
     Args:
-        dtype: with the precision for float32: "float16", "float32:tf32".
+        dtype: with the precision for float32: "float16", "float32:tf32"; of quantized calls that of q and k, that of v,
+            and what shares a factor: "int8:float16:64".
         lengths: (seqlen_q, seqlen_k), of the longest sequence where packed.
         packed: whether sequences of different lengths, some of them empty, are packed.
         causal: "", "bottom_right" or "top_left".
@@ -88,7 +97,7 @@ class Call(NamedTuple):
     """A case as tensors: the call as a problem with operands, and as arguments of the public functions."""
 
     problem: AttentionProblem
-    operands: Any  # Operands, or DropoutOperands
+    operands: Any  # Operands, DropoutOperands or QuantizedOperands
     options: dict[str, Any]  # keyword arguments of attention() or attention_varlen(), tensors excepted
 
 
@@ -99,7 +108,8 @@ def build(case: Case, data: Data, device: torch.device, seed: int = 0) -> Call:
     """Returns the tensors and arguments of a case, from a fixed seed."""
     g = torch.Generator(device).manual_seed(seed)
     dtype_name, _, precision = case.dtype.partition(":")
-    dtype = getattr(torch, dtype_name)
+    is_quantized = dtype_name in QUANTIZED_DTYPES
+    dtype = torch.float32 if is_quantized else getattr(torch, dtype_name)
     (seqlen_q, seqlen_k), (heads_q, heads_kv), (head_dim, head_dim_v) = case.lengths, case.heads, case.dims
     sequences = packed_lengths(case) if case.packed else ()
     total_q, total_k = sum(q for q, _ in sequences), sum(k for _, k in sequences)
@@ -110,7 +120,9 @@ def build(case: Case, data: Data, device: torch.device, seed: int = 0) -> Call:
 
     q, k, v = normal(*rows, heads_q, head_dim), normal(*keys, heads_kv, head_dim), normal(*keys, heads_kv, head_dim_v)
     fill(data, head_dim, q, k, v)
-    q, k, v = LAYOUTS[case.layout](q.to(dtype), k.to(dtype), v.to(dtype))
+    factors: dict[str, Any] = {}
+    if not is_quantized:
+        q, k, v = LAYOUTS[case.layout](q.to(dtype), k.to(dtype), v.to(dtype))
 
     def scattered(share: float, *shape: int) -> Tensor:
         return torch.rand(*shape, generator=g, device=device) < share
@@ -139,6 +151,10 @@ def build(case: Case, data: Data, device: torch.device, seed: int = 0) -> Call:
         for side in zip(*sequences, strict=True)
     ]
 
+    quantized: dict[str, Any] = {}
+    if is_quantized:
+        q, k, v, factors, quantized = quantized_inputs(case, q, k, v, cu_seqlens)
+        precision = ""
     problem = AttentionProblem(
         batch=case.batch,
         seqlen_q=seqlen_q,
@@ -163,6 +179,7 @@ def build(case: Case, data: Data, device: torch.device, seed: int = 0) -> Call:
         total_k=total_k,
         return_lse=case.lse,
         dropout_p=case.dropout,
+        **quantized,
     )
     options = {
         "causal": problem.causal or False,
@@ -173,10 +190,35 @@ def build(case: Case, data: Data, device: torch.device, seed: int = 0) -> Call:
         "return_lse": case.lse,
     }
     operands = Operands(q, k, v, mask, bias, slopes, sinks, *cu_seqlens)
+    if is_quantized:
+        return Call(problem, QuantizedOperands(*operands, **factors), options)
     if not case.dropout:
         return Call(problem, operands, options)
     dropout_seed = torch.tensor([seed - 2**62, 2**40 + 3], device=device)  # both halves of both numbers matter
     return Call(problem, DropoutOperands(*operands, dropout_seed), options | {"dropout_p": case.dropout})
+
+
+def quantized_inputs(
+    case: Case, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor], dict[str, Any]]:
+    """Returns quantized q, k and v, their factors by name, and the fields of the problem."""
+    names = case.dtype.split(":")
+    dtype, dtype_v = (getattr(torch, name) for name in names[:2])
+    granularity = int(names[2]) if names[2].isdigit() else names[2]
+    offsets = {}
+    if case.packed:
+        offsets = {"cu_seqlens_q": cu_seqlens[0], "cu_seqlens_k": cu_seqlens[1]}
+        offsets |= {"max_seqlen_q": case.lengths[0], "max_seqlen_k": case.lengths[1]}  # type: ignore[dict-item]
+    found = quantize(q, k, v, dtype=dtype, dtype_v=dtype_v, granularity=granularity, **offsets)  # type: ignore[arg-type]
+    arguments = found.arguments()
+    q, k, v = LAYOUTS[case.layout](*(arguments.pop(name) for name in "qkv"))
+    block = granularity if isinstance(granularity, int) else 0
+    # A factor of one block is that of 128 tokens.
+    blocks = [128 if block and n <= 64 else block for n in (case.lengths[0], case.lengths[1], case.lengths[1])]
+    blocks[2] = 0 if found.v_descale is None else blocks[2]
+    dtype_out = names[1] if found.v_descale is None else "bfloat16"
+    fields = {"dtype_v": names[1], "dtype_out": dtype_out, "descale_blocks": tuple(blocks)}
+    return q, k, v, arguments, fields
 
 
 def packed_lengths(case: Case) -> list[Lengths]:
@@ -189,6 +231,10 @@ def packed_lengths(case: Case) -> list[Lengths]:
 Layout = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
+def _poison(x: Tensor) -> float:
+    return math.nan if x.dtype.is_floating_point else -128
+
+
 def _heads_first(x: Tensor) -> Tensor:
     """Returns the same values with each head contiguous: (batch, heads, seqlen, head_dim) in memory."""
     return x.transpose(-3, -2).contiguous().transpose(-3, -2)
@@ -198,7 +244,7 @@ def _one_buffer(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
     """Returns views of one projection's output, in which a token's q, k and v are adjacent."""
     tokens = max(q.shape[-3], k.shape[-3])
     widths = [x.shape[-2] * x.shape[-1] for x in (q, k, v)]
-    buffer = q.new_full((*q.shape[:-3], tokens, sum(widths)), math.nan)
+    buffer = q.new_full((*q.shape[:-3], tokens, sum(widths)), _poison(q))
     views = []
     for x, part in zip((q, k, v), buffer.split(widths, dim=-1), strict=True):
         view = part[..., : x.shape[-3], :].unflatten(-1, x.shape[-2:])
@@ -207,12 +253,12 @@ def _one_buffer(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def _every_other(x: Tensor) -> Tensor:
-    buffer = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), math.nan)
+    buffer = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), _poison(x))
     return buffer[..., ::2].copy_(x)
 
 
 def _shifted(x: Tensor) -> Tensor:
-    buffer = x.new_full((x.numel() + 1,), math.nan)
+    buffer = x.new_full((x.numel() + 1,), _poison(x))
     return buffer[1:].view(x.shape).copy_(x)
 
 
@@ -295,6 +341,19 @@ WIDE_ROWS = _WITHOUT_MASKS | {
 }
 
 
+# Few kernels compute quantized calls. Blocks of packed tokens have no factors.
+QUANTIZED_DTYPES_OF_A_GRID = (
+    *("float8_e4m3fn:float8_e4m3fn:128", "float8_e4m3fn:float8_e5m2:64", "float8_e5m2:float8_e5m2:tensor"),
+    *("float8_e4m3fn:float8_e4m3fn:head", "int8:int8:head", "int8:int8:64", "int8:float16:128", "int8:bfloat16:tensor"),
+)
+QUANTIZED_SMALL: dict[str, Sequence[Any]] = SMALL | {
+    "dtype": QUANTIZED_DTYPES_OF_A_GRID,
+    "layout": ("bshd", "bhsd", "last stride 2", "offset 1"),
+    "dims": ((16, 16), (40, 40), (64, 64), (111, 111), (128, 64)),
+    "window": ((-1, -1), (0, 0), (W, W)),
+}
+QUANTIZED_FULL: dict[str, Sequence[Any]] = FULL | {"dtype": QUANTIZED_DTYPES_OF_A_GRID}
+
 # Few kernels have dropout, so it is no feature of the grids, half of which the others would then refuse.
 DROPOUT = [
     Case(dropout=0.2, dtype="float32:ieee", lengths=(33, 65)),
@@ -306,9 +365,11 @@ DROPOUT = [
 
 
 def excluded(a: str, x: Any, b: str, y: Any) -> bool:
-    """Whether feature a at x excludes feature b at y: packed calls take no mask and no bias, and have no batch axis to
-    broadcast."""
+    """Whether feature a at x excludes feature b at y: packed calls take no mask, no bias and no factors of blocks, and
+    have no batch axis to broadcast."""
     pair = {a: x, b: y}
+    if pair.get("packed") is True and str(pair.get("dtype")).endswith((":64", ":128")):
+        return True
     return pair.get("packed") is True and bool(
         pair.get("mask") or pair.get("bias") or pair.get("layout") == "one item for all"
     )

@@ -13,7 +13,7 @@ from tests.conformance import cases
 from tests.conformance.cases import Call, Case
 from warpwave import UnsupportedProblem, attention, attention_varlen, dispatch
 from warpwave.gpu import current_gpu
-from warpwave.problem import AnyOperands, AttentionProblem
+from warpwave.problem import AnyOperands, AttentionProblem, QuantizedOperands
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device(
@@ -37,6 +37,8 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns out and lse (None unless requested) of one public call."""
     tensors: dict[str, Any] = {name: getattr(operands, name) for name in ("alibi_slopes", "sinks", "dropout_seed")}
+    if isinstance(operands, QuantizedOperands):
+        tensors |= dict(zip(operands._fields[9:], operands[9:], strict=True))
     if problem.packed:
         tensors |= {"cu_seqlens_q": operands.cu_seqlens_q, "cu_seqlens_k": operands.cu_seqlens_k}
         tensors |= {"max_seqlen_q": problem.seqlen_q, "max_seqlen_k": problem.seqlen_k}

@@ -61,7 +61,7 @@ def test_low_data_keeps_every_logit_near_minus_40() -> None:
 
 
 # Rows and types that came after the record, to be measured with the next (`python -m tests.conformance.calibrate`).
-NOT_YET_MEASURED = {("forward", "bf16x3")}
+NOT_YET_MEASURED = {("forward", "bf16x3"), ("forward", "float8"), ("forward", "int8")}
 NOT_YET_MEASURED_DTYPES = {"float32:bf16x6", "float32:bf16x3"}
 
 

@@ -260,12 +260,16 @@ def of_tokens(
         return factor
     factor = factor.repeat_interleave(t.shape[-2] // factor.shape[1], dim=1)
     if cu_seqlens is not None:
-        tokens = torch.arange(len(t), dtype=cu_seqlens.dtype, device=t.device)
-        sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True).clamp(max=len(factor) - 1)
-        return factor[sequence][..., None]
+        return factor[sequence_of_tokens(cu_seqlens, len(t))][..., None]
     if block:
         return factor.repeat_interleave(block, dim=2)[:, :, : t.shape[1]].transpose(1, 2)[..., None]
     return factor[:, None, :, None]
+
+
+def sequence_of_tokens(cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
+    """Returns the sequence of each packed token, (total,)."""
+    tokens = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True).clamp(max=len(cu_seqlens) - 2)
 
 
 def to_out(out: torch.Tensor, problem: AttentionProblem, factor: torch.Tensor | None) -> torch.Tensor:

@@ -275,8 +275,8 @@ def flash_fwd_kernel(
         q_descale_ptr += batch * stride_q_descale_b + kv_head * stride_q_descale_g + member * stride_q_descale_h
         scale_of_tile = softmax_scale * tl.load(q_descale_ptr + row_begin // Q_BLOCK * stride_q_descale_n)
         k_descale_ptr += batch * stride_k_descale_b + kv_head * stride_k_descale_h
-        # int8 values are multiplied in float16, in which they are exact. Matrix units multiply both kinds of float8 with
-        # each other; of the two, e4m3 has one bit more.
+        # int8 values are exact in float16, in which they are multiplied. Matrix units mix the two kinds of float8, of
+        # which e4m3 has one bit more.
         V_DTYPE: tl.constexpr = v_ptr.dtype.element_ty
         P_DTYPE: tl.constexpr = (
             tl.float16 if V_DTYPE == tl.int8 else tl.float8e4nv if V_DTYPE == tl.float8e5 else V_DTYPE

@@ -8,7 +8,9 @@
 A correct kernel is as far from R as M is. This separates a wrong mask from rounding errors far better than a fixed
 tolerance, or than N, whose errors are several times larger. In float32 M has nothing to round, so N takes its place.
 With precision "tf32" or "fp16x1" the operands of both products are rounded to TF32's 10-bit mantissa, in M and in N;
-with "bf16x3" they are rounded to the sum of two bfloat16 numbers.
+with "bf16x3" they are rounded to the sum of two bfloat16 numbers. Quantized q, k and v are multiplied by their factors
+first, exactly in R and M. M then rounds the probabilities as a kernel must: with float8 values to e4m3, of 256 times
+the probability, and with int8 values to float16. N is float32 there.
 
 The code favors clarity: one sequence at a time, all its heads at once, scores in memory in chunks of query rows.
 """
@@ -21,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from warpwave.kernels import dropout
+from warpwave.kernels import descales, dropout
 from warpwave.kernels.torch_products import keeps_float32
-from warpwave.problem import LARGEST_BIAS, AnyOperands, AttentionProblem
+from warpwave.problem import LARGEST_BIAS, AnyOperands, AttentionProblem, QuantizedOperands
 
 CHUNK_ELEMENTS = 1 << 25  # float64 scores in memory at once: 256 MiB
 
@@ -57,12 +59,20 @@ class Gradients(NamedTuple):
 
 
 def oracle(problem: AttentionProblem, operands: AnyOperands) -> Forward:
-    """R: the exact result, up to float64 rounding."""
+    """R: the exact result, up to float64 rounding. A float8 out is in units of its factor."""
+    if isinstance(operands, QuantizedOperands):
+        exact = _forward(*descales.dequantized(problem, operands, torch.float64), _keep, _keep)
+        factor = operands.out_descale
+        return exact if factor is None else exact._replace(out=exact.out / factor.double())
     return _forward(problem, operands, _keep, _keep)
 
 
 def rounding_model(problem: AttentionProblem, operands: AnyOperands) -> Forward:
     """M: the result of exact arithmetic with a kernel's unavoidable roundings."""
+    if isinstance(operands, QuantizedOperands):
+        wide, numbers = descales.dequantized(problem, operands, torch.float64)
+        model = _forward(wide, numbers, _keep, _probability_rounding(problem))
+        return model._replace(out=descales.to_out(model.out, problem, operands.out_descale))
     if problem.dtype == "float32" and _operand_rounding(problem) is None:
         return oracle(problem, operands)._replace(out=naive(problem, operands))
     model = _forward(problem, operands, *_model_rounding(problem))
@@ -71,6 +81,9 @@ def rounding_model(problem: AttentionProblem, operands: AnyOperands) -> Forward:
 
 def naive(problem: AttentionProblem, operands: AnyOperands) -> Tensor:
     """N: the formula as a user would write it in the input type. It returns out only; the LSE is compared with R."""
+    if isinstance(operands, QuantizedOperands):
+        wide = naive(*descales.dequantized(problem, operands, torch.float32))
+        return descales.to_out(wide, problem, operands.out_descale)
     out = operands.q.new_empty(*operands.q.shape[:-1], problem.head_dim_v)
     for seq in _sequences(problem, operands):
         out[seq.q_at] = _naive_sequence(problem, seq)[0].transpose(0, 1)
@@ -357,6 +370,14 @@ def _model_rounding(problem: AttentionProblem) -> tuple[Rounding, Rounding]:
         return rounding, rounding
     dtype = getattr(torch, problem.dtype)
     return _keep, lambda x: x.to(dtype).double()  # the operands already have the input type
+
+
+def _probability_rounding(problem: AttentionProblem) -> Rounding:
+    """Returns how M rounds the unnormalized probabilities of a quantized call."""
+    if problem.dtype_of_v in descales.FLOAT8.values():
+        return lambda p: (p * descales.P_SCALE).to(torch.float8_e4m3fn).double() / descales.P_SCALE
+    dtype = torch.float16 if problem.dtype_of_v == "int8" else getattr(torch, problem.dtype_of_v)
+    return lambda p: p.to(dtype).double()
 
 
 def _lse_shape(problem: AttentionProblem) -> tuple[int, ...]:

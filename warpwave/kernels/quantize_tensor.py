@@ -1,0 +1,405 @@
+"""Quantizes one tensor: the launch that rounds blocks of tokens and finds their factors, and the same by torch.
+
+A factor is the largest magnitude among the numbers that share it, over the largest number of the dtype. On the way the
+tensor may be rotated, lose a mean, and have its largest magnitudes clipped (quantize.py).
+
+Bound: memory. The factors of blocks are found by the launch that rounds the blocks, which reads the tensor once. A
+factor of a head or of a tensor needs a launch before it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from warpwave.gpu import current_gpu
+from warpwave.kernels import descales
+from warpwave.kernels.primitives import in_elements, load_tile, packed_sequence, rounded, tile_pointers
+from warpwave.runtime import launch
+from warpwave.runtime.bounded import Bounded
+from warpwave.runtime.triton_or_stub import NO_TRITON, jit, tl
+
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
+MAX_HEAD_DIM = 256  # of the launch: a block of 128 tokens in registers
+MOST_MIXED = 128  # channels of a rotation
+LEAST_OF_A_PRODUCT = 16  # columns that a matrix unit sums
+TOKENS = 128  # of a program whose factor is not that of a block
+SMALLEST = 1e-30  # a factor; smaller ones would make their reciprocal infinite
+
+# Device code ----------------------------------------------------------------------------------------------------------
+
+
+@jit
+def clipped_magnitude(magnitudes, allowed):
+    """Returns the smallest bfloat16, rounded up, that at most `allowed` of the magnitudes exceed. Magnitudes of float32
+    are ordered like their bits, of which the upper 16 are compared: a search of 15 steps."""
+    levels = magnitudes.to(tl.int32, bitcast=True) >> 16
+    low = 0
+    high = 0x7F80
+    while low < high:
+        middle = (low + high) // 2
+        above = tl.sum((levels > middle).to(tl.int32))
+        if above <= allowed:
+            high = middle
+        else:
+            low = middle + 1
+    return tl.minimum(((high + 1) << 16).to(tl.float32, bitcast=True), tl.max(magnitudes))
+
+
+@jit(
+    do_not_specialize=[
+        *("stride_xb", "stride_xn", "stride_xh", "stride_ob", "stride_on", "stride_oh", "stride_fb", "stride_fh"),
+        *("stride_mb", "stride_mh", "seqlen", "total", "num_heads", "num_blocks", "share_clipped"),
+    ]
+)
+def quantize_kernel(
+    x_ptr,
+    out_ptr,
+    factor_ptr,
+    mean_ptr,
+    rotation_ptr,
+    saturated_ptr,
+    cu_seqlens_ptr,
+    stride_xb,
+    stride_xn,
+    stride_xh,
+    stride_ob,
+    stride_on,
+    stride_oh,
+    stride_fb,
+    stride_fh,
+    stride_mb,
+    stride_mh,
+    seqlen,
+    total,
+    num_heads,
+    num_blocks,
+    rotation_scale,
+    share_clipped,
+    TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROTATED: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    MODE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    IS_VARLEN: tl.constexpr,
+    HAS_CLIPPING: tl.constexpr,
+):
+    """Rounds TOKENS tokens of one head, or finds their largest magnitude.
+
+    Args:
+        factor_ptr: written if MODE is "block", read if it is "given". If it is "magnitude" it holds the bits of the
+            largest magnitude, and nothing else is written.
+    """
+    pid = tl.program_id(0)
+    block = pid // num_heads % num_blocks  # the heads of a token are neighbors in memory
+    head = (pid % num_heads).to(tl.int64)
+    batch = (pid // num_heads // num_blocks).to(tl.int64)
+    # Strides come in units, so that the compiler sees which rows are aligned, and reads and writes 16 bytes at a time.
+    stride_xb, stride_xn, stride_xh = in_elements(stride_xb, stride_xn, stride_xh, STRIDE_UNIT)
+    stride_ob, stride_on, stride_oh = in_elements(stride_ob, stride_on, stride_oh, STRIDE_UNIT)
+    if IS_VARLEN:
+        begin, seqlen = packed_sequence(cu_seqlens_ptr, batch, seqlen, total)
+        if block * TOKENS >= seqlen:
+            return
+        x_ptr += begin * stride_xn
+        out_ptr += begin * stride_on
+    rows = block * TOKENS + tl.arange(0, TOKENS)
+    columns = tl.arange(0, BLOCK_D)
+    inside = (rows < seqlen)[:, None] & (columns < HEAD_DIM)[None, :]
+    x_ptr += batch * stride_xb + head * stride_xh
+    x = tile_pointers(x_ptr, rows, columns, stride_xn, 1)
+    x = load_tile(x, rows, columns, 0, seqlen, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [TOKENS, BLOCK_D]
+    if rotation_ptr is not None:
+        mixed = tl.arange(0, ROTATED)
+        signs = tile_pointers(rotation_ptr, mixed, mixed, ROTATED, 1)
+        signs = load_tile(signs, mixed, mixed, 0, ROTATED, ROTATED, False)  # [ROTATED, ROTATED]
+        x = tl.reshape(x, [TOKENS * BLOCK_D // ROTATED, ROTATED])
+        x = tl.dot(x, signs, input_precision="ieee") * rotation_scale
+        x = tl.reshape(x, [TOKENS, BLOCK_D])
+    x = x.to(tl.float32)
+    if mean_ptr is not None:
+        means = mean_ptr + batch * stride_mb + head * stride_mh + columns
+        means = tl.load(means, mask=columns < HEAD_DIM, other=0.0)
+        x = tl.where(inside, x - means[None, :], 0.0)
+
+    factor_ptr += batch * stride_fb + head * stride_fh
+    if MODE == "given":
+        factor = tl.load(factor_ptr)
+    else:
+        magnitudes = tl.abs(x)
+        magnitudes = tl.where(magnitudes < float("inf"), magnitudes, float("inf"))  # NaN included
+        if HAS_CLIPPING:
+            count = tl.minimum(seqlen - block * TOKENS, TOKENS) * HEAD_DIM
+            largest = clipped_magnitude(magnitudes, (count * share_clipped).to(tl.int32))
+        else:
+            largest = tl.max(magnitudes)
+        if MODE == "magnitude":
+            # The bits of positive numbers are ordered like the numbers.
+            tl.atomic_max(factor_ptr, largest.to(tl.int32, bitcast=True))
+            return
+        factor = tl.where(largest > 0.0, tl.maximum(tl.math.div_rn(largest, LARGEST), SMALLEST), 1.0)
+        tl.store(factor_ptr + block, factor)
+    y = x * tl.math.div_rn(1.0, factor)
+    if HAS_CLIPPING:
+        beyond = tl.sum((tl.abs(y) > LARGEST).to(tl.int32))
+        tl.atomic_add(saturated_ptr, beyond.to(tl.int64))
+    y = tl.where(y == y, tl.minimum(tl.maximum(y, -LARGEST), LARGEST), 0.0)
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    if DTYPE == tl.int8:
+        y = (y + 1.5 * 2.0**23) - 1.5 * 2.0**23  # to the nearest integer, to even
+    out_ptr += batch * stride_ob + head * stride_oh
+    out = tile_pointers(out_ptr, rows, columns, stride_on, 1)
+    tl.store(out, rounded(y, DTYPE), mask=inside)
+
+
+# One tensor -----------------------------------------------------------------------------------------------------------
+
+
+class Source(NamedTuple):
+    """A tensor to be quantized, and how.
+
+    Attributes:
+        x: q, k or v.
+        dtype: of the result.
+        granularity: one of `GRANULARITIES`.
+        mean: float32, (batch, num_heads, head_dim), packed (num_heads, head_dim): subtracted first; None for nothing.
+        rotate: whether to rotate.
+        percentile: the share of the magnitudes of a block that do not saturate, 1.0 for all.
+        cu_seqlens, max_seqlen: of a packed tensor; None and 0 otherwise.
+    """
+
+    x: torch.Tensor
+    dtype: torch.dtype
+    granularity: str | int
+    mean: torch.Tensor | None
+    rotate: bool
+    percentile: float
+    cu_seqlens: torch.Tensor | None
+    max_seqlen: int
+
+    @property
+    def batch(self) -> int:
+        return len(self.x) if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+
+    @property
+    def seqlen(self) -> int:
+        return self.x.shape[1] if self.cu_seqlens is None else self.max_seqlen
+
+    @property
+    def is_block(self) -> bool:
+        return isinstance(self.granularity, int)
+
+
+def quantized(source: Source, saturated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the quantized tensor and its factors, in the shape that a call takes.
+
+    Args:
+        saturated: int64 (1,), to which the number of values that saturate is added.
+    """
+    x = source.x
+    able = x.is_cuda and NO_TRITON is None and x.shape[-1] <= MAX_HEAD_DIM
+    if able and source.rotate:
+        # A matrix unit multiplies 16-bit numbers by 1 and -1 exactly, and float32 numbers not.
+        able = x.dtype != torch.float32 and smem_bytes(source) <= current_gpu(x.device).smem_per_block_bytes
+    return (by_triton if able else by_torch)(source, saturated)
+
+
+def smem_bytes(source: Source) -> int:
+    """Returns an upper bound on the shared memory of a launch that rotates: its tile, the signs, and barriers."""
+    tokens = int(source.granularity) if source.is_block else TOKENS
+    side = max(LEAST_OF_A_PRODUCT, rotation_block(source.x.shape[-1]))
+    return source.x.element_size() * (tokens * _width(source) + side * side) + 1024
+
+
+def _width(source: Source) -> int:
+    """Returns the channels of a tile."""
+    return max(LEAST_OF_A_PRODUCT, 1 << (source.x.shape[-1] - 1).bit_length())
+
+
+def by_torch(source: Source, saturated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Does what `quantized` does, by the operations of torch."""
+    x, heads = source.x.float(), source.x.shape[-2]
+    if source.rotate:
+        x = rotated(x)
+    if source.mean is not None:
+        mean = source.mean if source.cu_seqlens is not None else source.mean[:, None]
+        x = x - mean
+    magnitudes = x.abs()
+    magnitudes = torch.where(magnitudes < torch.inf, magnitudes, torch.inf)
+    largest = LARGEST[source.dtype]
+    if source.is_block:
+        block = int(source.granularity)
+        blocks = -(-source.seqlen // block)
+        padding = (0, 0, 0, 0, 0, blocks * block - source.seqlen)
+        parts = torch.nn.functional.pad(magnitudes, padding).unflatten(1, (blocks, block))
+        shares = _clipped(parts.permute(0, 3, 1, 2, 4), source)
+    elif source.granularity == "tensor":
+        shares = magnitudes.amax() if magnitudes.numel() else magnitudes.new_zeros(())
+    elif source.cu_seqlens is None:
+        shares = magnitudes.amax((1, 3)) if source.seqlen else magnitudes.new_zeros(source.batch, heads)
+    else:
+        of_tokens = magnitudes.amax(-1)
+        shares = magnitudes.new_zeros(source.batch, heads)
+        sequence = descales.sequence_of_tokens(source.cu_seqlens, len(x))
+        shares.scatter_reduce_(0, sequence[:, None].expand(of_tokens.shape), of_tokens, "amax")
+    factor = factors_of(shares, largest)
+    inverse = descales.of_tokens(1 / factor, block if source.is_block else 0, x, source.cu_seqlens)
+    y = x * inverse
+    if source.percentile < 1:
+        saturated += (y.abs() > largest).sum()
+    y = torch.where(y == y, y.clamp(-largest, largest), 0.0)
+    return (y.round() if source.dtype == torch.int8 else y).to(source.dtype), factor
+
+
+def _clipped(parts: torch.Tensor, source: Source) -> torch.Tensor:
+    """Returns the largest magnitude of each block, (batch, num_heads, blocks), after clipping.
+
+    Args:
+        parts: magnitudes, (batch, num_heads, blocks, tokens, head_dim), zero past the end of a sequence.
+    """
+    flat = parts.flatten(3)
+    most = flat.amax(-1)
+    if source.percentile == 1 or not flat.numel():
+        return most
+    block = parts.shape[3]
+    starts = torch.arange(parts.shape[2], device=parts.device) * block
+    counts = (source.seqlen - starts).clamp(max=block) * parts.shape[4]
+    allowed = (counts.float() * share_clipped(source)).int()
+    levels = (flat.view(torch.int32) >> 16).sort(-1, descending=True).values
+    level = levels.gather(-1, allowed.long().expand(most.shape)[..., None])[..., 0]
+    return torch.minimum(((level + 1) << 16).view(torch.float32), most)
+
+
+def factors_of(magnitudes: torch.Tensor, largest: float) -> torch.Tensor:
+    """Returns the factors with which the largest magnitudes become the largest number; 1 where all numbers are 0."""
+    return torch.where(magnitudes > 0, (magnitudes / largest).clamp(min=SMALLEST), 1.0)
+
+
+def share_clipped(source: Source) -> float:
+    """Returns the share of the magnitudes that may saturate, as the float32 that both ways of counting multiply by."""
+    return float(torch.tensor(1.0 - source.percentile, dtype=torch.float32))
+
+
+def by_triton(source: Source, saturated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Does what `quantized` does, by one launch, or two for a factor of a head or a tensor."""
+    x = source.x if source.x.stride(-1) == 1 else source.x.contiguous()
+    heads, device = x.shape[-2], x.device
+    out = torch.empty(x.shape, dtype=source.dtype, device=device)
+    tokens = int(source.granularity) if source.is_block else TOKENS
+    blocks = -(-source.seqlen // tokens)
+    signs = _tile_of_signs(rotation_block(x.shape[-1]), x.dtype, device) if source.rotate else None
+    launches: list[tuple[str, torch.Tensor | None]]
+    if source.is_block:
+        factor = torch.empty((source.batch, heads, blocks), dtype=torch.float32, device=device)
+        launches = [("block", factor)]
+    else:
+        shape = () if source.granularity == "tensor" else (source.batch, heads)
+        bits = torch.zeros(shape, dtype=torch.int32, device=device)
+        launches = [("magnitude", bits), ("given", None)]
+    for mode, destination in launches:
+        if mode == "given":
+            destination = factor = factors_of(bits.view(torch.float32), LARGEST[source.dtype])
+        if blocks * heads * source.batch:
+            tensors = (x, out, destination, source.mean, signs, saturated, source.cu_seqlens)
+            _launcher(source, mode, tensors, tokens, blocks)(*tensors)
+    return out, factor
+
+
+_launchers: Bounded[tuple[Any, ...], Callable[..., None]] = Bounded(256)
+
+
+def _launcher(source: Source, mode: str, tensors: tuple[Any, ...], tokens: int, blocks: int) -> Callable[..., None]:
+    layouts = (None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() & 15) for t in tensors)
+    key = (mode, source[1:3], source[4:6], source.max_seqlen, tensors[0].device, *layouts)
+    found = _launchers.get(key)
+    if found is None:
+        found = launch.bind(specify(source, mode, tensors, tokens, blocks))
+        _launchers.put(key, found)
+    return found
+
+
+def specify(source: Source, mode: str, tensors: tuple[Any, ...], tokens: int, blocks: int) -> launch.Launch:
+    """Returns a launch of `quantize_kernel`.
+
+    Args:
+        mode: "block", "magnitude" or "given", as the kernel has it.
+        tensors: the kernel's, which may be without memory if it is only compiled.
+        tokens, blocks: tokens of a program, and programs of a sequence and head.
+    """
+    x, out, factor, mean, *_ = tensors
+    is_packed = source.cu_seqlens is not None
+    strides = [(0, *t.stride()) if is_packed else t.stride() for t in (x, out)]
+    of_mean = (0, 0) if mean is None else (0, mean.stride(0)) if is_packed else mean.stride()[:2]
+    block_d, unit = _width(source), math.gcd(16, *strides[0][:3], *strides[1][:3])
+    return launch.Launch(
+        kernel=quantize_kernel,
+        grid=blocks * x.shape[-2] * source.batch,
+        tensors=tensors,
+        scalars=[
+            *(stride // unit for of_tensor in strides for stride in of_tensor[:3]),
+            *(factor.stride()[:2] or (0, 0)),
+            *of_mean,
+            source.seqlen,
+            len(x) if is_packed else 0,
+            x.shape[-2],
+            blocks,
+            rotation_block(x.shape[-1]) ** -0.5,
+            share_clipped(source),
+        ],
+        constants={
+            "TOKENS": tokens,
+            "HEAD_DIM": x.shape[-1],
+            "BLOCK_D": block_d,
+            "ROTATED": max(LEAST_OF_A_PRODUCT, rotation_block(x.shape[-1])),
+            "STRIDE_UNIT": unit,
+            "MODE": mode,
+            "LARGEST": int(LARGEST[source.dtype]),
+            "SMALLEST": SMALLEST,
+            "IS_VARLEN": is_packed,
+            "HAS_CLIPPING": source.percentile < 1,
+        },
+        # A rounding less in `x - mean`, or before rounding to integers, would make other bits than torch's.
+        options={"num_warps": min(16, max(4, tokens * block_d // 1024)), "num_stages": 1, "enable_fp_fusion": False},
+    )
+
+
+# Rotation -------------------------------------------------------------------------------------------------------------
+
+
+def rotation_block(head_dim: int) -> int:
+    """Returns how many channels a rotation mixes: the largest power of two, up to 128, that divides head_dim."""
+    return min(MOST_MIXED, head_dim & -head_dim)
+
+
+def rotated(x: torch.Tensor, *, inverse: bool = False) -> torch.Tensor:
+    """Returns float32 numbers, (..., head_dim), rotated or rotated back."""
+    block = rotation_block(x.shape[-1])
+    signs = rotation_signs(block, x.device)
+    mixed = x.unflatten(-1, (-1, block)) @ (signs.T if inverse else signs)
+    return mixed.flatten(-2) * block**-0.5
+
+
+@functools.lru_cache(64)
+def rotation_signs(block: int, device: torch.device) -> torch.Tensor:
+    """Returns the rotation of a block of channels times the square root of its size: 1 and -1, (block, block), float32.
+    Rows have random signs, the same in every process: without them a constant vector becomes an outlier."""
+    hadamard = torch.ones(1, 1)
+    while len(hadamard) < block:
+        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
+    draws = random.Random(0)
+    return (torch.tensor([[1.0 - 2 * draws.getrandbits(1)] for _ in range(block)]) * hadamard).to(device)
+
+
+@functools.lru_cache(64)
+def _tile_of_signs(block: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns the signs as the launch takes them: several small blocks together make a tile of 16."""
+    copies = max(1, LEAST_OF_A_PRODUCT // block)
+    return torch.block_diag(*[rotation_signs(block, device)] * copies).to(dtype)
