@@ -3,7 +3,7 @@
     PYTHONPATH=. python -m benchmarks.float8_beside_16_bits RECORD [--rounds 7] [--seconds 120] [--configs] [--blocks 0]
 
 Heads times head_dim is 2,048, at 16 x 1024, 4 x 4096 and 1 x 16384 queries and keys. Both kernels take turns in every
-round. q, k and v of the 8-bit call are the 16-bit ones times their factors; out may differ by 6 % of its root mean
+round. q, k and v of the 8-bit call are the 16-bit ones times their factors; out may differ by 8 % of its root mean
 square, the rounding of q, k, v and the probabilities to 4 bits. With --configs every config of the 8-bit kernel is
 timed, not only the default. With --blocks 64 or 128, blocks of so many tokens have factors of their own.
 """
@@ -31,7 +31,7 @@ from warpwave.workbench.output_files import write_whole
 HEAD_DIMS = (64, 128, 256)
 SIZES = ((16, 1024), (4, 4096), (1, 16384))
 LARGEST = 448.0  # of float8_e4m3fn
-MOST_ERROR = 0.06
+MOST_ERROR = 0.08
 
 
 def quantized(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
