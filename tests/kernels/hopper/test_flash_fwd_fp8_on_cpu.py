@@ -116,6 +116,26 @@ def gate(
     torch.testing.assert_close(lse.double(), exact.lse, rtol=1e-5, atol=lse_error)
 
 
+def with_nan_in_the_last_sequence(operands: QuantizedOperands) -> tuple[QuantizedOperands, int, int]:
+    """The call with keys and values of its last sequence that are not numbers, and the first rows of its q and k."""
+    first_q, first_k = (int(starts[-2]) for starts in (operands.cu_seqlens_q, operands.cu_seqlens_k))
+    k, v = operands.k.clone(), operands.v.clone()
+    for x in (k, v):
+        x.view(torch.uint8)[first_k:] = 0x7F
+    return operands._replace(k=k, v=v), first_q, first_k
+
+
+def test_a_sequence_does_not_read_the_next() -> None:
+    problem, operands = call(packed=3, dims=(64, 128), lengths=(70, 290))
+    config = flash_fwd_fp8.default(problem, H200)
+    out, lse = on_cpu(problem, operands, config)
+    poisoned, first, first_k = with_nan_in_the_last_sequence(operands)
+    assert first > 0 and first_k % 128 > 0, "the last sequence begins inside a tile"
+    again, lse_again = on_cpu(problem, poisoned, config)
+    assert torch.equal(again[:first], out[:first]) and torch.equal(lse_again[:, :first], lse[:, :first])
+    assert again[first:].isnan().all()
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_the_protocol_on_a_cpu(name: str) -> None:
     problem, operands = call(**CALLS[name])

@@ -53,8 +53,9 @@ def pieces(head_dim: int) -> tuple[int, ...]:
 
 def registers(config: Config) -> tuple[int, int]:
     """Returns the registers of a consumer thread, and of a thread of the warpgroup that loads and transposes, after
-    reallocation, both multiples of 8. An SM has 65,536. With 32, transposing spills ten registers a tile."""
-    return {1: (240, 64), 2: (232, 48), 3: (144, 80)}[config.groups]
+    reallocation, both multiples of 8: together at most what all threads start with, 168 each of 384 or 128 of 512.
+    With 32, transposing spills ten registers a tile."""
+    return {1: (240, 64), 2: (232, 40), 3: (144, 80)}[config.groups]
 
 
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
