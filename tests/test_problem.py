@@ -217,6 +217,9 @@ CHANGED: dict[str, Any] = {
     "error_budget": 1e-4,
     "dropout_p": 0.1,
     "deterministic": True,
+    "dtype_v": "float8_e5m2",
+    "dtype_out": "float16",
+    "descale_blocks": (0, 64, 0),
 }
 
 

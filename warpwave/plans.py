@@ -340,7 +340,8 @@ def without_keys(problem: AttentionProblem, operands: Any) -> tuple[torch.Tensor
     """Returns the result of a call without queries or keys. Nothing is launched: rows see nothing, so out is 0 and lse
     is the sink's logit, or minus infinity."""
     q = operands.q
-    out = q.new_zeros((*q.shape[:-1], problem.head_dim_v), dtype=getattr(torch, problem.dtype_of_out))
+    dtype = getattr(torch, problem.dtype_of_out)
+    out = q.new_zeros((*q.shape[:-1], problem.head_dim_v), dtype=dtype)
     if not (problem.return_lse or problem.requires_grad):
         return out, None
     lse = q.new_full(lse_shape(problem.packed, q), float("-inf"), dtype=lse_dtype(q))

@@ -22,7 +22,7 @@ def main() -> None:
         fields = job["problem"]
         if fields.get("causal"):
             fields["causal"] = Causal(fields["causal"])
-        for name in ("mask_shape", "bias_shape", "alibi_shape", "window_size"):
+        for name in ("mask_shape", "bias_shape", "alibi_shape", "window_size", "descale_blocks"):
             if name in fields:
                 fields[name] = tuple(fields[name])
         problem, gpu, kernel = AttentionProblem(**fields), Gpu.for_arch(job["arch"]), kernels[job["kernel"]]

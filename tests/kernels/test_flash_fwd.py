@@ -132,8 +132,8 @@ def test_no_argument_wraps(seqlen_k: int, window: tuple[int, int]) -> None:
     operands = operands_without_memory(problem)
     spec = flash_fwd.specify(problem, H200, operands, operands.q, None, flash_fwd.Config(16, 16, 4, 1))
     assert isinstance(spec, Launch)
-    # Behind the strides, and before the floats softmax_scale and softcap, stand left, right and heads_in_l2.
-    *_, left, right, heads_in_l2, _, _ = spec.scalars
+    # Before softmax_scale, softcap and the two numbers of dropout stand left, right and heads_in_l2.
+    *_, left, right, heads_in_l2, _, _, _, _ = spec.scalars
     tiles = -(-problem.seqlen_q // 16)
     assert spec.grid < 2**31 and tiles * heads_in_l2 <= spec.grid
     assert problem.seqlen_q + left < 2**31 and problem.seqlen_q + right < 2**31

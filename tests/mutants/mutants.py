@@ -243,7 +243,7 @@ OTHERS = [
     ),
     Mutant(
         "no queries: out as wide as q", "plans.py",
-        "out = q.new_zeros((*q.shape[:-1], problem.head_dim_v))", "out = q.new_zeros(q.shape)",
+        "out = q.new_zeros((*q.shape[:-1], problem.head_dim_v), dtype=dtype)", "out = q.new_zeros(q.shape)",
         "test_edges.py::test_empty_sizes", "flash_fwd and False", "shape",
     ),
     Mutant(

@@ -355,7 +355,8 @@ def verify(
 @app.command()
 def bench(
     suite: Annotated[
-        str | None, typer.Argument(help="Name of a suite (without one, bench lists them), or the path of a .toml file.")
+        str | None,
+        typer.Argument(help="Name of a suite (without one, bench lists them), path of a .toml file, or precision."),
     ] = None,
     scale: Annotated[
         str | None,
@@ -393,6 +394,12 @@ def bench(
 
         say(suite_list())
         raise typer.Exit(2)
+    if suite == "precision":
+        from warpwave.workbench.bench.precision import main as compare_precision
+
+        if scale or kernel or peer or mode or resume:
+            raise typer.BadParameter("precision takes --out, --rounds, --only, --device and --json", param_hint="SUITE")
+        raise typer.Exit(compare_precision(out=out, rounds=rounds, only=only, device=device, json_output=as_json))
     from warpwave.workbench.bench.run import main as run
 
     raise typer.Exit(
