@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from warpwave import InvalidInput, InvalidType, UnsupportedProblem, attention, attention_varlen, quantize
+from warpwave.checks import check_problem
 from warpwave.gpu import Gpu
 from warpwave.kernels import flash_fwd, reasons
 from warpwave.problem import AttentionProblem
@@ -135,3 +137,24 @@ def test_float8_needs_a_card_that_has_it(arch: str) -> None:
     (reason,) = flash_fwd.why_not(problem, Gpu.for_arch(arch))
     assert reason == reasons.of_quantized(problem, Gpu.for_arch(arch))[0] and "float8 needs NVIDIA sm_89" in reason
     assert problem.compulsory_bytes == 64 * 64 * (1 + 1 + 1 + 2) + 3 * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"descale_blocks": None}, "quantized q and k, and no others, have all of them"),
+        ({"dtype": "bfloat16"}, "quantized q and k, and no others, have all of them"),
+        ({"dtype_v": "float16"}, "dtype_v is float16 and dtype_out bfloat16; beside float8_e4m3fn, v must be one of"),
+        ({"dtype_out": "int8"}, "and out one of float16, bfloat16, float8_e4m3fn, float8_e5m2"),
+        ({"descale_blocks": (0, 0, 32)}, "it must be three of 0, 64 and 128"),
+        ({"dropout_p": 0.1}, "quantized calls have no gradients, no dropout"),
+    ],
+)
+def test_problems_that_no_call_can_have(change: dict[str, Any], text: str) -> None:
+    fine = AttentionProblem(
+        batch=1, seqlen_q=64, seqlen_k=64, num_heads_q=1, num_heads_kv=1, head_dim=64, head_dim_v=64, softmax_scale=0.1,
+        dtype="float8_e4m3fn", dtype_v="float8_e4m3fn", dtype_out="bfloat16", descale_blocks=(0, 64, 128),
+    )  # fmt: skip
+    check_problem(fine)
+    with pytest.raises(InvalidInput, match=text):
+        check_problem(replace(fine, **change))

@@ -399,12 +399,13 @@ def check_problem(problem: AttentionProblem) -> None:
         size = getattr(problem, name)
         if not isinstance(size, int) or size < 0:
             raise InvalidInput(f"{name} is {size!r}; it must be a whole number, not negative")
-    known = (DTYPE_NAMES if problem.page_size else NAMES_WITH_FLOAT64).values()
+    known = (DTYPE_NAMES if problem.page_size else NAMES).values()
     if problem.dtype not in known:
         raise InvalidInput(f"dtype is {problem.dtype!r}; it must be one of {', '.join(known)}")
     if problem.precision not in PRECISIONS:
         raise InvalidInput(f"precision is {problem.precision!r}; it must be one of {PRECISION_NAMES}")
     dropout.check_problem(problem)
+    descales.check_problem(problem)
     if not (problem.causal is None or isinstance(problem.causal, Causal)):
         raise InvalidType(f"causal is {problem.causal!r}; in a problem it must be a Causal, or None")
     _check_heads(problem.num_heads_q, problem.num_heads_kv, problem.head_dim, problem.head_dim_v)

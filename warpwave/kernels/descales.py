@@ -31,6 +31,30 @@ NAMES = ("q_descale", "k_descale", "v_descale")
 # Arguments ------------------------------------------------------------------------------------------------------------
 
 
+def check_problem(problem: AttentionProblem) -> None:
+    """Raises InvalidInput if no call can have a problem's quantized tensors."""
+    p, is_8_bit = problem, problem.dtype in QUANTIZED.values()
+    if is_8_bit != p.is_quantized or (not is_8_bit and (p.dtype_v or p.dtype_out)):
+        raise InvalidInput(
+            f"dtype is {p.dtype}, dtype_v {p.dtype_v}, dtype_out {p.dtype_out} and descale_blocks {p.descale_blocks}; "
+            "quantized q and k, and no others, have all of them"
+        )
+    if p.descale_blocks is None:
+        return
+    allowed = (FLOAT8 if p.dtype in FLOAT8.values() else {torch.int8: "int8", **SIXTEEN_BIT}).values()
+    if p.dtype_of_v not in allowed or p.dtype_of_out not in OUT.values():
+        raise InvalidInput(
+            f"dtype_v is {p.dtype_of_v} and dtype_out {p.dtype_of_out}; beside {p.dtype}, v must be one of "
+            f"{', '.join(allowed)}, and out one of {', '.join(OUT.values())}"
+        )
+    if len(p.descale_blocks) != 3 or not set(p.descale_blocks) <= {0, *BLOCKS}:
+        raise InvalidInput(f"descale_blocks is {p.descale_blocks}; it must be three of 0, 64 and 128")
+    if p.requires_grad or p.dropout_p or p.page_size or (p.packed and any(p.descale_blocks)):
+        raise InvalidInput(
+            "quantized calls have no gradients, no dropout and no paged cache, and packed ones no factors of blocks"
+        )
+
+
 def check_dtypes(operands: QuantizedOperands) -> None:
     """Raises InvalidType if q, k and v have dtypes that no quantized call can have, or factors are not float32."""
     q, k, v = operands[:3]

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from warpwave.checks import check_problem
 from warpwave.errors import InvalidInput, InvalidType
-from warpwave.problem import PRECISIONS, AttentionProblem, Causal
+from warpwave.problem import PRECISIONS, QUANTIZED_DTYPES, AttentionProblem, Causal
 from warpwave.workbench.bench.environment_schema import BYTES, COUNT, ENVIRONMENT, READING, WORD
 from warpwave.workbench.bench.meters import MODES, Method
 from warpwave.workbench.limits import MOST_TOKENS, check_size
@@ -34,6 +34,7 @@ SIZE = Integer(0, MOST_TOKENS)
 ERROR = Number(0, 1e39)  # the largest error of a float32 output
 SCALE = Number(0, 3.5e38)  # float32's range
 DTYPE = OneOf(("float16", "bfloat16", "float32"))
+ANY_DTYPE = OneOf(("float16", "bfloat16", "float32", *QUANTIZED_DTYPES))
 WINDOW = ListOf(Integer(-1, MOST_TOKENS), 2, 2)
 PAGE_SIZE = Integer(0, 1 << 30)
 BUDGET = Number(1e-30, 1)
@@ -53,7 +54,7 @@ PROBLEM = Table(
         "num_heads_kv": SIZE,
         "head_dim": SIZE,
         "head_dim_v": SIZE,
-        "dtype": DTYPE,
+        "dtype": ANY_DTYPE,
         "softmax_scale": SCALE,
         "causal": OrNone(Table(required={"alignment": OneOf(("bottom_right", "top_left"))})),
     },
@@ -78,6 +79,9 @@ PROBLEM = Table(
         "error_budget": OrNone(BUDGET),
         "dropout_p": DROPOUT,
         "deterministic": Flag(),
+        "dtype_v": OrNone(ANY_DTYPE),
+        "dtype_out": OrNone(ANY_DTYPE),
+        "descale_blocks": OrNone(ListOf(Integer(0, 128), 3, 3)),
     },
 )
 VERDICT = Table(
