@@ -73,11 +73,12 @@ def contenders(at: Point) -> dict[str, Callable[[], torch.Tensor]]:
     named = dict(zip(("q_descale", "k_descale", "v_descale"), factors, strict=True))
     problem = describe_call(QuantizedOperands(*narrow, **named), Options(causal="bottom_right" if at.causal else ""))
     configs = flash_fwd_fp8.configs(problem, current_gpu(torch.device("cuda")))
+    q, k, v = narrow
     found: dict[str, Any] = {SIXTEEN_BITS: partial(attention, *wide, causal=at.causal, kernel="hopper/flash_fwd")}
     for config in configs if at.all_configs else configs[:1]:
         name = f"float8 {config.block_m}x{config.block_n}, {config.num_stages} stages"
-        of_config = {"causal": at.causal, "kernel": flash_fwd_fp8.NAME, "config": config}
-        found[name] = partial(attention, *narrow, **named, **of_config)
+        of_config: dict[str, Any] = {"causal": at.causal, "kernel": flash_fwd_fp8.NAME, "config": config}
+        found[name] = partial(attention, q, k, v, **named, **of_config)
     return found
 
 

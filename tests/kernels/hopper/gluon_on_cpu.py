@@ -359,8 +359,8 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
             code = value
         if isinstance(code, types.FunctionType) and code.__module__ in modules:
             home = modules[code.__module__]
-            defaults = code.__defaults__ and tuple(map(plain, code.__defaults__))
-            made = types.FunctionType(code.__code__, {}, code.__name__, defaults, code.__closure__)
+            optional = code.__defaults__ and tuple(map(plain, code.__defaults__))
+            made = types.FunctionType(code.__code__, {}, code.__name__, optional, code.__closure__)
 
             def call(*a: Any, **k: Any) -> Any:
                 made_there = types.FunctionType(made.__code__, space(home), made.__name__, made.__defaults__)

@@ -30,9 +30,13 @@ def on_gpu(operands: QuantizedOperands) -> QuantizedOperands:
     return QuantizedOperands(*(None if t is None else t.cuda() for t in operands))
 
 
-def run(problem: AttentionProblem, operands: QuantizedOperands, config: Any = None) -> tuple[torch.Tensor, ...]:
+def run(
+    problem: AttentionProblem, operands: QuantizedOperands, config: Any = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     config = config or flash_fwd_fp8.default(problem, current_gpu(torch.device("cuda")))
-    return flash_fwd_fp8.bind(problem, operands, config)(operands)
+    out, lse = flash_fwd_fp8.bind(problem, operands, config)(operands)
+    assert lse is not None
+    return out, lse
 
 
 @pytest.mark.parametrize("name", [*LARGE, *CALLS])
@@ -43,7 +47,7 @@ def test_values(name: str) -> None:
     first = run(problem, there)
     for _ in range(20):
         assert all(torch.equal(a, b) for a, b in zip(run(problem, there), first, strict=True)), "not the same bits"
-    gate(problem, there, *first, LSE_ERROR)
+    gate(problem, there, *first, lse_error=LSE_ERROR)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -52,7 +56,7 @@ def test_every_config(head_dim: int, causal: str) -> None:
     problem, operands = call(dims=(head_dim, head_dim), lengths=(600, 1000), heads=(4, 2), causal=causal)
     there = on_gpu(operands)
     for config in flash_fwd_fp8.configs(problem, current_gpu(torch.device("cuda"))):
-        gate(problem, there, *run(problem, there, config), LSE_ERROR)
+        gate(problem, there, *run(problem, there, config), lse_error=LSE_ERROR)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
