@@ -19,7 +19,7 @@ class Config:
     """Tile shape.
 
     Args:
-        block_m: queries per block, 64 per consumer warpgroup: 64, 128 or 192.
+        block_m: queries per block, 64 per consumer warpgroup: 64 or 128.
         block_n: keys per step, and most keys that the tensor cores sum before their sum is added in float32: 64 or 128.
         num_stages: tiles of K, of V and of V transposed in flight: 2 to 4.
     """
@@ -29,7 +29,7 @@ class Config:
     num_stages: int
 
     def __post_init__(self) -> None:
-        for name, allowed in (("block_m", (64, 128, 192)), ("block_n", (64, 128)), ("num_stages", (2, 3, 4))):
+        for name, allowed in (("block_m", (64, 128)), ("block_n", (64, 128)), ("num_stages", (2, 3, 4))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be one of {allowed}")
 
@@ -51,11 +51,21 @@ def pieces(head_dim: int) -> tuple[int, ...]:
         width += 32
 
 
-def registers(config: Config) -> tuple[int, int]:
-    """Returns the registers of a consumer thread, and of a thread of the warpgroup that loads and transposes, after
-    reallocation, both multiples of 8: together at most what all threads start with, 168 each of 384 or 128 of 512.
-    With 32, transposing spills ten registers a tile."""
-    return {1: (240, 64), 2: (232, 40), 3: (144, 80)}[config.groups]
+def registers(problem: AttentionProblem, config: Config) -> tuple[int, int, int]:
+    """Returns the registers of a thread of a consumer, of the transposing warps and of the producer, after reallocation,
+    multiples of 8: with two consumers together 512, as 512 threads start with 128 each."""
+    transposer = 40 if is_wide(problem) else 72
+    return (256 - (transposer + 24) // 2 if config.groups == 2 else 240), transposer, 24
+
+
+def bytes_at_once(problem: AttentionProblem) -> int:
+    """Returns the bytes of V that the transposing warps have in registers, 16 or 32 a thread."""
+    return 8192 if is_wide(problem) else 16384
+
+
+def is_wide(problem: AttentionProblem) -> bool:
+    """Returns whether consumers need every register: head_dim_v above 128."""
+    return sum(pieces(problem.head_dim_v)) > 128
 
 
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
@@ -82,7 +92,7 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     """Returns the default first, then every other candidate that fits shared memory, registers, and the blocks of keys
     that share a factor."""
     first = default(problem, gpu)
-    space = [Config(m, n, stages) for m in (64, 128, 192) for n in (64, 128) for stages in (2, 3, 4)]
+    space = [Config(m, n, stages) for m in (64, 128) for n in (64, 128) for stages in (2, 3, 4)]
     return [first, *(c for c in space if c != first and fits(problem, gpu, c))]
 
 
@@ -90,10 +100,10 @@ def fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     """Returns whether a config fits shared memory and a consumer's registers (scores, probabilities, accumulator and
     one product), and a tile of keys has one factor."""
     width_v, block_n = sum(pieces(problem.head_dim_v)), config.block_n
-    needed = block_n // 2 + block_n // 8 + width_v // 2 + min(chunk(problem, config), width_v) // 2 + 32
+    needed = block_n // 2 + block_n // 8 + width_v // 2 + min(chunk(problem, config), width_v) // 2 + 24
     blocks = (problem.descale_blocks or (0, 0, 0))[1:]
     return (
-        needed <= registers(config)[0]
+        needed <= registers(problem, config)[0]
         and all(block % block_n == 0 for block in blocks)
         and smem_bytes(problem, gpu, config) <= SMEM_PER_BLOCK
     )

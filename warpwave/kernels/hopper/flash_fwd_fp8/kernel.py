@@ -1,6 +1,6 @@
 """FlashAttention forward for NVIDIA Hopper with 8-bit products: warp-specialized, in Gluon; float8 q, k and v.
 
-A block is one producer warp, two warps that transpose V, and one to three consumer warpgroups of 64 queries each. The
+A block is one producer warp, four warps that transpose V, and one or two consumer warpgroups of 64 queries each. The
 producer and the order of tiles are those of `flash_fwd`. 8-bit wgmma reads both operands along the summed axis, so V is
 transposed in shared memory by warps that have nothing else to do (products.py). Probabilities are multiplied by 2^6
 and rounded to float8_e4m3. The tensor cores add with about 14 bits, so no product with V covers more than 128 keys;
@@ -27,7 +27,7 @@ from warpwave.kernels.hopper import host, scheduler
 from warpwave.kernels.hopper.flash_fwd import roles as flash_fwd_roles
 from warpwave.kernels.hopper.flash_fwd.config import query_tiles
 from warpwave.kernels.hopper.flash_fwd_fp8 import roles
-from warpwave.kernels.hopper.flash_fwd_fp8.config import Config, chunk, pieces, registers, values_first
+from warpwave.kernels.hopper.flash_fwd_fp8.config import Config, bytes_at_once, chunk, pieces, registers, values_first
 from warpwave.kernels.hopper.flash_fwd_fp8.factors import Factors
 from warpwave.kernels.hopper.flash_fwd_fp8.products import TransposedRing, transposed_tiles
 from warpwave.kernels.hopper.parts import ROWS, Ring, barriers, buffers, present, ring_init
@@ -122,7 +122,9 @@ def hopper_flash_fwd_fp8_kernel(
     HAS_SINKS: gl.constexpr,
     IS_VARLEN: gl.constexpr,
     WRITE_LSE: gl.constexpr,
+    BYTES_AT_ONCE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
+    TRANSPOSER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """Processes tiles of 64 * GROUPS queries of one head until the counter is exhausted.
@@ -184,7 +186,7 @@ def hopper_flash_fwd_fp8_kernel(
     of_producer = flash_fwd_roles.Producer(
         q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, box, schedule, rules, ()
     )
-    of_transposer = roles.Transposer(v_ring, vt_ring, box, seqlen_q, seqlen_k, rules)
+    of_transposer = roles.Transposer(v_ring, vt_ring, box, seqlen_q, seqlen_k, rules, BYTES_AT_ONCE)
     of_consumer = roles.Consumer(
         out_maps, out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, factors, stride_alibi_b, stride_lb, stride_lh,
         num_heads, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, k_ring, vt_ring, box, rules,
@@ -196,31 +198,19 @@ def hopper_flash_fwd_fp8_kernel(
                 (roles.transposer, (of_transposer,)),
                 (flash_fwd_roles.producer, (of_producer,)),
             ],
-            [2, 1],
-            [PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-        )
-    elif GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (roles.consumer, (0, of_consumer)),
-                (roles.consumer, (1, of_consumer)),
-                (roles.transposer, (of_transposer,)),
-                (flash_fwd_roles.producer, (of_producer,)),
-            ],
-            [4, 2, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+            [4, 1],
+            [TRANSPOSER_REGISTERS, PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
             [
                 (roles.consumer, (0, of_consumer)),
                 (roles.consumer, (1, of_consumer)),
-                (roles.consumer, (2, of_consumer)),
                 (roles.transposer, (of_transposer,)),
                 (flash_fwd_roles.producer, (of_producer,)),
             ],
-            [4, 4, 2, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, TRANSPOSER_REGISTERS, PRODUCER_REGISTERS],
         )
 
 
@@ -302,7 +292,7 @@ def _constants(problem: AttentionProblem, config: Config) -> dict[str, int | boo
     """Returns the compile-time arguments of the kernel, by name, in its order."""
     assert problem.descale_blocks is not None
     features = arguments.feature_constants(problem)
-    consumer, producer = registers(config)
+    consumer, transposer, producer = registers(problem, config)
     block_q, block_k, block_v = problem.descale_blocks
     return {
         "GROUPS": config.groups,
@@ -319,6 +309,8 @@ def _constants(problem: AttentionProblem, config: Config) -> dict[str, int | boo
         "HAS_SINKS": features["HAS_SINKS"],
         "IS_VARLEN": problem.packed,
         "WRITE_LSE": problem.return_lse,
+        "BYTES_AT_ONCE": bytes_at_once(problem),
         "CONSUMER_REGISTERS": consumer,
+        "TRANSPOSER_REGISTERS": transposer,
         "PRODUCER_REGISTERS": producer,
     }

@@ -129,12 +129,12 @@ def bytes_apart(pairs):
 
 
 @jit
-def transpose(v, v_transposed, rows_used, CUT: gl.constexpr, WARPS: gl.constexpr):
+def transpose(v, v_transposed, rows_used, CUT: gl.constexpr, WARPS: gl.constexpr, MOST: gl.constexpr):
     """Writes a piece of V, [keys, columns] of bytes in shared memory, as [columns, keys], both permuted (module
-    docstring). If CUT, rows from `rows_used` on become zeros. 4 KiB at a time, which take 32 registers of two warps."""
+    docstring). If CUT, rows from `rows_used` on become zeros. MOST bytes at a time."""
     keys: gl.constexpr = v.shape[0]
     columns: gl.constexpr = v.shape[1]
-    many: gl.constexpr = min(keys, 4096 // columns)
+    many: gl.constexpr = min(keys, MOST // columns)
     as_pairs: gl.constexpr = gl.NVMMASharedLayout(swizzle(columns), 16, 2)
     as_bytes: gl.constexpr = gl.NVMMASharedLayout(swizzle(keys), 8, 2)
     layout: gl.constexpr = pairs_layout(many, columns // 2, WARPS)
@@ -208,10 +208,15 @@ def rounded(p, BLOCK_N: gl.constexpr):
 def operand(p, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr):
     """Returns what `rounded` returned as the operand of a product of WIDTH columns, in the same registers."""
     layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(WIDTH), k_width=4)
+    return gl.convert_layout(bytes_of(p, BLOCK_N), layout, assert_trivial=True)
+
+
+@jit
+def bytes_of(p, BLOCK_N: gl.constexpr):
+    """Returns the bytes of [64, BLOCK_N / 4] words as float8_e4m3. LLVM knows that nothing moves."""
     low = gl.join(p.to(gl.int8), (p >> 8).to(gl.int8))
     high = gl.join((p >> 16).to(gl.int8), (p >> 24).to(gl.int8))
-    p = gl.permute(gl.join(low, high), [0, 1, 3, 2])
-    p = gl.convert_layout(gl.reshape(p, [ROWS, BLOCK_N]), layout, assert_trivial=True)
+    p = gl.reshape(gl.permute(gl.join(low, high), [0, 1, 3, 2]), [ROWS, BLOCK_N])
     return p.to(gl.float8e4nv, bitcast=True)
 
 

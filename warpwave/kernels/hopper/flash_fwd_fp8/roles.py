@@ -69,7 +69,7 @@ from warpwave.runtime.gluon_or_stub import (
 # maximum does not lag.
 OFFSET = gl.constexpr(6.0)
 LAG = gl.constexpr(2.0)
-TRANSPOSING_WARPS = gl.constexpr(2)
+TRANSPOSING_WARPS = gl.constexpr(4)
 
 
 # Transposing V --------------------------------------------------------------------------------------------------------
@@ -85,15 +85,17 @@ class Transposer:
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
     rules: Rules
+    BYTES: gl.constexpr  # transposed between two barriers
 
     @constexpr_function
-    def __init__(self, v_ring, vt_ring, box, seqlen_q, seqlen_k, rules):
+    def __init__(self, v_ring, vt_ring, box, seqlen_q, seqlen_k, rules, BYTES):
         self.v_ring = v_ring
         self.vt_ring = vt_ring
         self.box = box
         self.seqlen_q = seqlen_q
         self.seqlen_k = seqlen_k
         self.rules = rules
+        self.BYTES = gl.constexpr(BYTES)
 
 
 @jit
@@ -115,7 +117,7 @@ def transposer(role):
             wait_full(v_ring, n)
             mbarrier.wait(vt_ring.empty.index(n % vt_ring.stages), ((n // vt_ring.stages) & 1) ^ 1)
             rows_used = keys.end - keys.begin - (end - 1 - i) * rules.BLOCK_N
-            transpose_tile(v_ring, vt_ring, n, rows_used, rules)
+            transpose_tile(role, n, rows_used)
             fence_async_shared()
             mbarrier.arrive(vt_ring.full.index(n % vt_ring.stages), count=1)
             hand_back(v_ring, n)
@@ -126,19 +128,22 @@ def transposer(role):
 
 
 @jit
-def transpose_tile(v_ring, vt_ring, n, rows_used, rules):
+def transpose_tile(role, n, rows_used):
     """Transposes tile n. Rows past the end of a packed sequence become zeros: a tensor map stops only at the end of the
     packed tensor, and a probability of 0 times another sequence's NaN is NaN."""
+    v_ring = role.v_ring
+    vt_ring = role.vt_ring
+    rules = role.rules
     for i in gl.static_range(len(v_ring.pieces)):
         v = matrix(v_ring.pieces[i].index(n % v_ring.stages))
         v_transposed = vt_ring.pieces[i].index(n % vt_ring.stages)
         if rules.IS_VARLEN:
             if rows_used < rules.BLOCK_N:
-                transpose(v, v_transposed, rows_used, True, TRANSPOSING_WARPS)
+                transpose(v, v_transposed, rows_used, True, TRANSPOSING_WARPS, role.BYTES)
             else:
-                transpose(v, v_transposed, rows_used, False, TRANSPOSING_WARPS)
+                transpose(v, v_transposed, rows_used, False, TRANSPOSING_WARPS, role.BYTES)
         else:
-            transpose(v, v_transposed, rows_used, False, TRANSPOSING_WARPS)
+            transpose(v, v_transposed, rows_used, False, TRANSPOSING_WARPS, role.BYTES)
 
 
 # A consumer -----------------------------------------------------------------------------------------------------------
