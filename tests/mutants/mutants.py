@@ -22,6 +22,7 @@ from tests.mutants.mutant import (
     TILED,
     Mutant,
 )
+from tests.mutants.quantized import QUANTIZED
 
 # The eleven that correctness is first asked about. Portable Triton has no barrier of its own to drop; the nearest
 # mistake it lets one make is to serve a call with what was prepared for another.
@@ -1057,5 +1058,5 @@ CACHE = [
 
 MUTANTS = [
     *(NAMED + OTHERS + HOPPER_FLOAT32 + HOPPER_MASKS + HOPPER + LARGE_HEADS + FOUND + CACHE),
-    *(BACKWARD + OF_DROPOUT + HOPPER_BACKWARD + INTEGRATIONS),
+    *(BACKWARD + OF_DROPOUT + HOPPER_BACKWARD + INTEGRATIONS + QUANTIZED),
 ]

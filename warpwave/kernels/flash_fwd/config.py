@@ -87,7 +87,9 @@ def _smem_bytes_of_quantized(problem: AttentionProblem, gpu: Gpu, config: Config
     if gpu.arch == "gfx950":
         return max(q, config.num_stages * arriving * 17 // 16) + p + v
     if gpu.vendor == "amd":
-        return max(q, max(1, config.num_stages - 1) * arriving) + p + v
+        bound = max(q, max(1, config.num_stages - 1) * arriving) + p + v
+        # gfx942 multiplies these float8 formats in float16, to which tiles are converted.
+        return 2 * bound if gpu.arch == "gfx942" and of_product == 1 else bound
     return q + config.num_stages * arriving + p + v + 1024  # 1024 for barriers
 
 
@@ -124,10 +126,21 @@ def default(problem: AttentionProblem, gpu: Gpu) -> Config | None:
     candidates = fitting(problem, gpu)
     if not candidates:
         return None
-    config: Config | None = _default(problem, gpu)
+    config: Config | None = _with_one_factor(problem, _default(problem, gpu))
     while config is not None and config not in candidates:
         config = _smaller(config)
     return config or candidates[-1]  # the config that fits is not smaller in this order, for example with split_ahead
+
+
+def _with_one_factor(problem: AttentionProblem, config: Config) -> Config:
+    """Returns the config with tiles that a quantized call can have: a tile has one factor, and a matrix instruction
+    sums at least 32 products of 8-bit operands."""
+    if problem.descale_blocks is None:
+        return config
+    block_q, *of_keys = (block or 128 for block in problem.descale_blocks)
+    if config.block_m > block_q:
+        config = replace(config, block_m=block_q, num_warps=4)  # as many rows a warp as before
+    return replace(config, block_n=min(max(32, config.block_n), *of_keys))
 
 
 def _smaller(config: Config) -> Config | None:
@@ -148,9 +161,7 @@ def fitting(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     ways = (False, True) if dot_precision(problem, gpu) in PARTS else (False,)
     found = [c for c in space(ways) if smem_bytes(problem, gpu, c) <= gpu.smem_per_block_bytes]
     if problem.descale_blocks is not None:
-        # A tile has one factor; and a matrix instruction sums at least 32 products of 8-bit operands.
-        block_q, *of_keys = (block or 128 for block in problem.descale_blocks)
-        found = [c for c in found if c.block_m <= block_q and 32 <= c.block_n <= min(of_keys)]
+        found = [c for c in found if c == _with_one_factor(problem, c)]
     if gpu.capability == 90 and _uses_tensor_cores(problem, gpu):
         # Two warpgroups on 64 queries split the keys of a wgmma between them. That is slow (1.9 times the time at
         # head_dim 256, sweep 2), and in tf32, at 64x16, Triton 3.6 computes wrong products and reads out of bounds.

@@ -1,0 +1,45 @@
+"""Seeded faults of quantized calls."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import FLASH, Mutant
+
+DESCALES = "kernels/descales.py"
+
+QUANTIZED = [
+    Mutant(
+        "quantized: the first block's factor for all keys", FLASH,
+        "tl.load(k_descale_ptr + key_tile // K_BLOCK * stride_k_descale_n)", "tl.load(k_descale_ptr)",
+        "test_quantized.py::test_each_block_has_its_own_factor", "int8 and flash_fwd", "FAIL B2 RMS of out",
+    ),
+    Mutant(
+        "quantized: the first block's factor for all values", FLASH,
+        "tl.load(v_descale_ptr + key_tile // V_BLOCK * stride_v_descale_n)", "tl.load(v_descale_ptr)",
+        "test_quantized.py::test_each_block_has_its_own_factor", "float8 and flash_fwd", "FAIL B2 RMS of out",
+    ),
+    Mutant(
+        "quantized: another head's factor of q", FLASH,
+        "member * stride_q_descale_h", "member * stride_q_descale_g",
+        "test_quantized.py::test_one_factor_of_q_for_a_group_of_heads", "int8 and flash_fwd", "assert ",
+    ),
+    Mutant(
+        "quantized: heads of q counted as groups", DESCALES,
+        "head * group if of_each else head,", "head,",
+        "test_quantized.py::test_one_factor_of_q_for_a_group_of_heads", "int8 and flash_fwd", "assert ",
+    ),
+    Mutant(
+        "quantized: the scale of float8 probabilities stays in out", FLASH,
+        "out = out * (1.0 / P_SCALE)", "out = out * 1.0",
+        "test_quantized.py::test_plain_calls", "normal and e4m3fn:128 and flash_fwd", "FAIL B2 RMS of out",
+    ),
+    Mutant(
+        "quantized: a float8 out does not saturate", DESCALES,
+        "bounded = tl.minimum(tl.maximum(out, -LARGEST), LARGEST)", "bounded = out",
+        "test_quantized.py::test_out_in_other_dtypes", "out_dtype1 and flash_fwd", "assert ",
+    ),
+    Mutant(
+        "quantized: q is rotated and k is not", "kernels/quantize.py",
+        "rotate and i < 2", "rotate and i < 1",
+        "test_quantized.py::test_quantize_then_attend_is_close_to_the_original", "options1", "assert ",
+    ),
+]  # fmt: skip
