@@ -1,6 +1,6 @@
 """`hopper/flash_fwd_fp8`: the warp-specialized forward for Hopper with 8-bit products, in Gluon.
 
-Bound: exponentials and instruction issue up to head_dim 128, shared memory at 256 (kernel.py).
+Bound: latency (kernel.py).
 """
 
 from warpwave.kernels.hopper.flash_fwd_fp8.claims import cost, why_not

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from warpwave.gpu import Gpu
@@ -12,26 +12,35 @@ from warpwave.kernels.rules import Rule, deciding, note
 from warpwave.problem import AttentionProblem
 
 SMEM_PER_BLOCK = 227 * 1024
+CHUNK = 64  # most columns of V in one product: 128 take registers that consumers do not have
 
 
 @dataclass(frozen=True)
 class Config:
-    """Tile shape.
+    """Tile shape, order of a step, and warps beside the consumers.
 
     Args:
-        block_m: queries per block, 64 per consumer warpgroup: 64 or 128.
+        block_m: queries per block, 64 per consumer warpgroup: 64, 128 or 192.
         block_n: keys per step, and most keys that the tensor cores sum before their sum is added in float32: 64 or 128.
         num_stages: tiles of K, of V and of V transposed in flight: 2 to 4.
+        values_first: whether a step waits for the products with V before its exponentials instead of after them.
+        transposing_warps: warps that transpose V: 2 share a warpgroup with the producer, 4 are one of their own, for
+            which 192 queries leave no registers.
     """
 
     block_m: int
     block_n: int
     num_stages: int
+    values_first: bool = True
+    transposing_warps: int = 2
 
     def __post_init__(self) -> None:
-        for name, allowed in (("block_m", (64, 128)), ("block_n", (64, 128)), ("num_stages", (2, 3, 4))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be one of {allowed}")
+        allowed = {"block_m": (64, 128, 192), "block_n": (64, 128), "num_stages": (2, 3, 4)}
+        for name, values in (allowed | {"transposing_warps": (2, 4)}).items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be one of {values}")
+        if self.transposing_warps == 4 and self.block_m == 192:
+            raise ValueError("transposing_warps is 4; with block_m 192 it must be 2")
 
     @property
     def groups(self) -> int:
@@ -52,20 +61,20 @@ def pieces(head_dim: int) -> tuple[int, ...]:
 
 
 def registers(problem: AttentionProblem, config: Config) -> tuple[int, int, int]:
-    """Returns the registers of a thread of a consumer, of the transposing warps and of the producer, after reallocation,
-    multiples of 8: with two consumers together 512, as 512 threads start with 128 each."""
-    transposer = 40 if is_wide(problem) else 72
-    return (256 - (transposer + 24) // 2 if config.groups == 2 else 240), transposer, 24
+    """Returns the registers of a thread of a consumer, of the transposing warps and of the producer, after
+    reallocation, multiples of 8. Together they are at most what the warpgroups start with: 168 each of three, 128 each
+    of four. With two transposing warps, which share a warpgroup with the producer, the last two are equal."""
+    if config.transposing_warps == 4:
+        transposer = 40 if sum(pieces(problem.head_dim_v)) > 128 else 72  # consumers of wide rows need every register
+        return (240 if config.groups == 1 else 256 - (transposer + 24) // 2), transposer, 24
+    consumer, others = {1: (240, 64), 2: (232, 40), 3: (144, 80)}[config.groups]
+    return consumer, others, others
 
 
-def bytes_at_once(problem: AttentionProblem) -> int:
-    """Returns the bytes of V that the transposing warps have in registers, 16 or 32 a thread."""
-    return 8192 if is_wide(problem) else 16384
-
-
-def is_wide(problem: AttentionProblem) -> bool:
-    """Returns whether consumers need every register: head_dim_v above 128."""
-    return sum(pieces(problem.head_dim_v)) > 128
+def bytes_at_once(problem: AttentionProblem, config: Config) -> int:
+    """Returns the bytes of V that the transposing warps have in registers, 64 or 128 a thread; between two such parts
+    of a tile they meet at a barrier."""
+    return 2048 * config.transposing_warps * (2 if registers(problem, config)[1] == 72 else 1)
 
 
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
@@ -75,16 +84,6 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     return of_rows + config.num_stages * config.block_n * (width + 2 * width_v) + 2048  # barriers and reductions
 
 
-def chunk(problem: AttentionProblem, config: Config) -> int:
-    """Returns the most columns of V in one product (products.TransposedRing)."""
-    return 64
-
-
-def values_first(problem: AttentionProblem, config: Config) -> bool:
-    """Returns whether a step waits for the products with V before its exponentials instead of after them."""
-    return True
-
-
 # Choice of a config ---------------------------------------------------------------------------------------------------
 
 
@@ -92,7 +91,15 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     """Returns the default first, then every other candidate that fits shared memory, registers, and the blocks of keys
     that share a factor."""
     first = default(problem, gpu)
-    space = [Config(m, n, stages) for m in (64, 128) for n in (64, 128) for stages in (2, 3, 4)]
+    space = [
+        Config(block_m, block_n, num_stages, values_first, warps)
+        for block_m in (64, 128, 192)
+        for block_n in (64, 128)
+        for num_stages in (2, 3, 4)
+        for values_first in (True, False)
+        for warps in (2, 4)
+        if not (block_m == 192 and warps == 4)
+    ]
     return [first, *(c for c in space if c != first and fits(problem, gpu, c))]
 
 
@@ -100,10 +107,12 @@ def fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     """Returns whether a config fits shared memory and a consumer's registers (scores, probabilities, accumulator and
     one product), and a tile of keys has one factor."""
     width_v, block_n = sum(pieces(problem.head_dim_v)), config.block_n
-    needed = block_n // 2 + block_n // 8 + width_v // 2 + min(chunk(problem, config), width_v) // 2 + 24
+    needed = block_n // 2 + block_n // 8 + width_v // 2 + min(CHUNK, width_v) // 2 + 32
     blocks = (problem.descale_blocks or (0, 0, 0))[1:]
+    # Four transposing warps take 24 registers from a consumer, or 8 above 128 columns; overlapped loops still fit.
+    budget, _, _ = registers(problem, replace(config, transposing_warps=2))
     return (
-        needed <= registers(problem, config)[0]
+        needed <= budget
         and all(block % block_n == 0 for block in blocks)
         and smem_bytes(problem, gpu, config) <= SMEM_PER_BLOCK
     )
@@ -127,7 +136,15 @@ class Call:
         64."""
         return self.rows_per_sm(128) > 1.2 * self.rows_per_sm(64)
 
+    @property
+    def suits_192(self) -> bool:
+        """Returns whether the busiest SM gets about as many queries from blocks of 192 as from blocks of 128."""
+        return self.rows_per_sm(192) <= 1.06 * self.rows_per_sm(128)
 
+
+VARIANTS = "2026-11-23-h200-float8-variants.log"
+
+# The figures are ratios of time on an H200 at 4 x 4096. Configs of four transposing warps have never been run.
 RULES: tuple[Rule[Config], ...] = (
     Rule(
         "uneven blocks of 128 queries, and head_dim above 128 or a factor for each 64 keys",
@@ -142,16 +159,38 @@ RULES: tuple[Rule[Config], ...] = (
         "the longest block sets the length of a wave",
     ),
     Rule(
-        "head_dim above 128, or a factor for each 64 keys",
-        lambda c: c.of_64_keys,
+        "head_dim above 128",
+        lambda c: c.width > 128,
         (Config(128, 64, 3), Config(128, 64, 2)),
-        "the widest tile whose accumulators fit registers",
+        "waiting for values after the exponentials takes 1.02 times as long",
+        VARIANTS,
     ),
     Rule(
-        "head_dim up to 128",
-        lambda c: True,
+        "head_dim up to 64, no mask by position, and blocks of 192 queries balance over the SMs",
+        lambda c: c.width <= 64 and not c.problem.has_band and c.suits_192,
+        (Config(192, 64, 4),),
+        "128 queries and 128 keys take 1.08 times as long; under a causal mask 0.99 times",
+        VARIANTS,
+    ),
+    Rule(
+        "a factor for each 64 keys",
+        lambda c: c.of_64_keys,
+        (Config(128, 64, 3), Config(128, 64, 2)),
+        "a tile of keys has one factor",
+    ),
+    Rule(
+        "head_dim up to 64",
+        lambda c: c.width <= 64,
         (Config(128, 128, 3), Config(128, 128, 2)),
-        "the widest tile whose accumulators fit registers",
+        "64 keys a step take 1.09 times as long",
+        VARIANTS,
+    ),
+    Rule(
+        "head_dim 65 to 128",
+        lambda c: True,
+        (Config(128, 128, 2, values_first=False),),
+        "three stages, and values before the exponentials, take 1.04 times as long; 64 keys a step 1.2 times",
+        VARIANTS,
     ),
 )
 

@@ -1,18 +1,18 @@
 """FlashAttention forward for NVIDIA Hopper with 8-bit products: warp-specialized, in Gluon; float8 q, k and v.
 
-A block is one producer warp, four warps that transpose V, and one or two consumer warpgroups of 64 queries each. The
-producer and the order of tiles are those of `flash_fwd`. 8-bit wgmma reads both operands along the summed axis, so V is
-transposed in shared memory by warps that have nothing else to do (products.py). Probabilities are multiplied by 2^6
-and rounded to float8_e4m3. The tensor cores add with about 14 bits, so no product with V covers more than 128 keys;
-its sum is added in float32, where the factor of V also goes (factors.py).
+A block is one producer warp, two or four warps that transpose V, and one to three consumer warpgroups of 64 queries
+each. The producer and the order of tiles are those of `flash_fwd`. 8-bit wgmma reads both operands along the summed
+axis, so V is transposed in shared memory by warps that have nothing else to do (products.py). Probabilities are
+multiplied by 2^6 and rounded to float8_e4m3. The tensor cores add with about 14 bits, so no product with V covers more
+than 128 keys; its sum is added in float32, where the factor of V also goes (factors.py).
 
     S = softmax_scale * q_descale * k_descale * (Q K^T), then softcap, ALiBi, mask
     out = softmax(S) (V * v_descale);   lse = log(sum(exp(S)))
 
 Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), section 3.3.
 
-Bound: exponentials and instruction issue up to head_dim 128, shared memory at 256: the product of scores reads 128
-bytes a clock.
+Bound: latency. A tile takes as long as the products and the softmax of both warpgroups one after another, so products
+of 8 bits do not help: 0.76 to 0.95 of the speed of `flash_fwd` in 16 bits (docs/notes/hopper_fp8.md).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from warpwave.kernels.hopper import host, scheduler
 from warpwave.kernels.hopper.flash_fwd import roles as flash_fwd_roles
 from warpwave.kernels.hopper.flash_fwd.config import query_tiles
 from warpwave.kernels.hopper.flash_fwd_fp8 import roles
-from warpwave.kernels.hopper.flash_fwd_fp8.config import Config, bytes_at_once, chunk, pieces, registers, values_first
+from warpwave.kernels.hopper.flash_fwd_fp8.config import CHUNK, Config, bytes_at_once, pieces, registers
 from warpwave.kernels.hopper.flash_fwd_fp8.factors import Factors
 from warpwave.kernels.hopper.flash_fwd_fp8.products import TransposedRing, transposed_tiles
 from warpwave.kernels.hopper.parts import ROWS, Ring, barriers, buffers, present, ring_init
@@ -122,6 +122,7 @@ def hopper_flash_fwd_fp8_kernel(
     HAS_SINKS: gl.constexpr,
     IS_VARLEN: gl.constexpr,
     WRITE_LSE: gl.constexpr,
+    TRANSPOSING_WARPS: gl.constexpr,
     BYTES_AT_ONCE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     TRANSPOSER_REGISTERS: gl.constexpr,
@@ -186,7 +187,7 @@ def hopper_flash_fwd_fp8_kernel(
     of_producer = flash_fwd_roles.Producer(
         q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, box, schedule, rules, ()
     )
-    of_transposer = roles.Transposer(v_ring, vt_ring, box, seqlen_q, seqlen_k, rules, BYTES_AT_ONCE)
+    of_transposer = roles.Transposer(v_ring, vt_ring, box, seqlen_q, seqlen_k, rules, TRANSPOSING_WARPS, BYTES_AT_ONCE)
     of_consumer = roles.Consumer(
         out_maps, out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, factors, stride_alibi_b, stride_lb, stride_lh,
         num_heads, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, k_ring, vt_ring, box, rules,
@@ -198,10 +199,10 @@ def hopper_flash_fwd_fp8_kernel(
                 (roles.transposer, (of_transposer,)),
                 (flash_fwd_roles.producer, (of_producer,)),
             ],
-            [4, 1],
+            [TRANSPOSING_WARPS, 1],
             [TRANSPOSER_REGISTERS, PRODUCER_REGISTERS],
         )
-    else:
+    elif GROUPS == 2:
         gl.warp_specialize(
             [
                 (roles.consumer, (0, of_consumer)),
@@ -209,8 +210,20 @@ def hopper_flash_fwd_fp8_kernel(
                 (roles.transposer, (of_transposer,)),
                 (flash_fwd_roles.producer, (of_producer,)),
             ],
-            [4, 4, 1],
+            [4, TRANSPOSING_WARPS, 1],
             [CONSUMER_REGISTERS, TRANSPOSER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (roles.consumer, (0, of_consumer)),
+                (roles.consumer, (1, of_consumer)),
+                (roles.consumer, (2, of_consumer)),
+                (roles.transposer, (of_transposer,)),
+                (flash_fwd_roles.producer, (of_producer,)),
+            ],
+            [4, 4, TRANSPOSING_WARPS, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, TRANSPOSER_REGISTERS, PRODUCER_REGISTERS],
         )
 
 
@@ -298,8 +311,8 @@ def _constants(problem: AttentionProblem, config: Config) -> dict[str, int | boo
         "GROUPS": config.groups,
         "BLOCK_N": config.block_n,
         "STAGES": config.num_stages,
-        "CHUNK": chunk(problem, config),
-        "VALUES_FIRST": values_first(problem, config),
+        "CHUNK": CHUNK,
+        "VALUES_FIRST": config.values_first,
         "Q_BLOCK": block_q,
         "K_BLOCK": block_k,
         "V_BLOCK": block_v,
@@ -309,7 +322,8 @@ def _constants(problem: AttentionProblem, config: Config) -> dict[str, int | boo
         "HAS_SINKS": features["HAS_SINKS"],
         "IS_VARLEN": problem.packed,
         "WRITE_LSE": problem.return_lse,
-        "BYTES_AT_ONCE": bytes_at_once(problem),
+        "TRANSPOSING_WARPS": config.transposing_warps,
+        "BYTES_AT_ONCE": bytes_at_once(problem, config),
         "CONSUMER_REGISTERS": consumer,
         "TRANSPOSER_REGISTERS": transposer,
         "PRODUCER_REGISTERS": producer,

@@ -69,7 +69,6 @@ from warpwave.runtime.gluon_or_stub import (
 # maximum does not lag.
 OFFSET = gl.constexpr(6.0)
 LAG = gl.constexpr(2.0)
-TRANSPOSING_WARPS = gl.constexpr(4)
 
 
 # Transposing V --------------------------------------------------------------------------------------------------------
@@ -85,16 +84,18 @@ class Transposer:
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
     rules: Rules
+    WARPS: gl.constexpr
     BYTES: gl.constexpr  # transposed between two barriers
 
     @constexpr_function
-    def __init__(self, v_ring, vt_ring, box, seqlen_q, seqlen_k, rules, BYTES):
+    def __init__(self, v_ring, vt_ring, box, seqlen_q, seqlen_k, rules, WARPS, BYTES):
         self.v_ring = v_ring
         self.vt_ring = vt_ring
         self.box = box
         self.seqlen_q = seqlen_q
         self.seqlen_k = seqlen_k
         self.rules = rules
+        self.WARPS = gl.constexpr(WARPS)
         self.BYTES = gl.constexpr(BYTES)
 
 
@@ -108,7 +109,7 @@ def transposer(role):
     n = 0
     messages = 0
     scheduler.wait_posted(box, messages)
-    work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN, TRANSPOSING_WARPS)
+    work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN, role.WARPS)
     while work.tile != scheduler.NO_MORE:
         keys = keys_of_sequence(work, rules)
         begin, end = tiles_of_block(keys, work, rules)
@@ -124,7 +125,7 @@ def transposer(role):
             n += 1
         messages += 1
         scheduler.wait_posted(box, messages)
-        work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN, TRANSPOSING_WARPS)
+        work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN, role.WARPS)
 
 
 @jit
@@ -139,11 +140,11 @@ def transpose_tile(role, n, rows_used):
         v_transposed = vt_ring.pieces[i].index(n % vt_ring.stages)
         if rules.IS_VARLEN:
             if rows_used < rules.BLOCK_N:
-                transpose(v, v_transposed, rows_used, True, TRANSPOSING_WARPS, role.BYTES)
+                transpose(v, v_transposed, rows_used, True, role.WARPS, role.BYTES)
             else:
-                transpose(v, v_transposed, rows_used, False, TRANSPOSING_WARPS, role.BYTES)
+                transpose(v, v_transposed, rows_used, False, role.WARPS, role.BYTES)
         else:
-            transpose(v, v_transposed, rows_used, False, TRANSPOSING_WARPS, role.BYTES)
+            transpose(v, v_transposed, rows_used, False, role.WARPS, role.BYTES)
 
 
 # A consumer -----------------------------------------------------------------------------------------------------------
