@@ -39,6 +39,12 @@ MASK: dict[str, Any] = {"mask_shape": (2, 1, 1024, 1024)}
 BIAS: dict[str, Any] = {"bias_shape": (1, 4, 1024, 1024), "bias_dtype": "float32"}
 PACKED: dict[str, Any] = {"packed": True, "total_q": 2048, "total_k": 2048}
 FLOAT32: dict[str, Any] = {"dtype": "float32"}
+FLOAT8: dict[str, Any] = {
+    "dtype": "float8_e4m3fn",
+    "dtype_v": "float8_e4m3fn",
+    "dtype_out": "bfloat16",
+    "descale_blocks": (0, 0, 0),
+}
 DECODE: dict[str, Any] = {"seqlen_q": 1, "seqlen_k": 4096, "num_heads_q": 8}
 LATENT: dict[str, Any] = {
     "seqlen_q": 1, "seqlen_k": 8192, "num_heads_q": 16, "num_heads_kv": 1, "head_dim": 576, "head_dim_v": 512,
@@ -110,6 +116,9 @@ VARIANTS = (
     Variant("hopper/flash_fwd", "window, 64", HOPPER, width(64) | {"window_size": (128, 0)}),
     Variant("hopper/flash_fwd", "causal, 256", HOPPER, CAUSAL | width(256)),
     Variant("hopper/flash_fwd", "packed, 80", HOPPER, CAUSAL | PACKED | width(80)),
+    Variant("hopper/flash_fwd_fp8", "causal", HOPPER, CAUSAL | FLOAT8),
+    Variant("hopper/flash_fwd_fp8", "256, factors of blocks", HOPPER,
+            FLOAT8 | width(256) | {"descale_blocks": (128, 128, 128)}),
     Variant("hopper/flash_fwd", "mask", HOPPER, MASK),
     Variant("hopper/flash_fwd", "bias, 64", HOPPER, width(64) | BIAS),
     Variant("hopper/flash_fwd", "ALiBi, 192", HOPPER, width(192) | CAUSAL | {"alibi_shape": (4,)}),

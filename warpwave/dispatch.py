@@ -43,6 +43,7 @@ from warpwave.kernels import (
 )
 from warpwave.kernels.hopper import flash_bwd as hopper_flash_bwd
 from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
+from warpwave.kernels.hopper import flash_fwd_fp8 as hopper_flash_fwd_fp8
 from warpwave.kernels.hopper import large_head_dim as hopper_large_head_dim
 from warpwave.kernels.ladder import naive, tiled
 from warpwave.kernels.three_kernel import backward_cost
@@ -51,8 +52,8 @@ from warpwave.problem import AttentionProblem
 # In order of preference. Every problem has a kernel, because eager runs everything. "auto" never takes those behind
 # eager: rungs of the ladder (docs/kernels/ladder.md), which keep a workspace as large as all scores.
 KERNELS: tuple[Any, ...] = (
-    *(split_kv, hopper_flash_fwd, flash_fwd, hopper_large_head_dim, large_head_dim, three_kernel, torch_sdpa, eager),
-    *(tiled, naive),
+    *(split_kv, hopper_flash_fwd, hopper_flash_fwd_fp8, flash_fwd, hopper_large_head_dim, large_head_dim),
+    *(three_kernel, torch_sdpa, eager, tiled, naive),
 )
 # Gradients from out and the log-sum-exp of any forward kernel, in order of preference. A module of these has NAME,
 # GRADIENTS (of which operands), why_not, configs, default and cost as above (of a problem that is `deterministic`, the

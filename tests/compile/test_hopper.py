@@ -181,10 +181,10 @@ def loops_over_keys(sass: str, **more: str) -> list[str]:
     spans = []
     for end, text in enumerate(lines):
         jump = re.search(r"BRA.*`\(\.(L_x_\d+)\)", text)
-        if jump and labels.get(jump[1], end + 1) <= end and any("HGMMA" in x for x in lines[labels[jump[1]] : end]):
+        if jump and labels.get(jump[1], end + 1) <= end and any("GMMA" in x for x in lines[labels[jump[1]] : end]):
             spans.append((labels[jump[1]], end))
     innermost = [s for s in spans if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in spans)]
-    letters = {"HGMMA": "H", "MUFU.EX2": "E", "WARPGROUP.DEPBAR": "W", "STL": "S", "LDL": "S"} | more
+    letters = {"GMMA": "H", "MUFU.EX2": "E", "WARPGROUP.DEPBAR": "W", "STL": "S", "LDL": "S"} | more
     return [
         "".join(next((letters[key] for key in letters if key in text), "") for text in lines[begin:end])
         for begin, end in innermost

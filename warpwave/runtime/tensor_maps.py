@@ -16,6 +16,14 @@ from warpwave.runtime import launch
 from warpwave.runtime.counters import counters_of
 from warpwave.runtime.gluon_or_stub import TensorDescriptor, gl
 
+GLUON_NAMES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float8_e4m3fn: "float8e4nv",
+    torch.float8_e5m2: "float8e5",
+}
+
 
 class MapPlan(NamedTuple):
     """The layout of one tensor map.
@@ -45,8 +53,7 @@ class MapPlan(NamedTuple):
             from triton.tools.tensor_descriptor import TensorDescriptor as WithoutLayout
 
             return WithoutLayout(*described)
-        dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[tensor.dtype]
-        layout = gl.NVMMASharedLayout.get_default_for(list(self.block), dtype)
+        layout = gl.NVMMASharedLayout.get_default_for(list(self.block), getattr(gl, GLUON_NAMES[tensor.dtype]))
         if not self.is_swizzled:
             layout = gl.NVMMASharedLayout(0, 8 * tensor.element_size(), len(self.block))
         return TensorDescriptor(*described, layout)

@@ -93,7 +93,10 @@ class Memory:
         return self._map(lambda x: x.narrow(dim, int(start), int(length)))
 
     def reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Memory:
-        return Memory(self.values.reshape(-1).view(dtype)[: torch.Size(shape).numel()].view(list(shape)), dtype)
+        values = self.values.view(-1)
+        if dtype != values.dtype:
+            values = values.view(dtype)
+        return Memory(values[: torch.Size(shape).numel()].view(list(shape)), dtype)
 
     def load(self, layout: Any = None) -> Tensor:
         return self.values.clone().as_subclass(Value)
@@ -107,6 +110,7 @@ class Map:
 
     def __init__(self, tensor: Tensor, block: list[int]) -> None:
         self.tensor, self.dtype, self.layout = tensor, tensor.dtype, None
+        self.shape = [torch.tensor(n) for n in tensor.shape]
         self.rows_read: set[int] = set()  # the first of each block
         self.adding = threading.Lock()
         self.block_type = types.SimpleNamespace(shape=block, nbytes=torch.Size(block).numel() * tensor.element_size())
@@ -164,6 +168,7 @@ class Language(types.SimpleNamespace):
     def __init__(self, program: int, programs: int) -> None:
         super().__init__()
         self.float32, self.int32, self.int64 = torch.float32, torch.int32, torch.int64
+        self.int8, self.int16, self.float8e4nv = torch.int8, torch.int16, torch.float8_e4m3fn
         self.program_id, self.num_programs = lambda axis: program, lambda axis: programs
         self.constexpr = lambda x: x
         self.static_range = range
@@ -188,6 +193,7 @@ class Language(types.SimpleNamespace):
         self.broadcast = torch.broadcast_tensors
         self.permute = lambda x, order: x.permute(*order)
         self.split = lambda x: x.unbind(-1)
+        self.join = lambda a, b: torch.stack((a, b), -1)
 
     def allocate_shared_memory(self, dtype: Any, shape: Sequence[int], layout: Any) -> Any:
         """Tiles that start as NaN, or as 99; or barriers that are not initialised."""
@@ -246,11 +252,11 @@ class Barriers:
         return self, int(i)
 
 
-def settled(m: Tensor, lead: Tensor, top: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def settled(m: Tensor, lead: Tensor, top: Tensor, scale: Tensor, most: float) -> tuple[Tensor, Tensor, Tensor]:
     """`softmax.settle`, by whole rows: what a thread keeps of its lead where no score rises is at most the row's."""
     top = top.amax(1, keepdim=True).expand_as(top)
     leads = fused_multiply_add(top, scale, -m)
-    rises = leads > 4.0
+    rises = leads > most
     m_new = torch.where(rises, top * scale, m)
     alpha = torch.where(rises, torch.exp2(m - m_new), 1.0)
     return m_new, alpha, torch.where(rises, 0.0, torch.fmax(lead, leads))
@@ -322,6 +328,11 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         "like": lambda per_row, x: per_row[:, None],
         "accumulator_layout": lambda width: None,
         "row_vectors": lambda width: None,
+        "pairs_layout": lambda keys, pairs, warps: None,
+        "bytes_apart": lambda pairs: tuple(pairs.contiguous().view(torch.int8).unflatten(-1, (-1, 2)).unbind(-1)),
+        "to_e4m3": as_bytes,
+        "bytes_of": lambda p, keys: p.contiguous().view(torch.float8_e4m3fn),
+        "promoted": lambda acc, product, factor, has_factor: acc + product * factor,
     }
     stand_ins |= own or {}
     spaces: dict[str, dict[str, Any]] = {}
@@ -355,7 +366,8 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
             code = value
         if isinstance(code, types.FunctionType) and code.__module__ in modules:
             home = modules[code.__module__]
-            made = types.FunctionType(code.__code__, {}, code.__name__, code.__defaults__, code.__closure__)
+            optional = code.__defaults__ and tuple(map(plain, code.__defaults__))
+            made = types.FunctionType(code.__code__, {}, code.__name__, optional, code.__closure__)
 
             def call(*a: Any, **k: Any) -> Any:
                 made_there = types.FunctionType(made.__code__, space(home), made.__name__, made.__defaults__)
@@ -365,6 +377,12 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         return value
 
     return {name: types.SimpleNamespace(**space(module)) for name, module in modules.items()}
+
+
+def as_bytes(*four: Tensor) -> Tensor:
+    """Four tensors in float8_e4m3 as the bytes of one of int32, the first lowest."""
+    eights = torch.stack(four, -1).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return eights.view(torch.int32).squeeze(-1).as_subclass(Value)
 
 
 def hidden(x: Tensor, words: Tensor) -> Tensor:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 
 from warpwave.kernels import arguments
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.problem import AnyOperands, AttentionProblem
 from warpwave.runtime.counters import counters_of
 from warpwave.runtime.tensor_maps import MapPlan, has_map
 
@@ -19,14 +20,14 @@ LOG2_E = 1.4426950408889634
 MAX_PIECES = 3  # of a tile's width
 
 
-def mappable(problem: AttentionProblem, operands: Operands) -> Callable[[Operands], Operands]:
+def mappable(problem: AttentionProblem, operands: AnyOperands) -> Callable[[Any], Any]:
     """Returns a function that copies the operands of this layout that tensor maps cannot describe."""
     straight = arguments.straightener(operands)
     copied = [name for name in ("q", "k", "v") if not has_map(getattr(operands, name))]
     if not copied and straight is arguments.as_it_is:
         return arguments.as_it_is
 
-    def made(operands: Operands) -> Operands:
+    def made(operands: Any) -> Any:
         aligned = {n: getattr(operands, n).clone(memory_format=torch.contiguous_format) for n in copied}
         return straight(operands)._replace(**aligned)
 
@@ -121,7 +122,7 @@ def score_units(problem: AttentionProblem) -> tuple[float, float]:
 
 
 def of_schedule(
-    problem: AttentionProblem, operands: Operands, tiles: int, parts: int, block_m: int, size: int
+    problem: AttentionProblem, operands: AnyOperands, tiles: int, parts: int, block_m: int, size: int
 ) -> list[int]:
     """Returns the run-time arguments of a kernel that draws tiles of queries (scheduler.py), in its order: strides of
     ALiBi's slopes and of the log-sum-exp, the schedule, lengths and window. `parts` blocks share a head; an element has

@@ -117,13 +117,13 @@ def of_rows(own, x):
 
 
 @constexpr_function
-def _settle_asm():
+def _settle_asm(lag):
     # For two rows: $0, $1 are the maxima m, $2, $3 alpha, $4, $5 lead, $10, $11 the thread's largest scores, $12, $13
     # the scale. A row whose maximum stays has factor 1, also if the maximum is minus infinity.
     unless_any_rises = (
         "neg.f32 n0, $0; neg.f32 n1, $1; fma.rn.f32 t0, $10, $12, n0; fma.rn.f32 t1, $11, $13, n1; "
         "mov.b32 $2, 0f3F800000; mov.b32 $3, 0f3F800000; "
-        f"setp.gt.f32 p, t0, {LAG.value}; setp.gt.or.f32 p, t1, {LAG.value}, p; "
+        f"setp.gt.f32 p, t0, {float(lag)}; setp.gt.or.f32 p, t1, {float(lag)}, p; "
         "vote.sync.any.pred p, p, 0xffffffff; @!p bra SETTLED; "
     )
     among_threads = "".join(
@@ -132,7 +132,7 @@ def _settle_asm():
         for a, lanes in (("$1", 2), ("a", 1))
     )
     rise = "".join(
-        f"fma.rn.f32 t{i}, a{i}, ${12 + i}, n{i}; setp.gt.f32 q{i}, t{i}, {LAG.value}; "
+        f"fma.rn.f32 t{i}, a{i}, ${12 + i}, n{i}; setp.gt.f32 q{i}, t{i}, {float(lag)}; "
         f"mul.rn.f32 a{i}, a{i}, ${12 + i}; selp.f32 a{i}, a{i}, ${i}, q{i}; "
         f"sub.rn.f32 s{i}, ${i}, a{i}; selp.f32 s{i}, s{i}, 0f00000000, q{i}; "
         f"ex2.approx.ftz.f32 ${2 + i}, s{i}; mov.b32 ${i}, a{i}; "
@@ -146,10 +146,10 @@ def _settle_asm():
 
 
 @jit
-def settle(m, lead, top, scale):
+def settle(m, lead, top, scale, MOST: gl.constexpr):
     """Runs `settled_maximum` for two rows per thread."""
     return gl.inline_asm_elementwise(
-        _settle_asm(),
+        _settle_asm(MOST),
         "=r,=r,=&r,=&r,=r,=r,0,1,4,5,r,r,r,r",
         [m, lead, top, scale],
         dtype=(gl.float32, gl.float32, gl.float32),
@@ -159,10 +159,10 @@ def settle(m, lead, top, scale):
 
 
 @jit
-def settled_maximum(scores, scale, m, lead):
+def settled_maximum(scores, scale, m, lead, MOST: gl.constexpr = LAG):
     """Computes `new_maximum` on per-thread state, [64, 4]. Unless a score of its 16 rows leads its maximum by more than
-    LAG, a warp neither compares values across the threads of a row nor computes a factor, which is 1. Worth 6 to 7 % at
-    head_dim 64, 1 % at 256.
+    MOST, a warp neither compares values across the threads of a row nor computes a factor, which is 1. Worth 6 to 7 %
+    at head_dim 64, 1 % at 256.
 
     Returns:
         m: the new maxima, equal in a row's threads.
@@ -170,7 +170,7 @@ def settled_maximum(scores, scale, m, lead):
         lead: the lead of the thread's own scores, at least 0; a row's lead is the maximum over its threads.
     """
     top = gl.convert_layout(own_maxima(scores, scores.shape[1]), m.type.layout, assert_trivial=True)
-    return settle(m, lead, top, gl.full(top.shape, scale, gl.float32, top.type.layout))
+    return settle(m, lead, top, gl.full(top.shape, scale, gl.float32, top.type.layout), MOST)
 
 
 @jit

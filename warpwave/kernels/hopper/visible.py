@@ -29,6 +29,7 @@ class Rules:
     PARTS: gl.constexpr  # of a float32 operand: 1 or 2 of float16, 3 of bfloat16; 1 for 16-bit types
     HEAD_DIM_V: gl.constexpr  # in float32; 0 for 16-bit types
     Q_IN_REGISTERS: gl.constexpr  # columns of Q in registers
+    ALIGN_KEYS: gl.constexpr  # whether tiles of keys begin at multiples of their length
 
     @constexpr_function
     def __init__(
@@ -52,6 +53,7 @@ class Rules:
         PARTS,
         HEAD_DIM_V,
         Q_IN_REGISTERS=0,
+        ALIGN_KEYS=False,
     ):
         self.scale = scale
         self.softcap_log2 = softcap_log2
@@ -72,6 +74,7 @@ class Rules:
         self.PARTS = gl.constexpr(PARTS)
         self.HEAD_DIM_V = gl.constexpr(HEAD_DIM_V)
         self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
+        self.ALIGN_KEYS = gl.constexpr(ALIGN_KEYS)
 
 
 @aggregate
@@ -104,6 +107,8 @@ def keys_of_sequence(work, rules):
     end = work.seqlen_k
     if rules.HAS_LOW:
         begin = gl.minimum(gl.maximum(low, 0), work.seqlen_k)
+        if rules.ALIGN_KEYS:
+            begin = begin // rules.BLOCK_N * rules.BLOCK_N
     if rules.HAS_HIGH:
         end = gl.maximum(gl.minimum(end, work.seqlen_q + high), begin)
     return Keys(begin, end, low, high)

@@ -208,8 +208,11 @@ class Path(NamedTuple):
 def product_paths(problem: AttentionProblem) -> dict[str, int]:
     """Returns path -> number of products, for the paths that are accurate enough.
 
-    16-bit products use matrix instructions, or float32 if a device has none for the dtype.
+    16-bit products use matrix instructions, or float32 if a device has none for the dtype. 8-bit products use those for
+    8 bits; int8 has the rate of float8 on the cards whose rate is stated.
     """
+    if problem.is_quantized:
+        return {"fp8": 1}
     if problem.dtype != "float32":
         return {problem.dtype: 1}
     if problem.precision == "ieee" and problem.error_budget is None:
@@ -219,8 +222,10 @@ def product_paths(problem: AttentionProblem) -> dict[str, int]:
 
 def product_path(problem: AttentionProblem, rates: Rates) -> Path | None:
     """Returns the fastest of `product_paths` that the device has; else the fastest path that is as accurate; else plain
-    float32."""
+    float32. None for 8-bit products of unknown rate."""
     found = fastest(product_paths(problem), rates)
+    if problem.is_quantized:
+        return found
     if found is None and problem.dtype == "float32":
         found = fastest(arithmetics.as_accurate_as(problem), rates)
     return found or fastest(FLOAT32_PATHS["ieee"], rates)
@@ -278,13 +283,14 @@ def tensor_bytes(problem: AttentionProblem, work: Work | None = None) -> dict[st
         work: `problem.work()` of the pass; None is the forward's.
     """
     work = work or problem.work()
-    size, rows = DTYPE_BYTES[problem.dtype], problem.rows * problem.num_heads_q
+    size, size_v, size_out = (DTYPE_BYTES[d] for d in (problem.dtype, problem.dtype_of_v, problem.dtype_of_out))
+    rows = problem.rows * problem.num_heads_q
     keys = problem.keys_needed
     parts = {
         "q": rows * problem.head_dim * size,
         "k": keys * problem.head_dim * size,
-        "v": keys * problem.head_dim_v * size,
-        "dout" if work.is_backward else "out": rows * problem.head_dim_v * size,
+        "v": keys * problem.head_dim_v * size_v,
+        "dout" if work.is_backward else "out": rows * problem.head_dim_v * size_out,
     }
     if work.is_backward:
         every_key = (problem.total_k if problem.packed else problem.batch * problem.seqlen_k) * problem.num_heads_kv

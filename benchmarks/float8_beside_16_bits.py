@@ -1,0 +1,142 @@
+"""Times `hopper/flash_fwd_fp8` beside `hopper/flash_fwd` on the same numbers, and checks their results.
+
+    PYTHONPATH=. python -m benchmarks.float8_beside_16_bits RECORD [--rounds 7] [--seconds 120] [--configs] [--blocks 0]
+
+Heads times head_dim is 2,048, at 16 x 1024, 4 x 4096 and 1 x 16384 queries and keys. All kernels are compiled first, in
+parallel. The two then take turns in every round. q, k and v of the 8-bit call are the 16-bit ones times their factors;
+out may differ by 8 % of its root mean square, the rounding of q, k, v and the probabilities to 4 bits. With --configs
+every config of the 8-bit kernel is timed, not only the default. With --blocks 64 or 128, blocks of so many tokens have
+factors of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from warpwave import attention
+from warpwave.checks import Options, describe_call
+from warpwave.gpu import current_gpu
+from warpwave.kernels.hopper import flash_fwd_fp8
+from warpwave.problem import QuantizedOperands
+from warpwave.workbench.bench import environment
+from warpwave.workbench.bench.timing import time_interleaved
+from warpwave.workbench.output_files import write_whole
+
+HEAD_DIMS = (64, 128, 256)
+SIZES = ((1, 16384), (4, 4096), (16, 1024))  # batch, tokens
+WIDTH = 2048  # heads times head_dim
+LARGEST = 448.0  # of float8_e4m3fn
+MOST_ERROR = 0.08
+SIXTEEN_BITS = "bfloat16"
+
+
+class Point(NamedTuple):
+    """A size, and what is timed there."""
+
+    head_dim: int
+    batch: int
+    seqlen: int
+    causal: bool
+    block: int
+    all_configs: bool
+
+    @property
+    def flops(self) -> float:
+        return 4 * self.batch * WIDTH * self.seqlen**2 / (2 if self.causal else 1)
+
+
+def quantized(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns x, (batch, tokens, heads, width), in 8 bits, and a factor for each head or for each block of tokens."""
+    tokens = x.shape[1]
+    heads_first = x.float().transpose(1, 2)
+    many = tokens // block if block else 1
+    factor = heads_first.unflatten(2, (many, -1)).abs().amax((3, 4)) / LARGEST
+    eights = (heads_first / factor.repeat_interleave(tokens // many, 2)[..., None]).to(torch.float8_e4m3fn)
+    return eights.transpose(1, 2).contiguous(), factor if block else factor[..., 0]
+
+
+def contenders(at: Point) -> dict[str, Callable[[], torch.Tensor]]:
+    """Returns the calls of a point, by name."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (at.batch, at.seqlen, WIDTH // at.head_dim, at.head_dim)
+    wide = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3)]
+    narrow, factors = zip(*(quantized(x, at.block) for x in wide), strict=True)
+    named = dict(zip(("q_descale", "k_descale", "v_descale"), factors, strict=True))
+    problem = describe_call(QuantizedOperands(*narrow, **named), Options(causal="bottom_right" if at.causal else ""))
+    configs = flash_fwd_fp8.configs(problem, current_gpu(torch.device("cuda")))
+    q, k, v = narrow
+    found: dict[str, Any] = {SIXTEEN_BITS: partial(attention, *wide, causal=at.causal, kernel="hopper/flash_fwd")}
+    for config in configs if at.all_configs else configs[:1]:
+        name = f"float8 {config.block_m}x{config.block_n}, {config.num_stages} stages"
+        of_config: dict[str, Any] = {"causal": at.causal, "kernel": flash_fwd_fp8.NAME, "config": config}
+        found[name] = partial(attention, q, k, v, **named, **of_config)
+    return found
+
+
+def compile_all(at: Point) -> None:
+    """Calls every contender once, which leaves its code in Triton's cache."""
+    for run in contenders(at).values():
+        run()
+    torch.cuda.synchronize()
+
+
+def measure(at: Point, rounds: int) -> dict[str, Any]:
+    """Returns the measurements of a point."""
+    runs = contenders(at)
+    expected = runs[SIXTEEN_BITS]().float()
+    power = expected.pow(2).mean().sqrt()
+    timed = time_interleaved(runs, device="cuda", rounds=rounds, flush_l2=False)
+    found: dict[str, Any] = at._asdict()
+    for name, samples in timed.items():
+        error = ((runs[name]().float() - expected).pow(2).mean().sqrt() / power).item()
+        found[name] = {
+            "us": [round(x, 2) for x in samples.samples_us],
+            "tflops": round(at.flops / samples.median_us / 1e6, 1),
+            "speedup": round(timed[SIXTEEN_BITS].median_us / samples.median_us, 3),
+            "error": round(error, 4),
+            "is_right": error <= MOST_ERROR,
+        }
+    return found
+
+
+def main() -> None:
+    """Times all sizes, the longest sequences first, and writes the record after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", type=Path)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--configs", action="store_true")
+    parser.add_argument("--blocks", type=int, choices=(0, 64, 128), default=0)
+    args = parser.parse_args()
+    begin = time.monotonic()
+    points = [
+        Point(head_dim, *size, causal, args.blocks, args.configs)
+        for size in SIZES
+        for head_dim in HEAD_DIMS
+        for causal in (False, True)
+    ]
+    with multiprocessing.get_context("fork").Pool(len(HEAD_DIMS) * 2) as pool:  # before this process has a context
+        pool.map(compile_all, points, chunksize=1)
+    found = []
+    for point in points:
+        if time.monotonic() - begin > args.seconds:
+            break
+        found.append(measure(point, args.rounds))
+        print(
+            {name: x if not isinstance(x, dict) else x | {"us": min(x["us"])} for name, x in found[-1].items()},
+            flush=True,
+        )
+        write_whole(args.record, json.dumps({"environment": environment.describe("cuda"), "points": found}))
+
+
+if __name__ == "__main__":
+    main()

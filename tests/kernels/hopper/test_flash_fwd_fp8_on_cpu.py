@@ -1,0 +1,143 @@
+"""The 8-bit Hopper forward's own source on a CPU: its protocol, transposition, factors and masks, tile by tile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.hopper import gluon_on_cpu
+from warpwave.checks import Options, describe_call
+from warpwave.gpu import Gpu
+from warpwave.kernels import descales
+from warpwave.kernels.hopper import flash_fwd_fp8, rows, scheduler, serial, softmax, visible
+from warpwave.kernels.hopper import parts as device_parts
+from warpwave.kernels.hopper import words as device_words
+from warpwave.kernels.hopper.flash_fwd import mask_bias
+from warpwave.kernels.hopper.flash_fwd import roles as flash_fwd_roles
+from warpwave.kernels.hopper.flash_fwd_fp8 import Config, factors, kernel, products, roles
+from warpwave.problem import AttentionProblem, QuantizedOperands
+from warpwave.runtime.triton_or_stub import NO_TRITON
+from warpwave.workbench.verify.reference import oracle
+
+H200 = Gpu.for_arch("sm_90")
+pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
+
+
+def on_cpu(problem: AttentionProblem, operands: QuantizedOperands, config: Config) -> tuple[Tensor, Tensor]:
+    """out and lse by the source of the kernel and its roles, one block after another."""
+    out = torch.full((*operands.q.shape[:-1], problem.head_dim_v), torch.nan, dtype=torch.bfloat16)
+    lse = torch.full((problem.batch, problem.num_heads_q, problem.seqlen_q), torch.nan)
+    if problem.packed:
+        lse = torch.full((problem.num_heads_q, problem.total_q), torch.nan)
+    spec = kernel.specify(problem, H200, operands, out, lse, config)
+    modules = (
+        *(kernel, roles, products, factors, flash_fwd_roles, device_parts, rows, scheduler, serial, softmax, visible),
+        *(mask_bias, device_words),
+    )
+    gluon_on_cpu.run_launch(spec, modules, 2, {})
+    return out, lse
+
+
+def quantized(
+    shape: tuple[int, ...], block: int, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Random numbers in 8 bits, (batch, tokens, heads, width), whose factors differ by up to 4 between blocks."""
+    batch, tokens, heads, _ = shape
+    many = -(-tokens // block) if block else 1
+    factor = 2.0 ** (2 * torch.rand(batch, heads, many, generator=generator) - 1) / 16
+    of_tokens = factor.repeat_interleave(block or tokens, 2)[:, :, :tokens].transpose(1, 2)[..., None]
+    eights = (torch.randn(shape, generator=generator) / of_tokens).clamp(-448, 448).to(dtype)
+    return eights, factor if block else factor[..., 0]
+
+
+def call(
+    lengths: tuple[int, int] = (150, 330),
+    heads: tuple[int, int] = (2, 1),
+    dims: tuple[int, int] = (64, 64),
+    blocks: tuple[int, int, int] = (0, 0, 0),
+    dtype_v: torch.dtype = torch.float8_e4m3fn,
+    packed: int = 0,
+    sinks: bool = False,
+    alibi: bool = False,
+    **options: Any,
+) -> tuple[AttentionProblem, QuantizedOperands]:
+    """A call of two batches; or of so many packed sequences, among them one without queries and one without keys."""
+    generator = torch.Generator().manual_seed(1)
+    batch = packed or 2
+    q, q_descale = quantized((batch, lengths[0], heads[0], dims[0]), blocks[0], torch.float8_e4m3fn, generator)
+    k, k_descale = quantized((batch, lengths[1], heads[1], dims[0]), blocks[1], torch.float8_e4m3fn, generator)
+    v, v_descale = quantized((batch, lengths[1], heads[1], dims[1]), blocks[2], dtype_v, generator)
+    others: dict[str, Any] = {}
+    if sinks:
+        others["sinks"] = torch.randn(heads[0], generator=generator)
+    if alibi:
+        others["alibi_slopes"] = torch.rand(heads[0], generator=generator) / 8
+    if packed:
+        many_q = [lengths[0] * (i % 3) // 2 for i in range(batch)]
+        many_k = [lengths[1] * ((i + 1) % 4) // 3 for i in range(batch)]
+        q, k, v = (
+            torch.cat([x.view(torch.int8)[i, :n] for i, n in enumerate(many)]).view(x.dtype)
+            for x, many in ((q, many_q), (k, many_k), (v, many_k))
+        )
+        others["cu_seqlens_q"], others["cu_seqlens_k"] = (
+            torch.tensor([0, *many]).cumsum(0).int() for many in (many_q, many_k)
+        )
+        options |= {"max_seqlen_q": max(many_q), "max_seqlen_k": max(many_k)}
+    operands = QuantizedOperands(q, k, v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, **others)
+    return describe_call(operands, Options(return_lse=True, **options)), operands
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "full": {"dims": (128, 128)},
+    "causal, sinks": {"causal": "bottom_right", "sinks": True, "blocks": (64, 64, 128), "dtype_v": torch.float8_e5m2},
+    "more queries than keys": {"causal": "bottom_right", "lengths": (330, 150), "dims": (256, 256)},
+    "top left": {"causal": "top_left", "lengths": (210, 70), "dims": (48, 112), "blocks": (0, 128, 0)},
+    "window": {"window_left": 60, "window_right": 5, "alibi": True, "softcap": 3.0, "blocks": (128, 64, 64)},
+    "window, far": {"window_left": 100, "lengths": (70, 600), "blocks": (0, 128, 128), "dims": (192, 96)},
+    "packed": {"packed": 5, "causal": "bottom_right", "heads": (4, 2), "dims": (32, 160)},
+    "one query": {"lengths": (1, 300)},
+}
+
+
+def gate(
+    problem: AttentionProblem, operands: QuantizedOperands, out: Tensor, lse: Tensor, lse_error: float = 1e-5
+) -> None:
+    """out may err by the rounding of a probability to 4 bits in the mean of its values, and once by 8 bits."""
+    wide, numbers = descales.dequantized(problem, operands, torch.float64)
+    exact = oracle(wide, numbers)
+    spread = oracle(wide, numbers._replace(v=numbers.v.abs())).out  # sum of P |V|
+    error = (out.double() - exact.out).abs()
+    assert not out.isnan().any()
+    assert (error <= 2**-4 * spread + 2**-8 * exact.out.abs()).all(), (error / spread).max()
+    assert error.pow(2).mean().sqrt() <= 0.02 * spread.pow(2).mean().sqrt()
+    torch.testing.assert_close(lse.double(), exact.lse, rtol=1e-5, atol=lse_error)
+
+
+def with_nan_in_the_last_sequence(operands: QuantizedOperands) -> tuple[QuantizedOperands, int, int]:
+    """The call with keys and values of its last sequence that are not numbers, and the first rows of its q and k."""
+    first_q, first_k = (int(starts[-2]) for starts in (operands.cu_seqlens_q, operands.cu_seqlens_k))
+    k, v = operands.k.clone(), operands.v.clone()
+    for x in (k, v):
+        x.view(torch.uint8)[first_k:] = 0x7F
+    return operands._replace(k=k, v=v), first_q, first_k
+
+
+def test_a_sequence_does_not_read_the_next() -> None:
+    problem, operands = call(packed=3, dims=(64, 128), lengths=(70, 290))
+    config = flash_fwd_fp8.default(problem, H200)
+    out, lse = on_cpu(problem, operands, config)
+    poisoned, first, first_k = with_nan_in_the_last_sequence(operands)
+    assert first > 0 and first_k % 128 > 0, "the last sequence begins inside a tile"
+    again, lse_again = on_cpu(problem, poisoned, config)
+    assert torch.equal(again[:first], out[:first]) and torch.equal(lse_again[:, :first], lse[:, :first])
+    assert again[first:].isnan().all()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_protocol_on_a_cpu(name: str) -> None:
+    problem, operands = call(**CALLS[name])
+    config = flash_fwd_fp8.configs(problem, H200)[-1 if "far" in name else 0]
+    gate(problem, operands, *on_cpu(problem, operands, config))

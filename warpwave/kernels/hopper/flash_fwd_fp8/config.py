@@ -1,0 +1,210 @@
+"""Configs of `hopper/flash_fwd_fp8`: their values, the SM resources they need, and the rules that choose one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+from warpwave.gpu import Gpu
+from warpwave.kernels.hopper.flash_fwd.config import query_tiles
+from warpwave.kernels.hopper.host import MAX_PIECES, NUM_SMS
+from warpwave.kernels.rules import Rule, deciding, note
+from warpwave.problem import AttentionProblem
+
+SMEM_PER_BLOCK = 227 * 1024
+CHUNK = 64  # most columns of V in one product: 128 take registers that consumers do not have
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile shape, order of a step, and warps beside the consumers.
+
+    Args:
+        block_m: queries per block, 64 per consumer warpgroup: 64, 128 or 192.
+        block_n: keys per step, and most keys that the tensor cores sum before their sum is added in float32: 64 or 128.
+        num_stages: tiles of K, of V and of V transposed in flight: 2 to 4.
+        values_first: whether a step waits for the products with V before its exponentials instead of after them.
+        transposing_warps: warps that transpose V: 2 share a warpgroup with the producer, 4 are one of their own, for
+            which 192 queries leave no registers.
+    """
+
+    block_m: int
+    block_n: int
+    num_stages: int
+    values_first: bool = True
+    transposing_warps: int = 2
+
+    def __post_init__(self) -> None:
+        allowed = {"block_m": (64, 128, 192), "block_n": (64, 128), "num_stages": (2, 3, 4)}
+        for name, values in (allowed | {"transposing_warps": (2, 4)}).items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be one of {values}")
+        if self.transposing_warps == 4 and self.block_m == 192:
+            raise ValueError("transposing_warps is 4; with block_m 192 it must be 2")
+
+    @property
+    def groups(self) -> int:
+        """Number of consumer warpgroups."""
+        return self.block_m // 64
+
+
+@cache
+def pieces(head_dim: int) -> tuple[int, ...]:
+    """Returns the powers of two that add up to a row width, widest first: 96 = 64 + 32. wgmma sums 32 columns of 8 bits
+    at a time. A width that is not a sum of at most three such powers is padded with zeros, which TMA supplies."""
+    width = -(-head_dim // 32) * 32
+    while True:
+        parts = tuple(1 << bit for bit in range(8, 4, -1) if width & 1 << bit)
+        if len(parts) <= MAX_PIECES:
+            return parts
+        width += 32
+
+
+def registers(problem: AttentionProblem, config: Config) -> tuple[int, int, int]:
+    """Returns the registers of a thread of a consumer, of the transposing warps and of the producer, after
+    reallocation, multiples of 8. Together they are at most what the warpgroups start with: 168 each of three, 128 each
+    of four. With two transposing warps, which share a warpgroup with the producer, the last two are equal."""
+    if config.transposing_warps == 4:
+        transposer = 40 if sum(pieces(problem.head_dim_v)) > 128 else 72  # consumers of wide rows need every register
+        return (240 if config.groups == 1 else 256 - (transposer + 24) // 2), transposer, 24
+    consumer, others = {1: (240, 64), 2: (232, 40), 3: (144, 80)}[config.groups]
+    return consumer, others, others
+
+
+def bytes_at_once(problem: AttentionProblem, config: Config) -> int:
+    """Returns the bytes of V that the transposing warps have in registers, 64 or 128 a thread; between two such parts
+    of a tile they meet at a barrier."""
+    return 2048 * config.transposing_warps * (2 if registers(problem, config)[1] == 72 else 1)
+
+
+def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
+    """Returns an upper bound on the shared memory of one block; tests compare it with what every config compiles to."""
+    width, width_v = sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
+    of_rows = config.block_m * (width + 2 * width_v)  # Q, and out in 16 bits
+    return of_rows + config.num_stages * config.block_n * (width + 2 * width_v) + 2048  # barriers and reductions
+
+
+# Choice of a config ---------------------------------------------------------------------------------------------------
+
+
+def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
+    """Returns the default first, then every other candidate that fits shared memory, registers, and the blocks of keys
+    that share a factor."""
+    first = default(problem, gpu)
+    space = [
+        Config(block_m, block_n, num_stages, values_first, warps)
+        for block_m in (64, 128, 192)
+        for block_n in (64, 128)
+        for num_stages in (2, 3, 4)
+        for values_first in (True, False)
+        for warps in (2, 4)
+        if not (block_m == 192 and warps == 4)
+    ]
+    return [first, *(c for c in space if c != first and fits(problem, gpu, c))]
+
+
+def fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
+    """Returns whether a config fits shared memory and a consumer's registers (scores, probabilities, accumulator and
+    one product), and a tile of keys has one factor."""
+    width_v, block_n = sum(pieces(problem.head_dim_v)), config.block_n
+    needed = block_n // 2 + block_n // 8 + width_v // 2 + min(CHUNK, width_v) // 2 + 32
+    blocks = (problem.descale_blocks or (0, 0, 0))[1:]
+    # Four transposing warps take 24 registers from a consumer, or 8 above 128 columns; overlapped loops still fit.
+    budget, _, _ = registers(problem, replace(config, transposing_warps=2))
+    return (
+        needed <= budget
+        and all(block % block_n == 0 for block in blocks)
+        and smem_bytes(problem, gpu, config) <= SMEM_PER_BLOCK
+    )
+
+
+class Call:
+    """The properties of a call that the rows of `RULES` read."""
+
+    def __init__(self, problem: AttentionProblem, gpu: Gpu) -> None:
+        self.problem, self.num_sms = problem, gpu.num_sms or NUM_SMS
+        self.width = max(sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v)))
+        self.of_64_keys = self.width > 128 or 64 in (problem.descale_blocks or (0, 0, 0))[1:]
+
+    def rows_per_sm(self, block_m: int) -> int:
+        """Returns the queries that the busiest SM processes if all blocks take equally long."""
+        return -(-query_tiles(self.problem, block_m) // self.num_sms) * block_m
+
+    @property
+    def is_uneven(self) -> bool:
+        """Returns whether the busiest SM gets at least a fifth more queries from blocks of 128 than from blocks of
+        64."""
+        return self.rows_per_sm(128) > 1.2 * self.rows_per_sm(64)
+
+    @property
+    def suits_192(self) -> bool:
+        """Returns whether the busiest SM gets about as many queries from blocks of 192 as from blocks of 128."""
+        return self.rows_per_sm(192) <= 1.06 * self.rows_per_sm(128)
+
+
+VARIANTS = "2026-11-23-h200-float8-variants.log"
+
+# The figures are ratios of time on an H200 at 4 x 4096. Configs of four transposing warps have never been run.
+RULES: tuple[Rule[Config], ...] = (
+    Rule(
+        "uneven blocks of 128 queries, and head_dim above 128 or a factor for each 64 keys",
+        lambda c: c.is_uneven and c.of_64_keys,
+        (Config(64, 64, 3), Config(64, 64, 2)),
+        "the longest block sets the length of a wave",
+    ),
+    Rule(
+        "uneven blocks of 128 queries",
+        lambda c: c.is_uneven,
+        (Config(64, 128, 3), Config(64, 128, 2)),
+        "the longest block sets the length of a wave",
+    ),
+    Rule(
+        "head_dim above 128",
+        lambda c: c.width > 128,
+        (Config(128, 64, 3), Config(128, 64, 2)),
+        "waiting for values after the exponentials takes 1.02 times as long",
+        VARIANTS,
+    ),
+    Rule(
+        "head_dim up to 64, no mask by position, and blocks of 192 queries balance over the SMs",
+        lambda c: c.width <= 64 and not c.problem.has_band and c.suits_192,
+        (Config(192, 64, 4),),
+        "128 queries and 128 keys take 1.08 times as long; under a causal mask 0.99 times",
+        VARIANTS,
+    ),
+    Rule(
+        "a factor for each 64 keys",
+        lambda c: c.of_64_keys,
+        (Config(128, 64, 3), Config(128, 64, 2)),
+        "a tile of keys has one factor",
+    ),
+    Rule(
+        "head_dim up to 64",
+        lambda c: c.width <= 64,
+        (Config(128, 128, 3), Config(128, 128, 2)),
+        "64 keys a step take 1.09 times as long",
+        VARIANTS,
+    ),
+    Rule(
+        "head_dim 65 to 128",
+        lambda c: True,
+        (Config(128, 128, 2, values_first=False),),
+        "three stages, and values before the exponentials, take 1.04 times as long; 64 keys a step 1.2 times",
+        VARIANTS,
+    ),
+)
+
+
+def rule_of(problem: AttentionProblem, gpu: Gpu) -> Rule[Config]:
+    """Returns the row that chooses the default config."""
+    return deciding(RULES, Call(problem, gpu))
+
+
+def default(problem: AttentionProblem, gpu: Gpu) -> Config:
+    """Returns the config used when the caller names none."""
+    return next(config for config in rule_of(problem, gpu).configs if fits(problem, gpu, config))
+
+
+def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
+    """Returns what `explain` prints about a config: the row that chose it."""
+    return [note(rule_of(problem, gpu), config)]

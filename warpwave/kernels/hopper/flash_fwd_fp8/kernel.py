@@ -1,0 +1,330 @@
+"""FlashAttention forward for NVIDIA Hopper with 8-bit products: warp-specialized, in Gluon; float8 q, k and v.
+
+A block is one producer warp, two or four warps that transpose V, and one to three consumer warpgroups of 64 queries
+each. The producer and the order of tiles are those of `flash_fwd`. 8-bit wgmma reads both operands along the summed
+axis, so V is transposed in shared memory by warps that have nothing else to do (products.py). Probabilities are
+multiplied by 2^6 and rounded to float8_e4m3. The tensor cores add with about 14 bits, so no product with V covers more
+than 128 keys; its sum is added in float32, where the factor of V also goes (factors.py).
+
+    S = softmax_scale * q_descale * k_descale * (Q K^T), then softcap, ALiBi, mask
+    out = softmax(S) (V * v_descale);   lse = log(sum(exp(S)))
+
+Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), section 3.3.
+
+Bound: latency. A tile takes as long as the products and the softmax of both warpgroups one after another, so products
+of 8 bits do not help: 0.76 to 0.95 of the speed of `flash_fwd` in 16 bits (docs/notes/hopper_fp8.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from warpwave.gpu import Gpu, current_gpu
+from warpwave.kernels import arguments, descales
+from warpwave.kernels.hopper import host, scheduler
+from warpwave.kernels.hopper.flash_fwd import roles as flash_fwd_roles
+from warpwave.kernels.hopper.flash_fwd.config import query_tiles
+from warpwave.kernels.hopper.flash_fwd_fp8 import roles
+from warpwave.kernels.hopper.flash_fwd_fp8.config import CHUNK, Config, bytes_at_once, pieces, registers
+from warpwave.kernels.hopper.flash_fwd_fp8.factors import Factors
+from warpwave.kernels.hopper.flash_fwd_fp8.products import TransposedRing, transposed_tiles
+from warpwave.kernels.hopper.parts import ROWS, Ring, barriers, buffers, present, ring_init
+from warpwave.kernels.hopper.visible import Rules
+from warpwave.problem import AttentionProblem, QuantizedOperands
+from warpwave.runtime import launch, tensor_maps
+from warpwave.runtime.gluon_or_stub import fence_async_shared, gl, jit, mbarrier
+
+__all__ = ["NAME", "NEEDS_GPU", "QUANTIZED", "bind", "hopper_flash_fwd_fp8_kernel", "specify"]
+
+NAME = "hopper/flash_fwd_fp8"
+NEEDS_GPU = True
+QUANTIZED = True
+
+
+# Device code ----------------------------------------------------------------------------------------------------------
+
+
+UNSPECIALISED = [
+    *("stride_alibi_b", "stride_lb", "stride_lh", "num_tiles", "num_heads", "group_size", "batch", "tiles_per_head"),
+    *("heads_in_l2", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right"),
+    *("stride_q_descale_b", "stride_q_descale_h", "stride_q_descale_member", "stride_q_descale_m"),
+    *("stride_k_descale_b", "stride_k_descale_h", "stride_k_descale_n"),
+    *("stride_v_descale_b", "stride_v_descale_h", "stride_v_descale_n"),
+]
+
+
+@jit(do_not_specialize=UNSPECIALISED)
+def hopper_flash_fwd_fp8_kernel(
+    q_map,
+    q_map_2,
+    q_map_3,
+    k_map,
+    k_map_2,
+    k_map_3,
+    v_map,
+    v_map_2,
+    v_map_3,
+    out_map,
+    out_map_2,
+    out_map_3,
+    out_ptr,
+    lse_ptr,
+    alibi_slopes_ptr,
+    sinks_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    q_descale_ptr,
+    k_descale_ptr,
+    v_descale_ptr,
+    counter_ptr,
+    stride_alibi_b,
+    stride_lb,
+    stride_lh,
+    num_tiles,
+    num_heads,
+    group_size,
+    batch,
+    tiles_per_head,
+    heads_in_l2,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    window_left,
+    window_right,
+    scale,
+    softcap_log2,
+    stride_q_descale_b,
+    stride_q_descale_h,
+    stride_q_descale_member,
+    stride_q_descale_m,
+    stride_k_descale_b,
+    stride_k_descale_h,
+    stride_k_descale_n,
+    stride_v_descale_b,
+    stride_v_descale_h,
+    stride_v_descale_n,
+    GROUPS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    CHUNK: gl.constexpr,
+    VALUES_FIRST: gl.constexpr,
+    Q_BLOCK: gl.constexpr,
+    K_BLOCK: gl.constexpr,
+    V_BLOCK: gl.constexpr,
+    HAS_LOW: gl.constexpr,
+    HAS_HIGH: gl.constexpr,
+    TOP_LEFT: gl.constexpr,
+    HAS_ALIBI: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
+    IS_VARLEN: gl.constexpr,
+    WRITE_LSE: gl.constexpr,
+    TRANSPOSING_WARPS: gl.constexpr,
+    BYTES_AT_ONCE: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    TRANSPOSER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """Processes tiles of 64 * GROUPS queries of one head until the counter is exhausted.
+
+    Tensor maps have the axes (batch, head, row, column), one map for each piece of a tile's width; absent pieces are
+    None. Q_BLOCK, K_BLOCK and V_BLOCK tokens share a factor, or all tokens of a head if 0.
+    """
+    q_maps = present(q_map, q_map_2, q_map_3)
+    k_maps = present(k_map, k_map_2, k_map_3)
+    v_maps = present(v_map, v_map_2, v_map_3)
+    out_maps = present(out_map, out_map_2, out_map_3)
+    rules = Rules(
+        scale, softcap_log2, window_left, window_right, GROUPS, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
+        HAS_SOFTCAP, HAS_SINKS, IS_VARLEN, WRITE_LSE, True, VALUES_FIRST, 1, 0, 0, True,
+    )  # fmt: skip
+    # Aggregates cannot hold None, so the counter stands in for absent pointers. It is never read through them.
+    if not IS_VARLEN:
+        out_ptr = counter_ptr
+        cu_seqlens_q_ptr = counter_ptr
+        cu_seqlens_k_ptr = counter_ptr
+    if not WRITE_LSE:
+        lse_ptr = counter_ptr
+    if not HAS_ALIBI:
+        alibi_slopes_ptr = counter_ptr
+    if not HAS_SINKS:
+        sinks_ptr = counter_ptr
+    schedule = scheduler.Schedule(
+        counter_ptr, num_tiles, num_heads, group_size, batch, tiles_per_head, heads_in_l2, seqlen_q, seqlen_k, total_q,
+        total_k, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    )  # fmt: skip
+    factors = Factors(
+        q_descale_ptr, k_descale_ptr, v_descale_ptr,
+        (stride_q_descale_b, stride_q_descale_h, stride_q_descale_member, stride_q_descale_m),
+        (stride_k_descale_b, stride_k_descale_h, stride_k_descale_n),
+        (stride_v_descale_b, stride_v_descale_h, stride_v_descale_n), group_size, Q_BLOCK, K_BLOCK, V_BLOCK,
+    )  # fmt: skip
+
+    q_tiles = buffers(q_maps, GROUPS)
+    k_ring = Ring(buffers(k_maps, STAGES), barriers(STAGES), barriers(STAGES), STAGES, 0, 1)
+    v_ring = Ring(buffers(v_maps, STAGES), barriers(STAGES), barriers(STAGES), STAGES, 0, 1)
+    vt_ring = TransposedRing(transposed_tiles(v_maps, STAGES), barriers(STAGES), barriers(STAGES), STAGES, 0, CHUNK)
+    out_tiles = buffers(out_maps, GROUPS)
+    # Every allocated barrier must be used: see hopper/flash_fwd.
+    q_full = barriers(GROUPS)
+    q_empty = barriers(GROUPS)
+    words = gl.allocate_shared_memory(gl.int32, [2 * scheduler.WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    box = scheduler.Mailbox(words, barriers(2), barriers(2))
+    ring_init(k_ring, GROUPS)
+    ring_init(v_ring, 1)
+    ring_init(vt_ring, GROUPS)
+    for g in gl.static_range(GROUPS):
+        mbarrier.init(q_full.index(g), count=1)
+        mbarrier.init(q_empty.index(g), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(box.full.index(i), count=1)
+        mbarrier.init(box.empty.index(i), count=GROUPS + 1)
+    fence_async_shared()
+
+    of_producer = flash_fwd_roles.Producer(
+        q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, box, schedule, rules, ()
+    )
+    of_transposer = roles.Transposer(v_ring, vt_ring, box, seqlen_q, seqlen_k, rules, TRANSPOSING_WARPS, BYTES_AT_ONCE)
+    of_consumer = roles.Consumer(
+        out_maps, out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, factors, stride_alibi_b, stride_lb, stride_lh,
+        num_heads, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, k_ring, vt_ring, box, rules,
+    )  # fmt: skip
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (roles.consumer, (0, of_consumer)),
+                (roles.transposer, (of_transposer,)),
+                (flash_fwd_roles.producer, (of_producer,)),
+            ],
+            [TRANSPOSING_WARPS, 1],
+            [TRANSPOSER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    elif GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (roles.consumer, (0, of_consumer)),
+                (roles.consumer, (1, of_consumer)),
+                (roles.transposer, (of_transposer,)),
+                (flash_fwd_roles.producer, (of_producer,)),
+            ],
+            [4, TRANSPOSING_WARPS, 1],
+            [CONSUMER_REGISTERS, TRANSPOSER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (roles.consumer, (0, of_consumer)),
+                (roles.consumer, (1, of_consumer)),
+                (roles.consumer, (2, of_consumer)),
+                (roles.transposer, (of_transposer,)),
+                (flash_fwd_roles.producer, (of_producer,)),
+            ],
+            [4, 4, TRANSPOSING_WARPS, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, TRANSPOSER_REGISTERS, PRODUCER_REGISTERS],
+        )
+
+
+# Host -----------------------------------------------------------------------------------------------------------------
+
+
+def bind(
+    problem: AttentionProblem, operands: QuantizedOperands, config: Config
+) -> Callable[[QuantizedOperands], tuple[torch.Tensor, torch.Tensor | None]]:
+    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, where lse is None unless
+    requested."""
+    allocate = arguments.allocator(problem, operands.q)
+    mappable = host.mappable(problem, operands)
+    first = mappable(operands)
+    out, lse = allocate()
+    plans = _plans(problem, config, first, out)
+    spec = specify(problem, current_gpu(out.device), first, out, lse, config)
+    launch_kernel = tensor_maps.bind(spec, plans, (first.q, first.k, first.v, out))
+
+    def run(operands: QuantizedOperands) -> tuple[torch.Tensor, torch.Tensor | None]:
+        q, k, v, _, _, *others = operands
+        out, lse = allocate()
+        launch_kernel(q, k, v, out, out, lse, *others[:7])
+        return out, lse
+
+    return arguments.behind(mappable, run)
+
+
+def _plans(
+    problem: AttentionProblem, config: Config, operands: QuantizedOperands, out: torch.Tensor
+) -> list[tensor_maps.MapPlan | None]:
+    """Returns the tensor maps of q, k, v and out, host.MAX_PIECES each. Maps of K and V end after the last key that a
+    query sees."""
+    plans: list[tensor_maps.MapPlan | None] = []
+    for source, tensor in enumerate((*operands[:3], out)):
+        rows = host.keys_end(problem) if source in (1, 2) else None
+        shape, strides = host.seen(tensor, problem.packed, rows)
+        of_tile = config.block_n if source in (1, 2) else ROWS.value
+        plans += host.piece_maps(source, shape, strides, of_tile, pieces(shape[-1]))
+    return plans
+
+
+def specify(
+    problem: AttentionProblem,
+    gpu: Gpu,
+    operands: QuantizedOperands,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    config: Config,
+) -> launch.Launch:
+    """Returns the launch from tensors, which may be without memory (device "meta") if it is only compiled."""
+    sources = (*operands[:3], out)
+    plans = _plans(problem, config, operands, out)
+    descriptors = [None if plan is None else launch.Mapped(plan, sources[plan.source]) for plan in plans]
+    tiles = query_tiles(problem, config.block_m)
+    out_ptr = out if problem.packed else None
+    return launch.Launch(
+        kernel=hopper_flash_fwd_fp8_kernel,
+        grid=min(tiles, gpu.num_sms or host.NUM_SMS),
+        tensors=(*descriptors, out_ptr, lse, *operands[5:12], host.counter(out)),
+        scalars=_scalars(problem, operands, config, tiles),
+        constants=_constants(problem, config),
+        options={"num_warps": 4, "enable_fp_fusion": True},
+    )
+
+
+def _scalars(problem: AttentionProblem, operands: QuantizedOperands, config: Config, tiles: int) -> list[int | float]:
+    """Returns the run-time arguments after the pointers, in the kernel's order."""
+    return [
+        *host.of_schedule(problem, operands, tiles, 1, config.block_m, 1),
+        *host.score_units(problem),
+        *descales.strides_of_q(problem, operands.q_descale),
+        *descales.strides_of_keys(operands.k_descale),
+        *descales.strides_of_keys(operands.v_descale),
+    ]
+
+
+def _constants(problem: AttentionProblem, config: Config) -> dict[str, int | bool]:
+    """Returns the compile-time arguments of the kernel, by name, in its order."""
+    assert problem.descale_blocks is not None
+    features = arguments.feature_constants(problem)
+    consumer, transposer, producer = registers(problem, config)
+    block_q, block_k, block_v = problem.descale_blocks
+    return {
+        "GROUPS": config.groups,
+        "BLOCK_N": config.block_n,
+        "STAGES": config.num_stages,
+        "CHUNK": CHUNK,
+        "VALUES_FIRST": config.values_first,
+        "Q_BLOCK": block_q,
+        "K_BLOCK": block_k,
+        "V_BLOCK": block_v,
+        **arguments.band_constants(problem),
+        "HAS_ALIBI": features["HAS_ALIBI"],
+        "HAS_SOFTCAP": features["HAS_SOFTCAP"],
+        "HAS_SINKS": features["HAS_SINKS"],
+        "IS_VARLEN": problem.packed,
+        "WRITE_LSE": problem.return_lse,
+        "TRANSPOSING_WARPS": config.transposing_warps,
+        "BYTES_AT_ONCE": bytes_at_once(problem, config),
+        "CONSUMER_REGISTERS": consumer,
+        "TRANSPOSER_REGISTERS": transposer,
+        "PRODUCER_REGISTERS": producer,
+    }

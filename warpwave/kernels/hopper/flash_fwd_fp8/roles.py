@@ -1,0 +1,409 @@
+"""The roles of the 8-bit Hopper forward beside its producer: warps that transpose V, and consumers of 64 queries each.
+
+The producer is that of `flash_fwd`. The transposing warps take each tile of V from its ring, write it transposed into
+another, and hand the first back. A consumer walks the keys that its 64 queries see, from the last to the first, as in
+`flash_fwd`; it multiplies one chunk of V's columns at a time and adds each product to its float32 accumulator.
+"""
+
+from warpwave.kernels.hopper import scheduler
+from warpwave.kernels.hopper.flash_fwd.mask_bias import hide_by_position
+from warpwave.kernels.hopper.flash_fwd.roles import release
+from warpwave.kernels.hopper.flash_fwd_fp8.factors import (
+    Factors,
+    of_head,
+    of_output,
+    of_values,
+    rules_of_queries,
+    rules_of_tile,
+)
+from warpwave.kernels.hopper.flash_fwd_fp8.products import (
+    TransposedRing,
+    accumulator_layout,
+    as_pieces,
+    chunks_of,
+    operands,
+    rounded,
+    transpose,
+    value_product,
+    with_values,
+    zero_accumulator,
+)
+from warpwave.kernels.hopper.parts import (
+    LOG2_E,
+    ROWS,
+    Ring,
+    hand_back,
+    hand_back_multiplied,
+    like,
+    matrix,
+    scores_async,
+    skip,
+    wait_full,
+)
+from warpwave.kernels.hopper.rows import store_out
+from warpwave.kernels.hopper.softmax import (
+    in_bits,
+    natural_lse,
+    of_rows,
+    own_maxima,
+    own_probabilities,
+    rescaled,
+    rounding_of_the_largest,
+    settled_maximum,
+    with_sink,
+)
+from warpwave.kernels.hopper.visible import Place, Rules, keys_of_sequence, place_of_group, tiles_of_block
+from warpwave.runtime.gluon_or_stub import (
+    aggregate,
+    constexpr_function,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
+
+# A probability relative to its row's maximum is multiplied by 2^OFFSET and may exceed it by 2^LAG: at most 256, of the
+# 448 that float8_e4m3 reaches. It keeps 4 significant bits down to 2^-12 of the row's largest probability, 2^-14 if the
+# maximum does not lag.
+OFFSET = gl.constexpr(6.0)
+LAG = gl.constexpr(2.0)
+
+
+# Transposing V --------------------------------------------------------------------------------------------------------
+
+
+@aggregate
+class Transposer:
+    """State of the transposing warps: the ring that the producer fills, the ring of [columns, keys], and messages."""
+
+    v_ring: Ring
+    vt_ring: TransposedRing
+    box: scheduler.Mailbox
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    rules: Rules
+    WARPS: gl.constexpr
+    BYTES: gl.constexpr  # transposed between two barriers
+
+    @constexpr_function
+    def __init__(self, v_ring, vt_ring, box, seqlen_q, seqlen_k, rules, WARPS, BYTES):
+        self.v_ring = v_ring
+        self.vt_ring = vt_ring
+        self.box = box
+        self.seqlen_q = seqlen_q
+        self.seqlen_k = seqlen_k
+        self.rules = rules
+        self.WARPS = gl.constexpr(WARPS)
+        self.BYTES = gl.constexpr(BYTES)
+
+
+@jit
+def transposer(role):
+    """Transposes every tile of V that the producer loads."""
+    v_ring = role.v_ring
+    vt_ring = role.vt_ring
+    box = role.box
+    rules = role.rules
+    n = 0
+    messages = 0
+    scheduler.wait_posted(box, messages)
+    work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN, role.WARPS)
+    while work.tile != scheduler.NO_MORE:
+        keys = keys_of_sequence(work, rules)
+        begin, end = tiles_of_block(keys, work, rules)
+        scheduler.discard(box, messages)
+        for i in range(end - begin):
+            wait_full(v_ring, n)
+            mbarrier.wait(vt_ring.empty.index(n % vt_ring.stages), ((n // vt_ring.stages) & 1) ^ 1)
+            rows_used = keys.end - keys.begin - (end - 1 - i) * rules.BLOCK_N
+            transpose_tile(role, n, rows_used)
+            fence_async_shared()
+            mbarrier.arrive(vt_ring.full.index(n % vt_ring.stages), count=1)
+            hand_back(v_ring, n)
+            n += 1
+        messages += 1
+        scheduler.wait_posted(box, messages)
+        work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN, role.WARPS)
+
+
+@jit
+def transpose_tile(role, n, rows_used):
+    """Transposes tile n. Rows past the end of a packed sequence become zeros: a tensor map stops only at the end of the
+    packed tensor, and a probability of 0 times another sequence's NaN is NaN."""
+    v_ring = role.v_ring
+    vt_ring = role.vt_ring
+    rules = role.rules
+    for i in gl.static_range(len(v_ring.pieces)):
+        v = matrix(v_ring.pieces[i].index(n % v_ring.stages))
+        v_transposed = vt_ring.pieces[i].index(n % vt_ring.stages)
+        if rules.IS_VARLEN:
+            if rows_used < rules.BLOCK_N:
+                transpose(v, v_transposed, rows_used, True, role.WARPS, role.BYTES)
+            else:
+                transpose(v, v_transposed, rows_used, False, role.WARPS, role.BYTES)
+        else:
+            transpose(v, v_transposed, rows_used, False, role.WARPS, role.BYTES)
+
+
+# A consumer -----------------------------------------------------------------------------------------------------------
+
+
+@jit
+def settled(x, scale, m_i, lead):
+    """Computes `settled_maximum` with the lag that 8-bit probabilities allow."""
+    return settled_maximum(x, scale, m_i, lead, LAG)
+
+
+@jit
+def raised(m_i):
+    """Returns the maximum to subtract from scores, so that probabilities fill the range of float8_e4m3."""
+    return m_i - OFFSET
+
+
+@jit
+def step(
+    q, q_empty, GROUP: gl.constexpr, k_ring, vt_ring, n, p, m_i, lead, l_i, acc, tile, is_last, whole_begin,
+    whole_end, place, keys, head, rules,
+):  # fmt: skip
+    """Computes the scores of tile n + 1 and, while taking their softmax, the product of tile n's probabilities and
+    values."""
+    MANY: gl.constexpr = len(chunks_of(vt_ring.pieces, vt_ring.chunk))
+    p = operands(p, vt_ring, rules.BLOCK_N)
+    of_tile = rules_of_tile(head, tile, keys, rules)
+    factor = of_values(head, tile + 1, keys, rules)
+    wait_full(k_ring, n + 1)
+    scores = scores_async(q, k_ring, n + 1, zero_accumulator(rules.BLOCK_N))
+    pending = value_product(p, vt_ring, n, 0)
+    x = warpgroup_mma_wait(1, deps=[scores])
+    hand_back_multiplied(k_ring, n + 1)
+    release(q_empty, GROUP, is_last, rules)
+    x, scale = in_bits(x, tile, place, keys, of_tile, False)
+    if rules.HAS_LOW:  # noqa: SIM102 (known when compiled, and the other is not)
+        if (tile < whole_begin) | (tile >= whole_end):
+            x = hide_by_position(x, tile, place, keys, rules)
+    m_i, alpha, lead = settled(x, scale, m_i, lead)
+    BLOCKWISE: gl.constexpr = head.V_BLOCK > 0
+    if rules.VALUES_FIRST:
+        acc, _ = with_values(acc, pending, p, vt_ring, n, factor, BLOCKWISE, 0, MANY)
+        hand_back_multiplied(vt_ring, n)
+        p32, l_i = own_probabilities(x, scale, raised(m_i), alpha, l_i, rules.HAS_LOW)
+        wait_full(vt_ring, n + 1)
+    else:
+        p32, l_i = own_probabilities(x, scale, raised(m_i), alpha, l_i, rules.HAS_LOW)
+        wait_full(vt_ring, n + 1)
+        acc, _ = with_values(acc, pending, p, vt_ring, n, factor, BLOCKWISE, 0, MANY)
+        hand_back_multiplied(vt_ring, n)
+    return rounded(p32, rules.BLOCK_N), m_i, lead, l_i, rescaled(acc, alpha)
+
+
+@jit
+def edge_scores(q, k_ring, n, tile, place, keys, head, rules):
+    """Computes the masked scores of tile n in bits, except for a factor, with no other work in flight."""
+    of_tile = rules_of_tile(head, tile, keys, rules)
+    wait_full(k_ring, n)
+    scores = scores_async(q, k_ring, n, zero_accumulator(rules.BLOCK_N))
+    x = warpgroup_mma_wait(0, deps=[scores])
+    hand_back_multiplied(k_ring, n)
+    return in_bits(x, tile, place, keys, of_tile, True)
+
+
+@jit
+def add_values(p, vt_ring, n, acc, tile, keys, head, rules):
+    """Returns acc plus the product of tile n's probabilities and values, with no other work in flight."""
+    MANY: gl.constexpr = len(chunks_of(vt_ring.pieces, vt_ring.chunk))
+    p = operands(p, vt_ring, rules.BLOCK_N)
+    factor = of_values(head, tile, keys, rules)
+    acc, _ = with_values(acc, value_product(p, vt_ring, n, 0), p, vt_ring, n, factor, head.V_BLOCK > 0, 0, MANY)
+    return acc
+
+
+@jit
+def edge_step(q, k_ring, vt_ring, n, m_i, lead, l_i, acc, tile, place, keys, head, rules):
+    """Processes tile n without overlap: the mask takes a tile's worth of registers, so two tiles do not fit."""
+    x, scale = edge_scores(q, k_ring, n, tile, place, keys, head, rules)
+    m_i, alpha, lead = settled(x, scale, m_i, lead)
+    acc = rescaled(acc, alpha)
+    p32, l_i = own_probabilities(x, scale, raised(m_i), alpha, l_i, True)
+    wait_full(vt_ring, n)
+    acc = add_values(rounded(p32, rules.BLOCK_N), vt_ring, n, acc, tile, keys, head, rules)
+    hand_back_multiplied(vt_ring, n)
+    return m_i, lead, l_i, acc
+
+
+@jit
+def first_state(vt_ring, BLOCK_N: gl.constexpr):
+    """Returns maximum, lead and per-thread sums, and the accumulators, before the first tile."""
+    nothing = own_maxima(zero_accumulator(BLOCK_N), BLOCK_N)
+    of: gl.constexpr = chunks_of(vt_ring.pieces, vt_ring.chunk)
+    acc = ()
+    for c in gl.static_range(len(of)):
+        acc = acc + (zero_accumulator(of[c][2]),)
+    return nothing - float("inf"), nothing, nothing, acc
+
+
+@jit
+def all_tiles(
+    q, q_empty, GROUP: gl.constexpr, k_ring, vt_ring, n, begin, whole_begin, whole_end, end, place, keys, head, rules
+):  # fmt: skip
+    """Processes all key tiles [begin, end) of 64 queries, the last first. Tiles that every query sees, or all tiles
+    with a window, are overlapped in pairs. Returns the softmax state and the number of the next tile of the rings."""
+    m_i, lead, l_i, acc = first_state(vt_ring, rules.BLOCK_N)
+    tile = end - 1
+    last = whole_end  # the tile whose product with V is in flight
+    first = whole_begin
+    if rules.HAS_LOW:
+        last = tile
+        first = begin
+    elif rules.HAS_HIGH:
+        while tile > last:
+            m_i, lead, l_i, acc = edge_step(q, k_ring, vt_ring, n, m_i, lead, l_i, acc, tile, place, keys, head, rules)
+            n += 1
+            tile -= 1
+    is_last = tile == begin
+    x, scale = edge_scores(q, k_ring, n, tile, place, keys, head, rules)
+    release(q_empty, GROUP, is_last, rules)
+    m_i, alpha, lead = settled(x, scale, m_i, lead)
+    p32, l_i = own_probabilities(x, scale, raised(m_i), alpha, l_i, True)
+    acc = rescaled(acc, alpha)
+    p = rounded(p32, rules.BLOCK_N)
+    wait_full(vt_ring, n)
+    for i in range(last - first):
+        p, m_i, lead, l_i, acc = step(
+            q, q_empty, GROUP, k_ring, vt_ring, n, p, m_i, lead, l_i, acc, last - 1 - i, last - 1 - i == begin,
+            whole_begin, whole_end, place, keys, head, rules,
+        )  # fmt: skip
+        n += 1
+    acc = add_values(p, vt_ring, n, acc, first, keys, head, rules)
+    tma.store_wait(0)  # out's buffer is free again; the hand-back's barrier informs the other warps
+    hand_back(vt_ring, n)
+    return n + 1, of_rows(m_i, x), of_rows(lead, x), l_i, acc
+
+
+@aggregate
+class Consumer:
+    """State of a consumer. The counter stands in for absent pointers, which are never read.
+
+    Args:
+        out_maps, out_tiles, out_ptr: out's tensor maps, their buffers, and out's address in a packed call.
+        lse_ptr, stride_lb, stride_lh: the log-sum-exp, and its strides along batches and heads.
+        alibi_slopes_ptr, stride_alibi_b, sinks_ptr: ALiBi slopes with their stride along batches, and sinks.
+        factors: the dequantization factors of q, k and v.
+        q_tiles, q_full, q_empty: the queries of a block and their barriers.
+        k_ring, vt_ring, box: tiles of K and of V transposed, and the producer's messages.
+    """
+
+    out_maps: gl.tuple
+    out_ptr: gl.tensor
+    lse_ptr: gl.tensor
+    alibi_slopes_ptr: gl.tensor
+    sinks_ptr: gl.tensor
+    factors: Factors
+    stride_alibi_b: gl.tensor
+    stride_lb: gl.tensor
+    stride_lh: gl.tensor
+    num_heads: gl.tensor
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    q_tiles: gl.tuple
+    out_tiles: gl.tuple
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    k_ring: Ring
+    vt_ring: TransposedRing
+    box: scheduler.Mailbox
+    rules: Rules
+
+    @constexpr_function
+    def __init__(
+        self, out_maps, out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, factors, stride_alibi_b, stride_lb, stride_lh,
+        num_heads, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, k_ring, vt_ring, box, rules,
+    ):  # fmt: skip
+        self.out_maps = out_maps
+        self.out_ptr = out_ptr
+        self.lse_ptr = lse_ptr
+        self.alibi_slopes_ptr = alibi_slopes_ptr
+        self.sinks_ptr = sinks_ptr
+        self.factors = factors
+        self.stride_alibi_b = stride_alibi_b
+        self.stride_lb = stride_lb
+        self.stride_lh = stride_lh
+        self.num_heads = num_heads
+        self.seqlen_q = seqlen_q
+        self.seqlen_k = seqlen_k
+        self.q_tiles = q_tiles
+        self.out_tiles = out_tiles
+        self.q_full = q_full
+        self.q_empty = q_empty
+        self.k_ring = k_ring
+        self.vt_ring = vt_ring
+        self.box = box
+        self.rules = rules
+
+
+@jit
+def consumer(GROUP: gl.constexpr, role):
+    """Computes attention for the GROUP-th 64 queries of each block that the producer announces."""
+    q_tiles = role.q_tiles
+    q_empty = role.q_empty
+    k_ring = role.k_ring
+    vt_ring = role.vt_ring
+    box = role.box
+    rules = role.rules
+    row_layout: gl.constexpr = gl.SliceLayout(1, accumulator_layout(rules.BLOCK_N))
+    n = 0  # tiles of K and V consumed so far
+    messages = 0
+    scheduler.wait_posted(box, messages)
+    work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN)
+    while work.tile != scheduler.NO_MORE:
+        keys = keys_of_sequence(work, rules)
+        block_begin, block_end = tiles_of_block(keys, work, rules)
+        place, begin, whole_begin, whole_end, end = place_of_group(work, keys, block_begin, block_end, GROUP, rules)
+        if rules.HAS_ALIBI:
+            slope = gl.load(role.alibi_slopes_ptr + work.batch * role.stride_alibi_b + work.head)
+            place = Place(place.row_first, place.offset, slope * LOG2_E)
+        head = of_head(role.factors, work)
+        of_queries = rules_of_queries(role.factors, head, place.row_first, work, rules)
+        n = skip(k_ring, vt_ring, n, block_end - end)
+        mbarrier.wait(role.q_full.index(GROUP), messages & 1)
+        q = ()
+        for i in gl.static_range(len(q_tiles)):
+            q = q + (matrix(q_tiles[i].index(GROUP)),)
+        n, m_i, lead, l_i, acc = all_tiles(
+            q, q_empty, GROUP, k_ring, vt_ring, n, begin, whole_begin, whole_end, end, place, keys, head, of_queries
+        )
+        n = skip(k_ring, vt_ring, n, begin - block_begin)
+
+        work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN)
+        row_first = (work.tile * rules.GROUPS + GROUP) * ROWS
+        m_i = raised(m_i)
+        l_row = gl.convert_layout(gl.sum(l_i, axis=1), row_layout)
+        l_out = l_row + rounding_of_the_largest(lead + OFFSET, gl.float8e4nv)
+        factor = gl.full([ROWS], 1.0, gl.float32, row_layout)
+        if rules.HAS_SINKS:
+            m_i, l_row, l_out, factor = with_sink(m_i, l_row, l_out, gl.load(role.sinks_ptr + work.head) * LOG2_E)
+        # A row that saw no key has sum 0, or saw only its sink: its output is 0, whatever its tile held.
+        saw_nothing = l_row == 0.0
+        if rules.HAS_SINKS:
+            saw_nothing = saw_nothing | (factor == 0.0)
+        factor = factor / gl.where(l_row == 0.0, 1.0, l_out)
+        factor = factor * of_output(head)
+        chunks = ()
+        for c in gl.static_range(len(acc)):
+            chunks = chunks + (gl.where(like(saw_nothing, acc[c]), 0.0, acc[c] * like(factor, acc[c])),)
+        if rules.WRITE_LSE:
+            rows = row_first + gl.arange(0, ROWS, row_layout)
+            lse = natural_lse(m_i, l_row)
+            first = work.head.to(gl.int64) * role.stride_lh + work.q_begin
+            if not rules.IS_VARLEN:
+                first += work.batch.to(gl.int64) * role.stride_lb
+            gl.store(role.lse_ptr + first + rows, lse, mask=rows < work.seqlen_q)
+        if row_first < work.seqlen_q:
+            out = as_pieces(chunks, vt_ring)
+            store_out(out, role.out_maps, role.out_tiles, role.out_ptr, work, row_first, role.num_heads, GROUP, rules)
+        scheduler.discard(box, messages)
+        messages += 1
+        scheduler.wait_posted(box, messages)
+        work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN)
+    tma.store_wait(0)
