@@ -13,8 +13,8 @@ from tests.conformance import cases, harness
 from tests.conformance.cases import Call, Case
 from tests.conformance.datasets import DATA_SETS
 from tests.conformance.gates import forward_references, judge_forward
-from tests.conformance.harness import DEVICE, GPU, KERNELS, ON_GPU, bits
-from warpwave import attention, dispatch, quantize
+from tests.conformance.harness import DEVICE, KERNELS, ON_GPU, bits
+from warpwave import attention, quantize
 from warpwave.kernels import descales
 from warpwave.problem import QuantizedOperands
 
@@ -34,11 +34,6 @@ def judged(kernel: str, call: Call) -> tuple[Tensor, Tensor | None]:
     return out, lse
 
 
-def skip_if_refused(kernel: str, call: Call) -> None:
-    if reasons := dispatch.why_not(KERNELS[kernel], call.problem, GPU):
-        pytest.skip("; ".join(reasons))
-
-
 @each_kernel
 @pytest.mark.parametrize(
     ("nth", "case"),
@@ -47,28 +42,31 @@ def skip_if_refused(kernel: str, call: Call) -> None:
         for i, case in enumerate(GRID)
     ],
 )
-def test_case_grid(nth: int, case: Case, kernel: str) -> None:
+def test_case_grid(nth: int, case: Case, kernel: str, request: pytest.FixtureRequest) -> None:
     call = cases.build(case, DATA_SETS[nth // SAMPLED % 3], DEVICE)
-    skip_if_refused(kernel, call)
+    if harness.refuses(kernel, call, request):
+        return
     judged(kernel, call)
 
 
 @each_kernel
 @each_dtype
 @pytest.mark.parametrize("data", DATA_SETS)
-def test_plain_calls(data: Any, dtype: str, kernel: str) -> None:
+def test_plain_calls(data: Any, dtype: str, kernel: str, request: pytest.FixtureRequest) -> None:
     call = cases.build(Case(dtype=dtype, lengths=(70, 150), heads=(2, 1), causal="bottom_right"), data, DEVICE)
-    skip_if_refused(kernel, call)
+    if harness.refuses(kernel, call, request):
+        return
     judged(kernel, call)
 
 
 @each_kernel
 @each_dtype
-def test_layouts_are_equal_to_the_bit(dtype: str, kernel: str) -> None:
+def test_layouts_are_equal_to_the_bit(dtype: str, kernel: str, request: pytest.FixtureRequest) -> None:
     """Also those of the factors: they are read by their strides."""
     case = Case(dtype=dtype, dims=(32, 32), lengths=(70, 150), heads=(2, 1), causal="bottom_right")
     call = cases.build(case, "normal", DEVICE)
-    skip_if_refused(kernel, call)
+    if harness.refuses(kernel, call, request):
+        return
     expected = bits(*harness.run(kernel, call))
     other = cases.build(replace(case, layout="bhsd"), "normal", DEVICE)
     assert bits(*harness.run(kernel, other)) == expected
@@ -82,10 +80,11 @@ def test_layouts_are_equal_to_the_bit(dtype: str, kernel: str) -> None:
 
 @each_kernel
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn:float8_e4m3fn:head", "int8:int8:head"])
-def test_one_factor_of_q_for_a_group_of_heads(dtype: str, kernel: str) -> None:
+def test_one_factor_of_q_for_a_group_of_heads(dtype: str, kernel: str, request: pytest.FixtureRequest) -> None:
     """The shape that FlashAttention-3 takes."""
     call = cases.build(Case(dtype=dtype, lengths=(33, 65), heads=(6, 2), batch=2), "normal", DEVICE)
-    skip_if_refused(kernel, call)
+    if harness.refuses(kernel, call, request):
+        return
     of_groups = call.operands.q_descale[:, ::3].contiguous()
     shared = call.operands._replace(q_descale=of_groups)
     each = call.operands._replace(q_descale=of_groups.repeat_interleave(3, dim=1))
@@ -96,10 +95,11 @@ def test_one_factor_of_q_for_a_group_of_heads(dtype: str, kernel: str) -> None:
 
 @each_kernel
 @pytest.mark.parametrize("out_dtype", [torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
-def test_out_in_other_dtypes(out_dtype: torch.dtype, kernel: str) -> None:
+def test_out_in_other_dtypes(out_dtype: torch.dtype, kernel: str, request: pytest.FixtureRequest) -> None:
     """A float8 out saturates: a tenth of the values here are larger than it holds."""
     call = cases.build(Case(dtype="float8_e4m3fn:float8_e4m3fn:64", lengths=(70, 90), lse=False), "normal", DEVICE)
-    skip_if_refused(kernel, call)
+    if harness.refuses(kernel, call, request):
+        return
     name = str(out_dtype).removeprefix("torch.")
     problem, operands = replace(call.problem, dtype_out=name), call.operands
     if out_dtype in descales.FLOAT8:
@@ -121,11 +121,12 @@ def test_out_in_other_dtypes(out_dtype: torch.dtype, kernel: str) -> None:
 
 @each_kernel
 @each_dtype
-def test_keys_that_no_query_sees_have_no_effect(dtype: str, kernel: str) -> None:
+def test_keys_that_no_query_sees_have_no_effect(dtype: str, kernel: str, request: pytest.FixtureRequest) -> None:
     """Nor have their factors: the block of a hidden tile may have any."""
     case = Case(dtype=dtype, lengths=(128, 256), causal="top_left", batch=2)
     call = cases.build(case, "normal", DEVICE)
-    skip_if_refused(kernel, call)
+    if harness.refuses(kernel, call, request):
+        return
     expected = bits(*harness.run(kernel, call))
     operands: QuantizedOperands = call.operands
     hidden = {}
@@ -145,10 +146,11 @@ def test_keys_that_no_query_sees_have_no_effect(dtype: str, kernel: str) -> None
 
 @each_kernel
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn:float8_e4m3fn:128", "int8:int8:128"])
-def test_each_block_has_its_own_factor(dtype: str, kernel: str) -> None:
+def test_each_block_has_its_own_factor(dtype: str, kernel: str, request: pytest.FixtureRequest) -> None:
     """Blocks whose factors differ by powers of 16: another block's factor would be far off."""
     call = cases.build(Case(dtype=dtype, lengths=(300, 400), dims=(32, 32), heads=(2, 1)), "normal", DEVICE)
-    skip_if_refused(kernel, call)
+    if harness.refuses(kernel, call, request):
+        return
     scaled = {}
     for name in ("q_descale", "k_descale", "v_descale"):
         factor = getattr(call.operands, name)
@@ -157,11 +159,12 @@ def test_each_block_has_its_own_factor(dtype: str, kernel: str) -> None:
 
 
 @each_kernel
-def test_65536_keys(kernel: str) -> None:
+def test_65536_keys(kernel: str, request: pytest.FixtureRequest) -> None:
     """float8 sums are kept in float32 from tile to tile."""
     keys = 65_536 if ON_GPU else 4_096
     call = cases.build(Case(dtype="float8_e4m3fn:float8_e4m3fn:128", lengths=(64, keys)), "normal", DEVICE)
-    skip_if_refused(kernel, call)
+    if harness.refuses(kernel, call, request):
+        return
     judged(kernel, call)
 
 

@@ -17,8 +17,6 @@ of 8 bits do not help: 0.76 to 0.95 of the speed of `flash_fwd` in 16 bits (docs
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from warpwave.gpu import Gpu, current_gpu
@@ -231,21 +229,21 @@ def hopper_flash_fwd_fp8_kernel(
 
 
 def bind(
-    problem: AttentionProblem, operands: QuantizedOperands, config: Config
-) -> Callable[[QuantizedOperands], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Compiles for one problem and layout; returns `run(operands) -> (out, lse)`, where lse is None unless
+    problem: AttentionProblem, operands: QuantizedOperands, config: Config, out: torch.Tensor | None = None
+) -> arguments.Run:
+    """Compiles for one problem and layout; returns `run(operands, out=None) -> (out, lse)`, where lse is None unless
     requested."""
     allocate = arguments.allocator(problem, operands.q)
     mappable = host.mappable(problem, operands)
     first = mappable(operands)
-    out, lse = allocate()
+    out, lse = allocate(out)
     plans = _plans(problem, config, first, out)
     spec = specify(problem, current_gpu(out.device), first, out, lse, config)
     launch_kernel = tensor_maps.bind(spec, plans, (first.q, first.k, first.v, out))
 
-    def run(operands: QuantizedOperands) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(operands: QuantizedOperands, out: torch.Tensor | None = None) -> arguments.Results:
         q, k, v, _, _, *others = operands
-        out, lse = allocate()
+        out, lse = allocate(out)
         launch_kernel(q, k, v, out, out, lse, *others[:7])
         return out, lse
 

@@ -208,11 +208,11 @@ def rounded(p, BLOCK_N: gl.constexpr):
 def operand(p, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr):
     """Returns what `rounded` returned as the operand of a product of WIDTH columns, in the same registers."""
     layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(WIDTH), k_width=4)
-    return gl.convert_layout(bytes_of(p, BLOCK_N), layout, assert_trivial=True)
+    return gl.convert_layout(bytes_of_operand(p, BLOCK_N), layout, assert_trivial=True)
 
 
 @jit
-def bytes_of(p, BLOCK_N: gl.constexpr):
+def bytes_of_operand(p, BLOCK_N: gl.constexpr):
     """Returns the bytes of [64, BLOCK_N / 4] words as float8_e4m3. LLVM knows that nothing moves."""
     low = gl.join(p.to(gl.int8), (p >> 8).to(gl.int8))
     high = gl.join((p >> 16).to(gl.int8), (p >> 24).to(gl.int8))
