@@ -167,7 +167,7 @@ def attention(
     said = (causal, window_size, softcap, softmax_scale, precision, return_lse, dropout_p, deterministic, out_dtype,
             causal.__class__, kernel, config)  # fmt: skip
     if checked:
-        describe_call(operands, options_of(operands, *said[:9]))
+        describe_call(settled(operands), options_of(operands, *said[:9]))
         _check_factors(operands)
     if out is not None:
         check_out_is_plain(out)
@@ -247,7 +247,7 @@ def attention_varlen(
         raise InvalidType(f"{name} is None; it must be an int32 torch.Tensor of batch + 1 offsets")
     if checked:
         options = options_of(operands, *said[:9], *longest)
-        describe_call(operands, options)
+        describe_call(settled(operands), options)
         check_packed_lengths(operands, options)
         _check_factors(operands)
     if out is not None:
@@ -397,9 +397,9 @@ def attention_with_kv_cache(
         cached_calls.check(operands, options, serving)
     new = cached_calls.NewTokens(operands)
     if writes:
+        new = cached_calls.prepare_new(cache, operands, longest[0], rows, k_new, v_new, rotary, lengths)
         if out is not None:
             cached_calls.check_apart_from_new(out, operands, k_new, v_new, rotary, wanting)
-        new = cached_calls.prepare_new(cache, operands, longest[0], rows, k_new, v_new, rotary, lengths)
     if checked:
         cached_calls.check_contents(operands, new, options, serving, lengths, rotary)
     asked, operands = operands, new.operands  # differ if queries are rotated; `recall` compares the caller's
@@ -449,8 +449,7 @@ def _call(
         longest: max_seqlen_q and max_seqlen_k of a packed call.
     """
     *scalars, _, kernel, config = said
-    if not autograd.is_compiling():
-        operands = settled(operands)
+    operands = settled(operands)
     if autograd.is_eager() and (key := plans.plan_key((*operands, out), (said, longest))) is not None:
 
         def options() -> Options:
@@ -460,23 +459,23 @@ def _call(
         plans.remember(operands, said, longest, run, lambda: ops.Planner(options(), kernel, config), out)
         return run(operands) if out is None else run(operands, out)
     check_are_tensors(operands)
+    if out is not None and not autograd.is_compiling() and autograd.transforms() is not None:
+        raise UnsupportedProblem(
+            "out was given inside a transform of torch.func, which cannot follow a write to it",
+            {},
+            "the call without out",
+        )
     chosen, encoded = options_of(operands, *scalars, *longest), ops.encode_config(config)
-    if isinstance(operands, QuantizedOperands):  # a compiled graph copies the result to `out`
-        found, lse = torch.ops.warpwave.quantized_attention(*operands, *chosen, kernel, encoded)
-        return found if out is None else out.copy_(found), lse
+    if isinstance(operands, QuantizedOperands):
+        if out is None:
+            return torch.ops.warpwave.quantized_attention(*operands, *chosen, kernel, encoded)  # type: ignore[no-any-return]
+        return out, torch.ops.warpwave.quantized_attention_out(*operands, *chosen, kernel, encoded, out)
     probability = None
     if autograd.is_compiling() and (probability := autograd.changing_probability(chosen.dropout_p)) is not None:
         chosen = chosen._replace(dropout_p=0.0)
     tensors = autograd.schema_tensors(operands, probability)
     if out is not None:
-        if not autograd.is_compiling() and autograd.transforms() is not None:
-            raise UnsupportedProblem(
-                "out was given inside a transform of torch.func, which cannot follow a write to it",
-                {},
-                "the call without out",
-            )
-        lse = torch.ops.warpwave.attention_out(*tensors, *chosen, kernel, encoded, out)
-        return out, lse
+        return out, torch.ops.warpwave.attention_out(*tensors, *chosen, kernel, encoded, out)
     if not autograd.is_compiling() and autograd.is_transformed():
         out, lse = autograd.transformed(*tensors, *chosen._replace(needs_grad=True), kernel, encoded)
     else:

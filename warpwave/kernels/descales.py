@@ -80,7 +80,7 @@ def name_of(out_dtype: Any) -> str:
     Raises:
         InvalidType: out cannot have it.
     """
-    if out_dtype not in OUT:
+    if not isinstance(out_dtype, torch.dtype) or out_dtype not in OUT:
         raise InvalidType(f"out_dtype is {out_dtype!r}; it must be one of {_text(OUT)}")
     return OUT[out_dtype]
 
@@ -90,7 +90,7 @@ def describe(operands: QuantizedOperands, size: dict[str, int], packed: bool, op
 
     Args:
         size: axis -> size, as `checks.describe_call` has bound them.
-        options: the `checks.Options` of the call.
+        options: the `warpwave.options.Options` of the call.
 
     Raises:
         InvalidInput: a factor is missing, or has a shape or a place that no quantized call can have.
