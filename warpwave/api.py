@@ -13,7 +13,7 @@ import torch
 from warpwave import autograd, cached_calls, ops, plans
 from warpwave.checks import (
     check_are_tensors,
-    check_out_is_plain,
+    check_out_is_writable,
     check_packed_lengths,
     describe_call,
     settled,
@@ -170,7 +170,7 @@ def attention(
         describe_call(settled(operands), options_of(operands, *said[:9]))
         _check_factors(operands)
     if out is not None:
-        check_out_is_plain(out)
+        check_out_is_writable(out)
     run = plans.recall(operands, said, (), out)
     if run is None:
         out, lse = _call(operands, said, out=out)
@@ -251,7 +251,7 @@ def attention_varlen(
         check_packed_lengths(operands, options)
         _check_factors(operands)
     if out is not None:
-        check_out_is_plain(out)
+        check_out_is_writable(out)
     run = plans.recall(operands, said, longest, out)
     if run is None:
         out, lse = _call(operands, said, longest, out)
@@ -378,7 +378,7 @@ def attention_with_kv_cache(
     # 1 == True, so the key includes the type of causal. Rotated queries are in a separate tensor.
     full = (said, causal.__class__, num_splits, batch_invariant, shared_prefix, kernel, config, rotary is None)
     if out is not None:
-        check_out_is_plain(out)
+        check_out_is_writable(out)
     run = plans.recall(operands, full, longest, out)
     writes = k_new is not None or v_new is not None or rotary is not None
     if run is not None and not (writes or checked):
@@ -465,10 +465,11 @@ def _call(
             {},
             "the call without out",
         )
-    chosen, encoded = options_of(operands, *scalars, *longest), ops.encode_config(config)
+    # An operator runs with gradients switched off, and can see by its options alone that out requires one.
+    chosen, encoded = options_of((*operands, out), *scalars, *longest), ops.encode_config(config)
     if isinstance(operands, QuantizedOperands):
         if out is None:
-            return torch.ops.warpwave.quantized_attention(*operands, *chosen, kernel, encoded)  # type: ignore[no-any-return]
+            return torch.ops.warpwave.quantized_attention(*operands, *chosen, kernel, encoded)
         return out, torch.ops.warpwave.quantized_attention_out(*operands, *chosen, kernel, encoded, out)
     probability = None
     if autograd.is_compiling() and (probability := autograd.changing_probability(chosen.dropout_p)) is not None:

@@ -332,8 +332,8 @@ def check_are_tensors(operands: AnyOperands | CachedOperands) -> None:
             raise InvalidType(f"{name} is a {found} tensor; it must be a plain strided one: {remedy}")
 
 
-def check_out_is_plain(out: Any) -> None:
-    """Checks what no plan and no guard of torch compares.
+def check_out_is_writable(out: Any) -> None:
+    """Checks what no plan relies on, before a plan is looked up.
 
     Raises:
         InvalidType: out is not a plain strided tensor.
@@ -353,7 +353,7 @@ def check_out(
     needs_grad: bool,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Checks the plain tensor that receives the output of a call whose operands were checked.
+    """Checks the writable tensor that receives the output of a call whose operands were checked.
 
     Args:
         needs_grad: whether an operand requires a gradient.

@@ -124,28 +124,31 @@ def _block(name: str, operands: QuantizedOperands, size: dict[str, int], packed:
     """Returns how many tokens share a factor; 0 for all of a head."""
     side = name[0]
     factor, tensor = getattr(operands, name), getattr(operands, side)
-    batch, seqlen = size["batch"], size["seqlen_q" if side == "q" else "seqlen_k"]
-    heads = [size["num_heads_q" if side == "q" else "num_heads_kv"]]
-    wanted = f"(), (1,), (batch, num_heads) = ({batch}, {heads[0]})"
-    if side == "q" and size["num_heads_kv"] not in heads:
-        heads.append(size["num_heads_kv"])  # one factor for the query heads of a group, as in FlashAttention-3
-        wanted += f", (batch, num_heads_kv) = ({batch}, {heads[1]})"
-    counts = {-(-seqlen // block): block for block in reversed(BLOCKS)}
+    batch, heads, seqlen = size["batch"], size["num_heads_q" if side == "q" else "num_heads_kv"], tensor.shape[-3]
+    wanted = f"(), (1,), (batch, num_heads) = ({batch}, {heads})"
+    if side == "q" and size["num_heads_kv"] != heads:
+        wanted += f", (batch, num_heads_kv) = ({batch}, {size['num_heads_kv']})"
     if not packed:
-        wanted += f" or (batch, num_heads, blocks) = ({batch}, {heads[0]}, {' or '.join(map(str, sorted(counts)))})"
+        counts = [-(-seqlen // block) for block in BLOCKS]
+        of_blocks = counts[0] if counts[0] == counts[1] else f"{counts[0]} or {counts[1]}"
+        wanted += f" or (batch, num_heads, blocks) = ({batch}, {heads}, {of_blocks})"
     if factor is None:
         raise InvalidInput(f"{name} is None and {side} is {tensor.dtype}; it must be float32 of shape {wanted}")
-    shape = tuple(factor.shape)
-    if shape in ((), (1,)) or shape in [(batch, n) for n in heads]:
+    shape = tuple(factor.shape)  # of symbols in a graph of torch.compile: they have no hash
+    if shape in ((), (1,), (batch, heads)):
         return 0
+    if side == "q" and shape == (batch, size["num_heads_kv"]):
+        return 0  # one factor for the query heads of a group, as in FlashAttention-3
     if len(shape) == 3 and packed:
         raise UnsupportedProblem(
             f"{name} has shape {shape} in a packed call: blocks of packed tokens would belong to two sequences",
             {},
-            f"one factor for each sequence and head, ({batch}, {heads[0]})",
+            f"one factor for each sequence and head, ({batch}, {heads})",
         )
-    if len(shape) == 3 and shape[:2] == (batch, heads[0]) and shape[2] in counts:
-        return counts[shape[2]]
+    if shape[:2] == (batch, heads) and len(shape) == 3:
+        for block, count in zip(BLOCKS, counts, strict=True):
+            if shape[2] == count:
+                return block
     raise InvalidInput(f"{name} has shape {shape}; it must be {wanted}")
 
 

@@ -185,9 +185,9 @@ def _check(
     dtype: torch.dtype,
     dtype_v: torch.dtype | None,
     granularity: str | int,
-    percentile: float,
-    offsets: tuple[torch.Tensor | None, torch.Tensor | None],
-    longest: tuple[int | None, int | None],
+    percentile: Any,
+    offsets: tuple[Any, Any],
+    longest: tuple[Any, Any],
 ) -> torch.dtype:
     """Checks the arguments of `quantize`; returns the dtype of v."""
     for name, x in zip("qkv", (q, k, v), strict=True):
