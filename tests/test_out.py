@@ -303,7 +303,11 @@ def test_new_tokens_are_checked_before_their_memory() -> None:
     q, k, v = qkv(batch=1)
     pool = torch.randn(4, 4, 2, 16, device=DEVICE).half()
     layer = CacheLayer(pool, pool.clone(), offsets(1, 2)[1:][None], offsets()[:1] + 5)
-    for wrong, words in (([1.0], "k_new is a list"), (k.to_sparse(), "k_new is no plain strided tensor")):
+    rows: tuple[tuple[Any, str], ...] = (
+        ([1.0], "k_new is a list"),
+        (k.to_sparse(), "k_new is no plain strided tensor"),
+    )
+    for wrong, words in rows:
         for _ in range(2):  # the second call finds a plan
             with pytest.raises(InvalidType, match=words):
                 warpwave.attention_with_kv_cache(q, layer, k_new=wrong, v_new=v, out=torch.empty_like(q))

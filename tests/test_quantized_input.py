@@ -117,7 +117,7 @@ def test_new_lengths_and_batches_find_their_plans(block: int) -> None:
 def test_a_quantized_call_compiles_as_one_graph(granularity: str | int) -> None:
     """The second length makes sizes symbols of the graph."""
 
-    def call(**given: torch.Tensor) -> torch.Tensor:
+    def call(**given: Any) -> torch.Tensor:
         out: torch.Tensor = attention(**given, causal=True)
         return out
 

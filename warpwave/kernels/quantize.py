@@ -221,7 +221,7 @@ def _check(
     # 64.0 and True equal an allowed value or an int, and would select another granularity.
     if type(granularity) not in (str, int) or granularity not in GRANULARITIES:
         raise InvalidInput(f"granularity is {granularity!r}; it must be one of {', '.join(map(repr, GRANULARITIES))}")
-    if isinstance(percentile, bool) or not isinstance(percentile, numbers.Real):
+    if isinstance(percentile, bool) or not isinstance(percentile, (int, float)):
         raise InvalidType(f"percentile is {percentile!r}; it must be a number")
     if not 0.5 < percentile <= 1:
         raise InvalidInput(f"percentile is {percentile}; it must be above 0.5 and at most 1")
