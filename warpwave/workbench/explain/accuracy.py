@@ -13,7 +13,7 @@ import torch
 
 from warpwave import precision
 from warpwave.gpu import Gpu
-from warpwave.problem import AnyOperands, AttentionProblem
+from warpwave.problem import AttentionProblem, Operands
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Accuracy:
 
 
 def of_call(
-    problem: AttentionProblem, gpu: Gpu, kernel: Any, config: Any, arithmetic: str, operands: AnyOperands | None
+    problem: AttentionProblem, gpu: Gpu, kernel: Any, config: Any, arithmetic: str, operands: Operands | None
 ) -> Accuracy | None:
     """Returns the accuracy of a call by the kernel that serves it; None for 16-bit inputs. A call with a budget and
     tensors is run once, and sampled rows are compared. A call with dropout is not run.
@@ -70,7 +70,7 @@ def of_call(
     )
 
 
-def _measure(problem: AttentionProblem, kernel: Any, config: Any, operands: AnyOperands) -> tuple[float, int]:
+def _measure(problem: AttentionProblem, kernel: Any, config: Any, operands: Operands) -> tuple[float, int]:
     from warpwave.workbench.bench.correctness import Sample
 
     sample = Sample(problem, operands)

@@ -328,7 +328,7 @@ def explain(
             module,
             choice.config,
             computed_in(module, problem, gpu),
-            operands if operands is not None and gpu == current_gpu(operands.q.device) else None,
+            operands if isinstance(operands, Operands) and gpu == current_gpu(operands.q.device) else None,
         ),
         gradients=gradients,
         backward=backward_pass,
