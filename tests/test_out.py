@@ -345,13 +345,15 @@ def test_parts_of_one_buffer_are_apart_where_they_share_no_element() -> None:
 
 
 def test_operators_refuse_an_out_with_a_gradient() -> None:
-    """Behind torch's dispatcher gradients are off, and a write to a leaf would go unnoticed."""
+    """An operator's plan does not depend on which tensors require a gradient: its options say whether one does."""
 
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
 
     q, k, v = qkv()
+    with Mode():
+        warpwave.attention(q, k, v, out=torch.empty_like(q))
     out = torch.zeros_like(q).requires_grad_()
     with Mode(), pytest.raises(UnsupportedProblem, match="an argument requires a gradient"):
         warpwave.attention(q, k, v, out=out)

@@ -218,8 +218,9 @@ def attention_varlen(
         cu_seqlens_q: int32, (batch + 1,): sequence b is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of q.
         cu_seqlens_k: the same for k and v.
         max_seqlen_q, max_seqlen_k: the longest sequences, as host integers.
-        checked: check the contents of the offsets first, which waits for the device, and raise InvalidInput naming
-            the first wrong index. Unchecked, wrong offsets give unspecified values but stay inside the tensors.
+        checked: check the contents of the offsets and of factors first, which waits for the device, and raise
+            InvalidInput naming the first wrong index. Unchecked, wrong ones give unspecified values but stay inside the
+            tensors.
 
     The other arguments, errors and notes are those of `attention`. With the same dropout_seed, sequence b drops the
     same pairs as item b of a dense batch.
@@ -465,7 +466,7 @@ def _call(
             {},
             "the call without out",
         )
-    # An operator runs with gradients switched off, and can see by its options alone that out requires one.
+    # An operator's plans tell tensors that require a gradient from others by its options alone, and so for out.
     chosen, encoded = options_of((*operands, out), *scalars, *longest), ops.encode_config(config)
     if isinstance(operands, QuantizedOperands):
         if out is None:

@@ -31,6 +31,11 @@ NAMES = ("q_descale", "k_descale", "v_descale")
 # Arguments ------------------------------------------------------------------------------------------------------------
 
 
+def dtypes_of_v(dtype: torch.dtype) -> dict[torch.dtype, str]:
+    """Returns the dtypes that v may have beside quantized q and k of a dtype, and their names."""
+    return FLOAT8 if dtype in FLOAT8 else {torch.int8: "int8", **SIXTEEN_BIT}
+
+
 def check_problem(problem: AttentionProblem) -> None:
     """Raises InvalidInput if no call can have a problem's quantized tensors."""
     p, is_8_bit = problem, problem.dtype in QUANTIZED.values()
@@ -41,7 +46,7 @@ def check_problem(problem: AttentionProblem) -> None:
         )
     if p.descale_blocks is None:
         return
-    allowed = (FLOAT8 if p.dtype in FLOAT8.values() else {torch.int8: "int8", **SIXTEEN_BIT}).values()
+    allowed = dtypes_of_v(getattr(torch, p.dtype)).values()
     if p.dtype_of_v not in allowed or p.dtype_of_out not in OUT.values():
         raise InvalidInput(
             f"dtype_v is {p.dtype_of_v} and dtype_out {p.dtype_of_out}; beside {p.dtype}, v must be one of "
@@ -65,7 +70,7 @@ def check_dtypes(operands: QuantizedOperands) -> None:
         )
     if k.dtype != q.dtype:
         raise InvalidType(f"k is {k.dtype} and q is {q.dtype}; quantized q and k must share one dtype")
-    allowed = FLOAT8 if q.dtype in FLOAT8 else {torch.int8: "int8", **SIXTEEN_BIT}
+    allowed = dtypes_of_v(q.dtype)
     if v.dtype not in allowed:
         raise InvalidType(f"v is {v.dtype} and q is {q.dtype}; v must be one of {_text(allowed)}")
     for name in (*NAMES, "out_descale"):

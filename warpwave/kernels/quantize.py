@@ -213,7 +213,7 @@ def _check(
         raise InvalidType(f"dtype is {dtype}; it must be one of {', '.join(map(str, LARGEST))}")
     if dtype_v is None:
         dtype_v = dtype if dtype in descales.FLOAT8 else v.dtype if v.dtype in descales.SIXTEEN_BIT else torch.bfloat16
-    allowed = descales.FLOAT8 if dtype in descales.FLOAT8 else {torch.int8: "int8", **descales.SIXTEEN_BIT}
+    allowed = descales.dtypes_of_v(dtype)
     if not isinstance(dtype_v, torch.dtype) or dtype_v not in allowed:
         raise InvalidType(
             f"dtype_v is {dtype_v} and dtype is {dtype}; it must be one of {', '.join(map(str, allowed))}"
