@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import warpwave
 from tests.conformance.harness import DEVICE, ON_GPU
@@ -285,6 +286,35 @@ def test_arguments_with_gradients_are_refused() -> None:
     assert torch.equal(layer.seqused_k, lengths) and torch.equal(layer.k, pool)
 
 
+@pytest.mark.parametrize("reader", ["eager", *(("flash_fwd",) if INTERPRETED else ())])
+def test_an_out_of_inference_mode_is_refused_outside_of_it(reader: str) -> None:
+    """torch refuses the writes of its own functions. A kernel that writes by the address would not notice."""
+    q, k, v = qkv()
+    with torch.inference_mode():
+        out = torch.zeros_like(q)
+        warpwave.attention(q, k, v, kernel=reader, out=out)
+        out.zero_()
+    with pytest.raises(InvalidInput, match="out was made in inference mode"):
+        warpwave.attention(q, k, v, kernel=reader, out=out)
+    assert not out.any()
+
+
+def test_new_tokens_are_checked_before_their_memory() -> None:
+    q, k, v = qkv(batch=1)
+    pool = torch.randn(4, 4, 2, 16, device=DEVICE).half()
+    layer = CacheLayer(pool, pool.clone(), offsets(1, 2)[1:][None], offsets()[:1] + 5)
+    rows: tuple[tuple[Any, str], ...] = (
+        ([1.0], "k_new is a list"),
+        (k.to_sparse(), "k_new is no plain strided tensor"),
+    )
+    for wrong, words in rows:
+        for _ in range(2):  # the second call finds a plan
+            with pytest.raises(InvalidType, match=words):
+                warpwave.attention_with_kv_cache(q, layer, k_new=wrong, v_new=v, out=torch.empty_like(q))
+            warpwave.attention_with_kv_cache(q, layer, out=torch.empty_like(q))
+    assert torch.equal(layer.k, pool)
+
+
 def test_memory_of_new_tokens_is_refused_before_they_are_written() -> None:
     q, k, v = qkv(batch=1)
     pool = torch.randn(4, 4, 2, 16, device=DEVICE).half()
@@ -312,6 +342,25 @@ def test_parts_of_one_buffer_are_apart_where_they_share_no_element() -> None:
     for begin in (0, 1):
         with pytest.raises(InvalidInput, match="out shares memory with q"):
             warpwave.attention(halves[:2], halves[:2], halves[:2], out=halves[begin : begin + 2])
+
+
+def test_operators_refuse_an_out_with_a_gradient() -> None:
+    """An operator's plan does not depend on which tensors require a gradient: its options say whether one does."""
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    q, k, v = qkv()
+    with Mode():
+        warpwave.attention(q, k, v, out=torch.empty_like(q))
+    out = torch.zeros_like(q).requires_grad_()
+    with Mode(), pytest.raises(UnsupportedProblem, match="an argument requires a gradient"):
+        warpwave.attention(q, k, v, out=out)
+    assert not out.any()
+    with Mode(), torch.no_grad():
+        warpwave.attention(q, k, v, out=out)
+    assert torch.equal(out, warpwave.attention(q, k, v))
 
 
 # Behind torch's compiler ----------------------------------------------------------------------------------------------

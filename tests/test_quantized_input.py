@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpwave import InvalidInput, InvalidType, UnsupportedProblem, attention, attention_varlen, quantize
 from warpwave.checks import check_problem
 from warpwave.gpu import Gpu
 from warpwave.kernels import flash_fwd, reasons
-from warpwave.problem import AttentionProblem
+from warpwave.options import options_of
+from warpwave.problem import AttentionProblem, QuantizedOperands
 from warpwave.runtime.triton_or_stub import NO_TRITON
 
 FP8 = torch.float8_e4m3fn
@@ -60,6 +63,7 @@ CASES: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "float8 out without its factor": (lambda: changed(out_dtype=FP8), InvalidInput, "out_descale is None and out is"),
     "factor of a 16-bit out": (lambda: changed(out_descale=torch.ones(())), InvalidInput, "out_descale is given"),
     "out of float32": (lambda: changed(out_dtype=torch.float32), InvalidType, "out_dtype is torch.float32; it must be"),
+    "out dtype in a list": (lambda: changed(out_dtype=[FP8]), InvalidType, r"out_dtype is \[torch.float8_e4m3fn\]"),
     "negative scale": (lambda: changed(softmax_scale=-1.0), InvalidInput, "negate q before it is quantized"),
     "gradients": (
         lambda: changed(q_descale=torch.ones((), requires_grad=True)), UnsupportedProblem, "has no gradients",
@@ -109,16 +113,19 @@ def test_new_lengths_and_batches_find_their_plans(block: int) -> None:
             assert (out.float() - expected).norm() < 5e-3 * expected.norm()
 
 
-def test_a_quantized_call_compiles_as_one_graph() -> None:
-    given = arguments()
+@pytest.mark.parametrize("granularity", ["tensor", "head", 64])
+def test_a_quantized_call_compiles_as_one_graph(granularity: str | int) -> None:
+    """The second length makes sizes symbols of the graph."""
 
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = attention(q, k, v, **{n: x for n, x in given.items() if n not in "qkv"}, causal=True)
+    def call(**given: Any) -> torch.Tensor:
+        out: torch.Tensor = attention(**given, causal=True)
         return out
 
+    torch._dynamo.reset()
     compiled = torch.compile(call, backend="eager", fullgraph=True)
-    inputs = [given[name] for name in "qkv"]
-    assert torch.equal(compiled(*inputs), call(*inputs))
+    for batch, seqlen in ((2, 150), (3, 200), (4, 333)):
+        found = quantize(*(torch.randn(batch, seqlen, heads, 32) for heads in (4, 2, 2)), granularity=granularity)
+        assert torch.equal(compiled(**found.arguments()), call(**found.arguments()))
 
 
 @pytest.mark.parametrize("kernel", ["eager", "flash_fwd"])
@@ -136,6 +143,60 @@ def test_out_receives_the_dtype_of_the_output(kernel: str) -> None:
         stored = torch.empty_like(expected)
         assert torch.equal(torch.compile(attention, backend="eager", fullgraph=True)(**given, out=stored), expected)
         assert torch.equal(stored, expected)
+
+
+class Seen(TorchDispatchMode):
+    """A mode that changes nothing: calls inside it use torch's operators."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+OUTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "another dtype": (lambda x: x.float(), "out must have torch.bfloat16"),
+    "more axes": (lambda x: x.expand(3, *x.shape).clone(), r"out has shape .*; it must have \(2, 150, 4, 32\)"),
+    "a leaf": (lambda x: x.clone().requires_grad_(), "has no gradients"),
+}
+
+
+@pytest.mark.parametrize("way", ["mode", "graph"])
+@pytest.mark.parametrize("what", OUTS)
+def test_operators_refuse_what_eager_calls_refuse_as_out(what: str, way: str) -> None:
+    """A copy to out would convert its dtype, and repeat the result along more axes."""
+    given = arguments()
+    change, text = OUTS[what]
+    out = change(attention(**given))
+    if way == "mode":
+        with Seen(), pytest.raises((InvalidInput, InvalidType, UnsupportedProblem), match=text):
+            attention(**given, out=out)
+    else:
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=text):
+            torch.compile(attention, backend="eager", fullgraph=True)(**given, out=out)
+
+
+def test_operators_store_every_layout_and_dtype_of_out() -> None:
+    given = arguments() | {"out_dtype": FP8, "out_descale": torch.tensor([0.01])}
+    expected = attention(**given)
+    wide = torch.zeros(2, 150, 4, 64, dtype=FP8)
+    with Seen():
+        assert attention(**given, out=wide[..., ::2]).data_ptr() == wide.data_ptr()
+    assert torch.equal(wide[..., ::2].float(), expected.float()) and not wide[..., 1::2].float().any()
+    with Seen(), pytest.raises(InvalidInput, match="out shares memory with q"):
+        attention(**given, out=given["q"])
+    with pytest.raises(UnsupportedProblem, match="a transform of torch"):
+        torch.func.vmap(lambda q: attention(**given | {"q": q}, out=expected))(given["q"][None])
+
+
+def test_opcheck() -> None:
+    given = arguments(granularity="head", dtype=torch.int8)
+    tensors = [given.get(name) for name in QuantizedOperands._fields]
+    options = options_of(QuantizedOperands(*tensors), False, None, 0.0, None, "default", True)
+    out = torch.zeros(2, 150, 4, 32, dtype=torch.bfloat16)
+    for operator, more in (("quantized_attention", ()), ("quantized_attention_out", (out,))):
+        overload = getattr(torch.ops.warpwave, operator).default
+        results = opcheck(overload, (*tensors, *options, "auto", "", *more))
+        assert set(results.values()) == {"SUCCESS"}, results
 
 
 def test_no_queries_or_keys() -> None:

@@ -13,7 +13,7 @@ import torch
 from warpwave import autograd, cached_calls, ops, plans
 from warpwave.checks import (
     check_are_tensors,
-    check_out_is_plain,
+    check_out_is_writable,
     check_packed_lengths,
     describe_call,
     settled,
@@ -167,10 +167,10 @@ def attention(
     said = (causal, window_size, softcap, softmax_scale, precision, return_lse, dropout_p, deterministic, out_dtype,
             causal.__class__, kernel, config)  # fmt: skip
     if checked:
-        describe_call(operands, options_of(operands, *said[:9]))
+        describe_call(settled(operands), options_of(operands, *said[:9]))
         _check_factors(operands)
     if out is not None:
-        check_out_is_plain(out)
+        check_out_is_writable(out)
     run = plans.recall(operands, said, (), out)
     if run is None:
         out, lse = _call(operands, said, out=out)
@@ -218,8 +218,9 @@ def attention_varlen(
         cu_seqlens_q: int32, (batch + 1,): sequence b is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of q.
         cu_seqlens_k: the same for k and v.
         max_seqlen_q, max_seqlen_k: the longest sequences, as host integers.
-        checked: check the contents of the offsets first, which waits for the device, and raise InvalidInput naming
-            the first wrong index. Unchecked, wrong offsets give unspecified values but stay inside the tensors.
+        checked: check the contents of the offsets and of factors first, which waits for the device, and raise
+            InvalidInput naming the first wrong index. Unchecked, wrong ones give unspecified values but stay inside the
+            tensors.
 
     The other arguments, errors and notes are those of `attention`. With the same dropout_seed, sequence b drops the
     same pairs as item b of a dense batch.
@@ -247,11 +248,11 @@ def attention_varlen(
         raise InvalidType(f"{name} is None; it must be an int32 torch.Tensor of batch + 1 offsets")
     if checked:
         options = options_of(operands, *said[:9], *longest)
-        describe_call(operands, options)
+        describe_call(settled(operands), options)
         check_packed_lengths(operands, options)
         _check_factors(operands)
     if out is not None:
-        check_out_is_plain(out)
+        check_out_is_writable(out)
     run = plans.recall(operands, said, longest, out)
     if run is None:
         out, lse = _call(operands, said, longest, out)
@@ -378,7 +379,7 @@ def attention_with_kv_cache(
     # 1 == True, so the key includes the type of causal. Rotated queries are in a separate tensor.
     full = (said, causal.__class__, num_splits, batch_invariant, shared_prefix, kernel, config, rotary is None)
     if out is not None:
-        check_out_is_plain(out)
+        check_out_is_writable(out)
     run = plans.recall(operands, full, longest, out)
     writes = k_new is not None or v_new is not None or rotary is not None
     if run is not None and not (writes or checked):
@@ -397,9 +398,9 @@ def attention_with_kv_cache(
         cached_calls.check(operands, options, serving)
     new = cached_calls.NewTokens(operands)
     if writes:
+        new = cached_calls.prepare_new(cache, operands, longest[0], rows, k_new, v_new, rotary, lengths)
         if out is not None:
             cached_calls.check_apart_from_new(out, operands, k_new, v_new, rotary, wanting)
-        new = cached_calls.prepare_new(cache, operands, longest[0], rows, k_new, v_new, rotary, lengths)
     if checked:
         cached_calls.check_contents(operands, new, options, serving, lengths, rotary)
     asked, operands = operands, new.operands  # differ if queries are rotated; `recall` compares the caller's
@@ -449,8 +450,7 @@ def _call(
         longest: max_seqlen_q and max_seqlen_k of a packed call.
     """
     *scalars, _, kernel, config = said
-    if not autograd.is_compiling():
-        operands = settled(operands)
+    operands = settled(operands)
     if autograd.is_eager() and (key := plans.plan_key((*operands, out), (said, longest))) is not None:
 
         def options() -> Options:
@@ -460,23 +460,24 @@ def _call(
         plans.remember(operands, said, longest, run, lambda: ops.Planner(options(), kernel, config), out)
         return run(operands) if out is None else run(operands, out)
     check_are_tensors(operands)
-    chosen, encoded = options_of(operands, *scalars, *longest), ops.encode_config(config)
-    if isinstance(operands, QuantizedOperands):  # a compiled graph copies the result to `out`
-        found, lse = torch.ops.warpwave.quantized_attention(*operands, *chosen, kernel, encoded)
-        return found if out is None else out.copy_(found), lse
+    if out is not None and not autograd.is_compiling() and autograd.transforms() is not None:
+        raise UnsupportedProblem(
+            "out was given inside a transform of torch.func, which cannot follow a write to it",
+            {},
+            "the call without out",
+        )
+    # An operator's plans tell tensors that require a gradient from others by its options alone, and so for out.
+    chosen, encoded = options_of((*operands, out), *scalars, *longest), ops.encode_config(config)
+    if isinstance(operands, QuantizedOperands):
+        if out is None:
+            return torch.ops.warpwave.quantized_attention(*operands, *chosen, kernel, encoded)
+        return out, torch.ops.warpwave.quantized_attention_out(*operands, *chosen, kernel, encoded, out)
     probability = None
     if autograd.is_compiling() and (probability := autograd.changing_probability(chosen.dropout_p)) is not None:
         chosen = chosen._replace(dropout_p=0.0)
     tensors = autograd.schema_tensors(operands, probability)
     if out is not None:
-        if not autograd.is_compiling() and autograd.transforms() is not None:
-            raise UnsupportedProblem(
-                "out was given inside a transform of torch.func, which cannot follow a write to it",
-                {},
-                "the call without out",
-            )
-        lse = torch.ops.warpwave.attention_out(*tensors, *chosen, kernel, encoded, out)
-        return out, lse
+        return out, torch.ops.warpwave.attention_out(*tensors, *chosen, kernel, encoded, out)
     if not autograd.is_compiling() and autograd.is_transformed():
         out, lse = autograd.transformed(*tensors, *chosen._replace(needs_grad=True), kernel, encoded)
     else:

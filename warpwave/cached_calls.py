@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from warpwave import autograd, dispatch
 from warpwave.checks import (
     check_apart,
-    check_cache_contents,
+    check_offsets,
     check_out,
     check_problem,
     describe_cached_call,
@@ -223,13 +223,46 @@ def check_contents(
                     f"cu_seqlens_q[{i}] is {got}; by seqlens_q it must be {said}, the sum of the first {i} lengths"
                 )
     problem = describe_cached_call(operands, options, serving.batch_invariant)
-    check_cache_contents(problem, operands)
+    _check_tables(problem, operands)
     rows = range(problem.batch) if operands.rows is None else operands.rows.tolist()
     used = operands.seqused_k.tolist()
     if rotary is not None:
         check_positions(rotary, max((used[row] for row in rows), default=0))
     if serving.shared_prefix:
         _check_prefix(problem, operands, serving.shared_prefix)
+
+
+def _check_tables(problem: AttentionProblem, operands: CachedOperands) -> None:
+    """Reads a cache's tables (this waits for the device) and refuses contents that would be read incorrectly.
+
+    Raises:
+        InvalidInput: naming the first index that is wrong.
+    """
+    table, num_pages, page_size = operands.page_table, operands.k.shape[0], problem.page_size
+    capacity = table.shape[1] * page_size
+    seqlens_q = [problem.seqlen_q] * problem.batch
+    if operands.cu_seqlens_q is not None:
+        offsets = operands.cu_seqlens_q.tolist()
+        check_offsets("cu_seqlens_q", offsets, operands.q.shape[0], problem.seqlen_q)
+        seqlens_q = [end - begin for begin, end in pairwise(offsets)]
+    rows = list(range(problem.batch)) if operands.rows is None else operands.rows.tolist()
+    used, pages = operands.seqused_k.tolist(), table.tolist()
+    for b, (row, seqlen_q) in enumerate(zip(rows, seqlens_q, strict=True)):
+        if not 0 <= row < len(used):
+            raise InvalidInput(f"rows[{b}] is {row}; the cache has {len(used)} rows")
+        if not 0 <= used[row] <= capacity:
+            raise InvalidInput(
+                f"seqused_k[{row}] is {used[row]}; a row of the page table holds {table.shape[1]} pages of {page_size},"
+                f" {capacity} tokens"
+            )
+        if used[row] > problem.seqlen_k:
+            raise InvalidInput(f"seqused_k[{row}] is {used[row]}, more than max_seqlen_k = {problem.seqlen_k}")
+        low, high = problem.band(seqlen_q, used[row])
+        first = 0 if low is None else max(0, low)
+        last = used[row] if high is None else min(used[row], seqlen_q + high)
+        for i in range(first // page_size, -(-last // page_size) if last > first else 0):
+            if not 0 <= pages[row][i] < num_pages:
+                raise InvalidInput(f"page_table[{row}, {i}] is {pages[row][i]}; the cache has {num_pages} pages")
 
 
 def check_apart_from_new(
@@ -243,6 +276,8 @@ def check_apart_from_new(
     """Checks `out` of a call that writes to the cache first, before it does.
 
     Args:
+        operands: the caller's.
+        k_new, v_new, rotary: checked by `prepare_new`.
         wanting: the tensors that require a gradient.
 
     Raises:
@@ -251,8 +286,8 @@ def check_apart_from_new(
     """
     check_out(out, operands, bool(wanting))
     tensors = operands._asdict() | {"k_new": k_new, "v_new": v_new}
-    if isinstance(rotary, Rotary):
-        tensors |= {name: t for name, t in rotary._asdict().items() if isinstance(t, torch.Tensor)}
+    if rotary is not None:
+        tensors |= {"rotary.cos": rotary.cos, "rotary.sin": rotary.sin}
     check_apart(out, tensors)
 
 

@@ -8,7 +8,6 @@ no message blames the wrong one. Nothing here reads the contents of a tensor, ex
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -230,39 +229,6 @@ def _check_tables(operands: CachedOperands, size: dict[str, int], options: Optio
             raise InvalidInput(f"max_seqlen_{side} is {longest}; it must be at least 0")
 
 
-def check_cache_contents(problem: AttentionProblem, operands: CachedOperands) -> None:
-    """Reads a cache's tables (this waits for the device) and refuses contents that would be read incorrectly.
-
-    Raises:
-        InvalidInput: naming the first index that is wrong.
-    """
-    table, num_pages, page_size = operands.page_table, operands.k.shape[0], problem.page_size
-    capacity = table.shape[1] * page_size
-    seqlens_q = [problem.seqlen_q] * problem.batch
-    if operands.cu_seqlens_q is not None:
-        offsets = operands.cu_seqlens_q.tolist()
-        check_offsets("cu_seqlens_q", offsets, operands.q.shape[0], problem.seqlen_q)
-        seqlens_q = [end - begin for begin, end in itertools.pairwise(offsets)]
-    rows = list(range(problem.batch)) if operands.rows is None else operands.rows.tolist()
-    used, pages = operands.seqused_k.tolist(), table.tolist()
-    for b, (row, seqlen_q) in enumerate(zip(rows, seqlens_q, strict=True)):
-        if not 0 <= row < len(used):
-            raise InvalidInput(f"rows[{b}] is {row}; the cache has {len(used)} rows")
-        if not 0 <= used[row] <= capacity:
-            raise InvalidInput(
-                f"seqused_k[{row}] is {used[row]}; a row of the page table holds {table.shape[1]} pages of {page_size},"
-                f" {capacity} tokens"
-            )
-        if used[row] > problem.seqlen_k:
-            raise InvalidInput(f"seqused_k[{row}] is {used[row]}, more than max_seqlen_k = {problem.seqlen_k}")
-        low, high = problem.band(seqlen_q, used[row])
-        first = 0 if low is None else max(0, low)
-        last = used[row] if high is None else min(used[row], seqlen_q + high)
-        for i in range(first // page_size, -(-last // page_size) if last > first else 0):
-            if not 0 <= pages[row][i] < num_pages:
-                raise InvalidInput(f"page_table[{row}, {i}] is {pages[row][i]}; the cache has {num_pages} pages")
-
-
 def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
     """Returns the caller's scale, or 1/sqrt of the caller's head_dim (never of a padded one). A scale that is denormal
     in float32 becomes 0, as on a GPU that flushes denormals."""
@@ -366,12 +332,19 @@ def check_are_tensors(operands: AnyOperands | CachedOperands) -> None:
             raise InvalidType(f"{name} is a {found} tensor; it must be a plain strided one: {remedy}")
 
 
-def check_out_is_plain(out: Any) -> None:
-    """Raises InvalidType unless out is a plain strided tensor."""
+def check_out_is_writable(out: Any) -> None:
+    """Checks what no plan relies on, before a plan is looked up.
+
+    Raises:
+        InvalidType: out is not a plain strided tensor.
+        InvalidInput: out was made in inference mode, outside of which torch refuses every write to it.
+    """
     if not isinstance(out, torch.Tensor):
         raise InvalidType(f"out is a {type(out).__name__}; it must be a torch.Tensor")
     if not is_plain(out):
         raise InvalidType("out is a nested, sparse or lazily negated tensor; it must be a plain strided one")
+    if not torch.compiler.is_compiling() and out.is_inference() and not torch.is_inference_mode_enabled():
+        raise InvalidInput("out was made in inference mode; call in inference mode, or make out outside of it")
 
 
 def check_out(
@@ -380,7 +353,7 @@ def check_out(
     needs_grad: bool,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Checks the plain tensor that receives the output of a call whose operands were checked.
+    """Checks the writable tensor that receives the output of a call whose operands were checked.
 
     Args:
         needs_grad: whether an operand requires a gradient.
@@ -490,7 +463,7 @@ def settled(operands: AnyOperands) -> AnyOperands:
     Views that torch negates lazily (`x.conj().imag`) are resolved. Under autocast, q, k and v of different dtypes are
     cast to the autocast dtype, as torch casts the operands of its own attention; operands of one dtype keep it.
     """
-    if any(map(_is_lazy, operands)):
+    if not torch.compiler.is_compiling() and any(map(_is_lazy, operands)):
         operands = type(operands)(*[t.resolve_neg() if _is_lazy(t) else t for t in operands])
     vectors = operands[:3]
     if all(isinstance(t, torch.Tensor) for t in vectors) and len({t.dtype for t in vectors}) > 1:

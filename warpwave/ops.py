@@ -1,5 +1,5 @@
-"""The torch operators `warpwave::attention`, `attention_out` and `attention_backward`, and the planning of dense and
-packed calls.
+"""The torch operators `warpwave::attention`, `quantized_attention`, those that store to a given out, and
+`attention_backward`; and the planning of dense and packed calls.
 
 torch.compile, export and opcheck see one node with a schema, a fake implementation and a gradient. An eager call on
 plain tensors needs no dispatcher: api.py runs its plan directly (plans.py).
@@ -89,8 +89,7 @@ def _plan_of(
     out: torch.Tensor | None,
 ) -> Run:
     if out is not None:
-        dtype = getattr(torch, whole.dtype_of_out) if whole.is_quantized else None
-        check_out(out, operands, options.needs_grad, dtype)
+        _check_out(out, operands, options, whole)
     gpu = current_gpu(operands.q.device)
     problem, others = dispatch.forward_of(whole, gpu, kernel)
     # The operator returns lse with every gradient. Eager calls need it on request, or where the gradients take it.
@@ -102,6 +101,11 @@ def _plan_of(
     if dispatched or not options.needs_grad:
         return run
     return autograd.Plan(run, whole, gpu, options, kernel, operands)
+
+
+def _check_out(out: torch.Tensor, operands: AnyOperands, options: Options, problem: AttentionProblem) -> None:
+    dtype = getattr(torch, problem.dtype_of_out) if problem.is_quantized else None
+    check_out(out, operands, options.needs_grad, dtype)
 
 
 def _bind(
@@ -186,6 +190,9 @@ _library.define(
     f"quantized_attention({_QUANTIZED_TENSORS}, {_OPTIONS}, str kernel_name, str config) -> (Tensor, Tensor)"
 )
 _library.define(
+    f"quantized_attention_out({_QUANTIZED_TENSORS}, {_OPTIONS}, str kernel_name, str config, Tensor(a!) out) -> Tensor"
+)
+_library.define(
     f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, {_TENSORS}, {_OPTIONS}, "
     "str kernel_name='auto') -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
@@ -213,8 +220,13 @@ def _quantized_attention_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tens
     return _fake(*_split_quantized(arguments))
 
 
-def _fake(operands: AnyOperands, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(
+    operands: AnyOperands, options: Options, given: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns results without contents, and checks the caller's out if one is given."""
     problem = describe_call(operands, options)
+    if given is not None:
+        _check_out(given, operands, options, problem)
     q = operands.q
     out = q.new_empty((*q.shape[:-1], operands.v.shape[-1]), dtype=getattr(torch, problem.dtype_of_out))
     if not (options.return_lse or options.needs_grad):
@@ -223,17 +235,26 @@ def _fake(operands: AnyOperands, options: Options) -> tuple[torch.Tensor, torch.
 
 
 def _attention_out(*arguments: Any) -> torch.Tensor:
+    return _store(*_split(arguments), arguments)
+
+
+def _quantized_attention_out(*arguments: Any) -> torch.Tensor:
+    return _store(*_split_quantized(arguments), arguments)
+
+
+def _store(operands: AnyOperands, options: Options, arguments: tuple[Any, ...]) -> torch.Tensor:
     """Stores to the last argument, and returns the log-sum-exp."""
-    operands, options = _split(arguments)
     kernel, config, out = arguments[-3:]
     _, lse = attend(operands, options, kernel, _decode_config(kernel, config), out)
     return absent(operands.q) if lse is None else lse
 
 
 def _attention_out_fake(*arguments: Any) -> torch.Tensor:
-    operands, options = _split(arguments, is_fake=True)
-    check_out(arguments[-1], operands, options.needs_grad)
-    return _attention_fake(*arguments[:-1])[1]
+    return _fake(*_split(arguments, is_fake=True), arguments[-1])[1]
+
+
+def _quantized_attention_out_fake(*arguments: Any) -> torch.Tensor:
+    return _fake(*_split_quantized(arguments), arguments[-1])[1]
 
 
 def _attention_backward(
@@ -292,10 +313,12 @@ for _key in ("CPU", "CUDA"):
     _library.impl("attention", _attention, _key)
     _library.impl("attention_out", _attention_out, _key)
     _library.impl("quantized_attention", _quantized_attention, _key)
+    _library.impl("quantized_attention_out", _quantized_attention_out, _key)
     _library.impl("attention_backward", _attention_backward, _key)
 torch.library.register_fake("warpwave::attention", _attention_fake, lib=_library)
 torch.library.register_fake("warpwave::attention_out", _attention_out_fake, lib=_library)
 torch.library.register_fake("warpwave::quantized_attention", _quantized_attention_fake, lib=_library)
+torch.library.register_fake("warpwave::quantized_attention_out", _quantized_attention_out_fake, lib=_library)
 torch.library.register_fake("warpwave::attention_backward", _attention_backward_fake, lib=_library)
 torch.library.register_autograd(
     "warpwave::attention", autograd.differentiate, setup_context=autograd.save, lib=_library

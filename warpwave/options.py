@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import numbers
 import operator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from warpwave.errors import InvalidInput, InvalidType
 from warpwave.kernels import descales, dropout
-from warpwave.problem import PRECISIONS, AnyOperands, CachedOperands, Causal
+from warpwave.problem import PRECISIONS, Causal
 
 LARGEST = torch.finfo(torch.float32).max  # of the factors of scores: above, a factor would be infinite in float32
 PRECISION_NAMES = ", ".join(map(repr, PRECISIONS))
@@ -43,7 +44,7 @@ class Options(NamedTuple):
 
 
 def options_of(
-    operands: AnyOperands | CachedOperands,
+    tensors: Iterable[Any],
     causal: bool | Causal,
     window_size: tuple[int, int] | None,
     softcap: float,
@@ -58,6 +59,9 @@ def options_of(
 ) -> Options:
     """Returns the options of a call from the arguments that its caller gave.
 
+    Args:
+        tensors: all of the call, None where absent: whether one of them requires a gradient is an option.
+
     Raises:
         InvalidInput, InvalidType: a value that cannot be spelled in the operator's schema.
     """
@@ -70,7 +74,7 @@ def options_of(
     else:
         raise InvalidType(f"causal is {causal!r}; it must be True, False or a warpwave.Causal")
     left, right = as_window(window_size)
-    needs_grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in operands)
+    needs_grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
     lengths, how = (max_seqlen_q, max_seqlen_k), spell_precision(precision)
     out = "" if out_dtype is None else descales.name_of(out_dtype)
     return Options(

@@ -102,6 +102,33 @@ def test_operands_of_several_dtypes_meet_in_that_of_autocast() -> None:
         assert bits(out) == bits(warpwave.attention(*three, sinks=sinks.float()))
 
 
+def test_a_graph_casts_operands_of_several_dtypes_likewise() -> None:
+    q, k, v = (torch.randn(1, 33, 2, 16, device=DEVICE) for _ in range(3))
+    q.requires_grad_()
+    run = torch.compile(warpwave.attention, backend="aot_eager", fullgraph=True)
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        out = run(q, k, v.bfloat16())
+    assert bits(out) == bits(warpwave.attention(q.bfloat16(), k.bfloat16(), v.bfloat16()))
+    out.sum().backward()
+    assert q.grad is not None and q.grad.dtype == torch.float32
+
+
+def test_a_checked_call_takes_what_an_unchecked_one_takes() -> None:
+    """Operands of several dtypes under autocast, and views that torch negates lazily."""
+    q, k, v = (torch.randn(1, 33, 2, 16, device=DEVICE) for _ in range(3))
+    offsets = torch.tensor([0, 33], dtype=torch.int32, device=DEVICE)
+    packed: Any = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 33, "max_seqlen_k": 33}
+    negated = torch.complex(torch.zeros_like(q), -q).conj().imag
+    assert negated.is_neg()
+    for given in (q.bfloat16(), negated):
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+            for call, three, lengths in (
+                (warpwave.attention, (given, k, v), {}),
+                (warpwave.attention_varlen, (given[0], k[0], v[0]), packed),
+            ):
+                assert bits(call(*three, **lengths, checked=True)) == bits(call(*three, **lengths))
+
+
 # The process's precision of products ----------------------------------------------------------------------------------
 
 

@@ -137,6 +137,13 @@ def test_bytes_that_are_moved() -> None:
     assert kept.v.dtype == torch.float16 and kept.moved_bytes == 3 * (q.numel() + k.numel())
 
 
+def packed(**changes: Any) -> dict[str, Any]:
+    x = torch.ones(3, 2, 32, device=DEVICE)
+    offsets = torch.tensor([0, 3], dtype=torch.int32, device=DEVICE)
+    lengths = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 3, "max_seqlen_k": 3}
+    return {"q": x, "k": x, "v": x, "granularity": "head", **lengths, **changes}
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
@@ -150,12 +157,23 @@ def test_bytes_that_are_moved() -> None:
         ({"q": torch.zeros(2, 3, 4, 32)}, InvalidInput, "q and k must share head_dim"),
         ({"q": torch.zeros(4, 48)}, InvalidInput, "q has shape"),
         ({"q": None}, InvalidType, "q is a NoneType; it must be a torch.Tensor"),
+        ({"q": torch.zeros(2, 3, 4, 48).to_sparse()}, InvalidType, "q is a sparse or nested tensor"),
+        ({"dtype": ["int8"]}, InvalidType, r"dtype is \['int8'\]; it must be one of torch.float8_e4m3fn"),
+        ({"dtype_v": ["int8"]}, InvalidType, r"dtype_v is \['int8'\] and dtype is"),
+        ({"granularity": 64.0}, InvalidInput, "granularity is 64.0; it must be one of"),
+        ({"percentile": None}, InvalidType, "percentile is None; it must be a number"),
+        ({"percentile": torch.tensor(0.9)}, InvalidType, "percentile is tensor"),
+        (packed(cu_seqlens_q=[0, 3]), InvalidType, "cu_seqlens_q is a list; it must be a torch.Tensor"),
+        (packed(cu_seqlens_k=torch.zeros(2).int().to("meta")), InvalidInput, "cu_seqlens_k is on meta and q on"),
+        (packed(max_seqlen_q="3"), InvalidType, "max_seqlen_q is '3'; it must be an integer"),
+        (packed(max_seqlen_k=True), InvalidType, "max_seqlen_k is True; it must be an integer"),
+        (packed(max_seqlen_k=-1), InvalidInput, "max_seqlen_k is -1; it must be at least 0"),
     ],
 )
 def test_bad_input(options: dict[str, Any], error: type[Exception], text: str) -> None:
     q, k, v = qkv()
     given = {"q": q, "k": k, "v": v} | {
-        n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in options.items()
+        n: x.to(DEVICE) if isinstance(x, torch.Tensor) and not x.is_meta else x for n, x in options.items()
     }
     with pytest.raises(error, match=text):
         quantize(**given)

@@ -31,6 +31,11 @@ NAMES = ("q_descale", "k_descale", "v_descale")
 # Arguments ------------------------------------------------------------------------------------------------------------
 
 
+def dtypes_of_v(dtype: torch.dtype) -> dict[torch.dtype, str]:
+    """Returns the dtypes that v may have beside quantized q and k of a dtype, and their names."""
+    return FLOAT8 if dtype in FLOAT8 else {torch.int8: "int8", **SIXTEEN_BIT}
+
+
 def check_problem(problem: AttentionProblem) -> None:
     """Raises InvalidInput if no call can have a problem's quantized tensors."""
     p, is_8_bit = problem, problem.dtype in QUANTIZED.values()
@@ -41,7 +46,7 @@ def check_problem(problem: AttentionProblem) -> None:
         )
     if p.descale_blocks is None:
         return
-    allowed = (FLOAT8 if p.dtype in FLOAT8.values() else {torch.int8: "int8", **SIXTEEN_BIT}).values()
+    allowed = dtypes_of_v(getattr(torch, p.dtype)).values()
     if p.dtype_of_v not in allowed or p.dtype_of_out not in OUT.values():
         raise InvalidInput(
             f"dtype_v is {p.dtype_of_v} and dtype_out {p.dtype_of_out}; beside {p.dtype}, v must be one of "
@@ -65,7 +70,7 @@ def check_dtypes(operands: QuantizedOperands) -> None:
         )
     if k.dtype != q.dtype:
         raise InvalidType(f"k is {k.dtype} and q is {q.dtype}; quantized q and k must share one dtype")
-    allowed = FLOAT8 if q.dtype in FLOAT8 else {torch.int8: "int8", **SIXTEEN_BIT}
+    allowed = dtypes_of_v(q.dtype)
     if v.dtype not in allowed:
         raise InvalidType(f"v is {v.dtype} and q is {q.dtype}; v must be one of {_text(allowed)}")
     for name in (*NAMES, "out_descale"):
@@ -80,7 +85,7 @@ def name_of(out_dtype: Any) -> str:
     Raises:
         InvalidType: out cannot have it.
     """
-    if out_dtype not in OUT:
+    if not isinstance(out_dtype, torch.dtype) or out_dtype not in OUT:
         raise InvalidType(f"out_dtype is {out_dtype!r}; it must be one of {_text(OUT)}")
     return OUT[out_dtype]
 
@@ -90,7 +95,7 @@ def describe(operands: QuantizedOperands, size: dict[str, int], packed: bool, op
 
     Args:
         size: axis -> size, as `checks.describe_call` has bound them.
-        options: the `checks.Options` of the call.
+        options: the `warpwave.options.Options` of the call.
 
     Raises:
         InvalidInput: a factor is missing, or has a shape or a place that no quantized call can have.
@@ -124,28 +129,31 @@ def _block(name: str, operands: QuantizedOperands, size: dict[str, int], packed:
     """Returns how many tokens share a factor; 0 for all of a head."""
     side = name[0]
     factor, tensor = getattr(operands, name), getattr(operands, side)
-    batch, seqlen = size["batch"], size["seqlen_q" if side == "q" else "seqlen_k"]
-    heads = [size["num_heads_q" if side == "q" else "num_heads_kv"]]
-    wanted = f"(), (1,), (batch, num_heads) = ({batch}, {heads[0]})"
-    if side == "q" and size["num_heads_kv"] not in heads:
-        heads.append(size["num_heads_kv"])  # one factor for the query heads of a group, as in FlashAttention-3
-        wanted += f", (batch, num_heads_kv) = ({batch}, {heads[1]})"
-    counts = {-(-seqlen // block): block for block in reversed(BLOCKS)}
+    batch, heads, seqlen = size["batch"], size["num_heads_q" if side == "q" else "num_heads_kv"], tensor.shape[-3]
+    wanted = f"(), (1,), (batch, num_heads) = ({batch}, {heads})"
+    if side == "q" and size["num_heads_kv"] != heads:
+        wanted += f", (batch, num_heads_kv) = ({batch}, {size['num_heads_kv']})"
     if not packed:
-        wanted += f" or (batch, num_heads, blocks) = ({batch}, {heads[0]}, {' or '.join(map(str, sorted(counts)))})"
+        counts = [-(-seqlen // block) for block in BLOCKS]
+        of_blocks = counts[0] if counts[0] == counts[1] else f"{counts[0]} or {counts[1]}"
+        wanted += f" or (batch, num_heads, blocks) = ({batch}, {heads}, {of_blocks})"
     if factor is None:
         raise InvalidInput(f"{name} is None and {side} is {tensor.dtype}; it must be float32 of shape {wanted}")
-    shape = tuple(factor.shape)
-    if shape in ((), (1,)) or shape in [(batch, n) for n in heads]:
+    shape = tuple(factor.shape)  # of symbols in a graph of torch.compile: they have no hash
+    if shape in ((), (1,), (batch, heads)):
         return 0
+    if side == "q" and shape == (batch, size["num_heads_kv"]):
+        return 0  # one factor for the query heads of a group, as in FlashAttention-3
     if len(shape) == 3 and packed:
         raise UnsupportedProblem(
             f"{name} has shape {shape} in a packed call: blocks of packed tokens would belong to two sequences",
             {},
-            f"one factor for each sequence and head, ({batch}, {heads[0]})",
+            f"one factor for each sequence and head, ({batch}, {heads})",
         )
-    if len(shape) == 3 and shape[:2] == (batch, heads[0]) and shape[2] in counts:
-        return counts[shape[2]]
+    if shape[:2] == (batch, heads) and len(shape) == 3:
+        for block, count in zip(BLOCKS, counts, strict=True):
+            if shape[2] == count:
+                return block
     raise InvalidInput(f"{name} has shape {shape}; it must be {wanted}")
 
 

@@ -14,6 +14,7 @@ The mean of k is read off in a pass before; quantize_tensor.py does the rest.
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +118,7 @@ def quantize(
 
     Raises:
         InvalidInput: a shape or a value that no call can have.
-        InvalidType: a dtype that cannot be quantized, or be quantized to.
+        InvalidType: a type that no call can have, or a dtype that cannot be quantized, or be quantized to.
 
     Note:
         A block that contains Inf or NaN gets an infinite factor, which `checked=True` of the call refuses. Takes no
@@ -184,14 +185,16 @@ def _check(
     dtype: torch.dtype,
     dtype_v: torch.dtype | None,
     granularity: str | int,
-    percentile: float,
-    offsets: tuple[torch.Tensor | None, torch.Tensor | None],
-    longest: tuple[int | None, int | None],
+    percentile: Any,
+    offsets: tuple[Any, Any],
+    longest: tuple[Any, Any],
 ) -> torch.dtype:
     """Checks the arguments of `quantize`; returns the dtype of v."""
     for name, x in zip("qkv", (q, k, v), strict=True):
         if not isinstance(x, torch.Tensor):
             raise InvalidType(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
+        if x.layout is not torch.strided or x.is_nested:
+            raise InvalidType(f"{name} is a sparse or nested tensor; it must be a plain strided one")
         if x.dtype not in SOURCES:
             raise InvalidType(f"{name} is {x.dtype}; it must be one of {', '.join(map(str, SOURCES))}")
         if x.device != q.device:
@@ -206,17 +209,20 @@ def _check(
             f"q is {tuple(q.shape)}, k is {tuple(k.shape)} and v is {tuple(v.shape)}; q and k must share head_dim, k "
             "and v tokens and heads, and all three the batch"
         )
-    if dtype not in LARGEST:
+    if not isinstance(dtype, torch.dtype) or dtype not in LARGEST:
         raise InvalidType(f"dtype is {dtype}; it must be one of {', '.join(map(str, LARGEST))}")
     if dtype_v is None:
         dtype_v = dtype if dtype in descales.FLOAT8 else v.dtype if v.dtype in descales.SIXTEEN_BIT else torch.bfloat16
-    allowed = descales.FLOAT8 if dtype in descales.FLOAT8 else {torch.int8: "int8", **descales.SIXTEEN_BIT}
-    if dtype_v not in allowed:
+    allowed = descales.dtypes_of_v(dtype)
+    if not isinstance(dtype_v, torch.dtype) or dtype_v not in allowed:
         raise InvalidType(
             f"dtype_v is {dtype_v} and dtype is {dtype}; it must be one of {', '.join(map(str, allowed))}"
         )
-    if isinstance(granularity, bool) or granularity not in GRANULARITIES:
+    # 64.0 and True equal an allowed value or an int, and would select another granularity.
+    if type(granularity) not in (str, int) or granularity not in GRANULARITIES:
         raise InvalidInput(f"granularity is {granularity!r}; it must be one of {', '.join(map(repr, GRANULARITIES))}")
+    if isinstance(percentile, bool) or not isinstance(percentile, (int, float)):
+        raise InvalidType(f"percentile is {percentile!r}; it must be a number")
     if not 0.5 < percentile <= 1:
         raise InvalidInput(f"percentile is {percentile}; it must be above 0.5 and at most 1")
     if percentile < 1 and isinstance(granularity, str):
@@ -228,10 +234,22 @@ def _check(
                 f"q has {q.dim()} axes, cu_seqlens_{side} is {'None' if offset is None else 'given'} and "
                 f"max_seqlen_{side} is {length}; packed tensors, and no others, need both"
             )
-        if offset is not None and (offset.dtype != torch.int32 or offset.dim() != 1 or not len(offset)):
+        if offset is None:
+            continue
+        if not isinstance(offset, torch.Tensor):
+            raise InvalidType(f"cu_seqlens_{side} is a {type(offset).__name__}; it must be a torch.Tensor")
+        if offset.dtype != torch.int32 or offset.dim() != 1 or not len(offset):
             raise InvalidType(
                 f"cu_seqlens_{side} is {offset.dtype} {tuple(offset.shape)}; it must be int32 (batch + 1,)"
             )
+        if offset.device != q.device:
+            raise InvalidInput(
+                f"cu_seqlens_{side} is on {offset.device} and q on {q.device}; all tensors must share one device"
+            )
+        if isinstance(length, bool) or not isinstance(length, numbers.Integral):
+            raise InvalidType(f"max_seqlen_{side} is {length!r}; it must be an integer")
+        if length < 0:
+            raise InvalidInput(f"max_seqlen_{side} is {length}; it must be at least 0")
     if packed and isinstance(granularity, int):
         raise InvalidInput(f"granularity is {granularity} in a packed call; it must be 'tensor' or 'head'")
     return dtype_v

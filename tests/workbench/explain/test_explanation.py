@@ -39,6 +39,18 @@ def tensors(seqlen_q: int = 8, seqlen_k: int = 8) -> list[torch.Tensor]:
     return [torch.randn(2, n, 4, 16) for n in (seqlen_q, seqlen_k, seqlen_k)]
 
 
+def test_a_quantized_call_is_explained_from_its_tensors() -> None:
+    found = warpwave.quantize(*tensors(), granularity="head")
+    explanation = warpwave.explain(**found.arguments(), out_dtype=torch.float16, gpu=resolve("h200"))
+    problem = explanation.problem
+    assert (problem.dtype, problem.dtype_out, problem.descale_blocks) == ("float8_e4m3fn", "float16", (0, 0, 0))
+    assert explanation.kernel == "flash_fwd"
+    with pytest.raises(warpwave.InvalidInput, match="an AttentionProblem, which holds all options of its call"):
+        warpwave.explain(problem, out_dtype=torch.float16)
+    with pytest.raises(warpwave.InvalidInput, match="an AttentionProblem, which holds all options of its call"):
+        warpwave.explain(problem, k_descale=found.k_descale)
+
+
 def on(card: str, **options: Any) -> Explanation:
     return warpwave.explain(replace(PLAIN, **options), gpu=resolve(card))
 
