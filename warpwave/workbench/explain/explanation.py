@@ -13,11 +13,11 @@ from warpwave import dispatch
 from warpwave.checks import check_problem, describe_call
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import eager
+from warpwave.kernels import descales, eager
 from warpwave.kernels.cost import Cost
 from warpwave.kernels.three_kernel import backward_memory
 from warpwave.options import as_logits, options_of, spell_scalars, spell_switches, with_positive_scale
-from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band, Causal, Operands
+from warpwave.problem import DTYPE_BYTES, AnyOperands, AttentionProblem, Band, Causal, Operands, QuantizedOperands
 from warpwave.workbench.explain import accuracy
 from warpwave.workbench.explain.accuracy import Accuracy
 from warpwave.workbench.explain.advice import Call, computed_in, recommendations
@@ -169,6 +169,11 @@ def explain(
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
     deterministic: bool | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    out_descale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
     max_seqlen_q: int = 0,
@@ -208,10 +213,10 @@ def explain(
     mask_band: Band | None = None
     layout: tuple[str, ...] = ()
     copied = 0
-    operands: Operands | None = None
+    operands: AnyOperands | None = None
     if isinstance(q, AttentionProblem):
         absent = (k, v, mask, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, window_size, softmax_scale,
-                  dropout_seed, deterministic)  # fmt: skip
+                  dropout_seed, deterministic, q_descale, k_descale, v_descale, out_descale, out_dtype)  # fmt: skip
         options_of_call = (causal, softcap, precision, max_seqlen_q, max_seqlen_k, return_lse, dropout_p)
         if any(x is not None for x in absent) or options_of_call != (False, 0.0, "default", 0, 0, False, 0.0):
             raise InvalidInput("q is an AttentionProblem, which holds all options of its call; change them there")
@@ -224,8 +229,10 @@ def explain(
         tensor, softmax_scale = with_positive_scale(q, softmax_scale)
         sinks = as_logits(sinks, q)
         operands = Operands(tensor, k, v, mask, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k)
+        if not (out_dtype is None and q_descale is k_descale is v_descale is out_descale is None):
+            operands = QuantizedOperands(*operands, q_descale, k_descale, v_descale, out_descale)
         scores = (causal, window_size, cap, softmax_scale, precision)
-        options = options_of(operands, *scores, return_lse, dropout_p, deterministic)
+        options = options_of(operands, *scores, return_lse, dropout_p, deterministic, out_dtype)
         problem = describe_call(operands, options._replace(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k))
         problem = _counted(problem, operands)
         gpu = gpu or current_gpu(q.device)
@@ -320,7 +327,7 @@ def explain(
             module,
             choice.config,
             computed_in(module, problem, gpu),
-            operands if operands is not None and gpu == current_gpu(operands.q.device) else None,
+            operands if isinstance(operands, Operands) and gpu == current_gpu(operands.q.device) else None,
         ),
         gradients=gradients,
         backward=backward_pass,
@@ -420,13 +427,16 @@ def _memory(problem: AttentionProblem, kernel: Any, cost: Cost, copied: int) -> 
     p, size = problem, DTYPE_BYTES[problem.dtype]
     rows = p.rows * p.num_heads_q
     keys = (p.total_k if p.packed else p.batch * p.seqlen_k) * p.num_heads_kv
-    inputs = (rows * p.head_dim + keys * (p.head_dim + p.head_dim_v)) * size
+    inputs = rows * p.head_dim * size + keys * p.bytes_of_a_key
+    if p.is_quantized:
+        inputs += 4 * sum(math.prod(shape) for shape in descales.shapes(p) if shape is not None)
     for shape, cell in ((p.mask_shape, 1), (p.bias_shape, DTYPE_BYTES[p.bias_dtype or p.dtype]), (p.alibi_shape, 4)):
         inputs += 0 if shape is None else math.prod(shape) * cell
     inputs += 4 * p.num_heads_q * p.has_sinks + 8 * (p.batch + 1) * p.packed
     ours = bool(kernel.NEEDS_GPU)  # torch's operations also allocate intermediates
     lse = p.lse_bytes if p.return_lse or p.requires_grad else 0
-    return Memory(inputs, rows * p.head_dim_v * size, lse, cost.workspace_bytes + copied, ours)
+    out = rows * p.head_dim_v * DTYPE_BYTES[p.dtype_of_out]
+    return Memory(inputs, out, lse, cost.workspace_bytes + copied, ours)
 
 
 def _with_backward(memory: Memory, backward: Backward | None) -> Memory:
@@ -437,7 +447,7 @@ def _with_backward(memory: Memory, backward: Backward | None) -> Memory:
     return replace(memory, gradients=gradients, backward=backward.cost.workspace_bytes)
 
 
-def _layout(operands: Operands, kernel: Any) -> tuple[tuple[str, ...], int]:
+def _layout(operands: AnyOperands, kernel: Any) -> tuple[tuple[str, ...], int]:
     """Returns notes about strides that cost time, and the bytes of the copies that they cause."""
     strided: list[str] = []
     ragged: list[str] = []
@@ -494,7 +504,7 @@ def _names(names: list[str]) -> str:
     return f"You pass {' and '.join(names)}"
 
 
-def _counted(problem: AttentionProblem, operands: Operands) -> AttentionProblem:
+def _counted(problem: AttentionProblem, operands: AnyOperands) -> AttentionProblem:
     """Adds packed lengths, and the pairs that a boolean mask shows, which only the tensors' contents tell."""
     if problem.packed:
         lengths = [offsets.diff().tolist() for offsets in operands[7:9]]
