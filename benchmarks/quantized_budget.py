@@ -60,8 +60,8 @@ def bound(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> float:
 
 def twins() -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     """Returns calls with the same rows of q, k and v. Half of the values are w, half -w. In the first call the
-    keys with the highest scores have w; in the second, keys that follow one another by score have w and -w in turn; in the
-    third, each key has the sign that brings the sum of its probability and those before closer to 0."""
+    keys with the highest scores have w; in the second, keys that follow one another by score have w and -w in turn; in
+    the third, each key has the sign that brings the sum of its probability and those before closer to 0."""
     g = torch.Generator().manual_seed(0)
     k, w = torch.randn(TWINS, generator=g), torch.randn(TWINS[-1], generator=g)
     query = torch.randn(TWINS[-1], generator=g)
