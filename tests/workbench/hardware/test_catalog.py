@@ -35,8 +35,8 @@ WANTED = {
 }
 NO_KERNEL_COMPILES = {"sm_70", "sm_75"}  # in the catalogue for its bounds
 
-# Operations a clock of one SM, dense, accumulated in float32 (int8: in int32): by the white papers of the generations, apart from the
-# catalogue, whose peaks must be SMs x clock x these.
+# Operations a clock of one SM, dense, accumulated in float32 (int8: in int32): by the white papers of the generations,
+# apart from the catalogue, whose peaks must be SMs x clock x these.
 PER_CLOCK = {
     "sm_70": {"float16": 1024, "float32": 128},
     "sm_75": {"float16": 1024, "int8": 2048, "float32": 128},
@@ -71,7 +71,7 @@ FULL_RATE = dict.fromkeys(("a10", "a40", "rtxa4000", "rtxa5000", "rtxa6000"), AM
 FULL_RATE |= dict.fromkeys(("l4", "l40s", "rtx5000ada", "rtx6000ada", "rtxpro6000"), ADA)
 FULL_RATE["gb10"] = ADA | {"float32": 256}
 FULL_RATE["rtx2080ti"] = {"float16": 512}
-FULL_RATE |= dict.fromkeys(("a10g", "l40", "l20"), {"int8": 1024})  # limited as their other matrix rates are
+FULL_RATE |= {key: {"int8": 1024} for key in ("a10g", "l40", "l20")}  # limited as their other matrix rates are
 
 
 def test_every_card_is_there() -> None:
