@@ -28,6 +28,7 @@ from tests.compile import (  # noqa: E402
     test_hopper_large_head_dim,
     test_ladder,
     test_large_head_dim,
+    test_quantized,
     test_split_kv,
     test_targets,
 )
@@ -43,6 +44,8 @@ DTYPES = (
     *("float16", "bfloat16", "float32", "float32:ieee", "float32:tf32x3", "float32:tf32", "float32:bf16x6"),
     "float32:bf16x3",
 )
+# Dtypes of q and k, and of v -> the dtype of tests/conformance with them.
+QUANTIZED = {name.rpartition(":")[0]: name for name in reversed(cases.QUANTIZED_DTYPES_OF_A_GRID)}
 DIMS = (
     *((16, 16), (40, 40), (59, 59), (64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)),
     *((320, 320), (512, 512)),
@@ -76,6 +79,7 @@ class Run:
         gpu, arch, date, torch, triton, record: as docs/support.toml has them.
         passed: kernel -> tests passed, over all parts of the log, of those of which none failed.
         dropout: whether it had the calls with dropout (`cases.DROPOUT`), which are no part of the grid.
+        quantized: whether it had the grid of quantized calls.
     """
 
     gpu: str
@@ -86,6 +90,7 @@ class Run:
     record: str
     passed: Mapping[str, int]
     dropout: bool
+    quantized: bool
 
 
 @cache
@@ -101,7 +106,9 @@ def runs() -> tuple[Run, ...]:
         wrong = {name for name, _, failed in lines if int(failed)}
         passed = Counter({name: n for name, n in passed.items() if n and name not in wrong})
         fields = {name: str(entry[name]) for name in ("gpu", "arch", "date", "torch", "triton", "record")}
-        found.append(Run(**fields, passed=passed, dropout=entry.get("dropout", False)))
+        found.append(
+            Run(**fields, passed=passed, dropout=entry.get("dropout", False), quantized=entry.get("quantized", False))
+        )
     return tuple(found)
 
 
@@ -128,6 +135,7 @@ def compiled_points() -> frozenset[tuple[str, str, int, str]]:
         for name, feature, _ in test_hopper_large_head_dim.FULL
         for width in {*test_hopper_large_head_dim.WIDTHS[name]}
     }
+    points |= {("flash_fwd", f"{kind[0]}:{kind[1]}", width, feature) for kind, width, feature in test_quantized.FULL}
     points |= _points_of_split_kv()
     points |= {(r["kernel"], r["dtype"], r["head_dim"], r["feature"]) for r in compile_records()}
     return frozenset(points)
@@ -164,6 +172,11 @@ def _in_tests() -> frozenset[str]:
 def problem(dtype: str = "bfloat16", dims: tuple[int, int] = (128, 128), **change: Any) -> AttentionProblem:
     """A call of the matrix."""
     name, _, precision = dtype.partition(":")
+    if dtype in QUANTIZED:
+        block = 0 if change.get("packed") else 64
+        of_v = block if precision not in ("float16", "bfloat16") else 0
+        change |= {"dtype_v": precision, "dtype_out": "bfloat16", "descale_blocks": (block, block, of_v)}
+        precision = ""
     fields: dict[str, Any] = {
         "batch": 2,
         "seqlen_q": 1024,
@@ -205,13 +218,21 @@ def evidence(
         conformance: (feature, value) pairs of the call; the grids of tests/conformance must hold all of them.
         point: (dtype, head_dim, feature) as tests/compile names it, or None where it compiles no such call.
     """
+    is_quantized = dict(conformance).get("dtype") in QUANTIZED.values()
+    small, full = (cases.QUANTIZED_SMALL, cases.QUANTIZED_FULL) if is_quantized else (cases.SMALL, cases.FULL)
     if gpu.vendor in ("cpu", "interpreter"):
-        if not all(value in _values(cases.SMALL, feature) for feature, value in conformance):
+        if not all(value in _values(small, feature) for feature, value in conformance):
             return ACCEPTED
         return INTERPRETED if gpu.vendor == "interpreter" and kernel.NEEDS_GPU else RUN
     has_dropout = "dropout" in dict(conformance)
-    ran = any(run.arch == gpu.arch and kernel.NAME in run.passed and run.dropout >= has_dropout for run in runs())
-    if ran and all(value in _values(cases.FULL, feature) for feature, value in conformance):
+    ran = any(
+        run.arch == gpu.arch
+        and kernel.NAME in run.passed
+        and run.dropout >= has_dropout
+        and run.quantized >= is_quantized
+        for run in runs()
+    )
+    if ran and all(value in _values(full, feature) for feature, value in conformance):
         return RUN
     compiled = point is not None and (kernel.NAME, *point) in compiled_points()
     return COMPILED if compiled and gpu.arch in compiled_archs(kernel.NAME) else ACCEPTED
@@ -234,23 +255,23 @@ def cell(kernel: Any, gpu: Gpu, call: AttentionProblem, notes: Notes, **shown: A
     _, behind = dispatch.forward_of(call, gpu, kernel.NAME)
     if behind and not kernel.why_not(replace(call, requires_grad=False, return_lse=True), gpu):
         return f"by `{behind}`"
-    reasons = kernel.why_not(call, gpu)
+    reasons = dispatch.why_not(kernel, call, gpu)
     return notes.mark(reasons, gpu) if reasons else evidence(kernel, gpu, **shown)
 
 
-def dims_rows(kernel: Any, notes: Notes) -> list[list[str]]:
+def dims_rows(kernel: Any, notes: Notes, dtypes: Sequence[str] = DTYPES) -> list[list[str]]:
     """Rows of devices and dtypes, a cell for each head_dim; equal rows together."""
     by_device: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for gpu in devices(kernel):
         rows: dict[tuple[str, ...], list[str]] = {}
-        for dtype in DTYPES:
+        for dtype in dtypes:
             cells = tuple(
                 cell(
                     kernel,
                     gpu,
                     problem(dtype, dims),
                     notes,
-                    conformance=(("dtype", dtype), ("dims", dims)),
+                    conformance=(("dtype", QUANTIZED.get(dtype, dtype)), ("dims", dims)),
                     point=(dtype, dims[0], "plain") if dims[0] == dims[1] else None,
                 )
                 for dims in DIMS
@@ -259,11 +280,11 @@ def dims_rows(kernel: Any, notes: Notes) -> list[list[str]]:
         by_device[_name(gpu)] = rows
     merged: dict[Any, list[str]] = {}
     for name, rows in by_device.items():
-        merged.setdefault(tuple((cells, tuple(dtypes)) for cells, dtypes in rows.items()), []).append(name)
+        merged.setdefault(tuple((cells, tuple(alike)) for cells, alike in rows.items()), []).append(name)
     return [
-        [", ".join(names), "all" if len(dtypes) == len(DTYPES) else ", ".join(dtypes), *cells]
+        [", ".join(names), "all" if len(alike) == len(dtypes) else ", ".join(alike), *cells]
         for rows, names in merged.items()
-        for cells, dtypes in rows
+        for cells, alike in rows
     ]
 
 
@@ -387,6 +408,9 @@ def page() -> str:
         groups, rows = feature_rows(kernel, notes)
         if groups:
             parts.append(markdown(["with", *groups], rows))
+        if getattr(kernel, "QUANTIZED", False):
+            header = ["quantized calls", "dtype of q and k : of v", *dims]
+            parts.append(markdown(header, dims_rows(kernel, notes, tuple(QUANTIZED))))
         if notes.texts:
             parts.append("\n".join(f"{i}. {text}" for i, text in enumerate(notes.texts, start=1)))
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -271,6 +271,11 @@ class AttentionProblem:
         return self.dtype_out or self.dtype
 
     @property
+    def bytes_of_a_key(self) -> int:
+        """Bytes of one key and its value, of one kv head."""
+        return self.head_dim * DTYPE_BYTES[self.dtype] + self.head_dim_v * DTYPE_BYTES[self.dtype_of_v]
+
+    @property
     def kind(self) -> object:
         """The same object for problems that differ only in `SIZES`, the scale, the size of a softcap, the probability
         of dropout, and the lengths of those axes of a mask or bias that are not broadcast. Rules that read none of

@@ -241,7 +241,10 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _one_buffer(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns views of one projection's output, in which a token's q, k and v are adjacent."""
+    """Returns views of one projection's output, in which a token's q, k and v are adjacent; v apart if it has another
+    dtype."""
+    if v.dtype != q.dtype:
+        return (*_one_buffer(q, k, k)[:2], v)
     tokens = max(q.shape[-3], k.shape[-3])
     widths = [x.shape[-2] * x.shape[-1] for x in (q, k, v)]
     buffer = q.new_full((*q.shape[:-3], tokens, sum(widths)), _poison(q))

@@ -140,6 +140,13 @@ def _dtype(rng: random.Random) -> str:
     return "float16" if kind < 0.33 else "bfloat16" if kind < 0.66 else f"float32:{rng.choice(PRECISIONS)}"
 
 
+def _quantized_dtype(rng: random.Random, packed: bool) -> str:
+    """Returns the dtype of q and k, that of v, and what shares a factor. Blocks of packed tokens have no factors."""
+    dtype = rng.choice(("float8_e4m3fn", "float8_e5m2", "int8", "int8"))
+    of_v = rng.choice(("int8", "float16", "bfloat16") if dtype == "int8" else ("float8_e4m3fn", "float8_e5m2"))
+    return f"{dtype}:{of_v}:{rng.choice(('tensor', 'head', '64', '128')[: 2 if packed else 4])}"
+
+
 def _window(rng: random.Random) -> tuple[int, int]:
     left, right = (rng.choice((-1, -1, 0, 1, 5, 31, 64, 100, 500)) for _ in range(2))
     return left, right
@@ -147,7 +154,8 @@ def _window(rng: random.Random) -> tuple[int, int]:
 
 def _draw_dense(seed: int, of_class: random.Random, of_call: random.Random) -> Drawn:
     packed, gradients = of_class.random() < 0.3, of_class.random() < 0.2
-    dims, dtype = _widths(of_class), _dtype(of_class)
+    dims, quantized = _widths(of_class), not gradients and of_class.random() < 0.2
+    dtype = _quantized_dtype(of_class, packed) if quantized else _dtype(of_class)
     plain = gradients and of_class.random() < 0.5  # what kernels' own gradients take
     features: dict[str, Any] = {"dtype": dtype, "dims": dims, "packed": packed, "lse": of_class.random() < 0.6}
     features["causal"] = of_class.choice(("", "", "bottom_right", "top_left"))
@@ -204,7 +212,7 @@ PACKED_LAYOUTS = tuple(name for name in cases.LAYOUTS if name != "one item for a
 def _able(problem: Any) -> list[Any]:
     """Returns the kernels that claim a call, or its forward, if others compute the gradients."""
     forwards = {m: dispatch.forward_of(problem, GPU, m.NAME)[0] for m in dispatch.kernels_for(problem)}
-    return [m for m, forward in forwards.items() if not m.why_not(forward, GPU)]
+    return [m for m, forward in forwards.items() if not dispatch.why_not(m, forward, GPU)]
 
 
 def _choose(
@@ -360,15 +368,17 @@ def _check_gradients(drawn: Drawn, given: cases.Call, call: cases.Call) -> str |
 
 
 def _with_hidden_nan(call: cases.Call) -> Any:
-    """Returns the operands with NaN in the keys and values that no query sees."""
+    """Returns the operands with NaN in the keys and values that no query sees, in int8 with the lowest number."""
     group = call.problem.num_heads_q // call.problem.num_heads_kv
     k, v = (_independent(t).clone() for t in call.operands[1:3])
     for shown, keys, values in zip(
         harness.visible(call), _by_keys(call, k), _by_keys(call, v), strict=True
     ):  # [heads, rows, keys], [keys, heads, width]
         unseen = ~shown.any(1).unflatten(0, (-1, group)).any(1)  # [kv heads, keys]
-        keys[unseen.T] = math.nan
-        values[unseen.T] = math.nan
+        for x in (keys, values):
+            as_bytes = x.element_size() == 1  # torch sets no chosen elements of float8, where 0x7F is NaN
+            poison = math.nan if not as_bytes else 0x80 if x.dtype == torch.int8 else 0x7F
+            (x.view(torch.uint8) if as_bytes else x)[unseen.T] = poison
     return call.operands._replace(k=k, v=v)
 
 

@@ -176,9 +176,10 @@ def bytes_per_score(problem: AttentionProblem) -> int:
 
 
 def odd_rows(problem: AttentionProblem) -> bool:
-    """Returns whether some rows of a 16-bit tensor do not start at multiples of 32 bytes, so that pointer loads are
-    narrower."""
-    return problem.dtype != "float32" and bool(problem.head_dim % 16 or problem.head_dim_v % 16)
+    """Returns whether some rows of a 16-bit or 8-bit tensor do not start at multiples of 32 bytes, so that pointer
+    loads are narrower."""
+    widths = ((problem.head_dim, problem.dtype), (problem.head_dim_v, problem.dtype_of_v))
+    return problem.dtype != "float32" and any(width * DTYPE_BYTES[dtype] % 32 for width, dtype in widths)
 
 
 def waits_for_memory(num_stages: int) -> float:

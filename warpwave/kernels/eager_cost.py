@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from warpwave.gpu import Gpu
-from warpwave.kernels.cost import Cost, progressions
+from warpwave.kernels.cost import Cost, in_turn, progressions
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band
 
 if TYPE_CHECKING:
@@ -103,6 +103,8 @@ def _of_block(band: Band, first: int, rows: int, seqlen_k: int, block_n: int) ->
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """Returns the cost of the operations, each one launch: products, passes over all scores of a tile, and additional
     launches per tile and per block of rows."""
+    if problem.is_quantized:
+        return _of_quantized(problem, gpu, config)
     scores = tile_reads = tiles = blocks = cut = cut_tiles = acc_rows = 0
     for (seqlen_q, seqlen_k), times in problem.counted_items().items():
         band = problem.band(seqlen_q, seqlen_k)
@@ -162,3 +164,26 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         launches=sum(part.launches for part in parts),
         parts=parts,
     )
+
+
+def _of_quantized(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
+    """Returns the cost of a quantized call: of the float32 call on the numbers, and of making them."""
+    plain = replace(problem, dtype="float32", dtype_v=None, dtype_out=None, descale_blocks=None)
+    attend = cost(plain, gpu, config)
+    keys = (problem.total_k if problem.packed else problem.batch * problem.seqlen_k) * problem.num_heads_kv
+    queries = problem.rows * problem.num_heads_q
+    elements = queries * problem.head_dim + keys * (problem.head_dim + problem.head_dim_v)
+    read = queries * problem.head_dim * DTYPE_BYTES[problem.dtype] + keys * problem.bytes_of_a_key
+    outs = queries * problem.head_dim_v
+    # Each of q, k and v is converted, and then multiplied by its factors; out is converted.
+    convert = Cost(
+        blocks=0,
+        flops=0,
+        exponentials=0,
+        read_bytes=read + 4 * elements + 4 * outs,
+        write_bytes=8 * elements + outs * DTYPE_BYTES[problem.dtype_of_out],
+        workspace_bytes=4 * (elements + outs),
+        scratch_bytes=12 * elements + 4 * outs,
+        launches=7,
+    )
+    return in_turn((convert, *attend.parts), convert.workspace_bytes + attend.workspace_bytes)

@@ -24,6 +24,15 @@ DTYPES = {
 }
 
 
+QUANTIZED_DTYPES = {
+    "float8_e4m3fn": "float8_e4m3fn",
+    "fp8": "float8_e4m3fn",
+    "float8_e5m2": "float8_e5m2",
+    "int8": "int8",
+}
+GRANULARITIES = ("tensor", "head", "64", "128")
+
+
 def describes_a_call(command: Callable[..., None]) -> Callable[..., None]:
     """Adds the options of a call to a command. The command receives the problem as its argument `problem`.
 
@@ -66,7 +75,24 @@ def _describe(
     head_dim_v: Annotated[
         int | None, typer.Option(min=0, help="Head dimension of v and out. Default: head-dim.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="float16 (fp16), bfloat16 (bf16) or float32 (fp32).")] = "bfloat16",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="float16 (fp16), bfloat16 (bf16) or float32 (fp32); quantized: float8_e4m3fn (fp8), float8_e5m2 or "
+            "int8."
+        ),
+    ] = "bfloat16",
+    dtype_v: Annotated[
+        str | None,
+        typer.Option(help="With a quantized dtype, that of v. Default: dtype beside float8, bfloat16 beside int8."),
+    ] = None,
+    granularity: Annotated[
+        str | None,
+        typer.Option(
+            help="With a quantized dtype, what shares a factor: tensor, head, or 64 or 128 tokens. Default: 128, or "
+            "head with --packed."
+        ),
+    ] = None,
     causal: Annotated[
         bool, typer.Option("--causal", help="Causal mask, aligned to the last key (bottom right).")
     ] = False,
@@ -100,8 +126,19 @@ def _describe(
     ] = "default",
 ) -> AttentionProblem:
     """Returns the problem. It passes the same checks as a real call, on tensors without storage."""
-    if dtype not in DTYPES:
-        raise typer.BadParameter(f"{dtype!r} is not a dtype; use {', '.join(DTYPES)}", param_hint="--dtype")
+    if dtype not in DTYPES | QUANTIZED_DTYPES:
+        allowed = ", ".join(DTYPES | QUANTIZED_DTYPES)
+        raise typer.BadParameter(f"{dtype!r} is not a dtype; use {allowed}", param_hint="--dtype")
+    if dtype in DTYPES:
+        for option, value in (("--dtype-v", dtype_v), ("--granularity", granularity)):
+            if value is not None:
+                raise typer.BadParameter(f"dtype is {dtype}; {option} belongs to a quantized one", param_hint=option)
+    if dtype_v is not None and dtype_v not in DTYPES | QUANTIZED_DTYPES:
+        allowed = ", ".join(DTYPES | QUANTIZED_DTYPES)
+        raise typer.BadParameter(f"{dtype_v!r} is not a dtype; use {allowed}", param_hint="--dtype-v")
+    if granularity is not None and granularity not in GRANULARITIES:
+        allowed = ", ".join(GRANULARITIES)
+        raise typer.BadParameter(f"{granularity!r} is not allowed; use {allowed}", param_hint="--granularity")
     if causal and causal_top_left:
         raise typer.BadParameter("give --causal or --causal-top-left, not both", param_hint="--causal-top-left")
     if deterministic and not grad:
@@ -114,10 +151,13 @@ def _describe(
     from warpwave.checks import describe_call
     from warpwave.errors import InvalidInput
     from warpwave.options import Options, spell_precision
-    from warpwave.problem import Operands
+    from warpwave.problem import Operands, QuantizedOperands
     from warpwave.workbench.limits import check_size
 
-    def tensor(*shape: int, dtype: str = DTYPES[dtype]) -> torch.Tensor:
+    names = DTYPES | QUANTIZED_DTYPES
+    of_v = names[dtype_v or ("bfloat16" if dtype == "int8" else dtype)]
+
+    def tensor(*shape: int, dtype: str = names[dtype]) -> torch.Tensor:
         try:
             return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         except (RuntimeError, TypeError):  # torch's errors for sizes beyond 64 bits
@@ -126,18 +166,30 @@ def _describe(
     keys, kv_heads = seqlen_q if seqlen_k is None else seqlen_k, heads if heads_kv is None else heads_kv
     rows_q, rows_k = ((batch * seqlen_q,), (batch * keys,)) if packed else ((batch, seqlen_q), (batch, keys))
     offsets = tensor(batch + 1, dtype="int32") if packed else None
+    operands: Operands | QuantizedOperands = Operands(
+        q=tensor(*rows_q, heads, head_dim),
+        k=tensor(*rows_k, kv_heads, head_dim),
+        v=tensor(*rows_k, kv_heads, head_dim if head_dim_v is None else head_dim_v, dtype=of_v),
+        mask=tensor(1, 1, seqlen_q, keys, dtype="bool") if mask else None,
+        bias=tensor(1, heads, seqlen_q, keys, dtype="float32") if bias else None,
+        alibi_slopes=tensor(heads, dtype="float32") if alibi else None,
+        sinks=tensor(heads, dtype="float32") if sinks else None,
+        cu_seqlens_q=offsets,
+        cu_seqlens_k=offsets,
+    )
+    if dtype in QUANTIZED_DTYPES:
+        shared = granularity or ("head" if packed else "128")
+
+        def factor(heads: int, tokens: int) -> torch.Tensor:
+            if shared == "tensor":
+                return tensor(1, dtype="float32")
+            return tensor(batch, heads, *(() if shared == "head" else (-(-tokens // int(shared)),)), dtype="float32")
+
+        of_values = factor(kv_heads, keys) if of_v in QUANTIZED_DTYPES.values() else None
+        factors = (factor(heads, seqlen_q), factor(kv_heads, keys), of_values, None)
+        operands = QuantizedOperands(*operands[:9], *factors)
     problem = describe_call(
-        Operands(
-            q=tensor(*rows_q, heads, head_dim),
-            k=tensor(*rows_k, kv_heads, head_dim),
-            v=tensor(*rows_k, kv_heads, head_dim if head_dim_v is None else head_dim_v),
-            mask=tensor(1, 1, seqlen_q, keys, dtype="bool") if mask else None,
-            bias=tensor(1, heads, seqlen_q, keys, dtype="float32") if bias else None,
-            alibi_slopes=tensor(heads, dtype="float32") if alibi else None,
-            sinks=tensor(heads, dtype="float32") if sinks else None,
-            cu_seqlens_q=offsets,
-            cu_seqlens_k=offsets,
-        ),
+        operands,
         Options(
             max_seqlen_q=seqlen_q if packed else 0,
             max_seqlen_k=keys if packed else 0,

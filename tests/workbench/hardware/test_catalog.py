@@ -35,34 +35,43 @@ WANTED = {
 }
 NO_KERNEL_COMPILES = {"sm_70", "sm_75"}  # in the catalogue for its bounds
 
-# Operations a clock of one SM, dense, accumulated in float32: by the white papers of the generations, apart from the
-# catalogue, whose peaks must be SMs x clock x these.
+# Operations a clock of one SM, dense, accumulated in float32 (int8: in int32): by the white papers of the generations,
+# apart from the catalogue, whose peaks must be SMs x clock x these.
 PER_CLOCK = {
     "sm_70": {"float16": 1024, "float32": 128},
-    "sm_75": {"float16": 1024, "float32": 128},
-    "sm_80": {"float16": 2048, "bfloat16": 2048, "tf32": 1024, "float32": 128},
-    "sm_86": {"float16": 512, "bfloat16": 512, "tf32": 256, "float32": 256},  # GeForce
-    "sm_87": {"float16": 2048, "bfloat16": 2048, "tf32": 1024, "float32": 256},
-    "sm_89": {"float16": 512, "bfloat16": 512, "fp8": 1024, "tf32": 256, "float32": 256},
-    "sm_90": {"float16": 4096, "bfloat16": 4096, "fp8": 8192, "tf32": 2048, "float32": 256},
-    "sm_100": {"float16": 8192, "bfloat16": 8192, "fp8": 16384, "tf32": 4096, "float32": 256},
+    "sm_75": {"float16": 1024, "int8": 2048, "float32": 128},
+    "sm_80": {"float16": 2048, "bfloat16": 2048, "int8": 4096, "tf32": 1024, "float32": 128},
+    "sm_86": {"float16": 512, "bfloat16": 512, "int8": 2048, "tf32": 256, "float32": 256},  # GeForce
+    "sm_87": {"float16": 2048, "bfloat16": 2048, "int8": 4096, "tf32": 1024, "float32": 256},
+    "sm_89": {"float16": 512, "bfloat16": 512, "fp8": 1024, "int8": 2048, "tf32": 256, "float32": 256},
+    "sm_90": {"float16": 4096, "bfloat16": 4096, "fp8": 8192, "int8": 8192, "tf32": 2048, "float32": 256},
+    "sm_100": {"float16": 8192, "bfloat16": 8192, "fp8": 16384, "int8": 16384, "tf32": 4096, "float32": 256},
     "sm_103": {"float16": 8192, "bfloat16": 8192, "fp8": 16384, "tf32": 4096, "float32": 256},
-    "sm_120": {"float16": 512, "bfloat16": 512, "fp8": 1024, "tf32": 256, "float32": 256},  # GeForce
-    "gfx908": {"float16": 1024, "bfloat16": 512, "float32_matrix": 256, "float32": 128},
-    "gfx90a": {"float16": 1024, "bfloat16": 1024, "float32_matrix": 256, "float32": 128},
-    "gfx942": {"float16": 2048, "bfloat16": 2048, "fp8": 4096, "tf32": 1024, "float32_matrix": 256, "float32": 256},
-    "gfx950": {"float16": 4096, "bfloat16": 4096, "fp8": 8192, "float32_matrix": 256, "float32": 256},
+    "sm_120": {"float16": 512, "bfloat16": 512, "fp8": 1024, "int8": 2048, "tf32": 256, "float32": 256},  # GeForce
+    "gfx908": {"float16": 1024, "bfloat16": 512, "int8": 1024, "float32_matrix": 256, "float32": 128},
+    "gfx90a": {"float16": 1024, "bfloat16": 1024, "int8": 1024, "float32_matrix": 256, "float32": 128},
+    "gfx942": {
+        "float16": 2048,
+        "bfloat16": 2048,
+        "fp8": 4096,
+        "int8": 4096,
+        "tf32": 1024,
+        "float32_matrix": 256,
+        "float32": 256,
+    },
+    "gfx950": {"float16": 4096, "bfloat16": 4096, "fp8": 8192, "int8": 8192, "float32_matrix": 256, "float32": 256},
     # Of two compute units, which are one for the driver.
-    "gfx1100": {"float16": 1024, "bfloat16": 1024, "float32": 512},
-    "gfx1201": {"float16": 2048, "bfloat16": 2048, "fp8": 4096, "float32": 512},
+    "gfx1100": {"float16": 1024, "bfloat16": 1024, "int8": 1024, "float32": 512},
+    "gfx1201": {"float16": 2048, "bfloat16": 2048, "fp8": 4096, "int8": 4096, "float32": 512},
 }
 # The same chips as cards for data centers and workstations accumulate in float32 at the full rate.
-AMPERE = {"float16": 1024, "bfloat16": 1024, "tf32": 512}
+AMPERE = {"float16": 1024, "bfloat16": 1024, "int8": 2048, "tf32": 512}
 ADA = AMPERE | {"fp8": 2048}
 FULL_RATE = dict.fromkeys(("a10", "a40", "rtxa4000", "rtxa5000", "rtxa6000"), AMPERE)
 FULL_RATE |= dict.fromkeys(("l4", "l40s", "rtx5000ada", "rtx6000ada", "rtxpro6000"), ADA)
 FULL_RATE["gb10"] = ADA | {"float32": 256}
 FULL_RATE["rtx2080ti"] = {"float16": 512}
+FULL_RATE |= {key: {"int8": 1024} for key in ("a10g", "l40", "l20")}  # limited as their other matrix rates are
 
 
 def test_every_card_is_there() -> None:
@@ -93,7 +102,7 @@ def test_a_sheet_is_plausible_and_accounts_for_its_gaps(sheet: DataSheet) -> Non
     assert (sheet.max_clock_mhz is not None) == ("max_clock_mhz" in sheet.derived), "a highest clock has its source"
     for field in ("exponentials_per_clock_per_sm", "l2_gbps"):
         assert (getattr(sheet, field) is None) == (field in sheet.left_out), field
-    missing = {"bfloat16", "tf32", "fp8"} - sheet.peak_tflops.keys()
+    missing = {"bfloat16", "tf32", "fp8", "int8"} - sheet.peak_tflops.keys()
     assert missing <= sheet.left_out.keys(), "a peak is missing without a reason"
     assert sheet.sources and all("(20" in source for source in sheet.sources), "a document has a title and a year"
 

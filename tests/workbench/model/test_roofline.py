@@ -234,7 +234,7 @@ def test_a_cpu_has_products_exponentials_memory_and_calls() -> None:
 def test_without_rates_there_are_no_bounds() -> None:
     line = roofline(PLAIN, Rates("nothing", "?", {}), gpu=H200, cost=Cost(1, 1, 1, 1, 1))
     assert line.bounds == () and line.binding is None and line.time_us == 0 and line.path == ""
-    assert product_path(PLAIN, line.rates) is None
+    assert product_path(PLAIN, line.rates, CPU) is None
 
 
 # Laws -----------------------------------------------------------------------------------------------------------------

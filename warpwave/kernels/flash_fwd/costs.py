@@ -24,15 +24,16 @@ from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """Returns what one launch moves and computes: whole tiles, padding included; K and V once for each query tile. With
-    split_ahead, it includes what the first launch reads, and the parts that it writes."""
-    size = DTYPE_BYTES[problem.dtype]
+    split_ahead, it includes what the first launch reads, and the parts that it writes. The factors of quantized
+    tensors, one number a tile, are left out."""
+    size, size_out = DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.dtype_of_out]
     block_d, block_dv = tile_widths(problem, gpu, config.block_m)
     visited, longest, items, cut = walk(problem, config.block_m, config.block_n)
     scores = visited * config.block_m * config.block_n
     rows = problem.rows * problem.num_heads_q
     arithmetic = dot_precision(problem, gpu)
     workspace = split_reads = 0
-    key_bytes = size * (problem.head_dim + problem.head_dim_v)
+    key_bytes = problem.bytes_of_a_key
     if config.split_ahead and arithmetic in PARTS:
         keys = (problem.total_k if problem.packed else problem.batch * problem.seqlen_k) * problem.num_heads_kv
         split_reads, key_bytes = keys * key_bytes, 2 * PARTS[arithmetic] * (block_d + block_dv)
@@ -44,7 +45,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         (config.block_m, padded(problem.head_dim_v), config.block_n),
     )
     split = scores + visited * config.block_n * (block_d + block_dv)  # elements of P, K and V split in the loop
-    out_bytes = rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0))
+    out_bytes = rows * (problem.head_dim_v * size_out + (4 if problem.return_lse else 0))
     reads = size * rows * problem.head_dim + key_reads + scores * bytes_per_score(problem)
     attend = Cost(
         blocks=-(-problem.seqlen_q // config.block_m) * problem.num_heads_q * problem.batch,
@@ -66,9 +67,11 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         threads=config.num_warps * gpu.warp_size,
         registers=_registers(problem, gpu, config),
         # Two Hopper warpgroups have 64 rows each. If tiles arrive one at a time, they wait for each other.
-        chains=2 if gpu.capability == 90 and size == 2 and (config.block_m, config.num_warps) == (128, 8) else 1,
+        chains=2 if gpu.capability == 90 and size <= 2 and (config.block_m, config.num_warps) == (128, 8) else 1,
         operand_bytes=int(visited * multiply_add_bytes(products, config.num_warps * 32)) if multiply_adds else 0,
-        conversions=conversions(problem, gpu, scores if workspace else split, config.block_m, config.num_warps),
+        conversions=visited * config.block_n * block_dv  # values of int8 become float16
+        if problem.dtype_of_v == "int8"
+        else conversions(problem, gpu, scores if workspace else split, config.block_m, config.num_warps),
     )
     if not workspace:
         return attend

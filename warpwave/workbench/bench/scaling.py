@@ -308,7 +308,7 @@ def judged(axis: str, measurements: Sequence[Measurement], gpu: Any, rates: Rate
     found = []
     for name, line_ in points(axis, measurements, gpu).items():
         problem = next(m.problem for m in measurements if m.contender == name)
-        path = None if rates is None else product_path(problem, rates)
+        path = None if rates is None else product_path(problem, rates, gpu)
         peak = None if path is None else path.useful_tflops
         sms = 0 if gpu is None or gpu.is_cpu else gpu.num_sms
         one = judge(axis, name, line_, rates=rates, peak_tflops=peak, num_sms=sms)

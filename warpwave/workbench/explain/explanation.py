@@ -13,7 +13,7 @@ from warpwave import dispatch
 from warpwave.checks import check_problem, describe_call
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import eager
+from warpwave.kernels import descales, eager
 from warpwave.kernels.cost import Cost
 from warpwave.kernels.three_kernel import backward_memory
 from warpwave.options import as_logits, options_of, spell_scalars, spell_switches, with_positive_scale
@@ -428,13 +428,16 @@ def _memory(problem: AttentionProblem, kernel: Any, cost: Cost, copied: int) -> 
     p, size = problem, DTYPE_BYTES[problem.dtype]
     rows = p.rows * p.num_heads_q
     keys = (p.total_k if p.packed else p.batch * p.seqlen_k) * p.num_heads_kv
-    inputs = (rows * p.head_dim + keys * (p.head_dim + p.head_dim_v)) * size
+    inputs = rows * p.head_dim * size + keys * p.bytes_of_a_key
+    if p.is_quantized:
+        inputs += 4 * sum(math.prod(shape) for shape in descales.shapes(p) if shape is not None)
     for shape, cell in ((p.mask_shape, 1), (p.bias_shape, DTYPE_BYTES[p.bias_dtype or p.dtype]), (p.alibi_shape, 4)):
         inputs += 0 if shape is None else math.prod(shape) * cell
     inputs += 4 * p.num_heads_q * p.has_sinks + 8 * (p.batch + 1) * p.packed
     ours = bool(kernel.NEEDS_GPU)  # torch's operations also allocate intermediates
     lse = p.lse_bytes if p.return_lse or p.requires_grad else 0
-    return Memory(inputs, rows * p.head_dim_v * size, lse, cost.workspace_bytes + copied, ours)
+    out = rows * p.head_dim_v * DTYPE_BYTES[p.dtype_of_out]
+    return Memory(inputs, out, lse, cost.workspace_bytes + copied, ours)
 
 
 def _with_backward(memory: Memory, backward: Backward | None) -> Memory:

@@ -177,7 +177,8 @@ def rates_of(said: Pass) -> Iterator[str]:
         return
     parts = []
     if known.path != FLOAT32_UNITS:
-        parts.append(f"products of {known.path} accumulated in float32")
+        sums = "int32 and float32" if known.path.startswith("int8") else "float32"
+        parts.append(f"products of {known.path} accumulated in {sums}")
     if known.rates.clock:
         parts.append(known.rates.clock)
     if parts:

@@ -97,14 +97,19 @@ def _accuracy(accuracy: Accuracy) -> str:
 
 
 def _work(said: Explanation) -> Iterator[str]:
-    problem, size = said.problem, DTYPE_BYTES[said.problem.dtype]
+    problem = said.problem
     estimated = "" if problem.pairs_are_exact else " (estimated: the mask or the lengths were not read)"
     everything = problem.num_heads_q * sum(sq * sk for sq, sk in problem.items())
     pairs, rows, keys = problem.visible_pairs, problem.rows * problem.num_heads_q, problem.keys_needed
     yield "WORK       the minimum for any implementation"
     yield f"  pairs    {pairs:,} of {everything:,} (query, key) pairs are visible{estimated}"
-    for name, operands, width in (("QK^T", "q and k", problem.head_dim), ("PV", "v and out", problem.head_dim_v)):
-        moved = (rows + keys) * width * size
+    sizes = [DTYPE_BYTES[dtype] for dtype in (problem.dtype, problem.dtype_of_v, problem.dtype_of_out)]
+    of_scores, of_values = (rows + keys) * sizes[0], keys * sizes[1] + rows * sizes[2]
+    for name, operands, width, cells in (
+        ("QK^T", "q and k", problem.head_dim, of_scores),
+        ("PV", "v and out", problem.head_dim_v, of_values),
+    ):
+        moved = cells * width
         yield (
             f"  {name:8} {flop(2 * pairs * width)} over {byte(moved)} of {operands}: "
             f"{figure(2 * pairs * width / max(1, moved))} FLOP a byte"

@@ -1,8 +1,8 @@
 """Data sheets: the peak rates that each card's maker states, with sources, read from the files of `cards`.
 
 Peaks are dense (never with structured sparsity), in 10^12 operations a second; a fused multiply-add counts as two, and
-products accumulate in float32. Bandwidths are in 10^9 bytes a second; caches and shared memory in KiB. A card has its
-documents by title and year. Three sources hold for every card:
+products accumulate in float32, those of int8 in int32. Bandwidths are in 10^9 bytes a second; caches and shared memory
+in KiB. A card has its documents by title and year. Three sources hold for every card:
 
 - NVIDIA shared memory, registers and exponentials: CUDA C++ Programming Guide, release 13.0 (2025), "Technical
   Specifications per Compute Capability" and "Throughput of Native Arithmetic Instructions" (exp2f: 16 a clock and SM).
@@ -27,9 +27,10 @@ from warpwave.gpu import ARCHS, CPU, Gpu
 
 FOLDER = Path(__file__).with_name("cards")
 FILES = ("nvidia_volta_turing", "nvidia_ampere", "nvidia_ada_hopper", "nvidia_blackwell", "amd")
-# Arithmetic of the products, slowest last. Accumulation is always in float32. "float32" is the plain floating-point
-# units, "float32_matrix" the float32 matrix instructions of AMD's CDNA cards, "tf32" those of NVIDIA (and of CDNA 3).
-PATHS = ("float16", "bfloat16", "fp8", "tf32", "float32_matrix", "float32")
+# Arithmetic of the products, slowest last. Accumulation is in float32, of int8 in int32. "float32" is the plain
+# floating-point units, "float32_matrix" the float32 matrix instructions of AMD's CDNA cards, "tf32" those of NVIDIA
+# (and of CDNA 3).
+PATHS = ("float16", "bfloat16", "fp8", "int8", "tf32", "float32_matrix", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,8 @@ class DataSheet:
         smem_per_sm_bytes, smem_per_block_bytes: shared memory (LDS) per SM, and the limit per block.
         registers_per_sm: 32-bit registers.
         exponentials_per_clock_per_sm: float32 exponentials that the special function units start per clock.
-        peak_tflops: path -> dense 10^12 operations a second with float32 accumulation. Paths as in `PATHS`.
+        peak_tflops: path -> dense 10^12 operations a second, accumulated in float32 (int8: in int32). Paths as in
+            `PATHS`.
         power_w: board power.
         sources: documents by title and year.
         aliases: other names that find the card.

@@ -69,7 +69,7 @@ class Constants:
 
 def constant_of(path: str, products: int) -> str:
     """Returns the key of `Constants.matrix` for a path of `hardware.catalog.PATHS`."""
-    if path == "float16":
+    if path == "float16" or path.startswith(("fp8", "int8")):  # no 8-bit product was measured: the share of 16 bits
         return "bfloat16"
     return f"{path}x{products}" if products > 1 else path
 

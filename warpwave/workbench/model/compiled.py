@@ -87,7 +87,9 @@ def table() -> dict[Key, Resources]:
 
 def resources(kernel: str, problem: AttentionProblem, gpu: Gpu, config: Any) -> Resources | None:
     """Returns what a call's launch with products compiles to; None if the table does not have its config, or if a mask,
-    a bias or packing changes its code."""
+    a bias, packing or quantized operands change its code."""
     if problem.mask_shape is not None or problem.bias_shape is not None or problem.packed or problem.page_size:
+        return None
+    if problem.is_quantized:
         return None
     return table().get(key(kernel, problem, gpu, config))

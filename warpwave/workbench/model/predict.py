@@ -23,6 +23,8 @@ from warpwave.workbench.model import families, published
 from warpwave.workbench.model.calibration import Machine, Residuals, calibrations, machine, worst_uncalibrated
 from warpwave.workbench.model.steps import Steps, Traffic, computes_gradients
 
+QUANTIZED_FACTOR = 3.0  # of the error bar of quantized calls, which were never measured
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -106,7 +108,7 @@ def predict(
     steps = Steps(problem, kernel, config, gpu, cost, where, hot, without, graph)
     times = steps.times()
     time_us = times["launches"]
-    low, high, words, points = _bar(where, kernel, time_us, times["bound"])
+    low, high, words, points = _bar(where, kernel, time_us, times["bound"], problem.is_quantized)
     return Prediction(
         kernel.NAME,
         sheet.key,
@@ -148,10 +150,16 @@ def _lent(where: Machine, kernel: str) -> tuple[str, Residuals] | None:
     return None if known is None else (lender.gpu.upper(), known)
 
 
-def _bar(where: Machine, module: Any, time_us: float, bound_us: float) -> tuple[float, float, str, int]:
+def _bar(
+    where: Machine, module: Any, time_us: float, bound_us: float, is_quantized: bool = False
+) -> tuple[float, float, str, int]:
     """Returns the error bar, in words what it is based on, and its number of points. The bound limits it from below."""
     name, kernel = where.sheet.name, module.NAME
-    if where.calibration is not None and kernel in where.calibration.residuals:
+    if is_quantized:
+        factor, points = QUANTIZED_FACTOR, 0
+        words = f"never validated: no quantized call of {kernel} was measured on any card; constants of other calls, "
+        words += f"with an error bar of a factor {factor:g} that nobody checked"
+    elif where.calibration is not None and kernel in where.calibration.residuals:
         known = where.calibration.residuals[kernel]
         words = (
             f"{known.points} measurements of {kernel} on an {name} that it was not fitted to: median error "

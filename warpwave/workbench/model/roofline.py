@@ -10,7 +10,7 @@ Visual Performance Model for Multicore Architectures" (2009).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from warpwave import precision as arithmetics
 from warpwave.gpu import Gpu
 from warpwave.kernels.cost import Cost
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Work
-from warpwave.workbench.hardware.catalog import DataSheet
+from warpwave.workbench.hardware.catalog import DataSheet, data_sheet
 from warpwave.workbench.hardware.measure import Ceilings
 
 FLOAT32_UNITS = "float32"  # the path without matrix instructions
@@ -176,7 +176,7 @@ def roofline(
         hot: whether the previous call used the same tensors, so that data in the caches need not be read again.
         is_backward: whether the bounds are those of the backward: of any implementation that recomputes the scores.
     """
-    best = path = product_path(problem, rates)
+    best = path = product_path(problem, rates, gpu)
     work = problem.work(is_backward)
     bounds = [*_products(problem, work, rates, gpu, path), *_exponentials(work, rates)]
     bounds += _memory(problem, work, rates, hot)
@@ -186,6 +186,8 @@ def roofline(
     if cost is not None and not gpu.is_cpu:
         if precision is not None and problem.dtype == "float32":
             path = fastest(FLOAT32_PATHS[precision], rates) or path
+        elif problem.is_quantized and precision is not None:
+            path = quantized_path_of_kernel(problem, rates, gpu)
         bounds += _of_kernel(problem, work, rates, path, cost)
     return Roofline(rates, tuple(bounds), best.name if best else "", problem.pairs_are_exact)
 
@@ -208,11 +210,8 @@ class Path(NamedTuple):
 def product_paths(problem: AttentionProblem) -> dict[str, int]:
     """Returns path -> number of products, for the paths that are accurate enough.
 
-    16-bit products use matrix instructions, or float32 if a device has none for the dtype. 8-bit products use those for
-    8 bits; int8 has the rate of float8 on the cards whose rate is stated.
+    16-bit products use matrix instructions, or float32 if a device has none for the dtype.
     """
-    if problem.is_quantized:
-        return {"fp8": 1}
     if problem.dtype != "float32":
         return {problem.dtype: 1}
     if problem.precision == "ieee" and problem.error_budget is None:
@@ -220,12 +219,12 @@ def product_paths(problem: AttentionProblem) -> dict[str, int]:
     return arithmetics.as_accurate_as(problem)  # another arithmetic may stand in for a named one
 
 
-def product_path(problem: AttentionProblem, rates: Rates) -> Path | None:
+def product_path(problem: AttentionProblem, rates: Rates, gpu: Gpu) -> Path | None:
     """Returns the fastest of `product_paths` that the device has; else the fastest path that is as accurate; else plain
-    float32. None for 8-bit products of unknown rate."""
-    found = fastest(product_paths(problem), rates)
+    float32. None for a quantized call on a device with an 8-bit unit whose rate is unknown."""
     if problem.is_quantized:
-        return found
+        return _quantized_path(problem, rates, gpu, *_units(problem))
+    found = fastest(product_paths(problem), rates)
     if found is None and problem.dtype == "float32":
         found = fastest(arithmetics.as_accurate_as(problem), rates)
     return found or fastest(FLOAT32_PATHS["ieee"], rates)
@@ -235,6 +234,41 @@ def fastest(paths: Mapping[str, int], rates: Rates) -> Path | None:
     """Returns the path with the highest useful rate that the device has; None if it has none."""
     known = [Path(name, n, rates.product_tflops[name]) for name, n in paths.items() if name in rates.product_tflops]
     return max(known, key=lambda path: path.useful_tflops, default=None)
+
+
+def _units(problem: AttentionProblem) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the paths on which each of the two products of a quantized call is exact, or rounds probabilities as the
+    call allows. float16 holds every number of int8 and of both float8 formats."""
+    eight = "int8" if problem.dtype == "int8" else "fp8"
+    if problem.dtype_of_v in ("float16", "bfloat16"):
+        return (eight, "float16"), (problem.dtype_of_v,)
+    return (eight, "float16"), ("float16",) if problem.dtype_of_v == "int8" else ("fp8", "float16")
+
+
+def quantized_path_of_kernel(problem: AttentionProblem, rates: Rates, gpu: Gpu) -> Path | None:
+    """Returns the path of a portable kernel, which multiplies 8-bit numbers as they are; as float16 on gfx942, whose
+    matrix unit has other float8 formats."""
+    of_scores, of_values = (units[:1] for units in _units(problem))
+    if gpu.arch == "gfx942":
+        of_scores, of_values = (("float16",) if units == ("fp8",) else units for units in (of_scores, of_values))
+    return _quantized_path(problem, rates, gpu, of_scores, of_values) or product_path(problem, rates, gpu)
+
+
+def _quantized_path(
+    problem: AttentionProblem, rates: Rates, gpu: Gpu, of_scores: Sequence[str], of_values: Sequence[str]
+) -> Path | None:
+    """Returns both products of a quantized call as one path, whose rate is that of one product after the other."""
+    units, sheet = {*of_scores, *of_values}, data_sheet(gpu)
+    if sheet is not None:
+        units &= sheet.peak_tflops.keys()
+    if units - rates.product_tflops.keys() and not gpu.is_cpu:
+        return None
+    qk, pv = (fastest(dict.fromkeys(paths, 1), rates) for paths in (of_scores, of_values))
+    if qk is None or pv is None:  # a CPU, or a card from before bfloat16
+        return fastest(FLOAT32_PATHS["ieee"], rates)
+    width, width_v = problem.head_dim, problem.head_dim_v
+    rate = (width + width_v) / (width / qk.tflops + width_v / pv.tflops)
+    return Path(qk.name if qk.name == pv.name else f"{qk.name} and {pv.name}", 1, rate)
 
 
 def _products(problem: AttentionProblem, work: Work, rates: Rates, gpu: Gpu, path: Path | None) -> Iterator[Bound]:
@@ -283,14 +317,14 @@ def tensor_bytes(problem: AttentionProblem, work: Work | None = None) -> dict[st
         work: `problem.work()` of the pass; None is the forward's.
     """
     work = work or problem.work()
-    size, size_v, size_out = (DTYPE_BYTES[d] for d in (problem.dtype, problem.dtype_of_v, problem.dtype_of_out))
+    size = DTYPE_BYTES[problem.dtype]
     rows = problem.rows * problem.num_heads_q
     keys = problem.keys_needed
     parts = {
         "q": rows * problem.head_dim * size,
         "k": keys * problem.head_dim * size,
-        "v": keys * problem.head_dim_v * size_v,
-        "dout" if work.is_backward else "out": rows * problem.head_dim_v * size_out,
+        "v": keys * problem.head_dim_v * DTYPE_BYTES[problem.dtype_of_v],
+        "dout" if work.is_backward else "out": rows * problem.head_dim_v * DTYPE_BYTES[problem.dtype_of_out],
     }
     if work.is_backward:
         every_key = (problem.total_k if problem.packed else problem.batch * problem.seqlen_k) * problem.num_heads_kv
@@ -313,7 +347,7 @@ def _of_kernel(problem: AttentionProblem, work: Work, rates: Rates, path: Path |
         flops = path.products * cost.flops
         times = f"{path.products} x " if path.products > 1 else ""
         said = f"{times}{flop(cost.flops)} over whole tiles, {ratio(cost.flops, work.flops)} x the work"
-        how = f" ({path.name}){where}" if problem.dtype == "float32" else where
+        how = f" ({path.name}){where}" if problem.dtype == "float32" or problem.is_quantized else where
         yield _bound("tiles", flops, "FLOP", path.tflops, "TFLOP/s", said, share, how, of_kernel=True)
     if rates.exponentials_gops is not None:
         said = f"{count(cost.exponentials, 'exp')} over whole tiles"

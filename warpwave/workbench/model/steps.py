@@ -14,17 +14,25 @@ from typing import Any
 
 from warpwave.gpu import KIB, Gpu
 from warpwave.kernels.cost import Cost
-from warpwave.problem import DTYPE_BYTES, AttentionProblem
+from warpwave.problem import AttentionProblem
 from warpwave.workbench.hardware.catalog import DataSheet
 from warpwave.workbench.hardware.occupancy import occupancy
 from warpwave.workbench.model import compiled
 from warpwave.workbench.model.calibration import Machine, constant_of
-from warpwave.workbench.model.roofline import FLOAT32_PATHS, Path, data_sheet_rates, fastest, product_path, roofline
+from warpwave.workbench.model.roofline import (
+    FLOAT32_PATHS,
+    Path,
+    data_sheet_rates,
+    fastest,
+    product_path,
+    quantized_path_of_kernel,
+    roofline,
+)
 from warpwave.workbench.model.schedule import companies, lateness
 
 # The losses between the bound and the predicted time, in the order of the steps: name -> meaning.
 LOSSES: dict[str, str] = {
-    "arithmetic": "float32 products in more parts, or on slower units, than the fastest arithmetic as accurate needs",
+    "arithmetic": "products in more parts, or on slower units, than the fastest arithmetic as accurate needs",
     "clocks": "power, clocks and instruction order, which keep the card below the data sheet's rates",
     "recomputation": "scores that a second launch or walk computes again, with their products",
     "head padding": "products over columns that pad head_dim to the width of the tiles",
@@ -397,8 +405,7 @@ class Steps:
         """K and V of the heads that blocks work on at the same time, which L2 must hold so that each is read only once
         from memory. 0 if all blocks of a head run together, because they then read its keys at the same time."""
         problem = self.problem
-        size = DTYPE_BYTES[problem.dtype]
-        of_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * size
+        of_head = problem.seqlen_k * problem.bytes_of_a_key
         heads = max(1, problem.batch * problem.num_heads_q)
         items = max(1, self.cost.items or self.cost.blocks)
         slots = self.where.sheet.num_sms * self.resident[0]
@@ -472,10 +479,14 @@ def path_of(problem: AttentionProblem, kernel: Any, gpu: Gpu, sheet: DataSheet) 
         paths: Mapping[str, int] = {"float32": 1}
     elif problem.dtype == "float32":
         paths = FLOAT32_PATHS.get(computed_in(kernel, problem, gpu), FLOAT32_PATHS["ieee"])
+    elif problem.is_quantized:
+        path = quantized_path_of_kernel(problem, rates, gpu) if kernel.NEEDS_GPU else None
+        if path is not None:
+            return path
+        paths = FLOAT32_PATHS["ieee"]  # torch's operations multiply the numbers as float32
     else:
-        paths = {"fp8" if problem.is_quantized else problem.dtype: 1}
-    # The rate of 8-bit products is unknown on some cards; 16 bits are close to what portable kernels reach with 8.
-    found = fastest(paths, rates) or product_path(problem, rates) or fastest({"float16": 1, "float32": 1}, rates)
+        paths = {problem.dtype: 1}
+    found = fastest(paths, rates) or product_path(problem, rates, gpu)
     assert found is not None  # every data sheet states float32
     return found
 
