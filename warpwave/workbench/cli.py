@@ -212,6 +212,7 @@ OF_TABLES = {
     "dtype": "dtype",
     "causal": "causal",
     "passes": "passes",
+    "softcap": "softcap",
 }
 
 
@@ -224,6 +225,8 @@ def _diagnose(context: typer.Context, name: str, as_json: bool) -> None:
     from warpwave.workbench.diagnose.text import run
 
     call = {word: context.params[option] for option, word in OF_TABLES.items() if option in given}
+    if "softcap" in call:
+        call["softcap"] = call["softcap"] != 0
     if "dtype" in call:
         if call["dtype"] not in DTYPES:
             raise typer.BadParameter(f"{call['dtype']!r} is not a dtype; use {', '.join(DTYPES)}", param_hint="--dtype")

@@ -253,7 +253,7 @@ def test_the_command_reads_standard_input() -> None:
     assert said.exit_code == 0 and "not said" not in said.output and "heads, head_dim, tflops" in said.output
 
 
-@pytest.mark.parametrize("option", [["--mask"], ["--softcap", "30"], ["--measured-us", "5"]])
+@pytest.mark.parametrize("option", [["--mask"], ["--window", "64,0"], ["--measured-us", "5"]])
 def test_the_command_refuses_what_no_table_has(option: list[str]) -> None:
     said = CliRunner().invoke(app, ["explain", "--from-table", "case_report_3", *option])
     assert said.exit_code == 2 and f"--from-table takes no {option[0]}" in said.output

@@ -11,6 +11,7 @@ HALF_A_DIGIT = 0.5
 AGREE = 0.06  # allowed relative difference of two figures for the same quantity, on top of their rounding
 MORE_THAN_ALL = 1.05  # a share above this is no share: a stated figure is wrong
 MOST_THREADS = 2048  # that a multiprocessor holds; some hold fewer
+OFFERS = 6.0  # with matrix units at least this many times as fast, the scalar units' rate is suspicious
 BINDS = 0.5  # a resource counts as binding from this share of its rate on
 
 
@@ -76,6 +77,38 @@ def work(row: Row) -> float | None:
     if of_call is None and time is not None and row.tflops is not None:
         return time * row.tflops * 1e6
     return of_call
+
+
+def busy_sms(row: Row, device: Device) -> float:
+    """Returns the share of the multiprocessors that have a block; 1 if the blocks are unknown."""
+    count = blocks(row) if row.kernel.launch_heads != "" else None
+    return 1.0 if count is None or device.num_sms is None else min(1.0, count / device.num_sms[0])
+
+
+def balance(row: Row, device: Device) -> float:
+    """Returns the mean block's work over the longest block's if every block has its own multiprocessor; else 1.
+
+    Under a causal mask the last query tile of a head has all keys, and nothing runs behind the shorter ones.
+    """
+    call, count, pairs = row.call, blocks(row), visible_pairs(row.call)
+    alone = count is not None and device.num_sms is not None and count <= device.num_sms[0]
+    if not (call.causal and alone and row.kernel.grid == "query tiles" and pairs and call.seqlen and call.heads):
+        return 1.0
+    if row.kernel.block_m is not None and row.kernel.block_m >= call.seqlen:
+        return 1.0
+    return pairs / (call.batch * call.heads * call.seqlen * (call.seqlen_k or call.seqlen))
+
+
+def busy_threads(row: Row) -> float:
+    """Returns the share of a block's threads that compute; 1 if the threads are unknown."""
+    kernel = row.kernel
+    return kernel.busy_threads / kernel.threads if kernel.busy_threads and kernel.threads else 1.0
+
+
+def special_functions(call: Call) -> float | None:
+    """Returns the exponentials of a call: one for each visible pair and pass, and a tanh more with a softcap."""
+    pairs = visible_pairs(call)
+    return None if pairs is None else pairs * (1 + call.softcap) * (2 if call.passes == "both" else 1)
 
 
 def score_bytes(call: Call, kernel: Kernel) -> float | None:
