@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from warpwave.problem import AttentionProblem
+    from warpwave.problem import AnyOperands, AttentionProblem
 
 DTYPES = {
     "float16": "float16",
@@ -22,6 +22,7 @@ DTYPES = {
     "float32": "float32",
     "fp32": "float32",
 }
+QUANTIZED_DTYPES = {"fp8": "float8_e4m3fn", "int8": "int8"}  # of q, k and v, with one factor for each tensor
 
 
 def describes_a_call(command: Callable[..., None]) -> Callable[..., None]:
@@ -66,7 +67,9 @@ def _describe(
     head_dim_v: Annotated[
         int | None, typer.Option(min=0, help="Head dimension of v and out. Default: head-dim.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="float16 (fp16), bfloat16 (bf16) or float32 (fp32).")] = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option(help="float16 (fp16), bfloat16 (bf16), float32 (fp32), fp8 or int8.")
+    ] = "bfloat16",
     causal: Annotated[
         bool, typer.Option("--causal", help="Causal mask, aligned to the last key (bottom right).")
     ] = False,
@@ -100,8 +103,9 @@ def _describe(
     ] = "default",
 ) -> AttentionProblem:
     """Returns the problem. It passes the same checks as a real call, on tensors without storage."""
-    if dtype not in DTYPES:
-        raise typer.BadParameter(f"{dtype!r} is not a dtype; use {', '.join(DTYPES)}", param_hint="--dtype")
+    known = DTYPES | QUANTIZED_DTYPES
+    if dtype not in known:
+        raise typer.BadParameter(f"{dtype!r} is not a dtype; use {', '.join(known)}", param_hint="--dtype")
     if causal and causal_top_left:
         raise typer.BadParameter("give --causal or --causal-top-left, not both", param_hint="--causal-top-left")
     if deterministic and not grad:
@@ -114,10 +118,10 @@ def _describe(
     from warpwave.checks import describe_call
     from warpwave.errors import InvalidInput
     from warpwave.options import Options, spell_precision
-    from warpwave.problem import Operands
+    from warpwave.problem import Operands, QuantizedOperands
     from warpwave.workbench.limits import check_size
 
-    def tensor(*shape: int, dtype: str = DTYPES[dtype]) -> torch.Tensor:
+    def tensor(*shape: int, dtype: str = known[dtype]) -> torch.Tensor:
         try:
             return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         except (RuntimeError, TypeError):  # torch's errors for sizes beyond 64 bits
@@ -126,18 +130,22 @@ def _describe(
     keys, kv_heads = seqlen_q if seqlen_k is None else seqlen_k, heads if heads_kv is None else heads_kv
     rows_q, rows_k = ((batch * seqlen_q,), (batch * keys,)) if packed else ((batch, seqlen_q), (batch, keys))
     offsets = tensor(batch + 1, dtype="int32") if packed else None
+    operands: AnyOperands = Operands(
+        q=tensor(*rows_q, heads, head_dim),
+        k=tensor(*rows_k, kv_heads, head_dim),
+        v=tensor(*rows_k, kv_heads, head_dim if head_dim_v is None else head_dim_v),
+        mask=tensor(1, 1, seqlen_q, keys, dtype="bool") if mask else None,
+        bias=tensor(1, heads, seqlen_q, keys, dtype="float32") if bias else None,
+        alibi_slopes=tensor(heads, dtype="float32") if alibi else None,
+        sinks=tensor(heads, dtype="float32") if sinks else None,
+        cu_seqlens_q=offsets,
+        cu_seqlens_k=offsets,
+    )
+    if dtype in QUANTIZED_DTYPES:
+        factor = tensor(1, dtype="float32")
+        operands = QuantizedOperands(*operands, q_descale=factor, k_descale=factor, v_descale=factor)
     problem = describe_call(
-        Operands(
-            q=tensor(*rows_q, heads, head_dim),
-            k=tensor(*rows_k, kv_heads, head_dim),
-            v=tensor(*rows_k, kv_heads, head_dim if head_dim_v is None else head_dim_v),
-            mask=tensor(1, 1, seqlen_q, keys, dtype="bool") if mask else None,
-            bias=tensor(1, heads, seqlen_q, keys, dtype="float32") if bias else None,
-            alibi_slopes=tensor(heads, dtype="float32") if alibi else None,
-            sinks=tensor(heads, dtype="float32") if sinks else None,
-            cu_seqlens_q=offsets,
-            cu_seqlens_k=offsets,
-        ),
+        operands,
         Options(
             max_seqlen_q=seqlen_q if packed else 0,
             max_seqlen_k=keys if packed else 0,

@@ -74,7 +74,7 @@ EXPECTED = [
     (2, "scores in memory", ("a cliff near seqlen 1,280",)),
     # 3: one block of one warp on 28 SMs, ratios that must agree, tokens counted twice, memory that says nothing
     (3, "idle SMs", ("1 block on 28 SMs", "28 x")),
-    (3, "few warps", ("32 threads is 1 warp", "the SM has 1 for its 4 schedulers")),
+    (3, "few warps", ("32 threads is 1 warp", "each SM has at most 1 for its 4 schedulers")),
     (3, "contradiction", ("15.0 x by latency and 7.5 x by throughput",)),
     (3, "contradiction", ("1,024 tokens where the call has 512",)),
     (3, "figure explained", ("1.5 MB together", "says nothing about the kernel")),

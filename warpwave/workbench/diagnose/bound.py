@@ -296,7 +296,7 @@ def _few_warps(row: Row, rows: Sequence[Row], device: Device) -> tuple[str, str]
     one = f"a block of {threads} threads is {warps} warp{'s' * (warps > 1)}"
     figures = f"{threads} / {wave} = {warps}"
     if most is not None and most < SCHEDULERS:
-        one += f", and {'the' if most == warps else 'an'} SM has {most} for its {SCHEDULERS} schedulers"
+        one += f", and each {device.unit_name} has at most {most} for its {SCHEDULERS} schedulers"
         figures += f"; {count} blocks on {in_words(device)}"
     return f"{one}: nothing runs while a warp waits for memory or for its own last instruction", figures
 

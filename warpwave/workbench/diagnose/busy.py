@@ -153,8 +153,8 @@ def plateau(document: Document) -> Iterator[Finding]:
             step = f", then a step at {above[0][0]}" if above and above[0][1] > FLAT * last_us else ""
             yield Finding(
                 "idle SMs",
-                f"{table}: {series} is flat from {first} to {last} blocks{step}: more work costs nothing while SMs are "
-                f"idle, so the grid is under-filled ({in_words(device)})",
+                f"{table}: {series} is flat from {first} to {last} blocks{step}: more work costs nothing while "
+                f"{device.unit_name}s are idle, so the grid is under-filled ({in_words(device)})",
                 figures,
                 series,
                 device.num_sms[0] / first,

@@ -51,7 +51,13 @@ def in_words_of(gpu: Gpu, text: str) -> str:
     if gpu.vendor != "amd":
         return text
     unit = MULTIPROCESSORS[gpu.arch].unit if gpu.arch in MULTIPROCESSORS else "CU"
-    text = re.sub(r"\b(an )?SM(s?)\b", lambda found: f"{'a ' if found[1] else ''}{unit}{found[2]}", text)
+    longer = len(unit) - len("SM")
+
+    def renamed(found: re.Match[str]) -> str:
+        padding = found[3] or ""  # of a column, which must keep its width
+        return f"{'a ' if found[1] else ''}{unit}{found[2]}{padding[longer:]}"
+
+    text = re.sub(r"\b(an )?SM(s?)\b( {2,})?", renamed, text)
     return text.replace("tensor cores", "matrix cores")
 
 
@@ -97,14 +103,17 @@ def _accuracy(accuracy: Accuracy) -> str:
 
 
 def _work(said: Explanation) -> Iterator[str]:
-    problem, size = said.problem, DTYPE_BYTES[said.problem.dtype]
+    problem = said.problem
+    size, size_v, size_out = (DTYPE_BYTES[d] for d in (problem.dtype, problem.dtype_of_v, problem.dtype_of_out))
     estimated = "" if problem.pairs_are_exact else " (estimated: the mask or the lengths were not read)"
     everything = problem.num_heads_q * sum(sq * sk for sq, sk in problem.items())
     pairs, rows, keys = problem.visible_pairs, problem.rows * problem.num_heads_q, problem.keys_needed
     yield "WORK       the minimum for any implementation"
     yield f"  pairs    {pairs:,} of {everything:,} (query, key) pairs are visible{estimated}"
-    for name, operands, width in (("QK^T", "q and k", problem.head_dim), ("PV", "v and out", problem.head_dim_v)):
-        moved = (rows + keys) * width * size
+    for name, operands, width, moved in (
+        ("QK^T", "q and k", problem.head_dim, (rows + keys) * problem.head_dim * size),
+        ("PV", "v and out", problem.head_dim_v, (rows * size_out + keys * size_v) * problem.head_dim_v),
+    ):
         yield (
             f"  {name:8} {flop(2 * pairs * width)} over {byte(moved)} of {operands}: "
             f"{figure(2 * pairs * width / max(1, moved))} FLOP a byte"

@@ -82,7 +82,7 @@ def predict(
     without: str = "",
 ) -> Prediction | None:
     """Predicts the time of a call; returns None if the card has no data sheet, or the call has no work, or dropout,
-    whose random numbers the model does not count.
+    whose random numbers the model does not count, or quantized inputs, for which no loop was calibrated.
 
     Args:
         problem: the call.
@@ -96,7 +96,7 @@ def predict(
         without: one of `steps.ABLATIONS`: predicts the time of a loop without that resource.
     """
     sheet = sheet or data_sheet(gpu)
-    if sheet is None or gpu.is_cpu or problem.flops == 0 or problem.dropout_p:
+    if sheet is None or gpu.is_cpu or problem.flops == 0 or problem.dropout_p or problem.is_quantized:
         return None
     cost = kernel.cost(problem, gpu, config)
     where = of or machine(sheet, kernel.NAME, cost.loop)
