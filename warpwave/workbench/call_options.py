@@ -143,7 +143,7 @@ def _describe(
     )
     if dtype in QUANTIZED_DTYPES:
         factor = tensor(1, dtype="float32")
-        operands = QuantizedOperands(*operands, q_descale=factor, k_descale=factor, v_descale=factor)
+        operands = QuantizedOperands(**operands._asdict(), q_descale=factor, k_descale=factor, v_descale=factor)
     problem = describe_call(
         operands,
         Options(

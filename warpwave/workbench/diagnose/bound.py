@@ -19,6 +19,7 @@ from warpwave.workbench.diagnose.facts import (
     busy_threads,
     kv_bytes_of_head,
     loaded_bytes,
+    matrix_tflops,
     memory_bytes,
     peak_tflops,
     special_functions,
@@ -139,7 +140,7 @@ def _of_arithmetic(use: _Use) -> str:
 
 def _bound(use: _Use, device: Device) -> Finding:
     """Returns the unit that multiplies as the bound, and the faster unit of the card if there is one."""
-    row, offers = use.row, _matrix_tflops(use.row, device)
+    row, offers = use.row, matrix_tflops(use.row.call.dtype, device)
     text = f"{use.row.name}: the {row.kernel.unit} unit binds, at {use.arithmetic:.0%} of what the busy "
     text += f"{device.unit_name}s can do"
     factor = offers / (use.peak_tflops or offers) if row.kernel.unit == "scalar" and offers else 1.0
@@ -165,10 +166,6 @@ def _exponentials(use: _Use, device: Device) -> Finding:
         max(1.0, 1 / use.exponentials),
         is_cause=True,
     )
-
-
-def _matrix_tflops(row: Row, device: Device) -> float | None:
-    return device.tflops.get("tf32" if row.call.dtype == "float32" else row.call.dtype)
 
 
 def _memory(use: _Use, device: Device) -> Finding:
@@ -274,7 +271,7 @@ def _latency(document: Document, use: _Use, rows: Sequence[Row], explained: floa
         return Finding("few warps", text, f"{warps[1]}; {said}", row.series, rest, is_cause=True)
     without = f" without idle {device.unit_name}s and threads" if use.busy * use.busy_threads < 1 else ""
     text = f"{use.row.name}: latency-bound by {rest:.3g} x{without}: {PROFILE}"
-    offers = (_matrix_tflops(row, device) or 0.0) / (use.peak_tflops or 1.0)
+    offers = (matrix_tflops(row.call.dtype, device) or 0.0) / (use.peak_tflops or 1.0)
     if row.kernel.unit == "scalar" and row.call.dtype != "float32" and offers > 1.5:
         text += f". The products are taken to run on the scalar units; the matrix units offer {offers:.3g} x more"
         said += f"; {figure(offers * (use.peak_tflops or 0))} / {figure(use.peak_tflops or 0)} = {offers:.3g}"

@@ -68,7 +68,8 @@ def tensor_bytes(call: Call) -> float | None:
     keys, size = call.seqlen_k or call.seqlen, DTYPES[call.dtype]
     heads_kv = call.heads_kv or call.heads
     rows, columns = ROWS[call.passes] * call.heads * call.seqlen, KEYS[call.passes] * heads_kv * keys
-    return float(call.batch * call.head_dim * size * (rows + columns))
+    wider = max(size, 2) - size  # of out, where q, k and v have 8 bits
+    return float(call.batch * call.head_dim * (size * (rows + columns) + wider * call.heads * call.seqlen))
 
 
 def work(row: Row) -> float | None:
@@ -191,7 +192,14 @@ def peak_tflops(row: Row, device: Device) -> float | None:
         return device.tflops.get("scalar")
     if row.call.dtype == "float32":
         return device.tflops.get("tf32", device.tflops.get("float32_matrix", device.tflops.get("scalar")))
-    return device.tflops.get(row.call.dtype, device.tflops.get("scalar"))
+    return matrix_tflops(row.call.dtype, device) or device.tflops.get("scalar")
+
+
+def matrix_tflops(dtype: str, device: Device) -> float | None:
+    """Returns the rate of the matrix units for a dtype; that of float16 for 8-bit floats on a card without fp8."""
+    if dtype == "fp8":
+        return device.tflops.get("fp8", device.tflops.get("float16"))
+    return device.tflops.get("tf32" if dtype == "float32" else dtype)
 
 
 def loads_of_a_key(row: Row) -> int | None:
@@ -239,7 +247,7 @@ def groups(document: Document) -> dict[tuple[str, str], list[Row]]:
     return found
 
 
-SIZES = ("batch", "heads", "heads_kv", "seqlen", "seqlen_k", "head_dim", "dtype", "causal", "passes")
+SIZES = ("batch", "heads", "heads_kv", "seqlen", "seqlen_k", "head_dim", "dtype", "causal", "passes", "softcap")
 
 
 def varying(rows: Sequence[Row]) -> list[str]:

@@ -12,6 +12,7 @@ from warpwave.workbench.diagnose.facts import (
     busy_sms,
     busy_threads,
     flops,
+    matrix_tflops,
     spread,
     time_us,
     work,
@@ -93,5 +94,5 @@ def _most_scalar(row: Row, device: Device) -> float:
     scalar = device.tflops.get("scalar")
     if scalar is None:
         return float("inf")
-    matrix = 0.0 if row.call.dtype == "float32" else device.tflops.get(row.call.dtype, 0.0)
+    matrix = 0.0 if row.call.dtype == "float32" else matrix_tflops(row.call.dtype, device) or 0.0
     return scalar * (BINDS if scalar < matrix < OFFERS * scalar else MORE_THAN_ALL)

@@ -19,7 +19,7 @@ from warpwave.workbench.schema import quoted
 
 CASES = Path(__file__).with_name("cases")
 OURS = "theirs"  # the series of a column without a series in its name
-DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4}
+DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "fp8": 1}
 PASSES = ("forward", "backward", "both")
 GRIDS = ("query tiles", "heads", "output tiles")
 LEAST, MOST = 1e-9, 1e15  # range of a figure or size, in any unit of the format
@@ -51,7 +51,7 @@ class Call:
 
     Attributes:
         batch, heads, heads_kv, seqlen, seqlen_k, head_dim: sizes; seqlen_k defaults to seqlen, heads_kv to heads.
-        dtype: dtype of q, k and v.
+        dtype: dtype of q, k and v; fp8 is any 8-bit float, with out in 16 bits.
         causal: whether a causal mask, aligned to the last key, is applied.
         passes: what was timed: "forward", "backward" or "both".
         softcap: whether scores are capped by a tanh.
@@ -373,7 +373,9 @@ def _sheet(data: Mapping[str, Any], source: str, option: str | None) -> DataShee
         raise TableError(str(error)) from None
     if found is None and (option is not None or "gpu" in data):
         name = f"{source}: gpu {quoted(data['gpu'])}" if option is None else f"--gpu {quoted(option)}"
-        raise TableError(f"{name} is not in the catalog; known are {', '.join(catalog())}")
+        raise TableError(
+            f"{name} is not in the catalog; --gpu also takes a card's file; known are {', '.join(catalog())}"
+        )
     return found
 
 
