@@ -358,8 +358,6 @@ def _losses(
     if prediction is None or sheet is None:
         if problem.dropout_p:
             raise InvalidInput("a measured time needs a model of its call, and dropout has none")
-        if problem.is_quantized:
-            raise InvalidInput("a measured time needs a model of its call, and quantized calls have none")
         raise InvalidInput(
             f"a measured time needs a model of its card, and {gpu.name} has none{_cards_of(gpu)}"
             if problem.flops

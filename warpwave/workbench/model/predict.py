@@ -82,7 +82,7 @@ def predict(
     without: str = "",
 ) -> Prediction | None:
     """Predicts the time of a call; returns None if the card has no data sheet, or the call has no work, or dropout,
-    whose random numbers the model does not count, or quantized inputs, for which no loop was calibrated.
+    whose random numbers the model does not count.
 
     Args:
         problem: the call.
@@ -96,7 +96,7 @@ def predict(
         without: one of `steps.ABLATIONS`: predicts the time of a loop without that resource.
     """
     sheet = sheet or data_sheet(gpu)
-    if sheet is None or gpu.is_cpu or problem.flops == 0 or problem.dropout_p or problem.is_quantized:
+    if sheet is None or gpu.is_cpu or problem.flops == 0 or problem.dropout_p:
         return None
     cost = kernel.cost(problem, gpu, config)
     where = of or machine(sheet, kernel.NAME, cost.loop)
@@ -106,7 +106,11 @@ def predict(
     steps = Steps(problem, kernel, config, gpu, cost, where, hot, without, graph)
     times = steps.times()
     time_us = times["launches"]
-    low, high, words, points = _bar(where, kernel, time_us, times["bound"])
+    if problem.is_quantized:
+        factor, words, points = _quantized_bar(kernel)
+        low, high = max(times["bound"], time_us / factor), time_us * factor
+    else:
+        low, high, words, points = _bar(where, kernel, time_us, times["bound"])
     return Prediction(
         kernel.NAME,
         sheet.key,
@@ -192,6 +196,17 @@ def _rough_bar(where: Machine, module: Any) -> tuple[float, str, int]:
         words += "round constants, which elsewhere "
     words += "nobody checked" if rough is None else f"were within a factor {factor:.2f} in nine of ten calls"
     words += f". {_ratios(check)} there" if check is not None else ". Nobody checked them on this card"
+    return factor, words, 0
+
+
+def _quantized_bar(module: Any) -> tuple[float, str, int]:
+    """Returns the error bar of quantized calls: all measurements behind the constants are of 16 and 32 bits."""
+    rough = worst_uncalibrated(computes_gradients(module))
+    factor = 3.0 if rough is None else rough.factor_90
+    words = (
+        f"never validated: no quantized call of {module.NAME} is behind its constants; the error bar is that of round "
+    )
+    words += f"constants in other calls, a factor {factor:.2f} in nine of ten"
     return factor, words, 0
 
 

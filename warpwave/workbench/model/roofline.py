@@ -208,11 +208,11 @@ class Path(NamedTuple):
 def product_paths(problem: AttentionProblem) -> dict[str, int]:
     """Returns path -> number of products, for the paths that are accurate enough.
 
-    16-bit products use matrix instructions, or float32 if a device has none for the dtype. 8-bit floats are exact in
-    float16. No data sheet here states int8; its products, followed by 16-bit ones, are no faster than two of fp8.
+    16-bit products use matrix instructions, or float32 if a device has none for the dtype. 8-bit products use those for
+    8 bits; int8 has the rate of float8 on the cards whose rate is stated.
     """
     if problem.is_quantized:
-        return {"fp8": 1} if problem.dtype == "int8" else {"fp8": 1, "float16": 1}
+        return {"fp8": 1}
     if problem.dtype != "float32":
         return {problem.dtype: 1}
     if problem.precision == "ieee" and problem.error_budget is None:
@@ -222,9 +222,9 @@ def product_paths(problem: AttentionProblem) -> dict[str, int]:
 
 def product_path(problem: AttentionProblem, rates: Rates) -> Path | None:
     """Returns the fastest of `product_paths` that the device has; else the fastest path that is as accurate; else plain
-    float32. None if no rate is known: of int8 products where the data sheet states none of fp8."""
+    float32. None for 8-bit products of unknown rate."""
     found = fastest(product_paths(problem), rates)
-    if problem.dtype == "int8":
+    if problem.is_quantized:
         return found
     if found is None and problem.dtype == "float32":
         found = fastest(arithmetics.as_accurate_as(problem), rates)
@@ -283,8 +283,8 @@ def tensor_bytes(problem: AttentionProblem, work: Work | None = None) -> dict[st
         work: `problem.work()` of the pass; None is the forward's.
     """
     work = work or problem.work()
-    size, rows = DTYPE_BYTES[problem.dtype], problem.rows * problem.num_heads_q
-    size_v, size_out = DTYPE_BYTES[problem.dtype_of_v], DTYPE_BYTES[problem.dtype_of_out]
+    size, size_v, size_out = (DTYPE_BYTES[d] for d in (problem.dtype, problem.dtype_of_v, problem.dtype_of_out))
+    rows = problem.rows * problem.num_heads_q
     keys = problem.keys_needed
     parts = {
         "q": rows * problem.head_dim * size,

@@ -14,7 +14,7 @@ from typing import Any
 
 from warpwave.gpu import KIB, Gpu
 from warpwave.kernels.cost import Cost
-from warpwave.problem import AttentionProblem
+from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.workbench.hardware.catalog import DataSheet
 from warpwave.workbench.hardware.occupancy import occupancy
 from warpwave.workbench.model import compiled
@@ -397,7 +397,7 @@ class Steps:
         """K and V of the heads that blocks work on at the same time, which L2 must hold so that each is read only once
         from memory. 0 if all blocks of a head run together, because they then read its keys at the same time."""
         problem = self.problem
-        size = 4 if problem.dtype == "float32" else 2
+        size = DTYPE_BYTES[problem.dtype]
         of_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * size
         heads = max(1, problem.batch * problem.num_heads_q)
         items = max(1, self.cost.items or self.cost.blocks)
@@ -473,8 +473,9 @@ def path_of(problem: AttentionProblem, kernel: Any, gpu: Gpu, sheet: DataSheet) 
     elif problem.dtype == "float32":
         paths = FLOAT32_PATHS.get(computed_in(kernel, problem, gpu), FLOAT32_PATHS["ieee"])
     else:
-        paths = {problem.dtype: 1}
-    found = fastest(paths, rates) or product_path(problem, rates)
+        paths = {"fp8" if problem.is_quantized else problem.dtype: 1}
+    # The rate of 8-bit products is unknown on some cards; 16 bits are close to what portable kernels reach with 8.
+    found = fastest(paths, rates) or product_path(problem, rates) or fastest({"float16": 1, "float32": 1}, rates)
     assert found is not None  # every data sheet states float32
     return found
 
