@@ -162,7 +162,7 @@ def test_explain_describes_this_machine_by_default(
         (["--window=-3,0"], "each side must be at least -1"),
         (["--window", "12"], "'12' is not two whole numbers"),
         (["--gpu", "sm_20"], "'sm_20' is not known"),
-        (["--dtype", "int8"], "'int8' is not a dtype"),
+        (["--dtype", "int4"], "'int4' is not a dtype"),
         (["--causal", "--causal-top-left"], "not both"),
         (["--deterministic"], "add --grad"),
         (["--batch", "-1"], "--batch"),
