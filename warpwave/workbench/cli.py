@@ -212,6 +212,7 @@ OF_TABLES = {
     "dtype": "dtype",
     "causal": "causal",
     "passes": "passes",
+    "softcap": "softcap",
 }
 
 
@@ -219,15 +220,19 @@ def _diagnose(context: typer.Context, name: str, as_json: bool) -> None:
     """Prints the diagnosis of a table, with what the options say about it."""
     given = _given(context)
     _takes_no(context, "--from-table", given - {"from_table", "as_json", "gpu", "code", *OF_TABLES})
-    from warpwave.workbench.call_options import DTYPES
-    from warpwave.workbench.diagnose.parse import Given, TableError, facts_of_code
+    from warpwave.workbench.call_options import DTYPES as OF_CALLS
+    from warpwave.workbench.diagnose.parse import DTYPES, Given, TableError, facts_of_code
     from warpwave.workbench.diagnose.text import run
 
     call = {word: context.params[option] for option, word in OF_TABLES.items() if option in given}
+    if "softcap" in call:
+        call["softcap"] = call["softcap"] != 0
     if "dtype" in call:
+        call["dtype"] = OF_CALLS.get(call["dtype"], call["dtype"])
         if call["dtype"] not in DTYPES:
-            raise typer.BadParameter(f"{call['dtype']!r} is not a dtype; use {', '.join(DTYPES)}", param_hint="--dtype")
-        call["dtype"] = DTYPES[call["dtype"]]
+            raise typer.BadParameter(
+                f"{call['dtype']!r} is not a dtype of tables; use {', '.join(DTYPES)}", param_hint="--dtype"
+            )
     try:
         facts = facts_of_code(context.params["code"] or [])
     except TableError as error:

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import warpwave
+from warpwave import AttentionProblem
 from warpwave.workbench.cli import app
 from warpwave.workbench.diagnose.facts import time_us
 from warpwave.workbench.diagnose.implied import implied
 from warpwave.workbench.diagnose.parse import Document, Given, TableError, facts_of_code, load
 from warpwave.workbench.diagnose.rules import diagnose
+from warpwave.workbench.hardware.catalog import resolve
+from warpwave.workbench.model.roofline import us
 
 PRINTED = Path(__file__).with_name("printed")
 TILES_OF_2 = ["scores=memory", "score_bytes=2", "unit=matrix", "grid=output tiles", "softmax_rows=1024"]
@@ -74,7 +78,7 @@ EXPECTED = [
     (2, "scores in memory", ("a cliff near seqlen 1,280",)),
     # 3: one block of one warp on 28 SMs, ratios that must agree, tokens counted twice, memory that says nothing
     (3, "idle SMs", ("1 block on 28 SMs", "28 x")),
-    (3, "few warps", ("32 threads is 1 warp", "the SM has 1 for its 4 schedulers")),
+    (3, "few warps", ("32 threads is 1 warp", "each SM has at most 1 for its 4 schedulers")),
     (3, "contradiction", ("15.0 x by latency and 7.5 x by throughput",)),
     (3, "contradiction", ("1,024 tokens where the call has 512",)),
     (3, "figure explained", ("1.5 MB together", "says nothing about the kernel")),
@@ -253,7 +257,7 @@ def test_the_command_reads_standard_input() -> None:
     assert said.exit_code == 0 and "not said" not in said.output and "heads, head_dim, tflops" in said.output
 
 
-@pytest.mark.parametrize("option", [["--mask"], ["--softcap", "30"], ["--measured-us", "5"]])
+@pytest.mark.parametrize("option", [["--mask"], ["--window", "64,0"], ["--measured-us", "5"]])
 def test_the_command_refuses_what_no_table_has(option: list[str]) -> None:
     said = CliRunner().invoke(app, ["explain", "--from-table", "case_report_3", *option])
     assert said.exit_code == 2 and f"--from-table takes no {option[0]}" in said.output
@@ -271,3 +275,16 @@ def test_the_page_of_a_case_report_prints_what_the_command_says() -> None:
     shown = page.split("```text\n")[1].split("```")[0].strip().split("\n\n")
     said = [f"{f.kind}: {f.text}.\n= {f.arithmetic}" for f in diagnose(_printed(1)) if f.is_cause]
     assert len(shown) == 3 and set(shown) <= set(said)
+    call = AttentionProblem(
+        batch=1, seqlen_q=512, seqlen_k=512, num_heads_q=1, num_heads_kv=1, head_dim=64, head_dim_v=64,
+        dtype="float16", softmax_scale=0.125,
+    )  # fmt: skip
+    for kernel, sms in (("flash_fwd", "16.5 x"), ("split_kv", "2.06 x")):
+        p = warpwave.explain(call, gpu=resolve("h200"), kernel=kernel, hot=True).prediction
+        assert p is not None
+        assert f"idle SMs {sms} | {us(p.time_us)}" in page and f"{p.factors['idle SMs']:.3g} x" == sms
+    p = warpwave.explain(call, gpu=resolve("l4"), hot=True).prediction
+    assert p is not None
+    assert f"predicts {us(p.time_us)} ({us(p.low_us).split()[0]} to {us(p.high_us).split()[0]})" in " ".join(
+        page.split()
+    )

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import warpwave
-from warpwave import AttentionProblem, Explanation, Gpu, dispatch
+from warpwave import AttentionProblem, Explanation, Gpu, InvalidInput, dispatch
 from warpwave.problem import Causal
+from warpwave.workbench.cli import app
 from warpwave.workbench.explain.advice import MOST
 from warpwave.workbench.hardware import measure
 from warpwave.workbench.hardware.catalog import catalog, resolve
@@ -24,6 +26,10 @@ from warpwave.workbench.hardware.measure import Ceilings
 PLAIN = AttentionProblem(
     batch=4, seqlen_q=4096, seqlen_k=4096, num_heads_q=16, num_heads_kv=16, head_dim=128, head_dim_v=128,
     dtype="bfloat16", softmax_scale=128**-0.5,
+)  # fmt: skip
+WINDOWED = replace(
+    PLAIN, batch=1, seqlen_q=2048, seqlen_k=2048, num_heads_q=8, num_heads_kv=8, head_dim=64, head_dim_v=64,
+    dtype="float16", window_size=(256, 0),
 )  # fmt: skip
 KERNEL_NAMES = [kernel.NAME for kernel in dispatch.KERNELS]
 
@@ -390,6 +396,54 @@ def test_a_remainder_that_leads_is_said_first_and_no_loss_of_ours_is_blamed() ->
     assert sum(line.startswith("  first ") for line in lines) == 1
     near = str(warpwave.explain(call, gpu=resolve("h200"), measured_us=1.05 * usual.prediction.time_us))
     assert "first    Remainder" not in near
+
+
+def test_a_time_below_the_prediction_names_no_loss_smaller_than_the_error() -> None:
+    usual = warpwave.explain(WINDOWED, gpu=resolve("rx7900xtx"))
+    assert usual.prediction is not None
+    fast = str(warpwave.explain(WINDOWED, gpu=resolve("rx7900xtx"), measured_us=0.3 * usual.prediction.time_us))
+    leads = [line for line in fast.splitlines() if line.startswith("  first ")]
+    assert len(leads) == 1 and leads[0].startswith("  first    Remainder, 0.3 x: the call took")
+    near = str(warpwave.explain(WINDOWED, gpu=resolve("rx7900xtx"), measured_us=0.9 * usual.prediction.time_us))
+    assert "first    Remainder" not in near and "this loss may be as small as" in " ".join(near.split())
+
+
+def test_the_columns_of_losses_stand_below_each_other_on_wgps() -> None:
+    text = str(warpwave.explain(WINDOWED, gpu=resolve("rx7900xtx")))
+    lines = [line for line in text.splitlines() if re.match(r"  (clocks|idle WGPs) ", line)]
+    assert len(lines) == 2 and lines[0].index(" us ") == lines[1].index(" us ")
+
+
+def test_bounds_of_hot_calls_read_nothing_that_the_caches_hold() -> None:
+    call = replace(PLAIN, batch=1, seqlen_q=512, seqlen_k=512, num_heads_q=1, num_heads_kv=1)
+    cold, hot = (warpwave.explain(call, gpu=resolve("l4"), hot=is_hot).bounds for is_hot in (False, True))
+    assert cold is not None and hot is not None
+    memory, nothing = cold.of("memory"), hot.of("memory")
+    assert memory is not None and memory.time_us > 1 and nothing is not None and nothing.time_us == 0
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "path"), [("h100", "fp8", "fp8"), ("h100", "int8", "fp8"), ("a100-80gb", "int8", "")]
+)
+def test_the_command_explains_quantized_calls(card: str, dtype: str, path: str) -> None:
+    command = ["explain", "--gpu", card, "--dtype", dtype]
+    said = CliRunner().invoke(app, [*command, "--json"])
+    assert said.exit_code == 0, said.output
+    bounds = json.loads(said.output)["bounds"]
+    resources = {bound["resource"]: bound for bound in bounds["bounds"]}
+    assert bounds["path"] == path and ("tensor cores" in resources) == bool(path)
+    if path:
+        peak = catalog()[card].peak_tflops[path]
+        assert resources["tensor cores"]["time_us"] == pytest.approx(4 * 16 * 4096**2 * 128 / peak * 1e-6)
+    text = CliRunner().invoke(app, command).output
+    assert "q 8.389 MB, k 8.389 MB, v 8.389 MB, out 16.78 MB" in text and "more: out 16.78 MB" in text
+    assert "over 25.17 MB of v and out" in text
+    assert "never validated: no quantized call of" in text
+
+
+def test_a_measured_time_on_an_architecture_is_refused_with_its_cards() -> None:
+    with pytest.raises(InvalidInput, match="sm_86 has none; for times name a card: a10, rtx3060"):
+        warpwave.explain(PLAIN, gpu=resolve("sm_86"), measured_us=1000.0)
 
 
 def test_exponentials_are_named_at_small_heads() -> None:

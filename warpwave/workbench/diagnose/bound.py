@@ -10,13 +10,19 @@ from warpwave.workbench.diagnose.facts import (
     AGREE,
     BINDS,
     MORE_THAN_ALL,
+    OFFERS,
     Finding,
     all_kv_bytes,
+    balance,
     blocks,
+    busy_sms,
+    busy_threads,
     kv_bytes_of_head,
     loaded_bytes,
+    matrix_tflops,
     memory_bytes,
     peak_tflops,
+    special_functions,
     tensor_bytes,
     time_us,
     work,
@@ -25,7 +31,6 @@ from warpwave.workbench.diagnose.fixed import fixed_cost
 from warpwave.workbench.diagnose.parse import Device, Document, Row
 from warpwave.workbench.model.roofline import byte, figure, flop, us
 
-OFFERS = 8.0  # with matrix units at least this many times as fast, the scalar units' rate is suspicious
 AT_RATE = 0.6  # share of the scalar units' rate from which products may run on them
 CLIFF = 1.3  # a unit of work this much slower behind a cache's size
 SCHEDULERS = 4  # of an SM; each starts an instruction of one of its warps every clock
@@ -42,9 +47,10 @@ class _Use:
     Attributes:
         row, time_us, work: the row, its time and its operations.
         peak_tflops: rate of its unit; None if unknown.
-        busy, busy_threads: shares of the multiprocessors with a block, and of the threads that compute.
+        busy, busy_threads: shares of the multiprocessors that compute, in the mean over the time, and of the threads.
         moved: bytes that cross the memory bus at least, with caches as good as they can be; None if unknown.
         arithmetic, bandwidth: shares of the busy units' rate and of the bandwidth; 0 if unknown.
+        exponentials: share of the special function units' rate; 0 if unknown.
     """
 
     row: Row
@@ -56,15 +62,15 @@ class _Use:
     moved: float | None
     arithmetic: float
     bandwidth: float
+    exponentials: float
 
 
 def _use(row: Row, device: Device) -> _Use:
     time, amount, peak = time_us(row), work(row), peak_tflops(row, device)
     assert time is not None and amount is not None
-    kernel = row.kernel
-    count = blocks(row) if kernel.launch_heads != "" else None
-    busy = 1.0 if count is None or device.num_sms is None else min(1.0, count / device.num_sms[0])
-    threads = kernel.busy_threads / kernel.threads if kernel.busy_threads and kernel.threads else 1.0
+    busy, threads = busy_sms(row, device) * balance(row, device), busy_threads(row)
+    of_exponentials, rate = special_functions(row.call), device.exponentials_gops
+    exponentials = 0.0 if of_exponentials is None or rate is None else of_exponentials / (time * rate * 1e3) / busy
     moved, bandwidth = memory_bytes(row, device), 0.0
     if moved is not None and device.bandwidth_gbps is not None:
         most = MORE_THAN_ALL * time * device.bandwidth_gbps * 1e3
@@ -81,6 +87,7 @@ def _use(row: Row, device: Device) -> _Use:
         moved,
         0.0 if peak is None else amount / (time * peak * 1e6) / busy / threads,
         bandwidth if bandwidth <= MORE_THAN_ALL else 0.0,  # the call's tensors stayed in L2
+        exponentials if exponentials <= MORE_THAN_ALL else 0.0,  # some were computed by polynomials on other units
     )
 
 
@@ -111,13 +118,14 @@ def binding(document: Document) -> Iterator[Finding]:
                 )
             continue
         reread = _reread(document, use, has_cliff=cliff is not None)
-        if BINDS <= max(use.arithmetic, use.bandwidth) <= MORE_THAN_ALL:
-            if use.arithmetic >= use.bandwidth:
-                yield _bound(use, device)
-            else:
-                yield reread or _memory(use, device)
+        most = max(use.arithmetic, use.bandwidth, use.exponentials)
+        if reread is not None and reread[0] >= max(use.arithmetic, use.exponentials):
+            yield reread[1]
+        elif BINDS <= most <= MORE_THAN_ALL:
+            of_units = _exponentials(use, device) if use.exponentials == most else _bound(use, device)
+            yield _memory(use, device) if use.bandwidth == most else of_units
         elif reread is not None:
-            yield reread
+            yield reread[1]
         elif use.peak_tflops is not None and 0 < use.arithmetic:
             yield _latency(document, use, rows, 1.0 if cliff is None else cliff.factor)
 
@@ -132,7 +140,7 @@ def _of_arithmetic(use: _Use) -> str:
 
 def _bound(use: _Use, device: Device) -> Finding:
     """Returns the unit that multiplies as the bound, and the faster unit of the card if there is one."""
-    row, offers = use.row, _matrix_tflops(use.row, device)
+    row, offers = use.row, matrix_tflops(use.row.call.dtype, device)
     text = f"{use.row.name}: the {row.kernel.unit} unit binds, at {use.arithmetic:.0%} of what the busy "
     text += f"{device.unit_name}s can do"
     factor = offers / (use.peak_tflops or offers) if row.kernel.unit == "scalar" and offers else 1.0
@@ -143,8 +151,21 @@ def _bound(use: _Use, device: Device) -> Finding:
     return Finding("arithmetic", text, _of_arithmetic(use), row.series, max(1.0, 1 / use.arithmetic), is_cause=True)
 
 
-def _matrix_tflops(row: Row, device: Device) -> float | None:
-    return device.tflops.get("tf32" if row.call.dtype == "float32" else row.call.dtype)
+def _exponentials(use: _Use, device: Device) -> Finding:
+    """Returns the special function units as the bound."""
+    row, count = use.row, special_functions(use.row.call) or 0.0
+    each = "an exponential and a tanh for each pair" if row.call.softcap else "one for each pair"
+    busy = f" / {use.busy:.3g} busy" if use.busy < 1 else ""
+    return Finding(
+        "exponentials",
+        f"{row.name}: exponentials bind, at {use.exponentials:.0%} of what the busy {device.unit_name}s can do; only "
+        "polynomials on other units, or fewer pairs, lower them",
+        f"{figure(count * 1e-9)} Gexp ({each}) / {us(use.time_us)} / {figure(device.exponentials_gops or 0)} Gexp/s"
+        f"{busy} = {use.exponentials:.1%}",
+        row.series,
+        max(1.0, 1 / use.exponentials),
+        is_cause=True,
+    )
 
 
 def _memory(use: _Use, device: Device) -> Finding:
@@ -158,8 +179,9 @@ def _memory(use: _Use, device: Device) -> Finding:
     return Finding(kind, text, said, use.row.series, max(again, 1 / use.bandwidth), is_cause=True)
 
 
-def _reread(document: Document, use: _Use, has_cliff: bool) -> Finding | None:
-    """Returns the reading that every repeated load of K and V comes from memory, if the bandwidth allows for it.
+def _reread(document: Document, use: _Use, has_cliff: bool) -> tuple[float, Finding] | None:
+    """Returns the share of the bandwidth if every repeated load of K and V comes from memory, and this finding, if the
+    bandwidth allows for it.
 
     Blocks of one head stream through the same K and V. If the K and V of the heads that run at once exceed L2, it keeps
     none of them for the next block.
@@ -176,7 +198,7 @@ def _reread(document: Document, use: _Use, has_cliff: bool) -> Finding | None:
     share, have = rate / device.bandwidth_gbps, figure(device.bandwidth_gbps)
     if in_flight <= device.l2_bytes or asked < 2 * least or not BINDS <= share <= MORE_THAN_ALL:
         return None
-    return Finding(
+    found = Finding(
         "re-reads",
         f"{use.row.name}: K and V are read from memory again for every query tile: {byte(in_flight)} in use at once do "
         f"not stay in L2 ({byte(device.l2_bytes)}), and these loads are {share:.0%} of the bandwidth; taller query "
@@ -187,6 +209,7 @@ def _reread(document: Document, use: _Use, has_cliff: bool) -> Finding | None:
         asked / least,
         is_cause=True,
     )
+    return share, found
 
 
 def _cliff(document: Document, series: str, rows: Sequence[Row]) -> Finding | None:
@@ -219,12 +242,14 @@ def _cliff(document: Document, series: str, rows: Sequence[Row]) -> Finding | No
 def _latency(document: Document, use: _Use, rows: Sequence[Row], explained: float) -> Finding:
     """Returns the finding for a row of which no unit is half used: on the scalar units, with few warps, or unknown."""
     row, device = use.row, document.device
-    rest = max(1 / max(use.arithmetic, use.bandwidth) / explained, 1.0)
+    rest = max(1 / max(use.arithmetic, use.bandwidth, use.exponentials) / explained, 1.0)
     said = f"{_of_arithmetic(use)} of the busy {row.kernel.unit} units"
     if use.moved is not None and device.bandwidth_gbps is not None:
         rate = figure(use.moved / use.time_us * 1e-3)
         said += f"; {byte(use.moved)} / {us(use.time_us)} = {rate} GB/s"
         said += f"; {rate} GB/s / {figure(device.bandwidth_gbps)} GB/s = {use.bandwidth:.2%}"
+    if use.exponentials > max(use.arithmetic, use.bandwidth):
+        said += f"; {use.exponentials:.1%} of the rate of exponentials"
     scalar = device.tflops.get("scalar")
     if row.kernel.unit == "matrix" and scalar:
         share = use.work / (use.time_us * scalar * 1e6) / use.busy / use.busy_threads
@@ -246,12 +271,16 @@ def _latency(document: Document, use: _Use, rows: Sequence[Row], explained: floa
         return Finding("few warps", text, f"{warps[1]}; {said}", row.series, rest, is_cause=True)
     without = f" without idle {device.unit_name}s and threads" if use.busy * use.busy_threads < 1 else ""
     text = f"{use.row.name}: latency-bound by {rest:.3g} x{without}: {PROFILE}"
+    offers = (matrix_tflops(row.call.dtype, device) or 0.0) / (use.peak_tflops or 1.0)
+    if row.kernel.unit == "scalar" and row.call.dtype != "float32" and offers > 1.5:
+        text += f". The products are taken to run on the scalar units; the matrix units offer {offers:.3g} x more"
+        said += f"; {figure(offers * (use.peak_tflops or 0))} / {figure(use.peak_tflops or 0)} = {offers:.3g}"
     return Finding("latency", text, said, row.series, rest, is_cause=True)
 
 
 def _few_warps(row: Row, rows: Sequence[Row], device: Device) -> tuple[str, str] | None:
     """Returns a sentence and its figures if schedulers have no warp, or a block has one warp."""
-    threads, wave = row.kernel.threads, 64 if device.unit_name == "CU" else 32
+    threads, wave = row.kernel.threads, 64 if device.unit_name == "CU" else 32  # lanes of a CDNA wave; RDNA's have 32
     if threads is None or any(
         (other.kernel.threads or 0) >= 2 * threads and other.call == row.call
         and (time_us(other) or 0) >= 0.95 * (time_us(row) or 0) for other in rows
@@ -264,7 +293,7 @@ def _few_warps(row: Row, rows: Sequence[Row], device: Device) -> tuple[str, str]
     one = f"a block of {threads} threads is {warps} warp{'s' * (warps > 1)}"
     figures = f"{threads} / {wave} = {warps}"
     if most is not None and most < SCHEDULERS:
-        one += f", and {'the' if most == warps else 'an'} SM has {most} for its {SCHEDULERS} schedulers"
+        one += f", and each {device.unit_name} has at most {most} for its {SCHEDULERS} schedulers"
         figures += f"; {count} blocks on {in_words(device)}"
     return f"{one}: nothing runs while a warp waits for memory or for its own last instruction", figures
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from warpwave.workbench.diagnose.facts import (
     Finding,
+    balance,
     blocks,
     groups,
     most_resident,
@@ -53,7 +54,11 @@ def grid(document: Document) -> Iterator[Finding]:
             row, count = max(idle, key=lambda pair: (work(pair[0]) or 0.0, -pair[1]))
             # More blocks do not reduce a fixed cost, nor the latency of a block.
             fills_help = flat_beyond(rows, device) is None and fixed_cost(device, rows) is None
-            yield _idle(document, series, row, count, low, is_cause=fills_help)
+            # A small size of a sweep whose largest size fills the card is not why the series is slow.
+            is_largest = work(row) is None or not any((work(r) or 0.0) > (work(row) or 0.0) for r, _ in counted)
+            yield _idle(document, series, row, count, low, is_cause=fills_help and is_largest)
+            if fills_help and is_largest:
+                yield from _uneven(row, device)
             emptiest, fewest = min(idle, key=lambda pair: pair[1])
             if fewest < count:
                 yield _idle(document, series, emptiest, fewest, low, is_cause=False)
@@ -78,6 +83,23 @@ def _idle(document: Document, series: str, row: Row, count: int, low: int, is_ca
         series,
         factor,
         is_cause,
+    )
+
+
+def _uneven(row: Row, device: Device) -> Iterator[Finding]:
+    """Yields the finding for blocks of different lengths that all run at once, so that the longest sets the time."""
+    share, call = balance(row, device), row.call
+    if share * WASTEFUL > 1:
+        return
+    keys = call.seqlen_k or call.seqlen or 1
+    yield Finding(
+        "idle SMs",
+        f"{row.name}: all blocks run at once, and with a causal mask the longest has {1 / share:.3g} x the work of the "
+        f"mean, so {device.unit_name}s wait for it; shorter query tiles, or keys split over blocks, even them out",
+        f"{call.seqlen} x {keys} / {(call.seqlen or 1) * keys * share:,.0f} visible pairs of a head = {1 / share:.3g}",
+        row.series,
+        1 / share,
+        is_cause=True,
     )
 
 
@@ -131,8 +153,8 @@ def plateau(document: Document) -> Iterator[Finding]:
             step = f", then a step at {above[0][0]}" if above and above[0][1] > FLAT * last_us else ""
             yield Finding(
                 "idle SMs",
-                f"{table}: {series} is flat from {first} to {last} blocks{step}: more work costs nothing while SMs are "
-                f"idle, so the grid is under-filled ({in_words(device)})",
+                f"{table}: {series} is flat from {first} to {last} blocks{step}: more work costs nothing while "
+                f"{device.unit_name}s are idle, so the grid is under-filled ({in_words(device)})",
                 figures,
                 series,
                 device.num_sms[0] / first,

@@ -11,6 +11,7 @@ HALF_A_DIGIT = 0.5
 AGREE = 0.06  # allowed relative difference of two figures for the same quantity, on top of their rounding
 MORE_THAN_ALL = 1.05  # a share above this is no share: a stated figure is wrong
 MOST_THREADS = 2048  # that a multiprocessor holds; some hold fewer
+OFFERS = 6.0  # with matrix units at least this many times as fast, the scalar units' rate is suspicious
 BINDS = 0.5  # a resource counts as binding from this share of its rate on
 
 
@@ -67,7 +68,8 @@ def tensor_bytes(call: Call) -> float | None:
     keys, size = call.seqlen_k or call.seqlen, DTYPES[call.dtype]
     heads_kv = call.heads_kv or call.heads
     rows, columns = ROWS[call.passes] * call.heads * call.seqlen, KEYS[call.passes] * heads_kv * keys
-    return float(call.batch * call.head_dim * size * (rows + columns))
+    wider = max(size, 2) - size  # of out, where q, k and v have 8 bits
+    return float(call.batch * call.head_dim * (size * (rows + columns) + wider * call.heads * call.seqlen))
 
 
 def work(row: Row) -> float | None:
@@ -76,6 +78,38 @@ def work(row: Row) -> float | None:
     if of_call is None and time is not None and row.tflops is not None:
         return time * row.tflops * 1e6
     return of_call
+
+
+def busy_sms(row: Row, device: Device) -> float:
+    """Returns the share of the multiprocessors that have a block; 1 if the blocks are unknown."""
+    count = blocks(row) if row.kernel.launch_heads != "" else None
+    return 1.0 if count is None or device.num_sms is None else min(1.0, count / device.num_sms[0])
+
+
+def balance(row: Row, device: Device) -> float:
+    """Returns the mean block's work over the longest block's if every block has its own multiprocessor; else 1.
+
+    Under a causal mask the last query tile of a head has all keys, and nothing runs behind the shorter ones.
+    """
+    call, count, pairs = row.call, blocks(row), visible_pairs(row.call)
+    alone = count is not None and device.num_sms is not None and count <= device.num_sms[0]
+    if not (call.causal and alone and row.kernel.grid == "query tiles" and pairs and call.seqlen and call.heads):
+        return 1.0
+    if row.kernel.block_m is not None and row.kernel.block_m >= call.seqlen:
+        return 1.0
+    return pairs / (call.batch * call.heads * call.seqlen * (call.seqlen_k or call.seqlen))
+
+
+def busy_threads(row: Row) -> float:
+    """Returns the share of a block's threads that compute; 1 if the threads are unknown."""
+    kernel = row.kernel
+    return kernel.busy_threads / kernel.threads if kernel.busy_threads and kernel.threads else 1.0
+
+
+def special_functions(call: Call) -> float | None:
+    """Returns the exponentials of a call: one for each visible pair and pass, and a tanh more with a softcap."""
+    pairs = visible_pairs(call)
+    return None if pairs is None else pairs * (1 + call.softcap) * (2 if call.passes == "both" else 1)
 
 
 def score_bytes(call: Call, kernel: Kernel) -> float | None:
@@ -158,7 +192,14 @@ def peak_tflops(row: Row, device: Device) -> float | None:
         return device.tflops.get("scalar")
     if row.call.dtype == "float32":
         return device.tflops.get("tf32", device.tflops.get("float32_matrix", device.tflops.get("scalar")))
-    return device.tflops.get(row.call.dtype, device.tflops.get("scalar"))
+    return matrix_tflops(row.call.dtype, device) or device.tflops.get("scalar")
+
+
+def matrix_tflops(dtype: str, device: Device) -> float | None:
+    """Returns the rate of the matrix units for a dtype; that of float16 for 8-bit floats on a card without fp8."""
+    if dtype == "fp8":
+        return device.tflops.get("fp8", device.tflops.get("float16"))
+    return device.tflops.get("tf32" if dtype == "float32" else dtype)
 
 
 def loads_of_a_key(row: Row) -> int | None:
@@ -206,7 +247,7 @@ def groups(document: Document) -> dict[tuple[str, str], list[Row]]:
     return found
 
 
-SIZES = ("batch", "heads", "heads_kv", "seqlen", "seqlen_k", "head_dim", "dtype", "causal", "passes")
+SIZES = ("batch", "heads", "heads_kv", "seqlen", "seqlen_k", "head_dim", "dtype", "causal", "passes", "softcap")
 
 
 def varying(rows: Sequence[Row]) -> list[str]:

@@ -19,7 +19,7 @@ from warpwave.workbench.model.fitting import line
 from warpwave.workbench.model.roofline import us
 
 FLAT = 1.12  # times within this factor count as equal; it is 2.8 standard deviations of two times with 3 % noise
-MOST_LAUNCH_US = 40.0  # the longest time that can be a launch
+MOST_LAUNCH_US = 40.0  # a longer time that does not grow with the blocks may be that of one block
 TINY = 0.05  # a share of a rate that no bound loop has
 
 
@@ -55,11 +55,13 @@ def fixed_cost(device: Device, rows: Sequence[Row]) -> Finding | None:
         return None
     row, least = max(known, key=lambda r: work(r) or 0.0), min(known, key=lambda r: work(r) or 0.0)
     time = time_us(row) or 0.0
-    if fixed < BINDS * time or time > MOST_LAUNCH_US or flat_beyond(known, device) is not None:
+    if fixed < BINDS * time or flat_beyond(known, device) is not None:
         return None
     counts = [blocks(r) for r in known]
     steps = [steps_of_block(r) for r in known]
     grows = None not in steps and max(s or 0 for s in steps) >= 2 * min(s or 0 for s in steps)
+    if time > MOST_LAUNCH_US and not grows:
+        return None  # as long a block, of which each multiprocessor runs several at once
     fills = device.num_sms is not None and None not in counts and max(c or 0 for c in counts) > device.num_sms[1]
     # Blocks that are added to idle multiprocessors are free, so only a block that computes for much less than the time
     # shows a fixed cost.

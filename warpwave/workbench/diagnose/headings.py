@@ -184,7 +184,7 @@ def size(name: str, cell: str) -> Any:
     low = cell.lower().strip()
     if name == "dtype":
         short = {"fp16": "float16", "half": "float16", "f16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-        short |= {"f32": "float32", "float": "float32"}
+        short |= {"f32": "float32", "float": "float32", "float8": "fp8"}
         return low if low in DTYPES else short.get(low)
     if name == "causal":
         return {"yes": True, "true": True, "1": True, "causal": True, "no": False, "false": False, "0": False,

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from warpwave.workbench.diagnose.facts import MORE_THAN_ALL, flops, spread, time_us, work
-from warpwave.workbench.diagnose.parse import Document, Row
+from warpwave.workbench.diagnose.facts import (
+    BINDS,
+    MORE_THAN_ALL,
+    OFFERS,
+    balance,
+    busy_sms,
+    busy_threads,
+    flops,
+    matrix_tflops,
+    spread,
+    time_us,
+    work,
+)
+from warpwave.workbench.diagnose.parse import Device, Document, Row
 
 
 def heads_by_scores(row: Row) -> int | None:
@@ -50,23 +62,37 @@ def _with_heads(document: Document) -> Document:
 
 
 def _with_units(document: Document) -> Document:
-    """Returns the document with a unit for each series: "matrix" if its best rate exceeds that of the scalar units."""
-    scalar, best = document.device.tflops.get("scalar"), dict[str, float]()
+    """Returns the document with a unit for each series: "matrix" if the best rate of its busy multiprocessors is too
+    high for the scalar units."""
+    device, best = document.device, dict[str, float]()
     for row in document.rows:
         amount, time = work(row), time_us(row)
         rate = row.tflops if amount is None or time is None else amount / time * 1e-6
-        best[row.series] = max(best.get(row.series, 0.0), rate or 0.0)
-    faster = {name for name, rate in best.items() if scalar is not None and rate > MORE_THAN_ALL * scalar}
+        of_busy = (rate or 0.0) / busy_sms(row, device) / balance(row, device) / busy_threads(row)
+        best[row.series] = max(best.get(row.series, 0.0), of_busy / _most_scalar(row, device))
+    faster = {name for name, share in best.items() if share > 1}
 
     def resolved(row: Row) -> Row:
         unit = row.kernel.unit or ("matrix" if row.series in faster else "scalar")
         return replace(row, kernel=replace(row.kernel, unit=unit))
 
     unknown = [
-        f"scalar units of {name}"
+        f"{'matrix' if name in faster else 'scalar'} units of {name}"
         for name in document.series
-        if name not in faster
-        and any(r.series == name and not r.kernel.unit and r.call.dtype != "float32" for r in document.rows)
+        if any(r.series == name and not r.kernel.unit and r.call.dtype != "float32" for r in document.rows)
     ]
     rows = tuple(resolved(row) for row in document.rows)
     return replace(document, rows=rows, assumed=(*document.assumed, *unknown))
+
+
+def _most_scalar(row: Row, device: Device) -> float:
+    """Returns the rate in TFLOP/s above which products of the row's dtype are taken to run on matrix units.
+
+    No attention kernel comes close to the rate of the scalar units. If the matrix units are not much faster, a slow
+    kernel on them reaches the same rate, and is the more likely reading of 16-bit products.
+    """
+    scalar = device.tflops.get("scalar")
+    if scalar is None:
+        return float("inf")
+    matrix = 0.0 if row.call.dtype == "float32" else matrix_tflops(row.call.dtype, device) or 0.0
+    return scalar * (BINDS if scalar < matrix < OFFERS * scalar else MORE_THAN_ALL)

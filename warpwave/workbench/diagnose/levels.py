@@ -35,7 +35,8 @@ def caches(document: Document) -> Iterator[Finding]:
         if device.smem_per_sm_bytes:
             fits = "fits" if each <= device.smem_per_sm_bytes else "does not fit"
             holds.append(
-                f"{byte(each)} of one head {fits} an SM's shared memory and L1 ({byte(device.smem_per_sm_bytes)})"
+                f"{byte(each)} of one head {fits} shared memory and L1 of one {device.unit_name} "
+                f"({byte(device.smem_per_sm_bytes)})"
             )
         if device.l2_bytes:
             fits = "fits" if keys_and_values <= device.l2_bytes else "does not fit"

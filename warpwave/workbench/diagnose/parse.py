@@ -11,13 +11,15 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from warpwave.workbench.hardware.catalog import catalog, find
+from warpwave.workbench.hardware.catalog import DataSheet, catalog, find, sheet_of
+from warpwave.workbench.hardware.occupancy import MULTIPROCESSORS
 from warpwave.workbench.input_files import LARGEST_BYTES, Unreadable, read_bytes, read_toml
+from warpwave.workbench.model.roofline import data_sheet_rates
 from warpwave.workbench.schema import quoted
 
 CASES = Path(__file__).with_name("cases")
 OURS = "theirs"  # the series of a column without a series in its name
-DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4}
+DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "fp8": 1}
 PASSES = ("forward", "backward", "both")
 GRIDS = ("query tiles", "heads", "output tiles")
 LEAST, MOST = 1e-9, 1e15  # range of a figure or size, in any unit of the format
@@ -49,9 +51,10 @@ class Call:
 
     Attributes:
         batch, heads, heads_kv, seqlen, seqlen_k, head_dim: sizes; seqlen_k defaults to seqlen, heads_kv to heads.
-        dtype: dtype of q, k and v.
+        dtype: dtype of q, k and v; fp8 is any 8-bit float, with out in 16 bits.
         causal: whether a causal mask, aligned to the last key, is applied.
         passes: what was timed: "forward", "backward" or "both".
+        softcap: whether scores are capped by a tanh.
     """
 
     batch: int = 1
@@ -63,6 +66,7 @@ class Call:
     dtype: str = "float32"
     causal: bool = False
     passes: str = "forward"
+    softcap: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +114,9 @@ class Device:
         num_sms: smallest and largest possible number.
         bandwidth_gbps, l2_bytes, smem_per_sm_bytes: None where unknown.
         tflops: unit -> rate: "scalar", and the matrix units by dtype.
-        unit_name: SM or CU.
+        exponentials_gops: 10^9 exponentials a second; None if unknown.
+        clock: the clock of these rates in words, if it is not the one of the data sheet's peaks; else empty.
+        unit_name: SM, CU or WGP.
         has_tf32: whether float32 products may run on matrix units.
     """
 
@@ -120,6 +126,8 @@ class Device:
     l2_bytes: int | None = None
     smem_per_sm_bytes: int | None = None
     tflops: Mapping[str, float] = field(default_factory=dict)
+    exponentials_gops: float | None = None
+    clock: str = ""
     unit_name: str = "SM"
     has_tf32: bool = False
 
@@ -203,7 +211,7 @@ class Given:
     """What options of the command add to a table. They replace what the file says for all rows; columns keep theirs.
 
     Attributes:
-        gpu: a card of the catalog.
+        gpu: a card of the catalog, or the file of a card (`card_file`).
         call: sizes of the call, as in `[call]`.
         code: series -> facts about its code, as in `[kernels.NAME]`; those of "" hold for every series but peers.
     """
@@ -315,7 +323,7 @@ def parse(data: Mapping[str, Any], *, source: str, given: Given | None = None) -
     return Document(
         title=str(data["title"]),
         source=str(data.get("source", source)),
-        device=_device({**data, "gpu": given.gpu} if given.gpu else data, source),
+        device=_device(data, source, given.gpu),
         rows=tuple(rows),
         kernels=kernels,
         claims=tuple(claims),
@@ -356,15 +364,28 @@ def _kernels(raw: Mapping[str, Any], series: list[str], given: Given) -> dict[st
     return found
 
 
-def _device(data: Mapping[str, Any], source: str) -> Device:
+def _sheet(data: Mapping[str, Any], source: str, option: str | None) -> DataSheet | None:
+    """Returns the sheet of the card that the option or else the table names; None if neither names one."""
+    try:
+        # A table may come from anybody, so only the option may name another file.
+        found = find(str(data.get("gpu", ""))) if option is None else sheet_of(option)
+    except ValueError as error:
+        raise TableError(str(error)) from None
+    if found is None and (option is not None or "gpu" in data):
+        name = f"{source}: gpu {quoted(data['gpu'])}" if option is None else f"--gpu {quoted(option)}"
+        raise TableError(
+            f"{name} is not in the catalog; --gpu also takes a card's file; known are {', '.join(catalog())}"
+        )
+    return found
+
+
+def _device(data: Mapping[str, Any], source: str, option: str | None) -> Device:
     given = dict(_table(data.get("device", {}), f"{source}: [device]"))
     _check(given, ("name", "num_sms", "bandwidth_gbps", "l2_mb", "smem_per_sm_kb", "tflops"), f"{source}: [device]")
     base = Device(name="an unnamed card")
-    if (gpu := data.get("gpu")) is not None:
-        sheet = find(str(gpu))
-        if sheet is None:
-            raise TableError(f"{source}: gpu {quoted(gpu)} is not in the catalog; known are {', '.join(catalog())}")
-        peaks = sheet.peak_tflops
+    if (sheet := _sheet(data, source, option)) is not None:
+        rates = data_sheet_rates(sheet)
+        peaks = rates.product_tflops
         base = Device(
             name=sheet.name,
             num_sms=(sheet.num_sms, sheet.num_sms),
@@ -372,7 +393,9 @@ def _device(data: Mapping[str, Any], source: str) -> Device:
             l2_bytes=sheet.l2_bytes + sheet.last_level_cache_bytes,
             smem_per_sm_bytes=sheet.smem_per_sm_bytes,
             tflops={"scalar": peaks["float32"], **{k: v for k, v in peaks.items() if k != "float32"}},
-            unit_name="CU" if sheet.vendor == "amd" else "SM",
+            exponentials_gops=rates.exponentials_gops,
+            clock=rates.clock,
+            unit_name=MULTIPROCESSORS[sheet.arch].unit if sheet.arch in MULTIPROCESSORS else "SM",
             has_tf32="tf32" in peaks,
         )
     if "name" in given:
@@ -490,7 +513,7 @@ def _make(kind: type, values: Any, base: Any, where: str) -> Any:
             raise TableError(f"{where}: passes must be one of {', '.join(PASSES)}, got {quoted(value)}")
         if key in ("dtype", "grid", "unit", "scores", "launch_heads", "passes"):
             continue
-        if key in ("causal", "is_peer"):
+        if key in ("causal", "softcap", "is_peer"):
             if not isinstance(value, bool):
                 raise TableError(f"{where}: {key} must be true or false, got {quoted(value)}")
         elif key == "max_difference":

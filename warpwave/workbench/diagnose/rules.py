@@ -39,6 +39,7 @@ KINDS = {
     "memory": "bandwidth of device memory",
     "scalar unit": "products on the scalar units of a card with matrix units",
     "arithmetic": "the rate of the unit that multiplies",
+    "exponentials": "the rate of the special function units",
     "launch": "a cost that does not depend on the size",
     "latency": "a latency-bound loop: no unit is busy",
     "working set": "whether the working set fits the caches",

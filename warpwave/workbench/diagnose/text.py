@@ -57,6 +57,8 @@ def text(document: Document, findings: list[Finding]) -> str:
         low, high = device.num_sms
         sms = f", {low if low == high else f'{low} to {high}'} {device.unit_name}s"
     lines.append(f"device     {printable(device.name)}{sms}")
+    if device.clock:
+        lines.append(f"rates      at {device.clock}")
     causes = [f for f in findings if f.is_cause]
     wrong = [f for f in findings if f.kind in ("contradiction", "not comparable", "unverified") and not f.is_cause]
     claims = [f for f in findings if f.kind == "claim"]

@@ -406,7 +406,7 @@ RULES: tuple[Callable[[Call, Roofline, Rates], Iterator[_Advice]], ...] = (
 )
 
 
-MORE = {"memory": "memory bandwidth", "launch": "speed in launching"}
+MORE = {"memory": "memory bandwidth", "exponentials": "special function units", "launch": "speed in launching"}
 
 
 def _nothing(call: Call) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -252,7 +253,8 @@ def explain(
     asked = problem
     problem, gradients = dispatch.forward_of(problem, gpu, kernel)
     reasons = dispatch.reasons_against(problem, gpu)
-    bounds, measured, missing = _rooflines(problem, gpu)
+    rooflines = functools.partial(_rooflines, hot=hot)
+    bounds, measured, missing = rooflines(problem, gpu)
     try:
         choice = dispatch.choose(problem, gpu, kernel, config)
     except (UnsupportedProblem, InvalidType):
@@ -276,7 +278,7 @@ def explain(
     if operands is not None and not gpu.is_cpu:
         layout, copied = _layout(operands, module)
     cost = module.cost(problem, gpu, choice.config)
-    bounds, measured, missing = _rooflines(problem, gpu, module, cost)
+    bounds, measured, missing = rooflines(problem, gpu, module, cost)
     launch = None if measured is None else measured.rates.launch_us
     near_misses = nearest(problem, gpu, _ahead(module, problem), mask_band)
     known = bounds or measured
@@ -289,7 +291,7 @@ def explain(
     alternatives = _alternatives(problem, gpu, module, hot)
     backward_pass = both = None
     if asked.requires_grad:
-        backward_pass = backward_of(asked, saving_of(asked), gpu, kernel, hot, _rooflines)
+        backward_pass = backward_of(asked, saving_of(asked), gpu, kernel, hot, rooflines)
         both = Both(both_of(prediction, backward_pass.prediction))
     losses = None
     if measured_us is not None:
@@ -365,11 +367,17 @@ def _losses(
         if problem.dropout_p:
             raise InvalidInput("a measured time needs a model of its call, and dropout has none")
         raise InvalidInput(
-            f"a measured time needs a model of its card, and {gpu.name} has none"
+            f"a measured time needs a model of its card, and {gpu.name} has none{_cards_of(gpu)}"
             if problem.flops
             else "a measured time needs work to be split by, and this call has none"
         )
     return split(measured_us, prediction, sheet, bounds, clock_mhz=clock_mhz, none=none)
+
+
+def _cards_of(gpu: Gpu) -> str:
+    """Returns the end of a sentence that names the cards of an architecture; empty for a card."""
+    cards = ", ".join(sheet.key for sheet in catalog.of_arch(gpu.arch)) if gpu.name == gpu.arch else ""
+    return f"; for times name a card: {cards}" if cards else ""
 
 
 def _alternatives(problem: AttentionProblem, gpu: Gpu, chosen: Any, hot: bool) -> dict[str, float]:
@@ -393,7 +401,7 @@ def _ahead(module: Any, problem: AttentionProblem) -> list[Any]:
 
 
 def _rooflines(
-    problem: AttentionProblem, gpu: Gpu, kernel: Any = None, cost: Cost | None = None
+    problem: AttentionProblem, gpu: Gpu, kernel: Any = None, cost: Cost | None = None, *, hot: bool
 ) -> tuple[Roofline | None, Roofline | None, str]:
     """Returns the bounds by the data sheet, the bounds as measured, and why both are missing."""
     precision = None if kernel is None else computed_in(kernel, problem, gpu)
@@ -401,7 +409,7 @@ def _rooflines(
     is_backward = kernel is not None and computes_gradients(kernel)
 
     def by(rates: Rates) -> Roofline:
-        return roofline(problem, rates, gpu=gpu, cost=cost, precision=precision, is_backward=is_backward)
+        return roofline(problem, rates, gpu=gpu, cost=cost, precision=precision, hot=hot, is_backward=is_backward)
 
     sheet = catalog.data_sheet(gpu)
     bounds = None if sheet is None else by(data_sheet_rates(sheet))
@@ -416,9 +424,7 @@ def _rooflines(
     if gpu.is_cpu:
         missing = "the rates of this CPU are unknown; `warpwave roof --device cpu` measures them in ten seconds"
     elif gpu.name == gpu.arch:
-        cards = ", ".join(sheet.key for sheet in catalog.of_arch(gpu.arch))
-        named = f"; for bounds in time name a card: {cards}" if cards else ""
-        missing = f"{gpu.arch} is an architecture, not a card{named}"
+        missing = f"{gpu.arch} is an architecture, not a card{_cards_of(gpu)}"
     else:
         missing = f"the catalog has no {gpu.name}; `warpwave roof` measures its ceilings in half a minute"
     return None, None, missing

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from warpwave.workbench.explain.advice import FAR
-from warpwave.workbench.model.losses import recommendation
+from warpwave.workbench.model.losses import NOTICEABLE, recommendation
 from warpwave.workbench.model.roofline import FLOAT32_UNITS, Bound, Roofline, byte, figure, flop, us
 from warpwave.workbench.model.steps import LOSSES
 from warpwave.workbench.terminal import columns
@@ -132,7 +132,7 @@ def steps(losses: Sequence[tuple[str, float, float]], bound_us: float) -> list[s
 
 
 def losses(split: Losses | None, label: str) -> Iterator[str]:
-    """Yields a measured time, split into losses. If the model leaves most of it unexplained, that comes first."""
+    """Yields a measured time, split into losses. If the model is off by more than any loss, that comes first."""
     if split is None:
         return
     yield f"{label} measured {us(split.measured_us)} = {split.ratio:.3g} x the bound, the product of these factors"
@@ -146,13 +146,23 @@ def losses(split: Losses | None, label: str) -> Iterator[str]:
             "and this call, on the device. For the times of other code, use warpwave explain --from-table FILE.",
             "  first    ",
         )
+    too_slow = split.largest is not None and split.remainder * split.largest.factor < NOTICEABLE
+    if too_slow:
+        yield from wrapped(
+            f"Remainder, {split.remainder:.3g} x: the call took {us(split.measured_us)} where the model predicts "
+            f"{us(split.losses[-1].before_us)}. No loss is larger than this error, so none is named.",
+            "  first    ",
+        )
     yield from steps([(loss.name, loss.factor, loss.after_us) for loss in split.losses], split.bound_us)
     for yardstick in split.yardsticks:
         yield from wrapped(
             f"{yardstick.share:.1%} of the {yardstick.name} bound, {us(yardstick.least_us)}: {yardstick.note}",
             "  share    ",
         )
-    if not unexplained and split.largest is not None and (advice := recommendation(split.largest)):
+    if not (unexplained or too_slow) and split.largest is not None and (advice := recommendation(split.largest)):
+        if split.remainder < 1 / NOTICEABLE:
+            least = split.remainder * split.largest.factor
+            advice += f" The call is faster than predicted, so this loss may be as small as {least:.3g} x."
         yield from wrapped(advice, "  first    ")
 
 

@@ -51,7 +51,13 @@ def in_words_of(gpu: Gpu, text: str) -> str:
     if gpu.vendor != "amd":
         return text
     unit = MULTIPROCESSORS[gpu.arch].unit if gpu.arch in MULTIPROCESSORS else "CU"
-    text = re.sub(r"\b(an )?SM(s?)\b", lambda found: f"{'a ' if found[1] else ''}{unit}{found[2]}", text)
+    longer = len(unit) - len("SM")
+
+    def renamed(found: re.Match[str]) -> str:
+        padding = found[3] or ""  # of a column, which must keep its width
+        return f"{'a ' if found[1] else ''}{unit}{found[2]}{padding[longer:]}"
+
+    text = re.sub(r"\b(an )?SM(s?)\b( {2,})?", renamed, text)
     return text.replace("tensor cores", "matrix cores")
 
 

@@ -1,0 +1,161 @@
+"""Which unit, clock and card the shares of a table are of: small tables with one cause each, computed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from warpwave.workbench.cli import app
+from warpwave.workbench.diagnose.facts import Finding
+from warpwave.workbench.diagnose.parse import Document, Given, TableError, load, parse
+from warpwave.workbench.diagnose.rules import diagnose, main_cause
+from warpwave.workbench.hardware import catalog
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    before = dict(catalog._given)
+    yield
+    catalog._given.clear()
+    catalog._given.update(before)
+
+
+def _table(card: str, sizes: str, rows: list[list[float]], kernel: dict[str, Any], **call: Any) -> Document:
+    data = {
+        "title": card,
+        "gpu": card,
+        "call": {"dtype": "float16", **call},
+        "kernels": {"theirs": kernel},
+        "tables": [{"name": "times", "columns": [sizes, "time_us"], "rows": rows}],
+    }
+    return parse(data, source="test")
+
+
+def _first(document: Document) -> Finding:
+    found = main_cause(document, "theirs")
+    assert found is not None
+    return found
+
+
+def _kinds(document: Document) -> list[str]:
+    return [finding.kind for finding in diagnose(document)]
+
+
+def test_busy_sms_that_exceed_the_scalar_rate_use_matrix_units() -> None:
+    # 22 blocks of 132: 11.2 TFLOP/s of the card are 67.1 of a full one, above the 66.9 of the scalar units.
+    document = _table("h100", "seqlen", [[2816, 181.0]], {"block_m": 128, "block_n": 64}, heads=1, head_dim=64)
+    rate = 4 * 2816**2 * 64 / 181.0 * 1e-6
+    assert rate < 66.9 < rate * 132 / 22
+    assert document.rows[0].kernel.unit == ""
+    faster = _table("h100", "seqlen", [[2816, 20.0]], {"block_m": 128, "block_n": 64}, heads=1, head_dim=64)
+    assert "contradiction" not in _kinds(faster)
+    assert _first(faster).kind == "idle SMs"
+    assert any("peak" in f.kind and "matrix peak" in f.text for f in diagnose(faster))
+
+
+@pytest.mark.parametrize(("card", "unit"), [("rtx4070", "matrix"), ("v100", "scalar"), ("h100", "scalar")])
+def test_a_rate_below_the_scalar_one_is_read_by_how_much_faster_matrix_units_are(card: str, unit: str) -> None:
+    sheet = catalog.catalog()[card]
+    rate = 0.9 * sheet.peak_tflops["float32"] * sheet.headroom
+    time = 4 * 64 * 4096**2 * 64 / rate * 1e-6
+    document = _table(card, "seqlen", [[4096, time]], {"block_m": 64, "block_n": 64}, heads=64, head_dim=64)
+    assert any(f"of the {unit} peak" in f.text for f in diagnose(document))
+    assert (_first(document).kind == "scalar unit") == (unit == "scalar")
+
+
+def test_a_geforce_card_above_its_stated_clock_is_no_contradiction() -> None:
+    # 185 TFLOP/s: above the 165.2 at 2520 MHz, below the 203.5 at 3105 MHz.
+    time = 4 * 32 * 8192**2 * 128 / 185 * 1e-6
+    document = _table("rtx4090", "seqlen", [[8192, time]], {"block_m": 128, "block_n": 64}, heads=32, head_dim=128)
+    found = diagnose(document)
+    assert "contradiction" not in [f.kind for f in found]
+    assert "90.89%" in next(f.text for f in found if f.kind == "share of peak")
+    assert document.device.clock.startswith("the highest clock, 3105 MHz")
+
+
+def test_rdna_has_wgps_and_waves_of_32() -> None:
+    kernel = {"block_m": 16, "block_n": 64, "threads": 32, "unit": "matrix"}
+    document = _table("rx7900xtx", "seqlen", [[2048, 9000.0]], kernel, heads=16, head_dim=64)
+    assert document.device.unit_name == "WGP"
+    found = _first(document)
+    assert found.kind == "few warps" and "a block of 32 threads is 1 warp" in found.text
+
+
+def test_exponentials_bind_where_matrix_units_are_many_times_as_fast() -> None:
+    # B200, head_dim 64: 64 x 8192^2 pairs at 0.8 of 4,689 Gexp/s; the products take a third of their rate.
+    pairs = 64 * 8192**2
+    time = pairs / (0.8 * 4689e3)
+    document = _table("b200", "seqlen", [[8192, time]], {"block_m": 128, "block_n": 64, "unit": "matrix"}, heads=64,
+                      head_dim=64)  # fmt: skip
+    found = _first(document)
+    assert found.kind == "exponentials" and "at 80%" in found.text
+    assert f"{pairs * 1e-9:.4g} Gexp" in found.arithmetic
+
+
+def test_a_softcap_is_a_second_special_function_of_a_pair() -> None:
+    pairs = 32 * 8192**2
+    time = 2 * pairs / (0.8 * 4182e3)
+    kernel = {"block_m": 128, "block_n": 64, "unit": "matrix"}
+    plain = _table("h100", "seqlen", [[8192, time]], kernel, heads=32, head_dim=64)
+    capped = _table("h100", "seqlen", [[8192, time]], kernel, heads=32, head_dim=64, softcap=True)
+    assert _first(plain).kind != "exponentials"
+    assert _first(capped).kind == "exponentials" and "a tanh" in _first(capped).arithmetic
+
+
+def test_causal_blocks_that_all_run_at_once_wait_for_the_longest() -> None:
+    kernel = {"block_m": 128, "block_n": 64, "unit": "matrix"}
+    rows = [[2816, 27.7]]
+    causal = _table("h100", "seqlen", rows, kernel, heads=2, head_dim=64, causal=True)
+    found = diagnose(causal)
+    uneven = next(f for f in found if "the longest has" in f.text)
+    assert uneven.is_cause and uneven.kind == "idle SMs" and uneven.factor == pytest.approx(2 * 2816 / 2817)
+    # 2.031 GFLOP / 27.7 us / 989.4 / (44 / 132 busy) is 22.2 %; a busy SM works for half of the time.
+    assert "44.4%" in next(f for f in found if f.kind in ("latency", "arithmetic")).arithmetic
+    plain = _table("h100", "seqlen", rows, kernel, heads=2, head_dim=64)
+    assert not any("the longest has" in f.text for f in diagnose(plain))
+
+
+def test_a_small_size_that_leaves_sms_idle_is_no_cause_if_the_largest_fills_the_card() -> None:
+    rows = [[128, 20.0], [4096, 9000.0]]
+    document = _table("l4", "seqlen", rows, {"block_m": 64, "block_n": 64, "unit": "matrix"}, heads=16, head_dim=64)
+    idle = next(f for f in diagnose(document) if f.kind == "idle SMs")
+    assert not idle.is_cause and "32 blocks on 58 SMs" in idle.text
+
+
+@pytest.mark.parametrize("scale", [1.0, 5.0])
+def test_a_long_cost_that_more_steps_do_not_change_is_fixed(scale: float) -> None:
+    rows = [[64, 38.3 * scale], [128, 39.2 * scale], [256, 41.9 * scale]]
+    document = _table("h20", "seqlen", rows, {"block_m": 64, "block_n": 32}, heads=8, head_dim=128)
+    assert _first(document).kind == "launch"
+
+
+def test_fp8_has_one_byte_and_its_own_rate() -> None:
+    kernel = {"block_m": 128, "block_n": 64, "unit": "matrix"}
+    row = [[8192, 4 * 32 * 8192**2 * 128 / 1000 * 1e-6]]
+    on_h100 = _table("h100", "seqlen", row, kernel, heads=32, head_dim=128, dtype="fp8")
+    on_a100 = _table("a100-80gb", "seqlen", [[8192, 4 * row[0][1]]], kernel, heads=32, head_dim=128, dtype="fp8")
+    assert "50.53% of the matrix peak" in next(f.text for f in diagnose(on_h100) if f.kind == "share of peak")
+    assert "80.13% of the matrix peak" in next(f.text for f in diagnose(on_a100) if f.kind == "share of peak")
+    assert "x 128 x 1 = 2.097 MB a head" in next(f.arithmetic for f in diagnose(on_h100) if f.kind == "working set")
+
+
+def test_the_option_takes_the_file_of_a_card_and_a_table_does_not(tmp_path: Path) -> None:
+    card, table = tmp_path / "mine.toml", tmp_path / "times.csv"
+    card.write_text('name = "Mine"\nlike = "h100"\nnum_sms = 100\nbandwidth_gbps = 2020\n', encoding="utf-8")
+    table.write_text("seqlen,ours (ms)\n1024,1.1\n4096,17\n", encoding="utf-8")
+    document = load(table, Given(gpu=str(card)))
+    assert (document.device.name, document.device.num_sms) == ("Mine", (100, 100))
+    assert document.device.bandwidth_gbps == 2020
+    said = CliRunner().invoke(app, ["explain", "--from-table", str(table), "--gpu", str(tmp_path / "none.toml")])
+    assert said.exit_code != 0 and not isinstance(said.exception, TableError)
+    with pytest.raises(TableError, match=r"none\.toml cannot be read"):
+        load(table, Given(gpu=str(tmp_path / "none.toml")))
+    with pytest.raises(TableError, match="--gpu 'h1000' is not in the catalog"):
+        load(table, Given(gpu="h1000"))
+    data = {"title": "t", "gpu": str(card), "tables": [{"columns": ["seqlen", "time_us"], "rows": [[1, 2]]}]}
+    with pytest.raises(TableError, match="is not in the catalog; --gpu also takes a card's file"):
+        parse(data, source="s")
