@@ -371,7 +371,7 @@ def attention_with_kv_cache(
     operands = _new(
         CachedOperands,
         (q, layer.k, layer.v, None, None, alibi_slopes, sinks, cu_seqlens_q, None, layer.page_table, layer.seqused_k,
-         index),
+         index, layer.k_descale, layer.v_descale),
     )  # fmt: skip
     longest = (cached_calls.longest_query(q, cu_seqlens_q, lengths, max_seqlen_q), max_seqlen_k or 0)
     said = (causal, window_size, softcap, softmax_scale, precision, return_lse)

@@ -18,7 +18,6 @@ import torch
 from warpwave import autograd, dispatch
 from warpwave.checks import (
     check_apart,
-    check_cache_contents,
     check_out,
     check_problem,
     describe_cached_call,
@@ -27,7 +26,16 @@ from warpwave.checks import (
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import append_kv, descales, split_kv
-from warpwave.kv_cache import CacheLayer, PagedKVCache, Rotary, check_counts, check_positions, integers, new_tokens
+from warpwave.kv_cache import (
+    CacheLayer,
+    PagedKVCache,
+    Rotary,
+    check_cache_contents,
+    check_counts,
+    check_positions,
+    integers,
+    new_tokens,
+)
 from warpwave.options import Options
 from warpwave.plans import Run, storing, tell_once, without_keys
 from warpwave.problem import AttentionProblem, CachedOperands, DropoutOperands, Operands, QuantizedOperands
@@ -476,14 +484,17 @@ def operands_without_memory(problem: AttentionProblem) -> Any:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     p, dtype = problem, getattr(torch, problem.dtype)
+    of_keys = getattr(torch, p.dtype_of_k)
     rows = (p.total_q,) if p.packed else (p.batch, p.seqlen_q)
     keys = (p.total_k,) if p.packed else (p.batch, p.seqlen_k)
     offsets = empty(p.batch + 1, dtype=torch.int32) if p.packed else None
     if p.page_size:
+        shape = (1, p.page_size, p.num_heads_kv) if p.kv_factors == "token" else (p.num_heads_kv,)
+        factors = (None if p.kv_factors is None else empty(*shape, dtype=torch.float32) for _ in "kv")
         return CachedOperands(
             empty(*rows, p.num_heads_q, p.head_dim, dtype=dtype),
-            empty(1, p.page_size, p.num_heads_kv, p.head_dim, dtype=dtype),
-            empty(1, p.page_size, p.num_heads_kv, p.head_dim_v, dtype=dtype),
+            empty(1, p.page_size, p.num_heads_kv, p.head_dim, dtype=of_keys),
+            empty(1, p.page_size, p.num_heads_kv, p.head_dim_v, dtype=of_keys),
             None,
             None,
             None if p.alibi_shape is None else empty(*p.alibi_shape, dtype=torch.float32),
@@ -493,6 +504,7 @@ def operands_without_memory(problem: AttentionProblem) -> Any:
             empty(p.batch, -(-p.seqlen_k // p.page_size), dtype=torch.int32),
             empty(p.batch, dtype=torch.int32),
             empty(p.batch, dtype=torch.int32),
+            *factors,
         )
     operands = Operands(
         empty(*rows, p.num_heads_q, p.head_dim, dtype=dtype),

@@ -8,7 +8,6 @@ no message blames the wrong one. Nothing here reads the contents of a tensor, ex
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
-from warpwave.kernels import descales, dropout
+from warpwave.kernels import cache_descales, descales, dropout
 from warpwave.options import LARGEST, PRECISION_NAMES, Options, spell_precision
 from warpwave.problem import PRECISIONS, AnyOperands, AttentionProblem, CachedOperands, Causal, QuantizedOperands
 
@@ -137,6 +136,7 @@ def describe_cached_call(operands: CachedOperands, options: Options, batch_invar
     size = {axis: value for axis, (value, _) in axes.items()}
     _check_heads(size["num_heads_q"], size["num_heads_kv"], size["head_dim"], size["head_dim_v"])
     _check_tables(operands, size, options)
+    quantized: dict[str, Any] = cache_descales.describe(operands)
     scale = resolve_scale(options.softmax_scale, size["head_dim"])
     _check_scalars(options, scale)
     capacity = size["pages_of_a_row"] * size["page_size"]
@@ -163,6 +163,7 @@ def describe_cached_call(operands: CachedOperands, options: Options, batch_invar
         return_lse=options.return_lse,
         page_size=size["page_size"],
         batch_invariant=batch_invariant,
+        **quantized,
     )
 
 
@@ -184,7 +185,7 @@ def resized(problem: AttentionProblem, operands: Any, longest: tuple[int, ...]) 
     else:
         batch, seqlen_q, total_q = offsets_q.shape[0] - 1, longest[0], q.shape[0]
     if isinstance(operands, CachedOperands):
-        table, used, rows = more
+        table, used, rows = more[:3]
         cache_rows, pages = table.shape
         alike = cache_rows == used.shape[0] and table.stride(1) == used.stride(0) == 1 <= pages and min(longest) >= 0
         alike &= batch <= cache_rows if rows is None else batch == rows.shape[0] and rows.stride(0) == 1
@@ -228,39 +229,6 @@ def _check_tables(operands: CachedOperands, size: dict[str, int], options: Optio
         longest = getattr(options, f"max_seqlen_{side}")
         if longest < 0:
             raise InvalidInput(f"max_seqlen_{side} is {longest}; it must be at least 0")
-
-
-def check_cache_contents(problem: AttentionProblem, operands: CachedOperands) -> None:
-    """Reads a cache's tables (this waits for the device) and refuses contents that would be read incorrectly.
-
-    Raises:
-        InvalidInput: naming the first index that is wrong.
-    """
-    table, num_pages, page_size = operands.page_table, operands.k.shape[0], problem.page_size
-    capacity = table.shape[1] * page_size
-    seqlens_q = [problem.seqlen_q] * problem.batch
-    if operands.cu_seqlens_q is not None:
-        offsets = operands.cu_seqlens_q.tolist()
-        check_offsets("cu_seqlens_q", offsets, operands.q.shape[0], problem.seqlen_q)
-        seqlens_q = [end - begin for begin, end in itertools.pairwise(offsets)]
-    rows = list(range(problem.batch)) if operands.rows is None else operands.rows.tolist()
-    used, pages = operands.seqused_k.tolist(), table.tolist()
-    for b, (row, seqlen_q) in enumerate(zip(rows, seqlens_q, strict=True)):
-        if not 0 <= row < len(used):
-            raise InvalidInput(f"rows[{b}] is {row}; the cache has {len(used)} rows")
-        if not 0 <= used[row] <= capacity:
-            raise InvalidInput(
-                f"seqused_k[{row}] is {used[row]}; a row of the page table holds {table.shape[1]} pages of {page_size},"
-                f" {capacity} tokens"
-            )
-        if used[row] > problem.seqlen_k:
-            raise InvalidInput(f"seqused_k[{row}] is {used[row]}, more than max_seqlen_k = {problem.seqlen_k}")
-        low, high = problem.band(seqlen_q, used[row])
-        first = 0 if low is None else max(0, low)
-        last = used[row] if high is None else min(used[row], seqlen_q + high)
-        for i in range(first // page_size, -(-last // page_size) if last > first else 0):
-            if not 0 <= pages[row][i] < num_pages:
-                raise InvalidInput(f"page_table[{row}, {i}] is {pages[row][i]}; the cache has {num_pages} pages")
 
 
 def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
@@ -472,6 +440,7 @@ def check_problem(problem: AttentionProblem) -> None:
         raise InvalidInput(f"precision is {problem.precision!r}; it must be one of {PRECISION_NAMES}")
     dropout.check_problem(problem)
     descales.check_problem(problem)
+    cache_descales.check_problem(problem)
     if not (problem.causal is None or isinstance(problem.causal, Causal)):
         raise InvalidType(f"causal is {problem.causal!r}; in a problem it must be a Causal, or None")
     _check_heads(problem.num_heads_q, problem.num_heads_kv, problem.head_dim, problem.head_dim_v)
@@ -515,6 +484,8 @@ def _check_types(operands: AnyOperands | CachedOperands) -> None:
     known = DTYPE_NAMES if isinstance(operands, CachedOperands) else NAMES_WITH_FLOAT64
     if isinstance(operands, QuantizedOperands):
         descales.check_dtypes(operands)
+    elif isinstance(operands, CachedOperands) and (operands.k_descale is not None or operands.v_descale is not None):
+        cache_descales.check_dtypes(operands)
     elif q.dtype not in known:
         quantized = q.dtype in descales.QUANTIZED and known is NAMES_WITH_FLOAT64
         hint = ", or quantized with its factors q_descale, k_descale and v_descale" if quantized else ""
@@ -523,7 +494,8 @@ def _check_types(operands: AnyOperands | CachedOperands) -> None:
         for name in ("k", "v"):
             dtype = getattr(operands, name).dtype
             if dtype != q.dtype:
-                raise InvalidType(f"{name} is {dtype} and q is {q.dtype}; q, k and v must share one dtype")
+                hint = cache_descales.missing(dtype) if isinstance(operands, CachedOperands) else ""
+                raise InvalidType(f"{name} is {dtype} and q is {q.dtype}; q, k and v must share one dtype{hint}")
     for name, tensor in zip(operands._fields[3:], operands[3:], strict=True):
         if tensor is None:
             continue
