@@ -104,8 +104,8 @@ AnyOperands = Operands | DropoutOperands | QuantizedOperands
 
 
 class CachedOperands(NamedTuple):
-    """The tensors of one call on a paged cache: those of `Operands`, with k and v as pools of pages, the tables, and the
-    factors of 8-bit pools."""
+    """The tensors of one call on a paged cache: those of `Operands`, with k and v as pools of pages, the tables, and
+    the factors of 8-bit pools."""
 
     q: Any
     k: Any

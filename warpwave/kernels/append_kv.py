@@ -7,8 +7,9 @@ are rotated by the angle of the token's position,
     x' = x * cos[position] - y * sin[position];   y' = y * cos[position] + x * sin[position]
 
 Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021). Angles are applied in float32 and the
-result is rounded once. A cache of 8-bit numbers gets the rotated numbers divided by a factor, which belongs to the head,
-or is computed here from the token's largest magnitude. The new tokens are the last ones of each sequence: the caller has advanced the lengths.
+result is rounded once. In a cache of 8-bit numbers the rotated numbers are divided by a factor first, which belongs to
+the head, or is computed here from the token's largest magnitude. The new tokens are the last ones of each sequence: the
+caller has advanced the lengths.
 
 Offsets, rows, lengths and page ids come from the device and may be any int32. They are clamped, or their writes are
 skipped: every load and store stays inside its tensor.
@@ -28,7 +29,7 @@ from warpwave.kernels import cache_descales
 from warpwave.kernels.arguments import padded
 from warpwave.kernels.paging import offsets_within
 from warpwave.kernels.primitives import packed_sequence, rounded
-from warpwave.kernels.quantize_tensor import LARGEST, SMALLEST, factor_of, factors_of, eight_bit, eight_bit_by_torch
+from warpwave.kernels.quantize_tensor import LARGEST, SMALLEST, eight_bit, eight_bit_by_torch, factor_of, factors_of
 from warpwave.runtime import launch
 from warpwave.runtime.bounded import Bounded
 from warpwave.runtime.triton_or_stub import INTERPRETED, NO_TRITON, jit, tl

@@ -13,8 +13,8 @@ from warpwave.problem import AttentionProblem, CachedOperands
 
 
 def check_cache_contents(problem: AttentionProblem, operands: CachedOperands) -> None:
-    """Reads a cache's tables and factors and refuses contents that would be read incorrectly. The queries' own tokens may
-    not be written yet: their factors are not read.
+    """Reads a cache's tables and factors and refuses contents that would be read incorrectly. Factors of the queries'
+    own tokens are not read, because these tokens may not be written yet.
 
     Raises:
         InvalidInput: naming the first index that is wrong.

@@ -25,7 +25,7 @@ class Config:
         pieces: partial results of a tile of rows; 0 for one per split. Otherwise its keys are cut into at most this
             many pieces of equal length. A split is a number of whole pieces, and each piece stores its own result, so
             sums and bits do not depend on the number of splits.
-        by_map: load K and V by tensor maps (TMA, sm_90 or newer, pools of 16 bits) if a tile lies in one page. Tiles at the
+        by_map: load K and V of 16 bits by tensor maps (TMA, sm_90 or newer) if a tile lies in one page. Tiles at the
             edges of the visible keys, and tensors that no map can describe, are loaded by pointers.
         kv_heads: kv heads whose rows and keys share a tile, a power of two that divides the call's number of kv heads.
             Their keys, adjacent in memory, are loaded together, and their scores come from one product, which is mostly

@@ -11,8 +11,9 @@ Dao et al., "Flash-Decoding for long-context inference" (2023); pages as in Kwon
 for large language model serving with PagedAttention" (2023): a sequence's tokens lie in pages of one pool, which a page
 table lists. Keys that no row sees are not read, so a window skips pages.
 
-Bound: memory, at one query a sequence: 2 * group FLOPs for each byte of K and V in 16 bits. Latency if the cache is
-short. A cache of 8-bit numbers halves the bytes. Unlike the ladder's flash_fwd it has enough blocks to fill the GPU even if queries alone do not.
+Bound: memory, at one query a sequence: 2 * group FLOPs for each byte of K and V in 16 bits; a cache of 8-bit numbers
+has half the bytes. Latency if the cache is short. Unlike the ladder's flash_fwd it has enough blocks to fill the GPU
+even if queries alone do not.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ def _launchers(
     maps = known.maps
     if config.roles:
         table = operands.page_table if problem.page_size else None
-        scalars = few_rows.scalars(problem, operands.q, operands.k, table, config, 0)
+        scalars: Sequence[int | float | None] = few_rows.scalars(problem, operands.q, operands.k, table, config, 0)
         grid = few_rows.grid(problem, config)
         if not problem.page_size:
             maps = few_rows.plans(problem, operands, config)

@@ -9,8 +9,9 @@ A correct kernel is as far from R as M is. This separates a wrong mask from roun
 tolerance, or than N, whose errors are several times larger. In float32 M has nothing to round, so N takes its place.
 With precision "tf32" or "fp16x1" the operands of both products are rounded to TF32's 10-bit mantissa, in M and in N;
 with "bf16x3" they are rounded to the sum of two bfloat16 numbers. Quantized q, k and v are multiplied by their factors
-first, exactly in R and M, as are a cache's 8-bit numbers, which N rounds to the input type. M then rounds the probabilities as a kernel must: with float8 values to e4m3, of 256 times
-the probability, and with int8 values to float16. N is float32 there.
+first, exactly in R and M. M then rounds the probabilities as a kernel must: with float8 values to e4m3, of 256 times
+the probability, and with int8 values to float16. N is float32 there. The numbers of an 8-bit cache are exact in R and
+M; N rounds them to the input type.
 
 The code favors clarity: one sequence at a time, all its heads at once, scores in memory in chunks of query rows.
 """
