@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from warpwave.gpu import Gpu
 from warpwave.kernels.cost import Cost
 from warpwave.precision import ARITHMETICS, PORTABLE, arithmetic
-from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band
+from warpwave.problem import AttentionProblem, Band
 from warpwave.workbench.explain.near_misses import as_positional
 from warpwave.workbench.model.predict import Prediction
 from warpwave.workbench.model.roofline import (
@@ -338,7 +338,7 @@ def _memory(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advice]:
     tiles = bounds.of("tiles")
     if tiles is not None and tiles.time_us > binding.time_us:
         return  # the kernel's own products take longer
-    kv = problem.keys_needed * (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype]
+    kv = problem.keys_needed * problem.bytes_of_key
     balance = problem.intensity * binding.time_us / products.time_us
     text = f"Memory binds, and k and v are {kv / problem.compulsory_bytes:.0%} of the bytes"
     if problem.seqlen_q * 4 <= problem.seqlen_k:

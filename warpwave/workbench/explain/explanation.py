@@ -420,7 +420,7 @@ def _memory(problem: AttentionProblem, kernel: Any, cost: Cost, copied: int) -> 
     p, size = problem, DTYPE_BYTES[problem.dtype]
     rows = p.rows * p.num_heads_q
     keys = (p.total_k if p.packed else p.batch * p.seqlen_k) * p.num_heads_kv
-    inputs = (rows * p.head_dim + keys * (p.head_dim + p.head_dim_v)) * size
+    inputs = rows * p.head_dim * size + keys * p.bytes_of_key
     for shape, cell in ((p.mask_shape, 1), (p.bias_shape, DTYPE_BYTES[p.bias_dtype or p.dtype]), (p.alibi_shape, 4)):
         inputs += 0 if shape is None else math.prod(shape) * cell
     inputs += 4 * p.num_heads_q * p.has_sinks + 8 * (p.batch + 1) * p.packed

@@ -103,8 +103,11 @@ def _work(said: Explanation) -> Iterator[str]:
     pairs, rows, keys = problem.visible_pairs, problem.rows * problem.num_heads_q, problem.keys_needed
     yield "WORK       the minimum for any implementation"
     yield f"  pairs    {pairs:,} of {everything:,} (query, key) pairs are visible{estimated}"
-    for name, operands, width in (("QK^T", "q and k", problem.head_dim), ("PV", "v and out", problem.head_dim_v)):
-        moved = (rows + keys) * width * size
+    for name, operands, width, of_keys in (
+        ("QK^T", "q and k", problem.head_dim, problem.dtype_of_k),
+        ("PV", "v and out", problem.head_dim_v, problem.dtype_of_v),
+    ):
+        moved = (rows * size + keys * DTYPE_BYTES[of_keys]) * width
         yield (
             f"  {name:8} {flop(2 * pairs * width)} over {byte(moved)} of {operands}: "
             f"{figure(2 * pairs * width / max(1, moved))} FLOP a byte"
