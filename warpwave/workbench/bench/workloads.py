@@ -361,6 +361,7 @@ def _problem(fields: dict[str, Any], where: str) -> AttentionProblem:
     gradients = fields.get("gradients", False)
     if page_size and (mask is not None or fields.get("bias", False) or gradients):
         raise SuiteError(f"{where}: a paged cache takes no mask and no bias, and has no gradients")
+    of_cache: dict[str, Any] = dict(zip(("dtype_kv", "kv_factors"), CACHES[cache], strict=True)) if cache else {}
     mask_shapes = {"padding": (batch, 1, 1, seqlen_k), "random": (1, 1, seqlen_q, seqlen_k), None: None}
     bias = fields.get("bias", False)
     problem = AttentionProblem(
@@ -389,7 +390,7 @@ def _problem(fields: dict[str, Any], where: str) -> AttentionProblem:
         lengths=lengths,
         requires_grad=gradients,
         page_size=page_size,
-        **dict(zip(("dtype_kv", "kv_factors"), CACHES[cache], strict=True) if cache else ()),
+        **of_cache,
     )
     try:
         check_size(problem)
