@@ -403,7 +403,7 @@ def test_bad_input(error: type[Exception], words: str, call: Any) -> None:
         ({"page_size": 48}, InvalidInput, "page_size is 48; it must be a power of two"),
         ({"num_pages": 2.5}, InvalidType, "num_pages is 2.5"),
         ({"max_batch": 0}, InvalidInput, "max_batch is 0"),
-        ({"dtype": torch.int8}, InvalidType, "dtype is torch.int8"),
+        ({"dtype": torch.int16}, InvalidType, "dtype is torch.int16"),
     ],
 )
 def test_bad_sizes(changes: dict[str, Any], error: type[Exception], words: str) -> None:

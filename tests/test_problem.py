@@ -220,6 +220,8 @@ CHANGED: dict[str, Any] = {
     "dtype_v": "float8_e5m2",
     "dtype_out": "float16",
     "descale_blocks": (0, 64, 0),
+    "dtype_kv": "int8",
+    "kv_factors": "token",
 }
 
 

@@ -302,12 +302,14 @@ def attention_with_kv_cache(
     layers, and for CUDA graphs. The cache stores values and takes no part in autograd.
 
     Args:
-        q: (batch, seqlen_q, num_heads_q, head_dim), the dtype of the cache; or packed with `cu_seqlens_q`,
-            (total_q, num_heads_q, head_dim), for sequences with different numbers of queries.
+        q: (batch, seqlen_q, num_heads_q, head_dim), the dtype of the cache, float16 or bfloat16 if that has 8 bits; or
+            packed with `cu_seqlens_q`, (total_q, num_heads_q, head_dim), for sequences with different numbers of
+            queries.
         cache: a `PagedKVCache` of one layer, or one layer's `CacheLayer`.
         rows: the row of the cache of each sequence of q: integers, or int32 (batch,) on the device; row b for sequence
             b if None. Must be integers if k_new is appended to a `PagedKVCache`.
-        k_new: keys of the queries' tokens, (batch, seqlen_q, num_heads_kv, head_dim), packed if q is.
+        k_new: keys of the queries' tokens, (batch, seqlen_q, num_heads_kv, head_dim), packed if q is, in a dtype that q
+            could have.
         v_new: their values, (batch, seqlen_q, num_heads_kv, head_dim_v).
         rotary: rotates q, and k_new if given, to the tokens' positions. Its table must reach the longest sequence: a
             shorter one is an error if the host knows the lengths, and otherwise with `checked`; unchecked, positions
@@ -372,7 +374,7 @@ def attention_with_kv_cache(
     operands = _new(
         CachedOperands,
         (q, layer.k, layer.v, None, None, alibi_slopes, sinks, cu_seqlens_q, None, layer.page_table, layer.seqused_k,
-         index),
+         index, layer.k_descale, layer.v_descale),
     )  # fmt: skip
     longest = (cached_calls.longest_query(q, cu_seqlens_q, lengths, max_seqlen_q), max_seqlen_k or 0)
     said = (causal, window_size, softcap, softmax_scale, precision, return_lse)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ import torch
 from warpwave import autograd, dispatch
 from warpwave.checks import (
     check_apart,
-    check_offsets,
     check_out,
     check_problem,
     describe_cached_call,
@@ -27,7 +26,16 @@ from warpwave.checks import (
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import append_kv, descales, split_kv
-from warpwave.kv_cache import CacheLayer, PagedKVCache, Rotary, check_counts, check_positions, integers, new_tokens
+from warpwave.kv_cache import (
+    CacheLayer,
+    PagedKVCache,
+    Rotary,
+    check_cache_contents,
+    check_counts,
+    check_positions,
+    integers,
+    new_tokens,
+)
 from warpwave.options import Options
 from warpwave.plans import Run, storing, tell_once, without_keys
 from warpwave.problem import AttentionProblem, CachedOperands, DropoutOperands, Operands, QuantizedOperands
@@ -223,46 +231,13 @@ def check_contents(
                     f"cu_seqlens_q[{i}] is {got}; by seqlens_q it must be {said}, the sum of the first {i} lengths"
                 )
     problem = describe_cached_call(operands, options, serving.batch_invariant)
-    _check_tables(problem, operands)
+    check_cache_contents(problem, operands)
     rows = range(problem.batch) if operands.rows is None else operands.rows.tolist()
     used = operands.seqused_k.tolist()
     if rotary is not None:
         check_positions(rotary, max((used[row] for row in rows), default=0))
     if serving.shared_prefix:
         _check_prefix(problem, operands, serving.shared_prefix)
-
-
-def _check_tables(problem: AttentionProblem, operands: CachedOperands) -> None:
-    """Reads a cache's tables (this waits for the device) and refuses contents that would be read incorrectly.
-
-    Raises:
-        InvalidInput: naming the first index that is wrong.
-    """
-    table, num_pages, page_size = operands.page_table, operands.k.shape[0], problem.page_size
-    capacity = table.shape[1] * page_size
-    seqlens_q = [problem.seqlen_q] * problem.batch
-    if operands.cu_seqlens_q is not None:
-        offsets = operands.cu_seqlens_q.tolist()
-        check_offsets("cu_seqlens_q", offsets, operands.q.shape[0], problem.seqlen_q)
-        seqlens_q = [end - begin for begin, end in pairwise(offsets)]
-    rows = list(range(problem.batch)) if operands.rows is None else operands.rows.tolist()
-    used, pages = operands.seqused_k.tolist(), table.tolist()
-    for b, (row, seqlen_q) in enumerate(zip(rows, seqlens_q, strict=True)):
-        if not 0 <= row < len(used):
-            raise InvalidInput(f"rows[{b}] is {row}; the cache has {len(used)} rows")
-        if not 0 <= used[row] <= capacity:
-            raise InvalidInput(
-                f"seqused_k[{row}] is {used[row]}; a row of the page table holds {table.shape[1]} pages of {page_size},"
-                f" {capacity} tokens"
-            )
-        if used[row] > problem.seqlen_k:
-            raise InvalidInput(f"seqused_k[{row}] is {used[row]}, more than max_seqlen_k = {problem.seqlen_k}")
-        low, high = problem.band(seqlen_q, used[row])
-        first = 0 if low is None else max(0, low)
-        last = used[row] if high is None else min(used[row], seqlen_q + high)
-        for i in range(first // page_size, -(-last // page_size) if last > first else 0):
-            if not 0 <= pages[row][i] < num_pages:
-                raise InvalidInput(f"page_table[{row}, {i}] is {pages[row][i]}; the cache has {num_pages} pages")
 
 
 def check_apart_from_new(
@@ -511,14 +486,17 @@ def operands_without_memory(problem: AttentionProblem) -> Any:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     p, dtype = problem, getattr(torch, problem.dtype)
+    of_keys = getattr(torch, p.dtype_of_k)
     rows = (p.total_q,) if p.packed else (p.batch, p.seqlen_q)
     keys = (p.total_k,) if p.packed else (p.batch, p.seqlen_k)
     offsets = empty(p.batch + 1, dtype=torch.int32) if p.packed else None
     if p.page_size:
+        shape = (1, p.page_size, p.num_heads_kv) if p.kv_factors == "token" else (p.num_heads_kv,)
+        factors = (None if p.kv_factors is None else empty(*shape, dtype=torch.float32) for _ in "kv")
         return CachedOperands(
             empty(*rows, p.num_heads_q, p.head_dim, dtype=dtype),
-            empty(1, p.page_size, p.num_heads_kv, p.head_dim, dtype=dtype),
-            empty(1, p.page_size, p.num_heads_kv, p.head_dim_v, dtype=dtype),
+            empty(1, p.page_size, p.num_heads_kv, p.head_dim, dtype=of_keys),
+            empty(1, p.page_size, p.num_heads_kv, p.head_dim_v, dtype=of_keys),
             None,
             None,
             None if p.alibi_shape is None else empty(*p.alibi_shape, dtype=torch.float32),
@@ -528,6 +506,7 @@ def operands_without_memory(problem: AttentionProblem) -> Any:
             empty(p.batch, -(-p.seqlen_k // p.page_size), dtype=torch.int32),
             empty(p.batch, dtype=torch.int32),
             empty(p.batch, dtype=torch.int32),
+            *factors,
         )
     operands = Operands(
         empty(*rows, p.num_heads_q, p.head_dim, dtype=dtype),

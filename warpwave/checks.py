@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
-from warpwave.kernels import descales, dropout
+from warpwave.kernels import cache_descales, descales, dropout
 from warpwave.options import LARGEST, PRECISION_NAMES, Options, spell_precision
 from warpwave.problem import PRECISIONS, AnyOperands, AttentionProblem, CachedOperands, Causal, QuantizedOperands
 
@@ -136,6 +136,7 @@ def describe_cached_call(operands: CachedOperands, options: Options, batch_invar
     size = {axis: value for axis, (value, _) in axes.items()}
     _check_heads(size["num_heads_q"], size["num_heads_kv"], size["head_dim"], size["head_dim_v"])
     _check_tables(operands, size, options)
+    quantized: dict[str, Any] = cache_descales.describe(operands)
     scale = resolve_scale(options.softmax_scale, size["head_dim"])
     _check_scalars(options, scale)
     capacity = size["pages_of_a_row"] * size["page_size"]
@@ -162,6 +163,7 @@ def describe_cached_call(operands: CachedOperands, options: Options, batch_invar
         return_lse=options.return_lse,
         page_size=size["page_size"],
         batch_invariant=batch_invariant,
+        **quantized,
     )
 
 
@@ -183,7 +185,7 @@ def resized(problem: AttentionProblem, operands: Any, longest: tuple[int, ...]) 
     else:
         batch, seqlen_q, total_q = offsets_q.shape[0] - 1, longest[0], q.shape[0]
     if isinstance(operands, CachedOperands):
-        table, used, rows = more
+        table, used, rows = more[:3]
         cache_rows, pages = table.shape
         alike = cache_rows == used.shape[0] and table.stride(1) == used.stride(0) == 1 <= pages and min(longest) >= 0
         alike &= batch <= cache_rows if rows is None else batch == rows.shape[0] and rows.stride(0) == 1
@@ -445,6 +447,7 @@ def check_problem(problem: AttentionProblem) -> None:
         raise InvalidInput(f"precision is {problem.precision!r}; it must be one of {PRECISION_NAMES}")
     dropout.check_problem(problem)
     descales.check_problem(problem)
+    cache_descales.check_problem(problem)
     if not (problem.causal is None or isinstance(problem.causal, Causal)):
         raise InvalidType(f"causal is {problem.causal!r}; in a problem it must be a Causal, or None")
     _check_heads(problem.num_heads_q, problem.num_heads_kv, problem.head_dim, problem.head_dim_v)
@@ -488,6 +491,8 @@ def _check_types(operands: AnyOperands | CachedOperands) -> None:
     known = DTYPE_NAMES if isinstance(operands, CachedOperands) else NAMES_WITH_FLOAT64
     if isinstance(operands, QuantizedOperands):
         descales.check_dtypes(operands)
+    elif isinstance(operands, CachedOperands) and (operands.k_descale is not None or operands.v_descale is not None):
+        cache_descales.check_dtypes(operands)
     elif q.dtype not in known:
         quantized = q.dtype in descales.QUANTIZED and known is NAMES_WITH_FLOAT64
         hint = ", or quantized with its factors q_descale, k_descale and v_descale" if quantized else ""
@@ -496,7 +501,8 @@ def _check_types(operands: AnyOperands | CachedOperands) -> None:
         for name in ("k", "v"):
             dtype = getattr(operands, name).dtype
             if dtype != q.dtype:
-                raise InvalidType(f"{name} is {dtype} and q is {q.dtype}; q, k and v must share one dtype")
+                hint = cache_descales.missing(dtype) if isinstance(operands, CachedOperands) else ""
+                raise InvalidType(f"{name} is {dtype} and q is {q.dtype}; q, k and v must share one dtype{hint}")
     for name, tensor in zip(operands._fields[3:], operands[3:], strict=True):
         if tensor is None:
             continue

@@ -5,6 +5,7 @@ A kernel is a module or package of `warpwave.kernels` with
     NAME                                       its name: "flash_fwd"
     NEEDS_GPU                                  whether it refuses CPU tensors
     QUANTIZED                                  optional: True if it attends with quantized q and k
+    QUANTIZED_CACHE                            optional: True if it attends with a paged cache of 8-bit numbers
     Config                                     a frozen dataclass that checks its values
     why_not(problem, gpu) -> list[str]         every reason it cannot run the problem; empty if it can
     outrun(problem, gpu) -> list[str]          optional: why a later kernel is faster although this one can run the
@@ -86,12 +87,15 @@ class Choice(NamedTuple):
 
 def why_not(kernel: Any, problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns every reason a kernel cannot run a problem; empty if it can. All kernels but `eager` refuse float64 here,
-    and all kernels without `QUANTIZED` quantized q and k, in one place."""
+    and all kernels without `QUANTIZED` quantized q and k, without `QUANTIZED_CACHE` such a cache, in one place."""
     if problem.dtype == "float64" and kernel is not eager:
         return ["dtype is float64, which eager alone computes"]
     if problem.is_quantized and not getattr(kernel, "QUANTIZED", False):
         able = [module.NAME for module in KERNELS if getattr(module, "QUANTIZED", False)]
         return [f"q is {problem.dtype}; quantized calls are computed by {', '.join(able)}"]
+    if problem.dtype_kv and not getattr(kernel, "QUANTIZED_CACHE", False):
+        able = [module.NAME for module in CACHE_KERNELS if getattr(module, "QUANTIZED_CACHE", False)]
+        return [f"the cache is {problem.dtype_kv}; such caches are read by {', '.join(able)}"]
     reasons: list[str] = kernel.why_not(problem, gpu)
     return reasons
 

@@ -241,7 +241,7 @@ def _lengths(operands: tuple[Any, ...]) -> list[int]:
     in_pages = isinstance(operands, CachedOperands)
     keys = 0 if in_pages else k.dim() - 2
     offsets_k = None if offsets_k is offsets_q else offsets_k
-    counts = [q.dim() - 2, keys, keys, 0, 0, 0, 0, 1, 1, *((2, 1, 1) if in_pages else of_factors or (0,))]
+    counts = [q.dim() - 2, keys, keys, 0, 0, 0, 0, 1, 1, *((2, 1, 1, 0, 0) if in_pages else of_factors or (0,))]
     tensors = (*operands[:8], offsets_k, *more)
     return [count for count, t in zip(counts, tensors, strict=False) if t is not None]
 
@@ -262,10 +262,11 @@ def _place(operands: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[tuple[Any,
             if offsets_q is offsets_k:
                 return (asked, "shared offsets"), (q, k, v, offsets_q)
         elif offsets_q is None and operands.__class__ is CachedOperands:
-            table, used, rows = more
-            if rows is None:
-                return (asked, "pages"), (q, k, v, table, used)
-            return (asked, "rows of pages"), (q, k, v, table, used, rows)
+            table, used, rows, k_descale, v_descale = more
+            if k_descale is v_descale is None:
+                if rows is None:
+                    return (asked, "pages"), (q, k, v, table, used)
+                return (asked, "rows of pages"), (q, k, v, table, used, rows)
     if offsets_k is offsets_q:
         operands = (q, k, v, mask, bias, slopes, sinks, offsets_q, *more)
     return (asked, *[t is not None for t in operands]), [t for t in operands if t is not None]

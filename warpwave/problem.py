@@ -104,7 +104,8 @@ AnyOperands = Operands | DropoutOperands | QuantizedOperands
 
 
 class CachedOperands(NamedTuple):
-    """The tensors of one call on a paged cache: those of `Operands`, with k and v as pools of pages, and the tables."""
+    """The tensors of one call on a paged cache: those of `Operands`, with k and v as pools of pages, the tables, and
+    the factors of 8-bit pools."""
 
     q: Any
     k: Any
@@ -118,6 +119,8 @@ class CachedOperands(NamedTuple):
     page_table: Any = None
     seqused_k: Any = None
     rows: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
 
 
 class Band(NamedTuple):
@@ -222,6 +225,8 @@ class AttentionProblem:
         dtype_out: of out, if q and k are quantized; None: `dtype`.
         descale_blocks: of quantized q, k and v: the number of consecutive tokens that share one factor, 64 or 128; 0 if
             all tokens of a head do. None if nothing is quantized.
+        dtype_kv: of K and V in a paged cache of 8-bit numbers, `"float8_e4m3fn"` or `"int8"`; None: `dtype`.
+        kv_factors: what shares a factor of such a cache: `"head"`, or `"token"` for each head of each token.
     """
 
     batch: int
@@ -257,23 +262,24 @@ class AttentionProblem:
     dtype_v: str | None = None
     dtype_out: str | None = None
     descale_blocks: tuple[int, int, int] | None = None
+    dtype_kv: str | None = None
+    kv_factors: str | None = None
 
     @property
     def is_quantized(self) -> bool:
         return self.descale_blocks is not None
 
     @property
+    def dtype_of_k(self) -> str:
+        return self.dtype_kv or self.dtype
+
+    @property
     def dtype_of_v(self) -> str:
-        return self.dtype_v or self.dtype
+        return self.dtype_kv or self.dtype_v or self.dtype
 
     @property
     def dtype_of_out(self) -> str:
         return self.dtype_out or self.dtype
-
-    @property
-    def bytes_of_a_key(self) -> int:
-        """Bytes of one key and its value, of one kv head."""
-        return self.head_dim * DTYPE_BYTES[self.dtype] + self.head_dim_v * DTYPE_BYTES[self.dtype_of_v]
 
     @property
     def kind(self) -> object:
@@ -385,9 +391,9 @@ class AttentionProblem:
         """Returns the bytes that any implementation must move through device memory: each needed input read once, each
         output written once. Not counted are keys that no query sees, cells of a mask or bias whose pair is hidden by
         position, and their broadcast axes."""
-        size, size_v, size_out = (DTYPE_BYTES[d] for d in (self.dtype, self.dtype_of_v, self.dtype_of_out))
+        size, size_out = DTYPE_BYTES[self.dtype], DTYPE_BYTES[self.dtype_of_out]
         total = self.rows * self.num_heads_q * (self.head_dim * size + self.head_dim_v * size_out)
-        total += self.keys_needed * (self.head_dim * size + self.head_dim_v * size_v)
+        total += self.keys_needed * self.bytes_of_key
         total += self._bytes_of_factors()
         if self.mask_shape is not None:
             total += self._cells_needed(self.mask_shape)
@@ -408,8 +414,16 @@ class AttentionProblem:
             total += 16
         return total
 
+    @property
+    def bytes_of_key(self) -> int:
+        """Returns the bytes of a key and its value, of one kv head, without factors."""
+        return self.head_dim * DTYPE_BYTES[self.dtype_of_k] + self.head_dim_v * DTYPE_BYTES[self.dtype_of_v]
+
     def _bytes_of_factors(self) -> int:
-        """Returns the bytes of the factors of q, k and v: one number for each block of tokens, or one for a tensor."""
+        """Returns the bytes of the factors of q, k and v: one number for each block of tokens, or one for a tensor; of
+        a cache, one for each head, or each head of each token, of k and of v."""
+        if self.kv_factors is not None:
+            return 8 * (self.keys_needed if self.kv_factors == "token" else self.num_heads_kv)
         if self.descale_blocks is None:
             return 0
         block_q, block_k, block_v = self.descale_blocks
@@ -490,6 +504,8 @@ class AttentionProblem:
             parts.append("sinks")
         if self.page_size:
             parts.append(f"cache in pages of {self.page_size}")
+        if self.dtype_kv:
+            parts.append(f"k and v {self.dtype_kv}, a factor for each {self.kv_factors}")
         if self.batch_invariant:
             parts.append("batch-invariant")
         if self.dtype == "float32":

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.compile.test_targets import TARGETS, compile_all, family, matrix_instructions
-from warpwave.gpu import ARCHS
+from warpwave.gpu import ARCHS, Gpu
+from warpwave.kernels import reasons
 
 CASES: dict[str, dict[str, Any]] = {
     "decode": {},
@@ -28,7 +29,25 @@ CASES: dict[str, dict[str, Any]] = {
     "prefill, head_dim 64": {"seqlen_q": 512, "head_dim": 64, "head_dim_v": 64},
     "prefill, head_dim 256": {"seqlen_q": 512, "head_dim": 256, "head_dim_v": 256},
 }
-SAMPLE = ("decode, paged", "prefill, packed and paged")
+INT8, FLOAT8 = {"dtype_kv": "int8"}, {"dtype_kv": "float8_e4m3fn"}
+HEADS, TOKENS = {"kv_factors": "head"}, {"kv_factors": "token"}
+CHUNK = {"seqlen_q": 512, "packed": True, "total_q": 600, "page_size": 16}
+# Caches of 8-bit numbers, on the targets that have them.
+EIGHT_BIT: dict[str, dict[str, Any]] = {
+    "int8, decode": INT8 | TOKENS | {"page_size": 16, "causal": "bottom_right"},
+    "float8, decode": FLOAT8 | TOKENS | {"page_size": 16, "causal": "bottom_right"},
+    "int8, decode, factors of heads": INT8 | HEADS | {"page_size": 128, "window_size": (512, 0), "has_sinks": True},
+    "float8, decode, factors of heads": FLOAT8 | HEADS | {"page_size": 128, "dtype": "float16"},
+    "float8, decode, head_dim 64": FLOAT8 | TOKENS | {"head_dim": 64, "head_dim_v": 64, "page_size": 64},
+    "float8, decode, head_dim 256": FLOAT8 | TOKENS | {"head_dim": 256, "head_dim_v": 256, "page_size": 16},
+    "int8, decode, one token a page": INT8 | TOKENS | {"page_size": 1},
+    "int8, batch-invariant": INT8 | HEADS | {"page_size": 16, "batch_invariant": True},
+    "int8, chunk": INT8 | TOKENS | CHUNK,
+    "float8, chunk": FLOAT8 | HEADS | CHUNK,
+    "float8, chunk, head_dim 256": FLOAT8 | TOKENS | CHUNK | {"head_dim": 256, "head_dim_v": 256},
+}
+SAMPLE = ("decode, paged", "prefill, packed and paged", "int8, chunk")
+SAMPLE_OF_FLOAT8 = ("float8, decode", "float8, decode, factors of heads")
 # What each option adds to the code, alone and with others: the interpreter accepts what the compiler refuses, such as a
 # variable that changes its shape inside a loop, or an absent pointer in a branch that is never taken.
 MASK, BIAS = {"mask_shape": (2, 1, 1, 4096)}, {"bias_shape": (1, 8, 1, 4096)}
@@ -69,6 +88,8 @@ SPILL_BOUNDS = {
     ("nvidia", "decode, head_dim 64"): 10,  # sm_80's 8; none elsewhere
     ("nvidia", "prefill, head_dim 256"): 240,
     ("nvidia", "prefill, packed and paged"): 32,
+    ("nvidia", "int8, chunk"): 40,  # sm_90's 32
+    ("nvidia", "float8, chunk, head_dim 256"): 420,  # sm_90's 336
     ("rdna", "prefill, head_dim 256"): 256,
     ("rdna", "decode, float32"): 1200,
 }
@@ -79,7 +100,7 @@ def job(arch: str, name: str, **config: Any) -> dict[str, Any]:
         "batch": 2, "seqlen_q": 1, "seqlen_k": 4096, "num_heads_q": 8, "num_heads_kv": 2, "head_dim": 128,
         "head_dim_v": 128, "dtype": "bfloat16", "softmax_scale": 0.1, "return_lse": True,
     }  # fmt: skip
-    found = {"kernel": "split_kv", "arch": arch, "problem": problem | (CASES | FEATURES)[name]}
+    found = {"kernel": "split_kv", "arch": arch, "problem": problem | (CASES | FEATURES | EIGHT_BIT)[name]}
     return found | {"config": config} if config else found
 
 
@@ -112,12 +133,20 @@ def test_matrix_compiles_within_limits(arch: str) -> None:
     compile_and_check(arch, tuple(CASES))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("arch", TARGETS)
+def test_caches_of_8_bits_compile_within_limits(arch: str) -> None:
+    able = not reasons.of_float8(Gpu.for_arch(arch))
+    compile_and_check(arch, tuple(name for name in EIGHT_BIT if able or "int8" in name))
+
+
 def test_keys_are_copied_asynchronously_on_nvidia() -> None:
-    """Through the page table too: losing it would leave memory's latency bare, and change no result."""
-    names = ("decode", "decode, large pages")
+    """Through the page table too, and in 8 bits: losing it would leave memory's latency bare, and change no result."""
+    names = ("decode", "decode, large pages", *SAMPLE_OF_FLOAT8)
     config = {"block_m": 16, "block_n": 64, "num_warps": 4, "num_stages": 3}
     for name, facts in zip(names, compile_all([job("sm_90", name, **config) for name in names]), strict=True):
         assert facts["instructions"].get("LDGSTS", 0) > 0, f"{name}: K and V are not copied asynchronously"
+        assert "float8" not in name or facts["spill_bytes"] == 0, name
 
 
 def test_tensor_maps_bring_keys() -> None:
@@ -174,7 +203,8 @@ def test_launches_ahead_wait_for_the_one_before() -> None:
 
 
 def test_append_compiles() -> None:
-    """With new keys, with queries to rotate, with both; packed or not, rows named or not, rotated or not."""
+    """With new keys, with queries to rotate, with both; packed or not, rows named or not, rotated or not. And into
+    pages of 8 bits, with factors of heads and of tokens."""
     code = (
         "import itertools, torch\n"
         "from warpwave.workbench.inspect.compiled import compile_launch\n"
@@ -192,9 +222,18 @@ def test_append_compiles() -> None:
         "    facts = compile_launch(a.specify(new, 5, True), Gpu.for_arch(arch)).facts\n"
         "    assert facts.spill_bytes == 0, (arch, what, packed, facts)\n"
         "    print(arch, what, packed)\n"
+        "for arch, dtype, factors in itertools.product(('sm_90', 'gfx942'), (torch.int8, torch.float8_e4m3fn), 'ht'):\n"
+        "    kv, pool = e(2, 1, 2, 128), e(9, 16, 2, 128, d=dtype)\n"
+        "    factor = e(2, d=f) if factors == 'h' else e(9, 16, 2, d=f)\n"
+        "    q, angles = e(2, 1, 8, 128), e(99, 64, d=f)\n"
+        "    new = a.New(kv, kv, q, q, pool, pool, e(4, 8, d=i), e(4, d=i), e(2, d=i), None,\n"
+        "        angles, angles, factor, factor)\n"
+        "    facts = compile_launch(a.specify(new, 5, True), Gpu.for_arch(arch)).facts\n"
+        "    assert facts.spill_bytes == 0, (arch, dtype, factors, facts)\n"
+        "    print(arch, dtype, factors)\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300, check=False
     )
-    assert len(run.stdout.splitlines()) == 12, run.stderr[-2000:]
+    assert len(run.stdout.splitlines()) == 20, run.stderr[-2000:]

@@ -23,6 +23,7 @@ class PagedCase:
         lengths: (queries, tokens in the cache) of each sequence.
         packed: whether queries are packed; else all sequences have as many as the first.
         capacity: pages of a row of the table.
+        cache: dtype of the pools and what shares a factor, `"int8:token"`; "" for pools of `dtype`.
     """
 
     page_size: int = 16
@@ -38,11 +39,12 @@ class PagedCase:
     sinks: bool = False
     lse: bool = True
     max_seqlen_k: int = 128
+    cache: str = ""
 
     def __str__(self) -> str:
         plain = PagedCase()
         parts = [f"page{self.page_size}", self.dtype, "_".join(f"{q}x{k}" for q, k in self.lengths)]
-        for name in ("dims", "heads", "packed", "causal", "window", "alibi", "softcap", "sinks", "lse"):
+        for name in ("dims", "heads", "packed", "causal", "window", "alibi", "softcap", "sinks", "lse", "cache"):
             value = getattr(self, name)
             if value != getattr(plain, name):
                 value = "x".join(map(str, value)) if isinstance(value, tuple) else value
@@ -62,7 +64,7 @@ class PagedCall(NamedTuple):
     @property
     def layer(self) -> CacheLayer:
         o = self.operands
-        return CacheLayer(o.k, o.v, o.page_table, o.seqused_k)
+        return CacheLayer(o.k, o.v, o.page_table, o.seqused_k, o.k_descale, o.v_descale)
 
 
 def build(case: PagedCase, data: Data, device: torch.device, seed: int = 0) -> PagedCall:
@@ -89,16 +91,26 @@ def build(case: PagedCase, data: Data, device: torch.device, seed: int = 0) -> P
     rows = torch.randperm(batch + 2, generator=torch.Generator().manual_seed(seed + 1))[:batch].to(device)
     table = torch.full((batch + 2, columns), 2**30, dtype=torch.int32, device=device)
     seqused = torch.full((batch + 2,), 2**30, dtype=torch.int32, device=device)
+    shape = (num_pages, case.page_size, heads_kv)
+    factors: list[Tensor | None] = [None, None]
+    parts: list[tuple[Tensor, Tensor | None]] = [(k, None), (v, None)]  # numbers and the factors of their tokens
+    if case.cache:
+        pool_dtype, _, kind = case.cache.partition(":")
+        parts = [quantized(x, getattr(torch, pool_dtype), kind) for x in (k, v)]
+        factors = [f if kind == "head" else torch.full(shape, torch.nan, device=device) for _, f in parts]
     pools = [
-        torch.full((num_pages, case.page_size, *x.shape[2:]), torch.nan, dtype=dtype, device=device) for x in (k, v)
+        torch.full((*shape, x.shape[-1]), torch.nan if x.dtype.is_floating_point else 127, dtype=x.dtype, device=device)
+        for x, _ in parts
     ]
     for b, (_, n) in enumerate(case.lengths):
         pages = torch.tensor([shuffled.pop() for _ in range(counts[b])], dtype=torch.int64, device=device)
         table[rows[b], : counts[b]] = pages.to(torch.int32)
         seqused[rows[b]] = n
         at = torch.arange(n, device=device)
-        for pool, x in zip(pools, (k, v), strict=True):
+        for pool, factor, (x, of_tokens) in zip(pools, factors, parts, strict=True):
             pool[pages[at // case.page_size], at % case.page_size] = x[b, :n]
+            if factor is not None and of_tokens is not None and factor.dim() == 3:
+                factor[pages[at // case.page_size], at % case.page_size] = of_tokens[b, :n]
     cu_seqlens = None
     if case.packed:
         ends = torch.tensor([0, *(q for q, _ in case.lengths)], device=device).cumsum(0)
@@ -108,6 +120,7 @@ def build(case: PagedCase, data: Data, device: torch.device, seed: int = 0) -> P
         alibi_slopes=2.0 ** -torch.arange(1, heads_q + 1, device=device, dtype=torch.float32) if case.alibi else None,
         sinks=normal(heads_q) if case.sinks else None,
         cu_seqlens_q=cu_seqlens, page_table=table, seqused_k=seqused, rows=rows.to(torch.int32),
+        k_descale=factors[0], v_descale=factors[1],
     )  # fmt: skip
     options = {
         "causal": Causal(case.causal) if case.causal else False,  # type: ignore[arg-type]
@@ -121,8 +134,21 @@ def build(case: PagedCase, data: Data, device: torch.device, seed: int = 0) -> P
         precision or "default", case.lse,
     )  # fmt: skip
     problem = replace(describe_cached_call(operands, said), lengths=case.lengths if case.packed else None)
+    if case.cache:
+        k, v = (x.float() * (1 if f is None else f[..., None]) for x, f in parts)
     keys, values = ([x[b, :n] for b, (_, n) in enumerate(case.lengths)] for x in (k, v))
     return PagedCall(problem, operands, options, keys, values)
+
+
+def quantized(x: Tensor, dtype: torch.dtype, kind: str) -> tuple[Tensor, Tensor]:
+    """Returns keys or values, (batch, tokens, heads, width), in 8 bits, and the factors of heads, (heads,), or of heads
+    of tokens, (batch, tokens, heads)."""
+    magnitudes = x.float().abs()
+    factor = magnitudes.amax((0, 1, 3)) if kind == "head" else magnitudes.amax(-1)
+    largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    factor = torch.where(factor > 0, factor / largest, 1.0)
+    numbers = x.float() / factor[..., None]
+    return (numbers.round() if dtype == torch.int8 else numbers).to(dtype), factor
 
 
 def run(kernel: str, call: PagedCall, **more: Any) -> tuple[Tensor, Tensor | None]:

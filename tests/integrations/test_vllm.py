@@ -39,8 +39,10 @@ def write_to_slots(
     """What vLLM's function does: caches are (pages, page_size, heads, width), negative slots are padding."""
     rows = (slot_mapping >= 0).nonzero().flatten()
     slots, size = slot_mapping[rows], key_cache.shape[1]
-    key_cache[slots // size, slots % size] = key[rows]
-    value_cache[slots // size, slots % size] = value[rows]
+    for cache, new, scale in ((key_cache, key, k_scale), (value_cache, value, v_scale)):
+        if kv_cache_dtype == "fp8":
+            new = (new.float() / scale).clamp(-448, 448).to(cache.dtype)
+        cache[slots // size, slots % size] = new[rows]
 
 
 def module(name: str, **content: Any) -> ModuleType:
@@ -80,7 +82,8 @@ def published(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     )
     quantization["get_fp8_min_max"] = lambda: (-448.0, 448.0)
     on_cpu = not torch.cuda.is_available()  # the writer takes ROCm's settings there: it has none for a CPU
-    platform = SimpleNamespace(is_rocm=lambda: on_cpu, is_xpu=lambda: False, has_device_capability=lambda number: True)
+    platform = SimpleNamespace(is_rocm=lambda: on_cpu, is_xpu=lambda: False, has_device_capability=lambda number: True,
+                               fp8_dtype=lambda: torch.float8_e4m3fn)  # fmt: skip
     logger = SimpleNamespace(info=lambda *given: None)
     stubs: dict[str, dict[str, Any]] = {
         "vllm.logger": {"init_logger": lambda name: logger},
@@ -206,6 +209,34 @@ def test_steps_of_prefill_and_decode(options: str, by_head: bool, host: str) -> 
             begin += count
 
 
+@pytest.mark.parametrize("by_head", [True, False], ids=["by head", "by token"])
+def test_an_fp8_cache(by_head: bool, host: str) -> None:
+    """Attention to what vLLM's function wrote, times the layer's factors: a prefill, then a step of decodes."""
+    requests = Requests([30, 21], by_head)
+    requests.q, requests.k, requests.v = ([t.half() for t in of] for of in (requests.q, requests.k, requests.v))
+    cache = torch.full_like(requests.cache, 255, dtype=torch.uint8)  # the bytes of NaN
+    assert cache.stride() == requests.cache.stride()
+    scales = SimpleNamespace(_k_scale=torch.tensor(0.02), _v_scale=torch.tensor(0.5))
+    layer = door.Backend.get_impl_cls()(HEADS, WIDTH, 0.3, HEADS_KV, kv_cache_dtype="fp8")
+    for counts in ([29, 20], [1, 1]):
+        before = list(requests.done)
+        common, tokens = requests.step(counts)
+        q, k, v = (t.half() for t in tokens)
+        layer.do_kv_cache_update(scales, k, v, cache, common.slot_mapping)
+        output = torch.full((len(q), HEADS, WIDTH), torch.nan, dtype=torch.float16)
+        layer.forward(scales, q, k, v, cache, builder().build(0, common), output=output)
+        begin = 0
+        for row, (done, count) in enumerate(zip(before, counts, strict=True)):
+            keys, values = (
+                (of[row][None, : done + count].float() / scale).to(torch.float8_e4m3fn).float() * scale
+                for of, scale in ((requests.k, scales._k_scale), (requests.v, scales._v_scale))
+            )
+            asked = requests.q[row][None, done : done + count].float()
+            expected = warpwave.attention(asked, keys, values, causal=True, softmax_scale=0.3)
+            torch.testing.assert_close(output[begin : begin + count].float(), expected[0], rtol=2e-3, atol=2e-3)
+            begin += count
+
+
 def test_metadata_of_a_captured_step_follows_its_tensors(host: str) -> None:
     """As a CUDA graph does: one metadata object, whose tensors get the contents of later steps; unused rows have no
     tokens."""
@@ -307,7 +338,11 @@ def test_what_the_backend_takes(host: str) -> None:
     given: tuple[Any, ...] = (16, False, False, False, False, (9, 0))
     assert backend.supports_combination(64, torch.bfloat16, "bfloat16", *given) is None
     assert backend.supports_combination(64, torch.bfloat16, "auto", *given) is None
-    assert "kv_cache_dtype is fp8" in str(backend.supports_combination(64, torch.bfloat16, "fp8", *given))
+    assert backend.supports_combination(64, torch.bfloat16, "fp8", *given) is None
+    assert "needs compute capability 8.9" in str(
+        backend.supports_combination(64, torch.bfloat16, "fp8", *given[:-1], (8, 0))
+    )
+    assert "kv_cache_dtype is fp8_e5m2" in str(backend.supports_combination(64, torch.bfloat16, "fp8_e5m2", *given))
     with pytest.raises(warpwave.UnsupportedProblem, match="attn_type"):
         backend.get_impl_cls()(HEADS, WIDTH, 0.3, attn_type="encoder_only")
     layer = backend.get_impl_cls()(HEADS, WIDTH, 0.3, HEADS_KV)

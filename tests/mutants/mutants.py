@@ -490,12 +490,12 @@ OTHERS = [
         "test_paged.py::test_masks", "split_kv and False", "FAIL",
     ),
     Mutant(
-        "negative page ids let through", "cached_calls.py",
+        "negative page ids let through", "kv_cache/contents.py",
         "if not 0 <= pages[row][i] < num_pages:", "if not pages[row][i] < num_pages:",
         "test_paged_bad_input.py::test_wrong_contents_when_checked", "negative", "a kernel was bound",
     ),
     Mutant(
-        "lengths above the table's capacity let through", "cached_calls.py",
+        "lengths above the table's capacity let through", "kv_cache/contents.py",
         "if not 0 <= used[row] <= capacity:", "if not 0 <= used[row]:",
         "test_paged_bad_input.py::test_wrong_contents_when_checked", "capacity", "not in",
     ),

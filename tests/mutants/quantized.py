@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import FLASH, Mutant
+from tests.mutants.mutant import FLASH, SPLIT, Mutant
 
 DESCALES = "kernels/descales.py"
 
@@ -41,5 +41,36 @@ QUANTIZED = [
         "quantized: q is rotated and k is not", "kernels/quantize.py",
         "rotate and i < 2", "rotate and i < 1",
         "test_quantized.py::test_quantize_then_attend_is_close_to_the_original", "options1", "assert ",
+    ),
+    Mutant(
+        "8-bit cache: the first head's factor of a key for all heads of a tile", SPLIT,
+        "head = kv_head + key_heads", "head = kv_head + key_heads * 0",
+        "test_quantized_cache.py::test_splits", "int8 and token and kv", "FAIL B2 RMS of out",
+    ),
+    Mutant(
+        "8-bit cache: the factor of a page's first token for all", SPLIT,
+        "(pages * stride_gp + cells * stride_gt + head * stride_gs)", "(pages * stride_gp + head * stride_gs)",
+        "test_quantized_cache.py::test_decode", "int8 and token and split_kv", "FAIL B2 RMS of out",
+    ),
+    Mutant(
+        "8-bit cache: weights stay relative to the largest of their row", SPLIT,
+        "acc = kept + acc * largest[:, None]", "acc = kept + acc",
+        "test_quantized_cache.py::test_decode", "int8 and token and split_kv", "FAIL B2 RMS of out",
+    ),
+    Mutant(
+        "8-bit cache: pieces without the factors of values", SPLIT,
+        'piece_keys\n                    if FACTORS == "head":',
+        'piece_keys\n                    if FACTORS == "none":',
+        "test_quantized_cache.py::test_splits", "pieces and int8 and head", "FAIL B2 RMS of out",
+    ),
+    Mutant(
+        "8-bit cache: a copied page loses its factors", "kv_cache/pools.py",
+        "pool.dim() > 1", "pool.dim() > 3",
+        "../test_quantized_cache.py::test_a_fork_copies_the_factors_of_its_page", "dtype1", "assert ",
+    ),
+    Mutant(
+        "8-bit cache: factors of values are written to a page's first token", "kernels/append_kv.py",
+        "page * stride_gp + cell * stride_gt + head", "page * stride_gp + head",
+        "../test_quantized_cache.py::test_the_kernel_writes_what_torch_writes", "dtype1 and token and none", "assert ",
     ),
 ]  # fmt: skip

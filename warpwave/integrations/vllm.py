@@ -6,8 +6,8 @@ Installing warpwave beside vLLM is enough: the package's entry point in the grou
 which adds the name and selects nothing. VLLM_PLUGINS, vLLM's list of the plugins to load, can leave it out.
 
 Written against the interfaces of vLLM 0.33, to which `register` is limited. The backend serves decoder layers with
-float16 and bfloat16 caches: prefill, chunked prefill, decode and batches of both, sliding windows, softcap, ALiBi and
-sinks. `Backend`'s predicates refuse every other configuration before a model is loaded.
+float16, bfloat16 and fp8 (e4m3) caches: prefill, chunked prefill, decode and batches of both, sliding windows, softcap,
+ALiBi and sinks. `Backend`'s predicates refuse every other configuration before a model is loaded.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ NAME = "WARPWAVE"
 VERSION = "0.33"
 PAGE_SIZES = [16, 32, 64, 128, 256]  # of the GPU kernels; vLLM splits its blocks into pages of one of them
 MAX_HEAD_DIM = 256
+FLOAT8 = ("fp8", "fp8_e4m3")  # vLLM's names of caches of float8_e4m3fn with a factor for each tensor
+FLOAT8_CAPABILITY = (8, 9)
 LENGTH_STEP = 512  # tokens; each value of max_seqlen_k makes another plan
 
 
@@ -94,7 +96,7 @@ class Backend:
     named here: MLA, sparse attention, prefix-LM masks, encoders, context parallelism, batch invariance."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *FLOAT8]
     forward_includes_kv_cache_update = False
 
     @staticmethod
@@ -139,10 +141,15 @@ class Backend:
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *rest: Any, **others: Any
     ) -> str | None:
-        """Returns why a combination is refused, None if it is not."""
+        """Returns why a combination is refused, None if it is not. `device_capability` is vLLM's last argument."""
+        if kv_cache_dtype in FLOAT8:
+            capability = tuple(others.get("device_capability") or rest[-1])
+            if capability >= FLOAT8_CAPABILITY:
+                return None
+            return f"kv_cache_dtype is {kv_cache_dtype}; float8 needs compute capability 8.9, the GPU has {capability}"
         if kv_cache_dtype in (None, "auto") or kv_cache_dtype == str(dtype).removeprefix("torch."):
             return None
-        return f"warpwave reads caches of the model's dtype, {dtype}; kv_cache_dtype is {kv_cache_dtype}"
+        return f"warpwave reads caches of the model's dtype, {dtype}, and fp8 ones; kv_cache_dtype is {kv_cache_dtype}"
 
 
 # Metadata of a step ---------------------------------------------------------------------------------------------------
@@ -249,7 +256,9 @@ class Implementation:
 
     def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns keys and values of (pages, num_kv_heads, page_size, 2 * head_size) as pools of pages, in any memory
-        layout of the first three axes."""
+        layout of the first three axes. vLLM allocates float8 as bytes."""
+        if self.kv_cache_dtype in FLOAT8:
+            kv_cache = kv_cache.view(torch.float8_e4m3fn)
         return kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
 
     def do_kv_cache_update(
@@ -297,7 +306,8 @@ class Implementation:
             "alibi_slopes": self.alibi_slopes, "sinks": self.sinks,
             "max_seqlen_k": min(-(-step.max_seq_len // LENGTH_STEP) * LENGTH_STEP, capacity),
         }  # fmt: skip
-        cache = CacheLayer(k, v, step.block_table, step.seq_lens)
+        factors = (layer._k_scale, layer._v_scale) if self.kv_cache_dtype in FLOAT8 else ()
+        cache = CacheLayer(k, v, step.block_table, step.seq_lens, *factors)
         if step.one_query_each:
             rows = slice(step.num_rows)
             attention_with_kv_cache(query[rows, None], cache, **said, out=output[rows, None])

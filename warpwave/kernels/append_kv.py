@@ -7,7 +7,9 @@ are rotated by the angle of the token's position,
     x' = x * cos[position] - y * sin[position];   y' = y * cos[position] + x * sin[position]
 
 Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021). Angles are applied in float32 and the
-result is rounded once. The new tokens are the last ones of each sequence: the caller has advanced the lengths.
+result is rounded once. In a cache of 8-bit numbers the rotated numbers are divided by a factor first, which belongs to
+the head, or is computed here from the token's largest magnitude. The new tokens are the last ones of each sequence: the
+caller has advanced the lengths.
 
 Offsets, rows, lengths and page ids come from the device and may be any int32. They are clamped, or their writes are
 skipped: every load and store stays inside its tensor.
@@ -23,9 +25,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from warpwave.kernels import cache_descales
 from warpwave.kernels.arguments import padded
 from warpwave.kernels.paging import offsets_within
 from warpwave.kernels.primitives import packed_sequence, rounded
+from warpwave.kernels.quantize_tensor import LARGEST, SMALLEST, eight_bit, eight_bit_by_torch, factor_of, factors_of
 from warpwave.runtime import launch
 from warpwave.runtime.bounded import Bounded
 from warpwave.runtime.triton_or_stub import INTERPRETED, NO_TRITON, jit, tl
@@ -34,6 +38,7 @@ UNSPECIALISED = [
     *("stride_kb", "stride_km", "stride_kh", "stride_vb", "stride_vm", "stride_vh", "stride_qb", "stride_qm"),
     *("stride_qh", "stride_kp", "stride_kt", "stride_ks", "stride_vp", "stride_vt", "stride_vs", "stride_table"),
     *("seqlen", "total", "num_heads_kv", "num_heads_q", "num_pages", "num_rows", "pages_of_a_row", "angles"),
+    *("stride_fp", "stride_ft", "stride_fs", "stride_gp", "stride_gt", "stride_gs"),
 ]
 
 
@@ -50,6 +55,8 @@ class New(NamedTuple):
         rows: int32 (batch,): the cache's row of each sequence; None for 0, 1, 2 and so on.
         cu_seqlens: int32 (batch + 1,) if tokens are packed.
         cos, sin: float32 (positions, rotary_dim / 2); None for no rotation.
+        k_descale, v_descale: of pools of 8-bit numbers (kernels/cache_descales.py): read if they belong to heads,
+            written if they belong to tokens.
     """
 
     k: Any
@@ -64,6 +71,8 @@ class New(NamedTuple):
     cu_seqlens: Any = None
     cos: Any = None
     sin: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
 
 
 # Device code ----------------------------------------------------------------------------------------------------------
@@ -103,6 +112,37 @@ def _head(
     return x
 
 
+@jit
+def _store_head(
+    x,
+    out,
+    factor_ptr,
+    there,
+    inside,
+    FACTORS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
+):
+    """Stores one head of one token, [BLOCK], in the dtype of the pool, if the cell is valid.
+
+    Args:
+        factor_ptr: the head's factor, read if FACTORS is "head", or written if it is "token". A token whose head
+            contains Inf or NaN gets an infinite factor, so that attention to it is NaN, as in a 16-bit cache.
+    """
+    if FACTORS == "":
+        x = rounded(x, out.dtype.element_ty)
+    else:
+        if FACTORS == "token":
+            magnitudes = tl.abs(tl.where(inside, x, 0.0))
+            largest = tl.max(tl.where(magnitudes < float("inf"), magnitudes, float("inf")))  # NaN included
+            factor = factor_of(largest, LARGEST, SMALLEST)
+            tl.store(factor_ptr, factor, mask=there)
+        else:
+            factor = tl.load(factor_ptr)
+        x = eight_bit(x * tl.math.div_rn(1.0, factor), out.dtype.element_ty, LARGEST)
+    tl.store(out, x, mask=inside & there)
+
+
 @jit(do_not_specialize=UNSPECIALISED)
 def append_kv_kernel(
     k_ptr,
@@ -117,6 +157,8 @@ def append_kv_kernel(
     cu_seqlens_ptr,
     cos_ptr,
     sin_ptr,
+    k_descale_ptr,
+    v_descale_ptr,
     stride_kb,
     stride_km,
     stride_kh,
@@ -146,6 +188,12 @@ def append_kv_kernel(
     num_rows,
     pages_of_a_row,
     angles,
+    stride_fp,
+    stride_ft,
+    stride_fs,
+    stride_gp,
+    stride_gt,
+    stride_gs,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -157,6 +205,9 @@ def append_kv_kernel(
     HAS_ROWS: tl.constexpr,
     HAS_KV: tl.constexpr,
     HAS_Q: tl.constexpr,
+    FACTORS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
 ):
     """Processes one head of one new token: a kv head, both its key and its value, or a head of q.
 
@@ -205,13 +256,19 @@ def append_kv_kernel(
             x = k_ptr + batch_in_memory * stride_kb + at * stride_km + head * stride_kh
             x = _head(x, stride_kd, cos_ptr, sin_ptr, angle, dims, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
             out = k_pages_ptr + page * stride_kp + cell * stride_kt + head * stride_ks + dims.to(tl.int64) * stride_ke
-            tl.store(out, rounded(x, k_pages_ptr.dtype.element_ty), mask=(dims < HEAD_DIM) & there)
+            factor = k_descale_ptr
+            if FACTORS != "":
+                factor += page * stride_fp + cell * stride_ft + head * stride_fs
+            _store_head(x, out, factor, there, dims < HEAD_DIM, FACTORS, LARGEST, SMALLEST)
             dims_v = tl.arange(0, BLOCK_DV)
             x = v_ptr + batch_in_memory * stride_vb + at * stride_vm + head * stride_vh
             x = _head(x, stride_vd, cos_ptr, sin_ptr, angle, dims_v, HEAD_DIM_V, 0, False)
             out = v_pages_ptr + page * stride_vp + cell * stride_vt + head * stride_vs
             out += dims_v.to(tl.int64) * stride_ve
-            tl.store(out, rounded(x, v_pages_ptr.dtype.element_ty), mask=(dims_v < HEAD_DIM_V) & there)
+            factor = v_descale_ptr
+            if FACTORS != "":
+                factor += page * stride_gp + cell * stride_gt + head * stride_gs
+            _store_head(x, out, factor, there, dims_v < HEAD_DIM_V, FACTORS, LARGEST, SMALLEST)
 
 
 # Host -----------------------------------------------------------------------------------------------------------------
@@ -247,6 +304,8 @@ def specify(new: New, max_seqlen: int, interleaved: bool) -> launch.Launch:
             new.page_table.shape[0],
             new.page_table.shape[1],
             1 if new.cos is None else new.cos.shape[0],
+            *cache_descales.strides(new.k_descale),
+            *cache_descales.strides(new.v_descale),
         ],
         constants={
             "HEAD_DIM": head_dim,
@@ -260,6 +319,9 @@ def specify(new: New, max_seqlen: int, interleaved: bool) -> launch.Launch:
             "HAS_ROWS": new.rows is not None,
             "HAS_KV": new.k is not None,
             "HAS_Q": new.q is not None,
+            "FACTORS": cache_descales.kind_of(new.k_descale),
+            "LARGEST": LARGEST.get(new.k_pages.dtype, 0.0),
+            "SMALLEST": SMALLEST,
         },
         options={"num_warps": 1, "num_stages": 1, "enable_fp_fusion": False},
     )
@@ -317,9 +379,24 @@ def write_torch(new: New, interleaved: bool = False) -> None:
         there = (position >= 0) & (column < columns)
         pages = new.page_table[row, column.clamp(0, columns - 1)].long()
         there &= (pages >= 0) & (pages < len(new.k_pages))
-        keys = rotated(parts["k"], position, new.cos, new.sin, interleaved)
-        new.k_pages[pages[there], cell[there]] = keys[there]
-        new.v_pages[pages[there], cell[there]] = parts["v"][there]
+        keys = parts["k"] if new.k_descale is None else parts["k"].float()
+        keys = rotated(keys, position, new.cos, new.sin, interleaved)
+        cells = (pages[there], cell[there])
+        _store_torch(keys[there], new.k_pages, new.k_descale, cells)
+        _store_torch(parts["v"][there], new.v_pages, new.v_descale, cells)
+
+
+def _store_torch(x: torch.Tensor, pool: torch.Tensor, factor: torch.Tensor | None, cells: Any) -> None:
+    """Writes tokens, (tokens, heads, width), to cells of a pool, as `_store_head` does."""
+    if factor is not None:
+        x = x.float()
+        if factor.dim() == 3:
+            magnitudes = x.abs()
+            magnitudes = torch.where(magnitudes < torch.inf, magnitudes, torch.inf)
+            factor[cells] = factors_of(magnitudes.amax(-1), LARGEST[pool.dtype])
+            factor = factor[cells]
+        x = eight_bit_by_torch(x * (1 / factor)[..., None], pool.dtype)
+    pool[cells] = x
 
 
 def rotated(

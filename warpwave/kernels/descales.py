@@ -165,13 +165,23 @@ def check_contents(operands: QuantizedOperands) -> None:
     """
     for name in (*NAMES, "out_descale"):
         factor = getattr(operands, name)
-        if factor is None:
-            continue
-        wrong = ~(factor.isfinite() & (factor > 0))
-        if wrong.any():
-            index = wrong.nonzero()[0].tolist()
-            place = f"{name}[{', '.join(map(str, index))}]" if index else name
-            raise InvalidInput(f"{place} is {factor[tuple(index)].item():g}; factors must be positive and finite")
+        if factor is not None:
+            check_positive(name, factor)
+
+
+def check_positive(name: str, factor: torch.Tensor, read: torch.Tensor | None = None) -> None:
+    """Raises InvalidInput naming the first factor that is not positive and finite.
+
+    Args:
+        read: which factors are checked, broadcastable to them; None for all.
+    """
+    wrong = ~(factor.isfinite() & (factor > 0))
+    if read is not None:
+        wrong &= read
+    if wrong.any():
+        index = wrong.nonzero()[0].tolist()
+        place = f"{name}[{', '.join(map(str, index))}]" if index else name
+        raise InvalidInput(f"{place} is {factor[tuple(index)].item():g}; factors must be positive and finite")
 
 
 def _text(dtypes: Any) -> str:

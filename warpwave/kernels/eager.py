@@ -39,6 +39,7 @@ NAME = "eager"
 NEEDS_GPU = False
 STRIDED_OUT = True
 QUANTIZED = True
+QUANTIZED_CACHE = True
 NEG_INF = float("-inf")
 
 
@@ -450,7 +451,7 @@ def _forward_on_cache(problem: AttentionProblem, operands: Any, config: Config) 
         lse = torch.nn.functional.pad(lse, (0, missing), value=NEG_INF)
     else:
         out, lse = forward(packed, gathered, config)
-    return as_cached(problem, out, lse)
+    return as_cached(problem, out.to(operands.q.dtype), lse)
 
 
 # What it can run and what it costs ------------------------------------------------------------------------------------

@@ -117,7 +117,8 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         cut += times * problem.num_heads_q * found.cut_scores
         acc_rows += times * problem.num_heads_q * found.rows
         tile_reads += times * problem.num_heads_kv * found.keys
-    size, rows = DTYPE_BYTES[problem.dtype], problem.rows * problem.num_heads_q
+    # A cache of 8-bit numbers is gathered in float32.
+    size, rows = 4 if problem.dtype_kv else DTYPE_BYTES[problem.dtype], problem.rows * problem.num_heads_q
     width, width_v, group = problem.head_dim, problem.head_dim_v, problem.num_heads_q // problem.num_heads_kv
     workspace = 3 * 4 * min(scores, problem.batch * problem.num_heads_q * config.block_m * config.block_n)
     operands = size * (acc_rows * width + tile_reads * (width + group * width_v))
@@ -173,7 +174,7 @@ def _of_quantized(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     keys = (problem.total_k if problem.packed else problem.batch * problem.seqlen_k) * problem.num_heads_kv
     queries = problem.rows * problem.num_heads_q
     elements = queries * problem.head_dim + keys * (problem.head_dim + problem.head_dim_v)
-    read = queries * problem.head_dim * DTYPE_BYTES[problem.dtype] + keys * problem.bytes_of_a_key
+    read = queries * problem.head_dim * DTYPE_BYTES[problem.dtype] + keys * problem.bytes_of_key
     outs = queries * problem.head_dim_v
     # Each of q, k and v is converted, and then multiplied by its factors; out is converted.
     convert = Cost(

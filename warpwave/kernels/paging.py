@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from warpwave.kernels import cache_descales
 from warpwave.problem import AttentionProblem, CachedOperands, Operands
 
 
@@ -24,7 +25,8 @@ def offsets_within(cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
 
 
 def as_packed(problem: AttentionProblem, operands: CachedOperands) -> tuple[AttentionProblem, Operands]:
-    """Returns the same call with the keys and values of each sequence gathered and packed. Waits for the device.
+    """Returns the same call with the keys and values of each sequence gathered and packed, in float32 if the cache has
+    8-bit numbers. Waits for the device.
 
     Offsets, rows, lengths and page ids may be any int32; the packed call is always valid.
 
@@ -32,6 +34,7 @@ def as_packed(problem: AttentionProblem, operands: CachedOperands) -> tuple[Atte
         RuntimeError: a CUDA graph is being captured, which cannot record what the host reads.
     """
     q, k, v = operands[:3]
+    dtype = q.dtype if problem.dtype_kv is None else torch.float32
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("kernel 'eager' reads a cache's lengths on the host, which a CUDA graph cannot capture")
     page_size, capacity = problem.page_size, min(problem.seqlen_k, operands.page_table.shape[1] * problem.page_size)
@@ -39,12 +42,13 @@ def as_packed(problem: AttentionProblem, operands: CachedOperands) -> tuple[Atte
     if operands.rows is not None:
         rows = operands.rows.long().clamp(0, len(operands.page_table) - 1)
     lengths = operands.seqused_k[rows].long().clamp(0, capacity)
-    keys, values = [k.new_empty(0, *k.shape[2:])], [v.new_empty(0, *v.shape[2:])]
+    keys, values = [q.new_empty(0, *k.shape[2:], dtype=dtype)], [q.new_empty(0, *v.shape[2:], dtype=dtype)]
     for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
         positions = torch.arange(length, device=q.device)
         pages = operands.page_table[row, positions // page_size].long().clamp(0, len(k) - 1)
-        keys.append(k[pages, positions % page_size])
-        values.append(v[pages, positions % page_size])
+        cells = (pages, positions % page_size)
+        keys.append(cache_descales.of_cells(k, operands.k_descale, cells, dtype))
+        values.append(cache_descales.of_cells(v, operands.v_descale, cells, dtype))
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     if problem.packed:
         cu_seqlens_q = offsets_within(operands.cu_seqlens_q, len(q)).to(torch.int32)
@@ -55,12 +59,17 @@ def as_packed(problem: AttentionProblem, operands: CachedOperands) -> tuple[Atte
         problem,
         packed=True,
         page_size=0,
+        dtype=str(dtype).removeprefix("torch."),
+        dtype_kv=None,
+        kv_factors=None,
         total_q=q.shape[0],
         total_k=int(lengths.sum()),
         lengths=tuple(zip(cu_seqlens_q.diff().tolist(), lengths.tolist(), strict=True)),
     )
     slopes, sinks = operands.alibi_slopes, operands.sinks
-    return packed, Operands(q, torch.cat(keys), torch.cat(values), None, None, slopes, sinks, cu_seqlens_q, offsets)
+    return packed, Operands(
+        q.to(dtype), torch.cat(keys), torch.cat(values), None, None, slopes, sinks, cu_seqlens_q, offsets
+    )
 
 
 def one_by_one(problem: AttentionProblem, operands: Operands) -> Iterator[tuple[AttentionProblem, Operands]]:

@@ -51,6 +51,21 @@ def clipped_magnitude(magnitudes, allowed):
     return tl.minimum(((high + 1) << 16).to(tl.float32, bitcast=True), tl.max(magnitudes))
 
 
+@jit
+def factor_of(largest, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
+    """Returns the factor with which the largest of some magnitudes becomes LARGEST; 1 if all of them are 0."""
+    return tl.where(largest > 0.0, tl.maximum(tl.math.div_rn(largest, LARGEST), SMALLEST), 1.0)
+
+
+@jit
+def eight_bit(y, DTYPE: tl.constexpr, LARGEST: tl.constexpr):
+    """Returns numbers in units of their factor, float32, as the 8-bit DTYPE; NaN becomes 0."""
+    y = tl.where(y == y, tl.minimum(tl.maximum(y, -LARGEST), LARGEST), 0.0)
+    if DTYPE == tl.int8:
+        y = (y + 1.5 * 2.0**23) - 1.5 * 2.0**23  # to the nearest integer, to even
+    return rounded(y, DTYPE)
+
+
 @jit(
     do_not_specialize=[
         *("stride_xb", "stride_xn", "stride_xh", "stride_ob", "stride_on", "stride_oh", "stride_fb", "stride_fh"),
@@ -145,19 +160,15 @@ def quantize_kernel(
             # The bits of positive numbers are ordered like the numbers.
             tl.atomic_max(factor_ptr, largest.to(tl.int32, bitcast=True))
             return
-        factor = tl.where(largest > 0.0, tl.maximum(tl.math.div_rn(largest, LARGEST), SMALLEST), 1.0)
+        factor = factor_of(largest, LARGEST, SMALLEST)
         tl.store(factor_ptr + block, factor)
     y = x * tl.math.div_rn(1.0, factor)
     if HAS_CLIPPING:
         beyond = tl.sum((tl.abs(y) > LARGEST).to(tl.int32))
         tl.atomic_add(saturated_ptr, beyond.to(tl.int64))
-    y = tl.where(y == y, tl.minimum(tl.maximum(y, -LARGEST), LARGEST), 0.0)
-    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    if DTYPE == tl.int8:
-        y = (y + 1.5 * 2.0**23) - 1.5 * 2.0**23  # to the nearest integer, to even
     out_ptr += batch * stride_ob + head * stride_oh
     out = tile_pointers(out_ptr, rows, columns, stride_on, 1)
-    tl.store(out, rounded(y, DTYPE), mask=inside)
+    tl.store(out, eight_bit(y, out_ptr.dtype.element_ty, LARGEST), mask=inside)
 
 
 # One tensor -----------------------------------------------------------------------------------------------------------
@@ -255,8 +266,7 @@ def by_torch(source: Source, saturated: torch.Tensor) -> tuple[torch.Tensor, tor
     y = x * inverse
     if source.percentile < 1:
         saturated += (y.abs() > largest).sum()
-    y = torch.where(y == y, y.clamp(-largest, largest), 0.0)
-    return (y.round() if source.dtype == torch.int8 else y).to(source.dtype), factor
+    return eight_bit_by_torch(y, source.dtype), factor
 
 
 def _clipped(parts: torch.Tensor, source: Source) -> torch.Tensor:
@@ -276,6 +286,12 @@ def _clipped(parts: torch.Tensor, source: Source) -> torch.Tensor:
     levels = (flat.view(torch.int32) >> 16).sort(-1, descending=True).values
     level = levels.gather(-1, allowed.long().expand(most.shape)[..., None])[..., 0]
     return torch.minimum(((level + 1) << 16).view(torch.float32), most)
+
+
+def eight_bit_by_torch(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns numbers in units of their factor, float32, as an 8-bit dtype; NaN becomes 0."""
+    y = torch.where(y == y, y.clamp(-LARGEST[dtype], LARGEST[dtype]), 0.0)
+    return (y.round() if dtype == torch.int8 else y).to(dtype)
 
 
 def factors_of(magnitudes: torch.Tensor, largest: float) -> torch.Tensor:

@@ -47,7 +47,12 @@ def of_quantized(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     if problem.dtype == "int8":
         able = gpu.vendor == "nvidia" or gpu.arch.startswith(("gfx9", "gfx11", "gfx12"))
         return [] if able else [f"found {gpu.name} ({gpu.arch}); its matrix unit has no int8"]
-    if gpu.capability >= FLOAT8_CAPABILITY or gpu.arch in FLOAT8_ON_AMD:
+    return of_float8(gpu)
+
+
+def of_float8(gpu: Gpu) -> list[str]:
+    """Returns why kernels cannot use float8 numbers on a GPU."""
+    if gpu.is_cpu or gpu.capability >= FLOAT8_CAPABILITY or gpu.arch in FLOAT8_ON_AMD:
         return []
     return [
         f"found {gpu.name} ({gpu.arch}); float8 needs NVIDIA sm_{FLOAT8_CAPABILITY} or newer, or AMD "

@@ -2,6 +2,7 @@
 them."""
 
 from warpwave.kv_cache.cache import PagedKVCache
+from warpwave.kv_cache.contents import check_cache_contents
 from warpwave.kv_cache.tokens import (
     CacheLayer,
     Rotary,
@@ -15,6 +16,7 @@ __all__ = [
     "CacheLayer",
     "PagedKVCache",
     "Rotary",
+    "check_cache_contents",
     "check_counts",
     "check_positions",
     "integers",

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from warpwave.checks import DTYPE_NAMES
 from warpwave.errors import InvalidInput, InvalidType, OutOfPages
 from warpwave.kernels import append_kv
+from warpwave.kv_cache import pools
 from warpwave.kv_cache.records import EVICTED, Append, Growth, SequenceRecord
 from warpwave.kv_cache.tokens import (
     CacheLayer,
@@ -57,8 +57,11 @@ class PagedKVCache:
         num_layers: layers that share the tables; each has its own pools.
         max_batch: rows of the page table.
         max_seqlen: tokens of the longest sequence; the table has `ceil(max_seqlen / page_size)` columns.
-        dtype: float16, bfloat16 or float32.
+        dtype: float16, bfloat16 or float32; or float8_e4m3fn or int8, for tokens and queries of 16 bits.
         device: device of the pools and tables.
+        k_descale, v_descale: of an 8-bit cache: float32, positive, (num_heads_kv,) or (num_layers, num_heads_kv), the
+            factors of heads; larger numbers than 448 or 127 factors saturate. None: a factor for each head of each
+            token, computed from its largest magnitude when it is appended.
 
     Attributes:
         layers: one `CacheLayer` per layer, whose tensors never move.
@@ -98,6 +101,8 @@ class PagedKVCache:
         max_seqlen: int,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cuda",
+        k_descale: torch.Tensor | None = None,
+        v_descale: torch.Tensor | None = None,
     ) -> None:
         sizes = {
             name: as_int(name, size)
@@ -113,21 +118,15 @@ class PagedKVCache:
         num_pages, page_size, num_heads_kv, head_dim, head_dim_v, num_layers, max_batch, max_seqlen = sizes.values()
         if page_size & (page_size - 1):
             raise InvalidInput(f"page_size is {page_size}; it must be a power of two: 1, 16, 32, 64, 128 or 256")
-        if dtype not in DTYPE_NAMES:
-            raise InvalidType(f"dtype is {dtype}; it must be one of {', '.join(map(str, DTYPE_NAMES))}")
+        given = pools.check_given(dtype, device, (k_descale, v_descale), num_layers, num_heads_kv)
         self.num_pages, self.page_size, self.max_batch, self.max_seqlen = num_pages, page_size, max_batch, max_seqlen
         self._columns = -(-max_seqlen // page_size)
         # The page table and the lengths are in one tensor, so that one operation changes both or raises.
         self._lengths_at = -(-max_batch * self._columns // ALIGNMENT) * ALIGNMENT
         with torch.inference_mode(False):  # else only inference mode could change these tensors
             self._tables = torch.zeros(self._lengths_at + max_batch, dtype=torch.int32, device=device)
-            self._pools = [
-                tuple(
-                    torch.empty(num_pages, page_size, num_heads_kv, width, dtype=dtype, device=device)
-                    for width in (head_dim, head_dim_v)
-                )
-                for _ in range(num_layers)
-            ]
+            cells, widths = (num_pages, page_size, num_heads_kv), (head_dim, head_dim_v)
+            self._pools = [pools.of_layer(dtype, device, cells, widths, given, i) for i in range(num_layers)]
         self._sequences: list[SequenceRecord | None] = [None] * max_batch
         self._free = list(range(num_pages - 1, -1, -1))  # a stack: the page freed last is taken first
         self._references = [0] * num_pages
@@ -138,7 +137,9 @@ class PagedKVCache:
         with torch.inference_mode(False):
             self.page_table, self.seqused_k = self._views(self._tables)
         self.device = self._tables.device
-        self.layers = tuple(CacheLayer(k, v, self.page_table, self.seqused_k) for k, v in self._pools)
+        self.layers = tuple(
+            CacheLayer(k, v, self.page_table, self.seqused_k, *factors) for k, v, *factors in self._pools
+        )
         self._indices: Bounded[tuple[int, ...], torch.Tensor] = Bounded(MAX_INDICES)
 
     def _views(self, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -579,9 +580,7 @@ class PagedKVCache:
         """Grows sequences around a body, which runs on the device's new tables. The host's records change after it. If
         the body raises, the device's tables are restored, and its writes are in cells that no sequence has."""
         if growth.copies is not None:
-            old, new = growth.copies
-            for pool in (pool for pools in self._pools for pool in pools):
-                pool[new] = pool[old]
+            pools.copy_pages(self._pools, *growth.copies)
         self._tables[growth.cells] = growth.after
         try:
             yield

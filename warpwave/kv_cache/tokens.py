@@ -10,7 +10,7 @@ import torch
 
 from warpwave.checks import bind_axes, is_plain
 from warpwave.errors import InvalidInput, InvalidType
-from warpwave.kernels import append_kv
+from warpwave.kernels import append_kv, cache_descales, descales
 from warpwave.options import as_int
 
 
@@ -84,12 +84,17 @@ class CacheLayer:
         page_table: int32 (rows, pages_of_a_row): `page_table[row, i]` is the page that holds tokens `i * page_size` to
             `(i + 1) * page_size` of a row's sequence.
         seqused_k: int32 (rows,): number of tokens of each row.
+        k_descale, v_descale: of pools of float8_e4m3fn or int8: float32, positive; `k * k_descale` and `v * v_descale`
+            are the keys and values. (), (1,) or (num_heads_kv,) for factors that the caller chose, or (num_pages,
+            page_size, num_heads_kv) for factors that are computed and written with each token.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     page_table: torch.Tensor
     seqused_k: torch.Tensor
+    k_descale: torch.Tensor | None = None
+    v_descale: torch.Tensor | None = None
 
 
 def check_counts(name: str, counts: list[int], total: int, of: str, longest: int | None = None) -> None:
@@ -144,6 +149,7 @@ def new_tokens(
     axes: dict[str, tuple[int, str]] = {}
     bind_axes("the cache's k", layer.k, "num_pages page_size num_heads_kv head_dim", axes)
     bind_axes("the cache's v", layer.v, "num_pages page_size num_heads_kv head_dim_v", axes)
+    allowed = _check_pools(layer)
     packed = packed or cu_seqlens is not None
     leading = "total" if packed else "batch seqlen"
     if (k_new is None) != (v_new is None):
@@ -159,8 +165,9 @@ def new_tokens(
             raise InvalidType(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
         if tensor.is_nested or tensor.layout is not torch.strided:
             raise InvalidType(f"{name} is no plain strided tensor; it must be one, as to_dense() returns it")
-        if tensor.dtype != layer.k.dtype:
-            raise InvalidType(f"{name} is {tensor.dtype} and the cache {layer.k.dtype}; they must share one dtype")
+        if tensor.dtype not in allowed:
+            must = "they must share one dtype" if len(allowed) == 1 else f"it must be {' or '.join(map(str, allowed))}"
+            raise InvalidType(f"{name} is {tensor.dtype} and the cache {layer.k.dtype}; {must}")
         if tensor.device != layer.k.device:
             raise InvalidInput(f"{name} is on {tensor.device} and the cache on {layer.k.device}")
         bind_axes(name, tensor, pattern, axes)
@@ -187,7 +194,27 @@ def new_tokens(
         None if cu_seqlens is None else cu_seqlens.contiguous(),
         None if rotary is None else rotary.cos,
         None if rotary is None else rotary.sin,
+        layer.k_descale,
+        layer.v_descale,
     )
+
+
+def _check_pools(layer: CacheLayer) -> tuple[torch.dtype, ...]:
+    """Checks the dtypes and factors of a cache that tokens are written to; returns the dtypes that tokens may have."""
+    dtype, factors = layer.k.dtype, {"k_descale": layer.k_descale, "v_descale": layer.v_descale}
+    if layer.v.dtype != dtype:
+        raise InvalidType(f"the cache's v is {layer.v.dtype} and its k {dtype}; both pools must share one dtype")
+    if dtype not in cache_descales.DTYPES:
+        return (dtype,)
+    for name, factor in factors.items():
+        if not isinstance(factor, torch.Tensor) or factor.dtype != torch.float32:
+            found = getattr(factor, "dtype", type(factor).__name__)
+            raise InvalidType(f"{name} is {found} and the cache {dtype}; it must be a float32 tensor")
+        if factor.device != layer.k.device:
+            raise InvalidInput(f"{name} is on {factor.device} and the cache on {layer.k.device}")
+    cache_descales.check_same_kind(layer.k_descale, layer.v_descale, tuple(layer.k.shape[:3]))
+    cache_descales.check_device(dtype, layer.k.device)
+    return tuple(descales.SIXTEEN_BIT)
 
 
 def check_positions(rotary: Rotary, longest: int) -> None:

@@ -26,8 +26,8 @@ def check_size(problem: AttentionProblem) -> None:
     size = DTYPE_BYTES[p.dtype]
     operands = {
         "q": p.rows * p.num_heads_q * p.head_dim * size,
-        "k": keys * p.num_heads_kv * p.head_dim * size,
-        "v": keys * p.num_heads_kv * p.head_dim_v * size,
+        "k": keys * p.num_heads_kv * p.head_dim * DTYPE_BYTES[p.dtype_of_k],
+        "v": keys * p.num_heads_kv * p.head_dim_v * DTYPE_BYTES[p.dtype_of_v],
         "mask": 0 if p.mask_shape is None else math.prod(p.mask_shape),
         "bias": 0 if p.bias_shape is None else math.prod(p.bias_shape) * DTYPE_BYTES[p.bias_dtype or p.dtype],
     }

@@ -109,6 +109,26 @@ def test_a_paged_cache_is_called_as_its_users_do_and_judged(case: dict[str, Any]
     assert not sample.judge(out.roll(1, 0)).passed
 
 
+@pytest.mark.parametrize("cache", ["float8_e4m3fn:head", "int8:token"])
+@pytest.mark.parametrize("case", [DENSE, PACKED], ids=["dense", "packed"])
+def test_a_cache_of_8_bits_is_judged_by_its_own_numbers(case: dict[str, Any], cache: str) -> None:
+    from warpwave.workbench.bench.contenders import ours
+
+    suite = parse({**case, "dtype": "bfloat16", "causal": True, "page_size": 16, "cache": cache})
+    assert suite.cases[0].name.endswith(f"page16 {cache}")
+    problem = suite.cases[0].problem
+    operands = make_operands(problem, "cpu")
+    assert f"{problem.dtype_kv}:{problem.kv_factors}" == cache and str(operands.k.dtype)[6:] == problem.dtype_kv
+    prepared = ours("eager", problem, operands)
+    sample = Sample(problem, operands)
+    assert sample.judge(prepared.to_out(prepared.call())).passed
+    other = operands._replace(v_descale=operands.v_descale * 1.1)
+    assert not sample.judge(ours("eager", problem, other).call()).passed
+    for changes in ({"cache": "int8"}, {"cache": cache, "dtype": "float32"}, {"cache": ["int8:token"], "page_size": 0}):
+        with pytest.raises(SuiteError):
+            parse({**case, "dtype": "bfloat16", "page_size": 16, **changes})
+
+
 def test_paged_cases_have_names_and_are_checked() -> None:
     suite = parse({**DENSE, "page_size": [16, 64]})
     assert [c.name.endswith(f"page{n}") for c, n in zip(suite.cases, (16, 64), strict=True)] == [True, True]

@@ -97,7 +97,7 @@ def test_bytes_are_by_the_size_of_each_tensor(dtypes: tuple[str, ...], of_a_key:
     cost = flash_fwd.cost(call, resolve("h200"), config)
     rows = 8 * 4096
     tiles = rows // config.block_m * 4096 // config.block_n
-    assert call.bytes_of_a_key == of_a_key
+    assert call.bytes_of_key == of_a_key
     assert cost.read_bytes == rows * 128 + tiles * config.block_n * of_a_key
     assert cost.write_bytes == rows * 128 * 2
     said = on("h200", *dtypes)

@@ -33,7 +33,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     rows = problem.rows * problem.num_heads_q
     arithmetic = dot_precision(problem, gpu)
     workspace = split_reads = 0
-    key_bytes = problem.bytes_of_a_key
+    key_bytes = problem.bytes_of_key
     if config.split_ahead and arithmetic in PARTS:
         keys = (problem.total_k if problem.packed else problem.batch * problem.seqlen_k) * problem.num_heads_kv
         split_reads, key_bytes = keys * key_bytes, 2 * PARTS[arithmetic] * (block_d + block_dv)

@@ -61,6 +61,7 @@ from warpwave.runtime import launch
 
 NAME = "large_head_dim"
 NEEDS_GPU = True
+TABLES_END = CachedOperands._fields.index("rows") + 1  # the factors after the tables belong to caches it refuses
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,7 @@ def _merge(
 
 def _beyond(operands: Any) -> tuple[Any, ...]:
     """Returns the tensors other than q, k and v, with the tables of a cache if there is one."""
-    return (*operands[3:], *[None] * (len(CachedOperands._fields) - len(operands)))
+    return (*operands[3:TABLES_END], *[None] * (TABLES_END - len(operands)))
 
 
 def _pages(problem: AttentionProblem, operands: Any) -> tuple[int, int, int]:

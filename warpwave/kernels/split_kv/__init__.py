@@ -13,7 +13,7 @@ from warpwave.kernels.split_kv.config import (
     smem_bytes,
 )
 from warpwave.kernels.split_kv.costs import cost, notes
-from warpwave.kernels.split_kv.host import NAME, NEEDS_GPU, Binder, bind, bind_with_prefix, specify
+from warpwave.kernels.split_kv.host import NAME, NEEDS_GPU, QUANTIZED_CACHE, Binder, bind, bind_with_prefix, specify
 from warpwave.kernels.split_kv.splits import (
     choose_splits,
 )
@@ -21,6 +21,7 @@ from warpwave.kernels.split_kv.splits import (
 __all__ = [
     "NAME",
     "NEEDS_GPU",
+    "QUANTIZED_CACHE",
     "Binder",
     "Config",
     "bind",

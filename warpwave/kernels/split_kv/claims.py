@@ -32,6 +32,7 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     found = [*reasons.of_device(gpu), *reasons.of_gradients(problem), *reasons.of_dropout(problem)]
     found += reasons.of_widths(problem, MAX_HEAD_DIM, f"a row of K or V must fit one tile: at most {MAX_HEAD_DIM}")
     found += reasons.of_pages(problem)
+    found += reasons.of_float8(gpu) if problem.dtype_of_k == "float8_e4m3fn" else []
     found += precision.why_not(problem, gpu)
     if not found and not fitting(problem, gpu):
         found.append(reasons.of_shared_memory(smallest_smem_bytes(problem, gpu), gpu))

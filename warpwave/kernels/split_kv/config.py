@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from warpwave.gpu import Gpu
-from warpwave.kernels.arguments import dot_precision, tile_widths
+from warpwave.kernels.arguments import WGMMA_ROWS, dot_precision, tile_widths
 from warpwave.kernels.cost import Walk, bytes_per_score, walk
 from warpwave.kernels.split_kv import few_rows_host as few_rows
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
@@ -25,7 +25,7 @@ class Config:
         pieces: partial results of a tile of rows; 0 for one per split. Otherwise its keys are cut into at most this
             many pieces of equal length. A split is a number of whole pieces, and each piece stores its own result, so
             sums and bits do not depend on the number of splits.
-        by_map: load K and V by tensor maps (TMA, sm_90 or newer, 16 bits) if a tile lies in one page. Tiles at the
+        by_map: load K and V of 16 bits by tensor maps (TMA, sm_90 or newer) if a tile lies in one page. Tiles at the
             edges of the visible keys, and tensors that no map can describe, are loaded by pointers.
         kv_heads: kv heads whose rows and keys share a tile, a power of two that divides the call's number of kv heads.
             Their keys, adjacent in memory, are loaded together, and their scores come from one product, which is mostly
@@ -79,12 +79,16 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     block_d, block_dv = tile_widths(problem, gpu, config.block_m)
     q = size * config.block_m * block_d
     p = size * config.block_m * columns(config)
-    kv = size * columns(config) * (block_d + block_dv)
+    kv = columns(config) * (block_d * DTYPE_BYTES[problem.dtype_of_k] + block_dv * DTYPE_BYTES[problem.dtype_of_v])
     # Page ids of the next tile change layout. Barriers and reductions over warps take the rest.
     more = 1024 + (16 * columns(config) if problem.page_size else 0)
     more += 8 * config.block_m * config.num_warps
     if config.pieces:  # their accumulators are stored inside the loop and need a layout change in shared memory
         more += 4 * config.block_m * block_dv
+    if problem.dtype_kv:  # the factors of keys in flight, and the largest weight of each row
+        more += 16 * columns(config) * config.num_stages + 8 * config.block_m * config.num_warps
+        if config.block_m >= WGMMA_ROWS and gpu.capability in (90, 100, 103):  # K and V in 16 bits
+            more += columns(config) * size * (block_d + block_dv)
     if problem.mask_shape is not None or problem.bias_shape is not None:
         kv += config.block_m * columns(config) * bytes_per_score(problem)
         p += size * columns(config) * block_dv  # V goes through registers, which clear what no row sees, and back
@@ -162,10 +166,12 @@ def may_map(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     """Returns whether tensor maps can load this config's tiles of K and V, judging by shapes.
 
     A mask or a bias excludes them: it hides values that a map would load, and values that no row sees may be NaN.
+    Tiles of 8-bit numbers were not tried.
     """
     return (
         (INTERPRETED or (gpu.vendor == "nvidia" and gpu.capability >= 90))
         and problem.dtype != "float32"
+        and problem.dtype_kv is None
         and problem.mask_shape is None
         and problem.bias_shape is None
         and (config.roles or problem.page_size % config.block_n == 0)

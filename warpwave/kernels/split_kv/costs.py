@@ -49,7 +49,8 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     rows = problem.rows * problem.num_heads_q
     outputs = rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0))
     scratch = partials.workspace_bytes(problem, parts) if parts > 1 else 0
-    keys_read = steps * columns(config) * (problem.head_dim + problem.head_dim_v) * size
+    of_key = problem.bytes_of_key + (8 if problem.kv_factors == "token" else 0)
+    keys_read = steps * columns(config) * of_key
     table = 8 * steps * (config.block_n // min(problem.page_size, config.block_n)) if problem.page_size else 0
     attend = Cost(
         blocks=tiles(problem, config) * head_groups(problem, config) * config.num_splits * problem.batch,

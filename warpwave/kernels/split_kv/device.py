@@ -33,6 +33,7 @@ UNSPECIALISED = [
     *("stride_vh", "stride_mask_b", "stride_mask_h", "stride_bias_b", "stride_bias_h", "stride_alibi_b"),
     *("stride_alibi_h", "stride_table", "seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads_kv", "window_left"),
     *("window_right", "num_splits", "first_key", "num_pages", "num_rows", "lse_rows"),
+    *("stride_fp", "stride_ft", "stride_fs", "stride_gp", "stride_gt", "stride_gs"),
 ]
 
 
@@ -100,6 +101,8 @@ def split_kv_kernel(
     page_table_ptr,
     seqused_k_ptr,
     rows_ptr,
+    k_descale_ptr,
+    v_descale_ptr,
     k_map,
     v_map,
     stride_qb,
@@ -139,6 +142,12 @@ def split_kv_kernel(
     lse_rows,
     softmax_scale,
     softcap,
+    stride_fp,
+    stride_ft,
+    stride_fs,
+    stride_gp,
+    stride_gt,
+    stride_gs,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
@@ -168,6 +177,7 @@ def split_kv_kernel(
     LAUNCHED_AHEAD: tl.constexpr,
     BY_MAP: tl.constexpr,
     ONE_STEP: tl.constexpr,
+    FACTORS: tl.constexpr,
 ):
     """Processes one split of the keys of one tile of rows. The rows of a tile, then kv heads, then splits are adjacent
     in the grid, which has one dimension because 65,535 is the limit of the others.
@@ -175,6 +185,10 @@ def split_kv_kernel(
     A tile may hold the rows of several kv heads, and their keys. Its scores then cover every row and every key, and
     each row keeps only its own head's scores. Products of few rows are mostly padding, so this costs nothing, and data
     adjacent in memory, the heads of a token, is loaded together.
+
+    Pools of 8-bit numbers are converted to the dtype of Q in registers, exactly. Their factors multiply what is
+    float32: of K the scores, of V the output if they belong to heads (FACTORS "head"), or the probabilities if they
+    belong to tokens.
     """
     # Position of this program -----------------------------------------------------------------------------------------
     TILE_HEADS: tl.constexpr = GROUP_SIZE * KV_HEADS  # query heads whose rows a tile holds
@@ -274,6 +288,9 @@ def split_kv_kernel(
     # Scores are [BLOCK_M, COLUMNS]; the tile's kv heads vary fastest, then the keys.
     columns = tl.arange(0, COLUMNS)
     row_heads = tile_rows % TILE_HEADS // GROUP_SIZE
+    if FACTORS == "head":
+        k_factor = tl.load(k_descale_ptr + (kv_head + row_heads) * stride_fs)  # [BLOCK_M]
+        v_factor = tl.load(v_descale_ptr + (kv_head + row_heads) * stride_gs)  # [BLOCK_M]
 
     # One loop body, three sections with tensor maps: a first tile that begins with hidden keys, tiles loaded by maps,
     # and a last tile that is followed by another sequence's keys. A map masks nothing: it fills with zeros past the
@@ -362,8 +379,16 @@ def split_kv_kernel(
                 asking = tl.where(key_tile < end, seqlen_q, 0)
                 q = load_tile(q_tile, queries, dims, 0, asking, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_M, BLOCK_D]
                 q = operand(q, PRECISION, IS_NVIDIA)
+            if FACTORS != "":
+                k = k.to(q[0].dtype)
             k = transposed(operand(k, PRECISION, IS_NVIDIA), PRECISION)
             scores = product(q, k, None, PRECISION)  # [BLOCK_M, COLUMNS]
+            if FACTORS == "head":
+                scores = scores * k_factor[:, None]
+            elif FACTORS == "token":
+                head = kv_head + key_heads
+                k_factor = k_descale_ptr + (pages * stride_fp + cells * stride_ft + head * stride_fs)
+                scores = scores * tl.load(k_factor, mask=key_inside, other=0.0)[None, :]
 
             # As in flash_fwd: the scale is part of the softmax's multiply-add if nothing is added or hidden.
             scale_left = scale_log2
@@ -405,9 +430,21 @@ def split_kv_kernel(
                 # A value that no query of the tile sees must have no effect, but 0 * NaN is NaN.
                 seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [COLUMNS]
                 v = tl.where((seen != 0)[:, None], v, 0.0)
-            p = operand(p.to(v.dtype), PRECISION, IS_NVIDIA)
+            if FACTORS != "":
+                v = v.to(q[0].dtype)
             kept = acc * alpha[:, None]
-            acc = product(p, operand(v, PRECISION, IS_NVIDIA), kept, PRECISION)  # [BLOCK_M, BLOCK_DV]
+            if FACTORS == "token":
+                # Relative to the largest weight of the row: small factors would make 16-bit weights subnormal.
+                v_factor = v_descale_ptr + (pages * stride_gp + cells * stride_gt + head * stride_gs)
+                weights = p * tl.load(v_factor, mask=key_inside, other=0.0)[None, :]
+                largest = tl.max(weights, 1)
+                largest = tl.where(largest > 0, largest, 1.0)
+                p = operand((weights / largest[:, None]).to(v.dtype), PRECISION, IS_NVIDIA)
+                acc = product(p, operand(v, PRECISION, IS_NVIDIA), None, PRECISION)
+                acc = kept + acc * largest[:, None]
+            else:
+                p = operand(p.to(v.dtype), PRECISION, IS_NVIDIA)
+                acc = product(p, operand(v, PRECISION, IS_NVIDIA), kept, PRECISION)  # [BLOCK_M, BLOCK_DV]
             if section == ALONE:
                 acc = tl.where((row_heads == (walked - begin) // walked_keys)[:, None], acc, kept)
 
@@ -415,6 +452,8 @@ def split_kv_kernel(
                 piece_ends = ((key_tile + BLOCK_N - first) % piece_keys == 0) | (key_tile + BLOCK_N >= end)
                 if piece_ends:
                     part = (key_tile - first) // piece_keys
+                    if FACTORS == "head":
+                        acc = acc * v_factor[:, None]
                     _store_part(
                         acc_ptr, state_ptr, part, acc, m_i, l_i, rows_heads, row_head, in_range, dims_v, HEAD_DIM_V
                     )
@@ -424,6 +463,8 @@ def split_kv_kernel(
 
     # Results ----------------------------------------------------------------------------------------------------------
     inside = in_range[:, None] & (dims_v < HEAD_DIM_V)[None, :]
+    if FACTORS == "head":
+        acc = acc * v_factor[:, None]
     if PIECES > 0:
         # Unused parts: every block of the tile writes a few of them. Their accumulators have no weight.
         for part in range(used + split, PIECES, num_splits):

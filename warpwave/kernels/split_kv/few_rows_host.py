@@ -46,6 +46,7 @@ def _cannot_kind(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     there = {
         f"a GPU of {gpu.arch}": gpu.vendor != "nvidia" or gpu.capability != 90,
         "float32": DTYPE_BYTES[problem.dtype] != 2,
+        f"a cache of {problem.dtype_kv}": problem.dtype_kv is not None,
         "packed sequences": problem.packed,
         "a mask": problem.mask_shape is not None,
         "a bias": problem.bias_shape is not None,

@@ -11,8 +11,9 @@ Dao et al., "Flash-Decoding for long-context inference" (2023); pages as in Kwon
 for large language model serving with PagedAttention" (2023): a sequence's tokens lie in pages of one pool, which a page
 table lists. Keys that no row sees are not read, so a window skips pages.
 
-Bound: memory, at one query a sequence: 2 * group FLOPs for each byte of K and V in 16 bits. Latency if the cache is
-short. Unlike the ladder's flash_fwd it has enough blocks to fill the GPU even if queries alone do not.
+Bound: memory, at one query a sequence: 2 * group FLOPs for each byte of K and V in 16 bits; a cache of 8-bit numbers
+has half the bytes. Latency if the cache is short. Unlike the ladder's flash_fwd it has enough blocks to fill the GPU
+even if queries alone do not.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import partials
+from warpwave.kernels import cache_descales, partials
 from warpwave.kernels.arguments import (
     Allocate,
     Results,
@@ -67,6 +68,7 @@ from warpwave.runtime.tensor_maps import MapPlan
 
 NAME = "split_kv"
 NEEDS_GPU = True
+QUANTIZED_CACHE = True
 MAX_KNOWN = 256  # launches that a binder keeps
 
 # Host -----------------------------------------------------------------------------------------------------------------
@@ -193,7 +195,7 @@ def _launchers(
     maps = known.maps
     if config.roles:
         table = operands.page_table if problem.page_size else None
-        scalars = few_rows.scalars(problem, operands.q, operands.k, table, config, 0)
+        scalars: Sequence[int | float | None] = few_rows.scalars(problem, operands.q, operands.k, table, config, 0)
         grid = few_rows.grid(problem, config)
         if not problem.page_size:
             maps = few_rows.plans(problem, operands, config)
@@ -295,8 +297,8 @@ def _bound(spec: launch.Launch, problem: AttentionProblem, gpu: Gpu, operands: A
 
 
 def _tensors(operands: Any, out: torch.Tensor, lse: Any, acc: Any, state: Any) -> tuple[torch.Tensor | None, ...]:
-    """Returns the tensors in the kernel's order; a dense or packed call has no tables."""
-    tables = operands[9:] if len(operands) > 9 else (None, None, None)
+    """Returns the tensors in the kernel's order; a dense or packed call has no tables and no factors."""
+    tables = operands[9:] if len(operands) > 9 else (None,) * 5
     return (*operands[:3], out, lse, acc, state, *operands[3:9], *tables)
 
 
@@ -358,7 +360,7 @@ def _grid(problem: AttentionProblem, config: Config) -> int:
 
 def _scalars(
     problem: AttentionProblem, operands: Any, config: Config, first_key: int, unit: int | None = None
-) -> list[int | float]:
+) -> list[int | float | None]:
     """Returns the run-time arguments after the pointers, in the kernel's order.
 
     Args:
@@ -389,6 +391,8 @@ def _scalars(
         partials.lse_rows(problem),
         problem.softmax_scale,
         problem.softcap,
+        *cache_descales.strides(operands.k_descale if paged else None),
+        *cache_descales.strides(operands.v_descale if paged else None),
     ]
 
 
@@ -432,4 +436,5 @@ def _constants(
         "LAUNCHED_AHEAD": is_launched_ahead(gpu, config),
         "BY_MAP": by_map,
         "ONE_STEP": one_step(problem, config),
+        "FACTORS": problem.kv_factors or "",
     }

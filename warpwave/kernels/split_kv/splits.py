@@ -100,8 +100,8 @@ def smem_expected(problem: AttentionProblem, config: Config) -> int:
         return few_rows.smem_bytes(problem, config.block_n, config.num_stages)
     in_flight = config.num_stages - 1 if config.block_m < 64 else config.num_stages
     needed = columns(config) * (padded(problem.head_dim) + padded(problem.head_dim_v)) * max(1, in_flight)
-    needed += config.block_m * (padded(problem.head_dim) + columns(config))
-    return DTYPE_BYTES[problem.dtype] * needed + 1024
+    of_rows = config.block_m * (padded(problem.head_dim) + columns(config))
+    return DTYPE_BYTES[problem.dtype_of_k] * needed + DTYPE_BYTES[problem.dtype] * of_rows + 1024
 
 
 def tiles_in_flight(config: Config) -> int:

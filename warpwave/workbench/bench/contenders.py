@@ -47,7 +47,8 @@ def ours(kernel: str, problem: AttentionProblem, operands: Operands | CachedOper
     tensors: tuple[Any, ...]
     if isinstance(operands, CachedOperands):
         function = attention_with_kv_cache
-        tensors = (operands.q, CacheLayer(operands.k, operands.v, operands.page_table, operands.seqused_k))
+        o = operands
+        tensors = (o.q, CacheLayer(o.k, o.v, o.page_table, o.seqused_k, o.k_descale, o.v_descale))
     else:
         function, tensors = attention_varlen if problem.packed else attention, operands[:3]
     # Without return_lse the public call returns a tensor, which its annotation does not show.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from warpwave.errors import InvalidInput
+from warpwave.kernels import cache_descales
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.workbench.verify.reference import oracle, rounding_model
 
@@ -154,7 +155,9 @@ def _part(problem: AttentionProblem, operands: Any, sequence: int, seed: int) ->
     if problem.page_size:
         keys = torch.arange(seqlen_k, device=device)
         at = (operands.page_table[sequence, keys // problem.page_size].long(), keys % problem.page_size)
-    k, v = (x[at][:, kv_heads] for x in (operands.k, operands.v))
+    factors = (operands.k_descale, operands.v_descale) if problem.page_size else (None, None)
+    pools = zip(operands[1:3], factors, strict=True)
+    k, v = (cache_descales.of_cells(x, factor, at, torch.float64)[:, kv_heads] for x, factor in pools)
     # The picked rows lose their positions, so positional masks become a boolean mask, and ALiBi becomes a bias.
     distance = torch.arange(seqlen_k, device=device) - rows[:, None]  # [rows, seqlen_k]
     visible = _visible(problem, operands, sequence, rows, heads, distance, (seqlen_q, seqlen_k))
@@ -177,6 +180,8 @@ def _part(problem: AttentionProblem, operands: Any, sequence: int, seed: int) ->
         lengths=None,
         mask_visible_pairs=None,
         page_size=0,
+        dtype_kv=None,
+        kv_factors=None,
     )
     sinks = None if operands.sinks is None else operands.sinks[heads]
     cut = Operands(take(operands.q)[None], k[None], v[None], mask=visible, bias=bias, sinks=sinks)

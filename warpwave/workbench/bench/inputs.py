@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warpwave.kernels import quantize_tensor
 from warpwave.problem import DTYPE_BYTES, AnyOperands, AttentionProblem, CachedOperands, DropoutOperands, Operands
 from warpwave.workbench.bench.workloads import default_scale, padded_length
 
 MOST_INPUT_SETS = 64
+OF_FACTORS = ("k_descale", "v_descale")
 CACHES_FILLED = 4  # inputs for a cold cache cycle through this many times the size of L2
 
 
@@ -58,7 +60,8 @@ def _in_pages(
     counts = [-(-n // size) for n in lengths]
     order = torch.randperm(sum(counts), generator=generator, device=device)
     table = torch.zeros(problem.batch, -(-problem.seqlen_k // size), dtype=torch.int32, device=device)
-    pools = []
+    pools: list[Tensor] = []
+    factors: list[Tensor] = []
     for x in (k, v):
         pool = x.new_zeros(len(order), size, *x.shape[-2:])
         first = page = 0
@@ -69,6 +72,9 @@ def _in_pages(
             padded = torch.nn.functional.pad(tokens, (0, 0, 0, 0, 0, count * size - length))
             pool[pages] = padded.unflatten(0, (count, size))
             first, page = first + length, page + count
+        if problem.dtype_kv is not None:
+            pool, factor = _in_8_bits(pool, getattr(torch, problem.dtype_kv), problem.kv_factors == "token")
+            factors.append(factor)
         pools.append(pool)
     return CachedOperands(
         q,
@@ -79,13 +85,20 @@ def _in_pages(
         cu_seqlens_q=_offsets([q for q, _ in problem.items()], device) if problem.packed else None,
         page_table=table,
         seqused_k=torch.tensor(lengths, dtype=torch.int32, device=device),
+        **dict(zip(OF_FACTORS, factors, strict=False)),
     )
+
+
+def _in_8_bits(pool: Tensor, dtype: torch.dtype, of_tokens: bool) -> tuple[Tensor, Tensor]:
+    """Returns a pool's numbers in 8 bits, and the factors of heads, or of heads of each token."""
+    factor = quantize_tensor.factors_of(pool.abs().amax(-1 if of_tokens else (0, 1, 3)), quantize_tensor.LARGEST[dtype])
+    return quantize_tensor.eight_bit_by_torch(pool.float() / factor[..., None], dtype), factor.float()
 
 
 def call_arguments(problem: AttentionProblem, operands: AnyOperands | CachedOperands) -> dict[str, Any]:
     """Returns the keyword arguments of a call that are not at their defaults: those after q, k and v for `attention` or
     `attention_varlen`, those after q and the cache for `attention_with_kv_cache`."""
-    of_cache = ("page_table", "seqused_k")
+    of_cache = ("page_table", "seqused_k", *(OF_FACTORS if problem.page_size else ()))
     arguments: dict[str, Any] = {
         name: tensor
         for name, tensor in operands._asdict().items()
@@ -117,7 +130,7 @@ def operand_bytes(problem: AttentionProblem) -> int:
     size = DTYPE_BYTES[problem.dtype]
     rows_k = problem.total_k if problem.packed else problem.batch * problem.seqlen_k
     total = problem.rows * problem.num_heads_q * problem.head_dim * size
-    total += rows_k * problem.num_heads_kv * (problem.head_dim + problem.head_dim_v) * size
+    total += rows_k * problem.num_heads_kv * problem.bytes_of_key
     if problem.mask_shape is not None:
         total += math.prod(problem.mask_shape) * DTYPE_BYTES["float32"]  # drawn as float32, then compared
     if problem.bias_shape is not None:

@@ -82,6 +82,8 @@ PROBLEM = Table(
         "dtype_v": OrNone(ANY_DTYPE),
         "dtype_out": OrNone(ANY_DTYPE),
         "descale_blocks": OrNone(ListOf(Integer(0, 128), 3, 3)),
+        "dtype_kv": OrNone(OneOf(("float8_e4m3fn", "int8"))),
+        "kv_factors": OrNone(OneOf(("head", "token"))),
     },
 )
 VERDICT = Table(

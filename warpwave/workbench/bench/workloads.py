@@ -18,6 +18,8 @@ from `head_dim`); omitted options are off. Apart from the sizes, a case may have
     sinks, alibi, bias      true: one value per head, one slope per head, a full (num_heads_q, seqlen_q, seqlen_k)
     gradients       true: q, k and v require gradients, so calls keep what the backward needs; the forward is timed
     page_size       keys and values are in a paged cache, in shuffled pages of this many tokens (a power of two)
+    cache           "float8_e4m3fn" or "int8" and what shares a factor, "head" or "token", as in "int8:token": the
+                    numbers of the pages; omitted: those of dtype
     mask            "padding": keys beyond each sequence's own length are hidden; "random": every second pair is
     hot             true: one set of inputs, which stays in L2 if it fits; false: L2 is cold at every call;
                     omitted: hot if calls are so short that a graph is replayed, else cold
@@ -54,10 +56,12 @@ DENSE = ("batch", "seqlen_q")
 SIZES = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")
 SWITCHES = ("sinks", "alibi", "bias", "gradients", "hot")
 SCORES = ("causal", "window_size", "softcap", "softmax_scale", "precision", "mask")
-OPTIONS = (*SCORES, "lengths", "page_size", *SWITCHES, "goal", "kernels")
+OPTIONS = (*SCORES, "lengths", "page_size", "cache", *SWITCHES, "goal", "kernels")
 KEYS = (*SIZES, "dtype", *OPTIONS)
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 MASKS = ("padding", "random")
+# Spelling of a cache -> dtype_kv and kv_factors.
+CACHES = {f"{dtype}:{kind}": (dtype, kind) for dtype in ("float8_e4m3fn", "int8") for kind in ("head", "token")}
 MOST_CASES = 10_000  # per suite: a week of measuring
 CAUSAL = {
     False: None,
@@ -203,6 +207,8 @@ def case_name(problem: AttentionProblem, hot: bool | None = None) -> str:
         parts.append("gradients")
     if problem.page_size:
         parts.append(f"page{problem.page_size}")
+    if problem.dtype_kv:
+        parts.append(f"{problem.dtype_kv}:{problem.kv_factors}")
     if problem.softmax_scale != default_scale(problem.head_dim):
         parts.append(f"scale{problem.softmax_scale:g}")
     if problem.precision != "default":
@@ -346,9 +352,16 @@ def _problem(fields: dict[str, Any], where: str) -> AttentionProblem:
     page_size = fields.get("page_size", 0)
     if "page_size" in fields and (not fits(PAGE_SIZE, page_size) or page_size.bit_count() != 1):
         raise SuiteError(f"{where}: page_size must be a power of two, got {quoted(page_size)}")
+    cache = fields.get("cache")
+    if "cache" in fields and (cache not in CACHES or not page_size or fields["dtype"] == "float32"):
+        raise SuiteError(
+            f"{where}: cache must be one of {', '.join(CACHES)}, with a page_size and a dtype of 16 bits, got "
+            f"{quoted(cache)}"
+        )
     gradients = fields.get("gradients", False)
     if page_size and (mask is not None or fields.get("bias", False) or gradients):
         raise SuiteError(f"{where}: a paged cache takes no mask and no bias, and has no gradients")
+    of_cache: dict[str, Any] = dict(zip(("dtype_kv", "kv_factors"), CACHES[cache], strict=True)) if cache else {}
     mask_shapes = {"padding": (batch, 1, 1, seqlen_k), "random": (1, 1, seqlen_q, seqlen_k), None: None}
     bias = fields.get("bias", False)
     problem = AttentionProblem(
@@ -377,6 +390,7 @@ def _problem(fields: dict[str, Any], where: str) -> AttentionProblem:
         lengths=lengths,
         requires_grad=gradients,
         page_size=page_size,
+        **of_cache,
     )
     try:
         check_size(problem)

@@ -341,7 +341,7 @@ def _memory(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advice]:
     tiles = bounds.of("tiles")
     if tiles is not None and tiles.time_us > binding.time_us:
         return  # the kernel's own products take longer
-    kv = problem.keys_needed * problem.bytes_of_a_key
+    kv = problem.keys_needed * problem.bytes_of_key
     balance = problem.intensity * binding.time_us / products.time_us
     text = f"Memory binds, and k and v are {kv / problem.compulsory_bytes:.0%} of the bytes"
     if problem.seqlen_q * 4 <= problem.seqlen_k:

@@ -434,7 +434,7 @@ def _memory(problem: AttentionProblem, kernel: Any, cost: Cost, copied: int) -> 
     p, size = problem, DTYPE_BYTES[problem.dtype]
     rows = p.rows * p.num_heads_q
     keys = (p.total_k if p.packed else p.batch * p.seqlen_k) * p.num_heads_kv
-    inputs = rows * p.head_dim * size + keys * p.bytes_of_a_key
+    inputs = rows * p.head_dim * size + keys * p.bytes_of_key
     if p.is_quantized:
         inputs += 4 * sum(math.prod(shape) for shape in descales.shapes(p) if shape is not None)
     for shape, cell in ((p.mask_shape, 1), (p.bias_shape, DTYPE_BYTES[p.bias_dtype or p.dtype]), (p.alibi_shape, 4)):

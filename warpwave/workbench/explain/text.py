@@ -109,8 +109,8 @@ def _work(said: Explanation) -> Iterator[str]:
     pairs, rows, keys = problem.visible_pairs, problem.rows * problem.num_heads_q, problem.keys_needed
     yield "WORK       the minimum for any implementation"
     yield f"  pairs    {pairs:,} of {everything:,} (query, key) pairs are visible{estimated}"
-    sizes = [DTYPE_BYTES[dtype] for dtype in (problem.dtype, problem.dtype_of_v, problem.dtype_of_out)]
-    of_scores, of_values = (rows + keys) * sizes[0], keys * sizes[1] + rows * sizes[2]
+    sizes = [DTYPE_BYTES[d] for d in (problem.dtype, problem.dtype_of_k, problem.dtype_of_v, problem.dtype_of_out)]
+    of_scores, of_values = rows * sizes[0] + keys * sizes[1], keys * sizes[2] + rows * sizes[3]
     for name, operands, width, cells in (
         ("QK^T", "q and k", problem.head_dim, of_scores),
         ("PV", "v and out", problem.head_dim_v, of_values),

@@ -405,7 +405,7 @@ class Steps:
         """K and V of the heads that blocks work on at the same time, which L2 must hold so that each is read only once
         from memory. 0 if all blocks of a head run together, because they then read its keys at the same time."""
         problem = self.problem
-        of_head = problem.seqlen_k * problem.bytes_of_a_key
+        of_head = problem.seqlen_k * problem.bytes_of_key
         heads = max(1, problem.batch * problem.num_heads_q)
         items = max(1, self.cost.items or self.cost.blocks)
         slots = self.where.sheet.num_sms * self.resident[0]

@@ -10,7 +10,8 @@ tolerance, or than N, whose errors are several times larger. In float32 M has no
 With precision "tf32" or "fp16x1" the operands of both products are rounded to TF32's 10-bit mantissa, in M and in N;
 with "bf16x3" they are rounded to the sum of two bfloat16 numbers. Quantized q, k and v are multiplied by their factors
 first, exactly in R and M. M then rounds the probabilities as a kernel must: with float8 values to e4m3, of 256 times
-the probability, and with int8 values to float16. N is float32 there.
+the probability, and with int8 values to float16. N is float32 there. The numbers of an 8-bit cache are exact in R and
+M; N rounds them to the input type.
 
 The code favors clarity: one sequence at a time, all its heads at once, scores in memory in chunks of query rows.
 """
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from warpwave.kernels import descales, dropout
+from warpwave.kernels import cache_descales, descales, dropout
 from warpwave.kernels.torch_products import keeps_float32
 from warpwave.problem import LARGEST_BIAS, AnyOperands, AttentionProblem, QuantizedOperands
 
@@ -64,7 +65,7 @@ def oracle(problem: AttentionProblem, operands: AnyOperands) -> Forward:
         exact = _forward(*descales.dequantized(problem, operands, torch.float64), _keep, _keep)
         factor = operands.out_descale
         return exact if factor is None else exact._replace(out=exact.out / factor.double())
-    return _forward(problem, operands, _keep, _keep)
+    return _forward(*_wide_cache(problem, operands, torch.float64), _keep, _keep)
 
 
 def rounding_model(problem: AttentionProblem, operands: AnyOperands) -> Forward:
@@ -75,7 +76,7 @@ def rounding_model(problem: AttentionProblem, operands: AnyOperands) -> Forward:
         return model._replace(out=descales.to_out(model.out, problem, operands.out_descale))
     if problem.dtype == "float32" and _operand_rounding(problem) is None:
         return oracle(problem, operands)._replace(out=naive(problem, operands))
-    model = _forward(problem, operands, *_model_rounding(problem))
+    model = _forward(*_wide_cache(problem, operands, torch.float64), *_model_rounding(problem))
     return model._replace(out=model.out.to(operands.q.dtype))
 
 
@@ -84,6 +85,7 @@ def naive(problem: AttentionProblem, operands: AnyOperands) -> Tensor:
     if isinstance(operands, QuantizedOperands):
         wide = naive(*descales.dequantized(problem, operands, torch.float32))
         return descales.to_out(wide, problem, operands.out_descale)
+    problem, operands = _wide_cache(problem, operands, operands.q.dtype)
     out = operands.q.new_empty(*operands.q.shape[:-1], problem.head_dim_v)
     for seq in _sequences(problem, operands):
         out[seq.q_at] = _naive_sequence(problem, seq)[0].transpose(0, 1)
@@ -384,6 +386,11 @@ def _lse_shape(problem: AttentionProblem) -> tuple[int, ...]:
     if problem.packed:
         return (problem.num_heads_q, problem.total_q)
     return (problem.batch, problem.num_heads_q, problem.seqlen_q)
+
+
+def _wide_cache(problem: AttentionProblem, operands: Any, dtype: torch.dtype) -> tuple[AttentionProblem, Any]:
+    """Returns a call on a cache of 8-bit numbers as one on pools of `dtype`; other calls unchanged."""
+    return cache_descales.dequantized(problem, operands, dtype) if problem.page_size else (problem, operands)
 
 
 def _in_float64(operands: AnyOperands, round_operand: Rounding) -> AnyOperands:

@@ -56,6 +56,7 @@ FEATURES: dict[str, Callable[[AttentionProblem], bool]] = {
     "gradients": lambda p: p.requires_grad,
     "dropout": lambda p: p.dropout_p != 0,
     "a paged cache": lambda p: p.page_size != 0,
+    "a cache of 8-bit numbers": lambda p: p.dtype_kv is not None,
 }
 
 

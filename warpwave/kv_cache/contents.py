@@ -1,0 +1,50 @@
+"""Reads a cache's tables and factors for `checked=True`, which waits for the device."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from warpwave.checks import check_offsets
+from warpwave.errors import InvalidInput
+from warpwave.kernels import cache_descales
+from warpwave.problem import AttentionProblem, CachedOperands
+
+
+def check_cache_contents(problem: AttentionProblem, operands: CachedOperands) -> None:
+    """Reads a cache's tables and factors and refuses contents that would be read incorrectly. Factors of the queries'
+    own tokens are not read, because these tokens may not be written yet.
+
+    Raises:
+        InvalidInput: naming the first index that is wrong.
+    """
+    table, num_pages, page_size = operands.page_table, operands.k.shape[0], problem.page_size
+    capacity = table.shape[1] * page_size
+    seqlens_q = [problem.seqlen_q] * problem.batch
+    if operands.cu_seqlens_q is not None:
+        offsets = operands.cu_seqlens_q.tolist()
+        check_offsets("cu_seqlens_q", offsets, operands.q.shape[0], problem.seqlen_q)
+        seqlens_q = [end - begin for begin, end in itertools.pairwise(offsets)]
+    rows = list(range(problem.batch)) if operands.rows is None else operands.rows.tolist()
+    used, pages = operands.seqused_k.tolist(), table.tolist()
+    cells = []  # of the tokens before the queries that some query sees
+    for b, (row, seqlen_q) in enumerate(zip(rows, seqlens_q, strict=True)):
+        if not 0 <= row < len(used):
+            raise InvalidInput(f"rows[{b}] is {row}; the cache has {len(used)} rows")
+        if not 0 <= used[row] <= capacity:
+            raise InvalidInput(
+                f"seqused_k[{row}] is {used[row]}; a row of the page table holds {table.shape[1]} pages of {page_size},"
+                f" {capacity} tokens"
+            )
+        if used[row] > problem.seqlen_k:
+            raise InvalidInput(f"seqused_k[{row}] is {used[row]}, more than max_seqlen_k = {problem.seqlen_k}")
+        low, high = problem.band(seqlen_q, used[row])
+        first = 0 if low is None else max(0, low)
+        last = used[row] if high is None else min(used[row], seqlen_q + high)
+        for i in range(first // page_size, -(-last // page_size) if last > first else 0):
+            if not 0 <= pages[row][i] < num_pages:
+                raise InvalidInput(f"page_table[{row}, {i}] is {pages[row][i]}; the cache has {num_pages} pages")
+        positions = torch.arange(first, max(first, min(last, used[row] - seqlen_q)), device=table.device)
+        cells.append((table[row, positions // page_size].long(), positions % page_size))
+    cache_descales.check_contents(operands, cells)
