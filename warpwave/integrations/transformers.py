@@ -28,7 +28,7 @@ from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 
 __all__ = ["Registration", "attend", "make_mask", "register"]
 
-FIRST, BEFORE = (5, 20), (6, 0)  # versions of transformers whose interfaces this module was tested with
+FIRST, BEFORE = (5, 17), (6, 0)  # versions of transformers whose interfaces this module was tested with
 # Arguments of models that change nothing here: other layers or the cache read them.
 NO_EFFECT = frozenset(
     ("cache_position", "logits_to_keep", "num_items_in_batch", "output_hidden_states", "position_ids", "return_dict",
@@ -74,7 +74,7 @@ def register(name: str = "warpwave") -> Registration:
 
     Raises:
         InvalidInput: a name that transformers would interpret.
-        ImportError: transformers is missing, or is older than 5.20 or newer than 5.
+        ImportError: transformers is missing, or is older than 5.17 or newer than 5.
     """
     if not name or "flash" in name or "/" in name or "|" in name or name in ("eager", "sdpa"):
         raise InvalidInput(f"name is {name!r}; transformers gives names with 'flash', '/' or '|' a meaning of its own")
