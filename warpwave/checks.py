@@ -166,7 +166,7 @@ def resized(problem: AttentionProblem, operands: Any, longest: tuple[int, ...]) 
 
     Args:
         problem: the checked call's, from `describe_call` or `describe_cached_call`.
-        operands: differ from the checked call's only in lengths and batch strides.
+        operands: differ from the checked call's only in lengths and in strides that depend on them.
         longest: `max_seqlen_q` and `max_seqlen_k` of a packed or cached call.
 
     Returns:
