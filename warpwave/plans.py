@@ -234,15 +234,12 @@ def _sizes(found: Class, tensors: Sequence[torch.Tensor], longest: tuple[int, ..
 
 def _lengths(operands: tuple[Any, ...]) -> list[int]:
     """Returns the number of leading axes of each present tensor that differ within a class: batch and length of dense
-    q, k and v, tokens of packed ones, and all axes of offsets and tables. It is 0 for pools of pages, and for every
-    tensor of a call with a mask or a bias."""
-    q, k, _, mask, bias, _, _, offsets_q, offsets_k, *more = operands
-    if mask is not None or bias is not None:
-        return [0 for t in operands if t is not None]
+    q, k and v, tokens of packed ones, and all axes of masks, biases, offsets and tables. It is 0 for pools of pages."""
+    q, k, _, _, _, _, _, offsets_q, offsets_k, *more = operands
     in_pages = isinstance(operands, CachedOperands)
     keys = 0 if in_pages else k.dim() - 2
     offsets_k = None if offsets_k is offsets_q else offsets_k
-    counts = [q.dim() - 2, keys, keys, 0, 0, 0, 0, 1, 1, *((2, 1, 1) if in_pages else (0,))]
+    counts = [q.dim() - 2, keys, keys, 4, 4, 0, 0, 1, 1, *((2, 1, 1) if in_pages else (0,))]
     tensors = (*operands[:8], offsets_k, *more)
     return [count for count, t in zip(counts, tensors, strict=False) if t is not None]
 

@@ -355,13 +355,23 @@ def attend(
         UnsupportedProblem: a mask or a position_bias beside packed documents, or an unknown argument.
         InvalidType: a mask of integers that `make_mask` did not make.
     """
-    _check(others)
+    if others:
+        _check(others)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    sinks = None if s_aux is None else _sinks(s_aux, query)
+    # softcap=None would cost `attention` six calls of functions, to convert it to 0.0.
     said: dict[str, Any] = {
-        "softmax_scale": scaling, "softcap": softcap, "sinks": _sinks(s_aux, query), "dropout_p": dropout,
+        "softmax_scale": scaling, "softcap": 0.0 if softcap is None else softcap, "sinks": sinks,
+        "dropout_p": dropout,
     }  # fmt: skip
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if attention_mask is None and cu_seq_lens_q is None:
+        causal = bool(is_causal) and q.shape[1] > 1
+        if causal and k.shape[1] > q.shape[1]:  # an empty static cache: the cells behind the queries' are not written
+            k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
+            position_bias = None if position_bias is None else position_bias[..., : q.shape[1]]
+        return attention(q, k, v, causal=causal, mask=None, bias=position_bias, **said), None
     pattern = None
     if attention_mask is not None and attention_mask.dim() > 4:
         attention_mask, pattern = _window_of(attention_mask)
@@ -389,12 +399,8 @@ def attend(
         )  # fmt: skip
         return out.unflatten(0, (len(q), -1)), None
     mask, bias, causal = None, position_bias, False
-    if attention_mask is None:
-        causal = bool(is_causal) and q.shape[1] > 1
-        if causal and k.shape[1] > q.shape[1]:  # an empty static cache: the cells behind the queries' are not written
-            k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
-            bias = None if bias is None else bias[..., : q.shape[1]]
-    elif attention_mask.dim() == 2:
+    assert attention_mask is not None
+    if attention_mask.dim() == 2:
         keys = attention_mask.shape[1] or k.shape[1]
         if keys < k.shape[1]:
             k, v = k[:, :keys], v[:, :keys]
@@ -430,6 +436,6 @@ def _check(others: Mapping[str, Any]) -> None:
             raise UnsupportedProblem(f"the model passes {name}, which warpwave does not know", {}, "another model")
 
 
-def _sinks(s_aux: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+def _sinks(s_aux: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     """Returns sinks in a dtype that the call takes: parameters may have another dtype than activations."""
-    return s_aux if s_aux is None or s_aux.dtype == query.dtype else s_aux.float()
+    return s_aux if s_aux.dtype == query.dtype else s_aux.float()
