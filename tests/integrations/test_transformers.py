@@ -493,10 +493,14 @@ def test_names_that_transformers_interprets_are_refused() -> None:
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
+    removed = door.register("another")
     for version in ("4.57.1", "5.16.2", "6.0.0.dev0"):
         monkeypatch.setattr(transformers, "__version__", version)
         with pytest.raises(ImportError, match=re.escape(f"transformers is {version}; warpwave's functions need")):
             door.register()
+    assert "another" in transformers.AttentionInterface()
+    removed.remove()  # whatever the version
+    assert "another" not in transformers.AttentionInterface()
 
 
 def test_removing_restores() -> None:

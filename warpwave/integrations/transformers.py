@@ -47,20 +47,19 @@ _masking: Any = None  # transformers.masking_utils, once something is registered
 class Registration:
     """The two functions under a name in transformers, until `remove`."""
 
-    def __init__(self, name: str, previous: tuple[Any, Any]) -> None:
+    def __init__(self, name: str, previous: list[tuple[Any, Any]]) -> None:
+        """Takes transformers' two interfaces, each with what the name meant there before."""
         self.name = name
-        self._previous: tuple[Any, Any] | None = previous
+        self._previous = previous
 
     def remove(self) -> None:
         """Restores what the name meant before. Models that still use the name raise a KeyError. May be called again."""
-        if self._previous is None:
-            return
-        for interface, previous in zip(_interfaces(), self._previous, strict=True):
+        for interface, previous in self._previous:
             if previous is None:
                 interface._global_mapping.pop(self.name, None)  # transformers has no public way to remove a name
             else:
                 interface.register(self.name, previous)
-        self._previous = None
+        self._previous = []
 
 
 def register(name: str = "warpwave") -> Registration:
@@ -79,10 +78,10 @@ def register(name: str = "warpwave") -> Registration:
     if not name or "flash" in name or "/" in name or "|" in name or name in ("eager", "sdpa"):
         raise InvalidInput(f"name is {name!r}; transformers gives names with 'flash', '/' or '|' a meaning of its own")
     interfaces = _interfaces()
-    previous = [interface().get(name) for interface in interfaces]
+    previous = [(interface, interface().get(name)) for interface in interfaces]
     for interface, function in zip(interfaces, (attend, make_mask), strict=True):
         interface.register(name, function)
-    return Registration(name, (previous[0], previous[1]))
+    return Registration(name, previous)
 
 
 def _interfaces() -> tuple[Any, Any]:
