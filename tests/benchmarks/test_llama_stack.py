@@ -39,6 +39,8 @@ def test_a_small_stack(tmp_path: Path) -> None:
 def test_a_run_out_of_time_takes_one_round(tmp_path: Path) -> None:
     record = run(tmp_path / "out.json", "--rounds", "50", "--seconds", "0")
     assert record["complete"] and all(len(row["ms"]["warpwave"]) == 1 for row in record["rows"])
+    record = run(tmp_path / "out.json", "--rounds", "1", "--rows", "generate", "prefill")
+    assert record["complete"] and [row["what"] for row in record["rows"]] == ["generate", "prefill"]
 
 
 def test_a_peer_that_fails_is_left_out_and_what_was_measured_stays(
