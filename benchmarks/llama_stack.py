@@ -1,15 +1,17 @@
 """A Llama-shaped stack of transformers with warpwave's attention beside torch's and FlashAttention-4's, on a GPU.
 
-    python -m benchmarks.llama_stack OUT.json [--seconds 240] [--rounds 5]
+    python -m benchmarks.llama_stack OUT.json [--seconds 240] [--rounds 5] [--rows prefill train decode generate]
 
-8 layers of hidden size 4096, 32 heads on 8, head_dim 128, bfloat16, random weights. Three rows: a prefill of 8,192
+8 layers of hidden size 4096, 32 heads on 8, head_dim 128, bfloat16, random weights. Four rows: a prefill of 8,192
 tokens; a training step of 8,192 tokens with fused AdamW; 256 greedy steps behind the prefill, with a dynamic cache, not
-compiled. Before anything is timed, logits are compared with those of the same weights in float32. Rounds go through the
+compiled; 256 greedy steps of `generate` with a static cache, which transformers compiles and replays as CUDA graphs on
+a GPU. Before anything is timed, logits are compared with those of the same weights in float32. Rounds go through the
 implementations to and fro; a ratio is the median over rounds of the other's time over ours. The share of attention in
 a step is the time of the layers' attention calls alone, over the step's.
 
 OUT.json is written anew after every part, so that a run that is cut short leaves what it measured. `--seconds` bounds
-the run: each row gets an equal part of the time that is left, and takes as many rounds as fit, one at least. An
+the run: each row gets an equal part of the time that is left, and takes as many rounds as fit, one at least. Compiling
+the steps of `generate` takes about a minute for each implementation, beyond that bound if need be. An
 implementation that fails in a row is left out of that row, with the error. FlashAttention-4 takes part if transformers
 accepts `flash_attention_4`, which needs the distribution `flash-attn-4`.
 """
@@ -31,6 +33,7 @@ from warpwave.integrations import transformers as door
 from warpwave.workbench.bench import environment
 
 OURS, TORCHS = "warpwave", "sdpa"
+ROWS = ("prefill", "train", "decode", "generate")
 NAMES = (OURS, TORCHS, "flash_attention_4")
 MOST_ERROR = 1.25  # RMS error of our logits against float32, in units of sdpa's
 CHECKED_TOKENS = 2048  # of the comparison with float32
@@ -49,6 +52,7 @@ def build(sizes: argparse.Namespace) -> Any:
     torch.manual_seed(0)
     with torch.device(sizes.device):
         model: Any = transformers.LlamaForCausalLM(config)
+    model.generation_config.eos_token_id = None  # every run has as many steps
     return model.to(torch.bfloat16)
 
 
@@ -140,6 +144,26 @@ def decode(model: Any, name: str, ids: torch.Tensor, steps: int, tokens: dict[st
         elapsed = clock(run) / steps
     tokens[name] = torch.cat(chosen, 1)[0].tolist()
     return elapsed
+
+
+def generate(model: Any, name: str, ids: torch.Tensor, steps: int) -> float:
+    """Returns the milliseconds of a step of `generate` with a static cache, behind the first token."""
+    model.set_attn_implementation(name)
+    ended: list[float] = []
+
+    def note(tokens: torch.Tensor, scores: Any, **others: Any) -> torch.Tensor:
+        if tokens.shape[1] in (ids.shape[1] + 1, ids.shape[1] + 1 + steps):
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            ended.append(time.perf_counter())
+        return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+
+    model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=steps + 1, do_sample=False,
+        cache_implementation="static", stopping_criteria=[note],
+    )  # fmt: skip
+    first, last = ended
+    return (last - first) * 1e3 / steps
 
 
 def train(model: Any, optimizer: Any, name: str, ids: torch.Tensor) -> float:
@@ -242,13 +266,16 @@ def measure(sizes: argparse.Namespace) -> dict[str, Any]:
         "prefill": lambda name: prefill(model, name, ids),
         "train": lambda name: train(model, optimizer, name, ids),
         "decode": lambda name: decode(model, name, ids, sizes.steps, tokens),
+        "generate": lambda name: generate(model, name, ids, sizes.steps),
     }
-    for i, (what, kind) in enumerate(kinds.items()):
-        begin = time.monotonic()
-        row_until = begin + max(0.0, until - begin) / (len(kinds) - i)
+    for i, what in enumerate(sizes.rows):
+        begin, kind = time.monotonic(), kinds[what]
+        row_until = begin + max(0.0, until - begin) / (len(sizes.rows) - i)
         steps, failed = warmed({name: lambda name=name, kind=kind: kind(name) for name in names})  # type: ignore[misc]
         samples = paired(steps, sizes.rounds, row_until)
-        alone_steps, alone_failed = warmed({name: attention_alone(sizes, model, name, what) for name in steps})
+        # Attention in the graphs of `generate` is not called by itself.
+        alone = {} if what == "generate" else {name: attention_alone(sizes, model, name, what) for name in steps}
+        alone_steps, alone_failed = warmed(alone)
         failed |= {f"{name}, attention alone": reason for name, reason in alone_failed.items()}
         row = row_of(what, samples, paired(alone_steps, sizes.rounds, row_until)) | {"failed": failed}
         row["seconds"] = time.monotonic() - begin
@@ -272,6 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("seqlen", 8192), ("steps", 256),
     ):  # fmt: skip
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS)
     parser.add_argument("--seconds", type=float, default=240.0, help="the time of the run, compilation included")
     parser.add_argument("--device", default="cuda")
     sizes = parser.parse_args(arguments)

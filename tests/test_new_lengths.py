@@ -112,8 +112,10 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 Call = Callable[[], Any]
 
 
-def dense(seqlen: int, head_dim: int = 128) -> Call:
+def dense(seqlen: int, head_dim: int = 128, by_head: bool = False) -> Call:
     q, k, v = (torch.empty(1, seqlen, 8, head_dim, dtype=torch.bfloat16) for _ in range(3))
+    if by_head:
+        k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (k, v))
     return lambda: warpwave.attention(q, k, v, causal=True)
 
 
@@ -121,6 +123,14 @@ def decode(seqlen: int) -> Call:
     q = torch.empty(2, 1, 8, 128, dtype=torch.bfloat16)
     k, v = (torch.empty(2, seqlen, 2, 128, dtype=torch.bfloat16) for _ in range(2))
     return lambda: warpwave.attention(q, k, v, return_lse=True)
+
+
+def decode_by_head(seqlen: int, padded: bool = False) -> Call:
+    """As transformers' caches are laid out, and with the mask of a padded batch."""
+    q = torch.empty(2, 1, 8, 128, dtype=torch.bfloat16)
+    k, v = (torch.empty(2, 2, seqlen, 128, dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
+    mask = torch.ones(2, seqlen, dtype=torch.bool)[:, None, None] if padded else None
+    return lambda: warpwave.attention(q, k, v, mask=mask)
 
 
 def packed(tokens: int) -> Call:
@@ -148,6 +158,9 @@ CASES: dict[str, tuple[Callable[[int], Call], int]] = {
     "cached, pages of 16": (cached, 168),
     "cached, pages of 64": (lambda n: cached(n, 64), 188),
     "decode": (decode, 228),
+    "decode, keys by head": (decode_by_head, 200),
+    "decode, keys by head, padded": (lambda n: decode_by_head(n, padded=True), 225),
+    "dense, by head": (lambda n: dense(n, by_head=True), 120),
 }
 LENGTHS = (2048, 3001, 3333, 4321, 5000, 6001, 6500, 8888)
 
@@ -233,6 +246,11 @@ def test_sizes_that_contradict_each_other_are_refused_in_a_known_class(card: Car
         warpwave.attention(q, k, v, causal=True)
     with pytest.raises(warpwave.InvalidInput, match="batch"):
         warpwave.attention(q.expand(2, -1, -1, -1).contiguous(), k, k, causal=True)
+    for length in LENGTHS[:3]:
+        decode_by_head(length, padded=True)()
+    q2, k2 = torch.empty(2, 1, 8, 128, dtype=k.dtype), torch.empty(2, 2, 70, 128, dtype=k.dtype).transpose(1, 2)
+    with pytest.raises(warpwave.InvalidInput, match="mask has shape"):
+        warpwave.attention(q2, k2, k2.clone(), mask=torch.ones(2, 1, 1, 71, dtype=torch.bool))
     offsets = torch.zeros(5, dtype=torch.int32)
     with pytest.raises(warpwave.InvalidInput, match="max_seqlen_k is -1"):
         warpwave.attention_varlen(

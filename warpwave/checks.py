@@ -172,13 +172,13 @@ def resized(problem: AttentionProblem, operands: Any, longest: tuple[int, ...]) 
 
     Args:
         problem: the checked call's, from `describe_call` or `describe_cached_call`.
-        operands: differ from the checked call's only in lengths and batch strides.
+        operands: differ from the checked call's only in lengths and in strides that depend on them.
         longest: `max_seqlen_q` and `max_seqlen_k` of a packed or cached call.
 
     Returns:
         None if sizes contradict each other; the full check then raises the error.
     """
-    q, k, v, _, _, slopes, _, offsets_q, offsets_k, *more = operands
+    q, k, v, mask, bias, slopes, _, offsets_q, offsets_k, *more = operands
     if offsets_q is None:
         batch, seqlen_q, *_ = q.shape
         total_q = 0
@@ -203,7 +203,17 @@ def resized(problem: AttentionProblem, operands: Any, longest: tuple[int, ...]) 
         return None
     # `dataclasses.replace` would take as long as everything above.
     found: AttentionProblem = object.__new__(AttentionProblem)
-    sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "total_q": total_q, "total_k": total_k}
+    sizes: dict[str, Any] = {
+        "batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "total_q": total_q, "total_k": total_k
+    }  # fmt: skip
+    for name, tensor in (("mask_shape", mask), ("bias_shape", bias)):
+        if tensor is not None:
+            sizes[name] = tuple(tensor.shape)
+            scores = (batch, problem.num_heads_q, seqlen_q, seqlen_k)
+            # A kind of problems includes which axes are broadcast.
+            for size, before, whole in zip(sizes[name], getattr(problem, name), scores, strict=True):
+                if (size == 1) != (before == 1) or size not in (1, whole):
+                    return None
     found.__dict__.update(problem.__dict__, **sizes, _kind=problem.kind)
     return found
 

@@ -18,8 +18,8 @@ A kernel is a module or package of `warpwave.kernels` with
                                                out, it stores to the out of each call; that one is contiguous and
                                                begins at a multiple of 16 bytes unless
     STRIDED_OUT                                optional: True if out may have any address and any strides, the last 1
-    Binder()                                   optional: `bind` for calls that differ in lengths and batch strides only;
-                                               keeps what does not depend on these
+    Binder()                                   optional: `bind` for calls that differ only in lengths and in strides of
+                                               batches and heads; keeps what does not depend on these
     gradients, gradients_why_not               optional: gradients that need no result of the forward, and why not
 
 Errors, `explain`, and the support matrix in the docs read these. Nothing about a kernel is stated elsewhere.

@@ -4,8 +4,8 @@ A plan is `run(operands) -> (out, lse)`, a bound kernel; for a call with `out=` 
 on what the caller said, and on the shapes, strides, dtypes, devices and 16-byte alignment of the tensors; never on
 their contents.
 
-Calls that differ only in their lengths and batch strides are of one class. Its `Planner` keeps what does not depend on
-these, so that only a few numbers are computed for a new length. Two look-ups find plans:
+Calls that differ only in their lengths, and in strides that depend on lengths, are of one class. Its `Planner` keeps
+what does not depend on these, so that only a few numbers are computed for a new length. Two look-ups find plans:
 
 - `recall` compares layouts by torch's own guard, in one call into C++: 1.5 to 2.0 us on an H200's host
   (benchmarks/records/2026-11-22-h200-host-steps.log). It makes the plan of a new length of a known class;
@@ -64,18 +64,19 @@ class Known(NamedTuple):
 
 
 class Class(NamedTuple):
-    """Calls that differ only in lengths and batch strides.
+    """Calls that differ only in lengths and in strides that depend on lengths.
 
     Attributes:
         same: checks all other properties of their tensors.
         planner: makes their plans.
-        sized, strided: indices of the tensors that differ in sizes, and in the stride of the first axis.
+        sized: indices of the tensors that differ in sizes.
+        strided: index and axis of each stride that differs.
     """
 
     same: Check
     planner: Planner
     sized: Sequence[int]
-    strided: Sequence[int]
+    strided: Sequence[tuple[int, int]]
 
 
 def plan_key(operands: tuple[Any, ...], said: tuple[Any, ...], dispatched: bool = False) -> tuple[Any, ...] | None:
@@ -210,7 +211,9 @@ def remember(
                 if out is not None:
                     lengths.append(lengths[0])  # those of q
                 sized = tuple([i for i, count in enumerate(lengths) if count])
-                strided = tuple([i for i, count in enumerate(lengths) if count > 1])
+                strided = tuple(
+                    [(i, axis) for i, count in enumerate(lengths) for axis in _strided_by_length(tensors[i], count)]
+                )
                 found = Class(_guard(tensor_guards(), *tensors, lengths=lengths), planner(), sized, strided)
             _classes.put(place, (*known, found)[-MOST_LAYOUTS:])
         _plans.put(_sizes(found, tensors, longest), Known(run, same))
@@ -225,23 +228,23 @@ def _sizes(found: Class, tensors: Sequence[torch.Tensor], longest: tuple[int, ..
         found.planner,
         longest,
         *[tensors[i].shape for i in found.sized],
-        *[tensors[i].stride(0) for i in found.strided],
+        *[tensors[i].stride(axis) for i, axis in found.strided],
     )
 
 
 def _lengths(operands: tuple[Any, ...]) -> list[int]:
     """Returns the number of leading axes of each present tensor that differ within a class: batch and length of dense
-    q, k and v, tokens of packed ones, and all axes of offsets and tables. It is 0 for pools of pages, and for every
-    tensor of a call with a mask or a bias, or with factors of blocks. Factors of heads differ in the batch."""
-    q, k, _, mask, bias, _, _, offsets_q, offsets_k, *more = operands
+    q, k and v, tokens of packed ones, and all axes of masks, biases, offsets and tables. It is 0 for pools of pages, and
+    for every tensor of a call with factors of blocks. Factors of heads differ in the batch."""
+    q, k, _, _, _, _, _, offsets_q, offsets_k, *more = operands
     factors = more if isinstance(operands, QuantizedOperands) else ()
     of_factors = [0 if t is None else max(0, t.dim() - 1) for t in factors]
-    if mask is not None or bias is not None or max(of_factors, default=0) > 1:
+    if max(of_factors, default=0) > 1:
         return [0 for t in operands if t is not None]
     in_pages = isinstance(operands, CachedOperands)
     keys = 0 if in_pages else k.dim() - 2
     offsets_k = None if offsets_k is offsets_q else offsets_k
-    counts = [q.dim() - 2, keys, keys, 0, 0, 0, 0, 1, 1, *((2, 1, 1, 0, 0) if in_pages else of_factors or (0,))]
+    counts = [q.dim() - 2, keys, keys, 4, 4, 0, 0, 1, 1, *((2, 1, 1, 0, 0) if in_pages else of_factors or (0,))]
     tensors = (*operands[:8], offsets_k, *more)
     return [count for count, t in zip(counts, tensors, strict=False) if t is not None]
 
@@ -301,16 +304,26 @@ def _guard(kind: Any, *tensors: torch.Tensor, lengths: Sequence[int] = ()) -> Ch
     """Returns the check of torch's guard class `kind`.
 
     Args:
-        lengths: number of leading axes of each tensor that may have any size; all of them but the last may also have
-            any stride.
+        lengths: number of leading axes of each tensor that may have any size; strides that depend on them may differ
+            too.
     """
     sizes: list[list[int | None]] = [list(t.shape) for t in tensors]
     strides: list[list[int | None]] = [list(t.stride()) for t in tensors]
-    for count, size, stride in zip(lengths, sizes, strides, strict=False):
+    for count, size, stride, tensor in zip(lengths, sizes, strides, tensors, strict=False):
         size[:count] = [None] * count
-        stride[: max(0, count - 1)] = [None] * max(0, count - 1)
+        for axis in _strided_by_length(tensor, count):
+            stride[axis] = None
     same: Check = kind(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     return same
+
+
+def _strided_by_length(tensor: torch.Tensor, count: int) -> Sequence[int]:
+    """Returns the axes whose strides depend on the sizes of the first `count` axes: the batch, and heads that lie
+    outside of the tokens in memory, as in the caches of transformers."""
+    if not count:
+        return ()
+    token = tensor.stride(count - 1)
+    return [axis for axis in range(tensor.dim() - 1) if axis < count - 1 or tensor.stride(axis) > token]
 
 
 @cache

@@ -161,9 +161,19 @@ def inputs_of(name: str) -> dict[str, torch.Tensor]:
     return {"input_ids": ids}
 
 
+def switch(model: Any, implementation: str) -> None:
+    """Sets the attention implementation of a model and of all models in it. transformers 5.17 leaves out a model whose
+    config is a copy of the outer one: the two stacks of T5."""
+    import transformers
+
+    for part in model.modules():
+        if isinstance(part, transformers.PreTrainedModel):
+            part.set_attn_implementation(implementation)
+
+
 def output(model: Any, implementation: str, **inputs: Any) -> torch.Tensor:
     """Returns a model's logits, or its last hidden state, by an attention implementation."""
-    model.set_attn_implementation(implementation)
+    switch(model, implementation)
     found = model(**inputs)
     tensor: torch.Tensor = found.logits if "logits" in found else found.last_hidden_state
     return tensor

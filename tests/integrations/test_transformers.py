@@ -3,6 +3,8 @@ generating and training; masks stay small; and what is unknown is refused."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'warpwave[integrations]'")
 
 import warpwave
-from tests.integrations.families import FAMILIES, PAGE, inputs_of, make, output, page_with_table, watched
+from tests.integrations.families import FAMILIES, PAGE, inputs_of, make, output, page_with_table, switch, watched
 from warpwave import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.integrations import transformers as door
 
@@ -25,6 +27,20 @@ PACKABLE = [name for name in WITH_IDS if FAMILIES[name].kind == "decoder"]
 LOGITS: Any = {"rtol": 1e-5, "atol": 1e-4}
 # With padding on the right, `generate` continues from padding. In Llama-4's chunks it may see no token at all.
 RIGHT = {"Llama-4": "left"}
+
+
+def masks_by_position() -> bool:
+    """Returns whether masks of packed documents count positions in each document, as from transformers 5.23 on; before,
+    chunks count from the beginning of the row."""
+    return hasattr(importlib.import_module("transformers.masking_utils"), "packed_sequence_compatibility_function")
+
+
+def of_documents(positions: torch.Tensor, segments: torch.Tensor) -> Any:
+    """Returns the function of a causal mask of packed documents, in the form of the installed transformers."""
+    masks: Any = importlib.import_module("transformers.masking_utils")
+    if masks_by_position():
+        return masks.packed_sequence_compatibility_function(masks.causal_mask_function, positions, segments)
+    return masks.and_masks(masks.causal_mask_function, masks.packed_sequence_mask_function(segments))
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +106,8 @@ def test_packed_documents(name: str) -> None:
         with watched(calls):
             mine = output(model, "warpwave", **packed)
         apart = torch.cat([output(model, "warpwave", input_ids=part) for part in (ids[:, :5], ids[:, 5:])], 1)
-    torch.testing.assert_close(mine, apart, **LOGITS)
+    if name != "Llama-4" or masks_by_position():
+        torch.testing.assert_close(mine, apart, **LOGITS)
     if name != "GPT-OSS":
         torch.testing.assert_close(mine, expected, **LOGITS)
     functions = [call["function"] for call in calls]
@@ -98,13 +115,17 @@ def test_packed_documents(name: str) -> None:
 
 
 def generated(name: str, tokens: int, cache: str, side: str | None, **options: Any) -> list[torch.Tensor]:
+    masks: Any = importlib.import_module("transformers.masking_utils")
+    taken = inspect.signature(masks.create_chunked_causal_mask).parameters
+    if name == "Llama-4" and cache == "static" and "block_sequence_ids" not in taken:
+        pytest.skip("this transformers raises a TypeError for chunks in a static cache, whatever the implementation")
     model = make(name)
     inputs = {key: value for key, value in inputs_of(name).items() if key != "decoder_input_ids"}
     if side is not None and "input_ids" in inputs:
         inputs["attention_mask"] = padding(side)
     found = []
     for implementation in ("eager", "warpwave"):
-        model.set_attn_implementation(implementation)
+        switch(model, implementation)
         found.append(
             model.generate(
                 **inputs, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, disable_compile=True,
@@ -154,7 +175,8 @@ def test_checkpointed_training_of_packed_documents() -> None:
     gradients = []
     for checkpointing in (False, True):
         if checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": False})
+            enable = getattr(model, "activation_checkpointing_enable", None)  # of newer versions
+            (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
         model.zero_grad()
         output(model, "warpwave", input_ids=ids, position_ids=positions, use_cache=False).square().mean().backward()
         gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
@@ -200,7 +222,7 @@ def test_export(name: str) -> None:
     calls: list[dict[str, Any]] = []
     with torch.no_grad():
         expected = output(model.model, "eager", **inputs)
-        model.model.set_attn_implementation("warpwave")
+        switch(model.model, "warpwave")
         with watched(calls):
             program = torch.export.export(model, tuple(inputs.values()), ones(name))
         torch.testing.assert_close(program.module()(*inputs.values(), **ones(name)), expected, **LOGITS)
@@ -223,7 +245,7 @@ def test_compiled_training_by_families(name: str) -> None:
     results: list[Any] = []
     calls: list[dict[str, Any]] = []
     for implementation in ("eager", "warpwave"):
-        model.model.set_attn_implementation(implementation)
+        switch(model.model, implementation)
         torch._dynamo.reset()
         call = torch.compile(model, backend="aot_eager", fullgraph=True) if implementation == "warpwave" else model
         out = call(*inputs.values(), **said) * rows
@@ -250,7 +272,7 @@ def test_compiled_training_of_packed_documents(name: str) -> None:
         "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 8, "max_length_k": 8
     }  # fmt: skip
     expected = output(model, "eager", input_ids=ids, position_ids=positions, use_cache=False)
-    model.set_attn_implementation("warpwave")
+    switch(model, "warpwave")
 
     def forward(**said: Any) -> torch.Tensor:
         logits: torch.Tensor = model(input_ids=ids, position_ids=positions, use_cache=False, **said).logits
@@ -287,7 +309,7 @@ def test_compiled_decoding_with_a_static_cache(name: str, side: str | None) -> N
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     found = []
     for implementation in ("eager", "warpwave"):
-        model.set_attn_implementation(implementation)
+        switch(model, implementation)
         cache, tokens, seen = StaticCache(config=model.config, max_cache_len=24), ids, mask
         torch._dynamo.reset()
         step = torch.compile(model, backend=counter, fullgraph=True) if implementation == "warpwave" else model
@@ -398,11 +420,8 @@ def test_a_mask_that_lost_its_pattern_is_read_from_the_call() -> None:
     expected = door.attend(layer, q, k, v, mask)[0]
     assert torch.equal(door.attend(layer, q, k, v, moved, sliding_window=4)[0], expected)
     assert not torch.equal(door.attend(layer, q, k, v, moved)[0], expected)
-    function = masking_utils.packed_sequence_compatibility_function(
-        masking_utils.causal_mask_function,
-        torch.cat([torch.arange(5), torch.arange(8)])[None],
-        torch.tensor([[0] * 5 + [1] * 8]),
-    )
+    positions, segments = torch.cat([torch.arange(5), torch.arange(8)])[None], torch.tensor([[0] * 5 + [1] * 8])
+    function = of_documents(positions, segments)
     documents = door.make_mask(1, 13, 13, mask_function=function, allow_is_causal_skip=False)
     assert documents is not None
     expected = door.attend(layer, q[:1], k[:1], v[:1], documents)[0]
@@ -474,10 +493,14 @@ def test_names_that_transformers_interprets_are_refused() -> None:
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
-    for version in ("4.57.1", "5.19.0", "6.0.0.dev0"):
+    removed = door.register("another")
+    for version in ("4.57.1", "5.16.2", "6.0.0.dev0"):
         monkeypatch.setattr(transformers, "__version__", version)
         with pytest.raises(ImportError, match=re.escape(f"transformers is {version}; warpwave's functions need")):
             door.register()
+    assert "another" in transformers.AttentionInterface()
+    removed.remove()  # whatever the version
+    assert "another" not in transformers.AttentionInterface()
 
 
 def test_removing_restores() -> None:
@@ -495,7 +518,7 @@ def test_removing_restores() -> None:
     after = [dict(i()) for i in (transformers.AttentionInterface, transformers.AttentionMaskInterface)]
     assert after == before
     removed = door.register("another")
-    model.set_attn_implementation("another")
+    switch(model, "another")
     removed.remove()
     with pytest.raises(KeyError, match="another"):
         model(**inputs)

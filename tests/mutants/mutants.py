@@ -548,6 +548,12 @@ OTHERS = [
         "../test_ops.py::test_a_call_is_recalled_only_for_tensors_laid_out_alike", "", "alignment",
     ),
     Mutant(
+        "a mask of another length in a known class", "checks.py",
+        "if (size == 1) != (before == 1) or size not in (1, whole):", "if False:",
+        "../test_new_lengths.py::test_sizes_that_contradict_each_other_are_refused_in_a_known_class", "",
+        "DID NOT RAISE",
+    ),
+    Mutant(
         "a plan made without gradients serves calls that want them", "plans.py",
         "asked = (said, is_grad_enabled(), is_deterministic())", "asked = (said, True, is_deterministic())",
         "../test_ops.py::test_a_call_known_without_gradients_has_them_all_the_same", "no_grad", "assert",

@@ -28,7 +28,7 @@ from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 
 __all__ = ["Registration", "attend", "make_mask", "register"]
 
-FIRST, BEFORE = (5, 20), (6, 0)  # versions of transformers whose interfaces this module was tested with
+FIRST, BEFORE = (5, 17), (6, 0)  # versions of transformers whose interfaces this module was tested with
 # Arguments of models that change nothing here: other layers or the cache read them.
 NO_EFFECT = frozenset(
     ("cache_position", "logits_to_keep", "num_items_in_batch", "output_hidden_states", "position_ids", "return_dict",
@@ -47,20 +47,19 @@ _masking: Any = None  # transformers.masking_utils, once something is registered
 class Registration:
     """The two functions under a name in transformers, until `remove`."""
 
-    def __init__(self, name: str, previous: tuple[Any, Any]) -> None:
+    def __init__(self, name: str, previous: list[tuple[Any, Any]]) -> None:
+        """Takes transformers' two interfaces, each with what the name meant there before."""
         self.name = name
-        self._previous: tuple[Any, Any] | None = previous
+        self._previous = previous
 
     def remove(self) -> None:
         """Restores what the name meant before. Models that still use the name raise a KeyError. May be called again."""
-        if self._previous is None:
-            return
-        for interface, previous in zip(_interfaces(), self._previous, strict=True):
+        for interface, previous in self._previous:
             if previous is None:
                 interface._global_mapping.pop(self.name, None)  # transformers has no public way to remove a name
             else:
                 interface.register(self.name, previous)
-        self._previous = None
+        self._previous = []
 
 
 def register(name: str = "warpwave") -> Registration:
@@ -74,15 +73,15 @@ def register(name: str = "warpwave") -> Registration:
 
     Raises:
         InvalidInput: a name that transformers would interpret.
-        ImportError: transformers is missing, or is older than 5.20 or newer than 5.
+        ImportError: transformers is missing, or is older than 5.17 or newer than 5.
     """
     if not name or "flash" in name or "/" in name or "|" in name or name in ("eager", "sdpa"):
         raise InvalidInput(f"name is {name!r}; transformers gives names with 'flash', '/' or '|' a meaning of its own")
     interfaces = _interfaces()
-    previous = [interface().get(name) for interface in interfaces]
+    previous = [(interface, interface().get(name)) for interface in interfaces]
     for interface, function in zip(interfaces, (attend, make_mask), strict=True):
         interface.register(name, function)
-    return Registration(name, (previous[0], previous[1]))
+    return Registration(name, previous)
 
 
 def _interfaces() -> tuple[Any, Any]:
@@ -355,13 +354,23 @@ def attend(
         UnsupportedProblem: a mask or a position_bias beside packed documents, or an unknown argument.
         InvalidType: a mask of integers that `make_mask` did not make.
     """
-    _check(others)
+    if others:
+        _check(others)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    sinks = None if s_aux is None else _sinks(s_aux, query)
+    # softcap=None would cost `attention` six calls of functions, to convert it to 0.0.
     said: dict[str, Any] = {
-        "softmax_scale": scaling, "softcap": softcap, "sinks": _sinks(s_aux, query), "dropout_p": dropout,
+        "softmax_scale": scaling, "softcap": 0.0 if softcap is None else softcap, "sinks": sinks,
+        "dropout_p": dropout,
     }  # fmt: skip
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if attention_mask is None and cu_seq_lens_q is None:
+        causal = bool(is_causal) and q.shape[1] > 1
+        if causal and k.shape[1] > q.shape[1]:  # an empty static cache: the cells behind the queries' are not written
+            k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
+            position_bias = None if position_bias is None else position_bias[..., : q.shape[1]]
+        return attention(q, k, v, causal=causal, mask=None, bias=position_bias, **said), None
     pattern = None
     if attention_mask is not None and attention_mask.dim() > 4:
         attention_mask, pattern = _window_of(attention_mask)
@@ -389,12 +398,8 @@ def attend(
         )  # fmt: skip
         return out.unflatten(0, (len(q), -1)), None
     mask, bias, causal = None, position_bias, False
-    if attention_mask is None:
-        causal = bool(is_causal) and q.shape[1] > 1
-        if causal and k.shape[1] > q.shape[1]:  # an empty static cache: the cells behind the queries' are not written
-            k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
-            bias = None if bias is None else bias[..., : q.shape[1]]
-    elif attention_mask.dim() == 2:
+    assert attention_mask is not None
+    if attention_mask.dim() == 2:
         keys = attention_mask.shape[1] or k.shape[1]
         if keys < k.shape[1]:
             k, v = k[:, :keys], v[:, :keys]
@@ -430,6 +435,6 @@ def _check(others: Mapping[str, Any]) -> None:
             raise UnsupportedProblem(f"the model passes {name}, which warpwave does not know", {}, "another model")
 
 
-def _sinks(s_aux: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+def _sinks(s_aux: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     """Returns sinks in a dtype that the call takes: parameters may have another dtype than activations."""
-    return s_aux if s_aux is None or s_aux.dtype == query.dtype else s_aux.float()
+    return s_aux if s_aux.dtype == query.dtype else s_aux.float()

@@ -50,7 +50,7 @@ def test_a_quantized_call_is_explained_from_its_tensors() -> None:
     explanation = warpwave.explain(**found.arguments(), out_dtype=torch.float16, gpu=resolve("h200"))
     problem = explanation.problem
     assert (problem.dtype, problem.dtype_out, problem.descale_blocks) == ("float8_e4m3fn", "float16", (0, 0, 0))
-    assert explanation.kernel == "flash_fwd"
+    assert explanation.kernel == "hopper/flash_fwd_fp8"
     with pytest.raises(warpwave.InvalidInput, match="an AttentionProblem, which holds all options of its call"):
         warpwave.explain(problem, out_dtype=torch.float16)
     with pytest.raises(warpwave.InvalidInput, match="an AttentionProblem, which holds all options of its call"):

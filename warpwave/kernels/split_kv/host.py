@@ -116,9 +116,10 @@ class Binder:
         parts = num_parts(config)
         merging = None if parts == 1 else partials.loads(problem, parts)
         alike = changed(config, num_splits=1)
-        key = (alike, merging, one_step(problem, config), config.roles and problem.seqlen_q)
+        equal = operands.k.stride() == operands.v.stride()  # compiled in
+        key = (alike, merging, one_step(problem, config), config.roles and problem.seqlen_q, equal)
         known = self._known.get(key)
-        if known is not None and _has_regular_batches(operands):
+        if known is not None and _has_regular_strides(operands, known.unit):
             workspace = partials.workspaces(problem, parts, device)
             attend, merge = _launchers(problem, operands, config, known)
             if attend is not None:
@@ -136,10 +137,12 @@ class Binder:
         # In 16 bits the host keeps up with two launches, and a graph would delay a full queue (runtime/graphs.py).
         if merge is None or problem.dtype != "float32":
             # The arithmetic of float32 under an error budget depends on lengths, so only 16 bits have classes.
-            if problem.dtype != "float32" and straight is as_it_is and is_as_asked and _has_regular_batches(operands):
+            unit = stride_unit(operands)
+            regular = is_as_asked and _has_regular_strides(operands, unit)
+            if problem.dtype != "float32" and straight is as_it_is and regular:
                 if len(self._known) >= MAX_KNOWN:
                     self._known.clear()
-                self._known[key] = _OfClass(family, next(iter(families), None), maps, stride_unit(operands))
+                self._known[key] = _OfClass(family, next(iter(families), None), maps, unit)
             return behind(straight, _running(allocate, workspace, attend, merge))
         between = graphs.Between("acc state", partials.needs(problem, num_parts(config)), device)
         others = " ".join(operands._fields[3:])
@@ -177,15 +180,14 @@ def _running(
     return run
 
 
-def _has_regular_batches(operands: Any) -> bool:
-    """Returns whether the batch strides, which differ within a class, fit tensor maps, any `stride_unit`, and a kernel
-    compiled for equal strides of K and V."""
-    q, k, v = operands[:3]
-    steps = [q.stride(0)] if len(operands) > 9 else [q.stride(0), k.stride(0), v.stride(0)]
-    for step in steps:
-        if step % 16 or not 0 < step < 2**36:
+def _has_regular_strides(operands: Any, unit: int) -> bool:
+    """Returns whether the strides that differ within a class, of batches and heads, fit tensor maps and a kernel
+    compiled for a `stride_unit`."""
+    for tensor in operands[: 1 if len(operands) > 9 else 3]:
+        batch, head = tensor.stride(0), tensor.stride(-2)
+        if batch % 16 or head % unit or not (0 < batch < 2**36 and 0 < head < 2**36):
             return False
-    return steps[-1] == steps[-2:][0]
+    return True
 
 
 def _launchers(

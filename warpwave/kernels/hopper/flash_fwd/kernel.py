@@ -370,13 +370,13 @@ def _running(allocate: arguments.Allocate, launch_kernel: launch.Launcher) -> ar
 
 
 def _launcher(problem: AttentionProblem, operands: Operands, config: Config, known: _OfClass) -> launch.Launcher | None:
-    """Returns the launcher of another call of a known class; None if no tensor map can have its batch strides."""
+    """Returns the launcher of another call of a known class; None if no tensor map can have its strides."""
     packed = problem.packed
     rows = None if packed else host.keys_end(problem)
     q, k, v = operands[:3]
     seen = [host.seen(q, packed), host.seen(k, packed, rows), host.seen(v, packed, rows)]
-    for _, (stride, *_) in seen:
-        if stride % 8 or not 0 < stride < 2**39:
+    for _, (batch, head, *_) in seen:
+        if batch % 8 or head % 8 or not (0 < batch < 2**39 and 0 < head < 2**39):
             return None
     heads, width = problem.num_heads_q, problem.head_dim_v
     row = heads * width
