@@ -234,8 +234,8 @@ def _sizes(found: Class, tensors: Sequence[torch.Tensor], longest: tuple[int, ..
 
 def _lengths(operands: tuple[Any, ...]) -> list[int]:
     """Returns the number of leading axes of each present tensor that differ within a class: batch and length of dense
-    q, k and v, tokens of packed ones, and all axes of masks, biases, offsets and tables. It is 0 for pools of pages, and
-    for every tensor of a call with factors of blocks. Factors of heads differ in the batch."""
+    q, k and v, tokens of packed ones, and all axes of masks, biases, offsets and tables. It is 0 for pools of pages,
+    and for every tensor of a call with factors of blocks. Factors of heads differ in the batch."""
     q, k, _, _, _, _, _, offsets_q, offsets_k, *more = operands
     factors = more if isinstance(operands, QuantizedOperands) else ()
     of_factors = [0 if t is None else max(0, t.dim() - 1) for t in factors]
