@@ -156,8 +156,8 @@ CASES: dict[str, tuple[Callable[[int], Call], int]] = {
     "dense, head_dim 64": (lambda n: dense(n, 64), 123),
     "packed": (packed, 114),
     "cached, pages of 16": (cached, 168),
-    "cached, pages of 64": (lambda n: cached(n, 64), 192),
-    "decode": (decode, 232),
+    "cached, pages of 64": (lambda n: cached(n, 64), 194),
+    "decode": (decode, 234),
     "decode, keys by head": (decode_by_head, 200),
     "decode, keys by head, padded": (lambda n: decode_by_head(n, padded=True), 225),
     "dense, by head": (lambda n: dense(n, by_head=True), 120),
@@ -293,7 +293,9 @@ def test_memory_is_flat_over_many_lengths(card: Card, monkeypatch: pytest.Monkey
     tracemalloc.start()
     try:
         first = used(range(1100, 1300))
-        assert used(range(1300, 2100)) < first + 100_000, "some hundreds of bytes a length would be 800 times as many"
+        assert used(range(1300, 2100)) < first + 150_000, (
+            "a hundred bytes a length and call would be 1,600 times as many"
+        )
     finally:
         tracemalloc.stop()
 
