@@ -188,7 +188,8 @@ def test_a_new_length_takes_few_calls(case: str, card: Card) -> None:
     for length in LENGTHS:
         make(length)()
     compiled = len(card.compiled)
-    assert calls_of(make(7777)) <= most
+    # The least of three: finalizers of earlier tests' objects are calls, too.
+    assert min(calls_of(make(length)) for length in (7777, 7779, 7781)) <= most
     assert len(card.compiled) == compiled, "a length was compiled in"
 
 
