@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from warpwave.gpu import Gpu
@@ -17,30 +17,25 @@ CHUNK = 64  # most columns of V in one product: 128 take registers that consumer
 
 @dataclass(frozen=True)
 class Config:
-    """Tile shape, order of a step, and warps beside the consumers.
+    """Tile shape and order of a step.
 
     Args:
         block_m: queries per block, 64 per consumer warpgroup: 64, 128 or 192.
         block_n: keys per step, and most keys that the tensor cores sum before their sum is added in float32: 64 or 128.
         num_stages: tiles of K, of V and of V transposed in flight: 2 to 4.
         values_first: whether a step waits for the products with V before its exponentials instead of after them.
-        transposing_warps: warps that transpose V: 2 share a warpgroup with the producer, 4 are one of their own, for
-            which 192 queries leave no registers.
     """
 
     block_m: int
     block_n: int
     num_stages: int
     values_first: bool = True
-    transposing_warps: int = 2
 
     def __post_init__(self) -> None:
         allowed = {"block_m": (64, 128, 192), "block_n": (64, 128), "num_stages": (2, 3, 4)}
-        for name, values in (allowed | {"transposing_warps": (2, 4)}).items():
+        for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be one of {values}")
-        if self.transposing_warps == 4 and self.block_m == 192:
-            raise ValueError("transposing_warps is 4; with block_m 192 it must be 2")
 
     @property
     def groups(self) -> int:
@@ -60,21 +55,11 @@ def pieces(head_dim: int) -> tuple[int, ...]:
         width += 32
 
 
-def registers(problem: AttentionProblem, config: Config) -> tuple[int, int, int]:
-    """Returns the registers of a thread of a consumer, of the transposing warps and of the producer, after
-    reallocation, multiples of 8. Together they are at most what the warpgroups start with: 168 each of three, 128 each
-    of four. With two transposing warps, which share a warpgroup with the producer, the last two are equal."""
-    if config.transposing_warps == 4:
-        transposer = 40 if sum(pieces(problem.head_dim_v)) > 128 else 72  # consumers of wide rows need every register
-        return (240 if config.groups == 1 else 256 - (transposer + 24) // 2), transposer, 24
-    consumer, others = {1: (240, 64), 2: (232, 40), 3: (144, 80)}[config.groups]
-    return consumer, others, others
-
-
-def bytes_at_once(problem: AttentionProblem, config: Config) -> int:
-    """Returns the bytes of V that the transposing warps have in registers, 64 or 128 a thread; between two such parts
-    of a tile they meet at a barrier."""
-    return 2048 * config.transposing_warps * (2 if registers(problem, config)[1] == 72 else 1)
+def registers(config: Config) -> tuple[int, int]:
+    """Returns the registers of a thread of a consumer, and of the warps that transpose V and the producer, which share
+    a warpgroup, after reallocation, multiples of 8. Together they are at most what the warpgroups start with: 168 each
+    of three, 128 each of four."""
+    return {1: (240, 64), 2: (232, 40), 3: (144, 80)}[config.groups]
 
 
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
@@ -92,13 +77,11 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     that share a factor."""
     first = default(problem, gpu)
     space = [
-        Config(block_m, block_n, num_stages, values_first, warps)
+        Config(block_m, block_n, num_stages, values_first)
         for block_m in (64, 128, 192)
         for block_n in (64, 128)
         for num_stages in (2, 3, 4)
         for values_first in (True, False)
-        for warps in (2, 4)
-        if not (block_m == 192 and warps == 4)
     ]
     return [first, *(c for c in space if c != first and fits(problem, gpu, c))]
 
@@ -109,10 +92,8 @@ def fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     width_v, block_n = sum(pieces(problem.head_dim_v)), config.block_n
     needed = block_n // 2 + block_n // 8 + width_v // 2 + min(CHUNK, width_v) // 2 + 32
     blocks = (problem.descale_blocks or (0, 0, 0))[1:]
-    # Four transposing warps take 24 registers from a consumer, or 8 above 128 columns; overlapped loops still fit.
-    budget, _, _ = registers(problem, replace(config, transposing_warps=2))
     return (
-        needed <= budget
+        needed <= registers(config)[0]
         and all(block % block_n == 0 for block in blocks)
         and smem_bytes(problem, gpu, config) <= SMEM_PER_BLOCK
     )
@@ -144,7 +125,7 @@ class Call:
 
 VARIANTS = "2026-11-23-h200-float8-variants.log"
 
-# The figures are ratios of time on an H200 at 4 x 4096. Configs of four transposing warps have never been run.
+# The figures are ratios of time on an H200 at 4 x 4096. Blocks of 64 queries were timed in 16 bits alone.
 RULES: tuple[Rule[Config], ...] = (
     Rule(
         "uneven blocks of 128 queries, and head_dim above 128 or a factor for each 64 keys",

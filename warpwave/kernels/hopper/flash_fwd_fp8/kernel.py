@@ -1,6 +1,6 @@
 """FlashAttention forward for NVIDIA Hopper with 8-bit products: warp-specialized, in Gluon; float8 q, k and v.
 
-A block is one producer warp, two or four warps that transpose V, and one to three consumer warpgroups of 64 queries
+A block is one producer warp, two warps that transpose V, and one to three consumer warpgroups of 64 queries
 each. The producer and the order of tiles are those of `flash_fwd`. 8-bit wgmma reads both operands along the summed
 axis, so V is transposed in shared memory by warps that have nothing else to do (products.py). Probabilities are
 multiplied by 2^6 and rounded to float8_e4m3. The tensor cores add with about 14 bits, so no product with V covers more
@@ -25,7 +25,7 @@ from warpwave.kernels.hopper import host, scheduler
 from warpwave.kernels.hopper.flash_fwd import roles as flash_fwd_roles
 from warpwave.kernels.hopper.flash_fwd.config import query_tiles
 from warpwave.kernels.hopper.flash_fwd_fp8 import roles
-from warpwave.kernels.hopper.flash_fwd_fp8.config import CHUNK, Config, bytes_at_once, pieces, registers
+from warpwave.kernels.hopper.flash_fwd_fp8.config import CHUNK, Config, pieces, registers
 from warpwave.kernels.hopper.flash_fwd_fp8.factors import Factors
 from warpwave.kernels.hopper.flash_fwd_fp8.products import TransposedRing, transposed_tiles
 from warpwave.kernels.hopper.parts import ROWS, Ring, barriers, buffers, present, ring_init
@@ -120,11 +120,8 @@ def hopper_flash_fwd_fp8_kernel(
     HAS_SINKS: gl.constexpr,
     IS_VARLEN: gl.constexpr,
     WRITE_LSE: gl.constexpr,
-    TRANSPOSING_WARPS: gl.constexpr,
-    BYTES_AT_ONCE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
-    TRANSPOSER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    OTHER_REGISTERS: gl.constexpr,
 ):
     """Processes tiles of 64 * GROUPS queries of one head until the counter is exhausted.
 
@@ -185,7 +182,7 @@ def hopper_flash_fwd_fp8_kernel(
     of_producer = flash_fwd_roles.Producer(
         q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, box, schedule, rules, ()
     )
-    of_transposer = roles.Transposer(v_ring, vt_ring, box, seqlen_q, seqlen_k, rules, TRANSPOSING_WARPS, BYTES_AT_ONCE)
+    of_transposer = roles.Transposer(v_ring, vt_ring, box, seqlen_q, seqlen_k, rules)
     of_consumer = roles.Consumer(
         out_maps, out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, factors, stride_alibi_b, stride_lb, stride_lh,
         num_heads, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, k_ring, vt_ring, box, rules,
@@ -197,8 +194,8 @@ def hopper_flash_fwd_fp8_kernel(
                 (roles.transposer, (of_transposer,)),
                 (flash_fwd_roles.producer, (of_producer,)),
             ],
-            [TRANSPOSING_WARPS, 1],
-            [TRANSPOSER_REGISTERS, PRODUCER_REGISTERS],
+            [roles.TRANSPOSING_WARPS, 1],
+            [OTHER_REGISTERS, OTHER_REGISTERS],
         )
     elif GROUPS == 2:
         gl.warp_specialize(
@@ -208,8 +205,8 @@ def hopper_flash_fwd_fp8_kernel(
                 (roles.transposer, (of_transposer,)),
                 (flash_fwd_roles.producer, (of_producer,)),
             ],
-            [4, TRANSPOSING_WARPS, 1],
-            [CONSUMER_REGISTERS, TRANSPOSER_REGISTERS, PRODUCER_REGISTERS],
+            [4, roles.TRANSPOSING_WARPS, 1],
+            [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
         )
     else:
         gl.warp_specialize(
@@ -220,8 +217,8 @@ def hopper_flash_fwd_fp8_kernel(
                 (roles.transposer, (of_transposer,)),
                 (flash_fwd_roles.producer, (of_producer,)),
             ],
-            [4, 4, TRANSPOSING_WARPS, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, TRANSPOSER_REGISTERS, PRODUCER_REGISTERS],
+            [4, 4, roles.TRANSPOSING_WARPS, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
         )
 
 
@@ -303,7 +300,7 @@ def _constants(problem: AttentionProblem, config: Config) -> dict[str, int | boo
     """Returns the compile-time arguments of the kernel, by name, in its order."""
     assert problem.descale_blocks is not None
     features = arguments.feature_constants(problem)
-    consumer, transposer, producer = registers(problem, config)
+    consumer, others = registers(config)
     block_q, block_k, block_v = problem.descale_blocks
     return {
         "GROUPS": config.groups,
@@ -320,9 +317,6 @@ def _constants(problem: AttentionProblem, config: Config) -> dict[str, int | boo
         "HAS_SINKS": features["HAS_SINKS"],
         "IS_VARLEN": problem.packed,
         "WRITE_LSE": problem.return_lse,
-        "TRANSPOSING_WARPS": config.transposing_warps,
-        "BYTES_AT_ONCE": bytes_at_once(problem, config),
         "CONSUMER_REGISTERS": consumer,
-        "TRANSPOSER_REGISTERS": transposer,
-        "PRODUCER_REGISTERS": producer,
+        "OTHER_REGISTERS": others,
     }

@@ -30,6 +30,10 @@ from warpwave.runtime.gluon_or_stub import (
     warpgroup_mma_wait,
 )
 
+TRANSPOSING_WARPS = gl.constexpr(2)  # with the producer in one warpgroup
+# Bytes of V that they have in registers, 64 a thread. Between two such parts of a tile they meet at a barrier.
+BYTES_AT_ONCE = gl.constexpr(4096)
+
 
 @aggregate
 class TransposedRing:
@@ -129,15 +133,15 @@ def bytes_apart(pairs):
 
 
 @jit
-def transpose(v, v_transposed, rows_used, CUT: gl.constexpr, WARPS: gl.constexpr, MOST: gl.constexpr):
+def transpose(v, v_transposed, rows_used, CUT: gl.constexpr):
     """Writes a piece of V, [keys, columns] of bytes in shared memory, as [columns, keys], both permuted (module
-    docstring). If CUT, rows from `rows_used` on become zeros. MOST bytes at a time."""
+    docstring). If CUT, rows from `rows_used` on become zeros."""
     keys: gl.constexpr = v.shape[0]
     columns: gl.constexpr = v.shape[1]
-    many: gl.constexpr = min(keys, MOST // columns)
+    many: gl.constexpr = min(keys, BYTES_AT_ONCE // columns)
     as_pairs: gl.constexpr = gl.NVMMASharedLayout(swizzle(columns), 16, 2)
     as_bytes: gl.constexpr = gl.NVMMASharedLayout(swizzle(keys), 8, 2)
-    layout: gl.constexpr = pairs_layout(many, columns // 2, WARPS)
+    layout: gl.constexpr = pairs_layout(many, columns // 2, TRANSPOSING_WARPS)
     source = reinterpret(v, gl.int16, [keys, columns // 2], as_pairs)
     target = reinterpret(v_transposed, gl.int8, [columns, keys], as_bytes)
     for first in gl.static_range(0, keys, many):

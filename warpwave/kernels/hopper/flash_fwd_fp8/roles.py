@@ -17,6 +17,7 @@ from warpwave.kernels.hopper.flash_fwd_fp8.factors import (
     rules_of_tile,
 )
 from warpwave.kernels.hopper.flash_fwd_fp8.products import (
+    TRANSPOSING_WARPS,
     TransposedRing,
     accumulator_layout,
     as_pieces,
@@ -84,19 +85,15 @@ class Transposer:
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
     rules: Rules
-    WARPS: gl.constexpr
-    BYTES: gl.constexpr  # transposed between two barriers
 
     @constexpr_function
-    def __init__(self, v_ring, vt_ring, box, seqlen_q, seqlen_k, rules, WARPS, BYTES):
+    def __init__(self, v_ring, vt_ring, box, seqlen_q, seqlen_k, rules):
         self.v_ring = v_ring
         self.vt_ring = vt_ring
         self.box = box
         self.seqlen_q = seqlen_q
         self.seqlen_k = seqlen_k
         self.rules = rules
-        self.WARPS = gl.constexpr(WARPS)
-        self.BYTES = gl.constexpr(BYTES)
 
 
 @jit
@@ -109,7 +106,7 @@ def transposer(role):
     n = 0
     messages = 0
     scheduler.wait_posted(box, messages)
-    work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN, role.WARPS)
+    work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN, TRANSPOSING_WARPS)
     while work.tile != scheduler.NO_MORE:
         keys = keys_of_sequence(work, rules)
         begin, end = tiles_of_block(keys, work, rules)
@@ -125,7 +122,7 @@ def transposer(role):
             n += 1
         messages += 1
         scheduler.wait_posted(box, messages)
-        work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN, role.WARPS)
+        work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN, TRANSPOSING_WARPS)
 
 
 @jit
@@ -140,11 +137,11 @@ def transpose_tile(role, n, rows_used):
         v_transposed = vt_ring.pieces[i].index(n % vt_ring.stages)
         if rules.IS_VARLEN:
             if rows_used < rules.BLOCK_N:
-                transpose(v, v_transposed, rows_used, True, role.WARPS, role.BYTES)
+                transpose(v, v_transposed, rows_used, True)
             else:
-                transpose(v, v_transposed, rows_used, False, role.WARPS, role.BYTES)
+                transpose(v, v_transposed, rows_used, False)
         else:
-            transpose(v, v_transposed, rows_used, False, role.WARPS, role.BYTES)
+            transpose(v, v_transposed, rows_used, False)
 
 
 # A consumer -----------------------------------------------------------------------------------------------------------
