@@ -17,7 +17,7 @@ from warpwave.gpu import CPU, Gpu, current_gpu
 from warpwave.kernels.cost import walk
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_fwd import config as flash_fwd_configs
-from warpwave.kernels.hopper.flash_fwd import kernel as flash_fwd
+from warpwave.kernels.hopper.flash_fwd import host as flash_fwd
 from warpwave.kernels.prepass import scale_ahead, split_ahead
 from warpwave.problem import AttentionProblem, Causal, Operands
 from warpwave.runtime import launch

@@ -15,8 +15,7 @@ from warpwave.kernels import descales
 from warpwave.kernels.hopper import flash_fwd_fp8, rows, scheduler, serial, softmax, visible
 from warpwave.kernels.hopper import parts as device_parts
 from warpwave.kernels.hopper import words as device_words
-from warpwave.kernels.hopper.flash_fwd import mask_bias
-from warpwave.kernels.hopper.flash_fwd import roles as flash_fwd_roles
+from warpwave.kernels.hopper.flash_fwd import consumer, mask_bias, producer
 from warpwave.kernels.hopper.flash_fwd_fp8 import Config, factors, kernel, products, roles
 from warpwave.problem import AttentionProblem, QuantizedOperands
 from warpwave.runtime.triton_or_stub import NO_TRITON
@@ -34,8 +33,8 @@ def on_cpu(problem: AttentionProblem, operands: QuantizedOperands, config: Confi
         lse = torch.full((problem.num_heads_q, problem.total_q), torch.nan)
     spec = kernel.specify(problem, H200, operands, out, lse, config)
     modules = (
-        *(kernel, roles, products, factors, flash_fwd_roles, device_parts, rows, scheduler, serial, softmax, visible),
-        *(mask_bias, device_words),
+        *(kernel, roles, products, factors, consumer, producer, device_parts, rows, scheduler, serial, softmax),
+        *(visible, mask_bias, device_words),
     )
     gluon_on_cpu.run_launch(spec, modules, 2, {})
     return out, lse

@@ -20,7 +20,7 @@ from warpwave import precision
 from warpwave.gpu import Gpu
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_fwd import config as flash_fwd_configs
-from warpwave.kernels.hopper.flash_fwd import kernel as flash_fwd
+from warpwave.kernels.hopper.flash_fwd import host as flash_fwd
 from warpwave.kernels.prepass import mask_bits, scale_ahead, split_ahead
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch, tensor_maps
@@ -42,9 +42,21 @@ def on_cpu(
     from warpwave.kernels.hopper import parts as device_parts
     from warpwave.kernels.hopper import rows, scheduler, serial, softmax, split_float32, visible
     from warpwave.kernels.hopper import words as device_words
-    from warpwave.kernels.hopper.flash_fwd import mask_bias, roles
+    from warpwave.kernels.hopper.flash_fwd import consumer, mask_bias, producer
 
-    used = (roles, serial, split_float32, device_parts, rows, scheduler, softmax, visible, mask_bias, device_words)
+    used = (
+        consumer,
+        producer,
+        serial,
+        split_float32,
+        device_parts,
+        rows,
+        scheduler,
+        softmax,
+        visible,
+        mask_bias,
+        device_words,
+    )
     modules = {m.__name__: m for m in used}
     parts = flash_fwd_configs.num_parts(problem, H200)
     out = torch.full((*operands.q.shape[:-1], problem.head_dim_v), torch.nan, dtype=operands.q.dtype)
@@ -129,17 +141,17 @@ def on_cpu(
         words = block.tile([2 * 7 + 6 * (beside != ()), 1], torch.int64)
         box = schedule_names.Mailbox(words, block.barriers(2, 1), block.barriers(2, groups))
         slopes, sinks = (absent if x is None else pointer(x.flatten()) for x in operands[5:7])
-        roles_names = names[roles.__name__]
-        of_consumer = roles_names.Consumer(
+        of_consumers, of_producers = (names[module.__name__] for module in (consumer, producer))
+        of_consumer = of_consumers.Consumer(
             maps[3], pointer(out.view(-1)), pointer(lse.view(-1)), slopes, sinks, pointer(inverses),
             pointer(inverses) + batch * 2 * (heads // group), slope_stride,
             lse_b, lse_h, heads, group, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, *rings, box, rules,
             beside,
         )  # fmt: skip
-        of_producer = roles_names.Producer(*maps[:3], q_tiles, q_full, q_empty, *rings, box, schedule, rules, beside)
+        of_producer = of_producers.Producer(*maps[:3], q_tiles, q_full, q_empty, *rings, box, schedule, rules, beside)
         gluon_on_cpu.run_roles([
-            partial(roles_names.producer, of_producer),
-            *(partial(roles_names.consumer, g, of_consumer) for g in range(groups)),
+            partial(of_producers.producer, of_producer),
+            *(partial(of_consumers.consumer, g, of_consumer) for g in range(groups)),
         ])  # fmt: skip
     assert counter.item() == 0, "the tile counter was not put back"
     return out, lse

@@ -4,7 +4,7 @@
 
 Two parts are float16; the operands are scaled by a power of two per head (prepass/scale_ahead.py). Three parts are
 bfloat16, which needs no scale (prepass/split_ahead.py). A single part, scaled float16, uses the code of 16-bit types
-(flash_fwd/roles.py) and shares this file's handling of scales and of out.
+(flash_fwd/consumer.py) and shares this file's handling of scales and of out.
 
 Q, K and V arrive as tiles of parts, consecutive in a ring's stage; probabilities are split in their registers. The
 small products and the product of the largest parts have separate accumulators, fresh for every tile, and plain float32

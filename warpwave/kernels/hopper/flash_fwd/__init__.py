@@ -4,7 +4,7 @@ Bound: tensor cores from head_dim 128 on, exponentials and instruction issue at 
 """
 
 from warpwave.kernels.hopper.flash_fwd.config import ABLE, default, notes
-from warpwave.kernels.hopper.flash_fwd.kernel import (
+from warpwave.kernels.hopper.flash_fwd.host import (
     NAME,
     NEEDS_GPU,
     SKIPS_HIDDEN_TILES,

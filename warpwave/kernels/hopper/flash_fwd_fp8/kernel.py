@@ -22,8 +22,8 @@ import torch
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import arguments, descales
 from warpwave.kernels.hopper import host, scheduler
-from warpwave.kernels.hopper.flash_fwd import roles as flash_fwd_roles
 from warpwave.kernels.hopper.flash_fwd.config import query_tiles
+from warpwave.kernels.hopper.flash_fwd.producer import Producer, producer
 from warpwave.kernels.hopper.flash_fwd_fp8 import roles
 from warpwave.kernels.hopper.flash_fwd_fp8.config import CHUNK, Config, pieces, registers
 from warpwave.kernels.hopper.flash_fwd_fp8.factors import Factors
@@ -179,9 +179,7 @@ def hopper_flash_fwd_fp8_kernel(
         mbarrier.init(box.empty.index(i), count=GROUPS + 1)
     fence_async_shared()
 
-    of_producer = flash_fwd_roles.Producer(
-        q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, box, schedule, rules, ()
-    )
+    of_producer = Producer(q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, box, schedule, rules, ())
     of_transposer = roles.Transposer(v_ring, vt_ring, box, seqlen_q, seqlen_k, rules)
     of_consumer = roles.Consumer(
         out_maps, out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, factors, stride_alibi_b, stride_lb, stride_lh,
@@ -192,7 +190,7 @@ def hopper_flash_fwd_fp8_kernel(
             [
                 (roles.consumer, (0, of_consumer)),
                 (roles.transposer, (of_transposer,)),
-                (flash_fwd_roles.producer, (of_producer,)),
+                (producer, (of_producer,)),
             ],
             [roles.TRANSPOSING_WARPS, 1],
             [OTHER_REGISTERS, OTHER_REGISTERS],
@@ -203,7 +201,7 @@ def hopper_flash_fwd_fp8_kernel(
                 (roles.consumer, (0, of_consumer)),
                 (roles.consumer, (1, of_consumer)),
                 (roles.transposer, (of_transposer,)),
-                (flash_fwd_roles.producer, (of_producer,)),
+                (producer, (of_producer,)),
             ],
             [4, roles.TRANSPOSING_WARPS, 1],
             [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
@@ -215,7 +213,7 @@ def hopper_flash_fwd_fp8_kernel(
                 (roles.consumer, (1, of_consumer)),
                 (roles.consumer, (2, of_consumer)),
                 (roles.transposer, (of_transposer,)),
-                (flash_fwd_roles.producer, (of_producer,)),
+                (producer, (of_producer,)),
             ],
             [4, 4, roles.TRANSPOSING_WARPS, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],

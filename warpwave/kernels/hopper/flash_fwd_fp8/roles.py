@@ -6,8 +6,8 @@ another, and hand the first back. A consumer walks the keys that its 64 queries 
 """
 
 from warpwave.kernels.hopper import scheduler
+from warpwave.kernels.hopper.flash_fwd.consumer import release
 from warpwave.kernels.hopper.flash_fwd.mask_bias import hide_by_position
-from warpwave.kernels.hopper.flash_fwd.roles import release
 from warpwave.kernels.hopper.flash_fwd_fp8.factors import (
     Factors,
     of_head,

@@ -1,16 +1,14 @@
-"""The warp roles of the Hopper forward: one producer warp, and consumer warpgroups of 64 queries each.
+"""The consumer warpgroups of the Hopper forward, of 64 queries each.
 
-The producer draws tiles of queries and keeps the rings of K and V tiles full. A consumer walks the keys that its 64
-queries see, from the last to the first. While it turns scores into probabilities, the tensor cores multiply the
-previous tile's probabilities by its values. Under a causal mask the tiles at the diagonal come first and are not
-overlapped. With a window, the tiles at its edges are overlapped like all others (mask_bias.py). The same holds for all
-tiles of a boolean mask; tiles that it hides entirely are skipped.
+A consumer walks the keys that its 64 queries see, from the last to the first. While it turns scores into probabilities,
+the tensor cores multiply the previous tile's probabilities by its values. Under a causal mask the tiles at the diagonal
+come first and are not overlapped. With a window, the tiles at its edges are overlapped like all others (mask_bias.py).
+The same holds for all tiles of a boolean mask; tiles that it hides entirely are skipped.
 """
 
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.flash_fwd.mask_bias import (
     aligned,
-    bytes_beside,
     has_bias_tiles,
     has_masked_steps,
     hide_by_position,
@@ -18,12 +16,10 @@ from warpwave.kernels.hopper.flash_fwd.mask_bias import (
     is_far,
     is_masked,
     level_wanted,
-    load_bias,
     read_ahead,
     read_bias,
     scores_in_bits,
     shown_before,
-    tiles_shown,
     with_lines,
     without_unseen,
     word_of,
@@ -34,17 +30,13 @@ from warpwave.kernels.hopper.parts import (
     Ring,
     accumulator_layout,
     arrive_alone,
-    drain,
-    first_column,
     hand_back,
     hand_back_multiplied,
     like,
-    load_tile,
     matrix,
     operand,
     scores_async,
     skip,
-    tile_bytes,
     values_async,
     wait_for,
     wait_full,
@@ -79,208 +71,8 @@ from warpwave.runtime.gluon_or_stub import (
     jit,
     mbarrier,
     tma,
-    tma_load,
     warpgroup_mma_wait,
 )
-
-# The producer ---------------------------------------------------------------------------------------------------------
-
-
-@aggregate
-class Producer:
-    """State of the producer.
-
-    Args:
-        q_maps, k_maps, v_maps: the tensor maps of the pieces of a tile's width.
-        q_tiles, q_full, q_empty: shared memory for a block's queries, and their barriers.
-        k_ring, v_ring, box: the rings that it fills, and its messages to the consumers.
-        beside: `mask_bias.Beside`, or () without a mask or bias.
-    """
-
-    q_maps: gl.tuple
-    k_maps: gl.tuple
-    v_maps: gl.tuple
-    q_tiles: gl.tuple
-    q_full: gl.shared_memory_descriptor
-    q_empty: gl.shared_memory_descriptor
-    k_ring: Ring
-    v_ring: Ring
-    box: scheduler.Mailbox
-    schedule: scheduler.Schedule
-    rules: Rules
-    beside: object
-
-    @constexpr_function
-    def __init__(
-        self, q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, box, schedule, rules, beside
-    ):  # fmt: skip
-        self.q_maps = q_maps
-        self.k_maps = k_maps
-        self.v_maps = v_maps
-        self.q_tiles = q_tiles
-        self.q_full = q_full
-        self.q_empty = q_empty
-        self.k_ring = k_ring
-        self.v_ring = v_ring
-        self.box = box
-        self.schedule = schedule
-        self.rules = rules
-        self.beside = beside
-
-
-@jit
-def producer(role):
-    """Draws tiles of queries and loads their operands. With a mask or bias, also reloads every block that a consumer
-    asks for (mask_bias.py). A message is overwritten only when the outcome of its block is known."""
-    box = role.box
-    schedule = role.schedule
-    rules = role.rules
-    beside = role.beside
-    if is_scaled(rules):
-        wait_for_launch_before(32)
-    n = 0  # tiles of K and V loaded so far
-    messages = 0
-    known = 0  # messages known to be finished by all consumers
-    t = gl.program_id(0)
-    while is_more(t, schedule.num_tiles, known, messages, beside):
-        tile = t
-        if is_added(beside):
-            tile = gl.minimum(t, schedule.num_tiles - 1)  # there may be no tile left to draw
-        work = scheduler.tile_of(schedule, tile, ROWS * rules.GROUPS, rules.HAS_HIGH, rules.IS_VARLEN)
-        is_work = scheduler.is_work(work, ROWS * rules.GROUPS, rules.IS_VARLEN)
-        if is_added(beside):
-            level = gl.to_tensor(0)
-            answers = (known < messages - 1) | ((known < messages) & (t >= schedule.num_tiles))
-            if answers:
-                level, tile, batch, head = scheduler.asked_again(box, known)
-                is_work = level != 0
-                zero = gl.to_tensor(0)
-                work = scheduler.Work(tile, batch, head, zero, schedule.seqlen_q, zero, schedule.seqlen_k)
-                known += 1
-        if is_work:
-            if is_added(beside):
-                bits = gl.to_tensor(0)
-                if is_masked(beside):
-                    bits = last_tiles_shown(work, beside, rules)
-                scheduler.post_how(box, messages, level, bits)
-            scheduler.post(box, messages, work, rules.IS_VARLEN)
-            kv_head = work.head // schedule.group_size
-            if is_masked(beside):
-                n = load_masked_block(role, work, kv_head, n, messages, bits)
-            else:
-                n = load_block(role, work, kv_head, n, messages)
-            messages += 1
-        if is_added(beside):
-            if not answers:
-                t = scheduler.draw(schedule.counter_ptr, t, schedule.num_tiles)
-        else:
-            t = scheduler.draw(schedule.counter_ptr, t, schedule.num_tiles)
-    drain(role.k_ring, n)
-    drain(role.v_ring, n)
-    zero = gl.to_tensor(0)
-    scheduler.post(
-        box,
-        messages,
-        scheduler.Work(gl.to_tensor(scheduler.NO_MORE), zero, zero, zero, zero, zero, zero),
-        rules.IS_VARLEN,
-    )
-
-
-@jit
-def is_more(t, num_tiles, known, messages, beside):
-    """Returns whether the producer has a tile to load, or may yet be asked to repeat one."""
-    if is_added(beside):
-        return (t < num_tiles) | (known < messages)
-    else:
-        return t < num_tiles
-
-
-@jit
-def load_block(role, work, kv_head, n, messages):
-    """Loads the operands of a block of queries, K one tile ahead of V if tiles overlap. Returns the number of the next
-    tile of K and V."""
-    rules = role.rules
-    beside = role.beside
-    keys = keys_of_sequence(work, rules)
-    if is_added(beside):
-        keys = aligned(keys)
-    begin, end = tiles_of_block(keys, work, rules)
-    batch = work.batch
-    if rules.IS_VARLEN:
-        batch = 0
-    row = work.q_begin + work.tile * ROWS * rules.GROUPS
-    key = work.k_begin + keys.begin
-    load_keys(role.k_ring, role.k_maps, n, work, batch, kv_head, key + (end - 1) * rules.BLOCK_N, beside, rules)
-    load_queries(role, batch, work, row, messages)
-    for j in range(1, end - begin):
-        before = key + (end - 1 - j) * rules.BLOCK_N
-        if rules.PARTS == 1:
-            load_keys(role.k_ring, role.k_maps, n + 1, work, batch, kv_head, before, beside, rules)
-            load_tile(role.v_ring, role.v_maps, n, batch, kv_head, before + rules.BLOCK_N)
-        else:  # in the order of use: a ring may have a single stage
-            load_tile(role.v_ring, role.v_maps, n, batch, kv_head, before + rules.BLOCK_N)
-            load_keys(role.k_ring, role.k_maps, n + 1, work, batch, kv_head, before, beside, rules)
-        n += 1
-    load_tile(role.v_ring, role.v_maps, n, batch, kv_head, key + begin * rules.BLOCK_N)
-    return n + 1
-
-
-@jit
-def load_queries(role, batch, work, row, messages):
-    """Loads a block's queries once the previous block's are no longer needed."""
-    rules = role.rules
-    for g in gl.static_range(rules.GROUPS):
-        mbarrier.wait(role.q_empty.index(g), (messages & 1) ^ 1)
-        mbarrier.expect(role.q_full.index(g), tile_bytes(role.q_maps) * rules.PARTS)
-        for part in gl.static_range(rules.PARTS):
-            for i in gl.static_range(len(role.q_maps)):
-                place = [batch, work.head * rules.PARTS + part, row + g * ROWS, first_column(role.q_maps, i)]
-                tma_load(role.q_maps[i], place, role.q_full.index(g), role.q_tiles[i].index(g * rules.PARTS + part))
-
-
-@jit
-def last_tiles_shown(work, beside, rules):
-    """Returns the `tiles_shown` word that holds the block's last tile."""
-    keys = aligned(keys_of_sequence(work, rules))
-    _, end = tiles_of_block(keys, work, rules)
-    word, _ = word_of(end - 1, keys, rules)
-    return tiles_shown(word, work, beside, rules, 1)
-
-
-@jit
-def load_masked_block(role, work, kv_head, n, messages, bits):
-    """`load_block` for a call with a mask: loads the tiles that it shows, at least one."""
-    rules = role.rules
-    beside = role.beside
-    keys = aligned(keys_of_sequence(work, rules))
-    begin, end = tiles_of_block(keys, work, rules)
-    word, _ = word_of(end - 1, keys, rules)
-    tile, word, bits = shown_before(end, word, bits, begin, work, keys, beside, rules, 1)
-    tile = gl.maximum(tile, begin)
-    key = keys.begin + tile * rules.BLOCK_N
-    load_keys(role.k_ring, role.k_maps, n, work, work.batch, kv_head, key, beside, rules)
-    row = work.tile * ROWS * rules.GROUPS
-    load_queries(role, work.batch, work, row, messages)
-    tile, word, bits = shown_before(tile, word, bits, begin, work, keys, beside, rules, 1)
-    while tile >= begin:
-        before = keys.begin + tile * rules.BLOCK_N
-        load_keys(role.k_ring, role.k_maps, n + 1, work, work.batch, kv_head, before, beside, rules)
-        load_tile(role.v_ring, role.v_maps, n, work.batch, kv_head, key)
-        key = before
-        n += 1
-        tile, word, bits = shown_before(tile, word, bits, begin, work, keys, beside, rules, 1)
-    load_tile(role.v_ring, role.v_maps, n, work.batch, kv_head, key)
-    return n + 1
-
-
-@jit
-def load_keys(k_ring, k_maps, n, work, batch, kv_head, key, beside, rules):
-    """Loads tile n of K, and its bias if each score has its own."""
-    load_tile(k_ring, k_maps, n, batch, kv_head, key, bytes_beside(beside, rules.GROUPS))
-    load_bias(beside, k_ring, n, work, key, rules)
-
-
-# A consumer -----------------------------------------------------------------------------------------------------------
 
 
 @jit

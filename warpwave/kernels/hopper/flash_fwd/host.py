@@ -1,0 +1,393 @@
+"""The host code of hopper/flash_fwd: tensor maps, arguments, and the launches before it, which pack a mask or split
+float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from warpwave import precision
+from warpwave.errors import UnsupportedProblem
+from warpwave.gpu import Gpu, current_gpu
+from warpwave.kernels import arguments
+from warpwave.kernels.hopper import host
+from warpwave.kernels.hopper.flash_fwd.claims import cost, outrun, why_not
+from warpwave.kernels.hopper.flash_fwd.config import (
+    ABLE,
+    NUM_SMS,
+    Config,
+    configs,
+    num_parts,
+    out_columns,
+    out_pieces,
+    q_in_registers,
+    query_tiles,
+    registers,
+    smem_bytes,
+    values_first,
+)
+from warpwave.kernels.hopper.flash_fwd.kernel import hopper_flash_fwd_kernel
+from warpwave.kernels.hopper.parts import ROWS
+from warpwave.kernels.prepass import mask_bits, scale_ahead, split_ahead
+from warpwave.problem import AttentionProblem, Operands
+from warpwave.runtime import graphs, launch, scratch, tensor_maps
+from warpwave.runtime.gluon_or_stub import Q_FITS_REGISTERS
+
+__all__ = [
+    "Binder",
+    "Config",
+    "bind",
+    "configs",
+    "cost",
+    "outrun",
+    "smem_bytes",
+    "specify",
+    "why_not",
+]
+
+NAME = "hopper/flash_fwd"
+NEEDS_GPU = True
+SKIPS_HIDDEN_TILES = True  # tiles that a boolean mask hides from all queries of a block
+BIAS_SOURCE = 4 + 8  # index in the kernel's pointers, after the maps of q, k, v and out (tensor_maps.MapPlan.source)
+
+
+def bind(
+    problem: AttentionProblem, operands: Operands, config: Config, out: torch.Tensor | None = None
+) -> arguments.Run:
+    """Compiles for one problem and layout; returns `run(operands, out=None) -> (out, lse)`, where lse is None unless
+    requested."""
+    return Binder()(problem, operands, config, out)
+
+
+class _OfClass(NamedTuple):
+    """The common part of the launches of one class and config.
+
+    Attributes:
+        sms: multiprocessors of the device.
+        boxes: source and block of each tensor map.
+        scalars: the result of `_after_schedule`.
+    """
+
+    family: launch.Family
+    sms: int
+    boxes: Sequence[tuple[int, tuple[int, ...]]]
+    scalars: Sequence[int | float]
+
+
+class Binder:
+    """Binds the calls of one class (dispatch.py).
+
+    In 16 bits without a mask, bias or copies, a call with a known config computes only its sizes and tensor maps.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Config, _OfClass] = {}
+
+    def __call__(
+        self, problem: AttentionProblem, operands: Operands, config: Config, out: torch.Tensor | None = None
+    ) -> arguments.Run:
+        """Binds as `bind` does."""
+        allocate = arguments.allocator(problem, operands.q)
+        if problem.dtype == "float32":
+            straight = arguments.straightener(operands)
+            return _bind_split(problem, straight(operands), config, allocate, straight, out)
+        known = self._known.get(config)
+        launch_kernel = None if known is None else _launcher(problem, operands, config, known)
+        if launch_kernel is not None:
+            return _running(allocate, launch_kernel)
+        mappable = _mappable(problem, operands)
+        first = mappable(operands)
+        out, lse = allocate(out)
+        plans = _plans(problem, config, first, out)
+        gpu = current_gpu(out.device)
+        *before, spec = _specify_16_bits(problem, gpu, first, out, lse, config, plans)
+        pack = launch.bind(before[0]) if before else None
+        family = tensor_maps.family(spec, plans, (first.q, first.k, first.v, out))
+        launch_kernel = family.first()
+        if pack is None and operands.bias is None:
+            if mappable is arguments.as_it_is:
+                boxes = [(plan.source, plan.block) for plan in plans if plan is not None]
+                sms = gpu.num_sms or NUM_SMS
+                self._known[config] = _OfClass(family, sms, boxes, _after_schedule(problem, operands))
+            return arguments.behind(mappable, _running(allocate, launch_kernel))
+        make_words = scratch.maker((mask_bits.packed(problem).size if before else 0,), torch.int32, out.device)
+
+        def run_beside(operands: Operands, out: torch.Tensor | None = None) -> arguments.Results:
+            q, k, v, mask, bias, *others = operands
+            out, lse = allocate(out)
+            words = None
+            if pack is not None:
+                words = make_words()
+                pack(mask, words)
+            launch_kernel(q, k, v, out, out, lse, *others, None, words, bias)
+            return out, lse
+
+        return arguments.behind(mappable, run_beside)
+
+
+def _running(allocate: arguments.Allocate, launch_kernel: launch.Launcher) -> arguments.Run:
+    def run(operands: Operands, out: torch.Tensor | None = None) -> arguments.Results:
+        q, k, v, _, _, *others = operands
+        out, lse = allocate(out)
+        launch_kernel(q, k, v, out, out, lse, *others)
+        return out, lse
+
+    return run
+
+
+def _launcher(problem: AttentionProblem, operands: Operands, config: Config, known: _OfClass) -> launch.Launcher | None:
+    """Returns the launcher of another call of a known class; None if no tensor map can have its strides."""
+    packed = problem.packed
+    rows = None if packed else host.keys_end(problem)
+    q, k, v = operands[:3]
+    seen = [host.seen(q, packed), host.seen(k, packed, rows), host.seen(v, packed, rows)]
+    for _, (batch, head, *_) in seen:
+        if batch % 8 or head % 8 or not (0 < batch < 2**39 and 0 < head < 2**39):
+            return None
+    heads, width = problem.num_heads_q, problem.head_dim_v
+    row = heads * width
+    if packed:
+        seen += (((1, heads, problem.total_q, width), (row, width, row, 1)),)
+    else:
+        seen += (((problem.batch, heads, problem.seqlen_q, width), (problem.seqlen_q * row, width, row, 1)),)
+    maps = [tensor_maps.MapPlan(source, *seen[source], block) for source, block in known.boxes]
+    tiles = query_tiles(problem, config.block_m)
+    scalars = [*host.of_schedule(problem, operands, tiles, 1, config.block_m, 2), *known.scalars]
+    return known.family.launcher(min(tiles, known.sms * config.blocks_per_sm), scalars, maps)
+
+
+def _mappable(problem: AttentionProblem, operands: Operands) -> Callable[[Operands], Operands]:
+    """Returns a function that copies the operands of this layout that tensor maps cannot describe."""
+    mappable = host.mappable(problem, operands)
+    if operands.bias is None or _bias_for_maps(operands.bias) is operands.bias:
+        return mappable
+    return lambda operands: mappable(operands)._replace(bias=_bias_for_maps(operands.bias))
+
+
+def _bind_split(
+    problem: AttentionProblem,
+    operands: Operands,
+    config: Config,
+    allocate: arguments.Allocate,
+    straight: Callable[[Operands], Operands],
+    out: torch.Tensor | None,
+) -> arguments.Run:
+    """Binds float32: q, k and v are split into a workspace, whatever their strides, and tensor maps describe the
+    workspace. Each stream and each graph has its own (runtime/scratch.py)."""
+    out, lse = allocate(out)
+    ahead, attend, parts, plans = _specify_parts(problem, current_gpu(out.device), operands, out, lse, config)
+    before: list[launch.Launcher] = [launch.bind(spec) for spec in ahead]
+    launch_kernel = tensor_maps.bind(attend, plans, (*parts, out))
+    parts_needed = [(part.shape, part.dtype) for part in parts]
+    names = "q k v mask bias slopes sinks offsets_q offsets_k out lse"
+    attended = "q_parts k_parts v_parts out out lse slopes sinks offsets_q offsets_k"
+    if parts[0].dtype == torch.bfloat16:
+        between = graphs.Between("q_parts k_parts v_parts", parts_needed, out.device)
+        split = (before[0], "q k v q_parts k_parts v_parts")
+        launch_all = graphs.bind(names, between, split, (launch_kernel, attended))
+    else:
+        numbers_needed = [((many,), torch.float32) for many in scale_ahead.workspace_floats(problem)]
+        needs = [*parts_needed, *numbers_needed]
+        between = graphs.Between("q_parts k_parts v_parts inverses maxima", needs, out.device)
+        maxima = "maxima" if len(before) == 2 else "inverses"  # in that case no kernel reads it as maxima
+        find_maxima = [(step, "k v offsets_q offsets_k maxima") for step in before[:-1]]
+        scale = (before[-1], f"q k v offsets_q offsets_k q_parts k_parts v_parts inverses {maxima}")
+        launch_all = graphs.bind(names, between, *find_maxima, scale, (launch_kernel, f"{attended} inverses"))
+
+    def run(operands: Operands, out: torch.Tensor | None = None) -> arguments.Results:
+        out, lse = allocate(out)
+        launch_all(*operands, out, lse)
+        return out, lse
+
+    return arguments.behind(straight, run)
+
+
+def _plans(
+    problem: AttentionProblem, config: Config, operands: Operands, out: torch.Tensor
+) -> list[tensor_maps.MapPlan | None]:
+    """Returns the tensor maps of q, k, v and out, host.MAX_PIECES each, and of the bias. Maps of K and V end
+    after the last key that a query sees."""
+    plans: list[tensor_maps.MapPlan | None] = []
+    for source, tensor in enumerate((*operands[:3], out)):
+        rows = host.keys_end(problem) if source in (1, 2) else None
+        shape, strides = host.seen(tensor, problem.packed, rows)
+        parts = out_pieces(problem, config) if source == 3 else host.pieces(shape[-1])
+        plans += host.piece_maps(source, shape, strides, config.block_n if source in (1, 2) else ROWS.value, parts)
+    return [*plans, _bias_plan(operands.bias, config)]
+
+
+def _bias_plan(bias: torch.Tensor | None, config: Config) -> tensor_maps.MapPlan | None:
+    """Returns the tensor map of a bias that has one number for each score, else None."""
+    if bias is None or host.bias_kind(bias) != "cells":
+        return None
+    return host.bias_plan(BIAS_SOURCE, bias, (ROWS.value, config.block_n))
+
+
+def _plans_of_parts(
+    problem: AttentionProblem, config: Config, parts: tuple[torch.Tensor, ...]
+) -> list[tensor_maps.MapPlan | None]:
+    """Returns the tensor maps of q, k and v in parts (`split_ahead.part_shapes`); out has none."""
+    plans: list[tensor_maps.MapPlan | None] = []
+    for source, tensor in enumerate(parts):
+        batch, heads, rows, width = tensor.shape
+        if source > 0 and not problem.packed:
+            rows = max(1, host.keys_end(problem))
+        of_tile = config.block_n if source > 0 else ROWS.value
+        shape = (batch, heads, rows, width)
+        plans += host.piece_maps(source, shape, tensor.stride(), of_tile, host.pieces(width))
+    return [*plans, *[None] * (host.MAX_PIECES + 1)]  # no maps for out and the bias
+
+
+def specify(
+    problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
+) -> launch.Launch | tuple[launch.Launch, ...]:
+    """Returns the launch from tensors, which may be without memory (device "meta") if it is only compiled. For float32
+    it also returns the launches that make parts."""
+    if problem.dtype == "float32":
+        ahead, attend, _, _ = _specify_parts(problem, gpu, operands, out, lse, config)
+        return (*ahead, attend)
+    operands = operands._replace(bias=_bias_for_maps(operands.bias))
+    plans = _plans(problem, config, operands, out)
+    *before, attend = _specify_16_bits(problem, gpu, operands, out, lse, config, plans)
+    return (*before, attend) if before else attend
+
+
+def _specify_16_bits(
+    problem: AttentionProblem,
+    gpu: Gpu,
+    operands: Operands,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    config: Config,
+    plans: list[tensor_maps.MapPlan | None],
+) -> tuple[launch.Launch, ...]:
+    """Returns the launch, after the launch that packs a boolean mask if there is one."""
+    _refuse_one_stage(problem, config)
+    sources = (*operands[:3], out)
+    before, words = [], None
+    if operands.mask is not None:
+        words = torch.empty(mask_bits.packed(problem).size, dtype=torch.int32, device=out.device)
+        before = [mask_bits.specify(problem, operands.mask, words)]
+    attend = _specify(problem, gpu, operands, sources, plans, lse, config, 1, words=words)
+    return (*before, attend)
+
+
+def _refuse_one_stage(problem: AttentionProblem, config: Config) -> None:
+    if config.num_stages < 2:
+        raise UnsupportedProblem(
+            f"{config} cannot run {problem.describe()}",
+            {NAME: ["num_stages is 1; it must be at least 2: K comes one tile ahead of V where tiles overlap"]},
+            "num_stages=2",
+        )
+
+
+def _specify_parts(
+    problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
+) -> tuple[list[launch.Launch], launch.Launch, tuple[torch.Tensor, ...], list[tensor_maps.MapPlan | None]]:
+    """Returns the launches that make parts of q, k and v, the attention launch, the parts between them, and their
+    maps."""
+    widths = sum(host.pieces(problem.head_dim)), sum(host.pieces(problem.head_dim_v))
+    arithmetic, count, inverses = precision.arithmetic(problem, gpu, ABLE), num_parts(problem, gpu), None
+    if count == 1:
+        _refuse_one_stage(problem, config)
+    if arithmetic in scale_ahead.PARTS:
+        shapes = split_ahead.part_shapes(problem, count, *widths)
+        scaling = scale_ahead.specify(problem, gpu, operands, arithmetic, shapes)
+        ahead, parts, inverses = list(scaling.launches), scaling.parts, scaling.inverses
+    else:
+        split, parts = split_ahead.specify_all(problem, gpu, operands, arithmetic, *widths)
+        ahead = [split]
+    plans = _plans_of_parts(problem, config, parts)
+    attend = _specify(problem, gpu, operands, (*parts, out), plans, lse, config, count, inverses)
+    return ahead, attend, parts, plans
+
+
+def _specify(
+    problem: AttentionProblem,
+    gpu: Gpu,
+    operands: Operands,
+    sources: tuple[torch.Tensor, ...],
+    plans: list[tensor_maps.MapPlan | None],
+    lse: torch.Tensor | None,
+    config: Config,
+    parts: int,
+    inverses: torch.Tensor | None = None,
+    words: torch.Tensor | None = None,
+) -> launch.Launch:
+    """Returns the launch of `hopper_flash_fwd_kernel` on the tensors that maps describe, `sources`; the last one is
+    out."""
+    out = sources[-1]
+    out_ptr = out if problem.packed or problem.dtype == "float32" else None
+    tensors = {**dict(enumerate(sources)), BIAS_SOURCE: operands.bias}
+    descriptors = [None if plan is None else launch.Mapped(plan, tensors[plan.source]) for plan in plans]
+    tiles = query_tiles(problem, config.block_m)
+    sms = gpu.num_sms or NUM_SMS
+    return launch.Launch(
+        kernel=hopper_flash_fwd_kernel,
+        grid=min(tiles, sms * config.blocks_per_sm),
+        tensors=(*descriptors, out_ptr, lse, *operands[5:], inverses, words, operands.bias, host.counter(out)),
+        scalars=_scalars(problem, operands, config, tiles, parts),
+        constants=_constants(problem, config, parts) | {"BIAS": host.bias_kind(operands.bias)},
+        options={
+            "num_warps": 4,
+            "enable_fp_fusion": True,
+            **_register_cap(config),
+            **({} if inverses is None else {"launch_pdl": True}),  # begins while the preceding launch runs
+        },
+    )
+
+
+def _scalars(
+    problem: AttentionProblem, operands: Operands, config: Config, tiles: int, parts: int
+) -> list[int | float]:
+    """Returns the run-time arguments after the pointers, in the kernel's order."""
+    schedule = host.of_schedule(problem, operands, tiles, 1, config.block_m, 2 * parts)
+    return [*schedule, *_after_schedule(problem, operands)]
+
+
+def _after_schedule(problem: AttentionProblem, operands: Operands) -> list[int | float]:
+    """Returns the last run-time arguments. Without a mask or bias they do not depend on lengths."""
+    scale, softcap = host.score_units(problem)
+    if problem.bias_shape is not None:  # scores stay in natural units until the bias is added (mask_bias.py)
+        scale, softcap = (scale, problem.softcap) if softcap else (problem.softmax_scale, 0.0)
+    if problem.dtype != "float32" and scale == 0.0:
+        scale = 2.0**-100  # hidden scores are multiplied too, and 0 * -inf is NaN; all others still round to 0
+    return [scale, softcap, *mask_bits.strides(problem), *arguments.broadcast_strides(operands.bias)[:3]]
+
+
+def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[str, int | bool]:
+    """Returns the compile-time arguments of the kernel, by name, in its order."""
+    features = arguments.feature_constants(problem)
+    consumer, producer = registers(config)
+    return {
+        "GROUPS": config.groups,
+        "BLOCK_N": config.block_n,
+        "STAGES": config.num_stages,
+        "NAMED_BARRIERS": config.blocks_per_sm > 1,
+        "OWN_OUT": problem.dtype == "float32" or out_columns(problem, config) > 0,
+        "VALUES_FIRST": values_first(problem, config),
+        "PARTS": parts,
+        "HEAD_DIM_V": problem.head_dim_v if problem.dtype == "float32" else 0,
+        **arguments.band_constants(problem),
+        "HAS_ALIBI": features["HAS_ALIBI"],
+        "HAS_SOFTCAP": features["HAS_SOFTCAP"],
+        "HAS_SINKS": features["HAS_SINKS"],
+        "IS_VARLEN": problem.packed,
+        "WRITE_LSE": problem.return_lse,
+        "CONSUMER_REGISTERS": consumer,
+        "PRODUCER_REGISTERS": producer,
+        "HAS_MASK": features["HAS_MASK"],
+        "Q_IN_REGISTERS": q_in_registers(problem, config) if Q_FITS_REGISTERS else 0,
+    }
+
+
+def _bias_for_maps(bias: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns a bias with one number for each score in a form that a tensor map can describe, any other unchanged."""
+    return host.mappable_bias(bias) if bias is not None and host.bias_kind(bias) == "cells" else bias
+
+
+def _register_cap(config: Config) -> dict[str, int]:
+    """Returns the registers a thread starts with when blocks share an SM: 256 threads a block."""
+    return {} if config.blocks_per_sm == 1 else {"maxnreg": 65536 // (256 * config.blocks_per_sm) // 8 * 8}
