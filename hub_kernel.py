@@ -84,11 +84,17 @@ def front(package: Path) -> str:
 
 
 def build(out: Path, package: Path = ROOT / NAME) -> list[Path]:
-    """Writes the kernel's variants, one per backend, to `out/build`, which is replaced.
+    """Writes the kernel's variants, one per backend, to `out/build`. Variants of an earlier build are replaced.
 
     Returns:
         The folders of the variants.
+
+    Raises:
+        FileExistsError: `out/build` holds something else, which would be lost.
     """
+    for path in (out / "build").glob("*"):
+        if path.name not in [f"torch-{backend}" for backend in BACKENDS] or not (path / "metadata.json").is_file():
+            raise FileExistsError(f"{path} is not a variant of a kernel; pass --out a folder for the build alone")
     texts = sources(package)
     head = front(package)
     digest = hashlib.sha256(repr((head, sorted(texts.items()))).encode()).hexdigest()[:8]

@@ -105,6 +105,15 @@ def test_it_runs_in_a_fresh_process_without_the_package(loader: str, repository:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def test_what_another_program_built_is_not_replaced(tmp_path: Path) -> None:
+    kept = tmp_path / "build" / "lib" / "module.py"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("kept")
+    with pytest.raises(FileExistsError, match="is not a variant of a kernel"):
+        hub_kernel.build(tmp_path)
+    assert kept.read_text() == "kept"
+
+
 def test_what_a_kernel_could_not_import_stops_the_build() -> None:
     def relocate(text: str) -> str:
         return hub_kernel.relocated("kernels/one.py", text, "_n")
