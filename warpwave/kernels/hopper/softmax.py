@@ -233,3 +233,27 @@ def with_sink(m_i, l_row, l_out, sink_log2):
 def natural_lse(m_i, l_row):
     """Returns the natural log-sum-exp of a row's state in bits; minus infinity if it saw no key."""
     return gl.where(l_row == 0.0, float("-inf"), (m_i + gl.log2(l_row)) * LN_2)
+
+
+@jit
+def factors_of_out(l_row, l_out, factor, rules):
+    """Returns which rows see nothing, and the factor of each row's output.
+
+    Args:
+        factor: of a row's sum beside its sink, from `with_sink`; ones without sinks.
+    """
+    # A row that saw no key has sum 0, or saw only its sink: its output is 0, whatever its tile held.
+    saw_nothing = l_row == 0.0
+    if rules.HAS_SINKS:
+        saw_nothing = saw_nothing | (factor == 0.0)
+    return saw_nothing, factor / gl.where(l_row == 0.0, 1.0, l_out)
+
+
+@jit
+def store_lse(m_i, l_row, lse_ptr, stride_lb, stride_lh, work, row_first, rules):
+    """Stores the log-sum-exp of 64 rows, from `row_first` on."""
+    rows = row_first + gl.arange(0, ROWS, l_row.type.layout)
+    first = work.head.to(gl.int64) * stride_lh + work.q_begin
+    if not rules.IS_VARLEN:
+        first += work.batch.to(gl.int64) * stride_lb
+    gl.store(lse_ptr + first + rows, natural_lse(m_i, l_row), mask=rows < work.seqlen_q)

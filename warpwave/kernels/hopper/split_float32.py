@@ -22,7 +22,7 @@ from warpwave.kernels.hopper.parts import ROWS, accumulator_layout, hand_back, l
 from warpwave.kernels.hopper.rows import zero_values
 from warpwave.kernels.hopper.serial import unseen_zero
 from warpwave.kernels.hopper.softmax import in_bits, new_maximum, partial_sums, probabilities
-from warpwave.kernels.hopper.visible import Rules
+from warpwave.kernels.hopper.visible import with_scale
 from warpwave.runtime.gluon_or_stub import constexpr_function, gl, jit, warpgroup_mma, warpgroup_mma_wait
 
 # Scales ---------------------------------------------------------------------------------------------------------------
@@ -57,12 +57,8 @@ def scaled_rules(inverses_ptr, q_inverses_ptr, work, GROUP: gl.constexpr, num_he
     of_key = inverses_ptr + (work.batch * (num_heads // group_size) + work.head // group_size) * 2
     inverse = gl.load(q_inverses_ptr + number) * gl.load(of_key)
     # Clamp the factor where scores exceed float32 anyway: 0 times Inf would turn a score of 0 into NaN.
-    scale = rules.scale * gl.minimum(gl.maximum(inverse, 1.1754943508222875e-38), 1.2676506002282294e30)
-    return Rules(
-        scale, rules.softcap_log2, rules.window_left, rules.window_right, rules.GROUPS, rules.BLOCK_N, rules.HAS_LOW,
-        rules.HAS_HIGH, rules.TOP_LEFT, rules.HAS_ALIBI, rules.HAS_SOFTCAP, rules.HAS_SINKS, rules.IS_VARLEN,
-        rules.WRITE_LSE, rules.OWN_OUT, rules.VALUES_FIRST, rules.PARTS, rules.HEAD_DIM_V,
-    )  # fmt: skip
+    inverse = gl.minimum(gl.maximum(inverse, 1.1754943508222875e-38), 1.2676506002282294e30)
+    return with_scale(rules, rules.scale * inverse)
 
 
 @jit

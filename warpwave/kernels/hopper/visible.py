@@ -77,6 +77,17 @@ class Rules:
         self.ALIGN_KEYS = gl.constexpr(ALIGN_KEYS)
 
 
+@jit
+def with_scale(rules, scale):
+    """Returns the rules with another scale."""
+    return Rules(
+        scale, rules.softcap_log2, rules.window_left, rules.window_right, rules.GROUPS, rules.BLOCK_N, rules.HAS_LOW,
+        rules.HAS_HIGH, rules.TOP_LEFT, rules.HAS_ALIBI, rules.HAS_SOFTCAP, rules.HAS_SINKS, rules.IS_VARLEN,
+        rules.WRITE_LSE, rules.OWN_OUT, rules.VALUES_FIRST, rules.PARTS, rules.HEAD_DIM_V, rules.Q_IN_REGISTERS,
+        rules.ALIGN_KEYS,
+    )  # fmt: skip
+
+
 @aggregate
 class Keys:
     """The keys of a sequence that some query sees, [begin, end), and the band: low <= key - query <= high."""

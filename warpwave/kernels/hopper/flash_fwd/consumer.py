@@ -45,13 +45,14 @@ from warpwave.kernels.hopper.parts import (
 from warpwave.kernels.hopper.rows import store_out, zero_values
 from warpwave.kernels.hopper.serial import serial_tiles, too_wide_to_overlap
 from warpwave.kernels.hopper.softmax import (
-    natural_lse,
+    factors_of_out,
     of_rows,
     own_maxima,
     own_probabilities,
     rescaled,
     rounding_of_the_largest,
     settled_maximum,
+    store_lse,
     with_sink,
 )
 from warpwave.kernels.hopper.split_float32 import (
@@ -415,11 +416,7 @@ def consumer(GROUP: gl.constexpr, role):
         far = is_far(m_i)  # the sink's logit does not come from the bias
         if rules.HAS_SINKS:
             m_i, l_row, l_out, factor = with_sink(m_i, l_row, l_out, gl.load(role.sinks_ptr + work.head) * LOG2_E)
-        # A row that saw no key has sum 0, or saw only its sink: its output is 0, whatever its tile held.
-        saw_nothing = l_row == 0.0
-        if rules.HAS_SINKS:
-            saw_nothing = saw_nothing | (factor == 0.0)
-        factor = factor / gl.where(l_row == 0.0, 1.0, l_out)
+        saw_nothing, factor = factors_of_out(l_row, l_out, factor, rules)
         inverse = 1.0
         if is_scaled(rules):
             inverse = inverse_of_values(role.inverses_ptr, work, role.num_heads, role.group_size, rules.PARTS)
@@ -427,12 +424,7 @@ def consumer(GROUP: gl.constexpr, role):
         for i in gl.static_range(len(acc)):
             out = out + (gl.where(like(saw_nothing, acc[i]), 0.0, acc[i] * like(factor, acc[i]) * inverse),)
         if rules.WRITE_LSE:
-            rows = row_first + gl.arange(0, ROWS, row_layout)
-            lse = natural_lse(m_i, l_row)
-            first = work.head.to(gl.int64) * role.stride_lh + work.q_begin
-            if not rules.IS_VARLEN:
-                first += work.batch.to(gl.int64) * role.stride_lb
-            gl.store(role.lse_ptr + first + rows, lse, mask=rows < work.seqlen_q)
+            store_lse(m_i, l_row, role.lse_ptr, role.stride_lb, role.stride_lh, work, row_first, rules)
         if is_float32(rules):
             store_float32(out, v_ring, role.out_ptr, work, row_first, role.num_heads, rules)
         elif is_added(beside):

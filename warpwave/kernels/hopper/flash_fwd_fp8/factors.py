@@ -7,7 +7,7 @@ it is added to the accumulator, or the output if all keys of a head share it.
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
-from warpwave.kernels.hopper.visible import Rules
+from warpwave.kernels.hopper.visible import with_scale
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit
 
 
@@ -101,7 +101,7 @@ def rules_of_queries(factors, head, row_first, work, rules):
     factor = gl.load(pointer)
     if head.K_BLOCK == 0:
         factor = factor * gl.load(head.k_ptr)
-    return with_scale(rules, rules.scale * factor)
+    return with_scale(rules, in_range(rules.scale * factor))
 
 
 @jit
@@ -110,9 +110,8 @@ def rules_of_tile(head, tile, keys, rules):
     if head.K_BLOCK == 0:
         return rules
     else:
-        return with_scale(
-            rules, rules.scale * _of_block(head.k_ptr, head.k_stride, head.K_BLOCK, head, tile, keys, rules)
-        )
+        factor = _of_block(head.k_ptr, head.k_stride, head.K_BLOCK, head, tile, keys, rules)
+        return with_scale(rules, in_range(rules.scale * factor))
 
 
 @jit
@@ -141,12 +140,6 @@ def _of_block(pointer, stride, BLOCK: gl.constexpr, head, tile, keys, rules):
 
 
 @jit
-def with_scale(rules, scale):
-    """Returns the rules with another scale, kept in a range in which 0 * -inf cannot come about."""
-    scale = gl.minimum(gl.maximum(scale, 1.1754943508222875e-38), 1.2676506002282294e30)
-    return Rules(
-        scale, rules.softcap_log2, rules.window_left, rules.window_right, rules.GROUPS, rules.BLOCK_N, rules.HAS_LOW,
-        rules.HAS_HIGH, rules.TOP_LEFT, rules.HAS_ALIBI, rules.HAS_SOFTCAP, rules.HAS_SINKS, rules.IS_VARLEN,
-        rules.WRITE_LSE, rules.OWN_OUT, rules.VALUES_FIRST, rules.PARTS, rules.HEAD_DIM_V, rules.Q_IN_REGISTERS,
-        rules.ALIGN_KEYS,
-    )  # fmt: skip
+def in_range(scale):
+    """Returns a scale that cannot give 0 * -inf."""
+    return gl.minimum(gl.maximum(scale, 1.1754943508222875e-38), 1.2676506002282294e30)

@@ -43,14 +43,15 @@ from warpwave.kernels.hopper.parts import (
 )
 from warpwave.kernels.hopper.rows import store_out
 from warpwave.kernels.hopper.softmax import (
+    factors_of_out,
     in_bits,
-    natural_lse,
     of_rows,
     own_maxima,
     own_probabilities,
     rescaled,
     rounding_of_the_largest,
     settled_maximum,
+    store_lse,
     with_sink,
 )
 from warpwave.kernels.hopper.visible import Place, Rules, keys_of_sequence, place_of_group, tiles_of_block
@@ -380,22 +381,13 @@ def consumer(GROUP: gl.constexpr, role):
         factor = gl.full([ROWS], 1.0, gl.float32, row_layout)
         if rules.HAS_SINKS:
             m_i, l_row, l_out, factor = with_sink(m_i, l_row, l_out, gl.load(role.sinks_ptr + work.head) * LOG2_E)
-        # A row that saw no key has sum 0, or saw only its sink: its output is 0, whatever its tile held.
-        saw_nothing = l_row == 0.0
-        if rules.HAS_SINKS:
-            saw_nothing = saw_nothing | (factor == 0.0)
-        factor = factor / gl.where(l_row == 0.0, 1.0, l_out)
+        saw_nothing, factor = factors_of_out(l_row, l_out, factor, rules)
         factor = factor * of_output(head)
         chunks = ()
         for c in gl.static_range(len(acc)):
             chunks = chunks + (gl.where(like(saw_nothing, acc[c]), 0.0, acc[c] * like(factor, acc[c])),)
         if rules.WRITE_LSE:
-            rows = row_first + gl.arange(0, ROWS, row_layout)
-            lse = natural_lse(m_i, l_row)
-            first = work.head.to(gl.int64) * role.stride_lh + work.q_begin
-            if not rules.IS_VARLEN:
-                first += work.batch.to(gl.int64) * role.stride_lb
-            gl.store(role.lse_ptr + first + rows, lse, mask=rows < work.seqlen_q)
+            store_lse(m_i, l_row, role.lse_ptr, role.stride_lb, role.stride_lh, work, row_first, rules)
         if row_first < work.seqlen_q:
             out = as_pieces(chunks, vt_ring)
             store_out(out, role.out_maps, role.out_tiles, role.out_ptr, work, row_first, role.num_heads, GROUP, rules)
