@@ -76,7 +76,7 @@ def bias_kind(bias: torch.Tensor | None) -> str:
 
 def bias_bytes(problem: AttentionProblem) -> int:
     """Returns the bytes of a score's bias in shared memory; 0 where it is the same for all queries or for all keys."""
-    if problem.bias_shape is None or min(problem.bias_shape[2:]) == 1:
+    if problem.bias_shape is None or min(problem.bias_shape[2:]) <= 1:
         return 0
     return DTYPE_BYTES[problem.bias_dtype or problem.dtype]
 
