@@ -60,6 +60,7 @@ KERNELS: tuple[Any, ...] = (
 # GRADIENTS (of which operands), why_not, configs, default and cost as above (of a problem that is `deterministic`, the
 # bits of every config repeat), and
 #     bind(problem, gpu, operands, wanted, config) -> run(operands, (out, lse), dout, dlse) -> gradients
+# It may have cost_of_bias(problem, gpu, config): what the gradient of a bias adds to its cost.
 # The kernels that they do not serve compute their own: three_kernel, eager and torch_sdpa.
 GRADIENT_KERNELS: tuple[Any, ...] = (hopper_flash_bwd, flash_bwd)
 OWN_GRADIENTS = (three_kernel.NAME, torch_sdpa.NAME, eager.NAME)

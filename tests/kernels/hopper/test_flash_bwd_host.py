@@ -16,7 +16,8 @@ import warpwave
 from tests.test_new_lengths import Card, card, device, known, pytestmark
 from warpwave.gpu import Gpu
 from warpwave.kernels.hopper.flash_bwd import kernel
-from warpwave.kernels.hopper.flash_bwd.config import SMEM_PER_BLOCK, bias_bytes, steps_of_dq
+from warpwave.kernels.hopper.flash_bwd.config import SMEM_PER_BLOCK, steps_of_dq
+from warpwave.kernels.hopper.host import bias_bytes
 from warpwave.problem import AttentionProblem
 
 __all__ = ["card", "device", "known", "pytestmark"]  # fixtures

@@ -243,7 +243,9 @@ def test_a_bias_whose_gradient_is_not_wanted(name: str) -> None:
     judge(biased(name, (40, 64)), more=False)
 
 
-@pytest.mark.parametrize("name", ["each score", "keys, causal", "each score, keys from an odd one on"])
+@pytest.mark.parametrize(
+    "name", ["each score", "keys, causal", "each score, keys from an odd one on", "one for the heads, mask"]
+)
 def test_nan_behind_a_bias_goes_nowhere(name: str) -> None:
     call = biased(name, (64, 40))
     bias = call.operands.bias

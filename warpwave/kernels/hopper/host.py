@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from warpwave.kernels import arguments
-from warpwave.problem import AnyOperands, AttentionProblem
+from warpwave.problem import DTYPE_BYTES, AnyOperands, AttentionProblem
 from warpwave.runtime.counters import counters_of
 from warpwave.runtime.tensor_maps import MapPlan, has_map
 
@@ -72,6 +72,13 @@ def bias_kind(bias: torch.Tensor | None) -> str:
         return ""
     *_, stride_m, stride_n = arguments.broadcast_strides(bias)
     return "rows" if stride_n == 0 else "keys" if stride_m == 0 else "cells"
+
+
+def bias_bytes(problem: AttentionProblem) -> int:
+    """Returns the bytes of a score's bias in shared memory; 0 where it is the same for all queries or for all keys."""
+    if problem.bias_shape is None or min(problem.bias_shape[2:]) <= 1:
+        return 0
+    return DTYPE_BYTES[problem.bias_dtype or problem.dtype]
 
 
 def mappable_bias(bias: torch.Tensor) -> torch.Tensor:

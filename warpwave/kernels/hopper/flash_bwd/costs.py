@@ -12,7 +12,6 @@ from warpwave.kernels.hopper.flash_bwd.config import (
     GROUP_ROWS,
     MAX_JOINT,
     Config,
-    bias_bytes,
     has_hidden_rows,
     smem_bytes,
     smem_of_dkv,
@@ -22,7 +21,7 @@ from warpwave.kernels.hopper.flash_bwd.config import (
     widths,
 )
 from warpwave.kernels.hopper.flash_bwd.launches import heads_of, query_tiles
-from warpwave.kernels.hopper.host import NUM_SMS
+from warpwave.kernels.hopper.host import NUM_SMS, bias_bytes
 from warpwave.kernels.prepass import bias_seen, mask_bits
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
@@ -58,7 +57,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         packing, words = _of_mask(problem)
         workspace += words
         zeros = (*zeros, packing)
-    for _ in range((problem.bias_shape is not None) + (problem.mask_shape is not None)):
+    if problem.bias_shape is not None or problem.mask_shape is not None:
         copies = _copied_bytes(problem)
         workspace += copies
         zeros = (*zeros, of_copies(copies))
@@ -148,7 +147,7 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
 
 def _without_mask(problem: AttentionProblem) -> AttentionProblem:
     """Returns the problem without its mask, whose bytes only the packing launches read. Tiles that the mask hides are
-    counted, though none is walked: which they are, the problem does not say."""
+    counted although no block walks them: their number depends on the mask's values."""
     return replace(problem, mask_shape=None, mask_visible_pairs=None)
 
 

@@ -306,7 +306,7 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask, rules):
         if place.WRITE_DSLOPES:
             rows, keys = places(ds, row_first, key_first, False)
             of_slope -= gl.sum(ds * gl.abs(rows + band.offset - keys).to(gl.float32), axis=1)
-        if rules.HAS_SOFTCAP and takes_ds:
+        if rules.HAS_SOFTCAP and takes_ds:  # the softcap's derivative of hidden pairs may be NaN
             ds = gl.where(p == 0.0, 0.0, ds * cap)
         pending = values_async(operand(ds, tiles.keys), tiles.keys, n, dq)
         if j + 1 < end:
@@ -316,7 +316,7 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask, rules):
         dq = wait_for(pending, len(q))
         if len(tiles.bias.gradient_maps) > 0:
             tma.store_wait(0)
-        if rules.BIAS == "cells":  # which threads have read, besides wgmma
+        if rules.BIAS == "cells":  # threads read the stage too: a barrier of the group comes first
             hand_back(tiles.keys, n)
         else:
             hand_back_multiplied(tiles.keys, n)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ class Workspace(NamedTuple):
     words_transposed: torch.Tensor | None
     queries_seen: torch.Tensor | None  # where a bias hides: see prepass/bias_seen.py
     keys_seen: torch.Tensor | None
-    walks: torch.Tensor | None = None  # of blocks of queries, and of blocks of keys: see `walks`
+    walks: torch.Tensor | None = None  # of blocks of queries, and of blocks of keys: see `with_walks`
     walks_transposed: torch.Tensor | None = None
 
 
@@ -194,7 +194,7 @@ def _bias_and_flags(t: Tensors) -> tuple[Any, ...]:
 def with_walks(problem: AttentionProblem, tensors: Tensors, config: Config) -> Tensors:
     """Returns the tensors of a call, with lists of the steps that its blocks walk (`mask_bits.walks`) if it has a mask:
     those of which the packed mask shows a pair. Steps of a block of 128 queries are tiles of keys; steps of a block of
-    64 keys are tiles of queries, counted over the heads of a group."""
+    64 keys are tiles of queries, counted over the heads of a group. What skipping the others gains was not measured."""
     work = tensors.workspace
     if work.words is None or work.words_transposed is None:
         return tensors
@@ -223,17 +223,13 @@ def without_unseen(problem: AttentionProblem, tensors: Tensors) -> Tensors:
         seen.append(tuple(map(mask_bits.rows_seen, (work.words, work.words_transposed), packed)))
     if work.queries_seen is not None and work.keys_seen is not None:
         seen.append((bias_seen.seen(work.queries_seen), bias_seen.seen(work.keys_seen)))
-    for of_queries, of_keys in seen:
-        tensors = _without(problem, tensors, of_queries, of_keys)
-    return tensors
-
-
-def _without(problem: AttentionProblem, tensors: Tensors, of_queries: torch.Tensor, of_keys: torch.Tensor) -> Tensors:
-    """Returns tensors with zeros where (batch, heads, positions) are not seen."""
+    if not seen:
+        return tensors
+    of_queries, of_keys = (reduce(torch.logical_and, of) for of in zip(*seen, strict=True))
     q, k, v = tensors.operands[:3]
     if of_keys.shape[1] > 1:  # a kv head's keys are seen by the heads of a group
         of_keys = of_keys.unflatten(1, (problem.num_heads_kv, -1)).any(2)
-    of_queries, of_keys = (seen.transpose(1, 2)[..., None] for seen in (of_queries, of_keys))
+    of_queries, of_keys = (of.transpose(1, 2)[..., None] for of in (of_queries, of_keys))
     q, dout = (torch.where(of_queries, t, 0) for t in (q, tensors.dout))
     k, v = (torch.where(of_keys, t, 0) for t in (k, v))
     return tensors._replace(operands=tensors.operands._replace(q=q, k=k, v=v), dout=dout)

@@ -88,8 +88,8 @@ class Mask:
 
     Args:
         words_ptr, strides: its words, and their strides of batch, head, tile of columns and row.
-        walks_ptr, walk_strides: which steps of a block show a pair (launches.walks), and strides of batch, head and
-            block.
+        walks_ptr, walk_strides: lists of the steps of a block that show a pair (launches.with_walks), and strides of
+            batch, head and block.
     """
 
     words_ptr: gl.tensor

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from warpwave import precision
 from warpwave.gpu import Gpu
-from warpwave.kernels.hopper.host import NUM_SMS, pieces
+from warpwave.kernels.hopper.host import NUM_SMS, bias_bytes, pieces
 from warpwave.kernels.prepass import scale_ahead
 from warpwave.kernels.rules import Rule, deciding, note, undecided
-from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
+from warpwave.problem import AttentionProblem, by_kind
 
 SHORT_KEYS = 2048
 SMEM_PER_SM = 228 * 1024  # the driver keeps 1 KiB of it for each block
@@ -119,17 +119,13 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 def _smem(problem: AttentionProblem, config: Config, out_columns: int, parts: int = 1) -> int:
     width, width_v = sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
     elements = config.block_m * (width + out_columns) + config.num_stages * config.block_n * (width + width_v)
-    beside = config.num_stages * config.block_m * config.block_n * _bias_bytes(problem)
+    beside = config.num_stages * config.block_m * config.block_n * bias_bytes(problem)
     return 2 * parts * elements + beside + 2048  # 2048 for barriers and reductions
 
 
 def has_bias_cells(problem: AttentionProblem) -> bool:
     """Returns whether each score has its own bias, which is loaded with K and takes registers."""
-    return problem.bias_shape is not None and min(problem.bias_shape[2:]) > 1
-
-
-def _bias_bytes(problem: AttentionProblem) -> int:
-    return DTYPE_BYTES[problem.bias_dtype or problem.dtype] if has_bias_cells(problem) else 0
+    return bias_bytes(problem) > 0
 
 
 def values_first(problem: AttentionProblem, config: Config) -> bool:
@@ -208,7 +204,7 @@ def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     if not _fits_shared_memory(problem, gpu, config):
         return False
     width_v, block_n, parts = sum(pieces(problem.head_dim_v)), config.block_n, num_parts(problem, gpu)
-    needed = block_n // 2 + block_n // 4 + width_v // 2 + 40 + block_n // 8 * _bias_bytes(problem)
+    needed = block_n // 2 + block_n // 4 + width_v // 2 + 40 + block_n // 8 * bias_bytes(problem)
     if parts > 1:  # two accumulators of scores, or parts of probabilities and a slice of the product (split_float32.py)
         needed = width_v // 2 + max(block_n, parts * block_n // 4 + min(width_v, 64)) + 16
     elif width_v > 320:  # scores and probabilities are never live together (serial.py)
@@ -219,7 +215,7 @@ def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
 @by_kind
 def _facts(problem: AttentionProblem, gpu: Gpu) -> tuple[int, int, int]:
     """Returns the width of a tile, the parts of an operand, and the bytes of a score's bias."""
-    return _width(problem), num_parts(problem, gpu), _bias_bytes(problem)
+    return _width(problem), num_parts(problem, gpu), bias_bytes(problem)
 
 
 class Call:
