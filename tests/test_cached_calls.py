@@ -11,10 +11,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.test_kv_cache import DEVICE, append, check_books, make, read, tokens, visible
-from warpwave import InvalidInput, PagedKVCache, Rotary, attention_with_kv_cache, plans
+from warpwave import (
+    InvalidInput,
+    PagedKVCache,
+    Rotary,
+    UnsupportedProblem,
+    attention_with_kv_cache,
+    plans,
+    warmup,
+)
 from warpwave.kernels import append_kv
 from warpwave.kernels.paging import offsets_within
 from warpwave.kv_cache import new_tokens
+from warpwave.problem import AttentionProblem
 from warpwave.runtime.bounded import Bounded
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
@@ -252,3 +261,55 @@ def test_a_refused_number_does_not_serve_its_equal() -> None:
                     attention_with_kv_cache(**call)
             else:
                 attention_with_kv_cache(**call)
+
+
+def test_warmup_makes_the_plans_of_a_server() -> None:
+    problems = [
+        AttentionProblem(
+            batch=2, seqlen_q=n, seqlen_k=64, num_heads_q=4, num_heads_kv=2, head_dim=16, head_dim_v=16,
+            dtype="float32", softmax_scale=0.25, page_size=page_size,
+        )
+        for n in (1, 8)
+        for page_size in (0, 16)
+    ]  # fmt: skip
+    assert warmup(problems, DEVICE) == 4
+    with pytest.raises(InvalidInput, match="num_warps is none of them"):
+        warmup(problems, DEVICE, num_warps=3)
+    with pytest.raises(UnsupportedProblem):
+        wide = AttentionProblem(**(vars(problems[1]) | {"head_dim": 300}))
+        warmup([wide], DEVICE, kernel="split_kv")
+
+
+def test_calls_made_before_are_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not looked at again while their layouts are the same; looked at where anything differs that a plan relies on."""
+    cache = make(num_layers=2)
+    rows = [cache.add(), cache.add()]
+    cache.extend(rows, 5)
+    q, index = tokens(2, 1, 4, 8), cache.index(rows)
+    for layer in cache.layers:
+        layer.k.normal_()
+        layer.v.normal_()
+
+    def call(q: torch.Tensor = q, layer: int = 0, **more: Any) -> torch.Tensor:
+        options: dict[str, Any] = {"rows": index, "window_size": (2, 0)} | more
+        out: torch.Tensor = attention_with_kv_cache(q, cache.layers[layer], **options)
+        return out
+
+    first = call()
+    unaligned = torch.cat([torch.zeros(1, device=DEVICE), q.flatten()])[1:].view(q.shape)
+    assert call(unaligned).equal(first)
+    with monkeypatch.context() as patch:
+        patch.setattr(plans, "plan_key", lambda *_: pytest.fail("the call was described again"))
+        assert call().equal(first)
+        assert not call(layer=1).equal(first)
+        assert call(q.repeat(1, 2, 1, 1))[:, 1:].equal(first), "another length is of the same class"
+        others: list[dict[str, Any]] = [
+            {"q": unaligned}, {"q": q.transpose(1, 2).contiguous().transpose(1, 2).half()},
+            {"window_size": (3, 0)}, {"causal": True}, {"rows": None}, {"rows": index.long()}, {"num_splits": 2},
+            {"sinks": tokens(4)},
+        ]  # fmt: skip
+        for other in others:
+            with pytest.raises(pytest.fail.Exception, match="described again"):
+                call(**other)
+    cache.extend(rows, 1)  # lengths are no part of a plan
+    assert not call().equal(first)

@@ -7,25 +7,18 @@ import pickle
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from warpwave import (
     InvalidInput,
-    InvalidType,
     OutOfPages,
     PagedKVCache,
     Rotary,
     UnsupportedProblem,
     attention,
     attention_with_kv_cache,
-    plans,
-    warmup,
 )
-from warpwave.kernels import append_kv
-from warpwave.kv_cache import new_tokens
-from warpwave.problem import AttentionProblem
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES: dict[str, Any] = {
@@ -345,101 +338,6 @@ def test_tables_never_move() -> None:
     assert cache.index(rows) is cache.index(rows)
 
 
-@pytest.mark.parametrize(
-    ("error", "words", "call"),
-    [
-        (InvalidInput, "row 3 holds no sequence; rows that do are \\[0\\]", lambda c: c.free(3)),
-        (InvalidInput, "row 0 is named 2 times", lambda c: c.extend([0, 0])),
-        (InvalidType, "a row is 'a'", lambda c: c.free(["a"])),
-        (InvalidInput, "counts has 2 numbers for 1 rows", lambda c: c.extend([0], [1, 2])),
-        (InvalidInput, "would grow by -1 tokens", lambda c: c.extend([0], -1)),
-        (InvalidInput, "has 0 tokens to share", lambda c: c.fork(0, 1)),
-        (InvalidInput, "all 1 rows", lambda c: c.add()),
-        (InvalidType, "k_new is torch.float16", lambda c: c.append([0], tokens(1, 1, 2, 8).half(), tokens(1, 1, 2, 8))),
-        (InvalidInput, "v_new has shape", lambda c: c.append([0], tokens(1, 1, 2, 8), tokens(1, 1, 2, 9))),
-        (InvalidInput, "rows has shape", lambda c: c.append([0], tokens(2, 1, 2, 8), tokens(2, 1, 2, 8))),
-        (InvalidInput, "v_new has shape", lambda c: c.append([0], tokens(1, 2, 2, 8), tokens(1, 1, 2, 8))),
-        (InvalidType, "k_new is a list", lambda c: c.append([0], [1], tokens(1, 1, 2, 8))),
-        (InvalidType, "length is 0.0; it must be an integer", lambda c: c.fork(0, 0.0)),
-        (InvalidType, "length is True", lambda c: c.truncate(0, True)),
-        (InvalidType, "a row is True", lambda c: c.fork(True)),
-        (InvalidType, "a row is False", lambda c: c.index([False])),
-        (InvalidType, "a row is a Tensor", lambda c: c.free(torch.tensor([0]))),
-        (InvalidType, "rows is None; it must be a sequence", lambda c: c.extend(None)),
-        (InvalidType, r"counts\[0\] is 1.5; it must be an integer", lambda c: c.extend([0], [1.5])),
-        (InvalidType, "counts is 1.5", lambda c: c.extend([0], 1.5)),
-        (InvalidType, "counts is True", lambda c: c.extend([0], True)),
-        (InvalidType, "window_left is 2.0", lambda c: c.evict(0, 2.0)),
-        (InvalidType, "max_truncate is '1'", lambda c: c.evict(0, 2, "1")),
-        (InvalidType, "rotary is a tuple", lambda c: c.append(
-            [0], tokens(1, 1, 2, 8), tokens(1, 1, 2, 8), rotary=(1, 2))),
-        (InvalidInput, "counts sums to 2; it must sum to 3", lambda c: c.append(
-            [0], tokens(3, 2, 8), tokens(3, 2, 8), counts=[2])),
-        (InvalidInput, r"counts\[0\] is -3; it must be at least 0", lambda c: c.append(
-            [0], tokens(3, 2, 8), tokens(3, 2, 8), counts=[-3])),
-        (InvalidInput, "cu_seqlens was given without counts", lambda c: c.append(
-            [0], tokens(3, 2, 8), tokens(3, 2, 8), cu_seqlens=torch.zeros(2))),
-        (InvalidType, "cu_seqlens is torch.int64", lambda c: c.append(
-            [0], tokens(3, 2, 8), tokens(3, 2, 8), cu_seqlens=torch.tensor([0, 3], device=DEVICE), counts=[3])),
-        (InvalidInput, r"cu_seqlens has shape \(3,\) for 1 rows", lambda c: c.append(
-            [0], tokens(3, 2, 8), tokens(3, 2, 8), cu_seqlens=torch.zeros(3).int(), counts=[3])),
-        (InvalidType, "k_new is no plain strided tensor", lambda c: c.append(
-            [0], tokens(1, 1, 2, 8).to_sparse(), tokens(1, 1, 2, 8))),
-    ],
-)  # fmt: skip
-def test_bad_input(error: type[Exception], words: str, call: Any) -> None:
-    cache = make(max_batch=1)
-    cache.add()
-    before = state(cache)
-    with pytest.raises(error, match=words):
-        call(cache)
-    assert state(cache) == before
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "words"),
-    [
-        ({"page_size": 0}, InvalidInput, "page_size is 0"),
-        ({"page_size": 48}, InvalidInput, "page_size is 48; it must be a power of two"),
-        ({"num_pages": 2.5}, InvalidType, "num_pages is 2.5"),
-        ({"max_batch": 0}, InvalidInput, "max_batch is 0"),
-        ({"dtype": torch.int16}, InvalidType, "dtype is torch.int16"),
-    ],
-)
-def test_bad_sizes(changes: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        make(**changes)
-
-
-def test_integers_of_numpy_are_integers() -> None:
-    sizes = {name: np.int64(size) for name, size in SIZES.items() if isinstance(size, int)}
-    cache = make(**sizes)
-    row: Any = np.uint8(cache.add())
-    numbers: Any = np.array([9, 1, 6, 8, 3, 2], dtype=np.int16)
-    cache.extend([row], numbers[:1])
-    cache.extend(np.array([row]), numbers[1])  # type: ignore[arg-type]
-    child = cache.fork(row, numbers[2])
-    cache.truncate(row, numbers[3])
-    assert cache.evict(row, numbers[4]) == 0 and cache.pages(row)[0] == -1
-    assert cache.lengths == {0: 8, child: 6}
-    q = tokens(1, 1, 2, 8)
-    whole = attention_with_kv_cache(q, cache, rows=[1], num_splits=2, max_seqlen_k=12)
-    rows: Any = np.array([1])
-    again = attention_with_kv_cache(q, cache, rows=rows, num_splits=numbers[5], max_seqlen_k=2 * numbers[2])
-    assert torch.equal(whole.nan_to_num(), again.nan_to_num())
-    cache.free(rows - 1)
-    cache.free(rows)
-    check_books(cache)
-
-
-def test_rows_on_the_host_are_checked() -> None:
-    cache = make()
-    cache.add()
-    for error, rows in ((InvalidInput, [4]), (InvalidInput, [-1]), (InvalidType, [1.5])):
-        with pytest.raises(error, match="row"):
-            attention_with_kv_cache(tokens(1, 1, 2, 8), cache, rows=rows)  # type: ignore[arg-type]
-
-
 def test_a_shared_prefix_before_what_is_appended_is_accepted() -> None:
     cache = make()
     first = cache.add()
@@ -467,115 +365,6 @@ def test_layers_share_tables() -> None:
         wrote = torch.cat([tokens(1, n, 2, 8, seed=i)[0] for n in (6, 1)])
         assert torch.equal(layer.k[pages].flatten(0, 1)[:7], wrote)
         assert torch.equal(layer.v[pages].flatten(0, 1)[:7], -wrote)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("rotation", ["none", "halves", "interleaved", "part of the head"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kernel_writes_what_torch_writes(dtype: torch.dtype, rotation: str, page_size: int, packed: bool) -> None:
-    """Bit for bit where nothing turns; else to the last place, for sums may round elsewhere."""
-    rotary = {
-        "none": None,
-        "halves": Rotary.of(24, 64, device=DEVICE),
-        "interleaved": Rotary.of(24, 64, interleaved=True, device=DEVICE),
-        "part of the head": Rotary.of(10, 64, device=DEVICE),
-    }[rotation]
-    written = []
-    for by_kernel in (True, False):
-        cache = make(num_pages=64, page_size=page_size, head_dim=24, head_dim_v=16, dtype=dtype)
-        rows = [cache.add() for _ in range(3)]
-        for layer in cache.layers:
-            layer.k.zero_()
-            layer.v.zero_()
-        cache.extend(rows, [3, 9, 20])  # not packed, the first new token of the first row has no cell
-        counts = [2, 0, 5] if packed else [4, 4, 4]
-        shape = (sum(counts),) if packed else (3, 4)
-        k, v, q = (tokens(*shape, h, d).to(dtype) for h, d in ((2, 24), (2, 16), (4, 24)))
-        ends = torch.tensor([0, 2, 2, 7], dtype=torch.int32, device=DEVICE) if packed else None
-        new = new_tokens(cache.layer, k, v, q=q, rows=cache.index(rows), cu_seqlens=ends, rotary=rotary)
-        interleaved = rotary is not None and rotary.interleaved
-        if by_kernel:
-            append_kv.prepare(new, 5, interleaved)(new)
-        else:
-            append_kv.write_torch(new, interleaved)
-        written.append((cache.k, cache.v, *(() if new.q_out is None else (new.q_out,))))
-        assert written[-1][0].any()
-    for a, b in zip(*written, strict=True):
-        if rotary is None:
-            assert torch.equal(a, b)
-        else:
-            torch.testing.assert_close(a, b, atol=1e-6 if dtype == torch.float32 else 0.02, rtol=1e-6)
-
-
-def test_rotation_turns_by_position() -> None:
-    """Two tokens' rotated product depends on how far apart they stand, which is what rotation is for."""
-    for interleaved in (False, True):
-        rotary = Rotary.of(8, 100, interleaved=interleaved)
-        q, k = torch.randn(1, 1, 8), torch.randn(1, 1, 8)
-
-        def score(i: int, j: int, rotary: Rotary = rotary, q: torch.Tensor = q, k: torch.Tensor = k) -> float:
-            a, b = (
-                append_kv.rotated(x, torch.tensor([p]), rotary.cos, rotary.sin, rotary.interleaved)
-                for x, p in ((q, i), (k, j))
-            )
-            return float((a * b).sum())
-
-        assert abs(score(3, 1) - score(83, 81)) < 1e-4
-        assert abs(score(3, 1) - score(3, 2)) > 1e-4
-        assert append_kv.rotated(q, torch.tensor([0]), rotary.cos, rotary.sin, interleaved).equal(q)
-
-
-def test_warmup_makes_the_plans_of_a_server() -> None:
-    problems = [
-        AttentionProblem(
-            batch=2, seqlen_q=n, seqlen_k=64, num_heads_q=4, num_heads_kv=2, head_dim=16, head_dim_v=16,
-            dtype="float32", softmax_scale=0.25, page_size=page_size,
-        )
-        for n in (1, 8)
-        for page_size in (0, 16)
-    ]  # fmt: skip
-    assert warmup(problems, DEVICE) == 4
-    with pytest.raises(InvalidInput, match="num_warps is none of them"):
-        warmup(problems, DEVICE, num_warps=3)
-    with pytest.raises(UnsupportedProblem):
-        wide = AttentionProblem(**(vars(problems[1]) | {"head_dim": 300}))
-        warmup([wide], DEVICE, kernel="split_kv")
-
-
-def test_calls_made_before_are_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not looked at again while their layouts are the same; looked at where anything differs that a plan relies on."""
-    cache = make(num_layers=2)
-    rows = [cache.add(), cache.add()]
-    cache.extend(rows, 5)
-    q, index = tokens(2, 1, 4, 8), cache.index(rows)
-    for layer in cache.layers:
-        layer.k.normal_()
-        layer.v.normal_()
-
-    def call(q: torch.Tensor = q, layer: int = 0, **more: Any) -> torch.Tensor:
-        options: dict[str, Any] = {"rows": index, "window_size": (2, 0)} | more
-        out: torch.Tensor = attention_with_kv_cache(q, cache.layers[layer], **options)
-        return out
-
-    first = call()
-    unaligned = torch.cat([torch.zeros(1, device=DEVICE), q.flatten()])[1:].view(q.shape)
-    assert call(unaligned).equal(first)
-    with monkeypatch.context() as patch:
-        patch.setattr(plans, "plan_key", lambda *_: pytest.fail("the call was described again"))
-        assert call().equal(first)
-        assert not call(layer=1).equal(first)
-        assert call(q.repeat(1, 2, 1, 1))[:, 1:].equal(first), "another length is of the same class"
-        others: list[dict[str, Any]] = [
-            {"q": unaligned}, {"q": q.transpose(1, 2).contiguous().transpose(1, 2).half()},
-            {"window_size": (3, 0)}, {"causal": True}, {"rows": None}, {"rows": index.long()}, {"num_splits": 2},
-            {"sinks": tokens(4)},
-        ]  # fmt: skip
-        for other in others:
-            with pytest.raises(pytest.fail.Exception, match="described again"):
-                call(**other)
-    cache.extend(rows, 1)  # lengths are no part of a plan
-    assert not call().equal(first)
 
 
 # Soak -----------------------------------------------------------------------------------------------------------------

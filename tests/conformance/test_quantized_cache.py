@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from tests.conformance import paged
+from tests.conformance.gates import forward_references, judge_forward
 from tests.conformance.harness import DEVICE, GPU, ON_GPU, bits
 from tests.conformance.paged import PagedCase
 from tests.conformance.test_paged import FEATURES, MASKS, MIXED, PAGE_SIZES, SEVERAL, SPLITS, check
 from warpwave import UnsupportedProblem, dispatch
+from warpwave.gpu import Gpu
 from warpwave.kernels import reasons, split_kv
+from warpwave.problem import AttentionProblem
 
 READERS = ("split_kv", "eager")
 CACHES = tuple(f"{dtype}:{kind}" for dtype in ("float8_e4m3fn", "int8") for kind in ("head", "token"))
@@ -29,6 +32,12 @@ def sampled(items: Any, every: int) -> list[Any]:
     """All items on a GPU; in the interpreter one of so many, the others in the full matrix."""
     every = 1 if ON_GPU else every
     return [pytest.param(item, marks=[pytest.mark.full] if i % every else []) for i, item in enumerate(items)]
+
+
+def judge(reader: str, call: paged.PagedCall) -> None:
+    operands: Any = call.operands
+    verdict = judge_forward(call.problem, forward_references(call.problem, operands), *paged.run(reader, call))
+    assert verdict.passed, str(verdict)
 
 
 @each_reader
@@ -77,14 +86,6 @@ def test_tokens_whose_factors_differ_by_powers_of_ten(cache: str, reader: str) -
     scale = 10.0 ** -(torch.arange(call.operands.v_descale.shape[1], device=DEVICE) % 4 + 3)
     o = call.operands._replace(v_descale=call.operands.v_descale * scale[:, None])
     judge(reader, call._replace(operands=o))
-
-
-def judge(reader: str, call: paged.PagedCall) -> None:
-    from tests.conformance.gates import forward_references, judge_forward
-
-    operands: Any = call.operands
-    verdict = judge_forward(call.problem, forward_references(call.problem, operands), *paged.run(reader, call))
-    assert verdict.passed, str(verdict)
 
 
 @each_reader
@@ -174,9 +175,6 @@ def test_chunks_beside_decode(page_size: int, cache: str) -> None:
 
 def test_split_kv_has_no_tensor_maps_for_8_bits() -> None:
     """Neither by the portable kernel nor by the launch with roles: both are for pools of 16 bits."""
-    from warpwave.gpu import Gpu
-    from warpwave.problem import AttentionProblem
-
     problem = AttentionProblem(
         batch=16, seqlen_q=1, seqlen_k=4096, num_heads_q=32, num_heads_kv=8, head_dim=128, head_dim_v=128,
         dtype="bfloat16", softmax_scale=0.1, page_size=64, dtype_kv="int8", kv_factors="token",

@@ -416,15 +416,12 @@ def bind(problem: AttentionProblem, operands: Any, config: Config, out: torch.Te
 
     def run(operands: Any, out: torch.Tensor | None = None) -> Results:
         lse: torch.Tensor | None
-        if problem.is_quantized:
-            with torch.no_grad():
-                found, lse = _forward_of_quantized(problem, operands, config)
-                out = found if out is None else out.copy_(found)
-        elif not problem.page_size:
+        if not (problem.is_quantized or problem.page_size):
             out, lse = forward(problem, operands, config, out)
         else:
+            on_copies = _forward_of_quantized if problem.is_quantized else _forward_on_cache
             with torch.no_grad():
-                found, lse = _forward_on_cache(problem, operands, config)
+                found, lse = on_copies(problem, operands, config)
                 out = found if out is None else out.copy_(found)
         return out, lse if keep_lse else None
 

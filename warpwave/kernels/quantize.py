@@ -14,7 +14,6 @@ The mean of k is read off in a pass before; quantize_tensor.py does the rest.
 
 from __future__ import annotations
 
-import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch
 from warpwave.errors import InvalidInput, InvalidType
 from warpwave.kernels import descales
 from warpwave.kernels.quantize_tensor import LARGEST, Source, quantized, rotated, rotation_block
+from warpwave.options import as_int
 from warpwave.problem import DTYPE_BYTES
 
 SOURCES = (torch.float16, torch.bfloat16, torch.float32)
@@ -136,12 +136,8 @@ def quantize(
     if rotate and rotation_block(q.shape[-1]) == 1:
         raise InvalidInput(f"rotate is True and head_dim is {q.shape[-1]}; it mixes a power of two of channels")
     with torch.no_grad():
-        mean = None
-        if smooth_k:
-            mean = _mean_of_keys(k)
-        shifted = mean
-        if mean is not None and rotate:
-            shifted = rotated(mean)
+        mean = _mean_of_keys(k) if smooth_k else None
+        shifted = rotated(mean) if mean is not None and rotate else mean
         saturated = torch.zeros(3, dtype=torch.int64, device=q.device)
         found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         moved = k.numel() * k.element_size() if smooth_k else 0
@@ -246,9 +242,7 @@ def _check(
             raise InvalidInput(
                 f"cu_seqlens_{side} is on {offset.device} and q on {q.device}; all tensors must share one device"
             )
-        if isinstance(length, bool) or not isinstance(length, numbers.Integral):
-            raise InvalidType(f"max_seqlen_{side} is {length!r}; it must be an integer")
-        if length < 0:
+        if as_int(f"max_seqlen_{side}", length) < 0:
             raise InvalidInput(f"max_seqlen_{side} is {length}; it must be at least 0")
     if packed and isinstance(granularity, int):
         raise InvalidInput(f"granularity is {granularity} in a packed call; it must be 'tensor' or 'head'")

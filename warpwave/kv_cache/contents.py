@@ -45,6 +45,7 @@ def check_cache_contents(problem: AttentionProblem, operands: CachedOperands) ->
         for i in range(first // page_size, -(-last // page_size) if last > first else 0):
             if not 0 <= pages[row][i] < num_pages:
                 raise InvalidInput(f"page_table[{row}, {i}] is {pages[row][i]}; the cache has {num_pages} pages")
-        positions = torch.arange(first, max(first, min(last, used[row] - seqlen_q)), device=table.device)
-        cells.append((table[row, positions // page_size].long(), positions % page_size))
+        if problem.kv_factors == "token":
+            positions = torch.arange(first, max(first, min(last, used[row] - seqlen_q)), device=table.device)
+            cells.append((table[row, positions // page_size].long(), positions % page_size))
     cache_descales.check_contents(operands, cells)

@@ -399,7 +399,7 @@ def flash_fwd_kernel(
 # Host -----------------------------------------------------------------------------------------------------------------
 
 # The kernel takes q, k, v, out, lse, the other tensors of `Operands`, the seed of dropout, and the factors. A quantized
-# call has no seed.
+# call has no seed, and the launch ignores the number in its place.
 TAKES_OF_QUANTIZED = (*range(12), 11, 12, 13, 14)
 L2_BYTES = 16 * 1024 * 1024  # for K and V of the heads that run together; on an H200, 4 to 32 MB differ by 3 %
 

@@ -3,20 +3,12 @@
 Bound: memory at decode, latency if the cache is short (host.py).
 """
 
-from warpwave.kernels.split_kv.choice import (
-    configs,
-    default,
-)
+from warpwave.kernels.split_kv.choice import configs, default
 from warpwave.kernels.split_kv.claims import outrun, why_not
-from warpwave.kernels.split_kv.config import (
-    Config,
-    smem_bytes,
-)
+from warpwave.kernels.split_kv.config import Config, smem_bytes
 from warpwave.kernels.split_kv.costs import cost, notes
 from warpwave.kernels.split_kv.host import NAME, NEEDS_GPU, QUANTIZED_CACHE, Binder, bind, bind_with_prefix, specify
-from warpwave.kernels.split_kv.splits import (
-    choose_splits,
-)
+from warpwave.kernels.split_kv.splits import choose_splits
 
 __all__ = [
     "NAME",

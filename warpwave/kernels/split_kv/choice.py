@@ -84,15 +84,15 @@ def _smaller(config: Config) -> Config:
 @by_kind
 def fitting(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     """Returns the tilings that fit the GPU's shared memory."""
-    return [c for c in _tilings(problem) if smem_bytes(problem, gpu, c) <= gpu.smem_per_block_bytes]
+    return [c for c in _tilings() if smem_bytes(problem, gpu, c) <= gpu.smem_per_block_bytes]
 
 
 def smallest_smem_bytes(problem: AttentionProblem, gpu: Gpu) -> int:
     """Returns the shared memory of the smallest tiling."""
-    return min(smem_bytes(problem, gpu, config) for config in _tilings(problem))
+    return min(smem_bytes(problem, gpu, config) for config in _tilings())
 
 
-def _tilings(problem: AttentionProblem) -> list[Config]:
+def _tilings() -> list[Config]:
     # Always four warps: eight warps on 64 rows or fewer split the keys of a product between them, which is slow on
     # Hopper, and at 64x16 in tf32 Triton 3.6 computes wrong products (flash_fwd/config.py).
     return [

@@ -5,22 +5,10 @@ from __future__ import annotations
 from warpwave import precision
 from warpwave.gpu import Gpu
 from warpwave.kernels import reasons
-from warpwave.kernels.arguments import (
-    padded,
-)
-from warpwave.kernels.split_kv.choice import (
-    default,
-    fitting,
-    smallest_smem_bytes,
-)
-from warpwave.kernels.split_kv.config import (
-    Config,
-    is_launched_ahead,
-)
-from warpwave.kernels.split_kv.splits import (
-    UNKNOWN_SMS,
-    blocks_with_rows,
-)
+from warpwave.kernels.arguments import padded
+from warpwave.kernels.split_kv.choice import default, fitting, smallest_smem_bytes
+from warpwave.kernels.split_kv.config import Config, is_launched_ahead
+from warpwave.kernels.split_kv.splits import UNKNOWN_SMS, blocks_with_rows
 from warpwave.problem import AttentionProblem, by_kind
 
 MAX_HEAD_DIM = 256

@@ -6,19 +6,8 @@ from dataclasses import replace
 
 from warpwave.gpu import Gpu
 from warpwave.kernels import partials
-from warpwave.kernels.arguments import (
-    dot_precision,
-    padded,
-)
-from warpwave.kernels.cost import (
-    PARTS,
-    Cost,
-    bytes_per_score,
-    conversions,
-    launch_order,
-    merging,
-    waits_for_memory,
-)
+from warpwave.kernels.arguments import dot_precision, padded
+from warpwave.kernels.cost import PARTS, Cost, bytes_per_score, conversions, launch_order, merging, waits_for_memory
 from warpwave.kernels.split_kv import few_rows_host as few_rows
 from warpwave.kernels.split_kv.config import (
     Config,
@@ -31,11 +20,7 @@ from warpwave.kernels.split_kv.config import (
     tile_heads,
     tiles,
 )
-from warpwave.kernels.split_kv.splits import (
-    choose_splits,
-    scattered,
-    smem_expected,
-)
+from warpwave.kernels.split_kv.splits import choose_splits, scattered, smem_expected
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 

@@ -17,9 +17,7 @@ from warpwave.runtime import launch
 from warpwave.runtime.tensor_maps import MapPlan, has_map
 
 if TYPE_CHECKING:
-    from warpwave.kernels.split_kv.config import (
-        Config,
-    )
+    from warpwave.kernels.split_kv.config import Config
 
 ROWS, KEYS, BOX = 16, 64, 64  # queries of all heads of a program; fewest keys of a tile; columns of one copy
 WIDEST = 256

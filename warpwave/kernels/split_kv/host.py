@@ -47,21 +47,10 @@ from warpwave.kernels.arguments import (
 )
 from warpwave.kernels.split_kv import few_rows_host as few_rows
 from warpwave.kernels.split_kv import tensor_maps
-from warpwave.kernels.split_kv.choice import (
-    configs,
-)
-from warpwave.kernels.split_kv.config import (
-    Config,
-    head_groups,
-    is_launched_ahead,
-    num_parts,
-    one_step,
-    tiles,
-)
+from warpwave.kernels.split_kv.choice import configs
+from warpwave.kernels.split_kv.config import Config, head_groups, is_launched_ahead, num_parts, one_step, tiles
 from warpwave.kernels.split_kv.device import split_kv_kernel
-from warpwave.kernels.split_kv.splits import (
-    changed,
-)
+from warpwave.kernels.split_kv.splits import changed
 from warpwave.problem import AttentionProblem, CachedOperands
 from warpwave.runtime import graphs, launch, scratch
 from warpwave.runtime.tensor_maps import MapPlan

@@ -10,13 +10,7 @@ from typing import NamedTuple
 from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import padded
 from warpwave.kernels.split_kv import few_rows_host as few_rows
-from warpwave.kernels.split_kv.config import (
-    Config,
-    columns,
-    longest_steps,
-    may_map,
-    tiles,
-)
+from warpwave.kernels.split_kv.config import Config, columns, longest_steps, may_map, tiles
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 FEW = 1 / 4  # tiles of rows per SM

@@ -9,10 +9,7 @@ import torch
 
 from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import tile_widths
-from warpwave.kernels.split_kv.config import (
-    Config,
-    may_map,
-)
+from warpwave.kernels.split_kv.config import Config, may_map
 from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch
 from warpwave.runtime.tensor_maps import MapPlan, has_map

@@ -1,0 +1,157 @@
+"""Seeded faults of the forward on Hopper."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+# Of the Hopper kernel's float32, whose source runs on a CPU as well (tests/kernels/hopper/gluon_on_cpu.py).
+HOPPER_FLOAT32 = [
+    Mutant(
+        "float32 on Hopper: scores of scaled operands not scaled back", "kernels/hopper/split_float32.py",
+        "scale = rules.scale * gl.minimum(", "scale = rules.scale + 0 * gl.minimum(",
+        "../kernels/hopper/test_flash_fwd_on_cpu.py::test_the_protocol_on_a_cpu", "full and fp16x1", "gates fail",
+    ),
+    Mutant(
+        "float32 on Hopper: values scaled back by another head's power of two", "kernels/hopper/split_float32.py",
+        "work.head // group_size) * 2 + 1)", "work.head // group_size) * 2)",
+        "../kernels/hopper/test_flash_fwd_on_cpu.py::test_the_protocol_on_a_cpu", "full and fp16x1", "gates fail",
+    ),
+    Mutant(
+        "float32 on Hopper: a scale that keys count for which no query sees", "kernels/prepass/scale_ahead.py",
+        "high_row = tl.maximum(tl.minimum(high_row, length_q + high), low_row)",
+        "high_row = tl.maximum(high_row, low_row)",
+        "../kernels/test_scale_ahead.py::test_what_nobody_sees_has_no_say", "top_left", "nothing was garbage",
+    ),
+    Mutant(
+        "float32 on Hopper: Inf counts towards a scale", "kernels/prepass/scale_ahead.py",
+        'tl.where(magnitudes < float("inf"), magnitudes, 0.0)', "tl.where(magnitudes == magnitudes, magnitudes, 0.0)",
+        "../kernels/test_scale_ahead.py::test_nan_and_inf_stay_and_do_not_count", "", "assert False",
+    ),
+    Mutant(
+        "float32 on Hopper: the second part of an operand left out", "kernels/prepass/scale_ahead.py",
+        "return part, x - part.to(tl.float32)", "return part, x - x",
+        "../kernels/test_scale_ahead.py::test_parts_and_scales", "full and fp16x3", "assert",
+    ),
+    Mutant(
+        "float32 on Hopper: a product of parts taken twice, another left out", "kernels/hopper/split_float32.py",
+        "values_slice(v_ring, tile + (PARTS - 1 - s - a), i)", "values_slice(v_ring, tile + (PARTS - 1 - a), i)",
+        "../kernels/hopper/test_flash_fwd_on_cpu.py::test_the_protocol_on_a_cpu", "full and bf16x6", "gates fail",
+    ),
+    Mutant(
+        "float32 on Hopper: parts of another head", "kernels/hopper/flash_fwd/roles.py",
+        "work.head * rules.PARTS + part", "work.head + part",
+        "../kernels/hopper/test_flash_fwd_on_cpu.py::test_the_protocol_on_a_cpu", "full and bf16x6", "gates fail",
+    ),
+    Mutant(
+        "float32 on Hopper: parts of a head written over the next head's", "kernels/prepass/split_ahead.py",
+        "(batch_head * rows_of_head + token) * ROW", "(batch_head * rows_of_part + token) * ROW",
+        "../kernels/hopper/test_flash_fwd.py::test_parts_add_up_to_the_operands", "", "assert",
+    ),
+]  # fmt: skip
+
+# Of its masks and biases, the same.
+ON_CPU = "../kernels/hopper/test_flash_fwd_on_cpu.py::"
+HOPPER_MASKS = [
+    Mutant(
+        "Hopper: values that a mask hides from all not zeroed", "kernels/hopper/flash_fwd/mask_bias.py",
+        "index(n % v_ring.stages)), seen)", "index(n % v_ring.stages)), seen + 1)",
+        f"{ON_CPU}test_masks_and_biases_on_a_cpu", "mask- and 64", "torch.equal",
+    ),
+    Mutant(
+        "Hopper: a block whose output is not finite not brought again", "kernels/hopper/flash_fwd/roles.py",
+        "            if wanted != 0:", "            if row_first < 0:",
+        f"{ON_CPU}test_masks_and_biases_on_a_cpu", "causal and 64", "torch.equal",
+    ),
+    Mutant(
+        "Hopper: what is left of the heads is the last group", "kernels/hopper/scheduler.py",
+        "later = s.num_tiles - 1 - t", "later = t",
+        "../kernels/hopper/test_scheduler.py::test_every_block_comes_once", "", "assert",
+    ),
+    Mutant(
+        "Hopper: tiles skipped by another block's flags", "kernels/hopper/flash_fwd/mask_bias.py",
+        "work.tile * rules.GROUPS + g, (work.seqlen_q", "work.tile + 0 * g, (work.seqlen_q",
+        f"{ON_CPU}test_tiles_that_a_mask_hides_are_not_visited", "128", "gates fail",
+    ),
+    Mutant(
+        "Hopper: a bias of other queries", "kernels/hopper/flash_fwd/mask_bias.py",
+        "(work.tile * rules.GROUPS + g) * ROWS, key]", "work.tile * ROWS + g * ROWS, key]",
+        f"{ON_CPU}test_masks_and_biases_on_a_cpu", "causal and 64", "gates fail",
+    ),
+    Mutant(
+        "Hopper: a window one key too short", "kernels/hopper/flash_fwd/mask_bias.py",
+        "~bits_below((rows + (keys.low - key_first))", "~bits_below((rows + (keys.low + 1 - key_first))",
+        f"{ON_CPU}test_keys_of_a_window_are_counted_on_a_cpu", "60 and 64", "torch.equal",
+    ),
+    Mutant(
+        "bits of a mask in another order", "kernels/prepass/mask_bits.py",
+        "columns // 8 * 2 + columns % 2", "columns // 8 + columns % 2 * 16",
+        "../kernels/test_mask_bits.py::test_every_cell_has_its_bit", "", "torch.equal",
+    ),
+]  # fmt: skip
+
+# Of the Hopper kernel, which runs on its GPU alone. None lets the producer and its consumers disagree about how many
+# tiles come: that is no wrong result but a launch that never ends.
+HOPPER = [
+    Mutant(
+        "Hopper: mask one key too wide", "kernels/hopper/visible.py",
+        "high = offset + rules.window_right", "high = offset + rules.window_right + 1",
+        "test_probes.py::test_count", "hopper and causal", "torch.equal", needs_gpu=True,
+    ),
+    Mutant(
+        "Hopper: padding key counted", "kernels/hopper/softmax.py",
+        "keys.end - 1 - key_first", "keys.end - key_first",
+        "test_probes.py::test_count", "hopper and none", "torch.equal", needs_gpu=True,
+    ),
+    Mutant(
+        "Hopper: first key tile lost", "kernels/hopper/visible.py",
+        "begin = (first - keys.begin) // rules.BLOCK_N", "begin = (first - keys.begin) // rules.BLOCK_N + 1",
+        "test_probes.py::test_support", "hopper", "keys from 0", needs_gpu=True,
+    ),
+    Mutant(
+        "Hopper: accumulator not rescaled", "kernels/hopper/softmax.py",
+        "(rescale(acc[i], beside_columns(alpha, acc[i])),)", "(acc[i],)",
+        "test_gates.py::test_case_grid", "hopper and sharp", "FAIL", needs_gpu=True,
+    ),
+    Mutant(
+        "Hopper: two of a row's four threads settle its maximum", "kernels/hopper/softmax.py",
+        'in (("$1", 2), ("a", 1))', 'in (("$1", 2), ("a", 2))',
+        "test_gates.py::test_case_grid", "hopper and sharp", "FAIL", needs_gpu=True,
+    ),
+    Mutant(
+        "Hopper: wrong head map", "kernels/hopper/flash_fwd/roles.py",
+        "kv_head = work.head // schedule.group_size",
+        "kv_head = work.head % (schedule.num_heads // schedule.group_size)",
+        "test_probes.py::test_retrieval_across_heads", "hopper and 6", "torch.equal", needs_gpu=True,
+    ),
+    Mutant(
+        "Hopper: log-sum-exp in bits", "kernels/hopper/softmax.py",
+        "(m_i + gl.log2(l_row)) * LN_2", "(m_i + gl.log2(l_row))",
+        "test_gates.py::test_case_grid", "hopper", "FAIL", needs_gpu=True,
+    ),
+    Mutant(
+        "Hopper: maximum lags without limit", "kernels/hopper/softmax.py",
+        "rises = of_tile > LAG", "rises = of_tile == float(\"inf\")",
+        "test_gates.py::test_case_grid", "hopper and sharp", "FAIL", needs_gpu=True,
+    ),
+    Mutant(
+        "Hopper: values behind a packed sequence not zeroed", "kernels/hopper/flash_fwd/roles.py",
+        "if rows_used < rules.BLOCK_N:", "if rows_used < -rules.BLOCK_N:",
+        "test_pairs.py::test_other_batch_items_may_hold_nan", "hopper", "bits(", needs_gpu=True,
+    ),
+    Mutant(
+        "Hopper: rows stored into the next packed sequence", "kernels/hopper/rows.py",
+        "inside = (rows < rows_left)", "inside = (rows < rows_left + 8)",
+        "test_pairs.py::test_packed_equals_single_calls", "hopper", "bits(", needs_gpu=True,
+    ),
+    Mutant(
+        "Hopper: both rows of a thread hidden by the first's bits", "kernels/hopper/words.py",
+        "and.b32 t, ${2 * n + (i & 2)}", "and.b32 t, ${2 * n + 0 * i}",
+        "test_probes.py::test_count", "hopper and mask", "torch.equal", needs_gpu=True,
+    ),
+    Mutant(
+        "Hopper: tile counter not put back", "kernels/hopper/scheduler.py",
+        "gl.atomic_xchg(counter_ptr, 0", "gl.atomic_xchg(counter_ptr, 1",
+        "../kernels/hopper/test_flash_fwd.py::test_a_launch_finds_the_counter_as_the_one_before_found_it", "",
+        "torch.equal", needs_gpu=True,
+    ),
+]  # fmt: skip
