@@ -38,7 +38,7 @@ HOPPER_FLOAT32 = [
         "../kernels/hopper/test_flash_fwd_on_cpu.py::test_the_protocol_on_a_cpu", "full and bf16x6", "gates fail",
     ),
     Mutant(
-        "float32 on Hopper: parts of another head", "kernels/hopper/flash_fwd/roles.py",
+        "float32 on Hopper: parts of another head", "kernels/hopper/flash_fwd/producer.py",
         "work.head * rules.PARTS + part", "work.head + part",
         "../kernels/hopper/test_flash_fwd_on_cpu.py::test_the_protocol_on_a_cpu", "full and bf16x6", "gates fail",
     ),
@@ -58,7 +58,7 @@ HOPPER_MASKS = [
         f"{ON_CPU}test_masks_and_biases_on_a_cpu", "mask- and 64", "torch.equal",
     ),
     Mutant(
-        "Hopper: a block whose output is not finite not brought again", "kernels/hopper/flash_fwd/roles.py",
+        "Hopper: a block whose output is not finite not brought again", "kernels/hopper/flash_fwd/consumer.py",
         "            if wanted != 0:", "            if row_first < 0:",
         f"{ON_CPU}test_masks_and_biases_on_a_cpu", "causal and 64", "torch.equal",
     ),
@@ -118,7 +118,7 @@ HOPPER = [
         "test_gates.py::test_case_grid", "hopper and sharp", "FAIL", needs_gpu=True,
     ),
     Mutant(
-        "Hopper: wrong head map", "kernels/hopper/flash_fwd/roles.py",
+        "Hopper: wrong head map", "kernels/hopper/flash_fwd/producer.py",
         "kv_head = work.head // schedule.group_size",
         "kv_head = work.head % (schedule.num_heads // schedule.group_size)",
         "test_probes.py::test_retrieval_across_heads", "hopper and 6", "torch.equal", needs_gpu=True,
@@ -134,7 +134,7 @@ HOPPER = [
         "test_gates.py::test_case_grid", "hopper and sharp", "FAIL", needs_gpu=True,
     ),
     Mutant(
-        "Hopper: values behind a packed sequence not zeroed", "kernels/hopper/flash_fwd/roles.py",
+        "Hopper: values behind a packed sequence not zeroed", "kernels/hopper/flash_fwd/consumer.py",
         "if rows_used < rules.BLOCK_N:", "if rows_used < -rules.BLOCK_N:",
         "test_pairs.py::test_other_batch_items_may_hold_nan", "hopper", "bits(", needs_gpu=True,
     ),
