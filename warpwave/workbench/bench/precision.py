@@ -107,7 +107,7 @@ def inputs(device: torch.device) -> Iterator[tuple[str, tuple[Tensor, Tensor, Te
 
 def of_model(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Returns q, k and v of every layer of the demo's model, (layers, tokens, heads, head_dim)."""
-    from warpwave.workbench.demo.demo import SENTENCES
+    from warpwave.workbench.demo.sentences import SENTENCES
 
     model, tokenize = sentence_model.load()
     (ids,) = tokenize([" ".join(SENTENCES)])
