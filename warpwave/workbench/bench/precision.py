@@ -29,7 +29,6 @@ from warpwave.workbench.bench.timing import time_interleaved
 from warpwave.workbench.demo import sentence_model
 from warpwave.workbench.terminal import complain, say
 
-NAME = "precision"
 OUTLIER_CHANNELS, OUTLIER_SIZE = 4, 30.0
 SPIKE_SHARE, SPIKE_SIZE = 1e-3, 10.0
 ON_GPU = (1, 4096, 16, 128)  # batch, seqlen, heads, head_dim
