@@ -14,7 +14,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 from warpwave import dispatch
@@ -44,7 +43,7 @@ def main() -> int:
         wrong = list(differences())
         print("\n".join(wrong) or f"{len(compiled.table())} entries compile to the same number of blocks")
         return bool(wrong)
-    entries = [asdict(compiled.Resources(**entry_of(*call))) for call in calls()]
+    entries = [entry_of(*call) for call in calls()]
     versions = {arch: toolchain(Gpu.for_arch(arch)) for arch in ("sm_90", "gfx942")}
     data = {"schema": compiled.SCHEMA, "toolchain": versions, "entries": entries}
     compiled.FILE.write_text(dumped(data), encoding="utf-8")
@@ -82,12 +81,8 @@ def calls() -> Iterator[tuple[Any, AttentionProblem, Gpu, Any]]:
 def entry_of(kernel: Any, problem: AttentionProblem, gpu: Gpu, config: Any) -> dict[str, Any]:
     """Compiles one call and returns its entry."""
     facts = with_products([launch.facts for launch in compile_launches(kernel, problem, gpu, config)])
-    return compiled.key(kernel.NAME, problem, gpu, config)._asdict() | {
-        "registers": facts.registers,
-        "accumulators": facts.accumulators,
-        "smem_bytes": facts.smem_bytes,
-        "spill_bytes": facts.spill_bytes,
-    }
+    found = compiled.Resources(max(facts.registers, facts.accumulators), facts.smem_bytes)
+    return compiled.key(kernel.NAME, problem, gpu, config)._asdict() | found._asdict()
 
 
 def with_products(launches: list[CompileFacts]) -> CompileFacts:
@@ -115,7 +110,7 @@ def differences() -> Iterator[str]:
             continue
         facts = with_products([launch.facts for launch in compile_launches(kernel, problem, gpu, config)])
         now = blocks(gpu.arch, facts.num_warps, facts.registers, facts.accumulators, facts.smem_bytes)
-        of_table = blocks(gpu.arch, facts.num_warps, then.registers, then.accumulators, then.smem_bytes)
+        of_table = blocks(gpu.arch, facts.num_warps, then.registers, 0, then.smem_bytes)
         if now != of_table:
             yield f"{key}: {now} blocks an SM, {of_table} in the table"
 

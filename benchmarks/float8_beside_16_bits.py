@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave import attention
-from warpwave.checks import Options, describe_call
+from warpwave import attention, quantize
+from warpwave.checks import describe_call
 from warpwave.gpu import current_gpu
 from warpwave.kernels.hopper import flash_fwd_fp8
+from warpwave.options import Options
 from warpwave.problem import QuantizedOperands
 from warpwave.workbench.bench import environment
 from warpwave.workbench.bench.timing import time_interleaved
@@ -34,7 +35,6 @@ from warpwave.workbench.output_files import write_whole
 HEAD_DIMS = (64, 128, 256)
 SIZES = ((1, 16384), (4, 4096), (16, 1024))  # batch, tokens
 WIDTH = 2048  # heads times head_dim
-LARGEST = 448.0  # of float8_e4m3fn
 MOST_ERROR = 0.08
 SIXTEEN_BITS = "bfloat16"
 
@@ -54,31 +54,19 @@ class Point(NamedTuple):
         return 4 * self.batch * WIDTH * self.seqlen**2 / (2 if self.causal else 1)
 
 
-def quantized(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns x, (batch, tokens, heads, width), in 8 bits, and a factor for each head or for each block of tokens."""
-    tokens = x.shape[1]
-    heads_first = x.float().transpose(1, 2)
-    many = tokens // block if block else 1
-    factor = heads_first.unflatten(2, (many, -1)).abs().amax((3, 4)) / LARGEST
-    eights = (heads_first / factor.repeat_interleave(tokens // many, 2)[..., None]).to(torch.float8_e4m3fn)
-    return eights.transpose(1, 2).contiguous(), factor if block else factor[..., 0]
-
-
 def contenders(at: Point) -> dict[str, Callable[[], torch.Tensor]]:
     """Returns the calls of a point, by name."""
     generator = torch.Generator("cuda").manual_seed(0)
     shape = (at.batch, at.seqlen, WIDTH // at.head_dim, at.head_dim)
     wide = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3)]
-    narrow, factors = zip(*(quantized(x, at.block) for x in wide), strict=True)
-    named = dict(zip(("q_descale", "k_descale", "v_descale"), factors, strict=True))
-    problem = describe_call(QuantizedOperands(*narrow, **named), Options(causal="bottom_right" if at.causal else ""))
+    narrow = quantize(*wide, granularity=at.block or "head").arguments()
+    problem = describe_call(QuantizedOperands(**narrow), Options(causal="bottom_right" if at.causal else ""))
     configs = flash_fwd_fp8.configs(problem, current_gpu(torch.device("cuda")))
-    q, k, v = narrow
     found: dict[str, Any] = {SIXTEEN_BITS: partial(attention, *wide, causal=at.causal, kernel="hopper/flash_fwd")}
     for config in configs if at.all_configs else configs[:1]:
         name = f"float8 {config.block_m}x{config.block_n}, {config.num_stages} stages"
         of_config: dict[str, Any] = {"causal": at.causal, "kernel": flash_fwd_fp8.NAME, "config": config}
-        found[name] = partial(attention, q, k, v, **named, **of_config)
+        found[name] = partial(attention, **narrow, **of_config)
     return found
 
 

@@ -14,7 +14,6 @@ import argparse
 import csv
 import json
 import math
-import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import published_page
+from benchmarks.published_page import check
 from warpwave import dispatch
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.hardware.catalog import DataSheet, find, gpu_of
@@ -192,16 +192,6 @@ def _badness(ratios: Sequence[float]) -> float:
 
 
 # Figures ----------------------------------------------------------------------------------------------------------
-
-
-def check(ratios: Sequence[float]) -> published.Check:
-    """Returns the figures of some ratios."""
-    away = sorted(max(ratio, 1 / ratio) for ratio in ratios)
-    ninth = away[math.ceil(0.9 * len(away)) - 1]
-    within = sum(abs(ratio - 1) <= 0.3 for ratio in ratios) / len(ratios)
-    figures = (statistics.median(ratios), min(ratios), max(ratios), within, ninth)
-    median, least, most, within, ninth = (round(figure, 3) for figure in figures)
-    return published.Check(len(ratios), median, least, most, within, ninth)
 
 
 def checks(compared: Sequence[Compared]) -> dict[str, Any]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from warpwave.workbench.hardware.catalog import catalog
 from warpwave.workbench.model import published
 from warpwave.workbench.report.svg import Scale, number
 from warpwave.workbench.terminal import columns
@@ -27,10 +30,18 @@ STYLE = (
 )
 
 
+def check(ratios: Sequence[float]) -> published.Check:
+    """Returns the figures of some ratios."""
+    away = sorted(max(ratio, 1 / ratio) for ratio in ratios)
+    ninth = away[math.ceil(0.9 * len(away)) - 1]
+    within = sum(abs(ratio - 1) <= 0.3 for ratio in ratios) / len(ratios)
+    figures = (statistics.median(ratios), min(ratios), max(ratios), within, ninth)
+    median, least, most, within, ninth = (round(figure, 3) for figure in figures)
+    return published.Check(len(ratios), median, least, most, within, ninth)
+
+
 def by_row(compared: Sequence[Compared]) -> dict[tuple[str, str], list[Compared]]:
     """Returns (card, kernel of ours) -> its points, in the order of the catalog's cards."""
-    from warpwave.workbench.hardware.catalog import catalog
-
     place = {key: i for i, key in enumerate(catalog())}
     rows: dict[tuple[str, str], list[Compared]] = {}
     for c in sorted(compared, key=lambda c: (place[c.point.sheet.key], c.ours)):
@@ -47,8 +58,6 @@ HEAD = ("card", "kernel", "points", "median", "least", "most", "within 30 %", "p
 
 
 def _cells(compared: Sequence[Compared]) -> Iterator[tuple[str, ...]]:
-    from benchmarks.published import check
-
     for (_, ours), found in by_row(compared).items():
         c = check([item.ratio for item in found])
         names = ", ".join(dict.fromkeys(item.point.kernel for item in found))
@@ -58,8 +67,6 @@ def _cells(compared: Sequence[Compared]) -> Iterator[tuple[str, ...]]:
 
 def drawing(compared: Sequence[Compared]) -> str:
     """Returns the drawing: a row for each card and kernel, a dot for each point, a stroke at the median."""
-    from benchmarks.published import check
-
     rows = by_row(compared)
     height = TOP + ROW * len(rows) + BOTTOM
     x = Scale(LOW, HIGH, LEFT, WIDTH - RIGHT, log=True)

@@ -22,12 +22,8 @@ from torch import Tensor
 import warpwave
 from warpwave.workbench.bench import precision
 
-WAYS: dict[str, dict[str, Any] | None] = {
-    "bfloat16": None,
-    "fp8, block 128": {},
-    "int8, block 128": {"dtype": torch.int8},
-    "int8, block 128, smoothed, rotated": {"dtype": torch.int8, "smooth_k": True, "rotate": True},
-}
+COMPARED = ("bfloat16", "fp8, block 128", "int8, block 128", "int8, block 128, smoothed, rotated")
+WAYS = {name: precision.WAYS[name] for name in COMPARED}
 TWINS = (1, 1024, 1, 64)  # batch, seqlen, heads, head_dim
 
 

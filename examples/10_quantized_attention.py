@@ -42,7 +42,7 @@ def logits_by(attend: Attend) -> torch.Tensor:
 
 plain = logits_by(plain_attention(rotary))
 scale = (plain - logits_by(lambda q, k, v, layer: torch.zeros_like(q))).norm()
-# Name -> the largest |difference| / scale, in Euclidean norms over all logits.
+# Name -> the largest allowed |difference| / scale, in Euclidean norms over all logits, and the attention.
 ways = {
     "fp8": (0.05, quantized_attention()),
     "int8 q and k": (0.01, quantized_attention(dtype=torch.int8, smooth_k=True)),

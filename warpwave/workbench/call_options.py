@@ -126,16 +126,14 @@ def _describe(
     ] = "default",
 ) -> AttentionProblem:
     """Returns the problem. It passes the same checks as a real call, on tensors without storage."""
-    if dtype not in DTYPES | QUANTIZED_DTYPES:
-        allowed = ", ".join(DTYPES | QUANTIZED_DTYPES)
-        raise typer.BadParameter(f"{dtype!r} is not a dtype; use {allowed}", param_hint="--dtype")
+    names = DTYPES | QUANTIZED_DTYPES
+    for option, value in (("--dtype", dtype), ("--dtype-v", dtype_v)):
+        if value is not None and value not in names:
+            raise typer.BadParameter(f"{value!r} is not a dtype; use {', '.join(names)}", param_hint=option)
     if dtype in DTYPES:
         for option, value in (("--dtype-v", dtype_v), ("--granularity", granularity)):
             if value is not None:
                 raise typer.BadParameter(f"dtype is {dtype}; {option} belongs to a quantized one", param_hint=option)
-    if dtype_v is not None and dtype_v not in DTYPES | QUANTIZED_DTYPES:
-        allowed = ", ".join(DTYPES | QUANTIZED_DTYPES)
-        raise typer.BadParameter(f"{dtype_v!r} is not a dtype; use {allowed}", param_hint="--dtype-v")
     if granularity is not None and granularity not in GRANULARITIES:
         allowed = ", ".join(GRANULARITIES)
         raise typer.BadParameter(f"{granularity!r} is not allowed; use {allowed}", param_hint="--granularity")
@@ -154,7 +152,6 @@ def _describe(
     from warpwave.problem import Operands, QuantizedOperands
     from warpwave.workbench.limits import check_size
 
-    names = DTYPES | QUANTIZED_DTYPES
     of_v = names[dtype_v or ("bfloat16" if dtype == "int8" else dtype)]
 
     def tensor(*shape: int, dtype: str = names[dtype]) -> torch.Tensor:

@@ -19,6 +19,8 @@ from warpwave.workbench.bench.correctness import Verdict
 from warpwave.workbench.bench.records import Measurement
 from warpwave.workbench.bench.timing import Samples
 from warpwave.workbench.demo import demo, sentence_model
+from warpwave.workbench.demo.comparison import BASELINE, Case, Comparison, compare
+from warpwave.workbench.demo.sentences import embed_and_compare
 from warpwave.workbench.report import shipped
 
 CPU = torch.device("cpu")
@@ -35,38 +37,38 @@ def log_level() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _one_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "ROUNDS", 1)
+    monkeypatch.setattr("warpwave.workbench.demo.comparison.ROUNDS", 1)
 
 
 @pytest.fixture
-def case() -> demo.Case:
+def case() -> Case:
     q, k, v = torch.randn(3, 2, 9, 2, 16, generator=torch.Generator().manual_seed(0))
-    return demo.Case("two sequences", [Operands(q, k, v)], causal=True)
+    return Case("two sequences", [Operands(q, k, v)], causal=True)
 
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Explain for a CPU, though these tests run with Triton's interpreter on, which would be reported instead."""
-    explain = demo.Case.explain
-    monkeypatch.setattr(demo.Case, "explain", lambda self: warpwave.explain(explain(self).problem, gpu=CPU_GPU))
+    explain = Case.explain
+    monkeypatch.setattr(Case, "explain", lambda self: warpwave.explain(explain(self).problem, gpu=CPU_GPU))
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_right_kernels_are_timed(case: demo.Case) -> None:
-    comparison = demo.compare(case, CPU)
+def test_right_kernels_are_timed(case: Case) -> None:
+    comparison = compare(case, CPU)
     assert comparison.right
     table = comparison.table("us")
-    assert table.rows[0][0] == demo.BASELINE
+    assert table.rows[0][0] == BASELINE
     assert any("(auto)" in row[0] for row in table.rows)
     assert all(row[2] in ("baseline", "pass") and float(row[3].replace(",", "")) > 0 for row in table.rows)
     assert any(note.startswith("not flash_fwd: ") for note in table.notes)
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_times_and_errors_are_those_of_the_measurements(case: demo.Case) -> None:
-    layers = demo.Case("three layers", [*case.operands] * 3, causal=True)
-    comparison = demo.compare(layers, CPU)
-    assert comparison.measurements[0].contender == demo.BASELINE
+def test_times_and_errors_are_those_of_the_measurements(case: Case) -> None:
+    layers = Case("three layers", [*case.operands] * 3, causal=True)
+    comparison = compare(layers, CPU)
+    assert comparison.measurements[0].contender == BASELINE
     assert sum(m.contender == "warpwave auto" for m in comparison.measurements) == 1
     for row, m in zip(comparison.table("us").rows, comparison.measurements, strict=True):
         assert m.suite == "demo"
@@ -81,10 +83,10 @@ def test_times_and_errors_are_those_of_the_measurements(case: demo.Case) -> None
         assert 0.1 < m.verdict.error_ratio < 10
 
 
-def test_no_time_is_shown_for_the_interpreter(case: demo.Case) -> None:
+def test_no_time_is_shown_for_the_interpreter(case: Case) -> None:
     if warpwave.explain(case.operands[0].q, *case.operands[0][1:3]).gpu.vendor != "interpreter":
         pytest.skip("Triton's interpreter is off in this run")
-    comparison = demo.compare(case, CPU)
+    comparison = compare(case, CPU)
     assert comparison.right
     rows = comparison.table("us").rows
     assert "flash_fwd" in [row[0] for row in rows]
@@ -95,15 +97,15 @@ def test_no_time_is_shown_for_the_interpreter(case: demo.Case) -> None:
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("spoil", [lambda out: out + 1e-3, lambda out: out * math.nan])
 def test_a_wrong_result_fails_and_is_not_timed(
-    monkeypatch: pytest.MonkeyPatch, case: demo.Case, spoil: Callable[[Tensor], Tensor]
+    monkeypatch: pytest.MonkeyPatch, case: Case, spoil: Callable[[Tensor], Tensor]
 ) -> None:
-    honest = demo.Case.ours
+    honest = Case.ours
 
-    def ours(self: demo.Case, kernel: str) -> list[Tensor]:
+    def ours(self: Case, kernel: str) -> list[Tensor]:
         return [spoil(out) if kernel == "eager" else out for out in honest(self, kernel)]
 
-    monkeypatch.setattr(demo.Case, "ours", ours)
-    comparison = demo.compare(case, CPU)
+    monkeypatch.setattr(Case, "ours", ours)
+    comparison = compare(case, CPU)
     assert not comparison.right
     (row,) = [row for row in comparison.table("us").rows if row[0].startswith("eager")]
     assert row[2:] == ("FAIL", "", "")
@@ -138,7 +140,7 @@ def quick_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
     def run(right: bool, verbose: bool = False) -> int:
         timing = Samples((1234.5, 1234.5), "host clock", 3, 1, False)
         peer = Measurement(
-            suite="demo", case="a case", problem=PROBLEM, contender=demo.BASELINE, verdict=RIGHT, timing=timing
+            suite="demo", case="a case", problem=PROBLEM, contender=BASELINE, verdict=RIGHT, timing=timing
         )
         ours = replace(
             peer,
@@ -150,7 +152,7 @@ def quick_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
         monkeypatch.setattr(sentence_model, "load", no_model)
         monkeypatch.setattr(demo, "check_in_interpreter", lambda device: demo.Interpreted(True, "the interpreter"))
         monkeypatch.setattr(
-            demo, "compare", lambda case, device: demo.Comparison("a case", [peer, ours], ["not flash_fwd: a reason"])
+            demo, "compare", lambda case, device: Comparison("a case", [peer, ours], ["not flash_fwd: a reason"])
         )
         return demo.run("cpu", verbose=verbose)
 
@@ -219,11 +221,11 @@ def test_a_report_that_cannot_be_written_is_said_before_anything_is_run(
 def test_the_real_model_agrees(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip(sentence_model.PACKAGE, reason="the demo's model is not installed")
     with torch.inference_mode():
-        embedded = demo.embed_and_compare(CPU, torch.float32)
+        embedded = embed_and_compare(CPU, torch.float32)
     assert not embedded.wrong
     assert [len(case.operands) for case in embedded.cases] == [6, 6]
     assert [row[-1] for row in embedded.table.rows] == ["baseline", "pass", "pass"]
-    comparison = demo.Comparison("the 6 layers' q, k, v, packed", [ours("eager")] * 3, [], "us a layer")
+    comparison = Comparison("the 6 layers' q, k, v, packed", [ours("eager")] * 3, [], "us a layer")
     outcome = demo.Outcome("CPU", embedded, "", [comparison] * 4, demo.Interpreted(True, ""))
     machines = 5  # at most, with the shipped records; and the verdict, a blank line, and where the report is
     assert len(outcome.lines()) + machines + 4 <= demo.MAX_LINES

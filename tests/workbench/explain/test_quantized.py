@@ -3,6 +3,11 @@ measurement."""
 
 from __future__ import annotations
 
+import json
+import re
+import statistics
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +18,16 @@ import warpwave
 from warpwave import AttentionProblem, Explanation
 from warpwave.gpu import CPU
 from warpwave.kernels import eager, flash_fwd
+from warpwave.kernels.hopper import flash_fwd_fp8
+from warpwave.problem import Causal
 from warpwave.workbench import cli
 from warpwave.workbench.hardware import measure
 from warpwave.workbench.hardware.catalog import catalog, resolve
+from warpwave.workbench.model.predict import predict
 from warpwave.workbench.model.roofline import data_sheet_rates, measured_rates, product_path
 from warpwave.workbench.model.steps import path_of
 
+RECORD = Path(__file__).parents[3] / "benchmarks" / "records" / "2026-11-23-h200-float8.json"
 PLAIN: dict[str, Any] = {
     "batch": 1, "seqlen_q": 4096, "seqlen_k": 4096, "num_heads_q": 8, "num_heads_kv": 8, "head_dim": 128,
     "head_dim_v": 128, "softmax_scale": 128**-0.5,
@@ -39,6 +48,29 @@ def bound_us(said: Explanation, resource: str) -> float:
     bound = said.bounds.of(resource)
     assert bound is not None
     return bound.time_us
+
+
+def test_recorded_times_lie_in_the_error_bar() -> None:
+    points = json.loads(RECORD.read_text(encoding="utf-8"))["points"]
+    ratios = []
+    for point in points:
+        (name,) = (key for key in point if key.startswith("float8"))
+        block_m, block_n, num_stages = map(int, re.findall(r"\d+", name.removeprefix("float8")))
+        heads, width = 2048 // point["head_dim"], point["head_dim"]
+        sizes = {
+            "batch": point["batch"], "seqlen_q": point["seqlen"], "seqlen_k": point["seqlen"], "num_heads_q": heads,
+            "num_heads_kv": heads, "head_dim": width, "head_dim_v": width, "softmax_scale": width**-0.5,
+        }  # fmt: skip
+        call = problem(**sizes, causal=Causal() if point["causal"] else None, descale_blocks=(0, 0, 0))
+        gpu = resolve("h200")
+        default = flash_fwd_fp8.configs(call, gpu)[0]
+        config = replace(default, block_m=block_m, block_n=block_n, num_stages=num_stages)
+        p, time_us = predict(call, flash_fwd_fp8, config, gpu), statistics.median(point[name]["us"])
+        assert p is not None and p.low_us <= time_us <= p.high_us
+        ratios.append(time_us / p.time_us)
+    assert len(ratios) == 18
+    # docs/workbench/model.md states both.
+    assert (round(min(ratios), 1), round(max(ratios), 1)) == (1.2, 1.6)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +161,7 @@ def test_a_prediction_claims_no_measurement() -> None:
     for card in ("h200", "h100", "a100-80gb", "rtx4090", "mi300x"):
         said = on(card, "int8", "float16")
         assert said.prediction is not None and said.prediction.points == 0
-        assert "never validated: no quantized call of flash_fwd was measured on any card" in said.prediction.validated
+        assert "never validated: no calibration has quantized calls" in said.prediction.validated
         assert said.prediction.high_us == pytest.approx(3 * said.prediction.time_us)
     faster, plain = (
         on("h200").prediction,

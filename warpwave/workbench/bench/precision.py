@@ -29,7 +29,6 @@ from warpwave.workbench.bench.timing import time_interleaved
 from warpwave.workbench.demo import sentence_model
 from warpwave.workbench.terminal import complain, say
 
-NAME = "precision"
 OUTLIER_CHANNELS, OUTLIER_SIZE = 4, 30.0
 SPIKE_SHARE, SPIKE_SIZE = 1e-3, 10.0
 ON_GPU = (1, 4096, 16, 128)  # batch, seqlen, heads, head_dim
@@ -107,7 +106,7 @@ def inputs(device: torch.device) -> Iterator[tuple[str, tuple[Tensor, Tensor, Te
 
 def of_model(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Returns q, k and v of every layer of the demo's model, (layers, tokens, heads, head_dim)."""
-    from warpwave.workbench.demo.demo import SENTENCES
+    from warpwave.workbench.demo.sentences import SENTENCES
 
     model, tokenize = sentence_model.load()
     (ids,) = tokenize([" ".join(SENTENCES)])

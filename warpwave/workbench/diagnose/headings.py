@@ -127,7 +127,7 @@ def _unit(low: str) -> tuple[str | None, str]:
         if inner.strip() in UNITS:
             return inner.strip(), low.replace(inner, "")
     plain = re.sub(r"[()\[\]]", " ", low).strip()
-    if found := re.search(rf"(?:^|[\s_]|in ){{1}}({_NAMED})$|^({_NAMED})\b", plain):
+    if found := re.search(rf"(?:^|[\s_]|in )({_NAMED})$|^({_NAMED})\b", plain):
         unit = found[1] or found[2]
         return unit, plain.replace(unit, "")
     return None, low

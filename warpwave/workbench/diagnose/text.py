@@ -39,11 +39,8 @@ def run(name: str | Path, as_json: bool, given: Given | None = None) -> str:
     if as_json:
         data: dict[str, Any] = {"title": document.title, "source": document.source, "device": asdict(document.device)}
         data |= {"findings": [asdict(f) for f in findings], "notes": notes(document)}
-        data |= {
-            "not_said": missing(implied(document)),
-            "assumed": implied(document).assumed,
-            "not_read": document.unread,
-        }
+        known = implied(document)
+        data |= {"not_said": missing(known), "assumed": known.assumed, "not_read": known.unread}
         return json.dumps(data, indent=2)
     return text(document, findings)
 
@@ -75,11 +72,12 @@ def text(document: Document, findings: list[Finding]) -> str:
         lines += ["", "NOTES      knowledge of the software, not arithmetic"]
         for note in known:
             lines += textwrap.wrap(note, WIDTH, initial_indent="  - ", subsequent_indent="    ")
-    if lacking := missing(implied(document)):
+    complete = implied(document)
+    if lacking := missing(complete):
         lines += ["", "NOT SAID   what the table and the options leave out, and the rules that were silent without it"]
         for fact, silent in lacking.items():
             lines += textwrap.wrap(f"{fact}: {silent}", WIDTH, initial_indent="  - ", subsequent_indent="    ")
-    for words, label in ((implied(document).assumed, "assumed    "), (document.unread, "not read   ")):
+    for words, label in ((complete.assumed, "assumed    "), (complete.unread, "not read   ")):
         if words:
             lines += ["", *textwrap.wrap(printable(", ".join(words)), WIDTH, initial_indent=label)]
     return "\n".join(lines)

@@ -356,7 +356,7 @@ def _memory(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advice]:
         )
         # Under a window, each query sees as many keys in a longer sequence.
         windowed = problem.window_size != (-1, -1)
-        text += "longer sequences do not change under a window" if windowed else "longer sequences reach"
+        text += "longer sequences do not reach under a window" if windowed else "longer sequences reach"
     text += "."
     if problem.num_heads_q == problem.num_heads_kv > 1:
         text += " Query heads that share kv heads (GQA) divide these bytes by the group size."

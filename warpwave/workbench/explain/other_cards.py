@@ -129,9 +129,10 @@ def text(problem: AttentionProblem, rows: Sequence[Row]) -> str:
         assert row.prediction is not None
         lines.append(f"checked    {row.card}: {row.prediction.validated}")
     for factor, names in _unchecked(rows).items():
-        lines.append(
-            f"* few or no times are known there; nine in ten within a factor {factor} elsewhere: {', '.join(names)}"
-        )
+        why = f"few or no times are known there; nine in ten within a factor {factor} elsewhere"
+        if problem.is_quantized:
+            why = f"no calibration has quantized calls; the error bar is a factor {factor}"
+        lines.append(f"* {why}: {', '.join(names)}")
     if problem.requires_grad:
         lines.append("Times and bounds are of forward and backward.")
     lines.append("Bounds follow from the data sheets. The kernel is the one that warpwave would choose on the card.")

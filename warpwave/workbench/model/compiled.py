@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,24 +39,16 @@ class Key(NamedTuple):
     config: str
 
 
-@dataclass(frozen=True)
-class Resources:
-    """The resources of one compiled launch: the fields of its key, and what the compiler uses per thread and block."""
+class Resources(NamedTuple):
+    """What the compiler uses of one launch.
 
-    kernel: str
-    arch: str
-    size: int
-    widths: str
-    banded: bool
-    config: str
+    Args:
+        registers: registers per thread, in the fuller register file if accumulators have one of their own.
+        smem_bytes: shared memory per block.
+    """
+
     registers: int
-    accumulators: int
     smem_bytes: int
-    spill_bytes: int
-
-    @property
-    def key(self) -> Key:
-        return Key(self.kernel, self.arch, self.size, self.widths, self.banded, self.config)
 
 
 def key(kernel: str, problem: AttentionProblem, gpu: Gpu, config: Any) -> Key:
@@ -82,7 +74,10 @@ def table() -> dict[Key, Resources]:
     data = json.loads(FILE.read_text(encoding="utf-8"))
     if data["schema"] != SCHEMA:
         raise ValueError(f"{FILE.name}: schema is {data['schema']!r}; it must be {SCHEMA!r}")
-    return {entry.key: entry for entry in (Resources(**values) for values in data["entries"])}
+    return {
+        Key(*(entry[name] for name in Key._fields)): Resources(*(entry[name] for name in Resources._fields))
+        for entry in data["entries"]
+    }
 
 
 def resources(kernel: str, problem: AttentionProblem, gpu: Gpu, config: Any) -> Resources | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from warpwave.workbench.hardware.catalog import DataSheet
+from warpwave.workbench.hardware.catalog import DataSheet, gpu_of
 from warpwave.workbench.model import published
 from warpwave.workbench.model.calibration import UNCALIBRATED, Constants, calibrations, key_of, nearest
 
@@ -47,7 +47,7 @@ def constants(sheet: DataSheet, kernel: str = "", loop: str = "") -> Constants:
         UNCALIBRATED,
         matrix={path: (share if path == "other" else rate) * clock for path, rate in UNCALIBRATED.matrix.items()},
         power=UNCALIBRATED.power * power_for_products(sheet),
-        fill_us=FILL_BY_POINTERS_US if sheet.arch < "sm_90" and len(sheet.arch) == 5 else UNCALIBRATED.fill_us,
+        fill_us=FILL_BY_POINTERS_US if 0 < gpu_of(sheet).capability < 90 else UNCALIBRATED.fill_us,
     )
 
 

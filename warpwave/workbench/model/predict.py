@@ -23,7 +23,7 @@ from warpwave.workbench.model import families, published
 from warpwave.workbench.model.calibration import Machine, Residuals, calibrations, machine, worst_uncalibrated
 from warpwave.workbench.model.steps import Steps, Traffic, computes_gradients
 
-QUANTIZED_FACTOR = 3.0  # of the error bar of quantized calls, which were never measured
+QUANTIZED_FACTOR = 3.0  # of the error bar of quantized calls, which no calibration has
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,10 @@ def _bar(
     name, kernel = where.sheet.name, module.NAME
     if is_quantized:
         factor, points = QUANTIZED_FACTOR, 0
-        words = f"never validated: no quantized call of {kernel} was measured on any card; constants of other calls, "
-        words += f"with an error bar of a factor {factor:g} that nobody checked"
+        words = (
+            f"never validated: no calibration has quantized calls; {kernel} takes constants of 16-bit calls, with an "
+        )
+        words += f"error bar of a factor {factor:g}"
     elif where.calibration is not None and kernel in where.calibration.residuals:
         known = where.calibration.residuals[kernel]
         words = (
