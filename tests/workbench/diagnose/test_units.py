@@ -67,6 +67,34 @@ def test_a_rate_below_the_scalar_one_is_read_by_how_much_faster_matrix_units_are
     assert (_first(document).kind == "scalar unit") == (unit == "scalar")
 
 
+KERNEL_64 = {"block_m": 64, "block_n": 64, "unit": "matrix"}
+
+
+def _at_share(share: float, seqlen: int, heads: int, head_dim: int) -> float:
+    return 4 * heads * seqlen**2 * head_dim / (share * 66.9) * 1e-6
+
+
+def test_a_slow_kernel_on_matrix_units_at_the_scalar_rate_is_told_apart_where_rows_show_it() -> None:
+    # 80 % of the scalar rate, 5.4 % of the matrix rate: the row alone does not tell which units it has.
+    alone = [[4096, _at_share(0.8, 4096, 64, 64)]]
+    unknown = _first(_table("h100", "seqlen", alone, KERNEL_64, heads=64, head_dim=64))
+    assert unknown.kind == "scalar unit" and "do not tell the two apart" in unknown.text
+    # A shorter row at 150 %: no scalar unit does that.
+    faster = [[2048, _at_share(1.5, 2048, 64, 64)], *alone]
+    found = _first(_table("h100", "seqlen", faster, KERNEL_64, heads=64, head_dim=64))
+    assert found.kind == "latency" and "at 150% of that rate" in found.arithmetic
+    # Twice the width for 1.2 times the time: the steps wait, and no unit's rate limits them.
+    wider = [[64, _at_share(0.48, 4096, 64, 64)], [128, _at_share(0.8, 4096, 64, 128)]]
+    found = _first(_table("h100", "head_dim", wider, KERNEL_64, heads=64, seqlen=4096))
+    assert found.kind == "latency" and "takes 1.2 x the time, below 1.41 x" in found.arithmetic
+    constant = [[64, _at_share(0.8, 4096, 64, 64)], [128, _at_share(0.8, 4096, 64, 128)]]
+    assert _first(_table("h100", "head_dim", constant, KERNEL_64, heads=64, seqlen=4096)).kind == "scalar unit"
+    # One warp on each of 64 SMs: a quarter of the scalar units at most.
+    few = [[64, _at_share(0.8 * 64 / 132, 64, 64, 64)]]
+    found = _first(_table("h100", "seqlen", few, KERNEL_64 | {"threads": 32}, heads=64, head_dim=64))
+    assert found.kind == "few warps" and "(1) keep 25% of the scalar units busy" in found.arithmetic
+
+
 def test_a_geforce_card_above_its_stated_clock_is_no_contradiction() -> None:
     # 185 TFLOP/s: above the 165.2 at 2520 MHz, below the 203.5 at 3105 MHz.
     time = 4 * 32 * 8192**2 * 128 / 185 * 1e-6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -73,6 +74,53 @@ FULL_RATE["gb10"] = ADA | {"float32": 256}
 FULL_RATE["rtx2080ti"] = {"float16": 512}
 FULL_RATE |= {key: {"int8": 1024} for key in ("a10g", "l40", "l20")}  # limited as their other matrix rates are
 
+# (bits of the memory bus, Gbit/s of a pin) -> cards, whose bandwidth is the product. GB200's and B300's are not known.
+MEMORY = {
+    (128, 17): "rtx4060",
+    (192, 12.5): "l4",
+    (192, 15): "rtx3060",
+    (192, 21): "rtx4070 rtx4070ti",
+    (192, 28): "rtx5070",
+    (256, 6.4): "jetson-orin",
+    (256, 8.533): "gb10",
+    (256, 10): "t4",
+    (256, 14): "rtx3070 rtxa4000",
+    (256, 18): "rtx5000ada",
+    (256, 20): "rx9070 rx9070xt",
+    (256, 22.4): "rtx4080",
+    (256, 28): "rtx5070ti",
+    (256, 30): "rtx5080",
+    (320, 19): "rtx3080",
+    (320, 20): "rx7900xt",
+    (352, 14): "rtx2080ti",
+    (384, 12.5): "a10 a10g",
+    (384, 14.5): "a40",
+    (384, 16): "rtxa5000 rtxa6000",
+    (384, 18): "l20 l40 l40s w7900",
+    (384, 19): "rtx3080ti",
+    (384, 19.5): "rtx3090",
+    (384, 20): "rtx6000ada rx7900xtx",
+    (384, 21): "rtx4090",
+    (512, 28): "rtx5090 rtxpro6000",
+    (3072, 2.43): "a30",
+    (4096, 1.754): "v100 v100-16gb v100-pcie",
+    (4096, 2.4): "mi100",
+    (4096, 3.2): "mi210 mi250 mi250x",
+    (5120, 2.43): "a100-40gb",
+    (5120, 3.024): "a100-80gb-pcie a800-pcie",
+    (5120, 3.186): "a100-80gb a800 h100-pcie",
+    (5120, 5.238): "h100 h800",
+    (6016, 5.238): "h100-nvl",
+    (6016, 6.402): "h200 h200-nvl",
+    (6144, 5.238): "h20 gh200",
+    (6144, 6.4): "gh200-144gb",
+    (7680, 7.992): "b200",
+    (8192, 5.2): "mi300a mi300x",
+    (8192, 6): "mi325x",
+    (8192, 8): "mi350x mi355x",
+}
+BUS = {key: bus for bus, keys in MEMORY.items() for key in keys.split()}
+
 
 def test_every_card_is_there() -> None:
     assert WANTED <= catalog().keys()
@@ -90,6 +138,28 @@ def test_peaks_are_sms_times_clock_times_operations(sheet: DataSheet) -> None:
     for path, peak in sheet.peak_tflops.items():
         clock = sheet.boost_clock_mhz if path == "float32" else sheet.tensor_clock_mhz or sheet.boost_clock_mhz
         assert peak == pytest.approx(sheet.num_sms * clock * per_clock[path] * 1e-6, rel=0.015), path
+
+
+@pytest.mark.parametrize("sheet", [SHEETS_BY_KEY[key] for key in BUS], ids=lambda sheet: sheet.key)
+def test_bandwidth_is_the_bus_times_the_rate_of_a_pin(sheet: DataSheet) -> None:
+    assert SHEETS_BY_KEY.keys() - BUS.keys() == {"gb200", "b300"}
+    bits, gbit_per_s = BUS[sheet.key]
+    rounded = 0.025 if sheet.key in ("mi325x", "mi350x", "mi355x") else 0.008  # printed as 6 and 8 TB/s
+    assert sheet.bandwidth_gbps == pytest.approx(bits / 8 * gbit_per_s, rel=rounded)
+
+
+@pytest.mark.parametrize("sheet", SHEETS, ids=lambda sheet: sheet.key)
+def test_compared_figures_exist(sheet: DataSheet) -> None:
+    for text, names in sheet.compared.items():
+        assert names and set(names) <= {*sheet.figures, "peak_tflops"}, text
+
+
+def test_the_page_states_how_many_figures_were_compared() -> None:
+    page = (Path(__file__).parents[3] / "docs/workbench/roofline.md").read_text(encoding="utf-8")
+    compared = sum(len(sheet.compared_figures) for sheet in SHEETS)
+    total = sum(len(sheet.figures) for sheet in SHEETS)
+    assert f"{compared} of the {total} figures" in " ".join(page.split())
+    assert {sheet.key for sheet in SHEETS if not sheet.compared} == {"jetson-orin"}
 
 
 @pytest.mark.parametrize("sheet", SHEETS, ids=lambda sheet: sheet.key)

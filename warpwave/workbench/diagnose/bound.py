@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from warpwave.workbench.diagnose.busy import LEAST_LAUNCH_US, batched, in_words, own_groups
 from warpwave.workbench.diagnose.facts import (
@@ -250,22 +250,24 @@ def _latency(document: Document, use: _Use, rows: Sequence[Row], explained: floa
         said += f"; {rate} GB/s / {figure(device.bandwidth_gbps)} GB/s = {use.bandwidth:.2%}"
     if use.exponentials > max(use.arithmetic, use.bandwidth):
         said += f"; {use.exponentials:.1%} of the rate of exponentials"
-    scalar = device.tflops.get("scalar")
-    if row.kernel.unit == "matrix" and scalar:
-        share = use.work / (use.time_us * scalar * 1e6) / use.busy / use.busy_threads
+    if row.kernel.unit == "matrix" and AT_RATE <= (share := _of_scalar(use, device)) <= MORE_THAN_ALL:
+        scalar = device.tflops["scalar"]
         ratio = (use.peak_tflops or 0) / scalar
-        if AT_RATE <= share <= MORE_THAN_ALL:
-            said += f"; {share:.0%} of the rate of the scalar units"
-            if ratio >= OFFERS:
-                return Finding(
-                    "scalar unit",
-                    f"{use.row.name}: {share:.0%} of the scalar units' rate and {use.arithmetic:.1%} of the matrix "
-                    f"units': check that the products run on matrix units, which offer {ratio:.3g} x",
-                    f"{said}; {figure(use.peak_tflops or 0)} / {figure(scalar)} = {ratio:.3g}",
-                    row.series,
-                    ratio,
-                    is_cause=True,
-                )
+        said += f"; {share:.0%} of the rate of the scalar units"
+        on_matrix_units = _on_matrix_units(document, use, rows, share)
+        said += f"; {on_matrix_units}" if on_matrix_units else ""
+        if ratio >= OFFERS and not on_matrix_units:
+            return Finding(
+                "scalar unit",
+                f"{use.row.name}: {share:.0%} of the scalar units' rate and {use.arithmetic:.1%} of the matrix "
+                f"units': check that the products run on matrix units, which offer {ratio:.3g} x. A slow kernel on "
+                f"matrix units may have this rate too ({rest:.3g} x by latency), and these rows do not tell the two "
+                "apart; the machine code does, by HMMA, HGMMA or MFMA instructions",
+                f"{said}; {figure(use.peak_tflops or 0)} / {figure(scalar)} = {ratio:.3g}",
+                row.series,
+                ratio,
+                is_cause=True,
+            )
     if (warps := _few_warps(row, rows, device)) is not None:
         text = f"{use.row.name}: {warps[0]}; {rest:.3g} x remain"
         return Finding("few warps", text, f"{warps[1]}; {said}", row.series, rest, is_cause=True)
@@ -278,16 +280,40 @@ def _latency(document: Document, use: _Use, rows: Sequence[Row], explained: floa
     return Finding("latency", text, said, row.series, rest, is_cause=True)
 
 
+def _of_scalar(use: _Use, device: Device) -> float:
+    """Returns the share of the scalar units' rate that the busy multiprocessors reach; 0 if the rate is unknown."""
+    scalar = device.tflops.get("scalar")
+    return use.work / (use.time_us * scalar * 1e6) / use.busy / use.busy_threads if scalar else 0.0
+
+
+def _on_matrix_units(document: Document, use: _Use, rows: Sequence[Row], share: float) -> str:
+    """Returns why a rate that the scalar units can reach is one of the matrix units; "" if the rows do not show it."""
+    row, device = use.row, document.device
+    for other in document.rows:
+        alike = (other.series, other.call.dtype) == (row.series, row.call.dtype)
+        if alike and time_us(other) and work(other) and (of := _of_scalar(_use(other, device), device)) > MORE_THAN_ALL:
+            return f"matrix units: {other.label} is at {of:.0%} of that rate"
+    warps = _most_warps(row, device)
+    if warps is not None and warps < SCHEDULERS and share > MORE_THAN_ALL * warps / SCHEDULERS:
+        return f"matrix units: warps of an SM ({warps}) keep {warps / SCHEDULERS:.0%} of the scalar units busy at most"
+    for other in rows:
+        width, wide = other.call.head_dim, row.call.head_dim
+        if width and wide and width < wide and replace(other.call, head_dim=wide) == row.call and time_us(other):
+            grown, least = use.time_us / (time_us(other) or 1.0), (wide / width) ** 0.5
+            if grown < least:
+                return f"no unit's rate: head_dim {width} to {wide} takes {grown:.3g} x the time, below {least:.3g} x"
+    return ""
+
+
 def _few_warps(row: Row, rows: Sequence[Row], device: Device) -> tuple[str, str] | None:
     """Returns a sentence and its figures if schedulers have no warp, or a block has one warp."""
-    threads, wave = row.kernel.threads, 64 if device.unit_name == "CU" else 32  # lanes of a CDNA wave; RDNA's have 32
+    threads, wave = row.kernel.threads, _lanes(device)
     if threads is None or any(
         (other.kernel.threads or 0) >= 2 * threads and other.call == row.call
         and (time_us(other) or 0) >= 0.95 * (time_us(row) or 0) for other in rows
     ):  # fmt: skip
         return None  # unknown, or the table itself shows that more threads change nothing
-    warps, count = -(-threads // wave), blocks(row)
-    most = None if count is None or device.num_sms is None else warps * -(-count // device.num_sms[0])
+    warps, count, most = -(-threads // wave), blocks(row), _most_warps(row, device)
     if warps > 1 and (most is None or most >= SCHEDULERS):
         return None
     one = f"a block of {threads} threads is {warps} warp{'s' * (warps > 1)}"
@@ -359,3 +385,15 @@ def launch_parts(document: Document) -> Iterator[Finding]:
         )
     if quick.per_head and low < LEAST_LAUNCH_US and quick.call.heads and quick.call.heads > 1:
         yield batched(quick.series, low, quick.call.heads)
+
+
+def _most_warps(row: Row, device: Device) -> int | None:
+    """Returns the most warps that a multiprocessor has; None if threads, blocks or multiprocessors are unknown."""
+    threads, count = row.kernel.threads, blocks(row)
+    if threads is None or count is None or device.num_sms is None:
+        return None
+    return -(-threads // _lanes(device)) * -(-count // device.num_sms[0])
+
+
+def _lanes(device: Device) -> int:
+    return 64 if device.unit_name == "CU" else 32  # of a CDNA wave; RDNA's have 32

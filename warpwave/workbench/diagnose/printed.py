@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from warpwave.workbench.diagnose.grids import Grid, decode, grids
 from warpwave.workbench.diagnose.headings import (
     COMMENT,
     OWN,
@@ -30,6 +29,7 @@ from warpwave.workbench.diagnose.headings import (
     size,
 )
 from warpwave.workbench.diagnose.parse import DTYPES, OURS, TableError, is_peer_name
+from warpwave.workbench.diagnose.text_tables import TextTable, decode, text_tables
 
 METRIC = re.compile(r"|metric|measure|measurement|quantity|item|value", re.I)
 WARP = 32
@@ -48,7 +48,7 @@ def read(content: bytes, *, source: str, call: Mapping[str, Any]) -> dict[str, A
         Unreadable: the bytes are no text, or too many cells.
         TableError: no table has a figure with a unit.
     """
-    found = grids(decode(content))
+    found = text_tables(decode(content))
     if not found:
         raise TableError(
             f"{source} has no table; a table is Markdown, CSV, or columns divided by two spaces, with a line of "
@@ -59,16 +59,16 @@ def read(content: bytes, *, source: str, call: Mapping[str, Any]) -> dict[str, A
     claims: list[dict[str, Any]] = []
     unread: list[str] = []
     per_head = False
-    for index, grid in enumerate(found):
+    for index, text_table in enumerate(found):
         name = f"table {index + 1}" if len(found) > 1 else "the table"
-        lines, left_out = _lines(_upright(grid), call)
+        lines, left_out = _lines(_upright(text_table), call)
         unread += left_out
         claims += [claim for line in lines if (claim := line.pop("claim", None))]
         by_head = [line.pop("per_head", False) for line in lines]
         of_head = any(by_head)
         per_head = per_head or of_head
         if any(_figures(line) for line in lines):
-            tables.append({"name": name, "lines": lines, "per_head": of_head, "call": of_caption(grid.caption)})
+            tables.append({"name": name, "lines": lines, "per_head": of_head, "call": of_caption(text_table.caption)})
         else:
             facts += lines
     if not tables:
@@ -94,37 +94,37 @@ def _unread_words(unread: Sequence[str]) -> str:
     return f"; not read: {', '.join(dict.fromkeys(unread))}" if unread else ""
 
 
-def _upright(grid: Grid) -> Grid:
+def _upright(table: TextTable) -> TextTable:
     """Returns a table with its figures in columns; a table whose first column names the figures is transposed."""
-    names = [row[0] for row in grid.rows]
-    if not METRIC.fullmatch(grid.header[0].strip()):
-        return grid
+    names = [row[0] for row in table.rows]
+    if not METRIC.fullmatch(table.header[0].strip()):
+        return table
     of_units = sum(heading(name).kind == "figure" for name in names)
-    by_cell = sum(any(measured(cell) for cell in row[1:]) for row in grid.rows)
+    by_cell = sum(any(measured(cell) for cell in row[1:]) for row in table.rows)
     if 2 * max(of_units, by_cell) < len(names):
-        return grid
-    columns = [i for i, text in enumerate(grid.header) if i and not COMMENT.search(text)]
-    rows = tuple((grid.header[i], *(row[i] for row in grid.rows)) for i in columns)
-    return Grid(grid.caption, ("Configuration", *names), rows)
+        return table
+    columns = [i for i, text in enumerate(table.header) if i and not COMMENT.search(text)]
+    rows = tuple((table.header[i], *(row[i] for row in table.rows)) for i in columns)
+    return TextTable(table.caption, ("Configuration", *names), rows)
 
 
-def _lines(grid: Grid, call: Mapping[str, Any]) -> tuple[list[Line], list[str]]:
+def _lines(table: TextTable, call: Mapping[str, Any]) -> tuple[list[Line], list[str]]:
     """Returns each row as sizes, facts and figures, and the headings that were not read."""
-    heads = [_with_cells(heading(text), [row[i] for row in grid.rows], grid) for i, text in enumerate(grid.header)]
+    heads = [_with_cells(heading(text), [row[i] for row in table.rows], table) for i, text in enumerate(table.header)]
     heads = _with_owners(heads)
     # With a total beside them, other times without a series are parts of it.
     times = [h for h in heads if h.name == "time_us"]
     total = next((h for h in times if re.match(r"total", h.owner, re.I) or not h.owner), None)
     parts = [h for h in times if total and h is not total and _is_part(h.owner)]
     lines = []
-    for row in grid.rows:
+    for row in table.rows:
         line: Line = {}
-        for head, text, cell in zip(heads, grid.header, row, strict=True):
-            _read_cell(line, head, text, cell, is_part=any(head is part for part in parts), caption=grid.caption)
+        for head, text, cell in zip(heads, table.header, row, strict=True):
+            _read_cell(line, head, text, cell, is_part=any(head is part for part in parts), caption=table.caption)
         _add_keys(line, call)
         if line:
             lines.append(line)
-    shown = [text for head, text in zip(heads, grid.header, strict=True) if head.kind == "unknown" and text]
+    shown = [text for head, text in zip(heads, table.header, strict=True) if head.kind == "unknown" and text]
     return lines, shown
 
 
@@ -143,7 +143,7 @@ def _is_part(words: str) -> bool:
     return bool(re.search(r"\b(compute|launch|softmax|overhead|load|store|copy|merge|reduc|qk|pv|gemm)", words, re.I))
 
 
-def _with_cells(head: Heading, cells: Sequence[str], grid: Grid) -> Heading:
+def _with_cells(head: Heading, cells: Sequence[str], table: TextTable) -> Heading:
     """Returns a heading without a unit as a figure if the cells, or the caption, state the unit."""
     if head.kind not in ("unknown", "bytes", "label", "size"):
         return head
@@ -153,7 +153,7 @@ def _with_cells(head: Heading, cells: Sequence[str], grid: Grid) -> Heading:
             return head
         words = head.name if head.kind != "bytes" else "total"
         return Heading("figure", told[0][0], owner(words), 0.0, head.passes, told[0][2])
-    unit = re.search(r"[(\[]([^)\]]+)[)\]]", grid.caption)
+    unit = re.search(r"[(\[]([^)\]]+)[)\]]", table.caption)
     above = heading(f"({unit[1]})") if unit else None
     if head.kind == "unknown" and above is not None and above.kind == "figure" and any(map(number, cells)):
         return Heading("figure", above.name, head.owner, above.factor, head.passes, above.per_head)

@@ -98,7 +98,7 @@ def _check(given: Mapping[str, Any]) -> None:
         elif name in ("sources", "aliases", "driver_names"):
             if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
                 raise ValueError(f"{name} is {value!r}; it must be a list of texts")
-        elif name in ("derived", "left_out"):
+        elif name in ("compared", "derived", "left_out"):
             if not isinstance(value, dict):
                 raise ValueError(f"{name} is {value!r}; it must be a table")
         elif name != "vendor":

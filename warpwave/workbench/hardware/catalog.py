@@ -2,7 +2,8 @@
 
 Peaks are dense (never with structured sparsity), in 10^12 operations a second; a fused multiply-add counts as two, and
 products accumulate in float32, those of int8 in int32. Bandwidths are in 10^9 bytes a second; caches and shared memory
-in KiB. A card has its documents by title and year. Three sources hold for every card:
+in KiB. A card has its documents by title and year. `compared` names the text against which a figure was read again,
+and the figures that agree with it. Three sources hold for every card:
 
 - NVIDIA shared memory, registers and exponentials: CUDA C++ Programming Guide, release 13.0 (2025), "Technical
   Specifications per Compute Capability" and "Throughput of Native Arithmetic Instructions" (exp2f: 16 a clock and SM).
@@ -31,6 +32,12 @@ FILES = ("nvidia_volta_turing", "nvidia_ampere", "nvidia_ada_hopper", "nvidia_bl
 # floating-point units, "float32_matrix" the float32 matrix instructions of AMD's CDNA cards, "tf32" those of NVIDIA
 # (and of CDNA 3).
 PATHS = ("float16", "bfloat16", "fp8", "int8", "tf32", "float32_matrix", "float32")
+
+# Fields that differ from card to card within an architecture.
+OF_A_CARD = (
+    *("num_sms", "boost_clock_mhz", "tensor_clock_mhz", "max_clock_mhz", "memory_gb", "bandwidth_gbps", "l2_bytes"),
+    *("l2_gbps", "last_level_cache_bytes", "power_w"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +68,8 @@ class DataSheet:
         sources: documents by title and year.
         aliases: other names that find the card.
         driver_names: the names that the driver gives the card.
+        compared: text that was read -> figures of the sheet that agree with it, after rounding; `figures` has their
+            names, and `"peak_tflops"` stands for all paths.
         derived: field -> its derivation, for figures that follow from published ones.
         left_out: field -> the reason why it has no figure.
     """
@@ -87,8 +96,23 @@ class DataSheet:
     last_level_cache_bytes: int = 0
     aliases: tuple[str, ...] = ()
     driver_names: tuple[str, ...] = ()
+    compared: dict[str, list[str]] = field(default_factory=dict)
     derived: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """Returns the names of the figures that belong to this card alone, as the files spell them: a peak as
+        `peak_tflops.float16`, sizes with `_kib`. What an architecture determines is not among them."""
+        single = [name for name in OF_A_CARD if getattr(self, name)]
+        peaks = [f"peak_tflops.{path}" for path in self.peak_tflops]
+        return tuple(name.replace("_bytes", "_kib") for name in single) + tuple(peaks)
+
+    @property
+    def compared_figures(self) -> set[str]:
+        """Returns the figures that were compared with a text that was read."""
+        named = {name for names in self.compared.values() for name in names}
+        return {figure for figure in self.figures if figure in named or figure.split(".")[0] in named}
 
     @property
     def exponentials_gops(self) -> float | None:

@@ -41,11 +41,13 @@ class Forward(NamedTuple):
         lse: float64 natural log-sum-exp, (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q).
         largest_logit: the largest magnitude of a visible logit, before or after softcap, bias and ALiBi; the reference
             for the LSE's error.
+        largest_score: the same, before them: the reference for the error of a sum of float8 products.
     """
 
     out: Tensor
     lse: Tensor
     largest_logit: float
+    largest_score: float
 
 
 class Gradients(NamedTuple):
@@ -269,7 +271,7 @@ def _forward(problem: AttentionProblem, operands: AnyOperands, round_operand: Ro
     operands = _in_float64(operands, round_operand)
     out = operands.q.new_zeros(*operands.q.shape[:-1], problem.head_dim_v)
     lse = operands.q.new_zeros(_lse_shape(problem))
-    largest = 0.0
+    largest_logit = largest_score = 0.0
     for seq in _sequences(problem, operands):
         for rows in _row_chunks(seq):
             products = _products(problem, seq, rows)
@@ -289,9 +291,10 @@ def _forward(problem: AttentionProblem, operands: AnyOperands, round_operand: Ro
             out[seq.q_at][rows] = (kept @ seq.v * inverse[..., None]).transpose(0, 1)
             _lse_at(lse, seq)[:, rows] = lse_rows
             if s.numel():
-                magnitudes = torch.maximum(products.abs(), s.abs()).masked_fill(s == -torch.inf, 0.0)
-                largest = max(largest, magnitudes.max().item())
-    return Forward(out, lse, largest)
+                of_scores, of_logits = (x.abs().masked_fill(s == -torch.inf, 0.0).max().item() for x in (products, s))
+                largest_score = max(largest_score, of_scores)
+                largest_logit = max(largest_logit, of_scores, of_logits)
+    return Forward(out, lse, largest_logit, largest_score)
 
 
 def _gradients(

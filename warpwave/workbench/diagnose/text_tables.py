@@ -18,7 +18,7 @@ MOST_CELLS = 200_000  # of all tables of a file
 
 
 @dataclass(frozen=True)
-class Grid:
+class TextTable:
     """A table as text.
 
     Attributes:
@@ -75,26 +75,26 @@ def cleaned(cell: str) -> str:
     return re.sub(r"\s+", " ", text).strip()
 
 
-def grids(text: str) -> list[Grid]:
+def text_tables(text: str) -> list[TextTable]:
     """Returns the tables of a text in order; a table has a heading and at least one row.
 
     Raises:
         Unreadable: the tables have too many cells.
     """
     lines = [line.rstrip() for line in repaired(text).splitlines()]
-    found: list[Grid] = []
+    found: list[TextTable] = []
     caption, block, kind = "", list[str](), ""
     for line in [*lines, ""]:
         of_line = _kind(line)
         if of_line != kind and block:
-            found += _grid(caption, block, kind)
+            found += _text_table(caption, block, kind)
             caption, block = "", []
         kind = of_line
         if kind:
             block.append(line)
         elif line.strip() and not _is_rule(line):
             caption = cleaned(line.strip().lstrip("#").rstrip(":"))
-    if sum(len(grid.header) * len(grid.rows) for grid in found) > MOST_CELLS:
+    if sum(len(table.header) * len(table.rows) for table in found) > MOST_CELLS:
         raise Unreadable(f"too large: its tables have more than {MOST_CELLS:,} cells")
     return found
 
@@ -120,7 +120,7 @@ def _is_rule(line: str) -> bool:
     return bool(line.strip()) and not re.sub(r"[\s|+=:\-─-╿]", "", line)
 
 
-def _grid(caption: str, block: list[str], kind: str) -> Iterator[Grid]:
+def _text_table(caption: str, block: list[str], kind: str) -> Iterator[TextTable]:
     if kind == "|":
         lines = [_cells(line) for line in block if not _is_rule(line)]
     elif kind == "spaces":
@@ -136,7 +136,7 @@ def _grid(caption: str, block: list[str], kind: str) -> Iterator[Grid]:
     if len(rows) < 2 or len(rows[0]) < 2:
         return
     header, width = rows[0], len(rows[0])
-    yield Grid(caption, header, tuple((*cells, *[""] * width)[:width] for cells in rows[1:]))
+    yield TextTable(caption, header, tuple((*cells, *[""] * width)[:width] for cells in rows[1:]))
 
 
 def _cells(line: str) -> list[str]:
