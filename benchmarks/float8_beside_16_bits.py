@@ -1,12 +1,14 @@
-"""Times `hopper/flash_fwd_fp8` beside `hopper/flash_fwd` on the same numbers, and checks their results.
+"""Times `hopper/flash_fwd_fp8` beside `hopper/flash_fwd` and cuDNN on the same numbers, and checks its results.
 
-    PYTHONPATH=. python -m benchmarks.float8_beside_16_bits RECORD [--rounds 7] [--seconds 120] [--configs] [--blocks 0]
+    PYTHONPATH=. python -m benchmarks.float8_beside_16_bits RECORD [--rounds 7] [--seconds 120] [--blocks 0]
+        [--head-dims 64 128 256] [--vary FIELD ...]
 
 Heads times head_dim is 2,048, at 16 x 1024, 4 x 4096 and 1 x 16384 queries and keys. All kernels are compiled first, in
-parallel. The two then take turns in every round. q, k and v of the 8-bit call are the 16-bit ones times their factors;
-out may differ by 8 % of its root mean square, the rounding of q, k, v and the probabilities to 4 bits. With --configs
-every config of the 8-bit kernel is timed, not only the default. With --blocks 64 or 128, blocks of so many tokens have
-factors of their own.
+parallel. All contenders then take turns in every round. q, k and v of the 8-bit call are the 16-bit ones times their
+factors; out may differ by 8 % of its root mean square, the rounding of q, k, v and the probabilities to 4 bits. With
+--vary, each config of the 8-bit kernel that differs from the default in these fields alone is timed too. With --blocks
+64 or 128, blocks of so many tokens have factors of their own. At the end a table states the TFLOP/s of 16 bits and the
+ratios to them, and marks results that are wrong.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ import json
 import multiprocessing
 import time
 from collections.abc import Callable
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from warpwave import attention, quantize
 from warpwave.checks import describe_call
@@ -36,18 +40,19 @@ HEAD_DIMS = (64, 128, 256)
 SIZES = ((1, 16384), (4, 4096), (16, 1024))  # batch, tokens
 WIDTH = 2048  # heads times head_dim
 MOST_ERROR = 0.08
-SIXTEEN_BITS = "bfloat16"
+VARIABLE = [field.name for field in fields(flash_fwd_fp8.Config)]
+SIXTEEN_BITS, CUDNN = "bfloat16", "cuDNN"
 
 
 class Point(NamedTuple):
-    """A size, and what is timed there."""
+    """A size, and what is timed there: `varied` are the fields in which a config may differ from the default."""
 
     head_dim: int
     batch: int
     seqlen: int
     causal: bool
     block: int
-    all_configs: bool
+    varied: tuple[str, ...]
 
     @property
     def flops(self) -> float:
@@ -62,12 +67,28 @@ def contenders(at: Point) -> dict[str, Callable[[], torch.Tensor]]:
     narrow = quantize(*wide, granularity=at.block or "head").arguments()
     problem = describe_call(QuantizedOperands(**narrow), Options(causal="bottom_right" if at.causal else ""))
     configs = flash_fwd_fp8.configs(problem, current_gpu(torch.device("cuda")))
-    found: dict[str, Any] = {SIXTEEN_BITS: partial(attention, *wide, causal=at.causal, kernel="hopper/flash_fwd")}
-    for config in configs if at.all_configs else configs[:1]:
-        name = f"float8 {config.block_m}x{config.block_n}, {config.num_stages} stages"
-        of_config: dict[str, Any] = {"causal": at.causal, "kernel": flash_fwd_fp8.NAME, "config": config}
-        found[name] = partial(attention, **narrow, **of_config)
+    found: dict[str, Any] = {
+        SIXTEEN_BITS: partial(attention, *wide, causal=at.causal, kernel="hopper/flash_fwd"),
+        CUDNN: partial(by_cudnn, *wide, causal=at.causal),
+    }
+    for config in configs:
+        if config == replace(configs[0], **{name: getattr(config, name) for name in at.varied}):
+            of_config: dict[str, Any] = {"causal": at.causal, "kernel": flash_fwd_fp8.NAME, "config": config}
+            found[name_of(config)] = partial(attention, **narrow, **of_config)
     return found
+
+
+def name_of(config: flash_fwd_fp8.Config) -> str:
+    """Returns the name of a contender; no two configs share one."""
+    others = [f", {field.name}={getattr(config, field.name)}" for field in fields(config)[3:]]
+    return f"float8 {config.block_m}x{config.block_n}, {config.num_stages} stages{''.join(others)}"
+
+
+def by_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
+    """Returns attention by cuDNN in 16 bits."""
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
 
 def compile_all(at: Point) -> None:
@@ -96,20 +117,32 @@ def measure(at: Point, rounds: int) -> dict[str, Any]:
     return found
 
 
+def table(points: list[dict[str, Any]]) -> str:
+    """Returns a line for each point: TFLOP/s of 16 bits, then each contender's ratio to them."""
+    lines = []
+    for point in points:
+        timed = {name: x for name, x in point.items() if isinstance(x, dict)}
+        at = f"{point['batch']} x {point['seqlen']}, head_dim {point['head_dim']}{', causal' * point['causal']}"
+        ratios = [f"{name} {x['speedup']:.2f}{'' if x['is_right'] else ' WRONG'}" for name, x in timed.items()]
+        lines.append(f"{at}: {timed[SIXTEEN_BITS]['tflops']:.0f} TFLOP/s; {'; '.join(ratios)}")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Times all sizes, the longest sequences first, and writes the record after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--configs", action="store_true")
     parser.add_argument("--blocks", type=int, choices=(0, 64, 128), default=0)
+    parser.add_argument("--head-dims", type=int, nargs="+", choices=HEAD_DIMS, default=HEAD_DIMS)
+    parser.add_argument("--vary", nargs="+", choices=VARIABLE, default=[], metavar="FIELD")
     args = parser.parse_args()
     begin = time.monotonic()
     points = [
-        Point(head_dim, *size, causal, args.blocks, args.configs)
+        Point(head_dim, *size, causal, args.blocks, tuple(args.vary))
         for size in SIZES
-        for head_dim in HEAD_DIMS
+        for head_dim in args.head_dims
         for causal in (False, True)
     ]
     with multiprocessing.get_context("fork").Pool(len(HEAD_DIMS) * 2) as pool:  # before this process has a context
@@ -124,6 +157,7 @@ def main() -> None:
             flush=True,
         )
         write_whole(args.record, json.dumps({"environment": environment.describe("cuda"), "points": found}))
+    print(table(found))
 
 
 if __name__ == "__main__":

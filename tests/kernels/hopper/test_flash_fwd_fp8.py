@@ -21,7 +21,7 @@ LARGE: dict[str, dict[str, Any]] = {
     **{f"factors {d} {block}": {"dims": (d, d), "lengths": (700, 1500), "blocks": (block, block, block)}
        for d in (64, 128, 256) for block in (64, 128)},
     "packed 128": {"packed": 9, "lengths": (900, 1100), "heads": (8, 2), "dims": (128, 128), "causal": "bottom_right"},
-    "packed 256": {"packed": 9, "lengths": (900, 1100), "heads": (8, 2), "dims": (256, 256), "window_left": 200},
+    "packed 256": {"packed": 9, "lengths": (900, 1100), "heads": (8, 2), "dims": (256, 256)},
     "e5m2": {"lengths": (900, 1100), "heads": (8, 2), "dims": (128, 64), "dtype_v": torch.float8_e5m2, "softcap": 5.0},
 }  # fmt: skip
 

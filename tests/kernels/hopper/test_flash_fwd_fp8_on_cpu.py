@@ -94,8 +94,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "causal, sinks": {"causal": "bottom_right", "sinks": True, "blocks": (64, 64, 128), "dtype_v": torch.float8_e5m2},
     "more queries than keys": {"causal": "bottom_right", "lengths": (330, 150), "dims": (256, 256)},
     "top left": {"causal": "top_left", "lengths": (210, 70), "dims": (48, 112), "blocks": (0, 128, 0)},
-    "window": {"window_left": 60, "window_right": 5, "alibi": True, "softcap": 3.0, "blocks": (128, 64, 64)},
-    "window, far": {"window_left": 100, "lengths": (70, 600), "blocks": (0, 128, 128), "dims": (192, 96)},
+    "window": {"window_left": 52, "window_right": 5, "alibi": True, "softcap": 3.0, "blocks": (128, 64, 64)},
+    "window, far": {"window_left": 146, "lengths": (70, 600), "blocks": (0, 128, 128), "dims": (192, 96)},
     "packed": {"packed": 5, "causal": "bottom_right", "heads": (4, 2), "dims": (32, 160)},
     "one query": {"lengths": (1, 300)},
 }
@@ -140,3 +140,29 @@ def test_the_protocol_on_a_cpu(name: str) -> None:
     problem, operands = call(**CALLS[name])
     config = flash_fwd_fp8.configs(problem, H200)[-1 if "far" in name else 0]
     gate(problem, operands, *on_cpu(problem, operands, config))
+
+
+@pytest.mark.parametrize("name", ["window, far", "window"])
+def test_values_that_no_query_sees_may_be_nan(name: str) -> None:
+    problem, operands = call(**CALLS[name])
+    band = problem.band(problem.seqlen_q, problem.seqlen_k)
+    seen = torch.zeros(problem.seqlen_k, dtype=torch.bool)
+    seen[max(0, band.low or 0) : problem.seqlen_q + (problem.seqlen_k if band.high is None else band.high)] = True
+    assert not seen.all(), "every key is seen"
+    k, v = operands.k.clone(), operands.v.clone()
+    for x in (k, v):
+        x.view(torch.uint8)[:, ~seen] = 0x7F  # NaN
+    config = flash_fwd_fp8.default(problem, H200)
+    results = [on_cpu(problem, x, config) for x in (operands, operands._replace(k=k, v=v))]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [({}, False), ({"window_left": 100}, True), ({"window_left": 200}, True), ({"window_left": 274}, False),
+     ({"window_left": 600}, False), ({"window_left": 600, "packed": 3}, True)],
+)  # fmt: skip
+def test_a_tile_with_keys_that_no_query_sees_is_refused(changes: dict[str, Any], refused: bool) -> None:
+    """Of 600 keys 530 lie before the first query: with a window of 274 the first two tiles of 128 are not visited."""
+    problem, _ = call(**{"lengths": (70, 600)} | changes)
+    assert bool(flash_fwd_fp8.why_not(problem, H200)) == refused

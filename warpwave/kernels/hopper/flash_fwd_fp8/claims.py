@@ -12,6 +12,7 @@ from warpwave.problem import AttentionProblem
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 MAX_HEAD_DIM = 256
+LONGEST_TILE = 128  # of keys; the others divide it
 
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
@@ -30,7 +31,20 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     for name, shape in (("boolean mask", problem.mask_shape), ("bias", problem.bias_shape)):
         if shape is not None:
             found.append(f"it takes no {name}: tiles of V have no room left for it beside their transposed copies")
-    return found
+    return found + _of_unseen_keys(problem)
+
+
+def _of_unseen_keys(problem: AttentionProblem) -> list[str]:
+    """Returns the reason against a window before which keys remain that no query sees. A tile begins at a multiple of
+    its length; the unseen keys at its begin have probability 0, but 0 times a NaN of their values is NaN."""
+    if problem.window_size[0] < 0:
+        return []
+    if problem.packed:
+        return ["q is packed and has a left window: before a window, a tile of V may hold keys that no query sees"]
+    low = problem.band(problem.seqlen_q, problem.seqlen_k).low or 0
+    if low <= 0 or low % LONGEST_TILE == 0:
+        return []
+    return [f"no query sees the first {low} keys, which do not fill whole tiles of {LONGEST_TILE}"]
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
