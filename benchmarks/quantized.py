@@ -1,12 +1,14 @@
 """Times quantized attention and `quantize` beside 16-bit attention, in one interleaved run.
 
     PYTHONPATH=. python -m benchmarks.quantized --out RECORD.jsonl            # a GPU; minutes
+    PYTHONPATH=. python -m benchmarks.quantized --head-dim 128 --batch 4 --batch 1 --out RECORD.jsonl
     PYTHONPATH=. python -m benchmarks.quantized --device cpu --tokens 256 --width 64
 
-Calls have `--tokens` tokens and heads * head_dim = `--width`, full and causal. The contenders are bfloat16 by the
-kernel of "auto" and by flash_fwd, and flash_fwd on every kind of quantized numbers. Each output is compared with
-float64 on the numbers that the call attends with, on sampled rows, and a call that is further off than `ALLOWED` has
-no time. Quantizing is timed for itself, with its bandwidth beside that of a copy of q, k and v.
+Calls have `--tokens` tokens and heads * head_dim = `--width`, full and causal. The contenders are bfloat16 and every
+kind of quantized numbers, each by the kernel that "auto" selects, and quantizing followed by attention. Each output is
+compared with float64 on the numbers that the call attends with, on sampled rows, and a call that is further off than
+`ALLOWED` has no time. Quantizing is timed for itself, with its bandwidth beside that of a copy of q, k and v: as a
+caller sees it, and on a GPU the device's time alone.
 """
 
 from __future__ import annotations
@@ -46,12 +48,17 @@ MORE: dict[str, dict[str, Any]] = {
 # e4m3 costs 1.7e-2, and rounding out to bfloat16 2e-3.
 ALLOWED = {"float8_e4m3fn": 0.04, "int8": 0.006, "bfloat16": 0.006}
 COPY, PLAIN = "copy of q, k and v", "bfloat16"
+TOGETHER = ("fp8, block 128", "int8, v bfloat16")  # quantized in the timed call too
+DEVICE_ALONE = ", device alone"  # of a name: launches of a graph, without the host
+HEAD_DIMS, BATCHES = (64, 128, 256), (16, 4, 1)
 
 
-def problems(tokens: int, width: int) -> Iterator[AttentionProblem]:
-    """Yields the calls: one sequence, and sixteen, for each head_dim that divides `width`."""
-    for head_dim in (64, 128, 256):
-        for batch in (16, 1):
+def problems(
+    tokens: int, width: int, head_dims: Sequence[int] = HEAD_DIMS, batches: Sequence[int] = BATCHES
+) -> Iterator[AttentionProblem]:
+    """Yields the calls: `tokens` in so many sequences, for each head_dim that divides `width`."""
+    for head_dim in head_dims:
+        for batch in batches:
             for causal in (None, Causal()):
                 if width % head_dim == 0:
                     heads = width // head_dim
@@ -67,14 +74,10 @@ def measure(problem: AttentionProblem, device: torch.device, rounds: int) -> dic
     p, g = problem, torch.Generator(device).manual_seed(0)
     shape = (p.batch, p.seqlen_q, p.num_heads_q, p.head_dim)
     q, k, v = (torch.randn(shape, generator=g, device=device).bfloat16() for _ in range(3))
-    ours = "flash_fwd" if device.type == "cuda" else "eager"
     causal = p.causal or False
-    attends: dict[str, Callable[[], Any]] = {
-        PLAIN: partial(warpwave.attention, q, k, v, causal=causal),
-        f"bfloat16, {ours}": partial(warpwave.attention, q, k, v, causal=causal, kernel=ours),
-    }
-    errors = {name: Sample(p, Operands(q, k, v)).relative_error(attend()) for name, attend in attends.items()}
-    limits = dict.fromkeys(errors, ALLOWED["bfloat16"])
+    attends: dict[str, Callable[[], Any]] = {PLAIN: partial(warpwave.attention, q, k, v, causal=causal)}
+    errors = {PLAIN: Sample(p, Operands(q, k, v)).relative_error(attends[PLAIN]())}
+    limits = {PLAIN: ALLOWED["bfloat16"]}
     quantizing: dict[str, Callable[[], Any]] = {}
     moved = {COPY: 2 * 3 * q.numel() * q.element_size()}
     for name, options in (WAYS | MORE).items():
@@ -83,16 +86,23 @@ def measure(problem: AttentionProblem, device: torch.device, rounds: int) -> dic
         moved[f"quantize {name}"] = found.moved_bytes
         if name in MORE:
             continue
-        attends[name] = partial(warpwave.attention, **found.arguments(), causal=causal, kernel=ours)
+        attends[name] = partial(warpwave.attention, **found.arguments(), causal=causal)
         errors[name] = _error(problem, found, attends[name]())
         limits[name] = ALLOWED[str(found.q.dtype).removeprefix("torch.")]
+        if name in TOGETHER:
+            both = f"quantize, then {name}"
+            attends[both] = partial(_quantize_and_attend, q, k, v, options, causal)
+            errors[both], limits[both] = _error(problem, found, attends[both]()), limits[name]
     wrong = [name for name, error in errors.items() if not error <= limits[name]]
     calls = {name: attend for name, attend in attends.items() if name not in wrong}
     apart = [torch.empty_like(x) for x in (q, k, v)]
     quantizing[COPY] = lambda: [to.copy_(x) for to, x in zip(apart, (q, k, v), strict=True)]
-    # Quantizing adds to counters and makes factors, launch by launch: a graph would time it too favorably.
     timed = time_interleaved(calls, device=device, rounds=rounds)
     timed |= time_interleaved(quantizing, device=device, rounds=rounds, mode="eager")
+    if device.type == "cuda":
+        of_device = time_interleaved(quantizing, device=device, rounds=rounds, mode="graph")
+        timed |= {f"{name}{DEVICE_ALONE}": samples for name, samples in of_device.items()}
+        moved |= {f"{name}{DEVICE_ALONE}": bytes_ for name, bytes_ in moved.items()}
     return {
         "problem": p.describe(),
         "flops": p.flops,
@@ -103,6 +113,13 @@ def measure(problem: AttentionProblem, device: torch.device, rounds: int) -> dic
         "over_bfloat16": {name: paired_ratio(timed[PLAIN], timed[name]).median for name in calls if PLAIN in calls},
         "moved_bytes": moved,
     }
+
+
+def _quantize_and_attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any], causal: Any
+) -> torch.Tensor:
+    out: torch.Tensor = warpwave.attention(**warpwave.quantize(q, k, v, **options).arguments(), causal=causal)
+    return out
 
 
 def _error(problem: AttentionProblem, found: warpwave.Quantized, out: torch.Tensor) -> float:
@@ -143,6 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--width", type=int, default=2048, help="heads * head_dim")
+    parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, action="append", help="only this; may be repeated")
+    parser.add_argument("--batch", type=int, choices=BATCHES, action="append", help="only this; may be repeated")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, help="a new file for the lines, as JSON Lines")
     asked = parser.parse_args(arguments)
@@ -152,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--tokens must be a multiple of 16, --width of 64, and --rounds at least 1")
     device = torch.device(asked.device)
     lines: list[dict[str, Any]] = [{"environment": environment.describe(device)}]
-    for problem in problems(asked.tokens, asked.width):
+    for problem in problems(asked.tokens, asked.width, asked.head_dim or HEAD_DIMS, asked.batch or BATCHES):
         lines.append(measure(problem, device, asked.rounds))
         print_table(table(lines[-1]))
         if asked.out is not None:  # after each call, so that a run that is cut off keeps its lines

@@ -254,6 +254,9 @@ def layer_of(cache: PagedKVCache, **changes: Any) -> CacheLayer:
     return replace(cache.layer, **changes)
 
 
+ones = partial(torch.ones, device=DEVICE)
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
@@ -263,9 +266,9 @@ def layer_of(cache: PagedKVCache, **changes: Any) -> CacheLayer:
             InvalidType,
             "a cache of torch.int8 needs factors: give the CacheLayer",
         ),
-        ({"k_descale": torch.ones(3)}, InvalidInput, r"k_descale has shape \(3,\); it must be float32 of shape \(\), "),
-        ({"k_descale": torch.ones(2)}, InvalidInput, "k_descale is of each head and v_descale of each token"),
-        ({"k_descale": torch.ones(2).half()}, InvalidType, "k_descale is torch.float16; it must be torch.float32"),
+        ({"k_descale": ones(3)}, InvalidInput, r"k_descale has shape \(3,\); it must be float32 of shape \(\), "),
+        ({"k_descale": ones(2)}, InvalidInput, "k_descale is of each head and v_descale of each token"),
+        ({"k_descale": ones(2).half()}, InvalidType, "k_descale is torch.float16; it must be torch.float32"),
         ({"k_descale": 1.0}, InvalidType, "k_descale is a float; it must be a torch.Tensor"),
         ({"k_descale": torch.ones(2, device="meta")}, InvalidInput, "k_descale is on meta and q on"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,11 +21,15 @@ from warpwave.problem import AttentionProblem, QuantizedOperands
 from warpwave.runtime.triton_or_stub import NO_TRITON
 
 FP8 = torch.float8_e4m3fn
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Factors and values of cases: tensors on two devices are refused first.
+ones, zeros, randn = (partial(make, device=DEVICE) for make in (torch.ones, torch.zeros, torch.randn))
+tensor = partial(torch.tensor, device=DEVICE)
 
 
 def arguments(**options: Any) -> dict[str, Any]:
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 150, heads, 32) for heads in (4, 2, 2))
+    q, k, v = (randn(2, 150, heads, 32) for heads in (4, 2, 2))
     return quantize(q, k, v, **options).arguments()
 
 
@@ -40,45 +45,45 @@ CASES: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     ),
     "one factor is missing": (lambda: changed(k_descale=None), InvalidInput, "k_descale is None and k is torch.float8"),
     "factors of 16 bits": (
-        lambda: changed(q=torch.zeros(2, 150, 4, 32)), InvalidType, "q is torch.float32; with q_descale, .* it must be",
+        lambda: changed(q=zeros(2, 150, 4, 32)), InvalidType, "q is torch.float32; with q_descale, .* it must be",
     ),
     "mixed dtypes": (
-        lambda: changed(k=torch.zeros(2, 150, 2, 32, dtype=torch.int8)), InvalidType, "q and k must share one dtype",
+        lambda: changed(k=zeros(2, 150, 2, 32, dtype=torch.int8)), InvalidType, "q and k must share one dtype",
     ),
     "v of another kind": (
-        lambda: changed(v=torch.zeros(2, 150, 2, 32, dtype=torch.int8)), InvalidType, "v is torch.int8 and q is",
+        lambda: changed(v=zeros(2, 150, 2, 32, dtype=torch.int8)), InvalidType, "v is torch.int8 and q is",
     ),
     "factor of 16 bits": (
-        lambda: changed(k_descale=torch.ones(2, 2).half()), InvalidType, "k_descale is torch.float16; it must be",
+        lambda: changed(k_descale=ones(2, 2).half()), InvalidType, "k_descale is torch.float16; it must be",
     ),
     "factor of other heads": (
-        lambda: changed(k_descale=torch.ones(2, 4)), InvalidInput, r"k_descale has shape \(2, 4\); it must be \(\)",
+        lambda: changed(k_descale=ones(2, 4)), InvalidInput, r"k_descale has shape \(2, 4\); it must be \(\)",
     ),
     "factor of other blocks": (
-        lambda: changed(q_descale=torch.ones(2, 4, 5)), InvalidInput, r"q_descale has shape \(2, 4, 5\).* 2 or 3\)",
+        lambda: changed(q_descale=ones(2, 4, 5)), InvalidInput, r"q_descale has shape \(2, 4, 5\).* 2 or 3\)",
     ),
     "factor of 16-bit values": (
-        lambda: arguments(dtype=torch.int8) | {"v_descale": torch.ones(())}, InvalidInput, "only quantized values have",
+        lambda: arguments(dtype=torch.int8) | {"v_descale": ones(())}, InvalidInput, "only quantized values have",
     ),
     "float8 out without its factor": (lambda: changed(out_dtype=FP8), InvalidInput, "out_descale is None and out is"),
-    "factor of a 16-bit out": (lambda: changed(out_descale=torch.ones(())), InvalidInput, "out_descale is given"),
+    "factor of a 16-bit out": (lambda: changed(out_descale=ones(())), InvalidInput, "out_descale is given"),
     "out of float32": (lambda: changed(out_dtype=torch.float32), InvalidType, "out_dtype is torch.float32; it must be"),
     "out dtype in a list": (lambda: changed(out_dtype=[FP8]), InvalidType, r"out_dtype is \[torch.float8_e4m3fn\]"),
     "negative scale": (lambda: changed(softmax_scale=-1.0), InvalidInput, "negate q before it is quantized"),
     "gradients": (
-        lambda: changed(q_descale=torch.ones((), requires_grad=True)), UnsupportedProblem, "has no gradients",
+        lambda: changed(q_descale=ones((), requires_grad=True)), UnsupportedProblem, "has no gradients",
     ),
     "dropout": (lambda: changed(dropout_p=0.1), UnsupportedProblem, "has no dropout"),
     "another kernel": (lambda: changed(kernel="split_kv"), UnsupportedProblem, "are computed by .*flash_fwd, eager"),
     "factor that is zero": (
-        lambda: changed(k_descale=torch.zeros(2, 2), checked=True), InvalidInput, r"k_descale\[0, 0\] is 0; ",
+        lambda: changed(k_descale=zeros(2, 2), checked=True), InvalidInput, r"k_descale\[0, 0\] is 0; ",
     ),
     "factor that is negative": (
-        lambda: changed(v_descale=torch.tensor([[1.0, 1.0], [1.0, -1.0]]), checked=True),
+        lambda: changed(v_descale=tensor([[1.0, 1.0], [1.0, -1.0]]), checked=True),
         InvalidInput, r"v_descale\[1, 1\] is -1",
     ),
     "factor that is NaN": (
-        lambda: changed(q_descale=torch.tensor(float("nan")), checked=True), InvalidInput, "q_descale is nan",
+        lambda: changed(q_descale=tensor(float("nan")), checked=True), InvalidInput, "q_descale is nan",
     ),
 }  # fmt: skip
 
@@ -93,21 +98,22 @@ def test_bad_input(case: str) -> None:
 def test_packed_calls_take_no_factors_of_blocks() -> None:
     given = arguments(granularity="head")
     packed: dict[str, Any] = {name: given[name][0] for name in "qkv"}
-    offsets = torch.tensor([0, 70, 150], dtype=torch.int32)
+    offsets = tensor([0, 70, 150], dtype=torch.int32)
     packed |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 80, "max_seqlen_k": 80}
     factors = {name: given[name] for name in ("q_descale", "k_descale", "v_descale")}
     assert attention_varlen(**packed, **factors, checked=True).dtype == torch.bfloat16
     with pytest.raises(UnsupportedProblem, match="blocks of packed tokens would belong to two sequences"):
-        attention_varlen(**packed, **factors | {"k_descale": torch.ones(2, 2, 2)})
+        attention_varlen(**packed, **factors | {"k_descale": ones(2, 2, 2)})
 
 
 @pytest.mark.parametrize("block", [64, 128])
 def test_new_lengths_and_batches_find_their_plans(block: int) -> None:
-    """A second call with the same options and other sizes must not run with the first one's factors or lengths."""
+    """A second call with the same options and other sizes must not run with the first one's factors or lengths. In
+    int8, whose probabilities have 16 bits on a GPU too."""
     for batch, seqlen in ((2, 150), (2, 150), (1, 150), (3, 40), (2, 70), (2, 150)):
         for granularity in ("head", block):
-            q, k, v = (torch.randn(batch, seqlen, heads, 32) for heads in (4, 2, 2))
-            found = quantize(q, k, v, granularity=granularity)
+            q, k, v = (randn(batch, seqlen, heads, 32) for heads in (4, 2, 2))
+            found = quantize(q, k, v, dtype=torch.int8, dtype_v=torch.int8, granularity=granularity)
             out = attention(**found.arguments())
             expected = attention(*found.dequantized())
             assert (out.float() - expected).norm() < 5e-3 * expected.norm()
@@ -124,7 +130,7 @@ def test_a_quantized_call_compiles_as_one_graph(granularity: str | int) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(call, backend="eager", fullgraph=True)
     for batch, seqlen in ((2, 150), (3, 200), (4, 333)):
-        found = quantize(*(torch.randn(batch, seqlen, heads, 32) for heads in (4, 2, 2)), granularity=granularity)
+        found = quantize(*(randn(batch, seqlen, heads, 32) for heads in (4, 2, 2)), granularity=granularity)
         assert torch.equal(compiled(**found.arguments()), call(**found.arguments()))
 
 
@@ -138,7 +144,7 @@ def test_out_receives_the_dtype_of_the_output(kernel: str) -> None:
     assert attention(**given, kernel=kernel, out=out) is out
     assert torch.equal(out, expected)
     with pytest.raises(InvalidType, match=r"out must have torch\.bfloat16"):
-        attention(**given, kernel=kernel, out=torch.empty(expected.shape, dtype=FP8))
+        attention(**given, kernel=kernel, out=torch.empty_like(expected, dtype=FP8))
     if kernel == "eager":
         stored = torch.empty_like(expected)
         assert torch.equal(torch.compile(attention, backend="eager", fullgraph=True)(**given, out=stored), expected)
@@ -176,9 +182,9 @@ def test_operators_refuse_what_eager_calls_refuse_as_out(what: str, way: str) ->
 
 
 def test_operators_store_every_layout_and_dtype_of_out() -> None:
-    given = arguments() | {"out_dtype": FP8, "out_descale": torch.tensor([0.01])}
+    given = arguments() | {"out_dtype": FP8, "out_descale": tensor([0.01])}
     expected = attention(**given)
-    wide = torch.zeros(2, 150, 4, 64, dtype=FP8)
+    wide = zeros(2, 150, 4, 64, dtype=FP8)
     with Seen():
         assert attention(**given, out=wide[..., ::2]).data_ptr() == wide.data_ptr()
     assert torch.equal(wide[..., ::2].float(), expected.float()) and not wide[..., 1::2].float().any()
@@ -192,7 +198,7 @@ def test_opcheck() -> None:
     given = arguments(granularity="head", dtype=torch.int8)
     tensors = [given.get(name) for name in QuantizedOperands._fields]
     options = options_of(QuantizedOperands(*tensors), False, None, 0.0, None, "default", True)
-    out = torch.zeros(2, 150, 4, 32, dtype=torch.bfloat16)
+    out = zeros(2, 150, 4, 32, dtype=torch.bfloat16)
     for operator, more in (("quantized_attention", ()), ("quantized_attention_out", (out,))):
         overload = getattr(torch.ops.warpwave, operator).default
         results = opcheck(overload, (*tensors, *options, "auto", "", *more))
@@ -200,7 +206,7 @@ def test_opcheck() -> None:
 
 
 def test_no_queries_or_keys() -> None:
-    q, k, v = torch.zeros(1, 0, 2, 32), torch.zeros(1, 5, 2, 32), torch.zeros(1, 5, 2, 32)
+    q, k, v = zeros(1, 0, 2, 32), zeros(1, 5, 2, 32), zeros(1, 5, 2, 32)
     for rows, keys in ((q, k), (k, q)):
         found = quantize(rows, keys, v[:, : keys.shape[1]])
         out, lse = attention(**found.arguments(), return_lse=True)

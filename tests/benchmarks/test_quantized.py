@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import quantized
-from benchmarks.quantized import COPY, MORE, PLAIN, WAYS, measure, problems
+from benchmarks.quantized import COPY, MORE, PLAIN, TOGETHER, WAYS, measure, problems
 
 CPU = torch.device("cpu")
 
@@ -18,19 +18,19 @@ CPU = torch.device("cpu")
 def test_the_calls_are_those_of_the_goals() -> None:
     found = list(problems(16_384, 2048))
     shapes = {(p.batch, p.seqlen_q, p.head_dim, p.num_heads_q, p.causal is not None) for p in found}
-    assert len(found) == len(shapes) == 12
+    assert len(found) == len(shapes) == 18
     assert {(1, 16_384, 128, 16, True), (16, 1024, 256, 8, False), (1, 16_384, 64, 32, False)} <= shapes
 
 
 def test_a_record_has_errors_times_and_traffic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = next(problems(64, 64))
-    monkeypatch.setattr(quantized, "problems", lambda tokens, width: [replace(one, batch=1, seqlen_q=64, seqlen_k=64)])
+    monkeypatch.setattr(quantized, "problems", lambda *of: [replace(one, batch=1, seqlen_q=64, seqlen_k=64)])
     out = tmp_path / "record.jsonl"
     arguments = ["--device", "cpu", "--tokens", "64", "--width", "64", "--rounds", "1", "--out", str(out)]
     assert quantized.main(arguments) == 0
     environment, line = map(json.loads, out.read_text().splitlines())
     assert "date" in environment["environment"]
-    attends = {PLAIN, "bfloat16, eager", *WAYS}
+    attends = {PLAIN, *WAYS, *(f"quantize, then {name}" for name in TOGETHER)}
     assert line["errors"].keys() == line["over_bfloat16"].keys() == attends and line["wrong"] == []
     assert line["times_us"].keys() == attends | {f"quantize {name}" for name in (*WAYS, *MORE)} | {COPY}
     assert line["over_bfloat16"][PLAIN] == 1

@@ -1,17 +1,21 @@
 """Measures the constants that the gates need.
 
     python -m tests.conformance.calibrate --seeds 20 --out FILE
+    python -m tests.conformance.calibrate --quantized --jobs 15 --out FILE
 
 For each kernel and dtype, over seeds x the three data sets x a sample of cases: the largest and the 99th percentile of
-the constant that each gate would have needed. The committed result justifies the table in gates.py.
+the constant that each gate would have needed. The committed results justify the table in gates.py: calibration.json,
+and for quantized calls, which few kernels compute, calibration_quantized.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import platform
 from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +23,7 @@ from typing import Any
 import torch
 
 from tests.conformance import cases, harness
-from tests.conformance.cases import FEATURES, PLAIN, QUANTIZED_DTYPES_OF_A_GRID
+from tests.conformance.cases import FEATURES, PLAIN, QUANTIZED_DTYPES_OF_A_GRID, Case
 from tests.conformance.datasets import DATA_SETS
 from tests.conformance.gates import (
     TABLE,
@@ -51,8 +55,7 @@ SAMPLE = [
 GRADIENT_SAMPLE = [case for case in SAMPLE if case.lengths in LENGTHS[:2] and case.dims[0] <= 128]
 
 
-# Types that are measured if named: few kernels compute quantized calls.
-DTYPES = (*FEATURES["dtype"], *QUANTIZED_DTYPES_OF_A_GRID)
+QUANTIZED_KERNELS = [name for name, module in KERNELS.items() if getattr(module, "QUANTIZED", False)]
 
 
 class Tally:
@@ -76,18 +79,22 @@ class Tally:
         return {"gates": gates, "failed": self.failed}
 
 
+def of_dtype(sample: list[Case], dtype: str) -> list[Case]:
+    return [replace(c, dtype=dtype) for c in sample if not cases.excluded("packed", c.packed, "dtype", dtype)]
+
+
 def measure(kernel: str, dtype: str, seeds: int) -> dict[str, Any]:
     forward, backward = Tally(), Tally()
     for seed in range(seeds):
         for data in DATA_SETS:
-            for case in (replace(c, dtype=dtype) for c in SAMPLE):
+            for case in of_dtype(SAMPLE, dtype):
                 call = cases.build(case, data, DEVICE, seed)
                 if dispatch.why_not(KERNELS[kernel], call.problem, GPU):
                     continue
                 references = forward_references(call.problem, call.operands)
                 out, lse = harness.run(kernel, call)
                 forward.add(judge_forward(call.problem, references, out, lse), f"{case} {data} seed {seed}")
-            for case in (replace(c, dtype=dtype) for c in GRADIENT_SAMPLE if dtype in FEATURES["dtype"]):
+            for case in of_dtype(GRADIENT_SAMPLE, dtype) if dtype in FEATURES["dtype"] else ():
                 call = cases.build(case, data, DEVICE, seed)
                 if KERNELS[kernel].why_not(replace(call.problem, requires_grad=True), GPU):
                     continue
@@ -112,15 +119,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kernel", choices=KERNELS, action="append", help="only this kernel; may be repeated")
-    parser.add_argument("--dtype", choices=DTYPES, action="append", help="only this type; may be repeated")
-    arguments = parser.parse_args()
-    measured = {
-        kernel: {dtype: measure(kernel, dtype, arguments.seeds) for dtype in arguments.dtype or FEATURES["dtype"]}
-        for kernel in arguments.kernel or KERNELS
-    }
+    parser.add_argument("--quantized", action="store_true", help="quantized calls, instead of all others")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each with one kernel and dtype at a time")
+    asked = parser.parse_args()
+    dtypes = QUANTIZED_DTYPES_OF_A_GRID if asked.quantized else FEATURES["dtype"]
+    kernels = asked.kernel or (QUANTIZED_KERNELS if asked.quantized else list(KERNELS))
+    tasks = [(kernel, dtype, asked.seeds) for kernel in kernels for dtype in dtypes]
+    with ProcessPoolExecutor(asked.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        results = list(pool.map(measure, *zip(*tasks, strict=True)))
+    measured: dict[str, dict[str, Any]] = {kernel: {} for kernel in kernels}
+    for (kernel, dtype, _), found in zip(tasks, results, strict=True):
+        measured[kernel][dtype] = found
     table = {", ".join(key): c._asdict() for key, c in TABLE.items()}
-    record = {"environment": environment(), "seeds": arguments.seeds, "table": table, "measured": measured}
-    arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+    record = {"environment": environment(), "seeds": asked.seeds, "table": table, "measured": measured}
+    asked.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

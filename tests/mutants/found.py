@@ -50,7 +50,7 @@ FOUND = [
     ),
     Mutant(
         "a kernel claims what it has no config for", "kernels/hopper/flash_fwd/claims.py",
-        "if not reasons and has_bias_cells(problem)", "if reasons and has_bias_cells(problem)",
+        "if not found and has_bias_cells(problem)", "if found and has_bias_cells(problem)",
         "../test_dispatch.py::test_problems_that_once_had_no_config", "sm_90", "claims",
     ),
     Mutant(

@@ -296,7 +296,8 @@ def eight_bit_by_torch(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def factors_of(magnitudes: torch.Tensor, largest: float) -> torch.Tensor:
     """Returns the factors with which the largest magnitudes become the largest number; 1 where all numbers are 0."""
-    return torch.where(magnitudes > 0, (magnitudes / largest).clamp(min=SMALLEST), 1.0)
+    divisor = magnitudes.new_full((), largest)  # on a GPU, torch divides by a number by multiplying with its reciprocal
+    return torch.where(magnitudes > 0, (magnitudes / divisor).clamp(min=SMALLEST), 1.0)
 
 
 def share_clipped(source: Source) -> float:
