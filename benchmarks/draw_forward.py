@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -37,6 +37,7 @@ from warpwave.workbench.bench.contenders import contenders
 from warpwave.workbench.bench.goals import best_peer
 from warpwave.workbench.bench.inputs import make_operands
 from warpwave.workbench.bench.measure import Settings, measure
+from warpwave.workbench.bench.peers import Peer
 from warpwave.workbench.bench.records import Measurement, RecordWriter, read_records
 from warpwave.workbench.bench.table import print_table, summary_tables
 from warpwave.workbench.bench.timing import paired_ratio
@@ -59,26 +60,14 @@ def main() -> int:
     parser.add_argument("--beside", type=Path, metavar="FORWARD", help="a record of the suite `forward`, to compare")
     parser.add_argument("--rounds", type=int, default=6)
     asked = parser.parse_args()
-    if asked.out.suffix != ".toml":
-        parser.error(f"{asked.out} must end in .toml, or bench takes it for a suite's name")
     if asked.rounds < 1:
         parser.error(f"--rounds is {asked.rounds}; it must be at least 1")
     if asked.beside is not None and not asked.beside.is_file():
         parser.error(f"--beside: there is no file {asked.beside}")
     if asked.time is not None and not torch.cuda.is_available():
         parser.error("--time needs a GPU")
-    seed = asked.seed
-    if seed is None:
-        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-        if git.returncode:
-            parser.error(f"this is no git checkout; give --seed. {git.stderr.strip()}")
-        seed = git.stdout.strip()
-    drawn = suite(seed)
-    if asked.out.exists() and asked.out.read_text(encoding="utf-8") != drawn:
-        parser.error(f"{asked.out} already exists and is another suite; name another file")
-    asked.out.write_text(drawn, encoding="utf-8")
+    cases = draw(parser, asked.out, asked.seed, suite)
     if asked.time is not None:
-        cases = parse_suite("drawn", tomllib.loads(drawn), source=str(asked.out)).cases
         measured = timed(cases, asked.time, asked.rounds)
         for table in summary_tables(measured):
             print_table(table)
@@ -87,27 +76,48 @@ def main() -> int:
     return 0
 
 
+def draw(parser: argparse.ArgumentParser, out: Path, seed: str | None, suite: Callable[[str], str]) -> tuple[Case, ...]:
+    """Writes the suite of a commit, by default HEAD, to `out`, and returns its cases. Wrong arguments end the
+    program."""
+    if out.suffix != ".toml":
+        parser.error(f"{out} must end in .toml, or bench takes it for a suite's name")
+    if seed is None:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+        if git.returncode:
+            parser.error(f"this is no git checkout; give --seed. {git.stderr.strip()}")
+        seed = git.stdout.strip()
+    drawn = suite(seed)
+    if out.exists() and out.read_text(encoding="utf-8") != drawn:
+        parser.error(f"{out} already exists and is another suite; name another file")
+    out.write_text(drawn, encoding="utf-8")
+    return tuple(parse_suite("drawn", tomllib.loads(drawn), source=str(out)).cases)
+
+
 def suite(seed: str) -> str:
     """Returns the suite as TOML."""
+    return suite_of(f"{SHAPES} shapes drawn from {seed} by benchmarks/draw_forward.py", seed, _shape)
+
+
+def suite_of(description: str, seed: str, shape: Callable[[random.Random], dict[str, Any]]) -> str:
+    """Returns SHAPES different results of `shape` as a suite in TOML."""
     draw = random.Random(seed)
     lines: list[str] = []
     while len(lines) < SHAPES:
-        line = toml_line(_shape(draw))
+        line = toml_line(shape(draw))
         if line not in lines:
             lines.append(line)
-    description = f"{SHAPES} shapes drawn from {seed} by benchmarks/draw_forward.py"
     return "\n".join([f'description = "{description}"', "cases = [", *lines, "]", ""])
 
 
 def _shape(draw: random.Random) -> dict[str, Any]:
     head_dim = draw.choice((64, 128, 256))
-    heads = _log_uniform(draw, WIDTH[0] // head_dim, WIDTH[1] // head_dim)
-    seqlen = _log_uniform(draw, *LENGTHS)
+    heads = log_uniform(draw, WIDTH[0] // head_dim, WIDTH[1] // head_dim)
+    seqlen = log_uniform(draw, *LENGTHS)
     if draw.random() < 0.5:
         seqlen = -(-seqlen // 64) * 64
     return {
         "head_dim": head_dim,
-        "batch": max(1, round(_log_uniform(draw, *TOKENS) / seqlen)),
+        "batch": max(1, round(log_uniform(draw, *TOKENS) / seqlen)),
         "seqlen_q": seqlen,
         "num_heads_q": heads,
         "dtype": draw.choice(("bfloat16", "float16")),
@@ -118,18 +128,29 @@ def _shape(draw: random.Random) -> dict[str, Any]:
 # Timing ---------------------------------------------------------------------------------------------------------------
 
 
-def timed(cases: Sequence[Case], record: Path, rounds: int) -> list[Measurement]:
-    """Times every case with `auto` and the peers, device time only."""
+def timed(
+    cases: Sequence[Case],
+    record: Path,
+    rounds: int,
+    peers: Sequence[str] = PEERS,
+    more: Callable[[Case], Mapping[str, Peer]] = lambda case: {},
+) -> list[Measurement]:
+    """Times every case with `auto` and the peers, device time only.
+
+    Args:
+        more: returns further contenders of a case, which can be pickled.
+    """
     os.environ[FA4_CACHE] = "1"
     began = time.monotonic()
-    _compile(cases)
+    ours = [{**contenders(("auto",), ()), **more(case)} for case in cases]
+    _compile(cases, ours, peers)
     print(f"compiled in {time.monotonic() - began:.0f} s", file=sys.stderr)
     device = torch.device("cuda", torch.cuda.current_device())
     writer = RecordWriter(record, environment.describe(device))
     settings = Settings(device=device, rounds=rounds, host=False)
     measured: list[Measurement] = []
-    for case in cases:
-        found = measure(case, "drawn", contenders(("auto",), PEERS), settings)
+    for case, mine in zip(cases, ours, strict=True):
+        found = measure(case, "drawn", {**mine, **contenders((), peers)}, settings)
         for m in found:
             writer.write(m)
         measured += found
@@ -138,24 +159,30 @@ def timed(cases: Sequence[Case], record: Path, rounds: int) -> list[Measurement]
     return measured
 
 
-def _compile(cases: Sequence[Case]) -> None:
-    """Compiles for all cases in parallel processes."""
-    kinds = {(p.head_dim, p.dtype, p.causal is None): i for i, p in reversed(list(enumerate(c.problem for c in cases)))}
-    jobs = [(cases[i], "flash_attention_4") for i in kinds.values()] + [(case, "warpwave auto") for case in cases]
+def _compile(cases: Sequence[Case], ours: Sequence[Mapping[str, Peer]], peers: Sequence[str]) -> None:
+    """Compiles for all cases in parallel processes, FlashAttention-4 once for every kind of case."""
+    jobs: list[tuple[Case, str, Peer]] = []
+    if "flash_attention_4" in peers:
+        kinds = {
+            (p.head_dim, p.dtype, p.causal is None, p.num_heads_q // p.num_heads_kv, p.page_size): case
+            for case, p in ((case, case.problem) for case in reversed(cases))
+        }
+        jobs = [(case, *peer) for case in kinds.values() for peer in contenders((), ("flash_attention_4",)).items()]
+    jobs += [(case, *contender) for case, mine in zip(cases, ours, strict=True) for contender in mine.items()]
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp_context=context) as pool:
         for job in [pool.submit(_prepare, *job) for job in jobs]:
             job.result()
 
 
-def _prepare(case: Case, contender: str) -> None:
+def _prepare(case: Case, name: str, contender: Peer) -> None:
     """Compiles for one case. Errors are ignored here, because the timing reports them."""
     device = torch.device("cuda", torch.cuda.current_device())
     try:
-        contenders(("auto",), PEERS)[contender](case.problem, make_operands(case.problem, device, seed=0))
+        contender(case.problem, make_operands(case.problem, device, seed=0))
         torch.cuda.synchronize()
     except Exception as error:
-        print(f"{contender} on {case.name}: {type(error).__name__}", file=sys.stderr)
+        print(f"{name} on {case.name}: {type(error).__name__}", file=sys.stderr)
 
 
 def verdict(drawn: Sequence[Measurement], table: Sequence[Measurement]) -> str:
@@ -170,20 +197,27 @@ def verdict(drawn: Sequence[Measurement], table: Sequence[Measurement]) -> str:
 
 def mean_over_best_peer(measurements: Sequence[Measurement]) -> float | None:
     """Returns the geometric mean of our speed relative to the best peer over all cases."""
-    ratios = []
+    ratios = over_best_peer(measurements)
+    return geometric_mean(ratios.values()) if ratios else None
+
+
+def over_best_peer(measurements: Sequence[Measurement]) -> dict[str, float]:
+    """Returns for each case with a peer the speed of `auto` relative to the best peer."""
+    ratios = {}
     for case in dict.fromkeys(m.case for m in measurements):
         found = [m for m in measurements if m.case == case]
         mine = next((m for m in found if m.is_ours and m.timing is not None), None)
         peer = best_peer(found)
         if mine is not None and peer is not None and mine.timing is not None and peer.timing is not None:
-            ratios.append(paired_ratio(peer.timing, mine.timing).median)
-    return geometric_mean(ratios) if ratios else None
+            ratios[case] = paired_ratio(peer.timing, mine.timing).median
+    return ratios
 
 
 # Drawing --------------------------------------------------------------------------------------------------------------
 
 
-def _log_uniform(draw: random.Random, low: int, high: int) -> int:
+def log_uniform(draw: random.Random, low: int, high: int) -> int:
+    """Returns a whole number from `low` to `high`, log-uniformly drawn."""
     return round(low * (high / low) ** draw.random())
 
 

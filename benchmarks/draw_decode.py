@@ -1,0 +1,213 @@
+"""Draws calls of few queries on long caches from a commit's hash, and times them beside the best peer.
+
+    python -m benchmarks.draw_decode OUT.toml                 40 calls from the hash of HEAD
+    python -m benchmarks.draw_decode OUT.toml --seed HASH     those of another commit
+    python -m benchmarks.draw_decode OUT.toml --named         the calls that lost before, or nearly, instead
+    python -m benchmarks.draw_decode OUT.toml --time RECORD.jsonl [--rounds 9] [--others]
+
+The calls have 1 to 16 queries, 1 to 128 sequences of 1,024 to 131,072 keys, groups of 1, 4 and 8 query heads,
+contiguous keys and pages of 16 to 256. The last command times `auto`, SDPA's backends and FlashAttention-4, device time
+only, and prints the geometric mean over the best peer, the worst call, and every call below 0.97. SDPA has no causal
+mask aligned to the last key and no pages, so FlashAttention-4 is the only peer of those calls.
+
+`--others` then times other configs of `split_kv` (`others`) on the calls where `auto` is less than 1.05 times as fast
+as the best peer, and prints those that are more than 3 % faster than `auto`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+import torch
+
+from benchmarks.draw_forward import draw, log_uniform, over_best_peer, suite_of, timed
+from benchmarks.draw_model_grid import toml_line
+from warpwave import CacheLayer, attention, attention_with_kv_cache
+from warpwave.gpu import Gpu, current_gpu
+from warpwave.kernels import split_kv
+from warpwave.kernels.split_kv import splits
+from warpwave.kernels.split_kv.config import Config, may_map
+from warpwave.problem import AttentionProblem, CachedOperands, Operands
+from warpwave.workbench.bench.inputs import call_arguments
+from warpwave.workbench.bench.peers import Peer, Prepared
+from warpwave.workbench.bench.records import OURS, Measurement
+from warpwave.workbench.bench.table import print_table, summary_tables
+from warpwave.workbench.bench.timing import paired_ratio
+from warpwave.workbench.bench.workloads import Case
+
+BATCHES, KEYS, QUERIES = (1, 128), (1024, 131_072), (1, 16)
+MOST_BYTES = 2 << 30  # of K and V: calls are compiled in as many processes as the host has cores, each with its inputs
+PEERS = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "flash_attention_4")
+GOAL, FLOOR = 1.05, 0.97  # geometric mean and worst call, relative to the best peer
+GAIN = 1.03  # what another config must gain to be worth a rule
+# Batch, queries, keys, query and kv heads, keys of a page: calls that were behind a peer, or bound by latency.
+NAMED = (
+    (24, 4, 5001, 64, 8, 0), (24, 4, 5001, 32, 4, 0), (200, 1, 777, 32, 8, 0), (4, 1, 4096, 32, 8, 0),
+    (4, 1, 4096, 32, 8, 16), (1, 1, 8192, 32, 8, 16), (128, 2, 2048, 32, 8, 16), (128, 2, 2048, 32, 8, 0),
+    (1, 16, 131_072, 32, 8, 0), (16, 8, 16_384, 32, 8, 0), (16, 8, 16_384, 32, 8, 16), (16, 16, 16_384, 64, 8, 0),
+    (128, 16, 2048, 32, 8, 64), (8, 8, 4096, 64, 8, 16),
+)  # fmt: skip
+
+
+def main() -> int:
+    """Runs the command. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="the suite to write")
+    parser.add_argument("--seed", help="a commit's hash; default: HEAD's")
+    parser.add_argument("--named", action="store_true", help="the calls of NAMED instead of drawn ones")
+    parser.add_argument("--time", type=Path, metavar="RECORD", help="time the calls, and append them to this record")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--others", action="store_true", help="also time other configs where `auto` is not well ahead")
+    asked = parser.parse_args()
+    if asked.rounds < 1:
+        parser.error(f"--rounds is {asked.rounds}; it must be at least 1")
+    if asked.others and asked.time is None:
+        parser.error("--others needs --time")
+    if asked.time is not None and not torch.cuda.is_available():
+        parser.error("--time needs a GPU")
+    cases = draw(parser, asked.out, asked.seed, named if asked.named else suite)
+    if asked.time is None:
+        return 0
+    measured = timed(cases, asked.time, asked.rounds, PEERS)
+    for table in summary_tables(measured):
+        print_table(table)
+    print(verdict(measured))
+    if asked.others:
+        behind = [case for case in cases if over_best_peer(measured).get(case.name, 0.0) < GOAL]
+        for line in gains(timed(behind, asked.time, asked.rounds, (), contenders_of_others)):
+            print(line)
+    return 0
+
+
+def suite(seed: str) -> str:
+    """Returns the suite as TOML."""
+    return suite_of(f"40 calls of few queries drawn from {seed} by benchmarks/draw_decode.py", seed, _shape)
+
+
+def named(_: str) -> str:
+    """Returns the calls of NAMED as a suite in TOML."""
+    fields = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "page_size")
+    calls = [dict(zip(fields, call, strict=True)) for call in NAMED]
+    lines = [toml_line({n: x for n, x in call.items() if x} | {"head_dim": 128, "dtype": "bfloat16"}) for call in calls]
+    return "\n".join(['description = "calls of few queries that lost before, or nearly"', "cases = [", *lines, "]", ""])
+
+
+def _shape(draw: random.Random) -> dict[str, Any]:
+    heads_kv, group, head_dim = draw.choice((4, 8)), draw.choice((1, 4, 8)), draw.choice((64, 128, 128))
+    batch, seqlen_k = log_uniform(draw, *BATCHES), log_uniform(draw, *KEYS)
+    if draw.random() < 0.5:
+        seqlen_k = -(-seqlen_k // 64) * 64
+    while batch * seqlen_k * heads_kv * head_dim * 4 > MOST_BYTES:
+        batch //= 2
+    drawn: dict[str, Any] = {
+        "head_dim": head_dim,
+        "batch": batch,
+        "seqlen_q": log_uniform(draw, *QUERIES),
+        "seqlen_k": seqlen_k,
+        "num_heads_q": heads_kv * group,
+        "num_heads_kv": heads_kv,
+        "dtype": draw.choice(("bfloat16", "float16")),
+    }
+    if drawn["seqlen_q"] > 1:  # one query sees all keys either way, and SDPA runs only the call without a mask
+        drawn["causal"] = draw.choice((False, True))
+    page_size = draw.choice((0, 0, 0, 0, 16, 64, 128, 256))
+    return drawn | ({"page_size": page_size} if page_size else {})
+
+
+def verdict(measured: Sequence[Measurement]) -> str:
+    """Returns how `auto` compares with the best peer, as text."""
+    ratios = over_best_peer(measured)
+    if not ratios:
+        return "no comparison: no call has a peer"
+    mean, (worst, least) = geometric_mean(ratios.values()), min(ratios.items(), key=lambda found: found[1])
+    met = "met" if mean >= GOAL and least >= FLOOR else "missed"
+    lines = [
+        f"{mean:.3f} of the best peer in the geometric mean of {len(ratios)} calls, {least:.3f} at the worst "
+        f"({worst}): goal of {GOAL} and {FLOOR} {met}"
+    ]
+    lines += [f"  {ratio:.3f} {name}" for name, ratio in sorted(ratios.items(), key=lambda x: x[1]) if ratio < FLOOR]
+    return "\n".join(lines)
+
+
+# Other configs --------------------------------------------------------------------------------------------------------
+
+
+def others(problem: AttentionProblem, gpu: Gpu) -> dict[str, Config]:
+    """Returns configs to compare with the default, by name: other ways to load keys, and numbers of splits with which
+    the blocks fill whole waves."""
+    first = split_kv.default(problem, gpu)
+    assert first is not None
+    rows, found = first.block_m, {}
+    tilings = [
+        dataclasses.replace(
+            first, block_n=keys, num_warps=warps, num_stages=stages, by_map=by_map, kv_heads=1, roles=False
+        )
+        for keys, warps, stages, by_map in ((64, 2, 3, True), (64, 4, 4, True), (128, 4, 3, True), (64, 4, 3, False))
+    ]
+    if rows == 16:
+        tilings += [Config(16, 64, 4, n, launched_ahead=True, by_map=True, roles=True) for n in (6, 3, 2)]
+    for tiling in tilings:
+        if split_kv.smem_bytes(problem, gpu, tiling) > gpu.smem_per_block_bytes:
+            continue
+        if tiling.by_map and not may_map(problem, gpu, tiling):
+            continue
+        split = splits.with_splits(problem, gpu, tiling)
+        tiles = splits.blocks_with_rows(problem, tiling)
+        sms = gpu.num_sms or splits.UNKNOWN_SMS
+        whole = {max(1, waves * sms * splits.blocks_per_sm(problem, gpu, tiling) // tiles) for waves in (1, 2)}
+        for number in sorted({split.num_splits, 1, *whole}):
+            config = dataclasses.replace(split, num_splits=min(number, splits.MAX_SPLITS))
+            if config != first:
+                found[_name(config)] = config
+    return found
+
+
+def _name(config: Config) -> str:
+    way = "roles" if config.roles else "maps" if config.by_map else "pointers"
+    tile = f"{config.block_m}x{config.block_n}, {config.num_warps} warps, {config.num_stages} stages"
+    return f"{tile}, {config.num_splits} splits, {way}"
+
+
+def contenders_of_others(case: Case) -> Mapping[str, Peer]:
+    """Returns the configs of `others` as contenders."""
+    configs = others(case.problem, current_gpu(torch.device("cuda", torch.cuda.current_device())))
+    return {f"{OURS}split_kv {name}": partial(configured, config) for name, config in configs.items()}
+
+
+def configured(config: Config, problem: AttentionProblem, operands: Operands | CachedOperands) -> Prepared:
+    """Prepares `split_kv` with a config, through the public call."""
+    options = {"kernel": "split_kv", "config": config, **call_arguments(problem, operands)}
+    if isinstance(operands, CachedOperands):
+        layer = CacheLayer(operands.k, operands.v, operands.page_table, operands.seqused_k)
+        call = partial(attention_with_kv_cache, operands.q, layer, **options)
+    else:
+        call = partial(attention, *operands[:3], **options)
+    call()
+    return Prepared(call, to_out=lambda out: out, kernel="split_kv", eager=True, config=dataclasses.asdict(config))
+
+
+def gains(measured: Sequence[Measurement]) -> list[str]:
+    """Returns a line for every call, with its configs that are more than 3 % faster than `auto`, best first."""
+    lines = []
+    for case in dict.fromkeys(m.case for m in measured):
+        found = {m.contender: m.timing for m in measured if m.case == case and m.timing is not None}
+        auto = found.pop(f"{OURS}auto", None)
+        if auto is None:
+            continue
+        ratios = {name: paired_ratio(auto, timing).median for name, timing in found.items()}
+        better = sorted(((ratio, name) for name, ratio in ratios.items() if ratio > GAIN), reverse=True)
+        said = "; ".join(f"{name.removeprefix(OURS)} {ratio:.3f}" for ratio, name in better) or "no config gains 3 %"
+        lines.append(f"{case}: auto {auto.median_us:.1f} us; {said}")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())
