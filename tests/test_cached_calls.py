@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -273,10 +274,14 @@ def test_warmup_makes_the_plans_of_a_server() -> None:
         for page_size in (0, 16)
     ]  # fmt: skip
     assert warmup(problems, DEVICE) == 4
+    assert warmup(problems, DEVICE, workers=3) == 4
+    assert warmup([], DEVICE) == 0
+    with pytest.raises(InvalidInput, match="workers is 0; it must be at least 1"):
+        warmup(problems, DEVICE, workers=0)
     with pytest.raises(InvalidInput, match="num_warps is none of them"):
         warmup(problems, DEVICE, num_warps=3)
     with pytest.raises(UnsupportedProblem):
-        wide = AttentionProblem(**(vars(problems[1]) | {"head_dim": 300}))
+        wide = replace(problems[1], head_dim=300)
         warmup([wide], DEVICE, kernel="split_kv")
 
 

@@ -115,7 +115,7 @@ def test_a_kernel_that_fails_behind_an_append_takes_it_back(monkeypatch: pytest.
         raise torch.OutOfMemoryError("injected")
 
     with monkeypatch.context() as patch:
-        patch.setattr(cached_calls, "make_plan", lambda *_: fail)
+        patch.setattr(cached_calls.Planner, "first", lambda *_: fail)
         with pytest.raises(torch.OutOfMemoryError):
             attend(cache, window_size=(99, 0))
     assert visible(cache) == before

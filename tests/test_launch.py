@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -101,3 +103,51 @@ def test_threads_on_one_stream_do_not_disturb_each_other() -> None:
     torch.cuda.synchronize()
     for outs, expected in zip(together, alone, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
+
+
+def test_threads_compile_different_variants_at_once_and_each_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread waits for one that compiles the same, and compiles itself if that one failed."""
+    fails_once = 2
+    compiled: list[int] = []
+    both = threading.Barrier(2, timeout=20)  # of variants 0 and 1: neither waits for the other
+
+    def compile_slowly(spec: int, *_: Any) -> int:
+        compiled.append(spec)
+        if spec != fails_once:
+            both.wait()
+        elif compiled.count(spec) == 1:
+            time.sleep(0.01)
+            raise RuntimeError("no memory")
+        return spec
+
+    monkeypatch.setattr(launch, "_key_of", lambda spec, *_: spec)
+    monkeypatch.setattr(launch, "_compiled_variant", compile_slowly)
+    monkeypatch.setattr(launch, "_variants", launch.Bounded(8))
+
+    def variant(spec: Any) -> Any:
+        return launch.variant_of(spec, (), torch.device("cpu"))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(variant, [0, 1] * 4)) == [0, 1] * 4
+        failing = [pool.submit(variant, fails_once) for _ in range(3)]
+    assert sorted(compiled) == [0, 1, fails_once, fails_once]
+    assert sum(one.exception() is not None for one in failing) == 1
+
+
+@pytest.mark.gpu
+def test_warmup_in_threads_leaves_nothing_to_compile() -> None:
+    problems = [
+        warpwave.AttentionProblem(
+            batch=2, seqlen_q=200, seqlen_k=200, num_heads_q=4, num_heads_kv=2, head_dim=head_dim, head_dim_v=head_dim,
+            dtype="bfloat16", softmax_scale=0.125,
+        )
+        for head_dim in (40, 40, 72, 104, 136)
+    ]  # fmt: skip
+    assert warpwave.warmup(problems, workers=4) == len(problems)
+    compiled = len(launch._variants)
+    for problem in problems:
+        q, k, v = (
+            torch.randn(2, 200, heads, problem.head_dim, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)
+        )
+        warpwave.attention(q, k, v, softmax_scale=0.125)
+    assert len(launch._variants) == compiled

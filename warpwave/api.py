@@ -5,6 +5,7 @@ Their return type is Any: a tensor or, with `return_lse`, a pair. A union would 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,6 @@ from warpwave.errors import InvalidType, UnsupportedProblem
 from warpwave.kernels import descales, dropout
 from warpwave.kv_cache import CacheLayer, PagedKVCache, Rotary, integers
 from warpwave.options import (
-    Options,
     as_bool,
     as_int,
     as_logits,
@@ -112,7 +112,8 @@ def attention(
         out_dtype: of a call with factors: bfloat16, float16, or with out_descale float8. None: the dtype of v if it
             has 16 bits, otherwise bfloat16.
         checked: check the contents of the factors first, which waits for the device, and raise InvalidInput naming the
-            first that is not positive and finite. Unchecked, wrong factors give unspecified values.
+            first that is not positive and finite. Unchecked, wrong factors give unspecified values. Under torch.compile
+            the check is a break in the graph, which `fullgraph=True` refuses.
         kernel: `"auto"`, or the name of the kernel that must run the call; `warpwave.explain` lists them.
         config: a `Config` of the kernel named.
         return_lse: also return the log-sum-exp.
@@ -220,7 +221,7 @@ def attention_varlen(
         max_seqlen_q, max_seqlen_k: the longest sequences, as host integers.
         checked: check the contents of the offsets and of factors first, which waits for the device, and raise
             InvalidInput naming the first wrong index. Unchecked, wrong ones give unspecified values but stay inside the
-            tensors.
+            tensors. Under torch.compile the check is a break in the graph, which `fullgraph=True` refuses.
 
     The other arguments, errors and notes are those of `attention`. With the same dropout_seed, sequence b drops the
     same pairs as item b of a dense batch.
@@ -229,9 +230,17 @@ def attention_varlen(
         out: (total_q, num_heads_q, head_dim_v); the caller's if given.
         lse: if `return_lse`: (num_heads_q, total_q).
     """
-    window_size, softcap, softmax_scale, return_lse = spell_scalars(window_size, softcap, softmax_scale, return_lse)
-    dropout_p, deterministic = spell_switches(dropout_p, deterministic, dropout_seed)
-    q, softmax_scale = with_positive_scale(q, softmax_scale)
+    if not (
+        window_size is None
+        and deterministic is None
+        and dropout_seed is None
+        and type(softcap) is type(dropout_p) is float
+        and (softmax_scale is None or (softmax_scale.__class__ is float and softmax_scale >= 0))
+        and return_lse.__class__ is bool
+    ):
+        window_size, softcap, softmax_scale, return_lse = spell_scalars(window_size, softcap, softmax_scale, return_lse)
+        dropout_p, deterministic = spell_switches(dropout_p, deterministic, dropout_seed)
+        q, softmax_scale = with_positive_scale(q, softmax_scale)
     if sinks is not None:
         sinks = as_logits(sinks, q)
     operands: Any = _new(Operands, (q, k, v, None, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k))
@@ -409,12 +418,11 @@ def attention_with_kv_cache(
     if run is None:
         attended = operands
 
+        @functools.cache
         def planner() -> cached_calls.Planner:
             return cached_calls.Planner(options_of(asked, *said, 0.0, None, None, *longest), serving, kernel, config)
 
-        run = known or plans.planned(
-            key, lambda: cached_calls.make_plan(attended, options, serving, kernel, config, out)
-        )
+        run = known or plans.planned(key, lambda: planner().first(attended, out))
         if key is not None and not wanting:
             plans.remember(asked, full, longest, run, planner if attended is asked else None, out)
     with new.written():  # nothing has changed before; if a kernel fails, nothing was appended
@@ -455,11 +463,12 @@ def _call(
     operands = settled(operands)
     if autograd.is_eager() and (key := plans.plan_key((*operands, out), (said, longest))) is not None:
 
-        def options() -> Options:
-            return options_of(operands, *scalars, *longest)
+        @functools.cache
+        def planner() -> plans.Planner:
+            return plans.Planner(options_of(operands, *scalars, *longest), kernel, config)
 
-        run = plans.planned(key, lambda: ops.make_plan(operands, options(), kernel, config, out=out))
-        plans.remember(operands, said, longest, run, lambda: ops.Planner(options(), kernel, config), out)
+        run = plans.planned(key, lambda: planner().first(operands, out))
+        plans.remember(operands, said, longest, run, planner, out)
         return run(operands) if out is None else run(operands, out)
     check_are_tensors(operands)
     if out is not None and not autograd.is_compiling() and autograd.transforms() is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -15,13 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave import autograd, dispatch
+from warpwave import autograd, dispatch, plans
 from warpwave.checks import (
     check_apart,
     check_out,
     check_problem,
     describe_cached_call,
-    resized,
 )
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
@@ -37,7 +37,6 @@ from warpwave.kv_cache import (
     new_tokens,
 )
 from warpwave.options import Options
-from warpwave.plans import Run, storing, tell_once, without_keys
 from warpwave.problem import AttentionProblem, CachedOperands, DropoutOperands, Operands, QuantizedOperands
 
 
@@ -327,78 +326,36 @@ def choose(
     return choice
 
 
-def make_plan(
-    operands: CachedOperands,
-    options: Options,
-    serving: Serving,
-    kernel: str,
-    config: Any,
-    out: torch.Tensor | None = None,
-) -> Run:
-    """Chooses, configures and compiles the kernel of a call that was checked.
+class Planner(plans.Planner):
+    """Makes the plans of one class of calls on a cache, or of a single call."""
 
-    Args:
-        out: the tensor that the caller passes for the output.
-    """
-    problem = describe_cached_call(operands, options, serving.batch_invariant)
-    if out is not None:
-        check_out(out, operands, options.needs_grad)
-    return _plan_of(problem, operands, serving, kernel, config, {}, out)
-
-
-class Planner:
-    """Makes the plans of one class of calls (plans.py), as `ops.Planner` does."""
+    portable = split_kv
 
     def __init__(self, options: Options, serving: Serving, kernel: str, config: Any) -> None:
-        self.options, self.serving, self.kernel, self.config = options, serving, kernel, config
-        self.problem: AttentionProblem | None = None
-        self.binders: dict[str, Any] = {}
+        super().__init__(options, kernel, config)
+        self.serving = serving
+        if serving.shared_prefix:
+            self.binders = {split_kv.NAME: partial(split_kv.bind_with_prefix, shared_prefix=serving.shared_prefix)}
 
-    def __call__(
-        self, operands: CachedOperands, longest: tuple[int, ...], out: torch.Tensor | None = None
-    ) -> Run | None:
-        """Returns the plan of a call; None if its sizes contradict each other."""
-        if self.problem is None:
-            options = self.options._replace(max_seqlen_q=longest[0], max_seqlen_k=longest[1])
-            self.problem = describe_cached_call(operands, options, self.serving.batch_invariant)
-        problem = resized(self.problem, operands, longest)
-        if problem is None:
-            return None
-        if out is not None:
-            check_out(out, operands, self.options.needs_grad)
-        return _plan_of(problem, operands, self.serving, self.kernel, self.config, self.binders, out)
+    def describe(self, operands: CachedOperands, options: Options) -> AttentionProblem:
+        """Checks a call in full and returns the problem it describes."""
+        return describe_cached_call(operands, options, self.serving.batch_invariant)
 
+    def choose(self, problem: AttentionProblem) -> dispatch.Choice:
+        """Returns the kernel and the config.
 
-def _plan_of(
-    problem: AttentionProblem,
-    operands: CachedOperands,
-    serving: Serving,
-    kernel: str,
-    config: Any,
-    binders: dict[str, Any],
-    out: torch.Tensor | None,
-) -> Run:
-    gpu = current_gpu(operands.q.device)
-    choice = choose(problem, gpu, serving, kernel, config)
-    if kernel == "auto" and not choice.kernel.NEEDS_GPU:
-        tell_once(problem, gpu, choice.kernel.NAME, split_kv)
-    prefix = serving.shared_prefix
-    if prefix:
-        reasons = prefix_refusals(problem, prefix)
-        if reasons:
+        Raises:
+            UnsupportedProblem: the shared prefix cannot be read once.
+        """
+        choice = choose(problem, self.gpu, self.serving, self.kernel, self.config)
+        prefix = self.serving.shared_prefix
+        if prefix and (reasons := prefix_refusals(problem, prefix)):
             raise UnsupportedProblem(
                 f"shared_prefix={prefix} cannot be read once for {problem.describe()}",
                 {choice.kernel.NAME: reasons},
                 "the same call without shared_prefix",
             )
-    run: Run
-    if problem.rows == 0 or problem.batch == 0:
-        run = partial(without_keys, problem)
-    else:
-        if prefix and choice.kernel is split_kv:
-            binders = {split_kv.NAME: partial(split_kv.bind_with_prefix, shared_prefix=prefix)}
-        run = dispatch.bind(choice, problem, operands, binders, out)
-    return run if out is None else storing(run)
+        return choice
 
 
 def prefix_refusals(problem: AttentionProblem, shared_prefix: int) -> list[str]:
@@ -437,27 +394,34 @@ def _check_prefix(problem: AttentionProblem, operands: CachedOperands, shared_pr
             raise InvalidInput(f"rows {rows[0]} and {row} do not share the pages of their first {shared_prefix} tokens")
 
 
-def warmup(problems: Iterable[AttentionProblem], device: torch.device | str = "cuda", **options: Any) -> int:
+def warmup(
+    problems: Iterable[AttentionProblem], device: torch.device | str = "cuda", *, workers: int = 1, **options: Any
+) -> int:
     """Compiles what calls will need, before requests arrive or a CUDA graph is captured.
 
     Args:
         problems: problems of dense, packed or cached calls. Tensors are assumed contiguous; K and V of a cached problem
             are in a pool as `PagedKVCache` makes it, and its call names its rows.
         device: device of the calls.
+        workers: threads that compile. LLVM and ptxas leave Python's lock, and take most of the time. Each thread
+            allocates the tensors of one problem at a time.
         options: `kernel`, `config`, and for cached problems `num_splits`, with the calls' values.
 
     Returns:
         How many plans were made.
 
     Raises:
-        UnsupportedProblem: naming the problem that no kernel, or not the requested one, can run.
-        InvalidInput: an option that no call has.
+        UnsupportedProblem: naming the problem that no kernel, or not the requested one, can run. Nothing is compiled.
+        InvalidInput: `workers` is not positive, or an option that no call has.
     """
     unknown = options.keys() - {"kernel", "config", "num_splits"}
     if unknown:
         raise InvalidInput(f"warmup takes kernel, config and num_splits; {', '.join(sorted(unknown))} is none of them")
-    device, made = torch.device(device), 0
+    if workers < 1:
+        raise InvalidInput(f"workers is {workers}; it must be at least 1")
+    device = torch.device(device)
     kernel, config = options.get("kernel", "auto"), options.get("config")
+    chosen = []
     for problem in problems:
         check_problem(problem)
         gpu = current_gpu(device)
@@ -467,9 +431,13 @@ def warmup(problems: Iterable[AttentionProblem], device: torch.device | str = "c
         else:
             choice = dispatch.choose(problem, gpu, kernel, config)
         if problem.rows and problem.batch:
-            choice.kernel.bind(problem, blank_operands(problem, device), choice.config)
-            made += 1
-    return made
+            chosen.append((problem, choice))
+
+    def compile_for(problem: AttentionProblem, choice: dispatch.Choice) -> None:
+        choice.kernel.bind(problem, blank_operands(problem, device), choice.config)
+
+    with ThreadPoolExecutor(workers) as pool:
+        return sum(1 for _ in pool.map(compile_for, *zip(*chosen, strict=True)))
 
 
 def blank_operands(problem: AttentionProblem, device: torch.device) -> Any:

@@ -363,13 +363,13 @@ def check_out(
     out: torch.Tensor,
     operands: AnyOperands | CachedOperands,
     needs_grad: bool,
-    dtype: torch.dtype | None = None,
+    dtype: str | None = None,
 ) -> None:
     """Checks the writable tensor that receives the output of a call whose operands were checked.
 
     Args:
         needs_grad: whether an operand requires a gradient.
-        dtype: of the output; None for the dtype of q.
+        dtype: name of the output's dtype; None for the dtype of q.
 
     Raises:
         InvalidInput: its shape or device is not the output's, or two elements share memory.
@@ -388,8 +388,8 @@ def check_out(
         raise InvalidInput(f"out has shape {tuple(out.shape)}; it must have {tuple(shape)}, q's with head_dim_v")
     if out.device != q.device:
         raise InvalidInput(f"out is on {out.device} and q on {q.device}; all tensors must share one device")
-    if out.dtype != (dtype or q.dtype):
-        what = "the dtype of q" if dtype is None else f"{dtype}, as out_dtype states or by default"
+    if out.dtype != (q.dtype if dtype is None else getattr(torch, dtype)):
+        what = "the dtype of q" if dtype is None else f"torch.{dtype}, as out_dtype states or by default"
         raise InvalidType(f"out is {out.dtype} and q is {q.dtype}; out must have {what}")
     if torch.compiler.is_compiling():
         return  # the call itself checks its strides

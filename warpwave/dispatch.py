@@ -48,7 +48,7 @@ from warpwave.kernels.hopper import flash_fwd_fp8 as hopper_flash_fwd_fp8
 from warpwave.kernels.hopper import large_head_dim as hopper_large_head_dim
 from warpwave.kernels.ladder import naive, tiled
 from warpwave.kernels.three_kernel import backward_cost
-from warpwave.problem import AttentionProblem
+from warpwave.problem import AttentionProblem, by_kind
 
 # In order of preference. Every problem has a kernel, because eager runs everything. "auto" never takes those behind
 # eager: rungs of the ladder (docs/kernels/ladder.md), which keep a workspace as large as all scores.
@@ -87,8 +87,14 @@ class Choice(NamedTuple):
 
 
 def why_not(kernel: Any, problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Returns every reason a kernel cannot run a problem; empty if it can. All kernels but `eager` refuse float64 here,
-    and all kernels without `QUANTIZED` quantized q and k, without `QUANTIZED_CACHE` such a cache, in one place."""
+    """Returns every reason a kernel cannot run a problem; empty if it can."""
+    reasons: list[str] = _refused_dtype(kernel, problem) or kernel.why_not(problem, gpu)
+    return reasons
+
+
+def _refused_dtype(kernel: Any, problem: AttentionProblem) -> list[str]:
+    """Returns the reason that is the same for many kernels: all but `eager` refuse float64, all without `QUANTIZED`
+    quantized q and k, and all without `QUANTIZED_CACHE` such a cache."""
     if problem.dtype == "float64" and kernel is not eager:
         return ["dtype is float64, which eager alone computes"]
     if problem.is_quantized and not getattr(kernel, "QUANTIZED", False):
@@ -97,8 +103,15 @@ def why_not(kernel: Any, problem: AttentionProblem, gpu: Gpu) -> list[str]:
     if problem.dtype_kv and not getattr(kernel, "QUANTIZED_CACHE", False):
         able = [module.NAME for module in CACHE_KERNELS if getattr(module, "QUANTIZED_CACHE", False)]
         return [f"the cache is {problem.dtype_kv}; such caches are read by {', '.join(able)}"]
-    reasons: list[str] = kernel.why_not(problem, gpu)
-    return reasons
+    return []
+
+
+@by_kind
+def _candidates(problem: AttentionProblem, gpu: Gpu) -> list[Any]:
+    """Returns the kernels that `auto` may choose, in order of preference, by what does not depend on lengths. Triton's
+    interpreter is for tests, which name a kernel."""
+    able = [module for module in kernels_for(problem) if not _refused_dtype(module, problem)]
+    return [module for module in able if not (gpu.vendor == "interpreter" and module.NEEDS_GPU)]
 
 
 def reasons_against(problem: AttentionProblem, gpu: Gpu) -> dict[str, list[str]]:
@@ -136,22 +149,15 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
     if kernel == "auto":
         if config is not None:
             raise InvalidInput("config was given with kernel='auto'; name the kernel the config is for")
-        # "auto" never uses Triton's interpreter: it is for tests that name a kernel.
-        able = (
-            m
-            for m in ((eager,) if problem.dtype == "float64" else kernels_for(problem))
-            if not (gpu.vendor == "interpreter" and m.NEEDS_GPU)
-            and not why_not(m, problem, gpu)
-            and not _outrun(m, problem, gpu)
+        for module in _candidates(problem, gpu):
+            if not module.why_not(problem, gpu) and not _outrun(module, problem, gpu):
+                return Choice(module, default_config(module, problem, gpu), "default")
+        # eager refuses error budgets alone, and no kernel's products are more accurate.
+        raise UnsupportedProblem(
+            f"no kernel can run {problem.describe()} on {gpu.name}",
+            {eager.NAME: eager.why_not(problem, gpu)},
+            "a larger budget, or precision='default'",
         )
-        module = next(able, None)
-        if module is None:  # eager refuses error budgets alone, and no kernel's products are more accurate
-            raise UnsupportedProblem(
-                f"no kernel can run {problem.describe()} on {gpu.name}",
-                {eager.NAME: eager.why_not(problem, gpu)},
-                "a larger budget, or precision='default'",
-            )
-        return Choice(module, default_config(module, problem, gpu), "default")
     by_name = {module.NAME: module for module in kernels_for(problem)}
     if kernel not in by_name:
         raise InvalidInput(f"kernel is {kernel!r}; it must be 'auto' or one of {', '.join(map(repr, by_name))}")

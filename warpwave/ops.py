@@ -1,5 +1,5 @@
 """The torch operators `warpwave::attention`, `quantized_attention`, those that store to a given out, and
-`attention_backward`; and the planning of dense and packed calls.
+`attention_backward`.
 
 torch.compile, export and opcheck see one node with a schema, a fake implementation and a gradient. An eager call on
 plain tensors needs no dispatcher: api.py runs its plan directly (plans.py).
@@ -10,20 +10,18 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
 from warpwave import autograd, dispatch
 from warpwave.autograd import NUM_OPTIONS, NUM_TENSORS, absent
-from warpwave.checks import check_out, describe_call, resized
+from warpwave.checks import check_out, describe_call
 from warpwave.errors import InvalidType
-from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import flash_fwd
+from warpwave.gpu import current_gpu
 from warpwave.options import Options
-from warpwave.plans import Run, lse_dtype, lse_shape, plan_key, planned, storing, tell_once, without_keys
-from warpwave.problem import AnyOperands, AttentionProblem, DropoutOperands, Operands, QuantizedOperands
+from warpwave.plans import Planner, lse_dtype, lse_shape, plan_key, planned
+from warpwave.problem import AnyOperands, DropoutOperands, Operands, QuantizedOperands
 
 
 def attend(
@@ -31,99 +29,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Runs a call that torch has dispatched, with a plan made for an equal earlier call or with a new one."""
     key = plan_key((*operands, out), (options, kernel, config), dispatched=True)
-    run = planned(key, lambda: make_plan(operands, options, kernel, config, dispatched=True, out=out))
+    run = planned(key, lambda: Planner(options, kernel, config, dispatched=True).first(operands, out))
     return run(operands) if out is None else run(operands, out)
-
-
-def make_plan(
-    operands: AnyOperands,
-    options: Options,
-    kernel: str,
-    config: Any,
-    dispatched: bool = False,
-    out: torch.Tensor | None = None,
-) -> Run:
-    """Checks a call, and chooses, configures and compiles its kernel.
-
-    Args:
-        dispatched: whether torch's dispatcher has seen the call and provides its gradients; otherwise the plan does.
-        out: the tensor that the caller passes for the output.
-    """
-    return _plan_of(describe_call(operands, options), operands, options, kernel, config, dispatched, {}, out)
-
-
-class Planner:
-    """Makes the plans of one class of calls (plans.py).
-
-    Args:
-        options: the options of one of the calls.
-        kernel, config: the kernel and config that the calls name.
-    """
-
-    def __init__(self, options: Options, kernel: str, config: Any) -> None:
-        self.options, self.kernel, self.config = options, kernel, config
-        self.problem: AttentionProblem | None = None
-        self.binders: dict[str, Any] = {}
-
-    def __call__(self, operands: AnyOperands, longest: tuple[int, ...], out: torch.Tensor | None = None) -> Run | None:
-        """Returns the plan of a call; None if its sizes contradict each other."""
-        options = self.options
-        if longest:
-            options = options._replace(max_seqlen_q=longest[0], max_seqlen_k=longest[1])
-        if self.problem is None:
-            self.problem = describe_call(operands, options)
-        problem = resized(self.problem, operands, longest)
-        if problem is None:
-            return None
-        return _plan_of(problem, operands, options, self.kernel, self.config, False, self.binders, out)
-
-
-def _plan_of(
-    whole: AttentionProblem,
-    operands: AnyOperands,
-    options: Options,
-    kernel: str,
-    config: Any,
-    dispatched: bool,
-    binders: dict[str, Any],
-    out: torch.Tensor | None,
-) -> Run:
-    if out is not None:
-        _check_out(out, operands, options, whole)
-    gpu = current_gpu(operands.q.device)
-    problem, others = dispatch.forward_of(whole, gpu, kernel)
-    # The operator returns lse with every gradient. Eager calls need it on request, or where the gradients take it.
-    if others and not dispatched and not dispatch.gradient_kernels(whole, gpu, kernel):
-        problem = dataclasses.replace(problem, return_lse=options.return_lse)
-    run = _bind(problem, gpu, operands, kernel, config, binders, out)
-    if out is not None:
-        return storing(run)
-    if dispatched or not options.needs_grad:
-        return run
-    return autograd.Plan(run, whole, gpu, options, kernel, operands)
-
-
-def _check_out(out: torch.Tensor, operands: AnyOperands, options: Options, problem: AttentionProblem) -> None:
-    dtype = getattr(torch, problem.dtype_of_out) if problem.is_quantized else None
-    check_out(out, operands, options.needs_grad, dtype)
-
-
-def _bind(
-    problem: AttentionProblem,
-    gpu: Gpu,
-    operands: AnyOperands,
-    kernel: str,
-    config: Any,
-    binders: dict[str, Any],
-    out: torch.Tensor | None,
-) -> Run:
-    choice = dispatch.choose(problem, gpu, kernel, config)
-    if kernel == "auto" and not choice.kernel.NEEDS_GPU:
-        tell_once(problem, gpu, choice.kernel.NAME, flash_fwd)
-    if problem.rows == 0 or problem.batch == 0 or (problem.total_k if problem.packed else problem.seqlen_k) == 0:
-        return partial(without_keys, problem)
-    run: Run = dispatch.bind(choice, problem, operands, binders, out)
-    return run
 
 
 def encode_config(config: Any) -> str:
@@ -226,7 +133,7 @@ def _fake(
     """Returns results without contents, and checks the caller's out if one is given."""
     problem = describe_call(operands, options)
     if given is not None:
-        _check_out(given, operands, options, problem)
+        check_out(given, operands, options.needs_grad, problem.dtype_of_out if problem.is_quantized else None)
     q = operands.q
     out = q.new_empty((*q.shape[:-1], operands.v.shape[-1]), dtype=getattr(torch, problem.dtype_of_out))
     if not (options.return_lse or options.needs_grad):

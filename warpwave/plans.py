@@ -4,8 +4,9 @@ A plan is `run(operands) -> (out, lse)`, a bound kernel; for a call with `out=` 
 on what the caller said, and on the shapes, strides, dtypes, devices and 16-byte alignment of the tensors; never on
 their contents.
 
-Calls that differ only in their lengths, and in strides that depend on lengths, are of one class. Its `Planner` keeps
-what does not depend on these, so that only a few numbers are computed for a new length. Two look-ups find plans:
+Calls that differ only in their lengths, and in strides that depend on lengths, are of one class. Its `Planner` checks
+and describes the first of them and keeps what does not depend on lengths, so that only a few numbers are computed for a
+new length. Two look-ups find plans:
 
 - `recall` compares layouts by torch's own guard, in one call into C++: 1.5 to 2.0 us on an H200's host
   (benchmarks/records/2026-11-22-h200-host-steps.log). It makes the plan of a new length of a known class;
@@ -18,16 +19,19 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
-from warpwave import dispatch
+from warpwave import autograd, dispatch
 from warpwave.autograd import dispatch_modes, is_compiling, is_grad_enabled
-from warpwave.checks import check_apart, is_plain
-from warpwave.gpu import Gpu
+from warpwave.checks import check_apart, check_out, describe_call, is_plain, resized
+from warpwave.gpu import Gpu, current_gpu
+from warpwave.kernels import flash_fwd
+from warpwave.options import Options
 from warpwave.problem import AttentionProblem, CachedOperands, QuantizedOperands
 from warpwave.runtime.bounded import Bounded
 
@@ -36,7 +40,7 @@ log = logging.getLogger("warpwave")
 Run = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 Check = Callable[..., bool]
 # (operands, longest sequences, out) -> the plan of a call of one class; None if its sizes contradict each other.
-Planner = Callable[[Any, tuple[int, ...], torch.Tensor | None], Run | None]
+Plan = Callable[[Any, tuple[int, ...], torch.Tensor | None], Run | None]
 
 # Enough for a model's layers at many lengths.
 MAX_PLANS = 1024
@@ -68,13 +72,13 @@ class Class(NamedTuple):
 
     Attributes:
         same: checks all other properties of their tensors.
-        planner: makes their plans.
+        plan: makes their plans; a `Planner`.
         sized: indices of the tensors that differ in sizes.
         strided: index and axis of each stride that differs.
     """
 
     same: Check
-    planner: Planner
+    plan: Plan
     sized: Sequence[int]
     strided: Sequence[tuple[int, int]]
 
@@ -160,7 +164,11 @@ def recall(
     key = _sizes(found, tensors, longest)
     known = _plans.get(key)
     if known is None:
-        return _of_length(found, key, operands, longest, out)
+        with _planning:
+            run = found.plan(operands, longest, out)
+        if run is not None:
+            _plans.put(key, Known(run, None))
+        return run
     if known.same is None:  # the second call of a length: a guard costs 8 us, and most lengths are called once
         known = known._replace(same=_guard(tensor_guards(), *tensors))
         _plans.put(key, known)
@@ -169,24 +177,12 @@ def recall(
     return known.run
 
 
-def _of_length(
-    found: Class, key: tuple[Any, ...], operands: Any, longest: tuple[int, ...], out: torch.Tensor | None
-) -> Run | None:
-    """Makes and keeps the plan of a new length; returns None if its sizes contradict each other."""
-    with _planning:
-        known = _plans.get(key)  # another thread may have been first
-        run = found.planner(operands, longest, out) if known is None else known.run
-        if known is None and run is not None:
-            _plans.put(key, Known(run, None))
-    return run
-
-
 def remember(
     operands: tuple[Any, ...],
     said: tuple[Any, ...],
     longest: tuple[int, ...],
     run: Run,
-    planner: Callable[[], Planner] | None = None,
+    planner: Callable[[], Plan] | None = None,
     out: torch.Tensor | None = None,
 ) -> None:
     """Lets `recall` find a plan, unless what was said has no hash.
@@ -225,7 +221,7 @@ def remember(
 def _sizes(found: Class, tensors: Sequence[torch.Tensor], longest: tuple[int, ...]) -> tuple[Any, ...]:
     """Returns the key of a plan among those of a class."""
     return (
-        found.planner,
+        found.plan,
         longest,
         *[tensors[i].shape for i in found.sized],
         *[tensors[i].stride(axis) for i, axis in found.strided],
@@ -273,6 +269,77 @@ def _place(operands: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[tuple[Any,
     if offsets_k is offsets_q:
         operands = (q, k, v, mask, bias, slopes, sinks, offsets_q, *more)
     return (asked, *[t is not None for t in operands]), [t for t in operands if t is not None]
+
+
+# Making plans ---------------------------------------------------------------------------------------------------------
+
+
+class Planner:
+    """Makes the plans of one class of dense or packed calls, or of a single call.
+
+    Args:
+        options: the options of the first call.
+        kernel, config: the kernel and config that the calls name.
+        dispatched: whether torch's dispatcher has seen the call and provides its gradients; otherwise plans do.
+    """
+
+    portable: Any = flash_fwd  # the GPU kernel that is missed where none serves
+
+    def __init__(self, options: Options, kernel: str, config: Any, dispatched: bool = False) -> None:
+        self.options, self.kernel, self.config, self.dispatched = options, kernel, config, dispatched
+        self.problem: AttentionProblem | None = None
+        self.binders: dict[str, Any] = {}
+
+    def describe(self, operands: Any, options: Options) -> AttentionProblem:
+        """Checks a call in full and returns the problem it describes."""
+        return describe_call(operands, options)
+
+    def choose(self, problem: AttentionProblem) -> dispatch.Choice:
+        """Returns the kernel and the config."""
+        return dispatch.choose(problem, self.gpu, self.kernel, self.config)
+
+    def first(self, operands: Any, out: torch.Tensor | None = None) -> Run:
+        """Checks a call, and chooses, configures and compiles its kernel.
+
+        Args:
+            out: the tensor that the caller passes for the output.
+        """
+        self.problem, self.gpu = self.describe(operands, self.options), current_gpu(operands.q.device)
+        return self._plan(self.problem, operands, (), out)
+
+    def __call__(self, operands: Any, longest: tuple[int, ...], out: torch.Tensor | None = None) -> Run | None:
+        """Returns the plan of a call of the class; None if its sizes contradict each other."""
+        if self.problem is None:  # another planner made the first plan
+            self.problem, self.gpu = self.describe(operands, self._of(longest)), current_gpu(operands.q.device)
+        problem = resized(self.problem, operands, longest)
+        return None if problem is None else self._plan(problem, operands, longest, out)
+
+    def _of(self, longest: tuple[int, ...]) -> Options:
+        return self.options._replace(max_seqlen_q=longest[0], max_seqlen_k=longest[1]) if longest else self.options
+
+    def _plan(self, whole: AttentionProblem, operands: Any, longest: tuple[int, ...], out: torch.Tensor | None) -> Run:
+        problem, gpu, kernel = whole, self.gpu, self.kernel
+        if out is not None:
+            check_out(out, operands, self.options.needs_grad, whole.dtype_of_out if whole.is_quantized else None)
+        if whole.requires_grad:
+            problem, others = dispatch.forward_of(whole, gpu, kernel)
+            # The operator returns lse with every gradient. Eager calls need it on request, or where the gradients take
+            # it.
+            if others and not self.dispatched and not dispatch.gradient_kernels(whole, gpu, kernel):
+                problem = replace(problem, return_lse=self.options.return_lse)
+        choice = self.choose(problem)
+        if kernel == "auto" and not choice.kernel.NEEDS_GPU:
+            tell_once(problem, gpu, choice.kernel.NAME, self.portable)
+        run: Run
+        if problem.rows == 0 or problem.batch == 0 or (problem.total_k if problem.packed else problem.seqlen_k) == 0:
+            run = partial(without_keys, problem)
+        else:
+            run = dispatch.bind(choice, problem, operands, self.binders, out)
+        if out is not None:
+            return storing(run)
+        if self.dispatched or not whole.requires_grad:
+            return run
+        return autograd.Plan(run, whole, gpu, self._of(longest), kernel, operands)
 
 
 # torch's guard --------------------------------------------------------------------------------------------------------

@@ -43,7 +43,10 @@ class Causal:
 
 
 class Operands(NamedTuple):
-    """The tensors of one call, in the order every kernel takes them. Absent ones are None."""
+    """The tensors of one call, in the order every kernel takes them. Absent ones are None.
+
+    `DropoutOperands`, `QuantizedOperands` and `CachedOperands` repeat these fields: a NamedTuple cannot extend another.
+    """
 
     q: Any
     k: Any

@@ -28,9 +28,9 @@ def laid_out(spec: Launch, kernel: Any) -> list[int]:
         address = driver.Address(1)
         values.append((tensor.plan, address) if isinstance(tensor, Mapped) else address)
     shape = SimpleNamespace(function=0, src=kernel.src, metadata=kernel.metadata)
-    layout = driver.layout(shape, RUN, [*values, *spec.scalars, *spec.constants.values()])
+    layout = driver.layout(shape, RUN, [*values, *spec.scalars, *spec.constants.values()], len(values))
     assert layout is not None, "the driver is not asked"
-    assert layout.launches(0, 1, [*values, *spec.scalars])
+    assert driver.Launches(layout, 0, 1, spec.scalars, [value[0] for value in values if isinstance(value, tuple)])
     sizes = [struct.calcsize(kind) if kind else 8 for kind in layout.kinds]
     for parameter, _, _ in layout.maps:
         sizes[parameter] = 128

@@ -59,6 +59,10 @@ class TensorMap(Protocol):
         """Triton's own object, for compiling and for its public call."""
 
 
+# (map, address) -> Triton's object for the tensor map of what lies there.
+Encode = Callable[[TensorMap, int], Any]
+
+
 class _Attribute(ctypes.Structure):
     _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int * 16))
 
@@ -74,6 +78,9 @@ class _Config(ctypes.Structure):
         ("attributes", ctypes.POINTER(_Attribute)),
         ("num_attributes", ctypes.c_uint),
     )
+
+
+_CONFIG = "7I4xQQI4x"  # `_Config` as the struct module packs it
 
 
 @cache
@@ -136,8 +143,8 @@ def graph(index: int, starts: Sequence[tuple[int, Prepared]]) -> Graph | None:
         failed = cuda.cuStreamBeginCapture_v2(ctypes.c_void_p(stream), _RELAXED)
         if failed:
             return None
-        for function, (_, parameters, (config, *_)) in starts:
-            here = _Config.from_buffer_copy(config)
+        for function, (config, parameters, _) in starts:
+            here = _Config.from_buffer_copy(ctypes.string_at(config, ctypes.sizeof(_Config)))
             here.stream = stream
             failed = failed or start(ctypes.addressof(here), function, parameters, None)
         failed = cuda.cuStreamEndCapture(ctypes.c_void_p(stream), ctypes.byref(captured)) or failed
@@ -175,9 +182,19 @@ def _capturing_stream(index: int) -> int | None:
     return None if failed else stream.value
 
 
+class _Thread(threading.local):
+    attached = False
+
+
+_thread = _Thread()
+
+
 def attach(index: int) -> None:
-    """Gives this thread the device's context, which a thread that has called nothing of CUDA's yet is without, if it
-    has none: torch would do so at its first launch, but memory may come from its cache."""
+    """Gives this thread the device's context, once, if it has none, as a thread that has called nothing of CUDA's yet:
+    torch would do so at its first launch, but memory may come from its cache."""
+    if _thread.attached:
+        return
+    _thread.attached = True
     cuda, context, device = library(), ctypes.c_void_p(), ctypes.c_int()
     if cuda is None or cuda.cuCtxGetCurrent(ctypes.byref(context)) or context.value is not None:
         return
@@ -189,8 +206,8 @@ def attach(index: int) -> None:
 class Layout:
     """Where the parameters of one compiled kernel lie: what its launches on any sizes have in common.
 
-    Each parameter has a slot of 8 bytes; those of addresses and tensor maps stay empty, for what they point to is known
-    at a launch.
+    Each parameter has a slot of 8 bytes. The slots of addresses and tensor maps stay empty, because what they point to
+    is known at a launch.
 
     Attributes:
         function: the loaded kernel, as `Start` takes it.
@@ -208,12 +225,14 @@ class Layout:
             smem_bytes: shared memory of a block.
             ahead: whether it may begin before the launch ahead of it in its stream has ended.
         """
-        self.function, self.threads, self.smem_bytes, self.ahead = function, threads, smem_bytes, ahead
+        self.function, self.threads, self.smem_bytes = function, threads, smem_bytes
+        self.attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION) if ahead else None
+        if self.attribute is not None:
+            self.attribute.value[0] = 1
         self.pointers: list[tuple[int, int]] = []  # (parameter, place of its address in the keys)
-        self.maps: list[tuple[int, int, Callable[[TensorMap], Callable[[int], Any]]]] = []
+        self.maps: list[tuple[int, int, Encode]] = []
         self.kinds: list[str] = []
-        self._mapped: list[int] = []  # indices of the values that are tensor maps
-        self._numbers: list[int] = []  # indices of the values that are numbers
+        self.numbers: list[int] = []  # indices of the values that are numbers
 
     def add_pointer(self, place: int) -> None:
         """Adds a parameter that is an address."""
@@ -221,40 +240,28 @@ class Layout:
         self.kinds.append("")
 
     def add_number(self, value: int, kind: str) -> None:
-        """Adds the number that is `values[value]`."""
-        self._numbers.append(value)
+        """Adds the number that is `values[value]` of `Launches`."""
+        self.numbers.append(value)
         self.kinds.append(kind)
 
-    def add_map(self, value: int, plan: TensorMap, place: int, encode: Any) -> None:
-        """Adds the tensor map that is `values[value]`; its shape and strides follow it as numbers."""
+    def add_map(self, plan: TensorMap, place: int, encode: Encode) -> None:
+        """Adds the next tensor map; its shape and strides follow it as numbers."""
+        assert not self.numbers, "a kernel's tensors come before its numbers"
         self.maps.append((len(self.kinds), place, encode))
-        assert not self._numbers, "a kernel's tensors come before its numbers"
-        self._mapped.append(value)
         self.kinds += ["", *"i" * len(plan.shape), *"q" * len(plan.strides)]
 
     def done(self) -> Layout:
         """Closes the list: Triton adds two pointers to scratch memory, which these kernels do not use."""
         self.kinds += "QQ"
-        slots = (f"{kind}{8 - struct.calcsize(kind)}x" if kind else "8x" for kind in self.kinds)
-        self._packed = struct.Struct("<" + "".join(slots))
+        self.packed = struct.Struct("<" + "".join(f"{k}{8 - struct.calcsize(k)}x" if k else "8x" for k in self.kinds))
         places = [*(place for _, place in self.pointers), *(place for _, place, _ in self.maps)]
-        # A prepared launch: its key, then where each parameter is.
-        self.key_bytes = 8 * (1 + max(places, default=0))
-        self.of_launch = struct.Struct(f"<{self.key_bytes // 8 + len(self.kinds)}Q")
+        # A prepared launch: its config, its key, where each parameter is, and the slots of the parameters.
+        config, key = struct.calcsize("<" + _CONFIG), 8 * (1 + max(places, default=0))
+        self.addresses_at, self.slots_at = config + key, config + key + 8 * len(self.kinds)
+        self.key_at = config
+        self.of_launch = struct.Struct(f"<{_CONFIG}{(self.slots_at - config) // 8}Q{self.packed.size}s")
         self.memory = ctypes.c_char * self.of_launch.size
-        self.numbers = ctypes.c_char * self._packed.size
         return self
-
-    def launches(self, index: int, grid: int, values: Sequence[Any]) -> Launches:
-        """Returns the kernel's launches on a grid, with these numbers and tensor maps."""
-        plans = [values[i][0] for i in self._mapped]
-        numbers: list[Any] = []
-        for plan in plans:
-            numbers += plan.shape
-            numbers += plan.strides
-        packed = self._packed.pack(*numbers, *[values[i] for i in self._numbers], 0, 0)
-        maps = [(i, place, encode(plan)) for (i, place, encode), plan in zip(self.maps, plans, strict=True)]
-        return Launches(self, index, grid, packed, maps)
 
 
 class Launches:
@@ -265,66 +272,53 @@ class Launches:
         prepared: by stream and addresses, what it takes besides.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        index: int,
-        grid: int,
-        packed: bytes,
-        maps: Sequence[tuple[int, int, Callable[[int], Any]]],
-    ) -> None:
-        """Lays out what never changes.
+    def __init__(self, layout: Layout, index: int, grid: int, values: Sequence[Any], maps: Sequence[TensorMap]) -> None:
+        """Packs what never changes.
 
         Args:
             layout: the kernel's.
             index: of the device.
             grid: number of thread blocks.
-            packed: the numbers, in their slots.
-            maps: parameter, place of its address, and `encode(address)`, which gives Triton's object for a tensor map.
+            values: what the parameters after the tensors take.
+            maps: the tensor maps, in order.
         """
         self.function = layout.function
         self.prepared: dict[Key, Prepared] = {}
         self._layout, self._index, self._grid, self._maps = layout, index, grid, maps
-        self._configs: dict[int, _Config] = {}
-        self._fixed = layout.numbers.from_buffer_copy(packed)
+        shapes: list[int] = []
+        for plan in maps:
+            shapes += plan.shape
+            shapes += plan.strides
+        self._packed = layout.packed.pack(*shapes, *[values[i] for i in layout.numbers], 0, 0)
 
     def prepare(self, key: Key) -> Prepared:
         """Lays a launch out in memory: the key's stream, and its addresses where the parameters take them."""
         attach(self._index)  # without a context the driver encodes no map
         layout = self._layout
         memory = layout.memory()
-        first, fixed = ctypes.addressof(memory), ctypes.addressof(self._fixed)
-        at = list(range(fixed, fixed + 8 * len(layout.kinds), 8))
+        first = ctypes.addressof(memory)
+        slots, addresses = first + layout.slots_at, first + layout.key_at
+        at = list(range(slots, slots + 8 * len(layout.kinds), 8))
         for i, place in layout.pointers:
-            at[i] = first + 8 * place
-        maps: list[Any] = []
-        for i, place, encode in self._maps:
-            found = encode(key[place])
+            at[i] = addresses + 8 * place
+        kept: list[Any] = [memory]
+        for (i, place, encode), plan in zip(layout.maps, self._maps, strict=True):
+            found = encode(plan, key[place])
             at[i] = id(found) + _MAP_OFFSET
-            maps += (found,)
-        layout.of_launch.pack_into(memory, 0, *key, *at)
+            kept.append(found)
+        attribute = layout.attribute
+        attributes = (0, 0) if attribute is None else (ctypes.addressof(attribute), 1)
+        layout.of_launch.pack_into(
+            memory, 0, self._grid, 1, 1, layout.threads, 1, 1, layout.smem_bytes, key[0], *attributes, *key, *at,
+            self._packed,
+        )  # fmt: skip
         if len(self.prepared) >= MAX_PREPARED:
             self.prepared.clear()
-            self._configs.clear()  # prepared launches in use keep their own
-        config = self._configured(key[0])
-        prepared = ctypes.addressof(config), first + layout.key_bytes, (config, memory, maps)
-        self.prepared[key] = prepared
+        prepared = self.prepared[key] = first, first + layout.addresses_at, kept
         return prepared
 
-    def _configured(self, stream: int) -> _Config:
-        found = self._configs.get(stream)
-        if found is None:
-            layout = self._layout
-            found = _Config((self._grid, 1, 1), (layout.threads, 1, 1), layout.smem_bytes, stream)
-            if layout.ahead:
-                attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION)
-                attribute.value[0] = 1
-                found.attributes, found.num_attributes = ctypes.pointer(attribute), 1
-            self._configs[stream] = found
-        return found
 
-
-def layout(compiled: Any, run: Any, values: Sequence[Any]) -> Layout | None:
+def layout(compiled: Any, run: Any, values: Sequence[Any], tensors: int) -> Layout | None:
     """A compiled kernel's layout; None where this Triton is not known, or does more for this kernel than to launch it.
 
     Args:
@@ -350,9 +344,9 @@ def layout(compiled: Any, run: Any, values: Sequence[Any]) -> Layout | None:
             plan, address = value
             if (encode := _encoder(next(encoders, None))) is None:
                 return None
-            made.add_map(i, plan, address.place, encode)
+            made.add_map(plan, address.place, encode)
         elif kind in _FORMATS:
-            made.add_number(i, _FORMATS[kind])
+            made.add_number(i - tensors, _FORMATS[kind])
         else:
             return None
     return made.done()
@@ -376,7 +370,7 @@ def passes_on(run: Any) -> bool:
     return version in READ_VERSIONS and torch.version.hip is None and start_call() is not None and not any(wants)
 
 
-def _encoder(meta: Any) -> Callable[[TensorMap], Callable[[int], Any]] | None:
+def _encoder(meta: Any) -> Encode | None:
     """How to encode maps of one kind of what lies at an address; None where this Triton hides it."""
     utils = triton.runtime.driver.active.utils
     fill = getattr(utils, "fill_tma_descriptor_tiled", None) or getattr(utils, "fill_tma_descriptor", None)
@@ -389,4 +383,4 @@ def _encoder(meta: Any) -> Callable[[TensorMap], Callable[[int], Any]] | None:
         return None
     swizzle, size, block = meta["swizzle"], meta["elem_size"], meta["block_size"]
     dtype = driver.TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
-    return lambda plan: lambda address: fill(address, swizzle, size, dtype, block, plan.shape, plan.strides, 0)
+    return lambda plan, address: fill(address, swizzle, size, dtype, block, plan.shape, plan.strides, 0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ log = logging.getLogger("warpwave")
 _interpreter = threading.Lock()  # Triton's interpreter keeps its program in globals: two threads crash the process
 MAX_VARIANTS = 4096
 _variants: Bounded[tuple[Any, ...], Variant] = Bounded(MAX_VARIANTS)
+_compiling = [threading.Lock() for _ in range(64)]  # by hash of a variant's key; two keys that share one take turns
 
 
 class Launch(NamedTuple):
@@ -70,6 +72,7 @@ COUNTER = "counter"
 # stream's counter, or nothing.
 Take = int | driver.TensorMap | str | None
 Launcher = Callable[..., None]
+Sizes = tuple[int, Sequence[Any], Sequence[driver.TensorMap]]  # of a launch: grid, scalars, tensor maps
 
 
 def bind(spec: Launch, takes: Sequence[Take] | None = None, counters: Counters | None = None) -> Launcher:
@@ -102,74 +105,97 @@ class Family:
         given: Sequence[Take] = range(len(tensors)) if takes is None else takes
         self._given = [take if tensor is not None else None for take, tensor in zip(given, tensors, strict=True)]
         self._maps = [place for place, take in enumerate(self._given) if isinstance(take, tuple)]
-        self._kernel, self._counters, self._counted = kernel, counters, COUNTER in self._given
-        self._by_run = all(take is None or isinstance(take, int) for take in self._given)
+        self._kernel, self._counters = kernel, counters if COUNTER in self._given else None
         self._device = next(getattr(t, "base", t) for t in tensors if t is not None).device
+        integers = [i for i, value in enumerate(scalars) if value.__class__ is int]
+        # Of two indices or more, an itemgetter returns a tuple.
+        self._integers = operator.itemgetter(*integers, integers[0]) if integers else lambda _: (0,)
         specialized = () if INTERPRETED else _specialized(kernel, len(tensors))
         self._specialized = [i for i in specialized if scalars[i].__class__ is int]
-        self._variants: dict[tuple[Any, ...], Variant] = {}
         self._spec: Launch | None = spec  # until `first`: a family keeps no tensors
 
     def first(self) -> Launcher:
         """Compiles the launch that the family was made from and returns its launcher. Call it once."""
         spec, self._spec = self._spec, None
         assert spec is not None
+        sizes: Any = (spec.grid, spec.scalars, [self._given[place] for place in self._maps])
+        self._bits = self._bits_of(spec.scalars)
         if not INTERPRETED:
-            self._variants[self._bits(spec.scalars)] = variant_of(spec, self._given, self._device)
-        launcher = self.launcher(spec.grid, spec.scalars, [self._given[place] for place in self._maps])  # type: ignore
-        assert launcher is not None
-        return launcher
+            variant = self._variant = variant_of(spec, self._given, self._device)
+            if variant.layout is not None:
+                self._starting = self._starter()
+                if spec.grid > 0:
+                    launches = driver.Launches(variant.layout, self._device.index, *sizes)
+                    launcher = self._starting(launches, sizes)
+                    launcher.prepared = Prepared(self._device.index, launches, variant.numbers, self._counters)
+                    return launcher
+        return self.launcher(*sizes)  # type: ignore[return-value]
 
-    def _bits(self, scalars: Sequence[Any]) -> tuple[Any, ...]:
+    def _bits_of(self, scalars: Sequence[Any]) -> Sequence[Any]:
         """Returns the properties of the scalars for which Triton compiles anew."""
-        bits: tuple[Any, ...] = ()
-        for i, value in enumerate(scalars):
-            if value.__class__ is int and not -(2**31) <= value < 2**31:
-                bits += (i,)
+        integers = self._integers(scalars)
+        bits: list[Any] = []
+        if max(integers) >= 2**31 or min(integers) < -(2**31):
+            bits += (not -(2**31) <= value < 2**31 for value in integers)
         for i in self._specialized:
             bits += (scalars[i] == 1, scalars[i] % 16 == 0)
         return bits
 
     def launcher(self, grid: int, scalars: Sequence[Any], maps: Sequence[driver.TensorMap] = ()) -> Launcher | None:
-        """Returns the launcher of another launch; None if its variant is not compiled yet.
+        """Returns the launcher of another launch; None if Triton compiles anew for its scalars.
 
         Args:
             maps: the launch's tensor maps, in order.
         """
-        kernel, counters, constants, options = self._kernel, self._counters, self._constants, self._options
-        given = self._given.copy()
-        values: list[Any] = [None] * len(given)
-        for place, plan in zip(self._maps, maps, strict=True):
-            given[place], values[place] = plan, (plan,)
-
-        def public(*arguments: torch.Tensor | None) -> None:
-            taken = [_taken(take, arguments, counters) for take in given]
-            kernel[(grid,)](*taken, *scalars, **constants, **options)
-
+        sizes = (grid, scalars, maps)
         if INTERPRETED:
-
-            def in_interpreter(*arguments: torch.Tensor | None) -> None:
-                with _interpreter:
-                    public(*arguments)
-
-            return in_interpreter
-        index = self._device.index
-        variant = self._variants.get(self._bits(scalars))
-        if variant is None:
+            return functools.partial(self._in_interpreter, sizes)
+        if self._bits_of(scalars) != self._bits:
             return None
-
-        def on_device(*arguments: torch.Tensor | None) -> None:
-            with torch.cuda.device(index):
-                driver.attach(index)
-                public(*arguments)
-
+        variant = self._variant
         if variant.layout is not None and grid > 0:
-            launches = variant.layout.launches(index, grid, (*values, *scalars))
-            return _prepared(launches, index, variant.numbers, counters if self._counted else None, on_device)
-        if not self._by_run:
-            return on_device
-        rest = (*scalars, *constants.values())
-        return _by_run(grid, given, rest, variant.compiled, variant.run, index, on_device)
+            return self._starting(driver.Launches(variant.layout, self._device.index, *sizes), sizes)
+        elsewhere = functools.partial(self._elsewhere, sizes)
+        if not all(take is None or isinstance(take, int) for take in self._given):
+            return elsewhere
+        rest = (*scalars, *self._constants.values())
+        return _by_run(grid, self._given, rest, variant.compiled, variant.run, self._device.index, elsewhere)
+
+    def _starter(self) -> Callable[[driver.Launches, Sizes], Any]:
+        """Returns a function that makes launchers of prepared launches. They leave to Triton's public call what the
+        driver's does not serve: another device is current, a profiler listens to launches, or the driver reports an
+        error, as to a thread that has no context yet."""
+        counters = self._counters
+        make = _maker(tuple(self._variant.numbers), counters is not None)
+        return make(
+            self._elsewhere,
+            self._device.index,
+            triton.knobs.runtime.launch_enter_hook,
+            torch._C._cuda_getDevice,
+            torch._C._cuda_getCurrentRawStream,
+            torch.cuda.is_current_stream_capturing,
+            counters,
+            None if counters is None else counters.of_stream,
+            driver.start_call(),
+        )
+
+    def _public(self, sizes: Sizes, arguments: Sequence[torch.Tensor | None]) -> None:
+        """Launches by Triton's own call."""
+        grid, scalars, maps = sizes
+        given = self._given.copy()
+        for place, plan in zip(self._maps, maps, strict=True):
+            given[place] = plan
+        taken = [_taken(take, arguments, self._counters) for take in given]
+        self._kernel[(grid,)](*taken, *scalars, **self._constants, **self._options)
+
+    def _elsewhere(self, sizes: Sizes, *arguments: torch.Tensor | None) -> None:
+        with torch.cuda.device(self._device.index):
+            driver.attach(self._device.index)
+            self._public(sizes, arguments)
+
+    def _in_interpreter(self, sizes: Sizes, *arguments: torch.Tensor | None) -> None:
+        with _interpreter:
+            self._public(sizes, arguments)
 
 
 def _number(take: Take) -> int | None:
@@ -212,8 +238,8 @@ class Prepared(NamedTuple):
 
 @functools.cache
 def generated(source: str) -> Callable[..., Callable[..., None]]:
-    """Returns the function `make` that a source defines. There is one source for each number of arguments, not one a
-    plan: a plan's launcher is a closure that `make` returns."""
+    """Returns the function `make` that a source defines. There is one source for each number of arguments, not one for
+    each plan: the launchers of plans are closures."""
     scope: dict[str, Any] = {}
     exec(source, scope)
     made: Callable[..., Callable[..., None]] = scope["make"]
@@ -223,29 +249,32 @@ def generated(source: str) -> Callable[..., Callable[..., None]]:
 # A function for each number of arguments: to gather the addresses of any number costs three times what it does to name
 # them (2.5 and 0.8 us for four of eleven).
 _LAUNCH = """
-def make(elsewhere, index, hook, current_device, current_stream, capturing, counters, of_stream, launches, start):
-    prepared, prepare, function = launches.prepared, launches.prepare, launches.function
+def make(elsewhere, index, hook, current_device, current_stream, capturing, counters, of_stream, start):
+    def launcher(launches, sizes):
+        prepared, prepare, function = launches.prepared, launches.prepare, launches.function
 
-    def launch({parameters}):
-        if current_device() != index or hook.calls:
-            return elsewhere({names})
-        stream = current_stream(index)
-        {counter}
-        key = ({key},)
-        config, parameters, kept = prepared.get(key) or prepare(key)
-        if start(config, function, parameters, None):
-            elsewhere({names})
+        def launch({parameters}):
+            if current_device() != index or hook.calls:
+                return elsewhere(sizes, {names})
+            stream = current_stream(index)
+            {counter}
+            key = ({key},)
+            config, parameters, kept = prepared.get(key) or prepare(key)
+            if start(config, function, parameters, None):
+                elsewhere(sizes, {names})
 
-    return launch
+        return launch
+
+    return launcher
 """
 _COUNTER = """counter = of_stream.get(stream)
-        if counter is None or capturing():
-            counter = counters.get(stream)"""
+            if counter is None or capturing():
+                counter = counters.get(stream)"""
 
 
 @functools.cache
 def _maker(numbers: tuple[int, ...], counted: bool) -> Callable[..., Callable[..., None]]:
-    """Returns what makes launchers that take the addresses of these arguments, and a counter's."""
+    """Returns the function whose result makes launchers that take the addresses of these arguments, and a counter's."""
     names = [f"a{i}" for i in range(numbers[-1] + 1)]
     key = ["stream", *(f"a{i}.data_ptr()" for i in numbers), *(["counter.data_ptr()"] if counted else [])]
     return generated(
@@ -256,27 +285,6 @@ def _maker(numbers: tuple[int, ...], counted: bool) -> Callable[..., Callable[..
             key=", ".join(key),
         )
     )
-
-
-def _prepared(
-    launches: driver.Launches, index: int, numbers: Sequence[int], counters: Counters | None, elsewhere: Launcher
-) -> Launcher:
-    """A launcher that starts prepared launches, and leaves to Triton's public call what it does not serve: another
-    device is current, a profiler listens to launches, or the driver says no, as to a thread that has no context yet."""
-    launcher: Launcher = _maker(tuple(numbers), counters is not None)(
-        elsewhere,
-        index,
-        triton.knobs.runtime.launch_enter_hook,
-        torch._C._cuda_getDevice,
-        torch._C._cuda_getCurrentRawStream,
-        torch.cuda.is_current_stream_capturing,
-        counters,
-        None if counters is None else counters.of_stream,
-        launches,
-        driver.start_call(),
-    )
-    launcher.prepared = Prepared(index, launches, numbers, counters)  # type: ignore[attr-defined]
-    return launcher
 
 
 def _by_run(
@@ -318,7 +326,8 @@ class Variant(NamedTuple):
 
 
 def variant_of(spec: Launch, takes: Sequence[Take], device: torch.device) -> Variant:
-    """Returns the variant of a launch, compiled when it first comes.
+    """Returns the variant of a launch, compiled when it first comes. A thread that needs what another thread compiles
+    waits for it.
 
     Raises:
         RuntimeError: the kernel is not compiled yet and a CUDA graph is being captured.
@@ -327,18 +336,25 @@ def variant_of(spec: Launch, takes: Sequence[Take], device: torch.device) -> Var
     key = _key_of(spec, takes, device)
     found = _variants.get(key)
     if found is None:
-        compiled, run = _load(spec, device)
-        numbers = sorted({n for n in map(_number, takes) if n is not None})
-        # The key of a launch: its stream, the addresses of the arguments that there are, the counter's.
-        places = {number: driver.Address(1 + i) for i, number in enumerate(numbers)}
-        values: list[Any] = []
-        for take in takes:
-            address = places.get(_number(take), driver.Address(1 + len(numbers)))  # type: ignore[arg-type]
-            values.append((take, address) if isinstance(take, tuple) else address)
-        layout = driver.layout(compiled, run, [*values, *spec.scalars, *spec.constants.values()])
-        found = Variant(compiled, run, layout, numbers)
-        _variants.put(key, found)
+        with _compiling[hash(key) % len(_compiling)]:
+            found = _variants.get(key)
+            if found is None:
+                found = _compiled_variant(spec, takes, device)
+                _variants.put(key, found)
     return found
+
+
+def _compiled_variant(spec: Launch, takes: Sequence[Take], device: torch.device) -> Variant:
+    compiled, run = _load(spec, device)
+    numbers = sorted({n for n in map(_number, takes) if n is not None})
+    # The key of a launch: its stream, the addresses of the arguments that there are, the counter's.
+    places = {number: driver.Address(1 + i) for i, number in enumerate(numbers)}
+    values: list[Any] = []
+    for take in takes:
+        address = places.get(_number(take), driver.Address(1 + len(numbers)))  # type: ignore[arg-type]
+        values.append((take, address) if isinstance(take, tuple) else address)
+    layout = driver.layout(compiled, run, [*values, *spec.scalars, *spec.constants.values()], len(values))
+    return Variant(compiled, run, layout, numbers)
 
 
 def _load(spec: Launch, device: torch.device) -> tuple[Any, Any]:

@@ -97,10 +97,10 @@ def maker(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Cal
 
 def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
     """Returns the strides of a contiguous tensor."""
-    strides: tuple[int, ...] = ()
+    strides = [1]
     for size in sizes[:0:-1]:
-        strides = ((size or 1) * (strides[0] if strides else 1), *strides)
-    return (*strides, 1)[: len(sizes)]
+        strides.append(strides[-1] * (size or 1))
+    return tuple(strides[: len(sizes)][::-1])
 
 
 def _by_template(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], torch.Tensor]:

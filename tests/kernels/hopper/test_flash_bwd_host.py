@@ -86,7 +86,7 @@ def test_a_mask_of_other_strides_is_packed_by_them(card: Card) -> None:
     for given in (mask[..., :256], mask[..., :256].contiguous(), mask[..., :256]):
         torch.autograd.grad(warpwave.attention(q, k, v, mask=given).sum(), (q, k, v))
     packing = {i for i, name in enumerate(compiled(card), 1) if name == "pack_mask_kernel"}
-    strides = [numbers[2:4] for function, _, _, numbers in card.launched if function in packing]
+    strides = [numbers[2:4] for function, _, _, numbers in card.bound if function in packing]
     assert strides == [[512, 1], [1, 512], [256, 1], [1, 256]], "the mask and its transpose, once for each layout"
 
 

@@ -250,5 +250,6 @@ def _default_without_mask(problem: AttentionProblem, gpu: Gpu) -> Config:
         return (Config(64, 64, 4, 3), Config(64, 32, 4, 2), Config(64, 32, 8, 2))[bucket]
     # Four warps on 64 queries leave room for two blocks an SM, and one block's softmax overlaps with the other's
     # products: causal at head_dim 128, 128x64 on eight warps takes 1.13 times as long at 16 x 1024, 1.05 times at
-    # 4 x 4096. At 256 the accumulator leaves no room for two, and 64x32 takes 1.16 times as long as 128x64.
+    # 4 x 4096. At 256 the accumulator leaves no room for two, and 64x32 takes 1.16 times as long as 128x64. Nothing was
+    # timed on a B200; predictions for it (docs/notes/model.md) contradict each other.
     return (Config(64, 64, 4, 3), Config(64, 64, 4, 3), Config(128, 64, 8, 2))[bucket]

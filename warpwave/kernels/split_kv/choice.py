@@ -32,9 +32,9 @@ from warpwave.problem import AttentionProblem, by_kind
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     """Returns the default first, then every other tiling that fits the GPU's shared memory, and other splits of the
     default."""
-    first = default(problem, gpu)
-    if first is None:
+    if not fitting(problem, gpu):
         return []
+    first = default(problem, gpu)
     if problem.batch_invariant:  # another tile would give other bits
         return [first]
     others = [replace(first, num_splits=n) for n in (1, 2, 3, 2 * first.num_splits)]
@@ -42,10 +42,8 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     return list(dict.fromkeys([first, *others]))
 
 
-def default(problem: AttentionProblem, gpu: Gpu) -> Config | None:
-    """Returns the first of `configs` without listing the others; None if there is none."""
-    if not fitting(problem, gpu):
-        return None
+def default(problem: AttentionProblem, gpu: Gpu) -> Config:
+    """Returns the first of `configs`, of a problem that has one, without listing the others."""
     tiling = _default(problem, gpu)
     while smem_bytes(problem, gpu, tiling) > gpu.smem_per_block_bytes:
         tiling = _smaller(tiling)
@@ -62,11 +60,10 @@ def _shallow(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
     One step: 1 x 1,024 keys 3.92 us with two stages, 4.07 with three; a prompt of 512 3.97 and 4.09. A few steps from
     pages by pointers: 1 x 8,192 keys in pages of 16 11.2 us and 12.5.
     """
-    steps = -(-longest_steps(problem, config) // config.num_splits)
-    few = one_step(problem, config) or (scattered(problem, config) and config.block_m < 64 and steps <= FEW_STEPS)
-    if config.roles:
+    if config.roles or config.num_stages <= 2 or config.pieces or gpu.vendor != "nvidia" or gpu.capability != 90:
         return config
-    if not few or config.num_stages <= 2 or config.pieces or gpu.vendor != "nvidia" or gpu.capability != 90:
+    steps = -(-longest_steps(problem, config) // config.num_splits)
+    if not (one_step(problem, config) or (scattered(problem, config) and config.block_m < 64 and steps <= FEW_STEPS)):
         return config
     shallow = changed(config, num_stages=2)
     return shallow if with_splits(problem, gpu, shallow) == shallow else config
@@ -251,10 +248,10 @@ def _mapped(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
     few = tiles_of_rows <= FEW * sms or (_leaves_sms_idle(tiles_of_rows, sms) and 128 < wide)
     few = few and tiles_of_rows * keys >= 2 * sms * FEW_KEYS
     if few and wide <= 256 and not problem.batch_invariant:  # wider rows do not fit two warps' registers
-        stages, mapped = 3, changed(config, block_n=min(block_n, 64), num_warps=2)
+        stages, block_n, warps = 3, min(block_n, 64), 2
     else:
-        stages, mapped = (3 if block_n * wide > 64 * 256 else 4), changed(config, block_n=block_n)
-    mapped = changed(mapped, num_stages=stages, by_map=True)
+        stages, warps = (3 if block_n * wide > 64 * 256 else 4), config.num_warps
+    mapped = changed(config, block_n=block_n, num_warps=warps, num_stages=stages, by_map=True)
     return mapped if may_map(problem, gpu, mapped) else config
 
 
@@ -263,6 +260,7 @@ def _with_roles(block_m: int, block_n: int, num_warps: int, num_stages: int) -> 
     return Config(block_m, block_n, num_warps, num_stages, by_map=True, roles=True)
 
 
+@lru_cache(4096)
 def _leaves_sms_idle(tiles_of_rows: int, sms: int) -> bool:
     """Returns whether no number of splits gives nearly every SM one block and none two.
 

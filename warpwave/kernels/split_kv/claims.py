@@ -59,11 +59,11 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     if not TINY[0] <= problem.seqlen_k <= KEYS[1]:
         return outside  # every long prompt ends here, without computing a config
     config = default(problem, gpu)
-    if config is not None and _tiny(problem, gpu, config):
+    if _tiny(problem, gpu, config):
         return []
     if problem.seqlen_k < KEYS[0]:
-        return [] if config is not None and _between(problem, gpu, config) else outside
-    shares = 1 if config is None else config.num_splits
+        return [] if _between(problem, gpu, config) else outside
+    shares = config.num_splits
     fewest = FEWEST_SPLITS_FLOAT32 if problem.dtype == "float32" else FEWEST_SPLITS
     if shares >= fewest:
         return []

@@ -138,7 +138,7 @@ def tiling(problem: AttentionProblem, gpu: Gpu, tiles: int, keys_seen: int) -> t
     wide = padded(problem.head_dim) + padded(problem.head_dim_v)
     small = 16 <= problem.page_size < KEYS
     whole = ALONE * sms <= tiles and keys_seen >= LONG and wide > 128
-    if cannot(problem, gpu) or wide > 256 or tiles > FULL * sms or not (small or whole):
+    if wide > 256 or tiles > FULL * sms or not (small or whole) or cannot(problem, gpu):
         return None
     keys, blocks = KEYS, 3 if tiles < ALONE * sms or sms < tiles <= UNEVEN * sms else 2
     if tiles * -(-keys_seen // (2 * KEYS)) <= sms:  # splits of one or two steps

@@ -78,12 +78,15 @@ class _OfClass(NamedTuple):
         attend, merge: the families of both launches; merge is None if keys are not split.
         maps: the tensor maps of K and V.
         unit: the result of `stride_unit`.
+        beside: by shape of q and number of parts, what depends on these alone: what allocates results, the workspace of
+            partial results, and the launcher of their merge.
     """
 
     attend: launch.Family
     merge: launch.Family | None
     maps: Sequence[MapPlan]
     unit: int
+    beside: dict[tuple[Any, ...], tuple[Allocate, Callable[[], partials.Workspace], launch.Launcher | None]]
 
 
 class Binder:
@@ -99,7 +102,6 @@ class Binder:
         self, problem: AttentionProblem, operands: Any, config: Config, out: torch.Tensor | None = None
     ) -> Run:
         """Binds as `bind` does."""
-        allocate, device = allocator(problem, operands.q), operands.q.device
         # The number of splits is a run-time argument, but these results of it are compiled in. Whether a launch with
         # roles can run also depends on the number of queries.
         parts = num_parts(config)
@@ -109,15 +111,15 @@ class Binder:
         key = (alike, merging, one_step(problem, config), config.roles and problem.seqlen_q, equal)
         known = self._known.get(key)
         if known is not None and _has_regular_strides(operands, known.unit):
-            workspace = partials.workspaces(problem, parts, device)
-            attend, merge = _launchers(problem, operands, config, known)
-            if attend is not None:
-                return _running(allocate, workspace, attend, merge)
-        straight, gpu = straightener(operands), current_gpu(device)
+            attend = _attending(problem, operands, config, known)
+            beside = known.beside.get((operands.q.shape, parts)) or _beside(problem, operands.q, parts, known)
+            if attend is not None and beside is not None:
+                return _running(attend, *beside)
+        straight, gpu = straightener(operands), current_gpu(operands.q.device)
         first = straight(operands)
         served = _served(problem, gpu, first, config)
         is_as_asked, config = served is config, served
-        workspace = partials.workspaces(problem, num_parts(config), device)
+        allocate, workspace = _memory(problem, operands.q, num_parts(config))
         specs = specify(problem, gpu, first, *allocate(out), config, workspace())
         family, maps = _family(specs[0], problem, gpu, first, config)
         families = [launch.Family(spec) for spec in specs[1:]]
@@ -131,9 +133,9 @@ class Binder:
             if problem.dtype != "float32" and straight is as_it_is and regular:
                 if len(self._known) >= MAX_KNOWN:
                     self._known.clear()
-                self._known[key] = _OfClass(family, next(iter(families), None), maps, unit)
-            return behind(straight, _running(allocate, workspace, attend, merge))
-        between = graphs.Between("acc state", partials.needs(problem, num_parts(config)), device)
+                self._known[key] = _OfClass(family, next(iter(families), None), maps, unit, {})
+            return behind(straight, _running(attend, allocate, workspace, merge))
+        between = graphs.Between("acc state", partials.needs(problem, num_parts(config)), operands.q.device)
         others = " ".join(operands._fields[3:])
         attend_and_merge = graphs.bind(
             f"q k v out lse {others}",
@@ -152,9 +154,9 @@ class Binder:
 
 
 def _running(
+    attend: launch.Launcher,
     allocate: Allocate,
     workspace: Callable[[], partials.Workspace],
-    attend: launch.Launcher,
     merge: launch.Launcher | None,
 ) -> Run:
     def run(operands: Any, out: torch.Tensor | None = None) -> Results:
@@ -179,29 +181,40 @@ def _has_regular_strides(operands: Any, unit: int) -> bool:
     return True
 
 
-def _launchers(
-    problem: AttentionProblem, operands: Any, config: Config, known: _OfClass
-) -> tuple[launch.Launcher | None, launch.Launcher | None]:
-    """Returns the launchers of another call of a known class; None if its variant is not compiled yet."""
+def _attending(problem: AttentionProblem, operands: Any, config: Config, known: _OfClass) -> launch.Launcher | None:
+    """Returns the launcher of another call of a known class; None if its variant is not compiled yet."""
     maps = known.maps
     if config.roles:
         table = operands.page_table if problem.page_size else None
         scalars: Sequence[int | float | None] = few_rows.scalars(problem, operands.q, operands.k, table, config, 0)
-        grid = few_rows.grid(problem, config)
         if not problem.page_size:
             maps = few_rows.plans(problem, operands, config)
-    else:
-        scalars, grid = _scalars(problem, operands, config, 0, known.unit), _grid(problem, config)
-        if maps and not problem.page_size:
-            maps = tensor_maps.plans(problem, current_gpu(operands.q.device), operands, config)
-    attend, merge = known.attend.launcher(grid, scalars, maps), None
+        return known.attend.launcher(few_rows.grid(problem, config), scalars, maps)
+    if maps and not problem.page_size:
+        maps = tensor_maps.plans(problem, current_gpu(operands.q.device), operands, config)
+    scalars = _scalars(problem, operands, config, 0, known.unit)
+    return known.attend.launcher(_grid(problem, config), scalars, maps)
+
+
+def _beside(
+    problem: AttentionProblem, q: torch.Tensor, parts: int, known: _OfClass
+) -> tuple[Allocate, Callable[[], partials.Workspace], launch.Launcher | None] | None:
+    """Makes and keeps an entry of `known.beside`; None if the merge is not compiled for it yet."""
+    merge = None
     if known.merge is not None:
-        merge = known.merge.launcher(
-            problem.rows * problem.num_heads_q, partials.merge_scalars(problem, num_parts(config))
-        )
+        merge = known.merge.launcher(problem.rows * problem.num_heads_q, partials.merge_scalars(problem, parts))
         if merge is None:
-            return None, None
-    return attend, merge
+            return None
+    if len(known.beside) >= MAX_KNOWN:
+        known.beside.clear()
+    found = known.beside[q.shape, parts] = (*_memory(problem, q, parts), merge)
+    return found
+
+
+def _memory(
+    problem: AttentionProblem, q: torch.Tensor, parts: int
+) -> tuple[Allocate, Callable[[], partials.Workspace]]:
+    return allocator(problem, q), partials.workspaces(problem, parts, q.device)
 
 
 def bind_with_prefix(

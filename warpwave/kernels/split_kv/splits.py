@@ -11,7 +11,7 @@ from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import padded
 from warpwave.kernels.split_kv import few_rows_host as few_rows
 from warpwave.kernels.split_kv.config import Config, columns, longest_steps, may_map, tiles
-from warpwave.problem import DTYPE_BYTES, AttentionProblem
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
 FEW = 1 / 4  # tiles of rows per SM
 UNKNOWN_SMS = 132  # assumed if no GPU is given; that of an H100 and an H200
@@ -106,6 +106,13 @@ def tiles_in_flight(config: Config) -> int:
 def pace(problem: AttentionProblem, gpu: Gpu, config: Config) -> Pace:
     """Returns the constants fitted to measured times, for loads by pointers or by tensor maps. Tiles of 64 rows are
     bound by arithmetic and use the pointer constants in either case."""
+    many = config.num_warps == 2 and blocks_with_rows(problem, config) > FEW * (gpu.num_sms or UNKNOWN_SMS)
+    return _pace(problem, gpu, config, many)
+
+
+@by_kind
+def _pace(problem: AttentionProblem, gpu: Gpu, config: Config, many: bool) -> Pace:
+    """Returns `pace` for few or many tiles of rows, on two warps each."""
     sms, blocks = gpu.num_sms or UNKNOWN_SMS, blocks_per_sm(problem, gpu, config)
     if not (config.by_map and may_map(problem, gpu, config)) or config.block_m >= 64:
         more = SCATTERED_START_STEPS if scattered(problem, config) and config.block_m < 64 else 0
@@ -116,7 +123,6 @@ def pace(problem: AttentionProblem, gpu: Gpu, config: Config) -> Pace:
     tile = columns(config) * (padded(problem.head_dim) + padded(problem.head_dim_v)) * DTYPE_BYTES[problem.dtype]
     saturating = min(blocks, max(1, round(MAPPED_BYTES / (tile * tiles_in_flight(config)))))
     step = saturating * tile / MAPPED_STEP_BYTES
-    many = config.num_warps == 2 and blocks_with_rows(problem, config) > FEW * sms
     return Pace(
         sms * blocks, sms * saturating, MAPPED_START_STEPS / step, MAPPED_HIDDEN_START_STEPS / step, 0.0,
         MERGE_STEPS / step, PARTS_PER_STEP, MAPPED_ENOUGH_SMALL if many else MAPPED_ENOUGH,
@@ -136,8 +142,8 @@ def choose_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Splits
     `longest` is the number of steps of the tile that sees most keys. `first` is the number of blocks of the first wave,
     equal on every SM.
     """
-    shares, blocks, longest, of = _chosen(problem, gpu, config)
-    sms = gpu.num_sms or UNKNOWN_SMS
+    shares, of = _number(problem, gpu, config), pace(problem, gpu, config)
+    sms, blocks, longest = _sizes(problem, gpu, config)
     reason = (
         f"{blocks} tiles of rows for {of.places} resident blocks on {sms} SMs, "
         f"{longest} steps of {config.block_n} keys each: "
@@ -149,13 +155,18 @@ def choose_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Splits
     return Splits(shares, reason + (f"; with num_splits = 1, {alone:.0f}" if shares > 1 else ""))
 
 
-def _chosen(problem: AttentionProblem, gpu: Gpu, config: Config) -> tuple[int, int, int, Pace]:
-    """Returns the number of splits and its inputs: tiles of rows, steps of the longest one, and the pace."""
-    blocks, sms = blocks_with_rows(problem, config), gpu.num_sms or UNKNOWN_SMS
-    of, longest = pace(problem, gpu, config), max(1, longest_steps(problem, config))
+def _sizes(problem: AttentionProblem, gpu: Gpu, config: Config) -> tuple[int, int, int]:
+    """Returns the number of SMs, of tiles of rows, and of steps of the longest of these."""
+    blocks, longest = blocks_with_rows(problem, config), max(1, longest_steps(problem, config))
+    return gpu.num_sms or UNKNOWN_SMS, blocks, longest
+
+
+def _number(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
+    """Returns the number of splits."""
+    sms, blocks, longest = _sizes(problem, gpu, config)
     if config.roles:
-        return few_rows.shares(blocks, longest, config.block_n, sms), blocks, longest, of
-    return _soonest(config.pieces, blocks, longest, sms, of), blocks, longest, of
+        return few_rows.shares(blocks, longest, config.block_n, sms)
+    return _soonest(config.pieces, blocks, longest, sms, pace(problem, gpu, config))
 
 
 def _steps(s: int, pieces: int, blocks: int, longest: int, sms: int, of: Pace) -> float:
@@ -205,7 +216,7 @@ def with_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
     if problem.batch_invariant:
         # The longest sequence of a packed call must not affect the others.
         config = changed(config, pieces=INVARIANT_PIECES[not problem.packed and tiles(problem, config) == 1])
-    return changed(config, num_splits=_chosen(problem, gpu, config)[0])
+    return changed(config, num_splits=_number(problem, gpu, config))
 
 
 # `dataclasses.replace`, which computes each result once.

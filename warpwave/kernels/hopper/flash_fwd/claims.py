@@ -27,18 +27,9 @@ from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 MAX_HEAD_DIM = {"float16": 384, "bfloat16": 384, "float32": 256}
 
 
+@by_kind
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns every reason this kernel cannot run the problem on this GPU; empty if it can."""
-    reasons = _why_not_kind(problem, gpu)
-    # Without one bias per score, some tile always fits.
-    if not reasons and has_bias_cells(problem) and default(problem, gpu) is None:
-        return ["no tile fits shared memory and registers together with its tile of the bias"]
-    return reasons
-
-
-@by_kind
-def _why_not_kind(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Returns the reasons of `why_not` that depend on no length."""
     found = reasons.of_hopper(gpu)
     if problem.dtype == "float32":
         if gpu.arch == "sm_90" and num_parts(problem, gpu) == 0:
@@ -58,6 +49,9 @@ def _why_not_kind(problem: AttentionProblem, gpu: Gpu) -> list[str]:
             found.append(f"it takes a {name} only in 16-bit types")
         elif shape is not None and max(problem.head_dim, problem.head_dim_v) > 256:
             found.append(f"it takes a {name} only up to head_dim 256: above, registers do not suffice")
+    # Without one bias per score, some tile always fits. With one, no rule of the choice depends on lengths.
+    if not found and has_bias_cells(problem) and default(problem, gpu) is None:
+        found.append("no tile fits shared memory and registers together with its tile of the bias")
     return found
 
 

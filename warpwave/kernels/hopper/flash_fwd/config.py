@@ -157,10 +157,13 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
 def default(problem: AttentionProblem, gpu: Gpu) -> Config | None:
     """Returns the config used when the caller names none; None if no config fits."""
     candidates = _candidates(problem, gpu)
-    if len(candidates) == 1:
+    if len(candidates) == 1:  # by what does not depend on lengths
         return candidates[0][1]
     call = Call(problem, gpu)
-    return next(config for rule, config in candidates if rule.holds(call))
+    for rule, config in candidates[:-1]:
+        if rule.holds(call):
+            return config
+    return candidates[-1][1]  # its rule holds for every call
 
 
 @by_kind
