@@ -1,4 +1,5 @@
-"""Small calls of every kernel through its branches, one after another in one process, to be run under a sanitizer.
+"""Small calls of every kernel through its branches, and their gradients, one after another in one process, to be run
+under a sanitizer.
 
     compute-sanitizer --tool memcheck  python -m tests.sanitized_calls           (or synccheck, racecheck, initcheck)
     compute-sanitizer --tool racecheck python -m tests.sanitized_calls hopper    kernels with "hopper" in the name
@@ -15,13 +16,16 @@ wrong.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from tests.conformance import cases
-from tests.conformance.cases import Case
+from tests.conformance.cases import Call, Case
 from tests.conformance.harness import DEVICE, GPU, KERNELS, run
+from tests.conformance.test_gradients import FORWARDS, NAMES, differentiate, upstream
 
 PLAIN = Case(dtype="bfloat16", lengths=(200, 300), heads=(4, 2), batch=2)
 CALLS: dict[str, Case] = {
@@ -70,13 +74,26 @@ def main(wanted: str = "", only: str = "") -> int:
                 continue
             if title in SWIZZLES and name not in PORTABLE:
                 continue
-            out, exact = run(name, call)[0].float(), run("eager", call)[0].float()
-            torch.cuda.synchronize()
-            error = ((out - exact).abs().max() / exact.abs().max()).item()
-            passed = error <= TOLERANCE[case.dtype]
-            wrong += not passed
-            print(f"{'pass' if passed else 'FAIL'}  {name:22} {title:30} {error:.1e}", flush=True)
+            for what, found, exact in results(name, call):
+                torch.cuda.synchronize()
+                error = ((found - exact).abs().max() / exact.abs().max()).item()
+                passed = error <= TOLERANCE[case.dtype]
+                wrong += not passed
+                print(f"{'pass' if passed else 'FAIL'}  {name:22} {title:30} {what:13} {error:.1e}", flush=True)
     return int(wrong > 0)
+
+
+def results(kernel: str, call: Call) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yields out, and the gradients if the kernel has any, each with its name and the eager kernel's."""
+    yield "out", run(kernel, call)[0].float(), run("eager", call)[0].float()
+    problem = replace(call.problem, requires_grad=True)
+    if kernel not in FORWARDS or KERNELS[kernel].why_not(problem, GPU):
+        return
+    dout, dlse = upstream(call)
+    found, exact = (differentiate(name, call, dout, dlse) for name in (kernel, "eager"))
+    for name, a, b in zip(NAMES, found, exact, strict=True):
+        if a is not None and b is not None:
+            yield f"d{name}", a.float(), b.float()
 
 
 if __name__ == "__main__":
