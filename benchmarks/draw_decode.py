@@ -20,34 +20,28 @@ import argparse
 import dataclasses
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from statistics import geometric_mean
 from typing import Any
 
 import torch
 
-from benchmarks.draw_forward import draw, log_uniform, over_best_peer, suite_of, timed
 from benchmarks.draw_model_grid import toml_line
-from warpwave import CacheLayer, attention, attention_with_kv_cache
+from benchmarks.drawn import GOAL, configured, draw, gains, goal_verdict, log_uniform, over_best_peer, suite_of, timed
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import split_kv
 from warpwave.kernels.split_kv import splits
 from warpwave.kernels.split_kv.config import Config, may_map
-from warpwave.problem import AttentionProblem, CachedOperands, Operands
-from warpwave.workbench.bench.inputs import call_arguments
-from warpwave.workbench.bench.peers import Peer, Prepared
-from warpwave.workbench.bench.records import OURS, Measurement
+from warpwave.problem import AttentionProblem
+from warpwave.workbench.bench.peers import Peer
+from warpwave.workbench.bench.records import OURS
 from warpwave.workbench.bench.table import print_table, summary_tables
-from warpwave.workbench.bench.timing import paired_ratio
 from warpwave.workbench.bench.workloads import Case
 
 BATCHES, KEYS, QUERIES = (1, 128), (1024, 131_072), (1, 16)
 MOST_BYTES = 2 << 30  # of K and V: calls are compiled in as many processes as the host has cores, each with its inputs
 PEERS = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "flash_attention_4")
-GOAL, FLOOR = 1.05, 0.97  # geometric mean and worst call, relative to the best peer
-GAIN = 1.03  # what another config must gain to be worth a rule
 # Batch, queries, keys, query and kv heads, keys of a page: calls that were behind a peer, or bound by latency.
 NAMED = (
     (24, 4, 5001, 64, 8, 0), (24, 4, 5001, 32, 4, 0), (200, 1, 777, 32, 8, 0), (4, 1, 4096, 32, 8, 0),
@@ -76,13 +70,14 @@ def main() -> int:
     cases = draw(parser, asked.out, asked.seed, named if asked.named else suite)
     if asked.time is None:
         return 0
-    measured = timed(cases, asked.time, asked.rounds, PEERS)
+    name = "named decode" if asked.named else "drawn decode"
+    measured = timed(name, cases, asked.time, asked.rounds, PEERS)
     for table in summary_tables(measured):
         print_table(table)
-    print(verdict(measured))
+    print(goal_verdict(measured))
     if asked.others:
         behind = [case for case in cases if over_best_peer(measured).get(case.name, 0.0) < GOAL]
-        for line in gains(timed(behind, asked.time, asked.rounds, (), contenders_of_others)):
+        for line in gains(timed(f"{name}, others", behind, asked.time, asked.rounds, (), contenders_of_others)):
             print(line)
     return 0
 
@@ -120,21 +115,6 @@ def _shape(draw: random.Random) -> dict[str, Any]:
         drawn["causal"] = draw.choice((False, True))
     page_size = draw.choice((0, 0, 0, 0, 16, 64, 128, 256))
     return drawn | ({"page_size": page_size} if page_size else {})
-
-
-def verdict(measured: Sequence[Measurement]) -> str:
-    """Returns how `auto` compares with the best peer, as text."""
-    ratios = over_best_peer(measured)
-    if not ratios:
-        return "no comparison: no call has a peer"
-    mean, (worst, least) = geometric_mean(ratios.values()), min(ratios.items(), key=lambda found: found[1])
-    met = "met" if mean >= GOAL and least >= FLOOR else "missed"
-    lines = [
-        f"{mean:.3f} of the best peer in the geometric mean of {len(ratios)} calls, {least:.3f} at the worst "
-        f"({worst}): goal of {GOAL} and {FLOOR} {met}"
-    ]
-    lines += [f"  {ratio:.3f} {name}" for name, ratio in sorted(ratios.items(), key=lambda x: x[1]) if ratio < FLOOR]
-    return "\n".join(lines)
 
 
 # Other configs --------------------------------------------------------------------------------------------------------
@@ -179,34 +159,7 @@ def _name(config: Config) -> str:
 def contenders_of_others(case: Case) -> Mapping[str, Peer]:
     """Returns the configs of `others` as contenders."""
     configs = others(case.problem, current_gpu(torch.device("cuda", torch.cuda.current_device())))
-    return {f"{OURS}split_kv {name}": partial(configured, config) for name, config in configs.items()}
-
-
-def configured(config: Config, problem: AttentionProblem, operands: Operands | CachedOperands) -> Prepared:
-    """Prepares `split_kv` with a config, through the public call."""
-    options = {"kernel": "split_kv", "config": config, **call_arguments(problem, operands)}
-    if isinstance(operands, CachedOperands):
-        layer = CacheLayer(operands.k, operands.v, operands.page_table, operands.seqused_k)
-        call = partial(attention_with_kv_cache, operands.q, layer, **options)
-    else:
-        call = partial(attention, *operands[:3], **options)
-    call()
-    return Prepared(call, to_out=lambda out: out, kernel="split_kv", eager=True, config=dataclasses.asdict(config))
-
-
-def gains(measured: Sequence[Measurement]) -> list[str]:
-    """Returns a line for every call, with its configs that are more than 3 % faster than `auto`, best first."""
-    lines = []
-    for case in dict.fromkeys(m.case for m in measured):
-        found = {m.contender: m.timing for m in measured if m.case == case and m.timing is not None}
-        auto = found.pop(f"{OURS}auto", None)
-        if auto is None:
-            continue
-        ratios = {name: paired_ratio(auto, timing).median for name, timing in found.items()}
-        better = sorted(((ratio, name) for name, ratio in ratios.items() if ratio > GAIN), reverse=True)
-        said = "; ".join(f"{name.removeprefix(OURS)} {ratio:.3f}" for ratio, name in better) or "no config gains 3 %"
-        lines.append(f"{case}: auto {auto.median_us:.1f} us; {said}")
-    return lines
+    return {f"{OURS}split_kv {name}": partial(configured, split_kv.NAME, config) for name, config in configs.items()}
 
 
 if __name__ == "__main__":

@@ -2,29 +2,30 @@
 
     python -m benchmarks.draw_forward OUT.toml                 40 shapes from the hash of HEAD
     python -m benchmarks.draw_forward OUT.toml --seed HASH     those of another commit
-    python -m benchmarks.draw_forward OUT.toml --time RECORD.jsonl --beside FORWARD.jsonl
+    python -m benchmarks.draw_forward OUT.toml --any-head-dim  60 shapes of all head sizes, GQA, chunks of a prefill
+    python -m benchmarks.draw_forward OUT.toml --named         the calls that lost before, or nearly, instead
+    python -m benchmarks.draw_forward OUT.toml --time RECORD.jsonl [--beside FORWARD.jsonl] [--config M,N,STAGES ...]
 
 The last command times them with cuDNN and FlashAttention-4, device time only. It prints the geometric mean over the
-best peer, and that of FORWARD.jsonl, a record of the suite `forward`; the two should agree within 5 %. It compiles in
-many processes first, so that it ends within 100 seconds on a machine with 16 cores. `warpwave bench OUT.toml` does the
-same in ten minutes, and also measures host time.
+best peer, the worst call, every call below 0.97, and the mean of FORWARD.jsonl, a record of the suite `forward`, which
+the 40 shapes should reach within 5 %. It compiles in many processes first, so that 40 shapes end within 100 seconds on
+a machine with 16 cores. `warpwave bench OUT.toml` does the same in ten minutes, and also measures host time.
 
-The shapes cannot be known while the kernels are written, so no rule can be fitted to them. Widths, masks and work are
-those of the suite `forward`; lengths, batches and heads are arbitrary.
+`--config` also times `hopper/flash_fwd` with that config, in the same rounds, and prints its speed relative to `auto`:
+values of `Config` in its order. It may be repeated; `--only TEXT` keeps the calls whose names contain the text.
+
+The drawn shapes cannot be known while the kernels are written, so no rule can be fitted to them. Widths, masks and work
+are those of the suite `forward`; lengths, batches and heads are arbitrary. SDPA has no causal mask aligned to the last
+key, no window and no softcap, so FlashAttention-4 is the only peer of such calls.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
-import multiprocessing
-import os
 import random
-import subprocess
 import sys
-import time
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -32,23 +33,52 @@ from typing import Any
 import torch
 
 from benchmarks.draw_model_grid import toml_line
-from warpwave.workbench.bench import environment
-from warpwave.workbench.bench.contenders import contenders
-from warpwave.workbench.bench.goals import best_peer
-from warpwave.workbench.bench.inputs import make_operands
-from warpwave.workbench.bench.measure import Settings, measure
+from benchmarks.drawn import SHAPES, configured, draw, gains, goal_verdict, log_uniform, over_best_peer, suite_of, timed
+from warpwave.kernels.hopper import flash_fwd
 from warpwave.workbench.bench.peers import Peer
-from warpwave.workbench.bench.records import Measurement, RecordWriter, read_records
+from warpwave.workbench.bench.records import OURS, Measurement, read_records
 from warpwave.workbench.bench.table import print_table, summary_tables
-from warpwave.workbench.bench.timing import paired_ratio
-from warpwave.workbench.bench.workloads import Case, parse_suite
+from warpwave.workbench.bench.workloads import Case, SuiteError, matching
 
-SHAPES = 40
 LENGTHS = (1024, 16384)
 WIDTH = (1024, 4096)  # heads * head_dim, 2048 in the suite `forward`
 TOKENS = (8192, 32768)
 PEERS = ("sdpa_cudnn", "flash_attention_4")
-FA4_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  # makes it cache compiled code, so that processes can share it
+
+ANY_SHAPES = 60
+HEAD_DIMS = tuple(range(8, 257, 8))
+PAIRS = ((192, 128), (64, 128), (128, 64), (96, 64))  # head_dim, head_dim_v
+ANY_LENGTHS = (256, 8192)
+MOST_HEADS = 32  # narrow heads by the hundred would take seconds
+
+# Calls that were behind a peer, or hardly ahead: tables as in a suite.
+LONG = {"batch": 4, "seqlen_q": 4096}
+EITHER = {"causal": [False, True]}
+NAMED: tuple[dict[str, Any], ...] = (
+    *({"head_dim": d, "num_heads_q": 2048 // d, **LONG, **EITHER} for d in (48, 80, 96, 112, 160, 176)),
+    {"head_dim": 192, "head_dim_v": 128, "num_heads_q": 16, **LONG, **EITHER},
+    {"head_dim": [112, 160], "num_heads_q": 16, "batch": 16, "seqlen_q": 1024, **EITHER},
+    {"head_dim": 192, "head_dim_v": 128, "num_heads_q": 16, "batch": 16, "seqlen_q": 1024, "causal": True},
+    {"head_dim": 48, "num_heads_q": 6, "num_heads_kv": 2, "batch": 32, "seqlen_q": 700, **EITHER},
+    *({"head_dim": d, "num_heads_q": 2048 // d, **LONG, "softcap": 30.0, "causal": True} for d in (64, 128, 256)),
+    {"head_dim": 128, "num_heads_q": 16, **LONG, "softcap": 30.0},
+    *(
+        {"head_dim": d, "num_heads_q": 2048 // d, "batch": 1, "seqlen_q": 16384, "causal": True}
+        | {"window_size": [1023, 0]}
+        for d in (64, 128, 256)
+    ),
+    {"head_dim": 128, "num_heads_q": 16, "batch": 1, "seqlen_q": 16384, "window_size": [512, 512]},
+    {"head_dim": 128, "num_heads_q": 32, "num_heads_kv": 8, "batch": 2, "seqlen_q": 512, "seqlen_k": 12288, **EITHER},
+    # Few queries of 32 heads on 8, aligned to the last key.
+    *(
+        {"head_dim": 128, "num_heads_q": 32, "num_heads_kv": 8, "batch": batch, "seqlen_q": queries, "seqlen_k": keys}
+        | {"causal": queries > 1}
+        for batch, queries, keys in (
+            (200, 1, 777), (24, 4, 5001), (4, 32, 8192), (4, 64, 8192), (4, 128, 8192), (1, 64, 65536),
+        )
+    ),
+    {"head_dim": 64, "num_heads_q": 16, "batch": 1, "seqlen_q": 1024, "dtype": "float16", "hot": True, **EITHER},
+)  # fmt: skip
 
 
 def main() -> int:
@@ -56,57 +86,76 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the suite to write")
     parser.add_argument("--seed", help="a commit's hash; default: HEAD's")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--any-head-dim", action="store_true", help="60 shapes of all head sizes instead of the 40")
+    which.add_argument("--named", action="store_true", help="the calls of NAMED instead of drawn ones")
+    parser.add_argument("--only", default="", metavar="TEXT", help="time only calls whose names contain this")
     parser.add_argument("--time", type=Path, metavar="RECORD", help="time the shapes, and append them to this record")
     parser.add_argument("--beside", type=Path, metavar="FORWARD", help="a record of the suite `forward`, to compare")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--config", type=config, action="append", default=[], help="also time hopper/flash_fwd with it")
     asked = parser.parse_args()
     if asked.rounds < 1:
         parser.error(f"--rounds is {asked.rounds}; it must be at least 1")
     if asked.beside is not None and not asked.beside.is_file():
         parser.error(f"--beside: there is no file {asked.beside}")
+    if asked.config and asked.time is None:
+        parser.error("--config needs --time")
     if asked.time is not None and not torch.cuda.is_available():
         parser.error("--time needs a GPU")
-    cases = draw(parser, asked.out, asked.seed, suite)
+    name, of_seed = "drawn", suite
+    if asked.any_head_dim:
+        name, of_seed = "drawn any_head_dim", any_head_dim
+    if asked.named:
+        name, of_seed = "named forward", named
+    cases = draw(parser, asked.out, asked.seed, of_seed)
+    try:
+        cases = matching(cases, asked.only, name)
+    except SuiteError as error:
+        parser.error(f"--only: {error}")
     if asked.time is not None:
-        measured = timed(cases, asked.time, asked.rounds)
+        measured = timed(name, cases, asked.time, asked.rounds, PEERS, partial(contenders_of, tuple(asked.config)))
         for table in summary_tables(measured):
             print_table(table)
+        print(goal_verdict(measured))
+        if asked.config:
+            print("\n".join(gains(measured, least=0.0)))
         if asked.beside is not None:
             print(verdict(measured, [m for _, m in read_records(asked.beside).measurements]))
     return 0
 
 
-def draw(parser: argparse.ArgumentParser, out: Path, seed: str | None, suite: Callable[[str], str]) -> tuple[Case, ...]:
-    """Writes the suite of a commit, by default HEAD, to `out`, and returns its cases. Wrong arguments end the
-    program."""
-    if out.suffix != ".toml":
-        parser.error(f"{out} must end in .toml, or bench takes it for a suite's name")
-    if seed is None:
-        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-        if git.returncode:
-            parser.error(f"this is no git checkout; give --seed. {git.stderr.strip()}")
-        seed = git.stdout.strip()
-    drawn = suite(seed)
-    if out.exists() and out.read_text(encoding="utf-8") != drawn:
-        parser.error(f"{out} already exists and is another suite; name another file")
-    out.write_text(drawn, encoding="utf-8")
-    return tuple(parse_suite("drawn", tomllib.loads(drawn), source=str(out)).cases)
+def config(text: str) -> flash_fwd.Config:
+    """Returns the config of a command-line argument: its values in order, as `128,64,2`."""
+    try:
+        return flash_fwd.Config(*map(int, text.split(",")))
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no config of {flash_fwd.NAME}: {error}") from error
+
+
+def contenders_of(configs: Sequence[flash_fwd.Config], _: Case) -> Mapping[str, Peer]:
+    """Returns `hopper/flash_fwd` with each config as a contender. A call that a config does not fit is refused."""
+    return {f"{OURS}{flash_fwd.NAME} {c}": partial(configured, flash_fwd.NAME, c) for c in configs}
+
+
+# Suites ---------------------------------------------------------------------------------------------------------------
 
 
 def suite(seed: str) -> str:
-    """Returns the suite as TOML."""
+    """Returns the suite of 40 shapes as TOML."""
     return suite_of(f"{SHAPES} shapes drawn from {seed} by benchmarks/draw_forward.py", seed, _shape)
 
 
-def suite_of(description: str, seed: str, shape: Callable[[random.Random], dict[str, Any]]) -> str:
-    """Returns SHAPES different results of `shape` as a suite in TOML."""
-    draw = random.Random(seed)
-    lines: list[str] = []
-    while len(lines) < SHAPES:
-        line = toml_line(shape(draw))
-        if line not in lines:
-            lines.append(line)
-    return "\n".join([f'description = "{description}"', "cases = [", *lines, "]", ""])
+def any_head_dim(seed: str) -> str:
+    """Returns the suite of 60 shapes of all head sizes as TOML."""
+    said = f"{ANY_SHAPES} shapes of any head_dim drawn from {seed} by benchmarks/draw_forward.py"
+    return suite_of(said, seed, _any_shape, ANY_SHAPES)
+
+
+def named(seed: str) -> str:
+    """Returns the calls of NAMED, which are not drawn, as a suite in TOML."""
+    lines = [toml_line({"dtype": "bfloat16"} | table) for table in NAMED]
+    return "\n".join(['description = "forward calls that lost before, or nearly"', "cases = [", *lines, "]", ""])
 
 
 def _shape(draw: random.Random) -> dict[str, Any]:
@@ -125,64 +174,32 @@ def _shape(draw: random.Random) -> dict[str, Any]:
     }
 
 
-# Timing ---------------------------------------------------------------------------------------------------------------
+def _any_shape(draw: random.Random) -> dict[str, Any]:
+    """Returns a call of any head size: two in three attend to themselves, one is a chunk of a longer prefill."""
+    head_dim = head_dim_v = draw.choice(HEAD_DIMS)
+    if draw.random() < 0.2:
+        head_dim, head_dim_v = draw.choice(PAIRS)
+    group = draw.choice((1, 1, 2, 4, 8))
+    heads = min(MOST_HEADS, log_uniform(draw, -(-WIDTH[0] // head_dim), WIDTH[1] // head_dim))
+    heads_kv = max(1, heads // group)
+    seqlen_k = log_uniform(draw, *ANY_LENGTHS)
+    if draw.random() < 0.5:
+        seqlen_k = -(-seqlen_k // 64) * 64
+    seqlen_q = max(1, seqlen_k // draw.choice((2, 4, 8))) if draw.random() < 1 / 3 else seqlen_k
+    drawn: dict[str, Any] = {
+        "head_dim": head_dim,
+        "batch": max(1, round(log_uniform(draw, *TOKENS) / seqlen_k)),
+        "seqlen_q": seqlen_q,
+        "seqlen_k": seqlen_k,
+        "num_heads_q": heads_kv * group,
+        "num_heads_kv": heads_kv,
+        "dtype": draw.choice(("bfloat16", "float16")),
+        "causal": draw.choice((False, True)),
+    }
+    return drawn | ({"head_dim_v": head_dim_v} if head_dim_v != head_dim else {})
 
 
-def timed(
-    cases: Sequence[Case],
-    record: Path,
-    rounds: int,
-    peers: Sequence[str] = PEERS,
-    more: Callable[[Case], Mapping[str, Peer]] = lambda case: {},
-) -> list[Measurement]:
-    """Times every case with `auto` and the peers, device time only.
-
-    Args:
-        more: returns further contenders of a case, which can be pickled.
-    """
-    os.environ[FA4_CACHE] = "1"
-    began = time.monotonic()
-    ours = [{**contenders(("auto",), ()), **more(case)} for case in cases]
-    _compile(cases, ours, peers)
-    print(f"compiled in {time.monotonic() - began:.0f} s", file=sys.stderr)
-    device = torch.device("cuda", torch.cuda.current_device())
-    writer = RecordWriter(record, environment.describe(device))
-    settings = Settings(device=device, rounds=rounds, host=False)
-    measured: list[Measurement] = []
-    for case, mine in zip(cases, ours, strict=True):
-        found = measure(case, "drawn", {**mine, **contenders((), peers)}, settings)
-        for m in found:
-            writer.write(m)
-        measured += found
-        torch.cuda.empty_cache()
-    print(f"timed after {time.monotonic() - began:.0f} s", file=sys.stderr)
-    return measured
-
-
-def _compile(cases: Sequence[Case], ours: Sequence[Mapping[str, Peer]], peers: Sequence[str]) -> None:
-    """Compiles for all cases in parallel processes, FlashAttention-4 once for every kind of case."""
-    jobs: list[tuple[Case, str, Peer]] = []
-    if "flash_attention_4" in peers:
-        kinds = {
-            (p.head_dim, p.dtype, p.causal is None, p.num_heads_q // p.num_heads_kv, p.page_size): case
-            for case, p in ((case, case.problem) for case in reversed(cases))
-        }
-        jobs = [(case, *peer) for case in kinds.values() for peer in contenders((), ("flash_attention_4",)).items()]
-    jobs += [(case, *contender) for case, mine in zip(cases, ours, strict=True) for contender in mine.items()]
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp_context=context) as pool:
-        for job in [pool.submit(_prepare, *job) for job in jobs]:
-            job.result()
-
-
-def _prepare(case: Case, name: str, contender: Peer) -> None:
-    """Compiles for one case. Errors are ignored here, because the timing reports them."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    try:
-        contender(case.problem, make_operands(case.problem, device, seed=0))
-        torch.cuda.synchronize()
-    except Exception as error:
-        print(f"{name} on {case.name}: {type(error).__name__}", file=sys.stderr)
+# Beside the table -----------------------------------------------------------------------------------------------------
 
 
 def verdict(drawn: Sequence[Measurement], table: Sequence[Measurement]) -> str:
@@ -199,26 +216,6 @@ def mean_over_best_peer(measurements: Sequence[Measurement]) -> float | None:
     """Returns the geometric mean of our speed relative to the best peer over all cases."""
     ratios = over_best_peer(measurements)
     return geometric_mean(ratios.values()) if ratios else None
-
-
-def over_best_peer(measurements: Sequence[Measurement]) -> dict[str, float]:
-    """Returns for each case with a peer the speed of `auto` relative to the best peer."""
-    ratios = {}
-    for case in dict.fromkeys(m.case for m in measurements):
-        found = [m for m in measurements if m.case == case]
-        mine = next((m for m in found if m.is_ours and m.timing is not None), None)
-        peer = best_peer(found)
-        if mine is not None and peer is not None and mine.timing is not None and peer.timing is not None:
-            ratios[case] = paired_ratio(peer.timing, mine.timing).median
-    return ratios
-
-
-# Drawing --------------------------------------------------------------------------------------------------------------
-
-
-def log_uniform(draw: random.Random, low: int, high: int) -> int:
-    """Returns a whole number from `low` to `high`, log-uniformly drawn."""
-    return round(low * (high / low) ** draw.random())
 
 
 if __name__ == "__main__":

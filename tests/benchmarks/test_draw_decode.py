@@ -14,15 +14,12 @@ from benchmarks.draw_decode import (
     MOST_BYTES,
     NAMED,
     QUERIES,
-    configured,
     contenders_of_others,
-    gains,
     named,
     others,
     suite,
-    verdict,
 )
-from benchmarks.draw_forward import SHAPES
+from benchmarks.drawn import SHAPES, configured, gains, goal_verdict
 from tests.conformance.harness import DEVICE
 from warpwave.gpu import Gpu
 from warpwave.kernels import split_kv
@@ -82,7 +79,7 @@ def test_a_config_runs_by_the_public_call(page_size: int) -> None:
         softmax_scale=0.25, page_size=page_size,
     )  # fmt: skip
     operands = make_operands(problem, DEVICE)
-    prepared = configured(split_kv.Config(16, 32, 4, 2, num_splits=2), problem, operands)
+    prepared = configured("split_kv", split_kv.Config(16, 32, 4, 2, num_splits=2), problem, operands)
     assert prepared.config is not None and prepared.config["num_splits"] == 2
     assert torch.isfinite(prepared.to_out(prepared.call())).all()
 
@@ -98,11 +95,11 @@ def test_contenders_can_be_sent_to_other_processes(monkeypatch: pytest.MonkeyPat
 def test_losses_and_gains_are_named() -> None:
     records = Path(__file__).parents[2] / "benchmarks/records/2026-11-22-h200-decode.jsonl"
     measured = [m for _, m in read_records(records).measurements if m.contender != f"{OURS}split_kv"]
-    said = verdict(measured)
+    said = goal_verdict(measured)
     assert "of the best peer in the geometric mean of" in said
     slow = [replace(m, timing=slowed(m.timing, 2.0)) if m.is_ours and m.timing else m for m in measured]
-    assert "missed" in verdict(slow) and len(verdict(slow).splitlines()) > len(said.splitlines())
-    assert verdict([m for m in measured if m.is_ours]).startswith("no comparison")
+    assert "missed" in goal_verdict(slow) and len(goal_verdict(slow).splitlines()) > len(said.splitlines())
+    assert goal_verdict([m for m in measured if m.is_ours]).startswith("no comparison")
     auto = [m for m in measured if m.contender == f"{OURS}auto" and m.timing is not None]
     faster = [faster_than(m, factor) for m, factor in zip(auto, (0.9, 0.99), strict=False)]
     first, second, *_ = gains([*auto, *faster])
