@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -18,8 +17,9 @@ from warpwave.runtime import launch
 
 __all__ = ["card", "device", "known", "pytestmark"]
 
-Tensors = list[torch.Tensor | None]
+Tensors = list[torch.Tensor]
 Attend = Callable[..., torch.Tensor]
+Make = Callable[[], Tensors]
 
 
 class Launched:
@@ -33,7 +33,7 @@ class Launched:
 
     def __init__(self) -> None:
         self.made = 0
-        self.taken: list[tuple[int, Tensors, Tensors]] = []
+        self.taken: list[tuple[int, list[torch.Tensor | None], list[torch.Tensor | None]]] = []
 
 
 @pytest.fixture
@@ -63,14 +63,14 @@ def operands(shape: tuple[int, ...], dtype: torch.dtype) -> Tensors:
     return [torch.zeros(shape, dtype=dtype) for _ in range(3)]
 
 
-def hopper(rows: int, precision: str = "default") -> tuple[Attend, Callable[[], Tensors]]:
+def hopper(rows: int, precision: str = "default") -> tuple[Attend, Make]:
     def attend(*qkv: torch.Tensor) -> torch.Tensor:
         return warpwave.attention(*qkv, kernel="hopper/flash_fwd", precision=precision)
 
     return attend, lambda: operands((1, rows, 4, 64), torch.float32)
 
 
-def decode() -> tuple[Attend, Callable[[], Tensors]]:
+def decode() -> tuple[Attend, Make]:
     def attend(*qkv: torch.Tensor) -> torch.Tensor:
         return warpwave.attention(*qkv, kernel="split_kv")
 
@@ -81,7 +81,7 @@ def decode() -> tuple[Attend, Callable[[], Tensors]]:
     return attend, made
 
 
-def three(scores: str, values: str, in_chunks: bool = False) -> tuple[Attend, Callable[[], Tensors]]:
+def three(scores: str, values: str, in_chunks: bool = False) -> tuple[Attend, Make]:
     shape = (1, 248, 2, 512)
     tile = {"block_m": 128, "block_n": 256} if scores == "hopper" else {}
     config = replace(CONFIG, scores=scores, values=values, workspace_bytes=1 << 24, **tile)
@@ -96,7 +96,7 @@ def three(scores: str, values: str, in_chunks: bool = False) -> tuple[Attend, Ca
 
 
 # What makes a call, and its number of launches.
-CASES: dict[str, tuple[Callable[[], tuple[Attend, Callable[[], Tensors]]], int]] = {
+CASES: dict[str, tuple[Callable[[], tuple[Attend, Make]], int]] = {
     "hopper/flash_fwd: maxima, scale, attend": (lambda: hopper(1016), 3),
     "hopper/flash_fwd: scale, attend": (lambda: hopper(64), 2),
     "hopper/flash_fwd: split, attend": (lambda: hopper(1016, "bf16x6"), 2),
@@ -131,7 +131,7 @@ def test_launches_take_what_they_were_specified_with(case: str, launched: Launch
                 pairs.add((wanted.data_ptr(), got.data_ptr()))
         wanted_places, places = ({pair[i] for pair in pairs} for i in range(2))
         assert len(wanted_places) == len(places) == len(pairs)
-        theirs = {t.data_ptr() for t in (*qkv, out) if t is not None}
+        theirs = {t.data_ptr() for t in (*qkv, out)}
         memory.append(places - theirs)
     assert memory[0] == memory[1], "calls on a stream share"
     assert memory[2].isdisjoint(memory[0])

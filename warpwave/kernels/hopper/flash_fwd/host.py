@@ -181,30 +181,32 @@ def _bind_split(
     *before, make_parts = [launch.bind(spec) for spec in ahead]
     launch_kernel = tensor_maps.bind(attend, plans, (*parts, out))
     needs: list[scratch.Need] = [(part.shape, part.dtype) for part in parts]
-    if scaled := parts[0].dtype == torch.float16:
-        needs += [((many,), torch.float32) for many in scale_ahead.workspace_floats(problem) if many]
-    workspace = scratch.memory(needs, out.device)
 
     def run_split(operands: Operands, out: torch.Tensor | None = None) -> arguments.Results:
-        q, k, v, _, _, *others = operands
+        q, k, v, _, _, slopes, sinks, offsets_q, offsets_k = operands
         out, lse = allocate(out)
-        parts = workspace()
-        make_parts(q, k, v, *parts)
-        launch_kernel(*parts, out, out, lse, *others)
+        q_parts, k_parts, v_parts = workspace()
+        make_parts(q, k, v, q_parts, k_parts, v_parts)
+        launch_kernel(q_parts, k_parts, v_parts, out, out, lse, slopes, sinks, offsets_q, offsets_k)
         return out, lse
 
     def run_scaled(operands: Operands, out: torch.Tensor | None = None) -> arguments.Results:
-        q, k, v, _, _, slopes, sinks, *offsets = operands
+        q, k, v, _, _, slopes, sinks, offsets_q, offsets_k = operands
         out, lse = allocate(out)
-        q_parts, k_parts, v_parts, inverses, *rest = workspace()
-        maxima = rest[0] if rest else inverses  # without a launch that finds maxima no kernel reads them
+        q_parts, k_parts, v_parts, inverses, maxima = workspace()
         for find_maxima in before:
-            find_maxima(k, v, *offsets, maxima)
-        make_parts(q, k, v, *offsets, q_parts, k_parts, v_parts, inverses, maxima)
-        launch_kernel(q_parts, k_parts, v_parts, out, out, lse, slopes, sinks, *offsets, inverses)
+            find_maxima(k, v, offsets_q, offsets_k, maxima)
+        make_parts(q, k, v, offsets_q, offsets_k, q_parts, k_parts, v_parts, inverses, maxima)
+        launch_kernel(q_parts, k_parts, v_parts, out, out, lse, slopes, sinks, offsets_q, offsets_k, inverses)
         return out, lse
 
-    return arguments.behind(straight, run_scaled if scaled else run_split)
+    if parts[0].dtype == torch.bfloat16:
+        workspace = scratch.memory(needs, out.device)
+        return arguments.behind(straight, run_split)
+    needs += [((many,), torch.float32) for many in scale_ahead.workspace_floats(problem) if many]
+    # If no launch finds maxima no kernel reads them, but a pointer to them must not be absent: the inverses' is passed.
+    workspace = scratch.memory(needs, out.device, lambda tensors: (*tensors[:4], tensors[-1]))
+    return arguments.behind(straight, run_scaled)
 
 
 def _plans(
