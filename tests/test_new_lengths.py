@@ -106,7 +106,6 @@ def card(device: Device, known: Driver, monkeypatch: pytest.MonkeyPatch) -> Card
     monkeypatch.setattr(launch, "_load", found.load)
     monkeypatch.setattr(launch, "_variants", Bounded(launch.MAX_VARIANTS))
     monkeypatch.setattr(launch, "_specialized", lambda kernel, tensors: ())  # interpreted kernels do not say
-    monkeypatch.setattr(driver, "graph_call", lambda: None)
     monkeypatch.setattr(scratch, "empty_strided", guards._empty_strided_cpu)
     monkeypatch.setattr(scratch, "_buffers", scratch._Kept())
     monkeypatch.setattr(scratch, "buffer", lambda device, *rest: buffer(cpu, *rest))

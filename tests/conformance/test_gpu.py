@@ -15,6 +15,7 @@ from tests.conformance import cases, harness
 from tests.conformance.cases import PLAIN, Call, Case
 from tests.conformance.harness import DEVICE, KERNELS, bits
 from warpwave import attention
+from warpwave.kernels.three_kernel.config import own_products
 
 # torch's kernel serves CPU tensors only: it has no claim here to test.
 GPU_KERNELS = [name for name in KERNELS if name != "torch_sdpa"]
@@ -224,6 +225,52 @@ def test_compiling_during_capture_is_refused_and_the_capture_survives() -> None:
     torch.cuda.synchronize()
     assert bits(out, lse) == expected
     harness.run("flash_fwd", cold)  # and outside the capture it compiles
+
+
+# Calls of several launches, which pass tensors to one another in memory of the thread and stream, or of the graph.
+SEVERAL_LAUNCHES = {
+    "hopper/flash_fwd": replace(PLAIN, dtype="float32", lengths=(1016, 1016), heads=(4, 4)),
+    "split_kv": replace(PLAIN, dtype="float32", lengths=(504, 504), heads=(1, 1)),
+    "three_kernel": replace(PLAIN, dtype="bfloat16", lengths=(248, 248), dims=(512, 512)),
+}
+
+
+@pytest.mark.parametrize("kernel", SEVERAL_LAUNCHES)
+def test_calls_of_several_launches_share_no_memory(kernel: str, request: pytest.FixtureRequest) -> None:
+    """On two streams in turns, and in a graph that replays beside eager calls."""
+    calls = [cases.build(SEVERAL_LAUNCHES[kernel], "normal", DEVICE, seed) for seed in (0, 1)]
+    if harness.refuses(kernel, calls[0], request):
+        return
+    if kernel == "three_kernel":  # its default may be torch's products
+        config = own_products(calls[0].problem, harness.GPU)
+    else:
+        config = harness.default_config(kernel, calls[0])
+    streams, graph = [torch.cuda.Stream() for _ in calls], torch.cuda.CUDAGraph()
+    expected = [bits(*harness.run(kernel, call, config)) for call in calls]
+    torch.cuda.synchronize()
+    results: list[list[Any]] = [[], []]
+    for _ in range(20):
+        for stream, call, kept in zip(streams, calls, results, strict=True):
+            with torch.cuda.stream(stream):
+                kept.append(harness.run(kernel, call, config))
+    torch.cuda.synchronize()
+    for kept, want in zip(results, expected, strict=True):
+        assert all(bits(*result) == want for result in kept)
+    with torch.cuda.graph(graph, stream=streams[0]):
+        captured = harness.run(kernel, calls[0], config)
+    for call in calls:
+        call.operands.v.neg_()
+    expected = [bits(*harness.run(kernel, call, config)) for call in calls]
+    torch.cuda.synchronize()
+    kept = []
+    for _ in range(20):
+        with torch.cuda.stream(streams[0]):
+            graph.replay()
+        with torch.cuda.stream(streams[1]):
+            kept.append(harness.run(kernel, calls[1], config))
+    torch.cuda.synchronize()
+    assert bits(*captured) == expected[0]
+    assert all(bits(*result) == expected[1] for result in kept)
 
 
 # Another device -------------------------------------------------------------------------------------------------------

@@ -95,17 +95,19 @@ def test_memory_that_torch_fills_is_filled_for_each_call(device: Any, monkeypatc
 
 
 def test_what_is_made_of_it_is_kept_with_it(device: Any) -> None:
-    streams: list[int | None] = []
+    made: list[Any] = []
 
-    def finish(tensors: Any, stream: int | None) -> Any:
-        streams.append(stream)
-        return tensors
+    def finish(tensors: Any) -> Any:
+        made.append(tensors[0][0])
+        return made[-1]
 
     memory = scratch.memory(NEEDS, Place(), finish)  # type: ignore[arg-type]
-    memory(), memory()
+    assert memory() is memory() is made[0]
+    device.stream = 4
+    assert memory() is memory() is made[1]
     device.capturing = True
     memory(), memory()
-    assert streams == [3, None, None]
+    assert len(made) == 4, "what belongs to a graph is not kept"
 
 
 def test_plans_keep_no_part_of_a_buffer_that_was_outgrown(device: Any) -> None:

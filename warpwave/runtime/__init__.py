@@ -1,1 +1,1 @@
-"""The launch path of a kernel: launches, the CUDA driver, graphs, tensor maps, scratch memory."""
+"""The launch path of a kernel: launches, the CUDA driver, tensor maps, scratch memory."""

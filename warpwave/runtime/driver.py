@@ -12,11 +12,10 @@ So this serves the versions that were read; other kernels start through Triton (
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -32,8 +31,6 @@ Key = tuple[int, ...]  # the stream, then addresses
 Prepared = tuple[int, int, Any]  # what `Start` takes of a launch, and the memory that it lies in
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID: may begin while the launch before it ends
-_RELAXED = 2  # CUstreamCaptureMode
-_NON_BLOCKING = 1  # CUstream_flags: waits for nothing in the default stream
 _FORMATS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d"}
 _MAP_OFFSET = 128  # of the 128 bytes of a tensor map in Triton's object for it, which is aligned to as many
 
@@ -101,85 +98,6 @@ def start_call() -> Start | None:
         call.argtypes = (ctypes.c_void_p,) * 4
         call.restype = ctypes.c_int
     return call
-
-
-@cache
-def graph_call() -> Callable[[int, int], int] | None:
-    """`cuGraphLaunch`: (graph, stream) -> 0, or an error; None where there is none."""
-    call = getattr(library(), "cuGraphLaunch", None)
-    if call is not None:
-        call.argtypes = (ctypes.c_void_p,) * 2
-        call.restype = ctypes.c_int
-    return call
-
-
-_capturing = threading.Lock()
-
-
-class Graph(int):
-    """An executable CUDA graph, destroyed with the last that holds it; one that runs is freed behind its end."""
-
-    destroy: Callable[[Graph], None]
-
-    def __del__(self) -> None:
-        self.destroy(self)
-
-
-def graph(index: int, starts: Sequence[tuple[int, Prepared]]) -> Graph | None:
-    """Launches in order as one graph, for any stream; None where the driver says no.
-
-    They are captured on a stream of ours, in which nothing runs. What a launch takes is copied into the graph.
-
-    Args:
-        index: of the device, whose context this thread has.
-        starts: loaded kernels, and what `Start` takes of each.
-    """
-    cuda, start, stream = library(), start_call(), _capturing_stream(index)
-    assert start is not None
-    if stream is None:
-        return None
-    captured, made = ctypes.c_void_p(), ctypes.c_void_p()
-    with _capturing, _beside_captures(cuda):  # there is one such stream
-        failed = cuda.cuStreamBeginCapture_v2(ctypes.c_void_p(stream), _RELAXED)
-        if failed:
-            return None
-        for function, (config, parameters, _) in starts:
-            here = _Config.from_buffer_copy(ctypes.string_at(config, ctypes.sizeof(_Config)))
-            here.stream = stream
-            failed = failed or start(ctypes.addressof(here), function, parameters, None)
-        failed = cuda.cuStreamEndCapture(ctypes.c_void_p(stream), ctypes.byref(captured)) or failed
-        failed = failed or cuda.cuGraphInstantiateWithFlags(ctypes.byref(made), captured, ctypes.c_ulonglong(0))
-        if captured.value is not None:
-            cuda.cuGraphDestroy(captured)
-    if failed or made.value is None:
-        return None
-
-    def destroy(graph: Graph) -> None:
-        with _beside_captures(cuda):
-            cuda.cuGraphExecDestroy(ctypes.c_void_p(graph))
-
-    found = Graph(made.value)
-    found.destroy = destroy
-    return found
-
-
-@contextlib.contextmanager
-def _beside_captures(cuda: Any) -> Iterator[None]:
-    """What this thread does has nothing to do with any capture that goes on, and shall not end it."""
-    mode = ctypes.c_int(_RELAXED)
-    cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-    try:
-        yield
-    finally:
-        cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-
-
-@cache
-def _capturing_stream(index: int) -> int | None:
-    """A stream of the device in whose context this thread is, on which nothing is ever run; None if there is none."""
-    stream = ctypes.c_void_p()
-    failed = library().cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING)
-    return None if failed else stream.value
 
 
 class _Thread(threading.local):

@@ -124,11 +124,6 @@ class Family:
             variant = self._variant = variant_of(spec, self._given, self._device)
             if variant.layout is not None:
                 self._starting = self._starter()
-                if spec.grid > 0:
-                    launches = driver.Launches(variant.layout, self._device.index, *sizes)
-                    launcher = self._starting(launches, sizes)
-                    launcher.prepared = Prepared(self._device.index, launches, variant.numbers, self._counters)
-                    return launcher
         return self.launcher(*sizes)  # type: ignore[return-value]
 
     def _bits_of(self, scalars: Sequence[Any]) -> Sequence[Any]:
@@ -213,39 +208,6 @@ def _taken(take: Take, arguments: Sequence[torch.Tensor | None], counters: Count
     return take.descriptor(arguments[take.source])
 
 
-class Prepared(NamedTuple):
-    """What a launcher starts, for others that start it themselves (graphs.py); its attribute `prepared`.
-
-    Attributes:
-        device: its index.
-        launches: by stream and addresses.
-        numbers: of its arguments whose addresses count, in order.
-        counters: where the counter comes from whose address stands behind them, if there is one.
-    """
-
-    device: int
-    launches: driver.Launches
-    numbers: Sequence[int]
-    counters: Counters | None
-
-    def of(self, stream: int, addresses: Sequence[int]) -> tuple[int, driver.Prepared]:
-        """The loaded kernel, and what `driver.Start` takes besides. Not while the stream is being captured."""
-        key = (stream, *addresses)
-        if self.counters is not None:
-            key += (self.counters.get(stream).data_ptr(),)
-        return self.launches.function, self.launches.prepared.get(key) or self.launches.prepare(key)
-
-
-@functools.cache
-def generated(source: str) -> Callable[..., Callable[..., None]]:
-    """Returns the function `make` that a source defines. There is one source for each number of arguments, not one for
-    each plan: the launchers of plans are closures."""
-    scope: dict[str, Any] = {}
-    exec(source, scope)
-    made: Callable[..., Callable[..., None]] = scope["make"]
-    return made
-
-
 # A function for each number of arguments: to gather the addresses of any number costs three times what it does to name
 # them (2.5 and 0.8 us for four of eleven).
 _LAUNCH = """
@@ -274,17 +236,22 @@ _COUNTER = """counter = of_stream.get(stream)
 
 @functools.cache
 def _maker(numbers: tuple[int, ...], counted: bool) -> Callable[..., Callable[..., None]]:
-    """Returns the function whose result makes launchers that take the addresses of these arguments, and a counter's."""
+    """Returns the function whose result makes launchers that take the addresses of these arguments, and a counter's.
+
+    There is one for each number of arguments, not one for each plan: the launchers of plans are closures.
+    """
     names = [f"a{i}" for i in range(numbers[-1] + 1)]
     key = ["stream", *(f"a{i}.data_ptr()" for i in numbers), *(["counter.data_ptr()"] if counted else [])]
-    return generated(
-        _LAUNCH.format(
-            parameters=", ".join([*names, "*absent"]),
-            names=", ".join(names),
-            counter=_COUNTER if counted else "",
-            key=", ".join(key),
-        )
+    source = _LAUNCH.format(
+        parameters=", ".join([*names, "*absent"]),
+        names=", ".join(names),
+        counter=_COUNTER if counted else "",
+        key=", ".join(key),
     )
+    scope: dict[str, Any] = {}
+    exec(source, scope)
+    made: Callable[..., Callable[..., None]] = scope["make"]
+    return made
 
 
 def _by_run(

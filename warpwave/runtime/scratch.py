@@ -114,23 +114,23 @@ def _by_template(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 def memory(
     needs: Sequence[Need],
     device: torch.device,
-    finish: Callable[[tuple[torch.Tensor, ...], int | None], Any] | None = None,
+    finish: Callable[[tuple[torch.Tensor, ...]], Any] | None = None,
 ) -> Callable[[], Any]:
     """Returns `tensors()`, to be called once for each call of the launches: a contiguous tensor for each need.
 
     Args:
-        finish: what to make of the tensors for a stream, or for a graph that is being captured (None); kept with them.
+        finish: derives from the tensors what `tensors()` returns instead, if some are views of others; kept with them.
     """
     makers: list[Callable[[], torch.Tensor]] = []  # made on first use; most calls need none
 
-    def made(stream: int | None) -> Any:
+    def made() -> Any:
         if len(makers) < len(needs):
             makers[:] = [maker(shape, dtype, device) for shape, dtype in needs]
         tensors = tuple([make() for make in makers])
-        return tensors if finish is None else finish(tensors, stream)
+        return tensors if finish is None else finish(tensors)
 
     if device.type != "cuda":
-        return lambda: made(0)
+        return made
     # Whoever has torch fill what is not initialised gets it filled, for each call.
     keep = not is_deterministic()
     capturing, current_stream = torch.cuda.is_current_stream_capturing, torch._C._cuda_getCurrentRawStream
@@ -144,13 +144,13 @@ def memory(
 
     def tensors() -> Any:
         if capturing():
-            return made(None)
+            return made()
         stream = current_stream(index)
         found = kept.by_stream.get(stream)
         if found is not None:
             return found
         if end > LARGEST or not keep:
-            return made(stream)
+            return made()
         whole = buffer(device, stream, max(end, 256), kept)
         # One operation of torch for each dtype and each part, since every new length makes them.
         typed = {dtype: whole.view(dtype) for dtype in {dtype for _, dtype in needs}}
@@ -160,7 +160,7 @@ def memory(
                 for begin, (shape, dtype) in zip(begins, needs, strict=True)
             ]
         )
-        found = kept.by_stream[stream] = parts if finish is None else finish(parts, stream)
+        found = kept.by_stream[stream] = parts if finish is None else finish(parts)
         return found
 
     return tensors

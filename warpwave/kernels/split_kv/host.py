@@ -52,7 +52,7 @@ from warpwave.kernels.split_kv.config import Config, head_groups, is_launched_ah
 from warpwave.kernels.split_kv.device import split_kv_kernel
 from warpwave.kernels.split_kv.splits import changed
 from warpwave.problem import AttentionProblem, CachedOperands
-from warpwave.runtime import graphs, launch, scratch
+from warpwave.runtime import launch, scratch
 from warpwave.runtime.tensor_maps import MapPlan
 
 NAME = "split_kv"
@@ -125,32 +125,14 @@ class Binder:
         families = [launch.Family(spec) for spec in specs[1:]]
         attend, merge = family.first(), next((each.first() for each in families), None)
         assert (merge is not None) == (num_parts(config) > 1)
-        # In 16 bits the host keeps up with two launches, and a graph would delay a full queue (runtime/graphs.py).
-        if merge is None or problem.dtype != "float32":
-            # The arithmetic of float32 under an error budget depends on lengths, so only 16 bits have classes.
+        # The arithmetic of float32 under an error budget depends on lengths, so only 16 bits have classes.
+        if is_as_asked and problem.dtype != "float32" and straight is as_it_is:
             unit = stride_unit(operands)
-            regular = is_as_asked and _has_regular_strides(operands, unit)
-            if problem.dtype != "float32" and straight is as_it_is and regular:
+            if _has_regular_strides(operands, unit):
                 if len(self._known) >= MAX_KNOWN:
                     self._known.clear()
                 self._known[key] = _OfClass(family, next(iter(families), None), maps, unit, {})
-            return behind(straight, _running(attend, allocate, workspace, merge))
-        between = graphs.Between("acc state", partials.needs(problem, num_parts(config)), operands.q.device)
-        others = " ".join(operands._fields[3:])
-        attend_and_merge = graphs.bind(
-            f"q k v out lse {others}",
-            between,
-            (attend, f"q k v out lse acc state {others}"),
-            (merge, "acc state out lse sinks"),
-        )
-
-        def run_as_one(operands: Any, out: torch.Tensor | None = None) -> Results:
-            q, k, v, *others = operands
-            out, lse = allocate(out)
-            attend_and_merge(q, k, v, out, lse, *others)
-            return out, lse
-
-        return behind(straight, run_as_one)
+        return behind(straight, _running(attend, allocate, workspace, merge))
 
 
 def _running(
@@ -241,7 +223,7 @@ def bind_with_prefix(
         first: CachedOperands = operands._replace(q=q[None], rows=rows, sinks=None, cu_seqlens_q=None)
         return first
 
-    def divided(tensors: tuple[torch.Tensor, ...], _: int | None) -> tuple[Any, ...]:
+    def divided(tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
         acc, state = tensors
         before, behind = slice(parts_before), slice(parts_before, None)
         first, second = ((acc[part], state[part]) for part in (before, behind))

@@ -4,6 +4,7 @@ tensor maps, arguments and limits. Holds no device code."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from warpwave.kernels.three_kernel.hopper_products import hopper_scores_kernel, 
 from warpwave.kernels.three_kernel.plan import Chunk, Plan, Workspace, key_tiles_before
 from warpwave.kernels.three_kernel.statistics import MOST_TILES, ROWS, chunk_statistics_kernel
 from warpwave.problem import AttentionProblem, Operands
-from warpwave.runtime import graphs, launch, tensor_maps
+from warpwave.runtime import launch, tensor_maps
 from warpwave.runtime.tensor_maps import MapPlan
 from warpwave.runtime.triton_or_stub import NO_TRITON
 
@@ -153,7 +154,7 @@ def launches(
     )
 
 
-def bind(*arguments: Any) -> tuple[graphs.Step, graphs.Step, graphs.Step]:
+def bind(*arguments: Any) -> Sequence[tuple[launch.Launcher, str]]:
     """Returns the compiled launches, each with the names of its arguments."""
     of_scores, of_statistics, of_values = launches(*arguments)
     return (

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +69,7 @@ from warpwave.kernels.three_kernel.plan import (
 )
 from warpwave.kernels.torch_products import plainly
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
-from warpwave.runtime import graphs, launch, scratch
+from warpwave.runtime import launch, scratch
 
 __all__ = [
     "NAME",
@@ -107,30 +108,27 @@ def bind(problem: AttentionProblem, operands: Operands, config: Config, out: tor
         UnsupportedProblem: the config assigns torch a product it cannot compute.
     """
     parts = _bind(problem, operands, config, out)
-    straight, allocate, between = parts.straight, parts.allocate, parts.between
-    if "library" in (config.scores, config.values):
-        workspace = scratch.memory(between.needs, between.device, lambda tensors, _: between.made(tensors))
-
-        def run_with_torch(operands: Operands, out: torch.Tensor | None = None) -> Results:
-            operands = straight(operands)
-            out, lse = allocate(out)
-            left = workspace()
-            with plainly(out.device):
-                for calls in parts.chunks:
-                    _run_stages(STAGES, problem, calls, operands, out, lse, left)
-            return out, lse
-
-        return run_with_torch
-    chunks = [graphs.bind(GIVEN, between, *calls.steps.values()) for calls in parts.chunks]
+    straight, allocate, workspace = parts.straight, parts.allocate, parts.workspace
+    steps = [step for calls in parts.chunks for step in calls.steps.values()]
 
     def run(operands: Operands, out: torch.Tensor | None = None) -> Results:
         operands = straight(operands)
         out, lse = allocate(out)
-        for launch_chunk in chunks:
-            launch_chunk(*operands, out, lse)
+        tensors = (*operands, out, lse, *workspace())
+        for start, taken in steps:
+            start(*taken(tensors))
         return out, lse
 
-    return run
+    def run_with_torch(operands: Operands, out: torch.Tensor | None = None) -> Results:
+        operands = straight(operands)
+        out, lse = allocate(out)
+        left = workspace()
+        with plainly(out.device):
+            for calls in parts.chunks:
+                _run_stages(STAGES, problem, calls, operands, out, lse, left)
+        return out, lse
+
+    return run_with_torch if "library" in (config.scores, config.values) else run
 
 
 def stage_calls(problem: AttentionProblem, operands: Operands, config: Config) -> dict[str, Callable[[], None]]:
@@ -152,16 +150,26 @@ def stage_calls(problem: AttentionProblem, operands: Operands, config: Config) -
 
 
 STAGES = ("scores", "softmax", "values")
-# Arguments of a chunk's launches, and the tensors they pass to one another.
-GIVEN, LEFT = " ".join((*Operands._fields, "out", "lse")), " ".join(Workspace._fields)
+# The tensors of a call: its arguments, its results, and what the launches of a chunk pass to one another.
+TENSORS = (*Operands._fields, "out", "lse", *Workspace._fields)
+
+
+class Step(NamedTuple):
+    """A launch, and what selects its arguments from a call's `TENSORS`."""
+
+    start: launch.Launcher
+    taken: Callable[[Sequence[Any]], tuple[Any, ...]]
+
+
+def _step(start: launch.Launcher, names: str) -> Step:
+    return Step(start, itemgetter(*map(TENSORS.index, names.split())))
 
 
 class ChunkCalls(NamedTuple):
     """The calls that compute one chunk. A stage without a launch is torch's, or part of an epilogue."""
 
     chunk: Chunk
-    steps: dict[str, graphs.Step]  # by stage, in order
-    launches: dict[str, Callable[..., None]]  # by stage: all launches of the chunk
+    steps: dict[str, Step]  # by stage, in order
     score_products: list[library.Product]
     # For each piece of torch's second product: its calls, and the launch that scales the sums if they are sums.
     value_products: list[tuple[list[library.Product], Callable[..., None] | None]]
@@ -173,13 +181,13 @@ class Bound(NamedTuple):
     Attributes:
         straight: converts operands to the form the launches take.
         allocate: returns (out, lse), given an out or None.
-        between: tensors that a chunk's launches pass to one another.
+        workspace: returns what a chunk's launches pass to one another; the next chunk's overwrite it.
         chunks: in order.
     """
 
     straight: Callable[[Operands], Operands]
     allocate: Allocate
-    between: graphs.Between
+    workspace: Callable[[], Workspace]
     chunks: list[ChunkCalls]
 
 
@@ -201,8 +209,8 @@ def _bind(problem: AttentionProblem, operands: Operands, config: Config, out: to
         out, lse = allocate(out)
         workspace = allocate_workspace(problem, config, cut, device)
         calls = list(_calls(problem, gpu, straight(operands), out, lse, config, cut, workspace))
-    between = graphs.Between(LEFT, needs(problem, config, cut), device, partial(named, problem, config, cut))
-    return Bound(straight, allocate, between, calls)
+    memory = scratch.memory(needs(problem, config, cut), device, partial(named, problem, config, cut))
+    return Bound(straight, allocate, memory, calls)
 
 
 def _run_stages(
@@ -214,10 +222,11 @@ def _run_stages(
     lse: torch.Tensor | None,
     workspace: Workspace,
 ) -> None:
-    chunk, _, launches, score_products, value_products = calls
+    chunk, steps, score_products, value_products = calls
     for stage in stages:
-        if stage in launches:
-            launches[stage](*operands, out, lse, *workspace)
+        if stage in steps:
+            start, taken = steps[stage]
+            start(*taken((*operands, out, lse, *workspace)))
         elif stage == "scores":
             assert workspace.scores is not None
             library.multiply(score_products, operands.q, operands.k, workspace.scores)
@@ -237,21 +246,18 @@ def _calls(problem: AttentionProblem, gpu: Gpu, operands: Operands, out: Any, ls
     """Yields everything compiled, and torch's calls as views that only need a pointer."""
     q, k, v = operands[:3]
 
-    def with_steps(chunk: Chunk, steps: dict[str, graphs.Step], *products: Any) -> ChunkCalls:
-        launches = {stage: graphs.in_turn(f"{GIVEN} {LEFT}", step) for stage, step in steps.items()}
-        return ChunkCalls(chunk, steps, launches, *products)
-
     if config.scores == "hopper":
         for chunk in cut.chunks:
             bound = three_kernel_hopper.bind(problem, gpu, operands, out, lse, cut, chunk, workspace)
-            yield with_steps(chunk, dict(zip(STAGES, bound, strict=True)), [], [])
+            steps = {stage: _step(*step) for stage, step in zip(STAGES, bound, strict=True)}
+            yield ChunkCalls(chunk, steps, [], [])
         return
     of_launches = three_kernel_launches.launches(problem, gpu, operands, out, lse, config, cut, workspace)
     p = workspace.p
     taken = three_kernel_launches.names_taken(config)
     for chunk, specs in zip(cut.chunks, of_launches, strict=True):
         steps = {
-            stage: (launch.bind(spec), taken[stage])
+            stage: _step(launch.bind(spec), taken[stage])
             for stage, spec in zip(STAGES, specs[:3], strict=True)
             if spec is not None
         }
@@ -268,7 +274,7 @@ def _calls(problem: AttentionProblem, gpu: Gpu, operands: Operands, out: Any, ls
             for i, piece in enumerate(parts):
                 products = library.value_products(problem, chunk, piece, v, out, strides, into_sums)
                 value_products.append((products, scales[i] if into_sums else None))
-        yield with_steps(chunk, steps, score_products, value_products)
+        yield ChunkCalls(chunk, steps, score_products, value_products)
 
 
 def _with_lse(problem: AttentionProblem) -> AttentionProblem:

@@ -32,7 +32,7 @@ from warpwave.kernels.hopper.flash_fwd.kernel import hopper_flash_fwd_kernel
 from warpwave.kernels.hopper.parts import ROWS
 from warpwave.kernels.prepass import mask_bits, scale_ahead, split_ahead
 from warpwave.problem import AttentionProblem, Operands
-from warpwave.runtime import graphs, launch, scratch, tensor_maps
+from warpwave.runtime import launch, scratch, tensor_maps
 from warpwave.runtime.gluon_or_stub import Q_FITS_REGISTERS
 
 __all__ = [
@@ -178,30 +178,35 @@ def _bind_split(
     workspace. Each stream and each graph has its own (runtime/scratch.py)."""
     out, lse = allocate(out)
     ahead, attend, parts, plans = _specify_parts(problem, current_gpu(out.device), operands, out, lse, config)
-    before: list[launch.Launcher] = [launch.bind(spec) for spec in ahead]
+    *before, make_parts = [launch.bind(spec) for spec in ahead]
     launch_kernel = tensor_maps.bind(attend, plans, (*parts, out))
-    parts_needed = [(part.shape, part.dtype) for part in parts]
-    names = "q k v mask bias slopes sinks offsets_q offsets_k out lse"
-    attended = "q_parts k_parts v_parts out out lse slopes sinks offsets_q offsets_k"
-    if parts[0].dtype == torch.bfloat16:
-        between = graphs.Between("q_parts k_parts v_parts", parts_needed, out.device)
-        split = (before[0], "q k v q_parts k_parts v_parts")
-        launch_all = graphs.bind(names, between, split, (launch_kernel, attended))
-    else:
-        numbers_needed = [((many,), torch.float32) for many in scale_ahead.workspace_floats(problem)]
-        needs = [*parts_needed, *numbers_needed]
-        between = graphs.Between("q_parts k_parts v_parts inverses maxima", needs, out.device)
-        maxima = "maxima" if len(before) == 2 else "inverses"  # in that case no kernel reads it as maxima
-        find_maxima = [(step, "k v offsets_q offsets_k maxima") for step in before[:-1]]
-        scale = (before[-1], f"q k v offsets_q offsets_k q_parts k_parts v_parts inverses {maxima}")
-        launch_all = graphs.bind(names, between, *find_maxima, scale, (launch_kernel, f"{attended} inverses"))
+    needs: list[scratch.Need] = [(part.shape, part.dtype) for part in parts]
 
-    def run(operands: Operands, out: torch.Tensor | None = None) -> arguments.Results:
+    def run_split(operands: Operands, out: torch.Tensor | None = None) -> arguments.Results:
+        q, k, v, _, _, slopes, sinks, offsets_q, offsets_k = operands
         out, lse = allocate(out)
-        launch_all(*operands, out, lse)
+        q_parts, k_parts, v_parts = workspace()
+        make_parts(q, k, v, q_parts, k_parts, v_parts)
+        launch_kernel(q_parts, k_parts, v_parts, out, out, lse, slopes, sinks, offsets_q, offsets_k)
         return out, lse
 
-    return arguments.behind(straight, run)
+    def run_scaled(operands: Operands, out: torch.Tensor | None = None) -> arguments.Results:
+        q, k, v, _, _, slopes, sinks, offsets_q, offsets_k = operands
+        out, lse = allocate(out)
+        q_parts, k_parts, v_parts, inverses, maxima = workspace()
+        for find_maxima in before:
+            find_maxima(k, v, offsets_q, offsets_k, maxima)
+        make_parts(q, k, v, offsets_q, offsets_k, q_parts, k_parts, v_parts, inverses, maxima)
+        launch_kernel(q_parts, k_parts, v_parts, out, out, lse, slopes, sinks, offsets_q, offsets_k, inverses)
+        return out, lse
+
+    if parts[0].dtype == torch.bfloat16:
+        workspace = scratch.memory(needs, out.device)
+        return arguments.behind(straight, run_split)
+    needs += [((many,), torch.float32) for many in scale_ahead.workspace_floats(problem) if many]
+    # If no launch finds maxima no kernel reads them, but a pointer to them must not be absent: the inverses' is passed.
+    workspace = scratch.memory(needs, out.device, lambda tensors: (*tensors[:4], tensors[-1]))
+    return arguments.behind(straight, run_scaled)
 
 
 def _plans(
