@@ -12,7 +12,7 @@ from warpwave.problem import AttentionProblem
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 MAX_HEAD_DIM = 256
-LONGEST_TILE = 128  # of keys; the others divide it
+FEWEST_QUERIES = 128  # of a sequence that share a kv head
 
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
@@ -30,21 +30,20 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
             found.append(f"{name} is {size}; it must be a multiple of 16, because TMA copies multiples of 16 bytes")
     for name, shape in (("boolean mask", problem.mask_shape), ("bias", problem.bias_shape)):
         if shape is not None:
-            found.append(f"it takes no {name}: tiles of V have no room left for it beside their transposed copies")
-    return found + _of_unseen_keys(problem)
+            found.append(f"it takes no {name}; flash_fwd does")
+    return found
 
 
-def _of_unseen_keys(problem: AttentionProblem) -> list[str]:
-    """Returns the reason against a window before which keys remain that no query sees. A tile begins at a multiple of
-    its length; the unseen keys at its begin have probability 0, but 0 times a NaN of their values is NaN."""
-    if problem.window_size[0] < 0:
+def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Returns why `flash_fwd` is faster: few queries do not amortize writing V transposed, which takes 100 / (queries
+    that share a kv head) of the attention's time."""
+    shared = problem.rows * problem.num_heads_q // max(1, problem.batch * problem.num_heads_kv)
+    if shared >= FEWEST_QUERIES:
         return []
-    if problem.packed:
-        return ["q is packed and has a left window: before a window, a tile of V may hold keys that no query sees"]
-    low = problem.band(problem.seqlen_q, problem.seqlen_k).low or 0
-    if low <= 0 or low % LONGEST_TILE == 0:
-        return []
-    return [f"no query sees the first {low} keys, which do not fill whole tiles of {LONGEST_TILE}"]
+    # By bytes and peaks; not measured.
+    return [
+        f"{shared} queries share a kv head; below {FEWEST_QUERIES}, writing V transposed takes as long as flash_fwd"
+    ]
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
