@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 from warpwave.gpu import Gpu
 from warpwave.kernels import reasons
 from warpwave.kernels.cost import Cost, launch_order, walk
 from warpwave.kernels.hopper.flash_fwd.config import query_tiles
 from warpwave.kernels.hopper.flash_fwd_fp8.config import Config, pieces, smem_bytes
 from warpwave.kernels.hopper.host import NUM_SMS
+from warpwave.kernels.prepass import transpose_values
 from warpwave.problem import AttentionProblem
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
@@ -47,18 +51,21 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """Returns what one launch moves and computes: whole tiles, padding included; K and V once for each query tile."""
+    """Returns what both launches move and compute: V read and written once, then whole tiles, padding included, with K
+    and V once for each query tile."""
     width, width_v = sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
     of_tiles = walk(problem, config.block_m, config.block_n)
     scores = of_tiles.tiles * config.block_m * config.block_n
     rows = problem.rows * problem.num_heads_q
-    return Cost(
+    of_values = of_tiles.tiles * config.block_n * problem.head_dim_v
+    attend = Cost(
         blocks=min(query_tiles(problem, config.block_m), gpu.num_sms or NUM_SMS),
         flops=2 * scores * (width + width_v),
         exponentials=scores,
-        read_bytes=rows * problem.head_dim + of_tiles.tiles * config.block_n * (problem.head_dim + problem.head_dim_v),
+        read_bytes=rows * problem.head_dim + of_tiles.tiles * config.block_n * problem.head_dim + of_values,
         write_bytes=rows * (2 * problem.head_dim_v + (4 if problem.return_lse else 0)),
         smem_bytes=smem_bytes(problem, gpu, config),
+        scratch_bytes=of_values,
         items=max(1, of_tiles.items),
         steps=of_tiles.tiles,
         longest=max(1, of_tiles.longest),
@@ -68,4 +75,17 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         threads=128 * (config.groups + 1),
         chains=config.groups,
         blocks_per_sm=1,
+        ahead=True,
+    )
+    values = problem.keys_needed * problem.head_dim_v
+    ahead = Cost(0, 0, 0, values, values, scratch_bytes=values)
+    return replace(
+        attend,
+        read_bytes=attend.read_bytes + values,
+        write_bytes=attend.write_bytes + values,
+        workspace_bytes=math.prod(transpose_values.shape(problem)),
+        scratch_bytes=of_values + values,
+        launches=2,
+        ahead=False,
+        parts=(ahead, attend),
     )

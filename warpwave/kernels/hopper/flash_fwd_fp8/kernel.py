@@ -169,7 +169,8 @@ def hopper_flash_fwd_fp8_kernel(
     q_empty = barriers(GROUPS)
     turns = ()
     if TURNS:
-        turns = (barriers(2 * GROUPS),)
+        for _ in gl.static_range(GROUPS):
+            turns = turns + (barriers(2),)
         turns_init(turns, GROUPS)
     words = gl.allocate_shared_memory(gl.int32, [2 * scheduler.WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     box = scheduler.Mailbox(words, barriers(2), barriers(2))

@@ -5,10 +5,12 @@ same time. Each therefore waits for its turn before it starts the products of a 
 started them: one group multiplies while another takes exponentials. All groups count the same tiles, so a group also
 takes its turn for a tile that it skips.
 
-`turns` is a tuple of the barriers, two for each group, or () if groups do not take turns. One thread passes a turn on
-for its group. A warp that is late may still wait for the turn before; with a single barrier its phase could end twice
-meanwhile, and that warp would wait forever. Two barriers alternate, and before its group passes the next turn but one
-on, all of its warps have multiplied, or met at a barrier.
+`turns` is a tuple of two barriers for each group, or () if groups do not take turns. One thread passes a turn on for
+its group, while another warp may still wait for that turn. With a single barrier for each group, its phase could end
+twice meanwhile, and that warp would wait forever. Two barriers alternate: one ends its next phase only after the group
+has passed the next turn on, before which all of its warps have multiplied, or met at a barrier, and thus had theirs.
+The barriers of each group are one allocation. If all were in one, the compiler would put a barrier of the group between
+passing a turn on and the next wait.
 """
 
 from warpwave.kernels.hopper.parts import arrive_alone, skip
@@ -19,8 +21,9 @@ from warpwave.runtime.gluon_or_stub import gl, jit, mbarrier
 def turns_init(turns, GROUPS: gl.constexpr):
     """Initializes the barriers."""
     if len(turns) > 0:
-        for i in gl.static_range(2 * GROUPS):
-            mbarrier.init(turns[0].index(i), count=1)
+        for g in gl.static_range(GROUPS):
+            for i in gl.static_range(2):
+                mbarrier.init(turns[g].index(i), count=1)
 
 
 @jit
@@ -31,14 +34,14 @@ def take_turn(turns, GROUP: gl.constexpr, n):
         turn = n
         if GROUP == 0:
             turn = n - 1
-        mbarrier.wait(turns[0].index(2 * GROUP + (turn & 1)), (turn >> 1) & 1)
+        mbarrier.wait(turns[GROUP].index(turn & 1), (turn >> 1) & 1)
 
 
 @jit
 def pass_turn(turns, GROUP: gl.constexpr, n, GROUPS: gl.constexpr):
     """Passes the turn of tile n on to the next group."""
     if len(turns) > 0:
-        arrive_alone(turns[0].index(2 * ((GROUP + 1) % GROUPS) + (n & 1)))
+        arrive_alone(turns[(GROUP + 1) % GROUPS].index(n & 1))
 
 
 @jit
