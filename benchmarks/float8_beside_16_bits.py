@@ -4,11 +4,11 @@
         [--head-dims 64 128 256] [--vary FIELD ...]
 
 Heads times head_dim is 2,048, at 16 x 1024, 4 x 4096 and 1 x 16384 queries and keys. All kernels are compiled first, in
-as many processes as there are CPU cores. All contenders then take turns in every round. q, k and v of the 8-bit call are the 16-bit ones times their
-factors; out may differ by 8 % of its root mean square, the rounding of q, k, v and the probabilities to 4 bits. With
---vary, each config of the 8-bit kernel that differs from the default in these fields alone is timed too. With --blocks
-64 or 128, blocks of so many tokens have factors of their own. At the end a table states the TFLOP/s of 16 bits and the
-ratios to them, and marks results that are wrong.
+as many processes as there are CPU cores. All contenders then take turns in every round. q, k and v of the 8-bit call
+are the 16-bit ones times their factors; out may differ by 8 % of its root mean square, the rounding of q, k, v and the
+probabilities to 4 bits. With --vary, each config of the 8-bit kernel that differs from the default in these fields
+alone is timed too. With --blocks 64 or 128, blocks of so many tokens have factors of their own. At the end a table
+states the TFLOP/s of 16 bits and the ratios to them, and marks results that are wrong.
 """
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ def compile_one(task: tuple[Point, str]) -> None:
 
 
 def compile_all(points: Sequence[Point]) -> None:
-    """Compiles the contenders of all points; the sizes of a call change no code."""
+    """Compiles the contenders of all points. Sizes change the code of a default config alone, which 16 bits have."""
     # Forked before this process has a context of the GPU.
     with multiprocessing.get_context("fork").Pool(max(1, (os.cpu_count() or 2) - 1)) as pool:
         names = pool.map(names_of, points, chunksize=1)
         tasks = {
-            (at.head_dim, at.causal, name): (at, name)
+            (at.head_dim, at.causal, name, at.batch if name == SIXTEEN_BITS else 0): (at, name)
             for at, found in zip(points, names, strict=True)
             for name in found
         }
