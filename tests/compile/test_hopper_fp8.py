@@ -67,8 +67,9 @@ def check(head_dim: int, feature: str, block: int, facts: dict[str, Any]) -> Non
         # With windows and factors of blocks a coordinate is read again.
         assert loop.count("S") <= (feature == "window"), f"{what}: the loop spills: {loop}"
         assert loop.count("W") == (2 if together else many + 1), f"{what}: {loop}"
-        if (feature, block) == ("plain", 0):
-            # The last products are waited for behind most exponentials, or, in chunks, have some beside them.
+        if (feature, block) == ("plain", 0) and head_dim in (64, 128, 256):
+            # The last products are waited for behind most exponentials, or, in chunks, have some beside them. In other
+            # loops ptxas may move exponentials below the wait.
             assert loop.split("W")[-2].count("E") > (block_n // 4 if together else 8), f"{what}: {loop}"
 
 
