@@ -48,8 +48,9 @@ def run(
 @pytest.mark.parametrize("name", [*LARGE, *CALLS])
 def test_values(name: str) -> None:
     problem, operands = call(**(CALLS | LARGE)[name])
-    expected = "flash_fwd" if name == "one query" else flash_fwd_fp8.NAME
-    assert dispatch.choose(problem, current_gpu(torch.device("cuda"))).kernel.NAME == expected
+    gpu = current_gpu(torch.device("cuda"))
+    expected = "flash_fwd" if flash_fwd_fp8.outrun(problem, gpu) else flash_fwd_fp8.NAME
+    assert dispatch.choose(problem, gpu).kernel.NAME == expected
     there = on_gpu(operands)
     first = run(problem, there)
     for _ in range(20):
@@ -87,10 +88,10 @@ def test_many_launches_in_turns(head_dim: int) -> None:
         problem, operands = call(dims=(head_dim, head_dim), lengths=lengths, heads=(8, 8), causal=causal)
         there = on_gpu(operands)
         bound = flash_fwd_fp8.bind(problem, there, flash_fwd_fp8.default(problem, current_gpu(there.q.device)))
-        calls.append((bound, there, bound(there)))
+        calls.append((bound, there, bound(there)[0]))
     for _ in range(200):
         for bound, there, expected in calls:
-            assert all(torch.equal(a, b) for a, b in zip(bound(there), expected, strict=True)), "not the same bits"
+            assert torch.equal(bound(there)[0], expected), "not the same bits"
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
