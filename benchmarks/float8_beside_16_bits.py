@@ -4,11 +4,11 @@
         [--head-dims 64 128 256] [--vary FIELD ...]
 
 Heads times head_dim is 2,048, at 16 x 1024, 4 x 4096 and 1 x 16384 queries and keys. All kernels are compiled first, in
-parallel. All contenders then take turns in every round. q, k and v of the 8-bit call are the 16-bit ones times their
-factors; out may differ by 8 % of its root mean square, the rounding of q, k, v and the probabilities to 4 bits. With
---vary, each config of the 8-bit kernel that differs from the default in these fields alone is timed too. With --blocks
-64 or 128, blocks of so many tokens have factors of their own. At the end a table states the TFLOP/s of 16 bits and the
-ratios to them, and marks results that are wrong.
+as many processes as there are CPU cores. All contenders then take turns in every round. q, k and v of the 8-bit call
+are the 16-bit ones times their factors; out may differ by 8 % of its root mean square, the rounding of q, k, v and the
+probabilities to 4 bits. With --vary, each config of the 8-bit kernel that differs from the default in these fields
+alone is timed too. With --blocks 64 or 128, blocks of so many tokens have factors of their own. At the end a table
+states the TFLOP/s of 16 bits and the ratios to them, and marks results that are wrong.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -91,11 +92,29 @@ def by_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool)
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
 
-def compile_all(at: Point) -> None:
-    """Calls every contender once, which leaves its code in Triton's cache."""
-    for run in contenders(at).values():
-        run()
+def names_of(at: Point) -> list[str]:
+    """Returns the names of the contenders of a point."""
+    return list(contenders(at))
+
+
+def compile_one(task: tuple[Point, str]) -> None:
+    """Calls a contender once, which leaves its code in Triton's cache."""
+    at, name = task
+    contenders(at)[name]()
     torch.cuda.synchronize()
+
+
+def compile_all(points: Sequence[Point]) -> None:
+    """Compiles the contenders of all points. Sizes change the code of a default config alone, which 16 bits have."""
+    # Forked before this process has a context of the GPU.
+    with multiprocessing.get_context("fork").Pool(max(1, (os.cpu_count() or 2) - 1)) as pool:
+        names = pool.map(names_of, points, chunksize=1)
+        tasks = {
+            (at.head_dim, at.causal, name, at.batch if name == SIXTEEN_BITS else 0): (at, name)
+            for at, found in zip(points, names, strict=True)
+            for name in found
+        }
+        pool.map(compile_one, tasks.values(), chunksize=1)
 
 
 def measure(at: Point, rounds: int) -> dict[str, Any]:
@@ -103,7 +122,7 @@ def measure(at: Point, rounds: int) -> dict[str, Any]:
     runs = contenders(at)
     expected = runs[SIXTEEN_BITS]().float()
     power = expected.pow(2).mean().sqrt()
-    timed = time_interleaved(runs, device="cuda", rounds=rounds, flush_l2=False)
+    timed = time_interleaved(runs, device="cuda", rounds=rounds, flush_l2=False, warmup_s=0.05)
     found: dict[str, Any] = at._asdict()
     for name, samples in timed.items():
         error = ((runs[name]().float() - expected).pow(2).mean().sqrt() / power).item()
@@ -145,8 +164,8 @@ def main() -> None:
         for head_dim in args.head_dims
         for causal in (False, True)
     ]
-    with multiprocessing.get_context("fork").Pool(len(HEAD_DIMS) * 2) as pool:  # before this process has a context
-        pool.map(compile_all, points, chunksize=1)
+    compile_all(points)
+    print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
     found = []
     for point in points:
         if time.monotonic() - begin > args.seconds:

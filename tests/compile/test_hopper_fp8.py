@@ -1,16 +1,18 @@
-"""The 8-bit Hopper forward compiles to what makes it fast: 8-bit wgmma under way together, a transposition by matrix
-loads and stores, and loops over keys without spills."""
+"""The 8-bit Hopper forward compiles to what makes it fast: 8-bit wgmma under way together, turns passed on behind them,
+loops over keys without spills, and a launch before that moves 16 bytes at a time."""
 
 from __future__ import annotations
 
+import re
 import sys
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from tests.compile.test_hopper import loops_over_keys
 from tests.compile.test_targets import compile_all, job
-from warpwave.kernels.hopper.flash_fwd_fp8.config import pieces
+from warpwave.kernels.hopper.flash_fwd_fp8.config import Config, pieces
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
 
@@ -19,6 +21,10 @@ SAMPLE = [(128, "causal", 128), (256, "plain", 0)]
 FULL = [(d, feature, block) for d in (32, 64, 96, 128, 192, 256) for feature in FEATURES for block in (0, 64, 128)]
 # Bytes of local memory a thread may take: coordinates of a tile, outside the loops over keys.
 SPILL_BOUND = 320
+
+
+# Configs that are no default at the sizes of `fp8_job`: three warpgroups, and others that a benchmark compares.
+CONFIGS = [(64, (192, 128, 3)), (128, (128, 128, 2)), (256, (128, 64, 2, True))]
 
 
 def fp8_job(head_dim: int, feature: str, block: int) -> dict[str, Any]:
@@ -32,36 +38,52 @@ def fp8_job(head_dim: int, feature: str, block: int) -> dict[str, Any]:
 
 def check(head_dim: int, feature: str, block: int, facts: dict[str, Any]) -> None:
     what, instructions = f"head_dim {head_dim} {feature} {block} {facts['config']}", facts["instructions"]
+    ahead, _ = facts["launches"]
+    assert ahead["instructions"].get("PREEXIT", 0) == 1, f"{what}: the attention waits for the launch before"
+    assert ahead["spill_bytes"] == 0, f"{what}: {ahead['spill_bytes']} spilled by the launch before"
     assert facts["smem_bytes"] <= facts["smem_bound"] <= facts["smem_limit"], what
     assert facts["spill_bytes"] <= SPILL_BOUND, f"{what}: {facts['spill_bytes']} spilled"
     assert instructions["QGMMA"] > 0 and "HGMMA" not in instructions, f"{what}: no wgmma of 8 bits"
-    assert instructions.get("LDSM", 0) > 0 and instructions.get("STSM", 0) > 0, f"{what}: V transposed by bytes"
     assert instructions.get("UTMALDG", 0) > 0 and instructions.get("UTMASTG", 0) > 0, f"{what}: not by TMA"
     assert instructions.get("USETMAXREG", 0) > 0, f"{what}: registers are not handed to the consumers"
     assert not any(facts["mixed_descriptors"]), what
     if facts["config"]["block_m"] == 64:
         return
-    width = -(-head_dim // 32) * 32
     block_n = facts["config"]["block_n"]
-    # Scores of a tile and the first product with V before the wait, then the other chunks of V one by one.
-    scores, of_chunk = width // 32, block_n // 32
-    many = sum(-(-piece // 64) for piece in pieces(head_dim))
-    loops = loops_over_keys(facts["listing"])
+    loops = loops_over_keys(facts["listing"], **{"SYNCS.PHASECHK": "p", "SYNCS.ARRIVE": "a"})
     # Where registers do not suffice, ptxas serializes: it waits for every wgmma before it starts the next.
-    assert not any("HWHWHW" in loop for loop in loops), f"{what}: wgmma serialized"
-    begin, products = "H" * (scores + of_chunk), scores + many * of_chunk
-    overlapped = [loop for loop in loops if loop.lstrip("S").startswith(begin) and loop.count("H") == products]
+    assert not any(re.search("HWHWHW", loop) for loop in loops), f"{what}: wgmma serialized"
+    widths = pieces(head_dim)
+    scores, of_chunk = sum(widths) // 32, block_n // 32
+    together = sum(widths) <= 128
+    many = len(widths) if together else sum(-(-width // 64) for width in widths)
+    products = scores + many * of_chunk
+    # Behind the wait for the turn: the products of a tile; above 128 columns the first chunk and the scores, then the
+    # next chunk. Then the turn is passed on.
+    begin = f"pH{{{products}}}a" if together else f"pH{{{scores + of_chunk}}}WH{{{of_chunk}}}a"
+    overlapped = [loop for loop in loops if loop.count("H") == products and re.search(begin, loop.replace("S", ""))]
     assert len(overlapped) >= 1, f"{what}: {loops}"
     for loop in overlapped:
-        # With windows and factors of blocks at head_dim 256 a coordinate is read again.
-        assert loop.count("S") <= (head_dim == 256 and feature == "window"), f"{what}: the loop spills: {loop}"
-        assert loop.count("W") == 1 + many, f"{what}: {loop}"
+        # With windows and factors of blocks a coordinate is read again.
+        assert loop.count("S") <= (feature == "window"), f"{what}: the loop spills: {loop}"
+        assert loop.count("W") == (2 if together else many + 1), f"{what}: {loop}"
+        if (feature, block) == ("plain", 0) and head_dim in (64, 128, 256):
+            # The last products are waited for behind most exponentials, or, in chunks, have some beside them. In other
+            # loops ptxas may move exponentials below the wait.
+            assert loop.split("W")[-2].count("E") > (block_n // 4 if together else 8), f"{what}: {loop}"
 
 
 @pytest.mark.parametrize(("head_dim", "feature", "block"), SAMPLE)
 def test_sample(head_dim: int, feature: str, block: int) -> None:
     (facts,) = compile_all([fp8_job(head_dim, feature, block)])
     check(head_dim, feature, block, facts)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("head_dim", "config"), CONFIGS)
+def test_configs(head_dim: int, config: tuple[Any, ...]) -> None:
+    (facts,) = compile_all([fp8_job(head_dim, "plain", 0) | {"config": asdict(Config(*config))}])
+    check(head_dim, "plain", 0, facts)
 
 
 @pytest.mark.full

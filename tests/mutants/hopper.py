@@ -17,7 +17,7 @@ HOPPER_FLOAT32 = [
         "../kernels/hopper/test_flash_fwd_on_cpu.py::test_the_protocol_on_a_cpu", "full and fp16x1", "gates fail",
     ),
     Mutant(
-        "float32 on Hopper: a scale that keys count for which no query sees", "kernels/prepass/scale_ahead.py",
+        "float32 on Hopper: a scale that keys count for which no query sees", "kernels/prepass/in_use.py",
         "high_row = tl.maximum(tl.minimum(high_row, length_q + high), low_row)",
         "high_row = tl.maximum(high_row, low_row)",
         "../kernels/test_scale_ahead.py::test_what_nobody_sees_has_no_say", "top_left", "nothing was garbage",
@@ -86,6 +86,41 @@ HOPPER_MASKS = [
         "bits of a mask in another order", "kernels/prepass/mask_bits.py",
         "columns // 8 * 2 + columns % 2", "columns // 8 + columns % 2 * 16",
         "../kernels/test_mask_bits.py::test_every_cell_has_its_bit", "", "torch.equal",
+    ),
+]  # fmt: skip
+
+# Of its 8-bit forward, the same.
+FP8, FP8_ON_CPU = "kernels/hopper/flash_fwd_fp8", "../kernels/hopper/test_flash_fwd_fp8_on_cpu.py::"
+HOPPER_FP8 = [
+    Mutant(
+        "float8 on Hopper: keys of V transposed in another order", "kernels/prepass/transpose_values.py",
+        "keys + (i % 2 + i // 2 * 8)", "keys + (i // 2 + i % 2 * 8)",
+        "../kernels/test_transpose_values.py::test_bytes", "full", "torch.equal",
+    ),
+    Mutant(
+        "float8 on Hopper: values before a window not zeroed", "kernels/prepass/transpose_values.py",
+        "(keys >= low_row) & ", "(keys >= 0) & ",
+        "../kernels/test_transpose_values.py::test_bytes", "window", "torch.equal",
+    ),
+    Mutant(
+        "float8 on Hopper: values of another sequence", f"{FP8}/producer.py",
+        "(work.k_begin // KEYS + work.batch) * KEYS", "(work.k_begin // KEYS) * KEYS",
+        f"{FP8_ON_CPU}test_the_protocol_on_a_cpu", "packed", "assert ",
+    ),
+    Mutant(
+        "float8 on Hopper: a chunk of values added twice", f"{FP8}/consumer.py",
+        "3 if rules.VALUES_FIRST else 0, MANY", "2 if rules.VALUES_FIRST else 0, MANY",
+        f"{FP8_ON_CPU}test_every_order_of_a_step", "256-True", "assert ",
+    ),
+    Mutant(
+        "float8 on Hopper: values times the factor of the next tile", f"{FP8}/consumer.py",
+        "of_values(head, tile + 1, keys, rules)", "of_values(head, tile + 0, keys, rules)",
+        f"{FP8_ON_CPU}test_every_order_of_a_step", "64-True-True", "assert ",
+    ),
+    Mutant(
+        "float8 on Hopper: a tile that is skipped takes no turn", f"{FP8}/turns.py",
+        "        take_turn(turns, GROUP, n)\n        pass_turn", "        pass_turn",
+        f"{FP8_ON_CPU}test_groups_take_turns", "128", "deadlock",
     ),
 ]  # fmt: skip
 

@@ -328,8 +328,6 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         "like": lambda per_row, x: per_row[:, None],
         "accumulator_layout": lambda width: None,
         "row_vectors": lambda width: None,
-        "pairs_layout": lambda keys, pairs, warps: None,
-        "bytes_apart": lambda pairs: tuple(pairs.contiguous().view(torch.int8).unflatten(-1, (-1, 2)).unbind(-1)),
         "to_e4m3": as_bytes,
         "bytes_of_operand": lambda p, keys: p.contiguous().view(torch.float8_e4m3fn),
         "promoted": lambda acc, product, factor, has_factor: acc + product * factor,

@@ -1,4 +1,4 @@
-"""The 8-bit Hopper forward's own source on a CPU: its protocol, transposition, factors and masks, tile by tile."""
+"""The 8-bit Hopper forward's own source on a CPU: its protocol, turns, factors and masks, tile by tile."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ import torch
 from torch import Tensor
 
 from tests.kernels.hopper import gluon_on_cpu
+from warpwave import dispatch
 from warpwave.checks import Options, describe_call
 from warpwave.gpu import Gpu
 from warpwave.kernels import descales
 from warpwave.kernels.hopper import flash_fwd_fp8, rows, scheduler, serial, softmax, visible
 from warpwave.kernels.hopper import parts as device_parts
 from warpwave.kernels.hopper import words as device_words
-from warpwave.kernels.hopper.flash_fwd import consumer, mask_bias, producer
-from warpwave.kernels.hopper.flash_fwd_fp8 import Config, factors, kernel, products, roles
+from warpwave.kernels.hopper.flash_fwd import consumer as of_16_bits
+from warpwave.kernels.hopper.flash_fwd import mask_bias
+from warpwave.kernels.hopper.flash_fwd import producer as producer_of_16_bits
+from warpwave.kernels.hopper.flash_fwd_fp8 import Config, consumer, factors, kernel, producer, products, turns
+from warpwave.kernels.prepass import transpose_values
 from warpwave.problem import AttentionProblem, QuantizedOperands
 from warpwave.runtime.triton_or_stub import NO_TRITON
 from warpwave.workbench.verify.reference import oracle
@@ -25,19 +29,46 @@ H200 = Gpu.for_arch("sm_90")
 pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
 
 
-def on_cpu(problem: AttentionProblem, operands: QuantizedOperands, config: Config) -> tuple[Tensor, Tensor]:
+def on_cpu(
+    problem: AttentionProblem, operands: QuantizedOperands, config: Config, own: dict[str, Any] | None = None
+) -> tuple[Tensor, Tensor]:
     """out and lse by the source of the kernel and its roles, one block after another."""
     out = torch.full((*operands.q.shape[:-1], problem.head_dim_v), torch.nan, dtype=torch.bfloat16)
     lse = torch.full((problem.batch, problem.num_heads_q, problem.seqlen_q), torch.nan)
     if problem.packed:
         lse = torch.full((problem.num_heads_q, problem.total_q), torch.nan)
-    spec = kernel.specify(problem, H200, operands, out, lse, config)
+    ahead, spec = kernel.specify(problem, H200, operands, out, lse, config)
+    ahead.tensors[-1].view(torch.uint8).copy_(transposed(problem, operands).view(torch.uint8))
     modules = (
-        *(kernel, roles, products, factors, consumer, producer, device_parts, rows, scheduler, serial, softmax),
-        *(visible, mask_bias, device_words),
+        *(kernel, consumer, producer, products, turns, factors, of_16_bits, producer_of_16_bits, device_parts, rows),
+        *(scheduler, serial, softmax, visible, mask_bias, device_words),
     )
-    gluon_on_cpu.run_launch(spec, modules, 2, {})
+    gluon_on_cpu.run_launch(spec, modules, 2, own or {})
     return out, lse
+
+
+def transposed(problem: AttentionProblem, operands: QuantizedOperands) -> Tensor:
+    """V as the launch before leaves it on memory that held NaN (prepass/transpose_values.py), by torch."""
+    made = torch.full(transpose_values.shape(problem), 0x7F, dtype=torch.uint8)
+    values = operands.v.view(torch.uint8)
+    cu_k = operands.cu_seqlens_k.tolist() if problem.packed else []
+    cu_q = operands.cu_seqlens_q.tolist() if problem.packed else []
+    for b in range(problem.batch):
+        one = values[cu_k[b] : cu_k[b + 1]] if problem.packed else values[b]
+        length_q = cu_q[b + 1] - cu_q[b] if problem.packed else problem.seqlen_q
+        first = (cu_k[b] // 128 + b) * 128 if problem.packed else 0
+        band = problem.band(length_q, len(one))
+        begin = max(0, band.low or 0)
+        end = min(len(one), len(one) if band.high is None else length_q + band.high)
+        if begin >= end:
+            continue
+        padded = torch.zeros(-(-end // 128) * 128, *one.shape[1:], dtype=torch.uint8)
+        padded[begin:end] = one[begin:end]
+        # [16 keys, h, l, e, head, column] -> [head, column, 16 keys, l, h, e]
+        places = padded.view(-1, 2, 4, 2, *one.shape[1:]).permute(4, 5, 0, 2, 1, 3).flatten(2)
+        written = begin // 128 * 128
+        made[0 if problem.packed else b][..., first + written : first + len(padded)] = places[..., written:]
+    return made.view(operands.v.dtype)
 
 
 def quantized(
@@ -58,14 +89,15 @@ def call(
     dims: tuple[int, int] = (64, 64),
     blocks: tuple[int, int, int] = (0, 0, 0),
     dtype_v: torch.dtype = torch.float8_e4m3fn,
+    batches: int = 2,
     packed: int = 0,
     sinks: bool = False,
     alibi: bool = False,
     **options: Any,
 ) -> tuple[AttentionProblem, QuantizedOperands]:
-    """A call of two batches; or of so many packed sequences, among them one without queries and one without keys."""
+    """A dense call; or of so many packed sequences, among them one without queries and one without keys."""
     generator = torch.Generator().manual_seed(1)
-    batch = packed or 2
+    batch = packed or batches
     q, q_descale = quantized((batch, lengths[0], heads[0], dims[0]), blocks[0], torch.float8_e4m3fn, generator)
     k, k_descale = quantized((batch, lengths[1], heads[1], dims[0]), blocks[1], torch.float8_e4m3fn, generator)
     v, v_descale = quantized((batch, lengths[1], heads[1], dims[1]), blocks[2], dtype_v, generator)
@@ -97,6 +129,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "window": {"window_left": 52, "window_right": 5, "alibi": True, "softcap": 3.0, "blocks": (128, 64, 64)},
     "window, far": {"window_left": 146, "lengths": (70, 600), "blocks": (0, 128, 128), "dims": (192, 96)},
     "packed": {"packed": 5, "causal": "bottom_right", "heads": (4, 2), "dims": (32, 160)},
+    "packed window": {"packed": 7, "window_left": 40, "window_right": 3, "lengths": (150, 520), "dims": (64, 96)},
     "one query": {"lengths": (1, 300)},
 }
 
@@ -142,27 +175,77 @@ def test_the_protocol_on_a_cpu(name: str) -> None:
     gate(problem, operands, *on_cpu(problem, operands, config))
 
 
-@pytest.mark.parametrize("name", ["window, far", "window"])
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("values_first", [False, True])
+@pytest.mark.parametrize("width", [64, 96, 256])
+def test_every_order_of_a_step(width: int, values_first: bool, turns: bool) -> None:
+    problem, operands = call(dims=(64, width), lengths=(200, 520), causal="bottom_right", blocks=(0, 64, 64))
+    config = Config(128, 64, 2, values_first, turns)
+    assert config in flash_fwd_fp8.configs(problem, H200)
+    gate(problem, operands, *on_cpu(problem, operands, config))
+
+
+@pytest.mark.parametrize("block_m", [128, 192])
+def test_groups_take_turns(block_m: int) -> None:
+    """Every group starts the products of every tile of its block, in the order of the groups, also of those it
+    skips."""
+    problem, operands = call(lengths=(300, 520), window_left=200, causal="bottom_right", batches=1)
+    config = Config(block_m, 64, 2)
+    taken: list[tuple[int, int]] = []
+
+    def noted(barriers: Any, group: int, n: Any) -> None:
+        real(barriers, group, n)
+        taken.append((int(n), group))
+
+    used = {module.__name__: module for module in (turns, device_parts)}
+    real = gluon_on_cpu.functions(used, gluon_on_cpu.Block(0, 2))[turns.__name__].take_turn
+    gate(problem, operands, *on_cpu(problem, operands, config, {"take_turn": lambda: noted}))
+    starts = [i for i, turn in enumerate(taken) if turn == (0, 0)]
+    assert len(starts) == 2, "two programs"
+    for found in (taken[: starts[1]], taken[starts[1] :]):
+        assert found == [(n, g) for n in range(len(found) // config.groups) for g in range(config.groups)]
+        assert len(found) > 3 * config.groups
+
+
+def with_nan_where_unseen(problem: AttentionProblem, operands: QuantizedOperands) -> QuantizedOperands:
+    """The call with keys and values that are not numbers where no query of their sequence sees them."""
+    k, v = operands.k.clone(), operands.v.clone()
+    cu_q, cu_k = (x.tolist() if problem.packed else [] for x in (operands.cu_seqlens_q, operands.cu_seqlens_k))
+    hidden = 0
+    for b in range(problem.batch):
+        length_q = cu_q[b + 1] - cu_q[b] if problem.packed else problem.seqlen_q
+        length_k = cu_k[b + 1] - cu_k[b] if problem.packed else problem.seqlen_k
+        band = problem.band(length_q, length_k)
+        unseen = torch.ones(length_k, dtype=torch.bool)
+        unseen[max(0, band.low or 0) : max(0, length_q + (length_k if band.high is None else band.high))] = False
+        hidden += int(unseen.sum())
+        for x in (k, v):
+            of_sequence = x.view(torch.uint8)[cu_k[b] : cu_k[b + 1]] if problem.packed else x.view(torch.uint8)[b]
+            of_sequence[unseen] = 0x7F  # NaN
+    assert hidden > 0, "every key is seen"
+    return operands._replace(k=k, v=v)
+
+
+@pytest.mark.parametrize("name", ["window, far", "window", "packed window"])
 def test_values_that_no_query_sees_may_be_nan(name: str) -> None:
     problem, operands = call(**CALLS[name])
-    band = problem.band(problem.seqlen_q, problem.seqlen_k)
-    seen = torch.zeros(problem.seqlen_k, dtype=torch.bool)
-    seen[max(0, band.low or 0) : problem.seqlen_q + (problem.seqlen_k if band.high is None else band.high)] = True
-    assert not seen.all(), "every key is seen"
-    k, v = operands.k.clone(), operands.v.clone()
-    for x in (k, v):
-        x.view(torch.uint8)[:, ~seen] = 0x7F  # NaN
     config = flash_fwd_fp8.default(problem, H200)
-    results = [on_cpu(problem, x, config) for x in (operands, operands._replace(k=k, v=v))]
+    results = [on_cpu(problem, x, config) for x in (operands, with_nan_where_unseen(problem, operands))]
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("changes", "refused"),
-    [({}, False), ({"window_left": 100}, True), ({"window_left": 200}, True), ({"window_left": 274}, False),
-     ({"window_left": 600}, False), ({"window_left": 600, "packed": 3}, True)],
-)  # fmt: skip
-def test_a_tile_with_keys_that_no_query_sees_is_refused(changes: dict[str, Any], refused: bool) -> None:
-    """Of 600 keys 530 lie before the first query: with a window of 274 the first two tiles of 128 are not visited."""
-    problem, _ = call(**{"lengths": (70, 600)} | changes)
-    assert bool(flash_fwd_fp8.why_not(problem, H200)) == refused
+    ("changes", "left"),
+    [
+        ({}, False),
+        ({"lengths": (63, 600)}, True),
+        ({"lengths": (64, 600)}, False),
+        ({"packed": 4, "lengths": (90, 600)}, True),
+    ],
+)
+def test_few_queries_of_a_kv_head_are_left_to_flash_fwd(changes: dict[str, Any], left: bool) -> None:
+    """Two heads share a kv head: 64 queries each are 128."""
+    problem, _ = call(**changes)
+    assert flash_fwd_fp8.why_not(problem, H200) == []
+    assert bool(flash_fwd_fp8.outrun(problem, H200)) == left
+    assert (dispatch.choose(problem, H200).kernel.NAME == "flash_fwd") == left

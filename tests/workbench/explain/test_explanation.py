@@ -46,7 +46,7 @@ def tensors(seqlen_q: int = 8, seqlen_k: int = 8) -> list[torch.Tensor]:
 
 
 def test_a_quantized_call_is_explained_from_its_tensors() -> None:
-    found = warpwave.quantize(*tensors(), granularity="head")
+    found = warpwave.quantize(*tensors(128), granularity="head")
     explanation = warpwave.explain(**found.arguments(), out_dtype=torch.float16, gpu=resolve("h200"))
     problem = explanation.problem
     assert (problem.dtype, problem.dtype_out, problem.descale_blocks) == ("float8_e4m3fn", "float16", (0, 0, 0))

@@ -20,10 +20,13 @@ LOG2_E = 1.4426950408889634
 MAX_PIECES = 3  # of a tile's width
 
 
-def mappable(problem: AttentionProblem, operands: AnyOperands) -> Callable[[Any], Any]:
-    """Returns a function that copies the operands of this layout that tensor maps cannot describe."""
+def mappable(
+    problem: AttentionProblem, operands: AnyOperands, mapped: Sequence[str] = ("q", "k", "v")
+) -> Callable[[Any], Any]:
+    """Returns a function that copies the operands of this layout that tensor maps cannot describe, among those that get
+    one."""
     straight = arguments.straightener(operands)
-    copied = [name for name in ("q", "k", "v") if not has_map(getattr(operands, name))]
+    copied = [name for name in mapped if not has_map(getattr(operands, name))]
     if not copied and straight is arguments.as_it_is:
         return arguments.as_it_is
 

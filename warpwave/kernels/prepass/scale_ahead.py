@@ -22,6 +22,7 @@ import torch
 from warpwave.gpu import Gpu
 from warpwave.kernels import arguments
 from warpwave.kernels.arguments import padded
+from warpwave.kernels.prepass.in_use import item_of_slot, rows_in_use
 from warpwave.kernels.prepass.split_ahead import operand_strides
 from warpwave.kernels.primitives import IN_INTERPRETER
 from warpwave.problem import AttentionProblem, Operands
@@ -45,23 +46,8 @@ UNSPECIALISED = [
 
 
 @jit
-def _begin_and_length(cu_seqlens_ptr, item, seqlen, total, PACKED: tl.constexpr):
-    """Returns begin and length of sequence `item`, clamped to a packed tensor: invalid offsets still read inside it."""
-    if PACKED:
-        begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + item), 0), total)
-        length = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + item + 1), begin), total) - begin
-    else:
-        begin = 0
-        length = seqlen
-    return begin, length
-
-
-@jit
 def _place(tile, cu_seqlens_ptr, heads, seqlen, total, batch, BLOCK_ROWS: tl.constexpr, PACKED: tl.constexpr):
     """Returns what tile number `tile` of an operand is.
-
-    A packed sequence b owns the slots from `cu_seqlens[b] // BLOCK_ROWS + b` on (hopper/scheduler.py): as many as it
-    has tiles, or one more.
 
     Returns:
         item, head: sequence (dense: batch item) and head.
@@ -69,47 +55,14 @@ def _place(tile, cu_seqlens_ptr, heads, seqlen, total, batch, BLOCK_ROWS: tl.con
         number, step: the number of the head's first tile, and the distance between its tiles.
     """
     if PACKED:
-        place = tile // heads
+        slot = tile // heads
         head = tile % heads
-        lanes = tl.arange(0, 128)
-        before = 0
-        for first_item in range(0, batch, 128):
-            item = first_item + lanes
-            begin = tl.load(cu_seqlens_ptr + item, mask=item < batch, other=0)
-            begin = tl.minimum(tl.maximum(begin, 0), total)
-            before += tl.sum(((begin // BLOCK_ROWS + item <= place) & (item < batch)).to(tl.int32), 0)
-        item_of_place = tl.maximum(before - 1, 0)
-        begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + item_of_place), 0), total)
-        first_place = begin // BLOCK_ROWS + item_of_place
-        return item_of_place, head, (place - first_place) * BLOCK_ROWS, first_place * heads + head, heads
+        item, first_slot = item_of_slot(slot, cu_seqlens_ptr, total, batch, BLOCK_ROWS)
+        return item, head, (slot - first_slot) * BLOCK_ROWS, first_slot * heads + head, heads
     else:
         tiles = (seqlen + BLOCK_ROWS - 1) // BLOCK_ROWS
         batch_head = tile // tiles
         return batch_head // heads, batch_head % heads, tile % tiles * BLOCK_ROWS, batch_head * tiles, 1
-
-
-@jit
-def _rows_in_use(
-    item, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-    IS_KEYS: tl.constexpr, PACKED: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, TOP_LEFT: tl.constexpr,
-):  # fmt: skip
-    """Returns where a sequence begins, and its rows in use [low_row, high_row): for keys those that some query sees, as
-    in hopper/visible.py."""
-    begin_q, length_q = _begin_and_length(cu_seqlens_q_ptr, item, seqlen_q, total_q, PACKED)
-    if IS_KEYS:
-        begin, length = _begin_and_length(cu_seqlens_k_ptr, item, seqlen_k, total_k, PACKED)
-        low_row = 0
-        high_row = length
-        if HAS_LOW:
-            low_row = tl.minimum(tl.maximum(length - length_q - window_left, 0), length)
-        if HAS_HIGH:
-            high = length - length_q + window_right
-            if TOP_LEFT:
-                high = tl.minimum(high, 0)
-            high_row = tl.maximum(tl.minimum(high_row, length_q + high), low_row)
-        return begin, low_row, high_row
-    else:
-        return begin_q, 0, length_q
 
 
 @jit
@@ -162,7 +115,7 @@ def _maximum_of_tile(
 ):  # fmt: skip
     """Returns the largest finite magnitude of one tile's rows in use."""
     item, head, first, _, _ = _place(tile, own_cu_seqlens_ptr, heads, seqlen, total, batch, BLOCK_ROWS, PACKED)
-    begin, low_row, high_row = _rows_in_use(
+    begin, low_row, high_row = rows_in_use(
         item, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
         IS_KEYS, PACKED, HAS_LOW, HAS_HIGH, TOP_LEFT,
     )  # fmt: skip
@@ -186,7 +139,7 @@ def _scale_tile(
     its own scale and writes its inverse; the inverse of a head of K or V is written by the tile with the first row in
     use. Rows not in use are not written."""
     item, head, first, number, step = _place(tile, own_cu_seqlens_ptr, heads, seqlen, total, batch, BLOCK_ROWS, PACKED)
-    begin, low_row, high_row = _rows_in_use(
+    begin, low_row, high_row = rows_in_use(
         item, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
         IS_KEYS, PACKED, HAS_LOW, HAS_HIGH, TOP_LEFT,
     )  # fmt: skip

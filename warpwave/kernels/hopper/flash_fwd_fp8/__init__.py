@@ -3,7 +3,7 @@
 Bound: latency (kernel.py).
 """
 
-from warpwave.kernels.hopper.flash_fwd_fp8.claims import cost, why_not
+from warpwave.kernels.hopper.flash_fwd_fp8.claims import cost, outrun, why_not
 from warpwave.kernels.hopper.flash_fwd_fp8.config import Config, configs, default, notes, smem_bytes
 from warpwave.kernels.hopper.flash_fwd_fp8.kernel import NAME, NEEDS_GPU, QUANTIZED, bind, specify
 
@@ -17,6 +17,7 @@ __all__ = [
     "cost",
     "default",
     "notes",
+    "outrun",
     "smem_bytes",
     "specify",
     "why_not",

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 from warpwave.gpu import Gpu
 from warpwave.kernels import reasons
 from warpwave.kernels.cost import Cost, launch_order, walk
 from warpwave.kernels.hopper.flash_fwd.config import query_tiles
 from warpwave.kernels.hopper.flash_fwd_fp8.config import Config, pieces, smem_bytes
 from warpwave.kernels.hopper.host import NUM_SMS
+from warpwave.kernels.prepass import transpose_values
 from warpwave.problem import AttentionProblem
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 MAX_HEAD_DIM = 256
-LONGEST_TILE = 128  # of keys; the others divide it
+FEWEST_QUERIES = 128  # of a sequence that share a kv head
 
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
@@ -30,36 +34,38 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
             found.append(f"{name} is {size}; it must be a multiple of 16, because TMA copies multiples of 16 bytes")
     for name, shape in (("boolean mask", problem.mask_shape), ("bias", problem.bias_shape)):
         if shape is not None:
-            found.append(f"it takes no {name}: tiles of V have no room left for it beside their transposed copies")
-    return found + _of_unseen_keys(problem)
+            found.append(f"it takes no {name}; flash_fwd does")
+    return found
 
 
-def _of_unseen_keys(problem: AttentionProblem) -> list[str]:
-    """Returns the reason against a window before which keys remain that no query sees. A tile begins at a multiple of
-    its length; the unseen keys at its begin have probability 0, but 0 times a NaN of their values is NaN."""
-    if problem.window_size[0] < 0:
+def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Returns why `flash_fwd` is faster: few queries do not amortize writing V transposed, which takes 100 / (queries
+    that share a kv head) of the attention's time."""
+    shared = problem.rows * problem.num_heads_q // max(1, problem.batch * problem.num_heads_kv)
+    if shared >= FEWEST_QUERIES:
         return []
-    if problem.packed:
-        return ["q is packed and has a left window: before a window, a tile of V may hold keys that no query sees"]
-    low = problem.band(problem.seqlen_q, problem.seqlen_k).low or 0
-    if low <= 0 or low % LONGEST_TILE == 0:
-        return []
-    return [f"no query sees the first {low} keys, which do not fill whole tiles of {LONGEST_TILE}"]
+    # By bytes and peaks; not measured.
+    return [
+        f"{shared} queries share a kv head; below {FEWEST_QUERIES}, writing V transposed takes as long as flash_fwd"
+    ]
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """Returns what one launch moves and computes: whole tiles, padding included; K and V once for each query tile."""
+    """Returns what both launches move and compute: V read and written once, then whole tiles, padding included, with K
+    and V once for each query tile."""
     width, width_v = sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
     of_tiles = walk(problem, config.block_m, config.block_n)
     scores = of_tiles.tiles * config.block_m * config.block_n
     rows = problem.rows * problem.num_heads_q
-    return Cost(
+    of_values = of_tiles.tiles * config.block_n * problem.head_dim_v
+    attend = Cost(
         blocks=min(query_tiles(problem, config.block_m), gpu.num_sms or NUM_SMS),
         flops=2 * scores * (width + width_v),
         exponentials=scores,
-        read_bytes=rows * problem.head_dim + of_tiles.tiles * config.block_n * (problem.head_dim + problem.head_dim_v),
+        read_bytes=rows * problem.head_dim + of_tiles.tiles * config.block_n * problem.head_dim + of_values,
         write_bytes=rows * (2 * problem.head_dim_v + (4 if problem.return_lse else 0)),
         smem_bytes=smem_bytes(problem, gpu, config),
+        scratch_bytes=of_values,
         items=max(1, of_tiles.items),
         steps=of_tiles.tiles,
         longest=max(1, of_tiles.longest),
@@ -69,4 +75,17 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         threads=128 * (config.groups + 1),
         chains=config.groups,
         blocks_per_sm=1,
+        ahead=True,
+    )
+    values = problem.keys_needed * problem.head_dim_v
+    ahead = Cost(0, 0, 0, values, values, scratch_bytes=values)
+    return replace(
+        attend,
+        read_bytes=attend.read_bytes + values,
+        write_bytes=attend.write_bytes + values,
+        workspace_bytes=math.prod(transpose_values.shape(problem)),
+        scratch_bytes=of_values + values,
+        launches=2,
+        ahead=False,
+        parts=(ahead, attend),
     )

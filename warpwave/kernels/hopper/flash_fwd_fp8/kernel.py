@@ -1,10 +1,10 @@
 """FlashAttention forward for NVIDIA Hopper with 8-bit products: warp-specialized, in Gluon; float8 q, k and v.
 
-A block is one producer warp, two warps that transpose V, and one to three consumer warpgroups of 64 queries
-each. The producer and the order of tiles are those of `flash_fwd`. 8-bit wgmma reads both operands along the summed
-axis, so V is transposed in shared memory by warps that have nothing else to do (products.py). Probabilities are
-multiplied by 2^6 and rounded to float8_e4m3. The tensor cores add with about 14 bits, so no product with V covers more
-than 128 keys; its sum is added in float32, where the factor of V also goes (factors.py).
+A block is one producer warp and one to three consumer warpgroups of 64 queries each, as in `flash_fwd`. 8-bit wgmma
+reads both operands along the summed axis, so a launch before writes V transposed (prepass/transpose_values.py).
+Probabilities are multiplied by 2^6 and rounded to float8_e4m3. The tensor cores add with about 14 bits, so no product
+with V covers more than 128 keys; its sum is added in float32 (products.py), where the factor of V also goes
+(factors.py). Warpgroups take turns at the tensor cores (turns.py).
 
     S = softmax_scale * q_descale * k_descale * (Q K^T), then softcap, ALiBi, mask
     out = softmax(S) (V * v_descale);   lse = log(sum(exp(S)))
@@ -23,15 +23,17 @@ from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import arguments, descales
 from warpwave.kernels.hopper import host, scheduler
 from warpwave.kernels.hopper.flash_fwd.config import query_tiles
-from warpwave.kernels.hopper.flash_fwd.producer import Producer, producer
-from warpwave.kernels.hopper.flash_fwd_fp8 import roles
-from warpwave.kernels.hopper.flash_fwd_fp8.config import CHUNK, Config, pieces, registers
+from warpwave.kernels.hopper.flash_fwd.producer import Producer
+from warpwave.kernels.hopper.flash_fwd_fp8.config import Config, pieces, registers
+from warpwave.kernels.hopper.flash_fwd_fp8.consumer import Consumer, consumer
 from warpwave.kernels.hopper.flash_fwd_fp8.factors import Factors
-from warpwave.kernels.hopper.flash_fwd_fp8.products import TransposedRing, transposed_tiles
+from warpwave.kernels.hopper.flash_fwd_fp8.producer import producer
+from warpwave.kernels.hopper.flash_fwd_fp8.turns import turns_init
 from warpwave.kernels.hopper.parts import ROWS, Ring, barriers, buffers, present, ring_init
 from warpwave.kernels.hopper.visible import Rules
+from warpwave.kernels.prepass import transpose_values
 from warpwave.problem import AttentionProblem, QuantizedOperands
-from warpwave.runtime import launch, tensor_maps
+from warpwave.runtime import graphs, launch, tensor_maps
 from warpwave.runtime.gluon_or_stub import fence_async_shared, gl, jit, mbarrier
 
 __all__ = ["NAME", "NEEDS_GPU", "QUANTIZED", "bind", "hopper_flash_fwd_fp8_kernel", "specify"]
@@ -107,8 +109,8 @@ def hopper_flash_fwd_fp8_kernel(
     GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
-    CHUNK: gl.constexpr,
     VALUES_FIRST: gl.constexpr,
+    TURNS: gl.constexpr,
     Q_BLOCK: gl.constexpr,
     K_BLOCK: gl.constexpr,
     V_BLOCK: gl.constexpr,
@@ -121,7 +123,7 @@ def hopper_flash_fwd_fp8_kernel(
     IS_VARLEN: gl.constexpr,
     WRITE_LSE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
-    OTHER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
 ):
     """Processes tiles of 64 * GROUPS queries of one head until the counter is exhausted.
 
@@ -161,102 +163,119 @@ def hopper_flash_fwd_fp8_kernel(
     q_tiles = buffers(q_maps, GROUPS)
     k_ring = Ring(buffers(k_maps, STAGES), barriers(STAGES), barriers(STAGES), STAGES, 0, 1)
     v_ring = Ring(buffers(v_maps, STAGES), barriers(STAGES), barriers(STAGES), STAGES, 0, 1)
-    vt_ring = TransposedRing(transposed_tiles(v_maps, STAGES), barriers(STAGES), barriers(STAGES), STAGES, 0, CHUNK)
     out_tiles = buffers(out_maps, GROUPS)
     # Every allocated barrier must be used: see hopper/flash_fwd.
     q_full = barriers(GROUPS)
     q_empty = barriers(GROUPS)
+    turns = ()
+    if TURNS:
+        for _ in gl.static_range(GROUPS):
+            turns = turns + (barriers(2),)
+        turns_init(turns, GROUPS)
     words = gl.allocate_shared_memory(gl.int32, [2 * scheduler.WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     box = scheduler.Mailbox(words, barriers(2), barriers(2))
     ring_init(k_ring, GROUPS)
-    ring_init(v_ring, 1)
-    ring_init(vt_ring, GROUPS)
+    ring_init(v_ring, GROUPS)
     for g in gl.static_range(GROUPS):
         mbarrier.init(q_full.index(g), count=1)
         mbarrier.init(q_empty.index(g), count=1)
     for i in gl.static_range(2):
         mbarrier.init(box.full.index(i), count=1)
-        mbarrier.init(box.empty.index(i), count=GROUPS + 1)
+        mbarrier.init(box.empty.index(i), count=GROUPS)
     fence_async_shared()
 
     of_producer = Producer(q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, box, schedule, rules, ())
-    of_transposer = roles.Transposer(v_ring, vt_ring, box, seqlen_q, seqlen_k, rules)
-    of_consumer = roles.Consumer(
+    of_consumer = Consumer(
         out_maps, out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, factors, stride_alibi_b, stride_lb, stride_lh,
-        num_heads, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, k_ring, vt_ring, box, rules,
+        num_heads, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, turns, k_ring, v_ring, box,
+        rules,
     )  # fmt: skip
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (roles.consumer, (0, of_consumer)),
-                (roles.transposer, (of_transposer,)),
+                (consumer, (0, of_consumer)),
                 (producer, (of_producer,)),
             ],
-            [roles.TRANSPOSING_WARPS, 1],
-            [OTHER_REGISTERS, OTHER_REGISTERS],
+            [1],
+            [PRODUCER_REGISTERS],
         )
     elif GROUPS == 2:
         gl.warp_specialize(
             [
-                (roles.consumer, (0, of_consumer)),
-                (roles.consumer, (1, of_consumer)),
-                (roles.transposer, (of_transposer,)),
+                (consumer, (0, of_consumer)),
+                (consumer, (1, of_consumer)),
                 (producer, (of_producer,)),
             ],
-            [4, roles.TRANSPOSING_WARPS, 1],
-            [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
             [
-                (roles.consumer, (0, of_consumer)),
-                (roles.consumer, (1, of_consumer)),
-                (roles.consumer, (2, of_consumer)),
-                (roles.transposer, (of_transposer,)),
+                (consumer, (0, of_consumer)),
+                (consumer, (1, of_consumer)),
+                (consumer, (2, of_consumer)),
                 (producer, (of_producer,)),
             ],
-            [4, 4, roles.TRANSPOSING_WARPS, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
 
 
 # Host -----------------------------------------------------------------------------------------------------------------
+
+NAMES = "q k v slopes sinks offsets_q offsets_k q_descale k_descale v_descale out lse"
 
 
 def bind(
     problem: AttentionProblem, operands: QuantizedOperands, config: Config, out: torch.Tensor | None = None
 ) -> arguments.Run:
     """Compiles for one problem and layout; returns `run(operands, out=None) -> (out, lse)`, where lse is None unless
-    requested."""
+    requested. V transposed is in a workspace; each stream and each graph has its own (runtime/scratch.py)."""
     allocate = arguments.allocator(problem, operands.q)
-    mappable = host.mappable(problem, operands)
+    mappable = host.mappable(problem, operands, ("q", "k"))
     first = mappable(operands)
     out, lse = allocate(out)
-    plans = _plans(problem, config, first, out)
-    spec = specify(problem, current_gpu(out.device), first, out, lse, config)
-    launch_kernel = tensor_maps.bind(spec, plans, (first.q, first.k, first.v, out))
+    transposed = torch.empty(transpose_values.shape(problem), dtype=first.v.dtype, device=out.device)
+    ahead, attend = _specify(problem, current_gpu(out.device), first, transposed, out, lse, config)
+    launch_kernel = tensor_maps.bind(
+        attend, _plans(problem, config, first, transposed, out), (*first[:2], transposed, out)
+    )
+    launch_all = graphs.bind(
+        NAMES,
+        graphs.Between("transposed", [(transposed.shape, transposed.dtype)], out.device),
+        (launch.bind(ahead), "v offsets_q offsets_k transposed"),
+        (launch_kernel, "q k transposed out out lse slopes sinks offsets_q offsets_k q_descale k_descale v_descale"),
+    )
 
     def run(operands: QuantizedOperands, out: torch.Tensor | None = None) -> arguments.Results:
         q, k, v, _, _, *others = operands
         out, lse = allocate(out)
-        launch_kernel(q, k, v, out, out, lse, *others[:7])
+        launch_all(q, k, v, *others[:7], out, lse)
         return out, lse
 
     return arguments.behind(mappable, run)
 
 
 def _plans(
-    problem: AttentionProblem, config: Config, operands: QuantizedOperands, out: torch.Tensor
+    problem: AttentionProblem, config: Config, operands: QuantizedOperands, transposed: torch.Tensor, out: torch.Tensor
 ) -> list[tensor_maps.MapPlan | None]:
-    """Returns the tensor maps of q, k, v and out, host.MAX_PIECES each. Maps of K and V end after the last key that a
-    query sees."""
-    plans: list[tensor_maps.MapPlan | None] = []
-    for source, tensor in enumerate((*operands[:3], out)):
-        rows = host.keys_end(problem) if source in (1, 2) else None
-        shape, strides = host.seen(tensor, problem.packed, rows)
-        of_tile = config.block_n if source in (1, 2) else ROWS.value
-        plans += host.piece_maps(source, shape, strides, of_tile, pieces(shape[-1]))
-    return plans
+    """Returns the tensor maps of q, k, v transposed and out, host.MAX_PIECES each. The map of K ends after the last key
+    that a query sees."""
+    of_q, of_k, of_out = (
+        host.seen(operands.q, problem.packed),
+        host.seen(operands.k, problem.packed, host.keys_end(problem)),
+        host.seen(out, problem.packed),
+    )
+    width, width_v = pieces(problem.head_dim), pieces(problem.head_dim_v)
+    of_v = tuple(transposed.shape), transposed.stride()
+    columns = [tensor_maps.MapPlan(2, *of_v, (1, 1, many, config.block_n)) for many in width_v]
+    return [
+        *host.piece_maps(0, *of_q, ROWS.value, width),
+        *host.piece_maps(1, *of_k, config.block_n, width),
+        *columns, *[None] * (host.MAX_PIECES - len(columns)),
+        *host.piece_maps(3, *of_out, ROWS.value, width_v),
+    ]  # fmt: skip
 
 
 def specify(
@@ -266,21 +285,37 @@ def specify(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     config: Config,
-) -> launch.Launch:
-    """Returns the launch from tensors, which may be without memory (device "meta") if it is only compiled."""
-    sources = (*operands[:3], out)
-    plans = _plans(problem, config, operands, out)
+) -> tuple[launch.Launch, launch.Launch]:
+    """Returns the launch that transposes V and that of the attention, from tensors, which may be without memory (device
+    "meta") if they are only compiled."""
+    transposed = torch.empty(transpose_values.shape(problem), dtype=operands.v.dtype, device=out.device)
+    return _specify(problem, gpu, operands, transposed, out, lse, config)
+
+
+def _specify(
+    problem: AttentionProblem,
+    gpu: Gpu,
+    operands: QuantizedOperands,
+    transposed: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    config: Config,
+) -> tuple[launch.Launch, launch.Launch]:
+    sources = (*operands[:2], transposed, out)
+    plans = _plans(problem, config, operands, transposed, out)
     descriptors = [None if plan is None else launch.Mapped(plan, sources[plan.source]) for plan in plans]
     tiles = query_tiles(problem, config.block_m)
     out_ptr = out if problem.packed else None
-    return launch.Launch(
+    attend = launch.Launch(
         kernel=hopper_flash_fwd_fp8_kernel,
         grid=min(tiles, gpu.num_sms or host.NUM_SMS),
         tensors=(*descriptors, out_ptr, lse, *operands[5:12], host.counter(out)),
         scalars=_scalars(problem, operands, config, tiles),
         constants=_constants(problem, config),
-        options={"num_warps": 4, "enable_fp_fusion": True},
+        # It begins while the launch before runs.
+        options={"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True},
     )
+    return transpose_values.specify(problem, gpu, operands, transposed), attend
 
 
 def _scalars(problem: AttentionProblem, operands: QuantizedOperands, config: Config, tiles: int) -> list[int | float]:
@@ -298,14 +333,14 @@ def _constants(problem: AttentionProblem, config: Config) -> dict[str, int | boo
     """Returns the compile-time arguments of the kernel, by name, in its order."""
     assert problem.descale_blocks is not None
     features = arguments.feature_constants(problem)
-    consumer, others = registers(config)
+    consumer, producer = registers(config)
     block_q, block_k, block_v = problem.descale_blocks
     return {
         "GROUPS": config.groups,
         "BLOCK_N": config.block_n,
         "STAGES": config.num_stages,
-        "CHUNK": CHUNK,
         "VALUES_FIRST": config.values_first,
+        "TURNS": config.turns,
         "Q_BLOCK": block_q,
         "K_BLOCK": block_k,
         "V_BLOCK": block_v,
@@ -316,5 +351,5 @@ def _constants(problem: AttentionProblem, config: Config) -> dict[str, int | boo
         "IS_VARLEN": problem.packed,
         "WRITE_LSE": problem.return_lse,
         "CONSUMER_REGISTERS": consumer,
-        "OTHER_REGISTERS": others,
+        "PRODUCER_REGISTERS": producer,
     }

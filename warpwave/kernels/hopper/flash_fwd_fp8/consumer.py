@@ -1,8 +1,8 @@
-"""The roles of the 8-bit Hopper forward beside its producer: warps that transpose V, and consumers of 64 queries each.
+"""The consumers of the 8-bit Hopper forward, of 64 queries each.
 
-The producer is that of `flash_fwd`. The transposing warps take each tile of V from its ring, write it transposed into
-another, and hand the first back. A consumer walks the keys that its 64 queries see, from the last to the first, as in
-`flash_fwd`; it multiplies one chunk of V's columns at a time and adds each product to its float32 accumulator.
+A consumer walks the keys that its 64 queries see, from the last to the first, as in `flash_fwd`. Its products of a tile
+start together: those of its scores, and those of the probabilities before with their values, which it adds to its
+float32 accumulator.
 """
 
 from warpwave.kernels.hopper import scheduler
@@ -17,18 +17,22 @@ from warpwave.kernels.hopper.flash_fwd_fp8.factors import (
     rules_of_tile,
 )
 from warpwave.kernels.hopper.flash_fwd_fp8.products import (
-    TRANSPOSING_WARPS,
-    TransposedRing,
     accumulator_layout,
     as_pieces,
     chunks_of,
+    next_product,
     operands,
+    promoted,
+    replaced,
     rounded,
-    transpose,
+    starts_together,
     value_product,
-    with_values,
+    value_products,
+    with_chunks,
+    with_products,
     zero_accumulator,
 )
+from warpwave.kernels.hopper.flash_fwd_fp8.turns import pass_turn, skip_in_turn, take_turn
 from warpwave.kernels.hopper.parts import (
     LOG2_E,
     ROWS,
@@ -38,7 +42,6 @@ from warpwave.kernels.hopper.parts import (
     like,
     matrix,
     scores_async,
-    skip,
     wait_full,
 )
 from warpwave.kernels.hopper.rows import store_out
@@ -58,7 +61,6 @@ from warpwave.kernels.hopper.visible import Place, Rules, keys_of_sequence, plac
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
     constexpr_function,
-    fence_async_shared,
     gl,
     jit,
     mbarrier,
@@ -71,81 +73,6 @@ from warpwave.runtime.gluon_or_stub import (
 # maximum does not lag.
 OFFSET = gl.constexpr(6.0)
 LAG = gl.constexpr(2.0)
-
-
-# Transposing V --------------------------------------------------------------------------------------------------------
-
-
-@aggregate
-class Transposer:
-    """State of the transposing warps: the ring that the producer fills, the ring of [columns, keys], and messages."""
-
-    v_ring: Ring
-    vt_ring: TransposedRing
-    box: scheduler.Mailbox
-    seqlen_q: gl.tensor
-    seqlen_k: gl.tensor
-    rules: Rules
-
-    @constexpr_function
-    def __init__(self, v_ring, vt_ring, box, seqlen_q, seqlen_k, rules):
-        self.v_ring = v_ring
-        self.vt_ring = vt_ring
-        self.box = box
-        self.seqlen_q = seqlen_q
-        self.seqlen_k = seqlen_k
-        self.rules = rules
-
-
-@jit
-def transposer(role):
-    """Transposes every tile of V that the producer loads."""
-    v_ring = role.v_ring
-    vt_ring = role.vt_ring
-    box = role.box
-    rules = role.rules
-    n = 0
-    messages = 0
-    scheduler.wait_posted(box, messages)
-    work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN, TRANSPOSING_WARPS)
-    while work.tile != scheduler.NO_MORE:
-        keys = keys_of_sequence(work, rules)
-        begin, end = tiles_of_block(keys, work, rules)
-        scheduler.discard(box, messages)
-        for i in range(end - begin):
-            wait_full(v_ring, n)
-            mbarrier.wait(vt_ring.empty.index(n % vt_ring.stages), ((n // vt_ring.stages) & 1) ^ 1)
-            rows_used = keys.end - keys.begin - (end - 1 - i) * rules.BLOCK_N
-            transpose_tile(role, n, rows_used)
-            fence_async_shared()
-            mbarrier.arrive(vt_ring.full.index(n % vt_ring.stages), count=1)
-            hand_back(v_ring, n)
-            n += 1
-        messages += 1
-        scheduler.wait_posted(box, messages)
-        work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN, TRANSPOSING_WARPS)
-
-
-@jit
-def transpose_tile(role, n, rows_used):
-    """Transposes tile n. Rows past the end of a packed sequence become zeros: a tensor map stops only at the end of the
-    packed tensor, and a probability of 0 times another sequence's NaN is NaN."""
-    v_ring = role.v_ring
-    vt_ring = role.vt_ring
-    rules = role.rules
-    for i in gl.static_range(len(v_ring.pieces)):
-        v = matrix(v_ring.pieces[i].index(n % v_ring.stages))
-        v_transposed = vt_ring.pieces[i].index(n % vt_ring.stages)
-        if rules.IS_VARLEN:
-            if rows_used < rules.BLOCK_N:
-                transpose(v, v_transposed, rows_used, True)
-            else:
-                transpose(v, v_transposed, rows_used, False)
-        else:
-            transpose(v, v_transposed, rows_used, False)
-
-
-# A consumer -----------------------------------------------------------------------------------------------------------
 
 
 @jit
@@ -162,19 +89,41 @@ def raised(m_i):
 
 @jit
 def step(
-    q, q_empty, GROUP: gl.constexpr, k_ring, vt_ring, n, p, m_i, lead, l_i, acc, tile, is_last, whole_begin,
+    q, q_empty, turns, GROUP: gl.constexpr, k_ring, v_ring, n, p, m_i, lead, l_i, acc, tile, is_last, whole_begin,
     whole_end, place, keys, head, rules,
 ):  # fmt: skip
     """Computes the scores of tile n + 1 and, while taking their softmax, the product of tile n's probabilities and
-    values."""
-    MANY: gl.constexpr = len(chunks_of(vt_ring.pieces, vt_ring.chunk))
-    p = operands(p, vt_ring, rules.BLOCK_N)
+    values.
+
+    Up to 128 columns of values are multiplied at once. Of wider tiles the first chunk starts before the scores, and its
+    product is added while the scores are computed; the others start one after another.
+    """
+    MANY: gl.constexpr = len(chunks_of(v_ring.pieces))
+    TOGETHER: gl.constexpr = starts_together(v_ring.pieces)
+    BLOCKWISE: gl.constexpr = head.V_BLOCK > 0
+    p = operands(p, v_ring, rules.BLOCK_N)
     of_tile = rules_of_tile(head, tile, keys, rules)
     factor = of_values(head, tile + 1, keys, rules)
     wait_full(k_ring, n + 1)
-    scores = scores_async(q, k_ring, n + 1, zero_accumulator(rules.BLOCK_N))
-    pending = value_product(p, vt_ring, n, 0)
-    x = warpgroup_mma_wait(1, deps=[scores])
+    take_turn(turns, GROUP, n + 1)
+    if TOGETHER:
+        scores = scores_async(q, k_ring, n + 1, zero_accumulator(rules.BLOCK_N))
+        pending = value_products(p, v_ring, n)
+        pass_turn(turns, GROUP, n + 1, rules.GROUPS)
+        x = warpgroup_mma_wait(MANY, deps=[scores])
+    elif rules.VALUES_FIRST:
+        pending = value_product(p, v_ring, n, 0)
+        scores = scores_async(q, k_ring, n + 1, zero_accumulator(rules.BLOCK_N))
+        product = warpgroup_mma_wait(len(k_ring.pieces), deps=[pending])
+        acc = replaced(acc, 0, promoted(acc[0], product, factor, BLOCKWISE))
+        pending = next_product(p, product, v_ring, n, 1)
+        pass_turn(turns, GROUP, n + 1, rules.GROUPS)
+        x = warpgroup_mma_wait(1, deps=[scores])
+    else:
+        scores = scores_async(q, k_ring, n + 1, zero_accumulator(rules.BLOCK_N))
+        pending = value_product(p, v_ring, n, 0)
+        pass_turn(turns, GROUP, n + 1, rules.GROUPS)
+        x = warpgroup_mma_wait(1, deps=[scores])
     hand_back_multiplied(k_ring, n + 1)
     release(q_empty, GROUP, is_last, rules)
     x, scale = in_bits(x, tile, place, keys, of_tile, False)
@@ -182,59 +131,72 @@ def step(
         if (tile < whole_begin) | (tile >= whole_end):
             x = hide_by_position(x, tile, place, keys, rules)
     m_i, alpha, lead = settled(x, scale, m_i, lead)
-    BLOCKWISE: gl.constexpr = head.V_BLOCK > 0
-    if rules.VALUES_FIRST:
-        acc, _ = with_values(acc, pending, p, vt_ring, n, factor, BLOCKWISE, 0, MANY)
-        hand_back_multiplied(vt_ring, n)
-        p32, l_i = own_probabilities(x, scale, raised(m_i), alpha, l_i, rules.HAS_LOW)
-        wait_full(vt_ring, n + 1)
-    else:
-        p32, l_i = own_probabilities(x, scale, raised(m_i), alpha, l_i, rules.HAS_LOW)
-        wait_full(vt_ring, n + 1)
-        acc, _ = with_values(acc, pending, p, vt_ring, n, factor, BLOCKWISE, 0, MANY)
-        hand_back_multiplied(vt_ring, n)
+    if TOGETHER and rules.VALUES_FIRST:
+        acc = with_products(acc, pending, factor, BLOCKWISE)
+        hand_back_multiplied(v_ring, n)
+    elif rules.VALUES_FIRST:
+        acc, pending = with_chunks(acc, pending, p, v_ring, n, factor, BLOCKWISE, 1, 2)
+    p32, l_i = own_probabilities(x, scale, raised(m_i), alpha, l_i, rules.HAS_LOW)
+    if not TOGETHER and rules.VALUES_FIRST:
+        # ptxas moves this wait up between the exponentials.
+        acc, pending = with_chunks(acc, pending, p, v_ring, n, factor, BLOCKWISE, 2, 3)
+    wait_full(v_ring, n + 1)  # keeps ptxas from moving the waits below up
+    if TOGETHER and not rules.VALUES_FIRST:
+        acc = with_products(acc, pending, factor, BLOCKWISE)
+        hand_back_multiplied(v_ring, n)
+    elif not TOGETHER:
+        acc, _ = with_chunks(acc, pending, p, v_ring, n, factor, BLOCKWISE, 3 if rules.VALUES_FIRST else 0, MANY)
+        hand_back_multiplied(v_ring, n)
     return rounded(p32, rules.BLOCK_N), m_i, lead, l_i, rescaled(acc, alpha)
 
 
 @jit
-def edge_scores(q, k_ring, n, tile, place, keys, head, rules):
+def edge_scores(q, turns, GROUP: gl.constexpr, k_ring, n, tile, place, keys, head, rules):
     """Computes the masked scores of tile n in bits, except for a factor, with no other work in flight."""
     of_tile = rules_of_tile(head, tile, keys, rules)
     wait_full(k_ring, n)
+    take_turn(turns, GROUP, n)
     scores = scores_async(q, k_ring, n, zero_accumulator(rules.BLOCK_N))
+    pass_turn(turns, GROUP, n, rules.GROUPS)
     x = warpgroup_mma_wait(0, deps=[scores])
     hand_back_multiplied(k_ring, n)
     return in_bits(x, tile, place, keys, of_tile, True)
 
 
 @jit
-def add_values(p, vt_ring, n, acc, tile, keys, head, rules):
+def add_values(p, v_ring, n, acc, tile, keys, head, rules):
     """Returns acc plus the product of tile n's probabilities and values, with no other work in flight."""
-    MANY: gl.constexpr = len(chunks_of(vt_ring.pieces, vt_ring.chunk))
-    p = operands(p, vt_ring, rules.BLOCK_N)
+    MANY: gl.constexpr = len(chunks_of(v_ring.pieces))
+    p = operands(p, v_ring, rules.BLOCK_N)
     factor = of_values(head, tile, keys, rules)
-    acc, _ = with_values(acc, value_product(p, vt_ring, n, 0), p, vt_ring, n, factor, head.V_BLOCK > 0, 0, MANY)
-    return acc
+    if starts_together(v_ring.pieces):
+        return with_products(acc, value_products(p, v_ring, n), factor, head.V_BLOCK > 0)
+    else:
+        first = value_product(p, v_ring, n, 0)
+        acc, _ = with_chunks(acc, first, p, v_ring, n, factor, head.V_BLOCK > 0, 0, MANY)
+        return acc
 
 
 @jit
-def edge_step(q, k_ring, vt_ring, n, m_i, lead, l_i, acc, tile, place, keys, head, rules):
+def edge_step(
+    q, turns, GROUP: gl.constexpr, k_ring, v_ring, n, m_i, lead, l_i, acc, tile, place, keys, head, rules
+):  # fmt: skip
     """Processes tile n without overlap: the mask takes a tile's worth of registers, so two tiles do not fit."""
-    x, scale = edge_scores(q, k_ring, n, tile, place, keys, head, rules)
+    x, scale = edge_scores(q, turns, GROUP, k_ring, n, tile, place, keys, head, rules)
     m_i, alpha, lead = settled(x, scale, m_i, lead)
     acc = rescaled(acc, alpha)
     p32, l_i = own_probabilities(x, scale, raised(m_i), alpha, l_i, True)
-    wait_full(vt_ring, n)
-    acc = add_values(rounded(p32, rules.BLOCK_N), vt_ring, n, acc, tile, keys, head, rules)
-    hand_back_multiplied(vt_ring, n)
+    wait_full(v_ring, n)
+    acc = add_values(rounded(p32, rules.BLOCK_N), v_ring, n, acc, tile, keys, head, rules)
+    hand_back_multiplied(v_ring, n)
     return m_i, lead, l_i, acc
 
 
 @jit
-def first_state(vt_ring, BLOCK_N: gl.constexpr):
+def first_state(v_ring, BLOCK_N: gl.constexpr):
     """Returns maximum, lead and per-thread sums, and the accumulators, before the first tile."""
     nothing = own_maxima(zero_accumulator(BLOCK_N), BLOCK_N)
-    of: gl.constexpr = chunks_of(vt_ring.pieces, vt_ring.chunk)
+    of: gl.constexpr = chunks_of(v_ring.pieces)
     acc = ()
     for c in gl.static_range(len(of)):
         acc = acc + (zero_accumulator(of[c][2]),)
@@ -243,11 +205,12 @@ def first_state(vt_ring, BLOCK_N: gl.constexpr):
 
 @jit
 def all_tiles(
-    q, q_empty, GROUP: gl.constexpr, k_ring, vt_ring, n, begin, whole_begin, whole_end, end, place, keys, head, rules
+    q, q_empty, turns, GROUP: gl.constexpr, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, head,
+    rules,
 ):  # fmt: skip
     """Processes all key tiles [begin, end) of 64 queries, the last first. Tiles that every query sees, or all tiles
     with a window, are overlapped in pairs. Returns the softmax state and the number of the next tile of the rings."""
-    m_i, lead, l_i, acc = first_state(vt_ring, rules.BLOCK_N)
+    m_i, lead, l_i, acc = first_state(v_ring, rules.BLOCK_N)
     tile = end - 1
     last = whole_end  # the tile whose product with V is in flight
     first = whole_begin
@@ -256,26 +219,28 @@ def all_tiles(
         first = begin
     elif rules.HAS_HIGH:
         while tile > last:
-            m_i, lead, l_i, acc = edge_step(q, k_ring, vt_ring, n, m_i, lead, l_i, acc, tile, place, keys, head, rules)
+            m_i, lead, l_i, acc = edge_step(
+                q, turns, GROUP, k_ring, v_ring, n, m_i, lead, l_i, acc, tile, place, keys, head, rules
+            )
             n += 1
             tile -= 1
     is_last = tile == begin
-    x, scale = edge_scores(q, k_ring, n, tile, place, keys, head, rules)
+    x, scale = edge_scores(q, turns, GROUP, k_ring, n, tile, place, keys, head, rules)
     release(q_empty, GROUP, is_last, rules)
     m_i, alpha, lead = settled(x, scale, m_i, lead)
     p32, l_i = own_probabilities(x, scale, raised(m_i), alpha, l_i, True)
     acc = rescaled(acc, alpha)
     p = rounded(p32, rules.BLOCK_N)
-    wait_full(vt_ring, n)
+    wait_full(v_ring, n)
     for i in range(last - first):
         p, m_i, lead, l_i, acc = step(
-            q, q_empty, GROUP, k_ring, vt_ring, n, p, m_i, lead, l_i, acc, last - 1 - i, last - 1 - i == begin,
+            q, q_empty, turns, GROUP, k_ring, v_ring, n, p, m_i, lead, l_i, acc, last - 1 - i, last - 1 - i == begin,
             whole_begin, whole_end, place, keys, head, rules,
         )  # fmt: skip
         n += 1
-    acc = add_values(p, vt_ring, n, acc, first, keys, head, rules)
+    acc = add_values(p, v_ring, n, acc, first, keys, head, rules)
     tma.store_wait(0)  # out's buffer is free again; the hand-back's barrier informs the other warps
-    hand_back(vt_ring, n)
+    hand_back(v_ring, n)
     return n + 1, of_rows(m_i, x), of_rows(lead, x), l_i, acc
 
 
@@ -289,7 +254,8 @@ class Consumer:
         alibi_slopes_ptr, stride_alibi_b, sinks_ptr: ALiBi slopes with their stride along batches, and sinks.
         factors: the dequantization factors of q, k and v.
         q_tiles, q_full, q_empty: the queries of a block and their barriers.
-        k_ring, vt_ring, box: tiles of K and of V transposed, and the producer's messages.
+        turns: the barriers of turns (turns.py), or ().
+        k_ring, v_ring, box: tiles of K and of V transposed, and the producer's messages.
     """
 
     out_maps: gl.tuple
@@ -308,15 +274,16 @@ class Consumer:
     out_tiles: gl.tuple
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
+    turns: gl.tuple
     k_ring: Ring
-    vt_ring: TransposedRing
+    v_ring: Ring
     box: scheduler.Mailbox
     rules: Rules
 
     @constexpr_function
     def __init__(
         self, out_maps, out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, factors, stride_alibi_b, stride_lb, stride_lh,
-        num_heads, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, k_ring, vt_ring, box, rules,
+        num_heads, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, turns, k_ring, v_ring, box, rules,
     ):  # fmt: skip
         self.out_maps = out_maps
         self.out_ptr = out_ptr
@@ -334,8 +301,9 @@ class Consumer:
         self.out_tiles = out_tiles
         self.q_full = q_full
         self.q_empty = q_empty
+        self.turns = turns
         self.k_ring = k_ring
-        self.vt_ring = vt_ring
+        self.v_ring = v_ring
         self.box = box
         self.rules = rules
 
@@ -345,8 +313,9 @@ def consumer(GROUP: gl.constexpr, role):
     """Computes attention for the GROUP-th 64 queries of each block that the producer announces."""
     q_tiles = role.q_tiles
     q_empty = role.q_empty
+    turns = role.turns
     k_ring = role.k_ring
-    vt_ring = role.vt_ring
+    v_ring = role.v_ring
     box = role.box
     rules = role.rules
     row_layout: gl.constexpr = gl.SliceLayout(1, accumulator_layout(rules.BLOCK_N))
@@ -363,15 +332,16 @@ def consumer(GROUP: gl.constexpr, role):
             place = Place(place.row_first, place.offset, slope * LOG2_E)
         head = of_head(role.factors, work)
         of_queries = rules_of_queries(role.factors, head, place.row_first, work, rules)
-        n = skip(k_ring, vt_ring, n, block_end - end)
+        n = skip_in_turn(turns, GROUP, k_ring, v_ring, n, block_end - end, rules.GROUPS)
         mbarrier.wait(role.q_full.index(GROUP), messages & 1)
         q = ()
         for i in gl.static_range(len(q_tiles)):
             q = q + (matrix(q_tiles[i].index(GROUP)),)
         n, m_i, lead, l_i, acc = all_tiles(
-            q, q_empty, GROUP, k_ring, vt_ring, n, begin, whole_begin, whole_end, end, place, keys, head, of_queries
-        )
-        n = skip(k_ring, vt_ring, n, begin - block_begin)
+            q, q_empty, turns, GROUP, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, head,
+            of_queries,
+        )  # fmt: skip
+        n = skip_in_turn(turns, GROUP, k_ring, v_ring, n, begin - block_begin, rules.GROUPS)
 
         work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN)
         row_first = (work.tile * rules.GROUPS + GROUP) * ROWS
@@ -389,7 +359,7 @@ def consumer(GROUP: gl.constexpr, role):
         if rules.WRITE_LSE:
             store_lse(m_i, l_row, role.lse_ptr, role.stride_lb, role.stride_lh, work, row_first, rules)
         if row_first < work.seqlen_q:
-            out = as_pieces(chunks, vt_ring)
+            out = as_pieces(chunks, v_ring)
             store_out(out, role.out_maps, role.out_tiles, role.out_ptr, work, row_first, role.num_heads, GROUP, rules)
         scheduler.discard(box, messages)
         messages += 1
