@@ -86,6 +86,31 @@ def test_widths_are_sums_of_powers_of_two(head_dim: int, expected: tuple[int, ..
     assert host.pieces(head_dim) == expected
 
 
+PADDED = {(48, 64): (64,), (80, 32): (64, 32), (112, 64): (128,), (160, 64): (128, 64), (176, 64): (128, 64),
+          (8, 32): (32,)}  # fmt: skip
+
+
+@pytest.mark.parametrize(("head_dim", "narrowest"), PADDED, ids=str)
+def test_narrow_pieces_are_padded(head_dim: int, narrowest: int) -> None:
+    expected = PADDED[head_dim, narrowest]
+    assert host.pieces(head_dim, narrowest) == expected
+    problem, plain = replace(PROBLEM, head_dim=head_dim, head_dim_v=head_dim), flash_fwd.Config(128, 64, 2)
+    for name, place in (("narrowest_k", 0), ("narrowest_v", 1)):
+        config = replace(plain, **{name: narrowest})
+        assert flash_fwd_configs.row_pieces(problem, config)[place] == expected
+        assert flash_fwd_configs.row_pieces(problem, config)[1 - place] == host.pieces(head_dim)
+        assert flash_fwd.smem_bytes(problem, H200, config) > flash_fwd.smem_bytes(problem, H200, plain)
+        assert flash_fwd.cost(problem, H200, config).flops > flash_fwd.cost(problem, H200, plain).flops
+
+
+@pytest.mark.parametrize(
+    ("widths", "block_n", "columns"), [((192, 128), 64, 128), ((192, 128), 128, 0), ((128, 192), 64, 192)]
+)
+def test_out_may_use_the_memory_of_the_first_pieces_of_q(widths: tuple[int, int], block_n: int, columns: int) -> None:
+    problem = replace(PROBLEM, head_dim=widths[0], head_dim_v=widths[1])
+    assert flash_fwd_configs.out_columns(problem, flash_fwd.Config(128, block_n, 2)) == columns
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -94,6 +119,7 @@ def test_widths_are_sums_of_powers_of_two(head_dim: int, expected: tuple[int, ..
         {"num_stages": 0},
         {"blocks_per_sm": 4},
         {"block_m": 128, "blocks_per_sm": 2},
+        {"narrowest_v": 8},
     ],
     ids=str,
 )

@@ -28,15 +28,25 @@ class Config:
             num_stages: K and V tiles in flight: at least 2; at least 1 if float32 operands have several parts.
             blocks_per_sm: blocks that share an SM, its registers and its shared memory: 1 to 3; more than 1 requires
                 64 queries per block.
+            narrowest_v, narrowest_k: columns of the narrowest piece of a row of V, and of Q and K: 16, 32 or 64. With
+                wider ones rows are padded with zeros: 112 is 64 + 32 + 16, or one piece of 128.
     """
 
     block_m: int
     block_n: int
     num_stages: int
     blocks_per_sm: int = 1
+    narrowest_v: int = 16
+    narrowest_k: int = 16
 
     def __post_init__(self) -> None:
-        for name, allowed in (("block_m", (64, 128, 192)), ("block_n", (32, 64, 128)), ("blocks_per_sm", (1, 2, 3))):
+        for name, allowed in (
+            ("block_m", (64, 128, 192)),
+            ("block_n", (32, 64, 128)),
+            ("blocks_per_sm", (1, 2, 3)),
+            ("narrowest_v", (16, 32, 64)),
+            ("narrowest_k", (16, 32, 64)),
+        ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be one of {allowed}")
         if self.num_stages < 1:
@@ -75,23 +85,30 @@ def registers(config: Config) -> tuple[int, int]:
     return {1: (240, 24), 2: (240, 24), 3: (160, 32)}[config.groups]
 
 
+def row_pieces(problem: AttentionProblem, config: Config) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the pieces of a row of Q and K, and those of a row of V."""
+    return pieces(problem.head_dim, config.narrowest_k), pieces(problem.head_dim_v, config.narrowest_v)
+
+
 def out_pieces(problem: AttentionProblem, config: Config) -> tuple[int, ...]:
     """Returns the pieces in which a row of out is stored: those of a row of V, or two halves stored one after the
     other."""
-    of_values = pieces(problem.head_dim_v)
+    _, of_values = row_pieces(problem, config)
     return (128, 128) if out_columns(problem, config) == 128 and of_values == (256,) else of_values
 
 
 @by_kind
 def out_columns(problem: AttentionProblem, config: Config) -> int:
     """Returns how many columns of out have their own shared memory, so that the next block's Q loads during the last
-    product: all columns, half of 256, or none, in which case out reuses Q's memory. Worth 10 % at 16 x 1024
-    (head_dim 128)."""
+    product: all columns, half of 256, or none, in which case out reuses the memory of Q's first pieces. Worth 10 % at
+    16 x 1024 (head_dim 128)."""
     limit = SMEM_PER_SM // config.blocks_per_sm - 1024
-    width = sum(pieces(problem.head_dim_v))
-    if pieces(problem.head_dim) != pieces(problem.head_dim_v) or _smem(problem, config, width) <= limit:
+    of_queries, of_values = row_pieces(problem, config)
+    width = sum(of_values)
+    if of_queries[: len(of_values)] != of_values or _smem(problem, config, width) <= limit:
         return width
-    return 128 if pieces(problem.head_dim_v) == (256,) and _smem(problem, config, 128) <= limit else 0
+    halves = of_queries == of_values == (256,)
+    return 128 if halves and _smem(problem, config, 128) <= limit else 0
 
 
 @by_kind
@@ -102,7 +119,8 @@ def q_in_registers(problem: AttentionProblem, config: Config) -> int:
     1.009 times as fast at 16 x 1024 to 1 x 16384, full and causal. With a quarter in registers it takes 1.02 times as
     long, with half at head_dim 128 1.01 times. If scores need more work (masks, biases), registers run out.
     """
-    wide = problem.dtype != "float32" and pieces(problem.head_dim) == pieces(problem.head_dim_v) == (256,)
+    of_queries, of_values = row_pieces(problem, config)
+    wide = problem.dtype != "float32" and of_queries == of_values == (256,)
     bare = problem.mask_shape is problem.bias_shape is problem.alibi_shape is None and problem.softcap == 0.0
     bare = bare and problem.window_size == (-1, -1) and not problem.packed
     return 128 if wide and bare and (config.block_m, config.block_n) == (128, 64) else 0
@@ -117,7 +135,7 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 
 
 def _smem(problem: AttentionProblem, config: Config, out_columns: int, parts: int = 1) -> int:
-    width, width_v = sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
+    width, width_v = map(sum, row_pieces(problem, config))
     elements = config.block_m * (width + out_columns) + config.num_stages * config.block_n * (width + width_v)
     beside = config.num_stages * config.block_m * config.block_n * bias_bytes(problem)
     return 2 * parts * elements + beside + 2048  # 2048 for barriers and reductions
@@ -138,7 +156,7 @@ def values_first(problem: AttentionProblem, config: Config) -> bool:
     """
     if config.groups == 1 and (config.blocks_per_sm < 3 or problem.dtype == "float32"):
         return False
-    return sum(pieces(problem.head_dim_v)) <= 128 and not has_bias_cells(problem)
+    return sum(row_pieces(problem, config)[1]) <= 128 and not has_bias_cells(problem)
 
 
 # Choice of a config ---------------------------------------------------------------------------------------------------
@@ -206,7 +224,7 @@ def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     accumulator."""
     if not _fits_shared_memory(problem, gpu, config):
         return False
-    width_v, block_n, parts = sum(pieces(problem.head_dim_v)), config.block_n, num_parts(problem, gpu)
+    width_v, block_n, parts = sum(row_pieces(problem, config)[1]), config.block_n, num_parts(problem, gpu)
     needed = block_n // 2 + block_n // 4 + width_v // 2 + 40 + block_n // 8 * bias_bytes(problem)
     if parts > 1:  # two accumulators of scores, or parts of probabilities and a slice of the product (split_float32.py)
         needed = width_v // 2 + max(block_n, parts * block_n // 4 + min(width_v, 64)) + 16
