@@ -16,6 +16,8 @@ SMEM_PER_SM = 228 * 1024  # the driver keeps 1 KiB of it for each block
 # Supported ways to compute float32 products, and the number of parts of an operand: scaled float16, or bfloat16.
 PARTS = {**scale_ahead.PARTS, "bf16x6": 3}
 ABLE = tuple(PARTS)
+# Widths of V whose narrow pieces are padded: products with 16 or 32 columns are taken to last as long as with 64.
+PADDED_VALUES = (48, 112, 176)
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,17 @@ def _candidates(problem: AttentionProblem, gpu: Gpu) -> list[tuple[Rule[Config],
     other = next(iter(fitting(problem, gpu)), None)
     call = Call(problem, gpu)
     rules = undecided(RULES_OF_PARTS if call.parts > 1 else RULES, call)
-    return [(rule, next((c for c in rule.configs if _fits_shared_memory(problem, gpu, c)), other)) for rule in rules]
+    return [
+        (rule, next((_padded(call, c) for c in rule.configs if _fits_shared_memory(problem, gpu, c)), other))
+        for rule in rules
+    ]
+
+
+def _padded(call: Call, config: Config) -> Config:
+    """Returns the config with rows of V in wider pieces if that is predicted to be faster, and fits. Not run on a
+    GPU."""
+    wider = replace(config, narrowest_v=64)
+    return wider if call.pads_values and _fits_shared_memory(call.problem, call.gpu, wider) else config
 
 
 @by_kind
@@ -234,17 +246,17 @@ def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
 
 
 @by_kind
-def _facts(problem: AttentionProblem, gpu: Gpu) -> tuple[int, int, int]:
-    """Returns the width of a tile, the parts of an operand, and the bytes of a score's bias."""
-    return _width(problem), num_parts(problem, gpu), bias_bytes(problem)
+def _facts(problem: AttentionProblem, gpu: Gpu) -> tuple[int, int, int, int]:
+    """Returns the width of a tile, that of V, the parts of an operand, and the bytes of a score's bias."""
+    return _width(problem), sum(pieces(problem.head_dim_v)), num_parts(problem, gpu), bias_bytes(problem)
 
 
 class Call:
     """The properties of a call that the rows of `RULES` read. Sizes are computed when a row reads them."""
 
     def __init__(self, problem: AttentionProblem, gpu: Gpu) -> None:
-        self.problem, self.num_sms = problem, gpu.num_sms or NUM_SMS
-        self.width, self.parts, self.bias_bytes = _facts(problem, gpu)
+        self.problem, self.gpu, self.num_sms = problem, gpu, gpu.num_sms or NUM_SMS
+        self.width, self.width_v, self.parts, self.bias_bytes = _facts(problem, gpu)
 
     def rows_per_sm(self, block_m: int) -> int:
         """Returns the queries that the busiest SM processes if all blocks take equally long."""
@@ -280,11 +292,22 @@ class Call:
         return p.dtype != "float32" and not p.packed and p.mask_shape is p.bias_shape is None
 
     @property
+    def is_bare(self) -> bool:
+        """Returns whether scores also need no more work than a causal mask."""
+        p = self.problem
+        return self.is_plain and p.alibi_shape is None and p.softcap == 0.0 and p.window_size == (-1, -1)
+
+    @property
+    def pads_values(self) -> bool:
+        """Returns whether narrow pieces of V are padded."""
+        return self.is_plain and self.width_v in PADDED_VALUES
+
+    @property
     def suits_192(self) -> bool:
         """Returns whether the busiest SM gets about as many queries from blocks of 192 as from blocks of 128. Measured
         ratios: 1.125 at 16 x 1024, 1.03 at 4 x 4096 and 1 x 16384."""
         more = self.rows_per_sm(192) / max(1, self.rows_per_sm(128))
-        return len(pieces(self.width)) < 3 and more <= (1.13 if self.width > 96 else 1.06)
+        return (len(pieces(self.width)) < 3 or self.pads_values) and more <= (1.13 if self.width > 96 else 1.06)
 
 
 TUNING = "2026-11-21-h200-hopper-flash-fwd-tuning.log"
@@ -329,6 +352,13 @@ RULES: tuple[Rule[Config], ...] = (
         (Config(128, 64, 2),),
         "three stages leave no shared memory for out: 0.97 times as fast",
         MASKS,
+    ),
+    Rule(
+        "head_dim 129 to 160, or to 192 with head_dim_v up to 128, dense, at most a causal mask, more than 2,048 keys",
+        lambda c: 128 < c.width <= (192 if c.width_v <= 128 else 160) and c.is_bare and c.reach > SHORT_KEYS,
+        (Config(128, 128, 2),),
+        "predicted 1.03 to 1.08 times as fast as 64 keys a step, and not run: a product of scores reads 96 bytes of "
+        "shared memory a clock instead of 128, which is the maximum",
     ),
     Rule(
         "head_dim 129 to 256",
@@ -430,4 +460,8 @@ def rule_of(problem: AttentionProblem, gpu: Gpu) -> Rule[Config]:
 
 def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
     """Returns what `explain` prints about a config: the row that chose it."""
-    return [note(rule_of(problem, gpu), config)]
+    chosen = [note(rule_of(problem, gpu), replace(config, narrowest_v=16))]
+    if config.narrowest_v == 16:
+        return chosen
+    of_values = " + ".join(map(str, row_pieces(problem, config)[1]))
+    return [*chosen, f"rows of V are padded to {of_values} columns: predicted to be faster than narrower pieces"]
